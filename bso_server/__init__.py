@@ -1,1 +1,1 @@
-"""The server of zeus-plugins: it remembers what every run of a job cost and chooses the next batch size."""
+"""Server of zeus-plugins, which records the cost of each run of a job and chooses the next batch size."""

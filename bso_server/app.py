@@ -1,4 +1,4 @@
-"""The application: everything is put together here, and nothing happens at import."""
+"""Application of the server, assembled from its parts; importing this module has no side effects."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ logger = logging.getLogger("bso_server")
 
 
 def create_app(settings: Settings | None = None) -> Litestar:
-    """Build the application, by the environment if no settings are given.
+    """Build the application; without `settings`, from the environment.
 
     Raises:
-        ValueError: The database cannot be used, or what traces need is not installed.
+        ValueError: The database cannot be used, or tracing is on and OpenTelemetry is not installed.
     """
     settings = settings or Settings()
     watch = Watch(counts=settings.metrics != "off", traces=settings.tracing)
@@ -55,10 +55,15 @@ def create_app(settings: Settings | None = None) -> Litestar:
     allowed_hosts = [host.strip() for host in settings.allowed_hosts.split(",")]
     authenticator = Authenticator(tokens, insecure=settings.insecure, allowed_hosts=allowed_hosts, listener=watch.hear)
     request_counts = MemoryStore()
-    rate_limit = settings.rate_limit_per_minute
     reader = JobReader(store)
-    source = JobPages(reader, Pages(Tariff.model_validate(settings, from_attributes=True)))
-    health = Health(store, reader)
+    dependencies = {
+        "service": service,
+        "reader": reader,
+        "source": JobPages(reader, Pages(Tariff.model_validate(settings, from_attributes=True))),
+        "health": Health(store, reader),
+        "tokens": tokens,
+        "sessions": authenticator,
+    }
 
     exposition = watch.exposition(TotalsReader(store).read, settings.metrics_jobs)
     metrics = [] if exposition is None else [metrics_route(exposition, is_open=settings.metrics == "open")]
@@ -78,16 +83,9 @@ def create_app(settings: Settings | None = None) -> Litestar:
 
     app = Litestar(
         route_handlers=[*HANDLERS, *metrics, PAGES, home],
-        dependencies={
-            "service": Provide(lambda: service, sync_to_thread=False),
-            "reader": Provide(lambda: reader, sync_to_thread=False),
-            "source": Provide(lambda: source, sync_to_thread=False),
-            "health": Provide(lambda: health, sync_to_thread=False),
-            "tokens": Provide(lambda: tokens, sync_to_thread=False),
-            "sessions": Provide(lambda: authenticator, sync_to_thread=False),
-        },
+        dependencies={name: _provide(each) for name, each in dependencies.items()},
         middleware=[
-            *([] if rate_limit is None else [_rate_limit(rate_limit)]),
+            *([] if settings.rate_limit_per_minute is None else [_rate_limit(settings.rate_limit_per_minute)]),
             AccessControl(authenticator, allowed_hosts, read_timeout_s=settings.read_timeout_s),
         ],
         stores={_REQUEST_COUNTS: request_counts},
@@ -96,9 +94,9 @@ def create_app(settings: Settings | None = None) -> Litestar:
         exception_handlers=EXCEPTION_HANDLERS,
         after_exception=[RefusalLog(listener=watch.hear).note],
         lifespan=[lifespan],
-        # Logging is the launcher's business; Litestar's own set-up would write request bodies.
+        # The launcher configures logging; Litestar's own configuration would log request bodies.
         logging_config=None,
-        # The other renderers load their scripts from a CDN.
+        # Other renderers load scripts from a CDN.
         openapi_config=OpenAPIConfig(
             title="Batch size optimization server",
             version=version("zeus-plugins"),
@@ -114,13 +112,13 @@ def create_app(settings: Settings | None = None) -> Litestar:
             security=[{"bearer": []}, {"basic": []}],
         ),
     )
-    # Around everything: what leads to no route is answered before any of Litestar's middleware.
+    # Around the application, because Litestar answers unknown routes before its middleware.
     app.asgi_handler = watch.around(app.asgi_handler)
     return app
 
 
 def store_of(settings: Settings, listener: Listener = nobody) -> Store:
-    """The database that the settings name; `ValueError` if it cannot be used."""
+    """Return the store of the settings' database; raise `ValueError` if it cannot be used."""
     password = settings.db_password
     database = open_database(
         settings.database_url,
@@ -133,12 +131,9 @@ def store_of(settings: Settings, listener: Listener = nobody) -> Store:
 
 
 async def prepare(store: Store, *, migrate: bool = False) -> None:
-    """Make sure that the database has this version's schema.
+    """Upgrade the database's schema, or raise `DatabaseNotReadyError` if it is not this version's.
 
-    A SQLite file, which has one owner, is migrated in any case; without `migrate`, others are left to their operator.
-
-    Raises:
-        DatabaseNotReadyError: It has another schema.
+    A SQLite file, which has one owner, is always upgraded; other databases only with `migrate`.
     """
     if migrate or store.is_sqlite:
         await store.migrate()
@@ -158,30 +153,30 @@ async def _say_who_is_served(settings: Settings, tokens: Tokens) -> None:
         logger.warning("all tokens are revoked: nobody is served until bso-server token create makes another one")
 
 
+def _provide(dependency: object) -> Provide:
+    return Provide(lambda: dependency, sync_to_thread=False)
+
+
 def _rate_limit(per_minute: int) -> DefineMiddleware:
     return RateLimitConfig(rate_limit=("minute", per_minute), exclude="^/health/", store=_REQUEST_COUNTS).middleware
 
 
 async def _reap_for_ever(service: BatchSizeService, request_counts: MemoryStore, interval_s: float) -> None:
-    """Abandon trials that nobody hears of, so that the jobs of killed trainings go on; each process does it.
-
-    Also forgets the addresses that have not asked for a while.
-    """
+    """Periodically abandon expired trials, in each process, and delete expired counts of the rate limit."""
     while True:
         await asyncio.sleep(interval_s)
         await request_counts.delete_expired()
         try:
             await service.reap()
         except DatabaseUnavailableError:
-            # The store has said so.
+            # The store has logged it.
             pass
         except Exception:
-            # The next round tries again.
             logger.exception("could not look for abandoned trials")
 
 
 def __getattr__(name: str) -> Litestar:
-    """Build ``app`` when ``uvicorn bso_server.app:app`` asks for it."""
+    """Build ``app`` on demand, for ``uvicorn bso_server.app:app``."""
     if name == "app":
         return create_app()
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,13 +1,12 @@
-"""The connections of clients: how many there are, and how long a client may keep one waiting.
+"""Limits for the connections of clients: their number, and how long a client may keep one waiting.
 
-uvicorn gives clients all the time in the world: half a head, an answer that nobody reads, and the rest of a body that
-was answered already stay until the client ends the connection, and when all files that a process may open are
-connections, nobody is served any more. `BoundedProtocol` is uvicorn's protocol with deadlines, and with a limit below
-that of files.
+uvicorn has no deadlines for incomplete requests and unread responses, so that such connections can use up all files
+that a process may open; then it can serve no further client. `BoundedProtocol` is uvicorn's protocol with deadlines,
+and with a maximum of connections below that of files.
 
-A connection *waits* as long as it is its client's turn: before and within the head of a request, within its body, and
-while an answer is not read. The body of a request that is being answered has its deadline in the application
-(`api.bodies.in_time`), so that the client is told, and so that it holds under every server.
+A connection *waits* while the client must act: before and within the head of a request, within its body, and until it
+reads a response. The application has its own deadline for bodies (`api.bodies.in_time`), so that the client gets an
+answer, and so that the deadline applies under every server.
 """
 
 from __future__ import annotations
@@ -18,29 +17,29 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from functools import cache
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from bso_server.settings import Settings
 from zeus_plugins.protocol import ErrorBody
 
-# Seconds that a connection may be idle between two requests; uvicorn sees to it.
+# Seconds that a connection may be idle between two requests, enforced by uvicorn.
 KEEP_ALIVE_S = 5
 
-# Seconds in which a client must take some of an answer that waits for it.
+# Seconds in which a client must read some of a waiting response.
 _ANSWER_TIMEOUT_S = 60.0
 
-# Seconds in which what was written last goes out to a client that is given up.
+# Seconds to send the last response before a connection is aborted.
 _FAREWELL_S = 1.0
 
-# Connections of one process at most, whatever the number of files that it may open. Each takes some 20 KB.
+# Maximum of connections of one process; each needs about 20 KB.
 _MOST_CONNECTIONS = 4096
 
-# Files that a process is left at least: its database, its log, and connections that are being closed.
+# Minimum of files for other uses: the database, the log, and connections that are closing.
 _FILES_LEFT = 64
 
-# Seconds between two lines of the log which say that there are too many connections.
+# Seconds between log lines about too many connections.
 _QUIET_S = 60.0
 
 _TOO_LATE = b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
@@ -49,10 +48,10 @@ logger = logging.getLogger("bso_server")
 
 
 def connections_allowed() -> tuple[int, int]:
-    """The number of connections that a process takes by the number of files that it may open, and that of others."""
+    """Return the maximum of connections under the process's limit of open files, and the files left for other uses."""
     try:
         import resource
-    except ModuleNotFoundError:  # Windows knows no such limit
+    except ModuleNotFoundError:  # Windows has no such limit
         return _MOST_CONNECTIONS, _FILES_LEFT
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if files == resource.RLIM_INFINITY:
@@ -63,12 +62,12 @@ def connections_allowed() -> tuple[int, int]:
 
 @dataclass
 class Limits:
-    """The bounds of all connections of a process.
+    """Limits for all connections of a process.
 
     Attributes:
-        read_timeout_s: Seconds that a client may take for the head of a request.
-        connections: The largest number of them.
-        answer_timeout_s: Seconds in which a client must take some of an answer that waits for it.
+        read_timeout_s: Seconds in which a client must send the head of a request.
+        connections: Maximum of connections.
+        answer_timeout_s: Seconds in which a client must read some of a waiting response.
     """
 
     read_timeout_s: float
@@ -77,7 +76,7 @@ class Limits:
     _full_said_at: float = field(default=float("-inf"), repr=False)
 
     def say_full(self, now: float) -> None:
-        """Log that there are too many connections, now and then."""
+        """Log that the maximum is reached, at most once in `_QUIET_S` seconds."""
         if now - self._full_said_at >= _QUIET_S:
             self._full_said_at = now
             logger.warning(
@@ -87,30 +86,21 @@ class Limits:
             )
 
 
-if TYPE_CHECKING:
-    # uvicorn's protocols have no common base.
-    class _Protocol(asyncio.Protocol):
-        app: Any
-        connections: set[Any]
-        cycle: Any
-        loop: asyncio.AbstractEventLoop
-        timeout_keep_alive: float
-        transport: asyncio.Transport
+class Bounded(asyncio.Protocol):
+    """Additions to either of uvicorn's protocols, on httptools or on h11."""
 
-        def __init__(self, *args: Any, **kwargs: Any) -> None: ...
-        def on_response_complete(self) -> None: ...
-
-else:
-    _Protocol = object
-
-
-class Bounded(_Protocol):
-    """The additions of `BoundedProtocol` to either of uvicorn's protocols, that on httptools and that on h11."""
+    # Attributes of uvicorn's two protocols, which have no common base class.
+    app: Any
+    connections: set[Any]
+    cycle: Any
+    loop: asyncio.AbstractEventLoop
+    timeout_keep_alive: float
+    transport: asyncio.Transport
 
     def __init__(self, *args: Any, limits: Limits | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._limits = limits or _limits_of_this_process()
-        # The beginning of the client's turn, were it the client's.
+        # Time at which the connection was made or the last response ended.
         self._since = self.loop.time()
         self._has_begun = False
         self._unread_since: float | None = None
@@ -147,14 +137,14 @@ class Bounded(_Protocol):
         self._unread_since = None
 
     def on_response_complete(self) -> None:
-        """Called by uvicorn at the end of an answer."""
+        """Reset the deadline; uvicorn calls this at the end of a response."""
         self._since = self.loop.time()
         self._has_begun = False
-        super().on_response_complete()
+        super().on_response_complete()  # type: ignore[misc]  # of uvicorn's protocol
 
     @property
     def _is_between_requests(self) -> bool:
-        """True if no request is being answered; one may have begun."""
+        """True if the application is answering no request; the head of one may be incomplete."""
         return self.cycle is None or self.cycle.response_complete
 
     @property
@@ -162,7 +152,7 @@ class Bounded(_Protocol):
         return self._is_between_requests or self.cycle.more_body or self._unread_since is not None
 
     def _deadline(self) -> float:
-        """The time when the client has kept this connection waiting too long, if it does at all."""
+        """Return the time until which the client must act, if the connection waits for it."""
         if self._unread_since is not None:
             return self._unread_since + self._limits.answer_timeout_s
         if not self._is_between_requests:
@@ -183,11 +173,11 @@ class Bounded(_Protocol):
         if self._has_begun and self._is_between_requests and not self.transport.is_closing():
             self.transport.write(_TOO_LATE)
         self.transport.close()
-        # It closes when all is sent, which may be never.
+        # `close` waits until everything is sent, which may never happen.
         self._alarm = self.loop.call_later(_FAREWELL_S, self.transport.abort)
 
     def _make_room(self) -> None:
-        """Give up the connection that waits longest for its client; if none does, this one is told to come back."""
+        """Abort the connection that has waited longest for its client; if none waits, refuse this one with 503."""
         others = (each for each in self.connections if each is not self and isinstance(each, Bounded))
         waiting = [each for each in others if each._waits and not each.transport.is_closing()]
         if waiting:
@@ -197,7 +187,7 @@ class Bounded(_Protocol):
 
 
 class BoundedProtocol(Bounded, AutoHTTPProtocol):  # type: ignore[misc, valid-type]  # one of two, found at run time
-    """The HTTP protocol of `bso-server serve`, for `uvicorn --http bso_server.connections:BoundedProtocol` too."""
+    """HTTP protocol of `bso-server serve`, and for `uvicorn --http bso_server.connections:BoundedProtocol`."""
 
 
 @cache
@@ -206,19 +196,15 @@ def _limits_of_this_process() -> Limits:
 
 
 async def _come_back_later(_scope: Any, _receive: Any, send: Callable[[dict[str, Any]], Awaitable[None]]) -> None:
-    """The application of a connection for which there is no room."""
+    """Answer 503; the application of connections beyond the maximum."""
     status = HTTPStatus.SERVICE_UNAVAILABLE
     message = "the server has no room for another connection at present: send the request again"
     body = ErrorBody(title=status.phrase, status=status, detail=message, message=message).model_dump_json().encode()
-    headers = {"content-type": "application/problem+json", "content-length": str(len(body)), "retry-after": "5"}
-    await send(
-        {
-            "type": "http.response.start",
-            "status": status,
-            "headers": [
-                *((name.encode(), value.encode()) for name, value in headers.items()),
-                (b"connection", b"close"),
-            ],
-        }
-    )
+    headers = [
+        (b"content-type", b"application/problem+json"),
+        (b"content-length", b"%d" % len(body)),
+        (b"retry-after", b"5"),
+        (b"connection", b"close"),
+    ]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})

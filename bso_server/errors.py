@@ -1,6 +1,6 @@
-"""The errors of the domain, all of them below `BsoError`, and the HTTP status of each.
+"""Errors of the domain, all derived from `BsoError`, with the HTTP status of each.
 
-A training that has the server in its own process gets the same statuses, in the errors that it raises.
+A training with the server in its own process gets the same statuses in its exceptions.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ class BsoError(Exception):
 
     Attributes:
         message: What went wrong and what to change.
-        field: The field of the request at fault, if there is one.
-        reason: The same for programs, of errors that a client acts on.
+        field: Field of the request that caused the error, or None.
+        reason: Machine-readable reason of an error to which clients react, or None.
     """
 
     reason: RefusalReason | None = None
@@ -42,21 +42,21 @@ class UnknownTrialError(BsoError):
 
 
 class JobConflictError(BsoError):
-    """The job_id is taken by a job with another configuration."""
+    """A job with another configuration has this job_id."""
 
 
 class ReportConflictError(BsoError):
-    """The trial ended, and not the way this report says."""
+    """The report contradicts the end of its trial."""
 
 
 class OtherRegistrationError(BsoError):
-    """The trial is one of a job that was deleted, and whose id another job has now."""
+    """The trial belongs to a deleted job, whose id another job has now."""
 
     reason = RefusalReason.OTHER_REGISTRATION
 
 
 class StaleLeaseError(BsoError):
-    """The trial was given to a later run of its training."""
+    """A later run of the training has resumed the trial."""
 
     reason = RefusalReason.STALE_LEASE
 
@@ -66,46 +66,46 @@ class KeyConflictError(BsoError):
 
 
 class IllegalTransitionError(BsoError):
-    """A trial cannot go from the state it is in to the one asked for."""
+    """The trial cannot change from its state to the requested one."""
 
 
 class InvalidJobError(BsoError):
-    """A job that cannot be served."""
+    """The server cannot serve a job with this configuration."""
 
 
 class PolicyNotInstalledError(BsoError):
-    """The job's policy is not installed where the server runs, or cannot be loaded."""
+    """The job's policy is not installed on the server, or cannot be loaded."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message, field="policy")
 
 
 class InvalidReportError(BsoError):
-    """A report contradicts itself, its trial, or what the trial reported before."""
+    """The report contradicts itself, its trial, or an earlier report."""
 
 
 class InvalidImportError(BsoError):
-    """The facts of an exported job contradict each other."""
+    """An exported job contradicts itself."""
 
 
 class ZeusDatabaseError(BsoError):
-    """A database cannot be read as that of a Zeus 0.16 server."""
+    """The database cannot be read as one of a Zeus 0.16 server."""
 
 
 class NoSurvivorError(BsoError):
-    """A whole exploration round passed without one batch size reaching the target."""
+    """No batch size reached the target in a whole round of exploration."""
 
 
 class UnauthenticatedError(BsoError):
-    """The request needs a token and shows none, or shows one that is not good."""
+    """The request has no valid token and needs one."""
 
 
 class ForbiddenError(BsoError):
-    """The caller is known, and may not do that."""
+    """The caller is not permitted to do this."""
 
 
 class UntrustedHostError(BsoError):
-    """The request was sent to a host name that this server does not answer to."""
+    """The request names a host that this server does not serve."""
 
     def __init__(self, host: str, *, tokenless: bool = False) -> None:
         super().__init__(
@@ -126,7 +126,7 @@ class UnknownTokenError(BsoError):
 
 
 class RevokedTokenError(BsoError):
-    """A token that was revoked can neither be rotated nor be given anything."""
+    """A revoked token cannot be rotated, and cannot receive jobs or trials."""
 
     def __init__(self, token_id: str) -> None:
         super().__init__(
@@ -136,17 +136,17 @@ class RevokedTokenError(BsoError):
 
 
 class DatabaseNotReadyError(BsoError):
-    """The database was not brought to this version's schema."""
+    """The database does not have this version's schema."""
 
 
 class DatabaseUnavailableError(BsoError):
-    """The database cannot be reached, its connections are lost again and again, or it can keep nothing.
+    """The database cannot be reached, loses its connections repeatedly, or accepts no writes.
 
-    A write that was under way may be in force nevertheless.
+    A current write may have been committed.
 
     Attributes:
-        detail: Which database, and what happened, on one line. Not for every client to read.
-        fault: What keeps a database that answers from keeping anything, for every client to read, or None.
+        detail: Database and failure, on one line; only for operators.
+        fault: Why a database that answers accepts no writes, for every client, or None.
     """
 
     def __init__(self, detail: str, *, fault: str | None = None) -> None:

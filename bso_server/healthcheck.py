@@ -1,7 +1,7 @@
-"""``python -m bso_server.healthcheck``: the health check of a container, with the standard library alone.
+"""``python -m bso_server.healthcheck``: the health check of a container, with only the standard library.
 
-It asks the server of its own machine, on the port of ``ZEUS_BSO_SERVER_PORT``, whether it is ready; the exit status is
-0, or 1 with one line on standard output, where container engines look for it.
+It asks the server on this machine, at the port ``ZEUS_BSO_SERVER_PORT``, whether it is ready. The exit status is 0, or
+1 with one line on standard output, which container engines record.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ _TIMEOUT_S = 5.0
 
 
 def main() -> int:
-    """Ask once."""
+    """Ask the server once; return the exit status."""
     port = int(os.environ.get("ZEUS_BSO_SERVER_PORT") or _PORT)
-    # No proxy is asked, whatever the environment says of proxies.
+    # `http.client` ignores the proxies of the environment.
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=_TIMEOUT_S)
     try:
         connection.request("GET", "/health/ready")

@@ -1,6 +1,6 @@
-"""The server's settings. Precedence: argument, then environment, then ``.env``, then default.
+"""Settings of the server. Precedence: argument, then environment, then ``.env``, then default.
 
-The environment and ``.env`` may each name a file that holds a setting's value instead, ``ZEUS_BSO_<FIELD>_FILE``.
+``ZEUS_BSO_<FIELD>_FILE``, in the environment or ``.env``, names a file with the value of a setting.
 """
 
 from __future__ import annotations
@@ -22,50 +22,52 @@ PREFIX = "ZEUS_BSO_"
 ENV_FILE = ".env"
 FILE_SUFFIX = "_FILE"
 
-# Seconds; three years and more would only overflow dates.
+# Seconds; about three years at most, because longer leases could overflow dates.
 Lease = Annotated[float, Field(gt=0, le=1e8)]
 
 
 def default_database_url() -> str:
-    """A SQLite file in the user's data directory."""
+    """Return the URL of a SQLite file in the user's data directory."""
     return f"sqlite:///{Path(user_data_path('zeus-bso')) / 'bso.sqlite3'}"
 
 
 class Settings(BaseSettings):
-    """The settings of the server. Each field is also the environment variable ``ZEUS_BSO_<FIELD>``.
+    """Settings of the server. Each field is also the environment variable ``ZEUS_BSO_<FIELD>``.
 
     Attributes:
         database_url: SQLAlchemy URL of the database.
-        db_user: User of the database, where the URL names none.
-        db_password: Password of the database, where the URL holds none.
-        database_timeout_s: Seconds that a request waits for the database, and for what others have locked in it.
+        db_user: User of the database, if the URL names none.
+        db_password: Password of the database, if the URL has none.
+        database_timeout_s: Seconds that a request waits for the database, including its locks.
         server_host: Address to listen on.
         server_port: Port to listen on.
-        log_level: The least level that is logged.
-        log_format: The form of the log's lines, text or JSON.
+        log_level: Lowest level that is logged.
+        log_format: Format of log lines, text or JSON.
         echo_sql: True to log every SQL statement.
-        crash_retries: Crashes after which a batch size that never ran to its end is given up.
-        reap_interval_s: Seconds between two searches for trials whose trainings are no longer heard of.
-        heartbeat_interval_s: Seconds after which trainings that send heartbeats are asked to send the next one.
-        heartbeat_lease_s: Seconds of silence after which such a training counts as abandoned; more than the interval.
-        silent_lease_s: The same for a training that only reports; five times its longest epoch if that is longer.
-        suspended_lease_s: Seconds that a preempted training may take to come back.
-        insecure: True to serve everybody without a token (``serve --insecure``).
-        allowed_hosts: Host names that requests may be sent to, separated by commas; ``*.example`` stands for all names
-            below ``example``, and ``*`` for every host.
-        max_body_bytes: Size in bytes of the largest request body that is taken.
-        read_timeout_s: Seconds that a client may take to send the head of a request, and again to send its body.
-        rate_limit_per_minute: Requests that one address may make within a minute, per server process; None: any number.
-        price_per_kwh: What a kilowatt-hour costs, for the dashboard; None: it speaks of no money.
-        currency: That currency, as it is shown, such as ``EUR``.
-        carbon_g_per_kwh: Grams of CO2 equivalent that a kilowatt-hour stands for; None: it speaks of none.
-        metrics: The readers of metrics: those who may read jobs (``token``), everybody (``open``), or nobody (``off``).
-        metrics_jobs: Pattern of the ids of jobs, such as ``nightly-*``, whose metrics name them; None: none are named.
+        crash_retries: Crashes after which the server excludes a batch size that has never completed a run.
+        reap_interval_s: Seconds between two searches for expired trials.
+        heartbeat_interval_s: Seconds between two heartbeats of a training.
+        heartbeat_lease_s: Seconds without a heartbeat after which a training with heartbeats counts as abandoned; more
+            than the interval.
+        silent_lease_s: Seconds without a report after which a training without heartbeats counts as abandoned; at least
+            five times its longest epoch.
+        suspended_lease_s: Seconds in which a preempted training must resume.
+        insecure: True to serve every client without a token (``serve --insecure``).
+        allowed_hosts: Host names that requests may use, separated by commas; ``*.example`` matches all names below
+            ``example``, and ``*`` every host.
+        max_body_bytes: Maximum size of a request body, bytes.
+        read_timeout_s: Seconds in which a client must send the head of a request, and again its body.
+        rate_limit_per_minute: Requests per minute from one address, per server process; None: unlimited.
+        price_per_kwh: Price of a kilowatt-hour for the dashboard; None: it shows no money.
+        currency: Currency of the price, such as ``EUR``.
+        carbon_g_per_kwh: Grams of CO2 equivalent per kilowatt-hour; None: the dashboard shows none.
+        metrics: Access to the metrics: callers who may read jobs (``token``), everyone (``open``), no one (``off``).
+        metrics_jobs: Pattern of the ids of jobs, such as ``nightly-*``, whose metrics name them; None: no job.
         tracing: True to trace requests by OpenTelemetry.
 
     Raises:
-        pydantic.ValidationError: A value does not fit its field; `problems` puts it in words.
-        ValueError: A file that holds a setting cannot be read or is empty, or a setting is given beside its file.
+        pydantic.ValidationError: A value is invalid; `problems` describes it.
+        ValueError: The file of a setting cannot be read or is empty, or both a setting and its file are given.
     """
 
     model_config = SettingsConfigDict(env_prefix=PREFIX, env_file=ENV_FILE, extra="ignore", frozen=True)
@@ -81,7 +83,7 @@ class Settings(BaseSettings):
     echo_sql: bool = False
     crash_retries: Annotated[int, Field(ge=1)] = 3
     reap_interval_s: Annotated[float, Field(gt=0)] = 60.0
-    # The lease's validator sees the fields above its own only.
+    # Before the lease, because its validator sees only earlier fields.
     heartbeat_interval_s: Lease = 60.0
     heartbeat_lease_s: Lease = 360.0
     silent_lease_s: Lease = 3600.0
@@ -107,7 +109,7 @@ class Settings(BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Put what files hold in the place of their names. A file is not read if its setting is stated before it."""
+        """Replace the names of files by their contents, except for settings that an earlier source sets."""
         stated = {variable_of(name).lower() for name in init_settings()}
         for source in (env_settings, dotenv_settings):
             assert isinstance(source, EnvSettingsSource)  # noqa: S101 - for mypy: the base class has no variables
@@ -117,7 +119,7 @@ class Settings(BaseSettings):
 
     @property
     def leases(self) -> LeasePolicy:
-        """The leases that the settings state."""
+        """Leases of the settings."""
         return LeasePolicy(
             heartbeat_interval_s=self.heartbeat_interval_s,
             heartbeat_lease_s=self.heartbeat_lease_s,
@@ -138,19 +140,19 @@ class Settings(BaseSettings):
 
 
 def variable_of(name: str) -> str:
-    """The environment variable of a setting."""
+    """Return the environment variable of a setting."""
     return PREFIX + name.upper()
 
 
 def file_variable_of(name: str) -> str:
-    """The environment variable with the path of a file that holds a setting."""
+    """Return the environment variable with the path of a file that contains a setting."""
     return variable_of(name) + FILE_SUFFIX
 
 
 def secret(variable: str, environ: Mapping[str, str | None]) -> str | None:
-    """The value of a variable, or what is in the file that the variable with ``_FILE`` behind its name names.
+    """Return the value of a variable, or the content of the file that `variable` with ``_FILE`` appended names.
 
-    The line feeds that end the file are no part of the value. Empty variables count as not set.
+    Line feeds at the end of the file are removed. Empty variables count as unset.
 
     Raises:
         ValueError: Both variables are set, or the file cannot be read or is empty.
@@ -171,7 +173,7 @@ def secret(variable: str, environ: Mapping[str, str | None]) -> str | None:
 
 
 def _with_files(variables: Mapping[str, str | None], stated: Collection[str]) -> dict[str, str | None]:
-    """Variables, named in lower case, and the settings in the files that they name, but for settings stated before."""
+    """Return the variables, in lower case, with the contents of the files of settings that are not in `stated`."""
     values = dict(variables)
     for name in Settings.model_fields:
         setting, file = variable_of(name), file_variable_of(name)
@@ -181,14 +183,14 @@ def _with_files(variables: Mapping[str, str | None], stated: Collection[str]) ->
 
 
 def problems(error: ValidationError) -> str:
-    """The faults of the settings, each with its environment variable."""
+    """Return the errors of the settings in one line, each with its environment variable."""
     return "; ".join(f"{variable_of(str(line['loc'][0]))}: {line['msg']}" for line in error.errors())
 
 
 def source_of(name: str, arguments: Mapping[str, Any]) -> str:
-    """The source of a setting's value: ``argument`` (of the command line), ``environment``, ``.env`` or ``default``.
+    """Return the source of a setting's value: ``argument``, ``environment``, ``.env`` or ``default``.
 
-    ``environment, from a file`` and ``.env, from a file``: the variable names a file with the value.
+    ``, from a file`` is appended if the variable names a file with the value.
     """
     if name in arguments:
         return "argument"

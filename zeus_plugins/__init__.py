@@ -1,8 +1,7 @@
-"""The training side of zeus-plugins.
+"""The training side of zeus-plugins, with the errors of `zeus_plugins.errors`.
 
-Importing this package loads no deep-learning framework; `zeus_plugins.lightning` and `zeus_plugins.huggingface` hold
-the callbacks for Lightning and for the Hugging Face Trainer. The errors that users meet are here as in
-`zeus_plugins.errors`.
+Importing this package loads no deep-learning framework; the callbacks are in `zeus_plugins.lightning` and
+`zeus_plugins.huggingface`.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Load the optimizer, with all that measures and reports, when somebody asks for it: a server does not."""
+    """Import the optimizer on first use: a server imports this package and needs none of what it loads."""
     if name == "BatchSizeOptimizer":
         from zeus_plugins.optimizer import BatchSizeOptimizer
 

@@ -1,8 +1,7 @@
-"""Every environment variable that the training side reads, declared once; nothing else here reads the environment.
+"""Declaration of every environment variable that the training side reads; no other module reads the environment.
 
-An argument comes before its variable, and the variable before the default. `zeus-plugins doctor` lists `VARIABLES`, and
-docs/environment.md has them as a table. The server in the training's process reads its own settings as well
-(`bso_server.settings`).
+An argument precedes its variable, and a variable its default. `zeus-plugins doctor` and docs/environment.md list
+`VARIABLES`. A server in the training's process also reads `bso_server.settings`.
 """
 
 from __future__ import annotations
@@ -21,12 +20,12 @@ class Variable:
     """One environment variable.
 
     Attributes:
-        name: As it is set.
-        meaning: The noun that its value stands for.
-        default: The value, in words, where it is not set.
-        unit: Of a number.
-        is_secret: Whether its value must not be shown.
-        may_be_empty: Whether an empty value is none, rather than a mistake.
+        name: Its name.
+        meaning: Description of its value, as a noun phrase.
+        default: Value if the variable is not set, in words.
+        unit: Unit of a number.
+        is_secret: Whether the value must not be shown.
+        may_be_empty: Whether an empty value counts as not set; otherwise it is an error.
     """
 
     name: str
@@ -40,19 +39,11 @@ class Variable:
         return self.name
 
     def text(self, environ: Mapping[str, str] | None = None) -> str | None:
-        """The value in `environ`, by default the process's; it may be empty. None where it is not set."""
+        """Return the value in `environ` (the process's environment if None), or None if it is not set."""
         return (os.environ if environ is None else environ).get(self.name)
 
     def number(self, environ: Mapping[str, str] | None = None, *, is_positive: bool = False) -> float | None:
-        """The value as a number; None where it is not set.
-
-        Args:
-            environ: As in `text`.
-            is_positive: Whether it has to be finite and above 0.
-
-        Raises:
-            ZeusBSOConfigError: It is no such number.
-        """
+        """Return the value as a number (`is_positive`: finite and above 0), or None; raise `ZeusBSOConfigError`."""
         text = self.text(environ)
         if text is None or (not text and self.may_be_empty):
             return None
@@ -68,13 +59,13 @@ class Variable:
         return number
 
     def shown(self, environ: Mapping[str, str] | None = None) -> str | None:
-        """The value for people to see: a secret only as ``(set)``; None where it is not set."""
+        """Return the value for display, a secret as ``(set)``; None if it is not set."""
         text = self.text(environ)
         return "(set)" if self.is_secret and text else text
 
 
 def environment_for(variables: Mapping[str, str], *, without: Collection[Variable] = ()) -> dict[str, str]:
-    """The environment for a process of ours: that of this one without some of its variables, and with others."""
+    """Return the environment for a child process: this process's, `without` some variables and with others."""
     hidden = {variable.name for variable in without}
     return {name: value for name, value in os.environ.items() if name not in hidden} | dict(variables)
 
@@ -145,11 +136,7 @@ LOCAL_WORLD_SIZE = Variable("LOCAL_WORLD_SIZE", "the number of processes on the 
 
 
 def access_token(environ: Mapping[str, str] | None = None) -> str | None:
-    """The server's access token, by its value or from the file that holds it; None where neither is set.
-
-    Raises:
-        ZeusBSOConfigError: Both are set, or the file cannot be read or is empty.
-    """
+    """Return the server's access token or None; raise `ZeusBSOConfigError` if it is set twice or cannot be read."""
     value, path = TOKEN.text(environ), TOKEN_FILE.text(environ)
     if not path:
         return value

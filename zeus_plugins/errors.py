@@ -1,18 +1,7 @@
-"""Every error that the training side raises on purpose.
+"""Errors of the training side; all are `ZeusBSOError`.
 
-::
-
-    ZeusBSOError
-    ├── ZeusBSORuntimeError              the server could not do what was asked (Zeus's spelling: ZeusBSORuntimError)
-    │   └── ZeusBSOServerUnreachableError   no answer from the server at all
-    ├── ZeusBSOConfigError              the job or the training script says something that cannot work
-    │   └── ZeusBSOTokenError               the server does not accept the token, or not for this
-    ├── ZeusBSOOperationOrderError      a method was called before the one it needs
-    ├── ZeusBSOBadOperationError        a method was called with something it cannot use
-    └── ZeusBSOTrainFailError           the trial ended without reaching its target: relaunch the training
-
-``except`` clauses written for Zeus 0.16 work: five of the names are its own, and `ZeusBSORuntimError`, as Zeus spells
-it, is a second name of `ZeusBSORuntimeError`.
+``except`` clauses written for Zeus 0.16 work: five of the names are Zeus's own, and `ZeusBSORuntimError` (Zeus's
+spelling) is another name of `ZeusBSORuntimeError`.
 """
 
 from __future__ import annotations
@@ -29,22 +18,21 @@ __all__ = [
     "ZeusBSOTrainFailError",
 ]
 
-# Request timeout, too early, too many requests.
-_LATER = frozenset({408, 425, 429})
+_RETRYABLE = frozenset({408, 425, 429})  # request timeout, too early, too many requests
 
 
 class ZeusBSOError(Exception):
-    """Base of every error in this module; catch it to catch them all."""
+    """Base class of the errors in this module."""
 
 
 class ZeusBSORuntimeError(ZeusBSOError):
-    """The server refused or failed a request.
+    """The server refused a request, or failed.
 
     Attributes:
-        status: HTTP status of the answer, or None when there was none.
-        is_foreign: Whether the answer does not look like one of a batch size optimization server: a wrong URL, or a
-            proxy that answers in its place.
-        reason: Why the server refused, where a program acts on it (`zeus_plugins.protocol.RefusalReason`); else None.
+        status: HTTP status of the answer; None without an answer.
+        is_foreign: Whether the answer does not look like that of a batch size optimization server: the URL is wrong, or
+            a proxy answers in its place.
+        reason: Machine-readable reason of a refusal (`zeus_plugins.protocol.RefusalReason`), or None.
     """
 
     def __init__(
@@ -57,11 +45,10 @@ class ZeusBSORuntimeError(ZeusBSOError):
 
     @property
     def is_outage(self) -> bool:
-        """True when the same request may succeed later: no answer, a failing server, or one that asks for patience."""
-        return self.status is None or self.status >= 500 or self.status in _LATER
+        """True if the same request may succeed later: no answer, a failing server, or a server that asks to wait."""
+        return self.status is None or self.status >= 500 or self.status in _RETRYABLE
 
 
-# The spelling of Zeus 0.16, for programs written for it.
 ZeusBSORuntimError = ZeusBSORuntimeError
 
 
@@ -70,10 +57,10 @@ class ZeusBSOServerUnreachableError(ZeusBSORuntimeError):
 
 
 class ZeusBSOConfigError(ZeusBSOError):
-    """The job, the environment or the training script says something that cannot work.
+    """The job, the environment or the training script cannot work as configured.
 
     Attributes:
-        status: HTTP status by which the server said so, or None when it was found on this side.
+        status: HTTP status, if the server found the problem; otherwise None.
     """
 
     def __init__(self, message: str, *, status: int | None = None) -> None:
@@ -82,23 +69,23 @@ class ZeusBSOConfigError(ZeusBSOError):
 
 
 class ZeusBSOTokenError(ZeusBSOConfigError):
-    """The server does not accept the token, or not for this."""
+    """The server does not accept the token, or the token does not permit this request."""
 
 
 class ZeusBSOOperationOrderError(ZeusBSOError):
-    """A method was called before the one that it depends on."""
+    """A method was called before another method that it needs."""
 
 
 class ZeusBSOBadOperationError(ZeusBSOError):
-    """A method was called with something that it cannot use, or where it has no meaning."""
+    """A method was called with an argument that it cannot use, or in the wrong place."""
 
 
 class ZeusBSOTrainFailError(ZeusBSOError):
-    """The trial ended without reaching its target metric; the training should be launched again.
+    """The trial ended without reaching its target metric; launch the training again.
 
     Attributes:
-        exit_status: The status with which the interpreter ends if nobody catches the error: 75, for schedulers that
-            launch again by status (``EX_TEMPFAIL`` of sysexits.h), or 1 where launching again does not help.
+        exit_status: Exit status of the interpreter if the error is not caught: 75 (``EX_TEMPFAIL``), so that a
+            scheduler launches the script again, or 1 if another launch does not help.
     """
 
     exit_status = 75

@@ -1,4 +1,4 @@
-"""Files that this user alone writes: opened without following planted links, locked, and put on the disk."""
+"""Private files: opened without following links, locked, and synchronized to the disk."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ from typing import IO
 
 from zeus_plugins import environment
 
-# What flock and Windows say of a lock that another process has; any other error is the file system's.
+# Errors of flock and of Windows for a lock that another process holds; other errors are the file system's.
 _LOCKED_BY_ANOTHER = frozenset({errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES, errno.EDEADLK})
 
-# Opening a FIFO would wait for its other end. Windows has neither.
+# Without O_NONBLOCK, opening a FIFO would wait for its other end. Windows lacks the first two, Linux the last.
 _CAREFUL = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
 
 
 class FileBusyError(Exception):
-    """Another process has the lock."""
+    """Another process holds the lock."""
 
 
 class ForeignFileError(Exception):
-    """There is something else than a regular file of this user."""
+    """The path is not a regular file of this user."""
 
 
 def state_directory(environ: Mapping[str, str] | None = None) -> Path:
-    """Return ``ZEUS_STATE_DIR``, or else ``zeus-plugins`` in the platform's directory for state."""
+    """Return ``ZEUS_STATE_DIR``, or ``zeus-plugins`` in the platform's directory for application state."""
     stated = environment.STATE_DIRECTORY.text(environ)
     if stated:
         return Path(stated)
     try:
         home = Path.home()
-    except RuntimeError:  # A container's user without a name or a HOME shares the directory for temporary files.
+    except RuntimeError:  # a container's user without a name and a HOME: use the directory for temporary files
         home = Path(tempfile.gettempdir())
         if sys.platform != "win32":
             return Path(environment.XDG_STATE_HOME.text(environ) or home / f"user-{os.geteuid()}") / "zeus-plugins"
@@ -51,11 +51,7 @@ def state_directory(environ: Mapping[str, str] | None = None) -> Path:
 
 
 def make_private(directory: Path) -> None:
-    """Make a directory that only this user enters, or have it so.
-
-    Raises:
-        PermissionError: It is another user's, or a link that another user has put there.
-    """
+    """Create a directory that only this user can enter; raise `PermissionError` if it is another user's."""
     directory.parent.mkdir(parents=True, exist_ok=True)
     with contextlib.suppress(FileExistsError):
         directory.mkdir(mode=0o700)
@@ -71,13 +67,8 @@ def make_private(directory: Path) -> None:
 
 
 def open_own(path: Path, *, create: bool = False) -> IO[bytes]:
-    """Open a regular file of this user for reading and writing, or create it; anything else there stays as it is.
-
-    Raises:
-        ForeignFileError: There is something else.
-        FileExistsError: The file that was to be created is there.
-    """
-    # Opening a device can already have an effect: the kind of the file is checked before, and again afterwards.
+    """Open a regular file of this user for reading and writing, or create it (`FileExistsError` if it exists)."""
+    # Check before opening, as opening a device can have an effect, and again after it, as the file may have changed.
     if not create and not stat.S_ISREG(path.lstat().st_mode):
         raise ForeignFileError(f"{path} is not a regular file")
     descriptor = os.open(path, os.O_RDWR | _CAREFUL | (os.O_CREAT | os.O_EXCL if create else 0), 0o600)
@@ -90,12 +81,7 @@ def open_own(path: Path, *, create: bool = False) -> IO[bytes]:
 
 
 def open_locked(path: Path, *, create: bool = False) -> IO[bytes]:
-    """Open and lock a file that is still the one of this name once it is locked.
-
-    Raises:
-        FileBusyError: Another process has the lock, or has made the file that was to be created.
-        ForeignFileError: There is something else than a regular file of this user.
-    """
+    """Open and lock a file of this user; raise `FileBusyError` if another process holds or has just created it."""
     while True:
         try:
             file = open_own(path, create=create)
@@ -113,18 +99,18 @@ def open_locked(path: Path, *, create: bool = False) -> IO[bytes]:
         with contextlib.suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(file.fileno()), path.lstat()):
                 return file
-        # Another process has removed the file between opening and locking.
+        # Another process removed the file between opening and locking.
         close(file)
 
 
 def close(file: IO[bytes]) -> None:
-    """Unlock and close; closing alone would leave the lock to children that were forked meanwhile."""
+    """Unlock and close a file: without the unlock, forked children would keep the lock."""
     _unlock(file)
     file.close()
 
 
 def set_aside(path: Path, suffix: str) -> Path:
-    """Rename a file that is not to be delivered; files that were set aside before under its name stay."""
+    """Rename a file to a free name with this suffix, and return the new path."""
     aside = path.with_suffix(suffix)
     for copy in count(1):
         if not os.path.lexists(aside):
@@ -146,7 +132,7 @@ if sys.platform == "win32":
         msvcrt.locking(file.fileno(), msvcrt.LK_UNLCK, 1)
 
     def sync_directory(directory: Path) -> None:
-        """Windows has no such thing."""
+        """Synchronize a directory's entries to the disk."""
 
 else:
     import fcntl

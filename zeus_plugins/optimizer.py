@@ -42,33 +42,31 @@ from zeus_plugins.training.session import OnUnreachable, TrialSession, check_on_
 
 __all__ = ["BatchSizeOptimizer"]
 
-
 _logger = logging.getLogger("zeus_plugins")
 
 
 class BatchSizeOptimizer:
     """Asks for a batch size, measures the training, and says when to stop.
 
-    Call `get_batch_size`, `on_train_begin`, then `on_evaluate` after every epoch until `training_finished`. The
-    module's docstring shows a whole loop. When the training ends in any other way, so does the trial, and no later run
-    waits for it: Ctrl-C and SIGTERM suspend it, running out of memory excludes its size, and everything else (another
-    exception, the end of the interpreter, the optimizer going out of use) has it tried again.
+    Call `get_batch_size`, `on_train_begin`, then `on_evaluate` after every epoch until `training_finished`; the
+    module's docstring shows a whole loop. If the training ends otherwise, so does the trial, and no later run waits for
+    it: Ctrl-C and SIGTERM suspend it, running out of memory excludes its size, and after any other end (another
+    exception, the end of the interpreter, the end of the optimizer's life) the size is tried again.
 
-    In distributed training only rank 0 uses the optimizer; it broadcasts the batch size and `training_finished` to the
-    other ranks. On every other rank the constructor does nothing and each method raises.
+    In distributed training only rank 0 uses the optimizer, and broadcasts the batch size and `training_finished` to the
+    other ranks, where each method raises `ZeusBSOBadOperationError`.
 
     Args:
-        monitor: Measures energy and time; Zeus's `ZeusMonitor` will do. None: the best one that this machine offers
-            (`zeus_plugins.energy.auto`).
-        server_url: The batch size optimization server. None: the environment variable ``ZEUS_SERVER_URL``, and without
-            that one a server in this process, on a SQLite file (needs the extra ``server``).
-        job: The recurring job; its fields in a mapping will do.
+        monitor: Measures energy and time; Zeus's `ZeusMonitor` is accepted. None: the best monitor that this machine
+            offers (`zeus_plugins.energy.auto`).
+        server_url: The batch size optimization server. None: the environment variable ``ZEUS_SERVER_URL``, or else a
+            server in this process, on a SQLite file (needs the extra ``server``).
+        job: The recurring job, or a mapping of its fields.
         rank: Rank of this process in distributed training.
         token: The server's access token. None: the environment variable ``ZEUS_BSO_TOKEN``.
-        client: Takes the place of `server_url` and `token`; it stays open when the optimizer is closed.
-        on_unreachable: What `get_batch_size` does while the server is away: ``"default"``, it returns the job's default
-            size, and the trial is recorded later; ``"raise"``, it raises. A server that goes away later never ends a
-            training.
+        client: Replaces `server_url` and `token`; stays open when the optimizer is closed.
+        on_unreachable: If `get_batch_size` cannot reach the server, ``"default"`` returns the job's default size, and
+            the trial is recorded later; ``"raise"`` raises. An outage after that never ends a training.
 
     Raises:
         ZeusBSOConfigError: An argument or ``ZEUS_JOB_ID`` cannot work, or there is no server URL and the server is not
@@ -103,7 +101,7 @@ class BatchSizeOptimizer:
     def _see_to_the_end(self) -> None:
         self._owner_pid = os.getpid()
         self._undo_signals: list[Callable[[], None]] = []
-        # Runs when the optimizer is dropped and at the interpreter's exit, whichever comes first, and only once.
+        # Runs once, when the optimizer is dropped or the interpreter exits.
         self._finish = weakref.finalize(
             self, _finish, self._session, self._own_client, self._owner_pid, self._undo_signals
         )
@@ -122,14 +120,14 @@ class BatchSizeOptimizer:
     def __exit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        # A forked child that leaves the block has no say in its parent's trial.
+        # A forked child that leaves the block must not end its parent's trial.
         if self._rank == 0 and os.getpid() == self._owner_pid:
             self._session.end(exc)
         self.close()
 
     @property
     def training_finished(self) -> bool:
-        """True if the server said stop: the target was reached, or `on_evaluate` raised that the trial failed."""
+        """True if the server said stop: the target was reached, or `on_evaluate` raised."""
         return self._session.finished
 
     def get_batch_size(self) -> int:
@@ -139,10 +137,9 @@ class BatchSizeOptimizer:
             The GLOBAL batch size: samples per optimizer step over all devices.
 
         Raises:
-            ZeusBSOBadOperationError: This is not rank 0.
             ZeusBSOConfigError: The server refuses the job or the token.
-            ZeusBSORuntimeError: The server refuses otherwise; or it cannot be reached or fails, and `on_unreachable`
-                says to raise.
+            ZeusBSORuntimeError: The server refuses for another reason; or it is unreachable or fails, and
+                `on_unreachable` is ``"raise"``.
         """
         if not self._session.has_trial:
             self._session.ask()
@@ -156,23 +153,18 @@ class BatchSizeOptimizer:
         """Begin to measure; call it once, right before the first epoch.
 
         Raises:
-            ZeusBSOBadOperationError: This is not rank 0.
-            ZeusBSOOperationOrderError: `get_batch_size` was not called yet, or this was called before.
+            ZeusBSOOperationOrderError: `get_batch_size` has not been called, or this method has.
         """
         self._session.begin_measurement()
 
     def on_evaluate(self, metric: float) -> None:
-        """Report the validation metric; each call counts one epoch.
+        """Report the validation metric after an epoch; each call counts one epoch.
 
-        While the server is away, the training is judged here by the rule that the server sent last.
-
-        Args:
-            metric: The validation metric after this epoch.
+        While the server is away, its last rule decides whether the training continues.
 
         Raises:
             ZeusBSOTrainFailError: The trial is over without having reached the target metric.
-            ZeusBSOBadOperationError: This is not rank 0.
-            ZeusBSOOperationOrderError: `on_train_begin` was not called yet, or the training is finished.
+            ZeusBSOOperationOrderError: `on_train_begin` has not been called, or the training is finished.
         """
         verdict = self._session.report_evaluation(metric)
         if self._session.failed:
@@ -180,7 +172,7 @@ class BatchSizeOptimizer:
             raise train_fail_error(verdict, self._session.trial.advice)
 
     def close(self) -> None:
-        """End the trial (as failed when it is not finished) and close the connection. Safe to call more than once."""
+        """End the trial (as failed if unfinished) and close the connection. Safe to call more than once."""
         if self._rank == 0:
             self._finish()
 
@@ -197,7 +189,7 @@ class BatchSizeOptimizer:
 def _finish(
     session: TrialSession, own_client: ServerPort | None, owner_pid: int, undo_signals: list[Callable[[], None]]
 ) -> None:
-    # A forked child (a data loader's worker) inherits this call, but the trial is still running in its parent.
+    # A forked child, such as a data loader's worker, inherits this call, but the trial runs on in its parent.
     if os.getpid() != owner_pid:
         return
     for undo in undo_signals:
@@ -208,9 +200,9 @@ def _finish(
 
 
 def _uncaught() -> BaseException | None:
-    """The exception that ends this process, as the interpreter has noted it, or None.
+    """Return the exception that ends this process, or None.
 
-    At an interactive prompt the process goes on, and what is noted there has nothing to do with the training.
+    At an interactive prompt the process continues, and the last exception need not concern the training.
     """
     if hasattr(sys, "ps1"):
         return None

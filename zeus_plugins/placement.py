@@ -1,4 +1,4 @@
-"""The machines of a training and their GPUs, as its processes tell each other. Knows no framework."""
+"""Machines of a training and their GPUs, found by exchange between its processes; independent of frameworks."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _logger = logging.getLogger("zeus_plugins")
 
 
-class Neighbours(Protocol):
-    """The processes of a training, as far as they can be placed."""
+class Ranks(Protocol):
+    """The processes of a training, as one of them sees them."""
 
     @property
     def rank(self) -> int:
-        """The rank of this process among all."""
+        """Number of this process among all processes."""
 
     @property
     def local_rank(self) -> int:
-        """Its rank among those of its machine, as its launcher says; 0 where that says nothing."""
+        """Number of this process on its machine by its launcher, or 0."""
 
     @property
     def world_size(self) -> int:
@@ -33,28 +33,28 @@ class Neighbours(Protocol):
 
     @property
     def machine(self) -> str:
-        """The identity of this machine among the others."""
+        """Identity of this machine (`this_machine`)."""
 
     @property
     def gpu_indices(self) -> Sequence[int]:
-        """The GPUs of this machine that train, as indices into the visible ones; none on another accelerator."""
+        """Indices, into the visible GPUs, of this machine's GPUs that train; empty on other accelerators."""
 
     @property
     def own_gpus(self) -> Sequence[str]:
-        """The UUIDs of the GPUs that this process trains on, as far as CUDA has started and tells them."""
+        """UUIDs of the GPUs that this process trains on; empty if CUDA has not started or does not report them."""
 
     def all_gather(self, thing: Any) -> list[Any]:
-        """Return what each rank passes, in order of rank; every rank makes this call."""
+        """Return the argument of each rank, in order of rank; all ranks make this call."""
 
 
 @dataclass(frozen=True)
 class Placement:
-    """The place of one process.
+    """Place of one process.
 
     Attributes:
-        is_first: True on the first process of each machine, which measures it.
+        is_first: Whether this is the first process of its machine, which measures the machine.
         machines: Number of machines.
-        gpus: The GPUs of this machine that train, over all its processes: UUIDs, or indices into the visible ones.
+        gpus: GPUs of this machine that train, over all its processes: UUIDs, or indices into the visible GPUs.
     """
 
     is_first: bool
@@ -62,39 +62,31 @@ class Placement:
     gpus: Sequence[int | str]
 
 
-@dataclass(frozen=True)
-class _Seat:
-    """One process, as all hear of it."""
+def placed(ranks: Ranks) -> Placement:
+    """Find the processes that share a machine, and the GPUs that they train on; all processes make this call.
 
-    machine: str
-    gpus: tuple[str, ...]
-
-
-def placed(ranks: Neighbours) -> Placement:
-    """Find out which processes share a machine, and which GPUs theirs are. A collective call of all processes.
-
-    Launchers do not agree on the variables that say so (``deepspeed``, ``mpirun`` and ``srun`` set no
-    ``LOCAL_WORLD_SIZE``), and a process may see its own GPU alone.
+    The launchers' variables do not suffice: ``deepspeed``, ``mpirun`` and ``srun`` set no ``LOCAL_WORLD_SIZE``, and a
+    process may see only its own GPU.
     """
     if ranks.world_size == 1:
         return Placement(is_first=True, machines=1, gpus=ranks.gpu_indices)
     try:
-        seats: list[_Seat] = ranks.all_gather(_Seat(ranks.machine, tuple(ranks.own_gpus)))
-    except (NotImplementedError, RuntimeError, ValueError) as error:  # no process group of PyTorch, on every rank alike
+        gathered: list[tuple[str, Sequence[str]]] = ranks.all_gather((ranks.machine, tuple(ranks.own_gpus)))
+    except (NotImplementedError, RuntimeError, ValueError) as error:  # no process group, on any rank
         _logger.debug("the processes cannot tell each other where they are: %s", error)
         return Placement(is_first=ranks.local_rank == 0, machines=1, gpus=ranks.gpu_indices)
-    here = [seat for seat in seats if seat.machine == ranks.machine]
-    union = tuple(dict.fromkeys(uuid for seat in here for uuid in seat.gpus))
+    machines = [machine for machine, _ in gathered]
+    union = tuple(dict.fromkeys(uuid for machine, gpus in gathered if machine == ranks.machine for uuid in gpus))
     return Placement(
-        is_first=seats.index(next(seat for seat in seats if seat.machine == ranks.machine)) == ranks.rank,
-        machines=len({seat.machine for seat in seats}),
-        # Fewer GPUs than processes: they have not chosen theirs yet, or the GPUs are not known.
-        gpus=union if len(union) >= len(here) else ranks.gpu_indices,
+        is_first=machines.index(ranks.machine) == ranks.rank,
+        machines=len(set(machines)),
+        # Fewer GPUs than processes: the processes have not chosen theirs yet, or the GPUs are unknown.
+        gpus=union if len(union) >= machines.count(ranks.machine) else ranks.gpu_indices,
     )
 
 
 def this_machine(boot_id: Path = BOOT_ID) -> str:
-    """The name of this machine in the training: one start of one kernel, one container, one agent of ``torchrun``."""
+    """Return the identity of this machine: kernel start, host name (or container) and agent of ``torchrun``."""
     try:
         started = boot_id.read_text(encoding="ascii").strip()
     except (OSError, ValueError):  # other systems than Linux

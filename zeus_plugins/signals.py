@@ -1,4 +1,4 @@
-"""SIGTERM as an exception, so that a preempted training can say so before it ends."""
+"""SIGTERM as an exception, so that a preempted training ends its trial."""
 
 from __future__ import annotations
 
@@ -8,26 +8,23 @@ import threading
 from collections.abc import Callable
 from types import FrameType
 
-# What was raised at SIGTERM: the interpreter keeps no note of a SystemExit that nobody has caught.
+# The interpreter does not record an uncaught SystemExit.
 _raised: list[SystemExit] = []
 
 
 def termination() -> SystemExit | None:
-    """The exception raised in this process since `raise_at_sigterm` was last called, or None."""
+    """Return the exception that SIGTERM has raised since the last call of `raise_at_sigterm`, or None."""
     return _raised[-1] if _raised else None
 
 
 def raise_at_sigterm() -> Callable[[], None]:
-    """Let SIGTERM raise `SystemExit` in the main thread, with the status that a shell gives a process it ends.
+    """Make SIGTERM raise `SystemExit` in the main thread, and return a function that restores the default.
 
-    Without this the process ends at once, and its trial blocks others until its lease runs out. A handler that is there
-    already, the script's own or the framework's, stays; so does everything when this is not the main thread.
-
-    Returns:
-        What takes this back; safe to call more than once, from any thread.
+    Without this, SIGTERM ends the process at once, and its trial blocks others until the lease expires. Do nothing
+    outside the main thread, or if the script or the framework has a handler of its own. The returned function may be
+    called more than once and from any thread.
     """
-    # Who begins another training has caught what was raised before.
-    _raised.clear()
+    _raised.clear()  # a new training begins, so the last exception was caught
     if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
         return lambda: None
     owner = os.getpid()
@@ -36,7 +33,7 @@ def raise_at_sigterm() -> Callable[[], None]:
         if os.getpid() == owner:
             _raised.append(SystemExit(128 + number))
             raise _raised[-1]
-        # A forked child (a data loader's worker) has inherited this and is no training.
+        # A forked child, such as a data loader's worker, has inherited the handler and is no training.
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
 

@@ -1,7 +1,7 @@
-"""The messages between a launched training script and its master: environment variables, and one file of results.
+"""Environment variables and result file between a training script and its master, named as in Zeus.
 
-`zeus_plugins.master` sets the variables and reads the file; `zeus_plugins.dataloader`, or what a script does in its
-place, reads the variables and writes the file. Both go by Zeus's names.
+`zeus_plugins.master` sets the variables and reads the file; the script, for instance by `zeus_plugins.dataloader`,
+reads the variables and writes the file.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["TrainResult", "Variables", "result_path", "write_atomically"]
 
 
 class Variables:
-    """Names of the environment variables that a launched training finds; docs/environment.md says what each holds."""
+    """Names of the environment variables of a launched training; docs/environment.md describes them."""
 
     LOG_DIR = environment.LOG_DIR.name
     JOB_ID = environment.JOB_ID.name
@@ -34,18 +34,18 @@ class Variables:
 
 
 class TrainResult(WireMessage):
-    """The result of one run of the script; the content of ``{job id}+bs{batch size}.train.json``.
+    """Result of one run of the script: the content of ``{job id}+bs{batch size}.train.json``.
 
     Attributes:
         energy: Joules over all GPUs.
         time: Seconds.
-        cost: ``η·energy + (1 − η)·max_power·time``, joules, as the script sees it.
-        num_epochs: Epochs that the script would have trained at most.
+        cost: ``η·energy + (1 − η)·max_power·time`` in joules, computed by the script.
+        num_epochs: Largest number of epochs.
         reached: Whether the target metric was reached.
         end_epoch: Epochs trained.
-        metric: The last validation metric; None where the script does not say.
-        power_limit_w: The power limit of each GPU that the run was accounted at, watts; None where none was chosen.
-        energy_source: How the energy was obtained; None where the script does not say.
+        metric: Last validation metric, or None.
+        power_limit_w: Power limit of each GPU by which the run was accounted, watts; None if no limit was chosen.
+        energy_source: Source of the energy measurement, or None.
     """
 
     energy: Joules
@@ -60,11 +60,7 @@ class TrainResult(WireMessage):
 
     @classmethod
     def read(cls, path: Path) -> Self | None:
-        """Read a result; None when there is none.
-
-        Raises:
-            ZeusBSOConfigError: The file holds something else.
-        """
+        """Read a result; return None without a file, and raise `ZeusBSOConfigError` if the file holds no result."""
         try:
             return cls.model_validate_json(path.read_bytes())
         except FileNotFoundError:
@@ -76,17 +72,17 @@ class TrainResult(WireMessage):
             raise ZeusBSOConfigError(f"{path.name} holds no result of a training: {problem}") from None
 
     def write(self, path: Path) -> None:
-        """Write the result so that a reader finds all of it or none."""
+        """Write the result atomically."""
         write_atomically(path, self.model_dump_json(indent=2, exclude_none=True) + "\n")
 
 
 def result_path(log_dir: str | Path, job_id: str, batch_size: int) -> Path:
-    """The file in which a run leaves its result."""
+    """Return the path of a run's result file."""
     return Path(log_dir) / f"{job_id}+bs{batch_size}.train.json"
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Replace a file's content such that a crash leaves the old one or the new one, and a power failure, too."""
+    """Replace a file's content; after a crash or power failure the file holds the old or the new content."""
     draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
         with draft.open("w", encoding="utf-8") as file:

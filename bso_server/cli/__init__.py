@@ -29,6 +29,7 @@ from bso_server.service.commands import BatchSizeService
 from bso_server.service.health import differences
 from bso_server.settings import Settings, source_of, variable_of
 from bso_server.storage.store import Store
+from bso_server.storage.transaction import Transaction
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -105,8 +106,8 @@ def _db_current(options: argparse.Namespace) -> None:
 def _db_prune(options: argparse.Namespace) -> None:
     async def prune(store: Store) -> None:
         service = BatchSizeService(store)
-        reports = await service.prune(service.commands.prune_epochs, options.older_than)
-        profiles = await service.prune(service.commands.prune_power_profiles, options.older_than)
+        reports = await service.prune(Transaction.delete_epochs_before, options.older_than)
+        profiles = await service.prune(Transaction.delete_power_profiles_before, options.older_than)
         print(f"{reports} reports and {profiles} power-limit profiles are forgotten")
 
     with_store(options, prune)

@@ -317,7 +317,9 @@ def import_job(options: argparse.Namespace, export: Iterator[bytes], first_line:
         for line in export:
             yield line
 
-    return with_store(options, lambda store: BatchSizeService(store).import_job(in_turn(), first_line=first_line))
+    return with_store(
+        options, lambda store: BatchSizeService(store).imports.import_job(in_turn(), first_line=first_line)
+    )
 
 
 def _discard(options: argparse.Namespace) -> None:

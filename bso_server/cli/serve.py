@@ -18,9 +18,8 @@ import uvicorn
 from bso_server.app import create_app, prepare
 from bso_server.cli.common import Commands, add_command, given, settings_of, with_store
 from bso_server.connections import KEEP_ALIVE_S, connections_allowed
-from bso_server.metrics import counted_together
 from bso_server.metrics.logs import JsonFormatter, TextFormatter
-from bso_server.metrics.watch import require_tracing
+from bso_server.metrics.watch import counted_together, require_tracing
 from bso_server.settings import file_variable_of, variable_of
 
 logger = logging.getLogger("bso_server")

@@ -1,4 +1,4 @@
-"""The lines of the log, as text or as JSON, without secrets."""
+"""Log lines as text or as JSON, without secrets."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from datetime import UTC, datetime
 from typing import Any
 
 REQUEST_ID: ContextVar[str | None] = ContextVar("request_id", default=None)
-"""The id of the request that is being answered."""
+"""Id of the current request."""
 
 TRACE_ID: ContextVar[str | None] = ContextVar("trace_id", default=None)
-"""The id of the trace that it belongs to, in hex digits."""
+"""Id of the current trace, in hex digits."""
 
-# Nothing logs a token. If something ever does, or a client writes one where its address goes, the secret stays out.
+# No code logs tokens; this removes the secret of a token that gets into a line by mistake, such as from an address.
 _SECRET = re.compile(r"(zbso_[0-9a-f]{8})_[A-Za-z0-9_-]+")
 
 
 class TextFormatter(logging.Formatter):
-    """Lines for people."""
+    """Log lines as text."""
 
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")
@@ -31,9 +31,9 @@ class TextFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object a line: ``time``, ``level``, ``logger``, ``message``, and what there is of the others.
+    """One JSON object per line: ``time``, ``level``, ``logger``, ``message``.
 
-    These are ``request_id``, where a request is being answered, ``trace_id``, where it is traced, and ``exception``.
+    Lines about a request also have ``request_id`` and, if it is traced, ``trace_id``; errors have ``exception``.
     """
 
     def format(self, record: logging.LogRecord) -> str:

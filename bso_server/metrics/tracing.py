@@ -1,7 +1,7 @@
-"""Traces by OpenTelemetry: a span for each request and for each transaction, if the settings ask for them.
+"""Traces by OpenTelemetry: a span for each request and for each transaction.
 
-Where spans go, and which of them, is said by the environment variables of OpenTelemetry, such as
-``OTEL_EXPORTER_OTLP_ENDPOINT`` and ``OTEL_TRACES_SAMPLER``.
+The environment variables of OpenTelemetry, such as ``OTEL_EXPORTER_OTLP_ENDPOINT`` and ``OTEL_TRACES_SAMPLER``, set
+their destination and sampling.
 """
 
 from __future__ import annotations
@@ -30,20 +30,14 @@ except ModuleNotFoundError as error:
         "pip install 'zeus-plugins[otel]', or take the setting away"
     ) from error
 
-_CARRIERS = {b"traceparent": "traceparent", b"tracestate": "tracestate"}
-
 _NS = 1_000_000_000
 
-# The end of a server's process comes in nine seconds, and its database is to be closed before.
+# The server's process ends within nine seconds, in which it must also close its database.
 _FAREWELL_S = 2.0
 
 
 class Tracing:
-    """The spans of a server.
-
-    Args:
-        exporter: Takes the spans; by default OTLP over HTTP.
-    """
+    """Spans of a server; `exporter` receives them, by default over OTLP and HTTP."""
 
     def __init__(self, exporter: SpanExporter | None = None) -> None:
         resource = Resource({SERVICE_NAME: "zeus-bso"}).merge(OTELResourceDetector().detect())
@@ -55,10 +49,9 @@ class Tracing:
 
     @contextmanager
     def span_of(self, headers: Iterable[tuple[bytes, bytes]]) -> Iterator[Callable[[str, str | None, int], None]]:
-        """Trace a request with these headers as a part of what their ``traceparent`` names."""
-        carrier = {_CARRIERS[name]: value.decode("latin-1") for name, value in headers if name in _CARRIERS}
-        parent = self._propagator.extract(carrier)
-        # What goes wrong in a request is said by its answer; its text may name jobs.
+        """Trace a request as a part of the trace in its ``traceparent`` header."""
+        parent = self._propagator.extract({name.decode("latin-1"): value.decode("latin-1") for name, value in headers})
+        # The status of the response marks errors; the text of an exception may name jobs.
         with self._tracer.start_as_current_span(
             "request", parent, trace.SpanKind.SERVER, record_exception=False, set_status_on_exception=False
         ) as span:
@@ -69,7 +62,7 @@ class Tracing:
                 TRACE_ID.reset(known_as)
 
     def hear(self, occurrence: Occurrence) -> None:
-        """Trace a transaction that is over: a `core.occurrences.Listener`."""
+        """Trace a transaction that has ended; a `core.occurrences.Listener`."""
         if isinstance(occurrence, TransactionDone):
             now = time.time_ns()
             kind = "write" if occurrence.writes else "read"
@@ -84,7 +77,7 @@ class Tracing:
             span.end(now)
 
     def close(self) -> None:
-        """Hand over the spans that are left, in `_FAREWELL_S` seconds at most: whoever takes them may be away."""
+        """Export the remaining spans within `_FAREWELL_S` seconds, because the collector may be unreachable."""
         limit = threading.Timer(_FAREWELL_S, self._exporter.shutdown)
         limit.start()
         self._provider.shutdown()
@@ -92,7 +85,7 @@ class Tracing:
 
 
 def _end_span(span: trace.Span, method: str, route: str | None, status: int) -> None:
-    """Name the span of a request by its route, whose template holds no id."""
+    """Name the span of a request after its route, whose template contains no job id."""
     span.update_name(method if route is None else f"{method} {route}")
     span.set_attribute("http.request.method", method)
     span.set_attribute("http.response.status_code", status)

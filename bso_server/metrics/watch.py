@@ -1,18 +1,22 @@
-"""The watch over one server, put together as its settings ask for it, and what it does around each request."""
+"""Observation of one server: ids of requests, metrics and traces, as far as the settings enable them."""
 
 from __future__ import annotations
 
 import asyncio
 import importlib
+import os
 import random
 import re
+import shutil
+import tempfile
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from bso_server.core.occurrences import Listener, Occurrence
+from bso_server.metrics import DIRECTORY_VARIABLE
 from bso_server.metrics.logs import REQUEST_ID
 from bso_server.service.health import JobTotals
 
@@ -20,38 +24,29 @@ if TYPE_CHECKING:
     from bso_server.metrics.prometheus import DatabaseMetrics, Instruments
     from bso_server.metrics.tracing import Tracing
 
-Scope: TypeAlias = MutableMapping[str, Any]
-Message: TypeAlias = MutableMapping[str, Any]
-Receive: TypeAlias = Callable[[], Awaitable[Any]]
-Send: TypeAlias = Callable[[Any], Awaitable[None]]
 Application: TypeAlias = Callable[[Any, Any, Any], Awaitable[None]]
 
 _HEADER = b"x-request-id"
 
-# Enough for the ids that proxies and meshes make, and nothing that could end a line or a quotation.
+# Ids of proxies and service meshes, without characters that could end a line or a quotation.
 _ID = re.compile(rb"[A-Za-z0-9._:@+/=-]{1,128}")
 
-# As proxies log it: no answer was begun when the client left.
+# Status that proxies log if the client disconnects before the response begins.
 _LEFT = 499
 
 RequestDone: TypeAlias = Callable[[str, str | None, int, float], None]
-"""Takes the method, the route's template or None, the status and the seconds of a request that is over."""
+"""Receives the method, the template of the route or None, the status and the duration in seconds of a request."""
 
-
-SpanEnd: TypeAlias = Callable[[str, str | None, int], None]
-"""Takes what a span is to say of its request: the method, the route's template or None, and the status."""
-
-SpanOf: TypeAlias = Callable[[Iterable[tuple[bytes, bytes]]], AbstractContextManager[SpanEnd]]
-"""Begins the span of a request with these headers, and ends it when the block is left."""
+SpanOf: TypeAlias = Callable[
+    [Iterable[tuple[bytes, bytes]]], AbstractContextManager[Callable[[str, str | None, int], None]]
+]
+"""Context of the span of a request with these headers; its value receives the method, the route and the status."""
 
 
 class RequestWatch:
-    """An ASGI application around another one, which names the template of the route as ``path_template`` in the scope.
+    """ASGI application that gives each request of `app` an id, reports it to `request_done`, and traces it.
 
-    Args:
-        app: The application.
-        request_done: Told of each request when it is over, or None.
-        span_of: Traces requests, or None.
+    `app` sets ``path_template`` in the scope to the template of the route.
     """
 
     def __init__(
@@ -61,14 +56,14 @@ class RequestWatch:
         self._request_done = request_done
         self._span_of = span_of
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """Answer a request."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         request_id, status = _id_of(scope["headers"]), _LEFT
 
-        async def send_with_id(message: Message) -> None:
+        async def send_with_id(message: Any) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
@@ -89,25 +84,21 @@ class RequestWatch:
 
 
 def _id_of(headers: Iterable[tuple[bytes, bytes]]) -> bytes:
-    """The id that the client, or a proxy, has given the request, or a new one where there is none or not a good one."""
+    """Return the id in the headers of the client or a proxy, or a new one if it is missing or invalid."""
     for name, value in headers:
         if name == _HEADER:
             if _ID.fullmatch(value):
                 return value
             break
-    # Not `secrets`: asking the system for randomness costs as much as a tenth of a report, and an id is no secret.
+    # Not `secrets`, which would take a tenth of the time of a report; an id is not a secret.
     return b"%016x" % random.getrandbits(64)
 
 
 class Watch:
-    """The watch over one server. Its libraries are imported here, and only those that are needed.
-
-    Args:
-        counts: True if there are metrics.
-        traces: True if requests are traced.
+    """Observation of one server: metrics if it `counts`, and traces if it `traces`, with only the imports they need.
 
     Raises:
-        ValueError: What is needed for traces is not installed.
+        ValueError: OpenTelemetry is needed and not installed.
     """
 
     def __init__(self, *, counts: bool, traces: bool) -> None:
@@ -126,24 +117,19 @@ class Watch:
             self.trace_by(Tracing())
 
     def trace_by(self, tracing: Tracing) -> None:
-        """Trace requests and transactions so."""
+        """Trace requests and transactions."""
         self._tracing = tracing
         self._listeners.append(tracing.hear)
 
     def hear(self, occurrence: Occurrence) -> None:
-        """Take notice of an occurrence: a `core.occurrences.Listener`."""
+        """Forward an occurrence to the metrics and the traces; a `core.occurrences.Listener`."""
         for listener in self._listeners:
             listener(occurrence)
 
     def exposition(
         self, read_totals: Callable[[], Awaitable[Mapping[str, JobTotals]]], named: str | None
     ) -> Callable[[], Awaitable[bytes]] | None:
-        """Return `metrics.prometheus.exposition` for this server, or None without metrics.
-
-        Args:
-            read_totals: Reads the totals of all jobs by their ids.
-            named: Pattern of the ids of jobs that are told of by name, or None.
-        """
+        """Return `prometheus.exposition` for this server, or None without metrics; see `DatabaseMetrics`."""
         if self._instruments is None:
             return None
         from bso_server.metrics.prometheus import DatabaseMetrics, exposition
@@ -155,7 +141,7 @@ class Watch:
         return partial(exposition, instruments, self._database)
 
     def around(self, app: Application) -> Application:
-        """The application with its requests watched."""
+        """Return the application with the observation of its requests."""
         return RequestWatch(
             app,
             request_done=None if self._instruments is None else self._instruments.request_done,
@@ -163,13 +149,29 @@ class Watch:
         )
 
     async def close(self) -> None:
-        """End what goes on by itself, and hand over the traces that are left."""
+        """Cancel the reading of totals, and export the remaining traces."""
         if self._database is not None:
             await self._database.close()
         if self._tracing is not None:
             await asyncio.to_thread(self._tracing.close)
 
 
+@contextmanager
+def counted_together(processes: int) -> Iterator[None]:
+    """Make the processes that the block starts share their counts; raise `OSError` without room for temporary files."""
+    # An inherited directory would contain the counts of an earlier start.
+    os.environ.pop(DIRECTORY_VARIABLE, None)
+    if processes == 1:
+        yield
+        return
+    directory = tempfile.mkdtemp(prefix=f"zeus-bso-metrics-{os.getpid()}-")
+    os.environ[DIRECTORY_VARIABLE] = directory
+    try:
+        yield
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
 def require_tracing() -> None:
-    """Raise `ValueError` unless what is needed for traces is installed."""
+    """Raise `ValueError` if OpenTelemetry is not installed."""
     importlib.import_module("bso_server.metrics.tracing")

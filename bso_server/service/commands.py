@@ -1,8 +1,8 @@
 """The use cases that write, each a plain function over one transaction: lock, load, decide, save.
 
-`Commands` holds the clock and the rules for silent and crashing trials; its caller opens the transaction, repeats it
-when the database broke it off, and commits it: `BatchSizeService` for the server, `zeus_plugins.client.local` in a
-training's own process. Decisions are `core.policy`'s. Reports are recorded by `service.reports`.
+`Commands` holds the clock and the rules for silent and crashing trials. Its caller opens the transaction, repeats it
+after a failure of the database, and commits it: `BatchSizeService` in the server, `zeus_plugins.client.local` in a
+training's own process. `core.policy` decides. `service.reports` records reports.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import secrets
-from collections.abc import AsyncIterable, AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
@@ -34,7 +34,7 @@ from bso_server.core.job import (
 )
 from bso_server.core.model import Suggestion, TrialRecord
 from bso_server.core.occurrences import TrialEnded, TrialStarted
-from bso_server.core.policy import find
+from bso_server.core.policy import installed
 from bso_server.errors import (
     DatabaseUnavailableError,
     InvalidReportError,
@@ -53,7 +53,6 @@ from bso_server.service.refusals import (
     refuse_long_window,
     refuse_other_gpus,
     refuse_other_size,
-    refuse_unserved,
     require_job,
     require_trial,
 )
@@ -81,7 +80,7 @@ from zeus_plugins.protocol import (
     TrialView,
 )
 
-# Reports, or power-limit profiles, that one transaction forgets at most.
+# Largest number of reports or power-limit profiles that one transaction deletes.
 PRUNED_AT_ONCE = 1000
 
 P = ParamSpec("P")
@@ -89,25 +88,24 @@ T = TypeVar("T")
 
 
 def utc_now() -> datetime:
-    """The present instant."""
+    """Return the present instant."""
     return datetime.now(UTC)
 
 
 class Commands:
     """Everything that changes jobs and trials.
 
-    Each method does its work in the transaction that it is given, and may be called again with another one when that
-    was broken off, or lost at its commit; only `begin_trial` without a key and `delete_job` then find what they have
-    done.
+    The caller may repeat a method in another transaction, also after a commit whose answer was lost. Only `begin_trial`
+    without a key and `delete_job` without `again` then do their work twice.
 
-    Those that take a `job_id` raise `UnknownJobError` if there is no such job. Those that take a message about a trial
-    raise `UnknownTrialError` if there is no such trial, and `InvalidReportError` if it has another batch size. Those
-    that take a `caller` raise `ForbiddenError` where the job or the trial is another's: see `service.refusals`.
+    Methods with a `job_id` raise `UnknownJobError`. Methods with a message about a trial raise `UnknownTrialError`, or
+    `InvalidReportError` if the trial has another batch size. Methods with a `caller` raise `ForbiddenError` if the job
+    or the trial belongs to another token (`service.refusals`).
 
     Args:
-        leases: How long silent trials count as alive.
+        leases: The lengths of leases.
         crash_retries: Crashes after which a batch size that was never measured to the end counts as infeasible.
-        clock: Gives the present instant, aware.
+        clock: Returns the present instant, aware.
     """
 
     def __init__(
@@ -124,50 +122,54 @@ class Commands:
     def registered(
         self, transaction: Transaction, registration: CreatedJob, caller: Caller = UNRESTRICTED
     ) -> CreatedJob | None:
-        """The job as it is registered, or None if there is something to write; this only reads.
+        """Return the job as it is registered, or None if `register` has something to write; this only reads.
 
         Raises:
-            JobConflictError: The id is taken by a job that differs.
+            JobConflictError: The id belongs to a job with another configuration.
         """
         existing = transaction.job(registration.job_id)
         if existing is None:
             return None
         require_job(transaction, existing, caller)
         known = existing.registration
-        _refuse_other(known, registration)
+        refuse_difference(known, registration)
         return known if known.with_fingerprint(registration.fingerprint) == known else None
 
     def register(
         self, transaction: Transaction, registration: CreatedJob, caller: Caller = UNRESTRICTED
     ) -> tuple[CreatedJob, bool]:
-        """Register a job, which belongs to the caller, or find it as `registered`: that with its id, and if it is new.
+        """Register a job of the caller, or find it; return the job, and True if it is new.
 
-        What is told of its trainings is kept as far as nobody has told it before. A window that could never hold the
-        explorations that a Zeus client asks for is raised.
+        Parts of the fingerprint that the known job lacks are added. A window that could never hold the explorations
+        that a Zeus client asks for is raised.
 
         Raises:
-            JobConflictError: As in `registered`.
-            InvalidJobError: It is new, and could not be served.
-            PolicyNotInstalledError: It is new, and its policy is not here.
+            JobConflictError: The id belongs to a job with another configuration.
+            InvalidJobError: The new job cannot be served.
+            PolicyNotInstalledError: The new job's policy is not installed.
         """
         known = self.registered(transaction, registration, caller)
         if known is not None:
             return known, False
         existing = transaction.job(registration.job_id) and locked_job(transaction, registration.job_id)
         if existing:
-            _refuse_other(existing.registration, registration)  # which somebody may have written since
+            # Another transaction may have inserted the job since `registered`.
+            refuse_difference(existing.registration, registration)
             known = existing.registration.with_fingerprint(registration.fingerprint)
             transaction.update_jobs([replace(existing, registration=known)])
             return known, False
         refuse_folder_name(registration)
-        refuse_unserved(registration)
+        own = installed(registration.policy)
+        # The policy amends a job that names none, as a Zeus client's, instead of refusing it.
+        if "policy" in registration.model_fields_set:
+            own.check(registration)
         if mark_of(transaction, registration.job_id) is not None:
             raise JobConflictError(
                 f"job {registration.job_id!r} is being imported at present: register it when that is over",
                 field="job_id",
             )
         registration = registration.model_copy(update={"registration_id": secrets.token_hex(8)})
-        asked, registration = registration, find(registration.policy).amended(registration)
+        asked, registration = registration, own.amended(registration)
         refuse_long_window(registration)
         transaction.insert_job(registration, self._clock(), owner=caller.token_id, shared=caller.shares_jobs)
         if registration != asked:
@@ -187,15 +189,16 @@ class Commands:
         idempotency_key: str | None = None,
         caller: Caller = UNRESTRICTED,
     ) -> TrialDispatch:
-        """Choose a batch size and start a trial with it, which belongs to the caller.
+        """Choose a batch size and start a trial of the caller with it.
 
-        A request that is repeated with the idempotency key that its client made finds the trial of the first one.
+        A repeated request, with the idempotency key that the client made, finds the trial that the first one started.
 
         Raises:
-            NoSurvivorError: As in `policy.suggest`; likewise PolicyNotInstalledError.
-            KeyConflictError: The key's trial has ended.
+            NoSurvivorError: See `policy.suggest`.
+            PolicyNotInstalledError: See `policy.suggest`.
+            KeyConflictError: The trial that the key started has ended.
         """
-        now = self._clock()
+        moment = self.moment()
         job = locked_job(transaction, job_id)
         if idempotency_key is not None:
             started = transaction.trial_with_key(job_id, idempotency_key)
@@ -210,16 +213,14 @@ class Commands:
                 return _with_power_profile(transaction, job, _dispatch(job, started))
         owner = require_job(transaction, job, caller)
         found = open_trials(transaction, job)
-        if any(self._is_expired(trial, now) for trial in found.trials):
-            job = self._abandon_expired(transaction, job, now)
+        if any(_is_expired(trial, moment) for trial in found.trials):
+            job = self._abandon_expired(transaction, job, moment)
             found = open_trials(transaction, job)
         history, unsaved = load_history(transaction, job, found)
         rng = generator_of(job)
         drawn_from = rng.bit_generator.state
         suggestion = policy.suggest(history, rng, explains=True)
-        job, trial = dispatch_trial(
-            job, suggestion, self.moment(now), owner=caller.token_id, idempotency_key=idempotency_key
-        )
+        job, trial = dispatch_trial(job, suggestion, moment, owner=caller.token_id, idempotency_key=idempotency_key)
         if job.registration.mab_seed is not None and rng.bit_generator.state != drawn_from:
             job = replace(job, rng_state=json.dumps(rng.bit_generator.state))
         log_replaced(transaction, *trial.key, caller, owner)
@@ -239,17 +240,17 @@ class Commands:
     ) -> TrialDispatch:
         """Start a trial of a training that chose its batch size itself, because the server was away.
 
-        Its reports come next. It counts for what it measured, and never as an exploration that was asked for.
+        The training's reports follow. The trial is no exploration, whatever its size.
 
         Raises:
-            InvalidReportError: The job has no such batch size, or the key's trial has another one.
+            InvalidReportError: The job has no such batch size, or the trial that the key started has another one.
         """
         job = locked_job(transaction, offline.job_id)
         recorded = transaction.trial_with_key(offline.job_id, idempotency_key)
         if recorded is not None:
             require_trial(transaction, job, recorded, caller)
             refuse_other_size(recorded, offline.batch_size)
-            # Even if it has ended: its reports may come again, too.
+            # A trial that has ended is answered, too: the client also repeats its reports.
             return _dispatch(job, recorded)
         owner = require_job(transaction, job, caller)
         arm = transaction.arms(offline.job_id).get(offline.batch_size)
@@ -269,11 +270,11 @@ class Commands:
         return _started(transaction, job, trial)
 
     def end_trial(self, transaction: Transaction, end: TrialEnd, caller: Caller = UNRESTRICTED) -> None:
-        """End a trial that the server has not ended; one that has ended stays as it is."""
+        """End a trial, unless it has ended already."""
         job, trial = locked_trial(transaction, end, caller)
         if not transaction.locks_jobs_with_trials:
             job = locked_job(transaction, end.job_id)
-        # What the end says of the batch size counts, even if the trial was given up before.
+        # An abandoned trial ends, too: its end may show that the batch size cannot run.
         if trial.state in FINAL or end.outcome is trial.state:
             return
         crashes, observed = 0, False
@@ -291,7 +292,7 @@ class Commands:
     def heartbeat(
         self, transaction: Transaction, heartbeat: Heartbeat, caller: Caller = UNRESTRICTED
     ) -> HeartbeatResponse:
-        """Keep a trial alive; a suspended or abandoned one runs again, perhaps in a new run of its training."""
+        """Renew a trial's lease; a suspended or abandoned trial runs again, perhaps in a new run of its training."""
         _, trial = locked_trial(transaction, heartbeat, caller)
         if trial.state not in FINAL:
             trial = renew_lease(trial, self.moment(), regular=heartbeat.regular)
@@ -312,9 +313,7 @@ class Commands:
     def store_power_profile(
         self, transaction: Transaction, profile: TrialPowerProfile, caller: Caller = UNRESTRICTED
     ) -> None:
-        """Keep what a trial's training knows of its power limits, for later trials of its size; said again, as it is.
-
-        It makes no difference where the trial stands: what was measured is true.
+        """Store the power-limit profile of a trial in any state, for later trials of its batch size.
 
         Raises:
             InvalidReportError: The job has other GPUs.
@@ -328,7 +327,7 @@ class Commands:
         left = transaction.power_profile(trial.key)
         known = left or transaction.newest_power_profile(trial.job_id, trial.batch_size)
         if known is not None and known.samples == profile.samples:
-            return  # Said before, or measured by an earlier trial.
+            return  # A repeated request, or samples from an earlier trial.
         new = StoredPowerProfile(*trial.key, trial.batch_size, profile.samples, self._clock())
         if left is None:
             transaction.insert_power_profiles([new])
@@ -336,29 +335,29 @@ class Commands:
             transaction.update_power_profile(new)
 
     def jobs_to_reap(self, transaction: Transaction) -> list[str]:
-        """Ids of the jobs with trials whose leases have run out."""
+        """Return the ids of jobs with expired leases."""
         moment = self.moment()
         return transaction.jobs_with_expired_trials(moment.now, moment.longest_lease_end)
 
     def reap(self, transaction: Transaction, job_id: str) -> int:
-        """Abandon the job's trials whose leases have run out; their number. It waits for nobody who has them locked."""
+        """Abandon the job's trials with expired leases, except locked ones; return their number."""
         job = transaction.locked_job(job_id, skip=True)
         if job is None:
             return 0
-        after = self._abandon_expired(transaction, job, self._clock())
+        after = self._abandon_expired(transaction, job, self.moment())
         transaction.update_jobs([after])
         return after.event_count - job.event_count
 
     def discard(self, transaction: Transaction, job_id: str, trial_number: int) -> TrialView:
-        """Set a trial that has ended aside: all that is remembered of the job is made anew without it.
+        """Withdraw a trial that has ended, and compute the job's arms again without it.
 
-        What was reported of it stays to be seen. Sizes that are already pruned stay pruned.
+        The trial's reports stay visible. Pruned sizes stay pruned.
 
         Raises:
             UnknownTrialError: The job has no such trial.
-            IllegalTransitionError: It may still go on.
+            IllegalTransitionError: The trial has not ended.
         """
-        # In the order in which a report that ends a trial locks them.
+        # Lock order: a report that ends a trial also locks the trial before the job.
         found = transaction.locked_trials([(job_id, trial_number)])
         job = locked_job(transaction, job_id)
         if not found:
@@ -375,9 +374,9 @@ class Commands:
         return reading.trial_view(job.registration, trial)
 
     def share(self, transaction: Transaction, job_id: str, *, shared: bool = True) -> JobSummary:
-        """Open a job to every token that may report, or to its owner alone; trials that have begun go on.
+        """Open a job to every token with scope report, or only to its owner; running trials are not affected.
 
-        One that belongs to no token stays open to all.
+        A job without an owner stays open to all.
         """
         job = replace(locked_job(transaction, job_id), shared=shared)
         transaction.share_job(job_id, shared=shared)
@@ -385,38 +384,22 @@ class Commands:
         return reading.job_summary(job)
 
     def delete_job(self, transaction: Transaction, job_id: str, *, again: bool = False) -> None:
-        """Delete a job with all that is known of it; if it was tried `again`, there may be none left."""
+        """Delete a job with all its trials; a repeated attempt (`again`) accepts that the job is gone."""
         if not transaction.delete_job(job_id) and not again:
             raise UnknownJobError(job_id)
         transaction.log("job %s deleted", job_id)
 
-    def prune_epochs(self, transaction: Transaction, age: timedelta) -> int:
-        """Forget reports that are older than `age`, at most `PRUNED_AT_ONCE`; each trial keeps its last. Their number.
+    def moment(self) -> Moment:
+        """Return the present."""
+        return Moment(self._clock(), self._leases)
 
-        Decisions rest on trials and go on as before.
+    def _abandon_expired(self, transaction: Transaction, job: StoredJob, moment: Moment) -> StoredJob:
+        """Abandon the job's trials with expired leases; return the job's next row, which the caller saves.
+
+        A lease beyond `longest_lease_end` was granted while the clock was ahead, and is renewed from now.
         """
-        return transaction.delete_epochs_before(self._clock() - age, limit=PRUNED_AT_ONCE)
-
-    def prune_power_profiles(self, transaction: Transaction, age: timedelta) -> int:
-        """The same with power-limit profiles; of each batch size the newest stays."""
-        return transaction.delete_power_profiles_before(self._clock() - age, limit=PRUNED_AT_ONCE)
-
-    def moment(self, now: datetime | None = None) -> Moment:
-        """The present, or this instant."""
-        return Moment(now or self._clock(), self._leases)
-
-    def _is_expired(self, trial: TrialRecord, now: datetime) -> bool:
-        """True if `_abandon_expired` is to look at an open trial."""
-        lease_end, moment = trial.lease_expires_at, self.moment(now)
-        return trial.state in ALIVE and lease_end is not None and not now <= lease_end <= moment.longest_lease_end
-
-    def _abandon_expired(self, transaction: Transaction, job: StoredJob, now: datetime) -> StoredJob:
-        """Abandon the job's trials whose leases have run out; the job's row as it becomes, not yet saved.
-
-        A lease longer than any was granted while the clock was ahead, and ends as if its trial was heard of just now.
-        """
-        moment, changed = self.moment(now), []
-        for expired in transaction.locked_expired_trials(job.job_id, now, moment.longest_lease_end):
+        changed = []
+        for expired in transaction.locked_expired_trials(job.job_id, moment.now, moment.longest_lease_end):
             lease_end = moment.bounded_lease(expired)
             if lease_end is not None:
                 changed.append(replace(expired, lease_expires_at=lease_end))
@@ -426,7 +409,7 @@ class Commands:
                     expired.lease_expires_at,
                     lease_end,
                 )
-            elif expired.lease_expires_at is not None and expired.lease_expires_at < now:
+            elif expired.lease_expires_at is not None and expired.lease_expires_at < moment.now:
                 job, trial = abandon_trial(job, expired, moment)
                 changed.append(trial)
                 transaction.tell(TrialEnded(trial.state))
@@ -436,15 +419,14 @@ class Commands:
 
 
 def with_job_id(job: JobSpecFromClient) -> CreatedJob:
-    """Return the job with its job_id, or with a new one if it has none."""
+    """Return the job with its job_id, or with a new job_id."""
     return job.named(job.job_id or f"{job.job_id_prefix}-{secrets.token_hex(4)}")
 
 
-def _refuse_other(known: CreatedJob, asked: CreatedJob) -> None:
-    """Raise `JobConflictError` unless a job is registered as it is asked for now, its window raised as it was."""
-    if known.window_size == asked.mab_num_explorations:
-        asked = find(asked.policy).amended(asked)
-    refuse_difference(known, asked)
+def _is_expired(trial: TrialRecord, moment: Moment) -> bool:
+    """Return True if `_abandon_expired` would change an open trial."""
+    lease_end = trial.lease_expires_at
+    return trial.state in ALIVE and lease_end is not None and not moment.now <= lease_end <= moment.longest_lease_end
 
 
 def _dispatch(job: StoredJob, trial: TrialRecord) -> TrialDispatch:
@@ -453,7 +435,7 @@ def _dispatch(job: StoredJob, trial: TrialRecord) -> TrialDispatch:
         batch_size=trial.batch_size,
         trial_number=trial.trial_number,
         registration_id=job.registration.registration_id,
-        # Even if a later run has the trial by now: who asks is the run that it was dispatched to.
+        # Always the first lease: the caller is the run to which the trial was dispatched.
         lease_epoch=FIRST_LEASE_EPOCH,
         origin=trial.origin,
         reason=trial.reason,
@@ -471,7 +453,7 @@ def _started(transaction: Transaction, job: StoredJob, trial: TrialRecord) -> Tr
 
 
 def _with_power_profile(transaction: Transaction, job: StoredJob, dispatch: TrialDispatch) -> TrialDispatch:
-    """The same with what is known of the power limits at its size."""
+    """Return `dispatch` with the newest power-limit profile of its batch size."""
     newest = transaction.newest_power_profile(dispatch.job_id, dispatch.batch_size)
     if newest is None:
         return dispatch
@@ -479,81 +461,62 @@ def _with_power_profile(transaction: Transaction, job: StoredJob, dispatch: Tria
     return dispatch.model_copy(update={"power_profile": profile})
 
 
-class _Turns:
-    """Turns: of one process, one command at a time for each job, which waits `patience_s` seconds at most.
-
-    Commands on one job wait for one another in the database anyway, each with a connection. If somebody else keeps the
-    job's row locked, they would soon have taken all of them, and other jobs would wait, too. So they queue here. On a
-    SQLite file all writers queue in the store, without a connection each.
-    """
-
-    def __init__(self, patience_s: float) -> None:
-        self._patience_s = patience_s
-        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
-
-    @asynccontextmanager
-    async def of(self, job_id: str) -> AsyncIterator[None]:
-        """Have the job's turn.
-
-        Raises:
-            DatabaseUnavailableError: Those before took too long.
-        """
-        lock = self._locks.get(job_id)
-        if lock is None:
-            lock = self._locks[job_id] = asyncio.Lock()
-        if lock.locked():
-            with waiting(self._patience_s) as deadline:
-                try:
-                    async with asyncio.timeout(deadline.left_s):
-                        await lock.acquire()
-                except TimeoutError:
-                    raise DatabaseUnavailableError(f"other requests on job {job_id} wait for the database") from None
-        else:
-            await lock.acquire()
-        try:
-            yield
-        finally:
-            lock.release()
-
-
 class BatchSizeService:
-    """Everything that the server can be asked to change, for many callers at once. Each answer follows its commit.
+    """The use cases that write, for many callers at once. Each answer follows its commit.
 
-    Errors are those of `Commands`; besides, each method raises `DatabaseUnavailableError` when the database stays away,
-    or what it needs there stays locked.
+    Errors are those of `Commands`, and `DatabaseUnavailableError` if the database is away or keeps a row locked.
     """
 
     def __init__(self, store: Store, commands: Commands | None = None) -> None:
         self._store = store
         self.commands = commands or Commands()
         self.imports = Imports(store.patient(), lambda: self.commands.moment().now)
-        self._turns = _Turns(store.patience_s)
+        self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self.reports = Reports(store, self.commands.moment)
 
     async def transact(self, command: Callable[Concatenate[Transaction, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Do one of `commands`, with these arguments, in a transaction of its own.
-
-        The first argument is the id of the job that it changes, or a message that holds it.
-        """
-        if self._store.is_sqlite:
+        """Run one of `commands` in its own transaction; the first argument is a job's id, or a message with it."""
+        if self._store.is_sqlite:  # The store queues all writers without connections.
             return await self._store.write(command, *args, **kwargs)
         job: Any = args[0]
-        async with self._turns.of(job if isinstance(job, str) else job.job_id):
+        async with self._turn_of(job if isinstance(job, str) else job.job_id):
             return await self._store.write(command, *args, **kwargs)
 
+    @asynccontextmanager
+    async def _turn_of(self, job_id: str) -> AsyncIterator[None]:
+        """Wait until no other command of this process is at work on the job, and keep later ones waiting.
+
+        In the database, commands on one job would wait for one another with a connection each. If another process keeps
+        the job's row locked, they would soon hold all connections, and other jobs would wait, too.
+
+        Raises:
+            DatabaseUnavailableError: Earlier commands took too long.
+        """
+        lock = self._turns.setdefault(job_id, asyncio.Lock())
+        with waiting(self._store.patience_s) as deadline:
+            try:
+                async with asyncio.timeout(deadline.left_s):
+                    await lock.acquire()
+            except TimeoutError:
+                raise DatabaseUnavailableError(f"other requests on job {job_id} wait for the database") from None
+        try:
+            yield
+        finally:
+            lock.release()
+
     async def register(self, job: JobSpecFromClient, caller: Caller = UNRESTRICTED) -> tuple[CreatedJob, bool]:
-        """See `Commands.register`; a job without a job_id gets one."""
+        """Register a job as `Commands.register` does; a job without a job_id gets one."""
         registration = with_job_id(job)
-        # Most are registered already, and to look makes no writer wait.
+        # Most jobs are registered already, and a read makes no writer wait.
         known = await self._store.read(self.commands.registered, registration, caller)
         if known is not None:
             return known, False
         return await self.transact(self.commands.register, registration, caller)
 
     async def reap(self) -> int:
-        """Abandon every trial whose lease has run out, but for those that others have locked; their number.
+        """Abandon every trial with an expired lease, except locked ones; return their number.
 
-        What imports have left that were broken off is removed, too.
+        Also remove what interrupted imports left behind.
         """
         await self.imports.remove_broken()
         abandoned = 0
@@ -562,22 +525,18 @@ class BatchSizeService:
         return abandoned
 
     async def delete_job(self, job_id: str) -> None:
-        """Delete a job with all that is known of it."""
+        """Delete a job with all its trials."""
         attempts = count()
         await self._store.patient().write(
             lambda transaction: self.commands.delete_job(transaction, job_id, again=next(attempts) > 0)
         )
 
-    async def import_job(self, pieces: AsyncIterable[bytes], *, first_line: int = 1) -> JobSummary:
-        """See `Imports.import_job`."""
-        return await self.imports.import_job(pieces, first_line=first_line)
-
-    async def prune(self, command: Callable[[Transaction, timedelta], int], age: timedelta) -> int:
-        """Forget all that `prune_epochs` or `prune_power_profiles` of the commands forgets a part of; its number."""
-        pruned = 0
+    async def prune(self, delete: Callable[..., int], age: timedelta) -> int:
+        """Delete rows older than `age` by a method of `Transaction`; return their number."""
+        instant, pruned = self.commands.moment().now - age, 0
         while True:
-            # A transaction for each few: between two of them, others get their turn.
-            deleted = await self._store.write(command, age)
+            # Other writers get their turn between two small transactions.
+            deleted = await self._store.write(delete, instant, limit=PRUNED_AT_ONCE)
             pruned += deleted
             if deleted < PRUNED_AT_ONCE:
                 return pruned

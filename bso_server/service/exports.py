@@ -1,9 +1,8 @@
-"""Exports: everything that is kept of a job as JSON Lines, to be imported elsewhere.
+"""Exports: all stored facts about a job as JSON Lines, for an import elsewhere.
 
-The first line is the job (`JobExport`), and each further line one of its trials (`TrialExport`), in order of dispatch.
-An export holds facts only: what follows from them (arms, the cheapest trial, the policy's memory) is made anew by the
-import. A job may have hundreds of thousands of reports, so neither side ever holds all of it. Several exports may stand
-one after another in a file.
+The first line is the job (`JobExport`), and each further line a trial (`TrialExport`), in order of dispatch. The import
+derives arms, the cheapest trial and the policy's memory from these facts again. A job may have hundreds of thousands of
+reports, so that neither side holds the whole job at once. A file may contain several exports.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from bso_server.errors import UnknownJobError
 from bso_server.service.loading import known_job
 from bso_server.service.views import EpochExport, PowerProfileExport
 from bso_server.storage import queries
-from bso_server.storage.rows import TRIAL, StoredDecision, StoredEpoch, StoredPowerProfile, epoch_row
+from bso_server.storage.rows import StoredDecision, StoredEpoch, StoredPowerProfile, record_row, trial_row
 from bso_server.storage.store import Store
 from bso_server.storage.transaction import Transaction
 from zeus_plugins.protocol import (
@@ -39,16 +38,15 @@ from zeus_plugins.protocol import (
 )
 
 MEDIA_TYPE = "application/jsonl"
-"""The media type of an export."""
 
-# Trials, and roughly reports, that one transaction reads.
+# Largest number of trials, and rough number of reports, that one transaction reads.
 _TRIALS_AT_ONCE = 100
 _REPORTS_AT_ONCE = 1000
 
-# Only the line of a job has this key: within a JSON text, quotation marks are escaped.
+# Only the line of a job has this key, because JSON escapes quotation marks in texts.
 _BEGINS_EXPORT = re.compile(rb'"format"\s*:')
 
-# Leaves an imported job room for as many events again.
+# An imported job has at most half of the 2^31 events of an integer column, so that it can have further ones.
 EventNumber = Annotated[int, Field(gt=0, le=2**30)]
 
 
@@ -56,15 +54,15 @@ class JobExport(WireMessage):
     """First line of an export: the job.
 
     Attributes:
-        format: Says what this is, and that a job begins here.
+        format: Marks the line where a job begins.
         version: Version of the format.
         job: The job as registered; its `job_id` is required.
-        created_at: When it was registered (UTC).
+        created_at: When the job was registered (UTC).
         survivors: Batch sizes with which the bandit stage was entered, ascending, or None before that.
-        rng_state: State of the job's random generator as JSON, or None for one without a seed or before its first draw.
-        owner: Id of the token that it belongs to, or None. It means something to a server that has this token.
-        shared: Whether other tokens may run trials of it, too.
-        trials: Number of the lines that follow, one for each trial.
+        rng_state: State of the job's random generator as JSON; None without a seed or before its first draw.
+        owner: Id of the job's token, or None. A server without this token ignores it.
+        shared: True if other tokens may run trials of the job, too.
+        trials: Number of lines that follow, one for each trial.
     """
 
     format: Literal["zeus-bso-job"] = "zeus-bso-job"
@@ -79,26 +77,26 @@ class JobExport(WireMessage):
 
 
 class TrialExport(TrialFacts):
-    """A further line of an export: a trial without its token and the client's key, which mean nothing elsewhere.
+    """A further line of an export: a trial, without its token and the client's key.
 
     Attributes:
-        started_event: Event of the job at which it was dispatched.
-        reported_at: When its last report was taken (UTC), or None.
-        ended_event: Event of the job at which it ended, or None.
-        epoch: Epochs trained as of its last report, or None.
-        report_count: Reports taken.
-        longest_gap_s: Longest time between two of them, seconds.
-        lease_expires_at: When it counts as abandoned if nothing more is heard of it (UTC); None for one that has ended.
-        heartbeats: Whether its training sends heartbeats.
-        lease_epoch: Counts the runs of its training; more than 1 where one has resumed from a checkpoint.
-        first_epoch: Epochs trained as of its first report, or None.
-        first_cost_j: Its cost in joules by then, or None.
-        cost_deviations_j2: The spread of its epochs' costs, as `TrialRecord` has it; None where that is not known.
-        decision: The numbers behind the choice of its batch size; None where no policy chose it.
-        power_profile: What it measured of its power limits, if that was new to the job and is kept, or None.
-        epochs: Its reports that are kept beside it, in order. The one that ended it stands in the fields above alone.
-        not_finite: Fields that are null because the database has NaN or an infinity there, which JSON cannot hold: such
-            as ``metric`` or ``epochs.0.metric``. A server refuses such numbers, so an import does, too.
+        started_event: Event of the job at which the trial was dispatched.
+        reported_at: When the last report arrived (UTC), or None.
+        ended_event: Event of the job at which the trial ended, or None.
+        epoch: Epochs trained by the last report, or None.
+        report_count: Number of reports.
+        longest_gap_s: Longest time between two reports, seconds.
+        lease_expires_at: When the server abandons the silent trial (UTC); None after its end.
+        heartbeats: True if the training sends heartbeats.
+        lease_epoch: Number of runs of the training; more than 1 if it resumed from a checkpoint.
+        first_epoch: Epochs trained by the first report, or None.
+        first_cost_j: Cost by the first report in joules, or None.
+        cost_deviations_j2: The spread of the epochs' costs, see `TrialRecord`; None if unknown.
+        decision: The numbers behind the choice of the batch size; None if no policy chose it.
+        power_profile: The trial's own power-limit profile, or None.
+        epochs: The reports that are kept, in order, without a report that ended the trial.
+        not_finite: Names of fields, such as ``metric`` or ``epochs.0.metric``, that are null because the database has
+            NaN or an infinity there, which JSON cannot hold. An import refuses the trial.
     """
 
     started_event: EventNumber
@@ -119,17 +117,22 @@ class TrialExport(TrialFacts):
     not_finite: tuple[str, ...] = ()
 
 
+class TrialRows(NamedTuple):
+    """The rows of one trial."""
+
+    trial: TrialRecord
+    epochs: Sequence[StoredEpoch]
+    power_profile: StoredPowerProfile | None
+    decision: StoredDecision | None
+
+
 def line_of(message: WireMessage) -> bytes:
-    """Return a line of an export with its end; NaN and infinities are written as null."""
+    """Return a line of an export with its line feed; NaN and infinities become null."""
     return f"{message.model_dump_json()}\n".encode()
 
 
 def split_exports(lines: Iterable[bytes]) -> Iterator[tuple[int, Iterator[bytes]]]:
-    """Split a file into the exports that it holds.
-
-    Yields:
-        The number of an export's first line in the file, from 1, and its lines. They may be left unread.
-    """
+    """Yield the exports in a file: the number of the first line, from 1, and the lines, which may stay unread."""
     first = 1
 
     def first_line_of(numbered: tuple[int, bytes]) -> int:
@@ -144,30 +147,21 @@ def split_exports(lines: Iterable[bytes]) -> Iterator[tuple[int, Iterator[bytes]
 
 
 async def export(store: Store, job_id: str) -> AsyncIterator[bytes]:
-    """Yield the text of a job's export: the first line, then some lines at a time.
+    """Yield the text of a job's export: the first line, then several lines at a time.
 
-    Each piece is read in a transaction of its own, so that none stays open while a slow client takes it. Trials that
-    began after the first line was read are left out; each of the others is of one moment, with its reports.
+    A transaction reads each piece, so that none stays open for a slow client, and each trial matches its reports.
+    Trials that began after the first line was read are left out.
 
     Raises:
-        UnknownJobError: There is no such job, or it was deleted meanwhile.
+        UnknownJobError: No such job, or it was deleted during the export.
     """
     job = await store.read(_read_job, job_id)
     yield line_of(job)
     after = 0
     while after < job.trials:
-        rows = await store.read(_read_trials, job_id, after, job.trials)
-        yield await asyncio.to_thread(_lines, rows)
-        after = rows.trials[-1].trial_number
-
-
-class _Rows(NamedTuple):
-    """Some trials of a job, and everything that is kept of them in other tables."""
-
-    trials: Sequence[TrialRecord]
-    epochs: Sequence[StoredEpoch]
-    power_profiles: Sequence[StoredPowerProfile]
-    decisions: Sequence[StoredDecision]
+        trials = await store.read(_read_trials, job_id, after, job.trials)
+        yield await asyncio.to_thread(_lines, trials)
+        after = trials[-1].trial.trial_number
 
 
 def _read_job(transaction: Transaction, job_id: str) -> JobExport:
@@ -183,63 +177,45 @@ def _read_job(transaction: Transaction, job_id: str) -> JobExport:
     )
 
 
-def _read_trials(transaction: Transaction, job_id: str, after: int, last: int) -> _Rows:
-    """Read a few trials with numbers above `after` and up to `last`, or one trial with many reports.
-
-    Raises:
-        UnknownJobError: The job was deleted meanwhile.
-    """
+def _read_trials(transaction: Transaction, job_id: str, after: int, last: int) -> list[TrialRows]:
+    """Return the rows of a few trials with numbers from `after` + 1 to `last`, or of one trial with many reports."""
     found = queries.trials_page(transaction, job_id, state=None, after=after, limit=_TRIALS_AT_ONCE)
     sums = accumulate(trial.report_count for trial in found)
     few = [trial for trial, sum_ in zip(found, sums, strict=True) if sum_ <= _REPORTS_AT_ONCE] or found[:1]
     trials = [trial for trial in few if trial.trial_number <= last]
-    if not trials:
+    if not trials:  # deleted since the first line was read
         raise UnknownJobError(job_id)
     first, last = trials[0].trial_number, trials[-1].trial_number
-    return _Rows(
-        trials,
-        queries.epochs_between(transaction, job_id, first, last),
-        queries.power_profiles_of(transaction, job_id, first, last),
-        queries.decisions_of(transaction, job_id, first, last),
-    )
+    epochs: dict[int, list[StoredEpoch]] = {}
+    for epoch in queries.epochs_between(transaction, job_id, first, last):
+        epochs.setdefault(epoch.trial_number, []).append(epoch)
+    profiles = {each.trial_number: each for each in queries.power_profiles_of(transaction, job_id, first, last)}
+    decisions = {each.trial_number: each for each in queries.decisions_of(transaction, job_id, first, last)}
+    return [
+        TrialRows(trial, epochs.get(number, ()), profiles.get(number), decisions.get(number))
+        for number, trial in ((each.trial_number, each) for each in trials)
+    ]
 
 
-def _lines(rows: _Rows) -> bytes:
-    profile_of = {each.trial_number: each for each in rows.power_profiles}
-    decision_of = {each.trial_number: each.decision for each in rows.decisions}
-    epochs_of: dict[int, list[dict[str, Any]]] = {}
-    for epoch in rows.epochs:
-        epochs_of.setdefault(epoch.trial_number, []).append(epoch_row(epoch))
-    return b"".join(
-        _line_of_trial(
-            TRIAL.of(trial),
-            epochs_of.get(trial.trial_number, ()),
-            profile_of.get(trial.trial_number),
-            decision_of.get(trial.trial_number),
-        )
-        for trial in rows.trials
-    )
+def _lines(trials: Iterable[TrialRows]) -> bytes:
+    """Return the lines of trials without validation, because an export shows the database as it is."""
+    return b"".join(line_of(_trial_export(rows)) for rows in trials)
 
 
-def _line_of_trial(
-    values: dict[str, Any],
-    epochs: Sequence[dict[str, Any]],
-    power_profile: StoredPowerProfile | None,
-    decision: Decision | None,
-) -> bytes:
-    """Return the line of a trial. It is not validated: an export tells what the database has, whatever that is."""
-    profile = None if power_profile is None else PowerProfileExport.model_validate(power_profile, from_attributes=True)
+def _trial_export(rows: TrialRows) -> TrialExport:
+    values, reports, profile = trial_row(rows.trial), [record_row(epoch) for epoch in rows.epochs], rows.power_profile
     not_finite = [*_not_finite(values)]
-    for index, epoch in enumerate(epochs):
-        not_finite += [f"epochs.{index}.{name}" for name in _not_finite(epoch)]
-    trial = TrialExport.model_construct(
+    for index, report in enumerate(reports):
+        not_finite += [f"epochs.{index}.{name}" for name in _not_finite(report)]
+    return TrialExport.model_construct(
         **values,
-        decision=decision,
-        power_profile=profile,
-        epochs=tuple(EpochExport.model_construct(**epoch) for epoch in epochs),
+        decision=None if rows.decision is None else rows.decision.decision,
+        power_profile=None
+        if profile is None
+        else PowerProfileExport(samples=profile.samples, stored_at=profile.stored_at),
+        epochs=tuple(EpochExport.model_construct(**report) for report in reports),
         not_finite=tuple(not_finite),
     )
-    return line_of(trial)
 
 
 def _not_finite(values: dict[str, Any]) -> Iterator[str]:

@@ -1,11 +1,10 @@
-"""The state of a server, for its operators: whether it is well, totals for monitoring, a check of what it remembers."""
+"""The state of a server, for its operators: readiness, totals for monitoring, and a check of derived data."""
 
 from __future__ import annotations
 
 import os
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from datetime import datetime
 
@@ -16,26 +15,19 @@ from bso_server.errors import BsoError, DatabaseNotReadyError
 from bso_server.service.commands import utc_now
 from bso_server.service.loading import load_history
 from bso_server.service.pages import Found, digest
-from bso_server.service.reading import JobReader, job_summary, version_view
+from bso_server.service.reading import JobReader, job_summary, trial_states, version_view
 from bso_server.service.views import HealthPage
 from bso_server.storage import queries
-from bso_server.storage.rows import StoredJob
 from bso_server.storage.store import Store
 from bso_server.storage.transaction import Transaction
 from zeus_plugins.protocol import Stage, TrialState
 
-# Jobs of which one transaction reads the totals: some milliseconds of work, after which others have their turn.
+# A transaction reads the totals of this many jobs in a few milliseconds; other requests get their turn in between.
 _JOBS_AT_ONCE = 50
 
 
 class Health:
-    """Looks at the state of this process and its database.
-
-    Args:
-        store: The database.
-        reader: Says whether it is ready.
-        clock: The present instant, aware.
-    """
+    """The state of this process and its database; `reader` checks the database, `clock` returns the present instant."""
 
     def __init__(self, store: Store, reader: JobReader, clock: Callable[[], datetime] = utc_now) -> None:
         self._store = store
@@ -43,7 +35,7 @@ class Health:
         self._started_at = clock()
 
     async def look(self, known: str | None = None) -> Found[HealthPage]:
-        """The page, unless its reader knows this version, of which the time that the database took is no part."""
+        """Return the page's version, which ignores the database's latency, and the page unless it is `known`."""
         trouble, answer_s, revision = None, None, None
         try:
             await self._reader.check_ready()
@@ -76,14 +68,12 @@ class JobTotals:
     """The totals of one job.
 
     Attributes:
-        policy: Its policy.
-        stage: Its stage.
-        trials: Its trials by state.
-        silent: Trials whose leases have run out and that nobody has abandoned.
-        energy_j: Joules that all of its trials have taken, as far as they have reported.
-        saved_energy_j: Joules that it has saved over its default batch size, if that is known; see `core.savings`.
-        saved_time_s: Seconds, likewise.
-        saved_cost_j: Cost in joules, likewise.
+        trials: Number of trials in each state.
+        silent: Number of trials with expired leases that are not abandoned yet.
+        energy_j: Joules that all trials have reported.
+        saved_energy_j: Joules saved over the default batch size, or None if unknown; see `core.savings`.
+        saved_time_s: Seconds saved, or None.
+        saved_cost_j: Cost saved in joules, or None.
     """
 
     policy: str
@@ -97,10 +87,7 @@ class JobTotals:
 
 
 class TotalsReader:
-    """Reads the totals of all jobs, again and again; those of jobs without a change are remembered.
-
-    What it remembers is some hundred bytes a job, of the jobs that there are.
-    """
+    """Reader of the totals of all jobs, with a cache of unchanged jobs: a few hundred bytes for each job."""
 
     def __init__(self, store: Store, clock: Callable[[], datetime] = utc_now) -> None:
         self._store = store
@@ -108,22 +95,22 @@ class TotalsReader:
         self._known: dict[str, tuple[str, JobTotals]] = {}
 
     async def read(self) -> dict[str, JobTotals]:
-        """The totals of each job by its id, in the order of the ids. Errors as of `Store.read`.
+        """Return the totals of each job by its id, in order; raise the errors of `Store.read`.
 
-        They are of several moments, as each few jobs are read in a transaction of their own.
+        Several transactions read the jobs, so that the totals belong to several moments.
         """
         read: dict[str, tuple[str, JobTotals]] = {}
         after, found = await self._store.read(self._page, None)
         while after is not None:
             read |= found
-            # What is broken off is gone on with.
+            # If this reading fails, the next one continues from here.
             self._known |= found
             after, found = await self._store.read(self._page, after)
         self._known = read
         return {job_id: totals for job_id, (_, totals) in read.items()}
 
     def _page(self, transaction: Transaction, after: str | None) -> tuple[str | None, dict[str, tuple[str, JobTotals]]]:
-        """A few jobs after this one with their versions, and the last of them, or None where there is none left."""
+        """Return the id of the last job on a page, or None after the last page, and its jobs' versions and totals."""
         versions = queries.job_versions(transaction, containing=None, after=after, limit=_JOBS_AT_ONCE)
         silent = queries.silent_counts(transaction, [job_id for job_id, _ in versions], self._clock())
         found = {}
@@ -139,17 +126,14 @@ class TotalsReader:
 def _totals_of(transaction: Transaction, job_id: str) -> JobTotals | None:
     stored = transaction.job(job_id)
     if stored is None:
-        return None  # deleted meanwhile
+        return None  # Another request has deleted the job.
     tallies = queries.tallies(transaction, job_id)
-    trials: Counter[TrialState] = Counter()
-    for tally in tallies:
-        trials[tally.state] += tally.trials
     saved = savings(stored.registration, tallies, best_cost_j=None)
     summary = job_summary(stored)
     return JobTotals(
         policy=summary.policy,
         stage=summary.stage,
-        trials=dict(trials),
+        trials=trial_states(tallies),
         energy_j=sum(tally.energy_j for tally in tallies),
         saved_energy_j=None if saved is None else saved.energy_j.saved,
         saved_time_s=None if saved is None else saved.time_s.saved,
@@ -158,33 +142,27 @@ def _totals_of(transaction: Transaction, job_id: str) -> JobTotals | None:
 
 
 def differences(transaction: Transaction, job_id: str) -> list[str]:
-    """The differences between what is remembered of a job and its trials, in words; a job that is gone has none.
+    """Compare what the database derived from a job's trials with a replay; return the differences in words.
 
     Raises:
-        PolicyNotInstalledError: The job's policy, on which it depends what is remembered, is not here.
+        PolicyNotInstalledError: The job's policy is not installed.
     """
     job = transaction.job(job_id)
-    return [] if job is None else list(_differences(transaction, job))
-
-
-def _differences(transaction: Transaction, job: StoredJob) -> Iterator[str]:
-    job_id = job.job_id
-    installed(job.registration.policy)
+    if job is None:
+        return []
+    policy = job.registration.policy
+    installed(policy)
     trials = transaction.all_trials(job_id)
     replayed = replay(job.registration, trials, job.survivors)
-    remembered, _ = load_history(transaction, job)
-    for size in sorted({*remembered.arms, *replayed.arms}):
-        if remembered.arms.get(size) != replayed.arms.get(size):
-            yield f"arm {size} is {remembered.arms.get(size)}, by its trials {replayed.arms.get(size)}"
-    if remembered.memory != replayed.memory:
-        yield f"memory of policy {job.registration.policy} is {remembered.memory}, by its trials {replayed.memory}"
+    derived, _ = load_history(transaction, job)
     events = max((max(trial.started_event, trial.ended_event or 0) for trial in trials), default=0)
-    for name, kept, told in (
-        ("cheapest trial", remembered.cheapest, replayed.cheapest),
-        ("event of the bandit stage", remembered.bandit_entered_at, replayed.bandit_entered_at),
+    compared = [
+        *((f"arm {size}", derived.arms.get(size), arm) for size, arm in replayed.arms.items()),
+        (f"memory of policy {policy}", derived.memory, replayed.memory),
+        ("cheapest trial", derived.cheapest, replayed.cheapest),
+        ("event of the bandit stage", derived.bandit_entered_at, replayed.bandit_entered_at),
         ("number of trials", job.trial_count, len(trials)),
-        # Trials that come back give the events of their ends back.
+        # A revived trial loses the event of its end, so that the count may be higher.
         ("event count", min(job.event_count, events), events),
-    ):
-        if kept != told:
-            yield f"{name} is {kept}, by its trials {told}"
+    ]
+    return [f"{name} is {kept}, by its trials {told}" for name, kept, told in compared if kept != told]

@@ -1,7 +1,7 @@
-"""Imports: an export (`service.exports`) becomes a job, which nobody sees before all of it is there.
+"""Imports: an export (`service.exports`) becomes a job, which no query finds before it is complete.
 
-The rows are written in small transactions, so that other writers have their turn. Parsing and validation run in a
-thread, so that the event loop serves others meanwhile.
+Small transactions write the rows, so that other writers get their turn. Parsing and validation run in a thread, so that
+the event loop stays free.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ import asyncio
 import json
 import logging
 import secrets
-from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Iterator, Mapping
 from datetime import datetime, timedelta
+from itertools import chain
 from typing import Any, Self, TypeVar
 
 import numpy as np
@@ -23,7 +23,7 @@ from bso_server.core.model import OBSERVED, Arm, Cheapest, TrialRecord, arms_aft
 from bso_server.core.policy import bandit_entered_from_the_start, find, installed, memory_after
 from bso_server.errors import InvalidImportError, JobConflictError
 from bso_server.service import reading
-from bso_server.service.exports import JobExport, TrialExport, line_of
+from bso_server.service.exports import JobExport, TrialExport, TrialRows, line_of
 from bso_server.service.loading import Unsaved
 from bso_server.service.refusals import refuse_folder_name
 from bso_server.storage import imports, queries
@@ -40,24 +40,24 @@ from bso_server.storage.store import Store
 from bso_server.storage.transaction import Transaction
 from zeus_plugins.protocol import ALIVE, ZEUS, CreatedJob, JobSummary, Origin, TrialState
 
-# A job of hundreds of thousands of reports. Larger ones are imported next to the database, without HTTP.
+# Size of a job with hundreds of thousands of reports. The command line imports larger jobs, without HTTP.
 MAX_IMPORT_BYTES = 256 * 1024 * 1024
 
-# That of a trial with some hundred thousand reports.
+# Size of a trial with about 100,000 reports.
 LONGEST_LINE_BYTES = 32 * 1024 * 1024
 
-# Rows that one transaction writes, or removes, at most.
+# Largest number of rows that one transaction writes or removes.
 _ROWS_AT_ONCE = 500
 
-# Bytes of lines, and trials that have ended, that are read at a time: some milliseconds of work.
+# Bytes of lines, and number of ended trials, that are processed at a time, within a few milliseconds.
 _BYTES_AT_ONCE = 64 * 1024
 _TRIALS_AT_ONCE = 100
 
-# After so long without anything new an import has been broken off, and its job is removed.
+# An import that has written nothing for this time was interrupted, and its job is removed.
 SILENCE = timedelta(minutes=10)
 _REFRESH = SILENCE / 10
 
-# What a trial's reports tell of its epochs, of which Zeus keeps nothing.
+# Fields that follow from a trial's epochs, which Zeus does not keep.
 _OF_EPOCHS = ("epoch", "first_epoch", "first_cost_j")
 
 Message = TypeVar("Message", bound=BaseModel)
@@ -66,13 +66,13 @@ logger = logging.getLogger("bso_server")
 
 
 def _contradiction(field: str, message: str) -> ValidationError:
-    """Return an error of a field, for validators of whole messages: pydantic itself would name no field."""
+    """Return an error that names a field, which pydantic does not in a validator of the whole message."""
     error = PydanticCustomError("contradiction", "{message}", {"message": message})
     return ValidationError.from_exception_data("export", [InitErrorDetails(type=error, loc=(field,), input=None)])
 
 
 class ImportedJob(JobExport):
-    """The job of an export whose facts go together."""
+    """The first line of an export, with consistent fields."""
 
     @model_validator(mode="after")
     def _goes_together(self) -> Self:
@@ -88,90 +88,71 @@ class ImportedJob(JobExport):
 
 
 class ImportedTrial(TrialExport):
-    """A trial of an export whose facts go together. The context of its validation holds its registration as ``job``."""
+    """A trial in an export, with consistent fields. The context of the validation holds the registration as ``job``."""
 
     def record_of(self, job_id: str) -> TrialRecord:
         """Return the trial's row in this job."""
-        return trial_from({"job_id": job_id, **{name: value for name, value in self if name in TRIAL.names}})
+        return trial_from({"job_id": job_id, **{name: value for name, value in self if name in TRIAL}})
 
     @model_validator(mode="after")
-    def _is_finite(self) -> Self:
-        for field in self.not_finite:
-            raise _contradiction(field, "was NaN or infinite in the database that wrote this line: give it a number")
+    def _goes_together(self, info: ValidationInfo) -> Self:
+        job: CreatedJob = (info.context or {})["job"]
+        for field, message in chain(self._contradictions(job), self._contradictions_of_reports(job)):
+            raise _contradiction(field, message)
         return self
 
-    @model_validator(mode="after")
-    def _is_alive_or_has_ended(self) -> Self:
+    def _contradictions(self, job: CreatedJob) -> Iterator[tuple[str, str]]:
+        """Yield a field and a message for each contradiction in the trial's life and batch size."""
+        for field in self.not_finite:
+            yield field, "was NaN or infinite in the database that wrote this line: give it a number"
         is_alive = self.state in ALIVE
         for name in ("ended_event", "ended_at"):
             if (getattr(self, name) is None) is not is_alive:
-                raise _contradiction(name, f"goes with having ended, and the trial is {self.state}")
+                yield name, f"goes with having ended, and the trial is {self.state}"
         if self.ended_event is not None and self.ended_event < self.started_event:
-            raise _contradiction("ended_event", "lies before started_event")
+            yield "ended_event", "lies before started_event"
         if (self.lease_expires_at is None) is is_alive:
-            raise _contradiction("lease_expires_at", f"goes with being alive, and the trial is {self.state}")
-        return self
+            yield "lease_expires_at", f"goes with being alive, and the trial is {self.state}"
+        if self.batch_size not in job.batch_sizes:
+            yield "batch_size", f"{self.batch_size} is not one of the job's batch_sizes {list(job.batch_sizes)}"
+        if (self.epoch_bound is None) is not (self.epoch_bound_reason is None):
+            yield "epoch_bound_reason", "goes with epoch_bound: both or neither"
+        for name in ("power_limit_w", "power_profile"):
+            if getattr(self, name) is not None and self.power_limits is None:
+                yield "power_limits", f"goes with {name}"
 
-    @model_validator(mode="after")
-    def _has_reported_or_not(self, info: ValidationInfo) -> Self:
+    def _contradictions_of_reports(self, job: CreatedJob) -> Iterator[tuple[str, str]]:
+        """Yield a field and a message for each contradiction in the trial's reports."""
         has_reported = self.report_count > 0
         is_untold = has_reported and not self.epochs and all(getattr(self, name) is None for name in _OF_EPOCHS)
-        # Zeus's policy needs nothing of the epochs of a trial that has ended.
-        is_of_zeus = is_untold and self.state not in ALIVE and _job_in(info).policy == ZEUS
+        # Zeus's policy does not need the epochs of a trial that has ended.
+        is_of_zeus = is_untold and self.state not in ALIVE and job.policy == ZEUS
         measured = ["time_s", "energy_j", "reported_at"]
         for name in measured if is_of_zeus else [*measured, "metric", *_OF_EPOCHS]:
             if (getattr(self, name) is None) is has_reported:
-                raise _contradiction(name, f"goes with having reported, and report_count is {self.report_count}")
+                yield name, f"goes with having reported, and report_count is {self.report_count}"
         if self.cost_deviations_j2 is not None and not has_reported:
-            raise _contradiction("cost_deviations_j2", "goes with having reported, and report_count is 0")
+            yield "cost_deviations_j2", "goes with having reported, and report_count is 0"
         if self.state in OBSERVED and not has_reported:
-            raise _contradiction("report_count", f"a trial becomes {self.state} by a report")
-        return self
-
-    @model_validator(mode="after")
-    def _fits_job(self, info: ValidationInfo) -> Self:
-        job = _job_in(info)
-        if self.batch_size not in job.batch_sizes:
-            message = f"{self.batch_size} is not one of the job's batch_sizes {list(job.batch_sizes)}"
-            raise _contradiction("batch_size", message)
+            yield "report_count", f"a trial becomes {self.state} by a report"
         if self.state is TrialState.COMPLETED and cost_of(job, self.record_of("")) <= 0:
-            raise _contradiction("energy_j", "the target was reached at a cost of 0 J, which no later run could beat")
-        return self
-
-    @model_validator(mode="after")
-    def _has_epochs_in_order(self) -> Self:
-        # The report that ended a trial is not kept beside it.
+            yield "energy_j", "the target was reached at a cost of 0 J, which no later run could beat"
+        # The report that ended a trial is in the trial's own fields only.
         kept = self.report_count - (self.state in OBSERVED)
         numbers = [epoch.report_number for epoch in self.epochs]
         if numbers != sorted(set(numbers)) or numbers[-1:] > [kept]:
-            raise _contradiction("epochs", f"there are {kept} at most, each with its own report_number, ascending")
+            yield "epochs", f"there are {kept} at most, each with its own report_number, ascending"
         if self.first_epoch is not None and self.epoch is not None:
             is_beyond = self.first_epoch > self.epoch
             if is_beyond or (self.report_count == 1 and self.first_epoch != self.epoch):
-                message = f"does not go with epoch {self.epoch:g} after {self.report_count} reports"
-                raise _contradiction("first_epoch", message)
-        return self
-
-    @model_validator(mode="after")
-    def _has_reasons_and_limits(self) -> Self:
-        if (self.epoch_bound is None) is not (self.epoch_bound_reason is None):
-            raise _contradiction("epoch_bound_reason", "goes with epoch_bound: both or neither")
-        for name in ("power_limit_w", "power_profile"):
-            if getattr(self, name) is not None and self.power_limits is None:
-                raise _contradiction("power_limits", f"goes with {name}")
-        return self
-
-
-def _job_in(info: ValidationInfo) -> CreatedJob:
-    job: CreatedJob = (info.context or {})["job"]
-    return job
+                yield "first_epoch", f"does not go with epoch {self.epoch:g} after {self.report_count} reports"
 
 
 def read(kind: type[Message], given: bytes | Mapping[str, Any], place: str, **context: CreatedJob) -> Message:
-    """Return the message that a line of JSON holds, or that these fields are.
+    """Return the message in a line of JSON, or with these fields.
 
     Raises:
-        InvalidImportError: It is not JSON, or not such a message; the error names the place and the field.
+        InvalidImportError: The line is no JSON, or the message is invalid; the error names the place and the field.
     """
     try:
         if isinstance(given, bytes):
@@ -182,16 +163,16 @@ def read(kind: type[Message], given: bytes | Mapping[str, Any], place: str, **co
 
 
 def renamed(line: bytes, place: str, job_id: str) -> bytes:
-    """Return the first line of an export with another id for the job; errors as of `read`."""
+    """Return the first line of an export with another id for the job, or raise as `read` does."""
     export = read(JobExport, line, place)
     job = export.job.model_dump() | {"job_id": job_id}
     return line_of(read(JobExport, export.model_dump() | {"job": job}, place))
 
 
 def refusal(error: ValidationError, place: str = "") -> InvalidImportError:
-    """Return an error of pydantic's as one of the import: what is wrong first, and where."""
+    """Return the import's error for one of pydantic's: the first problem, and its place."""
     first, *others = error.errors(include_url=False, include_context=False, include_input=False)
-    # The parser does not know that the text is one line of many.
+    # The parser counts each line of the file as line 1.
     said = first["msg"].removeprefix("Value error, ").replace(" at line 1 column ", " at column ")
     more = f"; and {len(others)} more" if others else ""
     return _invalid(place, ".".join(map(str, first["loc"])), f"{said}{more}")
@@ -202,26 +183,16 @@ def _invalid(place: str, field: str, message: str) -> InvalidImportError:
     return InvalidImportError(f"{where}: {message}", field=where)
 
 
-@dataclass(frozen=True, slots=True)
-class ImportedRows:
-    """The rows of one trial."""
-
-    trial: TrialRecord
-    epochs: tuple[StoredEpoch, ...]
-    power_profile: StoredPowerProfile | None
-    decision: StoredDecision | None
-
-
 class JobInImport:
-    """A job that is being imported: first trial by trial, and then what follows from them, end by end.
+    """A job during its import: `add` takes each trial, `close` checks the job, and `fold` derives its arms.
 
     Args:
         place: The place of the job in the export, for errors.
-        given: Its line, or the fields of it.
-        mark: The mark that the import's latest transaction has left (`storage.imports`).
+        given: The job's line or fields.
+        mark: The mark of the import's latest transaction (`storage.imports`).
 
     Raises:
-        InvalidImportError: The line is no job, or its facts do not go together.
+        InvalidImportError: The line is no job, or its fields contradict each other.
     """
 
     def __init__(self, place: str, given: bytes | Mapping[str, Any], mark: datetime) -> None:
@@ -229,7 +200,7 @@ class JobInImport:
         self.mark, self._place = mark, place
         self.job_id = export.job.job_id
         self._trial_count = self._started_event = 0
-        # The events at which trials began or ended.
+        # Events at which trials began or ended.
         self._events: set[int] = set()
         self._bandit_entered_at = bandit_entered_from_the_start(export.job)
         self._has_bandit = False
@@ -237,11 +208,11 @@ class JobInImport:
         self._cheapest: Cheapest | None = None
         self._memory = find(export.job.policy).begun_memory(export.job)
 
-    def add(self, trial: ImportedTrial, place: str) -> ImportedRows:
-        """Take the next trial.
+    def add(self, trial: ImportedTrial, place: str) -> TrialRows:
+        """Add the next trial and return its rows.
 
         Raises:
-            InvalidImportError: It contradicts a trial before it.
+            InvalidImportError: The trial contradicts an earlier one.
         """
         self._check_order(trial, place)
         self._trial_count += 1
@@ -252,7 +223,7 @@ class JobInImport:
                 self._bandit_entered_at = trial.started_event
         key = self.job_id, trial.trial_number
         profile = trial.power_profile
-        return ImportedRows(
+        return TrialRows(
             trial.record_of(self.job_id),
             tuple(StoredEpoch(*key, **dict(epoch)) for epoch in trial.epochs),
             None if profile is None else StoredPowerProfile(*key, trial.batch_size, **dict(profile)),
@@ -260,7 +231,7 @@ class JobInImport:
         )
 
     def _check_order(self, trial: ImportedTrial, place: str) -> None:
-        """Trials count from 1; each begins after the one before it, and no two things happen at the same event."""
+        """Check that trials count from 1, begin one after another, and share no event."""
         number = self._trial_count + 1
         if trial.trial_number != number:
             message = f"trials are numbered 1, 2, 3, …: number {number} is missing or out of order"
@@ -277,10 +248,10 @@ class JobInImport:
                 self._events.add(event)
 
     def close(self) -> None:
-        """There are no more trials.
+        """Check the job after its last trial.
 
         Raises:
-            InvalidImportError: Something is missing.
+            InvalidImportError: Trials or survivors are missing.
         """
         if self._trial_count != self.export.trials:
             message = f"{self.export.trials} trials should follow, and there are {self._trial_count}"
@@ -290,7 +261,7 @@ class JobInImport:
             raise _invalid(self._place, "survivors", message)
 
     def fold(self, ended: Iterable[TrialRecord]) -> None:
-        """Remember the next trials in order of their ends."""
+        """Add the next trials, in order of their ends, to the arms and the policy's memory."""
         job, ended = self.export.job, list(ended)
         for trial in ended:
             self._cheapest = Cheapest.of_both(self._cheapest, job, trial)
@@ -298,7 +269,7 @@ class JobInImport:
         self._memory = memory_after(job, self._memory, ended)
 
     def save(self, transaction: Transaction) -> None:
-        """Save the job and what follows from its trials, once all trials that have ended were folded."""
+        """Save the job, its arms and the policy's memory after `fold` of all ended trials."""
         job, event = self.export.job, max(self._events, default=0)
         stored = StoredJob(
             registration=job,
@@ -322,29 +293,24 @@ class JobInImport:
 
 
 class Imports:
-    """Imports into one database.
-
-    Args:
-        store: The database.
-        clock: Gives the present instant, aware.
-    """
+    """Imports into one database; `clock` returns the present instant, aware."""
 
     def __init__(self, store: Store, clock: Callable[[], datetime]) -> None:
         self._store = store
         self._clock = clock
 
     async def import_job(self, pieces: AsyncIterable[bytes], *, first_line: int = 1) -> JobSummary:
-        """Create a job with all its trials from an export; it is there as a whole or not at all.
+        """Create a job with all its trials from an export, or nothing.
 
         Args:
-            pieces: The text of the export, some kilobytes at a time.
+            pieces: The text of the export, a few kilobytes at a time.
             first_line: Number of its first line, for errors.
 
         Raises:
-            InvalidImportError: It is no export, or its facts contradict each other.
-            JobConflictError: Its id is taken, or being imported.
-            InvalidJobError: It could not be served under its id.
-            PolicyNotInstalledError: Its policy is not here.
+            InvalidImportError: The text is no export, or its fields contradict each other.
+            JobConflictError: A job with this id exists, or is being imported.
+            InvalidJobError: The job's id cannot be part of a URL.
+            PolicyNotInstalledError: The job's policy is not installed.
         """
         begun: JobInImport | None = None
         try:
@@ -360,30 +326,30 @@ class Imports:
                 raise _invalid(f"line {first_line}", "", "there is no export, the text is empty")
             return await self._finish(begun)
         except Exception:
-            # What ends the process leaves it to `remove_broken`.
+            # After the end of the process, another one runs `remove_broken`.
             if begun is not None:
                 await self._remove(begun.job_id, begun.mark)
             raise
 
     async def remove_broken(self) -> None:
-        """Remove what imports have left that were broken off, by a crash of their process for one."""
+        """Remove the rows of interrupted imports, for example after a crash of their process."""
         for job_id, mark in (await self._store.read(imports.silent_since, self._clock() - SILENCE)).items():
             if await self._remove(job_id, mark):
                 logger.warning("job %s: its import was broken off, and what it had written is removed", job_id)
 
-    async def _write(self, job: JobInImport, trials: list[ImportedRows]) -> None:
+    async def _write(self, job: JobInImport, trials: list[TrialRows]) -> None:
         epochs = [epoch for each in trials for epoch in each.epochs]
         await self._write_rows(job, trials, epochs[:_ROWS_AT_ONCE])
         for first in range(_ROWS_AT_ONCE, len(epochs), _ROWS_AT_ONCE):
             await self._write_rows(job, [], epochs[first : first + _ROWS_AT_ONCE])
 
-    async def _write_rows(self, job: JobInImport, trials: list[ImportedRows], epochs: list[StoredEpoch]) -> None:
+    async def _write_rows(self, job: JobInImport, trials: list[TrialRows], epochs: list[StoredEpoch]) -> None:
         mark = _mark(self._clock())
         await self._store.write(_add, job, trials, epochs, mark)
         job.mark = mark
 
     async def _finish(self, job: JobInImport) -> JobSummary:
-        """Write what follows from all trials: from now on the job is there."""
+        """Write the job's arms and the policy's memory, and make the job visible."""
         job.close()
         event = 0
         while ended := await self._store.read(queries.ended_after, job.job_id, event, _TRIALS_AT_ONCE):
@@ -394,7 +360,7 @@ class Imports:
         return await self._store.write(_finish, job)
 
     async def _remove(self, job_id: str, mark: datetime) -> bool:
-        """Remove a job that is being imported, unless its import has gone on since this mark; whether that is done."""
+        """Remove an incomplete job, unless its import has written since this mark; return True if it is removed."""
         while True:
             after = _mark(self._clock())
             removed = await self._store.write(_remove_some, job_id, mark, after)
@@ -404,7 +370,7 @@ class Imports:
 
 
 async def _lines_in(pieces: AsyncIterable[bytes], number: int) -> AsyncIterator[list[tuple[str, bytes]]]:
-    """Yield the lines of a text that are not blank, each with its place: the first at once, the others some at a time.
+    """Yield the lines that are not blank with their places: the first line at once, later lines in groups.
 
     Raises:
         InvalidImportError: A line is too long.
@@ -433,12 +399,12 @@ async def _lines_in(pieces: AsyncIterable[bytes], number: int) -> AsyncIterator[
         yield lines
 
 
-def _rows_of(job: JobInImport, lines: list[tuple[str, bytes]]) -> list[ImportedRows]:
+def _rows_of(job: JobInImport, lines: list[tuple[str, bytes]]) -> list[TrialRows]:
     return [job.add(read(ImportedTrial, text, place, job=job.export.job), place) for place, text in lines]
 
 
 def _mark(now: datetime) -> datetime:
-    """A mark of this second that no other import has."""
+    """Return a mark of this second, unique by its random microseconds."""
     return now.replace(microsecond=secrets.randbelow(1_000_000))
 
 
@@ -458,13 +424,13 @@ def _begin(transaction: Transaction, job: JobInImport) -> None:
         )
     refuse_folder_name(export.job)
     installed(export.job.policy)
-    # Another server's, perhaps: nobody here has that token, so the job is open to all.
+    # A token of another server owns no job here: the job is open to all.
     owner = None if transaction.token(export.owner or "") is None else export.owner
     transaction.insert_job(export.job, export.created_at, owner=owner, shared=export.shared, importing_at=job.mark)
 
 
 def _add(
-    transaction: Transaction, job: JobInImport, trials: list[ImportedRows], epochs: list[StoredEpoch], mark: datetime
+    transaction: Transaction, job: JobInImport, trials: list[TrialRows], epochs: list[StoredEpoch], mark: datetime
 ) -> None:
     if not imports.replace_mark(transaction, job.job_id, job.mark, mark):
         if imports.mark_of(transaction, job.job_id) != mark:
@@ -479,7 +445,7 @@ def _add(
 def _finish(transaction: Transaction, job: JobInImport) -> JobSummary:
     if imports.replace_mark(transaction, job.job_id, job.mark, None):
         job.save(transaction)
-    # Or it was committed before the connection was lost.
+    # Without the mark, an earlier attempt may have committed before its connection was lost.
     stored = transaction.job(job.job_id)
     if stored is None:
         raise _given_up(job.job_id)
@@ -491,9 +457,9 @@ def _given_up(job_id: str) -> JobConflictError:
 
 
 def _remove_some(transaction: Transaction, job_id: str, before: datetime, after: datetime) -> int | None:
-    """The number of rows that are removed, 0 with the job's own; None where the import has gone on."""
+    """Remove rows; return their number, 0 with the job's own row, or None if the import has written since `before`."""
     is_held = imports.replace_mark(transaction, job_id, before, after)
-    # It may have been committed before the connection was lost.
+    # An earlier attempt may have committed before its connection was lost.
     if not is_held and imports.mark_of(transaction, job_id) != after:
         return None
     return imports.remove_some(transaction, job_id, limit=_ROWS_AT_ONCE)

@@ -1,10 +1,11 @@
-"""The basis of decisions, as a transaction finds it."""
+"""The rows of jobs and trials, or an error without them, and the history that decisions rest on."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -12,13 +13,7 @@ from bso_server.core.access import Caller
 from bso_server.core.model import Arm, History, TrialRecord, arms_after, is_counted_exploration
 from bso_server.core.policy import find, memory_after
 from bso_server.errors import UnknownJobError, UnknownTrialError
-from bso_server.service.refusals import (
-    log_replaced,
-    refuse_other_registration,
-    refuse_other_size,
-    refuse_stale_run,
-    require_trial,
-)
+from bso_server.service.refusals import log_replaced, refuse_message
 from bso_server.storage import queries
 from bso_server.storage.rows import StoredJob, StoredMemory
 from bso_server.storage.transaction import Transaction
@@ -26,7 +21,7 @@ from zeus_plugins.protocol import ALIVE, Heartbeat, TrialId, TrialState
 
 
 def known_job(transaction: Transaction, job_id: str) -> StoredJob:
-    """The job's row, or `UnknownJobError`."""
+    """Return the job's row, or raise `UnknownJobError`."""
     job = transaction.job(job_id)
     if job is None:
         raise UnknownJobError(job_id)
@@ -34,7 +29,7 @@ def known_job(transaction: Transaction, job_id: str) -> StoredJob:
 
 
 def known_trial(transaction: Transaction, job_id: str, trial_number: int) -> tuple[StoredJob, TrialRecord]:
-    """The rows of a trial and of its job, or `UnknownJobError` or `UnknownTrialError`."""
+    """Return the rows of a job and its trial, or raise `UnknownJobError` or `UnknownTrialError`."""
     job = known_job(transaction, job_id)
     trial = queries.trial(transaction, job_id, trial_number)
     if trial is None:
@@ -43,7 +38,7 @@ def known_trial(transaction: Transaction, job_id: str, trial_number: int) -> tup
 
 
 def locked_job(transaction: Transaction, job_id: str) -> StoredJob:
-    """The job's row, or `UnknownJobError`; other writers wait."""
+    """Lock the job's row against other writers and return it, or raise `UnknownJobError`."""
     job = transaction.locked_job(job_id)
     if job is None:
         raise UnknownJobError(job_id)
@@ -51,27 +46,21 @@ def locked_job(transaction: Transaction, job_id: str) -> StoredJob:
 
 
 def locked_trial(transaction: Transaction, trial_id: TrialId, caller: Caller) -> tuple[StoredJob, TrialRecord]:
-    """The row of a trial of the caller's, or any for administrators, and its job's; other writers of the trial wait.
-
-    Errors as of `Commands`.
-    """
+    """Lock a trial's row against other writers; return its job and the trial, or raise the errors of `Commands`."""
     key = trial_id.job_id, trial_id.trial_number
     found = transaction.locked_trials([key])
     if key not in found:
         raise UnknownTrialError(*key)
     job, trial = found[key]
-    refuse_other_registration(job, trial_id)
-    refuse_other_size(trial, trial_id.batch_size)
-    owner = require_trial(transaction, job, trial, caller)
-    refuse_stale_run(trial, trial_id)
-    # Of heartbeats the first one tells enough.
+    owner = refuse_message(transaction, job, trial, trial_id, caller)
+    # Of regular heartbeats only the first is logged.
     if not (isinstance(trial_id, Heartbeat) and trial.state is TrialState.RUNNING):
         log_replaced(transaction, *trial.key, caller, owner)
     return job, trial
 
 
 def generator_of(job: StoredJob) -> np.random.Generator:
-    """The job's generator as the last decision has left it; with fresh entropy for a job without a seed."""
+    """Return the job's generator in the state after its last decision, or with fresh entropy without a seed."""
     rng = np.random.default_rng(job.registration.mab_seed)
     if job.rng_state is not None:
         rng.bit_generator.state = json.loads(job.rng_state)
@@ -80,47 +69,37 @@ def generator_of(job: StoredJob) -> np.random.Generator:
 
 @dataclass(slots=True)
 class Unsaved:
-    """The consequences of ended trials that are not in the database yet: arms, and the policy's memory.
-
-    `memory` is None where there is nothing new to remember.
-    """
+    """Arms, and the policy's memory if it has changed, after ends of trials that the database's arms lack."""
 
     arms: dict[int, Arm]
     memory: StoredMemory | None
 
     def save(self, transaction: Transaction, job: StoredJob) -> None:
-        """Save it for a locked job."""
+        """Save the arms and the memory of a locked job."""
         transaction.update_arms(job.job_id, self.arms.values())
         if self.memory is not None:
             transaction.save_memory(self.memory, find(job.registration.policy))
 
 
-@dataclass(frozen=True, slots=True)
-class OpenTrials:
-    """The trials that the next decision on a job rests on one by one; the others stand in its arms and its memory.
-
-    `memory` is the policy's as the database has it; None where it has none.
-    """
+class OpenTrials(NamedTuple):
+    """The trials that are not yet in a job's arms or in the policy's memory, and the memory in the database, if any."""
 
     trials: Sequence[TrialRecord]
     memory: StoredMemory | None
 
 
 def open_trials(transaction: Transaction, job: StoredJob) -> OpenTrials:
-    """See `OpenTrials`; the job is locked, or the transaction sees one moment."""
+    """Return the trials that the next decision needs one by one; the job is locked, or the transaction a snapshot."""
     policy, memory, since = find(job.registration.policy), None, job.folded_event
     if policy.memory is not None:
         memory = transaction.memory(job.job_id, policy)
-        # It may be older than the arms: made by another version, or while the policy needed none.
+        # The memory may be older than the arms: another version of the policy made it, or needed none.
         since = min(since, 0 if memory is None else memory.folded_event)
     return OpenTrials(transaction.open_trials(job.job_id, since, with_explorations=job.needs_explorations), memory)
 
 
 def load_history(transaction: Transaction, job: StoredJob, found: OpenTrials | None = None) -> tuple[History, Unsaved]:
-    """The summary that decisions rest on, and what of it is newer than in the database.
-
-    `found` is what `open_trials` finds, where that is known already.
-    """
+    """Return the history that decisions rest on, and its part that is not saved yet; `found` by `open_trials`."""
     found = found or open_trials(transaction, job)
     registration, job_id = job.registration, job.job_id
     policy, known, arms = find(registration.policy), found.memory, transaction.arms(job_id)

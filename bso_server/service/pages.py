@@ -1,9 +1,9 @@
 """The content of the dashboard's pages: functions over one transaction that fill the views of `views`.
 
-Each also gives the version of the view: a short text that changes whenever the view does. A reader who knows the
-version already gets no view, and the database is hardly asked for more than the version.
+Each function also returns the view's version, a short text that changes whenever the view does. A reader who knows the
+present version gets no view, and costs the database little more than the version.
 
-Functions that take a `job_id` or a `trial_number` raise `UnknownJobError` or `UnknownTrialError` if there is none.
+Functions with a `job_id` raise `UnknownJobError`, functions with a `trial_number` also `UnknownTrialError`.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _SPARKS = 30
 _CACHED_LINES = 2000
 _CACHED_BINS = 200
 
-# Trials that are too old to be shown one by one are shown as quantiles of so many in a row: the middle four in five.
+# Pages show older trials as quantiles of bins: trials in a bin at least, number of bins at most.
 _LEAST_WIDTH = 100
 _MOST_BINS = 50
 _QUANTILES = (0.1, 0.5, 0.9)
@@ -65,7 +65,7 @@ Found = tuple[str, View | None]
 
 
 class _Cache(Generic[T]):
-    """The values that were put in last, for transactions in several threads."""
+    """The latest `most` values, for transactions in several threads."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -86,13 +86,11 @@ class _Cache(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class _Settled:
-    """What is remembered of a job's trials up to its last whole bin, of which hardly any changes any more.
+    """The tallies and bins of a job's trials up to its last whole bin, which hardly change.
 
     Attributes:
-        version: Names the job, the last of these trials, and how many of the job's trials were set aside.
-        event: The job's latest event by then.
-        tallies: The tallies of these trials.
-        bins: Their bins.
+        version: The job, the last of these trials, and the number of the job's withdrawn trials.
+        event: The job's latest event when these values were read.
     """
 
     version: tuple[str | None, datetime, int, int]
@@ -102,13 +100,7 @@ class _Settled:
 
 
 class Pages:
-    """The content of all pages about jobs; each method runs in a transaction that only reads.
-
-    What follows from the trials of a job is remembered until one of them changes.
-
-    Args:
-        tariff: The price of energy.
-    """
+    """The content of all pages about jobs, with caches; each method runs in a transaction that only reads."""
 
     def __init__(self, tariff: Tariff) -> None:
         self._tariff = tariff
@@ -141,15 +133,14 @@ class Pages:
     def job(self, transaction: Transaction, job_id: str, *, known: str | None = None) -> Found[JobPage]:
         """Return one job."""
         stored = known_job(transaction, job_id)
-        # None has ended after the latest event.
-        alive = transaction.open_trials(job_id, stored.event_count, with_explorations=False)
-        # Heartbeats renew leases, which no page of a job shows.
+        alive = queries.alive_trials(transaction, job_id)
+        # The page shows no leases, which heartbeats renew.
         silent = [replace(trial, lease_expires_at=None) for trial in alive]
         version = digest([stored, queries.withdrawn_count(transaction, job_id), silent])
         return version, None if version == known else self._job_page(transaction, stored, alive)
 
     def report(self, transaction: Transaction, job_id: str) -> JobPage:
-        """Return one job, for a reader who knows no version of it."""
+        """Return one job without a version."""
         stored = known_job(transaction, job_id)
         return self._job_page(transaction, stored, queries.alive_trials(transaction, job_id))
 
@@ -181,7 +172,7 @@ class Pages:
     def _older(
         self, transaction: Transaction, stored: StoredJob, alive: Sequence[TrialRecord]
     ) -> tuple[Sequence[Tally], tuple[TrialBin, ...]]:
-        """Return the tallies of all trials of a job, and the bins of those that are not shown one by one."""
+        """Return the tallies of all trials of a job, and the bins of its older trials."""
         older = max(stored.trial_count - POINTS_OF_A_JOB, 0)
         width = bin_width(older)
         last = older // width * width
@@ -199,7 +190,7 @@ class Pages:
         version = (stored.registration.registration_id, stored.created_at, last, withdrawn)
         known = self._settled.get(job_id)
         if known is not None and known.version == version and not any(each.trial_number <= last for each in alive):
-            # A trial that was alive, or was brought back to life, may have ended since.
+            # A trial that was alive, or was revived, may have ended since.
             changed = queries.first_ended_after(transaction, job_id, known.event)
             if changed is None or changed > last:
                 return known
@@ -214,7 +205,7 @@ class Pages:
         """Return one trial with its reports."""
         stored, trial = known_trial(transaction, job_id, trial_number)
         is_alive = trial.state in ALIVE
-        cheapest_j = None if stored.cheapest is None or not is_alive else stored.cheapest.cost_j
+        cheapest_j = stored.min_cost_j if is_alive else None
         version = digest([stored.registration, stored.trial_count, cheapest_j, trial])
         if version == known:
             return version, None
@@ -239,9 +230,9 @@ class Pages:
     def moment(
         self, transaction: Transaction, job_id: str, trial_number: int, *, known: str | None = None
     ) -> Found[MomentPage]:
-        """Return what was known when a trial was chosen."""
+        """Return the job when a trial was chosen."""
         stored, trial = known_trial(transaction, job_id, trial_number)
-        # The page shows nothing of how earlier trials ended after this moment.
+        # Ends after that moment are not on the page, so that the version ignores them.
         withdrawn = queries.withdrawn_count(transaction, job_id)
         version = digest([stored.registration, stored.trial_count, trial, withdrawn])
         if version == known:
@@ -264,7 +255,7 @@ class Pages:
         *,
         known: str | None = None,
     ) -> Found[WhatIfPage]:
-        """Return a job under another η and β; None: the job's own, an infinite β: no bound on the cost of a trial."""
+        """Return a job under another η and β; None means the job's own, an infinite β means no bound."""
         stored = known_job(transaction, job_id)
         job = stored.registration
         eta = job.eta_knob if eta is None else eta
@@ -297,7 +288,7 @@ def digest(parts: Iterable[object]) -> str:
 
 
 def _as_of(trial: TrialTotals, event: int) -> TrialTotals:
-    """Return the trial as it stood at this event of the job, as far as that is known."""
+    """Return the trial at this event of the job: without totals unless it had ended."""
     if trial.ended_event is not None and trial.ended_event < event:
         return trial
     return replace(trial, state=TrialState.RUNNING, time_s=None, energy_j=None)
@@ -306,7 +297,7 @@ def _as_of(trial: TrialTotals, event: int) -> TrialTotals:
 def _line_of(transaction: Transaction, stored: StoredJob) -> JobLine:
     alive = queries.alive_trials(transaction, stored.job_id)
     expected = Expectations({}, None)
-    # A job whose policy is not installed must not hide all others.
+    # One job without its policy must not fail the whole list.
     with suppress(PolicyNotInstalledError):
         expected = expectations(load_history(transaction, stored)[0])
     best = expected.best
@@ -325,7 +316,7 @@ def _line_of(transaction: Transaction, stored: StoredJob) -> JobLine:
 
 
 def _instants(stored: StoredJob, trials: Iterable[TrialRecord]) -> list[datetime]:
-    """Return the instants of the job's registration, and of what was heard of these trials."""
+    """Return the instants of the job's registration and of all messages about these trials."""
     instants = [instant for trial in trials for instant in (trial.started_at, trial.reported_at, trial.ended_at)]
     return [stored.created_at, *(instant for instant in instants if instant is not None)]
 
@@ -337,7 +328,7 @@ def _points(
     saved: SavingsView | None = None,
     means: Sequence[SizeMeans] = (),
 ) -> tuple[TrialPoint, ...]:
-    """Return the latest trials; with savings and regret run by run if the tallies of all trials are given."""
+    """Return the latest trials, with running savings if `saved` is given, and running regret if `means` are given."""
     costs = [
         None if each.energy_j is None or each.time_s is None else job.cost_j(time_s=each.time_s, energy_j=each.energy_j)
         for each in totals
@@ -360,7 +351,7 @@ def _points(
 
 
 def _sums(steps: Sequence[float], last: float) -> list[float]:
-    """Return the running sums of steps, of which the last sum is `last`."""
+    """Return the running sums of `steps`, from a start at which the last sum is `last`."""
     return [*accumulate(steps, initial=last - sum(steps))][1:]
 
 
@@ -370,14 +361,14 @@ def _regret_j(job: CreatedJob, tallies: Iterable[Tally], least_j: float) -> floa
 
 
 def _loss_j(state: TrialState, cost_j: float, trials: int, least_j: float) -> float:
-    """Return the cost of trials in one state beyond as many runs to the target at the best size, joules."""
+    """Return the cost of trials in one state less the cost of as many runs to the target at the best size, joules."""
     if state in ALIVE or state is TrialState.WITHDRAWN:
         return 0.0
     return cost_j - (trials * least_j if state is TrialState.COMPLETED else 0.0)
 
 
 def _paid_back_in(points: Sequence[TrialPoint], default_batch_size: int) -> int | None:
-    """Return the trial since which nothing but rounding is lost, if something was lost before; see `JobPage`."""
+    """Return `JobPage.paid_back_in`."""
     if not points or points[-1].saved_j is None or points[-1].saved_j <= 0:
         return None
     paid = None
@@ -390,7 +381,7 @@ def _paid_back_in(points: Sequence[TrialPoint], default_batch_size: int) -> int 
 
 
 def _best_by_eta(job: CreatedJob, means: Iterable[SizeMeans]) -> tuple[Span, ...]:
-    """Return the sizes with the cheapest runs on average, as η goes from 0 to 1."""
+    """Return the sizes with the cheapest runs on average for every η from 0 to 1."""
     return tuple(best_by_eta([Line(each.batch_size, job.max_power * each.time_s, each.energy_j) for each in means]))
 
 
@@ -415,7 +406,7 @@ def _cheapest(means: Sequence[SizeMeans]) -> SizeMeans | None:
 
 
 def bin_width(older: int) -> int:
-    """Return the number of trials in a bin: a hundred, doubled until there are few bins."""
+    """Return the number of trials in a bin: `_LEAST_WIDTH`, doubled until there are at most `_MOST_BINS` bins."""
     width = _LEAST_WIDTH
     while older > width * _MOST_BINS:
         width *= 2

@@ -1,6 +1,6 @@
-"""The use cases that only read: functions over one transaction that lock nothing, and the views that they answer with.
+"""The use cases that only read: functions over one transaction that lock nothing and return views.
 
-Functions that take a `job_id` or a `trial_number` raise `UnknownJobError` or `UnknownTrialError` if there is none.
+Functions with a `job_id` raise `UnknownJobError`, functions with a `trial_number` also `UnknownTrialError`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from bso_server.service.views import (
 )
 from bso_server.storage import queries
 from bso_server.storage.migrations import HEAD
-from bso_server.storage.rows import TRIAL, StoredJob, StoredPowerProfile, epoch_row, last_report
+from bso_server.storage.rows import StoredJob, StoredPowerProfile, last_report, record_row, trial_row
 from bso_server.storage.store import Store
 from bso_server.storage.transaction import Transaction
 from zeus_plugins.protocol import (
@@ -62,8 +62,8 @@ T = TypeVar("T")
 
 logger = logging.getLogger("bso_server")
 
-# Seconds for which a database that has taken a write counts as taking writes, unless one has failed since. Whoever asks
-# each second must not wear the disk.
+# Seconds between two checks that the database can write, unless a write has failed: frequent readiness probes must not
+# wear the disk.
 _WRITABLE_FOR_S = 10.0
 
 
@@ -75,14 +75,9 @@ def list_jobs(
     limit: int | None = DEFAULT_PAGE,
     cursor: str | None = None,
 ) -> JobList:
-    """Return a page of at most `limit` jobs, or all jobs, ordered by id as the database orders text.
+    """Return a page of at most `limit` jobs (None: all), ordered by id as the database orders text.
 
-    Args:
-        transaction: Reads the jobs.
-        prefix: Only jobs with this `job_id_prefix`.
-        stage: Only jobs in this stage.
-        limit: The length of the page; None: all jobs.
-        cursor: `next_cursor` of the page before.
+    `prefix` and `stage` filter the jobs; `cursor` is `next_cursor` of the page before.
     """
     most = None if limit is None else limit + 1
     found = queries.jobs_page(transaction, prefix=prefix, stage=stage, after=cursor, limit=most)
@@ -114,22 +109,23 @@ def list_trials(
 
 
 def list_arms(transaction: Transaction, job_id: str) -> ArmList:
-    """Return what is known of each batch size."""
+    """Return a job's arms."""
     history, _ = load_history(transaction, known_job(transaction, job_id))
     return ArmList(arms=_arms(history, policy.expectations(history).costs))
 
 
 def list_epochs(transaction: Transaction, job_id: str, trial_number: int) -> EpochList:
-    """Return a trial's reports, in order."""
+    """Return a trial's reports that were not pruned, in order."""
     job, trial = known_trial(transaction, job_id, trial_number)
     return EpochList(epochs=epoch_views(transaction, job.registration, trial))
 
 
 def explain(transaction: Transaction, job_id: str, trial_number: int | None = None) -> Explanation:
-    """Return the reason for a trial's batch size; without one, what would be chosen next, and why. Starts nothing.
+    """Return the reason for a trial's batch size, or without `trial_number` the next choice; start nothing.
 
     Raises:
-        NoSurvivorError: Without a trial, as in `policy.suggest`; likewise PolicyNotInstalledError.
+        NoSurvivorError: See `policy.suggest`.
+        PolicyNotInstalledError: See `policy.suggest`.
     """
     if trial_number is not None:
         return explanation_of(transaction, *known_trial(transaction, job_id, trial_number))
@@ -140,14 +136,13 @@ def explain(transaction: Transaction, job_id: str, trial_number: int | None = No
 
 
 def explanation_of(transaction: Transaction, stored: StoredJob, trial: TrialRecord) -> Explanation:
-    """Return the reason for a trial's batch size, with the decision behind it if that was kept."""
+    """Return the reason for a trial's batch size, with its stored decision if there is one."""
     kept = queries.decisions_of(transaction, stored.job_id, trial.trial_number, trial.trial_number)
     explanation = _explanation(stored, trial, kept[0].decision if kept else None)
     return explanation.model_copy(update={"trial_number": trial.trial_number, "state": trial.state})
 
 
 def _explanation(stored: StoredJob, chosen: Suggestion | TrialRecord, decision: Decision | None) -> Explanation:
-    """Return the reason for a size that was chosen, or would be chosen next."""
     rule, because = None if decision is None else decision.stop, None
     if chosen.bound is not None:
         rule, because = StopRule(max_epochs=chosen.bound.epochs), chosen.bound.reason
@@ -165,7 +160,7 @@ def _explanation(stored: StoredJob, chosen: Suggestion | TrialRecord, decision: 
 
 
 def list_power_profiles(transaction: Transaction, job_id: str) -> PowerProfileList:
-    """Return a job's power-limit profiles that are kept."""
+    """Return a job's power-limit profiles."""
     gpus = known_job(transaction, job_id).registration.gpus
     kept = queries.power_profiles_of(transaction, job_id)
     return PowerProfileList(gpus=gpus, profiles=tuple(map(power_profile_view, kept)))
@@ -190,11 +185,11 @@ def version_view() -> VersionView:
 
 
 class JobReader:
-    """Answers the queries of this module for many callers at once.
+    """Runner of these queries for many callers at once.
 
     Args:
         store: The database.
-        patience_s: Seconds after which a database that says nothing counts as not answering.
+        patience_s: Seconds after which a silent database counts as not ready.
     """
 
     def __init__(self, store: Store, *, patience_s: float = 5.0) -> None:
@@ -203,22 +198,22 @@ class JobReader:
         self._writable_until = -math.inf
 
     async def read(self, query: Callable[Concatenate[Transaction, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Return the answer to a query, all of it of one moment."""
+        """Return the answer to a query, from one snapshot of the database."""
         return await self._store.read(query, *args, **kwargs)
 
     async def read_whole(self, query: Callable[Concatenate[Transaction, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Return the answer to a query for everything that is kept of a job, which may take its time."""
+        """Return the answer to a query about a whole job, which may take longer."""
         return await self._store.patient().read(query, *args, **kwargs)
 
     def export(self, job_id: str) -> AsyncIterator[bytes]:
-        """See `exports.export`."""
+        """Yield a job's export, see `exports.export`."""
         return exports.export(self._store.patient(), job_id)
 
     async def check_ready(self) -> None:
-        """Make sure that requests can be served.
+        """Check that requests can be served.
 
         Raises:
-            DatabaseNotReadyError: The database does not answer, has another schema, or can keep nothing.
+            DatabaseNotReadyError: The database is silent, has another schema, or cannot write.
         """
         try:
             async with asyncio.timeout(self._patience_s):
@@ -230,7 +225,7 @@ class JobReader:
             logger.warning("not ready: %s", error)
             raise DatabaseNotReadyError("the database has another schema; the server's log names both") from error
         except Exception as error:
-            # Whatever it is, it would befall every request; where the database is, is not everybody's business.
+            # Every request would meet this error. The answer must not show the database's address to strangers.
             said = error.detail if isinstance(error, DatabaseUnavailableError) else f"{type(error).__name__}: {error}"
             logger.warning("not ready: %s", said)
             fault = error.fault if isinstance(error, DatabaseUnavailableError) else None
@@ -239,7 +234,7 @@ class JobReader:
 
 
 def job_summary(stored: StoredJob) -> JobSummary:
-    """Return one line about a job."""
+    """Return a job without its trials and arms."""
     return JobSummary(
         job_id=stored.job_id,
         job_id_prefix=stored.registration.job_id_prefix,
@@ -255,11 +250,8 @@ def job_summary(stored: StoredJob) -> JobSummary:
 
 
 def job_view(stored: StoredJob, history: History, tallies: Sequence[Tally], trials: Sequence[TrialRecord]) -> JobView:
-    """Return a job with its arms, the number of its trials in each state, its savings, and `trials` of it."""
-    expected = policy.expectations(history)
-    states: Counter[TrialState] = Counter()
-    for tally in tallies:
-        states[tally.state] += tally.trials
+    """Return a job with its arms, the number of its trials in each state, its savings, and these `trials`."""
+    expected, states = policy.expectations(history), trial_states(tallies)
     best_cost_j = None if expected.best is None else expected.costs[expected.best].mean_j
     return JobView(
         job=stored.registration,
@@ -274,6 +266,14 @@ def job_view(stored: StoredJob, history: History, tallies: Sequence[Tally], tria
         owner=stored.owner,
         shared=stored.shared,
     )
+
+
+def trial_states(tallies: Iterable[Tally]) -> Counter[TrialState]:
+    """Return the number of trials in each state."""
+    states: Counter[TrialState] = Counter()
+    for tally in tallies:
+        states[tally.state] += tally.trials
+    return states
 
 
 def _arms(history: History, expected: Mapping[int, ExpectedCost]) -> tuple[ArmView, ...]:
@@ -294,23 +294,23 @@ def _arms(history: History, expected: Mapping[int, ExpectedCost]) -> tuple[ArmVi
 
 def trial_view(job: CreatedJob, trial: TrialRecord) -> TrialView:
     """Return one trial of a job."""
-    shown = TRIAL.of(trial)
+    shown = trial_row(trial)
     return TrialView(**shown, cost_j=cost_of(job, trial) if trial.report_count else None, epochs=shown["epoch"])
 
 
 def epoch_views(transaction: Transaction, job: CreatedJob, trial: TrialRecord) -> tuple[EpochView, ...]:
-    """Return the reports of a trial that are kept, in order."""
-    kept = queries.epochs_of(transaction, trial.job_id, trial.trial_number)
-    # The last one is kept beside the trial, too, unless it ended the trial or was pruned.
+    """Return a trial's reports that were not pruned, in order."""
+    kept = queries.epochs_between(transaction, trial.job_id, trial.trial_number, trial.trial_number)
+    # Table `epochs` lacks the last report if it ended the trial or was pruned; the trial's own row always has it.
     if trial.last_report is not None and (not kept or kept[-1].report_number < trial.report_count):
         kept = [*kept, last_report(trial)]
     return tuple(
-        EpochView(**epoch_row(each), cost_j=job.cost_j(time_s=each.time_s, energy_j=each.energy_j)) for each in kept
+        EpochView(**record_row(each), cost_j=job.cost_j(time_s=each.time_s, energy_j=each.energy_j)) for each in kept
     )
 
 
 def power_profile_view(kept: StoredPowerProfile) -> PowerProfileView:
-    """Return a power-limit profile with the trial that has left it."""
+    """Return a power-limit profile with the trial that measured it."""
     return PowerProfileView.model_validate(kept, from_attributes=True)
 
 
@@ -321,7 +321,7 @@ def _event(kind: EventKind, event: int | None, trial: TrialRecord, at: datetime 
     return EventView(event=event, kind=kind, trial_number=number, batch_size=size, state=state, at=at)
 
 
-# Scripts may count on the places of these columns.
+# The order of the columns must not change: scripts depend on it.
 _CSV_COLUMNS = [name for name in TrialFacts.model_fields if name != "metric"]
 _AFTER_ENERGY = _CSV_COLUMNS.index("energy_source") + 1
 _CSV_COLUMNS[_AFTER_ENERGY:_AFTER_ENERGY] = ["cost_j", "epochs", "metric", "owner"]
@@ -333,7 +333,7 @@ def trials_csv(trials: Iterable[TrialView]) -> str:
 
 
 def csv_of(rows: Sequence[Mapping[str, Any]], columns: Sequence[str] | None = None) -> str:
-    """Return rows, values by column, as CSV with a header line; without `columns` in the order of the first row."""
+    """Return rows as CSV with a header line; `columns` defaults to those of the first row."""
     text = io.StringIO()
     table = csv.DictWriter(text, columns or list(rows[0]))
     table.writeheader()

@@ -1,8 +1,8 @@
-"""What refuses a request: contradictions, and the owners of jobs and trials, as functions that raise.
+"""Checks that refuse a request: contradictions, and the owners of jobs and trials.
 
 A job belongs to the token that registered it, and a trial to the token that it was dispatched to. A job that was
-registered without a token, or that is shared, is open to every token that may report. Its trials still belong each to
-its own token. Administrators may do everything, and the log says in whose place.
+registered without a token, or that is shared, is open to every token with scope report; each of its trials still
+belongs to its own token. Administrators may do everything, and the log names the owner in whose place they act.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from bso_server.core.access import Caller
 from bso_server.core.job import is_stale
 from bso_server.core.model import TrialRecord
-from bso_server.core.policy import installed
+from bso_server.core.policy import find
 from bso_server.errors import (
     ForbiddenError,
     InvalidJobError,
@@ -23,12 +23,17 @@ from bso_server.storage.rows import StoredJob
 from bso_server.storage.transaction import Transaction
 from zeus_plugins.protocol import CreatedJob, GpuConfig, TrialId
 
-# Runs of one batch size that a window holds at most.
+# Largest number of runs of one batch size in a window.
 _LARGEST_WINDOW = 1000
 
 
 def refuse_difference(existing: CreatedJob, asked: CreatedJob) -> None:
-    """Raise `JobConflictError` when a job is registered again that differs from the one with its id."""
+    """Raise `JobConflictError` if a job that is registered again differs from the job with its id.
+
+    The policy may have raised the window of the existing job.
+    """
+    if existing.window_size == asked.mab_num_explorations:
+        asked = find(asked.policy).amended(asked)
     before, after = (job.model_dump(exclude={"fingerprint", "registration_id"}) for job in (existing, asked))
     differences = [f"{name} is {before[name]!r}, not {after[name]!r}" for name in before if before[name] != after[name]]
     if differences:
@@ -40,7 +45,7 @@ def refuse_difference(existing: CreatedJob, asked: CreatedJob) -> None:
 
 
 def refuse_folder_name(job: CreatedJob) -> None:
-    """Raise `InvalidJobError` for a new job whose id no URL can hold."""
+    """Raise `InvalidJobError` for a new job whose id cannot be part of a URL."""
     for field, name in (("job_id_prefix", job.job_id_prefix), ("job_id", job.job_id)):
         if name in {".", ".."}:
             raise InvalidJobError(
@@ -48,21 +53,11 @@ def refuse_folder_name(job: CreatedJob) -> None:
             )
 
 
-def refuse_unserved(job: CreatedJob) -> None:
-    """Raise `InvalidJobError` for a new job that its policy could not serve, `PolicyNotInstalledError` without one.
-
-    A job that names no policy, as a Zeus client's, is not refused but amended.
-    """
-    policy = installed(job.policy)
-    if "policy" in job.model_fields_set:
-        policy.check(job)
-
-
 def refuse_long_window(job: CreatedJob) -> None:
-    """Raise `InvalidJobError` for a new job with a window that no decision can read in passing.
+    """Raise `InvalidJobError` for a new job whose window is too long to be read for each suggestion.
 
-    Each suggestion reads the windows of all sizes, and writes that of the size whose run has ended: 25 kB at the limit.
-    A mean over more runs of one size says hardly more, and one over all of them needs no window.
+    Each suggestion reads the windows of all sizes: 25 kB for a size at the limit. A mean over more runs is hardly more
+    precise, and a mean over all runs needs no window.
     """
     if job.window_size > _LARGEST_WINDOW:
         raise InvalidJobError(
@@ -73,7 +68,7 @@ def refuse_long_window(job: CreatedJob) -> None:
 
 
 def refuse_other_size(trial: TrialRecord, batch_size: int) -> None:
-    """Raise `InvalidReportError` for what names another batch size than the trial's."""
+    """Raise `InvalidReportError` if a message names another batch size than the trial's."""
     if trial.batch_size != batch_size:
         raise InvalidReportError(
             f"trial {trial.trial_number} of job {trial.job_id!r} has batch size {trial.batch_size}, not {batch_size}",
@@ -81,8 +76,17 @@ def refuse_other_size(trial: TrialRecord, batch_size: int) -> None:
         )
 
 
-def refuse_other_registration(job: StoredJob, sent: TrialId) -> None:
-    """Raise `OtherRegistrationError` for what was sent of a trial of an earlier job that had this job's id."""
+def refuse_message(
+    transaction: Transaction, job: StoredJob, trial: TrialRecord, sent: TrialId, caller: Caller
+) -> str | None:
+    """Check a message about a trial against the trial; return what `require_trial` returns.
+
+    Raises:
+        OtherRegistrationError: The message is about a trial of an earlier, deleted job with this job's id.
+        InvalidReportError: The message names another batch size.
+        ForbiddenError: See `require_trial`.
+        StaleLeaseError: Another run of the training has taken the trial over.
+    """
     registered = job.registration.registration_id
     if registered is not None and sent.registration_id not in (None, registered):
         raise OtherRegistrationError(
@@ -90,20 +94,19 @@ def refuse_other_registration(job: StoredJob, sent: TrialId) -> None:
             "measured then does not count for the trial that has this number now",
             field="registration_id",
         )
-
-
-def refuse_stale_run(trial: TrialRecord, sent: TrialId) -> None:
-    """Raise `StaleLeaseError` for what a run of the training sends from which another one has taken the trial over."""
+    refuse_other_size(trial, sent.batch_size)
+    owner = require_trial(transaction, job, trial, caller)
     if is_stale(trial, sent.lease_epoch):
         raise StaleLeaseError(
             f"trial {trial.trial_number} of job {trial.job_id!r} goes on in another run of its training, which has "
             f"resumed from a checkpoint (lease epoch {trial.lease_epoch}, not {sent.lease_epoch})",
             field="lease_epoch",
         )
+    return owner
 
 
 def refuse_other_gpus(job: StoredJob, gpus: GpuConfig) -> None:
-    """Raise `InvalidReportError` for power limits that were measured on other GPUs than the job's."""
+    """Raise `InvalidReportError` for power limits of other GPUs than the job's."""
     registered = job.registration.gpus
     if gpus != registered:
         raise InvalidReportError(
@@ -117,48 +120,43 @@ def _described(gpus: GpuConfig) -> str:
 
 
 def require_job(transaction: Transaction, job: StoredJob, caller: Caller) -> str | None:
-    """The token in whose place an administrator uses a job; None where it is open to the caller.
+    """Return the token in whose place an administrator uses a job, or None if the caller may use it anyway.
 
     Raises:
-        ForbiddenError: It is another token's, and the caller is no administrator.
+        ForbiddenError: The job belongs to another token, and the caller is no administrator.
     """
     owner = None if job.shared else job.owner
-    if owner is None or caller.owns(owner):
-        return None
-    if not caller.is_admin:
-        raise ForbiddenError(
-            f"job {job.job_id!r} belongs to {_token_name(transaction, owner)}, and token {caller.token_id} can neither "
-            "register it nor run its trials: use another job_id, or have an administrator share the job "
-            f"(bso-server jobs share {job.job_id}) or hand over all that is that token's (bso-server token transfer "
-            f"{owner} {caller.token_id})"
-        )
-    return owner
+    refused = (
+        "register it nor run its trials: use another job_id, or have an administrator share the job "
+        f"(bso-server jobs share {job.job_id})"
+    )
+    return _require(transaction, caller, owner, f"job {job.job_id!r}", refused)
 
 
 def require_trial(transaction: Transaction, job: StoredJob, trial: TrialRecord, caller: Caller) -> str | None:
-    """The same for a trial; one that was dispatched to no token belongs to its job's."""
+    """Do as `require_job` for a trial; a trial that was dispatched to no token belongs to its job's owner."""
     owner = trial.owner or (None if job.shared else job.owner)
+    refused = "report on it, nor keep it alive, nor end it: use that token, or have an administrator do it"
+    return _require(transaction, caller, owner, f"trial {trial.trial_number} of job {trial.job_id!r}", refused)
+
+
+def _require(transaction: Transaction, caller: Caller, owner: str | None, what: str, refused: str) -> str | None:
     if owner is None or caller.owns(owner):
         return None
     if not caller.is_admin:
+        record = transaction.token(owner)
+        named = "" if record is None else f" ({record.name})"
         raise ForbiddenError(
-            f"trial {trial.trial_number} of job {trial.job_id!r} belongs to {_token_name(transaction, owner)}, and "
-            f"token {caller.token_id} can neither report on it, nor keep it alive, nor end it: use that token, or have "
-            f"an administrator do it or hand over all that is that token's (bso-server token transfer {owner} "
-            f"{caller.token_id})"
+            f"{what} belongs to token {owner}{named}, and token {caller.token_id} can neither {refused} or hand over "
+            f"all that is that token's (bso-server token transfer {owner} {caller.token_id})"
         )
     return owner
 
 
 def log_replaced(transaction: Transaction, job_id: str, trial_number: int, caller: Caller, owner: str | None) -> None:
-    """Have the log say that an administrator speaks of a trial in the place of its owner, if it does."""
+    """Log that an administrator acts in the place of a trial's owner, unless `owner` is None."""
     if owner is not None:
         transaction.log(
             "job %s trial %d: token %s, an administrator's, in the place of token %s",
             *(job_id, trial_number, caller.token_id, owner),
         )
-
-
-def _token_name(transaction: Transaction, token_id: str) -> str:
-    record = transaction.token(token_id)
-    return f"token {token_id}" if record is None else f"token {token_id} ({record.name})"

@@ -1,8 +1,8 @@
-"""Reports: the request that a training sends after each epoch, so that they are most of what a server does.
+"""Reports: trainings send one after each epoch, so that reports are most of a server's work.
 
-The store commits those that wait together (`storage.store.GroupCommit`). All reports of a group are judged here, in the
-order of their arrival, each by the rows as the one before has left them, and written by few statements, whatever their
-number. A report that is refused gets its own error, and the others are saved.
+The store commits reports that wait at the same time together (`storage.store.GroupCommit`). Here the reports of a group
+are judged in order of arrival, each after the changes of the one before, and written by few statements. A refused
+report gets its own error, and the others are saved.
 """
 
 from __future__ import annotations
@@ -17,13 +17,7 @@ from bso_server.core.model import OBSERVED, History, Report, TrialKey, TrialReco
 from bso_server.core.occurrences import ReportsCommitted, TrialEnded
 from bso_server.errors import BsoError, ReportConflictError, UnknownTrialError
 from bso_server.service.loading import load_history
-from bso_server.service.refusals import (
-    log_replaced,
-    refuse_other_registration,
-    refuse_other_size,
-    refuse_stale_run,
-    require_trial,
-)
+from bso_server.service.refusals import log_replaced, refuse_message
 from bso_server.storage.rows import TRIAL_AT_REPORT, StoredEpoch, StoredJob, last_report
 from bso_server.storage.store import Batch, Store
 from bso_server.storage.transaction import RowLocked, Transaction
@@ -33,7 +27,7 @@ CallersReport = tuple[TrainingResult, Caller]
 """A report and its sender."""
 
 Outcome = ReportResponse | BsoError | RowLocked
-"""What becomes of a report: its answer, its refusal, or that its rows are locked by others."""
+"""A report's answer, its refusal, or `RowLocked` if another transaction has locked its rows."""
 
 
 def _trial_of(report: CallersReport) -> TrialKey:
@@ -45,14 +39,14 @@ def _job_of(report: CallersReport) -> str:
 
 
 class Reports:
-    """Records reports, each in a transaction with those that wait at the same time."""
+    """The use case of a report; reports that wait at the same time share a transaction."""
 
     def __init__(self, store: Store, moment: Callable[[], Moment]) -> None:
         self._store, self._moment = store, moment
         self._batch = Batch(self._record, row_of=_trial_of, queue_of=_job_of)
 
     async def record_report(self, result: TrainingResult, caller: Caller = UNRESTRICTED) -> ReportResponse:
-        """Record where a trial stands and decide whether it goes on; errors as in `ReportBatch.take`."""
+        """Record a report and return the verdict, or raise an error of `ReportBatch.take`."""
         return await self._store.write_in_batch(self._batch, (result, caller))
 
     def _record(self, transaction: Transaction, reports: Sequence[CallersReport], waits: bool) -> list[Outcome]:
@@ -62,9 +56,9 @@ class Reports:
 
 
 class ReportBatch:
-    """The reports that one transaction takes, in the order of their arrival, and the rows that they lock.
+    """The reports of one transaction, in order of arrival, and the rows that it locks.
 
-    Unless it `waits`, rows that other transactions have locked are left alone: `take` says which reports need them.
+    Unless the batch `waits`, it skips rows that other transactions have locked.
     """
 
     def __init__(
@@ -78,29 +72,28 @@ class ReportBatch:
         self._jobs_before = {job.job_id: job for job, _ in found.values()}
         self._trials_before = {key: trial for key, (_, trial) in found.items()}
         self._jobs, self._trials = dict(self._jobs_before), dict(self._trials_before)
-        # Whether this transaction has locked a job, as far as that is known.
+        # By job: True after this transaction locked it, False after it failed to.
         self._has_locked = dict.fromkeys(self._jobs, True) if transaction.locks_jobs_with_trials else {}
         self._histories: dict[str, History] = {}
         self._epochs: list[StoredEpoch] = []
         self._replaced: dict[TrialKey, tuple[Caller, str]] = {}
 
     def take(self) -> list[Outcome]:
-        """Record where trials stand, and decide whether each goes on.
+        """Record the reports, and return for each in order its answer, its error, or `RowLocked`.
 
-        A report sent again gets the same answer again. A late report brings an abandoned trial back to life. With
-        Zeus's client every rank reports: the reports of one epoch are one evaluation, which the first of them decides
-        and whose largest totals count.
+        A repeated report gets its answer again. A late report revives an abandoned trial. With Zeus's client every rank
+        reports: the reports of one epoch are one evaluation, which the first report decides and whose largest totals
+        count.
 
-        Returns:
-            For each report in order its answer, or its own error: UnknownTrialError, no such trial; InvalidReportError,
-            it contradicts the trial or what that reported before; ReportConflictError, the trial has ended, and not
-            with this report; ForbiddenError, the trial is another caller's, and this one is no administrator. Or
-            `RowLocked`: its rows are locked by others, or it comes after a report of its trial whose rows are.
+        The errors are UnknownTrialError, InvalidReportError (the report contradicts the trial or earlier reports),
+        ReportConflictError (the trial has ended, not with this report), OtherRegistrationError, StaleLeaseError and
+        ForbiddenError (`service.refusals`). The outcome is `RowLocked` if another transaction has locked the report's
+        rows, or the rows of an earlier report of the trial.
         """
         outcomes: list[Outcome] = []
         held_up: set[TrialKey] = set()
         for report in self._reports:
-            # Reports of one trial keep their order.
+            # Reports of one trial must keep their order.
             outcome = RowLocked.ROW_LOCKED if _trial_of(report) in held_up else self._outcome_of(*report)
             if outcome is RowLocked.ROW_LOCKED:
                 held_up.add(_trial_of(report))
@@ -111,7 +104,7 @@ class ReportBatch:
     def _outcome_of(self, result: TrainingResult, caller: Caller) -> Outcome:
         trial = self._trials.get((result.job_id, result.trial_number))
         if trial is None:
-            # Only waiting for it tells a trial that is locked from one that does not exist.
+            # A batch that skips locked rows cannot tell a locked trial from one that does not exist.
             return RowLocked.ROW_LOCKED if self._skips else UnknownTrialError(result.job_id, result.trial_number)
         try:
             return self._judge(self._jobs[trial.job_id], trial, result, caller)
@@ -121,10 +114,7 @@ class ReportBatch:
     def _judge(
         self, job: StoredJob, trial: TrialRecord, result: TrainingResult, caller: Caller
     ) -> ReportResponse | RowLocked:
-        refuse_other_registration(job, result)
-        refuse_other_size(trial, result.batch_size)
-        owner = require_trial(self._transaction, job, trial, caller)
-        refuse_stale_run(trial, result)
+        owner = refuse_message(self._transaction, job, trial, result, caller)
         if owner is not None:
             self._replaced[trial.key] = caller, owner
         report = Report(time_s=result.time, energy_j=result.energy, epoch=result.current_epoch, metric=result.metric)
@@ -136,13 +126,13 @@ class ReportBatch:
                 trial = add_rank_report(job, trial, report, self._moment)
                 self._trials[trial.key] = trial
                 return _answer_of(job, trial)
-            # Ranks measure by themselves: the first one to report an epoch may have used less than another one before.
+            # Each rank measures on its own: the first to report an epoch may have lower totals than another rank had.
             report = replace(
                 report, time_s=max(report.time_s, trial.time_s), energy_j=max(report.energy_j, trial.energy_j)
             )
         history = None
         if policy.needs_bound(job.registration, trial):
-            # Bounds rest on the job's history, which must not move on while it is read.
+            # A bound rests on the job's history, which must not change while it is read.
             if not self._lock_job(trial.job_id):
                 return RowLocked.ROW_LOCKED
             history = self._history_of(trial.job_id)
@@ -161,20 +151,20 @@ class ReportBatch:
 
         job_after, trial_after, answer = judged()
         if job_after is not self._jobs[trial.job_id] and not self._has_locked.get(trial.job_id):
-            # Only an end of a trial changes its job. What others did to the job until it was locked may matter.
+            # Only the end of a trial changes its job. Judge again by the locked row, which others may have changed.
             if not self._lock_job(trial.job_id):
                 return RowLocked.ROW_LOCKED
             job_after, trial_after, answer = judged()
         self._jobs[trial.job_id], self._trials[trial.key] = job_after, trial_after
         if trial_after.ended_event is None:
-            # The last report of a trial that has ended stands in its own row.
+            # A trial that has ended keeps its last report in its own row only.
             self._epochs.append(last_report(trial_after))
         return answer
 
     def _lock_job(self, job_id: str) -> bool:
-        """Lock a job that is still as it was found, and take its row as it is by then; False if others have it.
+        """Lock and reload an unchanged job; return False if another transaction has locked it.
 
-        A group that waits is of one job, and any other skips what is locked: so the order of locks does not matter.
+        The order of locks does not matter: a batch that waits has reports of one job, and others skip locked rows.
         """
         if job_id not in self._has_locked:
             job = self._transaction.locked_job(job_id, skip=self._skips)
@@ -211,7 +201,7 @@ class ReportBatch:
 
 
 def _answer_again(job: StoredJob, trial: TrialRecord, report: Report, *, is_zeus: bool) -> ReportResponse:
-    """The answer that this very report got; with Zeus's client, where every rank reports, that of the rank before."""
+    """Return the first answer to a repeated report; with Zeus's client, also the answer to another rank's report."""
     repeated = trial.last_report == report
     was_refused = trial.state in FINAL - OBSERVED and trial.end_reason is not EndReason.DISCARDED
     if was_refused or not (repeated or is_zeus):
@@ -226,11 +216,11 @@ def _answer_again(job: StoredJob, trial: TrialRecord, report: Report, *, is_zeus
 
 
 def _answer_of(job: StoredJob, trial: TrialRecord) -> ReportResponse:
-    """The answer to the trial's last report, from what the trial keeps of it."""
+    """Return the answer to the trial's last report, from the trial's row."""
     alive = trial.state not in FINAL
     reason = EndReason.KEEP_TRAINING if alive else trial.end_reason
     if reason is EndReason.DISCARDED:
-        # Not counted; yet the training has heard how it ended, and older clients do not know that reason.
+        # The training has heard how its trial ended, before an administrator discarded the trial.
         reason = _verdict_of_discarded(job, trial)
     return ReportResponse(
         stop_train=not alive,

@@ -1,7 +1,7 @@
-"""Tokens: their making, their keeping, and the identity of callers. No SQL and no HTTP framework here.
+"""Tokens: use cases, and the identity of callers. No SQL and no HTTP framework here.
 
-A token reads ``zbso_<id>_<secret>``. The id finds its row; the secret is 256 random bits, of which the database keeps a
-hash. A slow hash, as passwords need, would add nothing: nobody can go through 2²⁵⁶ secrets.
+A token reads ``zbso_<id>_<secret>``. The id finds its row. The database keeps a hash of the secret's 256 random bits; a
+slow hash, as passwords need, would not add security.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection
 from dataclasses import asdict, replace
 from datetime import UTC, datetime, timedelta
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any
 
 from bso_server.core.access import UNRESTRICTED, Caller, Scope, TokenRecord
 from bso_server.core.occurrences import CallerRefused, Listener, Refusal, nobody
@@ -35,32 +35,32 @@ from bso_server.storage.deadlines import begin_request
 from bso_server.storage.store import Store
 from bso_server.storage.transaction import Transaction
 
-# Seconds for which a process trusts what it read about tokens: a revocation takes effect within them.
+# Seconds for which a process caches tokens: a revocation takes effect within this time.
 CACHE_S = 10.0
 
-# Tokens that one process remembers; more than that are looked up more often.
+# Largest number of tokens in the cache.
 _CACHE_SIZE = 1024
 
 SESSION_S = 12 * 3600
-"""Seconds for which somebody who has shown a token to the dashboard need not show it again."""
+"""Seconds until the dashboard asks its reader for a token again."""
 
 _SESSION = re.compile(r"([0-9a-f]{8})\.([0-9]{1,12})\.([0-9a-f]{64})")
 
 _TOKEN = re.compile(r"zbso_([0-9a-f]{8})_([A-Za-z0-9_-]{43})")
 
 DEFAULT_GRACE = timedelta(hours=24)
-"""The time for which the secret before the latest rotation stays good: trainings that run have it."""
+"""Time for which a rotated secret stays valid, because running trainings use it."""
 
 _MAX_NAME_LENGTH = 255
 
-# Rows that one transaction hands over, so that reports on the same trials do not wait for long.
+# Largest number of rows that one transaction hands over, so that reports on the same trials do not wait for long.
 _HANDED_OVER_AT_ONCE = 1000
 
 
 def new_token(
     name: str, scopes: Collection[Scope], created_at: datetime, *, shares_jobs: bool = False
 ) -> tuple[str, TokenRecord]:
-    """Make a token; return the token, which nothing can bring back, and the record to keep of it."""
+    """Make a token; return the token, which is stored nowhere, and its record."""
     token_id = secrets.token_hex(4)
     token, token_hash = new_secret(token_id)
     return token, TokenRecord(token_id, name, frozenset(scopes), token_hash, created_at, shares_jobs=shares_jobs)
@@ -73,7 +73,7 @@ def new_secret(token_id: str) -> tuple[str, str]:
 
 
 def token_in(authorization: str) -> str:
-    """Return the token in an ``Authorization`` header: after ``Bearer``, or the password of ``Basic``, for any user."""
+    """Return the token in an ``Authorization`` header: after ``Bearer``, or the password of ``Basic`` for any user."""
     scheme, _, credentials = authorization.partition(" ")
     token = credentials.strip()
     if scheme.lower() == "basic":
@@ -90,7 +90,7 @@ def token_in(authorization: str) -> str:
 
 
 def token_id_in(authorization: str) -> str | None:
-    """Return the id of the token in an ``Authorization`` header, known or not, or None if it holds no token."""
+    """Return the id of the token in an ``Authorization`` header, valid or not, or None without a token."""
     try:
         return token_in(authorization).split("_")[1]
     except UnauthenticatedError:
@@ -99,20 +99,20 @@ def token_id_in(authorization: str) -> str | None:
 
 @lru_cache(maxsize=1024)
 def is_loopback(address: str | None) -> bool:
-    """Return whether a client with this address is on the server's own machine; an unknown address (None) is not."""
+    """Return True for an address of the server's own machine, and False for an unknown one (None)."""
     try:
         ip = ipaddress.ip_address(address or "")
     except ValueError:
         return False
-    # ::ffff:127.0.0.1 is how a socket for both IP versions names an IPv4 client.
+    # A socket for both IP versions names an IPv4 client as ::ffff:127.0.0.1.
     mapped = ip.ipv4_mapped if isinstance(ip, ipaddress.IPv6Address) else None
     return (mapped or ip).is_loopback
 
 
 def require_allowed_host(host: str, allowed: Collection[str]) -> None:
-    """Raise `UntrustedHostError` for a request whose ``Host`` header names none of these hosts, on whatever port.
+    """Raise `UntrustedHostError` if a ``Host`` header names none of these hosts, on any port.
 
-    ``*.example`` stands for all names below ``example``, and ``*`` for every host.
+    ``*.example`` means all names below ``example``, and ``*`` means every host.
     """
     if not ("*" in allowed or _is_one_of(host, allowed)):
         raise UntrustedHostError(host)
@@ -121,8 +121,8 @@ def require_allowed_host(host: str, allowed: Collection[str]) -> None:
 def require_local_host(host: str, allowed: Collection[str]) -> None:
     """Raise `UntrustedHostError` unless the ``Host`` header names the server's own machine or one of these hosts.
 
-    A site can have its own name lead to a loopback address, and the browser of somebody on this machine then takes this
-    server for a part of that site. So `allowed` is searched for what names a host: ``*`` does not.
+    A site can resolve its own name to a loopback address, so that a browser on this machine takes this server for a
+    part of that site. Therefore ``*`` in `allowed` does not count here.
     """
     name = _name_of(host)
     is_local = name == "localhost" or name.endswith(".localhost") or is_loopback(name.strip("[]"))
@@ -131,20 +131,20 @@ def require_local_host(host: str, allowed: Collection[str]) -> None:
 
 
 def refuse_other_sites(fetch_site: str) -> None:
-    """Raise `ForbiddenError` where a page of another site would use this server through its reader's browser.
+    """Raise `ForbiddenError` if a page of another site sends a request through its reader's browser.
 
-    The browser may well be a client of this machine, and it sends simple requests without asking the server first.
-    Browsers set the ``Sec-Fetch-Site`` header, and pages cannot; it is empty from everybody else.
+    The browser may run on this machine, and sends simple requests without a preflight. Only browsers set the
+    ``Sec-Fetch-Site`` header; pages cannot.
     """
     if fetch_site == "cross-site":
         raise ForbiddenError("a page of another site cannot use this server from a browser")
 
 
 def refuse_other_origins(origin: str, host: str, allowed: Collection[str]) -> None:
-    """Raise `ForbiddenError` if a page that is neither this server's nor of one of these hosts sends a request.
+    """Raise `ForbiddenError` if the ``Origin`` header names a page of neither this server nor one of these hosts.
 
-    Browsers say by the ``Origin`` header which page a request that changes something comes from, also those that send
-    no ``Sec-Fetch-Site``; others send none. The scheme is not compared: TLS may end at a proxy.
+    All browsers send ``Origin`` with a request that changes something, also those without ``Sec-Fetch-Site``; other
+    clients do not. The scheme is not compared, because TLS may end at a proxy.
     """
     if not origin:
         return
@@ -171,35 +171,25 @@ def _name_of(host: str) -> str:
     return re.sub(r":\d*$", "", host).lower()
 
 
-class TokenSource(Protocol):
-    """The place where tokens are kept."""
-
-    async def find(self, token_id: str) -> TokenRecord | None:
-        """The token, even if it was revoked, or None."""
-
-    async def any(self) -> bool:
-        """Return whether there is a token, be it revoked."""
-
-
 class Authenticator:
-    """Finds out who makes a request.
+    """Authentication of callers, with a cache of tokens.
 
-    Tokens that exist are remembered for `CACHE_S` seconds, so that most requests read nothing from the database. For so
-    long at most, a revoked token still works, and clients of this machine need no token although there is a first one.
-    A new token, or a new secret of one, works at once.
+    The cache keeps tokens for `CACHE_S` seconds, so that most requests need no database. During that time a revoked
+    token still works, and after the first token was made, clients of this machine still need none. A new token or
+    secret works at once.
 
     Args:
         tokens: The tokens.
-        insecure: Serve everybody who shows no token.
-        allowed_hosts: Names, beside those of the machine itself, to which requests may be sent while there is no token.
+        insecure: Serve every caller without a token.
+        allowed_hosts: Names that requests may use beside those of the machine itself while no token exists.
         clock: Monotonic seconds.
-        now: Gives the present instant, aware.
-        listener: Told of tokens that begin no session. Whoever answers requests tells of other refusals.
+        now: Returns the present instant, aware.
+        listener: Hears of tokens that begin no session; the API reports other refusals.
     """
 
     def __init__(
         self,
-        tokens: TokenSource,
+        tokens: Tokens,
         *,
         insecure: bool = False,
         allowed_hosts: Collection[str] = (),
@@ -225,24 +215,22 @@ class Authenticator:
         *,
         administers: bool = False,
     ) -> Caller:
-        """Say who makes a request.
+        """Return the caller of a request, and begin the request's deadline for waiting on the database.
 
-        The request begins here: what it waits for the database from now on counts together.
-
-        A token that is shown must be good, even where none is needed. Without one, everybody is served by an insecure
-        server, clients of its own machine are as long as no token was ever made, and otherwise nobody is.
+        A token in the request must be valid, even if none is needed. Without a token, an insecure server serves every
+        caller, and a server for which no token was ever made serves clients of its own machine.
 
         Args:
             authorization: The ``Authorization`` header.
-            address: The client's address; None: not to be trusted.
+            address: The client's address; None if it cannot be trusted.
             host: The ``Host`` header.
-            session: What `begin_session` gave to somebody who looks at pages. One that is over is as good as none.
-            administers: True for a page for administrators: the session then allows what its token does.
+            session: The session of a page's reader (`begin_session`); an expired session counts as none.
+            administers: True for a page for administrators, where the session has all scopes of its token.
 
         Raises:
-            UnauthenticatedError: There is no token, or not a good one.
-            ForbiddenError: The server has no tokens yet, and the client is on another machine.
-            UntrustedHostError: It has none yet, and the request was sent to a name that may lead to any machine.
+            UnauthenticatedError: The request has no valid token.
+            ForbiddenError: No token exists yet, and the client is on another machine.
+            UntrustedHostError: No token exists yet, and the ``Host`` header is not allowed (`require_local_host`).
         """
         begin_request()
         if authorization is not None:
@@ -265,16 +253,13 @@ class Authenticator:
         return UNRESTRICTED
 
     async def begin_session(self, token: str) -> str:
-        """A child of this token that reads for `SESSION_S` seconds and can be shown in place of it, for a cookie.
+        """Return a session for a cookie, which replaces the token on pages for `SESSION_S` seconds, see `identify`.
 
-        On pages for administrators it allows what the token does.
-
-        It ends earlier when the token is revoked or gets another secret. Nothing is kept of it: it says when it ends,
-        and its signature is made with the hash of the token that the database has. Who can read that table could make
-        one, and has read all that it would show.
+        The session ends earlier if the token is revoked or rotated. It is not stored: it holds its own end, signed with
+        the token's hash. A thief of the table of hashes could make a session, but has the whole database anyway.
 
         Raises:
-            UnauthenticatedError: The token is not good.
+            UnauthenticatedError: The token is not valid.
         """
         begin_request()
         try:
@@ -313,19 +298,16 @@ class Authenticator:
     async def _found(self, token_id: str, is_good: Callable[[TokenRecord], bool]) -> TokenRecord | None:
         record, read_at = self._known.get(token_id, (None, 0.0))
         now = self._clock()
-        # One that is not good by what is remembered may have been rotated since.
+        # A token that is not valid by the cache may have been rotated since.
         if record is None or now - read_at >= CACHE_S or not is_good(record):
             record = await self._tokens.find(token_id)
             if record is not None:
-                self._remember(record, now)
+                self._known[token_id] = record, now
+                self._known.move_to_end(token_id)
+                if len(self._known) > _CACHE_SIZE:
+                    self._known.popitem(last=False)
+                self._closed = True, now
         return record if record is not None and is_good(record) else None
-
-    def _remember(self, record: TokenRecord, now: float) -> None:
-        self._known[record.token_id] = record, now
-        self._known.move_to_end(record.token_id)
-        if len(self._known) > _CACHE_SIZE:
-            self._known.popitem(last=False)
-        self._closed = True, now
 
     async def _needs_token(self) -> bool:
         now = self._clock()
@@ -344,10 +326,7 @@ def _hash(token: str) -> str:
 
 
 class Tokens:
-    """The use cases of tokens; the `TokenSource` of a server. The clock gives the present instant, aware.
-
-    Those that take the id of a token raise `UnknownTokenError` if there is none.
-    """
+    """The use cases of tokens; methods that change a token raise `UnknownTokenError` for an unknown id."""
 
     def __init__(self, store: Store, *, clock: Callable[[], datetime] = utc_now) -> None:
         self._store = store
@@ -356,12 +335,7 @@ class Tokens:
     async def create(
         self, name: str, scopes: Collection[Scope], *, shares_jobs: bool = False
     ) -> tuple[str, TokenRecord]:
-        """Make a token: that, which is kept nowhere, and its record. Several tokens may have the same name.
-
-        Args:
-            name: What or whom it is for.
-            scopes: What it allows.
-            shares_jobs: Whether other tokens may use the jobs that it registers.
+        """Make a token with any name, see `new_token`; `shares_jobs` lets other tokens use the jobs that it registers.
 
         Raises:
             ValueError: The name is empty, too long, or cannot be printed.
@@ -373,15 +347,15 @@ class Tokens:
         return token, record
 
     async def all(self) -> list[TokenRecord]:
-        """Every token, oldest first."""
+        """Return every token, oldest first."""
         return await self._store.read(Transaction.all_tokens)
 
     async def jobs_per_owner(self) -> dict[str, int]:
-        """The number of jobs that belong to each token that has any, by its id."""
+        """Return the number of jobs by the id of the token that they belong to."""
         return await self._store.read(Transaction.jobs_per_owner)
 
     async def page(self, own: str | None) -> TokensPage:
-        """Every token without its secret, for an administrator whose own one has this id."""
+        """Return the page of all tokens for an administrator with the token `own`."""
         jobs = await self.jobs_per_owner()
         lines = [
             TokenLine.model_validate(
@@ -392,49 +366,48 @@ class Tokens:
         return TokensPage(tokens=tuple(lines), own=own)
 
     async def rotate(self, token_id: str, grace: timedelta = DEFAULT_GRACE) -> tuple[str, TokenRecord]:
-        """Give a token another secret, and leave it all that belongs to it: the token anew, and its record.
+        """Give a token another secret; return the token with it, and the record. Jobs and trials stay the token's.
 
-        The secret that it had stays good for the time of `grace`; one that it had before that ends now. Running servers
-        take the new one at once, and refuse the old one within `CACHE_S` seconds of its end.
+        The present secret stays valid for `grace`, and an earlier one ends now. Running servers accept the new secret
+        at once, and refuse the old one within `CACHE_S` seconds of its end.
 
         Raises:
-            RevokedTokenError: It was revoked, which is for good.
+            RevokedTokenError: The token was revoked, which is final.
         """
         token, token_hash = new_secret(token_id)
         now = self._clock()
         return token, await self._store.write(_rotate, token_id, token_hash, now, now + grace)
 
     async def revoke(self, token_id: str) -> int:
-        """Make a token worthless for good. Running servers notice within `CACHE_S` seconds.
+        """Revoke a token for good, in running servers within `CACHE_S` seconds.
 
-        Returns:
-            The number of its trials that may still go on, which nobody but administrators may report on any more.
+        Return the number of its running and suspended trials, on which only administrators may report from now on.
         """
         return await self._store.write(_revoke, token_id, self._clock())
 
     async def transfer(self, token_id: str, successor_id: str) -> tuple[int, int]:
-        """Give another token the jobs and trials of this one, which may have been revoked; their numbers.
+        """Give a token's jobs and trials to another one; return their numbers. The first token may be revoked.
 
         Raises:
             RevokedTokenError: The successor was revoked.
         """
         await self._store.write(_check_transfer, token_id, successor_id)
-        # Jobs first: from then on the token begins no more trials of them.
+        # Jobs first, so that the token begins no more trials of them.
         return (
             await self._handed_over(Transaction.hand_over_jobs, token_id, successor_id),
             await self._handed_over(Transaction.hand_over_trials, token_id, successor_id),
         )
 
     async def find(self, token_id: str) -> TokenRecord | None:
-        """The token, even if it was revoked, or None."""
+        """Return the token, valid or revoked, or None."""
         return await self._store.read(Transaction.token, token_id)
 
     async def any(self) -> bool:
-        """Return whether there is a token, be it revoked."""
+        """Return True if a token exists, valid or revoked."""
         return await self._store.read(Transaction.any_token)
 
     async def any_valid(self) -> bool:
-        """Return whether there is a token that was not revoked."""
+        """Return True if a token exists that was not revoked."""
         return await self._store.read(Transaction.any_token, valid=True)
 
     async def _handed_over(
@@ -444,18 +417,18 @@ class Tokens:
 
         def some(transaction: Transaction) -> int:
             keys = hand_over(transaction, token_id, successor_id, limit=_HANDED_OVER_AT_ONCE)
-            # Also those of a try that is in force though the connection was lost before it said so.
+            # A set, because an attempt may have committed and be repeated after its connection was lost.
             handed_over.update(keys)
             return len(keys)
 
-        # A transaction for each few: between two of them, others get their turn.
+        # Other writers get their turn between two small transactions.
         while await self._store.write(some):
             pass
         return len(handed_over)
 
 
 def _insert_once(transaction: Transaction, record: TokenRecord) -> None:
-    """Add a token, unless the try before was committed and the connection lost before it said so."""
+    """Add a token, unless an earlier attempt has committed it before its connection was lost."""
     if transaction.token(record.token_id) != record:
         transaction.insert_token(record)
 

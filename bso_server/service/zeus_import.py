@@ -1,8 +1,7 @@
-"""A job of a Zeus server as an export of ours, and what differs between the two; pure.
+"""Conversion of a Zeus server's job into an export of ours, with notes about differences; pure.
 
-Zeus keeps of a trial how it ended and what it took by then, and nothing of its epochs. What it does not keep stays
-unknown. What follows from the trials (the lowest cost, what is known of each size) is made anew and compared with what
-Zeus has kept.
+Zeus keeps the end and the totals of a trial but not its epochs, which stay unknown. The lowest cost and the arms are
+derived from the trials again and compared with Zeus's values.
 """
 
 from __future__ import annotations
@@ -25,8 +24,7 @@ from bso_server.service.imports import ImportedJob, ImportedTrial, JobInImport, 
 from bso_server.storage.zeus_database import ZeusJob
 from zeus_plugins.protocol import ZEUS, CreatedJob, EndReason, Origin, TrialState
 
-# Relative difference from which on two numbers, of which one follows from the other, are said to differ, by the digits
-# that Zeus works with.
+# Relative difference from which on two numbers count as different, by the number of digits that Zeus's database keeps.
 _TOLERANCES = {15: 1e-6, 6: 1e-5}
 
 _ORIGINS = {"Exploration": Origin.EXPLORATION, "Concurrent": Origin.CONCURRENT, "MAB": Origin.BANDIT}
@@ -40,10 +38,10 @@ class ZeusImport:
     """A job that can be imported.
 
     Attributes:
-        job: The first line of its export.
+        job: The first line of the export.
         trials: The other lines, in order of dispatch.
-        min_cost_j: The lowest cost of one that reached the target, joules, or None.
-        notes: Sentences for somebody who moves it.
+        min_cost_j: The lowest cost of a trial that reached the target, joules, or None.
+        notes: Sentences for the operator who moves the job.
     """
 
     job: ImportedJob
@@ -58,9 +56,9 @@ class ZeusImport:
 
 
 class _ZeusTrial(BaseModel):
-    """A row of `Trial`: instants without a zone, as the clock of Zeus's server showed them; seconds and joules.
+    """A row of Zeus's `Trial`: instants in the time zone of Zeus's server; seconds and joules.
 
-    Time, energy and whether it converged are None unless a training has reported the trial's end.
+    `time_s`, `energy_j` and `converged` are None unless a training reported the trial's end.
     """
 
     number: int = Field(alias="trial_number")
@@ -75,7 +73,7 @@ class _ZeusTrial(BaseModel):
 
     @property
     def place(self) -> str:
-        """The trial in the words of an error."""
+        """The trial's name in errors."""
         return f"trial {self.number}"
 
     @model_validator(mode="after")
@@ -88,8 +86,6 @@ class _ZeusTrial(BaseModel):
 
 
 class _End(NamedTuple):
-    """The end of a trial: its event in the job, the state that the trial is in from then on, and why."""
-
     event: int
     state: TrialState
     reason: EndReason
@@ -104,17 +100,17 @@ def imported(
     live_as: TrialState = TrialState.RUNNING,
     job_id: str | None = None,
 ) -> ZeusImport:
-    """Return the job as it goes on here.
+    """Return the job for an import.
 
     Args:
-        source: The job as Zeus keeps it.
-        moment: The present, from which the leases of trials that run begin.
-        zone: The time zone of the clock of Zeus's server; None: this machine's.
-        live_as: RUNNING or ABANDONED, for trials whose end Zeus does not know.
-        job_id: Its id here; None: the same.
+        source: The job in Zeus's database.
+        moment: The present, at which the leases of running trials begin.
+        zone: The time zone of Zeus's server, or None for this machine's.
+        live_as: RUNNING or ABANDONED, the state of trials without an end.
+        job_id: The job's new id, or None to keep it.
 
     Raises:
-        InvalidImportError: It cannot be a job of ours, or contradicts itself.
+        InvalidImportError: The job is invalid here, or contradicts itself.
     """
     asked = _registration(source, job_id)
     registration = find(ZEUS).amended(asked)
@@ -140,17 +136,20 @@ def imported(
     job = JobInImport("job", head, moment.now)
     trials, records = [], []
     for row in rows:
-        facts = {
+        facts = _UNKNOWN | {
             "trial_number": row.number,
             "batch_size": row.batch_size,
             "origin": _ORIGINS[row.type],
             "reason": f"chosen by Zeus's server ({row.type})",
             "started_at": in_utc(row.started),
             "started_event": started[row.number],
+            "state": TrialState.RUNNING,
+            "message": f"{TrialState.RUNNING} {_WHEN}",
         }
-        ended_at = moment.now if row.ended is None else in_utc(row.ended)
-        end = ends.get(row.number)
-        facts |= _facts_of_running(row, moment) if end is None else _facts_of_ended(row, end, ended_at, registration)
+        if (end := ends.get(row.number)) is None:
+            facts["lease_expires_at"] = moment.lease_end(TrialRecord.of_row(facts))
+        else:
+            facts |= _facts_of_ended(row, end, moment.now if row.ended is None else in_utc(row.ended), registration)
         trials.append(read(ImportedTrial, facts, row.place, job=registration))
         records.append(job.add(trials[-1], row.place).trial)
     job.close()
@@ -166,10 +165,10 @@ def imported(
 
 
 def _events(rows: Sequence[_ZeusTrial]) -> tuple[dict[int, int], dict[int, int]]:
-    """Return the events of the job's logical clock at which its trials began and ended, by number, in their order.
+    """Return the events of the job's logical clock at which its trials began and ended, each by trial, in order.
 
-    Trials began in the order of their numbers. By the clock of Zeus's server an end comes before what began at the same
-    instant (MySQL keeps whole seconds), but after the beginning of its own trial.
+    Trials began in the order of their numbers. An end comes before other trials' begins at the same instant (MySQL
+    keeps whole seconds), and after the begin of its own trial.
     """
     started: dict[int, int] = {}
     ended: dict[int, int] = {}
@@ -186,7 +185,7 @@ def _events(rows: Sequence[_ZeusTrial]) -> tuple[dict[int, int], dict[int, int]]
 def _ends(
     job: CreatedJob, rows: Mapping[int, _ZeusTrial], ended: Mapping[int, int]
 ) -> tuple[dict[int, _End], float | None]:
-    """Return the ends by trial, and the lowest cost by Zeus's rule: of all trials measured to their end, joules."""
+    """Return the ends by trial, and the lowest cost in joules by Zeus's rule: of all trials measured to their end."""
     ends: dict[int, _End] = {}
     lowest_j: float | None = None
     for number, event in ended.items():
@@ -203,7 +202,7 @@ def _ends(
 def _verdict(
     job: CreatedJob, row: _ZeusTrial, cost_j: float, lowest_j: float | None
 ) -> tuple[TrialState, EndReason, str]:
-    """Return how a trial ended that was measured to its end, by the lowest cost at that time, joules."""
+    """Return the state, reason and message of a trial that was measured to its end, by the lowest cost before it."""
     if row.converged:
         message = f"target reached at {cost_j:.4g} J; {_UNTOLD}"
         return TrialState.COMPLETED, EndReason.TARGET_REACHED, message
@@ -214,7 +213,7 @@ def _verdict(
     return TrialState.EXHAUSTED, EndReason.MAX_EPOCHS_REACHED, message
 
 
-# What Zeus does not keep, and what trials without a measurement do not have.
+# The fields that Zeus does not keep, or that a trial without a measurement lacks.
 _UNKNOWN: dict[str, Any] = {
     **dict.fromkeys(("ended_at", "end_reason", "ended_event", "lease_expires_at")),
     **dict.fromkeys(("time_s", "energy_j", "energy_source", "metric", "epoch", "reported_at")),
@@ -224,21 +223,14 @@ _UNKNOWN: dict[str, Any] = {
 }
 
 
-def _facts_of_running(row: _ZeusTrial, moment: Moment) -> dict[str, Any]:
-    state = TrialState.RUNNING
-    unheard = TrialRecord(trial_number=row.number, batch_size=row.batch_size, state=state, origin=_ORIGINS[row.type])
-    return {**_UNKNOWN, "state": state, "message": f"{state} {_WHEN}", "lease_expires_at": moment.lease_end(unheard)}
-
-
 def _facts_of_ended(row: _ZeusTrial, end: _End, ended_at: datetime, job: CreatedJob) -> dict[str, Any]:
     facts = {
-        **_UNKNOWN,
         "state": end.state,
         "message": end.message,
         "end_reason": end.reason,
         "ended_at": ended_at,
         "ended_event": end.event,
-        # More is not kept of a metric than that it was good enough.
+        # Zeus does not keep the metric, only that it reached the target.
         "metric": job.target_metric if end.state is TrialState.COMPLETED else None,
     }
     if row.status == "Succeeded":
@@ -289,7 +281,7 @@ def _about_live(trials: list[TrialRecord], live_as: TrialState, moment: Moment) 
 
 
 def _about_lowest(source: ZeusJob, history: History, lowest_j: float | None) -> Iterator[str]:
-    """The difference between the lowest cost that Zeus keeps, the one by its own rule, and the one that counts here."""
+    """Compare the lowest cost in Zeus's database with the costs by Zeus's rule and by ours."""
     ours_j = None if history.cheapest is None else history.cheapest.cost_j
     if not _differ(source, source.min_cost_j, ours_j):
         return

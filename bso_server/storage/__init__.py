@@ -1,1 +1,1 @@
-"""The database: connections, tables, transactions, and rows in and core dataclasses out."""
+"""Database: connections, transactions, tables, and the conversion of rows to dataclasses of the core."""

@@ -1,7 +1,7 @@
-"""Databases of all kinds: their URLs, and how a transaction runs on each kind.
+"""Databases of all kinds: URLs, connections, and transactions on each kind.
 
-Work is a plain function over a synchronous SQLAlchemy connection. It can wait for nothing but the database, so that no
-transaction stays open because something else is slow.
+The work of a transaction is a plain function over a synchronous SQLAlchemy connection. It can wait only for the
+database, so that no transaction stays open because something else is slow.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, nullcontext, suppress
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from sqlalchemy import Connection, Engine, event
 from sqlalchemy.engine import URL, make_url
@@ -32,77 +32,40 @@ from bso_server.storage.sqlite import (
 if TYPE_CHECKING:
     from sqlalchemy.ext.asyncio import AsyncEngine
 
-# Connections that one server process holds open at most; a request that finds none free waits for one.
+# Connections of one server process; a request that finds none free waits.
 _POOL_SIZE = 10
 
+# Driver and extra of this project for each kind of database.
 _DRIVERS = {
-    "sqlite": "sqlite",
-    "postgresql": "postgresql+asyncpg",
-    "mysql": "mysql+asyncmy",
-    "mariadb": "mariadb+asyncmy",
+    "sqlite": ("sqlite", "server"),
+    "postgresql": ("postgresql+asyncpg", "postgres"),
+    "mysql": ("mysql+asyncmy", "mysql"),
+    "mariadb": ("mariadb+asyncmy", "mysql"),
 }
 _AIOSQLITE = "sqlite+aiosqlite"
-_OTHER_NAMES = {"postgres": "postgresql"}  # of Heroku and of libpq; SQLAlchemy has dropped it
-_EXTRAS = {"sqlite": "server", "postgresql": "postgres", "mysql": "mysql", "mariadb": "mysql"}
+_ACCEPTED = {*_DRIVERS, *(driver for driver, _ in _DRIVERS.values()), _AIOSQLITE, "sqlite+pysqlite"}
 
-# Seconds after which a host that says nothing counts as away.
+# Seconds until a host that does not answer counts as unreachable.
 _CONNECT_TIMEOUT_S = 5
-_CONNECT_TIMEOUTS = {"postgresql": "timeout", "mysql": "connect_timeout", "mariadb": "connect_timeout"}
 
-# Transactions that may wait for other clients' locks, of which so many run at once. The other connections are for those
-# that wait for no lock, which would else wait with them.
+# Connections for transactions that may wait for locks; the others stay free for work without locks.
 _POOL_OF_WAITING = 6
 
-# Seconds after which a transaction that was given up is told once more to end, and for which its end is waited for when
-# the database is closed.
+# Seconds between two cancellations of a transaction that was given up, and for which `close` waits for its end.
 _END_S = 5.0
+
+# Seconds that a session may be idle within a transaction, while the client has stopped or lost its network.
+_IDLE_S = 10.0
 
 T = TypeVar("T")
 
 
-class Database(Protocol):
-    """A database and the way to work on it."""
-
-    url: URL
-    """The place of the database."""
-
-    async def transact(
-        self,
-        work: Callable[[Connection], T],
-        *,
-        read_only: bool = False,
-        waits: bool = True,
-        timeout_s: float = PATIENCE_S,
-    ) -> T:
-        """Do `work` in a transaction that is committed when it returns, and rolled back when it raises.
-
-        Args:
-            work: Reads and writes through the connection.
-            read_only: It only reads, and must make no writer wait. All that it reads is of one moment.
-            waits: It may wait for locks of others. Other work does not wait behind it for a connection.
-            timeout_s: Seconds until it is given up, whatever it is waiting for; its connection is closed then.
-
-        Raises:
-            NoConnectionError: The database cannot be reached, can no longer, or does not answer in time.
-            UnwritableError: The file of the database was taken away; `work` may be in force.
-        """
-        ...
-
-    async def close(self) -> None:
-        """Close every connection."""
-        ...
-
-
-# Seconds that a session may be idle within a transaction: its client has stopped, or is cut off, and keeps its locks.
-_IDLE_S = 10.0
-
-
 def session_limits(backend: str, patience_s: float, *, is_local: bool = False) -> str:
-    """Return the statement that limits a session's transactions to so many seconds, on a database that has sessions.
+    """Return the statement that limits the transactions of a session on a database server to `patience_s` seconds.
 
-    A lock is waited for only 0.4 of that: there is time for another attempt, without the locks held then. PostgreSQL
-    looks for deadlocks after 1 s, and ends one of two transactions only if they wait for longer. There, local limits
-    hold for the transaction at hand; other databases know nothing of the kind.
+    A session waits for a lock for only 0.4 of that time, so that the store can retry without the locks that the
+    transaction held. PostgreSQL detects deadlocks after 1 s, and only between transactions that wait longer. With
+    `is_local`, PostgreSQL limits only the current transaction; other databases have no such limits.
     """
     lock_s = 0.4 * patience_s
     if backend == "postgresql":
@@ -111,12 +74,12 @@ def session_limits(backend: str, patience_s: float, *, is_local: bool = False) -
             "lock_timeout": lock_s,
             "idle_in_transaction_session_timeout": patience_s + _IDLE_S,
         }
-        # One statement, as a prepared one must be.
+        # A single statement, because the driver prepares it.
         return "SELECT " + ", ".join(
             f"set_config('{name}', '{max(1, round(1000 * limit_s))}', {is_local})" for name, limit_s in limits.items()
         )
-    # Whole seconds. MySQL and MariaDB each read what is written for it in a comment, and have other names for the same;
-    # MySQL knows no limit on statements that write, and none on idle transactions.
+    # Whole seconds. MySQL and MariaDB execute different comments, because their variables have different names. MySQL
+    # has no limit for statements that write, and none for idle transactions.
     whole_lock_s, statement_s = max(1, round(lock_s)), max(1, round(patience_s))
     idle_s = round(statement_s + _IDLE_S)
     return (
@@ -127,15 +90,15 @@ def session_limits(backend: str, patience_s: float, *, is_local: bool = False) -
 
 
 class AsyncDatabase:
-    """A database over an asynchronous driver: PostgreSQL, MySQL, MariaDB, or a SQLite file over aiosqlite.
+    """Database over an asynchronous driver: PostgreSQL, MySQL, MariaDB, or a SQLite file over aiosqlite.
 
-    A transaction is a task of its own, so that one that is given up need not be waited for: to break off its statement
-    and to close its connection may take seconds more.
+    Each transaction is a task of its own, so that a caller can give up without waiting for the task's end: aborting its
+    statement and closing its connection may take several seconds.
 
     Args:
         engine: The connections.
-        open_file: The SQLite file that they are to.
-        patience_s: Seconds that a transaction may take without its session's limits being raised for it.
+        open_file: The SQLite file of the connections.
+        patience_s: Seconds to which the sessions limit their transactions.
     """
 
     def __init__(
@@ -144,27 +107,31 @@ class AsyncDatabase:
         self._engine, self.url, self._open_file = engine, engine.url, open_file
         self._patience_s = patience_s
         self._is_sqlite = engine.dialect.name == "sqlite"
-        # SQLite lets one writer in at a time, and those that wait for its lock poll: within a process they queue here.
+        # SQLite admits one writer at a time and makes the others poll; within a process they queue here instead.
         self._waiting: AbstractAsyncContextManager[object] = (
             asyncio.Lock() if self._is_sqlite else asyncio.Semaphore(_POOL_OF_WAITING)
         )
-        # By default each statement would see what was committed until then; on SQLite a transaction sees one moment.
+        # By default, each statement would see a snapshot of its own; a transaction on SQLite always sees one.
         self._one_moment = None if self._is_sqlite else "SET TRANSACTION ISOLATION LEVEL REPEATABLE READ"
         self._given_up: set[asyncio.Task[None]] = set()
 
     async def transact(
-        self,
-        work: Callable[[Connection], T],
-        *,
-        read_only: bool = False,
-        waits: bool = True,
-        timeout_s: float = PATIENCE_S,
+        self, work: Callable[[Connection], T], *, read_only: bool, waits: bool = True, timeout_s: float
     ) -> T:
-        """See `Database.transact`."""
+        """Execute `work` in a transaction; commit when it returns, roll back when it raises.
+
+        Args:
+            work: The statements.
+            read_only: `work` only reads, blocks no writer, and sees one snapshot.
+            waits: `work` may wait for locks. Other work never queues behind it.
+            timeout_s: Seconds until the transaction is given up and its connection closed.
+
+        Raises:
+            NoConnectionError: The database cannot be reached, the connection was lost, or the time is over.
+            UnwritableError: The file of the database was moved away; `work` may have been committed.
+        """
         queues = not read_only and (waits or self._is_sqlite)
-        transaction = asyncio.create_task(
-            self._transact(work, read_only=read_only, queues=queues, limit_s=timeout_s),
-        )
+        transaction = asyncio.create_task(self._transact(work, read_only=read_only, queues=queues, limit_s=timeout_s))
         try:
             done, _ = await asyncio.wait({transaction}, timeout=timeout_s)
         finally:
@@ -184,8 +151,7 @@ class AsyncDatabase:
                 try:
                     async with connection.begin():
                         if read_only and self._one_moment is not None:
-                            # It holds for one transaction: SQLAlchemy's option is taken back when a connection returns
-                            # to the pool, and one that is lost by then would never return.
+                            # Not SQLAlchemy's option, which stays set on a connection that is lost.
                             await connection.exec_driver_sql(self._one_moment)
                         if is_long:
                             limits = session_limits(self._engine.dialect.name, limit_s, is_local=True)
@@ -193,7 +159,7 @@ class AsyncDatabase:
                         done = await connection.run_sync(work)
                 finally:
                     if is_long and self._engine.dialect.name != "postgresql":
-                        # The session's limits are no more those of the others.
+                        # The session keeps the longer limits, which other transactions must not inherit.
                         await connection.invalidate()
                 if self._open_file is not None:
                     self._open_file.check(connection.info)
@@ -201,21 +167,21 @@ class AsyncDatabase:
         except UnwritableError:
             raise
         except Exception as error:
-            # Drivers raise this and that while they connect.
+            # Drivers raise errors of many types while they connect.
             if connected and not (isinstance(error, DBAPIError) and error.connection_invalidated):
                 raise
             raise NoConnectionError(error) from error
 
     def _give_up(self, transaction: asyncio.Task[T]) -> None:
-        """End a transaction by and by; its connection is closed, for nobody knows what it is in the middle of."""
+        """Cancel a transaction in the background, which closes its connection."""
 
         async def end() -> None:
             while not transaction.done():
-                # More than once: waits for a queue and drivers have been seen to swallow it.
+                # Repeatedly, because queues and drivers sometimes swallow a cancellation.
                 transaction.cancel()
                 await asyncio.wait({transaction}, timeout=_END_S)
             if not transaction.cancelled():
-                transaction.exception()  # looked at, or asyncio would log it
+                transaction.exception()  # retrieved, or asyncio would log it
 
         ending = asyncio.create_task(end())
         self._given_up.add(ending)
@@ -225,21 +191,24 @@ class AsyncDatabase:
         """Close every connection."""
         if self._given_up:
             await asyncio.wait(self._given_up, timeout=_END_S)
-        # A network that says nothing must not keep the server from ending.
+        # A network that does not answer must not keep the server from ending.
         with suppress(TimeoutError):
             async with asyncio.timeout(_END_S):
                 await self._engine.dispose()
 
 
-def limit_sessions(engine: Engine, patience_s: float) -> None:
-    """Have each session of these connections begin with limits of so many seconds."""
+Database: TypeAlias = AsyncDatabase | SqliteDatabase
+
+
+def _limit_sessions(engine: Engine, patience_s: float) -> None:
+    """Set `session_limits` on each new connection of an engine."""
     sql = session_limits(engine.dialect.name, patience_s)
     execute = "execute" if engine.dialect.name == "postgresql" else "query"
 
     @event.listens_for(engine, "connect")
     def _limit(connection: Any, _record: Any) -> None:
-        # By the driver itself, as the adapter would begin a transaction for it; and not as parameters of the
-        # connection, which poolers like PgBouncer refuse.
+        # By the driver, because SQLAlchemy's adapter would begin a transaction; not by parameters of the connection,
+        # because poolers such as PgBouncer refuse them.
         connection.run_async(lambda driver: getattr(driver, execute)(sql))
 
 
@@ -251,37 +220,37 @@ def open_database(
     echo_sql: bool = False,
     patience_s: float = PATIENCE_S,
 ) -> Database:
-    """Open a database, and make the directory of a SQLite file if need be; nothing is connected yet.
+    """Open a database, and make the directory of a SQLite file, without connecting yet.
 
     Args:
-        database_url: An SQLAlchemy URL. ``sqlite+aiosqlite://``, ``postgresql+asyncpg://`` and ``mysql+asyncmy://`` run
-            over that driver; ``sqlite://`` on Python's own, in threads; ``postgresql://`` and ``mysql://`` over the
-            driver of this project's extras.
-        user: User, where the URL names none.
-        password: Password, where the URL holds none.
+        database_url: SQLAlchemy URL. ``sqlite+aiosqlite://``, ``postgresql+asyncpg://`` and ``mysql+asyncmy://`` select
+            those drivers; ``sqlite://`` runs on Python's own driver in threads; ``postgresql://`` and ``mysql://``
+            select the drivers of this project's extras.
+        user: User, if the URL names none.
+        password: Password, if the URL has none.
         echo_sql: Log every statement.
-        patience_s: Seconds that transactions take at most; the sessions' limits are set by it.
+        patience_s: Seconds to which the sessions limit their transactions.
 
     Raises:
-        ValueError: The URL cannot be read, its driver is not installed, or it is a SQLite file that several hosts
-            could open.
+        ValueError: The URL is invalid, its driver is not installed, or it is a SQLite file on a network file system.
     """
     url = _url(database_url)
-    if url.get_backend_name() == "sqlite":
+    backend = url.get_backend_name()
+    if backend == "sqlite":
         if url.drivername != _AIOSQLITE:
             return SqliteDatabase(SqliteFile(url, echo_sql=echo_sql))
         refuse_network(url)
         options: dict[str, Any] = {"pool_size": READERS + 1}
     else:
         url = url.set(username=url.username or user, password=url.password or password)
-        timeout = _CONNECT_TIMEOUTS[url.get_backend_name()]
+        timeout = "timeout" if backend == "postgresql" else "connect_timeout"
         options = {
             "connect_args": {} if timeout in url.query else {timeout: _CONNECT_TIMEOUT_S},
             "pool_size": _POOL_SIZE,
-            # Whoever waits for one has a deadline of its own.
+            # Transactions have deadlines of their own.
             "pool_timeout": None,
         }
-    # Loaded where it is needed: a training on a SQLite file does not wait for it.
+    # Imported here, because a training on a SQLite file does not need it.
     from sqlalchemy.ext.asyncio import create_async_engine
 
     try:
@@ -291,28 +260,28 @@ def open_database(
             # SQLAlchemy before 2.0.38 has another default for aiosqlite.
             poolclass=AsyncAdaptedQueuePool,
             max_overflow=0,
-            # Each transaction has ended when its connection returns. A rollback to make sure would be a round trip, and
-            # a traceback in the log where the connection is lost. Nor is a connection pinged when it is taken: if it
-            # was lost, its transaction is begun again, and all connections that are as old are made anew.
+            # Transactions end before their connections return to the pool. A rollback would be another round trip, and
+            # would log a traceback if the connection is lost. Connections are not pinged when they leave the pool
+            # either: after a loss, the store retries the transaction and the pool replaces all older connections.
             pool_reset_on_return=None,
             **options,
         )
     except ModuleNotFoundError as error:
-        extra = _EXTRAS[url.get_backend_name()]
+        extra = _DRIVERS[backend][1]
         raise ValueError(f"{error.name} is not installed: pip install 'zeus-plugins[{extra}]'") from error
     open_file = None
-    if url.drivername == _AIOSQLITE:
+    if backend == "sqlite":
         open_file = configure_sqlite(engine.sync_engine)
         event.listen(engine.sync_engine, "begin", begin)
     else:
-        limit_sessions(engine.sync_engine, patience_s)
+        _limit_sessions(engine.sync_engine, patience_s)
     return AsyncDatabase(engine, open_file, patience_s=patience_s)
 
 
 def open_sqlite_file(database_url: str, *, echo_sql: bool = False, busy_timeout_s: float) -> SqliteFile | None:
-    """The SQLite file that a URL names; None where it names another kind of database. Errors as in `open_database`.
+    """Return the SQLite file of a URL, or None for another kind of database; raise as `open_database`.
 
-    A statement waits for another connection's lock as many seconds as `busy_timeout_s` says.
+    A statement waits up to `busy_timeout_s` seconds for the lock of another connection.
     """
     url = _url(database_url)
     if url.get_backend_name() != "sqlite":
@@ -324,18 +293,19 @@ def _url(database_url: str) -> URL:
     try:
         url = make_url(database_url)
     except ArgumentError:
-        # The URL is not repeated: it may hold a password.
+        # Without the URL, which may contain a password.
         raise ValueError(
             "the database URL cannot be read; it looks like sqlite:////var/lib/bso.sqlite3 "
             "or postgresql://user:password@host/database"
         ) from None
-    backend = _OTHER_NAMES.get(url.get_backend_name(), url.get_backend_name())
+    # SQLAlchemy has dropped this name, which Heroku and libpq use.
+    backend = "postgresql" if url.get_backend_name() == "postgres" else url.get_backend_name()
     if backend not in _DRIVERS:
         raise ValueError(f"{backend} databases are not supported: use SQLite, PostgreSQL, MySQL or MariaDB")
-    if url.drivername not in {*_DRIVERS, *_DRIVERS.values(), _AIOSQLITE, "sqlite+pysqlite"}:
+    if url.drivername not in _ACCEPTED:
         written = url.set(drivername=backend, query={}).render_as_string(hide_password=True)
         raise ValueError(
             f"the database URL begins with {url.drivername}://, a driver that this server does not use: write "
             f"{written} (with your password), and the server's own driver is used"
         )
-    return url.set(drivername=_DRIVERS.get(url.drivername, url.drivername))
+    return url.set(drivername=_DRIVERS[backend][0]) if url.drivername in _DRIVERS else url

@@ -1,6 +1,6 @@
-"""Queries that people ask and decisions do not need: pages of jobs and trials, what was reported, what happened.
+"""Queries without locks for pages, exports and the read API, which no decision needs.
 
-None of them locks anything. Pages go by key, so that a page costs the same wherever it is.
+Pages continue after a key, so that a late page costs no more than the first.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import fields
 from datetime import datetime
 from typing import Any
 
-from sqlalchemy import ColumnElement, func, select
+from sqlalchemy import ColumnElement, RowMapping, Table, func, select
 
 from bso_server.core.model import TrialRecord
 from bso_server.core.savings import Tally
@@ -22,21 +22,20 @@ from bso_server.storage.rows import (
     TrialTotals,
     decision_from,
     job_from,
-    power_profile_from,
     trial_from,
 )
 from bso_server.storage.tables import decisions, epochs, jobs, power_profiles, trials
 from bso_server.storage.transaction import IS_THERE, Transaction
 from zeus_plugins.protocol import ALIVE, Stage, TrialState
 
-# What an integer column holds.
+# Largest value of an integer column.
 MAX_INTEGER = 2**31 - 1
 
 
 def jobs_page(
     transaction: Transaction, *, prefix: str | None, stage: Stage | None, after: str | None, limit: int | None
 ) -> list[StoredJob]:
-    """See `service.reading.list_jobs`; only jobs whose ids come `after` this one."""
+    """Return a page of jobs; see `service.reading.list_jobs`. `after` is the last job_id of the page before."""
     statement = select(jobs).where(IS_THERE).order_by(jobs.c.job_id).limit(limit)
     if prefix is not None:
         statement = statement.where(jobs.c.job_id_prefix == prefix)
@@ -51,7 +50,7 @@ def jobs_page(
 def trials_page(
     transaction: Transaction, job_id: str, *, state: TrialState | None, after: int, limit: int
 ) -> list[TrialRecord]:
-    """See `service.reading.list_trials`; only trials whose numbers come `after` this one."""
+    """Return a page of trials; see `service.reading.list_trials`. `after` is the last number of the page before."""
     conditions = [trials.c.trial_number > after]
     if state is not None:
         conditions.append(trials.c.state == state)
@@ -59,12 +58,12 @@ def trials_page(
 
 
 def latest_trials(transaction: Transaction, job_id: str, *, limit: int | None) -> list[TrialRecord]:
-    """The trials that were dispatched last, at most so many of them (None: all), in order of dispatch."""
+    """Return the last `limit` trials, or all for None, in order of dispatch."""
     return _trials(transaction, job_id, [], order=trials.c.trial_number.desc(), limit=limit)[::-1]
 
 
 def latest_instants(transaction: Transaction, job_id: str, *, limit: int) -> list[datetime]:
-    """The instants at which something was heard of these trials."""
+    """Return the times at which the last `limit` trials started, reported or ended."""
     table = trials.c
     statement = select(table.started_at, table.reported_at, table.ended_at).where(table.job_id == job_id)
     rows = transaction.tuples(statement.order_by(table.trial_number.desc()).limit(limit))
@@ -72,11 +71,11 @@ def latest_instants(transaction: Transaction, job_id: str, *, limit: int) -> lis
 
 
 def tallies(transaction: Transaction, job_id: str, *, first: int = 1, last: int = MAX_INTEGER) -> list[Tally]:
-    """Return counts and sums over the job's trials between these numbers, by size, state and origin."""
+    """Return counts and sums over the trials `first` to `last`, by size, state and origin."""
     table = trials.c
     energy, time = table.energy_j, table.time_s
     kinds = table.batch_size, table.state, table.origin
-    # Null where none of them has reported.
+    # A sum over trials without reports is null.
     sums = [func.coalesce(func.sum(each), 0.0) for each in (energy, time, energy * energy, time * time, energy * time)]
     condition = table.job_id == job_id, table.trial_number.between(first, last)
     statement = select(*kinds, func.count(), *sums).where(*condition).group_by(*kinds)
@@ -84,24 +83,23 @@ def tallies(transaction: Transaction, job_id: str, *, first: int = 1, last: int 
 
 
 def first_ended_after(transaction: Transaction, job_id: str, event: int) -> int | None:
-    """Return the lowest number of the trials that have ended after this event of the job; None if none has."""
-    statement = select(func.min(trials.c.trial_number)).where(trials.c.job_id == job_id, trials.c.ended_event > event)
-    ((number,),) = transaction.tuples(statement)
-    return None if number is None else int(number)
+    """Return the lowest number of the trials that ended after this event of the job, or None."""
+    condition = trials.c.job_id == job_id, trials.c.ended_event > event
+    return transaction.connection.execute(select(func.min(trials.c.trial_number)).where(*condition)).scalar()
 
 
 def trial(transaction: Transaction, job_id: str, trial_number: int) -> TrialRecord | None:
-    """One trial, or None."""
-    condition = trials.c.trial_number == trial_number
-    return next(iter(_trials(transaction, job_id, [condition], order=trials.c.trial_number, limit=1)), None)
+    """Return a trial, or None."""
+    found = _trials(transaction, job_id, [trials.c.trial_number == trial_number], order=None, limit=1)
+    return found[0] if found else None
 
 
 def job_versions(
     transaction: Transaction, *, containing: str | None, after: str | None, limit: int
 ) -> list[tuple[str, str]]:
-    """The ids of such a page of jobs, each with a text that changes with all that a line about the job shows of it.
+    """Return a page of job ids, each with a text that changes whenever the job's line on a page changes.
 
-    Whole records would cost several times as much, and most who ask know all of them.
+    Whole records would cost several times as much, and most callers have cached them.
     """
     table = jobs.c
     columns = table.job_id, table.event_count, table.created_at, table.registration_id, table.owner, table.shared
@@ -110,13 +108,13 @@ def job_versions(
         statement = statement.where(table.job_id.contains(containing, autoescape=True))
     if after is not None:
         statement = statement.where(table.job_id > after)
-    rows = [tuple(row) for row in transaction.tuples(statement)]
-    others = _changing_trials(transaction, [row[0] for row in rows])
-    return [(row[0], repr((row, others.get(row[0])))) for row in rows]
+    found = [tuple(row) for row in transaction.tuples(statement)]
+    changing = _changing_trials(transaction, [row[0] for row in found])
+    return [(row[0], repr((row, changing.get(row[0])))) for row in found]
 
 
 def _changing_trials(transaction: Transaction, job_ids: Sequence[str]) -> dict[str, list[Any]]:
-    """Return the trials of each of these jobs whose changes do not show in its event count."""
+    """Return the trials of each job that change without an increase of the job's event count."""
     table = trials.c
     columns = table.job_id, table.trial_number, table.state, table.report_count, table.lease_epoch
     changes = table.state.in_(sorted(ALIVE | {TrialState.WITHDRAWN})), table.job_id.in_(job_ids)
@@ -128,31 +126,30 @@ def _changing_trials(transaction: Transaction, job_ids: Sequence[str]) -> dict[s
 
 
 def alive_trials(transaction: Transaction, job_id: str) -> list[TrialRecord]:
-    """The trials of a job that run or may go on, in order of dispatch."""
-    # Sorted here: told to sort, SQLite would walk through all of the job's trials in that order.
+    """Return the trials of a job that are alive, in order of dispatch."""
+    # Sorted here, because for ORDER BY SQLite would read all trials of the job.
     found = _trials(transaction, job_id, [trials.c.state.in_(sorted(ALIVE))], order=None, limit=None)
     return sorted(found, key=lambda each: each.trial_number)
 
 
 def silent_counts(transaction: Transaction, job_ids: Collection[str], now: datetime) -> dict[str, int]:
-    """The number of trials alive whose leases have run out, of each of these jobs that has any."""
+    """Return the number of alive trials with expired leases, by job, for those of these jobs that have any."""
     table = trials.c
-    statement = select(table.job_id, func.count().label("trials")).group_by(table.job_id)
-    chosen = statement.where(table.state.in_(sorted(ALIVE)), table.job_id.in_(job_ids), table.lease_expires_at < now)
-    return {row["job_id"]: row["trials"] for row in transaction.rows(chosen)} if job_ids else {}
+    expired = table.state.in_(sorted(ALIVE)), table.job_id.in_(job_ids), table.lease_expires_at < now
+    statement = select(table.job_id, func.count()).where(*expired).group_by(table.job_id)
+    return dict(map(tuple, transaction.tuples(statement))) if job_ids else {}
 
 
 def withdrawn_count(transaction: Transaction, job_id: str) -> int:
-    """The number of a job's trials that were set aside; all other ends of trials show in the job's event count."""
-    condition = trials.c.job_id == job_id, trials.c.state == TrialState.WITHDRAWN
-    ((count,),) = transaction.tuples(select(func.count()).where(*condition))
-    return int(count)
+    """Return the number of withdrawn trials; the job's event count includes all other ends of trials."""
+    withdrawn = trials.c.job_id == job_id, trials.c.state == TrialState.WITHDRAWN
+    return transaction.connection.scalar(select(func.count()).where(*withdrawn)) or 0
 
 
 def trial_totals(transaction: Transaction, job_id: str, *, limit: int, before: int | None = None) -> list[TrialTotals]:
-    """The trials that were dispatched last (before this one), at most so many, in order, without most of their facts.
+    """Return the totals of the last `limit` trials (before number `before`), in order of dispatch.
 
-    A page shows a thousand of them at once, where whole records would cost ten times as much.
+    A page shows a thousand trials, for which whole records would cost ten times as much.
     """
     statement = select(*(trials.c[field.name] for field in fields(TrialTotals))).where(trials.c.job_id == job_id)
     if before is not None:
@@ -164,58 +161,49 @@ def trial_totals(transaction: Transaction, job_id: str, *, limit: int, before: i
 def consumption_between(
     transaction: Transaction, job_id: str, first: int, last: int
 ) -> list[tuple[int, TrialState, float | None, float | None]]:
-    """The numbers, states, seconds and joules of these of a job's trials and all between them, in order."""
+    """Return the number, state, seconds and joules of each of the trials `first` to `last`, in order."""
     table = trials.c
     statement = select(table.trial_number, table.state, table.time_s, table.energy_j).where(
         table.job_id == job_id, table.trial_number.between(first, last)
     )
-    rows = transaction.tuples(statement.order_by(table.trial_number))
-    return [tuple(row) for row in rows]
+    return [tuple(row) for row in transaction.tuples(statement.order_by(table.trial_number))]
 
 
 def dispatched_after(transaction: Transaction, job_id: str, event: int, limit: int) -> list[TrialRecord]:
-    """Trials that began after this event of the job, in order of dispatch."""
-    # A trial's number orders dispatches as its event does, and has an index.
+    """Return the first `limit` trials that started after this event of the job, in order of dispatch."""
+    # Trial numbers have the same order as the events of dispatches, and an index.
     return _trials(transaction, job_id, [trials.c.started_event > event], order=trials.c.trial_number, limit=limit)
 
 
 def ended_after(transaction: Transaction, job_id: str, event: int, limit: int) -> list[TrialRecord]:
-    """Trials that ended after this event of the job, in order of their ends."""
+    """Return the first `limit` trials that ended after this event of the job, in order of their ends."""
     return _trials(transaction, job_id, [trials.c.ended_event > event], order=trials.c.ended_event, limit=limit)
 
 
-def epochs_of(transaction: Transaction, job_id: str, trial_number: int) -> list[StoredEpoch]:
-    """A trial's reports that did not end it, in order."""
-    return epochs_between(transaction, job_id, trial_number, trial_number)
-
-
 def epochs_between(transaction: Transaction, job_id: str, first: int, last: int) -> list[StoredEpoch]:
-    """The same of the trials with these numbers and all between them, trial by trial."""
+    """Return the reports that did not end their trials, of trials `first` to `last`, ordered by trial."""
     condition = epochs.c.job_id == job_id, epochs.c.trial_number.between(first, last)
     statement = select(epochs).where(*condition).order_by(epochs.c.trial_number, epochs.c.report_number)
     return [StoredEpoch(**row) for row in transaction.rows(statement)]
 
 
 def decisions_of(
-    transaction: Transaction, job_id: str, first: int = 1, last: int | None = None
+    transaction: Transaction, job_id: str, first: int = 1, last: int = MAX_INTEGER
 ) -> list[StoredDecision]:
-    """The decisions behind these of the job's trials that are kept, in order of dispatch."""
-    table = decisions.c
-    statement = select(decisions).where(table.job_id == job_id, table.trial_number >= first)
-    if last is not None:
-        statement = statement.where(table.trial_number <= last)
-    return [decision_from(row) for row in transaction.rows(statement.order_by(table.trial_number))]
+    """Return the stored decisions behind the trials `first` to `last`, in order of dispatch."""
+    return list(map(decision_from, _by_trial(transaction, decisions, job_id, first, last)))
 
 
 def power_profiles_of(
-    transaction: Transaction, job_id: str, first: int = 1, last: int | None = None
+    transaction: Transaction, job_id: str, first: int = 1, last: int = MAX_INTEGER
 ) -> list[StoredPowerProfile]:
-    """The power-limit profiles that these of the job's trials have left and that are kept, in order of dispatch."""
-    table = power_profiles.c
-    statement = select(power_profiles).where(table.job_id == job_id, table.trial_number >= first)
-    if last is not None:
-        statement = statement.where(table.trial_number <= last)
-    return [power_profile_from(row) for row in transaction.rows(statement.order_by(table.trial_number))]
+    """Return the stored power-limit profiles of the trials `first` to `last`, in order of dispatch."""
+    return [StoredPowerProfile(**row) for row in _by_trial(transaction, power_profiles, job_id, first, last)]
+
+
+def _by_trial(transaction: Transaction, table: Table, job_id: str, first: int, last: int) -> Sequence[RowMapping]:
+    condition = table.c.job_id == job_id, table.c.trial_number.between(first, last)
+    return transaction.rows(select(table).where(*condition).order_by(table.c.trial_number))
 
 
 def _trials(

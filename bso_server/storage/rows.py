@@ -1,9 +1,9 @@
-"""Rows of the tables, and what they are to the rest of the server."""
+"""Conversion between rows of the tables and the records that the rest of the server uses."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from datetime import datetime
 from functools import lru_cache
@@ -15,7 +15,7 @@ from sqlalchemy import RowMapping
 
 from bso_server.core.access import Scope, TokenRecord
 from bso_server.core.job import JobState
-from bso_server.core.model import Arm, Cheapest, TrialRecord
+from bso_server.core.model import Cheapest, TrialRecord
 from bso_server.core.policy import Policy
 from bso_server.storage.tables import trials
 from zeus_plugins.protocol import (
@@ -29,18 +29,18 @@ from zeus_plugins.protocol import (
 )
 
 Row = RowMapping | Mapping[str, Any]
-"""A table's row by the names of its columns."""
+"""Values of a row by column name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredJob(JobState):
-    """A row of `jobs`.
+    """Row of `jobs`.
 
     Attributes:
-        created_at: When it was registered (UTC).
-        rng_state: The state of its generator as JSON, or None.
-        owner: Id of the token that it belongs to; None where it was registered without one: it is open to all.
-        shared: Whether other tokens may use it, too.
+        created_at: Time of its registration (UTC).
+        rng_state: State of its random generator as JSON, or None.
+        owner: Id of the token that owns it; None if it was registered without a token and is open to all.
+        shared: True if other tokens may use it too.
     """
 
     created_at: datetime
@@ -51,7 +51,7 @@ class StoredJob(JobState):
 
 @dataclass(frozen=True, slots=True)
 class StoredEpoch:
-    """A row of `epochs`: a report that did not end its trial; fields as in `service.views.EpochView`."""
+    """Row of `epochs`: a report that did not end its trial; fields as in `service.views.EpochView`."""
 
     job_id: str
     trial_number: int
@@ -65,7 +65,7 @@ class StoredEpoch:
 
 @dataclass(frozen=True, slots=True)
 class StoredPowerProfile:
-    """A row of `power_profiles`, measured on the job's GPUs; fields as in `service.views.PowerProfileView`."""
+    """Row of `power_profiles`, measured on the job's GPUs; fields as in `service.views.PowerProfileView`."""
 
     job_id: str
     trial_number: int
@@ -76,7 +76,7 @@ class StoredPowerProfile:
 
 @dataclass(frozen=True, slots=True)
 class StoredDecision:
-    """A row of `decisions`."""
+    """Row of `decisions`."""
 
     job_id: str
     trial_number: int
@@ -85,7 +85,7 @@ class StoredDecision:
 
 @dataclass(frozen=True, slots=True)
 class StoredMemory:
-    """A row of `policy_memories`: what a job's policy remembers of the ends of trials up to `folded_event`."""
+    """Row of `policy_memories`: memory of a job's policy, with the ends of trials up to `folded_event`."""
 
     job_id: str
     version: str
@@ -95,7 +95,7 @@ class StoredMemory:
 
 @dataclass(frozen=True, slots=True)
 class TrialTotals:
-    """The part of a row of `trials` that tells what became of it; totals are None before its first report."""
+    """Outcome of a trial; totals are None before its first report."""
 
     trial_number: int
     batch_size: int
@@ -107,7 +107,7 @@ class TrialTotals:
 
 @lru_cache(maxsize=1024)
 def _registration(spec: str, fingerprint: str | None, registration_id: str | None) -> CreatedJob:
-    """A job's part that hardly changes. Parsing it for each report would cost more than the report."""
+    # Cached, because parsing the registration for each report would cost more than the report.
     registration = CreatedJob.model_validate_json(spec)
     if registration_id is not None:
         registration = registration.model_copy(update={"registration_id": registration_id})
@@ -117,7 +117,7 @@ def _registration(spec: str, fingerprint: str | None, registration_id: str | Non
 
 
 def job_from(row: Row) -> StoredJob:
-    """A job from its row."""
+    """Return the job in a row."""
     cheapest = None
     if row["min_cost_j"] is not None:
         cheapest = Cheapest(row["min_cost_trial_number"], row["min_cost_batch_size"], row["min_cost_j"])
@@ -137,7 +137,7 @@ def job_from(row: Row) -> StoredJob:
 
 
 def job_row(stored: StoredJob) -> dict[str, Any]:
-    """The columns that may change, with the key."""
+    """Return the columns of a job that may change, with its key."""
     cheapest, fingerprint = stored.cheapest, stored.registration.fingerprint
     return {
         "job_id": stored.job_id,
@@ -154,74 +154,49 @@ def job_row(stored: StoredJob) -> dict[str, Any]:
     }
 
 
-# What a trial has used by its reports: in the record 0 before the first, so that sums need no case; elsewhere nothing.
-_EPOCHS = ("epoch", "first_epoch", "first_cost_j")
-_TOTALS = ("time_s", "energy_j", *_EPOCHS)
+# Totals of a trial before its first report are 0 in the record, so that sums need no special case, and null in the row.
+_EPOCHS = {"epoch", "first_epoch", "first_cost_j"}
+_TOTALS = {"time_s", "energy_j", *_EPOCHS}
 
 
-class TrialColumns:
-    """Some of the columns of `trials`, two at least, to be read off records with each report: put together once."""
-
-    def __init__(self, names: Iterable[str]) -> None:
-        self.names = tuple(names)
-        self._values = attrgetter(*self.names)
-        self._no_totals = {name: None for name in _TOTALS if name in self.names}
-        self._no_epochs = {name: None for name in _EPOCHS if name in self.names}
-
-    def of(self, trial: TrialRecord) -> dict[str, Any]:
-        """Their values by name. A trial without reports has no totals, rather than zeros, one from Zeus no epochs."""
-        row = dict(zip(self.names, self._values(trial), strict=True))
-        if not trial.epoch:
-            row |= self._no_epochs if trial.report_count else self._no_totals
-        return row
+def _written_with(*occasions: str) -> tuple[str, ...]:
+    return tuple(c.name for c in trials.c if c.primary_key or c.info.get("written") in occasions)
 
 
-def _written_with(*occasions: str) -> TrialColumns:
-    """The columns that are written then, with the key."""
-    return TrialColumns(
-        column.name for column in trials.c if column.primary_key or column.info.get("written") in occasions
-    )
-
-
-TRIAL = TrialColumns(trials.c.keys())
+# Columns of `trials`: all, and those that each occasion updates, with the key.
+TRIAL = tuple(trials.c.keys())
 TRIAL_AT_REPORT = _written_with("report")
 TRIAL_AT_TRANSITION = _written_with("report", "state")
 TRIAL_AT_POWER_LIMIT = _written_with("power limit")
 
 
+def trial_row(trial: TrialRecord, columns: tuple[str, ...] = TRIAL) -> dict[str, Any]:
+    """Return columns of a trial; totals are null without reports, and epochs in trials of Zeus."""
+    row = {name: getattr(trial, name) for name in columns}
+    if not trial.epoch:
+        row |= dict.fromkeys(row.keys() & (_EPOCHS if trial.report_count else _TOTALS))
+    return row
+
+
 def trial_from(values: Row) -> TrialRecord:
-    """A trial from its columns, or from the fields of an export that are columns."""
+    """Return the trial in a row, or in those fields of an export that are columns."""
     totals = {name: values[name] or 0.0 for name in _TOTALS}
     return TrialRecord.of_row({**values, **totals})
 
 
-_EPOCH_FIELDS = [field.name for field in fields(StoredEpoch)]
-_epoch_values = attrgetter(*_EPOCH_FIELDS)
-_last_report_values = attrgetter(*({"report_number": "report_count"}.get(name, name) for name in _EPOCH_FIELDS))
+_last_report_values = attrgetter(
+    *("report_count" if field.name == "report_number" else field.name for field in fields(StoredEpoch))
+)
 
 
 def last_report(trial: TrialRecord) -> StoredEpoch:
-    """The last report of a trial that has reported, as it stands among its epochs."""
+    """Return the last report of a trial that has reported, as a row of `epochs`."""
     return StoredEpoch(*_last_report_values(trial))
 
 
-def epoch_row(epoch: StoredEpoch) -> dict[str, Any]:
-    """The row of a report."""
-    return dict(zip(_EPOCH_FIELDS, _epoch_values(epoch), strict=True))
-
-
-_SAMPLES = TypeAdapter(tuple[PowerLimitSample, ...])
-
-
-def power_profile_from(row: Row) -> StoredPowerProfile:
-    """A power-limit profile from its row."""
-    return StoredPowerProfile(**{**row, "samples": _SAMPLES.validate_json(row["samples"])})
-
-
-def power_profile_row(profile: StoredPowerProfile) -> dict[str, Any]:
-    """The row of a power-limit profile."""
-    row = {field.name: getattr(profile, field.name) for field in fields(profile)}
-    return row | {"samples": _SAMPLES.dump_json(profile.samples).decode()}
+def record_row(record: StoredEpoch | StoredPowerProfile | StoredMemory) -> dict[str, Any]:
+    """Return the row of a record whose fields are columns."""
+    return {field.name: getattr(record, field.name) for field in fields(record)}
 
 
 @lru_cache(maxsize=64)
@@ -230,7 +205,7 @@ def _memories(policy: Policy) -> TypeAdapter[Any]:
 
 
 def memory_from(row: Row, policy: Policy) -> StoredMemory | None:
-    """A policy's memory from its row; None if another version, or another policy of this name, has made it."""
+    """Return a policy's memory; None if another version, or another policy with this name, has written the row."""
     if row["version"] != policy.version:
         return None
     try:
@@ -241,50 +216,36 @@ def memory_from(row: Row, policy: Policy) -> StoredMemory | None:
 
 
 def memory_row(stored: StoredMemory, policy: Policy) -> dict[str, Any]:
-    """The row of a policy's memory."""
-    row = {field.name: getattr(stored, field.name) for field in fields(stored)}
-    return row | {"memory": _memories(policy).dump_json(stored.memory).decode()}
+    """Return the row of a policy's memory."""
+    return record_row(stored) | {"memory": _memories(policy).dump_json(stored.memory).decode()}
 
 
-# In the order of their fields: names would take more room than the numbers. New fields come last.
+# Stored as lists of values in the order of their fields, to save space. New fields must come last.
 _LISTED: dict[str, type[SizeBelief | CandidateWorth]] = {"sizes": SizeBelief, "candidates": CandidateWorth}
 
 
 def decision_from(row: Row) -> StoredDecision:
-    """A decision from its row."""
-    told = json.loads(row["decision"])
+    """Return the decision in a row."""
+    stored = json.loads(row["decision"])
     for name, kind in _LISTED.items():
-        told[name] = [dict(zip(kind.model_fields, values, strict=False)) for values in told[name]]
-    return StoredDecision(row["job_id"], row["trial_number"], Decision.model_validate(told))
+        stored[name] = [dict(zip(kind.model_fields, values, strict=False)) for values in stored[name]]
+    return StoredDecision(row["job_id"], row["trial_number"], Decision.model_validate(stored))
 
 
 def decision_row(stored: StoredDecision) -> dict[str, Any]:
-    """The row of a decision."""
-    told = stored.decision.model_dump(mode="json")
+    """Return the row of a decision."""
+    values = stored.decision.model_dump(mode="json")
     for name in _LISTED:
-        told[name] = [list(each.values()) for each in told[name]]
-    text = json.dumps(told, separators=(",", ":"))
+        values[name] = [list(each.values()) for each in values[name]]
+    text = json.dumps(values, separators=(",", ":"))
     return {"job_id": stored.job_id, "trial_number": stored.trial_number, "decision": text}
 
 
 def token_from(row: Row) -> TokenRecord:
-    """A token from its row."""
+    """Return the token in a row."""
     return TokenRecord(**{**row, "scopes": frozenset(map(Scope, row["scopes"].split()))})
 
 
 def token_row(token: TokenRecord) -> dict[str, Any]:
-    """The row of a token."""
+    """Return the row of a token."""
     return asdict(token) | {"scopes": " ".join(sorted(token.scopes))}
-
-
-_ARM = TypeAdapter(Arm)
-
-
-def arm_from(row: Row) -> Arm:
-    """Return the arm that a row holds."""
-    return _ARM.validate_json(row["arm"])
-
-
-def arm_row(job_id: str, arm: Arm) -> dict[str, Any]:
-    """Return the row of a job's arm."""
-    return {"job_id": job_id, "batch_size": arm.batch_size, "arm": _ARM.dump_json(arm).decode()}

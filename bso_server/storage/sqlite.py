@@ -1,4 +1,4 @@
-"""A SQLite file: what guards it, and the ways to work on it, in a server's threads or in the thread that calls."""
+"""SQLite files: their protection, and transactions in the threads of a server or in the calling thread."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from sqlalchemy.pool import NullPool
 
 from bso_server.errors import BsoError, DatabaseUnavailableError
 from bso_server.storage import migrations
-from bso_server.storage.deadlines import PATIENCE_S, Deadline
+from bso_server.storage.deadlines import Deadline
 from bso_server.storage.faults import (
     JobExistsError,
     NoConnectionError,
@@ -36,25 +36,24 @@ from bso_server.storage.faults import (
 )
 from bso_server.storage.transaction import Transaction
 
-# Seconds that a connection waits for another process's transaction; then the transaction is begun again, while there is
-# time.
+# Seconds that a statement waits for another process's transaction before the store retries.
 _BUSY_TIMEOUT_S = 1
 READERS = 4
 
 READ_ONLY = "bso_read_only"
-"""The key of a flag, that the transaction only reads, in the `info` of its connection."""
+"""Key in a connection's `info` that marks a read-only transaction."""
 
-# SQLAlchemy would log the cursors of a connection that `SqliteFile.drop` has closed.
+# SQLAlchemy would log an error about the cursors of a connection that `SqliteFile.drop` has closed.
 _POOL = "bso_server"
 logging.getLogger(f"sqlalchemy.pool.impl.NullPool.{_POOL}").setLevel(logging.CRITICAL)
 
 _GONE = "the file of its database was deleted, moved or replaced"
 _OPENED = "bso_opened"
-# What SQLite keeps beside a file: its write-ahead log, where a commit is until the file has it, and an index to that.
+# Companion files of a database: the write-ahead log, which holds commits until a checkpoint, and its index.
 _COMPANIONS = ("-wal", "-shm")
 
 _MOUNTS = Path("/proc/mounts")
-# Where file locks and shared memory do not reach the other hosts, so that SQLite's write-ahead log is corrupted.
+# File systems without file locks and shared memory between hosts, which would corrupt the write-ahead log.
 _NETWORK = re.compile(r"9p|afs|beegfs|ceph|cifs|glusterfs|gpfs|lustre|ncpfs|nfs4?|smb3|smbfs|fuse\.sshfs.*")
 
 _Identity = tuple[int, int]
@@ -66,11 +65,10 @@ logger = logging.getLogger("bso_server")
 
 @dataclass
 class OpenFile:
-    """A SQLite file that is open, which must stay in its place with what SQLite keeps beside it.
+    """Guard of an open SQLite file, which must stay in place with its companion files.
 
-    A process that has a file open writes on into it after it was deleted, moved or replaced, and SQLite does not look
-    after that: each commit would succeed and be lost. Device and inode tell, for they belong to nobody else while the
-    file is open.
+    After a file was deleted, moved or replaced, processes that have it open can still write to it, so that commits
+    would succeed and be lost; SQLite does not check. Device and inode identify a file as long as it is open.
     """
 
     path: str
@@ -78,17 +76,13 @@ class OpenFile:
     _target: str = field(default="", init=False)
 
     def before_open(self) -> None:
-        """Make sure that a file which was open before is still there, for SQLite would make another one.
-
-        Raises:
-            UnwritableError: It is not.
-        """
+        """Raise `UnwritableError` if a file that was opened before is missing, because SQLite would create another."""
         if self._file is not None and _identity(self.path) != self._file:
             raise self._gone()
 
     def opened(self, connection_info: dict[Any, Any]) -> None:
-        """Note what a connection has opened; errors as in `before_open`."""
-        # SQLite follows links before it puts files beside a file.
+        """Record the files of a new connection; raise `UnwritableError` if they are not the files opened before."""
+        # SQLite puts the companion files beside the target of a link.
         self._target = os.path.realpath(self.path)
         found = self._found()
         if None in found or self._file not in (None, found[0]):
@@ -97,16 +91,12 @@ class OpenFile:
         connection_info[_OPENED] = found
 
     def check(self, connection_info: dict[Any, Any]) -> None:
-        """Make sure that what a connection has written is where others will look for it.
-
-        Raises:
-            UnwritableError: It is not, until the files are put back.
-        """
+        """Raise `UnwritableError` unless the files that a connection has opened are still in place."""
         if self._found() != connection_info.get(_OPENED):
             raise self._gone()
 
     def forget(self) -> None:
-        """Take any file for the right one; no connection is open."""
+        """Accept any file from now on; no connection is open."""
         self._file = None
 
     def _found(self) -> list[_Identity | None]:
@@ -121,10 +111,10 @@ class OpenFile:
 
 
 class SqliteFile:
-    """A SQLite file, worked on in the thread that calls; whoever opens a connection to it keeps and closes that.
+    """SQLite file, for transactions in the calling thread; callers keep and close the connections that they open.
 
-    A connection serves one thread at a time and must not be open while its process forks: the child would take its
-    parent's locks for its own (https://www.sqlite.org/howtocorrupt.html, 2.6). Arguments as in `open_sqlite_file`.
+    A connection serves one thread at a time and must not be open while its process forks, because the child would take
+    the locks of its parent for its own (https://www.sqlite.org/howtocorrupt.html, 2.6).
     """
 
     def __init__(self, url: URL, *, echo_sql: bool = False, busy_timeout_s: float = _BUSY_TIMEOUT_S) -> None:
@@ -139,49 +129,40 @@ class SqliteFile:
             pool_logging_name=_POOL,
             isolation_level="AUTOCOMMIT",
         )
-        self._open_file = configure_sqlite(self.engine, busy_timeout_s)
+        self.open_file = configure_sqlite(self.engine, busy_timeout_s)
         event.listen(self.engine, "close", _roll_back)
 
     def connect(self) -> Connection:
-        """Open a connection.
-
-        Raises:
-            DBAPIError: The file cannot be opened, or is no database.
-            UnwritableError: It is another one than before; `forget` makes that all the same.
-        """
+        """Open a connection; raise `DBAPIError` or, if the file is not the one opened before, `UnwritableError`."""
         return self.engine.connect()
 
     def transact(self, connection: Connection, work: Callable[[Connection], T], *, read_only: bool = False) -> T:
-        """See `Database.transact`; the connection is one of this file's."""
+        """See `AsyncDatabase.transact`."""
         driver: Any = connection.connection.driver_connection
         try:
-            # SQLAlchemy's own transactions cost more, and lose an exception that a signal raises at their end.
+            # SQLAlchemy's own transactions are slower, and lose an exception that a signal raises at their end.
             _execute(driver, "BEGIN" if read_only else "BEGIN IMMEDIATE")
             done = work(connection)
             _execute(driver, "COMMIT")
         except BaseException:
             _roll_back(driver)
             raise
-        self._open_file.check(connection.info)
+        self.open_file.check(connection.info)
         return done
 
-    def forget(self) -> None:
-        """Let the next connection open whatever file is there; none is open."""
-        self._open_file.forget()
-
     def drop(self, connection: Connection) -> None:
-        """Close a connection that is in use, so that its transaction is rolled back and its user's next step fails."""
+        """Roll back and close a connection that is in use; the next statement of its user fails."""
         driver: Any = connection.connection.driver_connection
         _roll_back(driver)
         driver.close()
 
 
 class SqliteDatabase:
-    """A SQLite file, worked on in threads.
+    """SQLite file, for transactions in threads.
 
-    SQLite lets one writer in at a time, and those that wait for its lock poll. One thread for all writes of a process
-    queues them fairly; what keeps other processes out is SQLite's own lock. A whole transaction runs in the thread: to
-    and fro for each statement, as asynchronous drivers for SQLite do, costs more than the statements.
+    SQLite admits one writer at a time and makes the others poll for its lock. One thread for all writes of a process
+    queues them fairly instead. A whole transaction runs in the thread, because one switch per statement, as in
+    asynchronous drivers for SQLite, costs more than the statements.
     """
 
     def __init__(self, file: SqliteFile) -> None:
@@ -195,16 +176,16 @@ class SqliteDatabase:
         self,
         work: Callable[[Connection], T],
         *,
-        read_only: bool = False,
+        read_only: bool,
         waits: bool = True,  # noqa: ARG002 - all writers queue for the file's one lock
-        timeout_s: float = PATIENCE_S,
+        timeout_s: float,
     ) -> T:
-        """See `Database.transact`. A transaction that has begun cannot be given up: it may be in force a bit later."""
+        """See `AsyncDatabase.transact`; a running transaction cannot be cancelled and may be committed late."""
         threads = self._readers if read_only else self._writer
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(timeout_s) as limit:
-                # Given up while it queues, it is not begun.
+                # A transaction that times out in the queue is not executed.
                 return await loop.run_in_executor(threads, self._transact_in_thread, work, read_only)
         except TimeoutError as error:
             if limit.expired():
@@ -212,15 +193,14 @@ class SqliteDatabase:
             raise
 
     async def close(self) -> None:
-        """Let the work in hand end, and close every connection."""
-        # All that this event loop still has to do is to end.
+        """Wait for the running transactions, and close every connection."""
         self._writer.shutdown()
         self._readers.shutdown()
         for connection in self._connections:
             connection.close()
 
     def _transact_in_thread(self, work: Callable[[Connection], T], read_only: bool) -> T:
-        # Each thread keeps its connection: opening one costs more than a transaction.
+        # Each thread keeps its connection, because opening one takes longer than a transaction.
         connection: Connection | None = getattr(self._own, "connection", None)
         if connection is None:
             try:
@@ -232,48 +212,46 @@ class SqliteDatabase:
 
 
 class SyncStore:
-    """A SQLite file for callers that wait: `Store` without an event loop.
+    """Counterpart of `Store` for a SQLite file and blocking callers.
 
-    It runs one transaction at a time, on one connection, which it opens when it needs one; opening it brings the file
-    to this version's schema.
+    It runs one transaction at a time on one connection, which it opens on demand; opening it upgrades the schema.
 
-    A transaction may be broken in upon by a signal's handler, or by a finalizer of the garbage collector, that uses the
-    store in the same thread. Neither can wait for the other: the transaction is rolled back, and begun again after that
-    of the handler.
+    A signal handler, or a finalizer of the garbage collector, may interrupt a transaction and use the store in the same
+    thread. Neither can wait for the other, so that the interrupted transaction is rolled back and repeated afterwards.
 
-    What a server logs at INFO is not logged here, unless the user has set a level for its logger. The file's busy
-    timeout is how long the thread takes no signal while another process has it locked. `lock`, which is reentrant, is
-    held during each attempt at a transaction, and not between two of them.
+    Lines that a server logs at INFO are logged only if the user has set a level for its logger. While another process
+    has the file locked, the thread handles no signals for up to the busy timeout of the file. The reentrant `lock` is
+    held during each attempt at a transaction.
     """
 
     def __init__(self, file: SqliteFile, lock: AbstractContextManager[object]) -> None:
         self._file = file
         self._lock = lock
         self._connection: Connection | None = None
-        # Transactions of one thread that have begun: more than one where a handler broke in.
+        # Transactions that have begun in one thread: more than one if a handler has interrupted one.
         self._depth = 0
         self._is_broken_in = False
 
     def write(self, work: Callable[[Transaction], T], *, timeout_s: float) -> T:
-        """Do `work` in a transaction as `Store.write` does; another process is waited for `timeout_s` seconds at most.
+        """Execute `work` in a transaction as `Store.write` does; wait up to `timeout_s` seconds for other processes.
 
         Raises:
-            DatabaseUnavailableError: The file is locked for so long, or cannot be read or written.
-            DatabaseNotReadyError: It was made by a newer version.
+            DatabaseUnavailableError: The file stays locked, or cannot be read or written.
+            DatabaseNotReadyError: A newer version has written its schema.
         """
         return self._transact(work, read_only=False, timeout_s=timeout_s)
 
     def read(self, work: Callable[[Transaction], T], *, timeout_s: float) -> T:
-        """Do `work`, which only reads, in a transaction that makes nobody wait; arguments and errors as in `write`."""
+        """Execute `work`, which only reads, in a transaction that blocks no writer; otherwise like `write`."""
         return self._transact(work, read_only=True, timeout_s=timeout_s)
 
     def close(self, *, keeps_file: bool = False) -> None:
-        """Close the connection, if one is open; the next transaction opens another, perhaps to the same file alone."""
+        """Close the connection, if it is open; with `keeps_file`, the next one must open the same file."""
         with self._lock:
             connection, self._connection = self._connection, None
             _close(connection)
             if not keeps_file:
-                self._file.forget()
+                self._file.open_file.forget()
 
     def _transact(self, work: Callable[[Transaction], T], *, read_only: bool, timeout_s: float) -> T:
         retries = Retries(Deadline(timeout_s), level=logging.DEBUG)
@@ -303,7 +281,7 @@ class SyncStore:
         with self._lock:
             depth = self._depth
             if depth:
-                # Under the feet of the other transaction, whose next step fails.
+                # The next statement of the interrupted transaction fails.
                 self._drop()
             self._depth, self._is_broken_in = depth + 1, False
             connection: Connection | None = None
@@ -312,7 +290,7 @@ class SyncStore:
                 done, transaction = self._file.transact(connection, work_on, read_only=read_only)
             except BaseException as error:
                 if not isinstance(error, (BsoError, JobExistsError)):
-                    # A signal's exception may have been raised anywhere, and leave the connection in any state.
+                    # The exception of a signal can leave the connection in any state.
                     self._drop()
                     _close(connection)
                 if self._is_broken_in and isinstance(error, (SQLAlchemyError, sqlite3.Error, UnwritableError)):
@@ -326,11 +304,11 @@ class SyncStore:
                     transaction.publish()
                 return done
             finally:
-                # Read by the transaction that this one broke in upon.
+                # For the transaction that this one has interrupted.
                 self._depth, self._is_broken_in = depth, depth > 0
 
     def _drop(self) -> None:
-        """Close the connection whatever is under way on it."""
+        """Close the connection, even during a statement."""
         connection, self._connection = self._connection, None
         if connection is not None:
             with suppress(SQLAlchemyError, sqlite3.Error):
@@ -356,7 +334,7 @@ class SyncStore:
 
 @contextmanager
 def _unlogged() -> Iterator[None]:
-    """Keep out of a training's log what a migration logs at INFO; a level that the user has set stays."""
+    """Keep INFO lines of a migration out of a training's log, unless the user has set a level."""
     loggers = [logging.getLogger(name) for name in ("bso_server", "alembic")]
     chosen = [each for each in loggers if each.level == logging.NOTSET]
     for each in chosen:
@@ -370,17 +348,17 @@ def _unlogged() -> Iterator[None]:
 
 def _close(connection: Connection | None) -> None:
     if connection is not None:
-        # What a disk, or a connection that was dropped, has to say at this point changes nothing any more.
+        # Errors of the disk, or of a dropped connection, no longer matter.
         with suppress(SQLAlchemyError, sqlite3.Error):
             connection.close()
 
 
 class _BrokenInError(Exception):
-    """A transaction was broken in upon by another one of the same thread."""
+    """Another transaction of the same thread has interrupted this one."""
 
 
 def back_up(file: Path) -> None:
-    """Copy a SQLite file beside itself before its schema is upgraded, consistently even while others write to it."""
+    """Copy a SQLite file, which others may be writing to, to a backup beside it."""
     copy = Path(f"{file}.{datetime.now(UTC):%Y%m%dT%H%M%SZ}.backup")
     with closing(sqlite3.connect(file)) as source, closing(sqlite3.connect(copy)) as target:
         source.backup(target)
@@ -388,9 +366,9 @@ def back_up(file: Path) -> None:
 
 
 def network_filesystem(path: Path, mounts: str | None = None) -> str | None:
-    """The type of the network file system that holds `path`, or None when it is local or nobody can tell.
+    """Return the type of the network file system that holds `path`, or None if it is local or unknown.
 
-    The file need not exist; without `mounts`, what ``/proc/mounts`` says counts.
+    The file need not exist. `mounts` has the format of ``/proc/mounts``, which is the default.
     """
     if mounts is None:
         mounts = _MOUNTS.read_text() if _MOUNTS.exists() else ""
@@ -398,16 +376,16 @@ def network_filesystem(path: Path, mounts: str | None = None) -> str | None:
     best, kind = -1, ""
     for line in mounts.splitlines():
         _device, mount_point, filesystem, *_ = line.split()
-        # The kernel escapes blanks and backslashes as octal numbers.
+        # The kernel writes blanks and backslashes as octal escapes.
         point = Path(mount_point.encode().decode("unicode_escape"))
-        # Of two mounts on the same point the later one is what one sees.
+        # A later mount on the same point hides an earlier one.
         if resolved.is_relative_to(point) and len(point.parts) >= best:
             best, kind = len(point.parts), filesystem
     return kind if _NETWORK.fullmatch(kind) else None
 
 
 def refuse_network(url: URL) -> None:
-    """Raise `ValueError` for a file in memory or on a network file system; make the directory of any other."""
+    """Raise `ValueError` for a database in memory or on a network file system; otherwise create its directory."""
     if not url.database or url.database == ":memory:":
         raise ValueError("a SQLite database in memory is lost with its connection: name a file")
     path = Path(url.database)
@@ -421,26 +399,27 @@ def refuse_network(url: URL) -> None:
 
 
 def _roll_back(driver: Any, _record: object = None) -> None:
-    # Closed while a statement is under way, SQLite would keep the lock for as long as somebody refers to the statement.
+    # If a connection closes during a statement, SQLite keeps the lock as long as the statement is referenced.
     with suppress(sqlite3.Error):
         driver.rollback()
 
 
 def configure_sqlite(engine: Engine, busy_timeout_s: float = _BUSY_TIMEOUT_S) -> OpenFile:
-    """Have each connection of the engine opened and set up alike, whatever its driver; return the file's guard."""
+    """Set up each connection of an engine, for either driver; return the guard of its file."""
     open_file = OpenFile(engine.url.database or "")
 
     @event.listens_for(engine, "do_connect")
     def _make(*_arguments: Any) -> None:
         open_file.before_open()
-        # It holds who trains what; SQLite gives the files beside it the same rights.
-        with suppress(OSError):  # it is there, or SQLite says why it cannot be
+        # Private, because it names jobs and owners; SQLite gives the companion files the same mode. If the file exists,
+        # or cannot be created, SQLite handles that.
+        with suppress(OSError):
             os.close(os.open(engine.url.database or "", os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600))
 
     @event.listens_for(engine, "connect")
     def _configure(connection: Any, record: Any) -> None:
-        # The driver's own transactions begin at the first write, after the reads that a decision rests on. None turns
-        # them off, so that `_begin` below says when a transaction starts.
+        # None turns off the driver's own transactions, which would begin at the first write, after the reads that a
+        # decision depends on.
         connection.isolation_level = None
         cursor = connection.cursor()
         cursor.execute(f"PRAGMA busy_timeout = {round(busy_timeout_s * 1000)}")
@@ -448,7 +427,7 @@ def configure_sqlite(engine: Engine, busy_timeout_s: float = _BUSY_TIMEOUT_S) ->
         # FULL: a committed report survives a power cut.
         cursor.execute("PRAGMA synchronous = FULL")
         cursor.execute("PRAGMA foreign_keys = ON")
-        # The files beside it are made by the first read.
+        # The first read creates the companion files.
         cursor.execute("SELECT 1 FROM sqlite_master LIMIT 1")
         cursor.close()
         open_file.opened(record.info)
@@ -458,7 +437,7 @@ def configure_sqlite(engine: Engine, busy_timeout_s: float = _BUSY_TIMEOUT_S) ->
 
 def begin(connection: Connection) -> None:
     """Begin a transaction, which locks the file unless it only reads."""
-    # Through SQLAlchemy it would cost a sixth of a small transaction.
+    # Not through SQLAlchemy, which would take a sixth of the time of a small transaction.
     _execute(connection.connection.cursor(), "BEGIN" if connection.info.get(READ_ONLY) else "BEGIN IMMEDIATE")
 
 

@@ -1,27 +1,21 @@
-"""The store: the one place where transactions begin, share a commit, are repeated, and commit.
+"""The store: the one place where transactions begin, share a commit, are retried, and commit.
 
-What a write costs is its commit: the database answers only when the disk has the transaction, which takes milliseconds
-whatever the transaction holds, while the statements of a report take microseconds. SQLite lets in one writer at a time,
-so that separate commits would queue behind the disk; PostgreSQL and MariaDB would sync their logs once per report.
+A commit waits milliseconds for the disk, while the statements of a report take microseconds, and SQLite admits one
+writer at a time. `GroupCommit` therefore lets requests share a commit: requests that arrive during a transaction wait,
+and the next transaction takes all of them. Groups are never delayed; under load they grow because more requests arrive
+during each commit. On SQLite, every write is committed in groups. On other databases, only the items of a `Batch`
+(reports) are, because only they can be handled without waiting for locks.
 
-`GroupCommit` therefore lets requests share a commit: those that arrive while one transaction runs wait, and the next
-transaction takes them all. No delay is added to form a group. A request that arrives at an idle server starts at
-once, with whatever has reached the socket together with it; under load the groups grow by themselves, because more
-arrives while the disk is busy. On SQLite everything that writes is in the groups. On other databases only the items of
-a `Batch` (reports) are, because only they can be handled without waiting for locks.
+A request must not suffer from the others of its group:
 
-A group must not make one request suffer for another:
-
-- A request that is refused gets its own error; the others of its group go on.
-- A transaction that fails as a whole leaves nothing behind, and its requests are taken one by one: the request that is
-  to blame gets the error, the others their answers.
-- While the database is away all of them get that error at once: one by one they would fare no better, only later. A
-  transaction on a SQLite file that was taken away may be in force, and is not repeated either.
-- A group waits for no lock. An item whose rows somebody else has locked is left out of it and committed apart, where it
-  may wait, and so are the later items of its row; the others go on.
-- A group that has taken long takes no more, and what may take long (`Store.patient`) is in no group.
-- A client that leaves does not take its request back: the request is committed with its group. One whose time is over
-  while it waits gets that error, and is not taken.
+- A refused request gets its own error; the other requests of its group are committed.
+- If a transaction fails as a whole, its requests are handled one by one, so that only the request at fault gets the
+  error. But if the database is unavailable, or a SQLite file was moved away and the group may be committed, all get it.
+- A group waits for no lock. An item whose rows another transaction has locked is committed separately, where it may
+  wait; later items of its row follow it.
+- A group that has taken too long starts no further request, and long work (`Store.patient`) is in no group.
+- The request of a client that disconnects is committed with its group. A request whose deadline has passed while it
+  waited gets that error and is not executed.
 - No answer precedes its commit.
 """
 
@@ -34,7 +28,7 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Hashable, Sequence
-from contextvars import Context
+from contextvars import Context, copy_context
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -52,20 +46,20 @@ from bso_server.storage.faults import NoConnectionError, Retries, UnwritableErro
 from bso_server.storage.sqlite import back_up
 from bso_server.storage.transaction import RowLocked, Transaction
 
-# Turns of the event loop before a group is taken, some microseconds each: a request that has reached the socket by then
-# is in the group. That many lie between the socket and `submit`.
+# Turns of the event loop before a group is taken, a few microseconds each. A request needs that many from the socket to
+# `submit`, so that all requests that have reached the socket join the group.
 _TURNS = 3
 
-# One group must not grow so large that its members wait long, or that a database refuses the statement.
+# Limits the wait of a group's members and the size of its statements.
 _LARGEST_GROUP = 200
 
-# Seconds of CPU time: were it the clock's, groups would become smaller when the machine has too much to do.
+# Seconds of CPU time, because wall-clock time would make groups smaller when the machine is overloaded.
 _LONGEST_GROUP_S = 0.05
 
-# Queues of items that wait for locks at the same time. Each has a connection meanwhile; further ones wait their turn.
+# Queues of waiting items that are committed at the same time, each on a connection of its own.
 _LARGEST_WAITING = 4
 
-# A database that can keep nothing is spoken of when that begins and ends, and each time that so many seconds are over.
+# Seconds between log lines about a database that accepts no writes.
 _SAY_AGAIN_S = 60.0
 
 P = ParamSpec("P")
@@ -80,14 +74,14 @@ logger = logging.getLogger("bso_server")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Batch(Generic[Item, Answer]):
-    """Work on many items in one transaction, with few statements whatever their number.
+    """Work on many items in one transaction, with few statements regardless of their number.
 
     Attributes:
-        work: Returns an answer, or the error of that item alone, per item, in order. When it raises, the items are
-            handled one by one. Unless its last argument says that it may wait for locks, `RowLocked` is the outcome of
-            items that could not be handled without waiting, and of later items of their rows.
-        row_of: The row that an item changes. Items of one row keep their order.
-        queue_of: Rows with the same value are likely to be locked together; their items wait together.
+        work: Returns an answer or an error for each item, in order. If it raises, the items are handled one by one. Its
+            last argument permits waiting for locks; without that permission, the outcome of items that would have to
+            wait, and of later items of their rows, is `RowLocked`.
+        row_of: Row that an item changes. Items of one row keep their order.
+        queue_of: Items with the same value are likely to need the same locks and wait in one queue.
     """
 
     work: Callable[[Transaction, Sequence[Item], bool], Sequence[Answer | Exception | RowLocked]]
@@ -97,16 +91,20 @@ class Batch(Generic[Item, Answer]):
 
 @dataclass(slots=True, eq=False)
 class _Entry:
-    """A request that waits for a group: an item of a batch, or, without a batch, work of its own."""
+    """Request that waits for a group: an item of a batch or, without a batch, work of its own."""
 
     item: Any
     batch: Batch[Any, Any] | None
     future: asyncio.Future[Any]
-    heard: list[Occurrence] = field(default_factory=list)
+    context: Context = field(default_factory=copy_context)
+
+    def notify(self, listener: Listener, occurrence: Occurrence) -> None:
+        """Notify a listener in the context of the request."""
+        self.context.run(listener, occurrence)
 
     @property
     def is_over(self) -> bool:
-        """True if its sender was told that its time is over; one that has left has cancelled the future."""
+        """True if its deadline has passed; the future of a client that disconnected is cancelled instead."""
         return self.future.done() and not self.future.cancelled()
 
     @property
@@ -118,12 +116,12 @@ class _Entry:
         return self if self.batch is None else self.batch.queue_of(self.item)
 
 
-# The outcome of a request that a group had no more time for.
+# Outcome of a request that its group had no time to start.
 _NOT_BEGUN = object()
 
 
 def _in_one_transaction(group: Sequence[_Entry], waits: bool, transaction: Transaction) -> list[Any]:
-    """Handle a group; return an answer or an error per entry, in order."""
+    """Handle a group; return an answer or an error for each entry, in order."""
     outcomes: dict[_Entry, Any] = {}
     for batch in dict.fromkeys(each.batch for each in group if each.batch is not None):
         items = [each for each in group if each.batch is batch]
@@ -136,7 +134,7 @@ def _in_one_transaction(group: Sequence[_Entry], waits: bool, transaction: Trans
         if outcomes and time.thread_time() > ends:
             outcomes[entry] = _NOT_BEGUN
             continue
-        # Each logs and tells on its own, as it may be refused on its own.
+        # Each request publishes its own log lines and occurrences, because it may be refused on its own.
         own = Transaction(transaction.connection)
         if len(group) == 1:
             return [(entry.item(own), own)]
@@ -148,23 +146,22 @@ def _in_one_transaction(group: Sequence[_Entry], waits: bool, transaction: Trans
     return [outcomes[entry] for entry in group]
 
 
-Commit = Callable[[Work[list[Any]], bool, Listener], Awaitable[list[Any]]]
-
-
 class GroupCommit:
-    """Commits requests in groups, one group at a time; items whose rows are locked to others, apart.
-
-    Items that are held up queue by their batch's `queue_of`, and each queue is committed on its own, with waiting,
-    group by group. While an item is held up, later ones of the same row queue behind it.
+    """Commits requests in groups, one group at a time, and items that must wait for locks in queues beside them.
 
     Args:
-        commit: Runs a group in one transaction: work over a transaction, whether it may wait for locks, and who hears
-            of the transaction.
-        listener: Hears of transactions that are shared. A request that shares none hears of its own by itself.
-        patience_s: Seconds after which a request that waits is answered with `DatabaseUnavailableError`.
+        commit: Commits a group's work in one transaction, which may wait for locks if its second argument is True.
+        listener: Notified of each transaction.
+        patience_s: Seconds after which a waiting request gets `DatabaseUnavailableError`.
     """
 
-    def __init__(self, commit: Commit, listener: Listener = nobody, *, patience_s: float = PATIENCE_S) -> None:
+    def __init__(
+        self,
+        commit: Callable[[Work[list[Any]], bool, Listener], Awaitable[list[Any]]],
+        listener: Listener = nobody,
+        *,
+        patience_s: float = PATIENCE_S,
+    ) -> None:
         self._commit, self._listener = commit, listener
         self._patience_s = patience_s
         self._waiting: list[_Entry] = []
@@ -175,32 +172,25 @@ class GroupCommit:
         self._apart = asyncio.Semaphore(_LARGEST_WAITING)
 
     async def submit(self, item: Any, batch: Batch[Any, Any] | None = None) -> Any:
-        """Commit an item, or work that has no batch, with others; return its answer after the commit.
+        """Commit an item, or work without a batch, with others; return its answer after the commit.
 
         Raises:
-            DatabaseUnavailableError: It did not come in time. The item may be in force, or come to be.
+            DatabaseUnavailableError: The deadline has passed. The item may be committed, now or later.
             Exception: The item's own error, or that of its transaction.
         """
         loop = asyncio.get_running_loop()
         with waiting(self._patience_s) as deadline:
             entry = _Entry(item, batch, loop.create_future())
-            limit = loop.call_later(deadline.left_s, self._give_up, entry.future)
+            too_late = DatabaseUnavailableError(f"not committed within {self._patience_s:g} s")
+            limit = loop.call_later(deadline.left_s, _settle, entry.future, too_late)
             self._waiting.append(entry)
             if self._worker is None or self._worker.done():
-                # It outlives this request, whose deadline is not that of the groups.
+                # A new context, because the worker outlives this request and must not share its deadline.
                 self._worker = loop.create_task(self._work(), context=Context())
             try:
                 return await entry.future
             finally:
                 limit.cancel()
-                self._tell_of(entry)
-
-    def _tell_of(self, entry: _Entry) -> None:
-        while entry.heard:
-            self._listener(entry.heard.pop(0))
-
-    def _give_up(self, future: asyncio.Future[Any]) -> None:
-        _settle(future, DatabaseUnavailableError(f"not committed within {self._patience_s:g} s"))
 
     async def _work(self) -> None:
         while self._waiting:
@@ -235,24 +225,22 @@ class GroupCommit:
         group = [each for each in group if not each.is_over]
         if not group:
             return
-        # The trace of a request has its transaction, unless others share it.
-        is_own = len(group) == 1 and group[0].batch is None
-        listener = group[0].heard.append if is_own else self._listener
+        listener = self._listener
+        if len(group) == 1 and group[0].batch is None:
+            # A transaction that only one request uses belongs to the trace of that request.
+            listener = partial(group[0].notify, listener)
         try:
             outcomes = await self._commit(partial(_in_one_transaction, group, waits), waits, listener)
         except DatabaseUnavailableError as error:
             outcomes = [error] * len(group)
         except asyncio.CancelledError:
             raise
-        except BaseException as error:  # a library in another language may raise more than an Exception
+        except BaseException as error:  # libraries in other languages raise more than an Exception
             if len(group) > 1:
                 for each in group:
                     await self._take([each], waits=waits)
                 return
             outcomes = [error]
-        finally:
-            if is_own and group[0].future.done():
-                self._tell_of(group[0])
         held: list[_Entry] = []
         later: list[_Entry] = []
         for entry, outcome in zip(group, outcomes, strict=True):
@@ -267,7 +255,7 @@ class GroupCommit:
 
 
 def _settle(future: asyncio.Future[Any], outcome: Any) -> None:
-    # A client that left has cancelled its future; what it sent is committed all the same.
+    # The future of a client that disconnected is cancelled; its request is committed nevertheless.
     if future.done():
         return
     if isinstance(outcome, BaseException):
@@ -277,14 +265,14 @@ def _settle(future: asyncio.Future[Any], outcome: Any) -> None:
 
 
 class _Health:
-    """The database's ability to keep anything, and what the log has said of it."""
+    """Last known fault of a database that accepts no writes, and when it was logged."""
 
     def __init__(self) -> None:
         self.fault: str | None = None
         self._say_again = -math.inf
 
     def error_of(self, error: UnwritableError, database: str) -> DatabaseUnavailableError:
-        """Return the error of a write that failed by this one, and log it now and then."""
+        """Return the error for a request whose write failed with `error`; log it from time to time."""
         detail, now = f"nothing can be kept in the database {database}, for {error}", time.monotonic()
         if error.fault != self.fault or now > self._say_again:
             logger.error("%s; every request gets 503 until that is mended", detail)
@@ -293,18 +281,18 @@ class _Health:
         return DatabaseUnavailableError(detail, fault=error.fault)
 
     def mended(self, database: str) -> None:
-        """Note that a write was kept again."""
+        """Record a successful write after a fault."""
         logger.warning("the database %s keeps what is written again", database)
         self.fault, self._say_again = None, -math.inf
 
 
 class Store:
-    """The project's data in a database. Commit happens in one place: when the work given to `write` has returned.
+    """The data in a database; every transaction of the server runs here.
 
     Args:
         database: The database.
-        patience_s: Seconds after which `write` and `read` give up, with all their attempts.
-        listener: Hears of each transaction, and of what has happened in those that are in force.
+        patience_s: Seconds after which `write` and `read` give up, including all attempts.
+        listener: Notified of each transaction, and of the occurrences in committed ones.
     """
 
     def __init__(self, database: Database, *, patience_s: float = PATIENCE_S, listener: Listener = nobody) -> None:
@@ -313,17 +301,18 @@ class Store:
         self.listener = listener
         self._is_patient = False
         self._health = _Health()
-        self._groups = GroupCommit(self._commit_group, self._hear, patience_s=patience_s)
+        # Looks the listener up at each call, because it may be replaced.
+        self._groups = GroupCommit(self._commit_group, lambda each: self.listener(each), patience_s=patience_s)
 
     def patient(self) -> Store:
-        """Return a store of the same data for what reads or writes a whole job, and for callers in no hurry."""
+        """Return a store of the same data with long deadlines, for work on whole jobs and for commands."""
         store = Store(self._database, patience_s=max(self.patience_s, LONG_PATIENCE_S), listener=self.listener)
         store._health, store._is_patient = self._health, True
         return store
 
     @property
     def fault(self) -> str | None:
-        """The fault by which the database keeps nothing, as the last write has found it, or None."""
+        """Reason why the last write found the database unwritable, or None."""
         return self._health.fault
 
     @property
@@ -333,41 +322,39 @@ class Store:
 
     @property
     def kind(self) -> str:
-        """The kind of the database and its driver, such as ``postgresql+asyncpg``."""
+        """Kind of the database and its driver, such as ``postgresql+asyncpg``."""
         return self._database.url.drivername
 
     @property
     def description(self) -> str:
-        """The database's URL as a user would write it, without its password."""
+        """URL of the database as a user would write it, without its password."""
         return described(self._database.url)
 
     async def write(self, work: Callable[Concatenate[Transaction, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Do `work` in a transaction, and again from the start when the database broke it off or went away.
+        """Execute `work` in a transaction; retry it after a deadlock, a lost connection or a collision of new jobs.
 
-        Databases end one of two transactions that wait for each other; the other one's rows are then free. Work that
-        inserts a job at the same time as another transaction is done again, too, and then finds the job. It does
-        nothing but read and write through the transaction, which comes before its other arguments, so that it can be
-        repeated. When the connection was lost at the commit, it is repeated though it may be in force already.
+        `work` must only read and write through the transaction, its first argument, so that it can be repeated. If the
+        connection is lost during the commit, `work` is repeated although it may have been committed.
 
         Raises:
-            DatabaseUnavailableError: The database stays away, breaks the transaction off again and again, does not
-                answer in time, or can keep nothing. `work` may be in force.
+            DatabaseUnavailableError: The database cannot be reached, aborts every attempt, does not answer in time, or
+                accepts no writes. `work` may have been committed.
         """
         return await self._write(lambda transaction: work(transaction, *args, **kwargs), waits=True)
 
     async def write_at_once(
         self, work: Callable[Concatenate[Transaction, P], T], *args: P.args, **kwargs: P.kwargs
     ) -> T:
-        """Do `work`, which waits for no lock of others; it does not wait behind those who do. Errors as in `write`."""
+        """Execute `work`, which waits for no locks, without queueing behind work that does; otherwise like `write`."""
         return await self._write(lambda transaction: work(transaction, *args, **kwargs), waits=False)
 
     async def write_in_batch(self, batch: Batch[Item, Answer], item: Item) -> Answer:
-        """Do a batch's work for an item, together with others that wait. Errors as in `write`, or the item's own."""
+        """Execute a batch's work for an item, with other waiting items; raise as `write`, or the item's error."""
         answer: Answer = await self._groups.submit(item, batch)
         return answer
 
     async def read(self, work: Callable[Concatenate[Transaction, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Do `work`, which only reads, in a transaction that makes nobody wait; again, and errors, as in `write`."""
+        """Execute `work`, which only reads, in a transaction that blocks no writer; retry and raise as `write`."""
         done, _ = await self._transact(lambda transaction: work(transaction, *args, **kwargs), read_only=True)
         return done
 
@@ -386,9 +373,6 @@ class Store:
         transaction.publish(self.listener)
         return outcomes
 
-    def _hear(self, occurrence: Occurrence) -> None:
-        self.listener(occurrence)
-
     async def _transact(
         self,
         work: Work[T],
@@ -398,7 +382,7 @@ class Store:
         patience_s: float | None = None,
         listener: Listener | None = None,
     ) -> tuple[T, Transaction]:
-        """Do `work` as `write` does; return its result and its transaction, which has something to publish."""
+        """Execute `work` as `write` does; return its result, and its transaction for publication."""
         alone = self._is_patient or patience_s is not None
         begun, outcome = time.monotonic(), Outcome.FAILED
         with waiting(patience_s or self.patience_s, alone=alone) as deadline:
@@ -406,8 +390,7 @@ class Store:
             try:
                 while True:
                     try:
-                        left_s = deadline.left_s
-                        done = await self._attempt(work, read_only=read_only, waits=waits, timeout_s=left_s)
+                        done = await self._attempt(work, read_only=read_only, waits=waits, timeout_s=deadline.left_s)
                     except Exception as error:
                         failure = failure_of(error)
                         if failure is None:
@@ -431,12 +414,7 @@ class Store:
         return done
 
     async def _attempt(
-        self,
-        work: Work[T],
-        *,
-        read_only: bool = False,
-        waits: bool = True,
-        timeout_s: float = PATIENCE_S,
+        self, work: Work[T], *, read_only: bool, waits: bool = True, timeout_s: float
     ) -> tuple[T, Transaction]:
         def work_on(connection: Connection) -> tuple[T, Transaction]:
             transaction = Transaction(connection)
@@ -453,18 +431,14 @@ class Store:
             raise self._health.error_of(fault, self.description) from error
 
     async def check_writable(self) -> None:
-        """Write something and take it away again, so that a full disk and a standby show.
-
-        Raises:
-            DatabaseUnavailableError: As in `write`.
-        """
+        """Insert and delete a row, which fails on a full disk and on a standby; raise as `write`."""
         await self.write(Transaction.write_probe, secrets.token_hex(16))
 
     async def migrate(self) -> None:
-        """Bring the database to this version's schema. A SQLite file is copied first, if there is anything to lose.
+        """Upgrade the database to this version's schema, after a copy of a SQLite file that has an older one.
 
         Raises:
-            DatabaseNotReadyError: It was made by a newer version.
+            DatabaseNotReadyError: A newer version has written the schema.
         """
         found = await self.current_revision()
         migrations.refuse_newer(found, self.description)
@@ -479,18 +453,14 @@ class Store:
         return migrations.upgrade_sql(self._database.url.get_backend_name())
 
     async def current_revision(self) -> str | None:
-        """Return the revision of the database's schema, or None for an empty database; errors as in `read`."""
+        """Return the revision of the database's schema, or None for an empty database; raise as `read`."""
         found, _ = await self._attempt(
             lambda transaction: migrations.current(transaction.connection), read_only=True, timeout_s=self.patience_s
         )
         return found
 
     async def check_schema(self) -> None:
-        """Make sure that the database has this version's schema.
-
-        Raises:
-            DatabaseNotReadyError: It has another one, or none.
-        """
+        """Raise `DatabaseNotReadyError` unless the database has this version's schema."""
         found = await self.current_revision()
         migrations.refuse_newer(found, self.description)
         if found != migrations.HEAD:

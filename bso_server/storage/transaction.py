@@ -1,4 +1,4 @@
-"""One transaction: what is read and written in it."""
+"""Reads and writes within one transaction."""
 
 from __future__ import annotations
 
@@ -12,26 +12,7 @@ from functools import lru_cache
 from operator import attrgetter
 from typing import Any
 
-from sqlalchemy import (
-    ColumnElement,
-    Connection,
-    Delete,
-    Row,
-    RowMapping,
-    Select,
-    Table,
-    Update,
-    and_,
-    bindparam,
-    delete,
-    func,
-    insert,
-    literal,
-    or_,
-    select,
-    union_all,
-    update,
-)
+import sqlalchemy as sa
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.sql.base import Executable
 
@@ -41,27 +22,22 @@ from bso_server.core.occurrences import Listener, Occurrence, nobody
 from bso_server.core.policy import Policy, bandit_entered_from_the_start
 from bso_server.storage.faults import JobExistsError
 from bso_server.storage.rows import (
-    TRIAL,
     TRIAL_AT_TRANSITION,
     StoredDecision,
     StoredEpoch,
     StoredJob,
     StoredMemory,
     StoredPowerProfile,
-    TrialColumns,
-    arm_from,
-    arm_row,
     decision_row,
-    epoch_row,
     job_from,
     job_row,
     memory_from,
     memory_row,
-    power_profile_from,
-    power_profile_row,
+    record_row,
     token_from,
     token_row,
     trial_from,
+    trial_row,
 )
 from bso_server.storage.tables import (
     arms,
@@ -78,112 +54,113 @@ from zeus_plugins.protocol import ALIVE, CreatedJob, Origin, TrialState
 
 logger = logging.getLogger("bso_server")
 
-# Some pages of each kind of database: a report, too, needs a new one now and then.
+# Several pages of every kind of database, because reports need new pages too.
 _PROBE_BYTES = 16384
 
 _JOB_COLUMNS, _TRIAL_COLUMNS = jobs.c.keys(), trials.c.keys()
 
-
 IS_THERE = jobs.c.importing_at.is_(None)
-"""The condition that a job is one, and not a part of one that is being imported."""
+"""Condition that excludes jobs whose import has not ended."""
 
 
-def _states(states: Collection[TrialState]) -> list[ColumnElement[TrialState]]:
-    # Each a parameter of its own: a list would be written out anew for each execution.
-    return [literal(state, trials.c.state.type) for state in sorted(states)]
+def _states(states: Collection[TrialState]) -> list[sa.ColumnElement[TrialState]]:
+    # One parameter per state, because SQLAlchemy renders the parameters of a list again at each execution.
+    return [sa.literal(state, trials.c.state.type) for state in sorted(states)]
 
 
-# The statements of each request are put together once: that costs more than SQLite needs to run them.
+# Statements of requests are built once: building one takes longer than SQLite needs to execute it.
 _is_alive = trials.c.state.in_(_states(ALIVE))
-_is_expired = or_(trials.c.lease_expires_at < bindparam("now"), trials.c.lease_expires_at > bindparam("latest"))
-_trials_of_job = select(trials).where(trials.c.job_id == bindparam("job_id"))
-_ended_after = _trials_of_job.where(trials.c.ended_event > bindparam("event"))
+_is_expired = sa.or_(
+    trials.c.lease_expires_at < sa.bindparam("now"), trials.c.lease_expires_at > sa.bindparam("latest")
+)
+_trials_of_job = sa.select(trials).where(trials.c.job_id == sa.bindparam("job_id"))
+_ended_after = _trials_of_job.where(trials.c.ended_event > sa.bindparam("event"))
 _explorations = _trials_of_job.where(trials.c.origin == Origin.EXPLORATION, trials.c.state.not_in(_states(UNCOUNTED)))
-# Each part is found by an index of its own, which no database is sure to see in a condition that is their disjunction.
-_OPEN_TRIALS = union_all(_trials_of_job.where(_is_alive), _ended_after)
-_OPEN_TRIALS_AND_EXPLORATIONS = union_all(_trials_of_job.where(_is_alive), _ended_after, _explorations)
+# A union, because not every database would use the index of each part if the conditions were joined by OR.
+_OPEN_TRIALS = sa.union_all(_trials_of_job.where(_is_alive), _ended_after)
+_OPEN_TRIALS_AND_EXPLORATIONS = sa.union_all(_trials_of_job.where(_is_alive), _ended_after, _explorations)
 _EXPIRED_TRIALS = _trials_of_job.where(_is_alive, _is_expired).with_for_update()
 _EXPIRED_TRIALS_OF_NOBODY = _trials_of_job.where(_is_alive, _is_expired).with_for_update(skip_locked=True)
-_TRIAL_WITH_KEY = _trials_of_job.where(trials.c.idempotency_key == bindparam("idempotency_key"))
+_TRIAL_WITH_KEY = _trials_of_job.where(trials.c.idempotency_key == sa.bindparam("idempotency_key"))
 _STATES_OF_SIZE = (
-    select(trials.c.state, func.count())
-    .where(trials.c.job_id == bindparam("job_id"), trials.c.batch_size == bindparam("batch_size"))
+    sa.select(trials.c.state, sa.func.count())
+    .where(trials.c.job_id == sa.bindparam("job_id"), trials.c.batch_size == sa.bindparam("batch_size"))
     .group_by(trials.c.state)
 )
-_JOB = select(jobs).where(jobs.c.job_id == bindparam("job_id"), IS_THERE)
+_JOB = sa.select(jobs).where(jobs.c.job_id == sa.bindparam("job_id"), IS_THERE)
 _LOCKED_JOB, _LOCKED_JOB_OR_NONE = _JOB.with_for_update(), _JOB.with_for_update(skip_locked=True)
-_ARMS = select(arms).where(arms.c.job_id == bindparam("job_id")).order_by(arms.c.batch_size)
-_MEMORY = select(policy_memories).where(policy_memories.c.job_id == bindparam("job_id"))
-_TOKEN = select(tokens).where(tokens.c.token_id == bindparam("token_id"))
+_ARMS = sa.select(arms).where(arms.c.job_id == sa.bindparam("job_id")).order_by(arms.c.batch_size)
+_MEMORY = sa.select(policy_memories).where(policy_memories.c.job_id == sa.bindparam("job_id"))
+_TOKEN = sa.select(tokens).where(tokens.c.token_id == sa.bindparam("token_id"))
 _NEWEST_POWER_PROFILE = (
-    select(power_profiles)
-    .where(power_profiles.c.job_id == bindparam("job_id"), power_profiles.c.batch_size == bindparam("batch_size"))
+    sa.select(power_profiles)
+    .where(power_profiles.c.job_id == sa.bindparam("job_id"), power_profiles.c.batch_size == sa.bindparam("batch_size"))
     .order_by(power_profiles.c.trial_number.desc())
     .limit(1)
 )
-
-
-_INSERT_TRIALS, _INSERT_EPOCHS, _INSERT_DECISIONS = insert(trials), insert(epochs), insert(decisions)
+_INSERT_TRIALS, _INSERT_EPOCHS, _INSERT_DECISIONS = sa.insert(trials), sa.insert(epochs), sa.insert(decisions)
 
 
 @lru_cache(maxsize=64)
-def _locked_trials_of(size: int, *, skip: bool) -> Select[Any]:
-    """Return the query for so many keys, ``job_id_0``, ``trial_number_0`` and so on; each trial with its job, in order.
-
-    For ``(job_id, trial_number) IN (…)`` SQLite would read the whole table.
-    """
+def _locked_trials_of(size: int, *, skip: bool) -> sa.Select[Any]:
+    """Return the query for `size` trials with their jobs; parameters ``job_id_0``, ``trial_number_0`` and so on."""
+    # For ``(job_id, trial_number) IN (…)`` SQLite would read the whole table.
     keys = [
-        and_(trials.c.job_id == bindparam(f"job_id_{n}"), trials.c.trial_number == bindparam(f"trial_number_{n}"))
+        sa.and_(
+            trials.c.job_id == sa.bindparam(f"job_id_{n}"), trials.c.trial_number == sa.bindparam(f"trial_number_{n}")
+        )
         for n in range(size)
     ]
-    query: Select[Any] = select(trials, jobs).join_from(trials, jobs).where(or_(*keys), IS_THERE)
+    query: sa.Select[Any] = sa.select(trials, jobs).join_from(trials, jobs).where(sa.or_(*keys), IS_THERE)
     query = query.order_by(trials.c.job_id, trials.c.trial_number)
     return query.with_for_update(of=trials, skip_locked=skip)
 
 
 @lru_cache(maxsize=64)
-def _update_of(table: Table, names: tuple[str, ...]) -> tuple[tuple[str, ...], Update]:
-    """Return an update of these columns, of which those of the key say which row, and the names of its parameters."""
+def _update_of(table: sa.Table, names: tuple[str, ...]) -> tuple[tuple[str, ...], sa.Update]:
+    """Return the names of the parameters of an update of one row, and the update; `names` includes the key."""
     key = table.primary_key.columns.keys()
-    changed: dict[str, Any] = {name: bindparam(name) for name in names if name not in key}
-    statement = update(table).where(*_has_key(table)).values(changed)
+    changed: dict[str, Any] = {name: sa.bindparam(name) for name in names if name not in key}
+    statement = sa.update(table).where(*_has_key(table)).values(changed)
     return tuple(f"key_{name}" if name in key else name for name in names), statement
 
 
-def _has_key(table: Table) -> Iterator[ColumnElement[bool]]:
-    """Return the condition that a row has a key, given as ``key_…``: a parameter may not be named as a set column."""
-    return (column == bindparam(f"key_{column.name}") for column in table.primary_key)
+def _has_key(table: sa.Table) -> Iterator[sa.ColumnElement[bool]]:
+    # SQLAlchemy refuses parameters with the names of updated columns, hence the prefix.
+    return (column == sa.bindparam(f"key_{column.name}") for column in table.primary_key)
 
 
 class RowLocked(Enum):
-    """The outcome of work that needs a row which others have locked, and for which it was not to wait."""
+    """Outcome of work that must not wait for locks and needs a row that another transaction has locked."""
 
     ROW_LOCKED = auto()
 
 
 class Transaction:
-    """One transaction. Made by `Store` alone; dead once it has ended.
+    """One transaction; the stores create it and discard it after its end.
 
-    Methods named ``locked_…`` make other writers of the same rows wait until the transaction ends (on SQLite the whole
-    transaction does). Rows of one table are locked in the order of their keys. What ends a trial locks it before its
-    job; what begins one or abandons it locks the job first, and of its trials only those whose leases have run out.
+    Methods named ``locked_…`` make other writers of the same rows wait until the transaction ends; on SQLite, the
+    transaction locks the whole file.
+
+    Lock order: rows of one table in the order of their keys. Ending a trial locks the trial, then its job. Dispatching
+    or abandoning locks the job, then only its expired trials.
     """
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: sa.Connection) -> None:
         self.connection = connection
         self._log: list[tuple[object, ...]] = []
         self._occurrences: list[Occurrence] = []
 
     def log(self, message: str, *arguments: object) -> None:
-        """Have a line logged once the transaction is in force."""
+        """Log a line after the commit."""
         self._log.append((message, *arguments))
 
     def tell(self, occurrence: Occurrence) -> None:
-        """Have those who watch told once the transaction is in force."""
+        """Send an occurrence to the listener after the commit."""
         self._occurrences.append(occurrence)
 
     def publish(self, listener: Listener = nobody) -> None:
-        """Log and tell what there is to say of this transaction, which has been committed."""
+        """Log the lines and send the occurrences of this transaction, which has been committed."""
         for message, *arguments in self._log:
             logger.info(message, *arguments)
         for occurrence in self._occurrences:
@@ -191,7 +168,7 @@ class Transaction:
 
     @contextmanager
     def savepoint(self) -> Iterator[None]:
-        """Undo what the block has done if it raises."""
+        """Undo the changes of the block if it raises."""
         self.connection.exec_driver_sql("SAVEPOINT work")
         try:
             yield
@@ -201,17 +178,13 @@ class Transaction:
         finally:
             self.connection.exec_driver_sql("RELEASE SAVEPOINT work")
 
-    def rows(self, statement: Executable, **parameters: object) -> Sequence[RowMapping]:
-        """Return the rows of a query, by the names of its columns."""
+    def rows(self, statement: Executable, **parameters: object) -> Sequence[sa.RowMapping]:
+        """Return the rows of a query as mappings by column name."""
         return self.connection.execute(statement, parameters).mappings().all()
 
-    def tuples(self, statement: Executable, **parameters: object) -> Sequence[Row[Any]]:
-        """Return the rows of a query, each in the order of its columns."""
+    def tuples(self, statement: Executable, **parameters: object) -> Sequence[sa.Row[Any]]:
+        """Return the rows of a query as tuples."""
         return self.connection.execute(statement, parameters).all()
-
-    def change(self, statement: Update | Delete) -> int:
-        """Change rows that no decision rests on, of a job that is being imported; return their number."""
-        return self.connection.execute(statement).rowcount
 
     def job(self, job_id: str) -> StoredJob | None:
         """Return the job, or None."""
@@ -219,10 +192,7 @@ class Transaction:
 
     @property
     def can_skip(self) -> bool:
-        """True if the database can leave out rows that others have locked: all can but SQLite, and old versions.
-
-        On SQLite there are none, as the transaction has locked the file.
-        """
+        """True if queries can skip locked rows; False on SQLite, which locks files, and on old MySQL and MariaDB."""
         dialect = self.connection.dialect
         if dialect.name in {"sqlite", "postgresql"}:
             return dialect.name == "postgresql"
@@ -230,23 +200,22 @@ class Transaction:
         return (dialect.server_version_info or least) >= least
 
     def locked_job(self, job_id: str, *, skip: bool = False) -> StoredJob | None:
-        """Return the job, or None if there is none or, told to `skip`, others have locked it; other writers wait."""
+        """Lock and return the job, or None if it does not exist or, with `skip`, another transaction has locked it."""
         statement = _LOCKED_JOB_OR_NONE if skip and self.can_skip else _LOCKED_JOB
         return next(map(job_from, self.rows(statement, job_id=job_id)), None)
 
     def locked_trials(
         self, keys: Collection[TrialKey], *, skip: bool = False
     ) -> dict[TrialKey, tuple[StoredJob, TrialRecord]]:
-        """Return those of these trials that exist, each with its job, in one statement; other writers of them wait.
+        """Lock the trials that exist, in one statement, and return each with its job.
 
-        Told to `skip`, it leaves out those that another transaction has locked, instead of waiting for that. The
-        jobs are locked, too, if `locks_jobs_with_trials`. A trial that goes on changes nothing of its job, so that
-        reports on different trials of one job need not wait for each other.
+        With `skip`, leave out trials that another transaction has locked, instead of waiting. The jobs are locked too
+        if `locks_jobs_with_trials`; otherwise reports on different trials of one job do not wait for each other.
         """
         found: dict[TrialKey, tuple[StoredJob, TrialRecord]] = {}
         jobs_found: dict[str, StoredJob] = {}
         wanted, parameters = sorted(keys), dict[str, Any]()
-        # A few sizes of the query are enough: the last key stands in it more than once.
+        # Powers of two, so that few sizes of the query exist; the last key fills the remaining places.
         size = 1 << (len(wanted) - 1).bit_length()
         for n in range(size):
             parameters[f"job_id_{n}"], parameters[f"trial_number_{n}"] = wanted[min(n, len(wanted) - 1)]
@@ -259,67 +228,65 @@ class Transaction:
 
     @property
     def locks_jobs_with_trials(self) -> bool:
-        """Whether the database cannot lock one table of a join alone: SQLite and MariaDB cannot."""
+        """True if the database cannot lock only one table of a join: SQLite and MariaDB."""
         dialect = self.connection.dialect
         return not (dialect.name == "postgresql" or getattr(dialect, "supports_for_update_of", False))
 
     def all_trials(self, job_id: str) -> list[TrialRecord]:
-        """Every trial of the job, in order of dispatch."""
-        rows = self.rows(select(trials).where(trials.c.job_id == job_id))
-        # Sorted here: told to sort, SQLite would walk through all of the job's trials in that order.
-        return _in_order(map(trial_from, rows))
+        """Return every trial of the job, in order of dispatch."""
+        return self._trials(_trials_of_job, job_id=job_id)
 
     def open_trials(self, job_id: str, event: int, *, with_explorations: bool) -> list[TrialRecord]:
-        """The trials that a decision needs one by one, in order of dispatch.
+        """Return the trials that a decision needs individually, in order of dispatch.
 
-        These are the job's trials that are running or may go on, those that ended after this event of the job, and, if
-        asked for, its explorations that count.
+        These are the job's trials that are alive, the trials that ended after `event`, and, with `with_explorations`,
+        the explorations that count.
         """
         statement = _OPEN_TRIALS_AND_EXPLORATIONS if with_explorations else _OPEN_TRIALS
         found = self._trials(statement, job_id=job_id, event=event)
         return list({trial.trial_number: trial for trial in found}.values())
 
     def locked_expired_trials(self, job_id: str, now: datetime, latest: datetime) -> list[TrialRecord]:
-        """The job's trials whose leases have run out, or end after `latest`, in order of dispatch; other writers wait.
+        """Lock and return the job's trials whose leases have expired, or end after `latest`, in order of dispatch.
 
-        Those that another transaction has locked are left out: it may be the report that renews the lease.
+        Trials that another transaction has locked are left out, because a report may be renewing their leases.
         """
         statement = _EXPIRED_TRIALS_OF_NOBODY if self.can_skip else _EXPIRED_TRIALS
         return self._trials(statement, job_id=job_id, now=now, latest=latest)
 
     def jobs_with_expired_trials(self, now: datetime, latest: datetime) -> list[str]:
-        """Ids of jobs that have such trials, in order."""
-        statement = select(trials.c.job_id).distinct().where(_is_alive, _is_expired).order_by(trials.c.job_id)
+        """Return the ids of jobs with trials as in `locked_expired_trials`, in order."""
+        statement = sa.select(trials.c.job_id).distinct().where(_is_alive, _is_expired).order_by(trials.c.job_id)
         return [job_id for (job_id,) in self.tuples(statement, now=now, latest=latest)]
 
     def trial_with_key(self, job_id: str, idempotency_key: str) -> TrialRecord | None:
-        """The trial that a request with this key started, or None."""
+        """Return the trial that a request with this key started, or None."""
         return next(iter(self._trials(_TRIAL_WITH_KEY, job_id=job_id, idempotency_key=idempotency_key)), None)
 
     def crashes(self, job_id: str, batch_size: int) -> tuple[int, bool]:
-        """The number of the size's trials that crashed, and whether one was ever measured to its end."""
+        """Return how many trials of the size failed, and whether any trial of it was measured to its end."""
         found = self.tuples(_STATES_OF_SIZE, job_id=job_id, batch_size=batch_size)
         counts: dict[TrialState, int] = dict(tuple(row) for row in found)
         return counts.get(TrialState.FAILED, 0), any(state in OBSERVED for state in counts)
 
     def arms(self, job_id: str) -> dict[int, Arm]:
-        """The arms of the job by batch size, ascending."""
-        return {row["batch_size"]: arm_from(row) for row in self.rows(_ARMS, job_id=job_id)}
+        """Return the arms of the job by batch size, ascending."""
+        return {row["batch_size"]: row["arm"] for row in self.rows(_ARMS, job_id=job_id)}
 
     def memory(self, job_id: str, policy: Policy) -> StoredMemory | None:
-        """The memory of this version of the job's policy; None where it has none."""
+        """Return the memory of this version of the job's policy, or None."""
         found = self.rows(_MEMORY, job_id=job_id)
         return memory_from(found[0], policy) if found else None
 
     def save_memory(self, stored: StoredMemory, policy: Policy) -> None:
-        """Replace what the policy of a locked job remembers of it."""
+        """Replace the policy's memory of a locked job."""
         row = memory_row(stored, policy)
         if not self._update(policy_memories, [row]):
-            self.connection.execute(insert(policy_memories), row)
+            self.connection.execute(sa.insert(policy_memories), row)
 
     def forget_memory(self, job_id: str) -> None:
-        """Remove what the policy of a locked job remembers of it: the next decision makes it anew."""
-        self.connection.execute(delete(policy_memories).where(policy_memories.c.job_id == job_id))
+        """Delete the policy's memory of a locked job; the next decision computes it again."""
+        self.connection.execute(sa.delete(policy_memories).where(policy_memories.c.job_id == job_id))
 
     def insert_job(
         self,
@@ -330,10 +297,10 @@ class Transaction:
         shared: bool = False,
         importing_at: datetime | None = None,
     ) -> None:
-        """Add a job with its arms; fields as of `StoredJob`, and the mark of its import (`storage.imports`).
+        """Insert a job with its arms; `importing_at` is the mark of its import (`storage.imports`), if it is imported.
 
         Raises:
-            JobExistsError: Another one has its id; the transaction is of no more use.
+            JobExistsError: Another job has its id; the transaction must end.
         """
         entered_at = bandit_entered_from_the_start(registration)
         new = StoredJob(registration=registration, created_at=created_at, bandit_entered_at=entered_at, rng_state=None)
@@ -348,76 +315,72 @@ class Transaction:
             "importing_at": importing_at,
         }
         try:
-            self.connection.execute(insert(jobs).values(row))
+            self.connection.execute(sa.insert(jobs).values(row))
         except IntegrityError as error:
             raise JobExistsError(registration.job_id) from error
-        rows = [arm_row(registration.job_id, Arm(size)) for size in registration.batch_sizes]
-        self.connection.execute(insert(arms), rows)
+        self.connection.execute(sa.insert(arms), _arm_rows(registration.job_id, map(Arm, registration.batch_sizes)))
 
     def update_jobs(self, changed: Iterable[StoredJob]) -> None:
-        """Save what may change of jobs whose rows this transaction has locked."""
+        """Save the changeable columns of locked jobs."""
         self._update(jobs, [job_row(job) for job in changed])
 
     def share_job(self, job_id: str, *, shared: bool) -> None:
-        """Say whether other tokens than its owner may use a locked job."""
-        self.connection.execute(update(jobs).where(jobs.c.job_id == job_id).values(shared=shared))
+        """Set whether tokens other than its owner may use a locked job."""
+        self.connection.execute(sa.update(jobs).where(jobs.c.job_id == job_id).values(shared=shared))
 
     def update_arms(self, job_id: str, changed: Iterable[Arm]) -> None:
-        """Replace what is remembered of these batch sizes of a locked job."""
-        self._update(arms, [arm_row(job_id, arm) for arm in changed])
+        """Save arms of a locked job."""
+        self._update(arms, _arm_rows(job_id, changed))
 
     def delete_job(self, job_id: str) -> bool:
-        """Remove a job with all its trials; False if there was none."""
-        return bool(self.connection.execute(delete(jobs).where(jobs.c.job_id == job_id, IS_THERE)).rowcount)
+        """Delete a job with all its trials; return False if it did not exist."""
+        return bool(self.connection.execute(sa.delete(jobs).where(jobs.c.job_id == job_id, IS_THERE)).rowcount)
 
     def insert_trials(self, added: Sequence[TrialRecord]) -> None:
-        """Add trials that were just dispatched, or that another database has seen."""
-        if added:
-            self.connection.execute(_INSERT_TRIALS, [TRIAL.of(trial) for trial in added])
+        """Insert trials."""
+        self._insert(_INSERT_TRIALS, [trial_row(trial) for trial in added])
 
-    def update_trials(self, changed: Sequence[TrialRecord], columns: TrialColumns = TRIAL_AT_TRANSITION) -> None:
-        """Save what may change of trials whose rows this transaction has locked, or only these columns.
+    def update_trials(self, changed: Sequence[TrialRecord], columns: tuple[str, ...] = TRIAL_AT_TRANSITION) -> None:
+        """Save these columns of locked trials; by default every column that may change.
 
-        `TRIAL_AT_REPORT` has those that a report changes of a trial that was running and still is: the others stand in
-        indexes, which a database would write anew for the same values.
+        `TRIAL_AT_REPORT` leaves out indexed columns, which a report on a running trial does not change: databases would
+        write their indexes again.
         """
-        self._update(trials, [columns.of(trial) for trial in changed])
+        self._update(trials, [trial_row(trial, columns) for trial in changed])
 
     def insert_epochs(self, added: Sequence[StoredEpoch]) -> None:
-        """Add reports to the epochs of their trials."""
-        if added:
-            self.connection.execute(_INSERT_EPOCHS, [epoch_row(epoch) for epoch in added])
+        """Insert reports."""
+        self._insert(_INSERT_EPOCHS, [record_row(epoch) for epoch in added])
 
     def delete_epochs_before(self, instant: datetime, *, limit: int) -> int:
-        """Remove reports that were taken before then, at most `limit` of them, oldest first; how many were there."""
-        return self._delete_some(epochs, epochs.c.reported_at, instant, limit=limit)
+        """Delete up to `limit` reports received before `instant`, oldest first; return their number."""
+        reported_at = epochs.c.reported_at
+        return self._delete(epochs, reported_at < instant, order=reported_at, limit=limit)
 
     def newest_power_profile(self, job_id: str, batch_size: int) -> StoredPowerProfile | None:
-        """That of the latest trial of this size which has left one, or None."""
+        """Return the profile of the latest trial of this size that has one, or None."""
         found = self.rows(_NEWEST_POWER_PROFILE, job_id=job_id, batch_size=batch_size)
-        return next(map(power_profile_from, found), None)
+        return StoredPowerProfile(**found[0]) if found else None
 
     def power_profile(self, key: TrialKey) -> StoredPowerProfile | None:
-        """The profile that this trial has left, or None."""
+        """Return the profile of a trial, or None."""
         table = power_profiles.c
-        statement = select(power_profiles).where(table.job_id == key[0], table.trial_number == key[1])
-        return next(map(power_profile_from, self.rows(statement)), None)
+        found = self.rows(sa.select(power_profiles).where(table.job_id == key[0], table.trial_number == key[1]))
+        return StoredPowerProfile(**found[0]) if found else None
 
     def insert_power_profiles(self, added: Iterable[StoredPowerProfile]) -> None:
-        """Add the profiles of trials that have left none."""
-        rows = [power_profile_row(profile) for profile in added]
-        if rows:
-            self.connection.execute(insert(power_profiles), rows)
+        """Insert the profiles of trials that have none."""
+        self._insert(sa.insert(power_profiles), [record_row(profile) for profile in added])
 
     def update_power_profile(self, changed: StoredPowerProfile) -> None:
-        """Replace the profile that a locked trial has left."""
-        self._update(power_profiles, [power_profile_row(changed)])
+        """Replace the profile of a locked trial."""
+        self._update(power_profiles, [record_row(changed)])
 
     def delete_power_profiles_before(self, instant: datetime, *, limit: int) -> int:
-        """Remove profiles that were stored before then, but for the newest of each size; as `delete_epochs_before`."""
+        """Delete up to `limit` profiles stored before `instant`, but not the newest of a size; return their number."""
         newer = power_profiles.alias("newer")
         has_newer = (
-            select(newer.c.trial_number)
+            sa.select(newer.c.trial_number)
             .where(
                 newer.c.job_id == power_profiles.c.job_id,
                 newer.c.batch_size == power_profiles.c.batch_size,
@@ -425,35 +388,34 @@ class Transaction:
             )
             .exists()
         )
-        return self._delete_some(power_profiles, power_profiles.c.stored_at, instant, has_newer, limit=limit)
+        stored_at = power_profiles.c.stored_at
+        return self._delete(power_profiles, stored_at < instant, has_newer, order=stored_at, limit=limit)
 
     def insert_decisions(self, added: Iterable[StoredDecision]) -> None:
-        """Add the numbers behind the choice of trials' batch sizes."""
-        rows = [decision_row(decision) for decision in added]
-        if rows:
-            self.connection.execute(_INSERT_DECISIONS, rows)
+        """Insert decisions."""
+        self._insert(_INSERT_DECISIONS, [decision_row(decision) for decision in added])
 
     def write_probe(self, probe_id: str) -> None:
-        """Write a row that is gone at the commit: the database must have leave to write, and room for some pages."""
+        """Insert and delete a row of several pages, which fails if the database is read-only or full."""
         ballast = secrets.token_hex(_PROBE_BYTES // 2)
-        self.connection.execute(insert(write_probes).values(probe_id=probe_id, ballast=ballast))
-        self.connection.execute(delete(write_probes).where(write_probes.c.probe_id == probe_id))
+        self.connection.execute(sa.insert(write_probes).values(probe_id=probe_id, ballast=ballast))
+        self.connection.execute(sa.delete(write_probes).where(write_probes.c.probe_id == probe_id))
 
     def insert_token(self, token: TokenRecord) -> None:
-        """Add a token."""
-        self.connection.execute(insert(tokens).values(token_row(token)))
+        """Insert a token."""
+        self.connection.execute(sa.insert(tokens).values(token_row(token)))
 
     def token(self, token_id: str) -> TokenRecord | None:
-        """The token, even if it was revoked, or None."""
+        """Return the token, even if it was revoked, or None."""
         return next(map(token_from, self.rows(_TOKEN, token_id=token_id)), None)
 
     def all_tokens(self) -> list[TokenRecord]:
-        """Every token, oldest first."""
-        return self._tokens(select(tokens).order_by(tokens.c.created_at, tokens.c.token_id))
+        """Return every token, oldest first."""
+        return list(map(token_from, self.rows(sa.select(tokens).order_by(tokens.c.created_at, tokens.c.token_id))))
 
     def any_token(self, *, valid: bool = False) -> bool:
-        """True if there is a token, perhaps one that was not revoked."""
-        statement = select(tokens.c.token_id).limit(1)
+        """Return whether a token exists; with `valid`, one that was not revoked."""
+        statement = sa.select(tokens.c.token_id).limit(1)
         if valid:
             statement = statement.where(tokens.c.revoked_at.is_(None))
         return self.connection.execute(statement).first() is not None
@@ -463,62 +425,61 @@ class Transaction:
         self._update(tokens, [token_row(changed)])
 
     def locked_token(self, token_id: str) -> TokenRecord | None:
-        """The token as `token` gives it; other writers wait."""
-        return next(iter(self._tokens(select(tokens).where(tokens.c.token_id == token_id).with_for_update())), None)
+        """Lock and return the token, as `token` does."""
+        return next(map(token_from, self.rows(_TOKEN.with_for_update(), token_id=token_id)), None)
 
     def jobs_per_owner(self) -> dict[str, int]:
-        """The number of jobs of each token that has any, by its id."""
-        statement = select(jobs.c.owner, func.count()).where(jobs.c.owner.is_not(None), IS_THERE).group_by(jobs.c.owner)
-        return {row[0]: row[1] for row in self.connection.execute(statement)}
+        """Return the number of jobs by token id, for tokens that have jobs."""
+        statement = (
+            sa.select(jobs.c.owner, sa.func.count()).where(jobs.c.owner.is_not(None), IS_THERE).group_by(jobs.c.owner)
+        )
+        return dict(map(tuple, self.tuples(statement)))
 
     def alive_trials_of(self, owner: str) -> int:
-        """The number of this token's trials that run or may go on."""
-        statement = select(func.count()).where(trials.c.owner == owner, trials.c.state.in_(ALIVE))
+        """Return the number of the token's trials that are alive."""
+        statement = sa.select(sa.func.count()).where(trials.c.owner == owner, trials.c.state.in_(ALIVE))
         return self.connection.execute(statement).scalar_one()
 
     def hand_over_jobs(self, owner: str, successor: str, *, limit: int) -> list[tuple[Any, ...]]:
-        """Give a token's jobs, at most so many of them, to another token; their keys."""
+        """Transfer up to `limit` of a token's jobs to another token; return their keys."""
         return self._hand_over(jobs, owner, successor, limit)
 
     def hand_over_trials(self, owner: str, successor: str, *, limit: int) -> list[tuple[Any, ...]]:
-        """The same with its trials."""
+        """Transfer up to `limit` of a token's trials to another token; return their keys."""
         return self._hand_over(trials, owner, successor, limit)
 
-    def _hand_over(self, table: Table, owner: str, successor: str, limit: int) -> list[tuple[Any, ...]]:
-        rows = self.rows(select(*table.primary_key).where(table.c.owner == owner).limit(limit))
+    def _hand_over(self, table: sa.Table, owner: str, successor: str, limit: int) -> list[tuple[Any, ...]]:
+        rows = self.rows(sa.select(*table.primary_key).where(table.c.owner == owner).limit(limit))
         keys = sorted(tuple(row.values()) for row in rows)
-        # By key, in order: a condition on the owner would lock every row that MySQL looks at.
+        # By key and in order, because MySQL would lock every row that it compares with a condition on the owner.
         names = table.primary_key.columns.keys()
         self._update(table, [{**dict(zip(names, key, strict=True)), "owner": successor} for key in keys])
         return keys
 
-    def _delete_some(
-        self, table: Table, dated: ColumnElement[datetime], instant: datetime, *conditions: Any, limit: int
-    ) -> int:
-        statement = select(*table.primary_key).where(dated < instant, *conditions)
-        return self._delete(table, self.rows(statement.order_by(dated).limit(limit)))
+    def delete_some_of(self, table: sa.Table, job_id: str, *, limit: int) -> int:
+        """Delete up to `limit` rows of a job from a table; return their number."""
+        return self._delete(table, table.c.job_id == job_id, limit=limit)
 
-    def delete_some_of(self, table: Table, job_id: str, *, limit: int) -> int:
-        """Remove rows of this job from a table, at most so many; how many were there."""
-        return self._delete(table, self.rows(select(*table.primary_key).where(table.c.job_id == job_id).limit(limit)))
-
-    def _delete(self, table: Table, rows: Sequence[RowMapping]) -> int:
-        if rows:
-            # By key and one by one: a condition on the time would lock rows that are being inserted on MySQL.
-            values = [{f"key_{name}": value for name, value in row.items()} for row in rows]
-            self.connection.execute(delete(table).where(*_has_key(table)), values)
-        return len(rows)
-
-    def _tokens(self, statement: Select[Any]) -> list[TokenRecord]:
-        return [token_from(row) for row in self.rows(statement)]
+    def _delete(self, table: sa.Table, *conditions: Any, order: sa.ColumnElement[Any] | None = None, limit: int) -> int:
+        keys = self.rows(sa.select(*table.primary_key).where(*conditions).order_by(order).limit(limit))
+        if keys:
+            # By key, because on MySQL a condition on the time would lock rows that others are inserting.
+            values = [{f"key_{name}": value for name, value in key.items()} for key in keys]
+            self.connection.execute(sa.delete(table).where(*_has_key(table)), values)
+        return len(keys)
 
     def _trials(self, statement: Executable, **parameters: object) -> list[TrialRecord]:
-        return _in_order(map(trial_from, self.rows(statement, **parameters)))
+        # Sorted here, because for ORDER BY SQLite would read all trials of the job.
+        return sorted(map(trial_from, self.rows(statement, **parameters)), key=attrgetter("trial_number"))
 
-    def _update(self, table: Table, rows: Sequence[Mapping[str, Any]]) -> int:
-        """Save rows, each with its key, that all name the same columns in the same order.
+    def _insert(self, statement: sa.Insert, rows: Sequence[Mapping[str, Any]]) -> None:
+        if rows:
+            self.connection.execute(statement, rows)
 
-        How many were there; unknown, with most drivers, if several were to be saved.
+    def _update(self, table: sa.Table, rows: Sequence[Mapping[str, Any]]) -> int:
+        """Update rows, given with their keys and the same columns in the same order.
+
+        Return how many exist; with several rows, most drivers do not know.
         """
         if not rows:
             return 0
@@ -527,5 +488,5 @@ class Transaction:
         return self.connection.execute(statement, values).rowcount
 
 
-def _in_order(found: Iterable[TrialRecord]) -> list[TrialRecord]:
-    return sorted(found, key=attrgetter("trial_number"))
+def _arm_rows(job_id: str, changed: Iterable[Arm]) -> list[dict[str, Any]]:
+    return [{"job_id": job_id, "batch_size": arm.batch_size, "arm": arm} for arm in changed]

@@ -1,29 +1,18 @@
-"""The database of a Zeus 0.16 batch size optimization server, which is read and never written.
+"""Reads the database of a Zeus 0.16 batch size optimization server, without writing to it.
 
-Its tables stand here as that server makes them, with the names of its columns. All jobs are read in one read-only
-transaction, so that a server that goes on meanwhile changes nothing in the middle of it.
+One read-only transaction reads all jobs, so that they are consistent even if Zeus's server is running.
 """
 
 from __future__ import annotations
 
 import asyncio
 import sqlite3
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from sqlalchemy import (
-    Connection,
-    Double,
-    MetaData,
-    RowMapping,
-    Table,
-    cast,
-    create_engine,
-    inspect,
-    select,
-)
+from sqlalchemy import Connection, Double, MetaData, RowMapping, Table, cast, create_engine, inspect, select
 from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError
 from sqlalchemy.pool import NullPool
@@ -33,13 +22,10 @@ from bso_server.storage.database import open_database
 from bso_server.storage.deadlines import LONG_PATIENCE_S
 from bso_server.storage.faults import NoConnectionError, described
 
-# Seconds that a read waits for Zeus's server to end a transaction of its own, on SQLite.
+# Seconds that a read waits for a transaction of Zeus's server, on SQLite.
 _SQLITE_BUSY_TIMEOUT_S = 5.0
 
-T = TypeVar("T")
-
-# The columns of each table as Zeus 0.16 makes them. Those of a job up to its seed are its specification, and have the
-# same names in `JobSpecFromClient`.
+# Columns of each table in Zeus 0.16. Those that specify a job have the same names in `JobSpecFromClient`.
 _SPECIFIED = """job_id job_id_prefix default_batch_size higher_is_better_metric eta_knob beta_knob target_metric
     max_epochs num_pruning_rounds window_size max_power number_of_gpus gpu_model mab_prior_mean mab_prior_precision
     mab_num_explorations mab_seed"""
@@ -50,25 +36,24 @@ _TABLES = {
     _ARM: "job_id batch_size param_mean param_precision reward_precision num_observations",
     _TRIAL: "job_id batch_size trial_number start_timestamp type status end_timestamp time energy converged",
 }
-_COLUMNS = {table: names.split() for table, names in _TABLES.items()}
 
-# What Zeus has measured or computed.
+# Columns that Zeus has measured or computed.
 _MEASURED = frozenset({"min_cost", "param_mean", "time", "energy"})
 
 
 @dataclass(frozen=True, slots=True)
 class ZeusJob:
-    """A job with all that its server keeps of it.
+    """Job with all its data.
 
     Attributes:
-        specification: The fields of a registration.
+        specification: Fields of its registration.
         rng_state: State of its random generator as JSON, or None.
-        min_cost_j: The lowest cost of a trial, joules, or None.
-        arms: Its rows of `GaussianTsArmState`, ascending by batch size; none before the bandit stage. The mean is of
+        min_cost_j: Lowest cost of a trial, joules, or None.
+        arms: Rows of `GaussianTsArmState`, ascending by batch size; none before the bandit stage. The mean is that of
             rewards, −cost in joules.
-        trials: Its rows of `Trial`, in order of dispatch: instants without a zone, as the clock of Zeus's server showed
-            them, seconds and joules.
-        digits: The significant digits to which Zeus itself knows its measurements.
+        trials: Rows of `Trial`, in order of dispatch, in seconds and joules; times without a zone, by the clock of
+            Zeus's server.
+        digits: Significant digits with which Zeus reads its own measurements.
     """
 
     specification: dict[str, Any]
@@ -80,38 +65,35 @@ class ZeusJob:
 
     @property
     def job_id(self) -> str:
-        """Its id, up to 400 characters of any kind."""
+        """Id of the job, up to 400 arbitrary characters."""
         return str(self.specification["job_id"])
 
 
 async def read_jobs(database_url: str) -> list[ZeusJob]:
-    """All jobs of a Zeus server, ordered by id.
-
-    Args:
-        database_url: SQLAlchemy URL of its database, as that server was given it: SQLite, PostgreSQL, MySQL or MariaDB.
+    """Return all jobs of a Zeus server, ordered by id; `database_url` is the URL in its settings.
 
     Raises:
-        ZeusDatabaseError: It cannot be opened or read, or holds other tables than Zeus 0.16 makes.
-        ValueError: It is of another kind, or its driver is not installed.
+        ZeusDatabaseError: The database cannot be read, or its tables are not those of Zeus 0.16.
+        ValueError: Another kind of database, or its driver is not installed.
     """
     try:
         url = make_url(database_url)
     except ArgumentError:
-        # Not repeated: it may hold a password.
+        # Without the URL, which may contain a password.
         raise ZeusDatabaseError(
             "the URL of Zeus's database cannot be read; it is what its server has as ZEUS_BSO_DATABASE_URL, such as "
             "sqlite+aiosqlite:////var/lib/zeus.sqlite3 or postgresql+asyncpg://user:password@host/database"
         ) from None
     try:
         if url.get_backend_name() == "sqlite":
-            return await asyncio.to_thread(_on_sqlite, url, _read)
-        return await _on_server(url, _read)
+            return await asyncio.to_thread(_read_file, url)
+        return await _read_server(url)
     except (NoConnectionError, DBAPIError, sqlite3.Error) as error:
         cause = error if isinstance(error, NoConnectionError) else NoConnectionError(error)
         raise ZeusDatabaseError(f"Zeus's database {described(url)} cannot be read: {cause}") from error
 
 
-def _on_sqlite(url: URL, work: Callable[[Connection], T]) -> T:
+def _read_file(url: URL) -> list[ZeusJob]:
     path = Path(url.database or "")
     if not path.is_file():
         raise ZeusDatabaseError(f"there is no SQLite file {str(path)!r}: name the one that Zeus's server works on")
@@ -123,27 +105,27 @@ def _on_sqlite(url: URL, work: Callable[[Connection], T]) -> T:
     engine = create_engine("sqlite://", creator=connect, poolclass=NullPool)
     with engine.connect() as connection:
         connection.exec_driver_sql("BEGIN")
-        return work(connection)
+        return _read(connection)
 
 
-async def _on_server(url: URL, work: Callable[[Connection], T]) -> T:
-    def only_reading(connection: Connection) -> T:
+async def _read_server(url: URL) -> list[ZeusJob]:
+    def read(connection: Connection) -> list[ZeusJob]:
         connection.exec_driver_sql("SET TRANSACTION READ ONLY")
-        return work(connection)
+        return _read(connection)
 
-    # Zeus's server may use another driver.
+    # Without the driver, because Zeus's server may use another one.
     own_url = url.set(drivername=url.get_backend_name()).render_as_string(hide_password=False)
     database = open_database(own_url, patience_s=LONG_PATIENCE_S)
     try:
-        return await database.transact(only_reading, read_only=True, timeout_s=LONG_PATIENCE_S)
+        return await database.transact(read, read_only=True, timeout_s=LONG_PATIENCE_S)
     finally:
         await database.close()
 
 
 def _read(connection: Connection) -> list[ZeusJob]:
     tables = _tables(connection)
-    # In MySQL these columns are of single precision. Zeus reads six digits of them, as that database prints them, while
-    # a cast shows what is there. The specification is wanted as it was said: 0.9, and not 0.8999999761581421.
+    # MySQL stores these columns in single precision and prints six digits, which is what Zeus reads; a cast returns the
+    # stored value. The specification is read without a cast: 0.9, not 0.8999999761581421.
     digits = 6 if connection.dialect.name in ("mysql", "mariadb") else 15
     sizes = _by_job(_rows(connection, tables[_SIZE], "batch_size"))
     arms = _by_job(_rows(connection, tables[_ARM], "batch_size"))
@@ -177,13 +159,9 @@ def _by_job(rows: list[RowMapping]) -> dict[str, list[RowMapping]]:
 
 
 def _tables(connection: Connection) -> dict[str, Table]:
-    """Return Zeus's tables as the database has them.
-
-    Raises:
-        ZeusDatabaseError: Tables or columns are missing, or there are others.
-    """
+    """Return Zeus's tables; raise `ZeusDatabaseError` if tables or columns are missing, or there are other columns."""
     inspector = inspect(connection)
-    there = [name for name in _COLUMNS if inspector.has_table(name)]
+    there = [name for name in _TABLES if inspector.has_table(name)]
     if not there:
         hint = ""
         if inspector.has_table("jobs") and inspector.has_table("policy_memories"):
@@ -191,14 +169,14 @@ def _tables(connection: Connection) -> dict[str, Table]:
         raise ZeusDatabaseError(f"the database has no table of Zeus's batch size optimization server{hint}")
     metadata = MetaData()
     metadata.reflect(connection, only=there)
-    for name, wanted in _COLUMNS.items():
-        columns = metadata.tables[name].c.keys() if name in there else []
-        if set(columns) != set(wanted):
+    for name, names in _TABLES.items():
+        wanted, found = set(names.split()), set(metadata.tables[name].c.keys() if name in there else ())
+        if found != wanted:
             differs = [
-                *(f"no {name}.{column}" for column in sorted(set(wanted) - set(columns))),
-                *(f"{name}.{column} beside" for column in sorted(set(columns) - set(wanted))),
+                *(f"no {name}.{column}" for column in sorted(wanted - found)),
+                *(f"{name}.{column} beside" for column in sorted(found - wanted)),
             ]
             raise ZeusDatabaseError(
                 f"the tables are of another version of Zeus than 0.16, the one that can be read: {', '.join(differs)}"
             )
-    return {name: metadata.tables[name] for name in _COLUMNS}
+    return {name: metadata.tables[name] for name in _TABLES}

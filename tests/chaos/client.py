@@ -35,14 +35,7 @@ class RefusedError(Exception):
 
 
 class Client:
-    """Trains one trial after another.
-
-    Args:
-        jobs: What to train.
-        server_url: The server.
-        log: Where to write what was acknowledged.
-        rng: Decides on everything that is left to chance.
-    """
+    """Trains one trial of these jobs after another, and logs what was acknowledged."""
 
     def __init__(self, jobs: Sequence[Job], server_url: str, log: Path, rng: random.Random) -> None:
         self._jobs = jobs
@@ -52,11 +45,7 @@ class Client:
         self._rng = rng
 
     def run(self) -> None:
-        """Train until this process is killed.
-
-        Raises:
-            RefusedError: The server refused something.
-        """
+        """Train until this process is killed, or the server refuses something."""
         for job in self._jobs:
             self._send("POST", "/jobs", json=job.body)
             self._write("registered", {"job_id": job.job_id})

@@ -10,24 +10,21 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
-from sqlalchemy import text
 from sqlalchemy.engine import make_url
-from sqlalchemy.exc import DBAPIError
-from sqlalchemy.ext.asyncio import create_async_engine
 
 from bso_server.service.commands import BatchSizeService, Commands
-from bso_server.storage.database import open_database
-from bso_server.storage.store import Store
 from tests.chaos.jobs import jobs
 from tests.support import ROOT
+from tests.support.databases import end_sessions
 from tests.support.disks import fill
 from tests.support.servers import SERVER_START_S, ServerProcess
+from tests.support.service import open_store
 
 CLIENTS = 4
 PATIENCE_S = 120.0
@@ -37,23 +34,10 @@ WORKERS = ("--workers", "2")
 # Longer than any lease of a running trial: those of trainings that send no heartbeats last an hour.
 HOURS_LATER = timedelta(hours=2)
 
-# What finds the connections of a database's other users, and what ends one.
-_CONNECTIONS = {
-    "postgresql": "SELECT pid FROM pg_stat_activity WHERE datname = current_database() AND pid <> pg_backend_pid()",
-    "mysql": "SELECT id FROM information_schema.processlist WHERE db = database() AND id <> connection_id()",
-}
-_END = {"postgresql": "SELECT pg_terminate_backend({})", "mysql": "KILL {}"}
-
 
 @dataclass(frozen=True)
 class RunningClient:
-    """A client process.
-
-    Attributes:
-        process: The process.
-        log: Where it writes what was acknowledged.
-        errors: Where its last words stand if it ends of itself.
-    """
+    """A client process, the log of what was acknowledged, and what it says if it ends of itself."""
 
     process: subprocess.Popen[bytes]
     log: Path
@@ -66,17 +50,9 @@ class RunningClient:
 
 
 class Scene:
-    """A server with two workers, and the clients that it serves.
+    """A server with two workers, and its clients; `logs` are theirs, and `struck` counts the victims of disasters.
 
-    Args:
-        database_url: A database with the server's schema.
-        directory: For logs.
-        rng: Chooses victims, and seeds the clients.
-        disk: The small disk that holds the database, if it may fill up.
-
-    Attributes:
-        logs: What the clients were told.
-        struck: How often each disaster found a victim.
+    The database, which may be on a small `disk`, has the server's schema; `rng` chooses victims, and seeds the clients.
     """
 
     def __init__(self, database_url: str, directory: Path, rng: random.Random, disk: Path | None = None) -> None:
@@ -175,31 +151,18 @@ class Scene:
         """Abandon all running trials, those of living clients too, as one more worker whose clock is ahead would."""
 
         async def reap() -> int:
-            store = Store(open_database(self._server.database_url, patience_s=60.0), patience_s=60.0)
-            try:
+            async with open_store(self._server.database_url) as store:
                 return await BatchSizeService(store, Commands(clock=lambda: datetime.now(UTC) + HOURS_LATER)).reap()
-            finally:
-                await store.close()
 
         self.struck["lease"] += asyncio.run(reap())
 
     def cut_connections(self) -> None:
         """End one or more of the server's connections to its database, from the database's side."""
 
-        async def cut() -> None:
-            engine = create_async_engine(self._server.database_url, isolation_level="AUTOCOMMIT")
-            try:
-                async with engine.connect() as connection:
-                    numbers = (await connection.execute(text(_CONNECTIONS[self._backend]))).scalars().all()
-                    for number in self._rng.sample(numbers, self._rng.randint(min(1, len(numbers)), len(numbers))):
-                        # It may have ended meanwhile.
-                        with suppress(DBAPIError):
-                            await connection.execute(text(_END[self._backend].format(number)))
-                            self.struck["connection"] += 1
-            finally:
-                await engine.dispose()
+        def some(numbers: Sequence[int]) -> Sequence[int]:
+            return self._rng.sample(numbers, self._rng.randint(min(1, len(numbers)), len(numbers)))
 
-        asyncio.run(cut())
+        self.struck["connection"] += end_sessions(self._server.database_url, some)
 
     def _says_that_its_disk_is_full(self) -> bool:
         return "disk of its database is full" in self._server.log.read_text()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -39,13 +39,8 @@ OUTCOMES = {
 
 def read_logs(logs: Iterable[Path]) -> list[Acknowledgement]:
     """All that was acknowledged, of each client in order. A line that a SIGKILL broke off was never finished."""
-    return [json.loads(line) for log in logs for line in _finished_lines(log)]
-
-
-def _finished_lines(log: Path) -> Iterator[str]:
-    for line in log.read_text().splitlines(keepends=True):
-        if line.endswith("\n"):
-            yield line
+    lines = (line for log in logs for line in log.read_text().splitlines(keepends=True))
+    return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
 def check_numbers(acknowledged: Iterable[Acknowledgement]) -> None:

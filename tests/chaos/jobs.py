@@ -14,20 +14,14 @@ DEFAULT = 16
 
 @dataclass(frozen=True)
 class Job:
-    """A job.
-
-    Attributes:
-        body: As a client registers it.
-        out_of_memory: The batch size that does not fit into memory, or None.
-    """
+    """A job as a client registers it, with the batch size that does not fit into memory."""
 
     body: dict[str, Any]
     out_of_memory: int | None = None
 
     @property
     def job_id(self) -> str:
-        job_id: str = self.body["job_id"]
-        return job_id
+        return str(self.body["job_id"])
 
 
 def jobs(generation: int) -> tuple[Job, ...]:

@@ -3,12 +3,37 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests.support.masters import launch_of
 from zeus_plugins.errors import ZeusBSOConfigError
 from zeus_plugins.master import clusters
-from zeus_plugins.master.clusters import LOST, answered, note_loss
+from zeus_plugins.master.clusters import LOST, ClusterExecutor
+from zeus_plugins.master.executors import Launch
+
+
+class Cluster(ClusterExecutor):
+    """Fails as often as it is asked to answer, and then loses its only job."""
+
+    _CLUSTER = "the cluster"
+    _AWAY = (OSError, RuntimeError)
+
+    def __init__(self, *failures: Exception) -> None:
+        self.failures = list(failures)
+
+    def answer(self) -> str:
+        if self.failures:
+            raise self.failures.pop()
+        return "job 7, STOPPED"
+
+    def _submit(self, launch: Launch) -> Any: ...
+    def _find_unfinished(self, launch: Launch) -> Any: ...
+    def _cancel(self, job: Any) -> None: ...
+
+    def _await_exit(self, job: Any, launch: Launch) -> str:  # noqa: ARG002 - the interface's signature
+        return self._ask(self.answer)
 
 
 @pytest.fixture(autouse=True)
@@ -16,34 +41,20 @@ def _no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(clusters, "POLL_S", 0.0)
 
 
-def test_an_answer_may_come_late() -> None:
-    failures = [OSError("refused"), RuntimeError("502")]
-
-    def asks() -> str:
-        if failures:
-            raise failures.pop()
-        return "an answer"
-
-    assert answered(asks, "the cluster", (OSError, RuntimeError)) == "an answer"
+def test_an_answer_may_come_late_and_a_loss_is_noted_behind_what_the_run_has_printed(tmp_path: Path) -> None:
+    launch = launch_of(tmp_path, "0")
+    launch.log.write_text("half a line")
+    assert Cluster(OSError("refused"), RuntimeError("502")).run(launch, [].append) == LOST
+    assert launch.log.read_text() == "half a line\njob 7, STOPPED\n"
 
 
-def test_a_cluster_that_is_gone_ends_the_master(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cluster_that_is_gone_ends_the_master(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(clusters, "_PATIENCE_S", 0.0)
-
-    def asks() -> str:
-        raise OSError("refused")
-
+    failures = [OSError("refused")] * 1000
     with pytest.raises(ZeusBSOConfigError, match="the cluster has not answered for 0 s: refused"):
-        answered(asks, "the cluster", (OSError,))
+        Cluster(*failures).run(launch_of(tmp_path, "0"), [].append)
 
 
-def test_other_errors_are_nobodys_absence() -> None:
+def test_other_errors_are_nobodys_absence(tmp_path: Path) -> None:
     with pytest.raises(ZeroDivisionError):
-        answered(lambda: 1 // 0, "the cluster", (OSError,))
-
-
-def test_a_loss_is_noted_behind_what_the_run_has_printed(tmp_path: Path) -> None:
-    log = tmp_path / "rec01+try01.train.log"
-    log.write_text("half a line")
-    assert note_loss(log, "job 7, STOPPED") == LOST
-    assert log.read_text() == "half a line\njob 7, STOPPED\n"
+        Cluster(ZeroDivisionError()).run(launch_of(tmp_path, "0"), [].append)

@@ -16,7 +16,7 @@ from tests.support.masters import ROOT, TRAINING
 from zeus_plugins.client import client_from_environment
 from zeus_plugins.master import MasterState
 from zeus_plugins.master.history import cheapest_size
-from zeus_plugins.protocol import TrialState
+from zeus_plugins.protocol import JobView, TrialState
 
 LONG_S = 120.0
 # What a master imports.
@@ -112,6 +112,15 @@ class Bench:
         return MasterState.read(directory)
 
     @property
+    def job(self) -> JobView:
+        with client_from_environment(f"embedded://{self.directory / 'bso.sqlite3'}") as client:
+            return client.show_job("tiny")
+
+    @property
+    def trial_states(self) -> list[TrialState]:
+        return [trial.state for trial in self.job.trials]
+
+    @property
     def begun(self) -> list[str]:
         """The runs that scripts have begun: job ids."""
         begun = self.logs / "begun.txt"
@@ -131,12 +140,10 @@ def is_gone(pid: int) -> bool:
 def test_the_command_finds_the_size_that_the_server_shows(tmp_path: Path) -> None:
     bench = Bench(tmp_path, "server")
     output = bench.run(4)
-    with client_from_environment(f"embedded://{tmp_path / 'bso.sqlite3'}") as client:
-        shown = client.show_job("tiny")
-    state = bench.state
-    assert len(state.history) == 4
-    assert shown.best_batch_size == cheapest_size(state.history)
-    assert f"Cheapest batch size: {shown.best_batch_size}" in output.replace("the default, ", "")
+    history, best = bench.state.history, bench.job.best_batch_size
+    assert len(history) == 4
+    assert best == cheapest_size(history)
+    assert f"Cheapest batch size: {best}" in output.replace("the default, ", "")
     assert "rec04+try01: batch size" in output
     assert "accuracy 0." in output
 
@@ -167,8 +174,7 @@ def test_a_script_that_was_killed_with_its_master_is_launched_again(tmp_path: Pa
     bench.run(2, "--resume")
     assert [(run.job_id, run.seed) for run in bench.state.history] == [("rec01+try01", 123456), ("rec02+try01", 123457)]
     assert bench.begun == ["rec01+try01", "rec01+try01", "rec02+try01"]
-    with client_from_environment(f"embedded://{tmp_path / 'bso.sqlite3'}") as client:
-        assert [trial.state for trial in client.show_job("tiny").trials] == [TrialState.COMPLETED] * 2
+    assert bench.trial_states == [TrialState.COMPLETED] * 2
 
 
 @pytest.mark.slow
@@ -214,14 +220,12 @@ def test_an_interrupted_master_ends_its_script_first_and_can_be_resumed(
     process.send_signal(number)
     assert bench.end_of(process)[0] == status, bench.output.read_text()
     assert is_gone(script)
-    with client_from_environment(f"embedded://{tmp_path / 'bso.sqlite3'}") as client:
-        assert client.show_job("tiny").trials[-1].state is TrialState.SUSPENDED
+    assert bench.trial_states[-1] is TrialState.SUSPENDED
     assert "KeyboardInterrupt" in (next(bench.logs.glob("*/rec02+try01.train.log"))).read_text()
     (bench.logs / "go").touch()
     bench.run(2, "--resume")
     assert [run.job_id for run in bench.state.history] == ["rec01+try01", "rec02+try01"]
-    with client_from_environment(f"embedded://{tmp_path / 'bso.sqlite3'}") as client:
-        assert [trial.state for trial in client.show_job("tiny").trials] == [TrialState.COMPLETED] * 2
+    assert bench.trial_states == [TrialState.COMPLETED] * 2
 
 
 def test_a_second_ctrl_c_ends_a_script_that_does_not_listen(tmp_path: Path) -> None:

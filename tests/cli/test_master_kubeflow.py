@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.support.masters import WAITS, assert_adopts_what_a_killed_master_left, assert_runs_are_jobs, launch_of
+from tests.support.masters import (
+    WAITS,
+    assert_adopts_what_a_killed_master_left,
+    assert_runs_are_jobs,
+    launch_of,
+    wait_for,
+)
 from zeus_plugins.errors import ZeusBSOConfigError
 from zeus_plugins.master.executors import Launch
 
@@ -20,8 +25,6 @@ from zeus_plugins.master.clusters import KubeflowExecutor
 
 # Importing the clients of Kubernetes takes a while.
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::DeprecationWarning:kubeflow.*")]
-
-LIMIT_S = 120.0
 
 
 @pytest.fixture
@@ -34,13 +37,6 @@ def kubernetes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Clus
 
 def executor(**parameters: object) -> KubeflowExecutor:
     return KubeflowExecutor(**{"image": "registry.example/training:1", **parameters})
-
-
-def wait_for(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + LIMIT_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 def test_runs_are_train_jobs(kubernetes: Cluster, tmp_path: Path) -> None:

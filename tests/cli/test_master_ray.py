@@ -12,7 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.masters import WAITS, assert_adopts_what_a_killed_master_left, assert_runs_are_jobs, launch_of
+from tests.support.masters import (
+    WAITS,
+    assert_adopts_what_a_killed_master_left,
+    assert_runs_are_jobs,
+    launch_of,
+    wait_for,
+)
 from tests.support.servers import free_port
 from zeus_plugins.errors import ZeusBSOConfigError
 from zeus_plugins.master.executors import Launch
@@ -90,8 +96,7 @@ def test_a_job_that_somebody_stops_is_lost(address: str, tmp_path: Path) -> None
     launch, shown, ended = launch_of(tmp_path, WAITS), list[str](), list[int]()
     waiting = threading.Thread(target=lambda: ended.append(executor.run(launch, shown.append)))
     waiting.start()
-    while "waits\n" not in shown:
-        time.sleep(0.05)
+    wait_for(lambda: "waits\n" in shown)
     executor._client.stop_job(launch.marker.read_text())
     waiting.join()
     assert ended == [1]
@@ -114,10 +119,7 @@ def test_an_interrupted_master_stops_its_job(address: str, tmp_path: Path) -> No
         executor.run(launch, [].append)
     (submission_id,) = ids
     another = RayExecutor(address=address)._client
-    deadline = time.monotonic() + LIMIT_S
-    while not another.get_job_status(submission_id).is_terminal():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    wait_for(lambda: another.get_job_status(submission_id).is_terminal())
     assert another.get_job_status(submission_id) == "STOPPED"
 
 

@@ -33,7 +33,7 @@ from bso_server.core.policy import judge, stop_rule
 from bso_server.errors import IllegalTransitionError, InvalidReportError, NoSurvivorError
 from bso_server.service.exports import TrialExport
 from bso_server.storage.database import open_database
-from bso_server.storage.rows import TRIAL, trial_from
+from bso_server.storage.rows import TRIAL, trial_from, trial_row
 from bso_server.storage.store import Store
 from bso_server.storage.tables import trials
 from tests.support import ROOT
@@ -381,10 +381,10 @@ def test_a_trial_s_fields_are_its_columns() -> None:
 @settings(max_examples=25, deadline=None)
 def test_a_record_is_the_same_after_its_row_and_after_an_export(record: TrialRecord, reported: bool) -> None:
     record = record if reported else unreported(record)
-    row = TRIAL.of(record)
+    row = trial_row(record)
     assert (row["time_s"] is None) is (not reported)
     assert trial_from(row) == record
-    kept = {name: value for name, value in TrialExport(**row) if name in TRIAL.names}
+    kept = {name: value for name, value in TrialExport(**row) if name in TRIAL}
     assert trial_from({"job_id": record.job_id, **kept}) == replace(record, idempotency_key=None, owner=None)
 
 

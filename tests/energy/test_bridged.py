@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +61,7 @@ def test_what_lasts_is_an_error_where_nothing_may_be_made_up() -> None:
 def test_a_trial_outlives_an_error_that_passes_and_says_what_was_estimated(caplog: pytest.LogCaptureFixture) -> None:
     here, server = Machine(), ContractDouble(KEEP_TRAINING, KEEP_TRAINING, CONVERGED)
     job = JobSpec(job_id="mnist-1", job_id_prefix="mnist", batch_sizes=(32, 64), default_batch_size=32)
-    session = TrialSession(job, server.client(), here.monitor, environ={**os.environ, "ZEUS_JOB_ID": ""})
+    session = TrialSession(job, server.client(), here.monitor)
     session.ask()
     session.begin_measurement()
     here.train(10.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -51,36 +52,43 @@ def test_a_trainer_that_exists_already_takes_the_callback(bench: Bench) -> None:
     assert bench.only_trial().state is TrialState.COMPLETED
 
 
-def test_a_removed_callback_leaves_the_training_alone(bench: Bench) -> None:
-    callback = bench.callback()
-    trainer = bench.trainer(callback)
+def test_removed_callbacks_leave_the_training_alone(bench: Bench) -> None:
+    callback, meter = bench.callback(), ZeusEnergyTrainerCallback(seconds_and_joules(1.0, 10.0))
+    trainer = bench.trainer(callback, meter)
     trainer.remove_callback(callback)
+    trainer.remove_callback(meter)
     trainer.train()
     assert set(sizes_of(trainer)[:-1]) == {USERS_SIZE}
     assert not bench.is_registered()
+    assert not any("zeus/energy_j" in row for row in trainer.state.log_history)
 
 
 @pytest.mark.parametrize("run", ["evaluate", "predict"])
 def test_a_trainer_that_only_evaluates_has_no_trial(bench: Bench, run: str) -> None:
-    callback = bench.callback()
-    getattr(bench.trainer(callback), run)(val_digits())
+    callback, work = bench.callback(), Powered()
+    trainer = bench.trainer(callback, ZeusPowerLimitTrainerCallback(**work.options()))
+    getattr(trainer, run)(val_digits())
     with pytest.raises(ZeusBSOOperationOrderError, match="there is no trial before"):
         _ = callback.trial
     assert not bench.is_registered()
+    assert work.device.set_w == []
 
 
-def test_a_search_of_hyperparameters_is_refused(bench: Bench) -> None:
-    pytest.importorskip("optuna", reason="the search needs optuna")
+@pytest.mark.parametrize(
+    "search",
+    [
+        lambda trainer: trainer.train(trial={"learning_rate": 0.5}),
+        pytest.param(
+            lambda trainer: trainer.hyperparameter_search(n_trials=1),
+            marks=pytest.mark.skipif(find_spec("optuna") is None, reason="the search needs optuna"),
+        ),
+    ],
+    ids=["trial", "search"],
+)
+def test_a_search_of_hyperparameters_is_refused(bench: Bench, search: Callable[[Trainer], Any]) -> None:
     trainer = bench.trainer(bench.callback(), data={"model_init": lambda: Classifier()})
     with pytest.raises(ZeusBSOConfigError, match="search without the ZeusBSOTrainerCallback"):
-        trainer.hyperparameter_search(n_trials=1)
-    assert not bench.is_registered()
-
-
-def test_a_trial_of_a_search_is_refused(bench: Bench) -> None:
-    trainer = bench.trainer(bench.callback(), data={"model_init": lambda: Classifier()})
-    with pytest.raises(ZeusBSOConfigError, match="search without the ZeusBSOTrainerCallback"):
-        trainer.train(trial={"learning_rate": 0.5})
+        search(trainer)
     assert not bench.is_registered()
 
 

@@ -104,16 +104,6 @@ def test_outside_train_nothing_is_measured(bench: Bench, outside: str) -> None:
     assert run.left_behind() == []
 
 
-def test_a_second_training_has_totals_of_its_own(bench: Bench) -> None:
-    work = Work()
-    meter = ZeusEnergyTrainerCallback(work.monitor)
-    run = bench.training(meter, work=work)
-    for _ in range(2):
-        run.train()
-        assert meter.time_s == EPOCH
-        assert run.logged("zeus/energy_j") == energy_rows(EPOCH)
-
-
 def test_a_smaller_batch_found_after_memory_ran_out_pays_for_the_attempt(bench: Bench) -> None:
     work = Work({3: torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")})
     run = metered(bench, work, auto_find_batch_size=True)
@@ -138,14 +128,6 @@ def test_a_checkpoint_after_an_epoch_holds_its_row_in_plain_types(bench: Bench) 
     assert state["log_history"][-1]["zeus/energy_j"] == 10.0 * time_s
 
 
-def test_a_removed_callback_measures_nothing(bench: Bench) -> None:
-    meter = ZeusEnergyTrainerCallback(Work().monitor)
-    run = bench.training(meter)
-    run.trainer.remove_callback(meter)
-    run.train()
-    assert run.logged("zeus/energy_j") == []
-
-
 class TrainsAnother(TrainerCallback):
     """Trains with another trainer at the first step."""
 
@@ -155,15 +137,6 @@ class TrainsAnother(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
         if state.global_step == 1:
             self._other.train()
-
-
-def test_one_callback_in_two_trainings_at_a_time_is_refused(bench: Bench) -> None:
-    work = Work()
-    meter = ZeusEnergyTrainerCallback(work.monitor)
-    run = bench.training(meter, TrainsAnother(bench.trainer(meter)), work=work)
-    with pytest.raises(ZeusBSOOperationOrderError, match="in a training already"):
-        run.train()
-    assert work.monitor.open_windows == []
 
 
 def test_a_training_within_that_does_not_know_its_callback_is_refused(bench: Bench) -> None:

@@ -40,7 +40,8 @@ PAIRED = {"TRL's DPOTrainer", "TRL's RewardTrainer"}
 def test_a_kindred_trainer_trains_at_the_servers_size(bench: Bench, name: str) -> None:
     make, monitor = WAYS[name]
     callback = bench.callback(bench.job(**EASY), monitor)
-    sizes, train = make(bench.folder, callback)
+    trainer, train = made if isinstance(made := make(bench.folder, callback), tuple) else (made, made.train)
+    sizes = hf_kin.counted(trainer)
     train()
     expected = SERVERS_SIZE * (2 if name in PAIRED else 1) // (2 if "accumulating" in name else 1)
     full = [size for size in sizes if size == expected]
@@ -51,7 +52,7 @@ def test_a_kindred_trainer_trains_at_the_servers_size(bench: Bench, name: str) -
 
 def test_grpo_refuses_sizes_that_tear_its_groups_apart_before_a_trial(bench: Bench) -> None:
     callback = bench.callback(bench.job(batch_sizes=(42, SERVERS_SIZE), **EASY), "eval_reward")
-    trainer = hf_kin.grpo_trainer(bench.folder, callback)
+    trainer = hf_kin.grpo(bench.folder, callback)
     with pytest.raises(ZeusBSOConfigError, match=r"num_generations=4 .* sizes \[42\] .* choose multiples of 4"):
         trainer.train()
     assert not bench.is_registered()
@@ -69,7 +70,7 @@ class GenerationWatch(TrainerCallback):
 
 def test_grpo_generates_for_as_many_steps_at_once_as_before_and_has_its_own_numbers_again(bench: Bench) -> None:
     callback = bench.callback(bench.job(**EASY), "eval_reward", max_per_device_batch_size=24)
-    trainer = hf_kin.grpo_trainer(bench.folder, callback, steps_per_generation=2)
+    trainer = hf_kin.grpo(bench.folder, callback, steps_per_generation=2)
     watch = GenerationWatch()
     trainer.add_callback(watch)
     sizes = hf_kin.counted(trainer)
@@ -81,7 +82,7 @@ def test_grpo_generates_for_as_many_steps_at_once_as_before_and_has_its_own_numb
 
 def test_negatives_within_a_batch_are_warned_of(bench: Bench, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "zeus_plugins"):
-        hf_kin.sentence_trainer(tmp_path, bench.callback(bench.job(**EASY), "eval_loss"), hf_kin.pairs()).train()
+        hf_kin.sentences(tmp_path, bench.callback(bench.job(**EASY), "eval_loss")).train()
     (warning,) = [record.getMessage() for record in caplog.records if "negative" in record.getMessage()]
     assert warning.startswith("MultipleNegativesRankingLoss takes the other samples of a batch as negative examples")
 

@@ -1,4 +1,4 @@
-"""The Trainer's own ways beside power limits: accumulated batches, trainers that exist already, and `evaluate`."""
+"""The Trainer's own ways beside power limits: accumulated batches, and trainers that exist already."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import pytest
 
 from tests.support.frameworks import Powered
 from tests.support.hf_bench import Bench
-from tests.support.hf_models import val_digits
 from tests.support.power_limit_bench import BEST_W, FOUND_W, LIMITS_W, TABLE
 from zeus_plugins.huggingface import ZeusPowerLimitTrainerCallback
 
@@ -20,14 +19,6 @@ def test_accumulated_batches_are_one_step(bench: Bench) -> None:
     # The last step of an epoch accumulates one batch alone.
     assert callback.profile.samples[-1].time_per_step_s == pytest.approx(2 * TABLE[FOUND_W].time_per_step_s)
     assert callback.profile.batch_size == 32
-
-
-@pytest.mark.parametrize("outside", ["evaluate", "predict"])
-def test_outside_train_no_limit_is_set(bench: Bench, outside: str) -> None:
-    work = Powered()
-    run = bench.training(ZeusPowerLimitTrainerCallback(**work.options()), work=work)
-    getattr(run.trainer, outside)(val_digits())
-    assert work.device.set_w == []
 
 
 def test_a_trainer_that_exists_already_shares_its_limits_through_the_server(bench: Bench) -> None:

@@ -14,17 +14,26 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import EarlyStopping, GradientAccumulationScheduler, ModelCheckpoint
-from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.callbacks import EarlyStopping, GradientAccumulationScheduler
 from lightning.pytorch.tuner.tuning import Tuner
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR
+from torch.utils.data import DataLoader, DistributedSampler
 
 from tests.support import lightning_models as models
 from tests.support.frameworks import Work
 from tests.support.job_bench import AT_ONCE, EPOCH_OF_48, NEVER, NEXT_SIZE, SERVERS_SIZE
 from tests.support.lightning_bench import QUIET, Bench, Watch
-from tests.support.lightning_models import USERS_SIZE, Classifier, TrainOnly, quiet_trainer, train_loader
+from tests.support.lightning_models import (
+    USERS_SIZE,
+    Classifier,
+    DataKind,
+    TrainOnly,
+    digits,
+    quiet_trainer,
+    train_loader,
+)
 from zeus_plugins.energy import EstimateMonitor
 from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSOOperationOrderError, ZeusBSOTrainFailError
 from zeus_plugins.lightning import ZeusBSOCallback
@@ -32,30 +41,31 @@ from zeus_plugins.protocol import TrialState
 
 pytestmark = QUIET
 
-# How a user may give the training data: the module, and what to pass to fit.
-DataKind = Callable[[], tuple[TrainOnly, dict[str, Any]]]
 DATA: dict[str, DataKind] = {
-    "datamodule.batch_size": lambda: (Classifier(), {"datamodule": models.AttributeData()}),
-    "datamodule.hparams": lambda: (Classifier(), {"datamodule": models.HyperparameterData()}),
-    "hard-coded in the datamodule": lambda: (Classifier(), {"datamodule": models.HardCodedData()}),
+    **models.WAYS,
     "read-only property": lambda: (Classifier(), {"datamodule": models.PropertyData()}),
-    "built once in setup": lambda: (Classifier(), {"datamodule": models.BuiltOnceData()}),
-    "module.batch_size": lambda: (models.SizedModule(), {}),
     "hard-coded in the module": lambda: (models.HardCodedModule(), {}),
-    "loader": lambda: (Classifier(), {"train_dataloaders": train_loader()}),
-    "subclass": lambda: (Classifier(), {"train_dataloaders": models.LoaderWithSurcharge(0.5)}),
-    "batch sampler": lambda: (Classifier(), {"train_dataloaders": models.batch_sampler_loader()}),
-    "stream": lambda: (Classifier(), {"train_dataloaders": models.stream_loader()}),
-    "stream with a length": lambda: (Classifier(), {"train_dataloaders": models.measured_stream_loader()}),
-    "persistent workers": lambda: (Classifier(), {"train_dataloaders": models.persistent_loader()}),
-    "own distributed sampler": lambda: (Classifier(), {"train_dataloaders": models.own_distributed_sampler_loader()}),
+    "stream with a length": lambda: (
+        Classifier(),
+        {"train_dataloaders": DataLoader(models.MeasuredStream(), batch_size=USERS_SIZE)},
+    ),
+    "persistent workers": lambda: (
+        Classifier(),
+        {"train_dataloaders": DataLoader(digits()[0], USERS_SIZE, num_workers=1, persistent_workers=True)},
+    ),
+    "own distributed sampler": lambda: (
+        Classifier(),
+        {"train_dataloaders": DataLoader(digits()[0], USERS_SIZE, sampler=DistributedSampler(digits()[0], 1, 0))},
+    ),
     "module.hparams": lambda: (models.HyperparameterModule(), {}),
-    "manual optimization": lambda: (models.ManualModule(), {"train_dataloaders": train_loader()}),
 }
 COLLECTIONS: dict[str, DataKind] = {
-    "list": lambda: (Classifier(), {"train_dataloaders": models.loaders_in_a_list()}),
+    "list": lambda: (Classifier(), {"train_dataloaders": [train_loader(), train_loader()]}),
     "dict": lambda: (Classifier(), {"train_dataloaders": models.loaders_in_a_dict()}),
-    "combined": lambda: (Classifier(), {"train_dataloaders": models.combined_loader()}),
+    "combined": lambda: (
+        Classifier(),
+        {"train_dataloaders": CombinedLoader([train_loader(), train_loader()], "max_size_cycle")},
+    ),
 }
 
 
@@ -226,19 +236,6 @@ def test_the_signal_that_lightning_makes_an_error_of_suspends_the_trial(bench: B
     assert "SIGTERMException" in (trial.message or "")
 
 
-def test_a_second_fit_is_a_second_trial(bench: Bench) -> None:
-    callback = bench.callback()
-    data = models.BuiltOnceData()
-    first, second = Classifier(), Classifier()
-    quiet_trainer(callback).fit(first, data)
-    assert (callback.trial.trial_number, callback.trial.batch_size) == (1, SERVERS_SIZE)
-    quiet_trainer(callback).fit(second, data)
-    assert (callback.trial.trial_number, callback.trial.batch_size) == (2, NEXT_SIZE)
-    assert first.seen_sizes == EPOCH_OF_48
-    assert second.seen_sizes == [NEXT_SIZE] * 7
-    assert [trial.state for trial in bench.view().trials] == [TrialState.COMPLETED] * 2
-
-
 # The learning rate
 
 
@@ -340,21 +337,15 @@ def test_a_tuner_leaves_the_callback_idle(bench: Bench, tmp_path: Path) -> None:
 # Verdicts
 
 
-def test_a_failed_trial_raises_after_everything_was_saved(bench: Bench, tmp_path: Path) -> None:
+def test_a_failed_trial_raises_after_everything_was_saved(bench: Bench) -> None:
     callback = bench.callback(bench.job(NEVER))
-    trainer = quiet_trainer(
-        callback,
-        ModelCheckpoint(tmp_path / "saved", "last-{epoch}"),
-        logger=CSVLogger(tmp_path, name=None, version=""),
-        enable_checkpointing=True,
-        log_every_n_steps=1,
-    )
+    training = bench.training(callback, save_every=0)
     with pytest.raises(ZeusBSOTrainFailError, match="all that max_epochs allows; launch the training again"):
-        trainer.fit(Classifier(), train_loader())
-    header, first_row, *_ = (tmp_path / "metrics.csv").read_text().splitlines()
-    logged = dict(zip(header.split(","), first_row.split(","), strict=True))
-    assert (logged["zeus/batch_size"], logged["zeus/trial_number"], logged["zeus/lr_factor"]) == ("48.0", "1.0", "1.0")
-    assert (tmp_path / "saved" / "last-epoch=0.ckpt").exists()
+        training.train()
+    assert training.logged("zeus/batch_size") == [
+        {"zeus/batch_size": 48.0, "zeus/trial_number": 1.0, "zeus/lr_factor": 1.0}
+    ]
+    assert bench.checkpoint(len(EPOCH_OF_48)).exists()
     assert callback.trial.verdict is not None
     assert bench.only_trial().state is TrialState.EXHAUSTED
 

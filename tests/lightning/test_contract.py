@@ -216,27 +216,6 @@ def made_anew(module: LightningModule) -> Any:
     return anew
 
 
-class MadeInTheModule(Classifier):
-    """Makes its loader where Lightning takes note of the arguments."""
-
-    def __init__(self, *arguments: Any, **keywords: Any) -> None:
-        super().__init__()
-        self._arguments, self._keywords = arguments, keywords
-
-    def train_dataloader(self) -> Any:
-        return DataLoader(digits()[0], *self._arguments, **self._keywords)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "keywords"), [((16,), {}), ((), {"batch_size": 16}), ((), {})], ids=["position", "keyword", "default"]
-)
-def test_lightning_makes_a_loader_anew_from_arguments_that_it_saved(
-    arguments: tuple[int, ...], keywords: dict[str, int]
-) -> None:
-    anew = made_anew(MadeInTheModule(*arguments, **keywords))
-    holds(anew.batch_size == 24, "a loader is made anew from __pl_saved_args and __pl_saved_kwargs")
-
-
 class Halves(BatchSampler):
     """A batch sampler whose size is an argument with a default."""
 
@@ -244,18 +223,27 @@ class Halves(BatchSampler):
         super().__init__(sampler, batch_size, drop_last)
 
 
+@pytest.mark.parametrize("is_sampler", [False, True], ids=["loader", "batch sampler"])
 @pytest.mark.parametrize(
     ("arguments", "keywords"), [((16,), {}), ((), {"batch_size": 16}), ((), {})], ids=["position", "keyword", "default"]
 )
-def test_lightning_makes_a_batch_sampler_anew_from_arguments_that_it_saved(
-    arguments: tuple[int, ...], keywords: dict[str, int]
+def test_lightning_makes_a_loader_anew_from_arguments_that_it_saved(
+    arguments: tuple[int, ...], keywords: dict[str, int], *, is_sampler: bool
 ) -> None:
     class Module(Classifier):
+        """Makes its loader where Lightning takes note of the arguments."""
+
         def train_dataloader(self) -> Any:
             data = digits()[0]
-            return DataLoader(data, batch_sampler=Halves(SequentialSampler(data), *arguments, **keywords))
+            if is_sampler:
+                return DataLoader(data, batch_sampler=Halves(SequentialSampler(data), *arguments, **keywords))
+            return DataLoader(data, *arguments, **keywords)
 
-    holds(made_anew(Module()).batch_sampler.batch_size == 24, "a batch sampler is made anew from the arguments saved")
+    anew = made_anew(Module())
+    batcher = anew.batch_sampler if is_sampler else anew
+    holds(
+        batcher.batch_size == 24, "loaders and batch samplers are made anew from __pl_saved_args and __pl_saved_kwargs"
+    )
 
 
 def test_a_metric_is_a_tensor_that_any_callback_sees(fits: Fits) -> None:

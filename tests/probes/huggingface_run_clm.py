@@ -51,31 +51,21 @@ def compute_metrics(eval_preds):
 
 def main():
     parser = HfArgumentParser((ModelArguments, DataTrainingArguments, TrainingArguments))
-    model_args, data_args, training_args = parser.parse_args_into_dataclasses(
-        [
-            "--train_file",
-            "train.txt",
-            "--validation_file",
-            "valid.txt",
-            "--output_dir",
-            "clm",
-            "--do_train",
-            "--do_eval",
-            "--eval_strategy",
-            "epoch",
-            "--num_train_epochs",
-            "2",
-            "--learning_rate",
-            "0.01",
-            "--warmup_steps",
-            "4",
-            "--lr_scheduler_type",
-            "cosine",
-            "--report_to",
-            "none",
-            "--save_strategy",
-            "epoch",
-        ]
+    model_args, data_args, training_args = parser.parse_dict(
+        {
+            "train_file": "train.txt",
+            "validation_file": "valid.txt",
+            "output_dir": "clm",
+            "do_train": True,
+            "do_eval": True,
+            "eval_strategy": "epoch",
+            "num_train_epochs": 2,
+            "learning_rate": 0.01,
+            "warmup_steps": 4,
+            "lr_scheduler_type": "cosine",
+            "report_to": "none",
+            "save_strategy": "epoch",
+        }
     )
     set_seed(training_args.seed)
     write_texts()

@@ -86,4 +86,5 @@ trainer = Trainer(
 
 trainer.train()
 trainer.save_model("final")
-print(trainer.evaluate())
+print(trainer.evaluate(eval_dataset=eval_dataset))
+print(trainer.predict(eval_dataset, metric_key_prefix="predict").metrics)

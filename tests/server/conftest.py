@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack, closing
+from pathlib import Path
 
 import httpx
 import pytest
 from sqlalchemy.engine import make_url
 
+from tests.support.databases import SQLITE_DRIVERS
 from tests.support.input_scene import Scene, begin, register
 from tests.support.servers import ServerProcess
+from tests.support.service import JobService, job_service
+
+
+@pytest.fixture(params=SQLITE_DRIVERS)
+def sqlite_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """The URL of a SQLite file that nothing has made yet, in both ways in turn."""
+    return f"{request.param}:///{tmp_path / 'bso.sqlite3'}"
 
 
 @pytest.fixture(scope="module")
@@ -31,3 +40,17 @@ def scene(any_server: ServerProcess) -> Iterator[Scene]:
             http.post("/report", json={**running, **reported}).raise_for_status()
         begin(http, other_job)
         yield Scene(http, running, reported, ended, final, verdict, other_job, file)
+
+
+@pytest.fixture
+async def bso(database_url: str) -> AsyncIterator[JobService]:
+    """The service with a job of its own, on each kind of database."""
+    async with job_service(database_url) as service:
+        yield service
+
+
+@pytest.fixture
+def quiet_logs(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    """Hundreds of lines per example would only slow the examples down."""
+    with caplog.at_level("WARNING", logger="bso_server"):
+        yield

@@ -8,7 +8,6 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -34,13 +33,8 @@ def queries() -> Iterator[str]:
 
 
 def promtool(*arguments: str | Path) -> str:
-    done = subprocess.run(
-        [shutil.which("promtool") or "promtool", *arguments],
-        cwd=PROMETHEUS,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command = [shutil.which("promtool") or "promtool", *arguments]
+    done = subprocess.run(command, cwd=PROMETHEUS, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -57,23 +51,17 @@ async def test_every_metric_that_is_asked_for_exists(tmp_path: Path) -> None:
 def test_the_dashboard_shows_what_is_described() -> None:
     described = set(re.findall(r"^\| `(zeus_bso_\w+)`", PAGE, re.MULTILINE)) - {"zeus_bso_unnamed_jobs"}
     shown = "\n".join(queries())
-    by_job_only_alerted = {
-        "zeus_bso_saved_cost_joules",
-        "zeus_bso_job_energy_joules",
-        "zeus_bso_job_saved_energy_joules",
+    only_alerted = {
+        f"zeus_bso_{name}" for name in ("saved_cost_joules", "job_energy_joules", "job_saved_energy_joules")
     }
-    assert {name for name in described if name not in shown} <= by_job_only_alerted
+    assert {name for name in described if name not in shown} <= only_alerted
 
 
 def test_the_panels_lie_beside_one_another() -> None:
     taken: set[tuple[int, int]] = set()
     for panel in DASHBOARD["panels"]:
-        place: dict[str, Any] = panel["gridPos"]
-        cells = {
-            (x, y)
-            for x in range(place["x"], place["x"] + place["w"])
-            for y in range(place["y"], place["y"] + place["h"])
-        }
+        left, top, width, height = (panel["gridPos"][name] for name in "xywh")
+        cells = {(x, y) for x in range(left, left + width) for y in range(top, top + height)}
         assert not cells & taken
         assert all(x < 24 for x, _ in cells)
         taken |= cells

@@ -21,7 +21,6 @@ import pytest
 
 from bso_server.core.model import TrialRecord
 from bso_server.service.commands import BatchSizeService, Commands
-from bso_server.storage.database import open_database
 from bso_server.storage.store import Store
 from bso_server.storage.transaction import Transaction
 from tests.chaos.disasters import Scene
@@ -29,6 +28,7 @@ from tests.chaos.evidence import Acknowledgement, check_job, check_numbers, read
 from tests.chaos.jobs import Job, jobs, result
 from tests.support.disks import small_disk
 from tests.support.servers import bso_server
+from tests.support.service import open_store
 from zeus_plugins.protocol import ALIVE, Origin, TrainingResult, TrialEnd, TrialState
 
 pytestmark = [
@@ -142,9 +142,8 @@ async def explore(service: BatchSizeService, job: Job) -> int:
             await service.transact(service.commands.end_trial, TrialEnd(**identity, outcome=TrialState.INFEASIBLE))
             continue
         for epoch in count(1):
-            if (
-                await service.reports.record_report(TrainingResult(**identity, **result(trial.batch_size, epoch)))
-            ).stop_train:
+            report = TrainingResult(**identity, **result(trial.batch_size, epoch))
+            if (await service.reports.record_report(report)).stop_train:
                 break
     raise AssertionError(f"{job.job_id} does not end exploring")
 
@@ -153,10 +152,7 @@ def on_database(database_url: str, use: Callable[[Store], Awaitable[T]]) -> T:
     """Use the database from this process."""
 
     async def run() -> T:
-        store = Store(open_database(database_url, patience_s=60.0), patience_s=60.0)
-        try:
+        async with open_store(database_url) as store:
             return await use(store)
-        finally:
-            await store.close()
 
     return asyncio.run(run())

@@ -20,12 +20,12 @@ from bso_server.errors import DatabaseUnavailableError
 from bso_server.service.reports import Outcome, ReportBatch
 from bso_server.storage.database import AsyncDatabase
 from bso_server.storage.deadlines import Deadline, begin_request, waiting
-from bso_server.storage.queries import epochs_of
+from bso_server.storage.queries import epochs_between
 from bso_server.storage.store import Store
 from bso_server.storage.transaction import RowLocked, Transaction
-from tests.support.databases import DATABASES, MYSQL, POSTGRESQL, SQLITE_DRIVERS
+from tests.support.databases import DATABASES, MYSQL, POSTGRESQL
 from tests.support.relay import relay_to
-from tests.support.service import HOUR_S, JobService, beat_of, open_store
+from tests.support.service import HOUR_S, JobService, beat_of, job_service, open_store, trial_id
 from zeus_plugins.protocol import TrainingResult, TrialDispatch, TrialState
 
 # More than anything takes that is not held up, on a machine with much else to do.
@@ -34,8 +34,6 @@ LONG_S = 60.0
 SHORT_S = 2.0
 # More requests than there are connections.
 MANY = 15
-
-SLEEP = {"postgresql": "SELECT pg_sleep(600)", "mysql": "SELECT sleep(600)", "mariadb": "SELECT sleep(600)"}
 
 T = TypeVar("T")
 
@@ -49,11 +47,6 @@ async def jobs_on(store: Store, number: int) -> list[JobService]:
         server.service = servers[0].service
         await server.service.register(server.job)
     return servers
-
-
-async def job_on(store: Store) -> JobService:
-    """The service with a job of its own."""
-    return (await jobs_on(store, 1))[0]
 
 
 @asynccontextmanager
@@ -78,6 +71,11 @@ def row_of(server: JobService, trial: TrialDispatch | None = None) -> str:
     return f"trials WHERE job_id = '{trial.job_id}' AND trial_number = {trial.trial_number}"
 
 
+def sleeps(transaction: Transaction) -> None:
+    prefix = "pg_" if transaction.connection.dialect.name == "postgresql" else ""
+    transaction.connection.exec_driver_sql(f"SELECT {prefix}sleep(600)").all()
+
+
 async def wait_until(holds: Callable[[], bool]) -> None:
     async with asyncio.timeout(LONG_S):
         while not holds():
@@ -100,7 +98,7 @@ async def sent_until_taken(request: Callable[[], Coroutine[Any, Any, T]]) -> T:
 
 
 async def epochs(server: JobService, trial: TrialDispatch) -> list[float]:
-    found = await server.store.read(epochs_of, trial.job_id, trial.trial_number)
+    found = await server.store.read(epochs_between, trial.job_id, trial.trial_number, trial.trial_number)
     return [epoch.epoch for epoch in found]
 
 
@@ -108,13 +106,25 @@ async def beat(server: JobService, trial: TrialDispatch) -> None:
     await server.service.transact(server.service.commands.heartbeat, beat_of(trial))
 
 
+async def outcomes_without_waiting(server: JobService, *reports: tuple[TrialDispatch, int, float]) -> list[Outcome]:
+    """The outcomes of a group of reports: of these trials, at these epochs, with these metrics."""
+    results = [
+        TrainingResult(**trial_id(trial).model_dump(), time=epoch, energy=epoch, metric=metric, current_epoch=epoch)
+        for trial, epoch, metric in reports
+    ]
+
+    def take(transaction: Transaction) -> list[Outcome]:
+        group = [(result, UNRESTRICTED) for result in results]
+        return ReportBatch(transaction, group, server.service.commands.moment(), waits=False).take()
+
+    return await server.store.write_at_once(take)
+
+
 def checked_out(store: Store) -> int:
     """Connections in use."""
-    database: Any = store._database
-    assert isinstance(database, AsyncDatabase)
-    pool: Any = database._engine.pool
-    number: int = pool.checkedout()
-    return number
+    assert isinstance(store._database, AsyncDatabase)
+    pool: Any = store._database._engine.pool
+    return int(pool.checkedout())
 
 
 @with_row_locks
@@ -154,8 +164,7 @@ class TestRowsThatStayLocked:
             await asyncio.gather(*requests)
 
     async def test_hold_up_no_other_trial_of_their_job(self, database_url: str) -> None:
-        async with open_store(database_url, patience_s=LONG_S) as store:
-            server = await job_on(store)
+        async with job_service(database_url) as server:
             first, second = await server.suggest(), await server.suggest()
             async with locked(database_url, row_of(server, first)):
                 waiting_report = asyncio.create_task(server.report(first, cost_j=100))
@@ -180,54 +189,25 @@ class TestRowsThatStayLocked:
 
     async def test_leave_the_order_of_a_group_in_which_a_report_needs_its_job(self, database_url: str) -> None:
         """The first report would end the trial, and so waits for the job; the second one must not pass it."""
-        async with open_store(database_url, patience_s=LONG_S) as store:
-            server = await job_on(store)
+        async with job_service(database_url) as server:
             trial = await server.suggest()
-            key = trial.model_dump(include={"job_id", "batch_size", "trial_number"})
-            reports = [
-                (TrainingResult(**key, time=epoch, energy=epoch, metric=metric, current_epoch=epoch), UNRESTRICTED)
-                for epoch, metric in ((1, 0.95), (2, 0.5))
-            ]
-
-            def outcomes(transaction: Transaction) -> list[Outcome]:
-                return ReportBatch(transaction, reports, server.service.commands.moment(), waits=False).take()
-
             async with locked(database_url, row_of(server)):
-                assert await store.write_at_once(outcomes) == [RowLocked.ROW_LOCKED] * 2
+                outcomes = await outcomes_without_waiting(server, (trial, 1, 0.95), (trial, 2, 0.5))
+                assert outcomes == [RowLocked.ROW_LOCKED] * 2
             assert await epochs(server, trial) == []
 
     async def test_of_several_trials_end_none_while_their_job_is_locked(self, database_url: str) -> None:
         """A job that is written without its lock would lose what others did to it, such as the numbers of trials."""
-        async with open_store(database_url) as store:
-            server = await job_on(store)
+        async with job_service(database_url) as server:
             trials = [await server.suggest() for _ in range(3)]
-            reports = [
-                (
-                    TrainingResult(
-                        job_id=trial.job_id,
-                        batch_size=trial.batch_size,
-                        trial_number=trial.trial_number,
-                        time=1,
-                        energy=1,
-                        metric=0.95,
-                        current_epoch=1,
-                    ),
-                    UNRESTRICTED,
-                )
-                for trial in trials
-            ]
-
-            def outcomes(transaction: Transaction) -> list[Outcome]:
-                return ReportBatch(transaction, reports, server.service.commands.moment(), waits=False).take()
-
             async with locked(database_url, row_of(server)):
-                assert await store.write_at_once(outcomes) == [RowLocked.ROW_LOCKED] * 3
+                outcomes = await outcomes_without_waiting(server, *((trial, 1, 0.95) for trial in trials))
+                assert outcomes == [RowLocked.ROW_LOCKED] * 3
             assert await server.states() == [TrialState.RUNNING] * 3
 
     async def test_end_a_trial_once_its_job_can_be_had(self, database_url: str) -> None:
         """PostgreSQL locks the job after the trial, which has been locked by then; other databases both at once."""
-        async with open_store(database_url, patience_s=LONG_S) as store:
-            server = await job_on(store)
+        async with job_service(database_url) as server:
             first, second = await server.suggest(), await server.suggest()
             async with locked(database_url, row_of(server)):
                 end = asyncio.create_task(server.reach(first))
@@ -240,7 +220,7 @@ class TestRowsThatStayLocked:
 
     async def test_are_told_of_when_they_take_too_long(self, database_url: str) -> None:
         async with open_store(database_url, patience_s=SHORT_S) as store:
-            server = await job_on(store)
+            (server,) = await jobs_on(store, 1)
             trial, other = await server.suggest(), await server.suggest()
             async with locked(database_url, row_of(server), row_of(server, trial)):
                 await asyncio.gather(
@@ -284,7 +264,7 @@ class TestASilentNetwork:
     async def test_is_told_of_and_survived(self, database_url: str) -> None:
         with relay_to(database_url) as relay:
             async with open_store(relay.url_of(database_url), patience_s=SHORT_S) as store:
-                server = await job_on(store)
+                (server,) = await jobs_on(store, 1)
                 trial = await server.suggest()
                 # As many connections as there may be.
                 await asyncio.gather(*(store.read(Transaction.all_tokens) for _ in range(MANY)))
@@ -338,24 +318,14 @@ class TestSessions:
                 assert await store.read(limits) == await store.write(limits) == usual
 
     async def test_end_a_statement_that_takes_too_long(self, database_url: str) -> None:
-        sleep = SLEEP[make_url(database_url).get_backend_name()]
-
-        def work(transaction: Transaction) -> None:
-            transaction.connection.exec_driver_sql(sleep).all()
-
         async with open_store(database_url, patience_s=SHORT_S) as store:
-            await asyncio.gather(*(unavailable(store.write(work)) for _ in range(MANY)))
+            await asyncio.gather(*(unavailable(store.write(sleeps)) for _ in range(MANY)))
             await wait_until(lambda: checked_out(store) == 0)
             await sent_until_taken(lambda: store.write(Transaction.all_tokens))
 
     async def test_that_are_given_up_by_their_request_are_given_back(self, database_url: str) -> None:
-        sleep = SLEEP[make_url(database_url).get_backend_name()]
-
-        def work(transaction: Transaction) -> None:
-            transaction.connection.exec_driver_sql(sleep).all()
-
         async with open_store(database_url, patience_s=LONG_S) as store:
-            requests = [asyncio.create_task(store.write(work)) for _ in range(MANY)]
+            requests = [asyncio.create_task(store.write(sleeps)) for _ in range(MANY)]
             await wait_until(lambda: checked_out(store) > 1)
             for request in requests:
                 request.cancel()
@@ -381,22 +351,19 @@ class TestSessions:
             assert tries > 1
 
 
-@pytest.fixture(params=SQLITE_DRIVERS)
-def sqlite_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    return f"{request.param}:///{tmp_path / 'bso.sqlite3'}"
-
-
 async def test_a_sqlite_file_that_stays_locked_is_told_of(sqlite_url: str, tmp_path: Path) -> None:
     async with open_store(sqlite_url, patience_s=SHORT_S) as store:
-        server = await job_on(store)
+        (server,) = await jobs_on(store, 1)
         trial = await server.suggest()
         with closing(sqlite3.connect(tmp_path / "bso.sqlite3", isolation_level=None)) as shell:
             shell.execute("BEGIN IMMEDIATE")
             # None waits until those before it are over.
             await asyncio.gather(
-                *(unavailable(server.report(trial, cost_j=100)) for _ in range(5)),
-                *(unavailable(beat(server, trial)) for _ in range(5)),
-                *(unavailable(server.suggest()) for _ in range(5)),
+                *(
+                    unavailable(request)
+                    for _ in range(5)
+                    for request in (server.report(trial, cost_j=100), beat(server, trial), server.suggest())
+                )
             )
             assert await server.states() == [TrialState.RUNNING]
             shell.execute("ROLLBACK")
@@ -408,7 +375,7 @@ async def test_a_sqlite_file_that_stays_locked_is_told_of(sqlite_url: str, tmp_p
 async def test_work_that_takes_too_long_is_given_up(database_url: str) -> None:
     async with open_store(database_url, patience_s=LONG_S) as store:
         with pytest.raises(DatabaseUnavailableError) as caught:
-            await store._attempt(lambda _: None, timeout_s=0.0)
+            await store._attempt(lambda _: None, read_only=False, timeout_s=0.0)
         assert "no answer within" in caught.value.detail
         await store.write(Transaction.all_tokens)
 

@@ -6,32 +6,31 @@ import pytest
 
 from bso_server.errors import IllegalTransitionError, UnknownTrialError
 from bso_server.service.health import differences
-from tests.support.service import job_service
+from tests.support.service import JobService, job_service
 from zeus_plugins.protocol import GP_VOI, OWN_POLICIES, EndReason, TrialState
 
 
 @pytest.mark.parametrize(("metric", "epoch"), [(0.95, 1), (0.5, 10)])
-async def test_a_cost_that_cannot_be_is_kept_and_not_counted(database_url: str, metric: float, epoch: float) -> None:
-    async with job_service(database_url) as server:
-        absurd = await server.suggest()
-        first = await server.report(absurd, cost_j=2e-7, metric=metric, epoch=epoch)
-        assert (first.stop_train, first.converged) == (True, metric > 0.9)
-        assert "not counted, as a run cannot cost 2e-07 J" in first.message
-        assert await server.report(absurd, cost_j=2e-7, metric=metric, epoch=epoch) == first
-        # Its exploration is owed again, and what it says stops nobody.
-        again = await server.suggest()
-        assert (again.batch_size, again.origin) == (absurd.batch_size, absurd.origin)
-        await server.reach(again, 500.0)
-        # Against the others: no size saves all but a hundred-thousandth.
-        last = await server.report(await server.suggest(), cost_j=0.004, metric=metric, epoch=epoch)
-        assert "and the cheapest run 500 J" in last.message
-        shown = await server.show()
-        assert shown.min_cost_j == 500.0
-        assert [(trial.state, trial.end_reason, trial.cost_j) for trial in shown.trials] == [
-            (TrialState.WITHDRAWN, EndReason.DISCARDED, 2e-7),
-            (TrialState.COMPLETED, EndReason.TARGET_REACHED, 500.0),
-            (TrialState.WITHDRAWN, EndReason.DISCARDED, 0.004),
-        ]
+async def test_a_cost_that_cannot_be_is_kept_and_not_counted(bso: JobService, metric: float, epoch: float) -> None:
+    absurd = await bso.suggest()
+    first = await bso.report(absurd, cost_j=2e-7, metric=metric, epoch=epoch)
+    assert (first.stop_train, first.converged) == (True, metric > 0.9)
+    assert "not counted, as a run cannot cost 2e-07 J" in first.message
+    assert await bso.report(absurd, cost_j=2e-7, metric=metric, epoch=epoch) == first
+    # Its exploration is owed again, and what it says stops nobody.
+    again = await bso.suggest()
+    assert (again.batch_size, again.origin) == (absurd.batch_size, absurd.origin)
+    await bso.reach(again, 500.0)
+    # Against the others: no size saves all but a hundred-thousandth.
+    last = await bso.report(await bso.suggest(), cost_j=0.004, metric=metric, epoch=epoch)
+    assert "and the cheapest run 500 J" in last.message
+    shown = await bso.show()
+    assert shown.min_cost_j == 500.0
+    assert [(trial.state, trial.end_reason, trial.cost_j) for trial in shown.trials] == [
+        (TrialState.WITHDRAWN, EndReason.DISCARDED, 2e-7),
+        (TrialState.COMPLETED, EndReason.TARGET_REACHED, 500.0),
+        (TrialState.WITHDRAWN, EndReason.DISCARDED, 0.004),
+    ]
 
 
 @pytest.mark.parametrize("policy", OWN_POLICIES)

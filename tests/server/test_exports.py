@@ -7,7 +7,6 @@ import uuid
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
-from functools import partial
 from typing import Any
 
 import httpx
@@ -16,23 +15,20 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from bso_server.core.access import Scope
-from bso_server.core.model import History, TrialRecord
-from bso_server.errors import BsoError, InvalidImportError, JobConflictError, StaleLeaseError
+from bso_server.core.model import TrialRecord
+from bso_server.errors import BsoError, InvalidImportError, StaleLeaseError
 from bso_server.service import imports, reading
-from bso_server.service.loading import load_history
-from bso_server.service.reading import JobReader
 from bso_server.service.tokens import Tokens
 from bso_server.storage.rows import StoredEpoch
 from bso_server.storage.transaction import Transaction
 from tests.support.exports import Lines, encoded, export_over, exported, import_over, pieces_of, renamed
-from tests.support.jobs import THREE_SIZES, job
+from tests.support.jobs import JOB, THREE_SIZES, job
 from tests.support.power_limit_bench import found_out
-from tests.support.properties import examples
+from tests.support.properties import any_job, examples
 from tests.support.servers import ServerProcess
 from tests.support.service import HOUR_S, JobService, job_service, live
 from tests.support.wire import assert_refused, begin, reached, report
 from zeus_plugins.protocol import (
-    OWN_POLICIES,
     CreatedJob,
     Heartbeat,
     TrainingResult,
@@ -56,24 +52,12 @@ def lived(http: httpx.Client) -> str:
     The completed ones have left power-limit profiles.
     """
     job_id = f"move-{uuid.uuid4().hex[:8]}"
-    job = {
-        "job_id": job_id,
-        "job_id_prefix": "move",
-        "batch_sizes": [8, 16],
-        "default_batch_size": 16,
-        "target_metric": 0.9,
-        "num_pruning_rounds": 1,
-        "mab_seed": 1,
-        "max_power": 100,
-        "number_of_gpus": 1,
-        "gpu_model": "V100",
-    }
-    http.post("/jobs", json=job).raise_for_status()
+    http.post("/jobs", json=job(job_id=job_id, num_pruning_rounds=1, mab_seed=1)).raise_for_status()
     for cost_j in (500, 400, 450):
         trial = begin(http, job_id)
         report(http, trial, time=1, energy=100, metric=0.25, current_epoch=1)
         reached(http, trial, cost_j)
-        http.put("/trials/power_profile", json=trial | found_out(job, cost_j)).raise_for_status()
+        http.put("/trials/power_profile", json=trial | found_out(JOB, cost_j)).raise_for_status()
     http.patch("/trials", json=begin(http, job_id)).raise_for_status()
     report(http, begin(http, job_id), time=1, energy=100, metric=0.25, current_epoch=0.5)
     return job_id
@@ -225,13 +209,10 @@ def places(value: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[str |
         yield from places(inner, (*path, key))
 
 
-def leaves(value: Any) -> Iterator[Any]:
-    """Everything in a JSON value that holds nothing else."""
-    if isinstance(value, dict | list):
-        for inner in value.values() if isinstance(value, dict) else value:
-            yield from leaves(inner)
-    else:
-        yield value
+def at(value: Any, path: Iterable[str | int]) -> Any:
+    for key in path:
+        value = value[key]
+    return value
 
 
 @settings(
@@ -243,10 +224,8 @@ def test_what_is_accepted_can_be_lived_with(http: httpx.Client, export: Lines, d
     copy = renamed(export)
     for _ in range(data.draw(st.integers(1, 2))):
         *path, last = data.draw(st.sampled_from(list(places(copy))))
-        inner: Any = copy
-        for key in path:
-            inner = inner[key]
-        alike = [value for value in leaves(export) if type(value) is type(inner[last])]
+        inner, values = at(copy, path), [at(export, each) for each in places(export)]
+        alike = [value for value in values if type(value) is type(inner[last]) and not isinstance(value, dict | list)]
         inner[last] = data.draw(st.sampled_from(alike) | ODD if alike else ODD)
     answer = import_over(http, copy)
 
@@ -270,16 +249,8 @@ async def imported(server: JobService) -> JobService:
     export = await exported(server.store, server.job_id)
     copy = JobService(server.store, **server.job.model_dump(exclude={"job_id"}))
     copy.now = server.now
-    await copy.service.import_job(pieces_of(renamed(export, copy.job_id)))
+    await copy.service.imports.import_job(pieces_of(renamed(export, copy.job_id)))
     return copy
-
-
-def remembered(transaction: Transaction, job_id: str) -> History:
-    """What the next decision rests on."""
-    job = transaction.job(job_id)
-    assert job is not None
-    history, _ = load_history(transaction, job)
-    return history
 
 
 async def outcome(asked: Awaitable[TrialDispatch]) -> tuple[object, ...]:
@@ -296,24 +267,15 @@ def without_ids(trials: Iterable[TrialRecord]) -> list[TrialRecord]:
     return [replace(trial, job_id="", idempotency_key=None) for trial in trials]
 
 
-@given(
-    seed=st.integers(0, 2**32),
-    window_size=st.sampled_from([0, 1, 3]),
-    rounds=st.sampled_from([0, 1, 2]),
-    policy=st.sampled_from(OWN_POLICIES),
-)
-@settings(max_examples=examples(8), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@any_job(8)
+@pytest.mark.usefixtures("quiet_logs")
 async def test_whatever_a_job_lived_through_its_copy_decides_alike(
-    database_url: str, seed: int, window_size: int, rounds: int, policy: str
+    database_url: str, seed: int, fields: dict[str, Any]
 ) -> None:
-    async with job_service(
-        database_url, window_size=window_size, mab_num_explorations=1, num_pruning_rounds=rounds, policy=policy
-    ) as server:
+    async with job_service(database_url, **fields) as server:
         await live(server, random.Random(seed), steps=60)  # noqa: S311 - no secret
         copy = await imported(server)
-        one, other = [
-            await server.store.read(partial(remembered, job_id=job_id)) for job_id in (server.job_id, copy.job_id)
-        ]
+        one, other = await server.history(), await copy.history()
         for name in ("arms", "cheapest", "bandit_entered_at", "survivors"):
             assert getattr(one, name) == getattr(other, name), name
         for name in ("explorations", "in_flight"):
@@ -324,110 +286,86 @@ async def test_whatever_a_job_lived_through_its_copy_decides_alike(
                 each.wait(HOUR_S + 1)
 
 
-async def test_an_abandoned_trial_comes_back_in_the_copy(database_url: str) -> None:
-    async with job_service(database_url) as server:
-        trial = await server.suggest()
-        server.wait(HOUR_S + 1)
-        await server.service.reap()
-        copy = await imported(server)
-        assert await copy.states() == [TrialState.ABANDONED]
-        await copy.reach(trial.model_copy(update={"job_id": copy.job_id}))
-        assert await copy.states() == [TrialState.COMPLETED]
+async def test_an_abandoned_trial_comes_back_in_the_copy(bso: JobService) -> None:
+    trial = await bso.suggest()
+    bso.wait(HOUR_S + 1)
+    await bso.service.reap()
+    copy = await imported(bso)
+    assert await copy.states() == [TrialState.ABANDONED]
+    await copy.reach(trial.model_copy(update={"job_id": copy.job_id}))
+    assert await copy.states() == [TrialState.COMPLETED]
 
 
-async def test_a_copy_takes_what_waited_for_the_original_from_the_latest_run_alone(database_url: str) -> None:
-    async with job_service(database_url) as server:
-        first = TrialId(**(await server.suggest()).model_dump())
-        resumes = Heartbeat(**first.model_dump(), regular=False, resumes=True)
-        taken = await server.service.transact(server.service.commands.heartbeat, resumes)
-        copy = await imported(server)
-        for lease_epoch in (taken.lease_epoch, first.lease_epoch):
-            name = first.model_copy(update={"job_id": copy.job_id, "lease_epoch": lease_epoch})
-            sent = TrainingResult(**name.model_dump(), time=1, energy=1, metric=0.1, current_epoch=lease_epoch or 0)
-            if lease_epoch == 2:
-                assert not (await copy.service.reports.record_report(sent)).stop_train
-            else:
-                with pytest.raises(StaleLeaseError):
-                    await copy.service.reports.record_report(sent)
+async def test_a_copy_takes_what_waited_for_the_original_from_the_latest_run_alone(bso: JobService) -> None:
+    first = TrialId(**(await bso.suggest()).model_dump())
+    resumes = Heartbeat(**first.model_dump(), regular=False, resumes=True)
+    taken = await bso.service.transact(bso.service.commands.heartbeat, resumes)
+    copy = await imported(bso)
+    sent = [
+        TrainingResult(**name.model_dump(), time=1, energy=1, metric=0.1, current_epoch=1)
+        for epoch in (taken.lease_epoch, first.lease_epoch)
+        for name in [first.model_copy(update={"job_id": copy.job_id, "lease_epoch": epoch})]
+    ]
+    assert not (await copy.service.reports.record_report(sent[0])).stop_train
+    with pytest.raises(StaleLeaseError):
+        await copy.service.reports.record_report(sent[1])
 
 
-async def test_a_copy_belongs_to_the_same_token_where_there_is_one(database_url: str) -> None:
-    async with job_service(database_url) as server:
-        _, record = await Tokens(server.store).create("owner", [Scope.REPORT], shares_jobs=True)
-        registration = CreatedJob.model_validate(job(**THREE_SIZES))
-        await server.service.register(registration, record.caller())
-        export = await exported(server.store, registration.job_id)
-        assert (export[0]["owner"], export[0]["shared"]) == (record.token_id, True)
-        for owner in (record.token_id, "ffffffff"):
-            copy = renamed([{**export[0], "owner": owner}], f"job-{uuid.uuid4().hex}")
-            job_id = (await server.service.import_job(pieces_of(copy))).job_id
-            view = await JobReader(server.store).read(reading.show_job, job_id)
-            # Nobody here has another server's token: the job is open to all.
-            assert (view.owner, view.shared) == (record.token_id if owner == record.token_id else None, True)
+async def test_a_copy_belongs_to_the_same_token_where_there_is_one(bso: JobService) -> None:
+    _, record = await Tokens(bso.store).create("owner", [Scope.REPORT], shares_jobs=True)
+    registration = CreatedJob.model_validate(job(**THREE_SIZES))
+    await bso.service.register(registration, record.caller())
+    export = await exported(bso.store, registration.job_id)
+    assert (export[0]["owner"], export[0]["shared"]) == (record.token_id, True)
+    for owner in (record.token_id, "ffffffff"):
+        copy = renamed([{**export[0], "owner": owner}], f"job-{uuid.uuid4().hex}")
+        job_id = (await bso.service.imports.import_job(pieces_of(copy))).job_id
+        view = await bso.store.read(reading.show_job, job_id)
+        # Nobody here has another server's token: the job is open to all.
+        assert (view.owner, view.shared) == (record.token_id if owner == record.token_id else None, True)
 
 
-async def test_an_import_is_whole_or_nothing(database_url: str) -> None:
-    async with job_service(database_url) as server:
-        await server.reach(await server.suggest())
-        export = await exported(server.store, server.job_id)
-        with pytest.raises(JobConflictError):
-            await server.service.import_job(pieces_of(export))
-        assert await server.states() == [TrialState.COMPLETED]
+async def test_a_job_needs_an_id_that_starts_with_its_prefix(bso: JobService) -> None:
+    export = await exported(bso.store, bso.job_id)
+    with pytest.raises(InvalidImportError, match=r"line 3, job\.job_id: 'other' does not start with job_id_prefix"):
+        imports.renamed(encoded(export), "line 3", "other")
+    export[0]["job"]["job_id"] = None
+    with pytest.raises(InvalidImportError, match=r"job\.job_id: Input should be a valid string"):
+        await bso.service.imports.import_job(pieces_of(export))
 
 
-async def test_a_job_needs_an_id_that_starts_with_its_prefix(database_url: str) -> None:
-    async with job_service(database_url) as server:
-        export = await exported(server.store, server.job_id)
-        with pytest.raises(InvalidImportError, match=r"line 3, job\.job_id: 'other' does not start with job_id_prefix"):
-            imports.renamed(encoded(export), "line 3", "other")
-        export[0]["job"]["job_id"] = None
-        with pytest.raises(InvalidImportError, match=r"job\.job_id: Input should be a valid string"):
-            await server.service.import_job(pieces_of(export))
+async def forget(bso: JobService, hours: float) -> int:
+    return await bso.service.prune(Transaction.delete_epochs_before, timedelta(hours=hours))
 
 
-async def test_old_reports_are_forgotten_and_trials_stay(database_url: str) -> None:
-    async with job_service(database_url) as server:
-        # Before whatever other tests have left in the database.
-        server.now = datetime(2001, 1, 1, tzinfo=UTC)
-        reader = JobReader(server.store)
-        trial = await server.suggest()
-        for epoch in (1, 2, 3):
-            await server.report(trial, cost_j=100.0 * epoch, epoch=epoch)
-            server.wait(HOUR_S)
-        before = await server.show()
+async def test_old_reports_are_forgotten_and_trials_stay(bso: JobService) -> None:
+    # Before whatever other tests have left in the database.
+    bso.now = datetime(2001, 1, 1, tzinfo=UTC)
+    trial = await bso.suggest()
+    for epoch in (1, 2, 3):
+        await bso.report(trial, cost_j=100.0 * epoch, epoch=epoch)
+        bso.wait(HOUR_S)
+    before = await bso.show()
 
-        # Taken three, two and one hours ago.
-        assert await server.service.prune(server.service.commands.prune_epochs, timedelta(hours=4)) == 0
-        assert await server.service.prune(server.service.commands.prune_epochs, timedelta(hours=1.5)) == 2
-        left = (await reader.read(reading.list_epochs, server.job_id, 1)).epochs
-        assert [epoch.report_number for epoch in left] == [3]
-        assert await server.service.prune(server.service.commands.prune_epochs, timedelta(0)) == 1
-        # The last one stands in the trial's own row.
-        assert (await reader.read(reading.list_epochs, server.job_id, 1)).epochs == left
-        assert await server.show() == before
+    # Taken three, two and one hours ago.
+    assert await forget(bso, 4) == 0
+    assert await forget(bso, 1.5) == 2
+    left = (await bso.store.read(reading.list_epochs, bso.job_id, 1)).epochs
+    assert [epoch.report_number for epoch in left] == [3]
+    assert await forget(bso, 0) == 1
+    # The last one stands in the trial's own row.
+    assert (await bso.store.read(reading.list_epochs, bso.job_id, 1)).epochs == left
+    assert await bso.show() == before
 
 
-async def test_many_reports_are_forgotten_a_few_at_a_time(database_url: str) -> None:
-    async with job_service(database_url) as server:
-        server.now = datetime(2000, 1, 1, tzinfo=UTC)
-        await server.suggest()
-        rows = [
-            StoredEpoch(server.job_id, 1, number, number, number, number, 0.5, server.now) for number in range(1, 2501)
-        ]
-        await server.store.write(lambda transaction: transaction.insert_epochs(rows))
-        server.wait(1)
+async def test_many_reports_are_forgotten_a_few_at_a_time(bso: JobService) -> None:
+    bso.now = datetime(2000, 1, 1, tzinfo=UTC)
+    await bso.suggest()
+    rows = [StoredEpoch(bso.job_id, 1, number, number, number, number, 0.5, bso.now) for number in range(1, 2501)]
+    await bso.store.write(lambda transaction: transaction.insert_epochs(rows))
+    bso.wait(1)
 
-        def delete(transaction: Transaction) -> int:
-            return transaction.delete_epochs_before(server.now, limit=300)
-
-        assert await server.store.write(delete) == 300
-        left = (await JobReader(server.store).read(reading.list_epochs, server.job_id, 1)).epochs
-        assert len(left) == 2200
-        assert await server.service.prune(server.service.commands.prune_epochs, timedelta(0)) == 2200
-
-
-@pytest.fixture(autouse=True)
-def _quiet_logs(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
-    """Hundreds of lines per example would only slow the examples down."""
-    with caplog.at_level("WARNING", logger="bso_server"):
-        yield
+    assert await bso.store.write(Transaction.delete_epochs_before, bso.now, limit=300) == 300
+    left = (await bso.store.read(reading.list_epochs, bso.job_id, 1)).epochs
+    assert len(left) == 2200
+    assert await forget(bso, 0) == 2200

@@ -35,9 +35,9 @@ class Line:
 class Server(LocalServer):
     """The server behind such a line; its copies are behind the same one."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, outbox: Path) -> None:
         super().__init__(url)
-        self.line = Line()
+        self.line, self.outbox = Line(), Outbox(outbox)
 
     def _asked(self, request: str, ask: Callable[[SyncStore], T]) -> T:
         if self.line.before:
@@ -59,38 +59,28 @@ def url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 @pytest.fixture
-def here(url: str) -> Iterator[Server]:
-    """The server as the first run reaches it."""
-    with Server(url) as server:
+def here(url: str, state_directory: Path) -> Iterator[Server]:
+    """The server, and the outbox, as the first run reaches them."""
+    with Server(url, state_directory / "outbox") as server:
         yield server
 
 
 @pytest.fixture
-def there(url: str) -> Iterator[Server]:
-    """The same server as a run elsewhere reaches it."""
-    with Server(url) as server:
+def there(url: str, tmp_path: Path) -> Iterator[Server]:
+    """The same server as a run elsewhere reaches it, with an outbox of its own."""
+    with Server(url, tmp_path / "outbox-there") as server:
         yield server
 
 
-@pytest.fixture
-def outbox(state_directory: Path) -> Outbox:
-    return Outbox(state_directory / "outbox")
-
-
-@pytest.fixture
-def outbox_there(tmp_path: Path) -> Outbox:
-    return Outbox(tmp_path / "outbox-there")
-
-
-def begun(server: Server) -> TrialSession:
+def begun(server: LocalServer) -> TrialSession:
     session = session_of(server)
     session.ask()
     session.begin_measurement()
     return session
 
 
-def resumed(server: Server, state: dict[str, Any], outbox: Outbox) -> TrialSession:
-    session = TrialSession(JOB, server, monitor(), outbox=outbox)
+def resumed(server: Server, state: dict[str, Any]) -> TrialSession:
+    session = TrialSession(JOB, server, monitor(), outbox=server.outbox)
     assert session.resume(state)
     session.begin_measurement()
     return session
@@ -102,12 +92,12 @@ def the_trial(server: Server) -> TrialView:
 
 
 def test_the_run_before_trains_on_and_changes_nothing(
-    here: Server, there: Server, outbox: Outbox, outbox_there: Outbox, caplog: pytest.LogCaptureFixture
+    here: Server, there: Server, caplog: pytest.LogCaptureFixture
 ) -> None:
     first = begun(here)
     first.report_evaluation(0.1)
     state = first.state_dict()
-    second = resumed(there, state, outbox_there)
+    second = resumed(there, state)
     assert (first.trial.lease_epoch, second.trial.lease_epoch) == (1, 2)
     second.report_evaluation(0.2)
     known = the_trial(there)
@@ -120,15 +110,15 @@ def test_the_run_before_trains_on_and_changes_nothing(
     (warning,) = warnings_in(caplog)
     assert "goes on in another run of its training, which has resumed from a checkpoint" in warning
     assert "The training goes on and is judged here, and nothing more of it is reported" in warning
-    assert outbox.waiting() == []
+    assert here.outbox.waiting() == []
     assert second.report_evaluation(0.95).converged
     second.end()
     assert the_trial(there).state is TrialState.COMPLETED
 
 
-def test_the_run_before_ends_no_trial_of_the_one_after(here: Server, there: Server, outbox_there: Outbox) -> None:
+def test_the_run_before_ends_no_trial_of_the_one_after(here: Server, there: Server) -> None:
     first = begun(here)
-    second = resumed(there, first.state_dict(), outbox_there)
+    second = resumed(there, first.state_dict())
     first.end(KeyboardInterrupt())
     end_trial_from_another_rank(here, first.trial, RuntimeError("no such label"))
     assert the_trial(there).state is TrialState.RUNNING
@@ -137,12 +127,12 @@ def test_the_run_before_ends_no_trial_of_the_one_after(here: Server, there: Serv
 
 
 def test_a_heartbeat_tells_the_run_before(
-    here: Server, there: Server, outbox_there: Outbox, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    here: Server, there: Server, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ZEUS_BSO_HEARTBEAT_INTERVAL_S", "0.05")
-    with Server(here.server_url) as impatient:
+    with LocalServer(here.server_url) as impatient:
         first = begun(impatient)
-        second = resumed(there, first.state_dict(), outbox_there)
+        second = resumed(there, first.state_dict())
         until(lambda: "another run" in caplog.text)
         first.end()
         second.end(KeyboardInterrupt())
@@ -151,8 +141,6 @@ def test_a_heartbeat_tells_the_run_before(
 def test_what_waited_of_the_run_before_is_set_aside_by_sync(
     here: Server,
     there: Server,
-    outbox: Outbox,
-    outbox_there: Outbox,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     first = begun(here)
@@ -160,56 +148,54 @@ def test_what_waited_of_the_run_before_is_set_aside_by_sync(
     first.report_evaluation(0.1)
     state = first.state_dict()
     first.end(KeyboardInterrupt())
-    second = resumed(there, state, outbox_there)
+    second = resumed(there, state)
     second.report_evaluation(0.2)
     known = the_trial(there)
     assert main(["sync"]) == 1
     assert "goes on in another run" in capsys.readouterr().out
     assert the_trial(there) == known
-    assert outbox.waiting() == []
-    (aside,) = outbox.refused()
+    assert here.outbox.waiting() == []
+    (aside,) = here.outbox.refused()
     assert '"metric":0.1' in aside.read_text()
     second.end()
 
 
-def test_what_waited_of_the_run_before_counts_where_the_one_after_finds_it(here: Server, outbox: Outbox) -> None:
+def test_what_waited_of_the_run_before_counts_where_the_one_after_finds_it(here: Server) -> None:
     first = begun(here)
     here.line.is_cut = True
     first.report_evaluation(0.1)
     state = first.state_dict()
     first.end(KeyboardInterrupt())
     here.line.is_cut = False
-    second = resumed(here, state, outbox)
+    second = resumed(here, state)
     assert second.trial.lease_epoch == 2
     assert (the_trial(here).epochs, the_trial(here).state) == (1, TrialState.RUNNING)
     second.end(KeyboardInterrupt())
 
 
-def test_a_checkpoint_may_be_resumed_from_twice(here: Server, there: Server, outbox_there: Outbox) -> None:
+def test_a_checkpoint_may_be_resumed_from_twice(here: Server, there: Server) -> None:
     first = begun(here)
     state = first.state_dict()
     first.end(KeyboardInterrupt())
-    second = resumed(here, state, outbox_there)
-    third = resumed(there, state, outbox_there)
+    second = resumed(here, state)
+    third = resumed(there, state)
     assert (second.trial.lease_epoch, third.trial.lease_epoch) == (2, 3)
     second.end(KeyboardInterrupt())
     assert the_trial(there).state is TrialState.RUNNING
     third.end(KeyboardInterrupt())
 
 
-def test_a_run_that_resumes_without_the_server_takes_the_trial_over_when_it_comes(
-    here: Server, there: Server, outbox_there: Outbox
-) -> None:
+def test_a_run_that_resumes_without_the_server_takes_the_trial_over_when_it_comes(here: Server, there: Server) -> None:
     first = begun(here)
     first.report_evaluation(0.1)
     there.line.is_cut = True
-    second = resumed(there, first.state_dict(), outbox_there)
+    second = resumed(there, first.state_dict())
     assert second.trial.lease_epoch is None
     assert not second.report_evaluation(0.2).stop_train
     assert not first.report_evaluation(0.3).stop_train  # of which nobody can know better yet
     assert the_trial(here).epochs == 2
     there.line.is_cut = False
-    until(lambda: second.trial.lease_epoch == 2 and not outbox_there.waiting())
+    until(lambda: second.trial.lease_epoch == 2 and not there.outbox.waiting())
     first.report_evaluation(0.3)
     assert the_trial(here).metric == 0.2
     first.end(KeyboardInterrupt())
@@ -220,19 +206,19 @@ def test_a_run_that_resumes_without_the_server_takes_the_trial_over_when_it_come
 
 @pytest.mark.parametrize("reports", [0, 1])
 def test_a_run_that_never_reached_the_server_takes_the_trial_over_by_what_it_leaves(
-    here: Server, there: Server, outbox_there: Outbox, reports: int
+    here: Server, there: Server, reports: int
 ) -> None:
     first = begun(here)
     state = first.state_dict()
     there.line.is_cut = True
-    second = resumed(there, state, outbox_there)
+    second = resumed(there, state)
     for _ in range(reports):
         second.report_evaluation(0.2)
     second.end(KeyboardInterrupt())
     there.line.is_cut = False
-    for path in outbox_there.waiting():
-        outbox_there.open(path).close()  # as another process finds it
-    last = TrialSession(JOB, there, monitor(), outbox=outbox_there)
+    for path in there.outbox.waiting():
+        there.outbox.open(path).close()  # as another process finds it
+    last = TrialSession(JOB, there, monitor(), outbox=there.outbox)
     last.ask()
     last.end()
     (known, _) = there.show_job("digits-1").trials
@@ -243,28 +229,28 @@ def test_a_run_that_never_reached_the_server_takes_the_trial_over_by_what_it_lea
 
 
 def test_an_offline_trial_is_taken_over_like_any_other(
-    here: Server, there: Server, outbox: Outbox, outbox_there: Outbox, caplog: pytest.LogCaptureFixture
+    here: Server, there: Server, caplog: pytest.LogCaptureFixture
 ) -> None:
     here.line.is_cut = there.line.is_cut = True
     first = begun(here)
     first.report_evaluation(0.1)
     state = first.state_dict()
-    second = resumed(there, state, outbox_there)
+    second = resumed(there, state)
     second.report_evaluation(0.2)
     there.line.is_cut = False
-    until(lambda: not outbox_there.waiting())
+    until(lambda: not there.outbox.waiting())
     assert second.trial.lease_epoch == 2
     known = the_trial(there)
     here.line.is_cut = False
     until(lambda: "(lease epoch 2, not 1)" in caplog.text)  # recorded as the same trial, and refused
-    assert (len(outbox.waiting()), len(outbox.refused())) == (0, 1)
+    assert (len(here.outbox.waiting()), len(here.outbox.refused())) == (0, 1)
     assert the_trial(there) == known
     first.end()
     second.end(KeyboardInterrupt())
     assert the_trial(there).state is TrialState.SUSPENDED
 
 
-def test_results_of_two_runs_are_never_in_one_file(here: Server, outbox: Outbox) -> None:
+def test_results_of_two_runs_are_never_in_one_file(here: Server) -> None:
     registration = here.register(JobSpecFromClient.of(JOB, GPUS))
 
     def box(lease_epoch: int | None, registration_id: str = "a") -> str:
@@ -272,7 +258,7 @@ def test_results_of_two_runs_are_never_in_one_file(here: Server, outbox: Outbox)
             job_id="digits-1", batch_size=32, trial_number=1, registration_id=registration_id, lease_epoch=lease_epoch
         )
         sender = OutboxHeader(server_url=here.server_url, registration=registration, batch_size=32, trial=trial)
-        box = outbox.box(sender)
+        box = here.outbox.box(sender)
         box.put(Ending())
         box.close()
         return box.path.name[-8:]
@@ -313,7 +299,7 @@ def test_a_trial_that_has_ended_is_not_taken_over(here: Server, trial: TrialId) 
 
 
 def test_results_of_a_deleted_job_do_not_count_for_the_one_that_has_its_id(
-    here: Server, there: Server, outbox: Outbox, caplog: pytest.LogCaptureFixture
+    here: Server, there: Server, caplog: pytest.LogCaptureFixture
 ) -> None:
     first = begun(here)
     here.line.is_cut = True
@@ -324,7 +310,7 @@ def test_results_of_a_deleted_job_do_not_count_for_the_one_that_has_its_id(
     assert (known.trial_number, known.batch_size) == (first.trial.trial_number, first.trial.batch_size)
     here.line.is_cut = False
     until(lambda: "was deleted and registered anew since trial 1 began" in caplog.text)
-    assert len(outbox.refused()) == 1
+    assert len(here.outbox.refused()) == 1
     assert the_trial(there) == known
     assert first.report_evaluation(0.95).converged  # judged where it is
     first.end()
@@ -333,7 +319,7 @@ def test_results_of_a_deleted_job_do_not_count_for_the_one_that_has_its_id(
 
 
 def test_a_checkpoint_of_a_deleted_job_goes_on_without_the_server(
-    here: Server, there: Server, outbox_there: Outbox, caplog: pytest.LogCaptureFixture
+    here: Server, there: Server, caplog: pytest.LogCaptureFixture
 ) -> None:
     first = begun(here)
     state = first.state_dict()
@@ -341,7 +327,7 @@ def test_a_checkpoint_of_a_deleted_job_goes_on_without_the_server(
     there.delete_job("digits-1")
     anew = begun(there)
     known = the_trial(there)
-    session = TrialSession(JOB, here, monitor(), outbox=outbox_there)
+    session = TrialSession(JOB, here, monitor(), outbox=there.outbox)
     assert not session.resume(state)
     assert "is over (" in caplog.text
     assert "registered anew" in caplog.text

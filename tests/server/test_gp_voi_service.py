@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 
 import pytest
+from sqlalchemy import select
 
 from bso_server.cli.jobs import job_text
-from bso_server.core.model import History
-from bso_server.service.loading import load_history
+from bso_server.storage.tables import policy_memories
 from bso_server.storage.transaction import Transaction
 from tests.support.service import HOUR_S, JobService, job_service
 from zeus_plugins.protocol import GP_VOI, EndReason, Origin, Stage, StopRule, TrialDispatch, TrialState
 
-# The tests' job: sizes 8, 16 and 32, of which 16 is the default; η = 0.5, 100 W, 10 epochs at most.
+
+@pytest.fixture
+async def bso(database_url: str) -> AsyncIterator[JobService]:
+    """A job with sizes 8, 16 and 32, of which 16 is the default; η = 0.5, 100 W, 10 epochs at most."""
+    async with job_service(database_url, policy=GP_VOI) as service:
+        yield service
 
 
 async def ran(server: JobService, trial: TrialDispatch, needed: int, epoch_j: float) -> EndReason | None:
@@ -26,111 +32,95 @@ async def ran(server: JobService, trial: TrialDispatch, needed: int, epoch_j: fl
     raise AssertionError("a trial has 10 epochs at most")
 
 
-async def test_a_job_finds_its_cheapest_size_and_says_why(database_url: str) -> None:
-    async with job_service(database_url, policy=GP_VOI) as server:
-        needed, epoch_j = {8: 5, 16: 4, 32: 4}, {8: 120.0, 16: 100.0, 32: 60.0}
-        for _ in range(8):
-            trial = await server.suggest()
-            await ran(server, trial, needed[trial.batch_size], epoch_j[trial.batch_size])
-        view = await server.show()
-        assert view.stage is Stage.BANDIT
-        assert [trial.batch_size for trial in view.trials[-4:]] == [32] * 4
-        assert {trial.origin for trial in view.trials[-4:]} == {Origin.INCUMBENT}
-        assert view.trials[0].reason == "first run: your default size"
-        assert "chance to beat 16, which is the best known at 40" in view.trials[1].reason
-        last = view.trials[-1]
-        assert last.reason.startswith("best so far, at 24")
-        assert last.epoch_bound in {8, 9}
-        assert (last.epoch_bound_reason or "").startswith("2 times the ")
-        words = f"; at most {last.epoch_bound} epochs: 2 times the epochs that it should need, 4"
-        assert words in job_text(view, verbose=True)
+async def test_a_job_finds_its_cheapest_size_and_says_why(bso: JobService) -> None:
+    needed, epoch_j = {8: 5, 16: 4, 32: 4}, {8: 120.0, 16: 100.0, 32: 60.0}
+    for _ in range(8):
+        trial = await bso.suggest()
+        await ran(bso, trial, needed[trial.batch_size], epoch_j[trial.batch_size])
+    view = await bso.show()
+    assert view.stage is Stage.BANDIT
+    assert [trial.batch_size for trial in view.trials[-4:]] == [32] * 4
+    assert {trial.origin for trial in view.trials[-4:]} == {Origin.INCUMBENT}
+    assert view.trials[0].reason == "first run: your default size"
+    assert "chance to beat 16, which is the best known at 40" in view.trials[1].reason
+    last = view.trials[-1]
+    assert last.reason.startswith("best so far, at 24")
+    assert last.epoch_bound in {8, 9}
+    assert (last.epoch_bound_reason or "").startswith("2 times the ")
+    words = f"; at most {last.epoch_bound} epochs: 2 times the epochs that it should need, 4"
+    assert words in job_text(view, verbose=True)
 
 
-async def test_the_rule_is_sent_as_soon_as_it_is_known(database_url: str) -> None:
-    async with job_service(database_url, policy=GP_VOI) as server:
-        trial = await server.suggest("key")
-        assert trial.stop_rule == StopRule(max_epochs=10)
-        await ran(server, trial, needed=4, epoch_j=100)
-        offered = await server.suggest("second")
-        # Nothing is known yet of what an epoch costs there.
-        assert (offered.batch_size, offered.stop_rule) == (32, StopRule(max_epochs=10))
-        first = await server.report(offered, cost_j=1000, epoch=1)
-        assert (first.stop_train, first.reason) == (True, EndReason.EPOCH_BOUND_REACHED)
-        assert first.stop_rule is None
-        assert (await server.report(offered, cost_j=1000, epoch=1)) == first
+async def test_the_rule_is_sent_as_soon_as_it_is_known(bso: JobService) -> None:
+    trial = await bso.suggest("key")
+    assert trial.stop_rule == StopRule(max_epochs=10)
+    await ran(bso, trial, needed=4, epoch_j=100)
+    offered = await bso.suggest("second")
+    # Nothing is known yet of what an epoch costs there.
+    assert (offered.batch_size, offered.stop_rule) == (32, StopRule(max_epochs=10))
+    first = await bso.report(offered, cost_j=1000, epoch=1)
+    assert (first.stop_train, first.reason) == (True, EndReason.EPOCH_BOUND_REACHED)
+    assert first.stop_rule is None
+    assert (await bso.report(offered, cost_j=1000, epoch=1)) == first
 
-        safe = await server.suggest("third")
-        assert (safe.batch_size, safe.origin) == (16, Origin.INCUMBENT)
-        assert safe.stop_rule is not None
-        assert safe.stop_rule.max_epochs < 10
-        assert await server.suggest("third") == safe
-        answer = await server.report(safe, cost_j=100, epoch=1)
-        assert answer.stop_rule == safe.stop_rule
-        assert f"it has {safe.stop_rule.max_epochs} epochs" in answer.message
-        assert (await server.show()).trials[1].state is TrialState.EARLY_STOPPED
-
-
-async def test_a_bound_holds_whatever_others_do_meanwhile(database_url: str) -> None:
-    async with job_service(database_url, policy=GP_VOI) as server:
-        await ran(server, await server.suggest(), needed=4, epoch_j=100)
-        trial = await server.suggest()
-        for epoch in (1, 2):
-            answer = await server.report(trial, cost_j=epoch * 90.0, epoch=epoch)
-        rule = answer.stop_rule
-        other = await server.suggest()
-        await server.report(other, cost_j=10, metric=0.95, epoch=1)
-        assert (await server.report(trial, cost_j=270, epoch=3)).stop_rule == rule
+    safe = await bso.suggest("third")
+    assert (safe.batch_size, safe.origin) == (16, Origin.INCUMBENT)
+    assert safe.stop_rule is not None
+    assert safe.stop_rule.max_epochs < 10
+    assert await bso.suggest("third") == safe
+    answer = await bso.report(safe, cost_j=100, epoch=1)
+    assert answer.stop_rule == safe.stop_rule
+    assert f"it has {safe.stop_rule.max_epochs} epochs" in answer.message
+    assert (await bso.show()).trials[1].state is TrialState.EARLY_STOPPED
 
 
-async def test_reports_of_one_job_at_the_same_time(database_url: str) -> None:
-    async with job_service(database_url, policy=GP_VOI) as server:
-        trials = [await server.suggest() for _ in range(4)]
-        answers = await asyncio.gather(*(server.report(trial, cost_j=100, epoch=1) for trial in trials))
-        assert [answer.stop_train for answer in answers] == [False] * 4
-        await asyncio.gather(*(server.report(trial, cost_j=400, epoch=4, metric=0.95) for trial in trials))
-        assert [trial.epoch_bound for trial in (await server.show()).trials] == [10] * 4
-
-        def recurrences(transaction: Transaction) -> tuple[int, History]:
-            job = transaction.job(server.job_id)
-            assert job is not None
-            history, _ = load_history(transaction, job)
-            return history.recurrences, history
-
-        count, history = await server.store.read(recurrences)
-        assert count == 4
-        belief = history.memory[history.job.batch_sizes.index(16)]
-        assert belief.exact.weight == pytest.approx(sum(0.997**n for n in range(1, 5)))
+async def test_a_bound_holds_whatever_others_do_meanwhile(bso: JobService) -> None:
+    await ran(bso, await bso.suggest(), needed=4, epoch_j=100)
+    trial = await bso.suggest()
+    for epoch in (1, 2):
+        answer = await bso.report(trial, cost_j=epoch * 90.0, epoch=epoch)
+    rule = answer.stop_rule
+    other = await bso.suggest()
+    await bso.report(other, cost_j=10, metric=0.95, epoch=1)
+    assert (await bso.report(trial, cost_j=270, epoch=3)).stop_rule == rule
 
 
-async def test_an_abandoned_trial_comes_back_and_counts_once(database_url: str) -> None:
-    async with job_service(database_url, policy=GP_VOI) as server:
-        trial = await server.suggest()
-        await server.report(trial, cost_j=100, epoch=1)
-        server.wait(HOUR_S + 1)
-        await server.service.reap()
-        assert (await server.suggest()).batch_size == 16
-        assert (await server.report(trial, cost_j=400, epoch=4, metric=0.95)).converged
-        assert (await server.suggest()).origin is Origin.EXPLORATION
-        assert [arm.n for arm in (await server.show()).arms] == [0, 1, 0]
+async def test_reports_of_one_job_at_the_same_time(bso: JobService) -> None:
+    trials = [await bso.suggest() for _ in range(4)]
+    answers = await asyncio.gather(*(bso.report(trial, cost_j=100, epoch=1) for trial in trials))
+    assert [answer.stop_train for answer in answers] == [False] * 4
+    await asyncio.gather(*(bso.report(trial, cost_j=400, epoch=4, metric=0.95) for trial in trials))
+    assert [trial.epoch_bound for trial in (await bso.show()).trials] == [10] * 4
+
+    history = await bso.history()
+    assert history.recurrences == 4
+    belief = history.memory[history.job.batch_sizes.index(16)]
+    assert belief.exact.weight == pytest.approx(sum(0.997**n for n in range(1, 5)))
 
 
-async def test_what_is_remembered_does_not_grow(database_url: str) -> None:
+async def test_an_abandoned_trial_comes_back_and_counts_once(bso: JobService) -> None:
+    trial = await bso.suggest()
+    await bso.report(trial, cost_j=100, epoch=1)
+    bso.wait(HOUR_S + 1)
+    await bso.service.reap()
+    assert (await bso.suggest()).batch_size == 16
+    assert (await bso.report(trial, cost_j=400, epoch=4, metric=0.95)).converged
+    assert (await bso.suggest()).origin is Origin.EXPLORATION
+    assert [arm.n for arm in (await bso.show()).arms] == [0, 1, 0]
+
+
+async def test_what_is_remembered_does_not_grow(bso: JobService) -> None:
     def remembered(transaction: Transaction) -> list[int]:
-        rows = transaction.connection.exec_driver_sql(
-            f"SELECT memory FROM policy_memories WHERE job_id = '{server_ids[-1]}'"  # noqa: S608 - the test's own
-        )
-        return [len(row[0]) for row in rows]
+        kept = select(policy_memories.c.memory).where(policy_memories.c.job_id == bso.job_id)
+        return [len(row[0]) for row in transaction.tuples(kept)]
 
-    server_ids: list[str] = []
-    async with job_service(database_url, policy=GP_VOI) as server:
-        server_ids.append(server.job_id)
-        assert await server.store.read(remembered) == []
-        lengths: list[int] = []
-        for _ in range(40):
-            trial = await server.suggest()
-            await server.report(trial, cost_j=400, epoch=4, metric=0.95)
-            lengths.append(sum(await server.store.read(remembered)))
-        # As many numbers as ever once eight runs of a size have been seen, with more or fewer digits.
-        assert 300 < lengths[10] < 2000
-        assert max(lengths) < 3000
-        assert lengths[-1] < 1.1 * lengths[-10]
+    assert await bso.store.read(remembered) == []
+    lengths: list[int] = []
+    for _ in range(40):
+        trial = await bso.suggest()
+        await bso.report(trial, cost_j=400, epoch=4, metric=0.95)
+        lengths.append(sum(await bso.store.read(remembered)))
+    # Constant after eight runs of a size, but for the number of digits.
+    assert 300 < lengths[10] < 2000
+    assert max(lengths) < 3000
+    assert lengths[-1] < 1.1 * lengths[-10]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -182,6 +182,11 @@ class Numbers:
         self.store = store
         self.gate = threading.Event()
         self.transactions: list[list[int]] = []
+        self.outcomes: list[Outcome] = []
+
+    def hear(self, occurrence: Occurrence) -> None:
+        if isinstance(occurrence, TransactionDone) and occurrence.writes:
+            self.outcomes.append(occurrence.outcome)
 
     def writing(self, number: int, error: BaseException | None = None) -> Work[int]:
         def work(transaction: Transaction) -> int:
@@ -221,11 +226,10 @@ class Numbers:
 
 
 @asynccontextmanager
-async def numbers_in(
-    folder: Path, *, driver: str = "sqlite", patience_s: float = 60.0, told: Callable[[Occurrence], None] | None = None
-) -> AsyncIterator[Numbers]:
+async def numbers_in(folder: Path, *, driver: str = "sqlite", patience_s: float = 60.0) -> AsyncIterator[Numbers]:
     database = open_database(f"{driver}:///{folder / 'numbers.sqlite3'}", patience_s=patience_s)
-    numbers = Numbers(Store(database, patience_s=patience_s, listener=told or (lambda _: None)))
+    numbers = Numbers(Store(database, patience_s=patience_s))
+    numbers.store.listener = numbers.hear
 
     def prepare(transaction: Transaction) -> None:
         transaction.connection.execute(text("CREATE TABLE numbers (n INTEGER PRIMARY KEY)"))
@@ -245,6 +249,12 @@ async def numbers_in(
         await numbers.store.close()
 
 
+@pytest.fixture
+async def numbers(tmp_path: Path) -> AsyncIterator[Numbers]:
+    async with numbers_in(tmp_path) as numbers:
+        yield numbers
+
+
 @pytest.fixture(autouse=True)
 def _patient_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     # However slow the machine is, a group takes all that waits.
@@ -253,45 +263,39 @@ def _patient_groups(monkeypatch: pytest.MonkeyPatch) -> None:
 
 class TestWritersOfASqliteFile:
     @pytest.mark.parametrize("driver", SQLITE_DRIVERS)
-    async def test_what_comes_together_shares_a_transaction(self, tmp_path: Path, driver: str) -> None:
+    async def test_what_comes_together_and_what_waits_shares_a_transaction(self, tmp_path: Path, driver: str) -> None:
         async with numbers_in(tmp_path, driver=driver) as numbers:
             assert await asyncio.gather(*(numbers.store.write(numbers.writing(n)) for n in (1, 2, 3))) == [-1, -2, -3]
             assert numbers.transactions == [[1, 2, 3]]
-            assert await numbers.kept() == [1, 2, 3]
-
-    async def test_what_waits_shares_a_transaction(self, tmp_path: Path) -> None:
-        async with numbers_in(tmp_path) as numbers:
-            assert await numbers.behind_another(*map(numbers.writing, (1, 2, 3))) == [-1, -2, -3]
-            assert numbers.transactions == [[], [1, 2, 3]]
+            assert await numbers.behind_another(*map(numbers.writing, (4, 5, 6))) == [-4, -5, -6]
+            assert numbers.transactions == [[1, 2, 3], [], [4, 5, 6]]
+            assert await numbers.kept() == [1, 2, 3, 4, 5, 6]
 
     async def test_work_that_is_refused_leaves_nothing_behind_and_the_others_go_on(
-        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
+        self, numbers: Numbers, caplog: pytest.LogCaptureFixture
     ) -> None:
         caplog.set_level("INFO", "bso_server")
-        async with numbers_in(tmp_path) as numbers:
-            refusal = UnknownJobError("mnist")
-            works = numbers.writing(1), numbers.writing(2, refusal), numbers.writing(3)
-            assert await numbers.behind_another(*works) == [-1, refusal, -3]
-            assert numbers.transactions == [[], [1, 2, 3]]
-            assert await numbers.kept() == [1, 3]
-            assert [line for line in caplog.messages if line.startswith("wrote")] == ["wrote 1", "wrote 3"]
+        refusal = UnknownJobError("mnist")
+        works = numbers.writing(1), numbers.writing(2, refusal), numbers.writing(3)
+        assert await numbers.behind_another(*works) == [-1, refusal, -3]
+        assert numbers.transactions == [[], [1, 2, 3]]
+        assert await numbers.kept() == [1, 3]
+        assert [line for line in caplog.messages if line.startswith("wrote")] == ["wrote 1", "wrote 3"]
 
-    async def test_a_transaction_that_fails_is_repeated_for_each_work(self, tmp_path: Path) -> None:
-        async with numbers_in(tmp_path) as numbers:
-            fault = OperationalError("INSERT", None, Exception("no such column"))
-            works = numbers.writing(1), numbers.writing(2, fault), numbers.writing(3)
-            assert await numbers.behind_another(*works) == [-1, fault, -3]
-            assert numbers.transactions == [[], [1, 2], [1], [2], [3]]
-            assert await numbers.kept() == [1, 3]
+    async def test_a_transaction_that_fails_is_repeated_for_each_work(self, numbers: Numbers) -> None:
+        fault = OperationalError("INSERT", None, Exception("no such column"))
+        works = numbers.writing(1), numbers.writing(2, fault), numbers.writing(3)
+        assert await numbers.behind_another(*works) == [-1, fault, -3]
+        assert numbers.transactions == [[], [1, 2], [1], [2], [3]]
+        assert await numbers.kept() == [1, 3]
 
-    async def test_work_of_patient_callers_is_in_no_group(self, tmp_path: Path) -> None:
-        async with numbers_in(tmp_path) as numbers:
-            patient = numbers.store.patient()
-            patient._attempt = numbers.store._attempt  # type: ignore[method-assign]
-            works = map(numbers.writing, (1, 2))
-            assert await numbers.behind_another(*works, store=patient) == [-1, -2]
-            assert len(numbers.transactions) == 3
-            assert await numbers.kept() == [1, 2]
+    async def test_work_of_patient_callers_is_in_no_group(self, numbers: Numbers) -> None:
+        patient = numbers.store.patient()
+        patient._attempt = numbers.store._attempt  # type: ignore[method-assign]
+        works = map(numbers.writing, (1, 2))
+        assert await numbers.behind_another(*works, store=patient) == [-1, -2]
+        assert len(numbers.transactions) == 3
+        assert await numbers.kept() == [1, 2]
 
     async def test_work_whose_time_is_over_is_not_begun(self, tmp_path: Path) -> None:
         async with numbers_in(tmp_path, patience_s=1.0) as numbers:
@@ -304,48 +308,41 @@ class TestWritersOfASqliteFile:
             assert await numbers.kept() == [2]
 
     async def test_a_group_that_has_taken_long_takes_no_more(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+        self, numbers: Numbers, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(store_module, "_LONGEST_GROUP_S", 0.0)
-        async with numbers_in(tmp_path) as numbers:
-            assert await numbers.behind_another(*map(numbers.writing, (1, 2, 3))) == [-1, -2, -3]
-            assert numbers.transactions == [[], [1], [2], [3]]
+        assert await numbers.behind_another(*map(numbers.writing, (1, 2, 3))) == [-1, -2, -3]
+        assert numbers.transactions == [[], [1], [2], [3]]
 
-    async def test_a_group_whose_file_was_taken_away_is_not_done_twice(self, tmp_path: Path) -> None:
-        async with numbers_in(tmp_path) as numbers:
-            file, elsewhere = tmp_path / "numbers.sqlite3", tmp_path / "elsewhere"
-            writing = numbers.writing(1)
+    async def test_a_group_whose_file_was_taken_away_is_not_done_twice(self, tmp_path: Path, numbers: Numbers) -> None:
+        file, elsewhere = tmp_path / "numbers.sqlite3", tmp_path / "elsewhere"
+        writing = numbers.writing(1)
 
-            def and_moves(transaction: Transaction) -> None:
-                writing(transaction)
-                file.rename(elsewhere)
+        def and_moves(transaction: Transaction) -> None:
+            writing(transaction)
+            file.rename(elsewhere)
 
-            outcomes = await numbers.behind_another(and_moves, numbers.writing(2))
-            elsewhere.rename(file)
-            assert [getattr(outcome, "fault", None) is not None for outcome in outcomes] == [True, True]
-            assert numbers.transactions == [[], [1, 2]]
-            assert await numbers.kept() == [1, 2]
+        outcomes = await numbers.behind_another(and_moves, numbers.writing(2))
+        elsewhere.rename(file)
+        assert [getattr(outcome, "fault", None) is not None for outcome in outcomes] == [True, True]
+        assert numbers.transactions == [[], [1, 2]]
+        assert await numbers.kept() == [1, 2]
 
-    async def test_a_transaction_is_told_of_once_whoever_shares_it(self, tmp_path: Path) -> None:
-        told: list[Occurrence] = []
-        async with numbers_in(tmp_path, told=told.append) as numbers:
-            await numbers.behind_another(*map(numbers.writing, (1, 2, 3)))
-            with pytest.raises(UnknownJobError):
-                await numbers.store.write(numbers.writing(4, UnknownJobError("mnist")))
-        outcomes = [each.outcome for each in told if isinstance(each, TransactionDone) and each.writes]
+    async def test_a_transaction_is_told_of_once_whoever_shares_it(self, numbers: Numbers) -> None:
+        await numbers.behind_another(*map(numbers.writing, (1, 2, 3)))
+        with pytest.raises(UnknownJobError):
+            await numbers.store.write(numbers.writing(4, UnknownJobError("mnist")))
         # One prepares, one is busy, and one is shared.
-        assert outcomes == [Outcome.COMMITTED, Outcome.COMMITTED, Outcome.COMMITTED, Outcome.REFUSED]
+        assert numbers.outcomes == [Outcome.COMMITTED, Outcome.COMMITTED, Outcome.COMMITTED, Outcome.REFUSED]
 
     async def test_work_that_times_out_is_told_of(self, tmp_path: Path) -> None:
-        told: list[Occurrence] = []
-        async with numbers_in(tmp_path, patience_s=1.0, told=told.append) as numbers:
+        async with numbers_in(tmp_path, patience_s=1.0) as numbers:
             busy = await numbers.make_busy()
             with pytest.raises(DatabaseUnavailableError):
                 await busy
             numbers.gate.set()
             await numbers.store.write(numbers.writing(1))
-        outcomes = [each.outcome for each in told if isinstance(each, TransactionDone)]
-        assert outcomes == [Outcome.COMMITTED, Outcome.UNAVAILABLE, Outcome.COMMITTED]
+        assert numbers.outcomes == [Outcome.COMMITTED, Outcome.UNAVAILABLE, Outcome.COMMITTED]
 
 
 class _Panic(BaseException):
@@ -353,37 +350,33 @@ class _Panic(BaseException):
 
 
 class TestThreads:
-    async def test_outlive_whatever_work_raises(self, tmp_path: Path) -> None:
-        async with numbers_in(tmp_path) as numbers:
-            with pytest.raises(_Panic):
-                await numbers.store.write(numbers.writing(1, _Panic()))
-            outcomes = await numbers.behind_another(numbers.writing(2, _Panic()), numbers.writing(3))
-            assert isinstance(outcomes[0], _Panic)
-            assert outcomes[1] == -3
+    async def test_outlive_whatever_work_raises(self, numbers: Numbers) -> None:
+        with pytest.raises(_Panic):
+            await numbers.store.write(numbers.writing(1, _Panic()))
+        outcomes = await numbers.behind_another(numbers.writing(2, _Panic()), numbers.writing(3))
+        assert isinstance(outcomes[0], _Panic)
+        assert outcomes[1] == -3
 
-    async def test_end_after_the_work_in_hand(self, tmp_path: Path) -> None:
-        async with numbers_in(tmp_path) as numbers:
-            numbers.gate.set()
-            written = [asyncio.ensure_future(numbers.store.write(numbers.writing(n))) for n in range(20)]
-            await turn(10)
-            await numbers.store.close()
-            assert await asyncio.gather(*written) == [-n for n in range(20)]
-            assert not [thread for thread in threading.enumerate() if thread.name.startswith("bso-")]
+    async def test_end_after_the_work_in_hand(self, numbers: Numbers) -> None:
+        numbers.gate.set()
+        written = [asyncio.ensure_future(numbers.store.write(numbers.writing(n))) for n in range(20)]
+        await turn(10)
+        await numbers.store.close()
+        assert await asyncio.gather(*written) == [-n for n in range(20)]
+        assert not [thread for thread in threading.enumerate() if thread.name.startswith("bso-")]
 
-    async def test_reads_that_are_refused_do_not_disturb_others(self, tmp_path: Path) -> None:
-        async with numbers_in(tmp_path) as numbers:
-            await numbers.store.write(numbers.writing(1))
+    async def test_reads_that_are_refused_do_not_disturb_others(self, numbers: Numbers) -> None:
+        await numbers.store.write(numbers.writing(1))
 
-            def refused(_: Transaction) -> None:
-                raise UnknownJobError("mnist")
+        def refused(_: Transaction) -> None:
+            raise UnknownJobError("mnist")
 
-            reads = [each for _ in range(20) for each in (numbers.kept(), numbers.store.read(refused))]
-            for found in await asyncio.gather(*reads, return_exceptions=True):
-                assert found == [1] or isinstance(found, UnknownJobError)
+        reads = [each for _ in range(20) for each in (numbers.kept(), numbers.store.read(refused))]
+        for found in await asyncio.gather(*reads, return_exceptions=True):
+            assert found == [1] or isinstance(found, UnknownJobError)
 
-    async def test_a_read_does_not_wait_for_a_slow_one(self, tmp_path: Path) -> None:
-        async with numbers_in(tmp_path) as numbers:
-            first = await numbers.make_busy(read_only=True)
-            assert await numbers.kept() == []
-            numbers.gate.set()
-            assert await first
+    async def test_a_read_does_not_wait_for_a_slow_one(self, numbers: Numbers) -> None:
+        first = await numbers.make_busy(read_only=True)
+        assert await numbers.kept() == []
+        numbers.gate.set()
+        assert await first

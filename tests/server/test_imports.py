@@ -22,12 +22,12 @@ from sqlalchemy import func, select, update
 from bso_server.cli import main
 from bso_server.errors import InvalidImportError, JobConflictError, UnknownJobError
 from bso_server.service import imports, reading
-from bso_server.service.exports import JobExport, TrialExport, split_exports
+from bso_server.service.exports import JobExport, TrialExport, export, split_exports
 from bso_server.service.imports import SILENCE
-from bso_server.service.reading import JobReader
 from bso_server.storage.tables import arms, epochs, jobs, trials
 from bso_server.storage.transaction import Transaction
 from tests.support.exports import Lines, decoded, encoded, exported, import_over, pieces_of, renamed
+from tests.support.input_scene import memory_of
 from tests.support.jobs import job
 from tests.support.servers import ServerProcess
 from tests.support.service import JobService, job_service
@@ -105,71 +105,58 @@ class Sender:
 
     async def half_way(self, server: JobService) -> asyncio.Task[Any]:
         """The import, which waits for the second half."""
-        task = asyncio.create_task(server.service.import_job(self.pieces()))
+        task = asyncio.create_task(server.service.imports.import_job(self.pieces()))
         await asyncio.wait({task, asyncio.create_task(self.is_half.wait())}, return_when=asyncio.FIRST_COMPLETED)
         if task.done():
             task.result()
         return task
 
 
-async def test_nobody_sees_a_job_before_all_of_it_is_there(database_url: str) -> None:
-    async with job_service(database_url) as server:
-        job_id = new_id()
-        sender = Sender(export_of(job_id, 400))
-        task = await sender.half_way(server)
-        assert (await server.store.read(rows_of, job_id))[2] > 100, "some of it is written"
-
-        reader = JobReader(server.store)
-        listed = await reader.read(reading.list_jobs, limit=None)
-        assert job_id not in {each.job_id for each in listed.jobs}
-        with pytest.raises(UnknownJobError):
-            await reader.read(reading.show_job, job_id)
-        with pytest.raises(UnknownJobError):
-            await server.service.transact(server.service.commands.begin_trial, job_id)
-        with pytest.raises(UnknownJobError):
-            await server.service.delete_job(job_id)
-        registration = CreatedJob.model_validate(decoded(sender.text)[0]["job"])
-        with pytest.raises(JobConflictError, match="is being imported"):
-            await server.service.register(registration)
-        with pytest.raises(JobConflictError, match="is being imported"):
-            await server.service.import_job(Sender(export_of(job_id, 9)).pieces())
-        await server.service.reap()
-
-        sender.goes_on.set()
-        assert (await task).trials == 400
-        assert told_of(await exported(server.store, job_id)) == told_of(decoded(sender.text))
-        assert await server.service.register(registration) == (registration, False)
-        trial = await server.service.transact(server.service.commands.begin_trial, job_id)
-        assert trial.trial_number == 401
-
-
-async def test_an_import_that_fails_leaves_nothing(database_url: str) -> None:
-    async with job_service(database_url) as server:
-        job_id = new_id()
-        wrong = export_of(job_id, 400)
-        wrong[-1]["ended_event"] = 799
-        with pytest.raises(InvalidImportError, match="line 401, ended_event: event 799 is taken already"):
-            await server.service.import_job(pieces_of(wrong))
-        assert await server.store.read(rows_of, job_id) == [0, 0, 0, 0]
-
-        sender = Sender(export_of(job_id, 400))
-        task = await sender.half_way(server)
-        sender.error = OSError("the client has left")
-        sender.goes_on.set()
-        with pytest.raises(OSError, match="has left"):
-            await task
-        assert await server.store.read(rows_of, job_id) == [0, 0, 0, 0]
-        assert (await server.service.import_job(pieces_of(export_of(job_id, 400)))).trials == 400
-
-
-async def crashed(server: JobService, job_id: str) -> Sender:
-    """An import whose process is no more."""
+async def test_nobody_sees_a_job_before_all_of_it_is_there(bso: JobService) -> None:
+    job_id = new_id()
     sender = Sender(export_of(job_id, 400))
-    task = await sender.half_way(server)
-    task.cancel()
-    await asyncio.wait({task})
-    assert (await server.store.read(rows_of, job_id))[0] == 1
-    return sender
+    task = await sender.half_way(bso)
+    assert (await bso.store.read(rows_of, job_id))[2] > 100, "some of it is written"
+
+    listed = await bso.store.read(reading.list_jobs, limit=None)
+    assert job_id not in {each.job_id for each in listed.jobs}
+    with pytest.raises(UnknownJobError):
+        await bso.store.read(reading.show_job, job_id)
+    with pytest.raises(UnknownJobError):
+        await bso.service.transact(bso.service.commands.begin_trial, job_id)
+    with pytest.raises(UnknownJobError):
+        await bso.service.delete_job(job_id)
+    registration = CreatedJob.model_validate(decoded(sender.text)[0]["job"])
+    with pytest.raises(JobConflictError, match="is being imported"):
+        await bso.service.register(registration)
+    with pytest.raises(JobConflictError, match="is being imported"):
+        await bso.service.imports.import_job(Sender(export_of(job_id, 9)).pieces())
+    await bso.service.reap()
+
+    sender.goes_on.set()
+    assert (await task).trials == 400
+    assert told_of(await exported(bso.store, job_id)) == told_of(decoded(sender.text))
+    assert await bso.service.register(registration) == (registration, False)
+    trial = await bso.service.transact(bso.service.commands.begin_trial, job_id)
+    assert trial.trial_number == 401
+
+
+async def test_an_import_that_fails_leaves_nothing(bso: JobService) -> None:
+    job_id = new_id()
+    wrong = export_of(job_id, 400)
+    wrong[-1]["ended_event"] = 799
+    with pytest.raises(InvalidImportError, match="line 401, ended_event: event 799 is taken already"):
+        await bso.service.imports.import_job(pieces_of(wrong))
+    assert await bso.store.read(rows_of, job_id) == [0, 0, 0, 0]
+
+    sender = Sender(export_of(job_id, 400))
+    task = await sender.half_way(bso)
+    sender.error = OSError("the client has left")
+    sender.goes_on.set()
+    with pytest.raises(OSError, match="has left"):
+        await task
+    assert await bso.store.read(rows_of, job_id) == [0, 0, 0, 0]
+    assert (await bso.service.imports.import_job(pieces_of(export_of(job_id, 400)))).trials == 400
 
 
 async def by_reaping(server: JobService, _job_id: str) -> None:
@@ -177,40 +164,40 @@ async def by_reaping(server: JobService, _job_id: str) -> None:
 
 
 async def by_importing(server: JobService, job_id: str) -> None:
-    assert (await server.service.import_job(pieces_of(export_of(job_id, 2)))).trials == 2
+    assert (await server.service.imports.import_job(pieces_of(export_of(job_id, 2)))).trials == 2
     await server.service.delete_job(job_id)
 
 
 @pytest.mark.parametrize("tidy_up", [by_reaping, by_importing])
 async def test_what_a_crash_leaves_is_removed(
-    database_url: str, tidy_up: Callable[[JobService, str], Awaitable[None]], caplog: pytest.LogCaptureFixture
+    bso: JobService, tidy_up: Callable[[JobService, str], Awaitable[None]], caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with job_service(database_url) as server:
-        job_id = new_id()
-        await crashed(server, job_id)
-        await server.service.reap()
-        assert (await server.store.read(rows_of, job_id))[0] == 1, "it may still go on"
-        server.wait(SILENCE.total_seconds() + 1)
-        await tidy_up(server, job_id)
-        assert await server.store.read(rows_of, job_id) == [0, 0, 0, 0]
-        assert "broken off" in caplog.text
+    job_id = new_id()
+    task = await Sender(export_of(job_id, 400)).half_way(bso)
+    task.cancel()
+    await asyncio.wait({task})
+    await bso.service.reap()
+    assert (await bso.store.read(rows_of, job_id))[0] == 1, "it may still go on"
+    bso.wait(SILENCE.total_seconds() + 1)
+    await tidy_up(bso, job_id)
+    assert await bso.store.read(rows_of, job_id) == [0, 0, 0, 0]
+    assert "broken off" in caplog.text
 
 
-async def test_an_import_that_was_given_up_cannot_go_on(database_url: str) -> None:
-    async with job_service(database_url) as server:
-        job_id = new_id()
-        first, second = Sender(export_of(job_id, 400)), Sender(export_of(job_id, 300))
-        given_up = await first.half_way(server)
-        server.wait(SILENCE.total_seconds() + 1)
-        await server.service.reap()
-        assert await server.store.read(rows_of, job_id) == [0, 0, 0, 0]
-        other = await second.half_way(server)
-        first.goes_on.set()
-        with pytest.raises(JobConflictError, match="given up"):
-            await given_up
-        second.goes_on.set()
-        assert (await other).trials == 300
-        assert told_of(await exported(server.store, job_id)) == told_of(decoded(second.text))
+async def test_an_import_that_was_given_up_cannot_go_on(bso: JobService) -> None:
+    job_id = new_id()
+    first, second = Sender(export_of(job_id, 400)), Sender(export_of(job_id, 300))
+    given_up = await first.half_way(bso)
+    bso.wait(SILENCE.total_seconds() + 1)
+    await bso.service.reap()
+    assert await bso.store.read(rows_of, job_id) == [0, 0, 0, 0]
+    other = await second.half_way(bso)
+    first.goes_on.set()
+    with pytest.raises(JobConflictError, match="given up"):
+        await given_up
+    second.goes_on.set()
+    assert (await other).trials == 300
+    assert told_of(await exported(bso.store, job_id)) == told_of(decoded(second.text))
 
 
 @pytest.mark.parametrize(
@@ -230,22 +217,21 @@ async def test_what_must_be_refused_is_refused_before_the_trials_are_read(
         spoil(export[0])
         sender = Sender(export)
         with pytest.raises((JobConflictError, InvalidImportError)):
-            await server.service.import_job(sender.pieces())
+            await server.service.imports.import_job(sender.pieces())
         assert sender.sent < 2 * 65536
 
 
-async def test_an_export_leaves_out_what_begins_meanwhile_and_can_be_imported(database_url: str) -> None:
-    async with job_service(database_url) as server:
-        job_id = new_id()
-        await server.service.import_job(pieces_of(export_of(job_id, 250)))
-        pieces = JobReader(server.store).export(job_id)
-        text = await anext(pieces) + await anext(pieces)
-        begun = await server.service.transact(server.service.commands.begin_trial, job_id)
-        assert begun.trial_number == 251
-        text += b"".join([piece async for piece in pieces])
-        job, *trials = decoded(text)
-        assert [trial["trial_number"] for trial in trials] == list(range(1, 251))
-        assert (await server.service.import_job(pieces_of(renamed([job, *trials], new_id())))).trials == 250
+async def test_an_export_leaves_out_what_begins_meanwhile_and_can_be_imported(bso: JobService) -> None:
+    job_id = new_id()
+    await bso.service.imports.import_job(pieces_of(export_of(job_id, 250)))
+    pieces = export(bso.store, job_id)
+    text = await anext(pieces) + await anext(pieces)
+    begun = await bso.service.transact(bso.service.commands.begin_trial, job_id)
+    assert begun.trial_number == 251
+    text += b"".join([piece async for piece in pieces])
+    job, *trials = decoded(text)
+    assert [trial["trial_number"] for trial in trials] == list(range(1, 251))
+    assert (await bso.service.imports.import_job(pieces_of(renamed([job, *trials], new_id())))).trials == 250
 
 
 @pytest.mark.slow
@@ -282,7 +268,7 @@ def test_a_large_import_needs_little_memory_and_keeps_nobody_waiting(any_server:
     assert len(text) > 10_000_000
     with httpx.Client(base_url=any_server.url, timeout=PATIENCE_S * 5) as http:
         trial = begin(http, http.post("/jobs", json=job(max_epochs=100_000)).raise_for_status().json()["job_id"])
-        before = peak_kb(any_server)
+        before = memory_of(any_server, "VmHWM")
         answers: list[httpx.Response] = []
         thread = threading.Thread(target=lambda: answers.append(import_over(http, text)))
         thread.start()
@@ -299,14 +285,8 @@ def test_a_large_import_needs_little_memory_and_keeps_nobody_waiting(any_server:
         with http.stream("GET", f"/api/jobs/{job_id}/export") as answer:
             assert sum(map(len, answer.iter_raw())) > 9_000_000
         # Read at once, it took ten times as much as its text.
-        assert peak_kb(any_server) - before < 60_000
+        assert memory_of(any_server, "VmHWM") - before < 60_000 * 1024
         http.delete("/jobs", params={"job_id": job_id}).raise_for_status()
-
-
-def peak_kb(server: ServerProcess) -> int:
-    assert server.process is not None
-    status = Path(f"/proc/{server.process.pid}/status").read_text().splitlines()
-    return int(next(line for line in status if line.startswith("VmHWM")).split()[1])
 
 
 def test_a_client_that_leaves_in_the_middle_leaves_nothing(server: ServerProcess) -> None:
@@ -387,11 +367,11 @@ async def test_what_is_wrong_is_told_with_its_line_and_field(service: JobService
         yield text
 
     with pytest.raises(InvalidImportError) as caught:
-        await service.service.import_job(pieces())
+        await service.service.imports.import_job(pieces())
     assert str(caught.value).startswith(said)
     assert caught.value.field == said.partition(":")[0]
     with pytest.raises(InvalidImportError, match=f"^line {int(said.split()[1].strip(',:')) + 40}"):
-        await service.service.import_job(pieces(), first_line=41)
+        await service.service.imports.import_job(pieces(), first_line=41)
     assert await service.store.read(rows_of, "odd-1") == [0, 0, 0, 0]
 
 
@@ -409,18 +389,18 @@ async def test_a_line_without_an_end_is_refused_before_it_fills_the_memory(
             yield b"x" * 10_000
 
     with pytest.raises(InvalidImportError, match="line 2: it is longer than 100000 bytes"):
-        await service.service.import_job(pieces())
+        await service.service.imports.import_job(pieces())
     assert taken == 110_000
 
 
 async def test_what_is_no_number_is_exported_as_null_and_named(service: JobService) -> None:
     """Nothing writes such numbers; SQLite keeps infinities that other programs write."""
-    await service.service.import_job(pieces_of(export_of("odd-1", 2)))
+    await service.service.imports.import_job(pieces_of(export_of("odd-1", 2)))
     infinite, negative = float("inf"), float("-inf")
 
     def spoil(transaction: Transaction) -> None:
-        transaction.change(update(trials).where(trials.c.trial_number == 2).values(metric=infinite))
-        transaction.change(update(epochs).where(epochs.c.report_number == 2).values(energy_j=negative))
+        transaction.connection.execute(update(trials).where(trials.c.trial_number == 2).values(metric=infinite))
+        transaction.connection.execute(update(epochs).where(epochs.c.report_number == 2).values(energy_j=negative))
 
     await service.store.write(spoil)
     job, first, second = await exported(service.store, "odd-1")
@@ -428,9 +408,9 @@ async def test_what_is_no_number_is_exported_as_null_and_named(service: JobServi
     assert (second["metric"], second["not_finite"]) == (None, ["metric", "epochs.1.energy_j"])
     refused = r"^line 2, epochs\.1\.energy_j: "
     with pytest.raises(InvalidImportError, match=refused):
-        await service.service.import_job(pieces_of(renamed([job, first, second])))
+        await service.service.imports.import_job(pieces_of(renamed([job, first, second])))
     first["epochs"][1]["energy_j"], second["metric"], second["epochs"][1]["energy_j"] = 700, 0.9, 700
     with pytest.raises(InvalidImportError, match=r"^line 2, epochs\.1\.energy_j: was NaN or infinite"):
-        await service.service.import_job(pieces_of(renamed([job, first, second])))
+        await service.service.imports.import_job(pieces_of(renamed([job, first, second])))
     mended = [job, *({**trial, "not_finite": []} for trial in (first, second))]
-    assert (await service.service.import_job(pieces_of(renamed(mended)))).trials == 2
+    assert (await service.service.imports.import_job(pieces_of(renamed(mended)))).trials == 2

@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from tests.support.exports import encoded, export_over, import_over, renamed
-from tests.support.input_scene import HUGE, JSON, NO_NUMBERS, Scene, assert_refused, good_body, with_token
+from tests.support.input_scene import HUGE, JSON, NO_NUMBERS, Scene, assert_refused, good_body, memory_of, with_token
 from tests.support.jobs import THREE_SIZES, job
 from tests.support.servers import ServerProcess
 
@@ -30,48 +30,29 @@ with_body = pytest.mark.parametrize(
 )
 
 
+NO_OBJECTS = {
+    "cut off": (b"{", 400),
+    "a word": (b"job", 400),
+    "two objects": (b"{} {}", 400),
+    "no value": (b'{"job_id": }', 400),
+    "single quotes": (b"{\"job_id\": 'job'}", 400),
+    "XML": (b"<job/>", 400),
+    "no UTF-8": (b'{"gpu_model": "\xff"}', 400),
+    "UTF-16": ('{"job_id": "job"}'.encode("utf-16"), 400),
+    "deep lists": (b"[" * 100_000, 400),
+    "deep objects": (b'{"colour": ' * 50_000, 400),
+    "an endless number": (b'{"mab_seed": ' + HUGE.encode() + b"}", 400),
+    "empty": (b"", 422),
+    "a list": (b"[]", 422),
+    "null": (b"null", 422),
+    "a number": (b"3", 422),
+    "NaN": (b"NaN", 422),
+    "a string": (b'"job"', 422),
+}
+
+
 @with_body
-@pytest.mark.parametrize(
-    ("body", "status"),
-    [
-        (b"{", 400),
-        (b"job", 400),
-        (b"{} {}", 400),
-        (b'{"job_id": }', 400),
-        (b"{\"job_id\": 'job'}", 400),
-        (b"<job/>", 400),
-        (b'{"gpu_model": "\xff"}', 400),
-        ('{"job_id": "job"}'.encode("utf-16"), 400),
-        (b"[" * 100_000, 400),
-        (b'{"colour": ' * 50_000, 400),
-        (b'{"mab_seed": ' + HUGE.encode() + b"}", 400),
-        (b"", 422),
-        (b"[]", 422),
-        (b"null", 422),
-        (b"3", 422),
-        (b"NaN", 422),
-        (b'"job"', 422),
-    ],
-    ids=[
-        "cut off",
-        "a word",
-        "two objects",
-        "no value",
-        "single quotes",
-        "XML",
-        "no UTF-8",
-        "UTF-16",
-        "deep lists",
-        "deep objects",
-        "an endless number",
-        "empty",
-        "a list",
-        "null",
-        "a number",
-        "NaN",
-        "a string",
-    ],
-)
+@pytest.mark.parametrize(("body", "status"), NO_OBJECTS.values(), ids=NO_OBJECTS)
 def test_a_body_that_is_no_object(scene: Scene, method: str, path: str, body: bytes, status: int) -> None:
     with scene.nothing_stored():
         assert_refused(scene.http.request(method, path, content=body, headers=JSON), status, "body")
@@ -80,13 +61,8 @@ def test_a_body_that_is_no_object(scene: Scene, method: str, path: str, body: by
 FOREIGN_TYPES = pytest.mark.parametrize(
     "media_type",
     [
-        "text/plain",
-        "text/plain; charset=utf-8",
-        "multipart/form-data; boundary=x",
-        "application/x-www-form-urlencoded",
-        "application/xml",
-        "application/jsonp",
-        "json",
+        *("text/plain", "text/plain; charset=utf-8", "multipart/form-data; boundary=x"),
+        *("application/x-www-form-urlencoded", "application/xml", "application/jsonp", "json"),
     ],
 )
 
@@ -139,26 +115,19 @@ def test_of_a_key_given_twice_the_last_counts(scene: Scene) -> None:
 
 @pytest.mark.parametrize("token", NO_NUMBERS)
 @pytest.mark.parametrize(
-    ("line", "field"),
-    [
-        (1, "created_at"),
-        (1, "version"),
-        (1, "job.max_power"),
-        (2, "time_s"),
-        (2, "batch_size"),
-        (3, "epochs.0.metric"),
-    ],
+    "place", ["1, created_at", "1, version", "1, job.max_power", "2, time_s", "2, batch_size", "3, epochs.0.metric"]
 )
-def test_an_import_with_what_is_no_number(scene: Scene, line: int, field: str, token: str) -> None:
+def test_an_import_with_what_is_no_number(scene: Scene, place: str, token: str) -> None:
     export = renamed(export_over(scene.http, scene.running["job_id"]), "job-refused")
-    parent: Any = export[line - 1]
+    line, _, field = place.partition(", ")
+    parent: Any = export[int(line) - 1]
     *parents, last = field.split(".")
     for key in parents:
         parent = parent[int(key) if key.isdigit() else key]
     parent[last] = "the place"
     body = encoded(export).replace(b'"the place"', token.encode())
     with scene.nothing_stored():
-        assert_refused(import_over(scene.http, body), 422, f"line {line}, {field}")
+        assert_refused(import_over(scene.http, body), 422, f"line {place}")
 
 
 # --- Memory -----------------------------------------------------------------------------------------------------------
@@ -166,14 +135,6 @@ def test_an_import_with_what_is_no_number(scene: Scene, line: int, field: str, t
 MIB = 1024 * 1024
 
 in_proc = pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="memory is read from Linux's /proc")
-
-
-def memory_of(server: ServerProcess, line: str) -> int:
-    """Bytes: ``VmRSS`` is what the server has in memory, ``VmHWM`` the most that it had."""
-    assert server.process is not None
-    status = Path(f"/proc/{server.process.pid}/status").read_text()
-    (kilobytes,) = (words[1] for words in map(str.split, status.splitlines()) if words[0] == f"{line}:")
-    return int(kilobytes) * 1024
 
 
 def forget_peak(server: ServerProcess) -> None:

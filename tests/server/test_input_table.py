@@ -163,25 +163,18 @@ def test_a_report_that_cannot_be(scene: Scene, field: str, token: str, named: st
         assert_refused(scene.http.post("/report", content=body, headers=JSON), status, named)
 
 
-@pytest.mark.parametrize("metric", [-3.5, 0.0, -1e300, 5e-324])
-def test_any_finite_number_is_a_metric(scene: Scene, metric: float) -> None:
-    trial = begin(scene.http, register(scene.http))
-    report = {**trial, "time": 1, "energy": 100, "metric": metric, "current_epoch": 1}
-    assert scene.http.post("/report", json=report).status_code == 200
-    path = f"/api/jobs/{trial['job_id']}/trials/{trial['trial_number']}/epochs"
-    assert [epoch["metric"] for epoch in scene.http.get(path).json()["epochs"]] == [metric]
+METRICS = [(1.0, -3.5), (2.0, 0.0), (3.0, -1e300), (4.0, 5e-324)]
+PACES: list[tuple[float, ...]] = [(0.5, 1, 1.5, 2, 2.5), (0.3, 0.6, 0.9, 1.3), (1.5, 3, 4.5), (2, 4, 6)]
 
 
-@pytest.mark.parametrize(
-    "epochs", [(0.5, 1, 1.5, 2, 2.5), (0.3, 0.6, 0.9, 1.3), (1.5, 3, 4.5), (2, 4, 6)], ids=lambda epochs: str(epochs)
-)
-def test_validation_at_any_pace(scene: Scene, epochs: tuple[float, ...]) -> None:
+@pytest.mark.parametrize("reports", [METRICS, *([(epoch, 0.5) for epoch in epochs] for epochs in PACES)])
+def test_any_finite_number_is_a_metric_at_any_pace(scene: Scene, reports: list[tuple[float, float]]) -> None:
     trial = begin(scene.http, register(scene.http))
-    for epoch in epochs:
-        report = {**trial, "time": epoch, "energy": 100 * epoch, "metric": 0.5, "current_epoch": epoch}
+    for epoch, metric in reports:
+        report = {**trial, "time": epoch, "energy": 100 * epoch, "metric": metric, "current_epoch": epoch}
         assert scene.http.post("/report", json=report).status_code == 200
     path = f"/api/jobs/{trial['job_id']}/trials/{trial['trial_number']}/epochs"
-    assert [epoch["epoch"] for epoch in scene.http.get(path).json()["epochs"]] == list(epochs)
+    assert [(each["epoch"], each["metric"]) for each in scene.http.get(path).json()["epochs"]] == reports
 
 
 @pytest.mark.parametrize("path", ["/report", "/trials", "/trials/heartbeat", "/trials/power_profile"])

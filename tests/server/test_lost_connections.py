@@ -12,14 +12,12 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from typing import Any
 
 import httpx
 import pytest
 from sqlalchemy import text
 from sqlalchemy.engine import make_url
-from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import create_async_engine
 
 from bso_server.core.access import Caller, Scope
@@ -28,13 +26,13 @@ from bso_server.service.tokens import Tokens
 from bso_server.storage.database import open_database
 from bso_server.storage.store import Store
 from bso_server.storage.transaction import Transaction
-from tests.support.databases import MYSQL, MYSQL_URL, POSTGRES_URL, POSTGRESQL, administer
+from tests.support.databases import END_SESSION, MYSQL, MYSQL_URL, POSTGRES_URL, POSTGRESQL, administer, end_sessions
 from tests.support.exports import export_over, import_over, renamed
 from tests.support.jobs import job
 from tests.support.relay import Relay, relay_to
-from tests.support.servers import ServerProcess, bso_server
+from tests.support.servers import ServerProcess
 from tests.support.service import open_store
-from tests.support.wire import begin, reached
+from tests.support.wire import assert_refused, begin, reached
 from zeus_plugins.protocol import CreatedJob
 
 # A SQLite file has no connection that could be lost.
@@ -43,13 +41,6 @@ pytestmark = pytest.mark.parametrize("database_url", [POSTGRESQL, MYSQL], indire
 PATIENCE_S = 60.0
 CUTS = 12
 CLIENTS = 3
-
-# What finds the sessions of a database's other users, and what ends one.
-SESSIONS = {
-    "postgresql": "SELECT pid FROM pg_stat_activity WHERE datname = current_database() AND pid <> pg_backend_pid()",
-    "mysql": "SELECT id FROM information_schema.processlist WHERE db = database() AND id <> connection_id()",
-}
-END = {"postgresql": "SELECT pg_terminate_backend({})", "mysql": "KILL {}"}
 
 
 @pytest.fixture(scope="module")
@@ -64,13 +55,9 @@ def relayed_url(database_url: str, relay: Relay) -> str:
 
 
 @pytest.fixture(scope="module")
-def relayed_server(
-    database_url: str, relayed_url: str, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[ServerProcess]:
-    upgrade = bso_server("db", "upgrade", "--database-url", database_url)
-    assert upgrade.returncode == 0, upgrade.stderr
+def relayed_server(relayed_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     server = ServerProcess(relayed_url, tmp_path_factory.mktemp("server") / "server.log", database_timeout_s=15.0)
-    server.start("--insecure")
+    server.start("--insecure", "--migrate")
     yield server
     server.kill()
 
@@ -185,26 +172,6 @@ async def _give(store: Store, tokens: Tokens, token_id: str) -> None:
     await tokens.revoke(successor.token_id)
 
 
-def cut_sessions(database_url: str) -> int:
-    """End every session of the database but this one, from the database's side; how many there were."""
-    backend = make_url(database_url).get_backend_name()
-
-    async def cut() -> int:
-        engine = create_async_engine(database_url, isolation_level="AUTOCOMMIT")
-        try:
-            async with engine.connect() as connection:
-                sessions = (await connection.execute(text(SESSIONS[backend]))).scalars().all()
-                for session in sessions:
-                    # It may have ended meanwhile.
-                    with suppress(DBAPIError):
-                        await connection.execute(text(END[backend].format(session)))
-                return len(sessions)
-        finally:
-            await engine.dispose()
-
-    return asyncio.run(cut())
-
-
 def test_sessions_that_are_ended_cost_no_request(
     http: httpx.Client, relayed_server: ServerProcess, database_url: str
 ) -> None:
@@ -235,7 +202,7 @@ def test_sessions_that_are_ended_cost_no_request(
                     while not answers.acquire(timeout=0.1):
                         if any(training.done() for training in trainings):
                             break
-                ended += cut_sessions(database_url)
+                ended += end_sessions(database_url)
         finally:
             over.set()
         trials = [trial for training in trainings for trial in training.result()]
@@ -277,7 +244,9 @@ async def test_connections_that_were_ended_while_idle_cost_no_request(
         ended = set(await asyncio.gather(store.read(session), store.read(session)))
         assert len(ended) == 2
         url = POSTGRES_URL if kind == "postgresql" else MYSQL_URL
-        await asyncio.gather(*(asyncio.to_thread(administer, url, END[kind].format(number)) for number in ended))
+        await asyncio.gather(
+            *(asyncio.to_thread(administer, url, END_SESSION[kind].format(number)) for number in ended)
+        )
         await until_none_is_left(url, ended)
         caplog.clear()
         await store.write(lambda transaction: transaction.job("none"))
@@ -303,65 +272,41 @@ def test_a_request_waits_for_a_database_that_comes_back(http: httpx.Client, rela
     assert epochs_of(http, trial) == [1]
 
 
+@pytest.mark.parametrize("silent", [False, True], ids=["away", "silent"])
 def test_a_database_that_stays_away_is_told_and_survived(
-    http: httpx.Client, relay: Relay, relayed_server: ServerProcess
+    http: httpx.Client, relay: Relay, relayed_server: ServerProcess, silent: bool
 ) -> None:
-    http.post("/jobs", json=job(job_id="away")).raise_for_status()
-    trial = begin(http, "away")
+    job_id = "silent" if silent else "away"
+    http.post("/jobs", json=job(job_id=job_id)).raise_for_status()
+    trial = begin(http, job_id)
     said = len(relayed_server.log.read_text())
-    relay.close()
+    relay.fall_silent(True) if silent else relay.close()
     try:
         with ThreadPoolExecutor(4) as pool:
             reports = [pool.submit(report, http, trial, 1) for _ in range(3)]
-            suggest = pool.submit(http.get, "/jobs/batch_size", params={"job_id": "away"})
+            suggest = pool.submit(http.get, "/jobs/batch_size", params={"job_id": job_id})
             answers = [future.result() for future in [*reports, suggest]]
         for answer in answers:
-            assert answer.status_code == 503, answer.text
-            assert answer.headers["content-type"] == "application/problem+json"
+            assert_refused(answer, 503, None, "does not answer at present")
             assert int(answer.headers["retry-after"]) > 0
-            assert "does not answer at present" in answer.json()["message"]
             assert str(relay.port) not in answer.text
         assert http.get("/health/ready").status_code == 503
         assert http.get("/health/live").status_code == 200
     finally:
-        relay.open()
-
-    log = relayed_server.log.read_text()[said:]
-    assert "Traceback" not in log
-    lines = [line for line in log.splitlines() if "gave up" in line]
-    assert 1 <= len(lines) <= len(answers)
-    assert all(str(relay.port) in line for line in lines)
-    assert http.get("/health/ready").status_code == 200
-    assert report(http, trial, 1).status_code == 200
-    assert epochs_of(http, trial) == [1]
-
-
-def test_a_network_that_falls_silent_is_told_and_survived(
-    http: httpx.Client, relay: Relay, relayed_server: ServerProcess
-) -> None:
-    http.post("/jobs", json=job(job_id="silent")).raise_for_status()
-    trial = begin(http, "silent")
-    said = len(relayed_server.log.read_text())
-    relay.fall_silent(True)
-    try:
-        with ThreadPoolExecutor(4) as pool:
-            reports = [pool.submit(report, http, trial, 1) for _ in range(3)]
-            suggest = pool.submit(http.get, "/jobs/batch_size", params={"job_id": "silent"})
-            for answer in [future.result() for future in [*reports, suggest]]:
-                assert answer.status_code == 503, answer.text
-                assert int(answer.headers["retry-after"]) > 0
-        assert http.get("/health/ready").status_code == 503
-        assert http.get("/health/live").status_code == 200
-    finally:
-        relay.fall_silent(False)
+        relay.fall_silent(False) if silent else relay.open()
 
     # What was cut off in the middle of a transaction may keep its locks for a moment.
     deadline = time.monotonic() + PATIENCE_S
     while report(http, trial, 1).status_code != 200:
+        assert silent
         assert time.monotonic() < deadline
     assert http.get("/health/ready").status_code == 200
     assert epochs_of(http, trial) == [1]
-    assert "Traceback" not in relayed_server.log.read_text()[said:]
+    log = relayed_server.log.read_text()[said:]
+    assert "Traceback" not in log
+    lines = [line for line in log.splitlines() if "gave up" in line]
+    assert all(str(relay.port) in line for line in lines)
+    assert silent or 1 <= len(lines) <= len(answers)
 
 
 def test_the_schema_says_so(http: httpx.Client) -> None:

@@ -21,15 +21,13 @@ from bso_server.metrics.prometheus import MOST_JOBS, DatabaseMetrics, Snapshot, 
 from bso_server.service import health
 from bso_server.service.health import JobTotals, TotalsReader
 from bso_server.storage import queries
-from bso_server.storage.database import open_database
-from bso_server.storage.store import Store
 from bso_server.storage.transaction import Transaction
 from tests.support import ROOT, jobs
 from tests.support.servers import bso_server
-from tests.support.service import HOUR_S, job_service
+from tests.support.service import HOUR_S, job_service, open_store
 from tests.support.tokens import bearer, make_token
 from tests.support.watching import Values, scraped, trained, value, values_in, watched
-from zeus_plugins.protocol import CreatedJob, JobSpecFromClient, Stage, TrialState
+from zeus_plugins.protocol import CreatedJob, Stage, TrialState
 
 PAGE = (ROOT / "docs" / "metrics.md").read_text()
 MOST_SERIES = 1500
@@ -152,13 +150,11 @@ class TestListeners:
             transaction.tell(TrialEnded(TrialState.FAILED))
             raise UnknownJobError("job")
 
-        store = Store(open_database(f"sqlite:///{tmp_path / 'bso.sqlite3'}"), listener=told.append)
-        try:
+        async with open_store(f"sqlite:///{tmp_path / 'bso.sqlite3'}") as store:
+            store.listener = told.append
             with pytest.raises(UnknownJobError):
                 await store.write(refused)
             await store.patient().write(lambda transaction: transaction.tell(TrialEnded(TrialState.FAILED)))
-        finally:
-            await store.close()
         outcomes = [each.outcome for each in told if isinstance(each, TransactionDone)]
         assert outcomes == [Outcome.REFUSED, Outcome.COMMITTED]
         assert told[2:] == [TrialEnded(TrialState.FAILED)]
@@ -205,14 +201,17 @@ class TestTotals:
             await server.service.delete_job(server.job_id)
             assert server.job_id not in await reader.read()
 
-    async def test_jobs_without_a_change_are_not_looked_at_again(
+    async def test_jobs_are_looked_at_when_they_have_changed_or_the_reading_was_broken_off(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         looks: list[str] = []
+        broken = {3}
         tallies = queries.tallies
 
         def counted(transaction: Transaction, job_id: str) -> object:
             looks.append(job_id)
+            if len(looks) in broken:
+                raise UnknownJobError(job_id)
             return tallies(transaction, job_id)
 
         monkeypatch.setattr(queries, "tallies", counted)
@@ -222,34 +221,14 @@ class TestTotals:
             for each in others:
                 await server.service.register(each)
             reader = TotalsReader(server.store)
-            assert list(await reader.read()) == sorted([server.job_id, *(each.job_id for each in others)])
-            assert len(looks) == 5
-            await server.suggest()
-            assert len(await reader.read()) == 5
-            assert looks[5:] == [server.job_id]
-
-    async def test_a_reading_that_is_broken_off_is_gone_on_with(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        looks: list[str] = []
-        tallies = queries.tallies
-
-        def broken_off(transaction: Transaction, job_id: str) -> object:
-            looks.append(job_id)
-            if len(looks) == 3:
-                raise UnknownJobError(job_id)
-            return tallies(transaction, job_id)
-
-        monkeypatch.setattr(queries, "tallies", broken_off)
-        monkeypatch.setattr(health, "_JOBS_AT_ONCE", 1)
-        async with job_service(f"sqlite:///{tmp_path / 'bso.sqlite3'}") as server:
-            for _ in range(3):
-                await server.service.register(JobSpecFromClient.model_validate(jobs.job()))
-            reader = TotalsReader(server.store)
+            every_job = sorted([server.job_id, *(each.job_id for each in others)])
             with pytest.raises(UnknownJobError):
                 await reader.read()
-            assert list(await reader.read()) == sorted(set(looks))
-            assert looks[3:] == sorted(set(looks))[2:]
+            assert list(await reader.read()) == every_job
+            assert looks[3:] == every_job[2:]
+            await server.suggest()
+            assert list(await reader.read()) == every_job
+            assert looks[6:] == [server.job_id]
 
 
 def totals_of_a_job(**fields: Any) -> JobTotals:
@@ -273,7 +252,8 @@ class TestReading:
     @staticmethod
     async def values(metrics: DatabaseMetrics) -> Values:
         registry = CollectorRegistry()
-        registry.register(await metrics.collector())
+        await metrics.refresh()
+        registry.register(metrics)
         return values_in(generate_latest(registry).decode())
 
     async def test_not_more_often_than_asked_for(self) -> None:
@@ -288,11 +268,8 @@ class TestReading:
         for _ in range(5):
             assert value(await self.values(metrics), "energy_joules") == 5.0
         assert reads == 1
-        assert Snapshot(1000.0, 1.0).is_new(1014.0)
-        assert not Snapshot(1000.0, 1.0).is_new(1015.0)
-        assert not Snapshot(1000.0, 1.0).is_new(999.0)
-        assert Snapshot(1000.0, 10.0).is_new(1089.0)
-        assert not Snapshot(1000.0, 10.0).is_new(1090.0)
+        assert [Snapshot(1000.0, 1.0).is_new(now) for now in (999.0, 1014.0, 1015.0)] == [False, True, False]
+        assert [Snapshot(1000.0, 10.0).is_new(now) for now in (1089.0, 1090.0)] == [True, False]
 
     async def test_a_failure_leaves_what_is_known_and_is_counted(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(prometheus, "PERIOD_S", 0.0)
@@ -336,14 +313,12 @@ class TestReading:
 
     async def test_a_reading_that_takes_too_long_is_given_up(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(prometheus, "_DEADLINE_S", 0.01)
-
         metrics, errors = self.metrics(asyncio.Event().wait)
         while not value_of(errors):
             assert await self.values(metrics) == {}
 
     async def test_the_end_of_a_server_ends_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(prometheus, "_WAIT_S", 0.01)
-
         metrics, errors = self.metrics(asyncio.Event().wait)
         assert await self.values(metrics) == {}
         await metrics.close()

@@ -15,14 +15,13 @@ import pytest
 from bso_server.core.access import Scope
 from bso_server.errors import ForbiddenError
 from bso_server.service import reading
-from bso_server.service.reading import JobReader
 from bso_server.service.tokens import Tokens
 from tests.support.exports import decoded, exported
 from tests.support.job_bench import seconds_and_joules
 from tests.support.jobs import THREE_SIZES, job
 from tests.support.reporting import until, warnings_in
 from tests.support.servers import ServerProcess, bso_server
-from tests.support.service import job_service, trial_id
+from tests.support.service import JobService, trial_id
 from zeus_plugins import JobSpec
 from zeus_plugins.cli import main
 from zeus_plugins.client.http import BsoClient
@@ -67,6 +66,14 @@ class Site:
         session.ask()
         session.begin_measurement()
         return session
+
+    def finish(self, token: str, state: dict[str, object], on_unreachable: OnUnreachable = "default") -> None:
+        """Resume a training from a checkpoint and reach the target."""
+        resumed = self.session(token, on_unreachable)
+        assert resumed.resume(state)
+        resumed.begin_measurement()
+        assert resumed.report_evaluation(0.95).converged
+        resumed.end()
 
     def trials(self, token: str) -> list[TrialView]:
         with BsoClient(self.server.url, token=token) as client:
@@ -128,12 +135,8 @@ class TestAnotherToken:
         first.report_evaluation(0.5)
         state = through_a_checkpoint(first)
 
-        resumed = site.session(other, on_unreachable)
         with caplog.at_level(logging.WARNING, logger="zeus_plugins"):
-            assert resumed.resume(state)
-            resumed.begin_measurement()
-            assert resumed.report_evaluation(0.95).converged
-            resumed.end()
+            site.finish(other, state, on_unreachable)
         refused, waiting = warnings_in(caplog)
         assert f"belongs to token {id_of(owner)} (nightly), and token {id_of(other)} can neither" in refused
         assert f"bso-server token transfer {id_of(owner)} {id_of(other)}" in refused
@@ -156,11 +159,7 @@ class TestAnotherToken:
         first = site.begun(owner)
         first.report_evaluation(0.5)
         state = through_a_checkpoint(first)
-        resumed = site.session(admin)
-        assert resumed.resume(state)
-        resumed.begin_measurement()
-        assert resumed.report_evaluation(0.95).converged
-        resumed.end()
+        site.finish(admin, state)
         assert [facts(trial) for trial in site.trials(admin)] == [(TrialState.COMPLETED, 2, id_of(owner))]
         said = f"trial 1: token {id_of(admin)}, an administrator's, in the place of token {id_of(owner)}"
         assert said in site.server.log.read_text()
@@ -206,11 +205,7 @@ class TestRotation:
         state = through_a_checkpoint(session)
         assert [facts(trial) for trial in site.trials(old)] == [(TrialState.SUSPENDED, 2, id_of(old))]
 
-        resumed = site.session(new)
-        assert resumed.resume(state)
-        resumed.begin_measurement()
-        assert resumed.report_evaluation(0.95).converged
-        resumed.end()
+        site.finish(new, state)
         assert [facts(trial) for trial in site.trials(new)] == [(TrialState.COMPLETED, 3, id_of(old))]
 
     def test_a_request_sent_again_with_the_new_secret_finds_its_trial(self, site: Site) -> None:
@@ -253,52 +248,50 @@ class TestRotation:
 
 
 async def test_all_that_is_a_tokens_is_handed_over_and_nothing_else(
-    database_url: str, monkeypatch: pytest.MonkeyPatch
+    bso: JobService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("bso_server.service.tokens._HANDED_OVER_AT_ONCE", 2)
-    async with job_service(database_url) as service:
-        tokens = Tokens(service.store)
-        commands = service.service.commands
-        gone, stays, new = [(await tokens.create(name, [Scope.REPORT]))[1].caller() for name in ("a", "b", "c")]
-        jobs = []
-        for caller in (gone, gone, gone, stays):
-            registration = CreatedJob.model_validate(job(**THREE_SIZES))
-            await service.service.register(registration, caller)
-            job_id = registration.job_id
-            await service.service.transact(commands.share, job_id)
-            jobs.append(job_id)
-            for each in (gone, gone, stays):
-                await service.service.transact(commands.begin_trial, job_id, caller=each)
-
-        before = [await exported(service.store, job_id) for job_id in jobs]
-        assert await tokens.jobs_per_owner() == {gone.token_id: 3, stays.token_id: 1}
-        assert await tokens.revoke(gone.token_id or "") == 8
-        assert await tokens.transfer(gone.token_id or "", new.token_id or "") == (3, 8)
-        assert await tokens.transfer(gone.token_id or "", new.token_id or "") == (0, 0)
-
-        assert await tokens.jobs_per_owner() == {new.token_id: 3, stays.token_id: 1}
-        for job_id, owner, export in zip(jobs, (new, new, new, stays), before, strict=True):
-            view = await JobReader(service.store).read(reading.show_job, job_id)
-            assert (view.owner, view.shared) == (owner.token_id, True)
-            assert [trial.owner for trial in view.trials] == [new.token_id, new.token_id, stays.token_id]
-            after = await exported(service.store, job_id)
-            assert after == [{**export[0], "owner": owner.token_id}, *export[1:]]
-
-
-async def test_a_trial_without_an_owner_is_its_jobs(database_url: str) -> None:
-    """As after an import."""
-    async with job_service(database_url) as service:
-        tokens, commands = Tokens(service.store), service.service.commands
-        callers = [(await tokens.create(name, [Scope.REPORT]))[1].caller() for name in ("owner", "other")]
+    tokens = Tokens(bso.store)
+    commands = bso.service.commands
+    gone, stays, new = [(await tokens.create(name, [Scope.REPORT]))[1].caller() for name in ("a", "b", "c")]
+    jobs = []
+    for caller in (gone, gone, gone, stays):
         registration = CreatedJob.model_validate(job(**THREE_SIZES))
-        await service.service.register(registration, callers[0])
-        trial = trial_id(await service.service.transact(commands.begin_trial, registration.job_id))
-        beat = Heartbeat(**trial.model_dump())
-        with pytest.raises(ForbiddenError, match="belongs to token"):
-            await service.service.transact(commands.heartbeat, beat, callers[1])
-        assert (await service.service.transact(commands.heartbeat, beat, callers[0])).state is TrialState.RUNNING
-        await service.service.transact(commands.share, registration.job_id)
-        assert (await service.service.transact(commands.heartbeat, beat, callers[1])).state is TrialState.RUNNING
+        await bso.service.register(registration, caller)
+        job_id = registration.job_id
+        await bso.service.transact(commands.share, job_id)
+        jobs.append(job_id)
+        for each in (gone, gone, stays):
+            await bso.service.transact(commands.begin_trial, job_id, caller=each)
+
+    before = [await exported(bso.store, job_id) for job_id in jobs]
+    assert await tokens.jobs_per_owner() == {gone.token_id: 3, stays.token_id: 1}
+    assert await tokens.revoke(gone.token_id or "") == 8
+    assert await tokens.transfer(gone.token_id or "", new.token_id or "") == (3, 8)
+    assert await tokens.transfer(gone.token_id or "", new.token_id or "") == (0, 0)
+
+    assert await tokens.jobs_per_owner() == {new.token_id: 3, stays.token_id: 1}
+    for job_id, owner, export in zip(jobs, (new, new, new, stays), before, strict=True):
+        view = await bso.store.read(reading.show_job, job_id)
+        assert (view.owner, view.shared) == (owner.token_id, True)
+        assert [trial.owner for trial in view.trials] == [new.token_id, new.token_id, stays.token_id]
+        after = await exported(bso.store, job_id)
+        assert after == [{**export[0], "owner": owner.token_id}, *export[1:]]
+
+
+async def test_a_trial_without_an_owner_is_its_jobs(bso: JobService) -> None:
+    """As after an import."""
+    tokens, commands = Tokens(bso.store), bso.service.commands
+    callers = [(await tokens.create(name, [Scope.REPORT]))[1].caller() for name in ("owner", "other")]
+    registration = CreatedJob.model_validate(job(**THREE_SIZES))
+    await bso.service.register(registration, callers[0])
+    trial = trial_id(await bso.service.transact(commands.begin_trial, registration.job_id))
+    beat = Heartbeat(**trial.model_dump())
+    with pytest.raises(ForbiddenError, match="belongs to token"):
+        await bso.service.transact(commands.heartbeat, beat, callers[1])
+    assert (await bso.service.transact(commands.heartbeat, beat, callers[0])).state is TrialState.RUNNING
+    await bso.service.transact(commands.share, registration.job_id)
+    assert (await bso.service.transact(commands.heartbeat, beat, callers[1])).state is TrialState.RUNNING
 
 
 def test_the_list_of_tokens_tells_of_rotations_and_jobs(site: Site) -> None:

@@ -11,11 +11,11 @@ import httpx
 import pytest
 
 from bso_server.service import reading
-from bso_server.service.reading import JobReader
+from bso_server.storage.transaction import Transaction
 from tests.support.jobs import JOB, job
 from tests.support.power_limit_bench import found_out
 from tests.support.servers import ServerProcess, bso_server
-from tests.support.service import HOUR_S, job_service
+from tests.support.service import HOUR_S, JobService
 from tests.support.wire import assert_refused, begin, reached
 from zeus_plugins.protocol import TrialDispatch, TrialPowerProfile
 
@@ -95,14 +95,6 @@ def test_a_training_that_goes_on_measuring_replaces_its_own(http: httpx.Client, 
     assert [each["samples"][0]["energy_j"] for each in kept(http, job_id)] == energies
 
 
-def test_an_ended_trial_may_still_leave_its_profile(http: httpx.Client, job_id: str) -> None:
-    trial = begin(http, job_id)
-    reached(http, trial, 500)
-    store(http, trial, found_out(JOB))
-    shown = http.get(f"/api/jobs/{job_id}").json()["trials"][0]
-    assert (shown["state"], shown["power_limit_w"], shown["power_limits"]) == ("completed", 80.0, 2)
-
-
 def test_each_trial_shows_its_limit(http: httpx.Client, job_id: str, any_server: ServerProcess) -> None:
     chosen, measured_only, _ = (begin(http, job_id) for _ in range(3))
     store(http, chosen, found_out(JOB))
@@ -117,13 +109,17 @@ def test_each_trial_shows_its_limit(http: httpx.Client, job_id: str, any_server:
         assert [line[column:].split("  ")[0] for line in table[1:]] == ["80 of 2", "- of 1", "-"]
 
 
-def test_a_report_leaves_the_limit_alone(http: httpx.Client, job_id: str) -> None:
+@pytest.mark.parametrize("is_late", [False, True])
+def test_a_trial_leaves_its_profile_before_or_after_its_end(http: httpx.Client, job_id: str, is_late: bool) -> None:
     trial = begin(http, job_id)
-    store(http, trial, found_out(JOB))
-    http.patch("/trials/heartbeat", json=trial).raise_for_status()
+    if not is_late:
+        store(http, trial, found_out(JOB))
+        http.patch("/trials/heartbeat", json=trial).raise_for_status()
     reached(http, trial, 500)
+    if is_late:
+        store(http, trial, found_out(JOB))
     (shown,) = http.get(f"/api/jobs/{job_id}").json()["trials"]
-    assert (shown["power_limit_w"], shown["power_limits"]) == (80.0, 2)
+    assert (shown["state"], shown["power_limit_w"], shown["power_limits"]) == ("completed", 80.0, 2)
 
 
 def test_a_deleted_job_takes_its_profiles_along(http: httpx.Client, job_id: str) -> None:
@@ -136,30 +132,26 @@ def test_a_deleted_job_takes_its_profiles_along(http: httpx.Client, job_id: str)
     assert dispatched(http, job_id)["power_profile"] is None
 
 
-async def test_old_profiles_are_forgotten_and_the_newest_of_each_size_stays(database_url: str) -> None:
-    async with job_service(database_url) as server:
-        # Before whatever other tests have left in the database.
-        server.now = datetime(2001, 1, 1, tzinfo=UTC)
-        sizes = []
-        for energy_j in (1.0, 2.0, 3.0, 4.0):
-            trial: TrialDispatch = await server.suggest()
-            sizes.append(trial.batch_size)
-            body = trial.model_dump() | found_out(server.job.model_dump(), energy_j)
-            await server.service.transact(
-                server.service.commands.store_power_profile, TrialPowerProfile.model_validate(body)
-            )
-            await server.report(trial, cost_j=500.0, metric=1.0)
-            server.wait(HOUR_S)
-        newest = [number for number, size in enumerate(sizes, 1) if size not in sizes[number:]]
-        assert len(newest) < len(sizes)
-        reader = JobReader(server.store)
-        before = await server.show()
+async def test_old_profiles_are_forgotten_and_the_newest_of_each_size_stays(bso: JobService) -> None:
+    # Before whatever other tests have left in the database.
+    bso.now = datetime(2001, 1, 1, tzinfo=UTC)
+    sizes = []
+    for energy_j in (1.0, 2.0, 3.0, 4.0):
+        trial: TrialDispatch = await bso.suggest()
+        sizes.append(trial.batch_size)
+        body = trial.model_dump() | found_out(bso.job.model_dump(), energy_j)
+        await bso.service.transact(bso.service.commands.store_power_profile, TrialPowerProfile.model_validate(body))
+        await bso.report(trial, cost_j=500.0, metric=1.0)
+        bso.wait(HOUR_S)
+    newest = [number for number, size in enumerate(sizes, 1) if size not in sizes[number:]]
+    assert len(newest) < len(sizes)
+    before = await bso.show()
 
-        forget = server.service.commands.prune_power_profiles
-        assert await server.service.prune(forget, timedelta(hours=5)) == 0
-        assert await server.service.prune(forget, timedelta(0)) == len(sizes) - len(newest)
-        assert await server.service.prune(forget, timedelta(0)) == 0
-        left = (await reader.read(reading.list_power_profiles, server.job_id)).profiles
-        assert [each.trial_number for each in left] == newest
-        # Which limit a trial had is not forgotten.
-        assert await server.show() == before
+    forget = Transaction.delete_power_profiles_before
+    assert await bso.service.prune(forget, timedelta(hours=5)) == 0
+    assert await bso.service.prune(forget, timedelta(0)) == len(sizes) - len(newest)
+    assert await bso.service.prune(forget, timedelta(0)) == 0
+    left = (await bso.store.read(reading.list_power_profiles, bso.job_id)).profiles
+    assert [each.trial_number for each in left] == newest
+    # Which limit a trial had is not forgotten.
+    assert await bso.show() == before

@@ -17,7 +17,7 @@ from tests.support import ROOT
 from tests.support.dashboard_pages import Page
 from tests.support.exports import encoded, export_over, import_over, renamed
 from tests.support.jobs import job
-from tests.support.servers import ServerProcess, free_port, wait_until_up
+from tests.support.servers import ServerProcess, free_port, serving, wait_until_up
 from tests.support.tokens import bearer, make_token
 from zeus_plugins import BatchSizeOptimizer, JobSpec
 from zeus_plugins.energy import Measurement, ReplayMonitor
@@ -31,18 +31,18 @@ LIMIT_BYTES = 1024 * 1024
 
 def nginx(folder: Path, server: ServerProcess, port: int) -> list[str]:
     """The command of an nginx in the foreground."""
+    to_server = ("127.0.0.1:8000", f"127.0.0.1:{server.port}")
+    return nginx_with("zeus-bso.conf", folder, port, to_server, ("listen 80;", f"listen 127.0.0.1:{free_port()};"))
+
+
+def nginx_with(name: str, folder: Path, port: int, *changes: tuple[str, str]) -> list[str]:
     site = replaced(
-        (DEPLOY / "nginx" / "zeus-bso.conf").read_text(),
-        ("127.0.0.1:8000", f"127.0.0.1:{server.port}"),
+        (DEPLOY / "nginx" / name).read_text(),
+        *changes,
         ("listen 443 ssl", f"listen 127.0.0.1:{port} ssl"),
-        ("listen 80;", f"listen 127.0.0.1:{free_port()};"),
         ("/etc/ssl/zeus-bso", str(folder)),
         ("bso.example.com", "localhost"),
     )
-    return nginx_with(site, folder)
-
-
-def nginx_with(site: str, folder: Path) -> list[str]:
     temporary = "".join(f"{kind}_temp_path {folder}/{kind};" for kind in ("proxy", "fastcgi", "uwsgi", "scgi"))
     (folder / "nginx.conf").write_text(
         f"daemon off; pid {folder}/pid; error_log {folder}/proxy.log; events {{}}\n"
@@ -178,30 +178,23 @@ def test_tokens_tell_to_which_of_several_servers_a_training_goes(
 ) -> None:
     certify(tmp_path, monkeypatch)
     (tmp_path / "other").mkdir()
-    other = ServerProcess(f"sqlite:///{tmp_path / 'other' / 'bso.sqlite3'}", tmp_path / "other" / "server.log")
-    other.start()
-    try:
+    with serving(f"sqlite:///{tmp_path / 'other' / 'bso.sqlite3'}", tmp_path / "other") as other:
         tokens = [make_token(each.database_url, "report") for each in (server, other)]
         port = free_port()
-        site = replaced(
-            (DEPLOY / "nginx" / "partitioned.conf").read_text(),
+        command = nginx_with(
+            "partitioned.conf",
+            tmp_path,
+            port,
             ("10.0.0.1:8000", f"127.0.0.1:{server.port}"),
             ("10.0.0.2:8000", f"127.0.0.1:{other.port}"),
             ("zbso_0123abcd_", tokens[1][: len("zbso_0123abcd_")]),
-            ("listen 443 ssl", f"listen 127.0.0.1:{port} ssl"),
-            ("/etc/ssl/zeus-bso", str(tmp_path)),
-            ("bso.example.com", "localhost"),
         )
         url = f"https://localhost:{port}/zeus"
-        with running(nginx_with(site, tmp_path), tmp_path, url):
-            for token, job_id in zip(tokens, ("proxied-a", "proxied-b"), strict=True):
-                train(url, token, job_id)
-            for each, token, prefix, job_id in zip(
-                (server, other), tokens, "ab", ("proxied-a", "proxied-b"), strict=True
-            ):
+        with running(command, tmp_path, url):
+            for token, prefix in zip(tokens, "ab", strict=True):
+                train(url, token, f"proxied-{prefix}")
+            for each, token, prefix in zip((server, other), tokens, "ab", strict=True):
                 jobs = httpx.get(f"{each.url}/api/jobs", headers=bearer(token)).json()
-                assert [one["job_id"] for one in jobs["jobs"]] == [job_id]
+                assert [one["job_id"] for one in jobs["jobs"]] == [f"proxied-{prefix}"]
                 assert httpx.get(f"{url}/{prefix}/api/jobs", headers=bearer(token)).json() == jobs
                 assert httpx.get(f"{url}/{prefix}/ui/", auth=("anybody", token)).status_code == 200
-    finally:
-        other.kill()

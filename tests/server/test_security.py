@@ -24,7 +24,7 @@ from bso_server.api.auth import PAGE, AccessControl, needed_scope, needs
 from bso_server.api.errors import EXCEPTION_HANDLERS
 from bso_server.app import create_app
 from bso_server.core.access import Scope
-from bso_server.service.tokens import Authenticator, TokenSource
+from bso_server.service.tokens import Authenticator
 from bso_server.settings import Settings
 from tests.support.dashboard_pages import client_of
 from tests.support.jobs import job
@@ -464,7 +464,7 @@ class TestLimits:
 
         async def none() -> None: ...
 
-        authenticator = Authenticator(cast("TokenSource", None), insecure=True)
+        authenticator = Authenticator(cast("Any", None), insecure=True)
         app = Litestar(
             [get("/page", opt=PAGE)(none), get("/data")(none), post("/page", opt={**PAGE, **needs(Scope.READ)})(none)],
             middleware=[AccessControl(authenticator, ["*"], read_timeout_s=60)],

@@ -34,10 +34,9 @@ from bso_server.storage.sqlite import SqliteDatabase
 from bso_server.storage.store import Store
 from bso_server.storage.tables import metadata
 from bso_server.storage.transaction import Transaction
-from tests.support.databases import SQLITE_DRIVERS
 from tests.support.jobs import job
-from tests.support.service import open_store
-from zeus_plugins.protocol import OWN_POLICIES, ZEUS, CreatedJob, Origin, TrainingResult, TrialState
+from tests.support.service import open_store, trial_id
+from zeus_plugins.protocol import OWN_POLICIES, ZEUS, CreatedJob, Origin, TrainingResult, TrialId, TrialState
 
 pytestmark = pytest.mark.storage
 
@@ -62,20 +61,14 @@ def begun(job_id: str, trial_number: int, started_at: datetime) -> TrialRecord:
 
 def in_store(database_url: str, use: Callable[[Store], Awaitable[T]]) -> T:
     async def run() -> T:
-        store = Store(open_database(database_url, patience_s=60.0), patience_s=60.0)
-        try:
-            await store.migrate()
+        async with open_store(database_url) as store:
             return await use(store)
-        finally:
-            await store.close()
 
     return asyncio.run(run())
 
 
-async def test_migrating_again_changes_nothing(database_url: str) -> None:
-    async with open_store(database_url) as store:
-        await store.migrate()
-        await store.check_schema()
+def result_of(trial: TrialId, metric: float, **fields: Any) -> TrainingResult:
+    return TrainingResult(**trial_id(trial).model_dump(), time=1, energy=1, metric=metric, current_epoch=1, **fields)
 
 
 async def test_the_migrations_make_the_tables_that_the_code_expects(database_url: str) -> None:
@@ -83,7 +76,9 @@ async def test_the_migrations_make_the_tables_that_the_code_expects(database_url
         return list(compare_metadata(MigrationContext.configure(connection), metadata))
 
     async with open_store(database_url) as store:
-        assert await store._database.transact(differences, read_only=True) == []
+        await store.migrate()  # again, which changes nothing
+        await store.check_schema()
+        assert await store._database.transact(differences, read_only=True, timeout_s=10.0) == []
 
 
 async def test_an_empty_database_is_not_ready(tmp_path: Path) -> None:
@@ -96,17 +91,7 @@ async def test_an_empty_database_is_not_ready(tmp_path: Path) -> None:
 
 
 async def test_what_goes_in_comes_out(database_url: str) -> None:
-    trial = TrialRecord(
-        job_id="round-trip",
-        trial_number=1,
-        batch_size=16,
-        state=TrialState.RUNNING,
-        origin=Origin.EXPLORATION,
-        reason="first é ✓",
-        started_at=NOW,
-        started_event=1,
-        lease_expires_at=NOW,
-    )
+    trial = replace(begun("round-trip", 1, NOW), reason="first é ✓", started_event=1, lease_expires_at=NOW)
     measured = replace(
         trial,
         time_s=123456.789012345,
@@ -128,13 +113,13 @@ async def test_what_goes_in_comes_out(database_url: str) -> None:
 
     async with open_store(database_url) as store:
         await store.write(write)
-        found = await store.read(lambda transaction: transaction.job("round-trip"))
+        found = await store.read(Transaction.job, "round-trip")
         assert found is not None
         assert found.registration == registration("round-trip")
         assert found.registration.target_metric == 0.9
         assert found.created_at == NOW
         assert found.created_at.tzinfo is UTC
-        trials = await store.read(lambda transaction: transaction.all_trials("round-trip"))
+        trials = await store.read(Transaction.all_trials, "round-trip")
         assert trials == [measured]
 
 
@@ -144,11 +129,11 @@ async def test_several_trials_are_saved_with_their_own_values(database_url: str)
         transaction.update_trials([replace(trial, message=f"new {trial.trial_number}") for trial in before])
 
     async with open_store(database_url) as store:
-        await store.write(lambda transaction: transaction.insert_job(registration("several"), NOW))
+        await store.write(Transaction.insert_job, registration("several"), NOW)
         added = [begun("several", number, NOW) for number in (1, 2, 3)]
-        await store.write(lambda transaction: transaction.insert_trials(added))
+        await store.write(Transaction.insert_trials, added)
         await store.write(save)
-        after = await store.read(lambda transaction: transaction.all_trials("several"))
+        after = await store.read(Transaction.all_trials, "several")
         assert after == [replace(trial, message=f"new {trial.trial_number}") for trial in added]
 
 
@@ -161,21 +146,15 @@ def test_a_copy_of_a_record_differs_in_what_was_changed_alone() -> None:
 
 
 async def test_work_that_raises_leaves_nothing(database_url: str) -> None:
-    def crash(transaction: Transaction) -> None:
-        transaction.insert_job(registration("undone"), NOW)
-        raise RuntimeError("crash")
+    def collide(transaction: Transaction) -> None:
+        for job_id in ("undone", "taken"):
+            transaction.insert_job(registration(job_id), NOW)
 
     async with open_store(database_url) as store:
-        with pytest.raises(RuntimeError, match="crash"):
-            await store.write(crash)
-        assert await store.read(lambda transaction: transaction.job("undone")) is None
-
-
-async def test_a_job_id_is_taken_once(database_url: str) -> None:
-    async with open_store(database_url) as store:
-        await store.write(lambda transaction: transaction.insert_job(registration("taken"), NOW))
+        await store.write(Transaction.insert_job, registration("taken"), NOW)
         with pytest.raises(JobExistsError):
-            await store.write(lambda transaction: transaction.insert_job(registration("taken"), NOW))
+            await store.write(collide)
+        assert await store.read(Transaction.job, "undone") is None
 
 
 async def test_rows_come_in_order(database_url: str) -> None:
@@ -189,7 +168,7 @@ async def test_rows_come_in_order(database_url: str) -> None:
         await store.write(write)
         page = await store.read(partial(jobs_page, prefix=None, stage=None, after=None, limit=100))
         jobs = [stored.job_id for stored in page]
-        trials = await store.read(lambda transaction: transaction.all_trials("order-a"))
+        trials = await store.read(Transaction.all_trials, "order-a")
         assert [job for job in jobs if job.startswith("order")] == ["order-a", "order-b", "order-c"]
         assert [trial.trial_number for trial in trials] == [1, 2, 3]
 
@@ -210,18 +189,11 @@ async def test_work_that_lost_against_another_transaction_is_done_again(database
         return work
 
     def in_thread(first: str, second: str) -> None:
-        async def run() -> None:
-            store = Store(open_database(database_url, patience_s=60.0), patience_s=60.0)
-            try:
-                await store.write(lock(first, second))
-            finally:
-                await store.close()
-
-        asyncio.run(run())
+        in_store(database_url, lambda store: store.write(lock(first, second)))
 
     async with open_store(database_url) as store:
         for job_id in ("dead-a", "dead-b"):
-            await store.write(partial(Transaction.insert_job, registration=registration(job_id), created_at=NOW))
+            await store.write(Transaction.insert_job, registration(job_id), NOW)
     with ThreadPoolExecutor(2) as pool:
         for outcome in [pool.submit(in_thread, "dead-a", "dead-b"), pool.submit(in_thread, "dead-b", "dead-a")]:
             outcome.result()
@@ -241,23 +213,20 @@ def test_a_report_that_is_being_taken_saves_its_trial_from_the_reaper(database_u
         time.sleep(0.5)
         transaction.update_trials([replace(trial, lease_expires_at=now + timedelta(hours=1))], TRIAL_AT_REPORT)
 
-    def in_thread(use: Callable[[Store], Awaitable[T]]) -> T:
-        return in_store(database_url, use)
-
     async def begin(store: Store) -> None:
-        await store.write(partial(Transaction.insert_job, registration=registration(job_id), created_at=now))
+        await store.write(Transaction.insert_job, registration(job_id), now)
         trial = replace(begun(job_id, 1, now), lease_expires_at=now - timedelta(hours=1))
-        await store.write(partial(Transaction.insert_trials, added=[trial]))
+        await store.write(Transaction.insert_trials, [trial])
 
     async def reap(store: Store) -> list[TrialRecord]:
         assert is_locked.wait(60)
         await BatchSizeService(store).reap()
-        return await store.read(lambda transaction: transaction.all_trials(job_id))
+        return await store.read(Transaction.all_trials, job_id)
 
     in_store(database_url, begin)
     with ThreadPoolExecutor(2) as pool:
-        report = pool.submit(in_thread, lambda store: store.write(renew))
-        reaper = pool.submit(in_thread, reap)
+        report = pool.submit(in_store, database_url, lambda store: store.write(renew))
+        reaper = pool.submit(in_store, database_url, reap)
         report.result()
         assert [trial.state for trial in reaper.result()] == [TrialState.RUNNING]
 
@@ -283,16 +252,7 @@ async def test_how_many_statements_a_report_takes(database_url: str) -> None:
             (0.95, ["SELECT", *locks_apart, "UPDATE", "UPDATE"]),
         ):
             statements.clear()
-            await service.reports.record_report(
-                TrainingResult(
-                    **trial.model_dump(include={"job_id", "batch_size", "trial_number"}),
-                    time=1,
-                    energy=1,
-                    metric=metric,
-                    current_epoch=1,
-                    energy_source="replay",
-                )
-            )
+            await service.reports.record_report(result_of(trial, metric, energy_source="replay"))
             assert [word for word in statements if word != "BEGIN"] == expected
 
 
@@ -300,9 +260,7 @@ async def test_how_many_statements_a_report_takes(database_url: str) -> None:
 async def test_no_decision_reads_a_whole_table_or_all_trials_of_a_job(tmp_path: Path, policy: str) -> None:
     """What SQLite plans, which rests on the statements alone: it keeps no statistics here."""
     queries: dict[str, Any] = {}
-
-    url = f"sqlite:///{tmp_path / 'bso.sqlite3'}"
-    async with open_store(url) as store:
+    async with open_store(f"sqlite:///{tmp_path / 'bso.sqlite3'}") as store:
         service = BatchSizeService(store)
         database: Any = store._database
         event.listen(
@@ -314,17 +272,8 @@ async def test_no_decision_reads_a_whole_table_or_all_trials_of_a_job(tmp_path: 
         )
         await service.register(registration("planned", policy))
         trials = [await service.transact(service.commands.begin_trial, "planned") for _ in range(3)]
-        results = [
-            TrainingResult(
-                **trial.model_dump(include={"job_id", "batch_size", "trial_number"}),
-                time=1,
-                energy=1,
-                metric=metric,
-                current_epoch=1,
-            )
-            for trial, metric in zip(trials, (0.5, 0.5, 0.95), strict=True)
-        ]
-        await asyncio.gather(*(service.reports.record_report(result) for result in results))
+        results = map(result_of, trials, (0.5, 0.5, 0.95))
+        await asyncio.gather(*map(service.reports.record_report, results))
         await service.transact(service.commands.begin_trial, "planned")
         await service.reap()
     with closing(sqlite3.connect(tmp_path / "bso.sqlite3")) as connection:
@@ -336,12 +285,6 @@ async def test_no_decision_reads_a_whole_table_or_all_trials_of_a_job(tmp_path: 
     assert any(query.startswith("SELECT trials.job_id") and " OR " in query for query in queries)
 
 
-@pytest.fixture(params=SQLITE_DRIVERS)
-def sqlite_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """An empty SQLite file, in both ways in turn."""
-    return f"{request.param}:///{tmp_path / 'bso.sqlite3'}"
-
-
 async def test_sqlite_is_safe(sqlite_url: str) -> None:
     def settings(connection: Connection) -> dict[str, Any]:
         names = ("journal_mode", "synchronous", "foreign_keys", "busy_timeout")
@@ -349,7 +292,7 @@ async def test_sqlite_is_safe(sqlite_url: str) -> None:
 
     async with open_store(sqlite_url) as store:
         for read_only in (False, True):
-            found = await store._database.transact(settings, read_only=read_only)
+            found = await store._database.transact(settings, read_only=read_only, timeout_s=10.0)
             assert found == {"journal_mode": "wal", "synchronous": 2, "foreign_keys": 1, "busy_timeout": 1_000}
 
 
@@ -357,10 +300,7 @@ async def test_sqlite_is_safe(sqlite_url: str) -> None:
 async def test_a_sqlite_file_is_its_owners_alone(tmp_path: Path) -> None:
     before = os.umask(0o022)
     try:
-        database = tmp_path / "bso.sqlite3"
-
-        async with open_store(f"sqlite:///{database}") as store:
-            await store.migrate()
+        async with open_store(f"sqlite:///{tmp_path / 'bso.sqlite3'}"):
             modes = {file.name: oct(file.stat().st_mode & 0o777) for file in tmp_path.glob("bso.sqlite3*")}
             assert modes == dict.fromkeys(("bso.sqlite3", "bso.sqlite3-shm", "bso.sqlite3-wal"), "0o600")
     finally:
@@ -394,7 +334,7 @@ async def test_all_that_a_sqlite_reader_reads_is_of_one_moment(sqlite_url: str, 
         return before, len(jobs_page(transaction, prefix=None, stage=None, after=None, limit=100))
 
     async with open_store(sqlite_url) as store:
-        await store.write(lambda transaction: transaction.insert_job(registration("moment"), NOW))
+        await store.write(Transaction.insert_job, registration("moment"), NOW)
         assert await store.read(count_twice) == (1, 1)
 
 
@@ -404,35 +344,32 @@ async def test_a_locked_sqlite_file_is_tried_again(
     with caplog.at_level("INFO", "bso_server"):
         async with open_store(sqlite_url) as store:
             await store._database.transact(
-                lambda connection: connection.exec_driver_sql("PRAGMA busy_timeout = 0").close()
+                lambda connection: connection.exec_driver_sql("PRAGMA busy_timeout = 0").close(),
+                read_only=False,
+                timeout_s=10.0,
             )
             with closing(sqlite3.connect(tmp_path / "bso.sqlite3", isolation_level=None)) as other:
                 other.execute("BEGIN IMMEDIATE")
-                writing = asyncio.create_task(
-                    store.write(lambda transaction: transaction.insert_job(registration("waits"), NOW))
-                )
+                writing = asyncio.create_task(store.write(Transaction.insert_job, registration("waits"), NOW))
                 while "broken off by the database" not in caplog.text:
                     await asyncio.sleep(0.01)
                 other.execute("ROLLBACK")
                 await writing
-            assert await store.read(lambda transaction: transaction.job("waits")) is not None
+            assert await store.read(Transaction.job, "waits") is not None
 
 
 async def test_writers_of_one_process_queue_for_one_connection_to_a_sqlite_file(sqlite_url: str) -> None:
     """Connections would poll for SQLite's lock, and some of them for long."""
     opened: list[Any] = []
 
+    def note(connection: Any, _record: Any) -> None:
+        opened.append(connection)
+
     async with open_store(sqlite_url) as store:
-
-        def insert(number: int) -> Callable[[Transaction], None]:
-            return lambda transaction: transaction.insert_job(registration(f"many-{number}"), NOW)
-
-        def note(connection: Any, _record: Any) -> None:
-            opened.append(connection)
-
         event.listen(Engine, "connect", note)
         try:
-            await asyncio.gather(*(store.write(insert(number)) for number in range(30)))
+            jobs = [registration(f"many-{number}") for number in range(30)]
+            await asyncio.gather(*(store.write(Transaction.insert_job, job, NOW) for job in jobs))
         finally:
             event.remove(Engine, "connect", note)
     assert opened == []
@@ -454,7 +391,7 @@ async def test_a_request_that_is_given_up_leaves_no_lock_behind(sqlite_url: str)
         writing.cancel()
         with pytest.raises(asyncio.CancelledError):
             await writing
-        await store.write(lambda transaction: transaction.insert_job(registration("next"), NOW))
+        await store.write(Transaction.insert_job, registration("next"), NOW)
         jobs = await store.read(partial(jobs_page, prefix="given-up", stage=None, after=None, limit=100))
         assert len(jobs) in {0, 50}
 

@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from tests.support.jobs import THREE_SIZES, job
-from tests.support.servers import ServerProcess, bso_server, wait_for_workers
+from tests.support.servers import ServerProcess, wait_for_workers
 
 PATIENCE_S = 120.0
 
@@ -26,16 +26,11 @@ Call = tuple[str, str, dict[str, Any]]
 @pytest.fixture(scope="module")
 def servers(database_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
     """The URLs of a server with two workers and of one with a single process."""
-    upgrade = bso_server("db", "upgrade", "--database-url", database_url)
-    assert upgrade.returncode == 0, upgrade.stderr
     directory = tmp_path_factory.mktemp("servers")
     both = [ServerProcess(database_url, directory / f"server-{number}.log") for number in (1, 2)]
     try:
         with ThreadPoolExecutor(2) as pool:
-            for started in [
-                pool.submit(server.start, "--workers", str(n)) for n, server in zip((2, 1), both, strict=True)
-            ]:
-                started.result()
+            list(pool.map(lambda server, n: server.start("--migrate", "--workers", n), both, ("2", "1")))
         wait_for_workers(both[0], 2)
         yield [server.url for server in both]
     finally:
@@ -55,8 +50,7 @@ def job_of(prefix: str) -> dict[str, Any]:
 
 @pytest.fixture
 def job_id(servers: Sequence[str], prefix: str) -> str:
-    body = job_of(prefix)
-    httpx.post(f"{servers[0]}/jobs", json=body).raise_for_status()
+    httpx.post(f"{servers[0]}/jobs", json=job_of(prefix)).raise_for_status()
     return prefix
 
 
@@ -82,14 +76,8 @@ def suggest(job_id: str, **headers: str) -> Call:
 
 def report(trial: dict[str, Any], *, cost_j: float, metric: float = 0.95, epoch: int = 2) -> Call:
     identity = {name: trial[name] for name in ("job_id", "batch_size", "trial_number")}
-    return (
-        "POST",
-        "/report",
-        {
-            "json": identity
-            | {"time": 1, "energy": cost_j, "metric": metric, "current_epoch": epoch, "energy_source": "nvml"}
-        },
-    )
+    result = {"time": 1, "energy": cost_j, "metric": metric, "current_epoch": epoch, "energy_source": "nvml"}
+    return "POST", "/report", {"json": identity | result}
 
 
 def statuses(answers: Sequence[httpx.Response]) -> Counter[int]:

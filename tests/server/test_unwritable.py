@@ -22,17 +22,30 @@ from bso_server.errors import DatabaseNotReadyError, DatabaseUnavailableError
 from bso_server.service.reading import JobReader
 from bso_server.storage.faults import as_unwritable
 from bso_server.storage.transaction import Transaction
-from tests.support.databases import MYSQL, POSTGRES_URL, POSTGRESQL, SQLITE_DRIVERS, administer, fresh_database
+from tests.support.databases import (
+    MYSQL,
+    POSTGRES_URL,
+    POSTGRESQL,
+    SQLITE_DRIVERS,
+    administer,
+    end_sessions,
+    fresh_database,
+)
 from tests.support.disks import fill, small_disk
 from tests.support.jobs import job
-from tests.support.servers import ServerProcess, bso_server
-from tests.support.service import JobService, job_service
-from tests.support.wire import OURS, assert_refused, begin
+from tests.support.servers import ServerProcess, bso_server, serving
+from tests.support.service import JobService, job_service, trial_id
+from tests.support.wire import OURS, assert_refused, begin, report
 from zeus_plugins.client.local import LocalServer
 from zeus_plugins.errors import ZeusBSOServerUnreachableError
 from zeus_plugins.protocol import CreatedJob, TrainingResult, TrialDispatch
 
 PATIENCE_S = 60.0
+
+
+def assert_retried(answer: httpx.Response, words: str) -> None:
+    assert_refused(answer, 503, None, words)
+    assert int(answer.headers["retry-after"]) > 0
 
 
 def on_sqlite(statement: str) -> Callable[[Transaction], Any]:
@@ -61,11 +74,10 @@ async def epoch_without_room(server: JobService, trial: TrialDispatch) -> float:
     raise AssertionError("it is never full")
 
 
-@pytest.mark.parametrize("driver", SQLITE_DRIVERS)
 async def test_a_full_database_says_so_and_goes_on_when_there_is_room(
-    driver: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    sqlite_url: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with job_service(f"{driver}:///{tmp_path / 'bso.sqlite3'}") as server:
+    async with job_service(sqlite_url) as server:
         trial = await server.suggest()
         await JobReader(server.store).check_ready()
         pages = await server.store.read(on_sqlite("PRAGMA page_count"))
@@ -93,13 +105,12 @@ TAKEN_AWAY: dict[str, Callable[[Path], object]] = {
 }
 
 
-@pytest.mark.parametrize("driver", SQLITE_DRIVERS)
 @pytest.mark.parametrize("taken_away", TAKEN_AWAY.values(), ids=TAKEN_AWAY.keys())
 async def test_nothing_is_acknowledged_in_a_file_that_was_taken_away(
-    driver: str, taken_away: Callable[[Path], object], tmp_path: Path, caplog: pytest.LogCaptureFixture
+    sqlite_url: str, taken_away: Callable[[Path], object], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     file = tmp_path / "bso.sqlite3"
-    async with job_service(f"{driver}:///{file}") as server:
+    async with job_service(sqlite_url) as server:
         trial = await server.suggest()
         await server.report(trial, cost_j=100.0, epoch=1)
         taken_away(file)
@@ -114,12 +125,11 @@ async def test_nothing_is_acknowledged_in_a_file_that_was_taken_away(
         assert str(file) in line
 
 
-@pytest.mark.parametrize("driver", SQLITE_DRIVERS)
-async def test_a_file_that_is_put_back_is_worked_on_again(driver: str, tmp_path: Path) -> None:
+async def test_a_file_that_is_put_back_is_worked_on_again(sqlite_url: str, tmp_path: Path) -> None:
     file = tmp_path / "bso.sqlite3"
-    async with job_service(f"{driver}:///{file}") as server:
+    async with job_service(sqlite_url) as server:
         trial = await server.suggest()
-        file.rename(tmp_path / "moved")
+        TAKEN_AWAY["moved"](file)
         await refused(server, trial, 1)
         (tmp_path / "moved").rename(file)
         await server.report(trial, cost_j=100.0, epoch=1)
@@ -132,10 +142,7 @@ def test_a_server_that_is_started_again_takes_the_file_that_is_there(server: Ser
         trial = begin(http, http.post("/jobs", json=job()).raise_for_status().json()["job_id"])
         file.unlink()
         for epoch in range(1, 51):
-            result = {"time": epoch, "energy": 100 * epoch, "metric": 0.5, "current_epoch": epoch}
-            answer = http.post("/report", json={**trial, **result, **OURS})
-            assert_refused(answer, 503, None, "deleted, moved or replaced")
-            assert int(answer.headers["retry-after"]) > 0
+            assert_retried(_report(http, trial, epoch), "deleted, moved or replaced")
         assert_refused(http.get("/health/ready"), 503, None, "deleted, moved or replaced")
     log = server.log.read_text()
     assert "Traceback" not in log
@@ -153,7 +160,7 @@ def test_a_server_in_the_training_makes_no_new_file_beside_the_training(tmp_path
     file = tmp_path / "bso.sqlite3"
     with LocalServer(f"embedded://{file}") as server:
         trial = server.request_trial(server.register(JOB).job_id)
-        result = TrainingResult(**_identity(trial), time=1, energy=100, metric=0.5, current_epoch=1)
+        result = TrainingResult(**trial_id(trial).model_dump(), time=1, energy=100, metric=0.5, current_epoch=1)
         file.rename(tmp_path / "moved")
         for _ in range(2):
             with pytest.raises(ZeusBSOServerUnreachableError, match="deleted, moved or replaced"):
@@ -173,20 +180,14 @@ def test_a_server_in_the_training_makes_no_new_file_beside_the_training(tmp_path
         assert server.list_jobs().jobs == ()
 
 
-def _identity(trial: TrialDispatch) -> dict[str, Any]:
-    return trial.model_dump(include={"job_id", "batch_size", "trial_number"})
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("driver", SQLITE_DRIVERS)
 def test_a_full_disk(driver: str, tmp_path: Path) -> None:
-    with small_disk(tmp_path / "disk", size="1m") as disk:
-        server = ServerProcess(f"{driver}:///{disk / 'bso.sqlite3'}", tmp_path / "server.log")
-        server.start()
-        try:
-            _kept_until_the_disk_is_full(server, disk)
-        finally:
-            server.kill()
+    with (
+        small_disk(tmp_path / "disk", size="1m") as disk,
+        serving(f"{driver}:///{disk / 'bso.sqlite3'}", tmp_path) as server,
+    ):
+        _kept_until_the_disk_is_full(server, disk)
 
 
 def _kept_until_the_disk_is_full(server: ServerProcess, disk: Path) -> None:
@@ -195,8 +196,7 @@ def _kept_until_the_disk_is_full(server: ServerProcess, disk: Path) -> None:
         trial = begin(http, http.post("/jobs", json=job(job_id="full-1", max_epochs=1000)).json()["job_id"])
         kept, ballast = [], None
         for epoch in range(1, 400):
-            result = {"time": epoch, "energy": 100 * epoch, "metric": 0.5, "current_epoch": epoch}
-            answer = http.post("/report", json={**trial, **result, **OURS})
+            answer = _report(http, trial, epoch)
             if answer.status_code == 200:
                 kept.append(epoch)
                 if ballast is None and epoch == 10:
@@ -204,8 +204,7 @@ def _kept_until_the_disk_is_full(server: ServerProcess, disk: Path) -> None:
                 if ballast is not None and not ballast.exists():
                     break
                 continue
-            assert_refused(answer, 503, None, "disk of its database")
-            assert int(answer.headers["retry-after"]) > 0
+            assert_retried(answer, "disk of its database")
             assert_refused(http.get("/health/ready"), 503, None, "disk of its database")
             assert http.get("/api/jobs/full-1").status_code == 200
             assert ballast is not None
@@ -259,51 +258,36 @@ def test_a_full_tablespace_of_postgresql(tmp_path: Path) -> None:
 def _refuses_and_recovers(
     database_url: str, folder: Path, break_: Callable[[], object], mend: Callable[[], object], said: str
 ) -> None:
-    assert bso_server("db", "upgrade", "--database-url", database_url).returncode == 0
-    server = ServerProcess(database_url, folder / "server.log")
-    server.start()
-    try:
-        with httpx.Client(base_url=server.url, timeout=PATIENCE_S) as http:
-            trial = begin(http, http.post("/jobs", json=job(max_epochs=10000)).json()["job_id"])
-            assert http.get("/health/ready").status_code == 200
-            _cut(database_url, break_)
-            answers = (_report(http, trial, epoch) for epoch in range(1, 10000))
-            answer = next(each for each in answers if each.status_code != 200)
-            assert_refused(answer, 503, None, said)
-            assert int(answer.headers["retry-after"]) > 0
-            assert_refused(http.get("/health/ready"), 503, None, said)
-            _cut(database_url, mend)
-            assert _report(http, trial, 10000).status_code == 200
-            assert http.get("/health/ready").status_code == 200
+    with (
+        serving(database_url, folder, "--migrate") as server,
+        httpx.Client(base_url=server.url, timeout=PATIENCE_S) as http,
+    ):
+        trial = begin(http, http.post("/jobs", json=job(max_epochs=10000)).json()["job_id"])
+        assert http.get("/health/ready").status_code == 200
+        # Each change holds for new sessions.
+        break_()
+        end_sessions(database_url)
+        answers = (_report(http, trial, epoch) for epoch in range(1, 10000))
+        assert_retried(next(each for each in answers if each.status_code != 200), said)
+        assert_refused(http.get("/health/ready"), 503, None, said)
+        mend()
+        end_sessions(database_url)
+        assert _report(http, trial, 10000).status_code == 200
+        assert http.get("/health/ready").status_code == 200
         assert "Traceback" not in server.log.read_text()
-    finally:
-        server.kill()
 
 
 def _report(http: httpx.Client, trial: dict[str, Any], epoch: int) -> httpx.Response:
-    result = {"time": epoch, "energy": 100 * epoch, "metric": 0.5, "current_epoch": epoch}
-    return http.post("/report", json={**trial, **result, **OURS})
-
-
-def _cut(database_url: str, change: Callable[[], object]) -> None:
-    """Change something that holds for new sessions, and end the others."""
-    change()
-    name = make_url(database_url).database
-    sessions = f"FROM pg_stat_activity WHERE datname = '{name}'"
-    administer(POSTGRES_URL, f"SELECT pg_terminate_backend(pid) {sessions}")
+    return report(http, trial, time=epoch, energy=100 * epoch, metric=0.5, current_epoch=epoch, **OURS)
 
 
 @pytest.mark.parametrize("database_url", [MYSQL], indirect=True)
 def test_a_replica_of_mysql(database_url: str, tmp_path: Path) -> None:
     assert bso_server("db", "upgrade", "--database-url", database_url).returncode == 0
     replica = make_url(database_url).update_query_dict({"init_command": "SET SESSION TRANSACTION READ ONLY"})
-    server = ServerProcess(replica.render_as_string(hide_password=False), tmp_path / "server.log")
-    server.start()
-    try:
+    with serving(replica.render_as_string(hide_password=False), tmp_path) as server:
         assert_refused(httpx.post(f"{server.url}/jobs", json=job()), 503, None, "takes no writes")
         assert_refused(httpx.get(f"{server.url}/health/ready"), 503, None, "takes no writes")
-    finally:
-        server.kill()
 
 
 class DriverError(Exception):

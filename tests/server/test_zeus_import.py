@@ -5,10 +5,8 @@ from __future__ import annotations
 import json
 import shutil
 import sqlite3
-import subprocess
 import uuid
 from collections.abc import Iterator
-from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +18,7 @@ from tests.support.databases import MYSQL, POSTGRES_URL, POSTGRESQL, administer,
 from tests.support.exports import decoded, export_over, import_over, renamed
 from tests.support.servers import ServerProcess, bso_server, free_port
 from tests.support.zeus_jobs import Player
-from tests.support.zeus_tables import DRAWING, EXPLORING, fill
+from tests.support.zeus_tables import DRAWING, EXPLORING, fill, import_zeus
 
 
 @pytest.fixture(scope="module", params=["sqlite", POSTGRESQL, MYSQL])
@@ -44,9 +42,10 @@ def database_url(_new: Path, tmp_path: Path) -> str:
     return f"sqlite:///{shutil.copy(_new, tmp_path)}"
 
 
-def import_zeus(source: str, destination: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    named = "--server-url" if destination.startswith("http") else "--database-url"
-    return bso_server("jobs", "import-zeus", "--zeus-database-url", source, named, destination, *arguments)
+def taken_over(source: str, destination: str, *arguments: str) -> str:
+    done = import_zeus(source, destination, *arguments)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
 
 
 def refused(source: str, destination: str, *arguments: str) -> str:
@@ -74,9 +73,8 @@ def shown(job_id: str, database_url: str) -> dict[str, Any]:
 def test_a_job_goes_on_as_zeus_went_on(zeus_url: str, shared_server: ServerProcess, source: dict[str, Any]) -> None:
     """Its trial that runs ends here, as its training has switched the URL; then come the sizes that Zeus suggested."""
     job_id = f"{source['id']}-{uuid.uuid4().hex[:8]}"
-    done = import_zeus(zeus_url, shared_server.database_url, "--job", source["id"], "--job-id", job_id)
-    assert done.returncode == 0, done.stderr
-    assert "Zeus keeps" not in done.stdout
+    said = taken_over(zeus_url, shared_server.database_url, "--job", source["id"], "--job-id", job_id)
+    assert "Zeus keeps" not in said
 
     number, size, *_ = source["trials"][-1]
     with httpx.Client(base_url=shared_server.url) as http:
@@ -87,8 +85,7 @@ def test_a_job_goes_on_as_zeus_went_on(zeus_url: str, shared_server: ServerProce
 
 
 def test_what_is_kept_and_what_is_unknown(tmp_path: Path, database_url: str) -> None:
-    source = zeus_file(tmp_path, EXPLORING)
-    assert import_zeus(source, database_url, "--timezone", "Europe/Berlin").returncode == 0
+    taken_over(zeus_file(tmp_path, EXPLORING), database_url, "--timezone", "Europe/Berlin")
     job = shown("exploring", database_url)
 
     assert (job["job"]["policy"], job["job"]["mab_seed"], job["stage"]) == ("zeus", 7, "pruning")
@@ -119,14 +116,10 @@ def test_the_order_of_beginnings_and_ends_is_kept(tmp_path: Path, database_url: 
         for trial in EXPLORING["trials"]
     ]
     source = zeus_file(tmp_path, EXPLORING, {**EXPLORING, "id": "rounded", "trials": rounded})
-    assert import_zeus(source, database_url, "--all").returncode == 0
+    taken_over(source, database_url, "--all")
     found = {}
     for job_id in ("exploring", "rounded"):
-        file = tmp_path / job_id
-        assert (
-            bso_server("jobs", "export", job_id, "--output", str(file), "--database-url", database_url).returncode == 0
-        )
-        _, *trials = decoded(file.read_text())
+        _, *trials = decoded(bso_server("jobs", "export", job_id, "--database-url", database_url).stdout)
         found[job_id] = [(trial["started_event"], trial["ended_event"]) for trial in trials]
     # The third trial ran within the second one, and the sixth within the fifth.
     assert found["exploring"] == [(1, 2), (3, 6), (4, 5), (7, 8), (9, 12), (10, 11), (13, None)]
@@ -135,8 +128,7 @@ def test_the_order_of_beginnings_and_ends_is_kept(tmp_path: Path, database_url: 
 
 def test_what_is_unknown_stays_so_in_exports_and_on_pages(tmp_path: Path, shared_server: ServerProcess) -> None:
     source, job_id = zeus_file(tmp_path, EXPLORING), f"exploring-{uuid.uuid4().hex[:8]}"
-    done = import_zeus(source, shared_server.url, "--job", "exploring", "--job-id", job_id)
-    assert done.returncode == 0, done.stderr
+    taken_over(source, shared_server.url, "--job", "exploring", "--job-id", job_id)
     with httpx.Client(base_url=shared_server.url) as http:
         export = export_over(http, job_id)
         unknown = ("epoch", "metric", "first_epoch", "first_cost_j")
@@ -151,17 +143,13 @@ def test_what_is_unknown_stays_so_in_exports_and_on_pages(tmp_path: Path, shared
         http.post(f"/api/jobs/{job_id}/trials/5/discard").raise_for_status()
         set_aside = http.get(f"/api/jobs/{job_id}").json()["trials"][4]
         assert (set_aside["state"], set_aside["epochs"]) == ("withdrawn", None)
-    assert "no trial has reached the target yet, of those whose epochs" in simulated(job_id, shared_server).stderr
-
-
-def simulated(job_id: str, server: ServerProcess) -> subprocess.CompletedProcess[str]:
-    return bso_server("simulate", "--job", job_id, "--database-url", server.database_url)
+    simulated = bso_server("simulate", "--job", job_id, "--database-url", shared_server.database_url)
+    assert "no trial has reached the target yet, of those whose epochs" in simulated.stderr
 
 
 def test_trials_that_nobody_trains_any_more(tmp_path: Path, database_url: str) -> None:
-    source = zeus_file(tmp_path, EXPLORING)
-    done = import_zeus(source, database_url, "--live-as", "abandoned")
-    assert "without an end: 7; taken as abandoned" in done.stdout
+    said = taken_over(zeus_file(tmp_path, EXPLORING), database_url, "--live-as", "abandoned")
+    assert "without an end: 7; taken as abandoned" in said
     last = shown("exploring", database_url)["trials"][-1]
     assert (last["state"], last["end_reason"]) == ("abandoned", "lease_expired")
     explained = bso_server("jobs", "explain", "exploring", "--json", "--database-url", database_url)
@@ -180,8 +168,7 @@ def test_all_jobs_at_once_and_those_that_cannot_be_taken_over(tmp_path: Path, da
     assert "job a job/ü cannot be taken over: job_id_prefix" in done.stdout
     assert "2 of 3 jobs are taken over" in done.stdout
 
-    done = import_zeus(source, database_url, "--job", "a job/ü", "--job-id", "a-job-1")
-    assert done.returncode == 0, done.stdout
+    taken_over(source, database_url, "--job", "a job/ü", "--job-id", "a-job-1")
     assert shown("a-job-1", database_url)["job"]["job_id_prefix"] == "a-job-1"
 
     again = import_zeus(source, database_url, "--job", "drawing")
@@ -191,9 +178,8 @@ def test_all_jobs_at_once_and_those_that_cannot_be_taken_over(tmp_path: Path, da
 
 def test_a_dry_run_shows_what_would_be_done(tmp_path: Path, database_url: str) -> None:
     source = zeus_file(tmp_path, EXPLORING, DRAWING)
-    done = import_zeus(source, database_url, "--all", "--dry-run", "--timezone", "UTC")
-    assert done.returncode == 0, done.stderr
-    zone, header, *rows, _, _, end = done.stdout.splitlines()
+    said = taken_over(source, database_url, "--all", "--dry-run", "--timezone", "UTC")
+    zone, header, *rows, _, _, end = said.splitlines()
     assert (zone, end) == ("times are read as UTC", "2 of 2 jobs would be taken over")
     names = ["JOB", "STAGE", "TRIALS", "COMPLETED", "EARLY STOPPED", "EXHAUSTED", "FAILED", "RUNNING", "ABANDONED"]
     assert header.split("  ")[0] == "JOB"
@@ -205,39 +191,25 @@ def test_a_dry_run_shows_what_would_be_done(tmp_path: Path, database_url: str) -
     assert bso_server("jobs", "list", "--database-url", database_url).stdout == "no jobs\n"
 
 
-def changed(job: dict[str, Any], **fields: Any) -> dict[str, Any]:
-    return {**deepcopy(job), **fields}
-
-
-CHEAP_FAILURE = (
-    5,
-    8,
-    "2026-11-22 18:44:08.363241",
-    "Exploration",
-    "Succeeded",
-    "2026-11-22 18:44:08.464933",
-    0.5,
-    300.0,
-)
 DIFFERENCES = {
     "the lowest cost": (
-        changed(DRAWING, min_cost=400.0),
+        {**DRAWING, "min_cost": 400.0},
         "lowest cost: Zeus keeps 400 J, and its trials say 414.44956 J",
     ),
     "a run that missed the target": (
-        changed(
-            EXPLORING,
-            min_cost=300.0,
-            trials=[(*CHEAP_FAILURE, False) if trial[0] == 5 else trial for trial in EXPLORING["trials"]],
-        ),
+        {
+            **EXPLORING,
+            "min_cost": 300.0,
+            "trials": [(*trial[:6], 0.5, 300.0, False) if trial[0] == 5 else trial for trial in EXPLORING["trials"]],
+        },
         "lowest cost: 300 J in Zeus, of a run that missed the target, and 464.50616 J here",
     ),
     "an arm": (
-        changed(DRAWING, arms=[(16, -500.0, 1.0, 1.0, 2), *DRAWING["arms"][1:]]),
+        {**DRAWING, "arms": [(16, -500.0, 1.0, 1.0, 2), *DRAWING["arms"][1:]]},
         "batch size 16: Zeus keeps a mean cost of 500 J over 2 runs, and its trials say 552.3533 J over 2",
     ),
     "a window": (
-        changed(EXPLORING, specification={"window_size": 1}),
+        {**EXPLORING, "specification": {"window_size": 1}},
         "window_size is 2 and not 1, which could never hold mab_num_explorations (2)",
     ),
 }
@@ -245,9 +217,7 @@ DIFFERENCES = {
 
 @pytest.mark.parametrize(("job", "said"), DIFFERENCES.values(), ids=DIFFERENCES.keys())
 def test_differences_are_told(tmp_path: Path, database_url: str, job: dict[str, Any], said: str) -> None:
-    done = import_zeus(zeus_file(tmp_path, job), database_url)
-    assert done.returncode == 0, done.stderr
-    assert said in done.stdout
+    assert said in taken_over(zeus_file(tmp_path, job), database_url)
 
 
 TRIAL = 'UPDATE "Trial" SET {} WHERE trial_number = 2'
@@ -255,10 +225,7 @@ WRONG = {
     "a column less": ('ALTER TABLE "Trial" DROP COLUMN converged', "another version of Zeus than 0.16"),
     "a column more": ('ALTER TABLE "Job" ADD COLUMN owner TEXT', "Job.owner beside"),
     "a table less": ('DROP TABLE "GaussianTsArmState"', "no GaussianTsArmState.batch_size"),
-    "another type": (
-        TRIAL.format("type = 'Replay'"),
-        "trial 2, type: Input should be 'Exploration'",
-    ),
+    "another type": (TRIAL.format("type = 'Replay'"), "trial 2, type: Input should be 'Exploration'"),
     "an end of none": (TRIAL.format("status = 'Dispatched'"), "trial 2: it is Dispatched and has an end"),
     "no end": (TRIAL.format("end_timestamp = NULL"), "trial 2: it is Succeeded and has no end"),
     "no energy": (TRIAL.format("energy = NULL"), "trial 2: it has ended as Succeeded without time and energy"),
@@ -306,7 +273,7 @@ def test_the_source_is_only_read(tmp_path: Path, database_url: str) -> None:
     source = zeus_file(tmp_path, EXPLORING, DRAWING)
     file = tmp_path / "zeus.sqlite3"
     before, files = file.read_bytes(), sorted(path.name for path in tmp_path.iterdir())
-    assert import_zeus(source, database_url, "--all").returncode == 0
+    taken_over(source, database_url, "--all")
     assert file.read_bytes() == before
     assert [name for name in sorted(path.name for path in tmp_path.iterdir()) if "zeus" in name] == [
         name for name in files if "zeus" in name
@@ -322,7 +289,7 @@ def test_read_only_databases(database_url: str) -> None:
         for url in (standby, ours):
             name = make_url(url).database
             administer(POSTGRES_URL, f"ALTER DATABASE {name} SET default_transaction_read_only = on")
-        assert import_zeus(standby, database_url).returncode == 0
+        taken_over(standby, database_url)
         done = import_zeus(standby, ours)
         assert done.returncode == 1
         assert "takes no writes" in done.stderr

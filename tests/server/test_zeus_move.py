@@ -12,6 +12,7 @@ import pytest
 from tests.support.databases import empty_database
 from tests.support.servers import ServerProcess, bso_server, free_port
 from tests.support.zeus_jobs import ZEUS_JOB, Player
+from tests.support.zeus_tables import import_zeus
 from tests.zeus_peer.peer import Peer
 
 pytestmark = [pytest.mark.slow, pytest.mark.zeus_peer]
@@ -44,10 +45,7 @@ def test_a_job_goes_on_as_it_would_have_on_zeus(peer: Peer, source: str, destina
                     on_zeus = Player(zeus, job_id)
                     on_zeus.recur(recurrences)
                     on_zeus.begin()
-                    done = bso_server(
-                        *("jobs", "import-zeus", "--zeus-database-url", zeus_database, "--job", job_id),
-                        *("--database-url", database),
-                    )
+                    done = import_zeus(zeus_database, database, "--job", job_id)
                     assert done.returncode == 0, done.stderr
                     assert "Zeus keeps" not in done.stdout
                     here = Player(http, job_id, running=list(on_zeus.running))
@@ -64,10 +62,8 @@ def test_a_job_goes_on_as_it_would_have_on_zeus(peer: Peer, source: str, destina
 def test_a_zeus_client_goes_on_with_our_server_amid_its_training(peer: Peer, tmp_path: Path) -> None:
     """Our server takes the place of Zeus's, at its address, after the training's first epoch."""
     port, pause = free_port(), tmp_path / "pause"
-    zeus_database, database = (
-        f"sqlite+aiosqlite:///{tmp_path / 'zeus.sqlite3'}",
-        f"sqlite:///{tmp_path / 'bso.sqlite3'}",
-    )
+    zeus_database = f"sqlite+aiosqlite:///{tmp_path / 'zeus.sqlite3'}"
+    database = f"sqlite:///{tmp_path / 'bso.sqlite3'}"
     job = {name: value for name, value in ZEUS_JOB.items() if name not in ("max_power", "number_of_gpus", "gpu_model")}
     epochs = dict.fromkeys(ZEUS_JOB["batch_sizes"], 3)
     ours = ServerProcess(database, tmp_path / "server.log", port)
@@ -78,7 +74,7 @@ def test_a_zeus_client_goes_on_with_our_server_amid_its_training(peer: Peer, tmp
                 while not (pause.exists() or launch.done()):
                     time.sleep(0.02)
             assert bso_server("db", "upgrade", "--database-url", database).returncode == 0
-            done = bso_server("jobs", "import-zeus", "--zeus-database-url", zeus_database, "--database-url", database)
+            done = import_zeus(zeus_database, database)
             assert done.returncode == 0, done.stderr
             ours.start()
             pause.unlink()

@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import os
 import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
 from sqlalchemy import text
 from sqlalchemy.engine import make_url
-from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 from sqlalchemy.ext.asyncio import create_async_engine
 
 # Where the databases of the test run are made; a user points these elsewhere by the environment.
@@ -39,6 +39,34 @@ def administer(admin_url: str, statement: str) -> None:
             await engine.dispose()
 
     asyncio.run(run())
+
+
+# What finds the sessions of a database's other users, and what ends one.
+_SESSIONS = {
+    "postgresql": "SELECT pid FROM pg_stat_activity WHERE datname = current_database() AND pid <> pg_backend_pid()",
+    "mysql": "SELECT id FROM information_schema.processlist WHERE db = database() AND id <> connection_id()",
+}
+END_SESSION = {"postgresql": "SELECT pg_terminate_backend({})", "mysql": "KILL {}"}
+
+
+def end_sessions(database_url: str, choose: Callable[[Sequence[int]], Sequence[int]] = lambda found: found) -> int:
+    """End sessions of the database's other users, from the database's side; how many did not end by themselves."""
+    backend, ended = make_url(database_url).get_backend_name(), 0
+
+    async def run() -> None:
+        nonlocal ended
+        engine = create_async_engine(database_url, isolation_level="AUTOCOMMIT")
+        try:
+            async with engine.connect() as connection:
+                for session in choose((await connection.execute(text(_SESSIONS[backend]))).scalars().all()):
+                    with suppress(DBAPIError):
+                        await connection.execute(text(END_SESSION[backend].format(session)))
+                        ended += 1
+        finally:
+            await engine.dispose()
+
+    asyncio.run(run())
+    return ended
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from zeus_plugins.training.batches import BatchSplit
 from zeus_plugins.training.defaults import TrainingFacts
 from zeus_plugins.training.patches import Patches
 from zeus_plugins.training.run import ActiveRun, TrialRun
+from zeus_plugins.training.trial import TrialInfo
 
 T = TypeVar("T")
 
@@ -20,11 +21,7 @@ LIMIT_S = 120.0
 
 
 class Group:
-    """Lets the threads that play the ranks exchange objects.
-
-    Args:
-        world_size: Their number.
-    """
+    """Lets the threads that play the ranks exchange objects."""
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
@@ -144,3 +141,17 @@ def active(run: TrialRun) -> ActiveRun:
     """The run of a training that has a trial and goes on."""
     assert run.active is not None
     return run.active
+
+
+def trial_of(run: TrialRun) -> TrialInfo:
+    assert run.trial is not None
+    return run.trial
+
+
+def failing(error: Exception) -> Callable[..., Any]:
+    """A function that raises the error."""
+
+    def fail(*_: Any) -> Any:
+        raise error
+
+    return fail

@@ -1,10 +1,11 @@
 """Trainers built on the Hugging Face one (TRL, PEFT, sentence-transformers, SetFit), with models made on the spot.
 
-Each way makes a trainer with a callback, and returns the sizes that its model will have seen, and what trains it.
+Each way makes a trainer with a callback, and has the metric that the callback monitors.
 """
 
 from __future__ import annotations
 
+import functools
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -29,17 +30,6 @@ from tests.support.hf_models import QUIET, Tokens, quiet_arguments
 
 ROWS = 168
 WORDS = [f"w{number}" for number in range(40)]
-
-Way = Callable[[Path, Any], tuple[list[int], Callable[[], Any]]]
-WAYS: dict[str, tuple[Way, str]] = {}
-
-
-def way(name: str, monitor: str = "eval_loss") -> Callable[[Way], Way]:
-    def register(make: Way) -> Way:
-        WAYS[name] = make, monitor
-        return make
-
-    return register
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
@@ -104,93 +94,56 @@ def _length(inputs: Any) -> int:
 OPTIONS = {name: value for name, value in QUIET.items() if name != "learning_rate"} | {"learning_rate": 1e-3}
 
 
-@way("TRL's SFTTrainer", monitor="mean_token_accuracy")
-def sft(folder: Path, callback: Any) -> tuple[list[int], Callable[[], Any]]:
+def trl_trainer(kind: str, folder: Path, callback: Any, row: Callable[[int], dict[str, Any]], **options: Any) -> Any:
     import trl
 
-    data = table(lambda number: {"text": text(number)})
-    trainer = trl.SFTTrainer(
-        model=gpt2(),
-        args=trl.SFTConfig(output_dir=str(folder), max_length=16, **OPTIONS),
-        train_dataset=data,
-        eval_dataset=data.select(range(40)),
-        processing_class=tokenizer(),
-        callbacks=[callback],
-    )
-    return counted(trainer), trainer.train
+    data = table(row)
+    given = {
+        "model": gpt2(),
+        "args": getattr(trl, f"{kind}Config")(output_dir=str(folder), max_length=16, **OPTIONS),
+        "train_dataset": data,
+        "eval_dataset": data.select(range(40)),
+        "processing_class": tokenizer(),
+        "callbacks": [callback],
+    }
+    return getattr(trl, f"{kind}Trainer")(**given | options)
 
 
-@way("TRL's SFTTrainer with a PEFT model")
-def sft_peft(folder: Path, callback: Any) -> tuple[list[int], Callable[[], Any]]:
-    import peft
-    import trl
-
-    data = table(lambda number: {"text": text(number)})
-    trainer = trl.SFTTrainer(
-        model=gpt2(),
-        args=trl.SFTConfig(output_dir=str(folder), max_length=16, **OPTIONS),
-        train_dataset=data,
-        eval_dataset=data.select(range(40)),
-        processing_class=tokenizer(),
-        peft_config=peft.LoraConfig(r=2, target_modules=["c_attn"], task_type="CAUSAL_LM", fan_in_fan_out=True),
-        callbacks=[callback],
-    )
-    return counted(trainer), trainer.train
-
-
-@way("PEFT")
-def lora(folder: Path, callback: Any) -> tuple[list[int], Callable[[], Any]]:
+def lora(task: str) -> Any:
     import peft
 
-    model = peft.get_peft_model(
-        gpt2(GPT2ForSequenceClassification, num_labels=10),
-        peft.LoraConfig(r=2, target_modules=["c_attn"], task_type="SEQ_CLS", fan_in_fan_out=True),
-    )
-    trainer = Trainer(
-        model=model,
-        args=quiet_arguments(folder),
-        train_dataset=Tokens(),
-        eval_dataset=Tokens(),
-        callbacks=[callback],
-    )
-    return counted(trainer), trainer.train
+    return peft.LoraConfig(r=2, target_modules=["c_attn"], task_type=task, fan_in_fan_out=True)
 
 
-@way("TRL's DPOTrainer")
-def dpo(folder: Path, callback: Any) -> tuple[list[int], Callable[[], Any]]:
-    import trl
-
-    data = table(lambda n: {"prompt": text(n), "chosen": " " + text(n + 1), "rejected": " " + text(n + 2)})
-    trainer = trl.DPOTrainer(
-        model=gpt2(),
-        ref_model=gpt2(),
-        args=trl.DPOConfig(output_dir=str(folder), max_length=16, **OPTIONS),
-        train_dataset=data,
-        eval_dataset=data.select(range(40)),
-        processing_class=tokenizer(),
-        callbacks=[callback],
-    )
-    sizes = counted(trainer)
-    return sizes, trainer.train
+def sft(folder: Path, callback: Any) -> Any:
+    return trl_trainer("SFT", folder, callback, lambda number: {"text": text(number)})
 
 
-@way("TRL's RewardTrainer")
-def reward(folder: Path, callback: Any) -> tuple[list[int], Callable[[], Any]]:
-    import trl
-
-    data = table(lambda n: {"chosen": text(n), "rejected": text(n + 3)})
-    trainer = trl.RewardTrainer(
-        model=gpt2(GPT2ForSequenceClassification, num_labels=1),
-        args=trl.RewardConfig(output_dir=str(folder), max_length=16, **OPTIONS),
-        train_dataset=data,
-        eval_dataset=data.select(range(40)),
-        processing_class=tokenizer(),
-        callbacks=[callback],
-    )
-    return counted(trainer), trainer.train
+def sft_peft(folder: Path, callback: Any) -> Any:
+    return trl_trainer("SFT", folder, callback, lambda number: {"text": text(number)}, peft_config=lora("CAUSAL_LM"))
 
 
-def grpo_trainer(folder: Path, callback: Any, **options: Any) -> Any:
+def dpo(folder: Path, callback: Any) -> Any:
+    def row(n: int) -> dict[str, Any]:
+        return {"prompt": text(n), "chosen": " " + text(n + 1), "rejected": " " + text(n + 2)}
+
+    return trl_trainer("DPO", folder, callback, row, ref_model=gpt2())
+
+
+def reward(folder: Path, callback: Any) -> Any:
+    model = gpt2(GPT2ForSequenceClassification, num_labels=1)
+    return trl_trainer("Reward", folder, callback, lambda n: {"chosen": text(n), "rejected": text(n + 3)}, model=model)
+
+
+def peft_model(folder: Path, callback: Any) -> Any:
+    import peft
+
+    model = peft.get_peft_model(gpt2(GPT2ForSequenceClassification, num_labels=10), lora("SEQ_CLS"))
+    data = {"train_dataset": Tokens(), "eval_dataset": Tokens()}
+    return Trainer(model=model, args=quiet_arguments(folder), callbacks=[callback], **data)
+
+
+def grpo(folder: Path, callback: Any, **options: Any) -> Any:
     import trl
 
     data = table(lambda number: {"prompt": text(number, 3)}, 24)
@@ -204,18 +157,6 @@ def grpo_trainer(folder: Path, callback: Any, **options: Any) -> Any:
         processing_class=tokenizer(),
         callbacks=[callback],
     )
-
-
-@way("TRL's GRPOTrainer", monitor="eval_reward")
-def grpo(folder: Path, callback: Any) -> tuple[list[int], Callable[[], Any]]:
-    trainer = grpo_trainer(folder, callback)
-    return counted(trainer), trainer.train
-
-
-@way("TRL's GRPOTrainer, accumulating", monitor="eval_reward")
-def grpo_accumulating(folder: Path, callback: Any) -> tuple[list[int], Callable[[], Any]]:
-    trainer = grpo_trainer(folder, callback, gradient_accumulation_steps=2)
-    return counted(trainer), trainer.train
 
 
 def sentence_model() -> Any:
@@ -233,7 +174,7 @@ def pairs(rows: int = ROWS) -> Dataset:
     return table(lambda number: {"anchor": text(number), "positive": text(number, 5)}, rows)
 
 
-def sentence_trainer(folder: Path, callback: Any, data: Any, **options: Any) -> Any:
+def sentences(folder: Path, callback: Any, data: Any = None, **options: Any) -> Any:
     from sentence_transformers import SentenceTransformerTrainer, SentenceTransformerTrainingArguments
     from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
 
@@ -241,29 +182,11 @@ def sentence_trainer(folder: Path, callback: Any, data: Any, **options: Any) -> 
     return SentenceTransformerTrainer(
         model=model,
         args=SentenceTransformerTrainingArguments(output_dir=str(folder), **OPTIONS, **options),
-        train_dataset=data,
+        train_dataset=data or pairs(),
         eval_dataset=pairs(40),
         loss=MultipleNegativesRankingLoss(model),
         callbacks=[callback],
     )
-
-
-@way("sentence-transformers")
-def sentences(folder: Path, callback: Any) -> tuple[list[int], Callable[[], Any]]:
-    trainer = sentence_trainer(folder, callback, pairs())
-    return counted(trainer), trainer.train
-
-
-@way("sentence-transformers, no duplicates")
-def sentences_without_duplicates(folder: Path, callback: Any) -> tuple[list[int], Callable[[], Any]]:
-    trainer = sentence_trainer(folder, callback, pairs(), batch_sampler="no_duplicates")
-    return counted(trainer), trainer.train
-
-
-@way("sentence-transformers, several data sets")
-def sentences_of_several_data_sets(folder: Path, callback: Any) -> tuple[list[int], Callable[[], Any]]:
-    trainer = sentence_trainer(folder, callback, {"left": pairs(), "right": pairs()})
-    return counted(trainer), trainer.train
 
 
 def setfit_trainer(folder: Path, *callbacks: Any) -> tuple[Any, tuple[list[str], list[int]]]:
@@ -287,7 +210,25 @@ def setfit_trainer(folder: Path, *callbacks: Any) -> tuple[Any, tuple[list[str],
     return trainer, (list(data["text"]), list(data["label"]))
 
 
-@way("SetFit", monitor="eval_embedding_loss")
-def setfit_training(folder: Path, callback: Any) -> tuple[list[int], Callable[[], Any]]:
+def setfit_training(folder: Path, callback: Any) -> tuple[Any, Callable[[], Any]]:
     trainer, data = setfit_trainer(folder, callback)
-    return counted(trainer.st_trainer), lambda: trainer.train_embeddings(*data, *data)
+    return trainer.st_trainer, lambda: trainer.train_embeddings(*data, *data)
+
+
+# Makes a trainer, or a trainer and what trains it.
+WAYS: dict[str, tuple[Callable[[Path, Any], Any], str]] = {
+    "TRL's SFTTrainer": (sft, "mean_token_accuracy"),
+    "TRL's SFTTrainer with a PEFT model": (sft_peft, "eval_loss"),
+    "PEFT": (peft_model, "eval_loss"),
+    "TRL's DPOTrainer": (dpo, "eval_loss"),
+    "TRL's RewardTrainer": (reward, "eval_loss"),
+    "TRL's GRPOTrainer": (grpo, "eval_reward"),
+    "TRL's GRPOTrainer, accumulating": (functools.partial(grpo, gradient_accumulation_steps=2), "eval_reward"),
+    "sentence-transformers": (sentences, "eval_loss"),
+    "sentence-transformers, no duplicates": (functools.partial(sentences, batch_sampler="no_duplicates"), "eval_loss"),
+    "sentence-transformers, several data sets": (
+        lambda folder, callback: sentences(folder, callback, {"left": pairs(), "right": pairs()}),
+        "eval_loss",
+    ),
+    "SetFit": (setfit_training, "eval_embedding_loss"),
+}

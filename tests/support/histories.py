@@ -10,24 +10,15 @@ from bso_server.core.gp_voi.beliefs import Belief
 from bso_server.core.job import check_transition, replay
 from bso_server.core.model import History, Report, TrialRecord, after_report
 from bso_server.core.policy import bounded, judge, needs_bound, suggest
+from tests.support import jobs
 from zeus_plugins.protocol import GP_VOI, CreatedJob, EndReason, Origin, TrialState, Verdict
 
 
 def make_job(batch_sizes: tuple[int, ...], default_batch_size: int, **fields: object) -> CreatedJob:
     """A job whose cost is its energy (η = 1), with metric 1 as its target and 10 epochs to get there."""
-    job = {
-        "job_id_prefix": "job",
-        "job_id": "job",
-        "batch_sizes": batch_sizes,
-        "default_batch_size": default_batch_size,
-        "max_power": 100.0,
-        "number_of_gpus": 1,
-        "gpu_model": "GPU",
-        "eta_knob": 1.0,
-        "target_metric": 1.0,
-        "max_epochs": 10,
-    }
-    return CreatedJob.model_validate(job | fields)
+    sizes = {"batch_sizes": batch_sizes, "default_batch_size": default_batch_size, "gpu_model": "GPU"}
+    target = {"eta_knob": 1.0, "target_metric": 1.0, "max_epochs": 10}
+    return CreatedJob.model_validate(jobs.job(**{"job_id": "job", **sizes, **target, **fields}))
 
 
 @dataclass

@@ -8,12 +8,14 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import httpx
 
 from tests.support.jobs import JOB, THREE_SIZES, job
 from tests.support.power_limit_bench import found_out
+from tests.support.servers import ServerProcess
 
 JSON = {"content-type": "application/json"}
 
@@ -101,6 +103,14 @@ def with_token(body: dict[str, Any], field: str, token: str) -> bytes:
     """The body as JSON with a field written as it is in `token`, whether JSON has such a thing or not."""
     rest = json.dumps({name: value for name, value in body.items() if name != field})
     return f'{rest[:-1]}, "{field}": {token}}}'.encode()
+
+
+def memory_of(server: ServerProcess, line: str) -> int:
+    """Bytes: ``VmRSS`` is what the server has in memory, ``VmHWM`` the most that it had."""
+    assert server.process is not None
+    status = Path(f"/proc/{server.process.pid}/status").read_text()
+    (kilobytes,) = (words[1] for words in map(str.split, status.splitlines()) if words[0] == f"{line}:")
+    return int(kilobytes) * 1024
 
 
 # What Python's json writes for numbers that JSON does not have, what others do, and how some clients avoid that.

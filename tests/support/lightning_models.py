@@ -6,16 +6,15 @@ The user of these trainings says `USERS_SIZE` everywhere; a trial at another siz
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sampler, Subset, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, Sampler, Subset, TensorDataset
 
 from tests.support.frameworks import TRAIN_IMAGES, Work
 
@@ -273,33 +272,12 @@ def batch_sampler_loader() -> Loader:
     return DataLoader(digits()[0], batch_sampler=InOrder(TRAIN_IMAGES, USERS_SIZE))
 
 
-def combined_loader() -> CombinedLoader:
-    return CombinedLoader([train_loader(), train_loader()], "max_size_cycle")
-
-
-def loaders_in_a_list() -> Sequence[Loader]:
-    return [train_loader(), train_loader()]
-
-
 def loaders_in_a_dict() -> dict[str, Loader]:
     return {"left": train_loader(), "right": train_loader()}
 
 
 def stream_loader() -> Loader:
     return DataLoader(Stream(), batch_size=USERS_SIZE)
-
-
-def measured_stream_loader() -> Loader:
-    return DataLoader(MeasuredStream(), batch_size=USERS_SIZE)
-
-
-def persistent_loader() -> Loader:
-    return DataLoader(digits()[0], batch_size=USERS_SIZE, num_workers=1, persistent_workers=True)
-
-
-def own_distributed_sampler_loader() -> Loader:
-    sampler: DistributedSampler[Any] = DistributedSampler(digits()[0], num_replicas=1, rank=0)
-    return DataLoader(digits()[0], batch_size=USERS_SIZE, sampler=sampler)
 
 
 def list_of_batches() -> list[Batch]:
@@ -309,3 +287,19 @@ def list_of_batches() -> list[Batch]:
 
 def list_of_tensors() -> list[Tensor]:
     return [digits()[0][:USERS_SIZE][0]] * 4
+
+
+# How a user may give the training data: the module, and what to pass to fit.
+DataKind = Callable[[], tuple[TrainOnly, dict[str, Any]]]
+WAYS: dict[str, DataKind] = {
+    "datamodule.batch_size": lambda: (Classifier(), {"datamodule": AttributeData()}),
+    "datamodule.hparams": lambda: (Classifier(), {"datamodule": HyperparameterData()}),
+    "hard-coded in the datamodule": lambda: (Classifier(), {"datamodule": HardCodedData()}),
+    "built once in setup": lambda: (Classifier(), {"datamodule": BuiltOnceData()}),
+    "module.batch_size": lambda: (SizedModule(), {}),
+    "loader": lambda: (Classifier(), {"train_dataloaders": train_loader()}),
+    "subclass": lambda: (Classifier(), {"train_dataloaders": LoaderWithSurcharge(0.5)}),
+    "batch sampler": lambda: (Classifier(), {"train_dataloaders": batch_sampler_loader()}),
+    "stream": lambda: (Classifier(), {"train_dataloaders": stream_loader()}),
+    "manual optimization": lambda: (ManualModule(), {"train_dataloaders": train_loader()}),
+}

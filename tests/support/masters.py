@@ -85,6 +85,13 @@ WAITS = "import os, time\nprint('waits')\nwhile not os.path.exists(os.environ['G
 """Ends once there is the file that GO names."""
 
 
+def wait_for(condition: Callable[[], object], limit_s: float = 120.0) -> None:
+    deadline = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
 def launch_of(tmp_path: Path, program: str) -> Launch:
     command = python_job(program).command_line(64, 0.5, 1)
     return Launch(command, None, {"GO": str(tmp_path / "go")}, tmp_path / "rec01+try01.train.log")
@@ -109,8 +116,7 @@ def assert_adopts_what_a_killed_master_left(
     launch, shown = launch_of(tmp_path, WAITS), list[str]()
     killed = threading.Thread(target=executor().run, args=(launch, shown.append))
     killed.start()
-    while "waits\n" not in shown:
-        time.sleep(0.05)
+    wait_for(lambda: "waits\n" in shown)
     kept = launch.marker.read_bytes()
     meanwhile()
     assert adopted(executor(), launch) == "waits\nends\n"

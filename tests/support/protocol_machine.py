@@ -85,13 +85,13 @@ Item = Asking | Evaluation | Ending
 
 @dataclass(eq=False)
 class Run:
-    """One run of a training with its client: what was not acknowledged waits, and is sent again, in order.
+    """One run of a training with its client, which sends again, in order, what was not acknowledged.
 
-    A client of version 0.1 neither names lease epochs and registrations nor takes trials over.
+    A plain client names neither lease epochs nor registrations, and takes no trial over.
     """
 
     name: int
-    is_old: bool
+    is_plain: bool
     trial: TrialId | None = None
     resumes: bool = False
     epochs: int = 0
@@ -113,7 +113,7 @@ class Run:
         if isinstance(item, Asking):
             return item
         assert self.trial is not None
-        name = (without_ids(self.trial) if self.is_old else self.trial).model_dump()
+        name = (without_ids(self.trial) if self.is_plain else self.trial).model_dump()
         kind = TrainingResult if isinstance(item, Evaluation) else TrialEnd
         return kind(**name, **item.model_dump())
 
@@ -124,7 +124,7 @@ def picked(runs: Sequence[Run], pick: int) -> list[Run]:
 
 
 def without_ids(trial: TrialId) -> TrialId:
-    """The trial as version 0.1 names it."""
+    """The trial as a plain client names it."""
     return TrialId(job_id=trial.job_id, batch_size=trial.batch_size, trial_number=trial.trial_number)
 
 
@@ -176,9 +176,11 @@ class Histories(RuleBasedStateMachine):
         self._register()
 
     def _register(self) -> None:
-        registered, is_new = self.write(lambda transaction: self.commands.register(transaction, self.job))
+        (registered, is_new), again = (
+            self.write(lambda transaction: self.commands.register(transaction, self.job)) for _ in range(2)
+        )
         assert is_new
-        assert self.write(lambda transaction: self.commands.register(transaction, self.job)) == (registered, False)
+        assert again == (registered, False)
         self.model = Model(registered.registration_id)
         self.rows: dict[int, TrialRecord] = {}
         self.acknowledged: set[tuple[float, ...]] = set()
@@ -195,10 +197,10 @@ class Histories(RuleBasedStateMachine):
 
     # --- what trainings do --------------------------------------------------------------------------------------------
 
-    @rule(is_old=st.sampled_from([False, False, False, True]), fate=FATES)
-    def begin(self, is_old: bool, fate: str) -> None:
+    @rule(is_plain=st.sampled_from([False, False, False, True]), fate=FATES)
+    def begin(self, fate: str = ARRIVES, is_plain: bool = False) -> None:
         """A training asks for a trial."""
-        run = Run(len(self.runs) + 1, is_old)
+        run = Run(len(self.runs) + 1, is_plain)
         self.runs.append(run)
         run.waiting.append(Asking(f"key-{run.name}"))
         self._pump(run, fate)
@@ -210,14 +212,14 @@ class Histories(RuleBasedStateMachine):
         metric=st.sampled_from([0.1, 0.2, 0.95]),
         fate=FATES,
     )
-    def train(self, pick: int, time_s: float, energy_j: float, metric: float, fate: str) -> None:
+    def train(
+        self, pick: int = 0, time_s: float = 10.0, energy_j: float = 100.0, metric: float = 0.1, fate: str = ARRIVES
+    ) -> None:
         """A training trains an epoch, and reports."""
         for run in self._living(pick):
             run.epochs, run.time_s, run.energy_j = run.epochs + 1, run.time_s + time_s, run.energy_j + energy_j
-            evaluation = Evaluation(
-                time=run.time_s, energy=run.energy_j, metric=metric, current_epoch=float(run.epochs)
-            )
-            run.waiting.append(evaluation)
+            totals = {"time": run.time_s, "energy": run.energy_j, "current_epoch": float(run.epochs)}
+            run.waiting.append(Evaluation(**totals, metric=metric))
             self._pump(run, fate)
 
     @rule(pick=PICKS, regular=st.booleans(), fate=FATES)
@@ -226,7 +228,7 @@ class Histories(RuleBasedStateMachine):
         for run in self._living(pick):
             if run.trial is not None and not run.resumes:
                 beat = Line(self, fate).heartbeat
-                trial = without_ids(run.trial) if run.is_old else run.trial
+                trial = without_ids(run.trial) if run.is_plain else run.trial
                 self._speak(run, partial(beat, trial, regular=regular))
 
     @rule(pick=PICKS, outcome=st.sampled_from([SUSPENDED, FAILED, INFEASIBLE, WITHDRAWN]), fate=FATES)
@@ -238,18 +240,18 @@ class Histories(RuleBasedStateMachine):
             self._pump(run, fate)
 
     @rule(pick=PICKS, fate=FATES)
-    def deliver_what_waits(self, pick: int, fate: str) -> None:
+    def deliver_what_waits(self, pick: int = 0, fate: str = ARRIVES) -> None:
         """A client tries again, or ``sync`` does after its training's end."""
         for run in picked([run for run in self.runs if run.waiting], pick):
             self._pump(run, fate)
 
     @rule(pick=PICKS, epochs_lost=st.integers(0, 2), fate=FATES)
-    def resume(self, pick: int, epochs_lost: int, fate: str) -> None:
+    def resume(self, pick: int = 0, epochs_lost: int = 0, fate: str = ARRIVES) -> None:
         """A training goes on from a checkpoint of a run that ended, or is only thought to have."""
         for run in picked([run for run in self.runs if run.trial is not None], pick) or self._living(pick):
             epochs = max(0, run.epochs - epochs_lost)
             part = epochs / run.epochs if run.epochs else 0.0
-            resumed = Run(len(self.runs) + 1, run.is_old, run.trial, resumes=not run.is_old)
+            resumed = Run(len(self.runs) + 1, run.is_plain, run.trial, resumes=not run.is_plain)
             resumed.count(epochs, run.time_s * part, run.energy_j * part)
             self.runs.append(resumed)
             self._speak(resumed, partial(self._enter, resumed, Line(self, fate)))
@@ -269,7 +271,7 @@ class Histories(RuleBasedStateMachine):
     def _living(self, pick: int) -> list[Run]:
         """One of the runs that train, if need be a new one: a step in which nothing happens finds nothing."""
         if not any(run.trial is not None and not run.has_ended for run in self.runs):
-            self.begin(is_old=False, fate=ARRIVES)
+            self.begin()
         return picked([run for run in self.runs if run.trial is not None and not run.has_ended], pick)
 
     def _pump(self, run: Run, fate: str) -> None:
@@ -347,11 +349,9 @@ class Histories(RuleBasedStateMachine):
     # --- the server, and what must hold -------------------------------------------------------------------------------
 
     def write(self, work: Callable[[Transaction], T]) -> T:
-        """Do it in a transaction."""
         return self.store.write(work, timeout_s=PATIENCE_S)
 
     def read(self, work: Callable[[Transaction], T]) -> T:
-        """The same, of something that only reads."""
         return self.store.read(work, timeout_s=PATIENCE_S)
 
     def break_off(self, message: Sent) -> None:
@@ -438,7 +438,7 @@ class Histories(RuleBasedStateMachine):
         assert told == expected, f"the server has {told}, not {expected}"
         for number, then in before.items():
             row = self.rows[number]
-            if row is then or row == then:
+            if row == then:
                 continue
             assert number in changed, f"trial {number} has changed, and nobody may"
             assert then.state not in OVER, f"trial {number} was {then.state} for good"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import time
 from typing import Any
 
@@ -71,7 +70,7 @@ class Flaky(ContractDouble):
 
 
 def training(server: ContractDouble, client: BsoClient | None = None) -> TrialSession:
-    session = TrialSession(JOB, client or server.client(), seconds_and_joules(1.0, 10.0), environ=os.environ)
+    session = TrialSession(JOB, client or server.client(), seconds_and_joules(1.0, 10.0))
     session.ask()
     session.begin_measurement()
     return session

@@ -10,8 +10,9 @@ import socket
 import subprocess
 import time
 import traceback
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import redirect_stderr, redirect_stdout, suppress
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass, field
 from itertools import cycle, islice
 from pathlib import Path
@@ -53,17 +54,28 @@ class ServerProcess:
 
     def kill(self) -> None:
         """End it with SIGKILL: no chance to tidy up."""
-        if self.process is not None:
-            self.process.send_signal(signal.SIGKILL)
-            self.process.wait()
-            self.process = None
+        self._end(signal.SIGKILL)
 
     def stop(self) -> None:
         """End it with SIGTERM, which a parent of several workers passes on."""
+        self._end(signal.SIGTERM)
+
+    def _end(self, number: int) -> None:
         if self.process is not None:
-            self.process.terminate()
+            self.process.send_signal(number)
             self.process.wait()
             self.process = None
+
+
+@contextmanager
+def serving(database_url: str, folder: Path, *arguments: str) -> Iterator[ServerProcess]:
+    """A server on this database, with its log in the folder, that is killed in the end."""
+    server = ServerProcess(database_url, folder / "server.log")
+    try:
+        server.start(*arguments)
+        yield server
+    finally:
+        server.kill()
 
 
 def free_port() -> int:

@@ -10,16 +10,19 @@ from contextlib import asynccontextmanager
 from datetime import UTC, datetime, timedelta
 from typing import Any, Literal, TypeVar
 
+from bso_server.core.model import History
 from bso_server.errors import BsoError
 from bso_server.service import reading
 from bso_server.service.commands import BatchSizeService, Commands
-from bso_server.service.reading import JobReader
+from bso_server.service.loading import known_job, load_history
 from bso_server.storage.database import open_database
 from bso_server.storage.store import Store
+from bso_server.storage.transaction import Transaction
 from tests.support import jobs
 from zeus_plugins.protocol import (
     CreatedJob,
     Heartbeat,
+    HeartbeatResponse,
     JobView,
     OfflineTrial,
     ReportResponse,
@@ -80,6 +83,9 @@ class JobService:
             self.service.commands.record_offline, OfflineTrial(job_id=self.job_id, batch_size=batch_size), key
         )
 
+    async def beat(self, trial: TrialId, *, regular: bool = True) -> HeartbeatResponse:
+        return await self.service.transact(self.service.commands.heartbeat, beat_of(trial, regular=regular))
+
     async def reach(self, trial: TrialId, cost_j: float = 500.0) -> None:
         assert (await self.report(trial, cost_j=cost_j, metric=0.95, epoch=5)).converged
 
@@ -94,10 +100,18 @@ class JobService:
         return await self.service.transact(self.service.commands.discard, self.job_id, trial.trial_number)
 
     async def show(self) -> JobView:
-        return await JobReader(self.store).read(reading.show_job, self.job_id)
+        return await self.store.read(reading.show_job, self.job_id)
+
+    async def history(self) -> History:
+        """The history that the next decision rests on."""
+        return await self.store.read(remembered, self.job_id)
 
     async def states(self) -> list[TrialState]:
         return [trial.state for trial in (await self.show()).trials]
+
+
+def remembered(transaction: Transaction, job_id: str) -> History:
+    return load_history(transaction, known_job(transaction, job_id))[0]
 
 
 def trial_id(trial: TrialId) -> TrialId:
@@ -142,27 +156,15 @@ def serve(database_url: str, use: Callable[[JobService], Awaitable[None]], **job
     asyncio.run(run())
 
 
+ACTIONS = ["suggest", "suggest", "offline", "epoch", "rank", "reach", "reach", "miss", "end", "beat", "wait", "discard"]
+
+
 async def live(server: JobService, random_source: random.Random, steps: int) -> None:
     """Anything that may happen to a job, in any order."""
     open_trials: list[TrialDispatch] = []
     for _ in range(steps):
         try:
-            match random_source.choice(
-                [
-                    "suggest",
-                    "suggest",
-                    "offline",
-                    "epoch",
-                    "rank",
-                    "reach",
-                    "reach",
-                    "miss",
-                    "end",
-                    "beat",
-                    "wait",
-                    "discard",
-                ]
-            ):
+            match random_source.choice(ACTIONS):
                 case "suggest":
                     open_trials.append(await server.suggest())
                 case "offline":
@@ -189,7 +191,7 @@ async def act(server: JobService, random_source: random.Random, action: str, tri
         case "miss":
             await server.report(trial, cost_j=cost_j, epoch=10)
         case "beat":
-            await server.service.transact(server.service.commands.heartbeat, beat_of(trial))
+            await server.beat(trial)
         case "discard":
             await server.discard(trial)
         case "end":

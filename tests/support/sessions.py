@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import io
-import os
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -28,15 +26,15 @@ def session_of(
     monitor: EnergyMonitor | None = None,
     *,
     job: JobSpec = JOB,
-    environ: Mapping[str, str] | None = None,
     on_unreachable: OnUnreachable = "default",
 ) -> TrialSession:
-    environ = {**os.environ, "ZEUS_JOB_ID": "", **(environ or {})}
-    return TrialSession(job, server.client(), monitor or monitor_of(), environ=environ, on_unreachable=on_unreachable)
+    return TrialSession(job, server.client(), monitor or monitor_of(), on_unreachable=on_unreachable)
 
 
-def running_session(server: ContractDouble, *windows: tuple[float, float]) -> TrialSession:
-    session = session_of(server, monitor_of(*windows))
+def running_session(
+    server: ContractDouble, *windows: tuple[float, float], monitor: EnergyMonitor | None = None
+) -> TrialSession:
+    session = session_of(server, monitor or monitor_of(*windows))
     session.ask()
     session.begin_measurement()
     return session

@@ -30,7 +30,7 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, NoReturn, Protocol, TextIO
+from typing import Any, NoReturn, TextIO, TypeAlias
 
 POLL_S = 0.005
 # A process that hangs shows as a test that fails by this limit.
@@ -45,22 +45,6 @@ TRANSFORMERS = (
     "zeus_plugins.huggingface",
     "httpcore",
 )
-
-
-class Process(Protocol):
-    """The part of `subprocess.Popen` that the tests use."""
-
-    pid: int
-
-    def poll(self) -> int | None: ...
-
-    def wait(self, timeout: float | None = None) -> int: ...
-
-    def send_signal(self, sig: int) -> None: ...
-
-    def terminate(self) -> None: ...
-
-    def kill(self) -> None: ...
 
 
 class Warm:
@@ -83,35 +67,6 @@ class Warm:
         os.close(back)
         self._requests, self._answers = os.fdopen(requests, "w"), os.fdopen(answers)
         atexit.register(self._end)
-
-    def start(
-        self,
-        *command: str,
-        modules: Sequence[str],
-        output: Path,
-        errors: Path | None = None,
-        environ: Mapping[str, str] | None = None,
-        folder: Path | None = None,
-    ) -> Process:
-        """Run ``python -m`` with a module's name and its arguments.
-
-        Args:
-            command: The module and the arguments.
-            modules: What it needs to have imported.
-            output: The file to which the process appends its standard output and error.
-            errors: The file for its standard error, if that is another one.
-            environ: Its environment; the tests' own unless said otherwise.
-            folder: Its working directory; the tests' own unless said otherwise.
-        """
-        started = self.ask(
-            command=command,
-            modules=modules,
-            output=str(output),
-            errors=str(errors or output),
-            environ=dict(os.environ if environ is None else environ),
-            folder=str(folder or Path.cwd()),
-        )
-        return Fork(self, started)
 
     def _end(self) -> None:
         self._requests.close()  # it ends with its input, and all forks with it
@@ -157,6 +112,9 @@ class Fork:
         self.send_signal(signal.SIGKILL)
 
 
+Process: TypeAlias = Fork | subprocess.Popen[bytes]
+
+
 @cache
 def warm() -> Warm:
     """The process of this test run that forks."""
@@ -171,11 +129,30 @@ def start(
     environ: Mapping[str, str] | None = None,
     folder: Path | None = None,
 ) -> Process:
-    """Run ``python -m`` with a module's name and its arguments, in a process that has imported `modules`."""
-    if hasattr(os, "fork"):
-        return warm().start(*command, modules=modules, output=output, errors=errors, environ=environ, folder=folder)
-    with output.open("a") as file, (errors or output).open("a") as other:
-        return subprocess.Popen([sys.executable, "-m", *command], cwd=folder, env=environ, stdout=file, stderr=other)
+    """Run ``python -m`` with a module's name and its arguments.
+
+    Args:
+        command: The module and the arguments.
+        modules: What it needs to have imported.
+        output: The file to which the process appends its standard output and error.
+        errors: The file for its standard error, if that is another one.
+        environ: Its environment; the tests' own unless said otherwise.
+        folder: Its working directory; the tests' own unless said otherwise.
+    """
+    if not hasattr(os, "fork"):
+        with output.open("a") as file, (errors or output).open("a") as other:
+            return subprocess.Popen(
+                [sys.executable, "-m", *command], cwd=folder, env=environ, stdout=file, stderr=other
+            )
+    pid = warm().ask(
+        command=command,
+        modules=modules,
+        output=str(output),
+        errors=str(errors or output),
+        environ=dict(os.environ if environ is None else environ),
+        folder=str(folder or Path.cwd()),
+    )
+    return Fork(warm(), pid)
 
 
 def run(
@@ -184,9 +161,8 @@ def run(
     """As `start`; it has ended."""
     with TemporaryDirectory() as files:
         output, errors = Path(files, "output"), Path(files, "errors")
-        status = start(*command, modules=modules, output=output, errors=errors, environ=environ, folder=folder).wait(
-            LIMIT_S
-        )
+        started = start(*command, modules=modules, output=output, errors=errors, environ=environ, folder=folder)
+        status = started.wait(LIMIT_S)
         return subprocess.CompletedProcess(command, status, output.read_text(), errors.read_text())
 
 

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
+import subprocess
 from typing import Any
 
 from sqlalchemy.engine import make_url
 from sqlalchemy.ext.asyncio import create_async_engine
 
+from tests.support.servers import bso_server
 from tests.support.zeus_jobs import ZEUS_JOB
 
 # In the order of a server's `CREATE TABLE`s, with its names and types, on PostgreSQL and SQLite; see `_statements`.
@@ -120,6 +122,11 @@ def fill(database_url: str, *jobs: dict[str, Any], then: str | None = None) -> N
         connection.close()
     else:
         asyncio.run(_fill_server(database_url, statements))
+
+
+def import_zeus(source: str, destination: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    named = "--server-url" if destination.startswith("http") else "--database-url"
+    return bso_server("jobs", "import-zeus", "--zeus-database-url", source, named, destination, *arguments)
 
 
 async def _fill_server(database_url: str, statements: list[str]) -> None:

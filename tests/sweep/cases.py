@@ -72,18 +72,9 @@ def dropping() -> Any:
 
 
 LIGHTNING: dict[str, Callable[[], tuple[Any, dict[str, Any]]]] = {
-    "datamodule.batch_size": lambda: (Classifier(), {"datamodule": models.AttributeData()}),
-    "datamodule.hparams": lambda: (Classifier(), {"datamodule": models.HyperparameterData()}),
-    "hard-coded in the datamodule": lambda: (Classifier(), {"datamodule": models.HardCodedData()}),
-    "built once in setup": lambda: (Classifier(), {"datamodule": models.BuiltOnceData()}),
-    "module.batch_size": lambda: (models.SizedModule(), {}),
-    "loader": lambda: (Classifier(), {"train_dataloaders": train_loader()}),
+    **models.WAYS,
     "loader that drops the rest": lambda: (Classifier(), {"train_dataloaders": dropping()}),
     "weighted sampler": lambda: (Classifier(), {"train_dataloaders": weighted()}),
-    "subclass": lambda: (Classifier(), {"train_dataloaders": models.LoaderWithSurcharge(0.5)}),
-    "batch sampler": lambda: (Classifier(), {"train_dataloaders": models.batch_sampler_loader()}),
-    "stream": lambda: (Classifier(), {"train_dataloaders": models.stream_loader()}),
-    "manual optimization": lambda: (models.ManualModule(), {"train_dataloaders": train_loader()}),
     "accumulated by hand": lambda: (odd_sizes.ByHand(), {"train_dataloaders": train_loader()}),
     "steps left out": lambda: (odd_sizes.EveryOther(), {"train_dataloaders": train_loader()}),
     "buckets made before": lambda: (

@@ -75,13 +75,8 @@ def write_configuration(bench: JobBench, **arguments: Any) -> str:
         "class_path": "zeus_plugins.lightning.ZeusBSOCallback",
         "init_args": {"job": fields(bench), "monitor": "score", "server_url": bench.server.url, **arguments},
     }
-    trainer = {
-        "accelerator": "cpu",
-        "max_epochs": 1,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "callbacks": [callback],
-    }
+    quiet = {"enable_progress_bar": False, "enable_model_summary": False}
+    trainer = {"accelerator": "cpu", "max_epochs": 1, "callbacks": [callback], **quiet}
     Path("training.yaml").write_text(yaml.safe_dump({"trainer": trainer, "data": {"batch_size": 16}}))
     return "training.yaml"
 
@@ -117,16 +112,12 @@ def test_a_training_is_configured_in_yaml_alone(bench: JobBench) -> None:
 
 
 def test_a_training_is_configured_by_arguments_alone(bench: JobBench) -> None:
-    callback = "--trainer.callbacks"
+    callback, job = "--trainer.callbacks", fields(bench, policy="gp_voi")
     cli = command_line(
         "fit",
         *("--trainer.accelerator", "cpu", "--trainer.max_epochs", "1", "--trainer.enable_progress_bar", "false"),
         f"{callback}+=zeus_plugins.lightning.ZeusBSOCallback",
-        *(
-            f"{callback}.job.{name}={value}"
-            for name, value in fields(bench, policy="gp_voi").items()
-            if value is not None
-        ),
+        *(f"{callback}.job.{name}={value}" for name, value in job.items() if value is not None),
         *(f"{callback}.monitor=score", f"{callback}.server_url={bench.server.url}", f"{callback}.lr_scaling=sqrt"),
         f"{callback}.energy_monitor=zeus_plugins.energy.EstimateMonitor",
         f"{callback}.energy_monitor.power_w=60",
@@ -203,17 +194,9 @@ def composed(folder: Path, **nodes: Any) -> Any:
 @pytest.mark.parametrize("is_nested_target", [True, False], ids=["a nested target", "a mapping"])
 def test_hydra_makes_the_callback(bench: JobBench, tmp_path: Path, framework: str, is_nested_target: bool) -> None:
     name = {"lightning": "ZeusBSOCallback", "huggingface": "ZeusBSOTrainerCallback"}[framework]
+    node = {"_target_": f"zeus_plugins.{framework}.{name}", "job": "${job}", "monitor": "score"}
     target = {"_target_": "zeus_plugins.JobSpec"} if is_nested_target else {}
-    configuration = composed(
-        tmp_path,
-        job=fields(bench) | target,
-        callback={
-            "_target_": f"zeus_plugins.{framework}.{name}",
-            "job": "${job}",
-            "monitor": "score",
-            "server_url": bench.server.url,
-        },
-    )
+    configuration = composed(tmp_path, job=fields(bench) | target, callback=node | {"server_url": bench.server.url})
     callback = hydra.utils.instantiate(configuration.callback)
     assert callback._wish.job == JobSpec(**fields(bench, max_epochs=2))
     assert isinstance(callback._wish.job.batch_sizes, tuple)
@@ -222,10 +205,10 @@ def test_hydra_makes_the_callback(bench: JobBench, tmp_path: Path, framework: st
 
 # Mappings
 
-MAPPINGS = [dict, OmegaConf.create]
+each_mapping = pytest.mark.parametrize("mapping", [dict, OmegaConf.create], ids=["dict", "OmegaConf"])
 
 
-@pytest.mark.parametrize("mapping", MAPPINGS, ids=["dict", "OmegaConf"])
+@each_mapping
 def test_a_mapping_is_a_job(bench: JobBench, mapping: Any) -> None:
     job = mapping(fields(bench))
     expected = JobSpec(**fields(bench))
@@ -234,7 +217,7 @@ def test_a_mapping_is_a_job(bench: JobBench, mapping: Any) -> None:
         assert optimizer.get_batch_size() == SERVERS_SIZE
 
 
-@pytest.mark.parametrize("mapping", MAPPINGS, ids=["dict", "OmegaConf"])
+@each_mapping
 @pytest.mark.parametrize(
     ("wrong", "problem"),
     [

@@ -19,11 +19,10 @@ from torch.utils.data import Dataset, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from tests.support import ROOT
+from tests.support.job_bench import CountingMonitor
 from tests.support.properties import examples
 from zeus_plugins.dataloader.loader import ZeusDataLoader
-from zeus_plugins.energy import Measurement
 from zeus_plugins.errors import ZeusBSOBadOperationError, ZeusBSOConfigError, ZeusBSOOperationOrderError
-from zeus_plugins.protocol import GpuConfig
 
 # Each batch of 4 takes one second and 10 J; at η = 0.5 and 100 W at most that is a cost of 55 J.
 STEP_COST_J = 0.5 * 10 + 0.5 * 100 * 1
@@ -32,36 +31,13 @@ EVALUATION: Dataset[Any] = TensorDataset(torch.arange(4.0))  # one
 EPOCH_COST_J = 3 * STEP_COST_J
 
 
-class Meter:
-    """An `EnergyMonitor` of a device that is told of each step."""
-
-    source = "a told step"
-
-    def __init__(self) -> None:
-        self.steps = 0
-        self.opened: int | None = None
-
-    def gpus(self) -> GpuConfig:
-        return GpuConfig(max_power=100, number_of_gpus=1, gpu_model="told")
-
-    def begin_window(self, name: str) -> None:
-        del name
-        assert self.opened is None
-        self.opened = self.steps
-
-    def end_window(self, name: str) -> Measurement:
-        del name
-        assert self.opened is not None
-        steps, self.opened = self.steps - self.opened, None
-        return Measurement(float(steps), 10.0 * steps, self.source)
-
-
 class Bench:
-    """A training and an evaluation loader, and a meter."""
+    """A training and an evaluation loader, and a monitor that counts their steps."""
 
     def __init__(self, directory: Path, *, max_epochs: int = 10, **environ: str) -> None:
-        self.meter = Meter()
-        self.environ = {
+        self.steps = 0
+        self.meter = CountingMonitor(lambda: self.steps)
+        environ = {
             "ZEUS_LOG_DIR": str(directory),
             "ZEUS_JOB_ID": "rec03+try02",
             "ZEUS_TARGET_METRIC": "0.9",
@@ -69,14 +45,14 @@ class Bench:
             **environ,
         }
         self.train: ZeusDataLoader[Any] = ZeusDataLoader(
-            DATA, 4, max_epochs=max_epochs, monitor=self.meter, environ=self.environ
+            DATA, 4, max_epochs=max_epochs, monitor=self.meter, environ=environ
         )
         self.evaluate: ZeusDataLoader[Any] = ZeusDataLoader(EVALUATION, 4)
         self.result_path = directory / "rec03+try02+bs4.train.json"
 
     def step(self, loader: ZeusDataLoader[Any]) -> None:
         for _ in loader:
-            self.meter.steps += 1
+            self.steps += 1
 
     def run(self, metrics: Iterator[float]) -> list[int]:
         epochs = []
@@ -84,7 +60,7 @@ class Bench:
             epochs.append(epoch)
             self.step(self.train)
             self.step(self.evaluate)
-            self.meter.steps += 7  # What is done between passes does not count.
+            self.steps += 7  # What is done between passes does not count.
             self.train.report_metric(next(metrics))
         return epochs
 
@@ -105,7 +81,7 @@ def test_a_training_that_reaches_the_target_tells_what_it_cost(tmp_path: Path) -
         "reached": True,
         "end_epoch": 3,
         "metric": 0.95,
-        "energy_source": "a told step",
+        "energy_source": "counted steps",
     }
     assert [path.name for path in (tmp_path / "made").iterdir()] == [bench.result_path.name]
 
@@ -156,7 +132,7 @@ def test_an_exception_leaves_no_result_and_a_pass_that_is_cut_short_counts(tmp_p
     def train() -> None:
         for _ in bench.train.epochs():
             for _ in bench.train:
-                bench.meter.steps += 1
+                bench.steps += 1
                 break
             bench.step(bench.evaluate)
             raise RuntimeError("the data are gone")
@@ -164,10 +140,9 @@ def test_an_exception_leaves_no_result_and_a_pass_that_is_cut_short_counts(tmp_p
     with pytest.raises(RuntimeError, match="the data are gone"):
         train()
     assert not bench.result_path.exists()
-    assert bench.meter.opened is None
+    assert bench.meter.open_windows == []
     assert bench.train._training is not None
-    assert bench.train._training.account is not None
-    assert bench.train._training.account.time_s == 2.0
+    assert bench.train._training.time_s == 2.0
 
 
 def test_loaders_are_used_in_their_order(tmp_path: Path) -> None:
@@ -207,10 +182,10 @@ def test_evaluation_belongs_to_a_training(tmp_path: Path, monkeypatch: pytest.Mo
     of_first: ZeusDataLoader[Any] = ZeusDataLoader(EVALUATION, 4, train_loader=first.train)
     for _ in first.train.epochs():
         for _ in of_first:
-            first.meter.steps += 1
+            first.steps += 1
         first.train.report_metric(1.0)
     assert first.result["time"] == 1.0
-    assert second.meter.steps == 0
+    assert second.steps == 0
 
 
 @pytest.mark.parametrize(
@@ -228,65 +203,9 @@ def test_evaluation_belongs_to_a_training(tmp_path: Path, monkeypatch: pytest.Mo
     ],
 )
 def test_what_cannot_work_is_told(environ: dict[str, str], options: dict[str, Any], says: str) -> None:
-    environ = {"ZEUS_TARGET_METRIC": "0.9", **environ}
+    needed: dict[str, Any] = {"batch_size": 4, "max_epochs": 1, "monitor": CountingMonitor(int)}
     with pytest.raises(ZeusBSOConfigError, match=says.replace("(", r"\(").replace(".", r"\.")):
-        ZeusDataLoader(DATA, **{"batch_size": 4, "max_epochs": 1, "monitor": Meter(), "environ": environ, **options})
-
-
-RANKS = """
-import sys
-import torch
-from torch import distributed
-from torch.utils.data import TensorDataset
-from torch.utils.data.distributed import DistributedSampler
-from zeus_plugins.dataloader.loader import ZeusDataLoader
-from zeus_plugins.energy import EstimateMonitor
-
-distributed.init_process_group("gloo")
-rank = distributed.get_rank()
-data = TensorDataset(torch.arange(16.0))
-def refused(text, **options):
-    try:
-        ZeusDataLoader(data, max_epochs=3, distributed="dp", **options)
-    except Exception as error:
-        assert text in str(error), error
-    else:
-        raise AssertionError(text)
-refused("without it, every rank trains on all data", batch_size=8)
-refused("cannot be spread evenly over 2 ranks", batch_size=7, sampler=DistributedSampler(data))
-refused("is for rank 0 of 3", batch_size=8, sampler=DistributedSampler(data, 3, 0))
-loader = ZeusDataLoader(
-    data, batch_size=8, max_epochs=5, distributed="dp", sampler=DistributedSampler(data), monitor=EstimateMonitor(10)
-)
-seen = []
-for epoch in loader.epochs():
-    batches = [batch for batch, in loader]
-    assert [len(batch) for batch in batches] == [4, 4]
-    seen.append(torch.cat(batches).tolist())
-    # Only rank 0's metric counts.
-    loader.report_metric(0.95 if rank == 0 and epoch == 2 else 0.1)
-assert len(seen) == 3, seen
-assert seen[0] != seen[1], "set_epoch was not called"
-distributed.destroy_process_group()
-"""
-
-
-@pytest.mark.slow
-def test_ranks_train_together(tmp_path: Path) -> None:
-    (tmp_path / "ranks.py").write_text(RANKS)
-    environ = {
-        **os.environ,
-        "PYTHONPATH": str(ROOT),
-        "ZEUS_TARGET_METRIC": "0.9",
-        "ZEUS_LOG_DIR": str(tmp_path),
-        "ZEUS_JOB_ID": "rec01+try01",
-        "OMP_NUM_THREADS": "1",
-    }
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "ranks.py"]
-    done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, check=False, timeout=240)
-    assert done.returncode == 0, done.stderr
-    result = json.loads((tmp_path / "rec01+try01+bs8.train.json").read_text())
-    assert (result["reached"], result["end_epoch"]) == (True, 3)
+        ZeusDataLoader(DATA, **needed | {"environ": {"ZEUS_TARGET_METRIC": "0.9", **environ}} | options)
 
 
 @pytest.mark.slow

@@ -23,19 +23,14 @@ def trained(
     directory: Path, machine: ReplayMachine, *, epochs: int = 3, fails: bool = False, **environ: str
 ) -> list[float]:
     """The limits in force at the end of each step."""
-    directory.mkdir(exist_ok=True)
+    required = {"ZEUS_TARGET_METRIC": "1", "ZEUS_LOG_DIR": str(directory), "ZEUS_PROFILE_PARAMS": "1,4"}
     loader: ZeusDataLoader[Any] = ZeusDataLoader(
         TensorDataset(torch.arange(float(STEPS))),
         1,
         max_epochs=epochs,
         monitor=machine.monitor,
         devices=machine.devices,
-        environ={
-            "ZEUS_TARGET_METRIC": "1",
-            "ZEUS_LOG_DIR": str(directory),
-            "ZEUS_PROFILE_PARAMS": "1,4",
-            **environ,
-        },
+        environ=required | environ,
     )
     limits = []
     for _ in loader.epochs():

@@ -34,6 +34,11 @@ LIGHTNING: dict[str, tuple[Callable[[], Any], Callable[[], Any], str]] = {
         lambda: DataLoader(Subset(digits()[0], range(24)), batch_size=16),
         "a single batch of 24 samples in place of 48: the data set is smaller",
     ),
+    "all dropped": (
+        Classifier,
+        lambda: DataLoader(Subset(digits()[0], range(24)), batch_size=16, drop_last=True),
+        "has no batch of 48 samples: the data set",
+    ),
     "other on average": (
         Classifier,
         lambda: DataLoader(digits()[0], batch_sampler=Ragged(1.25)),
@@ -64,13 +69,6 @@ def test_a_callback_that_was_rehearsed_counts_steps_as_a_new_one_does(bench: Ben
     quiet_trainer(callback, fast_dev_run=True).fit(Classifier(), train_loader())
     with pytest.raises(ZeusBSOConfigError, match="an optimizer step followed after each 2 batches"):
         quiet_trainer(callback).fit(ByHand(), train_loader())
-    assert is_withdrawn(bench)
-
-
-def test_all_of_the_data_dropped_is_an_end_without_a_report(bench: Bench) -> None:
-    loader = DataLoader(Subset(digits()[0], range(24)), batch_size=16, drop_last=True)
-    with pytest.raises(ZeusBSOConfigError, match="has no batch of 48 samples: the data set"):
-        quiet_trainer(bench.callback()).fit(Classifier(), loader)
     assert is_withdrawn(bench)
 
 

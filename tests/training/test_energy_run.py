@@ -19,31 +19,14 @@ def listed(*measured: tuple[float, float]) -> ReplayMonitor:
     return ReplayMonitor([Measurement(time_s, energy_j, "replay") for time_s, energy_j in measured], GPUS)
 
 
-class SecondRank(FakeTrainer):
-    """Another process than the first."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.rank = self.local_rank = 1
-
-
 def test_epochs_add_up() -> None:
     run = EnergyRun()
     run.begin(FakeTrainer(), listed((2.0, 100.0), (3.0, 50.0), (9.0, 9.0)))
-    assert run.end_epoch() == {
-        "zeus/epoch_time_s": 2.0,
-        "zeus/epoch_energy_j": 100.0,
-        "zeus/time_s": 2.0,
-        "zeus/energy_j": 100.0,
-    }
-    assert run.end_epoch() == {
-        "zeus/epoch_time_s": 3.0,
-        "zeus/epoch_energy_j": 50.0,
-        "zeus/time_s": 5.0,
-        "zeus/energy_j": 150.0,
-    }
+    for epoch_s, epoch_j, time_s, energy_j in [(2.0, 100.0, 2.0, 100.0), (3.0, 50.0, 5.0, 150.0)]:
+        epoch = {"zeus/epoch_time_s": epoch_s, "zeus/epoch_energy_j": epoch_j}
+        assert run.end_epoch() == epoch | {"zeus/time_s": time_s, "zeus/energy_j": energy_j}
     run.close()
-    assert (run.time_s, run.energy_j) == (5.0, 150.0)
+    assert run.totals == {"time_s": 5.0, "energy_j": 150.0}
     assert run.state() == {"time_s": 5.0, "energy_j": 150.0}
 
 
@@ -61,10 +44,10 @@ def test_a_training_goes_on_from_a_checkpoint(is_restored: bool) -> None:
     if is_restored:
         run.restore(state)
     run.begin(FakeTrainer(), listed((4.0, 40.0)), None if is_restored else state)
-    assert (run.time_s, run.energy_j) == (2.0, 100.0)
+    assert run.totals == {"time_s": 2.0, "energy_j": 100.0}
     metrics = run.end_epoch()
     assert metrics is not None
-    assert (metrics["zeus/epoch_time_s"], metrics["zeus/time_s"], run.energy_j) == (5.0, 7.0, 150.0)
+    assert (metrics["zeus/epoch_time_s"], metrics["zeus/time_s"], run.totals["energy_j"]) == (5.0, 7.0, 150.0)
 
 
 def test_beginning_again_changes_nothing_until_the_end() -> None:
@@ -72,24 +55,24 @@ def test_beginning_again_changes_nothing_until_the_end() -> None:
     run.begin(FakeTrainer(), listed((2.0, 100.0), (3.0, 50.0)))
     run.begin(FakeTrainer(), listed(), {"time_s": 9.0, "energy_j": 9.0})
     run.end_epoch()
-    assert (run.time_s, run.energy_j) == (2.0, 100.0)
+    assert run.totals == {"time_s": 2.0, "energy_j": 100.0}
     run.close()
     run.close()
     run.restore({})
     run.begin(FakeTrainer(), listed((1.0, 1.0)))
     run.end_epoch()
-    assert (run.time_s, run.energy_j) == (1.0, 1.0)
+    assert run.totals == {"time_s": 1.0, "energy_j": 1.0}
 
 
 def test_other_processes_than_the_first_measure_nothing() -> None:
     run = EnergyRun()
-    run.begin(SecondRank(), listed())
+    run.begin(FakeTrainer(rank=1), listed())
     assert run.end_epoch() is None
-    assert (run.is_measuring, run.time_s, run.state()) == (False, 0.0, {})
+    assert (run.is_measuring, run.totals, run.state()) == (False, {}, {})
 
 
 def test_several_machines_are_together_when_an_epoch_begins_and_ends() -> None:
-    def train(port: FakeTrainer) -> tuple[float, float]:
+    def train(port: FakeTrainer) -> dict[str, float]:
         port.machine = f"node {port.rank}"
         run = EnergyRun()
         run.begin(port, listed((2.0, 100.0), (3.0, 50.0)))
@@ -99,9 +82,9 @@ def test_several_machines_are_together_when_an_epoch_begins_and_ends() -> None:
         assert port.meetings == 4
         run.close()
         assert not run.is_measuring
-        return run.time_s, run.energy_j
+        return run.totals
 
-    assert on_each_rank(2, train) == [(2.0, 200.0), (0.0, 0.0)]
+    assert on_each_rank(2, train) == [{"time_s": 2.0, "energy_j": 200.0}, {}]
 
 
 # --- monitors that fail in the middle ---------------------------------------------------------------------------------
@@ -110,6 +93,11 @@ def test_several_machines_are_together_when_an_epoch_begins_and_ends() -> None:
 @pytest.fixture
 def driver() -> FakeNvml:
     return FakeNvml([FakeGpu(), FakeGpu(uuid="GPU-1")])
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
 
 
 def spend(driver: FakeNvml, clock: Clock, time_s: float, power_w: float) -> None:
@@ -127,9 +115,8 @@ def metered(driver: FakeNvml, clock: Clock) -> EpochMeter:
 
 
 def test_a_gpu_that_is_lost_ends_no_training_and_its_power_is_taken_as_before(
-    driver: FakeNvml, caplog: pytest.LogCaptureFixture
+    driver: FakeNvml, clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
-    clock = Clock()
     caplog.set_level(logging.INFO, logger="zeus_plugins.energy")
     meter = metered(driver, clock)
     spend(driver, clock, 10.0, 150.0)
@@ -162,16 +149,16 @@ def test_a_gpu_that_is_lost_ends_no_training_and_its_power_is_taken_as_before(
     ]
 
 
-def test_a_gpu_that_is_lost_in_the_first_epoch_counts_with_its_maximum_power(driver: FakeNvml) -> None:
-    clock = Clock()
+def test_a_gpu_that_is_lost_in_the_first_epoch_counts_with_its_maximum_power(driver: FakeNvml, clock: Clock) -> None:
     meter = metered(driver, clock)
     driver.machine[0].counter_mj = None
     spend(driver, clock, 2.0, 100.0)
     assert meter.state() == {"time_s": 0.0, "energy_j": 0.0, "epoch_time_s": 2.0, "epoch_energy_j": 2 * 1400.0}
 
 
-def test_an_energy_of_which_nothing_is_known_is_told(driver: FakeNvml, caplog: pytest.LogCaptureFixture) -> None:
-    clock = Clock()
+def test_an_energy_of_which_nothing_is_known_is_told(
+    driver: FakeNvml, clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.INFO, logger="zeus_plugins.energy")
     meter = metered(driver, clock)
     driver.machine[0].counter_mj = driver.machine[0].max_power_mw = None

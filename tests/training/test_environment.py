@@ -96,9 +96,6 @@ def test_the_process_is_asked_where_no_variables_are_given(monkeypatch: pytest.M
 
 def test_a_secret_is_not_shown() -> None:
     secret = Variable("ZEUS_SECRET", "the password", is_secret=True)
-    assert [secret.shown(environ) for environ in ({}, {"ZEUS_SECRET": ""}, {"ZEUS_SECRET": "hush"})] == [
-        None,
-        "",
-        "(set)",
-    ]
+    values = [{}, {"ZEUS_SECRET": ""}, {"ZEUS_SECRET": "hush"}]
+    assert [secret.shown(environ) for environ in values] == [None, "", "(set)"]
     assert SECONDS.shown({"ZEUS_SECONDS": "4"}) == "4"

@@ -9,16 +9,18 @@ import signal
 import socket
 import subprocess
 import sys
+import textwrap
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from typing import Any
 
 import httpx
 import pytest
 
 from tests.support.contract_double import CONVERGED, COST_BOUND, KEEP_TRAINING, ContractDouble
-from zeus_plugins import BatchSizeOptimizer, JobSpec
-from zeus_plugins.energy import Measurement, ReplayMonitor
+from tests.support.sessions import JOB, TRIAL, monitor_of
+from zeus_plugins import BatchSizeOptimizer
 from zeus_plugins.errors import (
     ZeusBSOBadOperationError,
     ZeusBSOOperationOrderError,
@@ -26,21 +28,17 @@ from zeus_plugins.errors import (
     ZeusBSOServerUnreachableError,
     ZeusBSOTrainFailError,
 )
-from zeus_plugins.protocol import GpuConfig
 
-JOB = JobSpec(job_id="mnist-1", job_id_prefix="mnist", batch_sizes=(32, 64), default_batch_size=32)
-TRIAL = {"job_id": "mnist-1", "batch_size": 64, "trial_number": 7}
 MEASURED = {"energy_source": "nvml", "judged_by": None}
 FAILED = TRIAL | {"outcome": "failed", "ended_early": True, "detail": None}
 
 
-def ten_windows_of_one_second() -> ReplayMonitor:
-    gpus = GpuConfig(max_power=300.0, number_of_gpus=1, gpu_model="A40")
-    return ReplayMonitor([Measurement(1.0, 50.0, "nvml")] * 10, gpus)
+def ended(outcome: str, detail: str) -> dict[str, Any]:
+    return TRIAL | {"outcome": outcome, "ended_early": False, "detail": detail}
 
 
 def optimizer_of(server: ContractDouble) -> BatchSizeOptimizer:
-    return BatchSizeOptimizer(ten_windows_of_one_second(), None, JOB, client=server.client())
+    return BatchSizeOptimizer(monitor_of(*[(1.0, 50.0)] * 10), None, JOB, client=server.client())
 
 
 def training_with(server: ContractDouble) -> BatchSizeOptimizer:
@@ -67,18 +65,12 @@ def test_a_training_from_the_question_to_the_target() -> None:
     assert server.sent("PATCH", "/trials") == []
 
 
-def test_the_batch_size_is_asked_for_once() -> None:
+def test_the_batch_size_is_asked_for_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="zeus_plugins")
     server = ContractDouble()
     optimizer = optimizer_of(server)
     assert [optimizer.get_batch_size(), optimizer.get_batch_size()] == [64, 64]
     assert len(server.sent("GET", "/jobs/batch_size")) == 1
-
-
-def test_the_choice_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, logger="zeus_plugins")
-    optimizer = optimizer_of(ContractDouble())
-    for _ in range(2):
-        optimizer.get_batch_size()
     messages = [record.getMessage() for record in caplog.records if record.name == "zeus_plugins"]
     assert messages == ["job mnist-1, trial 7: batch size 64 (chosen by the server)"]
 
@@ -96,24 +88,17 @@ def test_a_diverged_training_raises_and_fails_its_trial() -> None:
     with pytest.raises(ZeusBSOTrainFailError, match="the metric is nan"):
         optimizer.on_evaluate(math.nan)
     optimizer.close()
-    assert server.sent("PATCH", "/trials") == [
-        FAILED | {"ended_early": False, "detail": "the metric is nan: training diverged"}
-    ]
+    assert server.sent("PATCH", "/trials") == [ended("failed", "the metric is nan: training diverged")]
 
 
 def test_calls_out_of_order_are_refused_and_count_nothing() -> None:
     server = ContractDouble(CONVERGED)
     optimizer = optimizer_of(server)
-    with pytest.raises(ZeusBSOOperationOrderError):
-        optimizer.on_train_begin()
-    with pytest.raises(ZeusBSOOperationOrderError):
-        optimizer.on_evaluate(0.5)
+    for call in (optimizer.on_train_begin, lambda: optimizer.on_evaluate(0.5)):
+        with pytest.raises(ZeusBSOOperationOrderError):
+            call()
     optimizer.get_batch_size()
-    with pytest.raises(ZeusBSOOperationOrderError):
-        optimizer.on_evaluate(0.5)
     optimizer.on_train_begin()
-    with pytest.raises(ZeusBSOOperationOrderError):
-        optimizer.on_train_begin()
     optimizer.on_evaluate(0.5)
     with pytest.raises(ZeusBSOOperationOrderError, match="said stop"):
         optimizer.on_evaluate(0.5)
@@ -136,7 +121,7 @@ def test_other_ranks_are_told_to_leave_it_to_rank_0() -> None:
 def test_the_server_comes_from_the_environment_when_it_is_not_given(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ZEUS_SERVER_URL", "http://127.0.0.1:9/of-environment")
     with (
-        BatchSizeOptimizer(ten_windows_of_one_second(), None, JOB, on_unreachable="raise") as optimizer,
+        BatchSizeOptimizer(monitor_of(), None, JOB, on_unreachable="raise") as optimizer,
         pytest.raises(ZeusBSOServerUnreachableError, match="/of-environment"),
     ):
         optimizer.get_batch_size()
@@ -164,7 +149,7 @@ def test_an_exception_in_the_loop_fails_the_trial_and_comes_through() -> None:
 
     with pytest.raises(ZeroDivisionError):
         crash_in_the_loop()
-    assert server.sent("PATCH", "/trials") == [FAILED | {"ended_early": False, "detail": "ZeroDivisionError: "}]
+    assert server.sent("PATCH", "/trials") == [ended("failed", "ZeroDivisionError: ")]
 
 
 def test_dropping_the_optimizer_fails_an_unfinished_trial() -> None:
@@ -203,7 +188,7 @@ def test_closing_closes_the_connection_that_the_optimizer_opened() -> None:
         thread = threading.Thread(target=refuse_and_wait_for_the_end)
         thread.start()
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        optimizer = BatchSizeOptimizer(ten_windows_of_one_second(), url, JOB)
+        optimizer = BatchSizeOptimizer(monitor_of(), url, JOB)
         with pytest.raises(ZeusBSORuntimeError):
             optimizer.get_batch_size()
         optimizer.close()
@@ -283,9 +268,13 @@ os._exit(0)
 """
 
 
+def in_context(ending: str) -> str:
+    return "with optimizer:\n" + textwrap.indent(ending, "    ")
+
+
 def test_an_optimizer_that_was_pickled_ends_its_trial_too(listening_double: tuple[ContractDouble, str]) -> None:
     double, url = listening_double
-    optimizer = pickle.loads(pickle.dumps(BatchSizeOptimizer(ten_windows_of_one_second(), url, JOB)))  # noqa: S301
+    optimizer = pickle.loads(pickle.dumps(BatchSizeOptimizer(monitor_of(), url, JOB)))  # noqa: S301
     optimizer.get_batch_size()
     optimizer.close()
     assert double.sent("PATCH", "/trials") == [FAILED]
@@ -296,34 +285,16 @@ def test_an_optimizer_that_was_pickled_ends_its_trial_too(listening_double: tupl
 @pytest.mark.parametrize(
     ("ending", "ended_trials"),
     [
-        ("", [FAILED]),
-        ("raise ValueError('out of luck')", [FAILED | {"ended_early": False, "detail": "ValueError: out of luck"}]),
-        ("raise MemoryError", [TRIAL | {"outcome": "infeasible", "ended_early": False, "detail": "MemoryError: "}]),
-        (
-            "raise KeyboardInterrupt",
-            [TRIAL | {"outcome": "suspended", "ended_early": False, "detail": "KeyboardInterrupt: "}],
-        ),
-        (TERMINATE, [TRIAL | {"outcome": "suspended", "ended_early": False, "detail": "SystemExit: 143"}]),
-        (
-            "with optimizer:\n    " + TERMINATE.replace("\n", "\n    "),
-            [TRIAL | {"outcome": "suspended", "ended_early": False, "detail": "SystemExit: 143"}],
-        ),
-        (TERMINATE_BY_THE_SCRIPTS_OWN_HANDLER, []),
-        (TERMINATE_A_FORKED_CHILD, [FAILED]),
-        (FORK_THEN_LEAVE_FOR_GOOD, []),
-        ("with optimizer:\n    " + FORK_THEN_LEAVE_FOR_GOOD.replace("\n", "\n    "), []),
-    ],
-    ids=[
-        "runs-off-the-end",
-        "dies-of-an-exception",
-        "runs-out-of-memory",
-        "is-interrupted",
-        "is-terminated",
-        "is-terminated-in-the-context",
-        "has-its-own-handler",
-        "only-a-forked-child-is-terminated",
-        "only-a-forked-child-exits",
-        "only-a-forked-child-leaves-the-context",
+        pytest.param("", [FAILED], id="runs-off-the-end"),
+        pytest.param("raise ValueError('no')", [ended("failed", "ValueError: no")], id="dies-of-an-exception"),
+        pytest.param("raise MemoryError", [ended("infeasible", "MemoryError: ")], id="runs-out-of-memory"),
+        pytest.param("raise KeyboardInterrupt", [ended("suspended", "KeyboardInterrupt: ")], id="is-interrupted"),
+        pytest.param(TERMINATE, [ended("suspended", "SystemExit: 143")], id="is-terminated"),
+        pytest.param(in_context(TERMINATE), [ended("suspended", "SystemExit: 143")], id="is-terminated-in-the-context"),
+        pytest.param(TERMINATE_BY_THE_SCRIPTS_OWN_HANDLER, [], id="has-its-own-handler"),
+        pytest.param(TERMINATE_A_FORKED_CHILD, [FAILED], id="only-a-forked-child-is-terminated"),
+        pytest.param(FORK_THEN_LEAVE_FOR_GOOD, [], id="only-a-forked-child-exits"),
+        pytest.param(in_context(FORK_THEN_LEAVE_FOR_GOOD), [], id="only-a-forked-child-leaves-the-context"),
     ],
 )
 def test_a_process_that_ends_says_so_of_its_own_unfinished_trial(

@@ -19,8 +19,6 @@ from zeus_plugins.training.power_run import PowerOptions, PowerRun
 from zeus_plugins.training.trial import TrialInfo
 
 SIZE = 16
-
-
 TRIAL = TrialInfo(job_id="a", batch_size=64, trial_number=1)
 
 
@@ -38,7 +36,7 @@ class Keeper:
 class Training(Powered):
     """A framework that trains on a pretended machine, and does other things between steps."""
 
-    def __init__(self, keeper: Keeper | None = None, *, rank: int = 0, **options: Any) -> None:
+    def __init__(self, keeper: Keeper | None = None, *, rank: int = 0, steps: int | None = 20, **options: Any) -> None:
         super().__init__()
         ranks = FakeTrainer()
         ranks.rank = rank
@@ -47,6 +45,13 @@ class Training(Powered):
         defaults = {"selector": ZeusCost(), "profile_path": None, "command": None}
         self.run = PowerRun(PowerOptions(**(defaults | self.options(**options))))
         self.run.begin(ranks, SIZE, keeper=keeper, log=self.logged.append, on_done=lambda: self.done.append("done"))
+        if steps is not None:
+            self.run.begin_steps(steps)
+
+    @property
+    def samples(self) -> tuple[PowerLimitSample, ...]:
+        assert self.run.profile is not None
+        return self.run.profile.samples
 
     def steps(self, count: int) -> list[float]:
         """Train so many; the limit of each."""
@@ -76,7 +81,6 @@ def known(*limits_w: float) -> PowerProfile:
 
 
 def test_the_best_limit_is_found_kept_and_put_back(training: Training) -> None:
-    training.run.begin_steps(20)
     limits_w = training.steps(14)
     assert limits_w == [250.0] * 3 + [200.0] * 3 + [150.0] * 3 + [100.0] * 3 + [BEST_W] * 2
     assert training.run.chosen_limit_w == BEST_W
@@ -91,13 +95,13 @@ def test_the_best_limit_is_found_kept_and_put_back(training: Training) -> None:
     assert training.run.chosen_limit_w == BEST_W
 
 
-def test_no_limit_changes_before_steps_begin(training: Training) -> None:
+def test_no_limit_changes_before_steps_begin() -> None:
+    training = Training(steps=None)
     assert training.steps(3) == [FOUND_W] * 3
     assert training.device.set_w == []
 
 
 def test_an_interruption_is_not_measured(training: Training) -> None:
-    training.run.begin_steps(20)
     training.steps(2)
     training.run.interrupt()
     training.be_slow()
@@ -108,29 +112,24 @@ def test_an_interruption_is_not_measured(training: Training) -> None:
 
 
 def test_a_checkpoint_between_two_steps_is_not_measured(training: Training) -> None:
-    training.run.begin_steps(20)
     training.steps(2)
     training.be_slow()
     training.run.disturb()
     assert training.steps(4) == [250.0] * 3 + [200.0]
-    assert training.run.profile is not None
-    assert [sample.time_per_step_s for sample in training.run.profile.samples] == [pytest.approx(0.95)]
+    assert [sample.time_per_step_s for sample in training.samples] == [pytest.approx(0.95)]
 
 
 def test_a_checkpoint_within_an_interruption_does_not_end_it() -> None:
     training = Training(warmup_steps=0)
-    training.run.begin_steps(20)
     training.run.interrupt()
     training.run.disturb()
     training.be_slow()
     training.run.resume()
     training.steps(2)
-    assert training.run.profile is not None
-    assert [sample.time_per_step_s for sample in training.run.profile.samples] == [pytest.approx(0.95)]
+    assert [sample.time_per_step_s for sample in training.samples] == [pytest.approx(0.95)]
 
 
 def test_nothing_resumes_that_was_not_interrupted(training: Training) -> None:
-    training.run.begin_steps(20)
     training.run.end_steps()
     training.run.resume()
     assert training.steps(5) == [FOUND_W] * 5
@@ -140,14 +139,12 @@ def test_nothing_resumes_that_was_not_interrupted(training: Training) -> None:
     training.run.end_steps()
     training.run.resume()
     assert training.steps(5) == [FOUND_W] * 5
-    assert training.run.profile is not None
-    assert training.run.profile.samples == ()
+    assert training.samples == ()
 
 
 def test_the_server_is_told_once_and_the_file_written(tmp_path: Path) -> None:
     keeper = Keeper()
     training = Training(keeper, profile_path=tmp_path / "{batch_size}.json")
-    training.run.begin_steps(20)
     training.steps(14)
     training.run.end_steps()
     training.run.keep_unfinished()
@@ -158,7 +155,6 @@ def test_the_server_is_told_once_and_the_file_written(tmp_path: Path) -> None:
 def test_what_a_trial_knows_is_not_measured_again() -> None:
     keeper = Keeper(known(250.0, 200.0, 150.0))
     training = Training(keeper)
-    training.run.begin_steps(20)
     assert training.steps(5) == [100.0] * 3 + [BEST_W] * 2
     assert training.run.profile is not None
     assert training.run.profile.batch_size == 64
@@ -166,7 +162,6 @@ def test_what_a_trial_knows_is_not_measured_again() -> None:
 
 def test_where_everything_is_known_no_step_is_measured() -> None:
     training = Training(Keeper(known(*LIMITS_W)))
-    training.run.begin_steps(20)
     assert training.done == ["done"]
     assert training.logged == [{"zeus/power_limit_w": BEST_W}]
     assert training.steps(2) == [BEST_W] * 2
@@ -174,7 +169,6 @@ def test_where_everything_is_known_no_step_is_measured() -> None:
 
 def test_without_a_trial_the_given_size_counts(tmp_path: Path) -> None:
     training = Training(profile_path=tmp_path / "{batch_size}.json")
-    training.run.begin_steps(20)
     training.steps(12)
     assert PowerLimitProfile.load(tmp_path / "16.json").batch_size == SIZE
 
@@ -182,7 +176,6 @@ def test_without_a_trial_the_given_size_counts(tmp_path: Path) -> None:
 def test_an_unfinished_search_is_kept_for_the_next_training(tmp_path: Path) -> None:
     keeper = Keeper()
     training = Training(keeper, profile_path=tmp_path / "power.json")
-    training.run.begin_steps(20)
     training.steps(6)
     training.run.end_steps()
     training.run.keep_unfinished()
@@ -194,7 +187,6 @@ def test_an_unfinished_search_is_kept_for_the_next_training(tmp_path: Path) -> N
 def test_other_ranks_keep_and_log_nothing(tmp_path: Path) -> None:
     keeper = Keeper()
     training = Training(keeper, rank=1, profile_path=tmp_path / "power.json")
-    training.run.begin_steps(20)
     training.steps(6)
     training.run.keep_unfinished()
     training.steps(8)
@@ -221,7 +213,6 @@ def test_after_the_end_the_trainer_is_let_go() -> None:
 
 
 def test_after_the_end_nothing_happens(training: Training) -> None:
-    training.run.begin_steps(20)
     training.steps(4)
     training.run.close()
     training.run.close()

@@ -45,17 +45,10 @@ pytestmark = [
 
 @dataclass(frozen=True)
 class Probe:
-    """A script, and the line that gives its trainer the callback.
+    """A script, and the `line` that gives its trainer the callback, inserted `before` another one.
 
-    Attributes:
-        script: Its name.
-        before: The line of the script that the added one comes before.
-        line: The added line.
-        sizes: Of all batches with it.
-        own_sizes: Of all batches without it.
-        epochs: That the server hears of.
-        job: What the job needs to be told.
-        needs: Packages of the extra `integrations` that the script imports.
+    `sizes` are those of all batches with it, `own_sizes` without it; the server hears of `epochs`. The script imports
+    packages of the extra `integrations` (`needs`).
     """
 
     script: str
@@ -152,14 +145,6 @@ LIST_OF_PROBES = [
         needs=("datasets",),
     ),
     Probe(
-        "huggingface_run_glue.py",
-        before="        processing_class=tokenizer,",
-        line='        callbacks=[ZeusBSOTrainerCallback(job, monitor="accuracy", on_failure="stop")],',
-        sizes=[24] * 25 * 2,
-        own_sizes=([32] * 18 + [24]) * 2,
-        needs=("datasets",),
-    ),
-    Probe(
         "lightning_command_line.py",
         before='            "max_epochs": 2,',
         line='            "callbacks": [ZeusBSOCallback(job, monitor="valid_loss", on_failure="stop")],',
@@ -190,18 +175,17 @@ def counted_sizes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The size of each batch that a script's training step, or its model in training, is called with."""
     sizes: list[int] = []
 
-    def counting(step: Any) -> Any:
+    def wrap_training_step(cls: Any) -> None:
+        if "training_step" not in vars(cls):
+            return
+        step = cls.training_step
+
         @functools.wraps(step)
         def counted(module: LightningModule, batch: Any, *args: Any) -> Any:
             sizes.append(len(batch[0]))
             return step(module, batch, *args)
 
-        return counted
-
-    def wrap_training_step(cls: type[LightningModule]) -> None:
-        if "training_step" in vars(cls):
-            vars_of_class: Any = cls
-            vars_of_class.training_step = counting(cls.training_step)
+        cls.training_step = counted
 
     def note(model: torch.nn.Module, _: tuple[Any, ...], inputs: dict[str, Any]) -> None:
         if model.training:

@@ -5,27 +5,39 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import repeat
 
-from tests.support.recurring_loop import GPUS, JOB
 from tests.support.servers import ServerProcess
 from zeus_plugins import BatchSizeOptimizer, JobSpec
 from zeus_plugins.client.http import BsoClient
 from zeus_plugins.energy import Measurement, ReplayMonitor
 from zeus_plugins.errors import ZeusBSOTrainFailError
-from zeus_plugins.protocol import TrialState
+from zeus_plugins.protocol import ZEUS, GpuConfig, TrialState
 
+GPUS = GpuConfig(max_power=100, number_of_gpus=1, gpu_model="V100")
+JOB = JobSpec(
+    job_id_prefix="loop",
+    job_id="loop",
+    batch_sizes=(8, 16, 32, 64),
+    default_batch_size=32,
+    target_metric=0.9,
+    max_epochs=4,
+    num_pruning_rounds=1,
+    mab_num_explorations=1,
+    mab_seed=7,
+    policy=ZEUS,
+)
 # What one epoch costs in joules and how many of them reach the target; 64 never does.
 EPOCH_J = {8: 300.0, 16: 100.0, 32: 100.0, 64: 50.0}
 EPOCHS = {8: 3, 16: 2, 32: 3, 64: 99}
 
 
-def train(server: ServerProcess, job: JobSpec = JOB) -> int:
+def train(server: ServerProcess) -> int:
     """One launch of a training script; the batch size that it trained with."""
 
     def epochs() -> Iterator[Measurement]:
         epoch_j = EPOCH_J[optimizer.get_batch_size()]
         yield from repeat(Measurement(time_s=epoch_j / 100, energy_j=epoch_j, source="replay"))
 
-    with BatchSizeOptimizer(ReplayMonitor(epochs(), GPUS), server.url, job) as optimizer:
+    with BatchSizeOptimizer(ReplayMonitor(epochs(), GPUS), server.url, JOB) as optimizer:
         batch_size = optimizer.get_batch_size()
         optimizer.on_train_begin()
         epoch = 0

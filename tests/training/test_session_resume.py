@@ -41,26 +41,16 @@ def test_a_resumed_trial_continues_its_totals_with_the_open_window() -> None:
     assert resumed.trial == session.trial
     resumed.begin_measurement()
     resumed.report_evaluation(0.9)
-    assert server.requests == [
-        (
-            "POST",
-            "/report",
-            TRIAL
-            | {
-                "time": 5.5,
-                "energy": 160.0,
-                "metric": 0.9,
-                "current_epoch": 2,
-                "energy_source": "nvml + estimate: 65 W stated",
-                "judged_by": None,
-            },
-        )
-    ]
+    report = {"time": 5.5, "energy": 160.0, "metric": 0.9, "current_epoch": 2, "judged_by": None}
+    source = {"energy_source": "nvml + estimate: 65 W stated"}
+    assert server.requests == [("POST", "/report", TRIAL | report | source)]
 
 
 def test_a_checkpoint_of_a_finished_trial_stays_finished() -> None:
     session = running_session(ContractDouble(COST_BOUND | {"reason": "cost_bound_crossed"}), (1.0, 1.0))
     session.report_evaluation(0.5, 1)
+    assert session.finished
+    assert session.failed
     server = ContractDouble()
     resumed = session_of(server)
     assert not resumed.resume(through_a_checkpoint(session.state_dict()))
@@ -72,11 +62,8 @@ def test_a_checkpoint_of_a_finished_trial_stays_finished() -> None:
     assert server.requests == []
 
 
-def test_without_a_trial_there_is_no_state() -> None:
+def test_without_a_trial_there_is_no_state_and_a_state_without_one_is_refused() -> None:
     assert session_of(ContractDouble()).state_dict() == {}
-
-
-def test_a_state_that_is_none_is_refused() -> None:
     with pytest.raises(ZeusBSOConfigError, match="trial_number"):
         session_of(ContractDouble()).resume({"job_id": "mnist-1", "batch_size": 32})
 
@@ -173,23 +160,6 @@ def test_a_proxy_without_its_server_does_not_end_a_trial(client: BsoClient) -> N
     resumed = session_on(BsoClient("http://bso", transport=proxy), monitor_of())
     with pytest.raises(ZeusBSORuntimeError, match="Is this a batch size optimization server"):
         resumed.resume(state)
-
-
-def test_a_trial_that_the_checkpoint_knows_to_be_over_is_not_asked_about() -> None:
-    finished = running_session(ContractDouble(CONVERGED), (1.0, 1.0))
-    finished.report_evaluation(0.95, 1)
-    server = ContractDouble()
-    resumed = session_of(server)
-    assert not resumed.resume(finished.state_dict())
-    resumed.end()
-    assert server.requests == []
-
-
-def test_a_trial_of_a_zeus_server_goes_on_unasked() -> None:
-    server = ContractDouble()
-    resumed = session_of(server)
-    assert resumed.resume(TRIAL)
-    assert server.requests == []
 
 
 # --- other ranks ----------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.support.contract_double import CONVERGED, COST_BOUND, KEEP_TRAINING, ContractDouble
-from tests.support.fake_trainer import FakeTrainer, active, on_each_rank
+from tests.support.fake_trainer import FakeTrainer, active, failing, on_each_rank, trial_of
 from zeus_plugins.energy import Measurement, ReplayMonitor
 from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSOError, ZeusBSOServerUnreachableError, ZeusBSOTrainFailError
 from zeus_plugins.protocol import GpuConfig, JobSpec, PowerLimitChoice, PowerLimitSample
@@ -29,6 +29,7 @@ STATE: dict[str, Any] = {
     "has_fractions": None,
     "job": JOB.model_dump(mode="json"),
 }
+OVER = STATE | {"trial": STATE["trial"] | {"verdict": COST_BOUND}}
 MALFORMED = {"trial": {"job_id": "mnist-1"}}
 ENDED_EARLY = "the training ended before the target was reached; launch the training again to try the next batch size"
 
@@ -59,13 +60,6 @@ def ends(server: ContractDouble) -> list[tuple[str, str | None]]:
     return [(body["outcome"], body["detail"]) for body in server.sent("PATCH", "/trials")]
 
 
-def failing(error: Exception) -> Callable[[], Any]:
-    def fail() -> Any:
-        raise error
-
-    return fail
-
-
 # Options
 
 
@@ -94,27 +88,25 @@ def test_a_run_can_be_pickled_before_it_begins() -> None:
 # Beginning
 
 
-def test_the_servers_size_is_spread_over_the_devices_and_delivered() -> None:
-    server, port = ContractDouble(), FakeTrainer(devices=4)
-    run = run_of(server)
-    run.begin(port)
-    assert port.splits == [BatchSplit(per_device=16, accumulation=1)]
-    assert run.trial is not None
-    assert (run.trial.batch_size, run.trial.trial_number) == (64, 7)
-    assert active(run).is_reporting
-
-
 @pytest.mark.parametrize(
-    ("accumulation", "largest", "split"),
-    [(1, None, BatchSplit(64, 1)), (2, None, BatchSplit(32, 2)), (1, 20, BatchSplit(16, 4)), (2, 8, BatchSplit(8, 8))],
+    ("devices", "accumulation", "largest", "split"),
+    [
+        (4, 1, None, BatchSplit(16, 1)),
+        (1, 2, None, BatchSplit(32, 2)),
+        (1, 1, 20, BatchSplit(16, 4)),
+        (1, 2, 8, BatchSplit(8, 8)),
+    ],
 )
-def test_the_users_accumulation_and_the_largest_batch_divide_the_size(
-    accumulation: int, largest: int | None, split: BatchSplit
+def test_devices_the_users_accumulation_and_the_largest_batch_divide_the_size(
+    devices: int, accumulation: int, largest: int | None, split: BatchSplit
 ) -> None:
-    port = FakeTrainer()
+    port = FakeTrainer(devices=devices)
     port.accumulation = accumulation
-    run_of(ContractDouble(), max_per_device_batch_size=largest).begin(port)
+    run = run_of(ContractDouble(), max_per_device_batch_size=largest)
+    run.begin(port)
     assert port.splits == [split]
+    assert trial_of(run).batch_size == 64
+    assert active(run).is_reporting
 
 
 def test_rank_0_asks_and_all_ranks_obey() -> None:
@@ -124,8 +116,7 @@ def test_rank_0_asks_and_all_ranks_obey() -> None:
         run = run_of(server)
         run.begin(port)
         run.finish()
-        assert run.trial is not None
-        return run.trial.trial_number, port.splits
+        return trial_of(run).trial_number, port.splits
 
     assert on_each_rank(2, train) == [(7, [BatchSplit(32, 1)])] * 2
     assert len(server.sent("GET", "/jobs/batch_size")) == 1
@@ -189,8 +180,7 @@ def test_an_error_of_the_server_arrives_on_all_ranks(world_size: int) -> None:
             run.finish()
             assert (run.trial, run.active) == (None, None)
 
-    kinds = [type(error) for error in on_each_rank(world_size, train)]
-    assert kinds == [ZeusBSOServerUnreachableError] * world_size
+    assert [type(error) for error in on_each_rank(world_size, train)] == [ZeusBSOServerUnreachableError] * world_size
 
 
 def test_without_the_server_all_ranks_train_at_the_default_size() -> None:
@@ -201,8 +191,8 @@ def test_without_the_server_all_ranks_train_at_the_default_size() -> None:
         run = begun(server, port)
         active(run).report_evaluation(lambda: 0.5, 3.0)
         run.finish()
-        assert run.trial is not None
-        return run.trial.batch_size, run.trial.trial_number, port.is_stopped, port.logged[0]["zeus/trial_number"]
+        trial = trial_of(run)
+        return trial.batch_size, trial.trial_number, port.is_stopped, port.logged[0]["zeus/trial_number"]
 
     assert on_each_rank(2, train) == [(32, None, True, 0.0)] * 2
 
@@ -231,8 +221,7 @@ def test_the_choice_is_logged_and_measuring_begins_on_rank_0_alone() -> None:
     server = ContractDouble(KEEP_TRAINING)
 
     def train(port: FakeTrainer) -> Any:
-        monitor = ten_joules_a_second()
-        run = begun(server, port, lr_scaling="linear", energy_monitor=monitor)
+        run = begun(server, port, lr_scaling="linear")
         active(run).report_evaluation(lambda: 0.25, 1.0)
         run.finish()
         return port.logged
@@ -244,11 +233,6 @@ def test_the_choice_is_logged_and_measuring_begins_on_rank_0_alone() -> None:
 
 
 # The size that is delivered
-
-
-def test_the_size_in_force_passes() -> None:
-    run = begun(ContractDouble(), FakeTrainer(devices=2))
-    active(run).check()
 
 
 @pytest.mark.parametrize(
@@ -267,6 +251,7 @@ def test_another_size_is_an_error(
 ) -> None:
     port = FakeTrainer(devices=2)
     run = begun(ContractDouble(), port)
+    active(run).check()
     port.accumulation = accumulation
     monkeypatch.setattr(port, "delivered", lambda: delivered)
     with pytest.raises(ZeusBSOConfigError, match=problem):
@@ -290,8 +275,7 @@ def test_the_verdict_stops_all_ranks_and_ends_the_reports(world_size: int) -> No
         active(run).report_last_epoch(3.0)
         run.finish()
         run.raise_failure()
-        assert run.trial is not None
-        return stops, run.trial.metric
+        return stops, trial_of(run).metric
 
     assert on_each_rank(world_size, train) == [([False, True], 0.75)] * world_size
     assert reports(server) == [(0.25, 1.0, 1.0, 10.0), (0.75, 2.0, 2.0, 20.0)]
@@ -365,15 +349,12 @@ def test_the_ranks_meet_before_the_start_and_before_each_report() -> None:
 
     def train(port: FakeTrainer) -> Any:
         port.machine = f"node {port.rank}"
-        watts = 10.0 if port.rank == 0 else 5.0
-        run = begun(
-            server, port, energy_monitor=ReplayMonitor([Measurement(1.0, watts, f"node {port.rank}")] * 9, GPUS)
-        )
+        measured = Measurement(1.0, 10.0 if port.rank == 0 else 5.0, f"node {port.rank}")
+        run = begun(server, port, energy_monitor=ReplayMonitor([measured] * 9, GPUS))
         active(run).report_evaluation(lambda: 0.25, 1.0)
         active(run).report_evaluation(lambda: 0.75, 2.0)
         run.finish()
-        assert run.trial is not None
-        return run.trial.energy_j
+        return trial_of(run).energy_j
 
     assert on_each_rank(2, train) == [30.0, 30.0]
     assert reports(server) == [(0.25, 1.0, 1.0, 15.0), (0.75, 2.0, 2.0, 30.0)]
@@ -402,8 +383,7 @@ def test_the_end_of_the_training_ends_the_trial_once(error: BaseException | None
     assert ends(server) == [end]
     assert (port.loader.batch_size, port.accumulation) == (16, 1)
     assert run.active is None
-    assert run.trial is not None
-    assert (run.trial.time_s, run.trial.energy_j) == (1.0, 10.0)
+    assert (trial_of(run).time_s, trial_of(run).energy_j) == (1.0, 10.0)
 
 
 def test_what_cannot_be_undone_does_not_keep_the_trial_from_its_end(
@@ -528,8 +508,8 @@ def test_a_checkpoint_without_a_trial_leaves_the_training_alone(
 
     assert on_each_rank(world_size, train) == [((None, None, {}, 1.0), [], [], 0.1)] * world_size
     assert server.requests == []
-    (warning,) = [record for record in caplog.records if record.levelno == logging.WARNING]
-    assert warning.getMessage() == (
+    (warning,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert warning == (
         "the checkpoint holds no trial, so this training goes on with its own batch size, and nothing of it is "
         "measured or reported: the rest of a training says nothing about a whole one. Train from the start to let the "
         "server choose"
@@ -539,7 +519,7 @@ def test_a_checkpoint_without_a_trial_leaves_the_training_alone(
 def test_a_trial_that_is_over_trains_on_at_its_size_unreported() -> None:
     server, port = ContractDouble(), FakeTrainer()
     run = run_of(server)
-    run.resume(port, lambda: STATE | {"trial": STATE["trial"] | {"verdict": COST_BOUND}})
+    run.resume(port, lambda: OVER)
     assert not active(run).is_reporting
     active(run).start()
     active(run).check()
@@ -588,11 +568,8 @@ def test_power_limits_are_kept_while_the_trial_is_open() -> None:
     choice = PowerLimitChoice(gpus=GPUS, samples=(sample,))
     run = begun(ContractDouble())
     active(run).keep_power_limits(choice)
-    assert run.state()["trial"]["power_profile"] == {
-        "gpus": GPUS.model_dump(),
-        "samples": [sample.model_dump()],
-    }
+    assert run.state()["trial"]["power_profile"] == {"gpus": GPUS.model_dump(), "samples": [sample.model_dump()]}
     over = run_of(ContractDouble())
-    over.resume(FakeTrainer(), lambda: STATE | {"trial": STATE["trial"] | {"verdict": COST_BOUND}})
+    over.resume(FakeTrainer(), lambda: OVER)
     active(over).keep_power_limits(choice)
     assert over.state()["trial"]["power_profile"] is None

@@ -1,7 +1,7 @@
-"""A data loader that measures a training, stops it in time, and tells its master what it came to.
+"""A data loader that measures a training, stops it at its cost threshold, and writes the result for its master.
 
 Example:
-    The loop of a script that `zeus_plugins.master` launches; it works as well alone, with the variables set by hand::
+    The loop of a script that `zeus_plugins.master` launches. The script also runs alone if you set the variables::
 
         train_loader = ZeusDataLoader(train_set, batch_size=batch_size, max_epochs=epochs, shuffle=True)
         eval_loader = ZeusDataLoader(eval_set, batch_size=256)
@@ -13,8 +13,9 @@ Example:
                 ...
             train_loader.report_metric(accuracy)
 
-Of the environment variables (docs/environment.md) ``ZEUS_TARGET_METRIC`` is needed. With ``ZEUS_PROFILE_PARAMS`` the
-GPUs' best power limit is found in the first epochs, and kept, or, with ``ZEUS_USE_OPTIMAL_PL=False``, accounted for.
+Of its environment variables (docs/environment.md) only ``ZEUS_TARGET_METRIC`` is required. ``ZEUS_PROFILE_PARAMS``
+makes the loader find the GPUs' best power limit in the first epochs, and keep it. With ``ZEUS_USE_OPTIMAL_PL=False`` it
+leaves the limit unchanged, and reports the costs that the best limit would have had.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ import logging
 import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -34,7 +35,7 @@ from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.distributed import DistributedSampler
 
 from zeus_plugins import energy, environment
-from zeus_plugins.energy import EnergyMonitor, Measurement, WindowMonitor, as_energy_monitor
+from zeus_plugins.energy import EnergyMonitor, WindowMonitor, as_energy_monitor
 from zeus_plugins.energy.monitor import MAX_SOURCE_LENGTH, BridgedMonitor
 from zeus_plugins.energy.visible import cuda_devices
 from zeus_plugins.errors import ZeusBSOBadOperationError, ZeusBSOConfigError, ZeusBSOOperationOrderError
@@ -53,10 +54,11 @@ _logger = logging.getLogger("zeus_plugins")
 
 @dataclass(frozen=True)
 class _Settings:
-    """The environment variables of a launched run, read.
+    """Values of the environment variables of a launched run.
 
-    `profile_steps` are those of warm-up and of measurement for each power limit; without them limits are left alone. If
-    it `is_observed`, the best limit is only looked for, and not set.
+    Attributes:
+        profile_steps: Steps of warm-up and of measurement for each power limit; None: change no limits.
+        is_observed: True to find the best power limit without keeping it.
     """
 
     log_dir: Path
@@ -64,12 +66,16 @@ class _Settings:
     cost_thresh_j: float
     eta: float
     target_metric: float
-    profile_steps: tuple[int, int] | None
+    profile_steps: tuple[int, ...] | None
     is_observed: bool
 
     @classmethod
     def of(cls, environ: Mapping[str, str] | None) -> _Settings:
-        """Read the variables; one that cannot work, or a missing target, is a `ZeusBSOConfigError`."""
+        """Read the variables.
+
+        Raises:
+            ZeusBSOConfigError: A value is invalid, or the target is missing.
+        """
         target = environment.TARGET_METRIC.number(environ)
         if target is None:
             raise ZeusBSOConfigError(
@@ -82,253 +88,221 @@ class _Settings:
         sets_limit = environment.USE_BEST_POWER_LIMIT.text(environ) or "True"
         if sets_limit not in ("True", "False"):
             raise ZeusBSOConfigError(f"{environment.USE_BEST_POWER_LIMIT} is {sets_limit!r}: set it to True or False")
+        steps = environment.PROFILE_STEPS.text(environ)
+        try:
+            profile_steps = tuple(int(part) for part in steps.split(",")) if steps else None
+        except ValueError:
+            profile_steps = ()
+        if profile_steps is not None and len(profile_steps) != 2:
+            raise ZeusBSOConfigError(
+                f"{environment.PROFILE_STEPS} is {steps!r}: set it to two whole numbers of steps, warm-up,measurement"
+            )
         return cls(
             log_dir=Path(environment.LOG_DIR.text(environ) or "zeus_log"),
             job_id=environment.JOB_ID.text(environ) or "rec01+try01",
             cost_thresh_j=math.inf if threshold_j is None else threshold_j,
             eta=0.5 if eta is None else eta,
             target_metric=target,
-            profile_steps=_profile_steps(environ),
+            profile_steps=profile_steps,
             is_observed=sets_limit == "False",
         )
 
-
-def _profile_steps(environ: Mapping[str, str] | None) -> tuple[int, int] | None:
-    text = environment.PROFILE_STEPS.text(environ)
-    if not text:
-        return None
-    try:
-        warmup, measure = (int(part) for part in text.split(","))
-    except ValueError:
-        raise ZeusBSOConfigError(
-            f"{environment.PROFILE_STEPS} is {text!r}: set it to two whole numbers of steps, warm-up,measurement"
-        ) from None
-    return warmup, measure
+    def profile_path(self, batch_size: int) -> Path:
+        """Return the file of the power profile at this batch size."""
+        return self.log_dir / f"bs{batch_size}.power.json"
 
 
-class _Account:
-    """The cost of a training, epoch by epoch, as its monitor measures it."""
+class _Training:
+    """State and costs of one training. Rank 0 has a `monitor`, makes the decisions and writes the result.
 
-    def __init__(self, settings: _Settings, monitor: EnergyMonitor) -> None:
-        self.monitor = monitor
-        self.time_s = 0.0
-        self.energy_j = 0.0
+    With a `profiler` the training finds the best power limit.
+    """
+
+    def __init__(
+        self,
+        settings: _Settings,
+        batch_size: int,
+        max_epochs: int,
+        monitor: EnergyMonitor | None,
+        profiler: PowerLimitProfiler | None,
+    ) -> None:
+        self.epoch = 0
+        self.reached = False
+        self.is_in_epoch = False
         self._settings = settings
-        self._bridged = BridgedMonitor(monitor)
-        self._max_power_w = monitor.gpus().max_power
+        self._profiler = profiler
+        self._saves_profile = monitor is not None
+        self._batch_size = batch_size
+        self._max_epochs = max_epochs
+        self._has_begun = False
+        self._metric: float | None = None
+        self._monitor = None if monitor is None else BridgedMonitor(monitor)
+        self._max_power_w = 0.0 if monitor is None else monitor.gpus().max_power
+        self._is_measuring = False
+        self.time_s = 0.0
+        self._energy_j = 0.0
         self._sources: list[str] = []
         self._cost_before_epoch_j = 0.0
         self._last_epoch_j: float | None = None
-        self._is_measuring = False
 
-    @property
-    def cost_j(self) -> float:
-        """Cost so far, joules."""
-        return cost(energy_j=self.energy_j, time_s=self.time_s, max_power_w=self._max_power_w, eta=self._settings.eta)
+    def begin(self) -> None:
+        """Mark the training as begun; raise if it was."""
+        if self._has_begun:
+            raise ZeusBSOOperationOrderError("a loader trains once: make a new one for another training")
+        self._has_begun = True
 
-    @property
-    def source(self) -> str | None:
-        """Every way that the energy was obtained."""
-        return " + ".join(self._sources)[:MAX_SOURCE_LENGTH] or None
-
-    @property
-    def next_would_cross(self) -> bool:
-        """True when another epoch like the last one would cross the threshold; not known before the first."""
-        return self._last_epoch_j is not None and self.cost_j + self._last_epoch_j > self._settings.cost_thresh_j
+    def goes_on(self) -> bool:
+        """Return True if another epoch follows, and write the result otherwise; for rank 0."""
+        if self.reached:
+            return False
+        threshold_j = self._settings.cost_thresh_j
+        crosses = self._last_epoch_j is not None and self._cost_j + self._last_epoch_j > threshold_j
+        if self.epoch < self._max_epochs and not crosses:
+            return True
+        self._write(self.epoch)
+        if crosses:
+            _logger.warning(
+                "stopped after %d epochs: another one would cross the threshold, %.4g J, of which %.4g J are spent",
+                *(self.epoch, threshold_j, self._cost_j),
+            )
+        return False
 
     def end_epoch(self) -> None:
-        """Count an epoch."""
-        self._last_epoch_j = self.cost_j - self._cost_before_epoch_j
-        self._cost_before_epoch_j = self.cost_j
+        """Count an epoch and its cost."""
+        self.epoch += 1
+        self.is_in_epoch = False
+        self._last_epoch_j = self._cost_j - self._cost_before_epoch_j
+        self._cost_before_epoch_j = self._cost_j
+
+    def end(self) -> None:
+        """Restore the power limits; call it on every way out."""
+        self.is_in_epoch = False
+        if self._profiler is not None:
+            self._profiler.close()
+
+    def take_metric(self, metric: float, *, higher_is_better: bool) -> None:
+        """Keep the metric of this epoch, and write the result if it reaches the target."""
+        if not self.is_in_epoch:
+            raise ZeusBSOOperationOrderError("report the metric inside `for epoch in train_loader.epochs():`")
+        if math.isnan(metric):
+            return
+        target = self._settings.target_metric
+        self._metric = metric if math.isfinite(metric) else None
+        if metric >= target if higher_is_better else metric <= target:
+            self.reached = True
+            if self._monitor is not None:
+                self._write(self.epoch + 1)
 
     @contextmanager
-    def measured(self, accounted: Callable[[Measurement], Measurement]) -> Iterator[None]:
-        """Count a pass over the data as what is accounted for its measurement."""
+    def stepping(self, steps: int | None) -> Iterator[Callable[[], None]]:
+        """Profile a pass of `steps` (None if unknown) over the training data; yield a function to call after each."""
+        if self._profiler is None:
+            yield lambda: None
+            return
+        self._profiler.on_epoch_begin(steps)
+        try:
+            yield self._profiler.on_step_end
+        finally:
+            self._profiler.on_epoch_end()
+            profile = self._profiler.profile
+            # Save the profile once, when it is complete.
+            if self._saves_profile and profile is not None and self._profiler.chosen_limit_w is not None:
+                profile.save_or_warn(self._settings.profile_path(self._batch_size))
+                self._saves_profile = False
+
+    @contextmanager
+    def measured(self, *, trains: bool = False) -> Iterator[None]:
+        """Measure a pass over the data on rank 0; `trains` is True for the training data."""
+        if self._monitor is None:
+            yield
+            return
         if self._is_measuring:
             raise ZeusBSOBadOperationError(
                 "finish one pass over the data before the next begins: they would count twice"
             )
         self._is_measuring = True
         _synchronize()
-        self._bridged.begin_window(_WINDOW)
+        self._monitor.begin_window(_WINDOW)
         try:
             yield
         finally:
             self._is_measuring = False
             _synchronize()
-            measured = accounted(self._bridged.end_window(_WINDOW))
-            self.time_s += measured.time_s
-            self.energy_j += measured.energy_j
+            measured = self._monitor.end_window(_WINDOW)
+            time_factor, energy_factor = self._observed_factors() if trains else (1.0, 1.0)
+            self.time_s += measured.time_s * time_factor
+            self._energy_j += measured.energy_j * energy_factor
             if measured.source not in self._sources:
                 self._sources.append(measured.source)
 
+    def _observed_factors(self) -> tuple[float, float]:
+        """Return the factors on time and energy of a pass over the training data.
 
-class _Training:
-    """The state of one training at a global batch size; rank 0 alone has an account, decides and writes.
-
-    Knows no loader. With a `profiler` it looks for the best power limit, and the rank that has a `profile_path` keeps
-    what is found there.
-    """
-
-    def __init__(self, settings: _Settings, batch_size: int, max_epochs: int, account: _Account | None) -> None:
-        self.settings = settings
-        self.account = account
-        self.profiler: PowerLimitProfiler | None = None
-        self.profile_path: Path | None = None
-        self.epoch = 0
-        self.reached = False
-        self.is_in_epoch = False
-        self._batch_size = batch_size
-        self._max_epochs = max_epochs
-        self._has_begun = False
-        self._metric: float | None = None
-
-    def begin(self) -> None:
-        """Begin, once."""
-        if self._has_begun:
-            raise ZeusBSOOperationOrderError("a loader trains once: make a new one for another training")
-        self._has_begun = True
-
-    def goes_on(self) -> bool:
-        """Return whether another epoch is trained; write the result if not. Rank 0 only."""
-        if self.reached:
-            return False
-        account = self._the_account
-        crosses = account.next_would_cross
-        if self.epoch < self._max_epochs and not crosses:
-            return True
-        self._write()
-        if crosses:
-            _logger.warning(
-                "stopped after %d epochs: another one would cross the threshold, %.4g J, of which %.4g J are spent",
-                self.epoch,
-                self.settings.cost_thresh_j,
-                account.cost_j,
-            )
-        return False
-
-    def end_epoch(self) -> None:
-        """Count an epoch."""
-        self.epoch += 1
-        self.is_in_epoch = False
-        if self.account is not None:
-            self.account.end_epoch()
-
-    def end(self) -> None:
-        """End the training, however it ended."""
-        self.is_in_epoch = False
-        if self.profiler is not None:
-            self.profiler.close()
-
-    def take_metric(self, metric: float, *, higher_is_better: bool) -> None:
-        """Take the metric of this epoch; write the result if it reaches the target."""
-        if not self.is_in_epoch:
-            raise ZeusBSOOperationOrderError("report the metric inside `for epoch in train_loader.epochs():`")
-        if math.isnan(metric):
-            return
-        target = self.settings.target_metric
-        self._metric = metric if math.isfinite(metric) else None
-        if metric >= target if higher_is_better else metric <= target:
-            self.reached = True
-            if self.account is not None:
-                self._write(epochs=self.epoch + 1)
-
-    @contextmanager
-    def stepping(self, steps: int | None) -> Iterator[Callable[[], None]]:
-        """A pass over the training data, of so many steps if that is known; gives what to call after each of them."""
-        if self.profiler is None:
-            yield lambda: None
-            return
-        self.profiler.on_epoch_begin(steps)
-        try:
-            yield self.profiler.on_step_end
-        finally:
-            self.profiler.on_epoch_end()
-            profile = self.profiler.profile
-            # It is kept once it is whole.
-            if self.profile_path is not None and profile is not None and self.profiler.chosen_limit_w is not None:
-                profile.save_or_warn(self.profile_path)
-                self.profile_path = None
-
-    def measured(self, *, trains: bool = False) -> AbstractContextManager[None]:
-        """Count what is done meanwhile, on rank 0; it `trains` in a pass over the training data."""
-        if self.account is None:
-            return nullcontext()
-        return self.account.measured(self._accounted if trains else lambda measured: measured)
-
-    def _accounted(self, measured: Measurement) -> Measurement:
-        """The measurement that a pass over the training data counts as: in observer mode, that under the best limit.
-
-        Time and energy are multiplied with the ratio of those per step under the best limit to those under the highest
-        one, once both are known; passes before that count as they were.
+        In observer mode, after the search, they are the ratios of the values per step under the best limit to those
+        under the highest; otherwise 1.
         """
-        profile = None if self.profiler is None else self.profiler.profile
-        if not self.settings.is_observed or profile is None or self._chosen_limit_w is None:
-            return measured
+        profile = None if self._profiler is None else self._profiler.profile
+        if not self._settings.is_observed or profile is None or self._chosen_limit_w is None:
+            return 1.0, 1.0
         best, highest = profile.only([self._chosen_limit_w]).samples[0], profile.samples[-1]
-        return replace(
-            measured,
-            time_s=measured.time_s * best.time_per_step_s / highest.time_per_step_s,
-            energy_j=measured.energy_j * best.energy_per_step_j / highest.energy_per_step_j,
-        )
+        return best.time_per_step_s / highest.time_per_step_s, best.energy_per_step_j / highest.energy_per_step_j
 
     @property
     def _chosen_limit_w(self) -> float | None:
-        return None if self.profiler is None else self.profiler.chosen_limit_w
+        return None if self._profiler is None else self._profiler.chosen_limit_w
 
     @property
-    def _the_account(self) -> _Account:
-        if self.account is None:
-            raise ZeusBSOBadOperationError("only rank 0 decides")
-        return self.account
+    def _cost_j(self) -> float:
+        eta, max_power_w = self._settings.eta, self._max_power_w
+        return cost(energy_j=self._energy_j, time_s=self.time_s, max_power_w=max_power_w, eta=eta)
 
-    def _write(self, epochs: int | None = None) -> None:
-        account, settings = self._the_account, self.settings
+    def _write(self, epochs: int) -> None:
+        settings = self._settings
         settings.log_dir.mkdir(parents=True, exist_ok=True)
         TrainResult(
-            energy=account.energy_j,
-            time=max(account.time_s, LEAST_TIME_S),
-            cost=account.cost_j,
+            energy=self._energy_j,
+            time=max(self.time_s, LEAST_TIME_S),
+            cost=self._cost_j,
             num_epochs=self._max_epochs,
             reached=self.reached,
-            end_epoch=self.epoch if epochs is None else epochs,
+            end_epoch=epochs,
             metric=self._metric,
             power_limit_w=self._chosen_limit_w,
-            energy_source=account.source,
+            energy_source=" + ".join(self._sources)[:MAX_SOURCE_LENGTH] or None,
         ).write(result_path(settings.log_dir, settings.job_id, self._batch_size))
 
 
 def _synchronize() -> None:
-    """Wait for what the device was given to do: its energy belongs to this window."""
+    """Wait for the work queued on the device, because its energy belongs to the current window."""
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call] # torch's
         torch.cuda.synchronize()
 
 
 class ZeusDataLoader(DataLoader[T]):
-    """A `torch.utils.data.DataLoader` for training, if `max_epochs` is given, or else for evaluation.
+    """A `torch.utils.data.DataLoader` of training data, with `max_epochs`, or of evaluation data, without.
 
-    Time and energy are those of the passes over the training and the evaluation data; what is done between them (saving
-    a checkpoint, say) is not counted. Only rank 0 measures and writes the result. It measures the devices of its
-    machine that the ranks have chosen, or all visible ones where some have not; for several machines, pass a monitor.
+    Time and energy are those of the passes over the training and evaluation data, without the work between them, such
+    as saving a checkpoint. Rank 0 measures and writes the result. It measures the devices of its machine that the ranks
+    have chosen, or all visible devices if some ranks have chosen none. For several machines, pass a monitor.
 
     Args:
         dataset: As in `DataLoader`.
         batch_size: GLOBAL batch size: samples per optimizer step over all devices. In distributed training, each rank
             loads its share.
-        max_epochs: Epochs to train at most; marks the loader of the training data.
+        max_epochs: Largest number of epochs; marks the loader of the training data.
         distributed: ``"dp"`` for data-parallel training with `torch.distributed` and a `DistributedSampler`.
-        monitor: Measures energy and time. None: the best one that this machine offers (`zeus_plugins.energy.auto`).
-        devices: The GPUs whose power limit is to be found. None: all visible ones, if torch can use any.
-        train_loader: For an evaluation loader, the training loader that it belongs to. None: the one made last.
-        environ: Environment variables; those of the process by default.
-        options: Everything else goes to `DataLoader`.
+        monitor: Measures energy and time. None: the best monitor of this machine (`zeus_plugins.energy.auto`).
+        devices: GPUs whose power limit to find. None: all visible GPUs, if torch can use any.
+        train_loader: Training loader of an evaluation loader. None: the latest.
+        environ: Environment variables. None: the process's.
+        options: Further arguments of `DataLoader`.
 
     Raises:
-        ZeusBSOConfigError: An argument or an environment variable cannot work; the sampler does not fit the ranks; or
-            there is no training loader for this evaluation loader.
+        ZeusBSOConfigError: An argument or an environment variable is invalid; the sampler does not fit the ranks; or an
+            evaluation loader has no training loader.
     """
 
-    # The loader of training data that evaluation loaders belong to.
+    # The training loader of later evaluation loaders.
     _latest: weakref.ref[ZeusDataLoader[Any]] | None = None
 
     def __init__(
@@ -363,16 +337,12 @@ class ZeusDataLoader(DataLoader[T]):
             if train_loader is not None:
                 raise ZeusBSOConfigError("a loader with max_epochs trains: leave out either max_epochs or train_loader")
             self._place = placed(_LoaderRanks(self._rank, self._world_size))
-            settings, account = _Settings.of(environ), None
+            settings = _Settings.of(environ)
+            measures = None
             if self._rank == 0:
-                account = _Account(
-                    settings,
-                    energy.auto(device_indices=self._place.gpus or None)
-                    if monitor is None
-                    else as_energy_monitor(monitor),
-                )
-            self._training = _Training(settings, batch_size, max_epochs, account)
-            self._set_up_profiler(self._training, devices)
+                measures = as_energy_monitor(monitor or energy.auto(device_indices=self._place.gpus or None))
+            profiler = self._profiler(settings, measures, devices)
+            self._training = _Training(settings, batch_size, max_epochs, measures, profiler)
             ZeusDataLoader._latest = weakref.ref(self)
             return
         self._of = ZeusDataLoader._latest if train_loader is None else weakref.ref(train_loader)
@@ -383,10 +353,10 @@ class ZeusDataLoader(DataLoader[T]):
             )
 
     def epochs(self) -> Iterator[int]:
-        """The epochs to train, from 0; ends when the target is reached, or before an epoch that would be too costly.
+        """Yield the epochs, from 0, until the target is reached or another epoch would cross the cost threshold.
 
         Raises:
-            ZeusBSOOperationOrderError: This is an evaluation loader, or its epochs were asked for before.
+            ZeusBSOOperationOrderError: This is an evaluation loader, or a second call.
         """
         training = self._of_training("epochs()")
         training.begin()
@@ -403,33 +373,33 @@ class ZeusDataLoader(DataLoader[T]):
             training.end()
 
     def report_metric(self, metric: float, higher_is_better_metric: bool = True) -> None:
-        """Report the validation metric of this epoch. When it reaches the target, the result is written at once.
+        """Report the validation metric of this epoch, and write the result as soon as it reaches the target.
 
         In distributed training, every rank may call this; rank 0's metric counts.
 
         Args:
-            metric: The metric; one that is not finite reaches nothing.
-            higher_is_better_metric: Whether it rises as the model improves.
+            metric: The metric. NaN is ignored.
+            higher_is_better_metric: True if the metric rises as the model improves.
 
         Raises:
-            ZeusBSOOperationOrderError: This is an evaluation loader, or no epoch is under way.
+            ZeusBSOOperationOrderError: This is an evaluation loader, or the call is outside an epoch.
         """
         self._of_training("report_metric()").take_metric(float(metric), higher_is_better=higher_is_better_metric)
 
     @property
     def reached(self) -> bool:
-        """True once the target was reached, as far as this rank knows."""
+        """True once this rank has reported a metric that reaches the target."""
         return self._training is not None and self._training.reached
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override] # a generator measures to the end, and to a break
-        """The batches, measured; a training loader needs an epoch to be under way."""
+        """Yield the batches, and measure the pass if it is within an epoch."""
         training = self._training
         if training is not None and not training.is_in_epoch:
             raise ZeusBSOOperationOrderError("train inside `for epoch in train_loader.epochs():`")
         if training is None:
             train_loader = self._of() if self._of is not None else None
             training = None if train_loader is None else train_loader._training
-        # An evaluation before or after the training is none of its epochs.
+        # An evaluation outside the epochs does not count.
         if training is None or not training.is_in_epoch:
             yield from super().__iter__()
             return
@@ -445,29 +415,29 @@ class ZeusDataLoader(DataLoader[T]):
     def _steps(self) -> int | None:
         try:
             return len(self)
-        except TypeError:  # The data do not know their number.
+        except TypeError:  # a stream has no length
             return None
 
-    def _set_up_profiler(self, training: _Training, devices: Sequence[PowerLimitDevice] | None) -> None:
-        steps = training.settings.profile_steps
+    def _profiler(
+        self, settings: _Settings, monitor: EnergyMonitor | None, devices: Sequence[PowerLimitDevice] | None
+    ) -> PowerLimitProfiler | None:
+        steps = settings.profile_steps
         if steps is None or (devices is None and not torch.cuda.is_available()):
-            return
+            return None
         controls, gpus = self._place.is_first, self._place.gpus
-        monitor = None if training.account is None else training.account.monitor
         if controls and monitor is None:
             monitor = energy.auto(device_indices=gpus or None)
-        # For later runs in the same directory of logs.
-        path = training.settings.log_dir / f"bs{self._global_batch_size}.power.json" if self._rank == 0 else None
-        training.profile_path = path
-        training.profiler = PowerLimitProfiler(
+        # Later runs in the same log directory read the profile.
+        path = settings.profile_path(self._global_batch_size)
+        return PowerLimitProfiler(
             (lambda: find_devices(gpus or None) if devices is None else devices) if controls else None,
-            ZeusCost(training.settings.eta),
+            ZeusCost(settings.eta),
             warmup_steps=steps[0],
             profile_steps=steps[1],
             monitor=monitor if controls else None,
-            profile=None if path is None else PowerLimitProfile.load_if_kept(path),
+            profile=PowerLimitProfile.load_if_kept(path) if self._rank == 0 else None,
             batch_size=self._global_batch_size,
-            observe=training.settings.is_observed,
+            observe=settings.is_observed,
             all_gather=None if self._world_size == 1 else _gathered,
             synchronize=_synchronize,
         )
@@ -491,9 +461,9 @@ def _gathered(thing: Any) -> list[Any]:
 
 
 class _LoaderRanks:
-    """The processes of the training, for `placed`."""
+    """The processes of the training, as `placed` needs them."""
 
-    gpu_indices: Sequence[int] = ()  # The loader does not know them.
+    gpu_indices: Sequence[int] = ()  # unknown here
 
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank = rank
@@ -504,12 +474,12 @@ class _LoaderRanks:
         self.own_gpus: Sequence[str] = () if known is None else known[torch.cuda.current_device() :][:1]
 
     def all_gather(self, thing: Any) -> list[Any]:
-        """Return what each rank passes."""
+        """Return the objects that all ranks pass."""
         return _gathered(thing)
 
 
 def _ranks(mode: str | None, sampler: Any, *, is_training: bool) -> tuple[int, int]:
-    """This rank, and how many there are; raises `ZeusBSOConfigError` if the sampler does not fit."""
+    """Return rank and world size; raise `ZeusBSOConfigError` if the sampler does not fit them."""
     if mode is None:
         if isinstance(sampler, DistributedSampler):
             raise ZeusBSOConfigError("the sampler is a DistributedSampler: pass distributed='dp' too")

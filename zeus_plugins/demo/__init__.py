@@ -1,6 +1,6 @@
-"""A recurring training that finds its batch size on this machine: what ``zeus-plugins demo`` runs.
+"""The demo of ``zeus-plugins demo``: a recurring training that finds its batch size on this machine.
 
-The job stands here, apart from its training in `digits`, so that reading it loads no deep-learning framework.
+The job is not defined beside its training in `digits`, because importing that module loads PyTorch and Lightning.
 """
 
 from __future__ import annotations
@@ -19,6 +19,5 @@ JOB = JobSpec(
     mab_seed=1,
 )
 
-
 FAILED_TRIAL_STATUS = 3
-"""Exit status of a training whose trial ended without reaching the target: launch it again."""
+"""Exit status of a training that missed the target and must be launched again."""

@@ -1,6 +1,6 @@
 """One recurrence: a small network learns scikit-learn's handwritten digits with Lightning.
 
-This is a training script as anybody would write it; the callback in `train` is the only line about batch sizes.
+This is an ordinary training script, except for the callback in `train`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Batch = tuple[Tensor, Tensor]
 def digits(batch_size: int) -> tuple[DataLoader[tuple[Tensor, ...]], DataLoader[tuple[Tensor, ...]]]:
     """Load 1,797 grey images of 8 × 8 pixels: in shuffled batches for training, and a fifth of them for validation."""
     images, labels = load_digits(return_X_y=True)
-    # The pixels, 0 to 16, become 0 to 1.
+    # Scale the pixels from 0–16 to 0–1.
     train_x, val_x, train_y, val_y = train_test_split(images / 16, labels, test_size=0.2, random_state=0)
     train_set = TensorDataset(torch.tensor(train_x, dtype=torch.float32), torch.tensor(train_y))
     val_set = TensorDataset(torch.tensor(val_x, dtype=torch.float32), torch.tensor(val_y))
@@ -52,7 +52,7 @@ class Classifier(LightningModule):
         )
 
     def training_step(self, batch: Batch) -> Tensor:
-        """Cross-entropy."""
+        """Return the cross-entropy."""
         images, labels = batch
         return nn.functional.cross_entropy(self.network(images), labels)
 
@@ -62,13 +62,13 @@ class Classifier(LightningModule):
         self.log("val_acc", (self.network(images).argmax(dim=1) == labels).float().mean())
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """One learning rate for all batch sizes."""
+        """Return an optimizer whose rate suits all batch sizes."""
         return torch.optim.SGD(self.parameters(), lr=0.03, momentum=0.9)
 
 
 def train(server_url: str, seed: int, policy: str) -> None:
-    """Train once; raises `ZeusBSOTrainFailError` when the trial ends without reaching the target."""
-    # So small a network gains nothing from more threads, which fight over the cores of a small machine.
+    """Train once; raise `ZeusBSOTrainFailError` if the trial ends without reaching the target."""
+    # More threads would not speed up so small a network, and would compete for the cores of a small machine.
     torch.set_num_threads(1)
     seed_everything(seed, verbose=False)
     job = JOB.model_copy(update={"policy": policy})
@@ -85,7 +85,7 @@ def train(server_url: str, seed: int, policy: str) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one recurrence; the exit status is 0, or `FAILED_TRIAL_STATUS` when it should be launched again."""
+    """Run one recurrence; return the exit status 0, or `FAILED_TRIAL_STATUS` if it missed the target."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--server-url", required=True)
     parser.add_argument("--seed", type=int, required=True)

@@ -1,4 +1,4 @@
-"""Fresh processes that start at once: forks of one that has imported what takes seconds to import."""
+"""Fresh processes that start fast, as forks of a server that has imported their modules."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from pathlib import Path
 
 
 class Launcher:
-    """Runs a module again and again, each time in a fresh process.
+    """Runs a module's ``main(arguments) -> status`` repeatedly, each time in a fresh process.
 
-    A fork server imports the module in the background, once; each process is a fork of it. The server itself has never
-    computed anything, so that no thread pool of PyTorch is forked. Where no fork server can start, each process is a
-    new interpreter, which imports the module itself. The module has a function ``main(arguments) -> status``.
+    A fork server imports the module once, in the background, and each process is a fork of it. The server computes
+    nothing, so that no fork inherits a thread pool of PyTorch. If the fork server cannot start, each process is a new
+    interpreter.
     """
 
     def __init__(self, module: str) -> None:
@@ -35,15 +35,7 @@ class Launcher:
         self._context = context
 
     def start(self, arguments: Sequence[str], log: Path) -> BaseProcess:
-        """Run the module's `main` in a new process, whose exit code is the status and whose output goes to the log."""
-        try:
-            return self._started(arguments, log)
-        except (OSError, EOFError):
-            # The fork server does not answer any more.
-            self._context = multiprocessing.get_context("spawn")
-            return self._started(arguments, log)
-
-    def _started(self, arguments: Sequence[str], log: Path) -> BaseProcess:
+        """Run `main` in a new process, with the status as exit code and the log as output."""
         process: BaseProcess = self._context.Process(  # type: ignore[attr-defined]  # typeshed has it on the subclasses
             target=_execute_module, args=(self._module, list(arguments), log)
         )

@@ -1,7 +1,4 @@
-"""The demo: a server, and a job that recurs on it, each recurrence in a process of its own, as in production.
-
-`Display` shows the runs on the terminal; `Outcome` is what the demo finds, for its directory: a summary and a plot.
-"""
+"""The demo: a server, and a job whose recurrences each run in a process of their own, as in production."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ import sys
 import time
 import webbrowser
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -35,15 +32,15 @@ from zeus_plugins.protocol import GP_VOI, ZEUS, ArmView, JobSpec, JobView, Trial
 
 _POLL_S = 0.3
 _SERVER_START_S = 60.0
-# While the machine is busy with something else, every run may seem too costly: the next recurrence has better luck.
+# Limits the launches of one recurrence: on a busy machine, every run may seem too costly.
 _MAX_TRIES = len(JOB.batch_sizes) + 1
 
 
-def run_demo(recurrences: int, directory: Path, policy: str = JOB.policy, *, opens: bool = False) -> Outcome:
-    """Let the job recur, each time until its training reaches the target, shown on the terminal.
+def run_demo(recurrences: int, directory: Path, policy: str = JOB.policy, *, opens: bool = False) -> None:
+    """Let the job recur, each time until its training reaches the target, and show the runs on the terminal.
 
-    The database, a summary and a plot are left in `directory`, where they replace those of an earlier demo. With
-    `opens`, a browser shows the server's dashboard meanwhile.
+    Write a database, a summary and a plot to `directory`, and replace the files of an earlier demo. With `opens`, open
+    the server's dashboard in a browser.
 
     Raises:
         ZeusBSORuntimeError: The server did not start, or a training broke.
@@ -75,7 +72,6 @@ def run_demo(recurrences: int, directory: Path, policy: str = JOB.policy, *, ope
     outcome.write_summary()
     plot_costs(outcome, directory / "costs.png")
     display.conclude(outcome)
-    return outcome
 
 
 @contextmanager
@@ -86,37 +82,34 @@ def _server(database_url: str, log: Path) -> Iterator[str]:
     command = [sys.executable, "-m", "bso_server", "serve", "--port", str(port), "--database-url", database_url]
     with log.open("w") as output:
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)  # noqa: S603 - our own server
-    server_url = f"http://127.0.0.1:{port}"
+    server_url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + _SERVER_START_S
     try:
-        _wait_until_up(process, server_url, log)
+        while not _is_up(server_url):
+            if process.poll() is not None or time.monotonic() > deadline:
+                raise ZeusBSORuntimeError(f"the server did not start; {log} says why")
+            time.sleep(_POLL_S)
         yield server_url
     finally:
         process.terminate()
         process.wait()
 
 
-def _wait_until_up(process: subprocess.Popen[bytes], server_url: str, log: Path) -> None:
-    deadline = time.monotonic() + _SERVER_START_S
-    with BsoClient(server_url, timeout_s=_SERVER_START_S) as client:
-        while True:
-            try:
-                client.list_jobs()
-                return
-            except ZeusBSOError:
-                if process.poll() is not None or time.monotonic() > deadline:
-                    raise ZeusBSORuntimeError(f"the server did not start; {log} says why") from None
-                time.sleep(_POLL_S)
+def _is_up(server_url: str) -> bool:
+    with BsoClient(server_url, timeout_s=_SERVER_START_S) as client, suppress(ZeusBSOError):
+        client.list_jobs()
+        return True
+    return False
 
 
 def _watch(training: BaseProcess, recurrence: int, client: BsoClient, display: Display, log: Path) -> bool:
-    """Show a training until it ends; whether it reached its target."""
+    """Show a training until it ends; return True if it reached its target."""
     known = display.shown_trials
     try:
         while training.exitcode is None:
             display.show(recurrence, _latest_trial(client, known))
             training.join(_POLL_S)
     finally:
-        # Only an interruption, such as Ctrl-C, leaves it running.
+        # The process still runs only after an interruption, such as Ctrl-C.
         training.terminate()
         training.join()
     if training.exitcode not in (0, FAILED_TRIAL_STATUS):
@@ -126,7 +119,7 @@ def _watch(training: BaseProcess, recurrence: int, client: BsoClient, display: D
 
 
 def _latest_trial(client: BsoClient, known: int) -> TrialView | None:
-    """The trial after the first `known` ones, or None while the training has not asked for it yet."""
+    """Return the trial that follows `known` trials, or None while the training has not asked for one."""
     job_id = JOB.job_id or ""
     if not any(job.job_id == job_id and job.trials > known for job in client.list_jobs().jobs):
         return None
@@ -138,10 +131,7 @@ _BLUE, _ORANGE, _GREY = "#1f6fb2", "#c8621b", "#777777"
 
 @dataclass(frozen=True)
 class Outcome:
-    """The findings of a demo, for its directory: the job with all its trials, as the server tells it.
-
-    The seconds include the starts of the server and of the processes. `bso-server` can show the database again.
-    """
+    """Results of a demo: the server's view of the job, and the duration including the start of all processes."""
 
     job: JobView
     recurrences: int
@@ -151,18 +141,18 @@ class Outcome:
 
     @property
     def best(self) -> ArmView | None:
-        """The batch size that is expected to cost least, or None."""
+        """The arm with the lowest expected cost, if any."""
         return self.job.arm_of(self.job.best_batch_size)
 
     @property
     def default(self) -> ArmView:
-        """The default batch size."""
+        """The arm of the default batch size."""
         (arm,) = (arm for arm in self.job.arms if arm.batch_size == self.job.job.default_batch_size)
         return arm
 
     @property
     def cost_ratio(self) -> float | None:
-        """Mean cost at the best batch size over that at the default one; None where one of them is not known."""
+        """Mean cost at the best batch size, divided by the default's; None if either is unknown."""
         default_j, best_j = self.default.mean_cost_j, None if self.best is None else self.best.mean_cost_j
         return None if default_j is None or best_j is None else best_j / default_j
 
@@ -182,7 +172,7 @@ class Outcome:
 
 
 def plot_costs(outcome: Outcome, path: Path) -> None:
-    """Draw as a PNG the cost of every trial with its batch size, and as a line the mean cost at the default size."""
+    """Plot the cost of every trial, labelled with its batch size, and the default's mean cost as a line, as a PNG."""
     job = outcome.job
     default, default_j = outcome.default.batch_size, outcome.default.mean_cost_j
     measured = [(trial, trial.cost_j) for trial in job.trials if trial.cost_j is not None]
@@ -230,12 +220,12 @@ _HOW_SIZES_ARE_CHOSEN = {
     ZEUS: "First the server explores the sizes. Then it plays the cheap ones more and more.",
 }
 
-# Where the output is no terminal: a trial a line.
+# Columns of an output that is no terminal.
 _WIDTH = 140
 
 
 class Display:
-    """Shows trials as they come in, a row of a table each; in a terminal also the one under way."""
+    """Shows each ended trial as a row of a table and, in a terminal, the running trial."""
 
     def __init__(self, job: JobSpec, recurrences: int) -> None:
         self._job = job
@@ -246,7 +236,7 @@ class Display:
 
     @contextmanager
     def live(self, dashboard_url: str) -> Iterator[None]:
-        """Introduce the job, say where the server shows it, and show the table."""
+        """Introduce the job, print the dashboard's URL, and begin the table."""
         self._introduce()
         self._console.print(f"Watch it meanwhile: {dashboard_url}", end="\n\n", soft_wrap=True)
         self._console.print(_row(_COLUMNS, style="bold"))
@@ -257,21 +247,21 @@ class Display:
             yield
 
     def show(self, recurrence: int, trial: TrialView | None) -> None:
-        """Show a trial that is under way; None before it has a batch size."""
+        """Show the running trial; None before it has a batch size."""
         if self._live is None:
             return
         waiting = [str(recurrence), "", "", "", "", "starting …", ""]
         self._live.update(_row(waiting if trial is None else self._cells(recurrence, trial)), refresh=True)
 
     def settle(self, recurrence: int, trial: TrialView | None) -> None:
-        """Show a trial that has ended."""
+        """Show an ended trial."""
         if trial is None:
             return
         self.shown_trials += 1
         self._console.print(_row(self._cells(recurrence, trial)))
 
     def conclude(self, outcome: Outcome) -> None:
-        """Print the best size, its saving, and the use of the time."""
+        """Print the best size, its saving, the use of time, and the files."""
         job, trials = outcome.job, outcome.job.trials
         best, default = outcome.best, outcome.default
         say = self._console.print
@@ -334,7 +324,7 @@ _WIDTHS = (3, 10, 6, 7, 6, 14)
 
 
 def _row(cells: Sequence[str], style: str = "") -> Table:
-    """A row of the table, by itself: one table that grows past the screen cannot be drawn anew."""
+    """Return a table of one row, because rich cannot redraw a table that is taller than the screen."""
     table = Table(box=None, show_header=False, expand=True, padding=(0, 2, 0, 0), style=style)
     for width in _WIDTHS:
         table.add_column(width=width, justify="left" if width == _WIDTHS[-1] else "right")
@@ -348,6 +338,6 @@ def _number(value: float | None, digits: int) -> str:
 
 
 def _command(name: str) -> str:
-    """The command as it can be called here: by its path where it is not on the PATH."""
+    """Return the command's name, or its path if it is not on the PATH."""
     beside = Path(sys.executable).with_name(name)
     return name if shutil.which(name) or not beside.exists() else os.path.relpath(beside)

@@ -26,7 +26,7 @@ __all__ = [
     "ZeusPowerLimitTrainerCallback",
 ]
 
-# Plain second names, the same in `zeus_plugins.lightning`.
+# Second names, which `zeus_plugins.lightning` has too.
 BatchSizeCallback = ZeusBSOTrainerCallback
 EnergyCallback = ZeusEnergyTrainerCallback
 PowerLimitCallback = ZeusPowerLimitTrainerCallback

@@ -1,8 +1,7 @@
-"""Hugging Face's Trainer as the callbacks need it: its private attributes and the patches of it stand here.
+"""Access to Hugging Face's Trainer: only this module uses private attributes of transformers and patches its objects.
 
-`tests/huggingface/test_contract.py` checks all of them against the transformers and accelerate that are installed.
-Trainers of other packages that are built on this one (TRL's that generate, sentence-transformers') are known by their
-attributes: none of these packages is imported.
+`tests/huggingface/test_contract.py` checks them against the installed transformers and accelerate. Attributes, not
+imports, identify the trainers of packages that build on transformers (TRL's generating ones, sentence-transformers').
 """
 
 from __future__ import annotations
@@ -55,32 +54,29 @@ _FOLLOW = (
     "each __iter__"
 )
 
-# DeepSpeed's own numbers.
+# Names in DeepSpeed's configuration: batch sizes and accumulation,
 _MICRO, _ACCUMULATION, _TOTAL = "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size"
-# Of DeepSpeed's optimizers and schedulers, whose other settings are relative to these.
+# and the rates of its optimizers and schedulers, to which their other settings are relative.
 _RATES = ("lr", "warmup_min_lr", "warmup_max_lr", "cycle_min_lr", "cycle_max_lr", "lr_range_test_min_lr")
 
-# Parts of the names of losses that take the other samples of a batch as negative examples.
+# Parts of the names of losses that use the other samples of a batch as negative examples.
 _IN_BATCH = ("Negatives", "GIST", "MegaBatch")
 
 
 class TrainWrapper(TrainerCallback):
-    """A callback that wraps `Trainer.train`: no hook is called when a training ends by an error."""
+    """A callback that wraps `Trainer.train`, because the Trainer calls no hook when a training ends by an error."""
 
-    # The attribute of a wrapped `train` that holds the callback; a trainer has one callback of each kind.
+    # Attribute of the wrapped `train` that holds the callback, of which a trainer may have one of each class.
     _OWNER: ClassVar[str]
 
-    # The trainer whose `train` runs.
+    # The trainer while its `train` runs.
     _trainer: Trainer | None = None
 
     def attach(self, trainer: Trainer) -> None:
-        """Take charge of a trainer that was made without this callback; nothing the second time.
-
-        Args:
-            trainer: The callback becomes one of its callbacks, if it is none yet.
+        """Add the callback to a trainer that was made without it; a second call does nothing.
 
         Raises:
-            ZeusBSOConfigError: Another callback of this kind has charge of it.
+            ZeusBSOConfigError: The trainer has another callback of this class.
         """
         if self not in trainer.callback_handler.callbacks:
             trainer.add_callback(self)
@@ -93,7 +89,7 @@ class TrainWrapper(TrainerCallback):
 
         @functools.wraps(train)
         def wrapped(*args: Any, **kwargs: Any) -> Any:
-            if self not in trainer.callback_handler.callbacks:  # somebody has removed it
+            if self not in trainer.callback_handler.callbacks:  # the script has removed the callback
                 return train(*args, **kwargs)
             if self._trainer is not None:
                 raise ZeusBSOOperationOrderError(
@@ -109,23 +105,23 @@ class TrainWrapper(TrainerCallback):
         vars(wrapped)[self._OWNER] = self
         vars(trainer)["train"] = wrapped
 
-    # No argument of a hook is the trainer, and later hooks come after it has made its loader and its steps' count.
-    # The server is not asked here: a trainer may be made for its evaluation alone.
+    # Hooks do not get the trainer, and later ones run after it has made its loader and counted its steps. This hook
+    # does not ask the server yet, because a trainer may only evaluate.
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Take charge of the trainer whose constructor calls this."""
+        """Attach the callback to the trainer whose constructor calls this hook."""
         trainer = trainer_under_construction(state)
         if trainer is not None:
             self.attach(trainer)
 
     def _train(self, trainer: Trainer, train: functools.partial[Any]) -> Any:
-        """Do the work of `trainer.train`, which `train` calls with its caller's arguments."""
+        """Train by calling `train`, which holds the arguments of the call to `trainer.train`."""
         raise NotImplementedError
 
     def _trainer_of(self, state: TrainerState) -> Trainer:
-        """The trainer whose training begins with this state.
+        """Return the trainer whose training begins with this state.
 
         Raises:
-            ZeusBSOOperationOrderError: It is one that the callback has not taken charge of.
+            ZeusBSOOperationOrderError: The callback is not attached to it.
         """
         if self._trainer is None or self._trainer.state is not state:
             raise not_attached()
@@ -133,7 +129,7 @@ class TrainWrapper(TrainerCallback):
 
 
 def not_attached() -> ZeusBSOOperationOrderError:
-    """The error of a callback that a trainer calls without being in its charge."""
+    """Return the error for a trainer that the callback is not attached to."""
     return ZeusBSOOperationOrderError(
         "the callback came to this Trainer after its construction: call callback.attach(trainer) before "
         "trainer.train(), or give it to Trainer(callbacks=[…])"
@@ -144,10 +140,10 @@ class HuggingFacePort:
     """A `TrainerPort` of Hugging Face's Trainer.
 
     Args:
-        trainer: The trainer, before `train` has done anything.
+        trainer: The trainer, before `train`.
 
     Attributes:
-        control: That of the present event; another callback may put one in place of the trainer's.
+        control: The present event's control, which another callback may have put in place of the trainer's.
     """
 
     no_accumulation = None
@@ -162,7 +158,7 @@ class HuggingFacePort:
         self.local_rank = args.local_process_index
         self.world_size = args.world_size
         self.machine = this_machine()
-        # Tensor, context and sequence parallelism have several processes work on the same data.
+        # With tensor, context or sequence parallelism several processes work on the same data.
         per_process = trainer._train_batch_size * args.gradient_accumulation_steps
         self._processes = trainer.get_total_train_batch_size(args) // per_process
         self._devices_here = max(1, args.n_gpu)
@@ -171,52 +167,47 @@ class HuggingFacePort:
 
     @property
     def gpu_indices(self) -> Sequence[int]:
-        """The GPUs of this machine that train, as indices into the visible ones; none on another accelerator."""
         args = self._args
         if args.device.type != "cuda":
             return ()
         if args.world_size > 1:
-            # As the launcher says, else as many processes as CUDA shows GPUs, at most all.
+            # The launcher's number of processes on this machine, or else the number of GPUs that CUDA shows.
             here = LOCAL_WORLD_SIZE.text() or min(args.world_size, torch.cuda.device_count() or args.world_size)
             return range(int(here))
         return range(args.n_gpu) if args.n_gpu > 1 else [args.device.index or 0]
 
     @property
     def own_gpus(self) -> Sequence[str]:
-        """The UUID of the GPU that this process trains on, if CUDA tells it."""
         device, known = self._args.device, cuda_devices(torch)
         return () if device.type != "cuda" or known is None else known[device.index or 0 :][:1]
 
     @property
     def accumulation(self) -> int:
-        """Batches per optimizer step, as is in force now."""
         return self._args.gradient_accumulation_steps
 
     def broadcast(self, thing: Any) -> Any:
-        """Return what process 0 passes."""
         return broadcast_object_list([thing])[0]
 
     def all_gather(self, thing: Any) -> list[Any]:
-        """Return what each process passes."""
         return cast("list[Any]", gather_object([thing]))
 
     def deliver(self, split: BatchSplit, patches: Patches) -> None:
-        """Set the arguments, and the size of every train loader there will be."""
+        """Set the arguments, and the size of every future train loader."""
         trainer, args = self._trainer, self._args
         resize_generations(trainer, split, self._processes, patches)
-        # With split batches, accelerate deals the trainer's batch out to all processes.
+        # With split batches, accelerate divides the trainer's batch among all processes.
         shares = self._processes if trainer.accelerator.split_batches else 1
         patches.set_attribute(args, "per_device_train_batch_size", split.per_device * shares)
         patches.set_attribute(args, "gradient_accumulation_steps", split.accumulation)
-        patches.set_attribute(args, "auto_find_batch_size", False)  # it would shrink the size within the training
+        patches.set_attribute(args, "auto_find_batch_size", False)  # it could reduce the size during training
         patches.set_attribute(trainer, "_train_batch_size", args.train_batch_size)
 
         def resize(loader: Any) -> None:
-            if _rebalancing_sampler(loader) is not None:  # that one follows the arguments, its batches being uneven
+            if _rebalancing_sampler(loader) is not None:  # it follows the arguments, and its batches are uneven
                 return
             size = split.per_device * self._devices_here * batches_per_fetch(trainer)
             resize_process_loader(loader, size, self._processes, patches)
-            # One process may fetch the batch of all, to deal it out.
+            # One process may load the batch of all processes, to divide it.
             fetched = self._processes if getattr(loader, "split_batches", False) else 1
             self._count = SampleCount(size * fetched, _FOLLOW)
             self._count.watch(loader, patches)
@@ -226,7 +217,7 @@ class HuggingFacePort:
             resize_deepspeed(trainer, split, self.devices, patches)
 
     def fingerprint(self) -> Fingerprint:
-        """Model, framework, and the optimizer that was passed or is named by the arguments."""
+        """Return model, framework, and the optimizer that the script passes or the arguments name."""
         trainer = self._trainer
         given = trainer.optimizer
         optimizer = str(getattr(self._args.optim, "value", self._args.optim))
@@ -237,14 +228,13 @@ class HuggingFacePort:
         )
 
     def facts(self, patches: Patches) -> TrainingFacts:
-        """The facts that the arguments and the data tell."""
         args, data = self._args, self._trainer.train_dataset
         shares = self._processes if self._trainer.accelerator.split_batches else 1
         unit = self.devices * self.accumulation
         step_size = args.per_device_train_batch_size // shares * unit
         samples = samples_of(data)
         epochs = args.num_train_epochs
-        if args.max_steps > 0:  # of a stream, the Trainer takes all steps for one epoch
+        if args.max_steps > 0:  # the Trainer counts all steps over a stream as one epoch
             epochs = args.max_steps * step_size / samples if samples else 1
         ends_by_steps = args.max_steps > 0 and args.eval_strategy != "steps" and samples is not None
         return TrainingFacts(
@@ -259,32 +249,25 @@ class HuggingFacePort:
         )
 
     def say(self, line: str) -> None:
-        """Print it: the logger of transformers shows nothing below warnings."""
+        """Print the line, because the logger of transformers shows only warnings and errors."""
         if self.rank == 0:
             print(line, file=sys.stderr, flush=True)
 
     def log_hyperparameters(self, values: dict[str, str | int], patches: Patches) -> None:
-        """Tell the integrations with a place for them, once they have begun: TensorBoard, Weights & Biases, MLflow."""
-        ways: dict[str, Callable[[Any], Any]] = {
+        """Add the values to TensorBoard, Weights & Biases and MLflow, once their integrations have begun."""
+        writers: dict[str, Callable[[Any], Any]] = {
             "tb_writer": lambda writer: [writer.add_text(name, str(value)) for name, value in values.items()],
             "_wandb": lambda wandb: wandb.config.update(values, allow_val_change=True),
             "_ml_flow": lambda mlflow: mlflow.log_params(values),
         }
         for callback in self._trainer.callback_handler.callbacks if self.rank == 0 else ():
-            for name, tell in ways.items():
-
-                def told(_: Any, owner: Any = callback, name: str = name, tell: Callable[[Any], Any] = tell) -> None:
-                    try:
-                        if getattr(owner, name) is not None:
-                            tell(getattr(owner, name))
-                    except Exception as error:  # MLflow takes another value of a parameter for a mistake
-                        _logger.warning("%s was not told the batch size: %s", type(owner).__name__, error)
-
+            for name, write in writers.items():
                 if hasattr(callback, name):
-                    patches.extend(callback, "on_train_begin", then=told)
+                    then = functools.partial(_log_to_tracker, callback, name, write)
+                    patches.extend(callback, "on_train_begin", then=then)
 
     def show_progress(self, text: str, patches: Patches) -> None:
-        """Put it behind the bar, which is made after all other callbacks have heard of the training's begin."""
+        """Show the text behind the bar, which does not exist before `ProgressCallback.on_train_begin`."""
         for callback in self._trainer.callback_handler.callbacks:
             if not isinstance(callback, ProgressCallback):
                 continue
@@ -298,7 +281,7 @@ class HuggingFacePort:
                 patches.extend(callback, "on_train_begin", then=show)
 
     def delivered(self) -> set[float | None]:
-        """Samples per batch and device that the parts of the present train loader would deliver."""
+        """Return the sizes that the parts of the present train loader state; one, if they agree."""
         loader = self._trainer.callback_handler.train_dataloader
         sampler = _rebalancing_sampler(loader)
         if sampler is None:
@@ -308,60 +291,53 @@ class HuggingFacePort:
         return {sampler.effective_batch_size / (self.devices * self.accumulation)}
 
     def check_samples(self) -> None:
-        """Compare batches of different sizes with what was set."""
         if self._count is not None:
             self._count.check()
 
     def optimizers(self) -> tuple[Sequence[Any], Sequence[Any]]:
-        """The optimizer and its scheduler."""
         return [self._trainer.optimizer], [self._trainer.lr_scheduler]
 
     def schedules(self) -> list[tuple[Any, float | None]]:
-        """The scheduler, and how often it is stepped in all."""
         return [(self._trainer.lr_scheduler, self._trainer.state.max_steps)]
 
     def log(self, metrics: dict[str, float]) -> None:
-        """Have all callbacks that log take note."""
+        """Pass the metrics to all callbacks that log."""
         should_log = self.control.should_log
         self._trainer.callback_handler.on_log(self._args, self._trainer.state, self.control, metrics)
-        self.control.should_log = should_log  # logging takes back a request that the trainer may still have to follow
+        self.control.should_log = should_log  # `on_log` cancels a request to log that the trainer has not followed yet
 
     def stop(self) -> None:
-        """Have `train` end."""
         self.control.should_training_stop = True
 
 
 def arguments_of_train(
     resume_from_checkpoint: Any = None, trial: Any = None, *_: Any, **__: Any
 ) -> tuple[str | bool | None, Any]:
-    """The arguments of `Trainer.train` that concern a trial: the checkpoint, and the trial of a search."""
+    """Return two arguments of `Trainer.train`: the checkpoint, and the trial of a hyperparameter search."""
     return resume_from_checkpoint, trial
 
 
 def saved_in_checkpoint(
     checkpoint: str | os.PathLike[str] | bool, args: TrainingArguments, key: str
 ) -> Mapping[str, Any] | None:
-    """The value that `checkpointed` had under this key when a checkpoint was saved, or None.
+    """Return the value of `checkpointed` under this key in a checkpoint's folder; None if it has none.
 
-    Args:
-        checkpoint: Its folder; True is the latest of the trainer's own folder.
-        args: The trainer's.
-        key: The name.
+    For True as `checkpoint`, read the latest checkpoint in the trainer's output folder.
     """
-    find_latest: Callable[[str | None], str | None] = get_last_checkpoint  # it has no annotations
+    find_latest: Callable[[str | None], str | None] = get_last_checkpoint  # transformers leaves out the annotations
     folder = find_latest(args.output_dir) if isinstance(checkpoint, bool) else checkpoint
     if folder is None:
         return None
     try:
         state = json.loads(Path(folder, TRAINER_STATE_NAME).read_text(encoding="utf-8"))
-    except FileNotFoundError:  # the trainer says so better
+    except FileNotFoundError:  # the trainer will raise a clearer error
         return None
     saved: Mapping[str, Any] | None = (state.get("stateful_callbacks") or {}).get(key)
     return saved
 
 
 def samples_of(data: Any) -> int | None:
-    """Samples of an epoch over a data set, or over several in a mapping; None for a stream."""
+    """Return the number of samples in a data set, or in a mapping of data sets; None for a stream."""
     if isinstance(data, Mapping):
         parts = [samples_of(part) for part in data.values()]
         return None if None in parts else sum(cast("list[int]", parts))
@@ -369,7 +345,7 @@ def samples_of(data: Any) -> int | None:
 
 
 def early_end(trainer: Trainer) -> str | None:
-    """The rule by which a training has ended before its last epoch, in words; None where none is known."""
+    """Return the rule that ended the training before its last epoch, in words; None if no rule is known."""
     for each in trainer.callback_handler.callbacks:
         if isinstance(each, EarlyStoppingCallback) and each.early_stopping_patience_counter >= (
             each.early_stopping_patience
@@ -381,39 +357,46 @@ def early_end(trainer: Trainer) -> str | None:
 
 
 def checkpointed(state: TrainerState) -> dict[str, Any]:
-    """The part of the trainer's checkpoints that is the callbacks', by name."""
-    return cast("dict[str, Any]", state.stateful_callbacks)  # a list is what the trainer's constructor makes it of
+    """Return the state of callbacks, by name, that the trainer's checkpoints contain."""
+    return cast("dict[str, Any]", state.stateful_callbacks)  # annotated as the list that the constructor takes
 
 
 def log(trainer: Trainer, metrics: dict[str, float]) -> None:
-    """Log metrics beside what the trainer itself logs."""
-    # Logging takes back a request to log, which the trainer may still have to follow. A subclass's own `log` is left
-    # out: some take their averages of the training from one call to the next.
+    """Log metrics as the trainer does, with `Trainer.log`: overriding methods may average between two calls."""
     control = trainer.control
     should_log = control.should_log
     Trainer.log(trainer, metrics)
-    control.should_log = should_log
+    control.should_log = should_log  # `log` cancels a request to log that the trainer has not followed yet
 
 
 def trainer_under_construction(state: TrainerState) -> Trainer | None:
-    """The trainer that has this state, and whose constructor runs; its arguments may be those of another around it."""
+    """Return the trainer with this state whose constructor runs. Its arguments may belong to a trainer around it."""
     owners = (frame.f_locals.get("self") for frame, _ in traceback.walk_stack(sys._getframe()))
     return next((each for each in owners if isinstance(each, Trainer) and getattr(each, "state", None) is state), None)
 
 
+def _log_to_tracker(callback: Any, name: str, write: Callable[[Any], Any], _: Any) -> None:
+    """Write hyperparameters to the tracker in this attribute of an integration's callback."""
+    try:
+        if getattr(callback, name) is not None:
+            write(getattr(callback, name))
+    except Exception as error:  # MLflow refuses to change a parameter
+        _logger.warning("%s was not told the batch size: %s", type(callback).__name__, error)
+
+
 def _rebalancing_sampler(loader: Any) -> Any:
-    """The sampler that makes a step's batches of different sizes (``train_sampling_strategy="batch_rebalance"``)."""
+    """Return the loader's sampler with batches of uneven sizes (``train_sampling_strategy="batch_rebalance"``)."""
     samplers = nested_samplers(getattr(loader, "batch_sampler", None))
     return next((each for each in samplers if hasattr(each, "effective_batch_size")), None)
 
 
 def batches_per_fetch(trainer: Trainer) -> int:
-    """Batches of the training that its loader delivers at once: TRL's GRPO and RLOO generate for several of them."""
+    """Return the batches that the loader delivers at once: TRL's GRPO and RLOO generate for several of them."""
     return getattr(trainer.args, "steps_per_generation", None) or 1
 
 
 def generation_unit(trainer: Trainer) -> int:
-    """The number whose multiples are sizes that tear no group of completions apart; 1 where none are generated."""
+    """Return the number whose multiples are batch sizes of whole groups of completions; 1 without generation."""
     args: Any = trainer.args
     if not hasattr(args, "steps_per_generation"):
         return 1
@@ -422,10 +405,10 @@ def generation_unit(trainer: Trainer) -> int:
 
 
 def check_generations(trainer: Trainer, batch_sizes: Sequence[int]) -> None:
-    """Refuse sizes that would tear groups of completions apart.
+    """Check that batches of these sizes hold whole groups of completions.
 
     Raises:
-        ZeusBSOConfigError: There are such sizes among these.
+        ZeusBSOConfigError: Some sizes would divide a group.
     """
     unit = generation_unit(trainer)
     torn = [size for size in batch_sizes if size % unit]
@@ -438,18 +421,18 @@ def check_generations(trainer: Trainer, batch_sizes: Sequence[int]) -> None:
 
 
 def resize_generations(trainer: Trainer, split: BatchSplit, processes: int, patches: Patches) -> None:
-    """Have a trainer that generates do so for batches of this size, before its accumulation is set."""
+    """Set the number of completions that a trainer generates, before its accumulation is set."""
     args: Any = trainer.args
     if not hasattr(args, "steps_per_generation"):
         return
-    # As many optimizer steps at once as before.
+    # Generate for an unchanged number of optimizer steps.
     steps = split.accumulation * args.steps_per_generation // args.gradient_accumulation_steps
     patches.set_attribute(args, "steps_per_generation", steps)
     patches.set_attribute(args, "generation_batch_size", split.per_device * processes * steps)
 
 
 def warn_of_in_batch_negatives(trainer: Trainer) -> None:
-    """Warn of a loss that the batch size is a part of, once for each training."""
+    """Warn of losses that depend on the batch size."""
     names = sorted({type(loss).__name__ for loss in _losses(getattr(trainer, "loss", None))})
     found = [name for name in names if any(part in name for part in _IN_BATCH)]
     if found and trainer.args.process_index == 0:
@@ -462,7 +445,7 @@ def warn_of_in_batch_negatives(trainer: Trainer) -> None:
 
 
 def _losses(loss: Any) -> Iterator[Any]:
-    """A loss, those of several data sets, and those that it wraps."""
+    """Yield a loss or the losses of several data sets, and the losses that these wrap."""
     if isinstance(loss, dict):
         for each in loss.values():
             yield from _losses(each)
@@ -471,17 +454,16 @@ def _losses(loss: Any) -> Iterator[Any]:
         yield from _losses(getattr(loss, "loss", None))
 
 
-# DeepSpeed's configuration beside the Trainer's arguments. Transformers fills its ``"auto"`` values when the arguments
-# are made, so that all of them are numbers by now.
+# DeepSpeed's configuration. Transformers replaces its ``"auto"`` values by numbers when it makes the arguments.
 
 
 def check_deepspeed(trainer: Trainer, *, scales_rates: bool) -> None:
-    """Refuse a DeepSpeed training whose numbers contradict each other, or whose rates could not be scaled.
+    """Check DeepSpeed's configuration before there is a trial.
 
     Raises:
-        ZeusBSOConfigError: It is one.
+        ZeusBSOConfigError: Its batch sizes contradict the arguments, or it could not scale the learning rates.
     """
-    # As transformers itself says in the midst of `train`.
+    # Transformers raises these mismatches itself, but later.
     lines = [line.removeprefix("- ds ") for line in _configuration(trainer).mismatches]
     numbers = "; ".join(line for line in lines if line.startswith((_MICRO, _ACCUMULATION, _TOTAL)))
     if numbers:
@@ -497,12 +479,9 @@ def check_deepspeed(trainer: Trainer, *, scales_rates: bool) -> None:
 
 
 def resize_deepspeed(trainer: Trainer, split: BatchSplit, devices: int, patches: Patches) -> None:
-    """Have DeepSpeed's engine, which the next training makes, count on batches of this size.
-
-    `devices` is the number of those that train on different data.
-    """
+    """Configure DeepSpeed's next engine for this split over `devices` that train on different data."""
     plugin = trainer.accelerator.state.deepspeed_plugin
-    # A copy, in which the training fills in what follows from its number of steps, too.
+    # Change a copy, because the training writes to the configuration, too.
     configuration = copy.deepcopy(plugin.hf_ds_config.config)
     configuration[_MICRO] = split.per_device
     configuration[_ACCUMULATION] = split.accumulation
@@ -512,7 +491,7 @@ def resize_deepspeed(trainer: Trainer, split: BatchSplit, devices: int, patches:
 
 
 def scale_deepspeed_rates(trainer: Trainer, factor: float, patches: Patches) -> None:
-    """Scale the rates of which optimizer and scheduler are made, after `resize_deepspeed`."""
+    """Scale the rates in the arguments and in the configuration, after `resize_deepspeed`."""
     patches.set_attribute(trainer.args, "learning_rate", trainer.args.learning_rate * factor)
     configuration = _configuration(trainer).config
     for part in ("optimizer", "scheduler"):
@@ -523,7 +502,7 @@ def scale_deepspeed_rates(trainer: Trainer, factor: float, patches: Patches) -> 
 
 
 def engine_batch_sizes(trainer: Trainer, devices: int, accumulation: int) -> set[float | None]:
-    """Samples per batch and device by each of the engine's own numbers; none without an engine."""
+    """Return the samples per batch and device by the engine's two sizes; an empty set without an engine."""
     engine: Any = trainer.deepspeed
     if engine is None:
         return set()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
@@ -39,88 +39,79 @@ _STATE_KEY = "zeus_bso"
 
 
 class ZeusBSOTrainerCallback(BatchSizeArguments, TrainWrapper):
-    """Trains with the batch size that the server chooses, reports what it costs, and stops on the server's word.
+    """Trains at the batch size that the server chooses, reports each evaluation, and stops when the server says so.
 
-    Give it to the trainer as one of its `callbacks`; `Trainer.train` then asks for a batch size and trains at it,
-    whatever `per_device_train_batch_size` and `get_train_dataloader` say. All changes are taken back when `train` ends.
-    A trainer that exists already takes the callback by `attach`.
+    Pass it in the trainer's `callbacks`, or call `attach` for an existing trainer. `Trainer.train` then asks for a
+    batch size, trains at it, whatever `per_device_train_batch_size` and `get_train_dataloader` say, and restores all
+    settings when it ends. With ``eval_strategy="no"`` the callback reports each epoch. Evaluating and predicting have
+    no trial.
 
-    A report follows each evaluation; with ``eval_strategy="no"``, each epoch of the training. Each call of `train` is
-    a trial of its own, except one that resumes from a checkpoint: it goes on with the checkpoint's trial. One from a
-    checkpoint without a trial is left alone. Evaluating and predicting concern no trial.
+    Each call of `train` is a trial. One that resumes from a checkpoint continues the checkpoint's trial; if that has no
+    trial, the callback does nothing.
 
     Args:
-        job: The recurring job, or its fields in a mapping. Its batch sizes are global: samples per optimizer step over
-            all devices and accumulated batches. None: `target` is enough, and the rest is read from the training;
-            docs/reference.md says how.
-        monitor: Name of the metric that `job.target_metric` is about, with or without its prefix ``eval_``; with
-            ``eval_strategy="no"``, a name in the training's logs such as ``loss``.
+        job: The recurring job, or its fields in a mapping. Batch sizes are global: samples per optimizer step over all
+            devices and accumulated batches. None: `target` and the training define the job (docs/reference.md).
+        monitor: Name of the metric of the target, with or without its prefix ``eval_``; with ``eval_strategy="no"``, a
+            name in the training's logs such as ``loss``.
         target: Value of the metric at which the training is done; in place of a job.
-        job_id: The job's id, in place of one that is made of the script's name, the model's class, the data's length
-            and the GPUs.
-        higher_is_better_metric: Whether the metric rises as the model improves; None: its name tells.
-        server_url: The batch size optimization server. None: the environment variable ``ZEUS_SERVER_URL``, and without
-            that one a server in this process, on a SQLite file (needs the extra ``server``).
-        token: The server's access token. None: the environment variable ``ZEUS_BSO_TOKEN``.
-        lr_scaling: How the learning rates, meant for `job.default_batch_size`, follow the batch size.
-        energy_monitor: Measures energy and time. None: the best one that this machine offers.
-        max_per_device_batch_size: Largest batch that one device holds. Larger global sizes are reached by accumulating
-            gradients (`gradient_accumulation_steps` is raised).
-        on_failure: What `train` does when the trial ended without reaching the target: ``"raise"``
-            `ZeusBSOTrainFailError` after all checkpoints and loggers have finished, or just ``"stop"``.
-        on_unreachable: What `train` does when it begins while the server is away: ``"default"``, train with
-            `job.default_batch_size` and have that trial recorded later; ``"raise"``, nothing. A server that goes away
-            later never ends a training.
-        strict: Whether it is an error, and not a warning, that earlier trainings of the job had another model,
-            framework or optimizer.
-        quiet: Whether to leave out the lines that tell of the trial at its begin and end.
+        job_id: Id of a job without `job`; None: made from script, model class, length of the data and GPUs.
+        higher_is_better_metric: True if the metric rises as the model improves; None: inferred from its name.
+        server_url: URL of the server. None: ``ZEUS_SERVER_URL``, or a server in this process (needs the extra
+            ``server``).
+        token: The server's access token. None: ``ZEUS_BSO_TOKEN``.
+        lr_scaling: Rule by which learning rates, configured for the default batch size, follow the batch size.
+        energy_monitor: Measures energy and time, with the interface of Zeus's `ZeusMonitor` or ours. None: the best
+            monitor of this machine.
+        max_per_device_batch_size: Largest batch that one device holds; beyond it, the callback raises
+            `gradient_accumulation_steps`.
+        on_failure: After a trial that missed its target, ``"raise"`` `ZeusBSOTrainFailError` when `train` has finished,
+            or just ``"stop"``.
+        on_unreachable: If the server is away when `train` begins, train at the ``"default"`` batch size and report the
+            trial later, or ``"raise"`` an error. Losing the server later never ends a training.
+        strict: Raise an error, not a warning, if the job's model, framework or optimizer has changed.
+        quiet: Print no lines when the trial begins and ends.
 
     Raises:
-        ZeusBSOConfigError: An argument cannot work. `train` raises it for a job, trainer or data that cannot work.
+        ZeusBSOConfigError: An argument is invalid. `train` raises it for an invalid job, trainer or data.
     """
 
     _OWNER = "zeus_bso_owner"
 
-    # Of the training that runs.
+    # State of the running training.
     _port: HuggingFacePort | None = None
     _metric: EvaluationMetric | LoggedMetric | None = None
     _has_fractions = False
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Log the choice, and begin to measure."""
         if self._trainer is None:
             raise not_attached()
         if (run := self._run_of(state, control)) is not None:
             self._keep_state(state)
             run.start()
 
-    # Other callbacks may change the accumulation when the training begins, and a trainer makes its loader by then.
+    # The loader exists here, and other callbacks may have changed the accumulation in `on_train_begin`.
     def on_epoch_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Make sure that the batch size is in force."""
         if (run := self._run_of(state, control)) is not None:
             run.check()
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Count the first batches and optimizer steps."""
-        if (run := self._run_of(state, control)) is not None:
-            self._batch_trained(run)
+        """Count the first batches and optimizer steps, and then hide both hooks from the trainer."""
+        run = self._run_of(state, control)
+        if run is None:
+            return
+        run.steps.batch_trained()
+        if not run.steps.is_counting:
+            for hook in ("on_step_end", "on_substep_end"):
+                if getattr(type(self), hook) is getattr(ZeusBSOTrainerCallback, hook):
+                    self._run.patches.set_attribute(self, hook, getattr(super(), hook))
 
-    def on_substep_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Count the first batches that are accumulated."""
-        if (run := self._run_of(state, control)) is not None:
-            self._batch_trained(run)
+    on_substep_end = on_step_end
 
-    def on_evaluate(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        metrics: Mapping[str, float] | None = None,
-        **kwargs: Any,
-    ) -> None:
+    def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kw: Any) -> None:
         """Report the evaluation, and stop the trainer when the server says so."""
-        run, source, found = self._run_of(state, control), self._metric, metrics or {}
-        # Before the first step there is nothing to report; other prefixes are of evaluations that the script makes.
+        run, source, found = self._run_of(state, control), self._metric, kw.get("metrics") or {}
+        # Skip an evaluation before the first step, and the script's own evaluations, which have other prefixes.
         if (
             self._trainer is None
             or run is None
@@ -133,21 +124,14 @@ class ZeusBSOTrainerCallback(BatchSizeArguments, TrainWrapper):
         data_sets = len(data) if isinstance(data, dict) else 1
         self._report(run, state, lambda: source.value(found, step=state.global_step, data_sets=data_sets))
 
-    def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: Mapping[str, float] | None = None,
-        **kwargs: Any,
-    ) -> None:
-        """Note the metric of a training without evaluations, and those that are logged with an evaluation."""
-        run, source = self._run_of(state, control), self._metric
+    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kw: Any) -> None:
+        """Note the logged metrics; without evaluations, report the monitored one."""
+        run, source, logs = self._run_of(state, control), self._metric, kw.get("logs") or {}
         if run is None:
             return
         if isinstance(source, EvaluationMetric):
-            source.note(logs or {})
-        elif source is not None and source.note(logs or {}, step=state.global_step):
+            source.note(logs)
+        elif source is not None and source.note(logs, step=state.global_step):
             self._report(run, state, source.value)
 
     def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
@@ -161,7 +145,6 @@ class ZeusBSOTrainerCallback(BatchSizeArguments, TrainWrapper):
             self._report(run, state, source.value)
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Report the end of a training whose last evaluation was earlier."""
         if (run := self._run_of(state, control)) is not None:
             run.report_last_epoch(float(state.epoch))
 
@@ -186,7 +169,7 @@ class ZeusBSOTrainerCallback(BatchSizeArguments, TrainWrapper):
             else:
                 run.resume(self._port, lambda: saved_in_checkpoint(checkpoint, trainer.args, _STATE_KEY))
             if run.active is not None:
-                # Optimizer and scheduler exist after this, and a checkpoint's state, which is scaled, is loaded later.
+                # After `create_scheduler` the optimizer exists, too; a checkpoint's scaled rates are loaded later.
                 if trainer.is_deepspeed_enabled:
                     scale_deepspeed_rates(trainer, run.lr_factor, run.patches)
                 else:
@@ -205,7 +188,7 @@ class ZeusBSOTrainerCallback(BatchSizeArguments, TrainWrapper):
         return result
 
     def _check(self, trainer: Trainer) -> None:
-        """Refuse a training that cannot work, as far as can be said before it has a trial."""
+        """Check the trainer before there is a trial."""
         args = trainer.args
         if trainer.is_deepspeed_enabled:
             check_deepspeed(trainer, scales_rates=self._options.lr_scaling != "none")
@@ -223,13 +206,13 @@ class ZeusBSOTrainerCallback(BatchSizeArguments, TrainWrapper):
                 f"monitor={self._metric_name!r} would come from evaluations, and TrainingArguments(eval_strategy='no') "
                 "makes none: set eval_strategy='epoch' or 'steps', or monitor a metric of the training such as 'loss'"
             )
-        others = trainer.callback_handler.callbacks  # a script's own may add metrics to those of an evaluation
+        others = trainer.callback_handler.callbacks  # the script's own callbacks may add metrics
         has_own = any(not type(each).__module__.startswith(("transformers.", "zeus_plugins.")) for each in others)
         if logs_only_its_own and not has_own and args.eval_strategy != "no" and trainer.compute_metrics is None:
             check_evaluated_metric(self._metric_name, trainer.eval_dataset)
 
     def _run_of(self, state: TrainerState, control: TrainerControl) -> ActiveRun | None:
-        """The run that an event concerns; None for one of another trainer, which may share the callback."""
+        """Return the run of an event; None for an event of another trainer that shares the callback."""
         if self._trainer is None or self._port is None or self._trainer.state is not state:
             return None
         self._port.control = control
@@ -240,14 +223,7 @@ class ZeusBSOTrainerCallback(BatchSizeArguments, TrainWrapper):
         epochs = float(state.epoch) if self._has_fractions else float(math.ceil(state.epoch))
         run.report_evaluation(metric, epochs)
 
-    def _batch_trained(self, run: ActiveRun) -> None:
-        run.steps.batch_trained()
-        if not run.steps.is_counting:  # nothing is left to do in a step
-            for hook in ("on_step_end", "on_substep_end"):
-                if getattr(type(self), hook) is getattr(ZeusBSOTrainerCallback, hook):
-                    self._run.patches.set_attribute(self, hook, getattr(super(), hook))
-
     def _keep_state(self, state: TrainerState) -> None:
-        """Put the trial where the trainer's checkpoints take it from; process 0 writes them."""
+        """Put the trial into the state that process 0 writes to checkpoints."""
         if state.is_world_process_zero:
             checkpointed(state)[_STATE_KEY] = self._run.state()

@@ -11,50 +11,49 @@ from zeus_plugins.huggingface._trainer import HuggingFacePort, TrainWrapper, che
 from zeus_plugins.training.energy_run import EnergyTotals
 from zeus_plugins.training.patches import Patches
 
-# The name of the totals in a checkpoint.
+# Names the totals in a checkpoint.
 _STATE_KEY = "zeus_energy"
 
 
 class ZeusEnergyTrainerCallback(EnergyTotals, TrainWrapper):
     """Logs the time and energy of each epoch and of the training so far to the trainer's loggers; needs no server.
 
-    The metrics are ``zeus/epoch_time_s``, ``zeus/epoch_energy_j``, ``zeus/time_s`` and ``zeus/energy_j``, in seconds
-    and joules, the epoch's evaluations included. They come to the trainer's `state.log_history` and to all that
-    `report_to` names. Process 0 logs; the first process of each machine measures its devices. A training that resumes
-    from a checkpoint continues its totals. Without a monitor of one's own, parts of an epoch's energy, power,
-    temperature, money and CO2 are logged beside them: docs/energy.md lists these metrics. Outside `train` the callback
-    does nothing.
+    Pass it in the trainer's `callbacks`, or call `attach` for an existing trainer. Outside `train` it does nothing.
 
-    Give it to the trainer as one of its `callbacks`. A trainer that exists already takes it by `attach`.
+    The metrics are ``zeus/epoch_time_s``, ``zeus/epoch_energy_j``, ``zeus/time_s`` and ``zeus/energy_j``, in seconds
+    and joules, evaluations included. The trainer's `state.log_history` and the integrations of `report_to` get them.
+    The first process of each machine measures its devices, and process 0 logs the sum. A training that resumes from a
+    checkpoint continues its totals. Unless you pass a monitor, the callback also logs parts of the energy, power,
+    temperature, money and CO2 (docs/energy.md).
 
     Args:
-        energy_monitor: Measures energy and time; one that measures as Zeus's `ZeusMonitor` does will do. None: the best
-            one that this machine offers.
+        energy_monitor: Measures energy and time, with the interface of Zeus's `ZeusMonitor` or ours. None: the best
+            monitor of this machine.
     """
 
     _OWNER = "zeus_energy_owner"
 
-    # Whether the present epoch lacks nothing but its evaluation.
+    # True between the last step of an epoch and its log.
     _is_trained = False
 
-    # With auto_find_batch_size a training may begin several times: what the earlier attempts cost counts, too.
+    # With auto_find_batch_size this hook may run several times. The totals include the cost of the failed attempts.
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Begin to measure."""
+        """Begin to measure, unless an earlier attempt has."""
         trainer = self._trainer_of(state)
         self._run.begin(HuggingFacePort(trainer), self._energy_monitor, checkpointed(state).get(_STATE_KEY))
 
     def on_epoch_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Log an epoch whose evaluation another callback has called off."""
+        """Log the epoch before, if another callback has cancelled its evaluation."""
         self._end_trained_epoch()
 
     def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Log the epoch, unless an evaluation is still to come."""
+        """Log the epoch, unless an evaluation follows."""
         self._is_trained = True
         if not control.should_evaluate:
             self._end_trained_epoch()
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Log a last epoch whose evaluation another callback has called off."""
+        """Log the last epoch, if another callback has cancelled its evaluation."""
         self._end_trained_epoch()
 
     def _train(self, trainer: Trainer, train: functools.partial[Any]) -> Any:
@@ -78,6 +77,6 @@ class ZeusEnergyTrainerCallback(EnergyTotals, TrainWrapper):
             log(self._trainer, metrics)
 
     def _keep_state(self) -> None:
-        """Put the totals where the trainer's checkpoints take them from."""
+        """Put the totals into the state that the trainer writes to checkpoints."""
         if self._trainer is not None and self._run.is_measuring:
             checkpointed(self._trainer.state)[_STATE_KEY] = self._run.state()

@@ -15,45 +15,43 @@ from zeus_plugins.training.power_run import PowerLimitFindings, batch_size_callb
 
 
 class ZeusPowerLimitTrainerCallback(PowerLimitFindings, TrainWrapper):
-    """Finds the GPUs' best power limit within the first epochs, keeps it until `train` ends, and then puts it back.
+    """Finds the GPUs' best power limit in the first epochs, keeps it until `train` ends, and then restores the old one.
 
-    Each limit is measured over some steps of the training itself, while nothing else happens: an evaluation, a
-    checkpoint or the end of an epoch interrupts a measurement, which is then made again. Once the limit is chosen, the
-    steps cost nothing any more; ``zeus/power_limit_w`` goes to the trainer's logs. Without a GPU or the permission to
-    set limits, only the limit in force is measured, with one warning. Outside `train` the callback does nothing.
+    Pass it in the trainer's `callbacks`, or call `attach` for an existing trainer. Outside `train` it does nothing.
 
-    Beside a `ZeusBSOTrainerCallback`, before or after it in the trainer's `callbacks`, the server keeps what was
-    measured, and only limits are measured that no earlier trial of the job had measured at this batch size.
-
-    Give it to the trainer as one of its `callbacks`. A trainer that exists already takes it by `attach`.
+    The callback measures each limit over some steps of the training. An evaluation, a checkpoint or the end of an epoch
+    interrupts a measurement, which then begins again. Once the limit is chosen, steps have no overhead, and the
+    trainer's logs get ``zeus/power_limit_w``. Without a GPU or the permission to set limits, the callback warns and
+    measures the present limit. Beside a `ZeusBSOTrainerCallback`, in any order, the server keeps the measurements, and
+    the callback skips limits that an earlier trial of the job measured at this batch size.
 
     Args:
-        selector: What is best: `zeus_plugins.power_limit.ZeusCost(eta)` (the cost that batch sizes are compared by),
-            `Energy()`, `Time()` or `MaxSlowdown(factor)`.
-        warmup_steps: Optimizer steps under a new limit before it is measured.
+        selector: Chooses the limit: `zeus_plugins.power_limit.ZeusCost(eta)` (by the cost that batch sizes are compared
+            by; the default), `Energy()`, `Time()` or `MaxSlowdown(factor)`.
+        warmup_steps: Optimizer steps under a new limit before its measurement.
         profile_steps: Optimizer steps measured under each limit.
-        wait_steps: Optimizer steps before the first limit, in which the model is compiled and kernels are benchmarked.
-            After them it is waited until the GPUs' temperature is stable, two minutes at most.
-        warmup_s: Seconds under a new limit before it is measured, should `warmup_steps` take less.
-        profile_s: Seconds measured under each limit, should `profile_steps` take less.
-        limits_w: Limits to measure, watts of each GPU. None: from the one in force downwards in steps of 25 W.
-        profile_path: File that keeps what was measured, for the next training on such GPUs at the same batch size;
-            ``{batch_size}`` in it stands for that size. It is not read where the server knows of the limits.
-        energy_monitor: Measures energy and time; one that measures as Zeus's `ZeusMonitor` does will do. None: the best
-            one that this machine offers.
-        devices: The devices of this machine whose limits are set. None: the NVIDIA GPUs that train.
-        command: Sets a limit, such as ``sudo -n nvidia-smi -i {uuid} -pl {watts}``. None: the environment variable
-            ``ZEUS_POWER_LIMIT_COMMAND``, and without that one zeusd (``ZEUSD_SOCK_PATH``) or the driver is asked.
+        wait_steps: Optimizer steps before the first limit, for compilation and benchmarking. The callback then waits
+            until the GPUs' temperature is stable, two minutes at most.
+        warmup_s: Least duration of the warm-up of a limit, in seconds.
+        profile_s: Least duration of the measurement of a limit, in seconds.
+        limits_w: Limits to measure, in watts of each GPU. None: from the present limit downwards in steps of 25 W.
+        profile_path: File that keeps the measurements for later trainings on such GPUs at the same batch size, which
+            replaces ``{batch_size}``. Ignored if the server has measurements.
+        energy_monitor: Measures energy and time, with the interface of Zeus's `ZeusMonitor` or ours. None: the best
+            monitor of this machine.
+        devices: Devices of this machine whose limits to set. None: the NVIDIA GPUs that train.
+        command: Command that sets a limit, such as ``sudo -n nvidia-smi -i {uuid} -pl {watts}``. None: the environment
+            variable ``ZEUS_POWER_LIMIT_COMMAND``, or else zeusd (``ZEUSD_SOCK_PATH``) or the driver.
 
     Raises:
-        ZeusBSOConfigError: An argument cannot work. `train` raises it for limits that the GPUs cannot have.
+        ZeusBSOConfigError: An argument is invalid. `train` raises it for limits outside the GPUs' range.
     """
 
     _OWNER = "zeus_power_limit_owner"
 
-    # With auto_find_batch_size a training may begin several times, each at another size.
+    # With auto_find_batch_size this hook may run several times, each time at another size.
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Prepare; no limit is changed yet."""
+        """Prepare the search, without changing a limit."""
         trainer = self._trainer_of(state)
         self._run.begin(
             HuggingFacePort(trainer),
@@ -64,27 +62,21 @@ class ZeusPowerLimitTrainerCallback(PowerLimitFindings, TrainWrapper):
             synchronize=cuda.synchronize,
         )
 
-    def on_epoch_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        """Begin to measure, or go on with it."""
-        self._run.begin_steps(_steps_in_a_row(args, state, kwargs.get("train_dataloader")))
+    def on_epoch_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kw: Any) -> None:
+        self._run.begin_steps(_steps_in_a_row(args, state, kw.get("train_dataloader")))
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Count the step. Hidden from the trainer as soon as nothing is left to measure."""
+        """Count the step. The callback hides this hook from the trainer when the search is over."""
         self._run.end_step()
 
-    # The checkpoint has been written, within what would have been measured.
+    # The trainer has written the checkpoint during a measurement.
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Interrupt a measurement."""
         self._run.disturb()
 
     def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Interrupt a measurement."""
         self._run.end_steps()
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Keep what was measured, if not everything was: the next training goes on from there."""
         self._run.keep_unfinished()
 
     def _train(self, trainer: Trainer, train: functools.partial[Any]) -> Any:
@@ -97,12 +89,12 @@ class ZeusPowerLimitTrainerCallback(PowerLimitFindings, TrainWrapper):
             self._run.close()
 
     def _hide_steps(self) -> None:
-        if type(self).on_step_end is ZeusPowerLimitTrainerCallback.on_step_end:  # not that of a subclass of the user's
+        if type(self).on_step_end is ZeusPowerLimitTrainerCallback.on_step_end:  # no subclass's hook
             self._run.patches.set_attribute(self, "on_step_end", super().on_step_end)
 
 
 def _steps_in_a_row(args: TrainingArguments, state: TrainerState, loader: Any) -> int | None:
-    """Optimizer steps between two evaluations, or in an epoch, whichever is less; None when nobody knows."""
+    """Return the number of optimizer steps until an evaluation or the end of the epoch; None if unknown."""
     known = [state.max_steps]
     if args.eval_strategy == "steps":
         known.append(int(state.eval_steps))

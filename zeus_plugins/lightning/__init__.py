@@ -26,7 +26,7 @@ __all__ = [
     "ZeusPowerLimitCallback",
 ]
 
-# Plain second names, the same in `zeus_plugins.huggingface`.
+# Second names, which `zeus_plugins.huggingface` has too.
 BatchSizeCallback = ZeusBSOCallback
 EnergyCallback = ZeusEnergyCallback
 PowerLimitCallback = ZeusPowerLimitCallback

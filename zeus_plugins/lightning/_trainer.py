@@ -1,6 +1,6 @@
-"""Lightning's Trainer as the callbacks need it: every private attribute and every patch of Lightning stands here.
+"""Access to Lightning's Trainer: this module alone uses private attributes of Lightning and patches its objects.
 
-`tests/lightning/test_contract.py` checks each of them against the Lightning that is installed.
+`tests/lightning/test_contract.py` checks them against the installed Lightning.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ try:
     from lightning.pytorch.utilities.combined_loader import CombinedLoader
     from lightning.pytorch.utilities.model_helpers import is_overridden
 except ModuleNotFoundError:
-    # The same classes under their other name, for those who install only that: distinct types to a type checker.
+    # Lightning's other package has the same classes, which are distinct types to a type checker.
     from lightning_fabric.utilities.data import sized_len
     from pytorch_lightning import Callback, LightningModule, Trainer  # type: ignore[assignment]
     from pytorch_lightning.trainer.states import RunningStage  # type: ignore[assignment]
     from pytorch_lightning.utilities.combined_loader import CombinedLoader  # type: ignore[assignment]
     from pytorch_lightning.utilities.model_helpers import is_overridden
 
-# The names of Lightning that the callbacks take from here, of whichever of its two packages.
+# The callbacks import these names from here, because either package may provide them.
 __all__ = ["Callback", "LightningModule", "Trainer"]
 
 _logger = logging.getLogger("zeus_plugins")
 
-# What Lightning calls of each callback in each step. It leaves out what is no function; calling all of these, to do
-# nothing, costs more than 10 µs a step.
+# Hooks that Lightning calls in each step, unless the attribute is no function. Calling them all when they do nothing
+# costs more than 10 µs a step.
 STEP_HOOKS = (
     "on_train_batch_start",
     "on_before_zero_grad",
@@ -68,10 +68,10 @@ class LightningPort:
 
     Args:
         trainer: The trainer, within `fit`.
-        module: What it trains.
+        module: The trained module.
     """
 
-    # `configure_optimizers` makes new ones for each `fit`, and a checkpoint that is saved after one keeps their rates.
+    # Each `fit` makes new optimizers, and a checkpoint that is saved after `fit` keeps the scaled rates.
     keeps_optimizers = False
     schedule_remedy = "Make the scheduler from trainer.estimated_stepping_batches"
 
@@ -81,12 +81,12 @@ class LightningPort:
         self.rank = trainer.global_rank
         self.local_rank = trainer.local_rank
         self.world_size = trainer.world_size
-        # Of tensor parallelism several processes work on the same data.
+        # With tensor parallelism several processes work on the same data.
         sharing = getattr(trainer.strategy, "distributed_sampler_kwargs", None) or {"num_replicas": trainer.world_size}
         self.devices = sharing["num_replicas"]
         self.machine = this_machine()
         by_hand = module is not None and not module.automatic_optimization
-        # Samples per batch of each train loader, and what counts them.
+        # Samples per batch of each train loader, and the counts of its batches.
         self._targets: list[int] = []
         self._counts: list[SampleCount] = []
         self._counted = Patches()
@@ -94,33 +94,28 @@ class LightningPort:
 
     @property
     def gpu_indices(self) -> Sequence[int]:
-        """The GPUs that train, as indices into the visible ones; none on another accelerator."""
         trainer = self._trainer
         return trainer.device_ids if trainer.strategy.root_device.type == "cuda" else ()
 
     @property
     def own_gpus(self) -> Sequence[str]:
-        """The UUID of the GPU that this process trains on, if CUDA tells it."""
         device, known = self._trainer.strategy.root_device, cuda_devices(torch)
         return () if device.type != "cuda" or known is None else known[device.index or 0 :][:1]
 
     @property
     def accumulation(self) -> int:
-        """Batches per optimizer step, as is in force now."""
         return self._trainer.accumulate_grad_batches
 
     def broadcast(self, thing: Any) -> Any:
-        """Return what rank 0 passes."""
         return self._trainer.strategy.broadcast(thing, src=0)
 
     def all_gather(self, thing: Any) -> list[Any]:
-        """Return what each rank passes."""
         gathered: list[Any] = [None] * self.world_size
         dist.all_gather_object(gathered, thing)
         return gathered
 
     def deliver(self, split: BatchSplit, patches: Patches) -> None:
-        """Set the accumulation, `batch_size` where there is one, and the size of every train loader there will be."""
+        """Set the accumulation, any `batch_size` attribute, and the size of all present and future train loaders."""
         trainer = self._trainer
         patches.set_attribute(trainer, "accumulate_grad_batches", split.accumulation)
         attributes = Patches()
@@ -131,8 +126,8 @@ class LightningPort:
                 _set_batch_size_attributes(holder, split.per_device, attributes)
 
         set_attributes()
-        # Every way to a train loader leads through this method: Lightning's own set-up, the estimate of the number of
-        # steps, and the reloading of loaders every n epochs.
+        # Lightning gets its train loaders from this method alone: for its set-up, to estimate the number of steps, and
+        # to reload them every n epochs.
         source = trainer.fit_loop._data_source
         original = source.dataloader
         has_attributes = attributes.has_changes
@@ -142,7 +137,7 @@ class LightningPort:
 
         def targets(loaders: Any) -> list[int]:
             sizes = sizes_of(loaders)
-            if len(sizes) > 1 and has_attributes:  # some may have followed them: ask for the script's own proportion
+            if len(sizes) > 1 and has_attributes:  # the attributes may have changed some loaders
                 attributes.undo()
                 sizes = sizes_of(original())
                 set_attributes()
@@ -154,13 +149,13 @@ class LightningPort:
             return scaled
 
         def resized() -> Any:
-            # Lightning may take these loaders to make new ones, and knows the classes of their samplers.
+            # Lightning may make new loaders from these, and does so by the class of their samplers.
             self._counted.undo()
             self._counts.clear()
             loaders = original()
             self._targets = self._targets or targets(loaders)
             for loader, size in zip(_combined(loaders).flattened, self._targets, strict=True):
-                # A loader that says no size may have read an attribute; its batches are counted.
+                # A loader without a size may have read an attribute; counting its batches verifies that.
                 if delivered_batch_size(loader) is not None or not has_attributes:
                     resize_loader(loader, size, patches)
                 for batcher in (getattr(loader, "batch_sampler", None), loader):
@@ -171,26 +166,26 @@ class LightningPort:
         self._count_samples(patches)
 
     def fingerprint(self) -> Fingerprint:
-        """Model and framework; its optimizers are made later."""
+        """Return model and framework; the optimizers do not exist yet."""
         return Fingerprint(model=type(self._module).__name__, framework="lightning")
 
     def facts(self, patches: Patches) -> TrainingFacts:
-        """The facts that the trainer, the data and the module tell.
+        """Read the facts from trainer, data and module.
 
-        Lightning asks the script for its train loader once after this; it gets the one that is made here. A module's
-        own loader is not made before its own `setup`: then only an integer `batch_size` tells the size.
+        This makes the train loader, and hands it to Lightning the next time that Lightning asks for one. A module with
+        a `setup` of its own cannot make its loader yet: then the size is its integer `batch_size`, if it has one.
         """
         trainer, source = self._trainer, self._trainer.fit_loop._data_source
         made_in_setup = isinstance(source.instance, LightningModule) and is_overridden("setup", source.instance)
-        size, samples = None, None
-        if not made_in_setup:
-            loaders = source.dataloader()
-            _hand_over_once(source, loaders, patches)
+        if made_in_setup:
+            size, samples = _batch_size_attribute(getattr(trainer, "datamodule", None), self._module), None
+        else:
+            original = source.dataloader
+            made = [loaders := original()]
+            patches.set_attribute(source, "dataloader", lambda: made.pop() if made else original())
             sized = [(delivered_batch_size(loader) or 0, loader) for loader in _combined(loaders).flattened]
             size, largest = max(sized, key=lambda each: each[0])
-            samples = _length(getattr(largest, "dataset", None))
-        else:
-            size = _batch_size_attribute(getattr(trainer, "datamodule", None), self._module)
+            samples = sized_len(getattr(largest, "dataset", None))
         unit = self.devices * self.accumulation
         limit = trainer.max_epochs
         return TrainingFacts(
@@ -204,14 +199,11 @@ class LightningPort:
         )
 
     def say(self, line: str) -> None:
-        """Tell it by Lightning's own log, which is seen without any logging set up."""
+        """Write to Lightning's own logger, which prints even if the script configures no logging."""
         rank_zero_info(line)
 
     def log_hyperparameters(self, values: Mapping[str, str | int], patches: Patches) -> None:
-        """Have all loggers of the trainer get them with those that the script has saved.
-
-        Some keep nothing but the first that they get.
-        """
+        """Add the values to the hyperparameters of the script, because some loggers keep only the first call's."""
         for holder in (self._module, getattr(self._trainer, "datamodule", None)):
             if getattr(holder, "_log_hyperparams", False) and getattr(self._trainer, "enable_autolog_hparams", True):
                 for name, value in values.items():
@@ -221,7 +213,6 @@ class LightningPort:
             logger.log_hyperparams(dict(values))
 
     def show_progress(self, text: str, patches: Patches) -> None:
-        """Add a field to the progress bar's."""
         bar = self._trainer.progress_bar_callback
         if bar is None:
             return
@@ -233,22 +224,19 @@ class LightningPort:
         patches.set_attribute(bar, "get_metrics", with_ours)
 
     def delivered(self) -> list[float | None]:
-        """Samples per batch that the largest train loader delivers, by what each of them says."""
+        """Scale the size that each train loader states to the largest loader's."""
         sizes = delivered_batch_sizes(self._trainer)
         largest = max(self._targets, default=0)
         return [size * largest / target for size, target in zip(sizes, self._targets, strict=True) if size is not None]
 
     def check_samples(self) -> None:
-        """Compare batches of different sizes with what was set."""
         for count in self._counts:
             count.check()
 
     def optimizers(self) -> tuple[Sequence[Any], Sequence[Any]]:
-        """All optimizers and schedulers."""
         return self._trainer.optimizers, [config.scheduler for config in self._trainer.lr_scheduler_configs]
 
     def schedules(self) -> list[tuple[Any, float | None]]:
-        """All schedulers, and how often each is stepped in all."""
         trainer = self._trainer
         lengths = {"step": trainer.estimated_stepping_batches, "epoch": trainer.max_epochs}
         return [
@@ -257,23 +245,21 @@ class LightningPort:
         ]
 
     def log(self, metrics: Mapping[str, float]) -> None:
-        """Log to all loggers of the trainer."""
         for logger in self._trainer.loggers:
             logger.log_metrics(dict(metrics), step=self._trainer.global_step)
 
     def stop(self) -> None:
-        """Have `fit` end."""
         self._trainer.should_stop = True
 
     def _count_samples(self, patches: Patches) -> None:
-        """Count the samples of every train loader in its last form: for several devices Lightning makes new ones."""
+        """Count the samples of every loader that Lightning trains with; for several devices it makes new loaders."""
         connector = self._trainer._data_connector
         prepare = connector._prepare_dataloader
 
         def prepared(dataloader: Any, *args: Any, **kwargs: Any) -> Any:
             loader = prepare(dataloader, *args, **kwargs)
             if kwargs["mode"] == RunningStage.TRAINING:
-                if sized_len(loader) == 0:  # of which Lightning only warns
+                if sized_len(loader) == 0:  # Lightning itself only warns
                     raise ZeusBSOConfigError(
                         f"the train loader has no batch of {self._targets[0]} samples: the data set is smaller, and "
                         "drop_last is set; give JobSpec(batch_sizes=…) only sizes that it can fill"
@@ -287,25 +273,8 @@ class LightningPort:
         patches.set_attribute(connector, "_prepare_dataloader", prepared)
 
 
-def _hand_over_once(source: Any, loaders: Any, patches: Patches) -> None:
-    """Have a source of loaders give these the first time, and then what it would give."""
-    original, waiting = source.dataloader, [loaders]
-
-    def handed_over() -> Any:
-        return waiting.pop() if waiting else original()
-
-    patches.set_attribute(source, "dataloader", handed_over)
-
-
-def _length(data: Any) -> int | None:
-    try:
-        return len(data)
-    except (TypeError, NotImplementedError):
-        return None
-
-
 def _batch_size_attribute(*holders: Any) -> int | None:
-    """The first integer `batch_size` of these, or of their hyperparameters."""
+    """Return the first integer `batch_size` of the holders or their hyperparameters."""
     for holder in holders:
         for size in (getattr(holder, "batch_size", None), getattr(holder, "hparams", {}).get("batch_size")):
             if isinstance(size, int):
@@ -314,25 +283,25 @@ def _batch_size_attribute(*holders: Any) -> int | None:
 
 
 def is_rehearsal(trainer: Trainer) -> bool:
-    """Whether this `fit` is a `fast_dev_run` or a `Tuner`'s trial, and so no recurrence of the job."""
-    # Lightning's connectors set this attribute, out of a type checker's sight.
+    """Return True if this `fit` is a `fast_dev_run` or a trial of a `Tuner`, and so no recurrence of the job."""
+    # A type checker does not see `fast_dev_run`, which Lightning's connectors set.
     found = finders(trainer, "BatchSizeFinder", "LearningRateFinder")
     return bool(getattr(trainer, "fast_dev_run", False)) or any(finder._early_exit for finder in found)
 
 
 def finders(trainer: Trainer, *kinds: str) -> list[Any]:
-    """The trainer's callbacks of these kinds, of whichever of Lightning's two packages."""
+    """Return the trainer's callbacks of these classes, from either of Lightning's packages."""
     callbacks = getattr(trainer, "callbacks", ())
     return [each for each in callbacks if any(kind.__name__ in kinds for kind in type(each).__mro__)]
 
 
 def continues_checkpoint(trainer: Trainer) -> bool:
-    """Whether this `fit` loads a checkpoint later on.
+    """Return True if this `fit` will load a checkpoint.
 
-    When callbacks are set up Lightning has said so to nobody: only its own running call knows.
+    When Lightning sets up callbacks, only the frame of its own running call holds the path of the checkpoint.
 
     Raises:
-        ZeusBSOConfigError: It does, but later than the batch size must be set.
+        ZeusBSOConfigError: The strategy loads the checkpoint after the batch size must be set.
     """
     calls = (frame for frame, _ in traceback.walk_stack(sys._getframe()) if frame.f_code.co_name == "_run")
     run = next((each.f_locals for each in calls if each.f_locals.get("self") is trainer), {})
@@ -347,25 +316,25 @@ def continues_checkpoint(trainer: Trainer) -> bool:
 
 
 def hide_step_hooks(callback: Callback, patches: Patches) -> None:
-    """Have the trainer leave out the hooks of each step, but for those of a subclass of the user's."""
+    """Keep the trainer from calling the hooks of each step, except those that a user's subclass defines."""
     for hook in STEP_HOOKS:
         if getattr(type(callback), hook) is getattr(Callback, hook):
             patches.set_attribute(callback, hook, None)
 
 
 def delivered_batch_sizes(trainer: Trainer) -> list[float | None]:
-    """Samples per batch of each train loader of one device; None where one does not say."""
+    """Return the samples per batch of each train loader of one device; None for a loader that does not state it."""
     combined = trainer.fit_loop._combined_loader
     return [] if combined is None else [delivered_batch_size(loader) for loader in combined.flattened]
 
 
 def is_last_batch(trainer: Trainer) -> bool:
-    """Whether the latest batch was the last one of its epoch."""
+    """Return True if the latest batch was the last of its epoch."""
     return trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
 
 
 def epochs_trained(trainer: Trainer) -> float:
-    """Epochs since the trainer's first one began; within an epoch of unknown length, half of it."""
+    """Return the epochs trained since the trainer's first; a begun epoch of unknown length counts half."""
     progress = trainer.fit_loop.epoch_loop.batch_progress
     if progress.is_last_batch:
         return trainer.current_epoch + 1
@@ -374,7 +343,7 @@ def epochs_trained(trainer: Trainer) -> float:
 
 
 def early_end(trainer: Trainer) -> str | None:
-    """The rule by which a training has ended before its last epoch, in words; None where none is known."""
+    """Return the rule that ended the training before its last epoch, in words; None if no rule is known."""
     stoppers = [each for each in finders(trainer, "EarlyStopping") if each.stopped_epoch > 0]
     if stoppers:
         return f"EarlyStopping(monitor={stoppers[0].monitor!r}) in epoch {stoppers[0].stopped_epoch + 1}"
@@ -387,9 +356,9 @@ def early_end(trainer: Trainer) -> str | None:
 
 
 def mean_of_ranks(trainer: Trainer, metric: Tensor) -> float:
-    """The metric's mean over all ranks, which make this call together."""
+    """Return the metric's mean over all ranks, all of which must make this call."""
     if trainer.world_size > 1:
-        # Of a copy: Lightning reduces in place, and the metric is what other callbacks look at.
+        # Lightning reduces in place, and other callbacks read the metric: reduce a copy.
         metric = cast("Tensor", trainer.strategy.reduce(metric.detach().clone(), reduce_op="mean"))
     return float(metric)
 
@@ -399,8 +368,8 @@ def _combined(loaders: Any) -> CombinedLoader:
 
 
 def _resize_saved_arguments(batcher: Any, batch_size: int, patches: Patches) -> None:
-    """Change what Lightning saved of the constructor's call: with it, it makes the loader anew for several devices."""
-    if getattr(batcher, "batch_size", None) is None:  # one that is made of a batch sampler has no size of its own
+    """Change the constructor's arguments that Lightning saved to make the loader again for several devices."""
+    if getattr(batcher, "batch_size", None) is None:  # a loader with a batch sampler has no size of its own
         return
     names = getattr(batcher, "__pl_saved_arg_names", ())
     if "batch_size" in names:
@@ -408,21 +377,21 @@ def _resize_saved_arguments(batcher: Any, batch_size: int, patches: Patches) -> 
         arguments[names.index("batch_size")] = batch_size
         patches.set_attribute(batcher, "__pl_saved_args", tuple(arguments))
     keywords = getattr(batcher, "__pl_saved_kwargs", {})
-    # The default of an argument that was not given is what the constructor takes again.
+    # Without a saved value, the new loader would take the default of `batch_size`.
     if "batch_size" in keywords or "batch_size" in getattr(batcher, "__pl_saved_default_kwargs", {}):
         patches.set_attribute(batcher, "__pl_saved_kwargs", {**keywords, "batch_size": batch_size})
 
 
 def _set_batch_size_attributes(holder: Any, batch_size: int, patches: Patches) -> None:
-    """Set `batch_size` and the hyperparameter of that name, where they are integers that can be set."""
+    """Set `batch_size` and the hyperparameter of that name, if they are integers and not read-only."""
     if holder is None:
         return
     if isinstance(getattr(holder, "batch_size", None), int):
-        # A read-only property follows from something else; the loaders are set in any case.
+        # A read-only property follows from something else, and `deliver` resizes the loaders in any case.
         with contextlib.suppress(AttributeError):
             patches.set_attribute(holder, "batch_size", batch_size)
     hparams = getattr(holder, "hparams", {})
-    # The second are those that Lightning logs, to every experiment tracker.
+    # Lightning logs `_hparams_initial` to the experiment trackers.
     for values in (hparams, getattr(holder, "_hparams_initial", {})):
         if isinstance(values.get("batch_size"), int):
             patches.set_item(values, "batch_size", batch_size)

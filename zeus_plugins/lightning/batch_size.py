@@ -27,59 +27,51 @@ _logger = logging.getLogger("zeus_plugins")
 
 
 class ZeusBSOCallback(BatchSizeArguments, Callback):
-    """Trains with the batch size that the server chooses, reports what it costs, and stops on the server's word.
+    """Trains at the batch size that the server chooses, reports each validation, and stops when the server says so.
 
-    The batch size is set for every train loader, however the data was given: a data module, the module's own
-    `train_dataloader`, or a loader passed to `fit`. Where the data module, the module or their hyperparameters have an
-    integer `batch_size`, it is set too. All of that is taken back when `fit` ends.
+    `fit` sets the batch size of every train loader, whether it comes from a data module, the module's
+    `train_dataloader` or an argument of `fit`, and any integer `batch_size` of the data module, the module or their
+    hyperparameters. It restores them when it ends. Without a validation loop, the callback reports each training epoch.
+    Outside `fit`, in a `fast_dev_run` and under a `Tuner` it does nothing.
 
-    A training that continues from a checkpoint (`fit(ckpt_path=…)`) continues its trial: at its batch size, and with
-    what it has cost so far. From a checkpoint that was made without this callback it goes on at its own batch size, and
-    nothing is reported.
-
-    A report follows each validation; without a validation loop, each training epoch. Outside `fit`, in a
-    `fast_dev_run` and under a `Tuner`, the callback does nothing.
+    A training that resumes from a checkpoint (`fit(ckpt_path=…)`) continues the checkpoint's trial, at its batch size
+    and with its costs so far. From a checkpoint without a trial it trains at its own batch size and reports nothing.
 
     Args:
-        job: The recurring job, or its fields in a mapping. Its batch sizes are global: samples per optimizer step over
-            all devices and accumulated batches. None: `target` is enough, and the rest is read from the training;
-            docs/reference.md says how.
-        monitor: Name of the logged metric that `job.target_metric` is about.
+        job: The recurring job, or its fields in a mapping. Batch sizes are global: samples per optimizer step over all
+            devices and accumulated batches. None: `target` and the training define the job (docs/reference.md).
+        monitor: Name of the logged metric of the target.
         target: Value of the metric at which the training is done; in place of a job.
-        job_id: The job's id, in place of one that is made of the script's name, the model's class, the data's length
-            and the GPUs.
-        higher_is_better_metric: Whether the metric rises as the model improves; None: its name tells.
-        server_url: The batch size optimization server. None: the environment variable ``ZEUS_SERVER_URL``, and without
-            that one a server in this process, on a SQLite file (needs the extra ``server``).
-        token: The server's access token. None: the environment variable ``ZEUS_BSO_TOKEN``.
-        lr_scaling: How the learning rates that the module configures, meant for `job.default_batch_size`, follow the
-            batch size.
-        energy_monitor: Measures energy and time; one that measures as Zeus's `ZeusMonitor` does will do. None: the best
-            one that this machine offers.
-        max_per_device_batch_size: Largest batch that one device holds. Larger global sizes are reached by accumulating
-            gradients (`Trainer.accumulate_grad_batches` is raised).
-        on_failure: What `fit` does when the trial ended without reaching the target: ``"raise"``
-            `ZeusBSOTrainFailError` after all loops, checkpoints and loggers have finished, or just ``"stop"``.
-        on_unreachable: What `fit` does when it begins while the server is away: ``"default"``, train with
-            `job.default_batch_size` and have that trial recorded later; ``"raise"``, nothing. A server that goes away
-            later never ends a training.
-        strict: Whether it is an error, and not a warning, that earlier trainings of the job had another model,
-            framework or optimizer.
-        quiet: Whether to leave out the lines that tell of the trial at its begin and end.
+        job_id: Id of a job without `job`; None: made from script, model class, length of the data and GPUs.
+        higher_is_better_metric: True if the metric rises as the model improves; None: inferred from its name.
+        server_url: URL of the server. None: ``ZEUS_SERVER_URL``, or a server in this process (needs the extra
+            ``server``).
+        token: The server's access token. None: ``ZEUS_BSO_TOKEN``.
+        lr_scaling: Rule by which learning rates, configured for the default batch size, follow the batch size.
+        energy_monitor: Measures energy and time, with the interface of Zeus's `ZeusMonitor` or ours. None: the best
+            monitor of this machine.
+        max_per_device_batch_size: Largest batch that one device holds; beyond it, the callback raises
+            `Trainer.accumulate_grad_batches`.
+        on_failure: After a trial that missed its target, ``"raise"`` `ZeusBSOTrainFailError` when `fit` has finished,
+            or just ``"stop"``.
+        on_unreachable: If the server is away when `fit` begins, train at the ``"default"`` batch size and report the
+            trial later, or ``"raise"`` an error. Losing the server later never ends a training.
+        strict: Raise an error, not a warning, if the job's model, framework or optimizer has changed.
+        quiet: Print no lines when the trial begins and ends.
 
     Raises:
-        ZeusBSOConfigError: An argument cannot work. `fit` raises it for a job, trainer or data that cannot work.
+        ZeusBSOConfigError: An argument is invalid. `fit` raises it for an invalid job, trainer or data.
     """
 
-    # The name of the trial in a checkpoint. The default follows the name of the class: renaming it would lose the
-    # trials of all checkpoints. No property, for Lightning asks for it several times in each step.
+    # The trial's name in a checkpoint. Lightning's default is the name of the class, which a subclass would change. A
+    # property would cost time, because Lightning reads the key several times in each step.
     state_key = "zeus_bso"
 
     _awaits_checkpoint = False
-    # Epochs that the trainer had trained before the trial began.
+    # Number of epochs that the trainer had trained before the trial began.
     _first_epoch = 0
 
-    # `setup` is the earliest hook that works: later ones come after Lightning has counted the steps of an epoch.
+    # Hooks later than `setup` run after Lightning has counted the steps of an epoch.
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Ask for a batch size and make the train loaders deliver it."""
         if stage != "fit" or is_rehearsal(trainer):
@@ -98,28 +90,26 @@ class ZeusBSOCallback(BatchSizeArguments, Callback):
             self._run.begin(LightningPort(trainer, pl_module))
             self._take_charge(trainer)
 
-    # Optimizers and schedulers are made after this. Lightning's own tools load checkpoints too, in the midst of a fit.
+    # Lightning makes optimizers and schedulers after this. Its tuners also load checkpoints, in the middle of a fit.
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Continue the checkpoint's trial."""
         if self._awaits_checkpoint:
             self._continue(trainer, pl_module, checkpoint["callbacks"].get(self.state_key))
 
     def state_dict(self) -> dict[str, Any]:
-        """The state for a checkpoint, in plain types: the trial with its totals, and its first epoch."""
+        """Return the trial with its totals and its first epoch, in plain types for a checkpoint."""
         state = self._run.state()
         return {**state, "first_epoch": self._first_epoch} if state else {}
 
-    # Optimizers and schedulers exist by now. What a checkpoint says of them comes later and stands.
+    # Optimizers and schedulers exist. A checkpoint overwrites their rates later with rates that are scaled already.
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Scale the learning rate."""
-        if self._awaits_checkpoint:  # A checkpoint with weights alone has no part for callbacks.
+        if self._awaits_checkpoint:  # a checkpoint with nothing but weights, for which Lightning calls no hook
             self._continue(trainer, pl_module, None)
         if self._run.active is not None:
             self._run.active.scale_learning_rate()
 
-    # A module may leave some metrics out of the sanity check, so that this is no error yet.
+    # This is no error yet, because a module may leave some metrics out of the sanity check.
     def on_sanity_check_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Warn of a metric that the sanity check has not logged, before an epoch is trained."""
+        """Warn, before an epoch is trained, if the sanity check has not logged the metric."""
         known, run = sorted(trainer.callback_metrics), self._run.active
         is_missing = known and self._metric_name not in known
         if is_missing and run is not None and run.is_reporting and trainer.is_global_zero:
@@ -130,7 +120,6 @@ class ZeusBSOCallback(BatchSizeArguments, Callback):
             )
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Log the choice, and begin to measure."""
         if self._run.active is not None:
             self._run.active.start()
 
@@ -141,7 +130,7 @@ class ZeusBSOCallback(BatchSizeArguments, Callback):
         steps = self._run.active.steps
         steps.batch_trained()
         if not steps.is_counting and type(self).on_train_batch_end is ZeusBSOCallback.on_train_batch_end:
-            self._run.patches.set_attribute(self, "on_train_batch_end", None)  # nothing is left to do in a step
+            self._run.patches.set_attribute(self, "on_train_batch_end", None)  # the counts are complete
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Report the validation, and stop the trainer when the server says so."""
@@ -153,26 +142,24 @@ class ZeusBSOCallback(BatchSizeArguments, Callback):
         if not trainer.enable_validation:
             self._report(trainer)
 
-    # Lightning need not validate after the last epoch.
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Report the end of a training whose last validation was earlier."""
         if self._run.active is not None:
             self._run.active.report_last_epoch(trainer.current_epoch - self._first_epoch)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Take all changes back; raise when the trial failed."""
+        """Undo all changes, end the trial, and raise an error if it failed."""
         if stage == "fit" and self._run.active is not None:
             self._run.finish(early_end=early_end(trainer))
             self._run.raise_failure()
 
     # Lightning calls no teardown after an exception.
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Take all changes back and end the trial."""
+        """Undo all changes and end the trial."""
         self._awaits_checkpoint = False
         self._run.finish(exception)
 
     def _options_for(self, trainer: Trainer) -> TrialOptions:
-        """The user's options, but for the scaling of a rate that is found for the size in force."""
+        """Return the user's options, without `lr_scaling` if a `LearningRateFinder` finds the rate itself."""
         if self._options.lr_scaling == "none" or not finders(trainer, "LearningRateFinder"):
             return self._options
         if trainer.is_global_zero:
@@ -195,7 +182,7 @@ class ZeusBSOCallback(BatchSizeArguments, Callback):
             )
 
     def _continue(self, trainer: Trainer, pl_module: LightningModule, state: dict[str, Any] | None) -> None:
-        """Go on from a checkpoint that holds this of ours."""
+        """Resume from a checkpoint with this state of the callback."""
         self._awaits_checkpoint = False
         if state:
             self._first_epoch = state["first_epoch"]
@@ -205,8 +192,8 @@ class ZeusBSOCallback(BatchSizeArguments, Callback):
 
     def _take_charge(self, trainer: Trainer) -> None:
         if self._run.active is not None:
-            # Callbacks and modules may change the accumulation when an epoch starts, and the only hook that follows
-            # them all, `on_train_batch_start`, costs something in every step.
+            # Check after all callbacks and modules, which may change the accumulation when an epoch starts. The hook
+            # that follows them, `on_train_batch_start`, would cost time in every step.
             self._run.patches.extend(trainer.fit_loop.epoch_loop, "run", first=self._run.active.check)
             hide_step_hooks(self, self._run.patches)
 

@@ -13,46 +13,39 @@ class ZeusEnergyCallback(EnergyTotals, Callback):
 
     The metrics are ``zeus/epoch_time_s``, ``zeus/epoch_energy_j``, ``zeus/time_s`` and ``zeus/energy_j``, in seconds
     and joules, validation included. The first rank of each machine measures its devices, and rank 0 logs the sum. A
-    training that continues from a checkpoint continues its totals. Without a monitor of one's own, parts of an epoch's
-    energy, power, temperature, money and CO2 are logged beside them: docs/energy.md lists these metrics.
+    training that resumes from a checkpoint continues its totals. Unless you pass a monitor, the callback also logs
+    parts of the energy, power, temperature, money and CO2 (docs/energy.md).
 
     Args:
-        energy_monitor: Measures energy and time; one that measures as Zeus's `ZeusMonitor` does will do. None: the best
-            one that this machine offers.
+        energy_monitor: Measures energy and time, with the interface of Zeus's `ZeusMonitor` or ours. None: the best
+            monitor of this machine.
     """
 
-    # The name of the totals in a checkpoint.
+    # Names the totals in a checkpoint.
     state_key = "zeus_energy"
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Begin the totals anew."""
         if stage == "fit" and not is_rehearsal(trainer):
             self._run.restore({})
 
     def state_dict(self) -> dict[str, Any]:
-        """The totals, and what the present epoch has cost so far."""
         return dict(self._run.state())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from what a checkpoint kept."""
         self._run.restore(state_dict)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin to measure."""
         if is_rehearsal(trainer):
             return
         self._run.begin(LightningPort(trainer), self._energy_monitor)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Log the epoch."""
         metrics = self._run.end_epoch()
         if metrics is not None:
             LightningPort(trainer).log(metrics)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Stop measuring."""
         self._run.close()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Stop measuring."""
         self._run.close()

@@ -21,42 +21,40 @@ from zeus_plugins.training.power_run import PowerLimitFindings, batch_size_callb
 
 
 class ZeusPowerLimitCallback(PowerLimitFindings, Callback):
-    """Finds the GPUs' best power limit within the first epochs, keeps it until `fit` ends, and then puts it back.
+    """Finds the GPUs' best power limit in the first epochs, keeps it until `fit` ends, and then restores the old limit.
 
-    Each limit is measured over some batches of the training itself, while nothing else happens: a validation, a
-    checkpoint or the end of an epoch interrupts a measurement, which is then made again. Once the limit is chosen, the
-    batches cost nothing any more; ``zeus/power_limit_w`` goes to the trainer's loggers. Without a GPU or the
-    permission to set limits, only the limit in force is measured, with one warning.
-
-    Beside a `ZeusBSOCallback`, before or after it in the trainer's `callbacks`, the server keeps what was measured, and
-    only limits are measured that no earlier trial of the job had measured at this batch size.
+    The callback measures each limit over some batches of the training. A validation, a checkpoint or the end of an
+    epoch interrupts a measurement, which then begins again. Once the limit is chosen, batches have no overhead, and
+    the trainer's loggers get ``zeus/power_limit_w``. Without a GPU or the permission to set limits, the callback warns
+    and measures the present limit. Beside a `ZeusBSOCallback`, in any order, the server keeps the measurements, and the
+    callback skips limits that an earlier trial of the job measured at this batch size.
 
     Args:
-        selector: What is best: `zeus_plugins.power_limit.ZeusCost(eta)` (the cost that batch sizes are compared by),
-            `Energy()`, `Time()` or `MaxSlowdown(factor)`.
-        warmup_steps: Batches under a new limit before it is measured.
+        selector: Chooses the limit: `zeus_plugins.power_limit.ZeusCost(eta)` (by the cost that batch sizes are compared
+            by; the default), `Energy()`, `Time()` or `MaxSlowdown(factor)`.
+        warmup_steps: Batches under a new limit before its measurement.
         profile_steps: Batches measured under each limit.
-        wait_steps: Batches before the first limit, in which the model is compiled and kernels are benchmarked. After
-            them it is waited until the GPUs' temperature is stable, two minutes at most.
-        warmup_s: Seconds under a new limit before it is measured, should `warmup_steps` take less.
-        profile_s: Seconds measured under each limit, should `profile_steps` take less.
-        limits_w: Limits to measure, watts of each GPU. None: from the one in force downwards in steps of 25 W.
-        profile_path: File that keeps what was measured, for the next training on such GPUs at the same batch size;
-            ``{batch_size}`` in it stands for that size. It is not read where the server knows of the limits.
-        energy_monitor: Measures energy and time; one that measures as Zeus's `ZeusMonitor` does will do. None: the best
-            one that this machine offers.
-        devices: The devices of this machine whose limits are set. None: the NVIDIA GPUs that train.
-        command: Sets a limit, such as ``sudo -n nvidia-smi -i {uuid} -pl {watts}``. None: the environment variable
-            ``ZEUS_POWER_LIMIT_COMMAND``, and without that one zeusd (``ZEUSD_SOCK_PATH``) or the driver is asked.
+        wait_steps: Batches before the first limit, for compilation and benchmarking. The callback then waits until the
+            GPUs' temperature is stable, two minutes at most.
+        warmup_s: Least duration of the warm-up of a limit, in seconds.
+        profile_s: Least duration of the measurement of a limit, in seconds.
+        limits_w: Limits to measure, in watts of each GPU. None: from the present limit downwards in steps of 25 W.
+        profile_path: File that keeps the measurements for later trainings on such GPUs at the same batch size, which
+            replaces ``{batch_size}``. Ignored if the server has measurements.
+        energy_monitor: Measures energy and time, with the interface of Zeus's `ZeusMonitor` or ours. None: the best
+            monitor of this machine.
+        devices: Devices of this machine whose limits to set. None: the NVIDIA GPUs that train.
+        command: Command that sets a limit, such as ``sudo -n nvidia-smi -i {uuid} -pl {watts}``. None: the environment
+            variable ``ZEUS_POWER_LIMIT_COMMAND``, or else zeusd (``ZEUSD_SOCK_PATH``) or the driver.
 
     Raises:
-        ZeusBSOConfigError: An argument cannot work. `fit` raises it for limits that the GPUs cannot have.
+        ZeusBSOConfigError: An argument is invalid. `fit` raises it for limits outside the GPUs' range.
     """
 
     state_key = "zeus_power_limit"
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Prepare; no limit is changed yet."""
+        """Prepare the search, without changing a limit."""
         if is_rehearsal(trainer):
             return
         port = LightningPort(trainer)
@@ -71,53 +69,47 @@ class ZeusPowerLimitCallback(PowerLimitFindings, Callback):
         hide_step_hooks(self, self._run.patches)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin to measure, or go on with it."""
         self._run.begin_steps(_batches_in_a_row(trainer))
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any, **kwargs: Any) -> None:
-        """Count the batch. Hidden from the trainer as soon as nothing is left to measure."""
+        """Count the batch. The callback hides this hook from the trainer when the search is over."""
         self._run.end_step()
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Interrupt a measurement."""
         self._run.interrupt()
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Go on with measuring, after a validation within an epoch."""
         if not is_last_batch(trainer):
             self._run.resume()
 
-    # The trainer writes it after this; the batches after that warm up first.
+    # The trainer writes the checkpoint after this hook, while the restarted measurement warms up.
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Interrupt a measurement."""
         self._run.disturb()
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Interrupt a measurement."""
         self._run.end_steps()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Put the limits back."""
+        """Keep an unfinished search for the next training, and restore the limits."""
         self._run.keep_unfinished()
         self._run.close()
 
     # Lightning calls no other hook after an exception.
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Put the limits back."""
         self._run.close()
 
     def _hide_batch_end(self) -> None:
-        if type(self).on_train_batch_end is ZeusPowerLimitCallback.on_train_batch_end:  # not that of a user's subclass
+        if type(self).on_train_batch_end is ZeusPowerLimitCallback.on_train_batch_end:  # no subclass's hook
             self._run.patches.set_attribute(self, "on_train_batch_end", None)
 
 
 def _delivered_batch_size(trainer: Trainer) -> int | None:
-    """The global batch size that the train loaders deliver, or None when they do not say."""
+    """Return the global batch size that the train loaders deliver, or None if they do not state it."""
     per_device = next(iter(delivered_batch_sizes(trainer)), None)
     return None if per_device is None else int(per_device) * trainer.world_size * trainer.accumulate_grad_batches
 
 
 def _batches_in_a_row(trainer: Trainer) -> int | None:
-    """Batches between two validations, or in an epoch, whichever is less; None when nobody knows."""
+    """Return the number of batches until a validation or the end of the epoch; None if unknown."""
     known = [n for n in (trainer.num_training_batches, trainer.val_check_batch) if n is not None and math.isfinite(n)]
     return int(min(known)) if known else None

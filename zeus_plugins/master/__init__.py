@@ -1,6 +1,6 @@
-"""Recurring trainings that are launched from here, with the interface of Zeus's master.
+"""A master that launches a recurring training script, with the interface of Zeus's master.
 
-`ZeusMaster` launches a training script again and again. A `BatchSizeChooser` chooses the batch size of each run:
+`ZeusMaster` launches the script once per run. A `BatchSizeChooser` chooses the batch size of each run:
 `ServerOptimizer` asks the batch size optimization server, `PolicyOptimizer` decides in this process. Importing this
 package loads neither torch nor the server.
 """

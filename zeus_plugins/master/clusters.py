@@ -1,4 +1,4 @@
-"""Runs as jobs of a cluster: of Slurm by submitit, of Ray by its Jobs API, of Kubernetes by Kubeflow's SDK.
+"""Executors that run commands as jobs of a cluster: Slurm (submitit), Ray (Jobs API) and Kubernetes (Kubeflow's SDK).
 
 https://github.com/facebookincubator/submitit, https://docs.ray.io/en/latest/cluster/running-applications,
 https://github.com/kubeflow/sdk
@@ -16,50 +16,31 @@ import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from zeus_plugins.errors import ZeusBSOConfigError
 from zeus_plugins.master.executors import Launch, Show, shown_live
 
 LOST = 1
-"""The exit status of a run that left none: it was stopped, or its node is gone."""
+"""Exit status of a run that was stopped or whose node failed."""
 
 POLL_S = 1.0
 
-# Seconds without any answer after which a cluster counts as gone: more than an upgrade of its control plane takes.
+# Longer than the upgrade of a cluster's control plane.
 _PATIENCE_S = 300.0
 
 T = TypeVar("T")
 
 
-def answered(question: Callable[[], T], cluster: str, failures: tuple[type[Exception], ...]) -> T:
-    """Ask until the cluster, named so in errors, answers: without one of these `failures`.
-
-    Raises:
-        ZeusBSOConfigError: There was no answer for five minutes.
-    """
-    deadline = time.monotonic() + _PATIENCE_S
-    while True:
-        try:
-            return question()
-        except failures as error:
-            if time.monotonic() > deadline:
-                raise ZeusBSOConfigError(f"{cluster} has not answered for {_PATIENCE_S:g} s: {error}") from None
-            time.sleep(POLL_S)
-
-
-def note_loss(log: Path, text: str) -> int:
-    """Append a line to a run's log; return `LOST`."""
-    with log.open("a") as file:
-        file.write(f"\n{text}\n")
-    return LOST
-
-
 class ClusterExecutor(ABC):
-    """An `Executor` that submits each run as a job; the log directory must be on a file system that the nodes share.
+    """An `Executor` that submits each run as a job. The nodes must share the file system of the log directory.
 
-    A job goes on when its master is killed; a resumed master finds it by what ``{job id}.train.running`` keeps of it.
+    Jobs survive their master. A resumed master finds a job by the marker file ``{job id}.train.running``.
     """
+
+    # Name of the cluster in errors, and the exceptions that mean that it does not answer.
+    _CLUSTER: ClassVar[str]
+    _AWAY: ClassVar[tuple[type[Exception], ...]]
 
     def run(self, launch: Launch, show: Show) -> int:
         """See `Executor.run`."""
@@ -82,35 +63,56 @@ class ClusterExecutor(ABC):
             self._cancel(job)
             raise
         launch.marker.unlink(missing_ok=True)
-        return end if isinstance(end, int) else note_loss(launch.log, end)
+        if isinstance(end, int):
+            return end
+        with launch.log.open("a") as file:
+            file.write(f"\n{end}\n")
+        return LOST
+
+    def _ask(self, question: Callable[[], T]) -> T:
+        """Ask until the cluster answers.
+
+        Raises:
+            ZeusBSOConfigError: It has not answered for five minutes.
+        """
+        deadline = time.monotonic() + _PATIENCE_S
+        while True:
+            try:
+                return question()
+            except self._AWAY as error:
+                if time.monotonic() > deadline:
+                    raise ZeusBSOConfigError(
+                        f"{self._CLUSTER} has not answered for {_PATIENCE_S:g} s: {error}"
+                    ) from None
+                time.sleep(POLL_S)
 
     @abstractmethod
     def _submit(self, launch: Launch) -> Any:
-        """Submit a run and return its job; the launch's marker then holds what finds it again."""
+        """Submit a run, write the marker, and return the job."""
 
     @abstractmethod
     def _find_unfinished(self, launch: Launch) -> Any | None:
-        """Return the job of the launch's marker, or None if it has ended or is unknown."""
+        """Return the marker's job, or None if it has ended or is unknown."""
 
     @abstractmethod
     def _await_exit(self, job: Any, launch: Launch) -> int | str:
-        """Wait for a job; its exit status, or a line about a run that is lost."""
+        """Wait for a job; return its exit status, or for a lost run a line for its log."""
 
     @abstractmethod
     def _cancel(self, job: Any) -> None:
-        """Cancel a job; raise nothing if the cluster does not answer."""
+        """Cancel a job; do not raise if the cluster does not answer."""
 
 
 class SubmititExecutor(ClusterExecutor):
-    """A `ClusterExecutor` of Slurm. The marker holds submitit's own record of the job.
+    """A `ClusterExecutor` of Slurm. The marker holds submitit's pickled job.
 
     Args:
-        cluster: ``"slurm"``; ``"local"`` has submitit run it as a process of this machine.
+        cluster: ``"slurm"``, or ``"local"`` for a process on this machine.
         parameters: Arguments of submitit's ``AutoExecutor.update_parameters``, such as ``timeout_min``,
             ``slurm_partition`` or ``gpus_per_node``.
 
     Raises:
-        ZeusBSOConfigError: submitit is not installed, or there is no such parameter.
+        ZeusBSOConfigError: submitit is not installed. `run` raises it for an unknown parameter.
     """
 
     def __init__(self, *, cluster: str = "slurm", **parameters: Any) -> None:
@@ -134,14 +136,14 @@ class SubmititExecutor(ClusterExecutor):
         return job
 
     def _find_unfinished(self, launch: Launch) -> Any | None:
-        job = pickle.loads(launch.marker.read_bytes())  # noqa: S301 - a file of our own, beside commands that we run
+        job = pickle.loads(launch.marker.read_bytes())  # noqa: S301 - the master's own file
         return None if job.done(force_check=True) else job
 
     def _await_exit(self, job: Any, launch: Launch) -> int | str:  # noqa: ARG002 - the signature is the interface's
         try:
             return int(job.result())
         except self._submitit.core.utils.FailedJobError as error:
-            # Cancelled, out of time or memory, or a node that is gone: why, only Slurm knows.
+            # The job was cancelled or exceeded its time or memory, or its node failed.
             return f"Slurm job {job.job_id}, {job.state}: {str(error).splitlines()[-1]}"
 
     def _cancel(self, job: Any) -> None:
@@ -149,7 +151,7 @@ class SubmititExecutor(ClusterExecutor):
 
 
 def _execute(command: Sequence[str], workdir: str, environ: Mapping[str, str], log: str) -> int:
-    """Execute a run on its node; submitit calls it there."""
+    """Execute a run; submitit calls this function on the node."""
     with Path(log).open("ab") as output:
         try:
             return subprocess.run(  # noqa: S603 - running what the user says is what this is for
@@ -166,23 +168,22 @@ def _execute(command: Sequence[str], workdir: str, environ: Mapping[str, str], l
             return 127
 
 
-# Errors of the network, as the requests library has them, and of a dashboard that answers otherwise than asked.
-_RAY_AWAY = (OSError, RuntimeError)
-
-
 class RayExecutor(ClusterExecutor):
     """A `ClusterExecutor` of Ray. The marker holds the job's submission id.
 
     Args:
-        address: URL of the cluster's dashboard, such as ``http://ray-head:8265``; by default that of ``RAY_ADDRESS``,
-            or of a cluster on this machine.
-        runtime_env: Ray's runtime environment for all runs, such as ``{"pip": [...]}``. The run's own variables are
-            added to its ``env_vars``.
-        parameters: More arguments of ``JobSubmissionClient.submit_job``, such as ``entrypoint_num_gpus``.
+        address: URL of the cluster's dashboard, such as ``http://ray-head:8265``. None: the value of ``RAY_ADDRESS``,
+            or a cluster on this machine.
+        runtime_env: Ray's runtime environment for all runs, such as ``{"pip": [...]}``. Each run adds its variables to
+            ``env_vars``.
+        parameters: Further arguments of ``JobSubmissionClient.submit_job``, such as ``entrypoint_num_gpus``.
 
     Raises:
         ZeusBSOConfigError: Ray is not installed, or no cluster answers at this address.
     """
+
+    _CLUSTER = "the Ray cluster"
+    _AWAY = (OSError, RuntimeError)  # from requests, and from a dashboard that answers with an error
 
     def __init__(
         self, *, address: str | None = None, runtime_env: Mapping[str, Any] | None = None, **parameters: Any
@@ -193,7 +194,7 @@ class RayExecutor(ClusterExecutor):
             raise ZeusBSOConfigError("jobs of a Ray cluster need Ray: pip install 'zeus-plugins[ray]'") from None
         try:
             self._client = JobSubmissionClient(address)
-        except (*_RAY_AWAY, ValueError) as error:
+        except (*self._AWAY, ValueError) as error:
             where = "RAY_ADDRESS" if address is None else address
             raise ZeusBSOConfigError(
                 f"no Ray cluster takes jobs at {where}: give executor.parameters the address of its dashboard, such as "
@@ -206,19 +207,19 @@ class RayExecutor(ClusterExecutor):
         variables = {"PYTHONUNBUFFERED": "1", **launch.environ}
         runtime_env = {**self._runtime_env, "env_vars": {**self._runtime_env.get("env_vars", {}), **variables}}
         submission_id = f"zeus-{uuid.uuid4().hex}"
-        # Before it is submitted: a master that is killed in between finds no such job, and launches the run again.
+        # Write the marker first: a master that is killed before it submits finds no job, and launches the run again.
         launch.marker.write_text(submission_id)
         workdir, log = shlex.quote(str(launch.workdir or Path.cwd())), shlex.quote(str(launch.log))
         try:
             self._client.submit_job(
-                # A line for the shell by which Ray starts jobs; the output goes where the master reads it.
+                # Ray starts jobs by a shell.
                 entrypoint=f"cd {workdir} && exec {shlex.join(launch.command)} >>{log} 2>&1",
                 submission_id=submission_id,
                 runtime_env=runtime_env,
                 **self._parameters,
             )
-        except (*_RAY_AWAY, TypeError, ValueError) as error:
-            # It may have been taken, and the answer lost.
+        except (*self._AWAY, TypeError, ValueError) as error:
+            # The cluster may have accepted the job although the answer is lost.
             self._cancel(submission_id)
             launch.marker.unlink()
             raise ZeusBSOConfigError(f"Ray takes no job with these executor.parameters: {error}") from None
@@ -235,41 +236,40 @@ class RayExecutor(ClusterExecutor):
         while not (info := self._ask(lambda: self._client.get_job_info(job))).status.is_terminal():
             time.sleep(POLL_S)
         if info.driver_exit_code is None:
-            # Stopped by somebody, or its node is gone, or its runtime environment could not be made.
+            # The job was stopped, its node failed, or Ray could not make its runtime environment.
             return f"Ray job {job}, {info.status}: {info.message}"
         return int(info.driver_exit_code)
 
     def _cancel(self, job: Any) -> None:
-        with contextlib.suppress(*_RAY_AWAY):
+        with contextlib.suppress(*self._AWAY):
             self._client.stop_job(job)
 
-    def _ask(self, question: Callable[[], Any]) -> Any:
-        return answered(question, "the Ray cluster", _RAY_AWAY)
 
-
-_KUBERNETES_AWAY = (RuntimeError, TimeoutError)
 _OVER = frozenset({"Complete", "Failed"})
-# The part of a runtime that trains, and its container, as Kubeflow's own runtimes name both.
+# Name of the training part of a runtime, and of its container, in Kubeflow's own runtimes.
 _NODE = "node"
 
 
 class KubeflowExecutor(ClusterExecutor):
-    """A `ClusterExecutor` that has each run trained by a TrainJob of Kubeflow Trainer v2, on one node.
+    """A `ClusterExecutor` whose runs are TrainJobs of Kubeflow Trainer v2, on one node each.
 
-    The log directory must be on a volume that the pods mount at the same path: `volumes`, or the runtime's own. The
-    marker holds the TrainJob's name. TrainJobs stay when they are over.
+    The pods must mount the volume of the log directory at the same path, by `volumes` or by the runtime. The marker
+    holds the TrainJob's name. The executor does not delete ended TrainJobs.
 
     Args:
         image: Container image with the script and `zeus_plugins`.
         runtime: Name of the TrainingRuntime or ClusterTrainingRuntime.
-        namespace: Namespace of the jobs; by default that of the pod or of the kubeconfig's context.
-        context: Context of the kubeconfig, where it is not the current one.
-        volumes: Paths at which pods mount PersistentVolumeClaims, by the names of these.
+        namespace: Namespace of the jobs. None: the pod's, or that of the kubeconfig's context.
+        context: Context of the kubeconfig. None: the current one.
+        volumes: Maps names of PersistentVolumeClaims to the paths at which pods mount them.
         resources: Resources of a pod, such as ``{"gpu": 1, "memory": "16Gi"}``.
 
     Raises:
         ZeusBSOConfigError: Kubeflow's SDK is not installed, or there is no cluster.
     """
+
+    _CLUSTER = "the Kubernetes cluster"
+    _AWAY = (RuntimeError, TimeoutError)
 
     def __init__(
         self,
@@ -301,7 +301,7 @@ class KubeflowExecutor(ClusterExecutor):
 
     def _submit(self, launch: Launch) -> Any:
         name = f"zeus-{uuid.uuid4().hex[:16]}"
-        # Before there is the job: a master that is killed in between finds none, and launches the run again.
+        # Write the marker first: a master that is killed before it submits finds no job, and launches the run again.
         launch.marker.write_text(name)
         _status_file(launch).unlink(missing_ok=True)
         try:
@@ -319,8 +319,8 @@ class KubeflowExecutor(ClusterExecutor):
                     *self._mounted(),
                 ],
             )
-        except (*_KUBERNETES_AWAY, TypeError, ValueError) as error:
-            # It may have been taken, and the answer lost.
+        except (*self._AWAY, TypeError, ValueError) as error:
+            # The cluster may have accepted the job although the answer is lost.
             self._cancel(name)
             launch.marker.unlink()
             reason = error.__cause__ or error
@@ -340,19 +340,16 @@ class KubeflowExecutor(ClusterExecutor):
             said = int(status.read_text())
             status.unlink()
             return said
-        # Deleted, out of memory, or never begun: why, Kubernetes knows.
+        # The job was deleted, ran out of memory or never began.
         return f"TrainJob {job}, {state}: it left no exit status; see kubectl describe trainjob {job}"
 
     def _cancel(self, job: Any) -> None:
-        # A pod that is deleted gets SIGTERM first.
-        with contextlib.suppress(*_KUBERNETES_AWAY):
+        # Kubernetes sends SIGTERM to a deleted pod first.
+        with contextlib.suppress(*self._AWAY):
             self._client.delete_job(job)
 
-    def _ask(self, question: Callable[[], Any]) -> Any:
-        return answered(question, "the Kubernetes cluster", _KUBERNETES_AWAY)
-
     def _mounted(self) -> list[Any]:
-        """The option of the SDK that mounts the volumes."""
+        """Return the SDK's options that mount the volumes."""
         if not self._volumes:
             return []
         from kubeflow.trainer.options import kubernetes as patches
@@ -373,16 +370,16 @@ class KubeflowExecutor(ClusterExecutor):
 
 
 def _status_file(launch: Launch) -> Path:
-    """The file in which a run leaves its exit status, which a TrainJob does not tell."""
+    """Return the file to which the pod writes the exit status, because a TrainJob does not have it."""
     return launch.log.with_suffix(".status")
 
 
 def _pod_script(launch: Launch) -> str:
-    """The work of the pod: the command, whose output goes where the master reads it, and its exit status."""
+    """Return the pod's shell script: run the command into the log, then write its exit status."""
     workdir, log, status = (
         shlex.quote(str(path)) for path in (launch.workdir or Path.cwd(), launch.log, _status_file(launch))
     )
-    # The shell passes SIGTERM on: it is the pod's first process, which Kubernetes signals.
+    # Kubernetes signals the shell, as the pod's first process; it forwards SIGTERM to the command.
     return (
         f"cd {workdir} || exit\n"
         f"{shlex.join(launch.command)} >>{log} 2>&1 &\n"

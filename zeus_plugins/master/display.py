@@ -1,11 +1,11 @@
-"""Listeners of a master, and its lines on the terminal: a table that grows with every run, or a line for each."""
+"""Listeners of a master, which show its runs on the terminal as a live table or as lines."""
 
 from __future__ import annotations
 
 import importlib.util
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from zeus_plugins.master.history import MasterState, PlannedRun, Run, cheapest_size, mean_costs
@@ -14,54 +14,54 @@ _COLUMNS = ("run", "batch size", "learning rate", "epochs", "seconds", "energy J
 
 
 class Listener:
-    """Hears what a master does; what it does not define says nothing."""
+    """Hears of a master's events, and ignores them unless a subclass overrides the method."""
 
     def began(self, state: MasterState) -> None:
-        """The master begins, or goes on after a resume."""
+        """Hear that the master begins or resumes."""
 
     def launched(self, run: PlannedRun) -> None:
-        """A run begins."""
+        """Hear that a run begins."""
 
     def printed(self, text: str) -> None:
-        """The run's script has printed whole lines; called from another thread."""
+        """Hear whole lines of the script's output; called from another thread."""
 
     def ended(self, run: Run) -> None:
-        """The run has ended."""
+        """Hear that the run has ended."""
 
 
 class PlainListener(Listener):
-    """A `Listener` that passes on what the scripts print, and says a line about each run that left no result."""
+    """A `Listener` that prints the scripts' output, and a line for each run without a result."""
 
     def printed(self, text: str) -> None:
-        """Passes it on."""
+        """Print the output."""
         print(text, end="", flush=True)
 
     def ended(self, run: Run) -> None:
-        """Says why a run failed."""
+        """Print why the run failed, if it did."""
         if not run.was_measured:
             print(f"{run.job_id}: {run.outcome}: {run.reason}", file=sys.stderr, flush=True)
 
 
 class Lines(PlainListener):
-    """A `Listener` that passes on what scripts print, and adds a line for each run."""
+    """A `Listener` that prints the scripts' output, and two lines for each run."""
 
     def began(self, state: MasterState) -> None:
-        """Says what there is already."""
+        """Print the number of earlier runs, if any."""
         if state.history:
             print(f"resumed after {len(state.history)} runs", flush=True)
 
     def launched(self, run: PlannedRun) -> None:
-        """Says what begins."""
+        """Print the run's settings."""
         bound = "" if math.isinf(run.cost_ub) else f", at most {run.cost_ub:.4g} J"
         print(f"{run.job_id}: batch size {run.bs}, learning rate {run.learning_rate:.4g}{bound}", flush=True)
 
     def ended(self, run: Run) -> None:
-        """Says what it came to."""
+        """Print outcome and costs."""
         print(f"{run.job_id}: {_outcome(run)}; {run.time:.1f} s, {run.energy:.4g} J, cost {run.cost:.4g} J", flush=True)
 
 
 class LiveTable(Listener):
-    """A `Listener` that keeps a table of all runs below what the scripts print; needs rich."""
+    """A `Listener` that shows a table of all runs below the scripts' output; needs rich."""
 
     def __init__(self) -> None:
         from rich.console import Console
@@ -69,30 +69,27 @@ class LiveTable(Listener):
 
         self._console = Console()
         self._history: list[Run] = []
-        self._under_way: PlannedRun | None = None
         self.live = Live(console=self._console, auto_refresh=False, vertical_overflow="visible")
 
     def began(self, state: MasterState) -> None:
-        """Shows what there is already."""
+        """Show the earlier runs."""
         self._history = list(state.history)
         self._show()
 
     def launched(self, run: PlannedRun) -> None:
-        """Adds a row."""
-        self._under_way = run
-        self._show()
+        """Add a row."""
+        self._show(run)
 
     def printed(self, text: str) -> None:
-        """Shows it above the table."""
+        """Print the output above the table."""
         self._console.out(text.removesuffix("\n"), highlight=False)
 
     def ended(self, run: Run) -> None:
-        """Fills the row."""
+        """Complete the row."""
         self._history.append(run)
-        self._under_way = None
         self._show()
 
-    def _show(self) -> None:
+    def _show(self, running: PlannedRun | None = None) -> None:
         from rich.table import Table
         from rich.text import Text
 
@@ -100,19 +97,19 @@ class LiveTable(Listener):
         for name in _COLUMNS:
             table.add_column(name, justify="left" if name == "outcome" else "right")
         for run in self._history:
-            measured = [str(run.end_epoch or ""), f"{run.time:.1f}", f"{run.energy:.4g}", f"{run.cost:.4g}"]
-            # What a script has said last is no markup.
-            table.add_row(
-                *_planned_cells(run), *measured, Text(_outcome(run), style="green" if run.reached else "yellow")
-            )
-        if self._under_way is not None:
-            table.add_row(*_planned_cells(self._under_way), "", "", "", "", "training …")
+            measured = (str(run.end_epoch or ""), f"{run.time:.1f}", f"{run.energy:.4g}", f"{run.cost:.4g}")
+            # Text(), because rich must not parse a script's output as markup.
+            outcome = Text(_outcome(run), style="green" if run.reached else "yellow")
+            table.add_row(run.job_id, str(run.bs), f"{run.learning_rate:.4g}", *measured, outcome)
+        if running is not None:
+            rate = f"{running.learning_rate:.4g}"
+            table.add_row(running.job_id, str(running.bs), rate, "", "", "", "", "training …")
         self.live.update(table, refresh=True)
 
 
 @contextmanager
 def display() -> Iterator[Listener]:
-    """A `Listener` for this terminal: a live table, or lines where there is no terminal or rich is not installed."""
+    """Provide a `Listener` for this terminal: a live table, or lines without a terminal or without rich."""
     if not sys.stdout.isatty() or importlib.util.find_spec("rich") is None:
         yield Lines()
         return
@@ -121,8 +118,8 @@ def display() -> Iterator[Listener]:
         yield table
 
 
-def conclusion(history: list[Run] | tuple[Run, ...], default_bs: int) -> str:
-    """The conclusion of the runs: the cheapest size beside the default, and where time and energy went."""
+def conclusion(history: Sequence[Run], default_bs: int) -> str:
+    """Compare the cheapest size with the default, and sum up time and energy."""
     means = mean_costs(history)
     cheapest = cheapest_size(history)
     if cheapest is None:
@@ -148,10 +145,6 @@ def conclusion(history: list[Run] | tuple[Run, ...], default_bs: int) -> str:
         f"Energy: {', '.join(sorted({run.energy_source or 'as the script says' for run in history})) or 'none'}.",
     ]
     return "\n".join(lines)
-
-
-def _planned_cells(run: PlannedRun) -> list[str]:
-    return [run.job_id, str(run.bs), f"{run.learning_rate:.4g}"]
 
 
 def _outcome(run: Run) -> str:

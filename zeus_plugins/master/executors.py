@@ -1,7 +1,7 @@
-"""The execution of a run's command: here, as a process of its own that outlives a killed master.
+"""The execution of a run's command, on this machine as a process that survives a killed master.
 
-A run writes its output straight into its log, not into a pipe of the master's, and holds the lock of a file. So a
-master that is resumed finds out whether the run of the killed one still goes on, and can wait for it.
+A run writes its output to its log, not to a pipe of the master, and holds the lock of a file. By the lock, a resumed
+master finds a run that the killed master has left, and waits for it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Show = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Launch:
-    """A command to be executed, by default in the master's directory, with more variables; its log is appended to."""
+    """A command with its directory (None: the master's), additional environment variables, and log to append to."""
 
     command: Sequence[str]
     workdir: Path | None
@@ -37,7 +37,7 @@ class Launch:
 
     @property
     def marker(self) -> Path:
-        """The file in which an executor notes what it needs to find the run again."""
+        """The file by which an executor finds the run again."""
         return self.log.with_suffix(".running")
 
 
@@ -45,26 +45,26 @@ class Executor(Protocol):
     """Executes one command at a time."""
 
     def run(self, launch: Launch, show: Show) -> int:
-        """Execute a command to its end, and show its output as it comes; its exit status, −n if signal n ended it.
+        """Execute a command to its end, and show its output live; return its exit status, −n after signal n.
 
-        An exception that arrives meanwhile, such as KeyboardInterrupt, ends the command first.
+        End the command on an exception, such as KeyboardInterrupt.
 
         Raises:
-            ZeusBSOConfigError: It cannot be started.
+            ZeusBSOConfigError: The command cannot be started.
         """
 
     def adopt(self, launch: Launch, show: Show) -> bool:
-        """Wait for a command that a killed master has left behind, as `run` does; whether it was still going on."""
+        """Wait for a command that a killed master has left, as `run` does; return False if there is none."""
 
 
 class LocalExecutor:
     """An `Executor` of processes on this machine. Needs a POSIX system.
 
-    Each command leads a process group of its own: a Ctrl-C at the terminal reaches the master alone, which then ends
-    the command. What a command leaves behind in its group is killed when it ends.
+    Each command leads a process group of its own, so that Ctrl-C at the terminal reaches only the master, which then
+    ends the command. When a command ends, the executor kills the rest of its group.
 
     Args:
-        grace_s: Seconds that a command gets after SIGINT, and again after SIGTERM, before it is killed.
+        grace_s: Time for the command to end after SIGINT, and again after SIGTERM, in seconds.
     """
 
     def __init__(self, *, grace_s: float = 10.0) -> None:
@@ -81,7 +81,7 @@ class LocalExecutor:
             process = _started(launch, lock)
             os.truncate(lock, 0)
             os.pwrite(lock, str(process.pid).encode(), 0)
-        # The lock lives on in the command.
+        # The command has inherited the lock.
         try:
             with shown_live(launch.log, show, offset=offset):
                 _wait_unreaped(process)
@@ -114,7 +114,7 @@ class LocalExecutor:
         return True
 
     def _end(self, pid: int, ended_within: Callable[[float], bool]) -> None:
-        """End a group: politely at first, and at once if Ctrl-C comes again."""
+        """End a group by SIGINT, SIGTERM and SIGKILL in turn, or by SIGKILL at another Ctrl-C."""
         try:
             for number in (signal.SIGINT, signal.SIGTERM):
                 _signal_group(pid, number)
@@ -127,7 +127,7 @@ class LocalExecutor:
 
 
 def _started(launch: Launch, lock: int) -> subprocess.Popen[bytes]:
-    # Python buffers output that goes to a file, and nothing would be shown before its end.
+    # Python buffers output to a file, so that it could not be shown live.
     environ = {**os.environ, "PYTHONUNBUFFERED": "1", **launch.environ}
     try:
         with launch.log.open("ab") as log:
@@ -150,17 +150,22 @@ def _started(launch: Launch, lock: int) -> subprocess.Popen[bytes]:
 
 @contextmanager
 def shown_live(log: Path, show: Show, *, offset: int) -> Iterator[None]:
-    """Show what is appended meanwhile to a log, which need not exist yet, from an offset in bytes on.
-
-    `show` gets whole lines, from another thread.
-    """
+    """Show whole lines that are appended to a log after `offset` bytes, from another thread."""
     over = threading.Event()
 
     def follow() -> None:
         position, is_last = offset, False
         while not is_last:
             is_last = over.wait(_POLL_S)
-            position = _show_new(log, show, position, to_the_end=is_last)
+            if not log.exists():
+                continue
+            with log.open("rb") as file:
+                file.seek(position)
+                new = file.read()
+            whole = len(new) if is_last else new.rfind(b"\n") + 1
+            if whole:
+                show(new[:whole].decode(errors="replace"))
+            position += whole
 
     thread = threading.Thread(target=follow, name="zeus-master-output", daemon=True)
     thread.start()
@@ -171,22 +176,8 @@ def shown_live(log: Path, show: Show, *, offset: int) -> Iterator[None]:
         thread.join()
 
 
-def _show_new(log: Path, show: Show, position: int, *, to_the_end: bool) -> int:
-    """Show what is new since a position; the new position."""
-    try:
-        with log.open("rb") as file:
-            file.seek(position)
-            new = file.read()
-    except FileNotFoundError:
-        return position
-    whole = len(new) if to_the_end else new.rfind(b"\n") + 1
-    if whole:
-        show(new[:whole].decode(errors="replace"))
-    return position + whole
-
-
 def _wait_unreaped(process: subprocess.Popen[bytes]) -> None:
-    """Wait for a process and, where possible, leave it a zombie, so that its number names its group for sure."""
+    """Wait for a process and, if possible, leave it a zombie, so that no other group can get its number."""
     if hasattr(os, "waitid"):
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
     else:
@@ -202,13 +193,13 @@ def _has_ended(process: subprocess.Popen[bytes], timeout_s: float) -> bool:
 
 
 def _signal_group(pid: int, number: int) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS refuses zombies, not others' processes
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS refuses to signal zombies
         os.killpg(pid, number)
 
 
 @contextmanager
 def lock_file(path: Path) -> Iterator[int]:
-    """Open a file, made if need be, for `try_lock`."""
+    """Open or create a file for `try_lock`."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     try:
         yield descriptor
@@ -217,7 +208,7 @@ def lock_file(path: Path) -> Iterator[int]:
 
 
 def try_lock(descriptor: int) -> bool:
-    """Lock a file for this process and those that inherit it, or return False: another one has it locked."""
+    """Lock a file for this process and those that inherit the descriptor; return False if another holds the lock."""
     import fcntl
 
     try:

@@ -1,7 +1,4 @@
-"""The history of a master, as it is kept on disk, and what follows from it.
-
-Nothing is counted twice: recurrence, try, seed and cost bound of the next run are all derived from the runs so far.
-"""
+"""The history of a master on disk, from which recurrence, try, seed and cost bound of the next run follow."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ from zeus_plugins.protocol import GpuConfig, TrialState
 from zeus_plugins.train_result import write_atomically
 
 MAX_TRIES = 20
-"""Runs of one recurrence after which it is given up."""
+"""Number of runs after which the master gives up a recurrence."""
 
 HISTORY_FILE = "history.json"
 
@@ -30,9 +27,9 @@ class HistoryEntry:
 
     Attributes:
         bs: Global batch size.
-        pl: Power limit of each GPU in watts; None where the run chose none.
+        pl: Power limit of each GPU in watts; None if the run chose none.
         energy: Joules.
-        reached: True if the target metric was reached.
+        reached: True if the run reached the target metric.
         time: Seconds.
     """
 
@@ -44,17 +41,18 @@ class HistoryEntry:
 
 
 class _Kept(BaseModel):
-    # An infinite cost bound is kept as the string "Infinity": JSON has no number for it.
+    # JSON has no infinite number: write an infinite cost bound as the string "Infinity".
     model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
 
 
 class PlannedRun(_Kept):
-    """A run that was decided on.
+    """A run that the master has decided on.
 
     Attributes:
-        tries: Counts from 1 within the recurrence, and so do recurrences within the job.
+        recurrence: Number of the recurrence within the job, from 1.
+        tries: Number of the run within the recurrence, from 1.
         bs: Global batch size.
-        cost_ub: Joules of cost that it must not cross; infinite when there is no bound yet.
+        cost_ub: Upper bound of the cost in joules; infinite if there is none yet.
     """
 
     recurrence: int
@@ -70,16 +68,16 @@ class Run(PlannedRun):
     """A run that has ended.
 
     Attributes:
-        pl: Power limit of each GPU in watts; None where the run chose none.
-        energy: Joules. Of a failed run: the most that it can have used, maximum power × time.
+        pl: Power limit of each GPU in watts; None if the run chose none.
+        energy: Joules; for a failed run the upper bound, maximum power × time.
         time: Seconds.
         cost: ``η·energy + (1 − η)·max_power·time``, joules.
-        reached: True if the target metric was reached.
-        outcome: ``completed`` (reached), ``early_stopped`` or ``exhausted`` (measured to an end short of it),
+        reached: True if the run reached the target metric.
+        outcome: ``completed`` (target reached), ``early_stopped`` or ``exhausted`` (a result without the target),
             ``failed`` or ``infeasible`` (no result).
-        reason: The same in words.
-        end_epoch: Epochs trained; None where unknown.
-        metric: The last validation metric; None where unknown.
+        reason: The outcome in words.
+        end_epoch: Epochs trained; None if unknown.
+        metric: Last validation metric; None if unknown.
         energy_source: Source of the energy; None if the script does not name it.
     """
 
@@ -96,12 +94,12 @@ class Run(PlannedRun):
 
     @property
     def was_measured(self) -> bool:
-        """True when the script left a result."""
+        """True if the script left a result."""
         return self.outcome not in (TrialState.FAILED, TrialState.INFEASIBLE)
 
 
 def run_of_cost(job: Job, batch_size: int, cost_j: float, *, time_s: float, reached: bool) -> Run:
-    """A run of which a master has told no more than its cost, joules, as Zeus's do: all epochs at that energy."""
+    """Return a run of which only the cost in joules is known, as from Zeus's master: all epochs, with that energy."""
     return Run(
         recurrence=1,
         tries=1,
@@ -123,7 +121,7 @@ def run_of_cost(job: Job, batch_size: int, cost_j: float, *, time_s: float, reac
 
 @dataclass(frozen=True)
 class NextRun:
-    """The consequences of a history for the next run; recurrences that reached the target or were given up are over."""
+    """Values of the next run that follow from a history."""
 
     recurrence: int
     tries: int
@@ -132,10 +130,10 @@ class NextRun:
 
     @classmethod
     def after(cls, history: Sequence[Run], *, seed: int, beta_knob: float | None) -> NextRun:
-        """Derive it from all runs so far, and the seed of the first.
+        """Derive the values from all runs so far, and the first run's seed.
 
-        The cost of a recurrence is that of all its tries; the bound is β times the cheapest recurrence that reached the
-        target. Every run gets the seed after that of the run before.
+        A recurrence ends when it reaches the target or the master gives it up. Its cost is the sum over its tries; the
+        bound is β times the cost of the cheapest recurrence that reached the target. Each run increments the seed.
         """
         cheapest = spent = math.inf
         recurrence = tries = 1
@@ -150,16 +148,16 @@ class NextRun:
 
 
 class MasterState(_Kept):
-    """Everything that a master needs to go on; the content of ``history.json``.
+    """State from which a master resumes; the content of ``history.json``.
 
     Attributes:
         job: The job's name.
         beta_knob: β of the cost bound; None: no bound.
         seed: Seed of the first run.
-        history: The runs that have ended, in order.
-        running: The run that was decided on and has not ended.
-        observed: Number of runs of the history that the optimizer knows of.
-        optimizer: The optimizer's own state; None where it keeps none.
+        history: The ended runs, in order.
+        running: The planned run that has not ended.
+        observed: Number of runs that the optimizer has observed.
+        optimizer: The optimizer's state; None if it has none to keep.
     """
 
     version: Literal[1] = 1
@@ -178,19 +176,19 @@ class MasterState(_Kept):
 
     @property
     def next_run(self) -> NextRun:
-        """The consequences of the history."""
+        """Values of the next run."""
         return NextRun.after(self.history, seed=self.seed, beta_knob=self.beta_knob)
 
     def write(self, logdir: Path) -> None:
-        """Keep it; a crash meanwhile leaves the state before."""
+        """Write the file atomically."""
         write_atomically(logdir / HISTORY_FILE, self.model_dump_json(indent=1) + "\n")
 
     @classmethod
     def read(cls, logdir: Path) -> MasterState:
-        """Read it again.
+        """Read the file.
 
         Raises:
-            ZeusBSOConfigError: There is none, or something else.
+            ZeusBSOConfigError: The file does not exist, or has another content.
         """
         path = logdir / HISTORY_FILE
         try:
@@ -202,7 +200,7 @@ class MasterState(_Kept):
 
 
 def mean_costs(history: Sequence[Run]) -> dict[int, float]:
-    """Mean cost in joules, per batch size, of the runs that reached the target."""
+    """Return the mean cost, in joules, of the runs of each batch size that reached the target."""
     costs: dict[int, list[float]] = {}
     for run in history:
         if run.reached:
@@ -211,6 +209,6 @@ def mean_costs(history: Sequence[Run]) -> dict[int, float]:
 
 
 def cheapest_size(history: Sequence[Run]) -> int | None:
-    """The batch size with the lowest mean cost, or None while none has reached the target."""
+    """Return the batch size with the lowest mean cost, or None if no run has reached the target."""
     means = mean_costs(history)
     return min(means, key=means.__getitem__) if means else None

@@ -1,4 +1,4 @@
-"""A recurring training script as its owner describes it, and the file that describes it to ``zeus-plugins master``."""
+"""The description of a recurring training script, and the file that holds it for ``zeus-plugins master``."""
 
 from __future__ import annotations
 
@@ -19,39 +19,39 @@ from zeus_plugins.errors import ZeusBSOConfigError
 from zeus_plugins.protocol import ID_PATTERN, BatchSize, GpuConfig, PositiveInt, Seed
 from zeus_plugins.training.lr_scaling import LrScaling, lr_factor
 
-# What each run brings for its command.
+# Values of the command that differ between runs.
 _RUN_FIELDS = frozenset({"batch_size", "learning_rate", "seed"})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """A recurring training job that is launched as a command.
+    """A recurring training job, launched by a command without a shell.
 
-    The command may hold ``{batch_size}`` (which it must), ``{learning_rate}``, ``{seed}``, ``{target_metric}``,
+    The command must contain ``{batch_size}``. It may contain ``{learning_rate}``, ``{seed}``, ``{target_metric}``,
     ``{epochs}``, ``{name}``, ``{dataset}``, ``{network}``, ``{optimizer}``, ``{python}`` (this interpreter) and the
-    job's own `fields`. Doubled braces stand for themselves. No shell is involved.
+    names in `fields`. Double a brace to keep it.
 
     Attributes:
-        name: Names the job: its directory of logs, and the job on the batch size optimization server.
-        dataset: Name of the data that it trains on.
-        network: Name of the model that it trains.
-        optimizer: Name of its optimizer, e.g. ``"adam"``.
+        name: Names the log directory, and the job on the batch size optimization server.
+        dataset: Name of the training data.
+        network: Name of the model.
+        optimizer: Name of the optimizer, e.g. ``"adam"``.
         target_metric: Value of the validation metric at which the training is done.
-        max_epochs: Epochs after which a run ends without it.
-        default_bs: Global batch size that the owner would use without an optimizer.
-        default_lr: Learning rate that goes with it.
-        command: As one string, which is split as a POSIX shell would, or as a list.
-        workdir: The command's working directory. None: the master's.
-        lr_scaling: The rule by which the learning rate follows the batch size: ``"linear"``, ``"sqrt"`` or ``"none"``.
+        max_epochs: Largest number of epochs of a run.
+        default_bs: Global batch size that you would use without an optimizer.
+        default_lr: Learning rate at the default batch size.
+        command: A list of program and arguments, or a string that is split as by a POSIX shell.
+        workdir: Working directory of the command. None: the master's.
+        lr_scaling: Rule by which the learning rate follows the batch size: ``"linear"``, ``"sqrt"`` or ``"none"``.
         higher_is_better_metric: True if the metric rises as the model improves.
-        fields: More values for the command.
+        fields: Additional values for the command.
 
     Raises:
-        ZeusBSOConfigError: The command holds a field that there is no value for, or lacks ``{batch_size}``; or a value
-            is out of its range.
+        ZeusBSOConfigError: The command contains a name without a value, or lacks ``{batch_size}``; or a value is out of
+            range.
     """
 
-    __pydantic_config__ = ConfigDict(extra="forbid")  # for the file that describes it
+    __pydantic_config__ = ConfigDict(extra="forbid")  # of the file
 
     name: str
     dataset: str
@@ -94,7 +94,7 @@ class Job:
             )
 
     def learning_rate(self, batch_size: int) -> float:
-        """The learning rate that goes with a batch size.
+        """Return the learning rate at a batch size.
 
         Raises:
             ZeusBSOConfigError: The batch size is not positive.
@@ -102,13 +102,13 @@ class Job:
         return self.default_lr * lr_factor(self.lr_scaling, batch_size, self.default_bs)
 
     def command_line(self, batch_size: int, learning_rate: float, seed: int) -> list[str]:
-        """The command of one run: program and arguments."""
+        """Return program and arguments of one run."""
         values = {"batch_size": batch_size, "learning_rate": learning_rate, "seed": seed, **self._values, **self.fields}
         return [part.format_map(values) for part in self._parts]
 
     @property
     def _values(self) -> dict[str, object]:
-        """The values for the command that all runs share, beside `fields`."""
+        """Values of the command that all runs share, without `fields`."""
         named = {name: getattr(self, name) for name in ("name", "dataset", "network", "optimizer", "target_metric")}
         return {**named, "epochs": self.max_epochs, "python": sys.executable}
 
@@ -118,7 +118,7 @@ class Job:
 
 
 def _fields_of(template: str) -> set[str]:
-    """Names of the fields in a format string, without their attributes and indices."""
+    """Return the names in a format string, without attributes and indices."""
     try:
         found = [name for _, name, _, _ in string.Formatter().parse(template) if name is not None]
     except ValueError as error:
@@ -131,7 +131,7 @@ class _Table(BaseModel):
 
 
 class MasterTable(_Table):
-    """``[master]``: what `ZeusMaster` and its `run` take; the command line may say another number of recurrences."""
+    """``[master]``: arguments of `ZeusMaster` and its `run`; an option may override the number of recurrences."""
 
     batch_sizes: Annotated[list[BatchSize], Field(min_length=1)]
     recurrences: PositiveInt = 10
@@ -150,10 +150,10 @@ class MasterTable(_Table):
 
 
 class OptimizerTable(_Table):
-    """``[optimizer]``: the batch size optimization server chooses, or its policies in the master's process.
+    """``[optimizer]``: the batch size optimization server, or its policies in the master's process.
 
-    Without a `server_url` it is that of ``ZEUS_SERVER_URL``, or else the server in this process. The options are fields
-    of `JobSpec` for the server, or arguments of `PolicyOptimizer`.
+    `server_url` defaults to ``ZEUS_SERVER_URL``, or to a server in this process. The options are fields of `JobSpec`
+    for the server, or arguments of `PolicyOptimizer`.
     """
 
     kind: Literal["server", "policy"] = "server"
@@ -162,9 +162,9 @@ class OptimizerTable(_Table):
 
 
 class ExecutorTable(_Table):
-    """``[executor]``: on this machine, or as jobs of a Slurm, Ray or Kubernetes cluster.
+    """``[executor]``: this machine, or a Slurm, Ray or Kubernetes cluster.
 
-    The parameters are those of submitit's ``AutoExecutor``, or the arguments of `RayExecutor` or `KubeflowExecutor`.
+    The parameters are arguments of submitit's ``AutoExecutor``, of `RayExecutor` or of `KubeflowExecutor`.
     """
 
     kind: Literal["local", "slurm", "ray", "kubeflow"] = "local"
@@ -174,8 +174,8 @@ class ExecutorTable(_Table):
 class MasterConfig(_Table):
     """The whole file.
 
-    ``[job]`` has the fields of `Job`, with `workdir` relative to the file, and ``[job.fields]`` more values for the
-    command. ``[gpus]`` states `GpuConfig` where the script runs on other devices than this machine's.
+    ``[job]`` holds the fields of `Job`, with `workdir` relative to the file, and ``[job.fields]`` additional values for
+    the command. ``[gpus]`` holds `GpuConfig`, if the script runs on other devices than this machine's.
     """
 
     job: Job
@@ -186,7 +186,7 @@ class MasterConfig(_Table):
 
 
 def read_config(path: Path) -> tuple[MasterConfig, Job]:
-    """Read the file, and the job that it describes; what is wrong, missing or unknown is a `ZeusBSOConfigError`."""
+    """Read the file, and return it with its job; raise `ZeusBSOConfigError` if its content is invalid."""
     try:
         config = MasterConfig.model_validate(tomllib.loads(path.read_text(encoding="utf-8")))
     except OSError as error:

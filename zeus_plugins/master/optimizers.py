@@ -1,6 +1,6 @@
-"""The objects that choose a master's batch sizes: their interface, which is Zeus's, and the two kinds that we have.
+"""Choosers of a master's batch sizes: Zeus's interface, and two implementations.
 
-`ServerOptimizer` asks the batch size optimization server, `PolicyOptimizer` the server's policies in this process.
+`ServerOptimizer` asks the batch size optimization server, `PolicyOptimizer` runs the server's policies in this process.
 """
 
 from __future__ import annotations
@@ -40,52 +40,52 @@ if TYPE_CHECKING:
 
 
 class BatchSizeChooser(Protocol):
-    """Chooses the batch size of each run. Zeus's `BatchSizeOptimizer` classes fit."""
+    """Chooses the batch size of each run. Zeus's `BatchSizeOptimizer` classes have this interface."""
 
     def register_job(self, job: Job, batch_sizes: list[int]) -> None:
-        """Get to know a job; called once before anything else, and again after a resume."""
+        """Register a job; called first, and again after a resume."""
 
     def predict(self, job: Job) -> int:
-        """The batch size of the next run."""
+        """Return the batch size of the next run."""
 
     def observe(self, job: Job, batch_size: int, cost: float, converged: bool | None = None) -> None:
-        """Learn what a run has cost, joules, and whether it reached the target."""
+        """Learn the cost of a run, in joules, and whether the run reached the target."""
 
 
 @runtime_checkable
 class RunObserver(Protocol):
-    """A `BatchSizeChooser` that wants the whole run, in place of `observe`."""
+    """A `BatchSizeChooser` that learns of whole runs, in place of `observe`."""
 
     def observe_run(self, job: Job, run: Run) -> None:
-        """Learn of a run. After a crash of the master it may be told of the same run again."""
+        """Learn of a run; after a crash of the master, possibly a second time."""
 
 
 @runtime_checkable
 class KeepsState(Protocol):
-    """A `BatchSizeChooser` whose state can be kept as JSON.
+    """A `BatchSizeChooser` that can save its state as JSON.
 
-    One that is not has its calls repeated after a resume: `predict` and `observe` for each run of the history.
+    For other choosers, a resumed master repeats `predict` and `observe` for each run of the history.
     """
 
     def state_dict(self) -> dict[str, Any]:
-        """Its state, in what JSON can hold."""
+        """Return the state in types that JSON can hold."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up a state; called before `register_job`."""
+        """Restore a state; called before `register_job`."""
 
 
 class ServerOptimizer:
-    """Each run of the script is a trial on the server, which ends as the run did.
+    """Makes each run of the script a trial on the server.
 
-    While a run goes on, its trial is kept alive by heartbeats; results wait in the outbox while the server is away.
+    Heartbeats renew the trial's lease during the run. Results wait in the outbox while the server is away.
 
     Args:
-        client: Talks to the server. `zeus_plugins.client.client_from_environment` makes one. It is not closed here.
+        client: Client of the server, as from `zeus_plugins.client.client_from_environment`; the caller closes it.
         gpus: The accelerators that the job runs on.
-        eta_knob: η of the cost; the same as the master's.
-        beta_knob: β of the cost bound; the same as the master's.
-        outbox: Directory in which results wait while the server is away; by default in the user's directory for state.
-        options: More fields of `JobSpec`, such as ``num_pruning_rounds``.
+        eta_knob: η of the cost; equal to the master's.
+        beta_knob: β of the cost bound; equal to the master's.
+        outbox: Directory for results while the server is away. None: a directory below the user's state directory.
+        options: Further fields of `JobSpec`, such as ``num_pruning_rounds``.
     """
 
     def __init__(
@@ -104,8 +104,7 @@ class ServerOptimizer:
         self._gpus = gpus
         self._outbox = outbox or default_outbox()
         self._options = dict(options or {})
-        # Trials are asked for by keys that a resumed master makes again: a trial that was asked for, but not kept, is
-        # found by its key.
+        # A resumed master makes the same keys, by which the server finds a trial whose answer the master lost.
         self._key = secrets.token_hex(16)
         self._asked = 0
         self._registration: CreatedJob | None = None
@@ -113,11 +112,11 @@ class ServerOptimizer:
         self._reporter: TrialReporter | None = None
 
     def register_job(self, job: Job, batch_sizes: list[int]) -> None:
-        """Register the job, under its name, on this hardware.
+        """Register the job under its name.
 
         Raises:
-            ZeusBSOConfigError: The server refuses the job or the token; or it knows the job otherwise.
-            ZeusBSORuntimeError: The server cannot be reached, or fails.
+            ZeusBSOConfigError: The server refuses the job or the token, or has the job with other settings.
+            ZeusBSORuntimeError: The server is unreachable, or fails.
         """
         spec = JobSpec(
             **{
@@ -138,11 +137,11 @@ class ServerOptimizer:
             self._open_line(self._registration, self._trial)
 
     def predict(self, job: Job) -> int:
-        """Start a trial; its batch size.
+        """Start a trial, and return its batch size.
 
         Raises:
             ZeusBSOOperationOrderError: The job is not registered.
-            ZeusBSORuntimeError: The server cannot be reached, fails, or has no batch size that works.
+            ZeusBSORuntimeError: The server is unreachable, fails, or has no batch size left.
         """
         registration = self._registered(job)
         self._trial = self._client.request_trial(registration.job_id, f"{self._key}-{self._asked}")
@@ -151,7 +150,7 @@ class ServerOptimizer:
         return self._trial.batch_size
 
     def observe(self, job: Job, batch_size: int, cost: float, converged: bool | None = None) -> None:
-        """End the trial by its cost alone, joules: told to the server as that energy at maximum power."""
+        """End the trial, and report its cost in joules as that energy, used at maximum power."""
         time_s = cost / self._registered(job).max_power
         self._report_run(job, run_of_cost(job, batch_size, cost, time_s=time_s, reached=bool(converged)))
 
@@ -165,18 +164,18 @@ class ServerOptimizer:
             self._reporter = self._trial = None
 
     def interrupt(self) -> None:
-        """Suspend the trial, as the master ends: its run goes on, or is done again, when the master is resumed."""
+        """Suspend the trial when the master ends, so that a resumed master can continue it."""
         if self._reporter is not None:
             self._reporter.end(Ending(outcome=TrialState.SUSPENDED, detail="the master was interrupted"))
             self._reporter = None
 
     def state_dict(self) -> dict[str, Any]:
-        """The key and number of trials asked for, and the one that is under way."""
+        """Return the key and number of requested trials, and the running trial."""
         trial = None if self._trial is None else self._trial.model_dump(mode="json")
         return {"key": self._key, "asked": self._asked, "trial": trial}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up what `state_dict` returned, before `register_job`."""
+        """Restore the result of `state_dict`, before `register_job`."""
         self._key, self._asked = state["key"], state["asked"]
         self._trial = None if state["trial"] is None else TrialDispatch.model_validate(state["trial"])
 
@@ -206,7 +205,7 @@ class ServerOptimizer:
         return self._reporter
 
     def _report_run(self, job: Job, run: Run) -> None:
-        """Report the end of a run, with the rule by which it was ended."""
+        """Report the end of a run, with the rule that ended it."""
         registration, line = self._registered(job), self._line()
         if self._trial is None or self._trial.batch_size != run.bs:
             raise ZeusBSOConfigError(f"the trial under way is not one of batch size {run.bs}")
@@ -214,7 +213,7 @@ class ServerOptimizer:
         cost_j = registration.cost_j(time_s=run.time, energy_j=run.energy)
         max_cost_j: float | None = None
         if not run.reached and (cost_j > run.cost_ub or epochs < registration.max_epochs):
-            # It was stopped before an epoch that would have crossed the bound, which its cost may not have reached.
+            # The run stopped before an epoch that would have crossed the bound, so that its cost may be below it.
             max_cost_j = min(run.cost_ub, math.nextafter(cost_j, 0))
         verdict = line.report_evaluation(
             Evaluation(
@@ -231,7 +230,7 @@ class ServerOptimizer:
 
 
 def _metric_of(job: CreatedJob, run: Run) -> float:
-    """The metric to report: the script's, or one that says as much as `run.reached` does."""
+    """Return the script's metric, or else a value at the target or just short of it, as `run.reached` says."""
     if run.metric is not None and job.is_reached_by(run.metric) == run.reached:
         return run.metric
     if run.reached:
@@ -241,28 +240,28 @@ def _metric_of(job: CreatedJob, run: Run) -> float:
 
 _CRASH_RETRIES = 3
 
-# The policy refuses a target that was reached for nothing, as no later run could beat it.
+# The policy refuses a cost of 0, which no other run could beat.
 _LEAST_COST_J = 1e-6
 
 
 class PolicyOptimizer:
-    """The server's policies on the costs of one job; needs the extra ``server``.
+    """Runs the server's policies on the costs of one job; needs the extra ``server``.
 
-    Decisions rest on costs and epochs alone, so that neither η nor the hardware needs to be known here. When a run is
-    stopped is the master's decision, which knows the bound on its cost.
+    Decisions depend only on costs and epochs, not on η or the hardware. The master decides when a run stops, because it
+    knows the bound of the cost.
 
     Args:
-        policy: Chooses the batch sizes, such as ``"gp_voi"`` or ``"zeus"`` (docs/policy.md). None: `gp_voi`, or the one
-            of the state that is taken up. The other arguments but `seed` matter to policy `zeus` alone.
-        num_pruning_rounds: Number of times that every batch size is tried before sizes are drawn.
+        policy: Name of the policy, such as ``"gp_voi"`` or ``"zeus"`` (docs/policy.md). None: the policy of the
+            restored state, or ``"gp_voi"``. The other arguments except `seed` apply to policy ``"zeus"``.
+        num_pruning_rounds: Number of times that exploration tries every batch size.
         window_size: Number of latest observations per batch size that count. 0: all.
         mab_prior_mean: Mean of the prior over the reward (−cost, joules) of a batch size.
         mab_prior_precision: Precision (1/joules²) of that prior.
-        mab_num_explorations: Least number of observations per batch size before it is drawn by merit.
+        mab_num_explorations: Least number of observations per batch size before the policy draws by merit.
         seed: Seed of the draws.
 
     Raises:
-        ZeusBSOConfigError: The server is not installed here, or has no such policy.
+        ZeusBSOConfigError: The server is not installed, or has no such policy.
     """
 
     def __init__(
@@ -298,15 +297,15 @@ class PolicyOptimizer:
         }
         self._seed = seed
         self._known: InMemoryJob | None = None
-        # In order of dispatch.
+        # Ordered by dispatch.
         self._trials: list[TrialRecord] = []
         self._survivors: tuple[int, ...] | None = None
 
     def register_job(self, job: Job, batch_sizes: list[int]) -> None:
-        """Get to know the job.
+        """Register the job.
 
         Raises:
-            ZeusBSOConfigError: This optimizer holds another job already, or the default size is none of the sizes.
+            ZeusBSOConfigError: This optimizer has another job, or the default size is none of the sizes.
         """
         if self._known is not None and self._known.state.job_id != job.name:
             raise ZeusBSOConfigError(
@@ -314,20 +313,20 @@ class PolicyOptimizer:
             )
         if job.default_bs not in batch_sizes:
             raise ZeusBSOConfigError(f"default_bs {job.default_bs} is not one of the batch sizes {batch_sizes}")
-        # Not validated: any text names a job of a master.
+        # Skip validation, because the name of a master's job may be any text.
         registration = CreatedJob.model_construct(
             job_id_prefix=job.name,
             job_id=job.name,
             batch_sizes=tuple(sorted(set(batch_sizes))),
             default_batch_size=job.default_bs,
-            # With η = 1 the core's cost is what it takes for energy: here, the cost observed.
+            # With η = 1 the core's cost equals the energy, which `_report_run` sets to the observed cost.
             eta_knob=1.0,
             max_power=1.0,
             number_of_gpus=1,
             gpu_model="",
-            # The master bounds the costs of its runs itself.
+            # The master bounds the costs itself.
             beta_knob=None,
-            # What a run reached is told as 1 or 0.
+            # `_report_run` sets the metric to 1 or 0.
             target_metric=1.0,
             max_epochs=job.max_epochs,
             policy=self._policy,
@@ -336,7 +335,7 @@ class PolicyOptimizer:
         self._known = self._core.InMemoryJob(registration, self._trials, self._survivors)
 
     def predict(self, job: Job) -> int:
-        """The batch size of the next run.
+        """Return the batch size of the next run.
 
         Raises:
             ZeusBSOOperationOrderError: The job is not registered.
@@ -348,7 +347,7 @@ class PolicyOptimizer:
 
         known = self._registered(job)
         try:
-            # A generator for each decision: nothing but its number needs to be kept.
+            # A generator for each decision, so that the state need not hold one.
             trial = known.begin_trial(np.random.default_rng((self._seed, len(self._trials) + 1)))
         except NoSurvivorError as error:
             raise ZeusBSORuntimeError(str(error)) from None
@@ -356,14 +355,11 @@ class PolicyOptimizer:
         return trial.batch_size
 
     def observe(self, job: Job, batch_size: int, cost: float, converged: bool | None = None) -> None:
-        """Learn what the run has cost, joules; one that has not reached the target (False, None) is censored there.
-
-        The epochs that it took are unknown here: they count as `max_epochs`. `observe_run` knows better.
-        """
+        """Learn the cost of the run in joules, right-censored unless it converged; count `max_epochs` epochs."""
         self._report_run(job, run_of_cost(job, batch_size, cost, time_s=0.0, reached=bool(converged)))
 
     def observe_run(self, job: Job, run: Run) -> None:
-        """Learn of a run; one without a result has its size tried again, up to a limit, or excluded."""
+        """Learn of a run. After a run without a result, the policy retries its size a few times, or excludes it."""
         if run.was_measured:
             self._report_run(job, run)
             return
@@ -372,16 +368,16 @@ class PolicyOptimizer:
         self._trials[number - 1] = self._registered(job).end_trial(number, ending, retries=_CRASH_RETRIES)
 
     def state_dict(self) -> dict[str, Any]:
-        """The policy, all trials, and the sizes that survived the exploration."""
+        """Return the policy, all trials, and the sizes that survived the exploration."""
         survivors = self._survivors if self._known is None else self._known.state.survivors
         trials = [{name: value for name, value in asdict(each).items() if value is not None} for each in self._trials]
         return {"policy": self._policy, "trials": trials, "survivors": survivors}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up what `state_dict` returned.
+        """Restore the result of `state_dict`.
 
         Raises:
-            ZeusBSOConfigError: Another policy was asked for than the job was begun with.
+            ZeusBSOConfigError: The state is of another policy than this optimizer's.
         """
         from bso_server.core.model import TrialRecord
 
@@ -401,7 +397,7 @@ class PolicyOptimizer:
         return self._known
 
     def _running(self, job: Job, batch_size: int) -> TrialRecord:
-        """The trial that `predict` has started, which must be of this size."""
+        """Return the trial that `predict` has started; check its size."""
         self._registered(job)
         running = [trial for trial in self._trials if trial.state is TrialState.RUNNING]
         if not running or running[-1].batch_size != batch_size:
@@ -409,13 +405,13 @@ class PolicyOptimizer:
         return running[-1]
 
     def _report_run(self, job: Job, run: Run) -> None:
-        """Tell the policy how a run that was measured has ended, and by which rule."""
+        """Report the end of a measured run, with the rule that ended it."""
         from bso_server.core.model import Report
 
         number = self._running(job, run.bs).trial_number
         cost_j, epochs = max(run.cost, _LEAST_COST_J), float(run.end_epoch or job.max_epochs)
         report = Report(time_s=run.time, energy_j=cost_j, epoch=epochs, metric=float(run.reached))
-        # Its cost was bounded before an epoch that would have crossed the bound.
-        is_bounded = run.outcome == "early_stopped"
-        rule = StopRule(max_cost_j=0.0 if is_bounded else None, max_epochs=job.max_epochs)
+        # A bound of 0 makes the core end the trial as early stopped.
+        max_cost_j = 0.0 if run.outcome == "early_stopped" else None
+        rule = StopRule(max_cost_j=max_cost_j, max_epochs=job.max_epochs)
         self._trials[number - 1], _ = self._registered(job).judge(number, report, judged_by=rule)

@@ -1,4 +1,4 @@
-"""Launches a recurring training script again and again, each time with the batch size that an optimizer chooses."""
+"""The master, which launches each run of a recurring training script at the batch size that an optimizer chooses."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ import contextlib
 import re
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from zeus_plugins import energy
 from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSOTrainFailError
@@ -30,25 +29,24 @@ _LOCK_FILE = ".master.lock"
 class ZeusMaster:
     """Lets a training script recur, with the interface of Zeus's master.
 
-    Everything that it needs to go on is on disk after every run: a master that was killed is resumed by `run` with
-    `resume_from`, which neither repeats nor loses a run. A script that was running meanwhile is waited for.
+    The master saves its state after every run. To resume a killed master, pass its log directory to `run` as
+    `resume_from`. The resumed master waits for a script that still runs, and neither repeats nor loses a run.
 
     Args:
-        batch_size_optimizer: Chooses batch sizes: any object with ``register_job``, ``predict`` and ``observe``; see
-            `BatchSizeChooser`. `ServerOptimizer` and `PolicyOptimizer` are such.
+        batch_size_optimizer: A `BatchSizeChooser`, such as `ServerOptimizer` or `PolicyOptimizer`.
         log_base: Directory of all log directories.
         monitor_path: Zeus's power monitor, for scripts with Zeus's own data loader.
-        seed: Seed of the first run; each further run gets the next one.
-        observer_mode: Have power limits profiled, but never set.
+        seed: Seed of the first run; each run increments it.
+        observer_mode: Let scripts profile power limits without keeping the best.
         profile_warmup_iters: Iterations of warm-up for each power limit.
         profile_measure_iters: Iterations of measurement for each power limit.
-        executor: Executes the runs; by default a `LocalExecutor`.
+        executor: Executes the runs. None: a `LocalExecutor`.
         gpus: The accelerators that the job runs on, for the cost. None: the devices of this machine.
-        listener: Hears what is done. None: what scripts print is printed.
-        now: Gives the present time, for the names of log directories.
+        listener: Hears of the master's events. None: a listener that prints the scripts' output.
+        now: Returns the present time, for the names of log directories.
 
     Raises:
-        ZeusBSOConfigError: An argument cannot work.
+        ZeusBSOConfigError: An argument is invalid.
     """
 
     def __init__(
@@ -87,13 +85,13 @@ class ZeusMaster:
     def build_logdir(
         self, job: Job, num_recurrence: int, eta_knob: float, beta_knob: float | None, exist_ok: bool = True
     ) -> str:
-        """Make a directory for logs under `log_base`, named by the job, the knobs and the present time.
+        """Make a log directory, named by the job, the knobs and the present time.
 
         Returns:
             Its absolute path, ``{log_base}/{name}+x{recurrences}+eta{η}+beta{β}+{YYYYmmdd-HHMMSS}``.
 
         Raises:
-            FileExistsError: It is there already, and `exist_ok` is false.
+            FileExistsError: It exists, and `exist_ok` is false.
         """
         knobs = f"x{num_recurrence}+eta{eta_knob}+beta{beta_knob}"
         path = self._log_base / f"{job.name}+{knobs}+{self._now():%Y%m%d-%H%M%S}"
@@ -114,15 +112,15 @@ class ZeusMaster:
     ) -> tuple[float, float, bool]:
         """Launch the script once and wait for it.
 
-        Its output goes to ``{logdir}/{job id}.train.log`` and is shown live; its result is read from ``{logdir}/{job
-        id}+bs{batch size}.train.json``. The job id is ``rec{rec_i:02d}+try{tries:02d}``; recurrences and their tries
-        count from 1. The run must not cross `cost_ub` joules of cost, which may be infinite.
+        Show its output live, write the output to ``{logdir}/{job id}.train.log``, and read its result from
+        ``{logdir}/{job id}+bs{batch size}.train.json``. The job id is ``rec{rec_i:02d}+try{tries:02d}``; recurrences
+        and tries count from 1. `cost_ub` is the upper bound of the cost in joules, which may be infinite.
 
         Returns:
-            Energy in joules, time in seconds, and whether the target was reached.
+            Energy in joules, time in seconds, and whether the run reached the target.
 
         Raises:
-            FailedTryError: The script left no result; it says why.
+            FailedTryError: The script left no result.
             ZeusBSOConfigError: The script cannot be started.
         """
         run = PlannedRun(
@@ -150,26 +148,25 @@ class ZeusMaster:
     ) -> list[HistoryEntry]:
         """Let the job recur.
 
-        A recurrence launches the script, with one batch size after the other, until one run reaches the target: at most
-        20 times. Its cost is that of all its tries. A run is stopped when its cost would cross β times that of the
-        cheapest recurrence so far.
+        A recurrence launches the script at one batch size after another until a run reaches the target, at most 20
+        times. Its cost is the sum over its runs. The master bounds a run's cost by β times the cheapest recurrence.
 
         Args:
             job: The job.
-            num_recurrence: Number of recurrences, those before a resume included.
+            num_recurrence: Number of recurrences, including those before a resume.
             batch_sizes: Sizes to choose from.
-            beta_knob: β; None: runs are never stopped for their cost.
+            beta_knob: β. None: no bound.
             eta_knob: η of the cost.
-            logdir: Directory of logs. None: `build_logdir` makes one.
-            resume_from: The directory of a master that ended early, to go on with.
+            logdir: Log directory. None: `build_logdir` makes one.
+            resume_from: Log directory of a master that has ended early.
 
         Returns:
-            One entry for each run, runs before a resume included.
+            One entry for each run, including those before a resume.
 
         Raises:
-            ZeusBSOTrainFailError: In the first recurrence the default batch size did not reach the target; or all tries
-                of a recurrence failed. A resume goes on with the recurrence after that.
-            ZeusBSOConfigError: The arguments contradict each other or the directory that is resumed.
+            ZeusBSOTrainFailError: The default batch size missed the target in the first recurrence, or all tries of a
+                recurrence failed; then a resume continues with the next recurrence.
+            ZeusBSOConfigError: The arguments contradict each other or the resumed directory.
             ZeusBSORuntimeError: The server that chooses batch sizes fails.
         """
         self._check_knobs(beta_knob, eta_knob)
@@ -179,7 +176,9 @@ class ZeusMaster:
             resume_from or logdir or self.build_logdir(job, num_recurrence, eta_knob, beta_knob)
         ).absolute()
         directory.mkdir(parents=True, exist_ok=True)
-        with _only_master_of(directory):
+        with lock_file(directory / _LOCK_FILE) as lock:
+            if not try_lock(lock):
+                raise ZeusBSOConfigError(f"another master works in {directory}: end it first")
             fresh = MasterState(
                 job=job.name,
                 batch_sizes=tuple(sorted(batch_sizes)),
@@ -210,7 +209,7 @@ class ZeusMaster:
             return [HistoryEntry(run.bs, run.pl, run.energy, run.reached, run.time) for run in history]
 
     def _check_knobs(self, beta_knob: float | None, eta_knob: float) -> None:
-        """An optimizer that has knobs of its own must have the same ones."""
+        """Check the knobs, and that an optimizer with knobs has equal ones."""
         if not 0 <= eta_knob <= 1 or (beta_knob is not None and not beta_knob > 0):
             raise ZeusBSOConfigError(
                 f"eta_knob is {eta_knob} and beta_knob {beta_knob}: η lies between 0 and 1, and β is above 0 or None"
@@ -223,7 +222,7 @@ class ZeusMaster:
     def _result_of_launch(
         self, job: Job, run: PlannedRun, logdir: Path, eta_knob: float, *, adopt: bool = False
     ) -> TrainResult:
-        """Launch a run, unless a killed master has (`adopt`), and read its result; errors as in `run_job`."""
+        """Launch a run, or `adopt` the run of a killed master, and read its result; raise errors as `run_job`."""
         environ = {
             Variables.LOG_DIR: str(logdir),
             Variables.JOB_ID: run.job_id,
@@ -244,7 +243,7 @@ class ZeusMaster:
         path = result_path(logdir, run.job_id, run.bs)
         if adopt:
             self._executor.adopt(launch, self._listener.printed)
-            # Without a result, it ended together with the master that was killed: it is launched again.
+            # Launch the run again if it ended with its master, without a result.
             with contextlib.suppress(ZeusBSOConfigError):
                 result = TrainResult.read(path)
                 if result is not None:
@@ -265,7 +264,7 @@ class ZeusMaster:
 
 
 class _Recurring:
-    """One `ZeusMaster.run`: each step changes the state, and keeps it before it acts on it."""
+    """One `ZeusMaster.run`. Each step saves the state before it acts on it."""
 
     def __init__(self, master: ZeusMaster, job: Job, directory: Path, state: MasterState) -> None:
         self._master = master
@@ -277,7 +276,7 @@ class _Recurring:
         self.state = state
 
     def begin(self) -> None:
-        """Bring the optimizer to where the state is."""
+        """Restore the optimizer, or repeat its calls."""
         if isinstance(self._optimizer, KeepsState) and self.state.optimizer is not None:
             self._optimizer.load_state_dict(self.state.optimizer)
         self._optimizer.register_job(self._job, list(self.state.batch_sizes))
@@ -292,7 +291,7 @@ class _Recurring:
         self._observe()
 
     def step(self) -> None:
-        """One run, from the choice of its batch size to what the optimizer learns of it."""
+        """Do one run, from choosing its batch size to the optimizer's observation."""
         _check_default(self.state, self._job)
         planned = self.state.running or self._planned()
         self._keep(running=planned)
@@ -315,39 +314,20 @@ class _Recurring:
 
     def _play(self, planned: PlannedRun) -> Run:
         adopt, self._may_be_running = self._may_be_running, False
+        max_power_w, eta = self.state.gpus.max_power, self.state.eta_knob
         try:
-            result = self._master._result_of_launch(
-                self._job, planned, self._directory, self.state.eta_knob, adopt=adopt
-            )
+            result = self._master._result_of_launch(self._job, planned, self._directory, eta, adopt=adopt)
         except FailedTryError as failure:
-            return self._failed(planned, failure)
-        outcome, reason = _outcome_of(result, self._job)
-        return Run(
-            **planned.model_dump(),
-            **result.model_dump(include={"energy", "time", "reached", "end_epoch", "metric", "energy_source"}),
-            pl=result.power_limit_w,
-            cost=self._cost_j(result.energy, result.time),
-            outcome=outcome,
-            reason=reason,
-        )
-
-    def _failed(self, planned: PlannedRun, failure: FailedTryError) -> Run:
-        """Nobody has measured its energy: it counts as what it can have been at most, which never tightens a bound."""
-        energy_j = self.state.gpus.max_power * failure.time_s
-        return Run(
-            **planned.model_dump(),
-            energy=energy_j,
-            time=failure.time_s,
-            cost=self._cost_j(energy_j, failure.time_s),
-            reached=False,
-            outcome=failure.outcome,
-            reason=str(failure),
-            energy_source="maximum power × time",
-        )
-
-    def _cost_j(self, energy_j: float, time_s: float) -> float:
-        eta, max_power_w = self.state.eta_knob, self.state.gpus.max_power
-        return cost(energy_j=energy_j, time_s=time_s, max_power_w=max_power_w, eta=eta)
+            # The upper bound of the energy, so that a failed run cannot tighten the cost bound.
+            energy_j = max_power_w * failure.time_s
+            known: dict[str, Any] = {"energy": energy_j, "energy_source": "maximum power × time", "reached": False}
+            known |= {"time": failure.time_s, "outcome": failure.outcome, "reason": str(failure)}
+        else:
+            outcome, reason = _outcome_of(result, self._job)
+            known = result.model_dump(include={"energy", "time", "reached", "end_epoch", "metric", "energy_source"})
+            known |= {"pl": result.power_limit_w, "outcome": outcome, "reason": reason}
+        cost_j = cost(energy_j=known["energy"], time_s=known["time"], max_power_w=max_power_w, eta=eta)
+        return Run(**planned.model_dump(), **known, cost=cost_j)
 
     def _observe(self) -> None:
         for run in self.state.history[self.state.observed :]:
@@ -379,7 +359,7 @@ def _job_id(recurrence: int, tries: int) -> str:
 
 
 def _check_default(state: MasterState, job: Job) -> None:
-    """Refuse to go on from a first recurrence whose default size does not reach the target."""
+    """Raise an error if the default size missed the target in the first recurrence."""
     for run in state.history:
         if run.recurrence == 1 and run.bs == state.default_bs and run.was_measured and not run.reached:
             raise ZeusBSOTrainFailError(
@@ -391,7 +371,7 @@ def _check_default(state: MasterState, job: Job) -> None:
 
 
 def _check_last(state: MasterState, job: Job) -> None:
-    """Refuse to go on after a recurrence whose tries have all failed, or as `_check_default`."""
+    """Raise an error if the last recurrence has failed all its tries, or as `_check_default`."""
     _check_default(state, job)
     last = state.history[-1]
     if last.tries == MAX_TRIES and not last.reached:
@@ -413,15 +393,6 @@ def _resumed(kept: MasterState, now: MasterState, directory: Path) -> MasterStat
     return kept
 
 
-@contextmanager
-def _only_master_of(directory: Path) -> Iterator[None]:
-    """Keep other masters off this directory."""
-    with lock_file(directory / _LOCK_FILE) as lock:
-        if not try_lock(lock):
-            raise ZeusBSOConfigError(f"another master works in {directory}: end it first")
-        yield
-
-
 _VMSTAT = Path("/proc/vmstat")
 _LOG_END_BYTES = 8192
 _LAST_LINES = 5
@@ -433,8 +404,8 @@ class FailedTryError(ZeusBSOTrainFailError):
     """A run of a script left no result.
 
     Attributes:
-        outcome: ``infeasible`` if it ran out of memory, else ``failed``.
-        time_s: Its duration, seconds.
+        outcome: ``infeasible`` if the run was out of memory, else ``failed``.
+        time_s: Duration of the run in seconds.
     """
 
     def __init__(self, reason: str, *, outcome: Literal["failed", "infeasible"], time_s: float) -> None:
@@ -444,14 +415,14 @@ class FailedTryError(ZeusBSOTrainFailError):
 
 
 def why_failed(status: int, log: Path, *, oom_kills: int | None) -> tuple[Literal["failed", "infeasible"], str]:
-    """The outcome of a run without a result, and the reason in words.
+    """Return the outcome of a run without a result, and the reason in words.
 
-    It is infeasible when memory ran out, by the last lines of the log or by the kernel's word: `oom_kills` counts the
-    processes that it has killed meanwhile for want of memory. A status of −n says that signal n ended the run.
+    The run was out of memory if the last lines of its log say so, or if the kernel's out-of-memory killer ended it:
+    `oom_kills` is the number of its kills during the run. A status of −n means that signal n ended the run.
     """
     lines = _last_lines(log)
     said = lines[-1] if lines else "it printed nothing"
-    # A shell in between tells the signal that ended its command by a status above 128.
+    # A shell adds 128 to the signal that ended its command.
     ended_by = -status if status < 0 else status - _SHELL_SIGNAL_BASE
     number = ended_by if ended_by in set(signal.Signals) else None
     if number == signal.SIGKILL and oom_kills:
@@ -470,7 +441,7 @@ def why_failed(status: int, log: Path, *, oom_kills: int | None) -> tuple[Litera
 
 
 def oom_kills(vmstat: Path = _VMSTAT) -> int | None:
-    """Processes that the kernel has killed for want of memory since it started; None where it does not tell."""
+    """Return the number of processes that the kernel's out-of-memory killer has ended; None if unknown."""
     try:
         found = re.search(r"^oom_kill (\d+)$", vmstat.read_text(), re.MULTILINE)
     except OSError:

@@ -1,8 +1,7 @@
-"""Pretended devices for tests of your own trainings, where nothing is measured and no GPU needed; tests of policies.
+"""Tests of trainings without a GPU, and of policies; docs/testing.md has examples.
 
-`ReplayMonitor` is an energy monitor that gives out listed measurements. `ReplayMachine` is a machine whose GPUs have
-power limits, and train as a table of measurements says. docs/testing.md has an example of each. `check_policy` checks a
-policy of your own (docs/policy.md); it needs the extra ``server``.
+`ReplayMonitor` is an energy monitor that returns listed measurements. `ReplayMachine` is a machine with power limits,
+whose GPUs train according to a table of measurements. `check_policy` (docs/policy.md) needs the extra ``server``.
 """
 
 from __future__ import annotations
@@ -26,20 +25,20 @@ def check_policy(
     trials: int = 40,
     limit_s: float = 10.0,
 ) -> None:
-    """Check that a policy keeps to what the server expects of one; see docs/policy.md.
+    """Check that a policy satisfies the server's requirements; see docs/policy.md.
 
-    Each seed is a job that lives through trials that reach the target, are stopped, crash, run out of memory, are
-    preempted, fall silent and come back, or began without the server, several at the same time.
+    Each seed is a job with concurrent trials, which reach the target, are stopped, crash, run out of memory, are
+    preempted, lose contact and return, or begin without the server.
 
     Args:
-        policy: A `bso_server.policies.Policy`, or the name of one that is installed.
+        policy: A `bso_server.policies.Policy`, or the name of an installed policy.
         seeds: A job for each.
         trials: Number of trials of each job.
         limit_s: Seconds that one call may take.
 
     Raises:
-        AssertionError: It does not; the text says in what, and in which job.
-        PolicyNotInstalledError: There is no policy of this name.
+        AssertionError: The policy violates a requirement, which the text names with the job.
+        PolicyNotInstalledError: No policy of this name is installed.
     """
     from zeus_plugins.testing.policies import check
 

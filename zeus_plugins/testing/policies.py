@@ -1,6 +1,6 @@
-"""The conformance suite of policies: jobs that live through everything, decided by the policy under test.
+"""The conformance suite of policies: simulated jobs, decided by the policy under test.
 
-The server's core keeps the jobs, in memory: `zeus_plugins.testing` imports this module when the suite is called.
+The server's core keeps the jobs in memory; `zeus_plugins.testing` imports this module on use.
 """
 
 from __future__ import annotations
@@ -27,11 +27,10 @@ T = TypeVar("T")
 _NAME = "under-test"
 _MAX_EPOCHS = 20
 _TARGET = 0.9
-# The sizes of jobs, of which each has one.
+# The batch sizes of the jobs, by seed.
 _SIZES = ((32,), (8, 16, 32, 64, 128), tuple(range(8, 520, 8)))
-# Trials that are under way at most.
 _CONCURRENCY = 3
-# A memory may have more digits and more sizes to tell of, but not more with every trial.
+# A memory may grow by digits and by batch sizes, but not with every trial.
 _LEAST_JSON_BYTES = 2048
 _GROWTH = 1.5
 _MAX_REASON_LENGTH = 10_000
@@ -72,7 +71,7 @@ def _job(policy: str, seed: int) -> CreatedJob:
 
 
 class _PlayedJob:
-    """A job, and what happens to it."""
+    """A job, and random events of its trials."""
 
     def __init__(self, policy: str, seed: int, limit_s: float) -> None:
         self._seed, self._limit_s = seed, limit_s
@@ -85,13 +84,13 @@ class _PlayedJob:
         self._trials: list[TrialRecord] = []
         self._memory = self._policy.begun_memory(self._job)
         self._json_bytes: list[int] = []
-        # What nobody knows: the sizes that fit, the epochs that each size needs, and the cost of one.
+        # Unknown to the policy: the sizes that fit, the epochs that each size needs, and the energy of an epoch.
         self._largest_that_fits = self._random.choice(self._job.batch_sizes[len(self._job.batch_sizes) // 2 :])
         self._needed = {size: self._random.choice([3, 5, 8, 12, 30]) for size in self._job.batch_sizes}
         self._epoch_j = {size: self._random.uniform(10, 40) for size in self._job.batch_sizes}
 
     def play(self, trials: int) -> list[int]:
-        """Let as many trials begin, and say which batch sizes the policy chose."""
+        """Begin a number of trials, and return the batch sizes that the policy chose."""
         chosen: list[int] = []
         while len(self._trials) < trials:
             alive = [trial for trial in self._trials if trial.state in {*ALIVE, TrialState.ABANDONED}]
@@ -109,7 +108,7 @@ class _PlayedJob:
         return chosen
 
     def _begin(self) -> int | None:
-        """Begin the trial that the policy wants; None where no batch size can run any more."""
+        """Begin the trial that the policy suggests; return None if no batch size can run."""
         history = self._replayed(self._trials, self._state.survivors)
         self._learn(history)
         before = copy.deepcopy(self._rng)
@@ -135,7 +134,7 @@ class _PlayedJob:
         self._trials.append(trial)
 
     def _go_on(self, trial: TrialRecord) -> None:
-        """Something happens to a trial that has not ended."""
+        """Let an event happen to a trial that has not ended."""
         event = self._random.choices(["report", "crash", "preempted", "silent", "refused"], [40, 1, 1, 1, 0.5])[0]
         if trial.batch_size > self._largest_that_fits:
             event = "memory"
@@ -172,7 +171,7 @@ class _PlayedJob:
         self._trials[trial.trial_number - 1] = trial
 
     def _learn(self, history: History) -> None:
-        """Move the memory forward by the trials that have ended since the last decision, as the server does."""
+        """Update the memory with the trials that have ended since the last decision, as the server does."""
         kept, since = self._policy.memory, self._state.folded_event
         if kept is None:
             return
@@ -194,7 +193,7 @@ class _PlayedJob:
         self._json_bytes.append(len(text))
 
     def _check_growth(self) -> None:
-        """A memory that grows with the number of trials makes each decision dearer than the one before."""
+        """Check that decisions do not become slower, because the memory grows with the number of trials."""
         if len(self._json_bytes) < 4:
             return
         middle, end = self._json_bytes[len(self._json_bytes) // 2], self._json_bytes[-1]
@@ -221,7 +220,7 @@ class _PlayedJob:
             self._check_epochs(suggestion.bound.epochs)
 
     def _check_views(self, history: History, suggestion: Suggestion) -> None:
-        """The sentences that people are told."""
+        """Check the policy's expectations and explanation."""
         expected = self._pure(self._policy.expectations, history)
         costs = [cost.mean_j for cost in expected.costs.values()]
         if not set(expected.costs) <= set(self._job.batch_sizes):
@@ -240,7 +239,7 @@ class _PlayedJob:
             raise self._fault(f"a trial of {_MAX_EPOCHS} epochs is to be stopped after {epochs}")
 
     def _pure(self, function: Callable[..., T], *arguments: Any) -> T:
-        """The answer of a function, which must leave its arguments alone, but for a generator."""
+        """Call a function, and check that it changes none of its arguments except a generator."""
         checked = [each for each in arguments if not isinstance(each, np.random.Generator)]
         before, state = copy.deepcopy(checked), (random.getstate(), _numpy_state())
         answer = self._call(function, *arguments)
@@ -253,7 +252,7 @@ class _PlayedJob:
         return answer
 
     def _call(self, function: Callable[..., T], *arguments: Any, **named: Any) -> T:
-        """The answer of a function, in time."""
+        """Call a function within the time limit."""
         answers: list[T] = []
         errors: list[BaseException] = []
 
@@ -281,6 +280,6 @@ class _PlayedJob:
 
 
 def _numpy_state() -> tuple[Any, ...]:
-    """The state of the generator that all of NumPy shares."""
+    """Return the state of NumPy's global generator."""
     state: Any = np.random.get_state(legacy=True)
     return state[0], state[1].tobytes(), *state[2:]

@@ -1,1 +1,1 @@
-"""A training as the optimizer sees it: one trial, its measurements, and the changes to a trainer."""
+"""One training as the optimizer sees it: its trial, its measurements, and the changes to its trainer."""

@@ -1,4 +1,4 @@
-"""What people read of a training: its lines at the begin and the end, warnings and advice, and what trackers log."""
+"""Messages about a training: lines for its user, warnings and advice, and values for experiment trackers."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from zeus_plugins.training.trial import TrialInfo
 _logger = logging.getLogger("zeus_plugins")
 
 LATEST_TRIALS = 100
-"""Trials of the job that are looked at for advice, the latest ones."""
+"""Number of the job's latest trials on which advice is based."""
 
-# Measured to the end that the server decided on, without the target.
+# States of trials that the server ended without the target.
 _MISSED = frozenset({TrialState.EARLY_STOPPED, TrialState.EXHAUSTED})
 
 _CONSEQUENCES: dict[EndingState, str] = {
@@ -30,9 +30,9 @@ _CONSEQUENCES: dict[EndingState, str] = {
 
 
 class Announcer:
-    """Tells the user of one trial, and the experiment trackers.
+    """Reports one trial to the user and the experiment trackers.
 
-    `own_size` is the size that the script would train at; `quiet` leaves out the lines at the begin and the end.
+    `own_size` is the script's own batch size; `quiet` leaves out the lines at the begin and the end.
     """
 
     def __init__(self, port: TrainerPort, plan: JobPlan, patches: Patches, *, own_size: int, quiet: bool) -> None:
@@ -44,7 +44,7 @@ class Announcer:
         self._has_reported = False
 
     def begun(self, trial: TrialInfo, server_url: str) -> None:
-        """Tell of the batch size, the trackers too. A server in this process has the URL of its file."""
+        """Report the batch size, also to the trackers. A server in this process has its file as URL."""
         size, reason = trial.batch_size, trial.reason or "chosen by the server"
         hyperparameters: dict[str, str | int] = {
             "zeus/job_id": trial.job_id,
@@ -60,7 +60,7 @@ class Announcer:
         self._say(f"{line} Guessed: {guesses}; job=JobSpec(…) says otherwise." if guesses else line)
 
     def started(self, trial: TrialInfo, lr_factor: float) -> None:
-        """Tell the trackers that the training begins."""
+        """Log the trial at the begin of the training."""
         self._port.log(
             {
                 "zeus/batch_size": float(trial.batch_size),
@@ -71,17 +71,17 @@ class Announcer:
         self._show_progress(trial)
 
     def reported(self, trial: TrialInfo, cost_j: float | None) -> None:
-        """Tell the trackers what the trial has cost so far, and what its first report tells of the target."""
+        """Log the cost of the trial so far, and warn if its first report contradicts the target."""
         job, rule, verdict = self._plan.job, trial.stop_rule, trial.verdict
-        told = {"zeus/epoch_bound": float(job.max_epochs if rule is None else rule.max_epochs)}
+        metrics = {"zeus/epoch_bound": float(job.max_epochs if rule is None else rule.max_epochs)}
         if cost_j is not None:
-            told["zeus/cost_j"] = cost_j
+            metrics["zeus/cost_j"] = cost_j
         if rule is not None and rule.max_cost_j is not None:
-            told["zeus/cost_bound_j"] = rule.max_cost_j
+            metrics["zeus/cost_bound_j"] = rule.max_cost_j
         if verdict is not None and verdict.stop_train:
-            told["zeus/target_reached"] = float(verdict.converged)
-            told["zeus/trial_time_s"], told["zeus/trial_energy_j"] = trial.time_s, trial.energy_j
-        self._port.log(told)
+            metrics["zeus/target_reached"] = float(verdict.converged)
+            metrics |= {"zeus/trial_time_s": trial.time_s, "zeus/trial_energy_j": trial.energy_j}
+        self._port.log(metrics)
         self._show_progress(trial)
         if not self._has_reported and trial.metric is not None and self._port.rank == 0:
             is_reached = verdict is not None and verdict.converged
@@ -91,10 +91,10 @@ class Announcer:
         self._has_reported = True
 
     def ended(self, trial: TrialInfo, view: JobView | None, early_end: str | None) -> None:
-        """Tell what became of a trial that no error ended.
+        """Report the outcome of a trial that no error ended.
 
-        `view` is the job as the server shows it by now, `early_end` the trainer's own rule that ended the trial before
-        the server said so; each is None where it is not known.
+        `view` is the job on the server, and `early_end` the trainer's rule that ended the trial before the verdict;
+        None if unknown.
         """
         outcome = early_end or "the training ended before the target was reached"
         if trial.is_over and trial.verdict is not None:
@@ -105,7 +105,7 @@ class Announcer:
         self._say(f"{line}. {self._next_steps(trial, view)}")
 
     def broken_off(self, trial: TrialInfo, error: BaseException) -> None:
-        """Tell what an error makes of the trial."""
+        """Report the outcome of a trial that an error ended."""
         if not trial.is_over:
             self._say(
                 f"{trial.name} of job {trial.job_id} was ended by {type(error).__name__} after {trial.time_s:.4g} s "
@@ -150,7 +150,7 @@ class Announcer:
 
 
 def warn_of_scopes(job: JobView) -> None:
-    """Warn where the energy of some of the latest trials is that of GPUs, and of others that of the modules around."""
+    """Warn if the latest trials measured the energy of GPUs in part, and of whole modules in part."""
     numbers = scopes_in(trial.energy_source or "" for trial in job.trials)
     if all(numbers):
         _logger.warning(
@@ -161,7 +161,7 @@ def warn_of_scopes(job: JobView) -> None:
 
 
 def advice(job: JobView) -> str | None:
-    """Return advice on a job no batch size of which has reached the target; None while another launch may do."""
+    """Return advice on a job whose target no batch size has reached; None while another launch may reach it."""
     missed = [trial for trial in job.trials if trial.state in _MISSED and trial.metric is not None]
     untried = {arm.batch_size for arm in job.arms if arm.infeasible is None} - {trial.batch_size for trial in missed}
     if untried or not missed or any(arm.n for arm in job.arms):

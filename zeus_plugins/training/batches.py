@@ -1,11 +1,11 @@
-"""The batches of a training: a global size spread over its devices, loaders that deliver it, and counts of what came.
+"""The batches of a training: the split of a global size over devices, the size of loaders, and counts of real batches.
 
-A size that was set is not a size in force. A sampler may have made its batches before, a data set may read the size
-once, a module may accumulate by hand. So the first batches of each epoch are counted, and the first optimizer steps of
-a training; after these nothing is done in a step. Batches of different sizes are counted throughout.
+A loader may not follow the size that was set: its sampler may have made the batches before, its data set may have read
+the size once, or a module may accumulate by hand. Therefore the first batches of each epoch and the first optimizer
+steps of a training are counted; batches of different sizes are counted throughout.
 
-Loaders are changed in place: making new ones from the old fails for subclasses and for arguments given by position.
-Nothing here imports torch; a loader is whatever has a `batch_sampler` or a `batch_size`.
+Loaders are changed in place, because remaking them fails for subclasses and positional arguments. This module does not
+import torch: a loader is any object with a `batch_sampler` or a `batch_size`.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from zeus_plugins.errors import ZeusBSOConfigError
 from zeus_plugins.training.patches import Patches
 
 TOLERANCE = 0.1
-"""Batches of different sizes may have so many samples more or less than were set, on average, as a share."""
+"""Largest relative deviation of the mean size of uneven batches from the size that was set."""
 
-# Batches of an epoch after which one size is taken for the size of all.
+# Number of an epoch's batches that must have one size before the others are assumed to have it.
 _FIRST = 4
-# Packages whose samplers deliver the same number of samples in each batch but the last.
+# Packages whose samplers deliver batches of one size, except for the last.
 _EVEN_SAMPLERS = ("torch.", "accelerate.")
 
 
 @dataclass(frozen=True, slots=True)
 class BatchSplit:
-    """The spread of one optimizer step's samples.
+    """Split of one optimizer step's samples.
 
     Attributes:
         per_device: Samples in one batch of one device's loader.
@@ -44,16 +44,10 @@ class BatchSplit:
 def split_batch(
     global_batch_size: int, *, world_size: int, accumulation: int = 1, max_per_device: int | None = None
 ) -> BatchSplit | None:
-    """Spread a global batch size: ``global = per_device · world_size · accumulation``.
+    """Split a global batch size: ``global = per_device · world_size · accumulation``.
 
-    Args:
-        global_batch_size: Samples per optimizer step over all devices.
-        world_size: Number of devices.
-        accumulation: Accumulation that the user asked for; raised as far as `max_per_device` needs.
-        max_per_device: Largest batch that a device holds. None: no limit.
-
-    Returns:
-        The split with the least accumulation, or None when the size cannot be spread evenly.
+    Return the split with the least accumulation, from `accumulation` (the user's) upward as `max_per_device` requires;
+    None if the size cannot be spread evenly over the `world_size` devices.
     """
     per_device_step, remainder = divmod(global_batch_size, world_size)
     if remainder:
@@ -67,11 +61,7 @@ def split_batch(
 
 
 def scaled_together(sizes: Sequence[int], largest: int) -> list[int]:
-    """Batch sizes of several loaders in the proportion of these, the largest being `largest`.
-
-    Raises:
-        ZeusBSOConfigError: One would not be whole.
-    """
+    """Return batch sizes in the proportion of `sizes`, the largest being `largest`; raise if one is not whole."""
     before = max(sizes)
     if any(size * largest % before for size in sizes):
         raise ZeusBSOConfigError(
@@ -82,11 +72,7 @@ def scaled_together(sizes: Sequence[int], largest: int) -> list[int]:
 
 
 def resize_loader(loader: Any, batch_size: int, patches: Patches) -> None:
-    """Make a loader deliver `batch_size` samples at a time from its next iteration on.
-
-    Raises:
-        ZeusBSOConfigError: The loader does not batch, so that its batches cannot change.
-    """
+    """Make a loader deliver another batch size from its next iteration on; raise if it declares none."""
     delivered = delivered_batch_size(loader)
     if delivered == batch_size:
         return
@@ -100,7 +86,7 @@ def resize_loader(loader: Any, batch_size: int, patches: Patches) -> None:
 
 
 def delivered_batch_size(loader: Any) -> int | None:
-    """The number of samples in a batch of this loader, or None when it does not say."""
+    """Return the batch size that this loader declares, or None."""
     for batcher in (getattr(loader, "batch_sampler", None), loader):
         size = getattr(batcher, "batch_size", None)
         if isinstance(size, int):
@@ -111,20 +97,12 @@ def delivered_batch_size(loader: Any) -> int | None:
 def resize_process_loader(loader: Any, batch_size: int, processes: int, patches: Patches) -> None:
     """Make the loader of one of several processes, as accelerate prepares it, deliver `batch_size` to that process.
 
-    Accelerate puts samplers around samplers, each of which keeps a batch size; where it splits batches over the
-    processes, that size is the one of all processes together.
-
-    Args:
-        loader: What accelerate's `prepare` returned, or a loader that it never saw.
-        batch_size: Samples per batch for each process.
-        processes: Number of processes that get different data.
-        patches: Takes note of the changes.
-
-    Raises:
-        ZeusBSOConfigError: The loader does not batch, so that its batches cannot change.
+    Accelerate nests samplers, each of which keeps a batch size. If accelerate splits batches over the processes, that
+    size is the sum over all `processes` that get different data. Raise `ZeusBSOConfigError` for a loader without a
+    batch size.
     """
     batchers = _batchers(loader)
-    # A sampler that says no size may have read it from the trainer's arguments; its batches are counted.
+    # A sampler without a size may have read it from the trainer's arguments; its batches are counted.
     if not batchers and getattr(getattr(loader, "base_dataloader", loader), "batch_sampler", None) is None:
         raise _sizeless(loader, batch_size)
     for batcher, is_shared in batchers:
@@ -132,13 +110,13 @@ def resize_process_loader(loader: Any, batch_size: int, processes: int, patches:
 
 
 def process_batch_sizes(loader: Any, processes: int) -> set[float]:
-    """The batch sizes that the parts of a loader as in `resize_process_loader` would deliver; one, if they agree."""
+    """Return the batch sizes for one process that the parts of such a loader declare; one size if they agree."""
     return {batcher.batch_size / (processes if is_shared else 1) for batcher, is_shared in _batchers(loader)}
 
 
 def _batchers(loader: Any) -> list[tuple[Any, bool]]:
-    """All that keeps a batch size in a loader, and whether it is the one of all processes together."""
-    inner = getattr(loader, "base_dataloader", loader)  # accelerate's wrapper only passes on
+    """Return the parts of a loader that keep a batch size, and whether it is the sum over all processes."""
+    inner = getattr(loader, "base_dataloader", loader)  # accelerate's wrapper
     is_shared = getattr(loader, "split_batches", False)
     found: list[tuple[Any, bool]] = [(inner, is_shared)]
     batcher = getattr(inner, "batch_sampler", None)
@@ -164,9 +142,7 @@ def _sizeless(loader: Any, batch_size: int) -> ZeusBSOConfigError:
 class SampleCount:
     """Counts the samples in the batches of one loader.
 
-    Args:
-        expected: Samples in each batch but the last of an epoch.
-        remedy: What makes a loader follow, for the error.
+    Each batch but the last of an epoch should have `expected` samples; `remedy` is the advice in the error.
     """
 
     def __init__(self, expected: int, remedy: str) -> None:
@@ -181,9 +157,8 @@ class SampleCount:
     def watch(self, loader: Any, patches: Patches) -> None:
         """Count from the loader's next iteration on.
 
-        Batches of indices are counted where a sampler deals them out. Elsewhere the batches themselves are: of a stream
-        that a torch DataLoader cuts into batches only a lone one, since those may hold tensors of any shape. The loader
-        may be a torch DataLoader, accelerate's wrapper of one, or another iterable of batches.
+        Batches of indices are counted at the sampler. Of loaders without one, the batches themselves are counted; of a
+        stream that a torch DataLoader batches, only a single batch, as such batches may hold tensors of any shape.
         """
         inner = getattr(loader, "base_dataloader", loader)
         sampler = getattr(inner, "batch_sampler", None)
@@ -200,17 +175,16 @@ class SampleCount:
             _extend_iteration(sampler, lambda batches: self._counted(batches, len), patches)
 
     def check(self) -> None:
-        """Compare the batches of the epoch so far with what was expected, the mean where their sizes differ.
+        """Raise `ZeusBSOConfigError` if the epoch's batches so far do not have the expected size.
 
-        Raises:
-            ZeusBSOConfigError: They are others, by more than `TOLERANCE` where their sizes differ.
+        If their sizes differ, their mean may deviate by `TOLERANCE`.
         """
         sizes = self._sizes
         if 0 < len(sizes) < _FIRST:
             self._check_few()
         if len(sizes) < _FIRST or self._lone_only or set(sizes[:-1]) == {self._expected}:
             return
-        # Samplers of several data sets have a last batch of each.
+        # A sampler of several data sets delivers a last batch of each.
         full = sorted(sizes)[self._parts :] if self._parts > 1 else sizes
         mean = sum(full) / len(full)
         if abs(mean - self._expected) > TOLERANCE * self._expected:
@@ -221,10 +195,10 @@ class SampleCount:
         self._sizes = sizes
         for batch in batches:
             size = size_of(batch)
-            if size is None:  # nothing to be said of these batches
+            if size is None:  # the size of these batches is unknown
                 yield batch
                 return
-            # Compare the batches that others follow, once they are enough.
+            # None of these is the epoch's last batch, which may be smaller.
             if len(sizes) == _FIRST and not self._lone_only and len(set(sizes)) == 1 and sizes[0] != self._expected:
                 raise self._error(f"{sizes[0]} samples in each batch")
             sizes.append(size)
@@ -236,7 +210,7 @@ class SampleCount:
         self._check_few()
 
     def _check_few(self) -> None:
-        """Compare the batches of an epoch that has delivered few, at least one."""
+        """Check an epoch that has delivered at least one batch, but too few for a mean."""
         sizes, expected = self._sizes, self._expected
         if len(sizes) == 1 and sizes[0] < expected:
             raise ZeusBSOConfigError(
@@ -256,19 +230,15 @@ class SampleCount:
 
 
 class StepCount:
-    """Counts the batches from one step of an optimizer to its next one, until they are as many as were set.
+    """Counts the batches between optimizer steps until they are the `accumulation` that was set.
 
-    With several optimizers, it may be a step of any of them.
-
-    Args:
-        optimizers: Those of the training. Torch's are counted; others are left alone.
-        accumulation: Batches that are to be accumulated for a step.
+    Steps of torch's optimizers are counted, each optimizer's and those of all together; other optimizers are ignored.
     """
 
     def __init__(self, optimizers: Sequence[Any], accumulation: int) -> None:
         self._accumulation = accumulation
         self._batches = 0
-        self._gaps: dict[int | None, list[int]] = {None: []}  # None: of whichever optimizer
+        self._gaps: dict[int | None, list[int]] = {None: []}  # by optimizer; None: steps of all together
         self._latest: dict[int | None, int] = {}
         self._handles = []
         for number, optimizer in enumerate(optimizers):
@@ -279,23 +249,19 @@ class StepCount:
 
     @property
     def is_counting(self) -> bool:
-        """True if it has not seen enough yet."""
+        """Whether the count has not yet seen enough steps."""
         return bool(self._handles)
 
     def batch_trained(self) -> None:
-        """Note that the training has done with a batch, its step included."""
+        """Note that a batch was trained, including its step."""
         self._batches += 1
         if any(self._accumulation in gaps for gaps in self._gaps.values()):
             self.close()
 
     def check(self) -> None:
-        """Compare the batches between steps, as far as steps were seen, with those that were set.
-
-        Raises:
-            ZeusBSOConfigError: They are others each time.
-        """
+        """Raise `ZeusBSOConfigError` if all gaps between the steps seen so far differ from the accumulation."""
         between = [gap for gap in self._gaps[None] if gap > 0]
-        # The first of them may be longer: mixed precision leaves out steps until it has found its scale.
+        # The first gap may be longer: mixed precision skips steps until it has found its scale.
         if not self.is_counting or len(between) < 2 or self._accumulation in between:
             return
         seen = ", ".join(map(str, sorted(set(between))))
@@ -306,7 +272,7 @@ class StepCount:
         )
 
     def close(self) -> None:
-        """Count no more."""
+        """Stop counting."""
         while self._handles:
             self._handles.pop().remove()
 
@@ -320,9 +286,9 @@ class StepCount:
 
 
 def samples_in(batch: Any) -> int | None:
-    """Return the number of samples in a batch: the length that all its parts share; None where they share none.
+    """Return the number of samples in a batch: the first dimension that its tensors or arrays share, or None.
 
-    Parts are tensors or arrays with a dimension of samples in front, alone or in mappings, sequences and tuples.
+    The tensors or arrays may be nested in mappings, lists and tuples.
     """
     lengths = set(_lengths(batch))
     return lengths.pop() if len(lengths) == 1 else None
@@ -341,23 +307,23 @@ def _lengths(part: Any) -> Iterator[int]:
 
 
 def _extend_iteration(iterable: Any, extend: Callable[[Iterator[Any]], Iterator[Any]], patches: Patches) -> None:
-    """Have an object's iterations pass through `extend`, until that returns; the object stays one of its class."""
+    """Pass an object's iterations through `extend` until `extend` returns; the object remains of its class."""
     kind: Any = type(iterable)
-    if not hasattr(kind, "__iter__"):  # the old protocol of sequences
+    if not hasattr(kind, "__iter__"):  # iterated by __getitem__
         return
     try:
 
-        class Counted(kind):  # type: ignore[misc]  # a class that is known at run time alone
+        class Counted(kind):  # type: ignore[misc]  # the class is known only at run time
             __slots__ = ()
 
             def __iter__(self) -> Iterator[Any]:
                 batches = iter(super().__iter__())
-                # What is counted comes first; the rest passes without a line of Python of ours.
+                # The batches after the counted ones pass without any Python code of ours.
                 return chain(extend(batches), batches)
 
         Counted.__name__, Counted.__qualname__, Counted.__module__ = kind.__name__, kind.__qualname__, kind.__module__
         patches.set_attribute(iterable, "__class__", Counted)
-    except TypeError:  # built-in types stay what they are
+    except TypeError:  # built-in types cannot be changed
         raise ZeusBSOConfigError(
             f"the training data come in a fixed {kind.__name__} of batches, so that their size cannot be chosen: give "
             "a torch DataLoader with batch_size= or with a batch sampler"
@@ -365,7 +331,7 @@ def _extend_iteration(iterable: Any, extend: Callable[[Iterator[Any]], Iterator[
 
 
 def nested_samplers(sampler: Any) -> list[Any]:
-    """A sampler and those that it is put around, as accelerate's are: the inmost is the last; none of None."""
+    """Return a sampler and the samplers nested in it, as accelerate's are, the innermost last; [] for None."""
     found = []
     while sampler is not None:
         found.append(sampler)

@@ -1,7 +1,4 @@
-"""A job from little that its user says and what the training itself tells; pure.
-
-`planned` makes the job. What it guesses, a registration that exists under the job's id overrides.
-"""
+"""A job from the user's wish and the facts of the training. A registration of the job overrides what is guessed."""
 
 from __future__ import annotations
 
@@ -18,31 +15,27 @@ from pydantic import ValidationError
 from zeus_plugins.errors import ZeusBSOConfigError
 from zeus_plugins.protocol import MAX_BATCH_SIZE, MAX_ID_LENGTH, Fingerprint, GpuConfig, JobSpec
 
-# Words in the name of a metric that falls as the model improves, and of one that rises.
+# Words in the names of metrics that fall as the model improves, and of metrics that rise.
 _FALLING = frozenset({"loss", "error", "perplexity", "wer", "cer", "mae", "mse", "rmse"})
 _RISING = frozenset(
     {"acc", "accuracy", "f1", "auc", "auroc", "precision", "recall", "iou", "dice", "bleu", "rouge", "r2", "score"}
 )
 
-# Sizes lie between an eighth and eight times the script's own.
-_DOUBLINGS = range(-3, 4)
+_DOUBLINGS = range(-3, 4)  # sizes from an eighth to eight times the script's own
 
 _HALF_AN_ID = MAX_ID_LENGTH // 2
 
 
 @dataclass(frozen=True, kw_only=True)
 class JobWish:
-    """A job as its user describes it: all of it, or a target.
+    """A job as its user describes it: the whole `job`, or a `target`; otherwise it raises `ZeusBSOConfigError`.
 
     Attributes:
         job: The whole job.
-        monitor: Name of the metric that the target is about; empty where there is none.
+        monitor: Name of the target's metric; may be empty.
         target: Value of the metric at which the training is done.
         job_id: The job's id.
         higher_is_better_metric: Whether the metric rises as the model improves.
-
-    Raises:
-        ZeusBSOConfigError: There is neither a job nor a target, or something is said twice.
     """
 
     job: JobSpec | None = None
@@ -65,18 +58,17 @@ class JobWish:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingFacts:
-    """A training as it describes itself before it begins.
+    """A training before it begins.
 
     Attributes:
         script: Name of the script.
-        model: The model's class.
+        model: Name of the model's class.
         samples: Length of the training data; None for a stream.
-        step_size: Samples per optimizer step over all devices and accumulated batches, as the script has it; None where
-            that cannot be told.
+        step_size: The script's samples per optimizer step, over all devices and accumulated batches; None if unknown.
         devices: Number of devices that train on different data.
-        unit: Every global batch size is a multiple of it: devices × accumulated batches.
+        unit: Divisor of all global batch sizes: devices × accumulated batches.
         max_epochs: Epochs after which the trainer ends; None for no limit.
-        least_size: Smallest global batch size with which it gets to the end of an epoch.
+        least_size: Smallest global batch size that completes an epoch.
     """
 
     script: str
@@ -94,13 +86,13 @@ class JobPlan:
     """A job to register.
 
     Attributes:
-        job: The job. Without a `job_id`, `on` gives it one, if it was guessed.
-        guessed: Its fields that a registration under its id overrides.
+        job: The job; if its `job_id` is guessed, `on` adds it.
+        guessed: Names of the job's fields that a registration with the same id overrides.
         monitor: Name of the metric; may be empty.
-        warning: What the user may have meant otherwise; None for nothing.
+        warning: Warning of a probable mistake, or None.
         devices: As in `TrainingFacts`.
-        fingerprint: What the training is made of; None for one that does not tell.
-        is_strict: Whether it is an error that earlier trainings of the job were made of something else.
+        fingerprint: Model, framework and optimizer of the training, or None.
+        is_strict: Whether another fingerprint of the job's earlier trainings is an error.
     """
 
     job: JobSpec
@@ -113,7 +105,7 @@ class JobPlan:
 
     @property
     def guesses(self) -> list[str]:
-        """The guesses in words, as far as they concern the user; as the server has them, once it has said so."""
+        """The guessed fields that concern the user, in words, with the server's values once these are known."""
         job, better = self.job, "higher" if self.job.higher_is_better_metric else "lower"
         words = {
             "batch_sizes": f"batch sizes {', '.join(map(str, job.batch_sizes))}",
@@ -124,23 +116,22 @@ class JobPlan:
         return [text for name, text in words.items() if name in self.guessed]
 
     def on(self, gpus: GpuConfig) -> JobSpec:
-        """The job with its id: without one, that of its script, model and data on this hardware."""
+        """Return the job with its id; a guessed id names the script, model, data and hardware."""
         if self.job.job_id is not None or "job_id" not in self.guessed:
             return self.job
         setup = _slug(f"{self.devices}x{gpus.gpu_model}", f"{gpus.max_power:g}W")
         return self.job.model_copy(update={"job_id": f"{self.job.job_id_prefix}-{setup}"})
 
     def named(self, job_id: str) -> JobPlan:
-        """The plan under this id."""
+        """Return the plan with this job id."""
         update = {"job_id": job_id} | ({"job_id_prefix": job_id} if "job_id_prefix" in self.guessed else {})
         return replace(self, job=JobSpec(**{**dict(self.job), **update}), guessed=self.guessed - {"job_id"})
 
 
 def planned(wish: JobWish, facts: TrainingFacts | None = None) -> JobPlan:
-    """Return the job that a user wishes; without a whole job, the facts of the training are needed.
+    """Return the plan for a user's wish; unless the wish is a whole job, `facts` are needed.
 
-    Raises:
-        ZeusBSOConfigError: Too little is known.
+    Raise `ZeusBSOConfigError` if the facts do not suffice, or if the script's own batch size cannot work.
     """
     if wish.job is not None:
         is_said = "higher_is_better_metric" in wish.job.model_fields_set
@@ -191,9 +182,9 @@ def planned(wish: JobWish, facts: TrainingFacts | None = None) -> JobPlan:
 
 
 def first_report_warning(job: JobSpec, monitor: str, metric: float, *, is_reached: bool) -> str | None:
-    """Return a warning after the first report of a target that was hardly meant so; None for nothing.
+    """Return a warning if the first report suggests a mistake in the target, or None.
 
-    `is_reached` says whether that report ended the trial, as the target is reached.
+    `is_reached` says whether the report ended the trial with the target reached.
     """
     name, target = monitor or "the metric", job.target_metric
     if is_reached:
@@ -212,16 +203,12 @@ def first_report_warning(job: JobSpec, monitor: str, metric: float, *, is_reache
 
 
 def as_job(job: JobSpec | Mapping[str, Any]) -> JobSpec:
-    """The job, of its fields in a mapping.
-
-    Raises:
-        ZeusBSOConfigError: A field is missing or out of its range, or it is no mapping.
-    """
+    """Return the job, made from a mapping of its fields if necessary; raise `ZeusBSOConfigError` if they make none."""
     if isinstance(job, JobSpec):
         return job
     if not isinstance(job, Mapping):
         raise ZeusBSOConfigError(f"job is a {type(job).__name__}: give a JobSpec, or its fields as a dict")
-    # What only behaves as a list, such as OmegaConf's, becomes one.
+    # pydantic accepts lists, but not other sequences such as OmegaConf's.
     fields = {
         name: list(value) if isinstance(value, Sequence) and not isinstance(value, str) else value
         for name, value in job.items()
@@ -237,16 +224,10 @@ def as_job(job: JobSpec | Mapping[str, Any]) -> JobSpec:
 
 
 def check_epochs(job: JobSpec | None, limit: float, setting: str, *, trained: int = 0) -> None:
-    """Refuse a trainer that ends before the job's last epoch. A job that is guessed (None) fits the trainer.
+    """Raise `ZeusBSOConfigError` if a trainer ends before the job's last epoch. A guessed job (None) fits the trainer.
 
-    Args:
-        job: The job.
-        limit: Epochs after which the trainer ends.
-        setting: What limits it, such as ``Trainer(max_epochs={})``.
-        trained: Epochs that it had trained before the trial began.
-
-    Raises:
-        ZeusBSOConfigError: It ends before.
+    The trainer has a `limit` of epochs, `trained` of them before this trial. `setting` is the limit's argument in the
+    script, such as ``Trainer(max_epochs={})``.
     """
     needed = 0 if job is None else job.max_epochs
     if limit - trained >= needed:
@@ -262,16 +243,9 @@ def check_epochs(job: JobSpec | None, limit: float, setting: str, *, trained: in
 
 
 def check_steps(job: JobSpec | None, limit: int, samples: int, setting: str) -> None:
-    """Refuse a trainer that ends within its first epoch. A job that is guessed (None) fits the trainer.
+    """Raise `ZeusBSOConfigError` if a trainer ends within its first epoch at one of the job's batch sizes.
 
-    Args:
-        job: The job.
-        limit: Optimizer steps after which the trainer ends.
-        samples: Samples of an epoch.
-        setting: What limits it, such as ``TrainingArguments(max_steps={})``.
-
-    Raises:
-        ZeusBSOConfigError: It does with at least one of the job's batch sizes.
+    The trainer has a `limit` of optimizer steps; an epoch has `samples`. For `setting` and no job, see `check_epochs`.
     """
     cut_short = [size for size in (() if job is None else job.batch_sizes) if math.ceil(samples / size) > limit]
     if cut_short:
@@ -283,7 +257,7 @@ def check_steps(job: JobSpec | None, limit: int, samples: int, setting: str) -> 
 
 
 def script_name(argv0: str) -> str:
-    """Return the name of a script, from the first of a process's arguments."""
+    """Return the name of a script, given the first of the process's arguments."""
     path = PurePath(argv0)
     if path.stem == "__main__":  # python -m package
         return path.parent.name or "python"
@@ -291,7 +265,7 @@ def script_name(argv0: str) -> str:
 
 
 def _direction(monitor: str, said: bool | None) -> tuple[bool, str | None]:
-    """Return the direction, true if higher is better, and a warning where what is said of it is hardly meant."""
+    """Return whether higher is better (`said`, or by the name of the metric), and a warning if the two disagree."""
     words = set(re.findall(r"[a-z]+[0-9]?", re.sub(r"([a-z])([A-Z])", r"\1_\2", monitor).lower()))
     falls, rises = bool(words & _FALLING), bool(words & _RISING)
     if said is None:
@@ -305,7 +279,7 @@ def _direction(monitor: str, said: bool | None) -> tuple[bool, str | None]:
 
 
 def _sizes(own: int, facts: TrainingFacts) -> tuple[int, ...]:
-    """The sizes to choose from: the script's own, halved and doubled, as devices, data and steps allow."""
+    """Return the batch sizes to choose from: the script's own, halved and doubled within the limits of the facts."""
     scaled = [own * 2**n if n >= 0 else own // 2**-n for n in _DOUBLINGS if n >= 0 or own % 2**-n == 0]
     most = min(MAX_BATCH_SIZE, facts.samples or MAX_BATCH_SIZE)
     allowed = {size for size in scaled if size % facts.unit == 0 and facts.least_size <= size <= most}
@@ -313,7 +287,7 @@ def _sizes(own: int, facts: TrainingFacts) -> tuple[int, ...]:
 
 
 def _slug(*parts: str) -> str:
-    """A half of an id at most, of these parts and the same each time; a long one ends with a digest."""
+    """Return an identifier of these parts, of at most half an id's length; a longer one ends with a digest."""
     text = "-".join(re.sub(r"[^A-Za-z0-9._:@-]+", "-", part).strip("-") or "x" for part in parts)
     if len(text) <= _HALF_AN_ID:
         return text

@@ -1,21 +1,21 @@
-"""The learning rate that goes with another batch size, and schedules that were made for another one.
+"""Learning rates scaled to another batch size, and warnings of schedules made for another one.
 
 Linear: ``k = b / b0`` (Goyal et al. 2017, "Accurate, Large Minibatch SGD", the linear scaling rule), made for SGD.
 Square root: ``k = sqrt(b / b0)`` (Krizhevsky 2014, "One weird trick for parallelizing convolutional neural networks";
 Malladi et al. 2022, "On the SDEs and Scaling Rules for Adaptive Gradient Algorithms", for Adam and RMSprop).
 
-Another size makes another number of optimizer steps, too. A schedule that counts the steps of the script's own size
-runs out before the training does, or never comes to its end, and rates that a script sets by itself undo their scaling.
-Both are warned of, once each; docs/schedules.md says what to write instead.
+Another batch size changes the number of optimizer steps. A schedule that counts the steps of the script's own size ends
+before the training or does not end in it, and rates that a script sets itself undo their scaling. Both cause one
+warning; docs/schedules.md describes the remedies.
 
-Importing this module loads no torch: optimizers and schedulers are known by their attributes.
+This module does not import torch: it knows optimizers and schedulers by their attributes.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, MutableMapping, Sequence
+from collections.abc import Iterable, Sequence
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
@@ -28,14 +28,13 @@ if TYPE_CHECKING:
 
 _logger = logging.getLogger("zeus_plugins")
 
-# Where torch keeps learning rates. "swa_lr" is SWALR's, "default_min_lr" ReduceLROnPlateau's for groups added later.
+# Keys and attributes of learning rates in torch. "swa_lr" is SWALR's; "default_min_lr" is ReduceLROnPlateau's bound for
+# groups added later.
 GROUP_RATES = ("lr", "initial_lr", "max_lr", "min_lr", "swa_lr")
 SCHEDULER_RATES = ("base_lrs", "_last_lr", "max_lrs", "min_lrs", "default_min_lr", "eta_min")
 
-# Points of a training at which a schedule of functions is looked at.
-_POINTS = 100
-# A schedule that ends this share of the steps before the last one is one of the training's own length: rounding.
-_SLACK = 0.02
+_POINTS = 100  # points of the training at which a schedule of functions is evaluated
+_SLACK = 0.02  # share of the steps by which a schedule may end early, because of rounding
 
 
 class LrScaling(StrEnum):
@@ -47,15 +46,9 @@ class LrScaling(StrEnum):
 
 
 def lr_factor(scaling: LrScaling | str, batch_size: int, default_batch_size: int) -> float:
-    """Return what the learning rate chosen for one batch size is multiplied with for another.
+    """Return the factor on a learning rate that was chosen for the default (global) batch size.
 
-    Args:
-        scaling: The rule, as a value of `LrScaling` or its text.
-        batch_size: The global batch size to train with.
-        default_batch_size: The global batch size that the learning rate was chosen for.
-
-    Raises:
-        ZeusBSOConfigError: There is no such rule, or a batch size is not positive.
+    Raise `ZeusBSOConfigError` for an unknown rule or a batch size below 1.
     """
     try:
         rule = LrScaling(scaling)
@@ -75,20 +68,12 @@ def lr_factor(scaling: LrScaling | str, batch_size: int, default_batch_size: int
 
 
 def scale_learning_rate(optimizers: Iterable[Optimizer], schedulers: Iterable[LRScheduler], factor: float) -> None:
-    """Make optimizers and their schedulers what they would be, had they been built with `factor` times the rates.
+    """Bring optimizers and schedulers to the state they would have if built with `factor` times the rates.
 
-    Every rate is scaled: the optimizer's current one, and the bounds and bases that schedulers compute later ones from.
-    A parameter group, scheduler or tensor that is reached twice is scaled once. Rates held as tensors change in place,
-    because compiled steps and captured graphs refer to those tensors.
-
-    Args:
-        optimizers: All optimizers of the training.
-        schedulers: All their schedulers, before their first step. Schedulers inside `SequentialLR` and
-            `ChainedScheduler` are found without being listed.
-        factor: k, as from `lr_factor`.
-
-    Raises:
-        ZeusBSOConfigError: The factor is not a finite number above 0.
+    Scaled are the optimizers' current rates, and the bounds and bases of schedulers, which must not have stepped yet;
+    schedulers inside `SequentialLR` and `ChainedScheduler` are found. A parameter group, scheduler or tensor that is
+    reached twice is scaled once. Tensors change in place, because compiled steps and captured graphs refer to them.
+    Raise `ZeusBSOConfigError` for a factor that is not finite or not above 0.
     """
     if not (math.isfinite(factor) and factor > 0):
         raise ZeusBSOConfigError(f"the learning rate cannot be scaled by {factor!r}: give a finite number above 0")
@@ -100,18 +85,18 @@ def scale_learning_rate(optimizers: Iterable[Optimizer], schedulers: Iterable[LR
 
 
 class _Scaler:
-    """One scaling of a set of objects that may refer to each other."""
+    """One scaling of objects that may refer to each other."""
 
     def __init__(self, factor: float) -> None:
         self._factor = factor
-        self._done: dict[int, object] = {}  # holds the objects too, so that no id is given to another meanwhile
+        self._done: dict[int, object] = {}  # keeps the objects, so that their ids are not reused
 
     def scale_optimizer(self, optimizer: Any) -> None:
-        # Groups are what is remembered, not the optimizer: wrappers of one optimizer share its groups. The defaults
-        # are for groups that are added later.
+        # Remember groups rather than optimizers: wrappers of one optimizer share its groups. Groups that are added
+        # later take the defaults.
         for rates in (*optimizer.param_groups, getattr(optimizer, "defaults", {})):
             if self._is_first_visit(rates):
-                self._scale_items(rates)
+                rates.update({key: self._scaled(rates[key]) for key in GROUP_RATES if key in rates})
 
     def scale_scheduler(self, scheduler: Any) -> None:
         if not self._is_first_visit(scheduler):
@@ -129,13 +114,8 @@ class _Scaler:
         for inner in getattr(scheduler, "_schedulers", ()):
             self.scale_scheduler(inner)
 
-    def _scale_items(self, rates: MutableMapping[str, Any]) -> None:
-        for key in GROUP_RATES:
-            if key in rates:
-                rates[key] = self._scaled(rates[key])
-
     def _scaled(self, rate: Any) -> Any:
-        """Return `factor` times a rate: a number, a tensor, None, or a list of those."""
+        """Return `factor` times a rate: a number, a tensor, None, or a list of rates."""
         if rate is None:
             return None
         if isinstance(rate, (list, tuple)):
@@ -154,31 +134,31 @@ class _Scaler:
 
 
 class ScheduleWatch:
-    """Warns of schedules that do not fit a training, and of rates that something else sets.
+    """Warns once of schedules that do not fit a training, and of rates that something else sets.
 
-    `remedy` says how the framework has schedules made that follow the (global) batch size.
+    `remedy` is the framework's way to schedules that follow the (global) batch size.
     """
 
     def __init__(self, batch_size: int, remedy: str) -> None:
         self._batch_size = batch_size
         self._remedy = remedy
-        # The rates of each optimizer that no scheduler moves, as they were scaled.
+        # The scaled rates of each optimizer without a scheduler.
         self._scaled: list[tuple[Any, list[float]]] = []
         self._has_warned = False
 
     def scaled(self, optimizers: Sequence[Any], schedulers: Sequence[Any]) -> None:
-        """Remember rates that were just scaled, of optimizers without schedulers."""
+        """Remember the scaled rates of optimizers without schedulers."""
         moved = {id(getattr(scheduler, "optimizer", None)) for scheduler in schedulers}
         self._scaled = [(each, _rates(each)) for each in optimizers if id(each) not in moved]
 
     def begin(self, schedules: Sequence[tuple[Any, float | None]]) -> None:
-        """Warn of schedules that end before the training, which steps each so often; None: nobody knows."""
+        """Warn of schedules that end before the training's last step (None: unknown)."""
         for scheduler, steps in schedules:
             if steps is None or not math.isfinite(steps) or steps < 1:
                 continue
             try:
                 end = last_useful_step(scheduler, int(steps))
-            except Exception as error:  # of a script's own function
+            except Exception as error:  # raised by a function of the script
                 _logger.debug("%s does not tell where it ends: %s", type(scheduler).__name__, error)
                 continue
             if end is not None and end < (1 - _SLACK) * steps:
@@ -188,7 +168,7 @@ class ScheduleWatch:
                 )
 
     def check(self, optimizers: Sequence[Any], *, goes_on: bool) -> None:
-        """Warn of rates that something else has set, or that have come to 0 in a training that goes on."""
+        """Warn of rates that something else has set, or that are 0 in a training that continues."""
         for optimizer, rates in self._scaled:
             if any(
                 not math.isclose(now, then, rel_tol=1e-6) for now, then in zip(_rates(optimizer), rates, strict=False)
@@ -211,9 +191,9 @@ class ScheduleWatch:
 
 
 def last_useful_step(scheduler: Any, steps: int) -> int | None:
-    """Return the step after which one of torch's schedules is over: it raises, its rates stay 0, or they begin anew.
+    """Return the step after which one of torch's schedules raises, stays at 0 or restarts.
 
-    None where the schedule has no end, or none that can be seen, in the `steps` of the training.
+    None if the schedule has no known end within the training's `steps`.
     """
     kind = type(scheduler).__name__
     if kind == "SequentialLR":
@@ -229,7 +209,7 @@ def last_useful_step(scheduler: Any, steps: int) -> int | None:
 
 
 def _last_step_above_zero(factors: Sequence[Any], steps: int) -> int | None:
-    """The last of some points at which one of these functions of the step is above 0; None where the last point is."""
+    """Return the last of some points at which a factor is above 0; None if it is the last point of all."""
     points = sorted({steps * point // _POINTS for point in range(_POINTS)}, reverse=True)
     for number, step in enumerate(points):
         if any(factor(step) for factor in factors):
@@ -238,5 +218,5 @@ def _last_step_above_zero(factors: Sequence[Any], steps: int) -> int | None:
 
 
 def _rates(optimizer: Any) -> list[float]:
-    # Some optimizers have None there, and find their rates themselves.
+    # The rate is None in optimizers that find it themselves, such as Adafactor.
     return [float(rate) for group in optimizer.param_groups if (rate := group.get("lr")) is not None]

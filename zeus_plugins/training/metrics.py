@@ -1,7 +1,7 @@
-"""The number that is reported of an evaluation: plain dictionaries and numbers in, a number out.
+"""The reported metric and epochs of a training, computed from dictionaries and numbers.
 
-A training with evaluations takes its metric from an `EvaluationMetric`, one without from the `LoggedMetric` of its own
-logs. Dictionaries are as the Hugging Face Trainer makes them, where names of evaluations begin with ``eval_``.
+A training with evaluations takes its metric from an `EvaluationMetric`, others from the `LoggedMetric` of their logs.
+The dictionaries are the Hugging Face Trainer's, in which names of evaluations begin with ``eval_``.
 """
 
 from __future__ import annotations
@@ -15,51 +15,42 @@ from zeus_plugins.errors import ZeusBSOConfigError
 
 EVALUATION_PREFIX = "eval_"
 
-# What an unmodified Trainer logs while it trains.
+# Metrics that every Trainer logs in training.
 TRAINING_METRICS = ("loss", "grad_norm", "learning_rate")
 
-# What its evaluations return without a `compute_metrics`.
+# Metrics of evaluations without `compute_metrics`.
 _EVALUATED_METRICS = ("loss", "runtime", "samples_per_second", "steps_per_second", "model_preparation_time")
 
-# Nine significant digits tell all numbers in single precision apart.
+# Nine significant digits distinguish all numbers of single precision.
 _SINGLE_DIGITS = 9
 
 
 class EvaluationMetric:
-    """The monitored metric of evaluations, in what each of them returns and in what is logged with it.
-
-    The name `monitor` may lack the prefix ``eval_``.
-    """
+    """The monitored metric, in evaluations and their logs; `monitor` may lack the prefix ``eval_``."""
 
     def __init__(self, monitor: str) -> None:
         self._monitor = monitor
-        # Some trainers log metrics with an evaluation that it does not return.
+        # Some trainers log metrics of an evaluation without returning them.
         self._log: dict[str, float] = {}
-        # The evaluations of the latest step that lack the metric: their number, and the names that they have.
+        # Number of the latest step's evaluations without the metric, and the names of their metrics.
         self._step = -1
         self._lacking = 0
         self._names: list[str] = []
 
     @staticmethod
     def is_evaluation(metrics: Iterable[str]) -> bool:
-        """Whether these are the names of an evaluation that the trainer makes; scripts use other prefixes."""
+        """Return whether the trainer made this evaluation; scripts use other prefixes for theirs."""
         return any(name.startswith(EVALUATION_PREFIX) for name in metrics)
 
     def note(self, logs: Mapping[str, float]) -> None:
-        """Take note of a log, which belongs to the evaluation that returns next if it is one of an evaluation."""
+        """Note a log; a log of an evaluation belongs to the next evaluation that returns."""
         if self.is_evaluation(logs):
             self._log = dict(logs)
 
     def value(self, metrics: Mapping[str, float], *, step: int, data_sets: int = 1) -> float | None:
-        """Return the metric, or None when it may yet come from the evaluation of another data set.
+        """Return the metric of an evaluation after `step` steps; None if another of the `data_sets` may have it.
 
-        Args:
-            metrics: What the evaluation has returned.
-            step: Number of optimizer steps before the evaluation.
-            data_sets: Number of data sets, each of which is evaluated on its own.
-
-        Raises:
-            ZeusBSOConfigError: No evaluation of this step has it.
+        Raise `ZeusBSOConfigError` if no evaluation of this step has it.
         """
         known = {**self._log, **metrics}
         self._log = {}
@@ -79,14 +70,9 @@ class EvaluationMetric:
 
 
 def check_evaluated_metric(monitor: str, data: object) -> None:
-    """Refuse a metric that evaluations without a `compute_metrics` do not return.
+    """Raise `ZeusBSOConfigError` for a metric that evaluations without a `compute_metrics` never return.
 
-    Args:
-        monitor: Name of the metric, with or without its prefix.
-        data: What is evaluated; a dictionary holds several data sets, each with its name.
-
-    Raises:
-        ZeusBSOConfigError: They return the loss and their speed, and never this.
+    `monitor` may lack its prefix; `data` is the evaluated data set, or a dictionary of data sets by name.
     """
     sets = [f"{name}_" for name in data] if isinstance(data, dict) else [""]
     names = [f"{each}{metric}" for each in sets for metric in _EVALUATED_METRICS]
@@ -98,7 +84,7 @@ def check_evaluated_metric(monitor: str, data: object) -> None:
 
 
 class LoggedMetric:
-    """The monitored metric of a training without evaluations, in its own logs."""
+    """The monitored metric in the logs of a training without evaluations."""
 
     def __init__(self, monitor: str) -> None:
         self._monitor = monitor
@@ -107,10 +93,7 @@ class LoggedMetric:
         self._is_awaited = False
 
     def note(self, logs: Mapping[str, float], *, step: int) -> bool:
-        """Take note of a log after so many optimizer steps.
-
-        Return whether it has the metric of an epoch that ended before it, which is to be reported now.
-        """
+        """Note the log of a step, and return whether the previous epoch is now to be reported with it."""
         if self._monitor not in logs:
             return False
         self._value, self._step = float(logs[self._monitor]), step
@@ -118,19 +101,15 @@ class LoggedMetric:
         return was_awaited
 
     def awaits_log(self, *, step: int) -> bool:
-        """Whether an epoch that ends after this step is to be reported with its next log, which the trainer owes.
+        """Return whether the epoch that ends at this step is reported with the trainer's next log.
 
-        Only what every trainer logs is waited for; a script logs its own metrics when it likes.
+        Only metrics that every trainer logs are awaited: a script may log its own at any time.
         """
         self._is_awaited = self._monitor in TRAINING_METRICS and self._step < step
         return self._is_awaited
 
     def value(self) -> float:
-        """The latest value.
-
-        Raises:
-            ZeusBSOConfigError: It was never logged.
-        """
+        """Return the latest value; raise `ZeusBSOConfigError` if the metric was never logged."""
         if self._value is None:
             raise ZeusBSOConfigError(
                 f"monitor={self._monitor!r} was not logged in the first epoch, and "
@@ -142,16 +121,15 @@ class LoggedMetric:
 
 @dataclass
 class EpochCount:
-    """Epochs as the server takes them: after whole ones only whole ones, so that a fraction is rounded up.
+    """Rounds epochs for reports: after whole epochs, fractions are rounded up.
 
-    Attributes:
-        has_fractions: Whether a fraction of an epoch was reported; None before the first report.
+    `has_fractions` is None before the first report.
     """
 
     has_fractions: bool | None = None
 
     def reported(self, epochs: float) -> float:
-        """Epochs to report, of those trained so far."""
+        """Return the epochs to report, given the epochs trained."""
         if self.has_fractions is False:
             epochs = math.ceil(epochs)
         self.has_fractions = bool(self.has_fractions) or not float(epochs).is_integer()
@@ -159,9 +137,9 @@ class EpochCount:
 
 
 def as_written(metric: float) -> float:
-    """Return a number in single precision as people write it: 0.9 is 0.89999998 there, below a target of 0.9.
+    """Return a number of single precision as people write it: 0.9, which single precision stores as 0.89999998.
 
-    A number that single precision does not hold exactly stays as it is.
+    A number that single precision does not hold exactly is returned as it is.
     """
     if not math.isfinite(metric) or c_float(metric).value != metric:
         return metric

@@ -1,11 +1,13 @@
-"""The end of a training: what an exception means for the trial, and how its user and the server hear of a failure."""
+"""The outcome of a training that an exception ended, and the report of a failure to its user and the server."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import re
 import sys
+from collections.abc import Callable
 from types import TracebackType
 
 from zeus_plugins.client.outbox import OutboxFile, OutboxHeader, default_outbox
@@ -16,27 +18,24 @@ from zeus_plugins.training.trial import TrialInfo
 
 _logger = logging.getLogger("zeus_plugins")
 
-# PyTorch raises OutOfMemoryError for its own allocator; cuBLAS, the CPU's allocator and other accelerators say so
-# in the text of a RuntimeError.
+# PyTorch's allocator raises OutOfMemoryError; cuBLAS, the CPU's allocator and other accelerators raise RuntimeError.
 _OUT_OF_MEMORY = re.compile(
     r"out of memory|not enough memory|cublas_status_alloc_failed|resource_exhausted|cannot allocate memory",
     re.IGNORECASE,
 )
 
-# What a rank hears of another one that is gone, in the words of Gloo and of NCCL.
+# Errors of Gloo and NCCL on a rank whose peer has ended.
 _LOST_PEER = re.compile(r"connection (closed|reset) by peer|remote process exited", re.IGNORECASE)
 _LOST_PEER_KINDS = frozenset({"DistBackendError", "DistNetworkError"})
 
-# Ctrl-C, sys.exit in a handler of SIGTERM, and what Lightning raises at SIGTERM.
+# Ctrl-C, sys.exit in a handler of SIGTERM, and Lightning's exception at SIGTERM.
 _PREEMPTIONS = frozenset({"KeyboardInterrupt", "SystemExit", "SIGTERMException"})
 
 
 def ending_of(error: BaseException | None, *, early_end: str | None = None) -> Ending:
-    """The message to the server about a training that ended before the server said so.
+    """Return the message to the server about a training that ended before the verdict.
 
-    Args:
-        error: The exception that ended it; None: it ended by a rule of its own, which counts as failed.
-        early_end: That rule in words, where it is known.
+    Without an `error`, a rule of the training ended it (`early_end`, in words, if known), which counts as failed.
     """
     if error is None:
         return Ending(ended_early=True, detail=early_end)
@@ -44,18 +43,16 @@ def ending_of(error: BaseException | None, *, early_end: str | None = None) -> E
 
 
 def outcome_of(error: BaseException) -> EndingState:
-    """The outcome of a trial whose training was ended by this exception.
+    """Return the outcome of a trial whose training this exception ended.
 
-    Returns:
-        SUSPENDED for an interruption from outside (Ctrl-C, SIGTERM), after which the training may go on; WITHDRAWN when
-        the configuration or the data cannot work, whatever the batch size; INFEASIBLE when a device ran out of memory;
-        otherwise FAILED.
+    SUSPENDED after an interruption (Ctrl-C, SIGTERM), as the training may resume; WITHDRAWN if the configuration or the
+    data cannot work at any batch size; INFEASIBLE if a device ran out of memory; otherwise FAILED.
     """
     if isinstance(error, ZeusBSOConfigError):
         return TrialState.WITHDRAWN
     if _kinds(error) & _PREEMPTIONS:
         return TrialState.SUSPENDED
-    # A wrapper raised "from" the error tells of the same event.
+    # An exception raised "from" the error reports the same event.
     cause: BaseException | None = error
     while cause is not None:
         if _is_out_of_memory(cause):
@@ -65,8 +62,8 @@ def outcome_of(error: BaseException) -> EndingState:
 
 
 def is_lost_peer(error: BaseException) -> bool:
-    """Whether the error only tells that another process of a distributed training has ended."""
-    if _is_out_of_memory(error):  # NCCL says that by the same kind of error
+    """Return whether the error only reports that another process of a distributed training has ended."""
+    if _is_out_of_memory(error):  # NCCL raises the same class
         return False
     if _kinds(error) & _LOST_PEER_KINDS:
         return True
@@ -74,7 +71,7 @@ def is_lost_peer(error: BaseException) -> bool:
 
 
 def detail_of(error: BaseException) -> str:
-    """The exception in words that fit the wire."""
+    """Return the exception in words, as long as the protocol allows."""
     text = f"{type(error).__name__}: {error}".replace("\x00", "").encode(errors="replace").decode()
     return text[:MAX_DETAIL_LENGTH]
 
@@ -86,12 +83,12 @@ def _is_out_of_memory(error: BaseException) -> bool:
 
 
 def _kinds(error: BaseException) -> set[str]:
-    """Names of its classes: the frameworks that define some of them are not loaded for this."""
+    """Return the names of the error's classes; some of their modules may not be loaded."""
     return {kind.__name__ for kind in type(error).__mro__}
 
 
 def train_fail_error(verdict: ReportResponse | None, advice: str | None = None) -> ZeusBSOTrainFailError:
-    """Return the error of a training that has ended without its target; `advice` takes the place of launching again."""
+    """Return the error of a trial that ended without its target; `advice` replaces that to launch again."""
     stopped = verdict is not None and verdict.stop_train
     reason = verdict.message if verdict is not None and stopped else "the training ended before the target was reached"
     error = ZeusBSOTrainFailError(f"{reason}; {advice or 'launch the training again to try the next batch size'}")
@@ -101,24 +98,34 @@ def train_fail_error(verdict: ReportResponse | None, advice: str | None = None) 
 
 
 def show_in_one_paragraph() -> None:
-    """Have the interpreter print a `ZeusBSOTrainFailError` that nobody catches without its traceback.
+    """Make the interpreter print an uncaught `ZeusBSOTrainFailError` without traceback, and exit with its status.
 
-    It is an outcome, not a fault: the lines of a framework's teardown say nothing about it, and the exit status is the
-    error's own. All other errors are printed, and end the interpreter, as before.
+    A missed target is an outcome, not a fault. Other errors are printed as before.
     """
-    if isinstance(sys.excepthook, _Paragraph):
+    if getattr(sys.excepthook, "func", None) is not _excepthook:
+        sys.excepthook = functools.partial(_excepthook, sys.excepthook)
+
+
+def _excepthook(
+    otherwise: Callable[..., object], kind: type[BaseException], error: BaseException, traceback: TracebackType | None
+) -> None:
+    if not isinstance(error, ZeusBSOTrainFailError):
+        otherwise(kind, error, traceback)
         return
-    sys.excepthook = _Paragraph(sys.excepthook)
+    if error.__cause__ is None and error.__context__ is None:
+        print(f"{kind.__module__}.{kind.__qualname__}: {error}", file=sys.stderr)
+    else:
+        otherwise(kind, error, traceback)
+    raise SystemExit(error.exit_status)  # in a hook, this sets the exit status and prints nothing
 
 
 def end_trial_from_another_rank(
     client: ServerPort, trial: TrialInfo, error: BaseException, sender: OutboxHeader | None = None
 ) -> None:
-    """Say what ended the training of a process that has no session.
+    """Report the error that ended the training of a process without a session; if the server fails, log a warning.
 
-    Rank 0 hears of such an error as a lost connection at best, and not that memory ran out: that is written to the
-    outbox, before anything is waited for, and stays there while the server is away. Logs a warning where the server
-    fails, as `TrialSession.end` does. `trial` and `sender` are as rank 0 broadcast them.
+    Rank 0 sees such an error at best as a lost connection. An out-of-memory error is written to the outbox first, and
+    stays there while the server is away. `trial` and `sender` are rank 0's.
     """
     if trial.is_over or is_lost_peer(error):
         return
@@ -147,20 +154,3 @@ def _kept(sender: OutboxHeader, ending: Ending) -> OutboxFile | None:
     with contextlib.suppress(OSError):
         box.put(ending)
     return box
-
-
-class _Paragraph:
-    """An `sys.excepthook` before another one."""
-
-    def __init__(self, otherwise: object) -> None:
-        self._otherwise = otherwise
-
-    def __call__(self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-        missed_target = error if isinstance(error, ZeusBSOTrainFailError) else None
-        if missed_target is not None and error.__cause__ is None and error.__context__ is None:
-            print(f"{kind.__module__}.{kind.__qualname__}: {error}", file=sys.stderr)
-        else:
-            self._otherwise(kind, error, traceback)  # type: ignore[operator]
-        if missed_target is not None:
-            # Raised by a hook, it sets the status and prints nothing.
-            raise SystemExit(missed_target.exit_status)

@@ -1,4 +1,4 @@
-"""Changes to other people's objects that can be taken back."""
+"""Changes to other objects that can be undone."""
 
 from __future__ import annotations
 
@@ -9,17 +9,13 @@ from typing import Any
 
 
 class Patches:
-    """Remembers what it changes, and undoes it in reverse order. Keeps no changed object alive."""
+    """Recorded changes, which `undo` takes back in reverse order. Keeps no changed object alive."""
 
     def __init__(self) -> None:
         self._undo: list[Callable[[], None]] = []
 
     def set_attribute(self, target: object, name: str, value: object) -> None:
-        """Set an attribute past the class's own ``__setattr__``, which for a DataLoader forbids its batch size.
-
-        Raises:
-            AttributeError: It is a read-only property.
-        """
+        """Set an attribute, bypassing ``__setattr__``, by which a DataLoader forbids to change its batch size."""
         was_own = name in vars(target)
         before = getattr(target, name, None)
         object.__setattr__(target, name, value)
@@ -30,7 +26,7 @@ class Patches:
             if alive is None:
                 return
             if not was_own and name in vars(alive):
-                # Deleting it uncovers what the class provides, such as the method that a patched one hides.
+                # Delete it to uncover the class's attribute, such as the method that a patched one hides.
                 object.__delattr__(alive, name)
             else:
                 object.__setattr__(alive, name, before)
@@ -38,7 +34,7 @@ class Patches:
         self._undo.append(undo)
 
     def set_item(self, target: dict[str, Any], key: str, value: object) -> None:
-        """Set an item; a new one is removed again."""
+        """Set an item; `undo` removes a new one."""
         if key in target:
             before = target[key]
             self._undo.append(lambda: target.__setitem__(key, before))
@@ -54,7 +50,7 @@ class Patches:
         first: Callable[[], None] | None = None,
         then: Callable[[Any], object] | None = None,
     ) -> None:
-        """Have a method of this object call `first` before it runs and `then` with what it returned, each time."""
+        """Make each call of the object's method call `first` before it, and `then` with its result."""
         method = getattr(target, name)
 
         @functools.wraps(method)
@@ -70,11 +66,11 @@ class Patches:
 
     @property
     def has_changes(self) -> bool:
-        """True if there is something to undo."""
+        """Whether there are changes to undo."""
         return bool(self._undo)
 
     def include(self, others: Patches) -> None:
-        """Undo these, too; they may be undone before."""
+        """Undo the other changes with these; they may also be undone before."""
         self._undo.append(others.undo)
 
     def undo(self) -> None:

@@ -1,4 +1,4 @@
-"""The search for the best power limit in a training, decided alike for all frameworks. Knows no framework."""
+"""The search for the best power limit in a training, independent of frameworks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from zeus_plugins.energy import EnergyMonitor, WindowMonitor, as_energy_monitor
 from zeus_plugins.errors import ZeusBSOConfigError
-from zeus_plugins.placement import placed
+from zeus_plugins.placement import Ranks, placed
 from zeus_plugins.power_limit.devices import PowerLimitDevice, find_devices
 from zeus_plugins.power_limit.plan import Window
 from zeus_plugins.power_limit.profile import PowerLimitProfile
@@ -21,7 +21,7 @@ from zeus_plugins.power_limit.profiler import PowerLimitProfiler
 from zeus_plugins.power_limit.selectors import OptimumSelector, ZeusCost
 from zeus_plugins.protocol import PowerLimitChoice, PowerProfile
 from zeus_plugins.training.patches import Patches
-from zeus_plugins.training.port import Ranks, node_monitor
+from zeus_plugins.training.port import node_monitor
 from zeus_plugins.training.run import BatchSizeArguments
 
 _METRIC = "zeus/power_limit_w"
@@ -31,11 +31,7 @@ _logger = logging.getLogger("zeus_plugins")
 
 @dataclass(frozen=True)
 class PowerOptions:
-    """The arguments of a power-limit callback.
-
-    Raises:
-        ZeusBSOConfigError: One of them cannot work.
-    """
+    """The arguments of a power-limit callback; raises `ZeusBSOConfigError` if one cannot work."""
 
     selector: OptimumSelector
     warmup_steps: int
@@ -50,9 +46,9 @@ class PowerOptions:
     profile_s: float = 2.0
 
     def __post_init__(self) -> None:
-        Window(self.warmup_steps, self.profile_steps)  # it is possible, or it raises
+        Window(self.warmup_steps, self.profile_steps)  # raises for arguments that cannot work
         if self.energy_monitor is not None:
-            as_energy_monitor(self.energy_monitor)  # likewise
+            as_energy_monitor(self.energy_monitor)  # as above
         if self.wait_steps < 0 or self.warmup_s < 0 or self.profile_s < 0:
             raise ZeusBSOConfigError(
                 f"wait_steps is {self.wait_steps}, warmup_s {self.warmup_s} and profile_s {self.profile_s}: none is "
@@ -61,21 +57,17 @@ class PowerOptions:
         if self.limits_w is not None and not self.limits_w:
             raise ZeusBSOConfigError("limits_w is empty: list the power limits to measure, or leave it out")
 
-    def find(self, gpus: Sequence[int | str]) -> Sequence[PowerLimitDevice]:
-        """Return the devices whose limits are set: the user's, or these GPUs."""
-        return find_devices(gpus, command=self.command) if self.devices is None else self.devices
-
     def known(self, batch_size: int | None, known: PowerProfile | None) -> PowerLimitProfile | None:
-        """Return the measurements of earlier trainings at this batch size: the server's, or those of the file."""
+        """Return earlier measurements at this batch size from the server (`known`) or from the profile's file."""
         if known is not None:
             return PowerLimitProfile(gpus=known.gpus, batch_size=batch_size, samples=known.samples)
         path = self._path(batch_size)
         return None if path is None else PowerLimitProfile.load_if_kept(path)
 
-    def save(self, profile: PowerLimitProfile | None) -> None:
-        """Write a profile to its file, if there is one. A file that cannot be written is a warning."""
-        path = None if profile is None else self._path(profile.batch_size)
-        if path is not None and profile is not None:
+    def save(self, profile: PowerLimitProfile) -> None:
+        """Write a profile to its file, if the options name one; warn if that fails."""
+        path = self._path(profile.batch_size)
+        if path is not None:
             profile.save_or_warn(path)
 
     def _path(self, batch_size: int | None) -> Path | None:
@@ -86,7 +78,7 @@ class PowerOptions:
 
 @dataclass(frozen=True)
 class _Search:
-    """A training that is searched: exists from its begin until its end, or until nothing is left to measure."""
+    """The search in the present training, until the training ends or all limits are measured."""
 
     profiler: PowerLimitProfiler
     is_zero: bool
@@ -96,32 +88,32 @@ class _Search:
 
 
 class PowerRun:
-    """The search in one training after another: when it measures, what is kept of it, and its end.
+    """The search in successive trainings.
 
-    Before `begin`, after `close`, and once nothing is left to measure, every other method does nothing. Steps are
-    measured while nothing else happens: `interrupt` and `resume` stand around what a framework does between two steps,
-    and a measurement that was cut short is made again. `close` also undoes the changes to the trainer in `patches`.
+    Before `begin`, after `close`, and once all limits are measured, the other methods do nothing. A measurement covers
+    only uninterrupted steps: call `interrupt` and `resume` around the framework's work between two steps. An
+    interrupted measurement is repeated. `close` also undoes the changes in `patches`.
     """
 
     def __init__(self, options: PowerOptions) -> None:
         self.patches = Patches()
         self._options = options
-        # The latest one; it still tells what was found when the training has ended.
+        # The latest one, kept for its results after the training has ended.
         self._profiler: PowerLimitProfiler | None = None
         self._search: _Search | None = None
         self._steps_in_a_row: int | None = None
-        # Whether steps are being trained, and nothing else; whether they were when something interrupted them.
+        # Whether steps are trained without interruption; whether they were before the present interruption.
         self._is_training = False
         self._is_interrupted = False
 
     @property
     def chosen_limit_w(self) -> float | None:
-        """The best limit, watts of each GPU; None before it is known, and when no limit could be set."""
+        """The best limit in watts of each GPU; None if unknown or if no limit could be set."""
         return None if self._profiler is None else self._profiler.chosen_limit_w
 
     @property
     def profile(self) -> PowerLimitProfile | None:
-        """The limits measured so far, and those that were known before."""
+        """The limits measured so far, and those known before."""
         return None if self._profiler is None else self._profiler.profile
 
     def begin(
@@ -138,14 +130,11 @@ class PowerRun:
 
         Args:
             ranks: The processes of the training.
-            batch_size: Global batch size, where there is no trial that says it; None when nobody knows.
-            keeper: The batch-size callback of this training, if there is one.
-            log: Gives metrics to the framework's loggers; called on the first of all processes.
-            on_done: Called once nothing is left to measure, so that a step costs nothing from then on.
-            synchronize: Waits for the work queued on the GPUs that train.
-
-        Raises:
-            ZeusBSOConfigError: The GPUs cannot be measured together.
+            batch_size: Global batch size of a training without `keeper`, or None if unknown.
+            keeper: The training's batch-size callback, if any.
+            log: Logs metrics; called on the first of all processes.
+            on_done: Called once all limits are measured, so that later steps cost nothing.
+            synchronize: Waits for the work queued on the training's GPUs.
         """
         self.close()
         known = None
@@ -153,8 +142,12 @@ class PowerRun:
             batch_size, known = keeper.trial.batch_size, keeper.trial.power_profile
         options, place = self._options, placed(ranks)
         controls = place.is_first  # the first process of each machine sets limits and measures
+
+        def devices() -> Sequence[PowerLimitDevice]:
+            return find_devices(place.gpus, command=options.command) if options.devices is None else options.devices
+
         self._profiler = PowerLimitProfiler(
-            (lambda: options.find(place.gpus)) if controls else None,
+            devices if controls else None,
             options.selector,
             warmup_steps=options.warmup_steps,
             profile_steps=options.profile_steps,
@@ -171,11 +164,7 @@ class PowerRun:
         self._search = _Search(self._profiler, ranks.rank == 0, keeper, log, on_done)
 
     def begin_steps(self, steps_in_a_row: int | None = None) -> None:
-        """Begin to measure, or go on with it.
-
-        Args:
-            steps_in_a_row: Steps until something interrupts them; None when nobody knows.
-        """
+        """Begin or continue to measure, for a known number of uninterrupted steps or None."""
         if self._search is not None:
             self._steps_in_a_row = steps_in_a_row
             self._is_training = True
@@ -202,24 +191,24 @@ class PowerRun:
         self._is_interrupted = was_training
 
     def resume(self) -> None:
-        """Go on after `interrupt`, if steps were being trained then."""
+        """Continue after `interrupt`, if steps were being trained then."""
         if self._is_interrupted:
             self._is_interrupted = False
             self.begin_steps(self._steps_in_a_row)
 
     def disturb(self) -> None:
-        """Measure the present limit anew: something else took time between two steps."""
+        """Repeat the measurement of the present limit: other work took time between two steps."""
         if self._is_training:
             self.interrupt()
             self.resume()
 
     def keep_unfinished(self) -> None:
-        """Keep what was measured, if not everything was: the next training goes on from there."""
+        """Keep the measurements of an unfinished search, from which the next training continues."""
         if self._search is not None:
             self._keep(self._search)
 
     def close(self) -> None:
-        """Put the limits back. Safe to call twice, on every way out."""
+        """Restore the limits. Safe to call twice, and on every exit path."""
         self.patches.undo()
         self._search = None
         self._is_training = self._is_interrupted = False
@@ -236,17 +225,23 @@ class PowerRun:
             search.log({_METRIC: self.chosen_limit_w})
 
     def _keep(self, search: _Search) -> None:
-        """Keep what is known by now, in the file and on the server."""
-        if not search.is_zero:
+        """Keep the measurements in the file and on the server."""
+        profile, chosen_w = search.profiler.profile, search.profiler.chosen_limit_w
+        if not search.is_zero or profile is None:
             return
-        self._options.save(self.profile)
-        choice = None if search.keeper is None else _choice_of(search.profiler)
-        if search.keeper is not None and choice is not None:
+        self._options.save(profile)
+        if search.keeper is None or not profile.samples:
+            return
+        try:
+            choice = PowerLimitChoice(gpus=profile.gpus, samples=profile.samples, chosen_limit_w=chosen_w)
+        except ValidationError as error:
+            _logger.warning("the server cannot keep the power limits: %s", error.errors()[0]["msg"])
+        else:
             search.keeper.keep_power_limits(choice)
 
 
 class PowerLimitFindings:
-    """The constructor and results of the power-limit callbacks, whose docstrings describe the arguments."""
+    """Constructor and results of the power-limit callbacks, whose docstrings describe the arguments."""
 
     def __init__(
         self,
@@ -281,27 +276,15 @@ class PowerLimitFindings:
 
     @property
     def chosen_limit_w(self) -> float | None:
-        """The best limit, watts of each GPU; None before it is known, and when no limit could be set."""
+        """The best limit in watts of each GPU; None if unknown or if no limit could be set."""
         return self._run.chosen_limit_w
 
     @property
     def profile(self) -> PowerLimitProfile | None:
-        """The limits that the latest training has measured, and those known from the server or `profile_path`."""
+        """The limits that the latest training measured, with those known from the server or `profile_path`."""
         return self._run.profile
 
 
 def batch_size_callback(callbacks: Iterable[Any]) -> BatchSizeArguments | None:
-    """The one of a trainer's callbacks that has a trial in this training, if there is one."""
+    """Return the callback that has a trial in this training, or None."""
     return next((each for each in callbacks if isinstance(each, BatchSizeArguments) and each.has_trial), None)
-
-
-def _choice_of(profiler: PowerLimitProfiler) -> PowerLimitChoice | None:
-    """A profiler's findings for the batch size optimization server; None where there is nothing to keep."""
-    profile = profiler.profile
-    if profile is None or not profile.samples:
-        return None
-    try:
-        return PowerLimitChoice(gpus=profile.gpus, samples=profile.samples, chosen_limit_w=profiler.chosen_limit_w)
-    except ValidationError as error:
-        _logger.warning("the server cannot keep the power limits: %s", error.errors()[0]["msg"])
-        return None

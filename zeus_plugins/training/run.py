@@ -1,9 +1,8 @@
-"""One trial of a training, from the question for a batch size to its end: what all frameworks decide alike.
+"""One trial of a training, from the request for a batch size to the end: the decisions that all frameworks share.
 
-A framework's callback makes a `TrialRun` for each training and calls it from its hooks. The run decides; what it wants
-done to the trainer it asks of a `TrainerPort`, which each framework implements in a few lines. Below it, a
-`TrialSession` measures and talks to the server, on rank 0 alone: the other ranks get its answers and its errors by
-broadcast, so that all of them go on, stop or raise together.
+A framework's callback makes a `TrialRun` for each training and calls it from its hooks. The run changes the trainer
+through a `TrainerPort`. On rank 0, a `TrialSession` measures and talks to the server; the other ranks receive its
+answers and errors by broadcast, so that all continue, stop or raise together.
 
 The order of calls, on every rank::
 
@@ -17,7 +16,7 @@ The order of calls, on every rank::
     run.active.report_last_epoch(epochs)    after the last epoch
     run.finish(error)                       always; then, unless there is an error, run.raise_failure()
 
-`run.active` is None before `begin`, after `finish`, and in a training that goes on from a checkpoint without a trial.
+`run.active` is None before `begin`, after `finish`, and in a training resumed from a checkpoint without a trial.
 """
 
 from __future__ import annotations
@@ -52,17 +51,13 @@ T = TypeVar("T")
 
 _logger = logging.getLogger("zeus_plugins")
 
-# What jsonargparse (LightningCLI) saves in place of a secret.
+# jsonargparse (LightningCLI) saves this in place of a secret.
 _MASK = "**********"
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrialOptions:
-    """The arguments of a batch-size callback that are no part of its job, the same in all frameworks.
-
-    Raises:
-        ZeusBSOConfigError: One of them cannot work.
-    """
+    """The arguments of a batch-size callback that do not describe its job; raises `ZeusBSOConfigError`."""
 
     server_url: str | None = None
     token: str | None = field(default=None, repr=False)
@@ -80,11 +75,11 @@ class TrialOptions:
         if self.max_per_device_batch_size is not None and self.max_per_device_batch_size < 1:
             raise ZeusBSOConfigError(f"max_per_device_batch_size is {self.max_per_device_batch_size}: it is at least 1")
         check_on_unreachable(self.on_unreachable)
-        lr_factor(self.lr_scaling, 1, 1)  # there is such a rule, or it raises
+        lr_factor(self.lr_scaling, 1, 1)  # raises for an unknown rule
 
 
 class BatchSizeArguments:
-    """The constructor and results of the batch-size callbacks, whose docstrings describe the arguments."""
+    """Constructor and results of the batch-size callbacks, whose docstrings describe the arguments."""
 
     def __init__(
         self,
@@ -150,23 +145,23 @@ class BatchSizeArguments:
 
     @property
     def lr_factor(self) -> float:
-        """The factor on learning rates that goes with the trial's batch size, by `lr_scaling`; 1 before it is known."""
+        """The factor on learning rates for the trial's batch size, by `lr_scaling`; 1 before that is known."""
         return self._run.lr_factor
 
     def keep_power_limits(self, choice: PowerLimitChoice) -> None:
-        """Have the server keep what a power-limit callback found out; called on the first of all processes."""
+        """Let the server keep the results of a power-limit callback; called on rank 0."""
         if self._run.active is not None:
             self._run.active.keep_power_limits(choice)
 
 
 @dataclass
 class RunRecord:
-    """The facts of a run that every rank knows during the training, and that are kept after it.
+    """The facts of a run that every rank knows, also after the training.
 
     Attributes:
-        trial: The trial as of the latest report.
-        job: The job, as the server has it.
-        lr_factor: The factor on the rates that the user chose for the job's default size; 1 without a rule.
+        trial: The trial at the latest report.
+        job: The job, as on the server.
+        lr_factor: The factor on the rates that the user chose for the job's default size.
         takes_reports: False for a checkpoint's trial that is over.
         epochs: Rounds the epochs of reports, on rank 0.
     """
@@ -181,16 +176,11 @@ class RunRecord:
 class TrialRun:
     """One training of the job, and its trial. Can be pickled before it begins.
 
-    Args:
-        wish: The recurring job, or what its user says of it. Its batch sizes are global.
-        options: As the user gave them.
-        connect: Makes a client, from the options' `server_url` and `token`.
+    `connect` makes a client, given the options' `server_url` and `token`.
 
     Attributes:
-        options: As the user gave them.
-        connect: Makes a client of the server.
         patches: Changes to the trainer, which `finish` undoes.
-        active: The run while the training of its trial goes on, from `begin` or `resume` to `finish`; None otherwise.
+        active: The run while the training of its trial continues, from `begin` or `resume` to `finish`; otherwise None.
     """
 
     def __init__(
@@ -205,31 +195,24 @@ class TrialRun:
         self.options = options
         self.connect = partial(connect, options.server_url, options.token)
         self.active: ActiveRun | None = None
-        # From begin or resume on.
-        self._record: RunRecord | None = None
+        self._record: RunRecord | None = None  # set by begin and resume
 
     @property
     def trial(self) -> TrialInfo | None:
-        """The trial as of the latest report, the same on every rank; None without one."""
+        """The trial at the latest report, the same on every rank; None without one."""
         return None if self._record is None else self._record.trial
 
     @property
     def lr_factor(self) -> float:
-        """The factor on learning rates that goes with the trial's batch size; 1 before that is known."""
+        """The factor on learning rates for the trial's batch size; 1 before that is known."""
         return 1.0 if self._record is None else self._record.lr_factor
 
     def begin(self, port: TrainerPort) -> None:
-        """Ask for a batch size, and have the trainer deliver it.
-
-        Raises:
-            ZeusBSOConfigError: The job, the trainer or the data cannot work; the server refuses the job or the token.
-            ZeusBSORuntimeError: As of `TrialSession.ask`.
-        """
+        """Ask for a batch size, and set it in the trainer; errors as in `TrialSession.ask`."""
         plan = self._plan_of(port)
         self._splits(port, plan.job.batch_sizes)  # before a trial is spent on a size that cannot be
 
         def check_registered(job: JobSpec) -> None:
-            """Refuse a job that the server has otherwise than was guessed, where this training cannot have it so."""
             self._splits(port, job.batch_sizes)
             if job.max_epochs > plan.job.max_epochs:
                 raise ZeusBSOConfigError(
@@ -249,24 +232,19 @@ class TrialRun:
         self._enter(port, plan, EpochCount(), ask)
 
     def resume(self, port: TrainerPort, saved: Callable[[], Mapping[str, Any] | None]) -> None:
-        """Go on with the trial of a checkpoint, at its batch size; without one, leave the training alone.
+        """Continue the trial of a checkpoint at its batch size; without one, leave the training alone.
 
-        Args:
-            port: The trainer.
-            saved: Reads what `state` returned; None, or nothing in it, from a checkpoint without a trial. Called on
-                rank 0.
-
-        Raises:
-            ZeusBSOConfigError: The trial's size cannot be had on these devices; the trial can still go on elsewhere.
-            ZeusBSORuntimeError: As of `TrialSession.resume`.
+        `saved` reads the result of `state`, on rank 0; None or empty for a checkpoint without a trial. Errors as in
+        `TrialSession.resume`, and `ZeusBSOConfigError` if these devices cannot train at the trial's size; then the
+        trial can still continue elsewhere.
         """
 
         def resumable() -> Mapping[str, Any] | None:
             state = saved()
             if not state:
                 return None
-            # Check before resuming, so that a failure leaves the trial resumable elsewhere. The job itself may have
-            # lost this size since.
+            # Check before resuming, so that a failure leaves the trial resumable elsewhere. The job may have lost this
+            # size since.
             self._splits(port, [TrialInfo.restored(state["trial"]).batch_size])
             return state
 
@@ -283,9 +261,9 @@ class TrialRun:
         self._enter(port, plan, EpochCount(state["has_fractions"]), lambda session: session.resume(state["trial"]))
 
     def state(self) -> dict[str, Any]:
-        """The trial for a checkpoint, in plain types; an empty dict without one.
+        """Return the trial for a checkpoint, in plain types; empty without a trial.
 
-        The open window counts: it is closed into the totals and the next one opened.
+        An open window is closed into the totals, and the next window opens.
         """
         if self.active is not None:
             self.active.count_open_window()
@@ -300,19 +278,15 @@ class TrialRun:
         }
 
     def finish(self, error: BaseException | None = None, *, early_end: str | None = None) -> None:
-        """Undo all changes, and end a trial that has no verdict. Nothing the second time.
+        """Undo all changes, and end a trial without a verdict; the second call does nothing.
 
-        Meant for exit paths: it makes no collective call, and never raises, which would hide the `error` that ended the
-        training.
-
-        Args:
-            error: What ended the training.
-            early_end: Without an error, the trainer's own rule that ended it before its last epoch, where it is known.
+        Meant for exit paths: makes no collective call, and never raises, so that it does not mask the `error` that
+        ended the training. Without one, `early_end` is the trainer's rule that ended it before its last epoch, if
+        known.
         """
         active, self.active = self.active, None
         try:
-            # The last first, and each though another fails.
-            with ExitStack() as stack:
+            with ExitStack() as stack:  # which runs each callback even if another one fails
                 if active is not None:
                     stack.callback(active.close, error, early_end)
                 stack.callback(self.patches.undo)
@@ -320,11 +294,7 @@ class TrialRun:
             _logger.exception("could not clean up after the training")
 
     def raise_failure(self) -> None:
-        """Raise when the training is over and its trial failed, if that is wanted.
-
-        Raises:
-            ZeusBSOTrainFailError: The trial did not reach its target.
-        """
+        """Raise `ZeusBSOTrainFailError` if the trial missed its target and the options ask for the error."""
         record = self._record
         if record is None or not record.takes_reports or self.options.on_failure != "raise":
             return
@@ -334,7 +304,7 @@ class TrialRun:
             raise train_fail_error(verdict, record.trial.advice)
 
     def _plan_of(self, port: TrainerPort, saved_job: Mapping[str, Any] | None = None) -> JobPlan:
-        """Make the job of what the user says and, where that is too little, of the checkpoint or of the training."""
+        """Make the job of the user's description, completed from the checkpoint or from the training."""
         if self._wish.job is not None:
             plan = planned(self._wish)
         elif saved_job is not None:
@@ -349,7 +319,7 @@ class TrialRun:
     def _enter(
         self, port: TrainerPort, plan: JobPlan, epochs: EpochCount, begin: Callable[[TrialSession], bool]
     ) -> None:
-        """Have rank 0 get the trial, all ranks hear of it, and the trainer deliver its size."""
+        """Get the trial on rank 0, share it with all ranks, and set its size in the trainer."""
         active = ActiveRun(self, port, plan, epochs, begin)
         self.active, self._record = active, active.record
         size = active.record.trial.batch_size
@@ -357,7 +327,7 @@ class TrialRun:
         active.announce()
 
     def _splits(self, port: TrainerPort, batch_sizes: Sequence[int]) -> dict[int, BatchSplit]:
-        """The spread of each of these sizes over the devices."""
+        """Return the split of each of these sizes over the devices."""
         devices, accumulation = port.devices, port.accumulation
         most = self.options.max_per_device_batch_size
         found = {
@@ -381,10 +351,10 @@ class TrialRun:
 
 
 class ActiveRun:
-    """A run while its trial's training goes on, on one rank.
+    """A run during its trial's training, on one rank.
 
-    Making one has rank 0 get the trial by `begin`, which returns whether the server takes reports on it, and all ranks
-    hear of it. Where that fails, what was opened is closed again, and a trial that the server has begun is ended.
+    The constructor has rank 0 get the trial by `begin`, which returns whether the server takes reports on it. If that
+    fails, the constructor closes what it opened, and ends a trial that the server has begun.
     """
 
     def __init__(
@@ -398,7 +368,7 @@ class ActiveRun:
         options = run.options
         self._port = port
         self._connect = run.connect
-        self._session: TrialSession | None = None  # of rank 0 alone
+        self._session: TrialSession | None = None  # only on rank 0
         own_size = plan.job.default_batch_size
         place = placed(port)
         with ExitStack() as opened:
@@ -419,17 +389,17 @@ class ActiveRun:
             self._opened = opened.pop_all()
         factor = lr_factor(options.lr_scaling, trial.batch_size, own_size)
         self.record = RunRecord(trial, plan.job, factor, takes_reports, epochs)
-        self.steps = StepCount([], 1)  # which counts nothing before the start
+        self.steps = StepCount([], 1)  # counts nothing until the start
         self._schedules = ScheduleWatch(trial.batch_size, port.schedule_remedy)
         self._announcer = Announcer(port, plan, run.patches, own_size=own_size, quiet=options.quiet)
 
     @property
     def is_reporting(self) -> bool:
-        """True if `report_evaluation` would report: the server takes reports, and no verdict has said stop."""
+        """Whether `report_evaluation` reports: the server takes reports, and no verdict has said stop."""
         return self.record.takes_reports and not self.record.trial.is_over
 
     def announce(self) -> None:
-        """Tell of the batch size that was chosen."""
+        """Report the chosen batch size to the user."""
         if self.record.takes_reports:
             url = "" if self._sender is None else self._sender.server_url
             self._announcer.begun(self.record.trial, url)
@@ -448,7 +418,7 @@ class ActiveRun:
         """Log the choice, and begin to measure."""
         port = self._port
         self._announcer.started(self.record.trial, self.record.lr_factor)
-        schedules = port.schedules()  # which all ranks ask for: the framework may have them wait for each other
+        schedules = port.schedules()  # on all ranks: the framework may synchronize them here
         if port.rank == 0:
             self._schedules.begin(schedules)
         optimizers, _ = port.optimizers()
@@ -459,11 +429,7 @@ class ActiveRun:
             self._decided_with(lambda session: session.begin_measurement(optimizer))
 
     def check(self) -> None:
-        """Make sure that the batch size is in force: never train at another size than the one that is reported.
-
-        Raises:
-            ZeusBSOConfigError: It is not.
-        """
+        """Raise `ZeusBSOConfigError` if the batch size in force is not the size that will be reported."""
         port, batch_size = self._port, self.record.trial.batch_size
         expected = batch_size / (port.devices * port.accumulation)
         delivered = port.delivered()
@@ -476,16 +442,12 @@ class ActiveRun:
             )
 
     def report_evaluation(self, metric: Callable[[], float | None], epochs: float) -> None:
-        """Report an evaluation, and stop the trainer when the server says so. Nothing after that verdict.
+        """Report an evaluation, and stop the trainer if the server says so; do nothing after that verdict.
 
         Args:
-            metric: Finds the metric; None when there is nothing to report yet. Called on rank 0, and what it raises is
-                raised on every rank.
+            metric: Returns the metric, or None if there is nothing to report yet. Called on rank 0; every rank raises
+                its error.
             epochs: Epochs of this trial trained so far. Fractions are rounded up once whole epochs were reported.
-
-        Raises:
-            ZeusBSOConfigError: What was counted so far contradicts the batch size.
-            Exception: What `metric` raises.
         """
         if not self.is_reporting:
             return
@@ -510,16 +472,16 @@ class ActiveRun:
             self._port.stop()
 
     def report_last_epoch(self, epochs: float) -> None:
-        """Report the end of a training whose last evaluation was before its last epoch.
+        """Report the end of a training whose last evaluation was before its last epoch, with the latest metric.
 
-        The server must hear that no more epochs are allowed; the latest metric stands.
+        Otherwise the server would not learn that the training has no epochs left.
         """
         trial, metric = self.record.trial, self.record.trial.metric
         if metric is not None and epochs >= self.record.job.max_epochs > (trial.epoch or 0):
             self.report_evaluation(lambda: metric, epochs)
 
     def keep_power_limits(self, choice: PowerLimitChoice) -> None:
-        """Have the server keep what a power-limit callback found out; called on rank 0."""
+        """Let the server keep the results of a power-limit callback; called on rank 0."""
         if self._session is not None:
             self._session.keep_power_limits(choice)
 
@@ -530,11 +492,21 @@ class ActiveRun:
             self.record.trial = self._session.trial
 
     def close(self, error: BaseException | None, early_end: str | None) -> None:
-        """End a trial that has no verdict, and close what was opened: see `TrialRun.finish`."""
-        # The last first, and each though another fails.
-        with self._opened as stack:
-            stack.callback(self._end, error, early_end)
-            stack.callback(self.steps.close)
+        """End a trial without a verdict, and close what was opened: see `TrialRun.finish`."""
+        record, session = self.record, self._session
+        with self._opened:
+            self.steps.close()
+            if session is not None:
+                session.end(error, early_end=early_end)
+                record.trial = session.trial
+                if record.takes_reports:
+                    if error is None:
+                        self._announcer.ended(record.trial, session.job_view, early_end)
+                    else:
+                        self._announcer.broken_off(record.trial, error)
+            elif record.takes_reports and error is not None:
+                with self._connect() as client:
+                    end_trial_from_another_rank(client, record.trial, error, self._sender)
 
     def _decided_with(self, decide: Callable[[TrialSession], T]) -> T:
         """Let rank 0 decide, with its session."""
@@ -543,22 +515,6 @@ class ActiveRun:
     def _synchronize(self) -> None:
         if self._cluster is not None:
             self._cluster.synchronize()
-
-    def _end(self, error: BaseException | None, early_end: str | None) -> None:
-        record, session = self.record, self._session
-        if session is None:
-            if record.takes_reports and error is not None:
-                with self._connect() as client:
-                    end_trial_from_another_rank(client, record.trial, error, self._sender)
-            return
-        session.end(error, early_end=early_end)
-        record.trial = session.trial
-        if not record.takes_reports:
-            return
-        if error is None:
-            self._announcer.ended(record.trial, session.job_view, early_end)
-        else:
-            self._announcer.broken_off(record.trial, error)
 
 
 def _decided(port: TrainerPort, decide: Callable[[], T]) -> T:

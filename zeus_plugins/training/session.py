@@ -1,7 +1,7 @@
-"""One trial as the training side sees it: which batch size, what it has cost, what the server said.
+"""One trial on the training side: its batch size, its cost, and the server's verdicts.
 
-`TrialSession` knows no framework. The adapters (plain PyTorch, Lightning, …) call it from their hooks and hold no count
-of their own; everything that must survive a checkpoint lives in `TrialInfo`.
+`TrialSession` knows no framework. Callbacks and the optimizer for plain loops call it, and `TrialInfo` holds everything
+that must survive a checkpoint.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from zeus_plugins.training.outcomes import detail_of, ending_of
 from zeus_plugins.training.trial import TrialInfo
 
 OnUnreachable = Literal["default", "raise"]
-"""What becomes of a training that begins while the server is away: see `TrialSession`."""
+"""The beginning of a training while the server is away: see `TrialSession`."""
 
 _WINDOW = "zeus_bso_trial"
 
@@ -60,30 +60,27 @@ _logger = logging.getLogger("zeus_plugins")
 
 
 class TrialSession:
-    """One trial from the question for a batch size to its end.
+    """One trial, from the request for a batch size to the end.
 
-    The order of calls is `ask`, `begin_measurement`, `report_evaluation` once per evaluation until its answer says
-    stop, `end`. A resumed training calls `resume` in place of `ask`. The session can be pickled before `ask`, so that
-    it can travel to spawned worker processes.
+    Call `ask` (or `resume`, in a resumed training), `begin_measurement`, `report_evaluation` after each evaluation
+    until its verdict says stop, and `end`; calls in another order raise `ZeusBSOOperationOrderError`. Before `ask`, the
+    session can be pickled for spawned worker processes.
 
     Args:
-        job: The recurring job, or a plan for it. Its `job_id` wins over the environment variable ``ZEUS_JOB_ID``; with
-            neither, the server makes a new job.
-        client: Talks to the server. The session uses it but does not close it.
-        monitor: Measures energy and time, and knows the GPUs of the job. One that measures as Zeus's `ZeusMonitor` does
-            will do.
-        on_unreachable: What becomes of a training that begins while the server is away: ``"default"``, it takes the
-            job's default batch size, and its trial is recorded later; ``"raise"``, it does not begin.
-        outbox: Where results wait while the server is away; by default in the user's directory for state.
-        environ: Environment variables; those of the process by default.
+        job: The recurring job, or a plan for it. Its `job_id` precedes the environment variable ``ZEUS_JOB_ID``;
+            without both, the server makes a new job.
+        client: The server's client; stays open.
+        monitor: Measures energy and time, and knows the job's GPUs; Zeus's `ZeusMonitor` is accepted.
+        on_unreachable: A training that begins while the server is away trains at the job's default size, and its trial
+            is recorded later (``"default"``), or it does not begin (``"raise"``).
+        outbox: Keeps results while the server is away; by default in the user's state directory.
 
     Raises:
-        ZeusBSOConfigError: ``ZEUS_JOB_ID`` does not fit the job, or there is no such `on_unreachable`.
+        ZeusBSOConfigError: ``ZEUS_JOB_ID`` does not fit the job, or `on_unreachable` is unknown.
 
     Attributes:
-        plan: The job, as the server has it once a trial has been asked for, and what of it was guessed.
-        job_view: The job with its latest trials as the server shows it after the verdict that ended this one; None
-            before that, and where the server does not show it.
+        plan: The job, as on the server once a trial has been asked for, and its guessed fields.
+        job_view: The job with its latest trials, as the server shows it after the final verdict; otherwise None.
     """
 
     def __init__(
@@ -94,23 +91,21 @@ class TrialSession:
         *,
         on_unreachable: OnUnreachable = "default",
         outbox: Outbox | None = None,
-        environ: Mapping[str, str] | None = None,
     ) -> None:
         check_on_unreachable(on_unreachable)
-        self.plan = _with_job_id_from(environ, job if isinstance(job, JobPlan) else JobPlan(job=job))
+        self.plan = _with_job_id_of_environment(job if isinstance(job, JobPlan) else JobPlan(job=job))
         self.job_view: JobView | None = None
         self._client = client
         self._monitor = BridgedMonitor(as_energy_monitor(monitor), strict=True)
         self._on_unreachable = on_unreachable
-        self._outbox = outbox or default_outbox(environ)
-        # With one key, a repeated request finds the same trial.
-        self._key = secrets.token_hex(16)
+        self._outbox = outbox or default_outbox()
+        self._key = secrets.token_hex(16)  # by which a repeated request finds the same trial
         self._trial: TrialInfo | None = None
-        # None without a trial, and where the server takes no reports on a checkpoint's trial.
+        # None without a trial, and for a checkpoint's trial that takes no reports.
         self._reporter: TrialReporter | None = None
         self._measuring = False
         self._ended = False
-        # The epochs that the server heard of; a checkpoint may be older than the last report.
+        # The last reported epoch of a resumed trial; the checkpoint may be older than that report.
         self._reported_epoch = 0.0
 
     @property
@@ -120,11 +115,7 @@ class TrialSession:
 
     @property
     def trial(self) -> TrialInfo:
-        """The trial as it stands now; an immutable snapshot.
-
-        Raises:
-            ZeusBSOOperationOrderError: There is no trial yet.
-        """
+        """The present state of the trial, immutable."""
         if self._trial is None:
             raise ZeusBSOOperationOrderError("there is no trial yet: ask for a batch size first")
         if self._reporter is None:
@@ -133,43 +124,40 @@ class TrialSession:
 
     @property
     def sender(self) -> OutboxHeader | None:
-        """The trial to which results that wait for the server belong; None before there is a trial to report on."""
+        """The trial to which results in the outbox belong; None without a trial to report on."""
         return None if self._reporter is None else self._reporter.sender
 
     @property
     def cost_j(self) -> float | None:
-        """The trial's cost so far, joules; None while that is unknown."""
+        """The trial's cost so far, joules; None if unknown."""
         if self._reporter is None or self.trial.unmeasured is not None:
             return None
         return self._reporter.job.cost_j(time_s=self.trial.time_s, energy_j=self.trial.energy_j)
 
     @property
     def finished(self) -> bool:
-        """True if a verdict says stop. The server hears no more of this trial."""
+        """True if a verdict says stop. The server receives no more reports on this trial."""
         return self._trial is not None and self._trial.is_over
 
     @property
     def failed(self) -> bool:
-        """True if a verdict says stop although the target was not reached."""
+        """True if a verdict says stop without the target."""
         return self.finished and self.trial.verdict is not None and not self.trial.verdict.converged
 
     def ask(self, check: Callable[[JobSpec], None] | None = None) -> int:
-        """Register the job on this hardware and start a trial. A repeated call after an error is for the same trial.
+        """Register the job on this hardware, start a trial, and return its GLOBAL batch size.
 
-        What earlier trainings have left for this server is delivered first.
+        First deliver the results that earlier trainings have left for this server. After an error, a repeated call is
+        for the same trial.
 
         Args:
-            check: Refuses a job that is registered otherwise than was guessed, if this training cannot have it so.
-
-        Returns:
-            The GLOBAL batch size of the trial: samples per optimizer step over all devices.
+            check: Raises if this training cannot do the registered job, which may differ from the guessed one.
 
         Raises:
-            ZeusBSOOperationOrderError: There is a trial already, or the session has ended.
-            ZeusBSOConfigError: The server refuses the job or the token; or earlier trainings of the job were made of
-                something else, and the user is strict.
-            ZeusBSORuntimeError: The server refuses otherwise; or it cannot be reached or fails, and `on_unreachable`
-                says to raise.
+            ZeusBSOConfigError: The server refuses the job or the token; or the user is strict, and earlier trainings of
+                the job had another fingerprint.
+            ZeusBSORuntimeError: The server refuses for another reason; or it is unreachable or fails, and
+                `on_unreachable` is ``"raise"``.
         """
         if self.has_trial or self._ended:
             raise ZeusBSOOperationOrderError("a session holds one trial, and this one has had it: make a new session")
@@ -206,26 +194,17 @@ class TrialSession:
         return trial.batch_size
 
     def resume(self, state: Mapping[str, Any]) -> bool:
-        """Continue the trial of a checkpoint, if the server still takes reports on it.
+        """Continue the trial of a checkpoint (`state_dict`), and return whether the server still takes reports on it.
 
-        Where it does not (the trial has ended there, or the server knows it no more), the trial's batch size stands,
-        but nothing is measured or reported: the rest of a training says nothing about a whole one. While the server is
-        away, or does not accept the token for it, the trial goes on as if it took them. From now on the server refuses
-        what an earlier run says of the trial.
-
-        What was reported after the checkpoint was written counts: those epochs are trained again, and paid twice.
-
-        Args:
-            state: What `state_dict` returned, with a trial.
-
-        Returns:
-            True if the trial goes on. A warning says why not.
+        From then on, the server refuses reports of the trial's earlier run. If the trial has ended on the server or is
+        unknown there, its batch size remains in force, but nothing is measured or reported: the rest of a training says
+        nothing about a whole one. If the server is away or refuses the token, the trial continues as if it took
+        reports. Epochs that were reported after the checkpoint was written are trained and paid again, and count.
 
         Raises:
-            ZeusBSOOperationOrderError: This session has a trial already, or has ended.
-            ZeusBSOConfigError: `state` is not what `state_dict` returns.
-            ZeusBSORuntimeError: The server cannot be reached or fails, and `on_unreachable` says to raise; or something
-                else answers in its place.
+            ZeusBSOConfigError: `state` describes no trial.
+            ZeusBSORuntimeError: The server is unreachable or fails, and `on_unreachable` is ``"raise"``; or another
+                service answers in its place.
         """
         if self.has_trial or self._ended:
             raise ZeusBSOOperationOrderError("restore a checkpoint's trial into a new session, before asking for one")
@@ -259,13 +238,8 @@ class TrialSession:
     def begin_measurement(self, optimizer: str | None = None) -> None:
         """Open the measurement window; call it where the training begins.
 
-        Args:
-            optimizer: The optimizer's class, which some frameworks know only now: the server is told, if the job's
-                fingerprint lacks it.
-
-        Raises:
-            ZeusBSOConfigError: Earlier trainings of the job used another optimizer, and the user is strict.
-            ZeusBSOOperationOrderError: There is no trial, it is over, or the window is open already.
+        Some frameworks know the class of the `optimizer` only now: it completes the job's fingerprint. If earlier
+        trainings used another one and the user is strict, raise `ZeusBSOConfigError`.
         """
         reporter = self._require_live_trial()
         if optimizer is not None and self.trial.has_extended_server and not reporter.is_away:
@@ -275,27 +249,19 @@ class TrialSession:
         self._begin_window()
 
     def report_evaluation(self, metric: float, epoch: float | None = None) -> ReportResponse:
-        """Report an evaluation with the time and energy spent since the trial began.
+        """Report an evaluation with the time and energy since the trial began, waiting for the server excluded.
 
-        A metric that is NaN or infinite is not sent: the training has diverged, so the trial ends as failed on the
-        server and the answer says stop. While the server is away the result waits in the outbox, and the answer follows
-        from the rule that the server sent last. Waiting for the server counts neither as time nor as energy of the
-        training.
+        A metric that is NaN or infinite means that the training has diverged: it is not sent, the trial ends as failed,
+        and the verdict says stop. While the server is away, the result waits in the outbox, and the server's last rule
+        gives the verdict.
 
-        What the monitor fails to measure and can measure again is estimated, and `energy_source` says so. Where it
-        goes on to fail, the training goes on to its target or `max_epochs`; the trial ends as failed on the server.
+        If the monitor fails for a time, its numbers are estimated, and `energy_source` says so. If it fails for good,
+        the training continues to its target or `max_epochs`, and the trial ends as failed on the server.
 
         Args:
-            metric: The validation metric. A number in single precision counts as it is written: 0.9, not 0.89999998.
-            epoch: Epochs trained so far, above 0; fractional when validating within an epoch. None: one more than at
-                the previous evaluation.
-
-        Returns:
-            Whether to stop, and whether the target was reached.
-
-        Raises:
-            ZeusBSOOperationOrderError: The measurement has not begun, or the trial is over.
-            ZeusBSOBadOperationError: `epoch` is not a finite number above 0.
+            metric: The validation metric. A number in single precision counts as written: 0.9, not 0.89999998.
+            epoch: Epochs trained so far, above 0 (else `ZeusBSOBadOperationError`), fractional within an epoch. None:
+                one more than at the previous evaluation.
         """
         reporter = self._require_live_trial()
         if not self._measuring and self.trial.unmeasured is None:
@@ -323,10 +289,10 @@ class TrialSession:
         return verdict
 
     def keep_power_limits(self, choice: PowerLimitChoice) -> None:
-        """Have what the training found out of its power limits kept, for later trials of its batch size.
+        """Keep the measured power limits for later trials at this batch size: in checkpoints, and on the server.
 
-        Checkpoints hold it from now on, and the server gets it, at once or when it is back; this call does not wait for
-        it. A trial that has ended or takes no reports, and a Zeus server, are told nothing. Never raises.
+        The reporter sends them in the background, or once the server is back; not to a Zeus server, and not for a trial
+        that has ended or takes no reports. Never raises.
         """
         if self._reporter is None or self._ended:
             return
@@ -342,17 +308,11 @@ class TrialSession:
             self._reporter.keep_power_limits(choice)
 
     def end(self, error: BaseException | None = None, *, early_end: str | None = None) -> None:
-        """End the session; a trial without a final verdict ends on the server, too.
+        """End the session, and on the server a trial without a final verdict; the open window counts.
 
-        The open window counts, for a checkpoint that is written later.
-
-        Meant for exit paths: it may be called at any time and more than once, and it logs a warning where the server
-        fails, so that it never hides the error that ended the training.
-
-        Args:
-            error: What ended the training: `outcomes.outcome_of` says what becomes of the trial. None: it ended by a
-                rule of its own before the server said so, which counts as failed.
-            early_end: That rule in words, where it is known.
+        Meant for exit paths: it may be called at any time and more than once. If the server fails, it logs a warning,
+        so that it does not mask the `error` that ended the training (for the outcome, see `outcomes.outcome_of`).
+        Without one, a rule of the training ended it before the verdict (`early_end`, if known), which counts as failed.
         """
         if self._ended:
             return
@@ -368,12 +328,9 @@ class TrialSession:
             self._reporter.end(None if self.finished else ending_of(error, early_end=early_end))
 
     def state_dict(self) -> dict[str, Any]:
-        """The trial for a checkpoint, in plain types (readable by ``torch.load(weights_only=True)``).
+        """Return the fields of `TrialInfo` for a checkpoint, in plain types (for ``torch.load(weights_only=True)``).
 
-        The open window counts: it is closed into the totals and the next one opened.
-
-        Returns:
-            The fields of `TrialInfo`; an empty dict when there is no trial.
+        An open window is closed into the totals, and the next window opens. Empty without a trial.
         """
         if self._trial is None:
             return {}
@@ -396,22 +353,22 @@ class TrialSession:
                 "the earlier ones: set job_id=%r or %s=%s to continue this job at its next recurrence",
                 *(job_id, job_id, environment.JOB_ID.name, job_id),
             )
-            # Kept, so that asking again after a failed dispatch does not make one more job.
+            # Keep the id, so that a repeated request after a failed dispatch does not make another job.
             self.plan = replace(self.plan, job=self.plan.job.model_copy(update={"job_id": job_id}))
         return job.model_copy(update=update).named(job_id)
 
     def _compare_fingerprints(self, known: CreatedJob) -> None:
-        """Warn, or raise, where the job's earlier trainings were made of something else."""
-        told = self.plan.fingerprint
-        if known.fingerprint is None or told is None:
+        """Warn, or raise if the user is strict, if the job's earlier trainings had another fingerprint."""
+        own = self.plan.fingerprint
+        if known.fingerprint is None or own is None:
             return
-        differences = known.fingerprint.differences(told)
+        differences = known.fingerprint.differences(own)
         if not differences:
             return
         text = (
             f"the trainings of job {known.job_id} were made of something else ({'; '.join(differences)}), so what was "
             "learned from them need not hold for this one. Give it a job of its own, such as "
-            f"job_id={f'{known.job_id}-{told.model}'!r}"
+            f"job_id={f'{known.job_id}-{own.model}'!r}"
         )
         if self.plan.is_strict:
             raise ZeusBSOConfigError(f"{text}, or say strict=False")
@@ -420,22 +377,22 @@ class TrialSession:
     def _tell_optimizer(self, registration: CreatedJob, optimizer: str) -> None:
         if self.plan.fingerprint is None or self.plan.fingerprint.optimizer is not None:
             return
-        told = self.plan.fingerprint.model_copy(update={"optimizer": optimizer})
-        self.plan = replace(self.plan, fingerprint=told)
+        fingerprint = self.plan.fingerprint.model_copy(update={"optimizer": optimizer})
+        self.plan = replace(self.plan, fingerprint=fingerprint)
         try:
-            known = self._client.register(registration.model_copy(update={"fingerprint": told}))
-        except ZeusBSOError as error:  # as much as the trainings are worth without it
+            known = self._client.register(registration.model_copy(update={"fingerprint": fingerprint}))
+        except ZeusBSOError as error:  # the fingerprint then lacks the optimizer
             _logger.debug("the server was not told the optimizer: %s", error)
         else:
             self._compare_fingerprints(known)
 
     def _must_raise(self, error: ZeusBSOError) -> bool:
-        """True if the training does not begin after this error."""
+        """Return whether this error keeps the training from beginning."""
         is_outage = isinstance(error, ZeusBSORuntimeError) and error.is_outage
         return self._on_unreachable == "raise" or not is_outage
 
     def _continue_on_server(self, trial: TrialInfo) -> str | None:
-        """Go on with a checkpoint's trial. Why the server takes no more reports on it, or None when it does."""
+        """Continue a checkpoint's trial; return why the server takes no more reports on it, or None."""
         registration = JobSpecFromClient.of(self.plan.job, self._monitor.gpus()).named(trial.job_id)
         sender = self._sender(registration, trial)
         self._deliver_earlier()
@@ -452,7 +409,7 @@ class TrialSession:
             if not isinstance(error, ZeusBSOTokenError) and self._must_raise(error):
                 raise
             trouble = error
-            self._update(lease_epoch=None)  # until this run has one of its own
+            self._update(lease_epoch=None)  # until this run has its own
             _logger.warning("%s. The training goes on with the checkpoint's trial", error)
             waiting = self._outbox.latest(sender)
             if waiting is not None:
@@ -466,7 +423,7 @@ class TrialSession:
         return None
 
     def _count_known(self, time_s: float, energy_j: float, epochs: float) -> None:
-        """Count what was reported after the checkpoint was written: it is done again, and was spent nevertheless."""
+        """Count what was reported after the checkpoint was written: it is trained again, but was spent."""
         self._reported_epoch = epochs
         trial = self.trial
         self._update(time_s=max(trial.time_s, time_s), energy_j=max(trial.energy_j, energy_j))
@@ -482,7 +439,7 @@ class TrialSession:
         )
 
     def _open_line(self, registration: CreatedJob, *, trouble: ZeusBSOError | None, resumes: bool = False) -> None:
-        """Open the trial's line to the server; `trouble` is what the user has been warned of."""
+        """Start the reporter; the user has been warned of `trouble`."""
         trial = self.trial
         self._reporter = reporter = TrialReporter(
             self._client,
@@ -495,8 +452,8 @@ class TrialSession:
         reporter.start(trouble)
 
     def _deliver_earlier(self) -> None:
-        """Deliver what earlier trainings have left for this server, as far as it takes it."""
-        told: set[str] = set()
+        """Deliver the results that earlier trainings have left for this server."""
+        warned: set[str] = set()
         with self._client.with_retries(NO_RETRIES) as client:
             for file in deliver_waiting(
                 self._outbox, lambda server_url: client if server_url == client.server_url else None
@@ -514,9 +471,9 @@ class TrialSession:
                         *(file.job_id, file.problem, file.set_aside),
                     )
                 elif file.problem is not None:
-                    # Whoever has no token for them would not hear of them otherwise, and nobody else comes for them.
-                    level = logging.WARNING if file.needs_token and file.job_id not in told else logging.INFO
-                    told.add(file.job_id)
+                    # Without a token, these results never leave: only the user can act.
+                    level = logging.WARNING if file.needs_token and file.job_id not in warned else logging.INFO
+                    warned.add(file.job_id)
                     _logger.log(level, "results of job %s stay in %s: %s", file.job_id, file.path, file.problem)
 
     # Measuring and reporting it
@@ -544,7 +501,7 @@ class TrialSession:
         )
 
     def _look_at_job(self, reporter: TrialReporter) -> None:
-        """Learn how the job stands after this trial, for people to be told."""
+        """Get the job after this trial, for the lines at the end of the training."""
         if reporter.is_away or not self.trial.has_extended_server:
             return
         try:
@@ -560,7 +517,7 @@ class TrialSession:
         self._trial = self.trial.model_copy(update=fields)
 
     def _measure(self, step: Callable[[], None]) -> None:
-        """Open or close the window; where that fails, the trial is given up, and the training goes on."""
+        """Open or close the window; if that fails, give up the trial, but not the training."""
         if self.trial.unmeasured is not None:
             return
         try:
@@ -591,17 +548,13 @@ class TrialSession:
 
 
 def check_on_unreachable(on_unreachable: str) -> None:
-    """Refuse what is no `OnUnreachable`.
-
-    Raises:
-        ZeusBSOConfigError: It is none.
-    """
+    """Raise `ZeusBSOConfigError` unless the value is an `OnUnreachable`."""
     if on_unreachable not in get_args(OnUnreachable):
         raise ZeusBSOConfigError(f"on_unreachable is {on_unreachable!r}: choose 'default' or 'raise'")
 
 
-def _with_job_id_from(environ: Mapping[str, str] | None, plan: JobPlan) -> JobPlan:
-    job_id = environment.JOB_ID.text(environ)
+def _with_job_id_of_environment(plan: JobPlan) -> JobPlan:
+    job_id = environment.JOB_ID.text()
     if plan.job.job_id is not None or not job_id:
         return plan
     try:

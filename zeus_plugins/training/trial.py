@@ -1,4 +1,4 @@
-"""A trial as its training knows it, and as a checkpoint keeps it."""
+"""The facts of a trial that its training knows, and that a checkpoint keeps."""
 
 from __future__ import annotations
 
@@ -28,28 +28,26 @@ _BY_SERVER = {"trial_number", "registration_id", "lease_epoch"}
 
 
 class TrialInfo(WireMessage):
-    """A training's knowledge of its own trial; also the part of it that a checkpoint keeps.
+    """A trial as its training knows it; the content of a checkpoint.
 
     Attributes:
         job_id: The job.
-        batch_size: Its global batch size.
-        trial_number: Counts from 1 within the job; None while a trial that began without the server is not recorded.
-        key: By which such a trial is recorded; None for one that the server has dispatched.
-        registration_id: As in `TrialId`; likewise `lease_epoch`, which is None, too, in a run that has resumed while
-            the server was away.
-        reason: Why the server chose this batch size, in words; None from a Zeus server.
-        stop_rule: When the trial is going to be stopped, as the server said last; None from a Zeus server.
-        power_profile: What is known of the power limits at this batch size, by earlier trials or by this one; None
-            where nothing is.
-        time_s: Seconds measured in all closed windows since the trial began, earlier runs of a resumed trial included.
-        energy_j: Joules measured in the same windows.
-        energy_source: How that energy was measured; None before the first window was closed.
-        epoch: Epochs trained as of the latest evaluation.
-        metric: The latest finite validation metric.
-        verdict: The latest answer of the server.
-        advice: What the job's owner should change, where no batch size has reached the target; None elsewhere. No part
-            of a checkpoint.
-        unmeasured: Why what the trial costs is no longer known; None while it is.
+        batch_size: Global batch size of the trial.
+        trial_number: Number within the job, from 1; None until the server has recorded a trial that began without it.
+        key: Key by which the server records such a trial; None for a trial that the server dispatched.
+        registration_id: As in `TrialId`.
+        lease_epoch: As in `TrialId`; also None after resuming without the server.
+        reason: The server's reason for the batch size, in words; None from a Zeus server.
+        stop_rule: Rule by which the server stops the trial, as last received; None from a Zeus server.
+        power_profile: Measured power limits at this batch size, from this or earlier trials, or None.
+        time_s: Seconds in all closed windows since the trial began, including earlier runs of a resumed trial.
+        energy_j: Joules in the same windows.
+        energy_source: Source of the energy measurement; None before the first window closes.
+        epoch: Epochs trained at the latest evaluation.
+        metric: Latest finite validation metric.
+        verdict: Latest verdict.
+        advice: Advice to the job's owner if no batch size has reached the target, or None; not in checkpoints.
+        unmeasured: Why the trial's cost is unknown, or None.
     """
 
     job_id: Identifier
@@ -78,11 +76,7 @@ class TrialInfo(WireMessage):
 
     @classmethod
     def restored(cls, state: Mapping[str, Any]) -> Self:
-        """The trial that a checkpoint holds, from what `TrialSession.state_dict` returned.
-
-        Raises:
-            ZeusBSOConfigError: It is something else.
-        """
+        """Return the trial of a checkpoint; raise `ZeusBSOConfigError` if `state` describes none."""
         try:
             return cls.model_validate(dict(state))
         except ValidationError as error:
@@ -90,15 +84,15 @@ class TrialInfo(WireMessage):
 
     @property
     def trial_id(self) -> TrialId | None:
-        """The trial's name on the wire; None while the server has not recorded it."""
+        """The trial's identity in requests; None until the server has recorded the trial."""
         if self.trial_number is None:
             return None
         return TrialId(**self.model_dump(include=set(TrialId.model_fields)))
 
     def known_as(self, trial_id: TrialId | None, **fields: Any) -> Self:
-        """The trial as the server knows it, if it does, with other fields replaced, too."""
-        told = dict.fromkeys(_BY_SERVER) if trial_id is None else trial_id.model_dump(include=_BY_SERVER)
-        return self.model_copy(update=told | fields)
+        """Return a copy with the identity that the server gave the trial, if any, and with `fields` replaced."""
+        identity = dict.fromkeys(_BY_SERVER) if trial_id is None else trial_id.model_dump(include=_BY_SERVER)
+        return self.model_copy(update=identity | fields)
 
     @property
     def name(self) -> str:
@@ -107,23 +101,19 @@ class TrialInfo(WireMessage):
 
     @property
     def has_extended_server(self) -> bool:
-        """Whether its server takes more than Zeus's does, such as heartbeats: Zeus's gives no reasons."""
+        """Whether the server supports more than Zeus's, such as heartbeats; Zeus's gives no reasons."""
         return self.reason is not None
 
     @property
     def is_over(self) -> bool:
-        """Whether the server said stop."""
+        """Whether the verdict says stop."""
         return self.verdict is not None and self.verdict.stop_train
 
     def plus(self, measured: Measurement) -> Self:
-        """The trial with the time and energy of one more window.
-
-        Raises:
-            ZeusBSOBadOperationError: The monitor gave numbers that cannot be.
-        """
+        """Return the trial with one more window; raise `ZeusBSOBadOperationError` for numbers that cannot be."""
         if not all(math.isfinite(figure) and figure >= 0 for figure in (measured.time_s, measured.energy_j)):
             raise ZeusBSOBadOperationError(f"the monitor gave {measured.energy_j} J in {measured.time_s} s")
-        # Every way that the totals were measured: a trial may resume on a machine that measures otherwise.
+        # Keep all sources: a trial may resume on a machine that measures in another way.
         sources = self.energy_source.split(" + ") if self.energy_source else []
         if measured.source not in sources:
             sources.append(measured.source)

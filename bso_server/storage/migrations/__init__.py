@@ -1,4 +1,4 @@
-"""The schema's numbered steps, and the ways to take them. The scripts in `versions` are Alembic's."""
+"""Migrations of the schema: revisions, and how to apply them. The scripts in `versions` belong to Alembic."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ if TYPE_CHECKING:
     from alembic.config import Config
 
 REVISIONS = ("0001",)
-"""The revisions in `versions`, oldest first. Alembic itself is loaded only when there is something to migrate."""
+"""Revisions in `versions`, oldest first. Listed here, so that Alembic is loaded only for a migration."""
 
 HEAD = REVISIONS[-1]
-"""The revision that this version needs."""
+"""Revision that this version needs."""
 
 logger = logging.getLogger("bso_server")
 
 _LOCK_NAME = "zeus_bso_migration"
-_LOCK_KEY = 0x7A657573  # "zeus": PostgreSQL's advisory locks have numbers for names
+_LOCK_KEY = 0x7A657573  # "zeus", because PostgreSQL identifies advisory locks by numbers
 _LOCK_TIMEOUT_S = round(MIGRATION_PATIENCE_S)
 
 
 def upgrade(connection: Connection) -> None:
-    """Bring the database to this version's schema; nothing happens if it is there already.
+    """Upgrade the database to this version's schema, if it has an older one.
 
-    Several processes may call this at the same time: one does the work, the others wait for it.
+    Several processes may call this at the same time: one upgrades, the others wait.
     """
     with _only_one(connection):
         before = current(connection)
@@ -48,7 +48,7 @@ def upgrade(connection: Connection) -> None:
 
 
 def upgrade_sql(dialect: str) -> str:
-    """The SQL that makes an empty database of this dialect, for those who run it by hand."""
+    """Return the SQL that creates the schema in an empty database of this dialect."""
     from alembic import command
 
     output = io.StringIO()
@@ -59,7 +59,7 @@ def upgrade_sql(dialect: str) -> str:
 
 
 def current(connection: Connection) -> str | None:
-    """The revision that the database is at, or None for an empty one."""
+    """Return the revision of the database, or None for an empty one."""
     if not connection.dialect.has_table(connection, "alembic_version"):
         return None
     revision: str | None = connection.scalar(text("SELECT version_num FROM alembic_version"))
@@ -67,7 +67,7 @@ def current(connection: Connection) -> str | None:
 
 
 def refuse_newer(found: str | None, description: str) -> None:
-    """Raise `DatabaseNotReadyError` for a database, described so, that a newer version has made."""
+    """Raise `DatabaseNotReadyError` if a newer version has written the schema of the database."""
     if found is not None and found not in REVISIONS:
         raise DatabaseNotReadyError(
             f"the database {description} is at schema {found}, which this version does not know: it was made by a "
@@ -85,13 +85,13 @@ def _config(output: io.StringIO | None = None) -> Config:
 
 @contextmanager
 def _only_one(connection: Connection) -> Iterator[None]:
-    """Hold a lock on the whole schema. SQLite needs none: its transaction has the database to itself."""
+    """Hold a lock on the whole schema; on SQLite, the transaction locks the file already."""
     match connection.dialect.name:
         case "postgresql":
             connection.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": _LOCK_KEY})
             yield
         case "mysql" | "mariadb":
-            # A lock of the connection, not of the transaction, which MySQL ends at every change of the schema.
+            # Locks the connection, because MySQL ends the transaction at each change of the schema.
             name = {"name": _LOCK_NAME, "timeout": _LOCK_TIMEOUT_S}
             if connection.scalar(text("SELECT GET_LOCK(:name, :timeout)"), name) != 1:
                 raise TimeoutError(f"another process has been upgrading the database for {_LOCK_TIMEOUT_S} s")
@@ -100,7 +100,7 @@ def _only_one(connection: Connection) -> Iterator[None]:
                 yield
                 end = "COMMIT"
             finally:
-                # Whoever has the lock next must find the revision, which is a row like any other.
+                # The next holder of the lock must see the new revision, which is a row of a table.
                 connection.exec_driver_sql(end)
                 connection.execute(text("SELECT RELEASE_LOCK(:name)"), {"name": _LOCK_NAME})
         case _:

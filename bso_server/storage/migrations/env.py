@@ -1,4 +1,4 @@
-"""Run by Alembic for each command, with the connection or the dialect that `migrations` hands over."""
+"""Alembic's environment, with the connection or the dialect from `migrations`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if context.is_offline_mode():
     with context.begin_transaction():
         context.run_migrations()
 else:
-    # SQLite alters tables by copying them, hence the batch.
+    # SQLite alters tables by copying them, which needs batch mode.
     context.configure(
         connection=context.config.attributes["connection"], target_metadata=metadata, render_as_batch=True
     )
