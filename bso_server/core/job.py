@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -133,11 +133,11 @@ class JobState:
         """Lowest cost of a trial that reached the target, in joules, or None."""
         return None if self.cheapest is None else self.cheapest.cost_j
 
-    @classmethod
-    def after(cls, trials: Sequence[TrialRecord], history: History, **kept: Any) -> Self:
-        """Return the state that follows from all trials of a job; `kept` are fields of a subclass."""
+    @staticmethod
+    def after(trials: Sequence[TrialRecord], history: History) -> JobState:
+        """Return the state that follows from all trials of a job."""
         events = max((max(trial.started_event, trial.ended_event or 0) for trial in trials), default=0)
-        return cls(
+        return JobState(
             registration=history.job,
             event_count=events,
             trial_count=len(trials),
@@ -145,7 +145,6 @@ class JobState:
             bandit_entered_at=history.bandit_entered_at,
             folded_event=events,
             survivors=history.survivors,
-            **kept,
         )
 
     @property

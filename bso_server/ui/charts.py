@@ -405,10 +405,8 @@ def costs_by_eta(page: WhatIfPage) -> Plot | None:
 # --- One trial --------------------------------------------------------------------------------------------------------
 
 
-def metric(page: TrialPage) -> Plot | None:
-    """Chart the metric by epoch, with the target; None before the first report."""
-    if not page.epochs:
-        return None
+def metric(page: TrialPage) -> Plot:
+    """Chart the metric by epoch of a trial with reports, with the target."""
     target, last = page.job.target_metric, page.epochs[-1]
     y = Scale.over([target, *(each.metric for each in page.epochs)], zero=False, log=False)
     is_better = "rise to" if page.job.higher_is_better_metric else "fall to"
@@ -424,10 +422,8 @@ def metric(page: TrialPage) -> Plot | None:
     return plot
 
 
-def cost(page: TrialPage) -> Plot | None:
-    """Chart the cost by epoch, with the expected cost and the bound; None before the first report."""
-    if not page.epochs:
-        return None
+def cost(page: TrialPage) -> Plot:
+    """Chart the cost by epoch of a trial with reports, with the expected cost and the bound."""
     costs_j = [each.cost_j for each in page.epochs]
     bound_j = page.max_cost_j
     if bound_j is not None and bound_j >= _NEAR * max(costs_j):

@@ -204,10 +204,13 @@ def cost_posterior(sizes: Sizes, runs: tuple[CostRuns, ...], trusted: int | None
     lawless = replace(family, kernel=family.kernel + (drift / 2) ** 2 * np.eye(len(runs)))
     alike, apart = (summary_of([tuple(run.drifted(share) for run in each) for each in runs]) for share in (1.0, 0.5))
     fresh = [index for index in _known(alike) if not runs[index][-1].drift]
-    found = [
-        *_weighing(_costs_given(family, alike, trusted), _log_evidence(family, alike, fresh)),
-        *_weighing(_costs_given(lawless, apart, trusted), _log_evidence(lawless, alike, fresh)),
-    ]
+    found = []
+    for laws_of_costs, summary in ((family, alike), (lawless, apart)):
+        hypotheses, evidence = _costs_given(laws_of_costs, summary, trusted), 0.0
+        if fresh:
+            evidence = _log_sum(_given_costs(laws_of_costs, alike, fresh)[0].family.log_weights)
+        shift = evidence - _log_sum(np.concatenate([each.log_weights for each in hypotheses]))
+        found += [replace(each, log_weights=each.log_weights + shift) for each in hypotheses]
     return Posterior(_mixed(found), alike.run_variance)
 
 
@@ -253,17 +256,6 @@ def _given_costs(family: Family, summary: CostSummary, known: list[int]) -> tupl
     level = float(values.mean())
     noise = summary.run_variance / np.array([summary.weights[index] for index in known]) + _LEAST_VARIANCE
     return _given(family, known, values - level, noise), level
-
-
-def _log_evidence(family: Family, summary: CostSummary, known: list[int]) -> float:
-    """Return the log probability of the known sizes' costs, up to a term that all families share."""
-    return _log_sum(_given_costs(family, summary, known)[0].family.log_weights) if known else 0.0
-
-
-def _weighing(found: list[Family], log_weight: float) -> list[Family]:
-    """Scale the hypotheses' weights to this total."""
-    total = _log_sum(np.concatenate([each.log_weights for each in found]))
-    return [replace(each, log_weights=each.log_weights + (log_weight - total)) for each in found]
 
 
 def _log_sum(logs: Array) -> float:
