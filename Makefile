@@ -65,7 +65,7 @@ test-minimum:
 
 # The share of both packages that the tests run in their own processes; what they start as processes is not seen.
 coverage: $(STAMP)
-	@$(BIN)/pip install --quiet --constraint constraints-dev.txt '.[maintenance]' --editable .
+	@$(BIN)/pip install --quiet --constraint constraints-dev.txt --editable '.[maintenance]'
 	@$(PYTEST) -m "not slow" --hypothesis-profile fast --cov --cov-report term:skip-covered
 
 # The size of both packages. A commit that needs more lines raises the limit on purpose.

@@ -30,6 +30,7 @@ html_show_sphinx = False
 autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented"
 autodoc_member_order = "bysource"
+autoclass_content = "both"  # callbacks inherit their constructors, which describe the arguments
 
 
 LOADED = re.compile(

@@ -1,1 +1,1 @@
-"""The use cases: what a server can be asked to do and to tell. No HTTP here, and no SQL."""
+"""The use cases of a server, without HTTP and SQL."""

@@ -58,7 +58,6 @@ from bso_server.service.refusals import (
 )
 from bso_server.service.reports import Reports
 from bso_server.storage.deadlines import waiting
-from bso_server.storage.imports import mark_of
 from bso_server.storage.rows import TRIAL_AT_POWER_LIMIT, StoredDecision, StoredJob, StoredPowerProfile
 from bso_server.storage.store import Store
 from bso_server.storage.transaction import Transaction
@@ -163,7 +162,7 @@ class Commands:
         # The policy amends a job that names none, as a Zeus client's, instead of refusing it.
         if "policy" in registration.model_fields_set:
             own.check(registration)
-        if mark_of(transaction, registration.job_id) is not None:
+        if transaction.import_mark(registration.job_id) is not None:
             raise JobConflictError(
                 f"job {registration.job_id!r} is being imported at present: register it when that is over",
                 field="job_id",

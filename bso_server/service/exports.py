@@ -204,15 +204,14 @@ def _lines(trials: Iterable[TrialRows]) -> bytes:
 
 def _trial_export(rows: TrialRows) -> TrialExport:
     values, reports, profile = trial_row(rows.trial), [record_row(epoch) for epoch in rows.epochs], rows.power_profile
+    kept = None if profile is None else PowerProfileExport(samples=profile.samples, stored_at=profile.stored_at)
     not_finite = [*_not_finite(values)]
     for index, report in enumerate(reports):
         not_finite += [f"epochs.{index}.{name}" for name in _not_finite(report)]
     return TrialExport.model_construct(
         **values,
         decision=None if rows.decision is None else rows.decision.decision,
-        power_profile=None
-        if profile is None
-        else PowerProfileExport(samples=profile.samples, stored_at=profile.stored_at),
+        power_profile=kept,
         epochs=tuple(EpochExport.model_construct(**report) for report in reports),
         not_finite=tuple(not_finite),
     )

@@ -26,7 +26,7 @@ from bso_server.service import reading
 from bso_server.service.exports import JobExport, TrialExport, TrialRows, line_of
 from bso_server.service.loading import Unsaved
 from bso_server.service.refusals import refuse_folder_name
-from bso_server.storage import imports, queries
+from bso_server.storage import queries
 from bso_server.storage.rows import (
     TRIAL,
     StoredDecision,
@@ -189,7 +189,7 @@ class JobInImport:
     Args:
         place: The place of the job in the export, for errors.
         given: The job's line or fields.
-        mark: The mark of the import's latest transaction (`storage.imports`).
+        mark: The mark of the import's latest transaction (`Transaction.import_mark`).
 
     Raises:
         InvalidImportError: The line is no job, or its fields contradict each other.
@@ -333,7 +333,7 @@ class Imports:
 
     async def remove_broken(self) -> None:
         """Remove the rows of interrupted imports, for example after a crash of their process."""
-        for job_id, mark in (await self._store.read(imports.silent_since, self._clock() - SILENCE)).items():
+        for job_id, mark in (await self._store.read(Transaction.silent_imports, self._clock() - SILENCE)).items():
             if await self._remove(job_id, mark):
                 logger.warning("job %s: its import was broken off, and what it had written is removed", job_id)
 
@@ -414,7 +414,7 @@ def _begin(transaction: Transaction, job: JobInImport) -> None:
         raise JobConflictError(
             f"job {job_id!r} exists: import under another job_id, or delete the job first", field="job.job_id"
         )
-    other = imports.mark_of(transaction, job_id)
+    other = transaction.import_mark(job_id)
     if other == job.mark:
         return  # Committed before the connection was lost.
     if other is not None:
@@ -432,8 +432,8 @@ def _begin(transaction: Transaction, job: JobInImport) -> None:
 def _add(
     transaction: Transaction, job: JobInImport, trials: list[TrialRows], epochs: list[StoredEpoch], mark: datetime
 ) -> None:
-    if not imports.replace_mark(transaction, job.job_id, job.mark, mark):
-        if imports.mark_of(transaction, job.job_id) != mark:
+    if not transaction.replace_import_mark(job.job_id, job.mark, mark):
+        if transaction.import_mark(job.job_id) != mark:
             raise _given_up(job.job_id)
         return  # Committed before the connection was lost.
     transaction.insert_trials([each.trial for each in trials])
@@ -443,7 +443,7 @@ def _add(
 
 
 def _finish(transaction: Transaction, job: JobInImport) -> JobSummary:
-    if imports.replace_mark(transaction, job.job_id, job.mark, None):
+    if transaction.replace_import_mark(job.job_id, job.mark, None):
         job.save(transaction)
     # Without the mark, an earlier attempt may have committed before its connection was lost.
     stored = transaction.job(job.job_id)
@@ -458,8 +458,8 @@ def _given_up(job_id: str) -> JobConflictError:
 
 def _remove_some(transaction: Transaction, job_id: str, before: datetime, after: datetime) -> int | None:
     """Remove rows; return their number, 0 with the job's own row, or None if the import has written since `before`."""
-    is_held = imports.replace_mark(transaction, job_id, before, after)
+    is_held = transaction.replace_import_mark(job_id, before, after)
     # An earlier attempt may have committed before its connection was lost.
-    if not is_held and imports.mark_of(transaction, job_id) != after:
+    if not is_held and transaction.import_mark(job_id) != after:
         return None
-    return imports.remove_some(transaction, job_id, limit=_ROWS_AT_ONCE)
+    return transaction.remove_some(job_id, limit=_ROWS_AT_ONCE)

@@ -297,7 +297,7 @@ class Transaction:
         shared: bool = False,
         importing_at: datetime | None = None,
     ) -> None:
-        """Insert a job with its arms; `importing_at` is the mark of its import (`storage.imports`), if it is imported.
+        """Insert a job with its arms; `importing_at` is the mark of its import, if it is imported.
 
         Raises:
             JobExistsError: Another job has its id; the transaction must end.
@@ -456,9 +456,32 @@ class Transaction:
         self._update(table, [{**dict(zip(names, key, strict=True)), "owner": successor} for key in keys])
         return keys
 
-    def delete_some_of(self, table: sa.Table, job_id: str, *, limit: int) -> int:
-        """Delete up to `limit` rows of a job from a table; return their number."""
-        return self._delete(table, table.c.job_id == job_id, limit=limit)
+    def import_mark(self, job_id: str) -> datetime | None:
+        """Return the mark of a job during its import; None if the job does not exist or its import has ended.
+
+        An import writes the rows of its job in many small transactions. Until the last one, `jobs.importing_at` holds
+        the time of the last insertion, and no query finds the job. Each transaction replaces the mark of the one
+        before, so that an import that was given up and replaced cannot continue.
+        """
+        return self.connection.scalar(sa.select(jobs.c.importing_at).where(jobs.c.job_id == job_id))
+
+    def replace_import_mark(self, job_id: str, before: datetime, after: datetime | None) -> bool:
+        """Replace an import's mark, by None to end the import; return False if the mark is no longer `before`."""
+        statement = sa.update(jobs).where(jobs.c.job_id == job_id, jobs.c.importing_at == before)
+        return bool(self.connection.execute(statement.values(importing_at=after)).rowcount)
+
+    def silent_imports(self, instant: datetime) -> dict[str, datetime]:
+        """Return the marks of the imports that have inserted nothing since `instant`, by job."""
+        statement = sa.select(jobs.c.job_id, jobs.c.importing_at).where(jobs.c.importing_at < instant)
+        return dict(map(tuple, self.tuples(statement)))
+
+    def remove_some(self, job_id: str, *, limit: int) -> int:
+        """Delete up to `limit` rows of a job during its import, or the job without rows; return the number of rows."""
+        for table in (epochs, power_profiles, decisions, trials):
+            if removed := self._delete(table, table.c.job_id == job_id, limit=limit):
+                return removed
+        self.connection.execute(sa.delete(jobs).where(jobs.c.job_id == job_id))
+        return 0
 
     def _delete(self, table: sa.Table, *conditions: Any, order: sa.ColumnElement[Any] | None = None, limit: int) -> int:
         keys = self.rows(sa.select(*table.primary_key).where(*conditions).order_by(order).limit(limit))

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -27,39 +28,28 @@ def make_limit(tmp_path: Path) -> Path:
     return path
 
 
-class Training:
-    """A training that has changed the limit already."""
-
-    def __init__(self, limit: Path, way: str) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.support.power_limit_training", str(limit), way],
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        assert self.read() == "changed", self.process.communicate()[1]
-
-    def read(self) -> str:
-        assert self.process.stdout is not None
-        return self.process.stdout.readline().strip()
+def line_of(training: subprocess.Popen[str]) -> str:
+    assert training.stdout is not None
+    return training.stdout.readline().strip()
 
 
-Begin = Callable[[str], Training]
+Begin = Callable[[str], subprocess.Popen[str]]
 
 
 @pytest.fixture(name="begin")
 def make_begin(limit: Path) -> Iterator[Begin]:
-    trainings: list[Training] = []
+    """Start trainings that have changed the limit already."""
+    with ExitStack() as trainings:
 
-    def begin(way: str) -> Training:
-        trainings.append(Training(limit, way))
-        return trainings[-1]
+        def begin(way: str) -> subprocess.Popen[str]:
+            command = [sys.executable, "-m", "tests.support.power_limit_training", str(limit), way]
+            training = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+            trainings.enter_context(training)
+            trainings.callback(training.kill)
+            assert line_of(training) == "changed"
+            return training
 
-    yield begin
-    for training in trainings:
-        training.process.kill()
-        training.process.communicate()
+        yield begin
 
 
 def assert_put_back(limit: Path) -> None:
@@ -88,8 +78,8 @@ def test_a_training_that_ends_by_itself_or_is_asked_to_puts_the_limit_back(
     training = begin(way)
     if number is not None:
         assert float(limit.read_text()) == TRIED_W
-        training.process.send_signal(number)
-    assert training.process.wait() == status
+        training.send_signal(number)
+    assert training.wait() == status
     assert float(limit.read_text()) == FOUND_W
 
 
@@ -109,21 +99,21 @@ def test_the_limit_of_a_training_that_is_killed_is_put_back(
 ) -> None:
     training = begin(way)
     if way == "signal with a handler":
-        assert training.read() == "handled"
+        assert line_of(training) == "handled"
     if number is not None:
         assert float(limit.read_text()) == TRIED_W
-        training.process.send_signal(number)
-    assert training.process.wait() != 0
+        training.send_signal(number)
+    assert training.wait() != 0
     assert_put_back(limit)
 
 
 @pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="this system tells of a process's end by the pipe alone")
 def test_children_that_outlive_a_killed_training_do_not_keep_its_limit(begin: Begin, limit: Path) -> None:
     training = begin("signal with a child")
-    child = int(training.read())
+    child = int(line_of(training))
     try:
-        training.process.kill()
-        training.process.wait()
+        training.kill()
+        training.wait()
         assert_put_back(limit)
         os.kill(child, 0)  # it lives, and holds the pipe open
     finally:
@@ -132,9 +122,9 @@ def test_children_that_outlive_a_killed_training_do_not_keep_its_limit(begin: Be
 
 def test_a_training_that_goes_on_after_its_profiler_has_nothing_beside_it(begin: Begin, limit: Path) -> None:
     training = begin("closed, and goes on")
-    assert training.read() == "closed"
+    assert line_of(training) == "closed"
     assert float(limit.read_text()) == FOUND_W
-    children = Path(f"/proc/{training.process.pid}/task/{training.process.pid}/children")
+    children = Path(f"/proc/{training.pid}/task/{training.pid}/children")
     if not children.exists():
         pytest.skip("this system does not list the children of a process")
     assert children.read_text().split() == []

@@ -7,7 +7,7 @@ from typing import Any
 import hypothesis.strategies as st
 from hypothesis import event, example, given, settings
 
-from tests.support.power_limit_bench import LIMITS_W, MOVES, TABLE, Wrapped, profiler
+from tests.support.power_limit_bench import LIMITS_W, MOVES, TABLE, Failing, Wrapped, profiler
 from tests.support.properties import examples
 from zeus_plugins.energy import EnergyUnavailableError, Measurement
 from zeus_plugins.power_limit import (
@@ -22,7 +22,6 @@ from zeus_plugins.power_limit import (
     Warmup,
     ZeusCost,
 )
-from zeus_plugins.protocol import GpuConfig
 
 EVENTS = st.one_of(
     st.tuples(st.just("begin"), st.none() | st.integers(0, 12)),
@@ -51,31 +50,28 @@ class Fragile(Wrapped):
         super().set_limit_w(limit_w)
 
 
-class FragileMonitor:
-    """A monitor that fails at its next call when it is told to, once; counts its open windows."""
+class FragileMonitor(Failing):
+    """A monitor that fails at its next window when it is told to, once; counts its open windows."""
 
-    source = "fragile"
+    measures_exactly = False
 
     def __init__(self, where: ReplayMachine) -> None:
-        self._monitor = where.monitor
+        super().__init__(where, "")
         self.is_broken = False
         self.open = 0
 
-    def gpus(self) -> GpuConfig:
-        return self._monitor.gpus()
-
     def begin_window(self, name: str) -> None:
-        self._fail()
-        self._monitor.begin_window(name)
+        self._break()
+        super().begin_window(name)
         self.open += 1
 
     def end_window(self, name: str) -> Measurement:
-        measured = self._monitor.end_window(name)
+        measured = super().end_window(name)
         self.open -= 1
-        self._fail()
+        self._break()
         return measured
 
-    def _fail(self) -> None:
+    def _break(self) -> None:
         if self.is_broken:
             self.is_broken = False
             raise EnergyUnavailableError("gone")

@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.fake_nvml import Clock, FakeGpu, FakeNvml
 from tests.support.fake_trainer import FakeTrainer, on_each_rank
-from tests.support.power_limit_bench import FOUND_W, LIMITS_W, machine, profiler
+from tests.support.power_limit_bench import FOUND_W, LIMITS_W, machine, profiler, train
 from zeus_plugins.energy import Measurement, NvmlMonitor
 from zeus_plugins.errors import ZeusBSOConfigError
 from zeus_plugins.power_limit import NvmlDevice, PowerLimitProfiler, Ready, Window, ZeusCost
@@ -119,15 +119,7 @@ def test_several_ranks_take_the_longest_time_and_all_energy() -> None:
 def test_the_first_steps_are_left_to_compilation() -> None:
     where = machine()
     zeus = profiler(where, warmup_steps=0, profile_steps=1, wait_steps=3)
-    limits_w = []
-    for steps in (2, 5):
-        zeus.on_epoch_begin(steps)
-        for _ in range(steps):
-            limits_w.append(where.devices[0].limit_w())
-            where.train()
-            zeus.on_step_end()
-        zeus.on_epoch_end()
-    assert limits_w == [FOUND_W] * 3 + list(LIMITS_W)
+    assert train(where, zeus, 2) + train(where, zeus, 5) == [FOUND_W] * 3 + list(LIMITS_W)
     zeus.close()
 
 

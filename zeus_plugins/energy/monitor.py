@@ -24,11 +24,7 @@ Reading = TypeVar("Reading")
 
 
 class EnergyUnavailableError(ZeusBSOConfigError):
-    """The energy of this machine's accelerators cannot be read.
-
-    Attributes:
-        cause: The reason, without the remedy that `str()` adds.
-    """
+    """The energy of the devices cannot be read; `cause` is the reason, without the remedy that `str()` adds."""
 
     def __init__(self, cause: str) -> None:
         super().__init__(cause)

@@ -25,10 +25,6 @@ class ZeusEnergyTrainerCallback(EnergyTotals, TrainWrapper):
     The first process of each machine measures its devices, and process 0 logs the sum. A training that resumes from a
     checkpoint continues its totals. Unless you pass a monitor, the callback also logs parts of the energy, power,
     temperature, money and CO2 (docs/energy.md).
-
-    Args:
-        energy_monitor: Measures energy and time, with the interface of Zeus's `ZeusMonitor` or ours. None: the best
-            monitor of this machine.
     """
 
     _OWNER = "zeus_energy_owner"

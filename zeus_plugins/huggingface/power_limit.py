@@ -24,27 +24,6 @@ class ZeusPowerLimitTrainerCallback(PowerLimitFindings, TrainWrapper):
     trainer's logs get ``zeus/power_limit_w``. Without a GPU or the permission to set limits, the callback warns and
     measures the present limit. Beside a `ZeusBSOTrainerCallback`, in any order, the server keeps the measurements, and
     the callback skips limits that an earlier trial of the job measured at this batch size.
-
-    Args:
-        selector: Chooses the limit: `zeus_plugins.power_limit.ZeusCost(eta)` (by the cost that batch sizes are compared
-            by; the default), `Energy()`, `Time()` or `MaxSlowdown(factor)`.
-        warmup_steps: Optimizer steps under a new limit before its measurement.
-        profile_steps: Optimizer steps measured under each limit.
-        wait_steps: Optimizer steps before the first limit, for compilation and benchmarking. The callback then waits
-            until the GPUs' temperature is stable, two minutes at most.
-        warmup_s: Least duration of the warm-up of a limit, in seconds.
-        profile_s: Least duration of the measurement of a limit, in seconds.
-        limits_w: Limits to measure, in watts of each GPU. None: from the present limit downwards in steps of 25 W.
-        profile_path: File that keeps the measurements for later trainings on such GPUs at the same batch size, which
-            replaces ``{batch_size}``. Ignored if the server has measurements.
-        energy_monitor: Measures energy and time, with the interface of Zeus's `ZeusMonitor` or ours. None: the best
-            monitor of this machine.
-        devices: Devices of this machine whose limits to set. None: the NVIDIA GPUs that train.
-        command: Command that sets a limit, such as ``sudo -n nvidia-smi -i {uuid} -pl {watts}``. None: the environment
-            variable ``ZEUS_POWER_LIMIT_COMMAND``, or else zeusd (``ZEUSD_SOCK_PATH``) or the driver.
-
-    Raises:
-        ZeusBSOConfigError: An argument is invalid. `train` raises it for limits outside the GPUs' range.
     """
 
     _OWNER = "zeus_power_limit_owner"

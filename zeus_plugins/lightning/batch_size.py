@@ -36,31 +36,6 @@ class ZeusBSOCallback(BatchSizeArguments, Callback):
 
     A training that resumes from a checkpoint (`fit(ckpt_path=…)`) continues the checkpoint's trial, at its batch size
     and with its costs so far. From a checkpoint without a trial it trains at its own batch size and reports nothing.
-
-    Args:
-        job: The recurring job, or its fields in a mapping. Batch sizes are global: samples per optimizer step over all
-            devices and accumulated batches. None: `target` and the training define the job (docs/reference.md).
-        monitor: Name of the logged metric of the target.
-        target: Value of the metric at which the training is done; in place of a job.
-        job_id: Id of a job without `job`; None: made from script, model class, length of the data and GPUs.
-        higher_is_better_metric: True if the metric rises as the model improves; None: inferred from its name.
-        server_url: URL of the server. None: ``ZEUS_SERVER_URL``, or a server in this process (needs the extra
-            ``server``).
-        token: The server's access token. None: ``ZEUS_BSO_TOKEN``.
-        lr_scaling: Rule by which learning rates, configured for the default batch size, follow the batch size.
-        energy_monitor: Measures energy and time, with the interface of Zeus's `ZeusMonitor` or ours. None: the best
-            monitor of this machine.
-        max_per_device_batch_size: Largest batch that one device holds; beyond it, the callback raises
-            `Trainer.accumulate_grad_batches`.
-        on_failure: After a trial that missed its target, ``"raise"`` `ZeusBSOTrainFailError` when `fit` has finished,
-            or just ``"stop"``.
-        on_unreachable: If the server is away when `fit` begins, train at the ``"default"`` batch size and report the
-            trial later, or ``"raise"`` an error. Losing the server later never ends a training.
-        strict: Raise an error, not a warning, if the job's model, framework or optimizer has changed.
-        quiet: Print no lines when the trial begins and ends.
-
-    Raises:
-        ZeusBSOConfigError: An argument is invalid. `fit` raises it for an invalid job, trainer or data.
     """
 
     # The trial's name in a checkpoint. Lightning's default is the name of the class, which a subclass would change. A

@@ -15,10 +15,6 @@ class ZeusEnergyCallback(EnergyTotals, Callback):
     and joules, validation included. The first rank of each machine measures its devices, and rank 0 logs the sum. A
     training that resumes from a checkpoint continues its totals. Unless you pass a monitor, the callback also logs
     parts of the energy, power, temperature, money and CO2 (docs/energy.md).
-
-    Args:
-        energy_monitor: Measures energy and time, with the interface of Zeus's `ZeusMonitor` or ours. None: the best
-            monitor of this machine.
     """
 
     # Names the totals in a checkpoint.

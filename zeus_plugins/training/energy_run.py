@@ -87,9 +87,15 @@ class EnergyRun:
 
 
 class EnergyTotals:
-    """Constructor and results of the energy callbacks, whose docstrings describe the argument."""
+    """Constructor and results of the energy callbacks."""
 
     def __init__(self, energy_monitor: EnergyMonitor | WindowMonitor | None = None) -> None:
+        """Keep the argument; the training begins later.
+
+        Args:
+            energy_monitor: Measures energy and time, with the interface of Zeus's `ZeusMonitor` or ours. None: the best
+                monitor of this machine.
+        """
         self._energy_monitor = energy_monitor
         self._run = EnergyRun()
 

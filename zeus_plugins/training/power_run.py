@@ -241,7 +241,7 @@ class PowerRun:
 
 
 class PowerLimitFindings:
-    """Constructor and results of the power-limit callbacks, whose docstrings describe the arguments."""
+    """Constructor and results of the power-limit callbacks."""
 
     def __init__(
         self,
@@ -258,6 +258,30 @@ class PowerLimitFindings:
         devices: Sequence[PowerLimitDevice] | None = None,
         command: str | None = None,
     ) -> None:
+        """Keep the arguments; the training begins later.
+
+        Args:
+            selector: Chooses the limit: `zeus_plugins.power_limit.ZeusCost(eta)` (by the cost that batch sizes are
+                compared by; the default), `Energy()`, `Time()` or `MaxSlowdown(factor)`.
+            warmup_steps: Steps under a new limit before its measurement: Lightning's batches, or Hugging Face's
+                optimizer steps.
+            profile_steps: Steps measured under each limit.
+            wait_steps: Steps before the first limit, for compilation and benchmarking. The callback then waits until
+                the GPUs' temperature is stable, two minutes at most.
+            warmup_s: Least duration of the warm-up of a limit, in seconds.
+            profile_s: Least duration of the measurement of a limit, in seconds.
+            limits_w: Limits to measure, in watts of each GPU. None: from the present limit downwards in steps of 25 W.
+            profile_path: File that keeps the measurements for later trainings on such GPUs at the same batch size,
+                which replaces ``{batch_size}``. Ignored if the server has measurements.
+            energy_monitor: Measures energy and time, with the interface of Zeus's `ZeusMonitor` or ours. None: the best
+                monitor of this machine.
+            devices: Devices of this machine whose limits to set. None: the NVIDIA GPUs that train.
+            command: Command that sets a limit, such as ``sudo -n nvidia-smi -i {uuid} -pl {watts}``. None: the
+                environment variable ``ZEUS_POWER_LIMIT_COMMAND``, or else zeusd (``ZEUSD_SOCK_PATH``) or the driver.
+
+        Raises:
+            ZeusBSOConfigError: An argument is invalid. The training raises it for limits outside the GPUs' range.
+        """
         self._run = PowerRun(
             PowerOptions(
                 selector or ZeusCost(),
