@@ -12,9 +12,10 @@ import pytest
 from sqlalchemy.engine import make_url
 
 from tests.support.databases import SQLITE_DRIVERS
-from tests.support.input_scene import Scene, begin, register
+from tests.support.input_scene import Scene, register
 from tests.support.servers import ServerProcess
 from tests.support.service import JobService, job_service
+from tests.support.wire import begin
 
 
 @pytest.fixture(params=SQLITE_DRIVERS)
