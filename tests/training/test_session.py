@@ -269,20 +269,13 @@ def test_a_training_whose_energy_is_lost_goes_on_and_its_trial_has_failed(
     assert "The training goes on" in warning
 
 
-def test_a_training_whose_energy_is_lost_ends_with_its_last_epoch() -> None:
-    session = running_session(ContractDouble(), monitor=Failing(1))
-    assert not session.report_evaluation(0.1, 99).stop_train
-    verdict = session.report_evaluation(0.1, 100)
-    assert (verdict.stop_train, verdict.converged) == (True, False)
-    assert session.failed
-    session.end()
-
-
-def test_a_training_whose_energy_is_lost_may_diverge_still() -> None:
+@pytest.mark.parametrize(("metric", "epoch"), [(0.1, 100), (math.nan, 2)], ids=["its last epoch", "diverged"])
+def test_a_training_whose_energy_is_lost_ends_with_its_last_epoch_or_diverges(metric: float, epoch: int) -> None:
     server = ContractDouble()
     session = running_session(server, monitor=Failing(1))
-    session.report_evaluation(0.1, 1)
-    assert session.report_evaluation(math.nan, 2).stop_train
+    assert not session.report_evaluation(0.1, epoch - 1).stop_train
+    verdict = session.report_evaluation(metric, epoch)
+    assert (verdict.stop_train, verdict.converged, session.failed) == (True, False, True)
     session.end()
     assert len(server.sent("PATCH", "/trials")) == 1
 
