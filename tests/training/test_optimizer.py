@@ -12,7 +12,6 @@ import sys
 import textwrap
 import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from itertools import repeat
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.support.answering import serving
 from tests.support.contract_double import CONVERGED, COST_BOUND, KEEP_TRAINING, ContractDouble
 from tests.support.embedded import monitor
 from tests.support.servers import ServerProcess
@@ -209,27 +209,12 @@ def listening_double() -> Iterator[tuple[ContractDouble, str]]:
     """The double behind a real socket, for programs in other processes."""
     double = ContractDouble()
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_any(self) -> None:
-            content = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-            answer = double(httpx.Request(self.command, f"http://bso{self.path}", content=content))
-            self.send_response(answer.status_code)
-            self.send_header("Content-Length", str(len(answer.content)))
-            self.end_headers()
-            self.wfile.write(answer.content)
+    def answer(method: str, path: str, content: bytes) -> tuple[int, bytes]:
+        answered = double(httpx.Request(method, f"http://bso{path}", content=content))
+        return answered.status_code, answered.content
 
-        do_GET = do_POST = do_PATCH = do_any  # noqa: N815 - names fixed by the base class
-
-        def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - named by the base class
-            """Keep the test's output clean."""
-
-    server = HTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    yield double, f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    with serving(answer) as port:
+        yield double, f"http://127.0.0.1:{port}"
 
 
 PROGRAM = """
