@@ -9,7 +9,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 
 @contextmanager
-def serving(answer: Callable[[str, str, bytes], tuple[int, bytes]]) -> Iterator[int]:
+def responding(answer: Callable[[str, str, bytes], tuple[int, bytes]]) -> Iterator[int]:
     """Answer each request by its method, path and body, with a status and JSON; yield the server's port."""
 
     class Handler(BaseHTTPRequestHandler):
@@ -46,5 +46,5 @@ def answering(status: int, body: bytes) -> Iterator[tuple[int, list[str]]]:
         asked.append(path)
         return status, body
 
-    with serving(answer) as port:
+    with responding(answer) as port:
         yield port, asked

@@ -18,7 +18,7 @@ from typing import Any
 
 from kubeflow_trainer_api import models
 
-from tests.support.answering import serving
+from tests.support.answering import responding
 
 NAMESPACE = "trainings"
 CREATED = "2026-01-01T00:00:00Z"
@@ -120,7 +120,7 @@ def cluster(folder: Path) -> Iterator[tuple[Cluster, Path]]:
             served.refused += 1
         return status, json.dumps(found or {"kind": "Status", "status": "Failure", "code": status}).encode()
 
-    with serving(answer) as port:
+    with responding(answer) as port:
         file = folder / "kubeconfig"
         here = {"cluster": "here", "user": "me", "namespace": NAMESPACE}
         file.write_text(

@@ -19,7 +19,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.support.answering import serving
+from tests.support.answering import responding
 from tests.support.contract_double import CONVERGED, COST_BOUND, KEEP_TRAINING, ContractDouble
 from tests.support.embedded import monitor
 from tests.support.servers import ServerProcess
@@ -213,7 +213,7 @@ def listening_double() -> Iterator[tuple[ContractDouble, str]]:
         answered = double(httpx.Request(method, f"http://bso{path}", content=content))
         return answered.status_code, answered.content
 
-    with serving(answer) as port:
+    with responding(answer) as port:
         yield double, f"http://127.0.0.1:{port}"
 
 
