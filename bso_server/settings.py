@@ -24,6 +24,7 @@ FILE_SUFFIX = "_FILE"
 
 # Seconds; about three years at most, because longer leases could overflow dates.
 Lease = Annotated[float, Field(gt=0, le=1e8)]
+_LEASES = LeasePolicy()
 
 
 def default_database_url() -> str:
@@ -84,10 +85,10 @@ class Settings(BaseSettings):
     crash_retries: Annotated[int, Field(ge=1)] = 3
     reap_interval_s: Annotated[float, Field(gt=0)] = 60.0
     # Before the lease, because its validator sees only earlier fields.
-    heartbeat_interval_s: Lease = 60.0
-    heartbeat_lease_s: Lease = 360.0
-    silent_lease_s: Lease = 3600.0
-    suspended_lease_s: Lease = 86400.0
+    heartbeat_interval_s: Lease = _LEASES.heartbeat_interval_s
+    heartbeat_lease_s: Lease = _LEASES.heartbeat_lease_s
+    silent_lease_s: Lease = _LEASES.silent_lease_s
+    suspended_lease_s: Lease = _LEASES.suspended_lease_s
     insecure: bool = False
     allowed_hosts: Annotated[str, Field(min_length=1)] = "*"
     max_body_bytes: Annotated[int, Field(gt=0)] = 1024 * 1024

@@ -61,7 +61,7 @@ class Origin(StrEnum):
 
 
 class TrialState(StrEnum):
-    """The state of a trial; `bso_server.core.model` lists the legal transitions."""
+    """The state of a trial; `bso_server.core.job` lists the legal transitions."""
 
     RUNNING = "running"
     COMPLETED = "completed"

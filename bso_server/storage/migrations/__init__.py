@@ -17,8 +17,8 @@ from bso_server.storage.deadlines import MIGRATION_PATIENCE_S
 if TYPE_CHECKING:
     from alembic.config import Config
 
-REVISIONS = ("0001",)
-"""Revisions in `versions`, oldest first. Listed here, so that Alembic is loaded only for a migration."""
+REVISIONS = tuple(sorted(script.name[:4] for script in Path(__file__).parent.glob("versions/[0-9]*.py")))
+"""Revisions, oldest first, by the names of their scripts: Alembic is loaded only for a migration."""
 
 HEAD = REVISIONS[-1]
 """Revision that this version needs."""
