@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
 
 from tests.support.power_limit_bench import FOUND_W
-from tests.support.ranks import run_ranks
+from tests.support.ranks import stories_of
 from tests.support.warm import LIGHTNING
 
 Stories = list[dict[str, dict[str, Any]]]
@@ -19,10 +18,7 @@ WARMED_AND_MEASURED = [250.0] * 3 + [200.0] * 3 + [150.0] * 3 + [100.0] * 3
 @pytest.fixture(scope="module", name="stories")
 def play_all_scenes(tmp_path_factory: pytest.TempPathFactory) -> Stories:
     """What each of the two ranks tells of each scene."""
-    folder = tmp_path_factory.mktemp("ranks")
-    status = run_ranks("tests.support.power_limit_ranks", str(folder), modules=LIGHTNING, output=folder / "output")
-    assert status == [0, 0], (folder / "output").read_text()
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+    return stories_of("tests.support.power_limit_ranks", tmp_path_factory.mktemp("ranks"), modules=LIGHTNING)
 
 
 def of(stories: Stories, scene: str) -> tuple[dict[str, Any], dict[str, Any]]:
