@@ -73,10 +73,6 @@ def test_an_amd_gpu_is_measured_where_there_is_no_nvidia_gpu() -> None:
     assert isinstance(auto(nvml=FakeNvml(), amdsmi=FakeAmdSmi()), NvmlMonitor)
 
 
-def test_an_amd_gpu_beside_an_nvidia_gpu_that_tells_nothing_is_not_taken_for_it() -> None:
-    assert isinstance(auto(nvml=FakeNvml([FakeGpu(counter_mj=None)]), amdsmi=FakeAmdSmi()), EstimateMonitor)
-
-
 @pytest.mark.parametrize("indices", [None, ()])
 def test_a_training_on_the_cpu_is_measured_by_rapl(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, indices: Sequence[int] | None
@@ -94,11 +90,12 @@ def test_a_training_on_the_cpu_is_measured_by_rapl(
         ([0], NO_DRIVER, None),
         (None, FakeNvml([FakeGpu(mig_mode=1)]), None),
         (None, FakeNvml([FakeGpu(counter_mj=None)]), None),
+        (None, FakeNvml([FakeGpu(counter_mj=None)]), FakeAmdSmi()),
         (None, NO_DRIVER, FakeAmdSmi([FakeAmdGpu(steps=None)])),
     ],
-    ids=["a driver that is broken", "sliced", "no counter", "AMD without a counter"],
+    ids=["a driver that is broken", "sliced", "no counter", "no counter, beside AMD", "AMD without a counter"],
 )
-def test_a_training_on_a_gpu_is_not_measured_by_the_cpus_counters(
+def test_a_training_on_a_gpu_is_not_measured_by_the_counters_of_other_devices(
     tmp_path: Path, indices: Sequence[int] | None, nvml: FakeNvml, amdsmi: FakeAmdSmi | None
 ) -> None:
     chosen = auto(device_indices=indices, nvml=nvml, amdsmi=amdsmi, powercap=make_powercap(tmp_path))

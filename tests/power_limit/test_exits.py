@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -14,11 +13,11 @@ from pathlib import Path
 import pytest
 
 from tests.support import ROOT
+from tests.support.reporting import until
 from zeus_plugins.power_limit.guard import recall
 
 FOUND_W = 250.0
 TRIED_W = 150.0
-LIMIT_S = 60.0
 
 
 @pytest.fixture(name="limit")
@@ -54,11 +53,7 @@ def make_begin(limit: Path) -> Iterator[Begin]:
 
 def assert_put_back(limit: Path) -> None:
     """The limit is what was found, and no record of it is left; the process beside a training needs a moment."""
-    deadline = time.monotonic() + LIMIT_S
-    while (float(limit.read_text()) != FOUND_W or recall("GPU-file")) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert float(limit.read_text()) == FOUND_W
-    assert recall("GPU-file") is None
+    until(lambda: float(limit.read_text()) == FOUND_W and recall("GPU-file") is None)
 
 
 @pytest.mark.parametrize(

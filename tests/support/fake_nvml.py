@@ -208,10 +208,9 @@ class FakeTorch:
     def __init__(self, *uuids: str) -> None:
         self.cuda = self
         self._uuids = uuids
-        self.has_started = bool(uuids)
 
     def is_initialized(self) -> bool:
-        return self.has_started
+        return bool(self._uuids)
 
     def device_count(self) -> int:
         return len(self._uuids)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import logging
 import sys
-from collections.abc import Sequence
 from logging.handlers import BufferingHandler
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from typing import Any
 import torch.distributed as dist
 
 from tests.support.power_limit_bench import LIMITS_W, TABLE, Breaks, Forbidden
+from tests.support.two_nodes import all_gather
 from zeus_plugins.power_limit import Energy, PowerLimitProfile, PowerLimitProfiler, ReplayMachine, ReplayPoint
 
 # The second rank's GPU is slow under low limits: alone, the first would choose 150 W, and both together 200 W.
@@ -31,12 +31,6 @@ SCENES = (
     "known",
     "the second leaves",
 )
-
-
-def all_gather(thing: object) -> Sequence[Any]:
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, thing)
-    return gathered
 
 
 def play(scene: str, known: PowerLimitProfile | None) -> tuple[dict[str, Any], PowerLimitProfile | None]:
