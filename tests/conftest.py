@@ -90,6 +90,14 @@ def _no_heartbeats_go_on() -> Iterator[None]:
     assert [thread for thread in heartbeat_threads() if thread not in before] == []
 
 
+@pytest.fixture(autouse=True)
+def _sigterm_is_put_back() -> Iterator[None]:
+    """Undo the handler of a command such as `zeus-plugins master`, which keeps it until its process ends."""
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
 @pytest.fixture(scope="module", params=DATABASES)
 def database_url(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The URL of an empty database, of each kind in turn; tests of a module share it."""

@@ -16,14 +16,12 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
-from sqlalchemy.engine import make_url
-
 from bso_server.service.commands import BatchSizeService, Commands
 from tests.chaos.jobs import jobs
 from tests.support import ROOT
 from tests.support.databases import end_sessions
 from tests.support.disks import fill
-from tests.support.servers import SERVER_START_S, ServerProcess
+from tests.support.servers import SERVER_START_S, ServerProcess, is_alive
 from tests.support.service import open_store
 
 CLIENTS = 4
@@ -90,7 +88,7 @@ class Scene:
 
     def disasters(self) -> list[Callable[[], None]]:
         """What can happen; the frequent stands here more than once."""
-        cut = [] if self._backend == "sqlite" else [self.cut_connections] * 2
+        cut = [] if self._server.database_url.startswith("sqlite") else [self.cut_connections] * 2
         leases = [self.expire_leases] * 2
         full = [] if self._disk is None else [self.fill_disk] * 3
         return [
@@ -137,7 +135,8 @@ class Scene:
         ballast = fill(self._disk)
         time.sleep(self._rng.uniform(0, LONGEST_PAUSE_S))
         # What its files have already, they can use again.
-        self._wait(self._says_that_its_disk_is_full, "the disk is not full for the server")
+        said, log = "disk of its database is full", self._server.log
+        self._wait(lambda: said in log.read_text(), "the disk is not full for the server")
         self.struck["disk"] += 1
         ballast.unlink()
 
@@ -163,9 +162,6 @@ class Scene:
             return self._rng.sample(numbers, self._rng.randint(min(1, len(numbers)), len(numbers)))
 
         self.struck["connection"] += end_sessions(self._server.database_url, some)
-
-    def _says_that_its_disk_is_full(self) -> bool:
-        return "disk of its database is full" in self._server.log.read_text()
 
     @property
     def _acknowledgements(self) -> int:
@@ -194,10 +190,6 @@ class Scene:
         assert process.poll() is None, f"the server ended of itself: {self._server.log.read_text()}"
         for client in self._clients:
             assert client.process.poll() is None, f"a client ended of itself: {client.errors.read_text()}"
-
-    @property
-    def _backend(self) -> str:
-        return make_url(self._server.database_url).get_backend_name()
 
     def _start_client(self) -> None:
         log = self._directory / f"client-{len(self.logs) + 1}.jsonl"
@@ -231,7 +223,10 @@ class Scene:
         for child in children:
             _kill(child)
         # They hold the port that the next one needs.
-        _wait_for_ends(children)
+        deadline = time.monotonic() + SERVER_START_S
+        while any(map(is_alive, children)):
+            assert time.monotonic() < deadline, f"of {children} some do not end"
+            time.sleep(0.01)
 
 
 def _children(pid: int) -> list[int]:
@@ -252,19 +247,3 @@ def _kill(pid: int) -> bool:
     except ProcessLookupError:
         return False
     return True
-
-
-def _wait_for_ends(pids: list[int]) -> None:
-    deadline = time.monotonic() + SERVER_START_S
-    while any(_is_running(pid) for pid in pids):
-        assert time.monotonic() < deadline, f"of {pids} some do not end"
-        time.sleep(0.01)
-
-
-def _is_running(pid: int) -> bool:
-    try:
-        # After the name, which may hold anything, in brackets.
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return False
-    return state != "Z"

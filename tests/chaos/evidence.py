@@ -56,26 +56,17 @@ def check_job(transaction: Transaction, job_id: str, acknowledged: Iterable[Ackn
     trials = transaction.all_trials(job_id)
     assert [trial.trial_number for trial in trials] == list(range(1, job.trial_count + 1))
     for trial in trials:
-        _check_state(trial)
-    _check_events(job, trials)
-    _check_cache(transaction, job, trials)
-    about_trials = [line for line in acknowledged if line["job_id"] == job_id and line["kind"] != "registered"]
-    _check_acknowledged(transaction, job_id, trials, about_trials)
-
-
-def _check_state(record: TrialRecord) -> None:
-    assert record.end_reason in REASONS[record.state], record
-    assert (record.ended_event is None) == (record.ended_at is None) == (record.state in ALIVE), record
-    assert (record.lease_expires_at is not None) == (record.state in ALIVE), record
-    if record.state in OBSERVED:
-        assert record.report_count > 0, record
-
-
-def _check_events(job: StoredJob, trials: Iterable[TrialRecord]) -> None:
-    """No two things happened to a job at once."""
+        assert trial.end_reason in REASONS[trial.state], trial
+        assert (trial.ended_event is None) == (trial.ended_at is None) == (trial.state in ALIVE), trial
+        assert (trial.lease_expires_at is not None) == (trial.state in ALIVE), trial
+        assert trial.state not in OBSERVED or trial.report_count > 0, trial
+    # No two things happened to a job at once.
     events = [event for trial in trials for event in (trial.started_event, trial.ended_event) if event is not None]
     assert len(set(events)) == len(events)
     assert max(events, default=0) <= job.event_count
+    _check_cache(transaction, job, trials)
+    about_trials = [line for line in acknowledged if line["job_id"] == job_id and line["kind"] != "registered"]
+    _check_acknowledged(transaction, job_id, trials, about_trials)
 
 
 def _check_cache(transaction: Transaction, job: StoredJob, trials: Iterable[TrialRecord]) -> None:

@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.reporting import warnings_in
 from zeus_plugins.client import client_from_environment
 from zeus_plugins.client.http import BsoClient
 from zeus_plugins.client.port import NO_RETRIES, Retries
@@ -526,18 +527,14 @@ def test_without_a_server_url_the_server_in_this_process_is_meant(
 # --- a server that fails, and one that is away ------------------------------------------------------------------------
 
 
-def faults_told(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-
-
 def test_three_errors_of_the_server_itself_are_told_once_and_loudly(caplog: pytest.LogCaptureFixture) -> None:
     client = client_of(Recorder(500, json={"message": "OverflowError in gp_voi"})).with_retries(NO_RETRIES)
     for told in (0, 0, 1, 1, 1):
         # Heartbeats are sent by copies of the training's client.
         with client.with_retries(NO_RETRIES) as copy, pytest.raises(ZeusBSORuntimeError):
             copy.request_trial("mnist-1")
-        assert len(faults_told(caplog)) == told
-    (warning,) = faults_told(caplog)
+        assert len(warnings_in(caplog)) == told
+    (warning,) = warnings_in(caplog)
     for words in ("http://bso:8000 FAILS", "3 requests", "500", "OverflowError in gp_voi"):
         assert words in warning
 
@@ -548,9 +545,9 @@ def test_a_server_that_is_away_is_not_said_to_fail(
 ) -> None:
     with pytest.raises(ZeusBSORuntimeError):
         Troubled(*[trouble] * 4).client().request_trial("mnist-1")
-    assert faults_told(caplog) == []
+    assert warnings_in(caplog) == []
 
 
 def test_the_repetitions_of_one_request_count(caplog: pytest.LogCaptureFixture) -> None:
     assert Troubled(500, 500, 500, 200).client().request_trial("mnist-1").trial_number == 3
-    assert len(faults_told(caplog)) == 1
+    assert len(warnings_in(caplog)) == 1

@@ -16,7 +16,7 @@ import pytest
 from tests.support.contract_double import ContractDouble
 from tests.support.job_bench import seconds_and_joules
 from tests.support.reporting import JOB, threads, until, warnings_in
-from tests.support.servers import ServerProcess
+from tests.support.servers import ServerProcess, serving
 from zeus_plugins import JobSpec
 from zeus_plugins.client.http import BsoClient
 from zeus_plugins.client.outbox import Outbox
@@ -168,11 +168,8 @@ def impatient(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[BsoCl
     monkeypatch.setenv("ZEUS_BSO_HEARTBEAT_INTERVAL_S", "0.1")
     monkeypatch.setenv("ZEUS_BSO_HEARTBEAT_LEASE_S", "2")
     monkeypatch.setenv("ZEUS_BSO_REAP_INTERVAL_S", "0.1")
-    server = ServerProcess(f"sqlite:///{tmp_path / 'bso.sqlite3'}", tmp_path / "server.log")
-    server.start()
-    with BsoClient(server.url) as client:
+    with serving(f"sqlite:///{tmp_path / 'bso.sqlite3'}", tmp_path) as server, BsoClient(server.url) as client:
         yield client
-    server.stop()
 
 
 def state_of(client: BsoClient, trial: TrialId | None) -> TrialState:

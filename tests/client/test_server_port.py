@@ -10,7 +10,7 @@ from typing import get_args
 import pytest
 
 from bso_server.errors import STATUS_OF, BsoError, ZeusDatabaseError
-from tests.support.servers import ServerProcess
+from tests.support.servers import serving
 from zeus_plugins import JobSpec
 from zeus_plugins.client import client_from_environment
 from zeus_plugins.client.http import BsoClient
@@ -47,10 +47,8 @@ def url(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     if request.param == "local":
         yield f"embedded://{folder / 'bso.sqlite3'}"
         return
-    server = ServerProcess(f"sqlite:///{folder / 'bso.sqlite3'}", folder / "server.log")
-    server.start()
-    yield server.url
-    server.stop()
+    with serving(f"sqlite:///{folder / 'bso.sqlite3'}", folder) as server:
+        yield server.url
 
 
 @pytest.fixture

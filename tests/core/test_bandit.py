@@ -158,10 +158,13 @@ def explored_life(**fields: object) -> Life:
     return life
 
 
-def test_an_arm_enters_on_its_exploration_trials() -> None:
+def test_an_arm_enters_on_its_exploration_trials_and_failures_within_the_stage_change_nothing() -> None:
     life = explored_life()
     assert rewards_behind(life, 16) == (2, 15.0)
     life.dispatch(16, BANDIT)
+    for state in (TrialState.FAILED, TrialState.ABANDONED, TrialState.INFEASIBLE):
+        assert rewards_behind(life, 16) == (2, 15.0)
+        life.run(16, BANDIT, state, 40.0)
     assert rewards_behind(life, 16) == (2, 15.0)
 
 
@@ -179,13 +182,6 @@ def test_what_is_dispatched_before_the_stage_and_ends_within_it_counts_too() -> 
     assert rewards_behind(life, 8) == (1, 50.0)
     life.complete(concurrent, 70.0)
     assert rewards_behind(life, 8) == (2, 60.0)
-    assert rewards_behind(life, 16) == (2, 15.0)
-
-
-def test_a_trial_that_fails_within_the_stage_changes_nothing() -> None:
-    life = explored_life()
-    for state in (TrialState.FAILED, TrialState.ABANDONED, TrialState.INFEASIBLE):
-        life.run(16, BANDIT, state, 40.0)
     assert rewards_behind(life, 16) == (2, 15.0)
 
 

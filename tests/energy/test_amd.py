@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,27 +13,30 @@ from tests.support.energy_bench import probes_of, spent_j, window
 from tests.support.fake_amdsmi import MI250X, MI300X, FakeAmdGpu, FakeAmdSmi
 from tests.support.fake_nvml import Clock, FakeNvml
 from zeus_plugins import energy
-from zeus_plugins.energy import AmdSmiMonitor, AmdSmiPowerMonitor, EnergyUnavailableError, Measurement
+from zeus_plugins.energy import (
+    AmdSmiMonitor,
+    AmdSmiPowerMonitor,
+    EnergyMonitor,
+    EnergyUnavailableError,
+    Measurement,
+)
 from zeus_plugins.energy.monitor import NoGpuError
 from zeus_plugins.errors import ZeusBSOConfigError
 from zeus_plugins.protocol import GpuConfig
 
 
-def spend_steps(gpu: FakeAmdGpu, steps: int) -> None:
-    assert isinstance(gpu.steps, int)
-    gpu.steps += steps
+def spend(gpus: Sequence[FakeAmdGpu], *steps: int) -> None:
+    for gpu, rise in zip(gpus, steps, strict=False):
+        assert isinstance(gpu.steps, int)
+        gpu.steps += rise
 
 
 @pytest.mark.parametrize("key", ["energy_accumulator", "power"], ids=["since ROCm 6.2", "before"])
 def test_steps_times_resolution_are_microjoules_summed_over_the_gpus(key: str) -> None:
     amdsmi, clock = FakeAmdSmi([FakeAmdGpu(key=key), FakeAmdGpu(key=key)]), Clock()
     monitor = AmdSmiMonitor(amdsmi=amdsmi, clock=clock)
-
-    def spend() -> None:
-        spend_steps(amdsmi.machine[0], 400_000)
-        spend_steps(amdsmi.machine[1], 200_000)
-
-    assert window(monitor, clock, 12.5, spend) == Measurement(12.5, 9.15, "amdsmi")
+    measured = window(monitor, clock, 12.5, lambda: spend(amdsmi.machine, 400_000, 200_000))
+    assert measured == Measurement(12.5, 9.15, "amdsmi")
     assert monitor.gpus() == GpuConfig(max_power=1500.0, number_of_gpus=2, gpu_model=MI300X)
 
 
@@ -62,12 +67,8 @@ def test_the_gpus_measured_are_those_that_hip_shows(
         monkeypatch.setenv(name, value)
     by_hip_id = [FakeAmdGpu(hip_id=index, uuid=f"GPU-{'abc'[index]}") for index in range(3)]
     monitor = AmdSmiMonitor(indices, amdsmi=FakeAmdSmi([by_hip_id[place] for place in places]))
-
-    def spend() -> None:
-        for power_of_ten, gpu in enumerate(by_hip_id):
-            spend_steps(gpu, 4_000_000 * 10**power_of_ten)
-
-    assert spent_j(monitor, spend) == sum(61.0 * 10**index for index in measured)
+    spent = spent_j(monitor, lambda: spend(by_hip_id, 4_000_000, 40_000_000, 400_000_000))
+    assert spent == sum(61.0 * 10**index for index in measured)
     assert monitor.gpus().number_of_gpus == len(measured)
 
 
@@ -82,20 +83,6 @@ def test_gpus_of_several_models_are_refused() -> None:
     with pytest.raises(ZeusBSOConfigError, match=r"GPU 0 \(AMD Instinct MI300X\), GPU 1 \(AMD Instinct MI250X\)"):
         AmdSmiMonitor(amdsmi=amdsmi).gpus()
     assert AmdSmiMonitor([1], amdsmi=amdsmi).gpus().gpu_model == MI250X
-
-
-@pytest.mark.parametrize(
-    ("gpu", "cause"),
-    [
-        (FakeAmdGpu(steps=None), "gives no energy counter: Not Supported"),
-        (FakeAmdGpu(steps="N/A"), "gives no energy counter: amdsmi answers energy_accumulator='N/A'"),
-        (FakeAmdGpu(steps=0), "the energy counter of GPU 0 .* stands at 0"),
-        (FakeAmdGpu(partition="CPX"), r"a part of a GPU \(compute partition CPX\)"),
-    ],
-)
-def test_a_gpu_that_cannot_be_measured_alone_is_unavailable(gpu: FakeAmdGpu, cause: str) -> None:
-    with pytest.raises(EnergyUnavailableError, match=cause):
-        AmdSmiMonitor(amdsmi=FakeAmdSmi([gpu])).gpus()
 
 
 @pytest.mark.parametrize("partition", ["SPX", "N/A", "", None])
@@ -114,19 +101,33 @@ def cards_with_two_dies() -> FakeAmdSmi:
 def test_cards_with_two_dies_are_measured_by_the_first(indices: list[int] | None, cards: int) -> None:
     amdsmi, clock = cards_with_two_dies(), Clock()
     monitor = AmdSmiMonitor(indices, amdsmi=amdsmi, clock=clock)
-
-    def spend() -> None:
-        for first in (0, 2):
-            spend_steps(amdsmi.machine[first], 1_000_000)
-
-    assert window(monitor, clock, 5.0, spend) == Measurement(5.0, 15.25 * cards, "amdsmi")
+    measured = window(monitor, clock, 5.0, lambda: spend(amdsmi.machine, 1_000_000, 0, 1_000_000))
+    assert measured == Measurement(5.0, 15.25 * cards, "amdsmi")
     assert monitor.gpus() == GpuConfig(max_power=560.0 * cards, number_of_gpus=2 * cards, gpu_model=MI250X)
 
 
-@pytest.mark.parametrize("indices", [[0], [1], [0, 2, 3], [1, 2]])
-def test_half_a_card_is_unavailable(indices: list[int]) -> None:
-    with pytest.raises(EnergyUnavailableError, match=r"shares its energy counter with .* two dies of one card"):
-        AmdSmiMonitor(indices, amdsmi=cards_with_two_dies()).gpus()
+def monitor_of(**of_gpu: Any) -> AmdSmiMonitor:
+    return AmdSmiMonitor(amdsmi=FakeAmdSmi([FakeAmdGpu(**of_gpu)]))
+
+
+@pytest.mark.parametrize(
+    ("monitor", "cause"),
+    [
+        (monitor_of(steps=None), "gives no energy counter: Not Supported"),
+        (monitor_of(steps="N/A"), "gives no energy counter: amdsmi answers energy_accumulator='N/A'"),
+        (monitor_of(steps=0), "the energy counter of GPU 0 .* stands at 0"),
+        (monitor_of(partition="CPX"), r"a part of a GPU \(compute partition CPX\)"),
+        (monitor_of(max_power_uw=None), "gives no power limits"),
+        (AmdSmiPowerMonitor(amdsmi=FakeAmdSmi()), r"GPU 0 \(AMD Instinct MI300X\) gives no power reading"),
+    ]
+    + [
+        (AmdSmiMonitor(half, amdsmi=cards_with_two_dies()), "shares its energy counter with .* two dies of one card")
+        for half in ([0], [1], [0, 2, 3], [1, 2])
+    ],
+)
+def test_gpus_that_cannot_be_measured_alone_are_unavailable(monitor: EnergyMonitor, cause: str) -> None:
+    with pytest.raises(EnergyUnavailableError, match=cause):
+        monitor.gpus()
 
 
 def test_a_driver_that_does_not_answer_is_no_gpu() -> None:
@@ -145,7 +146,7 @@ def test_a_counter_that_contradicts_the_power_reading_is_not_believed(resolution
 
     def sleep(time_s: float) -> None:
         clock.now_s += time_s
-        spend_steps(gpu, round(10_000_000 * time_s))  # 152.5 W, at 15.25 µJ a step
+        spend([gpu], round(10_000_000 * time_s))  # 152.5 W, at 15.25 µJ a step
 
     monitor = AmdSmiMonitor(amdsmi=FakeAmdSmi([gpu]), clock=clock, sleep=sleep)
     if is_believed:
@@ -170,17 +171,10 @@ def test_without_a_counter_to_trust_power_is_integrated(caplog: pytest.LogCaptur
     assert monitor.gpus() == GpuConfig(max_power=750.0, number_of_gpus=1, gpu_model=MI300X)
 
 
-def test_a_gpu_that_tells_neither_is_unavailable() -> None:
-    with pytest.raises(EnergyUnavailableError, match=r"GPU 0 \(AMD Instinct MI300X\) gives no power reading"):
-        AmdSmiPowerMonitor(amdsmi=FakeAmdSmi()).gpus()
-
-
 def test_a_gpu_without_a_power_limit_is_measured_and_the_stated_watts_are_its_maximum() -> None:
-    amdsmi = FakeAmdSmi([FakeAmdGpu(max_power_uw=None)])
-    probes = probes_of(FakeNvml(broken="Driver Not Loaded"), amdsmi=amdsmi)
+    unlimited = FakeAmdSmi([FakeAmdGpu(max_power_uw=None)])
+    probes = probes_of(FakeNvml(broken="Driver Not Loaded"), amdsmi=unlimited)
     assert energy.auto(300.0, probes=probes).gpus().max_power == 300.0
-    with pytest.raises(EnergyUnavailableError, match="gives no power limits"):
-        AmdSmiMonitor(amdsmi=amdsmi).gpus()
 
 
 def test_what_the_import_prints_does_not_come_into_a_commands_output(

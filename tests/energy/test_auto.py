@@ -73,10 +73,6 @@ def test_an_amd_gpu_is_measured_where_there_is_no_nvidia_gpu() -> None:
     assert isinstance(auto(nvml=FakeNvml(), amdsmi=FakeAmdSmi()), NvmlMonitor)
 
 
-def test_an_amd_gpu_beside_an_nvidia_gpu_that_tells_nothing_is_not_taken_for_it() -> None:
-    assert isinstance(auto(nvml=FakeNvml([FakeGpu(counter_mj=None)]), amdsmi=FakeAmdSmi()), EstimateMonitor)
-
-
 @pytest.mark.parametrize("indices", [None, ()])
 def test_a_training_on_the_cpu_is_measured_by_rapl(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, indices: Sequence[int] | None
@@ -94,11 +90,12 @@ def test_a_training_on_the_cpu_is_measured_by_rapl(
         ([0], NO_DRIVER, None),
         (None, FakeNvml([FakeGpu(mig_mode=1)]), None),
         (None, FakeNvml([FakeGpu(counter_mj=None)]), None),
+        (None, FakeNvml([FakeGpu(counter_mj=None)]), FakeAmdSmi()),
         (None, NO_DRIVER, FakeAmdSmi([FakeAmdGpu(steps=None)])),
     ],
-    ids=["a driver that is broken", "sliced", "no counter", "AMD without a counter"],
+    ids=["a driver that is broken", "sliced", "no counter", "no counter, beside AMD", "AMD without a counter"],
 )
-def test_a_training_on_a_gpu_is_not_measured_by_the_cpus_counters(
+def test_a_training_on_a_gpu_is_not_measured_by_the_counters_of_other_devices(
     tmp_path: Path, indices: Sequence[int] | None, nvml: FakeNvml, amdsmi: FakeAmdSmi | None
 ) -> None:
     chosen = auto(device_indices=indices, nvml=nvml, amdsmi=amdsmi, powercap=make_powercap(tmp_path))
@@ -119,25 +116,30 @@ def test_packages_that_state_no_limit_are_measured_all_the_same(
     assert auto(170.0, nvml=NO_DRIVER, powercap=tmp_path).gpus().max_power == 170.0
 
 
-@pytest.mark.parametrize("setting", [None, "MIG-GPU-0"])
-def test_a_slice_is_estimated_by_its_share_of_the_limit_and_registered_by_its_profile(
-    monkeypatch: pytest.MonkeyPatch, setting: str | None
+SLICED = FakeGpu(mig_mode=1, slices=[None, 3, 3, None, None, None, None])
+VIRTUAL = FakeGpu(name="GRID A100-10C", counter_mj=None, max_power_mw=None)
+OLD = FakeGpu(name="Tesla P100", counter_mj=None, max_power_mw=250_000)
+
+
+@pytest.mark.parametrize(
+    ("setting", "gpus", "max_power_w", "basis", "model"),
+    [
+        ("0", [SLICED], 300.0, "by power limit × 3/7 (MIG)", "NVIDIA H200 MIG 3g.18gb"),
+        ("MIG-GPU-0", [SLICED], 300.0, "by power limit × 3/7 (MIG)", "NVIDIA H200 MIG 3g.18gb"),
+        ("0", [VIRTUAL], 65.0, "assumed", "GRID A100-10C"),
+        ("0,1", [OLD] * 2, 500.0, "by power limit", "Tesla P100"),
+    ],
+    ids=["a slice", "a slice by its name", "a virtual GPU", "GPUs without a counter"],
+)
+def test_gpus_that_cannot_be_measured_are_estimated_by_what_the_driver_tells(
+    monkeypatch: pytest.MonkeyPatch, setting: str, gpus: list[FakeGpu], max_power_w: float, basis: str, model: str
 ) -> None:
-    if setting is not None:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", setting)
-    nvml = FakeNvml([FakeGpu(mig_mode=1, slices=[None, 3, 3, None, None, None, None])])
-    estimate = auto(nvml=nvml)
-    assert estimate.source == "estimate: 300 W by power limit × 3/7 (MIG)"
-    assert estimate.gpus() == GpuConfig(max_power=300.0, number_of_gpus=1, gpu_model="NVIDIA H200 MIG 3g.18gb")
-    assert auto(99.0, nvml=nvml).source == "estimate: 99 W stated"
-
-
-def test_a_virtual_gpu_is_registered_by_the_drivers_name() -> None:
-    virtual = FakeGpu(name="GRID A100-10C", counter_mj=None, max_power_mw=None)
-    estimate = auto(nvml=FakeNvml([virtual]))
-    assert estimate.source == "estimate: 65 W assumed"
-    assert estimate.gpus() == GpuConfig(max_power=65.0, number_of_gpus=1, gpu_model="GRID A100-10C")
-    assert auto(80.0, nvml=FakeNvml([virtual])).gpus().max_power == 80.0
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", setting)
+    estimate = auto(nvml=FakeNvml(gpus))
+    assert estimate.source == f"estimate: {max_power_w:g} W {basis}"
+    assert estimate.gpus() == GpuConfig(max_power=max_power_w, number_of_gpus=len(gpus), gpu_model=model)
+    stated = auto(99.0, nvml=FakeNvml(gpus))
+    assert (stated.source, stated.gpus().max_power) == ("estimate: 99 W stated", 99.0)
 
 
 def make_sensor(root: Path, *rails: tuple[str, int, int]) -> None:
@@ -226,16 +228,6 @@ def test_a_laptop_without_constraints_is_measured_all_the_same(
 def test_stated_watts_are_those_of_all_gpus_together() -> None:
     nvml = FakeNvml([FakeGpu(max_power_mw=None), FakeGpu(max_power_mw=None)])
     assert auto(500.0, nvml=nvml).gpus() == GpuConfig(max_power=500.0, number_of_gpus=2, gpu_model=H200)
-
-
-def test_gpus_that_cannot_be_measured_are_estimated_by_their_power_limit() -> None:
-    nvml = FakeNvml([FakeGpu(name="Tesla P100", counter_mj=None, max_power_mw=250_000)] * 2)
-
-    estimate = auto(nvml=nvml)
-
-    assert estimate.source == "estimate: 500 W by power limit"
-    assert estimate.gpus() == GpuConfig(max_power=500.0, number_of_gpus=2, gpu_model="Tesla P100")
-    assert auto(180.0, nvml=nvml).source == "estimate: 180 W stated"
 
 
 def test_only_the_gpus_that_train_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:

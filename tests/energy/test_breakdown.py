@@ -38,8 +38,7 @@ class Machine:
     def train(self, breakdown: Breakdown) -> None:
         self.clock.now_s += 10.0
         for place, gpu in enumerate(self.gpus):
-            assert gpu.counter_mj is not None
-            gpu.counter_mj += 3_000_000 - 1_000_000 * place
+            gpu.spend(3_000_000 - 1_000_000 * place)
             gpu.power_mw, gpu.temperature_c = 350_000, 71 + place
         breakdown.look()
         for gpu in self.gpus:

@@ -31,8 +31,7 @@ class Machine:
 
     def train(self, time_s: float) -> None:
         self.clock.now_s += time_s
-        assert self.gpu.counter_mj is not None
-        self.gpu.counter_mj += round(200_000 * time_s)
+        self.gpu.spend(round(200_000 * time_s))
 
 
 @pytest.mark.parametrize("strict", [True, False])

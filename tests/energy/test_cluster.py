@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from typing import Any
 
 import pytest
 
-from tests.support.ranks import run_ranks
+from tests.support.ranks import stories_of
 from tests.support.warm import LIGHTNING
 from zeus_plugins.energy import ClusterMonitor, EnergyUnavailableError, EstimateMonitor
 from zeus_plugins.errors import ZeusBSOConfigError
@@ -17,10 +16,7 @@ from zeus_plugins.errors import ZeusBSOConfigError
 @pytest.fixture(scope="module", name="stories")
 def play_all_scenes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, Any]]]:
     """What each of the two nodes tells of each scene."""
-    folder = tmp_path_factory.mktemp("nodes")
-    status = run_ranks("tests.support.two_nodes", str(folder), modules=LIGHTNING, output=folder / "output")
-    assert status == [0, 0], (folder / "output").read_text()
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+    return stories_of("tests.support.two_nodes", tmp_path_factory.mktemp("nodes"), modules=LIGHTNING)
 
 
 def test_rank_0_measures_what_all_nodes_use(stories: list[dict[str, Any]]) -> None:

@@ -42,10 +42,6 @@ MIG_ID = "MIG-c6d4f1ef-42e4-5de3-91c7-45d71c87eb3f"
 GPUS = GpuConfig(max_power=250.0, number_of_gpus=1, gpu_model=V100)
 
 
-def two_gpus() -> FakeNvml:
-    return FakeNvml([FakeGpu(uuid="GPU-aaaa"), FakeGpu(uuid="GPU-bbbb")])
-
-
 # ---- Obligations of every monitor ----------------------------------------------------------------------------------
 
 MONITORS: dict[str, Callable[[], EnergyMonitor]] = {
@@ -105,14 +101,9 @@ def test_the_package_can_be_imported_without_torch_or_the_driver() -> None:
 
 
 def test_counters_are_millijoules_and_their_rise_is_summed_over_the_gpus() -> None:
-    nvml, clock = two_gpus(), Clock()
-
-    def spend() -> None:
-        nvml.machine[0].spend(1_500)
-        nvml.machine[1].spend(250)
-
+    nvml, clock = FakeNvml([FakeGpu(uuid="GPU-aaaa"), FakeGpu(uuid="GPU-bbbb")]), Clock()
     monitor = NvmlMonitor(nvml=nvml, clock=clock)
-    assert window(monitor, clock, 12.5, spend) == Measurement(12.5, 1.75, "nvml")
+    assert window(monitor, clock, 12.5, lambda: nvml.spend(1_500, 250)) == Measurement(12.5, 1.75, "nvml")
     assert monitor.gpus() == GpuConfig(max_power=1400.0, number_of_gpus=2, gpu_model=H200)
 
 
@@ -152,12 +143,7 @@ def test_the_gpus_measured_are_those_that_cuda_shows(
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", setting)
     nvml = FakeNvml([FakeGpu(uuid=f"GPU-{letter * 4}") for letter in "abc"])
     monitor = NvmlMonitor(indices, nvml=nvml)
-
-    def spend() -> None:
-        for power_of_ten, gpu in enumerate(nvml.machine):
-            gpu.spend(1000 * 10**power_of_ten)
-
-    assert spent_j(monitor, spend) == sum(10**index for index in measured)
+    assert spent_j(monitor, lambda: nvml.spend(1_000, 10_000, 100_000)) == sum(10**index for index in measured)
     assert monitor.gpus().number_of_gpus == len(measured)
 
 

@@ -71,15 +71,7 @@ def test_they_are_sent_while_the_training_goes_on() -> None:
     assert server.sent("PUT", PATH) == [SENT]
 
 
-def test_a_training_that_ends_at_once_has_sent_them() -> None:
-    server = Keeping()
-    session = training(server)
-    session.keep_power_limits(CHOICE)
-    session.end()
-    assert server.sent("PUT", PATH) == [SENT]
-
-
-def test_a_step_does_not_wait_for_the_server() -> None:
+def test_a_step_does_not_wait_for_the_server_but_the_end_of_the_training_does() -> None:
     class Slow(Keeping):
         def __call__(self, request: httpx.Request) -> httpx.Response:
             if request.url.path == PATH:
@@ -87,10 +79,12 @@ def test_a_step_does_not_wait_for_the_server() -> None:
             return super().__call__(request)
 
     has_returned = False
-    session = training(Slow())
+    server = Slow()
+    session = training(server)
     session.keep_power_limits(CHOICE)
     has_returned = True
     session.end()
+    assert server.sent("PUT", PATH) == [SENT]
 
 
 def test_while_the_server_is_away_they_wait_with_the_results(outbox: Outbox) -> None:

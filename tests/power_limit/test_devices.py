@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.energy_bench import plain_environment  # noqa: F401 - a fixture
 from tests.support.fake_nvml import FakeGpu, FakeNvml, has_nvidia_driver
 from tests.support.power_limit_bench import FileDevice, Forbidden, machine
 from zeus_plugins.errors import ZeusBSOConfigError
@@ -26,12 +27,6 @@ from zeus_plugins.power_limit import (
 )
 
 TWO_GPUS = ("GPU-aaa", "GPU-bbb")
-
-
-@pytest.fixture(name="no_variables", autouse=True)
-def unset_variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", COMMAND_VARIABLE):
-        monkeypatch.delenv(name, raising=False)
 
 
 @pytest.fixture(name="nvml")

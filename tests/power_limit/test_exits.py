@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -14,11 +13,11 @@ from pathlib import Path
 import pytest
 
 from tests.support import ROOT
+from tests.support.reporting import until
 from zeus_plugins.power_limit.guard import recall
 
 FOUND_W = 250.0
 TRIED_W = 150.0
-LIMIT_S = 60.0
 
 
 @pytest.fixture(name="limit")
@@ -54,48 +53,28 @@ def make_begin(limit: Path) -> Iterator[Begin]:
 
 def assert_put_back(limit: Path) -> None:
     """The limit is what was found, and no record of it is left; the process beside a training needs a moment."""
-    deadline = time.monotonic() + LIMIT_S
-    while (float(limit.read_text()) != FOUND_W or recall("GPU-file")) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert float(limit.read_text()) == FOUND_W
-    assert recall("GPU-file") is None
+    until(lambda: float(limit.read_text()) == FOUND_W and recall("GPU-file") is None)
 
 
 @pytest.mark.parametrize(
-    ("way", "number", "status"),
+    ("way", "number", "status", "is_killed"),
     [
-        ("closed", None, 0),
-        ("forgotten", None, 0),
-        ("raised", None, 1),
-        ("exit", None, 3),
-        ("signal", signal.SIGTERM, 128 + signal.SIGTERM),
-        ("signal", signal.SIGINT, -signal.SIGINT),
+        ("closed", None, 0, False),
+        ("forgotten", None, 0, False),
+        ("raised", None, 1, False),
+        ("exit", None, 3, False),
+        ("signal", signal.SIGTERM, 128 + signal.SIGTERM, False),
+        ("signal", signal.SIGINT, -signal.SIGINT, False),
+        ("hard exit", None, 3, True),
+        ("abort", None, -signal.SIGABRT, True),
+        ("signal", signal.SIGKILL, -signal.SIGKILL, True),
+        ("signal", signal.SIGSEGV, -signal.SIGSEGV, True),
+        ("signal with a handler", signal.SIGTERM, 4, True),
+        ("signal, trained in a thread", signal.SIGTERM, -signal.SIGTERM, True),
     ],
 )
-def test_a_training_that_ends_by_itself_or_is_asked_to_puts_the_limit_back(
-    begin: Begin, limit: Path, way: str, number: signal.Signals | None, status: int
-) -> None:
-    training = begin(way)
-    if number is not None:
-        assert float(limit.read_text()) == TRIED_W
-        training.send_signal(number)
-    assert training.wait() == status
-    assert float(limit.read_text()) == FOUND_W
-
-
-@pytest.mark.parametrize(
-    ("way", "number"),
-    [
-        ("hard exit", None),
-        ("abort", None),
-        ("signal", signal.SIGKILL),
-        ("signal", signal.SIGSEGV),
-        ("signal with a handler", signal.SIGTERM),
-        ("signal, trained in a thread", signal.SIGTERM),
-    ],
-)
-def test_the_limit_of_a_training_that_is_killed_is_put_back(
-    begin: Begin, limit: Path, way: str, number: signal.Signals | None
+def test_a_training_that_ends_puts_the_limit_back_itself_unless_it_is_killed(
+    begin: Begin, limit: Path, way: str, number: signal.Signals | None, status: int, is_killed: bool
 ) -> None:
     training = begin(way)
     if way == "signal with a handler":
@@ -103,7 +82,8 @@ def test_the_limit_of_a_training_that_is_killed_is_put_back(
     if number is not None:
         assert float(limit.read_text()) == TRIED_W
         training.send_signal(number)
-    assert training.wait() != 0
+    assert training.wait() == status
+    assert is_killed or float(limit.read_text()) == FOUND_W
     assert_put_back(limit)
 
 

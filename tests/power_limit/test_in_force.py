@@ -8,8 +8,10 @@ import signal
 import socketserver
 import threading
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
@@ -179,8 +181,6 @@ class Answer(http.server.BaseHTTPRequestHandler):
         self._answer(200, {"gpus": gpus})
 
     def do_POST(self) -> None:
-        from urllib.parse import parse_qs, urlsplit
-
         self.server.authorizations.append(self.headers.get("Authorization"))
         url = urlsplit(self.path)
         query = {name: values[0] for name, values in parse_qs(url.query).items()}
@@ -195,18 +195,15 @@ class Answer(http.server.BaseHTTPRequestHandler):
 
 @pytest.fixture
 def serve(tmp_path: Path) -> Iterator[Any]:
-    daemons: list[Daemon] = []
+    with ExitStack() as daemons:
 
-    def start(gpus: list[tuple[int, FakeGpu]], **options: Any) -> Daemon:
-        daemon = Daemon(tmp_path / "zeusd.sock", gpus, **options)
-        daemons.append(daemon)
-        threading.Thread(target=daemon.serve_forever, args=(0.01,), daemon=True).start()
-        return daemon
+        def start(gpus: list[tuple[int, FakeGpu]], **options: Any) -> Daemon:
+            daemon = daemons.enter_context(Daemon(tmp_path / "zeusd.sock", gpus, **options))
+            daemons.callback(daemon.shutdown)
+            threading.Thread(target=daemon.serve_forever, args=(0.01,), daemon=True).start()
+            return daemon
 
-    yield start
-    for daemon in daemons:
-        daemon.shutdown()
-        daemon.server_close()
+        yield start
 
 
 def test_zeusd_sets_the_limit_of_this_very_gpu_whatever_it_counts(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -35,6 +36,7 @@ from zeus_plugins.power_limit import (
     PowerLimitSample,
     Profiling,
     Ready,
+    ReplayMachine,
     Time,
     Warmup,
     Window,
@@ -45,6 +47,11 @@ from zeus_plugins.power_limit.selectors import epoch_cost
 from zeus_plugins.protocol import GpuConfig
 
 GPUS = GpuConfig(max_power=250.0, number_of_gpus=1, gpu_model="V100")
+
+
+@pytest.fixture(name="where")
+def one_gpu() -> ReplayMachine:
+    return machine()
 
 
 def profile(**options: Any) -> PowerLimitProfile:
@@ -212,40 +219,29 @@ def test_a_later_sample_of_a_limit_replaces_the_earlier_one() -> None:
 # The profiler
 
 
-def test_each_limit_is_measured_and_the_best_one_kept() -> None:
-    where = machine()
+@pytest.mark.parametrize("number_of_gpus", [1, 3])
+def test_each_limit_is_measured_and_the_best_one_kept_on_all_gpus(number_of_gpus: int) -> None:
+    where = machine(number_of_gpus)
     zeus = profiler(where)
     assert train(where, zeus, 14) == [250.0] * 3 + [200.0] * 3 + [150.0] * 3 + [100.0] * 3 + [BEST_W] * 2
     assert (zeus.chosen_limit_w, zeus.state) == (BEST_W, Done())
     assert zeus.profile is not None
     assert {sample.limit_w: sample.steps for sample in zeus.profile.samples} == dict.fromkeys(TABLE, 2)
-    assert where.devices[0].limit_w() == BEST_W
+    assert zeus.profile.gpus.max_power == 250.0 * number_of_gpus
+    assert zeus.profile.samples[0].average_power_w == pytest.approx(80.0 * number_of_gpus)
+    assert [device.limit_w() for device in where.devices] == [BEST_W] * number_of_gpus
     zeus.close()
-    assert where.devices[0].limit_w() == FOUND_W
+    assert [device.limit_w() for device in where.devices] == [FOUND_W] * number_of_gpus
 
 
-def test_between_epochs_the_limit_found_is_in_force_and_a_cut_measurement_begins_anew() -> None:
-    where = machine()
+def test_between_epochs_the_limit_found_is_in_force_and_a_cut_measurement_begins_anew(where: ReplayMachine) -> None:
     zeus = profiler(where)
     train(where, zeus, 5)
     assert (zeus.state, where.devices[0].limit_w()) == (Ready(1), FOUND_W)
     assert train(where, zeus, 4) == [200.0] * 3 + [150.0]
 
 
-def test_several_gpus_have_the_same_limit_and_count_together() -> None:
-    where = machine(number_of_gpus=3)
-    zeus = profiler(where)
-    train(where, zeus)
-    assert [device.limit_w() for device in where.devices] == [BEST_W] * 3
-    assert zeus.profile is not None
-    assert zeus.profile.gpus.max_power == 750.0
-    assert zeus.profile.samples[0].average_power_w == pytest.approx(240.0)
-    zeus.close()
-    assert [device.limit_w() for device in where.devices] == [FOUND_W] * 3
-
-
-def test_what_is_known_is_not_measured_again() -> None:
-    where = machine()
+def test_what_is_known_is_not_measured_again(where: ReplayMachine) -> None:
     known = profile(gpus=where.monitor.gpus(), batch_size=64)
     zeus = profiler(where, profile=known, batch_size=64)
     assert train(where, zeus) == [BEST_W] * 12
@@ -256,23 +252,20 @@ def test_what_is_known_is_not_measured_again() -> None:
 
 
 @pytest.mark.parametrize("other", [{"batch_size": 32}, {"gpus": GPUS}], ids=["size", "GPUs"])
-def test_what_is_known_of_something_else_is_not_used(other: dict[str, Any]) -> None:
-    where = machine()
+def test_what_is_known_of_something_else_is_not_used(other: dict[str, Any], where: ReplayMachine) -> None:
     known = profile(**({"gpus": where.monitor.gpus(), "batch_size": 64} | other))
     zeus = profiler(where, profile=known, batch_size=64)
     assert train(where, zeus)[:12] == [250.0] * 3 + [200.0] * 3 + [150.0] * 3 + [100.0] * 3
     zeus.close()
 
 
-def test_an_observer_chooses_and_sets_nothing_for_good() -> None:
-    where = machine()
+def test_an_observer_chooses_and_sets_nothing_for_good(where: ReplayMachine) -> None:
     zeus = profiler(where, observe=True)
     assert train(where, zeus, 14)[12:] == [FOUND_W] * 2
     assert zeus.chosen_limit_w == BEST_W
 
 
-def test_known_epochs_shrink_the_windows() -> None:
-    where = machine()
+def test_known_epochs_shrink_the_windows(where: ReplayMachine) -> None:
     zeus = profiler(where, warmup_steps=10, profile_steps=40)
     zeus.on_epoch_begin(5)
     assert zeus.state == Warmup(0, 1)
@@ -284,16 +277,14 @@ def test_known_epochs_shrink_the_windows() -> None:
     assert zeus.profile.samples[0].steps == 4
 
 
-def test_epochs_of_unknown_length_shrink_the_windows_after_the_first_one() -> None:
-    where = machine()
+def test_epochs_of_unknown_length_shrink_the_windows_after_the_first_one(where: ReplayMachine) -> None:
     zeus = profiler(where, warmup_steps=10, profile_steps=40)
     train(where, zeus, steps=5, epochs=5)
     assert zeus.chosen_limit_w == BEST_W
     zeus.close()
 
 
-def test_nothing_happens_after_the_end() -> None:
-    where = machine()
+def test_nothing_happens_after_the_end(where: ReplayMachine) -> None:
     zeus = profiler(where)
     train(where, zeus, 2)
     zeus.close()
@@ -302,8 +293,7 @@ def test_nothing_happens_after_the_end() -> None:
     assert zeus.is_done
 
 
-def test_work_in_the_queue_is_waited_for_at_both_ends_of_a_window() -> None:
-    where = machine()
+def test_work_in_the_queue_is_waited_for_at_both_ends_of_a_window(where: ReplayMachine) -> None:
     seen: list[float] = []
     zeus = profiler(where, synchronize=lambda: seen.append(where.time_s))
     train(where, zeus, 6)
@@ -311,16 +301,9 @@ def test_work_in_the_queue_is_waited_for_at_both_ends_of_a_window() -> None:
     zeus.close()
 
 
-class Odd:
-    """A selector of a user's that chooses what was not measured."""
-
-    def select(self, profile: PowerLimitProfile) -> float:  # noqa: ARG002
-        return 123.0
-
-
-def test_a_choice_that_was_not_measured_is_an_error_and_leaves_no_limit() -> None:
-    where = machine()
-    zeus = profiler(where, Odd())
+def test_a_choice_that_was_not_measured_is_an_error_and_leaves_no_limit(where: ReplayMachine) -> None:
+    odd: Any = SimpleNamespace(select=lambda _: 123.0)
+    zeus = profiler(where, odd)
     with pytest.raises(ZeusBSOBadOperationError, match="none of the limits measured"):
         train(where, zeus)
     assert where.devices[0].limit_w() == FOUND_W
@@ -331,9 +314,8 @@ def test_a_choice_that_was_not_measured_is_an_error_and_leaves_no_limit() -> Non
 
 @pytest.mark.parametrize("takes", [1, 2, 3, 4])
 def test_a_device_that_fails_later_ends_the_profiling_and_not_the_training(
-    takes: int, caplog: pytest.LogCaptureFixture
+    takes: int, caplog: pytest.LogCaptureFixture, where: ReplayMachine
 ) -> None:
-    where = machine()
     zeus = profiler(where, devices=[Breaks(where.devices[0], takes)])
     limits_w = train(where, zeus, epochs=2)
     assert limits_w[-1] == FOUND_W
@@ -343,8 +325,9 @@ def test_a_device_that_fails_later_ends_the_profiling_and_not_the_training(
     ]
 
 
-def test_a_limit_that_cannot_be_put_back_is_said_with_the_remedy(caplog: pytest.LogCaptureFixture) -> None:
-    where = machine()
+def test_a_limit_that_cannot_be_put_back_is_said_with_the_remedy(
+    caplog: pytest.LogCaptureFixture, where: ReplayMachine
+) -> None:
     device = Breaks(where.devices[0], 6, refuses=2)
     zeus = profiler(where, devices=[device])
     train(where, zeus)
@@ -356,8 +339,9 @@ def test_a_limit_that_cannot_be_put_back_is_said_with_the_remedy(caplog: pytest.
     assert warnings_in(caplog) == []
 
 
-def test_without_permission_the_limit_in_force_is_measured(caplog: pytest.LogCaptureFixture) -> None:
-    where = machine()
+def test_without_permission_the_limit_in_force_is_measured(
+    caplog: pytest.LogCaptureFixture, where: ReplayMachine
+) -> None:
     device = Forbidden()
     zeus = profiler(where, devices=[device])
     train(where, zeus, epochs=2)
@@ -371,29 +355,23 @@ def test_without_permission_the_limit_in_force_is_measured(caplog: pytest.LogCap
     assert "Insufficient Permissions" in warning
 
 
-@pytest.mark.parametrize("fails_at", ["gpus", "begin", "end"])
+@pytest.mark.parametrize(
+    ("fails_at", "problem"),
+    [(call, "the counter is gone") for call in ("gpus", "begin", "end")] + [("", "a measurement makes no sense")],
+)
 def test_a_monitor_that_fails_ends_the_profiling_and_not_the_training(
-    fails_at: str, caplog: pytest.LogCaptureFixture
+    fails_at: str, problem: str, caplog: pytest.LogCaptureFixture, where: ReplayMachine
 ) -> None:
-    where = machine()
-    zeus = profiler(where, monitor=Failing(where, fails_at))
+    zeus = profiler(where, monitor=Failing(where, fails_at, measurement=Measurement(0.0, 0.0, "odd")))
     assert train(where, zeus)[-1] == FOUND_W
     (warning,) = warnings_in(caplog)
-    assert warning.startswith("no power limit is chosen, and the training goes on without one: the counter is gone")
+    assert warning.startswith(f"no power limit is chosen, and the training goes on without one: {problem}")
 
 
-def test_a_limit_that_could_not_be_measured_is_measured_anew() -> None:
-    where = machine()
+def test_a_limit_that_could_not_be_measured_is_measured_anew(where: ReplayMachine) -> None:
     zeus = profiler(where, monitor=Failing(where, "end", only=2))
     train(where, zeus, 3 * len(LIMITS_W) + 2)
     assert zeus.chosen_limit_w == BEST_W
     assert zeus.profile is not None
     assert zeus.profile.limits_w == tuple(sorted(LIMITS_W))
     zeus.close()
-
-
-def test_a_measurement_of_no_time_ends_the_profiling(caplog: pytest.LogCaptureFixture) -> None:
-    where = machine()
-    zeus = profiler(where, monitor=Failing(where, "", measurement=Measurement(0.0, 0.0, "odd")))
-    assert train(where, zeus)[-1] == FOUND_W
-    assert "a measurement makes no sense" in warnings_in(caplog)[0]

@@ -7,14 +7,13 @@ from typing import Any
 import hypothesis.strategies as st
 from hypothesis import event, example, given, settings
 
-from tests.support.power_limit_bench import LIMITS_W, MOVES, TABLE, Failing, Wrapped, profiler
+from tests.support.power_limit_bench import LIMITS_W, MOVES, TABLE, Breaks, Failing, profiler
 from tests.support.properties import examples
 from zeus_plugins.energy import EnergyUnavailableError, Measurement
 from zeus_plugins.power_limit import (
     Done,
     Energy,
     PowerLimitProfiler,
-    PowerLimitUnavailableError,
     Profiling,
     Ready,
     ReplayMachine,
@@ -38,16 +37,8 @@ TRAININGS = st.lists(st.integers(0, 16), max_size=6).map(
 )
 
 
-class Fragile(Wrapped):
-    """A GPU that refuses its next limit when it is told to, once."""
-
-    is_broken = False
-
-    def set_limit_w(self, limit_w: float) -> None:
-        if self.is_broken:
-            self.is_broken = False
-            raise PowerLimitUnavailableError("refused")
-        super().set_limit_w(limit_w)
+# What a device `takes` that refuses its next limit once, and one that refuses none.
+BROKEN, SOUND = 0, -1
 
 
 class FragileMonitor(Failing):
@@ -79,10 +70,9 @@ class FragileMonitor(Failing):
 
 def entitled_w(profiler: PowerLimitProfiler, found_w: float, may_set: bool) -> set[float]:
     """The limits that a GPU may have now."""
-    state = profiler.state
     if not may_set:
         return {found_w}
-    match state:
+    match profiler.state:
         case Ready():
             return {found_w}
         case Warmup(position) | Profiling(position):
@@ -126,18 +116,12 @@ def test_every_gpu_has_a_limit_it_is_entitled_to(
     events: list[tuple[str, int | None]],
 ) -> None:
     where = ReplayMachine(TABLE, number_of_gpus=3)
-    devices = [Fragile(device) for device in where.devices]
+    devices = [Breaks(device, SOUND) for device in where.devices]
     for device in devices:
         device.set_limit_w(found_w)
     monitor = FragileMonitor(where)
-    zeus = profiler(
-        where,
-        selector,
-        devices=devices,
-        warmup_steps=warmup_steps,
-        profile_steps=profile_steps,
-        monitor=monitor,
-    )
+    options = {"warmup_steps": warmup_steps, "profile_steps": profile_steps}
+    zeus = profiler(where, selector, devices=devices, monitor=monitor, **options)
     is_closed = has_begun = is_forbidden = False
     for what, number in [*trained, *events]:
         before = zeus.state
@@ -145,7 +129,7 @@ def test_every_gpu_has_a_limit_it_is_entitled_to(
             case "begin":
                 # At first it sets what is in force anyway, to see whether it may; the monitor must answer, too.
                 if not has_begun and not is_closed:
-                    is_forbidden = any(device.is_broken for device in devices)
+                    is_forbidden = any(device.takes == BROKEN for device in devices)
                     has_begun = True
                 zeus.on_epoch_begin(number)
             case "step":
@@ -154,24 +138,24 @@ def test_every_gpu_has_a_limit_it_is_entitled_to(
             case "end":
                 zeus.on_epoch_end()
             case "break device":
-                devices[number or 0].is_broken = True
+                devices[number or 0].takes = BROKEN
             case "break monitor":
                 monitor.is_broken = True
             case "close":
                 # An exit path puts limits back with what works; a device that refuses then is another test's.
                 for device in devices:
-                    device.is_broken = False
+                    device.takes = SOUND
                 zeus.close()
                 is_closed = True
         if isinstance(before, Ready | Warmup | Profiling) and not is_closed and what in ("step", "end"):
             assert type(zeus.state) is type(before) or type(zeus.state) in MOVES[type(before)]
         assert isinstance(zeus.state, Profiling) or monitor.open == 0
         limits_w = {device.limit_w() for device in devices}
-        if not any(device.is_broken for device in devices):
+        if not any(device.takes == BROKEN for device in devices):
             assert limits_w <= entitled_w(zeus, found_w, not (is_closed or is_forbidden)), (what, zeus.state)
     event(f"{type(zeus.state).__name__}, chosen: {zeus.chosen_limit_w}")
     for device in devices:
-        device.is_broken = False
+        device.takes = SOUND
     zeus.close()
     assert [device.limit_w() for device in devices] == [found_w] * 3
     assert monitor.open == 0

@@ -2,32 +2,21 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
 
 from tests.support.power_limit_bench import FOUND_W
-from tests.support.ranks import run_ranks
+from tests.support.ranks import stories_of
 from tests.support.warm import LIGHTNING
-
-Stories = list[dict[str, dict[str, Any]]]
 
 WARMED_AND_MEASURED = [250.0] * 3 + [200.0] * 3 + [150.0] * 3 + [100.0] * 3
 
 
 @pytest.fixture(scope="module", name="stories")
-def play_all_scenes(tmp_path_factory: pytest.TempPathFactory) -> Stories:
+def play_all_scenes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each of the two ranks tells of each scene."""
-    folder = tmp_path_factory.mktemp("ranks")
-    status = run_ranks("tests.support.power_limit_ranks", str(folder), modules=LIGHTNING, output=folder / "output")
-    assert status == [0, 0], (folder / "output").read_text()
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
-
-
-def of(stories: Stories, scene: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    first, second = (story[scene] for story in stories)
-    return first, second
+    return stories_of("tests.support.power_limit_ranks", tmp_path_factory.mktemp("ranks"), modules=LIGHTNING)
 
 
 def sample(story: dict[str, Any], limit_w: float) -> tuple[float, float]:
@@ -36,8 +25,8 @@ def sample(story: dict[str, Any], limit_w: float) -> tuple[float, float]:
     return found["time_s"] / found["steps"], found["energy_j"] / found["steps"]
 
 
-def test_all_ranks_measure_together_and_choose_the_same(stories: Stories) -> None:
-    first, second = of(stories, "all goes well")
+def test_all_ranks_measure_together_and_choose_the_same(stories: list[dict[str, Any]]) -> None:
+    first, second = (story["all goes well"] for story in stories)
     assert first["limits_w"] == second["limits_w"] == [*WARMED_AND_MEASURED, 200.0, 200.0]
     assert first["chosen_limit_w"] == second["chosen_limit_w"] == 200.0
     assert first["profile"] == second["profile"]
@@ -47,16 +36,16 @@ def test_all_ranks_measure_together_and_choose_the_same(stories: Stories) -> Non
     assert first["limit_w_after"] == second["limit_w_after"] == FOUND_W
 
 
-def test_a_rank_without_gpus_of_its_own_follows(stories: Stories) -> None:
-    first, second = of(stories, "the second follows")
+def test_a_rank_without_gpus_of_its_own_follows(stories: list[dict[str, Any]]) -> None:
+    first, second = (story["the second follows"] for story in stories)
     assert first["chosen_limit_w"] == second["chosen_limit_w"] == 150.0
     assert first["profile"] == second["profile"]
     assert sample(first, 150.0) == pytest.approx((1.2, 150.0))
     assert second["limits_w"] == [FOUND_W] * 14
 
 
-def test_where_one_rank_may_not_set_limits_none_does(stories: Stories) -> None:
-    first, second = of(stories, "the second may not")
+def test_where_one_rank_may_not_set_limits_none_does(stories: list[dict[str, Any]]) -> None:
+    first, second = (story["the second may not"] for story in stories)
     assert first["limits_w"] == [FOUND_W] * 14
     assert first["chosen_limit_w"] is second["chosen_limit_w"] is None
     assert first["profile"] == second["profile"]
@@ -65,31 +54,31 @@ def test_where_one_rank_may_not_set_limits_none_does(stories: Stories) -> None:
     assert "Insufficient Permissions" in first["warnings"][0]
 
 
-def test_what_breaks_on_one_rank_ends_the_profiling_on_all(stories: Stories) -> None:
-    first, second = of(stories, "the second breaks")
+def test_what_breaks_on_one_rank_ends_the_profiling_on_all(stories: list[dict[str, Any]]) -> None:
+    first, second = (story["the second breaks"] for story in stories)
     # It fails to set the third limit, and both go back at once.
     assert first["limits_w"] == second["limits_w"] == [250.0] * 3 + [200.0] * 3 + [FOUND_W] * 8
     assert first["chosen_limit_w"] is second["chosen_limit_w"] is None
     assert "GPU is lost" in first["warnings"][0]
 
 
-def test_no_rank_tries_more_than_any_of_them_had(stories: Stories) -> None:
-    first, second = of(stories, "the second was capped")
+def test_no_rank_tries_more_than_any_of_them_had(stories: list[dict[str, Any]]) -> None:
+    first, second = (story["the second was capped"] for story in stories)
     assert first["limits_w"][:3] == second["limits_w"][:3] == [200.0] * 3
     assert (first["limit_w_after"], second["limit_w_after"]) == (250.0, 200.0)
 
 
-def test_gpus_of_several_models_are_left_alone(stories: Stories) -> None:
-    first, second = of(stories, "other GPUs")
+def test_gpus_of_several_models_are_left_alone(stories: list[dict[str, Any]]) -> None:
+    first, second = (story["other GPUs"] for story in stories)
     assert first["limits_w"] == second["limits_w"] == [FOUND_W] * 14
     assert "of several models (A40, V100)" in first["warnings"][0]
 
 
-def test_what_the_first_rank_knows_all_ranks_use(stories: Stories) -> None:
-    first, second = of(stories, "known")
+def test_what_the_first_rank_knows_all_ranks_use(stories: list[dict[str, Any]]) -> None:
+    first, second = (story["known"] for story in stories)
     assert first["limits_w"] == second["limits_w"] == [200.0] * 14
 
 
-def test_a_rank_that_leaves_alone_puts_its_limit_back_without_waiting(stories: Stories) -> None:
-    first, second = of(stories, "the second leaves")
+def test_a_rank_that_leaves_alone_puts_its_limit_back_without_waiting(stories: list[dict[str, Any]]) -> None:
+    first, second = (story["the second leaves"] for story in stories)
     assert (first["limit_w_after"], second["limit_w_after"]) == (200.0, FOUND_W)

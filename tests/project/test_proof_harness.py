@@ -7,9 +7,11 @@ import os
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from benchmarks.processes import BenchmarkError
@@ -18,8 +20,20 @@ from benchmarks.recurrences.harness import MAX_TRIES, Piece, State, is_done, rea
 from benchmarks.recurrences.plan import Extent, Step, steps
 from benchmarks.recurrences.runs import Order
 from benchmarks.recurrences.tasks import REFUSED, TASKS, tasks_for
-from benchmarks.reports import Record, proof_results
-from benchmarks.tables import proof_tables, write_tables
+from benchmarks.reports import (
+    RESULTS,
+    Record,
+    SizeFigure,
+    best_size,
+    bootstrap,
+    break_even,
+    hindsight,
+    median_ratio,
+    proof_results,
+    regret,
+    share_saved,
+)
+from benchmarks.tables import policy_tables, proof_tables, write_tables, year_tables
 from tests.support import ROOT
 
 SMALL = Extent(seeds=2, recurrences=3, repeats=1, pairs=2)
@@ -296,3 +310,90 @@ def test_the_smallest_task_from_trainings_to_a_page(tmp_path: Path) -> None:
     assert task["overhead"]["pairs"] == 1
     assert "| tabular | 1, 1 | `gp_voi` |" in page.read_text()
     assert sorted(path.name for path in tmp_path.glob("*.svg")) == ["proof-cpu-recurrences.svg", "proof-cpu-sizes.svg"]
+
+
+# --- Savings, break-even, regret and intervals ------------------------------------------------------------------------
+
+
+def test_the_share_saved_is_of_the_sums() -> None:
+    assert share_saved(np.array([[1.0, 4.0], [8.0, 8.0]])) == pytest.approx(0.25)
+
+
+def test_the_median_of_ratios() -> None:
+    assert median_ratio(np.array([[2.0, 1.0], [3.0, 3.0], [3.0, 2.0]])) == 1.5
+
+
+def test_an_interval_of_equal_samples_has_no_width() -> None:
+    assert bootstrap([(1.0, 2.0)] * 5, share_saved) == (0.5, 0.5, 0.5)
+
+
+def test_an_interval_holds_what_resampling_gives_and_is_always_the_same() -> None:
+    samples = [(1.0, 2.0), (3.0, 2.0)]
+    interval = bootstrap(samples, share_saved)
+    # Of two samples, a quarter of the draws have one twice: 1 - 1/2 and 1 - 3/2 are the ends.
+    assert interval == (0.0, -0.5, 0.5)
+    many = [(float(spent), 10.0) for spent in (3, 4, 7, 11, 13, 17, 19)]
+    assert bootstrap(many, share_saved) == bootstrap(many, share_saved)
+
+
+def test_no_samples_are_an_error() -> None:
+    with pytest.raises(ValueError, match="no samples"):
+        bootstrap([], share_saved)
+
+
+@pytest.mark.parametrize(
+    ("costs_j", "expected"),
+    [
+        ([9.0, 9.0], 1),
+        ([20.0, 5.0, 4.0, 10.0], 3),
+        ([5.0, 20.0, 4.0], 3),
+        ([5.0, 4.0, 30.0], None),
+        ([10.0, 10.0], 1),
+    ],
+)
+def test_break_even_is_for_good(costs_j: list[float], expected: int | None) -> None:
+    assert break_even(costs_j, [10.0] * len(costs_j)) == expected
+
+
+def test_a_size_that_misses_the_target_costs_its_repeats() -> None:
+    figures = hindsight({64: [(30.0, True), (50.0, True)], 8: [(20.0, False), (40.0, True)], 512: [(90.0, False)]})
+    assert figures == [SizeFigure(8, 2, 1, 60.0), SizeFigure(64, 2, 2, 40.0), SizeFigure(512, 1, 0, None)]
+    assert best_size(figures) == SizeFigure(64, 2, 2, 40.0)
+    assert best_size(figures[2:]) is None
+
+
+def test_regret_is_a_share_of_the_best() -> None:
+    assert regret([60.0, 40.0], [40.0, 40.0]) == pytest.approx(0.25)
+
+
+# --- Tables in documents ----------------------------------------------------------------------------------------------
+
+
+def test_a_document_without_marks_is_told_of(tmp_path: Path) -> None:
+    file = tmp_path / "page.md"
+    file.write_text("nothing\n")
+    with pytest.raises(ValueError, match="has no line such as <!-- table: x -->"):
+        write_tables({"x": "y"}, [file])
+    file.write_text("<!-- table: x -->\n")
+    with pytest.raises(ValueError, match="there is no line <!-- end of table --> below <!-- table: x -->"):
+        write_tables({"x": "y"}, [file])
+    assert file.read_text() == "<!-- table: x -->\n"
+
+
+@pytest.mark.parametrize(
+    ("figures", "tables", "page"),
+    [
+        ("policies", policy_tables, "docs/policy.md"),
+        ("recurrences", proof_tables, "docs/proof.md"),
+        ("recurrences", proof_tables, "README.md"),
+        ("year", year_tables, "docs/proof.md"),
+    ],
+)
+def test_the_tables_of_the_documentation_are_those_of_its_figures(
+    figures: str, tables: Callable[[Any], dict[str, str]], page: str, tmp_path: Path
+) -> None:
+    shown = (ROOT / page).read_text()
+    copy = tmp_path / "page.md"
+    copy.write_text(shown)
+    write_tables(tables(json.loads((RESULTS / f"{figures}.json").read_text())), [copy])
+    assert copy.read_text() == shown

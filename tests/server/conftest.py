@@ -1,4 +1,4 @@
-"""A scene that the tests of inputs share."""
+"""Fixtures that several test files share: clients, services, and a scene for the tests of inputs."""
 
 from __future__ import annotations
 
@@ -12,15 +12,22 @@ import pytest
 from sqlalchemy.engine import make_url
 
 from tests.support.databases import SQLITE_DRIVERS
-from tests.support.input_scene import Scene, begin, register
+from tests.support.input_scene import Scene, register
 from tests.support.servers import ServerProcess
 from tests.support.service import JobService, job_service
+from tests.support.wire import begin
 
 
 @pytest.fixture(params=SQLITE_DRIVERS)
 def sqlite_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     """The URL of a SQLite file that nothing has made yet, in both ways in turn."""
     return f"{request.param}:///{tmp_path / 'bso.sqlite3'}"
+
+
+@pytest.fixture(scope="module")
+def http(any_server: ServerProcess) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=any_server.url) as client:
+        yield client
 
 
 @pytest.fixture(scope="module")

@@ -6,16 +6,14 @@ choices of a run that failed, though not its timing.
 
 from __future__ import annotations
 
-import asyncio
 import os
 import random
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from itertools import count
 from pathlib import Path
-from typing import TypeVar
 
 import pytest
 
@@ -28,7 +26,7 @@ from tests.chaos.evidence import Acknowledgement, check_job, check_numbers, read
 from tests.chaos.jobs import Job, jobs, result
 from tests.support.disks import small_disk
 from tests.support.servers import bso_server
-from tests.support.service import open_store
+from tests.support.service import in_store
 from zeus_plugins.protocol import ALIVE, Origin, TrainingResult, TrialEnd, TrialState
 
 pytestmark = [
@@ -47,31 +45,23 @@ AFTER_ALL_LEASES = timedelta(days=2)
 MANY_TRIALS = 20
 VICTIMS = {"client", "worker", "server", "lease", "pause"}
 
-T = TypeVar("T")
-
 
 def test_nothing_acknowledged_is_lost(database_url: str, tmp_path: Path) -> None:
-    print(f"ZEUS_TEST_CHAOS_SEED={SEED}")
-    upgrade = bso_server("db", "upgrade", "--database-url", database_url)
-    assert upgrade.returncode == 0, upgrade.stderr
-    scene = cause_chaos(database_url, tmp_path, random.Random(SEED))  # noqa: S311 - no secret
-    assert set(+scene.struck) == (VICTIMS if database_url.startswith("sqlite") else VICTIMS | {"connection"})
-    check(scene, database_url)
+    cause_chaos_and_check(database_url, tmp_path, set() if database_url.startswith("sqlite") else {"connection"})
 
 
 def test_nothing_acknowledged_is_lost_on_a_disk_that_fills_up(tmp_path: Path) -> None:
-    print(f"ZEUS_TEST_CHAOS_SEED={SEED}")
     with small_disk(tmp_path / "disk", size="64m") as disk:
-        database_url = f"sqlite:///{disk / 'bso.sqlite3'}"
-        upgrade = bso_server("db", "upgrade", "--database-url", database_url)
-        assert upgrade.returncode == 0, upgrade.stderr
-        scene = cause_chaos(database_url, tmp_path, random.Random(SEED), disk)  # noqa: S311 - no secret
-        assert set(+scene.struck) == VICTIMS | {"disk"}
-        check(scene, database_url)
+        cause_chaos_and_check(f"sqlite:///{disk / 'bso.sqlite3'}", tmp_path, {"disk"}, disk)
 
 
-def check(scene: Scene, database_url: str) -> None:
+def cause_chaos_and_check(database_url: str, folder: Path, more_victims: set[str], disk: Path | None = None) -> None:
     """All that was acknowledged is there, and the jobs go on."""
+    print(f"ZEUS_TEST_CHAOS_SEED={SEED}")
+    upgrade = bso_server("db", "upgrade", "--database-url", database_url)
+    assert upgrade.returncode == 0, upgrade.stderr
+    scene = cause_chaos(database_url, folder, random.Random(SEED), disk)  # noqa: S311 - no secret
+    assert set(+scene.struck) == VICTIMS | more_victims
     acknowledged = read_logs(scene.logs)
     assert {line["kind"] for line in acknowledged} == {"registered", "dispatched", "reported", "ended"}
 
@@ -85,7 +75,7 @@ def check(scene: Scene, database_url: str) -> None:
     check_jobs(database_url, every_job, acknowledged)
 
 
-def cause_chaos(database_url: str, directory: Path, rng: random.Random, disk: Path | None = None) -> Scene:
+def cause_chaos(database_url: str, directory: Path, rng: random.Random, disk: Path | None) -> Scene:
     """Let everything happen at least once, and go on, in another order each time, until the time is over."""
     scene = Scene(database_url, directory, rng, disk)
     end = time.monotonic() + CHAOS_S
@@ -111,7 +101,7 @@ def check_jobs(database_url: str, every_job: list[Job], acknowledged: list[Ackno
         for job in every_job:
             check_job(transaction, job.job_id, acknowledged)
 
-    on_database(database_url, lambda store: store.read(check))
+    in_store(database_url, lambda store: store.read(check))
 
 
 def let_every_job_explore(database_url: str, every_job: list[Job]) -> None:
@@ -127,7 +117,7 @@ def let_every_job_explore(database_url: str, every_job: list[Job]) -> None:
         assert await store.read(alive) == []
         return sum([await explore(service, job) for job in every_job])
 
-    assert on_database(database_url, explore_all) > 0
+    assert in_store(database_url, explore_all) > 0
 
 
 async def explore(service: BatchSizeService, job: Job) -> int:
@@ -146,13 +136,3 @@ async def explore(service: BatchSizeService, job: Job) -> int:
             if (await service.reports.record_report(report)).stop_train:
                 break
     raise AssertionError(f"{job.job_id} does not end exploring")
-
-
-def on_database(database_url: str, use: Callable[[Store], Awaitable[T]]) -> T:
-    """Use the database from this process."""
-
-    async def run() -> T:
-        async with open_store(database_url) as store:
-            return await use(store)
-
-    return asyncio.run(run())

@@ -25,7 +25,6 @@ from tests.support.exports import Lines, encoded, export_over, exported, import_
 from tests.support.jobs import JOB, THREE_SIZES, job
 from tests.support.power_limit_bench import found_out
 from tests.support.properties import any_job, examples
-from tests.support.servers import ServerProcess
 from tests.support.service import HOUR_S, JobService, job_service, live
 from tests.support.wire import assert_refused, begin, reached, report
 from zeus_plugins.protocol import (
@@ -38,12 +37,6 @@ from zeus_plugins.protocol import (
 )
 
 pytestmark = pytest.mark.storage
-
-
-@pytest.fixture(scope="module")
-def http(any_server: ServerProcess) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=any_server.url) as client:
-        yield client
 
 
 def lived(http: httpx.Client) -> str:

@@ -31,7 +31,7 @@ from bso_server.app import create_app
 from bso_server.connections import Bounded, Limits, connections_allowed
 from bso_server.settings import Settings
 from tests.support.jobs import job
-from tests.support.servers import ServerProcess, free_port, wait_until_up
+from tests.support.servers import ServerProcess, free_port, is_alive, serving, wait_until_up
 
 # Far more than anything here takes, and less than a test that hangs is given.
 PATIENCE_S = 60.0
@@ -142,9 +142,7 @@ async def until(holds: Callable[[], bool]) -> None:
 @asynccontextmanager
 async def served(app: Any, http: Any, **options: Any) -> AsyncIterator[Served]:
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        config = uvicorn.Config(
-            app, http=http, ws="none", log_config=None, timeout_graceful_shutdown=1, lifespan="on", **options
-        )
+        config = uvicorn.Config(app, http=http, ws="none", log_config=None, timeout_graceful_shutdown=1, **options)
         server = uvicorn.Server(config)
         # Not `serve`, which takes the signals of this process.
         serving = asyncio.create_task(server._serve([listener]))
@@ -165,20 +163,10 @@ async def on_app(
 ) -> AsyncIterator[tuple[Served, App]]:
     """Run a server whose clients have little time."""
     limit = Limits(**{"read_timeout_s": SHORT_S, "answer_timeout_s": SHORT_S, **limits})
-
-    app = App()
-
-    async def with_lifespan(scope: Any, receive: Any, send: Any) -> None:
-        if scope["type"] == "http":
-            await app(scope, receive, send)
-            return
-        for answer in ("lifespan.startup.complete", "lifespan.shutdown.complete"):
-            await receive()
-            await send({"type": answer})
-
+    app, http = App(), partial(protocol, limits=limit)
     async with (
         asyncio.timeout(PATIENCE_S),
-        served(with_lifespan, partial(protocol, limits=limit), timeout_keep_alive=keep_alive_s) as server,
+        served(app, http, lifespan="off", timeout_keep_alive=keep_alive_s) as server,
     ):
         try:
             yield server, app
@@ -295,7 +283,7 @@ class TestBodies:
     async def test_half_a_body_is_given_up(self, tmp_path: Path, path: bytes, piece: bytes) -> None:
         app = create_app(Settings(database_url=f"sqlite:///{tmp_path / 'bso.sqlite3'}", read_timeout_s=SHORT_S))
 
-        async with asyncio.timeout(PATIENCE_S), served(app, "auto") as server:
+        async with asyncio.timeout(PATIENCE_S), served(app, "auto", lifespan="on") as server:
             client = await server.connect(HALF_A_BODY % path)
             head, _, body = (await client.all_while_sending(piece)).partition(b"\r\n\r\n")
         assert head.startswith(b"HTTP/1.1 408 ")
@@ -349,14 +337,10 @@ def connection_to(server: ServerProcess, sent: bytes) -> socket.socket:
 def test_the_command_and_its_setting_bring_the_deadlines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Enough for a client that sends at once, though the machine has much else to do.
     monkeypatch.setenv("ZEUS_BSO_READ_TIMEOUT_S", "1")
-    server = ServerProcess(f"sqlite:///{tmp_path / 'bso.sqlite3'}", tmp_path / "server.log")
-    server.start()
-    try:
+    with serving(f"sqlite:///{tmp_path / 'bso.sqlite3'}", tmp_path) as server:
         for sent in (HALF_A_HEAD, HALF_A_BODY % b"jobs"):
             with connection_to(server, sent) as connection:
                 assert connection.recv(100).startswith(b"HTTP/1.1 408 ")
-    finally:
-        server.kill()
 
 
 @pytest.mark.slow
@@ -436,11 +420,3 @@ class TestProcesses:
             process.kill()
             process.wait()
         assert "connections are taken" in log.read_text()
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text() if Path(f"/proc/{pid}").exists() else True

@@ -11,19 +11,10 @@ from typing import Any
 
 import pytest
 
-from tests.support.input_scene import (
-    HUGE,
-    JSON,
-    Scene,
-    assert_refused,
-    begin,
-    good_body,
-    no_numbers,
-    register,
-    with_token,
-)
+from tests.support.input_scene import HUGE, JSON, Scene, assert_refused, good_body, no_numbers, register, with_token
 from tests.support.jobs import JOB, THREE_SIZES, job
 from tests.support.power_limit_bench import found_out
+from tests.support.wire import begin
 
 
 def test_whatever_is_stored_shows(scene: Scene) -> None:

@@ -249,11 +249,6 @@ async def test_a_key_is_its_jobs_own(bso: JobService) -> None:
     assert (await bso.suggest("key")).job_id != (await other.suggest("key")).job_id
 
 
-async def test_the_same_key_at_the_same_time_starts_one_trial(bso: JobService) -> None:
-    answers = await asyncio.gather(*(bso.suggest("key") for _ in range(10)))
-    assert {answer.trial_number for answer in answers} == {1}
-
-
 async def test_a_repeated_report_changes_nothing(bso: JobService) -> None:
     trial = await bso.suggest()
     first = await bso.report(trial, cost_j=100)

@@ -273,6 +273,7 @@ class TestReading:
 
     async def test_a_failure_leaves_what_is_known_and_is_counted(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(prometheus, "PERIOD_S", 0.0)
+        monkeypatch.setattr(prometheus, "_REST", 0.0)
         answers: list[dict[str, JobTotals] | Exception] = [
             DatabaseUnavailableError("away"),
             {"job": totals_of_a_job()},

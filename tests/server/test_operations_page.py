@@ -18,7 +18,7 @@ from sqlalchemy.engine import make_url
 from tests.support.databases import POSTGRES_URL, empty_database, fresh_database
 from tests.support.jobs import job
 from tests.support.masters import ROOT
-from tests.support.servers import ServerProcess, bso_server
+from tests.support.servers import ServerProcess, bso_server, serving
 from tests.support.wire import begin, reached, report
 
 PAGE = (ROOT / "docs" / "operations.md").read_text()
@@ -80,27 +80,21 @@ def test_a_sqlite_file_is_copied_while_it_is_used_and_put_back(server: ServerPro
 @pytest.mark.skipif(shutil.which("pg_dump") is None, reason="needs pg_dump and pg_restore")
 def test_a_postgresql_database_is_dumped_while_it_is_used_and_restored(tmp_path: Path) -> None:
     with empty_database("postgresql", tmp_path) as first, fresh_database(POSTGRES_URL) as second:
-        server = ServerProcess(first, tmp_path / "first.log")
-        server.start("--migrate")
-        restored = ServerProcess(second, tmp_path / "second.log")
-        try:
+        # The longer name first.
+        databases = {"postgresql://bso@db.example/bso_restored": second, "postgresql://bso@db.example/bso": first}
+        names = {
+            name: make_url(url).set(drivername="postgresql").render_as_string(hide_password=False)
+            for name, url in databases.items()
+        } | {"/backup/bso.dump": str(tmp_path / "bso.dump")}
+        with serving(first, tmp_path, "--migrate") as server:
             trial = begun(server)
-            # The longer name first.
-            databases = {"postgresql://bso@db.example/bso_restored": second, "postgresql://bso@db.example/bso": first}
-            names = {
-                name: make_url(url).set(drivername="postgresql").render_as_string(hide_password=False)
-                for name, url in databases.items()
-            } | {"/backup/bso.dump": str(tmp_path / "bso.dump")}
             run("pg_dump", names)
             httpx.patch(f"{server.url}/trials", json=trial).raise_for_status()
             run("pg_restore", names)
-            checked = bso_server("db", "check", "--database-url", second)
-            assert checked.returncode == 0, checked.stderr
-            restored.start()
+        checked = bso_server("db", "check", "--database-url", second)
+        assert checked.returncode == 0, checked.stderr
+        with serving(second, tmp_path) as restored:
             check_restored(restored, trial)
-        finally:
-            server.kill()
-            restored.kill()
 
 
 def test_the_log_lines_of_the_page_are_the_codes() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -18,12 +17,6 @@ from tests.support.servers import ServerProcess, bso_server
 from tests.support.service import HOUR_S, JobService
 from tests.support.wire import assert_refused, begin, reached
 from zeus_plugins.protocol import TrialDispatch, TrialPowerProfile
-
-
-@pytest.fixture(scope="module")
-def http(any_server: ServerProcess) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=any_server.url) as client:
-        yield client
 
 
 @pytest.fixture
@@ -45,10 +38,8 @@ def store(http: httpx.Client, trial: dict[str, Any], body: dict[str, Any]) -> No
 
 
 def kept(http: httpx.Client, job_id: str) -> list[dict[str, Any]]:
-    profiles: list[dict[str, Any]] = (
-        http.get(f"/api/jobs/{job_id}/power_profiles").raise_for_status().json()["profiles"]
-    )
-    return profiles
+    answer = http.get(f"/api/jobs/{job_id}/power_profiles").raise_for_status()
+    return list(answer.json()["profiles"])
 
 
 def test_the_newest_profile_of_the_size_is_handed_out(http: httpx.Client, job_id: str) -> None:

@@ -10,18 +10,13 @@ from sqlalchemy.exc import OperationalError
 from bso_server.errors import DatabaseUnavailableError, UnknownJobError
 from bso_server.storage.deadlines import Deadline
 from bso_server.storage.faults import Failure, JobExistsError, Retries, failure_of
+from tests.support.databases import DriverError
 
 LONG_S = 3600.0
 
 
-class _DriverError(Exception):
-    def __init__(self, *args: object, sqlstate: str | None = None) -> None:
-        super().__init__(*args)
-        self.sqlstate = sqlstate
-
-
 def broken_off(*args: object, sqlstate: str | None = None) -> OperationalError:
-    return OperationalError("INSERT", None, _DriverError(*args, sqlstate=sqlstate))
+    return OperationalError("INSERT", None, DriverError(*args, sqlstate=sqlstate))
 
 
 @pytest.fixture

@@ -9,14 +9,14 @@ import sqlite3
 import threading
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta, timezone
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
 from alembic.autogenerate import compare_metadata
@@ -35,12 +35,11 @@ from bso_server.storage.store import Store
 from bso_server.storage.tables import metadata
 from bso_server.storage.transaction import Transaction
 from tests.support.jobs import job
-from tests.support.service import open_store, trial_id
+from tests.support.service import in_store, open_store, trial_id
 from zeus_plugins.protocol import OWN_POLICIES, ZEUS, CreatedJob, Origin, TrainingResult, TrialId, TrialState
 
 pytestmark = pytest.mark.storage
 
-T = TypeVar("T")
 NOW = datetime(2026, 1, 2, 3, 4, 5, 678901, tzinfo=timezone(timedelta(hours=9)))
 
 
@@ -57,14 +56,6 @@ def begun(job_id: str, trial_number: int, started_at: datetime) -> TrialRecord:
         origin=Origin.BANDIT,
         started_at=started_at,
     )
-
-
-def in_store(database_url: str, use: Callable[[Store], Awaitable[T]]) -> T:
-    async def run() -> T:
-        async with open_store(database_url) as store:
-            return await use(store)
-
-    return asyncio.run(run())
 
 
 def result_of(trial: TrialId, metric: float, **fields: Any) -> TrainingResult:

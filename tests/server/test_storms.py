@@ -142,6 +142,7 @@ def test_final_reports_of_all_trials_of_a_job(servers: Sequence[str], job_id: st
     answers = at_once(servers, [report(trial, cost_j=costs[trial["trial_number"]]) for trial in trials])
 
     assert statuses(answers) == {200: 50}
+    assert all(answer.json()["converged"] for answer in answers)
     job = read(servers, f"/api/jobs/{job_id}")
     assert {trial["trial_number"]: trial["energy_j"] for trial in job["trials"]} == costs
     assert {trial["state"] for trial in job["trials"]} == {"completed"}

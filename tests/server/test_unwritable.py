@@ -27,6 +27,7 @@ from tests.support.databases import (
     POSTGRES_URL,
     POSTGRESQL,
     SQLITE_DRIVERS,
+    DriverError,
     administer,
     end_sessions,
     fresh_database,
@@ -183,16 +184,12 @@ def test_a_server_in_the_training_makes_no_new_file_beside_the_training(tmp_path
 @pytest.mark.slow
 @pytest.mark.parametrize("driver", SQLITE_DRIVERS)
 def test_a_full_disk(driver: str, tmp_path: Path) -> None:
+    """All that was acknowledged before the disk was full, and with room again, is there after a crash."""
     with (
         small_disk(tmp_path / "disk", size="1m") as disk,
         serving(f"{driver}:///{disk / 'bso.sqlite3'}", tmp_path) as server,
+        httpx.Client(base_url=server.url, timeout=PATIENCE_S) as http,
     ):
-        _kept_until_the_disk_is_full(server, disk)
-
-
-def _kept_until_the_disk_is_full(server: ServerProcess, disk: Path) -> None:
-    """All that was acknowledged before the disk was full, and with room again, is there after a crash."""
-    with httpx.Client(base_url=server.url, timeout=PATIENCE_S) as http:
         trial = begin(http, http.post("/jobs", json=job(job_id="full-1", max_epochs=1000)).json()["job_id"])
         kept, ballast = [], None
         for epoch in range(1, 400):
@@ -212,11 +209,11 @@ def _kept_until_the_disk_is_full(server: ServerProcess, disk: Path) -> None:
         assert ballast is not None
         assert not ballast.exists(), "the disk was never full"
         assert http.get("/health/ready").status_code == 200
-    assert "Traceback" not in server.log.read_text()
-    server.kill()
-    server.start("--migrate")
-    epochs = httpx.get(f"{server.url}/api/jobs/full-1/trials/1/epochs").json()["epochs"]
-    assert {epoch["epoch"] for epoch in epochs} >= set(kept)
+        assert "Traceback" not in server.log.read_text()
+        server.kill()
+        server.start("--migrate")
+        epochs = httpx.get(f"{server.url}/api/jobs/full-1/trials/1/epochs").json()["epochs"]
+        assert {epoch["epoch"] for epoch in epochs} >= set(kept)
 
 
 @pytest.mark.parametrize("database_url", [POSTGRESQL], indirect=True)
@@ -288,14 +285,6 @@ def test_a_replica_of_mysql(database_url: str, tmp_path: Path) -> None:
     with serving(replica.render_as_string(hide_password=False), tmp_path) as server:
         assert_refused(httpx.post(f"{server.url}/jobs", json=job()), 503, None, "takes no writes")
         assert_refused(httpx.get(f"{server.url}/health/ready"), 503, None, "takes no writes")
-
-
-class DriverError(Exception):
-    """An error of a driver, by its code or state."""
-
-    def __init__(self, *args: object, sqlstate: str | None = None) -> None:
-        super().__init__(*args)
-        self.sqlstate = sqlstate
 
 
 @pytest.mark.parametrize(

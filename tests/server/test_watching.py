@@ -29,7 +29,7 @@ from bso_server.metrics.watch import RequestWatch
 from tests.support import ROOT
 from tests.support.databases import POSTGRESQL, empty_database
 from tests.support.jobs import job
-from tests.support.servers import ServerProcess, wait_for_workers
+from tests.support.servers import ServerProcess, serving, wait_for_workers
 from tests.support.tokens import RESULT, bearer
 from tests.support.watching import value, values_in, watched
 from tests.support.wire import begin, report
@@ -239,9 +239,7 @@ def test_two_processes_count_together_and_log_json(tmp_path: Path, monkeypatch: 
     for name, text in settings.items():
         monkeypatch.setenv(f"ZEUS_BSO_{name}", text)
     with empty_database(kind, tmp_path) as url:
-        server = ServerProcess(url, tmp_path / "server.log")
-        server.start("--workers", "2", "--migrate")
-        try:
+        with serving(url, tmp_path, "--workers", "2", "--migrate") as server:
             wait_for_workers(server, 2)
             with httpx.Client(base_url=server.url) as http:
                 job_id = http.post("/jobs", json=job()).json()["job_id"]
@@ -256,7 +254,6 @@ def test_two_processes_count_together_and_log_json(tmp_path: Path, monkeypatch: 
             (directory,) = places_of(server)
             processes = {file.stem.rpartition("_")[2] for file in directory.glob("histogram_*.db")}
             assert len(processes) == 2
-        finally:
             server.stop()
         for values in told:
             assert value(values, "http_request_duration_seconds_count", route="/version") == REQUESTS

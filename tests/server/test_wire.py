@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -11,16 +9,9 @@ import pytest
 
 from tests.support.exports import export_over, import_over, renamed
 from tests.support.jobs import job
-from tests.support.servers import ServerProcess
 from tests.support.wire import assert_refused, begin, reached, report
 from tests.support.zeus_jobs import ZEUS_JOB
 from zeus_plugins import JobSpec
-
-
-@pytest.fixture
-def http(any_server: ServerProcess) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=any_server.url) as client:
-        yield client
 
 
 @pytest.fixture
@@ -135,7 +126,6 @@ class TestTrials:
     def test_unknown_jobs(self, http: httpx.Client) -> None:
         assert_refused(http.get("/jobs/batch_size", params={"job_id": "none"}), 404, "job_id", "unknown job 'none'")
         assert_refused(http.delete("/jobs", params={"job_id": "none"}), 404, "job_id", "unknown job 'none'")
-        assert_refused(http.get("/api/jobs/none"), 404, "job_id", "unknown job 'none'")
 
     def test_a_report_below_the_target_goes_on(self, http: httpx.Client, job_id: str) -> None:
         answer = report(http, begin(http, job_id), time=1, energy=100, metric=0.5, current_epoch=1)
@@ -284,22 +274,6 @@ class TestChoosing:
             report(http, trial, time=1, energy=1, metric=0.1, current_epoch=10)
         answer = http.get("/jobs/batch_size", params={"job_id": spec["job_id"]})
         assert_refused(answer, 409, None, "no batch size reached the target", "batch_sizes", "max_epochs")
-
-
-def test_requests_at_the_same_time_lose_nothing(http: httpx.Client, job_id: str) -> None:
-    with ThreadPoolExecutor(20) as pool:
-        trials = list(pool.map(lambda _: begin(http, job_id), range(20)))
-        answers = list(pool.map(lambda trial: reached(http, trial, 500), trials))
-
-    assert sorted(trial["trial_number"] for trial in trials) == list(range(1, 21))
-    assert all(answer["converged"] for answer in answers)
-    assert [trial["state"] for trial in trials_of(http, job_id)] == ["completed"] * 20
-
-
-def test_one_job_registered_from_many_places(http: httpx.Client, spec: dict[str, Any]) -> None:
-    with ThreadPoolExecutor(20) as pool:
-        answers = list(pool.map(lambda _: http.post("/jobs", json=spec).status_code, range(20)))
-    assert sorted(answers) == [200] * 19 + [201]
 
 
 def test_unknown_routes_and_methods(http: httpx.Client) -> None:

@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from tests.support.databases import empty_database
-from tests.support.servers import ServerProcess, bso_server, free_port
+from tests.support.servers import ServerProcess, bso_server, free_port, serving
 from tests.support.zeus_jobs import ZEUS_JOB, Player
 from tests.support.zeus_tables import import_zeus
 from tests.zeus_peer.peer import Peer
@@ -32,31 +32,25 @@ def test_a_job_goes_on_as_it_would_have_on_zeus(peer: Peer, source: str, destina
         empty_database(source, tmp_path) as zeus_database,
         empty_database(destination, tmp_path) as database,
         peer.server(tmp_path, zeus_database) as zeus_url,
+        serving(database, tmp_path, "--migrate") as ours,
+        httpx.Client(base_url=zeus_url, timeout=60) as zeus,
+        httpx.Client(base_url=ours.url, timeout=60) as http,
     ):
-        ours = ServerProcess(database, tmp_path / "server.log")
-        ours.start("--migrate")
-        try:
-            with (
-                httpx.Client(base_url=zeus_url, timeout=60) as zeus,
-                httpx.Client(base_url=ours.url, timeout=60) as http,
-            ):
-                for job_id, recurrences, stage in (("moved-a", 5, "pruning"), ("moved-b", 16, "bandit")):
-                    zeus.post("/jobs", json={**ZEUS_JOB, "job_id": job_id}).raise_for_status()
-                    on_zeus = Player(zeus, job_id)
-                    on_zeus.recur(recurrences)
-                    on_zeus.begin()
-                    done = import_zeus(zeus_database, database, "--job", job_id)
-                    assert done.returncode == 0, done.stderr
-                    assert "Zeus keeps" not in done.stdout
-                    here = Player(http, job_id, running=list(on_zeus.running))
-                    job = http.get(f"/api/jobs/{job_id}").json()
-                    assert job["stage"] == stage
-                    assert job["trials"][-1]["state"] == "running"
-                    here.end()
-                    on_zeus.end()
-                    assert here.recur(20) == on_zeus.recur(20)
-        finally:
-            ours.kill()
+        for job_id, recurrences, stage in (("moved-a", 5, "pruning"), ("moved-b", 16, "bandit")):
+            zeus.post("/jobs", json={**ZEUS_JOB, "job_id": job_id}).raise_for_status()
+            on_zeus = Player(zeus, job_id)
+            on_zeus.recur(recurrences)
+            on_zeus.begin()
+            done = import_zeus(zeus_database, database, "--job", job_id)
+            assert done.returncode == 0, done.stderr
+            assert "Zeus keeps" not in done.stdout
+            here = Player(http, job_id, running=list(on_zeus.running))
+            job = http.get(f"/api/jobs/{job_id}").json()
+            assert job["stage"] == stage
+            assert job["trials"][-1]["state"] == "running"
+            here.end()
+            on_zeus.end()
+            assert here.recur(20) == on_zeus.recur(20)
 
 
 def test_a_zeus_client_goes_on_with_our_server_amid_its_training(peer: Peer, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.support.servers import ServerProcess
+from tests.support.service import trial_id
 from tests.support.tokens import make_token
 from tests.zeus_peer.peer import Launch, Peer
 from zeus_plugins import BatchSizeOptimizer, JobSpec
@@ -192,12 +193,5 @@ def test_our_client_reads_the_refusals_of_a_zeus_server(zeus_server: str, job: J
 
 
 def _result(trial: TrialDispatch, *, epoch: int, metric: float) -> TrainingResult:
-    return TrainingResult(
-        job_id=trial.job_id,
-        batch_size=trial.batch_size,
-        trial_number=trial.trial_number,
-        time=epoch,
-        energy=epoch * EPOCH_J,
-        metric=metric,
-        current_epoch=epoch,
-    )
+    measured = {"time": epoch, "energy": epoch * EPOCH_J, "metric": metric, "current_epoch": epoch}
+    return TrainingResult(**trial_id(trial).model_dump(), **measured)

@@ -9,7 +9,7 @@ from datetime import UTC, datetime, timedelta
 
 from bso_server.service.commands import BatchSizeService, Commands
 from bso_server.storage.store import Store
-from tests.support.service import open_store, run_apart
+from tests.support.service import open_store, run_apart, trial_id
 from zeus_plugins.protocol import (
     CreatedJob,
     GpuConfig,
@@ -65,9 +65,7 @@ class Life:
             self.now += timedelta(seconds=epoch_s)
             metric = 0.9 * (1 - math.exp(-3.2 * epoch / needed)) / (1 - math.exp(-3.2))
             result = TrainingResult(
-                job_id=trial.job_id,
-                batch_size=size,
-                trial_number=trial.trial_number,
+                **trial_id(trial).model_dump(),
                 time=epoch_s * epoch,
                 energy=epoch_s * epoch * power_w * math.exp(self.random.gauss(0, 0.002)),
                 metric=min(metric, 0.899) if epoch < needed else 0.9 + self.random.random() / 100,
@@ -83,15 +81,13 @@ class Life:
         """A run that ends otherwise."""
         trial = await self.service.transact(self.service.commands.begin_trial, job.job_id, None)
         self.now += timedelta(minutes=7)
-        end = TrialEnd(job_id=trial.job_id, batch_size=trial.batch_size, trial_number=trial.trial_number, outcome=state)
+        end = TrialEnd(**trial_id(trial).model_dump(), outcome=state)
         await self.service.transact(self.service.commands.end_trial, end)
 
     async def find_power_limit(self, job: CreatedJob, trial: TrialDispatch) -> None:
         """Let a run tell what its steps cost under each power limit."""
         profile = TrialPowerProfile(
-            job_id=trial.job_id,
-            batch_size=trial.batch_size,
-            trial_number=trial.trial_number,
+            **trial_id(trial).model_dump(),
             gpus=GpuConfig(max_power=job.max_power, number_of_gpus=job.number_of_gpus, gpu_model=job.gpu_model),
             samples=tuple(samples()),
             chosen_limit_w=400.0,

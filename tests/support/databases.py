@@ -29,6 +29,14 @@ SQLITE_DRIVERS = ("sqlite", "sqlite+aiosqlite")
 """Starts of the URLs of a SQLite file, for tests about SQLite alone."""
 
 
+class DriverError(Exception):
+    """An error of a database driver, by its code or state."""
+
+    def __init__(self, *args: object, sqlstate: str | None = None) -> None:
+        super().__init__(*args)
+        self.sqlstate = sqlstate
+
+
 def administer(admin_url: str, statement: str) -> None:
     async def run() -> None:
         engine = create_async_engine(admin_url, isolation_level="AUTOCOMMIT")

@@ -23,12 +23,13 @@ VARIABLES = (
     "HIP_VISIBLE_DEVICES",
     "ROCR_VISIBLE_DEVICES",
     "ZEUS_ESTIMATED_POWER_W",
+    "ZEUS_POWER_LIMIT_COMMAND",
 )
 
 
 @pytest.fixture(autouse=True)
 def plain_environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """No variable chooses a GPU or states watts, and no warning was given before."""
+    """No variable chooses a GPU, states watts or sets limits, and no warning was given before."""
     for name in VARIABLES:
         monkeypatch.delenv(name, raising=False)
     _warn_once.cache_clear()

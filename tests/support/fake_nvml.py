@@ -88,6 +88,11 @@ class FakeNvml:
     NVMLError: type[Exception] = FakeNvmlError
     calls: list[str] = field(default_factory=list)
 
+    def spend(self, *energies_mj: int) -> None:
+        """Let each GPU's counter rise."""
+        for gpu, energy_mj in zip(self.machine, energies_mj, strict=True):
+            gpu.spend(energy_mj)
+
     def nvmlInit(self) -> None:  # noqa: N802  NVML's own name, here and below
         self.calls.append("nvmlInit")
         if self.broken:
@@ -203,10 +208,9 @@ class FakeTorch:
     def __init__(self, *uuids: str) -> None:
         self.cuda = self
         self._uuids = uuids
-        self.has_started = bool(uuids)
 
     def is_initialized(self) -> bool:
-        return self.has_started
+        return bool(self._uuids)
 
     def device_count(self) -> int:
         return len(self._uuids)

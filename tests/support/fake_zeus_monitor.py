@@ -45,21 +45,18 @@ class FakeZeusMonitor:
         return self.answers.pop(0)
 
 
-class ReplayedZeusMonitor:
-    """Measures a `ReplayMachine` as ZeusMonitor does."""
-
-    gpus = object()
-    gpu_indices = (0,)
+class ReplayedZeusMonitor(FakeZeusMonitor):
+    """Measures a `ReplayMachine`."""
 
     def __init__(self, machine: ReplayMachine) -> None:
+        super().__init__()
         self._monitor = machine.monitor
 
     def begin_window(self, key: str, sync_execution: bool = True) -> None:
-        assert sync_execution
+        super().begin_window(key, sync_execution)
         self._monitor.begin_window(key)
 
-    def end_window(self, key: str, sync_execution: bool = True, cancel: bool = False) -> FakeZeusMeasurement:
-        assert sync_execution
-        assert not cancel
+    def end_window(self, key: str, sync_execution: bool = True, cancel: bool = False) -> object:
         measured = self._monitor.end_window(key)
-        return FakeZeusMeasurement(measured.time_s, {0: measured.energy_j})
+        self.answers = [FakeZeusMeasurement(measured.time_s, {0: measured.energy_j})]
+        return super().end_window(key, sync_execution, cancel)

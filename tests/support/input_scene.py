@@ -75,11 +75,6 @@ def register(http: httpx.Client, **fields: Any) -> str:
     return job_id
 
 
-def begin(http: httpx.Client, job_id: str) -> dict[str, Any]:
-    trial: dict[str, Any] = http.get("/jobs/batch_size", params={"job_id": job_id}).raise_for_status().json()
-    return {name: trial[name] for name in ("job_id", "batch_size", "trial_number")}
-
-
 def good_body(scene: Scene, path: str) -> dict[str, Any]:
     """What the route would take, and keep."""
     match path:

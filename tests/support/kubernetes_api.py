@@ -11,14 +11,14 @@ import os
 import re
 import signal
 import subprocess
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 from kubeflow_trainer_api import models
+
+from tests.support.answering import responding
 
 NAMESPACE = "trainings"
 CREATED = "2026-01-01T00:00:00Z"
@@ -110,30 +110,17 @@ def cluster(folder: Path) -> Iterator[tuple[Cluster, Path]]:
     """A cluster, and the kubeconfig by which clients find it."""
     served = Cluster()
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            body = json.loads(self.rfile.read(int(self.headers.get("content-length") or 0)) or "{}")
-            found = None if served.is_away else served.answer(self.command, self.path.partition("?")[0], body)
-            status = 404 if found is None else 200
-            if served.loses_answers_to == self.command:
-                status = 504
-            if served.is_away:
-                status = 503
-                served.refused += 1
-            content = json.dumps(found or {"kind": "Status", "status": "Failure", "code": status}).encode()
-            self.send_response(status)
-            self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(len(content)))
-            self.end_headers()
-            self.wfile.write(content)
+    def answer(method: str, path: str, content: bytes) -> tuple[int, bytes]:
+        found = None if served.is_away else served.answer(method, path.partition("?")[0], json.loads(content or "{}"))
+        status = 404 if found is None else 200
+        if served.loses_answers_to == method:
+            status = 504
+        if served.is_away:
+            status = 503
+            served.refused += 1
+        return status, json.dumps(found or {"kind": "Status", "status": "Failure", "code": status}).encode()
 
-        do_POST = do_DELETE = do_GET  # noqa: N815 - named by http.server
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+    with responding(answer) as port:
         file = folder / "kubeconfig"
         here = {"cluster": "here", "user": "me", "namespace": NAMESPACE}
         file.write_text(
@@ -141,7 +128,7 @@ def cluster(folder: Path) -> Iterator[tuple[Cluster, Path]]:
                 {
                     "apiVersion": "v1",
                     "kind": "Config",
-                    "clusters": [{"name": "here", "cluster": {"server": f"http://127.0.0.1:{server.server_port}"}}],
+                    "clusters": [{"name": "here", "cluster": {"server": f"http://127.0.0.1:{port}"}}],
                     "users": [{"name": "me", "user": {}}],
                     "contexts": [{"name": "here", "context": here}],
                     "current-context": "here",
@@ -151,7 +138,6 @@ def cluster(folder: Path) -> Iterator[tuple[Cluster, Path]]:
         try:
             yield served, file
         finally:
-            server.shutdown()
             for process in served.processes.values():
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)

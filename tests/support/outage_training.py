@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from tests.support.job_bench import seconds_and_joules
@@ -72,9 +73,9 @@ def lightning(server_url: str, job: JobSpec, meet: Meet) -> dict[str, Any]:
 
 
 def huggingface(server_url: str, job: JobSpec, meet: Meet) -> dict[str, Any]:
-    from transformers import Trainer, TrainerCallback, TrainingArguments
+    from transformers import TrainerCallback
 
-    from tests.support.hf_models import Classifier, Digits, val_digits
+    from tests.support.hf_models import quiet_trainer
     from zeus_plugins.huggingface import ZeusBSOTrainerCallback
 
     epochs = 0
@@ -92,25 +93,8 @@ def huggingface(server_url: str, job: JobSpec, meet: Meet) -> dict[str, Any]:
     callback = ZeusBSOTrainerCallback(
         job, "accuracy", server_url=server_url, energy_monitor=seconds_and_joules(1.0, 10.0)
     )
-    arguments = TrainingArguments(
-        output_dir="unused",
-        num_train_epochs=EPOCHS,
-        eval_strategy="epoch",
-        save_strategy="no",
-        report_to="none",
-        use_cpu=True,
-        disable_tqdm=True,
-        logging_strategy="no",
-    )
-    trainer = Trainer(
-        Classifier(),
-        arguments,
-        train_dataset=Digits(),
-        eval_dataset=val_digits(),
-        compute_metrics=compute_metrics,
-        callbacks=[callback, Meeting()],
-    )
-    trainer.train()
+    options = {"compute_metrics": compute_metrics}
+    quiet_trainer(Path("unused"), callback, Meeting(), trainer_options=options, num_train_epochs=EPOCHS).train()
     return {"size": callback.trial.batch_size, "epochs": epochs}
 
 

@@ -8,13 +8,14 @@ from __future__ import annotations
 import json
 import logging
 import sys
-from collections.abc import Sequence
+from logging.handlers import BufferingHandler
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
 from tests.support.power_limit_bench import LIMITS_W, TABLE, Breaks, Forbidden
+from tests.support.two_nodes import all_gather
 from zeus_plugins.power_limit import Energy, PowerLimitProfile, PowerLimitProfiler, ReplayMachine, ReplayPoint
 
 # The second rank's GPU is slow under low limits: alone, the first would choose 150 W, and both together 200 W.
@@ -30,21 +31,6 @@ SCENES = (
     "known",
     "the second leaves",
 )
-
-
-class Log(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
-
-
-def all_gather(thing: object) -> Sequence[Any]:
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, thing)
-    return gathered
 
 
 def play(scene: str, known: PowerLimitProfile | None) -> tuple[dict[str, Any], PowerLimitProfile | None]:
@@ -76,7 +62,8 @@ def play(scene: str, known: PowerLimitProfile | None) -> tuple[dict[str, Any], P
         profile=known if scene == "known" and not is_second else None,
         all_gather=all_gather,
     )
-    log = Log()
+    log = BufferingHandler(1000)
+    log.setLevel(logging.WARNING)
     logging.getLogger("zeus_plugins").addHandler(log)
     limits_w: list[float] = []
     profiler.on_epoch_begin()
@@ -94,7 +81,7 @@ def play(scene: str, known: PowerLimitProfile | None) -> tuple[dict[str, Any], P
         "chosen_limit_w": profiler.chosen_limit_w,
         "profile": None if profiler.profile is None else profiler.profile.model_dump(mode="json"),
         "limit_w_after": where.devices[0].limit_w(),
-        "warnings": log.lines,
+        "warnings": [record.getMessage() for record in log.buffer],
     }
     profiler.close()
     return told, profiler.profile

@@ -5,10 +5,12 @@ What ``torchrun`` and other launchers do themselves is left to the tests that st
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from tests.support import warm
 from tests.support.servers import free_port
@@ -73,3 +75,10 @@ def run_ranks(
     finally:
         for process in ranks:
             process.kill()
+
+
+def stories_of(module: str, folder: Path, *arguments: str, modules: Sequence[str]) -> list[dict[str, Any]]:
+    """Run a module on two ranks, and return what each has written into a file of the folder."""
+    status = run_ranks(module, str(folder), *arguments, modules=modules, output=folder / "output")
+    assert status == [0, 0], (folder / "output").read_text()
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]

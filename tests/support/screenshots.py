@@ -10,7 +10,7 @@ from pathlib import Path
 
 import httpx
 
-from tests.support.servers import ServerProcess
+from tests.support.servers import serving
 
 BROWSERS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
 # Each picture's name, the page's address (J: the job), its theme, and how much of it is seen.
@@ -33,9 +33,7 @@ def take(database: Path, folder: Path) -> None:
     with tempfile.TemporaryDirectory() as temporary:
         copy = Path(temporary) / database.name
         shutil.copy(database, copy)
-        server = ServerProcess(f"sqlite:///{copy}", Path(temporary) / "log")
-        server.start()
-        try:
+        with serving(f"sqlite:///{copy}", Path(temporary)) as server:
             job = httpx.get(f"{server.url}/ui/jobs.json").json()["jobs"][0]["job"]
             with sync_playwright() as playwright:
                 browser = playwright.chromium.launch(executable_path=browser_path(), args=["--no-sandbox"])
@@ -46,8 +44,6 @@ def take(database: Path, folder: Path) -> None:
                     page.screenshot(path=folder / f"{name}.png")
                     print(folder / f"{name}.png")
                 browser.close()
-        finally:
-            server.kill()
 
 
 if __name__ == "__main__":

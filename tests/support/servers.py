@@ -106,6 +106,16 @@ def wait_until_up(
             return
 
 
+def is_alive(pid: int) -> bool:
+    """False for a process that has ended, though its parent has not asked for its status."""
+    status = Path(f"/proc/{pid}/status")
+    try:
+        os.kill(pid, 0)
+        return not status.exists() or "\nState:\tZ" not in status.read_text()
+    except (ProcessLookupError, FileNotFoundError):
+        return False
+
+
 def wait_for_workers(server: ServerProcess, number: int) -> None:
     """Wait until so many processes of a server take requests; `ServerProcess.start` waits for the first."""
     deadline = time.monotonic() + SERVER_START_S

@@ -139,6 +139,16 @@ async def open_store(database_url: str, *, patience_s: float = 60.0) -> AsyncIte
         await store.close()
 
 
+def in_store(database_url: str, use: Callable[[Store], Awaitable[T]]) -> T:
+    """Run `use` on a migrated store, from code without an event loop."""
+
+    async def run() -> T:
+        async with open_store(database_url) as store:
+            return await use(store)
+
+    return asyncio.run(run())
+
+
 @asynccontextmanager
 async def job_service(database_url: str, **job: object) -> AsyncIterator[JobService]:
     """Open a service on the database and register a job there; `job` overrides fields of `jobs.THREE_SIZES`."""

@@ -12,15 +12,22 @@ import sys
 import textwrap
 import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from itertools import repeat
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from tests.support.answering import responding
 from tests.support.contract_double import CONVERGED, COST_BOUND, KEEP_TRAINING, ContractDouble
+from tests.support.embedded import monitor
+from tests.support.servers import ServerProcess
 from tests.support.sessions import JOB, TRIAL, monitor_of
-from zeus_plugins import BatchSizeOptimizer
+from zeus_plugins import BatchSizeOptimizer, JobSpec
+from zeus_plugins.client import client_from_environment
+from zeus_plugins.client.http import BsoClient
+from zeus_plugins.energy import Measurement, ReplayMonitor
 from zeus_plugins.errors import (
     ZeusBSOBadOperationError,
     ZeusBSOOperationOrderError,
@@ -28,6 +35,7 @@ from zeus_plugins.errors import (
     ZeusBSOServerUnreachableError,
     ZeusBSOTrainFailError,
 )
+from zeus_plugins.protocol import ZEUS, GpuConfig, TrialState
 
 MEASURED = {"energy_source": "nvml", "judged_by": None}
 FAILED = TRIAL | {"outcome": "failed", "ended_early": True, "detail": None}
@@ -201,27 +209,12 @@ def listening_double() -> Iterator[tuple[ContractDouble, str]]:
     """The double behind a real socket, for programs in other processes."""
     double = ContractDouble()
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_any(self) -> None:
-            content = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-            answer = double(httpx.Request(self.command, f"http://bso{self.path}", content=content))
-            self.send_response(answer.status_code)
-            self.send_header("Content-Length", str(len(answer.content)))
-            self.end_headers()
-            self.wfile.write(answer.content)
+    def answer(method: str, path: str, content: bytes) -> tuple[int, bytes]:
+        answered = double(httpx.Request(method, f"http://bso{path}", content=content))
+        return answered.status_code, answered.content
 
-        do_GET = do_POST = do_PATCH = do_any  # noqa: N815 - names fixed by the base class
-
-        def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - named by the base class
-            """Keep the test's output clean."""
-
-    server = HTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    yield double, f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    with responding(answer) as port:
+        yield double, f"http://127.0.0.1:{port}"
 
 
 PROGRAM = """
@@ -305,3 +298,158 @@ def test_a_process_that_ends_says_so_of_its_own_unfinished_trial(
     subprocess.run([sys.executable, "-c", PROGRAM + ending], env=environ, check=False, capture_output=True, timeout=60)
     assert len(double.sent("GET", "/jobs/batch_size")) == 1
     assert double.sent("PATCH", "/trials") == ended_trials
+
+
+# --- Against a real server --------------------------------------------------------------------------------------------
+
+
+GPUS = GpuConfig(max_power=100, number_of_gpus=1, gpu_model="V100")
+LOOP = JobSpec(
+    job_id_prefix="loop",
+    job_id="loop",
+    batch_sizes=(8, 16, 32, 64),
+    default_batch_size=32,
+    target_metric=0.9,
+    max_epochs=4,
+    num_pruning_rounds=1,
+    mab_num_explorations=1,
+    mab_seed=7,
+    policy=ZEUS,
+)
+# What one epoch costs in joules and how many of them reach the target; 64 never does.
+EPOCH_J = {8: 300.0, 16: 100.0, 32: 100.0, 64: 50.0}
+EPOCHS = {8: 3, 16: 2, 32: 3, 64: 99}
+
+
+def train(server: ServerProcess) -> int:
+    """One launch of a training script; the batch size that it trained with."""
+
+    def epochs() -> Iterator[Measurement]:
+        epoch_j = EPOCH_J[optimizer.get_batch_size()]
+        yield from repeat(Measurement(time_s=epoch_j / 100, energy_j=epoch_j, source="replay"))
+
+    with BatchSizeOptimizer(ReplayMonitor(epochs(), GPUS), server.url, LOOP) as optimizer:
+        batch_size = optimizer.get_batch_size()
+        optimizer.on_train_begin()
+        epoch = 0
+        while not optimizer.training_finished:
+            epoch += 1
+            optimizer.on_evaluate(0.95 if epoch >= EPOCHS[batch_size] else 0.5)
+    return batch_size
+
+
+def recur(server: ServerProcess) -> list[int]:
+    """One recurrence: launches until one succeeds."""
+    sizes: list[int] = []
+    while True:
+        try:
+            return [*sizes, train(server)]
+        except ZeusBSOTrainFailError:
+            with BsoClient(server.url) as client:
+                sizes.append(client.show_job("loop").trials[-1].batch_size)
+
+
+def test_a_recurring_loop_settles_on_the_cheapest_size(server: ServerProcess) -> None:
+    recurrences = [recur(server) for _ in range(8)]
+    with BsoClient(server.url) as client:
+        job = client.show_job("loop")
+
+    # 32 costs 300 J, 16 200 J. 8 crosses twice that in its second epoch and is stopped, which ends the way down; 64
+    # runs out of epochs at 200 J. Both are launched again within the recurrence. Equal costs leave no chance to 32.
+    assert recurrences == [[32], [16], [8, 64, 16], [16], [16], [16], [16], [16]]
+    assert [trial.state for trial in job.trials if trial.batch_size in (8, 64)] == [
+        TrialState.EARLY_STOPPED,
+        TrialState.EXHAUSTED,
+    ]
+    assert (job.min_cost_j, job.best_batch_size) == (200, 16)
+
+
+def test_the_server_may_die_between_two_requests(server: ServerProcess) -> None:
+    monitor = ReplayMonitor(repeat(Measurement(time_s=1, energy_j=100, source="replay")), GPUS)
+    with BatchSizeOptimizer(monitor, server.url, LOOP) as optimizer:
+        assert optimizer.get_batch_size() == 32
+        server.kill()
+        server.start()
+        optimizer.on_train_begin()
+        optimizer.on_evaluate(0.5)
+        server.kill()
+        optimizer.on_evaluate(0.6)
+        server.start()
+        optimizer.on_evaluate(0.95)
+        assert optimizer.training_finished
+    with BsoClient(server.url) as client:
+        (trial,) = client.show_job("loop").trials
+
+    assert (trial.state, trial.energy_j, trial.time_s, trial.epochs) == (TrialState.COMPLETED, 300, 3, 3)
+
+
+# --- A target that is missed ------------------------------------------------------------------------------------------
+
+
+def missed(url: str, job: JobSpec, metric: float) -> tuple[int, str]:
+    """The size of a training that does not get to its target, and what its user is told."""
+    with BatchSizeOptimizer(monitor(), url, job) as optimizer:
+        size = optimizer.get_batch_size()
+        optimizer.on_train_begin()
+        with pytest.raises(ZeusBSOTrainFailError) as raised:
+            optimizer.on_evaluate(metric)
+    return size, str(raised.value)
+
+
+@pytest.mark.parametrize(("target", "higher", "move"), [(0.97, True, "lower"), (0.1, False, "raise")])
+def test_a_target_that_no_size_reaches_is_told_with_what_to_change(
+    tmp_path: Path, target: float, *, higher: bool, move: str
+) -> None:
+    job = JobSpec(
+        job_id="digits-1",
+        job_id_prefix="digits",
+        batch_sizes=(32, 64),
+        default_batch_size=32,
+        target_metric=target,
+        higher_is_better_metric=higher,
+        max_epochs=1,
+    )
+    url = f"embedded://{tmp_path / 'bso.sqlite3'}"
+    told = {}
+    for metric in (0.5, 0.75, 0.7, 0.6):
+        size, text = missed(url, job, metric)
+        told[metric] = size
+        if len(set(told.values())) < 2:
+            assert text.endswith("; launch the training again to try the next batch size")
+    assert len(set(told.values())) == 2
+    best = 0.75 if higher else 0.5
+    assert text.endswith(
+        f"; no batch size reached {target:g} in 4 trials, the best was {best:g} at {told[best]}: {move} the target or "
+        "raise max_epochs, and start over under another job_id or after bso-server jobs delete digits-1"
+    )
+    with client_from_environment(url) as client:  # as it says
+        client.delete_job("digits-1")
+    assert missed(url, job, 0.5)[1].endswith("launch the training again to try the next batch size")
+
+
+FAILING = """
+from zeus_plugins.training.outcomes import show_in_one_paragraph, train_fail_error
+show_in_one_paragraph()
+show_in_one_paragraph()
+{}
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "is_one_line", "status"),
+    [
+        ("raise train_fail_error(None)", True, 75),
+        ("raise train_fail_error(None, 'move the target')", True, 1),
+        ("raise ValueError('a fault')", False, 1),
+        ("try:\n    1 / 0\nexcept ZeroDivisionError:\n    raise train_fail_error(None)", False, 75),
+    ],
+)
+def test_a_missed_target_is_one_paragraph_and_a_status_and_faults_keep_their_traceback(
+    end: str, is_one_line: bool, status: int
+) -> None:
+    script = subprocess.run([sys.executable, "-c", FAILING.format(end)], capture_output=True, text=True, check=False)
+    assert script.returncode == status
+    said = script.stderr.splitlines()
+    errors = ("zeus_plugins.errors.ZeusBSOTrainFailError: the training ended before the target", "ValueError: a fault")
+    assert said[-1].startswith(errors)
+    assert (len(said) == 1) == is_one_line

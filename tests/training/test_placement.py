@@ -12,7 +12,9 @@ import pytest
 from tests.support.fake_nvml import FakeGpu, FakeNvml
 from tests.support.fake_trainer import FakeTrainer, on_each_rank
 from tests.support.ranks import run_ranks
-from tests.support.warm import LIGHTNING
+from tests.support.servers import ServerProcess
+from tests.support.warm import LIGHTNING, TRANSFORMERS
+from zeus_plugins.client.http import BsoClient
 from zeus_plugins.energy import NvmlMonitor
 from zeus_plugins.placement import Placement, placed, this_machine
 from zeus_plugins.training.energy_run import EnergyRun
@@ -110,3 +112,29 @@ def test_a_machine_is_told_from_others_by_its_start_and_by_torchruns_agent(
     assert this_machine(boot_id) == here
     monkeypatch.setenv("GROUP_RANK", "1")
     assert this_machine(boot_id) != here
+
+
+# --- Trainings on two nodes: two real processes, each the only one of its node ----------------------------------------
+
+
+JOB_ID = "digits-nodes"
+
+
+@pytest.mark.parametrize(("bench", "modules"), [("lightning_bench", LIGHTNING), ("hf_bench", TRANSFORMERS)])
+def test_the_energy_of_both_nodes_is_reported_and_logged(
+    server: ServerProcess, tmp_path: Path, bench: str, modules: Sequence[str]
+) -> None:
+    command = ["tests.support.node_training", bench, server.url, JOB_ID, str(tmp_path)]
+    status = run_ranks(*command, modules=modules, output=tmp_path / "output", nodes=2)
+    assert status == [0, 0], (tmp_path / "output").read_text()
+
+    first, second = (json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2))
+    assert first["steps"] == second["steps"] > 0
+    with BsoClient(server.url) as client:
+        view = client.show_job(JOB_ID)
+    (trial,) = view.trials
+    assert (trial.time_s, trial.energy_j) == (first["steps"], 2 * 10.0 * first["steps"])
+    assert trial.energy_source == "2 nodes: counted steps"
+    assert (view.job.number_of_gpus, view.job.max_power) == (2, 200.0)
+    assert (first["metered_j"], second["metered_j"]) == (trial.energy_j, 0.0)
+    assert first["open"] == second["open"] == [0, 0]
