@@ -25,7 +25,7 @@ _FIRST, _EARLY, _LATE = (1, 2), (2, 6), (50, 75)
 afterwards. A control run costs what a run at the best size saves, so that late ones cost at most 2 % of the saving."""
 _FAR = 3.0
 """A default that costs so many times as much as the best size needs no further control runs."""
-_ERROR = 0.06
+_ERROR = 0.055
 """Greatest probability of "saves" at any look for a job that does not save; likewise "loses". Measured for jobs whose
 noise the model does not foresee: `python -m benchmarks.honesty`."""
 _NEAREST = 4
