@@ -45,7 +45,8 @@ def _load(rng: np.random.Generator) -> Floats:
     values = [shocks[0]]
     for shock in shocks[1:]:
         values.append(0.8 * values[-1] + 0.6 * shock)
-    return np.clip(np.array(values), 0.0, math.log(10))
+    excess: Floats = np.clip(np.array(values), 0.0, math.log(10))
+    return excess
 
 
 def _first_slow(_rng: np.random.Generator) -> Floats:

@@ -279,7 +279,8 @@ def test_figures_of_what_stands_for_a_gpu_say_so() -> None:
     real = [{**each, **told, "device": "NVIDIA H200"} for each in RECORDS]
     made = proof_tables(proof_results(real, {"cores": "2"}))
     assert made["gpu-status"] == "The figures of a GPU are [below](#on-a-gpu): NVIDIA H200."
-    assert "run --device gpu`; NVIDIA H200, load median 1.0, highest 1, 2026-01-02; energy is nvml)" in made["gpu-summary"]
+    where = "run --device gpu`; NVIDIA H200, load median 1.0, highest 1, 2026-01-02; energy is nvml)"
+    assert where in made["gpu-summary"]
     assert not any("simulated" in table for table in made.values())
 
 
