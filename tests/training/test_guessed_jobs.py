@@ -83,6 +83,14 @@ def test_a_launch_finds_the_registration_whatever_it_guesses(url: str, server: S
     assert (view.job, view.trial_count) == (registered, 4)
 
 
+def test_without_a_dispatch_the_training_takes_the_registered_default_size(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launched(url, Net(), 0.95)
+    monkeypatch.setattr(LocalServer, "request_trial", failing(ZeusBSOServerUnreachableError("away")))
+    assert trial_of(launched(url, Net(step_size=100), 0.95, job_id=JOB_ID)).batch_size == 64
+
+
 def test_what_is_said_and_contradicts_the_registration_is_an_error_that_names_it(url: str, server: ServerPort) -> None:
     launched(url, Net(), 0.95)
     with pytest.raises(ZeusBSOConfigError, match=r"configuration: target_metric is 0\.9, not 0\.8\. Use") as raised:

@@ -105,6 +105,13 @@ def test_asking_again_after_a_failed_dispatch_continues_the_job_that_the_server_
     assert [body["job_id"] for body in server.sent("POST", "/jobs")] == [None, "mnist-0badcafe"]
 
 
+def test_without_a_dispatch_the_training_belongs_to_the_job_that_the_server_made() -> None:
+    session = session_of(DispatchFails(), job=UNNAMED_JOB)
+    assert session.ask() == 32
+    assert session.trial.job_id == "mnist-0badcafe"
+    session.end()
+
+
 def test_a_session_can_be_pickled_before_it_asks() -> None:
     session = TrialSession(JOB, BsoClient("http://127.0.0.1:9"), EstimateMonitor(65.0), on_unreachable="raise")
     copy = pickle.loads(pickle.dumps(session))  # noqa: S301

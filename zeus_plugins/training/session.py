@@ -165,6 +165,7 @@ class TrialSession:
         self.plan = replace(self.plan, job=self.plan.on(gpus))
         job = JobSpecFromClient.of(self.plan.job, gpus).with_fingerprint(self.plan.fingerprint)
         self._deliver_earlier()
+        registration: JobSpecFromClient = job
         trouble: ZeusBSORuntimeError | None = None
         try:
             registration = self._register(job)
@@ -176,8 +177,10 @@ class TrialSession:
             if self._must_raise(error):
                 raise
             trouble = error
-            # A trial that is recorded later, with the default batch size.
-            registration = job.named(job.job_id or f"{job.job_id_prefix}-{secrets.token_hex(4)}")
+            # A trial that is recorded later, with the default batch size: the registered one, if that much succeeded.
+            registration = registration.named(
+                registration.job_id or f"{registration.job_id_prefix}-{secrets.token_hex(4)}"
+            )
             trial = TrialInfo(
                 job_id=registration.job_id,
                 batch_size=registration.default_batch_size,
