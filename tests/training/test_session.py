@@ -384,9 +384,6 @@ def test_ending_never_raises_but_warns(caplog: pytest.LogCaptureFixture) -> None
     assert waits.startswith("1 results of job mnist-1 wait in")
 
 
-# --- checkpoints, and a training that ends on another rank ------------------------------------------------------------
-
-
 # --- checkpoints ----------------------------------------------------------------------------------------------------
 
 
@@ -436,6 +433,14 @@ def test_resuming_a_trial_of_another_job_warns(caplog: pytest.LogCaptureFixture)
     assert caplog.text == ""
     session_of(ContractDouble()).resume(TRIAL | {"job_id": "mnist-2"})
     assert "the checkpoint belongs to job mnist-2, not to job mnist-1" in caplog.text
+
+
+@pytest.mark.parametrize("job", [JOB, UNNAMED_JOB])
+def test_a_trial_of_a_job_of_another_prefix_goes_on(job: JobSpec) -> None:
+    session = session_of(ContractDouble(), job=job)
+    assert session.resume(TRIAL | {"job_id": "cifar-1"})
+    assert session.sender is not None
+    assert session.sender.registration.job_id == "cifar-1"
 
 
 def test_a_long_list_of_sources_fits_the_wire() -> None:

@@ -396,7 +396,10 @@ class TrialSession:
 
     def _continue_on_server(self, trial: TrialInfo) -> str | None:
         """Continue a checkpoint's trial; return why the server takes no more reports on it, or None."""
-        registration = JobSpecFromClient.of(self.plan.job, self._monitor.gpus()).named(trial.job_id)
+        job = self.plan.job
+        if not trial.job_id.startswith(job.job_id_prefix):
+            job = job.model_copy(update={"job_id_prefix": trial.job_id, "job_id": trial.job_id})
+        registration = JobSpecFromClient.of(job, self._monitor.gpus()).named(trial.job_id)
         sender = self._sender(registration, trial)
         self._deliver_earlier()
         trouble: ZeusBSOError | None = None
