@@ -9,11 +9,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.fake_trainer import failing
 from tests.support.impostors import Impostor
 from tests.support.outboxes import TRIAL, evaluation, items_of, left_by, sender, taken_from
+from zeus_plugins import files
 from zeus_plugins.cli import main
 from zeus_plugins.client.delivery import deliver_waiting
-from zeus_plugins.client.outbox import Item, Outbox, OutboxFileError
+from zeus_plugins.client.outbox import Item, Outbox, OutboxFile, OutboxFileError
 from zeus_plugins.files import state_directory
 from zeus_plugins.protocol import Ending, TrialState
 
@@ -30,6 +32,22 @@ def test_a_file_of_another_rank_without_its_last_word_changes_no_ending(outbox: 
     failed = Ending(outcome=TrialState.FAILED)
     assert box.true_ending(failed) == failed
     box.close()
+
+
+def test_what_another_rank_says_is_looked_for_in_the_outbox_alone(
+    outbox: Outbox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failed, infeasible = Ending(outcome=TrialState.FAILED), Ending(outcome=TrialState.INFEASIBLE)
+    path = left_by(outbox, sender(), infeasible).rename(outbox.directory / sender().file_name(1))
+    monkeypatch.chdir(tmp_path)
+    path.rename(path.name)
+    monkeypatch.setattr(files, "make_private", failing(PermissionError("a disk that only reads")))
+    box = OutboxFile(sender())
+    with pytest.raises(PermissionError):
+        outbox.put_on_disk(box)
+    assert box.true_ending(failed) == failed
+    Path(path.name).rename(path)
+    assert box.true_ending(failed) == infeasible
 
 
 # --- files that are not ours ------------------------------------------------------------------------------------------

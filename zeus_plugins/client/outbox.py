@@ -333,6 +333,8 @@ class Outbox:
         """
         if box._file is not None or len(box):
             return
+        # If the file cannot be opened, what other ranks have written is still looked for in this directory.
+        box.path = self.directory / box.sender.file_name()
         files.make_private(self.directory)
         for copy in count(0 if is_first else 1):
             path = self.directory / box.sender.file_name(copy)
