@@ -196,6 +196,26 @@ def test_a_window_that_cannot_begin_leaves_no_thread(samplers: Samplers) -> None
     assert samplers() == []
 
 
+def test_a_signal_that_breaks_in_as_a_window_ends_leaves_later_ones_their_thread(
+    samplers: Samplers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monitor = NvmlPowerMonitor(nvml=FakeNvml([old_gpu()]), interval_s=0.01)
+    stop = Sampler.stop
+
+    def stop_and_raise(sampler: Sampler) -> None:
+        stop(sampler)
+        raise KeyboardInterrupt
+
+    monitor.begin_window("training")
+    monkeypatch.setattr(Sampler, "stop", stop_and_raise)
+    with pytest.raises(KeyboardInterrupt):
+        monitor.end_window("training")
+    monkeypatch.setattr(Sampler, "stop", stop)
+    monitor.begin_window("again")
+    assert len(samplers()) == 1
+    monitor.end_window("again")
+
+
 def test_a_monitor_that_is_dropped_with_a_window_open_is_read_no_more(samplers: Samplers) -> None:
     monitor = NvmlPowerMonitor(nvml=FakeNvml([old_gpu()]), interval_s=0.01)
     monitor.begin_window("training")

@@ -188,8 +188,9 @@ class CounterMonitor:
 
     def _rest(self) -> None:
         if not self._windows and self._sampler is not None:
-            self._sampler.stop()
-            self._sampler = None
+            # Forget it first: a signal may break in upon the wait for its thread, which ends all the same.
+            sampler, self._sampler = self._sampler, None
+            sampler.stop()
 
     def _between(self, begun: _Reading, ended: _Reading) -> Measurement:
         counters = self._found.devices
