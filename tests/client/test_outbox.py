@@ -89,6 +89,17 @@ def test_a_run_that_goes_on_with_a_file_notes_what_it_knows_of_the_trial(outbox:
         assert (again.trial, again.resumes, items_of(again)) == (TRIAL, True, [THREE[0]])
 
 
+@pytest.mark.parametrize("known", [TRIAL, None], ids=["known to the server", "offline"])
+def test_a_run_that_has_taken_a_trial_over_does_not_do_so_again(outbox: Outbox, known: TrialId | None) -> None:
+    earlier = OutboxFile(sender(known, key="made-here"), resumes=True)
+    outbox.put_on_disk(earlier)
+    earlier.put(THREE[0])
+    earlier.close()
+    mine = TRIAL.model_copy(update={"lease_epoch": 3})
+    with closing(outbox.box(sender(mine, key="made-here"))) as box:
+        assert (box.trial, box.resumes, len(box)) == (mine, False, 1)
+
+
 MINE = TRIAL.model_copy(update={"job_id": "digits:1"})  # in the name of a file the same as "digits@1"
 
 

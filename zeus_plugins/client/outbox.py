@@ -263,6 +263,9 @@ class OutboxFile:
         self._waiting, self._written = earlier._waiting, earlier._written
         self.damaged_lines, self.latest = earlier.damaged_lines, earlier.latest
         trial, resumes = earlier.trial or self.trial, self.resumes or earlier.resumes
+        if self.trial is not None and self.trial.lease_epoch is not None:
+            # This run has the trial. A second take-over could take it from a run that came later.
+            trial, resumes = self.trial, False
         self.trial, self.resumes = trial, resumes
         if (trial, resumes) != (earlier.trial, earlier.resumes):
             self.name(trial, resumes=resumes)
