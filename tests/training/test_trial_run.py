@@ -484,6 +484,15 @@ def test_a_resumed_trial_goes_on_in_fractions_or_in_whole_epochs(has_fractions: 
     assert reports(server)[0][1] == reported
 
 
+def test_a_checkpoint_with_nothing_but_its_trial_goes_on_with_the_job_of_this_training() -> None:
+    wish, server = JobWish(monitor="val_acc", target=0.9, job_id="mnist-1"), ContractDouble()
+    run = TrialRun(wish, TrialOptions(energy_monitor=ten_joules_a_second()), connect=lambda *_: server.client())
+    run.resume(FakeTrainer(), lambda: {"trial": STATE["trial"]})
+    assert active(run).is_reporting
+    state = run.state()
+    assert (state["trial"]["trial_number"], state["has_fractions"], state["job"]["job_id"]) == (7, None, "mnist-1")
+
+
 def test_a_resumed_size_that_the_job_has_no_more_goes_on() -> None:
     port = FakeTrainer()
     run = run_of(ContractDouble(), JOB.model_copy(update={"batch_sizes": (32,)}))
@@ -537,9 +546,10 @@ def test_a_trial_that_is_over_trains_on_at_its_size_unreported() -> None:
     [
         (lambda: STATE, r"the batch sizes \[64\] cannot be spread evenly over 3 devices"),
         (lambda: MALFORMED, "the checkpoint holds no trial that can be continued"),
+        (lambda: {"another": "state"}, "the checkpoint holds no trial that can be continued"),
         (failing(ZeusBSOConfigError("no such file")), "no such file"),
     ],
-    ids=["devices", "malformed", "unreadable"],
+    ids=["devices", "malformed", "foreign", "unreadable"],
 )
 def test_a_checkpoint_that_cannot_go_on_here_raises_on_all_ranks_and_its_trial_waits(
     saved: Callable[[], Any], problem: str, world_size: int

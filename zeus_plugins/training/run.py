@@ -273,7 +273,7 @@ class TrialRun:
                 return None
             # Check before resuming, so that a failure leaves the trial resumable elsewhere. The job may have lost this
             # size since.
-            self._splits(port, [TrialInfo.restored(state["trial"]).batch_size])
+            self._splits(port, [TrialInfo.restored(state.get("trial", {})).batch_size])
             return state
 
         state = _decided(port, resumable)
@@ -285,8 +285,8 @@ class TrialRun:
                     "start to let the server choose"
                 )
             return
-        plan = self._plan_of(port, state["job"])
-        self._enter(port, plan, EpochCount(state["has_fractions"]), lambda session: session.resume(state["trial"]))
+        epochs = EpochCount(state.get("has_fractions"))
+        self._enter(port, self._plan_of(port, state.get("job")), epochs, lambda session: session.resume(state["trial"]))
 
     def state(self) -> dict[str, Any]:
         """Return the trial for a checkpoint, in plain types; empty without a trial.
