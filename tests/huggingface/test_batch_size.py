@@ -28,6 +28,7 @@ from tests.support.hf_models import USERS_SIZE, Classifier, Digits, val_digits
 from tests.support.job_bench import EPOCH_OF_24, EPOCH_OF_48, NEVER, NEXT_SIZE, SERVERS_SIZE
 from tests.support.odd_sizes import Buckets
 from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSOTrainFailError
+from zeus_plugins.huggingface import ZeusBSOTrainerCallback
 from zeus_plugins.protocol import EndReason, TrialState
 
 # The batch size: how a user may give model, data and arguments.
@@ -300,6 +301,25 @@ def test_without_evaluations_the_loss_of_each_epoch_is_reported(bench: Bench) ->
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     assert trial.metric == pytest.approx(losses[-1])
     assert callback.trial.time_s == 2.0
+
+
+class PassesOn(ZeusBSOTrainerCallback):
+    """A user's, which hands metrics and logs on as transformers' own callbacks name them: in their place."""
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **_: Any) -> None:
+        super().on_evaluate(args, state, control, metrics)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+        super().on_log(args, state, control, logs)
+
+
+@pytest.mark.parametrize(("monitor", "strategy"), [("score", "epoch"), ("loss", "no")])
+def test_a_subclass_hands_metrics_and_logs_on_by_position(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, monitor: str, strategy: str
+) -> None:
+    monkeypatch.setattr(bench, "BatchSize", PassesOn)
+    bench.trainer(bench.callback(bench.job(-1.0), monitor), eval_strategy=strategy).train()
+    assert bench.only_trial().metric is not None
 
 
 class LoggingTrainer(Trainer):

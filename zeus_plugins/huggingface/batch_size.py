@@ -82,9 +82,16 @@ class ZeusBSOTrainerCallback(BatchSizeArguments, TrainWrapper):
 
     on_substep_end = on_step_end
 
-    def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kw: Any) -> None:
+    def on_evaluate(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        metrics: dict[str, float] | None = None,
+        **kw: Any,
+    ) -> None:
         """Report the evaluation, and stop the trainer when the server says so."""
-        run, source, found = self._run_of(state, control), self._metric, kw.get("metrics") or {}
+        run, source, found = self._run_of(state, control), self._metric, metrics or {}
         # Skip an evaluation before the first step, and the script's own evaluations, which have other prefixes.
         if (
             self._trainer is None
@@ -98,9 +105,16 @@ class ZeusBSOTrainerCallback(BatchSizeArguments, TrainWrapper):
         data_sets = len(data) if isinstance(data, dict) else 1
         self._report(run, state, lambda: source.value(found, step=state.global_step, data_sets=data_sets))
 
-    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kw: Any) -> None:
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, float] | None = None,
+        **kw: Any,
+    ) -> None:
         """Note the logged metrics; without evaluations, report the monitored one."""
-        run, source, logs = self._run_of(state, control), self._metric, kw.get("logs") or {}
+        run, source, logs = self._run_of(state, control), self._metric, logs or {}
         if run is None:
             return
         if isinstance(source, EvaluationMetric):
