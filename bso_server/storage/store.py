@@ -454,7 +454,10 @@ class Store:
 
     async def current_revision(self) -> str | None:
         """Return the revision of the database's schema, or None for an empty database; raise as `read`."""
-        return await self.read(lambda transaction: migrations.current(transaction.connection))
+        found, _ = await self._attempt(
+            lambda transaction: migrations.current(transaction.connection), read_only=True, timeout_s=self.patience_s
+        )
+        return found
 
     async def check_schema(self) -> None:
         """Raise `DatabaseNotReadyError` unless the database has this version's schema."""
