@@ -313,13 +313,13 @@ class PassesOn(ZeusBSOTrainerCallback):
         super().on_log(args, state, control, logs)
 
 
-@pytest.mark.parametrize(("monitor", "strategy"), [("score", "epoch"), ("loss", "no")])
+@pytest.mark.parametrize(("monitor", "strategy", "target"), [("score", "epoch", -1.0), ("loss", "no", 100.0)])
 def test_a_subclass_hands_metrics_and_logs_on_by_position(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch, monitor: str, strategy: str
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, monitor: str, strategy: str, target: float
 ) -> None:
     monkeypatch.setattr(bench, "BatchSize", PassesOn)
-    bench.trainer(bench.callback(bench.job(-1.0), monitor), eval_strategy=strategy).train()
-    assert bench.only_trial().metric is not None
+    bench.trainer(bench.callback(bench.job(target), monitor), eval_strategy=strategy).train()
+    assert bench.only_trial().state is TrialState.COMPLETED
 
 
 class LoggingTrainer(Trainer):
