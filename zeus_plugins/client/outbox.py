@@ -262,13 +262,12 @@ class OutboxFile:
         self.path, self._file = earlier.path, earlier._file
         self._waiting, self._written = earlier._waiting, earlier._written
         self.damaged_lines, self.latest = earlier.damaged_lines, earlier.latest
-        trial, resumes = earlier.trial or self.trial, self.resumes or earlier.resumes
-        if self.trial is not None and self.trial.lease_epoch is not None:
-            # This run has the trial. A second take-over could take it from a run that came later.
-            trial, resumes = self.trial, False
-        self.trial, self.resumes = trial, resumes
-        if (trial, resumes) != (earlier.trial, earlier.resumes):
-            self.name(trial, resumes=resumes)
+        # A run that has the trial takes it over no more: a second time could take it from a run that came later.
+        has_trial = self.trial is not None and self.trial.lease_epoch is not None and not self.resumes
+        if not has_trial:
+            self.trial, self.resumes = earlier.trial or self.trial, self.resumes or earlier.resumes
+        if (self.trial, self.resumes) != (earlier.trial, earlier.resumes):
+            self.name(self.trial, resumes=self.resumes)
 
     def _take_in(self, item: Item, number: int | None) -> None:
         self._waiting.append(_Waiting(item, number))

@@ -397,6 +397,7 @@ class TrialSession:
     def _continue_on_server(self, trial: TrialInfo) -> str | None:
         """Continue a checkpoint's trial; return why the server takes no more reports on it, or None."""
         job = self.plan.job
+        # The checkpoint may belong to another job, whose id lacks this job's prefix.
         if not trial.job_id.startswith(job.job_id_prefix):
             job = job.model_copy(update={"job_id_prefix": trial.job_id, "job_id": trial.job_id})
         registration = JobSpecFromClient.of(job, self._monitor.gpus()).named(trial.job_id)
