@@ -40,8 +40,8 @@ def auto(
     says so. Each cause of a fallback is logged as a warning once per process.
 
     Args:
-        estimated_power_w: Watts to assume without a counter. None: ``ZEUS_ESTIMATED_POWER_W``, else the GPUs' power
-            limits if known, else `DEFAULT_ESTIMATED_POWER_W`.
+        estimated_power_w: Watts of the whole machine at full load, for an estimate without a counter. None:
+            ``ZEUS_ESTIMATED_POWER_W``, else the GPUs' power limits if known, else `DEFAULT_ESTIMATED_POWER_W`.
         device_indices: Indices among the visible GPUs, or UUIDs of NVIDIA GPUs. None: all visible GPUs. Empty: the
             training uses another device, and idle GPUs beside it are not measured.
         probes: The kinds of devices to look for, in this order.
@@ -89,15 +89,22 @@ def _estimate(request: MonitorRequest, gpus: UnmeasuredGpuError, causes: Sequenc
     model = gpus.model
     if model is None and request.trains_on_gpu:
         model = _cuda_model()
+    estimate = EstimateMonitor(
+        power_w,
+        number_of_devices=gpus.number,
+        device_model=model,
+        basis=basis,
+        on_cpu=False if request.trains_on_gpu else None,
+    )
+    method = "CPU time / cores" if "CPU time" in estimate.source else "time"
     warning = (
-        f"No energy counter found ({'; '.join(causes)}): energy is estimated as {power_w:g} W × time, not measured."
+        f"No energy counter found ({'; '.join(causes)}): energy is estimated as {power_w:g} W × {method}, not measured."
     )
     if basis != "stated":
         warning += (
-            f" State the watts that this machine really draws by the environment variable {ESTIMATED_POWER_W} or by"
-            " energy_monitor=EstimateMonitor(power_w=...)."
+            " State the watts that the whole machine draws at full load by the environment variable"
+            f" {ESTIMATED_POWER_W} or by energy_monitor=EstimateMonitor(power_w=...)."
         )
-    estimate = EstimateMonitor(power_w, number_of_devices=gpus.number, device_model=model, basis=basis)
     return Choice(estimate, tuple(causes), warning)
 
 

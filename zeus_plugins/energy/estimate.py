@@ -1,15 +1,17 @@
-"""Monitors without a device: stated watts × time, and listed measurements."""
+"""Monitors without a device: stated watts × CPU time or × time, and listed measurements."""
 
 from __future__ import annotations
 
 import math
+import os
 import platform
 import re
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 
 from zeus_plugins.energy.monitor import Measurement, OpenWindows
+from zeus_plugins.energy.processes import cpu_time_s, gpu_is_used, reports_cpu_time
 from zeus_plugins.errors import ZeusBSOBadOperationError, ZeusBSOConfigError
 from zeus_plugins.protocol import GpuConfig
 
@@ -17,13 +19,18 @@ MAX_MODEL_LENGTH = 255
 
 
 class EstimateMonitor:
-    """An `EnergyMonitor` that multiplies a stated power with the measured time, so costs rank batch sizes by time.
+    """An `EnergyMonitor` that estimates energy from a stated power.
+
+    A training on the CPU uses the stated power, that of the whole machine at full load, times the CPU time of its
+    processes divided by the number of cores, so that other programs on the machine cost it nothing. If the operating
+    system does not report CPU time, or a GPU does the work, the energy is the stated power times the time.
 
     Args:
-        power_w: Power that the devices draw together while training, in watts.
-        number_of_devices: Number of these devices.
+        power_w: Power of the whole machine at full load, in watts; for GPUs, the power that they draw while training.
+        number_of_devices: Number of the devices.
         device_model: Their model. None: the name of this machine's CPU.
         basis: Origin of the watts in a word or two, for the source of each measurement.
+        on_cpu: Whether the CPU does the work. None: it does if `device_model` is None and PyTorch has started no GPU.
 
     Raises:
         ZeusBSOConfigError: An argument is out of range.
@@ -38,11 +45,12 @@ class EstimateMonitor:
         number_of_devices: int = 1,
         device_model: str | None = None,
         basis: str = "stated",
+        on_cpu: bool | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if not (math.isfinite(power_w) and power_w > 0):
             raise ZeusBSOConfigError(
-                f"power_w is {power_w!r}: state the watts that the devices draw while training, a finite number above 0"
+                f"power_w is {power_w!r}: state the watts of the whole machine at full load, a finite number above 0"
             )
         if number_of_devices < 1:
             raise ZeusBSOConfigError(f"number_of_devices is {number_of_devices!r}: state how many train, 1 or more")
@@ -54,9 +62,30 @@ class EstimateMonitor:
         self._power_w = power_w
         self._number_of_devices = number_of_devices
         self._device_model = device_model
-        self.source = f"estimate: {power_w:g} W {basis}"
+        self._basis = basis
+        self._on_cpu = device_model is None if on_cpu is None else on_cpu
+        self._asks_torch = on_cpu is None
+        self._others: tuple[int, ...] = ()
         self._clock = clock
-        self._windows: OpenWindows[float] = OpenWindows()
+        self._windows: OpenWindows[tuple[float | None, float]] = OpenWindows()
+
+    def include(self, processes: Collection[int]) -> None:
+        """Measure the processes with these ids, such as other ranks on this machine, in addition to the calling one."""
+        self._others = tuple(processes)
+
+    @property
+    def source(self) -> str:
+        """The stated watts, and what they are multiplied with if that is not the time."""
+        return self._source(by_cpu_time=self._is_by_cpu_time and reports_cpu_time(self._others))
+
+    @property
+    def _is_by_cpu_time(self) -> bool:
+        return self._on_cpu and not (self._asks_torch and gpu_is_used())
+
+    def _source(self, *, by_cpu_time: bool) -> str:
+        cores = _cores()
+        method = f" × CPU time / {cores} core{'s' if cores > 1 else ''}" if by_cpu_time else ""
+        return f"estimate: {self._power_w:g} W {self._basis}{method}"
 
     def gpus(self) -> GpuConfig:
         """Describe the devices as stated, with the stated power as their maximum power."""
@@ -68,12 +97,17 @@ class EstimateMonitor:
 
     def begin_window(self, name: str) -> None:
         """See `EnergyMonitor.begin_window`."""
-        self._windows.open(name, self._clock)
+        self._windows.open(name, lambda: (cpu_time_s(self._others) if self._on_cpu else None, self._clock()))
 
     def end_window(self, name: str) -> Measurement:
-        """Return the time since the window began, and this time × the stated watts."""
-        time_s = self._clock() - self._windows.close(name)
-        return Measurement(time_s=time_s, energy_j=self._power_w * time_s, source=self.source)
+        """Return the time since the window began, and the energy estimated for it."""
+        begun_cpu_s, begun_s = self._windows.close(name)
+        time_s = self._clock() - begun_s
+        ended_cpu_s = cpu_time_s(self._others) if self._is_by_cpu_time else None
+        if begun_cpu_s is None or ended_cpu_s is None:
+            return Measurement(time_s, self._power_w * time_s, self._source(by_cpu_time=False))
+        busy_s = max(ended_cpu_s - begun_cpu_s, 0.0) / _cores()
+        return Measurement(time_s, self._power_w * busy_s, self._source(by_cpu_time=True))
 
 
 class ReplayMonitor:
@@ -113,6 +147,11 @@ class ReplayMonitor:
             )
         self._given_out += 1
         return measurement
+
+
+def _cores() -> int:
+    """Return the number of cores of the whole machine, as the stated watts are the whole machine's."""
+    return os.cpu_count() or 1
 
 
 def cpu_model_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:

@@ -14,7 +14,7 @@ from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSOOperationOrderError
 from zeus_plugins.protocol import GpuConfig
 
 DEFAULT_ESTIMATED_POWER_W = 65.0
-"""Watts assumed if no power is measured or stated: the usual thermal design power of a desktop CPU, by convention."""
+"""Watts at full load if no power is measured or stated: the usual thermal design power of a desktop CPU."""
 
 MAX_SOURCE_LENGTH = 255
 
@@ -31,7 +31,7 @@ class EnergyUnavailableError(ZeusBSOConfigError):
         self.cause = cause
 
     def __str__(self) -> str:
-        return f"{self.cause}. To estimate the energy as stated watts × time, use EstimateMonitor(power_w=...) instead."
+        return f"{self.cause}. To estimate the energy from stated watts, use EstimateMonitor(power_w=...) instead."
 
 
 class NoPowerLimitError(EnergyUnavailableError):

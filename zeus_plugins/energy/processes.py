@@ -1,0 +1,167 @@
+"""CPU time of a training with its workers, and its waiting for a core, as the operating system reports them."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+import time
+from collections.abc import Collection
+from contextlib import suppress
+from pathlib import Path
+
+try:
+    import resource
+except ImportError:  # Windows
+    resource = None  # type: ignore[assignment]
+
+PROC = Path("/proc")
+
+# Places in /proc/PID/stat behind the name: the parent; CPU time in user and system mode, also of ended children.
+_PARENT, _TIMES = 1, slice(11, 15)
+
+
+def reports_cpu_time(others: Collection[int] = (), proc: Path = PROC) -> bool:
+    """Return whether the system reports the CPU time of this process, its children and the processes `others`."""
+    return resource is not None and (_shows_all(proc) or not {*others} - {os.getpid()})
+
+
+def cpu_time_s(others: Collection[int] = (), proc: Path = PROC) -> float | None:
+    """Return the CPU seconds of this process, the processes `others` and all their descendants; None if unknown.
+
+    Other systems than Linux report children once they have ended, such as the workers of a data loader after an epoch.
+    """
+    if resource is None or not reports_cpu_time(others, proc):
+        return None
+    own = os.getpid()
+    # Read living children first: one that ends meanwhile counts twice for a moment, rather than not at all.
+    has_others = _shows_all(proc) and bool({*others} - {own} or _has_children())
+    living_s = _of_others_s({own, *others}, own, proc) if has_others else 0.0
+    children = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return time.process_time() + children.ru_utime + children.ru_stime + living_s
+
+
+def _shows_all(proc: Path) -> bool:
+    """Return whether the system shows all processes, as Linux does."""
+    return proc.joinpath("self/stat").exists()
+
+
+def _has_children() -> bool:
+    """Return whether this process has children; looking at all processes would take milliseconds."""
+    try:
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return False
+    return True
+
+
+def _of_others_s(roots: set[int], own: int, proc: Path) -> float:
+    """Return the CPU seconds of `roots` and their descendants, without those of the process `own`."""
+    children: dict[int, list[int]] = {}
+    ticks: dict[int, int] = {}
+    for name in filter(str.isdecimal, os.listdir(proc)):
+        try:
+            fields = proc.joinpath(name, "stat").read_bytes().rpartition(b")")[2].split()
+            ticks[int(name)] = sum(map(int, fields[_TIMES]))
+            children.setdefault(int(fields[_PARENT]), []).append(int(name))
+        except (OSError, ValueError, IndexError):  # it has ended
+            continue
+    family: set[int] = set()
+    waiting = list(roots)
+    while waiting:
+        process = waiting.pop()
+        if process not in family:
+            family.add(process)
+            waiting += children.get(process, ())
+    return sum(ticks.get(process, 0) for process in family - {own}) / os.sysconf("SC_CLK_TCK")
+
+
+def waits_s(proc: Path = PROC) -> dict[int, float] | None:
+    """Return the seconds that each thread of this process could run but waited for a core; None if not counted."""
+    found = {}
+    try:
+        for thread in os.listdir(proc / "self/task"):
+            with suppress(FileNotFoundError, ProcessLookupError):  # it has ended
+                found[int(thread)] = int(proc.joinpath("self/task", thread, "schedstat").read_bytes().split()[1]) / 1e9
+    except (OSError, ValueError, IndexError):
+        return None
+    return found or None
+
+
+class Waiting:
+    """The time in which a thread of the training could run but waited for a core, because others used them all.
+
+    It is that of the thread that waited longest: threads that calculate together spin while they wait for each other,
+    so that the first one may never wait. Where the system does not count it, it is estimated from the load average at
+    the end, see `waited_share_by_load`.
+    """
+
+    def __init__(self) -> None:
+        self._begun_s = 0.0
+        self._waits_s: dict[int, float] | None = None
+        self._cpu_s: float | None = None
+
+    def begin(self) -> None:
+        """Begin to count."""
+        self._begun_s, self._waits_s = time.monotonic(), waits_s()
+        self._cpu_s = cpu_time_s() if self._waits_s is None else None
+
+    def end(self, time_s: float) -> float | None:
+        """Return the seconds waited since `begin`, as far as they are part of the measured `time_s`; None if unknown.
+
+        A monitor's own clock may leave out the waiting, as one of CPU time does.
+        """
+        elapsed_s, waits = time.monotonic() - self._begun_s, waits_s()
+        if waits is not None and self._waits_s is not None:
+            found_s = max(waited - self._waits_s.get(thread, 0.0) for thread, waited in waits.items())
+        else:
+            share = waited_share_by_load(self._cores_used(elapsed_s), _unseen_workers())
+            if share is None:
+                return None
+            found_s = share * elapsed_s
+        return max(0.0, found_s - max(0.0, elapsed_s - time_s))
+
+    def _cores_used(self, elapsed_s: float) -> float:
+        """Return the mean number of cores that the training has used since `begin`, as far as the system reports it."""
+        cpu_s = None if self._cpu_s is None else cpu_time_s()
+        return 0.0 if cpu_s is None or self._cpu_s is None or elapsed_s <= 0 else (cpu_s - self._cpu_s) / elapsed_s
+
+
+def waited_share_by_load(cores_used: float = 0.0, workers: int = 0) -> float | None:
+    """Return the share of its time that a thread of the training waits for a core; None without a load average.
+
+    Of L threads that can run on n cores, each waits a share 1 - n/L of its time. L counts the training's own threads,
+    too: as the cores are shared evenly, a training that uses c cores has L · c/n of them. Those beyond n wait for each
+    other, not for other programs, and are subtracted from L.
+
+    Args:
+        cores_used: Cores that the training uses, c.
+        workers: Its processes whose use is not in `cores_used`; each counts as one thread.
+    """
+    if sys.platform == "win32":
+        return None
+    load, cores = os.getloadavg()[0], os.cpu_count() or 1
+    if load <= cores:
+        return 0.0
+    own = min(load, load * min(cores_used / cores, 1.0) + workers)
+    return 1 - cores / (load - max(0.0, own - cores))
+
+
+def _unseen_workers() -> int:
+    """Return the number of living worker processes whose CPU time the system reports only after their end."""
+    return 0 if _shows_all(PROC) else len(multiprocessing.active_children())
+
+
+def gpu_is_used() -> bool:
+    """Return whether PyTorch has started an accelerator in this process."""
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return False
+    try:
+        return bool(
+            torch.cuda.is_initialized()
+            or torch.xpu.is_initialized()
+            or (torch.backends.mps.is_available() and torch.mps.driver_allocated_memory())
+        )
+    except (AttributeError, RuntimeError):  # an older PyTorch, or one that is being imported
+        return False
