@@ -20,6 +20,7 @@ from bso_server.core.model import (
     log_costs_per_epoch,
 )
 from bso_server.core.policy import GROUP, Memory, Policy, own_bound
+from bso_server.core.quality import left_out
 from bso_server.errors import InvalidJobError, NoSurvivorError
 from zeus_plugins.protocol import (
     CandidateWorth,
@@ -59,6 +60,7 @@ __all__ = [
     "TrialState",
     "after_report",
     "cost_of",
+    "left_out",
     "log_costs_per_epoch",
     "own_bound",
 ]

@@ -37,8 +37,10 @@ from bso_server.core.model import (
     after_report,
     arms_after,
     changed,
+    cost_of,
     is_counted_exploration,
 )
+from bso_server.core.verdict import Evidence, run_of, with_control
 from bso_server.errors import IllegalTransitionError
 from zeus_plugins.protocol import ALIVE, FINAL, CreatedJob, Ending, EndReason, Origin, StopRule, TrialState, Verdict
 
@@ -277,6 +279,9 @@ def end_by_training(
     elif ending.outcome is TrialState.INFEASIBLE:
         state, reason = TrialState.INFEASIBLE, EndReason.OUT_OF_MEMORY
         message = f"infeasible: {size} ran out of memory; neither it nor a larger size is tried again"
+    elif _ended_without_target(job, trial, ending):
+        state, reason = TrialState.COMPLETED, EndReason.NO_TARGET
+        message = f"completed: trained to its end to set the target, with a metric of {trial.metric:.4g}"
     elif crashes + 1 >= retries and not observed:
         state, reason = TrialState.INFEASIBLE, EndReason.CRASHED
         happened = "ended early or crashed" if ending.ended_early else "crashed"
@@ -288,6 +293,12 @@ def end_by_training(
         state, reason = TrialState.FAILED, EndReason.CRASHED
         message = "failed: the training ended before the server said so"
     return end_trial(job, trial, state, reason, f"{message}{detail}", moment)
+
+
+def _ended_without_target(job: JobState, trial: TrialRecord, ending: Ending) -> bool:
+    """Return True if the training has ended by a rule of its own, and its run helps to set the job's target."""
+    registration = job.registration
+    return ending.ended_early and registration.target_metric is None and cost_of(registration, trial) > 0
 
 
 def abandon_trial(job: AnyJob, trial: TrialRecord, moment: Moment) -> tuple[AnyJob, TrialRecord]:
@@ -305,6 +316,8 @@ def judge_report(
     history: History | None = None,
     judged_by: StopRule | None = None,
     energy_source: str | None = None,
+    waited_share: float | None = None,
+    watched: Mapping[str, float] | None = None,
 ) -> tuple[AnyJob, TrialRecord, Verdict]:
     """Judge a report of a trial, reviving it if necessary, and end the trial if the verdict says so.
 
@@ -326,7 +339,10 @@ def judge_report(
     trial = changed(
         trial,
         message=verdict.message,
+        confirmed=verdict.rule.confirmed,
         energy_source=energy_source,
+        waited_share=waited_share,
+        watched=trial.watched if watched is None else watched,
         reported_at=None if moment is None else moment.now,
         lease_expires_at=None if moment is None else moment.lease_end(trial),
     )
@@ -412,6 +428,10 @@ class InMemoryJob:
         self._in_flight = {trial.trial_number: trial for trial in trials if trial.state in ALIVE}
         self._explorations = {trial.trial_number: trial for trial in trials if is_counted_exploration(trial)}
         self._crashes = Counter(trial.batch_size for trial in trials if trial.state is TrialState.FAILED)
+        self._evidence = Evidence(job.default_batch_size)
+        ended = [trial for trial in trials if trial.state is TrialState.COMPLETED]
+        ended.sort(key=lambda trial: trial.ended_event or 0)
+        self._evidence.add(run_of(trial, cost_of(job, trial)) for trial in ended)
 
     @property
     def history(self) -> History:
@@ -419,8 +439,10 @@ class InMemoryJob:
         return self.state.history(self._arms, self._memory, self._explorations.values, self._in_flight.values())
 
     def begin_trial(self, rng: np.random.Generator) -> TrialRecord:
-        """Start the trial that the policy suggests; errors as in `policy.suggest`."""
-        self.state, trial = dispatch_trial(self.state, policy.suggest(self.history, rng))
+        """Start the trial that the policy suggests, or a control run; errors as in `policy.suggest`."""
+        history = self.history
+        suggestion = with_control(history, policy.suggest(history, rng), self._evidence.judge)
+        self.state, trial = dispatch_trial(self.state, suggestion)
         self._arms[trial.batch_size] = self._arms[trial.batch_size].after_dispatch()
         self._keep(trial)
         return trial
@@ -471,6 +493,8 @@ class InMemoryJob:
             self._arms |= arms_after(state.registration, self._arms, [trial], bandit_entered_at=state.bandit_entered_at)
             self._memory = policy.memory_after(state.registration, self._memory, [trial])
             self.state = replace(state, folded_event=state.event_count)
+            if trial.state is TrialState.COMPLETED:
+                self._evidence.add([run_of(trial, cost_of(state.registration, trial))])
         if is_counted_exploration(trial):
             self._explorations[trial.trial_number] = trial
         else:

@@ -14,14 +14,13 @@ from datetime import datetime
 from functools import cached_property
 from typing import Any, TypeVar
 
-from zeus_plugins.protocol import CreatedJob, Decision, EndReason, Origin, Stage, TrialState
+from zeus_plugins.protocol import MAX_WATCHED, CreatedJob, Decision, EndReason, Origin, Stage, TrialState
 
 # States of trials that ran until the server stopped them, so their cost is known.
 OBSERVED = frozenset({TrialState.COMPLETED, TrialState.EARLY_STOPPED, TrialState.EXHAUSTED})
 
 # States that say nothing about the batch size: its exploration is repeated.
 UNCOUNTED = frozenset({TrialState.FAILED, TrialState.ABANDONED, TrialState.WITHDRAWN})
-
 
 Record = TypeVar("Record")
 
@@ -63,9 +62,11 @@ class TrialRecord:
         idempotency_key: Key made by the client; a repeated request with this key returns the same trial.
         owner: Id of the token that dispatched the trial; None if the server requires none.
         lease_epoch: Number of the current run of the trial's training, see `take_over` in `core.job`.
+        waited_share: Share of its time in which the training waited for a core; None if unknown.
         cost_deviations_j2: Spread of the epochs' costs, J² per epoch: the sum of ``e · (r − m)²`` over all reports but
             the first, with the epochs e since the previous report, their cost per epoch r, and the mean m of r. None
             before the first report, and for trials imported from Zeus.
+        confirmed: Number of the latest evaluations that reached the target, in a row.
     """
 
     job_id: str = ""
@@ -100,6 +101,9 @@ class TrialRecord:
     owner: str | None = None
     power_limit_w: float | None = None
     power_limits: int | None = None
+    confirmed: int = 0
+    waited_share: float | None = None
+    watched: Mapping[str, float] | None = None
 
     @classmethod
     def of_row(cls, values: dict[str, Any]) -> TrialRecord:
@@ -170,10 +174,10 @@ class Suggestion:
 
 @dataclass(frozen=True, slots=True)
 class ExpectedCost:
-    """Expected cost of a run until the target, and its standard deviation (None after a single run), in joules."""
+    """Expected cost of a run until the target, and the ends of its 90 % band (None if unknown), in joules."""
 
     mean_j: float
-    std_j: float | None
+    band_j: tuple[float, float] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,6 +268,11 @@ class Statistics:
         """Population variance; 0 for fewer than two values."""
         return self.squared_deviations / self.count if self.count else 0.0
 
+    @property
+    def sample_std(self) -> float | None:
+        """Standard deviation with n − 1 in the denominator; None for fewer than two values."""
+        return math.sqrt(self.squared_deviations / (self.count - 1)) if self.count > 1 else None
+
 
 @dataclass(frozen=True, slots=True)
 class Arm:
@@ -279,6 +288,8 @@ class Arm:
             `window_size` is 0.
         latest: The observed trial that ended last, as (trial number, cost in J), or None.
         refitted: True if one of its observed trials ended within the bandit stage.
+        metric: Last metrics of its trials that reached the target, without trials imported from Zeus.
+        watched: Last values of watched metrics in these trials, by name.
     """
 
     batch_size: int
@@ -290,6 +301,8 @@ class Arm:
     window: tuple[tuple[int, float], ...] = ()
     latest: tuple[int, float] | None = None
     refitted: bool = False
+    metric: Statistics = field(default_factory=Statistics)
+    watched: Mapping[str, Statistics] = field(default_factory=dict)
 
     def after_dispatch(self) -> Arm:
         """Count one more dispatched trial."""
@@ -306,7 +319,10 @@ class Arm:
         cost_j = cost_of(job, trial)
         latest = (trial.trial_number, cost_j)
         window = sorted([*self.window, latest])[-job.window_size :] if job.window_size else []
-        explored, completed = self.explored, self.completed
+        explored, completed, metric, watched = self.explored, self.completed, self.metric, self.watched
+        if trial.state is TrialState.COMPLETED and trial.last_report is not None:
+            metric = metric.including(trial.last_report.metric)
+            watched = _after_run(job, watched, trial.watched or {})
         return replace(
             self,
             explored=explored.including(cost_j) if trial.origin is Origin.EXPLORATION else explored,
@@ -315,6 +331,8 @@ class Arm:
             window=tuple(window),
             latest=latest,
             refitted=self.refitted or in_bandit,
+            metric=metric,
+            watched=watched,
         )
 
     @property
@@ -332,6 +350,20 @@ class Arm:
         if self.latest in self.window:
             return Statistics.of(cost_j for _, cost_j in self.window)
         return Statistics.of(cost_j for _, cost_j in (self.latest, *self.window[1:]))
+
+
+def _after_run(
+    job: CreatedJob, known: Mapping[str, Statistics], watched: Mapping[str, float]
+) -> Mapping[str, Statistics]:
+    """Add the watched metrics of a run. Names beyond a limit are ignored, so that an arm stays small.
+
+    Scripts rename metrics now and then; the job's own margins always count.
+    """
+    added = dict(known)
+    for name, value in watched.items():
+        if name in added or len(added) < MAX_WATCHED or name in (job.no_worse_than_default or ()):
+            added[name] = added.get(name, Statistics()).including(value)
+    return added
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from zeus_plugins.protocol import StopRule
+from zeus_plugins.protocol import StopRule, joules_in_words
 
 BAND_SDS = 1.645
 """A normal variable lies within this number of σ around its mean with a probability of 90 %."""
@@ -20,19 +20,11 @@ _CHANCES = (
     (0.85, "about a three-in-four chance"),
     (0.97, "a good chance"),
 )
-# Smallest amount in the unit, size of the unit in joules, and its name.
-_UNITS = ((1e9, 1e9, "GJ"), (1e6, 1e6, "MJ"), (1e4, 1e3, "kJ"), (0.0, 1.0, "J"))
 
 
 def chance_in_words(chance: float) -> str:
     """Describe a probability, for example as ``about a third chance``."""
     return next((words for least, words in _CHANCES if chance < least), "almost every chance")
-
-
-def joules_in_words(joules: float) -> str:
-    """Format an energy or a cost with three digits, such as ``81.3 J`` or ``12.4 kJ``."""
-    size, unit = next((size, unit) for least, size, unit in _UNITS if joules >= least)
-    return f"{float(f'{joules / size:.3g}'):g} {unit}"
 
 
 def stop_in_words(rule: StopRule | None, max_epochs: int, because: str | None = None) -> str:

@@ -27,6 +27,7 @@ from bso_server.core.model import (
     after_report,
     cost_of,
 )
+from bso_server.core.targets import suggest_own_size
 from bso_server.errors import InvalidReportError, PolicyNotInstalledError
 from zeus_plugins.protocol import FINAL, GP_VOI, ZEUS, CreatedJob, Decision, StopRule, Verdict
 
@@ -76,8 +77,11 @@ class Policy:
         bound: Returns the bound of a running trial that was dispatched without one, after a report; None if it is too
             early to decide. No function (None) if bounds only come with suggestions.
         memory: None if `History` is enough.
+        controls: True if a job may replace runs at the best size with control runs at the default (`core.verdict`).
         prunes: True if jobs begin with a pruning stage, which ends with the first suggestion of `Origin.BANDIT`.
             `History.explorations` requires it.
+        leaves_out: True if `suggest` chooses no size of `core.quality.left_out`. Jobs with `no_worse_than_default`
+            require it.
         check: Raises `InvalidJobError` for a new job that the policy cannot serve.
         amended: Corrects a new job that names no policy, such as a Zeus client's, so that `check` accepts it.
         missing: Reason why the policy is not available, for a stand-in (`find`); otherwise None.
@@ -90,7 +94,9 @@ class Policy:
     stop_rule: Callable[[CreatedJob, TrialRecord, float | None], StopRule] = own_bound
     bound: Callable[[History, TrialRecord], EpochBound | None] | None = None
     memory: Memory[Any] | None = None
+    controls: bool = False
     prunes: bool = False
+    leaves_out: bool = False
     check: Callable[[CreatedJob], None] = lambda _: None
     amended: Callable[[CreatedJob], CreatedJob] = lambda job: job
     missing: str | None = None
@@ -195,7 +201,8 @@ LEAST_SHARE = 1e-5
 def suggest(history: History, rng: np.random.Generator, *, explains: bool = False) -> Suggestion:
     """Choose the next trial's batch size by the job's policy, which may advance the job's generator, `rng`.
 
-    If `explains`, the suggestion includes the numbers behind it, unless the policy has none.
+    If `explains`, the suggestion includes the numbers behind it, unless the policy has none. While the job has no
+    target, it is not the policy that chooses (`core.targets`).
 
     Raises:
         NoSurvivorError: No batch size can run any more, or policy `zeus` has found none that reaches the target.
@@ -203,6 +210,9 @@ def suggest(history: History, rng: np.random.Generator, *, explains: bool = Fals
         ValueError: The policy has suggested a size that the job does not have.
     """
     policy = find(history.job.policy)
+    own = suggest_own_size(history) if history.job.target_metric is None else None
+    if own is not None:
+        return own
     suggestion = policy.suggest(history, rng)
     if suggestion.batch_size not in history.arms:
         raise ValueError(
@@ -225,7 +235,7 @@ def needs_bound(job: CreatedJob, trial: TrialRecord) -> bool:
     Policy `gp_voi` decides once when to stop a trial: at the dispatch if it knows the cost of an epoch, otherwise after
     the first epochs.
     """
-    return trial.epoch_bound is None and find(job.policy).bound is not None
+    return job.target_metric is not None and trial.epoch_bound is None and find(job.policy).bound is not None
 
 
 def bounded(history: History, trial: TrialRecord, report: Report) -> TrialRecord:
@@ -238,9 +248,16 @@ def stop_rule(job: CreatedJob, trial: TrialRecord, min_cost_j: float | None) -> 
     """Return the rule that stops a trial that has not reached the target.
 
     Policy `zeus` stops it at ``β · min_cost``, `gp_voi` at the trial's own bound, if it has one; both at `max_epochs`.
-    `min_cost_j` is the lowest cost of a trial of the job that reached the target, in joules, or None.
+    Without a target, there is no other rule.
+    `min_cost_j` is the lowest cost of a trial of the job that reached the target, in joules, or None. The rule counts
+    the trial's latest evaluations at the target.
     """
-    return find(job.policy).stop_rule(job, trial, min_cost_j)
+    if job.target_metric is None:
+        return StopRule(max_epochs=job.max_epochs)
+    rule = find(job.policy).stop_rule(job, trial, min_cost_j)
+    if not trial.confirmed:
+        return rule
+    return rule.model_copy(update={"confirmed": trial.confirmed, "confirmed_epoch": trial.epoch})
 
 
 def judge(
@@ -261,7 +278,8 @@ def judge(
     validates within its epochs sends a fraction in its first report.
 
     `judged_by` is the rule by which the training has already judged the report while the server was unreachable. It
-    takes precedence, because the training cannot be undone: by the current bound, it might have stopped earlier.
+    takes precedence, because the training cannot be undone: by the current bound, it might have stopped earlier. The
+    rule of the verdict is the server's, with this report in its count of evaluations at the target.
 
     Raises:
         InvalidReportError: The report contradicts earlier ones, or reached the target at no cost.
@@ -284,7 +302,7 @@ def judge(
             f"({job.eta_knob:g}) time and energy must be measured",
             field="energy",
         )
-    return verdict if verdict.rule is rule else replace(verdict, rule=rule)
+    return replace(verdict, rule=rule.confirmed_as(verdict.rule))
 
 
 def doubt(job: CreatedJob, report: Report, min_cost_j: float | None) -> str | None:

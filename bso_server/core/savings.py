@@ -1,33 +1,26 @@
-"""Savings of a job so far, compared with always using its default batch size.
+"""Savings of a job against always using its default batch size; the means of sizes under every η.
 
-Runs at the default would have been made anyway, and cancel out. Each run of another size that reached the target
-replaces a run at the default, whose expected cost is the mean cost of the default's runs, including their failures. The
-cost of the replacement is that of all trials of other sizes, however they ended, and of the trials at the default that
-the policy stopped.
-
-A few runs at the default do not show well how much they vary, so the variance relative to the mean is pooled over all
-batch sizes. With R runs elsewhere, n at the default of mean m, and the relative variance s² with ν degrees of freedom,
-R more runs at the default would have cost ``R·m ± t_ν · m·s·√(R²/n + R)``, a prediction interval for a sum of normal
-values (Hahn and Meeker, Statistical Intervals, 1991, §4.7).
+`core.verdict` judges the savings; here they are put together with what the trials of the job took.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
-from zeus_plugins.protocol import CreatedJob, Origin, SavedView, SavingsView, TrialState
-
-CERTAINTY = 0.9
-"""Probability that savings lie within their interval."""
+from bso_server.core.model import OBSERVED, TrialRecord
+from bso_server.core.verdict import CompletedRun, Evidence, Judge, Verdict, run_of, why_no_controls
+from zeus_plugins.protocol import ALIVE, AmountSaved, CreatedJob, Origin, SavingsView, SavingsWord, TrialState
 
 _UNSPENT = frozenset({TrialState.RUNNING, TrialState.SUSPENDED, TrialState.WITHDRAWN})
+_UNKNOWN = Verdict(SavingsWord.NOT_SHOWN, 0, None)
 
 
 @dataclass(frozen=True, slots=True)
 class Tally:
-    """Number of the trials of one batch size, state and origin; sums of their energy (J), time (s), and products."""
+    """Number of the trials of one batch size, state and origin; sums of their energy (J) and time (s)."""
 
     batch_size: int
     state: TrialState
@@ -35,125 +28,113 @@ class Tally:
     trials: int
     energy_j: float
     time_s: float
-    energy_squared: float
-    time_squared: float
-    energy_times_time: float
 
 
-def savings(job: CreatedJob, tallies: Sequence[Tally], best_cost_j: float | None) -> SavingsView | None:
-    """Return the savings of a job so far; None before a run at the default has reached the target.
+class Amounts(NamedTuple):
+    """Cost (J), energy (J) and time (s) of trials."""
 
-    `tallies` cover all trials of the job; `best_cost_j` is the expected cost of a run at the best size, or None.
+    cost_j: float
+    energy_j: float
+    time_s: float
+
+
+def amounts(job: CreatedJob, *, energy_j: float, time_s: float) -> Amounts:
+    """Return what energy and time cost, and both."""
+    return Amounts(job.cost_j(time_s=time_s, energy_j=energy_j), energy_j, time_s)
+
+
+def completed_count(tallies: Iterable[Tally]) -> int:
+    """Return the number of runs that reached the target."""
+    return sum(tally.trials for tally in tallies if tally.state is TrialState.COMPLETED)
+
+
+def savings(
+    job: CreatedJob, tallies: Sequence[Tally], best: int | None, judge_of: Callable[[str], Judge]
+) -> SavingsView:
+    """Return what is known of a job's saving.
+
+    Args:
+        job: The job.
+        tallies: Of all its trials.
+        best: The best batch size; None before a run has reached the target.
+        judge_of: Returns the judge of this best size by a field of `Amounts`, with all runs learned.
     """
-    spent = [tally for tally in tallies if tally.state not in _UNSPENT]
-    completed = [tally for tally in spent if tally.state is TrialState.COMPLETED]
-    if not any(tally.batch_size == job.default_batch_size for tally in completed):
-        return None
-    time_j_per_s = (1 - job.eta_knob) * job.max_power
-    explored = [tally for tally in spent if tally.origin is Origin.EXPLORATION]
-    explored_j = sum(_total(tally, job.eta_knob, time_j_per_s) for tally in explored)
-    reached = sum(tally.trials for tally in explored if tally.state is TrialState.COMPLETED)
-    return SavingsView(
-        recurrences=sum(tally.trials for tally in completed),
-        energy_j=_saved(job, spent, per_joule=1.0, per_second=0.0),
-        time_s=_saved(job, spent, per_joule=0.0, per_second=1.0),
-        cost_j=_saved(job, spent, per_joule=job.eta_knob, per_second=time_j_per_s),
-        exploration_cost_j=max(explored_j - reached * (best_cost_j or 0.0), 0.0),
-    )
 
+    def spent(chosen: Callable[[Tally], bool]) -> Amounts:
+        found = [tally for tally in tallies if tally.state not in _UNSPENT and chosen(tally)]
+        energy_j, time_s = sum(tally.energy_j for tally in found), sum(tally.time_s for tally in found)
+        return amounts(job, energy_j=energy_j, time_s=time_s)
 
-def cost_of_default_j(job: CreatedJob, tallies: Iterable[Tally]) -> float | None:
-    """Return the mean cost of a run at the default size, including failures, in joules; None without a success."""
-    own = [
-        tally for tally in tallies if tally.state not in _UNSPENT and _is_of_default(job, tally.batch_size, tally.state)
-    ]
-    runs = sum(tally.trials for tally in own if tally.state is TrialState.COMPLETED)
-    per_second = (1 - job.eta_knob) * job.max_power
-    return sum(_total(tally, job.eta_knob, per_second) for tally in own) / runs if runs else None
+    def is_own(tally: Tally) -> bool:
+        # Such failures at the default would have been paid anyway, and cancel out.
+        ended = TrialState.COMPLETED, TrialState.EARLY_STOPPED
+        return tally.batch_size == job.default_batch_size and tally.state not in ended
 
-
-def gain_j(job: CreatedJob, batch_size: int, state: TrialState, cost_j: float, cost_of_default_j: float) -> float:
-    """Return the contribution of one trial to the cost that a job has saved, in joules."""
-    if state in _UNSPENT or _is_of_default(job, batch_size, state):
-        return 0.0
-    is_elsewhere = state is TrialState.COMPLETED and batch_size != job.default_batch_size
-    return (cost_of_default_j if is_elsewhere else 0.0) - cost_j
-
-
-def _is_of_default(job: CreatedJob, batch_size: int, state: TrialState) -> bool:
-    """Return True if such a trial would also have been made without an optimizer."""
-    return batch_size == job.default_batch_size and state is not TrialState.EARLY_STOPPED
-
-
-def _saved(job: CreatedJob, spent: Sequence[Tally], *, per_joule: float, per_second: float) -> SavedView:
-    """Return the savings of ``per_joule · energy + per_second · time``."""
-
-    def total(tallies: Iterable[Tally]) -> float:
-        return sum(_total(tally, per_joule, per_second) for tally in tallies)
-
-    own = [tally for tally in spent if _is_of_default(job, tally.batch_size, tally.state)]
-    runs = sum(tally.trials for tally in own if tally.state is TrialState.COMPLETED)
-    mean = total(own) / runs
-    elsewhere = sum(
-        tally.trials
-        for tally in spent
-        if tally.state is TrialState.COMPLETED and tally.batch_size != job.default_batch_size
-    )
-    everything = total(spent)
-    default = total(own) + elsewhere * mean
-    saved = default - everything
-    variance, freedom = _relative_variance(spent, per_joule, per_second)
-    if elsewhere and not freedom:
-        return SavedView(spent=everything, default=default, saved=saved, low=None, high=None)
-    reach = mean * math.sqrt(variance * (elsewhere**2 / runs + elsewhere))
-    if reach:
-        reach *= student_quantile(freedom)
-    return SavedView(spent=everything, default=default, saved=saved, low=saved - reach, high=saved + reach)
-
-
-def _relative_variance(spent: Sequence[Tally], per_joule: float, per_second: float) -> tuple[float, int]:
-    """Return the relative variance of runs that reached the target, pooled over sizes, and its degrees of freedom."""
-    by_size: dict[int, list[Tally]] = {}
-    for tally in spent:
-        if tally.state is TrialState.COMPLETED:
-            by_size.setdefault(tally.batch_size, []).append(tally)
-    deviations, freedom = 0.0, 0
-    for tallies in by_size.values():
-        runs = sum(tally.trials for tally in tallies)
-        mean = sum(_total(tally, per_joule, per_second) for tally in tallies) / runs
-        squares = sum(
-            per_joule**2 * tally.energy_squared
-            + 2 * per_joule * per_second * tally.energy_times_time
-            + per_second**2 * tally.time_squared
-            for tally in tallies
+    everything, compared = spent(lambda _: True), spent(lambda tally: not is_own(tally))
+    wasted = spent(lambda tally: tally.state is not TrialState.COMPLETED and not is_own(tally))
+    verdicts = {
+        name: _UNKNOWN if best is None else judge_of(name).verdict(getattr(wasted, name)) for name in Amounts._fields
+    }
+    cost = verdicts["cost_j"]
+    if cost.cause is not None:
+        ended = Counter[TrialState]()
+        for tally in tallies:
+            if tally.batch_size == job.default_batch_size and tally.state not in ALIVE:
+                ended[tally.state] += tally.trials
+        observed = sum(ended[state] for state in OBSERVED)
+        never = why_no_controls(
+            job,
+            reached=ended[TrialState.COMPLETED],
+            missed=observed - ended[TrialState.COMPLETED],
+            broken_off=ended.total() - observed,
+            is_infeasible=bool(ended[TrialState.INFEASIBLE]),
         )
-        if mean > 0:
-            deviations += max(squares / mean**2 - runs, 0.0)
-            freedom += runs - 1
-    return (deviations / freedom if freedom else 0.0), freedom
-
-
-def _total(tally: Tally, per_joule: float, per_second: float) -> float:
-    return per_joule * tally.energy_j + per_second * tally.time_s
-
-
-def student_quantile(freedom: int) -> float:
-    """Return the two-sided quantile of Student's t distribution for the probability `CERTAINTY`.
-
-    Closed forms for one and two degrees of freedom; from three on, the expansion of Abramowitz and Stegun (26.7.5),
-    with an error below 0.5 %.
-    """
-    if freedom == 1:
-        return math.tan(math.pi * CERTAINTY / 2)
-    if freedom == 2:
-        return CERTAINTY * math.sqrt(2 / (1 - CERTAINTY**2))
-    z = 1.6448536269514722  # quantile of the normal distribution
-    return (
-        z
-        + (z**3 + z) / (4 * freedom)
-        + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)
-        + (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * freedom**3)
+        if never is not None:
+            cost = replace(cost, cause=never, runs_needed=None, controls_needed=None)
+    saved = {
+        name: AmountSaved(
+            spent=getattr(everything, name),
+            now=each.now,
+            so_far=each.so_far,
+            saved=_amount_saved(getattr(compared, name), each),
+        )
+        for name, each in verdicts.items()
+    }
+    return SavingsView(
+        word=cost.word,
+        default_batch_size=job.default_batch_size,
+        batch_size=best,
+        **saved,
+        controls=cost.controls,
+        runs_needed=cost.runs_needed,
+        controls_needed=cost.controls_needed,
+        cause=cost.cause,
+        recurrences=completed_count(tallies),
+        exploration_cost_j=spent(lambda tally: tally.origin is Origin.EXPLORATION).cost_j,
+        control_cost_j=spent(lambda tally: tally.origin is Origin.CONTROL).cost_j,
     )
+
+
+def learn(job: CreatedJob, by: Mapping[str, Evidence], trials: Sequence[TrialRecord | CompletedRun]) -> None:
+    """Add trials that reached the target, in the order in which they ended, to the evidence by fields of `Amounts`."""
+    taken = [amounts(job, energy_j=trial.energy_j, time_s=trial.time_s) for trial in trials]
+    for name, evidence in by.items():
+        evidence.add(run_of(trial, getattr(took, name)) for trial, took in zip(trials, taken, strict=True))
+
+
+def savings_of_trials(job: CreatedJob, trials: Iterable[TrialRecord], best: int | None) -> SavingsView:
+    """Return what is known of the saving of a job in memory, from all its trials; `best` as in `savings`."""
+    trials = sorted(trials, key=lambda trial: trial.ended_event or 0)
+    by = {name: Evidence(job.default_batch_size) for name in Amounts._fields}
+    learn(job, by, [trial for trial in trials if trial.state is TrialState.COMPLETED])
+    tallies = [Tally(each.batch_size, each.state, each.origin, 1, each.energy_j, each.time_s) for each in trials]
+    return savings(job, tallies, best, lambda name: by[name].judge(best or job.default_batch_size))
+
+
+def _amount_saved(spent: float, verdict: Verdict) -> float | None:
+    """Return what was saved if the job has paid back its exploration and control runs, otherwise None."""
+    share = verdict.so_far
+    return spent * share.middle / (1 - share.middle) if share is not None and verdict.is_paid_back else None
 
 
 @dataclass(frozen=True, slots=True)

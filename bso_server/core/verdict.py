@@ -3,26 +3,33 @@
 Evidence are the runs at the default and at the best size since exploration ended. Runs of the exploration are no
 evidence: the best size was chosen because it looked cheap there, and the first run of a job is often a slow one.
 
-A policy that has found its best size never runs the default again. Control runs at the default therefore follow at
-random distances: a fixed distance would meet other influences of the same period, such as a backup every fourth night.
+A policy that has found its best size never runs the default again. Control runs at the default therefore take a drawn
+place in each block of a few trials: a fixed distance would meet other influences of the same period, such as a backup
+every fourth night. The place follows from the number of trials alone, so that a control run that fails is not repeated
+at once.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-from dataclasses import dataclass
-from enum import StrEnum
+import zlib
+from bisect import bisect
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from bso_server.core.effect import PRIOR_SD, Effect, EffectModel
+from bso_server.core.model import EpochBound, History, Suggestion, TrialRecord
+from bso_server.core.policy import find
+from zeus_plugins.protocol import CreatedJob, Origin, SavingsWord, Share, StopRule, is_busy
 
 LEAST_CONTROLS = 3
 """Number of control runs before any verdict: with fewer, the noise from run to run is hardly known."""
-_FIRST, _EARLY, _LATE = (1, 2), (2, 6), (50, 75)
-"""Least and greatest distance of a control run from the one before, in runs: the first, until the verdict is shown, and
-afterwards. A control run costs what a run at the best size saves, so that late ones cost at most 2 % of the saving."""
+_FIRST, _EARLY, _LATE = 2, 4, 62
+"""Trials in a block with one control run: for the first control run, until the verdict is shown, and afterwards. A
+control run costs what a run at the best size saves, so that late ones cost less than 2 % of the saving."""
 _FAR = 3.0
 """A default that costs so many times as much as the best size needs no further control runs."""
 _ERROR = 0.055
@@ -34,15 +41,16 @@ _MEDIAN_SPREAD = 1.2
 """Spread of a cost about the median of `_NEAREST` others, over the spread of a cost."""
 _NORMAL_90 = 1.645
 _FORESEEN = 400
+_LARGEST = 50.0
+"""Stands for an effect that nothing bounds from above."""
 _SMALL = 0.1
-
-
-class Word(StrEnum):
-    """The verdict on a run now, at the best size, against one at the default."""
-
-    SAVES = "saves"
-    LOSES = "loses"
-    NOT_SHOWN = "not shown yet"
+_FAILURES = 5
+"""So many crashes and other breaks at the default, beyond the runs that reached the target, end the control runs."""
+_UNKNOWN_PACE = 0.6
+"""No verdict while a greater share of what was unknown of the cost per epoch before any run still is: the belief before
+the runs would decide, where those at one of the sizes were on a busy machine."""
+_LEARNED = 2000
+"""Of a long job, as many of the latest runs are evidence, at most twice as many: learning one takes 0.15 ms."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,48 +60,65 @@ class Run:
     Attributes:
         batch_size: Its batch size.
         epochs: Epochs until the target.
-        cost_j: Its cost, joules.
-        wasted_j: Cost of trials that were stopped or failed since the run before, joules.
+        amount: What it took: its cost or energy (J), or its time (s).
         is_exploration: Whether the policy chose its size to learn about that size.
+        is_busy: Whether the machine was busy, so that the cost of an epoch is compared with that of other such runs.
     """
 
     batch_size: int
     epochs: float
-    cost_j: float
-    wasted_j: float = 0.0
+    amount: float
     is_exploration: bool = False
+    is_busy: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
-    """A share of the default's cost that is saved (negative: lost), with its 90 % interval; None: no bound known."""
+class CompletedRun:
+    """What the database holds of a trial that reached the target; `epoch` is None if it was imported from Zeus."""
 
-    low: float | None
-    middle: float
-    high: float
+    ended_event: int
+    trial_number: int
+    batch_size: int
+    origin: Origin
+    epoch: float | None
+    time_s: float
+    energy_j: float
+    waited_share: float | None
+
+
+def run_of(trial: TrialRecord | CompletedRun, amount: float) -> Run:
+    """Return the run of a trial that reached the target and took this amount."""
+    explored = trial.origin is Origin.EXPLORATION
+    return Run(trial.batch_size, trial.epoch or 0.0, amount, explored, is_busy(trial.waited_share))
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What is shown of a job's saving.
+    """Judgement of a job's saving in one measure.
 
     Attributes:
         word: Whether a run now saves.
         now: Saving of a run now; None without evidence.
         so_far: Saving of all runs until now, exploration and control runs paid; None without evidence.
-        paid_back: Whether the whole interval of `so_far` is above 0.
         controls: Runs at the default that count as evidence.
-        runs_needed: About how many more runs would settle the verdict; None if it is shown, or nobody can say.
+        runs_needed: About how many more runs would settle the verdict; None if it is shown, or none can be foreseen.
+        controls_needed: How many of those at the default.
         cause: Why it is not shown; None if it is.
     """
 
-    word: Word
-    now: Share | None
-    so_far: Share | None
-    paid_back: bool
+    word: SavingsWord
     controls: int
-    runs_needed: int | None
     cause: str | None
+    now: Share | None = None
+    so_far: Share | None = None
+    runs_needed: int | None = None
+    controls_needed: int | None = None
+
+    @property
+    def is_paid_back(self) -> bool:
+        """True if a verdict is shown, and the whole interval of `so_far` is above 0."""
+        is_shown = self.word is not SavingsWord.NOT_SHOWN
+        return is_shown and self.so_far is not None and self.so_far.low is not None and self.so_far.low > 0
 
 
 class Judge:
@@ -107,82 +132,119 @@ class Judge:
     def __init__(self, default: int, best: int) -> None:
         self._default, self._best = default, best
         self._runs: list[Run] = []
-        self._model = EffectModel()
-        self._controls, self._others = 0, 0
+        self._first_learned = 0
+        self._forget()
 
-    def add(self, run: Run) -> None:
-        """Learn one run."""
+    def _forget(self) -> None:
+        self._model = EffectModel()
+        self._controls = self._others = self._busy = 0
+
+    @property
+    def count(self) -> int:
+        """Number of runs learned."""
+        return len(self._runs)
+
+    @property
+    def controls(self) -> int:
+        """Number of runs at the default that are evidence."""
+        return self._controls
+
+    def learn(self, runs: Sequence[Run]) -> None:
+        """Learn further runs."""
+        known = len(self._runs)
+        self._runs += runs
+        first = max(len(self._runs) // _LEARNED - 1, 0) * _LEARNED
+        if first > self._first_learned:
+            # A function of the runs alone, however many at a time were learned.
+            self._first_learned = known = first
+            self._forget()
+        for number in range(known, len(self._runs)):
+            self._learn(self._runs[number], is_first=not number)
+
+    def _learn(self, run: Run, *, is_first: bool) -> None:
         is_default = run.batch_size == self._default
-        if is_default and not self._runs:
+        if run.amount <= 0 or run.epochs <= 0 or (run.is_exploration and not (is_default and is_first)):
+            self._model.skip()
+        elif is_default and is_first:
             self._model.add_epochs(run.epochs, is_default=True)
-        elif run.is_exploration or run.batch_size not in (self._default, self._best):
+        elif not is_default and run.batch_size != self._best:
             self._model.skip()
         else:
-            self._model.add(run.epochs, run.cost_j, is_default=is_default)
+            self._model.add(run.epochs, run.amount, is_default=is_default, is_busy=run.is_busy)
+            self._busy += run.is_busy
             self._controls += is_default
             self._others += not is_default
-        self._runs.append(run)
 
-    def verdict(self) -> Verdict:
-        """Return the verdict after the latest run."""
-        if self._best == self._default:
-            return self._no_evidence("the default is the best size")
-        if not self._controls:
-            return self._no_evidence("no run at the default since exploration ended")
+    def now(self) -> tuple[SavingsWord, Effect | None]:
+        """Return the word on a run now, and the effect of the batch size; None without evidence."""
+        if self._best == self._default or not self._controls:
+            return SavingsWord.NOT_SHOWN, None
         effect = self._model.effect(_ERROR)
-        word = Word.NOT_SHOWN
-        if self._controls >= LEAST_CONTROLS:
-            word = Word.SAVES if effect.low > 0 else Word.LOSES if effect.high < 0 else Word.NOT_SHOWN
-        so_far = self._saving_so_far(effect)
-        is_shown = word is not Word.NOT_SHOWN
+        if self._is_pace_unknown or self._controls < LEAST_CONTROLS or effect.low <= 0 <= effect.high:
+            return SavingsWord.NOT_SHOWN, effect
+        return SavingsWord.SAVES if effect.low > 0 else SavingsWord.LOSES, effect
+
+    @property
+    def _is_pace_unknown(self) -> bool:
+        return self._model.unknown_pace() > _UNKNOWN_PACE
+
+    def verdict(self, wasted: float = 0.0) -> Verdict:
+        """Return the verdict after the latest run; `wasted` is what trials without the target took."""
+        word, effect = self.now()
+        if effect is None:
+            none = f"no control run at {self._default} yet"
+            return Verdict(word, self._controls, None if self._best == self._default else none)
+        if self._is_pace_unknown:
+            return Verdict(word, self._controls, self._cause(effect))
+        is_shown = word is not SavingsWord.NOT_SHOWN
+        needed = None if is_shown else self._runs_needed(effect)
         return Verdict(
             word=word,
-            now=Share(_saved(effect.low), -math.expm1(-effect.middle), -math.expm1(-effect.high)),
-            so_far=so_far,
-            paid_back=so_far.low is not None and so_far.low > 0,
             controls=self._controls,
-            runs_needed=None if is_shown else self._runs_needed(effect),
             cause=None if is_shown else self._cause(effect),
+            now=Share(low=_saved(effect.low), middle=-math.expm1(-effect.middle), high=-math.expm1(-effect.high)),
+            so_far=self._saving_so_far(effect, wasted),
+            runs_needed=needed,
+            controls_needed=None if needed is None else math.ceil(needed / _EARLY),
         )
 
-    def _no_evidence(self, cause: str) -> Verdict:
-        return Verdict(Word.NOT_SHOWN, None, None, False, self._controls, None, cause)
-
-    def _saving_so_far(self, effect: Effect) -> Share:
+    def _saving_so_far(self, effect: Effect, wasted: float) -> Share:
         """Return the saving of all runs, over runs at the default alone.
 
-        A run at the default counts as it is. A run at the best size would have cost exp(effect) times as much at the
+        A run at the default counts as it is. A run at the best size would have taken exp(effect) times as much at the
         default; so would the median of those at the best size nearest to it, in place of a run at another size.
         """
-        at_best = [(number, run.cost_j) for number, run in enumerate(self._runs) if run.batch_size == self._best]
+        at_best = [number for number, run in enumerate(self._runs) if run.batch_size == self._best]
         spread = math.hypot(*self._model.spreads())
-        paid_j = sum(run.cost_j + run.wasted_j for run in self._runs)
-        fixed_j = sum(run.cost_j for run in self._runs if run.batch_size == self._default)
-        scaled_j = sum(cost_j for _, cost_j in at_best)
+        paid = wasted + sum(run.amount for run in self._runs)
+        fixed = sum(run.amount for run in self._runs if run.batch_size == self._default)
+        scaled = sum(self._runs[number].amount for number in at_best)
         variance = 0.0
         for number, run in enumerate(self._runs):
             if run.batch_size not in (self._default, self._best) and at_best:
-                nearest = sorted((abs(other - number), cost_j) for other, cost_j in at_best)[:_NEAREST]
-                median_j = statistics.median(cost_j for _, cost_j in nearest)
-                scaled_j += median_j
-                variance += (_MEDIAN_SPREAD * spread * median_j) ** 2
-        reach_j = _NORMAL_90 * math.sqrt(variance)
+                place = bisect(at_best, number)
+                around = at_best[max(place - _NEAREST, 0) : place + _NEAREST]
+                nearest = sorted(around, key=lambda other: abs(other - number))[:_NEAREST]
+                median = statistics.median(self._runs[other].amount for other in nearest)
+                scaled += median
+                variance += (_MEDIAN_SPREAD * spread * median) ** 2
+        reach = _NORMAL_90 * math.sqrt(variance)
 
-        def share(delta: float, error_j: float) -> float:
-            if delta == math.inf:
-                return 1.0
-            return 1 - paid_j / (fixed_j + max(scaled_j + error_j, 1e-9) * math.exp(delta))
+        def share(delta: float, error: float) -> float:
+            return 1 - paid / (fixed + max(scaled + error, 0.0) * math.exp(min(delta, _LARGEST)))
 
-        low = None if effect.low == -math.inf else share(effect.low, -reach_j)
-        return Share(low, share(effect.middle, 0.0), share(effect.high, reach_j))
+        low = None if effect.low == -math.inf else share(effect.low, -reach)
+        return Share(low=low, middle=share(effect.middle, 0.0), high=share(effect.high, reach))
 
     def _runs_needed(self, effect: Effect) -> int | None:
         """Return after how many more runs the effect as estimated now would be shown; None beyond `_FORESEEN`."""
-        noise, prior, distance = sum(spread**2 for spread in self._model.spreads()), PRIOR_SD**2, sum(_EARLY) / 2
+        prior, (epochs, rate), walk = PRIOR_SD**2, self._model.spreads(), self._model.drift()
+        # Between control runs the pace is known as well as the steady state of a local level model knows it.
+        pace = (walk**2 + walk * math.sqrt(walk**2 + 4 * rate**2)) / 2
         for more in range(1, _FORESEEN):
-            controls = self._controls + more / distance
-            others = max(self._others + more - more / distance, 1.0)
-            variance = noise * (1 / controls + 1 / others)
+            controls = self._controls + more / _EARLY
+            others = max(self._others + more - more / _EARLY, 1.0)
+            variance = (epochs**2 + rate**2 + pace) / controls + epochs**2 / others
             evidence = effect.middle**2 / (2 * variance) * prior / (prior + variance)
             if controls >= LEAST_CONTROLS and evidence - math.log1p(prior / variance) / 2 > -math.log(2 * _ERROR):
                 return more
@@ -195,7 +257,12 @@ class Judge:
         low, high = _saved(effect.low), -math.expm1(-effect.high)
         if low is not None and low > -_SMALL and high < _SMALL:
             return f"the difference is small: a run saves between {low:.0%} and {high:.0%}"
+        if 2 * self._busy > self._controls + self._others:
+            return f"{self._busy} of {self._controls + self._others} runs were on a busy machine"
         epochs, rate = self._model.spreads()
+        drift = self._model.drift()
+        if drift > max(epochs, rate):
+            return f"the machine's pace drifts: the cost of an epoch changes by {drift:.0%} from run to run"
         part, spread = ("cost of an epoch", rate) if rate > epochs else ("number of epochs", epochs)
         return f"the {part} varies by {spread:.0%} from run to run"
 
@@ -205,21 +272,99 @@ def _saved(effect: float) -> float | None:
     return None if effect == -math.inf else -math.expm1(-effect)
 
 
-def is_control_due(verdict: Verdict, runs_since: int, seed: int) -> bool:
-    """Return whether the next run must use the default.
+class Evidence:
+    """The runs of a job in one measure, with a judge for each batch size that has been the best one."""
+
+    def __init__(self, default: int) -> None:
+        self._default = default
+        self._runs: list[Run] = []
+        self._judges: dict[int, Judge] = {}
+
+    def add(self, runs: Iterable[Run]) -> None:
+        """Add further runs, in the order in which they ended."""
+        self._runs.extend(runs)
+
+    def judge(self, best: int) -> Judge:
+        """Return the judge of this best size, which has learned all runs."""
+        judge = self._judges.setdefault(best, Judge(self._default, best))
+        judge.learn(self._runs[judge.count :])
+        return judge
+
+
+def is_control_due(job: CreatedJob, judge: Judge, number: int) -> bool:
+    """Return whether the next run, after `number` trials, must be a control run instead of one at the best size."""
+    # Not from the id: a job's copy under another id decides alike.
+    seed = zlib.crc32(job.job_id_prefix.encode()) if job.mab_seed is None else job.mab_seed
+    if isinstance(job.controls, float):
+        return bool(np.random.default_rng([seed, number]).random() < job.controls)
+    word, effect = judge.now()
+    if word is SavingsWord.LOSES:
+        return False
+    if word is SavingsWord.SAVES and effect is not None and effect.middle > math.log(_FAR):
+        return False
+    early = _EARLY if judge.controls else _FIRST
+    length = _LATE if word is SavingsWord.SAVES else early
+    return number % length == int(np.random.default_rng([seed, number // length, length]).integers(length))
+
+
+def why_no_controls(job: CreatedJob, *, reached: int, missed: int, broken_off: int, is_infeasible: bool) -> str | None:
+    """Return in plain words why a job gets no control runs; None if it may get some.
 
     Args:
-        verdict: The verdict as of now, on the present best size.
-        runs_since: Runs at the best size since the last control run, or since exploration ended.
-        seed: The job's seed, from which distances are drawn.
+        job: The job.
+        reached: Number of its trials at the default that reached the target.
+        missed: Number of those that trained to their end, or were stopped, without the target: they show no cost.
+        broken_off: Number of those that ended in any other way, such as a crash.
+        is_infeasible: Whether the default does not fit into memory, or always crashed.
     """
-    if verdict.word is Word.LOSES:
-        return False
-    if verdict.word is Word.SAVES:
-        if verdict.now is not None and verdict.now.middle > 1 - 1 / _FAR:
-            return False
-        least, most = _LATE
-    else:
-        least, most = _EARLY if verdict.controls else _FIRST
-    distance = np.random.default_rng([seed, verdict.controls]).integers(least, most, endpoint=True)
-    return runs_since + 1 >= int(distance)
+    default, ended = job.default_batch_size, reached + missed + broken_off
+    if job.controls == "off":
+        return "control runs are off"
+    if not find(job.policy).controls:
+        return f"the policy {job.policy} makes no control runs"
+    if is_infeasible:
+        return f"{default} does not run on this hardware"
+    if missed >= max(reached, 1) or broken_off > reached + _FAILURES:
+        return f"{default} reached the target in {reached} of {ended} runs, too few for control runs"
+    return None
+
+
+def with_control(history: History, suggestion: Suggestion, judge_of: Callable[[int], Judge]) -> Suggestion:
+    """Return the suggestion, or a control run at the default in its place.
+
+    A control run takes the place of a run at the best size, one at a time.
+
+    Args:
+        history: As for the suggestion.
+        suggestion: The policy's.
+        judge_of: Returns the judge of this best size, which has learned all runs by cost.
+    """
+    job = history.job
+    default, arm = job.default_batch_size, history.arms[job.default_batch_size]
+    under_way = sum(trial.batch_size == default for trial in history.in_flight)
+    never = why_no_controls(
+        job,
+        reached=arm.completed.count,
+        missed=arm.observed.count - arm.completed.count,
+        broken_off=arm.trials - under_way - arm.observed.count,
+        is_infeasible=arm.infeasible is not None,
+    )
+    if (
+        never is not None
+        or suggestion.origin is not Origin.INCUMBENT
+        or suggestion.batch_size == default
+        or any(trial.origin is Origin.CONTROL for trial in history.in_flight)
+        or not is_control_due(job, judge_of(suggestion.batch_size), sum(each.trials for each in history.arms.values()))
+    ):
+        return suggestion
+    decision = suggestion.decision
+    if decision is not None:
+        decision = decision.model_copy(update={"stop": StopRule(max_epochs=job.max_epochs)})
+    return replace(
+        suggestion,
+        batch_size=default,
+        origin=Origin.CONTROL,
+        reason=f"control run at your default, {default}: it keeps the saving measured, not believed",
+        bound=EpochBound(job.max_epochs, "a control run is not stopped early"),
+        decision=decision,
+    )

@@ -22,10 +22,20 @@ import numpy as np
 import numpy.typing as npt
 
 from bso_server.core.model import Expectations, ExpectedCost, History, Statistics, Suggestion, TrialRecord, cost_of
-from bso_server.core.phrases import BAND_SDS, joules_in_words
+from bso_server.core.phrases import BAND_SDS
 from bso_server.core.policy import Policy
 from bso_server.errors import InvalidJobError, NoSurvivorError
-from zeus_plugins.protocol import ALIVE, CreatedJob, Decision, Origin, SizeBelief, StopRule, TrialState
+from zeus_plugins.protocol import (
+    ALIVE,
+    CreatedJob,
+    Decision,
+    Origin,
+    SizeBelief,
+    StopRule,
+    TrialState,
+    expected_in_words,
+    joules_in_words,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +158,9 @@ def expectations(history: History) -> Expectations:
         known = (
             arm if arm.observations else fit(history.arms[size].completed.negated(), prior_mean=0, prior_precision=0)
         )
-        costs[size] = ExpectedCost(-known.mean, known.std if known.observations > 1 else None)
+        mean_j, reach_j = -known.mean, BAND_SDS * known.std
+        band_j = (max(mean_j - reach_j, 0.0), mean_j + reach_j) if known.observations > 1 else None
+        costs[size] = ExpectedCost(mean_j, band_j)
     return Expectations(costs, min(costs, key=lambda size: costs[size].mean_j, default=None))
 
 
@@ -220,23 +232,29 @@ def explain(history: History, suggestion: Suggestion) -> Decision:
     chances: dict[int, float] = {}
     if suggestion.survivors is not None and known.costs:
         means = np.array([cost.mean_j for cost in known.costs.values()])
-        chance = chances_lowest(means, np.array([cost.std_j or 0.0 for cost in known.costs.values()]))
+        highs = np.array([cost.mean_j if cost.band_j is None else cost.band_j[1] for cost in known.costs.values()])
+        chance = chances_lowest(means, (highs - means) / BAND_SDS)
         chances = dict(zip(known.costs, chance.tolist(), strict=True))
     found = []
     for size in sizes:
         numbers: dict[str, float | None] = {}
         if (cost := known.costs.get(size)) is not None:
             numbers = {"expected_cost_j": cost.mean_j, "chance_best": chances.get(size)}
-            if cost.std_j is not None:
-                band_j = BAND_SDS * cost.std_j
-                numbers |= {"low_j": max(cost.mean_j - band_j, 0.0), "high_j": cost.mean_j + band_j}
+            if cost.band_j is not None:
+                numbers |= dict(zip(("low_j", "high_j"), cost.band_j, strict=True))
         found.append(SizeBelief(batch_size=size, **numbers))
     min_cost_j = None if history.cheapest is None else history.cheapest.cost_j
     return Decision(sizes=tuple(found), incumbent=known.best, stop=stop_rule(history.job, None, min_cost_j))
 
 
 def check(job: CreatedJob) -> None:
-    """Raise `InvalidJobError` for a job whose window is smaller than its required explorations per size."""
+    """Raise `InvalidJobError` for a window smaller than the required explorations per size, or for control runs."""
+    if isinstance(job.controls, float):
+        raise InvalidJobError(
+            f"policy zeus decides as Zeus does, which makes no control runs: leave out controls={job.controls:g}, or "
+            'use policy="gp_voi"',
+            field="controls",
+        )
     if _explores_in_vain(job):
         raise InvalidJobError(
             f"a window of {job.window_size} runs never holds the {job.mab_num_explorations} that mab_num_explorations "
@@ -301,11 +319,12 @@ def _drawn(history: History, survivors: tuple[int, ...], rng: np.random.Generato
         reason = "never measured before"
     else:
         best = max((size for size in arms if arms[size].observations), key=lambda size: arms[size].mean)
-        cost = joules_in_words(-arms[best].mean)
+        completed = history.arms[best].completed
+        cost = expected_in_words(-arms[best].mean, completed.count, completed.mean)
         if batch_size == best:
-            reason = f"best so far, at {cost}"
+            reason = f"best so far, {cost}"
         else:
-            reason = f"tried {batch_size} again: it may be cheaper than {best}, which is the best known at {cost}"
+            reason = f"tried {batch_size} again: it may be cheaper than {best}, the best so far, {cost}"
     return Suggestion(batch_size, Origin.BANDIT, reason, survivors)
 
 

@@ -43,7 +43,7 @@ from bso_server.errors import BsoError
 from bso_server.metrics import DIRECTORY_VARIABLE
 from bso_server.service.health import JobTotals
 from bso_server.service.reading import version_view
-from zeus_plugins.protocol import FINAL, OWN_POLICIES, Origin, Stage, TrialState
+from zeus_plugins.protocol import FINAL, OWN_POLICIES, Origin, SavingsWord, Stage, TrialState
 
 _METHODS = frozenset(HTTPMethod)
 
@@ -155,13 +155,14 @@ _FAMILIES = {
     "zeus_bso_trials": ("Trials.", ("state",)),
     "zeus_bso_silent_trials": ("Trials whose leases have run out and that nobody has abandoned.", ()),
     "zeus_bso_energy_joules": ("Energy that all trials have taken, as far as they have reported.", ()),
-    "zeus_bso_saved_energy_joules": ("Energy saved over the default batch sizes, where that is known.", ()),
+    "zeus_bso_verdicts": ("Jobs whose best batch size saves, loses, or has not been shown to.", ("verdict",)),
+    "zeus_bso_saved_energy_joules": ("Energy saved over the default batch sizes, by jobs that have paid it back.", ()),
     "zeus_bso_saved_time_seconds": ("Time of trainings saved likewise.", ()),
     "zeus_bso_saved_cost_joules": ("Cost saved likewise.", ()),
     "zeus_bso_job_trials": ("Trials of a job.", ("job", "state")),
     "zeus_bso_job_energy_joules": ("Energy that the trials of a job have taken.", ("job",)),
-    "zeus_bso_job_saved_energy_joules": ("Energy that a job has saved, if that is known.", ("job",)),
-    "zeus_bso_job_saved_cost_joules": ("Cost that a job has saved, if that is known.", ("job",)),
+    "zeus_bso_job_saved_energy_joules": ("Energy that a job has saved, once it is paid back.", ("job",)),
+    "zeus_bso_job_saved_cost_joules": ("Cost that a job has saved, once it is paid back.", ("job",)),
     "zeus_bso_unnamed_jobs": ("Jobs that ZEUS_BSO_METRICS_JOBS names beyond the 200 that are told of.", ()),
 }
 
@@ -289,12 +290,15 @@ def samples_of(totals: Mapping[str, JobTotals], named: str | None) -> Samples:
     """Return the values of all metrics of these jobs, and of each job whose id matches the pattern `named`."""
     jobs: dict[tuple[str, str], int] = {(policy, stage): 0 for policy in OWN_POLICIES for stage in Stage}
     trials: dict[str, int] = dict.fromkeys(TrialState, 0)
+    verdicts: dict[str, int] = dict.fromkeys(SavingsWord, 0)
     for each in totals.values():
         jobs[each.policy, each.stage] = jobs.get((each.policy, each.stage), 0) + 1
+        verdicts[each.verdict] += 1
         for state, count in each.trials.items():
             trials[state] += count
     samples: Samples = {
         "zeus_bso_jobs": [(list(labels), count) for labels, count in jobs.items()],
+        "zeus_bso_verdicts": [([word], count) for word, count in verdicts.items()],
         "zeus_bso_trials": [([state], count) for state, count in trials.items()],
     }
     for name, total in _SUMS.items():

@@ -18,7 +18,7 @@ from bso_server.core.gp_voi.gaussian_process import (
     moments_given_larger,
 )
 from bso_server.core.gp_voi.prior import CONSTANTS, Sizes, laws
-from bso_server.core.gp_voi.run_costs import CostRun, CostRuns, change_of
+from bso_server.core.gp_voi.run_costs import CostRun, CostRuns, change_of, doubt_of
 from bso_server.core.model import OBSERVED, TrialRecord, log_costs_per_epoch
 from zeus_plugins.protocol import CreatedJob, Origin, TrialState
 
@@ -94,14 +94,14 @@ class Belief:
         costs = () if self.are_costs_guessed else self.costs
         return replace(self, costs=(*costs, run)[-CONSTANTS.most_cost_runs :], are_costs_guessed=False)
 
-    def perhaps_costing(self, log_first_cost: float, log_startup: float | None) -> Belief:
+    def perhaps_costing(self, log_first_cost: float, log_startup: float | None, doubt: float = 0.0) -> Belief:
         """Add a guess from a trial of which only the first epoch's cost is known (log of joules).
 
-        `log_startup` is the start-up's share in that cost; None if no size knows it.
+        `log_startup` is the start-up's share in that cost; None if no size knows it. `doubt` is as in `Outcome`.
         """
         if not self.are_costs_guessed:
             return self
-        doubt = 0.0 if log_startup is None else CONSTANTS.first_epoch_sd**2
+        doubt += 0.0 if log_startup is None else CONSTANTS.first_epoch_sd**2
         run = CostRun(log_first_cost - (log_startup or 0.0), 1.0, doubt=doubt)
         return replace(self, costs=(*self.costs, run)[-CONSTANTS.most_cost_runs :])
 
@@ -139,6 +139,7 @@ class Outcome:
         reached: True if it reached the target.
         conclusive: True if it had all the epochs that it may have needed, so that missing the target is a failure.
             Otherwise it was stopped, and needed more epochs than it ran.
+        doubt: Variance of the log costs because the machine was busy.
     """
 
     index: int
@@ -148,6 +149,7 @@ class Outcome:
     epoch_step: float
     reached: bool
     conclusive: bool
+    doubt: float = 0.0
 
 
 def posterior_of(sizes: Sizes, beliefs: Beliefs) -> Posterior:
@@ -193,7 +195,7 @@ def _with_cost(sizes: Sizes, beliefs: Beliefs, outcome: Outcome) -> Beliefs:
     belief = replace(beliefs[index], epoch_step=min(outcome.epoch_step, 1.0))
     if later is None:
         if first is not None:
-            belief = belief.perhaps_costing(first, expected_startup(sizes, beliefs, index))
+            belief = belief.perhaps_costing(first, expected_startup(sizes, beliefs, index), outcome.doubt)
         return beliefs_with(beliefs, belief, index)
     if not belief.has_cost and first is not None:
         belief = replace(belief, log_startup=first - later.log_cost)
@@ -297,6 +299,7 @@ def after(beliefs: Beliefs, job: CreatedJob, trial: TrialRecord) -> Beliefs:
             epoch_step=trial.epoch / trial.report_count,
             reached=trial.state is TrialState.COMPLETED,
             conclusive=trial.state is TrialState.EXHAUSTED or trial.origin is Origin.INCUMBENT,
+            doubt=doubt_of(trial),
         )
         return after_outcome(Sizes.of(job), beliefs, outcome)
     # The reports before a crash give the cost of an epoch, if no other trial does.

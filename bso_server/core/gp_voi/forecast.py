@@ -17,6 +17,8 @@ from bso_server.core.gp_voi.gaussian_process import Posterior, cost_posterior
 from bso_server.core.gp_voi.prior import CONSTANTS, Array, Sizes, bounded_exp, laws
 from bso_server.core.gp_voi.run_costs import CostRun
 from bso_server.core.model import History, TrialRecord
+from bso_server.core.phrases import BAND_SDS
+from bso_server.core.quality import left_out
 
 _LEAST_EPOCHS = 1e-300
 
@@ -51,6 +53,8 @@ class Forecast:
         in_flight: Number of trials under way by the index of their size.
         horizon: Number of later runs that may profit from the result of a trial.
         length: Number of trials that the job has had, which seeds the samples.
+        max_epochs: Largest number of epochs of a run.
+        known: `epochs` and `epoch_costs` without the trials under way.
     """
 
     sizes: Sizes
@@ -63,6 +67,8 @@ class Forecast:
     in_flight: Mapping[int, int]
     horizon: float
     length: int
+    max_epochs: int
+    known: tuple[Posterior, Posterior]
 
     @classmethod
     def of(
@@ -74,8 +80,8 @@ class Forecast:
         """
         sizes = Sizes.of(history.job)
         runs = Counter(sizes.batch_sizes.index(trial.batch_size) for trial in in_flight)
-        epochs = posterior_of(sizes, beliefs).believing(runs)
-        epoch_costs = cost_posterior(sizes, tuple(belief.costs for belief in beliefs), trusted).believing(runs)
+        known = posterior_of(sizes, beliefs), cost_posterior(sizes, tuple(belief.costs for belief in beliefs), trusted)
+        epochs, epoch_costs = (each.believing(runs) for each in known)
         retries: Array = np.array([-math.log1p(-belief.failure_chance) for belief in beliefs])
         available = available_of(history)
         # Without a size that is known to reach the target, the sizes that missed it least often are next.
@@ -87,7 +93,10 @@ class Forecast:
         incumbent = min(candidates, key=log_costs.__getitem__)
         horizon = CONSTANTS.first_horizon + CONSTANTS.horizon_growth * history.recurrences
         length = sum(arm.trials for arm in history.arms.values())
-        return cls(sizes, beliefs, available, epochs, epoch_costs, retries, incumbent, runs, horizon, length)
+        max_epochs = history.job.max_epochs
+        return cls(
+            sizes, beliefs, available, epochs, epoch_costs, retries, incumbent, runs, horizon, length, max_epochs, known
+        )
 
     @cached_property
     def mean(self) -> Array:
@@ -104,14 +113,22 @@ class Forecast:
     def expected_cost_j(self, index: int) -> float:
         """Return the expected cost of a run at the size with this index: ``exp(μ + (V + s²)/2)``, a log-normal mean.
 
-        s² is the variance from run to run, of epochs and of their cost together.
+        V is the variance of the belief without the trials under way, whose results nobody has seen; s² is the variance
+        from run to run, of epochs and of their cost together. The highest possible cost of a run is the limit.
         """
-        run_variance = self.epochs.run_variance + self.epoch_costs.run_variance
-        return bounded_exp(float(self.mean[index]) + (float(self.variance[index]) + run_variance) / 2)
+        return self._limited_j(index, sum(float(each.variance[index]) for each in self.known) / 2)
 
-    def expected_cost_std_j(self, index: int) -> float:
-        """Return the standard deviation of the belief about the expected cost E: ``E · √(exp(V) − 1)``."""
-        return self.expected_cost_j(index) * math.sqrt(max(bounded_exp(float(self.variance[index])) - 1, 0.0))
+    def band_j(self, index: int) -> tuple[float, float]:
+        """Return the ends of the 90 % band of the expected cost, ``exp(μ + s²/2 ∓ 1.645·√V)``, with the same limit."""
+        reach = BAND_SDS * math.sqrt(sum(float(each.variance[index]) for each in self.known))
+        return self._limited_j(index, -reach), self._limited_j(index, reach)
+
+    def _limited_j(self, index: int, log_factor: float) -> float:
+        """Return ``exp(μ + s²/2 + log_factor)``, at most the expected cost of `max_epochs` epochs."""
+        epochs, costs = self.known
+        log_median = float(self.mean[index]) + (epochs.run_variance + costs.run_variance) / 2
+        log_epoch_cost = float(costs.mean[index]) + (float(costs.variance[index]) + costs.run_variance) / 2
+        return bounded_exp(min(log_median + log_factor, math.log(self.max_epochs) + log_epoch_cost))
 
     @property
     def incumbent_converges(self) -> bool:
@@ -165,8 +182,9 @@ class Forecast:
 
 
 def available_of(history: History) -> tuple[int, ...]:
-    """Return the indices of the sizes that may run, ascending."""
-    return tuple(index for index, size in enumerate(history.job.batch_sizes) if size in history.runnable_sizes)
+    """Return the indices of the sizes that may run, ascending, without those that the job leaves out."""
+    allowed = history.runnable_sizes - left_out(history.job, history.arms).keys()
+    return tuple(index for index, size in enumerate(history.job.batch_sizes) if size in allowed)
 
 
 def beliefs_of(history: History, in_flight: Iterable[TrialRecord]) -> Beliefs:

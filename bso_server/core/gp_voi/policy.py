@@ -16,7 +16,7 @@ import numpy as np
 
 from bso_server.core.gp_voi.beliefs import Belief, Beliefs, after, beliefs_with, expected_startup, trials_missed
 from bso_server.core.gp_voi.forecast import Forecast, available_of, beliefs_of
-from bso_server.core.gp_voi.prior import CONSTANTS, Sizes, bounded_exp, laws
+from bso_server.core.gp_voi.prior import CONSTANTS, Sizes, laws
 from bso_server.core.gp_voi.run_costs import CostRun
 from bso_server.core.gp_voi.value import Worth, bound, stop_shares, unbounded, worths
 from bso_server.core.model import (
@@ -28,10 +28,19 @@ from bso_server.core.model import (
     TrialRecord,
     log_costs_per_epoch,
 )
-from bso_server.core.phrases import BAND_SDS, chance_in_words, joules_in_words
+from bso_server.core.phrases import chance_in_words
 from bso_server.core.policy import Memory, Policy
+from bso_server.core.quality import left_out
 from bso_server.errors import NoSurvivorError
-from zeus_plugins.protocol import MAX_CANDIDATES, CandidateWorth, Decision, Origin, SizeBelief, StopRule
+from zeus_plugins.protocol import (
+    MAX_CANDIDATES,
+    CandidateWorth,
+    Decision,
+    Origin,
+    SizeBelief,
+    StopRule,
+    expected_in_words,
+)
 
 _Choice = tuple[int, Origin, str]
 """Index of the chosen size, the kind of decision, and its reason in words."""
@@ -54,8 +63,8 @@ def suggest(history: History, rng: np.random.Generator) -> Suggestion:  # noqa: 
     available = available_of(history)
     if not available:
         raise NoSurvivorError(
-            f"job {job.job_id!r}: none of the batch sizes {list(job.batch_sizes)} can run any more; register the job "
-            "anew with smaller batch_sizes or larger GPUs"
+            f"job {job.job_id!r}: none of the batch sizes {list(job.batch_sizes)} can run any more"
+            f"{_left_out(history)}; register the job anew with smaller batch_sizes or larger GPUs"
         )
     beliefs = beliefs_of(history, history.in_flight)
     if not any(belief.is_observed for belief in beliefs):
@@ -71,6 +80,7 @@ def suggest(history: History, rng: np.random.Generator) -> Suggestion:  # noqa: 
     index, origin, reason = choice
     is_bounded = not beliefs[index].are_costs_guessed
     found = bound(job, forecast, index, origin, values.get(index)) if is_bounded else None
+    reason += _left_out(history)
     return Suggestion(job.batch_sizes[index], origin, reason, bound=found, basis=Weighed(forecast, values))
 
 
@@ -109,7 +119,7 @@ def expectations(history: History) -> Expectations:
         return Expectations({}, None)
     forecast, sizes = Forecast.of(history, beliefs, ()), history.job.batch_sizes
     costs = {
-        sizes[index]: ExpectedCost(forecast.expected_cost_j(index), forecast.expected_cost_std_j(index))
+        sizes[index]: ExpectedCost(forecast.expected_cost_j(index), forecast.band_j(index))
         for index in forecast.available
     }
     return Expectations(costs, sizes[forecast.incumbent] if forecast.incumbent_converges else None)
@@ -140,17 +150,17 @@ def _chosen(history: History, forecast: Forecast, values: Mapping[int, Worth]) -
     """
     incumbent = forecast.incumbent
     size = history.job.batch_sizes[incumbent]
-    cost = joules_in_words(forecast.expected_cost_j(incumbent))
+    cost = _expected_cost(history, forecast)
     if not forecast.incumbent_converges:
-        reason = f"no size that can still run is known to reach the target: this one looks cheapest, at {cost}"
+        reason = f"no size that can still run is known to reach the target: this one looks cheapest, {cost}"
         return incumbent, Origin.EXPLORATION, reason
     missed = trials_missed(forecast.beliefs)
     if missed:
         runs = "a run" if missed == 1 else f"{missed} runs"
-        reason = f"best so far, at {cost}; nothing new after {runs} that missed the target"
+        reason = f"best so far, {cost}; nothing new after {runs} that missed the target"
         return incumbent, Origin.INCUMBENT, reason
     if not values:
-        return incumbent, Origin.INCUMBENT, f"best so far, at {cost}; {_no_rival(forecast)}"
+        return incumbent, Origin.INCUMBENT, f"best so far, {cost}; {_no_rival(forecast)}"
     # Nearly equal sizes are not compared for ever, however cheap that is.
     least_value = CONSTANTS.least_saving * forecast.horizon
     pays = [
@@ -162,7 +172,7 @@ def _chosen(history: History, forecast: Forecast, values: Mapping[int, Worth]) -
     worth, tried = values[index], history.job.batch_sizes[index]
     chance = chance_in_words(worth.chance)
     if not pays:
-        reason = f"best so far, at {cost}; to try {tried}, with {chance} to beat it, would not pay"
+        reason = f"best so far, {cost}; to try {tried}, with {chance} to beat it, would not pay"
         return incumbent, Origin.INCUMBENT, reason
     arm = history.arms[tried]
     if not arm.observed.count:
@@ -171,7 +181,7 @@ def _chosen(history: History, forecast: Forecast, values: Mapping[int, Worth]) -
         again = " again after it was stopped"
     else:
         again = " again"
-    reason = f"tried {tried}{again}: {chance} to beat {size}, which is the best known at {cost}"
+    reason = f"tried {tried}{again}: {chance} to beat {size}, the best so far, {cost}"
     return index, Origin.EXPLORATION, reason
 
 
@@ -197,12 +207,32 @@ def _check(history: History, forecast: Forecast) -> _Choice | None:
     if not doubtful:
         return None
     index = min(doubtful, key=forecast.mean.__getitem__)
-    best, cost = sizes[incumbent], joules_in_words(forecast.expected_cost_j(incumbent))
+    best, cost = sizes[incumbent], _expected_cost(history, forecast)
     again = " again" if history.arms[sizes[index]].observed.count else ""
     reason = (
-        f"tried {sizes[index]}{again}: no run has shown yet that it costs more than {best}, the best known at {cost}"
+        f"tried {sizes[index]}{again}: no run has shown yet that it costs more than {best}, the best so far, {cost}"
     )
     return index, Origin.EXPLORATION, reason
+
+
+def _expected_cost(history: History, forecast: Forecast) -> str:
+    """Return the expected cost of the incumbent beside the cost of its runs, in words."""
+    arm = history.arms[history.job.batch_sizes[forecast.incumbent]]
+    return expected_in_words(forecast.expected_cost_j(forecast.incumbent), arm.completed.count, arm.completed.mean)
+
+
+def _left_out(history: History) -> str:
+    """Name the sizes that could run and that the job leaves out, with the reason for the first."""
+    reasons = left_out(history.job, history.arms)
+    sizes = [size for size in reasons if size in history.runnable_sizes]
+    if not sizes:
+        return ""
+    text, also = f"; {sizes[0]} is left out: {reasons[sizes[0]]}", [str(size) for size in sizes[1:]]
+    if also:
+        text += (
+            f"; so {'is' if len(also) == 1 else 'are'} {', '.join(also[:8])}{' and others' if len(also) > 8 else ''}"
+        )
+    return text
 
 
 def _no_rival(forecast: Forecast) -> str:
@@ -268,16 +298,13 @@ def _beliefs(forecast: Forecast, sizes: tuple[int, ...]) -> tuple[SizeBelief, ..
     chances = np.bincount(cheapest, minlength=len(available)) / len(cheapest)
     found = []
     for index, chance in zip(available, chances, strict=True):
-        expected_j = forecast.expected_cost_j(index)
-        sd = math.sqrt(float(forecast.variance[index]))
-        # The expected cost is the mean of a log-normal belief.
-        median_j = expected_j * bounded_exp(-sd * sd / 2)
+        low_j, high_j = forecast.band_j(index)
         found.append(
             SizeBelief(
                 batch_size=sizes[index],
-                expected_cost_j=expected_j,
-                low_j=median_j * bounded_exp(-BAND_SDS * sd),
-                high_j=median_j * bounded_exp(BAND_SDS * sd),
+                expected_cost_j=forecast.expected_cost_j(index),
+                low_j=low_j,
+                high_j=high_j,
                 chance_best=float(chance),
             )
         )
@@ -290,5 +317,7 @@ POLICY = Policy(
     explain=explain,
     expectations=expectations,
     bound=bound_of,
+    controls=True,
+    leaves_out=True,
     memory=Memory(tuple[Belief, ...], lambda job: (Belief(),) * len(job.batch_sizes), after),
 )

@@ -9,6 +9,7 @@ they cost, the fewer of them are needed to know the cost of an epoch in this run
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -18,7 +19,7 @@ import numpy as np
 
 from bso_server.core.gp_voi.prior import CONSTANTS, Array, bounded_exp
 from bso_server.core.model import TrialRecord, log_costs_per_epoch
-from zeus_plugins.protocol import CreatedJob
+from zeus_plugins.protocol import CreatedJob, is_busy
 
 # Keeps ratios and logs of densities finite at extreme deviations.
 _LEAST_DENSITY = 1e-300
@@ -26,6 +27,9 @@ _LEAST_DENSITY = 1e-300
 _LARGEST_DEVIATIONS = 1e12
 # A larger variance would give a run no weight.
 _LARGEST_VARIANCE = 4.0
+
+# Keeps the doubt about a run that only waited finite.
+_MOST_WAITED = 0.99
 
 # A size whose runs have a smaller sum of trusts has, in effect, a single run.
 _SECOND_RUN = 1.5
@@ -43,7 +47,7 @@ class CostRun(NamedTuple):
         deviations: Spread of their costs: ``Σ e · (r/m − 1)²`` over the reports, in the notation of
             `TrialRecord.cost_deviations_j2`.
         freedom: Degrees of freedom of `deviations`: reports less one.
-        doubt: Variance of log_cost for other reasons.
+        doubt: Variance of log_cost for other reasons, such as a busy machine.
         drift: Change of the log costs of another size since this run; 0 if none.
     """
 
@@ -61,10 +65,11 @@ class CostRun(NamedTuple):
         if log_cost is None:
             return None
         epochs, deviations_j2 = trial.epoch - trial.first_epoch, trial.cost_deviations_j2
+        doubt = doubt_of(trial)
         if deviations_j2 is None:
-            return cls(log_cost, epochs)
+            return cls(log_cost, epochs, doubt=doubt)
         deviations = min(deviations_j2 * bounded_exp(-2 * log_cost), _LARGEST_DEVIATIONS)
-        return cls(log_cost, epochs, deviations, max(trial.report_count - 2.0, 0.0))
+        return cls(log_cost, epochs, deviations, max(trial.report_count - 2.0, 0.0), doubt)
 
     def drifted(self, share: float) -> CostRun:
         """Return the evidence if the run's own size has changed by this share of the drift; the rest adds doubt."""
@@ -74,6 +79,16 @@ class CostRun(NamedTuple):
     def variance(self, epoch_variance: float) -> float:
         """Return the variance of the log cost within the run, given the relative variance of a single epoch."""
         return min(epoch_variance / self.epochs + self.doubt, _LARGEST_VARIANCE)
+
+
+def doubt_of(trial: TrialRecord) -> float:
+    """Return the variance of a trial's log costs of an epoch because the machine was busy; 0 if it was not.
+
+    A run that waited a share s of its time for a core would have taken 1 - s of its time on an idle machine, if waiting
+    were all: the log of this factor is taken for a spread. Epochs until the target do not depend on the machine.
+    """
+    share = trial.waited_share
+    return math.log1p(-min(share, _MOST_WAITED)) ** 2 if share is not None and is_busy(share) else 0.0
 
 
 CostRuns: TypeAlias = tuple[CostRun, ...]

@@ -20,7 +20,6 @@ from bso_server.core.gp_voi.beliefs import trials_missed
 from bso_server.core.gp_voi.forecast import Forecast
 from bso_server.core.gp_voi.prior import CONSTANTS, Array, bounded_exp
 from bso_server.core.model import EpochBound
-from bso_server.core.phrases import joules_in_words
 from zeus_plugins.protocol import CreatedJob, Origin
 
 _LARGEST_LOG = 60.0
@@ -222,5 +221,5 @@ def bound_of_try(share: float, *, epoch_j: float, incumbent_j: float, max_epochs
     epochs = share * incumbent_j / epoch_j + _ROUNDING
     if epochs >= max_epochs:
         return unbounded(max_epochs)
-    words = f"more would cost over {share:.3g} times a run of the best size, which is {joules_in_words(incumbent_j)}"
+    words = f"more would cost over {share:.3g} times what a run of the best size is expected to cost"
     return EpochBound(max(int(epochs), 1), words)

@@ -1,0 +1,92 @@
+"""The target of a job that was registered without one: learned from its first runs, and applied to them afterwards.
+
+The first runs train at the default size to the end that their script sets. The target is the worst of the best values
+that they reached, so that each of them has reached it. Then each of them, and each run under way that has reached the
+target, counts as ended at the evaluation that reached it, from the reports that are stored.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+
+from bso_server.core.model import OBSERVED, History, Report, Suggestion, TrialRecord, after_report, changed, cost_of
+from zeus_plugins.protocol import FINAL, TARGET_RUNS, CreatedJob, EndReason, Origin, StopRule, TrialState
+
+NumberedReport = tuple[int, Report]
+"""A report of a trial, with its number."""
+
+
+def suggest_own_size(history: History) -> Suggestion | None:
+    """Suggest the default, or the largest size that fits below it, while the job has no target; None: no size fits."""
+    size = history.start_size
+    if size is None:
+        return None
+    ended, confirm = history.recurrences, history.job.confirm
+    number = ended + len(history.in_flight) + 1
+    own = "your own size" if size == history.job.default_batch_size else "the largest size that fits below your own"
+    which = f"run {number} of {TARGET_RUNS} that set the target"
+    if number > TARGET_RUNS:
+        which = f"the {TARGET_RUNS} runs that set the target have not all ended"
+    if ended >= TARGET_RUNS and confirm > 1:
+        least = f"{TARGET_RUNS} with at least {confirm} evaluations each"
+        which = f"{ended} runs have ended, and the target needs {least}"
+    return Suggestion(size, Origin.EXPLORATION, f"{own}, {size}: {which}")
+
+
+def reached_value(job: CreatedJob, reports: Sequence[NumberedReport]) -> float | None:
+    """Return the best target that a run with these reports has reached; None if they are too few to confirm any."""
+    easiest_first = sorted({report.metric for _, report in reports}, reverse=not job.higher_is_better_metric)
+    reached = bisect_left(easiest_first, True, key=lambda target: not _has_reached(job, target, reports))
+    return easiest_first[reached - 1] if reached else None
+
+
+def _has_reached(job: CreatedJob, target: float, reports: Sequence[NumberedReport]) -> bool:
+    goal, rule = job.model_copy(update={"target_metric": target}), StopRule(max_epochs=job.max_epochs)
+    for _, report in reports:
+        rule = rule.counting(goal, metric=report.metric, epochs=report.epoch)
+        if rule.confirmed >= job.confirm:
+            return True
+    return False
+
+
+def learned_target(job: CreatedJob, reached: Iterable[float]) -> float:
+    """Return the worst of the values that the runs have reached."""
+    return (min if job.higher_is_better_metric else max)(reached)
+
+
+def judged_again(job: CreatedJob, trial: TrialRecord, reports: Sequence[NumberedReport]) -> TrialRecord:
+    """Return a trial as if it had had the job's present target; `reports` are all its stored ones in order.
+
+    An open trial that has reached the target is completed, and the caller numbers its end; any other one goes on, with
+    the number of its latest evaluations at the target. An observed trial that never reached the target is exhausted if
+    it trained to its own end; otherwise it is withdrawn, because it ended at another target.
+    """
+    if trial.state in FINAL - OBSERVED:
+        return trial
+    rule = StopRule(max_epochs=job.max_epochs)
+    before = changed(
+        trial, time_s=0.0, energy_j=0.0, epoch=0.0, report_count=0, longest_gap_s=0.0, cost_deviations_j2=None
+    )
+    for number, report in reports:
+        rule = rule.counting(job, metric=report.metric, epochs=report.epoch)
+        before = changed(after_report(job, before, report), report_count=number, confirmed=rule.confirmed)
+        if rule.confirmed >= job.confirm:
+            if number == trial.report_count and trial.end_reason is EndReason.TARGET_REACHED:
+                return trial
+            message = (
+                f"target reached: metric {report.metric:.4g} against a target of {job.target_metric:g}, which was set "
+                f"later, after {report.epoch:g} epochs, {cost_of(job, before):.4g} J"
+            )
+            # Reports are stored without watched metrics: those of the trial belong to its last report.
+            watched = trial.watched if number == trial.report_count else None
+            reason = EndReason.TARGET_REACHED
+            return changed(before, state=TrialState.COMPLETED, end_reason=reason, message=message, watched=watched)
+    if trial.state not in FINAL:
+        return trial if trial.confirmed == rule.confirmed else changed(trial, confirmed=rule.confirmed)
+    if trial.end_reason is EndReason.NO_TARGET:
+        message = f"exhausted: trained to its own end without the target of {job.target_metric:g}, which was set later"
+        reason = EndReason.MAX_EPOCHS_REACHED
+        return changed(trial, state=TrialState.EXHAUSTED, end_reason=reason, message=message, confirmed=0)
+    message = f"withdrawn: ended before the target of {job.target_metric:g}, which was set later; it was {trial.state}"
+    return changed(trial, state=TrialState.WITHDRAWN, end_reason=EndReason.DISCARDED, message=message)
