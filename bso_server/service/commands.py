@@ -37,6 +37,7 @@ from bso_server.core.occurrences import TrialEnded, TrialStarted
 from bso_server.core.policy import installed
 from bso_server.errors import (
     DatabaseUnavailableError,
+    InvalidJobError,
     InvalidReportError,
     JobConflictError,
     KeyConflictError,
@@ -57,6 +58,8 @@ from bso_server.service.refusals import (
     require_trial,
 )
 from bso_server.service.reports import Reports
+from bso_server.service.savings import suggestion_for
+from bso_server.service.targets import asks_for_other_target, learn_target, replace_target
 from bso_server.storage.deadlines import waiting
 from bso_server.storage.rows import TRIAL_AT_POWER_LIMIT, StoredDecision, StoredJob, StoredPowerProfile
 from bso_server.storage.store import Store
@@ -64,6 +67,7 @@ from bso_server.storage.transaction import Transaction
 from zeus_plugins.protocol import (
     ALIVE,
     FINAL,
+    GP_VOI,
     CreatedJob,
     Heartbeat,
     HeartbeatResponse,
@@ -132,6 +136,8 @@ class Commands:
         require_job(transaction, existing, caller)
         known = existing.registration
         refuse_difference(known, registration)
+        if asks_for_other_target(known, registration):
+            return None
         return known if known.with_fingerprint(registration.fingerprint) == known else None
 
     def register(
@@ -139,8 +145,9 @@ class Commands:
     ) -> tuple[CreatedJob, bool]:
         """Register a job of the caller, or find it; return the job, and True if it is new.
 
-        Parts of the fingerprint that the known job lacks are added. A window that could never hold the explorations
-        that a Zeus client asks for is raised.
+        Parts of the fingerprint that the known job lacks are added. A target replaces that of a job that was registered
+        without one, and its runs are judged again. A window that could never hold the explorations that a Zeus client
+        asks for is raised.
 
         Raises:
             JobConflictError: The id belongs to a job with another configuration.
@@ -155,19 +162,31 @@ class Commands:
             # Another transaction may have inserted the job since `registered`.
             refuse_difference(existing.registration, registration)
             known = existing.registration.with_fingerprint(registration.fingerprint)
-            transaction.update_jobs([replace(existing, registration=known)])
-            return known, False
+            existing = replace(existing, registration=known)
+            if asks_for_other_target(known, registration):
+                existing = replace_target(transaction, existing, registration.target_metric, self.moment())
+            else:
+                transaction.update_jobs([existing])
+            return existing.registration, False
         refuse_folder_name(registration)
         own = installed(registration.policy)
         # The policy amends a job that names none, as a Zeus client's, instead of refusing it.
         if "policy" in registration.model_fields_set:
             own.check(registration)
+        if registration.no_worse_than_default and not own.leaves_out:
+            raise InvalidJobError(
+                f"policy {registration.policy!r} chooses sizes without regard to no_worse_than_default: use policy "
+                f"{GP_VOI!r}, or leave the margins out and let the callbacks watch the metrics (watch=…)",
+                field="no_worse_than_default",
+            )
         if transaction.import_mark(registration.job_id) is not None:
             raise JobConflictError(
                 f"job {registration.job_id!r} is being imported at present: register it when that is over",
                 field="job_id",
             )
         registration = registration.model_copy(update={"registration_id": secrets.token_hex(8)})
+        if registration.target_metric is None or registration.target_runs is not None:
+            registration = registration.model_copy(update={"target_runs": ()})
         asked, registration = registration, own.amended(registration)
         refuse_long_window(registration)
         transaction.insert_job(registration, self._clock(), owner=caller.token_id, shared=caller.shares_jobs)
@@ -218,7 +237,7 @@ class Commands:
         history, unsaved = load_history(transaction, job, found)
         rng = generator_of(job)
         drawn_from = rng.bit_generator.state
-        suggestion = policy.suggest(history, rng, explains=True)
+        suggestion = suggestion_for(transaction, job, history, rng)
         job, trial = dispatch_trial(job, suggestion, moment, owner=caller.token_id, idempotency_key=idempotency_key)
         if job.registration.mab_seed is not None and rng.bit_generator.state != drawn_from:
             job = replace(job, rng_state=json.dumps(rng.bit_generator.state))
@@ -287,6 +306,8 @@ class Commands:
             transaction.update_jobs([job])
             transaction.tell(TrialEnded(trial.state))
         transaction.log("job %s trial %d: %s", *trial.key, trial.message)
+        if trial.state is TrialState.COMPLETED:
+            learn_target(transaction, job, self.moment())
 
     def heartbeat(
         self, transaction: Transaction, heartbeat: Heartbeat, caller: Caller = UNRESTRICTED

@@ -92,6 +92,7 @@ class TrialExport(TrialFacts):
         first_epoch: Epochs trained by the first report, or None.
         first_cost_j: Cost by the first report in joules, or None.
         cost_deviations_j2: The spread of the epochs' costs, see `TrialRecord`; None if unknown.
+        confirmed: Number of the latest evaluations that reached the target, in a row.
         decision: The numbers behind the choice of the batch size; None if no policy chose it.
         power_profile: The trial's own power-limit profile, or None.
         epochs: The reports that are kept, in order, without a report that ended the trial.
@@ -111,6 +112,7 @@ class TrialExport(TrialFacts):
     first_epoch: Epochs | None = None
     first_cost_j: Joules | None = None
     cost_deviations_j2: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
+    confirmed: NonNegativeInt = 0
     decision: Decision | None = None
     power_profile: PowerProfileExport | None = None
     epochs: tuple[EpochExport, ...] = ()

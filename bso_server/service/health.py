@@ -10,17 +10,17 @@ from datetime import datetime
 
 from bso_server.core.job import replay
 from bso_server.core.policy import installed
-from bso_server.core.savings import savings
 from bso_server.errors import BsoError, DatabaseNotReadyError
 from bso_server.service.commands import utc_now
-from bso_server.service.loading import load_history
+from bso_server.service.loading import best_size, load_history
 from bso_server.service.pages import Found, digest
 from bso_server.service.reading import JobReader, job_summary, trial_states, version_view
+from bso_server.service.savings import savings_of
 from bso_server.service.views import HealthPage
 from bso_server.storage import queries
 from bso_server.storage.store import Store
 from bso_server.storage.transaction import Transaction
-from zeus_plugins.protocol import Stage, TrialState
+from zeus_plugins.protocol import SavingsWord, Stage, TrialState
 
 # A transaction reads the totals of this many jobs in a few milliseconds; other requests get their turn in between.
 _JOBS_AT_ONCE = 50
@@ -71,7 +71,8 @@ class JobTotals:
         trials: Number of trials in each state.
         silent: Number of trials with expired leases that are not abandoned yet.
         energy_j: Joules that all trials have reported.
-        saved_energy_j: Joules saved over the default batch size, or None if unknown; see `core.savings`.
+        verdict: Whether a run now saves.
+        saved_energy_j: Joules saved over the default batch size; None before that is paid back.
         saved_time_s: Seconds saved, or None.
         saved_cost_j: Cost saved in joules, or None.
     """
@@ -81,6 +82,7 @@ class JobTotals:
     trials: Mapping[TrialState, int]
     silent: int = 0
     energy_j: float
+    verdict: SavingsWord = SavingsWord.NOT_SHOWN
     saved_energy_j: float | None = None
     saved_time_s: float | None = None
     saved_cost_j: float | None = None
@@ -128,16 +130,17 @@ def _totals_of(transaction: Transaction, job_id: str) -> JobTotals | None:
     if stored is None:
         return None  # Another request has deleted the job.
     tallies = queries.tallies(transaction, job_id)
-    saved = savings(stored.registration, tallies, best_cost_j=None)
+    saved = savings_of(transaction, stored, tallies, best_size(transaction, stored))
     summary = job_summary(stored)
     return JobTotals(
         policy=summary.policy,
         stage=summary.stage,
         trials=trial_states(tallies),
         energy_j=sum(tally.energy_j for tally in tallies),
-        saved_energy_j=None if saved is None else saved.energy_j.saved,
-        saved_time_s=None if saved is None else saved.time_s.saved,
-        saved_cost_j=None if saved is None else saved.cost_j.saved,
+        verdict=saved.word,
+        saved_energy_j=saved.energy_j.saved,
+        saved_time_s=saved.time_s.saved,
+        saved_cost_j=saved.cost_j.saved,
     )
 
 

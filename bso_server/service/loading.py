@@ -11,7 +11,7 @@ import numpy as np
 
 from bso_server.core.access import Caller
 from bso_server.core.model import Arm, History, TrialRecord, arms_after, is_counted_exploration
-from bso_server.core.policy import find, memory_after
+from bso_server.core.policy import expectations, find, memory_after
 from bso_server.errors import UnknownJobError, UnknownTrialError
 from bso_server.service.refusals import log_replaced, refuse_message
 from bso_server.storage import queries
@@ -96,6 +96,13 @@ def open_trials(transaction: Transaction, job: StoredJob) -> OpenTrials:
         # The memory may be older than the arms: another version of the policy made it, or needed none.
         since = min(since, 0 if memory is None else memory.folded_event)
     return OpenTrials(transaction.open_trials(job.job_id, since, with_explorations=job.needs_explorations), memory)
+
+
+def best_size(transaction: Transaction, job: StoredJob) -> int | None:
+    """Return the best batch size; None before a run has reached the target, and if the policy is not installed."""
+    if find(job.registration.policy).missing is not None:
+        return None
+    return expectations(load_history(transaction, job)[0]).best
 
 
 def load_history(transaction: Transaction, job: StoredJob, found: OpenTrials | None = None) -> tuple[History, Unsaved]:

@@ -10,23 +10,21 @@ from __future__ import annotations
 
 import hashlib
 import math
-import threading
-from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
 from itertools import accumulate
-from typing import Generic, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
-from bso_server.core.model import Expectations, TrialRecord
-from bso_server.core.policy import expectations, stop_rule
-from bso_server.core.savings import Line, Span, Tally, best_by_eta, cost_of_default_j, gain_j, savings
-from bso_server.errors import PolicyNotInstalledError
+from bso_server.core.model import TrialRecord
+from bso_server.core.policy import stop_rule
+from bso_server.core.savings import Line, Span, Tally, best_by_eta
 from bso_server.service import reading
-from bso_server.service.loading import known_job, known_trial, load_history
+from bso_server.service.cache import Cache
+from bso_server.service.loading import best_size, known_job, known_trial, load_history
+from bso_server.service.savings import savings_of
 from bso_server.service.views import (
     HealthPage,
     JobLine,
@@ -44,7 +42,7 @@ from bso_server.service.views import (
 from bso_server.storage import queries
 from bso_server.storage.rows import StoredJob, TrialTotals
 from bso_server.storage.transaction import Transaction
-from zeus_plugins.protocol import ALIVE, CreatedJob, SavingsView, TrialState
+from zeus_plugins.protocol import ALIVE, CreatedJob, TrialState
 
 JOBS_ON_A_PAGE = 50
 POINTS_OF_A_JOB = 1000
@@ -58,30 +56,9 @@ _LEAST_WIDTH = 100
 _MOST_BINS = 50
 _QUANTILES = (0.1, 0.5, 0.9)
 
-T = TypeVar("T")
 View = TypeVar("View", JobsPage, JobPage, MomentPage, TrialPage, WhatIfPage, HealthPage, TokensPage)
 Found = tuple[str, View | None]
 """The version of a view, and the view unless its reader knows this version."""
-
-
-class _Cache(Generic[T]):
-    """The latest `most` values, for transactions in several threads."""
-
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self._values: OrderedDict[str, T] = OrderedDict()
-        self._lock = threading.Lock()
-
-    def get(self, key: str) -> T | None:
-        with self._lock:
-            return self._values.get(key)
-
-    def put(self, key: str, value: T) -> None:
-        with self._lock:
-            self._values[key] = value
-            self._values.move_to_end(key)
-            if len(self._values) > self._most:
-                self._values.popitem(last=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,8 +81,8 @@ class Pages:
 
     def __init__(self, tariff: Tariff) -> None:
         self._tariff = tariff
-        self._lines = _Cache[JobLine](_CACHED_LINES)
-        self._settled = _Cache[_Settled](_CACHED_BINS)
+        self._lines = Cache[str, JobLine](_CACHED_LINES)
+        self._settled = Cache[str, _Settled](_CACHED_BINS)
 
     def jobs(
         self,
@@ -149,10 +126,10 @@ class Pages:
         history, _ = load_history(transaction, stored)
         tallies, older = self._older(transaction, stored, alive)
         latest = queries.latest_trials(transaction, job_id, limit=TRIALS_IN_THE_LOG)
-        view = reading.job_view(stored, history, tallies, latest)
+        view = reading.job_view(transaction, stored, history, tallies, latest)
         totals = queries.trial_totals(transaction, job_id, limit=POINTS_OF_A_JOB)
         means = _means_of(job, tallies)
-        points = _points(job, totals, tallies, view.savings, means)
+        points = _points(job, totals, tallies, means)
         profiles = queries.power_profiles_of(transaction, job_id)
         newest = {each.batch_size: reading.power_profile_view(each) for each in profiles}
         return JobPage(
@@ -162,10 +139,10 @@ class Pages:
             last_activity_at=max(_instants(stored, [*latest, *alive])),
             points=points,
             older=older,
-            paid_back_in=_paid_back_in(points, job.default_batch_size),
             means=means,
             best_by_eta=_best_by_eta(job, means),
             power_profiles=tuple(newest[size] for size in sorted(newest)),
+            energy_sources=_sources_of(totals),
             tariff=self._tariff,
         )
 
@@ -237,12 +214,14 @@ class Pages:
         version = digest([stored.registration, stored.trial_count, trial, withdrawn])
         if version == known:
             return version, None
-        totals = queries.trial_totals(transaction, job_id, limit=POINTS_OF_A_JOB, before=trial_number)
+        found = queries.trial_totals(transaction, job_id, limit=POINTS_OF_A_JOB, before=trial_number)
+        totals = [_as_of(each, trial.started_event) for each in found]
         return version, MomentPage(
             job=stored.registration,
             trial=reading.trial_view(stored.registration, trial),
             explanation=reading.explanation_of(transaction, stored, trial),
-            points=_points(stored.registration, [_as_of(each, trial.started_event) for each in totals]),
+            points=_points(stored.registration, totals),
+            energy_sources=_sources_of(totals),
             last_trial_number=stored.trial_count,
         )
 
@@ -278,6 +257,7 @@ class Pages:
             bound_j=None if best is None or beta is None else beta * best.cost_j,
             means=means,
             best_by_eta=_best_by_eta(job, means),
+            energy_sources=_sources_of(queries.trial_totals(transaction, job_id, limit=POINTS_OF_A_JOB)),
             tariff=self._tariff,
         )
 
@@ -291,18 +271,14 @@ def _as_of(trial: TrialTotals, event: int) -> TrialTotals:
     """Return the trial at this event of the job: without totals unless it had ended."""
     if trial.ended_event is not None and trial.ended_event < event:
         return trial
-    return replace(trial, state=TrialState.RUNNING, time_s=None, energy_j=None)
+    return replace(trial, state=TrialState.RUNNING, time_s=None, energy_j=None, energy_source=None)
 
 
 def _line_of(transaction: Transaction, stored: StoredJob) -> JobLine:
     alive = queries.alive_trials(transaction, stored.job_id)
-    expected = Expectations({}, None)
-    # One job without its policy must not fail the whole list.
-    with suppress(PolicyNotInstalledError):
-        expected = expectations(load_history(transaction, stored)[0])
-    best = expected.best
-    best_cost_j = None if best is None else expected.costs[best].mean_j
+    best = best_size(transaction, stored)
     latest = queries.latest_instants(transaction, stored.job_id, limit=_SPARKS)
+    totals = queries.trial_totals(transaction, stored.job_id, limit=_SPARKS)
     return JobLine(
         job=reading.job_summary(stored),
         gpu_model=stored.registration.gpu_model,
@@ -310,9 +286,15 @@ def _line_of(transaction: Transaction, stored: StoredJob) -> JobLine:
         best_batch_size=best,
         running=len(alive),
         last_activity_at=max([*latest, *_instants(stored, alive)]),
-        savings=savings(stored.registration, queries.tallies(transaction, stored.job_id), best_cost_j),
-        latest=_points(stored.registration, queries.trial_totals(transaction, stored.job_id, limit=_SPARKS)),
+        savings=savings_of(transaction, stored, queries.tallies(transaction, stored.job_id), best),
+        latest=_points(stored.registration, totals),
+        energy_sources=_sources_of(totals),
     )
+
+
+def _sources_of(totals: Iterable[TrialTotals]) -> tuple[str, ...]:
+    """Return the sources of these trials' energies, each once."""
+    return tuple(sorted({each.energy_source for each in totals if each.energy_source}))
 
 
 def _instants(stored: StoredJob, trials: Iterable[TrialRecord]) -> list[datetime]:
@@ -325,28 +307,22 @@ def _points(
     job: CreatedJob,
     totals: Sequence[TrialTotals],
     tallies: Sequence[Tally] = (),
-    saved: SavingsView | None = None,
     means: Sequence[SizeMeans] = (),
 ) -> tuple[TrialPoint, ...]:
-    """Return the latest trials, with running savings if `saved` is given, and running regret if `means` are given."""
+    """Return the latest trials, with running regret if `means` are given."""
     costs = [
         None if each.energy_j is None or each.time_s is None else job.cost_j(time_s=each.time_s, energy_j=each.energy_j)
         for each in totals
     ]
     spent = [(each, cost_j or 0.0) for each, cost_j in zip(totals, costs, strict=True)]
-    saved_j: Sequence[float | None] = [None] * len(totals)
-    regret_j = saved_j
-    if saved is not None:
-        default_j = cost_of_default_j(job, tallies) or 0.0
-        gains = [gain_j(job, each.batch_size, each.state, cost_j, default_j) for each, cost_j in spent]
-        saved_j = _sums(gains, saved.cost_j.saved)
+    regret_j: Sequence[float | None] = [None] * len(totals)
     if means:
         least_j = min(each.cost_j for each in means)
         losses = [_loss_j(each.state, cost_j, 1, least_j) for each, cost_j in spent]
         regret_j = _sums(losses, _regret_j(job, tallies, least_j))
     return tuple(
         TrialPoint(each.trial_number, each.batch_size, each.state, *numbers)
-        for each, *numbers in zip(totals, costs, saved_j, regret_j, strict=True)
+        for each, *numbers in zip(totals, costs, regret_j, strict=True)
     )
 
 
@@ -361,23 +337,10 @@ def _regret_j(job: CreatedJob, tallies: Iterable[Tally], least_j: float) -> floa
 
 
 def _loss_j(state: TrialState, cost_j: float, trials: int, least_j: float) -> float:
-    """Return the cost of trials in one state less the cost of as many runs to the target at the best size, joules."""
+    """Return the cost of trials in one state less that of as many runs to the target at the cheapest size, joules."""
     if state in ALIVE or state is TrialState.WITHDRAWN:
         return 0.0
     return cost_j - (trials * least_j if state is TrialState.COMPLETED else 0.0)
-
-
-def _paid_back_in(points: Sequence[TrialPoint], default_batch_size: int) -> int | None:
-    """Return `JobPage.paid_back_in`."""
-    if not points or points[-1].saved_j is None or points[-1].saved_j <= 0:
-        return None
-    paid = None
-    for point in reversed(points):
-        if point.saved_j is None or point.saved_j <= 0:
-            return paid
-        if point.batch_size != default_batch_size:
-            paid = point.trial_number
-    return None
 
 
 def _best_by_eta(job: CreatedJob, means: Iterable[SizeMeans]) -> tuple[Span, ...]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import csv
 import io
+import json
 import logging
 import math
 import time
@@ -17,13 +18,14 @@ from datetime import datetime
 from importlib.metadata import version
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from bso_server.core import policy
+from bso_server.core import policy, quality
 from bso_server.core.model import ExpectedCost, History, Suggestion, TrialRecord, cost_of
 from bso_server.core.phrases import stop_in_words
-from bso_server.core.savings import Tally, savings
+from bso_server.core.savings import Tally
 from bso_server.errors import DatabaseNotReadyError, DatabaseUnavailableError
 from bso_server.service import exports
 from bso_server.service.loading import generator_of, known_job, known_trial, load_history
+from bso_server.service.savings import savings_of, suggestion_for
 from bso_server.service.views import (
     DEFAULT_PAGE,
     ArmList,
@@ -49,6 +51,7 @@ from zeus_plugins.protocol import (
     JobList,
     JobSummary,
     JobView,
+    MetricView,
     Stage,
     StopRule,
     TrialFacts,
@@ -90,7 +93,7 @@ def show_job(transaction: Transaction, job_id: str, *, limit: int | None = None)
     stored = known_job(transaction, job_id)
     history, _ = load_history(transaction, stored)
     trials = queries.latest_trials(transaction, job_id, limit=limit)
-    return job_view(stored, history, queries.tallies(transaction, job_id), trials)
+    return job_view(transaction, stored, history, queries.tallies(transaction, job_id), trials)
 
 
 def list_trials(
@@ -131,7 +134,7 @@ def explain(transaction: Transaction, job_id: str, trial_number: int | None = No
         return explanation_of(transaction, *known_trial(transaction, job_id, trial_number))
     stored = known_job(transaction, job_id)
     history, _ = load_history(transaction, stored)
-    suggestion = policy.suggest(history, generator_of(stored), explains=True)
+    suggestion = suggestion_for(transaction, stored, history, generator_of(stored))
     return _explanation(stored, suggestion, suggestion.decision)
 
 
@@ -249,10 +252,15 @@ def job_summary(stored: StoredJob) -> JobSummary:
     )
 
 
-def job_view(stored: StoredJob, history: History, tallies: Sequence[Tally], trials: Sequence[TrialRecord]) -> JobView:
+def job_view(
+    transaction: Transaction,
+    stored: StoredJob,
+    history: History,
+    tallies: Sequence[Tally],
+    trials: Sequence[TrialRecord],
+) -> JobView:
     """Return a job with its arms, the number of its trials in each state, its savings, and these `trials`."""
     expected, states = policy.expectations(history), trial_states(tallies)
-    best_cost_j = None if expected.best is None else expected.costs[expected.best].mean_j
     return JobView(
         job=stored.registration,
         stage=history.stage,
@@ -262,7 +270,7 @@ def job_view(stored: StoredJob, history: History, tallies: Sequence[Tally], tria
         trial_count=stored.trial_count,
         trial_states={state: states[state] for state in TrialState if state in states},
         trials=tuple(trial_view(stored.registration, each) for each in trials),
-        savings=savings(stored.registration, tallies, best_cost_j),
+        savings=savings_of(transaction, stored, tallies, expected.best),
         owner=stored.owner,
         shared=stored.shared,
     )
@@ -277,6 +285,7 @@ def trial_states(tallies: Iterable[Tally]) -> Counter[TrialState]:
 
 
 def _arms(history: History, expected: Mapping[int, ExpectedCost]) -> tuple[ArmView, ...]:
+    left_out = quality.left_out(history.job, history.arms)
     return tuple(
         ArmView(
             batch_size=size,
@@ -286,9 +295,31 @@ def _arms(history: History, expected: Mapping[int, ExpectedCost]) -> tuple[ArmVi
             std_cost_j=arm.completed.variance**0.5 if arm.completed.count > 1 else None,
             infeasible=arm.infeasible,
             expected_cost_j=expected[size].mean_j if size in expected else None,
-            expected_cost_std_j=expected[size].std_j if size in expected else None,
+            expected_low_j=low_j,
+            expected_high_j=high_j,
+            metrics=_metrics(history, size),
+            left_out=left_out.get(size),
         )
         for size, arm in history.arms.items()
+        for low_j, high_j in [(expected[size].band_j if size in expected else None) or (None, None)]
+    )
+
+
+def _metrics(history: History, size: int) -> tuple[MetricView, ...]:
+    is_default = size == history.job.default_batch_size
+    return tuple(
+        MetricView(
+            name=each.name,
+            runs=each.values.count,
+            mean=each.values.mean,
+            std=each.values.sample_std,
+            lower_is_better=each.is_lower_better,
+            margin=each.margin,
+            low=None if each.interval is None else each.interval.low,
+            high=None if each.interval is None else each.interval.high,
+            verdict=None if is_default else each.verdict,
+        )
+        for each in quality.comparisons(history.job, history.arms, size)
     )
 
 
@@ -337,5 +368,6 @@ def csv_of(rows: Sequence[Mapping[str, Any]], columns: Sequence[str] | None = No
     text = io.StringIO()
     table = csv.DictWriter(text, columns or list(rows[0]))
     table.writeheader()
-    table.writerows(rows)
+    for row in rows:
+        table.writerow({name: json.dumps(value) if isinstance(value, dict) else value for name, value in row.items()})
     return text.getvalue()

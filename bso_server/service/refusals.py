@@ -30,11 +30,15 @@ _LARGEST_WINDOW = 1000
 def refuse_difference(existing: CreatedJob, asked: CreatedJob) -> None:
     """Raise `JobConflictError` if a job that is registered again differs from the job with its id.
 
-    The policy may have raised the window of the existing job.
+    The policy may have raised the window of the existing job. A registration without a target, and one of a job that
+    was registered without, does not differ by its target.
     """
     if existing.window_size == asked.mab_num_explorations:
         asked = find(asked.policy).amended(asked)
-    before, after = (job.model_dump(exclude={"fingerprint", "registration_id"}) for job in (existing, asked))
+    ignored = {"fingerprint", "registration_id", "target_runs"}
+    if existing.target_runs is not None or asked.target_runs is not None or asked.target_metric is None:
+        ignored.add("target_metric")
+    before, after = (job.model_dump(exclude=ignored) for job in (existing, asked))
     differences = [f"{name} is {before[name]!r}, not {after[name]!r}" for name in before if before[name] != after[name]]
     if differences:
         raise JobConflictError(

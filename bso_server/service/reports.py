@@ -18,6 +18,7 @@ from bso_server.core.occurrences import ReportsCommitted, TrialEnded
 from bso_server.errors import BsoError, ReportConflictError, UnknownTrialError
 from bso_server.service.loading import load_history
 from bso_server.service.refusals import log_replaced, refuse_message
+from bso_server.service.targets import learn_target
 from bso_server.storage.rows import TRIAL_AT_REPORT, StoredEpoch, StoredJob, last_report
 from bso_server.storage.store import Batch, Store
 from bso_server.storage.transaction import RowLocked, Transaction
@@ -146,6 +147,8 @@ class ReportBatch:
                 history=history,
                 judged_by=result.judged_by,
                 energy_source=result.energy_source,
+                waited_share=result.waited_share,
+                watched=result.watched,
             )
             return job_after, trial_after, ReportResponse.of(verdict)
 
@@ -192,6 +195,10 @@ class ReportBatch:
         self._transaction.update_jobs(
             [job for job_id, job in self._jobs.items() if job is not self._jobs_before[job_id]]
         )
+        for trial in moved:
+            if trial.state is TrialState.COMPLETED:
+                job = self._jobs[trial.job_id]
+                self._jobs[trial.job_id] = learn_target(self._transaction, job, self._moment)
         for key, (caller, owner) in self._replaced.items():
             log_replaced(self._transaction, *key, caller, owner)
         for trial in moved:
@@ -204,13 +211,16 @@ def _answer_again(job: StoredJob, trial: TrialRecord, report: Report, *, is_zeus
     """Return the first answer to a repeated report; with Zeus's client, also the answer to another rank's report."""
     repeated = trial.last_report == report
     was_refused = trial.state in FINAL - OBSERVED and trial.end_reason is not EndReason.DISCARDED
-    if was_refused or not (repeated or is_zeus):
+    # A run that began without a target counts as ended where it reached the target that was set later. Once it has
+    # resumed, it may train the epoch that reached it again.
+    has_reached_it_before = job.registration.target_runs is not None and report.epoch >= trial.epoch
+    if was_refused or not (repeated or is_zeus or has_reached_it_before):
         raise ReportConflictError(
             f"trial {trial.trial_number} has ended ({trial.state}) and takes no further report",
             field="trial_number",
         )
     answer = _answer_of(job, trial)
-    if repeated:
+    if repeated or has_reached_it_before:
         return answer
     return answer.model_copy(update={"message": f"already reported: {answer.message}"})
 
@@ -224,7 +234,7 @@ def _answer_of(job: StoredJob, trial: TrialRecord) -> ReportResponse:
         reason = _verdict_of_discarded(job, trial)
     return ReportResponse(
         stop_train=not alive,
-        converged=reason is EndReason.TARGET_REACHED,
+        converged=reason in (EndReason.TARGET_REACHED, EndReason.NO_TARGET),
         message=trial.message or "",
         reason=reason,
         stop_rule=policy.stop_rule(job.registration, trial, job.min_cost_j) if alive else None,
@@ -233,6 +243,8 @@ def _answer_of(job: StoredJob, trial: TrialRecord) -> ReportResponse:
 
 def _verdict_of_discarded(job: StoredJob, trial: TrialRecord) -> EndReason:
     registration = job.registration
-    if trial.metric is not None and registration.is_reached_by(trial.metric):
+    if registration.target_metric is None:
+        return EndReason.NO_TARGET
+    if trial.confirmed >= registration.confirm:
         return EndReason.TARGET_REACHED
     return EndReason.MAX_EPOCHS_REACHED if trial.epoch >= registration.max_epochs else EndReason.EPOCH_BOUND_REACHED

@@ -184,7 +184,6 @@ class TrialPoint:
     batch_size: int
     state: TrialState
     cost_j: float | None  # so far; None before the first report
-    saved_j: float | None = None  # by all trials up to this one; None while the default's cost is unknown
     regret_j: float | None = None  # of all trials up to this one; None while no size has reached the target
 
 
@@ -212,8 +211,9 @@ class JobLine(WireMessage):
     best_batch_size: int | None  # according to the job's policy
     running: int  # number of running and suspended trials
     last_activity_at: datetime  # of the latest message of a training, or of the registration
-    savings: SavingsView | None  # None before the default has reached the target
+    savings: SavingsView
     latest: tuple[TrialPoint, ...]
+    energy_sources: tuple[str, ...]  # of the latest trials
 
 
 class JobsPage(WireMessage):
@@ -244,10 +244,10 @@ class JobPage(WireMessage):
     last_activity_at: datetime  # of the latest message of a training, or of the registration
     points: tuple[TrialPoint, ...]  # the latest trials
     older: tuple[TrialBin, ...]  # the trials before `points`
-    paid_back_in: int | None  # trial of `points` from which on the job has lost nothing over its default
     means: tuple[SizeMeans, ...]  # of each batch size that reached the target
     best_by_eta: tuple[Span, ...]  # the cheapest of these sizes for every η from 0 to 1
     power_profiles: tuple[PowerProfileView, ...]  # the newest of each batch size
+    energy_sources: tuple[str, ...]  # of the latest trials
     tariff: Tariff
 
 
@@ -276,6 +276,7 @@ class MomentPage(WireMessage):
     trial: TrialView  # in its present state
     explanation: Explanation  # with the beliefs at the trial's begin
     points: tuple[TrialPoint, ...]  # the latest trials before it, in their states at its begin
+    energy_sources: tuple[str, ...]  # of those that had ended by then
     last_trial_number: int  # of the job
 
 
@@ -292,6 +293,7 @@ class WhatIfPage(WireMessage):
     bound_j: float | None  # β times the mean cost of a run at `batch_size`; None without β
     means: tuple[SizeMeans, ...]  # of each batch size that reached the target, with costs under `eta`
     best_by_eta: tuple[Span, ...]  # the cheapest of these sizes for every η from 0 to 1
+    energy_sources: tuple[str, ...]  # of the latest trials
     tariff: Tariff
 
 

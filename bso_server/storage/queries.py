@@ -14,6 +14,7 @@ from sqlalchemy import ColumnElement, RowMapping, Table, func, select
 
 from bso_server.core.model import TrialRecord
 from bso_server.core.savings import Tally
+from bso_server.core.verdict import CompletedRun
 from bso_server.storage.rows import (
     StoredDecision,
     StoredEpoch,
@@ -73,13 +74,20 @@ def latest_instants(transaction: Transaction, job_id: str, *, limit: int) -> lis
 def tallies(transaction: Transaction, job_id: str, *, first: int = 1, last: int = MAX_INTEGER) -> list[Tally]:
     """Return counts and sums over the trials `first` to `last`, by size, state and origin."""
     table = trials.c
-    energy, time = table.energy_j, table.time_s
     kinds = table.batch_size, table.state, table.origin
     # A sum over trials without reports is null.
-    sums = [func.coalesce(func.sum(each), 0.0) for each in (energy, time, energy * energy, time * time, energy * time)]
+    sums = [func.coalesce(func.sum(each), 0.0) for each in (table.energy_j, table.time_s)]
     condition = table.job_id == job_id, table.trial_number.between(first, last)
     statement = select(*kinds, func.count(), *sums).where(*condition).group_by(*kinds)
     return [Tally(*row) for row in map(tuple, transaction.tuples(statement))]
+
+
+def completed_runs(transaction: Transaction, job_id: str, *, since: int) -> list[CompletedRun]:
+    """Return the runs of a job that reached the target, from this event of the job on, in order of their ends."""
+    table = trials.c
+    chosen = table.job_id == job_id, table.state == TrialState.COMPLETED, table.ended_event >= since
+    statement = select(*(table[field.name] for field in fields(CompletedRun))).where(*chosen)
+    return [CompletedRun(*row) for row in map(tuple, transaction.tuples(statement.order_by(table.ended_event)))]
 
 
 def first_ended_after(transaction: Transaction, job_id: str, event: int) -> int | None:

@@ -103,14 +103,21 @@ class TrialTotals:
     ended_event: int | None
     time_s: float | None
     energy_j: float | None
+    energy_source: str | None
 
 
 @lru_cache(maxsize=1024)
-def _registration(spec: str, fingerprint: str | None, registration_id: str | None) -> CreatedJob:
+def _registration(
+    spec: str, fingerprint: str | None, registration_id: str | None, target: float | None, target_runs: str | None
+) -> CreatedJob:
     # Cached, because parsing the registration for each report would cost more than the report.
     registration = CreatedJob.model_validate_json(spec)
     if registration_id is not None:
         registration = registration.model_copy(update={"registration_id": registration_id})
+    if target is not None:
+        # The spec has the target with which the job was registered.
+        update = {"target_metric": target, "target_runs": tuple(json.loads(target_runs or "[]"))}
+        registration = registration.model_copy(update=update)
     if fingerprint is not None:
         registration = registration.with_fingerprint(Fingerprint.model_validate_json(fingerprint))
     return registration
@@ -122,7 +129,9 @@ def job_from(row: Row) -> StoredJob:
     if row["min_cost_j"] is not None:
         cheapest = Cheapest(row["min_cost_trial_number"], row["min_cost_batch_size"], row["min_cost_j"])
     return StoredJob(
-        registration=_registration(row["spec"], row["fingerprint"], row["registration_id"]),
+        registration=_registration(
+            row["spec"], row["fingerprint"], row["registration_id"], row["target_metric"], row["target_runs"]
+        ),
         created_at=row["created_at"],
         event_count=row["event_count"],
         trial_count=row["trial_count"],
@@ -139,9 +148,12 @@ def job_from(row: Row) -> StoredJob:
 def job_row(stored: StoredJob) -> dict[str, Any]:
     """Return the columns of a job that may change, with its key."""
     cheapest, fingerprint = stored.cheapest, stored.registration.fingerprint
+    runs = stored.registration.target_runs
     return {
         "job_id": stored.job_id,
         "fingerprint": None if fingerprint is None else fingerprint.model_dump_json(),
+        "target_metric": None if runs is None else stored.registration.target_metric,
+        "target_runs": None if runs is None else json.dumps(runs),
         "event_count": stored.event_count,
         "trial_count": stored.trial_count,
         "min_cost_j": stored.min_cost_j,

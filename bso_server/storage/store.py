@@ -453,15 +453,16 @@ class Store:
         return migrations.upgrade_sql(self._database.url.get_backend_name())
 
     async def current_revision(self) -> str | None:
-        """Return the revision of the database's schema, or None for an empty database; raise as `read`."""
-        found, _ = await self._attempt(
-            lambda transaction: migrations.current(transaction.connection), read_only=True, timeout_s=self.patience_s
-        )
+        """Return the revision of the schema, or None for an empty database; raise as `read`, after one attempt."""
+        found, _ = await self._attempt(_current_revision, read_only=True, timeout_s=self.patience_s)
         return found
 
     async def check_schema(self) -> None:
-        """Raise `DatabaseNotReadyError` unless the database has this version's schema."""
-        found = await self.current_revision()
+        """Raise `DatabaseNotReadyError` unless the database has this version's schema; retry and raise as `read`."""
+        self.refuse_other_schema(await self.read(_current_revision))
+
+    def refuse_other_schema(self, found: str | None) -> None:
+        """Raise `DatabaseNotReadyError` unless this revision, which the database has, is this version's."""
         migrations.refuse_newer(found, self.description)
         if found != migrations.HEAD:
             raise DatabaseNotReadyError(
@@ -472,3 +473,7 @@ class Store:
     async def close(self) -> None:
         """Close every connection."""
         await self._database.close()
+
+
+def _current_revision(transaction: Transaction) -> str | None:
+    return migrations.current(transaction.connection)

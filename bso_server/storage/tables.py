@@ -53,7 +53,7 @@ class UtcDateTime(sa.TypeDecorator[datetime]):
 
 
 class Json(sa.TypeDecorator[Any]):
-    """Value of a type that pydantic validates, stored as JSON text."""
+    """Value of a type that pydantic validates, stored as JSON text; None is null."""
 
     impl = LongText
     cache_ok = True
@@ -63,13 +63,13 @@ class Json(sa.TypeDecorator[Any]):
         self.kind = kind
         self._adapter: TypeAdapter[Any] = TypeAdapter(kind)
 
-    def process_bind_param(self, value: Any, dialect: sa.Dialect) -> str:  # noqa: ARG002 - the signature is SQLAlchemy's
+    def process_bind_param(self, value: Any, dialect: sa.Dialect) -> str | None:  # noqa: ARG002 - the signature is SQLAlchemy's
         """Return the value as JSON."""
-        return self._adapter.dump_json(value).decode()
+        return None if value is None else self._adapter.dump_json(value).decode()
 
     def process_result_value(self, value: Any, dialect: sa.Dialect) -> Any:  # noqa: ARG002 - the signature is SQLAlchemy's
         """Return the value of this JSON."""
-        return self._adapter.validate_json(value)
+        return None if value is None else self._adapter.validate_json(value)
 
 
 def _member_of(members: type[StrEnum], length: int) -> sa.Enum:
@@ -104,6 +104,10 @@ jobs = sa.Table(
     sa.Column("shared", sa.Boolean, nullable=False),
     # During an import, the time of its last insertion. Queries ignore the job until the import sets this to null.
     sa.Column("importing_at", UtcDateTime, index=True),
+    # Target of a job that was registered without one, null until it is set, and numbers of the trials from which it was
+    # learned, as JSON; both null for other jobs.
+    sa.Column("target_metric", sa.Double),
+    sa.Column("target_runs", sa.String(64)),
     # Logical clock of the job: one tick for each dispatch and for each end of a trial.
     sa.Column("event_count", sa.Integer, nullable=False),
     # State of the random generator as JSON; null before the first draw and for jobs without a seed.
@@ -144,6 +148,8 @@ trials = sa.Table(
     sa.Column("energy_source", sa.String(255), info=REPORT),
     sa.Column("epoch", sa.Double, info=REPORT),
     sa.Column("metric", sa.Double, info=REPORT),
+    # Finite numbers by the names of watched metrics.
+    sa.Column("watched", Json(dict[str, float]), info=REPORT),
     sa.Column("report_count", sa.Integer, nullable=False, info=REPORT),
     sa.Column("longest_gap_s", sa.Double, nullable=False, info=REPORT),
     sa.Column("lease_expires_at", UtcDateTime, info=REPORT),
@@ -158,6 +164,8 @@ trials = sa.Table(
     sa.Column("owner", sa.String(16)),
     sa.Column("power_limit_w", sa.Double, info=POWER_LIMIT),
     sa.Column("power_limits", sa.Integer, info=POWER_LIMIT),
+    sa.Column("confirmed", sa.Integer, nullable=False, info=REPORT),
+    sa.Column("waited_share", sa.Double, info=REPORT),
     sa.Index("ix_trials_job_id_idempotency_key", "job_id", "idempotency_key", unique=True),
     sa.Index("ix_trials_job_id_origin", "job_id", "origin"),
     sa.Index("ix_trials_job_id_ended_event", "job_id", "ended_event"),

@@ -143,7 +143,7 @@ class Transaction:
     transaction locks the whole file.
 
     Lock order: rows of one table in the order of their keys. Ending a trial locks the trial, then its job. Dispatching
-    or abandoning locks the job, then only its expired trials.
+    or abandoning locks the job, then only its expired trials. Setting a target locks the job, then its open trials.
     """
 
     def __init__(self, connection: sa.Connection) -> None:
@@ -351,6 +351,11 @@ class Transaction:
     def insert_epochs(self, added: Sequence[StoredEpoch]) -> None:
         """Insert reports."""
         self._insert(_INSERT_EPOCHS, [record_row(epoch) for epoch in added])
+
+    def delete_reports_from(self, key: TrialKey, report_number: int) -> None:
+        """Delete the reports of a locked trial from this number on."""
+        of_trial = epochs.c.job_id == key[0], epochs.c.trial_number == key[1]
+        self.connection.execute(sa.delete(epochs).where(*of_trial, epochs.c.report_number >= report_number))
 
     def delete_epochs_before(self, instant: datetime, *, limit: int) -> int:
         """Delete up to `limit` reports received before `instant`, oldest first; return their number."""

@@ -29,6 +29,8 @@ def upgrade() -> None:
         sa.Column("owner", sa.String(16)),
         sa.Column("shared", sa.Boolean, nullable=False),
         sa.Column("importing_at", UtcDateTime, index=True),
+        sa.Column("target_metric", sa.Double),
+        sa.Column("target_runs", sa.String(64)),
         sa.Column("event_count", sa.Integer, nullable=False),
         sa.Column("rng_state", sa.Text),
         sa.Column("survivors", sa.Text),
@@ -60,6 +62,7 @@ def upgrade() -> None:
         sa.Column("energy_source", sa.String(255)),
         sa.Column("epoch", sa.Double),
         sa.Column("metric", sa.Double),
+        sa.Column("watched", LongText),
         sa.Column("report_count", sa.Integer, nullable=False),
         sa.Column("longest_gap_s", sa.Double, nullable=False),
         sa.Column("lease_expires_at", UtcDateTime),
@@ -74,6 +77,8 @@ def upgrade() -> None:
         sa.Column("owner", sa.String(16)),
         sa.Column("power_limit_w", sa.Double),
         sa.Column("power_limits", sa.Integer),
+        sa.Column("confirmed", sa.Integer, nullable=False),
+        sa.Column("waited_share", sa.Double),
         **_MYSQL,
     )
     op.create_index("ix_trials_job_id_idempotency_key", "trials", ["job_id", "idempotency_key"], unique=True)
