@@ -89,8 +89,10 @@ def with_store(options: argparse.Namespace, use: Callable[[Store], Awaitable[T]]
     async def use_store() -> T:
         store = store_of(settings_of(options)).patient()
         try:
+            # A database that is away is told at once, and in one line; every later step would wait for it.
+            found = await store.current_revision()
             if checks_schema:
-                await store.check_schema()
+                store.refuse_other_schema(found)
             return await use(store)
         finally:
             await store.close()

@@ -44,6 +44,7 @@ from bso_server.service.pages import Pages
 from bso_server.service.views import MAX_PAGE, Tariff
 from bso_server.settings import secret
 from bso_server.storage.store import Store
+from bso_server.ui import words
 from zeus_plugins.protocol import (
     ArmView,
     ErrorBody,
@@ -51,6 +52,7 @@ from zeus_plugins.protocol import (
     JobList,
     JobSummary,
     JobView,
+    MetricView,
     Paths,
     TrialList,
     TrialView,
@@ -418,20 +420,28 @@ def _message_in(response: httpx.Response) -> str:
 
 
 def job_text(view: JobView, *, verbose: bool = False) -> str:
-    """Format a job as a summary and tables of its arms and its trials; `verbose` adds the trials' epoch bounds."""
+    """Format a job as a summary and tables of its arms and its trials; `verbose` adds the trials' epoch bounds.
+
+    The energies of the view's trials decide which figures are marked as estimated, in the words of the job's page.
+    """
     count = len(view.trials) if view.trial_count is None else view.trial_count
     states = ", ".join(f"{number} {state}" for state, number in view.trial_states.items())
+    target = "" if view.job.target_runs is None else f", {view.job.target_in_words}"
+    sources = sorted({trial.energy_source for trial in view.trials if trial.energy_source})
+    estimated = words.estimated(sources)
+    mark = f" ({estimated.upper()})" if estimated else ""
     head = (
         f"job {view.job.job_id}: {view.stage} stage, {count} trials{f' ({states})' if states else ''}, "
-        f"{_best(view)}{f', token {_owner(view)}' if view.owner else ''}"
+        f"{_best(view, estimated)}{target}{f', token {_owner(view)}' if view.owner else ''}"
     )
     arms: dict[str, Callable[[ArmView], object]] = {
         "BATCH SIZE": lambda arm: arm.batch_size,
         "TRIALS": lambda arm: arm.trials,
         "REACHED TARGET": lambda arm: arm.n,
-        "MEAN COST J": lambda arm: arm.mean_cost_j,
+        f"MEAN COST J{mark}": lambda arm: arm.mean_cost_j,
         "STD J": lambda arm: arm.std_cost_j,
-        "EXPECTED COST J": lambda arm: arm.expected_cost,
+        f"EXPECTED COST J{mark}": lambda arm: arm.expected_cost_j,
+        "90 % BAND J": lambda arm: _band(arm.expected_low_j, arm.expected_high_j),
     }
     trials: dict[str, Callable[[TrialView], object]] = {
         "TRIAL": lambda trial: trial.trial_number,
@@ -440,21 +450,47 @@ def job_text(view: JobView, *, verbose: bool = False) -> str:
         "ORIGIN": lambda trial: trial.origin,
         "EPOCHS": lambda trial: trial.epochs,
         "TIME S": lambda trial: trial.time_s,
-        "ENERGY J": lambda trial: trial.energy_j,
-        "COST J": lambda trial: trial.cost_j,
+        **({} if words.by_time(sources) else {f"ENERGY J{mark}": lambda trial: trial.energy_j}),
+        f"COST J{mark}": lambda trial: trial.cost_j,
         "METRIC": lambda trial: trial.metric,
     }
+    for name in sorted({name for trial in view.trials for name in trial.watched or ()}):
+        trials[name] = partial(_watched, name)
     if any(trial.power_limits for trial in view.trials):
         trials["POWER LIMIT W"] = _power_limit
     if any(trial.owner for trial in view.trials):
         trials["TOKEN"] = lambda trial: trial.owner
     trials["WHY THIS SIZE"] = _with_bound if verbose else lambda trial: trial.reason
     latest = table_of(trials, view.trials)
-    sources = sorted({trial.energy_source for trial in view.trials if trial.energy_source})
-    energy = f"energy by {', '.join(sources)}" if sources else "no energy reported yet"
+    measured = f"energy by {', '.join(sources)}" if sources else "no energy reported yet"
+    savings = view.savings.in_words + (f" Costs are {estimated}." if estimated else "")
     if len(view.trials) < count:
         latest += f"\nThe latest {len(view.trials)} of {count} trials; --all shows them all."
-    return "\n\n".join([head, _savings(view), table_of(arms, view.arms), latest, energy])
+    tables = [table_of(arms, view.arms), *filter(None, [_quality(view)]), latest]
+    return "\n\n".join([head, savings, *tables, words.of_energy(sources) or measured])
+
+
+def _quality(view: JobView) -> str:
+    """Format the metrics at the end of the runs that reached the target, by size; empty without such runs."""
+    columns: dict[str, Callable[[tuple[ArmView, MetricView]], object]] = {
+        "METRIC": lambda row: row[1].name or "the target's",
+        "BATCH SIZE": lambda row: row[0].batch_size,
+        "RUNS": lambda row: row[1].runs,
+        "MEAN": lambda row: row[1].mean,
+        "STD": lambda row: row[1].std,
+        "MINUS THE DEFAULT'S": _difference,
+        "AGAINST THE DEFAULT": lambda row: row[1].in_words or "-",
+    }
+    rows = [(arm, metric) for arm in view.arms for metric in arm.metrics]
+    # Group by metric; the job's own is first.
+    rows.sort(key=lambda row: row[1].name or "")
+    left_out = [f"{arm.batch_size} is left out: {arm.left_out}." for arm in view.arms if arm.left_out]
+    return "\n".join([table_of(columns, rows), *left_out]) if rows else ""
+
+
+def _difference(row: tuple[ArmView, MetricView]) -> str:
+    metric = row[1]
+    return "-" if metric.low is None or metric.high is None else f"{cell(metric.low)} to {cell(metric.high)}"
 
 
 def explanation_text(view: Explanation) -> str:
@@ -469,34 +505,22 @@ def explanation_text(view: Explanation) -> str:
     rows = []
     for size in decision.sizes:
         known = candidates.get(size.batch_size)
-        band = "-" if size.low_j is None else f"{cell(size.low_j)} to {cell(size.high_j)}"
         chance = "-" if size.chance_best is None else f"{100 * size.chance_best:.0f} %"
-        row = [str(size.batch_size), cell(size.expected_cost_j), band, chance]
+        row = [str(size.batch_size), cell(size.expected_cost_j), _band(size.low_j, size.high_j), chance]
         if candidates:
             row += map(cell, (None, None, None) if known is None else (known.value, known.loss, known.stop_epochs))
-        noted = (("best known", decision.incumbent), ("chosen", view.batch_size))
+        noted = (("best so far", decision.incumbent), ("chosen", view.batch_size))
         rows.append([*row, ", ".join(note for note, noted_size in noted if noted_size == size.batch_size)])
     header = ["BATCH SIZE", "EXPECTED COST J", "90 % BAND J", "CHANCE TO BE BEST"]
     header += ["WORTH OF A TRY", "ITS LOSS", "STOP AFTER EPOCHS"] if candidates else []
     told = [head, view.sentence, table([*header, ""], rows)]
     if candidates:
-        told.append(f"Worth and loss are in runs of {decision.incumbent}, the best size known.")
+        told.append(f"Worth and loss are in runs of {decision.incumbent}, the best size so far.")
     return "\n\n".join(told)
 
 
-def _savings(view: JobView) -> str:
-    saved, default = view.savings, view.job.default_batch_size
-    if saved is None:
-        return f"nothing to compare with yet: no run at the default, {default}, has reached the target"
-    runs = "1 recurrence" if saved.recurrences == 1 else f"{saved.recurrences} recurrences"
-    amounts = ", ".join(
-        f"{name} {amount.in_words}"
-        for name, amount in (("energy", saved.energy_j), ("time", saved.time_s), ("cost", saved.cost_j))
-    )
-    exploring = ""
-    if saved.exploration_cost_j:
-        exploring = f"; of the cost, exploring took {cell(saved.exploration_cost_j)} J"
-    return f"{runs} against as many at the default, {default}: {amounts}{exploring}"
+def _band(low_j: float | None, high_j: float | None) -> str:
+    return "-" if low_j is None else f"{cell(low_j)} to {cell(high_j)}"
 
 
 def _owner(job: JobSummary | JobView) -> str:
@@ -513,8 +537,12 @@ def _power_limit(trial: TrialView) -> str:
     return "-" if trial.power_limits is None else f"{cell(trial.power_limit_w)} of {trial.power_limits}"
 
 
-def _best(view: JobView) -> str:
+def _watched(name: str, trial: TrialView) -> float | None:
+    return (trial.watched or {}).get(name)
+
+
+def _best(view: JobView, estimated: str) -> str:
     best = view.arm_of(view.best_batch_size)
     if best is None:
         return "no batch size has reached the target yet"
-    return f"best batch size {best.batch_size}, {best.expected_cost} J a run expected"
+    return f"best batch size {best.batch_size}, {best.in_words}{f', {estimated}' if estimated else ''}"

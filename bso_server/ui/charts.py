@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import pairwise
 from typing import NamedTuple
 
 from bso_server.core.savings import Span
@@ -19,7 +18,7 @@ from bso_server.service.views import (
 )
 from bso_server.ui import units
 from bso_server.ui.plot import Box, Dot, Label, Line, Part, Picture, Plot, Scale, share
-from bso_server.ui.words import STATES, Z90
+from bso_server.ui.words import STATES
 from zeus_plugins.protocol import CreatedJob, Decision, SizeBelief, TrialState
 
 COLOURS = 12
@@ -138,47 +137,13 @@ def _draw_older(plot: Plot, bins: Sequence[TrialBin]) -> None:
         plot.mark((each.first + each.last) / 2, each.median_j or 0.0, "older", "older", told)
 
 
-def saved(page: JobPage) -> Plot | None:
-    """Chart the cumulative cost saved over the default; None before savings are known."""
-    line = [(point.trial_number, point.saved_j) for point in page.points if point.saved_j is not None]
-    if not line:
-        return None
-    number, last = line[-1]
-    word, amount = "saved" if last >= 0 else "lost", units.energy(abs(last))
-    told = f"After run {number} the job has {word} {amount} of cost over its default."
-    plot = _over_runs("saved", "Cost saved so far", told, page, line)
-    whole = _through_zero(line)
-    plot.path([(at, max(value, 0.0)) for at, value in whole], "area gain", down_to=0.0)
-    plot.path([(at, min(value, 0.0)) for at, value in whole], "area loss", down_to=0.0)
-    zero = plot.top(0.0)
-    plot.parts.append(Line("axis", zero, zero))
-    plot.path(line, "line")
-    paid = page.paid_back_in
-    if paid is not None:
-        plot.mark(paid, 0.0, "paid", "paid", f"From run {paid} on, trying has paid itself back")
-        classes = f"note {'end left' if plot.x.at(paid) > 0.6 else 'right'}"
-        plot.parts.append(Label(plot.left(paid), zero - 10, f"paid back in run {paid}", classes))
-    plot.mark(number, last, "end", "gain" if last >= 0 else "loss", f"After run {number}: {amount} {word}")
-    return plot
-
-
-def _through_zero(line: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Return the line with a point added wherever it crosses 0."""
-    found = list(line[:1])
-    for (before, low), (after, high) in pairwise(line):
-        if low * high < 0:
-            found.append((before + (after - before) * low / (low - high), 0.0))
-        found.append((after, high))
-    return found
-
-
 def regret(page: JobPage) -> Plot | None:
-    """Chart the cumulative cost beyond the best size's; None before a size reached the target."""
+    """Chart the cumulative cost beyond the cheapest size's; None before a size reached the target."""
     line = [(point.trial_number, point.regret_j) for point in page.points if point.regret_j is not None]
     if not line:
         return None
     number, last = line[-1]
-    told = f"After run {number}: {units.energy(last)} more than with the best size from the start"
+    told = f"After run {number}: {units.energy(last)} more than with the cheapest size from the start"
     plot = _over_runs("regret", "Cost of not having known", f"{told}.", page, line)
     plot.path(line, "line")
     plot.mark(number, last, "end", "ink", told)
@@ -307,11 +272,8 @@ def beliefs(page: JobPage) -> BeliefTable | None:
             notes.append("out of memory" if arm.infeasible == "out_of_memory" else "crashes")
         elif not arm.trials:
             notes.append("never tried")
-        mean_j, std_j = arm.expected_cost_j, arm.expected_cost_std_j
-        ends = None
-        if mean_j is not None and std_j is not None:
-            ends = max(mean_j - Z90 * std_j, 0.0), mean_j + Z90 * std_j
-        believed.append(_Believed(arm.batch_size, notes, mean_j, ends))
+        ends = _ends(arm.expected_low_j, arm.expected_high_j)
+        believed.append(_Believed(arm.batch_size, notes, arm.expected_cost_j, ends))
     return _belief_table(believed, page.points, view.job)
 
 
@@ -319,10 +281,13 @@ def beliefs_of(decision: Decision, job: CreatedJob, points: Sequence[TrialPoint]
     """Return the belief table as of a recorded decision."""
     believed = []
     for each in decision.sizes:
-        ends = None if each.low_j is None or each.high_j is None else (each.low_j, each.high_j)
         notes = _notes(each.batch_size, decision.incumbent, job)
-        believed.append(_Believed(each.batch_size, notes, each.expected_cost_j, ends))
+        believed.append(_Believed(each.batch_size, notes, each.expected_cost_j, _ends(each.low_j, each.high_j)))
     return _belief_table(believed, points, job)
+
+
+def _ends(low_j: float | None, high_j: float | None) -> tuple[float, float] | None:
+    return None if low_j is None or high_j is None else (low_j, high_j)
 
 
 def _notes(batch_size: int, best: int | None, job: CreatedJob) -> list[str]:
@@ -361,7 +326,7 @@ def _belief_table(believed: Sequence[_Believed], points: Sequence[TrialPoint], j
 
 
 def spans_of_eta(job: CreatedJob, spans: Sequence[Span], eta: float | None = None) -> Picture:
-    """Draw the best size under each η as a bar from 0 to 1, with marks at the job's η and at `eta`."""
+    """Draw the cheapest size under each η as a bar from 0 to 1, with marks at the job's η and at `eta`."""
     colour, parts = colours(job.batch_sizes), list[Part]()
     for span in spans:
         width = span.high - span.low
@@ -377,7 +342,7 @@ def spans_of_eta(job: CreatedJob, spans: Sequence[Span], eta: float | None = Non
     told = "; ".join(
         f"{span.batch_size} from {units.number(span.low, 2)} to {units.number(span.high, 2)}" for span in spans
     )
-    return Picture(50, parts, f"Best batch size by eta: {told}")
+    return Picture(50, parts, f"Cheapest batch size by eta: {told}")
 
 
 def costs_by_eta(page: WhatIfPage) -> Plot | None:
@@ -408,16 +373,16 @@ def costs_by_eta(page: WhatIfPage) -> Plot | None:
 def metric(page: TrialPage) -> Plot:
     """Chart the metric by epoch of a trial with reports, with the target."""
     target, last = page.job.target_metric, page.epochs[-1]
-    y = Scale.over([target, *(each.metric for each in page.epochs)], zero=False, log=False)
+    metrics = [each.metric for each in page.epochs]
+    y = Scale.over(metrics if target is None else [target, *metrics], zero=False, log=False)
     is_better = "rise to" if page.job.higher_is_better_metric else "fall to"
-    told = (
-        f"{units.number(last.metric, 4)} after {units.count(last.epoch, 'epoch', 4)}; it is to {is_better} "
-        f"{units.exact(target)}."
-    )
+    goal = "a target that is not set yet" if target is None else units.exact(target)
+    told = f"{units.number(last.metric, 4)} after {units.count(last.epoch, 'epoch', 4)}; it is to {is_better} {goal}."
     plot = Plot("metric", "Metric by epoch", told, _epoch_scale(page), y)
     plot.axes([(value, units.number(value)) for value in y.ticks(5)], plot.x.whole_numbers(), "epoch")
     _draw_predicted_epochs(plot, page)
-    plot.level(target, f"target {units.exact(target)}", "target", above=y.at(target) < 0.85)
+    if target is not None:
+        plot.level(target, f"target {units.exact(target)}", "target", above=y.at(target) < 0.85)
     _draw_series(plot, page, [(each.epoch, each.metric) for each in page.epochs], lambda value: units.number(value, 4))
     return plot
 

@@ -44,6 +44,7 @@ FORMATS: dict[str, Callable[[Any], str]] = {
     "size": str,
     "watts": lambda watts: f"{units.number(watts, 4)}{units.SPACE}W",
     "percent": units.percent,
+    "saved": lambda share: f"{units.percent(abs(share))} {'more' if share < 0 else 'less'}",
     "epochs": lambda epochs: units.count(epochs, "epoch", 4),
     "runs": lambda value: units.number(round(value, 3)),
 }
@@ -145,6 +146,7 @@ def templates() -> Environment:
         plural=units.count,
         state=words.STATES.__getitem__,
         origin=words.ORIGINS.__getitem__,
+        busy=words.of_busy,
         interval=words.interval,
         sentence=words.sentence,
         setting=_setting,

@@ -69,7 +69,8 @@ def mass(grams: float) -> str:
 def percent(share: float) -> str:
     """Format a share as a percentage, with one decimal between 0 and 1 %."""
     value = share * 100
-    text = f"{value:.1f}" if 0 < abs(value) < 1 else f"{value:.0f}"
+    # Adding 0 makes a negative zero positive.
+    text = f"{round(value, 1) + 0.0:.1f}" if 0 < abs(value) < 1 else f"{value:.0f}"
     return text.replace("-", MINUS) + SPACE + "%"
 
 

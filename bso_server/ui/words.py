@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import re
+from collections.abc import Collection
 from typing import NamedTuple
 
 from bso_server.service.views import (
@@ -17,7 +17,20 @@ from bso_server.service.views import (
     WhatIfPage,
 )
 from bso_server.ui import units
-from zeus_plugins.protocol import ALIVE, EndReason, Origin, SavedView, TrialState
+from zeus_plugins.protocol import (
+    ALIVE,
+    CreatedJob,
+    EndReason,
+    JobView,
+    MetricView,
+    Origin,
+    SavingsWord,
+    Share,
+    TrialState,
+    busy_remark,
+    is_estimated,
+    is_time_alone,
+)
 
 STATES = {
     TrialState.RUNNING: "running",
@@ -34,15 +47,13 @@ STATES = {
 
 ORIGINS = {
     Origin.EXPLORATION: "try",
-    Origin.INCUMBENT: "best known",
+    Origin.INCUMBENT: "best so far",
+    Origin.CONTROL: "control run",
     Origin.CONCURRENT: "beside a try",
     Origin.BANDIT: "drawn",
     Origin.OFFLINE: "without the server",
 }
 """Words for the origin of a trial."""
-
-Z90 = 1.6448536269514722
-"""Half the width of a normal distribution's central 90 % interval, in standard deviations."""
 
 
 class Headline(NamedTuple):
@@ -60,19 +71,43 @@ def of_jobs(page: JobsPage) -> Headline:
             return Headline(f"No job has “{page.containing}” in its name")
         return Headline("No job yet", "A training that starts with this server registers its job by itself.")
     running = sum(line.running for line in page.jobs)
-    known = [line.savings for line in page.jobs if line.savings is not None]
     jobs = units.count(len(page.jobs), "job") + (" on this page" if page.next_cursor else "")
     under_way = f"{units.count(running, 'run')} under way" if running else "nothing under way"
-    if not known:
-        return Headline(f"{jobs}, {under_way}", "Savings are known once a run at the default has reached its target.")
-    energy_j, default_j = (sum(getattr(each.energy_j, name) for each in known) for name in ("saved", "default"))
-    share = f", {units.percent(abs(energy_j) / default_j)} of what the defaults would have taken" if default_j else ""
-    word = "saved" if energy_j >= 0 else "lost"
+    all_jobs = [line.savings for line in page.jobs]
+    paid = [line for line in page.jobs if line.savings.energy_j.saved is not None]
+    shown = [f"{word} {sum(each.word is word for each in all_jobs)}" for word in SavingsWord]
+    verdicts = f"Verdicts: {', '.join(shown)}."
+    if not paid:
+        return Headline(f"{jobs}, {under_way}", verdicts)
+    sources = [source for line in paid for source in line.energy_sources]
+    if by_time(sources):
+        amount = units.duration(sum(line.savings.time_s.saved or 0.0 for line in paid))
+    else:
+        mark = f" ({estimated(sources)})" if estimated(sources) else ""
+        amount = f"{units.energy(sum(line.savings.energy_j.saved or 0.0 for line in paid))}{mark}"
     return Headline(
-        f"{units.energy(abs(energy_j))} {word} so far{share}",
-        f"{jobs}, {under_way}. Exploration is paid in that figure.",
-        "gain" if energy_j > 0 else "loss" if energy_j < 0 else "",
+        f"{amount} saved so far in {units.count(len(paid), 'job')}",
+        f"{jobs}, {under_way}. {verdicts} Exploration and control runs are paid in that figure.",
+        "gain",
     )
+
+
+def estimated(sources: Collection[str | None]) -> str:
+    """Return "estimated" if all energies of these sources are, "partly estimated" if some are, otherwise ""."""
+    if not any(map(is_estimated, sources)):
+        return ""
+    return "estimated" if all(map(is_estimated, sources)) else "partly estimated"
+
+
+def by_time(sources: Collection[str | None]) -> bool:
+    """Return whether energy and time are one figure: all energies are the same watts × time."""
+    return bool(sources) and len(set(sources)) == 1 and all(map(is_time_alone, sources))
+
+
+def of_energy(sources: Collection[str]) -> str:
+    """Return how energy is estimated, such as ``energy estimated: estimate: 65 W stated × time``; "" if it is not."""
+    mark = estimated(sources)
+    return f"energy {mark}: {'; '.join(sources)}{' × time' if by_time(sources) else ''}" if mark else ""
 
 
 def of_job(page: JobPage) -> Headline:
@@ -84,35 +119,34 @@ def of_job(page: JobPage) -> Headline:
         return Headline("Nothing has run yet", f"The first run will take your default batch size, {default}.")
     if not reached or best is None:
         return _nothing_reached(page)
-    if view.savings is None:
-        return Headline(
-            f"{best} is the best batch size so far",
-            f"What it saves is not known yet: no run at your default, {default}, has reached the target.",
-        )
-    paid = _paid(page)
-    if best == default:
-        return Headline(f"Your default, {default}, is the best batch size so far", paid)
-    mine, theirs = view.arm_of(best), view.arm_of(default)
-    if mine is None or theirs is None or mine.expected_cost_j is None or not theirs.expected_cost_j:
-        return Headline(f"{best} is the best batch size so far", paid)
-    ratio = mine.expected_cost_j / theirs.expected_cost_j
-    sure = ""
-    if mine.expected_cost_std_j is not None and theirs.expected_cost_std_j is not None:
-        # First-order error of a ratio; positive correlation of the two expectations would only narrow it.
-        spread = math.hypot(
-            mine.expected_cost_std_j / mine.expected_cost_j, theirs.expected_cost_std_j / theirs.expected_cost_j
-        )
-        sure = f"Sure to within ±{units.percent(Z90 * ratio * spread)}, nine times in ten. "
-    if ratio >= 1:
-        return Headline(f"{best} is the best batch size so far", sure + paid)
-    return Headline(f"{best} saves {units.percent(1 - ratio)} against your default, {default}", sure + paid, "gain")
+    savings = view.savings
+    if not savings.is_shown:
+        text = savings.claim if best == default else f"{best} is the best batch size so far"
+        arm, unknown = view.arm_of(best), "" if best == default else f"{savings.claim}."
+        cost = "" if arm is None else f"A run at {best}: {arm.in_words}"
+        return Headline(text, " ".join(filter(None, (sentence(cost), unknown, savings.evidence, savings.so_far))))
+    return Headline(savings.claim, savings.so_far, "gain" if savings.word is SavingsWord.SAVES else "loss")
+
+
+def qualities(view: JobView) -> list[tuple[int, MetricView, str]]:
+    """Return the metrics of all sizes, ordered by metric: the size's position in `arms`, the metric, and its path."""
+    rows = [
+        (arm, metric, f"view.arms.{arm}.metrics.{number}.")
+        for arm, each in enumerate(view.arms)
+        for number, metric in enumerate(each.metrics)
+    ]
+    return sorted(rows, key=lambda row: row[1].name or "")
+
+
+def _target(job: CreatedJob) -> str:
+    return "not set yet" if job.target_metric is None else units.exact(job.target_metric)
 
 
 def _nothing_reached(page: JobPage) -> Headline:
     states = page.view.trial_states
     alive = sum(states.get(state, 0) for state in ALIVE)
     ended = [f"{states[state]} {STATES[state]}" for state in states if state not in ALIVE]
-    target = units.exact(page.view.job.target_metric)
+    target = _target(page.view.job)
     if not ended:
         latest = page.view.trials[-1] if page.view.trials else None
         so_far = ""
@@ -127,27 +161,17 @@ def _nothing_reached(page: JobPage) -> Headline:
     return Headline("No run has reached the target yet", f"{units.listed(ended).capitalize()}.{running}", "loss")
 
 
-def _paid(page: JobPage) -> str:
-    savings = page.view.savings
-    if savings is None or not savings.exploration_cost_j:
-        return "Exploring has cost nothing yet."
-    cost = f"Exploring cost {units.energy(savings.exploration_cost_j)}"
-    if page.paid_back_in is not None:
-        return f"{cost} and paid itself back in run {page.paid_back_in}."
-    return f"{cost}{', paid back since' if savings.cost_j.saved > 0 else ' and is not paid back yet'}."
-
-
 def of_eta(page: JobPage) -> str:
-    """Name the best sizes under other values of η."""
+    """Name the cheapest sizes under other values of η."""
     spans = page.best_by_eta
     if len(spans) == 1:
         return f"{spans[0].batch_size} is the cheapest for every η."
     changes = [f"{span.batch_size} from {units.number(span.low, 2)} on" for span in spans[1:]]
-    return f"By mean cost, {spans[0].batch_size} is the best at η = 0, {units.listed(changes)}."
+    return f"By mean cost, {spans[0].batch_size} is the cheapest at η = 0, {units.listed(changes)}."
 
 
 def of_what_if(page: WhatIfPage) -> Headline:
-    """Name the best size under the page's η, and its effect on energy and time."""
+    """Name the cheapest size under the page's η, and its effect on energy and time."""
     eta, own_eta = units.exact(page.eta), units.exact(page.job.eta_knob)
     if page.batch_size is None:
         return Headline(
@@ -166,11 +190,11 @@ def of_what_if(page: WhatIfPage) -> Headline:
     changes = [
         f"{units.percent(abs(1 - part))} {'less' if part < 1 else 'more'} {what}"
         for what, part in (("energy", page.energy_share), ("time", page.time_share))
-        if part is not None
+        if part is not None and not (what == "energy" and by_time(page.energy_sources))
     ]
     return Headline(
         f"At η = {eta}, runs at {page.batch_size} cost least",
-        f"A run of it takes {units.listed(changes)} than one at {page.own_batch_size}, which is the best at the "
+        f"A run of it takes {units.listed(changes)} than one at {page.own_batch_size}, which is the cheapest at the "
         f"job's own η, {own_eta}.",
     )
 
@@ -224,7 +248,7 @@ def of_moment(page: MomentPage) -> Headline:
 def of_trial(page: TrialPage) -> Headline:
     """Summarise the state or outcome of a trial."""
     trial, job = page.trial, page.job
-    size, target = trial.batch_size, units.exact(job.target_metric)
+    size, target = trial.batch_size, _target(job)
     spent = "" if trial.cost_j is None else f" for {units.energy(trial.cost_j)}"
     epochs = "" if trial.epochs is None else units.count(trial.epochs, "epoch", 4)
     after = f" after {epochs}" if epochs else ""
@@ -235,6 +259,8 @@ def of_trial(page: TrialPage) -> Headline:
             word = "Running" if trial.state is TrialState.RUNNING else "Suspended"
             metric = units.number(trial.metric or 0.0, 4)
             return Headline(f"{word} with batch size {size}: {metric} after {epochs}", f"The target is {target}.")
+        case TrialState.COMPLETED if job.target_metric is None:
+            return Headline(f"{size} trained to its end{after}{spent}", _message(page))
         case TrialState.COMPLETED:
             return Headline(f"{size} reached the target, {target},{after}{spent}", _message(page), "gain")
         case TrialState.EARLY_STOPPED:
@@ -254,12 +280,15 @@ def _message(page: TrialPage) -> str:
     return sentence(_IN_BRACKETS.sub("", page.trial.message or ""))
 
 
-def interval(saved: SavedView) -> str:
-    """Return the 90 % interval of a saving, as shares of the default's amount, or "" if unknown."""
-    if saved.low is None or saved.high is None or not saved.default or saved.low >= saved.high:
-        return ""
-    low, high = saved.low / saved.default, saved.high / saved.default
-    return f"{units.number(100 * low, 2)} to {units.percent(high)}"
+def interval(share: Share) -> str:
+    """Return the 90 % interval of a saving."""
+    low = "no bound" if share.low is None else units.number(100 * share.low, 2)
+    return f"{low} to {units.percent(share.high)}"
+
+
+def of_busy(waited_share: float | None) -> str:
+    """Return a remark on a run on a busy machine, with a remedy; "" for another."""
+    return sentence(busy_remark(waited_share) or "")
 
 
 _IN_BRACKETS = re.compile(r" \[[^\[\]]*\]")
