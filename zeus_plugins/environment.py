@@ -112,7 +112,7 @@ MONITOR_PATH = Variable("ZEUS_MONITOR_PATH", "the path of Zeus's power monitor, 
 # Energy and power limits
 ESTIMATED_POWER_W = Variable(
     "ZEUS_ESTIMATED_POWER_W",
-    "the power that the machine draws while training, where nothing measures it",
+    "the power of the whole machine at full load, for an estimate where nothing measures it",
     "the GPUs' power limits, or else 65",
     "watts",
     may_be_empty=False,

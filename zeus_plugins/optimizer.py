@@ -145,6 +145,8 @@ class BatchSizeOptimizer:
             self._session.ask()
             trial = self._session.trial
             reason = trial.reason or "chosen by the server"
+            target = self._session.plan.target_in_words
+            reason += f"; {target}" if target else ""
             _logger.info("job %s, %s: batch size %d (%s)", trial.job_id, trial.name, trial.batch_size, reason)
             self._undo_signals.append(raise_at_sigterm())
         return self._session.trial.batch_size
@@ -167,9 +169,19 @@ class BatchSizeOptimizer:
             ZeusBSOOperationOrderError: `on_train_begin` has not been called, or the training is finished.
         """
         verdict = self._session.report_evaluation(metric)
+        trial = self._session.trial
+        if trial.is_over and trial.busy_remark is not None:
+            _logger.warning("%s of job %s ran %s", trial.name, trial.job_id, trial.busy_remark)
         if self._session.failed:
             show_in_one_paragraph()
-            raise train_fail_error(verdict, self._session.trial.advice)
+            raise train_fail_error(verdict, trial.advice)
+
+    def watch(self, **values: float) -> None:
+        """Record further metrics with the next `on_evaluate`; of each name, the last value of the run counts.
+
+        Values of different batch sizes are compared (docs/quality.md). After the last `on_evaluate` it is too late.
+        """
+        self._session.watch(values)
 
     def close(self) -> None:
         """End the trial (as failed if unfinished) and close the connection. Safe to call more than once."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import platform
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -55,11 +56,13 @@ class Placement:
         is_first: Whether this is the first process of its machine, which measures the machine.
         machines: Number of machines.
         gpus: GPUs of this machine that train, over all its processes: UUIDs, or indices into the visible GPUs.
+        processes: Ids of the training's processes on this machine; empty if unknown, or if there is only this one.
     """
 
     is_first: bool
     machines: int
     gpus: Sequence[int | str]
+    processes: Sequence[int] = ()
 
 
 def placed(ranks: Ranks) -> Placement:
@@ -71,17 +74,20 @@ def placed(ranks: Ranks) -> Placement:
     if ranks.world_size == 1:
         return Placement(is_first=True, machines=1, gpus=ranks.gpu_indices)
     try:
-        gathered: list[tuple[str, Sequence[str]]] = ranks.all_gather((ranks.machine, tuple(ranks.own_gpus)))
+        gathered: list[tuple[str, Sequence[str], int]] = ranks.all_gather(
+            (ranks.machine, tuple(ranks.own_gpus), os.getpid())
+        )
     except (NotImplementedError, RuntimeError, ValueError) as error:  # no process group, on any rank
         _logger.debug("the processes cannot tell each other where they are: %s", error)
         return Placement(is_first=ranks.local_rank == 0, machines=1, gpus=ranks.gpu_indices)
-    machines = [machine for machine, _ in gathered]
-    union = tuple(dict.fromkeys(uuid for machine, gpus in gathered if machine == ranks.machine for uuid in gpus))
+    machines = [machine for machine, _, _ in gathered]
+    union = tuple(dict.fromkeys(uuid for machine, gpus, _ in gathered if machine == ranks.machine for uuid in gpus))
     return Placement(
         is_first=machines.index(ranks.machine) == ranks.rank,
         machines=len(set(machines)),
         # Fewer GPUs than processes: the processes have not chosen theirs yet, or the GPUs are unknown.
         gpus=union if len(union) >= machines.count(ranks.machine) else ranks.gpu_indices,
+        processes=tuple(process for machine, _, process in gathered if machine == ranks.machine),
     )
 
 

@@ -13,7 +13,7 @@ from zeus_plugins.errors import ZeusBSOError
 from zeus_plugins.protocol import GP_VOI, OWN_POLICIES
 
 _QUICK_RECURRENCES = 4
-_DEFAULT_RECURRENCES = 14
+_DEFAULT_RECURRENCES = 18
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -53,6 +53,7 @@ def _run(options: argparse.Namespace) -> None:
     from zeus_plugins.master import MasterState, ZeusMaster
     from zeus_plugins.master.display import conclusion, display
     from zeus_plugins.master.job import read_config
+    from zeus_plugins.master.optimizers import KnowsSavings
     from zeus_plugins.signals import raise_at_sigterm
 
     config, job = read_config(options.job)
@@ -85,7 +86,8 @@ def _run(options: argparse.Namespace) -> None:
             logdir=logdir,
             resume_from=resume_from,
         )
-    print(conclusion(MasterState.read(logdir).history, job.default_bs))
+        savings = optimizer.savings() if isinstance(optimizer, KnowsSavings) else None
+    print(conclusion(MasterState.read(logdir).history, job.default_bs, savings))
     print(f"All runs: {logdir / 'history.json'}")
 
 

@@ -133,13 +133,8 @@ class TrialReporter:
                 return verdict
         rule = evaluation.judged_by or self.rule
         self._keep(evaluation.model_copy(update={"judged_by": rule}))
-        return judged_without_server(
-            self.job,
-            rule,
-            metric=evaluation.metric,
-            epochs=evaluation.current_epoch,
-            cost_j=self.job.cost_j(time_s=evaluation.time, energy_j=evaluation.energy),
-        )
+        cost_j = self.job.cost_j(time_s=evaluation.time, energy_j=evaluation.energy)
+        return self._judged_here(rule, evaluation.metric, evaluation.current_epoch, cost_j)
 
     def keep_power_limits(self, choice: PowerLimitChoice) -> None:
         """Let the thread send the trial's power limits, so that no training step waits for the server."""
@@ -151,7 +146,12 @@ class TrialReporter:
 
     def judge_unmeasured(self, *, metric: float, epoch: float) -> ReportResponse:
         """Judge a training of unknown cost by its target and `max_epochs` only."""
-        return judged_without_server(self.job, self.rule, metric=metric, epochs=epoch, cost_j=None)
+        return self._judged_here(self.rule, metric, epoch, None)
+
+    def _judged_here(self, rule: StopRule, metric: float, epochs: float, cost_j: float | None) -> ReportResponse:
+        verdict = judged_without_server(self.job, rule, metric=metric, epochs=epochs, cost_j=cost_j)
+        self.rule = verdict.stop_rule or self.rule
+        return verdict
 
     def end(self, ending: Ending | None = None) -> None:
         """Stop the thread and try once more to deliver what waits; `ending` is None if a verdict ended the trial."""
@@ -291,7 +291,9 @@ class TrialReporter:
                     _logger.info("the server at %s took the results that waited (%d)", client.server_url, waiting)
 
     def _take_late_verdict(self, verdict: ReportResponse) -> None:
-        self.rule = verdict.stop_rule or self.rule
+        if verdict.stop_rule is not None:
+            # Evaluations that still wait have been counted here, but not by the server.
+            self.rule = verdict.stop_rule.confirmed_as(self.rule)
         if verdict.stop_train:
             self._last_verdict = verdict
 

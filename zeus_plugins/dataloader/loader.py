@@ -35,7 +35,7 @@ from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.distributed import DistributedSampler
 
 from zeus_plugins import energy, environment
-from zeus_plugins.energy import EnergyMonitor, WindowMonitor, as_energy_monitor
+from zeus_plugins.energy import EnergyMonitor, WindowMonitor
 from zeus_plugins.energy.monitor import MAX_SOURCE_LENGTH, BridgedMonitor
 from zeus_plugins.energy.visible import cuda_devices
 from zeus_plugins.errors import ZeusBSOBadOperationError, ZeusBSOConfigError, ZeusBSOOperationOrderError
@@ -43,7 +43,7 @@ from zeus_plugins.placement import placed, this_machine
 from zeus_plugins.power_limit import PowerLimitDevice, PowerLimitProfile, PowerLimitProfiler, ZeusCost, find_devices
 from zeus_plugins.protocol import LEAST_TIME_S, cost
 from zeus_plugins.train_result import TrainResult, result_path
-from zeus_plugins.training.port import decided_by_rank_zero
+from zeus_plugins.training.port import decided_by_rank_zero, node_monitor
 
 T = TypeVar("T")
 
@@ -340,7 +340,9 @@ class ZeusDataLoader(DataLoader[T]):
             settings = _Settings.of(environ)
             measures = None
             if self._rank == 0:
-                measures = as_energy_monitor(monitor or energy.auto(device_indices=self._place.gpus or None))
+                # Without GPUs of its own, the loader measures all visible ones.
+                monitor = monitor or energy.auto(device_indices=self._place.gpus or None)
+                measures = node_monitor(self._place, monitor)
             profiler = self._profiler(settings, measures, devices)
             self._training = _Training(settings, batch_size, max_epochs, measures, profiler)
             ZeusDataLoader._latest = weakref.ref(self)

@@ -28,7 +28,17 @@ from zeus_plugins.client.http import BsoClient
 from zeus_plugins.demo import FAILED_TRIAL_STATUS, JOB
 from zeus_plugins.demo.processes import Launcher
 from zeus_plugins.errors import ZeusBSOError, ZeusBSORuntimeError
-from zeus_plugins.protocol import GP_VOI, ZEUS, ArmView, JobSpec, JobView, TrialState, TrialView
+from zeus_plugins.protocol import (
+    GP_VOI,
+    ZEUS,
+    ArmView,
+    JobSpec,
+    JobView,
+    TrialState,
+    TrialView,
+    is_estimated,
+    is_time_alone,
+)
 
 _POLL_S = 0.3
 _SERVER_START_S = 60.0
@@ -140,21 +150,10 @@ class Outcome:
     directory: Path
 
     @property
-    def best(self) -> ArmView | None:
-        """The arm with the lowest expected cost, if any."""
-        return self.job.arm_of(self.job.best_batch_size)
-
-    @property
     def default(self) -> ArmView:
         """The arm of the default batch size."""
         (arm,) = (arm for arm in self.job.arms if arm.batch_size == self.job.job.default_batch_size)
         return arm
-
-    @property
-    def cost_ratio(self) -> float | None:
-        """Mean cost at the best batch size, divided by the default's; None if either is unknown."""
-        default_j, best_j = self.default.mean_cost_j, None if self.best is None else self.best.mean_cost_j
-        return None if default_j is None or best_j is None else best_j / default_j
 
     def write_summary(self) -> None:
         """Write `summary.json`."""
@@ -164,7 +163,7 @@ class Outcome:
             "trials": [trial.model_dump(mode="json") for trial in self.job.trials],
             "best_batch_size": self.job.best_batch_size,
             "default_batch_size": self.job.job.default_batch_size,
-            "cost_ratio_best_to_default": self.cost_ratio,
+            "savings": self.job.savings.model_dump(mode="json"),
             "database": self.database_url,
             "wall_s": round(self.wall_s, 1),
         }
@@ -197,10 +196,7 @@ def plot_costs(outcome: Outcome, path: Path) -> None:
     axes.set_ylim(0, 1.15 * max((cost_j for _, cost_j in measured), default=1.0))
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.spines[["top", "right"]].set_visible(False)
-    title, best, ratio = "Cost of each run", job.best_batch_size, outcome.cost_ratio
-    if best is not None and ratio is not None:
-        title = f"Runs at batch size {best} have cost {1 - ratio:.0%} less than those at the default, {default}"
-    axes.set_title(title, loc="left", fontsize=11)
+    axes.set_title(job.savings.claim, loc="left", fontsize=11)
     axes.legend(frameon=False)
     figure.savefig(path, dpi=120)
 
@@ -261,23 +257,14 @@ class Display:
         self._console.print(_row(self._cells(recurrence, trial)))
 
     def conclude(self, outcome: Outcome) -> None:
-        """Print the best size, its saving, the use of time, and the files."""
-        job, trials = outcome.job, outcome.job.trials
-        best, default = outcome.best, outcome.default
+        """Print the verdict, the use of time, and the files."""
+        job, trials, savings = outcome.job, outcome.job.trials, outcome.job.savings
         say = self._console.print
         say()
-        if best is None or outcome.cost_ratio is None:
-            say("No batch size can be compared with the default yet: let the job recur more often.")
-        elif best == default:
-            say(f"[bold]Best batch size: {best.batch_size}[/], the default: none that was tried is cheaper.")
-        else:
-            say(
-                f"[bold]Best batch size: {best.batch_size}[/], {best.expected_cost} J a run expected. Its runs cost "
-                f"{best.mean_cost_j:.0f} J on average, those at the default, {default.batch_size}, "
-                f"{default.mean_cost_j:.0f} J: [bold]{1 - outcome.cost_ratio:.0%} less[/]."
-            )
-            if job.savings is not None:
-                say(f"Until now: cost {job.savings.cost_j.in_words} against always {default.batch_size}, tries paid.")
+        for line in filter(None, (f"[bold]{savings.claim}.[/]", savings.evidence, savings.so_far)):
+            say(line)
+        if not savings.is_shown:
+            say("Let the job recur more often: --recurrences says how often.")
         reached_s = sum(trial.time_s or 0 for trial in trials if trial.state is TrialState.COMPLETED)
         stopped_s = sum(trial.time_s or 0 for trial in trials if trial.state is not TrialState.COMPLETED)
         say(
@@ -286,8 +273,11 @@ class Display:
             "starting the server and the processes."
         )
         sources = sorted({trial.energy_source or "not measured" for trial in trials})
-        estimated = all(source.startswith("estimate") for source in sources)
-        meaning = ". No energy counter was found here: the costs only say what takes less time" if estimated else ""
+        meaning = ""
+        if all(map(is_time_alone, sources)):
+            meaning = ". No energy counter was found here: the costs only say what takes less time"
+        elif any(map(is_estimated, sources)):
+            meaning = ". No energy counter was found here: energies and costs are estimated"
         say(f"Energy: {', '.join(sources)}{meaning}.")
         say(f"Written: {outcome.directory / 'summary.json'}, {outcome.directory / 'costs.png'}", soft_wrap=True)
         show = f"jobs show {job.job.job_id} --database-url {outcome.database_url}"

@@ -32,6 +32,7 @@ from zeus_plugins.training.metrics import (
     EvaluationMetric,
     LoggedMetric,
     check_evaluated_metric,
+    value_in,
 )
 from zeus_plugins.training.run import ActiveRun, BatchSizeArguments, TrialRun
 
@@ -40,6 +41,8 @@ _STATE_KEY = "zeus_bso"
 
 class ZeusBSOTrainerCallback(BatchSizeArguments, TrainWrapper):
     """Trains at the batch size that the server chooses, reports each evaluation, and stops when the server says so.
+
+    That is at the target (docs/target.md), the value of the metric at which the model is good enough to deploy.
 
     Pass it in the trainer's `callbacks`, or call `attach` for an existing trainer. `Trainer.train` then asks for a
     batch size, trains at it, whatever `per_device_train_batch_size` and `get_train_dataloader` say, and restores all
@@ -103,7 +106,10 @@ class ZeusBSOTrainerCallback(BatchSizeArguments, TrainWrapper):
             return
         data = self._trainer.eval_dataset
         data_sets = len(data) if isinstance(data, dict) else 1
-        self._report(run, state, lambda: source.value(found, step=state.global_step, data_sets=data_sets))
+        self._watch(run, found)
+        # Other data sets of this evaluation may have watched metrics.
+        waits = bool(run.watched_names)
+        self._report(run, state, lambda: source.value(found, step=state.global_step, data_sets=data_sets, waits=waits))
 
     def on_log(
         self,
@@ -117,6 +123,9 @@ class ZeusBSOTrainerCallback(BatchSizeArguments, TrainWrapper):
         run, source, logs = self._run_of(state, control), self._metric, logs or {}
         if run is None:
             return
+        # An evaluation before the first step is of a model without training.
+        if state.global_step > 0:
+            self._watch(run, logs)
         if isinstance(source, EvaluationMetric):
             source.note(logs)
         elif source is not None and source.note(logs, step=state.global_step):
@@ -210,6 +219,10 @@ class ZeusBSOTrainerCallback(BatchSizeArguments, TrainWrapper):
         # An epoch that `max_steps` cuts short counts as one.
         epochs = float(state.epoch) if self._has_fractions else float(math.ceil(state.epoch))
         run.report_evaluation(metric, epochs)
+
+    def _watch(self, run: ActiveRun, metrics: dict[str, float]) -> None:
+        found = {name: value_in(metrics, name) for name in run.watched_names}
+        run.watch({name: value for name, value in found.items() if isinstance(value, (int, float))})
 
     def _keep_state(self, state: TrainerState) -> None:
         """Put the trial into the state that process 0 writes to checkpoints."""

@@ -363,6 +363,18 @@ def mean_of_ranks(trainer: Trainer, metric: Tensor) -> float:
     return float(metric)
 
 
+def logged_means(trainer: Trainer, names: Sequence[str]) -> dict[str, float]:
+    """Return the means over ranks of those logged metrics that any rank has; all ranks must make this call."""
+    if not names:
+        return {}
+    logged = trainer.callback_metrics
+    # A name may be missing on some ranks, and each rank takes part in each reduction: sum values and counts at once.
+    sums = torch.tensor([[float(logged.get(name, 0.0)), float(name in logged)] for name in names], dtype=torch.float64)
+    if trainer.world_size > 1:
+        sums = cast("Tensor", trainer.strategy.reduce(sums.to(trainer.strategy.root_device), reduce_op="sum"))
+    return {name: value / ranks for name, (value, ranks) in zip(names, sums.tolist(), strict=True) if ranks}
+
+
 def _combined(loaders: Any) -> CombinedLoader:
     return loaders if isinstance(loaders, CombinedLoader) else CombinedLoader(loaders)
 

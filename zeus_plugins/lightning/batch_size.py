@@ -18,6 +18,7 @@ from zeus_plugins.lightning._trainer import (
     finders,
     hide_step_hooks,
     is_rehearsal,
+    logged_means,
     mean_of_ranks,
 )
 from zeus_plugins.training.defaults import check_epochs
@@ -28,6 +29,8 @@ _logger = logging.getLogger("zeus_plugins")
 
 class ZeusBSOCallback(BatchSizeArguments, Callback):
     """Trains at the batch size that the server chooses, reports each validation, and stops when the server says so.
+
+    That is at the target (docs/target.md), the value of the metric at which the model is good enough to deploy.
 
     `fit` sets the batch size of every train loader, whether it comes from a data module, the module's
     `train_dataloader` or an argument of `fit`, and any integer `batch_size` of the data module, the module or their
@@ -176,6 +179,7 @@ class ZeusBSOCallback(BatchSizeArguments, Callback):
         run = self._run.active
         if run is not None and run.is_reporting:
             metric = self._metric(trainer)
+            run.watch(logged_means(trainer, run.watched_names))
             run.report_evaluation(lambda: metric, epochs_trained(trainer) - self._first_epoch)
 
     def _metric(self, trainer: Trainer) -> float:

@@ -8,7 +8,8 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from zeus_plugins.master.history import MasterState, PlannedRun, Run, cheapest_size, mean_costs
+from zeus_plugins.master.history import MasterState, PlannedRun, Run, mean_costs
+from zeus_plugins.protocol import SavingsView
 
 _COLUMNS = ("run", "batch size", "learning rate", "epochs", "seconds", "energy J", "cost J", "outcome")
 
@@ -118,27 +119,23 @@ def display() -> Iterator[Listener]:
         yield table
 
 
-def conclusion(history: Sequence[Run], default_bs: int) -> str:
-    """Compare the cheapest size with the default, and sum up time and energy."""
+def conclusion(history: Sequence[Run], default_bs: int, savings: SavingsView | None) -> str:
+    """Say what is claimed of the job's saving, if it is known; list the mean costs; sum up time and energy."""
     means = mean_costs(history)
-    cheapest = cheapest_size(history)
-    if cheapest is None:
-        compared = "No run has reached the target yet."
-    else:
-        name = f"the default, {cheapest}" if cheapest == default_bs else cheapest
-        runs = sum(run.reached and run.bs == cheapest for run in history)
-        compared = f"Cheapest batch size: {name}, {means[cheapest]:.4g} J a run, the mean of {runs}."
-        if default_bs not in means:
-            compared += f" The default, {default_bs}, has not reached the target."
-        elif cheapest != default_bs:
-            saved = 1 - means[cheapest] / means[default_bs]
-            compared += (
-                f" The default, {default_bs}, costs {means[default_bs]:.4g} J: {saved:.0%} saved with every run from "
-                "now on."
-            )
+    told = [] if savings is None else [savings.in_words]
+    if means:
+        costs = [
+            f"{bs}{', your default' if bs == default_bs else ''}: {mean_j:.4g} J "
+            f"({'1 run' if runs == 1 else f'{runs} runs'})"
+            for bs, mean_j in means.items()
+            for runs in [sum(run.reached and run.bs == bs for run in history)]
+        ]
+        told.append(f"Mean cost of the runs that reached the target: {'; '.join(costs)}.")
+    elif savings is None:
+        told.append("No run has reached the target yet.")
     reached = [run for run in history if run.reached]
     lines = [
-        compared,
+        *told,
         f"{len(reached)} of {len(history)} runs reached the target, in {sum(run.time for run in reached):.1f} s and "
         f"{sum(run.energy for run in reached):.4g} J; all runs took {sum(run.time for run in history):.1f} s and "
         f"{sum(run.energy for run in history):.4g} J.",

@@ -206,9 +206,3 @@ def mean_costs(history: Sequence[Run]) -> dict[int, float]:
         if run.reached:
             costs.setdefault(run.bs, []).append(run.cost)
     return {bs: sum(known) / len(known) for bs, known in sorted(costs.items())}
-
-
-def cheapest_size(history: Sequence[Run]) -> int | None:
-    """Return the batch size with the lowest mean cost, or None if no run has reached the target."""
-    means = mean_costs(history)
-    return min(means, key=means.__getitem__) if means else None

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import secrets
 from collections.abc import Mapping
@@ -14,9 +15,9 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 from pydantic import TypeAdapter
 
 from zeus_plugins.client.outbox import Outbox, OutboxHeader, default_outbox
-from zeus_plugins.client.port import ServerPort
+from zeus_plugins.client.port import NO_RETRIES, ServerPort
 from zeus_plugins.client.reporter import TrialReporter
-from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSOOperationOrderError, ZeusBSORuntimeError
+from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSOError, ZeusBSOOperationOrderError, ZeusBSORuntimeError
 from zeus_plugins.master.history import Run, run_of_cost
 from zeus_plugins.master.job import Job
 from zeus_plugins.protocol import (
@@ -28,6 +29,7 @@ from zeus_plugins.protocol import (
     GpuConfig,
     JobSpec,
     JobSpecFromClient,
+    SavingsView,
     StopRule,
     TrialDispatch,
     TrialId,
@@ -37,6 +39,8 @@ from zeus_plugins.protocol import (
 if TYPE_CHECKING:
     from bso_server.core.job import InMemoryJob
     from bso_server.core.model import TrialRecord
+
+_logger = logging.getLogger("zeus_plugins")
 
 
 class BatchSizeChooser(Protocol):
@@ -72,6 +76,14 @@ class KeepsState(Protocol):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a state; called before `register_job`."""
+
+
+@runtime_checkable
+class KnowsSavings(Protocol):
+    """A `BatchSizeChooser` that judges what its job saves against the default batch size."""
+
+    def savings(self) -> SavingsView | None:
+        """Return what is known of the saving; None if it cannot be known now."""
 
 
 class ServerOptimizer:
@@ -169,6 +181,17 @@ class ServerOptimizer:
             self._reporter.end(Ending(outcome=TrialState.SUSPENDED, detail="the master was interrupted"))
             self._reporter = None
 
+    def savings(self) -> SavingsView | None:
+        """Return the savings of all runs of the job on the server; None if the server does not answer."""
+        if self._registration is None:
+            return None
+        try:
+            with self._client.with_retries(NO_RETRIES) as client:
+                return client.show_job(self._registration.job_id, limit=1).savings
+        except ZeusBSOError as error:
+            _logger.debug("the server does not show the job: %s", error)
+            return None
+
     def state_dict(self) -> dict[str, Any]:
         """Return the key and number of requested trials, and the running trial."""
         trial = None if self._trial is None else self._trial.model_dump(mode="json")
@@ -233,9 +256,10 @@ def _metric_of(job: CreatedJob, run: Run) -> float:
     """Return the script's metric, or else a value at the target or just short of it, as `run.reached` says."""
     if run.metric is not None and job.is_reached_by(run.metric) == run.reached:
         return run.metric
+    target = job.target_metric or 0.0  # a master's job always has one
     if run.reached:
-        return job.target_metric
-    return math.nextafter(job.target_metric, -math.inf if job.higher_is_better_metric else math.inf)
+        return target
+    return math.nextafter(target, -math.inf if job.higher_is_better_metric else math.inf)
 
 
 _CRASH_RETRIES = 3
@@ -366,6 +390,16 @@ class PolicyOptimizer:
         ending = Ending.model_validate({"outcome": run.outcome})
         number = self._running(job, run.bs).trial_number
         self._trials[number - 1] = self._registered(job).end_trial(number, ending, retries=_CRASH_RETRIES)
+
+    def savings(self) -> SavingsView | None:
+        """Return what is known of the saving by cost; its energies are costs, too."""
+        import bso_server.core.policy
+        from bso_server.core.savings import savings_of_trials
+
+        if self._known is None:
+            return None
+        history = self._known.history
+        return savings_of_trials(history.job, self._trials, bso_server.core.policy.expectations(history).best)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the policy, all trials, and the sizes that survived the exploration."""

@@ -9,6 +9,7 @@ Both packages import this one. Its modules are private; names imported as themse
 
 from __future__ import annotations
 
+from zeus_plugins.protocol._jobs import TARGET_RUNS as TARGET_RUNS
 from zeus_plugins.protocol._jobs import CreatedJob as CreatedJob
 from zeus_plugins.protocol._jobs import Fingerprint as Fingerprint
 from zeus_plugins.protocol._jobs import GpuConfig as GpuConfig
@@ -34,6 +35,7 @@ from zeus_plugins.protocol._trials import TrialEnd as TrialEnd
 from zeus_plugins.protocol._trials import TrialPowerProfile as TrialPowerProfile
 from zeus_plugins.protocol._trials import Verdict as Verdict
 from zeus_plugins.protocol._values import ALIVE as ALIVE
+from zeus_plugins.protocol._values import BUSY_SHARE as BUSY_SHARE
 from zeus_plugins.protocol._values import FINAL as FINAL
 from zeus_plugins.protocol._values import GP_VOI as GP_VOI
 from zeus_plugins.protocol._values import ID_PATTERN as ID_PATTERN
@@ -42,15 +44,19 @@ from zeus_plugins.protocol._values import MAX_BATCH_SIZE as MAX_BATCH_SIZE
 from zeus_plugins.protocol._values import MAX_BATCH_SIZES as MAX_BATCH_SIZES
 from zeus_plugins.protocol._values import MAX_DETAIL_LENGTH as MAX_DETAIL_LENGTH
 from zeus_plugins.protocol._values import MAX_ID_LENGTH as MAX_ID_LENGTH
+from zeus_plugins.protocol._values import MAX_MARGINS as MAX_MARGINS
 from zeus_plugins.protocol._values import MAX_POWER_LIMITS as MAX_POWER_LIMITS
+from zeus_plugins.protocol._values import MAX_WATCHED as MAX_WATCHED
 from zeus_plugins.protocol._values import OWN_POLICIES as OWN_POLICIES
 from zeus_plugins.protocol._values import ZEUS as ZEUS
 from zeus_plugins.protocol._values import BatchSize as BatchSize
 from zeus_plugins.protocol._values import EndReason as EndReason
 from zeus_plugins.protocol._values import Epochs as Epochs
 from zeus_plugins.protocol._values import Finite as Finite
+from zeus_plugins.protocol._values import Fraction as Fraction
 from zeus_plugins.protocol._values import Identifier as Identifier
 from zeus_plugins.protocol._values import Joules as Joules
+from zeus_plugins.protocol._values import MetricName as MetricName
 from zeus_plugins.protocol._values import NonNegativeFinite as NonNegativeFinite
 from zeus_plugins.protocol._values import NonNegativeInt as NonNegativeInt
 from zeus_plugins.protocol._values import Origin as Origin
@@ -58,6 +64,7 @@ from zeus_plugins.protocol._values import Paths as Paths
 from zeus_plugins.protocol._values import PolicyName as PolicyName
 from zeus_plugins.protocol._values import PositiveFinite as PositiveFinite
 from zeus_plugins.protocol._values import PositiveInt as PositiveInt
+from zeus_plugins.protocol._values import Quality as Quality
 from zeus_plugins.protocol._values import RefusalReason as RefusalReason
 from zeus_plugins.protocol._values import RegistrationId as RegistrationId
 from zeus_plugins.protocol._values import Seconds as Seconds
@@ -65,10 +72,18 @@ from zeus_plugins.protocol._values import Seed as Seed
 from zeus_plugins.protocol._values import Stage as Stage
 from zeus_plugins.protocol._values import Text as Text
 from zeus_plugins.protocol._values import TrialState as TrialState
+from zeus_plugins.protocol._values import Watched as Watched
 from zeus_plugins.protocol._values import Watts as Watts
 from zeus_plugins.protocol._values import WireMessage as WireMessage
+from zeus_plugins.protocol._values import busy_remark as busy_remark
 from zeus_plugins.protocol._values import cost as cost
+from zeus_plugins.protocol._values import is_busy as is_busy
+from zeus_plugins.protocol._values import is_estimated as is_estimated
+from zeus_plugins.protocol._values import is_lower_better as is_lower_better
+from zeus_plugins.protocol._values import is_time_alone as is_time_alone
+from zeus_plugins.protocol._values import words_in as words_in
 from zeus_plugins.protocol._views import MAX_CANDIDATES as MAX_CANDIDATES
+from zeus_plugins.protocol._views import AmountSaved as AmountSaved
 from zeus_plugins.protocol._views import ArmView as ArmView
 from zeus_plugins.protocol._views import CandidateWorth as CandidateWorth
 from zeus_plugins.protocol._views import Decision as Decision
@@ -80,9 +95,13 @@ from zeus_plugins.protocol._views import JobList as JobList
 from zeus_plugins.protocol._views import JobSummary as JobSummary
 from zeus_plugins.protocol._views import JobView as JobView
 from zeus_plugins.protocol._views import LongText as LongText
-from zeus_plugins.protocol._views import SavedView as SavedView
+from zeus_plugins.protocol._views import MetricView as MetricView
 from zeus_plugins.protocol._views import SavingsView as SavingsView
+from zeus_plugins.protocol._views import SavingsWord as SavingsWord
+from zeus_plugins.protocol._views import Share as Share
 from zeus_plugins.protocol._views import SizeBelief as SizeBelief
 from zeus_plugins.protocol._views import TrialFacts as TrialFacts
 from zeus_plugins.protocol._views import TrialList as TrialList
 from zeus_plugins.protocol._views import TrialView as TrialView
+from zeus_plugins.protocol._views import expected_in_words as expected_in_words
+from zeus_plugins.protocol._views import joules_in_words as joules_in_words

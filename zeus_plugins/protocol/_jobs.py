@@ -20,10 +20,13 @@ from pydantic import (
 from zeus_plugins.protocol._values import (
     GP_VOI,
     MAX_BATCH_SIZES,
+    MAX_MARGINS,
     ZEUS,
     BatchSize,
+    Controls,
     Finite,
     Identifier,
+    MetricName,
     NonNegativeFinite,
     NonNegativeInt,
     PolicyName,
@@ -51,6 +54,10 @@ class _FirstErrorOnly(FailFast):
     __hash__ = object.__hash__
 
 
+TARGET_RUNS = 3
+"""Number of runs from which the target of a job without one is learned."""
+
+
 class JobParams(WireMessage):
     """The fields of `JobSpec` except the id."""
 
@@ -66,7 +73,7 @@ class JobParams(WireMessage):
     default_batch_size: BatchSize
     eta_knob: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] = 0.5
     beta_knob: PositiveFinite | None = 2.0
-    target_metric: Finite = 0.5
+    target_metric: Finite | None = 0.5
     higher_is_better_metric: bool = True
     max_epochs: PositiveInt = 100
     num_pruning_rounds: NonNegativeInt = 2
@@ -76,6 +83,11 @@ class JobParams(WireMessage):
     mab_num_explorations: NonNegativeInt = 2
     mab_seed: Seed | None = None
     policy: PolicyName = GP_VOI
+    controls: Controls = "auto"
+    no_worse_than_default: Annotated[dict[MetricName, Finite], Field(min_length=1, max_length=MAX_MARGINS)] | None = (
+        None
+    )
+    confirm: PositiveInt = 1
 
     @field_validator("default_batch_size")
     @classmethod
@@ -86,7 +98,9 @@ class JobParams(WireMessage):
         return default
 
     def is_reached_by(self, metric: float) -> bool:
-        """Return whether the metric has reached the target."""
+        """Return whether the metric has reached the target; no metric has while there is none."""
+        if self.target_metric is None:
+            return False
         return metric >= self.target_metric if self.higher_is_better_metric else metric <= self.target_metric
 
 
@@ -102,7 +116,8 @@ class JobSpec(JobParams):
         default_batch_size: The size that the owner would use without an optimizer; exploration starts there.
         eta_knob: η of ``cost = η·energy + (1 − η)·max_power·time``: 0 minimises time, 1 energy.
         beta_knob: A trial is stopped when its cost exceeds β times the lowest cost so far. None: never.
-        target_metric: Value of the validation metric at which the training is done.
+        target_metric: Value of the validation metric at which the training is done. None: learned from the first three
+            runs, which train at the default size to their own end (docs/target.md).
         higher_is_better_metric: Whether the metric rises as the model improves.
         max_epochs: Epochs after which a trial that has not reached the target has failed.
         num_pruning_rounds: How often every batch size is tried before sizes are drawn. 0: never.
@@ -112,6 +127,13 @@ class JobSpec(JobParams):
         mab_num_explorations: Least number of observations per batch size before it is drawn by merit.
         mab_seed: Seed of the job's random draws. None: fresh entropy at each decision.
         policy: Chooses batch sizes: ``"gp_voi"``, ``"zeus"`` or a policy installed with the server (docs/policy.md).
+        controls: Control runs at the default, which measure the saving (docs/savings.md): ``"auto"`` makes as many as
+            the verdict needs, unless the policy allows none as `zeus`; ``"off"`` makes none; a number is their share of
+            the runs at the best size, at most 0.5.
+        no_worse_than_default: Margins by the names of metrics, which the callbacks then watch. A size is left out once
+            a metric is shown to be worse than the default's by more than its margin. Higher is better, unless the name
+            says otherwise (such as ``val_loss``) or the margin is negative (docs/quality.md). Not with policy ``zeus``.
+        confirm: Number of evaluations in a row that must reach the target (docs/target.md); a Zeus server ignores it.
 
     Raises:
         pydantic.ValidationError: An unknown field, a value out of range, or fields that contradict each other.
@@ -163,11 +185,23 @@ class Fingerprint(WireMessage):
         model: The model's class.
         framework: ``lightning`` or ``transformers``.
         optimizer: The optimizer's class or name.
+        monitor: Name of the target's metric; of ``transformers`` without the prefix ``eval_``.
     """
 
+    # The order matters: a validator sees only the fields above its own.
     model: Text | None = None
     framework: Text | None = None
     optimizer: Text | None = None
+    monitor: Text | None = None
+
+    @field_validator("monitor")
+    @classmethod
+    def _without_prefix(cls, monitor: str | None, others: ValidationInfo) -> str | None:
+        return None if monitor is None else _without_eval(monitor, others.data.get("framework"))
+
+    def is_monitor(self, metric: str) -> bool:
+        """Return whether this is a name of the target's metric."""
+        return self.monitor is not None and _without_eval(metric, self.framework) == self.monitor
 
     def completed_by(self, other: Fingerprint) -> Fingerprint:
         """Return this fingerprint with its missing fields taken from `other`."""
@@ -182,6 +216,11 @@ class Fingerprint(WireMessage):
         ]
 
 
+def _without_eval(metric: str, framework: str | None) -> str:
+    """Return the name without the prefix that the Hugging Face Trainer lets its users leave out."""
+    return metric.removeprefix("eval_") if framework == "transformers" else metric
+
+
 class JobSpecFromClient(JobSpec, GpuConfig):
     """Body of ``POST /jobs``: the job on its hardware. A job without a policy, from a Zeus client, gets ``"zeus"``.
 
@@ -190,11 +229,15 @@ class JobSpecFromClient(JobSpec, GpuConfig):
             the first value of each property.
         registration_id: Made by the server when it registers the job; differs from that of a deleted job of the same
             id. Clients leave it out.
+        target_runs: Numbers of the trials from which the server has learned the target, for a job that was registered
+            without one; empty before that, and once its user has given one. None for a job with a target. A client that
+            repeats it asks for no target.
     """
 
     policy: PolicyName = ZEUS
     fingerprint: Fingerprint | None = None
     registration_id: RegistrationId | None = None
+    target_runs: Annotated[tuple[PositiveInt, ...], Field(max_length=TARGET_RUNS)] | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -206,6 +249,18 @@ class JobSpecFromClient(JobSpec, GpuConfig):
     def gpus(self) -> GpuConfig:
         """The hardware that the job runs on."""
         return GpuConfig(**{name: getattr(self, name) for name in GpuConfig.model_fields})
+
+    @property
+    def target_in_words(self) -> str:
+        """The target, and where it comes from if it was not registered with the job."""
+        if self.target_metric is None:
+            return f"no target yet: the first {TARGET_RUNS} runs set it"
+        learned = f", learned from runs {self.target_runs[0]} to {self.target_runs[-1]}" if self.target_runs else ""
+        return f"target {self.target_metric:g}{learned}"
+
+    def is_monitor(self, metric: str) -> bool:
+        """Return whether this is a name of the target's metric, as far as trainings have told it."""
+        return self.fingerprint is not None and self.fingerprint.is_monitor(metric)
 
     def with_fingerprint(self, told: Fingerprint | None) -> Self:
         """Return the job with the missing parts of its fingerprint taken from `told`."""

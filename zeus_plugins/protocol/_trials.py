@@ -24,14 +24,17 @@ from zeus_plugins.protocol._values import (
     EndReason,
     Epochs,
     Finite,
+    Fraction,
     Identifier,
     Joules,
     NonNegativeFinite,
+    NonNegativeInt,
     Origin,
     PositiveInt,
     Seconds,
     Text,
     TrialState,
+    Watched,
     Watts,
     WireMessage,
 )
@@ -46,34 +49,60 @@ class StopRule(WireMessage):
     Attributes:
         max_cost_j: Joules of cost above which the trial is stopped, even at its target. None: no limit.
         max_epochs: Epochs after which it is stopped.
+        confirmed: Number of its latest evaluations that reached the target, in a row.
+        confirmed_epoch: Epoch of the last of them; None for none.
     """
 
     max_cost_j: NonNegativeFinite | None = None
     max_epochs: PositiveInt
+    confirmed: NonNegativeInt = 0
+    confirmed_epoch: Epochs | None = None
+
+    def confirmed_as(self, other: StopRule) -> StopRule:
+        """Return this rule with the count of another one."""
+        if (self.confirmed, self.confirmed_epoch) == (other.confirmed, other.confirmed_epoch):
+            return self
+        return self.model_copy(update={"confirmed": other.confirmed, "confirmed_epoch": other.confirmed_epoch})
+
+    def counting(self, goal: JobParams, *, metric: float, epochs: float) -> StopRule:
+        """Return the rule after an evaluation; an epoch that a resumed training repeats counts once."""
+        if not goal.is_reached_by(metric):
+            return self.model_copy(update={"confirmed": 0, "confirmed_epoch": None}) if self.confirmed else self
+        if self.confirmed_epoch is not None and epochs <= self.confirmed_epoch:
+            return self
+        return self.model_copy(update={"confirmed": self.confirmed + 1, "confirmed_epoch": epochs})
 
     def judge(
         self, goal: JobParams, *, metric: float, epochs: float, cost_j: float | None, because: str | None = None
     ) -> Verdict:
         """Decide whether a trial continues.
 
-        It stops above `max_cost_j`, at its target, or after its epochs. The target counts only within the cost bound.
+        It stops above `max_cost_j`, once `confirm` evaluations in a row have reached the target, or after its epochs.
+        The target counts only within the cost bound. The verdict's rule includes this evaluation in its count.
 
         Args:
-            goal: The job, with the target and `max_epochs`.
+            goal: The job, with the target, `confirm` and `max_epochs`.
             metric: Its latest validation metric.
             epochs: Epochs trained so far.
             cost_j: Its cost so far, joules; None if unknown, so that the cost bound does not apply.
             because: The reason for `max_cost_j` or, if that is None, for `max_epochs`.
         """
         spent = "at an unknown cost" if cost_j is None else f"{cost_j:.4g} J"
-        measured = f"metric {metric:.4g} against a target of {goal.target_metric:g}"
+        against = "no target yet" if goal.target_metric is None else f"a target of {goal.target_metric:g}"
+        measured = f"metric {metric:.4g} against {against}"
+        rule = self.counting(goal, metric=metric, epochs=epochs)
+        if goal.confirm > 1 and rule.confirmed:
+            measured += f" (reached in {min(rule.confirmed, goal.confirm)} of {goal.confirm} evaluations in a row)"
         if self.max_cost_j is not None and cost_j is not None and cost_j > self.max_cost_j:
             bound = f"{self.max_cost_j:.4g} J" if because is None else f"{because}, {self.max_cost_j:.4g} J"
             state, reason = TrialState.EARLY_STOPPED, EndReason.COST_BOUND_CROSSED
             message = f"stopped: {spent} spent, more than {bound}"
-        elif goal.is_reached_by(metric):
+        elif rule.confirmed >= goal.confirm:
             state, reason = TrialState.COMPLETED, EndReason.TARGET_REACHED
             message = f"target reached: {measured} after {epochs:g} epochs, {spent}"
+        elif goal.target_metric is None and epochs >= goal.max_epochs:
+            state, reason = TrialState.COMPLETED, EndReason.NO_TARGET
+            message = f"completed: trained to its end to set the target, with a metric of {metric:.4g}, {spent}"
         elif epochs >= goal.max_epochs:
             state, reason = TrialState.EXHAUSTED, EndReason.MAX_EPOCHS_REACHED
             message = f"stopped: {measured} after {epochs:g} epochs, all that max_epochs allows"
@@ -85,7 +114,7 @@ class StopRule(WireMessage):
             message = f"go on: {measured}, {spent}" + ("" if cost_j is None else " spent")
             if because is not None and self.max_cost_j is None:
                 message += f"; it has {self.max_epochs} epochs ({because})"
-        return Verdict(state, reason, message, self)
+        return Verdict(state, reason, message, rule)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +133,7 @@ class Verdict:
 
     @property
     def converged(self) -> bool:
-        """True if the target was reached within the cost bound."""
+        """True if the target was reached within the cost bound, or the run ended without one to set it."""
         return self.state is TrialState.COMPLETED
 
 
@@ -289,6 +318,9 @@ class Evaluation(WireMessage):
         metric: The validation metric.
         current_epoch: Epochs trained so far, counting from 1; fractional when validating within an epoch.
         energy_source: How the energy was measured, e.g. ``"nvml"`` or ``"estimate: 65 W stated"``.
+        waited_share: Share of the time in which the training could run but waited for a core that other work used; None
+            if unknown.
+        watched: Last values of the watched metrics; None, as from a Zeus client, keeps those of the report before.
         judged_by: The rule by which the training has judged this evaluation while the server was away; the server then
             applies the same rule. None: the server chooses the rule.
     """
@@ -298,7 +330,9 @@ class Evaluation(WireMessage):
     metric: Finite
     current_epoch: Epochs
     energy_source: Text | None = None
+    waited_share: Fraction | None = None
     judged_by: StopRule | None = None
+    watched: Watched | None = None
 
     @field_serializer("current_epoch")
     def _whole_epochs_as_integers(self, epoch: float) -> int | float:

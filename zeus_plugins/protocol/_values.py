@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
@@ -12,6 +13,8 @@ MAX_BATCH_SIZES = 1000
 MAX_ID_LENGTH = 255
 MAX_DETAIL_LENGTH = 1000
 MAX_POWER_LIMITS = 256
+MAX_WATCHED = 32
+MAX_MARGINS = 16
 ID_PATTERN = "^[A-Za-z0-9._:@-]+$"  # Safe in URLs, shells, logs and file names without escapes.
 
 GP_VOI = "gp_voi"
@@ -22,6 +25,10 @@ ZEUS = "zeus"
 
 OWN_POLICIES = (ZEUS, GP_VOI)
 """The policies of every server; packages may add others."""
+
+
+# An estimate that nothing else is added to.
+_TIME_ALONE = re.compile(r"(\d+ nodes: )?estimate: [^+,]+")
 
 
 class Paths:
@@ -55,6 +62,7 @@ class Origin(StrEnum):
 
     EXPLORATION = "exploration"
     INCUMBENT = "incumbent"
+    CONTROL = "control"
     CONCURRENT = "concurrent"
     BANDIT = "bandit"
     OFFLINE = "offline"
@@ -86,6 +94,7 @@ class EndReason(StrEnum):
 
     KEEP_TRAINING = "keep_training"
     TARGET_REACHED = "target_reached"
+    NO_TARGET = "no_target"
     COST_BOUND_CROSSED = "cost_bound_crossed"
     EPOCH_BOUND_REACHED = "epoch_bound_reached"
     MAX_EPOCHS_REACHED = "max_epochs_reached"
@@ -96,6 +105,14 @@ class EndReason(StrEnum):
     ENDED_EARLY = "ended_early"
     REFUSED = "refused"
     DISCARDED = "discarded"
+
+
+class Quality(StrEnum):
+    """The verdict on a metric of a batch size against the default's."""
+
+    NO_WORSE = "no_worse"
+    WORSE = "worse"
+    NOT_SHOWN = "not_shown"
 
 
 class RefusalReason(StrEnum):
@@ -109,6 +126,20 @@ class RefusalReason(StrEnum):
     STALE_LEASE = "stale_lease"
 
 
+# Words in the names of metrics that fall as the model improves.
+_FALLING = frozenset({"loss", "error", "perplexity", "wer", "cer", "mae", "mse", "rmse"})
+
+
+def words_in(metric: str) -> frozenset[str]:
+    """Return the words in the name of a metric, in lower case: ``eval_valLoss`` has ``eval``, ``val`` and ``loss``."""
+    return frozenset(re.findall(r"[a-z]+[0-9]?", re.sub(r"([a-z])([A-Z])", r"\1_\2", metric).lower()))
+
+
+def is_lower_better(metric: str, margin: float | None = None) -> bool:
+    """Return whether a metric falls as the model improves: by a word of its name, or as its `margin` is negative."""
+    return bool(words_in(metric) & _FALLING) or (margin is not None and margin < 0)
+
+
 def cost(*, energy_j: float, time_s: float, max_power_w: float, eta: float) -> float:
     """Return the cost in joules: ``η · energy + (1 − η) · max_power · time``.
 
@@ -116,6 +147,35 @@ def cost(*, energy_j: float, time_s: float, max_power_w: float, eta: float) -> f
     Chung, Chowdhury: Zeus, NSDI '23, equation 2). Energy and maximum power are sums over all GPUs.
     """
     return eta * energy_j + (1 - eta) * max_power_w * time_s
+
+
+BUSY_SHARE = 0.2
+"""From this share of its time on which a training waited for a core, it counts as one on a busy machine."""
+
+
+def is_busy(waited_share: float | None) -> bool:
+    """Return whether a training that waited for a core for this share of its time ran on a busy machine."""
+    return waited_share is not None and waited_share >= BUSY_SHARE
+
+
+def busy_remark(waited_share: float | None) -> str | None:
+    """Return a remark on a training that a busy machine has slowed, with a remedy; None for another."""
+    if not is_busy(waited_share):
+        return None
+    return (
+        f"on a busy machine: it waited {waited_share:.0%} of its time for a core; set OMP_NUM_THREADS=1 or "
+        "torch.set_num_threads(1), or run it at another hour"
+    )
+
+
+def is_estimated(energy_source: str | None) -> bool:
+    """Return whether an energy of this source is estimated, at least in part."""
+    return "estimate" in (energy_source or "")
+
+
+def is_time_alone(energy_source: str | None) -> bool:
+    """Return whether an energy of this source is watts × time, so that energy and time are one figure."""
+    return _TIME_ALONE.fullmatch(energy_source or "") is not None and "CPU time" not in (energy_source or "")
 
 
 # String constraints must be inside `Annotated`: Litestar's OpenAPI schema ignores those of `Field` on a plain str.
@@ -126,16 +186,22 @@ RegistrationId = Annotated[str, StringConstraints(min_length=1, max_length=32, p
 # PostgreSQL stores every character except NUL.
 Text = Annotated[str, StringConstraints(max_length=255, pattern=r"^[^\x00]*$")]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
+# No control characters, because tables on terminals show names.
+MetricName = Annotated[str, StringConstraints(min_length=1, max_length=255, pattern=r"^[^\x00-\x1f\x7f]*$")]
+Watched = Annotated[dict[MetricName, Finite], Field(max_length=MAX_WATCHED)]
+"""The last values of watched metrics by name."""
 PositiveFinite = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegativeFinite = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 PositiveInt = Annotated[int, Field(gt=0, le=2**31 - 1)]
 NonNegativeInt = Annotated[int, Field(ge=0, le=2**31 - 1)]
+Controls = Literal["auto", "off"] | Annotated[float, Field(gt=0, le=0.5, allow_inf_nan=False)]
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
 LEAST_TIME_S = 1e-6  # Stands for a duration of 0, which `Seconds` does not allow.
 # The bounds are far beyond real values, and keep costs, their sums and their squares finite.
 Seconds = Annotated[float, Field(gt=0, le=1e10, allow_inf_nan=False)]
 Joules = Annotated[float, Field(ge=0, le=1e15, allow_inf_nan=False)]
 Watts = Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)]
+Fraction = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 Epochs = Annotated[float, Field(gt=0, le=2**31 - 1, allow_inf_nan=False)]
 
 

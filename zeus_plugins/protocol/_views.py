@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from datetime import UTC, datetime
+from enum import StrEnum
 from typing import Annotated, Any
 
 from pydantic import (
@@ -22,16 +23,19 @@ from zeus_plugins.protocol._values import (
     BatchSize,
     EndReason,
     Finite,
+    Fraction,
     Identifier,
     Joules,
     Origin,
     PolicyName,
     PositiveInt,
+    Quality,
     RefusalReason,
     Seconds,
     Stage,
     Text,
     TrialState,
+    Watched,
     Watts,
     WireMessage,
 )
@@ -46,6 +50,24 @@ def _in_utc(instant: datetime) -> datetime:
 
 Instant = Annotated[AwareDatetime, AfterValidator(_in_utc)]
 LongText = Annotated[str, StringConstraints(max_length=10_000, pattern=r"^[^\x00]*$")]
+
+
+# Smallest amount in the unit, size of the unit in joules, and its name.
+_UNITS = ((1e9, 1e9, "GJ"), (1e6, 1e6, "MJ"), (1e4, 1e3, "kJ"), (0.0, 1.0, "J"))
+
+
+def joules_in_words(joules: float) -> str:
+    """Format an energy or a cost with three digits, such as ``81.3 J`` or ``12.4 kJ``."""
+    size, unit = next((size, unit) for least, size, unit in _UNITS if joules >= least)
+    return f"{float(f'{joules / size:.3g}'):g} {unit}"
+
+
+def expected_in_words(expected_j: float, runs: int, mean_j: float | None) -> str:
+    """Describe an expected cost and the mean cost of the runs, such as ``expected 102 J (mean of 3 runs: 104 J)``."""
+    words = f"expected {joules_in_words(expected_j)}"
+    if not runs or mean_j is None:
+        return words
+    return f"{words} ({'one run' if runs == 1 else f'mean of {runs} runs'}: {joules_in_words(mean_j)})"
 
 
 class TrialFacts(WireMessage):
@@ -71,6 +93,9 @@ class TrialFacts(WireMessage):
         epoch_bound_reason: The reason for `epoch_bound`, in words.
         power_limit_w: The power limit that the training sets, watts of each GPU; None if it sets none.
         power_limits: Number of limits whose cost the training knew; None if it looks for no limit.
+        waited_share: Share of its time in which the training could run but waited for a core that other work used; None
+            if unknown. From a fifth on, the run counts as one on a busy machine.
+        watched: Last values of the metrics that the training watches, by name; None if it watches none.
     """
 
     trial_number: PositiveInt
@@ -90,6 +115,8 @@ class TrialFacts(WireMessage):
     epoch_bound_reason: LongText | None = None
     power_limit_w: Watts | None = None
     power_limits: PositiveInt | None = None
+    waited_share: Fraction | None = None
+    watched: Watched | None = None
 
 
 class TrialView(TrialFacts):
@@ -110,6 +137,46 @@ class TrialView(TrialFacts):
         return int(epochs) if epochs is not None and epochs.is_integer() else epochs
 
 
+class MetricView(WireMessage):
+    """A metric at the end of the runs of one batch size that reached the target.
+
+    Attributes:
+        name: The metric's name; None for the job's own metric.
+        runs: Number of runs.
+        mean: Mean over these runs.
+        std: Sample standard deviation from run to run; None for a single run.
+        lower_is_better: Whether the metric falls as the model improves.
+        margin: Loss against the default that counts as no worse; None while the default has no value.
+        low: Lower end of the interval of the mean less the default's mean; None for the default, or if unknown.
+        high: Upper end of the interval; None likewise.
+        verdict: Whether the size is no worse than the default within `margin`, worse, or neither is shown yet; None for
+            the default.
+    """
+
+    name: str | None
+    runs: int
+    mean: float
+    std: float | None
+    lower_is_better: bool
+    margin: float | None
+    low: float | None
+    high: float | None
+    verdict: Quality | None
+
+    @property
+    def in_words(self) -> str:
+        """The verdict with its margin, such as ``no worse within ±0.005``; empty for the default."""
+        match self.verdict:
+            case None:
+                return ""
+            case Quality.NO_WORSE:
+                return f"no worse within ±{self.margin:.3g}"
+            case Quality.WORSE:
+                return "worse"
+            case Quality.NOT_SHOWN:
+                return "not shown yet"
+
+
 class ArmView(WireMessage):
     """The results and beliefs about one batch size.
 
@@ -121,7 +188,10 @@ class ArmView(WireMessage):
         std_cost_j: Population standard deviation of those costs, joules; None for fewer than two.
         expected_cost_j: The cost in joules that the policy expects of a run until the target, from this size and its
             neighbours; None if it expects nothing yet.
-        expected_cost_std_j: Standard deviation of the belief about `expected_cost_j`, joules; None after a single run.
+        expected_low_j: Lower end of the 90 % band of `expected_cost_j`, joules, or None.
+        expected_high_j: Upper end of the band, joules, or None.
+        metrics: The metrics at the end of its runs, the job's own first; empty before a run has reached the target.
+        left_out: Why `no_worse_than_default` leaves the size out, in words; None if it does not.
     """
 
     batch_size: int
@@ -131,16 +201,17 @@ class ArmView(WireMessage):
     std_cost_j: float | None
     infeasible: EndReason | None
     expected_cost_j: float | None = None
-    expected_cost_std_j: float | None = None
+    expected_low_j: float | None = None
+    expected_high_j: float | None = None
+    metrics: tuple[MetricView, ...] = ()
+    left_out: str | None = None
 
     @property
-    def expected_cost(self) -> str | None:
-        """The expected cost in joules with its spread, such as ``480 ± 12``, or None."""
+    def in_words(self) -> str:
+        """The expected cost of a run and the mean of its runs, such as ``expected 102 J (mean of 3 runs: 104 J)``."""
         if self.expected_cost_j is None:
-            return None
-        # Round without an exponent below a million.
-        spread = "" if self.expected_cost_std_j is None else f" ± {float(f'{self.expected_cost_std_j:.2g}'):g}"
-        return f"{float(f'{self.expected_cost_j:.4g}'):g}{spread}"
+            return "no cost expected yet"
+        return expected_in_words(self.expected_cost_j, self.n, self.mean_cost_j)
 
 
 class JobSummary(WireMessage):
@@ -174,49 +245,134 @@ class JobList(WireMessage):
     next_cursor: str | None = None
 
 
-class SavedView(WireMessage):
-    """The savings in energy (J), time (s) or cost (J).
+class SavingsWord(StrEnum):
+    """The verdict on a run now, at the best size, against one at the default."""
 
-    Attributes:
-        spent: Total of all ended trials.
-        default: Estimated total of the same number of recurrences at the default batch size.
-        saved: The difference; negative for a loss.
-        low: Lower end of the 90 % interval of `saved`; None while no batch size has two runs.
-        high: Upper end of the interval; None likewise.
-    """
+    SAVES = "saves"
+    LOSES = "loses"
+    NOT_SHOWN = "not shown yet"
 
-    spent: float
-    default: float
-    saved: float
+
+class Share(WireMessage):
+    """A share of the default's cost that is saved (negative: lost), with its 90 % interval; None: no bound known."""
+
     low: float | None
-    high: float | None
+    middle: float
+    high: float
 
     @property
     def in_words(self) -> str:
-        """The share of `default` that was saved or lost, with its interval, such as ``saved 31 % (25 to 37 %)``."""
-        if not self.default:
-            return "saved nothing"
-        share, word = self.saved / self.default, "saved" if self.saved >= 0 else "lost"
-        text = f"{word} {abs(share):.0%}"
-        if self.low is not None and self.high is not None and self.low < self.high:
-            ends = sorted(end / self.default * (1 if self.saved >= 0 else -1) for end in (self.low, self.high))
-            text += f" ({ends[0] * 100:.0f} to {ends[1]:.0%})"
-        return text.replace("%", " %")
+        """The share with its interval, such as ``31 % (25 to 37 %)``; of a loss, the amount that is lost."""
+        sign = -1 if self.middle < 0 else 1
+        # round() returns an int, which has no negative zero.
+        middle = f"{round(100 * sign * self.middle)} %"
+        if self.low is None:
+            return middle
+        low, high = sorted((sign * self.low, sign * self.high))
+        return f"{middle} ({round(100 * low)} to {round(100 * high)} %)"
+
+
+class AmountSaved(WireMessage):
+    """The saving in one measure: energy (J), time (s) or cost (J).
+
+    Attributes:
+        spent: Total of all ended trials.
+        now: Share that a run at the best size saves; None without evidence.
+        so_far: Share that all trials until now have saved, exploration and control runs included; None likewise.
+        saved: The amount of `so_far`; None before it is paid back, which means: its whole interval is above 0.
+    """
+
+    spent: float
+    now: Share | None
+    so_far: Share | None
+    saved: float | None
 
 
 class SavingsView(WireMessage):
-    """The savings of a job against always using its default batch size, including the cost of exploration.
+    """Saving of a job against always using its default batch size, as far as it is known.
 
     Attributes:
+        word: The verdict, by cost.
+        batch_size: The best size, which is compared with the default; None before a run has reached the target.
+        controls: Number of runs at the default that are evidence.
+        runs_needed: About how many more runs would settle the verdict; None if it is shown, or none can be foreseen.
+        controls_needed: How many of those at the default.
+        cause: Why the verdict is not shown; None if it is.
         recurrences: Number of runs that reached the target.
-        exploration_cost_j: Cost of exploring trials beyond the cost of runs at the best size, joules.
+        exploration_cost_j: Cost of all trials that explored, joules.
+        control_cost_j: Cost of all control runs, joules.
     """
 
+    word: SavingsWord
+    default_batch_size: int
+    batch_size: int | None
+    cost_j: AmountSaved
+    energy_j: AmountSaved
+    time_s: AmountSaved
+    controls: int
+    runs_needed: int | None
+    controls_needed: int | None
+    cause: str | None
     recurrences: int
-    energy_j: SavedView
-    time_s: SavedView
-    cost_j: SavedView
     exploration_cost_j: float
+    control_cost_j: float
+
+    @property
+    def is_shown(self) -> bool:
+        """True if the verdict is "saves" or "loses"."""
+        return self.word is not SavingsWord.NOT_SHOWN
+
+    @property
+    def claim(self) -> str:
+        """Verdict on a run now, as a sentence without its full stop."""
+        best, default = self.batch_size, f"your default, {self.default_batch_size}"
+        if best is None:
+            return "No run has reached the target yet"
+        if best == self.default_batch_size:
+            return f"{default.capitalize()}, is the best batch size so far"
+        now = self.cost_j.now
+        if self.word is SavingsWord.SAVES and now is not None:
+            return f"{best} saves {now.in_words} of what a run costs at {default}"
+        if self.word is SavingsWord.LOSES and now is not None:
+            return f"{best} costs {now.in_words} more than {default}"
+        return f"Whether {best} saves against {default}, is not shown yet"
+
+    @property
+    def evidence(self) -> str:
+        """Cause of a verdict that is not shown, and the runs that would settle it; empty if the verdict is shown."""
+        if self.cause is None:
+            return ""
+        text = f"{self.cause[0].upper()}{self.cause[1:]}"
+        if self.runs_needed is None:
+            return f"{text}."
+        runs = "1 more run" if self.runs_needed == 1 else f"{self.runs_needed} more runs"
+        at_default = f", {self.controls_needed} of them at {self.default_batch_size}," if self.controls_needed else ""
+        return f"{text}; about {runs}{at_default} would settle it."
+
+    @property
+    def so_far(self) -> str:
+        """Saving of all trials together, as a sentence; empty if nothing is known."""
+        share = self.cost_j.so_far
+        if share is None or share.low is None or share.high > _HARDLY_KNOWN:
+            return ""
+        if self.cost_j.saved is not None:
+            return f"All runs so far, with exploration and control runs, saved {share.in_words} of the default's cost."
+        return (
+            f"All runs so far, with exploration and control runs, cost between {_of_default(share.high)} and "
+            f"{_of_default(share.low)} of what the default would have cost: not shown to be paid back yet."
+        )
+
+    @property
+    def in_words(self) -> str:
+        """The claim, the evidence and what was saved so far, as sentences."""
+        return " ".join(part for part in (f"{self.claim}.", self.evidence, self.so_far) if part)
+
+
+_HARDLY_KNOWN = 0.99
+
+
+def _of_default(saved: float) -> str:
+    return f"{1 - saved:.0%}".replace("%", " %")
 
 
 class JobView(WireMessage):
@@ -230,7 +386,7 @@ class JobView(WireMessage):
         trial_count: Number of trials dispatched.
         trial_states: Number of trials in each state, without states that no trial has.
         trials: The latest trials, up to the limit of the request, in order of dispatch.
-        savings: The job's savings; None before the default has reached the target.
+        savings: What is known of the job's saving.
         owner: As in `JobSummary`.
         shared: As in `JobSummary`.
     """
@@ -243,7 +399,7 @@ class JobView(WireMessage):
     trial_count: int
     trial_states: dict[TrialState, int] = Field(default_factory=dict)
     trials: tuple[TrialView, ...]
-    savings: SavingsView | None = None
+    savings: SavingsView
     owner: str | None = None
     shared: bool = False
 

@@ -56,7 +56,9 @@ class Announcer:
         self._has_reported = trial.metric is not None
         against = "your own" if size == self._own_size else f"in place of your {self._own_size}"
         place, guesses = server_url.removeprefix(f"{EMBEDDED}//"), "; ".join(self._plan.guesses)
-        line = f"job {trial.job_id}, {trial.name}: batch size {size} ({against}): {reason}. Kept in {place}."
+        line = f"job {trial.job_id}, {trial.name}: batch size {size} ({against}): {reason}. "
+        line += f"{self._plan.target_in_words.capitalize()}. " if self._plan.target_in_words else ""
+        line += f"Kept in {place}."
         self._say(f"{line} Guessed: {guesses}; job=JobSpec(…) says otherwise." if guesses else line)
 
     def started(self, trial: TrialInfo, lr_factor: float) -> None:
@@ -90,26 +92,34 @@ class Announcer:
                 _logger.warning("%s", warning)
         self._has_reported = True
 
-    def ended(self, trial: TrialInfo, view: JobView | None, early_end: str | None) -> None:
+    def ended(self, trial: TrialInfo, view: JobView | None, early_end: str | None, *, went_on: bool = False) -> None:
         """Report the outcome of a trial that no error ended.
 
         `view` is the job on the server, and `early_end` the trainer's rule that ended the trial before the verdict;
-        None if unknown.
+        None if unknown. The training `went_on` if the target did not stop it.
         """
-        outcome = early_end or "the training ended before the target was reached"
+        is_open = self._plan.job.target_metric is None
+        outcome = early_end or ("the training ended" if is_open else "the training ended before the target was reached")
         if trial.is_over and trial.verdict is not None:
             outcome = trial.verdict.message
-        line = f"{outcome}. Batch size {trial.batch_size} took {trial.time_s:.4g} s and {trial.energy_j:.4g} J"
-        line += f" ({trial.energy_source})" if trial.energy_source else ""
-        line += "" if view is None else self._cost_against_own(trial, view)
-        self._say(f"{line}. {self._next_steps(trial, view)}")
+        if went_on:
+            outcome += ". The training continued to its own end, which is not counted"
+        line = f"{outcome}. Batch size {trial.batch_size} took {trial.spent}"
+        line += "" if view is None else _cost(trial, view)
+        line += "" if trial.busy_remark is None else f", {trial.busy_remark}"
+        told = [line, self._next_steps(trial, view)]
+        if view is not None and view.savings.recurrences and not is_open:
+            told.insert(1, f"{view.savings.claim}. {view.savings.evidence}".rstrip(" ."))
+        if view is not None and is_open:
+            told.insert(1, view.job.target_in_words.capitalize())
+        self._say(". ".join(told))
 
     def broken_off(self, trial: TrialInfo, error: BaseException) -> None:
         """Report the outcome of a trial that an error ended."""
         if not trial.is_over:
             self._say(
-                f"{trial.name} of job {trial.job_id} was ended by {type(error).__name__} after {trial.time_s:.4g} s "
-                f"and {trial.energy_j:.4g} J: {_CONSEQUENCES[outcome_of(error)]}."
+                f"{trial.name} of job {trial.job_id} was ended by {type(error).__name__} after "
+                f"{trial.spent}: {_CONSEQUENCES[outcome_of(error)]}."
             )
 
     def _say(self, line: str) -> None:
@@ -119,16 +129,6 @@ class Announcer:
     def _show_progress(self, trial: TrialInfo) -> None:
         bound = self._plan.job.max_epochs if trial.stop_rule is None else trial.stop_rule.max_epochs
         self._port.show_progress(f"{trial.batch_size} (≤{bound} epochs)", self._patches)
-
-    def _cost_against_own(self, trial: TrialInfo, view: JobView) -> str:
-        cost_j = next((each.cost_j for each in view.trials if each.trial_number == trial.trial_number), None)
-        if cost_j is None:
-            return ""
-        text = f", a cost of {cost_j:.4g} J"
-        own = next((arm.mean_cost_j for arm in view.arms if arm.batch_size == self._own_size), None)
-        if own is None or trial.batch_size == self._own_size:
-            return text
-        return f"{text}, {cost_j / own:.0%} of what your {self._own_size} costs"
 
     def _next_steps(self, trial: TrialInfo, view: JobView | None) -> str:
         if trial.advice is not None:
@@ -145,8 +145,14 @@ class Announcer:
         best = view.arm_of(view.best_batch_size)
         if best is None:
             return "All batch sizes are tried."
-        expected = "" if best.expected_cost is None else f", where a run is expected to cost {best.expected_cost} J"
-        return f"All batch sizes are tried; the best so far is {best.batch_size}{expected}."
+        return f"All batch sizes are tried; the best so far is {best.batch_size}, {best.in_words}."
+
+
+def _cost(trial: TrialInfo, view: JobView) -> str:
+    # Not the cost that the server shows, which may be that of an earlier evaluation: see docs/target.md.
+    if trial.unmeasured is not None:
+        return ""
+    return f", a cost of {view.job.cost_j(time_s=trial.time_s, energy_j=trial.energy_j):.4g} J"
 
 
 def warn_of_scopes(job: JobView) -> None:
@@ -164,7 +170,7 @@ def advice(job: JobView) -> str | None:
     """Return advice on a job whose target no batch size has reached; None while another launch may reach it."""
     missed = [trial for trial in job.trials if trial.state in _MISSED and trial.metric is not None]
     untried = {arm.batch_size for arm in job.arms if arm.infeasible is None} - {trial.batch_size for trial in missed}
-    if untried or not missed or any(arm.n for arm in job.arms):
+    if untried or not missed or any(arm.n for arm in job.arms) or job.job.target_metric is None:
         return None
     asked = job.job
     best = (max if asked.higher_is_better_metric else min)(missed, key=lambda trial: trial.metric or 0.0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import PurePath
 from typing import Any
@@ -13,10 +13,17 @@ from typing import Any
 from pydantic import ValidationError
 
 from zeus_plugins.errors import ZeusBSOConfigError
-from zeus_plugins.protocol import MAX_BATCH_SIZE, MAX_ID_LENGTH, Fingerprint, GpuConfig, JobSpec
+from zeus_plugins.protocol import (
+    MAX_BATCH_SIZE,
+    MAX_ID_LENGTH,
+    Fingerprint,
+    GpuConfig,
+    JobSpec,
+    is_lower_better,
+    words_in,
+)
 
-# Words in the names of metrics that fall as the model improves, and of metrics that rise.
-_FALLING = frozenset({"loss", "error", "perplexity", "wer", "cer", "mae", "mse", "rmse"})
+# Words in the names of metrics that rise as the model improves.
 _RISING = frozenset(
     {"acc", "accuracy", "f1", "auc", "auroc", "precision", "recall", "iou", "dice", "bleu", "rouge", "r2", "score"}
 )
@@ -28,14 +35,17 @@ _HALF_AN_ID = MAX_ID_LENGTH // 2
 
 @dataclass(frozen=True, kw_only=True)
 class JobWish:
-    """A job as its user describes it: the whole `job`, or a `target`; otherwise it raises `ZeusBSOConfigError`.
+    """A job as its user describes it: the whole `job`, or parts of it.
+
+    Raises `ZeusBSOConfigError` for both, and for values that cannot be.
 
     Attributes:
         job: The whole job.
         monitor: Name of the target's metric; may be empty.
-        target: Value of the metric at which the training is done.
+        target: Value of the metric at which the training is done; None: the server learns it from the first runs.
         job_id: The job's id.
         higher_is_better_metric: Whether the metric rises as the model improves.
+        confirm: Number of evaluations in a row that must reach the target.
     """
 
     job: JobSpec | None = None
@@ -43,17 +53,16 @@ class JobWish:
     target: float | None = None
     job_id: str | None = None
     higher_is_better_metric: bool | None = None
+    confirm: int | None = None
 
     def __post_init__(self) -> None:
-        fields = {"target": "target_metric", "job_id": "job_id", "higher_is_better_metric": "higher_is_better_metric"}
+        same = ("job_id", "higher_is_better_metric", "confirm")
+        fields = {"target": "target_metric"} | dict(zip(same, same, strict=True))
         twice = [f"{name}= as JobSpec({field}=…)" for name, field in fields.items() if getattr(self, name) is not None]
         if self.job is not None and twice:
             raise ZeusBSOConfigError(f"there is a job= already: say {', '.join(twice)}")
-        if self.job is None and self.target is None:
-            raise ZeusBSOConfigError(
-                "which value of the metric is the training to reach? Say target=…, or describe the whole job by "
-                "job=JobSpec(…)"
-            )
+        if self.confirm is not None and self.confirm < 1:
+            raise ZeusBSOConfigError(f"confirm is {self.confirm}: it is the number of evaluations, at least 1")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,8 +100,9 @@ class JobPlan:
         monitor: Name of the metric; may be empty.
         warning: Warning of a probable mistake, or None.
         devices: As in `TrainingFacts`.
-        fingerprint: Model, framework and optimizer of the training, or None.
+        fingerprint: Model, framework, optimizer and metric of the training, or None.
         is_strict: Whether another fingerprint of the job's earlier trainings is an error.
+        target_in_words: The target that the server has, if the user has given none.
     """
 
     job: JobSpec
@@ -102,6 +112,7 @@ class JobPlan:
     devices: int = 1
     fingerprint: Fingerprint | None = None
     is_strict: bool = False
+    target_in_words: str | None = None
 
     @property
     def guesses(self) -> list[str]:
@@ -114,6 +125,11 @@ class JobPlan:
             "job_id": "the job's id",
         }
         return [text for name, text in words.items() if name in self.guessed]
+
+    def watched(self, names: Iterable[str]) -> tuple[str, ...]:
+        """Return `names` and those with margins, each once, without the target's metric: each report has that."""
+        found = dict.fromkeys((*names, *(self.job.no_worse_than_default or ())))
+        return tuple(name for name in found if self.fingerprint is None or not self.fingerprint.is_monitor(name))
 
     def on(self, gpus: GpuConfig) -> JobSpec:
         """Return the job with its id; a guessed id names the script, model, data and hardware."""
@@ -136,6 +152,13 @@ def planned(wish: JobWish, facts: TrainingFacts | None = None) -> JobPlan:
     if wish.job is not None:
         is_said = "higher_is_better_metric" in wish.job.model_fields_set
         higher, warning = _direction(wish.monitor, wish.job.higher_is_better_metric if is_said else None)
+        margin = (wish.job.no_worse_than_default or {}).get(wish.monitor)
+        if margin is not None and is_lower_better(wish.monitor, margin) is higher:
+            raise ZeusBSOConfigError(
+                f"no_worse_than_default={{{wish.monitor!r}: {margin:g}}} means that {'lower' if higher else 'higher'} "
+                f"is better, and the job says higher_is_better_metric={higher}: a negative margin is for metrics of "
+                "which lower is better"
+            )
         if higher is wish.job.higher_is_better_metric:
             return JobPlan(job=wish.job, monitor=wish.monitor, warning=warning)
         job = wish.job.model_copy(update={"higher_is_better_metric": higher})
@@ -159,19 +182,20 @@ def planned(wish: JobWish, facts: TrainingFacts | None = None) -> JobPlan:
         )
     higher, warning = _direction(wish.monitor, wish.higher_is_better_metric)
     sizes = _sizes(facts.step_size, facts)
-    epochs = {} if facts.max_epochs is None else {"max_epochs": facts.max_epochs}
+    optional = {"max_epochs": facts.max_epochs, "confirm": wish.confirm}
     prefix = _slug(facts.script, facts.model, "stream" if facts.samples is None else str(facts.samples))
     job = JobSpec(
         job_id_prefix=wish.job_id or prefix,
         job_id=wish.job_id,
         batch_sizes=sizes,
         default_batch_size=facts.step_size,
-        target_metric=wish.target or 0.0,
+        target_metric=wish.target,
         higher_is_better_metric=higher,
-        **epochs,
+        **{name: value for name, value in optional.items() if value is not None},
     )
-    optional = ("job_id", "higher_is_better_metric")
-    said = {"target_metric"} | {name for name in optional if getattr(wish, name) is not None}
+    wishes = ("job_id", "higher_is_better_metric", "confirm")
+    # A job that is registered with a target keeps it if this run has none.
+    said = {"target_metric"} | {name for name in wishes if getattr(wish, name) is not None}
     return JobPlan(
         job=job,
         guessed=frozenset(JobSpec.model_fields) - said,
@@ -187,6 +211,8 @@ def first_report_warning(job: JobSpec, monitor: str, metric: float, *, is_reache
     `is_reached` says whether the report ended the trial with the target reached.
     """
     name, target = monitor or "the metric", job.target_metric
+    if target is None:
+        return None
     if is_reached:
         side, other = ("at or above", "lower") if job.higher_is_better_metric else ("at or below", "higher")
         return (
@@ -202,7 +228,7 @@ def first_report_warning(job: JobSpec, monitor: str, metric: float, *, is_reache
     return None
 
 
-def as_job(job: JobSpec | Mapping[str, Any]) -> JobSpec:
+def as_job(job: JobSpec | Mapping[str, Any] | str) -> JobSpec:
     """Return the job, made from a mapping of its fields if necessary; raise `ZeusBSOConfigError` if they make none."""
     if isinstance(job, JobSpec):
         return job
@@ -266,8 +292,7 @@ def script_name(argv0: str) -> str:
 
 def _direction(monitor: str, said: bool | None) -> tuple[bool, str | None]:
     """Return whether higher is better (`said`, or by the name of the metric), and a warning if the two disagree."""
-    words = set(re.findall(r"[a-z]+[0-9]?", re.sub(r"([a-z])([A-Z])", r"\1_\2", monitor).lower()))
-    falls, rises = bool(words & _FALLING), bool(words & _RISING)
+    falls, rises = is_lower_better(monitor), bool(words_in(monitor) & _RISING)
     if said is None:
         return not falls, None
     if falls == rises or rises == said:

@@ -36,6 +36,9 @@ class EvaluationMetric:
         self._step = -1
         self._lacking = 0
         self._names: list[str] = []
+        # Number of the latest step's evaluations, and the metric until it is returned.
+        self._evaluated = 0
+        self._value: float | None = None
 
     @staticmethod
     def is_evaluation(metrics: Iterable[str]) -> bool:
@@ -47,26 +50,39 @@ class EvaluationMetric:
         if self.is_evaluation(logs):
             self._log = dict(logs)
 
-    def value(self, metrics: Mapping[str, float], *, step: int, data_sets: int = 1) -> float | None:
+    def value(
+        self, metrics: Mapping[str, float], *, step: int, data_sets: int = 1, waits: bool = False
+    ) -> float | None:
         """Return the metric of an evaluation after `step` steps; None if another of the `data_sets` may have it.
 
-        Raise `ZeusBSOConfigError` if no evaluation of this step has it.
+        If it `waits`, return the metric with the last of the data sets, whose metrics are then known too. Raise
+        `ZeusBSOConfigError` if no evaluation of this step has the metric.
         """
         known = {**self._log, **metrics}
         self._log = {}
         if step != self._step:
-            self._step, self._lacking, self._names = step, 0, []
-        for name in (self._monitor, f"{EVALUATION_PREFIX}{self._monitor}"):
-            if name in known:
-                return float(known[name])
-        self._names.extend(sorted(known))
-        self._lacking += 1
-        if self._lacking >= data_sets:
-            raise ZeusBSOConfigError(
-                f"monitor={self._monitor!r} is not among the metrics of the evaluation {self._names}: return it from "
-                "compute_metrics, or name one of these"
-            )
-        return None
+            self._step, self._lacking, self._names, self._evaluated, self._value = step, 0, [], 0, None
+        self._evaluated += 1
+        found = value_in(known, self._monitor)
+        if found is not None:
+            self._value = float(found)
+        else:
+            self._names.extend(sorted(known))
+            self._lacking += 1
+            if self._lacking == self._evaluated >= data_sets:
+                raise ZeusBSOConfigError(
+                    f"monitor={self._monitor!r} is not among the metrics of the evaluation {self._names}: return it "
+                    "from compute_metrics, or name one of these"
+                )
+        if waits and self._evaluated < data_sets:
+            return None
+        value, self._value = self._value, None
+        return value
+
+
+def value_in(metrics: Mapping[str, float], name: str) -> float | None:
+    """Return the metric of this name, which may lack the prefix ``eval_``; None if there is none."""
+    return next((metrics[each] for each in (name, f"{EVALUATION_PREFIX}{name}") if each in metrics), None)
 
 
 def check_evaluated_metric(monitor: str, data: object) -> None:

@@ -104,7 +104,10 @@ def decided_by_rank_zero(decide: Callable[[], T], *, rank: int, world_size: int,
 
 def node_monitor(place: Placement, monitor: EnergyMonitor | WindowMonitor | None) -> EnergyMonitor:
     """Return the user's monitor, or the best monitor for the devices of this machine."""
-    return as_energy_monitor(monitor or energy.auto(device_indices=place.gpus))
+    found = as_energy_monitor(monitor or energy.auto(device_indices=place.gpus))
+    if isinstance(found, energy.EstimateMonitor):
+        found.include(place.processes)
+    return found
 
 
 def cluster_monitor(

@@ -12,6 +12,7 @@ The order of calls, on every rank::
     run.active.start()                      right before the first step
     run.active.check()                      before the first step of each epoch, when its loader exists
     run.active.steps.batch_trained()        after each batch, while run.active.steps.is_counting
+    run.active.watch(values)                        when further metrics are known
     run.active.report_evaluation(metric, epochs)    after each evaluation
     run.active.report_last_epoch(epochs)    after the last epoch
     run.finish(error)                       always; then, unless there is an error, run.raise_failure()
@@ -35,7 +36,7 @@ from zeus_plugins.client.port import ServerPort
 from zeus_plugins.energy import EnergyMonitor, WindowMonitor
 from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSOOperationOrderError
 from zeus_plugins.placement import placed
-from zeus_plugins.protocol import JobSpec, PowerLimitChoice
+from zeus_plugins.protocol import EndReason, Fingerprint, JobSpec, PowerLimitChoice
 from zeus_plugins.training.announce import Announcer
 from zeus_plugins.training.batches import BatchSplit, StepCount, split_batch
 from zeus_plugins.training.defaults import JobPlan, JobWish, as_job, planned
@@ -44,7 +45,7 @@ from zeus_plugins.training.metrics import EpochCount
 from zeus_plugins.training.outcomes import end_trial_from_another_rank, show_in_one_paragraph, train_fail_error
 from zeus_plugins.training.patches import Patches
 from zeus_plugins.training.port import TrainerPort, cluster_monitor, decided_by_rank_zero, node_monitor
-from zeus_plugins.training.session import OnUnreachable, TrialSession, check_on_unreachable
+from zeus_plugins.training.session import OnUnreachable, TrialSession, check_on_unreachable, check_watch
 from zeus_plugins.training.trial import TrialInfo
 
 T = TypeVar("T")
@@ -65,13 +66,17 @@ class TrialOptions:
     energy_monitor: EnergyMonitor | WindowMonitor | None = None
     max_per_device_batch_size: int | None = None
     on_failure: Literal["raise", "stop"] = "raise"
+    after_target: Literal["stop", "continue"] = "stop"
     on_unreachable: OnUnreachable = "default"
     strict: bool = False
     quiet: bool = False
+    watch: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.on_failure not in ("raise", "stop"):
             raise ZeusBSOConfigError(f"on_failure is {self.on_failure!r}: choose 'raise' or 'stop'")
+        if self.after_target not in ("stop", "continue"):
+            raise ZeusBSOConfigError(f"after_target is {self.after_target!r}: choose 'stop' or 'continue'")
         if self.max_per_device_batch_size is not None and self.max_per_device_batch_size < 1:
             raise ZeusBSOConfigError(f"max_per_device_batch_size is {self.max_per_device_batch_size}: it is at least 1")
         check_on_unreachable(self.on_unreachable)
@@ -83,32 +88,38 @@ class BatchSizeArguments:
 
     def __init__(
         self,
-        job: JobSpec | Mapping[str, Any] | None = None,
+        job: JobSpec | Mapping[str, Any] | str | None = None,
         monitor: str | None = None,
         *,
         target: float | None = None,
         job_id: str | None = None,
         higher_is_better_metric: bool | None = None,
+        confirm: int | None = None,
         server_url: str | None = None,
         token: SecretStr | str | None = None,
         lr_scaling: Literal["none", "linear", "sqrt"] = "none",
         energy_monitor: EnergyMonitor | WindowMonitor | None = None,
         max_per_device_batch_size: int | None = None,
         on_failure: Literal["raise", "stop"] = "raise",
+        after_target: Literal["stop", "continue"] = "stop",
         on_unreachable: OnUnreachable = "default",
         strict: bool = False,
         quiet: bool = False,
+        watch: Sequence[str] = (),
     ) -> None:
         """Keep the arguments; the training begins later.
 
         Args:
             job: The recurring job, or its fields in a mapping. Batch sizes are global: samples per optimizer step over
                 all devices and accumulated batches. None: `target` and the training define the job (docs/reference.md).
+                A text in its place is `monitor`.
             monitor: Name of the logged metric of the target. With Hugging Face, its prefix ``eval_`` may be left out;
                 with ``eval_strategy="no"``, a name in the training's logs such as ``loss``.
-            target: Value of the metric at which the training is done; in place of a job.
+            target: Value of the metric at which the training is done (docs/target.md); in place of a job. None: learned
+                from the job's first three runs, which train at your own size to their end.
             job_id: Id of a job without `job`; None: made from script, model class, length of the data and GPUs.
             higher_is_better_metric: True if the metric rises as the model improves; None: inferred from its name.
+            confirm: Number of evaluations in a row that must reach the target. None: one.
             server_url: URL of the server. None: ``ZEUS_SERVER_URL``, or a server in this process (needs the extra
                 ``server``).
             token: The server's access token. None: ``ZEUS_BSO_TOKEN``.
@@ -119,14 +130,20 @@ class BatchSizeArguments:
                 `accumulate_grad_batches` or Hugging Face's `gradient_accumulation_steps`.
             on_failure: After a trial that missed its target, ``"raise"`` `ZeusBSOTrainFailError` when the training has
                 finished, or just ``"stop"``.
+            after_target: At the target, ``"stop"`` the training, or report its cost and ``"continue"`` to the end that
+                the script sets, unmeasured (docs/target.md).
             on_unreachable: If the server is away when the training begins, train at the ``"default"`` batch size and
                 report the trial later, or ``"raise"`` an error. Losing the server later never ends a training.
-            strict: Raise an error, not a warning, if the job's model, framework or optimizer has changed.
+            strict: Raise an error, not a warning, if the job's model, framework, optimizer or metric has changed.
             quiet: Print no lines when the trial begins and ends.
+            watch: Names of further metrics that the training logs, such as ``("val_loss", "test_acc")``. Their last
+                values are recorded, and compared between batch sizes (docs/quality.md).
 
         Raises:
             ZeusBSOConfigError: An argument is invalid. The training raises it for an invalid job, trainer or data.
         """
+        if isinstance(job, str) and monitor is None:
+            job, monitor = None, job
         if monitor is None:
             raise ZeusBSOConfigError("which metric is the target about? Say monitor=…, the name that it is logged by")
         self._wish = JobWish(
@@ -135,6 +152,7 @@ class BatchSizeArguments:
             target=target,
             job_id=job_id,
             higher_is_better_metric=higher_is_better_metric,
+            confirm=confirm,
         )
         self._metric_name = monitor
         token_text = token.get_secret_value() if isinstance(token, SecretStr) else token
@@ -145,9 +163,11 @@ class BatchSizeArguments:
             energy_monitor=energy_monitor,
             max_per_device_batch_size=max_per_device_batch_size,
             on_failure=on_failure,
+            after_target=after_target,
             on_unreachable=on_unreachable,
             strict=strict,
             quiet=quiet,
+            watch=check_watch(watch),
         )
         self._run = TrialRun(self._wish, self._options)
 
@@ -327,6 +347,8 @@ class TrialRun:
         if record is None or not record.takes_reports or self.options.on_failure != "raise":
             return
         verdict = record.trial.verdict
+        if record.job.target_metric is None and record.trial.metric is not None:
+            return  # A run that helps to set the target misses none.
         if verdict is None or not (verdict.stop_train and verdict.converged):
             show_in_one_paragraph()
             raise train_fail_error(verdict, record.trial.advice)
@@ -342,7 +364,8 @@ class TrialRun:
             plan = _decided(port, lambda: planned(self._wish, facts))
         if plan.warning is not None and port.rank == 0:
             _logger.warning("%s", plan.warning)
-        return replace(plan, fingerprint=port.fingerprint(), is_strict=self.options.strict)
+        fingerprint = port.fingerprint().completed_by(Fingerprint(monitor=self._wish.monitor or None))
+        return replace(plan, fingerprint=fingerprint, is_strict=self.options.strict)
 
     def _enter(
         self, port: TrainerPort, plan: JobPlan, epochs: EpochCount, begin: Callable[[TrialSession], bool]
@@ -396,6 +419,7 @@ class ActiveRun:
         options = run.options
         self._port = port
         self._connect = run.connect
+        self._trains_on = options.after_target == "continue"
         self._session: TrialSession | None = None  # only on rank 0
         own_size = plan.job.default_batch_size
         place = placed(port)
@@ -407,7 +431,9 @@ class ActiveRun:
             def enter() -> tuple[Any, ...]:
                 client = opened.enter_context(self._connect())
                 monitor = self._cluster or node_monitor(place, options.energy_monitor)
-                session = TrialSession(plan, client, monitor, on_unreachable=options.on_unreachable)
+                session = TrialSession(
+                    plan, client, monitor, on_unreachable=options.on_unreachable, watch=options.watch
+                )
                 opened.push(lambda _kind, error, _traceback: session.end(error))
                 self._session = session
                 takes_reports = begin(session)
@@ -417,6 +443,7 @@ class ActiveRun:
             self._opened = opened.pop_all()
         factor = lr_factor(options.lr_scaling, trial.batch_size, own_size)
         self.record = RunRecord(trial, plan.job, factor, takes_reports, epochs)
+        self.watched_names = plan.watched(options.watch)
         self.steps = StepCount([], 1)  # counts nothing until the start
         self._schedules = ScheduleWatch(trial.batch_size, port.schedule_remedy)
         self._announcer = Announcer(port, plan, run.patches, own_size=own_size, quiet=options.quiet)
@@ -425,6 +452,14 @@ class ActiveRun:
     def is_reporting(self) -> bool:
         """Whether `report_evaluation` reports: the server takes reports, and no verdict has said stop."""
         return self.record.takes_reports and not self.record.trial.is_over
+
+    @property
+    def is_beyond_target(self) -> bool:
+        """True if the training continues although its trial has completed: nothing is measured or reported."""
+        verdict = self.record.trial.verdict
+        if verdict is None or not (verdict.stop_train and verdict.converged):
+            return False
+        return self._trains_on or verdict.reason is EndReason.NO_TARGET
 
     def announce(self) -> None:
         """Report the chosen batch size to the user."""
@@ -469,13 +504,18 @@ class ActiveRun:
                 "set another size after the callback had set it"
             )
 
-    def report_evaluation(self, metric: Callable[[], float | None], epochs: float) -> None:
+    def report_evaluation(
+        self, metric: Callable[[], float | None], epochs: float, *, is_repeated: bool = False
+    ) -> None:
         """Report an evaluation, and stop the trainer if the server says so; do nothing after that verdict.
+
+        With the option ``after_target="continue"``, the target does not stop the trainer.
 
         Args:
             metric: Returns the metric, or None if there is nothing to report yet. Called on rank 0; every rank raises
                 its error.
             epochs: Epochs of this trial trained so far. Fractions are rounded up once whole epochs were reported.
+            is_repeated: True if the metric is that of the previous report.
         """
         if not self.is_reporting:
             return
@@ -488,7 +528,7 @@ class ActiveRun:
             self._port.check_samples()
             self.steps.check()
             self._schedules.check(self._port.optimizers()[0], goes_on=epochs < record.job.max_epochs)
-            session.report_evaluation(value, record.epochs.reported(epochs))
+            session.report_evaluation(value, record.epochs.reported(epochs), is_repeated=is_repeated)
             return session.trial
 
         self._synchronize()
@@ -496,7 +536,7 @@ class ActiveRun:
         if record.trial != before:
             cost_j = None if self._session is None else self._session.cost_j
             self._announcer.reported(record.trial, cost_j)
-        if record.trial.is_over:
+        if record.trial.is_over and not self.is_beyond_target:
             self._port.stop()
 
     def report_last_epoch(self, epochs: float) -> None:
@@ -506,7 +546,12 @@ class ActiveRun:
         """
         trial, metric = self.record.trial, self.record.trial.metric
         if metric is not None and epochs >= self.record.job.max_epochs > (trial.epoch or 0):
-            self.report_evaluation(lambda: metric, epochs)
+            self.report_evaluation(lambda: metric, epochs, is_repeated=True)
+
+    def watch(self, values: Mapping[str, float]) -> None:
+        """Send these values of watched metrics with the next report; do nothing on other ranks than 0."""
+        if self._session is not None and self.is_reporting and values:
+            self._session.watch(values)
 
     def keep_power_limits(self, choice: PowerLimitChoice) -> None:
         """Let the server keep the results of a power-limit callback; called on rank 0."""
@@ -529,7 +574,9 @@ class ActiveRun:
                 record.trial = session.trial
                 if record.takes_reports:
                     if error is None:
-                        self._announcer.ended(record.trial, session.job_view, early_end)
+                        self._announcer.ended(
+                            record.trial, session.job_view, early_end, went_on=self._trains_on and self.is_beyond_target
+                        )
                     else:
                         self._announcer.broken_off(record.trial, error)
             elif record.takes_reports and error is not None:

@@ -9,11 +9,11 @@ from __future__ import annotations
 import logging
 import math
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, Literal, get_args
 
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 
 from zeus_plugins import environment
 from zeus_plugins.client.delivery import deliver_waiting, is_refusal, recorded, registered_as, taken_over
@@ -22,6 +22,7 @@ from zeus_plugins.client.port import NO_RETRIES, ServerPort
 from zeus_plugins.client.reporter import TrialReporter
 from zeus_plugins.energy import EnergyMonitor, WindowMonitor, as_energy_monitor
 from zeus_plugins.energy.monitor import BridgedMonitor
+from zeus_plugins.energy.processes import Waiting
 from zeus_plugins.errors import (
     ZeusBSOBadOperationError,
     ZeusBSOConfigError,
@@ -33,12 +34,15 @@ from zeus_plugins.errors import (
 from zeus_plugins.protocol import (
     LEAST_TIME_S,
     MAX_DETAIL_LENGTH,
+    MAX_MARGINS,
+    MAX_WATCHED,
     CreatedJob,
     Ending,
     Evaluation,
     JobSpec,
     JobSpecFromClient,
     JobView,
+    MetricName,
     PowerLimitChoice,
     PowerProfile,
     ReportResponse,
@@ -55,6 +59,9 @@ OnUnreachable = Literal["default", "raise"]
 """The beginning of a training while the server is away: see `TrialSession`."""
 
 _WINDOW = "zeus_bso_trial"
+# The job may have margins for further names.
+_MOST_NAMES = MAX_WATCHED - MAX_MARGINS
+_NAMES = TypeAdapter(tuple[MetricName, ...])
 
 _logger = logging.getLogger("zeus_plugins")
 
@@ -74,9 +81,11 @@ class TrialSession:
         on_unreachable: A training that begins while the server is away trains at the job's default size, and its trial
             is recorded later (``"default"``), or it does not begin (``"raise"``).
         outbox: Keeps results while the server is away; by default in the user's state directory.
+        watch: Names of further metrics, which `watch` is expected to receive.
 
     Raises:
-        ZeusBSOConfigError: ``ZEUS_JOB_ID`` does not fit the job, or `on_unreachable` is unknown.
+        ZeusBSOConfigError: ``ZEUS_JOB_ID`` does not fit the job, `on_unreachable` is unknown, or a name in `watch` is
+            invalid.
 
     Attributes:
         plan: The job, as on the server once a trial has been asked for, and its guessed fields.
@@ -91,12 +100,15 @@ class TrialSession:
         *,
         on_unreachable: OnUnreachable = "default",
         outbox: Outbox | None = None,
+        watch: Iterable[str] = (),
     ) -> None:
         check_on_unreachable(on_unreachable)
+        self.watched_names = check_watch(watch)
         self.plan = _with_job_id_of_environment(job if isinstance(job, JobPlan) else JobPlan(job=job))
         self.job_view: JobView | None = None
         self._client = client
         self._monitor = BridgedMonitor(as_energy_monitor(monitor), strict=True)
+        self._waiting = Waiting()
         self._on_unreachable = on_unreachable
         self._outbox = outbox or default_outbox()
         self._key = secrets.token_hex(16)  # by which a repeated request finds the same trial
@@ -251,7 +263,9 @@ class TrialSession:
             raise ZeusBSOOperationOrderError("the measurement has begun already: begin it once per training")
         self._begin_window()
 
-    def report_evaluation(self, metric: float, epoch: float | None = None) -> ReportResponse:
+    def report_evaluation(
+        self, metric: float, epoch: float | None = None, *, is_repeated: bool = False
+    ) -> ReportResponse:
         """Report an evaluation with the time and energy since the trial began, waiting for the server excluded.
 
         A metric that is NaN or infinite means that the training has diverged: it is not sent, the trial ends as failed,
@@ -265,6 +279,7 @@ class TrialSession:
             metric: The validation metric. A number in single precision counts as written: 0.9, not 0.89999998.
             epoch: Epochs trained so far, above 0 (else `ZeusBSOBadOperationError`), fractional within an epoch. None:
                 one more than at the previous evaluation.
+            is_repeated: True if the metric is that of the previous report, so that it confirms no target.
         """
         reporter = self._require_live_trial()
         if not self._measuring and self.trial.unmeasured is None:
@@ -278,7 +293,7 @@ class TrialSession:
         metric = as_written(float(metric))
         if math.isfinite(metric):
             self._update(metric=metric)
-            verdict = self._judged(reporter, metric, epoch)
+            verdict = self._judged(reporter, metric, epoch, is_repeated=is_repeated)
         else:
             problem = f"the metric is {metric}: training diverged"
             reporter.end(Ending(detail=problem))
@@ -290,6 +305,32 @@ class TrialSession:
         else:
             self._measure(self._begin_window)
         return verdict
+
+    def watch(self, values: Mapping[str, float]) -> None:
+        """Send these values of further metrics with the next report, which records the last value of each name.
+
+        A value that is NaN or infinite is not sent, and removes an earlier one. After the final verdict no report
+        follows: then log a warning instead.
+
+        Raises:
+            ZeusBSOConfigError: A name is invalid, or there are too many.
+        """
+        if self._ended or self.trial.is_over:
+            _logger.warning(
+                "%s came after the last report of this run and cannot be recorded: hand watched metrics over before "
+                "the evaluation that ends the run",
+                ", ".join(values),
+            )
+            return
+        known = dict(self.trial.watched or {})
+        check_watch([*known, *values], most=MAX_WATCHED)
+        for name, value in values.items():
+            number = as_written(float(value))
+            if math.isfinite(number):
+                known[name] = number
+            else:
+                known.pop(name, None)
+        self._update(watched=known)
 
     def keep_power_limits(self, choice: PowerLimitChoice) -> None:
         """Keep the measured power limits for later trials at this batch size: in checkpoints, and on the server.
@@ -320,6 +361,8 @@ class TrialSession:
         if self._ended:
             return
         self._ended = True
+        if error is None and self.has_trial and self.trial.epoch is not None:
+            self._warn_of_unwatched()
         if self._measuring:
             try:
                 self._end_window()
@@ -347,6 +390,10 @@ class TrialSession:
     def _register(self, job: JobSpecFromClient) -> CreatedJob:
         known = registered_as(self._client, job, self.plan.guessed)
         update = {name: getattr(known, name) for name in self.plan.guessed}
+        if self.plan.job.target_metric is None:
+            update["target_metric"] = known.target_metric
+            if known.target_metric is not None:
+                self.plan = replace(self.plan, target_in_words=known.target_in_words)
         self.plan = replace(self.plan, job=self.plan.job.model_copy(update=update))
         self._compare_fingerprints(known)
         job_id = known.job_id
@@ -358,6 +405,9 @@ class TrialSession:
             )
             # Keep the id, so that a repeated request after a failed dispatch does not make another job.
             self.plan = replace(self.plan, job=self.plan.job.model_copy(update={"job_id": job_id}))
+        if job.target_metric is None:
+            # By this the server tells that the target is its own, when it gets the registration again.
+            update["target_runs"] = known.target_runs or ()
         return job.model_copy(update=update).named(job_id)
 
     def _compare_fingerprints(self, known: CreatedJob) -> None:
@@ -401,6 +451,8 @@ class TrialSession:
         if not trial.job_id.startswith(job.job_id_prefix):
             job = job.model_copy(update={"job_id_prefix": trial.job_id, "job_id": trial.job_id})
         registration = JobSpecFromClient.of(job, self._monitor.gpus()).named(trial.job_id)
+        # The target of the checkpoint may have been learned, and replaced since: this run asks for none.
+        registration = registration.model_copy(update={"target_runs": ()})
         sender = self._sender(registration, trial)
         self._deliver_earlier()
         trouble: ZeusBSOError | None = None
@@ -493,8 +545,22 @@ class TrialSession:
             raise ZeusBSOOperationOrderError("the trial is over: make a new session for another one")
         return self._reporter
 
-    def _judged(self, reporter: TrialReporter, metric: float, epoch: float) -> ReportResponse:
-        trial = self.trial
+    def _warn_of_unwatched(self) -> None:
+        names = self.plan.watched(self.watched_names)
+        missing = [name for name in names if name not in (self.trial.watched or {})]
+        if missing:
+            _logger.warning(
+                "no report of this run had a finite value of the watched %s: log it in an evaluation, under this name, "
+                "before the last report. What is logged later, such as by a test after training, cannot be recorded",
+                ", ".join(missing),
+            )
+
+    def _judged(self, reporter: TrialReporter, metric: float, epoch: float, *, is_repeated: bool) -> ReportResponse:
+        trial, rule = self.trial, reporter.rule
+        epoch = max(epoch, self._reported_epoch)
+        if is_repeated and rule.confirmed:
+            # The rule has counted this metric already.
+            reporter.rule = rule = rule.model_copy(update={"confirmed_epoch": epoch})
         if trial.unmeasured is not None:
             return reporter.judge_unmeasured(metric=metric, epoch=epoch)
         return reporter.report_evaluation(
@@ -502,8 +568,11 @@ class TrialSession:
                 time=max(trial.time_s, LEAST_TIME_S),
                 energy=trial.energy_j,
                 metric=metric,
-                current_epoch=max(epoch, self._reported_epoch),
+                current_epoch=epoch,
                 energy_source=trial.energy_source,
+                judged_by=rule if is_repeated and rule.confirmed else None,
+                waited_share=trial.waited_share,
+                watched=trial.watched,
             )
         )
 
@@ -545,19 +614,35 @@ class TrialSession:
             self._reporter.end(Ending(detail=f"the energy could not be measured: {cause}"[:MAX_DETAIL_LENGTH]))
 
     def _begin_window(self) -> None:
+        self._waiting.begin()
         self._monitor.begin_window(_WINDOW)
         self._measuring = True
 
     def _end_window(self) -> None:
         """Close the open window into the totals."""
         self._measuring = False
-        self._trial = self.trial.plus(self._monitor.end_window(_WINDOW))
+        measured = self._monitor.end_window(_WINDOW)
+        self._trial = self.trial.plus(measured, self._waiting.end(measured.time_s))
 
 
 def check_on_unreachable(on_unreachable: str) -> None:
     """Raise `ZeusBSOConfigError` unless the value is an `OnUnreachable`."""
     if on_unreachable not in get_args(OnUnreachable):
         raise ZeusBSOConfigError(f"on_unreachable is {on_unreachable!r}: choose 'default' or 'raise'")
+
+
+def check_watch(names: Iterable[str], *, most: int = _MOST_NAMES) -> tuple[str, ...]:
+    """Return the distinct names of watched metrics; raise `ZeusBSOConfigError` for invalid or too many names."""
+    names = tuple(dict.fromkeys([names] if isinstance(names, str) else names))
+    try:
+        _NAMES.validate_python(names)
+    except ValidationError as error:
+        problem = "; ".join(each["msg"] for each in error.errors())
+    else:
+        if len(names) <= most:
+            return names
+        problem = f"there are {len(names)}"
+    raise ZeusBSOConfigError(f"watch={names!r} must be names of at most {most} metrics: {problem}")
 
 
 def _with_job_id_of_environment(plan: JobPlan) -> JobPlan:

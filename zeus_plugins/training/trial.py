@@ -21,7 +21,10 @@ from zeus_plugins.protocol import (
     ReportResponse,
     StopRule,
     TrialId,
+    Watched,
     WireMessage,
+    busy_remark,
+    is_time_alone,
 )
 
 _BY_SERVER = {"trial_number", "registration_id", "lease_epoch"}
@@ -43,8 +46,10 @@ class TrialInfo(WireMessage):
         time_s: Seconds in all closed windows since the trial began, including earlier runs of a resumed trial.
         energy_j: Joules in the same windows.
         energy_source: Source of the energy measurement; None before the first window closes.
+        waited_s: Seconds of `time_s` in which the training could run but waited for a core; None if unknown.
         epoch: Epochs trained at the latest evaluation.
         metric: Latest finite validation metric.
+        watched: Latest values of the watched metrics, by name; None if there are none.
         verdict: Latest verdict.
         advice: Advice to the job's owner if no batch size has reached the target, or None; not in checkpoints.
         unmeasured: Why the trial's cost is unknown, or None.
@@ -62,8 +67,10 @@ class TrialInfo(WireMessage):
     time_s: NonNegativeFinite = 0.0
     energy_j: NonNegativeFinite = 0.0
     energy_source: str | None = None
+    waited_s: NonNegativeFinite | None = None
     epoch: float | None = None
     metric: float | None = None
+    watched: Watched | None = None
     verdict: ReportResponse | None = None
     advice: str | None = Field(default=None, exclude=True)
     unmeasured: str | None = None
@@ -109,8 +116,31 @@ class TrialInfo(WireMessage):
         """Whether the verdict says stop."""
         return self.verdict is not None and self.verdict.stop_train
 
-    def plus(self, measured: Measurement) -> Self:
-        """Return the trial with one more window; raise `ZeusBSOBadOperationError` for numbers that cannot be."""
+    @property
+    def waited_share(self) -> float | None:
+        """The share of its time in which the training waited for a core, to a hundredth; None if unknown."""
+        if self.waited_s is None or self.time_s <= 0:
+            return None
+        return round(min(self.waited_s / self.time_s, 1.0), 2)
+
+    @property
+    def busy_remark(self) -> str | None:
+        """A remark on a training that a busy machine has slowed, with a remedy; None for another."""
+        return busy_remark(self.waited_share)
+
+    @property
+    def spent(self) -> str:
+        """The time and the energy in words; the time alone where the energy is nothing else."""
+        if is_time_alone(self.energy_source):
+            return f"{self.time_s:.4g} s (energy: {self.energy_source} × time)"
+        source = f" ({self.energy_source})" if self.energy_source else ""
+        return f"{self.time_s:.4g} s and {self.energy_j:.4g} J{source}"
+
+    def plus(self, measured: Measurement, waited_s: float | None = None) -> Self:
+        """Return the trial with one more window; raise `ZeusBSOBadOperationError` for numbers that cannot be.
+
+        `waited_s` is the time in this window in which the training waited for a core; None if unknown.
+        """
         if not all(math.isfinite(figure) and figure >= 0 for figure in (measured.time_s, measured.energy_j)):
             raise ZeusBSOBadOperationError(f"the monitor gave {measured.energy_j} J in {measured.time_s} s")
         # Keep all sources: a trial may resume on a machine that measures in another way.
@@ -122,5 +152,6 @@ class TrialInfo(WireMessage):
                 "time_s": self.time_s + measured.time_s,
                 "energy_j": self.energy_j + measured.energy_j,
                 "energy_source": " + ".join(sources)[:MAX_SOURCE_LENGTH],
+                "waited_s": self.waited_s if waited_s is None else (self.waited_s or 0.0) + waited_s,
             }
         )
