@@ -20,13 +20,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.tables import text_table
-from bso_server.core.verdict import Judge, Run, Share, Verdict, Word, is_control_due
+from bso_server.core.verdict import Evidence, Run, Verdict, is_control_due
+from zeus_plugins.protocol import BUSY_SHARE, GP_VOI, CreatedJob, SavingsWord, Share
 
 RUNS = 50
 LOOKS = (10, 20, 50)
 _SIZES, _DEFAULT = 5, 0
 _WANDER = 0.05
 """Probability that the policy tries another size in a run after its exploration."""
+_BUSY = math.log(1 / (1 - BUSY_SHARE))
+"""Log factor of a run's cost from which on it counts as one on a busy machine."""
 _STOP_AT = 1.5
 """A run of the exploration is stopped half-way if it would cost more than so many times the cheapest."""
 
@@ -79,7 +82,11 @@ class World:
         saving: Share of the default's cost that a run at the best size saves.
         pace: The machine or the data over time.
         default_spread: Spread of the runs at the default, over that of all others.
+        marks_busy: Whether runs that the pace slows by a fourth or more are known to be slowed.
+        is_always_busy: Whether all runs are marked as runs on a busy machine.
         epochs_noise: Greatest spread of log epochs, drawn for each job; None: follows `noise`.
+        epochs_part: How much of the difference of two sizes (log) lies in their epochs; the rest is in the cost of an
+            epoch. Below 0: fewer epochs, of which each costs more than it saves.
     """
 
     name: str
@@ -88,9 +95,17 @@ class World:
     pace: Pace = _steady
     default_spread: float = 1.0
     epochs_noise: float | None = None
+    marks_busy: bool = False
+    is_always_busy: bool = False
+    epochs_part: float = -0.5
 
-    def costs(self, rng: np.random.Generator) -> tuple[Floats, Floats, Floats]:
-        """Draw a job: epochs and costs (J) by run and size, and the mean cost of each size over that of the default."""
+    def costs(self, rng: np.random.Generator) -> tuple[Floats, Floats, Floats, NDArray[np.bool_]]:
+        """Draw a job.
+
+        Returns:
+            Epochs and costs (J) by run and size, the mean cost of each size over that of the default, and whether each
+            run is marked as one on a busy machine.
+        """
         gain = math.log1p(-self.saving)
         relative = np.array([0.0, gain / 2, gain, 0.3, 0.8]) if self.saving else np.zeros(_SIZES)
         epochs_noise = 0.8 * self.noise if self.epochs_noise is None else rng.uniform(0, self.epochs_noise)
@@ -102,9 +117,10 @@ class World:
             # Wider spreads keep the mean cost.
             return sd * spread * rng.standard_normal((RUNS, _SIZES)) - sd**2 * (spread**2 - 1) / 2
 
-        epochs = 20 * np.exp(noise(epochs_noise) - relative / 2)
-        rate = 1e5 * np.exp(noise(rate_noise) + 1.5 * relative + self.pace(rng)[:, None])
-        return epochs, epochs * rate, np.exp(relative)
+        epochs = 20 * np.exp(noise(epochs_noise) + self.epochs_part * relative)
+        rates, pace = noise(rate_noise), self.pace(rng)
+        rate = 1e5 * np.exp(rates + (1 - self.epochs_part) * relative + pace[:, None])
+        return epochs, epochs * rate, np.exp(relative), self.is_always_busy | (self.marks_busy & (pace >= _BUSY))
 
 
 EQUAL = (
@@ -112,6 +128,7 @@ EQUAL = (
     World("noise 20 %"),
     World("noise 60 %", noise=0.6),
     World("load up to ×10", pace=_load),
+    World("load up to ×10, marked", pace=_load, marks_busy=True),
     World("first run ×10", pace=_first_slow),
     World("drift ±50 %", pace=_drift),
     World("step ×2", pace=_step),
@@ -119,11 +136,16 @@ EQUAL = (
     World("every fourth run ×1.5", pace=_every_fourth),
     World("epochs vary 0–60 %", epochs_noise=0.6),
     World("default's noise ×3", default_spread=3.0),
+    World("always busy", is_always_busy=True),
 )
 SAVING = (
     *(World(f"{s:.0%}, noise {n:.0%}", saving=s, noise=n) for s in (0.1, 0.3, 0.6) for n in (0.05, 0.2, 0.6)),
     World("30%, load up to ×10", saving=0.3, pace=_load),
+    World("30%, load up to ×10, marked", saving=0.3, pace=_load, marks_busy=True),
     World("30%, drift ±50 %", saving=0.3, pace=_drift),
+    World("30%, always busy", saving=0.3, is_always_busy=True),
+    World("50%, twice the epochs, always busy", saving=0.5, epochs_part=-1.0, is_always_busy=True),
+    World("30%, thrice the epochs, always busy", saving=0.3, epochs_part=-3.0, is_always_busy=True),
 )
 
 
@@ -135,59 +157,67 @@ class Played:
         words: The word after each run.
         covers_now: Whether the interval of a run's saving held the truth, after each run.
         covers_so_far: The same of the saving of all runs.
+        wrongly_paid_back: All runs were called paid back at a look at which they were not.
         control_cost: The cost that control runs added, over all that was paid.
     """
 
-    words: tuple[Word, ...]
+    words: tuple[SavingsWord, ...]
     covers_now: tuple[bool, ...]
     covers_so_far: tuple[bool, ...]
+    wrongly_paid_back: bool
     control_cost: float
 
 
 def play(world: World, seed: int) -> Played:
     """Play one job of 50 runs."""
     rng, choices = np.random.default_rng([seed, 1]), np.random.default_rng([seed, 2])
-    epochs, costs, relative = world.costs(rng)
+    epochs, costs, relative, busy = world.costs(rng)
+    job = CreatedJob(
+        job_id="simulated", job_id_prefix="simulated", batch_sizes=tuple(range(1, _SIZES + 1)), default_batch_size=1,
+        policy=GP_VOI, mab_seed=seed, max_power=1, number_of_gpus=1, gpu_model="simulated",
+    )  # fmt: skip
     best, least = _DEFAULT, math.inf
-    runs: list[Run] = []
-    judge, since = Judge(_DEFAULT, _DEFAULT), 0
+    evidence = Evidence(_DEFAULT)
     seen: list[tuple[Verdict, bool, bool]] = []
-    paid = at_default = extra = 0.0
+    wrongly_paid_back = False
+    paid = wasted = at_default = extra = 0.0
     for number in range(RUNS):
-        size, wasted, is_exploration, is_control = best, 0.0, number < _SIZES, False
+        size, is_exploration, is_control = best, number < _SIZES, False
         if is_exploration:
             size = number
             if costs[number, size] > _STOP_AT * least:
-                wasted, size = _STOP_AT * least / 2, best
+                wasted, size = wasted + _STOP_AT * least / 2, best
         elif choices.random() < _WANDER:
             size, is_exploration = int(choices.choice([s for s in range(1, _SIZES) if s != best])), True
-        elif best != _DEFAULT and is_control_due(judge.verdict(), since, seed):
+        elif best != _DEFAULT and is_control_due(job, evidence.judge(best), number):
             size, is_control = _DEFAULT, True
-        run = Run(size, float(epochs[number, size]), float(costs[number, size]), wasted, is_exploration)
-        runs.append(run)
-        before = best
-        if number < _SIZES and run.cost_j < least:
-            best, least = size, run.cost_j
+        cost = float(costs[number, size])
+        evidence.add([Run(size, float(epochs[number, size]), cost, is_exploration, bool(busy[number]))])
+        if number < _SIZES and cost < least:
+            best, least = size, cost
         if number == _SIZES - 1 and world.saving > 0:
             best = int(np.argmin(relative))
-        if best == before:
-            judge.add(run)
-        else:
-            judge, since = Judge(_DEFAULT, best), 0
-            for each in runs:
-                judge.add(each)
-        since = 0 if is_control else since + (size == best and not is_exploration)
-        paid += run.cost_j + wasted
-        at_default += run.cost_j / relative[size]
-        extra += run.cost_j * (1 - relative[best]) if is_control else 0.0
-        verdict = judge.verdict()
+        paid += cost
+        at_default += cost / relative[size]
+        extra += cost * (1 - relative[best]) if is_control else 0.0
+        verdict = evidence.judge(best).verdict(wasted)
         now = _covers(verdict.now, 1 - relative[best])
-        seen.append((verdict, now, _covers(verdict.so_far, 1 - paid / at_default)))
+        so_far = 1 - (paid + wasted) / at_default
+        wrongly_paid_back |= verdict.is_paid_back and so_far <= 0
+        seen.append((verdict, now, _covers(verdict.so_far, so_far)))
     words = tuple(verdict.word for verdict, _, _ in seen)
-    return Played(words, tuple(now for _, now, _ in seen), tuple(so_far for *_, so_far in seen), extra / paid)
+    spent = paid + wasted
+    return Played(
+        words,
+        tuple(now for _, now, _ in seen),
+        tuple(so_far for *_, so_far in seen),
+        wrongly_paid_back,
+        extra / spent,
+    )
 
 
 def _covers(share: Share | None, truth: float) -> bool:
+    """Return whether nothing false is stated: an interval that is not there yet, or has no lower end, is right."""
     return share is None or ((share.low is None or share.low <= truth) and truth <= share.high)
 
 
@@ -199,6 +229,7 @@ class Figures:
         world: Name of the kind of jobs.
         saving: What a run at the best size saves.
         wrong_ever: A wrong verdict was shown at any look.
+        wrongly_paid_back: All runs were called paid back at a look at which they were not.
         wrong_at: A wrong verdict was shown at each of `LOOKS`.
         right_by: The right verdict had been shown by each of `LOOKS`.
         covered_now: The interval of a run's saving held the truth at each of `LOOKS`.
@@ -209,6 +240,7 @@ class Figures:
     world: str
     saving: float
     wrong_ever: float
+    wrongly_paid_back: float
     wrong_at: tuple[float, ...]
     right_by: tuple[float, ...]
     covered_now: tuple[float, ...]
@@ -218,14 +250,15 @@ class Figures:
 
 def measure(world: World, played: Sequence[Played]) -> Figures:
     """Summarise the jobs of one kind."""
-    right = Word.SAVES if world.saving > 0 else None
-    is_wrong = np.array([[word not in (Word.NOT_SHOWN, right) for word in each.words] for each in played])
+    right = SavingsWord.SAVES if world.saving > 0 else None
+    is_wrong = np.array([[word not in (SavingsWord.NOT_SHOWN, right) for word in each.words] for each in played])
     is_right = np.array([[word is right for word in each.words] for each in played])
     now, so_far = np.array([each.covers_now for each in played]), np.array([each.covers_so_far for each in played])
     return Figures(
         world=world.name,
         saving=world.saving,
         wrong_ever=float(is_wrong.any(axis=1).mean()),
+        wrongly_paid_back=float(np.mean([each.wrongly_paid_back for each in played])),
         wrong_at=tuple(float(is_wrong[:, look - 1].mean()) for look in LOOKS),
         right_by=tuple(float(is_right[:, :look].any(axis=1).mean()) for look in LOOKS),
         covered_now=tuple(float(now[:, look - 1].mean()) for look in LOOKS),
@@ -252,11 +285,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _lines(figures: Sequence[Figures]) -> list[list[str]]:
-    head = ["jobs", "wrong at any look", "wrong at", "right by", "run covered", "all covered", "control runs cost"]
+    head = [
+        "jobs",
+        "wrong at any look",
+        "paid back wrongly",
+        "wrong at",
+        "right by",
+        "run covered",
+        "all covered",
+        "control runs cost",
+    ]
     rows = [
         [
             ("equal: " if not each.saving else "saving ") + each.world,
             f"{each.wrong_ever:.1%}",
+            f"{each.wrongly_paid_back:.1%}",
             _percents(each.wrong_at),
             _percents(each.right_by) if each.saving else "-",
             _percents(each.covered_now),

@@ -323,9 +323,7 @@ def _summary(results: ProofResults) -> str:
             default_j = sum(each[DEFAULT]["energy_j"] for each in compared)
             total = _percent(1 - sum(each[policy]["energy_j"] for each in compared) / default_j)
             kinds = [each[policy]["saved"]["energy_j"][0] for each in compared]
-            what = (
-                f"{len(compared)} kinds of real trainings, {per_job} recurrences per job, {recurrences} in all {where}"
-            )
+            what = f"{len(compared)} kinds of real trainings, {per_job} recurrences per job, {recurrences} in all"
             extent = f"{what} {where}" if policy == GP_VOI else "the same"
             by_kind = f"{_percent(min(kinds))} to {_percent(max(kinds))}"
             lines.append([f"`{policy}`, {extent}", f"{total} of {_three_digits(default_j / 1000)} kJ", by_kind])

@@ -176,7 +176,7 @@ def measure(steps: Sequence[Step], state: State, *, minutes: float | None, say: 
     say(f"{len(steps) - len(left)} of {len(steps)} steps are done")
     if not left:
         return 0
-    with _served(state.directory) as url:
+    with served(state.directory) as url:
         with BsoClient(url) as client:
             _withdraw_unfinished(client)
         trainings = Trainings(state, url)
@@ -198,7 +198,7 @@ def _longest_s(state: State, task: str) -> float:
 
 
 @contextmanager
-def _served(directory: Path) -> Iterator[str]:
+def served(directory: Path) -> Iterator[str]:
     """Run a server on the database of a state's directory within the block; yield its URL."""
     database_url = f"sqlite:///{directory.resolve() / 'bso.sqlite3'}"
     # A server that outlived a harness that was killed would write into the same database.

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import EarlyStopping
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 from transformers import ResNetConfig, ResNetForImageClassification
@@ -86,6 +87,11 @@ def train(run: Run) -> TrialInfo | None:
     if run.job is not None:
         zeus = ZeusBSOCallback(run.job, task.metric, **run.callback_arguments)
         callbacks.append(zeus)
+    elif order.epochs is None:
+        mode = "max" if task.higher_is_better else "min"
+        callbacks.append(
+            EarlyStopping(task.metric, mode=mode, patience=task.max_epochs, stopping_threshold=task.target)
+        )
     trainer = Trainer(
         accelerator="gpu" if task.device == GPU and torch.cuda.is_available() else "cpu",
         devices=1,

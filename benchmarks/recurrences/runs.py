@@ -32,7 +32,7 @@ class Order:
         policy: Chooses the size; None: `batch_size` is given.
         batch_size: The only size of the job; None: the policy chooses.
         drifted: Whether the data are those after the drift.
-        with_callback: False: a training of all epochs without the callback; True and `epochs`: the same with it.
+        with_callback: False: a training without the callback; True and `epochs`: all epochs with it.
         epochs: Epochs to train, whatever is reached; None: until the target.
         policy_seed: Seeds the draws of policy `zeus`.
         shrink: As in `Task`.

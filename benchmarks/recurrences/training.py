@@ -112,7 +112,7 @@ def trained(order: Order, server_url: str, monitor: EnergyMonitor) -> Outcome:
 
 
 def monitor_for(device: Device) -> EnergyMonitor:
-    """The best monitor that the machine offers; on a CPU without a counter, stated watts × the process's CPU time.
+    """The best monitor that the machine offers; on a CPU without a counter, an estimate whose time is CPU time, too.
 
     The trainings on the CPU have one thread, so that on an idle machine CPU time and time are the same, and on one that
     others use, too, CPU time says better what a run would have taken alone.
@@ -124,7 +124,7 @@ def monitor_for(device: Device) -> EnergyMonitor:
         return monitor
     stated_w = stated_power_w()
     power_w, basis = (DEFAULT_ESTIMATED_POWER_W, "assumed") if stated_w is None else (stated_w, "stated")
-    return EstimateMonitor(power_w, basis=f"{basis} × CPU time", clock=time.process_time)
+    return EstimateMonitor(power_w, basis=basis, clock=time.process_time)
 
 
 @contextmanager
