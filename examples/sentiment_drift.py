@@ -27,7 +27,7 @@ from zeus_plugins import BatchSizeOptimizer, JobSpec
 from zeus_plugins.client import client_from_environment
 from zeus_plugins.energy import EstimateMonitor
 from zeus_plugins.errors import ZeusBSOTrainFailError
-from zeus_plugins.protocol import TrialState, TrialView
+from zeus_plugins.protocol import TrialState, TrialView, cost
 
 SENTIMENT_WORDS = 300  # for praise, and as many for blame
 OTHER_WORDS = 1000
@@ -106,13 +106,15 @@ def train(job: JobSpec, server_url: str, kind: Kind, number: int) -> tuple[int, 
     return batch_size, True
 
 
-def mean_cost_j(batch_size: int, kind: Kind) -> float:
-    """The mean of what two trainings take at this size, without an optimizer, in joules; infinite if one fails."""
-    costs = []
+def mean_cost_j(job: JobSpec, batch_size: int, kind: Kind) -> float:
+    """The mean of what two trainings cost at this size, without an optimizer, in joules; infinite if one fails."""
+    monitor, costs = EstimateMonitor(WATTS, clock=time.process_time), []
     for number in (1001, 1002):
-        began = time.process_time()
+        monitor.begin_window("training")
         reached = any(accuracy >= TARGET for accuracy in islice(epochs(batch_size, kind, number), MAX_EPOCHS))
-        costs.append(WATTS * (time.process_time() - began) if reached else math.inf)
+        spent = monitor.end_window("training")
+        cost_j = cost(energy_j=spent.energy_j, time_s=spent.time_s, max_power_w=WATTS, eta=job.eta_knob)
+        costs.append(cost_j if reached else math.inf)
     return sum(costs) / len(costs)
 
 
@@ -146,16 +148,16 @@ def main() -> None:
     for trial in trials:
         print(f"{trial.trial_number:3} {trial.batch_size:5} {trial.cost_j:8.2f} J  {trial.reason}")
     if options.plot:
-        plot(trials, options.change, options.plot)
+        plot(job, trials, options.change, options.plot)
 
 
-def plot(trials: Sequence[TrialView], change: int, file: Path) -> None:
+def plot(job: JobSpec, trials: Sequence[TrialView], change: int, file: Path) -> None:
     """Draw the cost of each run, and beside it what the default and the cheapest size take on such slices."""
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(9, 4.5), layout="constrained")
     for kind, first, last in ((POSTS, 1, change - 1), (REVIEWS, change, len(trials))):
-        costs = {size: mean_cost_j(size, kind) for size in SIZES}
+        costs = {size: mean_cost_j(job, size, kind) for size in SIZES}
         best = min(costs, key=lambda size: costs[size])
         for size, word, colour, above in (
             (DEFAULT, "the default", "grey", 3),
