@@ -19,6 +19,7 @@ from tests.support.databases import DATABASES, empty_database
 from tests.support.servers import ServerProcess
 from tests.support.threads import heartbeat_threads
 from tests.zeus_peer.peer import Peer, PeerMissingError, install
+from zeus_plugins.client.port import Retries
 
 IN_CI = bool(os.environ.get("CI"))
 
@@ -55,6 +56,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.hookimpl(tryfirst=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """Run three processes on two cores: a third of the time they wait for processes of their own."""
+    return max(1, (os.cpu_count() or 1) * 3 // 2)
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_runtestloop(session: pytest.Session) -> None:
     """Fork while this process has imported everything and done nothing, see tests/support/warm.py."""
     gc.enable()
@@ -80,6 +87,20 @@ def state_directory(_state_directories: Path, monkeypatch: pytest.MonkeyPatch) -
     directory = _state_directories / uuid.uuid4().hex
     monkeypatch.setenv("ZEUS_STATE_DIR", str(directory))
     return directory
+
+
+@pytest.fixture(autouse=True)
+def _idle_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let trainings in this process wait for no core, however many tests run beside them."""
+    monkeypatch.setattr("zeus_plugins.energy.processes.waits_s", lambda: {1: 0.0})
+
+
+@pytest.fixture(autouse=True)
+def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let trainings in this process ask an absent server again twenty times as soon."""
+    wait_s = Retries.wait_s
+    monkeypatch.setattr(Retries, "wait_s", lambda retries, attempt: wait_s(retries, attempt) / 20)
+    monkeypatch.setattr("zeus_plugins.client.reporter._FIRST_RETRY_S", 0.05)
 
 
 @pytest.fixture(autouse=True)

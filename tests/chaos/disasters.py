@@ -214,7 +214,7 @@ class Scene:
 
     def _kill_server(self) -> None:
         process = self._server.process
-        if process is None:
+        if process is None or process.poll() is not None:
             return
         # Stopped, it starts no further worker while those that it has are looked up.
         process.send_signal(signal.SIGSTOP)

@@ -25,7 +25,7 @@ from zeus_plugins.client.port import NO_RETRIES
 from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSORuntimeError, ZeusBSOTrainFailError
 from zeus_plugins.master import FailedTryError, HistoryEntry, MasterState, PolicyOptimizer, Run, ServerOptimizer
 from zeus_plugins.master.display import conclusion
-from zeus_plugins.master.history import MAX_TRIES, NextRun, cheapest_size, run_of_cost
+from zeus_plugins.master.history import MAX_TRIES, NextRun, run_of_cost
 from zeus_plugins.master.runner import oom_kills, why_failed
 from zeus_plugins.protocol import TrialState
 
@@ -358,9 +358,10 @@ def test_the_policy_in_this_process_plays_gp_voi_and_learns_epochs(tmp_path: Pat
     first, second = PolicyOptimizer(), PolicyOptimizer(policy="gp_voi")
     entries = master_of(tmp_path, first).run(python_job(program), 8, SIZES, None, 1.0, logdir=tmp_path / "here")
     assert entries[0].bs == 64
-    assert {entry.bs for entry in entries[-3:]} == {32}
+    # One of the last runs may be a control run at the default.
+    assert [entry.bs for entry in entries[-3:]].count(32) >= 2
     resumed = master_of(tmp_path, second).run(python_job(program), 9, SIZES, None, 1.0, resume_from=tmp_path / "here")
-    assert resumed[-1].bs == first.predict(python_job(program)) == 32
+    assert resumed[-1].bs == first.predict(python_job(program))
     trials = [(trial["epoch"], trial["energy_j"], trial["state"]) for trial in second.state_dict()["trials"][:1]]
     assert trials == [(6.0, 60.0, TrialState.COMPLETED)]
 
@@ -377,6 +378,7 @@ def test_the_policy_in_this_process_decides_as_the_server_does(tmp_path: Path, c
     # In this process a job has no β, and the policy weighs tries by where they may be stopped: neither has one here.
     server = ServerOptimizer(client, GPUS, eta_knob=1.0, beta_knob=None, options={"policy": "gp_voi"})
     sizes = [16, 32, 64, 128]
+    here = PolicyOptimizer()
     entries = [
         [
             (entry.bs, entry.reached)
@@ -384,9 +386,14 @@ def test_the_policy_in_this_process_decides_as_the_server_does(tmp_path: Path, c
                 python_job(program), 10, sizes, None, 1.0, logdir=tmp_path / name / "here"
             )
         ]
-        for name, optimizer in (("server", server), ("here", PolicyOptimizer()))
+        for name, optimizer in (("server", server), ("here", here))
     ]
     assert entries[0] == entries[1]
+    shown, claimed = client.show_job("tiny").savings, here.savings()
+    assert server.savings() == shown
+    assert claimed is not None
+    assert claimed.controls
+    assert (claimed.in_words, claimed.controls, claimed.cost_j) == (shown.in_words, shown.controls, shown.cost_j)
     assert len({batch_size for batch_size, _ in entries[0]}) > 2
 
 
@@ -441,7 +448,7 @@ def test_each_run_ends_its_trial_on_the_server_as_it_ended(tmp_path: Path, clien
     assert [trial.cost_j for trial in shown.trials if trial.metric is not None] == [
         pytest.approx(run.cost) for run in kept if run.was_measured
     ]
-    assert shown.best_batch_size == cheapest_size(kept) == 64
+    assert shown.best_batch_size == 64
 
 
 def test_the_server_can_be_driven_by_costs_alone(client: LocalServer) -> None:
@@ -502,13 +509,31 @@ def test_a_trial_whose_dispatch_was_not_kept_is_found_again(client: LocalServer)
 # The conclusion.
 
 
-def test_the_conclusion_compares_with_the_default() -> None:
-    runs = runs_of([(100.0, True), (50.0, True), (7.0, False)])
-    runs[1] = runs[1].model_copy(update={"bs": 32})
-    assert conclusion(runs, 64).splitlines() == [
-        "Cheapest batch size: 32, 50 J a run, the mean of 1. The default, 64, costs 100 J: 50% saved with every run "
-        "from now on.",
-        "2 of 3 runs reached the target, in 2.0 s and 150 J; all runs took 3.0 s and 157 J.",
+def test_the_conclusion_makes_the_claim_of_the_jobs_page_and_lists_what_was_measured() -> None:
+    runs = runs_of([(100.0, True), (50.0, True), (40.0, True), (7.0, False)])
+    runs[1:3] = [run.model_copy(update={"bs": 32}) for run in runs[1:3]]
+    optimizer, job = PolicyOptimizer(), job_of()
+    optimizer.register_job(job, SIZES)
+    assert optimizer.predict(job) == 64
+    optimizer.observe(job, 64, 100.0, converged=True)
+    savings = optimizer.savings()
+    assert savings is not None
+    measured = [
+        "Mean cost of the runs that reached the target: 32: 45 J (2 runs); 64, your default: 100 J (1 run).",
+        "3 of 4 runs reached the target, in 3.0 s and 190 J; all runs took 4.0 s and 197 J.",
         "Energy: as the script says.",
     ]
-    assert conclusion([], 64).startswith("No run has reached the target yet.")
+    assert conclusion(runs, 64, savings).splitlines() == ["Your default, 64, is the best batch size so far.", *measured]
+    assert conclusion(runs, 64, None).splitlines() == measured
+    assert conclusion([], 64, None).startswith("No run has reached the target yet.")
+
+
+def test_without_a_server_that_answers_nothing_is_claimed(server: ServerProcess) -> None:
+    with BsoClient(server.url, retries=NO_RETRIES) as client:
+        optimizer = server_optimizer(client)
+        assert optimizer.savings() is None
+        optimizer.register_job(job_of(), SIZES)
+        assert optimizer.savings() is not None
+        server.kill()
+        assert optimizer.savings() is None
+    assert PolicyOptimizer().savings() is None

@@ -15,7 +15,6 @@ from tests.support import warm
 from tests.support.masters import ROOT, TRAINING
 from zeus_plugins.client import client_from_environment
 from zeus_plugins.master import MasterState
-from zeus_plugins.master.history import cheapest_size
 from zeus_plugins.protocol import JobView, TrialState
 
 LONG_S = 120.0
@@ -140,10 +139,9 @@ def is_gone(pid: int) -> bool:
 def test_the_command_finds_the_size_that_the_server_shows(tmp_path: Path) -> None:
     bench = Bench(tmp_path, "server")
     output = bench.run(4)
-    history, best = bench.state.history, bench.job.best_batch_size
-    assert len(history) == 4
-    assert best == cheapest_size(history)
-    assert f"Cheapest batch size: {best}" in output.replace("the default, ", "")
+    assert len(bench.state.history) == 4
+    assert bench.job.savings.in_words in output
+    assert "Mean cost of the runs that reached the target: " in output
     assert "rec04+try01: batch size" in output
     assert "accuracy 0." in output
 
@@ -163,6 +161,7 @@ def test_a_killed_master_takes_the_result_that_its_script_has_left(tmp_path: Pat
     assert [run.seed for run in bench.state.history] == [123456, 123457, 123458]
 
 
+@pytest.mark.slow
 def test_a_script_that_was_killed_with_its_master_is_launched_again(tmp_path: Path) -> None:
     bench = Bench(tmp_path, "server", "wait", "train")
     process = bench.start(2)

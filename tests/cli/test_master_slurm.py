@@ -24,6 +24,7 @@ def test_runs_are_jobs(tmp_path: Path) -> None:
     assert list((folder / "submitit").glob("*_result.pkl"))
 
 
+@pytest.mark.slow
 def test_a_job_that_a_killed_master_left_is_waited_for(tmp_path: Path) -> None:
     assert_adopts_what_a_killed_master_left(executor, tmp_path)
 

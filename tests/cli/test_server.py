@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -65,7 +66,13 @@ def test_show_is_the_same_from_the_database_and_from_the_server(used_server: Ser
         "std_cost_j": None,
         "infeasible": None,
         "expected_cost_j": 500.0,
-        "expected_cost_std_j": None,
+        "expected_low_j": None,
+        "expected_high_j": None,
+        "metrics": [
+            {"name": None, "runs": 1, "mean": 0.95, "std": None, "lower_is_better": False, "margin": 0.0095}
+            | {"low": None, "high": None, "verdict": None}
+        ],
+        "left_out": None,
     }
     first, second = shown["trials"]
     assert first["reason"] == "exploring: your default size (round 1 of 2)"
@@ -80,12 +87,13 @@ def test_show_reads_well(used_server: ServerProcess) -> None:
     show = ("jobs", "show", "night.ly-1", "--database-url", used_server.database_url)
     text = bso_server(*show).stdout
     assert text.splitlines()[0] == (
-        "job night.ly-1: pruning stage, 2 trials (1 running, 1 completed), best batch size 16, 500 J a run expected"
+        "job night.ly-1: pruning stage, 2 trials (1 running, 1 completed), best batch size 16, "
+        "expected 500 J (one run: 500 J)"
     )
-    assert text.splitlines()[2] == (
-        "1 recurrence against as many at the default, 16: energy saved 0 %, time saved 0 %, cost saved 0 %"
-    )
+    assert text.splitlines()[2] == ("Your default, 16, is the best batch size so far.")
     assert "energy by nvml" in text
+    header = "METRIC +BATCH SIZE +RUNS +MEAN +STD +MINUS THE DEFAULT'S +AGAINST THE DEFAULT"
+    assert re.search(rf"^{header}\nthe target's +16 +1 +0.95 +- +- +-$", text, re.MULTILINE)
     # Nobody was asked for one.
     assert "TOKEN" not in text
     assert "exploring: smaller than your default size, 16 (round 1 of 2)\n" in text
@@ -101,7 +109,7 @@ def test_explain(used_server: ServerProcess) -> None:
             "",
             "BATCH SIZE  EXPECTED COST J  90 % BAND J  CHANCE TO BE BEST",
             "8           -                -            -                  chosen",
-            "16          500              -            -                  best known",
+            "16          500              -            -                  best so far",
         ]
         text = bso_server(*explain).stdout
         assert text.startswith(
@@ -162,6 +170,7 @@ def test_serve_without_arguments_keeps_its_database_in_the_users_data_directory(
     assert "zeus-bso/bso.sqlite3" in log.read_text()
 
 
+@pytest.mark.slow
 def test_uvicorn_can_launch_the_application(clean_environment: dict[str, str], tmp_path: Path) -> None:
     port, log = free_port(), tmp_path / "log"
     database_url = f"sqlite:///{tmp_path / 'uvicorn.sqlite3'}"
@@ -208,6 +217,7 @@ def test_both_commands_say_their_version(
     assert capsys.readouterr().out.split()[1] == version("zeus-plugins")
 
 
+@pytest.mark.slow
 def test_no_import_of_the_server_is_deprecated() -> None:
     command = [sys.executable, "-W", "error", "-m", "bso_server", "--help"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

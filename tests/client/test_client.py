@@ -15,6 +15,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bso_server.core.savings import savings
+from bso_server.core.verdict import Judge
 from tests.support.reporting import warnings_in
 from zeus_plugins.client import client_from_environment
 from zeus_plugins.client.http import BsoClient
@@ -72,6 +74,8 @@ def client_of(
     return BsoClient(url, transport=httpx.MockTransport(handler), retries=NO_RETRIES, **options)
 
 
+NOTHING_SAVED = savings(JOB, [], None, lambda _: Judge(JOB.default_batch_size, JOB.default_batch_size))
+
 REQUESTS: dict[str, Any] = {
     "register": (
         lambda client: client.register(JOB),
@@ -90,6 +94,7 @@ REQUESTS: dict[str, Any] = {
         VERDICT,
         "POST /report",
         {"time": 1.5, "energy": 20.0, "metric": 0.9, "current_epoch": 2, "energy_source": "nvml", "judged_by": None}
+        | {"waited_share": None, "watched": None}
         | NAMED,
     ),
     "end_trial": (
@@ -134,6 +139,7 @@ REQUESTS: dict[str, Any] = {
             "arms": [],
             "trial_count": 0,
             "trials": [],
+            "savings": NOTHING_SAVED.model_dump(mode="json"),
         },
         "GET /api/jobs/a%2Fb",
         None,

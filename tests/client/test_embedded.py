@@ -373,8 +373,8 @@ optimizer.on_evaluate(0.1)
 @pytest.mark.parametrize(
     ("program", "states"),
     [
-        (UNFINISHED, ["failed"]),
-        (UNFINISHED + "raise ValueError('out of luck')", ["failed"]),
+        pytest.param(UNFINISHED, ["failed"], marks=pytest.mark.slow),
+        pytest.param(UNFINISHED + "raise ValueError('out of luck')", ["failed"], marks=pytest.mark.slow),
         (UNFINISHED + "sys.exit(3)", ["failed"]),
         (NEVER_CLOSED, None),
     ],
@@ -466,6 +466,7 @@ optimizer.close()
 """
 
 
+@pytest.mark.slow
 def test_no_forked_child_holds_the_file_though_other_threads_ask_on() -> None:
     done = run(TIME_BEFORE_A_FORK + UNFINISHED + FORK_DURING_REQUESTS)
     assert done.stderr == ""
@@ -531,6 +532,7 @@ def test_results_that_waited_for_the_file_are_delivered_by_sync(
     assert again.stdout == f"nothing waits in {state_directory / 'outbox'}\n"
 
 
+@pytest.mark.slow
 def test_results_for_a_file_that_a_newer_version_made_go_on_waiting(file: Path, state_directory: Path) -> None:
     left_waiting(file)
     made_by_a_newer_version(file)

@@ -58,6 +58,7 @@ class _BrokenOffError(BaseException):
 
 
 # Python gives no one an exception that is raised in a callback of its garbage collector.
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_an_exception_of_a_signals_handler_anywhere_in_a_request_leaves_the_next_one_whole() -> None:
     def break_off() -> None:

@@ -210,6 +210,7 @@ def has_heartbeats(file: Path) -> bool:
         return bool(database.execute("SELECT heartbeats FROM trials WHERE trial_number = 1").fetchone()[0])
 
 
+@pytest.mark.slow
 def test_a_training_that_was_killed_blocks_the_next_no_longer_than_its_lease(
     impatient: BsoClient, tmp_path: Path
 ) -> None:
@@ -237,6 +238,7 @@ def test_no_heartbeat_wakes_a_suspended_trial(impatient: BsoClient) -> None:
     assert state_of(impatient, session.trial.trial_id) is TrialState.SUSPENDED
 
 
+@pytest.mark.slow
 def test_a_report_brings_an_abandoned_trial_back(impatient: BsoClient, tmp_path: Path) -> None:
     session = begun(impatient, named_job())
     assert session._reporter is not None

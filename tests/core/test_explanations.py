@@ -17,12 +17,13 @@ from hypothesis import strategies as st
 
 from bso_server.core.job import replay
 from bso_server.core.model import ExpectedCost
-from bso_server.core.phrases import chance_in_words, joules_in_words, stop_in_words
+from bso_server.core.phrases import BAND_SDS, chance_in_words, stop_in_words
 from bso_server.core.policy import expectations, suggest
 from bso_server.core.zeus import chances_lowest
 from bso_server.errors import BsoError, NoSurvivorError, UnknownTrialError
 from bso_server.service import reading
 from bso_server.service.loading import generator_of
+from bso_server.service.savings import suggestion_for
 from bso_server.storage import queries
 from bso_server.storage.rows import StoredDecision, decision_from, decision_row
 from tests.support import jobs
@@ -46,6 +47,8 @@ from zeus_plugins.protocol import (
     SizeBelief,
     StopRule,
     TrialState,
+    expected_in_words,
+    joules_in_words,
 )
 
 SIZES = (8, 16, 32, 64)
@@ -106,6 +109,7 @@ def test_what_is_left_out_is_what_matters_least() -> None:
     assert [each.batch_size for each in decision.candidates] == list(range(85, 101))
 
 
+@settings(max_examples=examples(30), deadline=None)
 @given(seed=st.integers(0, 2**32), policy=st.sampled_from(OWN_POLICIES))
 def test_the_decision_that_is_kept_is_the_one_that_a_replay_makes(
     tmp_path_factory: pytest.TempPathFactory, seed: int, policy: str
@@ -143,7 +147,7 @@ def decided_anew(transaction: Any, job_id: str) -> Decision | None:
     """The decision on the next trial, from all trials until now."""
     job = transaction.job(job_id)
     history = replay(job.registration, transaction.all_trials(job_id), job.survivors)
-    return suggest(history, generator_of(job), explains=True).decision
+    return suggestion_for(transaction, job, history, generator_of(job)).decision
 
 
 async def test_what_is_believed_is_told_with_a_band(database_url: str) -> None:
@@ -242,6 +246,12 @@ def test_costs_in_words(joules: float, words: str) -> None:
     assert joules_in_words(joules) == words
 
 
+def test_an_expectation_stands_beside_what_was_measured() -> None:
+    assert expected_in_words(1530, 1, 1784) == "expected 1530 J (one run: 1780 J)"
+    assert expected_in_words(102, 3, 104) == "expected 102 J (mean of 3 runs: 104 J)"
+    assert expected_in_words(102, 0, None) == "expected 102 J"
+
+
 def test_the_stop_in_words() -> None:
     assert stop_in_words(StopRule(max_epochs=9), 50) == "stop it after 9 epochs unless it gets there"
     assert stop_in_words(StopRule(max_epochs=1), 50, "dear") == "stop it after 1 epoch unless it gets there: dear"
@@ -283,8 +293,9 @@ def test_zeus_expects_the_mean_of_its_posterior() -> None:
         life.run(size, Origin.EXPLORATION, TrialState.COMPLETED, cost_j)
     found = expectations(life.history)
     # The luckiest run was one of 32: 350 ± 150/√2 J. 64 was stopped from being tried again; its one run says no spread.
-    assert found.costs[32] == ExpectedCost(350, pytest.approx(150 / math.sqrt(2)))
-    assert found.costs[16] == ExpectedCost(390, pytest.approx(10 / math.sqrt(2)))
+    for size, mean_j, std_j in ((32, 350, 150 / math.sqrt(2)), (16, 390, 10 / math.sqrt(2))):
+        band_j = mean_j - BAND_SDS * std_j, mean_j + BAND_SDS * std_j
+        assert found.costs[size] == ExpectedCost(mean_j, pytest.approx(band_j))
     assert found.costs[64] == ExpectedCost(990, None)
     assert found.best == 32
     life.run(32, Origin.EXPLORATION, TrialState.COMPLETED, 500)
@@ -343,6 +354,33 @@ def test_gp_voi_does_not_hold_the_luckiest_run_for_the_best_size() -> None:
     assert cheapest is not None
     assert (cheapest.batch_size, found.best) == (32, 16)
     expected = found.costs[16]
-    assert expected.std_j is not None
-    assert expected.std_j > 0
-    assert abs(expected.mean_j - 200) < 2 * expected.std_j
+    assert expected.band_j is not None
+    assert expected.band_j[0] < 200 < expected.band_j[1]
+
+
+def test_no_run_is_expected_to_cost_more_than_max_epochs() -> None:
+    life = life_of(GP_VOI, max_epochs=100)
+    trial = life.dispatch(64, Origin.EXPLORATION)
+    for epoch in range(1, 96):
+        life.report(life.trials[trial.trial_number - 1], 10.0 * epoch, epoch=epoch, metric=float(epoch == 95))
+    found = expectations(life.history)
+    for size, expected in found.costs.items():
+        assert expected.band_j is not None
+        assert expected.band_j[0] <= expected.band_j[1], size
+        # Only 64 has shown what an epoch costs: 10 J.
+        if size == 64:
+            assert max(expected.mean_j, expected.band_j[1]) == pytest.approx(1000, rel=0.01)
+
+
+def test_a_trial_under_way_narrows_no_band() -> None:
+    life = life_of(GP_VOI, max_epochs=100)
+    trial = life.dispatch(16, Origin.EXPLORATION)
+    for epoch in range(1, 21):
+        life.report(life.trials[trial.trial_number - 1], 10.0 * epoch, epoch=epoch, metric=float(epoch == 20))
+    before = expectations(life.history).costs[16]
+    life.dispatch(16, Origin.INCUMBENT)
+    assert expectations(life.history).costs[16] == before
+    decision = suggest(life.history, life.rng, explains=True).decision
+    assert decision is not None
+    (told,) = (size for size in decision.sizes if size.batch_size == 16)
+    assert (told.low_j, told.high_j) == pytest.approx(before.band_j, rel=1e-3)

@@ -213,15 +213,19 @@ def test_reasons_are_told_in_plain_words() -> None:
     assert suggest(life.history, life.rng).reason == "first run: your default size"
     run(life, life.ask(), needed=10)
     # Ten epochs of 10 J; a percent more for failures, and a little as the mean of a log-normal cost.
-    tried = "tried 128: about an? .* chance to beat 64, which is the best known at 10[12] J"
+    tried = r"tried 128: about an? .* chance to beat 64, the best so far, expected 10[12] J \(one run: 100 J\)"
     assert re.fullmatch(tried, suggest(life.history, life.rng).reason)
     run(life, life.ask(), needed=math.inf)
-    missed = "best so far, at 1[01][0-9] J; nothing new after a run that missed the target"
+    missed = r"best so far, expected 1[01][0-9] J \(one run: 100 J\); nothing new after a run that missed the target"
     assert re.fullmatch(missed, suggest(life.history, life.rng).reason)
     recur(life, 40, {64: 10, 128: 30}.__getitem__, lambda _: 10)
+    runs = life.history.arms[64].completed.count
     assert suggest(life.history, life.rng).reason in {
-        "best so far, at 100 J; no other size is likely to beat it",
-        "best so far, at 100 J; to try 128, with hardly any chance to beat it, would not pay",
+        f"best so far, expected 100 J (mean of {runs} runs: 100 J); {why}"
+        for why in (
+            "no other size is likely to beat it",
+            "to try 128, with hardly any chance to beat it, would not pay",
+        )
     }
     alone = new_life((64,))
     run(alone, alone.ask(), needed=10)

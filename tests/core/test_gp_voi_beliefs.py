@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from functools import partial, reduce
 
 import numpy as np
 import pytest
@@ -13,15 +14,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from bso_server.core.gp_voi.beliefs import Belief, Outcome, Streak, after_outcome, posterior_of
+from bso_server.core.gp_voi.beliefs import Belief, Outcome, Streak, after, after_outcome, posterior_of
 from bso_server.core.gp_voi.gaussian_process import cost_posterior
 from bso_server.core.gp_voi.prior import CONSTANTS, Sizes
 from bso_server.core.gp_voi.run_costs import CostRun, CostRuns, change_of, epoch_variance, run_variance, summary_of
-from bso_server.core.model import Report, after_other_rank, after_report
-from tests.support.histories import new_life
+from bso_server.core.model import Report, TrialRecord, after_other_rank, after_report
+from tests.support.histories import make_job, new_life
 from tests.support.properties import examples
+from zeus_plugins.protocol import Origin, TrialState
 
 SIZES = Sizes((8, 16, 32, 64, 128), 3)
+TRIAL = TrialRecord(trial_number=1, batch_size=64, state=TrialState.RUNNING, origin=Origin.EXPLORATION)
 
 
 def outcome(index: int, epochs: float, *, reached: bool = True, conclusive: bool = False) -> Outcome:
@@ -238,6 +241,29 @@ def test_runs_on_a_busy_machine() -> None:
     # None of them is taken for a slowed one.
     assert min(found.weights) > 7
     assert found.means == pytest.approx((2 + noise).mean(axis=1), abs=0.1)
+
+
+def test_a_run_on_a_busy_machine_weighs_less_for_costs_and_not_for_epochs() -> None:
+    job = make_job((32, 64), 64)
+    steps = [Report(1.0, 10.0 * epoch, epoch, 0.5) for epoch in range(1, 6)]
+    quiet = reduce(partial(after_report, job), steps, TRIAL)
+    found = {}
+    for share in (None, 0.0, 0.19, 0.2, 0.5, 1.0):
+        trial = replace(quiet, waited_share=share, state=TrialState.COMPLETED)
+        found[share] = after((Belief(),) * 2, job, trial)[1]
+    doubts = [belief.costs[0].doubt for belief in found.values()]
+    assert doubts == pytest.approx([0, 0, 0, math.log(0.8) ** 2, math.log(0.5) ** 2, math.log(0.01) ** 2])
+    assert len({belief.observed for belief in found.values()}) == 1
+    weights = [summary_of([belief.costs, runs_of(3.0, 3.0, 3.0)]).weights[0] for belief in found.values()]
+    assert weights == sorted(weights, reverse=True)
+    assert weights[0] > 2 * weights[3]
+
+
+def test_a_single_report_on_a_busy_machine_is_a_guess_in_doubt() -> None:
+    job = make_job((32, 64), 64)
+    trial = after_report(job, TRIAL, Report(1.0, 10.0, 1, 1.0))
+    busy = replace(trial, waited_share=0.5, state=TrialState.COMPLETED)
+    assert after((Belief(),) * 2, job, busy)[1].costs == (CostRun(math.log(10), 1, doubt=math.log(0.5) ** 2),)
 
 
 def test_before_two_runs_of_a_size_their_variance_is_as_expected_beforehand() -> None:

@@ -51,7 +51,8 @@ class Case:
             for each in (self.workload, self.later or self.workload)
         )
         fields = {"max_power": POWER_W, "eta_knob": 1.0, "beta_knob": beta, "max_epochs": self.workload.max_epochs}
-        job = job_of(first, GP_VOI, seed=seed, **fields)
+        # The policy alone: control runs would hide its choices.
+        job = job_of(first, GP_VOI, seed=seed, controls="off", **fields)
         conditions = Changing(first, case=self, later=later)
         played = Simulation(job, conditions, recurrences=recurrences, concurrency=concurrency, seed=seed).play()
         return Outcomes(played, {size: each.expected_cost_j for size, each in later.profiles.items()})
@@ -156,13 +157,13 @@ def tried_after(life: Life, size: int, needed: dict[int, int], epoch_j: dict[int
 
 # Of each kind, the seeds that every run of the tests plays, and those that only a long run does.
 SEEDS: dict[str, tuple[Sequence[int], Sequence[int]]] = {
-    "law": (range(2), range(2, 20)),
-    "shuffled": (range(2), range(2, 20)),
-    "two sizes": (range(4), range(4, 30)),
-    "first run slowed": (range(2), range(2, 12)),
-    "second run slowed": (range(2), range(2, 12)),
-    "dip": ((1, 2), (0, *range(3, 24))),
-    "drift": ((0, 1), range(2, 20)),
+    "law": ((0,), range(1, 20)),
+    "shuffled": ((0,), range(1, 20)),
+    "two sizes": ((0, 1), range(2, 30)),
+    "first run slowed": ((0,), range(1, 12)),
+    "second run slowed": ((0,), range(1, 12)),
+    "dip": ((1,), (0, *range(2, 24))),
+    "drift": ((0,), range(1, 20)),
 }
 # Where the size that is played needs as many epochs as before, nothing shows that all others have changed.
 NOTHING_SHOWS = {("drift", 2), ("drift", 15)}
@@ -212,6 +213,7 @@ def test_in_the_long_run_a_size_that_breaks_every_law_is_found(
     assert outcomes.share_of_best(50, 0.03) >= 0.75
 
 
+@pytest.mark.slow
 def test_in_the_long_run_each_doubtful_size_is_checked_once() -> None:
     """All sizes are known to cost more in the end where the laws hold, for a few runs in all and no more of them."""
     sizes = [8, 16, 32, 64, 128, 256, 512]
@@ -315,5 +317,5 @@ def test_where_the_default_is_best_it_is_soon_all_that_is_played(sizes: int, def
     assert len(outcomes.tries) <= 8
     assert sum(recurrence >= 20 for recurrence in outcomes.tries) <= 4
     reason = outcomes.played.trials[-1].record.reason
-    assert reason.startswith("best so far, at 20")
+    assert reason.startswith("best so far, expected 20")
     assert "no other size is likely to beat it" in reason or "chance to beat it, would not pay" in reason

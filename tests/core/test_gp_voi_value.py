@@ -52,6 +52,8 @@ def forecast_of(
         in_flight={},
         horizon=horizon,
         length=7,
+        max_epochs=200,
+        known=(epochs, epoch_costs),
     )
 
 
@@ -257,7 +259,7 @@ def test_a_try_ends_by_the_last_epoch_within_its_share(share: float, epoch_j: fl
     found = bound_of_try(share, epoch_j=epoch_j, incumbent_j=100.0, max_epochs=200)
     assert found.epochs == epochs
     if epochs < 200:
-        assert found.reason == f"more would cost over {share:.3g} times a run of the best size, which is 100 J"
+        assert found.reason == f"more would cost over {share:.3g} times what a run of the best size is expected to cost"
     else:
         assert found == unbounded(200)
 

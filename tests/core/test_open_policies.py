@@ -59,7 +59,7 @@ def test_nobody_takes_our_names(packages: Packages) -> None:
 
 def test_the_example_conforms(packages: Packages) -> None:
     packages.install("latest", "my_policy", EXAMPLE)
-    check_policy("my_policy", seeds=range(3))
+    check_policy("my_policy", seeds=(0,))
 
 
 async def test_a_job_is_decided_by_a_policy_of_another_package(server: JobService) -> None:

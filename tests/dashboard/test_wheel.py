@@ -101,7 +101,7 @@ def test_a_browser_shows_them(url: str) -> None:
         answers: dict[str, int] = {}
         page.on("response", lambda answer: answers.update({answer.url: answer.status}))
         page.goto(f"{url}/ui/jobs/resnet50-cifar100")
-        assert page.inner_text("h1").startswith("256 saves")
+        assert page.inner_text("h1").startswith("256 is the best")
         # The style is in force, and the script runs.
         assert page.evaluate("getComputedStyle(document.querySelector('.columns')).display") == "grid"
         page.wait_for_selector("#theme:visible")

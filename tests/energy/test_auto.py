@@ -277,7 +277,7 @@ def test_an_estimate_is_warned_of_once_for_each_cause(caplog: pytest.LogCaptureF
     assert [(record.name, record.levelname) for record in caplog.records] == [("zeus_plugins.energy", "WARNING")] * 2
     assert caplog.records[0].getMessage() == (
         "No energy counter found (the NVIDIA driver does not answer: Driver Not Loaded; no CPU package counts its"
-        " energy in /nowhere (RAPL)): energy is estimated as 61 W × time, not measured."
+        " energy in /nowhere (RAPL)): energy is estimated as 61 W × CPU time / cores, not measured."
     )
     assert "no GPU is visible" in caplog.records[1].getMessage()
 
@@ -285,8 +285,8 @@ def test_an_estimate_is_warned_of_once_for_each_cause(caplog: pytest.LogCaptureF
 def test_who_has_not_stated_the_watts_is_asked_to() -> None:
     warning = choose(probes=probes_of(FakeNvml([]))).warning or ""
     assert warning.endswith(
-        "65 W × time, not measured. State the watts that this machine really draws by the environment variable"
-        " ZEUS_ESTIMATED_POWER_W or by energy_monitor=EstimateMonitor(power_w=...)."
+        "65 W × CPU time / cores, not measured. State the watts that the whole machine draws at full load by the"
+        " environment variable ZEUS_ESTIMATED_POWER_W or by energy_monitor=EstimateMonitor(power_w=...)."
     )
 
 
@@ -297,5 +297,5 @@ def test_a_new_counter_is_a_probe_in_the_list() -> None:
     def probe(request: MonitorRequest) -> Choice:
         return request.choice(lambda _: mine)
 
-    assert energy.auto().source == "estimate: 65 W assumed"
+    assert energy.auto().source.startswith("estimate: 65 W assumed")
     assert energy.auto(probes=[probe, *PROBES]) is mine

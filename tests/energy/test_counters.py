@@ -295,9 +295,9 @@ def test_consecutive_windows_sum_to_the_whole(rises_mj: list[int]) -> None:
 # ---- Estimate ------------------------------------------------------------------------------------------------------
 
 
-def test_an_estimate_is_stated_watts_times_seconds_and_says_so() -> None:
+def test_an_estimate_of_gpus_is_stated_watts_times_seconds_and_says_so() -> None:
     clock = Clock()
-    monitor = EstimateMonitor(62.5, clock=clock)
+    monitor = EstimateMonitor(62.5, device_model="Gaudi 3", clock=clock)
     assert window(monitor, clock, 4.0) == Measurement(4.0, 250.0, "estimate: 62.5 W stated")
     assert monitor.source == "estimate: 62.5 W stated"
 

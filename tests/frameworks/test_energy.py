@@ -62,7 +62,8 @@ def test_by_default_the_machine_is_measured(bench: FrameworkBench, monkeypatch: 
     meter = bench.Energy()
     bench.training(meter).train()
     assert meter.time_s > 0
-    assert meter.energy_j == pytest.approx(50.0 * meter.time_s)
+    # At most the cores of the whole machine were at work.
+    assert 0 < meter.energy_j <= 1.1 * 50.0 * meter.time_s
 
 
 def test_a_checkpoint_without_totals_begins_them(bench: FrameworkBench) -> None:

@@ -65,7 +65,7 @@ class Start:
 
 NEEDS_TRANSFORMERS = pytest.mark.skipif(IS_ABSENT, reason="needs the transformers")
 STARTS = [
-    pytest.param(Start("lightning_bench"), id="lightning"),
+    pytest.param(Start("lightning_bench"), id="lightning", marks=pytest.mark.slow),
     # As a user starts a script; Lightning starts the second process.
     pytest.param(Start("lightning_bench", ""), id="lightning, script", marks=pytest.mark.slow),
     pytest.param(Start("hf_bench"), id="huggingface", marks=NEEDS_TRANSFORMERS),
@@ -113,7 +113,7 @@ def ran(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     folder = tmp_path_factory.mktemp("ran")
     server = ServerProcess(f"sqlite:///{folder / 'bso.sqlite3'}", folder / "server.log")
     server.start()
-    ways = ("plain", "guessed", "never", "unreachable", "without server", "preempted")
+    ways = ("plain", "guessed", "never", "unreachable", "without server", "preempted", "beyond")
     went_well, output = request.param.train(server.url, folder, *ways)
     assert went_well, output
     yield Ran(request.param, server, folder)
@@ -174,6 +174,13 @@ def test_a_preempted_trial_goes_on_on_both_processes(ran: Ran) -> None:
         assert each["steps"] == [2 * len(ran.epoch)] * 2
     (trial,) = ran.job("preempted").trials
     assert (trial.state, trial.trial_number, trial.epochs) == (TrialState.EXHAUSTED, 1, 2)
+
+
+def test_both_processes_train_on_after_the_target(ran: Ran) -> None:
+    for each in ran.seen("beyond"):
+        assert (each["converged"], each["sizes"]) == (True, ran.epoch * 2)
+    (trial,) = ran.job("beyond").trials
+    assert (trial.state, trial.epochs) == (TrialState.COMPLETED, 1)
 
 
 @pytest.mark.parametrize("start", STARTS)

@@ -78,7 +78,14 @@ def made(options: dict[str, Any]) -> dict[str, Any]:
     return {**{name: value for name, value in options.items() if name != "job"}, "data": data}
 
 
-@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS.keys())
+# Loading the code of a model from transformers takes seconds, and so does the end of workers that stay.
+@pytest.mark.parametrize(
+    "way",
+    [
+        pytest.param(way, id=name, marks=pytest.mark.slow if "model" in way.get("data", {}) or "stay" in name else ())
+        for name, way in WAYS.items()
+    ],
+)
 def test_every_way_trains_at_the_servers_size(bench: Bench, way: dict[str, Any]) -> None:
     spec = dict(way.get("job", {}))
     callback = bench.callback(monitor=spec.pop("monitor", "score"), job=bench.job(**spec))
@@ -278,6 +285,15 @@ def test_one_of_several_evaluation_sets_is_reported(bench: Bench, monitor: str, 
     callback = bench.callback(bench.job(0.1), monitor=monitor)
     bench.trainer(callback, scores=(0.3, 0.7), data={"eval_dataset": SETS}).train()
     assert bench.only_trial().metric == metric
+
+
+def test_metrics_of_every_evaluation_set_are_watched_even_by_the_report_that_ends_the_run(bench: Bench) -> None:
+    names = ("right_score", "eval_right_score", "eval_left_score")  # the last is the monitored one
+    callback = bench.callback(bench.job(0.1), monitor="left_score", watch=names)
+    bench.trainer(callback, scores=(0.3, 0.7), data={"eval_dataset": SETS}).train()
+    trial = bench.only_trial()
+    assert (trial.state, trial.metric) == (TrialState.COMPLETED, 0.3)
+    assert trial.watched == {"right_score": 0.7, "eval_right_score": 0.7}
 
 
 @pytest.mark.parametrize("data", [{}, {"eval_dataset": SETS}], ids=["one set", "two sets"])

@@ -31,7 +31,7 @@ def test_sizes_and_epochs_are_read_from_the_arguments(bench: Bench) -> None:
     view = bench.view()
     assert (view.job.batch_sizes, view.job.default_batch_size, view.job.max_epochs) == (SIZES, USERS_SIZE, 5)
     assert view.job.fingerprint is not None
-    told = {"model": "Classifier", "framework": "transformers", "optimizer": "adamw_torch_fused"}
+    told = {"model": "Classifier", "framework": "transformers", "optimizer": "adamw_torch_fused", "monitor": "score"}
     assert view.job.fingerprint.model_dump() == told
     assert view.trials[0].state == "completed"
 

@@ -56,7 +56,7 @@ def test_the_size_is_read_from_the_data(bench: Bench, kind: Callable[[], tuple[T
     assert (view.job.max_epochs, view.job.higher_is_better_metric, view.job.target_metric) == (7, True, 0.0)
     assert module.seen_sizes[0] == USERS_SIZE
     assert view.job.fingerprint is not None
-    told = {"model": type(module).__name__, "framework": "lightning", "optimizer": "SGD"}
+    told = {"model": type(module).__name__, "framework": "lightning", "optimizer": "SGD", "monitor": "score"}
     assert view.job.fingerprint.model_dump() == told
 
 

@@ -127,6 +127,12 @@ def test_one_of_several_validations_is_monitored(bench: Bench, index: int) -> No
     assert bench.only_trial().metric == index
 
 
+def test_a_metric_of_another_validation_is_watched(bench: Bench) -> None:
+    names = [f"score/dataloader_idx_{index}" for index in (0, 1)]
+    quiet_trainer(bench.callback(bench.job(0.0), names[0], watch=names)).fit(TwoValidations(), train_loader())
+    assert bench.only_trial().watched == {names[1]: 1.0}, "the monitored one has a place of its own"
+
+
 def test_a_name_that_several_validations_share_is_an_error_that_lists_them(bench: Bench) -> None:
     with pytest.raises(ZeusBSOConfigError, match=r"'score' is not among .*score/dataloader_idx_0'.*_idx_1'\]"):
         quiet_trainer(bench.callback()).fit(TwoValidations(), train_loader())

@@ -8,21 +8,22 @@ from pathlib import Path
 import pytest
 
 from benchmarks.honesty import EQUAL, LOOKS, SAVING, Played, World, main, measure, play
-from bso_server.core.verdict import Word
+from zeus_plugins.protocol import SavingsWord
 
 
 def test_figures_of_literal_jobs() -> None:
-    def played(word: Word, first: int, *, covers: bool) -> Played:
+    def played(word: SavingsWord, first: int, *, covers: bool) -> Played:
         """Return a job in which `word` is shown from look `first` on."""
-        words = (*[Word.NOT_SHOWN] * (first - 1), *[word] * (51 - first))
-        return Played(words, (covers,) * 50, (True,) * 50, control_cost=0.02)
+        words = (*[SavingsWord.NOT_SHOWN] * (first - 1), *[word] * (51 - first))
+        return Played(words, (covers,) * 50, (True,) * 50, wrongly_paid_back=not covers, control_cost=0.02)
 
-    jobs = [played(Word.SAVES, 15, covers=True), played(Word.LOSES, 50, covers=False)]
+    jobs = [played(SavingsWord.SAVES, 15, covers=True), played(SavingsWord.LOSES, 50, covers=False)]
     saving, equal = (measure(World("any", saving=share), jobs) for share in (0.3, 0.0))
     assert LOOKS == (10, 20, 50)
     assert (saving.wrong_ever, saving.wrong_at, saving.right_by) == (0.5, (0, 0, 0.5), (0, 0.5, 0.5))
     assert (equal.wrong_ever, equal.wrong_at) == (1.0, (0, 0.5, 1.0))
     assert (saving.covered_now, saving.covered_so_far) == ((0.5,) * 3, (1.0,) * 3)
+    assert saving.wrongly_paid_back == 0.5
     assert saving.control_cost == pytest.approx(0.02)
 
 

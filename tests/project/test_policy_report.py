@@ -252,6 +252,7 @@ def test_results_do_not_depend_on_the_number_of_processes() -> None:
     assert "OPENBLAS_NUM_THREADS" not in os.environ
 
 
+@pytest.mark.slow
 def test_pictures_of_the_report(tmp_path: Path) -> None:
     for folder in (tmp_path / "one", tmp_path / "two"):
         folder.mkdir()

@@ -42,7 +42,7 @@ def promtool(*arguments: str | Path) -> str:
 async def test_every_metric_that_is_asked_for_exists(tmp_path: Path) -> None:
     asked = set(re.findall(r"\bzeus_bso_\w+", "\n".join([*queries(), ALERTS.read_text()])))
     assert len(asked) > 15
-    async with watched(tmp_path, metrics_jobs="*") as http:
+    async with watched(tmp_path, metrics_jobs="*", is_paid_back=True) as http:
         await trained(http)
         found = {name for name, _ in await scraped(http)}
         assert asked <= found

@@ -2,53 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import pytest
 
-from bso_server.storage.sqlite import SyncStore
-from tests.support.embedded import GPUS, JOB, monitor, session_of
+from tests.support.embedded import GPUS, JOB, monitor, resumed, session_of, the_trial
+from tests.support.embedded import CutServer as Server
 from tests.support.reporting import until, warnings_in
 from zeus_plugins.cli import main
 from zeus_plugins.client.delivery import taken_over
 from zeus_plugins.client.local import LocalServer
-from zeus_plugins.client.outbox import Outbox, OutboxHeader
+from zeus_plugins.client.outbox import OutboxHeader
 from zeus_plugins.errors import ZeusBSOServerUnreachableError
-from zeus_plugins.protocol import Ending, JobSpecFromClient, TrialId, TrialState, TrialView
+from zeus_plugins.protocol import Ending, JobSpecFromClient, TrialId, TrialState
 from zeus_plugins.training.outcomes import end_trial_from_another_rank
 from zeus_plugins.training.session import TrialSession
 
 T = TypeVar("T")
-
-
-class Line:
-    """The line to the server, which may be cut, and what is done before the request that comes next."""
-
-    def __init__(self) -> None:
-        self.is_cut = False
-        self.before: list[Callable[[], object]] = []
-        self.loses_answers = 0
-
-
-class Server(LocalServer):
-    """The server behind such a line; its copies are behind the same one."""
-
-    def __init__(self, url: str, outbox: Path) -> None:
-        super().__init__(url)
-        self.line, self.outbox = Line(), Outbox(outbox)
-
-    def _asked(self, request: str, ask: Callable[[SyncStore], T]) -> T:
-        if self.line.before:
-            self.line.before.pop()()
-        if self.line.is_cut:
-            raise ZeusBSOServerUnreachableError("cut")
-        answer = super()._asked(request, ask)
-        if self.line.loses_answers:
-            self.line.loses_answers -= 1
-            raise ZeusBSOServerUnreachableError("the answer was lost")
-        return answer
 
 
 @pytest.fixture
@@ -77,18 +49,6 @@ def begun(server: LocalServer) -> TrialSession:
     session.ask()
     session.begin_measurement()
     return session
-
-
-def resumed(server: Server, state: dict[str, Any]) -> TrialSession:
-    session = TrialSession(JOB, server, monitor(), outbox=server.outbox)
-    assert session.resume(state)
-    session.begin_measurement()
-    return session
-
-
-def the_trial(server: Server) -> TrialView:
-    (trial,) = server.show_job("digits-1").trials
-    return trial
 
 
 def test_the_run_before_trains_on_and_changes_nothing(

@@ -263,13 +263,16 @@ def _patient_groups(monkeypatch: pytest.MonkeyPatch) -> None:
 
 class TestWritersOfASqliteFile:
     @pytest.mark.parametrize("driver", SQLITE_DRIVERS)
-    async def test_what_comes_together_and_what_waits_shares_a_transaction(self, tmp_path: Path, driver: str) -> None:
+    async def test_what_comes_together_shares_a_transaction(self, tmp_path: Path, driver: str) -> None:
         async with numbers_in(tmp_path, driver=driver) as numbers:
             assert await asyncio.gather(*(numbers.store.write(numbers.writing(n)) for n in (1, 2, 3))) == [-1, -2, -3]
             assert numbers.transactions == [[1, 2, 3]]
-            assert await numbers.behind_another(*map(numbers.writing, (4, 5, 6))) == [-4, -5, -6]
-            assert numbers.transactions == [[1, 2, 3], [], [4, 5, 6]]
-            assert await numbers.kept() == [1, 2, 3, 4, 5, 6]
+            assert await numbers.kept() == [1, 2, 3]
+
+    async def test_what_waits_shares_a_transaction(self, numbers: Numbers) -> None:
+        assert await numbers.behind_another(*map(numbers.writing, (4, 5, 6))) == [-4, -5, -6]
+        assert numbers.transactions == [[], [4, 5, 6]]
+        assert await numbers.kept() == [4, 5, 6]
 
     async def test_work_that_is_refused_leaves_nothing_behind_and_the_others_go_on(
         self, numbers: Numbers, caplog: pytest.LogCaptureFixture
@@ -296,16 +299,6 @@ class TestWritersOfASqliteFile:
         assert await numbers.behind_another(*works, store=patient) == [-1, -2]
         assert len(numbers.transactions) == 3
         assert await numbers.kept() == [1, 2]
-
-    async def test_work_whose_time_is_over_is_not_begun(self, tmp_path: Path) -> None:
-        async with numbers_in(tmp_path, patience_s=1.0) as numbers:
-            busy = await numbers.make_busy()
-            with pytest.raises(DatabaseUnavailableError):
-                await numbers.store.write(numbers.writing(1))
-            numbers.gate.set()
-            await asyncio.gather(busy, return_exceptions=True)
-            await numbers.store.write(numbers.writing(2))
-            assert await numbers.kept() == [2]
 
     async def test_a_group_that_has_taken_long_takes_no_more(
         self, numbers: Numbers, monkeypatch: pytest.MonkeyPatch

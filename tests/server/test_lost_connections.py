@@ -22,6 +22,7 @@ from sqlalchemy.ext.asyncio import create_async_engine
 
 from bso_server.core.access import Caller, Scope
 from bso_server.service.commands import BatchSizeService
+from bso_server.service.reading import JobReader
 from bso_server.service.tokens import Tokens
 from bso_server.storage.database import open_database
 from bso_server.storage.store import Store
@@ -229,9 +230,7 @@ async def until_none_is_left(url: str, sessions: set[int]) -> None:
         await engine.dispose()
 
 
-async def test_connections_that_were_ended_while_idle_cost_no_request(
-    database_url: str, caplog: pytest.LogCaptureFixture
-) -> None:
+async def end_two_idle_sessions(store: Store, database_url: str) -> None:
     kind = make_url(database_url).get_backend_name()
     own = "SELECT pg_backend_pid()" if kind == "postgresql" else "SELECT connection_id()"
 
@@ -239,20 +238,30 @@ async def test_connections_that_were_ended_while_idle_cost_no_request(
         number: int = transaction.connection.exec_driver_sql(own).scalar_one()
         return number
 
+    ended = set(await asyncio.gather(store.read(session), store.read(session)))
+    assert len(ended) == 2
+    url = POSTGRES_URL if kind == "postgresql" else MYSQL_URL
+    await asyncio.gather(*(asyncio.to_thread(administer, url, END_SESSION[kind].format(number)) for number in ended))
+    await until_none_is_left(url, ended)
+
+
+async def test_connections_that_were_ended_while_idle_cost_no_request(
+    database_url: str, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.INFO, "bso_server")
     async with open_store(database_url) as store:
-        ended = set(await asyncio.gather(store.read(session), store.read(session)))
-        assert len(ended) == 2
-        url = POSTGRES_URL if kind == "postgresql" else MYSQL_URL
-        await asyncio.gather(
-            *(asyncio.to_thread(administer, url, END_SESSION[kind].format(number)) for number in ended)
-        )
-        await until_none_is_left(url, ended)
+        await end_two_idle_sessions(store, database_url)
         caplog.clear()
         await store.write(lambda transaction: transaction.job("none"))
         # The second connection is made anew, though nobody has used it since.
         await asyncio.gather(*(store.write(lambda transaction: transaction.job("none")) for _ in range(2)))
     assert caplog.text.count("lost the connection") == caplog.text.count("found it again at attempt 2") == 1
+
+
+async def test_a_server_whose_idle_connections_were_ended_is_ready(database_url: str) -> None:
+    async with open_store(database_url) as store:
+        await end_two_idle_sessions(store, database_url)
+        await JobReader(store).check_ready()
 
 
 def test_a_request_waits_for_a_database_that_comes_back(http: httpx.Client, relay: Relay) -> None:

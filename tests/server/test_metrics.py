@@ -82,7 +82,7 @@ async def test_the_page_has_every_metric_with_its_labels(tmp_path: Path) -> None
     rows = re.findall(r"^\| `(zeus_bso_\w+)` \| (\w+) \|([^|]*)\|", PAGE, re.MULTILINE)
     described = {name: (kind, set(re.findall(r"`(\w+)`", labels))) for name, kind, labels in rows}
     assert len(described) == len(rows)
-    async with watched(tmp_path, metrics_jobs="*") as http:
+    async with watched(tmp_path, metrics_jobs="*", is_paid_back=True) as http:
         await trained(http)
         found = {}
         for family in text_string_to_metric_families((await http.get("/metrics")).text):

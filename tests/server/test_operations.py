@@ -308,6 +308,7 @@ def test_settings_that_cannot_work_are_refused(
         settings_of(argparse.Namespace())
 
 
+@pytest.mark.slow
 def test_several_workers_serve_one_database(tmp_path: Path) -> None:
     with serving(f"sqlite:///{tmp_path / 'bso.sqlite3'}", tmp_path, "--workers", "2") as server:
         wait_for_workers(server, 2)

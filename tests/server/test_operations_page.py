@@ -58,6 +58,7 @@ def check_restored(server: ServerProcess, trial: dict[str, Any]) -> None:
     assert (verified.returncode, verified.stderr) == (0, "")
 
 
+@pytest.mark.slow
 def test_a_sqlite_file_is_copied_while_it_is_used_and_put_back(server: ServerProcess, tmp_path: Path) -> None:
     trial = begun(server)
     names = {

@@ -66,7 +66,7 @@ def play(machine: type[Histories], histories: int, phases: Sequence[Phase] = tup
 
 @pytest.mark.hypothesis
 def test_whatever_happens_the_server_keeps_its_promises() -> None:
-    play(Histories, 2000 if settings().max_examples >= THOROUGH else 200)
+    play(Histories, 2000 if settings().max_examples >= THOROUGH else 60)
 
 
 def two_runs(state: Histories) -> None:

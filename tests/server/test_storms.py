@@ -94,6 +94,7 @@ def begin(servers: Sequence[str], job_id: str, number: int) -> list[dict[str, An
     return [answer.json() for answer in answers]
 
 
+@pytest.mark.slow
 def test_a_hundred_suggests_on_one_job(servers: Sequence[str], job_id: str) -> None:
     trials = begin(servers, job_id, 100)
 

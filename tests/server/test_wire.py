@@ -39,8 +39,16 @@ class TestRegistering:
 
         assert (created.status_code, again.status_code) == (201, 200)
         assert created.json() == again.json()
-        made = {"registration_id": created.json()["registration_id"], "fingerprint": None}
-        assert created.json() == {**spec, "batch_sizes": [8, 16, 32], "policy": "zeus", **made}
+        made = {"registration_id": created.json()["registration_id"], "fingerprint": None, "target_runs": None}
+        assert created.json() == {
+            **spec,
+            "batch_sizes": [8, 16, 32],
+            "policy": "zeus",
+            "controls": "auto",
+            "confirm": 1,
+            "no_worse_than_default": None,
+            **made,
+        }
         assert http.post("/jobs", json={**spec, "batch_sizes": [16, 8, 32]}).status_code == 200
 
     def test_another_configuration_is_refused_and_named(self, http: httpx.Client, spec: dict[str, Any]) -> None:
@@ -63,7 +71,7 @@ class TestRegistering:
 
     def test_a_fingerprint_is_optional_and_goes_with_the_job(self, http: httpx.Client, spec: dict[str, Any]) -> None:
         assert http.post("/jobs", json=spec).json()["fingerprint"] is None
-        told = {"model": "Net", "framework": "lightning", "optimizer": None}
+        told = {"model": "Net", "framework": "lightning", "optimizer": None, "monitor": "val_acc"}
         for fingerprint in (told, {"model": "Other"}):
             answer = http.post("/jobs", json={**spec, "fingerprint": fingerprint})
             assert (answer.status_code, answer.json()["fingerprint"]) == (200, told)

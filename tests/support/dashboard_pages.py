@@ -16,6 +16,7 @@ from bso_server.settings import Settings
 from bso_server.ui import html
 
 JOB = "resnet50-cifar100"
+SETTLED = "vit-imagenet"
 
 # Elements that have no end.
 VOID = {"input", "link", "meta", "path", "use", "circle", "line", "rect", "br"}

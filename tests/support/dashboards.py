@@ -47,13 +47,22 @@ class Life:
                 "number_of_gpus": 1,
                 "gpu_model": "NVIDIA H200",
                 "policy": "gp_voi",
+                "controls": "off",
                 **fields,
             }
         )
         await self.service.register(job)
         return job
 
-    async def run(self, job: CreatedJob, *, epochs: int | None = None, reports_each: bool = True) -> TrialDispatch:
+    async def run(
+        self,
+        job: CreatedJob,
+        *,
+        epochs: int | None = None,
+        reports_each: bool = True,
+        energy_source: str = "nvml",
+        waited_share: float | None = None,
+    ) -> TrialDispatch:
         """A run of the job to its end, or so many epochs of it; with `reports_each`, or else only with the last one."""
         trial = await self.service.transact(self.service.commands.begin_trial, job.job_id, None)
         size = trial.batch_size
@@ -70,7 +79,8 @@ class Life:
                 energy=epoch_s * epoch * power_w * math.exp(self.random.gauss(0, 0.002)),
                 metric=min(metric, 0.899) if epoch < needed else 0.9 + self.random.random() / 100,
                 current_epoch=epoch,
-                energy_source="nvml",
+                energy_source=energy_source,
+                waited_share=waited_share,
             )
             answer = await self.service.reports.record_report(result)
             if answer.stop_train or epoch == epochs:
@@ -147,8 +157,15 @@ async def long_name(life: Life) -> None:
         await life.run(job)
 
 
+async def settled(life: Life) -> None:
+    """A job with control runs, which is shown to save and has paid that back."""
+    job = await life.register("vit-imagenet", controls="auto", mab_seed=1)
+    for _ in range(36):
+        await life.run(job, reports_each=False)
+
+
 async def everything(life: Life) -> None:
-    for fill in (fifteen, of_zeus, only_failures, long_name):
+    for fill in (fifteen, of_zeus, only_failures, long_name, settled):
         life.now = datetime.now(UTC) - timedelta(days=2)
         await fill(life)
 

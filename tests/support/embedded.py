@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from itertools import repeat
 from pathlib import Path
+from typing import Any, TypeVar
 
+from bso_server.storage.sqlite import SyncStore
 from zeus_plugins import JobSpec
+from zeus_plugins.client.local import LocalServer
+from zeus_plugins.client.outbox import Outbox
 from zeus_plugins.client.port import ServerPort
 from zeus_plugins.energy import Measurement, ReplayMonitor
-from zeus_plugins.protocol import GpuConfig, TrainingResult, TrialId
+from zeus_plugins.errors import ZeusBSOServerUnreachableError
+from zeus_plugins.protocol import GpuConfig, TrainingResult, TrialId, TrialView
 from zeus_plugins.training.session import TrialSession
+
+T = TypeVar("T")
 
 JOB = JobSpec(job_id="digits-1", job_id_prefix="digits", batch_sizes=(32, 64), default_batch_size=32, max_epochs=5)
 GPUS = GpuConfig(max_power=100.0, number_of_gpus=1, gpu_model="A40")
@@ -43,3 +51,45 @@ def is_open(file: Path) -> bool:
     """Whether this process has the file open."""
     numbers = Path("/proc/self/fd").iterdir()
     return any(os.readlink(number).startswith(str(file)) for number in numbers if number.is_symlink())
+
+
+class Line:
+    """The line to the server, which may be cut, and what is done before the request that comes next."""
+
+    def __init__(self) -> None:
+        self.is_cut = False
+        self.before: list[Callable[[], object]] = []
+        self.loses_answers = 0
+
+
+class CutServer(LocalServer):
+    """The server behind such a line; its copies are behind the same one."""
+
+    def __init__(self, url: str, outbox: Path) -> None:
+        super().__init__(url)
+        self.line, self.outbox = Line(), Outbox(outbox)
+
+    def _asked(self, request: str, ask: Callable[[SyncStore], T]) -> T:
+        if self.line.before:
+            self.line.before.pop()()
+        if self.line.is_cut:
+            raise ZeusBSOServerUnreachableError("cut")
+        answer = super()._asked(request, ask)
+        if self.line.loses_answers:
+            self.line.loses_answers -= 1
+            raise ZeusBSOServerUnreachableError("the answer was lost")
+        return answer
+
+
+def resumed(server: CutServer, state: dict[str, Any], job: JobSpec = JOB) -> TrialSession:
+    """A later run of a training, which goes on with the trial of a checkpoint."""
+    session = TrialSession(job, server, monitor(), outbox=server.outbox)
+    assert session.resume(state)
+    session.begin_measurement()
+    return session
+
+
+def the_trial(server: LocalServer) -> TrialView:
+    """The job's only trial."""
+    (trial,) = server.show_job(JOB.job_id or "").trials
+    return trial

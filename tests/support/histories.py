@@ -8,7 +8,7 @@ import numpy as np
 
 from bso_server.core.gp_voi.beliefs import Belief
 from bso_server.core.job import check_transition, replay
-from bso_server.core.model import History, Report, TrialRecord, after_report
+from bso_server.core.model import Cheapest, History, Report, TrialRecord, after_report
 from bso_server.core.policy import bounded, judge, needs_bound, suggest
 from tests.support import jobs
 from zeus_plugins.protocol import GP_VOI, CreatedJob, EndReason, Origin, TrialState, Verdict
@@ -87,11 +87,14 @@ class Life:
 
     def report(self, trial: TrialRecord, cost_j: float, *, epoch: float, metric: float) -> Verdict:
         """Judge a report as the server does, and end the trial where the verdict says so."""
-        history, report = self.history, Report(1.0, cost_j, epoch, metric)
+        report = Report(1.0, cost_j, epoch, metric)
         trial = self.trials[trial.trial_number - 1]
         if needs_bound(self.job, trial):
-            trial = bounded(history, trial, report)
-        verdict = judge(self.job, trial, report, None if history.cheapest is None else history.cheapest.cost_j)
+            trial = bounded(self.history, trial, report)
+        cheapest: Cheapest | None = None
+        for ended in self.trials:
+            cheapest = Cheapest.of_both(cheapest, self.job, ended)
+        verdict = judge(self.job, trial, report, None if cheapest is None else cheapest.cost_j)
         trial = self.trials[trial.trial_number - 1] = after_report(self.job, trial, report)
         if verdict.stop:
             self.move(trial, verdict.state, cost_j)

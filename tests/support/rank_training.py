@@ -66,6 +66,8 @@ def train(name: str, server_url: str, folder: Path, way: str) -> dict[str, Any]:
     options = {"scores": (SCORES[name][rank_here()],), "epochs": epochs, **OPTIONS[name], **(own or {})}
     said: dict[str, Any] = {"server_url": url, "on_unreachable": "raise" if way == "unreachable" else "default"}
     asked = {"target": target, "job_id": bench.job_id} if way == "guessed" else {"job": job}
+    if way == "beyond":
+        said["after_target"] = "continue"
     sizes: list[int] = []
     checkpoint = None
     if way == "preempted":

@@ -68,15 +68,9 @@ class JobService:
         of_zeus: bool = False,
     ) -> ReportResponse:
         """Report totals that cost `cost_j`, with η = 0.5 and 100 W; perhaps as a rank with Zeus's client does."""
-        result = TrainingResult(
-            **trial_id(trial).model_dump(),
-            time=cost_j / 100,
-            energy=cost_j,
-            metric=metric,
-            current_epoch=epoch,
-            **({} if of_zeus else {"judged_by": judged_by}),
-        )
-        return await self.service.reports.record_report(result)
+        of_client = {} if of_zeus else {"judged_by": judged_by}
+        report = result(trial, cost_j=cost_j, metric=metric, epoch=epoch, **of_client)
+        return await self.service.reports.record_report(report)
 
     async def offline(self, batch_size: int, key: str) -> TrialDispatch:
         return await self.service.transact(
@@ -116,6 +110,12 @@ def remembered(transaction: Transaction, job_id: str) -> History:
 
 def trial_id(trial: TrialId) -> TrialId:
     return TrialId(job_id=trial.job_id, batch_size=trial.batch_size, trial_number=trial.trial_number)
+
+
+def result(trial: TrialId, *, cost_j: float, metric: float, epoch: float, **of_client: Any) -> TrainingResult:
+    """Totals that cost `cost_j`, with η = 0.5 and 100 W."""
+    identity = trial_id(trial).model_dump()
+    return TrainingResult(**identity, time=cost_j / 100, energy=cost_j, metric=metric, current_epoch=epoch, **of_client)
 
 
 def beat_of(trial: TrialId, *, regular: bool = True) -> Heartbeat:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -12,21 +13,35 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from bso_server.app import create_app
 from bso_server.metrics import prometheus
+from bso_server.service import health
+from bso_server.service.savings import savings_of
 from bso_server.settings import Settings
 from tests.support.dashboard_pages import client_of
 from tests.support.jobs import job
+from zeus_plugins.protocol import SavingsView
 
 Use = Callable[[httpx.AsyncClient], Awaitable[None]]
 
 
 @asynccontextmanager
-async def watched(folder: Path, **settings: object) -> AsyncIterator[httpx.AsyncClient]:
-    """Run an application on a SQLite file of its own; yield a local client, which waits for its totals."""
+async def watched(folder: Path, *, is_paid_back: bool = False, **settings: object) -> AsyncIterator[httpx.AsyncClient]:
+    """Run an application on a SQLite file of its own; yield a local client, which waits for its totals.
+
+    If `is_paid_back`, the metrics take every job for one that has paid back its exploration.
+    """
     app = create_app(Settings.model_validate({"database_url": f"sqlite:///{folder / 'bso.sqlite3'}", **settings}))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(prometheus, "_WAIT_S", 60.0)
+        if is_paid_back:
+            patch.setattr(health, "savings_of", _paid_back)
         async with app.lifespan(), client_of(app) as http:
             yield http
+
+
+def _paid_back(*given: Any) -> SavingsView:
+    known = savings_of(*given)
+    names = "cost_j", "energy_j", "time_s"
+    return known.model_copy(update={name: getattr(known, name).model_copy(update={"saved": 1.0}) for name in names})
 
 
 Values = dict[tuple[str, frozenset[tuple[str, str]]], float]

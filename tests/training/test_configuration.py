@@ -124,10 +124,12 @@ def test_a_training_is_configured_by_arguments_alone(bench: JobBench) -> None:
     )
     assert seen_sizes(cli) == {SERVERS_SIZE}
     trial = bench.only_trial()
-    assert (trial.state, trial.energy_source) == (TrialState.COMPLETED, "estimate: 60 W stated")
+    assert trial.state is TrialState.COMPLETED
+    assert (trial.energy_source or "").startswith("estimate: 60 W stated × CPU time / ")
     assert policy_of(cli) == GP_VOI
 
 
+@pytest.mark.slow
 def test_the_configuration_that_is_saved_trains_again_and_tells_no_token(
     bench: JobBench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -161,7 +161,6 @@ def test_the_name_of_a_script(argument: str, name: str) -> None:
 @pytest.mark.parametrize(
     ("said", "problem"),
     [
-        ({}, "which value of the metric is the training to reach"),
         ({"job": plan().job, "target": 1.0, "job_id": "a"}, r"say target= as JobSpec\(target_metric=…\), job_id= as"),
     ],
 )

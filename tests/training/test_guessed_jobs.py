@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -204,7 +205,7 @@ def test_an_optimizer_that_is_made_later_is_told_later(
     url: str, server: ServerPort, caplog: pytest.LogCaptureFixture
 ) -> None:
     launched(url, Net(), 0.95)
-    fingerprint = Fingerprint(model="Net", framework="none", optimizer="SimpleNamespace")
+    fingerprint = Fingerprint(model="Net", framework="none", optimizer="SimpleNamespace", monitor="val_acc")
     assert server.show_job(JOB_ID).job.fingerprint == fingerprint
     port = Net()
     port.optimizer = ADAM
@@ -241,16 +242,44 @@ def test_a_training_is_told_of_at_its_begin_and_its_end(url: str) -> None:
         f"zeus: job {JOB_ID}, trial 1: batch size 64 (your own): first run: your default size. Kept in {place}. "
         f"Guessed: {guesses}; job=JobSpec(…) says otherwise.",
         "zeus: target reached: metric 0.95 against a target of 0.9 after 2 epochs, 110 J. Batch size 64 took 2 s and "
-        "20 J (replayed), a cost of 110 J. The next launch goes on: 1 of 7 batch sizes are tried.",
+        "20 J (replayed), a cost of 110 J. Your default, 64, is the best batch size so far. The next launch goes on: "
+        "1 of 7 batch sizes are tried.",
     ]
     begin, end = second.said
     assert "trial 2: batch size 128 (in place of your 64): tried 128: about " in begin
     assert "[" not in begin
     assert end.endswith(
-        "a cost of 55 J, 50% of what your 64 costs. The next launch goes on: 2 of 7 batch sizes are tried."
+        "a cost of 55 J. Whether 128 saves against your default, 64, is not shown yet. No control run at 64 yet. "
+        "The next launch goes on: 2 of 7 batch sizes are tried."
     )
     assert third.said[1].endswith("Launch the training again to try the next batch size.")
     assert "stopped: metric 0.1 against a target of 0.9" in third.said[1]
+
+
+def test_the_end_has_the_cost_of_all_that_a_run_took_that_set_the_target(url: str) -> None:
+    ports = [Net(), Net(), Net()]
+    for port in ports:
+        launched(url, port, 0.1, 0.95, 0.5, target=None)
+    for port in ports:
+        assert ". Batch size 64 took 3 s and 30 J (replayed), a cost of 165 J. " in port.said[1]
+    # From then on, the third run counts as ended after two epochs.
+    assert "Target 0.95, learned from runs 1 to 3" in ports[2].said[1]
+
+
+def test_the_end_names_the_best_size_with_its_expected_and_its_measured_cost(url: str) -> None:
+    port, only = (
+        Net(),
+        JobSpec(
+            job_id="only",
+            job_id_prefix="only",
+            batch_sizes=(64,),
+            default_batch_size=64,
+            target_metric=0.9,
+            max_epochs=9,
+        ),
+    )
+    launched(url, port, 0.5, 0.95, target=None, job=only)
+    assert re.search(r"the best so far is 64, expected 11\d J \(one run: 110 J\)\.$", port.said[1])
 
 
 @pytest.mark.parametrize(

@@ -55,6 +55,15 @@ def test_a_log_belongs_to_one_evaluation() -> None:
         metric.value({"eval_loss": 0.5}, step=8)
 
 
+def test_the_metric_may_wait_for_the_last_data_set_so_that_the_metrics_of_all_are_known() -> None:
+    metric = EvaluationMetric("left_score")
+    for step, left in ((4, 0.25), (8, 0.5)):
+        assert metric.value({"eval_left_score": left}, step=step, data_sets=2, waits=True) is None
+        assert metric.value({"eval_right_score": 0.75}, step=step, data_sets=2, waits=True) == left
+    # An evaluation of the script's own, at the same step, does not report it again.
+    assert metric.value({"eval_other": 1.0}, step=8, data_sets=2, waits=True) is None
+
+
 def test_each_of_several_data_sets_may_have_the_metric() -> None:
     metric = EvaluationMetric("right_score")
     assert metric.value({"eval_left_score": 0.25}, step=4, data_sets=2) is None

@@ -37,7 +37,7 @@ from zeus_plugins.errors import (
 )
 from zeus_plugins.protocol import ZEUS, GpuConfig, TrialState
 
-MEASURED = {"energy_source": "nvml", "judged_by": None}
+MEASURED = {"energy_source": "nvml", "judged_by": None, "waited_share": 0.0, "watched": None}
 FAILED = TRIAL | {"outcome": "failed", "ended_early": True, "detail": None}
 
 
@@ -275,18 +275,31 @@ def test_an_optimizer_that_was_pickled_ends_its_trial_too(listening_double: tupl
     other_rank.close()
 
 
+SLOW = pytest.mark.slow
+
+
 @pytest.mark.parametrize(
     ("ending", "ended_trials"),
     [
-        pytest.param("", [FAILED], id="runs-off-the-end"),
+        pytest.param("", [FAILED], id="runs-off-the-end", marks=SLOW),
         pytest.param("raise ValueError('no')", [ended("failed", "ValueError: no")], id="dies-of-an-exception"),
-        pytest.param("raise MemoryError", [ended("infeasible", "MemoryError: ")], id="runs-out-of-memory"),
-        pytest.param("raise KeyboardInterrupt", [ended("suspended", "KeyboardInterrupt: ")], id="is-interrupted"),
+        pytest.param("raise MemoryError", [ended("infeasible", "MemoryError: ")], id="runs-out-of-memory", marks=SLOW),
+        pytest.param(
+            "raise KeyboardInterrupt",
+            [ended("suspended", "KeyboardInterrupt: ")],
+            id="is-interrupted",
+            marks=SLOW,
+        ),
         pytest.param(TERMINATE, [ended("suspended", "SystemExit: 143")], id="is-terminated"),
-        pytest.param(in_context(TERMINATE), [ended("suspended", "SystemExit: 143")], id="is-terminated-in-the-context"),
+        pytest.param(
+            in_context(TERMINATE),
+            [ended("suspended", "SystemExit: 143")],
+            id="is-terminated-in-the-context",
+            marks=SLOW,
+        ),
         pytest.param(TERMINATE_BY_THE_SCRIPTS_OWN_HANDLER, [], id="has-its-own-handler"),
-        pytest.param(TERMINATE_A_FORKED_CHILD, [FAILED], id="only-a-forked-child-is-terminated"),
-        pytest.param(FORK_THEN_LEAVE_FOR_GOOD, [], id="only-a-forked-child-exits"),
+        pytest.param(TERMINATE_A_FORKED_CHILD, [FAILED], id="only-a-forked-child-is-terminated", marks=SLOW),
+        pytest.param(FORK_THEN_LEAVE_FOR_GOOD, [], id="only-a-forked-child-exits", marks=SLOW),
         pytest.param(in_context(FORK_THEN_LEAVE_FOR_GOOD), [], id="only-a-forked-child-leaves-the-context"),
     ],
 )

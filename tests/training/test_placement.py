@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,10 @@ from tests.support.ranks import run_ranks
 from tests.support.servers import ServerProcess
 from tests.support.warm import LIGHTNING, TRANSFORMERS
 from zeus_plugins.client.http import BsoClient
-from zeus_plugins.energy import NvmlMonitor
+from zeus_plugins.energy import EstimateMonitor, NvmlMonitor, estimate
 from zeus_plugins.placement import Placement, placed, this_machine
 from zeus_plugins.training.energy_run import EnergyRun
+from zeus_plugins.training.port import node_monitor
 
 UUIDS = tuple(f"{letter * 8}-0000-0000-0000-000000000000" for letter in "abcdefgh")
 
@@ -40,8 +42,11 @@ def test_the_first_of_each_machine_measures_the_gpus_of_all_its_processes(
     machines: str, firsts: list[int], gpus: list[tuple[int, ...]]
 ) -> None:
     gpus_of = {machine: tuple(UUIDS[gpu] for gpu in own) for machine, own in zip("XY", gpus, strict=True)}
+    # All ranks are threads of this process.
+    own = (os.getpid(),) * 2
     assert places(machines, gpus_per_rank=[[uuid] for uuid in UUIDS[:4]]) == [
-        Placement(is_first=rank in firsts, machines=2, gpus=gpus_of[machine]) for rank, machine in enumerate(machines)
+        Placement(rank in firsts, machines=2, gpus=gpus_of[machine], processes=own)
+        for rank, machine in enumerate(machines)
     ]
 
 
@@ -138,3 +143,20 @@ def test_the_energy_of_both_nodes_is_reported_and_logged(
     assert (view.job.number_of_gpus, view.job.max_power) == (2, 200.0)
     assert (first["metered_j"], second["metered_j"]) == (trial.energy_j, 0.0)
     assert first["open"] == second["open"] == [0, 0]
+
+
+def test_an_estimate_counts_the_processes_of_its_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Gathered(FakeTrainer):
+        def all_gather(self, thing: Any) -> list[Any]:  # noqa: ARG002 - a port's signature
+            return [("X", (), 11), ("Y", (), 12), ("X", (), 13)]
+
+    port = Gathered(rank=0)
+    port.world_size, port.machine = 3, "X"
+    place = placed(port)
+    assert place.processes == (11, 13)
+    asked: list[Sequence[int]] = []
+    monkeypatch.setattr(estimate, "cpu_time_s", lambda others: asked.append(others) or 0.0)
+    monitor = node_monitor(place, EstimateMonitor(65.0))
+    monitor.begin_window("epoch")
+    monitor.end_window("epoch")
+    assert asked == [(11, 13)] * 2

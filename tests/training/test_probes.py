@@ -155,7 +155,15 @@ LIST_OF_PROBES = [
     ),
 ]
 
-each_probe = pytest.mark.parametrize("probe", LIST_OF_PROBES, ids=lambda probe: probe.script.removesuffix(".py"))
+# The others are slow.
+QUICK = {"lightning_datamodule.py", "lightning_gan.py", "huggingface_streaming.py", "huggingface_custom_loss.py"}
+each_probe = pytest.mark.parametrize(
+    "probe",
+    [
+        pytest.param(probe, id=probe.script[:-3], marks=() if probe.script in QUICK else pytest.mark.slow)
+        for probe in LIST_OF_PROBES
+    ],
+)
 
 
 @pytest.fixture(autouse=True)

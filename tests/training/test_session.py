@@ -37,7 +37,7 @@ from zeus_plugins.training.session import TrialSession
 from zeus_plugins.training.trial import TrialInfo
 
 UNNAMED_JOB = JobSpec(job_id_prefix="mnist", batch_sizes=(32, 64), default_batch_size=32)
-MEASURED = {"energy_source": "nvml", "judged_by": None}
+MEASURED = {"energy_source": "nvml", "judged_by": None, "waited_share": 0.0, "watched": None}
 
 
 # --- asking ---------------------------------------------------------------------------------------------------------
@@ -53,7 +53,7 @@ def test_ask_registers_the_job_on_its_hardware_and_returns_the_dispatched_size(
     assert session.has_trial
     assert [request[:2] for request in server.requests] == [("POST", "/jobs"), ("GET", "/jobs/batch_size")]
     (registration,) = server.sent("POST", "/jobs")
-    assert registration == JOB.model_dump(mode="json") | GPUS.model_dump()
+    assert registration == JOB.model_dump(mode="json") | GPUS.model_dump() | {"target_runs": None}
     assert session.trial == TrialInfo(**TRIAL, stop_rule=StopRule(max_epochs=100))
     assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
 
@@ -140,6 +140,7 @@ def test_reports_carry_the_totals_since_the_trial_began() -> None:
         time_s=5.0,
         energy_j=150.0,
         energy_source="nvml",
+        waited_s=0.0,
         epoch=1.5,
         metric=0.75,
         verdict=ReportResponse(**CONVERGED),
@@ -402,7 +403,7 @@ def test_a_resumed_trial_continues_its_totals_with_the_open_window() -> None:
     resumed.begin_measurement()
     resumed.report_evaluation(0.9)
     report = {"time": 5.5, "energy": 160.0, "metric": 0.9, "current_epoch": 2, "judged_by": None}
-    source = {"energy_source": "nvml + estimate: 65 W stated"}
+    source = {"energy_source": "nvml + estimate: 65 W stated", "waited_share": 0.0, "watched": None}
     assert server.requests == [("POST", "/report", TRIAL | report | source)]
 
 

@@ -66,6 +66,7 @@ def ends(server: ContractDouble) -> list[tuple[str, str | None]]:
 @pytest.mark.parametrize(
     ("option", "problem"),
     [
+        ({"after_target": "on"}, "after_target is 'on': choose 'stop' or 'continue'"),
         ({"on_failure": "ignore"}, "on_failure is 'ignore': choose 'raise' or 'stop'"),
         ({"max_per_device_batch_size": 0}, "max_per_device_batch_size is 0: it is at least 1"),
         ({"on_unreachable": "wait"}, "on_unreachable is 'wait': choose 'default' or 'raise'"),

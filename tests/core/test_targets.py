@@ -1,0 +1,210 @@
+"""The target that is learned from a job's first runs, with literal values."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate, count
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bso_server.core.job import InMemoryJob
+from bso_server.core.model import Arm, Report, TrialRecord, after_report, changed
+from bso_server.core.policy import needs_bound
+from bso_server.core.quality import comparisons, left_out
+from bso_server.core.targets import NumberedReport, judged_again, learned_target, reached_value
+from tests.support.histories import make_job
+from zeus_plugins.protocol import GP_VOI, OWN_POLICIES, CreatedJob, Ending, EndReason, Origin, Quality, TrialState
+
+
+def job(target: float | None = None, **fields: object) -> CreatedJob:
+    return make_job((8, 16, 32), 16, eta_knob=0.5, target_metric=target, max_epochs=4, **fields)
+
+
+def reports_of(*metrics: float, epochs: Sequence[float] | None = None) -> list[NumberedReport]:
+    """Reports of these metrics, after each epoch unless others are given, at 100 J each."""
+    return [
+        (n, Report(time_s=n, energy_j=100.0 * n, epoch=epoch, metric=metric))
+        for n, (epoch, metric) in enumerate(zip(epochs or count(1), metrics, strict=False), 1)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("fields", "metrics", "value"),
+    [
+        ({}, (0.1, 0.9, 0.8), 0.9),
+        ({}, (0.4,), 0.4),
+        ({"confirm": 2}, (0.1, 0.9, 0.8), 0.8),
+        ({"confirm": 2}, (0.9, 0.1, 0.7, 0.6), 0.6),
+        ({"confirm": 2}, (0.5,), None),
+        ({"confirm": 4}, (0.5, 0.4), None),
+        ({"higher_is_better_metric": False}, (0.9, 0.2, 0.3), 0.2),
+        ({"higher_is_better_metric": False, "confirm": 2}, (0.9, 0.2, 0.3), 0.3),
+    ],
+)
+def test_a_run_has_reached_its_best_value_in_as_many_evaluations_as_confirm_it(
+    fields: dict[str, object], metrics: tuple[float, ...], value: float | None
+) -> None:
+    assert reached_value(job(**fields), reports_of(*metrics)) == value
+
+
+def test_an_epoch_that_a_resumed_run_repeats_confirms_no_value() -> None:
+    reports = reports_of(0.9, 0.8, 0.8, 0.7, epochs=(1, 2, 2, 3))
+    assert reached_value(job(confirm=3), reports) == 0.7
+    assert reached_value(job(confirm=4), reports) is None
+
+
+@given(
+    metrics=st.lists(st.floats(0, 1), min_size=1, max_size=8),
+    repeats=st.lists(st.booleans(), min_size=8, max_size=8),
+    confirm=st.integers(1, 3),
+    higher=st.booleans(),
+)
+def test_each_run_that_sets_a_target_has_reached_it(
+    metrics: list[float], repeats: list[bool], confirm: int, higher: bool
+) -> None:
+    epochs = list(accumulate((not each for each in repeats), initial=1))
+    reports = reports_of(*metrics, epochs=epochs)
+    value = reached_value(job(confirm=confirm, higher_is_better_metric=higher), reports)
+    if value is not None:
+        ran = changed(trial(TrialState.COMPLETED, EndReason.NO_TARGET), report_count=len(reports))
+        again = judged_again(job(value, confirm=confirm, higher_is_better_metric=higher), ran, reports)
+        assert again.end_reason is EndReason.TARGET_REACHED
+
+
+def test_the_target_is_the_worst_of_the_values() -> None:
+    assert learned_target(job(), [0.9, 0.95, 0.91]) == 0.9
+    assert learned_target(job(higher_is_better_metric=False), [0.8, 0.7, 0.85]) == 0.85
+
+
+def trial(state: TrialState, reason: EndReason) -> TrialRecord:
+    return TrialRecord(
+        trial_number=1, batch_size=16, state=state, origin=Origin.EXPLORATION, end_reason=reason,
+        time_s=3.0, energy_j=300.0, epoch=3.0, metric=0.8, report_count=3, first_epoch=1.0, first_cost_j=100.0,
+    )  # fmt: skip
+
+
+REPORTS = reports_of(0.5, 0.9, 0.8)
+
+
+def test_a_run_ends_at_the_evaluation_that_reached_the_later_target() -> None:
+    again = judged_again(job(0.85), trial(TrialState.COMPLETED, EndReason.NO_TARGET), REPORTS)
+    assert (again.state, again.end_reason) == (TrialState.COMPLETED, EndReason.TARGET_REACHED)
+    assert (again.epoch, again.time_s, again.energy_j, again.metric, again.report_count) == (2.0, 2.0, 200.0, 0.9, 2)
+
+
+def test_a_run_that_is_cut_short_has_no_watched_values() -> None:
+    trained = changed(trial(TrialState.COMPLETED, EndReason.NO_TARGET), watched={"test_acc": 0.99})
+    assert judged_again(job(0.85), trained, REPORTS).watched is None
+    # The last report reached the target only now: its values are those of the run's end.
+    rising = [REPORTS[0], (2, REPORTS[2][1]), (3, Report(time_s=3.0, energy_j=300.0, epoch=3.0, metric=0.9))]
+    assert judged_again(job(0.85), trained, rising).watched == {"test_acc": 0.99}
+
+
+def test_runs_that_are_cut_short_leave_no_size_out() -> None:
+    margins = job(0.85, policy=GP_VOI, no_worse_than_default={"test_acc": 0.005})
+    arms = {size: Arm(size) for size in margins.batch_sizes}
+    for number in range(3):
+        of_default = changed(
+            trial(TrialState.COMPLETED, EndReason.NO_TARGET), watched={"test_acc": 0.99 + number / 1e4}
+        )
+        cut = judged_again(margins, of_default, REPORTS)
+        of_other = changed(cut, batch_size=32, watched={"test_acc": 0.9 + number / 1e4})
+        for each in (cut, of_other):
+            arms[each.batch_size] = arms[each.batch_size].after_end(margins, each, in_bandit=True)
+    assert left_out(margins, arms) == {}
+    assert [(each.name, each.verdict) for each in comparisons(margins, arms, 32)][1:] == [
+        ("test_acc", Quality.NOT_SHOWN)
+    ]
+    assert arms[16].metric.count == 3
+
+
+@pytest.mark.parametrize(
+    ("reason", "state"),
+    [(EndReason.NO_TARGET, TrialState.EXHAUSTED), (EndReason.TARGET_REACHED, TrialState.WITHDRAWN)],
+)
+def test_a_run_that_has_not_reached_the_later_target_missed_it_or_says_nothing(
+    reason: EndReason, state: TrialState
+) -> None:
+    again = judged_again(job(0.95), trial(TrialState.COMPLETED, reason), REPORTS)
+    assert (again.state, again.energy_j, again.report_count) == (state, 300.0, 3)
+
+
+def test_a_run_that_ended_at_its_target_stays_as_it_is() -> None:
+    ended = trial(TrialState.COMPLETED, EndReason.TARGET_REACHED)
+    assert judged_again(job(0.85), ended, [REPORTS[0], REPORTS[2], (3, REPORTS[1][1])]) is ended
+
+
+OPEN = (TrialState.RUNNING, TrialState.SUSPENDED, TrialState.ABANDONED)
+
+
+def in_flight(state: TrialState, *metrics: float) -> tuple[TrialRecord, list[NumberedReport]]:
+    """An open trial of a job without a target, after reports of these metrics, and the reports."""
+    begun = TrialRecord(trial_number=1, batch_size=16, state=state, origin=Origin.EXPLORATION)
+    reports = reports_of(*metrics)
+    for _, report in reports:
+        begun = after_report(job(), begun, report)
+    return begun, reports
+
+
+@pytest.mark.parametrize("state", OPEN)
+@pytest.mark.parametrize(
+    ("fields", "metrics"),
+    [({}, (0.1, 0.97, 0.94)), ({"higher_is_better_metric": False}, (0.98, 0.9, 0.96)), ({"confirm": 2}, (0.97, 0.96))],
+)
+def test_an_open_run_has_ended_where_it_reached_the_later_target(
+    state: TrialState, fields: dict[str, object], metrics: tuple[float, ...]
+) -> None:
+    again = judged_again(job(0.95, **fields), *in_flight(state, *metrics))
+    assert (again.state, again.end_reason) == (TrialState.COMPLETED, EndReason.TARGET_REACHED)
+    assert (again.epoch, again.energy_j, again.metric, again.report_count) == (2.0, 200.0, metrics[1], 2)
+
+
+@pytest.mark.parametrize("state", OPEN)
+def test_an_open_run_that_has_not_reached_the_later_target_goes_on(state: TrialState) -> None:
+    begun, reports = in_flight(state, 0.93, 0.94)
+    assert judged_again(job(0.95), begun, reports) is begun
+    # Evaluations before the target was set confirm it, too.
+    begun, reports = in_flight(state, 0.94, 0.97)
+    assert judged_again(job(0.95, confirm=2), begun, reports) == changed(begun, confirmed=1)
+
+
+def test_a_run_without_a_target_gets_no_bound() -> None:
+    running = TrialRecord(trial_number=1, batch_size=16, state=TrialState.RUNNING, origin=Origin.EXPLORATION)
+    assert not needs_bound(job(policy=GP_VOI), running)
+    assert needs_bound(job(0.9, policy=GP_VOI), running)
+
+
+@pytest.mark.parametrize("policy", OWN_POLICIES)
+def test_without_a_target_only_the_own_size_is_trained_and_no_run_is_stopped(policy: str) -> None:
+    memory = InMemoryJob(job(policy=policy, beta_knob=1.1))
+    rng = np.random.default_rng(0)
+    for number, cost_j in enumerate((100.0, 10_000.0, 100.0), 1):
+        begun = memory.begin_trial(rng)
+        assert (begun.batch_size, begun.reason) == (16, f"your own size, 16: run {number} of 3 that set the target")
+        for epoch in range(1, 5):
+            report = Report(time_s=epoch, energy_j=cost_j * epoch, epoch=epoch, metric=0.99)
+            ended, verdict = memory.judge(number, report)
+            assert verdict.stop is (epoch == 4)
+        assert (ended.state, ended.end_reason, verdict.converged) == (TrialState.COMPLETED, EndReason.NO_TARGET, True)
+    assert memory.begin_trial(rng).reason == "your own size, 16: the 3 runs that set the target have not all ended"
+
+
+def test_a_run_that_ends_by_a_rule_of_its_own_helps_to_set_the_target() -> None:
+    memory = InMemoryJob(job())
+    memory.begin_trial(np.random.default_rng(0))
+    memory.judge(1, Report(time_s=1.0, energy_j=10.0, epoch=1.0, metric=0.7))
+    ended = memory.end_trial(1, Ending(ended_early=True, detail="EarlyStopping"), retries=3)
+    assert (ended.state, ended.end_reason) == (TrialState.COMPLETED, EndReason.NO_TARGET)
+
+
+def test_runs_that_are_too_short_to_confirm_a_target_are_told_of() -> None:
+    memory = InMemoryJob(job(confirm=2))
+    rng = np.random.default_rng(0)
+    for number in range(1, 4):
+        memory.begin_trial(rng)
+        memory.judge(number, Report(time_s=1.0, energy_j=10.0, epoch=4.0, metric=0.7))
+    reason = "your own size, 16: 3 runs have ended, and the target needs 3 with at least 2 evaluations each"
+    assert memory.begin_trial(rng).reason == reason

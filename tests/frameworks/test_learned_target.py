@@ -1,0 +1,58 @@
+"""Real trainings of a job without a target."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.frameworks import FrameworkBench
+from tests.support.job_bench import EPOCH_OF_48, SERVERS_SIZE
+from zeus_plugins.protocol import EndReason, TrialState
+
+
+def test_three_runs_train_to_the_scripts_end_and_set_the_target(
+    bench: FrameworkBench, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    job = bench.job(0.0, max_epochs=3).model_copy(update={"target_metric": None})
+    for number, scores in enumerate(((0.1, 0.9, 0.8), (0.1, 0.7, 0.95), (0.85, 0.9, 0.9)), 1):
+        callback = bench.callback(job)
+        training = bench.training(callback, epochs=4, scores=scores)
+        with caplog.at_level("INFO"):
+            training.train()
+        # To the end of the script, even where the job has fewer epochs.
+        assert training.sizes == EPOCH_OF_48 * 4
+        trial = callback.trial
+        assert trial.reason == f"your own size, {SERVERS_SIZE}: run {number} of 3 that set the target"
+        assert (trial.verdict.converged, trial.verdict.reason) == (True, EndReason.NO_TARGET)
+    view = bench.view()
+    assert (view.job.target_metric, view.job.target_runs) == (0.9, (1, 2, 3))
+    assert [(each.state, each.epochs) for each in view.trials] == [
+        (TrialState.COMPLETED, 2),
+        (TrialState.COMPLETED, 3),
+        (TrialState.COMPLETED, 2),
+    ]
+    callback = bench.callback(job)
+    training = bench.training(callback, epochs=4, scores=(0.1, 0.9))
+    with caplog.at_level("INFO"):
+        training.train()
+    assert training.epochs == 2
+    shown = capsys.readouterr()
+    said = caplog.text + shown.out + shown.err
+    # At the end of the first two runs, at the end of the third, and at the begin of the fourth.
+    assert said.count("No target yet: the first 3 runs set it.") == 2
+    assert said.count("Target 0.9, learned from runs 1 to 3.") == 2
+
+
+def test_the_name_of_the_metric_is_enough(bench: FrameworkBench) -> None:
+    callback = bench.BatchSize("score", **bench.callback_options({"job_id": bench.job_id}))
+    bench.training(callback, epochs=2, scores=(0.5, 0.6)).train()
+    view = bench.view()
+    assert (view.job.target_metric, view.job.max_epochs) == (None, 2)
+    assert [each.epochs for each in view.trials] == [2]
+
+
+def test_a_run_that_the_script_ends_before_its_last_epoch_is_no_failure(bench: FrameworkBench) -> None:
+    job = bench.job(0.0, max_epochs=4).model_copy(update={"target_metric": None})
+    bench.training(bench.callback(job), epochs=4, scores=(0.5,), max_steps=9).train()
+    trial = bench.only_trial()
+    assert (trial.state, trial.end_reason) == (TrialState.COMPLETED, EndReason.NO_TARGET)
+    assert 2 <= (trial.epochs or 0) < 4

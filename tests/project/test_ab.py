@@ -1,0 +1,36 @@
+"""The A/B test beside the verdict."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.ab import ab, compared, runs_in_turn
+from benchmarks.recurrences.harness import State
+
+
+def test_pairs_are_compared_by_their_ratios() -> None:
+    """Ratios of 0.5, 0.4 and 0.6: on average 1 - (0.12)^(1/3)."""
+    found = compared([100, 50, 10], [50, 20, 6])
+    assert found.middle == pytest.approx(1 - 0.12 ** (1 / 3))
+    assert found.low < found.middle < found.high < 1
+    assert compared([100, 50, 10], [50, 25, 5]).in_words == "50 % (50 to 50 %)"
+
+
+def test_sizes_train_in_turn_without_the_callback() -> None:
+    steps = runs_in_turn("digits", (32, 128), 3)
+    assert [step.order.batch_size for step in steps] == [128, 32, 32, 128, 128, 32]
+    assert [step.order.seed for step in steps] == [7000, 7000, 7001, 7001, 7002, 7002]
+    assert not any(step.order.with_callback for step in steps)
+
+
+@pytest.mark.slow
+def test_a_job_and_its_ab_test_really_train(tmp_path: Path) -> None:
+    savings, found = ab("tabular", number=3, pairs=3, state=State(tmp_path))
+    assert savings.recurrences == 3
+    if found is None:
+        assert savings.batch_size == savings.default_batch_size
+    else:
+        assert len(found.default_s) == len(found.best_s) == 3
+        assert min(found.default_s + found.best_s) > 0

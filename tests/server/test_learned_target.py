@@ -1,0 +1,269 @@
+"""A job that was registered without a target, on each kind of database."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+
+import pytest
+
+from bso_server.core.access import UNRESTRICTED
+from bso_server.core.job import replay
+from bso_server.core.model import Cheapest
+from bso_server.errors import JobConflictError
+from bso_server.service.exports import export
+from bso_server.service.loading import known_job
+from bso_server.service.reports import ReportBatch
+from tests.support.service import HOUR_S, JobService, job_service, result, trial_id
+from zeus_plugins.protocol import (
+    GP_VOI,
+    CreatedJob,
+    EndReason,
+    JobSpecFromClient,
+    StopRule,
+    TrainingResult,
+    TrialEnd,
+    TrialId,
+    TrialState,
+)
+
+CURVES = ((0.1, 0.6, 0.8, 0.95, 0.9), (0.2, 0.7, 0.91, 0.9, 0.89), (0.1, 0.92, 0.93, 0.94, 0.9))
+LEARNED = 0.91  # the worst of their best values, reached after 4, 3 and 2 epochs of 10 J each
+
+
+@pytest.fixture
+async def unset(database_url: str) -> AsyncIterator[JobService]:
+    async with job_service(
+        database_url, target_metric=None, max_epochs=5, default_batch_size=16, policy=GP_VOI
+    ) as service:
+        yield service
+
+
+async def train(bso: JobService, trial: TrialId, metrics: tuple[float, ...], first: int = 1) -> None:
+    for epoch, metric in enumerate(metrics, first):
+        answer = await bso.report(trial, cost_j=10.0 * epoch, metric=metric, epoch=epoch)
+        if answer.stop_train:
+            break
+
+
+def ended_early(trial: TrialId) -> TrialEnd:
+    return TrialEnd(**trial_id(trial).model_dump(), ended_early=True, detail="EarlyStopping")
+
+
+async def learn(bso: JobService) -> None:
+    for metrics in CURVES:
+        await train(bso, await bso.suggest(), metrics)
+
+
+def asked(bso: JobService, target: float | None) -> JobSpecFromClient:
+    fields = bso.job.model_dump(exclude={"registration_id", "target_runs", "target_metric"})
+    return JobSpecFromClient(**fields, target_metric=target)
+
+
+async def registered(bso: JobService, target: float | None) -> CreatedJob:
+    job, is_new = await bso.service.register(asked(bso, target))
+    assert not is_new
+    return job
+
+
+async def caches_match(bso: JobService) -> None:
+    """Compare the caches with a replay of all trials."""
+    stored, trials = await bso.store.read(lambda t: (known_job(t, bso.job_id), t.all_trials(bso.job_id)))
+    history, again = await bso.history(), replay(stored.registration, trials, stored.survivors)
+    assert (dict(history.arms), history.cheapest, history.memory) == (dict(again.arms), again.cheapest, again.memory)
+
+
+async def test_the_first_three_runs_train_to_their_end_at_the_own_size_and_set_the_target(unset: JobService) -> None:
+    for number, metrics in enumerate(CURVES, 1):
+        assert (await registered(unset, None)).target_in_words == "no target yet: the first 3 runs set it"
+        trial = await unset.suggest()
+        assert (trial.batch_size, trial.stop_rule) == (16, StopRule(max_epochs=5))
+        assert trial.reason == f"your own size, 16: run {number} of 3 that set the target"
+        await train(unset, trial, metrics)
+    job = await registered(unset, None)
+    assert (job.target_metric, job.target_runs) == (LEARNED, (1, 2, 3))
+    assert job.target_in_words == "target 0.91, learned from runs 1 to 3"
+    trials = (await unset.show()).trials
+    assert [(each.state, each.end_reason) for each in trials] == [(TrialState.COMPLETED, EndReason.TARGET_REACHED)] * 3
+    assert [(each.epochs, each.cost_j) for each in trials] == [(4, 40.0), (3, 30.0), (2, 20.0)]
+    assert (await unset.history()).cheapest == Cheapest(3, 16, 20.0)
+    await caches_match(unset)
+    assert (await unset.suggest()).batch_size != 16
+
+
+@pytest.mark.parametrize("learned", [True, False])
+async def test_a_run_under_way_counts_where_it_had_reached_the_target(unset: JobService, learned: bool) -> None:
+    early = await unset.suggest()
+    await train(unset, early, (0.97, 0.5))
+    if learned:
+        await learn(unset)
+    else:
+        await registered(unset, 0.95)
+    view = (await unset.show()).trials[0]
+    assert (view.state, view.epochs, view.cost_j) == (TrialState.COMPLETED, 1, 10.0)
+    assert (await unset.history()).cheapest == Cheapest(1, 16, 10.0)
+    await caches_match(unset)
+    assert (await unset.beat(early)).state is TrialState.COMPLETED
+    # The next evaluation stops the run, though it misses the target; its answer may have been lost.
+    for cost_j in (30.0, 30.0, 31.0):
+        answer = await unset.report(early, cost_j=cost_j, metric=0.94, epoch=3)
+        assert (answer.stop_train, answer.converged, answer.reason) == (True, True, EndReason.TARGET_REACHED)
+    # So may the answer to the evaluation before, and EarlyStopping may be faster.
+    assert (await unset.report(early, cost_j=20.0, metric=0.5, epoch=2)).converged
+    await unset.service.transact(unset.service.commands.end_trial, ended_early(early))
+    assert (await unset.show()).trials[0] == view
+
+
+@pytest.mark.parametrize("outcome", [TrialState.SUSPENDED, TrialState.ABANDONED])
+async def test_a_run_that_may_come_back_counts_where_it_had_reached_the_target(
+    unset: JobService, outcome: TrialState
+) -> None:
+    early = await unset.suggest()
+    await train(unset, early, (0.5, 0.97))
+    if outcome is TrialState.SUSPENDED:
+        await unset.end(early, outcome)
+    else:
+        unset.wait(2 * HOUR_S)
+        await unset.service.reap()
+    assert await unset.states() == [outcome]
+    await registered(unset, 0.95)
+    assert await unset.states() == [TrialState.COMPLETED]
+    await caches_match(unset)
+    # A run that resumed before the target was set may repeat the epoch that reached it.
+    assert (await unset.report(early, cost_j=35.0, metric=0.94, epoch=2)).converged
+
+
+async def test_evaluations_before_the_target_was_set_confirm_it(database_url: str) -> None:
+    async with job_service(database_url, target_metric=None, max_epochs=5, confirm=2, policy=GP_VOI) as bso:
+        trial = await bso.suggest()
+        await train(bso, trial, (0.5, 0.97))
+        await registered(bso, 0.95)
+        answer = await bso.report(trial, cost_j=30.0, metric=0.96, epoch=3)
+        assert answer.converged
+        assert [(each.state, each.epochs) for each in (await bso.show()).trials] == [(TrialState.COMPLETED, 3)]
+
+
+async def in_one_transaction(bso: JobService, *results: TrainingResult) -> None:
+    reports, moment = [(each, UNRESTRICTED) for each in results], bso.service.commands.moment()
+    await bso.store.write(lambda transaction: ReportBatch(transaction, reports, moment).take())
+
+
+async def test_the_cheapest_of_two_runs_under_way_that_end_together_is_kept(unset: JobService) -> None:
+    first, second = await unset.suggest(), await unset.suggest()
+    await train(unset, first, (0.97, 0.5))
+    await train(unset, second, (0.5, 0.97))
+    await registered(unset, 0.95)
+    ends = [result(trial, cost_j=30.0, metric=0.96, epoch=3) for trial in (first, second)]
+    await in_one_transaction(unset, *ends)
+    assert (await unset.history()).cheapest == Cheapest(1, 16, 10.0)
+    await caches_match(unset)
+
+
+async def test_runs_that_end_together_set_the_target_once(unset: JobService) -> None:
+    runs = [await unset.suggest() for _ in range(4)]
+    for trial, metrics in zip(runs, (*CURVES, (0.99, 0.1, 0.1, 0.1, 0.1)), strict=True):
+        await train(unset, trial, metrics[:4])
+    ends = zip(runs, (*CURVES, (0.1,)), strict=True)
+    await in_one_transaction(unset, *(result(each, cost_j=50.0, metric=last[-1], epoch=5) for each, last in ends))
+    job = await registered(unset, None)
+    assert (job.target_metric, job.target_runs) == (LEARNED, (1, 2, 3))
+    assert [each.epochs for each in (await unset.show()).trials] == [4, 3, 2, 1]
+    assert (await unset.history()).cheapest == Cheapest(4, 16, 10.0)
+    await caches_match(unset)
+
+
+async def test_the_last_report_before_the_target_may_be_repeated(unset: JobService) -> None:
+    await learn(unset)
+    trial = (await unset.show()).trials[0]
+    again = TrialId(job_id=unset.job_id, batch_size=16, trial_number=trial.trial_number)
+    assert (await unset.report(again, cost_j=50.0, metric=0.9, epoch=5)).converged
+
+
+async def test_a_run_that_early_stopping_ended_counts(unset: JobService) -> None:
+    for metrics in CURVES:
+        trial = await unset.suggest()
+        await train(unset, trial, metrics[:4])
+        await unset.service.transact(unset.service.commands.end_trial, ended_early(trial))
+    assert (await registered(unset, None)).target_metric == LEARNED
+    assert [each.epochs for each in (await unset.show()).trials] == [4, 3, 2]
+    await caches_match(unset)
+
+
+async def test_crashed_runs_do_not_set_the_target(unset: JobService) -> None:
+    trial = await unset.suggest()
+    await train(unset, trial, (0.5,))
+    await unset.end(trial)
+    await learn(unset)
+    assert (await registered(unset, None)).target_runs == (2, 3, 4)
+
+
+async def test_a_run_that_is_too_short_to_confirm_a_target_does_not_set_it(database_url: str) -> None:
+    async with job_service(
+        database_url, target_metric=None, max_epochs=5, default_batch_size=16, confirm=2, policy=GP_VOI
+    ) as bso:
+        short = await bso.suggest()
+        await bso.report(short, cost_j=50.0, metric=0.99, epoch=5)
+        await learn(bso)
+        job = await registered(bso, None)
+        assert (job.target_metric, job.target_runs) == (0.9, (2, 3, 4))
+        trials = (await bso.show()).trials
+        assert [each.state for each in trials] == [TrialState.EXHAUSTED, *[TrialState.COMPLETED] * 3]
+        await caches_match(bso)
+
+
+@pytest.mark.parametrize("learned", [True, False])
+async def test_the_user_may_give_the_target_later(unset: JobService, learned: bool) -> None:
+    if learned:
+        await learn(unset)
+    else:
+        await train(unset, await unset.suggest(), CURVES[0])
+    job = await registered(unset, 0.94)
+    assert (job.target_metric, job.target_runs) == (0.94, ())
+    assert (await registered(unset, None)).target_metric == 0.94
+    states = [(each.state, each.epochs) for each in (await unset.show()).trials]
+    # What reached the new target counts from there; the others ended at the learned one.
+    assert states[0] == (TrialState.COMPLETED, 4)
+    assert states[1:] == ([(TrialState.WITHDRAWN, 3), (TrialState.WITHDRAWN, 2)] if learned else [])
+    await caches_match(unset)
+    assert (await registered(unset, 0.8)).target_metric == 0.8
+    assert (await unset.show()).trials[0].epochs == 3
+    await caches_match(unset)
+
+
+async def test_a_late_registration_with_the_learned_target_does_not_give_it(unset: JobService) -> None:
+    await learn(unset)
+    known = await registered(unset, None)
+    await registered(unset, 0.94)
+    again, _ = await unset.service.register(JobSpecFromClient(**known.model_dump(exclude={"registration_id"})))
+    assert again.target_metric == 0.94
+
+
+async def test_a_job_with_a_target_keeps_it(database_url: str) -> None:
+    async with job_service(database_url, target_metric=0.9) as bso:
+        assert (await registered(bso, None)).target_metric == 0.9
+        with pytest.raises(JobConflictError, match=r"target_metric is 0\.9, not 0\.8"):
+            await bso.service.register(asked(bso, 0.8))
+
+
+async def test_an_export_has_the_target_and_its_runs(unset: JobService) -> None:
+    await learn(unset)
+    lines = b"".join([part async for part in export(unset.store, unset.job_id)]).splitlines()
+    job, *trials = map(json.loads, lines)
+    assert (job["job"]["target_metric"], job["job"]["target_runs"]) == (LEARNED, [1, 2, 3])
+    assert [len(trial["epochs"]) for trial in trials] == [3, 2, 1]
+
+
+async def test_an_import_goes_on_with_the_learned_target(unset: JobService) -> None:
+    await learn(unset)
+    lines = [part async for part in export(unset.store, unset.job_id)]
+    await unset.service.delete_job(unset.job_id)
+
+    async def pieces() -> AsyncIterator[bytes]:
+        for line in lines:
+            yield line
+
+    await unset.service.imports.import_job(pieces())
+    job = await registered(unset, None)
+    assert (job.target_metric, job.target_runs) == (LEARNED, (1, 2, 3))
+    await caches_match(unset)
+    assert (await registered(unset, 0.94)).target_metric == 0.94
