@@ -32,7 +32,7 @@ screenshots: demo
 test test-rest test-all test-long: export PYTHONDONTWRITEBYTECODE :=
 
 # Tests of one file share servers and processes and stay together. Files with many tests start first.
-PYTEST := $(BIN)/pytest --numprocesses auto --maxprocesses 4 --dist loadfile
+PYTEST := $(BIN)/pytest --numprocesses auto --maxprocesses 6 --dist loadfile
 
 # What a change may break, in five minutes on two cores.
 test: $(STAMP)
@@ -61,7 +61,7 @@ test-minimum:
 	@$(MINIMUM)/bin/pip install --quiet uv
 	@$(UV_INSTALL) --resolution lowest-direct torch --editable '.[all]'
 	@$(UV_INSTALL) --editable '.[dev]'
-	@$(MINIMUM)/bin/pytest --numprocesses auto --maxprocesses 4 --dist loadfile -m "not slow" --hypothesis-profile fast
+	@$(MINIMUM)/bin/pytest --numprocesses auto --maxprocesses 6 --dist loadfile -m "not slow" --hypothesis-profile fast
 
 # The share of both packages that the tests run in their own processes; what they start as processes is not seen.
 coverage: $(STAMP)
