@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import count
 
@@ -15,10 +16,13 @@ from bso_server.core.model import History, Report, TrialRecord, cost_of
 from bso_server.core.policy import needs_bound
 from bso_server.errors import NoSurvivorError
 from bso_server.simulate.workload import Consumption, Landscape, Profile
-from zeus_plugins.protocol import CreatedJob, StopRule, TrialState
+from zeus_plugins.protocol import CreatedJob, Ending, StopRule, TrialState
 
 # Trials without success after which a recurrence is given up.
 _PATIENCE = 20
+
+# Crashes after which a batch size that has never completed a run is excluded; the server's default.
+_CRASH_RETRIES = 3
 
 # The metric is 1 once the target is reached, and 0 before.
 _TARGET = 1.0
@@ -45,6 +49,10 @@ class Conditions:
     def epoch_factors(self, epochs: int, draws: np.random.Generator) -> NDArray[np.float64] | None:  # noqa: ARG002 - see above
         """Return factors on the time and energy of a trial's epochs, shape (epochs,); None if all are 1."""
         return None
+
+    def crashes(self, draws: np.random.Generator) -> bool:  # noqa: ARG002 - no chance here
+        """Return True if a trial crashes half way, unless the policy stops it before."""
+        return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +86,11 @@ class Played:
     trials: list[PlayedTrial] = field(default_factory=list)
 
 
+def half_way(epochs_to_target: float, max_epochs: int) -> int:
+    """Return the epoch after which a trial that crashes half way has crashed."""
+    return math.ceil(min(epochs_to_target, max_epochs) / 2)
+
+
 def job_of(landscape: Landscape, policy: str, *, seed: int, **fields: object) -> CreatedJob:
     """Return the job of a landscape; `fields` are further fields of `CreatedJob`, such as ``eta_knob``."""
     # Traces have no names that would pass validation.
@@ -108,6 +121,7 @@ class _Run:
     attempts: int
     slowness: float
     epoch_factors: NDArray[np.float64] | None
+    crash_epoch: int | None
     epochs: int = 0
 
     @property
@@ -132,13 +146,21 @@ class Simulation:
     """Simulation of a job with this number of recurrences, `concurrency` of which are always under way.
 
     The job's `mab_seed` seeds the draws of the policy; `seed` seeds the choice of the recorded run that each trial
-    follows, and the draws of the conditions.
+    follows, and the draws of the conditions. `before_decision` is called with the recurrence, counted from 0, and the
+    history before each suggestion; the history is valid only during the call.
     """
 
     def __init__(
-        self, job: CreatedJob, conditions: Conditions, *, recurrences: int, concurrency: int = 1, seed: int = 0
+        self,
+        job: CreatedJob,
+        conditions: Conditions,
+        *,
+        recurrences: int,
+        concurrency: int = 1,
+        seed: int = 0,
+        before_decision: Callable[[int, History], None] | None = None,
     ) -> None:
-        self._job, self._conditions = job, conditions
+        self._job, self._conditions, self._before_decision = job, conditions, before_decision
         self._recurrences, self._concurrency, self._started = recurrences, concurrency, 0
         self._rng = np.random.default_rng(job.mab_seed)
         self._playing = InMemoryJob(job)
@@ -175,22 +197,26 @@ class Simulation:
 
     def _begin(self, recurrence: int, attempts: int, now_s: float) -> bool:
         """Begin a trial; if no batch size is left, give up the recurrence and return False."""
+        if self._before_decision is not None:
+            self._before_decision(recurrence, self._playing.history)
         try:
             trial = self._playing.begin_trial(self._rng)
         except NoSurvivorError:
             self._finish_by_default(recurrence)
             return False
         profile = self._conditions.landscape_at(recurrence).profiles[trial.batch_size]
+        needed = profile.epochs_to_target[int(self._draws.integers(len(profile.epochs_to_target)))]
         run = _Run(
             recurrence,
             trial,
             profile,
-            epochs_to_target=profile.epochs_to_target[int(self._draws.integers(len(profile.epochs_to_target)))],
+            epochs_to_target=needed,
             profiles_limits=trial.batch_size not in self._profiled,
             began_s=now_s,
             attempts=attempts + 1,
             slowness=self._conditions.slowness(trial.trial_number, self._draws),
             epoch_factors=self._conditions.epoch_factors(self._job.max_epochs, self._draws),
+            crash_epoch=half_way(needed, self._job.max_epochs) if self._conditions.crashes(self._draws) else None,
         )
         self._profiled.add(trial.batch_size)
         self._schedule(run, epochs=1)
@@ -213,9 +239,12 @@ class Simulation:
         run.trial, verdict = self._playing.judge(
             run.trial.trial_number, report, report_count=run.epochs, judged_by=self._own_judgement(run, report)
         )
-        if not verdict.stop:
-            self._schedule(run, self._next_epoch(run))
+        if not verdict.stop and run.epochs != run.crash_epoch:
+            next_epoch = self._next_epoch(run)
+            self._schedule(run, next_epoch if run.crash_epoch is None else min(next_epoch, run.crash_epoch))
             return False
+        if not verdict.stop:
+            run.trial = self._playing.end_trial(run.trial.trial_number, Ending(), retries=_CRASH_RETRIES)
         cost_j = cost_of(self._job, run.trial)
         self._played.costs_j[run.recurrence] += cost_j
         self._played.consumed[run.recurrence] += Consumption(report.energy_j, report.time_s)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
+from bso_server.core.model import History
 from bso_server.simulate.play import Conditions, Played, Simulation, job_of
 from bso_server.simulate.workload import Consumption, Landscape, Savings, Workload, landscape
 
@@ -156,8 +157,15 @@ def landscape_of(workload: Workload, setting: Setting) -> Landscape:
     return landscape(workload, eta=setting.eta, optimal_power_limits=setting.optimal_power_limits)
 
 
-def played(workload: Workload, conditions: Conditions, policy: str, setting: Setting, seed: int) -> Played:
-    """Simulate the job of one seed."""
+def played(
+    workload: Workload,
+    conditions: Conditions,
+    policy: str,
+    setting: Setting,
+    seed: int,
+    before_decision: Callable[[int, History], None] | None = None,
+) -> Played:
+    """Simulate the job of one seed; `before_decision` as in `Simulation`."""
     job = job_of(
         conditions.landscape,
         policy,
@@ -168,7 +176,12 @@ def played(workload: Workload, conditions: Conditions, policy: str, setting: Set
         max_epochs=workload.max_epochs,
     )
     return Simulation(
-        job, conditions, recurrences=setting.recurrences, concurrency=setting.concurrency, seed=seed
+        job,
+        conditions,
+        recurrences=setting.recurrences,
+        concurrency=setting.concurrency,
+        seed=seed,
+        before_decision=before_decision,
     ).play()
 
 
