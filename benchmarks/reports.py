@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from benchmarks.policies.calibration import total
 from benchmarks.policies.cases import ROWS, Case
 from benchmarks.policies.contest import CONTENDERS, Paid
 from benchmarks.recurrences import tasks
@@ -46,8 +47,8 @@ def in_order(names: Iterable[str], order: Iterable[str]) -> list[str]:
 MARKS = (10, 20, 50, 100)
 """Costs are compared after so many recurrences."""
 
-MAIN_ROWS = ("traces", "mlperf")
-"""Rows with a table and a panel of their own; the others share one."""
+MAIN_ROWS = ("traces", "mlperf", "landscapes")
+"""Rows with a table and a panel of their own, in which policies are calibrated, too; the others share tables."""
 
 Entry: TypeAlias = dict[str, Any]
 """Results of one contender in one row; see `entry`."""
@@ -65,10 +66,12 @@ def entry(cases: Sequence[Case], jobs: Sequence[Sequence[Paid]], *, with_curve: 
         with_curve: Include the curve.
 
     Returns:
-        ``{seeds, cases, geometric_mean: {N: …}, worst: {N: …}, worst_case, given_up, curve: […]}``. For each case the
-        total cost over the oracle's after N recurrences is averaged over the seeds: the geometric mean and the largest
-        of these over the cases. Then the case that is worst in the end, the recurrences that were given up in all
-        jobs, and the geometric mean after each recurrence. An infinite ratio is None.
+        ``{seeds, cases, geometric_mean: {N: …}, worst: {N: …}, worst_case, given_up, last_too_expensive, calibration:
+        {KIND: [true, claims]}, curve: […]}``. For each case the total cost over the oracle's after N recurrences is
+        averaged over the seeds: the geometric mean and the largest of these over the cases. Then the case that is worst
+        in the end, the recurrences that were given up in all jobs, the share of jobs whose last size is more than 5 %
+        too expensive, the policy's calibration over all jobs if it has one, and the geometric mean after each
+        recurrence. An infinite ratio is None.
     """
     curves = [
         mean_curve([case.ratios(job.costs_j) for job in of_case]) for case, of_case in zip(cases, jobs, strict=True)
@@ -78,6 +81,10 @@ def entry(cases: Sequence[Case], jobs: Sequence[Sequence[Paid]], *, with_curve: 
     columns = list(zip(*curves, strict=True))
     means = [math.exp(math.fsum(map(math.log, column)) / len(column)) for column in columns]
     last = columns[-1]
+    tallies = total(job.tallies for of_case in jobs for job in of_case if job.tallies)
+    too_expensive = [
+        case.is_too_expensive(job.last_size) for case, of_case in zip(cases, jobs, strict=True) for job in of_case
+    ]
     return {
         "seeds": len(jobs[0]),
         "cases": len(cases),
@@ -85,6 +92,8 @@ def entry(cases: Sequence[Case], jobs: Sequence[Sequence[Paid]], *, with_curve: 
         "worst": {str(mark): _rounded(max(columns[mark - first - 1])) for mark in marks},
         "worst_case": cases[last.index(max(last))].name,
         "given_up": sum(job.given_up for of_case in jobs for job in of_case),
+        "last_too_expensive": round(sum(too_expensive) / len(too_expensive), 4),
+        **({"calibration": tallies} if tallies else {}),
         **({"curve": [_rounded(mean) for mean in means]} if with_curve else {}),
     }
 
@@ -112,8 +121,21 @@ def write_policy_results(results: PolicyResults, file: Path) -> None:
 
 
 def robustness(results: PolicyResults) -> PolicyResults:
-    """Return the results of the rows that share a table, in the report's order."""
-    return {row: results[row] for row in ROWS if row in results and row not in MAIN_ROWS}
+    """Return the results on traces in conditions, in the report's order."""
+    return _sharing(results, made=False)
+
+
+def made_conditions(results: PolicyResults) -> PolicyResults:
+    """Return the results on made landscapes in conditions, in the report's order."""
+    return _sharing(results, made=True)
+
+
+def _sharing(results: PolicyResults, *, made: bool) -> PolicyResults:
+    return {
+        name: results[name]
+        for name, row in ROWS.items()
+        if name in results and name not in MAIN_ROWS and row.is_made == made
+    }
 
 
 # Real trainings

@@ -8,10 +8,20 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from benchmarks.policies.calibration import BANDS, CHANCES
 from benchmarks.policies.cases import ROWS
 from benchmarks.policies.contest import CONTENDERS, FLOOR
 from benchmarks.recurrences.tasks import DEFAULT, GPU, SIMULATED
-from benchmarks.reports import MAIN_ROWS, MARKS, Entry, PolicyResults, ProofResults, in_order, robustness
+from benchmarks.reports import (
+    MAIN_ROWS,
+    MARKS,
+    Entry,
+    PolicyResults,
+    ProofResults,
+    in_order,
+    made_conditions,
+    robustness,
+)
 from zeus_plugins.protocol import GP_VOI, ZEUS
 
 if TYPE_CHECKING:
@@ -127,11 +137,21 @@ _LABELS = {
 }
 
 
+_LAST = "last_too_expensive"
+
+
 def policy_tables(results: PolicyResults) -> dict[str, str]:
     """Return the tables of all rows that have results."""
     made = {row: _main_row(results[row]) for row in MAIN_ROWS if row in results}
-    if robust := robustness(results):
-        made["robustness"] = _robust_rows(robust)
+    for name, rows in (("robustness", robustness(results)), ("made-conditions", made_conditions(results))):
+        if rows:
+            made[name] = _robust_rows(rows)
+    for name, head, kinds in (
+        ("calibration", "90 % band holds the expected cost of the", BANDS),
+        ("chances", "stated chance to be cheaper", CHANCES),
+    ):
+        if lines := _claims(results, kinds):
+            made[name] = markdown_table([[head, *lines[0][1:]], *lines[1:]])
     return made
 
 
@@ -142,17 +162,24 @@ def label(name: str) -> str:
 
 def _main_row(entries: Mapping[str, Entry]) -> str:
     """A line for each contender."""
-    lines = [["", *(f"N = {mark}" for mark in MARKS), "worst", "given up", "seeds"]]
+    # Earlier results lack it.
+    has_last = any(_LAST in found for found in entries.values())
+    last = ["last size > 5 % too expensive"] if has_last else []
+    lines = [["", *(f"N = {mark}" for mark in MARKS), "worst", *last, "given up", "seeds"]]
     for name in in_order(entries, CONTENDERS):
         found = entries[name]
         worst = " / ".join(_ratio_to_oracle(found["worst"].get(str(mark))) for mark in MARKS)
         means = (_ratio_to_oracle(found["geometric_mean"].get(str(mark))) for mark in MARKS)
-        lines.append([label(name), *means, worst, str(found["given_up"]), str(found["seeds"])])
+        share = [_share(found.get(_LAST))] if has_last else []
+        lines.append([label(name), *means, worst, *share, str(found["given_up"]), str(found["seeds"])])
     return markdown_table(lines)
 
 
 def _robust_rows(rows: PolicyResults) -> str:
-    """A line for each row and N, with a column for each contender: the mean, and in brackets the worst case."""
+    """A line for each row and N, with a column for each contender: the mean, and in brackets the worst case.
+
+    The last line of a row has the share of jobs whose last size is too expensive, if that is known.
+    """
     names = in_order({name for entries in rows.values() for name in entries}, CONTENDERS)
     lines = [["case", "N", *map(label, names)]]
     for row, entries in rows.items():
@@ -160,10 +187,38 @@ def _robust_rows(rows: PolicyResults) -> str:
         for mark in marks:
             cells = (_mean_and_worst(entries[name], str(mark)) if name in entries else "" for name in names)
             lines.append([ROWS[row].title if mark == marks[0] else "", str(mark), *cells])
+        if any(_LAST in found for found in entries.values()):
+            shares = (_share(entries[name].get(_LAST)) if name in entries else "" for name in names)
+            lines.append(["", "last size > 5 % too expensive", *shares])
     for title, key, combined in (("recurrences given up, in all cases", "given_up", sum), ("seeds", "seeds", max)):
         found = ([entries[name][key] for entries in rows.values() if name in entries] for name in names)
         lines.append([title, "", *(str(combined(numbers)) for numbers in found)])
     return markdown_table(lines)
+
+
+def _claims(results: PolicyResults, kinds: Sequence[str]) -> list[list[str]]:
+    """Return a head and a line for each kind of claim: the share that was true, and the number of claims in brackets.
+
+    There is a column for each policy and row with results; the list is empty if there is none.
+    """
+    columns = {
+        f"{row}, {label(name)}": found["calibration"]
+        for row in MAIN_ROWS
+        for name, found in results.get(row, {}).items()
+        if "calibration" in found
+    }
+    lines = [["", *columns]]
+    for kind in kinds:
+        found = [each.get(kind) for each in columns.values()]
+        if any(found):
+            lines.append(
+                [kind, *("" if each is None else f"{_share(each[0] / each[1])} ({each[1]})" for each in found)]
+            )
+    return lines if len(lines) > 1 else []
+
+
+def _share(share: float | None) -> str:
+    return "–" if share is None else _percent(share)
 
 
 def _mean_and_worst(found: Entry, mark: str) -> str:

@@ -70,12 +70,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _add_report(commands: Commands) -> None:
     """Add ``report``."""
-    parser = commands.add_parser("report", help="policies and their rivals on traces, MLPerf's file, and robustness")
-    parser.add_argument(
-        "--traces", type=Path, metavar="DIR", help="folder of the traces and of mlperf_convergence.json"
+    parser = commands.add_parser(
+        "report", help="policies and their rivals on traces, MLPerf's file and made landscapes"
     )
     parser.add_argument(
-        "--only", nargs="+", choices=list(ROWS), default=list(ROWS), metavar="ROW", help=f"of {', '.join(ROWS)}"
+        "--traces",
+        type=Path,
+        metavar="DIR",
+        help="folder of the traces and of mlperf_convergence.json; made landscapes need none",
+    )
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        choices=list(ROWS),
+        metavar="ROW",
+        help=f"of {', '.join(ROWS)} (default: all with --traces, none without)",
     )
     parser.add_argument(
         "--policies",
@@ -112,9 +121,9 @@ def _report(options: argparse.Namespace) -> None:
     if options.images is not None:
         require_matplotlib("--images")
     results = read_policy_results(options.results)
-    if options.traces is not None:
+    if names := _rows(options):
         check_requirements(options.policies)
-        _measure(options, results)
+        _measure(names, options, results)
         write_policy_results(results, options.results)
     tables = policy_tables(results)
     if options.write is not None:
@@ -124,11 +133,26 @@ def _report(options: argparse.Namespace) -> None:
     print("\n\n".join(tables.values()))
 
 
-def _measure(options: argparse.Namespace, results: PolicyResults) -> None:
-    """Play what the options name, and put it into the results."""
-    rows = {row: ROWS[row].cases(options.traces, MARKS[-1]) for row in dict.fromkeys(options.only)}
+def _rows(options: argparse.Namespace) -> list[str]:
+    """Return the names of the rows to measure; raise `CommandError` if their files are missing."""
+    if options.traces is not None:
+        return list(dict.fromkeys(options.only or ROWS))
+    needing = [row for row in options.only or () if not ROWS[row].is_made]
+    if needing:
+        raise CommandError(f"{', '.join(needing)}: these rows need --traces DIR, the folder of the traces")
+    return list(dict.fromkeys(options.only or ()))
+
+
+def _measure(names: Sequence[str], options: argparse.Namespace, results: PolicyResults) -> None:
+    """Play the rows of these names as the options say, and put them into the results."""
+    rows = {row: ROWS[row].cases(options.traces, MARKS[-1]) for row in names}
     pairs = [(row, name) for row in rows for name in dict.fromkeys(options.policies)]
-    tasks = [Task(case, name, seeds) for row, name in pairs for case in rows[row] for seeds in _seeds(name, options)]
+    tasks = [
+        Task(case, name, seeds, calibrates=row in MAIN_ROWS)
+        for row, name in pairs
+        for case in rows[row]
+        for seeds in _seeds(name, options)
+    ]
     played = iter(simulate(tasks, options.workers, _Progress()))
     for row, name in pairs:
         blocks = len(_seeds(name, options))

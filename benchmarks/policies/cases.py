@@ -1,4 +1,4 @@
-"""The jobs and conditions of the comparison: rows of cases, made of recorded and published trainings.
+"""The jobs and conditions of the comparison: rows of cases, made of trainings that were recorded, published or made up.
 
 The traces are those of the Zeus paper. MLPerf's file holds published reference convergence points: for each benchmark
 its global batch sizes, and the evaluations to the target that each training took, hyper-parameters being tuned for each
@@ -6,6 +6,8 @@ size. It says nothing on time or power, which follow a law here:
 
 - Time per epoch, of which an evaluation ends each, is ``t₀ · (1 + b₀ / b)``: throughput saturates at b₀.
 - Power is 35 % of the largest, and 65 % of it times the utilisation ``b / (b + b₀)``.
+
+`landscapes` makes up the rest.
 """
 
 from __future__ import annotations
@@ -16,14 +18,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.policies import landscapes
+from benchmarks.policies.landscapes import MadeJob, made_jobs
+from bso_server.core.model import History
 from bso_server.simulate.play import Conditions, Played
 from bso_server.simulate.results import Setting, landscape_of, oracle_costs_j, played
 from bso_server.simulate.traces import PAPER_WORKLOADS, Traces
-from bso_server.simulate.workload import Epoch, Landscape, SizeTrace, Workload
+from bso_server.simulate.workload import Epoch, Landscape, Profile, SizeTrace, Workload
 
 # Conditions, and jobs that are not smooth
 
@@ -42,6 +48,9 @@ class VaryingConditions(Conditions):
             on which others work, too.
         epoch_noise_sd: The same of each epoch of a trial, independently of the others.
         outlier: Number of the one trial that takes `OUTLIER_FACTOR` times its time and energy; None without one.
+        landscapes: Landscapes of the recurrences, in turn and then from the first again; empty unless they change all
+            the time. Excludes a drift.
+        crash_chance: Chance that a trial crashes half way.
     """
 
     drift_at: int | None = None
@@ -49,9 +58,13 @@ class VaryingConditions(Conditions):
     cost_noise_sd: float = 0.0
     epoch_noise_sd: float = 0.0
     outlier: int | None = None
+    landscapes: tuple[Landscape, ...] = ()
+    crash_chance: float = 0.0
 
     def landscape_at(self, recurrence: int) -> Landscape:
         """Every batch size at a recurrence, counted from 0."""
+        if self.landscapes:
+            return self.landscapes[recurrence % len(self.landscapes)]
         has_drifted = self.drift_at is not None and recurrence >= self.drift_at
         return self.landscape_after if has_drifted and self.landscape_after is not None else self.landscape
 
@@ -65,6 +78,10 @@ class VaryingConditions(Conditions):
         """Factors on the time and energy of each epoch of one trial, shape (epochs,); None if all are 1."""
         sd = self.epoch_noise_sd
         return draws.lognormal(-sd * sd / 2, sd, epochs) if sd else None
+
+    def crashes(self, draws: np.random.Generator) -> bool:
+        """Return True if a trial crashes half way."""
+        return bool(self.crash_chance) and bool(draws.random() < self.crash_chance)
 
 
 def in_reverse(workload: Workload) -> Workload:
@@ -189,6 +206,7 @@ _GPUS = ("v100", "a40")
 _ETAS = (0.0, 0.5, 1.0)
 _SHUFFLES = 4
 _DRIFT_AT = 50
+_TOO_EXPENSIVE = 1.05
 
 
 @dataclass(frozen=True)
@@ -209,9 +227,9 @@ class Case:
     conditions: VaryingConditions
     counted_from: int = 0
 
-    def play(self, policy: str, seed: int) -> Played:
-        """The job of one seed with one of the server's policies."""
-        return played(self.workload, self.conditions, policy, self.setting, seed)
+    def play(self, policy: str, seed: int, before_decision: Callable[[int, History], None] | None = None) -> Played:
+        """The job of one seed with one of the server's policies; `before_decision` as in `Simulation`."""
+        return played(self.workload, self.conditions, policy, self.setting, seed, before_decision)
 
     def ratios(self, costs_j: Sequence[float]) -> list[float]:
         """Total cost over the oracle's total after each recurrence that counts.
@@ -227,6 +245,12 @@ class Case:
             ratios.append(spent_j / needed_j)
         return ratios
 
+    def is_too_expensive(self, batch_size: int | None) -> bool:
+        """Return True if a size is over 5 % more expensive than the best at the last recurrence; None always is."""
+        at = self.conditions.landscape_at(self.setting.recurrences - 1)
+        limit_j = _TOO_EXPENSIVE * at.oracle.expected_cost_j
+        return batch_size is None or at.profiles[batch_size].expected_cost_j > limit_j
+
 
 @dataclass(frozen=True, slots=True)
 class Row:
@@ -235,10 +259,12 @@ class Row:
     Attributes:
         title: As tables name it.
         cases: Its cases, from the folder with the traces and a number of recurrences.
+        is_made: True if its jobs are made up; then it needs no files, and the folder may be None.
     """
 
     title: str
     cases: Callable[[Path, int], list[Case]]
+    is_made: bool = False
 
 
 def case_of(
@@ -311,6 +337,107 @@ def _two_sizes(folder: Path, recurrences: int) -> list[Case]:
     return _robust(folder, recurrences, change=lambda job: with_two_sizes(job, landscape_of(job, Setting())))
 
 
+# Rows of made landscapes
+
+_GPU_CHANGE_AT = 40
+_SEASON = 12
+# A slow drift goes on after as many recurrences, up to the last of so many.
+_DRIFT_STEP = 5
+_DRIFT_LENGTH = 100
+_CRASH_CHANCE = 0.05
+
+
+def _landscape(job: MadeJob) -> Landscape:
+    return landscape_of(job.workload(), Setting(eta=job.eta))
+
+
+def _made_case(job: MadeJob, recurrences: int, *, concurrency: int = 1, **conditions: Any) -> Case:
+    """Return the case of a made job; `conditions` are further fields of `VaryingConditions`, in place of the job's."""
+    setting = Setting(recurrences=recurrences, eta=job.eta, concurrency=concurrency)
+    fields: dict[str, Any] = {"landscape": _landscape(job), "cost_noise_sd": job.cost_noise_sd} | conditions
+    return Case(f"{job.name}, η {job.eta:g}", job.workload(), setting, VaryingConditions(**fields))
+
+
+def _crashing(job: MadeJob, recurrences: int) -> Case:
+    """Return a case with crashes, which the oracle has, too: each costs half a run, and the run is repeated."""
+    case = _made_case(job, recurrences, crash_chance=_CRASH_CHANCE)
+    at, factor = case.conditions.landscape, 1 + _CRASH_CHANCE / 2 / (1 - _CRASH_CHANCE)
+
+    def with_crashes(profile: Profile) -> Profile:
+        return replace(profile, expected_epochs=factor * profile.expected_epochs)
+
+    profiles = {size: with_crashes(profile) for size, profile in at.profiles.items()}
+    crashing = Landscape(profiles, with_crashes(at.oracle), with_crashes(at.default))
+    return replace(case, conditions=replace(case.conditions, landscape=crashing))
+
+
+def _slowly_drifting(job: MadeJob, recurrences: int) -> Case:
+    job = landscapes.with_more_epochs(job)
+    steps = range(0, _DRIFT_LENGTH, _DRIFT_STEP)
+    drifting = [_landscape(landscapes.drifted(job, step / _DRIFT_LENGTH)) for step in steps]
+    each = tuple(drifting[recurrence // _DRIFT_STEP] for recurrence in range(_DRIFT_LENGTH))
+    return _made_case(job, recurrences, landscapes=each)
+
+
+def _abruptly_changing(job: MadeJob, recurrences: int) -> Case:
+    """Return a case whose sizes need their epochs in reverse order in the end; its default is within `max_epochs`."""
+    after = landscapes.with_epochs_reversed(job)
+    max_epochs = max(job.max_epochs, math.ceil(3 * after.mean_epochs[after.default_place]))
+    before, after = replace(job, max_epochs=max_epochs), replace(after, max_epochs=max_epochs)
+    return _made_case(before, recurrences, drift_at=_DRIFT_AT, landscape_after=_landscape(after))
+
+
+def _seasonal(job: MadeJob, recurrences: int) -> Case:
+    year = tuple(_landscape(landscapes.in_season(job, month / _SEASON)) for month in range(_SEASON))
+    return _made_case(job, recurrences, landscapes=year)
+
+
+def _changing_gpu(job: MadeJob, recurrences: int) -> Case:
+    after = _landscape(landscapes.on_faster_gpu(job))
+    return _made_case(job, recurrences, drift_at=_GPU_CHANGE_AT, landscape_after=after)
+
+
+def _made(
+    _: Path | None,
+    recurrences: int,
+    *,
+    change: Callable[[MadeJob], MadeJob] = lambda job: job,
+    case: Callable[[MadeJob, int], Case] = _made_case,
+    only: Callable[[MadeJob], bool] = lambda _: True,
+) -> list[Case]:
+    return [case(change(job), recurrences) for job in made_jobs() if only(job)]
+
+
+def _never_fails(job: MadeJob) -> bool:
+    return not job.missing.any()
+
+
+def _made_row(title: str, **options: Any) -> Row:
+    return Row(title, partial(_made, **options), is_made=True)
+
+
+_MADE_ROWS = {
+    "landscapes": _made_row("made landscapes: sixty of ten families"),
+    "default-best": _made_row("the default is the best size", change=landscapes.from_the_best),
+    "made-crashes": _made_row("5 % of the runs crash half way", case=_crashing),
+    "made-heavy-tails": _made_row("epochs with heavy tails, at least ±30 %", change=landscapes.with_heavy_tails),
+    "made-slow-drift": _made_row("slow drift to a smaller critical size", case=_slowly_drifting),
+    "made-abrupt-change": _made_row("sizes reversed from recurrence 51 on", case=_abruptly_changing, only=_never_fails),
+    "made-seasons": _made_row("seasons of 12 recurrences: cost of an epoch ±40 %, epochs ±20 %", case=_seasonal),
+    "made-gpu-change": _made_row("a GPU 2.5 times cheaper from recurrence 41 on", case=_changing_gpu),
+    "made-in-flight-4": _made_row("four recurrences always under way", case=partial(_made_case, concurrency=4)),
+    "made-in-flight-8": _made_row("eight recurrences always under way", case=partial(_made_case, concurrency=8)),
+    "made-tight": _made_row(
+        "`max_epochs` 1.25 times the default's mean epochs", change=landscapes.with_tight_max_epochs
+    ),
+    "made-epochs": _made_row("epochs ±60 % from run to run", change=landscapes.with_epoch_noise),
+    "made-costs": _made_row("cost noise of 50 %", case=partial(_made_case, cost_noise_sd=0.5)),
+    "made-epoch-costs": _made_row(
+        "cost noise of 50 % from epoch to epoch, and of 2 % from run to run",
+        case=partial(_made_case, cost_noise_sd=0.02, epoch_noise_sd=0.5),
+    ),
+}
+
 ROWS = {
     "traces": Row("traces: six workloads, V100 and A40, η 0, 0.5 and 1", _traces),
     "mlperf": Row("MLPerf: nine benchmarks, three saturations, two defaults", _mlperf),
@@ -337,5 +464,6 @@ ROWS = {
         "drift at recurrence 50, epochs cost more, the larger the size (51 and later)",
         partial(_robust, made=partial(case_of, drift_at=_DRIFT_AT, drift=dearer_when_larger)),
     ),
+    **_MADE_ROWS,
 }
-"""The rows by name. Those after the first two are of the same traces at η 0.5."""
+"""The rows by name: traces and MLPerf's file, the same traces at η 0.5 in conditions, and made landscapes."""

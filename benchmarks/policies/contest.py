@@ -21,11 +21,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from benchmarks.policies.calibration import Calibration, Tallies
 from benchmarks.policies.cases import Case
 from bso_server.cli.common import CommandError
 from bso_server.core.model import Statistics
+from bso_server.simulate.play import half_way
 from bso_server.simulate.workload import Epoch
-from zeus_plugins.protocol import OWN_POLICIES, cost
+from zeus_plugins.protocol import OWN_POLICIES, TrialState, cost
 
 
 class Rival(ABC):
@@ -236,18 +238,34 @@ class Paid(NamedTuple):
     Attributes:
         costs_j: Cost of each recurrence, joules, shape (recurrences,); infinite if it is never finished.
         given_up: Recurrences that a policy gave up, so that the default had to finish them.
+        last_size: Batch size of the last recurrence that reached the target; None if none did.
+        tallies: Calibration of the policy, if it was looked at.
     """
 
     costs_j: list[float]
     given_up: int = 0
+    last_size: int | None = None
+    tallies: Tallies | None = None
 
 
-def paid(case: Case, name: str, seed: int) -> Paid:
-    """The costs of one seed's job with one of the contenders, or with another policy that is installed."""
+def paid(case: Case, name: str, seed: int, *, calibrates: bool = False) -> Paid:
+    """The costs of one seed's job with one of the contenders, or with another policy that is installed.
+
+    If `calibrates`, the expectations of a policy are compared with the truth, too.
+    """
     if name in RIVALS:
-        return Paid(_Contest(case, RIVALS[name](case, seed), seed).play())
-    job = case.play(name, seed)
-    return Paid(job.costs_j, job.unfinished)
+        contest = _Contest(case, RIVALS[name](case, seed), seed)
+        return Paid(contest.play(), last_size=contest.last_size)
+    calibration = Calibration(case.conditions) if calibrates else None
+    job = case.play(name, seed, None if calibration is None else calibration.look)
+    completed = [trial for trial in job.trials if trial.record.state is TrialState.COMPLETED]
+    last = max(completed, key=lambda trial: trial.recurrence, default=None)
+    return Paid(
+        job.costs_j,
+        job.unfinished,
+        last_size=None if last is None else last.record.batch_size,
+        tallies=None if calibration is None else calibration.tallies(job.trials),
+    )
 
 
 def _sizes(case: Case) -> tuple[list[int], int]:
@@ -262,6 +280,8 @@ class _Contest:
         self._draws = np.random.default_rng([seed, len(case.workload.sizes)])
         self._profiled: set[int] = set()
         self._trials = 0
+        self.last_size: int | None = None
+        """Batch size of the latest recurrence that reached the target."""
 
     def play(self) -> list[float]:
         setting = self._case.setting
@@ -280,18 +300,22 @@ class _Contest:
         return costs_j
 
     def _recur(self, batch_size: int, recurrence: int) -> Epoch:
-        """Time and energy of a run at a size, and of runs at the default for as long as none reached the target."""
+        """Time and energy of a run at a size, and of runs at the default for as long as none reached the target.
+
+        A run that crashes is repeated at its size.
+        """
         time_s = energy_j = 0.0
         for _ in range(_PATIENCE):
-            run, reached = self._run(batch_size, recurrence)
+            run, next_size = self._run(batch_size, recurrence)
             time_s, energy_j = time_s + run.time_s, energy_j + run.energy_j
-            if reached:
+            if next_size is None:
+                self.last_size = batch_size
                 return Epoch(time_s, energy_j)
-            batch_size = self._case.workload.default_batch_size
+            batch_size = next_size
         return Epoch(math.inf, math.inf)
 
-    def _run(self, batch_size: int, recurrence: int) -> tuple[Epoch, bool]:
-        """Time and energy of one run, and True if it reached the target."""
+    def _run(self, batch_size: int, recurrence: int) -> tuple[Epoch, int | None]:
+        """Time and energy of one run, and the size of the next run of its recurrence; None if it reached the target."""
         sizes = self._case.conditions.landscape_at(recurrence)
         profile = sizes.default if self._rival.full_power else sizes.profiles[batch_size]
         first = profile.epoch
@@ -301,14 +325,20 @@ class _Contest:
         self._trials += 1
         needed = profile.epochs_to_target[int(self._draws.integers(len(profile.epochs_to_target)))]
         slowness = self._case.conditions.slowness(self._trials, self._draws)
-        epochs = math.ceil(min(needed, self._case.workload.max_epochs))
+        max_epochs = self._case.workload.max_epochs
+        epochs = math.ceil(min(needed, max_epochs))
         factors = self._case.conditions.epoch_factors(epochs, self._draws)
-        start, later = (1.0, epochs - 1) if factors is None else (float(factors[0]), float(factors[1:].sum()))
+        crashes = self._case.conditions.crashes(self._draws) and half_way(needed, max_epochs) < epochs
+        if crashes:
+            epochs = half_way(needed, max_epochs)
+        start, later = (1.0, epochs - 1) if factors is None else (float(factors[0]), float(factors[1:epochs].sum()))
         run = Epoch(
             (start * first.time_s + later * profile.epoch.time_s) * slowness,
             (start * first.energy_j + later * profile.epoch.energy_j) * slowness,
         )
-        return run, math.isfinite(needed)
+        if crashes:
+            return run, batch_size
+        return run, None if math.isfinite(needed) else self._case.workload.default_batch_size
 
     def _cost_j(self, consumed: Epoch) -> float:
         if math.isinf(consumed.time_s):
@@ -323,11 +353,12 @@ _THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """The jobs of some seeds, in one case, with one contender."""
+    """The jobs of some seeds, in one case, with one contender; `calibrates` as in `paid`."""
 
     case: Case
     name: str
     seeds: range
+    calibrates: bool = False
 
 
 def simulate(tasks: Sequence[Task], workers: int, progress: Callable[[int, int], None]) -> list[list[Paid]]:
@@ -356,7 +387,7 @@ def simulate(tasks: Sequence[Task], workers: int, progress: Callable[[int, int],
 
 
 def _jobs(task: Task) -> list[Paid]:
-    return [paid(task.case, task.name, seed) for seed in task.seeds]
+    return [paid(task.case, task.name, seed, calibrates=task.calibrates) for seed in task.seeds]
 
 
 @contextmanager

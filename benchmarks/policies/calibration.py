@@ -1,0 +1,99 @@
+"""Calibration of a policy: how often its expectations hold in simulated jobs, whose true expected costs are known."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import TypeAlias
+
+from bso_server.core import policy
+from bso_server.core.model import Arm, ExpectedCost, History
+from bso_server.core.phrases import chance_in_words
+from bso_server.simulate.play import Conditions, PlayedTrial
+
+Tallies: TypeAlias = dict[str, tuple[int, int]]
+"""Number of claims that were true, and of all claims, by kind: one of `BANDS` or `CHANCES`."""
+
+_BEST = {range(1, 3): "best known size, after 1–2 recurrences", range(3, 10): "after 3–9"}
+_BEST_LATER = "after 10 and more"
+_FEW = range(3, 10)
+_NEVER_RUN = "size that never ran, after 3–9"
+_STOPPED = "size that was stopped, after 3–9"
+
+BANDS = (*_BEST.values(), _BEST_LATER, _NEVER_RUN, _STOPPED)
+"""Kinds of sizes whose 90 % band may hold the true expected cost."""
+
+CHANCES = tuple(dict.fromkeys(chance_in_words(percent / 100) for percent in range(101)))
+"""Names of the chance that a size that is tried is cheaper than the best known size, ascending."""
+
+# A name that is part of another comes after it.
+_CHANCE = re.compile("|".join(map(re.escape, sorted(CHANCES, key=len, reverse=True))))
+
+
+def total(tallies: Iterable[Tallies]) -> Tallies:
+    """Return the sums of tallies, by kind in the order of `BANDS` and `CHANCES`."""
+    sums: dict[str, list[int]] = defaultdict(lambda: [0, 0])
+    for each in tallies:
+        for kind, (true, claims) in each.items():
+            sums[kind][0] += true
+            sums[kind][1] += claims
+    return {kind: (sums[kind][0], sums[kind][1]) for kind in (*BANDS, *CHANCES) if kind in sums}
+
+
+class Calibration:
+    """Comparison of a policy's expectations with the truth in one simulated job."""
+
+    def __init__(self, conditions: Conditions) -> None:
+        self._conditions = conditions
+        self._seen: set[int] = set()
+        self._tallies: list[Tallies] = []
+        # The best known size at each decision, by the number of the trial that follows.
+        self._best: dict[int, int] = {}
+
+    def look(self, recurrence: int, history: History) -> None:
+        """Compare the expectations before a decision with the truth; bands count once in each recurrence."""
+        expected = policy.expectations(history)
+        if expected.best is not None:
+            self._best[1 + sum(arm.trials for arm in history.arms.values())] = expected.best
+        if recurrence in self._seen:
+            return
+        self._seen.add(recurrence)
+        for size, cost in expected.costs.items():
+            kind = _kind(recurrence, history.arms[size], is_best=size == expected.best)
+            if kind is not None:
+                self._add_band(kind, cost, self._true_cost_j(recurrence, size))
+
+    def tallies(self, trials: Iterable[PlayedTrial]) -> Tallies:
+        """Return the tallies of the job, with the chances that were stated as the reasons of its trials."""
+        return total([*self._tallies, *map(self._of_trial, trials)])
+
+    def _add_band(self, kind: str, cost: ExpectedCost, true_j: float) -> None:
+        # No band could hold an infinite cost.
+        if cost.band_j is not None and math.isfinite(true_j):
+            low_j, high_j = cost.band_j
+            self._tallies.append({kind: (int(low_j <= true_j <= high_j), 1)})
+
+    def _of_trial(self, trial: PlayedTrial) -> Tallies:
+        """Return the truth of the chance with which a size was tried; empty if this was no such trial."""
+        size, best = trial.record.batch_size, self._best.get(trial.record.trial_number)
+        stated = _CHANCE.search(trial.record.reason)
+        if stated is None or best is None or size == best:
+            return {}
+        tried_j, best_j = (self._true_cost_j(trial.recurrence, each) for each in (size, best))
+        return {stated[0]: (int(tried_j < best_j), 1)}
+
+    def _true_cost_j(self, recurrence: int, size: int) -> float:
+        return self._conditions.landscape_at(recurrence).profiles[size].expected_cost_j
+
+
+def _kind(recurrence: int, arm: Arm, *, is_best: bool) -> str | None:
+    """Return the kind of a size after so many recurrences, one of `BANDS`; None if it is of none of them."""
+    if is_best and recurrence:
+        return next((kind for extent, kind in _BEST.items() if recurrence in extent), _BEST_LATER)
+    if recurrence not in _FEW or arm.completed.count:
+        return None
+    if not arm.trials:
+        return _NEVER_RUN
+    return _STOPPED if arm.observed.count else None
