@@ -148,7 +148,7 @@ def policy_tables(results: PolicyResults) -> dict[str, str]:
             made[name] = _robust_rows(rows)
     for name, head, kinds in (
         ("calibration", "90 % band holds the expected cost of the", BANDS),
-        ("chances", "stated chance to be cheaper", CHANCES),
+        ("chances", "stated chance that a size is cheaper", {words: words for words in CHANCES}),
     ):
         if lines := _claims(results, kinds):
             made[name] = markdown_table([[head, *lines[0][1:]], *lines[1:]])
@@ -196,7 +196,7 @@ def _robust_rows(rows: PolicyResults) -> str:
     return markdown_table(lines)
 
 
-def _claims(results: PolicyResults, kinds: Sequence[str]) -> list[list[str]]:
+def _claims(results: PolicyResults, kinds: Mapping[str, str]) -> list[list[str]]:
     """Return a head and a line for each kind of claim: the share that was true, and the number of claims in brackets.
 
     There is a column for each policy and row with results; the list is empty if there is none.
@@ -208,11 +208,11 @@ def _claims(results: PolicyResults, kinds: Sequence[str]) -> list[list[str]]:
         if "calibration" in found
     }
     lines = [["", *columns]]
-    for kind in kinds:
+    for kind, title in kinds.items():
         found = [each.get(kind) for each in columns.values()]
         if any(found):
             lines.append(
-                [kind, *("" if each is None else f"{_share(each[0] / each[1])} ({each[1]})" for each in found)]
+                [title, *("" if each is None else f"{_share(each[0] / each[1])} ({each[1]})" for each in found)]
             )
     return lines if len(lines) > 1 else []
 

@@ -9,21 +9,28 @@ from collections.abc import Iterable
 from typing import TypeAlias
 
 from bso_server.core import policy
-from bso_server.core.model import Arm, ExpectedCost, History
+from bso_server.core.model import Arm, History
 from bso_server.core.phrases import chance_in_words
 from bso_server.simulate.play import Conditions, PlayedTrial
 
 Tallies: TypeAlias = dict[str, tuple[int, int]]
-"""Number of claims that were true, and of all claims, by kind: one of `BANDS` or `CHANCES`."""
+"""Number of claims that were true, and of all claims, by kind: a key of `BANDS` or one of `CHANCES`."""
 
-_BEST = {range(1, 3): "best known size, after 1–2 recurrences", range(3, 10): "after 3–9"}
-_BEST_LATER = "after 10 and more"
+BANDS = {
+    "best-1": "best known size, after 1–2 recurrences",
+    "best-3": "best known size, after 3–9",
+    "best-10": "best known size, after 10 and more",
+    "never-run": "size that never ran, after 3–9",
+    "stopped": "size whose runs all stopped before the target, after 3–9",
+    "any-never-run": "size that never ran, after 3–9; also if it never reaches the target",
+    "any-stopped": "size whose runs all stopped before the target, after 3–9; also if it never reaches the target",
+}
+"""Kinds of sizes whose 90 % band may hold the true expected cost, as tables name them.
+
+No band holds the infinite cost of a size that never reaches the target; only the last two kinds count such sizes.
+"""
+
 _FEW = range(3, 10)
-_NEVER_RUN = "size that never ran, after 3–9"
-_STOPPED = "size that was stopped, after 3–9"
-
-BANDS = (*_BEST.values(), _BEST_LATER, _NEVER_RUN, _STOPPED)
-"""Kinds of sizes whose 90 % band may hold the true expected cost."""
 
 CHANCES = tuple(dict.fromkeys(chance_in_words(percent / 100) for percent in range(101)))
 """Names of the chance that a size that is tried is cheaper than the best known size, ascending."""
@@ -61,19 +68,15 @@ class Calibration:
             return
         self._seen.add(recurrence)
         for size, cost in expected.costs.items():
-            kind = _kind(recurrence, history.arms[size], is_best=size == expected.best)
-            if kind is not None:
-                self._add_band(kind, cost, self._true_cost_j(recurrence, size))
+            true_j = self._true_cost_j(recurrence, size)
+            kinds = _kinds(recurrence, history.arms[size], is_best=size == expected.best, reaches=math.isfinite(true_j))
+            if cost.band_j is not None:
+                low_j, high_j = cost.band_j
+                self._tallies += [{kind: (int(low_j <= true_j <= high_j), 1)} for kind in kinds]
 
     def tallies(self, trials: Iterable[PlayedTrial]) -> Tallies:
         """Return the tallies of the job, with the chances that were stated as the reasons of its trials."""
         return total([*self._tallies, *map(self._of_trial, trials)])
-
-    def _add_band(self, kind: str, cost: ExpectedCost, true_j: float) -> None:
-        # No band could hold an infinite cost.
-        if cost.band_j is not None and math.isfinite(true_j):
-            low_j, high_j = cost.band_j
-            self._tallies.append({kind: (int(low_j <= true_j <= high_j), 1)})
 
     def _of_trial(self, trial: PlayedTrial) -> Tallies:
         """Return the truth of the chance with which a size was tried; empty if this was no such trial."""
@@ -88,12 +91,11 @@ class Calibration:
         return self._conditions.landscape_at(recurrence).profiles[size].expected_cost_j
 
 
-def _kind(recurrence: int, arm: Arm, *, is_best: bool) -> str | None:
-    """Return the kind of a size after so many recurrences, one of `BANDS`; None if it is of none of them."""
+def _kinds(recurrence: int, arm: Arm, *, is_best: bool, reaches: bool) -> list[str]:
+    """Return the kinds of a size after so many recurrences, keys of `BANDS`; `reaches`: it may reach the target."""
     if is_best and recurrence:
-        return next((kind for extent, kind in _BEST.items() if recurrence in extent), _BEST_LATER)
-    if recurrence not in _FEW or arm.completed.count:
-        return None
-    if not arm.trials:
-        return _NEVER_RUN
-    return _STOPPED if arm.observed.count else None
+        return ["best-1" if recurrence < _FEW.start else "best-3" if recurrence in _FEW else "best-10"]
+    if recurrence not in _FEW or arm.completed.count or (arm.trials and not arm.observed.count):
+        return []
+    kind = "stopped" if arm.trials else "never-run"
+    return [kind, f"any-{kind}"] if reaches else [f"any-{kind}"]

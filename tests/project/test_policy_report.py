@@ -75,9 +75,9 @@ def test_after_a_drift_its_cost_alone_counts() -> None:
 
 def test_the_rows_of_the_report(tmp_path: Path) -> None:
     folder = paper_traces(tmp_path)
-    rows = {name: row.cases(folder, 60) for name, row in ROWS.items()}
+    rows = {name: row.cases(folder, 60) for name, row in ROWS.items() if not row.is_made}
     counts = {"traces": 36, "mlperf": 6, "shuffled": 48}
-    assert {name: len(cases) for name, cases in rows.items()} == {name: counts.get(name, 12) for name in ROWS}
+    assert {name: len(cases) for name, cases in rows.items()} == {name: counts.get(name, 12) for name in rows}
     for cases in rows.values():
         assert len({case.name for case in cases}) == len(cases)
         assert {case.setting.recurrences for case in cases} == {60}
