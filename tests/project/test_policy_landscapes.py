@@ -1,0 +1,258 @@
+"""Made landscapes and their conditions in the report on policies, and the calibration of a policy's expectations."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from benchmarks.policies import cases, landscapes
+from benchmarks.policies.__main__ import main
+from benchmarks.policies.calibration import CHANCES, total
+from benchmarks.policies.cases import ROWS, Case, case_of
+from benchmarks.policies.contest import Paid, paid
+from benchmarks.policies.landscapes import FAMILIES, MadeJob, made_jobs
+from benchmarks.reports import RESULTS, entry, read_policy_results
+from benchmarks.tables import policy_tables, write_tables
+from bso_server.core.model import EpochBound, Expectations, ExpectedCost, History, Suggestion
+from bso_server.core.policy import Policy, given
+from bso_server.simulate.results import Setting, landscape_of
+from bso_server.simulate.workload import Landscape
+from tests.support import ROOT
+from tests.support.simulated import WORKLOAD, only
+from zeus_plugins.protocol import Origin, TrialState
+
+# η 0.5: an epoch of 10 s and 1000 J on 200 W costs 1500 J.
+JOB = MadeJob(
+    name="by hand",
+    batch_sizes=(8, 16, 32),
+    default_place=1,
+    max_epochs=60,
+    eta=0.5,
+    max_power_w=200.0,
+    mean_epochs=np.array([10.0, 20.0, 30.0]),
+    epochs_sd=0.2,
+    missing=np.zeros(3),
+    epoch_s=np.array([10.0, 10.0, 20.0]),
+    epoch_j=np.array([1000.0, 1000.0, 2000.0]),
+    cost_noise_sd=0.0,
+)
+
+
+def sizes_of(job: MadeJob) -> Landscape:
+    return landscape_of(job.workload(), Setting(eta=job.eta))
+
+
+def test_made_landscapes_are_within_their_ranges() -> None:
+    jobs = made_jobs()
+    assert len({job.name for job in jobs}) == 60
+    for job in jobs:
+        family, count = job.name.split()[0], len(job.batch_sizes)
+        assert family in FAMILIES
+        few = range(2, 4) if family == "few-sizes" else range(12, 13) if family == "twelve-odd-sizes" else range(5, 13)
+        assert count in few
+        assert list(job.batch_sizes) == sorted(set(job.batch_sizes))
+        assert 0.05 <= job.epochs_sd <= 0.6
+        assert 0 <= job.cost_noise_sd <= 0.5
+        sizes = sizes_of(job)
+        assert 1 <= sizes.default.expected_cost_j / sizes.oracle.expected_cost_j < 8
+        assert job.missing[job.default_place] == 0
+        assert (job.missing[0] == 1) == (family == "small-sizes-fail")
+        assert (job.missing[-1] == 1) == (family == "large-sizes-fail")
+    assert {sum(job.name.startswith(f"{family} ") for job in jobs) for family in FAMILIES} == {6}
+
+
+def test_quantiles_of_a_made_job() -> None:
+    """The mean is the job's own; 97.5 % of runs are within 1.96 σ, or 3.182/√3 = 1.837 σ with heavy tails."""
+    exact = replace(JOB, mean_epochs=np.array([1e6] * 3), missing=np.array([0.0, 0.5, 1.0]))
+    size, half, never = (np.array(each.epochs_to_target) for each in exact.workload().sizes)
+    assert size.mean() == pytest.approx(1e6, rel=0.003)
+    assert np.isinf(half).mean() == 0.5
+    assert np.isinf(never).all()
+    heavy = np.array(landscapes.with_heavy_tails(exact).workload().sizes[0].epochs_to_target)
+    for epochs, sd, reach in ((size, 0.2, 1.96), (heavy, 0.3, 1.837)):
+        log_epochs = np.log(epochs / 1e6) + sd**2 / 2
+        assert log_epochs[194:196].mean() / sd == pytest.approx(reach, rel=0.01)
+    assert heavy.max() > 1e6 * math.exp(4 * 0.3)
+
+
+def test_the_first_epoch_of_a_size_costs_15_percent_more() -> None:
+    profile = sizes_of(JOB).profiles[8]
+    assert profile.epoch_j == 1500
+    assert profile.profiling is not None
+    assert profile.profiling.energy_j == pytest.approx(1150)
+
+
+def test_changes_of_a_made_job() -> None:
+    def epochs(job: MadeJob) -> list[float]:
+        return job.mean_epochs.tolist()
+
+    assert epochs(landscapes.drifted(JOB, 0)) == [10, 20, 30]
+    assert epochs(landscapes.drifted(JOB, 1)) == pytest.approx([13.499, 38.311, 81.548], rel=1e-4)
+    assert landscapes.with_more_epochs(JOB).max_epochs == 180
+    assert epochs(landscapes.with_epochs_reversed(JOB)) == [30, 20, 10]
+    high, low = landscapes.in_season(JOB, 0.25), landscapes.in_season(JOB, 0.75)
+    assert epochs(high) == pytest.approx([12, 24, 36])
+    assert high.epoch_costs_j == pytest.approx([2100, 2100, 4200])
+    assert epochs(low) == pytest.approx([8, 16, 24])
+    assert low.epoch_costs_j == pytest.approx([900, 900, 1800])
+    # Throughput saturates 1.4 octaves above 8: log(1 + 2^1.4), log(1 + 2^0.4), log(1 + 2^-0.6).
+    costs_j = landscapes.on_faster_gpu(JOB).epoch_costs_j
+    assert costs_j == pytest.approx([600 * 3.639 / 2.3195, 600, 600 * 1.6598 / 2.3195], rel=1e-3)
+    assert landscapes.with_tight_max_epochs(JOB).max_epochs == 25
+    assert landscapes.with_epoch_noise(JOB).epochs_sd == 0.6
+    assert landscapes.with_heavy_tails(replace(JOB, epochs_sd=0.5)).epochs_sd == 0.5
+    best = landscapes.from_the_best(JOB)
+    assert best.batch_sizes[best.default_place] == 8
+
+
+def made_cases(row: str) -> list[Case]:
+    return ROWS[row].cases(Path("not needed"), 100)
+
+
+def test_rows_of_made_landscapes() -> None:
+    made = [name for name, row in ROWS.items() if row.is_made]
+    assert len(made) == 14
+    for case in made_cases("default-best"):
+        at = case.conditions.landscape
+        assert at.default.batch_size == at.oracle.batch_size
+    assert [made_cases(f"made-in-flight-{count}")[0].setting.concurrency for count in (4, 8)] == [4, 8]
+    crashing, plain = (made_cases(row)[0].conditions for row in ("made-crashes", "landscapes"))
+    assert crashing.crash_chance == 0.05
+    # The oracle's runs crash, too: half a run is lost for each of 0.05/0.95 crashes.
+    assert crashing.landscape.oracle.expected_cost_j / plain.landscape.oracle.expected_cost_j == pytest.approx(
+        1 + 0.5 / 19
+    )
+
+
+def test_rows_that_change_over_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    failing = replace(JOB, name="failing", missing=np.array([1.0, 0.0, 0.0]))
+    monkeypatch.setattr(cases, "made_jobs", lambda: (JOB, failing))
+    changed = {
+        row: made_cases(f"made-{row}") for row in ("slow-drift", "abrupt-change", "seasons", "gpu-change", "costs")
+    }
+    assert [len(row) for row in changed.values()] == [2, 1, 2, 2, 2]
+    assert {case.counted_from for row in changed.values() for case in row} == {0}
+
+    def expected_j(row: str, *recurrences: int) -> list[float]:
+        at = (changed[row][0].conditions.landscape_at(recurrence) for recurrence in recurrences)
+        return [each.profiles[8].expected_cost_j / 15000 for each in at]
+
+    approx = {"rel": 0.02}
+    assert expected_j("costs", 0, 99) == pytest.approx([1, 1], **approx)
+    drifting = [1, 1, math.exp(0.015), math.exp(0.285)]
+    assert expected_j("slow-drift", 0, 4, 5, 99) == pytest.approx(drifting, **approx)
+    assert expected_j("abrupt-change", 49, 50) == pytest.approx([1, 3], **approx)
+    assert changed["abrupt-change"][0].workload.max_epochs == 60
+    assert expected_j("seasons", 0, 3, 6, 9, 15) == pytest.approx([1, 1.68, 1, 0.48, 1.68], **approx)
+    assert expected_j("gpu-change", 39, 40) == pytest.approx([1, 0.4 * 3.639 / 2.3195], **approx)
+    assert {case.conditions.cost_noise_sd for case in changed["costs"]} == {0.5}
+
+
+def test_runs_crash_half_way_and_are_repeated() -> None:
+    """An epoch takes 1900 J and a run four epochs, so that a crash comes after two."""
+    case = case_of(only(16), Setting(recurrences=1000, beta=None, optimal_power_limits=False))
+    case = replace(case, conditions=replace(case.conditions, crash_chance=0.05))
+    job = case.play("zeus", seed=0)
+    crashed = [trial for trial in job.trials if trial.record.state is TrialState.FAILED]
+    assert 0.03 < len(crashed) / len(job.trials) < 0.07
+    assert {trial.record.epoch for trial in crashed} == {2}
+    assert {trial.cost_j for trial in crashed} == {3800}
+    assert len(job.trials) == 1000 + len(crashed)
+    assert sum(job.costs_j) == 1000 * 7600 + len(crashed) * 3800
+    assert job.unfinished == 0
+    # Rivals' runs crash by the same draws.
+    assert paid(case, "default", 0).costs_j == job.costs_j
+
+
+def test_share_of_jobs_whose_last_size_is_too_expensive() -> None:
+    case = case_of(WORKLOAD, Setting(recurrences=2))
+    # The sizes cost 15,200, 7,600, 5,700 and infinitely many joules.
+    assert [case.is_too_expensive(size) for size in (16, 32, 64, None)] == [True, False, True, True]
+    jobs = [[Paid([5700.0] * 2, last_size=size) for size in (32, 16, 32, 32)]]
+    assert entry([case], jobs, with_curve=False)["last_too_expensive"] == 0.25
+    # The floor runs the default once, and then the best.
+    assert [paid(case, name, 0).last_size for name in ("floor", "default")] == [32, 16]
+    assert paid(case_of(WORKLOAD, Setting(recurrences=1)), "gp_voi", 0).last_size == 16
+
+
+def test_calibration_of_a_made_up_history() -> None:
+    """The sizes cost 15,200, 7,600, 5,700 and infinitely many joules; 32 and 8 are tried, and 8 is stopped."""
+
+    def suggest(history: History, _: np.random.Generator) -> Suggestion:
+        trials = sum(arm.trials for arm in history.arms.values())
+        if trials == 2:
+            return Suggestion(32, Origin.EXPLORATION, "tried 32: about a three-in-four chance to beat 16")
+        if trials == 3:
+            reason = "tried 8: about a third chance to beat 16"
+            return Suggestion(8, Origin.EXPLORATION, reason, bound=EpochBound(1, "enough"))
+        return Suggestion(16, Origin.INCUMBENT, "to try 8, with about an even chance to beat it, would not pay")
+
+    def expectations(history: History) -> Expectations:
+        recurrences = history.recurrences
+        if not recurrences:
+            return Expectations({}, None)
+        bands = {
+            8: (15100.0, 15300.0) if recurrences < 8 else (15300.0, 15400.0),
+            16: (7000.0, 7700.0) if recurrences > 1 else (7000.0, 7500.0),
+            32: (1.0, 2.0),
+            64: (1.0, 1e9),
+        }
+        return Expectations({size: ExpectedCost(1.0, band_j) for size, band_j in bands.items()}, 16)
+
+    case = case_of(WORKLOAD, Setting(recurrences=12, optimal_power_limits=False))
+    with given("seer", Policy(version="1", suggest=suggest, expectations=expectations)):
+        tallies = paid(case, "seer", 0, calibrates=True).tallies
+    # Recurrence 3, counted from 0, tries 8, and repeats the run at 16. Size 64 would never reach the target.
+    assert tallies == {
+        "best-1": (1, 2),
+        "best-3": (7, 7),
+        "best-10": (2, 2),
+        "never-run": (1, 1),
+        "stopped": (4, 6),
+        "any-never-run": (1, 8),
+        "any-stopped": (4, 6),
+        "about a third chance": (0, 1),
+        "about a three-in-four chance": (1, 1),
+    }
+    assert total([tallies, tallies])["stopped"] == (8, 12)
+
+
+def report(folder: Path, *options: str) -> int:
+    return main(["report", "--results", str(folder / "results.json"), *options])
+
+
+def test_made_rows_need_no_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert report(tmp_path, "--only", "landscapes", "traces", "noise") == 1
+    assert "traces, noise: these rows need --traces DIR" in capsys.readouterr().err
+    assert not (tmp_path / "results.json").exists()
+    monkeypatch.setattr(cases, "made_jobs", lambda: (JOB,))
+    chosen = ["--only", "landscapes", "made-crashes", "--policies", "gp_voi", "default", "--seeds", "1"]
+    assert report(tmp_path, *chosen, "--workers", "1") == 0
+    results = read_policy_results(tmp_path / "results.json")
+    tables = policy_tables(results)
+    assert list(tables) == ["landscapes", "made-conditions", "calibration", "chances"]
+    head, _, own, default = tables["landscapes"].splitlines()
+    assert "| worst | last size > 5 % too expensive | given up |" in head
+    assert "| 0 % | 0 | 1 |" in own
+    assert "| 100 % | 0 | 1 |" in default
+    assert "|  | last size > 5 % too expensive | 0 % | 100 % |" in tables["made-conditions"]
+    assert tables["calibration"].startswith("| 90 % band holds the expected cost of the | landscapes, `gp_voi` |\n")
+    assert results["landscapes"]["gp_voi"]["calibration"]["best-10"][1] == 90
+    assert set(results["landscapes"]["gp_voi"]["calibration"]) & set(CHANCES)
+    assert "calibration" not in results["made-crashes"]["gp_voi"]
+    # What was measured stays, if nothing is measured anew.
+    assert report(tmp_path) == 0
+    assert read_policy_results(tmp_path / "results.json") == results
+
+
+def test_documented_tables_are_those_of_the_results(tmp_path: Path) -> None:
+    page, shown = tmp_path / "policy.md", (ROOT / "docs/policy.md").read_text("utf-8")
+    page.write_text(shown, "utf-8")
+    write_tables(policy_tables(read_policy_results(RESULTS / "policies.json")), [page])
+    assert page.read_text("utf-8") == shown
