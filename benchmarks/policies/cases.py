@@ -341,7 +341,7 @@ def _two_sizes(folder: Path, recurrences: int) -> list[Case]:
 
 _GPU_CHANGE_AT = 40
 _SEASON = 12
-# A slow drift goes on after as many recurrences, up to the last of so many.
+# A slow drift takes 100 recurrences and advances every fifth, because each landscape takes memory.
 _DRIFT_STEP = 5
 _DRIFT_LENGTH = 100
 _CRASH_CHANCE = 0.05

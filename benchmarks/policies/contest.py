@@ -239,7 +239,7 @@ class Paid(NamedTuple):
         costs_j: Cost of each recurrence, joules, shape (recurrences,); infinite if it is never finished.
         given_up: Recurrences that a policy gave up, so that the default had to finish them.
         last_size: Batch size of the last recurrence that reached the target; None if none did.
-        tallies: Calibration of the policy, if it was looked at.
+        tallies: Calibration of the policy; None if it was not requested.
     """
 
     costs_j: list[float]

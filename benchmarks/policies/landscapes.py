@@ -208,7 +208,7 @@ FAMILIES: dict[str, _Family] = {
     "independent-sizes": _independent,
     "twelve-odd-sizes": _lawful,
 }
-"""Shapes of landscapes by name; the last but two and the last differ from the first in their sizes only."""
+"""Shapes of landscapes by name; `few-sizes` and `twelve-odd-sizes` differ from `law` in their batch sizes only."""
 
 
 def _sizes(rng: np.random.Generator, family: str) -> tuple[int, ...]:
