@@ -57,7 +57,7 @@ def relayed_url(database_url: str, relay: Relay) -> str:
 
 @pytest.fixture(scope="module")
 def relayed_server(relayed_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    server = ServerProcess(relayed_url, tmp_path_factory.mktemp("server") / "server.log", database_timeout_s=15.0)
+    server = ServerProcess(relayed_url, tmp_path_factory.mktemp("server") / "server.log", database_timeout_s=45.0)
     server.start("--insecure", "--migrate")
     yield server
     server.kill()
