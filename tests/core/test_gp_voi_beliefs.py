@@ -14,7 +14,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from bso_server.core.gp_voi.beliefs import Belief, Outcome, Streak, after, after_outcome, posterior_of
+from bso_server.core.gp_voi.beliefs import (
+    Belief,
+    Outcome,
+    Streak,
+    Surprises,
+    after,
+    after_outcome,
+    beliefs_with,
+    posterior_of,
+)
 from bso_server.core.gp_voi.gaussian_process import cost_posterior
 from bso_server.core.gp_voi.prior import CONSTANTS, Sizes
 from bso_server.core.gp_voi.run_costs import CostRun, CostRuns, change_of, epoch_variance, run_variance, summary_of
@@ -45,7 +54,7 @@ def test_a_success_is_learned_and_fades() -> None:
     assert beliefs[3].observed.mean == math.log(10)
     assert beliefs[3].converged
     assert beliefs[3].costs == (CostRun(math.log(10), 9),)
-    assert beliefs[0] == Belief()
+    assert beliefs[0] == Belief(idle=1)
     beliefs = learned([outcome(3, 10), outcome(2, 10)])
     assert beliefs[3].observed.weight == pytest.approx(fade**2)
 
@@ -79,8 +88,15 @@ def test_a_run_that_fails_counts_as_bad_luck_until_there_are_too_many() -> None:
     twice = after_outcome(SIZES, once, failure)
     assert (twice[3].converged, twice[3].streak) == (False, Streak())
     assert twice[3].exact.weight == pytest.approx(CONSTANTS.kept_weight)
-    # Where more successes have been seen, one failure is already less probable than that.
-    assert not learned([*[outcome(3, 10)] * 4, failure])[3].converged
+    # A single failure is no change, however many successes have been seen before it.
+    assert learned([*[outcome(3, 10)] * 40, failure])[3].converged
+    # A size that has never reached the target learns from its failure as from a run that was stopped.
+    never = replace(failure, index=2)
+    failed = after_outcome(SIZES, beliefs, never)
+    stopped = after_outcome(SIZES, beliefs, replace(never, conclusive=False))
+    assert failed[2].observed == stopped[2].observed
+    assert posterior_of(SIZES, failed).mean[2] > posterior_of(SIZES, beliefs).mean[2] + 0.5
+    assert (failed[2].failures, stopped[2].failures) == (1, 0)
 
 
 def test_what_epochs_cost_by_the_latest_runs() -> None:
@@ -103,7 +119,8 @@ def test_two_dear_runs_in_a_row_say_that_epochs_cost_something_else_now() -> Non
     assert (twice[3].costs, twice[3].are_costs_guessed) == ((CostRun(3.5, 9),) * 2, False)
     # Whether those of other sizes have changed as much is open; their next run tells.
     assert (twice[1].costs, twice[1].are_costs_guessed) == ((CostRun(2.1, 9, drift=1.5),), True)
-    assert (twice[0], twice[2], twice[4]) == (once[0], once[2], once[4])
+    for index in (0, 2, 4):
+        assert twice[index] == replace(once[index], idle=once[index].idle + 1)
     found = cost_posterior(SIZES, tuple(each.costs for each in twice))
     assert found.mean[3] == pytest.approx(3.5, abs=0.05)
     assert found.mean[1] > 3.0
@@ -115,7 +132,9 @@ def test_two_dear_runs_in_a_row_say_that_epochs_cost_something_else_now() -> Non
 def test_first_epochs_are_all_that_is_known_of_some_jobs() -> None:
     only_first = [replace(outcome(3, 1), cost=None, log_first_cost=value) for value in (2.0, 3.0)]
     belief = learned(only_first)[3]
-    assert (belief.costs, belief.are_costs_guessed) == ((CostRun(2.0, 1), CostRun(3.0, 1)), True)
+    # The second is no size's first trial, and may have no start-up.
+    doubt = CONSTANTS.first_epoch_sd**2
+    assert (belief.costs, belief.are_costs_guessed) == ((CostRun(2.0, 1), CostRun(3.0, 1, doubt=doubt)), True)
     assert belief.log_startup is None
     # Where start-up is known it is taken off, and little is made of the rest; a longer run replaces it.
     long = replace(outcome(3, 10), log_first_cost=3.0, cost=CostRun(2.0, 9))
@@ -151,22 +170,42 @@ def test_surprises_mean_that_the_job_has_changed() -> None:
     def off_by(sds: float) -> Outcome:
         return outcome(3, math.exp(mean + sds * math.sqrt(variance)))
 
-    # Once is luck, twice in a row is a change.
-    once = after_outcome(SIZES, beliefs, off_by(4.0))
-    assert once[3].surprise == pytest.approx(4.0, rel=1e-3)
+    # Deviations count up to 4 σ, each less ½ σ: two of them are luck, three in a row are a change.
+    once = after_outcome(SIZES, beliefs, off_by(40.0))
+    assert once[3].surprises == Surprises(up=3.5, down=0.0)
     assert once[2].observed.weight == pytest.approx(remembered * CONSTANTS.forgetting)
-    # What comes as expected in between makes it luck again.
-    between = after_outcome(SIZES, after_outcome(SIZES, once, outcome(3, 10)), off_by(4.0))
-    assert between[2].observed.weight == pytest.approx(remembered * CONSTANTS.forgetting**3)
-    twice = after_outcome(SIZES, once, off_by(8.0))
-    assert twice[2].observed.weight == pytest.approx(CONSTANTS.kept_weight * CONSTANTS.forgetting)
-    assert twice[3].observed.weight == pytest.approx((CONSTANTS.kept_weight + 1) * CONSTANTS.forgetting)
-    assert (len(twice[2].costs), twice[3].surprise) == (1, 0.0)
-    stopped = after_outcome(SIZES, after_outcome(SIZES, once, outcome(2, 20, reached=False)), off_by(8.0))
-    assert stopped[2].survived == 0
-    # One that is twice as far off is a change at once.
-    assert after_outcome(SIZES, beliefs, off_by(5.9))[2].observed.weight > 3
-    assert after_outcome(SIZES, beliefs, off_by(6.1))[2].observed.weight < 1
+    assert Surprises().including(4.0).including(4.0).including(-0.5) == Surprises(up=6.0, down=0.0)
+    assert Surprises(up=6.0).including(-40.0) == Surprises(up=1.5, down=3.5)
+    assert Surprises(up=6.0).including(4.0).most > CONSTANTS.cusum_bound > Surprises(up=3.5).including(4.0).most
+    near = beliefs_with(once, replace(once[3], surprises=Surprises(up=7.0)), 3)
+    changed = after_outcome(SIZES, near, off_by(40.0))
+    assert changed[2].observed.weight == pytest.approx(CONSTANTS.kept_weight * CONSTANTS.forgetting)
+    assert changed[3].observed.weight == pytest.approx((CONSTANTS.kept_weight + 1) * CONSTANTS.forgetting)
+    assert (len(changed[2].costs), changed[3].surprises, changed[2].survived) == (1, Surprises(), 0)
+
+
+@pytest.mark.parametrize("sd", [0.1, 0.35, 0.6])
+def test_a_job_that_never_changes_is_seldom_forgotten(sd: float) -> None:
+    rng, forgotten = np.random.default_rng(3), 0
+    for _ in range(4):
+        beliefs = learned([outcome(3, 20)])
+        for _ in range(100):
+            before = beliefs[3].observed.weight
+            beliefs = after_outcome(SIZES, beliefs, outcome(3, 20 * math.exp(sd * rng.standard_normal())))
+            forgotten += beliefs[3].observed.weight < before
+    assert forgotten <= 1
+
+
+def test_epochs_that_double_are_noticed_in_noise() -> None:
+    """The epochs of a job whose runs vary by 32 % double: within twenty runs it has begun anew."""
+    for seed in range(5):
+        rng = np.random.default_rng(seed)
+        beliefs = learned([outcome(3, 20 * math.exp(0.32 * rng.standard_normal())) for _ in range(20)])
+        weights = []
+        for _ in range(20):
+            beliefs = after_outcome(SIZES, beliefs, outcome(3, 40 * math.exp(0.32 * rng.standard_normal())))
+            weights.append(beliefs[3].observed.weight)
+        assert min(weights) < 10
 
 
 outcomes = st.builds(

@@ -21,7 +21,6 @@ from bso_server.core.gp_voi.gaussian_process import (
     hazard,
     log_cdf,
     moments_given_larger,
-    run_variance,
 )
 from bso_server.core.gp_voi.prior import CONSTANTS, Array, Sizes, laws
 from bso_server.core.gp_voi.run_costs import CostRun, CostRuns, summary_of
@@ -220,23 +219,28 @@ def test_the_posterior_of_epochs_is_that_of_every_single_run(runs: list[tuple[in
     seen = [index for index, ys in enumerate(per_size) if ys]
     averages = np.array([np.mean(per_size[index]) for index in seen])
     level = float(averages.mean())
-    variance = max(run_variance(exact), math.exp(-2 * level) / 12)
-    assert found.run_variance == pytest.approx(variance)
     at, values = [index for index, _ in runs], np.array([y for _, y in runs])
-    families = []
-    for family, part in zip(laws(SIZES).epochs, ("smooth", "lawless"), strict=True):
-        covariance = kernel(part)
-        noisy = covariance[np.ix_(seen, seen)] + np.diag([variance / len(per_size[index]) for index in seen])
-        means, log_weights, misfits = [], [], []
-        for center, log_chance in zip(family.means + level, family.log_weights, strict=True):
-            mean, narrowed, evidence = conditioned(center, covariance, at, values, np.full(len(runs), variance))
-            means.append(mean)
-            log_weights.append(evidence + log_chance)
-            misfits.append((averages - center[seen]) @ np.linalg.solve(noisy, averages - center[seen]))
-        weights = np.exp(np.array(log_weights) - max(log_weights))
-        misfit = weights @ misfits / weights.sum()
-        scale = (CONSTANTS.scale_dof + misfit) / (CONSTANTS.scale_dof + len(seen) - 1)
-        families.append((means, narrowed * np.clip(scale, 1, CONSTANTS.largest_scale), log_weights))
+    families, variances, chances = [], [], []
+    for sd in CONSTANTS.run_sds:
+        variance = max(sd * sd, math.exp(-2 * level) / 12)
+        log_prior = stats.norm.logpdf(math.log(sd), math.log(CONSTANTS.run_sd), CONSTANTS.run_sd_spread)
+        for family, part in zip(laws(SIZES).epochs, ("smooth", "lawless"), strict=True):
+            covariance = kernel(part)
+            noisy = covariance[np.ix_(seen, seen)] + np.diag([variance / len(per_size[index]) for index in seen])
+            means, log_weights, misfits = [], [], []
+            for center, log_chance in zip(family.means + level, family.log_weights, strict=True):
+                mean, narrowed, evidence = conditioned(center, covariance, at, values, np.full(len(runs), variance))
+                means.append(mean)
+                log_weights.append(evidence + log_chance + log_prior)
+                misfits.append((averages - center[seen]) @ np.linalg.solve(noisy, averages - center[seen]))
+            weights = np.exp(np.array(log_weights) - max(log_weights))
+            misfit = weights @ misfits / weights.sum()
+            scale = (CONSTANTS.scale_dof + misfit) / (CONSTANTS.scale_dof + len(seen) - 1)
+            families.append((means, narrowed * np.clip(scale, 1, CONSTANTS.largest_scale), log_weights))
+            variances.append(variance)
+            chances.append(max(log_weights) + math.log(weights.sum()))
+    shares = np.exp(np.array(chances) - max(chances))
+    assert found.run_variance == pytest.approx(shares @ variances / shares.sum(), rel=1e-3)
     assert sum(each.weights.sum() for each in found.components) == pytest.approx(1)
     mean, covariance = mixed(families)
     assert found.mean == pytest.approx(mean, abs=1e-5)
@@ -244,18 +248,22 @@ def test_the_posterior_of_epochs_is_that_of_every_single_run(runs: list[tuple[in
     assert found.variance == pytest.approx(np.diag(covariance), abs=1e-5)
 
 
-def test_run_variance_by_hand() -> None:
-    # Deviations of ±0.1 at one size, and of ±0.2 at another: 0.02 + 0.08 with one degree of freedom each.
-    pairs = (statistics([1.0, 1.2]), statistics([2.0, 2.4]), statistics([3.0]), WeightedStatistics())
-    assert run_variance(pairs) == pytest.approx((2 * 0.08**2 + (0.02 + 0.08) / 2) / (2 + 2 / 2))
-    assert run_variance((WeightedStatistics(),)) == pytest.approx(0.08**2)
-    assert run_variance((WeightedStatistics(1e6, 1.0, 0.0),)) == pytest.approx(0.02**2)
+def test_runs_that_vary_say_by_how_much() -> None:
+    def variance(of_one_size: Sequence[float]) -> float:
+        seen = (statistics(of_one_size), *[WeightedStatistics()] * 4)
+        return epochs_posterior(SIZES, seen, seen, 0.01).run_variance
+
+    # Without a second run: E σ² over the grid, with weights exp(−½·(ln(σ / 0.08) / 0.5)²).
+    assert variance([2.0]) == pytest.approx(0.0102, rel=0.05)
+    assert variance([2.0, 2.05, 1.95] * 10) == pytest.approx(0.04**2, rel=0.1)
+    assert variance([2.0, 2.6, 1.4] * 4) > 0.15
 
 
 def test_a_step_between_validations_is_noise() -> None:
     one = (statistics([math.log(2)]),) + (WeightedStatistics(),) * 4
-    assert epochs_posterior(SIZES, one, one, 1.0).run_variance == pytest.approx(0.25 / 12)
-    assert epochs_posterior(SIZES, one, one, 0.1).run_variance == pytest.approx(0.08**2)
+    # (1 epoch of 2)² / 12 is a σ of 0.14, below which there is none.
+    assert epochs_posterior(SIZES, one, one, 1.0).run_variance > 0.25 / 12
+    assert epochs_posterior(SIZES, one, one, 0.1).run_variance < 0.25 / 12
 
 
 def test_surprises_make_all_beliefs_less_sure() -> None:
@@ -268,9 +276,9 @@ def test_surprises_make_all_beliefs_less_sure() -> None:
     expected, surprised = belief_after(2.0), belief_after(4.0)
     widest = max(float(np.diag(each.covariance)[4]) for each in surprised.components)
     assert widest > 3 * max(float(np.diag(each.covariance)[4]) for each in expected.components)
-    # By then the job follows no law: size 48 needs what it needs.
-    assert surprised.mean[2] == pytest.approx(4.0, abs=0.3)
-    assert surprised.mean[1] == pytest.approx(2.0, abs=0.3)
+    # By then the job follows no law, or its runs vary much: size 48 needs about what it needed.
+    assert surprised.mean[2] > 3.0
+    assert surprised.mean[1] == pytest.approx(2.0, abs=0.5)
 
 
 cost_runs = st.lists(

@@ -37,6 +37,29 @@ class Streak:
 
 
 @dataclass(frozen=True, slots=True)
+class Surprises:
+    """Cumulative sums of deviations from expectation, in σ, upwards and downwards (CUSUM: Page, Biometrika 41, 1954).
+
+    A sum grows while runs deviate in its direction by more than `cusum_step`, and falls to 0 otherwise. So it tells a
+    lasting change, however small against the variation from run to run, from a single deviating run.
+    """
+
+    up: float = 0.0
+    down: float = 0.0
+
+    @property
+    def most(self) -> float:
+        """The larger of the two sums."""
+        return max(self.up, self.down)
+
+    def including(self, deviation: float) -> Surprises:
+        """Add the deviation of a run, limited to `largest_surprise`."""
+        limit, step = CONSTANTS.largest_surprise, CONSTANTS.cusum_step
+        deviation = min(max(deviation, -limit), limit)
+        return Surprises(max(0.0, self.up + deviation - step), max(0.0, self.down - deviation - step))
+
+
+@dataclass(frozen=True, slots=True)
 class Belief:
     """Memory of one batch size.
 
@@ -53,7 +76,8 @@ class Belief:
         converged: True if the size is known to reach the target.
         survived: Most epochs that a run had without reaching the target, since the job last changed.
         missed: Trials of this size that missed the target since a trial of any size last reached it.
-        surprise: Deviation of the latest run that reached the target from its expectation, in σ.
+        idle: Recurrences of the job since a trial of this size.
+        surprises: Sums of the deviations of runs that reached the target from their expectations.
         streak: Current streak of failures.
     """
 
@@ -67,7 +91,8 @@ class Belief:
     converged: bool = False
     survived: float = 0.0
     missed: int = 0
-    surprise: float = 0.0
+    idle: int = 0
+    surprises: Surprises = field(default_factory=Surprises)
     streak: Streak = field(default_factory=Streak)
 
     @property
@@ -170,7 +195,7 @@ def after_outcome(sizes: Sizes, beliefs: Beliefs, outcome: Outcome) -> Beliefs:
     index, log_epochs, surprise = outcome.index, math.log(outcome.epochs), 0.0
     if beliefs[index].is_observed:
         mean, variance = posterior_of(sizes, beliefs).of_run(index)
-        surprise = abs((log_epochs - mean) / math.sqrt(variance))
+        surprise = (log_epochs - mean) / math.sqrt(variance)
     beliefs = _with_cost(sizes, beliefs, outcome)
     if outcome.reached:
         return _after_success(beliefs, index, log_epochs, surprise)
@@ -179,7 +204,8 @@ def after_outcome(sizes: Sizes, beliefs: Beliefs, outcome: Outcome) -> Beliefs:
     else:
         beliefs = _after_stop(sizes, _changed(beliefs, index, streak=Streak()), index, log_epochs)
     belief = beliefs[index]
-    return _changed(beliefs, index, survived=max(belief.survived, outcome.epochs), missed=belief.missed + 1)
+    survived = max(belief.survived, outcome.epochs)
+    return _changed(beliefs, index, survived=survived, missed=belief.missed + 1, idle=0)
 
 
 def expected_startup(sizes: Sizes, beliefs: Beliefs, index: int) -> float | None:
@@ -195,7 +221,9 @@ def _with_cost(sizes: Sizes, beliefs: Beliefs, outcome: Outcome) -> Beliefs:
     belief = replace(beliefs[index], epoch_step=min(outcome.epoch_step, 1.0))
     if later is None:
         if first is not None:
-            belief = belief.perhaps_costing(first, expected_startup(sizes, beliefs, index), outcome.doubt)
+            # Power limits are tried out in the first trial of a size alone.
+            startup = 0.0 if belief.has_cost else expected_startup(sizes, beliefs, index)
+            belief = belief.perhaps_costing(first, startup, outcome.doubt)
         return beliefs_with(beliefs, belief, index)
     if not belief.has_cost and first is not None:
         belief = replace(belief, log_startup=first - later.log_cost)
@@ -211,29 +239,33 @@ def _with_cost(sizes: Sizes, beliefs: Beliefs, outcome: Outcome) -> Beliefs:
 def _after_success(beliefs: Beliefs, index: int, log_epochs: float, surprise: float) -> Beliefs:
     belief = beliefs[index]
     if belief.converged and belief.is_observed:
-        limit = CONSTANTS.drift_sds
-        if surprise > 2 * limit or (surprise > limit and belief.surprise > limit):
+        sums = belief.surprises.including(surprise)
+        if sums.most > CONSTANTS.cusum_bound:
             beliefs = _after_drift(beliefs)
         else:
-            beliefs = _changed(beliefs, index, surprise=surprise)
+            beliefs = _changed(beliefs, index, surprises=sums)
     belief = beliefs[index]
     observed, exact = belief.observed.including(log_epochs), belief.exact.including(log_epochs)
     beliefs = _changed(beliefs, index, observed=observed, exact=exact, converged=True, streak=Streak())
-    faded = (each.forgetting(CONSTANTS.forgetting) for each in beliefs)
-    return tuple(replace(each, missed=0) if each.missed else each for each in faded)
+    faded = [each.forgetting(CONSTANTS.forgetting) for each in beliefs]
+    rested = (replace(each, missed=0, idle=each.idle + 1) for each in faded)
+    return _changed(tuple(rested), index, idle=0)
 
 
 def _after_failure(sizes: Sizes, beliefs: Beliefs, index: int, log_epochs: float) -> Beliefs:
     """Return the beliefs after a run failed that should have reached the target.
 
-    k failures in a row have the probability p^k, with the failure chance p believed before them. A streak that is too
-    improbable means that the job has changed.
+    If the size has never reached it, the run is a right-censored observation like any other. Else k failures in a row
+    have the probability p^k, with the failure chance p believed before them. A streak that is too improbable means that
+    the job has changed.
     """
     belief = beliefs[index]
     chance = belief.streak.chance if belief.streak.length else belief.failure_chance
     streak = Streak(belief.streak.length + 1, chance)
     beliefs = _changed(beliefs, index, failures=belief.failures + 1, streak=streak)
-    if not belief.converged or chance**streak.length >= CONSTANTS.streak_chance:
+    if not belief.converged:
+        return _after_stop(sizes, beliefs, index, log_epochs)
+    if streak.length < CONSTANTS.least_streak or chance**streak.length >= CONSTANTS.streak_chance:
         return beliefs
     return _after_stop(sizes, _changed(_after_drift(beliefs), index, converged=False), index, log_epochs)
 
@@ -267,7 +299,7 @@ def _after_drift(beliefs: Beliefs) -> Beliefs:
     for belief in beliefs:
         weight = belief.observed.weight
         kept = belief.forgetting(min(1.0, CONSTANTS.kept_weight / weight) if weight else 1.0)
-        forgotten.append(replace(kept, costs=belief.costs[-1:], survived=0.0, surprise=0.0, streak=Streak()))
+        forgotten.append(replace(kept, costs=belief.costs[-1:], survived=0.0, surprises=Surprises(), streak=Streak()))
     return tuple(forgotten)
 
 

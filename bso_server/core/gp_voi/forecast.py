@@ -22,6 +22,9 @@ from bso_server.core.quality import left_out
 
 _LEAST_EPOCHS = 1e-300
 
+# A size whose runs have a smaller sum of weights has, in effect, a single run.
+_SECOND_RUN = 1.5
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Samples:
@@ -119,8 +122,13 @@ class Forecast:
         return self._limited_j(index, sum(float(each.variance[index]) for each in self.known) / 2)
 
     def band_j(self, index: int) -> tuple[float, float]:
-        """Return the ends of the 90 % band of the expected cost, ``exp(μ + s²/2 ∓ 1.645·√V)``, with the same limit."""
-        reach = BAND_SDS * math.sqrt(sum(float(each.variance[index]) for each in self.known))
+        """Return the ends of the 90 % band of the expected cost, ``exp(μ + s²/2 ∓ t·√V)``, with the same limit.
+
+        t is the quantile of Student's distribution, because s is an estimate of few runs.
+        """
+        freedom = sum(max(belief.exact.weight - 1, 0.0) for belief in self.beliefs)
+        reach = _student(CONSTANTS.band_freedom + freedom)
+        reach *= math.sqrt(sum(float(each.variance[index]) for each in self.known))
         return self._limited_j(index, -reach), self._limited_j(index, reach)
 
     def _limited_j(self, index: int, log_factor: float) -> float:
@@ -149,6 +157,23 @@ class Forecast:
     def is_open(self) -> NDArray[np.bool_]:
         """True for sizes of which no run has reached the target, shape (B,)."""
         return np.array([not belief.exact.weight for belief in self.beliefs])
+
+    def is_in_doubt(self, index: int) -> bool:
+        """Return True if only the laws say that a size costs more than the incumbent, and not its own runs.
+
+        Without a success, it is in doubt until a run has cost as much as a run of the incumbent does. After a single
+        success, it is if the lower end of the 90 % band of that run is below the incumbent by more than `check_saving`.
+        After more, the value of information decides alone.
+        """
+        belief, (epochs, costs) = self.beliefs[index], self.known
+        if not belief.has_cost:
+            return True
+        limit = float(self.mean[self.incumbent] - costs.mean[index] - self.retries[index])
+        weight = belief.exact.weight
+        if not weight:
+            return math.log(belief.survived + 1) < limit
+        sd = math.sqrt((epochs.run_variance + costs.run_variance) / weight)
+        return weight < _SECOND_RUN and belief.exact.mean - BAND_SDS * sd < limit - CONSTANTS.check_saving
 
     @cached_property
     def samples(self) -> Samples:
@@ -196,6 +221,17 @@ def beliefs_of(history: History, in_flight: Iterable[TrialRecord]) -> Beliefs:
         if run is not None and not belief.has_cost:
             beliefs[trial.batch_size] = belief.costing(run)
     return tuple(beliefs.values())
+
+
+def _student(freedom: float) -> float:
+    """Return the 95 % quantile of Student's distribution, for at least 3 degrees of freedom, to 0.01.
+
+    (Abramowitz, Stegun, Handbook of Mathematical Functions, 1964, 26.7.5.)
+    """
+    z = BAND_SDS
+    first, second = (z**3 + z) / 4, (5 * z**5 + 16 * z**3 + 3 * z) / 96
+    third = (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384
+    return z + first / freedom + second / freedom**2 + third / freedom**3
 
 
 # Multiples of the golden ratio are spread evenly over [0, 1) (Knuth, The Art of Computer Programming 3, §6.4).

@@ -135,22 +135,6 @@ def _root(covariance: Array) -> Array:
     return np.asarray(np.linalg.cholesky(covariance + ridge * np.eye(len(covariance))), dtype=np.float64)
 
 
-def run_variance(exact: Sequence[WeightedStatistics]) -> float:
-    """Return the variance of log epochs from run to run, pooled over sizes; `exact` as in `Belief.exact`, per size.
-
-    The precision 1/s² has a gamma prior of shape a (`run_sd_strength`) and mean 1/s₀² (`run_sd`). s² is the inverse of
-    its posterior mean (Murphy, Machine Learning, 2012, §4.6.2.2), and s is at least `least_run_sd`. With the squared
-    deviations from each size's own mean, and their degrees of freedom Σ (n_b − 1)::
-
-        s² = (a·s₀² + Σ squared deviations / 2) / (a + degrees of freedom / 2)
-    """
-    deviations = sum(size.squared_deviations for size in exact)
-    freedom = sum(max(size.weight - 1, 0.0) for size in exact)
-    strength = CONSTANTS.run_sd_strength
-    pooled = (strength * CONSTANTS.run_sd**2 + max(deviations, 0.0) / 2) / (strength + freedom / 2)
-    return max(pooled, CONSTANTS.least_run_sd**2)
-
-
 @lru_cache(maxsize=256)
 def epochs_posterior(
     sizes: Sizes,
@@ -160,9 +144,9 @@ def epochs_posterior(
 ) -> Posterior:
     """Return the posterior of log epochs to the target at every size.
 
-    `observed` and `exact` are fields of `Belief`, per size; at least one size has observations. A run reaches the
-    target somewhere within the step (in epochs) at which it validates. So its variance s² is at least
-    ``(step/e^m)²/12``, with the mean m of the observations.
+    `observed` and `exact` are fields of `Belief`, per size; at least one size has observations. The variance of runs is
+    uncertain, so each σ on a grid is a further hypothesis, weighed by the deviations of runs at one size and by how well the sizes follow the laws. A run reaches the target somewhere within the step (in epochs) at which
+    it validates. So its variance is at least ``(step/e^m)²/12``, with the mean m of the observations.
 
     Residuals that no hypothesis expected widen the covariance of a family, as in a Student-t process (Shah, Wilson,
     Ghahramani, AISTATS 2014, equation 6), by the factor ``q = (ν + E[rᵀA⁻¹r]) / (ν + |O| − 1)``, limited to
@@ -170,20 +154,39 @@ def epochs_posterior(
     """
     known = [index for index, size in enumerate(observed) if size.weight > _LEAST_WEIGHT]
     values = np.array([observed[index].mean for index in known])
+    weights = np.array([observed[index].weight for index in known])
     level = float(values.mean())
-    variance = max(run_variance(exact), (epoch_step * bounded_exp(-level)) ** 2 / 12)
-    noise = variance / np.array([observed[index].weight for index in known])
     nu = CONSTANTS.scale_dof
-    found = []
-    for family in laws(sizes).epochs:
-        given = _given(family, known, values - level, noise)
-        # Relative weights stay finite even if the whole family's weights underflow.
-        posterior = given.family
-        weights = np.exp(posterior.log_weights - posterior.log_weights.max())
-        misfit = float(weights @ given.misfits / weights.sum())
-        scale = min(max((nu + misfit) / (nu + len(known) - 1), 1.0), CONSTANTS.largest_scale)
-        found.append(Family(posterior.means + level, posterior.log_weights, posterior.kernel * scale))
-    return Posterior(_mixed(found), variance)
+    step = (epoch_step * bounded_exp(-level)) ** 2 / 12
+    found, chances, variances = [], [], []
+    for sd in CONSTANTS.run_sds:
+        variance = max(sd * sd, step)
+        log_chance = _log_chance(sd, variance, exact)
+        for family in laws(sizes).epochs:
+            given = _given(family, known, values - level, variance / weights)
+            # Relative weights stay finite even if the whole family's weights underflow.
+            posterior = given.family
+            relative = np.exp(posterior.log_weights - posterior.log_weights.max())
+            misfit = float(relative @ given.misfits / relative.sum())
+            scale = min(max((nu + misfit) / (nu + len(known) - 1), 1.0), CONSTANTS.largest_scale)
+            log_weights = posterior.log_weights + log_chance
+            found.append(Family(posterior.means + level, log_weights, posterior.kernel * scale))
+            chances.append(_log_sum(log_weights))
+            variances.append(variance)
+    shares = np.exp(np.array(chances) - max(chances))
+    return Posterior(_mixed(found), float(shares @ np.array(variances) / shares.sum()))
+
+
+def _log_chance(sd: float, variance: float, exact: Sequence[WeightedStatistics]) -> float:
+    """Return the log probability, up to a constant, that runs vary by the σ `sd`, given the runs of each size.
+
+    σ has a log-normal prior around `run_sd`. The likelihood is that of the squared deviations from each size's own
+    mean, with f = Σ (n_b − 1) degrees of freedom: ``v^(−f/2) · exp(−Σ squared deviations / 2v)`` for the variance v.
+    """
+    deviations = max(sum(size.squared_deviations for size in exact), 0.0)
+    freedom = sum(max(size.weight - 1, 0.0) for size in exact)
+    log_prior = -0.5 * (math.log(sd / CONSTANTS.run_sd) / CONSTANTS.run_sd_spread) ** 2
+    return log_prior - 0.5 * deviations / variance - 0.5 * freedom * math.log(variance)
 
 
 @lru_cache(maxsize=256)

@@ -70,13 +70,17 @@ def suggest(history: History, rng: np.random.Generator) -> Suggestion:  # noqa: 
     if not any(belief.is_observed for belief in beliefs):
         return _first(history, beliefs, available)
     forecast, values = Forecast.of(history, beliefs, history.in_flight), dict[int, Worth]()
-    # A recurrence of the job pays for at most one trial of another size.
-    may_explore = forecast.incumbent_converges and not trials_missed(beliefs)
-    if may_explore:
-        values = worths(forecast, _candidates(forecast), stop_shares(job.beta_knob), max_epochs=job.max_epochs)
-    choice = _chosen(history, forecast, values)
-    if may_explore and choice[0] == forecast.incumbent:
-        choice = _check(history, forecast) or choice
+    # A recurrence of the job pays for at most so many trials of other sizes.
+    may_explore = forecast.incumbent_converges and trials_missed(beliefs) < CONSTANTS.most_missed
+    repeat = 0.0
+    if may_explore and (candidates := _candidates(forecast)):
+        candidates.append(forecast.incumbent)
+        values = worths(forecast, candidates, stop_shares(job.beta_knob), max_epochs=job.max_epochs)
+        repeat = values.pop(forecast.incumbent).value
+    choice = _chosen(history, forecast, values, repeat)
+    if may_explore and choice[0] == forecast.incumbent and (check := _check(history, forecast)) is not None:
+        choice, worth = check
+        values[choice[0]] = worth
     index, origin, reason = choice
     is_bounded = not beliefs[index].are_costs_guessed
     found = bound(job, forecast, index, origin, values.get(index)) if is_bounded else None
@@ -87,8 +91,9 @@ def suggest(history: History, rng: np.random.Generator) -> Suggestion:  # noqa: 
 def bound_of(history: History, trial: TrialRecord) -> EpochBound | None:
     """Bound a running trial that was dispatched without a bound; None if it is too early to decide.
 
-    The first report includes the start-up and the trial of power limits. The rest is a guess from the first runs of
-    other sizes, good enough only if an even lower cost would end the trial at once.
+    The first report of a size's first trial includes the start-up and the trial of power limits. The rest is a guess
+    from the first runs of other sizes. It ends a trial only if an even lower cost would, and only if the guess does not
+    make another size the incumbent or the incumbent cheaper: then it would judge itself.
     """
     job = history.job
     others = [each for each in history.in_flight if each.trial_number != trial.trial_number]
@@ -101,15 +106,24 @@ def bound_of(history: History, trial: TrialRecord) -> EpochBound | None:
         if trial.report_count > 1:
             return unbounded(job.max_epochs)
         log_first_j, _ = log_costs_per_epoch(job, trial)
-        startup = expected_startup(Sizes.of(job), beliefs, index)
+        startup = None if belief.has_cost else expected_startup(Sizes.of(job), beliefs, index)
         if startup is None or log_first_j is None:
             return None
         run, is_guess = CostRun(log_first_j - startup - CONSTANTS.startup_sd, math.inf), True
     if run is not None:
         beliefs = beliefs_with(beliefs, belief.costing(run), index)
     forecast = Forecast.of(history, beliefs, others, trusted=index)
+    if is_guess and _is_moved(Forecast.of(history, beliefs_with(beliefs, belief, index), others), forecast):
+        return None
     found = bound(job, forecast, index, trial.origin)
     return None if is_guess and found.epochs > trial.epoch else found
+
+
+def _is_moved(before: Forecast, forecast: Forecast) -> bool:
+    """Return True if another size has become the incumbent, or the incumbent has become much cheaper."""
+    incumbent = before.incumbent
+    is_cheaper = float(before.mean[incumbent] - forecast.mean[incumbent]) > CONSTANTS.moved
+    return forecast.incumbent != incumbent or is_cheaper
 
 
 def expectations(history: History) -> Expectations:
@@ -143,10 +157,11 @@ def _first(history: History, beliefs: Beliefs, available: Sequence[int]) -> Sugg
     return Suggestion(size, Origin.EXPLORATION, reason)
 
 
-def _chosen(history: History, forecast: Forecast, values: Mapping[int, Worth]) -> _Choice:
-    """Choose the incumbent, or another size that is worth a trial.
+def _chosen(history: History, forecast: Forecast, values: Mapping[int, Worth], repeat: float) -> _Choice:
+    """Choose the incumbent, or another size whose trial is worth more than what another run of the incumbent teaches.
 
-    After a trial of another size has missed the target, choose the incumbent until a run has reached the target.
+    `repeat` is the value of that run. After `most_missed` trials that missed the target, choose the incumbent until a
+    run has reached the target.
     """
     incumbent = forecast.incumbent
     size = history.job.batch_sizes[incumbent]
@@ -155,9 +170,8 @@ def _chosen(history: History, forecast: Forecast, values: Mapping[int, Worth]) -
         reason = f"no size that can still run is known to reach the target: this one looks cheapest, {cost}"
         return incumbent, Origin.EXPLORATION, reason
     missed = trials_missed(forecast.beliefs)
-    if missed:
-        runs = "a run" if missed == 1 else f"{missed} runs"
-        reason = f"best so far, {cost}; nothing new after {runs} that missed the target"
+    if missed >= CONSTANTS.most_missed:
+        reason = f"best so far, {cost}; nothing new after {missed} runs that missed the target"
         return incumbent, Origin.INCUMBENT, reason
     if not values:
         return incumbent, Origin.INCUMBENT, f"best so far, {cost}; {_no_rival(forecast)}"
@@ -166,13 +180,15 @@ def _chosen(history: History, forecast: Forecast, values: Mapping[int, Worth]) -
     pays = [
         each
         for each, worth in values.items()
-        if worth.index > CONSTANTS.least_worth and (worth.value >= least_value or forecast.is_open[each])
+        if worth.index > max(CONSTANTS.least_worth, repeat) and (worth.value >= least_value or forecast.is_open[each])
     ]
     index = max(pays or values, key=lambda each: values[each].index)
     worth, tried = values[index], history.job.batch_sizes[index]
     chance = chance_in_words(worth.chance)
     if not pays:
         reason = f"best so far, {cost}; to try {tried}, with {chance} to beat it, would not pay"
+        if CONSTANTS.least_worth < worth.index <= repeat:
+            reason = f"best so far, {cost}; another run of it teaches more than {tried}, with {chance} to beat it"
         return incumbent, Origin.INCUMBENT, reason
     arm = history.arms[tried]
     if not arm.observed.count:
@@ -185,34 +201,31 @@ def _chosen(history: History, forecast: Forecast, values: Mapping[int, Worth]) -
     return index, Origin.EXPLORATION, reason
 
 
-def _check(history: History, forecast: Forecast) -> _Choice | None:
-    """Choose the cheapest-looking size that is due for a check, or None.
+def _check(history: History, forecast: Forecast) -> tuple[_Choice, Worth] | None:
+    """Choose a size that its own runs do not show to be dearer than the incumbent, if a trial of it is cheap; or None.
 
-    In the long run no size stays in doubt, however little is expected of it: each size that has never reached the
-    target gets, once, as many epochs as a run of the incumbent costs. A single run of each such size is enough.
+    The laws may be wrong about a job. So each size is measured by and by, as long as these trials take no more than
+    the share `check_share` of the job's cost: a trial waits the longer for its turn, the more it is expected to lose.
     """
-    beta, incumbent, sizes = history.job.beta_knob, forecast.incumbent, history.job.batch_sizes
-    if beta is None or not forecast.is_long or forecast.tries_under_way:
+    job, incumbent, sizes = history.job, forecast.incumbent, history.job.batch_sizes
+    idle = min((forecast.beliefs[index].idle for index in forecast.available if index != incumbent), default=0)
+    allowed = CONSTANTS.check_share * idle
+    if job.beta_knob is None or forecast.tries_under_way or not allowed:
         return None
-    if history.recurrences % CONSTANTS.check_interval:
+    doubtful = [index for index in forecast.available if index != incumbent and forecast.is_in_doubt(index)]
+    doubtful = sorted(doubtful, key=forecast.mean.__getitem__)[: CONSTANTS.candidates]
+    shares = tuple(share for share in stop_shares(job.beta_knob) if share >= min(1.0, job.beta_knob))
+    found = worths(forecast, doubtful, shares, max_epochs=job.max_epochs)
+    cheap = {index: worth for index, worth in found.items() if worth.loss <= allowed}
+    if not cheap:
         return None
-    limit = float(forecast.mean[incumbent]) + math.log(min(beta, 1.0) / CONSTANTS.further)
-    doubtful = [
-        index
-        for index in forecast.available
-        if index != incumbent
-        and forecast.is_open[index]
-        and math.log(forecast.beliefs[index].survived + 1) + forecast.epoch_costs.mean[index] < limit
-    ]
-    if not doubtful:
-        return None
-    index = min(doubtful, key=forecast.mean.__getitem__)
+    index = max(cheap, key=lambda each: cheap[each].index)
     best, cost = sizes[incumbent], _expected_cost(history, forecast)
     again = " again" if history.arms[sizes[index]].observed.count else ""
     reason = (
         f"tried {sizes[index]}{again}: no run has shown yet that it costs more than {best}, the best so far, {cost}"
     )
-    return index, Origin.EXPLORATION, reason
+    return (index, Origin.EXPLORATION, reason), cheap[index]
 
 
 def _expected_cost(history: History, forecast: Forecast) -> str:

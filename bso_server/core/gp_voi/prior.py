@@ -41,9 +41,9 @@ class GpVoiConstants:
     exponents: tuple[float, ...] = (0.5, 1.0)  # by which epochs rise beyond the critical batch size
     flat_chance: float = 0.15  # of no rise at all
     too_small_chance: float = 0.3  # that some sizes are too small to make progress
-    smooth_sd: float = 0.12  # σ of the residual's part that is smooth in log2 of the batch size
+    smooth_sd: float = 0.2  # σ of the residual's part that is smooth in log2 of the batch size
     smooth_length: float = 3.0  # length scale of the smooth part
-    arm_sd: float = 0.05  # σ of each batch size's own part of the residual
+    arm_sd: float = 0.08  # σ of each batch size's own part of the residual
     lawless_chance: float = 0.003  # that a job follows no law, and then has the following three
     lawless_sd: float = 0.5
     lawless_length: float = 4.0
@@ -59,9 +59,10 @@ class GpVoiConstants:
     cost_arm_sd: float = 0.03
 
     # Variation between the runs of one size.
-    run_sd: float = 0.08  # prior guess of the σ of log epochs
-    run_sd_strength: float = 2.0  # weight of that guess
-    least_run_sd: float = 0.02  # lower limit of that σ
+    run_sd: float = 0.08  # prior median of the σ of log epochs,
+    run_sd_spread: float = 0.5  # and σ of its log
+    band_freedom: float = 3.0  # degrees of freedom of bands before any size has run twice
+    run_sds: tuple[float, ...] = (0.02, 0.04, 0.08, 0.16, 0.32, 0.6)  # grid of that σ
     cost_run_sd: float = 0.015  # prior median of the σ of the log cost of an epoch,
     cost_run_sd_spread: float = 1.2  # and σ of its log
     cost_run_sds: tuple[float, ...] = (0.01, 0.015, 0.03, 0.06, 0.12, 0.25, 0.5)  # grid of that σ
@@ -71,6 +72,7 @@ class GpVoiConstants:
     epoch_sd_freedom: float = 2.0  # degrees of freedom that this guess is worth
     first_epoch_sd: float = 0.5  # σ of the cost guessed from a first epoch and the start-up of another size
     most_cost_runs: int = 8  # latest runs of a size that count for the cost of an epoch
+    moved: float = 0.1  # by how much (log) a guessed cost may lower the expected cost of the incumbent and still count
     startup_sd: float = 0.2  # σ between sizes of the log of the start-up's factor on the first epoch's cost
     scale_dof: float = 4.0  # degrees of freedom of the Student-t process: fewer widen beliefs sooner after a surprise
     largest_scale: float = 16.0  # largest factor by which a variance is widened
@@ -80,13 +82,15 @@ class GpVoiConstants:
     candidates: int = 3  # sizes that are weighed,
     open_horizon: float = 10.0  # and, from this horizon on, more and more doubtful sizes, and an unseen size
     tries_at_once: int = 4  # trials under way at other sizes than the incumbent, from which on no other size is tried
+    most_missed: int = 2  # trials that missed the target, from which on no other size is tried until a run reaches it
     first_horizon: float = 5.0  # future recurrences that the first decision counts on
     horizon_growth: float = 0.5  # by how much each completed recurrence raises the horizon
     largest_cost: float = 2.5  # of a later run, in runs of the incumbent: higher costs count as equal
     least_worth: float = 0.01  # of a trial, in runs of the incumbent,
     least_saving: float = 0.002  # and of later runs, for a size that has reached the target: less is not tried
     long_horizon: float = 55.0  # from here on, the 100th recurrence, trials run as long as a run of the incumbent costs
-    check_interval: int = 25  # and every 25 recurrences a size is tried that never ran that long
+    check_share: float = 0.01  # share of a job's cost for trials of sizes that nothing but a law speaks against
+    check_saving: float = 0.05  # by which such a size may be cheaper (log)
     further: float = (
         1.25  # a size that was stopped is tried again for this factor times the epochs that it has survived
     )
@@ -99,9 +103,12 @@ class GpVoiConstants:
     # Changes of the job, and forgetting.
     failure_prior: float = 0.02  # pseudo-count of runs that fail, per size (Beta prior),
     success_prior: float = 1.0  # and of runs that do not
-    streak_chance: float = 0.005  # a less probable streak of failures means that the job has changed
-    drift_sds: float = 3.0  # so do two consecutive runs of a size this far from expectation, or one twice as far
-    kept_weight: float = 0.2  # weight of each size's observations (in runs) after such a change
+    streak_chance: float = 0.005  # a less probable streak of failures means that the job has changed,
+    least_streak: int = 2  # if it is at least this long
+    cusum_step: float = 0.5  # so does a sum of deviations, each less this many σ and at most
+    largest_surprise: float = 4.0  # this many σ,
+    cusum_bound: float = 8.0  # that exceeds this many
+    kept_weight: float = 0.1  # weight of each size's observations (in runs) after such a change
     forgetting: float = 0.997  # factor on each observation's weight per recurrence
 
 

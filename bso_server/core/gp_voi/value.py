@@ -67,10 +67,13 @@ def worths(
 ) -> dict[int, Worth]:
     """Return the worth of a trial of each candidate size, by index, when it is stopped at the best of these shares.
 
-    The incumbent is no candidate. `shares` are costs in runs of the incumbent.
+    `shares` are costs in runs of the incumbent. A run of the incumbent itself is not stopped, and loses nothing.
     """
-    scale = _Scale(forecast, max_epochs)
-    return {index: scale.worth(index, np.array(shares)) for index in candidates}
+    scale, unlimited = _Scale(forecast, max_epochs), np.array([math.inf])
+    return {
+        index: scale.worth(index, unlimited if index == forecast.incumbent else np.array(shares))
+        for index in candidates
+    }
 
 
 class _Scale:
