@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from itertools import count
@@ -81,7 +80,7 @@ from zeus_plugins.protocol import (
 # Largest number of reports or power-limit profiles that one transaction deletes.
 PRUNED_AT_ONCE = 1000
 
-# Threads in which policies decide, one job in each.
+# Decisions in threads of the event loop, which has at least five; a job has one at a time.
 _DECISIONS_AT_ONCE = 4
 
 P = ParamSpec("P")
@@ -496,7 +495,7 @@ class BatchSizeService:
         self.commands = commands or Commands()
         self.imports = Imports(store.patient(), lambda: self.commands.moment().now)
         self._turns, self._turns_to_decide = Turns(store.patience_s), Turns(store.patience_s)
-        self._deciding = ThreadPoolExecutor(_DECISIONS_AT_ONCE, "bso-decision")
+        self._deciding = asyncio.Semaphore(_DECISIONS_AT_ONCE)
         self.reports = Reports(store, self.commands.moment)
 
     async def transact(self, command: Callable[Concatenate[Transaction, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -533,7 +532,8 @@ class BatchSizeService:
         return reading.explanation_of_next(await self._decided(await self._store.read(reading.basis_of_next, job_id)))
 
     async def _decided(self, basis: Basis) -> Decided:
-        return await asyncio.get_running_loop().run_in_executor(self._deciding, decide, basis)
+        async with self._deciding:
+            return await asyncio.to_thread(decide, basis)
 
     async def register(self, job: JobSpecFromClient, caller: Caller = UNRESTRICTED) -> tuple[CreatedJob, bool]:
         """Register a job as `Commands.register` does; a job without a job_id gets one."""
