@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from bso_server.core.gp_voi import beliefs, policy
 from bso_server.core.gp_voi.beliefs import Belief
 from bso_server.core.gp_voi.prior import Sizes
-from bso_server.core.gp_voi.thinning import MOST_SIZES, after, neighbours, spread, thinned, with_evidence
+from bso_server.core.gp_voi.thinning import after, neighbours, spread, thinned, with_evidence
 from bso_server.core.model import Report, after_report
 from bso_server.core.policy import bounded, expectations, find, needs_bound, suggest
 from bso_server.errors import NoSurvivorError
@@ -84,7 +84,7 @@ def test_a_thousand_sizes_before_any_trial() -> None:
     history = new_life(THOUSAND, 256).history
     few = thinned(history)
     sizes = few.job.batch_sizes
-    assert len(sizes) == len(few.memory) <= MOST_SIZES
+    assert len(sizes) == len(few.memory) <= 64
     assert {8, 256, 8000, 248, 264, 240, 272, 224, 288, 192, 320, 128, 384} <= set(sizes)
     # Five in an octave, and the neighbours 512, 768, 1280, 2304 and 4352.
     assert [sum(low < size <= 2 * low for size in sizes) for low in (500, 1000, 2000, 4000)] == [7, 5, 6, 6]
@@ -127,7 +127,7 @@ def test_more_trials_under_way_than_sizes_are_considered() -> None:
     for size in THOUSAND[::10]:
         life.dispatch(size)
     few = thinned(life.history)
-    assert len(few.job.batch_sizes) <= MOST_SIZES
+    assert len(few.job.batch_sizes) <= 64
     assert {trial.batch_size for trial in few.in_flight} <= set(few.job.batch_sizes)
     assert suggest(life.history, life.rng).batch_size in THOUSAND
 
@@ -191,7 +191,7 @@ def test_the_work_for_a_thousand_sizes_is_bounded(entry: str, counted: list[int]
     counted.clear()
     work()
     assert counted
-    assert max(counted) <= MOST_SIZES
+    assert max(counted) <= 64
 
 
 def test_the_work_is_bounded_after_trials_of_many_sizes(counted: list[int]) -> None:
@@ -201,15 +201,15 @@ def test_the_work_is_bounded_after_trials_of_many_sizes(counted: list[int]) -> N
     counted.clear()
     for work in entries(life).values():
         work()
-    assert max(counted) <= MOST_SIZES
+    assert max(counted) <= 64
 
 
 # --- Jobs with few sizes ----------------------------------------------------------------------------------------------
 
 
 def few_sizes() -> st.SearchStrategy[Life]:
-    """Jobs with at most `MOST_SIZES` sizes and a few trials, some of them under way."""
-    sizes = st.sets(st.integers(1, 4096), min_size=1, max_size=MOST_SIZES).map(lambda found: tuple(sorted(found)))
+    """Jobs with at most 64 sizes and a few trials, some of them under way."""
+    sizes = st.sets(st.integers(1, 4096), min_size=1, max_size=64).map(lambda found: tuple(sorted(found)))
 
     @st.composite
     def lives(draw: st.DrawFn) -> Life:
