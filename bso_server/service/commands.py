@@ -54,7 +54,7 @@ from bso_server.service.refusals import (
 )
 from bso_server.service.reports import Reports
 from bso_server.service.targets import asks_for_other_target, learn_target, replace_target
-from bso_server.service.turns import Turns
+from bso_server.service.turns import Turns, turn
 from bso_server.storage.rows import TRIAL_AT_POWER_LIMIT, StoredDecision, StoredJob, StoredPowerProfile
 from bso_server.storage.store import Store
 from bso_server.storage.transaction import Transaction
@@ -532,7 +532,7 @@ class BatchSizeService:
         return reading.explanation_of_next(await self._decided(await self._store.read(reading.basis_of_next, job_id)))
 
     async def _decided(self, basis: Basis) -> Decided:
-        async with self._deciding:
+        async with turn(self._deciding, self._store.patience_s, "decisions on other jobs"):
             return await asyncio.to_thread(decide, basis)
 
     async def register(self, job: JobSpecFromClient, caller: Caller = UNRESTRICTED) -> tuple[CreatedJob, bool]:

@@ -12,9 +12,11 @@ import pytest
 
 from bso_server.core.model import History, Suggestion
 from bso_server.core.policy import Policy, given
+from bso_server.errors import DatabaseUnavailableError
 from bso_server.service import commands
 from bso_server.service.decisions import TRIES, Basis, Decided, decide
 from bso_server.service.health import differences
+from bso_server.service.turns import turn
 from tests.support.service import HOUR_S, JobService, job_service
 from zeus_plugins.protocol import GP_VOI, OWN_POLICIES, ZEUS, CreatedJob, Origin, TrialState
 
@@ -246,3 +248,14 @@ async def test_a_slow_explanation_makes_no_other_job_wait(database_url: str, slo
         assert not asked.done()
         slow.may_end.set()
         assert (await asked).batch_size == 16
+
+
+async def test_who_comes_after_many_slow_decisions_is_refused_in_time() -> None:
+    threads = asyncio.Semaphore(1)
+    async with turn(threads, PATIENCE_S, "others"):
+        with pytest.raises(DatabaseUnavailableError, match="decisions on other jobs have not been answered"):
+            async with turn(threads, 0.01, "decisions on other jobs"):
+                pass
+    async with turn(threads, 0.01, "others"):
+        assert threads.locked()
+    assert not threads.locked()
