@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from bso_server.core.gp_voi import beliefs, policy
 from bso_server.core.gp_voi.beliefs import Belief
+from bso_server.core.gp_voi.forecast import available_of
 from bso_server.core.gp_voi.prior import Sizes
 from bso_server.core.gp_voi.thinning import after, neighbours, spread, thinned, with_evidence
 from bso_server.core.model import Report, after_report
@@ -102,7 +103,7 @@ def test_sizes_that_cannot_run_are_no_choice() -> None:
     life = new_life(THOUSAND, 256)
     life.exclude(life.dispatch(32))
     few = thinned(life.history)
-    assert policy.available_of(few) == (0, 1, 2)
+    assert available_of(few) == (0, 1, 2)
     assert few.job.batch_sizes[:3] == (8, 16, 24)
     life.exclude(life.dispatch(8))
     history = life.history
