@@ -12,7 +12,7 @@ from litestar.params import QueryParameter
 from litestar.response import Stream
 
 from bso_server.api.errors import errors
-from bso_server.api.parameters import ID, LARGEST, JobInPath, Reader, TrialNumber
+from bso_server.api.parameters import ID, LARGEST, JobInPath, Reader, Service, TrialNumber
 from bso_server.service import reading
 from bso_server.service.exports import MEDIA_TYPE
 from bso_server.service.views import DEFAULT_PAGE, MAX_PAGE, ArmList, EpochList, EventList, PowerProfileList
@@ -89,6 +89,7 @@ async def list_epochs(job_id: JobInPath, trial_number: TrialNumber, reader: Read
 async def explain(
     job_id: JobInPath,
     reader: Reader,
+    service: Service,
     trial: Annotated[
         int | None,
         QueryParameter(
@@ -100,7 +101,7 @@ async def explain(
     ] = None,
 ) -> Explanation:
     """Explain the batch size of a trial, or the one that would be chosen next, without starting a trial."""
-    return await reader.read(reading.explain, job_id, trial)
+    return await (service.explain_next(job_id) if trial is None else reader.read(reading.explain, job_id, trial))
 
 
 @get(_JOB + "/events", summary="List events", responses=_ERRORS)

@@ -70,7 +70,7 @@ async def receive_trial_request(
     job_id: JobInQuery, service: Service, request: CallerRequest, idempotency_key: IdempotencyKey = None
 ) -> TrialDispatch:
     """Start a trial of the job and return its batch size. A request with a known key gets the same trial again."""
-    return await service.transact(service.commands.begin_trial, job_id, idempotency_key, caller=request.user)
+    return await service.begin_trial(job_id, idempotency_key, request.user)
 
 
 @post(Paths.TRIALS, summary="Record a trial that began without the server", opt=_TRAINING, responses=_ERRORS_OF_TRIAL)

@@ -9,10 +9,10 @@ So a transaction that the database breaks off can be repeated from the start.
 ABANDONED trial is neither `ALIVE` nor `FINAL`: its batch size may be tried again, but the trial's next report or
 heartbeat revives it, so that no measurement is lost.
 
-`JobState.event_count` is the job's logical clock, with one tick for each dispatch and each end of a trial. It orders
-events without relying on the clocks of many machines. The arms include the ends up to `folded_event`. A revived trial
-loses the event of its end, and gets a new one when it ends again. The arms need no correction then, because an
-abandoned trial does not change them.
+`JobState.event_count` is the job's logical clock, with one tick for each dispatch, each end of a trial and each trial
+that an administrator discards. It orders events without relying on the clocks of many machines. The arms include the
+ends up to `folded_event`. A revived trial loses the event of its end, and gets a new one when it ends again. The arms
+need no correction then, because an abandoned trial does not change them.
 """
 
 from __future__ import annotations

@@ -8,20 +8,15 @@ training's own process. `core.policy` decides. `service.reports` records reports
 from __future__ import annotations
 
 import asyncio
-import json
 import secrets
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from itertools import count
 from typing import Any, Concatenate, ParamSpec, TypeVar
-from weakref import WeakValueDictionary
 
-from bso_server.core import policy
 from bso_server.core.access import UNRESTRICTED, Caller
 from bso_server.core.job import (
-    FIRST_LEASE_EPOCH,
     LeasePolicy,
     Moment,
     abandon_trial,
@@ -33,20 +28,20 @@ from bso_server.core.job import (
     take_over,
 )
 from bso_server.core.model import Suggestion, TrialRecord
-from bso_server.core.occurrences import TrialEnded, TrialStarted
+from bso_server.core.occurrences import TrialEnded
 from bso_server.core.policy import installed
 from bso_server.errors import (
-    DatabaseUnavailableError,
     InvalidJobError,
     InvalidReportError,
     JobConflictError,
-    KeyConflictError,
     UnknownJobError,
     UnknownTrialError,
 )
 from bso_server.service import reading
+from bso_server.service.decisions import TRIES, Basis, Decided, basis_of, decide
+from bso_server.service.dispatches import dispatch_of, save_start, started_with, with_power_profile
 from bso_server.service.imports import Imports
-from bso_server.service.loading import generator_of, load_history, locked_job, locked_trial, open_trials
+from bso_server.service.loading import known_job, locked_job, locked_trial, open_trials
 from bso_server.service.refusals import (
     log_replaced,
     refuse_difference,
@@ -58,9 +53,8 @@ from bso_server.service.refusals import (
     require_trial,
 )
 from bso_server.service.reports import Reports
-from bso_server.service.savings import suggestion_for
 from bso_server.service.targets import asks_for_other_target, learn_target, replace_target
-from bso_server.storage.deadlines import waiting
+from bso_server.service.turns import Turns, turn
 from bso_server.storage.rows import TRIAL_AT_POWER_LIMIT, StoredDecision, StoredJob, StoredPowerProfile
 from bso_server.storage.store import Store
 from bso_server.storage.transaction import Transaction
@@ -69,13 +63,13 @@ from zeus_plugins.protocol import (
     FINAL,
     GP_VOI,
     CreatedJob,
+    Explanation,
     Heartbeat,
     HeartbeatResponse,
     JobSpecFromClient,
     JobSummary,
     OfflineTrial,
     Origin,
-    PowerProfile,
     TrialDispatch,
     TrialEnd,
     TrialPowerProfile,
@@ -85,6 +79,9 @@ from zeus_plugins.protocol import (
 
 # Largest number of reports or power-limit profiles that one transaction deletes.
 PRUNED_AT_ONCE = 1000
+
+# Decisions in threads of the event loop, which has at least five; a job has one at a time.
+_DECISIONS_AT_ONCE = 4
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -207,7 +204,7 @@ class Commands:
         idempotency_key: str | None = None,
         caller: Caller = UNRESTRICTED,
     ) -> TrialDispatch:
-        """Choose a batch size and start a trial of the caller with it.
+        """Choose a batch size, with the job locked, and start a trial of the caller with it.
 
         A repeated request, with the idempotency key that the client made, finds the trial that the first one started.
 
@@ -216,38 +213,74 @@ class Commands:
             PolicyNotInstalledError: See `policy.suggest`.
             KeyConflictError: The trial that the key started has ended.
         """
-        moment = self.moment()
         job = locked_job(transaction, job_id)
-        if idempotency_key is not None:
-            started = transaction.trial_with_key(job_id, idempotency_key)
-            if started is not None:
-                require_trial(transaction, job, started, caller)
-                if started.state in FINAL:
-                    raise KeyConflictError(
-                        f"the request with this Idempotency-Key started trial {started.trial_number}, which has ended "
-                        f"({started.state}): make a new key for a new trial",
-                        field="Idempotency-Key",
-                    )
-                return _with_power_profile(transaction, job, _dispatch(job, started))
+        started = started_with(transaction, job, idempotency_key, caller)
+        if started is not None:
+            return started
         owner = require_job(transaction, job, caller)
-        found = open_trials(transaction, job)
+        found, moment = open_trials(transaction, job), self.moment()
         if any(_is_expired(trial, moment) for trial in found.trials):
             job = self._abandon_expired(transaction, job, moment)
             found = open_trials(transaction, job)
-        history, unsaved = load_history(transaction, job, found)
-        rng = generator_of(job)
-        drawn_from = rng.bit_generator.state
-        suggestion = suggestion_for(transaction, job, history, rng)
-        job, trial = dispatch_trial(job, suggestion, moment, owner=caller.token_id, idempotency_key=idempotency_key)
-        if job.registration.mab_seed is not None and rng.bit_generator.state != drawn_from:
-            job = replace(job, rng_state=json.dumps(rng.bit_generator.state))
+        return self._begin(transaction, decide(basis_of(transaction, job, found)), idempotency_key, caller, owner)
+
+    def considered(
+        self,
+        transaction: Transaction,
+        job_id: str,
+        idempotency_key: str | None = None,
+        caller: Caller = UNRESTRICTED,
+    ) -> Basis | None:
+        """Read what the next decision of a job rests on, in a snapshot.
+
+        Return None if there is nothing to decide yet: the key has started a trial, or leases have expired.
+        """
+        job = known_job(transaction, job_id)
+        if idempotency_key is not None and transaction.trial_with_key(job_id, idempotency_key) is not None:
+            return None
+        require_job(transaction, job, caller)
+        found, moment = open_trials(transaction, job), self.moment()
+        return None if any(_is_expired(each, moment) for each in found.trials) else basis_of(transaction, job, found)
+
+    def begin_decided(
+        self,
+        transaction: Transaction,
+        job_id: str,
+        idempotency_key: str | None,
+        caller: Caller,
+        decided: Decided | None,
+    ) -> TrialDispatch | None:
+        """Start a trial as `begin_trial` does, by a decision on what was `considered`.
+
+        Return None if the job has changed since, or if there was no decision because leases have expired, which are
+        settled now: the caller considers the job again.
+        """
+        job = locked_job(transaction, job_id)
+        started = started_with(transaction, job, idempotency_key, caller)
+        if started is not None:
+            return started
+        owner = require_job(transaction, job, caller)
+        if decided is None:
+            transaction.update_jobs([self._abandon_expired(transaction, job, self.moment())])
+            return None
+        if decided.read != job:
+            return None
+        return self._begin(transaction, decided, idempotency_key, caller, owner)
+
+    def _begin(
+        self, transaction: Transaction, decided: Decided, idempotency_key: str | None, caller: Caller, owner: str | None
+    ) -> TrialDispatch:
+        """Save a decision on a locked job, and its trial; `owner` is by `require_job`."""
+        suggestion = decided.suggestion
+        job, trial = dispatch_trial(
+            decided.job, suggestion, self.moment(), owner=caller.token_id, idempotency_key=idempotency_key
+        )
         log_replaced(transaction, *trial.key, caller, owner)
-        unsaved.arms[trial.batch_size] = history.arms[trial.batch_size].after_dispatch()
-        unsaved.save(transaction, job)
-        dispatch = _started(transaction, job, trial)
+        decided.unsaved.save(transaction, job)
+        dispatch = save_start(transaction, job, trial)
         if suggestion.decision is not None:
             transaction.insert_decisions([StoredDecision(*trial.key, suggestion.decision)])
-        return _with_power_profile(transaction, job, dispatch)
+        return with_power_profile(transaction, job, dispatch)
 
     def record_offline(
         self,
@@ -269,7 +302,7 @@ class Commands:
             require_trial(transaction, job, recorded, caller)
             refuse_other_size(recorded, offline.batch_size)
             # A trial that has ended is answered, too: the client also repeats its reports.
-            return _dispatch(job, recorded)
+            return dispatch_of(job, recorded)
         owner = require_job(transaction, job, caller)
         arm = transaction.arms(offline.job_id).get(offline.batch_size)
         if arm is None:
@@ -285,7 +318,7 @@ class Commands:
         )
         log_replaced(transaction, *trial.key, caller, owner)
         transaction.update_arms(job.job_id, [arm.after_dispatch()])
-        return _started(transaction, job, trial)
+        return save_start(transaction, job, trial)
 
     def end_trial(self, transaction: Transaction, end: TrialEnd, caller: Caller = UNRESTRICTED) -> None:
         """End a trial, unless it has ended already."""
@@ -389,7 +422,9 @@ class Commands:
             history = replay(job.registration, transaction.all_trials(job_id), job.survivors)
             transaction.update_arms(job_id, history.arms.values())
             transaction.forget_memory(job_id)
-            transaction.update_jobs([replace(job, cheapest=history.cheapest, folded_event=job.event_count)])
+            # A decision that was made meanwhile is made again.
+            event = job.event_count + 1
+            transaction.update_jobs([replace(job, cheapest=history.cheapest, event_count=event, folded_event=event)])
             transaction.log("job %s trial %d: %s", *trial.key, trial.message)
         return reading.trial_view(job.registration, trial)
 
@@ -449,38 +484,6 @@ def _is_expired(trial: TrialRecord, moment: Moment) -> bool:
     return trial.state in ALIVE and lease_end is not None and not moment.now <= lease_end <= moment.longest_lease_end
 
 
-def _dispatch(job: StoredJob, trial: TrialRecord) -> TrialDispatch:
-    return TrialDispatch(
-        job_id=trial.job_id,
-        batch_size=trial.batch_size,
-        trial_number=trial.trial_number,
-        registration_id=job.registration.registration_id,
-        # Always the first lease: the caller is the run to which the trial was dispatched.
-        lease_epoch=FIRST_LEASE_EPOCH,
-        origin=trial.origin,
-        reason=trial.reason,
-        stop_rule=policy.stop_rule(job.registration, trial, job.min_cost_j),
-    )
-
-
-def _started(transaction: Transaction, job: StoredJob, trial: TrialRecord) -> TrialDispatch:
-    """Save a new trial and its job."""
-    transaction.insert_trials([trial])
-    transaction.update_jobs([job])
-    transaction.tell(TrialStarted(job.registration.policy, trial.origin))
-    transaction.log("job %s trial %d: batch size %d, %s", *trial.key, trial.batch_size, trial.reason)
-    return _dispatch(job, trial)
-
-
-def _with_power_profile(transaction: Transaction, job: StoredJob, dispatch: TrialDispatch) -> TrialDispatch:
-    """Return `dispatch` with the newest power-limit profile of its batch size."""
-    newest = transaction.newest_power_profile(dispatch.job_id, dispatch.batch_size)
-    if newest is None:
-        return dispatch
-    profile = PowerProfile(gpus=job.registration.gpus, samples=newest.samples)
-    return dispatch.model_copy(update={"power_profile": profile})
-
-
 class BatchSizeService:
     """The use cases that write, for many callers at once. Each answer follows its commit.
 
@@ -491,7 +494,8 @@ class BatchSizeService:
         self._store = store
         self.commands = commands or Commands()
         self.imports = Imports(store.patient(), lambda: self.commands.moment().now)
-        self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        self._turns, self._turns_to_decide = Turns(store.patience_s), Turns(store.patience_s)
+        self._deciding = asyncio.Semaphore(_DECISIONS_AT_ONCE)
         self.reports = Reports(store, self.commands.moment)
 
     async def transact(self, command: Callable[Concatenate[Transaction, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -499,30 +503,37 @@ class BatchSizeService:
         if self._store.is_sqlite:  # The store queues all writers without connections.
             return await self._store.write(command, *args, **kwargs)
         job: Any = args[0]
-        async with self._turn_of(job if isinstance(job, str) else job.job_id):
+        # In the database, commands on one job would wait for one another with a connection each. If another process
+        # keeps the job's row locked, they would soon hold all connections, and other jobs would wait, too.
+        async with self._turns.of(job if isinstance(job, str) else job.job_id):
             return await self._store.write(command, *args, **kwargs)
 
-    @asynccontextmanager
-    async def _turn_of(self, job_id: str) -> AsyncIterator[None]:
-        """Wait until no other command of this process is at work on the job, and keep later ones waiting.
+    async def begin_trial(
+        self, job_id: str, idempotency_key: str | None = None, caller: Caller = UNRESTRICTED
+    ) -> TrialDispatch:
+        """Start a trial as `Commands.begin_trial` does, but decide without the lock if the job permits it.
 
-        In the database, commands on one job would wait for one another with a connection each. If another process keeps
-        the job's row locked, they would soon hold all connections, and other jobs would wait, too.
-
-        Raises:
-            DatabaseUnavailableError: Earlier commands took too long.
+        A decision is outdated if another process, or the end of a trial, has changed the job. After a few of these the
+        next one is made under the lock.
         """
-        lock = self._turns.setdefault(job_id, asyncio.Lock())
-        with waiting(self._store.patience_s) as deadline:
-            try:
-                async with asyncio.timeout(deadline.left_s):
-                    await lock.acquire()
-            except TimeoutError:
-                raise DatabaseUnavailableError(f"other requests on job {job_id} wait for the database") from None
-        try:
-            yield
-        finally:
-            lock.release()
+        key = job_id, idempotency_key, caller
+        # A decision beside another one on the same job would be outdated.
+        async with self._turns_to_decide.of(job_id):
+            for _ in range(TRIES):
+                basis = await self._store.read(self.commands.considered, *key)
+                decided = None if basis is None else await self._decided(basis)
+                dispatch = await self.transact(self.commands.begin_decided, *key, decided)
+                if dispatch is not None:
+                    return dispatch
+            return await self.transact(self.commands.begin_trial, *key)
+
+    async def explain_next(self, job_id: str) -> Explanation:
+        """Return the reason for the next choice, as `reading.explain` does."""
+        return reading.explanation_of_next(await self._decided(await self._store.read(reading.basis_of_next, job_id)))
+
+    async def _decided(self, basis: Basis) -> Decided:
+        async with turn(self._deciding, self._store.patience_s, "decisions on other jobs"):
+            return await asyncio.to_thread(decide, basis)
 
     async def register(self, job: JobSpecFromClient, caller: Caller = UNRESTRICTED) -> tuple[CreatedJob, bool]:
         """Register a job as `Commands.register` does; a job without a job_id gets one."""

@@ -157,7 +157,7 @@ def differences(transaction: Transaction, job_id: str) -> list[str]:
     installed(policy)
     trials = transaction.all_trials(job_id)
     replayed = replay(job.registration, trials, job.survivors)
-    derived, _ = load_history(transaction, job)
+    derived = load_history(transaction, job)
     events = max((max(trial.started_event, trial.ended_event or 0) for trial in trials), default=0)
     compared = [
         *((f"arm {size}", derived.arms.get(size), arm) for size, arm in replayed.arms.items()),

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
-
-import numpy as np
 
 from bso_server.core.access import Caller
 from bso_server.core.model import Arm, History, TrialRecord, arms_after, is_counted_exploration
@@ -59,14 +56,6 @@ def locked_trial(transaction: Transaction, trial_id: TrialId, caller: Caller) ->
     return job, trial
 
 
-def generator_of(job: StoredJob) -> np.random.Generator:
-    """Return the job's generator in the state after its last decision, or with fresh entropy without a seed."""
-    rng = np.random.default_rng(job.registration.mab_seed)
-    if job.rng_state is not None:
-        rng.bit_generator.state = json.loads(job.rng_state)
-    return rng
-
-
 @dataclass(slots=True)
 class Unsaved:
     """Arms, and the policy's memory if it has changed, after ends of trials that the database's arms lack."""
@@ -102,30 +91,59 @@ def best_size(transaction: Transaction, job: StoredJob) -> int | None:
     """Return the best batch size; None before a run has reached the target, and if the policy is not installed."""
     if find(job.registration.policy).missing is not None:
         return None
-    return expectations(load_history(transaction, job)[0]).best
+    return expectations(load_history(transaction, job)).best
 
 
-def load_history(transaction: Transaction, job: StoredJob, found: OpenTrials | None = None) -> tuple[History, Unsaved]:
-    """Return the history that decisions rest on, and its part that is not saved yet; `found` by `open_trials`."""
+@dataclass(frozen=True, slots=True)
+class LoadedJob:
+    """A job as it was read. Its arms include every end of a trial; its memory may lack some.
+
+    Attributes:
+        job: The job's row.
+        arms: Arm per batch size, ascending.
+        changed: Those of them that the database lacks.
+        found: The open trials, and the memory in the database.
+    """
+
+    job: StoredJob
+    arms: dict[int, Arm]
+    changed: dict[int, Arm]
+    found: OpenTrials
+
+    def history(self) -> tuple[History, Unsaved]:
+        """Return the history that decisions rest on, and its part that is not saved yet, without the database."""
+        job, found, unsaved, memory = self.job, self.found, Unsaved(dict(self.changed), None), None
+        registration, policy = job.registration, find(job.registration.policy)
+        known = found.memory
+        if policy.memory is not None and known is None:
+            known = StoredMemory(job.job_id, policy.version, 0, policy.begun_memory(registration))
+        if known is not None:
+            to_learn = [trial for trial in _ended(found) if (trial.ended_event or 0) > known.folded_event]
+            memory = memory_after(registration, known.memory, to_learn)
+            if to_learn:
+                unsaved.memory = StoredMemory(job.job_id, policy.version, job.event_count, memory)
+        return job.history(
+            self.arms,
+            memory,
+            lambda: filter(is_counted_exploration, found.trials),
+            (trial for trial in found.trials if trial.state in ALIVE),
+        ), unsaved
+
+
+def load(transaction: Transaction, job: StoredJob, found: OpenTrials | None = None) -> LoadedJob:
+    """Read what the history of a job follows from; `found` is by `open_trials`."""
     found = found or open_trials(transaction, job)
-    registration, job_id = job.registration, job.job_id
-    policy, known, arms = find(registration.policy), found.memory, transaction.arms(job_id)
-    if policy.memory is not None and known is None:
-        known = StoredMemory(job_id, policy.version, 0, policy.begun_memory(registration))
-    ended = sorted(
-        (trial for trial in found.trials if trial.ended_event is not None), key=lambda trial: trial.ended_event or 0
-    )
-    new = [trial for trial in ended if (trial.ended_event or 0) > job.folded_event]
-    unsaved = Unsaved(arms_after(registration, arms, new, bandit_entered_at=job.bandit_entered_at), None)
-    memory = None
-    if known is not None:
-        to_learn = [trial for trial in ended if (trial.ended_event or 0) > known.folded_event]
-        memory = memory_after(registration, known.memory, to_learn)
-        if to_learn:
-            unsaved.memory = StoredMemory(job_id, policy.version, job.event_count, memory)
-    return job.history(
-        arms | unsaved.arms,
-        memory,
-        lambda: filter(is_counted_exploration, found.trials),
-        (trial for trial in found.trials if trial.state in ALIVE),
-    ), unsaved
+    arms = transaction.arms(job.job_id)
+    new = [trial for trial in _ended(found) if (trial.ended_event or 0) > job.folded_event]
+    changed = arms_after(job.registration, arms, new, bandit_entered_at=job.bandit_entered_at)
+    return LoadedJob(job, arms | changed, changed, found)
+
+
+def load_history(transaction: Transaction, job: StoredJob) -> History:
+    """Return the history that decisions rest on."""
+    return load(transaction, job).history()[0]
+
+
+def _ended(found: OpenTrials) -> list[TrialRecord]:
+    ended = (trial for trial in found.trials if trial.ended_event is not None)
+    return sorted(ended, key=lambda trial: trial.ended_event or 0)

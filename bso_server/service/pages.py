@@ -123,7 +123,7 @@ class Pages:
 
     def _job_page(self, transaction: Transaction, stored: StoredJob, alive: Sequence[TrialRecord]) -> JobPage:
         job, job_id = stored.registration, stored.job_id
-        history, _ = load_history(transaction, stored)
+        history = load_history(transaction, stored)
         tallies, older = self._older(transaction, stored, alive)
         latest = queries.latest_trials(transaction, job_id, limit=TRIALS_IN_THE_LOG)
         view = reading.job_view(transaction, stored, history, tallies, latest)

@@ -24,8 +24,9 @@ from bso_server.core.phrases import stop_in_words
 from bso_server.core.savings import Tally
 from bso_server.errors import DatabaseNotReadyError, DatabaseUnavailableError
 from bso_server.service import exports
-from bso_server.service.loading import generator_of, known_job, known_trial, load_history
-from bso_server.service.savings import savings_of, suggestion_for
+from bso_server.service.decisions import Basis, Decided, basis_of, decide
+from bso_server.service.loading import known_job, known_trial, load_history
+from bso_server.service.savings import savings_of
 from bso_server.service.views import (
     DEFAULT_PAGE,
     ArmList,
@@ -91,7 +92,7 @@ def list_jobs(
 def show_job(transaction: Transaction, job_id: str, *, limit: int | None = None) -> JobView:
     """Return a job with its arms and its latest trials, at most `limit` of them (None: all)."""
     stored = known_job(transaction, job_id)
-    history, _ = load_history(transaction, stored)
+    history = load_history(transaction, stored)
     trials = queries.latest_trials(transaction, job_id, limit=limit)
     return job_view(transaction, stored, history, queries.tallies(transaction, job_id), trials)
 
@@ -113,7 +114,7 @@ def list_trials(
 
 def list_arms(transaction: Transaction, job_id: str) -> ArmList:
     """Return a job's arms."""
-    history, _ = load_history(transaction, known_job(transaction, job_id))
+    history = load_history(transaction, known_job(transaction, job_id))
     return ArmList(arms=_arms(history, policy.expectations(history).costs))
 
 
@@ -132,10 +133,17 @@ def explain(transaction: Transaction, job_id: str, trial_number: int | None = No
     """
     if trial_number is not None:
         return explanation_of(transaction, *known_trial(transaction, job_id, trial_number))
-    stored = known_job(transaction, job_id)
-    history, _ = load_history(transaction, stored)
-    suggestion = suggestion_for(transaction, stored, history, generator_of(stored))
-    return _explanation(stored, suggestion, suggestion.decision)
+    return explanation_of_next(decide(basis_of_next(transaction, job_id)))
+
+
+def basis_of_next(transaction: Transaction, job_id: str) -> Basis:
+    """Read what the next choice rests on."""
+    return basis_of(transaction, known_job(transaction, job_id))
+
+
+def explanation_of_next(decided: Decided) -> Explanation:
+    """Return the reason for the next choice."""
+    return _explanation(decided.job, decided.suggestion, decided.suggestion.decision)
 
 
 def explanation_of(transaction: Transaction, stored: StoredJob, trial: TrialRecord) -> Explanation:

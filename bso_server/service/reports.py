@@ -178,7 +178,7 @@ class ReportBatch:
 
     def _history_of(self, job_id: str) -> History:
         if job_id not in self._histories:
-            self._histories[job_id], _ = load_history(self._transaction, self._jobs_before[job_id])
+            self._histories[job_id] = load_history(self._transaction, self._jobs_before[job_id])
         return self._histories[job_id]
 
     def _save(self) -> None:

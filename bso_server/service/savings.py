@@ -7,14 +7,14 @@ process, and later runs are added to it. The database decides whether it still h
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import datetime
 
 import numpy as np
 
 from bso_server.core import policy
-from bso_server.core.model import History, Suggestion
+from bso_server.core.model import Arm, History, Suggestion
 from bso_server.core.savings import Amounts, Tally, completed_count, learn, savings
 from bso_server.core.verdict import CompletedRun, Evidence, with_control
 from bso_server.service.cache import Cache
@@ -27,7 +27,7 @@ _JOBS = 2000
 """Number of jobs whose evidence is kept: about 10 kB and 500 bytes a run each."""
 
 
-class _Learned:
+class Learned:
     """The evidence of a job by each measure."""
 
     def __init__(self, job: CreatedJob) -> None:
@@ -56,11 +56,11 @@ class _Learned:
 
 
 # A new target changes the costs of earlier runs.
-_learned = Cache[tuple[str, str | None, datetime, float | None], _Learned](_JOBS)
+_learned = Cache[tuple[str, str | None, datetime, float | None], Learned](_JOBS)
 
 
 @contextmanager
-def _evidence(transaction: Transaction, stored: StoredJob, completed: int) -> Iterator[_Learned]:
+def _evidence(transaction: Transaction, stored: StoredJob, completed: int) -> Iterator[Learned]:
     """Provide the evidence of a job that has completed so many runs; the database must not be asked meanwhile."""
     job = stored.registration
     key = job.job_id, job.registration_id, stored.created_at, job.target_metric
@@ -72,7 +72,7 @@ def _evidence(transaction: Transaction, stored: StoredJob, completed: int) -> It
             if learned.follows(found, completed):
                 yield learned
                 return
-    learned = _Learned(job)
+    learned = Learned(job)
     learned.add(queries.completed_runs(transaction, job.job_id, since=0))
     _learned.put(key, learned)
     with learned.lock:
@@ -86,15 +86,25 @@ def savings_of(transaction: Transaction, stored: StoredJob, tallies: Sequence[Ta
         return savings(job, tallies, best, lambda name: learned.by[name].judge(best or job.default_batch_size))
 
 
-def suggestion_for(
-    transaction: Transaction, stored: StoredJob, history: History, rng: np.random.Generator
-) -> Suggestion:
-    """Return the next trial's batch size: the policy's, or a control run's. Errors as in `policy.suggest`."""
+def evidence_for(transaction: Transaction, stored: StoredJob, arms: Mapping[int, Arm]) -> Learned | None:
+    """Return the evidence by which a job gets control runs; None if it gets none. `arms` include all ends of trials.
+
+    Other readers may add later runs to it: then the job's row has changed, too.
+    """
+    job = stored.registration
+    if job.controls == "off" or not policy.find(job.policy).controls:
+        return None
+    with _evidence(transaction, stored, sum(arm.completed.count for arm in arms.values())) as learned:
+        return learned
+
+
+def suggestion_for(history: History, rng: np.random.Generator, evidence: Learned | None) -> Suggestion:
+    """Return the next trial's batch size: the policy's, or a control run's.
+
+    `evidence` is by `evidence_for`, and errors as in `policy.suggest`.
+    """
     suggestion = policy.suggest(history, rng, explains=True)
-    completed = sum(arm.completed.count for arm in history.arms.values())
-    with ExitStack() as held:
-        return with_control(
-            history,
-            suggestion,
-            lambda best: held.enter_context(_evidence(transaction, stored, completed)).by["cost_j"].judge(best),
-        )
+    if evidence is None:
+        return suggestion
+    with evidence.lock:
+        return with_control(history, suggestion, evidence.by["cost_j"].judge)

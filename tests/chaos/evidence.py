@@ -71,7 +71,7 @@ def check_job(transaction: Transaction, job_id: str, acknowledged: Iterable[Ackn
 
 def _check_cache(transaction: Transaction, job: StoredJob, trials: Iterable[TrialRecord]) -> None:
     """What decisions rest on is what a replay of all trials yields."""
-    kept, _ = load_history(transaction, job)
+    kept = load_history(transaction, job)
     replayed = replay(job.registration, trials, job.survivors)
     assert kept.arms == replayed.arms
     assert kept.memory == replayed.memory

@@ -12,11 +12,15 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from bso_server.core.model import History, Suggestion
+from bso_server.core.policy import Policy, given
 from tests.support import ROOT
 from tests.support.embedded import GPUS, JOB, final_report, is_open, monitor, session_of, trial_to_its_end
 from tests.support.servers import ServerProcess, bso_server
@@ -25,7 +29,7 @@ from zeus_plugins.client import client_from_environment
 from zeus_plugins.client.http import BsoClient
 from zeus_plugins.client.port import NO_RETRIES
 from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSOServerUnreachableError
-from zeus_plugins.protocol import JobSpecFromClient, TrialDispatch, TrialState
+from zeus_plugins.protocol import JobSpecFromClient, OfflineTrial, Origin, TrialDispatch, TrialState
 
 pytestmark = pytest.mark.usefixtures("file")
 
@@ -94,6 +98,31 @@ def test_whoever_shares_a_file_does_not_mind_that_another_closes_it() -> None:
             other.heartbeat(trial)
             third.end_trial(trial)
         assert client.show_job("digits-1").trials[0].state is TrialState.FAILED
+
+
+def test_a_decision_keeps_no_other_training_waiting_and_counts_what_it_does_meanwhile() -> None:
+    begun, may_end = threading.Event(), threading.Event()
+    seen: list[int] = []
+
+    def suggest(history: History, rng: np.random.Generator) -> Suggestion:  # noqa: ARG001 - the signature is the interface's
+        seen.append(len(history.in_flight))
+        begun.set()
+        may_end.wait(60)
+        return Suggestion(history.job.default_batch_size, Origin.EXPLORATION, "slow")
+
+    job = JobSpecFromClient.of(JOB.model_copy(update={"policy": "slow"}), GPUS)
+    with given("slow", Policy(version="1", suggest=suggest)), client_from_environment() as client:
+        client.register(job)
+        with ThreadPoolExecutor(1) as pool:
+            asked = pool.submit(client.request_trial, "digits-1")
+            try:
+                assert begun.wait(60)
+                client.record_offline(OfflineTrial(job_id="digits-1", batch_size=32), "key")
+                assert not asked.done()
+            finally:
+                may_end.set()
+            assert asked.result().trial_number == 2
+    assert seen == [0, 1]
 
 
 @pytest.mark.parametrize("is_used", [False, True])

@@ -22,8 +22,8 @@ from bso_server.core.policy import expectations, suggest
 from bso_server.core.zeus import chances_lowest
 from bso_server.errors import BsoError, NoSurvivorError, UnknownTrialError
 from bso_server.service import reading
-from bso_server.service.loading import generator_of
-from bso_server.service.savings import suggestion_for
+from bso_server.service.decisions import generator_of
+from bso_server.service.savings import evidence_for, suggestion_for
 from bso_server.storage import queries
 from bso_server.storage.rows import StoredDecision, decision_from, decision_row
 from tests.support import jobs
@@ -147,7 +147,7 @@ def decided_anew(transaction: Any, job_id: str) -> Decision | None:
     """The decision on the next trial, from all trials until now."""
     job = transaction.job(job_id)
     history = replay(job.registration, transaction.all_trials(job_id), job.survivors)
-    return suggestion_for(transaction, job, history, generator_of(job)).decision
+    return suggestion_for(history, generator_of(job), evidence_for(transaction, job, history.arms)).decision
 
 
 async def test_what_is_believed_is_told_with_a_band(database_url: str) -> None:

@@ -55,7 +55,7 @@ class JobService:
         self.now += timedelta(seconds=seconds)
 
     async def suggest(self, key: str | None = None) -> TrialDispatch:
-        return await self.service.transact(self.service.commands.begin_trial, self.job_id, key)
+        return await self.service.begin_trial(self.job_id, key)
 
     async def report(
         self,
@@ -105,7 +105,7 @@ class JobService:
 
 
 def remembered(transaction: Transaction, job_id: str) -> History:
-    return load_history(transaction, known_job(transaction, job_id))[0]
+    return load_history(transaction, known_job(transaction, job_id))
 
 
 def trial_id(trial: TrialId) -> TrialId:

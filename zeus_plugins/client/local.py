@@ -27,6 +27,7 @@ from bso_server.core.access import UNRESTRICTED
 from bso_server.errors import STATUS_OF, BsoError, DatabaseNotReadyError, DatabaseUnavailableError
 from bso_server.service import reading
 from bso_server.service.commands import Commands, with_job_id
+from bso_server.service.decisions import TRIES, decide
 from bso_server.service.reports import ReportBatch
 from bso_server.settings import Settings, problems, variable_of
 from bso_server.storage.database import open_sqlite_file
@@ -124,7 +125,21 @@ class LocalServer(ServerPort):
     def request_trial(self, job_id: str, key: str | None = None) -> TrialDispatch:
         """See `ServerPort.request_trial`."""
         key = key or secrets.token_hex(16)
-        return self._write("suggestion", lambda transaction: self._commands.begin_trial(transaction, job_id, key))
+        return self._asked("suggestion", lambda store: self._begin_trial(store, job_id, key))
+
+    def _begin_trial(self, store: SyncStore, job_id: str, key: str) -> TrialDispatch:
+        """Start a trial as `BatchSizeService.begin_trial` does."""
+        commands, limit_s = self._commands, self.timeout_s
+        for _ in range(TRIES):
+            basis = store.read(lambda transaction: commands.considered(transaction, job_id, key), timeout_s=limit_s)
+            decided = None if basis is None else decide(basis)
+            start = partial(
+                commands.begin_decided, job_id=job_id, idempotency_key=key, caller=UNRESTRICTED, decided=decided
+            )
+            dispatch = store.write(start, timeout_s=limit_s)
+            if dispatch is not None:
+                return dispatch
+        return store.write(lambda transaction: commands.begin_trial(transaction, job_id, key), timeout_s=limit_s)
 
     def record_offline(self, trial: OfflineTrial, key: str) -> TrialDispatch:
         """See `ServerPort.record_offline`."""

@@ -14,10 +14,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from bso_server.core.gp_voi.beliefs import Belief, Beliefs, after, beliefs_with, expected_startup, trials_missed
+from bso_server.core.gp_voi.beliefs import Belief, Beliefs, beliefs_with, expected_startup, trials_missed
 from bso_server.core.gp_voi.forecast import Forecast, available_of, beliefs_of
 from bso_server.core.gp_voi.prior import CONSTANTS, Sizes, laws
 from bso_server.core.gp_voi.run_costs import CostRun
+from bso_server.core.gp_voi.thinning import after, thinned
 from bso_server.core.gp_voi.value import Worth, bound, stop_shares, unbounded, worths
 from bso_server.core.model import (
     EpochBound,
@@ -325,11 +326,11 @@ def _beliefs(forecast: Forecast, sizes: tuple[int, ...]) -> tuple[SizeBelief, ..
 
 
 POLICY = Policy(
-    version="2",
-    suggest=suggest,
-    explain=explain,
-    expectations=expectations,
-    bound=bound_of,
+    version="3",
+    suggest=lambda history, rng: suggest(thinned(history), rng),
+    explain=lambda history, suggestion: explain(thinned(history), suggestion),
+    expectations=lambda history: expectations(thinned(history)),
+    bound=lambda history, trial: bound_of(thinned(history, trial.batch_size), trial),
     controls=True,
     leaves_out=True,
     memory=Memory(tuple[Belief, ...], lambda job: (Belief(),) * len(job.batch_sizes), after),

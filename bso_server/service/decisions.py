@@ -1,0 +1,79 @@
+"""The decision on a job's next trial, in two steps: read what it rests on, then decide without the database.
+
+So no lock is held, and no event loop waits, while a policy works. `Commands.begin_decided` saves the decision, unless
+the job's row has changed since it was read.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from bso_server.core.model import Suggestion
+from bso_server.service.loading import LoadedJob, OpenTrials, Unsaved, load
+from bso_server.service.savings import Learned, evidence_for, suggestion_for
+from bso_server.storage.rows import StoredJob
+from bso_server.storage.transaction import Transaction
+
+TRIES = 3
+"""Decisions without the lock that may be outdated before the next one is made under the lock."""
+
+
+@dataclass(frozen=True, slots=True)
+class Basis:
+    """What the decision on a job's next trial rests on; `evidence` is None if the job gets no control runs."""
+
+    loaded: LoadedJob
+    evidence: Learned | None
+
+
+@dataclass(frozen=True, slots=True)
+class Decided:
+    """Decision on a job's next trial.
+
+    Attributes:
+        job: The job's row that it rests on, with the generator's next state.
+        read: The same row as it was read.
+        suggestion: The batch size, and the reason.
+        unsaved: Arms, with the new trial, and memory.
+    """
+
+    job: StoredJob
+    read: StoredJob
+    suggestion: Suggestion
+    unsaved: Unsaved
+
+
+def basis_of(transaction: Transaction, job: StoredJob, found: OpenTrials | None = None) -> Basis:
+    """Read the basis of a decision; the job is locked, or the transaction a snapshot. `found` is by `open_trials`."""
+    loaded = load(transaction, job, found)
+    return Basis(loaded, evidence_for(transaction, job, loaded.arms))
+
+
+def decide(basis: Basis) -> Decided:
+    """Choose the batch size of the next trial.
+
+    Raises:
+        NoSurvivorError: See `policy.suggest`.
+        PolicyNotInstalledError: See `policy.suggest`.
+    """
+    job = basis.loaded.job
+    history, unsaved = basis.loaded.history()
+    rng = generator_of(job)
+    drawn_from = rng.bit_generator.state
+    suggestion = suggestion_for(history, rng, basis.evidence)
+    unsaved.arms[suggestion.batch_size] = history.arms[suggestion.batch_size].after_dispatch()
+    after = job
+    if job.registration.mab_seed is not None and rng.bit_generator.state != drawn_from:
+        after = replace(job, rng_state=json.dumps(rng.bit_generator.state))
+    return Decided(after, job, suggestion, unsaved)
+
+
+def generator_of(job: StoredJob) -> np.random.Generator:
+    """Return the job's generator in the state after its last decision, or with fresh entropy without a seed."""
+    rng = np.random.default_rng(job.registration.mab_seed)
+    if job.rng_state is not None:
+        rng.bit_generator.state = json.loads(job.rng_state)
+    return rng

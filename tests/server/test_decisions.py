@@ -1,0 +1,262 @@
+"""Decisions are made outside the write lock: events in between, other jobs meanwhile, and repeated requests."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from bso_server.core.model import History, Suggestion
+from bso_server.core.policy import Policy, given
+from bso_server.errors import DatabaseUnavailableError
+from bso_server.service import commands
+from bso_server.service.decisions import TRIES, Basis, Decided, decide
+from bso_server.service.health import differences
+from bso_server.service.turns import turn
+from tests.support.service import HOUR_S, JobService, job_service
+from zeus_plugins.protocol import GP_VOI, OWN_POLICIES, ZEUS, CreatedJob, Origin, TrialState
+
+pytestmark = pytest.mark.storage
+
+# How long a decision that is under way waits at most, so that a test of a server that waits for it fails, too.
+PATIENCE_S = 60.0
+
+Event = Callable[[], Coroutine[Any, Any, object]]
+
+
+class Interruptions:
+    """Lets events happen while a decision is under way: after it has read the job, and before it is saved."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.events: list[Event] = []
+        self.seen: list[History] = []
+        monkeypatch.setattr(commands, "decide", self._decide)
+
+    def _decide(self, basis: Basis) -> Decided:
+        self.seen.append(basis.loaded.history()[0])
+        if self.events and threading.current_thread() is not threading.main_thread():
+            event = self.events.pop(0)
+            # The event has a transaction of its own, in the event loop of the test, which this thread waits for.
+            asyncio.run_coroutine_threadsafe(event(), self.loop).result(PATIENCE_S)
+        return decide(basis)
+
+    async def during(self, server: JobService, *events: Event, key: str | None = None) -> Any:
+        """The trial that is suggested while these events happen, one in each decision."""
+        self.loop, self.events = asyncio.get_running_loop(), list(events)
+        self.seen.clear()
+        return await server.suggest(key)
+
+
+@pytest.fixture
+def interruptions(monkeypatch: pytest.MonkeyPatch) -> Interruptions:
+    return Interruptions(monkeypatch)
+
+
+# --- Events between the decision and its transaction ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", OWN_POLICIES)
+async def test_the_end_of_a_trial_leads_to_another_decision(
+    database_url: str, interruptions: Interruptions, policy: str
+) -> None:
+    async with job_service(database_url, policy=policy) as server:
+        first = await server.suggest()
+        trial = await interruptions.during(server, lambda: server.reach(first))
+        assert [history.recurrences for history in interruptions.seen] == [0, 1]
+        # Without the end, both policies would have chosen the default again.
+        assert first.batch_size == 16
+        assert trial.batch_size != 16
+        assert (await server.show()).trial_count == 2
+        assert await server.store.read(differences, server.job_id) == []
+
+
+async def test_a_trial_that_another_process_starts_leads_to_another_decision(
+    bso: JobService, interruptions: Interruptions
+) -> None:
+    trial = await interruptions.during(bso, lambda: bso.offline(8, "offline"))
+    assert trial.trial_number == 2
+    assert [len(history.in_flight) for history in interruptions.seen] == [0, 1]
+    assert await bso.store.read(differences, bso.job_id) == []
+
+
+@pytest.mark.parametrize("policy", OWN_POLICIES)
+async def test_a_discarded_trial_is_in_no_decision(
+    database_url: str, interruptions: Interruptions, policy: str
+) -> None:
+    """Although it is not the cheapest trial, and its end was counted long before."""
+    async with job_service(database_url, policy=policy) as server:
+        trials = []
+        for cost_j in (100.0, 150.0, 160.0):
+            trials.append(await server.suggest())
+            await server.reach(trials[-1], cost_j)
+        await server.discard(trials[2])
+        await interruptions.during(server, lambda: server.discard(trials[1]))
+        assert [history.recurrences for history in interruptions.seen] == [2, 1]
+        assert await server.store.read(differences, server.job_id) == []
+
+
+async def test_a_job_that_changes_again_and_again_is_decided_under_the_lock(
+    bso: JobService, interruptions: Interruptions
+) -> None:
+    def ended(number: int) -> Event:
+        return lambda: bso.offline(8, f"offline {number}")
+
+    trial = await interruptions.during(bso, *map(ended, range(TRIES)))
+    assert trial.trial_number == TRIES + 1
+    assert [len(history.in_flight) for history in interruptions.seen] == [0, 1, 2, 3]
+    assert await bso.store.read(differences, bso.job_id) == []
+
+
+async def test_a_job_that_is_deleted_and_made_anew_is_decided_anew(
+    bso: JobService, interruptions: Interruptions
+) -> None:
+    other = bso.job.model_copy(update={"batch_sizes": (64,), "default_batch_size": 64})
+
+    async def replaced() -> None:
+        await bso.service.delete_job(bso.job_id)
+        await bso.service.register(other)
+
+    assert (await interruptions.during(bso, replaced)).batch_size == 64
+
+
+async def test_reports_of_running_trials_lead_to_no_other_decision(
+    bso: JobService, interruptions: Interruptions
+) -> None:
+    first = await bso.suggest()
+    await interruptions.during(bso, lambda: bso.report(first, cost_j=100, epoch=1))
+    assert len(interruptions.seen) == 1
+
+
+async def test_expired_trials_are_abandoned_before_a_decision(bso: JobService, interruptions: Interruptions) -> None:
+    await bso.suggest()
+    bso.wait(HOUR_S + 1)
+    trial = await interruptions.during(bso)
+    assert [len(history.in_flight) for history in interruptions.seen] == [0]
+    assert (trial.trial_number, trial.batch_size) == (2, 16)
+    assert await bso.states() == [TrialState.ABANDONED, TrialState.RUNNING]
+
+
+async def test_a_repeated_request_finds_its_trial_whatever_happens_meanwhile(
+    bso: JobService, interruptions: Interruptions
+) -> None:
+    async def same() -> None:
+        await bso.service.transact(bso.service.commands.begin_trial, bso.job_id, "key")
+
+    trial = await interruptions.during(bso, same, key="key")
+    assert trial.trial_number == 1
+    assert await bso.suggest("key") == trial
+    assert (await bso.show()).trial_count == 1
+    assert len(interruptions.seen) == 2  # by the two first requests
+
+
+async def test_requests_with_one_key_at_a_time_start_one_trial(bso: JobService) -> None:
+    found = await asyncio.gather(*(bso.suggest("key") for _ in range(8)))
+    assert [trial.trial_number for trial in found] == [1] * 8
+
+
+async def test_draws_continue_from_the_last_decision_that_was_saved(
+    database_url: str, interruptions: Interruptions
+) -> None:
+    """A job whose decisions are outdated again and again takes the same ones as its undisturbed twin."""
+    fields = {"policy": ZEUS, "mab_seed": 3, "mab_num_explorations": 1, "batch_sizes": [8, 16, 32, 64]}
+    chosen = []
+    for disturbed in (False, True):
+        async with job_service(database_url, **fields) as server:
+
+            async def shared(server: JobService = server) -> None:
+                is_shared = (await server.show()).shared
+                await server.service.transact(server.service.commands.share, server.job_id, shared=not is_shared)
+
+            trials = []
+            for number in range(24):
+                trials.append(await interruptions.during(server, *([shared, shared] if disturbed else [])))
+                assert len(interruptions.seen) == 1 + 2 * disturbed
+                await server.reach(trials[-1], cost_j=500.0 + 40 * (number * 7 % 11))
+            chosen.append([(trial.batch_size, trial.origin) for trial in trials])
+    assert chosen[0] == chosen[1]
+    drawn = [size for size, origin in chosen[0] if origin is Origin.BANDIT]
+    assert len(set(drawn)) > 1
+
+
+# --- Other jobs meanwhile ---------------------------------------------------------------------------------------------
+
+
+class SlowPolicy:
+    """A policy whose decisions take as long as the test wants."""
+
+    def __init__(self) -> None:
+        self.begun, self.may_end = threading.Event(), threading.Event()
+        self.policy = Policy(version="1", suggest=self._suggest)
+
+    def _suggest(self, history: History, rng: np.random.Generator) -> Suggestion:  # noqa: ARG002 - the signature is the interface's
+        self.begun.set()
+        self.may_end.wait(PATIENCE_S)
+        return Suggestion(history.job.default_batch_size, Origin.EXPLORATION, "slow")
+
+
+@pytest.fixture
+def slow() -> Iterator[SlowPolicy]:
+    slow = SlowPolicy()
+    with given("slow", slow.policy):
+        yield slow
+        slow.may_end.set()
+
+
+async def ask_others(server: JobService) -> None:
+    """A suggestion, reports and the end of another job's trial."""
+    other = CreatedJob.model_validate({**server.job.model_dump(), "job_id": f"{server.job_id}-other", "policy": GP_VOI})
+    await server.service.register(other)
+    trial = await server.service.begin_trial(other.job_id)
+    assert not (await server.report(trial, cost_j=100, epoch=1)).stop_train
+    assert (await server.report(trial, cost_j=500, epoch=5, metric=0.95)).converged
+
+
+async def test_a_slow_decision_makes_no_other_job_wait(database_url: str, slow: SlowPolicy) -> None:
+    async with job_service(database_url, policy="slow") as server:
+        asked = [asyncio.create_task(server.suggest()) for _ in range(8)]
+        assert await asyncio.to_thread(slow.begun.wait, PATIENCE_S)
+        await ask_others(server)
+        assert [each.done() for each in asked] == [False] * 8
+        slow.may_end.set()
+        assert sorted([(await each).trial_number for each in asked]) == list(range(1, 9))
+
+
+async def test_a_slow_decision_does_not_hold_up_the_job_itself(database_url: str, slow: SlowPolicy) -> None:
+    """Its trials report, beat and end meanwhile."""
+    async with job_service(database_url, policy="slow") as server:
+        trial = await server.offline(8, "offline")
+        asked = asyncio.create_task(server.suggest())
+        assert await asyncio.to_thread(slow.begun.wait, PATIENCE_S)
+        await server.report(trial, cost_j=100, epoch=1)
+        await server.beat(trial)
+        await server.end(trial)
+        assert not asked.done()
+        slow.may_end.set()
+        assert (await asked).trial_number == 2
+        assert await server.store.read(differences, server.job_id) == []
+
+
+async def test_a_slow_explanation_makes_no_other_job_wait(database_url: str, slow: SlowPolicy) -> None:
+    async with job_service(database_url, policy="slow") as server:
+        asked = asyncio.create_task(server.service.explain_next(server.job_id))
+        assert await asyncio.to_thread(slow.begun.wait, PATIENCE_S)
+        await ask_others(server)
+        assert not asked.done()
+        slow.may_end.set()
+        assert (await asked).batch_size == 16
+
+
+async def test_who_comes_after_many_slow_decisions_is_refused_in_time() -> None:
+    threads = asyncio.Semaphore(1)
+    async with turn(threads, PATIENCE_S, "others"):
+        with pytest.raises(DatabaseUnavailableError) as told:
+            async with turn(threads, 0.01, "decisions on other jobs"):
+                pass
+        assert told.value.detail == "decisions on other jobs have not been answered"
+    async with turn(threads, 0.01, "others"):
+        assert threads.locked()
+    assert not threads.locked()
