@@ -256,10 +256,47 @@ def test_the_cheapest_run_so_far_is_repeated() -> None:
     assert all(re.fullmatch(why, each.reason) for each in suggested[3:])
 
 
+def finished(life: Life, size: int, epochs: float, epoch_j: float = 10.0, startup: float = 1.0) -> None:
+    """Let a run without a bound reach the target after so many epochs."""
+    trial = life.dispatch(size, Origin.OFFLINE).bounded_by(EpochBound(50, "all"))
+    life.trials[-1] = trial
+    assert run(life, trial, needed=epochs, epoch_j=epoch_j, startup=startup).state is TrialState.COMPLETED
+
+
+def test_a_size_is_measured_by_and_by_if_only_laws_speak_against_it() -> None:
+    """The smallest size costs a third, which no law expects after what its neighbours have shown."""
+    life = new_life((8, 16, 32, 64), default=64)
+    needed, epoch_j = {8: 4, 16: 30, 32: 20, 64: 15}, {8: 12, 16: 11, 32: 10, 64: 9}
+    sizes = recur(life, 160, needed.__getitem__, epoch_j.__getitem__)
+    assert sizes[-10:] == [8] * 10
+
+
+def test_what_leaves_a_size_in_doubt() -> None:
+    life = new_life((8, 16, 32, 64), default=64)
+    for size in (64, 64, 32):
+        finished(life, size, 10)
+
+    def stopped(size: int, epochs: int) -> None:
+        life.dispatch(size)
+        life.trials[-1] = life.trials[-1].bounded_by(EpochBound(epochs, "a share"))
+        assert run(life, life.trials[-1], needed=math.inf).state is TrialState.EARLY_STOPPED
+
+    def doubts() -> list[bool]:
+        forecast = Forecast.of(life.history, beliefs_of(life.history, ()), ())
+        return [forecast.is_in_doubt(index) for index in range(4)]
+
+    stopped(16, 4)
+    # 8 never ran, 16 was stopped after 4 epochs of 10, 32 may have been unlucky, 64 has run twice.
+    assert doubts() == [True, True, True, False]
+    stopped(16, 12)
+    finished(life, 32, 10)
+    assert doubts() == [True, False, False, False]
+
+
 def test_another_run_of_the_incumbent_is_weighed_like_any_trial() -> None:
     life = new_life((16, 32), default=32)
     for size, epochs in ((32, 10), (16, 10), (32, 11)):
-        run(life, life.dispatch(size, Origin.OFFLINE).bounded_by(EpochBound(50, "all")), needed=epochs)
+        finished(life, size, epochs)
     forecast = Forecast.of(life.history, beliefs_of(life.history, ()), ())
     repeat = worths(forecast, [forecast.incumbent], (0.5,), max_epochs=50)[forecast.incumbent]
     assert repeat.stop_share == math.inf
@@ -422,3 +459,24 @@ def test_absurd_numbers_raise_nothing(costs: list[float], epochs: list[float], m
     for cost_j, epoch, metric in zip(costs, epochs, metrics, strict=False):
         life.report(life.ask(), cost_j, epoch=epoch, metric=metric)
     assert life.ask().batch_size in (8, 16, 32)
+
+
+def test_a_guess_that_makes_another_size_the_incumbent_stops_no_trial() -> None:
+    life = new_life((8, 16, 32, 64), default=8)
+    finished(life, 8, 10, epoch_j=11.0, startup=4.0)
+    finished(life, 64, 17, epoch_j=26.0, startup=4.0)
+    # Less the start-up of 8, an epoch of 16 would cost a fifth of one of 8.
+    trial = life.dispatch(16)
+    life.report(trial, 10.2, epoch=1, metric=0.0)
+    assert life.trials[-1].bound is None
+    life.report(trial, 20.4, epoch=2, metric=0.0)
+    assert bound_of(life.trials[-1]).epochs > 2
+
+
+def test_only_the_first_trial_of_a_size_is_stopped_on_a_guess() -> None:
+    life = new_life((8, 64), default=64)
+    finished(life, 64, 10, startup=2.0)
+    for first in (True, False):
+        life.report(life.dispatch(8), 900.0, epoch=1, metric=0.0)
+        stopped = life.trials[-1].state is TrialState.EARLY_STOPPED
+        assert stopped is first

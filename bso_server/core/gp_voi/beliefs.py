@@ -76,7 +76,7 @@ class Belief:
         converged: True if the size is known to reach the target.
         survived: Most epochs that a run had without reaching the target, since the job last changed.
         missed: Trials of this size that missed the target since a trial of any size last reached it.
-        idle: Recurrences of the job since a trial of this size.
+        idle: Recurrences of the job since the latest trial of this size; 0 if there was none.
         surprises: Sums of the deviations of runs that reached the target from their expectations.
         streak: Current streak of failures.
     """
@@ -248,7 +248,7 @@ def _after_success(beliefs: Beliefs, index: int, log_epochs: float, surprise: fl
     observed, exact = belief.observed.including(log_epochs), belief.exact.including(log_epochs)
     beliefs = _changed(beliefs, index, observed=observed, exact=exact, converged=True, streak=Streak())
     faded = [each.forgetting(CONSTANTS.forgetting) for each in beliefs]
-    rested = (replace(each, missed=0, idle=each.idle + 1) for each in faded)
+    rested = (each if each == Belief() else replace(each, missed=0, idle=each.idle + 1) for each in faded)
     return _changed(tuple(rested), index, idle=0)
 
 

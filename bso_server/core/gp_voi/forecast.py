@@ -148,10 +148,15 @@ class Forecast:
         """Number of trials under way at other sizes than the incumbent's."""
         return sum(runs for index, runs in self.in_flight.items() if index != self.incumbent)
 
-    @property
-    def is_long(self) -> bool:
-        """True if enough recurrences are to come that no size may stay in doubt."""
-        return self.horizon >= CONSTANTS.long_horizon
+    @cached_property
+    def allowance(self) -> float:
+        """What a trial may lose although nothing speaks for it, in runs of the incumbent.
+
+        It grows by `check_share` with each recurrence since a trial of another size.
+        """
+        others = [self.beliefs[index] for index in self.available if index != self.incumbent]
+        idle = [each.idle for each in others if each.survived or each.exact.weight]
+        return CONSTANTS.check_share * min(idle, default=self.length)
 
     @cached_property
     def is_open(self) -> NDArray[np.bool_]:

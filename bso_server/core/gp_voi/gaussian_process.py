@@ -145,8 +145,9 @@ def epochs_posterior(
     """Return the posterior of log epochs to the target at every size.
 
     `observed` and `exact` are fields of `Belief`, per size; at least one size has observations. The variance of runs is
-    uncertain, so each σ on a grid is a further hypothesis, weighed by the deviations of runs at one size and by how well the sizes follow the laws. A run reaches the target somewhere within the step (in epochs) at which
-    it validates. So its variance is at least ``(step/e^m)²/12``, with the mean m of the observations.
+    uncertain, so each σ on a grid is a further hypothesis, weighed by the deviations of runs at one size and by how
+    well the sizes follow the laws. A run reaches the target somewhere within the step (in epochs) at which it
+    validates. So its variance is at least ``(step/e^m)²/12``, with the mean m of the observations.
 
     Residuals that no hypothesis expected widen the covariance of a family, as in a Student-t process (Shah, Wilson,
     Ghahramani, AISTATS 2014, equation 6), by the factor ``q = (ν + E[rᵀA⁻¹r]) / (ν + |O| − 1)``, limited to

@@ -209,15 +209,13 @@ def _check(history: History, forecast: Forecast) -> tuple[_Choice, Worth] | None
     the share `check_share` of the job's cost: a trial waits the longer for its turn, the more it is expected to lose.
     """
     job, incumbent, sizes = history.job, forecast.incumbent, history.job.batch_sizes
-    idle = min((forecast.beliefs[index].idle for index in forecast.available if index != incumbent), default=0)
-    allowed = CONSTANTS.check_share * idle
-    if job.beta_knob is None or forecast.tries_under_way or not allowed:
+    if job.beta_knob is None or forecast.tries_under_way or not forecast.allowance:
         return None
     doubtful = [index for index in forecast.available if index != incumbent and forecast.is_in_doubt(index)]
     doubtful = sorted(doubtful, key=forecast.mean.__getitem__)[: CONSTANTS.candidates]
     shares = tuple(share for share in stop_shares(job.beta_knob) if share >= min(1.0, job.beta_knob))
     found = worths(forecast, doubtful, shares, max_epochs=job.max_epochs)
-    cheap = {index: worth for index, worth in found.items() if worth.loss <= allowed}
+    cheap = {index: worth for index, worth in found.items() if worth.loss <= forecast.allowance}
     if not cheap:
         return None
     index = max(cheap, key=lambda each: cheap[each].index)

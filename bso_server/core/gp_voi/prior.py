@@ -88,9 +88,9 @@ class GpVoiConstants:
     largest_cost: float = 2.5  # of a later run, in runs of the incumbent: higher costs count as equal
     least_worth: float = 0.01  # of a trial, in runs of the incumbent,
     least_saving: float = 0.002  # and of later runs, for a size that has reached the target: less is not tried
-    long_horizon: float = 55.0  # from here on, the 100th recurrence, trials run as long as a run of the incumbent costs
     check_share: float = 0.01  # share of a job's cost for trials of sizes that nothing but a law speaks against
     check_saving: float = 0.05  # by which such a size may be cheaper (log)
+    patient_from: float = 0.5  # allowance, in runs of the incumbent, from which on a trial costs at least one
     further: float = (
         1.25  # a size that was stopped is tried again for this factor times the epochs that it has survived
     )
