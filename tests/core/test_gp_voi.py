@@ -16,7 +16,7 @@ from bso_server.core.gp_voi.beliefs import Belief
 from bso_server.core.gp_voi.forecast import Forecast, beliefs_of
 from bso_server.core.gp_voi.prior import CONSTANTS
 from bso_server.core.gp_voi.run_costs import CostRun
-from bso_server.core.gp_voi.value import worths
+from bso_server.core.gp_voi.value import bound, worths
 from bso_server.core.model import EpochBound, TrialRecord
 from bso_server.core.policy import stop_rule, suggest
 from bso_server.errors import NoSurvivorError
@@ -320,19 +320,22 @@ def test_the_incumbent_has_twice_the_epochs_that_it_is_expected_to_need() -> Non
     life = begun_life()
     life.report(life.dispatch(64, Origin.INCUMBENT), 10.0, epoch=1, metric=0.0)
     trial = life.trials[-1]
-    bound = bound_of(trial)
-    assert 20 <= bound.epochs <= 22
-    assert bound.reason.startswith("2 times the epochs that it should need, 10")
-    assert stop_rule(life.job, trial, 1.0) == StopRule(max_epochs=bound.epochs)
+    limit = bound_of(trial)
+    assert 20 <= limit.epochs <= 22
+    assert limit.reason.startswith("2 times the epochs that it should need, 10")
+    assert stop_rule(life.job, trial, 1.0) == StopRule(max_epochs=limit.epochs)
     ended = run(life, trial, needed=math.inf)
-    assert (ended.state, ended.epoch) == (TrialState.EARLY_STOPPED, bound.epochs)
+    assert (ended.state, ended.epoch) == (TrialState.EARLY_STOPPED, limit.epochs)
     assert life.belief(64).failures == 1
     life.report(life.dispatch(64, Origin.INCUMBENT), 10.0, epoch=1, metric=0.0)
-    assert bound_of(life.trials[-1]) == bound
-    # From the second miss in a row on, it gets twice as many each time.
-    life.move(life.trials[-1], TrialState.ABANDONED)
-    assert run(life, life.dispatch(8), needed=math.inf, epoch_j=1000).epoch <= 2
-    assert bound_of(life.ask()).reason.startswith("4 times the epochs that it should need, 1")
+    assert bound_of(life.trials[-1]) == limit
+    # Misses of other sizes do not count; from its own second miss in a row on, it gets twice as many each time.
+    beliefs = beliefs_of(life.history, ())
+    for missed, of_other, times in ((1, 3, 2), (2, 0, 4), (3, 0, 8)):
+        rows = (replace(each, missed=missed if index == 3 else of_other) for index, each in enumerate(beliefs))
+        forecast = Forecast.of(life.history, tuple(rows), ())
+        given = bound(life.job.model_copy(update={"max_epochs": 500}), forecast, 3, Origin.INCUMBENT)
+        assert given.reason.startswith(f"{times} times the epochs that it should need, 10")
 
 
 def test_a_hopeless_try_is_stopped_by_its_first_report_if_start_up_is_known() -> None:

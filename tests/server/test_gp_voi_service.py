@@ -42,7 +42,7 @@ async def test_a_job_finds_its_cheapest_size_and_says_why(bso: JobService) -> No
     assert [trial.batch_size for trial in view.trials[-4:]] == [32] * 4
     assert {trial.origin for trial in view.trials[-4:]} == {Origin.INCUMBENT}
     assert view.trials[0].reason == "first run: your default size"
-    assert "chance to beat 16, the best so far, expected 40" in view.trials[1].reason
+    assert "chance to beat 16, the best so far, expected 41" in view.trials[1].reason
     last = view.trials[-1]
     assert last.reason.startswith("best so far, expected 24")
     assert last.epoch_bound in {8, 9}
@@ -62,6 +62,12 @@ async def test_the_rule_is_sent_as_soon_as_it_is_known(bso: JobService) -> None:
     assert (first.stop_train, first.reason) == (True, EndReason.EPOCH_BOUND_REACHED)
     assert first.stop_rule is None
     assert (await bso.report(offered, cost_j=1000, epoch=1)) == first
+
+    # A guess from a first epoch does not end a second trial of that size.
+    again = await bso.suggest("again")
+    assert (again.batch_size, again.origin) == (32, Origin.EXPLORATION)
+    assert not (await bso.report(again, cost_j=1000, epoch=1)).stop_train
+    assert (await bso.report(again, cost_j=2000, epoch=2)).stop_train
 
     safe = await bso.suggest("third")
     assert (safe.batch_size, safe.origin) == (16, Origin.INCUMBENT)

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from bso_server.core.gp_voi.beliefs import trials_missed
 from bso_server.core.gp_voi.forecast import Forecast
 from bso_server.core.gp_voi.prior import CONSTANTS, Array, bounded_exp
 from bso_server.core.model import EpochBound
@@ -201,11 +200,11 @@ def bound(job: CreatedJob, forecast: Forecast, index: int, origin: Origin, worth
 def _bound_of_incumbent(job: CreatedJob, forecast: Forecast, index: int) -> EpochBound:
     """Return a bound of ``e^m · max(incumbent_allowance, e^(incumbent_sds · s))`` epochs, for log epochs N(m, s²).
 
-    The bound doubles at each further retry.
+    The bound doubles at each further retry of this size.
     """
     mean, variance = forecast.epochs.of_run(index)
     spread = math.exp(min(CONSTANTS.incumbent_sds * math.sqrt(variance), 20.0))
-    missed = trials_missed(forecast.beliefs)
+    missed = forecast.beliefs[index].missed
     times = max(CONSTANTS.incumbent_allowance, spread) * 2.0 ** min(max(missed - 1, 0), 32)
     allowed = bounded_exp(mean) * times
     if allowed >= job.max_epochs:
