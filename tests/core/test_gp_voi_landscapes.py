@@ -166,7 +166,7 @@ SEEDS: dict[str, tuple[Sequence[int], Sequence[int]]] = {
     "drift": ((0,), range(1, 20)),
 }
 # Where the size that is played needs as many epochs as before, nothing shows that all others have changed.
-NOTHING_SHOWS = {("drift", 2), ("drift", 15)}
+NOTHING_SHOWS = {("drift", 2)}
 
 
 def marks_of(kind: str, seed: int) -> list[pytest.MarkDecorator]:
@@ -208,7 +208,7 @@ def test_in_the_end_the_cheapest_size_is_played(kind: str, seed: int) -> None:
 def test_in_the_long_run_a_size_that_breaks_every_law_is_found(
     batch_sizes: list[int], epochs: list[float], epoch_j: list[float], default: int, seed: int
 ) -> None:
-    outcomes = Case(workload(batch_sizes, epochs, epoch_j, default, 0.08)).play(200, seed=seed)
+    outcomes = Case(workload(batch_sizes, epochs, epoch_j, default, 0.08)).play(450, seed=seed)
     assert outcomes.missed == set()
     assert outcomes.share_of_best(50, 0.03) >= 0.75
 
@@ -218,14 +218,15 @@ def test_in_the_long_run_each_doubtful_size_is_checked_once() -> None:
     """All sizes are known to cost more in the end where the laws hold, for a few runs in all and no more of them."""
     sizes = [8, 16, 32, 64, 128, 256, 512]
     case = Case(workload(sizes, [20, 20, 20, 20, 40, 80, 160], [80, 40, 20, 10, 10, 10, 10], 64))
-    outcomes = case.play(400)
+    outcomes = case.play(500)
     checks = [trial for trial in outcomes.played.trials if "no run has shown yet" in trial.record.reason]
-    assert checks
-    assert {trial.recurrence % 25 for trial in checks} == {0}
-    assert checks[0].recurrence == 100
+    assert {trial.record.batch_size for trial in checks} == {8, 16, 256, 512}
     assert len({trial.record.batch_size for trial in checks}) == len(checks)
-    assert sum(trial.cost_j for trial in checks) <= 2 * len(checks) * outcomes.best_j
-    assert max(outcomes.tries) < 300
+    # Each costs a run of the best size at most, and waits for as many recurrences as make 1 % of that.
+    assert sum(trial.cost_j for trial in checks) <= 1.02 * len(checks) * outcomes.best_j
+    waits = np.diff([0, *(trial.recurrence for trial in checks)])
+    assert waits.min() > 70
+    assert max(outcomes.tries) < 450
 
 
 @pytest.mark.parametrize(("smallest", "each", "limit"), [(4.0, 0.0, 1.1), (1.0, 1.5, 1.45)])
