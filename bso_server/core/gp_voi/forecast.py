@@ -152,12 +152,12 @@ class Forecast:
     def allowance(self) -> float:
         """What a trial may lose although only the laws speak against its size, in runs of the incumbent.
 
-        It grows by `check_share` with each recurrence since the latest trial of another size that has run once, or never reached the target.
+        It grows by `check_share` with each recurrence since the latest trial of another size that has run once, or has
+        never reached the target.
         """
         others = [self.beliefs[index] for index in self.available if index != self.incumbent]
-        idle = [
-            each.idle for each in others if (each.survived or each.exact.weight) and each.exact.weight < _SECOND_RUN
-        ]
+        tried = [each for each in others if each.survived or each.exact.weight]
+        idle = [each.idle for each in tried if each.exact.weight < _SECOND_RUN]
         return CONSTANTS.check_share * min(idle, default=self.length)
 
     @cached_property
