@@ -186,7 +186,7 @@ def test_in_the_end_the_cheapest_size_is_played(kind: str, seed: int) -> None:
     outcomes = drawn(kind, seed).play(RECURRENCES, seed=seed)
     assert outcomes.played.unfinished == 0
     assert outcomes.missed == set()
-    # After a change, what was learned before it keeps some weight, and sizes that are nearly as good are not told apart.
+    # After a change, what was learned before it keeps some weight, and nearly equal sizes are not told apart.
     assert outcomes.share_of_best(50, 0.1 if kind == "drift" else 0.03) >= 0.75
 
 
