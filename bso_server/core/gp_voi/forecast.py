@@ -13,17 +13,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bso_server.core.gp_voi.beliefs import Belief, Beliefs, posterior_of
-from bso_server.core.gp_voi.gaussian_process import Posterior, cost_posterior
+from bso_server.core.gp_voi.gaussian_process import Posterior, cost_posterior, freedom_of
 from bso_server.core.gp_voi.prior import CONSTANTS, Array, Sizes, bounded_exp, laws
-from bso_server.core.gp_voi.run_costs import CostRun
+from bso_server.core.gp_voi.run_costs import SECOND_RUN, CostRun
 from bso_server.core.model import History, TrialRecord
 from bso_server.core.phrases import BAND_SDS
 from bso_server.core.quality import left_out
 
 _LEAST_EPOCHS = 1e-300
-
-# A size whose runs have a smaller sum of weights has, in effect, a single run.
-_SECOND_RUN = 1.5
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -126,7 +123,7 @@ class Forecast:
 
         t is the quantile of Student's distribution, because s is an estimate of few runs.
         """
-        freedom = sum(max(belief.exact.weight - 1, 0.0) for belief in self.beliefs)
+        freedom = freedom_of([belief.exact for belief in self.beliefs])
         reach = _student(CONSTANTS.band_freedom + freedom)
         reach *= math.sqrt(sum(float(each.variance[index]) for each in self.known))
         return self._limited_j(index, -reach), self._limited_j(index, reach)
@@ -157,7 +154,7 @@ class Forecast:
         """
         others = [self.beliefs[index] for index in self.available if index != self.incumbent]
         tried = [each for each in others if each.survived or each.exact.weight]
-        idle = [each.idle for each in tried if each.exact.weight < _SECOND_RUN]
+        idle = [each.idle for each in tried if each.exact.weight < SECOND_RUN]
         return CONSTANTS.check_share * min(idle, default=self.length)
 
     @cached_property
@@ -180,7 +177,7 @@ class Forecast:
         if not weight:
             return math.log(belief.survived + 1) < limit
         sd = math.sqrt((epochs.run_variance + costs.run_variance) / weight)
-        return weight < _SECOND_RUN and belief.exact.mean - BAND_SDS * sd < limit - CONSTANTS.check_saving
+        return weight < SECOND_RUN and belief.exact.mean - BAND_SDS * sd < limit - CONSTANTS.check_saving
 
     @cached_property
     def samples(self) -> Samples:

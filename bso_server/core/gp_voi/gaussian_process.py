@@ -8,7 +8,7 @@ explains them. Hypotheses of one family share their covariance, so one matrix in
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
@@ -135,6 +135,11 @@ def _root(covariance: Array) -> Array:
     return np.asarray(np.linalg.cholesky(covariance + ridge * np.eye(len(covariance))), dtype=np.float64)
 
 
+def freedom_of(exact: Iterable[WeightedStatistics]) -> float:
+    """Return the degrees of freedom ``Σ (n_b − 1)`` of the deviations of runs from each size's own mean."""
+    return sum(max(size.weight - 1, 0.0) for size in exact)
+
+
 @lru_cache(maxsize=256)
 def epochs_posterior(
     sizes: Sizes,
@@ -182,12 +187,11 @@ def _log_chance(sd: float, variance: float, exact: Sequence[WeightedStatistics])
     """Return the log probability, up to a constant, that runs vary by the σ `sd`, given the runs of each size.
 
     σ has a log-normal prior around `run_sd`. The likelihood is that of the squared deviations from each size's own
-    mean, with f = Σ (n_b − 1) degrees of freedom: ``v^(−f/2) · exp(−Σ squared deviations / 2v)`` for the variance v.
+    mean, with f degrees of freedom (`freedom_of`): ``v^(−f/2) · exp(−Σ squared deviations / 2v)`` for the variance v.
     """
     deviations = max(sum(size.squared_deviations for size in exact), 0.0)
-    freedom = sum(max(size.weight - 1, 0.0) for size in exact)
     log_prior = -0.5 * (math.log(sd / CONSTANTS.run_sd) / CONSTANTS.run_sd_spread) ** 2
-    return log_prior - 0.5 * deviations / variance - 0.5 * freedom * math.log(variance)
+    return log_prior - 0.5 * deviations / variance - 0.5 * freedom_of(exact) * math.log(variance)
 
 
 @lru_cache(maxsize=256)

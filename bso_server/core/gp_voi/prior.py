@@ -61,8 +61,8 @@ class GpVoiConstants:
     # Variation between the runs of one size.
     run_sd: float = 0.08  # prior median of the σ of log epochs,
     run_sd_spread: float = 0.5  # and σ of its log
-    band_freedom: float = 3.0  # degrees of freedom of bands before any size has run twice
     run_sds: tuple[float, ...] = (0.02, 0.04, 0.08, 0.16, 0.32, 0.6)  # grid of that σ
+    band_freedom: float = 3.0  # degrees of freedom of bands before any size has run twice
     cost_run_sd: float = 0.015  # prior median of the σ of the log cost of an epoch,
     cost_run_sd_spread: float = 1.2  # and σ of its log
     cost_run_sds: tuple[float, ...] = (0.01, 0.015, 0.03, 0.06, 0.12, 0.25, 0.5)  # grid of that σ

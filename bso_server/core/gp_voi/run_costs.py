@@ -31,8 +31,8 @@ _LARGEST_VARIANCE = 4.0
 # Keeps the doubt about a run that only waited finite.
 _MOST_WAITED = 0.99
 
-# A size whose runs have a smaller sum of trusts has, in effect, a single run.
-_SECOND_RUN = 1.5
+SECOND_RUN = 1.5
+"""A size whose runs have a smaller sum of trusts or weights has, in effect, a single run."""
 
 # A single earlier run may itself have been slowed.
 _RUNS_BEFORE = 2
@@ -127,7 +127,7 @@ def summary_of(sizes: Sequence[CostRuns]) -> CostSummary:
     weights = np.bincount(owners, given, len(sizes))
     means = np.bincount(owners, given * values, len(sizes)) / np.where(weights > 0, weights, 1.0)
     trusted = np.bincount(owners, trusts, len(sizes))
-    suspect = [bool(runs) and trust < _SECOND_RUN for runs, trust in zip(sizes, trusted.tolist(), strict=True)]
+    suspect = [bool(runs) and trust < SECOND_RUN for runs, trust in zip(sizes, trusted.tolist(), strict=True)]
     return CostSummary(tuple(means.tolist()), tuple(weights.tolist()), tuple(suspect), variance)
 
 
