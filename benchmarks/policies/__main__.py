@@ -1,7 +1,7 @@
 """``python -m benchmarks.policies``: the costs of policies in simulated jobs.
 
 ``report`` compares them with what people would otherwise do, row by row; ``study`` is `bso-server simulate` under more
-conditions, with every trial.
+conditions, with every trial; ``values`` compares what trials of `gp_voi` save with what it expected of them.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from benchmarks.plots import plot_policies, require_matplotlib
 from benchmarks.policies.cases import ROWS, shuffled, with_bad_neighbours
 from benchmarks.policies.contest import CONTENDERS, RIVALS, SAMPLERS, Task, check_requirements, simulate
 from benchmarks.policies.study import Study, study
+from benchmarks.policies.values import RANGES, lines, tries_of
 from benchmarks.reports import (
     MAIN_ROWS,
     MARKS,
@@ -29,7 +30,7 @@ from benchmarks.reports import (
     read_policy_results,
     write_policy_results,
 )
-from benchmarks.tables import policy_tables, write_tables
+from benchmarks.tables import policy_tables, text_table, write_tables
 from bso_server.cli.common import CommandError, Commands
 from bso_server.cli.simulate import (
     add_arguments,
@@ -60,6 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_report(commands)
     _add_study(commands)
+    _add_values(commands)
     options = parser.parse_args(arguments)
     try:
         options.run(options)
@@ -217,6 +219,22 @@ def _add_study(commands: Commands) -> None:
     )
     parser.add_argument("--history", type=Path, metavar="FILE", help="write every trial of the first seed as CSV")
     parser.set_defaults(run=_simulate)
+
+
+def _add_values(commands: Commands) -> None:
+    """Add ``values``."""
+    parser = commands.add_parser("values", help="what trials of gp_voi save, against what it expected of them")
+    parser.add_argument("--row", choices=list(ROWS), default="landscapes", help="default: landscapes")
+    parser.add_argument("--traces", type=Path, metavar="DIR", help="folder of the traces, for rows that need it")
+    parser.set_defaults(run=_values)
+
+
+def _values(options: argparse.Namespace) -> None:
+    row = ROWS[options.row]
+    if options.traces is None and not row.is_made:
+        raise CommandError(f"{options.row}: this row needs --traces DIR, the folder of the traces")
+    tries = [each for case in row.cases(options.traces, RANGES[-1][1]) for each in tries_of(case, 0)]
+    print(text_table(lines(tries)))
 
 
 def _simulate(options: argparse.Namespace) -> None:

@@ -15,6 +15,7 @@ from benchmarks.policies.calibration import CHANCES, total
 from benchmarks.policies.cases import ROWS, Case, case_of
 from benchmarks.policies.contest import Paid, paid
 from benchmarks.policies.landscapes import FAMILIES, MadeJob, made_jobs
+from benchmarks.policies.values import lines, tries_of
 from benchmarks.reports import RESULTS, entry, read_policy_results
 from benchmarks.tables import policy_tables, write_tables
 from bso_server.core.model import EpochBound, Expectations, ExpectedCost, History, Suggestion
@@ -219,6 +220,25 @@ def test_calibration_of_a_made_up_history() -> None:
         "about a three-in-four chance": (1, 1),
     }
     assert total([tallies, tallies])["stopped"] == (8, 12)
+
+
+def test_values_compare_expected_with_true_savings(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Sizes 16 and 32 cost 7,600 and 5,700 J: the trial that makes 32 the incumbent saves 25 % of a run at 16."""
+    case = case_of(WORKLOAD, Setting(recurrences=12, optimal_power_limits=False))
+    tries = tries_of(case, 0)
+    saving = [each for each in tries if each.saved]
+    assert [each.saved for each in saving] == [pytest.approx(0.25)]
+    assert 0 < saving[0].expected < 1
+    table = lines(tries)
+    assert table[0] == ["recurrences", "trials", "expected", "saved"]
+    assert sum(int(row[1]) for row in table[1:]) == len(tries)
+    assert main(["values", "--row", "traces"]) == 1
+    assert "traces: this row needs --traces DIR" in capsys.readouterr().err
+    monkeypatch.setattr(cases, "made_jobs", lambda: (JOB,))
+    assert main(["values"]) == 0
+    assert "expected" in capsys.readouterr().out
 
 
 def report(folder: Path, *options: str) -> int:
