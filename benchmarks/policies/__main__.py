@@ -140,10 +140,16 @@ def _rows(options: argparse.Namespace) -> list[str]:
     """Return the names of the rows to measure; raise `CommandError` if their files are missing."""
     if options.traces is not None:
         return list(dict.fromkeys(options.only or ROWS))
-    needing = [row for row in options.only or () if not ROWS[row].is_made]
-    if needing:
-        raise CommandError(f"{', '.join(needing)}: these rows need --traces DIR, the folder of the traces")
+    _check_needs_no_files(options.only or ())
     return list(dict.fromkeys(options.only or ()))
+
+
+def _check_needs_no_files(rows: Sequence[str]) -> None:
+    """Raise `CommandError` if some of these rows need the folder of the traces."""
+    needing = [row for row in rows if not ROWS[row].is_made]
+    if needing:
+        need = "this row needs" if len(needing) == 1 else "these rows need"
+        raise CommandError(f"{', '.join(needing)}: {need} --traces DIR, the folder of the traces")
 
 
 def _measure(names: Sequence[str], options: argparse.Namespace, results: PolicyResults) -> None:
@@ -224,16 +230,16 @@ def _add_study(commands: Commands) -> None:
 def _add_values(commands: Commands) -> None:
     """Add ``values``."""
     parser = commands.add_parser("values", help="what trials of gp_voi save, against what it expected of them")
-    parser.add_argument("--row", choices=list(ROWS), default="landscapes", help="default: landscapes")
+    parser.add_argument("--row", choices=MAIN_ROWS, default="landscapes", help="default: landscapes")
     parser.add_argument("--traces", type=Path, metavar="DIR", help="folder of the traces, for rows that need it")
     parser.set_defaults(run=_values)
 
 
 def _values(options: argparse.Namespace) -> None:
-    row = ROWS[options.row]
-    if options.traces is None and not row.is_made:
-        raise CommandError(f"{options.row}: this row needs --traces DIR, the folder of the traces")
-    tries = [each for case in row.cases(options.traces, RANGES[-1][1]) for each in tries_of(case, 0)]
+    if options.traces is None:
+        _check_needs_no_files([options.row])
+    cases = ROWS[options.row].cases(options.traces, RANGES[-1][1])
+    tries = [each for case in cases for each in tries_of(case, 0)]
     print(text_table(lines(tries)))
 
 

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from statistics import fmean
 
 import numpy as np
 
 from benchmarks.policies.cases import Case
-from bso_server.core.gp_voi.forecast import Forecast, beliefs_of
-from bso_server.core.gp_voi.policy import Weighed, suggest
+from bso_server.core.gp_voi.policy import POLICY, Weighed
 from bso_server.core.gp_voi.prior import CONSTANTS
-from bso_server.core.gp_voi.thinning import thinned
-from bso_server.core.model import History
+from bso_server.core.model import History, Suggestion
+from bso_server.core.policy import given
 from zeus_plugins.protocol import GP_VOI, Origin
 
 RANGES = ((0, 3), (3, 6), (6, 10), (10, 20), (20, 40))
@@ -24,7 +24,7 @@ class Tried:
     """One trial of a size other than the incumbent; savings are in runs of the incumbent.
 
     Attributes:
-        recurrence: Counted from 0.
+        recurrence: Number of runs that had reached the target before the trial.
         expected: Saving of each later run that the policy expected.
         saved: Difference between the true expected costs of the incumbents before and after the trial.
     """
@@ -35,31 +35,35 @@ class Tried:
 
 
 def tries_of(case: Case, seed: int) -> list[Tried]:
-    """Play one job with `gp_voi`, and return its trials that the policy chose for what they are worth."""
+    """Play one job with `gp_voi`, and return its trials that the policy chose for what they are worth.
+
+    The result of each trial must be known at the next decision: one recurrence of the job is under way at a time.
+    """
     found: list[Tried] = []
     pending: tuple[int, float, int] | None = None
 
-    def look(recurrence: int, whole: History) -> None:
+    def suggest(history: History, rng: np.random.Generator) -> Suggestion:
         nonlocal pending
-        history = thinned(whole)
-        beliefs = beliefs_of(history, ())
-        if not any(belief.is_observed for belief in beliefs):
-            return
-        forecast, sizes = Forecast.of(history, beliefs, ()), history.job.batch_sizes
-        profiles = case.conditions.landscape_at(recurrence).profiles
+        suggestion = POLICY.suggest(history, rng)
+        if not isinstance(suggestion.basis, Weighed):
+            return suggestion
+        forecast, worths = suggestion.basis
+        sizes, recurrence = forecast.sizes.batch_sizes, history.recurrences
+        incumbent = sizes[forecast.incumbent]
         if pending is not None:
             number, expected, before = pending
+            profiles = case.conditions.landscape_at(recurrence).profiles
             before_j = profiles[before].expected_cost_j
-            after_j = min(profiles[sizes[forecast.incumbent]].expected_cost_j, CONSTANTS.largest_cost * before_j)
+            after_j = min(profiles[incumbent].expected_cost_j, CONSTANTS.largest_cost * before_j)
             found.append(Tried(number, expected, 1 - after_j / before_j))
         pending = None
-        suggestion = suggest(history, np.random.default_rng(seed))
-        if suggestion.origin is Origin.EXPLORATION and isinstance(suggestion.basis, Weighed):
-            worth = suggestion.basis.worths.get(sizes.index(suggestion.batch_size))
-            if worth is not None and forecast.incumbent_converges:
-                pending = recurrence, worth.value / forecast.horizon, sizes[forecast.incumbent]
+        worth = worths.get(sizes.index(suggestion.batch_size))
+        if suggestion.origin is Origin.EXPLORATION and worth is not None:
+            pending = recurrence, worth.value / forecast.horizon, incumbent
+        return suggestion
 
-    case.play(GP_VOI, seed, look)
+    with given(GP_VOI, replace(POLICY, suggest=suggest)):
+        case.play(GP_VOI, seed)
     return found
 
 
@@ -70,6 +74,6 @@ def lines(tries: Iterable[Tried]) -> list[list[str]]:
     for first, end in RANGES:
         some = [each for each in tries if first <= each.recurrence < end]
         if some:
-            expected, saved = (np.mean([getattr(each, name) for each in some]) for name in ("expected", "saved"))
+            expected, saved = fmean(each.expected for each in some), fmean(each.saved for each in some)
             table.append([f"{first + 1}-{end}", str(len(some)), f"{expected:.1%}", f"{saved:.1%}"])
     return table

@@ -228,6 +228,8 @@ def test_values_compare_expected_with_true_savings(
     """Sizes 16 and 32 cost 7,600 and 5,700 J: the trial that makes 32 the incumbent saves 25 % of a run at 16."""
     case = case_of(WORKLOAD, Setting(recurrences=12, optimal_power_limits=False))
     tries = tries_of(case, 0)
+    reasons = [trial.record.reason for trial in case.play("gp_voi", 0).trials]
+    assert len(tries) == sum(reason.startswith("tried ") for reason in reasons)
     saving = [each for each in tries if each.saved]
     assert [each.saved for each in saving] == [pytest.approx(0.25)]
     assert 0 < saving[0].expected < 1
