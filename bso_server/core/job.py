@@ -169,7 +169,7 @@ class JobState:
             self.cheapest,
             self.bandit_entered_at,
             self.survivors,
-            tuple(in_flight),
+            tuple(trial for trial in in_flight if trial.origin is not Origin.FINISH),
             memory,
         )
 
@@ -188,8 +188,9 @@ def dispatch_trial(
 ) -> tuple[AnyJob, TrialRecord]:
     """Start a trial; return the changed job, and the trial.
 
-    Unless the training chose the size itself (`Origin.OFFLINE`), the suggestion comes from a history whose arms include
-    every end so far. The caller adds the trial to its arm (`Arm.after_dispatch`).
+    Unless the training chose the size itself (`Origin.OFFLINE`, `Origin.FINISH`), the suggestion comes from a history
+    whose arms include every end so far. The caller adds the trial to its arm (`Arm.after_dispatch`), unless it finishes
+    the run of another one.
     """
     trial = TrialRecord(
         job_id=job.job_id,
@@ -205,7 +206,7 @@ def dispatch_trial(
     if moment is not None:
         trial = changed(trial, started_at=moment.now, lease_expires_at=moment.lease_end(trial))
     after = replace(job, event_count=trial.started_event, trial_count=trial.trial_number)
-    if trial.origin is not Origin.OFFLINE:
+    if trial.origin not in (Origin.OFFLINE, Origin.FINISH):
         after = replace(after, folded_event=job.event_count, survivors=suggestion.survivors)
     if trial.origin is Origin.BANDIT and job.bandit_entered_at is None:
         after = replace(after, bandit_entered_at=trial.started_event)
@@ -276,6 +277,9 @@ def end_by_training(
     if ending.outcome is TrialState.WITHDRAWN:
         state, reason = TrialState.WITHDRAWN, EndReason.REFUSED
         message = f"withdrawn: the training could not be done as configured, which says nothing about {size}"
+    elif trial.origin is Origin.FINISH:
+        state, reason = TrialState.FAILED, EndReason.ENDED_EARLY if ending.ended_early else EndReason.CRASHED
+        message = f"failed: the training ended before it had finished the run, which says nothing about {size}"
     elif ending.outcome is TrialState.INFEASIBLE:
         state, reason = TrialState.INFEASIBLE, EndReason.OUT_OF_MEMORY
         message = f"infeasible: {size} ran out of memory; neither it nor a larger size is tried again"
@@ -398,7 +402,8 @@ def replay(job: CreatedJob, trials: Iterable[TrialRecord], survivors: tuple[int,
     trials = tuple(trials)
     arms = {batch_size: Arm(batch_size) for batch_size in job.batch_sizes}
     for trial in trials:
-        arms[trial.batch_size] = arms[trial.batch_size].after_dispatch()
+        if trial.origin is not Origin.FINISH:
+            arms[trial.batch_size] = arms[trial.batch_size].after_dispatch()
     entered_at = policy.bandit_entered_from_the_start(job)
     if entered_at is None:
         entered_at = next((trial.started_event for trial in trials if trial.origin is Origin.BANDIT), None)
@@ -410,7 +415,7 @@ def replay(job: CreatedJob, trials: Iterable[TrialRecord], survivors: tuple[int,
     arms |= arms_after(job, arms, ended, bandit_entered_at=entered_at)
     prunes = policy.find(job.policy).prunes
     explorations = tuple(trial for trial in trials if prunes and is_counted_exploration(trial))
-    in_flight = tuple(trial for trial in trials if trial.state in ALIVE)
+    in_flight = tuple(trial for trial in trials if trial.state in ALIVE and trial.origin is not Origin.FINISH)
     memory = policy.memory_after(job, policy.find(job.policy).begun_memory(job), ended)
     return History(job, arms, explorations, cheapest, entered_at, survivors, in_flight, memory)
 
@@ -424,6 +429,7 @@ class InMemoryJob:
         trials = tuple(trials)
         history = replay(job, trials, survivors)
         self.state = JobState.after(trials, history)
+        trials = tuple(trial for trial in trials if trial.origin is not Origin.FINISH)
         self._arms, self._memory = dict(history.arms), history.memory
         self._in_flight = {trial.trial_number: trial for trial in trials if trial.state in ALIVE}
         self._explorations = {trial.trial_number: trial for trial in trials if is_counted_exploration(trial)}

@@ -279,7 +279,7 @@ class Arm:
     """Memory of one batch size.
 
     Attributes:
-        trials: Number of trials dispatched with it.
+        trials: Number of trials dispatched with it, without those of `Origin.FINISH`.
         infeasible: Reason why it cannot run on this hardware, or None.
         explored: Costs (J) of its observed exploration trials; observed are trials in a state of `OBSERVED`.
         observed: Costs (J) of its observed trials of every origin.
@@ -377,7 +377,7 @@ class Cheapest:
     @staticmethod
     def of_both(known: Cheapest | None, job: CreatedJob, trial: TrialRecord) -> Cheapest | None:
         """Return the cheaper of the cheapest trial so far (kept on ties) and `trial`, which has just ended."""
-        if trial.state is not TrialState.COMPLETED:
+        if trial.state is not TrialState.COMPLETED or trial.origin is Origin.FINISH:
             return known
         cost_j = cost_of(job, trial)
         if known is not None and known.cost_j <= cost_j:
@@ -398,7 +398,7 @@ class History:
         bandit_entered_at: Event (of the job's event counter) with which the bandit stage began, or None before.
         survivors: Sizes with which the bandit stage began, ascending, or None before. They do not change: an abandoned
             exploration that comes back must not undo the pruning.
-        in_flight: Trials that are running or suspended, in order of dispatch.
+        in_flight: Trials that are running or suspended, in order of dispatch, without those of `Origin.FINISH`.
         memory: Memory of the policy (`core.policy.Memory`), or None.
     """
 
@@ -443,9 +443,14 @@ class History:
 def arms_after(
     job: CreatedJob, arms: Mapping[int, Arm], ended: Iterable[TrialRecord], *, bandit_entered_at: int | None
 ) -> dict[int, Arm]:
-    """Return the arms that change with the ends of these trials, in this order; `bandit_entered_at` as in `History`."""
+    """Return the arms that change with the ends of these trials, in this order; `bandit_entered_at` as in `History`.
+
+    A trial of `Origin.FINISH` changes none, because the rest of a run says nothing about a whole one.
+    """
     changed: dict[int, Arm] = {}
     for trial in ended:
+        if trial.origin is Origin.FINISH:
+            continue
         arm = changed.get(trial.batch_size, arms[trial.batch_size])
         in_bandit = bandit_entered_at is not None and (trial.ended_event or 0) > bandit_entered_at
         changed[trial.batch_size] = arm.after_end(job, trial, in_bandit=in_bandit)

@@ -29,7 +29,7 @@ from bso_server.core.model import (
 )
 from bso_server.core.targets import suggest_own_size
 from bso_server.errors import InvalidReportError, PolicyNotInstalledError
-from zeus_plugins.protocol import FINAL, GP_VOI, ZEUS, CreatedJob, Decision, StopRule, Verdict
+from zeus_plugins.protocol import FINAL, GP_VOI, ZEUS, CreatedJob, Decision, Origin, StopRule, Verdict
 
 GROUP = "zeus_plugins.policies"
 """Entry point group in which packages name their policies."""
@@ -235,7 +235,9 @@ def needs_bound(job: CreatedJob, trial: TrialRecord) -> bool:
     Policy `gp_voi` decides once when to stop a trial: at the dispatch if it knows the cost of an epoch, otherwise after
     the first epochs.
     """
-    return job.target_metric is not None and trial.epoch_bound is None and find(job.policy).bound is not None
+    if job.target_metric is None or trial.origin is Origin.FINISH:
+        return False
+    return trial.epoch_bound is None and find(job.policy).bound is not None
 
 
 def bounded(history: History, trial: TrialRecord, report: Report) -> TrialRecord:
@@ -248,13 +250,16 @@ def stop_rule(job: CreatedJob, trial: TrialRecord, min_cost_j: float | None) -> 
     """Return the rule that stops a trial that has not reached the target.
 
     Policy `zeus` stops it at ``β · min_cost``, `gp_voi` at the trial's own bound, if it has one; both at `max_epochs`.
-    Without a target, there is no other rule.
+    Without a target, there is no other rule, and none for a trial that finishes the run of another one.
     `min_cost_j` is the lowest cost of a trial of the job that reached the target, in joules, or None. The rule counts
     the trial's latest evaluations at the target.
     """
     if job.target_metric is None:
         return StopRule(max_epochs=job.max_epochs)
-    rule = find(job.policy).stop_rule(job, trial, min_cost_j)
+    if trial.origin is Origin.FINISH:
+        rule = StopRule(max_epochs=job.max_epochs)
+    else:
+        rule = find(job.policy).stop_rule(job, trial, min_cost_j)
     if not trial.confirmed:
         return rule
     return rule.model_copy(update={"confirmed": trial.confirmed, "confirmed_epoch": trial.epoch})
@@ -350,8 +355,8 @@ def memory_after(job: CreatedJob, memory: Any, ended: Iterable[TrialRecord]) -> 
     if kept is None:
         return None
     for trial in ended:
-        # An abandoned trial may come back, which cancels its end.
-        if trial.state in FINAL:
+        # An abandoned trial may come back, which cancels its end. The rest of a run says nothing about a whole one.
+        if trial.state in FINAL and trial.origin is not Origin.FINISH:
             memory = kept.after(memory, job, trial)
     return memory
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from bso_server.core.model import OBSERVED, TrialRecord
 from bso_server.core.verdict import CompletedRun, Evidence, Judge, Verdict, run_of, why_no_controls
@@ -44,8 +44,21 @@ def amounts(job: CreatedJob, *, energy_j: float, time_s: float) -> Amounts:
 
 
 def completed_count(tallies: Iterable[Tally]) -> int:
-    """Return the number of runs that reached the target."""
-    return sum(tally.trials for tally in tallies if tally.state is TrialState.COMPLETED)
+    """Return the number of whole runs that reached the target."""
+    return sum(tally.trials for tally in tallies if is_whole_run(tally))
+
+
+class _Ended(Protocol):
+    @property
+    def state(self) -> TrialState: ...
+
+    @property
+    def origin(self) -> Origin: ...
+
+
+def is_whole_run(trial: _Ended) -> bool:
+    """Return True if the trial reached the target from the start of the training."""
+    return trial.state is TrialState.COMPLETED and trial.origin is not Origin.FINISH
 
 
 def savings(
@@ -68,10 +81,11 @@ def savings(
     def is_own(tally: Tally) -> bool:
         # Such failures at the default would have been paid anyway, and cancel out.
         ended = TrialState.COMPLETED, TrialState.EARLY_STOPPED
-        return tally.batch_size == job.default_batch_size and tally.state not in ended
+        is_default = tally.batch_size == job.default_batch_size and tally.origin is not Origin.FINISH
+        return is_default and tally.state not in ended
 
     everything, compared = spent(lambda _: True), spent(lambda tally: not is_own(tally))
-    wasted = spent(lambda tally: tally.state is not TrialState.COMPLETED and not is_own(tally))
+    wasted = spent(lambda tally: not (is_whole_run(tally) or is_own(tally)))
     verdicts = {
         name: _UNKNOWN if best is None else judge_of(name).verdict(getattr(wasted, name)) for name in Amounts._fields
     }
@@ -79,7 +93,8 @@ def savings(
     if cost.cause is not None:
         ended = Counter[TrialState]()
         for tally in tallies:
-            if tally.batch_size == job.default_batch_size and tally.state not in ALIVE:
+            is_default = tally.batch_size == job.default_batch_size and tally.origin is not Origin.FINISH
+            if is_default and tally.state not in ALIVE:
                 ended[tally.state] += tally.trials
         observed = sum(ended[state] for state in OBSERVED)
         never = why_no_controls(
@@ -110,7 +125,7 @@ def savings(
         controls_needed=cost.controls_needed,
         cause=cost.cause,
         recurrences=completed_count(tallies),
-        exploration_cost_j=spent(lambda tally: tally.origin is Origin.EXPLORATION).cost_j,
+        exploration_cost_j=spent(lambda tally: tally.origin in (Origin.EXPLORATION, Origin.FINISH)).cost_j,
         control_cost_j=spent(lambda tally: tally.origin is Origin.CONTROL).cost_j,
     )
 
@@ -126,7 +141,7 @@ def savings_of_trials(job: CreatedJob, trials: Iterable[TrialRecord], best: int 
     """Return what is known of the saving of a job in memory, from all its trials; `best` as in `savings`."""
     trials = sorted(trials, key=lambda trial: trial.ended_event or 0)
     by = {name: Evidence(job.default_batch_size) for name in Amounts._fields}
-    learn(job, by, [trial for trial in trials if trial.state is TrialState.COMPLETED])
+    learn(job, by, [trial for trial in trials if is_whole_run(trial)])
     tallies = [Tally(each.batch_size, each.state, each.origin, 1, each.energy_j, each.time_s) for each in trials]
     return savings(job, tallies, best, lambda name: by[name].judge(best or job.default_batch_size))
 

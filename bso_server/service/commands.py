@@ -41,7 +41,7 @@ from bso_server.service import reading
 from bso_server.service.decisions import TRIES, Basis, Decided, basis_of, decide
 from bso_server.service.dispatches import dispatch_of, save_start, started_with, with_power_profile
 from bso_server.service.imports import Imports
-from bso_server.service.loading import known_job, locked_job, locked_trial, open_trials
+from bso_server.service.loading import known_job, known_trial, locked_job, locked_trial, open_trials
 from bso_server.service.refusals import (
     log_replaced,
     refuse_difference,
@@ -289,12 +289,14 @@ class Commands:
         idempotency_key: str,
         caller: Caller = UNRESTRICTED,
     ) -> TrialDispatch:
-        """Start a trial of a training that chose its batch size itself, because the server was away.
+        """Start a trial of a training that chose its batch size itself, and whose reports follow.
 
-        The training's reports follow. The trial is no exploration, whatever its size.
+        Either the server was away, or the training finishes the run of a trial without the target. The trial is no
+        exploration, whatever its size.
 
         Raises:
-            InvalidReportError: The job has no such batch size, or the trial that the key started has another one.
+            InvalidReportError: The job has no such batch size; the trial that the key started has another one; or the
+                trial to finish has reached the target.
         """
         job = locked_job(transaction, offline.job_id)
         recorded = transaction.trial_with_key(offline.job_id, idempotency_key)
@@ -310,14 +312,23 @@ class Commands:
                 f"{offline.batch_size} is not one of the job's batch sizes {list(job.registration.batch_sizes)}",
                 field="batch_size",
             )
-        suggestion = Suggestion(
-            offline.batch_size, Origin.OFFLINE, "not chosen: the training began while the server was away"
-        )
+        origin, reason = Origin.OFFLINE, "not chosen: the training began while the server was away"
+        if offline.continues is not None:
+            missed = known_trial(transaction, offline.job_id, offline.continues)[1]
+            # The missed trial may still run here, if its last reports wait in the outbox of its training.
+            if missed.state is TrialState.COMPLETED:
+                raise InvalidReportError(
+                    f"trial {missed.trial_number} has reached the target: there is nothing to finish", field="continues"
+                )
+            origin = Origin.FINISH
+            reason = f"finishes the run of trial {missed.trial_number}, which missed the target at {missed.batch_size}"
+        suggestion = Suggestion(offline.batch_size, origin, reason)
         job, trial = dispatch_trial(
             job, suggestion, self.moment(), owner=caller.token_id, idempotency_key=idempotency_key
         )
         log_replaced(transaction, *trial.key, caller, owner)
-        transaction.update_arms(job.job_id, [arm.after_dispatch()])
+        if origin is Origin.OFFLINE:
+            transaction.update_arms(job.job_id, [arm.after_dispatch()])
         return save_start(transaction, job, trial)
 
     def end_trial(self, transaction: Transaction, end: TrialEnd, caller: Caller = UNRESTRICTED) -> None:

@@ -216,7 +216,8 @@ class JobInImport:
         """
         self._check_order(trial, place)
         self._trial_count += 1
-        self._arms[trial.batch_size] = self._arms[trial.batch_size].after_dispatch()
+        if trial.origin is not Origin.FINISH:
+            self._arms[trial.batch_size] = self._arms[trial.batch_size].after_dispatch()
         if trial.origin is Origin.BANDIT:
             self._has_bandit = True
             if self._bandit_entered_at is None:

@@ -20,7 +20,7 @@ import numpy as np
 
 from bso_server.core.model import TrialRecord
 from bso_server.core.policy import stop_rule
-from bso_server.core.savings import Line, Span, Tally, best_by_eta
+from bso_server.core.savings import Line, Span, Tally, best_by_eta, is_whole_run
 from bso_server.service import reading
 from bso_server.service.cache import Cache
 from bso_server.service.loading import best_size, known_job, known_trial, load_history
@@ -318,10 +318,10 @@ def _points(
     regret_j: Sequence[float | None] = [None] * len(totals)
     if means:
         least_j = min(each.cost_j for each in means)
-        losses = [_loss_j(each.state, cost_j, 1, least_j) for each, cost_j in spent]
+        losses = [_loss_j(each, cost_j, 1, least_j) for each, cost_j in spent]
         regret_j = _sums(losses, _regret_j(job, tallies, least_j))
     return tuple(
-        TrialPoint(each.trial_number, each.batch_size, each.state, *numbers)
+        TrialPoint(each.trial_number, each.batch_size, each.state, each.origin, *numbers)
         for each, *numbers in zip(totals, costs, regret_j, strict=True)
     )
 
@@ -333,14 +333,14 @@ def _sums(steps: Sequence[float], last: float) -> list[float]:
 
 def _regret_j(job: CreatedJob, tallies: Iterable[Tally], least_j: float) -> float:
     costs = [(each, job.cost_j(time_s=each.time_s, energy_j=each.energy_j)) for each in tallies]
-    return sum(_loss_j(each.state, cost_j, each.trials, least_j) for each, cost_j in costs)
+    return sum(_loss_j(each, cost_j, each.trials, least_j) for each, cost_j in costs)
 
 
-def _loss_j(state: TrialState, cost_j: float, trials: int, least_j: float) -> float:
-    """Return the cost of trials in one state less that of as many runs to the target at the cheapest size, joules."""
-    if state in ALIVE or state is TrialState.WITHDRAWN:
+def _loss_j(kind: Tally | TrialTotals, cost_j: float, trials: int, least_j: float) -> float:
+    """Return the cost of trials less that of as many whole runs at the cheapest size as reached the target, joules."""
+    if kind.state in ALIVE or kind.state is TrialState.WITHDRAWN:
         return 0.0
-    return cost_j - (trials * least_j if state is TrialState.COMPLETED else 0.0)
+    return cost_j - (trials * least_j if is_whole_run(kind) else 0.0)
 
 
 def _best_by_eta(job: CreatedJob, means: Iterable[SizeMeans]) -> tuple[Span, ...]:
@@ -352,7 +352,7 @@ def _means_of(job: CreatedJob, tallies: Iterable[Tally]) -> tuple[SizeMeans, ...
     """Return the mean time, energy and cost of the runs to the target at each size, under the job's η."""
     reached: dict[int, list[Tally]] = {}
     for tally in tallies:
-        if tally.state is TrialState.COMPLETED:
+        if is_whole_run(tally):
             reached.setdefault(tally.batch_size, []).append(tally)
     found = []
     for size, own in sorted(reached.items()):

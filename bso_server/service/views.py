@@ -22,6 +22,7 @@ from zeus_plugins.protocol import (
     JobSummary,
     JobView,
     Joules,
+    Origin,
     PositiveInt,
     PowerLimitSamples,
     SavingsView,
@@ -183,6 +184,7 @@ class TrialPoint:
     trial_number: int
     batch_size: int
     state: TrialState
+    origin: Origin
     cost_j: float | None  # so far; None before the first report
     regret_j: float | None = None  # of all trials up to this one; None while no size has reached the target
 

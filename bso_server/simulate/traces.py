@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bso_server.core.model import OBSERVED
+from bso_server.core.savings import is_whole_run
 from bso_server.simulate.workload import Consumption, Epoch, Savings, SizeTrace, Workload, landscape
-from zeus_plugins.protocol import JobView, TrialState, TrialView
+from zeus_plugins.protocol import JobView, Origin, TrialState, TrialView
 
 _TRAIN_COLUMNS = ("dataset", "network", "batch_size", "optimizer", "target_metric", "target_epoch")
 _POWER_COLUMNS = ("dataset", "network", "batch_size", "optimizer", "power_limit", "time_per_epoch", "average_power")
@@ -123,7 +124,8 @@ def recorded_workload(view: JobView) -> Workload:
 
     A trial that was stopped after k epochs would have needed more: it gets the epochs of the quickest run of its size
     that needed more than k, or infinity if there is none (compare Efron's redistribution to the right, 1967). Trials
-    that crashed, ran out of memory or were abandoned do not count. Power limits are those of the trials.
+    that crashed, ran out of memory, were abandoned or finished another run do not count. Power limits are those of the
+    trials.
 
     Raises:
         ValueError: No trial with known epochs has reached the target. Trials imported from Zeus have no known epochs.
@@ -131,7 +133,7 @@ def recorded_workload(view: JobView) -> Workload:
     job = view.job
     by_size: dict[int, list[TrialView]] = {}
     for trial in sorted(view.trials, key=lambda each: each.batch_size):
-        if trial.state in OBSERVED and trial.epochs and trial.time_s:
+        if trial.state in OBSERVED and trial.origin is not Origin.FINISH and trial.epochs and trial.time_s:
             by_size.setdefault(trial.batch_size, []).append(trial)
     if not any(trial.state is TrialState.COMPLETED for own in by_size.values() for trial in own):
         raise ValueError(
@@ -153,12 +155,12 @@ def recorded_workload(view: JobView) -> Workload:
 def recorded_savings(view: JobView, workload: Workload) -> Savings:
     """Return the savings of all trials of a job over as many recurrences at the workload's default size.
 
-    Each trial that reached the target is a recurrence.
+    Each whole run that reached the target is a recurrence.
 
     Raises:
         ValueError: No trial has reached the target within `max_epochs`.
     """
-    recurrences = sum(trial.state is TrialState.COMPLETED for trial in view.trials)
+    recurrences = sum(is_whole_run(trial) for trial in view.trials)
     consumed = sum((Consumption(trial.energy_j or 0.0, trial.time_s or 0.0) for trial in view.trials), Consumption())
     # Energy and time of the default are the same for each η.
     expected = landscape(workload, eta=view.job.eta_knob, optimal_power_limits=False).default.expected_consumption

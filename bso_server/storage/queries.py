@@ -27,7 +27,7 @@ from bso_server.storage.rows import (
 )
 from bso_server.storage.tables import decisions, epochs, jobs, power_profiles, trials
 from bso_server.storage.transaction import IS_THERE, Transaction
-from zeus_plugins.protocol import ALIVE, Stage, TrialState
+from zeus_plugins.protocol import ALIVE, Origin, Stage, TrialState
 
 # Largest value of an integer column.
 MAX_INTEGER = 2**31 - 1
@@ -83,10 +83,11 @@ def tallies(transaction: Transaction, job_id: str, *, first: int = 1, last: int 
 
 
 def completed_runs(transaction: Transaction, job_id: str, *, since: int) -> list[CompletedRun]:
-    """Return the runs of a job that reached the target, from this event of the job on, in order of their ends."""
+    """Return the whole runs of a job that reached the target, from this event of the job on, in order of their ends."""
     table = trials.c
     chosen = table.job_id == job_id, table.state == TrialState.COMPLETED, table.ended_event >= since
     statement = select(*(table[field.name] for field in fields(CompletedRun))).where(*chosen)
+    statement = statement.where(table.origin != Origin.FINISH)
     return [CompletedRun(*row) for row in map(tuple, transaction.tuples(statement.order_by(table.ended_event)))]
 
 
@@ -169,10 +170,13 @@ def trial_totals(transaction: Transaction, job_id: str, *, limit: int, before: i
 def consumption_between(
     transaction: Transaction, job_id: str, first: int, last: int
 ) -> list[tuple[int, TrialState, float | None, float | None]]:
-    """Return the number, state, seconds and joules of each of the trials `first` to `last`, in order."""
+    """Return the number, state, seconds and joules of each of the trials `first` to `last`, in order.
+
+    Trials that finish the run of another one are left out.
+    """
     table = trials.c
     statement = select(table.trial_number, table.state, table.time_s, table.energy_j).where(
-        table.job_id == job_id, table.trial_number.between(first, last)
+        table.job_id == job_id, table.trial_number.between(first, last), table.origin != Origin.FINISH
     )
     return [tuple(row) for row in transaction.tuples(statement.order_by(table.trial_number))]
 

@@ -23,6 +23,7 @@ from zeus_plugins.protocol import (
     CreatedJob,
     Decision,
     Fingerprint,
+    Origin,
     PowerLimitSample,
     SizeBelief,
     TrialState,
@@ -100,6 +101,7 @@ class TrialTotals:
     trial_number: int
     batch_size: int
     state: TrialState
+    origin: Origin
     ended_event: int | None
     time_s: float | None
     energy_j: float | None

@@ -84,7 +84,11 @@ _EXPIRED_TRIALS_OF_NOBODY = _trials_of_job.where(_is_alive, _is_expired).with_fo
 _TRIAL_WITH_KEY = _trials_of_job.where(trials.c.idempotency_key == sa.bindparam("idempotency_key"))
 _STATES_OF_SIZE = (
     sa.select(trials.c.state, sa.func.count())
-    .where(trials.c.job_id == sa.bindparam("job_id"), trials.c.batch_size == sa.bindparam("batch_size"))
+    .where(
+        trials.c.job_id == sa.bindparam("job_id"),
+        trials.c.batch_size == sa.bindparam("batch_size"),
+        trials.c.origin != Origin.FINISH,
+    )
     .group_by(trials.c.state)
 )
 _JOB = sa.select(jobs).where(jobs.c.job_id == sa.bindparam("job_id"), IS_THERE)
@@ -264,7 +268,7 @@ class Transaction:
         return next(iter(self._trials(_TRIAL_WITH_KEY, job_id=job_id, idempotency_key=idempotency_key)), None)
 
     def crashes(self, job_id: str, batch_size: int) -> tuple[int, bool]:
-        """Return how many trials of the size failed, and whether any trial of it was measured to its end."""
+        """Return how many whole runs of the size failed, and whether any was measured to its end."""
         found = self.tuples(_STATES_OF_SIZE, job_id=job_id, batch_size=batch_size)
         counts: dict[TrialState, int] = dict(tuple(row) for row in found)
         return counts.get(TrialState.FAILED, 0), any(state in OBSERVED for state in counts)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from bso_server.core.savings import Span
+from bso_server.core.savings import Span, is_whole_run
 from bso_server.service.views import (
     JobPage,
     MomentPage,
@@ -19,7 +19,7 @@ from bso_server.service.views import (
 from bso_server.ui import units
 from bso_server.ui.plot import Box, Dot, Label, Line, Part, Picture, Plot, Scale, share
 from bso_server.ui.words import STATES
-from zeus_plugins.protocol import CreatedJob, Decision, SizeBelief, TrialState
+from zeus_plugins.protocol import CreatedJob, Decision, Origin, SizeBelief, TrialState
 
 COLOURS = 12
 """Number of colours for batch sizes in the stylesheet, from small to large."""
@@ -106,7 +106,8 @@ def _costs(
     colour, many = colours(job.batch_sizes), " many" if len(points) > _MANY else ""
     for point in points:
         cost = "" if point.cost_j is None else f", {units.energy(point.cost_j)}"
-        told = f"Run {point.trial_number}: batch size {point.batch_size}, {STATES[point.state]}{cost}"
+        rest = ", the rest of an earlier run" if point.origin is Origin.FINISH else ""
+        told = f"Run {point.trial_number}: batch size {point.batch_size}{rest}, {STATES[point.state]}{cost}"
         # A trial without a report has its mark on the axis.
         cost_j = y.low if point.cost_j is None else point.cost_j
         classes = f"{colour[point.batch_size]}{many}"
@@ -166,7 +167,7 @@ def spark(points: Sequence[TrialPoint]) -> Picture | None:
     y, last = Scale.over(costs_j, log=False), max(len(points) - 1, 1)
     dots = [
         Dot(
-            "s5" if point.state is TrialState.COMPLETED else "s5 hollow",
+            "s5" if is_whole_run(point) else "s5 hollow",
             share(0.03 + 0.94 * index / last),
             25 - 22 * y.at(cost_j),
             2.2,
@@ -300,7 +301,7 @@ def _belief_table(believed: Sequence[_Believed], points: Sequence[TrialPoint], j
         return None
     observed: dict[int, list[float]] = {}
     for point in points:
-        if point.state is TrialState.COMPLETED and point.cost_j is not None:
+        if is_whole_run(point) and point.cost_j is not None:
             observed.setdefault(point.batch_size, []).append(point.cost_j)
     seen = [cost_j for found in observed.values() for cost_j in found]
     ends = [end for each in believed if each.ends is not None for end in each.ends]

@@ -52,6 +52,7 @@ ORIGINS = {
     Origin.CONCURRENT: "beside a try",
     Origin.BANDIT: "drawn",
     Origin.OFFLINE: "without the server",
+    Origin.FINISH: "finishes a run",
 }
 """Words for the origin of a trial."""
 

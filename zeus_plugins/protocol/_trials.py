@@ -239,10 +239,18 @@ class TrialDispatch(TrialId):
 
 
 class OfflineTrial(WireMessage):
-    """Body of ``POST /trials``: a trial that began while the server was away, to be recorded."""
+    """Body of ``POST /trials``: a trial whose batch size the training chose, to be recorded.
+
+    Attributes:
+        job_id: The job.
+        batch_size: One of its batch sizes.
+        continues: Number of the trial whose model this one trains on, because that one missed the target. None: the
+            trial began while the server was away.
+    """
 
     job_id: Identifier
     batch_size: BatchSize
+    continues: PositiveInt | None = None
 
 
 class Ending(WireMessage):

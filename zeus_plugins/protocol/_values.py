@@ -66,6 +66,7 @@ class Origin(StrEnum):
     CONCURRENT = "concurrent"
     BANDIT = "bandit"
     OFFLINE = "offline"
+    FINISH = "finish"
 
 
 class TrialState(StrEnum):

@@ -1,0 +1,107 @@
+"""Trials that finish the run of another one, on each kind of database: they are kept and paid, and teach nothing."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import pytest
+
+from bso_server.errors import InvalidReportError, UnknownTrialError
+from bso_server.service.health import differences
+from bso_server.service.pages import Pages
+from bso_server.service.views import Tariff
+from bso_server.storage.queries import completed_runs
+from tests.support.service import JobService, job_service
+from zeus_plugins.protocol import (
+    GP_VOI,
+    ZEUS,
+    EndReason,
+    OfflineTrial,
+    Origin,
+    StopRule,
+    TrialDispatch,
+    TrialState,
+)
+
+
+@pytest.fixture(params=[GP_VOI, ZEUS])
+async def bso(database_url: str, request: pytest.FixtureRequest) -> AsyncIterator[JobService]:
+    async with job_service(database_url, policy=request.param, mab_seed=1, eta_knob=1.0) as service:
+        yield service
+
+
+async def finish(bso: JobService, missed: int, size: int = 16, key: str = "finish") -> TrialDispatch:
+    offline = OfflineTrial(job_id=bso.job_id, batch_size=size, continues=missed)
+    return await bso.service.transact(bso.service.commands.record_offline, offline, key)
+
+
+async def missed_run(bso: JobService, cost_j: float = 1000.0) -> TrialDispatch:
+    """Let a recurrence use all its epochs without the target."""
+    trial = await bso.suggest()
+    await bso.report(trial, cost_j=cost_j, epoch=10, metric=0.5)
+    return trial
+
+
+async def test_finishing_trial_changes_no_decision_and_counts_as_exploration(bso: JobService) -> None:
+    await bso.reach(await bso.suggest(), cost_j=400)
+    missed = await missed_run(bso, cost_j=700)
+    before, history = await bso.show(), await bso.history()
+
+    trial = await finish(bso, missed.trial_number)
+    assert (trial.trial_number, trial.origin) == (3, Origin.FINISH)
+    assert trial.reason == f"finishes the run of trial 2, which missed the target at {missed.batch_size}"
+    assert trial.stop_rule == StopRule(max_epochs=10)
+    assert await bso.history() == history  # also while it runs
+    # Neither the bound of policy zeus nor that of gp_voi stops it, and it converges at any cost.
+    assert not (await bso.report(trial, cost_j=5000, epoch=1, metric=0.6)).stop_train
+    assert (await bso.report(trial, cost_j=5001, epoch=2, metric=0.95)).converged
+
+    after = await bso.show()
+    assert await bso.history() == history
+    assert (after.arms, after.min_cost_j, after.best_batch_size) == (
+        before.arms,
+        before.min_cost_j,
+        before.best_batch_size,
+    )
+    assert after.savings.recurrences == 1
+    assert after.savings.exploration_cost_j == before.savings.exploration_cost_j + 5001
+    assert after.savings.cost_j.spent == before.savings.cost_j.spent + 5001
+    assert after.savings.cost_j.now == before.savings.cost_j.now
+    assert after.trials[-1].epoch_bound is None
+    assert [each.state for each in after.trials[1:]] == [TrialState.EXHAUSTED, TrialState.COMPLETED]
+    assert await bso.store.read(differences, bso.job_id) == []
+
+
+async def test_whole_cost_of_finishing_trial_is_regret(bso: JobService) -> None:
+    await bso.reach(await bso.suggest(), cost_j=400)
+    missed = await missed_run(bso, cost_j=1000)
+    await bso.reach(await finish(bso, missed.trial_number), cost_j=100)
+    assert (await bso.show()).min_cost_j == 400
+    assert len(await bso.store.read(completed_runs, bso.job_id, since=0)) == 1  # the evidence for savings
+    _, page = await bso.store.read(Pages(Tariff()).job, bso.job_id)
+    assert page is not None
+    assert [point.regret_j for point in page.points] == [0, 1000, 1100]
+    assert [(mean.runs, mean.cost_j) for mean in page.means] == [(1, 400)]
+
+
+@pytest.mark.parametrize("outcome", [TrialState.FAILED, TrialState.INFEASIBLE])
+async def test_crash_of_finishing_trial_excludes_no_size(bso: JobService, outcome: TrialState) -> None:
+    missed = await missed_run(bso)
+    history = await bso.history()
+    for number in range(4):
+        await bso.end(await finish(bso, missed.trial_number, size=8, key=f"finish-{number}"), outcome)
+    view = await bso.show()
+    assert {(each.state, each.end_reason) for each in view.trials[1:]} == {(TrialState.FAILED, EndReason.CRASHED)}
+    assert {arm.infeasible for arm in view.arms} == {None}
+    assert await bso.history() == history
+    await bso.end(await bso.offline(8, "whole"))
+    assert (await bso.states())[-1] is TrialState.FAILED  # the first crash of a whole run
+
+
+async def test_finishing_completed_or_unknown_trial_is_refused(bso: JobService) -> None:
+    await bso.reach(await bso.suggest())
+    with pytest.raises(InvalidReportError, match="trial 1 has reached the target: there is nothing to finish"):
+        await finish(bso, 1)
+    with pytest.raises(UnknownTrialError):
+        await finish(bso, 2)
+    assert len((await bso.show()).trials) == 1
