@@ -68,9 +68,9 @@ def registered_as(client: ServerPort, job: JobSpecFromClient, guessed: Collectio
 
 
 def recorded(client: ServerPort, sender: OutboxHeader) -> TrialId:
-    """Have the server record a trial that began without it, and return the trial; repeated calls record it once."""
+    """Have the server record a trial that it did not dispatch, and return the trial; repeated calls record it once."""
     registered = registered_as(client, sender.registration, sender.guessed)
-    offline = OfflineTrial(job_id=registered.job_id, batch_size=sender.batch_size)
+    offline = OfflineTrial(job_id=registered.job_id, batch_size=sender.batch_size, continues=sender.continues)
     return TrialId(**client.record_offline(offline, sender.key or "").model_dump())
 
 

@@ -50,8 +50,9 @@ class OutboxHeader(WireMessage):
     Attributes:
         registration: The job on its hardware.
         guessed: Fields of the job that a registration under its id overrides.
-        trial: None for a trial that began while the server was away.
+        trial: None for a trial that the server has not recorded yet.
         key: Idempotency key under which such a trial is recorded; None for any other trial.
+        continues: Number of the trial whose run this one finishes; None for any other trial.
     """
 
     format: Literal["zeus-outbox"] = "zeus-outbox"
@@ -62,6 +63,7 @@ class OutboxHeader(WireMessage):
     guessed: tuple[str, ...] = ()
     trial: TrialId | None = None
     key: str | None = None
+    continues: int | None = None
 
     def file_name(self, copy: int = 0) -> str:
         """Return the file name for this server, trial and `copy`, valid on every file system."""

@@ -309,12 +309,54 @@ class HuggingFacePort:
     def stop(self) -> None:
         self.control.should_training_stop = True
 
+    @property
+    def no_continuation(self) -> str | None:
+        trainer = self._trainer
+        if trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
+            return f"{'DeepSpeed' if trainer.is_deepspeed_enabled else 'FSDP'} sets up its model once"
+        return None
+
+    @property
+    def model(self) -> Any:
+        return self._trainer.model
+
+    def train_again(self, epochs: int, patches: Patches, *, keeps_state: bool) -> None:
+        """Let the next call of `train` train the present model for these epochs, and number its steps on.
+
+        A scheduler of the script's own continues where it is.
+        """
+        trainer, args = self._trainer, self._args
+        if args.max_steps <= 0:
+            patches.set_attribute(args, "num_train_epochs", epochs)
+        patches.set_attribute(trainer, "model_init", None)  # which would make another model
+        optimizer: Any = trainer.optimizer
+        for group in optimizer.param_groups:
+            group["lr"] = group.get("initial_lr", group["lr"])
+        if not keeps_state:
+            optimizer.state.clear()
+        before = trainer.state
+
+        def number_on() -> None:
+            # Numbers of checkpoints and logs then rise: the Trainer takes the highest one for the latest.
+            state, steps = trainer.state, before.global_step
+            state.global_step, state.max_steps = steps, state.max_steps + steps
+            state.log_history[:0] = before.log_history
+            trainer._globalstep_last_logged = steps
+
+        patches.extend(trainer.callback_handler, "on_train_begin", first=number_on)
+
 
 def arguments_of_train(
     resume_from_checkpoint: Any = None, trial: Any = None, *_: Any, **__: Any
 ) -> tuple[str | bool | None, Any]:
     """Return two arguments of `Trainer.train`: the checkpoint, and the trial of a hyperparameter search."""
     return resume_from_checkpoint, trial
+
+
+def from_start(train: functools.partial[Any]) -> Any:
+    """Call `Trainer.train` with the same arguments, but without a checkpoint."""
+    others = {name: value for name, value in train.keywords.items() if name != "resume_from_checkpoint"}
+    return train.func(None, *train.args[1:], **others)
 
 
 def saved_in_checkpoint(

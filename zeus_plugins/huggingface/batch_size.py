@@ -18,6 +18,7 @@ from zeus_plugins.huggingface._trainer import (
     check_generations,
     checkpointed,
     early_end,
+    from_start,
     not_attached,
     samples_of,
     saved_in_checkpoint,
@@ -152,37 +153,48 @@ class ZeusBSOTrainerCallback(BatchSizeArguments, TrainWrapper):
                 "hyperparameter_search trains with other settings each time, which are no recurrences of one job: "
                 "search without the ZeusBSOTrainerCallback (trainer.remove_callback), then train with it"
             )
-        run = TrialRun(self._wish, self._options)
         self._check(trainer)
         warn_of_in_batch_negatives(trainer)
         is_evaluated = trainer.args.eval_strategy != "no"
         self._has_fractions = trainer.args.eval_strategy == "steps"
         self._metric = EvaluationMetric(self._metric_name) if is_evaluated else LoggedMetric(self._metric_name)
-        self._run, self._port = run, HuggingFacePort(trainer)
+        self._run, self._port = TrialRun(self._wish, self._options), HuggingFacePort(trainer)
         undo_signals = raise_at_sigterm()
         try:
             if checkpoint in (None, False):
-                run.begin(self._port)
+                self._run.begin(self._port)
             else:
-                run.resume(self._port, lambda: saved_in_checkpoint(checkpoint, trainer.args, _STATE_KEY))
-            if run.active is not None:
-                # After `create_scheduler` the optimizer exists, too; a checkpoint's scaled rates are loaded later.
-                if trainer.is_deepspeed_enabled:
-                    scale_deepspeed_rates(trainer, run.lr_factor, run.patches)
-                else:
-                    scale = run.active.scale_learning_rate
-                    run.patches.extend(trainer, "create_scheduler", then=lambda _: scale())
-                run.patches.extend(trainer, "_save_checkpoint", first=lambda: self._keep_state(trainer.state))
+                self._run.resume(self._port, lambda: saved_in_checkpoint(checkpoint, trainer.args, _STATE_KEY))
+            self._prepare(trainer)
             result = train()
+            port = HuggingFacePort(trainer)
+            successor = self._run.finished_by(port)
+            if successor is not None:
+                self._run, self._port = successor, port
+                self._prepare(trainer)
+                result = from_start(train)
         except BaseException as error:
-            run.finish(error)
+            self._run.finish(error)
             raise
         finally:
             self._port = None
             undo_signals()
-        run.finish(early_end=early_end(trainer))
-        run.raise_failure()
+        self._run.finish(early_end=early_end(trainer))
+        self._run.raise_failure()
         return result
+
+    def _prepare(self, trainer: Trainer) -> None:
+        """Let the training that begins scale its learning rates and keep the trial in its checkpoints."""
+        run = self._run
+        if run.active is None:
+            return
+        # After `create_scheduler` the optimizer exists, too; a checkpoint's scaled rates are loaded later.
+        if trainer.is_deepspeed_enabled:
+            scale_deepspeed_rates(trainer, run.lr_factor, run.patches)
+        else:
+            scale = run.active.scale_learning_rate
+            run.patches.extend(trainer, "create_scheduler", then=lambda _: scale())
+        run.patches.extend(trainer, "_save_checkpoint", first=lambda: self._keep_state(trainer.state))
 
     def _check(self, trainer: Trainer) -> None:
         """Check the trainer before there is a trial."""

@@ -91,6 +91,8 @@ class LightningPort:
         self._counts: list[SampleCount] = []
         self._counted = Patches()
         self.no_accumulation = "with manual optimization Lightning accumulates no gradients" if by_hand else None
+        # Length of the schedules of a training that finishes a run, in epochs and steps.
+        self._again: tuple[int, float] | None = None
 
     @property
     def gpu_indices(self) -> Sequence[int]:
@@ -238,7 +240,8 @@ class LightningPort:
 
     def schedules(self) -> list[tuple[Any, float | None]]:
         trainer = self._trainer
-        lengths = {"step": trainer.estimated_stepping_batches, "epoch": trainer.max_epochs}
+        epochs, steps = self._again or (trainer.max_epochs, trainer.estimated_stepping_batches)
+        lengths = {"step": steps, "epoch": epochs}
         return [
             (each.scheduler, None if (length := lengths[each.interval]) is None else length / each.frequency)
             for each in trainer.lr_scheduler_configs
@@ -250,6 +253,34 @@ class LightningPort:
 
     def stop(self) -> None:
         self._trainer.should_stop = True
+
+    @property
+    def no_continuation(self) -> str | None:
+        strategy = self._trainer.strategy
+        return f"{type(strategy).__name__} sets up its model once" if strategy.restore_checkpoint_after_setup else None
+
+    @property
+    def model(self) -> Any:
+        return self._module
+
+    def train_again(self, epochs: int, patches: Patches, *, keeps_state: bool) -> None:
+        """Let the next call of the fit loop's `run` train these epochs; an epoch or step keeps its number."""
+        trainer, loop = self._trainer, self._trainer.fit_loop
+        trained, steps, most_steps = trainer.current_epoch, trainer.global_step, loop.epoch_loop.max_steps
+        trainer.should_stop = False
+        loop.teardown()
+        loop._combined_loader = None  # so that Lightning makes the loaders again
+        # While optimizers and schedules are made, Lightning estimates the steps of this training alone.
+        patches.set_attribute(loop, "max_epochs", epochs)
+        before = trainer.optimizers
+        trainer.strategy.setup_optimizers(trainer)
+        self._again = epochs, trainer.estimated_stepping_batches
+        for old, new in zip(before, trainer.optimizers, strict=False):
+            if keeps_state and type(old) is type(new):
+                new.state.update(old.state)
+        patches.set_attribute(loop, "max_epochs", trained + epochs)
+        if most_steps >= 0:
+            patches.set_attribute(loop.epoch_loop, "max_steps", steps + most_steps)
 
     def _count_samples(self, patches: Patches) -> None:
         """Count the samples of every loader that Lightning trains with; for several devices it makes new loaders."""

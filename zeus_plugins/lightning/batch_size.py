@@ -67,6 +67,7 @@ class ZeusBSOCallback(BatchSizeArguments, Callback):
             self._check_epochs(trainer)
             self._run.begin(LightningPort(trainer, pl_module))
             self._take_charge(trainer)
+            self._finish_a_miss(trainer, pl_module)
 
     # Lightning makes optimizers and schedulers after this. Its tuners also load checkpoints, in the middle of a fit.
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
@@ -167,6 +168,7 @@ class ZeusBSOCallback(BatchSizeArguments, Callback):
             self._check_epochs(trainer)
         self._run.resume(LightningPort(trainer, pl_module), lambda: state)
         self._take_charge(trainer)
+        self._finish_a_miss(trainer, pl_module)
 
     def _take_charge(self, trainer: Trainer) -> None:
         if self._run.active is not None:
@@ -174,6 +176,24 @@ class ZeusBSOCallback(BatchSizeArguments, Callback):
             # that follows them, `on_train_batch_start`, would cost time in every step.
             self._run.patches.extend(trainer.fit_loop.epoch_loop, "run", first=self._run.active.check)
             hide_step_hooks(self, self._run.patches)
+
+    def _finish_a_miss(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Let the fit loop run again if the trial misses its target and the options ask to finish such a run."""
+        if self._run.active is None or self._run.options.on_failure != "finish":
+            return
+        loop = trainer.fit_loop
+        run_loop = loop.run
+
+        def run() -> None:
+            run_loop()
+            successor = self._run.finished_by(LightningPort(trainer, pl_module))
+            if successor is not None and successor.active is not None:
+                self._run, self._first_epoch = successor, trainer.current_epoch
+                successor.active.scale_learning_rate()
+                self._take_charge(trainer)
+                run_loop()
+
+        self._run.patches.set_attribute(loop, "run", run)
 
     def _report(self, trainer: Trainer) -> None:
         run = self._run.active

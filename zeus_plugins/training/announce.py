@@ -43,7 +43,7 @@ class Announcer:
         self._is_quiet = quiet
         self._has_reported = False
 
-    def begun(self, trial: TrialInfo, server_url: str) -> None:
+    def begun(self, trial: TrialInfo, server_url: str, *, to_trackers: bool = True) -> None:
         """Report the batch size, also to the trackers. A server in this process has its file as URL."""
         size, reason = trial.batch_size, trial.reason or "chosen by the server"
         hyperparameters: dict[str, str | int] = {
@@ -52,7 +52,8 @@ class Announcer:
             "zeus/policy": str(self._plan.job.policy),
             "zeus/reason": reason,
         }
-        self._port.log_hyperparameters(hyperparameters, self._patches)
+        if to_trackers:
+            self._port.log_hyperparameters(hyperparameters, self._patches)
         self._has_reported = trial.metric is not None
         against = "your own" if size == self._own_size else f"in place of your {self._own_size}"
         place, guesses = server_url.removeprefix(f"{EMBEDDED}//"), "; ".join(self._plan.guesses)
@@ -92,11 +93,20 @@ class Announcer:
                 _logger.warning("%s", warning)
         self._has_reported = True
 
-    def ended(self, trial: TrialInfo, view: JobView | None, early_end: str | None, *, went_on: bool = False) -> None:
+    def ended(
+        self,
+        trial: TrialInfo,
+        view: JobView | None,
+        early_end: str | None,
+        *,
+        went_on: bool = False,
+        next_step: str | None = None,
+    ) -> None:
         """Report the outcome of a trial that no error ended.
 
         `view` is the job on the server, and `early_end` the trainer's rule that ended the trial before the verdict;
-        None if unknown. The training `went_on` if the target did not stop it.
+        None if unknown. The training `went_on` if the target did not stop it. `next_step` is a sentence about what
+        follows; None for what the job suggests.
         """
         is_open = self._plan.job.target_metric is None
         outcome = early_end or ("the training ended" if is_open else "the training ended before the target was reached")
@@ -107,7 +117,7 @@ class Announcer:
         line = f"{outcome}. Batch size {trial.batch_size} took {trial.spent}"
         line += "" if view is None else _cost(trial, view)
         line += "" if trial.busy_remark is None else f", {trial.busy_remark}"
-        told = [line, self._next_steps(trial, view)]
+        told = [line, next_step or self._next_steps(trial, view)]
         if view is not None and view.savings.recurrences and not is_open:
             told.insert(1, f"{view.savings.claim}. {view.savings.evidence}".rstrip(" ."))
         if view is not None and is_open:

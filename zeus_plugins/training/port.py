@@ -35,6 +35,21 @@ class TrainerPort(Ranks, Protocol):
         """Why the trainer cannot accumulate, as the beginning of a sentence; None if it can."""
 
     @property
+    def no_continuation(self) -> str | None:
+        """Why the trainer cannot train again within a launch, as a sentence without its end; None if it can."""
+
+    @property
+    def model(self) -> Any:
+        """The trained torch module."""
+
+    def train_again(self, epochs: int, patches: Patches, *, keeps_state: bool) -> None:
+        """Prepare the trainer to train its model for this many epochs again, at the batch size just delivered.
+
+        Learning rates and schedules begin anew, as for that size. Unless it `keeps_state`, so do the optimizers; then
+        the caller has reset the model. `patches` records changes to the trainer. Raise an error if that is impossible.
+        """
+
+    @property
     def keeps_optimizers(self) -> bool:
         """Whether the trainer's next training uses the same optimizers again."""
 

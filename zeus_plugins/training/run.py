@@ -15,6 +15,8 @@ The order of calls, on every rank::
     run.active.watch(values)                        when further metrics are known
     run.active.report_evaluation(metric, epochs)    after each evaluation
     run.active.report_last_epoch(epochs)    after the last epoch
+    run.finished_by(new_port)               after the last epoch; the trainer then trains again with the run that this
+                                            returns, from `scale_learning_rate` on, unless it returns None
     run.finish(error)                       always; then, unless there is an error, run.raise_failure()
 
 `run.active` is None before `begin`, after `finish`, and in a training resumed from a checkpoint without a trial.
@@ -22,12 +24,13 @@ The order of calls, on every rank::
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast, get_args
 
 from pydantic import SecretStr
 
@@ -52,6 +55,9 @@ T = TypeVar("T")
 
 _logger = logging.getLogger("zeus_plugins")
 
+OnFailure = Literal["raise", "stop", "finish"]
+"""The end of a training whose trial missed its target: see `BatchSizeArguments`."""
+
 # jsonargparse (LightningCLI) saves this in place of a secret.
 _MASK = "**********"
 
@@ -65,7 +71,8 @@ class TrialOptions:
     lr_scaling: str = "none"
     energy_monitor: EnergyMonitor | WindowMonitor | None = None
     max_per_device_batch_size: int | None = None
-    on_failure: Literal["raise", "stop"] = "raise"
+    on_failure: OnFailure = "raise"
+    restart: bool = False
     after_target: Literal["stop", "continue"] = "stop"
     on_unreachable: OnUnreachable = "default"
     strict: bool = False
@@ -73,8 +80,10 @@ class TrialOptions:
     watch: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.on_failure not in ("raise", "stop"):
-            raise ZeusBSOConfigError(f"on_failure is {self.on_failure!r}: choose 'raise' or 'stop'")
+        if self.on_failure not in get_args(OnFailure):
+            raise ZeusBSOConfigError(f"on_failure is {self.on_failure!r}: choose 'raise', 'stop' or 'finish'")
+        if self.restart and self.on_failure != "finish":
+            raise ZeusBSOConfigError("restart=True says how a run is finished: set on_failure='finish', too")
         if self.after_target not in ("stop", "continue"):
             raise ZeusBSOConfigError(f"after_target is {self.after_target!r}: choose 'stop' or 'continue'")
         if self.max_per_device_batch_size is not None and self.max_per_device_batch_size < 1:
@@ -100,7 +109,8 @@ class BatchSizeArguments:
         lr_scaling: Literal["none", "linear", "sqrt"] = "none",
         energy_monitor: EnergyMonitor | WindowMonitor | None = None,
         max_per_device_batch_size: int | None = None,
-        on_failure: Literal["raise", "stop"] = "raise",
+        on_failure: OnFailure = "raise",
+        restart: bool = False,
         after_target: Literal["stop", "continue"] = "stop",
         on_unreachable: OnUnreachable = "default",
         strict: bool = False,
@@ -128,8 +138,9 @@ class BatchSizeArguments:
                 monitor of this machine.
             max_per_device_batch_size: Largest batch that one device holds; beyond it, the callback raises Lightning's
                 `accumulate_grad_batches` or Hugging Face's `gradient_accumulation_steps`.
-            on_failure: After a trial that missed its target, ``"raise"`` `ZeusBSOTrainFailError` when the training has
-                finished, or just ``"stop"``.
+            on_failure: After a trial that missed its target, ``"raise"`` `ZeusBSOTrainFailError`, just ``"stop"``, or
+                ``"finish"`` the run at the best known batch size in the same launch (docs/finishing.md).
+            restart: With ``"finish"``, train from the first weights of this launch instead of the present ones.
             after_target: At the target, ``"stop"`` the training, or report its cost and ``"continue"`` to the end that
                 the script sets, unmeasured (docs/target.md).
             on_unreachable: If the server is away when the training begins, train at the ``"default"`` batch size and
@@ -163,6 +174,7 @@ class BatchSizeArguments:
             energy_monitor=energy_monitor,
             max_per_device_batch_size=max_per_device_batch_size,
             on_failure=on_failure,
+            restart=restart,
             after_target=after_target,
             on_unreachable=on_unreachable,
             strict=strict,
@@ -208,6 +220,7 @@ class RunRecord:
 
     Attributes:
         trial: The trial at the latest report.
+        plan: The job before its registration: the user's, or the guessed one.
         job: The job, as on the server.
         lr_factor: The factor on the rates that the user chose for the job's default size.
         takes_reports: False for a checkpoint's trial that is over.
@@ -215,6 +228,7 @@ class RunRecord:
     """
 
     trial: TrialInfo
+    plan: JobPlan
     job: JobSpec
     lr_factor: float
     takes_reports: bool
@@ -241,6 +255,7 @@ class TrialRun:
         self.patches = Patches()
         self._wish = wish
         self.options = options
+        self._client_from = connect
         self.connect = partial(connect, options.server_url, options.token)
         self.active: ActiveRun | None = None
         self._record: RunRecord | None = None  # set by begin and resume
@@ -325,21 +340,62 @@ class TrialRun:
             "job": record.job.model_dump(mode="json"),
         }
 
-    def finish(self, error: BaseException | None = None, *, early_end: str | None = None) -> None:
+    def finish(
+        self, error: BaseException | None = None, *, early_end: str | None = None, next_step: str | None = None
+    ) -> None:
         """Undo all changes, and end a trial without a verdict; the second call does nothing.
 
         Meant for exit paths: makes no collective call, and never raises, so that it does not mask the `error` that
         ended the training. Without one, `early_end` is the trainer's rule that ended it before its last epoch, if
-        known.
+        known. `next_step` tells the user what follows, in place of the advice to launch the training again.
         """
         active, self.active = self.active, None
         try:
             with ExitStack() as stack:  # which runs each callback even if another one fails
                 if active is not None:
-                    stack.callback(active.close, error, early_end)
+                    stack.callback(active.close, error, early_end, next_step)
                 stack.callback(self.patches.undo)
         except Exception:
             _logger.exception("could not clean up after the training")
+
+    def finished_by(self, port: TrainerPort) -> TrialRun | None:
+        """Begin a trial that finishes this run at the best known size, and end this run; None if there is nothing to do.
+
+        All ranks make this call when the trainer has stopped, with a new port. Afterwards the trainer is ready to train
+        the job's epochs again, with the same model. If the new trial cannot begin, the launch ends as with the option
+        ``"stop"``.
+        """
+        active, record = self.active, self._record
+        if active is None or record is None or not active.is_to_be_finished:
+            return None
+        restarts = active.restarts
+        why_not = port.no_continuation
+        if why_not is None and restarts and active.first_weights is None:
+            why_not = "the weights are no finite numbers any more, and those of the start were not kept"
+        if why_not is not None:
+            port.say(f"zeus: this run is not finished at another batch size: {why_not}")
+            return None
+        size, known_as = active.best_known_size()
+        begins = "trains from the start" if restarts else "continues"
+        self.finish(next_step=f"The training {begins} at {size}, {known_as}.")
+        options = replace(self.options, on_failure="stop", restart=False)
+        run = TrialRun(self._wish, options, connect=self._client_from)
+        try:
+            missed, job = record.trial, record.job
+
+            def begin(session: TrialSession) -> bool:
+                session.finish_run_of(missed, size, job)
+                return True
+
+            run._enter(port, record.plan, EpochCount(), begin, finishes=True)
+            if restarts and active.first_weights is not None:
+                port.model.load_state_dict(active.first_weights)
+            port.train_again(job.max_epochs, run.patches, keeps_state=not restarts)
+        except Exception as error:
+            run.finish(error)
+            _logger.warning("the run is not finished at batch size %d: %s", size, error)
+            return None
+        return run
 
     def raise_failure(self) -> None:
         """Raise `ZeusBSOTrainFailError` if the trial missed its target and the options ask for the error."""
@@ -368,14 +424,23 @@ class TrialRun:
         return replace(plan, fingerprint=fingerprint, is_strict=self.options.strict)
 
     def _enter(
-        self, port: TrainerPort, plan: JobPlan, epochs: EpochCount, begin: Callable[[TrialSession], bool]
+        self,
+        port: TrainerPort,
+        plan: JobPlan,
+        epochs: EpochCount,
+        begin: Callable[[TrialSession], bool],
+        *,
+        finishes: bool = False,
     ) -> None:
-        """Get the trial on rank 0, share it with all ranks, and set its size in the trainer."""
+        """Get the trial on rank 0, share it with all ranks, and set its size in the trainer.
+
+        A trial that `finishes` a run leaves the hyperparameters in trackers as they are, because some refuse changes.
+        """
         active = ActiveRun(self, port, plan, epochs, begin)
         self.active, self._record = active, active.record
         size = active.record.trial.batch_size
         port.deliver(self._splits(port, [size])[size], self.patches)
-        active.announce()
+        active.announce(finishes=finishes)
 
     def _splits(self, port: TrainerPort, batch_sizes: Sequence[int]) -> dict[int, BatchSplit]:
         """Return the split of each of these sizes over the devices."""
@@ -419,7 +484,9 @@ class ActiveRun:
         options = run.options
         self._port = port
         self._connect = run.connect
+        self._options = options
         self._trains_on = options.after_target == "continue"
+        self.first_weights: dict[str, Any] | None = None
         self._session: TrialSession | None = None  # only on rank 0
         own_size = plan.job.default_batch_size
         place = placed(port)
@@ -439,14 +506,14 @@ class ActiveRun:
                 takes_reports = begin(session)
                 return session.trial, takes_reports, session.plan, session.sender
 
-            trial, takes_reports, plan, self._sender = _decided(port, enter)
+            trial, takes_reports, registered, self._sender = _decided(port, enter)
             self._opened = opened.pop_all()
         factor = lr_factor(options.lr_scaling, trial.batch_size, own_size)
-        self.record = RunRecord(trial, plan.job, factor, takes_reports, epochs)
-        self.watched_names = plan.watched(options.watch)
+        self.record = RunRecord(trial, plan, registered.job, factor, takes_reports, epochs)
+        self.watched_names = registered.watched(options.watch)
         self.steps = StepCount([], 1)  # counts nothing until the start
         self._schedules = ScheduleWatch(trial.batch_size, port.schedule_remedy)
-        self._announcer = Announcer(port, plan, run.patches, own_size=own_size, quiet=options.quiet)
+        self._announcer = Announcer(port, registered, run.patches, own_size=own_size, quiet=options.quiet)
 
     @property
     def is_reporting(self) -> bool:
@@ -461,11 +528,41 @@ class ActiveRun:
             return False
         return self._trains_on or verdict.reason is EndReason.NO_TARGET
 
-    def announce(self) -> None:
-        """Report the chosen batch size to the user."""
+    @property
+    def is_to_be_finished(self) -> bool:
+        """True if the run has missed its target, the options ask to finish it, and another size may reach the target.
+
+        A run that used all its epochs at the user's own size has done what the script asks for.
+        """
+        record, verdict = self.record, self.record.trial.verdict
+        if self._options.on_failure != "finish" or not record.takes_reports:
+            return False
+        if verdict is None or not verdict.stop_train or verdict.converged:
+            return False
+        is_own = record.trial.batch_size == record.job.default_batch_size
+        return not (is_own and verdict.reason is EndReason.MAX_EPOCHS_REACHED)
+
+    @property
+    def restarts(self) -> bool:
+        """True if the run is to be finished from its first weights: by the user's wish, or as the present ones are lost."""
+        return self._options.restart or not all(bool(each.isfinite().all()) for each in self._port.model.parameters())
+
+    def best_known_size(self) -> tuple[int, str]:
+        """Return the batch size that finishes the run, and a phrase about it; all ranks make this call."""
+
+        def decide(session: TrialSession) -> tuple[int, str]:
+            best = None if session.job_view is None else session.job_view.best_batch_size
+            if best is None:
+                return self.record.job.default_batch_size, "your own batch size"
+            return best, "the best known batch size"
+
+        return self._decided_with(decide)
+
+    def announce(self, *, finishes: bool = False) -> None:
+        """Report the chosen batch size to the user; of a trial that `finishes` a run, not to the trackers."""
         if self.record.takes_reports:
             url = "" if self._sender is None else self._sender.server_url
-            self._announcer.begun(self.record.trial, url)
+            self._announcer.begun(self.record.trial, url, to_trackers=not finishes)
 
     def scale_learning_rate(self) -> None:
         """Scale the rates of all optimizers and schedulers as the options say."""
@@ -486,6 +583,7 @@ class ActiveRun:
             self._schedules.begin(schedules)
         optimizers, _ = port.optimizers()
         self.steps = StepCount(optimizers, port.accumulation)
+        self._keep_first_weights()
         self._synchronize()
         if self.record.takes_reports:
             optimizer = next((type(each).__name__ for each in optimizers), None)
@@ -564,7 +662,7 @@ class ActiveRun:
             self._session.state_dict()
             self.record.trial = self._session.trial
 
-    def close(self, error: BaseException | None, early_end: str | None) -> None:
+    def close(self, error: BaseException | None, early_end: str | None, next_step: str | None = None) -> None:
         """End a trial without a verdict, and close what was opened: see `TrialRun.finish`."""
         record, session = self.record, self._session
         with self._opened:
@@ -575,7 +673,11 @@ class ActiveRun:
                 if record.takes_reports:
                     if error is None:
                         self._announcer.ended(
-                            record.trial, session.job_view, early_end, went_on=self._trains_on and self.is_beyond_target
+                            record.trial,
+                            session.job_view,
+                            early_end,
+                            went_on=self._trains_on and self.is_beyond_target,
+                            next_step=next_step,
                         )
                     else:
                         self._announcer.broken_off(record.trial, error)
@@ -586,6 +688,19 @@ class ActiveRun:
     def _decided_with(self, decide: Callable[[TrialSession], T]) -> T:
         """Let rank 0 decide, with its session."""
         return _decided(self._port, lambda: decide(cast("TrialSession", self._session)))
+
+    def _keep_first_weights(self) -> None:
+        """Copy the model to the memory of the CPU, if the run may have to be finished from its first weights."""
+        record, options = self.record, self._options
+        is_own = record.trial.batch_size == record.job.default_batch_size
+        if options.on_failure != "finish" or not record.takes_reports or self._port.no_continuation is not None:
+            return
+        if options.restart or not is_own:
+            state = self._port.model.state_dict()
+            self.first_weights = {
+                name: value.detach().to("cpu", copy=True) if hasattr(value, "detach") else copy.deepcopy(value)
+                for name, value in state.items()
+            }
 
     def _synchronize(self) -> None:
         if self._cluster is not None:

@@ -250,6 +250,31 @@ class TrialSession:
             )
         return closed is None
 
+    def finish_run_of(self, missed: TrialInfo, batch_size: int, job: JobSpec) -> None:
+        """Start a trial of the registered `job` at this size that finishes the run of a trial without the target.
+
+        While the server is away, the trial waits in the outbox.
+
+        Raises:
+            ZeusBSOError: The server refuses the trial.
+        """
+        self.plan = replace(self.plan, job=job)
+        self._trial = TrialInfo(
+            job_id=missed.job_id,
+            batch_size=batch_size,
+            key=f"finish-{self._key}",
+            reason=f"finishes the run of {missed.name}, which missed the target at {missed.batch_size}",
+        )
+        registration = self._registration(job, missed.job_id)
+        try:
+            trial_id = recorded(self._client, self._sender(registration, self._trial, missed.trial_number))
+            self._trial = self._trial.known_as(trial_id)
+        except ZeusBSOError as error:
+            if is_refusal(error):
+                raise
+            _logger.warning("%s. The results of the rest of this run wait in %s", error, self._outbox.directory)
+        self._open_line(registration, trouble=None, continues=missed.trial_number)
+
     def begin_measurement(self, optimizer: str | None = None) -> None:
         """Open the measurement window; call it where the training begins.
 
@@ -450,9 +475,7 @@ class TrialSession:
         # The checkpoint may belong to another job, whose id lacks this job's prefix.
         if not trial.job_id.startswith(job.job_id_prefix):
             job = job.model_copy(update={"job_id_prefix": trial.job_id, "job_id": trial.job_id})
-        registration = JobSpecFromClient.of(job, self._monitor.gpus()).named(trial.job_id)
-        # The target of the checkpoint may have been learned, and replaced since: this run asks for none.
-        registration = registration.model_copy(update={"target_runs": ()})
+        registration = self._registration(job, trial.job_id)
         sender = self._sender(registration, trial)
         self._deliver_earlier()
         trouble: ZeusBSOError | None = None
@@ -487,8 +510,15 @@ class TrialSession:
         trial = self.trial
         self._update(time_s=max(trial.time_s, time_s), energy_j=max(trial.energy_j, energy_j))
 
-    def _sender(self, registration: CreatedJob, trial: TrialInfo) -> OutboxHeader:
+    def _registration(self, job: JobSpec, job_id: str) -> CreatedJob:
+        """Return the registration of a job that this launch, or the checkpoint's, has registered before."""
+        registration = JobSpecFromClient.of(job, self._monitor.gpus()).named(job_id)
+        # Its target may have been learned, and replaced since: ask for none.
+        return registration.model_copy(update={"target_runs": ()})
+
+    def _sender(self, registration: CreatedJob, trial: TrialInfo, continues: int | None = None) -> OutboxHeader:
         return OutboxHeader(
+            continues=continues,
             server_url=self._client.server_url,
             registration=registration,
             guessed=tuple(sorted(self.plan.guessed)),
@@ -497,13 +527,20 @@ class TrialSession:
             key=trial.key,
         )
 
-    def _open_line(self, registration: CreatedJob, *, trouble: ZeusBSOError | None, resumes: bool = False) -> None:
+    def _open_line(
+        self,
+        registration: CreatedJob,
+        *,
+        trouble: ZeusBSOError | None,
+        resumes: bool = False,
+        continues: int | None = None,
+    ) -> None:
         """Start the reporter; the user has been warned of `trouble`."""
         trial = self.trial
         self._reporter = reporter = TrialReporter(
             self._client,
             self._outbox,
-            self._sender(registration, trial),
+            self._sender(registration, trial, continues),
             trial.stop_rule or StopRule(max_epochs=registration.max_epochs),
             takes_heartbeats=trial.has_extended_server,
             resumes=resumes,
