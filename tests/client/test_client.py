@@ -125,7 +125,7 @@ REQUESTS: dict[str, Any] = {
         lambda client: client.record_offline(OfflineTrial(job_id="mnist-1", batch_size=32), "key"),
         DISPATCH,
         "POST /trials",
-        {"job_id": "mnist-1", "batch_size": 32},
+        {"job_id": "mnist-1", "batch_size": 32, "continues": None},
     ),
     "delete_job": (lambda client: client.delete_job("mnist-1"), None, "DELETE /jobs?job_id=mnist-1", None),
     "list_jobs": (lambda client: client.list_jobs(), {"jobs": []}, "GET /api/jobs", None),

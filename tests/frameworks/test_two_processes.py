@@ -21,7 +21,7 @@ from tests.support.ranks import run_ranks
 from tests.support.servers import ServerProcess, free_port
 from tests.support.warm import LIGHTNING, TRANSFORMERS
 from zeus_plugins.client import client_from_environment
-from zeus_plugins.protocol import JobView, TrialState
+from zeus_plugins.protocol import JobView, Origin, TrialState
 
 # A process that waits for another one for ever shows as a test that fails by this limit.
 LIMIT_S = 240
@@ -113,7 +113,7 @@ def ran(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     folder = tmp_path_factory.mktemp("ran")
     server = ServerProcess(f"sqlite:///{folder / 'bso.sqlite3'}", folder / "server.log")
     server.start()
-    ways = ("plain", "guessed", "never", "unreachable", "without server", "preempted", "beyond")
+    ways = ("plain", "guessed", "never", "unreachable", "without server", "preempted", "beyond", "finish")
     went_well, output = request.param.train(server.url, folder, *ways)
     assert went_well, output
     yield Ran(request.param, server, folder)
@@ -181,6 +181,16 @@ def test_both_processes_train_on_after_the_target(ran: Ran) -> None:
         assert (each["converged"], each["sizes"]) == (True, ran.epoch * 2)
     (trial,) = ran.job("beyond").trials
     assert (trial.state, trial.epochs) == (TrialState.COMPLETED, 1)
+
+
+def test_both_processes_finish_a_missed_run(ran: Ran) -> None:
+    missed = [PER_PROCESS // 2] * 7
+    for each in ran.seen("finish"):
+        assert (each["converged"], each["trial_number"]) == (False, 3)
+        assert each["sizes"] == missed * 2 + ran.epoch * 2
+    trials = ran.job("finish").trials
+    assert [trial.batch_size for trial in trials] == [BATCH_SIZE, BATCH_SIZE // 2, BATCH_SIZE]
+    assert trials[-1].origin is Origin.FINISH
 
 
 @pytest.mark.parametrize("start", STARTS)

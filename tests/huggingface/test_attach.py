@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ from tests.support.hf_models import USERS_SIZE, Classifier, val_digits
 from tests.support.job_bench import EPOCH_OF_24, EPOCH_OF_48, NEVER, seconds_and_joules
 from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSOOperationOrderError
 from zeus_plugins.huggingface import ZeusEnergyTrainerCallback, ZeusPowerLimitTrainerCallback
-from zeus_plugins.protocol import TrialState
+from zeus_plugins.protocol import GP_VOI, TrialState
 
 KINDS: dict[str, Callable[[Bench], Any]] = {
     "ZeusBSOTrainerCallback": lambda bench: bench.callback(),
@@ -74,22 +73,25 @@ def test_a_trainer_that_only_evaluates_has_no_trial(bench: Bench, run: str) -> N
     assert work.device.set_w == []
 
 
-@pytest.mark.parametrize(
-    "search",
-    [
-        lambda trainer: trainer.train(trial={"learning_rate": 0.5}),
-        pytest.param(
-            lambda trainer: trainer.hyperparameter_search(n_trials=1),
-            marks=pytest.mark.skipif(find_spec("optuna") is None, reason="the search needs optuna"),
-        ),
-    ],
-    ids=["trial", "search"],
-)
-def test_a_search_of_hyperparameters_is_refused(bench: Bench, search: Callable[[Trainer], Any]) -> None:
+def test_misses_do_not_end_a_search_of_hyperparameters(bench: Bench) -> None:
+    pytest.importorskip("optuna")
+    callback = bench.callback(bench.job(NEVER, policy=GP_VOI))
+    trainer = bench.trainer(callback, data={"model_init": lambda: Classifier()})
+    trainer.hyperparameter_search(
+        lambda trial: {"learning_rate": trial.suggest_float("learning_rate", 0.01, 0.1)}, n_trials=3
+    )
+    assert [trial.state for trial in bench.view().trials] == [TrialState.EXHAUSTED] * 3
+
+
+def test_search_that_sets_the_batch_size_is_refused(bench: Bench) -> None:
+    pytest.importorskip("optuna")
     trainer = bench.trainer(bench.callback(), data={"model_init": lambda: Classifier()})
-    with pytest.raises(ZeusBSOConfigError, match="search without the ZeusBSOTrainerCallback"):
-        search(trainer)
-    assert not bench.is_registered()
+    space = {"per_device_train_batch_size": [8]}
+    with pytest.raises(ZeusBSOConfigError, match="leave it out of hp_space"):
+        trainer.hyperparameter_search(
+            lambda trial: {name: trial.suggest_categorical(name, values) for name, values in space.items()}, n_trials=1
+        )
+    assert bench.only_trial().state is TrialState.WITHDRAWN
 
 
 # Several trainings

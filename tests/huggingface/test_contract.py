@@ -27,8 +27,8 @@ from tests.support.hf_models import Classifier, Stream, Tokens, quiet_arguments,
 from zeus_plugins.errors import ZeusBSOConfigError
 from zeus_plugins.huggingface._trainer import (
     HuggingFacePort,
-    arguments_of_train,
     check_deepspeed,
+    checkpoint_of,
     checkpointed,
     engine_batch_sizes,
     resize_deepspeed,
@@ -204,8 +204,8 @@ def test_a_trainer_may_have_a_train_of_its_own(tmp_path: Path) -> None:
 def test_what_train_is_called_with() -> None:
     first, second, *_ = list(inspect.signature(Trainer.train).parameters)[1:]
     holds((first, second) == ("resume_from_checkpoint", "trial"), "train(resume_from_checkpoint, trial, …)")
-    assert arguments_of_train("folder", None, "more") == ("folder", None)
-    assert arguments_of_train(trial={"learning_rate": 0.5}) == (None, {"learning_rate": 0.5})
+    assert checkpoint_of("folder", None, "more") == "folder"
+    assert checkpoint_of(trial={"learning_rate": 0.5}) is None
 
 
 @pytest.mark.parametrize("split_batches", [False, True])

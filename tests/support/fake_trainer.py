@@ -46,6 +46,8 @@ class FakeTrainer:
     gpu_indices: Sequence[int] = ()
     accumulation = 1
     no_accumulation: str | None = None
+    no_continuation: str | None = None
+    model: Any = SimpleNamespace(parameters=list, state_dict=dict)
     keeps_optimizers = True
     schedule_remedy = "Make it anew"
     machine = "here"
@@ -116,6 +118,9 @@ class FakeTrainer:
 
     def stop(self) -> None:
         self.is_stopped = True
+
+    def train_again(self, epochs: int, patches: Patches, *, keeps_state: bool) -> None:  # noqa: ARG002 - as above
+        self.is_stopped = False
 
 
 def on_each_rank(world_size: int, train: Callable[[FakeTrainer], T]) -> list[T | Exception]:

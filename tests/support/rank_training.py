@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from tests.support.frameworks import FrameworkBench, Work
-from tests.support.job_bench import AT_ONCE, NEVER
+from tests.support.job_bench import AT_ONCE, NEVER, NEXT_SIZE, seconds_and_joules
 from tests.support.process_end import leave
 from zeus_plugins.errors import ZeusBSOError
 
@@ -28,7 +28,14 @@ NOWHERE = "http://127.0.0.1:9"  # the port of a service that nobody runs any mor
 # Lightning's metric is each rank's own until the callback takes the mean; the Trainer's is that of all data.
 SCORES = {"lightning_bench": (0.25, 0.75), "hf_bench": (0.5, 0.5)}
 MEAN_SCORE = 0.5
-TARGETS = {"plain": MEAN_SCORE, "guessed": MEAN_SCORE, "never": NEVER, "memory": NEVER, "preempted": NEVER}
+TARGETS = {
+    "plain": MEAN_SCORE,
+    "guessed": MEAN_SCORE,
+    "never": NEVER,
+    "memory": NEVER,
+    "preempted": NEVER,
+    "finish": NEVER,
+}
 OPTIONS: dict[str, dict[str, Any]] = {
     "lightning_bench": {"devices": WORLD_SIZE, "strategy": "ddp"},
     "hf_bench": {"ddp_backend": "gloo"},
@@ -62,12 +69,17 @@ def train(name: str, server_url: str, folder: Path, way: str) -> dict[str, Any]:
     epochs = 2 if own is None else 1
     target = TARGETS.get(way, AT_ONCE)
     size = batch_size_of(way)
-    job = bench.job(target, batch_sizes=(size,), default_batch_size=size, max_epochs=epochs)
+    sizes_of_job = (NEXT_SIZE, size) if way == "finish" else (size,)
+    job = bench.job(target, batch_sizes=sizes_of_job, default_batch_size=size, max_epochs=epochs)
     options = {"scores": (SCORES[name][rank_here()],), "epochs": epochs, **OPTIONS[name], **(own or {})}
     said: dict[str, Any] = {"server_url": url, "on_unreachable": "raise" if way == "unreachable" else "default"}
     asked = {"target": target, "job_id": bench.job_id} if way == "guessed" else {"job": job}
     if way == "beyond":
         said["after_target"] = "continue"
+    if way == "finish":
+        said |= {"on_failure": "finish", "energy_monitor": seconds_and_joules(1.0, 10.0)}
+        if rank_here() == 0:
+            bench.complete_first_trial(job)
     sizes: list[int] = []
     checkpoint = None
     if way == "preempted":

@@ -67,7 +67,7 @@ def ends(server: ContractDouble) -> list[tuple[str, str | None]]:
     ("option", "problem"),
     [
         ({"after_target": "on"}, "after_target is 'on': choose 'stop' or 'continue'"),
-        ({"on_failure": "ignore"}, "on_failure is 'ignore': choose 'raise' or 'stop'"),
+        ({"on_failure": "ignore"}, "on_failure is 'ignore': choose 'raise', 'stop' or 'finish'"),
         ({"max_per_device_batch_size": 0}, "max_per_device_batch_size is 0: it is at least 1"),
         ({"on_unreachable": "wait"}, "on_unreachable is 'wait': choose 'default' or 'raise'"),
         ({"lr_scaling": "cubic"}, "unknown learning rate scaling 'cubic': choose one of 'none', 'linear', 'sqrt'"),
@@ -473,6 +473,41 @@ def test_a_checkpoints_trial_goes_on_on_all_ranks(world_size: int) -> None:
     assert on_each_rank(world_size, train) == [[BatchSplit(64 // world_size, 1)]] * world_size
     assert reports(server) == [(0.75, 2.0, 4.0, 40.0)]
     assert server.sent("GET", "/jobs/batch_size") == []
+
+
+def missed(server: ContractDouble, port: FakeTrainer) -> TrialRun:
+    """Return a run at 64, not the job's default, that the server has stopped without the target."""
+    run = begun(server, port, on_failure="finish")
+    active(run).report_evaluation(lambda: 0.5, 1)
+    return run
+
+
+def test_trainer_that_cannot_train_again_ends_a_missed_run() -> None:
+    server, port = ContractDouble(COST_BOUND), FakeTrainer()
+    port.no_continuation = "FSDPStrategy sets up its model once"
+    run = missed(server, port)
+    assert run.finished_by(port) is None
+    assert "not finished at another batch size: FSDPStrategy sets up its model once" in port.said[-1]
+    run.finish()
+    run.raise_failure()  # which "finish" never asks for
+
+
+def test_zeus_server_ends_a_missed_run(caplog: pytest.LogCaptureFixture) -> None:
+    server, port = ContractDouble(COST_BOUND), FakeTrainer()
+    run = missed(server, port)
+    assert run.finished_by(port) is None
+    assert "the run is not finished at batch size 32: " in caplog.text
+    assert run.active is None
+    assert trial_of(run).verdict is not None
+    run.raise_failure()
+
+
+def test_run_that_reached_the_target_needs_no_finishing() -> None:
+    server, port = ContractDouble(CONVERGED), FakeTrainer()
+    run = missed(server, port)
+    assert run.finished_by(port) is None
+    assert run.active is not None
+    run.finish()
 
 
 @pytest.mark.parametrize(("has_fractions", "reported"), [(True, 1.5), (False, 2.0), (None, 1.5)])

@@ -212,6 +212,14 @@ class HuggingFacePort:
             self._count = SampleCount(size * fetched, _FOLLOW)
             self._count.watch(loader, patches)
 
+        def check_search(_: Any) -> None:
+            if args.per_device_train_batch_size != split.per_device * shares:
+                raise ZeusBSOConfigError(
+                    "the search of hyperparameters sets per_device_train_batch_size, which the "
+                    "ZeusBSOTrainerCallback chooses: leave it out of hp_space"
+                )
+
+        patches.extend(trainer, "_hp_search_setup", then=check_search)
         patches.extend(trainer, "get_train_dataloader", then=resize)
         if trainer.is_deepspeed_enabled:
             resize_deepspeed(trainer, split, self.devices, patches)
@@ -346,11 +354,9 @@ class HuggingFacePort:
         patches.extend(trainer.callback_handler, "on_train_begin", first=number_on)
 
 
-def arguments_of_train(
-    resume_from_checkpoint: Any = None, trial: Any = None, *_: Any, **__: Any
-) -> tuple[str | bool | None, Any]:
-    """Return two arguments of `Trainer.train`: the checkpoint, and the trial of a hyperparameter search."""
-    return resume_from_checkpoint, trial
+def checkpoint_of(resume_from_checkpoint: Any = None, *_: Any, **__: Any) -> str | bool | None:
+    """Return the checkpoint among the arguments of `Trainer.train`."""
+    return cast("str | bool | None", resume_from_checkpoint)
 
 
 def from_start(train: functools.partial[Any]) -> Any:

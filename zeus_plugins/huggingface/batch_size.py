@@ -13,9 +13,9 @@ from zeus_plugins.errors import ZeusBSOConfigError
 from zeus_plugins.huggingface._trainer import (
     HuggingFacePort,
     TrainWrapper,
-    arguments_of_train,
     check_deepspeed,
     check_generations,
+    checkpoint_of,
     checkpointed,
     early_end,
     from_start,
@@ -147,12 +147,7 @@ class ZeusBSOTrainerCallback(BatchSizeArguments, TrainWrapper):
             run.report_last_epoch(float(state.epoch))
 
     def _train(self, trainer: Trainer, train: functools.partial[Any]) -> Any:
-        checkpoint, search_trial = arguments_of_train(*train.args, **train.keywords)
-        if search_trial is not None:
-            raise ZeusBSOConfigError(
-                "hyperparameter_search trains with other settings each time, which are no recurrences of one job: "
-                "search without the ZeusBSOTrainerCallback (trainer.remove_callback), then train with it"
-            )
+        checkpoint = checkpoint_of(*train.args, **train.keywords)
         self._check(trainer)
         warn_of_in_batch_negatives(trainer)
         is_evaluated = trainer.args.eval_strategy != "no"

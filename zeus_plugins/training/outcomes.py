@@ -7,6 +7,7 @@ import functools
 import logging
 import re
 import sys
+import traceback
 from collections.abc import Callable
 from types import TracebackType
 
@@ -28,6 +29,10 @@ _OUT_OF_MEMORY = re.compile(
 _LOST_PEER = re.compile(r"connection (closed|reset) by peer|remote process exited", re.IGNORECASE)
 _LOST_PEER_KINDS = frozenset({"DistBackendError", "DistNetworkError"})
 
+# Packages that call a training many times: searches of hyperparameters and cross-validation.
+_STUDIES = ("optuna", "ray.tune", "hyperopt", "nevergrad", "wandb.agents", "sklearn.model_selection")
+_FOLDS = "sklearn.model_selection._split"
+
 # Ctrl-C, sys.exit in a handler of SIGTERM, and Lightning's exception at SIGTERM.
 _PREEMPTIONS = frozenset({"KeyboardInterrupt", "SystemExit", "SIGTERMException"})
 
@@ -35,8 +40,11 @@ _PREEMPTIONS = frozenset({"KeyboardInterrupt", "SystemExit", "SIGTERMException"}
 def ending_of(error: BaseException | None, *, early_end: str | None = None) -> Ending:
     """Return the message to the server about a training that ended before the verdict.
 
-    Without an `error`, a rule of the training ended it (`early_end`, in words, if known), which counts as failed.
+    Without an `error`, a rule of the training ended it (`early_end`, in words, if known), which counts as failed; within
+    a study, whose trainings may have fewer epochs, it counts against no batch size.
     """
+    if error is None and study_around() is not None:
+        return Ending(outcome=TrialState.WITHDRAWN, detail=early_end)
     if error is None:
         return Ending(ended_early=True, detail=early_end)
     return Ending(outcome=outcome_of(error), detail=detail_of(error))
@@ -46,9 +54,10 @@ def outcome_of(error: BaseException) -> EndingState:
     """Return the outcome of a trial whose training this exception ended.
 
     SUSPENDED after an interruption (Ctrl-C, SIGTERM), as the training may resume; WITHDRAWN if the configuration or the
-    data cannot work at any batch size; INFEASIBLE if a device ran out of memory; otherwise FAILED.
+    data cannot work at any batch size, or if Optuna pruned the hyperparameters; INFEASIBLE if a device ran out of
+    memory; otherwise FAILED.
     """
-    if isinstance(error, ZeusBSOConfigError):
+    if isinstance(error, ZeusBSOConfigError) or "TrialPruned" in _kinds(error):
         return TrialState.WITHDRAWN
     if _kinds(error) & _PREEMPTIONS:
         return TrialState.SUSPENDED
@@ -59,6 +68,22 @@ def outcome_of(error: BaseException) -> EndingState:
             return TrialState.INFEASIBLE
         cause = cause.__cause__
     return TrialState.FAILED
+
+
+def study_around() -> str | None:
+    """Return the package that runs the present training as one of many, such as ``optuna``; None outside of a study.
+
+    The package is found among the callers. A script's own loop over folds is known by the splitter of scikit-learn
+    among the variables of a caller.
+    """
+    for frame, _ in traceback.walk_stack(sys._getframe()):
+        module = str(frame.f_globals.get("__name__", ""))
+        found = next((name for name in _STUDIES if module == name or module.startswith(f"{name}.")), None)
+        if found is not None:
+            return found
+        if any(type(value).__module__ == _FOLDS for value in frame.f_locals.values()):
+            return "sklearn.model_selection"
+    return None
 
 
 def is_lost_peer(error: BaseException) -> bool:
@@ -107,15 +132,15 @@ def show_in_one_paragraph() -> None:
 
 
 def _excepthook(
-    otherwise: Callable[..., object], kind: type[BaseException], error: BaseException, traceback: TracebackType | None
+    otherwise: Callable[..., object], kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:
     if not isinstance(error, ZeusBSOTrainFailError):
-        otherwise(kind, error, traceback)
+        otherwise(kind, error, trace)
         return
     if error.__cause__ is None and error.__context__ is None:
         print(f"{kind.__module__}.{kind.__qualname__}: {error}", file=sys.stderr)
     else:
-        otherwise(kind, error, traceback)
+        otherwise(kind, error, trace)
     raise SystemExit(error.exit_status)  # in a hook, this sets the exit status and prints nothing
 
 

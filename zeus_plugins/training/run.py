@@ -45,7 +45,12 @@ from zeus_plugins.training.batches import BatchSplit, StepCount, split_batch
 from zeus_plugins.training.defaults import JobPlan, JobWish, as_job, planned
 from zeus_plugins.training.lr_scaling import ScheduleWatch, lr_factor, scale_learning_rate
 from zeus_plugins.training.metrics import EpochCount
-from zeus_plugins.training.outcomes import end_trial_from_another_rank, show_in_one_paragraph, train_fail_error
+from zeus_plugins.training.outcomes import (
+    end_trial_from_another_rank,
+    show_in_one_paragraph,
+    study_around,
+    train_fail_error,
+)
 from zeus_plugins.training.patches import Patches
 from zeus_plugins.training.port import TrainerPort, cluster_monitor, decided_by_rank_zero, node_monitor
 from zeus_plugins.training.session import OnUnreachable, TrialSession, check_on_unreachable, check_watch
@@ -398,7 +403,10 @@ class TrialRun:
         return run
 
     def raise_failure(self) -> None:
-        """Raise `ZeusBSOTrainFailError` if the trial missed its target and the options ask for the error."""
+        """Raise `ZeusBSOTrainFailError` if the trial missed its target and the options ask for the error.
+
+        Within a search of hyperparameters or a cross-validation, which the error would end, log a warning instead.
+        """
         record = self._record
         if record is None or not record.takes_reports or self.options.on_failure != "raise":
             return
@@ -406,6 +414,10 @@ class TrialRun:
         if record.job.target_metric is None and record.trial.metric is not None:
             return  # A run that helps to set the target misses none.
         if verdict is None or not (verdict.stop_train and verdict.converged):
+            study = study_around()
+            if study is not None:
+                _logger.warning("this training missed its target; %s continues with its other trainings", study)
+                return
             show_in_one_paragraph()
             raise train_fail_error(verdict, record.trial.advice)
 

@@ -1,0 +1,125 @@
+"""Launches that finish a missed run at the best known batch size, so that each ends with a model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.frameworks import FrameworkBench, Work
+from tests.support.job_bench import EPOCH_OF_24, EPOCH_OF_48, NEVER, NEXT_SIZE, SERVERS_SIZE
+from zeus_plugins.errors import ZeusBSOConfigError
+from zeus_plugins.protocol import EndReason, Origin, TrialState
+
+
+def missing_at_24(bench: FrameworkBench, **options: Any) -> Any:
+    """Return a callback whose trial is at 24, after a run at 48 reached the target of 0.9."""
+    job = bench.job(0.9, max_epochs=2)
+    bench.complete_first_trial(job)
+    return bench.callback(job, on_failure="finish", **options)
+
+
+def test_missed_run_is_finished_at_the_best_known_size(bench: FrameworkBench) -> None:
+    callback = missing_at_24(bench)
+    training = bench.training(callback, epochs=2, scores=(0.1, 0.1, 0.1, 0.9))
+    training.train()
+    assert training.sizes == EPOCH_OF_24 * 2 + EPOCH_OF_48 * 2
+    assert (callback.trial.batch_size, callback.trial.verdict.converged) == (SERVERS_SIZE, True)
+    assert (callback.trial.epoch, callback.trial.time_s) == (2, 2.0)
+    first, missed, finishing = bench.view().trials
+    assert (missed.batch_size, missed.state, missed.epochs) == (NEXT_SIZE, TrialState.EXHAUSTED, 2)
+    assert (finishing.batch_size, finishing.state, finishing.epochs) == (SERVERS_SIZE, TrialState.COMPLETED, 2)
+    assert finishing.origin is Origin.FINISH
+    assert finishing.reason == "finishes the run of trial 2, which missed the target at 24"
+    # The policy learns nothing of the rest of a run.
+    assert bench.view().arm_of(SERVERS_SIZE).n == first.trial_number == 1
+    assert training.left_behind(callback) == []
+    assert training.script == (16, 1)
+
+
+def test_second_miss_ends_the_launch_without_error(bench: FrameworkBench) -> None:
+    callback = missing_at_24(bench)
+    training = bench.training(callback, epochs=2, scores=(0.1,))
+    training.train()
+    assert training.sizes == EPOCH_OF_24 * 2 + EPOCH_OF_48 * 2
+    assert not callback.trial.verdict.converged
+    states = [trial.state for trial in bench.view().trials]
+    assert states == [TrialState.COMPLETED, TrialState.EXHAUSTED, TrialState.EXHAUSTED]
+
+
+def test_miss_at_the_users_own_size_ends_the_launch(bench: FrameworkBench) -> None:
+    callback = bench.callback(bench.job(NEVER), on_failure="finish")
+    training = bench.training(callback)
+    training.train()
+    assert training.sizes == EPOCH_OF_48
+    assert callback.trial.verdict.reason is EndReason.MAX_EPOCHS_REACHED
+    assert bench.only_trial().state is TrialState.EXHAUSTED
+
+
+def test_diverged_run_is_finished_from_its_first_weights(bench: FrameworkBench) -> None:
+    seen: dict[str, Any] = {}
+
+    def weights() -> torch.Tensor:
+        return next(seen["model"].parameters())
+
+    def diverge() -> None:
+        weights().data.fill_(float("nan"))
+
+    def note(name: str) -> Callable[[], None]:
+        return lambda: seen.update({name: weights().detach().clone()})
+
+    callback = missing_at_24(bench)
+    after = 2 * len(EPOCH_OF_24) + 1
+    work = Work({1: note("first"), 3: diverge, after: note("again")})
+    training = bench.training(callback, work=work, epochs=2, scores=(0.1, 0.1, 0.9))
+    seen["model"] = training.model
+    training.train()
+    assert torch.equal(seen["first"], seen["again"])
+    assert bool(weights().isfinite().all())
+    assert callback.trial.verdict.converged
+
+
+def test_restart_begins_from_the_first_weights(bench: FrameworkBench) -> None:
+    seen: dict[str, Any] = {}
+
+    def note(name: str) -> Callable[[], None]:
+        return lambda: seen.update({name: next(seen["model"].parameters()).detach().clone()})
+
+    for restart in (True, False):
+        bench.job_id += "-again"
+        callback = missing_at_24(bench, restart=restart)
+        work = Work({1: note("first"), 2 * len(EPOCH_OF_24) + 1: note("again")})
+        training = bench.training(callback, work=work, epochs=2, scores=(0.1, 0.1, 0.9))
+        seen["model"] = training.model
+        training.train()
+        assert torch.equal(seen["first"], seen["again"]) is restart
+
+
+def test_learning_rates_of_the_rest_begin_anew(bench: FrameworkBench) -> None:
+    rates: list[float] = []
+    seen: dict[str, Any] = {}
+
+    def note() -> None:
+        optimizer = seen["trainer"].optimizers[0] if bench.HAS_LOGGER else seen["trainer"].optimizer
+        rates.append(optimizer.param_groups[0]["lr"])
+
+    callback = missing_at_24(bench, lr_scaling="linear")
+    work = Work(dict.fromkeys(range(1, 2 * len(EPOCH_OF_24) + 2), note))
+    training = bench.training(callback, work=work, epochs=2, scores=(0.1, 0.1, 0.9))
+    seen["trainer"] = training.trainer
+    training.train()
+    # 48 is the script's own size in this job: its rate is twice that of 24.
+    assert rates[-1] == pytest.approx(2 * rates[0])
+
+
+def test_steps_of_the_rest_follow_those_of_the_missed_run(bench: FrameworkBench) -> None:
+    training = bench.training(missing_at_24(bench), epochs=2, scores=(0.1, 0.1, 0.9))
+    training.train()
+    assert training.steps[0] == 2 * len(EPOCH_OF_24) + len(EPOCH_OF_48)
+
+
+def test_restart_without_finish_is_refused(bench: FrameworkBench) -> None:
+    with pytest.raises(ZeusBSOConfigError, match="restart=True says how a run is finished: set on_failure='finish'"):
+        bench.callback(restart=True)
