@@ -59,7 +59,7 @@ def train(options: argparse.Namespace) -> None:
         max_epochs=MAX_EPOCHS,
     )
     callback = ZeusBSOTrainerCallback(
-        job, monitor="accuracy", server_url=options.server_url, lr_scaling="sqrt", on_failure="stop"
+        job, monitor="accuracy", server_url=options.server_url, lr_scaling="sqrt", on_failure="finish"
     )
     with tempfile.TemporaryDirectory() as folder:
         trainer = Trainer(

@@ -194,7 +194,7 @@ def train(options: argparse.Namespace) -> None:
         max_epochs=MAX_EPOCHS,
     )
     callback = ZeusBSOTrainerCallback(
-        job, monitor="accuracy", server_url=options.server_url, lr_scaling="sqrt", on_failure="stop"
+        job, monitor="accuracy", server_url=options.server_url, lr_scaling="sqrt", on_failure="finish"
     )
     model = BertForSequenceClassification(
         BertConfig(

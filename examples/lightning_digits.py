@@ -1,7 +1,7 @@
 """A Lightning training that learns, recurrence by recurrence, which batch size is cheapest.
 
 Usage: ``python examples/lightning_digits.py [--recurrences N] [--accelerator cpu|gpu] [--devices N] [--nodes N]
-[--data digits|mnist] [--target ACCURACY] [--on-failure stop|raise] [--server-url URL] [--job-id ID]``
+[--data digits|mnist] [--target ACCURACY] [--on-failure finish|stop|raise] [--server-url URL] [--job-id ID]``
 """
 
 from __future__ import annotations
@@ -89,9 +89,9 @@ def main() -> None:
     parser.add_argument("--target", type=float, help="accuracy that is wanted (default: 0.93, of MNIST 0.97)")
     parser.add_argument(
         "--on-failure",
-        default="stop",
-        choices=("stop", "raise"),
-        help="raise: end with exit status 75 when the target is missed, for schedulers that launch again by it",
+        default="finish",
+        choices=("finish", "stop", "raise"),
+        help="after a missed target: finish at the best known batch size, stop, or end with exit status 75",
     )
     parser.add_argument("--server-url", default=os.environ.get("ZEUS_SERVER_URL", "http://127.0.0.1:8000"))
     parser.add_argument("--job-id", default="digits-lightning")

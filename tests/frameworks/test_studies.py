@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -47,7 +49,7 @@ def test_miss_outside_of_a_study_raises(bench: FrameworkBench) -> None:
 
 
 def test_pruned_training_counts_against_no_size(bench: FrameworkBench) -> None:
-    def objective(_: optuna.Trial) -> float:
+    def objective(_: Any) -> float:
         bench.training(bench.callback(bench.job(NEVER)), work=Work({2: optuna.TrialPruned("worse")})).train()
         return 0.0
 

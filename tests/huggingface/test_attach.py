@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from transformers import Trainer, TrainerCallback
 
 from tests.support.frameworks import Powered
@@ -130,3 +131,17 @@ def test_one_callback_in_two_trainings_at_a_time_is_refused(bench: Bench) -> Non
         trainer.train()
     # The other trainer's evaluation was none of this trial's.
     assert bench.only_trial().metric is None
+
+
+def test_missed_run_with_own_scheduler_is_not_finished(bench: Bench, capfd: pytest.CaptureFixture[str]) -> None:
+    job = bench.job(0.9)
+    bench.complete_first_trial(job)
+    model = Classifier()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    own = optimizer, torch.optim.lr_scheduler.LinearLR(optimizer)
+    trainer = bench.trainer(
+        bench.callback(job, on_failure="finish"), scores=(0.1,), data={"model": model, "optimizers": own}
+    )
+    trainer.train()
+    assert sizes_of(trainer) == EPOCH_OF_24
+    assert "own learning rate scheduler is made for one training" in capfd.readouterr().err

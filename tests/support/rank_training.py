@@ -31,10 +31,7 @@ MEAN_SCORE = 0.5
 TARGETS = {
     "plain": MEAN_SCORE,
     "guessed": MEAN_SCORE,
-    "never": NEVER,
-    "memory": NEVER,
-    "preempted": NEVER,
-    "finish": NEVER,
+    **dict.fromkeys(("never", "memory", "preempted", "finish"), NEVER),
 }
 OPTIONS: dict[str, dict[str, Any]] = {
     "lightning_bench": {"devices": WORLD_SIZE, "strategy": "ddp"},

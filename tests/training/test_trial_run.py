@@ -31,7 +31,10 @@ STATE: dict[str, Any] = {
 }
 OVER = STATE | {"trial": STATE["trial"] | {"verdict": COST_BOUND}}
 MALFORMED = {"trial": {"job_id": "mnist-1"}}
-ENDED_EARLY = "the training ended before the target was reached; launch the training again to try the next batch size"
+AGAIN = (
+    'launch the training again to try the next batch size, or set on_failure="finish" to end each launch with a model'
+)
+ENDED_EARLY = f"the training ended before the target was reached; {AGAIN}"
 
 
 def ten_joules_a_second() -> ReplayMonitor:
@@ -417,7 +420,7 @@ def test_memory_that_ran_out_on_another_rank_is_told_by_that_rank() -> None:
 @pytest.mark.parametrize(
     ("verdicts", "on_failure", "said"),
     [
-        ([COST_BOUND], "raise", "cost bound crossed; launch the training again to try the next batch size"),
+        ([COST_BOUND], "raise", f"cost bound crossed; {AGAIN}"),
         ([KEEP_TRAINING], "raise", ENDED_EARLY),
         ([], "raise", ENDED_EARLY),
         ([CONVERGED], "raise", "None"),

@@ -322,6 +322,10 @@ class HuggingFacePort:
         trainer = self._trainer
         if trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
             return f"{'DeepSpeed' if trainer.is_deepspeed_enabled else 'FSDP'} sets up its model once"
+        # The Trainer keeps a scheduler of the script's, whose rates would go on from their end.
+        is_own = trainer.lr_scheduler is not None and not trainer._created_lr_scheduler
+        if is_own and type(trainer).create_scheduler is Trainer.create_scheduler:
+            return "the script's own learning rate scheduler is made for one training"
         return None
 
     @property
@@ -329,19 +333,13 @@ class HuggingFacePort:
         return self._trainer.model
 
     def train_again(self, epochs: int, patches: Patches, *, keeps_state: bool) -> None:
-        """Let the next call of `train` train the present model for these epochs, and number its steps on.
-
-        A scheduler of the script's own continues where it is.
-        """
+        """Let the next call of `train` train the present model for these epochs, and number its steps on."""
         trainer, args = self._trainer, self._args
         if args.max_steps <= 0:
             patches.set_attribute(args, "num_train_epochs", epochs)
         patches.set_attribute(trainer, "model_init", None)  # which would make another model
-        optimizer: Any = trainer.optimizer
-        for group in optimizer.param_groups:
-            group["lr"] = group.get("initial_lr", group["lr"])
-        if not keeps_state:
-            optimizer.state.clear()
+        if not keeps_state and trainer.optimizer is not None:
+            trainer.optimizer.state.clear()
         before = trainer.state
 
         def number_on() -> None:

@@ -40,8 +40,8 @@ _PREEMPTIONS = frozenset({"KeyboardInterrupt", "SystemExit", "SIGTERMException"}
 def ending_of(error: BaseException | None, *, early_end: str | None = None) -> Ending:
     """Return the message to the server about a training that ended before the verdict.
 
-    Without an `error`, a rule of the training ended it (`early_end`, in words, if known), which counts as failed; within
-    a study, whose trainings may have fewer epochs, it counts against no batch size.
+    Without an `error`, a rule of the training ended it (`early_end`, in words, if known), which counts as failed.
+    Within a study, whose trainings may have fewer epochs, it counts against no batch size.
     """
     if error is None and study_around() is not None:
         return Ending(outcome=TrialState.WITHDRAWN, detail=early_end)
@@ -112,11 +112,16 @@ def _kinds(error: BaseException) -> set[str]:
     return {kind.__name__ for kind in type(error).__mro__}
 
 
-def train_fail_error(verdict: ReportResponse | None, advice: str | None = None) -> ZeusBSOTrainFailError:
-    """Return the error of a trial that ended without its target; `advice` replaces that to launch again."""
+TRY_AGAIN = "launch the training again to try the next batch size"
+
+
+def train_fail_error(
+    verdict: ReportResponse | None, advice: str | None = None, hint: str = ""
+) -> ZeusBSOTrainFailError:
+    """Return the error of a trial that ended without its target; `advice` replaces `TRY_AGAIN` and the `hint`."""
     stopped = verdict is not None and verdict.stop_train
     reason = verdict.message if verdict is not None and stopped else "the training ended before the target was reached"
-    error = ZeusBSOTrainFailError(f"{reason}; {advice or 'launch the training again to try the next batch size'}")
+    error = ZeusBSOTrainFailError(f"{reason}; {advice or ', '.join(filter(None, (TRY_AGAIN, hint)))}")
     if advice is not None:
         error.exit_status = 1
     return error

@@ -364,7 +364,7 @@ class TrialRun:
             _logger.exception("could not clean up after the training")
 
     def finished_by(self, port: TrainerPort) -> TrialRun | None:
-        """Begin a trial that finishes this run at the best known size, and end this run; None if there is nothing to do.
+        """Begin a trial that finishes this run at the best known size, and end this run; None if nothing is to be done.
 
         All ranks make this call when the trainer has stopped, with a new port. Afterwards the trainer is ready to train
         the job's epochs again, with the same model. If the new trial cannot begin, the launch ends as with the option
@@ -419,7 +419,8 @@ class TrialRun:
                 _logger.warning("this training missed its target; %s continues with its other trainings", study)
                 return
             show_in_one_paragraph()
-            raise train_fail_error(verdict, record.trial.advice)
+            hint = 'or set on_failure="finish" to end each launch with a model'
+            raise train_fail_error(verdict, record.trial.advice, hint)
 
     def _plan_of(self, port: TrainerPort, saved_job: Mapping[str, Any] | None = None) -> JobPlan:
         """Make the job of the user's description, completed from the checkpoint or from the training."""
@@ -556,7 +557,7 @@ class ActiveRun:
 
     @property
     def restarts(self) -> bool:
-        """True if the run is to be finished from its first weights: by the user's wish, or as the present ones are lost."""
+        """True if the run is to be finished from its first weights: by the user's wish, or if the present are NaN."""
         return self._options.restart or not all(bool(each.isfinite().all()) for each in self._port.model.parameters())
 
     def best_known_size(self) -> tuple[int, str]:
