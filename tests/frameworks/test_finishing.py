@@ -124,3 +124,21 @@ def test_steps_of_the_rest_follow_those_of_the_missed_run(bench: FrameworkBench)
 def test_restart_without_finish_is_refused(bench: FrameworkBench) -> None:
     with pytest.raises(ZeusBSOConfigError, match="restart=True says how a run is finished: set on_failure='finish'"):
         bench.callback(restart=True)
+
+
+def test_run_without_server_is_finished_at_the_users_size(mortal_bench: FrameworkBench) -> None:
+    bench, server = mortal_bench, mortal_bench.server
+    callback = missing_at_24(bench)
+    training = bench.training(callback, work=Work({2: server.kill}), epochs=2, scores=(0.1, 0.1, 0.9))
+    training.train()
+    assert training.sizes == EPOCH_OF_24 * 2 + EPOCH_OF_48
+    assert callback.trial.verdict.converged
+    server.start()
+    bench.training(bench.callback(bench.job(0.9, max_epochs=2)), epochs=2, scores=(0.9,)).train()
+    _, missed, finishing, _ = bench.view().trials
+    assert (missed.batch_size, missed.state) == (NEXT_SIZE, TrialState.EXHAUSTED)
+    assert (finishing.batch_size, finishing.state, finishing.origin) == (
+        SERVERS_SIZE,
+        TrialState.COMPLETED,
+        Origin.FINISH,
+    )

@@ -263,17 +263,18 @@ class TrialSession:
             job_id=missed.job_id,
             batch_size=batch_size,
             key=f"finish-{self._key}",
+            continues=missed.trial_number,
             reason=f"finishes the run of {missed.name}, which missed the target at {missed.batch_size}",
         )
         registration = self._registration(job, missed.job_id)
         try:
-            trial_id = recorded(self._client, self._sender(registration, self._trial, missed.trial_number))
+            trial_id = recorded(self._client, self._sender(registration, self._trial))
             self._trial = self._trial.known_as(trial_id)
         except ZeusBSOError as error:
             if is_refusal(error):
                 raise
             _logger.warning("%s. The results of the rest of this run wait in %s", error, self._outbox.directory)
-        self._open_line(registration, trouble=None, continues=missed.trial_number)
+        self._open_line(registration, trouble=None)
 
     def begin_measurement(self, optimizer: str | None = None) -> None:
         """Open the measurement window; call it where the training begins.
@@ -516,31 +517,24 @@ class TrialSession:
         # Its target may have been learned, and replaced since: ask for none.
         return registration.model_copy(update={"target_runs": ()})
 
-    def _sender(self, registration: CreatedJob, trial: TrialInfo, continues: int | None = None) -> OutboxHeader:
+    def _sender(self, registration: CreatedJob, trial: TrialInfo) -> OutboxHeader:
         return OutboxHeader(
-            continues=continues,
             server_url=self._client.server_url,
             registration=registration,
             guessed=tuple(sorted(self.plan.guessed)),
             batch_size=trial.batch_size,
             trial=trial.trial_id,
             key=trial.key,
+            continues=trial.continues,
         )
 
-    def _open_line(
-        self,
-        registration: CreatedJob,
-        *,
-        trouble: ZeusBSOError | None,
-        resumes: bool = False,
-        continues: int | None = None,
-    ) -> None:
+    def _open_line(self, registration: CreatedJob, *, trouble: ZeusBSOError | None, resumes: bool = False) -> None:
         """Start the reporter; the user has been warned of `trouble`."""
         trial = self.trial
         self._reporter = reporter = TrialReporter(
             self._client,
             self._outbox,
-            self._sender(registration, trial, continues),
+            self._sender(registration, trial),
             trial.stop_rule or StopRule(max_epochs=registration.max_epochs),
             takes_heartbeats=trial.has_extended_server,
             resumes=resumes,

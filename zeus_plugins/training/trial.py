@@ -38,6 +38,7 @@ class TrialInfo(WireMessage):
         batch_size: Global batch size of the trial.
         trial_number: Number within the job, from 1; None until the server has recorded a trial that began without it.
         key: Key by which the server records such a trial; None for a trial that the server dispatched.
+        continues: Number of the trial whose run this one finishes, or None.
         registration_id: As in `TrialId`.
         lease_epoch: As in `TrialId`; also None after resuming without the server.
         reason: The server's reason for the batch size, in words; None from a Zeus server.
@@ -59,6 +60,7 @@ class TrialInfo(WireMessage):
     batch_size: BatchSize
     trial_number: PositiveInt | None = None
     key: str | None = None
+    continues: PositiveInt | None = None
     registration_id: RegistrationId | None = None
     lease_epoch: PositiveInt | None = None
     reason: str | None = None
