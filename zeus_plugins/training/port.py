@@ -72,6 +72,15 @@ class TrainerPort(Ranks, Protocol):
     def schedules(self) -> Sequence[tuple[Any, float | None]]:
         """Return each scheduler with its number of steps in the whole training, or None if unknown."""
 
+    def computes_rates(self) -> bool:
+        """Return whether the training has computed its learning rates from the batch size; all ranks make this call."""
+
+    def step_counts(self) -> tuple[float, Sequence[tuple[str, int]]]:
+        """Return the optimizer steps of the whole training, and the settings that count steps, by how they are written.
+
+        Without settings if the script itself limits the steps, so that the batch size does not change their number.
+        """
+
     @property
     def schedule_remedy(self) -> str:
         """Advice, as a sentence, on schedules that follow the batch size in this framework."""
