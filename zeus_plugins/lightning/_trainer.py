@@ -191,8 +191,9 @@ class LightningPort:
     def facts(self, patches: Patches) -> TrainingFacts:
         """Read the facts from trainer, data and module.
 
-        This makes the train loader, and hands it to Lightning the next time that Lightning asks for one. A module with
-        a `setup` of its own cannot make its loader yet: then the size is its integer `batch_size`, if it has one.
+        This makes the train loader, and hands it to Lightning the next time that Lightning asks for one, unless a
+        `batch_size` attribute changes before. A module with a `setup` of its own cannot make its loader yet: then the
+        size is its integer `batch_size`, if it has one.
         """
         trainer, source = self._trainer, self._trainer.fit_loop._data_source
         made_in_setup = isinstance(source.instance, LightningModule) and is_overridden("setup", source.instance)
