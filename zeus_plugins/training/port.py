@@ -55,7 +55,7 @@ class TrainerPort(Ranks, Protocol):
         """Return the model, framework and optimizer of the training, as far as known before it begins."""
 
     def facts(self, patches: Patches) -> TrainingFacts:
-        """Return the facts by which a job is guessed and sizes are checked; `patches` records changes to the trainer."""
+        """Return the facts by which a job is guessed and sizes are checked; `patches` records changes to a trainer."""
 
     def say(self, line: str) -> None:
         """Show a line to the user, once for all ranks, however logging is configured."""
