@@ -26,7 +26,7 @@ from tests.support.frameworks import Work
 from tests.support.hf_bench import Bench, Watch, sizes_of
 from tests.support.hf_models import USERS_SIZE, Classifier, Digits, val_digits
 from tests.support.job_bench import EPOCH_OF_24, EPOCH_OF_48, NEVER, NEXT_SIZE, SERVERS_SIZE
-from tests.support.odd_sizes import Buckets
+from tests.support.odd_sizes import Buckets, first_of
 from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSOTrainFailError
 from zeus_plugins.huggingface import ZeusBSOTrainerCallback
 from zeus_plugins.protocol import EndReason, TrialState
@@ -116,27 +116,88 @@ class BucketsTrainer(Trainer):
         return self.accelerator.prepare(loader)
 
 
-@pytest.mark.parametrize(
-    ("options", "problem"),
-    [
-        ({"kind": BucketsTrainer}, r"\(DataLoader with Buckets\) delivered 16 samples in each batch, in place of 48"),
-        ({"data": {"train_dataset": Digits(length=24)}}, "a single batch of 24 samples in place of 48"),
-    ],
-    ids=["batches made before", "little data"],
-)
-def test_a_training_at_another_size_is_refused(bench: Bench, options: dict[str, Any], problem: str) -> None:
-    trainer = bench.trainer(bench.callback(), **options)
+def test_a_training_at_another_size_is_refused(bench: Bench) -> None:
+    problem = r"by Buckets.__len__, an epoch has 160 samples at batch size 16 and 480 at 48"
     with pytest.raises(ZeusBSOConfigError, match=problem):
-        trainer.train()
+        bench.trainer(bench.callback(), kind=BucketsTrainer).train()
     trial = bench.only_trial()
     assert (trial.state, trial.end_reason, trial.epochs) == (TrialState.WITHDRAWN, EndReason.REFUSED, None)
 
 
 def test_max_steps_within_the_first_epoch_are_refused_before_there_is_a_trial(bench: Bench) -> None:
     trainer = bench.trainer(bench.callback(), max_steps=6)
-    with pytest.raises(ZeusBSOConfigError, match=r"max_steps=6\) ends within .* \[24\], .*max_steps=7"):
+    problem = r"^batch size 24 cannot .* at 24, .*max_steps=6\) ends within the first epoch, which has 7 steps"
+    with pytest.raises(ZeusBSOConfigError, match=problem):
         trainer.train()
     assert not bench.is_registered()
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"data": {"train_dataset": models.Digits(length=36)}}, "a batch is larger than the data of 36 samples"),
+        ({"eval_strategy": "steps", "eval_steps": 5}, r"the whole training has 4 steps, fewer than .*eval_steps=5\)"),
+    ],
+    ids=["little data", "eval_steps"],
+)
+def test_a_described_size_that_is_never_evaluated_is_refused_before_a_trial(
+    bench: Bench, options: dict[str, Any], problem: str
+) -> None:
+    with pytest.raises(ZeusBSOConfigError, match=f"^batch size 48 cannot be trained here: at 48, {problem}"):
+        bench.trainer(bench.callback(), **options).train()
+    assert not bench.is_registered()
+
+
+@pytest.mark.parametrize(
+    ("options", "steps"),
+    [
+        ({"data": {"train_dataset": models.Stream()}, "max_steps": 30}, 30),
+        ({"data": {"train_dataset": models.Stream()}, "max_steps": 30, "eval_strategy": "steps", "eval_steps": 10}, 30),
+        ({"num_train_epochs": 1.5}, 17),
+        ({"num_train_epochs": 1.5, "eval_strategy": "steps", "eval_steps": 5}, 17),
+        ({"num_train_epochs": 1.5, "eval_strategy": "no"}, 17),
+        ({"max_steps": 25}, 25),
+        ({"max_steps": 25, "eval_strategy": "steps", "eval_steps": 10}, 25),
+    ],
+    ids=lambda value: "-".join(map(str, value)) if isinstance(value, dict) else "",
+)
+def test_at_its_own_size_a_training_takes_as_many_steps_as_without_the_callback(
+    bench: Bench, options: dict[str, Any], steps: int
+) -> None:
+    options = {"lr_scheduler_type": "constant", "logging_strategy": "epoch"} | options
+    is_evaluated = options.get("eval_strategy") != "no"
+    target = (2.0, "score") if is_evaluated else (-1.0, "loss")
+    alone, watched = bench.trainer(**options), bench.trainer(bench.guessing(*target, on_failure="stop"), **options)
+    for trainer in (alone, watched):
+        trainer.train()
+    assert (alone.state.global_step, watched.state.global_step) == (steps, steps)
+    assert bench.only_trial().state is TrialState.EXHAUSTED
+
+
+def test_a_length_that_does_not_follow_the_size_is_refused(bench: Bench) -> None:
+    with pytest.raises(ZeusBSOConfigError, match=r"by FixedLength.__len__, an epoch has 176 samples at .* 528 at 48"):
+        bench.trainer(bench.callback(), kind=models.FixedLengthTrainer).train()
+    assert bench.only_trial().end_reason is EndReason.REFUSED
+
+
+def test_items_that_are_batches_are_refused(bench: Bench) -> None:
+    data = {"train_dataset": models.BatchItems(), "data_collator": first_of}
+    with pytest.raises(ZeusBSOConfigError, match="the items of the training data are batches already"):
+        bench.trainer(bench.callback(), data=data).train()
+    assert bench.only_trial().end_reason is EndReason.REFUSED
+
+
+def test_a_checkpoint_that_another_size_never_writes_is_warned_of(
+    bench: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
+    job = bench.job(batch_sizes=(16, 48), default_batch_size=16)
+    for _ in range(2):
+        bench.trainer(bench.callback(job), save_strategy="steps", save_steps=5, warmup_steps=12).train()
+    assert [text for text in caplog.messages if "too few for" in text] == [
+        "at batch size 48 this training has 4 steps, about 12 at your own size: too few for TrainingArguments("
+        "warmup_steps=12) and TrainingArguments(save_steps=5). Count epochs, or fewer steps "
+        "(docs/schedules.md)"
+    ]
 
 
 def test_a_schedule_for_the_default_size_is_warned_of(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:

@@ -45,7 +45,7 @@ def test_accumulated_batches_and_a_limit_on_steps_count(bench: Bench) -> None:
 
 
 def test_a_limit_on_steps_within_the_first_epoch_is_refused_before_a_trial(bench: Bench) -> None:
-    with pytest.raises(ZeusBSOConfigError, match="ends within its first epoch at batch size 16"):
+    with pytest.raises(ZeusBSOConfigError, match=r"^batch size 16 .*max_steps=2\) ends within the first"):
         bench.trainer(bench.guessing(), max_steps=2).train()
     assert not bench.is_registered()
 

@@ -137,13 +137,25 @@ def test_data_that_comes_in_fixed_batches_is_refused_and_ends_the_trial(bench: B
     assert bench.only_trial().state is TrialState.WITHDRAWN
 
 
+class AccumulatesLater(Callback):
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002
+        trainer.accumulate_grad_batches = 4
+
+
 def test_accumulation_that_another_callback_changes_later_is_refused(bench: Bench) -> None:
-    trainer = quiet_trainer(GradientAccumulationScheduler({0: 4}), bench.callback())
+    trainer = quiet_trainer(AccumulatesLater(), bench.callback())
     module = Classifier()
     with pytest.raises(ZeusBSOConfigError, match=r"deliver \[48\] samples per batch instead of 12"):
         trainer.fit(module, train_loader())
     assert module.seen_sizes == []
     assert bench.only_trial().state is TrialState.WITHDRAWN
+
+
+def test_a_schedule_of_accumulation_is_refused_before_a_trial(bench: Bench) -> None:
+    trainer = quiet_trainer(bench.callback(), GradientAccumulationScheduler({0: 1, 4: 2}))
+    with pytest.raises(ZeusBSOConfigError, match=r"^GradientAccumulationScheduler changes the batch size"):
+        trainer.fit(Classifier(), train_loader())
+    assert not bench.is_registered()
 
 
 # In an interpreter of its own, where nobody has set up logging.
@@ -362,7 +374,7 @@ def test_no_report_follows_a_verdict_that_min_epochs_delays(bench: Bench) -> Non
 def test_a_training_cut_short_fails_its_trial(bench: Bench, cut: str) -> None:
     job = bench.job(NEVER, max_epochs=3)
     others = [] if cut == "max_steps" else [EarlyStopping("score", patience=1)]
-    trainer = quiet_trainer(bench.callback(job), *others, max_epochs=3, max_steps=2 if cut == "max_steps" else -1)
+    trainer = quiet_trainer(bench.callback(job), *others, max_epochs=3, max_steps=8 if cut == "max_steps" else -1)
     with pytest.raises(ZeusBSOTrainFailError, match="the training ended before the target was reached"):
         trainer.fit(Classifier(), train_loader())
     assert bench.only_trial().state is TrialState.FAILED

@@ -15,7 +15,14 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder, RichProgressBar, TQDMProgressBar
+from lightning.pytorch.callbacks import (
+    BatchSizeFinder,
+    LearningRateFinder,
+    ModelCheckpoint,
+    RichProgressBar,
+    TQDMProgressBar,
+)
+from lightning.pytorch.core.optimizer import _init_optimizers_and_lr_schedulers
 from lightning.pytorch.strategies import FSDPStrategy
 from lightning.pytorch.trainer.connectors.data_connector import _request_dataloader
 from lightning.pytorch.tuner.tuning import Tuner
@@ -267,3 +274,24 @@ def test_a_source_of_loaders_knows_whose_they_are(fits: Fits) -> None:
 def test_progress_bars_ask_for_their_metrics_by_one_method() -> None:
     for bar in (TQDMProgressBar, RichProgressBar):
         holds("self.get_metrics(" in inspect.getsource(bar), f"{bar.__name__} calls get_metrics")
+
+
+def test_settings_that_count_steps_are_read_where_lightning_keeps_them() -> None:
+    trainer = quiet_trainer(ModelCheckpoint(every_n_train_steps=7), enable_checkpointing=True, max_steps=9)
+    (saver,) = finders(trainer, "ModelCheckpoint")
+    holds(saver._every_n_train_steps == 7, "ModelCheckpoint keeps every_n_train_steps")
+    holds(trainer._accelerator_connector.use_distributed_sampler is True, "the connector keeps use_distributed_sampler")
+
+
+def test_optimizers_are_configured_again_without_a_trace() -> None:
+    module, seen = HyperparameterModule(), []
+
+    class Again(Callback):
+        def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+            before, kept = list(trainer.optimizers), dict(vars(pl_module))
+            seen.append(len(_init_optimizers_and_lr_schedulers(pl_module)[0]))
+            holds(trainer.optimizers == before, "the trainer keeps its optimizers")
+            holds(vars(pl_module).keys() == kept.keys(), "the module gets no new attributes")
+
+    quiet_trainer(Again()).fit(module)
+    holds(seen == [1], "_init_optimizers_and_lr_schedulers returns the optimizers")

@@ -110,6 +110,12 @@ class FakeTrainer:
     def optimizers(self) -> tuple[Sequence[Any], Sequence[Any]]:
         return [self.optimizer], [self.scheduler]
 
+    def computes_rates(self) -> bool:
+        return False
+
+    def step_counts(self) -> tuple[float, Sequence[tuple[str, int]]]:
+        return 6, []
+
     def schedules(self) -> Sequence[tuple[Any, float | None]]:
         return [(self.scheduler, 6)]
 

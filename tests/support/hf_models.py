@@ -24,6 +24,7 @@ from transformers import (
 )
 
 from tests.support.frameworks import TRAIN_IMAGES, Work
+from tests.support.odd_sizes import FixedLength
 
 USERS_SIZE = 16
 VAL_IMAGES = 40
@@ -49,6 +50,17 @@ class Digits(Dataset[Example]):
     def __getitem__(self, index: int) -> Example:
         images, labels = digits()
         return {"pixels": images[self._first + index], "labels": labels[self._first + index]}
+
+
+class BatchItems(Dataset[Example]):
+    """Each item is a batch of twelve images."""
+
+    def __len__(self) -> int:
+        return 96
+
+    def __getitem__(self, index: int) -> Example:
+        images, labels = digits()
+        return {"pixels": images[index : index + 12], "labels": labels[index : index + 12]}
 
 
 class Stream(IterableDataset[Example]):
@@ -157,6 +169,14 @@ class HardCodedTrainer(Trainer):
 
     def get_train_dataloader(self) -> Any:
         return DataLoader(self.train_dataset, batch_size=16)
+
+
+class FixedLengthTrainer(Trainer):
+    """Has a sampler that follows its size, but not in its length."""
+
+    def get_train_dataloader(self) -> Any:
+        data: Any = self.train_dataset
+        return self.accelerator.prepare(DataLoader(data, batch_sampler=FixedLength(), collate_fn=self.data_collator))
 
 
 class PreparedTrainer(Trainer):

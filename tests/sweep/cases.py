@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import tempfile
 from collections.abc import Callable, Iterator
@@ -12,6 +13,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, OneCycleLR
 from torch.utils.data import DataLoader, Subset, WeightedRandomSampler
 from transformers import TrainerCallback
@@ -22,9 +24,12 @@ from tests.support.job_bench import seconds_and_joules
 from tests.support.lightning_models import Classifier, digits, train_loader
 from tests.sweep.counting import StepSizes
 from zeus_plugins import JobSpec
+from zeus_plugins.client import client_from_environment
 from zeus_plugins.errors import ZeusBSOConfigError
 from zeus_plugins.huggingface import ZeusBSOTrainerCallback
 from zeus_plugins.lightning import ZeusBSOCallback
+from zeus_plugins.protocol import ZEUS
+from zeus_plugins.training.session import TrialSession
 
 SIZE = 48
 EPOCHS = 2
@@ -56,15 +61,21 @@ class Outcome:
         steps: The samples of each optimizer step, by epoch.
         reported: Epochs that were reported.
         refusal: The error that refused the training, if one did.
+        wrong: Steps or rates that are not those that the script says.
     """
 
     steps: list[list[int]]
     reported: float | None
     refusal: str | None
+    wrong: str | None = None
 
 
 def weighted() -> Any:
     return DataLoader(digits()[0], batch_size=16, sampler=WeightedRandomSampler([1.0] * 168, 168))
+
+
+def stacked(items: list[Any]) -> Any:
+    return [torch.stack(part) for part in zip(*items, strict=True)]
 
 
 def dropping() -> Any:
@@ -87,6 +98,42 @@ LIGHTNING: dict[str, Callable[[], tuple[Any, dict[str, Any]]]] = {
         {"train_dataloaders": DataLoader(Subset(digits()[0], range(10)), batch_size=16)},
     ),
     "fixed batches": lambda: (Classifier(), {"train_dataloaders": models.list_of_batches()}),
+    "length computed once": lambda: (
+        Classifier(),
+        {"train_dataloaders": DataLoader(digits()[0], batch_sampler=odd_sizes.FixedLength())},
+    ),
+    "sampler made for the size": lambda: (Classifier(), {"datamodule": odd_sizes.FixedLengthData()}),
+    "items that are batches": lambda: (
+        Classifier(),
+        {"train_dataloaders": DataLoader(odd_sizes.BatchItems(), batch_size=1, collate_fn=odd_sizes.first_of)},
+    ),
+    "items collated as a user does": lambda: (
+        Classifier(),
+        {"train_dataloaders": DataLoader(digits()[0], batch_size=16, collate_fn=stacked)},
+    ),
+    "little data and drop_last": lambda: (
+        Classifier(),
+        {"train_dataloaders": DataLoader(Subset(digits()[0], range(40)), batch_size=16, drop_last=True)},
+    ),
+    "validations within epochs": lambda: (Classifier(), {"train_dataloaders": train_loader()}),
+    "stream that restarts": lambda: (Classifier(), {"train_dataloaders": models.stream_loader()}),
+    "accumulation by schedule": lambda: (Classifier(), {"train_dataloaders": train_loader()}),
+    "rate from the size": lambda: (odd_sizes.RateFromSize(), {}),
+    "late parameter groups": lambda: (odd_sizes.TwoLayers(), {"train_dataloaders": train_loader()}),
+}
+OPTIONS: dict[str, Callable[[], dict[str, Any]]] = {
+    "validations within epochs": lambda: {"val_check_interval": 2},
+    "stream that restarts": lambda: {"max_epochs": -1, "max_steps": 8},
+    "accumulation by schedule": lambda: {"callbacks": [GradientAccumulationScheduler({0: 1, 1: 2})]},
+    "late parameter groups": lambda: {"callbacks": [odd_sizes.Unfreezing(0.1)]},
+}
+# Trainings that end with so many steps, because the script says so.
+STEPS = {("lightning", "stream that restarts"): 8, ("transformers", "stream that restarts"): 12}
+STEPS |= {("transformers", "a fraction of epochs"): 6}
+# The rates of the parameter groups, at twice the default size.
+RATES: dict[str, Callable[[Any], float]] = {
+    "rate from the size": lambda module: 0.1 * module.batch_size / 16,
+    "late parameter groups": lambda _: 0.2,
 }
 # Those that Lightning can make anew for several devices.
 ON_TWO = (
@@ -101,7 +148,9 @@ ON_TWO = (
     "little data",
 )
 # With manual optimization Lightning steps no scheduler, and of data without a length it estimates none.
-UNSCHEDULED = {"stream", "size read once", "manual optimization", "accumulated by hand"}
+UNSCHEDULED = {"stream", "size read once", "manual optimization", "accumulated by hand", "stream that restarts"}
+# The others have one of their own, or are refused with any.
+UNSCHEDULED |= {"length computed once", "items that are batches", "accumulation by schedule", *RATES}
 
 TRANSFORMERS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -113,6 +162,16 @@ TRANSFORMERS: dict[str, dict[str, Any]] = {
     "dispatch_batches": {"accelerator_config": {"dispatch_batches": True}},
     "drop_last": {"dataloader_drop_last": True, "per_device_eval_batch_size": 4},
     "little data": {"trainer_options": {"train_dataset": hf_models.Digits(length=10)}},
+    "little data and drop_last": {
+        "trainer_options": {"train_dataset": hf_models.Digits(length=40)},
+        "dataloader_drop_last": True,
+    },
+    "length computed once": {"kind": hf_models.FixedLengthTrainer},
+    "items that are batches": {
+        "trainer_options": {"train_dataset": hf_models.BatchItems(), "data_collator": odd_sizes.first_of}
+    },
+    "stream that restarts": {"trainer_options": {"train_dataset": hf_models.Stream()}, "max_steps": 12},
+    "a fraction of epochs": {"num_train_epochs": 1.5},
 }
 
 ACCUMULATION = ("1", "2", "cap")
@@ -133,6 +192,16 @@ def cases(world_size: int) -> Iterator[Case]:
         yield Case("transformers", source, accumulation, schedule)
 
 
+def complete_first_trial(job: JobSpec, server_url: str) -> None:
+    """Without a training, at the default size: the next trial is at the other one."""
+    with client_from_environment(server_url) as client:
+        session = TrialSession(job, client, seconds_and_joules(1.0, 10.0))
+        session.ask()
+        session.begin_measurement()
+        session.report_evaluation(job.target_metric or 0.0, 1)
+        session.end()
+
+
 def outcome_of(case: Case, folder: Path) -> Outcome:
     """Train it on this rank."""
     options: dict[str, Any] = {
@@ -151,16 +220,26 @@ def outcome_of(case: Case, folder: Path) -> Outcome:
         target_metric=2.0,
         max_epochs=EPOCHS,
     )
+    if case.source in RATES:
+        options["lr_scaling"] = "linear"
+        job = job.model_copy(update={"default_batch_size": SIZE // 2, "policy": ZEUS})
+        complete_first_trial(job, options["server_url"])
     train = _fit if case.framework == "lightning" else _train
     return train(case, job, options)
 
 
 class _Observer(Callback):
-    def __init__(self, sizes: StepSizes) -> None:
+    def __init__(self, sizes: StepSizes, rate: Callable[[Any], float] | None) -> None:
         self._sizes = sizes
+        self._rate = rate
+        self.wrong_rates: list[float] = []
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002
         self._sizes.watch(trainer.optimizers)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        rates = [group["lr"] for group in trainer.optimizers[0].param_groups] if self._rate else []
+        self.wrong_rates += [rate for rate in rates if self._rate and not math.isclose(rate, self._rate(pl_module))]
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002
         self._sizes.begin_epoch()
@@ -173,13 +252,22 @@ def _fit(case: Case, job: JobSpec, options: dict[str, Any]) -> Outcome:
     devices = int(os.environ.get("WORLD_SIZE", "1"))
     own = {"accumulate_grad_batches": 2} if case.accumulation == "2" and module.automatic_optimization else {}
     strategy = {"devices": devices, "strategy": "ddp"} if devices > 1 else {}
-    trainer = models.quiet_trainer(callback, _Observer(sizes), max_epochs=EPOCHS, **own, **strategy)
+    observer = _Observer(sizes, RATES.get(case.source))
+    given = OPTIONS.get(case.source, dict)()
+    callbacks = [callback, *given.pop("callbacks", []), observer]
+    trainer = models.quiet_trainer(*callbacks, **{"max_epochs": EPOCHS, **own, **strategy, **given})
     refusal = None
     try:
         trainer.fit(module, **data)
     except ZeusBSOConfigError as error:
         refusal = str(error)
-    return Outcome(sizes.epochs, callback.trial.epoch if callback.has_trial else None, refusal)
+    wrong = f"rates {observer.wrong_rates}" if observer.wrong_rates else _wrong_steps(case, trainer.global_step)
+    return Outcome(sizes.epochs, callback.trial.epoch if callback.has_trial else None, refusal, wrong)
+
+
+def _wrong_steps(case: Case, steps: int) -> str | None:
+    said = STEPS.get((case.framework, case.source), steps)
+    return None if steps == said else f"{steps} of {said} steps"
 
 
 class _HuggingFaceObserver(TrainerCallback):
@@ -217,4 +305,5 @@ def _train(case: Case, job: JobSpec, options: dict[str, Any]) -> Outcome:
         except ZeusBSOConfigError as error:
             refusal = str(error)
     has_trial = callback._run.trial is not None
-    return Outcome(sizes.epochs, callback.trial.epoch if has_trial else None, refusal)
+    wrong = _wrong_steps(case, trainer.state.global_step)
+    return Outcome(sizes.epochs, callback.trial.epoch if has_trial else None, refusal, wrong)

@@ -15,14 +15,17 @@ def verdict_of(ranks: Sequence[Mapping[str, Any]], size: int = SIZE) -> str:
         return f"refused: {ranks[0]['refusal']}"
     if len(refusals) > 1:
         return f"SILENT: only some of the ranks were refused: {refusals}"
+    wrong = sorted({rank["wrong"] for rank in ranks if rank["wrong"]})
+    if wrong:
+        return f"SILENT: {', '.join(wrong)}"
     epochs = [
         [sum(steps) for steps in zip(*parts, strict=True)]
         for parts in zip(*(rank["steps"] for rank in ranks), strict=True)
     ]
     if not any(epochs):
         return "SILENT: nothing was trained"
-    wrong = [steps for number, steps in enumerate(epochs) if not _is_right(steps, size, is_first=number == 0)]
-    return f"SILENT: steps of {wrong} samples" if wrong else f"as reported, {len(epochs)} epochs"
+    bad = [steps for number, steps in enumerate(epochs) if not _is_right(steps, size, is_first=number == 0)]
+    return f"SILENT: steps of {bad} samples" if bad else f"as reported, {len(epochs)} epochs"
 
 
 def _is_right(steps: Sequence[int], size: int, *, is_first: bool) -> bool:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+import random
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from accelerate import Accelerator
@@ -13,11 +16,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.optim import SGD
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler, SequentialSampler, TensorDataset
+from transformers import DataCollatorForSeq2Seq
 
 from tests.support import lightning_models as models
 from zeus_plugins.errors import ZeusBSOConfigError
 from zeus_plugins.training.batches import (
     BatchSplit,
+    CheckedCollate,
     SampleCount,
     StepCount,
     delivered_batch_size,
@@ -50,6 +55,30 @@ class Stream(IterableDataset[torch.Tensor]):
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         yield from torch.zeros(self._samples, 3)
+
+
+def first_of(items: list[Any]) -> Any:
+    return items[0]
+
+
+def joined(items: list[Any]) -> torch.Tensor:
+    return torch.cat([one for (one,) in items])
+
+
+def in_one_row(items: list[Any]) -> dict[str, Any]:
+    """Sequences without padding, as transformers' DataCollatorWithFlattening returns them."""
+    return {"input_ids": torch.cat([one for (one,) in items])[None], "lengths": [len(one) for (one,) in items]}
+
+
+def noisy(items: list[Any]) -> torch.Tensor:
+    random.random()  # noqa: S311 - no secret
+    numpy.random.random()
+    return torch.stack([one for (one,) in items]) + torch.rand(1)
+
+
+def only_pairs(items: list[Any]) -> torch.Tensor:
+    assert len(items) > 1
+    return torch.stack([items[0][0], items[1][0]])
 
 
 class Batches:
@@ -146,6 +175,47 @@ def test_other_batches_are_an_error_that_names_the_loader(make: Callable[[], Any
 
     with pytest.raises(ZeusBSOConfigError, match=problem):
         train()
+
+
+def collated(collate: Callable[[Any], Any], batch_size: int = 2, workers: int = 0) -> DataLoader[Any]:
+    return DataLoader(data(8), batch_size=batch_size, collate_fn=collate, num_workers=workers)
+
+
+# Python 3.12 and newer warn of forking beside threads; torch has some, and its workers do not touch them.
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+@pytest.mark.parametrize(("batch_size", "workers"), [(1, 0), (2, 0), (2, 1)])
+def test_items_that_are_batches_are_refused_also_at_a_size_of_one(batch_size: int, workers: int) -> None:
+    loader = collated(first_of, batch_size, workers)
+    SampleCount(batch_size, "").watch(loader, Patches())
+    with pytest.raises(ZeusBSOConfigError, match="the items of the training data are batches already"):
+        next(iter(loader))
+
+
+@pytest.mark.parametrize("collate", [joined, in_one_row, noisy, only_pairs, lambda items: items])
+def test_a_collate_function_that_uses_all_items_is_left_as_it_is(collate: Callable[[Any], Any]) -> None:
+    loader, patches = collated(collate), Patches()
+    SampleCount(2, "").watch(loader, patches)
+    assert len(list(loader)) == 4
+    patches.undo()
+    assert loader.collate_fn is collate
+
+
+def test_the_check_of_a_collate_function_changes_no_random_numbers() -> None:
+    def batches(*, checked: bool) -> list[torch.Tensor]:
+        loader = collated(noisy)
+        if checked:
+            SampleCount(2, "").watch(loader, Patches())
+        torch.manual_seed(1)
+        random.seed(1)
+        numpy.random.seed(1)
+        return [*loader, torch.tensor([random.random(), numpy.random.random()])]  # noqa: S311 - no secret
+
+    assert all(map(torch.equal, batches(checked=True), batches(checked=False)))
+
+
+def test_a_checked_collate_function_travels_to_spawned_workers_and_keeps_its_attributes() -> None:
+    checked = copy.deepcopy(CheckedCollate(DataCollatorForSeq2Seq(None, label_pad_token_id=7)))  # as pickle does
+    assert checked.label_pad_token_id == 7
 
 
 def test_four_batches_of_one_size_are_enough_to_tell() -> None:

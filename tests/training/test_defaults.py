@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.fake_trainer import failing
 from zeus_plugins import JobSpec
 from zeus_plugins.errors import ZeusBSOConfigError
 from zeus_plugins.protocol import MAX_ID_LENGTH, GpuConfig
@@ -63,7 +64,6 @@ def test_a_target_and_a_metric_make_a_job() -> None:
         ({"step_size": 64, "samples": 200}, (8, 16, 32, 64, 128)),
         ({"step_size": 64, "samples": None}, (8, 16, 32, 64, 128, 256, 512)),
         ({"step_size": 64, "samples": 64}, (8, 16, 32, 64)),
-        ({"step_size": 64, "least_size": 20}, (32, 64, 128, 256, 512)),
         ({"step_size": 2**30, "samples": None}, (2**27, 2**28, 2**29, 2**30)),
     ],
     ids=lambda value: str(value) if isinstance(value, dict) else "",
@@ -72,6 +72,19 @@ def test_sizes_are_halves_and_doubles_as_far_as_devices_and_data_allow(
     facts: dict[str, Any], sizes: tuple[int, ...]
 ) -> None:
     assert plan(facts=facts).job.batch_sizes == sizes
+
+
+def test_sizes_that_cannot_be_trained_are_left_out() -> None:
+    def check(size: int) -> None:
+        if size in (8, 512):
+            raise ZeusBSOConfigError("no")
+
+    assert planned(JobWish(monitor="val_acc"), FACTS, check).job.batch_sizes == (16, 32, 64, 128, 256)
+
+
+def test_a_size_of_the_script_that_cannot_be_trained_is_refused() -> None:
+    with pytest.raises(ZeusBSOConfigError, match=r"^ends too soon$"):
+        planned(JobWish(monitor="val_acc"), FACTS, failing(ZeusBSOConfigError("ends too soon")))
 
 
 @given(
@@ -104,7 +117,6 @@ def test_every_training_gets_a_job_that_it_can_train(
     [
         ({"samples": 63}, r"this training \(64\) is larger than its data \(63 samples\): lower it"),
         ({"step_size": None}, "cannot be told before it begins: .*or describe the job by job="),
-        ({"least_size": 144}, "within its first epoch at batch size 64, .* at least 144 samples"),
     ],
 )
 def test_a_size_of_the_script_that_is_unknown_or_cannot_work_is_told(facts: dict[str, Any], problem: str) -> None:
@@ -242,17 +254,15 @@ OF_3_EPOCHS = JobSpec(job_id_prefix="mnist", batch_sizes=(32, 64), default_batch
     ("limit", "trained", "problem"),
     [
         (3, 0, None),
-        (5.5, 2, None),
+        (5, 2, None),
         (2, 0, "Trainer(n=2) ends before the job's max_epochs (3), so the server would never learn that a batch size "
          "cannot reach the target: set JobSpec(max_epochs=2) or Trainer(n=3)"),
-        (2.5, 0, "Trainer(n=2.5) ends before the job's max_epochs (3), so the server would never learn that a batch "
-         "size cannot reach the target: set JobSpec(max_epochs=2) or Trainer(n=3)"),
         (4, 2, "Trainer(n=4) ends before the job's max_epochs (3) after the 2 epochs that this trainer has trained "
          "already, so the server would never learn that a batch size cannot reach the target: make a new Trainer for "
          "each training"),
     ],
 )  # fmt: skip
-def test_a_trainer_that_ends_before_the_job_is_refused(limit: float, trained: int, problem: str | None) -> None:
+def test_a_trainer_that_ends_before_the_job_is_refused(limit: int, trained: int, problem: str | None) -> None:
     check_epochs(None, limit, "Trainer(n={})", trained=trained)
     with nullcontext() if problem is None else pytest.raises(ZeusBSOConfigError, match=f"^{re.escape(problem)}$"):
         check_epochs(OF_3_EPOCHS, limit, "Trainer(n={})", trained=trained)

@@ -12,10 +12,23 @@ from lightning.pytorch.callbacks import EarlyStopping, Timer
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch.utils.data import DataLoader, Subset
 
-from tests.support.job_bench import EPOCH_OF_48, NEVER, JobBench
+from tests.support.job_bench import EPOCH_OF_24, EPOCH_OF_48, NEVER, JobBench
 from tests.support.lightning_bench import QUIET, Bench, make_bench  # noqa: F401 - a fixture
-from tests.support.lightning_models import Classifier, digits, quiet_trainer, train_loader
-from tests.support.odd_sizes import Buckets, ByHand, EveryOther, MixedData, Ragged, ReadOnce, small_loader
+from tests.support.lightning_models import Classifier, ManualModule, digits, quiet_trainer, train_loader
+from tests.support.odd_sizes import (
+    Announced,
+    BatchItems,
+    Buckets,
+    ByHand,
+    EveryOther,
+    FixedLength,
+    FixedLengthData,
+    MixedData,
+    Ragged,
+    ReadOnce,
+    first_of,
+    small_loader,
+)
 from zeus_plugins.errors import ZeusBSOConfigError
 from zeus_plugins.protocol import EndReason, TrialState
 
@@ -26,18 +39,23 @@ LIGHTNING: dict[str, tuple[Callable[[], Any], Callable[[], Any], str]] = {
     "batches made before": (
         Classifier,
         lambda: DataLoader(digits()[0], batch_sampler=Buckets()),
-        r"\(DataLoader with Buckets\) delivered 16 samples in each batch, in place of 48",
+        r"by Buckets.__len__, an epoch has 160 samples at batch size 16 and 480 at 48",
     ),
     "size read once": (Classifier, ReadOnce, r"\(ReadOnce\) delivered 16 samples in each batch, in place of 48"),
-    "little data": (
+    "length computed once": (
         Classifier,
-        lambda: DataLoader(Subset(digits()[0], range(24)), batch_size=16),
-        "a single batch of 24 samples in place of 48: the data set is smaller",
+        lambda: DataLoader(digits()[0], batch_sampler=FixedLength()),
+        "by FixedLength.__len__, an epoch has 176 samples at batch size 16 and 528 at 48",
     ),
-    "all dropped": (
+    "items that are batches": (
         Classifier,
-        lambda: DataLoader(Subset(digits()[0], range(24)), batch_size=16, drop_last=True),
-        "has no batch of 48 samples: the data set",
+        lambda: DataLoader(BatchItems(), batch_size=1, collate_fn=first_of),
+        "the items of the training data are batches already",
+    ),
+    "a length that is too large": (
+        Classifier,
+        lambda: DataLoader(Announced(), batch_size=16),
+        "epoch 1 ended after 4 of the 7 batches that the train loader's length announces, so that Lightning left its",
     ),
     "other on average": (
         Classifier,
@@ -55,6 +73,7 @@ def is_withdrawn(bench: JobBench) -> bool:
     return (trial.state, trial.end_reason, trial.epochs) == (TrialState.WITHDRAWN, EndReason.REFUSED, None)
 
 
+@pytest.mark.filterwarnings("ignore:Your `IterableDataset` has `__len__` defined:UserWarning")
 @pytest.mark.parametrize(("module", "data", "problem"), LIGHTNING.values(), ids=LIGHTNING.keys())
 def test_a_lightning_training_at_another_size_is_refused(
     bench: Bench, module: Callable[[], Any], data: Callable[[], Any], problem: str
@@ -62,6 +81,105 @@ def test_a_lightning_training_at_another_size_is_refused(
     with pytest.raises(ZeusBSOConfigError, match=problem):
         quiet_trainer(bench.callback()).fit(module(), data())
     assert is_withdrawn(bench)
+
+
+def test_a_length_that_cannot_follow_is_found_at_the_scripts_own_size(bench: Bench) -> None:
+    own = bench.job(batch_sizes=(16, 32), default_batch_size=16)
+    with pytest.raises(ZeusBSOConfigError, match="176 samples at batch size 16 and 352 at 32"):
+        quiet_trainer(bench.callback(own)).fit(Classifier(), DataLoader(digits()[0], batch_sampler=FixedLength()))
+    assert is_withdrawn(bench)
+
+
+@pytest.mark.parametrize("is_guessed", [True, False])
+def test_a_sampler_that_is_made_for_the_present_size_is_right(bench: Bench, is_guessed: bool) -> None:
+    module = Classifier()
+    job = bench.job()
+    if is_guessed:
+        bench.complete_first_trial(job)
+    callback = bench.guessing() if is_guessed else bench.callback(job)
+    quiet_trainer(callback).fit(module, datamodule=FixedLengthData())
+    assert module.seen_sizes == (EPOCH_OF_24 if is_guessed else EPOCH_OF_48)
+
+
+# Sizes that cannot run
+
+IMPOSSIBLE: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
+    "little data": (
+        lambda: DataLoader(Subset(digits()[0], range(36)), batch_size=16),
+        {},
+        "^batch size 48 cannot be trained here: at 48, a batch is larger than an epoch, which has 36 samples",
+    ),
+    "drop_last": (
+        lambda: DataLoader(Subset(digits()[0], range(36)), batch_size=16, drop_last=True),
+        {},
+        "^batch size 48 cannot be trained here: at 48, a batch is larger than an epoch, which has 36 samples",
+    ),
+    "val_check_interval": (
+        train_loader,
+        {"val_check_interval": 5},
+        r"^batch size 48 .* at 48, an epoch has 4 batches, fewer than Trainer\(val_check_interval=5\)",
+    ),
+    "val_check_interval across epochs": (
+        train_loader,
+        {"val_check_interval": 13, "check_val_every_n_epoch": None, "max_epochs": 3},
+        "^batch size 48 .* at 48, the whole training has 12 batches, fewer than",
+    ),
+    "max_steps": (
+        train_loader,
+        {"max_steps": 3},
+        r"^batch sizes 24, 48 .* at 24, Trainer\(max_steps=3\) ends before the first report, which is after 7 steps",
+    ),
+}
+
+
+@pytest.mark.parametrize(("data", "options", "problem"), IMPOSSIBLE.values(), ids=IMPOSSIBLE.keys())
+def test_a_described_size_that_cannot_run_is_refused_before_a_trial(
+    bench: Bench, data: Callable[[], Any], options: dict[str, Any], problem: str
+) -> None:
+    with pytest.raises(ZeusBSOConfigError, match=problem):
+        quiet_trainer(bench.callback(), **options).fit(Classifier(), data())
+    assert not bench.is_registered()
+
+
+@pytest.mark.parametrize(
+    ("options", "sizes"),
+    [
+        ({"val_check_interval": 5}, (2, 4, 8, 16, 32)),  # 168 images make five batches of 42
+        ({"val_check_interval": 0.5}, (2, 4, 8, 16, 32, 64, 128)),
+        ({"max_steps": 11}, (16, 32, 64, 128)),
+        ({"max_steps": 11, "val_check_interval": 0.5}, (8, 16, 32, 64, 128)),
+        ({"max_steps": 11, "val_check_interval": 2}, (2, 4, 8, 16, 32, 64, 128)),
+        ({"limit_train_batches": 9, "max_steps": 9}, (2, 4, 8, 16, 32, 64, 128)),
+    ],
+)
+def test_sizes_that_cannot_run_are_not_guessed(
+    bench: Bench, options: dict[str, Any], sizes: tuple[int, ...], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    quiet_trainer(bench.guessing(), **options).fit(Classifier(), train_loader())
+    assert bench.view().job.batch_sizes == sizes
+    assert bench.only_trial().state is TrialState.COMPLETED
+    assert f"batch sizes {', '.join(map(str, sizes))}" in caplog.text
+
+
+def test_sizes_beyond_a_device_are_not_guessed_if_nothing_accumulates(bench: Bench) -> None:
+    quiet_trainer(bench.guessing(max_per_device_batch_size=40)).fit(ManualModule(), train_loader())
+    assert bench.view().job.batch_sizes == (2, 4, 8, 16, 32)
+
+
+def test_data_that_a_later_hook_makes_keep_no_described_job_from_training(bench: Bench) -> None:
+    class Late(Classifier):
+        data: Any = None
+
+        def configure_model(self) -> None:
+            self.data = digits()[0]
+
+        def train_dataloader(self) -> Any:
+            return DataLoader(Subset(self.data, range(len(self.data))), batch_size=16)
+
+    module = Late()
+    quiet_trainer(bench.callback()).fit(module)
+    assert module.seen_sizes == EPOCH_OF_48
 
 
 def test_a_callback_that_was_rehearsed_counts_steps_as_a_new_one_does(bench: Bench) -> None:
@@ -120,7 +238,7 @@ EARLY: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
         lambda: {"callbacks": [EarlyStopping("score", patience=1)]},
         r"\(EarlyStopping\(monitor='score'\) in epoch 2\)",
     ),
-    "max_steps": (lambda: {"max_steps": 6}, r"\(Trainer\(max_steps=6\)\)"),
+    "max_steps": (lambda: {"max_steps": 8}, r"\(Trainer\(max_steps=8\)\)"),
     "max_time": (lambda: {"callbacks": [Timer({"seconds": 0})]}, r"\(Trainer\(max_time=…\)\)"),
 }
 

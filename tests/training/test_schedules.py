@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.optim import SGD, Optimizer
 from torch.optim import lr_scheduler as torch_schedulers
 from transformers import get_cosine_schedule_with_warmup, get_linear_schedule_with_warmup
 
-from tests.support.job_bench import NEXT_SIZE, SERVERS_SIZE
+from tests.support.job_bench import NEVER, NEXT_SIZE, SERVERS_SIZE
 from tests.support.lightning_bench import QUIET, Bench, make_bench  # noqa: F401 - a fixture
 from tests.support.lightning_models import Classifier, quiet_trainer, train_loader
+from tests.support.odd_sizes import RateFromSize, TwoLayers, Unfreezing
 from zeus_plugins.training.lr_scaling import ScheduleWatch, last_useful_step, scale_learning_rate
 
 pytestmark = QUIET
@@ -134,6 +138,66 @@ def test_a_lightning_training_is_warned_of_its_schedule(
     assert callback.lr_factor == NEXT_SIZE / SERVERS_SIZE
     found = warnings_of_schedules(caplog)
     assert [message.startswith(warning or "?") for message in found] == ([] if warning is None else [True])
+
+
+def run_at_another_size(bench: Bench, make: Callable[[], Any], *others: Callable[[], Any], **options: Any) -> Any:
+    """Train at twice the script's size, with the rates scaled linearly; return module and callback."""
+    job = bench.job(NEVER, max_epochs=2, batch_sizes=(16, 32), default_batch_size=16)
+    for size in (16, 32):  # the first is the script's own
+        module, callback = make(), bench.callback(job, lr_scaling="linear", on_failure="stop")
+        data = [] if isinstance(module, RateFromSize) else [train_loader()]
+        quiet_trainer(callback, *(each() for each in others), max_epochs=2, **options).fit(module, *data)
+        assert callback.trial.batch_size == size
+    return module, callback
+
+
+def test_a_module_that_computes_its_rate_from_the_batch_size_is_not_scaled_again(
+    bench: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
+    module, callback = run_at_another_size(bench, RateFromSize)
+    assert set(module.seen_rates) == {0.2}
+    assert callback.lr_factor == 1.0
+    assert module.batch_size == 16
+    assert caplog.text.count("lr_scaling is left out: the module computes its learning rate") == 1
+
+
+@pytest.mark.parametrize(("rate", "scaled"), [(0.05, 0.1), (None, 0.02)], ids=["its own", "a tenth of the first"])
+def test_parameter_groups_that_finetuning_adds_are_scaled(
+    bench: Bench, rate: float | None, scaled: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    module, _ = run_at_another_size(bench, TwoLayers, lambda: Unfreezing(rate))
+    assert module.all_rates == [[0.2], pytest.approx([0.2, scaled])]
+    assert warnings_of_schedules(caplog) == []
+
+
+class AddedByHand(TwoLayers):
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            self.trainer.optimizers[0].add_param_group({"params": [torch.zeros(1, requires_grad=True)], "lr": 0.05})
+
+
+def test_a_parameter_group_that_a_script_adds_is_warned_of(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
+    module, _ = run_at_another_size(bench, AddedByHand)
+    assert module.all_rates[-1] == [0.2, 0.05]
+    (warning,) = warnings_of_schedules(caplog)
+    assert warning.startswith("a parameter group with the learning rate 0.05 was added after lr_scaling")
+
+
+@pytest.mark.parametrize(("every", "warns"), [(13, True), (12, False), (30, False)])
+def test_a_checkpoint_that_another_size_never_writes_is_warned_of(
+    bench: Bench, every: int, warns: bool, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    run_at_another_size(
+        bench,
+        Classifier,
+        lambda: ModelCheckpoint(tmp_path / uuid.uuid4().hex, every_n_train_steps=every),
+        enable_checkpointing=True,
+    )
+    said = [text for text in caplog.messages if "too few for" in text]
+    assert said == warns * [
+        f"at batch size 32 this training has 12 steps, about 24 at your own size: too few for "
+        f"ModelCheckpoint(every_n_train_steps={every}). Count epochs, or fewer steps (docs/schedules.md)"
+    ]
 
 
 def test_a_schedule_for_the_default_size_is_warned_of_before_it_ends_the_training(

@@ -331,7 +331,7 @@ def test_after_whole_epochs_only_whole_ones_are_reported(trained: list[float], r
         ([2.75], 3.0, [2.75, 3.0]),
         ([2.0], 2.0, [2.0]),  # cut short: the trial may be tried again
         ([3.0], 3.0, [3.0]),
-        ([], 3.0, []),  # there is no metric
+        ([], 2.0, []),  # cut short, before there was a metric
     ],
 )
 def test_the_last_epoch_is_reported_though_it_is_not_evaluated(
@@ -343,6 +343,12 @@ def test_the_last_epoch_is_reported_though_it_is_not_evaluated(
         active(run).report_evaluation(lambda: 0.5, epochs)
     active(run).report_last_epoch(ended)
     assert [(metric, epoch) for metric, epoch, _, _ in reports(server)] == [(0.5, epoch) for epoch in sent]
+
+
+def test_a_training_without_an_evaluation_ends_with_an_error() -> None:
+    run = begun(ContractDouble())
+    with pytest.raises(ZeusBSOConfigError, match=r"ended after 3 epochs at batch size .* without an evaluation"):
+        active(run).report_last_epoch(3.0)
 
 
 # Several machines

@@ -30,7 +30,7 @@ from transformers import (
     TrainingArguments,
 )
 from transformers.trainer import TRAINER_STATE_NAME
-from transformers.trainer_utils import get_last_checkpoint
+from transformers.trainer_utils import get_last_checkpoint, has_length
 
 from zeus_plugins.energy.visible import cuda_devices
 from zeus_plugins.environment import LOCAL_WORLD_SIZE
@@ -164,6 +164,7 @@ class HuggingFacePort:
         self._devices_here = max(1, args.n_gpu)
         self.devices = self._processes * self._devices_here
         self._count: SampleCount | None = None
+        self._first_step = 0  # of a training that finishes a run
 
     @property
     def gpu_indices(self) -> Sequence[int]:
@@ -242,9 +243,9 @@ class HuggingFacePort:
         step_size = args.per_device_train_batch_size // shares * unit
         samples = samples_of(data)
         epochs = args.num_train_epochs
-        if args.max_steps > 0:  # the Trainer counts all steps over a stream as one epoch
-            epochs = args.max_steps * step_size / samples if samples else 1
-        ends_by_steps = args.max_steps > 0 and args.eval_strategy != "steps" and samples is not None
+        if args.max_steps > 0:  # all steps over a stream count as one epoch
+            steps = self._steps(BatchSplit(args.per_device_train_batch_size // shares, self.accumulation))
+            epochs = args.max_steps / steps if steps else 1
         return TrainingFacts(
             script=script_name(sys.argv[0]),
             model=type(self._trainer.model).__name__,
@@ -252,9 +253,35 @@ class HuggingFacePort:
             step_size=step_size,
             devices=self.devices,
             unit=math.lcm(unit, generation_unit(self._trainer)),
-            max_epochs=max(1, int(epochs)),
-            least_size=-(-(samples or 0) // args.max_steps) if ends_by_steps else 1,
+            max_epochs=max(1, math.ceil(epochs)),
+            obstacle=self._obstacle,
         )
+
+    def _steps(self, split: BatchSplit) -> int | None:
+        """Return the optimizer steps of an epoch at this split; None for a stream."""
+        samples, per_batch = samples_of(self._trainer.train_dataset), split.per_device * self.devices
+        if samples is None:
+            return None
+        batches: int = samples // per_batch if self._args.dataloader_drop_last else math.ceil(samples / per_batch)
+        return math.ceil(batches / split.accumulation)
+
+    def _obstacle(self, split: BatchSplit) -> str | None:
+        """Return why the trainer would not evaluate a training at this split, or None."""
+        args, steps, limit = self._args, self._steps(split), self._args.max_steps
+        if generation_unit(self._trainer) > 1 or has_own_loader(self._trainer):
+            return None  # these need not count the rows of the data set
+        samples = samples_of(self._trainer.train_dataset)
+        if samples is not None and samples < split.per_device * split.accumulation * self.devices:
+            return f"a batch is larger than the data of {samples} samples"
+        if args.eval_strategy == "steps":
+            total = limit if limit > 0 else steps and math.ceil(steps * args.num_train_epochs)
+            if total and args.eval_steps is not None and args.eval_steps > total:
+                return (
+                    f"the whole training has {total} steps, fewer than TrainingArguments(eval_steps={args.eval_steps})"
+                )
+        elif steps and 0 < limit < steps:
+            return f"TrainingArguments(max_steps={limit}) ends within the first epoch, which has {steps} steps"
+        return None
 
     def say(self, line: str) -> None:
         """Print the line, because the logger of transformers shows only warnings and errors."""
@@ -305,14 +332,37 @@ class HuggingFacePort:
     def optimizers(self) -> tuple[Sequence[Any], Sequence[Any]]:
         return [self._trainer.optimizer], [self._trainer.lr_scheduler]
 
+    def computes_rates(self) -> bool:
+        return False  # the arguments hold the rate as a number
+
+    def step_counts(self) -> tuple[float, list[tuple[str, int]]]:
+        args = self._args
+        names = ["warmup_steps"]
+        names += ["save_steps"] if args.save_strategy == "steps" else []
+        names += ["logging_steps"] if args.logging_strategy == "steps" else []
+        counts = [(f"TrainingArguments({name}={getattr(args, name)})", getattr(args, name)) for name in names]
+        return self._trainer.state.max_steps - self._first_step, counts if args.max_steps <= 0 else []
+
     def schedules(self) -> list[tuple[Any, float | None]]:
-        return [(self._trainer.lr_scheduler, self._trainer.state.max_steps)]
+        return [(self._trainer.lr_scheduler, self._trainer.state.max_steps - self._first_step)]
 
     def log(self, metrics: dict[str, float]) -> None:
         """Pass the metrics to all callbacks that log."""
         should_log = self.control.should_log
         self._trainer.callback_handler.on_log(self._args, self._trainer.state, self.control, metrics)
         self.control.should_log = should_log  # `on_log` cancels a request to log that the trainer has not followed yet
+
+    def epochs_trained(self, max_epochs: int, *, has_fractions: bool) -> float:
+        """Return the epochs trained so far; over a stream, the share of `max_epochs` that the steps are of all steps.
+
+        Over a stream that ends, the Trainer begins again, and counts more epochs than it trains. Without
+        `has_fractions`, and at the end of the training, an epoch that a limit cuts short counts as one.
+        """
+        state = self._trainer.state
+        if not has_length(self._trainer.callback_handler.train_dataloader):
+            return max_epochs * (state.global_step - self._first_step) / (state.max_steps - self._first_step)
+        is_cut = not has_fractions or state.global_step >= state.max_steps
+        return float(math.ceil(state.epoch) if is_cut else state.epoch)
 
     def stop(self) -> None:
         self.control.should_training_stop = True
@@ -345,6 +395,7 @@ class HuggingFacePort:
         def number_on() -> None:
             # Numbers of checkpoints and logs then rise: the Trainer takes the highest one for the latest.
             state, steps = trainer.state, before.global_step
+            self._first_step = steps
             state.global_step, state.max_steps = steps, state.max_steps + steps
             state.log_history[:0] = before.log_history
             trainer._globalstep_last_logged = steps
@@ -388,6 +439,12 @@ def samples_of(data: Any) -> int | None:
         parts = [samples_of(part) for part in data.values()]
         return None if None in parts else sum(cast("list[int]", parts))
     return len(data) if isinstance(data, Sized) else None
+
+
+def has_own_loader(trainer: Trainer) -> bool:
+    """Return True if the trainer's class makes its train loader itself, perhaps not from `train_dataset`."""
+    names = ("get_train_dataloader", "_get_train_sampler")
+    return any(getattr(type(trainer), name) is not getattr(Trainer, name) for name in names)
 
 
 def early_end(trainer: Trainer) -> str | None:

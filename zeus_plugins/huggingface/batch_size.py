@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
 
@@ -20,13 +20,12 @@ from zeus_plugins.huggingface._trainer import (
     early_end,
     from_start,
     not_attached,
-    samples_of,
     saved_in_checkpoint,
     scale_deepspeed_rates,
     warn_of_in_batch_negatives,
 )
 from zeus_plugins.signals import raise_at_sigterm
-from zeus_plugins.training.defaults import check_epochs, check_steps
+from zeus_plugins.training.defaults import check_epochs
 from zeus_plugins.training.metrics import (
     EVALUATION_PREFIX,
     TRAINING_METRICS,
@@ -110,7 +109,7 @@ class ZeusBSOTrainerCallback(BatchSizeArguments, TrainWrapper):
         self._watch(run, found)
         # Other data sets of this evaluation may have watched metrics.
         waits = bool(run.watched_names)
-        self._report(run, state, lambda: source.value(found, step=state.global_step, data_sets=data_sets, waits=waits))
+        self._report(run, lambda: source.value(found, step=state.global_step, data_sets=data_sets, waits=waits))
 
     def on_log(
         self,
@@ -130,7 +129,7 @@ class ZeusBSOTrainerCallback(BatchSizeArguments, TrainWrapper):
         if isinstance(source, EvaluationMetric):
             source.note(logs)
         elif source is not None and source.note(logs, step=state.global_step):
-            self._report(run, state, source.value)
+            self._report(run, source.value)
 
     def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Report the epoch of a training without evaluations."""
@@ -140,11 +139,11 @@ class ZeusBSOTrainerCallback(BatchSizeArguments, TrainWrapper):
         if source.awaits_log(step=state.global_step):
             control.should_log = True
         else:
-            self._report(run, state, source.value)
+            self._report(run, source.value)
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         if (run := self._run_of(state, control)) is not None:
-            run.report_last_epoch(float(state.epoch))
+            run.report_last_epoch(self._epochs(run))
 
     def _train(self, trainer: Trainer, train: functools.partial[Any]) -> Any:
         checkpoint = checkpoint_of(*train.args, **train.keywords)
@@ -198,9 +197,7 @@ class ZeusBSOTrainerCallback(BatchSizeArguments, TrainWrapper):
             check_deepspeed(trainer, scales_rates=self._options.lr_scaling != "none")
         check_generations(trainer, self._wish.job.batch_sizes if self._wish.job is not None else ())
         if args.max_steps <= 0:
-            check_epochs(self._wish.job, args.num_train_epochs, "TrainingArguments(num_train_epochs={})")
-        elif args.eval_strategy != "steps" and (samples := samples_of(trainer.train_dataset)) is not None:
-            check_steps(self._wish.job, args.max_steps, samples, "TrainingArguments(max_steps={})")
+            check_epochs(self._wish.job, math.ceil(args.num_train_epochs), "TrainingArguments(num_train_epochs={})")
         logs_only_its_own = type(trainer).__module__.startswith("transformers.")
         if args.eval_strategy == "no" and (
             self._metric_name.startswith(EVALUATION_PREFIX)
@@ -222,10 +219,12 @@ class ZeusBSOTrainerCallback(BatchSizeArguments, TrainWrapper):
         self._port.control = control
         return self._run.active
 
-    def _report(self, run: ActiveRun, state: TrainerState, metric: Callable[[], float | None]) -> None:
-        # An epoch that `max_steps` cuts short counts as one.
-        epochs = float(state.epoch) if self._has_fractions else float(math.ceil(state.epoch))
-        run.report_evaluation(metric, epochs)
+    def _report(self, run: ActiveRun, metric: Callable[[], float | None]) -> None:
+        run.report_evaluation(metric, self._epochs(run))
+
+    def _epochs(self, run: ActiveRun) -> float:
+        port = cast("HuggingFacePort", self._port)
+        return port.epochs_trained(run.record.job.max_epochs, has_fractions=self._has_fractions)
 
     def _watch(self, run: ActiveRun, metrics: dict[str, float]) -> None:
         found = {name: value_in(metrics, name) for name in run.watched_names}

@@ -10,25 +10,36 @@ import logging
 import math
 import sys
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, cast
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 from torch import distributed as dist
+from torch.utils.data import BatchSampler, DistributedSampler
 
 from zeus_plugins.energy.visible import cuda_devices
 from zeus_plugins.errors import ZeusBSOConfigError
 from zeus_plugins.placement import this_machine
 from zeus_plugins.protocol import Fingerprint
-from zeus_plugins.training.batches import BatchSplit, SampleCount, delivered_batch_size, resize_loader, scaled_together
+from zeus_plugins.training.batches import (
+    BatchSplit,
+    SampleCount,
+    check_resizable,
+    delivered_batch_size,
+    resize_loader,
+    scaled_together,
+)
 from zeus_plugins.training.defaults import TrainingFacts, script_name
+from zeus_plugins.training.lr_scaling import GROUP_RATES
 from zeus_plugins.training.patches import Patches
 
 try:
     from lightning.fabric.utilities.data import sized_len
     from lightning.pytorch import Callback, LightningModule, Trainer
+    from lightning.pytorch.core.optimizer import _init_optimizers_and_lr_schedulers
     from lightning.pytorch.trainer.states import RunningStage
     from lightning.pytorch.utilities.combined_loader import CombinedLoader
     from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -36,6 +47,7 @@ except ModuleNotFoundError:
     # Lightning's other package has the same classes, which are distinct types to a type checker.
     from lightning_fabric.utilities.data import sized_len
     from pytorch_lightning import Callback, LightningModule, Trainer  # type: ignore[assignment]
+    from pytorch_lightning.core.optimizer import _init_optimizers_and_lr_schedulers  # type: ignore[assignment]
     from pytorch_lightning.trainer.states import RunningStage  # type: ignore[assignment]
     from pytorch_lightning.utilities.combined_loader import CombinedLoader  # type: ignore[assignment]
     from pytorch_lightning.utilities.model_helpers import is_overridden
@@ -90,6 +102,9 @@ class LightningPort:
         self._targets: list[int] = []
         self._counts: list[SampleCount] = []
         self._counted = Patches()
+        # Train loaders made for the facts, until Lightning asks for them.
+        self._made: list[Any] = []
+        self._has_size_attributes = False
         self.no_accumulation = "with manual optimization Lightning accumulates no gradients" if by_hand else None
         # Length of the schedules of a training that finishes a run, in epochs and steps.
         self._again: tuple[int, float] | None = None
@@ -122,9 +137,11 @@ class LightningPort:
         patches.set_attribute(trainer, "accumulate_grad_batches", split.accumulation)
         attributes = Patches()
         patches.include(attributes)
+        if _batch_size_attribute(*self._holders) not in (None, split.per_device):
+            self._made.clear()  # loaders may be made for the attributes' size
 
         def set_attributes() -> None:
-            for holder in (getattr(trainer, "datamodule", None), self._module):
+            for holder in self._holders:
                 _set_batch_size_attributes(holder, split.per_device, attributes)
 
         set_attributes()
@@ -132,7 +149,7 @@ class LightningPort:
         # to reload them every n epochs.
         source = trainer.fit_loop._data_source
         original = source.dataloader
-        has_attributes = attributes.has_changes
+        self._has_size_attributes = has_attributes = attributes.has_changes
 
         def sizes_of(loaders: Any) -> list[int | None]:
             return [delivered_batch_size(loader) for loader in _combined(loaders).flattened]
@@ -159,6 +176,8 @@ class LightningPort:
             for loader, size in zip(_combined(loaders).flattened, self._targets, strict=True):
                 # A loader without a size may have read an attribute; counting its batches verifies that.
                 if delivered_batch_size(loader) is not None or not has_attributes:
+                    if delivered_batch_size(loader) == size and not has_attributes:
+                        check_resizable(loader)  # at the script's own size, before another launch finds out
                     resize_loader(loader, size, patches)
                 for batcher in (getattr(loader, "batch_sampler", None), loader):
                     _resize_saved_arguments(batcher, size, patches)
@@ -174,16 +193,18 @@ class LightningPort:
     def facts(self, patches: Patches) -> TrainingFacts:
         """Read the facts from trainer, data and module.
 
-        This makes the train loader, and hands it to Lightning the next time that Lightning asks for one. A module with
-        a `setup` of its own cannot make its loader yet: then the size is its integer `batch_size`, if it has one.
+        This makes the train loader, and hands it to Lightning the next time that Lightning asks for one, unless a
+        `batch_size` attribute changes before. A module with a `setup` of its own cannot make its loader yet: then the
+        size is its integer `batch_size`, if it has one.
         """
         trainer, source = self._trainer, self._trainer.fit_loop._data_source
         made_in_setup = isinstance(source.instance, LightningModule) and is_overridden("setup", source.instance)
+        largest = None
         if made_in_setup:
-            size, samples = _batch_size_attribute(getattr(trainer, "datamodule", None), self._module), None
+            size, samples = _batch_size_attribute(*self._holders), None
         else:
-            original = source.dataloader
-            made = [loaders := original()]
+            original, made = source.dataloader, self._made
+            made.append(loaders := original())
             patches.set_attribute(source, "dataloader", lambda: made.pop() if made else original())
             sized = [(delivered_batch_size(loader) or 0, loader) for loader in _combined(loaders).flattened]
             size, largest = max(sized, key=lambda each: each[0])
@@ -198,7 +219,57 @@ class LightningPort:
             devices=self.devices,
             unit=unit,
             max_epochs=None if limit is None or limit < 0 else max(1, limit - trainer.current_epoch),
+            obstacle=lambda split: self._obstacle(largest, split),
         )
+
+    def _obstacle(self, loader: Any, split: BatchSplit) -> str | None:
+        """Return why the trainer would not validate a training of this loader at this split, or None."""
+        trainer: Any = self._trainer  # a type checker does not see what Lightning's connectors set
+        samples = None if trainer.overfit_batches else self._samples(loader)
+        if samples is None:
+            return None
+        if samples < split.per_device * split.accumulation:
+            return f"a batch is larger than an epoch, which has {samples} samples for each device"
+        is_cut = loader.batch_sampler.drop_last
+        batches = samples // split.per_device if is_cut else math.ceil(samples / split.per_device)
+        limit = trainer.limit_train_batches
+        batches = min(batches, limit) if isinstance(limit, int) else int(batches * limit)
+        if batches == 0:
+            return None
+        every, interval = trainer.check_val_every_n_epoch, trainer.val_check_interval
+        until = batches  # the batches of the first report
+        if trainer.enable_validation and getattr(trainer, "_val_check_time_interval", None) is None:
+            setting = f"Trainer(val_check_interval={interval})"
+            if isinstance(interval, float):
+                interval = max(1, int(batches * interval))
+            elif every is not None and interval > batches:
+                return f"an epoch has {batches} batches, fewer than {setting}"
+            elif every is None and 0 < (trainer.max_epochs or 0) * batches < interval:
+                return f"the whole training has {trainer.max_epochs * batches} batches, fewer than {setting}"
+            until = ((every or 1) - 1) * batches + interval
+        epochs, rest = divmod(until, batches)
+        steps = epochs * math.ceil(batches / split.accumulation) + rest // split.accumulation
+        # With manual optimization, several optimizers may count their steps together.
+        if 0 < trainer.max_steps - trainer.global_step < steps and self.no_accumulation is None:
+            return f"Trainer(max_steps={trainer.max_steps}) ends before the first report, which is after {steps} steps"
+        return None
+
+    def _samples(self, loader: Any) -> int | None:
+        """Return the samples in a device's epoch of this loader, or None if they cannot be known."""
+        batch_sampler = getattr(loader, "batch_sampler", None)
+        sampler = getattr(batch_sampler, "sampler", None)
+        # Other samplers may count otherwise, and a stream has no length.
+        if type(batch_sampler) is not BatchSampler or (samples := sized_len(sampler)) is None:
+            return None
+        is_divided = isinstance(sampler, DistributedSampler)
+        if not is_divided and self._trainer._accelerator_connector.use_distributed_sampler:
+            samples = math.ceil(samples / self.devices)
+        return samples
+
+    @property
+    def _holders(self) -> tuple[Any, Any]:
+        """The objects that may have a `batch_size`: data module and module."""
+        return getattr(self._trainer, "datamodule", None), self._module
 
     def say(self, line: str) -> None:
         """Write to Lightning's own logger, which prints even if the script configures no logging."""
@@ -237,6 +308,35 @@ class LightningPort:
 
     def optimizers(self) -> tuple[Sequence[Any], Sequence[Any]]:
         return self._trainer.optimizers, [config.scheduler for config in self._trainer.lr_scheduler_configs]
+
+    def computes_rates(self) -> bool:
+        """Configure the optimizers of the module again, for twice the batch size, and compare their rates."""
+        module = self._module
+        if module is None or not self._has_size_attributes:
+            return False
+        kept, doubled = dict(vars(module)), Patches()
+        try:
+            for holder in self._holders:
+                size = _batch_size_attribute(holder)
+                if size is not None:
+                    _set_batch_size_attributes(holder, 2 * size, doubled)
+            made, _ = _init_optimizers_and_lr_schedulers(module)
+            return [_rates_of(each) for each in made] != [_rates_of(each) for each in self._trainer.optimizers]
+        except Exception as error:  # raised by the module, which need not be able to do this twice
+            _logger.debug("configure_optimizers cannot be called again: %s", error)
+            return False
+        finally:
+            doubled.undo()
+            vars(module).clear()
+            vars(module).update(kept)
+
+    def step_counts(self) -> tuple[float, list[tuple[str, int]]]:
+        trainer = self._trainer
+        counts = [
+            (f"ModelCheckpoint(every_n_train_steps={saver._every_n_train_steps})", saver._every_n_train_steps)
+            for saver in finders(trainer, "ModelCheckpoint")
+        ]
+        return trainer.estimated_stepping_batches, counts if trainer.max_steps < 0 else []
 
     def schedules(self) -> list[tuple[Any, float | None]]:
         trainer = self._trainer
@@ -304,6 +404,10 @@ class LightningPort:
         patches.set_attribute(connector, "_prepare_dataloader", prepared)
 
 
+def _rates_of(optimizer: Any) -> list[dict[str, Any]]:
+    return [{key: group[key] for key in GROUP_RATES if key in group} for group in optimizer.param_groups]
+
+
 def _batch_size_attribute(*holders: Any) -> int | None:
     """Return the first integer `batch_size` of the holders or their hyperparameters."""
     for holder in holders:
@@ -324,6 +428,32 @@ def finders(trainer: Trainer, *kinds: str) -> list[Any]:
     """Return the trainer's callbacks of these classes, from either of Lightning's packages."""
     callbacks = getattr(trainer, "callbacks", ())
     return [each for each in callbacks if any(kind.__name__ in kinds for kind in type(each).__mro__)]
+
+
+def scale_in_finetuning(
+    trainer: Trainer, unscaled: Callable[[], AbstractContextManager[None]], patches: Patches
+) -> None:
+    """Let callbacks that add parameter groups see and set unscaled rates."""
+    for callback in finders(trainer, "BaseFinetuning"):
+        finetune = callback.finetune_function
+
+        def scaled(*args: Any, finetune: Any = finetune, **kwargs: Any) -> None:
+            with unscaled():
+                finetune(*args, **kwargs)
+
+        patches.set_attribute(callback, "finetune_function", scaled)
+
+
+def missed_validation(trainer: Trainer) -> str | None:
+    """Return how an epoch that has just ended missed the validation that was due at its end, or None if none was."""
+    batches, done = trainer.num_training_batches, trainer.fit_loop.epoch_loop.batch_progress.current.ready
+    every = trainer.check_val_every_n_epoch
+    is_limited = trainer.should_stop or 0 <= trainer.max_steps <= trainer.global_step
+    if is_limited or done >= batches or not math.isfinite(batches) or every is None:
+        return None
+    if (trainer.current_epoch + 1) % every:
+        return None
+    return f"epoch {trainer.current_epoch + 1} ended after {done} of the {batches} batches"
 
 
 def continues_checkpoint(trainer: Trainer) -> bool:

@@ -20,6 +20,8 @@ from zeus_plugins.lightning._trainer import (
     is_rehearsal,
     logged_means,
     mean_of_ranks,
+    missed_validation,
+    scale_in_finetuning,
 )
 from zeus_plugins.training.defaults import check_epochs
 from zeus_plugins.training.run import BatchSizeArguments, TrialOptions, TrialRun
@@ -48,6 +50,7 @@ class ZeusBSOCallback(BatchSizeArguments, Callback):
     _awaits_checkpoint = False
     # Number of epochs that the trainer had trained before the trial began.
     _first_epoch = 0
+    _validated_epoch = -1
 
     # Hooks later than `setup` run after Lightning has counted the steps of an epoch.
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -59,6 +62,11 @@ class ZeusBSOCallback(BatchSizeArguments, Callback):
                 "BatchSizeFinder and ZeusBSOCallback both set the batch size: remove BatchSizeFinder, and give the "
                 "largest size that a device holds as max_per_device_batch_size (Tuner.scale_batch_size finds it before "
                 "fit)"
+            )
+        if finders(trainer, "GradientAccumulationScheduler"):
+            raise ZeusBSOConfigError(
+                "GradientAccumulationScheduler changes the batch size within a training, and a trial has one batch "
+                "size: remove it; Trainer(accumulate_grad_batches=…) accumulates in all epochs"
             )
         self._run = TrialRun(self._wish, self._options_for(trainer))
         self._first_epoch = trainer.current_epoch
@@ -85,6 +93,8 @@ class ZeusBSOCallback(BatchSizeArguments, Callback):
             self._continue(trainer, pl_module, None)
         if self._run.active is not None:
             self._run.active.scale_learning_rate()
+            if self._run.lr_factor != 1.0:
+                scale_in_finetuning(trainer, self._run.active.unscaled_rates, self._run.patches)
 
     # This is no error yet, because a module may leave some metrics out of the sanity check.
     def on_sanity_check_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -114,12 +124,20 @@ class ZeusBSOCallback(BatchSizeArguments, Callback):
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Report the validation, and stop the trainer when the server says so."""
         if not trainer.sanity_checking:
+            self._validated_epoch = trainer.current_epoch
             self._report(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Report the epoch of a training that has no validation loop."""
+        """Report the epoch of a training that has no validation loop, and raise for a validation that was left out."""
         if not trainer.enable_validation:
             self._report(trainer)
+            return
+        missed = None if self._validated_epoch == trainer.current_epoch else missed_validation(trainer)
+        if missed is not None and self._run.active is not None and self._run.active.is_reporting:
+            raise ZeusBSOConfigError(
+                f"{missed} that the train loader's length announces, so that Lightning left its validation out: let "
+                "__len__ of the loader's sampler or data set follow the batch size"
+            )
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._run.active is not None:

@@ -2,7 +2,8 @@
 
 A loader may not follow the size that was set: its sampler may have made the batches before, its data set may have read
 the size once, or a module may accumulate by hand. Therefore the first batches of each epoch and the first optimizer
-steps of a training are counted; batches of different sizes are counted throughout.
+steps of a training are counted; batches of different sizes are counted throughout. The declared length of a loader must
+follow its size too, because trainers end an epoch by it, and the collate function must use all items of a batch.
 
 Loaders are changed in place, because remaking them fails for subclasses and positional arguments. This module does not
 import torch: a loader is any object with a `batch_sampler` or a `batch_size`.
@@ -10,8 +11,12 @@ import torch: a loader is any object with a `batch_sampler` or a `batch_size`.
 
 from __future__ import annotations
 
+import copy
 import math
+import random
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -79,10 +84,52 @@ def resize_loader(loader: Any, batch_size: int, patches: Patches) -> None:
     if delivered is None:
         raise _sizeless(loader, batch_size)
     batch_sampler = getattr(loader, "batch_sampler", None)
+    batcher = loader if batch_sampler is None else batch_sampler
+    before = _declared_samples(batcher)
     if batch_sampler is not None:
         patches.set_attribute(batch_sampler, "batch_size", batch_size)
     if getattr(loader, "batch_size", None) is not None:
         patches.set_attribute(loader, "batch_size", batch_size)
+    _check_length(batcher, before, delivered, batch_size)
+
+
+def check_resizable(loader: Any) -> None:
+    """Raise `ZeusBSOConfigError` if the length of a loader would not follow another batch size; change nothing."""
+    size = delivered_batch_size(loader)
+    if size is None:
+        return
+    patches = Patches()
+    try:
+        resize_loader(loader, 2 * size, patches)
+    finally:
+        patches.undo()
+
+
+def _declared_samples(batcher: Any) -> int | None:
+    """Return the samples of an epoch by the length that a batch sampler or loader declares, or None."""
+    size = getattr(batcher, "batch_size", None)
+    try:
+        return len(batcher) * size if isinstance(size, int) else None
+    except (TypeError, NotImplementedError):
+        return None
+
+
+def _check_length(batcher: Any, before: int | None, old_size: int, new_size: int) -> None:
+    """Raise `ZeusBSOConfigError` if the declared length has not followed the batch size; `before` as declared then."""
+    after = _declared_samples(batcher)
+    if before is None or after is None:
+        return
+    # Each data set may end with an incomplete batch, and batches of different sizes fill an epoch only about evenly.
+    parts = max(1, len(getattr(batcher, "batch_samplers", ())))
+    is_even = type(batcher).__module__.startswith(_EVEN_SAMPLERS)
+    if abs(after - before) < max(old_size, new_size) * parts + (0 if is_even else TOLERANCE * before):
+        return
+    name = type(batcher).__name__
+    raise ZeusBSOConfigError(
+        f"the length of the training data does not follow the batch size: by {name}.__len__, an epoch has {before} "
+        f"samples at batch size {old_size} and {after} at {new_size}, so trainers would end it at the wrong place. Let "
+        "__len__ compute the number of batches from the present batch_size"
+    )
 
 
 def delivered_batch_size(loader: Any) -> int | None:
@@ -105,8 +152,14 @@ def resize_process_loader(loader: Any, batch_size: int, processes: int, patches:
     # A sampler without a size may have read it from the trainer's arguments; its batches are counted.
     if not batchers and getattr(getattr(loader, "base_dataloader", loader), "batch_sampler", None) is None:
         raise _sizeless(loader, batch_size)
+    # The user's own sampler is the innermost one.
+    samplers = nested_samplers(getattr(getattr(loader, "base_dataloader", loader), "batch_sampler", None))
+    inner = samplers[-1] if samplers else loader
+    before, old_size = _declared_samples(inner), getattr(inner, "batch_size", 0)
     for batcher, is_shared in batchers:
         patches.set_attribute(batcher, "batch_size", batch_size * processes if is_shared else batch_size)
+    if before is not None and old_size != inner.batch_size:
+        _check_length(inner, before, old_size, inner.batch_size)
 
 
 def process_batch_sizes(loader: Any, processes: int) -> set[float]:
@@ -159,9 +212,13 @@ class SampleCount:
 
         Batches of indices are counted at the sampler. Of loaders without one, the batches themselves are counted; of a
         stream that a torch DataLoader batches, only a single batch, as such batches may hold tensors of any shape.
+        The loader's collate function is checked at its first batch.
         """
         inner = getattr(loader, "base_dataloader", loader)
         sampler = getattr(inner, "batch_sampler", None)
+        collate: Any = getattr(inner, "collate_fn", None)
+        if sampler is not None and collate is not None and not str(collate.__module__).startswith("torch."):
+            patches.set_attribute(inner, "collate_fn", CheckedCollate(collate))
         self._name = type(inner).__name__
         data_set_kinds = type(getattr(inner, "dataset", None)).__mro__
         if sampler is None or any(kind.__name__ == "IterableDataset" for kind in data_set_kinds):
@@ -227,6 +284,80 @@ class SampleCount:
             f"the train loader ({self._name}) delivered {delivered}, in place of {self._expected}, though its batch "
             f"size was set: {self._remedy}"
         )
+
+
+class CheckedCollate:
+    """A collate function that raises `ZeusBSOConfigError` if a batch of two items holds no more than one of one item.
+
+    Such items are batches already: only the first of a larger batch would be trained, and its cost would seem to fall
+    with the batch size. The check happens at the first call, where the items are, and in each worker. It collates
+    copies of an item, and restores the states of random numbers.
+    """
+
+    def __init__(self, collate: Callable[[Any], Any]) -> None:
+        self._collate = collate
+
+    def __call__(self, items: Any) -> Any:
+        """Return the batch of these items."""
+        # From now on, calls of this object are calls of the function, without any Python code of ours.
+        self.__class__ = type("CheckedCollate", (CheckedCollate,), {"__call__": staticmethod(self._collate)})
+        self._check(items)
+        return self._collate(items)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_collate":  # not yet unpickled
+            raise AttributeError(name)
+        return getattr(self._collate, name)
+
+    def _check(self, items: Any) -> None:
+        try:
+            with _same_random_numbers():
+                one, two = (
+                    _elements(self._collate([copy.deepcopy(items[0]) for _ in range(number)])) for number in (1, 2)
+                )
+        except Exception:  # the function may need items that differ, or more of them; the training shows its errors
+            return
+        if not one or two is None or two > one:
+            return
+        raise ZeusBSOConfigError(
+            "the items of the training data are batches already: the loader's collate_fn makes of two items no more "
+            "than of one, so that a larger batch size would train on a part of the data. Give a data set of single "
+            "samples, or let collate_fn join all items, such as by torch.cat"
+        )
+
+
+@contextmanager
+def _same_random_numbers() -> Iterator[None]:
+    """Restore the states of the random numbers of Python, NumPy and torch at the end."""
+    torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
+    state = random.getstate()
+    of_torch = None if torch is None else torch.get_rng_state()
+    of_numpy = None if numpy is None else numpy.random.get_state()
+    try:
+        yield
+    finally:
+        random.setstate(state)
+        if torch is not None:
+            torch.set_rng_state(of_torch)
+        if numpy is not None:
+            numpy.random.set_state(of_numpy)
+
+
+def _elements(part: Any) -> int | None:
+    """Return the number of numbers and texts in a batch; None if something in it is of another kind."""
+    shape = getattr(part, "shape", None)
+    if shape is not None:
+        return int(math.prod(shape))
+    if part is None:
+        return 0
+    if isinstance(part, str | bytes | int | float):
+        return 1
+    if isinstance(part, Mapping):
+        part = list(part.values())
+    if not isinstance(part, list | tuple):
+        return None
+    counts = [_elements(each) for each in part]
+    return None if None in counts else sum(count for count in counts if count is not None)
 
 
 class StepCount:

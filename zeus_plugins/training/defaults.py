@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import PurePath
 from typing import Any
@@ -22,6 +21,7 @@ from zeus_plugins.protocol import (
     is_lower_better,
     words_in,
 )
+from zeus_plugins.training.batches import BatchSplit
 
 # Words in the names of metrics that rise as the model improves.
 _RISING = frozenset(
@@ -76,8 +76,8 @@ class TrainingFacts:
         step_size: The script's samples per optimizer step, over all devices and accumulated batches; None if unknown.
         devices: Number of devices that train on different data.
         unit: Divisor of all global batch sizes: devices × accumulated batches.
-        max_epochs: Epochs after which the trainer ends; None for no limit.
-        least_size: Smallest global batch size that completes an epoch.
+        max_epochs: Epochs after which the trainer ends, a begun one included; None for no limit.
+        obstacle: Returns why the trainer and its data cannot train at a split of a batch size, or None.
     """
 
     script: str
@@ -87,7 +87,7 @@ class TrainingFacts:
     devices: int = 1
     unit: int = 1
     max_epochs: int | None = None
-    least_size: int = 1
+    obstacle: Callable[[BatchSplit], str | None] = lambda _: None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,10 +144,13 @@ class JobPlan:
         return replace(self, job=JobSpec(**{**dict(self.job), **update}), guessed=self.guessed - {"job_id"})
 
 
-def planned(wish: JobWish, facts: TrainingFacts | None = None) -> JobPlan:
+def planned(
+    wish: JobWish, facts: TrainingFacts | None = None, check_size: Callable[[int], None] = lambda _: None
+) -> JobPlan:
     """Return the plan for a user's wish; unless the wish is a whole job, `facts` are needed.
 
-    Raise `ZeusBSOConfigError` if the facts do not suffice, or if the script's own batch size cannot work.
+    Guessed batch sizes are those for which `check_size` raises no `ZeusBSOConfigError`. Raise that error if the facts
+    do not suffice, or if the script's own batch size cannot work.
     """
     if wish.job is not None:
         is_said = "higher_is_better_metric" in wish.job.model_fields_set
@@ -170,18 +173,14 @@ def planned(wish: JobWish, facts: TrainingFacts | None = None) -> JobPlan:
             "the batch size of this training cannot be told before it begins: give the data a batch_size (of the data "
             "module, the model or a DataLoader passed to fit), or describe the job by job=JobSpec(…)"
         )
-    if facts.step_size < facts.least_size:
-        raise ZeusBSOConfigError(
-            f"the training ends within its first epoch at batch size {facts.step_size}, before there is anything to "
-            f"report: let it take more steps, or at least {facts.least_size} samples in each"
-        )
     if facts.samples is not None and facts.step_size > facts.samples:
         raise ZeusBSOConfigError(
             f"the batch size of this training ({facts.step_size}) is larger than its data ({facts.samples} samples): "
             "lower it, or describe the job by job=JobSpec(…)"
         )
+    check_size(facts.step_size)
     higher, warning = _direction(wish.monitor, wish.higher_is_better_metric)
-    sizes = _sizes(facts.step_size, facts)
+    sizes = _sizes(facts.step_size, facts, check_size)
     optional = {"max_epochs": facts.max_epochs, "confirm": wish.confirm}
     prefix = _slug(facts.script, facts.model, "stream" if facts.samples is None else str(facts.samples))
     job = JobSpec(
@@ -249,7 +248,7 @@ def as_job(job: JobSpec | Mapping[str, Any] | str) -> JobSpec:
         raise ZeusBSOConfigError(f"job does not describe a JobSpec: {problems}") from None
 
 
-def check_epochs(job: JobSpec | None, limit: float, setting: str, *, trained: int = 0) -> None:
+def check_epochs(job: JobSpec | None, limit: int, setting: str, *, trained: int = 0) -> None:
     """Raise `ZeusBSOConfigError` if a trainer ends before the job's last epoch. A guessed job (None) fits the trainer.
 
     The trainer has a `limit` of epochs, `trained` of them before this trial. `setting` is the limit's argument in the
@@ -258,28 +257,14 @@ def check_epochs(job: JobSpec | None, limit: float, setting: str, *, trained: in
     needed = 0 if job is None else job.max_epochs
     if limit - trained >= needed:
         return
-    already, remedy = "", f"set JobSpec(max_epochs={int(limit)}) or {setting.format(needed)}"
+    already, remedy = "", f"set JobSpec(max_epochs={limit}) or {setting.format(needed)}"
     if trained:
         already = f" after the {trained} epochs that this trainer has trained already"
         remedy = "make a new Trainer for each training"
     raise ZeusBSOConfigError(
-        f"{setting.format(f'{limit:g}')} ends before the job's max_epochs ({needed}){already}, so the server would "
+        f"{setting.format(limit)} ends before the job's max_epochs ({needed}){already}, so the server would "
         f"never learn that a batch size cannot reach the target: {remedy}"
     )
-
-
-def check_steps(job: JobSpec | None, limit: int, samples: int, setting: str) -> None:
-    """Raise `ZeusBSOConfigError` if a trainer ends within its first epoch at one of the job's batch sizes.
-
-    The trainer has a `limit` of optimizer steps; an epoch has `samples`. For `setting` and no job, see `check_epochs`.
-    """
-    cut_short = [size for size in (() if job is None else job.batch_sizes) if math.ceil(samples / size) > limit]
-    if cut_short:
-        raise ZeusBSOConfigError(
-            f"{setting.format(limit)} ends within the first epoch at the batch sizes {cut_short}, whose cost would "
-            f"be taken for that of a whole one: set {setting.format(math.ceil(samples / cut_short[0]))} or more, "
-            "or num_train_epochs in its place, or drop these sizes from the job"
-        )
 
 
 def script_name(argv0: str) -> str:
@@ -303,12 +288,21 @@ def _direction(monitor: str, said: bool | None) -> tuple[bool, str | None]:
     )
 
 
-def _sizes(own: int, facts: TrainingFacts) -> tuple[int, ...]:
-    """Return the batch sizes to choose from: the script's own, halved and doubled within the limits of the facts."""
+def _sizes(own: int, facts: TrainingFacts, check_size: Callable[[int], None]) -> tuple[int, ...]:
+    """Return the batch sizes to choose from: the script's own, halved and doubled as far as it can be trained."""
     scaled = [own * 2**n if n >= 0 else own // 2**-n for n in _DOUBLINGS if n >= 0 or own % 2**-n == 0]
     most = min(MAX_BATCH_SIZE, facts.samples or MAX_BATCH_SIZE)
-    allowed = {size for size in scaled if size % facts.unit == 0 and facts.least_size <= size <= most}
-    return tuple(size for size in scaled if size == own or size in allowed)
+
+    def is_possible(size: int) -> bool:
+        if size % facts.unit or size > most:
+            return False
+        try:
+            check_size(size)
+        except ZeusBSOConfigError:
+            return False
+        return True
+
+    return tuple(size for size in scaled if size == own or is_possible(size))
 
 
 def _slug(*parts: str) -> str:

@@ -144,12 +144,15 @@ class ScheduleWatch:
         self._remedy = remedy
         # The scaled rates of each optimizer without a scheduler.
         self._scaled: list[tuple[Any, list[float]]] = []
+        # The number of parameter groups of each scaled optimizer.
+        self._groups: list[tuple[Any, int]] = []
         self._has_warned = False
 
     def scaled(self, optimizers: Sequence[Any], schedulers: Sequence[Any]) -> None:
         """Remember the scaled rates of optimizers without schedulers."""
         moved = {id(getattr(scheduler, "optimizer", None)) for scheduler in schedulers}
         self._scaled = [(each, _rates(each)) for each in optimizers if id(each) not in moved]
+        self._groups = [(each, len(each.param_groups)) for each in optimizers]
 
     def begin(self, schedules: Sequence[tuple[Any, float | None]]) -> None:
         """Warn of schedules that end before the training's last step (None: unknown)."""
@@ -167,8 +170,24 @@ class ScheduleWatch:
                     f"batch size {self._batch_size}: it was made for another size"
                 )
 
+    def compare(self, counts: Sequence[tuple[str, int]], steps: float, own_steps: float) -> None:
+        """Warn of settings that count more than the training's `steps`, but not than those at the script's own size."""
+        missed = [setting for setting, count in counts if steps < count <= own_steps]
+        if missed:
+            _logger.warning(
+                "at batch size %d this training has %d steps, about %d at your own size: too few for %s. Count "
+                "epochs, or fewer steps (docs/schedules.md)",
+                *(self._batch_size, steps, own_steps, " and ".join(missed)),
+            )
+
     def check(self, optimizers: Sequence[Any], *, goes_on: bool) -> None:
-        """Warn of rates that something else has set, or that are 0 in a training that continues."""
+        """Warn of rates that something else has set or added, or that are 0 in a training that continues."""
+        for optimizer, number in self._groups:
+            for group in optimizer.param_groups[number:]:
+                self._warn(
+                    f"a parameter group with the learning rate {group.get('lr')} was added after lr_scaling, which "
+                    "leaves it as it is: multiply a rate that was chosen for the default size with callback.lr_factor"
+                )
         for optimizer, rates in self._scaled:
             if any(
                 not math.isclose(now, then, rel_tol=1e-6) for now, then in zip(_rates(optimizer), rates, strict=False)

@@ -70,7 +70,7 @@ class TrainerPort(Ranks, Protocol):
         """Return the model, framework and optimizer of the training, as far as known before it begins."""
 
     def facts(self, patches: Patches) -> TrainingFacts:
-        """Return the facts from which a job is guessed; `patches` records changes to the trainer."""
+        """Return the facts by which a job is guessed and sizes are checked; `patches` records changes to a trainer."""
 
     def say(self, line: str) -> None:
         """Show a line to the user, once for all ranks, however logging is configured."""
@@ -86,6 +86,15 @@ class TrainerPort(Ranks, Protocol):
 
     def schedules(self) -> Sequence[tuple[Any, float | None]]:
         """Return each scheduler with its number of steps in the whole training, or None if unknown."""
+
+    def computes_rates(self) -> bool:
+        """Return whether the training has computed its learning rates from the batch size; all ranks make this call."""
+
+    def step_counts(self) -> tuple[float, Sequence[tuple[str, int]]]:
+        """Return the optimizer steps of the whole training, and the settings that count steps, by how they are written.
+
+        Without settings if the script itself limits the steps, so that the batch size does not change their number.
+        """
 
     @property
     def schedule_remedy(self) -> str:

@@ -26,8 +26,8 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, TypeVar, cast, get_args
@@ -42,7 +42,7 @@ from zeus_plugins.placement import placed
 from zeus_plugins.protocol import EndReason, Fingerprint, JobSpec, PowerLimitChoice
 from zeus_plugins.training.announce import Announcer
 from zeus_plugins.training.batches import BatchSplit, StepCount, split_batch
-from zeus_plugins.training.defaults import JobPlan, JobWish, as_job, planned
+from zeus_plugins.training.defaults import JobPlan, JobWish, TrainingFacts, as_job, planned
 from zeus_plugins.training.lr_scaling import ScheduleWatch, lr_factor, scale_learning_rate
 from zeus_plugins.training.metrics import EpochCount
 from zeus_plugins.training.outcomes import (
@@ -277,11 +277,13 @@ class TrialRun:
 
     def begin(self, port: TrainerPort) -> None:
         """Ask for a batch size, and set it in the trainer; errors as in `TrialSession.ask`."""
-        plan = self._plan_of(port)
-        self._splits(port, plan.job.batch_sizes)  # before a trial is spent on a size that cannot be
+        facts = self._facts_of(port)
+        plan = self._plan_of(port, facts)
+        # Before a trial is spent on a size that cannot be. Ranks may have data of different lengths.
+        _decided(port, lambda: self._splits(port, plan.job.batch_sizes, facts))
 
         def check_registered(job: JobSpec) -> None:
-            self._splits(port, job.batch_sizes)
+            self._splits(port, job.batch_sizes, facts)
             if job.max_epochs > plan.job.max_epochs:
                 raise ZeusBSOConfigError(
                     f"job {job.job_id} is registered with max_epochs={job.max_epochs}, and this trainer ends after "
@@ -326,7 +328,9 @@ class TrialRun:
                 )
             return
         epochs = EpochCount(state.get("has_fractions"))
-        self._enter(port, self._plan_of(port, state.get("job")), epochs, lambda session: session.resume(state["trial"]))
+        saved_job = state.get("job")
+        facts = self._facts_of(port) if self._wish.job is None and saved_job is None else None
+        self._enter(port, self._plan_of(port, facts, saved_job), epochs, lambda it: it.resume(state["trial"]))
 
     def state(self) -> dict[str, Any]:
         """Return the trial for a checkpoint, in plain types; empty without a trial.
@@ -422,15 +426,27 @@ class TrialRun:
             hint = 'or set on_failure="finish" to end each launch with a model'
             raise train_fail_error(verdict, record.trial.advice, hint)
 
-    def _plan_of(self, port: TrainerPort, saved_job: Mapping[str, Any] | None = None) -> JobPlan:
+    def _facts_of(self, port: TrainerPort) -> TrainingFacts | None:
+        """Return the facts of the training; None if they cannot be known yet, and a whole job is described."""
+        try:
+            return port.facts(self.patches)
+        except Exception as error:  # the data may be made by a later hook
+            if self._wish.job is None:
+                raise
+            _logger.debug("the data cannot be read before the training begins: %s", error)
+            return None
+
+    def _plan_of(
+        self, port: TrainerPort, facts: TrainingFacts | None, saved_job: Mapping[str, Any] | None = None
+    ) -> JobPlan:
         """Make the job of the user's description, completed from the checkpoint or from the training."""
         if self._wish.job is not None:
             plan = planned(self._wish)
         elif saved_job is not None:
             plan = JobPlan(job=JobSpec(**saved_job), monitor=self._wish.monitor)
         else:
-            facts = port.facts(self.patches)
-            plan = _decided(port, lambda: planned(self._wish, facts))
+            check = partial(self._check_size, port, facts)
+            plan = _decided(port, lambda: planned(self._wish, facts, check))
         if plan.warning is not None and port.rank == 0:
             _logger.warning("%s", plan.warning)
         fingerprint = port.fingerprint().completed_by(Fingerprint(monitor=self._wish.monitor or None))
@@ -455,8 +471,13 @@ class TrialRun:
         port.deliver(self._splits(port, [size])[size], self.patches)
         active.announce(finishes=finishes)
 
-    def _splits(self, port: TrainerPort, batch_sizes: Sequence[int]) -> dict[int, BatchSplit]:
-        """Return the split of each of these sizes over the devices."""
+    def _check_size(self, port: TrainerPort, facts: TrainingFacts | None, batch_size: int) -> None:
+        self._splits(port, [batch_size], facts)
+
+    def _splits(
+        self, port: TrainerPort, batch_sizes: Sequence[int], facts: TrainingFacts | None = None
+    ) -> dict[int, BatchSplit]:
+        """Return the split of each of these sizes over the devices; raise for sizes that cannot be trained."""
         devices, accumulation = port.devices, port.accumulation
         most = self.options.max_per_device_batch_size
         found = {
@@ -475,6 +496,14 @@ class TrialRun:
             raise ZeusBSOConfigError(
                 f"{port.no_accumulation}, so sizes above max_per_device_batch_size={most} × {devices} devices cannot "
                 "be reached: raise it, or drop those batch sizes from the job"
+            )
+        found_obstacles = {size: None if facts is None else facts.obstacle(split) for size, split in splits.items()}
+        obstacles = {size: obstacle for size, obstacle in found_obstacles.items() if obstacle is not None}
+        if obstacles:
+            sizes, (first, obstacle) = ", ".join(map(str, obstacles)), next(iter(obstacles.items()))
+            raise ZeusBSOConfigError(
+                f"batch {'sizes' if len(obstacles) > 1 else 'size'} {sizes} cannot be trained here: at {first}, "
+                f"{obstacle}. Change that setting, or choose other batch sizes"
             )
         return splits
 
@@ -501,7 +530,7 @@ class ActiveRun:
         self._trains_on = options.after_target == "continue"
         self.first_weights: dict[str, Any] | None = None
         self._session: TrialSession | None = None  # only on rank 0
-        own_size = plan.job.default_batch_size
+        self._own_size = own_size = plan.job.default_batch_size
         place = placed(port)
         with ExitStack() as opened:
             self._cluster = cluster_monitor(port, place, options.energy_monitor)
@@ -582,18 +611,40 @@ class ActiveRun:
         if self.record.lr_factor == 1.0:
             return
         optimizers, schedulers = self._port.optimizers()
+        if self._port.computes_rates():
+            self.record.lr_factor = 1.0
+            if self._port.rank == 0:
+                _logger.warning(
+                    "lr_scaling is left out: the module computes its learning rate from its batch size, and would "
+                    "scale it twice. Compute it from a fixed size to let lr_scaling do it"
+                )
+            return
         scale_learning_rate(optimizers, schedulers, self.record.lr_factor)
         if self._port.keeps_optimizers:
             self._opened.callback(scale_learning_rate, optimizers, schedulers, 1 / self.record.lr_factor)
         self._schedules.scaled(optimizers, schedulers)
 
+    @contextmanager
+    def unscaled_rates(self) -> Iterator[None]:
+        """Take the scaling back for code that sets rates or adds parameter groups, and scale again at the end."""
+        optimizers, schedulers = self._port.optimizers()
+        factor = self.record.lr_factor
+        scale_learning_rate(optimizers, (), 1 / factor)
+        try:
+            yield
+        finally:
+            scale_learning_rate(optimizers, (), factor)
+            if factor != 1.0:
+                self._schedules.scaled(optimizers, schedulers)
+
     def start(self) -> None:
         """Log the choice, and begin to measure."""
         port = self._port
         self._announcer.started(self.record.trial, self.record.lr_factor)
-        schedules = port.schedules()  # on all ranks: the framework may synchronize them here
+        schedules, (steps, counts) = port.schedules(), port.step_counts()  # on all ranks: they may synchronize here
         if port.rank == 0:
             self._schedules.begin(schedules)
+            self._schedules.compare(counts, steps, steps * self.record.trial.batch_size / self._own_size)
         optimizers, _ = port.optimizers()
         self.steps = StepCount(optimizers, port.accumulation)
         self._keep_first_weights()
@@ -653,9 +704,15 @@ class ActiveRun:
     def report_last_epoch(self, epochs: float) -> None:
         """Report the end of a training whose last evaluation was before its last epoch, with the latest metric.
 
-        Otherwise the server would not learn that the training has no epochs left.
+        Otherwise the server would not learn that the training has no epochs left. Raise `ZeusBSOConfigError` if no
+        evaluation was reported at all.
         """
         trial, metric = self.record.trial, self.record.trial.metric
+        if metric is None and self.is_reporting and epochs >= self.record.job.max_epochs:
+            raise ZeusBSOConfigError(
+                f"the training ended after {epochs:g} epochs at batch size {trial.batch_size} without an evaluation, "
+                "and had nothing to report: evaluate at least once in an epoch"
+            )
         if metric is not None and epochs >= self.record.job.max_epochs > (trial.epoch or 0):
             self.report_evaluation(lambda: metric, epochs, is_repeated=True)
 
