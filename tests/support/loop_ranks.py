@@ -6,6 +6,7 @@ Usage: ``python -m tests.support.loop_ranks FOLDER SERVER_URL`` with torch's var
 from __future__ import annotations
 
 import json
+import logging
 import sys
 from itertools import repeat
 from pathlib import Path
@@ -58,11 +59,15 @@ def train(server_url: str, rank: int) -> dict[str, Any]:
 
 
 def main(folder: str, server_url: str) -> None:
-    """Train twice, and write what this rank saw."""
+    """Train twice, and write what this rank saw and was warned of."""
+    warnings: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("zeus_plugins").addHandler(handler)
     distributed.init_process_group("gloo")
     rank = distributed.get_rank()
     launches = [train(server_url, rank) for _ in range(2)]
-    story = {name: [launch[name] for launch in launches] for name in launches[0]}
+    story = {name: [launch[name] for launch in launches] for name in launches[0]} | {"warnings": warnings}
     Path(folder, f"{rank}.json").write_text(json.dumps(story))
     distributed.destroy_process_group()
     leave()

@@ -491,14 +491,16 @@ def test_the_server_may_die_between_two_requests(server: ServerProcess) -> None:
 
 def test_two_ranks_train_as_zeus_s_data_parallel_script_does(server: ServerProcess, tmp_path: Path) -> None:
     module = "tests.support.loop_ranks"
-    stories = stories_of(module, tmp_path, server.url, modules=["tests.support.loop_ranks"])
-    assert stories == [{"sizes": [32, 16], "numbers": [1, 2], "epochs": [3, 2], "finished": [True, True]}] * 2
+    seen = {"sizes": [32, 16], "numbers": [1, 2], "epochs": [3, 2], "finished": [True, True], "warnings": []}
+    assert stories_of(module, tmp_path, server.url, modules=[module]) == [seen] * 2
     with BsoClient(server.url) as client:
         trials = client.show_job("loop").trials
     assert [(trial.state, trial.epochs, trial.metric) for trial in trials] == [
         (TrialState.COMPLETED, 3, 0.95),
         (TrialState.COMPLETED, 2, 0.95),
     ]
+    evaluations = httpx.get(f"{server.url}/api/jobs/loop/trials/1/epochs").json()["epochs"]
+    assert [each["epoch"] for each in evaluations] == [1, 2, 3]  # two ranks, one evaluation
 
 
 # --- A target that is missed ------------------------------------------------------------------------------------------
