@@ -57,6 +57,8 @@ MINIMUM := build/minimum
 KEPT := httpx|lightning|litestar|pydantic|transformers
 UV_INSTALL = $(MINIMUM)/bin/uv pip install --quiet --python $(MINIMUM)/bin/python --constraint constraints.txt \
 	$(addprefix --find-links ,$(PIP_FIND_LINKS))
+# Old Lightning calls the latest jsonargparse in ways that the latter gives up.
+test-minimum: export JSONARGPARSE_DEPRECATION_WARNINGS := off
 test-minimum:
 	@$(PYTHON) -m venv --clear $(MINIMUM)
 	@$(MINIMUM)/bin/pip install --quiet uv
