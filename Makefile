@@ -51,16 +51,20 @@ test-long: export ZEUS_TEST_FUZZ_EXAMPLES ?= 200
 test-long: $(STAMP)
 	@$(BIN)/pytest -m "chaos or fuzz"
 
-# The tests with the lowest versions of the users' dependencies that pyproject.toml allows. The tools of the tests are the
-# latest; they raise a version where they need more. uv does not read pip's settings, such as PIP_FIND_LINKS.
+# The tests with the lowest versions of the users' dependencies that pyproject.toml allows; of torch, the only version that
+# was tested. The tools of the tests are the latest that go with those of KEPT; they raise another where they need more. uv does not read pip's settings, such as PIP_FIND_LINKS.
 MINIMUM := build/minimum
+KEPT := httpx|lightning|litestar|pydantic|transformers
 UV_INSTALL = $(MINIMUM)/bin/uv pip install --quiet --python $(MINIMUM)/bin/python --constraint constraints.txt \
 	$(addprefix --find-links ,$(PIP_FIND_LINKS))
+# Old Lightning calls the latest jsonargparse in ways that the latter gives up.
+test-minimum: export JSONARGPARSE_DEPRECATION_WARNINGS := off
 test-minimum:
 	@$(PYTHON) -m venv --clear $(MINIMUM)
 	@$(MINIMUM)/bin/pip install --quiet uv
 	@$(UV_INSTALL) --resolution lowest-direct torch --editable '.[all]'
-	@$(UV_INSTALL) --editable '.[dev]'
+	@$(MINIMUM)/bin/uv pip freeze --quiet --python $(MINIMUM)/bin/python | grep -E '^($(KEPT))==' > $(MINIMUM)/lowest.txt
+	@$(UV_INSTALL) --constraint $(MINIMUM)/lowest.txt --editable '.[dev]'
 	@$(MINIMUM)/bin/pytest --numprocesses auto --maxprocesses 6 --dist loadfile -m "not slow" --hypothesis-profile fast
 
 # The share of both packages that the tests run in their own processes; what they start as processes is not seen.

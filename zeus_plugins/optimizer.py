@@ -17,6 +17,15 @@ Example:
                 optimizer.on_evaluate(accuracy(model))
                 if optimizer.training_finished:
                     break
+
+    In data-parallel training rank 0 asks and tells the other ranks, and every rank reports the same metric::
+
+        optimizer = BatchSizeOptimizer(monitor=None, server_url="http://127.0.0.1:8000", job=job, rank=rank)
+        told = torch.zeros(2, dtype=torch.int)
+        if rank == 0:
+            told[0], told[1] = optimizer.get_batch_size(), optimizer.trial_number
+        torch.distributed.broadcast(told, src=0)
+        optimizer.current_batch_size, optimizer.trial_number = told.tolist()
 """
 
 from __future__ import annotations
@@ -53,8 +62,11 @@ class BatchSizeOptimizer:
     it: Ctrl-C and SIGTERM suspend it, running out of memory excludes its size, and after any other end (another
     exception, the end of the interpreter, the end of the optimizer's life) the size is tried again.
 
-    In distributed training only rank 0 uses the optimizer, and broadcasts the batch size and `training_finished` to the
-    other ranks, where each method raises `ZeusBSOBadOperationError`.
+    In distributed training only rank 0 asks for a batch size. Either it alone uses the optimizer, and broadcasts the
+    batch size and `training_finished`; or every rank sets `current_batch_size` and `trial_number` to those of rank 0,
+    and calls `on_train_begin` and `on_evaluate` with the same metric. The server decides by the first report on each
+    epoch, and every rank gets that verdict. On rank 1 and above, `get_batch_size` raises `ZeusBSOBadOperationError`,
+    and so does the rest until both are set.
 
     Args:
         monitor: Measures energy and time; Zeus's `ZeusMonitor` is accepted. None: the best monitor that this machine
@@ -87,16 +99,21 @@ class BatchSizeOptimizer:
         check_on_unreachable(on_unreachable)
         self._rank = rank
         self._trial_session: TrialSession | None = None
-        if rank != 0:
-            return
-        job = as_job(job)
         self._own_client: ServerPort | None = None
+        self._told: dict[str, int] = {}  # the trial of rank 0, as the script sets it on other ranks
+        self._arguments = as_job(job), client, server_url, token, monitor, on_unreachable
+        if rank == 0:
+            self._open_session()
+
+    def _open_session(self) -> TrialSession:
+        job, client, server_url, token, monitor, on_unreachable = self._arguments
         if client is None:
             client = self._own_client = client_from_environment(server_url, token)
-        self._trial_session = TrialSession(
-            job, client, energy.auto() if monitor is None else monitor, on_unreachable=on_unreachable
-        )
+        monitor = energy.auto() if monitor is None else monitor
+        session = TrialSession(job, client, monitor, on_unreachable=on_unreachable, rank=self._rank)
+        self._trial_session = session
         self._see_to_the_end()
+        return session
 
     def _see_to_the_end(self) -> None:
         self._owner_pid = os.getpid()
@@ -111,7 +128,7 @@ class BatchSizeOptimizer:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        if self._rank == 0:
+        if self._trial_session is not None:
             self._see_to_the_end()
 
     def __enter__(self) -> Self:
@@ -121,14 +138,44 @@ class BatchSizeOptimizer:
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
         # A forked child that leaves the block must not end its parent's trial.
-        if self._rank == 0 and os.getpid() == self._owner_pid:
-            self._session.end(exc)
+        if self._trial_session is not None and os.getpid() == self._owner_pid:
+            self._trial_session.end(exc)
         self.close()
 
     @property
     def training_finished(self) -> bool:
         """True if the server said stop: the target was reached, or `on_evaluate` raised."""
         return self._session.finished
+
+    @property
+    def current_batch_size(self) -> int:
+        """The trial's GLOBAL batch size; set it to that of rank 0 on the other ranks."""
+        return self._told.get("current_batch_size") or self._session.trial.batch_size
+
+    @current_batch_size.setter
+    def current_batch_size(self, batch_size: int) -> None:
+        self._tell("current_batch_size", batch_size, least=1)
+
+    @property
+    def trial_number(self) -> int:
+        """The trial's number, 0 while the server does not know it; set it to that of rank 0 on the other ranks."""
+        told = self._told.get("trial_number")
+        return self._session.trial.trial_number or 0 if told is None else told
+
+    @trial_number.setter
+    def trial_number(self, trial_number: int) -> None:
+        self._tell("trial_number", trial_number, least=0)
+
+    def _tell(self, name: str, value: int, *, least: int) -> None:
+        """Keep on another rank what rank 0 has told; on rank 0, and once the training has begun, nothing may change."""
+        if int(value) < least:
+            raise ZeusBSOBadOperationError(f"{name} is {value}: set it to the {name} of rank 0, {least} or more")
+        if self._trial_session is None:
+            self._told[name] = int(value)
+        elif value != getattr(self, name):
+            raise ZeusBSOBadOperationError(
+                f"{name} is {getattr(self, name)} in this trial, not {value}: for another trial make a new optimizer"
+            )
 
     def get_batch_size(self) -> int:
         """Start a trial and return its batch size; later calls return the same.
@@ -141,6 +188,11 @@ class BatchSizeOptimizer:
             ZeusBSORuntimeError: The server refuses for another reason; or it is unreachable or fails, and
                 `on_unreachable` is ``"raise"``.
         """
+        if self._rank != 0:
+            raise ZeusBSOBadOperationError(
+                f"this is rank {self._rank}, and only rank 0 asks for a batch size: call get_batch_size() there, and "
+                "broadcast current_batch_size and trial_number, to be set here"
+            )
         if not self._session.has_trial:
             self._session.ask()
             trial = self._session.trial
@@ -157,6 +209,8 @@ class BatchSizeOptimizer:
         Raises:
             ZeusBSOOperationOrderError: `get_batch_size` has not been called, or this method has.
         """
+        if self._trial_session is None and len(self._told) == 2:
+            self._open_session().join(self.current_batch_size, self.trial_number)
         self._session.begin_measurement()
 
     def on_evaluate(self, metric: float) -> None:
@@ -185,15 +239,15 @@ class BatchSizeOptimizer:
 
     def close(self) -> None:
         """End the trial (as failed if unfinished) and close the connection. Safe to call more than once."""
-        if self._rank == 0:
+        if self._trial_session is not None:
             self._finish()
 
     @property
     def _session(self) -> TrialSession:
         if self._trial_session is None:
             raise ZeusBSOBadOperationError(
-                f"this is rank {self._rank}, and only rank 0 talks to the server: call it on rank 0 and broadcast the "
-                "result to the other ranks"
+                f"this is rank {self._rank}, which reports beside rank 0 or leaves everything to it: to report, set "
+                "current_batch_size and trial_number to those of rank 0 and call on_train_begin()"
             )
         return self._trial_session
 

@@ -373,6 +373,23 @@ def discard_trial(trial: TrialRecord) -> TrialRecord:
     return changed(trial, state=TrialState.WITHDRAWN, end_reason=EndReason.DISCARDED, message=message)
 
 
+RANKS_APART = 0.02
+"""Largest interval between the reports of all ranks on one evaluation, as a share of that between two evaluations."""
+
+
+def is_of_same_evaluation(trial: TrialRecord, report: Report) -> bool:
+    """Return True if another rank's report is about an evaluation that the trial has had, and so brings no new verdict.
+
+    Without a rank's name in it, a second evaluation within the trial's epoch shows by another metric and by its time:
+    all ranks report one evaluation at about the same time.
+    """
+    if report.epoch != trial.epoch or report.metric == trial.metric:
+        return report.epoch <= trial.epoch
+    if (report.time_s, report.energy_j) == (trial.time_s, trial.energy_j):  # Two ranks never measure the same.
+        return False
+    return report.time_s - trial.time_s <= RANKS_APART * trial.longest_gap_s
+
+
 def add_rank_report(job: JobState, trial: TrialRecord, report: Report, moment: Moment) -> TrialRecord:
     """Add another rank's report of an evaluation that was judged "continue"; revive the trial if necessary."""
     if trial.state is not TrialState.RUNNING:

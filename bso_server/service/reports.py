@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from bso_server.core import policy
 from bso_server.core.access import UNRESTRICTED, Caller
-from bso_server.core.job import Moment, add_rank_report, judge_report
+from bso_server.core.job import Moment, add_rank_report, is_of_same_evaluation, judge_report
 from bso_server.core.model import OBSERVED, History, Report, TrialKey, TrialRecord
 from bso_server.core.occurrences import ReportsCommitted, TrialEnded
 from bso_server.errors import BsoError, ReportConflictError, UnknownTrialError
@@ -82,9 +82,9 @@ class ReportBatch:
     def take(self) -> list[Outcome]:
         """Record the reports, and return for each in order its answer, its error, or `RowLocked`.
 
-        A repeated report gets its answer again. A late report revives an abandoned trial. With Zeus's client every rank
-        reports: the reports of one epoch are one evaluation, which the first report decides and whose largest totals
-        count.
+        A repeated report gets its answer again. A late report revives an abandoned trial. Where every rank reports, as
+        with Zeus's client, the reports on one evaluation (`is_of_same_evaluation`) get the answer to the first, and the
+        largest totals count.
 
         The errors are UnknownTrialError, InvalidReportError (the report contradicts the trial or earlier reports),
         ReportConflictError (the trial has ended, not with this report), OtherRegistrationError, StaleLeaseError and
@@ -121,9 +121,9 @@ class ReportBatch:
         report = Report(time_s=result.time, energy_j=result.energy, epoch=result.current_epoch, metric=result.metric)
         repeated = trial.state is TrialState.RUNNING and trial.last_report == report
         if repeated or trial.state in FINAL:
-            return _answer_again(job, trial, report, is_zeus=result.is_zeus)
-        if result.is_zeus and trial.report_count:
-            if report.epoch <= trial.epoch:
+            return _answer_again(job, trial, report, is_of_one_rank=result.is_of_one_rank)
+        if result.is_of_one_rank and trial.report_count:
+            if is_of_same_evaluation(trial, report):
                 trial = add_rank_report(job, trial, report, self._moment)
                 self._trials[trial.key] = trial
                 return _answer_of(job, trial)
@@ -207,22 +207,26 @@ class ReportBatch:
                 self._transaction.log("job %s trial %d: %s", trial.job_id, trial.trial_number, trial.message)
 
 
-def _answer_again(job: StoredJob, trial: TrialRecord, report: Report, *, is_zeus: bool) -> ReportResponse:
-    """Return the first answer to a repeated report; with Zeus's client, also the answer to another rank's report."""
+def _answer_again(job: StoredJob, trial: TrialRecord, report: Report, *, is_of_one_rank: bool) -> ReportResponse:
+    """Return the first answer to a repeated report; where every rank reports, also the answer to another rank.
+
+    Zeus's client looks for "is already reported." in the text that a rank gets after the end.
+    """
     repeated = trial.last_report == report
     was_refused = trial.state in FINAL - OBSERVED and trial.end_reason is not EndReason.DISCARDED
     # A run that began without a target counts as ended where it reached the target that was set later. Once it has
     # resumed, it may train the epoch that reached it again.
     has_reached_it_before = job.registration.target_runs is not None and report.epoch >= trial.epoch
-    if was_refused or not (repeated or is_zeus or has_reached_it_before):
+    if was_refused or not (repeated or is_of_one_rank or has_reached_it_before):
         raise ReportConflictError(
-            f"trial {trial.trial_number} has ended ({trial.state}) and takes no further report",
+            f"trial {trial.trial_number} has ended ({trial.state}), and its end is already reported.",
             field="trial_number",
         )
     answer = _answer_of(job, trial)
     if repeated or has_reached_it_before:
         return answer
-    return answer.model_copy(update={"message": f"already reported: {answer.message}"})
+    again = f"the end of trial {trial.trial_number} is already reported. It was: {answer.message}"
+    return answer.model_copy(update={"message": again})
 
 
 def _answer_of(job: StoredJob, trial: TrialRecord) -> ReportResponse:

@@ -177,7 +177,7 @@ def test_a_report_again_gets_its_answer_again_and_a_late_one_conflicts(port: Ser
     last = port.send_report(result(trial, epoch=2, metric=0.9))
     assert (last.stop_train, last.converged) == (True, True)
     assert port.send_report(result(trial, epoch=2, metric=0.9)) == last
-    with refused(409, "takes no further report"):
+    with refused(409, "already reported"):
         port.send_report(result(trial, epoch=3))
 
 

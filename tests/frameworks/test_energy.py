@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.support.frameworks import STEPS_OF_16, VALIDATION, FrameworkBench, Training, Work, energy_rows
+from tests.support.versions import is_older
 
 EPOCH = STEPS_OF_16 + VALIDATION
 
@@ -29,6 +30,8 @@ def test_each_epoch_and_the_totals_are_logged(bench: FrameworkBench, caplog: pyt
 
 @pytest.mark.parametrize(("save_every", "checkpoint"), [(0, 11), (7, 14)], ids=["after an epoch", "within an epoch"])
 def test_a_resumed_training_continues_its_totals(bench: FrameworkBench, save_every: int, checkpoint: int) -> None:
+    if save_every and type(bench).__module__.endswith("lightning_bench") and is_older("lightning", "2.6"):
+        pytest.skip("lightning before 2.6 trains one batch again when it resumes within an epoch")
     options = {"epochs": 3, "save_every": save_every}
     first, _ = metered(bench, Work({18: SystemExit(143)}), **options)
     with pytest.raises(SystemExit):

@@ -19,6 +19,7 @@ from tests.support import ROOT
 from tests.support.rank_training import BATCH_SIZE, MEAN_SCORE, NOWHERE, SCORES, WORLD_SIZE, job_id_of
 from tests.support.ranks import run_ranks
 from tests.support.servers import ServerProcess, free_port
+from tests.support.versions import is_older
 from tests.support.warm import LIGHTNING, TRANSFORMERS
 from zeus_plugins.client import client_from_environment
 from zeus_plugins.protocol import JobView, Origin, TrialState
@@ -27,6 +28,8 @@ from zeus_plugins.protocol import JobView, Origin, TrialState
 LIMIT_S = 240
 MODULES = {"lightning_bench": LIGHTNING, "hf_bench": TRANSFORMERS}
 PER_PROCESS = BATCH_SIZE // WORLD_SIZE
+# transformers names the device of a process "cpu:0", from which torch restores no optimizer.
+RESUMES = {"lightning_bench": True, "hf_bench": not is_older("transformers", "5.0")}
 # Accelerate fills the last batch with samples of the first one.
 EPOCHS = {"lightning_bench": [PER_PROCESS] * 3 + [PER_PROCESS // 2], "hf_bench": [PER_PROCESS] * 4}
 
@@ -113,7 +116,9 @@ def ran(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     folder = tmp_path_factory.mktemp("ran")
     server = ServerProcess(f"sqlite:///{folder / 'bso.sqlite3'}", folder / "server.log")
     server.start()
-    ways = ("plain", "guessed", "never", "unreachable", "without server", "preempted", "beyond", "finish")
+    ways = ["plain", "guessed", "never", "unreachable", "without server", "beyond", "finish"]
+    if RESUMES[request.param.bench]:
+        ways.append("preempted")
     went_well, output = request.param.train(server.url, folder, *ways)
     assert went_well, output
     yield Ran(request.param, server, folder)
@@ -167,6 +172,8 @@ def test_both_processes_train_without_the_server(ran: Ran) -> None:
 
 
 def test_a_preempted_trial_goes_on_on_both_processes(ran: Ran) -> None:
+    if not RESUMES[ran.start.bench]:
+        pytest.skip("transformers before 5.0 cannot resume on two processes without GPUs")
     for each in ran.seen("preempted"):
         assert each["error"] == "ZeusBSOTrainFailError"
         # The batch that was interrupted comes twice.

@@ -27,6 +27,7 @@ from tests.support.hf_bench import Bench, Watch, sizes_of
 from tests.support.hf_models import USERS_SIZE, Classifier, Digits, val_digits
 from tests.support.job_bench import EPOCH_OF_24, EPOCH_OF_48, NEVER, NEXT_SIZE, SERVERS_SIZE
 from tests.support.odd_sizes import Buckets, first_of
+from tests.support.versions import since
 from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSOTrainFailError
 from zeus_plugins.huggingface import ZeusBSOTrainerCallback
 from zeus_plugins.protocol import EndReason, TrialState
@@ -303,7 +304,16 @@ def test_the_learning_rate_follows_the_batch_size(
 # Reports
 
 
-@pytest.mark.parametrize("evaluation", [{"eval_strategy": "epoch"}, {"eval_strategy": "steps", "eval_steps": 4}])
+@pytest.mark.parametrize(
+    "evaluation",
+    [
+        {"eval_strategy": "epoch"},
+        pytest.param(
+            {"eval_strategy": "steps", "eval_steps": 4},
+            marks=since("transformers", "5.0", "evaluation by steps leaves out the last step"),
+        ),
+    ],
+)
 def test_an_epoch_that_max_steps_cuts_short_counts_as_one(bench: Bench, evaluation: dict[str, Any]) -> None:
     callback = bench.callback(bench.job(NEVER, max_epochs=3), on_failure="stop")
     watch = Watch(callback)

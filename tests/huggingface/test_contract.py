@@ -24,6 +24,7 @@ from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 from transformers.integrations.integration_utils import MLflowCallback, TensorBoardCallback, WandbCallback
 
 from tests.support.hf_models import Classifier, Stream, Tokens, quiet_arguments, quiet_trainer, tiny_bert
+from tests.support.versions import since
 from zeus_plugins.errors import ZeusBSOConfigError
 from zeus_plugins.huggingface._trainer import (
     HuggingFacePort,
@@ -228,6 +229,7 @@ def test_accelerates_loaders_say_their_batch_size(dispatch_batches: bool | None)
     holds(hasattr(accelerator, "split_batches"), "Accelerator.split_batches")
 
 
+@since("transformers", "5.0", "it has no train_sampling_strategy")
 def test_a_rebalancing_sampler_says_its_size(tmp_path: Path) -> None:
     trainer = quiet_trainer(
         tmp_path,

@@ -26,6 +26,7 @@ from tests.support.lightning_models import (
     val_loader,
 )
 from tests.support.power_limit_bench import FOUND_W
+from tests.support.versions import since
 from zeus_plugins.energy import EstimateMonitor
 from zeus_plugins.errors import ZeusBSOConfigError
 from zeus_plugins.lightning import ZeusEnergyCallback, ZeusPowerLimitCallback
@@ -48,6 +49,7 @@ class Tunable(SizedModule):
         return torch.optim.SGD(self.parameters(), lr=self.learning_rate)
 
 
+@since("lightning", "2.5.6", "the finder's rate does not reach the optimizer of the training")
 def test_a_learning_rate_finder_takes_the_place_of_scaling(
     bench: Bench, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -170,6 +172,7 @@ def test_a_rehearsal_measures_and_changes_nothing(bench: Bench) -> None:
 # One trainer, several trainings
 
 
+@since("lightning", "2.5.6", "a second fit begins again where the first began")
 def test_a_second_fit_of_the_same_trainer_counts_its_own_epochs(bench: Bench) -> None:
     callback = bench.callback(bench.job(0.5, max_epochs=2), on_failure="stop")
     trainer = quiet_trainer(callback, max_epochs=4)
@@ -207,6 +210,7 @@ def test_what_cannot_be_accumulated_by_hand_is_refused_before_a_trial(bench: Ben
 # Lightning's other package
 
 
+@since("pytorch-lightning", "2.6", "where both packages are installed, it refuses callbacks of the other")
 @pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty:UserWarning")
 @pytest.mark.filterwarnings("ignore:.*callbacks used to create the checkpoint need to be provided:UserWarning")
 def test_the_twin_package_trains_at_the_servers_size_and_resumes(bench: Bench, tmp_path: Path) -> None:

@@ -201,7 +201,10 @@ def test_a_trial_that_has_ended_takes_no_other_report(scene: Scene, other: dict[
         # Zeus's client does not say how it measured, and reports from every rank.
         of_zeus = scene.http.post("/report", json={**scene.ended, **scene.final, **other})
     told = of_zeus.json()
-    assert (of_zeus.status_code, told.pop("message")) == (200, f"already reported: {scene.verdict['message']}")
+    assert (of_zeus.status_code, told.pop("message")) == (
+        200,
+        f"the end of trial 1 is already reported. It was: {scene.verdict['message']}",
+    )
     assert told == {name: value for name, value in scene.verdict.items() if name != "message"}
     assert "trial 1 has ended (completed)" in answer.json()["message"]
 

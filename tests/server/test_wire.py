@@ -194,9 +194,61 @@ class TestTrials:
             (200, True, "cost_bound_crossed")
         }
         message = lasts[0].json()["message"]
-        assert [each.json()["message"] for each in lasts[1:]] == [f"already reported: {message}"] * 3
+        assert [each.json()["message"] for each in lasts[1:]] == [
+            f"the end of trial 2 is already reported. It was: {message}"
+        ] * 3
         (_, shown) = trials_of(http, job_id)
         assert (shown["state"], shown["time_s"], shown["cost_j"]) == ("early_stopped", 20, 0.5 * 600 + 50 * 20)
+
+    @pytest.mark.parametrize(
+        "later", [{}, {"time": 5.2}, {"time": 7, "energy": 505}], ids=["equal totals", "soon after", "after a while"]
+    )
+    def test_a_second_evaluation_of_an_epoch_that_reaches_the_target_counts(
+        self, http: httpx.Client, job_id: str, later: dict[str, float]
+    ) -> None:
+        trial = begin(http, job_id)
+        first = {"time": 5, "energy": 500, "metric": 0.5, "current_epoch": 1}
+        report(http, trial, **first)
+        other_rank = report(http, trial, **first | {"time": 5.05, "energy": 510, "metric": 0.95})
+        assert not other_rank.json()["stop_train"]  # it cannot have evaluated again in a hundredth of the epoch
+        answers = [report(http, trial, **first | {"time": 5.05, "energy": 510} | later | {"metric": 0.95})] * 2
+
+        assert [(each.status_code, each.json()["converged"]) for each in answers] == [(200, True)] * 2
+        assert answers[0].json() == answers[1].json()
+        assert trials_of(http, job_id)[0]["state"] == "completed"
+
+    def test_a_repeated_report_of_a_rank_gets_the_same_answer(self, http: httpx.Client, job_id: str) -> None:
+        trial = begin(http, job_id)
+        for body in (
+            {"time": 5, "energy": 500, "metric": 0.5, "current_epoch": 1},
+            {"time": 7, "energy": 700, "metric": 0.6, "current_epoch": 1},
+            {"time": 9, "energy": 900, "metric": 0.95, "current_epoch": 2},
+        ):
+            answers = [report(http, trial, **body, rank=0) for _ in range(2)]
+            assert answers[0].status_code == 200
+            assert answers[0].json() == answers[1].json()
+        kept = export_over(http, job_id)[1]
+        assert (kept["report_count"], kept["state"]) == (3, "completed")
+
+    def test_a_rank_that_reports_after_the_end_reads_so(self, http: httpx.Client, job_id: str) -> None:
+        ended, failed = begin(http, job_id), begin(http, job_id)
+        reached(http, ended, cost_j=500)
+        http.patch("/trials", json=failed)
+        late = {"time": 1, "energy": 1, "metric": 0.5, "current_epoch": 1}
+        for trial, status in ((ended, 200), (failed, 409)):
+            for rank in ({}, {"rank": 1, "energy_source": "nvml"}):
+                answer = report(http, trial, **late, **rank)
+                assert answer.status_code == status
+                assert "is already reported." in answer.json()["message"]
+
+    def test_rank_0_of_our_client_may_be_second(self, http: httpx.Client, job_id: str) -> None:
+        trial = begin(http, job_id)
+        of = {"metric": 0.5, "current_epoch": 1, "energy_source": "nvml"}
+        report(http, trial, time=5.01, energy=500, rank=1, **of)
+        answer = report(http, trial, time=5, energy=510, rank=0, **of)
+        assert (answer.status_code, answer.json()["stop_train"]) == (200, False)
+        alone = report(http, trial, time=5, energy=500, **of)  # of a client that speaks for all ranks
+        assert_refused(alone, 422, "time")
 
     def test_only_completed_trials_set_the_lowest_cost(self, http: httpx.Client, job_id: str) -> None:
         report(http, begin(http, job_id), time=0.01, energy=1, metric=0.5, current_epoch=10)

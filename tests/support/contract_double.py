@@ -15,7 +15,7 @@ COST_BOUND = {"stop_train": True, "converged": False, "message": "cost bound cro
 
 
 # A Zeus server ignores these fields, which our client sends as null unless a server has told it their values.
-UNKNOWN = {"fingerprint", "registration_id", "lease_epoch"}
+UNKNOWN = {"fingerprint", "registration_id", "lease_epoch", "rank"}
 
 
 class ContractDouble:

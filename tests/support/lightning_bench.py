@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 from tests.support.frameworks import TRAIN_IMAGES, FrameworkBench, Powered, Training, Work
 from tests.support.lightning_models import Classifier, digits, quiet_trainer, train_loader
 from tests.support.servers import ServerProcess
+from tests.support.versions import WEIGHTS_ONLY
 from zeus_plugins.lightning import ZeusBSOCallback, ZeusEnergyCallback, ZeusPowerLimitCallback
 
 # For every test that trains.
@@ -84,7 +85,7 @@ class Fit(Training):
         return self._data.batch_size, self.trainer.accumulate_grad_batches
 
     def train(self, checkpoint: Path | None = None) -> None:
-        resume = {} if checkpoint is None else {"ckpt_path": checkpoint, "weights_only": True}
+        resume = {} if checkpoint is None else {"ckpt_path": checkpoint, **WEIGHTS_ONLY}
         self.trainer.fit(self.model, self._data, **resume)
 
     def logged(self, name: str) -> list[dict[str, float]]:

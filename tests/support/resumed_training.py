@@ -20,6 +20,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 
 from tests.support.job_bench import CountingMonitor
 from tests.support.lightning_models import Classifier, quiet_trainer, train_loader
+from tests.support.versions import WEIGHTS_ONLY
 from zeus_plugins import JobSpec
 from zeus_plugins.lightning import ZeusBSOCallback
 
@@ -71,7 +72,7 @@ def main(server_url: str, job_id: str, folder: str, number: str) -> None:
     trainer = quiet_trainer(callback, SignalItself(int(number)), *savers, max_epochs=EPOCHS, enable_checkpointing=True)
     seen: dict[str, Any] = {"left": "normally"}
     try:
-        trainer.fit(module, train_loader(), ckpt_path="last", weights_only=True)
+        trainer.fit(module, train_loader(), ckpt_path="last", **WEIGHTS_ONLY)
     except SystemExit as leaving:
         seen["left"] = type(leaving).__name__
     seen |= {

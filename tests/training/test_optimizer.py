@@ -22,6 +22,7 @@ import pytest
 from tests.support.answering import responding
 from tests.support.contract_double import CONVERGED, COST_BOUND, KEEP_TRAINING, ContractDouble
 from tests.support.embedded import monitor
+from tests.support.ranks import stories_of
 from tests.support.servers import ServerProcess
 from tests.support.sessions import JOB, TRIAL, monitor_of
 from zeus_plugins import BatchSizeOptimizer, JobSpec
@@ -30,6 +31,7 @@ from zeus_plugins.client.http import BsoClient
 from zeus_plugins.energy import Measurement, ReplayMonitor
 from zeus_plugins.errors import (
     ZeusBSOBadOperationError,
+    ZeusBSOConfigError,
     ZeusBSOOperationOrderError,
     ZeusBSORuntimeError,
     ZeusBSOServerUnreachableError,
@@ -37,7 +39,7 @@ from zeus_plugins.errors import (
 )
 from zeus_plugins.protocol import ZEUS, GpuConfig, TrialState
 
-MEASURED = {"energy_source": "nvml", "judged_by": None, "waited_share": 0.0, "watched": None}
+MEASURED = {"energy_source": "nvml", "judged_by": None, "waited_share": 0.0, "watched": None, "rank": 0}
 FAILED = TRIAL | {"outcome": "failed", "ended_early": True, "detail": None}
 
 
@@ -113,16 +115,107 @@ def test_calls_out_of_order_are_refused_and_count_nothing() -> None:
     assert [body["current_epoch"] for body in server.sent("POST", "/report")] == [1]
 
 
-def test_other_ranks_are_told_to_leave_it_to_rank_0() -> None:
+def test_another_rank_that_was_not_told_the_trial_can_do_nothing() -> None:
     optimizer = BatchSizeOptimizer(None, None, JOB, rank=3)
     for call in (
-        optimizer.get_batch_size,
         optimizer.on_train_begin,
         lambda: optimizer.on_evaluate(0.5),
         lambda: optimizer.training_finished,
+        lambda: optimizer.trial_number,
     ):
-        with pytest.raises(ZeusBSOBadOperationError, match=r"rank 3.*call it on rank 0 and broadcast"):
+        with pytest.raises(ZeusBSOBadOperationError, match=r"rank 3.*set current_batch_size and trial_number"):
             call()
+    optimizer.close()
+
+
+def rank_1_of(server: ContractDouble, job: JobSpec = JOB, number: int = 7) -> BatchSizeOptimizer:
+    """Another rank, told the double's trial as Zeus's data-parallel scripts tell it."""
+    optimizer = BatchSizeOptimizer(monitor_of(*[(2.0, 60.0)] * 10), None, job, rank=1, client=server.client())
+    optimizer.current_batch_size, optimizer.trial_number = 64, number
+    return optimizer
+
+
+def test_another_rank_reports_the_trial_of_rank_0_and_obeys_the_verdict() -> None:
+    server = ContractDouble(KEEP_TRAINING, CONVERGED)
+    with rank_1_of(server) as optimizer:
+        with pytest.raises(ZeusBSOBadOperationError, match="only rank 0 asks for a batch size"):
+            optimizer.get_batch_size()
+        optimizer.on_train_begin()
+        optimizer.on_evaluate(0.25)
+        assert not optimizer.training_finished
+        optimizer.on_evaluate(0.75)
+        assert optimizer.training_finished
+    measured = {**MEASURED, "rank": 1}
+    assert server.requests == [
+        ("POST", "/report", TRIAL | {"time": 2.0, "energy": 60.0, "metric": 0.25, "current_epoch": 1, **measured}),
+        ("POST", "/report", TRIAL | {"time": 4.0, "energy": 120.0, "metric": 0.75, "current_epoch": 2, **measured}),
+    ]
+
+
+def test_another_rank_hears_of_a_stop_without_the_target() -> None:
+    optimizer = rank_1_of(ContractDouble(COST_BOUND))
+    optimizer.on_train_begin()
+    with pytest.raises(ZeusBSOTrainFailError, match="cost bound crossed; launch the training again"):
+        optimizer.on_evaluate(0.25)
+    assert optimizer.training_finished
+
+
+@pytest.mark.parametrize(
+    ("error", "told"), [(ValueError("no"), []), (MemoryError("no"), [ended("infeasible", "MemoryError: no")])]
+)
+def test_another_rank_that_fails_leaves_the_end_to_rank_0_unless_it_ran_out_of_memory(
+    error: Exception, told: list[dict[str, Any]]
+) -> None:
+    server = ContractDouble()
+
+    def fail() -> None:
+        with rank_1_of(server) as optimizer:
+            optimizer.on_train_begin()
+            raise error
+
+    with pytest.raises(type(error)):
+        fail()
+    assert server.sent("PATCH", "/trials") == told
+
+
+def test_another_rank_of_a_trial_unknown_to_the_server_judges_by_the_target_and_sends_nothing() -> None:
+    server = ContractDouble()
+    with rank_1_of(server, number=0) as optimizer:
+        optimizer.on_train_begin()
+        optimizer.on_evaluate(0.1)
+        assert not optimizer.training_finished
+        optimizer.on_evaluate(JOB.target_metric)
+        assert optimizer.training_finished
+    assert server.requests == []
+
+
+def test_another_rank_needs_the_id_of_the_job() -> None:
+    optimizer = rank_1_of(ContractDouble(), JOB.model_copy(update={"job_id": None}))
+    with pytest.raises(ZeusBSOConfigError, match=r"rank 1 .* needs its id: .* or set ZEUS_JOB_ID"):
+        optimizer.on_train_begin()
+
+
+def test_rank_0_shows_its_trial_and_takes_no_other() -> None:
+    optimizer = optimizer_of(ContractDouble())
+    with pytest.raises(ZeusBSOOperationOrderError, match="ask for a batch size first"):
+        optimizer.current_batch_size = 64
+    optimizer.get_batch_size()
+    assert (optimizer.current_batch_size, optimizer.trial_number) == (64, 7)
+    optimizer.current_batch_size, optimizer.trial_number = 64, 7  # a script sets them on every rank
+    with pytest.raises(ZeusBSOBadOperationError, match="trial_number is 7 in this trial, not 8"):
+        optimizer.trial_number = 8
+    optimizer.close()
+    other = BatchSizeOptimizer(None, None, JOB, rank=1)
+    for name, wrong in (("current_batch_size", 0), ("trial_number", -1)):
+        with pytest.raises(ZeusBSOBadOperationError, match=f"{name} is {wrong}: set it to the {name} of rank 0"):
+            setattr(other, name, wrong)
+
+
+def test_rank_0_has_the_number_0_while_the_server_does_not_know_its_trial() -> None:
+    server = ContractDouble()
+    server.down = True
+    optimizer = optimizer_of(server)
+    assert (optimizer.get_batch_size(), optimizer.trial_number) == (32, 0)
     optimizer.close()
 
 
@@ -394,6 +487,20 @@ def test_the_server_may_die_between_two_requests(server: ServerProcess) -> None:
         (trial,) = client.show_job("loop").trials
 
     assert (trial.state, trial.energy_j, trial.time_s, trial.epochs) == (TrialState.COMPLETED, 300, 3, 3)
+
+
+def test_two_ranks_train_as_zeus_s_data_parallel_script_does(server: ServerProcess, tmp_path: Path) -> None:
+    module = "tests.support.loop_ranks"
+    seen = {"sizes": [32, 16], "numbers": [1, 2], "epochs": [3, 2], "finished": [True, True], "warnings": []}
+    assert stories_of(module, tmp_path, server.url, modules=[module]) == [seen] * 2
+    with BsoClient(server.url) as client:
+        trials = client.show_job("loop").trials
+    assert [(trial.state, trial.epochs, trial.metric) for trial in trials] == [
+        (TrialState.COMPLETED, 3, 0.95),
+        (TrialState.COMPLETED, 2, 0.95),
+    ]
+    evaluations = httpx.get(f"{server.url}/api/jobs/loop/trials/1/epochs").json()["epochs"]
+    assert [each["epoch"] for each in evaluations] == [1, 2, 3]  # two ranks, one evaluation
 
 
 # --- A target that is missed ------------------------------------------------------------------------------------------

@@ -147,7 +147,7 @@ class LocalServer(ServerPort):
 
     def send_report(self, result: TrainingResult) -> ReportResponse:
         """See `ServerPort.send_report`."""
-        sent = TrainingResult(**dict(result))  # Sets each field, as over HTTP; `is_zeus` depends on it.
+        sent = TrainingResult(**dict(result))  # Sets each field, as over HTTP; `is_of_one_rank` depends on it.
 
         def report(transaction: Transaction) -> ReportResponse:
             (outcome,) = ReportBatch(transaction, [(sent, UNRESTRICTED)], self._commands.moment()).take()

@@ -136,6 +136,12 @@ class TrialReporter:
         cost_j = self.job.cost_j(time_s=evaluation.time, energy_j=evaluation.energy)
         return self._judged_here(rule, evaluation.metric, evaluation.current_epoch, cost_j)
 
+    def send_nothing(self) -> None:
+        """Judge all further evaluations here, and keep and send nothing more."""
+        with self._lock:
+            self._is_refused = True
+            self._box.refuse()
+
     def keep_power_limits(self, choice: PowerLimitChoice) -> None:
         """Let the thread send the trial's power limits, so that no training step waits for the server."""
         with self._lock:
@@ -222,9 +228,7 @@ class TrialReporter:
                 "server takes them",
             )
             return
-        with self._lock:
-            self._is_refused = True
-            self._box.refuse()
+        self.send_nothing()
         self._warn(
             cause,
             f"the server refuses this trial: {error}. The training goes on and is judged here, and nothing more of it "

@@ -331,6 +331,7 @@ class Evaluation(WireMessage):
         watched: Last values of the watched metrics; None, as from a Zeus client, keeps those of the report before.
         judged_by: The rule by which the training has judged this evaluation while the server was away; the server then
             applies the same rule. None: the server chooses the rule.
+        rank: Rank of the process that reports, if every rank of the training may report; None if one reports for all.
     """
 
     time: Seconds
@@ -341,6 +342,7 @@ class Evaluation(WireMessage):
     waited_share: Fraction | None = None
     judged_by: StopRule | None = None
     watched: Watched | None = None
+    rank: NonNegativeInt | None = None
 
     @field_serializer("current_epoch")
     def _whole_epochs_as_integers(self, epoch: float) -> int | float:
@@ -351,9 +353,12 @@ class TrainingResult(Evaluation, TrialId):
     """Body of ``POST /report``: an evaluation of a trial."""
 
     @property
-    def is_zeus(self) -> bool:
-        """True if a Zeus client sent it, of which every rank reports; our client sends all fields, even None."""
-        return self.model_fields_set.isdisjoint(("energy_source", "judged_by"))
+    def is_of_one_rank(self) -> bool:
+        """True if other ranks may report the same evaluation.
+
+        Every rank of Zeus's client reports, without our fields, whereas our client sends all fields, even None.
+        """
+        return self.rank is not None or self.model_fields_set.isdisjoint(("energy_source", "judged_by"))
 
 
 class ReportResponse(WireMessage):

@@ -69,9 +69,9 @@ _logger = logging.getLogger("zeus_plugins")
 class TrialSession:
     """One trial, from the request for a batch size to the end.
 
-    Call `ask` (or `resume`, in a resumed training), `begin_measurement`, `report_evaluation` after each evaluation
-    until its verdict says stop, and `end`; calls in another order raise `ZeusBSOOperationOrderError`. Before `ask`, the
-    session can be pickled for spawned worker processes.
+    Call `ask` (or `resume`, in a resumed training, or `join`), `begin_measurement`, `report_evaluation` after each
+    evaluation until its verdict says stop, and `end`; calls in another order raise `ZeusBSOOperationOrderError`. Before
+    `ask`, the session can be pickled for spawned worker processes.
 
     Args:
         job: The recurring job, or a plan for it. Its `job_id` precedes the environment variable ``ZEUS_JOB_ID``;
@@ -81,6 +81,7 @@ class TrialSession:
         on_unreachable: A training that begins while the server is away trains at the job's default size, and its trial
             is recorded later (``"default"``), or it does not begin (``"raise"``).
         outbox: Keeps results while the server is away; by default in the user's state directory.
+        rank: Rank of this process, if every rank of the training may report.
         watch: Names of further metrics, which `watch` is expected to receive.
 
     Raises:
@@ -100,6 +101,7 @@ class TrialSession:
         *,
         on_unreachable: OnUnreachable = "default",
         outbox: Outbox | None = None,
+        rank: int | None = None,
         watch: Iterable[str] = (),
     ) -> None:
         check_on_unreachable(on_unreachable)
@@ -111,6 +113,7 @@ class TrialSession:
         self._waiting = Waiting()
         self._on_unreachable = on_unreachable
         self._outbox = outbox or default_outbox()
+        self._rank = rank
         self._key = secrets.token_hex(16)  # by which a repeated request finds the same trial
         self._trial: TrialInfo | None = None
         # None without a trial, and for a checkpoint's trial that takes no reports.
@@ -276,6 +279,32 @@ class TrialSession:
             _logger.warning("%s. The results of the rest of this run wait in %s", error, self._outbox.directory)
         self._open_line(registration, trouble=None)
 
+    def join(self, batch_size: int, trial_number: int) -> None:
+        """Report beside rank 0, which has asked for this trial and ends it.
+
+        For number 0, the trial that rank 0 began while the server was away, this rank sends nothing and judges by the
+        target and `max_epochs`.
+
+        Raises:
+            ZeusBSOConfigError: The job has no `job_id`, which names it on all ranks.
+        """
+        job = self.plan.job
+        if job.job_id is None:
+            raise ZeusBSOConfigError(
+                f"rank {self._rank} reports on the trial of rank 0 and needs its id: pass JobSpec(job_id=…) or set "
+                f"{environment.JOB_ID}"
+            )
+        registration = JobSpecFromClient.of(job, self._monitor.gpus()).named(job.job_id)
+        self._trial = TrialInfo(
+            job_id=job.job_id,
+            batch_size=batch_size,
+            trial_number=trial_number or None,
+            key=None if trial_number else self._key,
+        )
+        self._open_line(registration, trouble=None)
+        if self._reporter is not None and not trial_number:
+            self._reporter.send_nothing()
+
     def begin_measurement(self, optimizer: str | None = None) -> None:
         """Open the measurement window; call it where the training begins.
 
@@ -397,7 +426,10 @@ class TrialSession:
                 self._update(unmeasured=detail_of(failure))
                 _logger.debug("could not close the last measurement window: %s", failure)
         if self._reporter is not None:
-            self._reporter.end(None if self.finished else ending_of(error, early_end=early_end))
+            ending = None if self.finished else ending_of(error, early_end=early_end)
+            if self._rank and ending is not None and ending.outcome is not TrialState.INFEASIBLE:
+                ending = None  # Rank 0 knows how the training ended, but not that another rank ran out of memory.
+            self._reporter.end(ending)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the fields of `TrialInfo` for a checkpoint, in plain types (for ``torch.load(weights_only=True)``).
@@ -604,6 +636,7 @@ class TrialSession:
                 judged_by=rule if is_repeated and rule.confirmed else None,
                 waited_share=trial.waited_share,
                 watched=trial.watched,
+                rank=self._rank,
             )
         )
 
