@@ -49,7 +49,8 @@ class Memory(Generic[Remembered]):
         kind: Type of the memory, which pydantic writes as JSON and reads back unchanged, such as a frozen dataclass of
             numbers. Its size must not grow with the number of trials.
         begin: Returns the memory of a new job.
-        after: Returns the memory after a trial has reached a final state; called in the order of ends.
+        after: Returns the memory after a trial has reached a final state; called in the order of ends. A trial on
+            `other_gpus` tells nothing of the costs on the job's present ones.
     """
 
     kind: type[Remembered]
@@ -214,7 +215,7 @@ def suggest(history: History, rng: np.random.Generator, *, explains: bool = Fals
     if own is not None:
         return own
     suggestion = policy.suggest(history, rng)
-    if suggestion.batch_size not in history.arms:
+    if suggestion.batch_size not in history.job.batch_sizes:
         raise ValueError(
             f"policy {history.job.policy} suggests {suggestion.batch_size}, which is not one of the job's batch sizes "
             f"{list(history.job.batch_sizes)}: mend the policy"
@@ -235,7 +236,9 @@ def needs_bound(job: CreatedJob, trial: TrialRecord) -> bool:
     Policy `gp_voi` decides once when to stop a trial: at the dispatch if it knows the cost of an epoch, otherwise after
     the first epochs.
     """
-    return job.target_metric is not None and trial.epoch_bound is None and find(job.policy).bound is not None
+    if job.target_metric is None or trial.epoch_bound is not None or trial.batch_size not in job.batch_sizes:
+        return False
+    return find(job.policy).bound is not None
 
 
 def bounded(history: History, trial: TrialRecord, report: Report) -> TrialRecord:
@@ -254,7 +257,7 @@ def stop_rule(job: CreatedJob, trial: TrialRecord, min_cost_j: float | None) -> 
     """
     if job.target_metric is None:
         return StopRule(max_epochs=job.max_epochs)
-    rule = find(job.policy).stop_rule(job, trial, min_cost_j)
+    rule = find(job.policy).stop_rule(job, trial, None if trial.other_gpus else min_cost_j)
     if not trial.confirmed:
         return rule
     return rule.model_copy(update={"confirmed": trial.confirmed, "confirmed_epoch": trial.epoch})
@@ -350,8 +353,8 @@ def memory_after(job: CreatedJob, memory: Any, ended: Iterable[TrialRecord]) -> 
     if kept is None:
         return None
     for trial in ended:
-        # An abandoned trial may come back, which cancels its end.
-        if trial.state in FINAL:
+        # An abandoned trial may come back, which cancels its end; a removed size has no place in a memory.
+        if trial.state in FINAL and trial.batch_size in job.batch_sizes:
             memory = kept.after(memory, job, trial)
     return memory
 
