@@ -133,12 +133,13 @@ class ReportBatch:
                 report, time_s=max(report.time_s, trial.time_s), energy_j=max(report.energy_j, trial.energy_j)
             )
         history = None
-        # A trial under earlier terms gets no bound by the present ones: without a bound it has all its epochs.
-        if self._terms_of(job, trial) is job and policy.needs_bound(job.registration, trial):
+        if self._needs_bound(job, trial):
             # A bound rests on the job's history, which must not change while it is read.
             if not self._lock_job(trial.job_id):
                 return RowLocked.ROW_LOCKED
-            history = self._history_of(trial.job_id)
+            # The job may have been revised since.
+            if self._needs_bound(self._jobs[trial.job_id], trial):
+                history = self._history_of(trial.job_id)
 
         def judged() -> tuple[StoredJob, TrialRecord, ReportResponse]:
             job = self._jobs[trial.job_id]
@@ -169,6 +170,10 @@ class ReportBatch:
             # A trial that has ended keeps its last report in its own row only.
             self._epochs.append(last_report(trial_after))
         return answer
+
+    def _needs_bound(self, job: StoredJob, trial: TrialRecord) -> bool:
+        # A trial under earlier terms gets no bound by the present ones: without a bound it has all its epochs.
+        return trial.started_event > job.revised_event and policy.needs_bound(job.registration, trial)
 
     def _terms_of(self, job: StoredJob, trial: TrialRecord) -> StoredJob:
         return terms_of(self._transaction, job, trial)

@@ -147,7 +147,8 @@ class Transaction:
     transaction locks the whole file.
 
     Lock order: rows of one table in the order of their keys. Ending a trial locks the trial, then its job. Dispatching
-    or abandoning locks the job, then only its expired trials. Setting a target locks the job, then its open trials.
+    or abandoning locks the job, then only its expired trials. Setting a target locks the job, then its open trials; a
+    revision locks the job, and then, if it gets other GPUs, its trials.
     """
 
     def __init__(self, connection: sa.Connection) -> None:
