@@ -236,9 +236,7 @@ def needs_bound(job: CreatedJob, trial: TrialRecord) -> bool:
     Policy `gp_voi` decides once when to stop a trial: at the dispatch if it knows the cost of an epoch, otherwise after
     the first epochs.
     """
-    if job.target_metric is None or trial.epoch_bound is not None or trial.batch_size not in job.batch_sizes:
-        return False
-    return find(job.policy).bound is not None
+    return job.target_metric is not None and trial.epoch_bound is None and find(job.policy).bound is not None
 
 
 def bounded(history: History, trial: TrialRecord, report: Report) -> TrialRecord:

@@ -7,21 +7,25 @@ import random
 from typing import Any
 
 import pytest
+import sqlalchemy as sa
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from bso_server.errors import BsoError, InvalidJobError, JobConflictError
+from bso_server.errors import BsoError, InvalidImportError, InvalidJobError, InvalidReportError, JobConflictError
 from bso_server.service.health import differences
+from bso_server.storage.rows import StoredPowerProfile
+from bso_server.storage.tables import trials
 from bso_server.storage.transaction import Transaction
 from tests.support.exports import exported, pieces_of, renamed
 from tests.support.properties import examples
-from tests.support.service import ACTIONS, JobService, act, job_service, trial_id
+from tests.support.service import ACTIONS, START, JobService, act, job_service, trial_id
 from zeus_plugins.protocol import (
     GP_VOI,
     OWN_POLICIES,
     ZEUS,
     CreatedJob,
     EndReason,
+    PowerLimitSample,
     Revision,
     TrainingResult,
     TrialDispatch,
@@ -155,6 +159,8 @@ async def test_a_removed_size_stays_in_the_history_and_an_added_one_is_tried(dat
         view = await server.show()
         assert [(arm.batch_size, arm.trials) for arm in view.arms] == [(16, 1), (32, 1), (64, 0)]
         assert (view.trial_count, view.min_cost_j, view.revisions[0].in_words) == (4, 160.0, "batch_sizes +64 -8")
+        with pytest.raises(InvalidReportError, match="8 is not one of the job's batch sizes"):
+            await server.offline(8, "late")
         await server.reach(running, 70.0)
         chosen = set()
         for _ in range(12):
@@ -187,13 +193,16 @@ async def test_sizes_that_are_added_in_the_bandit_stage_are_drawn(database_url: 
 async def test_on_other_gpus_epochs_count_and_costs_do_not(database_url: str, policy: str) -> None:
     async with job_service(database_url, policy=policy) as server:
         for size in (16, 8):
-            await server.reach(await server.offline(size, f"{size}"), 10.0 * size)
+            trial = await server.offline(size, f"{size}")
+            await server.report(trial, cost_j=2.0 * size, epoch=1)
+            await server.reach(trial, 10.0 * size)
         await server.end(await server.offline(32, "too large"), TrialState.INFEASIBLE)
         running = await server.offline(8, "running")
         await revise(server, gpu_model="H100", max_power=700.0)
         view, history = await server.show(), await server.history()
         assert [trial.other_gpus for trial in view.trials] == [True] * 4
         assert (view.min_cost_j, view.arms[0].n, view.savings.recurrences, history.recurrences) == (None, 0, 0, 2)
+        assert view.savings.cost_j.spent == 0
         assert 32 in history.runnable_sizes
         if policy == GP_VOI:
             assert [belief.is_observed for belief in history.memory] == [True, True, False]
@@ -264,9 +273,60 @@ async def test_a_revised_job_is_exported_and_imported(bso: JobService) -> None:
     before, after = await bso.show(), await copy.show()
     assert after.model_copy(update={"job": before.job}) == before
     assert await is_consistent(copy)
+    lines[4]["started_event"] = lines[0]["revisions"][0]["event"]
+    with pytest.raises(InvalidImportError, match=r"line 5, started_event: event .* is taken already"):
+        await bso.service.imports.import_job(pieces_of(renamed(lines)))
     twin = running.model_copy(update={"job_id": copy.job_id})
     for server, trial in ((bso, running), (copy, twin)):
         assert (await server.report(trial, cost_j=1000.0, epoch=10)).reason is EndReason.MAX_EPOCHS_REACHED
+
+
+async def test_a_verdict_on_savings_is_learned_anew(database_url: str) -> None:
+    async with job_service(database_url, policy=GP_VOI) as server:
+        for number in range(5):
+            for size, time_s, energy_j in ((16, 5.0, 500.0), (8, 5.0, 100.0)):
+                trial = trial_id(await server.offline(size, f"{size} {number}")).model_dump()
+                totals = {"time": time_s, "energy": energy_j, "metric": 0.95, "current_epoch": 5}
+                await server.service.reports.record_report(TrainingResult(**trial, **totals, judged_by=None))
+        before = (await server.show()).savings.cost_j.now
+        await revise(server, eta_knob=1.0)
+        after = (await server.show()).savings.cost_j.now
+        assert before is not None
+        assert after is not None
+        assert (before.middle, after.middle) == pytest.approx((0.4, 0.8), abs=0.05)
+
+
+async def test_another_seed_begins_its_draws_anew(database_url: str) -> None:
+    async with job_service(database_url, policy=ZEUS, mab_num_explorations=1) as server:
+        for number in range(6):
+            await server.reach(await server.suggest(), 500.0 + number)
+        drawn = await server.store.read(Transaction.job, server.job_id)
+        await revise(server, mab_seed=2)
+        revised = await server.store.read(Transaction.job, server.job_id)
+        assert drawn is not None
+        assert revised is not None
+        assert (drawn.rng_state is None, revised.rng_state) == (False, None)
+
+
+async def test_runs_without_epochs_keep_policy_zeus(database_url: str) -> None:
+    async with job_service(database_url, policy=ZEUS) as server:
+        await server.reach(await server.suggest())
+        unknown = sa.update(trials).where(trials.c.job_id == server.job_id).values(epoch=None, first_epoch=None)
+        await server.store.write(lambda transaction: transaction.connection.execute(unknown).rowcount)
+        with pytest.raises(
+            JobConflictError, match="cannot become 'gp_voi', which learns from epochs: trial 1 has none"
+        ):
+            await revise(server, policy=GP_VOI)
+
+
+async def test_power_limits_of_other_gpus_are_not_handed_on(bso: JobService) -> None:
+    await bso.reach(await bso.suggest())
+    samples = (PowerLimitSample(limit_w=100.0, steps=1, time_s=1.0, energy_j=1.0),)
+    profile = StoredPowerProfile(bso.job_id, 1, 16, samples, START)
+    await bso.store.write(lambda transaction: transaction.insert_power_profiles([profile]))
+    assert await bso.store.read(lambda each: each.newest_power_profile(bso.job_id, 16)) == profile
+    await revise(bso, gpu_model="H100")
+    assert await bso.store.read(lambda each: each.newest_power_profile(bso.job_id, 16)) is None
 
 
 CHANGES = st.one_of(

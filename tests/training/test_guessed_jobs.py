@@ -97,10 +97,12 @@ def test_a_trainer_with_other_epochs_revises_the_job(
     assert [trial.state for trial in view.trials] == ["exhausted", "completed"]
 
 
+@pytest.mark.parametrize("job_id", ["mine", None])
 def test_stated_terms_revise_the_job_and_others_follow_it(
-    url: str, server: ServerPort, caplog: pytest.LogCaptureFixture
+    url: str, server: ServerPort, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, job_id: str | None
 ) -> None:
-    fields: dict[str, Any] = {"job_id": "mine", "job_id_prefix": "mine", "target_metric": 0.9, "max_epochs": 3}
+    monkeypatch.setenv("ZEUS_JOB_ID", "mine")
+    fields: dict[str, Any] = {"job_id": job_id, "job_id_prefix": "mine", "target_metric": 0.9, "max_epochs": 3}
     fields |= {"batch_sizes": (32, 64), "default_batch_size": 64}
     launched(url, Net(), 0.95, target=None, job=JobSpec(**fields))
     by_hand = server.show_job("mine").job.model_copy(update={"eta_knob": 0.7, "max_epochs": 9, "revise": True})
@@ -139,6 +141,23 @@ def test_results_that_come_late_never_revise_the_job(
     view = server.show_job("mine")
     assert (view.job.eta_knob, view.job.max_epochs, len(view.revisions)) == (1.0, 5, 1)
     assert [trial.origin for trial in view.trials][1] is Origin.OFFLINE
+
+
+def test_late_results_of_other_gpus_do_not_revise_the_job(
+    url: str, server: ServerPort, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launched(url, Net(), 0.95, job_id="mine")
+    with monkeypatch.context() as away:
+        away.setattr(LocalServer, "register", failing(ZeusBSOServerUnreachableError("away")))
+        away.setattr(LocalServer, "record_offline", failing(ZeusBSOServerUnreachableError("away")))
+        launched(url, Net(), 0.95, job_id="mine")
+    other = GpuConfig(max_power=300.0, number_of_gpus=1, gpu_model="H100")
+    server.register(server.show_job("mine").job.model_copy(update={**dict(other), "revise": True}))
+    monkeypatch.setattr(f"{__name__}.GPUS", other)
+    launched(url, Net(), 0.95, job_id="mine")
+    view = server.show_job("mine")
+    assert [revision.in_words for revision in view.revisions] == ["max_power 100 -> 300, gpu_model A40 -> H100"]
+    assert view.trial_count == 2
 
 
 def test_without_a_dispatch_the_training_takes_the_registered_default_size(
