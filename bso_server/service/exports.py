@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, StringConstraints
 
-from bso_server.core.model import Deviations, TrialRecord
+from bso_server.core.model import TrialRecord
 from bso_server.errors import UnknownJobError
 from bso_server.service.loading import known_job
 from bso_server.service.views import EpochExport, PowerProfileExport
@@ -29,8 +29,10 @@ from zeus_plugins.protocol import (
     CreatedJob,
     Decision,
     Epochs,
+    Finite,
     Instant,
     Joules,
+    NonNegativeFinite,
     NonNegativeInt,
     PositiveInt,
     Revision,
@@ -96,7 +98,7 @@ class TrialExport(TrialFacts):
         first_epoch: Epochs trained by the first report, or None.
         first_time_s: Seconds until the first report, or None.
         first_energy_j: Joules until the first report, or None.
-        deviations: The spread of the epochs' times and energies, see `Deviations`; None if unknown.
+        deviations: The spread of the epochs' times (s²), energies (J²) and both together (J·s); None if unknown.
         confirmed: Number of the latest evaluations that reached the target, in a row.
         decision: The numbers behind the choice of the batch size; None if no policy chose it.
         power_profile: The trial's own power-limit profile, or None.
@@ -117,7 +119,7 @@ class TrialExport(TrialFacts):
     first_epoch: Epochs | None = None
     first_time_s: Seconds | None = None
     first_energy_j: Joules | None = None
-    deviations: Deviations | None = None
+    deviations: tuple[NonNegativeFinite, NonNegativeFinite, Finite] | None = None
     confirmed: NonNegativeInt = 0
     decision: Decision | None = None
     power_profile: PowerProfileExport | None = None
