@@ -47,15 +47,19 @@ from bso_server.storage.store import Store
 from bso_server.ui import words
 from zeus_plugins.protocol import (
     ArmView,
+    CreatedJob,
     ErrorBody,
     Explanation,
     JobList,
+    JobSpecFromClient,
     JobSummary,
     JobView,
     MetricView,
     Paths,
     TrialList,
     TrialView,
+    changes_in_words,
+    terms_between,
 )
 
 if TYPE_CHECKING:
@@ -148,6 +152,17 @@ def add_jobs_commands(commands: Commands) -> Commands:
     share.add_argument(
         "--stop", action="store_true", help="leave it to the token that it belongs to; what runs goes on"
     )
+
+    revise = add("revise", "change the terms of a job, which keeps what it has learned", _revise)
+    revise.add_argument("--eta", dest="eta_knob", metavar="ETA", type=float, help="weight of energy against time")
+    revise.add_argument(
+        "--beta", dest="beta_knob", metavar="BETA", type=_number_or_none, help="bound on a run's cost, or none"
+    )
+    revise.add_argument("--max-epochs", metavar="N", type=int, help="epochs after which a run ends without the target")
+    revise.add_argument("--batch-sizes", metavar="SIZE", type=int, nargs="+", help="all sizes to choose from")
+    revise.add_argument("--default", dest="default_batch_size", metavar="SIZE", type=int, help="the default size")
+    revise.add_argument("--controls", metavar="SHARE", type=_share_or_word, help="auto, off, or a share such as 0.1")
+    revise.add_argument("--policy", help="the policy that chooses the sizes")
 
     add("delete", "delete a job with all that is known of it", _delete)
     return jobs
@@ -343,6 +358,40 @@ def _share(options: argparse.Namespace) -> None:
         print(f"job {job.job_id} is not shared: only token {job.owner}, and administrators, begin trials of it")
 
 
+_TERMS = ("eta_knob", "beta_knob", "max_epochs", "batch_sizes", "default_batch_size", "controls", "policy")
+
+
+def _number_or_none(text: str) -> float | str:
+    # The option's absence is None already.
+    return "none" if text == "none" else float(text)
+
+
+def _share_or_word(text: str) -> float | str:
+    return text if text in ("auto", "off") else float(text)
+
+
+def _revise(options: argparse.Namespace) -> None:
+    stated = {name: value for name in _TERMS if (value := getattr(options, name)) is not None}
+    if not stated:
+        raise CommandError("state at least one term: --eta, --beta, --max-epochs, --batch-sizes, --default, …")
+    if stated.get("beta_knob") == "none":
+        stated["beta_knob"] = None
+    known = read_job(options, limit=1).job
+    try:
+        asked = JobSpecFromClient.model_validate({**known.model_dump(), **stated, "revise": True})
+    except ValidationError as error:
+        problems = (f"{line['loc'][0]}: {line['msg'].removeprefix('Value error, ')}" for line in error.errors())
+        raise CommandError(f"job {known.job_id} is not revised, {'; '.join(problems)}") from error
+    if options.server_url is None:
+        revised, _ = with_store(options, lambda store: BatchSizeService(store).register(asked))
+    else:
+        body = iter([asked.model_dump_json().encode()])
+        with _answered(options, "POST", Paths.JOBS, content=body, media_type="application/json") as answer:
+            revised = CreatedJob.model_validate_json(answer.read())
+    changes = changes_in_words(terms_between(known, revised))
+    print(f"job {known.job_id} revised: {changes}" if changes else f"job {known.job_id} has these terms already")
+
+
 def _delete(options: argparse.Namespace) -> None:
     if options.server_url is None:
         with_store(options, lambda store: BatchSizeService(store).delete_job(options.job_id))
@@ -387,7 +436,11 @@ def _ask(options: argparse.Namespace, method: str, path: str) -> bytes:
 
 @contextmanager
 def _answered(
-    options: argparse.Namespace, method: str, path: str, content: Iterator[bytes] | None = None
+    options: argparse.Namespace,
+    method: str,
+    path: str,
+    content: Iterator[bytes] | None = None,
+    media_type: str = MEDIA_TYPE,
 ) -> Iterator[httpx.Response]:
     """Send a request to the server, and yield its answer before its body is read."""
     # Imported here, because the server starts faster without it.
@@ -395,7 +448,7 @@ def _answered(
 
     url = options.server_url.rstrip("/") + path
     token = (secret(TOKEN_VARIABLE, os.environ) or "").strip()
-    headers = {"Content-Type": MEDIA_TYPE} if content is not None else {}
+    headers = {"Content-Type": media_type} if content is not None else {}
     if token:
         headers["Authorization"] = f"Bearer {token}"
     shown = _LOGIN.sub("//", url)
@@ -466,7 +519,10 @@ def job_text(view: JobView, *, verbose: bool = False) -> str:
     savings = view.savings.in_words + (f" Costs are {estimated}." if estimated else "")
     if len(view.trials) < count:
         latest += f"\nThe latest {len(view.trials)} of {count} trials; --all shows them all."
-    tables = [table_of(arms, view.arms), *filter(None, [_quality(view)]), latest]
+    revisions = "\n".join(
+        f"Revised before trial {each.trials + 1}, {cell(each.revised_at)}: {each.in_words}." for each in view.revisions
+    )
+    tables = [table_of(arms, view.arms), *filter(None, [_quality(view), revisions]), latest]
     return "\n\n".join([head, savings, *tables, words.of_energy(sources) or measured])
 
 

@@ -162,14 +162,15 @@ class JobState:
         in_flight: Iterable[TrialRecord],
     ) -> History:
         """Return the history; `arms` and `memory` include every end so far. Load explorations only if needed."""
+        sizes = frozenset(self.registration.batch_sizes)
         return History(
             self.registration,
             arms,
-            tuple(explorations()) if self.needs_explorations else (),
+            tuple(each for each in explorations() if each.batch_size in sizes) if self.needs_explorations else (),
             self.cheapest,
             self.bandit_entered_at,
             self.survivors,
-            tuple(trial for trial in in_flight if trial.origin is not Origin.FINISH),
+            tuple(each for each in in_flight if each.batch_size in sizes and each.origin is not Origin.FINISH),
             memory,
         )
 
@@ -334,7 +335,7 @@ def judge_report(
     verdict = policy.judge(job.registration, trial, report, job.min_cost_j, judged_by=judged_by)
     state, reason = verdict.state, verdict.reason
     if verdict.stop and reason is not EndReason.COST_BOUND_CROSSED:
-        doubt = policy.doubt(job.registration, report, job.min_cost_j)
+        doubt = policy.doubt(job.registration, report, None if trial.other_gpus else job.min_cost_j)
         if doubt is not None:
             # The training has completed and its report is kept, but later runs must not be compared with it.
             state, reason = TrialState.WITHDRAWN, EndReason.DISCARDED
@@ -390,11 +391,11 @@ def is_of_same_evaluation(trial: TrialRecord, report: Report) -> bool:
     return report.time_s - trial.time_s <= RANKS_APART * trial.longest_gap_s
 
 
-def add_rank_report(job: JobState, trial: TrialRecord, report: Report, moment: Moment) -> TrialRecord:
+def add_rank_report(trial: TrialRecord, report: Report, moment: Moment) -> TrialRecord:
     """Add another rank's report of an evaluation that was judged "continue"; revive the trial if necessary."""
     if trial.state is not TrialState.RUNNING:
         trial = changed(revive_trial(trial), message="go on: another rank has reported this evaluation")
-    trial = after_other_rank(job.registration, trial, report)
+    trial = after_other_rank(trial, report)
     return changed(trial, reported_at=moment.now, lease_expires_at=moment.lease_end(trial))
 
 
@@ -417,7 +418,8 @@ def replay(job: CreatedJob, trials: Iterable[TrialRecord], survivors: tuple[int,
     `survivors`, the sizes with which the bandit stage began, are a stored decision, which is not replayed.
     """
     trials = tuple(trials)
-    arms = {batch_size: Arm(batch_size) for batch_size in job.batch_sizes}
+    sizes = frozenset(job.batch_sizes)
+    arms = {batch_size: Arm(batch_size) for batch_size in sorted({*sizes, *(trial.batch_size for trial in trials)})}
     for trial in trials:
         if trial.origin is not Origin.FINISH:
             arms[trial.batch_size] = arms[trial.batch_size].after_dispatch()
@@ -431,8 +433,9 @@ def replay(job: CreatedJob, trials: Iterable[TrialRecord], survivors: tuple[int,
         cheapest = Cheapest.of_both(cheapest, job, trial)
     arms |= arms_after(job, arms, ended, bandit_entered_at=entered_at)
     prunes = policy.find(job.policy).prunes
-    explorations = tuple(trial for trial in trials if prunes and is_counted_exploration(trial))
-    in_flight = tuple(trial for trial in trials if trial.state in ALIVE and trial.origin is not Origin.FINISH)
+    offered = [trial for trial in trials if trial.batch_size in sizes and trial.origin is not Origin.FINISH]
+    explorations = tuple(trial for trial in offered if prunes and is_counted_exploration(trial))
+    in_flight = tuple(trial for trial in offered if trial.state in ALIVE)
     memory = policy.memory_after(job, policy.find(job.policy).begun_memory(job), ended)
     return History(job, arms, explorations, cheapest, entered_at, survivors, in_flight, memory)
 

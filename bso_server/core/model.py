@@ -12,9 +12,19 @@ from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, dataclass, field, fields, replace
 from datetime import datetime
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
-from zeus_plugins.protocol import MAX_WATCHED, CreatedJob, Decision, EndReason, Origin, Stage, TrialState
+from zeus_plugins.protocol import (
+    MAX_WATCHED,
+    CreatedJob,
+    Decision,
+    EndReason,
+    Finite,
+    NonNegativeFinite,
+    Origin,
+    Stage,
+    TrialState,
+)
 
 # States of trials that ran until the server stopped them, so their cost is known.
 OBSERVED = frozenset({TrialState.COMPLETED, TrialState.EARLY_STOPPED, TrialState.EXHAUSTED})
@@ -46,6 +56,23 @@ class EpochBound:
     reason: str
 
 
+class Deviations(NamedTuple):
+    """Spread of what the epochs of a trial took, over all reports but the first: Σ e · (r − m)² of each quantity.
+
+    Here e are the epochs since the previous report, r is what one of them took, and m the mean of r. So the spread of
+    the costs follows for every η.
+
+    Attributes:
+        time_s2: Of the time, s² per epoch.
+        energy_j2: Of the energy, J² per epoch.
+        joint_js: Of both together, Σ e · (r − m) · (r' − m'), J·s per epoch.
+    """
+
+    time_s2: NonNegativeFinite = 0.0
+    energy_j2: NonNegativeFinite = 0.0
+    joint_js: Finite = 0.0
+
+
 TrialKey = tuple[str, int]
 """The job_id and the number of a trial."""
 
@@ -63,9 +90,10 @@ class TrialRecord:
         owner: Id of the token that dispatched the trial; None if the server requires none.
         lease_epoch: Number of the current run of the trial's training, see `take_over` in `core.job`.
         waited_share: Share of its time in which the training waited for a core; None if unknown.
-        cost_deviations_j2: Spread of the epochs' costs, J² per epoch: the sum of ``e · (r − m)²`` over all reports but
-            the first, with the epochs e since the previous report, their cost per epoch r, and the mean m of r. None
-            before the first report, and for trials imported from Zeus.
+        other_gpus: True if the job has other GPUs now than when the trial began. Then only its epochs count, and its
+            metrics: its costs do not hold any more.
+        deviations: Spread of the epochs' times and energies; None before the first report, and for trials imported from
+            Zeus.
         confirmed: Number of the latest evaluations that reached the target, in a row.
     """
 
@@ -93,8 +121,9 @@ class TrialRecord:
     heartbeats: bool = False
     lease_epoch: int = 1
     first_epoch: float = 0.0
-    first_cost_j: float = 0.0
-    cost_deviations_j2: float | None = None
+    first_time_s: float = 0.0
+    first_energy_j: float = 0.0
+    deviations: Deviations | None = None
     epoch_bound: int | None = None
     epoch_bound_reason: str | None = None
     idempotency_key: str | None = None
@@ -104,6 +133,7 @@ class TrialRecord:
     confirmed: int = 0
     waited_share: float | None = None
     watched: Mapping[str, float] | None = None
+    other_gpus: bool = False
 
     @classmethod
     def of_row(cls, values: dict[str, Any]) -> TrialRecord:
@@ -198,7 +228,7 @@ def cost_of(job: CreatedJob, totals: Report | TrialRecord) -> float:
     return job.cost_j(time_s=totals.time_s, energy_j=totals.energy_j)
 
 
-def after_report(job: CreatedJob, trial: TrialRecord, report: Report) -> TrialRecord:
+def after_report(job: CreatedJob, trial: TrialRecord, report: Report) -> TrialRecord:  # noqa: ARG001 - policies call it
     """Return the trial after one more report."""
     reported = changed(
         trial,
@@ -210,28 +240,39 @@ def after_report(job: CreatedJob, trial: TrialRecord, report: Report) -> TrialRe
         longest_gap_s=max(trial.longest_gap_s, report.time_s - trial.time_s),
     )
     if trial.report_count:
-        return changed(reported, cost_deviations_j2=_cost_deviations_j2(job, trial, reported))
-    return changed(reported, first_epoch=report.epoch, first_cost_j=cost_of(job, reported), cost_deviations_j2=0.0)
+        return changed(reported, deviations=_deviations(trial, reported))
+    first = {"first_epoch": report.epoch, "first_time_s": report.time_s, "first_energy_j": report.energy_j}
+    return changed(reported, **first, deviations=Deviations())
 
 
-def _cost_deviations_j2(job: CreatedJob, trial: TrialRecord, reported: TrialRecord) -> float | None:
-    """Return the new `cost_deviations_j2` of a trial that had reported before (West, as in `WeightedStatistics`)."""
-    known_j2, epochs = trial.cost_deviations_j2, reported.epoch - trial.epoch
-    if known_j2 is None or epochs <= 0:
-        return known_j2
-    earlier_j, earlier_epochs = cost_of(job, trial) - trial.first_cost_j, trial.epoch - trial.first_epoch
-    rate_j = (cost_of(job, reported) - cost_of(job, trial)) / epochs
-    off_j = rate_j - (earlier_j / earlier_epochs if earlier_epochs > 0 else rate_j)
+def _deviations(trial: TrialRecord, reported: TrialRecord) -> Deviations | None:
+    """Return the new `deviations` of a trial that had reported before (West, as in `WeightedStatistics`)."""
+    known, epochs, earlier = trial.deviations, reported.epoch - trial.epoch, trial.epoch - trial.first_epoch
+    if known is None or epochs <= 0 or earlier <= 0:
+        return known
+    weight = epochs * earlier / (earlier + epochs)
+    off_s = (reported.time_s - trial.time_s) / epochs - (trial.time_s - trial.first_time_s) / earlier
+    off_j = (reported.energy_j - trial.energy_j) / epochs - (trial.energy_j - trial.first_energy_j) / earlier
+    added = (weight * off_s * off_s, weight * off_j * off_j, weight * off_s * off_j)
     # Finite even for absurd totals.
-    return min(known_j2 + epochs * earlier_epochs / (earlier_epochs + epochs) * off_j * off_j, 1e300)
+    return Deviations(*(min(max(old + new, -1e300), 1e300) for old, new in zip(known, added, strict=True)))
 
 
-def after_other_rank(job: CreatedJob, trial: TrialRecord, report: Report) -> TrialRecord:
+def cost_deviations_j2(job: CreatedJob, trial: TrialRecord) -> float | None:
+    """Return the spread of the costs of a trial's epochs under the job's η, J² per epoch; None if unknown."""
+    if trial.deviations is None:
+        return None
+    per_s, per_j = job.cost_j(time_s=1, energy_j=0), job.cost_j(time_s=0, energy_j=1)
+    time_s2, energy_j2, joint_js = trial.deviations
+    return min(max(per_s * per_s * time_s2 + per_j * per_j * energy_j2 + 2 * per_s * per_j * joint_js, 0.0), 1e300)
+
+
+def after_other_rank(trial: TrialRecord, report: Report) -> TrialRecord:
     """Return the trial after another rank has reported an evaluation already judged: the largest totals count."""
     reported = changed(trial, time_s=max(trial.time_s, report.time_s), energy_j=max(trial.energy_j, report.energy_j))
     if trial.report_count > 1:
         return reported
-    return changed(reported, first_cost_j=cost_of(job, reported))
+    return changed(reported, first_time_s=reported.time_s, first_energy_j=reported.energy_j)
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,6 +331,8 @@ class Arm:
         refitted: True if one of its observed trials ended within the bandit stage.
         metric: Last metrics of its trials that reached the target, without trials imported from Zeus.
         watched: Last values of watched metrics in these trials, by name.
+        observed_elsewhere: Number of its observed trials on other GPUs, whose costs are in none of the fields above.
+        reached_elsewhere: Number of those that reached the target.
     """
 
     batch_size: int
@@ -303,6 +346,18 @@ class Arm:
     refitted: bool = False
     metric: Statistics = field(default_factory=Statistics)
     watched: Mapping[str, Statistics] = field(default_factory=dict)
+    observed_elsewhere: int = 0
+    reached_elsewhere: int = 0
+
+    @property
+    def reached(self) -> int:
+        """Number of its trials that reached the target, on any GPUs."""
+        return self.completed.count + self.reached_elsewhere
+
+    @property
+    def measured(self) -> int:
+        """Number of its observed trials, on any GPUs."""
+        return self.observed.count + self.observed_elsewhere
 
     def after_dispatch(self) -> Arm:
         """Count one more dispatched trial."""
@@ -311,18 +366,28 @@ class Arm:
     def after_end(self, job: CreatedJob, trial: TrialRecord, *, in_bandit: bool) -> Arm:
         """Add the end of a trial of this size; `in_bandit` is True if it ended within the bandit stage."""
         if trial.state is TrialState.INFEASIBLE:
+            if trial.other_gpus:
+                return self
             # Running out of memory excludes larger sizes too, so no other reason replaces it.
             known = self.infeasible is EndReason.OUT_OF_MEMORY
             return self if known else replace(self, infeasible=trial.end_reason or EndReason.CRASHED)
         if trial.state not in OBSERVED:
             return self
-        cost_j = cost_of(job, trial)
-        latest = (trial.trial_number, cost_j)
-        window = sorted([*self.window, latest])[-job.window_size :] if job.window_size else []
         explored, completed, metric, watched = self.explored, self.completed, self.metric, self.watched
         if trial.state is TrialState.COMPLETED and trial.last_report is not None:
             metric = metric.including(trial.last_report.metric)
             watched = _after_run(job, watched, trial.watched or {})
+        if trial.other_gpus:
+            return replace(
+                self,
+                metric=metric,
+                watched=watched,
+                observed_elsewhere=self.observed_elsewhere + 1,
+                reached_elsewhere=self.reached_elsewhere + (trial.state is TrialState.COMPLETED),
+            )
+        cost_j = cost_of(job, trial)
+        latest = (trial.trial_number, cost_j)
+        window = sorted([*self.window, latest])[-job.window_size :] if job.window_size else []
         return replace(
             self,
             explored=explored.including(cost_j) if trial.origin is Origin.EXPLORATION else explored,
@@ -368,7 +433,7 @@ def _after_run(
 
 @dataclass(frozen=True, slots=True)
 class Cheapest:
-    """Cheapest trial that reached the target."""
+    """Cheapest trial that reached the target on the job's GPUs, at one of its batch sizes."""
 
     trial_number: int
     batch_size: int
@@ -378,6 +443,8 @@ class Cheapest:
     def of_both(known: Cheapest | None, job: CreatedJob, trial: TrialRecord) -> Cheapest | None:
         """Return the cheaper of the cheapest trial so far (kept on ties) and `trial`, which has just ended."""
         if trial.state is not TrialState.COMPLETED or trial.origin is Origin.FINISH:
+            return known
+        if trial.other_gpus or trial.batch_size not in job.batch_sizes:
             return known
         cost_j = cost_of(job, trial)
         if known is not None and known.cost_j <= cost_j:
@@ -391,7 +458,7 @@ class History:
 
     Attributes:
         job: The job.
-        arms: Arm per batch size of the job, ascending.
+        arms: Arm per batch size, ascending: those of the job, and those that have had trials before they were removed.
         explorations: Exploration trials in order of dispatch, without those in a state of `UNCOUNTED`; at most the
             job's sizes times its rounds. Empty after the pruning stage, and with policies that have none.
         cheapest: Cheapest trial that reached the target, or None.
@@ -419,7 +486,7 @@ class History:
     @property
     def recurrences(self) -> int:
         """Number of runs that reached the target."""
-        return sum(arm.completed.count for arm in self.arms.values())
+        return sum(arm.reached for arm in self.arms.values())
 
     @cached_property
     def fitting_sizes(self) -> tuple[int, ...]:
@@ -462,7 +529,7 @@ def log_costs_per_epoch(job: CreatedJob, trial: TrialRecord) -> tuple[float | No
 
     Until their first report, trainings also start up and try power limits.
     """
-    first_j, first_epochs = trial.first_cost_j, trial.first_epoch
+    first_j, first_epochs = job.cost_j(time_s=trial.first_time_s, energy_j=trial.first_energy_j), trial.first_epoch
     later_j, later_epochs = cost_of(job, trial) - first_j, trial.epoch - first_epochs
     return (
         _log(first_j / first_epochs) if first_j > 0 else None,
@@ -472,6 +539,16 @@ def log_costs_per_epoch(job: CreatedJob, trial: TrialRecord) -> tuple[float | No
 
 def _log(ratio: float) -> float:
     return math.log(min(max(ratio, 1e-300), 1e300))
+
+
+def is_cut_short(job: CreatedJob, trial: TrialRecord, min_cost_j: float | None) -> bool:
+    """Return True if earlier terms of the job stopped a trial, which would have trained on under the present ones."""
+    if trial.state is TrialState.EXHAUSTED:
+        # The runs that set a target end by a rule of their own.
+        return 0 < trial.epoch < job.max_epochs and job.target_runs is None
+    if trial.end_reason is not EndReason.COST_BOUND_CROSSED or trial.epoch >= job.max_epochs:
+        return False
+    return job.beta_knob is None or min_cost_j is None or cost_of(job, trial) <= job.beta_knob * min_cost_j
 
 
 def is_counted_exploration(trial: TrialRecord) -> bool:

@@ -49,7 +49,8 @@ class Memory(Generic[Remembered]):
         kind: Type of the memory, which pydantic writes as JSON and reads back unchanged, such as a frozen dataclass of
             numbers. Its size must not grow with the number of trials.
         begin: Returns the memory of a new job.
-        after: Returns the memory after a trial has reached a final state; called in the order of ends.
+        after: Returns the memory after a trial has reached a final state; called in the order of ends. A trial on
+            `other_gpus` tells nothing of the costs on the job's present ones.
     """
 
     kind: type[Remembered]
@@ -214,7 +215,7 @@ def suggest(history: History, rng: np.random.Generator, *, explains: bool = Fals
     if own is not None:
         return own
     suggestion = policy.suggest(history, rng)
-    if suggestion.batch_size not in history.arms:
+    if suggestion.batch_size not in history.job.batch_sizes:
         raise ValueError(
             f"policy {history.job.policy} suggests {suggestion.batch_size}, which is not one of the job's batch sizes "
             f"{list(history.job.batch_sizes)}: mend the policy"
@@ -259,7 +260,7 @@ def stop_rule(job: CreatedJob, trial: TrialRecord, min_cost_j: float | None) -> 
     if trial.origin is Origin.FINISH:
         rule = StopRule(max_epochs=job.max_epochs)
     else:
-        rule = find(job.policy).stop_rule(job, trial, min_cost_j)
+        rule = find(job.policy).stop_rule(job, trial, None if trial.other_gpus else min_cost_j)
     if not trial.confirmed:
         return rule
     return rule.model_copy(update={"confirmed": trial.confirmed, "confirmed_epoch": trial.epoch})
@@ -355,8 +356,9 @@ def memory_after(job: CreatedJob, memory: Any, ended: Iterable[TrialRecord]) -> 
     if kept is None:
         return None
     for trial in ended:
-        # An abandoned trial may come back, which cancels its end. The rest of a run says nothing about a whole one.
-        if trial.state in FINAL and trial.origin is not Origin.FINISH:
+        # An abandoned trial may come back, which cancels its end. A removed size has no place in a memory, and the rest
+        # of a run says nothing about a whole one.
+        if trial.state in FINAL and trial.batch_size in job.batch_sizes and trial.origin is not Origin.FINISH:
             memory = kept.after(memory, job, trial)
     return memory
 

@@ -20,7 +20,7 @@ _UNKNOWN = Verdict(SavingsWord.NOT_SHOWN, 0, None)
 
 @dataclass(frozen=True, slots=True)
 class Tally:
-    """Number of the trials of one batch size, state and origin; sums of their energy (J) and time (s)."""
+    """Number of the trials of one batch size, state, origin and GPUs; sums of their energy (J) and time (s)."""
 
     batch_size: int
     state: TrialState
@@ -28,6 +28,7 @@ class Tally:
     trials: int
     energy_j: float
     time_s: float
+    other_gpus: bool = False
 
 
 class Amounts(NamedTuple):
@@ -44,8 +45,8 @@ def amounts(job: CreatedJob, *, energy_j: float, time_s: float) -> Amounts:
 
 
 def completed_count(tallies: Iterable[Tally]) -> int:
-    """Return the number of whole runs that reached the target."""
-    return sum(tally.trials for tally in tallies if is_whole_run(tally))
+    """Return the number of whole runs that reached the target on the job's GPUs."""
+    return sum(tally.trials for tally in tallies if is_whole_run(tally) and not tally.other_gpus)
 
 
 class _Ended(Protocol):
@@ -68,10 +69,11 @@ def savings(
 
     Args:
         job: The job.
-        tallies: Of all its trials.
+        tallies: Of all its trials. What trials on other GPUs took cannot be compared, and is left out.
         best: The best batch size; None before a run has reached the target.
         judge_of: Returns the judge of this best size by a field of `Amounts`, with all runs learned.
     """
+    tallies = [tally for tally in tallies if not tally.other_gpus]
 
     def spent(chosen: Callable[[Tally], bool]) -> Amounts:
         found = [tally for tally in tallies if tally.state not in _UNSPENT and chosen(tally)]

@@ -65,9 +65,7 @@ def judged_again(job: CreatedJob, trial: TrialRecord, reports: Sequence[Numbered
     if trial.state in FINAL - OBSERVED:
         return trial
     rule = StopRule(max_epochs=job.max_epochs)
-    before = changed(
-        trial, time_s=0.0, energy_j=0.0, epoch=0.0, report_count=0, longest_gap_s=0.0, cost_deviations_j2=None
-    )
+    before = changed(trial, time_s=0.0, energy_j=0.0, epoch=0.0, report_count=0, longest_gap_s=0.0, deviations=None)
     for number, report in reports:
         rule = rule.counting(job, metric=report.metric, epochs=report.epoch)
         before = changed(after_report(job, before, report), report_count=number, confirmed=rule.confirmed)

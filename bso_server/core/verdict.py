@@ -344,9 +344,9 @@ def with_control(history: History, suggestion: Suggestion, judge_of: Callable[[i
     under_way = sum(trial.batch_size == default for trial in history.in_flight)
     never = why_no_controls(
         job,
-        reached=arm.completed.count,
-        missed=arm.observed.count - arm.completed.count,
-        broken_off=arm.trials - under_way - arm.observed.count,
+        reached=arm.reached,
+        missed=arm.measured - arm.reached,
+        broken_off=arm.trials - under_way - arm.measured,
         is_infeasible=arm.infeasible is not None,
     )
     if (

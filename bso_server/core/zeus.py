@@ -21,7 +21,16 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from bso_server.core.model import Expectations, ExpectedCost, History, Statistics, Suggestion, TrialRecord, cost_of
+from bso_server.core.model import (
+    Expectations,
+    ExpectedCost,
+    History,
+    Statistics,
+    Suggestion,
+    TrialRecord,
+    cost_of,
+    is_cut_short,
+)
 from bso_server.core.phrases import BAND_SDS
 from bso_server.core.policy import Policy
 from bso_server.errors import InvalidJobError, NoSurvivorError
@@ -60,12 +69,15 @@ def explore(history: History) -> Explore | TrialRecord | tuple[int, ...]:
     survivors, start = history.fitting_sizes, history.start_size
     if start is None:
         raise NoSurvivorError(
-            f"job {job.job_id!r}: even batch size {min(job.batch_sizes)} ran out of memory; register the job anew with "
-            "smaller batch_sizes or larger GPUs"
+            f"job {job.job_id!r}: even batch size {min(job.batch_sizes)} ran out of memory; revise the job with "
+            "smaller batch_sizes (bso-server jobs revise), or use larger GPUs"
         )
     explorations: dict[int, list[TrialRecord]] = {size: [] for size in job.batch_sizes}
+    min_cost_j = None if history.cheapest is None else history.cheapest.cost_j
     for trial in history.explorations:
-        explorations[trial.batch_size].append(trial)
+        # Revised terms may permit a trial that earlier ones have stopped.
+        if not is_cut_short(job, trial, min_cost_j):
+            explorations[trial.batch_size].append(trial)
     for round_number in range(1, job.num_pruning_rounds + 1):
         reached: list[TrialRecord] = []
         downwards = [size for size in reversed(survivors) if size <= start]
@@ -85,8 +97,9 @@ def explore(history: History) -> Explore | TrialRecord | tuple[int, ...]:
         if not reached:
             raise NoSurvivorError(
                 f"job {job.job_id!r}: no batch size reached the target metric {job.target_metric:g} in exploration "
-                f"round {round_number} of {job.num_pruning_rounds}, starting from {start}; register the job anew "
-                "with other batch_sizes, a target it can reach, more max_epochs or a larger beta_knob"
+                f"round {round_number} of {job.num_pruning_rounds}, starting from {start}; revise the job with "
+                "other batch_sizes, more max_epochs or a larger beta_knob (bso-server jobs revise), or use another "
+                "job_id for a target that it can reach"
             )
         survivors = tuple(sorted(trial.batch_size for trial in reached))
         start = min(reached, key=lambda trial: cost_of(job, trial)).batch_size
@@ -306,8 +319,8 @@ def _drawn(history: History, survivors: tuple[int, ...], rng: np.random.Generato
     batch_sizes = [size for size in survivors if size in history.runnable_sizes]
     if not batch_sizes:
         raise NoSurvivorError(
-            f"job {history.job.job_id!r}: none of the batch sizes {list(survivors)} can run any more; register the job "
-            "anew with others"
+            f"job {history.job.job_id!r}: none of the batch sizes {list(survivors)} can run any more; revise the job "
+            "with others (bso-server jobs revise)"
         )
     arms = posteriors(history, batch_sizes)
     wanted = history.job.mab_num_explorations

@@ -31,7 +31,6 @@ from bso_server.core.model import Suggestion, TrialRecord
 from bso_server.core.occurrences import TrialEnded
 from bso_server.core.policy import installed
 from bso_server.errors import (
-    InvalidJobError,
     InvalidReportError,
     JobConflictError,
     UnknownJobError,
@@ -47,12 +46,14 @@ from bso_server.service.refusals import (
     refuse_difference,
     refuse_folder_name,
     refuse_long_window,
+    refuse_margins,
     refuse_other_gpus,
     refuse_other_size,
     require_job,
     require_trial,
 )
 from bso_server.service.reports import Reports
+from bso_server.service.revisions import revise, terms_of
 from bso_server.service.targets import asks_for_other_target, learn_target, replace_target
 from bso_server.service.turns import Turns, turn
 from bso_server.storage.rows import TRIAL_AT_POWER_LIMIT, StoredDecision, StoredJob, StoredPowerProfile
@@ -61,7 +62,6 @@ from bso_server.storage.transaction import Transaction
 from zeus_plugins.protocol import (
     ALIVE,
     FINAL,
-    GP_VOI,
     CreatedJob,
     Explanation,
     Heartbeat,
@@ -132,8 +132,7 @@ class Commands:
             return None
         require_job(transaction, existing, caller)
         known = existing.registration
-        refuse_difference(known, registration)
-        if asks_for_other_target(known, registration):
+        if refuse_difference(known, registration) or asks_for_other_target(known, registration):
             return None
         return known if known.with_fingerprint(registration.fingerprint) == known else None
 
@@ -142,22 +141,24 @@ class Commands:
     ) -> tuple[CreatedJob, bool]:
         """Register a job of the caller, or find it; return the job, and True if it is new.
 
-        Parts of the fingerprint that the known job lacks are added. A target replaces that of a job that was registered
-        without one, and its runs are judged again. A window that could never hold the explorations that a Zeus client
-        asks for is raised.
+        A registration that says so revises the job. Parts of the fingerprint that the known job lacks are added. A
+        target replaces that of a job that was registered without one, and its runs are judged again. A window that
+        could never hold the explorations that a Zeus client asks for is raised.
 
         Raises:
             JobConflictError: The id belongs to a job with another configuration.
-            InvalidJobError: The new job cannot be served.
-            PolicyNotInstalledError: The new job's policy is not installed.
+            InvalidJobError: The job cannot be served under these terms.
+            PolicyNotInstalledError: The job's policy is not installed.
         """
         known = self.registered(transaction, registration, caller)
         if known is not None:
             return known, False
         existing = transaction.job(registration.job_id) and locked_job(transaction, registration.job_id)
         if existing:
-            # Another transaction may have inserted the job since `registered`.
-            refuse_difference(existing.registration, registration)
+            # Another transaction may have inserted the job, or revised it, since `registered`.
+            changes = refuse_difference(existing.registration, registration)
+            if changes:
+                existing = revise(transaction, existing, changes, self._clock())
             known = existing.registration.with_fingerprint(registration.fingerprint)
             existing = replace(existing, registration=known)
             if asks_for_other_target(known, registration):
@@ -170,18 +171,13 @@ class Commands:
         # The policy amends a job that names none, as a Zeus client's, instead of refusing it.
         if "policy" in registration.model_fields_set:
             own.check(registration)
-        if registration.no_worse_than_default and not own.leaves_out:
-            raise InvalidJobError(
-                f"policy {registration.policy!r} chooses sizes without regard to no_worse_than_default: use policy "
-                f"{GP_VOI!r}, or leave the margins out and let the callbacks watch the metrics (watch=…)",
-                field="no_worse_than_default",
-            )
+        refuse_margins(registration)
         if transaction.import_mark(registration.job_id) is not None:
             raise JobConflictError(
                 f"job {registration.job_id!r} is being imported at present: register it when that is over",
                 field="job_id",
             )
-        registration = registration.model_copy(update={"registration_id": secrets.token_hex(8)})
+        registration = registration.model_copy(update={"registration_id": secrets.token_hex(8), "revise": False})
         if registration.target_metric is None or registration.target_runs is not None:
             registration = registration.model_copy(update={"target_runs": ()})
         asked, registration = registration, own.amended(registration)
@@ -304,10 +300,10 @@ class Commands:
             require_trial(transaction, job, recorded, caller)
             refuse_other_size(recorded, offline.batch_size)
             # A trial that has ended is answered, too: the client also repeats its reports.
-            return dispatch_of(job, recorded)
+            return dispatch_of(terms_of(transaction, job, recorded), recorded)
         owner = require_job(transaction, job, caller)
         arm = transaction.arms(offline.job_id).get(offline.batch_size)
-        if arm is None:
+        if arm is None or offline.batch_size not in job.registration.batch_sizes:
             raise InvalidReportError(
                 f"{offline.batch_size} is not one of the job's batch sizes {list(job.registration.batch_sizes)}",
                 field="batch_size",

@@ -9,13 +9,14 @@ from bso_server.core.model import TrialRecord
 from bso_server.core.occurrences import TrialStarted
 from bso_server.errors import KeyConflictError
 from bso_server.service.refusals import require_trial
+from bso_server.service.revisions import terms_of
 from bso_server.storage.rows import StoredJob
 from bso_server.storage.transaction import Transaction
 from zeus_plugins.protocol import FINAL, PowerProfile, TrialDispatch
 
 
 def dispatch_of(job: StoredJob, trial: TrialRecord) -> TrialDispatch:
-    """Return the answer to the request that has started a trial."""
+    """Return the answer to the request that has started a trial; `job` is by `terms_of`."""
     return TrialDispatch(
         job_id=trial.job_id,
         batch_size=trial.batch_size,
@@ -47,7 +48,7 @@ def started_with(
             f"({started.state}): make a new key for a new trial",
             field="Idempotency-Key",
         )
-    return with_power_profile(transaction, job, dispatch_of(job, started))
+    return with_power_profile(transaction, job, dispatch_of(terms_of(transaction, job, started), started))
 
 
 def save_start(transaction: Transaction, job: StoredJob, trial: TrialRecord) -> TrialDispatch:

@@ -29,10 +29,14 @@ from zeus_plugins.protocol import (
     CreatedJob,
     Decision,
     Epochs,
+    Finite,
     Instant,
     Joules,
+    NonNegativeFinite,
     NonNegativeInt,
     PositiveInt,
+    Revision,
+    Seconds,
     TrialFacts,
     WireMessage,
 )
@@ -62,6 +66,7 @@ class JobExport(WireMessage):
         rng_state: State of the job's random generator as JSON; None without a seed or before its first draw.
         owner: Id of the job's token, or None. A server without this token ignores it.
         shared: True if other tokens may run trials of the job, too.
+        revisions: The job's revisions, in order.
         trials: Number of lines that follow, one for each trial.
     """
 
@@ -73,6 +78,7 @@ class JobExport(WireMessage):
     rng_state: Annotated[str, StringConstraints(max_length=1000)] | None
     owner: Annotated[str, StringConstraints(pattern="^[0-9a-f]{8}$")] | None = None
     shared: bool = False
+    revisions: tuple[Revision, ...] = ()
     trials: NonNegativeInt
 
 
@@ -90,8 +96,9 @@ class TrialExport(TrialFacts):
         heartbeats: True if the training sends heartbeats.
         lease_epoch: Number of runs of the training; more than 1 if it resumed from a checkpoint.
         first_epoch: Epochs trained by the first report, or None.
-        first_cost_j: Cost by the first report in joules, or None.
-        cost_deviations_j2: The spread of the epochs' costs, see `TrialRecord`; None if unknown.
+        first_time_s: Seconds until the first report, or None.
+        first_energy_j: Joules until the first report, or None.
+        deviations: The spread of the epochs' times (s²), energies (J²) and both together (J·s); None if unknown.
         confirmed: Number of the latest evaluations that reached the target, in a row.
         decision: The numbers behind the choice of the batch size; None if no policy chose it.
         power_profile: The trial's own power-limit profile, or None.
@@ -110,8 +117,9 @@ class TrialExport(TrialFacts):
     heartbeats: bool
     lease_epoch: PositiveInt = 1
     first_epoch: Epochs | None = None
-    first_cost_j: Joules | None = None
-    cost_deviations_j2: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
+    first_time_s: Seconds | None = None
+    first_energy_j: Joules | None = None
+    deviations: tuple[NonNegativeFinite, NonNegativeFinite, Finite] | None = None
     confirmed: NonNegativeInt = 0
     decision: Decision | None = None
     power_profile: PowerProfileExport | None = None
@@ -175,6 +183,7 @@ def _read_job(transaction: Transaction, job_id: str) -> JobExport:
         rng_state=stored.rng_state,
         owner=stored.owner,
         shared=stored.shared,
+        revisions=transaction.revisions(job_id),
         trials=stored.trial_count,
     )
 

@@ -21,6 +21,7 @@ from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from bso_server.core.model import OBSERVED, Arm, Cheapest, TrialRecord, arms_after, cost_of
 from bso_server.core.policy import bandit_entered_from_the_start, find, installed, memory_after
+from bso_server.core.revisions import as_of
 from bso_server.errors import InvalidImportError, JobConflictError
 from bso_server.service import reading
 from bso_server.service.exports import JobExport, TrialExport, TrialRows, line_of
@@ -58,7 +59,7 @@ SILENCE = timedelta(minutes=10)
 _REFRESH = SILENCE / 10
 
 # Fields that follow from a trial's epochs, which Zeus does not keep.
-_OF_EPOCHS = ("epoch", "first_epoch", "first_cost_j")
+_OF_EPOCHS = ("epoch", "first_epoch")
 
 Message = TypeVar("Message", bound=BaseModel)
 
@@ -71,11 +72,28 @@ def _contradiction(field: str, message: str) -> ValidationError:
     return ValidationError.from_exception_data("export", [InitErrorDetails(type=error, loc=(field,), input=None)])
 
 
+def _check_revisions(export: JobExport) -> None:
+    """Check that revisions count from 1, one after another, and that the terms before each make a job."""
+    order = [(revision.revision, revision.event) for revision in export.revisions]
+    if [number for number, _ in order] != list(range(1, len(order) + 1)) or order != sorted(
+        order, key=lambda pair: pair[1]
+    ):
+        raise _contradiction("revisions", "revisions are numbered 1, 2, 3, …, with ascending events")
+    for number, revision in enumerate(export.revisions):
+        try:
+            as_of(export.job, export.revisions, revision.event - 1)
+        except ValidationError as error:
+            raise _contradiction(
+                f"revisions.{number}.changes", f"no terms of a job: {error.errors()[0]['msg']}"
+            ) from error
+
+
 class ImportedJob(JobExport):
     """The first line of an export, with consistent fields."""
 
     @model_validator(mode="after")
     def _goes_together(self) -> Self:
+        _check_revisions(self)
         survivors = self.survivors or ()
         if list(survivors) != sorted(set(survivors) & set(self.job.batch_sizes)):
             raise _contradiction("survivors", "survivors are some of the job's batch_sizes, ascending")
@@ -88,20 +106,36 @@ class ImportedJob(JobExport):
 
 
 class ImportedTrial(TrialExport):
-    """A trial in an export, with consistent fields. The context of the validation holds the registration as ``job``."""
+    """A trial in an export, with consistent fields.
+
+    The context of the validation holds the registration as ``job``, and as ``sizes`` the batch sizes it ever had.
+    """
 
     def record_of(self, job_id: str) -> TrialRecord:
         """Return the trial's row in this job."""
-        return trial_from({"job_id": job_id, **{name: value for name, value in self if name in TRIAL}})
+        values = {name: value for name, value in self if name in TRIAL}
+        return trial_from({"job_id": job_id, **values, **self._first_totals()})
+
+    def _first_totals(self) -> dict[str, float]:
+        """Return the totals at the first report if the export, of version 0.1, has its cost instead."""
+        if self.first_time_s is not None or self.first_epoch is None or not self.epoch:
+            return {}
+        for each in self.epochs[:1]:
+            if each.report_number == 1:
+                return {"first_time_s": each.time_s, "first_energy_j": each.energy_j}
+        # The report was pruned.
+        share = self.first_epoch / self.epoch
+        return {"first_time_s": share * (self.time_s or 0.0), "first_energy_j": share * (self.energy_j or 0.0)}
 
     @model_validator(mode="after")
     def _goes_together(self, info: ValidationInfo) -> Self:
         job: CreatedJob = (info.context or {})["job"]
-        for field, message in chain(self._contradictions(job), self._contradictions_of_reports(job)):
+        sizes: frozenset[int] = (info.context or {})["sizes"]
+        for field, message in chain(self._contradictions(job, sizes), self._contradictions_of_reports(job)):
             raise _contradiction(field, message)
         return self
 
-    def _contradictions(self, job: CreatedJob) -> Iterator[tuple[str, str]]:
+    def _contradictions(self, job: CreatedJob, sizes: frozenset[int]) -> Iterator[tuple[str, str]]:
         """Yield a field and a message for each contradiction in the trial's life and batch size."""
         for field in self.not_finite:
             yield field, "was NaN or infinite in the database that wrote this line: give it a number"
@@ -113,7 +147,7 @@ class ImportedTrial(TrialExport):
             yield "ended_event", "lies before started_event"
         if (self.lease_expires_at is None) is is_alive:
             yield "lease_expires_at", f"goes with being alive, and the trial is {self.state}"
-        if self.batch_size not in job.batch_sizes:
+        if self.batch_size not in sizes:
             yield "batch_size", f"{self.batch_size} is not one of the job's batch_sizes {list(job.batch_sizes)}"
         if (self.epoch_bound is None) is not (self.epoch_bound_reason is None):
             yield "epoch_bound_reason", "goes with epoch_bound: both or neither"
@@ -131,8 +165,8 @@ class ImportedTrial(TrialExport):
         for name in measured if is_of_zeus else [*measured, "metric", *_OF_EPOCHS]:
             if (getattr(self, name) is None) is has_reported:
                 yield name, f"goes with having reported, and report_count is {self.report_count}"
-        if self.cost_deviations_j2 is not None and not has_reported:
-            yield "cost_deviations_j2", "goes with having reported, and report_count is 0"
+        if self.deviations is not None and not has_reported:
+            yield "deviations", "goes with having reported, and report_count is 0"
         if self.state in OBSERVED and not has_reported:
             yield "report_count", f"a trial becomes {self.state} by a report"
         if self.state is TrialState.COMPLETED and cost_of(job, self.record_of("")) <= 0:
@@ -148,7 +182,7 @@ class ImportedTrial(TrialExport):
                 yield "first_epoch", f"does not go with epoch {self.epoch:g} after {self.report_count} reports"
 
 
-def read(kind: type[Message], given: bytes | Mapping[str, Any], place: str, **context: CreatedJob) -> Message:
+def read(kind: type[Message], given: bytes | Mapping[str, Any], place: str, **context: object) -> Message:
     """Return the message in a line of JSON, or with these fields.
 
     Raises:
@@ -204,6 +238,10 @@ class JobInImport:
         self._events: set[int] = set()
         self._bandit_entered_at = bandit_entered_from_the_start(export.job)
         self._has_bandit = False
+        self.sizes = frozenset(export.job.batch_sizes)
+        for revision in export.revisions:
+            self._events.add(revision.event)
+            self.sizes |= frozenset(as_of(export.job, export.revisions, revision.event - 1).batch_sizes)
         self._arms = {size: Arm(size) for size in export.job.batch_sizes}
         self._cheapest: Cheapest | None = None
         self._memory = find(export.job.policy).begun_memory(export.job)
@@ -217,7 +255,7 @@ class JobInImport:
         self._check_order(trial, place)
         self._trial_count += 1
         if trial.origin is not Origin.FINISH:
-            self._arms[trial.batch_size] = self._arms[trial.batch_size].after_dispatch()
+            self._arms[trial.batch_size] = self._arms.get(trial.batch_size, Arm(trial.batch_size)).after_dispatch()
         if trial.origin is Origin.BANDIT:
             self._has_bandit = True
             if self._bandit_entered_at is None:
@@ -284,8 +322,11 @@ class JobInImport:
             bandit_entered_at=self._bandit_entered_at,
             folded_event=event,
             survivors=self.export.survivors,
+            revised_event=self.export.revisions[-1].event if self.export.revisions else 0,
         )
         transaction.update_jobs([stored])
+        transaction.insert_revisions(self.job_id, self.export.revisions)
+        transaction.insert_arms(self.job_id, self._arms.keys() - frozenset(job.batch_sizes))
         policy = find(job.policy)
         keeps = policy.memory is not None
         memory = StoredMemory(self.job_id, policy.version, event, self._memory) if keeps else None
@@ -401,7 +442,9 @@ async def _lines_in(pieces: AsyncIterable[bytes], number: int) -> AsyncIterator[
 
 
 def _rows_of(job: JobInImport, lines: list[tuple[str, bytes]]) -> list[TrialRows]:
-    return [job.add(read(ImportedTrial, text, place, job=job.export.job), place) for place, text in lines]
+    return [
+        job.add(read(ImportedTrial, text, place, job=job.export.job, sizes=job.sizes), place) for place, text in lines
+    ]
 
 
 def _mark(now: datetime) -> datetime:

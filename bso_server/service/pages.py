@@ -24,6 +24,7 @@ from bso_server.core.savings import Line, Span, Tally, best_by_eta, is_whole_run
 from bso_server.service import reading
 from bso_server.service.cache import Cache
 from bso_server.service.loading import best_size, known_job, known_trial, load_history
+from bso_server.service.revisions import terms_of
 from bso_server.service.savings import savings_of
 from bso_server.service.views import (
     HealthPage,
@@ -66,11 +67,11 @@ class _Settled:
     """The tallies and bins of a job's trials up to its last whole bin, which hardly change.
 
     Attributes:
-        version: The job, the last of these trials, and the number of the job's withdrawn trials.
+        version: The job, the last of these trials, the number of withdrawn trials, and the job's latest revision.
         event: The job's latest event when these values were read.
     """
 
-    version: tuple[str | None, datetime, int, int]
+    version: tuple[str | None, datetime, int, int, int]
     event: int
     tallies: Sequence[Tally]
     bins: tuple[TrialBin, ...]
@@ -125,12 +126,13 @@ class Pages:
         job, job_id = stored.registration, stored.job_id
         history = load_history(transaction, stored)
         tallies, older = self._older(transaction, stored, alive)
+        present = [tally for tally in tallies if not tally.other_gpus]
         latest = queries.latest_trials(transaction, job_id, limit=TRIALS_IN_THE_LOG)
         view = reading.job_view(transaction, stored, history, tallies, latest)
         totals = queries.trial_totals(transaction, job_id, limit=POINTS_OF_A_JOB)
-        means = _means_of(job, tallies)
+        means = _means_of(job, present)
         points = _points(job, totals, tallies, means)
-        profiles = queries.power_profiles_of(transaction, job_id)
+        profiles = queries.present_power_profiles(transaction, job_id)
         newest = {each.batch_size: reading.power_profile_view(each) for each in profiles}
         return JobPage(
             view=view,
@@ -164,7 +166,7 @@ class Pages:
     ) -> _Settled:
         job_id = stored.job_id
         withdrawn = queries.withdrawn_count(transaction, job_id)
-        version = (stored.registration.registration_id, stored.created_at, last, withdrawn)
+        version = (stored.registration.registration_id, stored.created_at, last, withdrawn, stored.revised_event)
         known = self._settled.get(job_id)
         if known is not None and known.version == version and not any(each.trial_number <= last for each in alive):
             # A trial that was alive, or was revived, may have ended since.
@@ -187,7 +189,7 @@ class Pages:
         if version == known:
             return version, None
         profiles = queries.power_profiles_of(transaction, job_id, trial_number, trial_number)
-        rule = stop_rule(stored.registration, trial, cheapest_j)
+        rule = stop_rule(terms_of(transaction, stored, trial).registration, trial, cheapest_j)
         return version, TrialPage(
             job=stored.registration,
             trial=reading.trial_view(stored.registration, trial),
@@ -243,7 +245,7 @@ class Pages:
         version = digest([job, stored.event_count, queries.withdrawn_count(transaction, job_id), eta, beta])
         if version == known:
             return version, None
-        tallies = queries.tallies(transaction, job_id)
+        tallies = [tally for tally in queries.tallies(transaction, job_id) if not tally.other_gpus]
         means = _means_of(job.model_copy(update={"eta_knob": eta}), tallies)
         best, own_best = _cheapest(means), _cheapest(_means_of(job, tallies))
         return version, WhatIfPage(

@@ -173,7 +173,7 @@ def _explanation(stored: StoredJob, chosen: Suggestion | TrialRecord, decision: 
 def list_power_profiles(transaction: Transaction, job_id: str) -> PowerProfileList:
     """Return a job's power-limit profiles."""
     gpus = known_job(transaction, job_id).registration.gpus
-    kept = queries.power_profiles_of(transaction, job_id)
+    kept = queries.present_power_profiles(transaction, job_id)
     return PowerProfileList(gpus=gpus, profiles=tuple(map(power_profile_view, kept)))
 
 
@@ -281,6 +281,7 @@ def job_view(
         savings=savings_of(transaction, stored, tallies, expected.best),
         owner=stored.owner,
         shared=stored.shared,
+        revisions=transaction.revisions(stored.job_id) if stored.revised_event else (),
     )
 
 
@@ -309,6 +310,7 @@ def _arms(history: History, expected: Mapping[int, ExpectedCost]) -> tuple[ArmVi
             left_out=left_out.get(size),
         )
         for size, arm in history.arms.items()
+        if size in history.job.batch_sizes
         for low_j, high_j in [(expected[size].band_j if size in expected else None) or (None, None)]
     )
 

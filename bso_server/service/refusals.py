@@ -10,7 +10,8 @@ from __future__ import annotations
 from bso_server.core.access import Caller
 from bso_server.core.job import is_stale
 from bso_server.core.model import TrialRecord
-from bso_server.core.policy import find
+from bso_server.core.policy import find, installed
+from bso_server.core.revisions import Changes, fixed
 from bso_server.errors import (
     ForbiddenError,
     InvalidJobError,
@@ -21,30 +22,53 @@ from bso_server.errors import (
 )
 from bso_server.storage.rows import StoredJob
 from bso_server.storage.transaction import Transaction
-from zeus_plugins.protocol import CreatedJob, GpuConfig, TrialId
+from zeus_plugins.protocol import GP_VOI, CreatedJob, GpuConfig, TrialId, terms_between
 
 # Largest number of runs of one batch size in a window.
 _LARGEST_WINDOW = 1000
 
 
-def refuse_difference(existing: CreatedJob, asked: CreatedJob) -> None:
+def refuse_difference(existing: CreatedJob, asked: CreatedJob) -> Changes:
     """Raise `JobConflictError` if a job that is registered again differs from the job with its id.
 
-    The policy may have raised the window of the existing job. A registration without a target, and one of a job that
-    was registered without, does not differ by its target.
+    Return the differences of a registration that revises the job. The policy may have raised the window of the
+    existing job.
     """
     if existing.window_size == asked.mab_num_explorations:
         asked = find(asked.policy).amended(asked)
-    ignored = {"fingerprint", "registration_id", "target_runs"}
-    if existing.target_runs is not None or asked.target_runs is not None or asked.target_metric is None:
-        ignored.add("target_metric")
-    before, after = (job.model_dump(exclude=ignored) for job in (existing, asked))
-    differences = [f"{name} is {before[name]!r}, not {after[name]!r}" for name in before if before[name] != after[name]]
-    if differences:
+    changes = terms_between(existing, asked)
+    if "target_metric" in changes:
+        before, after = changes["target_metric"]
         raise JobConflictError(
-            f"job {existing.job_id!r} exists with another configuration: {'; '.join(differences)}. "
-            f"Use another job_id, or delete the job to start over: bso-server jobs delete {existing.job_id}",
+            f"job {existing.job_id!r} was begun with target {before:g}, and what it has learned holds for that alone: "
+            f"for {after:g} use another job_id, such as {f'{existing.job_id}-{after:g}'!r}",
             field="job_id",
+        )
+    if changes and not (asked.revise and not fixed(changes)):
+        named = {name: changes[name] for name in fixed(changes)} if asked.revise else changes
+        differences = "; ".join(f"{name} is {before!r}, not {after!r}" for name, (before, after) in named.items())
+        remedy = "" if fixed(changes) else f", or revise the job: bso-server jobs revise {existing.job_id}"
+        raise JobConflictError(
+            f"job {existing.job_id!r} exists with another configuration: {differences}. Use another job_id{remedy}",
+            field="job_id",
+        )
+    return changes
+
+
+def refuse_policy(job: CreatedJob) -> None:
+    """Raise `InvalidJobError` for a job that its policy cannot serve, or `PolicyNotInstalledError`."""
+    own = installed(job.policy)
+    own.check(job)
+    refuse_margins(job)
+
+
+def refuse_margins(job: CreatedJob) -> None:
+    """Raise `InvalidJobError` for margins that the job's policy would ignore."""
+    if job.no_worse_than_default and not installed(job.policy).leaves_out:
+        raise InvalidJobError(
+            f"policy {job.policy!r} chooses sizes without regard to no_worse_than_default: use policy "
+            f"{GP_VOI!r}, or leave the margins out and let the callbacks watch the metrics (watch=…)",
+            field="no_worse_than_default",
         )
 
 

@@ -18,6 +18,7 @@ from bso_server.core.occurrences import ReportsCommitted, TrialEnded
 from bso_server.errors import BsoError, ReportConflictError, UnknownTrialError
 from bso_server.service.loading import load_history
 from bso_server.service.refusals import log_replaced, refuse_message
+from bso_server.service.revisions import terms_of
 from bso_server.service.targets import learn_target
 from bso_server.storage.rows import TRIAL_AT_REPORT, StoredEpoch, StoredJob, last_report
 from bso_server.storage.store import Batch, Store
@@ -121,26 +122,31 @@ class ReportBatch:
         report = Report(time_s=result.time, energy_j=result.energy, epoch=result.current_epoch, metric=result.metric)
         repeated = trial.state is TrialState.RUNNING and trial.last_report == report
         if repeated or trial.state in FINAL:
-            return _answer_again(job, trial, report, is_of_one_rank=result.is_of_one_rank)
+            answered = self._terms_of(job, trial)
+            return _answer_again(answered, trial, report, is_of_one_rank=result.is_of_one_rank)
         if result.is_of_one_rank and trial.report_count:
             if is_of_same_evaluation(trial, report):
-                trial = add_rank_report(job, trial, report, self._moment)
+                trial = add_rank_report(trial, report, self._moment)
                 self._trials[trial.key] = trial
-                return _answer_of(job, trial)
+                return _answer_of(self._terms_of(job, trial), trial)
             # Each rank measures on its own: the first to report an epoch may have lower totals than another rank had.
             report = replace(
                 report, time_s=max(report.time_s, trial.time_s), energy_j=max(report.energy_j, trial.energy_j)
             )
         history = None
-        if policy.needs_bound(job.registration, trial):
+        if self._needs_bound(job, trial):
             # A bound rests on the job's history, which must not change while it is read.
             if not self._lock_job(trial.job_id):
                 return RowLocked.ROW_LOCKED
-            history = self._history_of(trial.job_id)
+            # The job may have been revised since.
+            if self._needs_bound(self._jobs[trial.job_id], trial):
+                history = self._history_of(trial.job_id)
 
         def judged() -> tuple[StoredJob, TrialRecord, ReportResponse]:
+            job = self._jobs[trial.job_id]
+            terms = self._terms_of(job, trial)
             job_after, trial_after, verdict = judge_report(
-                self._jobs[trial.job_id],
+                terms,
                 trial,
                 report,
                 self._moment,
@@ -150,6 +156,8 @@ class ReportBatch:
                 waited_share=result.waited_share,
                 watched=result.watched,
             )
+            # Only the job's clock and its cheapest trial may have changed.
+            job_after = job if job_after is terms else replace(job_after, registration=job.registration)
             return job_after, trial_after, ReportResponse.of(verdict)
 
         job_after, trial_after, answer = judged()
@@ -163,6 +171,13 @@ class ReportBatch:
             # A trial that has ended keeps its last report in its own row only.
             self._epochs.append(last_report(trial_after))
         return answer
+
+    def _needs_bound(self, job: StoredJob, trial: TrialRecord) -> bool:
+        # A trial under earlier terms gets no bound by the present ones: without a bound it has all its epochs.
+        return trial.started_event > job.revised_event and policy.needs_bound(job.registration, trial)
+
+    def _terms_of(self, job: StoredJob, trial: TrialRecord) -> StoredJob:
+        return terms_of(self._transaction, job, trial)
 
     def _lock_job(self, job_id: str) -> bool:
         """Lock and reload an unchanged job; return False if another transaction has locked it.

@@ -55,15 +55,15 @@ class Learned:
         self.last = found[-1] if found else self.last
 
 
-# A new target changes the costs of earlier runs.
-_learned = Cache[tuple[str, str | None, datetime, float | None], Learned](_JOBS)
+# A new target and a revision change the costs of earlier runs.
+_learned = Cache[tuple[str, str | None, datetime, float | None, int], Learned](_JOBS)
 
 
 @contextmanager
 def _evidence(transaction: Transaction, stored: StoredJob, completed: int) -> Iterator[Learned]:
     """Provide the evidence of a job that has completed so many runs; the database must not be asked meanwhile."""
     job = stored.registration
-    key = job.job_id, job.registration_id, stored.created_at, job.target_metric
+    key = job.job_id, job.registration_id, stored.created_at, job.target_metric, stored.revised_event
     learned = _learned.get(key)
     if learned is not None:
         since = 0 if learned.last is None else learned.last.ended_event

@@ -150,7 +150,9 @@ def imported(
             facts["lease_expires_at"] = moment.lease_end(TrialRecord.of_row(facts))
         else:
             facts |= _facts_of_ended(row, end, moment.now if row.ended is None else in_utc(row.ended), registration)
-        trials.append(read(ImportedTrial, facts, row.place, job=registration))
+        trials.append(
+            read(ImportedTrial, facts, row.place, job=registration, sizes=frozenset(registration.batch_sizes))
+        )
         records.append(job.add(trials[-1], row.place).trial)
     job.close()
     history = replay(registration, records, survivors)

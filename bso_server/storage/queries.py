@@ -72,20 +72,26 @@ def latest_instants(transaction: Transaction, job_id: str, *, limit: int) -> lis
 
 
 def tallies(transaction: Transaction, job_id: str, *, first: int = 1, last: int = MAX_INTEGER) -> list[Tally]:
-    """Return counts and sums over the trials `first` to `last`, by size, state and origin."""
+    """Return counts and sums over the trials `first` to `last`, by size, state, origin and GPUs."""
     table = trials.c
     kinds = table.batch_size, table.state, table.origin
+    grouped = *kinds, table.other_gpus
     # A sum over trials without reports is null.
     sums = [func.coalesce(func.sum(each), 0.0) for each in (table.energy_j, table.time_s)]
     condition = table.job_id == job_id, table.trial_number.between(first, last)
-    statement = select(*kinds, func.count(), *sums).where(*condition).group_by(*kinds)
+    statement = select(*kinds, func.count(), *sums, table.other_gpus).where(*condition).group_by(*grouped)
     return [Tally(*row) for row in map(tuple, transaction.tuples(statement))]
 
 
 def completed_runs(transaction: Transaction, job_id: str, *, since: int) -> list[CompletedRun]:
-    """Return the whole runs of a job that reached the target, from this event of the job on, in order of their ends."""
+    """Return the whole runs that reached the target on the job's GPUs, from this event on, in order of their ends."""
     table = trials.c
-    chosen = table.job_id == job_id, table.state == TrialState.COMPLETED, table.ended_event >= since
+    chosen = (
+        table.job_id == job_id,
+        table.state == TrialState.COMPLETED,
+        table.ended_event >= since,
+        table.other_gpus.is_(False),
+    )
     statement = select(*(table[field.name] for field in fields(CompletedRun))).where(*chosen)
     statement = statement.where(table.origin != Origin.FINISH)
     return [CompletedRun(*row) for row in map(tuple, transaction.tuples(statement.order_by(table.ended_event)))]
@@ -206,9 +212,14 @@ def decisions_of(
     return list(map(decision_from, _by_trial(transaction, decisions, job_id, first, last)))
 
 
-def power_profiles_of(
-    transaction: Transaction, job_id: str, first: int = 1, last: int = MAX_INTEGER
-) -> list[StoredPowerProfile]:
+def present_power_profiles(transaction: Transaction, job_id: str) -> list[StoredPowerProfile]:
+    """Return the stored power-limit profiles of a job's trials on its present GPUs, in order of dispatch."""
+    chosen = power_profiles.c.job_id == job_id, trials.c.other_gpus.is_(False)
+    statement = select(power_profiles).join_from(power_profiles, trials).where(*chosen)
+    return [StoredPowerProfile(**row) for row in transaction.rows(statement.order_by(power_profiles.c.trial_number))]
+
+
+def power_profiles_of(transaction: Transaction, job_id: str, first: int, last: int) -> list[StoredPowerProfile]:
     """Return the stored power-limit profiles of the trials `first` to `last`, in order of dispatch."""
     return [StoredPowerProfile(**row) for row in _by_trial(transaction, power_profiles, job_id, first, last)]
 

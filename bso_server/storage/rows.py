@@ -42,12 +42,14 @@ class StoredJob(JobState):
         rng_state: State of its random generator as JSON, or None.
         owner: Id of the token that owns it; None if it was registered without a token and is open to all.
         shared: True if other tokens may use it too.
+        revised_event: Event of its latest revision, or 0.
     """
 
     created_at: datetime
     rng_state: str | None
     owner: str | None = None
     shared: bool = False
+    revised_event: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +142,7 @@ def job_from(row: Row) -> StoredJob:
         cheapest=cheapest,
         bandit_entered_at=row["bandit_entered_event"],
         folded_event=row["folded_event"],
+        revised_event=row["revised_event"],
         rng_state=row["rng_state"],
         owner=row["owner"],
         shared=row["shared"],
@@ -163,13 +166,14 @@ def job_row(stored: StoredJob) -> dict[str, Any]:
         "min_cost_trial_number": None if cheapest is None else cheapest.trial_number,
         "bandit_entered_event": stored.bandit_entered_at,
         "folded_event": stored.folded_event,
+        "revised_event": stored.revised_event,
         "rng_state": stored.rng_state,
         "survivors": None if stored.survivors is None else json.dumps(stored.survivors),
     }
 
 
 # Totals of a trial before its first report are 0 in the record, so that sums need no special case, and null in the row.
-_EPOCHS = {"epoch", "first_epoch", "first_cost_j"}
+_EPOCHS = {"epoch", "first_epoch", "first_time_s", "first_energy_j"}
 _TOTALS = {"time_s", "energy_j", *_EPOCHS}
 
 

@@ -1,4 +1,4 @@
-"""Tables: `jobs`, `trials`, `epochs`, `power_profiles`, `decisions` and `tokens` hold facts.
+"""Tables: `jobs`, `revisions`, `trials`, `epochs`, `power_profiles`, `decisions` and `tokens` hold facts.
 
 `arms`, `policy_memories` and the columns marked as caches follow from the facts and save reading history.
 """
@@ -14,8 +14,8 @@ from pydantic import TypeAdapter
 from sqlalchemy.dialects import mysql
 from sqlalchemy.types import TypeEngine
 
-from bso_server.core.model import Arm
-from zeus_plugins.protocol import EndReason, Origin, PowerLimitSample, TrialState
+from bso_server.core.model import Arm, Deviations
+from zeus_plugins.protocol import Change, EndReason, Origin, PowerLimitSample, TrialState
 
 metadata = sa.MetaData()
 
@@ -91,7 +91,7 @@ jobs = sa.Table(
     sa.Column("job_id", sa.String(255), primary_key=True),
     sa.Column("job_id_prefix", sa.String(255), nullable=False, index=True),
     sa.Column("policy", sa.String(32), nullable=False),
-    # Registration as JSON, which never changes.
+    # The job's present terms as JSON, which only revisions change.
     sa.Column("spec", sa.Text, nullable=False),
     sa.Column("created_at", UtcDateTime, nullable=False),
     # Random id that distinguishes a job from a deleted one with the same job_id; null for imported jobs.
@@ -122,6 +122,21 @@ jobs = sa.Table(
     sa.Column("bandit_entered_event", sa.Integer),
     # The arms include the ends of trials up to this event; the next suggestion adds later ones.
     sa.Column("folded_event", sa.Integer, nullable=False),
+    # Event of the latest revision, or 0: trials that began before it end under earlier terms.
+    sa.Column("revised_event", sa.Integer, nullable=False),
+    **_MYSQL,
+)
+
+# Each column is a field of `protocol.Revision` with the same name.
+revisions = sa.Table(
+    "revisions",
+    metadata,
+    sa.Column("job_id", sa.String(255), sa.ForeignKey("jobs.job_id", ondelete="CASCADE"), primary_key=True),
+    sa.Column("revision", sa.Integer, primary_key=True, autoincrement=False),
+    sa.Column("event", sa.Integer, nullable=False),
+    sa.Column("trials", sa.Integer, nullable=False),
+    sa.Column("revised_at", UtcDateTime, nullable=False),
+    sa.Column("changes", Json(dict[str, Change]), nullable=False),
     **_MYSQL,
 )
 
@@ -156,8 +171,9 @@ trials = sa.Table(
     sa.Column("heartbeats", sa.Boolean, nullable=False, info=STATE),
     sa.Column("lease_epoch", sa.Integer, nullable=False, info=STATE),
     sa.Column("first_epoch", sa.Double, info=REPORT),
-    sa.Column("first_cost_j", sa.Double, info=REPORT),
-    sa.Column("cost_deviations_j2", sa.Double, info=REPORT),
+    sa.Column("first_time_s", sa.Double, info=REPORT),
+    sa.Column("first_energy_j", sa.Double, info=REPORT),
+    sa.Column("deviations", Json(Deviations), info=REPORT),
     sa.Column("epoch_bound", sa.Integer, info=STATE),
     sa.Column("epoch_bound_reason", sa.Text, info=STATE),
     sa.Column("idempotency_key", sa.String(255)),
@@ -166,6 +182,8 @@ trials = sa.Table(
     sa.Column("power_limits", sa.Integer, info=POWER_LIMIT),
     sa.Column("confirmed", sa.Integer, nullable=False, info=REPORT),
     sa.Column("waited_share", sa.Double, info=REPORT),
+    # Follows from the job's revisions, by which alone it is updated.
+    sa.Column("other_gpus", sa.Boolean, nullable=False),
     sa.Index("ix_trials_job_id_idempotency_key", "job_id", "idempotency_key", unique=True),
     sa.Index("ix_trials_job_id_origin", "job_id", "origin"),
     sa.Index("ix_trials_job_id_ended_event", "job_id", "ended_event"),

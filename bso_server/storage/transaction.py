@@ -46,11 +46,12 @@ from bso_server.storage.tables import (
     jobs,
     policy_memories,
     power_profiles,
+    revisions,
     tokens,
     trials,
     write_probes,
 )
-from zeus_plugins.protocol import ALIVE, CreatedJob, Origin, TrialState
+from zeus_plugins.protocol import ALIVE, CreatedJob, Origin, Revision, TrialState
 
 logger = logging.getLogger("bso_server")
 
@@ -95,10 +96,13 @@ _JOB = sa.select(jobs).where(jobs.c.job_id == sa.bindparam("job_id"), IS_THERE)
 _LOCKED_JOB, _LOCKED_JOB_OR_NONE = _JOB.with_for_update(), _JOB.with_for_update(skip_locked=True)
 _ARMS = sa.select(arms).where(arms.c.job_id == sa.bindparam("job_id")).order_by(arms.c.batch_size)
 _MEMORY = sa.select(policy_memories).where(policy_memories.c.job_id == sa.bindparam("job_id"))
+_REVISIONS = sa.select(revisions).where(revisions.c.job_id == sa.bindparam("job_id")).order_by(revisions.c.revision)
 _TOKEN = sa.select(tokens).where(tokens.c.token_id == sa.bindparam("token_id"))
 _NEWEST_POWER_PROFILE = (
     sa.select(power_profiles)
+    .join_from(power_profiles, trials)
     .where(power_profiles.c.job_id == sa.bindparam("job_id"), power_profiles.c.batch_size == sa.bindparam("batch_size"))
+    .where(trials.c.other_gpus.is_(False))
     .order_by(power_profiles.c.trial_number.desc())
     .limit(1)
 )
@@ -147,7 +151,8 @@ class Transaction:
     transaction locks the whole file.
 
     Lock order: rows of one table in the order of their keys. Ending a trial locks the trial, then its job. Dispatching
-    or abandoning locks the job, then only its expired trials. Setting a target locks the job, then its open trials.
+    or abandoning locks the job, then only its expired trials. Setting a target locks the job, then its open trials; a
+    revision locks the job, and then, if it gets other GPUs, its trials.
     """
 
     def __init__(self, connection: sa.Connection) -> None:
@@ -308,16 +313,18 @@ class Transaction:
         """
         entered_at = bandit_entered_from_the_start(registration)
         new = StoredJob(registration=registration, created_at=created_at, bandit_entered_at=entered_at, rng_state=None)
-        row = job_row(new) | {
-            "job_id_prefix": registration.job_id_prefix,
-            "policy": registration.policy,
-            "spec": registration.model_dump_json(exclude={"fingerprint", "registration_id"}),
-            "registration_id": registration.registration_id,
-            "created_at": created_at,
-            "owner": owner,
-            "shared": shared,
-            "importing_at": importing_at,
-        }
+        row = (
+            job_row(new)
+            | _terms_of(registration)
+            | {
+                "job_id_prefix": registration.job_id_prefix,
+                "registration_id": registration.registration_id,
+                "created_at": created_at,
+                "owner": owner,
+                "shared": shared,
+                "importing_at": importing_at,
+            }
+        )
         try:
             self.connection.execute(sa.insert(jobs).values(row))
         except IntegrityError as error:
@@ -328,9 +335,35 @@ class Transaction:
         """Save the changeable columns of locked jobs."""
         self._update(jobs, [job_row(job) for job in changed])
 
+    def revise_job(self, revised: StoredJob, revision: Revision, arms_after: Iterable[Arm]) -> None:
+        """Save a locked job after a revision, the revision, and its arms, some of which may be new."""
+        values = _terms_of(revised.registration) | job_row(revised)
+        self.connection.execute(sa.update(jobs).where(jobs.c.job_id == revised.job_id).values(values))
+        self.insert_revisions(revised.job_id, [revision])
+        self.connection.execute(sa.delete(arms).where(arms.c.job_id == revised.job_id))
+        self.connection.execute(sa.insert(arms), _arm_rows(revised.job_id, arms_after))
+
+    def insert_revisions(self, job_id: str, added: Iterable[Revision]) -> None:
+        """Insert revisions."""
+        self._insert(sa.insert(revisions), [{"job_id": job_id, **dict(each)} for each in added])
+
+    def revisions(self, job_id: str) -> tuple[Revision, ...]:
+        """Return the revisions of a job, in order."""
+        return tuple(Revision(**row) for row in self.rows(_REVISIONS, job_id=job_id))
+
+    def set_other_gpus(self, job_id: str, numbers: Collection[int], *, value: bool) -> None:
+        """Set `other_gpus` of trials of a locked job."""
+        self._update(
+            trials, [{"job_id": job_id, "trial_number": number, "other_gpus": value} for number in sorted(numbers)]
+        )
+
     def share_job(self, job_id: str, *, shared: bool) -> None:
         """Set whether tokens other than its owner may use a locked job."""
         self.connection.execute(sa.update(jobs).where(jobs.c.job_id == job_id).values(shared=shared))
+
+    def insert_arms(self, job_id: str, batch_sizes: Iterable[int]) -> None:
+        """Insert arms of a locked job for further batch sizes."""
+        self._insert(sa.insert(arms), _arm_rows(job_id, map(Arm, sorted(batch_sizes))))
 
     def update_arms(self, job_id: str, changed: Iterable[Arm]) -> None:
         """Save arms of a locked job."""
@@ -367,7 +400,7 @@ class Transaction:
         return self._delete(epochs, reported_at < instant, order=reported_at, limit=limit)
 
     def newest_power_profile(self, job_id: str, batch_size: int) -> StoredPowerProfile | None:
-        """Return the profile of the latest trial of this size that has one, or None."""
+        """Return the profile of the latest trial of this size on the job's GPUs that has one, or None."""
         found = self.rows(_NEWEST_POWER_PROFILE, job_id=job_id, batch_size=batch_size)
         return StoredPowerProfile(**found[0]) if found else None
 
@@ -518,6 +551,12 @@ class Transaction:
         names, statement = _update_of(table, tuple(rows[0]))
         values = [dict(zip(names, row.values(), strict=True)) for row in rows]
         return self.connection.execute(statement, values).rowcount
+
+
+def _terms_of(registration: CreatedJob) -> dict[str, Any]:
+    """Return the columns of a job that only revisions change."""
+    spec = registration.model_dump_json(exclude={"fingerprint", "registration_id"})
+    return {"policy": registration.policy, "spec": spec}
 
 
 def _arm_rows(job_id: str, changed: Iterable[Arm]) -> list[dict[str, Any]]:

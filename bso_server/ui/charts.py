@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from bso_server.core.savings import Span, is_whole_run
@@ -40,16 +41,18 @@ _NEAR = 4
 _ROOM_FOR_NAME = 0.08
 
 
-def colours(batch_sizes: Sequence[int]) -> dict[int, str]:
-    """Return the CSS class of each batch size, the same in all charts of the job."""
+def colours(batch_sizes: Sequence[int]) -> Mapping[int, str]:
+    """Return the CSS class of each batch size, the same in all charts of the job; ``ink`` for sizes it had before."""
     last = max(len(batch_sizes) - 1, 1)
-    return {size: f"s{round(index * (COLOURS - 1) / last)}" for index, size in enumerate(batch_sizes)}
+    return defaultdict(
+        lambda: "ink", {size: f"s{round(index * (COLOURS - 1) / last)}" for index, size in enumerate(batch_sizes)}
+    )
 
 
-def key(job: CreatedJob, points: Sequence[TrialPoint]) -> tuple[list[TrialState], list[int]]:
+def key(points: Sequence[TrialPoint]) -> tuple[list[TrialState], list[int]]:
     """Return the states and batch sizes in a chart of trials, ordered for its legend."""
     states, sizes = {point.state for point in points}, {point.batch_size for point in points}
-    return [state for state in STATES if state in states], [size for size in job.batch_sizes if size in sizes]
+    return [state for state in STATES if state in states], sorted(sizes)
 
 
 # --- Run by run -------------------------------------------------------------------------------------------------------

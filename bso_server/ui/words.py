@@ -24,6 +24,7 @@ from zeus_plugins.protocol import (
     JobView,
     MetricView,
     Origin,
+    Revision,
     SavingsWord,
     Share,
     TrialState,
@@ -127,6 +128,16 @@ def of_job(page: JobPage) -> Headline:
         cost = "" if arm is None else f"A run at {best}: {arm.in_words}"
         return Headline(text, " ".join(filter(None, (sentence(cost), unknown, savings.evidence, savings.so_far))))
     return Headline(savings.claim, savings.so_far, "gain" if savings.word is SavingsWord.SAVES else "loss")
+
+
+def revisions(view: JobView) -> dict[int, list[Revision]]:
+    """Return the revisions by the number of the latest shown trial before each, the newest first."""
+    shown = [trial.trial_number for trial in view.trials]
+    found: dict[int, list[Revision]] = {number: [] for number in shown}
+    for each in reversed(view.revisions):
+        if before := [number for number in shown if number <= each.trials]:
+            found[before[-1]].append(each)
+    return found
 
 
 def qualities(view: JobView) -> list[tuple[int, MetricView, str]]:

@@ -357,6 +357,35 @@ def test_a_trial_is_set_aside(server: ServerProcess, job_id: str, source: list[s
     assert_failed(run("jobs", "discard", job_id, 3, *source), f"job '{job_id}' has no trial 3")
 
 
+def test_a_job_is_revised(job_id: str, source: list[str]) -> None:
+    stated = ["--eta", "0.7", "--beta", "none", "--max-epochs", "6", "--batch-sizes", "16", "32", "--controls", "off"]
+    changes = "batch_sizes +32 -8, eta_knob 0.5 -> 0.7, beta_knob 2 -> none, max_epochs 100 -> 6, controls auto -> off"
+    assert run("jobs", "revise", job_id, *stated, *source) == (0, f"job {job_id} revised: {changes}\n", "")
+    assert run("jobs", "revise", job_id, *stated, *source)[:2] == (0, f"job {job_id} has these terms already\n")
+    shown = run("jobs", "show", job_id, *source)[1]
+    assert "Revised before trial 3, 20" in shown
+    assert f": {changes}." in shown
+    (revision,) = json.loads(run("jobs", "show", job_id, "--json", *source)[1])["revisions"]
+    assert (revision["trials"], revision["changes"]["max_epochs"]) == (2, {"before": 100, "after": 6})
+
+
+@pytest.mark.parametrize(
+    ("stated", "problem"),
+    [
+        (["--batch-sizes", "8"], "default_batch_size: 16 is not one of batch_sizes [8]"),
+        (["--eta", "2"], "eta_knob: Input should be less than or equal to 1"),
+        (["--policy", "zeus", "--controls", "0.1"], "policy zeus decides as Zeus does, which makes no control runs"),
+        ([], "state at least one term: --eta, --beta, --max-epochs"),
+    ],
+)
+def test_a_revision_that_cannot_be_names_the_term(
+    job_id: str, source: list[str], stated: list[str], problem: str
+) -> None:
+    code, _, error = run("jobs", "revise", job_id, *stated, *source)
+    assert code == 1
+    assert problem in error
+
+
 def test_a_job_is_shared_and_no_more(server: ServerProcess, job_id: str, source: list[str]) -> None:
     for _ in range(2):
         shared = f"job {job_id} is shared: every token with scope report may run trials of it\n"

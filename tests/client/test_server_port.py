@@ -101,12 +101,18 @@ def refused(
     assert not getattr(caught.value, "is_foreign", False)
 
 
+def test_a_registration_revises_a_job_if_it_says_so(port: ServerPort, job: CreatedJob) -> None:
+    revised = port.register(job.model_copy(update={"max_epochs": 9, "revise": True}))
+    assert revised == port.show_job(job.job_id).job == job.model_copy(update={"max_epochs": 9})
+    with refused(409, r"begun with target 0\.5, .* for 0\.8 use another job_id", kind=ZeusBSOConfigError):
+        port.register(job.model_copy(update={"target_metric": 0.8, "revise": True}))
+
+
 def test_a_registration_again_finds_the_job_and_a_different_one_conflicts(port: ServerPort, job: CreatedJob) -> None:
     assert port.register(job) == job
     with refused(409, r"max_epochs is 3, not 9\. Use another job_id", kind=ZeusBSOConfigError) as caught:
         port.register(job.model_copy(update={"max_epochs": 9}))
-    assert str(caught.value).count("delete") == 2  # once in words, once as the command
-    assert str(caught.value).endswith(f"to start over: bso-server jobs delete {job.job_id}")
+    assert str(caught.value).endswith(f"or revise the job: bso-server jobs revise {job.job_id}")
     with refused(422, r"max_epochs: .*greater"):
         port.register(job.model_copy(update={"max_epochs": -9}))
 

@@ -27,7 +27,7 @@ from bso_server.core.gp_voi.beliefs import (
 from bso_server.core.gp_voi.gaussian_process import cost_posterior
 from bso_server.core.gp_voi.prior import CONSTANTS, Sizes
 from bso_server.core.gp_voi.run_costs import CostRun, CostRuns, change_of, epoch_variance, run_variance, summary_of
-from bso_server.core.model import Report, TrialRecord, after_other_rank, after_report
+from bso_server.core.model import Report, TrialRecord, after_other_rank, after_report, cost_deviations_j2
 from tests.support.histories import make_job, new_life
 from tests.support.properties import examples
 from zeus_plugins.protocol import Origin, TrialState
@@ -406,18 +406,18 @@ def test_a_trial_keeps_how_unevenly_its_epochs_cost() -> None:
     """After the first report one epoch of 10 J, two of 16 J and half a one at 12 J for a whole one."""
     life = new_life()
     trial = life.dispatch(32)
-    assert trial.cost_deviations_j2 is None
+    assert cost_deviations_j2(life.job, trial) is None
     deviations_j2 = []
     for epoch, cost_j in ((1, 50), (2, 60), (4, 92), (4.5, 98)):
         trial = after_report(life.job, trial, Report(1.0, cost_j, epoch, 0.0))
-        deviations_j2.append(trial.cost_deviations_j2)
+        deviations_j2.append(cost_deviations_j2(life.job, trial))
     whole = 10**2 + 2 * 16**2 + 0.5 * 12**2 - 48**2 / 3.5
     assert deviations_j2 == [0, 0, pytest.approx(10**2 + 2 * 16**2 - 42**2 / 3), pytest.approx(whole)]
     run = CostRun.of(life.job, trial)
     assert run == pytest.approx(CostRun(math.log(48 / 3.5), 3.5, whole / (48 / 3.5) ** 2, 2))
     # The same epoch once more tells nothing of another one.
     again = after_report(life.job, trial, Report(1.0, 99.0, 4.5, 0.0))
-    assert again.cost_deviations_j2 == trial.cost_deviations_j2
+    assert again.deviations == trial.deviations
 
 
 def test_a_trial_that_an_earlier_version_saw_report_tells_its_mean_alone() -> None:
@@ -425,12 +425,12 @@ def test_a_trial_that_an_earlier_version_saw_report_tells_its_mean_alone() -> No
     trial = life.dispatch(32)
     for epoch in (1, 2, 3):
         trial = after_report(life.job, trial, Report(1.0, 10.0 * epoch**2, epoch, 0.0))
-    from_before = after_report(life.job, replace(trial, cost_deviations_j2=None), Report(1.0, 160.0, 4, 0.0))
-    assert from_before.cost_deviations_j2 is None
+    from_before = after_report(life.job, replace(trial, deviations=None), Report(1.0, 160.0, 4, 0.0))
+    assert from_before.deviations is None
     assert CostRun.of(life.job, from_before) == pytest.approx(CostRun(math.log(50), 3))
     # Another rank's larger totals change the mean, and nothing else.
-    later = after_other_rank(life.job, trial, Report(1.0, 100.0, 3, 0.0))
-    assert later.cost_deviations_j2 == trial.cost_deviations_j2
+    later = after_other_rank(trial, Report(1.0, 100.0, 3, 0.0))
+    assert later.deviations == trial.deviations
 
 
 def test_the_variance_of_an_epoch_is_that_of_all_runs_together() -> None:

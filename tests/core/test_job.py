@@ -28,7 +28,7 @@ from bso_server.core.job import (
     replay,
     revive_trial,
 )
-from bso_server.core.model import Cheapest, Report, Suggestion, TrialRecord
+from bso_server.core.model import Cheapest, Deviations, Report, Suggestion, TrialRecord
 from bso_server.core.policy import judge, stop_rule
 from bso_server.errors import IllegalTransitionError, InvalidReportError, NoSurvivorError
 from bso_server.service.exports import TrialExport
@@ -91,7 +91,7 @@ def test_a_trial_from_its_dispatch_to_its_end() -> None:
 
     job, trial, verdict = judge_report(job, trial, Report(10, 1000, 1, 0.5), MOMENT, energy_source="nvml")
     assert (verdict.stop, trial.report_count, trial.reported_at, trial.energy_source) == (False, 1, NOW, "nvml")
-    assert (trial.first_epoch, trial.first_cost_j, job.event_count) == (1, 1000, 1)
+    assert (trial.first_epoch, trial.first_time_s, trial.first_energy_j, job.event_count) == (1, 10, 1000, 1)
 
     job, trial, verdict = judge_report(job, trial, Report(20, 2000, 2, 0.95), MOMENT)
     assert (verdict.converged, trial.state, trial.end_reason) == (True, TrialState.COMPLETED, EndReason.TARGET_REACHED)
@@ -353,8 +353,10 @@ RECORDS = st.builds(
     heartbeats=st.booleans(),
     lease_epoch=st.integers(1, 2**30),
     first_epoch=st.floats(1e-3, 1e6),
-    first_cost_j=numbers(),
-    cost_deviations_j2=st.none() | numbers(),
+    first_time_s=numbers(),
+    first_energy_j=numbers(),
+    deviations=st.none() | st.builds(Deviations, numbers(), numbers(), numbers()),
+    other_gpus=st.booleans(),
     epoch_bound=st.none() | st.integers(1, 1000),
     epoch_bound_reason=st.none() | TEXTS,
     idempotency_key=st.none() | st.just("key"),
@@ -365,8 +367,8 @@ RECORDS = st.builds(
 
 
 def unreported(trial: TrialRecord) -> TrialRecord:
-    reported = replace(trial, metric=None, report_count=0, cost_deviations_j2=None)
-    return replace(reported, time_s=0.0, energy_j=0.0, epoch=0.0, first_epoch=0.0, first_cost_j=0.0)
+    reported = replace(trial, metric=None, report_count=0, deviations=None)
+    return replace(reported, time_s=0.0, energy_j=0.0, epoch=0.0, first_epoch=0.0, first_time_s=0.0, first_energy_j=0.0)
 
 
 def test_a_trial_s_fields_are_its_columns() -> None:

@@ -82,7 +82,8 @@ def test_the_target_is_the_worst_of_the_values() -> None:
 def trial(state: TrialState, reason: EndReason) -> TrialRecord:
     return TrialRecord(
         trial_number=1, batch_size=16, state=state, origin=Origin.EXPLORATION, end_reason=reason,
-        time_s=3.0, energy_j=300.0, epoch=3.0, metric=0.8, report_count=3, first_epoch=1.0, first_cost_j=100.0,
+        time_s=3.0, energy_j=300.0, epoch=3.0, metric=0.8, report_count=3,
+        first_epoch=1.0, first_time_s=1.0, first_energy_j=100.0,
     )  # fmt: skip
 
 

@@ -237,6 +237,33 @@ class TestWords:
         assert "ZeusBSOCallback" in page.text
 
 
+def test_revisions_stand_between_the_runs_of_a_job(any_server: ServerProcess) -> None:
+    with httpx.Client(base_url=any_server.url) as http:
+        fields = job(policy="gp_voi")
+        path = f"/ui/jobs/{fields['job_id']}"
+
+        def register(**changes: Any) -> None:
+            http.post("/jobs", json={**fields, **changes, "revise": True}).raise_for_status()
+
+        register()
+        for _ in range(2):
+            reached(http, begin(http, fields["job_id"]), 500.0)
+        register(batch_sizes=[16, 32], max_epochs=6)
+        register(batch_sizes=[16, 32], max_epochs=6, gpu_model="H100")
+        reached(http, begin(http, fields["job_id"]), 500.0)
+        text = http.get(path).raise_for_status().text
+        places = [
+            text.index(part) for part in ("gpu_model V100 -&gt; H100", "batch_sizes +32 -8, max_epochs", 'id="run-2"')
+        ]
+        assert text.index('id="run-3"') < places[0] < places[1] < places[2]
+        assert text.count('<span class="sub">other GPUs</span>') == 2
+        twin = http.get(f"{path}.json").json()
+        assert [each["trials"] for each in twin["view"]["revisions"]] == [2, 2]
+        for address in ("", "/trials/2", "?at=3", "/whatif", "/report.html"):
+            page = Page(http.get(f"{path}{address}").raise_for_status().text)
+            assert "Traceback" not in page.text
+
+
 def test_every_kind_of_database_shows_its_pages(any_server: ServerProcess) -> None:
     job_id = f"ui_{uuid.uuid4().hex[:8]}-a"
     with httpx.Client(base_url=any_server.url) as http:

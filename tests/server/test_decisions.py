@@ -99,6 +99,18 @@ async def test_a_discarded_trial_is_in_no_decision(
         assert await server.store.read(differences, server.job_id) == []
 
 
+@pytest.mark.parametrize("policy", OWN_POLICIES)
+async def test_a_revision_leads_to_another_decision(
+    database_url: str, interruptions: Interruptions, policy: str
+) -> None:
+    async with job_service(database_url, policy=policy) as server:
+        other = {"batch_sizes": (8, 64), "default_batch_size": 64, "revise": True}
+        trial = await interruptions.during(server, lambda: server.service.register(server.job.model_copy(update=other)))
+        assert [history.job.batch_sizes for history in interruptions.seen] == [(8, 16, 32), (8, 64)]
+        assert trial.batch_size == 64
+        assert await server.store.read(differences, server.job_id) == []
+
+
 async def test_a_job_that_changes_again_and_again_is_decided_under_the_lock(
     bso: JobService, interruptions: Interruptions
 ) -> None:

@@ -143,7 +143,7 @@ WRONG: list[tuple[str, Callable[[Lines], object], str]] = [
     ("half a bound", lambda export: export[1].update(epoch_bound=9), "line 2, epoch_bound_reason"),
     ("a first report alone", lambda export: export[4].update(first_epoch=1), "line 5, first_epoch"),
     ("a late first report", lambda export: export[1].update(first_epoch=9), "line 2, first_epoch"),
-    ("deviations of none", lambda export: export[4].update(cost_deviations_j2=1), "line 5, cost_deviations_j2"),
+    ("deviations of none", lambda export: export[4].update(deviations=[1, 1, 1]), "line 5, deviations"),
     ("one report, two epochs", lambda export: export[1].update(report_count=1, epochs=[]), "line 2, first_epoch"),
     ("no number of trials", lambda export: export[0].pop("trials"), "line 1, trials"),
     ("a trial less", lambda export: export.pop(), "line 1, trials"),

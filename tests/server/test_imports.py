@@ -52,7 +52,14 @@ def export_of(job_id: str, trials: int, reports: int = 3) -> Lines:
             for each in range(1, reports)
         ]
         totals = {"time_s": 50 * cost, "energy_j": 5000 * cost, "epoch": reports, "metric": 0.95}
-        first = {"first_epoch": 1, "first_cost_j": 500, "report_count": reports, "longest_gap_s": 5, "epochs": kept}
+        first = {
+            "first_epoch": 1,
+            "first_time_s": 5,
+            "first_energy_j": 500,
+            "report_count": reports,
+            "longest_gap_s": 5,
+            "epochs": kept,
+        }
         ends = {"ended_at": at(begun + 60), "reported_at": at(begun + 60), "ended_event": 2 * number}
         state = {"state": "completed", "end_reason": "target_reached", "message": "target reached"}
         origin = {"origin": "exploration", "reason": "tried", "started_at": at(begun), "started_event": 2 * number - 1}

@@ -154,7 +154,7 @@ class TestTrials:
         header = (
             "trial_number,batch_size,state,origin,reason,message,started_at,ended_at,end_reason,time_s,energy_j,"
             "energy_source,cost_j,epochs,metric,owner,epoch_bound,epoch_bound_reason,power_limit_w,power_limits,"
-            "waited_share,watched"
+            "waited_share,watched,other_gpus"
         )
         assert answer.text.startswith(header + "\r\n")  # as in version 0.1.0: scripts may count on the places
         assert set(header.split(",")) == set(TrialView.model_fields)

@@ -23,7 +23,7 @@ from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 from sqlalchemy import Connection, Engine, event
 
-from bso_server.core.model import TrialRecord, changed
+from bso_server.core.model import Deviations, TrialRecord, changed
 from bso_server.errors import DatabaseNotReadyError
 from bso_server.service.commands import BatchSizeService
 from bso_server.storage.database import open_database
@@ -91,8 +91,9 @@ async def test_what_goes_in_comes_out(database_url: str) -> None:
         metric=0.0,
         report_count=2,
         first_epoch=0.1,
-        first_cost_j=1 / 3,
-        cost_deviations_j2=2 / 3,
+        first_time_s=1 / 7,
+        first_energy_j=1 / 3,
+        deviations=Deviations(2 / 3, 1e300, -1 / 3),
         epoch_bound=7,
         epoch_bound_reason="seven",
     )

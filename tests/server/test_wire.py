@@ -183,7 +183,7 @@ class TestTrials:
         (_, shown) = trials_of(http, job_id)
         assert (shown["time_s"], shown["energy_j"], shown["metric"]) == (20, 510, 0.5)
         kept = export_over(http, job_id)[2]
-        assert (kept["report_count"], kept["epoch"], kept["first_cost_j"]) == (1, 1, 0.5 * 510 + 50 * 20)
+        assert (kept["report_count"], kept["epoch"], kept["first_time_s"], kept["first_energy_j"]) == (1, 1, 20, 510)
 
         # The first rank of the next epoch has used less than another had before; that is the bound, crossed.
         lasts = [

@@ -131,7 +131,7 @@ def test_what_is_unknown_stays_so_in_exports_and_on_pages(tmp_path: Path, shared
     taken_over(source, shared_server.url, "--job", "exploring", "--job-id", job_id)
     with httpx.Client(base_url=shared_server.url) as http:
         export = export_over(http, job_id)
-        unknown = ("epoch", "metric", "first_epoch", "first_cost_j")
+        unknown = ("epoch", "metric", "first_epoch", "first_energy_j")
         assert [export[5][name] for name in unknown] == [None] * 4
         import_over(http, renamed(export, f"{job_id}-again")).raise_for_status()
         assert export_over(http, f"{job_id}-again")[1:] == export[1:]

@@ -53,7 +53,7 @@ def test_ask_registers_the_job_on_its_hardware_and_returns_the_dispatched_size(
     assert session.has_trial
     assert [request[:2] for request in server.requests] == [("POST", "/jobs"), ("GET", "/jobs/batch_size")]
     (registration,) = server.sent("POST", "/jobs")
-    assert registration == JOB.model_dump(mode="json") | GPUS.model_dump() | {"target_runs": None}
+    assert registration == JOB.model_dump(mode="json") | GPUS.model_dump() | {"target_runs": None, "revise": False}
     assert session.trial == TrialInfo(**TRIAL, stop_rule=StopRule(max_epochs=100))
     assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
 

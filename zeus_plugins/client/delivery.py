@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from http import HTTPStatus
 from pathlib import Path
+from typing import Any
 
 from zeus_plugins.client.outbox import Outbox, OutboxFile, OutboxFileError, OutboxHeader
 from zeus_plugins.client.port import ServerPort
@@ -14,10 +15,12 @@ from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSOError, ZeusBSORuntime
 from zeus_plugins.files import FileBusyError
 from zeus_plugins.protocol import (
     FINAL,
+    FIXED_TERMS,
     CreatedJob,
     Ending,
     Evaluation,
     HeartbeatResponse,
+    JobSpec,
     JobSpecFromClient,
     OfflineTrial,
     PowerLimitChoice,
@@ -25,6 +28,8 @@ from zeus_plugins.protocol import (
     ReportResponse,
     TrainingResult,
     TrialId,
+    changes_in_words,
+    terms_between,
 )
 
 _logger = logging.getLogger("zeus_plugins")
@@ -46,8 +51,12 @@ def is_refusal(error: Exception) -> bool:
     return is_by_server and not isinstance(error, ZeusBSOTokenError)
 
 
-def registered_as(client: ServerPort, job: JobSpecFromClient, guessed: Collection[str]) -> CreatedJob:
-    """Register a job; if its id is taken, adopt the registered values of the `guessed` fields and try again.
+def registered_as(
+    client: ServerPort, job: JobSpecFromClient, follows: Collection[str], *, revises: bool = False
+) -> CreatedJob:
+    """Register a job; if its id is taken, adopt the registered values of the fields in `follows`, and try again.
+
+    With `revises`, other fields revise the registered job, which a warning says.
 
     Raises:
         ZeusBSOConfigError: The registered job differs in other fields, or the server does not show it.
@@ -56,7 +65,7 @@ def registered_as(client: ServerPort, job: JobSpecFromClient, guessed: Collectio
     try:
         return client.register(job)
     except ZeusBSOConfigError as conflict:
-        if conflict.status != HTTPStatus.CONFLICT or not guessed or job.job_id is None:
+        if conflict.status != HTTPStatus.CONFLICT or not (follows or revises) or job.job_id is None:
             raise
         try:
             known = client.show_job(job.job_id, limit=1).job
@@ -64,12 +73,21 @@ def registered_as(client: ServerPort, job: JobSpecFromClient, guessed: Collectio
             if error.is_outage:
                 raise
             raise conflict from None
-    return client.register(job.model_copy(update={name: getattr(known, name) for name in guessed}))
+    update: dict[str, Any] = {name: getattr(known, name) for name in follows} | {"revise": revises}
+    registered = client.register(job.model_copy(update=update))
+    changes = terms_between(known, registered)
+    if changes:
+        _logger.warning("job %s revised: %s", registered.job_id, changes_in_words(changes))
+    return registered
 
 
 def recorded(client: ServerPort, sender: OutboxHeader) -> TrialId:
-    """Have the server record a trial that it did not dispatch, and return the trial; repeated calls record it once."""
-    registered = registered_as(client, sender.registration, sender.guessed)
+    """Have the server record a trial that it did not dispatch, and return the trial; repeated calls record it once.
+
+    The job may have been revised since, which results that come late do not undo.
+    """
+    follows = {*sender.guessed, *(JobSpec.model_fields.keys() - FIXED_TERMS)}
+    registered = registered_as(client, sender.registration, follows)
     offline = OfflineTrial(job_id=registered.job_id, batch_size=sender.batch_size, continues=sender.continues)
     return TrialId(**client.record_offline(offline, sender.key or "").model_dump())
 

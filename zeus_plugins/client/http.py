@@ -134,7 +134,10 @@ class BsoClient(ServerPort):
 
     def register(self, job: JobSpecFromClient) -> CreatedJob:
         """See `ServerPort.register`."""
-        return self._decode(self._request("POST", Paths.JOBS, body=job), CreatedJob)
+        # `CreatedJob` is an answer, whose JSON lacks `revise`.
+        return self._decode(
+            self._request("POST", Paths.JOBS, body=JobSpecFromClient.model_construct(**dict(job))), CreatedJob
+        )
 
     def request_trial(self, job_id: str, key: str | None = None) -> TrialDispatch:
         """See `ServerPort.request_trial`."""

@@ -9,6 +9,7 @@ Both packages import this one. Its modules are private; names imported as themse
 
 from __future__ import annotations
 
+from zeus_plugins.protocol._jobs import FIXED_TERMS as FIXED_TERMS
 from zeus_plugins.protocol._jobs import TARGET_RUNS as TARGET_RUNS
 from zeus_plugins.protocol._jobs import CreatedJob as CreatedJob
 from zeus_plugins.protocol._jobs import Fingerprint as Fingerprint
@@ -17,6 +18,7 @@ from zeus_plugins.protocol._jobs import JobParams as JobParams
 from zeus_plugins.protocol._jobs import JobSpec as JobSpec
 from zeus_plugins.protocol._jobs import JobSpecFromClient as JobSpecFromClient
 from zeus_plugins.protocol._jobs import TrialId as TrialId
+from zeus_plugins.protocol._jobs import terms_between as terms_between
 from zeus_plugins.protocol._trials import Ending as Ending
 from zeus_plugins.protocol._trials import EndingState as EndingState
 from zeus_plugins.protocol._trials import Evaluation as Evaluation
@@ -86,6 +88,7 @@ from zeus_plugins.protocol._views import MAX_CANDIDATES as MAX_CANDIDATES
 from zeus_plugins.protocol._views import AmountSaved as AmountSaved
 from zeus_plugins.protocol._views import ArmView as ArmView
 from zeus_plugins.protocol._views import CandidateWorth as CandidateWorth
+from zeus_plugins.protocol._views import Change as Change
 from zeus_plugins.protocol._views import Decision as Decision
 from zeus_plugins.protocol._views import ErrorBody as ErrorBody
 from zeus_plugins.protocol._views import Explanation as Explanation
@@ -96,6 +99,7 @@ from zeus_plugins.protocol._views import JobSummary as JobSummary
 from zeus_plugins.protocol._views import JobView as JobView
 from zeus_plugins.protocol._views import LongText as LongText
 from zeus_plugins.protocol._views import MetricView as MetricView
+from zeus_plugins.protocol._views import Revision as Revision
 from zeus_plugins.protocol._views import SavingsView as SavingsView
 from zeus_plugins.protocol._views import SavingsWord as SavingsWord
 from zeus_plugins.protocol._views import Share as Share
@@ -103,5 +107,6 @@ from zeus_plugins.protocol._views import SizeBelief as SizeBelief
 from zeus_plugins.protocol._views import TrialFacts as TrialFacts
 from zeus_plugins.protocol._views import TrialList as TrialList
 from zeus_plugins.protocol._views import TrialView as TrialView
+from zeus_plugins.protocol._views import changes_in_words as changes_in_words
 from zeus_plugins.protocol._views import expected_in_words as expected_in_words
 from zeus_plugins.protocol._views import joules_in_words as joules_in_words

@@ -58,6 +58,10 @@ TARGET_RUNS = 3
 """Number of runs from which the target of a job without one is learned."""
 
 
+FIXED_TERMS = frozenset({"job_id", "job_id_prefix", "target_metric", "higher_is_better_metric", "confirm"})
+"""Fields of a job that no revision changes: a job with another target is another job."""
+
+
 class JobParams(WireMessage):
     """The fields of `JobSpec` except the id."""
 
@@ -232,12 +236,15 @@ class JobSpecFromClient(JobSpec, GpuConfig):
         target_runs: Numbers of the trials from which the server has learned the target, for a job that was registered
             without one; empty before that, and once its user has given one. None for a job with a target. A client that
             repeats it asks for no target.
+        revise: Whether the server shall revise a job with this id that differs in other fields than `FIXED_TERMS`,
+            instead of refusing the registration (docs/server.md). It is not stored.
     """
 
     policy: PolicyName = ZEUS
     fingerprint: Fingerprint | None = None
     registration_id: RegistrationId | None = None
     target_runs: Annotated[tuple[PositiveInt, ...], Field(max_length=TARGET_RUNS)] | None = None
+    revise: bool = False
 
     @model_validator(mode="before")
     @classmethod
@@ -279,13 +286,27 @@ class JobSpecFromClient(JobSpec, GpuConfig):
 
     def named(self, job_id: str) -> CreatedJob:
         """Return the job under this id; fields that were unset stay unset."""
-        return CreatedJob(**{**self.model_dump(exclude_unset=True), "job_id": job_id})
+        revise = {"revise": True} if self.revise else {}
+        return CreatedJob(**{**self.model_dump(exclude_unset=True), **revise, "job_id": job_id})
 
 
 class CreatedJob(JobSpecFromClient):
     """Answer of ``POST /jobs``: a registered job, which always has an id."""
 
     job_id: Identifier
+    revise: bool = Field(default=False, exclude=True)
+
+
+def terms_between(before: CreatedJob, after: CreatedJob) -> dict[str, tuple[Any, Any]]:
+    """Return the terms in which two registrations of a job differ, before and after, in the order of the fields.
+
+    A registration without a target, and one of a job that was registered without, does not differ by its target.
+    """
+    left_out = {"fingerprint", "registration_id", "target_runs"}
+    if before.target_runs is not None or after.target_runs is not None or after.target_metric is None:
+        left_out.add("target_metric")
+    old, new = (job.model_dump(exclude=left_out) for job in (before, after))
+    return {name: (old[name], new[name]) for name in old if old[name] != new[name]}
 
 
 class TrialId(WireMessage):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from enum import StrEnum
 from typing import Annotated, Any
@@ -26,6 +27,7 @@ from zeus_plugins.protocol._values import (
     Fraction,
     Identifier,
     Joules,
+    NonNegativeInt,
     Origin,
     PolicyName,
     PositiveInt,
@@ -96,6 +98,7 @@ class TrialFacts(WireMessage):
         waited_share: Share of its time in which the training could run but waited for a core that other work used; None
             if unknown. From a fifth on, the run counts as one on a busy machine.
         watched: Last values of the metrics that the training watches, by name; None if it watches none.
+        other_gpus: True if the job has other GPUs now than when the trial began: then its epochs count, not its costs.
     """
 
     trial_number: PositiveInt
@@ -117,6 +120,7 @@ class TrialFacts(WireMessage):
     power_limits: PositiveInt | None = None
     waited_share: Fraction | None = None
     watched: Watched | None = None
+    other_gpus: bool = False
 
 
 class TrialView(TrialFacts):
@@ -375,6 +379,52 @@ def _of_default(saved: float) -> str:
     return f"{1 - saved:.0%}".replace("%", " %")
 
 
+class Change(WireMessage):
+    """Value of a job's term before and after a revision."""
+
+    before: Any
+    after: Any
+
+
+class Revision(WireMessage):
+    """One revision of a job.
+
+    Attributes:
+        revision: Counts from 1 within the job.
+        event: Its event in the job; trials with an earlier event of dispatch end under the terms before it.
+        trials: Number of trials dispatched before it.
+        revised_at: When the job was revised (UTC).
+        changes: The changed terms by their names, as in `JobSpecFromClient`.
+    """
+
+    revision: PositiveInt
+    event: PositiveInt
+    trials: NonNegativeInt
+    revised_at: Instant
+    changes: dict[Text, Change]
+
+    @property
+    def in_words(self) -> str:
+        """The changes, such as ``max_epochs 2 -> 6, batch_sizes +64``."""
+        return changes_in_words({name: (change.before, change.after) for name, change in self.changes.items()})
+
+
+def changes_in_words(changes: Mapping[str, tuple[Any, Any]]) -> str:
+    """Describe changed terms by their values before and after; of the batch sizes, those that came and went."""
+    words = []
+    for name, (before, after) in changes.items():
+        if name == "batch_sizes":
+            came, went = sorted({*after} - {*before}), sorted({*before} - {*after})
+            words.append(" ".join([name, *(f"+{size}" for size in came), *(f"-{size}" for size in went)]))
+        else:
+            words.append(f"{name} {_term(before)} -> {_term(after)}")
+    return ", ".join(words)
+
+
+def _term(value: Any) -> str:
+    return "none" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
+
+
 class JobView(WireMessage):
     """Answer of ``GET /api/jobs/{job_id}`` and of ``bso-server jobs show --json``.
 
@@ -382,13 +432,14 @@ class JobView(WireMessage):
         min_cost_j: Lowest cost of a trial that reached the target, in joules, or None.
         best_batch_size: The incumbent, which has the lowest expected cost of the sizes that have reached the target, or
             None.
-        arms: Every batch size, ascending.
+        arms: Every batch size of the job, ascending.
         trial_count: Number of trials dispatched.
         trial_states: Number of trials in each state, without states that no trial has.
         trials: The latest trials, up to the limit of the request, in order of dispatch.
         savings: What is known of the job's saving.
         owner: As in `JobSummary`.
         shared: As in `JobSummary`.
+        revisions: Its revisions, in order.
     """
 
     job: CreatedJob
@@ -402,6 +453,7 @@ class JobView(WireMessage):
     savings: SavingsView
     owner: str | None = None
     shared: bool = False
+    revisions: tuple[Revision, ...] = ()
 
     def arm_of(self, batch_size: int | None) -> ArmView | None:
         """Return the arm of this size, or None."""

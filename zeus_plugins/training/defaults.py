@@ -13,6 +13,7 @@ from pydantic import ValidationError
 
 from zeus_plugins.errors import ZeusBSOConfigError
 from zeus_plugins.protocol import (
+    FIXED_TERMS,
     MAX_BATCH_SIZE,
     MAX_ID_LENGTH,
     Fingerprint,
@@ -96,7 +97,7 @@ class JobPlan:
 
     Attributes:
         job: The job; if its `job_id` is guessed, `on` adds it.
-        guessed: Names of the job's fields that a registration with the same id overrides.
+        guessed: Names of the job's fields that were guessed.
         monitor: Name of the metric; may be empty.
         warning: Warning of a probable mistake, or None.
         devices: As in `TrainingFacts`.
@@ -113,6 +114,17 @@ class JobPlan:
     fingerprint: Fingerprint | None = None
     is_strict: bool = False
     target_in_words: str | None = None
+
+    @property
+    def follows(self) -> frozenset[str]:
+        """Names of the job's fields that a registration with its id overrides, as neither user nor trainer states them.
+
+        The epochs of the trainer count as stated: a job whose trainer has other ones is revised. So do those of a whole
+        job, because the trainer has been compared with them.
+        """
+        stated = self.job.model_fields_set
+        unsaid = frozenset(JobSpec.model_fields) - stated - FIXED_TERMS - ({"max_epochs"} - self.guessed)
+        return (self.guessed - (stated & {"max_epochs"})) | unsaid
 
     @property
     def guesses(self) -> list[str]:
@@ -141,7 +153,8 @@ class JobPlan:
     def named(self, job_id: str) -> JobPlan:
         """Return the plan with this job id."""
         update = {"job_id": job_id} | ({"job_id_prefix": job_id} if "job_id_prefix" in self.guessed else {})
-        return replace(self, job=JobSpec(**{**dict(self.job), **update}), guessed=self.guessed - {"job_id"})
+        fields = {**self.job.model_dump(exclude_unset=True), **update}
+        return replace(self, job=JobSpec(**fields), guessed=self.guessed - {"job_id"})
 
 
 def planned(

@@ -446,8 +446,9 @@ class TrialSession:
     # Getting a trial
 
     def _register(self, job: JobSpecFromClient) -> CreatedJob:
-        known = registered_as(self._client, job, self.plan.guessed)
-        update = {name: getattr(known, name) for name in self.plan.guessed}
+        follows = self.plan.follows
+        known = registered_as(self._client, job, follows, revises=True)
+        update = {name: getattr(known, name) for name in follows}
         if self.plan.job.target_metric is None:
             update["target_metric"] = known.target_metric
             if known.target_metric is not None:

@@ -19,7 +19,7 @@ from bso_server.core.gp_voi.gaussian_process import (
 )
 from bso_server.core.gp_voi.prior import CONSTANTS, Sizes, laws
 from bso_server.core.gp_voi.run_costs import CostRun, CostRuns, change_of, doubt_of
-from bso_server.core.model import OBSERVED, TrialRecord, log_costs_per_epoch
+from bso_server.core.model import OBSERVED, TrialRecord, is_cut_short, log_costs_per_epoch
 from zeus_plugins.protocol import CreatedJob, Origin, TrialState
 
 # A pseudo-observation of less weight is not worth remembering.
@@ -322,18 +322,24 @@ def after(beliefs: Beliefs, job: CreatedJob, trial: TrialRecord) -> Beliefs:
     """Return the beliefs once this trial has ended."""
     index = job.batch_sizes.index(trial.batch_size)
     cost = CostRun.of(job, trial)
+    if trial.other_gpus:
+        cost = None
     if trial.state in OBSERVED:
+        is_exhausted = trial.state is TrialState.EXHAUSTED
+        is_cut = is_exhausted and is_cut_short(job, trial, None)
         outcome = Outcome(
             index=index,
             epochs=trial.epoch,
-            log_first_cost=log_costs_per_epoch(job, trial)[0],
+            log_first_cost=None if trial.other_gpus else log_costs_per_epoch(job, trial)[0],
             cost=cost,
             epoch_step=trial.epoch / trial.report_count,
             reached=trial.state is TrialState.COMPLETED,
-            conclusive=trial.state is TrialState.EXHAUSTED or trial.origin is Origin.INCUMBENT,
+            conclusive=not is_cut and (is_exhausted or trial.origin is Origin.INCUMBENT),
             doubt=doubt_of(trial),
         )
-        return after_outcome(Sizes.of(job), beliefs, outcome)
+        ended = after_outcome(Sizes.of(job), beliefs, outcome)
+        # A trial with fewer epochs than the job allows now has not missed the target.
+        return _changed(ended, index, missed=beliefs[index].missed) if is_cut else ended
     # The reports before a crash give the cost of an epoch, if no other trial does.
     if trial.state is TrialState.FAILED and cost is not None and not beliefs[index].has_cost:
         return beliefs_with(beliefs, beliefs[index].costing(cost), index)

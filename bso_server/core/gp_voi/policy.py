@@ -65,10 +65,11 @@ def suggest(history: History, rng: np.random.Generator) -> Suggestion:  # noqa: 
     if not available:
         raise NoSurvivorError(
             f"job {job.job_id!r}: none of the batch sizes {list(job.batch_sizes)} can run any more"
-            f"{_left_out(history)}; register the job anew with smaller batch_sizes or larger GPUs"
+            f"{_left_out(history)}; revise the job with smaller batch_sizes (bso-server jobs revise), or use larger "
+            "GPUs"
         )
     beliefs = beliefs_of(history, history.in_flight)
-    if not any(belief.is_observed for belief in beliefs):
+    if not _is_known(beliefs):
         return _first(history, beliefs, available)
     forecast, values = Forecast.of(history, beliefs, history.in_flight), dict[int, Worth]()
     # A recurrence of the job pays for at most so many trials of other sizes.
@@ -120,6 +121,14 @@ def bound_of(history: History, trial: TrialRecord) -> EpochBound | None:
     return None if is_guess and found.epochs > trial.epoch else found
 
 
+def _is_known(beliefs: Beliefs) -> bool:
+    """Return True if a run has reached the target, and the cost of an epoch on the job's GPUs is known of some size.
+
+    When a job has got other GPUs, the epochs to the target are still known, but no cost is.
+    """
+    return any(belief.is_observed for belief in beliefs) and any(belief.has_cost for belief in beliefs)
+
+
 def _is_moved(before: Forecast, forecast: Forecast) -> bool:
     """Return True if another size has become the incumbent, or the incumbent has become much cheaper."""
     incumbent = before.incumbent
@@ -130,7 +139,7 @@ def _is_moved(before: Forecast, forecast: Forecast) -> bool:
 def expectations(history: History) -> Expectations:
     """Return the expected cost of each size, once one has reached the target."""
     beliefs = beliefs_of(history, history.in_flight)
-    if not any(belief.is_observed for belief in beliefs):
+    if not _is_known(beliefs):
         return Expectations({}, None)
     forecast, sizes = Forecast.of(history, beliefs, ()), history.job.batch_sizes
     costs = {
@@ -141,7 +150,7 @@ def expectations(history: History) -> Expectations:
 
 
 def _first(history: History, beliefs: Beliefs, available: Sequence[int]) -> Suggestion:
-    """Suggest the size nearest to the default among the least tried, while no run has reached the target."""
+    """Suggest the size nearest to the default among the least tried, while no cost of reaching the target is known."""
     job = history.job
     sizes = Sizes.of(job)
     octaves = laws(sizes).octaves[sizes.default]
@@ -149,6 +158,8 @@ def _first(history: History, beliefs: Beliefs, available: Sequence[int]) -> Sugg
     size, missed = job.batch_sizes[index], trials_missed(beliefs)
     is_first = not any(arm.trials for arm in history.arms.values())
     start = "first run" if is_first else "no run has reached the target yet"
+    if any(belief.is_observed for belief in beliefs):
+        start = "first run on the job's new GPUs"
     if size == job.default_batch_size:
         reason = f"{start}: your default size"
     else:
@@ -324,7 +335,7 @@ def _beliefs(forecast: Forecast, sizes: tuple[int, ...]) -> tuple[SizeBelief, ..
 
 
 POLICY = Policy(
-    version="3",
+    version="4",
     suggest=lambda history, rng: suggest(thinned(history), rng),
     explain=lambda history, suggestion: explain(thinned(history), suggestion),
     expectations=lambda history: expectations(thinned(history)),

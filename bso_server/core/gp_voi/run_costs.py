@@ -18,7 +18,7 @@ from typing import NamedTuple, Self, TypeAlias
 import numpy as np
 
 from bso_server.core.gp_voi.prior import CONSTANTS, Array, bounded_exp
-from bso_server.core.model import TrialRecord, log_costs_per_epoch
+from bso_server.core.model import TrialRecord, cost_deviations_j2, log_costs_per_epoch
 from zeus_plugins.protocol import CreatedJob, is_busy
 
 # Keeps ratios and logs of densities finite at extreme deviations.
@@ -45,7 +45,7 @@ class CostRun(NamedTuple):
         log_cost: Log of the mean cost of an epoch (J).
         epochs: Number of epochs in that mean.
         deviations: Spread of their costs: ``Σ e · (r/m − 1)²`` over the reports, in the notation of
-            `TrialRecord.cost_deviations_j2`.
+            `Deviations`, of costs.
         freedom: Degrees of freedom of `deviations`: reports less one.
         doubt: Variance of log_cost for other reasons, such as a busy machine.
         drift: Change of the log costs of another size since this run; 0 if none.
@@ -64,7 +64,7 @@ class CostRun(NamedTuple):
         _, log_cost = log_costs_per_epoch(job, trial)
         if log_cost is None:
             return None
-        epochs, deviations_j2 = trial.epoch - trial.first_epoch, trial.cost_deviations_j2
+        epochs, deviations_j2 = trial.epoch - trial.first_epoch, cost_deviations_j2(job, trial)
         doubt = doubt_of(trial)
         if deviations_j2 is None:
             return cls(log_cost, epochs, doubt=doubt)

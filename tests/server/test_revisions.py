@@ -1,0 +1,370 @@
+"""Revisions: a job keeps what it has learned when its terms change, on each kind of database."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from typing import Any
+
+import pytest
+import sqlalchemy as sa
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from bso_server.errors import BsoError, InvalidImportError, InvalidJobError, InvalidReportError, JobConflictError
+from bso_server.service.health import differences
+from bso_server.storage.rows import StoredPowerProfile
+from bso_server.storage.tables import trials
+from bso_server.storage.transaction import Transaction
+from tests.support.exports import exported, pieces_of, renamed
+from tests.support.properties import examples
+from tests.support.service import ACTIONS, START, JobService, act, job_service, trial_id
+from zeus_plugins.protocol import (
+    GP_VOI,
+    OWN_POLICIES,
+    ZEUS,
+    CreatedJob,
+    EndReason,
+    PowerLimitSample,
+    Revision,
+    TrainingResult,
+    TrialDispatch,
+    TrialState,
+)
+
+pytestmark = pytest.mark.storage
+
+
+async def revise(server: JobService, **changes: Any) -> CreatedJob:
+    """Register the job anew with other terms, as our client does."""
+    known = (await server.show()).job
+    asked = CreatedJob.model_validate({**known.model_dump(), **changes, "revise": True})
+    registered, is_new = await server.service.register(asked)
+    assert not is_new
+    return registered
+
+
+async def is_consistent(server: JobService) -> bool:
+    return await server.store.read(differences, server.job_id) == []
+
+
+async def test_a_registration_with_other_terms_revises_the_job_only_if_it_says_so(bso: JobService) -> None:
+    await bso.reach(await bso.suggest())
+    other = bso.job.model_copy(update={"max_epochs": 6})
+    with pytest.raises(JobConflictError, match=f"max_epochs is 10, not 6. .*bso-server jobs revise {bso.job_id}"):
+        await bso.service.register(other)
+    revised = await revise(bso, max_epochs=6)
+    view = await bso.show()
+    assert (revised.max_epochs, view.job, view.trial_count) == (6, revised, 1)
+    (revision,) = view.revisions
+    assert (revision.revision, revision.trials, revision.in_words) == (1, 1, "max_epochs 10 -> 6")
+    # The same registration again changes nothing.
+    assert await revise(bso, max_epochs=6) == revised
+    assert await bso.service.register(revised) == (revised, False)
+    assert (await bso.show()).revisions == (revision,)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"target_metric": 0.8, "max_epochs": 6},
+            "was begun with target 0.9.*for 0.8 use another job_id, such as '.*-0.8'",
+        ),
+        ({"higher_is_better_metric": False}, "higher_is_better_metric is True, not False. Use another job_id$"),
+        ({"confirm": 2}, "confirm is 1, not 2"),
+    ],
+)
+async def test_another_target_is_another_job(bso: JobService, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(JobConflictError, match=message):
+        await revise(bso, **changes)
+    assert (await bso.show()).revisions == ()
+
+
+async def test_terms_that_the_policy_cannot_serve_are_refused(database_url: str) -> None:
+    async with job_service(database_url, policy=ZEUS) as server:
+        for changes in ({"controls": 0.1}, {"no_worse_than_default": {"val_loss": 0.1}}, {"window_size": 1}):
+            with pytest.raises(InvalidJobError):
+                await revise(server, **changes)
+        assert (await server.show()).revisions == ()
+
+
+@pytest.mark.parametrize("policy", OWN_POLICIES)
+async def test_another_eta_gives_every_run_its_cost_by_it(database_url: str, policy: str) -> None:
+    async with job_service(database_url, policy=policy) as server:
+        # 500 J in 5 s at 16, with the usual helper; then 100 J, and twice as much time.
+        for size, time_s, energy_j in ((16, 5.0, 500.0), (8, 8.0, 100.0)):
+            trial = await server.offline(size, f"{size}")
+            for epoch in (1, 2):
+                took = {"time": time_s * epoch / 2, "energy": energy_j * epoch / 2, "current_epoch": epoch}
+                metric, of_trial = (0.5, 0.95)[epoch - 1], trial_id(trial).model_dump()
+                result = TrainingResult(**of_trial, **took, metric=metric, judged_by=None)
+                await server.service.reports.record_report(result)
+        assert (await server.show()).min_cost_j == 0.5 * 100 + 0.5 * 100 * 8.0
+        await revise(server, eta_knob=0.0)
+        view = await server.show()
+        assert [trial.cost_j for trial in view.trials] == [500.0, 800.0]
+        assert (view.min_cost_j, view.arms[1].mean_cost_j) == (500.0, 500.0)
+        assert await is_consistent(server)
+        if policy == GP_VOI:
+            (run,) = (await server.history()).memory[1].costs
+            assert 2.718281828**run.log_cost == pytest.approx(250.0)
+        await revise(server, eta_knob=1.0)
+        assert (await server.show()).min_cost_j == 100.0
+        assert await is_consistent(server)
+
+
+async def test_a_running_trial_ends_under_the_terms_with_which_it_began(database_url: str) -> None:
+    async with job_service(database_url, policy=ZEUS, beta_knob=2.0) as server:
+        await server.reach(await server.suggest(), 500.0)
+        first, other = await server.suggest("first"), await server.offline(16, "other")
+        await revise(server, max_epochs=4, beta_knob=1.1, eta_knob=0.5)
+        # A repeated request gets the same rule, and a report within the earlier bound goes on.
+        assert (await server.suggest("first")).stop_rule == first.stop_rule
+        answer = await server.report(first, cost_j=900.0, epoch=5)
+        assert not answer.stop_train
+        assert answer.stop_rule == first.stop_rule
+        assert "2 times the cheapest run" in (await server.report(first, cost_j=1001.0, epoch=6)).message
+        # A trial of now stops at the present ones.
+        new = await server.offline(16, "new")
+        assert "1.1 times the cheapest run" in (await server.report(new, cost_j=560.0, epoch=1)).message
+        assert (await server.report(other, cost_j=800.0, epoch=10)).reason is EndReason.MAX_EPOCHS_REACHED
+        assert await is_consistent(server)
+
+
+@pytest.mark.parametrize("policy", OWN_POLICIES)
+async def test_more_epochs_give_another_run_at_the_own_size(database_url: str, policy: str) -> None:
+    """A run that ended at two epochs has not missed a target that six epochs may reach."""
+    async with job_service(database_url, policy=policy, max_epochs=2) as server:
+        missed = await server.suggest()
+        assert (await server.report(missed, cost_j=200.0, epoch=2)).reason is EndReason.MAX_EPOCHS_REACHED
+        await revise(server, max_epochs=6)
+        trial = await server.suggest()
+        assert trial.batch_size == missed.batch_size == 16
+        for epoch in range(1, 6):
+            assert not (await server.report(trial, cost_j=100.0 * epoch, epoch=epoch)).stop_train
+        assert (await server.report(trial, cost_j=600.0, epoch=6)).reason is EndReason.MAX_EPOCHS_REACHED
+        assert await is_consistent(server)
+
+
+@pytest.mark.parametrize("policy", OWN_POLICIES)
+async def test_a_removed_size_stays_in_the_history_and_an_added_one_is_tried(database_url: str, policy: str) -> None:
+    async with job_service(database_url, policy=policy, beta_knob=20.0) as server:
+        for size in (16, 8, 32):
+            await server.reach(await server.offline(size, f"{size}"), 10.0 * size)
+        running = await server.offline(8, "running")
+        with pytest.raises(ValueError, match="8 is not one of batch_sizes"):
+            await revise(server, default_batch_size=8, batch_sizes=[16, 32])
+        await revise(server, batch_sizes=[16, 32, 64])
+        view = await server.show()
+        assert [(arm.batch_size, arm.trials) for arm in view.arms] == [(16, 1), (32, 1), (64, 0)]
+        assert (view.trial_count, view.min_cost_j, view.revisions[0].in_words) == (4, 160.0, "batch_sizes +64 -8")
+        with pytest.raises(InvalidReportError, match="8 is not one of the job's batch sizes"):
+            await server.offline(8, "late")
+        await server.reach(running, 70.0)
+        chosen = set()
+        for _ in range(12):
+            trial = await server.suggest()
+            chosen.add(trial.batch_size)
+            await server.reach(trial, 10.0 * trial.batch_size if trial.batch_size < 64 else 100.0)
+        assert 64 in chosen
+        assert 8 not in chosen
+        assert await is_consistent(server)
+        # Back again, it is known.
+        await revise(server, batch_sizes=[8, 16, 32, 64])
+        assert (await server.show()).arms[0].n == 2
+        assert await is_consistent(server)
+
+
+async def test_sizes_that_are_added_in_the_bandit_stage_are_drawn(database_url: str) -> None:
+    async with job_service(database_url, policy=ZEUS, mab_num_explorations=1) as server:
+        for _ in range(4):
+            await server.reach(await server.suggest(), 500.0)
+        assert (await server.history()).survivors == (8, 16, 32)
+        await revise(server, batch_sizes=[8, 16, 64])
+        assert (await server.history()).survivors == (8, 16, 64)
+        assert (await server.suggest()).batch_size == 64
+        await revise(server, batch_sizes=[4], default_batch_size=4)
+        assert (await server.suggest()).batch_size == 4
+        assert await is_consistent(server)
+
+
+@pytest.mark.parametrize("policy", OWN_POLICIES)
+async def test_on_other_gpus_epochs_count_and_costs_do_not(database_url: str, policy: str) -> None:
+    async with job_service(database_url, policy=policy) as server:
+        for size in (16, 8):
+            trial = await server.offline(size, f"{size}")
+            await server.report(trial, cost_j=2.0 * size, epoch=1)
+            await server.reach(trial, 10.0 * size)
+        await server.end(await server.offline(32, "too large"), TrialState.INFEASIBLE)
+        running = await server.offline(8, "running")
+        await revise(server, gpu_model="H100", max_power=700.0)
+        view, history = await server.show(), await server.history()
+        assert [trial.other_gpus for trial in view.trials] == [True] * 4
+        assert (view.min_cost_j, view.arms[0].n, view.savings.recurrences, history.recurrences) == (None, 0, 0, 2)
+        assert view.savings.cost_j.spent == 0
+        assert 32 in history.runnable_sizes
+        if policy == GP_VOI:
+            assert [belief.is_observed for belief in history.memory] == [True, True, False]
+            assert not any(belief.has_cost for belief in history.memory)
+        await server.reach(running, 80.0)
+        trial = await server.suggest()
+        assert trial.batch_size == 16
+        await server.report(trial, cost_j=100.0, epoch=1)
+        await server.report(trial, cost_j=200.0, epoch=2)
+        await server.reach(trial, 500.0)
+        for _ in range(6):
+            await server.reach(await server.suggest(), 500.0)
+        assert await is_consistent(server)
+        # Back on the first ones, their costs hold again.
+        await revise(server, gpu_model="V100", max_power=100.0)
+        view = await server.show()
+        assert [trial.other_gpus for trial in view.trials[:5]] == [False] * 4 + [True]
+        assert view.min_cost_j == 80.0
+        assert await is_consistent(server)
+
+
+async def test_another_power_limit_of_the_same_gpus_keeps_the_costs(bso: JobService) -> None:
+    await bso.reach(await bso.suggest(), 500.0)
+    await revise(bso, max_power=200.0)
+    assert (await bso.show()).min_cost_j == 0.5 * 500 + 0.5 * 200 * 5
+    assert await is_consistent(bso)
+
+
+async def test_a_job_changes_its_policy_and_back(database_url: str) -> None:
+    async with job_service(database_url, policy=ZEUS) as server:
+        for policy in (GP_VOI, ZEUS, GP_VOI):
+            for _ in range(5):
+                await server.reach(await server.suggest(), 500.0)
+            await revise(server, policy=policy)
+            assert (await server.suggest()).batch_size in server.job.batch_sizes
+            assert await is_consistent(server)
+
+
+async def test_registrations_back_and_forth_at_once_do_no_harm(bso: JobService) -> None:
+    """The last one decides, and each trial keeps its terms."""
+    trials = [await bso.suggest() for _ in range(2)]
+
+    async def launches(epochs: int, trial: TrialDispatch) -> None:
+        for number in range(3):
+            await revise(bso, max_epochs=epochs)
+            await bso.report(trial, cost_j=100.0 + number, epoch=number + 1)
+
+    await asyncio.gather(launches(20, trials[0]), launches(30, trials[1]))
+    for trial in trials:
+        assert not (await bso.report(trial, cost_j=900.0, epoch=9)).stop_train
+        assert (await bso.report(trial, cost_j=1000.0, epoch=10)).reason is EndReason.MAX_EPOCHS_REACHED
+    view = await bso.show()
+    assert view.job.max_epochs in (20, 30)
+    assert [each.revision for each in view.revisions] == list(range(1, len(view.revisions) + 1))
+    assert await is_consistent(bso)
+
+
+async def test_a_revised_job_is_exported_and_imported(bso: JobService) -> None:
+    for size in (16, 8):
+        await bso.reach(await bso.offline(size, f"{size}"), 10.0 * size)
+    running = await bso.suggest()
+    await revise(bso, batch_sizes=[16, 32], gpu_model="H100", max_epochs=20)
+    await bso.reach(await bso.suggest(), 400.0)
+    lines = renamed(await exported(bso.store, bso.job_id))
+    copy = JobService(bso.store)
+    copy.job_id = lines[0]["job"]["job_id"]
+    await bso.service.imports.import_job(pieces_of(lines))
+    before, after = await bso.show(), await copy.show()
+    assert after.model_copy(update={"job": before.job}) == before
+    assert await is_consistent(copy)
+    lines[4]["started_event"] = lines[0]["revisions"][0]["event"]
+    with pytest.raises(InvalidImportError, match=r"line 5, started_event: event .* is taken already"):
+        await bso.service.imports.import_job(pieces_of(renamed(lines)))
+    twin = running.model_copy(update={"job_id": copy.job_id})
+    for server, trial in ((bso, running), (copy, twin)):
+        assert (await server.report(trial, cost_j=1000.0, epoch=10)).reason is EndReason.MAX_EPOCHS_REACHED
+
+
+async def test_a_verdict_on_savings_is_learned_anew(database_url: str) -> None:
+    async with job_service(database_url, policy=GP_VOI) as server:
+        for number in range(5):
+            for size, time_s, energy_j in ((16, 5.0, 500.0), (8, 5.0, 100.0)):
+                trial = trial_id(await server.offline(size, f"{size} {number}")).model_dump()
+                totals = {"time": time_s, "energy": energy_j, "metric": 0.95, "current_epoch": 5}
+                await server.service.reports.record_report(TrainingResult(**trial, **totals, judged_by=None))
+        before = (await server.show()).savings.cost_j.now
+        await revise(server, eta_knob=1.0)
+        after = (await server.show()).savings.cost_j.now
+        assert before is not None
+        assert after is not None
+        assert (before.middle, after.middle) == pytest.approx((0.4, 0.8), abs=0.05)
+
+
+async def test_another_seed_begins_its_draws_anew(database_url: str) -> None:
+    async with job_service(database_url, policy=ZEUS, mab_num_explorations=1) as server:
+        for number in range(6):
+            await server.reach(await server.suggest(), 500.0 + number)
+        drawn = await server.store.read(Transaction.job, server.job_id)
+        await revise(server, mab_seed=2)
+        revised = await server.store.read(Transaction.job, server.job_id)
+        assert drawn is not None
+        assert revised is not None
+        assert (drawn.rng_state is None, revised.rng_state) == (False, None)
+
+
+async def test_runs_without_epochs_keep_policy_zeus(database_url: str) -> None:
+    async with job_service(database_url, policy=ZEUS) as server:
+        await server.reach(await server.suggest())
+        unknown = sa.update(trials).where(trials.c.job_id == server.job_id).values(epoch=None, first_epoch=None)
+        await server.store.write(lambda transaction: transaction.connection.execute(unknown).rowcount)
+        with pytest.raises(
+            JobConflictError, match="cannot become 'gp_voi', which learns from epochs: trial 1 has none"
+        ):
+            await revise(server, policy=GP_VOI)
+
+
+async def test_power_limits_of_other_gpus_are_not_handed_on(bso: JobService) -> None:
+    await bso.reach(await bso.suggest())
+    samples = (PowerLimitSample(limit_w=100.0, steps=1, time_s=1.0, energy_j=1.0),)
+    profile = StoredPowerProfile(bso.job_id, 1, 16, samples, START)
+    await bso.store.write(lambda transaction: transaction.insert_power_profiles([profile]))
+    assert await bso.store.read(lambda each: each.newest_power_profile(bso.job_id, 16)) == profile
+    await revise(bso, gpu_model="H100")
+    assert await bso.store.read(lambda each: each.newest_power_profile(bso.job_id, 16)) is None
+
+
+CHANGES = st.one_of(
+    st.fixed_dictionaries({"eta_knob": st.sampled_from([0.0, 0.3, 1.0])}),
+    st.fixed_dictionaries({"beta_knob": st.sampled_from([None, 1.5, 3.0]), "max_epochs": st.integers(5, 20)}),
+    st.sampled_from([{"batch_sizes": [8, 16, 32]}, {"batch_sizes": [16, 64]}, {"batch_sizes": [16]}]),
+    st.sampled_from([{"gpu_model": "H100"}, {"gpu_model": "V100"}, {"max_power": 300.0}, {"number_of_gpus": 2}]),
+    st.sampled_from([{"policy": ZEUS, "controls": "auto"}, {"policy": GP_VOI}, {"controls": "off"}]),
+    st.fixed_dictionaries({"window_size": st.sampled_from([0, 3]), "mab_seed": st.integers(0, 3)}),
+)
+
+
+@pytest.mark.hypothesis
+@settings(max_examples=examples(20), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(policy=st.sampled_from(OWN_POLICIES), seed=st.integers(0, 2**32 - 1), changes=st.lists(CHANGES, max_size=8))
+def test_after_any_revisions_and_trials_the_caches_equal_a_replay(
+    database_url: str, policy: str, seed: int, changes: list[dict[str, Any]]
+) -> None:
+    async def run() -> None:
+        random_source = random.Random(seed)  # noqa: S311 - no secret
+        async with job_service(database_url, policy=policy) as server:
+            open_trials: list[TrialDispatch] = []
+            for change in [{}, *changes]:
+                if change:
+                    await revise(server, **change)
+                assert await is_consistent(server)
+                for _ in range(8):
+                    try:
+                        action = random_source.choice(ACTIONS)
+                        if action in ("suggest", "offline", "wait") or not open_trials:
+                            open_trials.append(await server.suggest())
+                        else:
+                            await act(server, random_source, action, random_source.choice(open_trials))
+                    except BsoError:
+                        continue  # a refusal, which must change nothing
+                assert await is_consistent(server)
+            known = await server.store.read(Transaction.revisions, server.job_id)
+            assert [each.revision for each in known] == list(range(1, len(known) + 1))
+            assert all(isinstance(each, Revision) for each in known)
+
+    asyncio.run(run())
