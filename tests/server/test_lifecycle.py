@@ -24,7 +24,7 @@ from bso_server.storage import queries
 from bso_server.storage.transaction import Transaction
 from tests.support.properties import any_job
 from tests.support.service import HOUR_S, START, JobService, job_service, live, remembered
-from zeus_plugins.protocol import EndReason, OfflineTrial, ReportResponse, StopRule, TrialId, TrialState
+from zeus_plugins.protocol import GP_VOI, EndReason, OfflineTrial, ReportResponse, StopRule, TrialId, TrialState
 
 pytestmark = pytest.mark.storage
 
@@ -378,3 +378,12 @@ async def test_a_job_that_was_imported_with_a_longer_window_goes_on(database_url
         windows = [arm.window for arm in (await store.read(lambda found: found.arms(server.job_id))).values()]
         assert [len(window) for window in windows] == [runs] * len(arms)
         assert sum((1, 500.0) in window for window in windows) == 1
+
+
+async def test_report_is_judged_after_last_size_ran_out_of_memory(database_url: str) -> None:
+    async with job_service(database_url, policy=GP_VOI) as bso:
+        await bso.reach(await bso.offline(8, "first"))
+        other = await bso.offline(16, "other")
+        await bso.end(await bso.offline(8, "second"), TrialState.INFEASIBLE)
+        for epoch in (1, 2):
+            assert not (await bso.report(other, cost_j=100 * epoch, epoch=epoch)).stop_train

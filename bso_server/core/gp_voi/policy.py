@@ -100,7 +100,8 @@ def bound_of(history: History, trial: TrialRecord) -> EpochBound | None:
     job = history.job
     others = [each for each in history.in_flight if each.trial_number != trial.trial_number]
     beliefs = beliefs_of(history, others)
-    if not any(belief.is_observed for belief in beliefs):
+    # Where no size can run any more, there is no cheaper run to compare with.
+    if not available_of(history) or not any(belief.is_observed for belief in beliefs):
         return unbounded(job.max_epochs)
     index = job.batch_sizes.index(trial.batch_size)
     belief, is_guess, run = beliefs[index], False, CostRun.of(job, trial)
