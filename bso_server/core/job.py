@@ -39,6 +39,7 @@ from bso_server.core.model import (
     changed,
     cost_of,
     is_counted_exploration,
+    is_cut_short,
 )
 from bso_server.core.verdict import Evidence, run_of, with_control
 from bso_server.errors import IllegalTransitionError
@@ -113,8 +114,8 @@ class Moment:
 class JobState:
     """State of a job, without its trials and arms; `cheapest`, `bandit_entered_at` and `survivors` as in `History`.
 
-    `event_count` is the job's logical clock, `trial_count` the number of dispatched trials, and `folded_event` the
-    event up to which the arms include the ends of trials.
+    `event_count` is the job's logical clock, `trial_count` the number of dispatched trials, `folded_event` the event up
+    to which the arms include the ends of trials, and `revised_event` that of the latest revision, or 0.
     """
 
     registration: CreatedJob
@@ -124,6 +125,7 @@ class JobState:
     bandit_entered_at: int | None = None
     folded_event: int = 0
     survivors: tuple[int, ...] | None = None
+    revised_event: int = 0
 
     @property
     def job_id(self) -> str:
@@ -163,16 +165,22 @@ class JobState:
     ) -> History:
         """Return the history; `arms` and `memory` include every end so far. Load explorations only if needed."""
         sizes = frozenset(self.registration.batch_sizes)
+        known = explorations() if self.needs_explorations else ()
         return History(
             self.registration,
             arms,
-            tuple(each for each in explorations() if each.batch_size in sizes) if self.needs_explorations else (),
+            tuple(each for each in known if each.batch_size in sizes and not self._has_cut_short(each)),
             self.cheapest,
             self.bandit_entered_at,
             self.survivors,
             tuple(each for each in in_flight if each.batch_size in sizes and each.origin is not Origin.FINISH),
             memory,
         )
+
+    def _has_cut_short(self, trial: TrialRecord) -> bool:
+        """Return True if earlier terms of the job stopped a trial that the present ones permit."""
+        is_earlier = trial.started_event <= self.revised_event
+        return is_earlier and is_cut_short(self.registration, trial, self.min_cost_j)
 
 
 AnyJob = TypeVar("AnyJob", bound=JobState)

@@ -29,7 +29,6 @@ from bso_server.core.model import (
     Suggestion,
     TrialRecord,
     cost_of,
-    is_cut_short,
 )
 from bso_server.core.phrases import BAND_SDS
 from bso_server.core.policy import Policy
@@ -73,11 +72,8 @@ def explore(history: History) -> Explore | TrialRecord | tuple[int, ...]:
             "smaller batch_sizes (bso-server jobs revise), or use larger GPUs"
         )
     explorations: dict[int, list[TrialRecord]] = {size: [] for size in job.batch_sizes}
-    min_cost_j = None if history.cheapest is None else history.cheapest.cost_j
     for trial in history.explorations:
-        # Revised terms may permit a trial that earlier ones have stopped.
-        if not is_cut_short(job, trial, min_cost_j):
-            explorations[trial.batch_size].append(trial)
+        explorations[trial.batch_size].append(trial)
     for round_number in range(1, job.num_pruning_rounds + 1):
         reached: list[TrialRecord] = []
         downwards = [size for size in reversed(survivors) if size <= start]

@@ -42,14 +42,12 @@ class StoredJob(JobState):
         rng_state: State of its random generator as JSON, or None.
         owner: Id of the token that owns it; None if it was registered without a token and is open to all.
         shared: True if other tokens may use it too.
-        revised_event: Event of its latest revision, or 0.
     """
 
     created_at: datetime
     rng_state: str | None
     owner: str | None = None
     shared: bool = False
-    revised_event: int = 0
 
 
 @dataclass(frozen=True, slots=True)
