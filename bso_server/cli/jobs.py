@@ -467,6 +467,8 @@ def job_text(view: JobView, *, verbose: bool = False) -> str:
     if len(view.trials) < count:
         latest += f"\nThe latest {len(view.trials)} of {count} trials; --all shows them all."
     tables = [table_of(arms, view.arms), *filter(None, [_quality(view)]), latest]
+    if view.stuck is not None:
+        head += f"\nStuck: {view.stuck}."
     return "\n\n".join([head, savings, *tables, words.of_energy(sources) or measured])
 
 

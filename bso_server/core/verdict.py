@@ -347,7 +347,7 @@ def with_control(history: History, suggestion: Suggestion, judge_of: Callable[[i
         reached=arm.completed.count,
         missed=arm.observed.count - arm.completed.count,
         broken_off=arm.trials - under_way - arm.observed.count,
-        is_infeasible=arm.infeasible is not None,
+        is_infeasible=default in history.excluded,
     )
     if (
         never is not None

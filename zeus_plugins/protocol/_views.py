@@ -389,6 +389,8 @@ class JobView(WireMessage):
         savings: What is known of the job's saving.
         owner: As in `JobSummary`.
         shared: As in `JobSummary`.
+        stuck: What to do about a job of which every batch size has missed the target, in words; None while some size
+            may reach it.
     """
 
     job: CreatedJob
@@ -402,6 +404,7 @@ class JobView(WireMessage):
     savings: SavingsView
     owner: str | None = None
     shared: bool = False
+    stuck: str | None = None
 
     def arm_of(self, batch_size: int | None) -> ArmView | None:
         """Return the arm of this size, or None."""

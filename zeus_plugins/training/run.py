@@ -578,7 +578,7 @@ class ActiveRun:
                             record.trial, session.job_view, early_end, went_on=self._trains_on and self.is_beyond_target
                         )
                     else:
-                        self._announcer.broken_off(record.trial, error)
+                        self._announcer.broken_off(record.trial, error, session.job_view)
             elif record.takes_reports and error is not None:
                 with self._connect() as client:
                     end_trial_from_another_rank(client, record.trial, error, self._sender)
