@@ -523,6 +523,8 @@ def job_text(view: JobView, *, verbose: bool = False) -> str:
         f"Revised before trial {each.trials + 1}, {cell(each.revised_at)}: {each.in_words}." for each in view.revisions
     )
     tables = [table_of(arms, view.arms), *filter(None, [_quality(view), revisions]), latest]
+    if view.stuck is not None:
+        head += f"\nStuck: {view.stuck}."
     return "\n\n".join([head, savings, *tables, words.of_energy(sources) or measured])
 
 

@@ -17,16 +17,17 @@ need no correction then, because an abandoned trial does not change them.
 
 from __future__ import annotations
 
-from collections import Counter
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from bso_server.core import policy
 from bso_server.core.model import (
+    OBSERVED,
     Arm,
     Cheapest,
     History,
@@ -43,7 +44,18 @@ from bso_server.core.model import (
 )
 from bso_server.core.verdict import Evidence, run_of, with_control
 from bso_server.errors import IllegalTransitionError
-from zeus_plugins.protocol import ALIVE, FINAL, CreatedJob, Ending, EndReason, Origin, StopRule, TrialState, Verdict
+from zeus_plugins.protocol import (
+    ALIVE,
+    FINAL,
+    ZEUS,
+    CreatedJob,
+    Ending,
+    EndReason,
+    Origin,
+    StopRule,
+    TrialState,
+    Verdict,
+)
 
 TRANSITIONS: Mapping[TrialState, frozenset[TrialState]] = {
     TrialState.RUNNING: frozenset(TrialState) - {TrialState.RUNNING},
@@ -261,20 +273,66 @@ def end_trial(
     return replace(job, event_count=event, cheapest=Cheapest.of_both(job.cheapest, job.registration, trial)), trial
 
 
+CRASH_REASONS = frozenset({EndReason.CRASHED, EndReason.CRASHED_ALIKE, EndReason.ENDED_EARLY})
+"""Reasons of trials that an error or a rule of the training ended before the server's verdict."""
+
+
+class Crash(NamedTuple):
+    """A trial that ended for one of `CRASH_REASONS`; its message ends with the error in brackets."""
+
+    batch_size: int
+    message: str
+    ended_event: int
+
+
+@dataclass(frozen=True, slots=True)
+class Crashes:
+    """Crashes of a job, and the sizes that run.
+
+    Attributes:
+        crashes: Trials that crashed or ended early.
+        measured: Sizes of which a trial was measured to its end.
+        reached: Sizes of which a trial reached the target.
+        proven_event: Event with which the latest trial that was measured to its end began; 0 without one.
+    """
+
+    crashes: tuple[Crash, ...] = ()
+    measured: frozenset[int] = frozenset()
+    reached: frozenset[int] = frozenset()
+    proven_event: int = 0
+
+    def including(self, trials: Iterable[TrialRecord]) -> Crashes:
+        """Add trials that have ended."""
+        trials = tuple(trials)
+        observed = [trial for trial in trials if trial.state in OBSERVED]
+        crashed = (
+            Crash(trial.batch_size, trial.message or "", trial.ended_event or 0)
+            for trial in trials
+            if trial.end_reason in CRASH_REASONS
+        )
+        return Crashes(
+            (*self.crashes, *crashed),
+            self.measured.union(trial.batch_size for trial in observed),
+            self.reached.union(trial.batch_size for trial in observed if trial.state is TrialState.COMPLETED),
+            max([self.proven_event, *(trial.started_event for trial in observed)]),
+        )
+
+
+NO_CRASHES = Crashes()
+
+
 def end_by_training(
     job: AnyJob,
     trial: TrialRecord,
     ending: Ending,
     moment: Moment | None = None,
     *,
-    crashes: int = 0,
-    observed: bool = False,
+    earlier: Crashes = NO_CRASHES,
     retries: int,
 ) -> tuple[AnyJob, TrialRecord]:
     """End a trial whose training ended before the policy stopped it; suspend the trial of a preempted training.
 
-    After `retries` crashes, `crashes` of which came before this one, the batch size counts as infeasible. It does not
-    if a trial of this size was ever `observed`: then it can run, and its crashes have other causes.
+    A batch size becomes infeasible if its crash excludes it, after the `earlier` crashes (`_why_excluded`).
     """
     trial, size = revive_trial(trial), trial.batch_size
     detail = "" if ending.detail is None else f" ({ending.detail})"
@@ -295,10 +353,8 @@ def end_by_training(
     elif _ended_without_target(job, trial, ending):
         state, reason = TrialState.COMPLETED, EndReason.NO_TARGET
         message = f"completed: trained to its end to set the target, with a metric of {trial.metric:.4g}"
-    elif crashes + 1 >= retries and not observed:
-        state, reason = TrialState.INFEASIBLE, EndReason.CRASHED
-        happened = "ended early or crashed" if ending.ended_early else "crashed"
-        message = f"infeasible: {size} {happened} {crashes + 1} times and is not tried again"
+    elif (why := _why_excluded(job.registration, size, ending, earlier, retries)) is not None:
+        state, (reason, message) = TrialState.INFEASIBLE, why
     elif ending.ended_early:
         state, reason = TrialState.FAILED, EndReason.ENDED_EARLY
         message = "failed: the training ended by a rule of its own, before its target and its last epoch"
@@ -306,6 +362,57 @@ def end_by_training(
         state, reason = TrialState.FAILED, EndReason.CRASHED
         message = "failed: the training ended before the server said so"
     return end_trial(job, trial, state, reason, f"{message}{detail}", moment)
+
+
+# Numbers and addresses differ from run to run of the same fault.
+_NUMBER = re.compile(r"0x[0-9a-f]+|\d+(\.\d+)?", re.IGNORECASE)
+
+
+def _masked(text: str) -> str:
+    return _NUMBER.sub("#", text)
+
+
+_Exclusion = tuple[EndReason, str]
+"""Why a batch size is not tried again, as a reason and in words."""
+
+
+def _after_many_crashes(size: int, happened: str, crashes: Iterable[Crash], retries: int) -> _Exclusion | None:
+    """Exclude a size at its crash number `retries`; `crashes` came before."""
+    count = sum(crash.batch_size == size for crash in crashes) + 1
+    words = f"infeasible: {size} {happened} {count} times and is not tried again"
+    return (EndReason.CRASHED, words) if count >= retries else None
+
+
+def _why_excluded(job: CreatedJob, size: int, ending: Ending, earlier: Crashes, retries: int) -> _Exclusion | None:
+    """Return why a size that crashes now is excluded; None if it may be tried again.
+
+    Policy `zeus` excludes a size after `retries` crashes, unless it was measured to its end. Other policies exclude
+    only sizes that have never reached the target: also at the second crash in the same way (the error with its numbers
+    masked), or if a neighbour has crashed in this way. The fault may also be the script's. So a crash counts only once
+    a later trial was measured to its end, and an error at a size that has reached the target excludes no other size.
+    Before any size has reached the target, no crash counts against the default.
+    """
+    happened, reached = "ended early or crashed" if ending.ended_early else "crashed", earlier.reached
+    if job.policy == ZEUS:
+        is_able = size in earlier.measured
+        return None if is_able else _after_many_crashes(size, happened, earlier.crashes, retries)
+    if size in reached or (size == job.default_batch_size and not reached):
+        return None
+    crashes = [crash for crash in earlier.crashes if crash.ended_event < earlier.proven_event]
+    error = None if ending.detail is None else f"({_masked(ending.detail)})"
+    alike = [crash for crash in earlier.crashes if error is not None and _masked(crash.message).endswith(error)]
+    if not reached.isdisjoint(crash.batch_size for crash in alike):
+        return _after_many_crashes(size, happened, crashes, retries)
+    sizes = {crash.batch_size for crash in alike if crash in crashes}
+    if size in sizes:
+        return EndReason.CRASHED, f"infeasible: {size} {happened} twice in the same way and is not tried again"
+    place = job.batch_sizes.index(size)
+    neighbours = sizes.intersection(job.batch_sizes[max(place - 1, 0) : place + 2])
+    if neighbours and not ending.ended_early and reached and not min(reached) < size < max(reached):
+        beyond = "larger" if size > max(reached) else "smaller"
+        words = f"{size} crashed like {min(neighbours)}; neither they nor {beyond} sizes are tried again"
+        return EndReason.CRASHED_ALIKE, f"infeasible: {words}"
+    return _after_many_crashes(size, happened, crashes, retries)
 
 
 def _ended_without_target(job: JobState, trial: TrialRecord, ending: Ending) -> bool:
@@ -461,7 +568,7 @@ class InMemoryJob:
         self._arms, self._memory = dict(history.arms), history.memory
         self._in_flight = {trial.trial_number: trial for trial in trials if trial.state in ALIVE}
         self._explorations = {trial.trial_number: trial for trial in trials if is_counted_exploration(trial)}
-        self._crashes = Counter(trial.batch_size for trial in trials if trial.state is TrialState.FAILED)
+        self._crashes = NO_CRASHES.including(trials)
         self._evidence = Evidence(job.default_batch_size)
         ended = [trial for trial in trials if trial.state is TrialState.COMPLETED]
         ended.sort(key=lambda trial: trial.ended_event or 0)
@@ -509,11 +616,7 @@ class InMemoryJob:
     def end_trial(self, trial_number: int, ending: Ending, *, retries: int) -> TrialRecord:
         """End a trial in flight that the policy has not stopped; `retries` as in `end_by_training`."""
         trial = self._in_flight[trial_number]
-        crashes, observed = self._crashes[trial.batch_size], self._arms[trial.batch_size].observed.count > 0
-        self.state, trial = end_by_training(
-            self.state, trial, ending, crashes=crashes, observed=observed, retries=retries
-        )
-        self._crashes[trial.batch_size] += trial.state is TrialState.FAILED
+        self.state, trial = end_by_training(self.state, trial, ending, earlier=self._crashes, retries=retries)
         self._keep(trial)
         return trial
 
@@ -524,6 +627,7 @@ class InMemoryJob:
             self._in_flight[trial.trial_number] = trial
         else:
             del self._in_flight[trial.trial_number]
+            self._crashes = self._crashes.including([trial])
             self._arms |= arms_after(state.registration, self._arms, [trial], bandit_entered_at=state.bandit_entered_at)
             self._memory = policy.memory_after(state.registration, self._memory, [trial])
             self.state = replace(state, folded_event=state.event_count)

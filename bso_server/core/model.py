@@ -495,9 +495,31 @@ class History:
         return tuple(size for size in self.job.batch_sizes if not too_large or size < min(too_large))
 
     @cached_property
+    def excluded(self) -> Mapping[int, EndReason]:
+        """Reason why a batch size cannot run on this hardware, by size.
+
+        A size is excluded by its own trials, by a smaller size that ran out of memory, or because it lies beyond two
+        neighbours that crashed alike (`EndReason.CRASHED_ALIKE`), seen from the sizes that reached the target.
+        """
+        found = {size: arm.infeasible for size, arm in self.arms.items() if arm.infeasible is not None}
+        reached = [size for size, arm in self.arms.items() if arm.completed.count]
+        alike = [size for size, reason in found.items() if reason is EndReason.CRASHED_ALIKE and reached]
+        for size in alike:
+            if min(reached) < size < max(reached):
+                continue
+            outwards = sorted(self.arms, reverse=size < min(reached))
+            place = outwards.index(size)
+            # The neighbour is the inner one, unless the outer one was tried, too.
+            is_outer_tried = any(self.arms[each].trials for each in outwards[place + 1 : place + 2])
+            beyond = outwards[place if is_outer_tried else place - 1 :]
+            found |= {each: EndReason.CRASHED_ALIKE for each in beyond if each not in (*found, *reached)}
+        too_large = set(self.arms) - set(self.fitting_sizes)
+        return found | dict.fromkeys(too_large, EndReason.OUT_OF_MEMORY)
+
+    @cached_property
     def runnable_sizes(self) -> frozenset[int]:
-        """Batch sizes that fit into memory and were not given up after crashes."""
-        return frozenset(size for size in self.fitting_sizes if self.arms[size].infeasible is None)
+        """Batch sizes that are not excluded."""
+        return frozenset(self.job.batch_sizes) - self.excluded.keys()
 
     @property
     def start_size(self) -> int | None:

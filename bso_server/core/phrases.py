@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from zeus_plugins.protocol import StopRule, joules_in_words
+from zeus_plugins.protocol import CreatedJob, StopRule, joules_in_words
 
 BAND_SDS = 1.645
 """A normal variable lies within this number of σ around its mean with a probability of 90 %."""
@@ -25,6 +25,11 @@ _CHANCES = (
 def chance_in_words(chance: float) -> str:
     """Describe a probability, for example as ``about a third chance``."""
     return next((words for least, words in _CHANCES if chance < least), "almost every chance")
+
+
+def advice_in_words(job: CreatedJob) -> str:
+    """Return what to do about a job of which every batch size has missed the target."""
+    return f"{'lower' if job.higher_is_better_metric else 'raise'} the target or raise max_epochs"
 
 
 def stop_in_words(rule: StopRule | None, max_epochs: int, because: str | None = None) -> str:

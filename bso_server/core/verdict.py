@@ -347,7 +347,7 @@ def with_control(history: History, suggestion: Suggestion, judge_of: Callable[[i
         reached=arm.reached,
         missed=arm.measured - arm.reached,
         broken_off=arm.trials - under_way - arm.measured,
-        is_infeasible=arm.infeasible is not None,
+        is_infeasible=default in history.excluded,
     )
     if (
         never is not None

@@ -17,6 +17,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from bso_server.core.access import UNRESTRICTED, Caller
 from bso_server.core.job import (
+    NO_CRASHES,
     LeasePolicy,
     Moment,
     abandon_trial,
@@ -335,12 +336,8 @@ class Commands:
         # An abandoned trial ends, too: its end may show that the batch size cannot run.
         if trial.state in FINAL or end.outcome is trial.state:
             return
-        crashes, observed = 0, False
-        if end.outcome is TrialState.FAILED:
-            crashes, observed = transaction.crashes(end.job_id, end.batch_size)
-        job, trial = end_by_training(
-            job, trial, end, self.moment(), crashes=crashes, observed=observed, retries=self._crash_retries
-        )
+        earlier = transaction.crashes(end.job_id) if end.outcome is TrialState.FAILED else NO_CRASHES
+        job, trial = end_by_training(job, trial, end, self.moment(), earlier=earlier, retries=self._crash_retries)
         transaction.update_trials([trial])
         if trial.ended_event is not None:
             transaction.update_jobs([job])

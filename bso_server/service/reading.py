@@ -16,11 +16,12 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from datetime import datetime
 from importlib.metadata import version
+from operator import itemgetter
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from bso_server.core import policy, quality
 from bso_server.core.model import ExpectedCost, History, Suggestion, TrialRecord, cost_of
-from bso_server.core.phrases import stop_in_words
+from bso_server.core.phrases import advice_in_words, stop_in_words
 from bso_server.core.savings import Tally
 from bso_server.errors import DatabaseNotReadyError, DatabaseUnavailableError
 from bso_server.service import exports
@@ -282,7 +283,26 @@ def job_view(
         owner=stored.owner,
         shared=stored.shared,
         revisions=transaction.revisions(stored.job_id) if stored.revised_event else (),
+        stuck=_stuck(transaction, history),
     )
+
+
+def _stuck(transaction: Transaction, history: History) -> str | None:
+    """Return what to do about a job of which every batch size has missed the target; None of any other job."""
+    job = history.job
+    if job.target_metric is None or history.recurrences or not history.runnable_sizes:
+        return None
+    missed = queries.missed_metrics(transaction, job)
+    if not history.runnable_sizes <= missed.keys():
+        return None
+    monitor = None if job.fingerprint is None else job.fingerprint.monitor
+    target = f"{monitor or 'the target,'} {job.target_metric:g}"
+    known = [(metric, size) for size, metric in sorted(missed.items()) if metric is not None]
+    best = ""
+    if known:
+        metric, size = (max if job.higher_is_better_metric else min)(known, key=itemgetter(0))
+        best = f"; the best run reached {metric:.4g} at {size}"
+    return f"no batch size has reached {target}{best}: {advice_in_words(job)}"
 
 
 def trial_states(tallies: Iterable[Tally]) -> Counter[TrialState]:
@@ -302,7 +322,7 @@ def _arms(history: History, expected: Mapping[int, ExpectedCost]) -> tuple[ArmVi
             n=arm.completed.count,
             mean_cost_j=arm.completed.mean if arm.completed.count else None,
             std_cost_j=arm.completed.variance**0.5 if arm.completed.count > 1 else None,
-            infeasible=arm.infeasible,
+            infeasible=history.excluded.get(size),
             expected_cost_j=expected[size].mean_j if size in expected else None,
             expected_low_j=low_j,
             expected_high_j=high_j,

@@ -10,7 +10,7 @@ from dataclasses import fields
 from datetime import datetime
 from typing import Any
 
-from sqlalchemy import ColumnElement, RowMapping, Table, func, select
+from sqlalchemy import ColumnElement, RowMapping, Table, and_, func, or_, select
 
 from bso_server.core.model import TrialRecord
 from bso_server.core.savings import Tally
@@ -27,7 +27,7 @@ from bso_server.storage.rows import (
 )
 from bso_server.storage.tables import decisions, epochs, jobs, power_profiles, trials
 from bso_server.storage.transaction import IS_THERE, Transaction
-from zeus_plugins.protocol import ALIVE, Origin, Stage, TrialState
+from zeus_plugins.protocol import ALIVE, CreatedJob, EndReason, Origin, Stage, TrialState
 
 # Largest value of an integer column.
 MAX_INTEGER = 2**31 - 1
@@ -81,6 +81,20 @@ def tallies(transaction: Transaction, job_id: str, *, first: int = 1, last: int 
     condition = table.job_id == job_id, table.trial_number.between(first, last)
     statement = select(*kinds, func.count(), *sums, table.other_gpus).where(*condition).group_by(*grouped)
     return [Tally(*row) for row in map(tuple, transaction.tuples(statement))]
+
+
+def missed_metrics(transaction: Transaction, job: CreatedJob) -> dict[int, float | None]:
+    """Return the best last metric of the runs that missed the target, by batch size; None if none is known.
+
+    A run that had fewer epochs than the job allows now has missed nothing.
+    """
+    table = trials.c
+    exhausted = and_(table.state == TrialState.EXHAUSTED, table.epoch >= job.max_epochs)
+    ended = or_(exhausted, table.state == TrialState.EARLY_STOPPED, table.end_reason == EndReason.ENDED_EARLY)
+    is_missed = and_(ended, table.origin != Origin.FINISH)
+    best = (func.max if job.higher_is_better_metric else func.min)(table.metric)
+    statement = select(table.batch_size, best).where(table.job_id == job.job_id, is_missed).group_by(table.batch_size)
+    return dict(tuple(row) for row in transaction.tuples(statement))
 
 
 def completed_runs(transaction: Transaction, job_id: str, *, since: int) -> list[CompletedRun]:

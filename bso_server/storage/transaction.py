@@ -17,6 +17,7 @@ from sqlalchemy.exc import IntegrityError
 from sqlalchemy.sql.base import Executable
 
 from bso_server.core.access import TokenRecord
+from bso_server.core.job import CRASH_REASONS, Crash, Crashes
 from bso_server.core.model import OBSERVED, UNCOUNTED, Arm, TrialKey, TrialRecord
 from bso_server.core.occurrences import Listener, Occurrence, nobody
 from bso_server.core.policy import Policy, bandit_entered_from_the_start
@@ -83,14 +84,26 @@ _OPEN_TRIALS_AND_EXPLORATIONS = sa.union_all(_trials_of_job.where(_is_alive), _e
 _EXPIRED_TRIALS = _trials_of_job.where(_is_alive, _is_expired).with_for_update()
 _EXPIRED_TRIALS_OF_NOBODY = _trials_of_job.where(_is_alive, _is_expired).with_for_update(skip_locked=True)
 _TRIAL_WITH_KEY = _trials_of_job.where(trials.c.idempotency_key == sa.bindparam("idempotency_key"))
-_STATES_OF_SIZE = (
-    sa.select(trials.c.state, sa.func.count())
+_MEASURED_SIZES = (
+    sa.select(trials.c.batch_size, trials.c.state, sa.func.max(trials.c.started_event))
     .where(
         trials.c.job_id == sa.bindparam("job_id"),
-        trials.c.batch_size == sa.bindparam("batch_size"),
+        trials.c.state.in_(_states(OBSERVED)),
         trials.c.origin != Origin.FINISH,
     )
-    .group_by(trials.c.state)
+    .group_by(trials.c.batch_size, trials.c.state)
+)
+# A size that can run may crash any number of times.
+_MOST_CRASHES = 200
+_LATEST_CRASHES = (
+    sa.select(trials.c.batch_size, sa.func.coalesce(trials.c.message, ""), trials.c.ended_event)
+    .where(
+        trials.c.job_id == sa.bindparam("job_id"),
+        trials.c.end_reason.in_(sorted(CRASH_REASONS)),
+        trials.c.origin != Origin.FINISH,
+    )
+    .order_by(trials.c.trial_number.desc())
+    .limit(_MOST_CRASHES)
 )
 _JOB = sa.select(jobs).where(jobs.c.job_id == sa.bindparam("job_id"), IS_THERE)
 _LOCKED_JOB, _LOCKED_JOB_OR_NONE = _JOB.with_for_update(), _JOB.with_for_update(skip_locked=True)
@@ -272,11 +285,15 @@ class Transaction:
         """Return the trial that a request with this key started, or None."""
         return next(iter(self._trials(_TRIAL_WITH_KEY, job_id=job_id, idempotency_key=idempotency_key)), None)
 
-    def crashes(self, job_id: str, batch_size: int) -> tuple[int, bool]:
-        """Return how many whole runs of the size failed, and whether any was measured to its end."""
-        found = self.tuples(_STATES_OF_SIZE, job_id=job_id, batch_size=batch_size)
-        counts: dict[TrialState, int] = dict(tuple(row) for row in found)
-        return counts.get(TrialState.FAILED, 0), any(state in OBSERVED for state in counts)
+    def crashes(self, job_id: str) -> Crashes:
+        """Return the latest crashes of the job, and the sizes that run."""
+        measured = [tuple(row) for row in self.tuples(_MEASURED_SIZES, job_id=job_id)]
+        return Crashes(
+            tuple(Crash._make(tuple(row)) for row in self.tuples(_LATEST_CRASHES, job_id=job_id)),
+            frozenset(size for size, _, _ in measured),
+            frozenset(size for size, state, _ in measured if state is TrialState.COMPLETED),
+            max((event for _, _, event in measured), default=0),
+        )
 
     def arms(self, job_id: str) -> dict[int, Arm]:
         """Return the arms of the job by batch size, ascending."""

@@ -170,7 +170,10 @@ def _nothing_reached(page: JobPage) -> Headline:
             f"{so_far}Nothing is known until a run has reached the target, {target}.",
         )
     running = f" {units.count(alive, 'run')} under way." if alive else ""
-    return Headline("No run has reached the target yet", f"{units.listed(ended).capitalize()}.{running}", "loss")
+    text = f"{units.listed(ended).capitalize()}.{running}"
+    if page.view.stuck is not None:
+        return Headline("Stuck: every batch size has missed the target", f"{sentence(page.view.stuck)} {text}", "loss")
+    return Headline("No run has reached the target yet", text, "loss")
 
 
 def of_eta(page: JobPage) -> str:

@@ -154,7 +154,7 @@ async def test_what_is_believed_is_told_with_a_band(database_url: str) -> None:
     async with job_service(database_url, policy=GP_VOI) as server:
         first = await server.store.read(reading.explain, server.job_id)
         assert first.decision == Decision(sizes=tuple(SizeBelief(batch_size=size) for size in (8, 16, 32)))
-        assert first.sentence == "first run: your default size"
+        assert first.sentence == f"first run of job {server.job_id}"
         for _ in range(3):
             trial = await server.suggest()
             for epoch in range(1, 5):
@@ -205,7 +205,7 @@ def test_the_server_in_the_process_explains_too(tmp_path: Path) -> None:
     with client_from_environment(f"embedded://{tmp_path / 'bso.sqlite3'}") as client:
         client.register(JobSpecFromClient.of(spec, GpuConfig(max_power=100, number_of_gpus=1, gpu_model="GPU")))
         trial = client.request_trial("job")
-        assert client.explain("job", trial.trial_number).sentence == "first run: your default size"
+        assert client.explain("job", trial.trial_number).sentence == "first run of job job"
         assert client.explain("job").trial_number is None
 
 

@@ -53,12 +53,12 @@ def recur(life: Life, times: int, needed: Callable[[int], float], epoch_j: Calla
 
 def test_until_one_reaches_the_target_sizes_are_tried_from_the_default_on() -> None:
     life = new_life()
-    for expected in (64, 32, 128, 16, 8, 64, 32):
+    for expected in (64, 32, 128, 16, 8, 64, 64):
         trial = life.ask()
         assert (trial.batch_size, trial.origin) == (expected, Origin.EXPLORATION)
         assert run(life, trial, needed=math.inf).state is TrialState.EXHAUSTED
     assert suggest(life.history, life.rng).reason == (
-        "no run has reached the target yet: 128 is near your default, 64; 7 missed it, those at 128 least often"
+        "every batch size has missed the target: lower the target or raise max_epochs"
     )
 
 
@@ -121,6 +121,9 @@ def test_sizes_that_ran_out_of_memory_are_neither_tried_nor_counted_on() -> None
 def test_a_size_that_crashed_too_often_is_left_out_and_its_neighbours_are_near_each_other() -> None:
     life = begun_life((8, 64, 512), default=8)
     life.exclude(life.dispatch(64), EndReason.CRASHED)
+    again = life.ask()
+    assert (again.batch_size, life.reason.rpartition("; ")[2]) == (8, "nothing new after a crash")
+    run(life, again, needed=10)
     assert life.ask().batch_size == 512
 
 
@@ -186,7 +189,7 @@ def test_a_crashed_trial_tells_what_an_epoch_costs() -> None:
         life.move(life.trials[-1], TrialState.FAILED, cost_j=10.0 + second_j)
         # The second crash adds nothing to what the first has told.
         belief = life.belief(32)
-        assert replace(belief, idle=0) == Belief(costs=belief.costs, are_costs_guessed=False)
+        assert replace(belief, crashed=0) == Belief(costs=belief.costs, are_costs_guessed=False)
         assert belief.costs == (pytest.approx(CostRun(math.log(11), 1)),)
 
 
@@ -209,9 +212,27 @@ def test_a_decision_follows_from_the_history_alone(seed: int) -> None:
     assert suggest(life.history, np.random.default_rng(1)) == suggest(life.history, np.random.default_rng(2))
 
 
+def test_reasons_before_a_run_has_reached_the_target_count_the_misses() -> None:
+    life = new_life((32, 64, 128))
+    reasons = []
+    for _ in range(4):
+        run(life, life.ask(), needed=math.inf)
+        reasons.append(suggest(life.history, life.rng).reason)
+    assert reasons == [
+        "one run missed the target; 32 has not been tried yet",
+        "2 runs missed the target; 128 has not been tried yet",
+        *["every batch size has missed the target: lower the target or raise max_epochs"] * 2,
+    ]
+    life.job = life.job.model_copy(update={"higher_is_better_metric": False})
+    assert suggest(life.history, life.rng).reason.endswith(": raise the target or raise max_epochs")
+    abandoned = new_life()
+    abandoned.ask()
+    assert suggest(abandoned.history, abandoned.rng).reason.endswith("the target yet; 64 is your own size")
+
+
 def test_reasons_are_told_in_plain_words() -> None:
     life = new_life((64, 128))
-    assert suggest(life.history, life.rng).reason == "first run: your default size"
+    assert suggest(life.history, life.rng).reason == "first run of job job"
     run(life, life.ask(), needed=10)
     # Ten epochs of 10 J; a percent more for failures, and a little as the mean of a log-normal cost.
     tried = r"tried 128: about an? .* chance to beat 64, the best so far, expected 10[123] J \(one run: 100 J\)"

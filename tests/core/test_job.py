@@ -15,6 +15,8 @@ from hypothesis import strategies as st
 
 from bso_server.core.job import (
     TRANSITIONS,
+    Crash,
+    Crashes,
     InMemoryJob,
     JobState,
     LeasePolicy,
@@ -128,7 +130,8 @@ def test_a_training_that_ends_its_trial(
     ending: Ending, crashes: int, observed: bool, state: TrialState, reason: EndReason, says: str
 ) -> None:
     job, trial = begun()
-    job, trial = end_by_training(job, trial, ending, MOMENT, crashes=crashes, observed=observed, retries=3)
+    earlier = Crashes((Crash(16, "failed (OOM)", 1),) * crashes, frozenset({16} if observed else ()))
+    job, trial = end_by_training(job, trial, ending, MOMENT, earlier=earlier, retries=3)
     assert (trial.state, trial.end_reason, trial.ended_event) == (state, reason, 2)
     assert says in (trial.message or "")
     assert (trial.message or "").endswith(f" ({ending.detail})")

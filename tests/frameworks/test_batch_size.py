@@ -96,7 +96,7 @@ def test_the_begin_and_the_end_are_told_once(
         return
     begin, end = said
     assert begin.startswith(
-        f"zeus: job {bench.job_id}, trial 1: batch size 16 (your own): first run: your default size"
+        f"zeus: job {bench.job_id}, trial 1: batch size 16 (your own): first run of job {bench.job_id}"
     )
     assert "Kept in" in begin
     assert "Guessed: batch sizes 2, 4, 8, 16, 32, 64, 128; at most 1 epochs; higher score is better; job=" in begin

@@ -166,7 +166,7 @@ def test_the_begin_and_the_end_are_told_once_without_any_logging_set_up(bench: B
     trained = subprocess.run(command, capture_output=True, text=True, check=False, env=environ)
     assert trained.returncode == 0, trained.stderr
     begin, end = [line for line in (trained.stdout + trained.stderr).splitlines() if line.startswith("zeus: ")]
-    assert f"job {bench.job_id}, trial 1: batch size 16 (your own): first run: your default size. Kept in" in begin
+    assert f"job {bench.job_id}, trial 1: batch size 16 (your own): first run of job {bench.job_id}. Kept in" in begin
     assert "Guessed: batch sizes 2, 4, 8, 16, 32, 64, 128; at most 2 epochs; higher val_acc is better; job" in begin
     assert "target reached: metric" in end
     assert trained.stderr.count("State the watts") <= 1

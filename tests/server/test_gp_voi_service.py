@@ -41,7 +41,7 @@ async def test_a_job_finds_its_cheapest_size_and_says_why(bso: JobService) -> No
     assert view.stage is Stage.BANDIT
     assert [trial.batch_size for trial in view.trials[-4:]] == [32] * 4
     assert {trial.origin for trial in view.trials[-4:]} == {Origin.INCUMBENT}
-    assert view.trials[0].reason == "first run: your default size"
+    assert view.trials[0].reason == f"first run of job {view.job.job_id}"
     assert "chance to beat 16, the best so far, expected 41" in view.trials[1].reason
     last = view.trials[-1]
     assert last.reason.startswith("best so far, expected 24")

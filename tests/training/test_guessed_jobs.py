@@ -313,7 +313,7 @@ def test_a_training_is_told_of_at_its_begin_and_its_end(url: str) -> None:
     place = url.removeprefix("embedded://")
     guesses = "batch sizes 8, 16, 32, 64, 128, 256, 512; at most 3 epochs; higher val_acc is better; the job's id"
     assert first.said == [
-        f"zeus: job {JOB_ID}, trial 1: batch size 64 (your own): first run: your default size. Kept in {place}. "
+        f"zeus: job {JOB_ID}, trial 1: batch size 64 (your own): first run of job {JOB_ID}. Kept in {place}. "
         f"Guessed: {guesses}; job=JobSpec(…) says otherwise.",
         "zeus: target reached: metric 0.95 against a target of 0.9 after 2 epochs, 110 J. Batch size 64 took 2 s and "
         "20 J (replayed), a cost of 110 J. Your default, 64, is the best batch size so far. The next launch goes on: "
@@ -382,7 +382,7 @@ def test_trackers_are_told_what_is_trained_and_what_it_costs_though_the_user_wan
         "zeus/job_id": JOB_ID,
         "zeus/batch_size": 64,
         "zeus/policy": "gp_voi",
-        "zeus/reason": "first run: your default size",
+        "zeus/reason": f"first run of job {JOB_ID}",
     }
     assert port.logged == [
         {"zeus/batch_size": 64.0, "zeus/trial_number": 1.0, "zeus/lr_factor": 1.0},

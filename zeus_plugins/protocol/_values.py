@@ -100,6 +100,7 @@ class EndReason(StrEnum):
     EPOCH_BOUND_REACHED = "epoch_bound_reached"
     MAX_EPOCHS_REACHED = "max_epochs_reached"
     CRASHED = "crashed"
+    CRASHED_ALIKE = "crashed_alike"
     OUT_OF_MEMORY = "out_of_memory"
     PREEMPTED = "preempted"
     LEASE_EXPIRED = "lease_expired"

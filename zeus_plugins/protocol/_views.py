@@ -440,6 +440,8 @@ class JobView(WireMessage):
         owner: As in `JobSummary`.
         shared: As in `JobSummary`.
         revisions: Its revisions, in order.
+        stuck: What to do about a job of which every batch size has missed the target, in words; None while some size
+            may reach it.
     """
 
     job: CreatedJob
@@ -454,6 +456,7 @@ class JobView(WireMessage):
     owner: str | None = None
     shared: bool = False
     revisions: tuple[Revision, ...] = ()
+    stuck: str | None = None
 
     def arm_of(self, batch_size: int | None) -> ArmView | None:
         """Return the arm of this size, or None."""

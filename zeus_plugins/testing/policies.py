@@ -16,7 +16,16 @@ from typing import Any, TypeVar
 import numpy as np
 from pydantic import TypeAdapter, ValidationError
 
-from bso_server.core.job import JobState, dispatch_trial, end_by_training, end_trial, judge_report, replay, revive_trial
+from bso_server.core.job import (
+    NO_CRASHES,
+    JobState,
+    dispatch_trial,
+    end_by_training,
+    end_trial,
+    judge_report,
+    replay,
+    revive_trial,
+)
 from bso_server.core.model import History, Report, Suggestion, TrialRecord
 from bso_server.core.policy import Policy, find, given, installed, memory_after, needs_bound
 from bso_server.errors import NoSurvivorError
@@ -149,10 +158,8 @@ class _PlayedJob:
             outcomes = {"memory": TrialState.INFEASIBLE, "preempted": TrialState.SUSPENDED}
             outcomes["refused"] = TrialState.WITHDRAWN
             ending = Ending.model_validate({"outcome": outcomes.get(event, TrialState.FAILED)})
-            crashes = sum(
-                other.batch_size == trial.batch_size and other.state is TrialState.FAILED for other in self._trials
-            )
-            self._state, trial = end_by_training(self._state, trial, ending, crashes=crashes, retries=3)
+            earlier = NO_CRASHES.including(self._trials)
+            self._state, trial = end_by_training(self._state, trial, ending, earlier=earlier, retries=3)
         self._trials[trial.trial_number - 1] = trial
 
     def _report(self, trial: TrialRecord) -> None:

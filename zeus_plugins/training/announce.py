@@ -6,7 +6,7 @@ import logging
 
 from zeus_plugins.client.port import EMBEDDED
 from zeus_plugins.energy.nvml import scopes_in
-from zeus_plugins.protocol import EndingState, JobView, TrialState
+from zeus_plugins.protocol import GP_VOI, ZEUS, EndingState, JobView, TrialState
 from zeus_plugins.training.defaults import JobPlan, first_report_warning
 from zeus_plugins.training.outcomes import outcome_of
 from zeus_plugins.training.patches import Patches
@@ -16,13 +16,10 @@ from zeus_plugins.training.trial import TrialInfo
 _logger = logging.getLogger("zeus_plugins")
 
 LATEST_TRIALS = 100
-"""Number of the job's latest trials on which advice is based."""
-
-# States of trials that the server ended without the target.
-_MISSED = frozenset({TrialState.EARLY_STOPPED, TrialState.EXHAUSTED})
+"""Number of the job's latest trials on which warnings are based."""
 
 _CONSEQUENCES: dict[EndingState, str] = {
-    TrialState.FAILED: "it counts as failed, and its batch size is tried again",
+    TrialState.FAILED: "it counts as failed",
     TrialState.INFEASIBLE: "its batch size and larger ones are left out from now on",
     TrialState.SUSPENDED: "it goes on when the training resumes from a checkpoint",
     TrialState.WITHDRAWN: "it counts against no batch size",
@@ -124,13 +121,15 @@ class Announcer:
             told.insert(1, view.job.target_in_words.capitalize())
         self._say(". ".join(told))
 
-    def broken_off(self, trial: TrialInfo, error: BaseException) -> None:
-        """Report the outcome of a trial that an error ended."""
-        if not trial.is_over:
-            self._say(
-                f"{trial.name} of job {trial.job_id} was ended by {type(error).__name__} after "
-                f"{trial.spent}: {_CONSEQUENCES[outcome_of(error)]}."
-            )
+    def broken_off(self, trial: TrialInfo, error: BaseException, view: JobView | None) -> None:
+        """Report the outcome of a trial that an error ended; `view` is the job after a crash, if known."""
+        if trial.is_over:
+            return
+        consequence = _CONSEQUENCES[outcome_of(error)]
+        if view is not None:
+            consequence = _after_crash(trial, view)
+        ended = f"{trial.name} of job {trial.job_id} was ended by {type(error).__name__}"
+        self._say(f"{ended} after {trial.spent}: {consequence}.")
 
     def _say(self, line: str) -> None:
         if not self._is_quiet:
@@ -158,6 +157,18 @@ class Announcer:
         return f"All batch sizes are tried; the best so far is {best.batch_size}, {best.in_words}."
 
 
+def _after_crash(trial: TrialInfo, view: JobView) -> str:
+    """Return what follows from a crash, in words."""
+    ended = next((each for each in view.trials if each.trial_number == trial.trial_number), None)
+    is_excluded = ended is not None and ended.state is TrialState.INFEASIBLE
+    found = f"batch size {trial.batch_size} is not tried again" if is_excluded else "it counts as failed"
+    if view.job.policy == GP_VOI and view.best_batch_size is not None:
+        best = f"{view.best_batch_size} is the best so far"
+        return f"{found}, and the next launch takes a size that has reached the target ({best})"
+    is_repeated = view.job.policy == ZEUS or trial.batch_size == view.job.default_batch_size
+    return f"{found}, and its batch size is tried again" if is_repeated and not is_excluded else found
+
+
 def _cost(trial: TrialInfo, view: JobView) -> str:
     # Not the cost that the server shows, which may be that of an earlier evaluation: see docs/target.md.
     if trial.unmeasured is not None:
@@ -174,19 +185,3 @@ def warn_of_scopes(job: JobView) -> None:
             "their modules, with CPU and memory: their costs do not compare. Use one driver for all trials of a job",
             *(job.job.job_id, *numbers),
         )
-
-
-def advice(job: JobView) -> str | None:
-    """Return advice on a job whose target no batch size has reached; None while another launch may reach it."""
-    missed = [trial for trial in job.trials if trial.state in _MISSED and trial.metric is not None]
-    untried = {arm.batch_size for arm in job.arms if arm.infeasible is None} - {trial.batch_size for trial in missed}
-    if untried or not missed or any(arm.n for arm in job.arms) or job.job.target_metric is None:
-        return None
-    asked = job.job
-    best = (max if asked.higher_is_better_metric else min)(missed, key=lambda trial: trial.metric or 0.0)
-    target, move = f"{asked.target_metric:g}", "lower" if asked.higher_is_better_metric else "raise"
-    return (
-        f"no batch size reached {target} in {len(missed)} trials, the best was {best.metric:.4g} at "
-        f"{best.batch_size}: {move} the target or raise max_epochs, and start over under another job_id or after "
-        f"bso-server jobs delete {asked.job_id}"
-    )

@@ -750,7 +750,7 @@ class ActiveRun:
                             next_step=next_step,
                         )
                     else:
-                        self._announcer.broken_off(record.trial, error)
+                        self._announcer.broken_off(record.trial, error, session.job_view)
             elif record.takes_reports and error is not None:
                 with self._connect() as client:
                     end_trial_from_another_rank(client, record.trial, error, self._sender)

@@ -49,7 +49,7 @@ from zeus_plugins.protocol import (
     StopRule,
     TrialState,
 )
-from zeus_plugins.training.announce import LATEST_TRIALS, advice, warn_of_scopes
+from zeus_plugins.training.announce import LATEST_TRIALS, warn_of_scopes
 from zeus_plugins.training.defaults import JobPlan
 from zeus_plugins.training.metrics import as_written
 from zeus_plugins.training.outcomes import detail_of, ending_of
@@ -430,6 +430,8 @@ class TrialSession:
             if self._rank and ending is not None and ending.outcome is not TrialState.INFEASIBLE:
                 ending = None  # Rank 0 knows how the training ended, but not that another rank ran out of memory.
             self._reporter.end(ending)
+            if ending is not None and ending.outcome is TrialState.FAILED:
+                self._look_at_job(self._reporter)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the fields of `TrialInfo` for a checkpoint, in plain types (for ``torch.load(weights_only=True)``).
@@ -651,7 +653,7 @@ class TrialSession:
         except ZeusBSOError as error:
             _logger.debug("the server does not show the job: %s", error)
         else:
-            self._update(advice=advice(self.job_view))
+            self._update(advice=self.job_view.stuck)
             warn_of_scopes(self.job_view)
 
     def _update(self, **fields: Any) -> None:

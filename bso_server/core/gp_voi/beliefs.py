@@ -20,7 +20,7 @@ from bso_server.core.gp_voi.gaussian_process import (
 from bso_server.core.gp_voi.prior import CONSTANTS, Sizes, laws
 from bso_server.core.gp_voi.run_costs import CostRun, CostRuns, change_of, doubt_of
 from bso_server.core.model import OBSERVED, TrialRecord, is_cut_short, log_costs_per_epoch
-from zeus_plugins.protocol import CreatedJob, Origin, TrialState
+from zeus_plugins.protocol import CreatedJob, EndReason, Origin, TrialState
 
 # A pseudo-observation of less weight is not worth remembering.
 _LEAST_PSEUDO_WEIGHT = 1e-4
@@ -76,6 +76,7 @@ class Belief:
         converged: True if the size is known to reach the target.
         survived: Most epochs that a run had without reaching the target, since the job last changed.
         missed: Trials of this size that missed the target since a trial of any size last reached it.
+        crashed: Crashes of this size, out of memory included, since a trial of it was last measured to its end.
         idle: Recurrences of the job since the latest trial of this size; 0 if there was none.
         surprises: Sums of the deviations of runs that reached the target from their expectations.
         streak: Current streak of failures.
@@ -91,6 +92,7 @@ class Belief:
     converged: bool = False
     survived: float = 0.0
     missed: int = 0
+    crashed: int = 0
     idle: int = 0
     surprises: Surprises = field(default_factory=Surprises)
     streak: Streak = field(default_factory=Streak)
@@ -108,6 +110,16 @@ class Belief:
     def is_observed(self) -> bool:
         """True if anything is known of the epochs to the target."""
         return self.observed.weight > _LEAST_WEIGHT
+
+    @property
+    def setbacks(self) -> int:
+        """Number of trials that missed the target or crashed, which count against the size."""
+        return self.missed + self.crashed
+
+    @property
+    def may_be_tried(self) -> bool:
+        """False while the size waits after a crash, `crash_wait` times as long after each further crash."""
+        return not self.crashed or self.idle >= CONSTANTS.crash_wait ** (self.crashed - 1)
 
     @property
     def has_cost(self) -> bool:
@@ -218,7 +230,7 @@ def expected_startup(sizes: Sizes, beliefs: Beliefs, index: int) -> float | None
 def _with_cost(sizes: Sizes, beliefs: Beliefs, outcome: Outcome) -> Beliefs:
     """Add the trial's cost of an epoch; a trial with a single report only suggests one."""
     index, first, later = outcome.index, outcome.log_first_cost, outcome.cost
-    belief = replace(beliefs[index], epoch_step=min(outcome.epoch_step, 1.0))
+    belief = replace(beliefs[index], epoch_step=min(outcome.epoch_step, 1.0), crashed=0)
     if later is None:
         if first is not None:
             # Power limits are tried out in the first trial of a size alone.
@@ -318,6 +330,11 @@ def trials_missed(beliefs: Sequence[Belief]) -> int:
     return sum(belief.missed for belief in beliefs)
 
 
+def has_crashed(beliefs: Sequence[Belief]) -> bool:
+    """Return True if no trial has reached the target since the latest crash."""
+    return any(belief.crashed and not belief.idle for belief in beliefs)
+
+
 def after(beliefs: Beliefs, job: CreatedJob, trial: TrialRecord) -> Beliefs:
     """Return the beliefs once this trial has ended."""
     index = job.batch_sizes.index(trial.batch_size)
@@ -340,7 +357,14 @@ def after(beliefs: Beliefs, job: CreatedJob, trial: TrialRecord) -> Beliefs:
         ended = after_outcome(Sizes.of(job), beliefs, outcome)
         # A trial with fewer epochs than the job allows now has not missed the target.
         return _changed(ended, index, missed=beliefs[index].missed) if is_cut else ended
+    if trial.state not in (TrialState.FAILED, TrialState.INFEASIBLE):
+        return beliefs
+    belief = beliefs[index]
+    if trial.end_reason is EndReason.ENDED_EARLY:
+        belief = replace(belief, missed=belief.missed + 1)
+    else:
+        belief = replace(belief, crashed=belief.crashed + 1, idle=0)
     # The reports before a crash give the cost of an epoch, if no other trial does.
-    if trial.state is TrialState.FAILED and cost is not None and not beliefs[index].has_cost:
-        return beliefs_with(beliefs, beliefs[index].costing(cost), index)
-    return beliefs
+    if trial.state is TrialState.FAILED and cost is not None and not belief.has_cost:
+        belief = belief.costing(cost)
+    return beliefs_with(beliefs, belief, index)

@@ -84,13 +84,14 @@ class Forecast:
         epochs, epoch_costs = (each.believing(runs) for each in known)
         retries: Array = np.array([-math.log1p(-belief.failure_chance) for belief in beliefs])
         available = available_of(history)
-        # Without a size that is known to reach the target, the sizes that missed it least often are next.
+        # Without a size that is known to reach the target, the sizes with the fewest setbacks are next.
         candidates = [index for index in available if beliefs[index].converged]
         if not candidates:
-            least = min((beliefs[index].missed for index in available), default=0)
-            candidates = [index for index in available if beliefs[index].missed == least] or list(range(len(beliefs)))
+            least = min((beliefs[index].setbacks for index in available), default=0)
+            candidates = [index for index in available if beliefs[index].setbacks == least] or list(range(len(beliefs)))
         log_costs = epochs.mean + epoch_costs.mean + retries
-        incumbent = min(candidates, key=log_costs.__getitem__)
+        # A size that reached the target once may not run any more, for example with other data.
+        incumbent = min(candidates, key=lambda index: (beliefs[index].crashed > 1, log_costs[index]))
         horizon = CONSTANTS.first_horizon + CONSTANTS.horizon_growth * history.recurrences
         length = sum(arm.trials for arm in history.arms.values())
         max_epochs = history.job.max_epochs

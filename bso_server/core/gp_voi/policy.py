@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from bso_server.core.gp_voi.beliefs import Belief, Beliefs, beliefs_with, expected_startup, trials_missed
+from bso_server.core.gp_voi.beliefs import Belief, Beliefs, beliefs_with, expected_startup, has_crashed, trials_missed
 from bso_server.core.gp_voi.forecast import Forecast, available_of, beliefs_of
 from bso_server.core.gp_voi.prior import CONSTANTS, Sizes, laws
 from bso_server.core.gp_voi.run_costs import CostRun
@@ -29,7 +29,7 @@ from bso_server.core.model import (
     TrialRecord,
     log_costs_per_epoch,
 )
-from bso_server.core.phrases import chance_in_words
+from bso_server.core.phrases import advice_in_words, chance_in_words
 from bso_server.core.policy import Memory, Policy
 from bso_server.core.quality import left_out
 from bso_server.errors import NoSurvivorError
@@ -72,8 +72,8 @@ def suggest(history: History, rng: np.random.Generator) -> Suggestion:  # noqa: 
     if not _is_known(beliefs):
         return _first(history, beliefs, available)
     forecast, values = Forecast.of(history, beliefs, history.in_flight), dict[int, Worth]()
-    # A recurrence of the job pays for at most so many trials of other sizes.
-    may_explore = forecast.incumbent_converges and trials_missed(beliefs) < CONSTANTS.most_missed
+    # A recurrence of the job pays for at most so many trials of other sizes, and for none after a crash.
+    may_explore = forecast.incumbent_converges and _may_explore(beliefs)
     repeat = 0.0
     if may_explore and (candidates := _candidates(forecast)):
         candidates.append(forecast.incumbent)
@@ -150,31 +150,46 @@ def expectations(history: History) -> Expectations:
     return Expectations(costs, sizes[forecast.incumbent] if forecast.incumbent_converges else None)
 
 
+def _may_explore(beliefs: Beliefs) -> bool:
+    return trials_missed(beliefs) < CONSTANTS.most_missed and not has_crashed(beliefs)
+
+
 def _first(history: History, beliefs: Beliefs, available: Sequence[int]) -> Suggestion:
-    """Suggest the size nearest to the default among the least tried, while no cost of reaching the target is known."""
+    """Suggest the size with the fewest setbacks that is nearest to the default, while no cost to the target is known.
+
+    A crash at the default does not count, because the script may crash at any size. Once every size has missed the
+    target, suggest the nearest size for ever.
+    """
     job = history.job
     sizes = Sizes.of(job)
     octaves = laws(sizes).octaves[sizes.default]
-    index = min(available, key=lambda each: (beliefs[each].missed, octaves[each]))
+
+    def setbacks(index: int) -> int:
+        return beliefs[index].missed if index == sizes.default else beliefs[index].setbacks
+
+    is_stuck = all(beliefs[index].missed for index in available)
+    index = min(available, key=lambda each: (0 if is_stuck else setbacks(each), octaves[each]))
     size, missed = job.batch_sizes[index], trials_missed(beliefs)
-    is_first = not any(arm.trials for arm in history.arms.values())
-    start = "first run" if is_first else "no run has reached the target yet"
-    if any(belief.is_observed for belief in beliefs):
-        start = "first run on the job's new GPUs"
-    if size == job.default_batch_size:
-        reason = f"{start}: your default size"
+    if not any(arm.trials for arm in history.arms.values()):
+        reason = f"first run of job {job.job_id}"
+    elif any(belief.is_observed for belief in beliefs):
+        reason = f"first run on the job's new GPUs: {size}, near your own size"
+    elif is_stuck:
+        reason = f"every batch size has missed the target: {advice_in_words(job)}"
     else:
-        reason = f"{start}: {size} is near your default, {job.default_batch_size}"
-    if missed:
-        reason += f"; {missed} missed it, those at {size} least often"
+        start = "no run has reached the target yet"
+        if missed:
+            start = f"{'one run' if missed == 1 else f'{missed} runs'} missed the target"
+        why = "is your own size" if index == sizes.default else "has the fewest misses and crashes"
+        reason = f"{start}; {size} {why if history.arms[size].trials else 'has not been tried yet'}"
     return Suggestion(size, Origin.EXPLORATION, reason)
 
 
 def _chosen(history: History, forecast: Forecast, values: Mapping[int, Worth], repeat: float) -> _Choice:
     """Choose the incumbent, or another size whose trial is worth more than what another run of the incumbent teaches.
 
-    `repeat` is the value of that run. After `most_missed` trials that missed the target, choose the incumbent until a
-    run has reached the target.
+    `repeat` is the value of that run. After a crash, or `most_missed` trials that missed the target, choose the
+    incumbent until a run has reached the target.
     """
     incumbent = forecast.incumbent
     size = history.job.batch_sizes[incumbent]
@@ -182,10 +197,10 @@ def _chosen(history: History, forecast: Forecast, values: Mapping[int, Worth], r
     if not forecast.incumbent_converges:
         reason = f"no size that can still run is known to reach the target: this one looks cheapest, {cost}"
         return incumbent, Origin.EXPLORATION, reason
-    missed = trials_missed(forecast.beliefs)
-    if missed >= CONSTANTS.most_missed:
-        reason = f"best so far, {cost}; nothing new after {missed} runs that missed the target"
-        return incumbent, Origin.INCUMBENT, reason
+    if not _may_explore(forecast.beliefs):
+        missed = trials_missed(forecast.beliefs)
+        after = "a crash" if has_crashed(forecast.beliefs) else f"{missed} runs that missed the target"
+        return incumbent, Origin.INCUMBENT, f"best so far, {cost}; nothing new after {after}"
     if not values:
         return incumbent, Origin.INCUMBENT, f"best so far, {cost}; {_no_rival(forecast)}"
     # Nearly equal sizes are not compared for ever, however cheap that is.
@@ -223,8 +238,8 @@ def _check(history: History, forecast: Forecast) -> tuple[_Choice, Worth] | None
     job, incumbent, sizes = history.job, forecast.incumbent, history.job.batch_sizes
     if job.beta_knob is None or forecast.tries_under_way or not forecast.allowance:
         return None
-    doubtful = [index for index in forecast.available if index != incumbent and forecast.is_in_doubt(index)]
-    doubtful = sorted(doubtful, key=forecast.mean.__getitem__)[: CONSTANTS.candidates]
+    others = [index for index in forecast.available if index != incumbent and forecast.beliefs[index].may_be_tried]
+    doubtful = sorted(filter(forecast.is_in_doubt, others), key=forecast.mean.__getitem__)[: CONSTANTS.candidates]
     shares = tuple(share for share in stop_shares(job.beta_knob) if share >= min(1.0, job.beta_knob))
     found = worths(forecast, doubtful, shares, max_epochs=job.max_epochs)
     cheap = {index: worth for index, worth in found.items() if worth.loss <= forecast.allowance}
@@ -282,7 +297,7 @@ def _candidates(forecast: Forecast) -> list[int]:
     openness = forecast.horizon / CONSTANTS.open_horizon
     sds = math.sqrt(1 + 2 * math.log(max(openness, 1.0)))
     hope = forecast.mean - forecast.mean[incumbent] - sds * sd
-    others = [index for index in forecast.available if index != incumbent]
+    others = [index for index in forecast.available if index != incumbent and forecast.beliefs[index].may_be_tried]
     likely = sorted((index for index in others if hope[index] < 0), key=hope.__getitem__)[: CONSTANTS.candidates]
     unseen = [index for index in others if not forecast.beliefs[index].has_cost and index not in likely]
     return likely + (sorted(unseen, key=forecast.mean.__getitem__)[:1] if openness >= 1 else [])

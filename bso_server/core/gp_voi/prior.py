@@ -83,6 +83,7 @@ class GpVoiConstants:
     open_horizon: float = 10.0  # and, from this horizon on, more and more doubtful sizes, and an unseen size
     tries_at_once: int = 4  # trials under way at other sizes than the incumbent, from which on no other size is tried
     most_missed: int = 2  # trials that missed the target, from which on no other size is tried until a run reaches it
+    crash_wait: int = 10  # factor, per further crash, on the recurrences that a size waits after its first: one
     first_horizon: float = 5.0  # future recurrences that the first decision counts on
     horizon_growth: float = 0.5  # by how much each completed recurrence raises the horizon
     largest_cost: float = 2.5  # of a later run, in runs of the incumbent: higher costs count as equal

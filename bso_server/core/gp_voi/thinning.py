@@ -70,14 +70,14 @@ def with_evidence(job: CreatedJob, beliefs: Beliefs, center: int, first: Sequenc
     """Return the sizes that are kept for their evidence, at most `_MOST_WITH_EVIDENCE`.
 
     These are the default, the smallest and the largest size, on which the prior depends, the sizes `first`, and those
-    that have had trials. If these are too many, those that missed the target lately come before others, then half of
-    the places are for the sizes nearest to `center`, and half for sizes spread over the octaves.
+    that have had trials. If these are too many, those with setbacks come before others, then half of the places are for
+    the sizes nearest to `center`, and half for sizes spread over the octaves.
     """
     seen = [size for size, belief in zip(job.batch_sizes, beliefs, strict=True) if belief != _UNKNOWN]
-    missed = [size for size, belief in zip(job.batch_sizes, beliefs, strict=True) if belief.missed]
+    unlucky = [size for size, belief in zip(job.batch_sizes, beliefs, strict=True) if belief.setbacks]
     # A dict keeps the order: the last ones give way.
     kept = dict.fromkeys(
-        [job.default_batch_size, job.batch_sizes[0], job.batch_sizes[-1], center, *first, *_nearest(missed, center)]
+        [job.default_batch_size, job.batch_sizes[0], job.batch_sizes[-1], center, *first, *_nearest(unlucky, center)]
     )
     others = _nearest([size for size in seen if size not in kept], center)
     places = max(_MOST_WITH_EVIDENCE - len(kept), 0)
