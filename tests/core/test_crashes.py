@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
 import pytest
 
-from bso_server.core.job import InMemoryJob
-from bso_server.core.model import Report, TrialRecord
+from bso_server.core.job import Crash, Crashes, InMemoryJob, JobState, dispatch_trial, end_by_training
+from bso_server.core.model import Report, Suggestion, TrialRecord
 from tests.support.histories import make_job
 from zeus_plugins.protocol import GP_VOI, ZEUS, Ending, EndReason, Origin, TrialState
 
@@ -117,6 +118,27 @@ def test_a_fault_of_the_script_while_sizes_are_missing_the_target_excludes_none(
     job = Nights(SIZES, default=32)
     assert job.nights(1, lambda _: False) == [32]
     job.nights(12, lambda _: "NameError: name 'modle' is not defined")
+    assert not job.excluded
+
+
+@pytest.mark.parametrize(("size", "reason"), [(32, EndReason.CRASHED), (64, EndReason.CRASHED_ALIKE)])
+def test_a_crash_counts_only_once_a_later_trial_has_run_to_its_end(size: int, reason: EndReason) -> None:
+    state, trial = dispatch_trial(
+        JobState(registration=make_job(SIZES, 16, policy=GP_VOI)), Suggestion(size, Origin.EXPLORATION, "")
+    )
+    known = Crashes((Crash(32, "failed (E: 1)", 5),), frozenset({16}), frozenset({16}), 4)
+    ending = Ending(detail="E: 2")
+    assert end_by_training(state, trial, ending, earlier=known, retries=3)[1].state is TrialState.FAILED
+    _, trial = end_by_training(state, trial, ending, earlier=replace(known, proven_event=6), retries=3)
+    assert (trial.state, trial.end_reason) == (TrialState.INFEASIBLE, reason)
+
+
+def test_a_default_that_its_own_rule_ends_twice_stays_while_no_size_has_reached_the_target() -> None:
+    job = Nights(default=32)
+    early = Ending(ended_early=True, detail="EarlyStopping")
+    job.night(lambda _: "", ending=early)
+    assert job.nights(3, lambda _: False) == [16, 64, 128]
+    assert [job.night(lambda _: "", ending=early).batch_size for _ in range(3)] == [32, 32, 32]
     assert not job.excluded
 
 

@@ -217,6 +217,18 @@ class TestWords:
         text = Page((await http.get(f"/ui/{address}")).text).text.replace("\N{NO-BREAK SPACE}", " ")
         assert said in text
 
+    async def test_a_job_of_which_every_size_has_missed_the_target_is_stuck(self, new_http: httpx.AsyncClient) -> None:
+        terms = job(batch_sizes=(16,), default_batch_size=16, policy="gp_voi", max_epochs=2)
+        terms["fingerprint"] = {"monitor": "val_acc"}
+        assert (await new_http.post("/jobs", json=terms)).status_code == 201
+        trial = (await new_http.get("/jobs/batch_size", params={"job_id": terms["job_id"]})).json()
+        told = {name: trial[name] for name in ("job_id", "batch_size", "trial_number")}
+        totals = {"time": 1, "energy": 100, "metric": 0.5, "current_epoch": 2}
+        assert (await new_http.post("/report", json=told | totals)).json()["stop_train"]
+        text = Page((await new_http.get(f"/ui/jobs/{terms['job_id']}")).text).text.replace("\N{NO-BREAK SPACE}", " ")
+        assert "Stuck: every batch size has missed the target No batch size has reached val_acc 0.9; " in text
+        assert "the best run reached 0.5 at 16: lower the target or raise max_epochs." in text
+
     async def test_money_and_carbon_are_spoken_of_where_the_settings_tell_of_them(
         self, dashboard_database: str
     ) -> None:

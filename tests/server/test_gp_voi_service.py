@@ -9,10 +9,11 @@ import pytest
 from sqlalchemy import select
 
 from bso_server.cli.jobs import job_text
+from bso_server.service.health import differences
 from bso_server.storage.tables import policy_memories
 from bso_server.storage.transaction import Transaction
-from tests.support.service import HOUR_S, JobService, job_service
-from zeus_plugins.protocol import GP_VOI, EndReason, Origin, Stage, StopRule, TrialDispatch, TrialState
+from tests.support.service import HOUR_S, JobService, job_service, trial_id
+from zeus_plugins.protocol import GP_VOI, EndReason, Origin, Stage, StopRule, TrialDispatch, TrialEnd, TrialState
 
 
 @pytest.fixture
@@ -49,6 +50,48 @@ async def test_a_job_finds_its_cheapest_size_and_says_why(bso: JobService) -> No
     assert (last.epoch_bound_reason or "").startswith("2 times the ")
     words = f"; at most {last.epoch_bound} epochs: 2 times the epochs that it should need, 4"
     assert words in job_text(view, verbose=True)
+
+
+async def test_a_job_is_stuck_once_every_size_has_missed_the_target_until_one_reaches_it(bso: JobService) -> None:
+    for metric, size in ((0.5, 16), (0.7, 8), (0.6, 32), (0.4, 16)):
+        assert ((await bso.show()).stuck is None) is (metric > 0.4)
+        trial = await bso.suggest()
+        assert trial.batch_size == size
+        assert (await bso.report(trial, cost_j=100, metric=metric, epoch=10)).stop_train
+    view = await bso.show()
+    assert view.stuck == (
+        "no batch size has reached the target, 0.9; the best run reached 0.7 at 8: lower the target or raise max_epochs"
+    )
+    assert f"\nStuck: {view.stuck}.\n" in job_text(view)
+    trial = await bso.suggest()
+    assert (trial.batch_size, trial.reason) == (
+        16,
+        "every batch size has missed the target: lower the target or raise max_epochs",
+    )
+    await bso.reach(trial)
+    view = await bso.show()
+    assert view.stuck is None
+    assert "Stuck" not in job_text(view)
+
+
+async def test_neighbours_that_crash_alike_are_excluded_in_the_database_with_the_sizes_beyond(
+    database_url: str,
+) -> None:
+    async with job_service(
+        database_url, policy=GP_VOI, batch_sizes=(8, 16, 32, 64), default_batch_size=8, controls="off"
+    ) as bso:
+        while len((await bso.show()).trials) < 8:
+            trial = await bso.suggest()
+            if trial.batch_size == 8:
+                await bso.reach(trial)
+                continue
+            end = TrialEnd(**trial_id(trial).model_dump(), detail=f"RuntimeError: shape [{trial.batch_size}]")
+            await bso.service.transact(bso.service.commands.end_trial, end)
+        view = await bso.show()
+        assert {arm.batch_size for arm in view.arms if arm.infeasible is EndReason.CRASHED_ALIKE} >= {64}
+        assert {arm.batch_size for arm in view.arms if arm.infeasible is None} == {8}
+        assert sum(trial.batch_size > 8 for trial in view.trials) <= 3
+        assert await bso.store.read(differences, bso.job_id) == []
 
 
 async def test_the_rule_is_sent_as_soon_as_it_is_known(bso: JobService) -> None:

@@ -374,6 +374,23 @@ def test_an_error_is_told_with_what_it_makes_of_the_trial(url: str, error: BaseE
     assert port.said[1].startswith(f"{ended}: {outcome}")
 
 
+def test_a_crash_says_what_the_next_launch_takes_and_a_second_one_that_its_size_is_excluded(url: str) -> None:
+    two = JobSpec(
+        job_id="two", job_id_prefix="two", batch_sizes=(64, 128), default_batch_size=64, target_metric=0.9, max_epochs=9
+    )
+    lines = []
+    for _ in range(2):
+        launched(url, Net(), 0.5, 0.95, target=None, job=two)
+        port = Net()
+        run = run_of(url, JobWish(monitor="val_acc", job=two))
+        run.begin(port)
+        assert trial_of(run).batch_size == 128
+        run.finish(ValueError("no batch"))
+        lines.append(port.said[1].rpartition("J: ")[2])
+    then = "and the next launch takes a size that has reached the target (64 is the best so far)."
+    assert lines == [f"it counts as failed, {then}", f"batch size 128 is not tried again, {then}"]
+
+
 def test_trackers_are_told_what_is_trained_and_what_it_costs_though_the_user_wants_it_quiet(url: str) -> None:
     port = Net()
     launched(url, port, 0.5, 0.95, quiet=True)
