@@ -195,9 +195,10 @@ class ZeusBSOTrainerCallback(BatchSizeArguments, TrainWrapper):
         args = trainer.args
         if trainer.is_deepspeed_enabled:
             check_deepspeed(trainer, scales_rates=self._options.lr_scaling != "none")
-        check_generations(trainer, self._wish.job.batch_sizes if self._wish.job is not None else ())
+        check_generations(trainer, self._wish.said_sizes)
         if args.max_steps <= 0:
-            check_epochs(self._wish.job, math.ceil(args.num_train_epochs), "TrainingArguments(num_train_epochs={})")
+            epochs = math.ceil(args.num_train_epochs)
+            check_epochs(self._wish.said_epochs, epochs, "TrainingArguments(num_train_epochs={})")
         logs_only_its_own = type(trainer).__module__.startswith("transformers.")
         if args.eval_strategy == "no" and (
             self._metric_name.startswith(EVALUATION_PREFIX)

@@ -170,7 +170,7 @@ class ZeusBSOCallback(BatchSizeArguments, Callback):
         limit = trainer.max_epochs
         if limit is None or limit < 0:
             return
-        check_epochs(self._wish.job, limit, "Trainer(max_epochs={})", trained=self._first_epoch)
+        check_epochs(self._wish.said_epochs, limit, "Trainer(max_epochs={})", trained=self._first_epoch)
         every = trainer.check_val_every_n_epoch
         if trainer.enable_validation and every is not None and limit // every * every <= self._first_epoch:
             raise ZeusBSOConfigError(
