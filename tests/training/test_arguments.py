@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import os
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 if not os.environ.get("CI"):
     pytest.importorskip("transformers", reason="the Trainer's callback needs zeus-plugins[transformers]")
 
+from transformers import Trainer, TrainingArguments
+
+from tests.support.lightning_models import Classifier, quiet_trainer, train_loader
 from zeus_plugins import JobSpec
 from zeus_plugins.errors import ZeusBSOConfigError
 from zeus_plugins.huggingface import ZeusBSOTrainerCallback
@@ -98,3 +103,16 @@ def test_a_value_that_cannot_be_is_refused_by_the_constructor(
 ) -> None:
     with pytest.raises(ZeusBSOConfigError, match=f"^{re.escape(problem)}"):
         callback(**{"monitor": "val_acc", "target": 0.9, **said})
+
+
+def test_the_class_or_the_callback_of_the_other_framework_is_refused(tmp_path: Path) -> None:
+    for mistaken, problem in (
+        (ZeusBSOTrainerCallback, "callbacks=[ZeusBSOTrainerCallback('val_acc', …)], not the class"),
+        (ZeusBSOCallback, "callbacks=[ZeusBSOCallback('val_acc', …)], not the class"),
+        (ZeusBSOCallback("val_acc"), "give the Hugging Face Trainer zeus_plugins.huggingface.ZeusBSOTrainerCallback"),
+    ):
+        with pytest.raises(ZeusBSOConfigError, match=re.escape(problem)):
+            Trainer(torch.nn.Linear(1, 1), TrainingArguments(str(tmp_path)), callbacks=[mistaken])
+    trainer = quiet_trainer(ZeusBSOTrainerCallback("val_acc"))
+    with pytest.raises(ZeusBSOConfigError, match=r"give Lightning's zeus_plugins\.lightning\.ZeusBSOCallback"):
+        trainer.fit(Classifier(), train_loader())

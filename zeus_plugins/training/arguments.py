@@ -50,7 +50,7 @@ _ANSWERS = {
 
 def refuse_unknown(callback: type, unknown: Iterable[str]) -> None:
     """Raise an error that names the right argument in place of each unknown one."""
-    known = list(signature(callback).parameters)
+    known = [name for name, each in signature(callback).parameters.items() if each.kind is not each.VAR_KEYWORD]
     answers = [f"{callback.__name__} has no {name}=: {_answer(name, known)}" for name in unknown]
     if answers:
         raise ZeusBSOConfigError(". ".join(answers))
