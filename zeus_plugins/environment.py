@@ -94,6 +94,9 @@ JOB_ID = Variable(
     "the job's id; in a launched run, the run's name",
     "made of the training or by the server; `rec01+try01`",
 )
+JPY_SESSION_NAME = Variable(
+    "JPY_SESSION_NAME", "the notebook's path, which Jupyter sets; part of a guessed job id", "`notebook`"
+)
 LOG_DIR = Variable("ZEUS_LOG_DIR", "the directory of a launched run's logs and results", "`zeus_log`")
 TARGET_METRIC = Variable("ZEUS_TARGET_METRIC", "the value of the validation metric for a launched run to reach")
 COST_THRESHOLD_J = Variable("ZEUS_COST_THRESH", "the cost that a launched run must not cross", "`inf`", "joules")

@@ -135,11 +135,11 @@ def test_margins_and_directions() -> None:
     assert compared(JOB, "test_acc", spread(0.9, 0.1), spread(0.9, 0.1)).margin == 0.005
     assert compared(JOB, "f1", spread(-0.9, 0.1), spread(0.9, 0.1)).margin == pytest.approx(0.009)
     assert compared(JOB, "f1", [], spread(0.9, 0.1)).margin is None
-    assert [is_lower_better(name) for name in ("val_loss", "eval/testError", "lossless", "fid", "test_acc")] == [
+    assert [is_lower_better(name) for name in ("val_loss", "eval/testError", "lossless", "drift", "test_acc")] == [
         *(True, True, False, False, False)
     ]
-    assert is_lower_better("fid", -0.5)
-    assert not is_lower_better("fid", 0.5)
+    assert is_lower_better("drift", -0.5)
+    assert not is_lower_better("drift", 0.5)
     lower = make_job((DEFAULT, OTHER), DEFAULT, higher_is_better_metric=False)
     own = comparisons(lower, arms_of(lower, f1={OTHER: [1.0]}), OTHER)[0]
     assert (own.name, own.is_lower_better) == (None, True)
@@ -184,8 +184,8 @@ def test_a_size_is_left_out_once_it_is_worse_by_more_than_its_margin() -> None:
     assert reasons(0.912, {"val_loss": 0.005}, "val_loss") == {
         OTHER: "its val_loss is 0.012 ± 0.0016 above that of your default, 32, and you allow 0.005"
     }
-    assert reasons(0.912, {"fid": 0.005}, "fid") == {}
-    assert list(reasons(0.912, {"fid": -0.005}, "fid")) == [OTHER]
+    assert reasons(0.912, {"drift": 0.005}, "drift") == {}
+    assert list(reasons(0.912, {"drift": -0.005}, "drift")) == [OTHER]
 
 
 def lived(job: CreatedJob, quality: Callable[[int, int], float], runs: int = 4) -> Life:

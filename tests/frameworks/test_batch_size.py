@@ -71,7 +71,7 @@ def test_a_second_training_is_a_second_trial(bench: FrameworkBench) -> None:
 def test_the_job_is_named_by_its_training(bench: FrameworkBench) -> None:
     zeus = bench.guessing(job_id=None)
     bench.training(zeus).train()
-    assert zeus.trial.job_id.endswith("-Classifier-168-1xA40-100W")
+    assert zeus.trial.job_id.endswith("-Classifier-score-0-1xA40")
 
 
 def test_a_second_training_has_the_job_that_is_registered(bench: FrameworkBench) -> None:

@@ -418,7 +418,7 @@ class LoggingTrainer(Trainer):
 
 
 def test_without_evaluations_a_metric_that_the_script_logs_is_reported(bench: Bench) -> None:
-    callback = bench.callback(bench.job(0.6, max_epochs=3), "progress")
+    callback = bench.callback(bench.job(0.6, max_epochs=3, higher_is_better_metric=True), "progress")
     trainer = bench.trainer(callback, kind=LoggingTrainer, eval_strategy="no", num_train_epochs=3)
     trainer.train()
     assert (bench.only_trial().metric, bench.only_trial().epochs) == (0.7, 2)
@@ -426,8 +426,8 @@ def test_without_evaluations_a_metric_that_the_script_logs_is_reported(bench: Be
 
 
 def test_without_evaluations_a_metric_that_nobody_logs_is_an_error(bench: Bench) -> None:
-    trainer = bench.trainer(bench.callback(monitor="speed"), kind=LoggingTrainer, eval_strategy="no")
-    with pytest.raises(ZeusBSOConfigError, match="'speed' was not logged"):
+    trainer = bench.trainer(bench.callback(monitor="speed_score"), kind=LoggingTrainer, eval_strategy="no")
+    with pytest.raises(ZeusBSOConfigError, match="'speed_score' was not logged"):
         trainer.train()
 
 
@@ -450,7 +450,7 @@ class AddingTrainer(Trainer):
     """Adds a metric to what it logs of an evaluation, and not to what the evaluation returns."""
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        super().log({**logs, "eval_added": 0.7} if "eval_loss" in logs else logs, start_time)
+        super().log({**logs, "eval_added_score": 0.7} if "eval_loss" in logs else logs, start_time)
 
 
 @pytest.mark.parametrize(
@@ -470,7 +470,7 @@ def test_a_metric_that_no_evaluation_returns_is_refused_before_a_trial(
 
 
 def test_a_metric_that_is_only_logged_with_an_evaluation_is_reported(bench: Bench) -> None:
-    bench.trainer(bench.callback(monitor="added"), kind=AddingTrainer).train()
+    bench.trainer(bench.callback(monitor="added_score"), kind=AddingTrainer).train()
     assert bench.only_trial().metric == 0.7
 
 

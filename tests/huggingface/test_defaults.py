@@ -17,6 +17,7 @@ from tests.support.hf_bench import Bench
 from tests.support.hf_models import USERS_SIZE
 from tests.support.job_bench import SERVERS_SIZE
 from zeus_plugins.errors import ZeusBSOConfigError
+from zeus_plugins.huggingface._trainer import HuggingFacePort
 
 SIZES = (2, 4, 8, 16, 32, 64, 128)
 HYPERPARAMETERS = {
@@ -37,6 +38,7 @@ def test_sizes_and_epochs_are_read_from_the_arguments(bench: Bench) -> None:
         "framework": "transformers",
         "optimizer": OptimizerNames(trainer.args.optim).value,
         "monitor": "score",
+        "samples": 168,
     }
     assert view.job.fingerprint.model_dump() == told
     assert view.trials[0].state == "completed"
@@ -65,6 +67,31 @@ def test_an_optimizer_that_is_passed_and_a_loss(bench: Bench) -> None:
     job = bench.view().job
     assert job.fingerprint is not None
     assert (job.fingerprint.optimizer, job.higher_is_better_metric) == ("SGD", False)
+
+
+def test_a_trainer_that_trains_twice_has_the_optimizer_of_its_first_training(
+    bench: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = bench.trainer(bench.guessing())
+    for _ in range(2):
+        trainer.train()
+    assert len(bench.view().trials) == 2
+    assert "something else" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("best", "is_greater", "higher"), [("score", False, False), ("eval_score", False, False), ("loss", False, True)]
+)
+def test_the_metric_of_the_best_model_has_its_direction(
+    bench: Bench, best: str, *, is_greater: bool, higher: bool
+) -> None:
+    trainer = bench.trainer(bench.guessing(), metric_for_best_model=best, greater_is_better=is_greater)
+    port = HuggingFacePort(trainer)
+    assert [*port.modes("score").values()] == ([] if higher else ["min"])
+    if not higher:
+        with pytest.raises(ZeusBSOConfigError, match=r"greater_is_better=False\) says lower and the name 'score'"):
+            trainer.train()
+        assert not bench.is_registered()
 
 
 def test_the_progress_bar_tells_of_the_size(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:

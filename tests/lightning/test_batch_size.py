@@ -311,7 +311,7 @@ def test_validations_within_a_stream_do_not_count_as_whole_epochs(bench: Bench) 
 
 
 def test_without_a_validation_loop_each_epoch_is_reported(bench: Bench) -> None:
-    callback = bench.callback(bench.job(2.0, max_epochs=3), monitor="train_epoch")
+    callback = bench.callback(bench.job(2.0, max_epochs=3, higher_is_better_metric=True), monitor="train_epoch")
     watch = Watch(callback)
     trainer = quiet_trainer(callback, watch, max_epochs=3)
     trainer.fit(TrainOnly(), train_loader())
@@ -373,7 +373,7 @@ def test_no_report_follows_a_verdict_that_min_epochs_delays(bench: Bench) -> Non
 @pytest.mark.parametrize("cut", ["max_steps", "another callback"])
 def test_a_training_cut_short_fails_its_trial(bench: Bench, cut: str) -> None:
     job = bench.job(NEVER, max_epochs=3)
-    others = [] if cut == "max_steps" else [EarlyStopping("score", patience=1)]
+    others = [] if cut == "max_steps" else [EarlyStopping("score", patience=1, mode="max")]
     trainer = quiet_trainer(bench.callback(job), *others, max_epochs=3, max_steps=8 if cut == "max_steps" else -1)
     with pytest.raises(ZeusBSOTrainFailError, match="the training ended before the target was reached"):
         trainer.fit(Classifier(), train_loader())

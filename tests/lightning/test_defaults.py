@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import TQDMProgressBar
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint, TQDMProgressBar
 from torch.utils.data import DataLoader
 
 from tests.support import lightning_models as models
@@ -57,7 +58,7 @@ def test_the_size_is_read_from_the_data(bench: Bench, kind: Callable[[], tuple[T
     assert module.seen_sizes[0] == USERS_SIZE
     assert view.job.fingerprint is not None
     told = {"model": type(module).__name__, "framework": "lightning", "optimizer": "SGD", "monitor": "score"}
-    assert view.job.fingerprint.model_dump() == told
+    assert view.job.fingerprint.model_dump() == {**told, "samples": 168}
 
 
 def test_accumulated_batches_and_a_stream_count(bench: Bench) -> None:
@@ -100,6 +101,24 @@ def test_a_loss_is_better_when_lower(bench: Bench) -> None:
     quiet_trainer(bench.guessing(target=2.0, monitor="val_loss")).fit(
         Losing(), models.train_loader(), models.val_loader()
     )
+    view = bench.view()
+    assert (view.job.higher_is_better_metric, view.trials[0].state) == (False, "completed")
+
+
+def test_a_checkpoint_says_whether_higher_is_better(bench: Bench, tmp_path: Path) -> None:
+    class Drifting(Classifier):
+        def validation_step(self, batch: models.Batch) -> None:
+            super().validation_step(batch)
+            self.log("drift", 1.5)
+
+    def train(*callbacks: Callback) -> None:
+        trainer = quiet_trainer(bench.guessing(target=2.0, monitor="drift"), *callbacks, enable_checkpointing=True)
+        trainer.fit(Drifting(), models.train_loader(), models.val_loader())
+
+    with pytest.raises(ZeusBSOConfigError, match=r"'drift' does not say whether .* say mode='max' or mode='min'"):
+        train(ModelCheckpoint(tmp_path, monitor="score", mode="max"))
+    assert not bench.is_registered()
+    train(ModelCheckpoint(tmp_path, monitor="drift", mode="min"))
     view = bench.view()
     assert (view.job.higher_is_better_metric, view.trials[0].state) == (False, "completed")
 

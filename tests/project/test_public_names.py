@@ -57,7 +57,7 @@ PUBLIC = {
             "AmountSaved",
             "ArmView",
             *("MAX_MARGINS", "MAX_WATCHED", "MetricName", "MetricView", "Quality", "Watched"),
-            *("is_lower_better", "words_in"),
+            *("is_higher_better", "is_lower_better"),
             "EndReason",
             "FIXED_TERMS",
             "TARGET_RUNS",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
@@ -69,6 +69,7 @@ class FakeTrainer:
         self.said: list[str] = []
         self.hyperparameters: dict[str, str | int] = {}
         self.progress = ""
+        self.told_modes: Mapping[str, Any] = {}
         self.told = TrainingFacts(
             script="train", model="Net", samples=1000, step_size=64, devices=self.devices, unit=self.devices
         )
@@ -90,6 +91,9 @@ class FakeTrainer:
 
     def facts(self, patches: Patches) -> TrainingFacts:  # noqa: ARG002 - a port's signature
         return self.told
+
+    def modes(self, monitor: str) -> Mapping[str, Any]:  # noqa: ARG002 - a port's signature
+        return self.told_modes
 
     def say(self, line: str) -> None:
         self.said.append(line)

@@ -129,6 +129,30 @@ def test_a_training_is_configured_by_arguments_alone(bench: JobBench) -> None:
     assert policy_of(cli) == GP_VOI
 
 
+def test_arguments_in_place_of_a_job_are_configured_in_yaml(bench: JobBench) -> None:
+    said = {"target": AT_ONCE, "mode": "max", "batch_sizes": [NEXT_SIZE, SERVERS_SIZE], "max_epochs": 1}
+    cli = command_line("fit", "--config", write_configuration(bench, job=None, job_id=bench.job_id, **said))
+    wish = callback_of(cli)._wish
+    assert (wish.mode, wish.batch_sizes, wish.max_epochs) == ("max", (NEXT_SIZE, SERVERS_SIZE), 1)
+    assert bench.only_trial().state is TrialState.COMPLETED
+
+
+@pytest.mark.parametrize(
+    ("wrong", "problem"),
+    [
+        ({"patience": 3}, "Option 'patience' is not accepted"),
+        ({"mode": "up"}, "mode"),
+    ],
+)
+def test_a_wrong_argument_in_yaml_is_named_before_anything_is_trained(
+    bench: JobBench, capsys: pytest.CaptureFixture[str], wrong: dict[str, Any], problem: str
+) -> None:
+    with pytest.raises((SystemExit, ValueError)) as raised:
+        command_line("fit", "--config", write_configuration(bench, **wrong))
+    assert re.search(problem, f"{raised.value} {capsys.readouterr().err}")
+    assert not bench.is_registered()
+
+
 @pytest.mark.slow
 def test_the_configuration_that_is_saved_trains_again_and_tells_no_token(
     bench: JobBench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -144,7 +144,7 @@ def test_confirm_is_an_argument_of_a_guessed_job() -> None:
 @pytest.mark.parametrize(
     ("wish", "problem"),
     [
-        ({"target": 0.9, "confirm": 0}, "confirm is 0: it is the number of evaluations, at least 1"),
+        ({"target": 0.9, "confirm": 0}, "confirm is 0: give a whole number above 0"),
         ({"job": JOB, "confirm": 2}, r"there is a job= already: say confirm= as JobSpec\(confirm=…\)"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from contextlib import nullcontext
 from typing import Any
 
@@ -39,7 +40,7 @@ def plan(monitor: str = "val_acc", target: float = 0.97, facts: dict[str, Any] |
 def test_a_target_and_a_metric_make_a_job() -> None:
     guessed = plan()
     assert guessed.job == JobSpec(
-        job_id_prefix="train-Net-1437",
+        job_id_prefix="train-Net-val_acc-0.97",
         batch_sizes=(8, 16, 32, 64, 128, 256, 512),
         default_batch_size=64,
         target_metric=0.97,
@@ -79,12 +80,12 @@ def test_sizes_that_cannot_be_trained_are_left_out() -> None:
         if size in (8, 512):
             raise ZeusBSOConfigError("no")
 
-    assert planned(JobWish(monitor="val_acc"), FACTS, check).job.batch_sizes == (16, 32, 64, 128, 256)
+    assert planned(JobWish(monitor="val_acc"), FACTS, check_size=check).job.batch_sizes == (16, 32, 64, 128, 256)
 
 
 def test_a_size_of_the_script_that_cannot_be_trained_is_refused() -> None:
     with pytest.raises(ZeusBSOConfigError, match=r"^ends too soon$"):
-        planned(JobWish(monitor="val_acc"), FACTS, failing(ZeusBSOConfigError("ends too soon")))
+        planned(JobWish(monitor="val_acc"), FACTS, check_size=failing(ZeusBSOConfigError("ends too soon")))
 
 
 @given(
@@ -124,14 +125,30 @@ def test_a_size_of_the_script_that_is_unknown_or_cannot_work_is_told(facts: dict
         plan(facts=facts)
 
 
-def test_the_id_is_of_script_model_data_and_hardware() -> None:
-    assert plan(facts={"devices": 2}).on(GPUS).job_id == "train-Net-1437-2xNVIDIA-A100-SXM4-80GB-800W"
-    others = [
-        plan(facts=facts).on(GPUS).job_id
-        for facts in ({}, {"script": "tune"}, {"model": "Big"}, {"samples": 99}, {"samples": None}, {"devices": 4})
-    ]
-    assert len(set(others)) == 6
-    assert plan().on(GPUS.model_copy(update={"max_power": 600.0})).job_id != others[0]
+def test_the_id_is_of_script_model_target_and_hardware() -> None:
+    own = "train-Net-val_acc-0.97-2xNVIDIA-A100-SXM4-80GB"
+    assert plan(facts={"devices": 2}).on(GPUS).job_id == own
+    for facts in ({"script": "tune"}, {"model": "Big"}, {"devices": 4}):
+        assert plan(facts={"devices": 2, **facts}).on(GPUS).job_id != own
+    # Neither the length of the data nor stated watts make another job.
+    for samples in (1500, None):
+        other = plan(facts={"devices": 2, "samples": samples, "max_epochs": 50})
+        assert other.on(GPUS.model_copy(update={"max_power": 600.0})).job_id == own
+
+
+@pytest.mark.parametrize(
+    ("monitor", "said", "prefix"),
+    [
+        ("eval_accuracy", {"target": 97}, "train-Net-accuracy-97"),
+        ("val/loss", {"target": 1e-05}, "train-Net-val-loss-1e-05"),
+        ("elbo", {"target": -3.5}, "train-Net-elbo-minus3.5"),
+        ("val_acc", {"target": None}, "train-Net-val_acc"),
+        ("val_acc", {"target": 0.5, "mode": "min"}, "train-Net-val_acc-0.5-min"),
+        ("drift", {"target": 0.5, "mode": "max"}, "train-Net-drift-0.5-max"),
+    ],
+)
+def test_the_id_has_metric_target_and_an_unexpected_mode(monitor: str, said: dict[str, Any], prefix: str) -> None:
+    assert plan(monitor, **said).job.job_id_prefix == prefix
 
 
 def test_a_long_id_ends_with_a_digest() -> None:
@@ -167,13 +184,42 @@ def test_the_name_of_a_script(argument: str, name: str) -> None:
     assert script_name(argument) == name
 
 
+@pytest.mark.parametrize(
+    ("code_file", "session", "name"),
+    [
+        ("/home/me/Train daily.ipynb", "/srv/other.ipynb", "Train daily"),
+        (None, "/home/me/retrain.ipynb", "retrain"),
+        (None, "/home/me/console-1-5f0c", "notebook"),
+        (None, None, "notebook"),
+    ],
+)
+def test_the_name_of_a_notebook_is_not_that_of_its_kernel(
+    monkeypatch: pytest.MonkeyPatch, code_file: str | None, session: str | None, name: str
+) -> None:
+    monkeypatch.setattr(sys.modules["__main__"], "__vsc_ipynb_file__", code_file, raising=False)
+    monkeypatch.delenv("JPY_SESSION_NAME", raising=False)
+    if session is not None:
+        monkeypatch.setenv("JPY_SESSION_NAME", session)
+    for kernel in ("ipykernel_launcher.py", "colab_kernel_launcher.py"):
+        assert script_name(f"/usr/lib/python3/dist-packages/{kernel}") == name
+
+
 # What is said
+
+
+def test_stated_sizes_join_the_scripts_own() -> None:
+    assert plan(batch_sizes=(32, 128)).job.batch_sizes == (32, 64, 128)
+    assert plan(batch_sizes=(32, 64)).job.batch_sizes == (32, 64)
 
 
 @pytest.mark.parametrize(
     ("said", "problem"),
     [
         ({"job": plan().job, "target": 1.0, "job_id": "a"}, r"say target= as JobSpec\(target_metric=…\), job_id= as"),
+        (
+            {"job": plan().job, "mode": "max", "max_epochs": 3},
+            r"say mode= as JobSpec\(higher_is_better_metric=…\), max_e",
+        ),
     ],
 )
 def test_too_little_and_too_much_is_refused(said: dict[str, Any], problem: str) -> None:
@@ -194,7 +240,7 @@ def test_a_whole_job_is_taken_as_it_is() -> None:
     [
         *[(name, False) for name in ("val_loss", "eval_loss", "loss", "valLoss", "val/perplexity", "wer", "test_CER")],
         *[(name, False) for name in ("mean_squared_error", "mae", "val_rmse", "loss/dataloader_idx_0")],
-        *[(name, True) for name in ("val_acc", "f1", "glossary", "terror", "answer", "reward", "closs", "")],
+        *[(name, True) for name in ("val_acc", "f1", "reward")],
     ],
 )
 def test_the_direction_follows_from_words_of_the_name(monitor: str, *, higher: bool) -> None:
@@ -213,7 +259,7 @@ def test_the_direction_follows_from_words_of_the_name(monitor: str, *, higher: b
         ("val_loss", False, None),
         ("val_acc", False, "of a metric called 'val_acc' higher values are usually better"),
         ("val_acc", True, None),
-        ("reward", False, None),
+        ("drift", False, None),
         ("loss_accuracy", False, None),
     ],
 )
@@ -221,10 +267,47 @@ def test_a_direction_that_the_name_contradicts_is_taken_with_a_warning(
     monitor: str, warning: str | None, *, said: bool
 ) -> None:
     job = JobSpec(job_id_prefix="j", batch_sizes=(8,), default_batch_size=8, higher_is_better_metric=said)
-    for taken in (plan(monitor, higher_is_better_metric=said), planned(JobWish(job=job, monitor=monitor))):
+    for taken in (plan(monitor, mode="max" if said else "min"), planned(JobWish(job=job, monitor=monitor))):
         assert taken.job.higher_is_better_metric is said
         assert (taken.warning is None) == (warning is None)
         assert (warning or "") in (taken.warning or "")
+
+
+@pytest.mark.parametrize(
+    ("monitor", "modes", "higher"),
+    [
+        ("drift", {"ModelCheckpoint(mode='max')": "max"}, True),
+        ("drift", {"ModelCheckpoint(mode='min')": "min", "EarlyStopping(mode='min')": "min"}, False),
+        ("val_acc", {"ModelCheckpoint(mode='max')": "max"}, True),
+    ],
+)
+def test_other_settings_of_the_script_give_the_direction(monitor: str, modes: Any, *, higher: bool) -> None:
+    wish = JobWish(monitor=monitor, target=0.5)
+    assert planned(wish, FACTS, modes).job.higher_is_better_metric is higher
+    job = JobSpec(job_id_prefix="job", batch_sizes=(8,), default_batch_size=8)
+    assert planned(JobWish(job=job, monitor=monitor), modes=modes).job.higher_is_better_metric is higher
+
+
+@pytest.mark.parametrize(
+    ("monitor", "modes", "problem"),
+    [
+        ("drift", {}, "the name 'drift' does not say whether the metric rises or falls"),
+        ("loss_accuracy", {}, "the name 'loss_accuracy' does not say"),
+        (
+            "val_acc",
+            {"ModelCheckpoint(mode='min')": "min"},
+            r"\(ModelCheckpoint\(mode='min'\) says lower and the name 'val_acc' says higher\)",
+        ),
+        ("drift", {"ModelCheckpoint(mode='min')": "min", "EarlyStopping(mode='max')": "max"}, "says lower and Early"),
+    ],
+)
+def test_an_unclear_direction_is_asked_for(monitor: str, modes: Any, problem: str) -> None:
+    with pytest.raises(ZeusBSOConfigError, match=f"{problem}.*: say mode='max' or mode='min'$"):
+        planned(JobWish(monitor=monitor, target=0.5), FACTS, modes)
+    assert planned(JobWish(monitor=monitor, target=0.5, mode="min"), FACTS, modes).job.higher_is_better_metric is False
+    job = JobSpec(job_id_prefix="job", batch_sizes=(8,), default_batch_size=8)
+    with pytest.raises(ZeusBSOConfigError, match=f"{problem}.*: say JobSpec"):
+        planned(JobWish(job=job, monitor=monitor), modes=modes)
 
 
 @pytest.mark.parametrize(
@@ -247,8 +330,6 @@ def test_a_first_report_tells_of_a_target_that_was_hardly_meant(
 
 # A trainer that ends before the job
 
-OF_3_EPOCHS = JobSpec(job_id_prefix="mnist", batch_sizes=(32, 64), default_batch_size=32, max_epochs=3)
-
 
 @pytest.mark.parametrize(
     ("limit", "trained", "problem"),
@@ -256,13 +337,13 @@ OF_3_EPOCHS = JobSpec(job_id_prefix="mnist", batch_sizes=(32, 64), default_batch
         (3, 0, None),
         (5, 2, None),
         (2, 0, "Trainer(n=2) ends before the job's max_epochs (3), so the server would never learn that a batch size "
-         "cannot reach the target: set JobSpec(max_epochs=2) or Trainer(n=3)"),
+         "cannot reach the target: set the job's max_epochs=2 or Trainer(n=3)"),
         (4, 2, "Trainer(n=4) ends before the job's max_epochs (3) after the 2 epochs that this trainer has trained "
          "already, so the server would never learn that a batch size cannot reach the target: make a new Trainer for "
          "each training"),
     ],
 )  # fmt: skip
 def test_a_trainer_that_ends_before_the_job_is_refused(limit: int, trained: int, problem: str | None) -> None:
-    check_epochs(None, limit, "Trainer(n={})", trained=trained)
+    check_epochs(0, limit, "Trainer(n={})", trained=trained)
     with nullcontext() if problem is None else pytest.raises(ZeusBSOConfigError, match=f"^{re.escape(problem)}$"):
-        check_epochs(OF_3_EPOCHS, limit, "Trainer(n={})", trained=trained)
+        check_epochs(3, limit, "Trainer(n={})", trained=trained)

@@ -235,7 +235,7 @@ def test_a_metric_that_does_not_exist_costs_the_batch_size_nothing(
 
 EARLY: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     "EarlyStopping": (
-        lambda: {"callbacks": [EarlyStopping("score", patience=1)]},
+        lambda: {"callbacks": [EarlyStopping("score", patience=1, mode="max")]},
         r"\(EarlyStopping\(monitor='score'\) in epoch 2\)",
     ),
     "max_steps": (lambda: {"max_steps": 8}, r"\(Trainer\(max_steps=8\)\)"),

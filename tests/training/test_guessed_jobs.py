@@ -24,7 +24,7 @@ from zeus_plugins.training.defaults import JobWish, TrainingFacts
 from zeus_plugins.training.run import TrialOptions, TrialRun
 
 GPUS = GpuConfig(max_power=100.0, number_of_gpus=1, gpu_model="A40")
-JOB_ID = "train-Net-1000-1xA40-100W"
+JOB_ID = "train-Net-val_acc-0.9-1xA40"
 ADAM = type("Adam", (), {"param_groups": [], "defaults": {}})()
 
 
@@ -75,7 +75,7 @@ def test_a_launch_finds_the_registration_whatever_it_guesses(url: str, server: S
     launched(url, Net(), 0.95)
     registered = server.show_job(JOB_ID).job
     assert (registered.batch_sizes, registered.max_epochs) == ((8, 16, 32, 64, 128, 256, 512), 3)
-    for told in ({"step_size": 100}, {"script": "moved", "samples": 90}):
+    for told in ({"step_size": 100}, {"script": "moved", "samples": 1050}):
         port = Net(**told)
         run = launched(url, port, 0.95, job_id=JOB_ID)
         assert trial_of(run).batch_size in registered.batch_sizes
@@ -171,9 +171,9 @@ def test_without_a_dispatch_the_training_takes_the_registered_default_size(
 def test_what_is_said_and_contradicts_the_registration_is_an_error_that_names_it(url: str, server: ServerPort) -> None:
     launched(url, Net(), 0.95)
     with pytest.raises(ZeusBSOConfigError, match=r"begun with target 0\.9, .* for 0\.8 use another job_id, such as"):
-        launched(url, Net(step_size=32), target=0.8)
+        launched(url, Net(step_size=32), target=0.8, job_id=JOB_ID)
     with pytest.raises(ZeusBSOConfigError, match="configuration: higher_is_better_metric is True, not False"):
-        launched(url, Net(step_size=32), higher_is_better_metric=False)
+        launched(url, Net(step_size=32), mode="min", job_id=JOB_ID)
     assert server.show_job(JOB_ID).trial_count == 1
 
 
@@ -256,6 +256,50 @@ def test_all_ranks_have_the_job_of_rank_0(url: str, server: ServerPort) -> None:
     assert server.show_job(JOB_ID).trial_count == 1
 
 
+# Launches of one training, day after day
+
+
+def test_growing_data_stay_one_job_and_the_drift_is_one_line(
+    url: str, server: ServerPort, caplog: pytest.LogCaptureFixture
+) -> None:
+    for samples in (1000, 1090, 910, 1101):
+        launched(url, Net(samples=samples), 0.5, 0.95, strict=True)
+    view = server.show_job(JOB_ID)
+    assert (len(server.list_jobs().jobs), view.trial_count) == (1, 4)
+    assert view.job.fingerprint is not None
+    assert view.job.fingerprint.samples == 1000
+    (line,) = caplog.messages
+    assert line.startswith(f"the training data have 1,101 samples, 1,000 when job {JOB_ID} began: ")
+
+
+def test_another_metric_target_or_mode_is_another_job(url: str, server: ServerPort) -> None:
+    # Each metric reaches its target in the second epoch.
+    for metrics, said in (
+        ((0.5, 0.95), {}),
+        ((0.5, 0.95), {"target": 0.95}),
+        ((0.5, 0.95), {"monitor": "val_f1"}),
+        ((0.95, 0.5), {"mode": "min"}),
+        ((0.5, 0.95), {"target": None}),
+        ((0.5, 0.95), {"mode": "max"}),  # says the same as the name
+    ):
+        launched(url, Net(), *metrics, **said)
+    assert {job.job_id: job.trials for job in server.list_jobs().jobs} == {
+        JOB_ID: 2,
+        "train-Net-val_acc-0.95-1xA40": 1,
+        "train-Net-val_f1-0.9-1xA40": 1,
+        "train-Net-val_acc-0.9-min-1xA40": 1,
+        "train-Net-val_acc-1xA40": 1,
+    }
+
+
+def test_stated_sizes_and_epochs_are_those_of_the_job(url: str, server: ServerPort) -> None:
+    port = Net()
+    launched(url, port, 0.5, 0.95, batch_sizes=(128, 256), max_epochs=2)
+    job = server.show_job(JOB_ID).job
+    assert (job.batch_sizes, job.default_batch_size, job.max_epochs) == ((64, 128, 256), 64, 2)
+    assert "Guessed: higher val_acc is better; the job's id;" in port.said[0]
+
+
 # What a training is made of
 
 
@@ -279,7 +323,9 @@ def test_an_optimizer_that_is_made_later_is_told_later(
     url: str, server: ServerPort, caplog: pytest.LogCaptureFixture
 ) -> None:
     launched(url, Net(), 0.95)
-    fingerprint = Fingerprint(model="Net", framework="none", optimizer="SimpleNamespace", monitor="val_acc")
+    fingerprint = Fingerprint(
+        model="Net", framework="none", optimizer="SimpleNamespace", monitor="val_acc", samples=1000
+    )
     assert server.show_job(JOB_ID).job.fingerprint == fingerprint
     port = Net()
     port.optimizer = ADAM

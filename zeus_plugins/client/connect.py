@@ -17,6 +17,21 @@ if TYPE_CHECKING:
 _logger = logging.getLogger("zeus_plugins")
 
 
+def check_server_url(server_url: str | None) -> None:
+    """Raise `ZeusBSOConfigError` for a URL of neither a server nor the server in this process; None is good.
+
+    The client itself checks the parts of an ``http://`` URL.
+    """
+    scheme, separator, _ = (server_url or "").strip().partition("://")
+    if server_url and not server_url.strip().startswith(EMBEDDED) and scheme.lower() not in ("http", "https"):
+        # Without a scheme, the text may hold a password.
+        beginning = f" begins with {scheme}://, and" if separator else ""
+        raise ZeusBSOConfigError(
+            f"server_url{beginning} must be http:// or https:// with a host, for example http://127.0.0.1:8000, or "
+            "embedded:///FILE for a server in this process on a SQLite file"
+        )
+
+
 def client_from_environment(
     server_url: str | None = None,
     token: str | None = None,
@@ -39,6 +54,7 @@ def client_from_environment(
         ZeusBSOConfigError: An argument cannot work, or there is no server URL and the server is not installed here.
     """
     url = (server_url if server_url is not None else environment.SERVER_URL.text(environ)) or ""
+    check_server_url(url)
     if timeout_s is None:
         timeout_s = environment.TIMEOUT_S.number(environ, is_positive=True) or DEFAULT_TIMEOUT_S
     token = token if token is not None else environment.access_token(environ)

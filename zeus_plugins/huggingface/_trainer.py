@@ -16,9 +16,11 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from pathlib import Path
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, Literal, cast
+from weakref import WeakKeyDictionary
 
 import torch
+from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import broadcast_object_list, gather_object
 from transformers import (
     EarlyStoppingCallback,
@@ -45,6 +47,7 @@ from zeus_plugins.training.batches import (
     resize_process_loader,
 )
 from zeus_plugins.training.defaults import TrainingFacts, script_name
+from zeus_plugins.training.metrics import EVALUATION_PREFIX
 from zeus_plugins.training.patches import Patches
 
 _logger = logging.getLogger("zeus_plugins")
@@ -53,6 +56,9 @@ _FOLLOW = (
     "make the loader in get_train_dataloader() with self._train_batch_size, or have its sampler read batch_size in "
     "each __iter__"
 )
+
+# Names of the optimizers that trainers had before their first training.
+_OPTIMIZERS: WeakKeyDictionary[Trainer, str] = WeakKeyDictionary()
 
 # Names in DeepSpeed's configuration: batch sizes and accumulation,
 _MICRO, _ACCUMULATION, _TOTAL = "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size"
@@ -229,12 +235,11 @@ class HuggingFacePort:
         """Return model, framework, and the optimizer that the script passes or the arguments name."""
         trainer = self._trainer
         given = trainer.optimizer
-        optimizer = str(getattr(self._args.optim, "value", self._args.optim))
-        return Fingerprint(
-            model=type(trainer.model).__name__,
-            framework="transformers",
-            optimizer=optimizer if given is None else type(given).__name__,
-        )
+        name = str(getattr(self._args.optim, "value", self._args.optim)) if given is None else type(given).__name__
+        # An earlier `train` of the same trainer has left its optimizer there.
+        name = _OPTIMIZERS.get(trainer, name) if isinstance(given, AcceleratedOptimizer) else name
+        _OPTIMIZERS[trainer] = name
+        return Fingerprint(model=type(trainer.model).__name__, framework="transformers", optimizer=name)
 
     def facts(self, patches: Patches) -> TrainingFacts:
         args, data = self._args, self._trainer.train_dataset
@@ -282,6 +287,14 @@ class HuggingFacePort:
         elif steps and 0 < limit < steps:
             return f"TrainingArguments(max_steps={limit}) ends within the first epoch, which has {steps} steps"
         return None
+
+    def modes(self, monitor: str) -> Mapping[str, Literal["max", "min"]]:
+        """Return the direction of the metric by which the Trainer finds its best model."""
+        best, is_greater = self._args.metric_for_best_model, self._args.greater_is_better
+        names = {name.removeprefix(EVALUATION_PREFIX) for name in (best or "", monitor)}
+        if is_greater is None or len(names) > 1:
+            return {}
+        return {f"TrainingArguments(greater_is_better={is_greater})": "max" if is_greater else "min"}
 
     def say(self, line: str) -> None:
         """Print the line, because the logger of transformers shows only warnings and errors."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, Never, cast
 
 from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
 
@@ -59,6 +59,16 @@ class ZeusBSOTrainerCallback(BatchSizeArguments, TrainWrapper):
     _port: HuggingFacePort | None = None
     _metric: EvaluationMetric | LoggedMetric | None = None
     _has_fractions = False
+
+    def setup(self, *_: Any, **__: Any) -> Never:
+        """Refuse Lightning's Trainer, the only caller of this hook."""
+        raise ZeusBSOConfigError(
+            "ZeusBSOTrainerCallback is for the Hugging Face Trainer: give Lightning's "
+            "zeus_plugins.lightning.ZeusBSOCallback"
+        )
+
+    # Lightning reads both while it calls `setup`, and would raise errors of its own without them.
+    on_exception, state_key = setup, "zeus_bso"
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         if self._trainer is None:
@@ -195,9 +205,10 @@ class ZeusBSOTrainerCallback(BatchSizeArguments, TrainWrapper):
         args = trainer.args
         if trainer.is_deepspeed_enabled:
             check_deepspeed(trainer, scales_rates=self._options.lr_scaling != "none")
-        check_generations(trainer, self._wish.job.batch_sizes if self._wish.job is not None else ())
+        check_generations(trainer, self._wish.said_sizes)
         if args.max_steps <= 0:
-            check_epochs(self._wish.job, math.ceil(args.num_train_epochs), "TrainingArguments(num_train_epochs={})")
+            epochs = math.ceil(args.num_train_epochs)
+            check_epochs(self._wish.said_epochs, epochs, "TrainingArguments(num_train_epochs={})")
         logs_only_its_own = type(trainer).__module__.startswith("transformers.")
         if args.eval_strategy == "no" and (
             self._metric_name.startswith(EVALUATION_PREFIX)

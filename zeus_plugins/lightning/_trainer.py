@@ -12,7 +12,7 @@ import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info
@@ -270,6 +270,14 @@ class LightningPort:
     def _holders(self) -> tuple[Any, Any]:
         """The objects that may have a `batch_size`: data module and module."""
         return getattr(self._trainer, "datamodule", None), self._module
+
+    def modes(self, monitor: str) -> Mapping[str, Literal["max", "min"]]:
+        """Return the modes of the checkpoints and stoppers that monitor the metric."""
+        return {
+            f"{type(each).__name__}(mode={each.mode!r})": each.mode
+            for each in finders(self._trainer, "ModelCheckpoint", "EarlyStopping")
+            if each.monitor == monitor
+        }
 
     def say(self, line: str) -> None:
         """Write to Lightning's own logger, which prints even if the script configures no logging."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
-from typing import Any
+from typing import Any, Never
 
 from zeus_plugins.errors import ZeusBSOConfigError
 from zeus_plugins.lightning._trainer import (
@@ -51,6 +51,13 @@ class ZeusBSOCallback(BatchSizeArguments, Callback):
     # Number of epochs that the trainer had trained before the trial began.
     _first_epoch = 0
     _validated_epoch = -1
+
+    def on_init_end(self, *_: Any, **__: Any) -> Never:
+        """Refuse a Hugging Face Trainer, the only caller of this hook."""
+        raise ZeusBSOConfigError(
+            "ZeusBSOCallback is for Lightning: give the Hugging Face Trainer "
+            "zeus_plugins.huggingface.ZeusBSOTrainerCallback"
+        )
 
     # Hooks later than `setup` run after Lightning has counted the steps of an epoch.
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -170,7 +177,7 @@ class ZeusBSOCallback(BatchSizeArguments, Callback):
         limit = trainer.max_epochs
         if limit is None or limit < 0:
             return
-        check_epochs(self._wish.job, limit, "Trainer(max_epochs={})", trained=self._first_epoch)
+        check_epochs(self._wish.said_epochs, limit, "Trainer(max_epochs={})", trained=self._first_epoch)
         every = trainer.check_val_every_n_epoch
         if trainer.enable_validation and every is not None and limit // every * every <= self._first_epoch:
             raise ZeusBSOConfigError(

@@ -19,6 +19,8 @@ from zeus_plugins.protocol._jobs import JobSpec as JobSpec
 from zeus_plugins.protocol._jobs import JobSpecFromClient as JobSpecFromClient
 from zeus_plugins.protocol._jobs import TrialId as TrialId
 from zeus_plugins.protocol._jobs import terms_between as terms_between
+from zeus_plugins.protocol._metrics import is_higher_better as is_higher_better
+from zeus_plugins.protocol._metrics import is_lower_better as is_lower_better
 from zeus_plugins.protocol._trials import Ending as Ending
 from zeus_plugins.protocol._trials import EndingState as EndingState
 from zeus_plugins.protocol._trials import Evaluation as Evaluation
@@ -81,9 +83,7 @@ from zeus_plugins.protocol._values import busy_remark as busy_remark
 from zeus_plugins.protocol._values import cost as cost
 from zeus_plugins.protocol._values import is_busy as is_busy
 from zeus_plugins.protocol._values import is_estimated as is_estimated
-from zeus_plugins.protocol._values import is_lower_better as is_lower_better
 from zeus_plugins.protocol._values import is_time_alone as is_time_alone
-from zeus_plugins.protocol._values import words_in as words_in
 from zeus_plugins.protocol._views import MAX_CANDIDATES as MAX_CANDIDATES
 from zeus_plugins.protocol._views import AmountSaved as AmountSaved
 from zeus_plugins.protocol._views import ArmView as ArmView

@@ -190,6 +190,7 @@ class Fingerprint(WireMessage):
         framework: ``lightning`` or ``transformers``.
         optimizer: The optimizer's class or name.
         monitor: Name of the target's metric; of ``transformers`` without the prefix ``eval_``.
+        samples: Length of the training data. It may change from run to run.
     """
 
     # The order matters: a validator sees only the fields above its own.
@@ -197,6 +198,7 @@ class Fingerprint(WireMessage):
     framework: Text | None = None
     optimizer: Text | None = None
     monitor: Text | None = None
+    samples: NonNegativeInt | None = None
 
     @field_validator("monitor")
     @classmethod
@@ -212,11 +214,11 @@ class Fingerprint(WireMessage):
         return Fingerprint(**{**dict(other), **self.model_dump(exclude_none=True)})
 
     def differences(self, other: Fingerprint) -> list[str]:
-        """Describe each field that is known in both fingerprints and differs."""
+        """Describe each field that is known in both fingerprints and differs; data may grow, so `samples` does not."""
         return [
             f"{name} {mine} before, {theirs} now"
             for (name, mine), (_, theirs) in zip(self, other, strict=True)
-            if mine != theirs and None not in (mine, theirs)
+            if name != "samples" and mine != theirs and None not in (mine, theirs)
         ]
 
 

@@ -128,20 +128,6 @@ class RefusalReason(StrEnum):
     STALE_LEASE = "stale_lease"
 
 
-# Words in the names of metrics that fall as the model improves.
-_FALLING = frozenset({"loss", "error", "perplexity", "wer", "cer", "mae", "mse", "rmse"})
-
-
-def words_in(metric: str) -> frozenset[str]:
-    """Return the words in the name of a metric, in lower case: ``eval_valLoss`` has ``eval``, ``val`` and ``loss``."""
-    return frozenset(re.findall(r"[a-z]+[0-9]?", re.sub(r"([a-z])([A-Z])", r"\1_\2", metric).lower()))
-
-
-def is_lower_better(metric: str, margin: float | None = None) -> bool:
-    """Return whether a metric falls as the model improves: by a word of its name, or as its `margin` is negative."""
-    return bool(words_in(metric) & _FALLING) or (margin is not None and margin < 0)
-
-
 def cost(*, energy_j: float, time_s: float, max_power_w: float, eta: float) -> float:
     """Return the cost in joules: ``η · energy + (1 − η) · max_power · time``.
 

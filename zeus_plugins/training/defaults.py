@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import re
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import PurePath
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import ValidationError
 
+from zeus_plugins.environment import JPY_SESSION_NAME
 from zeus_plugins.errors import ZeusBSOConfigError
 from zeus_plugins.protocol import (
     FIXED_TERMS,
@@ -19,19 +21,26 @@ from zeus_plugins.protocol import (
     Fingerprint,
     GpuConfig,
     JobSpec,
+    is_higher_better,
     is_lower_better,
-    words_in,
 )
+from zeus_plugins.training.arguments import check_count, check_job_id, check_number
 from zeus_plugins.training.batches import BatchSplit
-
-# Words in the names of metrics that rise as the model improves.
-_RISING = frozenset(
-    {"acc", "accuracy", "f1", "auc", "auroc", "precision", "recall", "iou", "dice", "bleu", "rouge", "r2", "score"}
-)
+from zeus_plugins.training.metrics import EVALUATION_PREFIX
 
 _DOUBLINGS = range(-3, 4)  # sizes from an eighth to eight times the script's own
 
 _HALF_AN_ID = MAX_ID_LENGTH // 2
+
+# Fields of a job by the arguments that stand for them.
+_FIELDS = {
+    "target": "target_metric",
+    "job_id": "job_id",
+    "mode": "higher_is_better_metric",
+    "batch_sizes": "batch_sizes",
+    "max_epochs": "max_epochs",
+    "confirm": "confirm",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +54,9 @@ class JobWish:
         monitor: Name of the target's metric; may be empty.
         target: Value of the metric at which the training is done; None: the server learns it from the first runs.
         job_id: The job's id.
-        higher_is_better_metric: Whether the metric rises as the model improves.
+        mode: ``"max"`` if the metric rises as the model improves, ``"min"`` if it falls; None: found out.
+        batch_sizes: Sizes to choose from, with the script's own; None: guessed.
+        max_epochs: Epochs after which a trial has missed its target; None: the trainer's.
         confirm: Number of evaluations in a row that must reach the target.
     """
 
@@ -53,17 +64,49 @@ class JobWish:
     monitor: str = ""
     target: float | None = None
     job_id: str | None = None
-    higher_is_better_metric: bool | None = None
+    mode: Literal["max", "min"] | None = None
+    batch_sizes: tuple[int, ...] | None = None
+    max_epochs: int | None = None
     confirm: int | None = None
 
     def __post_init__(self) -> None:
-        same = ("job_id", "higher_is_better_metric", "confirm")
-        fields = {"target": "target_metric"} | dict(zip(same, same, strict=True))
-        twice = [f"{name}= as JobSpec({field}=…)" for name, field in fields.items() if getattr(self, name) is not None]
+        twice = [f"{name}= as JobSpec({_FIELDS[name]}=…)" for name in self._said]
         if self.job is not None and twice:
             raise ZeusBSOConfigError(f"there is a job= already: say {', '.join(twice)}")
-        if self.confirm is not None and self.confirm < 1:
-            raise ZeusBSOConfigError(f"confirm is {self.confirm}: it is the number of evaluations, at least 1")
+        if self.mode not in ("max", "min", None):
+            raise ZeusBSOConfigError(
+                f"mode is {self.mode!r}: say 'max' if the metric rises as the model improves, or 'min' if it falls"
+            )
+        check_number("target", self.target)
+        check_job_id(self.job_id)
+        check_count("max_epochs", self.max_epochs)
+        check_count("confirm", self.confirm)
+
+    @property
+    def _said(self) -> list[str]:
+        return [name for name in _FIELDS if getattr(self, name) is not None]
+
+    @property
+    def said_fields(self) -> frozenset[str]:
+        """The fields of the job, without a `job`, that the user has given."""
+        return frozenset(_FIELDS[name] for name in self._said)
+
+    @property
+    def said_sizes(self) -> tuple[int, ...]:
+        """The batch sizes that the user has given."""
+        return (self.batch_sizes or ()) if self.job is None else self.job.batch_sizes
+
+    @property
+    def said_epochs(self) -> int:
+        """The epochs that the user has given, which the trainer must be able to train; 0: none."""
+        return (self.max_epochs or 0) if self.job is None else self.job.max_epochs
+
+    @property
+    def said_higher(self) -> bool | None:
+        """Whether the user has said that higher is better."""
+        if self.job is None:
+            return None if self.mode is None else self.mode == "max"
+        return self.job.higher_is_better_metric if "higher_is_better_metric" in self.job.model_fields_set else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,10 +187,13 @@ class JobPlan:
         return tuple(name for name in found if self.fingerprint is None or not self.fingerprint.is_monitor(name))
 
     def on(self, gpus: GpuConfig) -> JobSpec:
-        """Return the job with its id; a guessed id names the script, model, data and hardware."""
+        """Return the job with its id; a guessed id names the script, model, target and hardware.
+
+        It leaves out what changes without making another job: the length of the data, and stated watts.
+        """
         if self.job.job_id is not None or "job_id" not in self.guessed:
             return self.job
-        setup = _slug(f"{self.devices}x{gpus.gpu_model}", f"{gpus.max_power:g}W")
+        setup = _slug(f"{self.devices}x{gpus.gpu_model}")
         return self.job.model_copy(update={"job_id": f"{self.job.job_id_prefix}-{setup}"})
 
     def named(self, job_id: str) -> JobPlan:
@@ -158,16 +204,20 @@ class JobPlan:
 
 
 def planned(
-    wish: JobWish, facts: TrainingFacts | None = None, check_size: Callable[[int], None] = lambda _: None
+    wish: JobWish,
+    facts: TrainingFacts | None = None,
+    modes: Mapping[str, Literal["max", "min"]] | None = None,
+    check_size: Callable[[int], None] = lambda _: None,
 ) -> JobPlan:
     """Return the plan for a user's wish; unless the wish is a whole job, `facts` are needed.
 
-    Guessed batch sizes are those for which `check_size` raises no `ZeusBSOConfigError`. Raise that error if the facts
-    do not suffice, or if the script's own batch size cannot work.
+    `modes` are the directions that other settings of the script give the metric, by setting. Guessed batch sizes are
+    those for which `check_size` raises no `ZeusBSOConfigError`. Raise that error if the facts do not suffice, if the
+    direction remains unknown, or if the script's own batch size cannot work.
     """
+    higher = _direction(wish, modes or {})
+    warning = None if wish.said_higher is None else _contradiction(wish.monitor, said=higher)
     if wish.job is not None:
-        is_said = "higher_is_better_metric" in wish.job.model_fields_set
-        higher, warning = _direction(wish.monitor, wish.job.higher_is_better_metric if is_said else None)
         margin = (wish.job.no_worse_than_default or {}).get(wish.monitor)
         if margin is not None and is_lower_better(wish.monitor, margin) is higher:
             raise ZeusBSOConfigError(
@@ -191,26 +241,30 @@ def planned(
             f"the batch size of this training ({facts.step_size}) is larger than its data ({facts.samples} samples): "
             "lower it, or describe the job by job=JobSpec(…)"
         )
-    check_size(facts.step_size)
-    higher, warning = _direction(wish.monitor, wish.higher_is_better_metric)
-    sizes = _sizes(facts.step_size, facts, check_size)
-    optional = {"max_epochs": facts.max_epochs, "confirm": wish.confirm}
-    prefix = _slug(facts.script, facts.model, "stream" if facts.samples is None else str(facts.samples))
+    own = facts.step_size
+    check_size(own)
+    sizes = _sizes(own, facts, check_size) if wish.batch_sizes is None else sorted({*wish.batch_sizes, own})
+    optional = {"max_epochs": wish.max_epochs or facts.max_epochs, "confirm": wish.confirm}
+    # The Hugging Face Trainer lets its users leave out the prefix of a metric.
+    named = [facts.script, facts.model, wish.monitor.removeprefix(EVALUATION_PREFIX)]
+    if wish.target is not None:
+        named.append(f"{'minus' if wish.target < 0 else ''}{abs(float(wish.target))!r}".removesuffix(".0"))
+    if higher is not is_higher_better(wish.monitor):
+        named.append("max" if higher else "min")
+    prefix = _slug(*named)
     job = JobSpec(
         job_id_prefix=wish.job_id or prefix,
         job_id=wish.job_id,
-        batch_sizes=sizes,
+        batch_sizes=tuple(sizes),
         default_batch_size=facts.step_size,
         target_metric=wish.target,
         higher_is_better_metric=higher,
         **{name: value for name, value in optional.items() if value is not None},
     )
-    wishes = ("job_id", "higher_is_better_metric", "confirm")
-    # A job that is registered with a target keeps it if this run has none.
-    said = {"target_metric"} | {name for name in wishes if getattr(wish, name) is not None}
     return JobPlan(
         job=job,
-        guessed=frozenset(JobSpec.model_fields) - said,
+        # A job that is registered with a target keeps it if this run has none.
+        guessed=frozenset(JobSpec.model_fields) - wish.said_fields - {"target_metric"},
         monitor=wish.monitor,
         warning=warning,
         devices=facts.devices,
@@ -230,7 +284,7 @@ def first_report_warning(job: JobSpec, monitor: str, metric: float, *, is_reache
         return (
             f"{name} was {metric:.4g} at the first report, {side} the target {target:g}, so that the training ends "
             f"there. If it should not, set another target, or, where {other} is better, "
-            f"higher_is_better_metric={other == 'higher'}"
+            f"mode={'max' if other == 'higher' else 'min'!r}"
         )
     if job.higher_is_better_metric and 1 < target <= 100 and 0 <= metric <= 1:
         return (
@@ -261,16 +315,15 @@ def as_job(job: JobSpec | Mapping[str, Any] | str) -> JobSpec:
         raise ZeusBSOConfigError(f"job does not describe a JobSpec: {problems}") from None
 
 
-def check_epochs(job: JobSpec | None, limit: int, setting: str, *, trained: int = 0) -> None:
-    """Raise `ZeusBSOConfigError` if a trainer ends before the job's last epoch. A guessed job (None) fits the trainer.
+def check_epochs(needed: int, limit: int, setting: str, *, trained: int = 0) -> None:
+    """Raise `ZeusBSOConfigError` if a trainer ends before the last epoch that the user's description of the job needs.
 
     The trainer has a `limit` of epochs, `trained` of them before this trial. `setting` is the limit's argument in the
     script, such as ``Trainer(max_epochs={})``.
     """
-    needed = 0 if job is None else job.max_epochs
     if limit - trained >= needed:
         return
-    already, remedy = "", f"set JobSpec(max_epochs={limit}) or {setting.format(needed)}"
+    already, remedy = "", f"set the job's max_epochs={limit} or {setting.format(needed)}"
     if trained:
         already = f" after the {trained} epochs that this trainer has trained already"
         remedy = "make a new Trainer for each training"
@@ -281,23 +334,46 @@ def check_epochs(job: JobSpec | None, limit: int, setting: str, *, trained: int 
 
 
 def script_name(argv0: str) -> str:
-    """Return the name of a script, given the first of the process's arguments."""
+    """Return the name of a script or notebook, given the first of the process's arguments."""
     path = PurePath(argv0)
+    if path.stem.endswith("kernel_launcher"):  # ipykernel, Colab, Databricks
+        shown = getattr(sys.modules.get("__main__"), "__vsc_ipynb_file__", None) or JPY_SESSION_NAME.text() or ""
+        notebook = PurePath(shown)
+        return notebook.stem if notebook.suffix == ".ipynb" else "notebook"
     if path.stem == "__main__":  # python -m package
         return path.parent.name or "python"
     return path.stem if path.stem not in ("", "-c", "-") else "python"
 
 
-def _direction(monitor: str, said: bool | None) -> tuple[bool, str | None]:
-    """Return whether higher is better (`said`, or by the name of the metric), and a warning if the two disagree."""
-    falls, rises = is_lower_better(monitor), bool(words_in(monitor) & _RISING)
-    if said is None:
-        return not falls, None
-    if falls == rises or rises == said:
-        return said, None
-    return said, (
-        f"the job says higher_is_better_metric={said}, and of a metric called {monitor!r} "
-        f"{'higher' if rises else 'lower'} values are usually better: if they are, the training ends at once or never"
+def _direction(wish: JobWish, modes: Mapping[str, Literal["max", "min"]]) -> bool:
+    """Return whether higher is better, as the user, other settings of the script, or the metric's name say."""
+    if wish.said_higher is not None:
+        return wish.said_higher
+    if wish.job is not None and not wish.monitor:
+        return wish.job.higher_is_better_metric
+    say = "mode='max' or mode='min'" if wish.job is None else "JobSpec(higher_is_better_metric=…), True or False"
+    by_name = is_higher_better(wish.monitor)
+    found = {setting: mode == "max" for setting, mode in modes.items()}
+    if by_name is not None:
+        found[f"the name {wish.monitor!r}"] = by_name
+    if not found:
+        raise ZeusBSOConfigError(
+            f"the name {wish.monitor!r} does not say whether the metric rises or falls as the model improves: say {say}"
+        )
+    if len(set(found.values())) > 1:
+        sides = " and ".join(f"{source} says {'higher' if found[source] else 'lower'}" for source in found)
+        raise ZeusBSOConfigError(f"whether higher or lower is better is unclear ({sides}): say {say}")
+    return next(iter(found.values()))
+
+
+def _contradiction(monitor: str, *, said: bool) -> str | None:
+    """Return a warning if the name of the metric contradicts the direction that its user has said, or None."""
+    by_name = is_higher_better(monitor)
+    if by_name is None or by_name is said:
+        return None
+    return (
+        f"the job says that {'higher' if said else 'lower'} is better, and of a metric called {monitor!r} "
+        f"{'higher' if by_name else 'lower'} values are usually better: if they are, the training ends at once or never"
     )
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from typing import Any, Protocol, TypeVar, cast
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, Literal, Protocol, TypeVar, cast
 
 from zeus_plugins import energy
 from zeus_plugins.energy import ClusterMonitor, EnergyMonitor, WindowMonitor, as_energy_monitor
@@ -71,6 +71,9 @@ class TrainerPort(Ranks, Protocol):
 
     def facts(self, patches: Patches) -> TrainingFacts:
         """Return the facts by which a job is guessed and sizes are checked; `patches` records changes to a trainer."""
+
+    def modes(self, monitor: str) -> Mapping[str, Literal["max", "min"]]:
+        """Return the directions that other settings of the script give the metric, by setting in words."""
 
     def say(self, line: str) -> None:
         """Show a line to the user, once for all ranks, however logging is configured."""

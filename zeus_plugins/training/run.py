@@ -30,17 +30,19 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Literal, TypeVar, cast, get_args
+from typing import Any, Literal, Never, TypeVar, cast, get_args
 
 from pydantic import SecretStr
 
 from zeus_plugins.client import client_from_environment
+from zeus_plugins.client.connect import check_server_url
 from zeus_plugins.client.port import ServerPort
 from zeus_plugins.energy import EnergyMonitor, WindowMonitor
 from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSOOperationOrderError
 from zeus_plugins.placement import placed
 from zeus_plugins.protocol import EndReason, Fingerprint, JobSpec, PowerLimitChoice
 from zeus_plugins.training.announce import Announcer
+from zeus_plugins.training.arguments import check_count, checked_sizes, refuse_unknown
 from zeus_plugins.training.batches import BatchSplit, StepCount, split_batch
 from zeus_plugins.training.defaults import JobPlan, JobWish, TrainingFacts, as_job, planned
 from zeus_plugins.training.lr_scaling import ScheduleWatch, lr_factor, scale_learning_rate
@@ -91,8 +93,8 @@ class TrialOptions:
             raise ZeusBSOConfigError("restart=True says how a run is finished: set on_failure='finish', too")
         if self.after_target not in ("stop", "continue"):
             raise ZeusBSOConfigError(f"after_target is {self.after_target!r}: choose 'stop' or 'continue'")
-        if self.max_per_device_batch_size is not None and self.max_per_device_batch_size < 1:
-            raise ZeusBSOConfigError(f"max_per_device_batch_size is {self.max_per_device_batch_size}: it is at least 1")
+        check_count("max_per_device_batch_size", self.max_per_device_batch_size)
+        check_server_url(self.server_url)
         check_on_unreachable(self.on_unreachable)
         lr_factor(self.lr_scaling, 1, 1)  # raises for an unknown rule
 
@@ -106,8 +108,10 @@ class BatchSizeArguments:
         monitor: str | None = None,
         *,
         target: float | None = None,
+        mode: Literal["max", "min"] | None = None,
+        batch_sizes: Sequence[int] | None = None,
+        max_epochs: int | None = None,
         job_id: str | None = None,
-        higher_is_better_metric: bool | None = None,
         confirm: int | None = None,
         server_url: str | None = None,
         token: SecretStr | str | None = None,
@@ -121,19 +125,23 @@ class BatchSizeArguments:
         strict: bool = False,
         quiet: bool = False,
         watch: Sequence[str] = (),
+        **unknown: Never,
     ) -> None:
         """Keep the arguments; the training begins later.
 
         Args:
-            job: The recurring job, or its fields in a mapping. Batch sizes are global: samples per optimizer step over
-                all devices and accumulated batches. None: `target` and the training define the job (docs/reference.md).
-                A text in its place is `monitor`.
+            job: A text is `monitor`. Otherwise the recurring job, or its fields in a mapping; None: the arguments down
+                to `confirm` and the training define the job (docs/reference.md).
             monitor: Name of the logged metric of the target. With Hugging Face, its prefix ``eval_`` may be left out;
                 with ``eval_strategy="no"``, a name in the training's logs such as ``loss``.
             target: Value of the metric at which the training is done (docs/target.md); in place of a job. None: learned
                 from the job's first three runs, which train at your own size to their end.
-            job_id: Id of a job without `job`; None: made from script, model class, length of the data and GPUs.
-            higher_is_better_metric: True if the metric rises as the model improves; None: inferred from its name.
+            mode: ``"max"`` if the metric rises as the model improves, ``"min"`` if it falls; None: from other settings
+                of the script for this metric, such as those of ModelCheckpoint, or from its name.
+            batch_sizes: Global batch sizes to choose from: samples per optimizer step over all devices and accumulated
+                batches. The script's own size is added. None: that size, halved and doubled.
+            max_epochs: Epochs after which a run has missed its target; None: the trainer's.
+            job_id: Id of a job without `job`; None: made from script, model class, metric, target and GPUs.
             confirm: Number of evaluations in a row that must reach the target. None: one.
             server_url: URL of the server. None: ``ZEUS_SERVER_URL``, or a server in this process (needs the extra
                 ``server``).
@@ -154,20 +162,29 @@ class BatchSizeArguments:
             quiet: Print no lines when the trial begins and ends.
             watch: Names of further metrics that the training logs, such as ``("val_loss", "test_acc")``. Their last
                 values are recorded, and compared between batch sizes (docs/quality.md).
+            **unknown: None are allowed; the error names the right argument.
 
         Raises:
-            ZeusBSOConfigError: An argument is invalid. The training raises it for an invalid job, trainer or data.
+            ZeusBSOConfigError: An argument is invalid or unknown. The training raises it for an invalid job, trainer or
+                data.
         """
+        refuse_unknown(type(self), unknown)
         if isinstance(job, str) and monitor is None:
             job, monitor = None, job
-        if monitor is None:
-            raise ZeusBSOConfigError("which metric is the target about? Say monitor=…, the name that it is logged by")
+        if not monitor or not isinstance(monitor, str):
+            name = type(self).__name__
+            raise ZeusBSOConfigError(
+                f"monitor is {monitor!r}: give the name by which the target's metric is logged, {name}('val_acc', …). "
+                f"A trainer takes such an object, callbacks=[{name}('val_acc', …)], not the class"
+            )
         self._wish = JobWish(
             job=None if job is None else as_job(job),
             monitor=monitor,
             target=target,
             job_id=job_id,
-            higher_is_better_metric=higher_is_better_metric,
+            mode=mode,
+            batch_sizes=None if batch_sizes is None else checked_sizes(batch_sizes),
+            max_epochs=max_epochs,
             confirm=confirm,
         )
         self._metric_name = monitor
@@ -440,16 +457,18 @@ class TrialRun:
         self, port: TrainerPort, facts: TrainingFacts | None, saved_job: Mapping[str, Any] | None = None
     ) -> JobPlan:
         """Make the job of the user's description, completed from the checkpoint or from the training."""
-        if self._wish.job is not None:
-            plan = planned(self._wish)
+        wish, samples = self._wish, None
+        if wish.job is not None:
+            plan = planned(wish, modes=port.modes(wish.monitor))
         elif saved_job is not None:
-            plan = JobPlan(job=JobSpec(**saved_job), monitor=self._wish.monitor)
+            plan = JobPlan(job=JobSpec(**saved_job), monitor=wish.monitor)
         else:
+            samples = None if facts is None else facts.samples
             check = partial(self._check_size, port, facts)
-            plan = _decided(port, lambda: planned(self._wish, facts, check))
+            plan = _decided(port, lambda: planned(wish, facts, modes=port.modes(wish.monitor), check_size=check))
         if plan.warning is not None and port.rank == 0:
             _logger.warning("%s", plan.warning)
-        fingerprint = port.fingerprint().completed_by(Fingerprint(monitor=self._wish.monitor or None))
+        fingerprint = port.fingerprint().completed_by(Fingerprint(monitor=wish.monitor or None, samples=samples))
         return replace(plan, fingerprint=fingerprint, is_strict=self.options.strict)
 
     def _enter(

@@ -63,6 +63,9 @@ _WINDOW = "zeus_bso_trial"
 _MOST_NAMES = MAX_WATCHED - MAX_MARGINS
 _NAMES = TypeAdapter(tuple[MetricName, ...])
 
+# Change in the length of the training data that is reported.
+_DRIFT = 0.1
+
 _logger = logging.getLogger("zeus_plugins")
 
 
@@ -457,6 +460,7 @@ class TrialSession:
                 self.plan = replace(self.plan, target_in_words=known.target_in_words)
         self.plan = replace(self.plan, job=self.plan.job.model_copy(update=update))
         self._compare_fingerprints(known)
+        self._compare_samples(known)
         job_id = known.job_id
         if self.plan.job.job_id is None:
             _logger.warning(
@@ -487,6 +491,15 @@ class TrialSession:
         if self.plan.is_strict:
             raise ZeusBSOConfigError(f"{text}, or say strict=False")
         _logger.warning("%s", text)
+
+    def _compare_samples(self, known: CreatedJob) -> None:
+        """Warn if the length of the training data has drifted since the job began."""
+        before, now = (None if each is None else each.samples for each in (known.fingerprint, self.plan.fingerprint))
+        if before is not None and now is not None and abs(now - before) > _DRIFT * before:
+            _logger.warning(
+                "the training data have %s samples, %s when job %s began: costs of its earlier runs may no longer hold",
+                *(f"{now:,}", f"{before:,}", known.job_id),
+            )
 
     def _tell_optimizer(self, registration: CreatedJob, optimizer: str) -> None:
         if self.plan.fingerprint is None or self.plan.fingerprint.optimizer is not None:

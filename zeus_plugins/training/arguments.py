@@ -1,0 +1,111 @@
+"""Checks of the arguments that users pass to a batch-size callback; all raise `ZeusBSOConfigError`."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable
+from difflib import get_close_matches
+from inspect import signature
+from numbers import Integral, Real
+from typing import Any
+
+from zeus_plugins.errors import ZeusBSOConfigError
+from zeus_plugins.protocol import ID_PATTERN, MAX_ID_LENGTH, JobSpec
+
+_METRIC = "the metric is the first argument, or monitor="
+_DIRECTION = "say mode='max' if the metric rises as the model improves, or mode='min' if it falls"
+_SIZES = "say batch_sizes=[…], global sizes to choose from; your own is the one that the script sets"
+_END = (
+    "there is no equivalent: a run ends at its target, at max_epochs, or when it costs more than it is worth; "
+    "EarlyStopping may stay beside this callback"
+)
+# Answers to arguments of EarlyStopping, ModelCheckpoint, TrainingArguments, Zeus, and to likely slips.
+_ANSWERS = {
+    "batch_size": _SIZES,
+    "check_finite": "there is no equivalent: a metric that is NaN or infinite always ends the run",
+    "default_batch_size": "your own size is the one that the script sets, unless job=JobSpec(default_batch_size=…)",
+    "divergence_threshold": _END,
+    "early_stopping_patience": _END,
+    "early_stopping_threshold": _END,
+    "epochs": "say max_epochs=…",
+    "greater_is_better": _DIRECTION,
+    "higher_is_better": _DIRECTION,
+    "higher_is_better_metric": _DIRECTION,
+    "load_best_model_at_end": "there is no equivalent: keep it in TrainingArguments",
+    "metric": _METRIC,
+    "metric_for_best_model": _METRIC,
+    "metric_name": _METRIC,
+    "min_delta": _END,
+    "num_train_epochs": "say max_epochs=…",
+    "patience": f"{_END}. For several evaluations in a row that must reach the target, say confirm=…",
+    "sizes": _SIZES,
+    "stopping_threshold": "say target=…, the value of the metric at which the training is done",
+    "target_metric": "say target=…, the value of the metric at which the training is done",
+    "threshold": "say target=…, the value of the metric at which the training is done",
+    "url": "say server_url=…",
+    "verbose": "say quiet=True to print no lines",
+}
+
+
+def refuse_unknown(callback: type, unknown: Iterable[str]) -> None:
+    """Raise an error that names the right argument in place of each unknown one."""
+    known = [name for name, each in signature(callback).parameters.items() if each.kind is not each.VAR_KEYWORD]
+    answers = [f"{callback.__name__} has no {name}=: {_answer(name, known)}" for name in unknown]
+    if answers:
+        raise ZeusBSOConfigError(". ".join(answers))
+
+
+def check_number(name: str, value: Any) -> None:
+    """Check a finite number, or None."""
+    if value is not None and not (_is_a(Real, value) and math.isfinite(value)):
+        raise ZeusBSOConfigError(f"{name} is {value!r}: give a finite number{_unquoted(value, float)}")
+
+
+def check_count(name: str, value: Any) -> None:
+    """Check a whole number above 0, or None."""
+    if value is not None and not (_is_a(Integral, value) and value > 0):
+        raise ZeusBSOConfigError(f"{name} is {value!r}: give a whole number above 0{_unquoted(value, int)}")
+
+
+def checked_sizes(batch_sizes: Any) -> tuple[int, ...]:
+    """Return the sizes, ascending."""
+    sizes = [] if isinstance(batch_sizes, str) or not isinstance(batch_sizes, Iterable) else list(batch_sizes)
+    if not sizes or len(set(sizes)) < len(sizes):
+        raise ZeusBSOConfigError(
+            f"batch_sizes is {batch_sizes!r}: give a list of different whole numbers above 0, such as [16, 32, 64]"
+        )
+    for size in sizes:
+        check_count("one of batch_sizes", size)
+    return tuple(sorted(int(size) for size in sizes))
+
+
+def check_job_id(job_id: Any) -> None:
+    """Check a job's id, or None."""
+    if job_id is not None and not (
+        isinstance(job_id, str) and len(job_id) <= MAX_ID_LENGTH and re.fullmatch(ID_PATTERN, job_id)
+    ):
+        raise ZeusBSOConfigError(
+            f"job_id is {job_id!r}: give 1 to {MAX_ID_LENGTH} of the characters A-Z a-z 0-9 . _ : @ -"
+        )
+
+
+def _is_a(kind: type, value: Any) -> bool:
+    return isinstance(value, kind) and not isinstance(value, bool)
+
+
+def _unquoted(value: Any, number: type) -> str:
+    """Return a hint for a number that is written as a text."""
+    try:
+        return f", without quotes: {number(value)}" if isinstance(value, str) else ""
+    except ValueError:
+        return ""
+
+
+def _answer(name: str, known: list[str]) -> str:
+    if name in _ANSWERS:
+        return _ANSWERS[name]
+    if name in JobSpec.model_fields:
+        return f"it is a field of a job, job=JobSpec({name}=…)"
+    near = get_close_matches(name, known, n=1)
+    return f"did you mean {near[0]}=?" if near else "docs/reference.md lists the arguments"
