@@ -455,7 +455,7 @@ def early_end(trainer: Trainer) -> str | None:
         ):
             return f"EarlyStoppingCallback(early_stopping_patience={each.early_stopping_patience})"
     if 0 < trainer.args.max_steps <= trainer.state.global_step:
-        return f"TrainingArguments(max_steps={trainer.args.max_steps})"
+        return f"max_steps={trainer.args.max_steps}"
     return "control.should_training_stop" if trainer.control.should_training_stop else None
 
 
