@@ -22,6 +22,7 @@ import torch
 from accelerate.utils import broadcast_object_list, gather_object
 from transformers import (
     EarlyStoppingCallback,
+    PrinterCallback,
     ProgressCallback,
     Trainer,
     TrainerCallback,
@@ -347,9 +348,15 @@ class HuggingFacePort:
         return [(self._trainer.lr_scheduler, self._trainer.state.max_steps - self._first_step)]
 
     def log(self, metrics: dict[str, float]) -> None:
-        """Pass the metrics to all callbacks that log."""
-        should_log = self.control.should_log
-        self._trainer.callback_handler.on_log(self._args, self._trainer.state, self.control, metrics)
+        """Pass the metrics to all callbacks that log, except to those that print them on the console."""
+        should_log, handler = self.control.should_log, self._trainer.callback_handler
+        trackers = Patches()
+        quiet = [each for each in handler.callbacks if not isinstance(each, (PrinterCallback, ProgressCallback))]
+        trackers.set_attribute(handler, "callbacks", quiet)
+        try:
+            handler.on_log(self._args, self._trainer.state, self.control, metrics)
+        finally:
+            trackers.undo()
         self.control.should_log = should_log  # `on_log` cancels a request to log that the trainer has not followed yet
 
     def epochs_trained(self, max_epochs: int, *, has_fractions: bool) -> float:

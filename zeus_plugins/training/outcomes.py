@@ -29,7 +29,7 @@ _logger = logging.getLogger("zeus_plugins")
 
 # PyTorch's allocator raises OutOfMemoryError; cuBLAS, the CPU's allocator and other accelerators raise RuntimeError.
 _OUT_OF_MEMORY = re.compile(
-    r"out of memory|not enough memory|cublas_status_alloc_failed|resource_exhausted|cannot allocate memory",
+    r"out of memory|not enough memory|can(no|')t allocate memory|cublas_status_alloc_failed|resource_exhausted",
     re.IGNORECASE,
 )
 
