@@ -16,6 +16,7 @@ import pytest
 from tests.support.fake_trainer import FakeTrainer, active, failing, on_each_rank, trial_of
 from zeus_plugins.client import client_from_environment
 from zeus_plugins.client.local import LocalServer
+from zeus_plugins.client.outbox import default_outbox
 from zeus_plugins.client.port import ServerPort
 from zeus_plugins.energy import Measurement, ReplayMonitor
 from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSOServerUnreachableError
@@ -89,7 +90,12 @@ def test_without_a_dispatch_the_training_takes_the_registered_default_size(
 ) -> None:
     launched(url, Net(), 0.95)
     monkeypatch.setattr(LocalServer, "request_trial", failing(ZeusBSOServerUnreachableError("away")))
-    assert trial_of(launched(url, Net(step_size=100), 0.95, job_id=JOB_ID)).batch_size == 64
+    port = Net(step_size=100)
+    assert trial_of(launched(url, port, 0.95, job_id=JOB_ID)).batch_size == 64
+    # The results wait in the outbox, not on the server.
+    assert [line for line in port.said if "kept in" in line] == [
+        f"zeus: results are kept in {default_outbox().directory}"
+    ]
 
 
 def test_what_is_said_and_contradicts_the_registration_is_an_error_that_names_it(url: str, server: ServerPort) -> None:
