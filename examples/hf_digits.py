@@ -87,9 +87,8 @@ def train(options: argparse.Namespace) -> None:
         trainer.remove_callback(PrinterCallback)
         trainer.train()
         if trainer.is_world_process_zero():
-            trial = callback.trial
-            verdict = "ended early" if trial.verdict is None else trial.verdict.message
-            print(f"trial {trial.trial_number}: batch size {trial.batch_size}, {verdict}", flush=True)
+            trial = callback.summary
+            print(f"trial {trial.trial_number}: batch size {trial.batch_size}, {trial.outcome}", flush=True)
 
 
 def main() -> None:

@@ -74,9 +74,8 @@ def train(options: argparse.Namespace) -> None:
     train_loader = DataLoader(train_set, batch_size=64, shuffle=True)
     trainer.fit(Classifier(len(train_set[0][0])), train_loader, DataLoader(validation_set, batch_size=256))
     if trainer.is_global_zero:
-        trial = callback.trial
-        verdict = "ended early" if trial.verdict is None else trial.verdict.message
-        print(f"trial {trial.trial_number}: batch size {trial.batch_size}, {verdict}", flush=True)
+        trial = callback.summary
+        print(f"trial {trial.trial_number}: batch size {trial.batch_size}, {trial.outcome}", flush=True)
 
 
 def main() -> None:

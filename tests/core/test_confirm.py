@@ -71,10 +71,9 @@ def test_an_unconfirmed_target_does_not_count_after_the_last_epoch() -> None:
 def test_a_verdict_says_how_many_evaluations_have_reached_the_target() -> None:
     first = StopRule(max_epochs=9).judge(job(2), metric=HIT, epochs=3, cost_j=10.0)
     assert first.message == (
-        "go on: metric 0.9 against a target of 0.8 (reached in 1 of 2 evaluations in a row), 10 J spent"
+        "continue after 3 epochs: metric 0.9, target 0.8, reached in 1 of 2 evaluations in a row; 10 J spent"
     )
     second = first.rule.judge(job(2), metric=HIT, epochs=4, cost_j=20.0)
     assert second.message == (
-        "target reached: metric 0.9 against a target of 0.8 (reached in 2 of 2 evaluations in a row) after 4 epochs, "
-        "20 J"
+        "target reached after 4 epochs: metric 0.9, target 0.8, reached in 2 of 2 evaluations in a row"
     )

@@ -371,7 +371,7 @@ def test_a_hopeless_try_is_stopped_by_its_first_report_if_start_up_is_known() ->
     trial = life.dispatch(32)
     verdict = life.report(trial, 2000.0, epoch=1, metric=0.0)
     assert (verdict.reason, verdict.state) == (EndReason.EPOCH_BOUND_REACHED, TrialState.EARLY_STOPPED)
-    assert "after 1 epochs" in verdict.message
+    assert "after 1 epoch:" in verdict.message
     # What an epoch costs is then guessed from that, and the next run of the size has the last word.
     guessed = life.belief(32)
     assert guessed.costs[-1] == pytest.approx(CostRun(math.log(1000.0), 1, doubt=CONSTANTS.first_epoch_sd**2))

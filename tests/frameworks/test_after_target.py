@@ -43,7 +43,7 @@ def test_the_training_goes_on_and_costs_what_it_did_at_the_target(
     assert (trial.state, trial.epochs, trial.energy_j) == (TrialState.COMPLETED, 2, 10.0 * UNTIL_TARGET)
     shown = capsys.readouterr()
     said = caplog.text + shown.out + shown.err
-    assert "The training continued to its own end, which is not counted. Batch size 48 took" in said
+    assert "zeus: the training continued to its own end, which is not counted" in said
 
 
 def test_a_training_that_misses_its_target_stops_as_ever(bench: FrameworkBench) -> None:

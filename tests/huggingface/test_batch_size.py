@@ -390,6 +390,25 @@ def test_without_evaluations_the_loss_of_each_epoch_is_reported(bench: Bench) ->
     assert callback.trial.time_s == 2.0
 
 
+class EvaluatesByHand(TrainerCallback):
+    """Evaluates after each epoch."""
+
+    trainer: Trainer
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
+        self.trainer.evaluate()
+
+
+def test_evaluations_that_a_callback_makes_are_reported(bench: Bench) -> None:
+    by_hand, callback = EvaluatesByHand(), bench.callback(bench.job(0.9, max_epochs=3), "eval_score")
+    trainer = bench.trainer(by_hand, callback, scores=(0.1, 0.9), eval_strategy="no", num_train_epochs=3)
+    by_hand.trainer = trainer
+    trainer.train()
+    trial = bench.only_trial()
+    assert (trial.state, trial.metric, trial.epochs) == (TrialState.COMPLETED, 0.9, 2)
+    assert trainer.state.epoch == 2
+
+
 class PassesOn(ZeusBSOTrainerCallback):
     """A user's, which hands metrics and logs on as transformers' own callbacks name them: in their place."""
 
@@ -491,6 +510,18 @@ class Logs(TrainerCallback):
         self.entries.append(dict(logs))
 
 
+@pytest.mark.parametrize("has_bar", [False, True])
+def test_values_for_trackers_are_not_printed(
+    bench: Bench, capsys: pytest.CaptureFixture[str], *, has_bar: bool
+) -> None:
+    logs = Logs()
+    bench.trainer(bench.callback(), logs, disable_tqdm=not has_bar).train()
+    assert any("zeus/cost_j" in entry for entry in logs.entries)
+    printed = capsys.readouterr()
+    assert "eval_score" in printed.out + printed.err
+    assert "zeus/" not in printed.out + printed.err
+
+
 def test_a_failed_trial_raises_after_everything_was_saved(bench: Bench) -> None:
     logs = Logs()
     trainer = bench.trainer(
@@ -500,7 +531,7 @@ def test_a_failed_trial_raises_after_everything_was_saved(bench: Bench) -> None:
         load_best_model_at_end=True,
         metric_for_best_model="score",
     )
-    with pytest.raises(ZeusBSOTrainFailError, match="all that max_epochs allows; launch the training again"):
+    with pytest.raises(ZeusBSOTrainFailError, match=r"all that max_epochs allows: score .*; launch the training again"):
         trainer.train()
     assert logs.entries[0] == {"zeus/batch_size": 48.0, "zeus/trial_number": 1.0, "zeus/lr_factor": 1.0}
     assert "train_runtime" in logs.entries[-1]
@@ -511,7 +542,7 @@ def test_a_failed_trial_raises_after_everything_was_saved(bench: Bench) -> None:
 @pytest.mark.parametrize(
     ("others", "options", "rule"),
     [
-        ([], {"max_steps": 4, "eval_strategy": "steps", "eval_steps": 3}, "TrainingArguments(max_steps=4)"),
+        ([], {"max_steps": 4, "eval_strategy": "steps", "eval_steps": 3}, "max_steps=4"),
         (
             [EarlyStoppingCallback(1)],
             {
@@ -528,9 +559,13 @@ def test_a_failed_trial_raises_after_everything_was_saved(bench: Bench) -> None:
 def test_a_training_cut_short_fails_its_trial(
     bench: Bench, others: list[Any], options: dict[str, Any], rule: str
 ) -> None:
-    trainer = bench.trainer(bench.callback(bench.job(NEVER, max_epochs=3)), *others, **options)
-    with pytest.raises(ZeusBSOTrainFailError, match="the training ended before the target was reached"):
+    callback = bench.callback(bench.job(NEVER, max_epochs=3))
+    trainer = bench.trainer(callback, *others, **options)
+    with pytest.raises(ZeusBSOTrainFailError, match=r"^ended by") as raised:
         trainer.train()
+    ended = f"ended by {rule} before score reached {NEVER:g} (it was {callback.trial.metric:.4g})"
+    assert str(raised.value).startswith(f"{ended}; ")
+    assert (callback.has_trial, callback.converged, callback.summary.outcome) == (True, False, ended)
     trial = bench.only_trial()
     assert (trial.state, trial.end_reason) == (TrialState.FAILED, EndReason.ENDED_EARLY)
     assert (trial.message or "").endswith(f"({rule})")

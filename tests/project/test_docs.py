@@ -304,6 +304,22 @@ def data_loader() -> dict[str, Any]:
     }
 
 
+def fabric_loop() -> dict[str, Any]:
+    import torch
+    from lightning.fabric import Fabric
+    from torch.utils.data import DataLoader, TensorDataset
+
+    from zeus_plugins import JobSpec
+
+    job = JobSpec(job_id_prefix="fabric", batch_sizes=(4, 8), default_batch_size=8, target_metric=0.9)
+    fabric = Fabric(accelerator="cpu", devices=1)
+    data = TensorDataset(torch.zeros(16, 1))
+    return {"job": job, "fabric": fabric, "data": data, "DataLoader": DataLoader, "model": None} | {
+        "train_one_epoch": lambda _fabric, _model, loader: list(loader),
+        "validate": lambda _fabric, _model: 0.95,
+    }
+
+
 def registered_job() -> dict[str, Any]:
     from zeus_plugins import JobSpec
     from zeus_plugins.client import client_from_environment
@@ -320,6 +336,7 @@ def registered_job() -> dict[str, Any]:
 GIVEN: dict[str, Callable[[], dict[str, Any]]] = {
     "docs/lightning.md": lightning,
     "docs/huggingface.md": hugging_face,
+    "docs/fabric.md": fabric_loop,
     "docs/schedules.md": schedules,
     "docs/master.md": data_loader,
     "docs/dashboard.md": registered_job,

@@ -141,7 +141,7 @@ class TestTrials:
         assert answer.status_code == 200
         body = answer.json()
         assert (body["stop_train"], body["converged"], body["reason"]) == (False, False, "keep_training")
-        assert "metric 0.5 against a target of 0.9" in body["message"]
+        assert "metric 0.5, target 0.9" in body["message"]
 
     def test_reaching_the_target_completes_the_trial(self, http: httpx.Client, job_id: str) -> None:
         body = reached(http, begin(http, job_id), cost_j=500)

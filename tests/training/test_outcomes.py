@@ -32,6 +32,7 @@ def caused_by(cause: BaseException) -> Exception:
         (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB"), TrialState.INFEASIBLE),
         (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"), TrialState.INFEASIBLE),
         (RuntimeError("[enforce fail] DefaultCPUAllocator: not enough memory"), TrialState.INFEASIBLE),
+        (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"), TrialState.INFEASIBLE),
         (RuntimeError("MPS backend out of memory"), TrialState.INFEASIBLE),
         (MemoryError(), TrialState.INFEASIBLE),
         (caused_by(torch.OutOfMemoryError("CUDA out of memory")), TrialState.INFEASIBLE),

@@ -54,7 +54,7 @@ def test_ask_registers_the_job_on_its_hardware_and_returns_the_dispatched_size(
     assert [request[:2] for request in server.requests] == [("POST", "/jobs"), ("GET", "/jobs/batch_size")]
     (registration,) = server.sent("POST", "/jobs")
     assert registration == JOB.model_dump(mode="json") | GPUS.model_dump() | {"target_runs": None, "revise": False}
-    assert session.trial == TrialInfo(**TRIAL, stop_rule=StopRule(max_epochs=100))
+    assert session.trial == TrialInfo(**TRIAL, stop_rule=StopRule(max_epochs=100), cost_j=0.0)
     assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
 
 
@@ -139,6 +139,7 @@ def test_reports_carry_the_totals_since_the_trial_began() -> None:
         stop_rule=StopRule(max_epochs=100),
         time_s=5.0,
         energy_j=150.0,
+        cost_j=1575.0,
         energy_source="nvml",
         waited_s=0.0,
         epoch=1.5,
@@ -265,7 +266,7 @@ def test_a_training_whose_energy_is_lost_goes_on_and_its_trial_has_failed(
     assert (verdict.stop_train, verdict.converged) == (False, False)
     verdict = session.report_evaluation(0.9, 3)
     assert (verdict.stop_train, verdict.converged) == (True, True)
-    assert "at an unknown cost" in verdict.message
+    assert session.trial.summary.cost_j is None
     assert not session.failed
     session.end()
     assert [body["current_epoch"] for body in server.sent("POST", "/report")] == [1]
@@ -416,7 +417,7 @@ def test_a_checkpoint_of_a_finished_trial_stays_finished() -> None:
     resumed = session_of(server)
     assert not resumed.resume(through_a_checkpoint(session.state_dict()))
     assert resumed.failed
-    assert resumed.trial == session.trial
+    assert resumed.trial == session.trial.known_as(session.trial.trial_id, cost_j=None)
     with pytest.raises(ZeusBSOOperationOrderError, match="cost bound crossed"):
         resumed.begin_measurement()
     resumed.end()

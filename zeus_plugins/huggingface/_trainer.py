@@ -24,6 +24,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import broadcast_object_list, gather_object
 from transformers import (
     EarlyStoppingCallback,
+    PrinterCallback,
     ProgressCallback,
     Trainer,
     TrainerCallback,
@@ -360,9 +361,15 @@ class HuggingFacePort:
         return [(self._trainer.lr_scheduler, self._trainer.state.max_steps - self._first_step)]
 
     def log(self, metrics: dict[str, float]) -> None:
-        """Pass the metrics to all callbacks that log."""
-        should_log = self.control.should_log
-        self._trainer.callback_handler.on_log(self._args, self._trainer.state, self.control, metrics)
+        """Pass the metrics to all callbacks that log, except to those that print them on the console."""
+        should_log, handler = self.control.should_log, self._trainer.callback_handler
+        trackers = Patches()
+        quiet = [each for each in handler.callbacks if not isinstance(each, (PrinterCallback, ProgressCallback))]
+        trackers.set_attribute(handler, "callbacks", quiet)
+        try:
+            handler.on_log(self._args, self._trainer.state, self.control, metrics)
+        finally:
+            trackers.undo()
         self.control.should_log = should_log  # `on_log` cancels a request to log that the trainer has not followed yet
 
     def epochs_trained(self, max_epochs: int, *, has_fractions: bool) -> float:
@@ -468,7 +475,7 @@ def early_end(trainer: Trainer) -> str | None:
         ):
             return f"EarlyStoppingCallback(early_stopping_patience={each.early_stopping_patience})"
     if 0 < trainer.args.max_steps <= trainer.state.global_step:
-        return f"TrainingArguments(max_steps={trainer.args.max_steps})"
+        return f"max_steps={trainer.args.max_steps}"
     return "control.should_training_stop" if trainer.control.should_training_stop else None
 
 

@@ -46,8 +46,8 @@ class ZeusBSOTrainerCallback(BatchSizeArguments, TrainWrapper):
 
     Pass it in the trainer's `callbacks`, or call `attach` for an existing trainer. `Trainer.train` then asks for a
     batch size, trains at it, whatever `per_device_train_batch_size` and `get_train_dataloader` say, and restores all
-    settings when it ends. With ``eval_strategy="no"`` the callback reports each epoch. Evaluating and predicting have
-    no trial.
+    settings when it ends. With ``eval_strategy="no"`` the callback reports each epoch, or of a metric ``eval_…`` each
+    `evaluate` that the script calls within the training. Evaluating and predicting outside `train` have no trial.
 
     Each call of `train` is a trial. One that resumes from a checkpoint continues the checkpoint's trial; if that has no
     trial, the callback does nothing.
@@ -159,8 +159,8 @@ class ZeusBSOTrainerCallback(BatchSizeArguments, TrainWrapper):
         checkpoint = checkpoint_of(*train.args, **train.keywords)
         self._check(trainer)
         warn_of_in_batch_negatives(trainer)
-        is_evaluated = trainer.args.eval_strategy != "no"
-        self._has_fractions = trainer.args.eval_strategy == "steps"
+        is_evaluated = trainer.args.eval_strategy != "no" or self._metric_name.startswith(EVALUATION_PREFIX)
+        self._has_fractions = is_evaluated and trainer.args.eval_strategy != "epoch"
         self._metric = EvaluationMetric(self._metric_name) if is_evaluated else LoggedMetric(self._metric_name)
         self._run, self._port = TrialRun(self._wish, self._options), HuggingFacePort(trainer)
         undo_signals = raise_at_sigterm()
@@ -210,16 +210,16 @@ class ZeusBSOTrainerCallback(BatchSizeArguments, TrainWrapper):
             epochs = math.ceil(args.num_train_epochs)
             check_epochs(self._wish.said_epochs, epochs, "TrainingArguments(num_train_epochs={})")
         logs_only_its_own = type(trainer).__module__.startswith("transformers.")
-        if args.eval_strategy == "no" and (
-            self._metric_name.startswith(EVALUATION_PREFIX)
-            or (logs_only_its_own and self._metric_name not in TRAINING_METRICS)
-        ):
+        others = trainer.callback_handler.callbacks  # the script's own callbacks may add metrics, or evaluate
+        has_own = any(not type(each).__module__.startswith(("transformers.", "zeus_plugins.")) for each in others)
+        may_evaluate = self._metric_name.startswith(EVALUATION_PREFIX) and (has_own or not logs_only_its_own)
+        is_logged = not self._metric_name.startswith(EVALUATION_PREFIX) and not logs_only_its_own
+        if args.eval_strategy == "no" and not (may_evaluate or is_logged or self._metric_name in TRAINING_METRICS):
             raise ZeusBSOConfigError(
                 f"monitor={self._metric_name!r} would come from evaluations, and TrainingArguments(eval_strategy='no') "
-                "makes none: set eval_strategy='epoch' or 'steps', or monitor a metric of the training such as 'loss'"
+                "makes none: set eval_strategy='epoch' or 'steps', or monitor a metric of the training such as 'loss'. "
+                "Of evaluations by a callback of your own, monitor 'eval_…'"
             )
-        others = trainer.callback_handler.callbacks  # the script's own callbacks may add metrics
-        has_own = any(not type(each).__module__.startswith(("transformers.", "zeus_plugins.")) for each in others)
         if logs_only_its_own and not has_own and args.eval_strategy != "no" and trainer.compute_metrics is None:
             check_evaluated_metric(self._metric_name, trainer.eval_dataset)
 

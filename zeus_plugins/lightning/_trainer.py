@@ -518,9 +518,9 @@ def early_end(trainer: Trainer) -> str | None:
         return f"EarlyStopping(monitor={stoppers[0].monitor!r}) in epoch {stoppers[0].stopped_epoch + 1}"
     for timer in finders(trainer, "Timer"):
         if timer._duration is not None and timer.time_elapsed() >= timer._duration:
-            return "Trainer(max_time=…)"
+            return "max_time"
     if 0 <= trainer.max_steps <= trainer.global_step:
-        return f"Trainer(max_steps={trainer.max_steps})"
+        return f"max_steps={trainer.max_steps}"
     return "Trainer.should_stop" if trainer.should_stop else None
 
 

@@ -101,6 +101,11 @@ class JobParams(WireMessage):
             raise ValueError(f"{default} is not one of batch_sizes {list(sizes)}")
         return default
 
+    @property
+    def monitor(self) -> str:
+        """Name of the target's metric; ``metric`` if unknown."""
+        return "metric"
+
     def is_reached_by(self, metric: float) -> bool:
         """Return whether the metric has reached the target; no metric has while there is none."""
         if self.target_metric is None:
@@ -258,6 +263,11 @@ class JobSpecFromClient(JobSpec, GpuConfig):
     def gpus(self) -> GpuConfig:
         """The hardware that the job runs on."""
         return GpuConfig(**{name: getattr(self, name) for name in GpuConfig.model_fields})
+
+    @property
+    def monitor(self) -> str:
+        """Name of the target's metric, as far as trainings have told it; else ``metric``."""
+        return (None if self.fingerprint is None else self.fingerprint.monitor) or super().monitor
 
     @property
     def target_in_words(self) -> str:

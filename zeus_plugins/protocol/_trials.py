@@ -37,6 +37,7 @@ from zeus_plugins.protocol._values import (
     Watched,
     Watts,
     WireMessage,
+    epochs_in_words,
 )
 
 EndingState = Literal[TrialState.FAILED, TrialState.INFEASIBLE, TrialState.SUSPENDED, TrialState.WITHDRAWN]
@@ -88,33 +89,42 @@ class StopRule(WireMessage):
             because: The reason for `max_cost_j` or, if that is None, for `max_epochs`.
         """
         spent = "at an unknown cost" if cost_j is None else f"{cost_j:.4g} J"
-        against = "no target yet" if goal.target_metric is None else f"a target of {goal.target_metric:g}"
-        measured = f"metric {metric:.4g} against {against}"
+        after, measured = f"after {epochs_in_words(epochs)}", _beside_target(goal, metric)
         rule = self.counting(goal, metric=metric, epochs=epochs)
         if goal.confirm > 1 and rule.confirmed:
-            measured += f" (reached in {min(rule.confirmed, goal.confirm)} of {goal.confirm} evaluations in a row)"
+            measured += f", reached in {min(rule.confirmed, goal.confirm)} of {goal.confirm} evaluations in a row"
         if self.max_cost_j is not None and cost_j is not None and cost_j > self.max_cost_j:
             bound = f"{self.max_cost_j:.4g} J" if because is None else f"{because}, {self.max_cost_j:.4g} J"
             state, reason = TrialState.EARLY_STOPPED, EndReason.COST_BOUND_CROSSED
-            message = f"stopped: {spent} spent, more than {bound}"
+            message = f"stopped {after}: {spent} spent, more than {bound}; {measured}"
         elif rule.confirmed >= goal.confirm:
             state, reason = TrialState.COMPLETED, EndReason.TARGET_REACHED
-            message = f"target reached: {measured} after {epochs:g} epochs, {spent}"
+            message = f"target reached {after}: {measured}"
         elif goal.target_metric is None and epochs >= goal.max_epochs:
             state, reason = TrialState.COMPLETED, EndReason.NO_TARGET
-            message = f"completed: trained to its end to set the target, with a metric of {metric:.4g}, {spent}"
+            message = f"completed {after}, to set the target: {measured}"
         elif epochs >= goal.max_epochs:
             state, reason = TrialState.EXHAUSTED, EndReason.MAX_EPOCHS_REACHED
-            message = f"stopped: {measured} after {epochs:g} epochs, all that max_epochs allows"
+            message = f"stopped {after}, all that max_epochs allows: {measured}"
         elif epochs >= self.max_epochs:
             state, reason = TrialState.EARLY_STOPPED, EndReason.EPOCH_BOUND_REACHED
-            message = f"stopped: {measured} after {epochs:g} epochs" + (f"; {because}" if because else "")
+            message = f"stopped {after}: {measured}" + (f"; {because}" if because else "")
         else:
             state, reason = TrialState.RUNNING, EndReason.KEEP_TRAINING
-            message = f"go on: {measured}, {spent}" + ("" if cost_j is None else " spent")
+            message = f"continue {after}: {measured}; {spent}" + ("" if cost_j is None else " spent")
             if because is not None and self.max_cost_j is None:
-                message += f"; it has {self.max_epochs} epochs ({because})"
+                message += f"; it has {epochs_in_words(self.max_epochs)} ({because})"
         return Verdict(state, reason, message, rule)
+
+
+def _beside_target(goal: JobParams, metric: float) -> str:
+    """Return the metric and the target in words, with as many digits as show that they differ."""
+    if goal.target_metric is None:
+        return f"{goal.monitor} {metric:.4g}, no target yet"
+    target = f"{goal.target_metric:g}"
+    texts = (f"{metric:.{digits}g}" for digits in range(4, 18))
+    shown = next((text for text in texts if text != target or metric == goal.target_metric), target)
+    return f"{goal.monitor} {shown}, target {target}"
 
 
 @dataclass(frozen=True, slots=True)

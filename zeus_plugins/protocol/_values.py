@@ -137,6 +137,12 @@ def cost(*, energy_j: float, time_s: float, max_power_w: float, eta: float) -> f
     return eta * energy_j + (1 - eta) * max_power_w * time_s
 
 
+def epochs_in_words(epochs: float) -> str:
+    """Return a number of epochs with its noun, such as ``1 epoch`` or ``2.5 epochs``."""
+    number = f"{epochs:.3g}" if epochs < 1000 else f"{epochs:.0f}"
+    return "1 epoch" if number == "1" else f"{number} epochs"
+
+
 BUSY_SHARE = 0.2
 """From this share of its time on which a training waited for a core, it counts as one on a busy machine."""
 

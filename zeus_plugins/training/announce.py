@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 
-from zeus_plugins.client.port import EMBEDDED
 from zeus_plugins.energy.nvml import scopes_in
 from zeus_plugins.protocol import GP_VOI, ZEUS, EndingState, JobView, TrialState
 from zeus_plugins.training.defaults import JobPlan, first_report_warning
@@ -29,19 +28,21 @@ _CONSEQUENCES: dict[EndingState, str] = {
 class Announcer:
     """Reports one trial to the user and the experiment trackers.
 
-    `own_size` is the script's own batch size; `quiet` leaves out the lines at the begin and the end.
+    `quiet` leaves out the lines at the begin and the end.
     """
 
-    def __init__(self, port: TrainerPort, plan: JobPlan, patches: Patches, *, own_size: int, quiet: bool) -> None:
+    def __init__(self, port: TrainerPort, plan: JobPlan, patches: Patches, *, quiet: bool) -> None:
         self._port = port
         self._plan = plan
         self._patches = patches
-        self._own_size = own_size
         self._is_quiet = quiet
         self._has_reported = False
 
-    def begun(self, trial: TrialInfo, server_url: str, *, to_trackers: bool = True) -> None:
-        """Report the batch size, also to the trackers. A server in this process has its file as URL."""
+    def begun(self, trial: TrialInfo, place: str, *, to_trackers: bool = True) -> None:
+        """Report the batch size, also to the trackers; at the job's first launch also its guesses.
+
+        `place` is where the results are kept.
+        """
         size, reason = trial.batch_size, trial.reason or "chosen by the server"
         hyperparameters: dict[str, str | int] = {
             "zeus/job_id": trial.job_id,
@@ -52,12 +53,14 @@ class Announcer:
         if to_trackers:
             self._port.log_hyperparameters(hyperparameters, self._patches)
         self._has_reported = trial.metric is not None
-        against = "your own" if size == self._own_size else f"in place of your {self._own_size}"
-        place, guesses = server_url.removeprefix(f"{EMBEDDED}//"), "; ".join(self._plan.guesses)
-        line = f"job {trial.job_id}, {trial.name}: batch size {size} ({against}): {reason}. "
-        line += f"{self._plan.target_in_words.capitalize()}. " if self._plan.target_in_words else ""
-        line += f"Kept in {place}."
-        self._say(f"{line} Guessed: {guesses}; job=JobSpec(…) says otherwise." if guesses else line)
+        target = f"; {self._plan.target_in_words}" if self._plan.target_in_words else ""
+        name = trial.name if trial.job_id in reason else f"job {trial.job_id}, {trial.name}"
+        self._say(f"batch size {size}{self._against(size)}: {reason}{target} ({name})")
+        if trial.trial_number not in (None, 1):
+            return
+        if self._plan.guesses:
+            self._say(f"guessed: {'; '.join(self._plan.guesses)} (job=JobSpec(…) sets them)")
+        self._say(f"results are kept in {place}")
 
     def started(self, trial: TrialInfo, lr_factor: float) -> None:
         """Log the trial at the begin of the training."""
@@ -70,12 +73,12 @@ class Announcer:
         )
         self._show_progress(trial)
 
-    def reported(self, trial: TrialInfo, cost_j: float | None) -> None:
+    def reported(self, trial: TrialInfo) -> None:
         """Log the cost of the trial so far, and warn if its first report contradicts the target."""
         job, rule, verdict = self._plan.job, trial.stop_rule, trial.verdict
         metrics = {"zeus/epoch_bound": float(job.max_epochs if rule is None else rule.max_epochs)}
-        if cost_j is not None:
-            metrics["zeus/cost_j"] = cost_j
+        if trial.cost_j is not None:
+            metrics["zeus/cost_j"] = trial.cost_j
         if rule is not None and rule.max_cost_j is not None:
             metrics["zeus/cost_bound_j"] = rule.max_cost_j
         if verdict is not None and verdict.stop_train:
@@ -91,35 +94,25 @@ class Announcer:
         self._has_reported = True
 
     def ended(
-        self,
-        trial: TrialInfo,
-        view: JobView | None,
-        early_end: str | None,
-        *,
-        went_on: bool = False,
-        next_step: str | None = None,
+        self, trial: TrialInfo, view: JobView | None, *, went_on: bool = False, next_step: str | None = None
     ) -> None:
         """Report the outcome of a trial that no error ended.
 
-        `view` is the job on the server, and `early_end` the trainer's rule that ended the trial before the verdict;
-        None if unknown. The training `went_on` if the target did not stop it. `next_step` is a sentence about what
-        follows; None for what the job suggests.
+        `view` is the job on the server, None if unknown. The training `went_on` if the target did not stop it.
+        `next_step` is a sentence about what follows; None for what the job suggests.
         """
-        is_open = self._plan.job.target_metric is None
-        outcome = early_end or ("the training ended" if is_open else "the training ended before the target was reached")
-        if trial.is_over and trial.verdict is not None:
-            outcome = trial.verdict.message
+        self._say(f"{trial.summary}")
         if went_on:
-            outcome += ". The training continued to its own end, which is not counted"
-        line = f"{outcome}. Batch size {trial.batch_size} took {trial.spent}"
-        line += "" if view is None else _cost(trial, view)
-        line += "" if trial.busy_remark is None else f", {trial.busy_remark}"
-        told = [line, next_step or self._next_steps(trial, view)]
-        if view is not None and view.savings.recurrences and not is_open:
-            told.insert(1, f"{view.savings.claim}. {view.savings.evidence}".rstrip(" ."))
-        if view is not None and is_open:
-            told.insert(1, view.job.target_in_words.capitalize())
-        self._say(". ".join(told))
+            self._say("the training continued to its own end, which is not counted")
+        if trial.busy_remark is not None:
+            self._say(f"it ran {trial.busy_remark}")
+        told = [next_step or self._next_steps(trial, view)]
+        if view is not None and self._plan.job.target_metric is None:
+            told.insert(0, f"{view.job.target_in_words.capitalize()}.")
+        # After a miss, the saving of the best size would read as that of this run.
+        elif view is not None and trial.converged:
+            told.insert(0, f"{view.savings.claim}. {view.savings.evidence}".strip())
+        self._say(" ".join(told))
 
     def broken_off(self, trial: TrialInfo, error: BaseException, view: JobView | None) -> None:
         """Report the outcome of a trial that an error ended; `view` is the job after a crash, if known."""
@@ -129,7 +122,17 @@ class Announcer:
         if view is not None:
             consequence = _after_crash(trial, view)
         ended = f"{trial.name} of job {trial.job_id} was ended by {type(error).__name__}"
-        self._say(f"{ended} after {trial.spent}: {consequence}.")
+        self._say(f"{ended} after {trial.summary.spent}: {consequence}.")
+
+    def _against(self, size: int) -> str:
+        """Return how a batch size compares with the job's default and with that of the script."""
+        default, own = self._plan.job.default_batch_size, self._plan.script_size
+        script = "" if own in (None, default) else f" (the script has {own})"
+        if own == default:
+            return ", your own" if size == default else f" in place of your {default}"
+        return (
+            f", the job's default{script}" if size == default else f" in place of the job's default {default}{script}"
+        )
 
     def _say(self, line: str) -> None:
         if not self._is_quiet:
@@ -142,15 +145,14 @@ class Announcer:
     def _next_steps(self, trial: TrialInfo, view: JobView | None) -> str:
         if trial.advice is not None:
             return f"{trial.advice[0].upper()}{trial.advice[1:]}."
-        if trial.verdict is None or not trial.verdict.converged:
+        if not trial.converged:
             return "Launch the training again to try the next batch size."
         if view is None:
-            return "The next launch goes on from here."
+            return "The next launch builds on this run."
         able = [arm for arm in view.arms if arm.infeasible is None]
         tried = [arm for arm in able if arm.trials]
         if len(tried) < len(able):
-            of_all = f"{len(tried)} of {len(self._plan.job.batch_sizes)}"
-            return f"The next launch goes on: {of_all} batch sizes are tried."
+            return f"Tried so far: {len(tried)} of {len(self._plan.job.batch_sizes)} batch sizes."
         best = view.arm_of(view.best_batch_size)
         if best is None:
             return "All batch sizes are tried."
@@ -167,13 +169,6 @@ def _after_crash(trial: TrialInfo, view: JobView) -> str:
         return f"{found}, and the next launch takes a size that has reached the target ({best})"
     is_repeated = view.job.policy == ZEUS or trial.batch_size == view.job.default_batch_size
     return f"{found}, and its batch size is tried again" if is_repeated and not is_excluded else found
-
-
-def _cost(trial: TrialInfo, view: JobView) -> str:
-    # Not the cost that the server shows, which may be that of an earlier evaluation: see docs/target.md.
-    if trial.unmeasured is not None:
-        return ""
-    return f", a cost of {view.job.cost_j(time_s=trial.time_s, energy_j=trial.energy_j):.4g} J"
 
 
 def warn_of_scopes(job: JobView) -> None:

@@ -21,6 +21,7 @@ from zeus_plugins.protocol import (
     Fingerprint,
     GpuConfig,
     JobSpec,
+    epochs_in_words,
     is_higher_better,
     is_lower_better,
 )
@@ -147,6 +148,7 @@ class JobPlan:
         fingerprint: Model, framework, optimizer and metric of the training, or None.
         is_strict: Whether another fingerprint of the job's earlier trainings is an error.
         target_in_words: The target that the server has, if the user has given none.
+        script_size: The script's samples per optimizer step, over all devices; None if unknown.
     """
 
     job: JobSpec
@@ -157,6 +159,7 @@ class JobPlan:
     fingerprint: Fingerprint | None = None
     is_strict: bool = False
     target_in_words: str | None = None
+    script_size: int | None = None
 
     @property
     def follows(self) -> frozenset[str]:
@@ -175,7 +178,7 @@ class JobPlan:
         job, better = self.job, "higher" if self.job.higher_is_better_metric else "lower"
         words = {
             "batch_sizes": f"batch sizes {', '.join(map(str, job.batch_sizes))}",
-            "max_epochs": f"at most {job.max_epochs} epochs",
+            "max_epochs": f"at most {epochs_in_words(job.max_epochs)}",
             "higher_is_better_metric": f"{better} {self.monitor} is better",
             "job_id": "the job's id",
         }

@@ -14,14 +14,22 @@ from types import TracebackType
 from zeus_plugins.client.outbox import OutboxFile, OutboxHeader, default_outbox
 from zeus_plugins.client.port import ServerPort
 from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSOError, ZeusBSOTrainFailError
-from zeus_plugins.protocol import MAX_DETAIL_LENGTH, Ending, EndingState, ReportResponse, TrialState
+from zeus_plugins.protocol import (
+    MAX_DETAIL_LENGTH,
+    Ending,
+    EndingState,
+    EndReason,
+    JobSpec,
+    ReportResponse,
+    TrialState,
+)
 from zeus_plugins.training.trial import TrialInfo
 
 _logger = logging.getLogger("zeus_plugins")
 
 # PyTorch's allocator raises OutOfMemoryError; cuBLAS, the CPU's allocator and other accelerators raise RuntimeError.
 _OUT_OF_MEMORY = re.compile(
-    r"out of memory|not enough memory|cublas_status_alloc_failed|resource_exhausted|cannot allocate memory",
+    r"out of memory|not enough memory|can(no|')t allocate memory|cublas_status_alloc_failed|resource_exhausted",
     re.IGNORECASE,
 )
 
@@ -84,6 +92,20 @@ def study_around() -> str | None:
         if any(type(value).__module__ == _FOLDS for value in frame.f_locals.values()):
             return "sklearn.model_selection"
     return None
+
+
+def verdict_at_end(trial: TrialInfo, job: JobSpec, monitor: str, early_end: str | None) -> ReportResponse:
+    """Return the verdict on a run that ended before the server's, by a rule of the trainer (`early_end`, if known)."""
+    ended, name = "ended" if early_end is None else f"ended by {early_end}", monitor or "the metric"
+    target, metric = job.target_metric, trial.metric
+    is_open = target is None and metric is not None
+    if target is None or metric is None:
+        rest = f", to set the target: {name} {metric:.4g}" if is_open else " before the first evaluation"
+    else:
+        often = f" in {job.confirm} evaluations in a row" if job.confirm > 1 else ""
+        rest = f" before {name} reached {target:g}{often} (it was {metric:.4g})"
+    reason = EndReason.NO_TARGET if is_open else EndReason.ENDED_EARLY
+    return ReportResponse(stop_train=True, converged=is_open, message=f"{ended}{rest}", reason=reason)
 
 
 def is_lost_peer(error: BaseException) -> bool:

@@ -40,7 +40,7 @@ from zeus_plugins.client.port import ServerPort
 from zeus_plugins.energy import EnergyMonitor, WindowMonitor
 from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSOOperationOrderError
 from zeus_plugins.placement import placed
-from zeus_plugins.protocol import EndReason, Fingerprint, JobSpec, PowerLimitChoice
+from zeus_plugins.protocol import EndReason, Fingerprint, JobSpec, PowerLimitChoice, ReportResponse
 from zeus_plugins.training.announce import Announcer
 from zeus_plugins.training.arguments import check_count, checked_sizes, refuse_unknown
 from zeus_plugins.training.batches import BatchSplit, StepCount, split_batch
@@ -52,11 +52,12 @@ from zeus_plugins.training.outcomes import (
     show_in_one_paragraph,
     study_around,
     train_fail_error,
+    verdict_at_end,
 )
 from zeus_plugins.training.patches import Patches
 from zeus_plugins.training.port import TrainerPort, cluster_monitor, decided_by_rank_zero, node_monitor
 from zeus_plugins.training.session import OnUnreachable, TrialSession, check_on_unreachable, check_watch
-from zeus_plugins.training.trial import TrialInfo
+from zeus_plugins.training.trial import RunSummary, TrialInfo
 
 T = TypeVar("T")
 
@@ -209,16 +210,28 @@ class BatchSizeArguments:
     def trial(self) -> TrialInfo:
         """The trial of the present or latest training: batch size, trial number, verdict, totals.
 
+        After a training that no error ended, its `verdict` is not None and says stop.
+
         Raises:
             ZeusBSOOperationOrderError: There was no training yet, it continued a checkpoint without a trial, or it ran
                 in processes that have ended (Lightning's strategy ``ddp_spawn``).
         """
         if self._run.trial is None:
             raise ZeusBSOOperationOrderError(
-                "there is no trial before the training has begun, after it has run in spawned processes, or when it "
-                "continues a checkpoint that holds no trial"
+                "there is no trial before the training has begun, after a rehearsal such as fast_dev_run, after it has "
+                "run in spawned processes, or when it continues a checkpoint that holds no trial"
             )
         return self._run.trial
+
+    @property
+    def converged(self) -> bool:
+        """True if the present or latest training has reached its target; the same errors as `trial`."""
+        return self.trial.converged
+
+    @property
+    def summary(self) -> RunSummary:
+        """The outcome of the present or latest training; `str` returns it in one line. The same errors as `trial`."""
+        return self.trial.summary
 
     @property
     def has_trial(self) -> bool:
@@ -469,7 +482,8 @@ class TrialRun:
         if plan.warning is not None and port.rank == 0:
             _logger.warning("%s", plan.warning)
         fingerprint = port.fingerprint().completed_by(Fingerprint(monitor=wish.monitor or None, samples=samples))
-        return replace(plan, fingerprint=fingerprint, is_strict=self.options.strict)
+        script_size = None if facts is None else facts.step_size
+        return replace(plan, fingerprint=fingerprint, is_strict=self.options.strict, script_size=script_size)
 
     def _enter(
         self,
@@ -574,7 +588,8 @@ class ActiveRun:
         self.watched_names = registered.watched(options.watch)
         self.steps = StepCount([], 1)  # counts nothing until the start
         self._schedules = ScheduleWatch(trial.batch_size, port.schedule_remedy)
-        self._announcer = Announcer(port, registered, run.patches, own_size=own_size, quiet=options.quiet)
+        self._plan = registered
+        self._announcer = Announcer(port, registered, run.patches, quiet=options.quiet)
 
     @property
     def is_reporting(self) -> bool:
@@ -584,10 +599,10 @@ class ActiveRun:
     @property
     def is_beyond_target(self) -> bool:
         """True if the training continues although its trial has completed: nothing is measured or reported."""
-        verdict = self.record.trial.verdict
-        if verdict is None or not (verdict.stop_train and verdict.converged):
+        trial = self.record.trial
+        if trial.verdict is None or not trial.converged:
             return False
-        return self._trains_on or verdict.reason is EndReason.NO_TARGET
+        return self._trains_on or trial.verdict.reason is EndReason.NO_TARGET
 
     @property
     def is_to_be_finished(self) -> bool:
@@ -622,8 +637,8 @@ class ActiveRun:
     def announce(self, *, finishes: bool = False) -> None:
         """Report the chosen batch size to the user; of a trial that `finishes` a run, not to the trackers."""
         if self.record.takes_reports:
-            url = "" if self._sender is None else self._sender.server_url
-            self._announcer.begun(self.record.trial, url, to_trackers=not finishes)
+            place = "" if self._session is None else self._session.place
+            self._announcer.begun(self.record.trial, place, to_trackers=not finishes)
 
     def scale_learning_rate(self) -> None:
         """Scale the rates of all optimizers and schedulers as the options say."""
@@ -715,8 +730,7 @@ class ActiveRun:
         self._synchronize()
         record.trial = self._decided_with(reported)
         if record.trial != before:
-            cost_j = None if self._session is None else self._session.cost_j
-            self._announcer.reported(record.trial, cost_j)
+            self._announcer.reported(record.trial)
         if record.trial.is_over and not self.is_beyond_target:
             self._port.stop()
 
@@ -759,20 +773,23 @@ class ActiveRun:
             if session is not None:
                 session.end(error, early_end=early_end)
                 record.trial = session.trial
-                if record.takes_reports:
-                    if error is None:
-                        self._announcer.ended(
-                            record.trial,
-                            session.job_view,
-                            early_end,
-                            went_on=self._trains_on and self.is_beyond_target,
-                            next_step=next_step,
-                        )
-                    else:
-                        self._announcer.broken_off(record.trial, error, session.job_view)
+            if error is None and not record.trial.is_over:
+                record.trial = record.trial.model_copy(update={"verdict": self._verdict_at_end(early_end)})
+            if session is not None and record.takes_reports:
+                if error is None:
+                    went_on = self._trains_on and self.is_beyond_target
+                    self._announcer.ended(record.trial, session.job_view, went_on=went_on, next_step=next_step)
+                else:
+                    self._announcer.broken_off(record.trial, error, session.job_view)
             elif record.takes_reports and error is not None:
                 with self._connect() as client:
                     end_trial_from_another_rank(client, record.trial, error, self._sender)
+
+    def _verdict_at_end(self, early_end: str | None) -> ReportResponse:
+        if self.record.takes_reports:
+            return verdict_at_end(self.record.trial, self.record.job, self._plan.monitor, early_end)
+        message = "nothing of this run was measured or reported, as the trial of its checkpoint was over"
+        return ReportResponse(stop_train=True, converged=False, message=message)
 
     def _decided_with(self, decide: Callable[[TrialSession], T]) -> T:
         """Let rank 0 decide, with its session."""

@@ -18,7 +18,7 @@ from pydantic import TypeAdapter, ValidationError
 from zeus_plugins import environment
 from zeus_plugins.client.delivery import deliver_waiting, is_refusal, recorded, registered_as, taken_over
 from zeus_plugins.client.outbox import Outbox, OutboxHeader, default_outbox
-from zeus_plugins.client.port import NO_RETRIES, ServerPort
+from zeus_plugins.client.port import EMBEDDED, NO_RETRIES, ServerPort
 from zeus_plugins.client.reporter import TrialReporter
 from zeus_plugins.energy import EnergyMonitor, WindowMonitor, as_energy_monitor
 from zeus_plugins.energy.monitor import BridgedMonitor
@@ -138,7 +138,11 @@ class TrialSession:
             raise ZeusBSOOperationOrderError("there is no trial yet: ask for a batch size first")
         if self._reporter is None:
             return self._trial
-        return self._trial.known_as(self._reporter.trial, stop_rule=self._reporter.rule)
+        trial, reporter = self._trial, self._reporter
+        cost_j = reporter.job.cost_j(time_s=trial.time_s, energy_j=trial.energy_j)
+        return trial.known_as(
+            reporter.trial, stop_rule=reporter.rule, cost_j=None if trial.unmeasured is not None else cost_j
+        )
 
     @property
     def sender(self) -> OutboxHeader | None:
@@ -146,11 +150,10 @@ class TrialSession:
         return None if self._reporter is None else self._reporter.sender
 
     @property
-    def cost_j(self) -> float | None:
-        """The trial's cost so far, joules; None if unknown."""
-        if self._reporter is None or self.trial.unmeasured is not None:
-            return None
-        return self._reporter.job.cost_j(time_s=self.trial.time_s, energy_j=self.trial.energy_j)
+    def place(self) -> str:
+        """The place of the trial's results: the server, or the outbox until the server has recorded the trial."""
+        waits = self._trial is not None and self.trial.trial_number is None
+        return str(self._outbox.directory) if waits else self._client.server_url.removeprefix(f"{EMBEDDED}//")
 
     @property
     def finished(self) -> bool:
