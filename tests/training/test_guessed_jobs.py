@@ -169,9 +169,7 @@ def test_without_a_dispatch_the_training_takes_the_registered_default_size(
     port = Net(step_size=100)
     assert trial_of(launched(url, port, 0.95, job_id=JOB_ID)).batch_size == 64
     # The results wait in the outbox, not on the server.
-    assert [line for line in port.said if "kept in" in line] == [
-        f"zeus: results are kept in {default_outbox().directory}"
-    ]
+    assert f"zeus: results are kept in {default_outbox().directory}" in port.said
 
 
 def test_what_is_said_and_contradicts_the_registration_is_an_error_that_names_it(url: str, server: ServerPort) -> None:
