@@ -106,11 +106,12 @@ def test_a_value_that_cannot_be_is_refused_by_the_constructor(
 
 
 def test_the_class_or_the_callback_of_the_other_framework_is_refused(tmp_path: Path) -> None:
-    for mistaken, problem in (
+    mistakes: list[tuple[Any, str]] = [
         (ZeusBSOTrainerCallback, "callbacks=[ZeusBSOTrainerCallback('val_acc', …)], not the class"),
         (ZeusBSOCallback, "callbacks=[ZeusBSOCallback('val_acc', …)], not the class"),
         (ZeusBSOCallback("val_acc"), "give the Hugging Face Trainer zeus_plugins.huggingface.ZeusBSOTrainerCallback"),
-    ):
+    ]
+    for mistaken, problem in mistakes:
         with pytest.raises(ZeusBSOConfigError, match=re.escape(problem)):
             Trainer(torch.nn.Linear(1, 1), TrainingArguments(str(tmp_path)), callbacks=[mistaken])
     trainer = quiet_trainer(ZeusBSOTrainerCallback("val_acc"))

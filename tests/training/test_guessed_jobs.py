@@ -40,6 +40,11 @@ def server(url: str) -> Iterator[ServerPort]:
         yield client
 
 
+def jobs_of(server: Any) -> dict[str, int]:  # a client of HTTP or of this process
+    """The trials of each job."""
+    return {job.job_id: job.trials for job in server.list_jobs().jobs}
+
+
 class Net(FakeTrainer):
     def __init__(self, **told: Any) -> None:
         super().__init__()
@@ -268,7 +273,7 @@ def test_growing_data_stay_one_job_and_the_drift_is_one_line(
     for samples in (1000, 1090, 910, 1101):
         launched(url, Net(samples=samples), 0.5, 0.95, strict=True)
     view = server.show_job(JOB_ID)
-    assert (len(server.list_jobs().jobs), view.trial_count) == (1, 4)
+    assert (len(jobs_of(server)), view.trial_count) == (1, 4)
     assert view.job.fingerprint is not None
     assert view.job.fingerprint.samples == 1000
     (line,) = caplog.messages
@@ -286,7 +291,7 @@ def test_another_metric_target_or_mode_is_another_job(url: str, server: ServerPo
         ((0.5, 0.95), {"mode": "max"}),  # says the same as the name
     ):
         launched(url, Net(), *metrics, **said)
-    assert {job.job_id: job.trials for job in server.list_jobs().jobs} == {
+    assert jobs_of(server) == {
         JOB_ID: 2,
         "train-Net-val_acc-0.95-1xA40": 1,
         "train-Net-val_f1-0.9-1xA40": 1,
