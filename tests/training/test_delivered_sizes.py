@@ -238,8 +238,8 @@ EARLY: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
         lambda: {"callbacks": [EarlyStopping("score", patience=1, mode="max")]},
         r"\(EarlyStopping\(monitor='score'\) in epoch 2\)",
     ),
-    "max_steps": (lambda: {"max_steps": 8}, r"\(Trainer\(max_steps=8\)\)"),
-    "max_time": (lambda: {"callbacks": [Timer({"seconds": 0})]}, r"\(Trainer\(max_time=…\)\)"),
+    "max_steps": (lambda: {"max_steps": 8}, r"\(max_steps=8\)"),
+    "max_time": (lambda: {"callbacks": [Timer({"seconds": 0})]}, r"\(max_time\)"),
 }
 
 

@@ -305,7 +305,7 @@ def test_stated_sizes_and_epochs_are_those_of_the_job(url: str, server: ServerPo
     launched(url, port, 0.5, 0.95, batch_sizes=(128, 256), max_epochs=2)
     job = server.show_job(JOB_ID).job
     assert (job.batch_sizes, job.default_batch_size, job.max_epochs) == ((64, 128, 256), 64, 2)
-    assert "Guessed: higher val_acc is better; the job's id;" in port.said[0]
+    assert port.said[1].startswith("zeus: guessed: higher val_acc is better; the job's id (job=")
 
 
 # What a training is made of
