@@ -114,6 +114,8 @@ def test_the_class_or_the_callback_of_the_other_framework_is_refused(tmp_path: P
     for mistaken, problem in mistakes:
         with pytest.raises(ZeusBSOConfigError, match=re.escape(problem)):
             Trainer(torch.nn.Linear(1, 1), TrainingArguments(str(tmp_path)), callbacks=[mistaken])
+    with pytest.raises(ZeusBSOConfigError, match="the Trainer was given the class ZeusBSOCallback: give it an object"):
+        quiet_trainer(ZeusBSOCallback).fit(Classifier(), train_loader())
     trainer = quiet_trainer(ZeusBSOTrainerCallback("val_acc"))
     with pytest.raises(ZeusBSOConfigError, match=r"give Lightning's zeus_plugins\.lightning\.ZeusBSOCallback"):
         trainer.fit(Classifier(), train_loader())

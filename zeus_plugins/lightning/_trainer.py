@@ -6,13 +6,14 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import math
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Literal, cast
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info
@@ -54,6 +55,8 @@ except ModuleNotFoundError:
 
 # The callbacks import these names from here, because either package may provide them.
 __all__ = ["Callback", "LightningModule", "Trainer"]
+
+HookT = TypeVar("HookT", bound=Callable[..., Any])
 
 _logger = logging.getLogger("zeus_plugins")
 
@@ -482,6 +485,21 @@ def continues_checkpoint(trainer: Trainer) -> bool:
             "train from the start, or with another strategy"
         )
     return True
+
+
+def of_an_instance(hook: HookT) -> HookT:
+    """Wrap a hook to refuse a call by a trainer that was given the callback's class, which Lightning does not check."""
+
+    @functools.wraps(hook)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        if not isinstance(args[0], Callback):
+            name = hook.__qualname__.partition(".")[0]
+            raise ZeusBSOConfigError(
+                f"the Trainer was given the class {name}: give it an object, callbacks=[{name}('val_acc', …)]"
+            )
+        return hook(*args, **kwargs)
+
+    return cast("HookT", called)
 
 
 def hide_step_hooks(callback: Callback, patches: Patches) -> None:

@@ -21,6 +21,7 @@ from zeus_plugins.lightning._trainer import (
     logged_means,
     mean_of_ranks,
     missed_validation,
+    of_an_instance,
     scale_in_finetuning,
 )
 from zeus_plugins.training.defaults import check_epochs
@@ -60,6 +61,7 @@ class ZeusBSOCallback(BatchSizeArguments, Callback):
         )
 
     # Hooks later than `setup` run after Lightning has counted the steps of an epoch.
+    @of_an_instance
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Ask for a batch size and make the train loaders deliver it."""
         if stage != "fit" or is_rehearsal(trainer):
@@ -157,6 +159,7 @@ class ZeusBSOCallback(BatchSizeArguments, Callback):
             self._run.raise_failure()
 
     # Lightning calls no teardown after an exception.
+    @of_an_instance
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Undo all changes and end the trial."""
         self._awaits_checkpoint = False
