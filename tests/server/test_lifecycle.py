@@ -298,7 +298,7 @@ async def test_a_training_that_judged_itself_is_judged_by_the_same_rule(bso: Job
     rule = StopRule(max_cost_j=50, max_epochs=10)
     verdict = await bso.report(strict, cost_j=51, metric=0.95, judged_by=rule)
     assert verdict.reason is EndReason.COST_BOUND_CROSSED
-    assert verdict.message == "stopped: 51 J spent, more than 50 J"
+    assert verdict.message == "stopped after 1 epoch: 51 J spent, more than 50 J; metric 0.95, target 0.9"
 
     lasting = await bso.suggest()
     rule = StopRule(max_epochs=20)

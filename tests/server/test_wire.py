@@ -71,7 +71,7 @@ class TestRegistering:
 
     def test_a_fingerprint_is_optional_and_goes_with_the_job(self, http: httpx.Client, spec: dict[str, Any]) -> None:
         assert http.post("/jobs", json=spec).json()["fingerprint"] is None
-        told = {"model": "Net", "framework": "lightning", "optimizer": None, "monitor": "val_acc"}
+        told = {"model": "Net", "framework": "lightning", "optimizer": None, "monitor": "val_acc", "samples": 1000}
         for fingerprint in (told, {"model": "Other"}):
             answer = http.post("/jobs", json={**spec, "fingerprint": fingerprint})
             assert (answer.status_code, answer.json()["fingerprint"]) == (200, told)
