@@ -25,7 +25,7 @@ from tests.support.tokens import RESULT, bearer
 WARM_UP, REQUESTS = 1100, 900
 KINDS = 9
 # What other tests have left in this process may move meanwhile, but not every time.
-ROUNDS = 4
+ROUNDS = 8
 
 CachedFunction = type(lru_cache(len))
 
