@@ -373,7 +373,7 @@ def _masked(text: str) -> str:
 
 
 _Exclusion = tuple[EndReason, str]
-"""Why a batch size is not tried again, as a reason and in words."""
+"""Cause for which a batch size is not tried again, as a reason and in words."""
 
 
 def _after_many_crashes(size: int, happened: str, crashes: Iterable[Crash], retries: int) -> _Exclusion | None:

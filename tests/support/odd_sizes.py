@@ -76,7 +76,7 @@ class BatchItems(Dataset[Any]):
 
 
 def first_of(items: Any) -> Any:
-    """What a user writes for items that are batches: of a larger batch of them, all but the first are lost."""
+    """Return the first item, as users do for items that are batches; of a larger batch, all others are lost."""
     return items[0]
 
 

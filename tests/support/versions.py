@@ -1,4 +1,4 @@
-"""What the frameworks can do since which version: tests of later features are skipped with older versions."""
+"""Versions since which the frameworks have a feature, by which tests skip older versions."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ class JobWish:
 
     @property
     def said_higher(self) -> bool | None:
-        """Whether the user has said that higher is better."""
+        """True if the user has said that higher is better."""
         if self.job is None:
             return None if self.mode is None else self.mode == "max"
         return self.job.higher_is_better_metric if "higher_is_better_metric" in self.job.model_fields_set else None

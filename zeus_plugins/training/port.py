@@ -36,7 +36,7 @@ class TrainerPort(Ranks, Protocol):
 
     @property
     def no_continuation(self) -> str | None:
-        """Why the trainer cannot train again within a launch, as a sentence without its end; None if it can."""
+        """Reason for which the trainer cannot train again within a launch, as a clause; None if it can."""
 
     @property
     def model(self) -> Any:

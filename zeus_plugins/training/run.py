@@ -269,6 +269,11 @@ class RunRecord:
     takes_reports: bool
     epochs: EpochCount
 
+    @property
+    def is_at_own_size(self) -> bool:
+        """True if the trial has the job's default batch size."""
+        return self.trial.batch_size == self.job.default_batch_size
+
 
 class TrialRun:
     """One training of the job, and its trial. Can be pickled before it begins.
@@ -615,8 +620,7 @@ class ActiveRun:
             return False
         if verdict is None or not verdict.stop_train or verdict.converged:
             return False
-        is_own = record.trial.batch_size == record.job.default_batch_size
-        return not (is_own and verdict.reason is EndReason.MAX_EPOCHS_REACHED)
+        return not (record.is_at_own_size and verdict.reason is EndReason.MAX_EPOCHS_REACHED)
 
     @property
     def restarts(self) -> bool:
@@ -798,10 +802,9 @@ class ActiveRun:
     def _keep_first_weights(self) -> None:
         """Copy the model to the memory of the CPU, if the run may have to be finished from its first weights."""
         record, options = self.record, self._options
-        is_own = record.trial.batch_size == record.job.default_batch_size
         if options.on_failure != "finish" or not record.takes_reports or self._port.no_continuation is not None:
             return
-        if options.restart or not is_own:
+        if options.restart or not record.is_at_own_size:
             state = self._port.model.state_dict()
             self.first_weights = {
                 name: value.detach().to("cpu", copy=True) if hasattr(value, "detach") else copy.deepcopy(value)

@@ -180,7 +180,7 @@ class TrialInfo(WireMessage):
 
     @property
     def converged(self) -> bool:
-        """Whether the verdict says stop because the target was reached."""
+        """True if the verdict says stop because the target was reached."""
         return self.verdict is not None and self.verdict.stop_train and self.verdict.converged
 
     @property
