@@ -28,7 +28,7 @@ from tests.support.hf_models import USERS_SIZE, Classifier, Digits, val_digits
 from tests.support.job_bench import EPOCH_OF_24, EPOCH_OF_48, NEVER, NEXT_SIZE, SERVERS_SIZE
 from tests.support.odd_sizes import Buckets, first_of
 from tests.support.versions import since
-from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSOTrainFailError
+from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSORuntimeError, ZeusBSOTrainFailError
 from zeus_plugins.huggingface import ZeusBSOTrainerCallback
 from zeus_plugins.protocol import EndReason, TrialState
 
@@ -574,12 +574,40 @@ def test_a_training_cut_short_fails_its_trial(
 # Errors
 
 
-def test_running_out_of_memory_ends_a_training_that_would_try_a_smaller_size(bench: Bench) -> None:
-    error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
-    trainer = bench.trainer(bench.callback(), data={"model": Classifier(Work({2: error}))}, auto_find_batch_size=True)
+OUT_OF_MEMORY = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+
+def test_auto_find_batch_size_trains_at_a_smaller_size_after_out_of_memory(
+    bench: Bench, capsys: pytest.CaptureFixture[str]
+) -> None:
+    callback, model = bench.callback(), Classifier(Work({1: OUT_OF_MEMORY}))
+    trainer = bench.trainer(callback, data={"model": model}, auto_find_batch_size=True)
+    trainer.train()
+    first, second = bench.view().trials
+    assert (first.batch_size, first.state) == (SERVERS_SIZE, TrialState.INFEASIBLE)
+    assert (second.state, callback.trial.batch_size) == (TrialState.COMPLETED, second.batch_size)
+    assert second.batch_size < first.batch_size
+    assert set(sizes_of(trainer)[1:-1]) == {second.batch_size}  # after the failed batch, up to the incomplete last one
+    line = f"batch size {SERVERS_SIZE} ran out of memory: auto_find_batch_size asks for a smaller one"
+    assert line in capsys.readouterr().err
+    assert trainer.args.auto_find_batch_size is True
+
+
+def test_auto_find_batch_size_raises_out_of_memory_of_every_size(bench: Bench) -> None:
+    model = Classifier(Work(dict.fromkeys(range(1, 10), OUT_OF_MEMORY)))
+    trainer = bench.trainer(bench.callback(), data={"model": model}, auto_find_batch_size=True)
+    with pytest.raises(ZeusBSORuntimeError, match=f"even batch size {NEXT_SIZE} ran out of memory"):
+        trainer.train()
+    assert {each.state for each in bench.view().trials} == {TrialState.INFEASIBLE}
+
+
+@pytest.mark.parametrize(("batch", "finds_size"), [(2, True), (1, False)], ids=["after a step", "not asked to"])
+def test_out_of_memory_ends_the_training_and_excludes_the_size(bench: Bench, batch: int, finds_size: bool) -> None:
+    model = Classifier(Work({batch: OUT_OF_MEMORY}))
+    trainer = bench.trainer(bench.callback(), data={"model": model}, auto_find_batch_size=finds_size)
     with pytest.raises(torch.OutOfMemoryError) as raised:
         trainer.train()
-    assert raised.value is error
+    assert raised.value is OUT_OF_MEMORY
     assert bench.only_trial().state is TrialState.INFEASIBLE
 
 

@@ -434,6 +434,18 @@ def from_start(train: functools.partial[Any]) -> Any:
     return train.func(None, *train.args[1:], **others)
 
 
+def can_find_size(trainer: Trainer) -> bool:
+    """Return True if the trainer can train again in this process after it has run out of memory."""
+    return bool(trainer.args.world_size == 1 and not trainer.is_deepspeed_enabled and not trainer.is_fsdp_enabled)
+
+
+def release_memory(trainer: Trainer, error: Exception) -> None:
+    """Release the memory of a training that this error has ended; the model stays."""
+    traceback.clear_frames(error.__traceback__)  # their variables hold the tensors of the failed step
+    vars(trainer)["model_wrapped"] = trainer.model
+    trainer.accelerator.free_memory()
+
+
 def saved_in_checkpoint(
     checkpoint: str | os.PathLike[str] | bool, args: TrainingArguments, key: str
 ) -> Mapping[str, Any] | None:

@@ -13,6 +13,7 @@ from zeus_plugins.errors import ZeusBSOConfigError
 from zeus_plugins.huggingface._trainer import (
     HuggingFacePort,
     TrainWrapper,
+    can_find_size,
     check_deepspeed,
     check_generations,
     checkpoint_of,
@@ -20,6 +21,7 @@ from zeus_plugins.huggingface._trainer import (
     early_end,
     from_start,
     not_attached,
+    release_memory,
     saved_in_checkpoint,
     scale_deepspeed_rates,
     warn_of_in_batch_negatives,
@@ -34,6 +36,7 @@ from zeus_plugins.training.metrics import (
     check_evaluated_metric,
     value_in,
 )
+from zeus_plugins.training.outcomes import is_out_of_memory
 from zeus_plugins.training.run import ActiveRun, BatchSizeArguments, TrialRun
 
 _STATE_KEY = "zeus_bso"
@@ -157,6 +160,31 @@ class ZeusBSOTrainerCallback(BatchSizeArguments, TrainWrapper):
 
     def _train(self, trainer: Trainer, train: functools.partial[Any]) -> Any:
         checkpoint = checkpoint_of(*train.args, **train.keywords)
+        finds_size = trainer.args.auto_find_batch_size and checkpoint in (None, False) and can_find_size(trainer)
+        too_large: int | None = None
+        while True:
+            try:
+                return self._train_trial(trainer, train, checkpoint, too_large)
+            except Exception as error:
+                is_first_step = self.has_trial and trainer.state.global_step == 0
+                if not (finds_size and is_first_step and is_out_of_memory(error)):
+                    raise
+                if too_large is not None and self.trial.batch_size >= too_large:
+                    raise
+                too_large = self.trial.batch_size
+                release_memory(trainer, error)
+            HuggingFacePort(trainer).say(
+                f"zeus: batch size {too_large} ran out of memory: auto_find_batch_size asks for a smaller one"
+            )
+
+    def _train_trial(
+        self, trainer: Trainer, train: functools.partial[Any], checkpoint: str | bool | None, too_large: int | None
+    ) -> Any:
+        """Train one trial, and the trial that finishes its run.
+
+        Raises:
+            MemoryError: The trial has no smaller batch size than `too_large`.
+        """
         self._check(trainer)
         warn_of_in_batch_negatives(trainer)
         is_evaluated = trainer.args.eval_strategy != "no" or self._metric_name.startswith(EVALUATION_PREFIX)
@@ -169,6 +197,8 @@ class ZeusBSOTrainerCallback(BatchSizeArguments, TrainWrapper):
                 self._run.begin(self._port)
             else:
                 self._run.resume(self._port, lambda: saved_in_checkpoint(checkpoint, trainer.args, _STATE_KEY))
+            if too_large is not None and self.trial.batch_size >= too_large:
+                raise MemoryError(f"batch size {too_large} ran out of memory, and there is no smaller one to train at")
             self._prepare(trainer)
             result = train()
             port = HuggingFacePort(trainer)

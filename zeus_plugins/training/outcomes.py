@@ -72,7 +72,7 @@ def outcome_of(error: BaseException) -> EndingState:
     # An exception raised "from" the error reports the same event.
     cause: BaseException | None = error
     while cause is not None:
-        if _is_out_of_memory(cause):
+        if is_out_of_memory(cause):
             return TrialState.INFEASIBLE
         cause = cause.__cause__
     return TrialState.FAILED
@@ -110,7 +110,7 @@ def verdict_at_end(trial: TrialInfo, job: JobSpec, monitor: str, early_end: str 
 
 def is_lost_peer(error: BaseException) -> bool:
     """Return whether the error only reports that another process of a distributed training has ended."""
-    if _is_out_of_memory(error):  # NCCL raises the same class
+    if is_out_of_memory(error):  # NCCL raises the same class
         return False
     if _kinds(error) & _LOST_PEER_KINDS:
         return True
@@ -123,7 +123,8 @@ def detail_of(error: BaseException) -> str:
     return text[:MAX_DETAIL_LENGTH]
 
 
-def _is_out_of_memory(error: BaseException) -> bool:
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return True if the error says that a device or the machine ran out of memory."""
     if "OutOfMemoryError" in _kinds(error) or isinstance(error, MemoryError):
         return True
     return isinstance(error, RuntimeError) and _OUT_OF_MEMORY.search(str(error)) is not None
