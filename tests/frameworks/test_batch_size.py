@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+from typing import Any
+
 import pytest
 
-from tests.support.frameworks import STEPS_OF_16, FrameworkBench
+from tests.support.frameworks import STEPS_OF_16, FrameworkBench, Training
 from tests.support.job_bench import EPOCH_OF_24, EPOCH_OF_48, NEVER, NEXT_SIZE, SERVERS_SIZE
 from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSOOperationOrderError
 from zeus_plugins.protocol import TrialState
@@ -63,6 +66,34 @@ def test_a_second_training_is_a_second_trial(bench: FrameworkBench) -> None:
     assert (callback.trial.trial_number, callback.trial.batch_size) == (2, NEXT_SIZE)
     assert (first.sizes, second.sizes) == (EPOCH_OF_48, EPOCH_OF_24)
     assert [trial.state for trial in bench.view().trials] == [TrialState.COMPLETED] * 2
+
+
+def give(training: Training, model: Any) -> None:
+    """Let the training train this model."""
+    training.model = model
+    if hasattr(training.trainer, "model_wrapped"):  # Lightning gets the model when it trains
+        training.trainer.model = training.trainer.model_wrapped = model
+
+
+def test_training_of_a_trained_model_has_the_users_size_and_no_trial(
+    bench: FrameworkBench, caplog: pytest.LogCaptureFixture
+) -> None:
+    callback = bench.callback()
+    first, second = bench.training(callback), bench.training(callback)
+    first_weights = copy.deepcopy(first.model.state_dict())
+    first.train()
+    give(second, first.model)
+    first.model.seen_sizes.clear()
+    second.train()
+    assert set(second.sizes[:-1]) == {16}
+    assert "has trained this model, and this one goes on from there: it has its own batch size" in caplog.text
+    assert not callback.has_trial
+    assert len(bench.view().trials) == 1
+    third = bench.training(callback)
+    give(third, first.model)
+    first.model.load_state_dict(first_weights)
+    third.train()
+    assert callback.trial.trial_number == 2
 
 
 # Of which a target and a metric are said, and nothing else

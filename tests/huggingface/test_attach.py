@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -102,7 +103,10 @@ def test_a_second_training_is_a_second_trial(bench: Bench) -> None:
     callback = bench.callback(lr_scaling="linear")
     watch = Watch()
     trainer = bench.trainer(callback, watch, lr_scheduler_type="constant")
+    assert trainer.model is not None
+    first_weights = copy.deepcopy(trainer.model.state_dict())
     trainer.train()
+    trainer.model.load_state_dict(first_weights)
     trainer.train()
     assert sizes_of(trainer) == EPOCH_OF_48 + EPOCH_OF_24
     assert callback.trial.trial_number == 2

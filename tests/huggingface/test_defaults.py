@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 from collections.abc import Iterator
 from pathlib import Path
@@ -73,7 +74,10 @@ def test_a_trainer_that_trains_twice_has_the_optimizer_of_its_first_training(
     bench: Bench, caplog: pytest.LogCaptureFixture
 ) -> None:
     trainer = bench.trainer(bench.guessing())
+    assert trainer.model is not None
+    first_weights = copy.deepcopy(trainer.model.state_dict())
     for _ in range(2):
+        trainer.model.load_state_dict(first_weights)
         trainer.train()
     assert len(bench.view().trials) == 2
     assert "something else" not in caplog.text

@@ -135,3 +135,17 @@ def test_the_progress_bar_has_a_field_while_it_trains(bench: Bench) -> None:
     trainer.fit(Classifier(), models.train_loader(), models.val_loader())
     assert seen == [f"{USERS_SIZE} (≤5 epochs)"]
     assert "zeus" not in bar.get_metrics(trainer, trainer.lightning_module)
+
+
+def test_trainer_that_has_trained_before_goes_on_without_a_trial(
+    bench: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
+    zeus = bench.guessing()
+    first = bench.training(zeus, epochs=3)
+    first.train()
+    first.model = Classifier()
+    first.train()
+    assert "this Trainer goes on after epoch 1 of an earlier training: it has its own batch size" in caplog.text
+    assert bench.view().job.max_epochs == 3
+    assert bench.view().trial_count == 1
+    assert set(first.sizes) == {16, 8}  # the latter ends each epoch

@@ -47,6 +47,8 @@ class FakeTrainer:
     accumulation = 1
     no_accumulation: str | None = None
     no_continuation: str | None = None
+    given_model = None
+    epochs_before = 0
     model: Any = SimpleNamespace(parameters=list, state_dict=dict)
     keeps_optimizers = True
     schedule_remedy = "Make it anew"

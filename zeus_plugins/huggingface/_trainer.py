@@ -154,6 +154,7 @@ class HuggingFacePort:
     """
 
     no_accumulation = None
+    epochs_before = 0  # `train` begins to count anew
     keeps_optimizers = True
     schedule_remedy = "Let the trainer make the scheduler (lr_scheduler_type), or override create_scheduler"
 
@@ -401,6 +402,10 @@ class HuggingFacePort:
     @property
     def model(self) -> Any:
         return self._trainer.model
+
+    @property
+    def given_model(self) -> Any:
+        return self._trainer.model if self._trainer.model_init is None else None
 
     def train_again(self, epochs: int, patches: Patches, *, keeps_state: bool) -> None:
         """Let the next call of `train` train the present model for these epochs, and number its steps on."""

@@ -53,7 +53,7 @@ class ZeusBSOTrainerCallback(BatchSizeArguments, TrainWrapper):
     `evaluate` that the script calls within the training. Evaluating and predicting outside `train` have no trial.
 
     Each call of `train` is a trial. One that resumes from a checkpoint continues the checkpoint's trial; if that has no
-    trial, the callback does nothing.
+    trial, the callback does nothing. Neither does it if the call trains on a model that a trial of the job has trained.
     """
 
     _OWNER = "zeus_bso_owner"

@@ -374,6 +374,12 @@ class LightningPort:
     def model(self) -> Any:
         return self._module
 
+    given_model = model
+
+    @property
+    def epochs_before(self) -> int:
+        return int(self._trainer.current_epoch)
+
     def train_again(self, epochs: int, patches: Patches, *, keeps_state: bool) -> None:
         """Let the next call of the fit loop's `run` train these epochs; an epoch or step keeps its number."""
         trainer, loop = self._trainer, self._trainer.fit_loop

@@ -42,6 +42,14 @@ class TrainerPort(Ranks, Protocol):
     def model(self) -> Any:
         """The trained torch module."""
 
+    @property
+    def given_model(self) -> Any:
+        """The torch module that the training begins with; None if the training makes a new one."""
+
+    @property
+    def epochs_before(self) -> int:
+        """Epochs that earlier trainings of this process have trained, if the trainer goes on from them; otherwise 0."""
+
     def train_again(self, epochs: int, patches: Patches, *, keeps_state: bool) -> None:
         """Prepare the trainer to train its model for this many epochs again, at the batch size just delivered.
 

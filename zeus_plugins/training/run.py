@@ -19,7 +19,8 @@ The order of calls, on every rank::
                                             returns, from `scale_learning_rate` on, unless it returns None
     run.finish(error)                       always; then, unless there is an error, run.raise_failure()
 
-`run.active` is None before `begin`, after `finish`, and in a training resumed from a checkpoint without a trial.
+`run.active` is None before `begin`, after `finish`, and in a training without a trial, which goes on from a checkpoint
+without one or from an earlier training of this process.
 """
 
 from __future__ import annotations
@@ -57,6 +58,7 @@ from zeus_plugins.training.outcomes import (
 from zeus_plugins.training.patches import Patches
 from zeus_plugins.training.port import TrainerPort, cluster_monitor, decided_by_rank_zero, node_monitor
 from zeus_plugins.training.session import OnUnreachable, TrialSession, check_on_unreachable, check_watch
+from zeus_plugins.training.trained import TrainedWeights
 from zeus_plugins.training.trial import RunSummary, TrialInfo
 
 T = TypeVar("T")
@@ -219,7 +221,7 @@ class BatchSizeArguments:
         if self._run.trial is None:
             raise ZeusBSOOperationOrderError(
                 "there is no trial before the training has begun, after a rehearsal such as fast_dev_run, after it has "
-                "run in spawned processes, or when it continues a checkpoint that holds no trial"
+                "run in spawned processes, or when it goes on from a checkpoint without a trial or from a trained model"
             )
         return self._run.trial
 
@@ -299,6 +301,7 @@ class TrialRun:
         self.connect = partial(connect, options.server_url, options.token)
         self.active: ActiveRun | None = None
         self._record: RunRecord | None = None  # set by begin and resume
+        self._weights: TrainedWeights | None = None
 
     @property
     def trial(self) -> TrialInfo | None:
@@ -311,9 +314,15 @@ class TrialRun:
         return 1.0 if self._record is None else self._record.lr_factor
 
     def begin(self, port: TrainerPort) -> None:
-        """Ask for a batch size, and set it in the trainer; errors as in `TrialSession.ask`."""
+        """Ask for a batch size, and set it in the trainer; errors as in `TrialSession.ask`.
+
+        Leave a training alone that goes on from an earlier one in this process.
+        """
         facts = self._facts_of(port)
         plan = self._plan_of(port, facts)
+        weights = TrainedWeights(port.given_model)
+        if self._goes_on(port, plan.job.job_id, weights):
+            return
         # Before a trial is spent on a size that cannot be. Ranks may have data of different lengths.
         _decided(port, lambda: self._splits(port, plan.job.batch_sizes, facts))
 
@@ -335,6 +344,26 @@ class TrialRun:
             return True
 
         self._enter(port, plan, EpochCount(), ask)
+        self._weights = weights
+
+    def _goes_on(self, port: TrainerPort, job_id: str | None, weights: TrainedWeights) -> bool:
+        """Return True, with a warning, if the training goes on from an earlier one in this process."""
+
+        def find() -> str | None:
+            if job_id is not None and weights.are_of(job_id):
+                return f"an earlier training of job {job_id} has trained this model, and this one goes on from there"
+            if port.epochs_before and not self._wish.said_epochs:  # of which the trainer then checks the number
+                return f"this Trainer goes on after epoch {port.epochs_before} of an earlier training"
+            return None
+
+        reason = _decided(port, find)
+        if reason is not None and port.rank == 0:
+            _logger.warning(
+                "%s: it has its own batch size, and is neither measured nor reported. For a trial, train a new model "
+                "with a new Trainer",
+                reason,
+            )
+        return reason is not None
 
     def resume(self, port: TrainerPort, saved: Callable[[], Mapping[str, Any] | None]) -> None:
         """Continue the trial of a checkpoint at its batch size; without one, leave the training alone.
@@ -394,8 +423,11 @@ class TrialRun:
         known. `next_step` tells the user what follows, in place of the advice to launch the training again.
         """
         active, self.active = self.active, None
+        weights, self._weights = self._weights, None
         try:
             with ExitStack() as stack:  # which runs each callback even if another one fails
+                if active is not None and weights is not None:
+                    stack.callback(weights.end, active.record.job.job_id or "")
                 if active is not None:
                     stack.callback(active.close, error, early_end, next_step)
                 stack.callback(self.patches.undo)
@@ -432,6 +464,7 @@ class TrialRun:
                 return True
 
             run._enter(port, record.plan, EpochCount(), begin, finishes=True)
+            run._weights = TrainedWeights(port.model)
             if restarts and active.first_weights is not None:
                 port.model.load_state_dict(active.first_weights)
             port.train_again(job.max_epochs, run.patches, keeps_state=not restarts)
