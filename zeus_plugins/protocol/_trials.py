@@ -18,6 +18,7 @@ from pydantic import (
 
 from zeus_plugins.protocol._jobs import GpuConfig, JobParams, TrialId
 from zeus_plugins.protocol._values import (
+    MAX_BATCH_SIZES,
     MAX_DETAIL_LENGTH,
     MAX_POWER_LIMITS,
     BatchSize,
@@ -30,6 +31,7 @@ from zeus_plugins.protocol._values import (
     NonNegativeFinite,
     NonNegativeInt,
     Origin,
+    PositiveFinite,
     PositiveInt,
     Seconds,
     Text,
@@ -229,6 +231,62 @@ class PowerLimitChoice(PowerProfile):
 
 class TrialPowerProfile(PowerLimitChoice, TrialId):
     """Body of ``PUT /trials/power_profile``: the power limits of a trial."""
+
+
+class ProbedSize(WireMessage):
+    """Probed cost of an epoch at one batch size: timed passes × steps, and what an epoch has beside its steps.
+
+    Attributes:
+        batch_size: The global batch size.
+        time_s: Seconds of an epoch.
+        energy_j: Joules of an epoch over all GPUs.
+        error: Standard deviation of the log of both, as far as it is known.
+    """
+
+    batch_size: BatchSize
+    time_s: Seconds
+    energy_j: Joules
+    error: PositiveFinite
+
+
+def _ascending_with_one_for_each_size(sizes: tuple[ProbedSize, ...]) -> tuple[ProbedSize, ...]:
+    by_size = {each.batch_size: each for each in sizes}
+    if len(by_size) < len(sizes):
+        raise ValueError("two entries have the same batch_size")
+    return tuple(by_size[size] for size in sorted(by_size))
+
+
+class Probe(WireMessage):
+    """What timed passes without optimizer steps say about the batch sizes of a job.
+
+    Attributes:
+        gpus: The measured devices, with the sum of their maximum power, watts.
+        sizes: The probed sizes. Kept ascending.
+        out_of_memory: Smallest batch size that ran out of memory; None if none did.
+        critical_batch_size: Gradient noise scale, samples (McCandlish et al. 2018, arXiv 1812.06162); None if unknown.
+        critical_error: Standard deviation of the log₂ of `critical_batch_size`, octaves.
+    """
+
+    gpus: GpuConfig
+    sizes: Annotated[
+        tuple[ProbedSize, ...],
+        FailFast(),
+        Field(max_length=MAX_BATCH_SIZES),
+        AfterValidator(_ascending_with_one_for_each_size),
+    ] = ()
+    out_of_memory: BatchSize | None = None
+    critical_batch_size: PositiveFinite | None = None
+    critical_error: PositiveFinite | None = None
+
+    @model_validator(mode="after")
+    def _has_an_error_with_a_scale(self) -> Self:
+        if (self.critical_batch_size is None) != (self.critical_error is None):
+            raise ValueError("critical_batch_size and critical_error are given together")
+        return self
+
+
+class TrialProbe(Probe, TrialId):
+    """Body of ``PUT /trials/probe``: the probe of a trial, which replaces an earlier one of the same trial."""
 
 
 class TrialDispatch(TrialId):

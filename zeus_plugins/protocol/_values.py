@@ -41,6 +41,7 @@ class Paths:
     TRIALS = "/trials"
     HEARTBEAT = "/trials/heartbeat"
     POWER_PROFILE = "/trials/power_profile"
+    PROBE = "/trials/probe"
     # Read API
     API_JOBS = "/api/jobs"
     IMPORT = "/api/import"
