@@ -269,7 +269,7 @@ class SyncStore:
                 wait_s = retries.wait_s(failure, error)
                 if wait_s is None:
                     raise DatabaseUnavailableError(
-                        f"timed out after {timeout_s:g} s, as another process has it locked"
+                        f"timed out after {timeout_s:.3g} s, as another process has it locked"
                     ) from error
                 time.sleep(wait_s)
 

@@ -288,14 +288,16 @@ def test_a_setting_that_cannot_work_is_refused_at_once(
         client_from_environment()
 
 
-def test_a_request_waits_no_longer_than_its_timeout(file: Path) -> None:
+def test_request_waits_no_longer_than_its_timeout_and_six_times_as_long_at_the_start(file: Path) -> None:
     impatient = client_from_environment(timeout_s=0.2).with_retries(NO_RETRIES)
     with client_from_environment() as client, impatient:
         trial_to_its_end(client)
         with closing(sqlite3.connect(file, isolation_level=None)) as other:
             other.execute("BEGIN IMMEDIATE")
-            with pytest.raises(ZeusBSOServerUnreachableError, match=r"timed out after 0\.2 s"):
+            with pytest.raises(ZeusBSOServerUnreachableError, match=r"timed out after 1\.2 s"):
                 impatient.request_trial("digits-1")
+            with pytest.raises(ZeusBSOServerUnreachableError, match=r"timed out after 0\.2 s"):
+                impatient.record_offline(OfflineTrial(job_id="digits-1", batch_size=32), "key")
             other.execute("ROLLBACK")
         assert trial_to_its_end(client) > 1
 
