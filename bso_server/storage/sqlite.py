@@ -356,7 +356,9 @@ class SyncStore:
             connection: Connection | None = None
             try:
                 connection = self._connection or self._open(patience_s)
-                done, transaction = self._file.transact(connection, work_on, read_only=read_only, patience_s=patience_s)
+                # The interrupted transaction may have the turn.
+                limit_s = 0.0 if depth else patience_s
+                done, transaction = self._file.transact(connection, work_on, read_only=read_only, patience_s=limit_s)
             except BaseException as error:
                 if not isinstance(error, (BsoError, JobExistsError)):
                     # The exception of a signal can leave the connection in any state.

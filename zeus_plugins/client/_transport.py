@@ -117,7 +117,7 @@ class _Lookup(threading.Thread):
         """Look the name up."""
         try:
             _known[self._place] = _addresses(*self._place)
-        except (OSError, UnicodeError) as error:
+        except Exception as error:
             self.error = error
 
 
@@ -185,7 +185,7 @@ class _Network(httpcore.NetworkBackend):
 
 
 class _Stream(httpcore.NetworkStream):
-    """A connection whose time-outs are deadlines; without one, as to a SOCKS proxy, that of connecting holds."""
+    """A connection whose time-outs are deadlines; calls without one, as for SOCKS, end with the time for connecting."""
 
     def __init__(self, stream: httpcore.NetworkStream, deadline: float | None) -> None:
         self._stream, self._deadline = stream, deadline

@@ -68,7 +68,7 @@ _DATABASE_VARIABLE = variable_of("database_url")
 # Factor of the time-out for a training's first requests, without which it would begin at the default batch size.
 _START_PATIENCE = 6
 
-# While SQLite waits for another process's lock, this thread handles no signal and this process cannot fork.
+# While SQLite waits for another process's lock, this thread handles no signal.
 _BUSY_TIMEOUT_S = 0.1
 
 _logger = logging.getLogger("zeus_plugins")
