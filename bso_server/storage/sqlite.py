@@ -46,12 +46,9 @@ _BUSY_TIMEOUT_S = 1
 READERS = 4
 
 # Longest wait in seconds for a turn, because its holder may be a stopped process, and for the lock during a turn.
-_TURN_S = 3.0
-_LOCK_S = 1.0
-
+_TURN_S, _LOCK_S = 3.0, 1.0
 # Longest pause in seconds between two attempts to get the turn, and its share of the time that is left.
-_PAUSE_S = 0.02
-_PAUSE_SHARE = 0.002
+_PAUSE_S, _PAUSE_SHARE = 0.02, 0.002
 
 READ_ONLY = "bso_read_only"
 """Key in a connection's `info` that marks a read-only transaction."""
@@ -151,12 +148,7 @@ class SqliteFile:
         return self.engine.connect()
 
     def transact(
-        self,
-        connection: Connection,
-        work: Callable[[Connection], T],
-        *,
-        read_only: bool = False,
-        patience_s: float,
+        self, connection: Connection, work: Callable[[Connection], T], *, read_only: bool = False, patience_s: float
     ) -> T:
         """See `AsyncDatabase.transact`; `patience_s`: seconds that the caller has for the lock, over several calls."""
         driver: Any = connection.connection.driver_connection
@@ -252,9 +244,8 @@ class SqliteDatabase:
         try:
             async with asyncio.timeout(timeout_s) as limit:
                 # A transaction that times out in the queue is not executed.
-                return await loop.run_in_executor(
-                    threads, self._transact_in_thread, work, read_only, Deadline(timeout_s)
-                )
+                deadline = Deadline(timeout_s)
+                return await loop.run_in_executor(threads, self._transact_in_thread, work, read_only, deadline)
         except TimeoutError as error:
             if limit.expired():
                 raise no_answer(timeout_s) from error

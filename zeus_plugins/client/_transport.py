@@ -177,8 +177,7 @@ class _Network(httpcore.NetworkBackend):
             address = addresses.pop(0)
             try:
                 share_s = None if wait_s is None else wait_s / (len(addresses) + 1)
-                stream = network.connect_tcp(address, port, share_s, local_address, socket_options)
-                return _Stream(stream, timeout)
+                return _Stream(network.connect_tcp(address, port, share_s, local_address, socket_options), timeout)
             except (httpcore.ConnectError, httpcore.ConnectTimeout):
                 if not addresses:
                     raise

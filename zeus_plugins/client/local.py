@@ -124,18 +124,10 @@ class LocalServer(ServerPort):
                 for line in error.errors()
             ]
             raise self._refusal("registration", HTTPStatus.UNPROCESSABLE_ENTITY, "; ".join(faults)) from None
-        known = self._read(
-            "registration",
-            lambda transaction: self._commands.registered(transaction, registration),
-            patience=_START_PATIENCE,
-        )
+        known = self._read("registration", lambda transaction: self._commands.registered(transaction, registration))
         if known is not None:
             return known
-        return self._write(
-            "registration",
-            lambda transaction: self._commands.register(transaction, registration),
-            patience=_START_PATIENCE,
-        )[0]
+        return self._write("registration", lambda transaction: self._commands.register(transaction, registration))[0]
 
     def request_trial(self, job_id: str, key: str | None = None) -> TrialDispatch:
         """See `ServerPort.request_trial`."""
@@ -144,7 +136,7 @@ class LocalServer(ServerPort):
 
     def _begin_trial(self, store: SyncStore, job_id: str, key: str) -> TrialDispatch:
         """Start a trial as `BatchSizeService.begin_trial` does."""
-        commands, limit_s = self._commands, self._limit_s(_START_PATIENCE)
+        commands, limit_s = self._commands, self._limit_s("suggestion")
         for _ in range(TRIES):
             basis = store.read(lambda transaction: commands.considered(transaction, job_id, key), timeout_s=limit_s)
             decided = None if basis is None else decide(basis)
@@ -222,13 +214,14 @@ class LocalServer(ServerPort):
         """See `ServerPort.show_job`."""
         return self._read("job", lambda transaction: reading.show_job(transaction, job_id, limit=limit))
 
-    def _write(self, request: str, work: Callable[[Transaction], T], *, patience: int = 1) -> T:
-        return self._asked(request, lambda store: store.write(work, timeout_s=self._limit_s(patience)))
+    def _write(self, request: str, work: Callable[[Transaction], T]) -> T:
+        return self._asked(request, lambda store: store.write(work, timeout_s=self._limit_s(request)))
 
-    def _read(self, request: str, work: Callable[[Transaction], T], *, patience: int = 1) -> T:
-        return self._asked(request, lambda store: store.read(work, timeout_s=self._limit_s(patience)))
+    def _read(self, request: str, work: Callable[[Transaction], T]) -> T:
+        return self._asked(request, lambda store: store.read(work, timeout_s=self._limit_s(request)))
 
-    def _limit_s(self, patience: int) -> float:
+    def _limit_s(self, request: str) -> float:
+        patience = _START_PATIENCE if request in ("registration", "suggestion") else 1
         return self._retries.end_s(patience * self.timeout_s) - time.monotonic()
 
     def _asked(self, request: str, ask: Callable[[SyncStore], T]) -> T:
