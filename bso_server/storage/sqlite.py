@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import random
 import re
 import sqlite3
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -36,9 +38,17 @@ from bso_server.storage.faults import (
 )
 from bso_server.storage.transaction import Transaction
 
+if sys.platform != "win32":
+    import fcntl
+
 # Seconds that a statement waits for another process's transaction before the store retries.
 _BUSY_TIMEOUT_S = 1
 READERS = 4
+
+# Longest wait in seconds for a turn, because its holder may be a stopped process, and for the lock during a turn.
+_TURN_S, _LOCK_S = 3.0, 1.0
+# Longest pause in seconds between two attempts to get the turn, and its share of the time that is left.
+_PAUSE_S, _PAUSE_SHARE = 0.02, 0.002
 
 READ_ONLY = "bso_read_only"
 """Key in a connection's `info` that marks a read-only transaction."""
@@ -130,18 +140,24 @@ class SqliteFile:
             isolation_level="AUTOCOMMIT",
         )
         self.open_file = configure_sqlite(self.engine, busy_timeout_s)
+        self._directory = os.path.dirname(os.path.realpath(self.path))
         event.listen(self.engine, "close", _roll_back)
 
     def connect(self) -> Connection:
         """Open a connection; raise `DBAPIError` or, if the file is not the one opened before, `UnwritableError`."""
         return self.engine.connect()
 
-    def transact(self, connection: Connection, work: Callable[[Connection], T], *, read_only: bool = False) -> T:
-        """See `AsyncDatabase.transact`."""
+    def transact(
+        self, connection: Connection, work: Callable[[Connection], T], *, read_only: bool = False, patience_s: float
+    ) -> T:
+        """See `AsyncDatabase.transact`; `patience_s`: seconds that the caller has for the lock, over several calls."""
         driver: Any = connection.connection.driver_connection
         try:
             # SQLAlchemy's own transactions are slower, and lose an exception that a signal raises at their end.
-            _execute(driver, "BEGIN" if read_only else "BEGIN IMMEDIATE")
+            if read_only:
+                _execute(driver, "BEGIN")
+            else:
+                self._begin(driver, Deadline(patience_s))
             done = work(connection)
             _execute(driver, "COMMIT")
         except BaseException:
@@ -150,6 +166,17 @@ class SqliteFile:
         self.open_file.check(connection.info)
         return done
 
+    def _begin(self, driver: Any, deadline: Deadline) -> None:
+        """Take the lock of the file, in turn with the writers of other processes."""
+        with _turn(self._directory, deadline):
+            limit = Deadline(min(_LOCK_S, deadline.left_s))
+            while True:
+                try:
+                    return _execute(driver, "BEGIN IMMEDIATE")
+                except OperationalError as error:
+                    if failure_of(error) is None or not limit.left_s:
+                        raise
+
     def drop(self, connection: Connection) -> None:
         """Roll back and close a connection that is in use; the next statement of its user fails."""
         driver: Any = connection.connection.driver_connection
@@ -157,12 +184,43 @@ class SqliteFile:
         driver.close()
 
 
+@contextmanager
+def _turn(directory: str, deadline: Deadline) -> Iterator[None]:
+    """Hold the turn to take the lock of a SQLite file in this directory; after half of the time, go without it.
+
+    SQLite's writers poll for the lock, so that a process which writes without a pause leaves the others hardly a
+    chance. A writer therefore takes the turn first, and keeps it until it has the lock, while all others wait for their
+    turns, also the process that has just written. The less time a writer has left, the more often it tries.
+
+    The turn is a lock of the directory: closing a descriptor of the file would remove SQLite's own locks.
+    """
+    try:
+        descriptor = os.open(directory, os.O_RDONLY)
+    except OSError:  # on Windows, or without the permission
+        yield
+        return
+    limit = Deadline(min(_TURN_S, deadline.left_s / 2))
+    try:
+        while limit.left_s:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                pause_s = min(_PAUSE_S, _PAUSE_SHARE * deadline.left_s)
+                time.sleep(random.uniform(0, pause_s))  # noqa: S311 - no secret
+            except OSError:  # a file system without such locks
+                break
+        yield
+    finally:
+        os.close(descriptor)
+
+
 class SqliteDatabase:
     """SQLite file, for transactions in threads.
 
-    SQLite admits one writer at a time and makes the others poll for its lock. One thread for all writes of a process
-    queues them fairly instead. A whole transaction runs in the thread, because one switch per statement, as in
-    asynchronous drivers for SQLite, costs more than the statements.
+    SQLite admits one writer at a time. One thread for all writes of a process queues them in order. A whole transaction
+    runs in the thread, because one switch per statement, as in asynchronous drivers for SQLite, costs more than the
+    statements.
     """
 
     def __init__(self, file: SqliteFile) -> None:
@@ -186,7 +244,8 @@ class SqliteDatabase:
         try:
             async with asyncio.timeout(timeout_s) as limit:
                 # A transaction that times out in the queue is not executed.
-                return await loop.run_in_executor(threads, self._transact_in_thread, work, read_only)
+                deadline = Deadline(timeout_s)
+                return await loop.run_in_executor(threads, self._transact_in_thread, work, read_only, deadline)
         except TimeoutError as error:
             if limit.expired():
                 raise no_answer(timeout_s) from error
@@ -199,7 +258,7 @@ class SqliteDatabase:
         for connection in self._connections:
             connection.close()
 
-    def _transact_in_thread(self, work: Callable[[Connection], T], read_only: bool) -> T:
+    def _transact_in_thread(self, work: Callable[[Connection], T], read_only: bool, deadline: Deadline) -> T:
         # Each thread keeps its connection, because opening one takes longer than a transaction.
         connection: Connection | None = getattr(self._own, "connection", None)
         if connection is None:
@@ -208,7 +267,7 @@ class SqliteDatabase:
             except DBAPIError as error:
                 raise NoConnectionError(error) from error
             self._connections.append(connection)
-        return self.file.transact(connection, work, read_only=read_only)
+        return self.file.transact(connection, work, read_only=read_only, patience_s=deadline.left_s)
 
 
 class SyncStore:
@@ -254,10 +313,11 @@ class SyncStore:
                 self._file.open_file.forget()
 
     def _transact(self, work: Callable[[Transaction], T], *, read_only: bool, timeout_s: float) -> T:
-        retries = Retries(Deadline(timeout_s), level=logging.DEBUG)
+        deadline = Deadline(timeout_s)
+        retries = Retries(deadline, level=logging.DEBUG)
         while True:
             try:
-                return self._attempt(work, read_only=read_only)
+                return self._attempt(work, read_only=read_only, patience_s=deadline.left_s)
             except _BrokenInError:
                 continue
             except UnwritableError as error:
@@ -269,11 +329,11 @@ class SyncStore:
                 wait_s = retries.wait_s(failure, error)
                 if wait_s is None:
                     raise DatabaseUnavailableError(
-                        f"timed out after {timeout_s:g} s, as another process has it locked"
+                        f"timed out after {timeout_s:.3g} s, as another process has it locked"
                     ) from error
                 time.sleep(wait_s)
 
-    def _attempt(self, work: Callable[[Transaction], T], *, read_only: bool) -> T:
+    def _attempt(self, work: Callable[[Transaction], T], *, read_only: bool, patience_s: float) -> T:
         def work_on(connection: Connection) -> tuple[T, Transaction]:
             transaction = Transaction(connection)
             return work(transaction), transaction
@@ -286,8 +346,10 @@ class SyncStore:
             self._depth, self._is_broken_in = depth + 1, False
             connection: Connection | None = None
             try:
-                connection = self._connection or self._open()
-                done, transaction = self._file.transact(connection, work_on, read_only=read_only)
+                connection = self._connection or self._open(patience_s)
+                # The interrupted transaction may have the turn.
+                limit_s = 0.0 if depth else patience_s
+                done, transaction = self._file.transact(connection, work_on, read_only=read_only, patience_s=limit_s)
             except BaseException as error:
                 if not isinstance(error, (BsoError, JobExistsError)):
                     # The exception of a signal can leave the connection in any state.
@@ -314,16 +376,16 @@ class SyncStore:
             with suppress(SQLAlchemyError, sqlite3.Error):
                 self._file.drop(connection)
 
-    def _open(self) -> Connection:
+    def _open(self, patience_s: float) -> Connection:
         try:
             connection = self._connection = self._file.connect()
-            found = self._file.transact(connection, migrations.current, read_only=True)
+            found = self._file.transact(connection, migrations.current, read_only=True, patience_s=patience_s)
             if found != migrations.HEAD:
                 migrations.refuse_newer(found, described(self._file.url))
                 if found is not None:
                     back_up(self._file.path)
                 with _unlogged():
-                    self._file.transact(connection, migrations.upgrade)
+                    self._file.transact(connection, migrations.upgrade, patience_s=patience_s)
         except BaseException:
             unusable = self._connection
             self._drop()

@@ -304,16 +304,33 @@ def test_what_will_not_pass_is_not_tried_again(trouble: int) -> None:
     ("attempts", "ask"),
     [
         (4, lambda server: server.client(attempts=4).request_trial("mnist-1")),
-        (1, lambda server: server.client(attempts=4, patience_s=-1.0).request_trial("mnist-1")),
+        (1, lambda server: server.client(attempts=4, until_s=-1.0).request_trial("mnist-1")),
         (1, lambda server: server.client().delete_job("mnist-1")),
     ],
-    ids=["attempts have a limit", "patience has a limit", "a job is deleted once"],
+    ids=["attempts have a limit", "requests have an end", "a job is deleted once"],
 )
 def test_a_request_is_not_sent_again(attempts: int, ask: Callable[[Troubled], None]) -> None:
     server = Troubled(*[503] * attempts)
     with pytest.raises(ZeusBSORuntimeError, match="503"):
         ask(server)
     assert server.answers == []
+
+
+def test_attempts_of_a_request_share_its_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s, limits_s = [0.0], list[float]()
+    monkeypatch.setattr("time.monotonic", lambda: now_s[0])
+
+    def answer_late(request: httpx.Request) -> httpx.Response:
+        limits_s.append(request.extensions["timeout"]["read"])
+        now_s[0] += 4.0
+        return httpx.Response(503)
+
+    client = BsoClient(
+        "http://bso", timeout_s=10.0, transport=httpx.MockTransport(answer_late), retries=Retries(backoff_s=0)
+    )
+    with client, pytest.raises(ZeusBSORuntimeError):
+        client.request_trial("mnist-1")
+    assert limits_s == [10.0, 6.0, 2.0]
 
 
 @given(attempt=st.integers(min_value=1, max_value=6), backoff_s=st.floats(min_value=0, max_value=10))

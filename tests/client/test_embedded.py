@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import logging
 import os
@@ -15,14 +16,24 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
 
 from bso_server.core.model import History, Suggestion
 from bso_server.core.policy import Policy, given
-from tests.support import ROOT
-from tests.support.embedded import GPUS, JOB, final_report, is_open, monitor, session_of, trial_to_its_end
+from tests.support import ROOT, warm
+from tests.support.embedded import (
+    GPUS,
+    JOB,
+    final_report,
+    is_open,
+    monitor,
+    session_of,
+    trial_to_its_end,
+    written_without_pause,
+)
 from tests.support.servers import ServerProcess, bso_server
 from zeus_plugins import BatchSizeOptimizer
 from zeus_plugins.client import client_from_environment
@@ -288,14 +299,16 @@ def test_a_setting_that_cannot_work_is_refused_at_once(
         client_from_environment()
 
 
-def test_a_request_waits_no_longer_than_its_timeout(file: Path) -> None:
+def test_request_waits_no_longer_than_its_timeout_and_six_times_as_long_at_the_start(file: Path) -> None:
     impatient = client_from_environment(timeout_s=0.2).with_retries(NO_RETRIES)
     with client_from_environment() as client, impatient:
         trial_to_its_end(client)
         with closing(sqlite3.connect(file, isolation_level=None)) as other:
             other.execute("BEGIN IMMEDIATE")
-            with pytest.raises(ZeusBSOServerUnreachableError, match=r"timed out after 0\.2 s"):
+            with pytest.raises(ZeusBSOServerUnreachableError, match=r"timed out after 1\.2 s"):
                 impatient.request_trial("digits-1")
+            with pytest.raises(ZeusBSOServerUnreachableError, match=r"timed out after 0\.2 s"):
+                impatient.record_offline(OfflineTrial(job_id="digits-1", batch_size=32), "key")
             other.execute("ROLLBACK")
         assert trial_to_its_end(client) > 1
 
@@ -380,6 +393,52 @@ def test_two_processes_play_fifty_trials_each_while_others_look(file: Path, tmp_
     assert {trial["state"] for trial in shown(file)} == {"completed"}
     with closing(sqlite3.connect(file)) as database:
         assert database.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
+
+
+def test_writer_without_pause_leaves_others_their_turns(file: Path) -> None:
+    with client_from_environment(timeout_s=60.0) as client:
+        client.register(JobSpecFromClient.of(JOB, GPUS))
+        trial = client.request_trial("digits-1")
+        with written_without_pause(file) as others:
+            before = len(others)
+            for _ in range(20):
+                client.heartbeat(trial)
+            meanwhile = len(others) - before
+    assert 5 < meanwhile < 60
+
+
+@pytest.mark.parametrize("hindrance", ["held", "unreadable", "without locks"])
+def test_turn_that_cannot_be_had_delays_a_writer_and_does_not_stop_it(
+    hindrance: str, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with client_from_environment(timeout_s=1.0) as client:
+        client.register(JobSpecFromClient.of(JOB, GPUS))
+        directory = os.open(file.parent, os.O_RDONLY)
+        try:
+            if hindrance == "held":
+                fcntl.flock(directory, fcntl.LOCK_EX)
+            elif hindrance == "unreadable":
+                monkeypatch.setattr("os.open", mock.Mock(side_effect=PermissionError))
+            else:
+                monkeypatch.setattr("fcntl.flock", mock.Mock(side_effect=OSError("Function not implemented")))
+            assert client.request_trial("digits-1").trial_number == 1
+        finally:
+            os.close(directory)
+
+
+@pytest.mark.slow
+def test_twenty_processes_lose_nothing_beside_a_writer_without_pause(file: Path, tmp_path: Path) -> None:
+    with client_from_environment() as client:
+        client.register(JobSpecFromClient.of(JOB, GPUS))
+    outputs = [tmp_path / f"{n}.log" for n in range(20)]
+    modules = ("tests.support.embedded", "zeus_plugins.client.local")
+    with written_without_pause(file):
+        trainings = [warm.start("tests.support.embedded", "2", modules=modules, output=output) for output in outputs]
+        assert [training.wait() for training in trainings] == [0] * 20
+    # Without a warning, each training has reported to the file at once.
+    numbers = [int(number) for output in outputs for number in output.read_text().split()]
+    assert sorted(numbers) == list(range(1, 41))
+    assert {trial["state"] for trial in shown(file)} == {"completed"}
 
 
 NEVER_CLOSED = """

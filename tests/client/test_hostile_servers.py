@@ -4,18 +4,26 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import socket
+import subprocess
+import sys
 import threading
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib.machinery import ModuleSpec
+from typing import Any
+from unittest import mock
 
 import pytest
 
+from tests.support import ROOT
+from tests.support.embedded import session_of
 from zeus_plugins.client import client_from_environment
 from zeus_plugins.client.http import BsoClient
 from zeus_plugins.client.port import NO_RETRIES
-from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSORuntimeError, ZeusBSOServerUnreachableError
+from zeus_plugins.errors import ZeusBSORuntimeError, ZeusBSOServerUnreachableError
 from zeus_plugins.protocol import TrialId
 
 TRIAL = TrialId(job_id="digits-1", batch_size=32, trial_number=1)
@@ -199,10 +207,174 @@ def test_other_machines_are_asked_through_the_proxy_that_the_environment_names(
                 assert proxy.requests == []
 
 
-@pytest.mark.parametrize("proxy", ["ftp://me:s3cret@proxy", "http://me:s3cret@proxy:port"])
-def test_a_proxy_that_cannot_be_is_told(proxy: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HTTP_PROXY", proxy)
+@pytest.mark.parametrize(
+    "proxy",
+    [
+        "ftp://me:s3cret@proxy",
+        "http://me:s3cret@proxy:port",
+        "http://me:s3cret@:3128",
+        "http://me:s3cret@proxy..invalid:3128",
+        "socks5://me:s3cret@proxy:1080",
+    ],
+)
+def test_training_with_an_unusable_proxy_begins_at_the_default_size_and_names_the_problem(
+    proxy: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("zeus_plugins.client._transport.find_spec", {}.get)  # no package for SOCKS
+    monkeypatch.setenv("ALL_PROXY", proxy)
     monkeypatch.setenv("NO_PROXY", "")
-    with BsoClient("http://bso.invalid") as client, pytest.raises(ZeusBSOConfigError, match="NO_PROXY") as caught:
-        client.request_trial("digits-1")
-    assert "s3cret" not in str(caught.value)
+    with BsoClient("http://bso.invalid") as client:
+        session = session_of(client)
+        assert session.ask() == 32
+        session.end()
+    assert ("could not be looked up" if ".." in proxy else "pip install 'httpx[socks]'") in caplog.text
+    assert "s3cret" not in caplog.text
+
+
+# httpcore leaves the socket of a failed SOCKS connection to the garbage collector.
+@pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("answers", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b""], ids=["of HTTP", "that is silent"])
+def test_socks_proxy_that_speaks_no_socks_is_an_outage(answers: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    socksio = mock.MagicMock(__spec__=ModuleSpec("socksio", None))
+    socksio.socks5.SOCKS5Connection().data_to_send.return_value = b"\5\1\0"
+    socksio.socks5.SOCKS5Connection().receive_data.side_effect = ArithmeticError("no SOCKS")
+    for name in ("httpcore._sync.socks_proxy", "socksio"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.setitem(sys.modules, "socksio", socksio)
+    with talking(lambda: iter([answers] * 100), pause_s=0.1) as proxy:
+        monkeypatch.setenv("ALL_PROXY", proxy.url.replace("http", "socks5"))
+        monkeypatch.setenv("NO_PROXY", "")
+        with BsoClient("http://bso.invalid", timeout_s=0.5, retries=NO_RETRIES) as client:
+            with pytest.raises(ZeusBSOServerUnreachableError, match="timed out" if not answers else "no SOCKS"):
+                client.request_trial("digits-1")
+            assert proxy.sent < 20 * max(1, len(answers))
+
+
+# --- a DNS server that says nothing -----------------------------------------------------------------------------------
+
+
+class Resolver:
+    """Replaces the lookup of names: finds this machine, fails, or says nothing until it is closed."""
+
+    def __init__(self) -> None:
+        self.answer: int | None = 0
+        self.asked = 0
+        self.closed = threading.Event()
+
+    def __call__(self, host: str, port: int, *more: int, flags: int = 0, **options: int) -> Any:
+        if host == "bso.test" and not flags & socket.AI_NUMERICHOST:
+            self.asked += 1
+            if self.answer is None:
+                self.closed.wait(600)
+            if self.answer:
+                raise socket.gaierror(self.answer, "no address")
+            host = "127.0.0.1"
+        return FOUND(host, port, *more, flags=flags, **options)
+
+
+FOUND: Any = socket.getaddrinfo
+
+
+@pytest.fixture
+def resolver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Resolver]:
+    resolver = Resolver()
+    monkeypatch.setattr("socket.getaddrinfo", resolver)
+    monkeypatch.setattr("zeus_plugins.client._transport._LATE_LOOKUP_S", 0.1)
+    monkeypatch.setattr("zeus_plugins.client._transport._known", {})
+    monkeypatch.setattr("zeus_plugins.client._transport._lookups", {})
+    for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    yield resolver
+    resolver.closed.set()
+
+
+def requested(server: Talker, **options: Any) -> int:
+    """The number of a trial that is requested on a connection of its own, by the server's name."""
+    with BsoClient(f"http://bso.test:{server.port}", retries=NO_RETRIES, **options) as client:
+        return client.request_trial("digits-1").trial_number
+
+
+@pytest.mark.parametrize("trouble", [None, socket.EAI_AGAIN, socket.EAI_FAIL], ids=["silence", "later", "failure"])
+def test_known_address_is_used_while_the_dns_server_fails(trouble: int | None, resolver: Resolver) -> None:
+    with talking(one_answer) as server:
+        for resolver.answer in (0, trouble, trouble):
+            assert requested(server, timeout_s=60) == 3
+    # Both requests have waited for one lookup.
+    assert resolver.asked == (2 if trouble is None else 3)
+
+
+def test_name_that_the_dns_server_denies_is_not_connected_to(resolver: Resolver) -> None:
+    with talking(one_answer) as server:
+        assert requested(server) == 3
+        resolver.answer = socket.EAI_NONAME
+        with pytest.raises(ZeusBSOServerUnreachableError, match=r"bso\.test could not be looked up"):
+            requested(server)
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_exit_function_that_can_start_no_thread_uses_the_known_address(
+    is_known: bool, resolver: Resolver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with talking(one_answer) as server:
+        if is_known:
+            requested(server)
+        monkeypatch.setattr("threading.Thread.start", mock.Mock(side_effect=RuntimeError("at interpreter shutdown")))
+        if is_known:
+            assert requested(server) == 3
+        else:
+            with pytest.raises(ZeusBSOServerUnreachableError, match="at interpreter shutdown"):
+                requested(server)
+    assert resolver.asked == is_known
+
+
+SILENT_DNS = """
+import os, socket, sys, time
+from tests.support.embedded import JOB, monitor
+from zeus_plugins import BatchSizeOptimizer
+
+found, silence_s = socket.getaddrinfo, 600
+
+def look_up(host, port, *more, flags=0, **options):
+    if host == "bso.invalid" and not flags & socket.AI_NUMERICHOST:
+        time.sleep(silence_s)
+        host = "127.0.0.1"
+    return found(host, port, *more, flags=flags, **options)
+
+socket.getaddrinfo = look_up
+limit_s = float(os.environ["ZEUS_BSO_TIMEOUT_S"])
+begun = time.monotonic()
+
+def took():
+    global begun
+    before, begun = begun, time.monotonic()
+    return round((begun - before) / limit_s, 1)
+
+optimizer = BatchSizeOptimizer(monitor(), "http://bso.invalid:9", JOB)
+assert optimizer.get_batch_size() == 32
+print(took())
+optimizer.on_train_begin()
+optimizer.on_evaluate(0.1)
+print(took())
+optimizer.close()
+print(took())
+child = os.fork()
+if child == 0:
+    silence_s = 0
+    try:
+        optimizer._session._client.list_jobs()
+    except Exception as error:
+        os._exit("Connection refused" not in str(error))
+assert os.waitpid(child, 0)[1] == 0
+"""
+
+
+def test_silent_dns_server_delays_no_step_of_a_training_beyond_its_timeout_and_no_exit() -> None:
+    environ = {**os.environ, "ZEUS_BSO_TIMEOUT_S": "3", "NO_PROXY": "*", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", SILENT_DNS]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, check=True, timeout=120)
+    begin, evaluate, close = map(float, done.stdout.split())
+    # The lookups would take 200 times the time-out.
+    assert begin < 5, done.stdout
+    assert evaluate < 5, done.stdout
+    assert close < 5, done.stdout
+    assert "bso.invalid could not be looked up: the DNS server does not answer" in done.stderr

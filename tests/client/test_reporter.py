@@ -19,7 +19,7 @@ from tests.support.outboxes import no_more_room, taken_from
 from tests.support.reporting import JOB, PATIENCE_S, Flaky, threads, training, until, warnings_in
 from zeus_plugins.client.outbox import Outbox
 from zeus_plugins.client.port import NO_RETRIES
-from zeus_plugins.client.reporter import judged_without_server
+from zeus_plugins.client.reporter import TrialReporter, judged_without_server
 from zeus_plugins.files import FileBusyError
 from zeus_plugins.protocol import CreatedJob, Evaluation, Origin, StopRule, TrainingResult, TrialId, TrialState
 from zeus_plugins.training.session import TrialSession
@@ -161,6 +161,36 @@ def test_the_end_is_tried_once(outbox: Outbox) -> None:
     session.end(KeyboardInterrupt())
     assert len(attempts) == 1  # the client's own requests are sent twice
     assert len(outbox.waiting()) == 1
+
+
+@pytest.mark.parametrize("waiting", [1, 3])
+@pytest.mark.usefixtures("outbox")
+def test_closing_a_training_waits_at_most_twice_the_timeout(waiting: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s, limits_s = [0.0], list[float]()
+    monkeypatch.setattr("time.monotonic", lambda: now_s[0])
+    monkeypatch.setattr(TrialReporter, "_wake_thread", lambda _self: None)
+
+    class Slow(Flaky):
+        is_slow = False
+
+        def __call__(self, request: httpx.Request) -> httpx.Response:
+            if self.is_slow:
+                limits_s.append(request.extensions["timeout"]["read"])
+                now_s[0] += min(8.0, limits_s[-1])
+                if limits_s[-1] < 8.0:
+                    raise httpx.ReadTimeout("as the test asked", request=request)
+            return super().__call__(request)
+
+    server = Slow(*[KEEP_TRAINING] * waiting)
+    session = training(server)
+    server.down = True
+    for _ in range(waiting):
+        session.report_evaluation(0.1)
+    server.down, server.is_slow = False, True
+    session.end(ValueError())
+    # One result waits: it, the end of the trial, and the look at the job.
+    assert limits_s == [10.0, 10.0, 4.0]
+    assert now_s == [20.0]
 
 
 def test_what_waited_and_is_refused_is_set_aside(outbox: Outbox) -> None:

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from itertools import repeat
 from pathlib import Path
 from typing import Any, TypeVar
 
-from bso_server.storage.sqlite import SyncStore
+from sqlalchemy.engine import make_url
+
+from bso_server.storage.sqlite import SqliteFile, SyncStore
 from zeus_plugins import JobSpec
+from zeus_plugins.client import client_from_environment
 from zeus_plugins.client.local import LocalServer
 from zeus_plugins.client.outbox import Outbox
 from zeus_plugins.client.port import ServerPort
@@ -93,3 +100,32 @@ def the_trial(server: LocalServer) -> TrialView:
     """The job's only trial."""
     (trial,) = server.show_job(JOB.job_id or "").trials
     return trial
+
+
+@contextmanager
+def written_without_pause(file: Path) -> Iterator[list[float]]:
+    """Have another writer lock the file for 50 ms again and again, as a server under load does; yield the times."""
+    times: list[float] = []
+    is_over = threading.Event()
+    store = SyncStore(SqliteFile(make_url(f"sqlite:///{file}")), nullcontext())
+
+    def write_on() -> None:
+        while not is_over.is_set():
+            store.write(lambda _: time.sleep(0.05), timeout_s=60.0)
+            times.append(time.monotonic())
+        store.close()
+
+    thread = threading.Thread(target=write_on)
+    thread.start()
+    try:
+        while len(times) < 5:
+            time.sleep(0.005)
+        yield times
+    finally:
+        is_over.set()
+        thread.join()
+
+
+if __name__ == "__main__":
+    with client_from_environment() as own:
+        print(*[trial_to_its_end(own) for _ in range(int(sys.argv[1]))])

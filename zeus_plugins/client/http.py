@@ -22,7 +22,7 @@ from urllib.parse import quote
 import httpx
 from pydantic import BaseModel, ValidationError
 
-from zeus_plugins.client._transport import DeadlineTransport
+from zeus_plugins.client._transport import CONNECT_SHARE, DeadlineTransport
 from zeus_plugins.client.port import (
     DEFAULT_TIMEOUT_S,
     NO_RETRIES,
@@ -80,7 +80,8 @@ class BsoClient(ServerPort):
             user and password inside it are sent as HTTP basic authentication. For the server in this process, use
             `zeus_plugins.client.client_from_environment`.
         token: Sent as ``Authorization: Bearer``. Whitespace around it or `server_url`, as in files, is dropped.
-        timeout_s: Longest wait in seconds for an answer: connecting, sending and receiving all of it.
+        timeout_s: Longest wait in seconds for an answer: looking up the server's name, connecting, which may take half
+            of the time, sending, receiving all of it, and retries.
         retries: How often a request without an answer is sent again.
         transport: Replaces the network.
 
@@ -230,20 +231,21 @@ class BsoClient(ServerPort):
             content=None if body is None else body.model_dump_json(),
             headers=headers,
         )
-        end = time.monotonic() + self._retries.patience_s
+        end_s = self._retries.end_s(self.timeout_s)
         attempt = 1
         while True:
             try:
-                return self._answered(request)
+                return self._answered(request, end_s - time.monotonic())
             except ZeusBSORuntimeError as error:
                 wait_s = self._retries.wait_s(attempt)
-                if attempt >= self._retries.attempts or not error.is_outage or time.monotonic() + wait_s > end:
+                if attempt >= self._retries.attempts or not error.is_outage or time.monotonic() + wait_s > end_s:
                     raise
                 _logger.debug("attempt %d of %s %s: %s", attempt, method, path, error)
             time.sleep(wait_s)
             attempt += 1
 
-    def _answered(self, request: httpx.Request) -> httpx.Response:
+    def _answered(self, request: httpx.Request, limit_s: float) -> httpx.Response:
+        request.extensions["timeout"] = httpx.Timeout(max(limit_s, 0.0)).as_dict()
         try:
             answer = self._received(request)
         except httpx.RequestError as error:
@@ -345,8 +347,11 @@ class BsoClient(ServerPort):
         )
 
     def _unreachable_text(self, error: httpx.RequestError) -> str:
-        timed_out = f"timed out after {self.timeout_s:g} s" if isinstance(error, httpx.TimeoutException) else ""
-        cause = timed_out or str(error) or type(error).__name__
+        cause = str(error) or type(error).__name__
+        if isinstance(error, httpx.ConnectTimeout):
+            cause = f"no connection within {CONNECT_SHARE * self.timeout_s:g} s"
+        elif isinstance(error, httpx.TimeoutException):
+            cause = f"timed out after {self.timeout_s:g} s"
         return (
             f"no answer from the batch size optimization server at {self.server_url}: {self._without_secrets(cause)}. "
             f"Is `bso-server serve` running there? If it runs elsewhere, pass server_url= or set {SERVER_URL_VARIABLE}"

@@ -13,6 +13,7 @@ import logging
 import os
 import secrets
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from datetime import UTC, datetime
@@ -64,7 +65,10 @@ from zeus_plugins.protocol import (
 
 _DATABASE_VARIABLE = variable_of("database_url")
 
-# While SQLite waits for another process's lock, this thread handles no signal and this process cannot fork.
+# Factor of the time-out for a training's first requests, without which it would begin at the default batch size.
+_START_PATIENCE = 6
+
+# While SQLite waits for another process's lock, this thread handles no signal.
 _BUSY_TIMEOUT_S = 0.1
 
 _logger = logging.getLogger("zeus_plugins")
@@ -81,7 +85,8 @@ class LocalServer(ServerPort):
 
     Args:
         server_url: ``embedded:///path/of/file``; or ``embedded:``, the default file of ``bso-server``.
-        timeout_s: Longest wait in seconds for another process that has the file locked.
+        timeout_s: Longest wait in seconds for other processes that have the file locked. `register` and `request_trial`
+            wait up to six times as long.
 
     Raises:
         ZeusBSOConfigError: No SQLite file can be at this place, or a setting of the server is wrong.
@@ -91,6 +96,7 @@ class LocalServer(ServerPort):
         if not timeout_s > 0:
             raise ZeusBSOConfigError(f"timeout_s must be above 0 seconds, not {timeout_s}")
         self.timeout_s = timeout_s
+        self._retries = Retries()
         self._settings, self._path = _settings_of(server_url)
         self.server_url = f"{EMBEDDED}//{self._path.as_posix()}"
         self._commands = Commands(leases=self._settings.leases, crash_retries=self._settings.crash_retries)
@@ -100,8 +106,9 @@ class LocalServer(ServerPort):
 
     def with_retries(self, retries: Retries) -> LocalServer:
         """Return a copy; nothing is retried, because each request already waits for the file."""
-        del retries
-        return copy.copy(self)
+        other = copy.copy(self)
+        other._retries = retries
+        return other
 
     def close(self) -> None:
         """Close the connection to the file; other servers of this process open it again when they need it."""
@@ -129,7 +136,7 @@ class LocalServer(ServerPort):
 
     def _begin_trial(self, store: SyncStore, job_id: str, key: str) -> TrialDispatch:
         """Start a trial as `BatchSizeService.begin_trial` does."""
-        commands, limit_s = self._commands, self.timeout_s
+        commands, limit_s = self._commands, self._limit_s("suggestion")
         for _ in range(TRIES):
             basis = store.read(lambda transaction: commands.considered(transaction, job_id, key), timeout_s=limit_s)
             decided = None if basis is None else decide(basis)
@@ -208,10 +215,14 @@ class LocalServer(ServerPort):
         return self._read("job", lambda transaction: reading.show_job(transaction, job_id, limit=limit))
 
     def _write(self, request: str, work: Callable[[Transaction], T]) -> T:
-        return self._asked(request, lambda store: store.write(work, timeout_s=self.timeout_s))
+        return self._asked(request, lambda store: store.write(work, timeout_s=self._limit_s(request)))
 
     def _read(self, request: str, work: Callable[[Transaction], T]) -> T:
-        return self._asked(request, lambda store: store.read(work, timeout_s=self.timeout_s))
+        return self._asked(request, lambda store: store.read(work, timeout_s=self._limit_s(request)))
+
+    def _limit_s(self, request: str) -> float:
+        patience = _START_PATIENCE if request in ("registration", "suggestion") else 1
+        return self._retries.end_s(patience * self.timeout_s) - time.monotonic()
 
     def _asked(self, request: str, ask: Callable[[SyncStore], T]) -> T:
         """Ask the file's store, and raise errors as over HTTP."""

@@ -6,7 +6,9 @@ server in the training's own process. `tests/client/test_server_port.py` tests b
 
 from __future__ import annotations
 
+import math
 import random
+import time
 from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
@@ -40,7 +42,7 @@ DEFAULT_TIMEOUT_S = 10.0
 
 @dataclass(frozen=True, kw_only=True)
 class Retries:
-    """When a request is sent again that got no answer, or an answer that asks for patience.
+    """When a request is sent again that got no answer, or an answer that asks for patience, within its time-out.
 
     Each wait is drawn uniformly between 0 and a bound that doubles, so that trainings that lost the server together do
     not return together (Brooker: Exponential Backoff and Jitter, 2015).
@@ -48,19 +50,28 @@ class Retries:
     Attributes:
         attempts: Maximum number of times that a request is sent.
         backoff_s: Longest wait before the second attempt, seconds.
-        patience_s: Seconds after which no attempt begins.
+        until_s: Value of `time.monotonic()` at which all requests end.
     """
 
     attempts: int = 4
     backoff_s: float = 0.5
-    patience_s: float = 15.0
+    until_s: float = math.inf
 
     def wait_s(self, attempt: int) -> float:
         """Draw the seconds to wait after this attempt, counting from 1."""
         return random.uniform(0, self.backoff_s * 2 ** (attempt - 1))  # noqa: S311 - no secret
 
+    def end_s(self, timeout_s: float) -> float:
+        """Return the value of `time.monotonic()` at which a request that begins now ends."""
+        return min(time.monotonic() + timeout_s, self.until_s)
+
 
 NO_RETRIES = Retries(attempts=1)
+
+
+def last_requests(timeout_s: float) -> Retries:
+    """Return retries for closing a training, which waits at most twice the time-out of a request."""
+    return Retries(attempts=1, until_s=time.monotonic() + 2 * timeout_s)
 
 
 class ServerPort(Protocol):
@@ -85,7 +96,7 @@ class ServerPort(Protocol):
     Attributes:
         server_url: The server's URL without user and password, or ``embedded://`` and the file of a server in this
             process. Results that wait are kept under it, so it is equal for all ports of a server.
-        timeout_s: Longest wait in seconds for a whole answer.
+        timeout_s: Longest wait in seconds for a whole answer, including retries.
     """
 
     server_url: str

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from zeus_plugins.client.delivery import deliver, deliver_power_limits, is_refusal
 from zeus_plugins.client.outbox import Item, Outbox, OutboxFile, OutboxHeader
-from zeus_plugins.client.port import NO_RETRIES, ServerPort
+from zeus_plugins.client.port import NO_RETRIES, ServerPort, last_requests
 from zeus_plugins.errors import ZeusBSOError
 from zeus_plugins.protocol import (
     FINAL,
@@ -160,9 +160,13 @@ class TrialReporter:
         return verdict
 
     def end(self, ending: Ending | None = None) -> None:
-        """Stop the thread and try once more to deliver what waits; `ending` is None if a verdict ended the trial."""
+        """Stop the thread and try once more to deliver what waits; `ending` is None if a verdict ended the trial.
+
+        Wait at most twice the client's time-out: once for a request of the thread, and once for this delivery.
+        """
         if self._stopped.is_set():
             return
+        closing = last_requests(self._client.timeout_s)
         self._stopped.set()
         self._woken.set()
         if ending is not None:
@@ -170,13 +174,13 @@ class TrialReporter:
             self._keep(ending)
         thread = self._thread
         if thread is not None:
-            thread.join(self._client.timeout_s + 1)
+            thread.join(self._client.timeout_s)
         with self._lock:
             # A thread that hangs in a request closes the box itself. A fork does not have its parent's threads.
             self._thread_closes_box = hangs = self._thread is not None and self._thread.is_alive()
         if not hangs:
             try:
-                with self._client.with_retries(NO_RETRIES) as client:
+                with self._client.with_retries(closing) as client:
                     self._deliver(client, is_stopped=lambda: False)
             except Exception as error:
                 self._notice(error)

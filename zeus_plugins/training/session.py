@@ -18,7 +18,7 @@ from pydantic import TypeAdapter, ValidationError
 from zeus_plugins import environment
 from zeus_plugins.client.delivery import deliver_waiting, is_refusal, recorded, registered_as, taken_over
 from zeus_plugins.client.outbox import Outbox, OutboxHeader, default_outbox
-from zeus_plugins.client.port import EMBEDDED, NO_RETRIES, ServerPort
+from zeus_plugins.client.port import EMBEDDED, NO_RETRIES, Retries, ServerPort, last_requests
 from zeus_plugins.client.reporter import TrialReporter
 from zeus_plugins.energy import EnergyMonitor, WindowMonitor, as_energy_monitor
 from zeus_plugins.energy.monitor import BridgedMonitor
@@ -422,6 +422,7 @@ class TrialSession:
         if self._ended:
             return
         self._ended = True
+        closing = last_requests(self._client.timeout_s)
         if error is None and self.has_trial and self.trial.epoch is not None:
             self._warn_of_unwatched()
         if self._measuring:
@@ -437,7 +438,7 @@ class TrialSession:
                 ending = None  # Rank 0 knows how the training ended, but not that another rank ran out of memory.
             self._reporter.end(ending)
             if ending is not None and ending.outcome is TrialState.FAILED:
-                self._look_at_job(self._reporter)
+                self._look_at_job(self._reporter, closing)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the fields of `TrialInfo` for a checkpoint, in plain types (for ``torch.load(weights_only=True)``).
@@ -659,12 +660,12 @@ class TrialSession:
             )
         )
 
-    def _look_at_job(self, reporter: TrialReporter) -> None:
+    def _look_at_job(self, reporter: TrialReporter, retries: Retries = NO_RETRIES) -> None:
         """Get the job after this trial, for the lines at the end of the training."""
         if reporter.is_away or not self.trial.has_extended_server:
             return
         try:
-            with self._client.with_retries(NO_RETRIES) as client:
+            with self._client.with_retries(retries) as client:
                 self.job_view = client.show_job(self.trial.job_id, limit=LATEST_TRIALS)
         except ZeusBSOError as error:
             _logger.debug("the server does not show the job: %s", error)
