@@ -79,7 +79,9 @@ SERVER_URL = Variable(
 )
 TOKEN = Variable("ZEUS_BSO_TOKEN", "the server's access token", is_secret=True)
 TOKEN_FILE = Variable("ZEUS_BSO_TOKEN_FILE", "the path of a file that holds the access token")
-TIMEOUT_S = Variable("ZEUS_BSO_TIMEOUT_S", "the patience for an answer of the server", "10", "seconds")
+TIMEOUT_S = Variable(
+    "ZEUS_BSO_TIMEOUT_S", "longest wait for a request to the server, with name lookup and retries", "10", "seconds"
+)
 STATE_DIRECTORY = Variable(
     "ZEUS_STATE_DIR",
     "the directory of results that wait for the server",
