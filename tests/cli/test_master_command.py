@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import pty
-import select
 import signal
 import time
 from pathlib import Path
@@ -24,7 +22,6 @@ MASTER = (
     "zeus_plugins.master.optimizers",
     "zeus_plugins.client.local",
     "alembic.command",
-    "rich.live",
 )
 
 TOML = """
@@ -76,11 +73,9 @@ class Bench:
         }
         self.environ.pop("ZEUS_SERVER_URL", None)
 
-    def start(self, recurrences: int, *arguments: str, output: Path | None = None) -> warm.Process:
-        if output is None:
-            output = self.directory / "output"
-            output.unlink(missing_ok=True)
-        self.output = output
+    def start(self, recurrences: int, *arguments: str) -> warm.Process:
+        self.output = self.directory / "output"
+        self.output.unlink(missing_ok=True)
         command = ["zeus_plugins", "master", "run", "job.toml", "--log-base", str(self.logs)]
         command += ["--recurrences", str(recurrences), *arguments]
         return warm.start(*command, modules=MASTER, output=self.output, environ=self.environ, folder=self.directory)
@@ -259,26 +254,6 @@ def test_a_resumed_master_waits_for_the_script_and_ctrl_c_ends_that_too(tmp_path
     (bench.logs / "go").touch()
     bench.run(1, "--resume")
     assert bench.begun == ["rec01+try01"] * 2
-
-
-def test_a_terminal_gets_a_table(tmp_path: Path) -> None:
-    bench = Bench(tmp_path, "policy")
-    bench.environ.update(TERM="xterm", COLUMNS="120", LINES="40")
-    terminal, end = pty.openpty()
-    process = bench.start(1, output=Path(os.ttyname(end)))
-    shown = b""
-    while (status := process.poll()) is None or select.select([terminal], [], [], 0)[0]:
-        if select.select([terminal], [], [], 0.02)[0]:
-            shown += os.read(terminal, 65536)
-    os.close(end)
-    os.close(terminal)
-    assert status == 0
-    text = shown.decode()
-    assert "learning rate" in text
-    assert "┃" in text
-    assert "training …" in text
-    assert "target reached after" in text
-    assert "epoch 1: accuracy" in text
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def _run(options: argparse.Namespace) -> None:
     from zeus_plugins import energy
     from zeus_plugins.master import MasterState, ZeusMaster
-    from zeus_plugins.master.display import conclusion, display
+    from zeus_plugins.master.display import Lines, conclusion
     from zeus_plugins.master.job import read_config
     from zeus_plugins.master.optimizers import KnowsSavings
     from zeus_plugins.signals import raise_at_sigterm
@@ -62,7 +62,7 @@ def _run(options: argparse.Namespace) -> None:
     gpus = config.gpus or energy.auto().gpus()
     resume_from = None if options.resume is None else _resumable(options.resume, options.log_base, job)
     raise_at_sigterm()
-    with _optimizer(config, gpus) as optimizer, display() as listener:
+    with _optimizer(config, gpus) as optimizer:
         zeus_master = ZeusMaster(
             optimizer,
             options.log_base,
@@ -73,7 +73,7 @@ def _run(options: argparse.Namespace) -> None:
             profile_measure_iters=master.profile_measure_iters,
             executor=_executor(config),
             gpus=gpus,
-            listener=listener,
+            listener=Lines(),
         )
         logdir = resume_from or Path(zeus_master.build_logdir(job, recurrences, master.eta_knob, master.beta_knob))
         print(f"logs: {logdir}", flush=True)

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from zeus_plugins import energy
 from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSOTrainFailError
-from zeus_plugins.master.display import Listener, PlainListener
+from zeus_plugins.master.display import Listener
 from zeus_plugins.master.executors import Executor, Launch, LocalExecutor, lock_file, try_lock
 from zeus_plugins.master.history import HISTORY_FILE, MAX_TRIES, HistoryEntry, MasterState, PlannedRun, Run
 from zeus_plugins.master.job import Job
@@ -79,7 +79,7 @@ class ZeusMaster:
         self._profile_params = f"{profile_warmup_iters},{profile_measure_iters}"
         self._executor = executor or LocalExecutor()
         self._gpus = gpus
-        self._listener: Listener = listener or PlainListener()
+        self._listener = listener or Listener()
         self._now = now
 
     def build_logdir(
