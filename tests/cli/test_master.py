@@ -23,7 +23,7 @@ from zeus_plugins.client.http import BsoClient
 from zeus_plugins.client.local import LocalServer
 from zeus_plugins.client.port import NO_RETRIES
 from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSORuntimeError, ZeusBSOTrainFailError
-from zeus_plugins.master import FailedTryError, HistoryEntry, MasterState, PolicyOptimizer, Run, ServerOptimizer
+from zeus_plugins.master import FailedTryError, HistoryEntry, MasterState, Run, ServerOptimizer
 from zeus_plugins.master.display import conclusion
 from zeus_plugins.master.history import MAX_TRIES, NextRun, run_of_cost
 from zeus_plugins.master.runner import oom_kills, why_failed
@@ -303,113 +303,6 @@ def test_recurrence_try_seed_and_bound_follow_from_the_runs(
 # Optimizers.
 
 
-def test_the_policy_in_this_process_goes_on_where_its_state_was_kept() -> None:
-    job, prices = job_of(), {32: 5.0, 64: 3.0, 128: 4.0}
-
-    def played(optimizer: PolicyOptimizer, times: int) -> list[int]:
-        sizes = []
-        for _ in range(times):
-            sizes.append(optimizer.predict(job))
-            optimizer.observe(job, sizes[-1], prices[sizes[-1]] + 0.1 * len(sizes), converged=True)
-        return sizes
-
-    whole = PolicyOptimizer(policy="zeus", num_pruning_rounds=1, seed=3)
-    whole.register_job(job, SIZES)
-    expected = played(whole, 8)
-    first, second = (PolicyOptimizer(policy="zeus", num_pruning_rounds=1, seed=3) for _ in range(2))
-    first.register_job(job, SIZES)
-    begun = played(first, 4)
-    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
-    second.register_job(job, SIZES)
-    assert begun == expected[:4]
-    assert begun[:3] == [64, 32, 128]
-    next_size = second.predict(job)
-    assert next_size == expected[4]
-
-
-def test_the_policy_in_this_process_excludes_sizes_that_do_not_fit_or_crash_again_and_again(tmp_path: Path) -> None:
-    program = (
-        "import sys\nif sys.argv[1] == '128': raise MemoryError\nif sys.argv[1] == '32': raise KeyError('bad')\n"
-        + REACHES
-    )
-    optimizer = PolicyOptimizer(policy="zeus", num_pruning_rounds=1)
-    entries = master_of(tmp_path, optimizer).run(python_job(program), 6, SIZES, None, 0.5)
-    assert [(entry.bs, entry.reached) for entry in entries] == [
-        (64, True),
-        *[(32, False)] * 3,
-        (128, False),
-        *[(64, True)] * 5,
-    ]
-
-
-def test_when_no_size_works_the_policy_says_so(tmp_path: Path) -> None:
-    with pytest.raises(ZeusBSORuntimeError, match="even batch size 32 ran out of memory"):
-        master_of(tmp_path, PolicyOptimizer(policy="zeus")).run(python_job("raise MemoryError"), 1, SIZES, 2.0, 0.5)
-
-
-def test_the_policy_in_this_process_plays_gp_voi_and_learns_epochs(tmp_path: Path) -> None:
-    # 32 takes 4 epochs of 10 J, 64 6 of 10 J, and 128 reaches nothing within the 20 that it may have.
-    program = WRITES_A_RESULT + (
-        "bs = int(sys.argv[1])\n"
-        "epochs = {32: 4, 64: 6, 128: 20}[bs]\n"
-        "result.update(energy=10.0 * epochs, time=0.1 * epochs, end_epoch=epochs, reached=bs < 128)\n"
-        "open(where, 'w').write(json.dumps(result))"
-    )
-    first, second = PolicyOptimizer(), PolicyOptimizer(policy="gp_voi")
-    entries = master_of(tmp_path, first).run(python_job(program), 8, SIZES, None, 1.0, logdir=tmp_path / "here")
-    assert entries[0].bs == 64
-    # One of the last runs may be a control run at the default.
-    assert [entry.bs for entry in entries[-3:]].count(32) >= 2
-    resumed = master_of(tmp_path, second).run(python_job(program), 9, SIZES, None, 1.0, resume_from=tmp_path / "here")
-    assert resumed[-1].bs == first.predict(python_job(program))
-    trials = [(trial["epoch"], trial["energy_j"], trial["state"]) for trial in second.state_dict()["trials"][:1]]
-    assert trials == [(6.0, 60.0, TrialState.COMPLETED)]
-
-
-def test_the_policy_in_this_process_decides_as_the_server_does(tmp_path: Path, client: LocalServer) -> None:
-    program = WRITES_A_RESULT + (
-        "bs, seed = int(sys.argv[1]), int(sys.argv[3])\n"
-        "if seed % 7 == 3: sys.exit(2)\n"
-        "if bs == 128: raise MemoryError\n"
-        "epochs = 20 if seed % 5 == 4 else 3 + seed % 3\n"
-        "result.update(energy=bs / 8 * epochs, time=0.1 * epochs, end_epoch=epochs, reached=epochs < 20)\n"
-        "open(where, 'w').write(json.dumps(result))"
-    )
-    # In this process a job has no β, and the policy weighs tries by where they may be stopped: neither has one here.
-    server = ServerOptimizer(client, GPUS, eta_knob=1.0, beta_knob=None, options={"policy": "gp_voi"})
-    sizes = [16, 32, 64, 128]
-    here = PolicyOptimizer()
-    entries = [
-        [
-            (entry.bs, entry.reached)
-            for entry in master_of(tmp_path / name, optimizer).run(
-                python_job(program), 10, sizes, None, 1.0, logdir=tmp_path / name / "here"
-            )
-        ]
-        for name, optimizer in (("server", server), ("here", here))
-    ]
-    assert entries[0] == entries[1]
-    shown, claimed = client.show_job("tiny").savings, here.savings()
-    assert server.savings() == shown
-    assert claimed is not None
-    assert claimed.controls
-    assert (claimed.in_words, claimed.controls, claimed.cost_j) == (shown.in_words, shown.controls, shown.cost_j)
-    assert len({batch_size for batch_size, _ in entries[0]}) > 2
-
-
-def test_a_state_is_resumed_with_its_policy() -> None:
-    begun = PolicyOptimizer(policy="zeus")
-    begun.register_job(job_of(), SIZES)
-    begun.predict(job_of())
-    resumed = PolicyOptimizer()
-    resumed.load_state_dict(json.loads(json.dumps(begun.state_dict())))
-    assert resumed.state_dict() == begun.state_dict()
-    with pytest.raises(ZeusBSOConfigError, match="was begun with policy zeus, not gp_voi"):
-        PolicyOptimizer(policy="gp_voi").load_state_dict(begun.state_dict())
-    with pytest.raises(ZeusBSOConfigError, match="which has gp_voi and zeus"):
-        PolicyOptimizer(policy="bandit")
-
-
 @pytest.fixture
 def client(tmp_path: Path) -> Iterator[BsoClient | LocalServer]:
     """Of a server in this process."""
@@ -419,6 +312,31 @@ def client(tmp_path: Path) -> Iterator[BsoClient | LocalServer]:
 
 def server_optimizer(client: LocalServer, **options: Any) -> ServerOptimizer:
     return ServerOptimizer(client, GPUS, options={"policy": "zeus", "num_pruning_rounds": 1, "mab_seed": 1, **options})
+
+
+def test_crashing_and_too_large_sizes_are_excluded_after_their_retries(tmp_path: Path, client: LocalServer) -> None:
+    program = (
+        "import sys\nif sys.argv[1] == '128': raise MemoryError\nif sys.argv[1] == '32': raise KeyError('bad')\n"
+        + REACHES
+    )
+    optimizer = ServerOptimizer(client, GPUS, beta_knob=None, options={"policy": "zeus", "num_pruning_rounds": 1})
+    entries = master_of(tmp_path, optimizer).run(python_job(program), 6, SIZES, None, 0.5)
+    assert [(entry.bs, entry.reached) for entry in entries] == [
+        (64, True),
+        *[(32, False)] * 3,
+        (128, False),
+        *[(64, True)] * 5,
+    ]
+
+
+def test_master_stops_with_an_error_when_no_size_works(tmp_path: Path, client: LocalServer) -> None:
+    with pytest.raises(ZeusBSORuntimeError, match="even batch size 32 ran out of memory"):
+        master_of(tmp_path, server_optimizer(client)).run(python_job("raise MemoryError"), 1, SIZES, 2.0, 0.5)
+
+
+def test_unknown_option_of_the_job_is_named(client: LocalServer) -> None:
+    with pytest.raises(ZeusBSOConfigError, match="pruning"):
+        server_optimizer(client, pruning=1).register_job(job_of(), SIZES)
 
 
 def test_each_run_ends_its_trial_on_the_server_as_it_ended(tmp_path: Path, client: LocalServer) -> None:
@@ -509,10 +427,10 @@ def test_a_trial_whose_dispatch_was_not_kept_is_found_again(client: LocalServer)
 # The conclusion.
 
 
-def test_the_conclusion_makes_the_claim_of_the_jobs_page_and_lists_what_was_measured() -> None:
+def test_the_conclusion_makes_the_claim_of_the_jobs_page_and_lists_what_was_measured(client: LocalServer) -> None:
     runs = runs_of([(100.0, True), (50.0, True), (40.0, True), (7.0, False)])
     runs[1:3] = [run.model_copy(update={"bs": 32}) for run in runs[1:3]]
-    optimizer, job = PolicyOptimizer(), job_of()
+    optimizer, job = server_optimizer(client), job_of()
     optimizer.register_job(job, SIZES)
     assert optimizer.predict(job) == 64
     optimizer.observe(job, 64, 100.0, converged=True)
@@ -536,4 +454,3 @@ def test_without_a_server_that_answers_nothing_is_claimed(server: ServerProcess)
         assert optimizer.savings() is not None
         server.kill()
         assert optimizer.savings() is None
-    assert PolicyOptimizer().savings() is None

@@ -42,8 +42,8 @@ batch_sizes = [32, 64, 128]
 beta_knob = 4.0
 
 [optimizer]
-kind = "{kind}"
-options = {{ num_pruning_rounds = 1, {options} }}
+# Plays the sizes in an order that tests know.
+options = {{ policy = "zeus", num_pruning_rounds = 1, mab_seed = 1 }}
 
 [gpus]
 max_power = 100
@@ -52,19 +52,15 @@ gpu_model = "none"
 """
 
 
-# Both play the same sizes, in an order that tests know.
-OPTIONS = {"server": 'policy = "zeus", mab_seed = 1', "policy": 'policy = "zeus", seed = 1'}
-
-
 class Bench:
     """The command in a directory of its own."""
 
-    def __init__(self, directory: Path, kind: str, *ends: str) -> None:
+    def __init__(self, directory: Path, *ends: str) -> None:
         self.directory = directory
         self.logs = directory / "logs"
         ends_file = directory / "ends"
         ends_file.write_text("\n".join(ends or ("train",)))
-        toml = TOML.format(command=TRAINING, ends=ends_file, workdir=ROOT, kind=kind, options=OPTIONS[kind])
+        toml = TOML.format(command=TRAINING, ends=ends_file, workdir=ROOT)
         (directory / "job.toml").write_text(toml)
         self.environ = {
             **os.environ,
@@ -132,7 +128,7 @@ def is_gone(pid: int) -> bool:
 
 @pytest.mark.slow
 def test_the_command_finds_the_size_that_the_server_shows(tmp_path: Path) -> None:
-    bench = Bench(tmp_path, "server")
+    bench = Bench(tmp_path)
     output = bench.run(4)
     assert len(bench.state.history) == 4
     assert bench.job.savings.in_words in output
@@ -141,9 +137,8 @@ def test_the_command_finds_the_size_that_the_server_shows(tmp_path: Path) -> Non
     assert "accuracy 0." in output
 
 
-@pytest.mark.parametrize("kind", ["server", pytest.param("policy", marks=pytest.mark.slow)])
-def test_a_killed_master_takes_the_result_that_its_script_has_left(tmp_path: Path, kind: str) -> None:
-    bench = Bench(tmp_path, kind, "train", "wait", "train")
+def test_a_killed_master_takes_the_result_that_its_script_has_left(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, "train", "wait", "train")
     process = bench.start(3)
     bench.wait_for_script(process)
     process.kill()
@@ -158,7 +153,7 @@ def test_a_killed_master_takes_the_result_that_its_script_has_left(tmp_path: Pat
 
 @pytest.mark.slow
 def test_a_script_that_was_killed_with_its_master_is_launched_again(tmp_path: Path) -> None:
-    bench = Bench(tmp_path, "server", "wait", "train")
+    bench = Bench(tmp_path, "wait", "train")
     process = bench.start(2)
     script = bench.wait_for_script(process)
     process.kill()
@@ -172,13 +167,12 @@ def test_a_script_that_was_killed_with_its_master_is_launched_again(tmp_path: Pa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["server", "policy"])
-def test_a_master_that_is_killed_again_and_again_repeats_no_run_and_loses_none(tmp_path: Path, kind: str) -> None:
+def test_a_master_that_is_killed_again_and_again_repeats_no_run_and_loses_none(tmp_path: Path) -> None:
     (tmp_path / "undisturbed").mkdir()
-    undisturbed = Bench(tmp_path / "undisturbed", kind, *["train", "kill", "train", "memory", "train"])
+    undisturbed = Bench(tmp_path / "undisturbed", *["train", "kill", "train", "memory", "train"])
     undisturbed.run(3)
     (tmp_path / "killed").mkdir()
-    bench = Bench(tmp_path / "killed", kind, *["train", "kill", "train", "memory", "train"])
+    bench = Bench(tmp_path / "killed", *["train", "kill", "train", "memory", "train"])
     statuses = []
     for seconds_into_run in (0, 0.03, 0.1, 0.3):
         begun = len(bench.begun)
@@ -208,7 +202,7 @@ def test_a_master_that_is_killed_again_and_again_repeats_no_run_and_loses_none(t
 def test_an_interrupted_master_ends_its_script_first_and_can_be_resumed(
     tmp_path: Path, number: signal.Signals, status: int
 ) -> None:
-    bench = Bench(tmp_path, "server", "train", "wait", "train")
+    bench = Bench(tmp_path, "train", "wait", "train")
     process = bench.start(2)
     script = bench.wait_for_script(process)
     process.send_signal(number)
@@ -223,7 +217,7 @@ def test_an_interrupted_master_ends_its_script_first_and_can_be_resumed(
 
 
 def test_a_second_ctrl_c_ends_a_script_that_does_not_listen(tmp_path: Path) -> None:
-    bench = Bench(tmp_path, "policy", "stubborn")
+    bench = Bench(tmp_path, "stubborn")
     process = bench.start(1)
     script = bench.wait_for_script(process)
     process.send_signal(signal.SIGINT)
@@ -236,7 +230,7 @@ def test_a_second_ctrl_c_ends_a_script_that_does_not_listen(tmp_path: Path) -> N
 
 @pytest.mark.slow
 def test_a_resumed_master_waits_for_the_script_and_ctrl_c_ends_that_too(tmp_path: Path) -> None:
-    bench = Bench(tmp_path, "policy", "wait", "train")
+    bench = Bench(tmp_path, "wait", "train")
     process = bench.start(1)
     script = bench.wait_for_script(process)
     process.kill()
@@ -269,7 +263,7 @@ def test_a_resumed_master_waits_for_the_script_and_ctrl_c_ends_that_too(tmp_path
     ],
 )
 def test_a_wrong_file_is_told_in_a_line(tmp_path: Path, before: str, after: str, says: str) -> None:
-    bench = Bench(tmp_path, "policy")
+    bench = Bench(tmp_path)
     path = tmp_path / "job.toml"
     path.write_text(path.read_text().replace(before, after))
     status, output = bench.end_of(bench.start(1))

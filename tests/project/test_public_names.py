@@ -43,7 +43,7 @@ PUBLIC = {
     "zeus_plugins.lightning": {"ZeusBSOCallback", "ZeusEnergyCallback", "ZeusPowerLimitCallback", *CALLBACKS},
     "zeus_plugins.master": {
         *("BatchSizeChooser", "Executor", "FailedTryError", "HistoryEntry", "Job", "LocalExecutor", "MasterState"),
-        *("PolicyOptimizer", "Run", "ServerOptimizer", "ZeusMaster"),
+        *("Run", "ServerOptimizer", "ZeusMaster"),
     },
     "zeus_plugins.optimizer": {"BatchSizeOptimizer"},
     "zeus_plugins.power_limit": {

@@ -18,7 +18,7 @@ from zeus_plugins.master.display import Listener
 from zeus_plugins.master.executors import Executor, Launch, LocalExecutor, lock_file, try_lock
 from zeus_plugins.master.history import HISTORY_FILE, MAX_TRIES, HistoryEntry, MasterState, PlannedRun, Run
 from zeus_plugins.master.job import Job
-from zeus_plugins.master.optimizers import BatchSizeChooser, KeepsState, RunObserver, ServerOptimizer
+from zeus_plugins.master.optimizers import BatchSizeChooser, KeepsState, ServerOptimizer
 from zeus_plugins.protocol import LEAST_TIME_S, MAX_DETAIL_LENGTH, GpuConfig, TrialState, cost
 from zeus_plugins.train_result import TrainResult, Variables, result_path
 from zeus_plugins.training.outcomes import outcome_of
@@ -33,7 +33,7 @@ class ZeusMaster:
     `resume_from`. The resumed master waits for a script that still runs, and neither repeats nor loses a run.
 
     Args:
-        batch_size_optimizer: A `BatchSizeChooser`, such as `ServerOptimizer` or `PolicyOptimizer`.
+        batch_size_optimizer: A `BatchSizeChooser`, such as `ServerOptimizer`.
         log_base: Directory of all log directories.
         monitor_path: Zeus's power monitor, for scripts with Zeus's own data loader.
         seed: Seed of the first run; each run increments it.
@@ -335,7 +335,7 @@ class _Recurring:
             self._keep(observed=self.state.observed + 1)
 
     def _tell(self, run: Run) -> None:
-        if isinstance(self._optimizer, RunObserver):
+        if isinstance(self._optimizer, ServerOptimizer):
             self._optimizer.observe_run(self._job, run)
         else:
             self._optimizer.observe(self._job, run.bs, run.cost, run.reached)
