@@ -111,7 +111,7 @@ PUBLIC = {
         "MAX_POWER_LIMITS",
     },
     "zeus_plugins.testing": {"ReplayDevice", "ReplayMachine", "ReplayMonitor", "ReplayPoint", "check_policy"},
-    "zeus_plugins.train_result": {"TrainResult", "Variables", "result_path", "write_atomically"},
+    "zeus_plugins.train_result": {"TrainResult", "result_path", "write_atomically"},
 }
 
 

@@ -12,7 +12,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
 
-from zeus_plugins import energy
+from zeus_plugins import energy, environment
 from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSOTrainFailError
 from zeus_plugins.master.display import Listener
 from zeus_plugins.master.executors import Executor, Launch, LocalExecutor, lock_file, try_lock
@@ -20,7 +20,7 @@ from zeus_plugins.master.history import HISTORY_FILE, MAX_TRIES, HistoryEntry, M
 from zeus_plugins.master.job import Job
 from zeus_plugins.master.optimizers import BatchSizeChooser, KeepsState, ServerOptimizer
 from zeus_plugins.protocol import LEAST_TIME_S, MAX_DETAIL_LENGTH, GpuConfig, TrialState, cost
-from zeus_plugins.train_result import TrainResult, Variables, result_path
+from zeus_plugins.train_result import TrainResult, result_path
 from zeus_plugins.training.outcomes import outcome_of
 
 _LOCK_FILE = ".master.lock"
@@ -224,16 +224,16 @@ class ZeusMaster:
     ) -> TrainResult:
         """Launch a run, or `adopt` the run of a killed master, and read its result; raise errors as `run_job`."""
         environ = {
-            Variables.LOG_DIR: str(logdir),
-            Variables.JOB_ID: run.job_id,
-            Variables.COST_THRESH: str(run.cost_ub),
-            Variables.ETA_KNOB: str(eta_knob),
-            Variables.TARGET_METRIC: str(job.target_metric),
-            Variables.PROFILE_PARAMS: self._profile_params,
-            Variables.USE_OPTIMAL_PL: str(not self._observer_mode),
+            environment.LOG_DIR.name: str(logdir),
+            environment.JOB_ID.name: run.job_id,
+            environment.COST_THRESHOLD_J.name: str(run.cost_ub),
+            environment.ETA_KNOB.name: str(eta_knob),
+            environment.TARGET_METRIC.name: str(job.target_metric),
+            environment.PROFILE_STEPS.name: self._profile_params,
+            environment.USE_BEST_POWER_LIMIT.name: str(not self._observer_mode),
         }
         if self._monitor_path is not None:
-            environ[Variables.MONITOR_PATH] = str(self._monitor_path)
+            environ[environment.MONITOR_PATH.name] = str(self._monitor_path)
         launch = Launch(
             command=job.command_line(run.bs, run.learning_rate, run.seed),
             workdir=None if job.workdir is None else Path(job.workdir),
