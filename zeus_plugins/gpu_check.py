@@ -46,6 +46,9 @@ PHASE_S = 4.0
 
 SETTLE_S = 1.5
 
+SHORT_S = 2.0
+"""Seconds of a comparison without phases."""
+
 _POLL_S = 0.002
 _SAMPLE_S = 0.01
 
@@ -212,6 +215,10 @@ class Examination:
         yield _permission(devices[0])
         yield from self._mappings(gpus[0])
 
+    def agreement(self, gpu: NvmlGpu) -> Result:
+        """Compare the counter and the power readings for two seconds, at whatever the GPU does."""
+        return agreement_result(str(gpu), "idle", self._span(gpu, SHORT_S))
+
     def _of(self, gpu: NvmlGpu) -> Iterator[Result]:
         result = partial(Result, gpu=str(gpu))
         load = self.load(gpu.uuid)
@@ -231,7 +238,7 @@ class Examination:
                     continue
                 with load.running(phase):
                     self.sleep(SETTLE_S)
-                    yield agreement_result(str(gpu), phase, self._span(gpu))
+                    yield agreement_result(str(gpu), phase, self._span(gpu, PHASE_S))
         except EnergyUnavailableError as error:
             yield result("readings", "a counter and power readings", error.cause, Verdict.DOUBTFUL)
         if missing:
@@ -254,12 +261,12 @@ class Examination:
             self.sleep(_POLL_S)
         return [after - before for before, after in pairwise(moves_s)]
 
-    def _span(self, gpu: NvmlGpu) -> Span:
+    def _span(self, gpu: NvmlGpu, least_s: float) -> Span:
         """Measure from one move of the counter to another, so that its steps do not matter."""
         begun_s, begun_uj = self._move(gpu)
         means: list[tuple[float, float | None]] = []
         instants: list[tuple[float, float | None]] = []
-        while (now_s := self.clock()) - begun_s < PHASE_S or len(means) < 2:
+        while (now_s := self.clock()) - begun_s < least_s or len(means) < 2:
             try:
                 means.append((now_s, gpu.power_w()))
             except EnergyUnavailableError:

@@ -19,7 +19,7 @@ from zeus_plugins.client.outbox import default_outbox
 from zeus_plugins.client.port import NO_RETRIES
 from zeus_plugins.energy import AmdSmiMonitor, EnergyMonitor, EnergyUnavailableError, RaplMonitor
 from zeus_plugins.energy.auto import choose
-from zeus_plugins.energy.nvml import compare_nvml, open_gpus
+from zeus_plugins.energy.nvml import NvmlGpu, open_gpus
 from zeus_plugins.environment import STATE_DIRECTORY, VARIABLES
 from zeus_plugins.errors import (
     ZeusBSOConfigError,
@@ -69,7 +69,7 @@ class Finding:
 
 
 def examine() -> Iterator[Finding]:
-    """Run all checks. The comparison of GPU counters takes a few seconds."""
+    """Run all checks. The comparison of a GPU's counter with its power readings takes two seconds."""
     yield _versions()
     yield _variables()
     yield from _nvidia_gpus()
@@ -114,11 +114,9 @@ def _nvidia_gpus() -> Iterator[Finding]:
     except ZeusBSOConfigError as error:
         yield Finding("nvidia", Level.PROBLEM, str(error))
         return
-    both = True
     for gpu in gpus:
         energy_uj, power_w = _answer(gpu.energy_uj), _answer(gpu.power_w)
         answers = {"energy counter": energy_uj, "power reading": power_w}
-        both = both and None not in answers.values()
         text = ", ".join(f"{'no ' if answer is None else ''}{what}" for what, answer in answers.items())
         details = {
             "index": gpu.index,
@@ -128,8 +126,8 @@ def _nvidia_gpus() -> Iterator[Finding]:
             "max_power_w": _answer(partial(getattr, gpu, "max_power_w")),
         }
         yield Finding("nvidia", Level.OK, f"{gpu}: {text}", details)
-    if both:
-        yield _comparison()
+        if None not in answers.values():
+            yield _comparison(gpu)
 
 
 def _answer(question: Callable[[], float]) -> float | None:
@@ -139,16 +137,13 @@ def _answer(question: Callable[[], float]) -> float | None:
         return None
 
 
-def _comparison() -> Finding:
+def _comparison(gpu: NvmlGpu) -> Finding:
     try:
-        compared = compare_nvml()
-    except ZeusBSOError as error:
-        return Finding("nvidia", Level.WARNING, f"counters and power readings cannot be compared: {error}")
-    told = f"{compared.counter_j:.4g} J by the counters, {compared.integrated_j:.4g} J by power readings"
-    details = {"counter_j": compared.counter_j, "integrated_j": compared.integrated_j, "time_s": compared.time_s}
-    if compared.problem is None:
-        return Finding("nvidia", Level.OK, f"in {compared.time_s:.3g} s {told}: they agree", details)
-    return Finding("nvidia", Level.WARNING, f"in {compared.time_s:.3g} s {told}: {compared.problem}", details)
+        compared = Examination().agreement(gpu)
+    except EnergyUnavailableError as error:
+        return Finding("nvidia", Level.WARNING, f"counter and power readings cannot be compared: {error.cause}")
+    text = f"{gpu}: {compared.found}; expected: {compared.expected}"
+    return Finding("nvidia", Level.OK if compared.verdict is Verdict.OK else Level.WARNING, text, compared.details)
 
 
 def _described(check: str, monitor: EnergyMonitor) -> Finding:
