@@ -18,10 +18,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import partial
-from itertools import groupby, pairwise, zip_longest
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from textwrap import wrap
 from typing import Any
 
 from zeus_plugins.energy import EnergyUnavailableError
@@ -99,6 +98,10 @@ class Result:
     verdict: Verdict
     gpu: str = ""
     details: dict[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        place = f"{self.gpu}: " if self.gpu else ""
+        return f"{self.verdict:<8} {place}{self.check}: {self.found} (expected: {self.expected})"
 
 
 class Load:
@@ -400,25 +403,3 @@ def mapping_result(form: str, cuda: list[str] | None, ours: list[str] | None, pr
     is_same = bare_cuda == bare_ours != []
     found = f"both: {', '.join(ours or ())}" if is_same else f"CUDA: {cuda}, this package: {ours}"
     return Result(f"mapping by {form}", expected, found, _ok(is_same), details=details)
-
-
-def table(results: list[Result]) -> str:
-    """Format the results as a table by GPU, with wrapped columns."""
-    lines = _row("verdict", "check", "found", "expected")
-    for gpu, group in groupby(results, key=lambda each: each.gpu):
-        lines += ["", gpu or "this machine"]
-        for each in group:
-            lines += _row(each.verdict, each.check, each.found, each.expected)
-    return "\n".join(lines)
-
-
-_WIDTHS = (8, 28, 48, 40)
-"""Columns: verdict, check, found, expected."""
-
-
-def _row(*texts: str) -> list[str]:
-    cells = [wrap(text, width, break_on_hyphens=False) for text, width in zip(texts, _WIDTHS, strict=True)]
-    return [
-        "  ".join(part.ljust(width) for part, width in zip(parts, _WIDTHS, strict=True)).rstrip()
-        for parts in zip_longest(*cells, fillvalue="")
-    ]

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from zeus_plugins.client import client_from_environment
 from zeus_plugins.client.outbox import default_outbox
@@ -28,7 +28,7 @@ from zeus_plugins.errors import (
     ZeusBSOServerUnreachableError,
     ZeusBSOTokenError,
 )
-from zeus_plugins.gpu_check import Examination, Verdict, table
+from zeus_plugins.gpu_check import Examination, Verdict
 from zeus_plugins.power_limit import find_devices
 from zeus_plugins.power_limit.guard import reset_limits
 from zeus_plugins.protocol import TrialId
@@ -43,6 +43,8 @@ DISTRIBUTIONS = (
     "nvidia-ml-py",
     "amdsmi",
 )
+
+T = TypeVar("T")
 
 _TIMEOUT_S = 5.0
 # A heartbeat of a trial that does not exist changes nothing, and no job is expected to have this id.
@@ -66,6 +68,9 @@ class Finding:
     level: Level
     text: str
     details: dict[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return f"{self.level:<8} {self.check:<12} {self.text}"
 
 
 def examine() -> Iterator[Finding]:
@@ -254,17 +259,22 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def _doctor(options: argparse.Namespace) -> int:
     if options.gpu_check:
-        results = list(Examination().results())
+        results = list(_shown(Examination().results(), options))
         doubtful = sum(each.verdict is Verdict.DOUBTFUL for each in results)
-        as_json = {"doubtful": doubtful, "results": [asdict(each) for each in results]}
-        print(json.dumps(as_json, indent=2) if options.json else table(results))
-        return 0
-    findings = []
-    for finding in reset_power_limits() if options.reset_power_limits else examine():
-        findings.append(finding)
-        if not options.json:
-            print(f"{finding.level:<8} {finding.check:<12} {finding.text}", flush=True)
-    is_usable = all(finding.level is not Level.PROBLEM for finding in findings)
+        document: dict[str, Any] = {"doubtful": doubtful, "results": [asdict(each) for each in results]}
+        is_usable = True
+    else:
+        findings = list(_shown(reset_power_limits() if options.reset_power_limits else examine(), options))
+        is_usable = all(finding.level is not Level.PROBLEM for finding in findings)
+        document = {"usable": is_usable, "findings": [asdict(finding) for finding in findings]}
     if options.json:
-        print(json.dumps({"usable": is_usable, "findings": [asdict(finding) for finding in findings]}, indent=2))
+        print(json.dumps(document, indent=2))
     return 0 if is_usable else 1
+
+
+def _shown(found: Iterator[T], options: argparse.Namespace) -> Iterator[T]:
+    """Print each result as soon as it is found, unless the options ask for JSON."""
+    for each in found:
+        if not options.json:
+            print(each, flush=True)
+        yield each
