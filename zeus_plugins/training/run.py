@@ -57,7 +57,7 @@ from zeus_plugins.training.outcomes import (
 from zeus_plugins.training.patches import Patches
 from zeus_plugins.training.port import TrainerPort, cluster_monitor, decided_by_rank_zero, node_monitor
 from zeus_plugins.training.session import OnUnreachable, TrialSession, check_on_unreachable, check_watch
-from zeus_plugins.training.trial import RunSummary, TrialInfo
+from zeus_plugins.training.trial import TrialInfo
 
 T = TypeVar("T")
 
@@ -229,9 +229,9 @@ class BatchSizeArguments:
         return self.trial.converged
 
     @property
-    def summary(self) -> RunSummary:
-        """The outcome of the present or latest training; `str` returns it in one line. The same errors as `trial`."""
-        return self.trial.summary
+    def summary(self) -> TrialInfo:
+        """The same as `trial`, whose `str` is the outcome of the training in one line."""
+        return self.trial
 
     @property
     def has_trial(self) -> bool:
