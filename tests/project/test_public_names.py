@@ -102,7 +102,16 @@ PUBLIC = {
         *("changes_in_words", "expected_in_words", "joules_in_words"),
         *("GP_VOI", "OWN_POLICIES", "RefusalReason", "RegistrationId", "ZEUS"),
         *("TrialState", "TrialView", "WireMessage", "ALIVE", "FINAL", "Verdict", "cost"),
-        *("BUSY_SHARE", "Fraction", "busy_remark", "epochs_in_words", "is_busy", "is_estimated", "is_time_alone"),
+        *(
+            "BUSY_SHARE",
+            "Fraction",
+            "busy_remark",
+            "epochs_in_words",
+            "finishing_reason",
+            "is_busy",
+            "is_estimated",
+            "is_time_alone",
+        ),
         *("EndingState", "Instant", "LongText", "TrialFacts"),
         # The types and bounds of the messages' fields.
         *("BatchSize", "Epochs", "Finite", "Identifier", "Joules", "NonNegativeFinite", "NonNegativeInt"),
