@@ -23,7 +23,7 @@ from zeus_plugins.client.http import BsoClient
 from zeus_plugins.client.local import LocalServer
 from zeus_plugins.client.port import NO_RETRIES
 from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSORuntimeError, ZeusBSOTrainFailError
-from zeus_plugins.master import FailedTryError, HistoryEntry, MasterState, Run, ServerOptimizer
+from zeus_plugins.master import FailedTryError, MasterState, Run, ServerOptimizer
 from zeus_plugins.master.display import conclusion
 from zeus_plugins.master.history import MAX_TRIES, NextRun, run_of_cost
 from zeus_plugins.master.runner import oom_kills, why_failed
@@ -194,10 +194,11 @@ def test_a_recurrence_tries_until_the_target_is_reached(tmp_path: Path) -> None:
 
     crashed = entries[2]
     cost = 0.5 * 30 + 0.5 * MAX_POWER_W * 0.5
-    assert entries[:2] == [HistoryEntry(64, None, 30.0, True, 0.5), HistoryEntry(32, None, 5.0, False, 0.1)]
+    found = [(entry.bs, entry.pl, entry.energy, entry.reached, entry.time) for entry in entries]
+    assert found[:2] == [(64, None, 30.0, True, 0.5), (32, None, 5.0, False, 0.1)]
     assert (crashed.bs, crashed.reached) == (64, False)
     assert crashed.energy == MAX_POWER_W * crashed.time
-    assert entries[3:] == [HistoryEntry(128, None, 30.0, True, 0.5), HistoryEntry(64, None, 30.0, True, 0.5)]
+    assert found[3:] == [(128, None, 30.0, True, 0.5), (64, None, 30.0, True, 0.5)]
     assert optimizer.seen == [
         (64, cost, True),
         (32, 7.5, False),

@@ -42,7 +42,7 @@ PUBLIC = {
     },
     "zeus_plugins.lightning": {"ZeusBSOCallback", "ZeusEnergyCallback", "ZeusPowerLimitCallback", *CALLBACKS},
     "zeus_plugins.master": {
-        *("BatchSizeChooser", "Executor", "FailedTryError", "HistoryEntry", "Job", "LocalExecutor", "MasterState"),
+        *("BatchSizeChooser", "Executor", "FailedTryError", "Job", "LocalExecutor", "MasterState"),
         *("Run", "ServerOptimizer", "ZeusMaster"),
     },
     "zeus_plugins.optimizer": {"BatchSizeOptimizer"},

@@ -29,8 +29,8 @@ from zeus_plugins.errors import (
     ZeusBSOTokenError,
 )
 from zeus_plugins.gpu_check import Examination, Verdict
-from zeus_plugins.power_limit import find_devices
-from zeus_plugins.power_limit.guard import reset_limits
+from zeus_plugins.power_limit import PowerLimitUnavailableError, find_devices
+from zeus_plugins.power_limit.guard import reset_limit
 from zeus_plugins.protocol import TrialId
 
 DISTRIBUTIONS = (
@@ -224,12 +224,14 @@ def reset_power_limits() -> Iterator[Finding]:
     except ZeusBSOConfigError as error:
         yield Finding("power limit", Level.PROBLEM, str(error))
         return
-    for each in reset_limits(devices):
-        details = {"found_w": each.found_w, "limit_w": each.wanted_w}
-        if each.problem is None:
-            yield Finding("power limit", Level.OK, f"{each.device}: {each.found_w:g} W → {each.wanted_w:g} W", details)
+    for device in devices:
+        try:
+            found_w, limit_w = reset_limit(device)
+        except PowerLimitUnavailableError as error:
+            yield Finding("power limit", Level.PROBLEM, str(error))
         else:
-            yield Finding("power limit", Level.PROBLEM, each.problem, details)
+            details = {"found_w": found_w, "limit_w": limit_w}
+            yield Finding("power limit", Level.OK, f"{device}: {found_w:g} W → {limit_w:g} W", details)
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

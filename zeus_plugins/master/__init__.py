@@ -7,7 +7,7 @@ Importing this package loads neither torch nor the server.
 from __future__ import annotations
 
 from zeus_plugins.master.executors import Executor, LocalExecutor
-from zeus_plugins.master.history import HistoryEntry, MasterState, Run
+from zeus_plugins.master.history import MasterState, Run
 from zeus_plugins.master.job import Job
 from zeus_plugins.master.optimizers import BatchSizeChooser, ServerOptimizer
 from zeus_plugins.master.runner import FailedTryError, ZeusMaster
@@ -16,7 +16,6 @@ __all__ = [
     "BatchSizeChooser",
     "Executor",
     "FailedTryError",
-    "HistoryEntry",
     "Job",
     "LocalExecutor",
     "MasterState",

@@ -16,7 +16,7 @@ from zeus_plugins import energy, environment
 from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSOTrainFailError
 from zeus_plugins.master.display import Listener
 from zeus_plugins.master.executors import Executor, Launch, LocalExecutor, lock_file, try_lock
-from zeus_plugins.master.history import HISTORY_FILE, MAX_TRIES, HistoryEntry, MasterState, PlannedRun, Run
+from zeus_plugins.master.history import HISTORY_FILE, MAX_TRIES, MasterState, PlannedRun, Run
 from zeus_plugins.master.job import Job
 from zeus_plugins.master.optimizers import BatchSizeChooser, KeepsState, ServerOptimizer
 from zeus_plugins.protocol import LEAST_TIME_S, MAX_DETAIL_LENGTH, GpuConfig, TrialState, cost
@@ -145,7 +145,7 @@ class ZeusMaster:
         *,
         logdir: str | Path | None = None,
         resume_from: str | Path | None = None,
-    ) -> list[HistoryEntry]:
+    ) -> list[Run]:
         """Let the job recur.
 
         A recurrence launches the script at one batch size after another until a run reaches the target, at most 20
@@ -161,7 +161,7 @@ class ZeusMaster:
             resume_from: Log directory of a master that has ended early.
 
         Returns:
-            One entry for each run, including those before a resume.
+            All runs, including those before a resume.
 
         Raises:
             ZeusBSOTrainFailError: The default batch size missed the target in the first recurrence, or all tries of a
@@ -205,8 +205,7 @@ class ZeusMaster:
             finally:
                 if isinstance(self._optimizer, ServerOptimizer):
                     self._optimizer.interrupt()
-            history = recurring.state.history
-            return [HistoryEntry(run.bs, run.pl, run.energy, run.reached, run.time) for run in history]
+            return list(recurring.state.history)
 
     def _check_knobs(self, beta_knob: float | None, eta_knob: float) -> None:
         """Check the knobs, and that an optimizer with knobs has equal ones."""

@@ -48,17 +48,8 @@ _FIELDS = {
 class JobWish:
     """A job as its user describes it: the whole `job`, or parts of it.
 
-    Raises `ZeusBSOConfigError` for both, and for values that cannot be.
-
-    Attributes:
-        job: The whole job.
-        monitor: Name of the target's metric; may be empty.
-        target: Value of the metric at which the training is done; None: the server learns it from the first runs.
-        job_id: The job's id.
-        mode: ``"max"`` if the metric rises as the model improves, ``"min"`` if it falls; None: found out.
-        batch_sizes: Sizes to choose from, with the script's own; None: guessed.
-        max_epochs: Epochs after which a trial has missed its target; None: the trainer's.
-        confirm: Number of evaluations in a row that must reach the target.
+    The attributes are arguments of the batch-size callbacks (`BatchSizeArguments`). Raises `ZeusBSOConfigError` for
+    both, and for values that cannot be.
     """
 
     job: JobSpec | None = None
