@@ -25,14 +25,21 @@ from zeus_plugins.client.port import NO_RETRIES
 from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSORuntimeError, ZeusBSOTrainFailError
 from zeus_plugins.master import FailedTryError, MasterState, Run, ServerOptimizer
 from zeus_plugins.master.display import conclusion
-from zeus_plugins.master.history import MAX_TRIES, NextRun, run_of_cost
+from zeus_plugins.master.history import MAX_TRIES, NextRun, PlannedRun, run_of_cost
 from zeus_plugins.master.runner import oom_kills, why_failed
 from zeus_plugins.protocol import TrialState
+from zeus_plugins.train_result import TrainResult
 
 
-def run_once(tmp_path: Path, program: str, **options: Any) -> tuple[float, float, bool]:
+def planned(recurrence: int = 1, tries: int = 1, **fields: Any) -> PlannedRun:
+    job_id = f"rec{recurrence:02d}+try{tries:02d}"
+    known = {"bs": 64, "learning_rate": 0.5, "seed": 1, "cost_ub": math.inf, **fields}
+    return PlannedRun(recurrence=recurrence, tries=tries, job_id=job_id, **known)
+
+
+def run_once(tmp_path: Path, program: str, **options: Any) -> TrainResult:
     """Launch a script once, without a bound on its cost."""
-    return master_of(tmp_path, **options).run_job(python_job(program), 64, 0.5, 1, str(tmp_path), 1, 1, 0.5, math.inf)
+    return master_of(tmp_path, **options).launch(python_job(program), planned(), tmp_path, 0.5)
 
 
 # What a job is.
@@ -85,8 +92,9 @@ def test_a_script_finds_what_it_needs_in_its_environment(tmp_path: Path, observe
     (tmp_path / "monitor").touch()
     options = {"monitor_path": tmp_path / "monitor", "profile_warmup_iters": 3, "profile_measure_iters": 7}
     master = master_of(tmp_path, observer_mode=observer_mode, **options)
-    answer = master.run_job(python_job(program), 128, 0.25, 9, str(tmp_path), 2, 11, 0.5, 1234.5)
-    assert answer == (30.0, 0.5, True)
+    run = planned(2, 11, bs=128, learning_rate=0.25, seed=9, cost_ub=1234.5)
+    result = master.launch(python_job(program), run, tmp_path, 0.5)
+    assert (result.energy, result.time, result.reached) == (30.0, 0.5, True)
     environ, arguments = json.loads((tmp_path / "rec02+try11.train.log").read_text())
     assert arguments == ["128", "0.25", "9"]
     assert {

@@ -98,43 +98,6 @@ class ZeusMaster:
         path.mkdir(parents=True, exist_ok=exist_ok)
         return str(path)
 
-    def run_job(
-        self,
-        job: Job,
-        batch_size: int,
-        learning_rate: float,
-        seed: int,
-        logdir: str,
-        rec_i: int,
-        tries: int,
-        eta_knob: float,
-        cost_ub: float,
-    ) -> tuple[float, float, bool]:
-        """Launch the script once and wait for it.
-
-        Show its output live, write the output to ``{logdir}/{job id}.train.log``, and read its result from
-        ``{logdir}/{job id}+bs{batch size}.train.json``. The job id is ``rec{rec_i:02d}+try{tries:02d}``; recurrences
-        and tries count from 1. `cost_ub` is the upper bound of the cost in joules, which may be infinite.
-
-        Returns:
-            Energy in joules, time in seconds, and whether the run reached the target.
-
-        Raises:
-            FailedTryError: The script left no result.
-            ZeusBSOConfigError: The script cannot be started.
-        """
-        run = PlannedRun(
-            recurrence=rec_i,
-            tries=tries,
-            job_id=_job_id(rec_i, tries),
-            bs=batch_size,
-            learning_rate=learning_rate,
-            seed=seed,
-            cost_ub=cost_ub,
-        )
-        result = self._result_of_launch(job, run, Path(logdir), eta_knob)
-        return result.energy, result.time, result.reached
-
     def run(
         self,
         job: Job,
@@ -218,10 +181,16 @@ class ZeusMaster:
             if its != knob:
                 raise ZeusBSOConfigError(f"{name} is {knob} here and {its} in the optimizer: make them the same")
 
-    def _result_of_launch(
-        self, job: Job, run: PlannedRun, logdir: Path, eta_knob: float, *, adopt: bool = False
-    ) -> TrainResult:
-        """Launch a run, or `adopt` the run of a killed master, and read its result; raise errors as `run_job`."""
+    def launch(self, job: Job, run: PlannedRun, logdir: Path, eta_knob: float, *, adopt: bool = False) -> TrainResult:
+        """Launch the script once, or `adopt` the run of a killed master, and return its result.
+
+        The master shows the script's output live and writes it to ``{logdir}/{job id}.train.log``. The script writes
+        its result to ``{logdir}/{job id}+bs{batch size}.train.json``.
+
+        Raises:
+            FailedTryError: The script left no result.
+            ZeusBSOConfigError: The script cannot be started.
+        """
         environ = {
             environment.LOG_DIR.name: str(logdir),
             environment.JOB_ID.name: run.job_id,
@@ -315,7 +284,7 @@ class _Recurring:
         adopt, self._may_be_running = self._may_be_running, False
         max_power_w, eta = self.state.gpus.max_power, self.state.eta_knob
         try:
-            result = self._master._result_of_launch(self._job, planned, self._directory, eta, adopt=adopt)
+            result = self._master.launch(self._job, planned, self._directory, eta, adopt=adopt)
         except FailedTryError as failure:
             # The upper bound of the energy, so that a failed run cannot tighten the cost bound.
             energy_j = max_power_w * failure.time_s
