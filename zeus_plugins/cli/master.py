@@ -50,7 +50,7 @@ def _run(options: argparse.Namespace) -> None:
     from zeus_plugins import energy
     from zeus_plugins.client import client_from_environment
     from zeus_plugins.master import MasterState, ServerOptimizer, ZeusMaster
-    from zeus_plugins.master.display import Lines, conclusion
+    from zeus_plugins.master.display import conclusion
     from zeus_plugins.master.job import read_config
     from zeus_plugins.signals import raise_at_sigterm
 
@@ -78,7 +78,6 @@ def _run(options: argparse.Namespace) -> None:
             profile_measure_iters=master.profile_measure_iters,
             executor=_executor(config),
             gpus=gpus,
-            listener=Lines(),
         )
         logdir = resume_from or Path(zeus_master.build_logdir(job, recurrences, master.eta_knob, master.beta_knob))
         print(f"logs: {logdir}", flush=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Sequence
 
 from zeus_plugins.master.history import MasterState, PlannedRun, Run, mean_costs
@@ -11,26 +10,7 @@ from zeus_plugins.protocol import SavingsView
 
 
 class Listener:
-    """Prints the scripts' output as it comes, and a line for each run without a result."""
-
-    def began(self, state: MasterState) -> None:
-        """Hear that the master begins or resumes."""
-
-    def launched(self, run: PlannedRun) -> None:
-        """Hear that a run begins."""
-
-    def printed(self, text: str) -> None:
-        """Print whole lines of a script's output; called from another thread."""
-        print(text, end="", flush=True)
-
-    def ended(self, run: Run) -> None:
-        """Print why the run failed, if it did."""
-        if not run.was_measured:
-            print(f"{run.job_id}: {_outcome(run)}", file=sys.stderr, flush=True)
-
-
-class Lines(Listener):
-    """A `Listener` that prints a line when a run begins, and one with its cost when it ends."""
+    """Prints the scripts' output as it comes, a line when a run begins, and a line with its cost when it ends."""
 
     def began(self, state: MasterState) -> None:
         """Print the number of earlier runs, if any."""
@@ -42,9 +22,14 @@ class Lines(Listener):
         bound = "" if math.isinf(run.cost_ub) else f", at most {run.cost_ub:.4g} J"
         print(f"{run.job_id}: batch size {run.bs}, learning rate {run.learning_rate:.4g}{bound}", flush=True)
 
+    def printed(self, text: str) -> None:
+        """Print whole lines of a script's output; called from another thread."""
+        print(text, end="", flush=True)
+
     def ended(self, run: Run) -> None:
         """Print outcome and costs."""
-        print(f"{run.job_id}: {_outcome(run)}; {run.time:.1f} s, {run.energy:.4g} J, cost {run.cost:.4g} J", flush=True)
+        outcome = run.reason if run.was_measured else f"{run.outcome}: {run.reason}"
+        print(f"{run.job_id}: {outcome}; {run.time:.1f} s, {run.energy:.4g} J, cost {run.cost:.4g} J", flush=True)
 
 
 def conclusion(history: Sequence[Run], default_bs: int, savings: SavingsView | None) -> str:
@@ -70,7 +55,3 @@ def conclusion(history: Sequence[Run], default_bs: int, savings: SavingsView | N
         f"Energy: {', '.join(sorted({run.energy_source or 'as the script says' for run in history})) or 'none'}.",
     ]
     return "\n".join(lines)
-
-
-def _outcome(run: Run) -> str:
-    return run.reason if run.was_measured else f"{run.outcome}: {run.reason}"

@@ -42,7 +42,7 @@ class ZeusMaster:
         profile_measure_iters: Iterations of measurement for each power limit.
         executor: Executes the runs. None: a `LocalExecutor`.
         gpus: The accelerators that the job runs on, for the cost. None: the devices of this machine.
-        listener: Hears of the master's events. None: a listener that prints the scripts' output.
+        listener: Hears of the master's events. None: a `Listener`, which prints lines.
         now: Returns the present time, for the names of log directories.
 
     Raises:
