@@ -18,10 +18,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import partial
-from itertools import groupby, pairwise, zip_longest
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from textwrap import wrap
 from typing import Any
 
 from zeus_plugins.energy import EnergyUnavailableError
@@ -45,6 +44,9 @@ PHASE_S = 4.0
 """Seconds of each phase, after `SETTLE_S` in which the mean power of the last second adapts."""
 
 SETTLE_S = 1.5
+
+SHORT_S = 2.0
+"""Seconds of a comparison without phases."""
 
 _POLL_S = 0.002
 _SAMPLE_S = 0.01
@@ -96,6 +98,10 @@ class Result:
     verdict: Verdict
     gpu: str = ""
     details: dict[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        place = f"{self.gpu}: " if self.gpu else ""
+        return f"{self.verdict:<8} {place}{self.check}: {self.found} (expected: {self.expected})"
 
 
 class Load:
@@ -212,6 +218,10 @@ class Examination:
         yield _permission(devices[0])
         yield from self._mappings(gpus[0])
 
+    def agreement(self, gpu: NvmlGpu) -> Result:
+        """Compare the counter and the power readings for two seconds, at whatever the GPU does."""
+        return agreement_result(str(gpu), "idle", self._span(gpu, SHORT_S))
+
     def _of(self, gpu: NvmlGpu) -> Iterator[Result]:
         result = partial(Result, gpu=str(gpu))
         load = self.load(gpu.uuid)
@@ -231,7 +241,7 @@ class Examination:
                     continue
                 with load.running(phase):
                     self.sleep(SETTLE_S)
-                    yield agreement_result(str(gpu), phase, self._span(gpu))
+                    yield agreement_result(str(gpu), phase, self._span(gpu, PHASE_S))
         except EnergyUnavailableError as error:
             yield result("readings", "a counter and power readings", error.cause, Verdict.DOUBTFUL)
         if missing:
@@ -254,12 +264,12 @@ class Examination:
             self.sleep(_POLL_S)
         return [after - before for before, after in pairwise(moves_s)]
 
-    def _span(self, gpu: NvmlGpu) -> Span:
+    def _span(self, gpu: NvmlGpu, least_s: float) -> Span:
         """Measure from one move of the counter to another, so that its steps do not matter."""
         begun_s, begun_uj = self._move(gpu)
         means: list[tuple[float, float | None]] = []
         instants: list[tuple[float, float | None]] = []
-        while (now_s := self.clock()) - begun_s < PHASE_S or len(means) < 2:
+        while (now_s := self.clock()) - begun_s < least_s or len(means) < 2:
             try:
                 means.append((now_s, gpu.power_w()))
             except EnergyUnavailableError:
@@ -393,25 +403,3 @@ def mapping_result(form: str, cuda: list[str] | None, ours: list[str] | None, pr
     is_same = bare_cuda == bare_ours != []
     found = f"both: {', '.join(ours or ())}" if is_same else f"CUDA: {cuda}, this package: {ours}"
     return Result(f"mapping by {form}", expected, found, _ok(is_same), details=details)
-
-
-def table(results: list[Result]) -> str:
-    """Format the results as a table by GPU, with wrapped columns."""
-    lines = _row("verdict", "check", "found", "expected")
-    for gpu, group in groupby(results, key=lambda each: each.gpu):
-        lines += ["", gpu or "this machine"]
-        for each in group:
-            lines += _row(each.verdict, each.check, each.found, each.expected)
-    return "\n".join(lines)
-
-
-_WIDTHS = (8, 28, 48, 40)
-"""Columns: verdict, check, found, expected."""
-
-
-def _row(*texts: str) -> list[str]:
-    cells = [wrap(text, width, break_on_hyphens=False) for text, width in zip(texts, _WIDTHS, strict=True)]
-    return [
-        "  ".join(part.ljust(width) for part, width in zip(parts, _WIDTHS, strict=True)).rstrip()
-        for parts in zip_longest(*cells, fillvalue="")
-    ]

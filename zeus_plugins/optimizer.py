@@ -45,9 +45,10 @@ from zeus_plugins.energy import EnergyMonitor, WindowMonitor
 from zeus_plugins.errors import ZeusBSOBadOperationError
 from zeus_plugins.protocol import JobSpec
 from zeus_plugins.signals import raise_at_sigterm, termination
+from zeus_plugins.training.arguments import check_choice
 from zeus_plugins.training.defaults import as_job
 from zeus_plugins.training.outcomes import show_in_one_paragraph, train_fail_error
-from zeus_plugins.training.session import OnUnreachable, TrialSession, check_on_unreachable
+from zeus_plugins.training.session import OnUnreachable, TrialSession
 
 __all__ = ["BatchSizeOptimizer"]
 
@@ -96,7 +97,7 @@ class BatchSizeOptimizer:
         client: ServerPort | None = None,
         on_unreachable: OnUnreachable = "default",
     ) -> None:
-        check_on_unreachable(on_unreachable)
+        check_choice("on_unreachable", on_unreachable, OnUnreachable)
         self._rank = rank
         self._trial_session: TrialSession | None = None
         self._own_client: ServerPort | None = None

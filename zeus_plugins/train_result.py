@@ -1,7 +1,6 @@
-"""Environment variables and result file between a training script and its master, named as in Zeus.
+"""The result file that a training script leaves for its master, named as in Zeus.
 
-`zeus_plugins.master` sets the variables and reads the file; the script, for instance by `zeus_plugins.dataloader`,
-reads the variables and writes the file.
+`zeus_plugins.master` reads the file. The script writes it, for instance by `zeus_plugins.dataloader`.
 """
 
 from __future__ import annotations
@@ -13,24 +12,10 @@ from typing import Self
 
 from pydantic import ValidationError
 
-from zeus_plugins import environment
 from zeus_plugins.errors import ZeusBSOConfigError
 from zeus_plugins.protocol import Finite, Joules, NonNegativeFinite, NonNegativeInt, Seconds, WireMessage
 
-__all__ = ["TrainResult", "Variables", "result_path", "write_atomically"]
-
-
-class Variables:
-    """Names of the environment variables of a launched training; docs/environment.md describes them."""
-
-    LOG_DIR = environment.LOG_DIR.name
-    JOB_ID = environment.JOB_ID.name
-    COST_THRESH = environment.COST_THRESHOLD_J.name
-    ETA_KNOB = environment.ETA_KNOB.name
-    TARGET_METRIC = environment.TARGET_METRIC.name
-    MONITOR_PATH = environment.MONITOR_PATH.name
-    PROFILE_PARAMS = environment.PROFILE_STEPS.name
-    USE_OPTIMAL_PL = environment.USE_BEST_POWER_LIMIT.name
+__all__ = ["TrainResult", "result_path", "write_atomically"]
 
 
 class TrainResult(WireMessage):

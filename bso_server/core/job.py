@@ -1,9 +1,9 @@
 """Life of a job: how each event changes the job and its trials.
 
-The service (with records in a database), the simulator and the training master's own optimizer share these functions,
-so that they get the same records. Each takes the state of a job and the record of a trial and returns the new ones.
-They are pure: the present is passed in as a `Moment`, random draws use the given generator, and nothing is written.
-So a transaction that the database breaks off can be repeated from the start.
+The service (with records in a database) and the simulator share these functions, so that they get the same records.
+Each takes the state of a job and the record of a trial and returns the new ones. They are pure: they get the present as
+a `Moment`, draw from the given generator, and write nothing. So a transaction that the database breaks off can be
+repeated from the start.
 
 `TRANSITIONS` holds the legal moves between the states of a trial; no other code decides which moves are legal. An
 ABANDONED trial is neither `ALIVE` nor `FINAL`: its batch size may be tried again, but the trial's next report or
@@ -556,7 +556,7 @@ def replay(job: CreatedJob, trials: Iterable[TrialRecord], survivors: tuple[int,
 
 
 class InMemoryJob:
-    """Job in memory, without instants, for the simulator and the training master; arguments as in `replay`."""
+    """Job in memory, without instants, for the simulator; arguments as in `replay`."""
 
     def __init__(
         self, job: CreatedJob, trials: Iterable[TrialRecord] = (), survivors: tuple[int, ...] | None = None

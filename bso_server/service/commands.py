@@ -76,6 +76,7 @@ from zeus_plugins.protocol import (
     TrialPowerProfile,
     TrialState,
     TrialView,
+    finishing_reason,
 )
 
 # Largest number of reports or power-limit profiles that one transaction deletes.
@@ -318,7 +319,7 @@ class Commands:
                     f"trial {missed.trial_number} has reached the target: there is nothing to finish", field="continues"
                 )
             origin = Origin.FINISH
-            reason = f"finishes the run of trial {missed.trial_number}, which missed the target at {missed.batch_size}"
+            reason = finishing_reason(f"trial {missed.trial_number}", missed.batch_size)
         suggestion = Suggestion(offline.batch_size, origin, reason)
         job, trial = dispatch_trial(
             job, suggestion, self.moment(), owner=caller.token_id, idempotency_key=idempotency_key

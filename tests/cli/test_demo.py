@@ -42,7 +42,7 @@ def test_each_training_is_a_fresh_process_with_and_without_a_fork_server(*, has_
 @pytest.mark.slow
 def test_the_demo_says_which_batch_size_is_cheapest(tmp_path: Path) -> None:
     demo = subprocess.run(
-        [sys.executable, "-m", "zeus_plugins", "demo", "--quick", "--directory", str(tmp_path / "demo")],
+        [sys.executable, "-m", "zeus_plugins", "demo", "--recurrences", "4", "--directory", str(tmp_path / "demo")],
         capture_output=True,
         text=True,
         check=False,

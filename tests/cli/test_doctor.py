@@ -155,8 +155,8 @@ class LiveNvml(FakeNvml):
 @pytest.mark.parametrize(
     ("counted_w", "level", "says"),
     [
-        pytest.param(100.0, "ok", "they agree", marks=pytest.mark.slow),
-        (50.0, "warning", "they differ by more than 20%"),
+        pytest.param(100.0, "ok", "within 20% of the counter", marks=pytest.mark.slow),
+        (50.0, "warning", "50 W by the counter, mean power +100.0%"),
     ],
 )
 def test_counters_are_compared_with_power_readings(ask: Any, counted_w: float, level: str, says: str) -> None:
@@ -164,7 +164,7 @@ def test_counters_are_compared_with_power_readings(ask: Any, counted_w: float, l
     gpu, compared = report.of("nvidia")
     assert gpu == ("ok", "GPU 0 (NVIDIA H200): energy counter, power reading")
     assert compared[0] == level
-    assert compared[1].endswith(says)
+    assert says in compared[1]
     assert report.only("energy") == ("ok", "nvml")
 
 

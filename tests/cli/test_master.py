@@ -23,16 +23,23 @@ from zeus_plugins.client.http import BsoClient
 from zeus_plugins.client.local import LocalServer
 from zeus_plugins.client.port import NO_RETRIES
 from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSORuntimeError, ZeusBSOTrainFailError
-from zeus_plugins.master import FailedTryError, HistoryEntry, MasterState, PolicyOptimizer, Run, ServerOptimizer
+from zeus_plugins.master import FailedTryError, MasterState, Run, ServerOptimizer
 from zeus_plugins.master.display import conclusion
-from zeus_plugins.master.history import MAX_TRIES, NextRun, run_of_cost
+from zeus_plugins.master.history import MAX_TRIES, NextRun, PlannedRun, run_of_cost
 from zeus_plugins.master.runner import oom_kills, why_failed
 from zeus_plugins.protocol import TrialState
+from zeus_plugins.train_result import TrainResult
 
 
-def run_once(tmp_path: Path, program: str, **options: Any) -> tuple[float, float, bool]:
+def planned(recurrence: int = 1, tries: int = 1, **fields: Any) -> PlannedRun:
+    job_id = f"rec{recurrence:02d}+try{tries:02d}"
+    known = {"bs": 64, "learning_rate": 0.5, "seed": 1, "cost_ub": math.inf, **fields}
+    return PlannedRun(recurrence=recurrence, tries=tries, job_id=job_id, **known)
+
+
+def run_once(tmp_path: Path, program: str, **options: Any) -> TrainResult:
     """Launch a script once, without a bound on its cost."""
-    return master_of(tmp_path, **options).run_job(python_job(program), 64, 0.5, 1, str(tmp_path), 1, 1, 0.5, math.inf)
+    return master_of(tmp_path, **options).launch(python_job(program), planned(), tmp_path, 0.5)
 
 
 # What a job is.
@@ -85,8 +92,9 @@ def test_a_script_finds_what_it_needs_in_its_environment(tmp_path: Path, observe
     (tmp_path / "monitor").touch()
     options = {"monitor_path": tmp_path / "monitor", "profile_warmup_iters": 3, "profile_measure_iters": 7}
     master = master_of(tmp_path, observer_mode=observer_mode, **options)
-    answer = master.run_job(python_job(program), 128, 0.25, 9, str(tmp_path), 2, 11, 0.5, 1234.5)
-    assert answer == (30.0, 0.5, True)
+    run = planned(2, 11, bs=128, learning_rate=0.25, seed=9, cost_ub=1234.5)
+    result = master.launch(python_job(program), run, tmp_path, 0.5)
+    assert (result.energy, result.time, result.reached) == (30.0, 0.5, True)
     environ, arguments = json.loads((tmp_path / "rec02+try11.train.log").read_text())
     assert arguments == ["128", "0.25", "9"]
     assert {
@@ -194,10 +202,11 @@ def test_a_recurrence_tries_until_the_target_is_reached(tmp_path: Path) -> None:
 
     crashed = entries[2]
     cost = 0.5 * 30 + 0.5 * MAX_POWER_W * 0.5
-    assert entries[:2] == [HistoryEntry(64, None, 30.0, True, 0.5), HistoryEntry(32, None, 5.0, False, 0.1)]
+    found = [(entry.bs, entry.pl, entry.energy, entry.reached, entry.time) for entry in entries]
+    assert found[:2] == [(64, None, 30.0, True, 0.5), (32, None, 5.0, False, 0.1)]
     assert (crashed.bs, crashed.reached) == (64, False)
     assert crashed.energy == MAX_POWER_W * crashed.time
-    assert entries[3:] == [HistoryEntry(128, None, 30.0, True, 0.5), HistoryEntry(64, None, 30.0, True, 0.5)]
+    assert found[3:] == [(128, None, 30.0, True, 0.5), (64, None, 30.0, True, 0.5)]
     assert optimizer.seen == [
         (64, cost, True),
         (32, 7.5, False),
@@ -303,113 +312,6 @@ def test_recurrence_try_seed_and_bound_follow_from_the_runs(
 # Optimizers.
 
 
-def test_the_policy_in_this_process_goes_on_where_its_state_was_kept() -> None:
-    job, prices = job_of(), {32: 5.0, 64: 3.0, 128: 4.0}
-
-    def played(optimizer: PolicyOptimizer, times: int) -> list[int]:
-        sizes = []
-        for _ in range(times):
-            sizes.append(optimizer.predict(job))
-            optimizer.observe(job, sizes[-1], prices[sizes[-1]] + 0.1 * len(sizes), converged=True)
-        return sizes
-
-    whole = PolicyOptimizer(policy="zeus", num_pruning_rounds=1, seed=3)
-    whole.register_job(job, SIZES)
-    expected = played(whole, 8)
-    first, second = (PolicyOptimizer(policy="zeus", num_pruning_rounds=1, seed=3) for _ in range(2))
-    first.register_job(job, SIZES)
-    begun = played(first, 4)
-    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
-    second.register_job(job, SIZES)
-    assert begun == expected[:4]
-    assert begun[:3] == [64, 32, 128]
-    next_size = second.predict(job)
-    assert next_size == expected[4]
-
-
-def test_the_policy_in_this_process_excludes_sizes_that_do_not_fit_or_crash_again_and_again(tmp_path: Path) -> None:
-    program = (
-        "import sys\nif sys.argv[1] == '128': raise MemoryError\nif sys.argv[1] == '32': raise KeyError('bad')\n"
-        + REACHES
-    )
-    optimizer = PolicyOptimizer(policy="zeus", num_pruning_rounds=1)
-    entries = master_of(tmp_path, optimizer).run(python_job(program), 6, SIZES, None, 0.5)
-    assert [(entry.bs, entry.reached) for entry in entries] == [
-        (64, True),
-        *[(32, False)] * 3,
-        (128, False),
-        *[(64, True)] * 5,
-    ]
-
-
-def test_when_no_size_works_the_policy_says_so(tmp_path: Path) -> None:
-    with pytest.raises(ZeusBSORuntimeError, match="even batch size 32 ran out of memory"):
-        master_of(tmp_path, PolicyOptimizer(policy="zeus")).run(python_job("raise MemoryError"), 1, SIZES, 2.0, 0.5)
-
-
-def test_the_policy_in_this_process_plays_gp_voi_and_learns_epochs(tmp_path: Path) -> None:
-    # 32 takes 4 epochs of 10 J, 64 6 of 10 J, and 128 reaches nothing within the 20 that it may have.
-    program = WRITES_A_RESULT + (
-        "bs = int(sys.argv[1])\n"
-        "epochs = {32: 4, 64: 6, 128: 20}[bs]\n"
-        "result.update(energy=10.0 * epochs, time=0.1 * epochs, end_epoch=epochs, reached=bs < 128)\n"
-        "open(where, 'w').write(json.dumps(result))"
-    )
-    first, second = PolicyOptimizer(), PolicyOptimizer(policy="gp_voi")
-    entries = master_of(tmp_path, first).run(python_job(program), 8, SIZES, None, 1.0, logdir=tmp_path / "here")
-    assert entries[0].bs == 64
-    # One of the last runs may be a control run at the default.
-    assert [entry.bs for entry in entries[-3:]].count(32) >= 2
-    resumed = master_of(tmp_path, second).run(python_job(program), 9, SIZES, None, 1.0, resume_from=tmp_path / "here")
-    assert resumed[-1].bs == first.predict(python_job(program))
-    trials = [(trial["epoch"], trial["energy_j"], trial["state"]) for trial in second.state_dict()["trials"][:1]]
-    assert trials == [(6.0, 60.0, TrialState.COMPLETED)]
-
-
-def test_the_policy_in_this_process_decides_as_the_server_does(tmp_path: Path, client: LocalServer) -> None:
-    program = WRITES_A_RESULT + (
-        "bs, seed = int(sys.argv[1]), int(sys.argv[3])\n"
-        "if seed % 7 == 3: sys.exit(2)\n"
-        "if bs == 128: raise MemoryError\n"
-        "epochs = 20 if seed % 5 == 4 else 3 + seed % 3\n"
-        "result.update(energy=bs / 8 * epochs, time=0.1 * epochs, end_epoch=epochs, reached=epochs < 20)\n"
-        "open(where, 'w').write(json.dumps(result))"
-    )
-    # In this process a job has no β, and the policy weighs tries by where they may be stopped: neither has one here.
-    server = ServerOptimizer(client, GPUS, eta_knob=1.0, beta_knob=None, options={"policy": "gp_voi"})
-    sizes = [16, 32, 64, 128]
-    here = PolicyOptimizer()
-    entries = [
-        [
-            (entry.bs, entry.reached)
-            for entry in master_of(tmp_path / name, optimizer).run(
-                python_job(program), 10, sizes, None, 1.0, logdir=tmp_path / name / "here"
-            )
-        ]
-        for name, optimizer in (("server", server), ("here", here))
-    ]
-    assert entries[0] == entries[1]
-    shown, claimed = client.show_job("tiny").savings, here.savings()
-    assert server.savings() == shown
-    assert claimed is not None
-    assert claimed.controls
-    assert (claimed.in_words, claimed.controls, claimed.cost_j) == (shown.in_words, shown.controls, shown.cost_j)
-    assert len({batch_size for batch_size, _ in entries[0]}) > 2
-
-
-def test_a_state_is_resumed_with_its_policy() -> None:
-    begun = PolicyOptimizer(policy="zeus")
-    begun.register_job(job_of(), SIZES)
-    begun.predict(job_of())
-    resumed = PolicyOptimizer()
-    resumed.load_state_dict(json.loads(json.dumps(begun.state_dict())))
-    assert resumed.state_dict() == begun.state_dict()
-    with pytest.raises(ZeusBSOConfigError, match="was begun with policy zeus, not gp_voi"):
-        PolicyOptimizer(policy="gp_voi").load_state_dict(begun.state_dict())
-    with pytest.raises(ZeusBSOConfigError, match="which has gp_voi and zeus"):
-        PolicyOptimizer(policy="bandit")
-
-
 @pytest.fixture
 def client(tmp_path: Path) -> Iterator[BsoClient | LocalServer]:
     """Of a server in this process."""
@@ -419,6 +321,31 @@ def client(tmp_path: Path) -> Iterator[BsoClient | LocalServer]:
 
 def server_optimizer(client: LocalServer, **options: Any) -> ServerOptimizer:
     return ServerOptimizer(client, GPUS, options={"policy": "zeus", "num_pruning_rounds": 1, "mab_seed": 1, **options})
+
+
+def test_crashing_and_too_large_sizes_are_excluded_after_their_retries(tmp_path: Path, client: LocalServer) -> None:
+    program = (
+        "import sys\nif sys.argv[1] == '128': raise MemoryError\nif sys.argv[1] == '32': raise KeyError('bad')\n"
+        + REACHES
+    )
+    optimizer = ServerOptimizer(client, GPUS, beta_knob=None, options={"policy": "zeus", "num_pruning_rounds": 1})
+    entries = master_of(tmp_path, optimizer).run(python_job(program), 6, SIZES, None, 0.5)
+    assert [(entry.bs, entry.reached) for entry in entries] == [
+        (64, True),
+        *[(32, False)] * 3,
+        (128, False),
+        *[(64, True)] * 5,
+    ]
+
+
+def test_master_stops_with_an_error_when_no_size_works(tmp_path: Path, client: LocalServer) -> None:
+    with pytest.raises(ZeusBSORuntimeError, match="even batch size 32 ran out of memory"):
+        master_of(tmp_path, server_optimizer(client)).run(python_job("raise MemoryError"), 1, SIZES, 2.0, 0.5)
+
+
+def test_unknown_option_of_the_job_is_named(client: LocalServer) -> None:
+    with pytest.raises(ZeusBSOConfigError, match="pruning"):
+        server_optimizer(client, pruning=1).register_job(job_of(), SIZES)
 
 
 def test_each_run_ends_its_trial_on_the_server_as_it_ended(tmp_path: Path, client: LocalServer) -> None:
@@ -509,10 +436,10 @@ def test_a_trial_whose_dispatch_was_not_kept_is_found_again(client: LocalServer)
 # The conclusion.
 
 
-def test_the_conclusion_makes_the_claim_of_the_jobs_page_and_lists_what_was_measured() -> None:
+def test_the_conclusion_makes_the_claim_of_the_jobs_page_and_lists_what_was_measured(client: LocalServer) -> None:
     runs = runs_of([(100.0, True), (50.0, True), (40.0, True), (7.0, False)])
     runs[1:3] = [run.model_copy(update={"bs": 32}) for run in runs[1:3]]
-    optimizer, job = PolicyOptimizer(), job_of()
+    optimizer, job = server_optimizer(client), job_of()
     optimizer.register_job(job, SIZES)
     assert optimizer.predict(job) == 64
     optimizer.observe(job, 64, 100.0, converged=True)
@@ -536,4 +463,3 @@ def test_without_a_server_that_answers_nothing_is_claimed(server: ServerProcess)
         assert optimizer.savings() is not None
         server.kill()
         assert optimizer.savings() is None
-    assert PolicyOptimizer().savings() is None

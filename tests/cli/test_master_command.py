@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import pty
-import select
 import signal
 import time
 from pathlib import Path
@@ -24,7 +22,6 @@ MASTER = (
     "zeus_plugins.master.optimizers",
     "zeus_plugins.client.local",
     "alembic.command",
-    "rich.live",
 )
 
 TOML = """
@@ -45,8 +42,8 @@ batch_sizes = [32, 64, 128]
 beta_knob = 4.0
 
 [optimizer]
-kind = "{kind}"
-options = {{ num_pruning_rounds = 1, {options} }}
+# Plays the sizes in an order that tests know.
+options = {{ policy = "zeus", num_pruning_rounds = 1, mab_seed = 1 }}
 
 [gpus]
 max_power = 100
@@ -55,19 +52,15 @@ gpu_model = "none"
 """
 
 
-# Both play the same sizes, in an order that tests know.
-OPTIONS = {"server": 'policy = "zeus", mab_seed = 1', "policy": 'policy = "zeus", seed = 1'}
-
-
 class Bench:
     """The command in a directory of its own."""
 
-    def __init__(self, directory: Path, kind: str, *ends: str) -> None:
+    def __init__(self, directory: Path, *ends: str) -> None:
         self.directory = directory
         self.logs = directory / "logs"
         ends_file = directory / "ends"
         ends_file.write_text("\n".join(ends or ("train",)))
-        toml = TOML.format(command=TRAINING, ends=ends_file, workdir=ROOT, kind=kind, options=OPTIONS[kind])
+        toml = TOML.format(command=TRAINING, ends=ends_file, workdir=ROOT)
         (directory / "job.toml").write_text(toml)
         self.environ = {
             **os.environ,
@@ -76,11 +69,9 @@ class Bench:
         }
         self.environ.pop("ZEUS_SERVER_URL", None)
 
-    def start(self, recurrences: int, *arguments: str, output: Path | None = None) -> warm.Process:
-        if output is None:
-            output = self.directory / "output"
-            output.unlink(missing_ok=True)
-        self.output = output
+    def start(self, recurrences: int, *arguments: str) -> warm.Process:
+        self.output = self.directory / "output"
+        self.output.unlink(missing_ok=True)
         command = ["zeus_plugins", "master", "run", "job.toml", "--log-base", str(self.logs)]
         command += ["--recurrences", str(recurrences), *arguments]
         return warm.start(*command, modules=MASTER, output=self.output, environ=self.environ, folder=self.directory)
@@ -137,7 +128,7 @@ def is_gone(pid: int) -> bool:
 
 @pytest.mark.slow
 def test_the_command_finds_the_size_that_the_server_shows(tmp_path: Path) -> None:
-    bench = Bench(tmp_path, "server")
+    bench = Bench(tmp_path)
     output = bench.run(4)
     assert len(bench.state.history) == 4
     assert bench.job.savings.in_words in output
@@ -146,9 +137,8 @@ def test_the_command_finds_the_size_that_the_server_shows(tmp_path: Path) -> Non
     assert "accuracy 0." in output
 
 
-@pytest.mark.parametrize("kind", ["server", pytest.param("policy", marks=pytest.mark.slow)])
-def test_a_killed_master_takes_the_result_that_its_script_has_left(tmp_path: Path, kind: str) -> None:
-    bench = Bench(tmp_path, kind, "train", "wait", "train")
+def test_a_killed_master_takes_the_result_that_its_script_has_left(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, "train", "wait", "train")
     process = bench.start(3)
     bench.wait_for_script(process)
     process.kill()
@@ -163,7 +153,7 @@ def test_a_killed_master_takes_the_result_that_its_script_has_left(tmp_path: Pat
 
 @pytest.mark.slow
 def test_a_script_that_was_killed_with_its_master_is_launched_again(tmp_path: Path) -> None:
-    bench = Bench(tmp_path, "server", "wait", "train")
+    bench = Bench(tmp_path, "wait", "train")
     process = bench.start(2)
     script = bench.wait_for_script(process)
     process.kill()
@@ -177,13 +167,12 @@ def test_a_script_that_was_killed_with_its_master_is_launched_again(tmp_path: Pa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["server", "policy"])
-def test_a_master_that_is_killed_again_and_again_repeats_no_run_and_loses_none(tmp_path: Path, kind: str) -> None:
+def test_a_master_that_is_killed_again_and_again_repeats_no_run_and_loses_none(tmp_path: Path) -> None:
     (tmp_path / "undisturbed").mkdir()
-    undisturbed = Bench(tmp_path / "undisturbed", kind, *["train", "kill", "train", "memory", "train"])
+    undisturbed = Bench(tmp_path / "undisturbed", *["train", "kill", "train", "memory", "train"])
     undisturbed.run(3)
     (tmp_path / "killed").mkdir()
-    bench = Bench(tmp_path / "killed", kind, *["train", "kill", "train", "memory", "train"])
+    bench = Bench(tmp_path / "killed", *["train", "kill", "train", "memory", "train"])
     statuses = []
     for seconds_into_run in (0, 0.03, 0.1, 0.3):
         begun = len(bench.begun)
@@ -213,7 +202,7 @@ def test_a_master_that_is_killed_again_and_again_repeats_no_run_and_loses_none(t
 def test_an_interrupted_master_ends_its_script_first_and_can_be_resumed(
     tmp_path: Path, number: signal.Signals, status: int
 ) -> None:
-    bench = Bench(tmp_path, "server", "train", "wait", "train")
+    bench = Bench(tmp_path, "train", "wait", "train")
     process = bench.start(2)
     script = bench.wait_for_script(process)
     process.send_signal(number)
@@ -228,7 +217,7 @@ def test_an_interrupted_master_ends_its_script_first_and_can_be_resumed(
 
 
 def test_a_second_ctrl_c_ends_a_script_that_does_not_listen(tmp_path: Path) -> None:
-    bench = Bench(tmp_path, "policy", "stubborn")
+    bench = Bench(tmp_path, "stubborn")
     process = bench.start(1)
     script = bench.wait_for_script(process)
     process.send_signal(signal.SIGINT)
@@ -241,7 +230,7 @@ def test_a_second_ctrl_c_ends_a_script_that_does_not_listen(tmp_path: Path) -> N
 
 @pytest.mark.slow
 def test_a_resumed_master_waits_for_the_script_and_ctrl_c_ends_that_too(tmp_path: Path) -> None:
-    bench = Bench(tmp_path, "policy", "wait", "train")
+    bench = Bench(tmp_path, "wait", "train")
     process = bench.start(1)
     script = bench.wait_for_script(process)
     process.kill()
@@ -261,26 +250,6 @@ def test_a_resumed_master_waits_for_the_script_and_ctrl_c_ends_that_too(tmp_path
     assert bench.begun == ["rec01+try01"] * 2
 
 
-def test_a_terminal_gets_a_table(tmp_path: Path) -> None:
-    bench = Bench(tmp_path, "policy")
-    bench.environ.update(TERM="xterm", COLUMNS="120", LINES="40")
-    terminal, end = pty.openpty()
-    process = bench.start(1, output=Path(os.ttyname(end)))
-    shown = b""
-    while (status := process.poll()) is None or select.select([terminal], [], [], 0)[0]:
-        if select.select([terminal], [], [], 0.02)[0]:
-            shown += os.read(terminal, 65536)
-    os.close(end)
-    os.close(terminal)
-    assert status == 0
-    text = shown.decode()
-    assert "learning rate" in text
-    assert "┃" in text
-    assert "training …" in text
-    assert "target reached after" in text
-    assert "epoch 1: accuracy" in text
-
-
 @pytest.mark.parametrize(
     ("before", "after", "says"),
     [
@@ -294,7 +263,7 @@ def test_a_terminal_gets_a_table(tmp_path: Path) -> None:
     ],
 )
 def test_a_wrong_file_is_told_in_a_line(tmp_path: Path, before: str, after: str, says: str) -> None:
-    bench = Bench(tmp_path, "policy")
+    bench = Bench(tmp_path)
     path = tmp_path / "job.toml"
     path.write_text(path.read_text().replace(before, after))
     status, output = bench.end_of(bench.start(1))

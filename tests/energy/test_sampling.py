@@ -22,7 +22,6 @@ from tests.support.energy_bench import window
 from tests.support.fake_nvml import Clock, FakeGpu, FakeNvml
 from zeus_plugins.energy import EnergyMonitor, EnergyUnavailableError, Measurement, NvmlMonitor, NvmlPowerMonitor
 from zeus_plugins.energy.counters import IntegratedPower, Sampler
-from zeus_plugins.energy.nvml import compare_nvml
 from zeus_plugins.errors import ZeusBSOConfigError
 from zeus_plugins.protocol import GpuConfig
 
@@ -351,28 +350,3 @@ def test_a_counter_that_fell_is_not_taken_for_a_gain(caplog: pytest.LogCaptureFi
     assert measured.energy_j == 175.0
     assert "estimate" in measured.source
     assert "GPU 0 (NVIDIA H200) has fallen" in caplog.text
-
-
-# ---- The comparison of both ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("counted_mj", "agrees"), [(100_000, True), (84_000, True), (83_000, False), (126_000, False), (100, False)]
-)
-def test_a_counter_is_compared_with_the_integral_of_power(counted_mj: int, agrees: bool) -> None:
-    # Other processes, which a measurement's source names, do not matter here.
-    nvml, clock = FakeNvml([FakeGpu(power_mw=100_000, pids=[1, 2])]), Clock()
-
-    def run() -> None:
-        clock.now_s += 1.0
-        nvml.machine[0].spend(counted_mj)
-
-    compared = compare_nvml(run, nvml=nvml, clock=clock)
-    assert (compared.integrated_j, compared.counter_j) == (pytest.approx(100.0), counted_mj / 1000)
-    assert compared.problem == (None if agrees else "they differ by more than 20%")
-
-
-def test_a_counter_that_stands_still_agrees_with_nothing() -> None:
-    nvml, clock = FakeNvml([FakeGpu(power_mw=700_000)]), Clock()
-    compared = compare_nvml(lambda: setattr(clock, "now_s", clock.now_s + 1.0), nvml=nvml, clock=clock)
-    assert "estimate: 700 W" in str(compared.problem)

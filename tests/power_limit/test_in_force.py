@@ -32,7 +32,7 @@ from zeus_plugins.power_limit import (
     find_devices,
 )
 from zeus_plugins.power_limit.devices import PowerLimitNotAppliedError, ZeusdDevice, set_and_check
-from zeus_plugins.power_limit.guard import LimitGuard, forget, recall, remember, reset_limits
+from zeus_plugins.power_limit.guard import LimitGuard, forget, recall, remember, reset_limit
 
 
 def device_of(**of_gpu: Any) -> tuple[NvmlDevice, FakeGpu]:
@@ -301,8 +301,8 @@ def test_the_doctor_puts_limits_back(monkeypatch: pytest.MonkeyPatch) -> None:
     left, lowered = device_of(limit_mw=400_000, default_mw=650_000), device_of(limit_mw=300_000, default_mw=650_000)
     silent, forbidden = device_of(), device_of(limit_mw=300_000, default_mw=650_000, may_set_limit=False)
     remember("GPU-0", 600.0, 400.0)
-    (first,) = reset_limits([left[0]])
-    assert (first.found_w, first.wanted_w, left[1].limit_mw) == (400.0, 600.0, 600_000)
+    assert reset_limit(left[0]) == (400.0, 600.0)
+    assert left[1].limit_mw == 600_000
     monkeypatch.setattr(doctor, "find_devices", lambda: [lowered[0], silent[0], forbidden[0]])
     findings = [(each.level, each.text) for each in doctor.reset_power_limits()]
     assert findings[0] == ("ok", "GPU 0 (H200): 300 W → 650 W")

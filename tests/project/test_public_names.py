@@ -42,8 +42,8 @@ PUBLIC = {
     },
     "zeus_plugins.lightning": {"ZeusBSOCallback", "ZeusEnergyCallback", "ZeusPowerLimitCallback", *CALLBACKS},
     "zeus_plugins.master": {
-        *("BatchSizeChooser", "Executor", "FailedTryError", "HistoryEntry", "Job", "LocalExecutor", "MasterState"),
-        *("PolicyOptimizer", "Run", "ServerOptimizer", "ZeusMaster"),
+        *("BatchSizeChooser", "Executor", "FailedTryError", "Job", "LocalExecutor", "MasterState"),
+        *("Run", "ServerOptimizer", "ZeusMaster"),
     },
     "zeus_plugins.optimizer": {"BatchSizeOptimizer"},
     "zeus_plugins.power_limit": {
@@ -102,7 +102,16 @@ PUBLIC = {
         *("changes_in_words", "expected_in_words", "joules_in_words"),
         *("GP_VOI", "OWN_POLICIES", "RefusalReason", "RegistrationId", "ZEUS"),
         *("TrialState", "TrialView", "WireMessage", "ALIVE", "FINAL", "Verdict", "cost"),
-        *("BUSY_SHARE", "Fraction", "busy_remark", "epochs_in_words", "is_busy", "is_estimated", "is_time_alone"),
+        *(
+            "BUSY_SHARE",
+            "Fraction",
+            "busy_remark",
+            "epochs_in_words",
+            "finishing_reason",
+            "is_busy",
+            "is_estimated",
+            "is_time_alone",
+        ),
         *("EndingState", "Instant", "LongText", "TrialFacts"),
         # The types and bounds of the messages' fields.
         *("BatchSize", "Epochs", "Finite", "Identifier", "Joules", "NonNegativeFinite", "NonNegativeInt"),
@@ -111,7 +120,7 @@ PUBLIC = {
         "MAX_POWER_LIMITS",
     },
     "zeus_plugins.testing": {"ReplayDevice", "ReplayMachine", "ReplayMonitor", "ReplayPoint", "check_policy"},
-    "zeus_plugins.train_result": {"TrainResult", "Variables", "result_path", "write_atomically"},
+    "zeus_plugins.train_result": {"TrainResult", "result_path", "write_atomically"},
 }
 
 

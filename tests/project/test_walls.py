@@ -81,11 +81,7 @@ def test_the_reader_of_imports_sees_through_indentation() -> None:
 def test_the_training_side_does_not_import_the_server(module: str) -> None:
     names = offenders(imports(module), {"bso_server"})
     is_the_server = module == "zeus_plugins/client/local.py"
-    decides = {
-        "zeus_plugins/master/optimizers.py",
-        "zeus_plugins/testing/__init__.py",
-        "zeus_plugins/testing/policies.py",
-    }
+    decides = {"zeus_plugins/testing/__init__.py", "zeus_plugins/testing/policies.py"}
     takes_its_policy = module in decides and names == offenders(names, POLICY)
     assert is_the_server or takes_its_policy or not names
     assert not offenders(imports(module), {"litestar", "sqlalchemy"})

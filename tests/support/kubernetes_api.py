@@ -64,10 +64,9 @@ class Cluster:
     def create(self, job: dict[str, Any]) -> dict[str, Any]:
         assert models.TrainerV1alpha1TrainJob.from_dict(job).to_dict() == job
         name, trainer = job["metadata"]["name"], job["spec"]["trainer"]
-        environ = {**os.environ, **{each["name"]: each["value"] for each in trainer["env"]}}
         job["metadata"] |= {"namespace": NAMESPACE, "creationTimestamp": CREATED}
         self.jobs[name] = job
-        self.processes[name] = subprocess.Popen(trainer["command"], env=environ, start_new_session=True)
+        self.processes[name] = subprocess.Popen(trainer["command"], start_new_session=True)
         return job
 
     def read(self, name: str) -> dict[str, Any] | None:

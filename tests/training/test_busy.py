@@ -48,4 +48,4 @@ def test_more_waiting_than_time_is_the_whole_time() -> None:
     ],
 )
 def test_energy_that_is_only_time_is_told_once(source: str, spent: str) -> None:
-    assert TRIAL.plus(Measurement(10.0, 50.0, source)).summary.spent == spent
+    assert TRIAL.plus(Measurement(10.0, 50.0, source)).spent == spent

@@ -266,7 +266,7 @@ def test_a_training_whose_energy_is_lost_goes_on_and_its_trial_has_failed(
     assert (verdict.stop_train, verdict.converged) == (False, False)
     verdict = session.report_evaluation(0.9, 3)
     assert (verdict.stop_train, verdict.converged) == (True, True)
-    assert session.trial.summary.cost_j is None
+    assert session.trial.cost_j is None
     assert not session.failed
     session.end()
     assert [body["current_epoch"] for body in server.sent("POST", "/report")] == [1]

@@ -12,7 +12,6 @@ from zeus_plugins.cli import doctor, energy, master, sync
 from zeus_plugins.errors import ZeusBSOError
 from zeus_plugins.protocol import GP_VOI, OWN_POLICIES
 
-_QUICK_RECURRENCES = 4
 _DEFAULT_RECURRENCES = 18
 
 
@@ -39,19 +38,11 @@ def _parser() -> argparse.ArgumentParser:
         help="watch a recurring training find its batch size on this machine",
         description="Starts a server and lets a small training recur on it. Everything is real, nothing simulated.",
     )
-    amount = demo.add_mutually_exclusive_group()
-    amount.add_argument(
+    demo.add_argument(
         "--recurrences",
         type=master.positive,
         default=_DEFAULT_RECURRENCES,
         help="how often the training has to reach its target (default %(default)s)",
-    )
-    amount.add_argument(
-        "--quick",
-        dest="recurrences",
-        action="store_const",
-        const=_QUICK_RECURRENCES,
-        help=f"the same as --recurrences {_QUICK_RECURRENCES}",
     )
     demo.add_argument(
         "--directory", type=Path, default=Path(".demo"), help="where results are written (default %(default)s)"

@@ -12,14 +12,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from zeus_plugins.client import client_from_environment
 from zeus_plugins.client.outbox import default_outbox
 from zeus_plugins.client.port import NO_RETRIES
 from zeus_plugins.energy import AmdSmiMonitor, EnergyMonitor, EnergyUnavailableError, RaplMonitor
 from zeus_plugins.energy.auto import choose
-from zeus_plugins.energy.nvml import compare_nvml, open_gpus
+from zeus_plugins.energy.nvml import NvmlGpu, open_gpus
 from zeus_plugins.environment import STATE_DIRECTORY, VARIABLES
 from zeus_plugins.errors import (
     ZeusBSOConfigError,
@@ -28,9 +28,9 @@ from zeus_plugins.errors import (
     ZeusBSOServerUnreachableError,
     ZeusBSOTokenError,
 )
-from zeus_plugins.gpu_check import Examination, Verdict, table
-from zeus_plugins.power_limit import find_devices
-from zeus_plugins.power_limit.guard import reset_limits
+from zeus_plugins.gpu_check import Examination, Verdict
+from zeus_plugins.power_limit import PowerLimitUnavailableError, find_devices
+from zeus_plugins.power_limit.guard import reset_limit
 from zeus_plugins.protocol import TrialId
 
 DISTRIBUTIONS = (
@@ -43,6 +43,8 @@ DISTRIBUTIONS = (
     "nvidia-ml-py",
     "amdsmi",
 )
+
+T = TypeVar("T")
 
 _TIMEOUT_S = 5.0
 # A heartbeat of a trial that does not exist changes nothing, and no job is expected to have this id.
@@ -67,9 +69,12 @@ class Finding:
     text: str
     details: dict[str, Any] = field(default_factory=dict)
 
+    def __str__(self) -> str:
+        return f"{self.level:<8} {self.check:<12} {self.text}"
+
 
 def examine() -> Iterator[Finding]:
-    """Run all checks. The comparison of GPU counters takes a few seconds."""
+    """Run all checks. The comparison of a GPU's counter with its power readings takes two seconds."""
     yield _versions()
     yield _variables()
     yield from _nvidia_gpus()
@@ -114,11 +119,9 @@ def _nvidia_gpus() -> Iterator[Finding]:
     except ZeusBSOConfigError as error:
         yield Finding("nvidia", Level.PROBLEM, str(error))
         return
-    both = True
     for gpu in gpus:
         energy_uj, power_w = _answer(gpu.energy_uj), _answer(gpu.power_w)
         answers = {"energy counter": energy_uj, "power reading": power_w}
-        both = both and None not in answers.values()
         text = ", ".join(f"{'no ' if answer is None else ''}{what}" for what, answer in answers.items())
         details = {
             "index": gpu.index,
@@ -128,8 +131,8 @@ def _nvidia_gpus() -> Iterator[Finding]:
             "max_power_w": _answer(partial(getattr, gpu, "max_power_w")),
         }
         yield Finding("nvidia", Level.OK, f"{gpu}: {text}", details)
-    if both:
-        yield _comparison()
+        if None not in answers.values():
+            yield _comparison(gpu)
 
 
 def _answer(question: Callable[[], float]) -> float | None:
@@ -139,16 +142,13 @@ def _answer(question: Callable[[], float]) -> float | None:
         return None
 
 
-def _comparison() -> Finding:
+def _comparison(gpu: NvmlGpu) -> Finding:
     try:
-        compared = compare_nvml()
-    except ZeusBSOError as error:
-        return Finding("nvidia", Level.WARNING, f"counters and power readings cannot be compared: {error}")
-    told = f"{compared.counter_j:.4g} J by the counters, {compared.integrated_j:.4g} J by power readings"
-    details = {"counter_j": compared.counter_j, "integrated_j": compared.integrated_j, "time_s": compared.time_s}
-    if compared.problem is None:
-        return Finding("nvidia", Level.OK, f"in {compared.time_s:.3g} s {told}: they agree", details)
-    return Finding("nvidia", Level.WARNING, f"in {compared.time_s:.3g} s {told}: {compared.problem}", details)
+        compared = Examination().agreement(gpu)
+    except EnergyUnavailableError as error:
+        return Finding("nvidia", Level.WARNING, f"counter and power readings cannot be compared: {error.cause}")
+    text = f"{gpu}: {compared.found}; expected: {compared.expected}"
+    return Finding("nvidia", Level.OK if compared.verdict is Verdict.OK else Level.WARNING, text, compared.details)
 
 
 def _described(check: str, monitor: EnergyMonitor) -> Finding:
@@ -224,12 +224,14 @@ def reset_power_limits() -> Iterator[Finding]:
     except ZeusBSOConfigError as error:
         yield Finding("power limit", Level.PROBLEM, str(error))
         return
-    for each in reset_limits(devices):
-        details = {"found_w": each.found_w, "limit_w": each.wanted_w}
-        if each.problem is None:
-            yield Finding("power limit", Level.OK, f"{each.device}: {each.found_w:g} W → {each.wanted_w:g} W", details)
+    for device in devices:
+        try:
+            found_w, limit_w = reset_limit(device)
+        except PowerLimitUnavailableError as error:
+            yield Finding("power limit", Level.PROBLEM, str(error))
         else:
-            yield Finding("power limit", Level.PROBLEM, each.problem, details)
+            details = {"found_w": found_w, "limit_w": limit_w}
+            yield Finding("power limit", Level.OK, f"{device}: {found_w:g} W → {limit_w:g} W", details)
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -259,17 +261,22 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def _doctor(options: argparse.Namespace) -> int:
     if options.gpu_check:
-        results = list(Examination().results())
+        results = list(_shown(Examination().results(), options))
         doubtful = sum(each.verdict is Verdict.DOUBTFUL for each in results)
-        as_json = {"doubtful": doubtful, "results": [asdict(each) for each in results]}
-        print(json.dumps(as_json, indent=2) if options.json else table(results))
-        return 0
-    findings = []
-    for finding in reset_power_limits() if options.reset_power_limits else examine():
-        findings.append(finding)
-        if not options.json:
-            print(f"{finding.level:<8} {finding.check:<12} {finding.text}", flush=True)
-    is_usable = all(finding.level is not Level.PROBLEM for finding in findings)
+        document: dict[str, Any] = {"doubtful": doubtful, "results": [asdict(each) for each in results]}
+        is_usable = True
+    else:
+        findings = list(_shown(reset_power_limits() if options.reset_power_limits else examine(), options))
+        is_usable = all(finding.level is not Level.PROBLEM for finding in findings)
+        document = {"usable": is_usable, "findings": [asdict(finding) for finding in findings]}
     if options.json:
-        print(json.dumps({"usable": is_usable, "findings": [asdict(finding) for finding in findings]}, indent=2))
+        print(json.dumps(document, indent=2))
     return 0 if is_usable else 1
+
+
+def _shown(found: Iterator[T], options: argparse.Namespace) -> Iterator[T]:
+    """Print each result as soon as it is found, unless the options ask for JSON."""
+    for each in found:
+        if not options.json:
+            print(each, flush=True)
+        yield each

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zeus_plugins.errors import ZeusBSOConfigError
 
 if TYPE_CHECKING:  # Imported late, because other commands start faster without it.
-    from zeus_plugins.master import BatchSizeChooser, Executor, Job
+    from zeus_plugins.master import Executor, Job
     from zeus_plugins.master.job import MasterConfig
-    from zeus_plugins.protocol import GpuConfig
 
 
 _NEWEST = ""
@@ -50,10 +48,10 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def _run(options: argparse.Namespace) -> None:
     from zeus_plugins import energy
-    from zeus_plugins.master import MasterState, ZeusMaster
-    from zeus_plugins.master.display import conclusion, display
+    from zeus_plugins.client import client_from_environment
+    from zeus_plugins.master import MasterState, ServerOptimizer, ZeusMaster
+    from zeus_plugins.master.display import conclusion
     from zeus_plugins.master.job import read_config
-    from zeus_plugins.master.optimizers import KnowsSavings
     from zeus_plugins.signals import raise_at_sigterm
 
     config, job = read_config(options.job)
@@ -62,7 +60,14 @@ def _run(options: argparse.Namespace) -> None:
     gpus = config.gpus or energy.auto().gpus()
     resume_from = None if options.resume is None else _resumable(options.resume, options.log_base, job)
     raise_at_sigterm()
-    with _optimizer(config, gpus) as optimizer, display() as listener:
+    with client_from_environment(config.optimizer.server_url) as client:
+        optimizer = ServerOptimizer(
+            client,
+            gpus,
+            eta_knob=master.eta_knob,
+            beta_knob=master.beta_knob,
+            options=config.optimizer.options,
+        )
         zeus_master = ZeusMaster(
             optimizer,
             options.log_base,
@@ -73,7 +78,6 @@ def _run(options: argparse.Namespace) -> None:
             profile_measure_iters=master.profile_measure_iters,
             executor=_executor(config),
             gpus=gpus,
-            listener=listener,
         )
         logdir = resume_from or Path(zeus_master.build_logdir(job, recurrences, master.eta_knob, master.beta_knob))
         print(f"logs: {logdir}", flush=True)
@@ -86,7 +90,7 @@ def _run(options: argparse.Namespace) -> None:
             logdir=logdir,
             resume_from=resume_from,
         )
-        savings = optimizer.savings() if isinstance(optimizer, KnowsSavings) else None
+        savings = optimizer.savings()
     print(conclusion(MasterState.read(logdir).history, job.default_bs, savings))
     print(f"All runs: {logdir / 'history.json'}")
 
@@ -107,25 +111,6 @@ def _resumable(named: str, log_base: Path, job: Job) -> Path:
     if not found:
         raise ZeusBSOConfigError(f"{log_base} holds no log directory of job {job.name}: there is nothing to resume")
     return max(found, key=lambda path: path.name.rpartition("+")[2])
-
-
-@contextmanager
-def _optimizer(config: MasterConfig, gpus: GpuConfig) -> Iterator[BatchSizeChooser]:
-    from zeus_plugins.client import client_from_environment
-    from zeus_plugins.master import PolicyOptimizer, ServerOptimizer
-
-    options = config.optimizer.options
-    if config.optimizer.kind == "policy":
-        try:
-            optimizer = PolicyOptimizer(**{"seed": config.master.seed, **options})
-        except TypeError as error:
-            raise ZeusBSOConfigError(f"optimizer.options: {error}") from None
-        yield optimizer
-        return
-    with client_from_environment(config.optimizer.server_url) as client:
-        yield ServerOptimizer(
-            client, gpus, eta_knob=config.master.eta_knob, beta_knob=config.master.beta_knob, options=options
-        )
 
 
 def _executor(config: MasterConfig) -> Executor:

@@ -46,8 +46,8 @@ def client_from_environment(
     Args:
         server_url: As in `BsoClient`; ``embedded:`` or ``embedded:///path`` is the server in this process.
         token: As in `BsoClient`. The server in this process takes none.
-        timeout_s: Longest wait in seconds for a request, with its retries. None: the environment variable ``ZEUS_BSO_TIMEOUT_S``,
-            else 10 s.
+        timeout_s: Longest wait in seconds for a request, with its retries. None: the environment variable
+            ``ZEUS_BSO_TIMEOUT_S``, else 10 s.
         environ: Environment variables, by default those of the process.
 
     Raises:

@@ -18,6 +18,3 @@ JOB = JobSpec(
     mab_num_explorations=2,
     mab_seed=1,
 )
-
-FAILED_TRIAL_STATUS = 3
-"""Exit status of a training that missed the target and must be launched again."""

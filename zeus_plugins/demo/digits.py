@@ -16,7 +16,7 @@ from sklearn.model_selection import train_test_split
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from zeus_plugins.demo import FAILED_TRIAL_STATUS, JOB
+from zeus_plugins.demo import JOB
 from zeus_plugins.errors import ZeusBSOTrainFailError
 from zeus_plugins.lightning import ZeusBSOCallback
 from zeus_plugins.protocol import OWN_POLICIES
@@ -85,7 +85,7 @@ def train(server_url: str, seed: int, policy: str) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one recurrence; return the exit status 0, or `FAILED_TRIAL_STATUS` if it missed the target."""
+    """Run one recurrence; return the exit status 0, or that of `ZeusBSOTrainFailError` if it missed the target."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--server-url", required=True)
     parser.add_argument("--seed", type=int, required=True)
@@ -95,7 +95,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         train(options.server_url, options.seed, options.policy)
     except ZeusBSOTrainFailError as failure:
         print(failure, file=sys.stderr)
-        return FAILED_TRIAL_STATUS
+        return ZeusBSOTrainFailError.exit_status
     return 0
 
 

@@ -25,9 +25,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from zeus_plugins.client.http import BsoClient
-from zeus_plugins.demo import FAILED_TRIAL_STATUS, JOB
+from zeus_plugins.demo import JOB
 from zeus_plugins.demo.processes import Launcher
-from zeus_plugins.errors import ZeusBSOError, ZeusBSORuntimeError
+from zeus_plugins.errors import ZeusBSOError, ZeusBSORuntimeError, ZeusBSOTrainFailError
 from zeus_plugins.protocol import (
     GP_VOI,
     ZEUS,
@@ -122,7 +122,7 @@ def _watch(training: BaseProcess, recurrence: int, client: BsoClient, display: D
         # The process still runs only after an interruption, such as Ctrl-C.
         training.terminate()
         training.join()
-    if training.exitcode not in (0, FAILED_TRIAL_STATUS):
+    if training.exitcode not in (0, ZeusBSOTrainFailError.exit_status):
         raise ZeusBSORuntimeError(f"the training broke with exit status {training.exitcode}; {log} says why")
     display.settle(recurrence, _latest_trial(client, known))
     return training.exitcode == 0

@@ -210,45 +210,6 @@ class NvmlPowerMonitor(IntegratedPowerMonitor):
         super().__init__("nvml power", partial(_found, nvml, device_indices), clock, interval_s, max_power_w)
 
 
-AGREEMENT = 0.2
-"""The largest difference of counter and integrated power, as a share of the counter's value.
-
-Generous, because a window of a few seconds blurs at its ends: it detects a counter in another unit or of another GPU.
-"""
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """The joules of one window by counters and by integrated power, and the reason if they do not agree."""
-
-    time_s: float
-    counter_j: float
-    integrated_j: float
-    problem: str | None
-
-
-def compare_nvml(
-    meanwhile: Callable[[], None] = lambda: time.sleep(2.0),
-    *,
-    nvml: Nvml | None = None,
-    clock: Callable[[], float] = time.monotonic,
-) -> Comparison:
-    """Measure all visible NVIDIA GPUs by counters and by power at once; raise `ZeusBSOConfigError` if they lack one."""
-    counted, integrated = NvmlMonitor(nvml=nvml, clock=clock), NvmlPowerMonitor(nvml=nvml, clock=clock)
-    counted.begin_window("check")
-    integrated.begin_window("check")
-    try:
-        meanwhile()
-    finally:
-        by_power = integrated.end_window("check")
-        by_counter = counted.end_window("check")
-    unusual = [each.source for each in (by_counter, by_power) if "estimate" in each.source or "gaps" in each.source]
-    counter_j, integrated_j = by_counter.energy_j, by_power.energy_j
-    if not unusual and (counter_j <= 0 or abs(integrated_j - counter_j) > AGREEMENT * counter_j):
-        unusual = [f"they differ by more than {AGREEMENT:.0%}"]
-    return Comparison(by_counter.time_s, counter_j, integrated_j, "; ".join(unusual) or None)
-
-
 def scopes_in(sources: Iterable[str]) -> list[int]:
     """Return the numbers of sources with GPU scope and with module scope."""
     told = list(sources)

@@ -27,6 +27,7 @@ from zeus_plugins.huggingface._trainer import (
     warn_of_in_batch_negatives,
 )
 from zeus_plugins.signals import raise_at_sigterm
+from zeus_plugins.training.batch_size import BatchSizeArguments
 from zeus_plugins.training.defaults import check_epochs
 from zeus_plugins.training.metrics import (
     EVALUATION_PREFIX,
@@ -37,7 +38,7 @@ from zeus_plugins.training.metrics import (
     value_in,
 )
 from zeus_plugins.training.outcomes import is_out_of_memory
-from zeus_plugins.training.run import ActiveRun, BatchSizeArguments, TrialRun
+from zeus_plugins.training.run import ActiveRun, TrialRun
 
 _STATE_KEY = "zeus_bso"
 

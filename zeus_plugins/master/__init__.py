@@ -1,27 +1,24 @@
 """A master that launches a recurring training script, with the interface of Zeus's master.
 
-`ZeusMaster` launches the script once per run. A `BatchSizeChooser` chooses the batch size of each run:
-`ServerOptimizer` asks the batch size optimization server, `PolicyOptimizer` decides in this process. Importing this
-package loads neither torch nor the server.
+`ZeusMaster` launches the script once per run. A `BatchSizeChooser`, such as `ServerOptimizer`, chooses each batch size.
+Importing this package loads neither torch nor the server.
 """
 
 from __future__ import annotations
 
 from zeus_plugins.master.executors import Executor, LocalExecutor
-from zeus_plugins.master.history import HistoryEntry, MasterState, Run
+from zeus_plugins.master.history import MasterState, Run
 from zeus_plugins.master.job import Job
-from zeus_plugins.master.optimizers import BatchSizeChooser, PolicyOptimizer, ServerOptimizer
+from zeus_plugins.master.optimizers import BatchSizeChooser, ServerOptimizer
 from zeus_plugins.master.runner import FailedTryError, ZeusMaster
 
 __all__ = [
     "BatchSizeChooser",
     "Executor",
     "FailedTryError",
-    "HistoryEntry",
     "Job",
     "LocalExecutor",
     "MasterState",
-    "PolicyOptimizer",
     "Run",
     "ServerOptimizer",
     "ZeusMaster",

@@ -7,14 +7,13 @@ https://github.com/kubeflow/sdk
 from __future__ import annotations
 
 import contextlib
-import os
 import pickle
 import shlex
 import subprocess
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -130,8 +129,7 @@ class SubmititExecutor(ClusterExecutor):
             executor.update_parameters(name=launch.log.name.removesuffix(".train.log"), **self._parameters)
         except (NameError, RuntimeError, ValueError, TypeError) as error:
             raise ZeusBSOConfigError(f"submitit cannot make Slurm jobs of these parameters: {error}") from None
-        workdir = str(launch.workdir or Path.cwd())
-        job = executor.submit(_execute, list(launch.command), workdir, dict(launch.environ), str(launch.log))
+        job = executor.submit(subprocess.call, ["/bin/sh", "-c", _exec_script(launch)], stdin=subprocess.DEVNULL)
         launch.marker.write_bytes(pickle.dumps(job))
         return job
 
@@ -150,33 +148,14 @@ class SubmititExecutor(ClusterExecutor):
         job.cancel(check=False)
 
 
-def _execute(command: Sequence[str], workdir: str, environ: Mapping[str, str], log: str) -> int:
-    """Execute a run; submitit calls this function on the node."""
-    with Path(log).open("ab") as output:
-        try:
-            return subprocess.run(  # noqa: S603 - running what the user says is what this is for
-                command,
-                cwd=workdir,
-                env={**os.environ, "PYTHONUNBUFFERED": "1", **environ},
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                check=False,
-            ).returncode
-        except OSError as error:
-            output.write(f"{command[0]} cannot be started in {workdir}: {error.strerror}\n".encode())
-            return 127
-
-
 class RayExecutor(ClusterExecutor):
     """A `ClusterExecutor` of Ray. The marker holds the job's submission id.
 
     Args:
         address: URL of the cluster's dashboard, such as ``http://ray-head:8265``. None: the value of ``RAY_ADDRESS``,
             or a cluster on this machine.
-        runtime_env: Ray's runtime environment for all runs, such as ``{"pip": [...]}``. Each run adds its variables to
-            ``env_vars``.
-        parameters: Further arguments of ``JobSubmissionClient.submit_job``, such as ``entrypoint_num_gpus``.
+        parameters: Further arguments of ``JobSubmissionClient.submit_job``, such as ``entrypoint_num_gpus``, or
+            ``runtime_env``, Ray's runtime environment for all runs.
 
     Raises:
         ZeusBSOConfigError: Ray is not installed, or no cluster answers at this address.
@@ -185,9 +164,7 @@ class RayExecutor(ClusterExecutor):
     _CLUSTER = "the Ray cluster"
     _AWAY = (OSError, RuntimeError)  # from requests, and from a dashboard that answers with an error
 
-    def __init__(
-        self, *, address: str | None = None, runtime_env: Mapping[str, Any] | None = None, **parameters: Any
-    ) -> None:
+    def __init__(self, *, address: str | None = None, **parameters: Any) -> None:
         try:
             from ray.job_submission import JobSubmissionClient
         except ModuleNotFoundError:
@@ -200,24 +177,15 @@ class RayExecutor(ClusterExecutor):
                 f"no Ray cluster takes jobs at {where}: give executor.parameters the address of its dashboard, such as "
                 f"http://HOST:8265 ({error})"
             ) from None
-        self._runtime_env = dict(runtime_env or {})
         self._parameters = parameters
 
     def _submit(self, launch: Launch) -> Any:
-        variables = {"PYTHONUNBUFFERED": "1", **launch.environ}
-        runtime_env = {**self._runtime_env, "env_vars": {**self._runtime_env.get("env_vars", {}), **variables}}
         submission_id = f"zeus-{uuid.uuid4().hex}"
         # Write the marker first: a master that is killed before it submits finds no job, and launches the run again.
         launch.marker.write_text(submission_id)
-        workdir, log = shlex.quote(str(launch.workdir or Path.cwd())), shlex.quote(str(launch.log))
         try:
-            self._client.submit_job(
-                # Ray starts jobs by a shell.
-                entrypoint=f"cd {workdir} && exec {shlex.join(launch.command)} >>{log} 2>&1",
-                submission_id=submission_id,
-                runtime_env=runtime_env,
-                **self._parameters,
-            )
+            # Ray starts jobs by a shell.
+            self._client.submit_job(entrypoint=_exec_script(launch), submission_id=submission_id, **self._parameters)
         except (*self._AWAY, TypeError, ValueError) as error:
             # The cluster may have accepted the job although the answer is lost.
             self._cancel(submission_id)
@@ -311,7 +279,6 @@ class KubeflowExecutor(ClusterExecutor):
                     image=self._image,
                     num_nodes=1,
                     resources_per_node=self._resources or None,
-                    env={"PYTHONUNBUFFERED": "1", **launch.environ},
                 ),
                 options=[
                     self._options.Name(name=name),
@@ -376,16 +343,31 @@ def _status_file(launch: Launch) -> Path:
 
 def _pod_script(launch: Launch) -> str:
     """Return the pod's shell script: run the command into the log, then write its exit status."""
-    workdir, log, status = (
-        shlex.quote(str(path)) for path in (launch.workdir or Path.cwd(), launch.log, _status_file(launch))
-    )
+    status = shlex.quote(str(_status_file(launch)))
     # Kubernetes signals the shell, as the pod's first process; it forwards SIGTERM to the command.
     return (
-        f"cd {workdir} || exit\n"
-        f"{shlex.join(launch.command)} >>{log} 2>&1 &\n"
+        f"{_begin(launch)} || exit\n"
+        f"{_command(launch)} &\n"
         "trap 'kill -TERM $!' TERM\n"
         "wait $!; status=$?\n"
         "while kill -0 $! 2>/dev/null; do wait $!; status=$?; done\n"
         f"echo $status >{status}.part && mv {status}.part {status}\n"
         "exit $status\n"
     )
+
+
+def _exec_script(launch: Launch) -> str:
+    """Return a shell script that becomes the command."""
+    return f"{_begin(launch)} && exec {_command(launch)}"
+
+
+def _begin(launch: Launch) -> str:
+    """Return the begin of a script: append all output to the log, and change to the working directory."""
+    log, workdir = (shlex.quote(str(path)) for path in (launch.log, launch.workdir or Path.cwd()))
+    return f"exec >>{log} 2>&1; cd {workdir}"
+
+
+def _command(launch: Launch) -> str:
+    """Return the command with its variables, in a shell's words."""
+    variables = {"PYTHONUNBUFFERED": "1", **launch.environ}
+    return shlex.join(["env", *(f"{name}={value}" for name, value in variables.items()), *launch.command])

@@ -21,25 +21,6 @@ MAX_TRIES = 20
 HISTORY_FILE = "history.json"
 
 
-@dataclass(frozen=True)
-class HistoryEntry:
-    """One run of the script, as `ZeusMaster.run` returns it.
-
-    Attributes:
-        bs: Global batch size.
-        pl: Power limit of each GPU in watts; None if the run chose none.
-        energy: Joules.
-        reached: True if the run reached the target metric.
-        time: Seconds.
-    """
-
-    bs: int
-    pl: float | None
-    energy: float
-    reached: bool
-    time: float
-
-
 class _Kept(BaseModel):
     # JSON has no infinite number: write an infinite cost bound as the string "Infinity".
     model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
@@ -65,7 +46,7 @@ class PlannedRun(_Kept):
 
 
 class Run(PlannedRun):
-    """A run that has ended.
+    """A run that has ended, with the fields of Zeus's `HistoryEntry`.
 
     Attributes:
         pl: Power limit of each GPU in watts; None if the run chose none.

@@ -150,13 +150,13 @@ class MasterTable(_Table):
 
 
 class OptimizerTable(_Table):
-    """``[optimizer]``: the batch size optimization server, or its policies in the master's process.
+    """``[optimizer]``: the batch size optimization server.
 
-    `server_url` defaults to ``ZEUS_SERVER_URL``, or to a server in this process. The options are fields of `JobSpec`
-    for the server, or arguments of `PolicyOptimizer`.
+    `server_url` defaults to ``ZEUS_SERVER_URL``, or to a server in the master's process. The options are fields of
+    `JobSpec`.
     """
 
-    kind: Literal["server", "policy"] = "server"
+    kind: Literal["server"] = "server"
     server_url: str | None = None
     options: dict[str, Any] = {}  # pydantic copies defaults
 

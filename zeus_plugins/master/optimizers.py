@@ -1,7 +1,4 @@
-"""Choosers of a master's batch sizes: Zeus's interface, and two implementations.
-
-`ServerOptimizer` asks the batch size optimization server, `PolicyOptimizer` runs the server's policies in this process.
-"""
+"""Choosers of a master's batch sizes: Zeus's interface, and the implementation that asks the server."""
 
 from __future__ import annotations
 
@@ -9,25 +6,20 @@ import logging
 import math
 import secrets
 from collections.abc import Mapping
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
-
-from pydantic import TypeAdapter
+from typing import Any, Protocol, runtime_checkable
 
 from zeus_plugins.client.outbox import Outbox, OutboxHeader, default_outbox
 from zeus_plugins.client.port import NO_RETRIES, ServerPort
 from zeus_plugins.client.reporter import TrialReporter
-from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSOError, ZeusBSOOperationOrderError, ZeusBSORuntimeError
+from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSOError, ZeusBSOOperationOrderError
 from zeus_plugins.master.history import Run, run_of_cost
 from zeus_plugins.master.job import Job
 from zeus_plugins.protocol import (
-    GP_VOI,
     LEAST_TIME_S,
     CreatedJob,
     Ending,
     Evaluation,
     GpuConfig,
-    JobSpec,
     JobSpecFromClient,
     SavingsView,
     StopRule,
@@ -35,10 +27,7 @@ from zeus_plugins.protocol import (
     TrialId,
     TrialState,
 )
-
-if TYPE_CHECKING:
-    from bso_server.core.job import InMemoryJob
-    from bso_server.core.model import TrialRecord
+from zeus_plugins.training.defaults import as_job
 
 _logger = logging.getLogger("zeus_plugins")
 
@@ -57,14 +46,6 @@ class BatchSizeChooser(Protocol):
 
 
 @runtime_checkable
-class RunObserver(Protocol):
-    """A `BatchSizeChooser` that learns of whole runs, in place of `observe`."""
-
-    def observe_run(self, job: Job, run: Run) -> None:
-        """Learn of a run; after a crash of the master, possibly a second time."""
-
-
-@runtime_checkable
 class KeepsState(Protocol):
     """A `BatchSizeChooser` that can save its state as JSON.
 
@@ -76,14 +57,6 @@ class KeepsState(Protocol):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a state; called before `register_job`."""
-
-
-@runtime_checkable
-class KnowsSavings(Protocol):
-    """A `BatchSizeChooser` that judges what its job saves against the default batch size."""
-
-    def savings(self) -> SavingsView | None:
-        """Return what is known of the saving; None if it cannot be known now."""
 
 
 class ServerOptimizer:
@@ -130,8 +103,8 @@ class ServerOptimizer:
             ZeusBSOConfigError: The server refuses the job or the token, or has the job with other settings.
             ZeusBSORuntimeError: The server is unreachable, or fails.
         """
-        spec = JobSpec(
-            **{
+        spec = as_job(
+            {
                 "job_id": job.name,
                 "job_id_prefix": job.name,
                 "batch_sizes": tuple(batch_sizes),
@@ -167,7 +140,7 @@ class ServerOptimizer:
         self._report_run(job, run_of_cost(job, batch_size, cost, time_s=time_s, reached=bool(converged)))
 
     def observe_run(self, job: Job, run: Run) -> None:
-        """End the trial as the run ended."""
+        """End the trial as the run ended; after a crash of the master, possibly a second time."""
         if run.was_measured:
             self._report_run(job, run)
         else:
@@ -260,192 +233,3 @@ def _metric_of(job: CreatedJob, run: Run) -> float:
     if run.reached:
         return target
     return math.nextafter(target, -math.inf if job.higher_is_better_metric else math.inf)
-
-
-_CRASH_RETRIES = 3
-
-# The policy refuses a cost of 0, which no other run could beat.
-_LEAST_COST_J = 1e-6
-
-
-class PolicyOptimizer:
-    """Runs the server's policies on the costs of one job; needs the extra ``server``.
-
-    Decisions depend only on costs and epochs, not on η or the hardware. The master decides when a run stops, because it
-    knows the bound of the cost.
-
-    Args:
-        policy: Name of the policy, such as ``"gp_voi"`` or ``"zeus"`` (docs/policy.md). None: the policy of the
-            restored state, or ``"gp_voi"``. The other arguments except `seed` apply to policy ``"zeus"``.
-        num_pruning_rounds: Number of times that exploration tries every batch size.
-        window_size: Number of latest observations per batch size that count. 0: all.
-        mab_prior_mean: Mean of the prior over the reward (−cost, joules) of a batch size.
-        mab_prior_precision: Precision (1/joules²) of that prior.
-        mab_num_explorations: Least number of observations per batch size before the policy draws by merit.
-        seed: Seed of the draws.
-
-    Raises:
-        ZeusBSOConfigError: The server is not installed, or has no such policy.
-    """
-
-    def __init__(
-        self,
-        *,
-        policy: str | None = None,
-        num_pruning_rounds: int = 2,
-        window_size: int = 0,
-        mab_prior_mean: float = 0.0,
-        mab_prior_precision: float = 0.0,
-        mab_num_explorations: int = 2,
-        seed: int = 123456,
-    ) -> None:
-        try:
-            import bso_server.core.job
-            import bso_server.core.policy
-        except ModuleNotFoundError as error:
-            raise ZeusBSOConfigError(
-                f"the policies of the server need {error.name}, which is not installed: pip install "
-                "'zeus-plugins[server]'"
-            ) from None
-        self._core = bso_server.core.job
-        if policy is not None and (missing := bso_server.core.policy.find(policy).missing):
-            raise ZeusBSOConfigError(missing)
-        self._asked_policy = policy
-        self._policy = policy or GP_VOI
-        self._options: dict[str, Any] = {
-            "num_pruning_rounds": num_pruning_rounds,
-            "window_size": window_size,
-            "mab_prior_mean": mab_prior_mean,
-            "mab_prior_precision": mab_prior_precision,
-            "mab_num_explorations": mab_num_explorations,
-        }
-        self._seed = seed
-        self._known: InMemoryJob | None = None
-        # Ordered by dispatch.
-        self._trials: list[TrialRecord] = []
-        self._survivors: tuple[int, ...] | None = None
-
-    def register_job(self, job: Job, batch_sizes: list[int]) -> None:
-        """Register the job.
-
-        Raises:
-            ZeusBSOConfigError: This optimizer has another job, or the default size is none of the sizes.
-        """
-        if self._known is not None and self._known.state.job_id != job.name:
-            raise ZeusBSOConfigError(
-                f"this optimizer holds job {self._known.state.job_id}: make another one for {job.name}"
-            )
-        if job.default_bs not in batch_sizes:
-            raise ZeusBSOConfigError(f"default_bs {job.default_bs} is not one of the batch sizes {batch_sizes}")
-        # Skip validation, because the name of a master's job may be any text.
-        registration = CreatedJob.model_construct(
-            job_id_prefix=job.name,
-            job_id=job.name,
-            batch_sizes=tuple(sorted(set(batch_sizes))),
-            default_batch_size=job.default_bs,
-            # With η = 1 the core's cost equals the energy, which `_report_run` sets to the observed cost.
-            eta_knob=1.0,
-            max_power=1.0,
-            number_of_gpus=1,
-            gpu_model="",
-            # The master bounds the costs itself.
-            beta_knob=None,
-            # `_report_run` sets the metric to 1 or 0.
-            target_metric=1.0,
-            max_epochs=job.max_epochs,
-            policy=self._policy,
-            **self._options,
-        )
-        self._known = self._core.InMemoryJob(registration, self._trials, self._survivors)
-
-    def predict(self, job: Job) -> int:
-        """Return the batch size of the next run.
-
-        Raises:
-            ZeusBSOOperationOrderError: The job is not registered.
-            ZeusBSORuntimeError: No batch size works.
-        """
-        import numpy as np
-
-        from bso_server.errors import NoSurvivorError
-
-        known = self._registered(job)
-        try:
-            # A generator for each decision, so that the state need not hold one.
-            trial = known.begin_trial(np.random.default_rng((self._seed, len(self._trials) + 1)))
-        except NoSurvivorError as error:
-            raise ZeusBSORuntimeError(str(error)) from None
-        self._trials.append(trial)
-        return trial.batch_size
-
-    def observe(self, job: Job, batch_size: int, cost: float, converged: bool | None = None) -> None:
-        """Learn the cost of the run in joules, right-censored unless it converged; count `max_epochs` epochs."""
-        self._report_run(job, run_of_cost(job, batch_size, cost, time_s=0.0, reached=bool(converged)))
-
-    def observe_run(self, job: Job, run: Run) -> None:
-        """Learn of a run. After a run without a result, the policy retries its size a few times, or excludes it."""
-        if run.was_measured:
-            self._report_run(job, run)
-            return
-        ending = Ending.model_validate({"outcome": run.outcome})
-        number = self._running(job, run.bs).trial_number
-        self._trials[number - 1] = self._registered(job).end_trial(number, ending, retries=_CRASH_RETRIES)
-
-    def savings(self) -> SavingsView | None:
-        """Return what is known of the saving by cost; its energies are costs, too."""
-        import bso_server.core.policy
-        from bso_server.core.savings import savings_of_trials
-
-        if self._known is None:
-            return None
-        history = self._known.history
-        return savings_of_trials(history.job, self._trials, bso_server.core.policy.expectations(history).best)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the policy, all trials, and the sizes that survived the exploration."""
-        survivors = self._survivors if self._known is None else self._known.state.survivors
-        trials = [{name: value for name, value in asdict(each).items() if value is not None} for each in self._trials]
-        return {"policy": self._policy, "trials": trials, "survivors": survivors}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the result of `state_dict`.
-
-        Raises:
-            ZeusBSOConfigError: The state is of another policy than this optimizer's.
-        """
-        from bso_server.core.model import TrialRecord
-
-        begun_with = state["policy"]
-        if self._asked_policy not in (None, begun_with):
-            raise ZeusBSOConfigError(
-                f"the job was begun with policy {begun_with}, not {self._asked_policy}: its trials were chosen by "
-                "that one. Change it back, or start anew"
-            )
-        self._policy = begun_with
-        self._trials = TypeAdapter(list[TrialRecord]).validate_python(state["trials"])
-        self._survivors = None if state["survivors"] is None else tuple(state["survivors"])
-
-    def _registered(self, job: Job) -> InMemoryJob:
-        if self._known is None or self._known.state.job_id != job.name:
-            raise ZeusBSOOperationOrderError(f"job {job.name} is not registered: call register_job first")
-        return self._known
-
-    def _running(self, job: Job, batch_size: int) -> TrialRecord:
-        """Return the trial that `predict` has started; check its size."""
-        self._registered(job)
-        running = [trial for trial in self._trials if trial.state is TrialState.RUNNING]
-        if not running or running[-1].batch_size != batch_size:
-            raise ZeusBSOOperationOrderError(f"batch size {batch_size} was not predicted: call predict before observe")
-        return running[-1]
-
-    def _report_run(self, job: Job, run: Run) -> None:
-        """Report the end of a measured run, with the rule that ended it."""
-        from bso_server.core.model import Report
-
-        number = self._running(job, run.bs).trial_number
-        cost_j, epochs = max(run.cost, _LEAST_COST_J), float(run.end_epoch or job.max_epochs)
-        report = Report(time_s=run.time, energy_j=cost_j, epoch=epochs, metric=float(run.reached))
-        # A bound of 0 makes the core end the trial as early stopped.
-        max_cost_j = 0.0 if run.outcome == "early_stopped" else None
-        rule = StopRule(max_cost_j=max_cost_j, max_epochs=job.max_epochs)
-        self._trials[number - 1], _ = self._registered(job).judge(number, report, judged_by=rule)

@@ -12,15 +12,15 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
 
-from zeus_plugins import energy
+from zeus_plugins import energy, environment
 from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSOTrainFailError
-from zeus_plugins.master.display import Listener, PlainListener
+from zeus_plugins.master.display import Listener
 from zeus_plugins.master.executors import Executor, Launch, LocalExecutor, lock_file, try_lock
-from zeus_plugins.master.history import HISTORY_FILE, MAX_TRIES, HistoryEntry, MasterState, PlannedRun, Run
+from zeus_plugins.master.history import HISTORY_FILE, MAX_TRIES, MasterState, PlannedRun, Run
 from zeus_plugins.master.job import Job
-from zeus_plugins.master.optimizers import BatchSizeChooser, KeepsState, RunObserver, ServerOptimizer
+from zeus_plugins.master.optimizers import BatchSizeChooser, KeepsState, ServerOptimizer
 from zeus_plugins.protocol import LEAST_TIME_S, MAX_DETAIL_LENGTH, GpuConfig, TrialState, cost
-from zeus_plugins.train_result import TrainResult, Variables, result_path
+from zeus_plugins.train_result import TrainResult, result_path
 from zeus_plugins.training.outcomes import outcome_of
 
 _LOCK_FILE = ".master.lock"
@@ -33,7 +33,7 @@ class ZeusMaster:
     `resume_from`. The resumed master waits for a script that still runs, and neither repeats nor loses a run.
 
     Args:
-        batch_size_optimizer: A `BatchSizeChooser`, such as `ServerOptimizer` or `PolicyOptimizer`.
+        batch_size_optimizer: A `BatchSizeChooser`, such as `ServerOptimizer`.
         log_base: Directory of all log directories.
         monitor_path: Zeus's power monitor, for scripts with Zeus's own data loader.
         seed: Seed of the first run; each run increments it.
@@ -42,7 +42,7 @@ class ZeusMaster:
         profile_measure_iters: Iterations of measurement for each power limit.
         executor: Executes the runs. None: a `LocalExecutor`.
         gpus: The accelerators that the job runs on, for the cost. None: the devices of this machine.
-        listener: Hears of the master's events. None: a listener that prints the scripts' output.
+        listener: Hears of the master's events. None: a `Listener`, which prints lines.
         now: Returns the present time, for the names of log directories.
 
     Raises:
@@ -79,7 +79,7 @@ class ZeusMaster:
         self._profile_params = f"{profile_warmup_iters},{profile_measure_iters}"
         self._executor = executor or LocalExecutor()
         self._gpus = gpus
-        self._listener: Listener = listener or PlainListener()
+        self._listener = listener or Listener()
         self._now = now
 
     def build_logdir(
@@ -98,43 +98,6 @@ class ZeusMaster:
         path.mkdir(parents=True, exist_ok=exist_ok)
         return str(path)
 
-    def run_job(
-        self,
-        job: Job,
-        batch_size: int,
-        learning_rate: float,
-        seed: int,
-        logdir: str,
-        rec_i: int,
-        tries: int,
-        eta_knob: float,
-        cost_ub: float,
-    ) -> tuple[float, float, bool]:
-        """Launch the script once and wait for it.
-
-        Show its output live, write the output to ``{logdir}/{job id}.train.log``, and read its result from
-        ``{logdir}/{job id}+bs{batch size}.train.json``. The job id is ``rec{rec_i:02d}+try{tries:02d}``; recurrences
-        and tries count from 1. `cost_ub` is the upper bound of the cost in joules, which may be infinite.
-
-        Returns:
-            Energy in joules, time in seconds, and whether the run reached the target.
-
-        Raises:
-            FailedTryError: The script left no result.
-            ZeusBSOConfigError: The script cannot be started.
-        """
-        run = PlannedRun(
-            recurrence=rec_i,
-            tries=tries,
-            job_id=_job_id(rec_i, tries),
-            bs=batch_size,
-            learning_rate=learning_rate,
-            seed=seed,
-            cost_ub=cost_ub,
-        )
-        result = self._result_of_launch(job, run, Path(logdir), eta_knob)
-        return result.energy, result.time, result.reached
-
     def run(
         self,
         job: Job,
@@ -145,7 +108,7 @@ class ZeusMaster:
         *,
         logdir: str | Path | None = None,
         resume_from: str | Path | None = None,
-    ) -> list[HistoryEntry]:
+    ) -> list[Run]:
         """Let the job recur.
 
         A recurrence launches the script at one batch size after another until a run reaches the target, at most 20
@@ -161,7 +124,7 @@ class ZeusMaster:
             resume_from: Log directory of a master that has ended early.
 
         Returns:
-            One entry for each run, including those before a resume.
+            All runs, including those before a resume.
 
         Raises:
             ZeusBSOTrainFailError: The default batch size missed the target in the first recurrence, or all tries of a
@@ -205,8 +168,7 @@ class ZeusMaster:
             finally:
                 if isinstance(self._optimizer, ServerOptimizer):
                     self._optimizer.interrupt()
-            history = recurring.state.history
-            return [HistoryEntry(run.bs, run.pl, run.energy, run.reached, run.time) for run in history]
+            return list(recurring.state.history)
 
     def _check_knobs(self, beta_knob: float | None, eta_knob: float) -> None:
         """Check the knobs, and that an optimizer with knobs has equal ones."""
@@ -219,21 +181,27 @@ class ZeusMaster:
             if its != knob:
                 raise ZeusBSOConfigError(f"{name} is {knob} here and {its} in the optimizer: make them the same")
 
-    def _result_of_launch(
-        self, job: Job, run: PlannedRun, logdir: Path, eta_knob: float, *, adopt: bool = False
-    ) -> TrainResult:
-        """Launch a run, or `adopt` the run of a killed master, and read its result; raise errors as `run_job`."""
+    def launch(self, job: Job, run: PlannedRun, logdir: Path, eta_knob: float, *, adopt: bool = False) -> TrainResult:
+        """Launch the script once, or `adopt` the run of a killed master, and return its result.
+
+        The master shows the script's output live and writes it to ``{logdir}/{job id}.train.log``. The script writes
+        its result to ``{logdir}/{job id}+bs{batch size}.train.json``.
+
+        Raises:
+            FailedTryError: The script left no result.
+            ZeusBSOConfigError: The script cannot be started.
+        """
         environ = {
-            Variables.LOG_DIR: str(logdir),
-            Variables.JOB_ID: run.job_id,
-            Variables.COST_THRESH: str(run.cost_ub),
-            Variables.ETA_KNOB: str(eta_knob),
-            Variables.TARGET_METRIC: str(job.target_metric),
-            Variables.PROFILE_PARAMS: self._profile_params,
-            Variables.USE_OPTIMAL_PL: str(not self._observer_mode),
+            environment.LOG_DIR.name: str(logdir),
+            environment.JOB_ID.name: run.job_id,
+            environment.COST_THRESHOLD_J.name: str(run.cost_ub),
+            environment.ETA_KNOB.name: str(eta_knob),
+            environment.TARGET_METRIC.name: str(job.target_metric),
+            environment.PROFILE_STEPS.name: self._profile_params,
+            environment.USE_BEST_POWER_LIMIT.name: str(not self._observer_mode),
         }
         if self._monitor_path is not None:
-            environ[Variables.MONITOR_PATH] = str(self._monitor_path)
+            environ[environment.MONITOR_PATH.name] = str(self._monitor_path)
         launch = Launch(
             command=job.command_line(run.bs, run.learning_rate, run.seed),
             workdir=None if job.workdir is None else Path(job.workdir),
@@ -316,7 +284,7 @@ class _Recurring:
         adopt, self._may_be_running = self._may_be_running, False
         max_power_w, eta = self.state.gpus.max_power, self.state.eta_knob
         try:
-            result = self._master._result_of_launch(self._job, planned, self._directory, eta, adopt=adopt)
+            result = self._master.launch(self._job, planned, self._directory, eta, adopt=adopt)
         except FailedTryError as failure:
             # The upper bound of the energy, so that a failed run cannot tighten the cost bound.
             energy_j = max_power_w * failure.time_s
@@ -335,7 +303,7 @@ class _Recurring:
             self._keep(observed=self.state.observed + 1)
 
     def _tell(self, run: Run) -> None:
-        if isinstance(self._optimizer, RunObserver):
+        if isinstance(self._optimizer, ServerOptimizer):
             self._optimizer.observe_run(self._job, run)
         else:
             self._optimizer.observe(self._job, run.bs, run.cost, run.reached)

@@ -28,7 +28,7 @@ import select
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -261,27 +261,16 @@ def _boot_id() -> str:
         return ""
 
 
-@dataclass(frozen=True)
-class Reset:
-    """One GPU's limit before and after `reset_limits`, in watts, and the problem if it was not set."""
+def reset_limit(device: PowerLimitDevice) -> tuple[float, float]:
+    """Set a GPU to its limit before a killed training, or else to its default; return the old and new limit in watts.
 
-    device: PowerLimitDevice
-    found_w: float | None
-    wanted_w: float | None
-    problem: str | None = None
-
-
-def reset_limits(devices: Sequence[PowerLimitDevice]) -> Iterator[Reset]:
-    """Set each GPU to its limit before a killed training, or else to its default limit."""
-    for device in devices:
-        found_w = wanted_w = problem = None
-        try:
-            found_w = device.limit_w()
-            wanted_w = _left_behind_w(device, found_w)
-            wanted_w = default_limit_w(device) if wanted_w is None else wanted_w
-            if wanted_w is None:
-                raise PowerLimitUnavailableError(f"{device} does not tell its default limit")
-            _put_back(device, wanted_w)
-        except PowerLimitUnavailableError as error:
-            problem = str(error)
-        yield Reset(device, found_w, wanted_w, problem)
+    Raises:
+        PowerLimitUnavailableError: The GPU gives no default limit, or its limit cannot be set.
+    """
+    found_w = device.limit_w()
+    wanted_w = _left_behind_w(device, found_w)
+    wanted_w = default_limit_w(device) if wanted_w is None else wanted_w
+    if wanted_w is None:
+        raise PowerLimitUnavailableError(f"{device} does not tell its default limit")
+    _put_back(device, wanted_w)
+    return found_w, wanted_w

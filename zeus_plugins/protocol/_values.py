@@ -163,6 +163,11 @@ def busy_remark(waited_share: float | None) -> str | None:
     )
 
 
+def finishing_reason(missed_trial: str, missed_size: int) -> str:
+    """Return the reason for the batch size of a trial that finishes the run of a missed one."""
+    return f"finishes the run of {missed_trial}, which missed the target at {missed_size}"
+
+
 def is_estimated(energy_source: str | None) -> bool:
     """Return whether an energy of this source is estimated, at least in part."""
     return "estimate" in (energy_source or "")

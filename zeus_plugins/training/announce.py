@@ -101,7 +101,7 @@ class Announcer:
         `view` is the job on the server, None if unknown. The training `went_on` if the target did not stop it.
         `next_step` is a sentence about what follows; None for what the job suggests.
         """
-        self._say(f"{trial.summary}")
+        self._say(f"{trial}")
         if went_on:
             self._say("the training continued to its own end, which is not counted")
         if trial.busy_remark is not None:
@@ -122,7 +122,7 @@ class Announcer:
         if view is not None:
             consequence = _after_crash(trial, view)
         ended = f"{trial.name} of job {trial.job_id} was ended by {type(error).__name__}"
-        self._say(f"{ended} after {trial.summary.spent}: {consequence}.")
+        self._say(f"{ended} after {trial.spent}: {consequence}.")
 
     def _against(self, size: int) -> str:
         """Return how a batch size compares with the job's default and with that of the script."""

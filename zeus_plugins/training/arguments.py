@@ -8,10 +8,16 @@ from collections.abc import Iterable
 from difflib import get_close_matches
 from inspect import signature
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, get_args
+
+from pydantic import TypeAdapter, ValidationError
 
 from zeus_plugins.errors import ZeusBSOConfigError
-from zeus_plugins.protocol import ID_PATTERN, MAX_ID_LENGTH, JobSpec
+from zeus_plugins.protocol import ID_PATTERN, MAX_ID_LENGTH, MAX_MARGINS, MAX_WATCHED, JobSpec, MetricName
+
+# The job may have margins for further names.
+_MOST_NAMES = MAX_WATCHED - MAX_MARGINS
+_NAMES = TypeAdapter(tuple[MetricName, ...])
 
 _METRIC = "the metric is the first argument, or monitor="
 _DIRECTION = "say mode='max' if the metric rises as the model improves, or mode='min' if it falls"
@@ -68,6 +74,13 @@ def check_count(name: str, value: Any) -> None:
         raise ZeusBSOConfigError(f"{name} is {value!r}: give a whole number above 0{_unquoted(value, int)}")
 
 
+def check_choice(name: str, value: str, choices: Any) -> None:
+    """Check one of the texts that a `Literal` lists."""
+    *others, last = map(repr, get_args(choices))
+    if value not in get_args(choices):
+        raise ZeusBSOConfigError(f"{name} is {value!r}: choose {', '.join(others)} or {last}")
+
+
 def checked_sizes(batch_sizes: Any) -> tuple[int, ...]:
     """Return the sizes, ascending."""
     sizes = [] if isinstance(batch_sizes, str) or not isinstance(batch_sizes, Iterable) else list(batch_sizes)
@@ -88,6 +101,20 @@ def check_job_id(job_id: Any) -> None:
         raise ZeusBSOConfigError(
             f"job_id is {job_id!r}: give 1 to {MAX_ID_LENGTH} of the characters A-Z a-z 0-9 . _ : @ -"
         )
+
+
+def check_watch(names: Iterable[str], *, most: int = _MOST_NAMES) -> tuple[str, ...]:
+    """Return the distinct names of watched metrics; raise `ZeusBSOConfigError` for invalid or too many names."""
+    names = tuple(dict.fromkeys([names] if isinstance(names, str) else names))
+    try:
+        _NAMES.validate_python(names)
+    except ValidationError as error:
+        problem = "; ".join(each["msg"] for each in error.errors())
+    else:
+        if len(names) <= most:
+            return names
+        problem = f"there are {len(names)}"
+    raise ZeusBSOConfigError(f"watch={names!r} must be names of at most {most} metrics: {problem}")
 
 
 def _is_a(kind: type, value: Any) -> bool:

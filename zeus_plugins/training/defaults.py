@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from pydantic import ValidationError
 
-from zeus_plugins.environment import JPY_SESSION_NAME
+from zeus_plugins.environment import JOB_ID, JPY_SESSION_NAME
 from zeus_plugins.errors import ZeusBSOConfigError
 from zeus_plugins.protocol import (
     FIXED_TERMS,
@@ -48,17 +48,8 @@ _FIELDS = {
 class JobWish:
     """A job as its user describes it: the whole `job`, or parts of it.
 
-    Raises `ZeusBSOConfigError` for both, and for values that cannot be.
-
-    Attributes:
-        job: The whole job.
-        monitor: Name of the target's metric; may be empty.
-        target: Value of the metric at which the training is done; None: the server learns it from the first runs.
-        job_id: The job's id.
-        mode: ``"max"`` if the metric rises as the model improves, ``"min"`` if it falls; None: found out.
-        batch_sizes: Sizes to choose from, with the script's own; None: guessed.
-        max_epochs: Epochs after which a trial has missed its target; None: the trainer's.
-        confirm: Number of evaluations in a row that must reach the target.
+    The attributes are arguments of the batch-size callbacks (`BatchSizeArguments`). Raises `ZeusBSOConfigError` for
+    both, and for values that cannot be.
     """
 
     job: JobSpec | None = None
@@ -204,6 +195,21 @@ class JobPlan:
         update = {"job_id": job_id} | ({"job_id_prefix": job_id} if "job_id_prefix" in self.guessed else {})
         fields = {**self.job.model_dump(exclude_unset=True), **update}
         return replace(self, job=JobSpec(**fields), guessed=self.guessed - {"job_id"})
+
+    def with_id_of_environment(self) -> JobPlan:
+        """Return the plan with the id in ``ZEUS_JOB_ID`` if the job has none.
+
+        Raises:
+            ZeusBSOConfigError: The id does not fit the job.
+        """
+        job_id = JOB_ID.text()
+        if self.job.job_id is not None or not job_id:
+            return self
+        try:
+            return self.named(job_id)
+        except ValidationError as error:
+            problems = "; ".join(problem["msg"] for problem in error.errors())
+            raise ZeusBSOConfigError(f"{JOB_ID}={job_id} does not fit the job: {problems}") from None
 
 
 def planned(

@@ -20,9 +20,9 @@ from zeus_plugins.power_limit.profile import PowerLimitProfile
 from zeus_plugins.power_limit.profiler import PowerLimitProfiler
 from zeus_plugins.power_limit.selectors import OptimumSelector, ZeusCost
 from zeus_plugins.protocol import PowerLimitChoice, PowerProfile
+from zeus_plugins.training.batch_size import BatchSizeArguments
 from zeus_plugins.training.patches import Patches
 from zeus_plugins.training.port import node_monitor
-from zeus_plugins.training.run import BatchSizeArguments
 
 _METRIC = "zeus/power_limit_w"
 

@@ -11,9 +11,7 @@ import math
 import secrets
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from typing import Any, Literal, get_args
-
-from pydantic import TypeAdapter, ValidationError
+from typing import Any, Literal
 
 from zeus_plugins import environment
 from zeus_plugins.client.delivery import deliver_waiting, is_refusal, recorded, registered_as, taken_over
@@ -34,7 +32,6 @@ from zeus_plugins.errors import (
 from zeus_plugins.protocol import (
     LEAST_TIME_S,
     MAX_DETAIL_LENGTH,
-    MAX_MARGINS,
     MAX_WATCHED,
     CreatedJob,
     Ending,
@@ -42,14 +39,15 @@ from zeus_plugins.protocol import (
     JobSpec,
     JobSpecFromClient,
     JobView,
-    MetricName,
     PowerLimitChoice,
     PowerProfile,
     ReportResponse,
     StopRule,
     TrialState,
+    finishing_reason,
 )
 from zeus_plugins.training.announce import LATEST_TRIALS, warn_of_scopes
+from zeus_plugins.training.arguments import check_choice, check_watch
 from zeus_plugins.training.defaults import JobPlan
 from zeus_plugins.training.metrics import as_written
 from zeus_plugins.training.outcomes import detail_of, ending_of
@@ -59,9 +57,6 @@ OnUnreachable = Literal["default", "raise"]
 """The beginning of a training while the server is away: see `TrialSession`."""
 
 _WINDOW = "zeus_bso_trial"
-# The job may have margins for further names.
-_MOST_NAMES = MAX_WATCHED - MAX_MARGINS
-_NAMES = TypeAdapter(tuple[MetricName, ...])
 
 # Change in the length of the training data that is reported.
 _DRIFT = 0.1
@@ -107,9 +102,9 @@ class TrialSession:
         rank: int | None = None,
         watch: Iterable[str] = (),
     ) -> None:
-        check_on_unreachable(on_unreachable)
+        check_choice("on_unreachable", on_unreachable, OnUnreachable)
         self.watched_names = check_watch(watch)
-        self.plan = _with_job_id_of_environment(job if isinstance(job, JobPlan) else JobPlan(job=job))
+        self.plan = (job if isinstance(job, JobPlan) else JobPlan(job=job)).with_id_of_environment()
         self.job_view: JobView | None = None
         self._client = client
         self._monitor = BridgedMonitor(as_energy_monitor(monitor), strict=True)
@@ -273,7 +268,7 @@ class TrialSession:
             batch_size=batch_size,
             key=f"finish-{self._key}",
             continues=missed.trial_number,
-            reason=f"finishes the run of {missed.name}, which missed the target at {missed.batch_size}",
+            reason=finishing_reason(missed.name, missed.batch_size),
         )
         registration = self._registration(job, missed.job_id)
         try:
@@ -707,34 +702,3 @@ class TrialSession:
         self._measuring = False
         measured = self._monitor.end_window(_WINDOW)
         self._trial = self.trial.plus(measured, self._waiting.end(measured.time_s))
-
-
-def check_on_unreachable(on_unreachable: str) -> None:
-    """Raise `ZeusBSOConfigError` unless the value is an `OnUnreachable`."""
-    if on_unreachable not in get_args(OnUnreachable):
-        raise ZeusBSOConfigError(f"on_unreachable is {on_unreachable!r}: choose 'default' or 'raise'")
-
-
-def check_watch(names: Iterable[str], *, most: int = _MOST_NAMES) -> tuple[str, ...]:
-    """Return the distinct names of watched metrics; raise `ZeusBSOConfigError` for invalid or too many names."""
-    names = tuple(dict.fromkeys([names] if isinstance(names, str) else names))
-    try:
-        _NAMES.validate_python(names)
-    except ValidationError as error:
-        problem = "; ".join(each["msg"] for each in error.errors())
-    else:
-        if len(names) <= most:
-            return names
-        problem = f"there are {len(names)}"
-    raise ZeusBSOConfigError(f"watch={names!r} must be names of at most {most} metrics: {problem}")
-
-
-def _with_job_id_of_environment(plan: JobPlan) -> JobPlan:
-    job_id = environment.JOB_ID.text()
-    if plan.job.job_id is not None or not job_id:
-        return plan
-    try:
-        return plan.named(job_id)
-    except ValidationError as error:
-        problems = "; ".join(problem["msg"] for problem in error.errors())
-        raise ZeusBSOConfigError(f"{environment.JOB_ID}={job_id} does not fit the job: {problems}") from None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
 from typing import Any, Self
 
 from pydantic import Field, ValidationError, model_validator
@@ -31,53 +30,8 @@ from zeus_plugins.protocol import (
 _BY_SERVER = {"trial_number", "registration_id", "lease_epoch"}
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RunSummary:
-    """The outcome of a run; `str` returns it in one line.
-
-    Attributes:
-        job_id: The job.
-        trial_number: Number of the run's trial within the job; None until the server has recorded it.
-        batch_size: Global batch size.
-        reason: Why it had this batch size, in words; None from a Zeus server.
-        outcome: Why it ended, in words.
-        converged: Whether it reached the target; of a job without one, whether it helps to set the target.
-        metric: Latest validation metric; None before the first.
-        epochs: Epochs trained at the latest evaluation; None before the first.
-        time_s: Seconds that it took.
-        energy_j: Joules that it took.
-        energy_source: Source of the energy measurement; None before the first measurement.
-        cost_j: Its cost, joules; None if unknown.
-    """
-
-    job_id: str
-    trial_number: int | None
-    batch_size: int
-    reason: str | None
-    outcome: str
-    converged: bool
-    metric: float | None
-    epochs: float | None
-    time_s: float
-    energy_j: float
-    energy_source: str | None
-    cost_j: float | None
-
-    def __str__(self) -> str:
-        cost = "" if self.cost_j is None else f", a cost of {self.cost_j:.4g} J"
-        return f"{self.outcome}. Batch size {self.batch_size} took {self.spent}{cost}"
-
-    @property
-    def spent(self) -> str:
-        """The time and the energy in words; the time alone where the energy is nothing else."""
-        if is_time_alone(self.energy_source):
-            return f"{self.time_s:.4g} s (energy: {self.energy_source} × time)"
-        source = f" ({self.energy_source})" if self.energy_source else ""
-        return f"{self.time_s:.4g} s and {self.energy_j:.4g} J{source}"
-
-
 class TrialInfo(WireMessage):
-    """A trial as its training knows it; the content of a checkpoint.
+    """A trial as its training knows it; the content of a checkpoint. `str` returns its outcome in one line.
 
     Attributes:
         job_id: The job.
@@ -184,15 +138,26 @@ class TrialInfo(WireMessage):
         return self.verdict is not None and self.verdict.stop_train and self.verdict.converged
 
     @property
-    def summary(self) -> RunSummary:
-        """The trial as its user reads it."""
-        names = [each.name for each in fields(RunSummary) if each.name in TrialInfo.model_fields]
-        return RunSummary(
-            **{name: getattr(self, name) for name in names},
-            outcome="no evaluation was reported" if self.verdict is None else self.verdict.message,
-            converged=self.converged,
-            epochs=self.epoch,
-        )
+    def epochs(self) -> float | None:
+        """Epochs trained at the latest evaluation; None before the first."""
+        return self.epoch
+
+    @property
+    def outcome(self) -> str:
+        """The reason why the training ended, in words."""
+        return "no evaluation was reported" if self.verdict is None else self.verdict.message
+
+    @property
+    def spent(self) -> str:
+        """The time and the energy in words; the time alone where the energy is nothing else."""
+        if is_time_alone(self.energy_source):
+            return f"{self.time_s:.4g} s (energy: {self.energy_source} × time)"
+        source = f" ({self.energy_source})" if self.energy_source else ""
+        return f"{self.time_s:.4g} s and {self.energy_j:.4g} J{source}"
+
+    def __str__(self) -> str:
+        cost = "" if self.cost_j is None else f", a cost of {self.cost_j:.4g} J"
+        return f"{self.outcome}. Batch size {self.batch_size} took {self.spent}{cost}"
 
     def plus(self, measured: Measurement, waited_s: float | None = None) -> Self:
         """Return the trial with one more window; raise `ZeusBSOBadOperationError` for numbers that cannot be.

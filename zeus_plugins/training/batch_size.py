@@ -1,0 +1,169 @@
+"""Constructor and results of the batch-size callbacks, which all frameworks share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, Never
+
+from pydantic import SecretStr
+
+from zeus_plugins.energy import EnergyMonitor, WindowMonitor
+from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSOOperationOrderError
+from zeus_plugins.protocol import JobSpec, PowerLimitChoice
+from zeus_plugins.training.arguments import check_watch, checked_sizes, refuse_unknown
+from zeus_plugins.training.defaults import JobWish, as_job
+from zeus_plugins.training.run import AfterTarget, OnFailure, TrialOptions, TrialRun
+from zeus_plugins.training.session import OnUnreachable
+from zeus_plugins.training.trial import TrialInfo
+
+# jsonargparse (LightningCLI) saves this in place of a secret.
+_MASK = "**********"
+
+
+class BatchSizeArguments:
+    """Constructor and results of the batch-size callbacks."""
+
+    def __init__(
+        self,
+        job: JobSpec | Mapping[str, Any] | str | None = None,
+        monitor: str | None = None,
+        *,
+        target: float | None = None,
+        mode: Literal["max", "min"] | None = None,
+        batch_sizes: Sequence[int] | None = None,
+        max_epochs: int | None = None,
+        job_id: str | None = None,
+        confirm: int | None = None,
+        server_url: str | None = None,
+        token: SecretStr | str | None = None,
+        lr_scaling: Literal["none", "linear", "sqrt"] = "none",
+        energy_monitor: EnergyMonitor | WindowMonitor | None = None,
+        max_per_device_batch_size: int | None = None,
+        on_failure: OnFailure = "raise",
+        restart: bool = False,
+        after_target: AfterTarget = "stop",
+        on_unreachable: OnUnreachable = "default",
+        strict: bool = False,
+        quiet: bool = False,
+        watch: Sequence[str] = (),
+        **unknown: Never,
+    ) -> None:
+        """Keep the arguments; the training begins later.
+
+        Args:
+            job: A text is `monitor`. Otherwise the recurring job, or its fields in a mapping; None: the arguments down
+                to `confirm` and the training define the job (docs/reference.md).
+            monitor: Name of the logged metric of the target. With Hugging Face, its prefix ``eval_`` may be left out;
+                with ``eval_strategy="no"``, a name in the training's logs such as ``loss``.
+            target: Value of the metric at which the training is done (docs/target.md); in place of a job. None: learned
+                from the job's first three runs, which train at your own size to their end.
+            mode: ``"max"`` if the metric rises as the model improves, ``"min"`` if it falls; None: from other settings
+                of the script for this metric, such as those of ModelCheckpoint, or from its name.
+            batch_sizes: Global batch sizes to choose from: samples per optimizer step over all devices and accumulated
+                batches. The script's own size is added. None: that size, halved and doubled.
+            max_epochs: Epochs after which a run has missed its target; None: the trainer's.
+            job_id: Id of a job without `job`; None: made from script, model class, metric, target and GPUs.
+            confirm: Number of evaluations in a row that must reach the target. None: one.
+            server_url: URL of the server. None: ``ZEUS_SERVER_URL``, or a server in this process (needs the extra
+                ``server``).
+            token: The server's access token. None: ``ZEUS_BSO_TOKEN``.
+            lr_scaling: Rule by which learning rates, configured for the default batch size, follow the batch size.
+            energy_monitor: Measures energy and time, with the interface of Zeus's `ZeusMonitor` or ours. None: the best
+                monitor of this machine.
+            max_per_device_batch_size: Largest batch that one device holds; beyond it, the callback raises Lightning's
+                `accumulate_grad_batches` or Hugging Face's `gradient_accumulation_steps`.
+            on_failure: After a trial that missed its target, ``"raise"`` `ZeusBSOTrainFailError`, just ``"stop"``, or
+                ``"finish"`` the run at the best known batch size in the same launch (docs/finishing.md).
+            restart: With ``"finish"``, train from the first weights of this launch instead of the present ones.
+            after_target: At the target, ``"stop"`` the training, or report its cost and ``"continue"`` to the end that
+                the script sets, unmeasured (docs/target.md).
+            on_unreachable: If the server is away when the training begins, train at the ``"default"`` batch size and
+                report the trial later, or ``"raise"`` an error. Losing the server later never ends a training.
+            strict: Raise an error, not a warning, if the job's model, framework, optimizer or metric has changed.
+            quiet: Print no lines when the trial begins and ends.
+            watch: Names of further metrics that the training logs, such as ``("val_loss", "test_acc")``. Their last
+                values are recorded, and compared between batch sizes (docs/quality.md).
+            **unknown: None are allowed; the error names the right argument.
+
+        Raises:
+            ZeusBSOConfigError: An argument is invalid or unknown. The training raises it for an invalid job, trainer or
+                data.
+        """
+        refuse_unknown(type(self), unknown)
+        if isinstance(job, str) and monitor is None:
+            job, monitor = None, job
+        if not monitor or not isinstance(monitor, str):
+            name = type(self).__name__
+            raise ZeusBSOConfigError(
+                f"monitor is {monitor!r}: give the name by which the target's metric is logged, {name}('val_acc', …). "
+                f"A trainer takes such an object, callbacks=[{name}('val_acc', …)], not the class"
+            )
+        self._wish = JobWish(
+            job=None if job is None else as_job(job),
+            monitor=monitor,
+            target=target,
+            job_id=job_id,
+            mode=mode,
+            batch_sizes=None if batch_sizes is None else checked_sizes(batch_sizes),
+            max_epochs=max_epochs,
+            confirm=confirm,
+        )
+        self._metric_name = monitor
+        token_text = token.get_secret_value() if isinstance(token, SecretStr) else token
+        self._options = TrialOptions(
+            server_url=server_url,
+            token=None if token_text == _MASK else token_text,
+            lr_scaling=lr_scaling,
+            energy_monitor=energy_monitor,
+            max_per_device_batch_size=max_per_device_batch_size,
+            on_failure=on_failure,
+            restart=restart,
+            after_target=after_target,
+            on_unreachable=on_unreachable,
+            strict=strict,
+            quiet=quiet,
+            watch=check_watch(watch),
+        )
+        self._run = TrialRun(self._wish, self._options)
+
+    @property
+    def trial(self) -> TrialInfo:
+        """The trial of the present or latest training: batch size, trial number, verdict, totals.
+
+        After a training that no error ended, its `verdict` is not None and says stop.
+
+        Raises:
+            ZeusBSOOperationOrderError: There was no training yet, it continued a checkpoint without a trial, or it ran
+                in processes that have ended (Lightning's strategy ``ddp_spawn``).
+        """
+        if self._run.trial is None:
+            raise ZeusBSOOperationOrderError(
+                "there is no trial before the training has begun, after a rehearsal such as fast_dev_run, after it has "
+                "run in spawned processes, or when it goes on from a checkpoint without a trial or from a trained model"
+            )
+        return self._run.trial
+
+    @property
+    def converged(self) -> bool:
+        """True if the present or latest training has reached its target; the same errors as `trial`."""
+        return self.trial.converged
+
+    @property
+    def summary(self) -> TrialInfo:
+        """The same as `trial`, whose `str` is the outcome of the training in one line."""
+        return self.trial
+
+    @property
+    def has_trial(self) -> bool:
+        """True if there is a trial."""
+        return self._run.trial is not None
+
+    @property
+    def lr_factor(self) -> float:
+        """The factor on learning rates for the trial's batch size, by `lr_scaling`; 1 before that is known."""
+        return self._run.lr_factor
+
+    def keep_power_limits(self, choice: PowerLimitChoice) -> None:
+        """Let the server keep the results of a power-limit callback; called on rank 0."""
+        if self._run.active is not None:
+            self._run.active.keep_power_limits(choice)
