@@ -37,6 +37,7 @@ from zeus_plugins.environment import (
 from zeus_plugins.errors import ZeusBSOConfigError
 from zeus_plugins.power_limit import PowerLimitUnavailableError, find_devices
 from zeus_plugins.power_limit.devices import PowerLimitDevice, default_limit_w, enforced_limit_w
+from zeus_plugins.protocol import printable
 
 PERIOD_S = 3.0
 """Seconds for which the moves of a reading are counted."""
@@ -410,7 +411,7 @@ _WIDTHS = (8, 28, 48, 40)
 
 
 def _row(*texts: str) -> list[str]:
-    cells = [wrap(text, width, break_on_hyphens=False) for text, width in zip(texts, _WIDTHS, strict=True)]
+    cells = [wrap(printable(text), width, break_on_hyphens=False) for text, width in zip(texts, _WIDTHS, strict=True)]
     return [
         "  ".join(part.ljust(width) for part, width in zip(parts, _WIDTHS, strict=True)).rstrip()
         for parts in zip_longest(*cells, fillvalue="")

@@ -20,12 +20,19 @@ from zeus_plugins.protocol import Explanation, JobList, JobView, Paths, Stage, T
 
 _JOB = Paths.API_JOBS + "/{job_id:str}"
 _ERRORS = errors(HTTPStatus.NOT_FOUND, HTTPStatus.UNPROCESSABLE_ENTITY)
+_CSV = "text/csv"
 
 _CURSOR: dict[str, Any] = {
     "name": "cursor",
     "description": "The next_cursor of the page before; absent: the first page.",
 }
 Limit = Annotated[int, QueryParameter(ge=1, le=MAX_PAGE, description="Length of the page.")]
+
+
+def _whole(media_type: str, description: str) -> dict[int, ResponseSpec]:
+    """Return the answers of a route that streams."""
+    whole = ResponseSpec(str, description=description, media_type=media_type, generate_examples=False)
+    return {HTTPStatus.OK: whole, **_ERRORS}
 
 
 @get(Paths.API_JOBS, summary="List jobs", responses=errors(HTTPStatus.UNPROCESSABLE_ENTITY))
@@ -125,15 +132,24 @@ async def list_power_profiles(job_id: JobInPath, reader: Reader) -> PowerProfile
     _JOB + "/export",
     summary="Export a job",
     media_type=MEDIA_TYPE,
-    responses={
-        HTTPStatus.OK: ResponseSpec(str, description="The whole job.", media_type=MEDIA_TYPE, generate_examples=False),
-        **_ERRORS,
-    },
+    responses=_whole(MEDIA_TYPE, "The whole job."),
 )
 async def export_job(job_id: JobInPath, reader: Reader) -> Stream:
     """Export the whole job as JSON Lines: a `JobExport`, then a `TrialExport` for each trial."""
-    pieces = reader.export(job_id)
-    # Read the first line before the answer begins, so that an unknown job is answered with 404.
+    return await _streamed(reader.export(job_id), MEDIA_TYPE)
+
+
+@get(_JOB + "/trials.csv", summary="Trials as CSV", media_type=_CSV, responses=_whole(_CSV, "All trials."))
+async def trials_csv(job_id: JobInPath, reader: Reader) -> Stream:
+    """Return all trials of the job as a table with a header line.
+
+    A text that spreadsheets would run as a formula (it begins with =, +, - or @) has an apostrophe before it.
+    """
+    return await _streamed(reader.trials_csv(job_id), _CSV)
+
+
+async def _streamed(pieces: AsyncIterator[bytes], media_type: str) -> Stream:
+    # Read the first piece before the answer begins, so that an unknown job is answered with 404.
     first = await anext(pieces)
 
     async def whole() -> AsyncIterator[bytes]:
@@ -141,10 +157,4 @@ async def export_job(job_id: JobInPath, reader: Reader) -> Stream:
         async for piece in pieces:
             yield piece
 
-    return Stream(whole(), media_type=MEDIA_TYPE)
-
-
-@get(_JOB + "/trials.csv", summary="Trials as CSV", media_type="text/csv", responses=_ERRORS)
-async def trials_csv(job_id: JobInPath, reader: Reader) -> str:
-    """Return all trials of the job as a table with a header line."""
-    return reading.trials_csv((await reader.read_whole(reading.show_job, job_id)).trials)
+    return Stream(whole(), media_type=media_type)

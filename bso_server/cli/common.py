@@ -15,6 +15,7 @@ from pydantic import ValidationError
 from bso_server.app import store_of
 from bso_server.settings import Settings, problems
 from bso_server.storage.store import Store
+from zeus_plugins.protocol import printable
 
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
@@ -22,6 +23,9 @@ Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 SERVER_URL_VARIABLE = "ZEUS_SERVER_URL"
 TOKEN_VARIABLE = "ZEUS_BSO_TOKEN"  # noqa: S105 - the variable's name, not a token
 _EMBEDDED = "embedded:"
+
+# Characters of a column of a table; long ids are printed whole, so that they can be copied.
+_WIDEST = 48
 
 T = TypeVar("T")
 Item = TypeVar("Item")
@@ -121,11 +125,11 @@ def cell(value: object) -> str:
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Format rows as aligned columns, two spaces apart."""
-    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    """Format rows as aligned columns, two spaces apart; a text longer than `_WIDEST` widens only its own row."""
+    lines = [list(map(printable, row)) for row in [header, *rows]]
+    widths = [min(max(map(len, column)), _WIDEST) for column in zip(*lines, strict=True)]
     return "\n".join(
-        "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip()
-        for row in [header, *rows]
+        "  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip() for line in lines
     )
 
 

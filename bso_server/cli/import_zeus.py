@@ -17,7 +17,7 @@ from bso_server.service.exports import line_of
 from bso_server.service.zeus_import import ZeusImport, imported
 from bso_server.storage.zeus_database import ZeusJob
 from bso_server.storage.zeus_database import read_jobs as read_zeus_jobs
-from zeus_plugins.protocol import TrialState
+from zeus_plugins.protocol import TrialState, printable
 
 _COLUMNS = (
     TrialState.COMPLETED,
@@ -98,9 +98,9 @@ def _import_zeus(options: argparse.Namespace) -> None:
         print(_table(found))
     for job_id, job in found.items():
         for note in job.notes:
-            print(f"job {job_id}: {note}")
+            print(printable(f"job {job_id}: {note}"))
     for job_id, why in refused.items():
-        print(f"job {job_id} cannot be taken over: {why}")
+        print(printable(f"job {job_id} cannot be taken over: {why}"))
     print(f"{len(found)} of {len(chosen)} jobs {'would be' if options.dry_run else 'are'} taken over")
     if refused:
         raise CommandError(f"{len(refused)} of {len(chosen)} jobs cannot be taken over")

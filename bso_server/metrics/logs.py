@@ -9,6 +9,8 @@ from contextvars import ContextVar
 from datetime import UTC, datetime
 from typing import Any
 
+from zeus_plugins.protocol import printable
+
 REQUEST_ID: ContextVar[str | None] = ContextVar("request_id", default=None)
 """Id of the current request."""
 
@@ -20,14 +22,20 @@ _SECRET = re.compile(r"(zbso_[0-9a-f]{8})_[A-Za-z0-9_-]+")
 
 
 class TextFormatter(logging.Formatter):
-    """Log lines as text."""
+    """Log lines as text, without control characters; the lines of a traceback are indented."""
 
-    def __init__(self) -> None:
-        super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")
+    def __init__(self, template: str = "%(asctime)s %(levelname)s %(name)s: %(message)s") -> None:
+        super().__init__(template)
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - the name is that of logging
+        """See `logging.Formatter`."""
+        return printable(super().formatMessage(record))
 
     def format(self, record: logging.LogRecord) -> str:
         """See `logging.Formatter`."""
-        return _without_secrets(super().format(record))
+        # An exception may quote a text of several lines, none of which must look like a log line.
+        lines = super().format(record).split("\n")
+        return _without_secrets("\n    ".join(map(printable, lines)))
 
 
 class JsonFormatter(logging.Formatter):

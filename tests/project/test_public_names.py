@@ -103,7 +103,7 @@ PUBLIC = {
         *("GP_VOI", "OWN_POLICIES", "RefusalReason", "RegistrationId", "ZEUS"),
         *("TrialState", "TrialView", "WireMessage", "ALIVE", "FINAL", "Verdict", "cost"),
         *("BUSY_SHARE", "Fraction", "busy_remark", "epochs_in_words", "is_busy", "is_estimated", "is_time_alone"),
-        *("EndingState", "Instant", "LongText", "TrialFacts"),
+        *("EndingState", "Instant", "LongText", "TrialFacts", "printable"),
         # The types and bounds of the messages' fields.
         *("BatchSize", "Epochs", "Finite", "Identifier", "Joules", "NonNegativeFinite", "NonNegativeInt"),
         *("PositiveFinite", "PositiveInt", "PowerLimitSamples", "Seconds", "Seed", "Text", "Watts"),

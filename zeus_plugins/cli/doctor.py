@@ -31,7 +31,7 @@ from zeus_plugins.errors import (
 from zeus_plugins.gpu_check import Examination, Verdict, table
 from zeus_plugins.power_limit import find_devices
 from zeus_plugins.power_limit.guard import reset_limits
-from zeus_plugins.protocol import TrialId
+from zeus_plugins.protocol import TrialId, printable
 
 DISTRIBUTIONS = (
     "zeus-plugins",
@@ -268,7 +268,7 @@ def _doctor(options: argparse.Namespace) -> int:
     for finding in reset_power_limits() if options.reset_power_limits else examine():
         findings.append(finding)
         if not options.json:
-            print(f"{finding.level:<8} {finding.check:<12} {finding.text}", flush=True)
+            print(printable(f"{finding.level:<8} {finding.check:<12} {finding.text}"), flush=True)
     is_usable = all(finding.level is not Level.PROBLEM for finding in findings)
     if options.json:
         print(json.dumps({"usable": is_usable, "findings": [asdict(finding) for finding in findings]}, indent=2))

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from zeus_plugins.master.history import MasterState, PlannedRun, Run, mean_costs
-from zeus_plugins.protocol import SavingsView
+from zeus_plugins.protocol import SavingsView, printable
 
 _COLUMNS = ("run", "batch size", "learning rate", "epochs", "seconds", "energy J", "cost J", "outcome")
 
@@ -40,7 +40,7 @@ class PlainListener(Listener):
     def ended(self, run: Run) -> None:
         """Print why the run failed, if it did."""
         if not run.was_measured:
-            print(f"{run.job_id}: {run.outcome}: {run.reason}", file=sys.stderr, flush=True)
+            print(f"{run.job_id}: {_outcome(run)}", file=sys.stderr, flush=True)
 
 
 class Lines(PlainListener):
@@ -145,4 +145,4 @@ def conclusion(history: Sequence[Run], default_bs: int, savings: SavingsView | N
 
 
 def _outcome(run: Run) -> str:
-    return run.reason if run.was_measured else f"{run.outcome}: {run.reason}"
+    return printable(run.reason if run.was_measured else f"{run.outcome}: {run.reason}")
