@@ -55,7 +55,7 @@ def add_import_zeus_command(jobs: Commands) -> None:
         default=TrialState.RUNNING.value,
         help="what trials without an end are: their trainings may report here (running, default), or are gone",
     )
-    command.add_argument("--dry-run", action="store_true", help="show what would be done, and do nothing")
+    command.add_argument("--dry-run", action="store_true", help="show what would be imported, and import nothing")
 
 
 def _zone(name: str) -> ZoneInfo:
@@ -72,7 +72,7 @@ def _import_zeus(options: argparse.Namespace) -> None:
         raise CommandError("--job-id names one job: use it with --job")
     moment = Moment(datetime.now(UTC), settings_of(options).leases)
     chosen = _chosen(options, asyncio.run(read_zeus_jobs(options.zeus_database_url)))
-    there = {job.job_id for job in read_jobs(options).jobs}
+    there = {job.job_id for job in read_jobs(options, "prepared").jobs}
     print(f"times are read as {_name_of(options.timezone, moment)}")
     refused: dict[str, str] = {}
     found: dict[str, ZeusImport] = {}

@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from functools import partial
 from http import HTTPStatus
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO, TypeVar
+from typing import TYPE_CHECKING, Literal, TextIO, TypeVar
 from urllib.parse import quote, urlencode
 
 from pydantic import BaseModel, ValidationError
@@ -169,10 +169,10 @@ def add_jobs_commands(commands: Commands) -> Commands:
     return jobs
 
 
-def read_jobs(options: argparse.Namespace) -> JobList:
-    """Return all jobs of the database or server."""
+def read_jobs(options: argparse.Namespace, schema: Literal["checked", "prepared"] = "checked") -> JobList:
+    """Return all jobs of the database or server; `schema` is as in `with_store`."""
     if options.server_url is None:
-        return with_store(options, lambda store: store.read(reading.list_jobs, limit=None))
+        return with_store(options, lambda store: store.read(reading.list_jobs, limit=None), schema=schema)
     pages = _pages(options, JobList, Paths.API_JOBS)
     return JobList(jobs=tuple(job for page in pages for job in page.jobs))
 
@@ -340,7 +340,9 @@ def import_job(options: argparse.Namespace, export: Iterator[bytes], first_line:
             yield line
 
     return with_store(
-        options, lambda store: BatchSizeService(store).imports.import_job(in_turn(), first_line=first_line)
+        options,
+        lambda store: BatchSizeService(store).imports.import_job(in_turn(), first_line=first_line),
+        schema="prepared",
     )
 
 

@@ -57,7 +57,7 @@ def _serve(options: argparse.Namespace) -> None:
     # Fail here once, not in each worker process.
     if settings.tracing:
         require_tracing()
-    with_store(options, lambda store: prepare(store, migrate=options.migrate), checks_schema=False)
+    with_store(options, lambda store: prepare(store, migrate=options.migrate), schema="any")
     # Each worker process builds its own application from the environment that it inherits.
     for name, value in given(options).items():
         os.environ[variable_of(name)] = str(value)

@@ -8,7 +8,6 @@ import sys
 from collections.abc import Callable
 from datetime import datetime
 
-from bso_server.app import prepare
 from bso_server.cli.common import TOKEN_VARIABLE, Commands, add_command, duration, table_of, with_store
 from bso_server.core.access import Scope, TokenRecord
 from bso_server.service.tokens import CACHE_S, DEFAULT_GRACE, Tokens
@@ -56,8 +55,6 @@ def add_token_commands(commands: Commands) -> None:
 
 def _create(options: argparse.Namespace) -> None:
     async def create(store: Store) -> None:
-        # The first token may be created before the server has started, which would migrate the database.
-        await prepare(store)
         token, record = await Tokens(store).create(
             options.name, options.scopes or [Scope.REPORT], shares_jobs=options.share
         )
@@ -68,7 +65,8 @@ def _create(options: argparse.Namespace) -> None:
             file=sys.stderr,
         )
 
-    with_store(options, create, checks_schema=False)
+    # The first token may be created before the server has started, which would migrate the database.
+    with_store(options, create, schema="prepared")
 
 
 def _list(options: argparse.Namespace) -> None:

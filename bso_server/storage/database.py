@@ -7,6 +7,7 @@ database, so that no transaction stays open because something else is slow.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
@@ -97,14 +98,15 @@ class AsyncDatabase:
 
     Args:
         engine: The connections.
+        written: The URL as the user wrote it.
         open_file: The SQLite file of the connections.
         patience_s: Seconds to which the sessions limit their transactions.
     """
 
     def __init__(
-        self, engine: AsyncEngine, open_file: OpenFile | None = None, *, patience_s: float = PATIENCE_S
+        self, engine: AsyncEngine, written: URL, open_file: OpenFile | None = None, *, patience_s: float = PATIENCE_S
     ) -> None:
-        self._engine, self.url, self._open_file = engine, engine.url, open_file
+        self._engine, self.url, self.written, self._open_file = engine, engine.url, written, open_file
         self._patience_s = patience_s
         self._is_sqlite = engine.dialect.name == "sqlite"
         # SQLite admits one writer at a time and makes the others poll; within a process they queue here instead.
@@ -228,17 +230,18 @@ def open_database(
             select the drivers of this project's extras.
         user: User, if the URL names none.
         password: Password, if the URL has none.
-        echo_sql: Log every statement.
+        echo_sql: Log every statement, in this process from now on.
         patience_s: Seconds to which the sessions limit their transactions.
 
     Raises:
         ValueError: The URL is invalid, its driver is not installed, or it is a SQLite file on a network file system.
     """
     url = _url(database_url)
+    _log_statements(echo_sql)
     backend = url.get_backend_name()
     if backend == "sqlite":
         if url.drivername != _AIOSQLITE:
-            return SqliteDatabase(SqliteFile(url, echo_sql=echo_sql))
+            return SqliteDatabase(SqliteFile(url))
         refuse_network(url)
         options: dict[str, Any] = {"pool_size": READERS + 1}
     else:
@@ -255,8 +258,7 @@ def open_database(
 
     try:
         engine = create_async_engine(
-            url,
-            echo=echo_sql,
+            url.set(drivername=_DRIVERS[backend][0]) if url.drivername in _DRIVERS else url,
             # SQLAlchemy before 2.0.38 has another default for aiosqlite.
             poolclass=AsyncAdaptedQueuePool,
             max_overflow=0,
@@ -275,7 +277,7 @@ def open_database(
         event.listen(engine.sync_engine, "begin", begin)
     else:
         _limit_sessions(engine.sync_engine, patience_s)
-    return AsyncDatabase(engine, open_file, patience_s=patience_s)
+    return AsyncDatabase(engine, url, open_file, patience_s=patience_s)
 
 
 def open_sqlite_file(database_url: str, *, echo_sql: bool = False, busy_timeout_s: float) -> SqliteFile | None:
@@ -286,7 +288,14 @@ def open_sqlite_file(database_url: str, *, echo_sql: bool = False, busy_timeout_
     url = _url(database_url)
     if url.get_backend_name() != "sqlite":
         return None
-    return SqliteFile(url, echo_sql=echo_sql, busy_timeout_s=busy_timeout_s)
+    _log_statements(echo_sql)
+    return SqliteFile(url, busy_timeout_s=busy_timeout_s)
+
+
+def _log_statements(echo_sql: bool) -> None:
+    # Not by SQLAlchemy's option `echo`, which adds a handler of its own to those that are configured.
+    if echo_sql:
+        logging.getLogger("sqlalchemy.engine").setLevel(logging.INFO)
 
 
 def _url(database_url: str) -> URL:
@@ -308,4 +317,4 @@ def _url(database_url: str) -> URL:
             f"the database URL begins with {url.drivername}://, a driver that this server does not use: write "
             f"{written} (with your password), and the server's own driver is used"
         )
-    return url.set(drivername=_DRIVERS[backend][0]) if url.drivername in _DRIVERS else url
+    return url

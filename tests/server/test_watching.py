@@ -79,6 +79,9 @@ class TestRequestIds:
         assert done == [("POST", None, 499)]
 
 
+FORGED = "gone\n2026-01-01 00:00:00,000 INFO bso_server: all is well\x1b[2J\x9b1m"
+
+
 def record(message: str, *arguments: object, error: BaseException | None = None) -> logging.LogRecord:
     exc_info = None if error is None else (type(error), error, error.__traceback__)
     return logging.LogRecord("bso_server", logging.WARNING, __file__, 1, message, arguments, exc_info)
@@ -99,6 +102,21 @@ class TestLines:
         line = formatter.format(record("GET /%s", TOKEN, error=ValueError(TOKEN)))
         assert line.count("zbso_0123abcd_…") == 2
         assert "sss" not in line
+
+    def test_text_line_escapes_control_characters_and_indents_tracebacks(self) -> None:
+        line = TextFormatter().format(record("trial: %s", FORGED, error=ValueError(FORGED)))
+        first, *further = line.split("\n")
+        assert first.endswith(r"trial: gone\n2026-01-01 00:00:00,000 INFO bso_server: all is well\x1b[2J\x9b1m")
+        assert further[0].startswith("    ValueError: gone")
+        assert all(each.startswith("    ") and each.isprintable() for each in further)
+
+    @pytest.mark.parametrize("name", ["bso_server", "zeus_plugins", "zeus_plugins.energy"])
+    def test_loggers_of_both_packages_escape_control_characters_for_any_handler(
+        self, name: str, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        logging.getLogger(name).warning("trial: %s", FORGED)
+        assert caplog.messages[-1].startswith(r"trial: gone\n2026")
+        assert caplog.messages[-1].isprintable()
 
 
 @pytest.fixture
