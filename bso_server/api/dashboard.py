@@ -177,8 +177,9 @@ async def login(request: AnyRequest, sessions: Sessions) -> Response[bytes]:
 
 
 @post("/logout", opt=needs(None) | FORM)
-async def logout(request: AnyRequest) -> Response[bytes]:
-    """Delete the session cookie."""
+async def logout(request: AnyRequest, sessions: Sessions) -> Response[bytes]:
+    """End the reader's session, and delete its cookie."""
+    await sessions.end_session(session_in(dict(request.scope["headers"])) or "")
     return _redirect("", _cookie(request, "", 0))
 
 

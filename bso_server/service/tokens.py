@@ -44,7 +44,7 @@ _CACHE_SIZE = 1024
 SESSION_S = 12 * 3600
 """Seconds until the dashboard asks its reader for a token again."""
 
-_SESSION = re.compile(r"([0-9a-f]{8})\.([0-9]{1,12})\.([0-9a-f]{64})")
+_SESSION = re.compile(r"([0-9a-f]{8})\.([0-9]{1,12})\.([0-9a-f]{32})\.([0-9a-f]{64})")
 
 _TOKEN = re.compile(r"zbso_([0-9a-f]{8})_([A-Za-z0-9_-]{43})")
 
@@ -255,8 +255,9 @@ class Authenticator:
     async def begin_session(self, token: str) -> str:
         """Return a session for a cookie, which replaces the token on pages for `SESSION_S` seconds, see `identify`.
 
-        The session ends earlier if the token is revoked or rotated. It is not stored: it holds its own end, signed with
-        the token's hash. A thief of the table of hashes could make a session, but has the whole database anyway.
+        The session ends earlier if its reader ends it, or if the token is revoked or rotated. It is not stored, so that
+        a login needs no write: it holds its own end, signed with the token's hash. A thief of the table of hashes could
+        make a session, but has the whole database anyway.
 
         Raises:
             UnauthenticatedError: The token is not valid.
@@ -267,22 +268,31 @@ class Authenticator:
         except UnauthenticatedError:
             self._listener(CallerRefused(Refusal.BAD_TOKEN))
             raise
-        ends_at = int(self._now().timestamp()) + SESSION_S
-        return f"{record.token_id}.{ends_at}.{_signature(record, ends_at)}"
+        signed = f"{record.token_id}.{int(self._now().timestamp()) + SESSION_S}.{secrets.token_hex(16)}"
+        return f"{signed}.{_signature(record, signed)}"
+
+    async def end_session(self, session: str) -> None:
+        """End a session, also for copies of its cookie; do nothing if it is not valid."""
+        begin_request()
+        caller = await self._caller_in(session, administers=False)
+        if caller is not None and caller.token_id is not None:
+            _, ends_at, session_id, _ = session.split(".")
+            await self._tokens.end_session(caller.token_id, session_id, datetime.fromtimestamp(int(ends_at), UTC))
 
     async def _caller_in(self, session: str, administers: bool) -> Caller | None:
         parts = _SESSION.fullmatch(session)
         if parts is None:
             return None
-        token_id, ends_at, signature = parts[1], int(parts[2]), parts[3]
+        token_id, ends_at, session_id, signature = parts.groups()
 
         def is_good(record: TokenRecord) -> bool:
-            is_signed = hmac.compare_digest(signature, _signature(record, ends_at))
+            is_signed = hmac.compare_digest(signature, _signature(record, session.rpartition(".")[0]))
             return is_signed and record.revoked_at is None
 
-        left_s = ends_at - self._now().timestamp()
+        left_s = int(ends_at) - self._now().timestamp()
         record = await self._found(token_id, is_good) if 0 < left_s <= SESSION_S else None
-        if record is None:
+        # Asked each time, so that a session ends at once in every process.
+        if record is None or await self._tokens.is_ended_session(session_id):
             return None
         return record.caller() if administers else Caller(token_id, frozenset({Scope.READ}))
 
@@ -316,9 +326,8 @@ class Authenticator:
         return self._closed[0]
 
 
-def _signature(record: TokenRecord, ends_at: int) -> str:
-    key, said = record.token_hash.encode(), f"session {record.token_id} {ends_at}".encode()
-    return hmac.new(key, said, hashlib.sha256).hexdigest()
+def _signature(record: TokenRecord, signed: str) -> str:
+    return hmac.new(record.token_hash.encode(), f"session {signed}".encode(), hashlib.sha256).hexdigest()
 
 
 def _hash(token: str) -> str:
@@ -402,6 +411,14 @@ class Tokens:
         """Return the token, valid or revoked, or None."""
         return await self._store.read(Transaction.token, token_id)
 
+    async def end_session(self, token_id: str, session_id: str, ends_at: datetime) -> None:
+        """Store that a session of a token was ended by its reader."""
+        await self._store.write(_end_session, token_id, session_id, ends_at, self._clock())
+
+    async def is_ended_session(self, session_id: str) -> bool:
+        """Return True if a session was ended by its reader."""
+        return await self._store.read(Transaction.is_ended_session, session_id)
+
     async def any(self) -> bool:
         """Return True if a token exists, valid or revoked."""
         return await self._store.read(Transaction.any_token)
@@ -447,6 +464,13 @@ def _revoke(transaction: Transaction, token_id: str, now: datetime) -> int:
     if record.revoked_at is None:
         transaction.update_token(replace(record, revoked_at=now))
     return transaction.alive_trials_of(token_id)
+
+
+def _end_session(transaction: Transaction, token_id: str, session_id: str, ends_at: datetime, now: datetime) -> None:
+    # Two clicks end a session twice, and one waits for the other.
+    _locked(transaction, token_id)
+    if not transaction.is_ended_session(session_id):
+        transaction.end_session(session_id, ends_at, now)
 
 
 def _check_transfer(transaction: Transaction, token_id: str, successor_id: str) -> None:

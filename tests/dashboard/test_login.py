@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from datetime import UTC, datetime, timedelta
 from urllib.parse import urljoin
 
@@ -9,7 +10,9 @@ import httpx
 import pytest
 
 from bso_server.core.access import Scope
+from bso_server.errors import UnauthenticatedError
 from bso_server.service.tokens import SESSION_S, Authenticator, Tokens
+from bso_server.storage.transaction import Transaction
 from tests.support.dashboard_pages import Page
 from tests.support.service import open_store
 from tests.support.tokens import bearer, make_token
@@ -43,6 +46,24 @@ class TestLogin:
         assert (await new_http.post("/ui/logout")).status_code == 303
         assert (await new_http.get("/ui/")).status_code == 401
         assert (await new_http.get("/ui/", headers=bearer(token))).status_code == 200
+
+    async def test_logout_ends_copies_of_the_cookie_and_no_other_session(
+        self, new_database: str, new_http: httpx.AsyncClient
+    ) -> None:
+        token = make_token(new_database, "read")
+        copied, other = [
+            (await new_http.post("/ui/login", data={"token": token})).headers["set-cookie"].partition(";")[0]
+            for _ in range(2)
+        ]
+        new_http.cookies.clear()
+        assert (await new_http.get("/ui/", headers={"Cookie": copied})).status_code == 200
+        for _ in range(2):
+            assert (await new_http.post("/ui/logout", headers={"Cookie": copied})).status_code == 303
+        assert (await new_http.get("/ui/", headers={"Cookie": copied})).status_code == 401
+        assert (await new_http.get("/ui/jobs.json", headers={"Cookie": copied})).status_code == 401
+        assert (await new_http.get("/ui/", headers={"Cookie": other})).status_code == 200
+        for none in ("", "zeus_bso_session=", "zeus_bso_session=x", f"{copied}0"):
+            assert (await new_http.post("/ui/logout", headers={"Cookie": none})).status_code == 303
 
     async def test_behind_https_the_cookie_is_for_https(self, new_database: str, new_http: httpx.AsyncClient) -> None:
         token = make_token(new_database, "read")
@@ -149,11 +170,12 @@ async def test_a_session_ends_with_its_time_its_token_and_its_secret(new_databas
         assert not await is_good(session)
 
         session = await authenticator.begin_session(token)
-        token_id, ends_at, signature = session.split(".")
+        token_id, ends_at, session_id, signature = session.split(".")
         for forged in (
-            f"{token_id}.{int(ends_at) - 1}.{signature}",
-            f"{token_id}.{ends_at}.{signature[:-1]}{'0' if signature[-1] != '0' else '1'}",
-            f"00000000.{ends_at}.{signature}",
+            f"{token_id}.{int(ends_at) - 1}.{session_id}.{signature}",
+            f"{token_id}.{ends_at}.{session_id}.{signature[:-1]}{'0' if signature[-1] != '0' else '1'}",
+            f"{token_id}.{ends_at}.{'0' * 32}.{signature}",
+            f"00000000.{ends_at}.{session_id}.{signature}",
             token,
             "",
         ):
@@ -165,3 +187,23 @@ async def test_a_session_ends_with_its_time_its_token_and_its_secret(new_databas
         assert await is_good(session)
         await tokens.revoke(record.token_id)
         assert not await is_good(session)
+
+
+@pytest.mark.storage
+async def test_session_ends_in_every_process_and_is_forgotten_after_its_time(database_url: str) -> None:
+    async with open_store(database_url) as store:
+        now = [datetime(2026, 1, 1, tzinfo=UTC)]
+        tokens = Tokens(store, clock=lambda: now[0])
+        one, other = (Authenticator(tokens, now=lambda: now[0]) for _ in range(2))
+        token, record = await tokens.create("reader", [Scope.READ])
+        first, second = await one.begin_session(token), await one.begin_session(token)
+        assert (await other.identify(None, None, "localhost", first)).token_id == record.token_id
+        await asyncio.gather(one.end_session(first), other.end_session(first))
+        for authenticator in (one, other):
+            with pytest.raises(UnauthenticatedError):
+                await authenticator.identify(None, None, "localhost", first)
+            assert (await authenticator.identify(None, None, "localhost", second)).token_id == record.token_id
+
+        now[0] += timedelta(seconds=SESSION_S)
+        await other.end_session(await one.begin_session(token))
+        assert not await store.read(Transaction.is_ended_session, first.split(".")[2])
