@@ -86,7 +86,9 @@ def create_app(settings: Settings | None = None) -> Litestar:
         dependencies={name: _provide(each) for name, each in dependencies.items()},
         middleware=[
             *([] if settings.rate_limit_per_minute is None else [_rate_limit(settings.rate_limit_per_minute)]),
-            AccessControl(authenticator, allowed_hosts, read_timeout_s=settings.read_timeout_s),
+            AccessControl(
+                authenticator, allowed_hosts, read_timeout_s=settings.read_timeout_s, sign_on=settings.single_sign_on
+            ),
         ],
         stores={_REQUEST_COUNTS: request_counts},
         request_class=BodyRequest,

@@ -11,10 +11,13 @@ import os
 import signal
 import threading
 from types import FrameType
-from typing import Any
+from typing import Any, cast
 
 import uvicorn
+from litestar.types import ASGIApp
+from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
+from bso_server.api.auth import with_peer
 from bso_server.app import create_app, prepare
 from bso_server.cli.common import Commands, add_command, given, settings_of, with_store
 from bso_server.connections import KEEP_ALIVE_S, connections_allowed
@@ -82,6 +85,8 @@ def _serve(options: argparse.Namespace) -> None:
             log_config=log_config,
             # A line for each request would hide the other lines.
             access_log=False,
+            # `application` does that itself, where the server can still see the proxy's own address.
+            proxy_headers=False,
         )
 
 
@@ -102,10 +107,10 @@ def application() -> object:
     """Make the application of a worker process, which ends within `_LAST_S` and together with its parent."""
     _end_in_time()
     _end_with_parent()
-    app = create_app()
+    app = ProxyHeadersMiddleware(create_app(), os.environ.get("FORWARDED_ALLOW_IPS", "127.0.0.1"))  # type: ignore[arg-type]  # Litestar and uvicorn type the same ASGI differently
     # The objects made so far stay, so the garbage collector need not visit them again.
     gc.freeze()
-    return app
+    return with_peer(cast("ASGIApp", app))
 
 
 def _end_in_time() -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import base64
 import hashlib
 import hmac
-import ipaddress
 import re
 import secrets
 import time
@@ -20,7 +19,7 @@ from datetime import UTC, datetime, timedelta
 from functools import lru_cache
 from typing import Any
 
-from bso_server.core.access import UNRESTRICTED, Caller, Scope, TokenRecord
+from bso_server.core.access import UNRESTRICTED, Caller, Scope, TokenRecord, ip_of
 from bso_server.core.occurrences import CallerRefused, Listener, Refusal, nobody
 from bso_server.errors import (
     ForbiddenError,
@@ -97,16 +96,10 @@ def token_id_in(authorization: str) -> str | None:
         return None
 
 
-@lru_cache(maxsize=1024)
 def is_loopback(address: str | None) -> bool:
     """Return True for an address of the server's own machine, and False for an unknown one (None)."""
-    try:
-        ip = ipaddress.ip_address(address or "")
-    except ValueError:
-        return False
-    # A socket for both IP versions names an IPv4 client as ::ffff:127.0.0.1.
-    mapped = ip.ipv4_mapped if isinstance(ip, ipaddress.IPv6Address) else None
-    return (mapped or ip).is_loopback
+    ip = ip_of(address)
+    return ip is not None and ip.is_loopback
 
 
 def require_allowed_host(host: str, allowed: Collection[str]) -> None:
@@ -214,6 +207,7 @@ class Authenticator:
         session: str | None = None,
         *,
         administers: bool = False,
+        user: Caller | None = None,
     ) -> Caller:
         """Return the caller of a request, and begin the request's deadline for waiting on the database.
 
@@ -226,6 +220,7 @@ class Authenticator:
             host: The ``Host`` header.
             session: The session of a page's reader (`begin_session`); an expired session counts as none.
             administers: True for a page for administrators, where the session has all scopes of its token.
+            user: The user of a page that a proxy has authenticated (`SingleSignOn`).
 
         Raises:
             UnauthenticatedError: The request has no valid token.
@@ -237,6 +232,8 @@ class Authenticator:
             return (await self._record_of(token_in(authorization))).caller()
         if session is not None and (caller := await self._caller_in(session, administers)) is not None:
             return caller
+        if user is not None:
+            return user
         if self._insecure:
             return UNRESTRICTED
         if await self._needs_token():

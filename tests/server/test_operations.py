@@ -328,6 +328,9 @@ def test_leases_are_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         ({"ZEUS_BSO_SUSPENDED_LEASE_S": "inf"}, "ZEUS_BSO_SUSPENDED_LEASE_S"),
         ({"ZEUS_BSO_HEARTBEAT_INTERVAL_S": "nan"}, "ZEUS_BSO_HEARTBEAT_INTERVAL_S"),
         ({"ZEUS_BSO_LOG_LEVEL": "LOUD"}, "ZEUS_BSO_LOG_LEVEL"),
+        ({"ZEUS_BSO_SSO_PROXIES": "10.0.0.5,proxy.example"}, "ZEUS_BSO_SSO_PROXIES"),
+        ({"ZEUS_BSO_SSO_PROXIES": "10.0.0.5/8"}, "ZEUS_BSO_SSO_PROXIES"),
+        ({"ZEUS_BSO_SSO_HEADER": "Remote User"}, "ZEUS_BSO_SSO_HEADER"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(
