@@ -59,9 +59,9 @@ class Settings(BaseSettings):
         allowed_hosts: Host names that requests may use, separated by commas; ``*.example`` matches all names below
             ``example``, and ``*`` every host.
         sso_proxies: Addresses or networks of proxies that authenticate the readers of the pages, separated by commas;
-            None: readers log in with tokens.
+            None: no header names a user.
         sso_header: Header in which such a proxy names its user.
-        sso_admins: Users of such proxies who may do everything on the pages, separated by commas; others only read.
+        sso_admins: Users of such proxies who may do everything on the pages, separated by commas; None: all only read.
         max_body_bytes: Maximum size of a request body, bytes.
         read_timeout_s: Seconds in which a client must send the head of a request, and again its body.
         rate_limit_per_minute: Requests per minute from one address, per server process; None: unlimited.
@@ -99,7 +99,7 @@ class Settings(BaseSettings):
     allowed_hosts: Annotated[str, Field(min_length=1)] = "*"
     sso_proxies: str | None = None
     sso_header: Annotated[str, Field(pattern="^[A-Za-z0-9-]{1,64}$")] = SingleSignOn().header
-    sso_admins: str = ""
+    sso_admins: str | None = None
     max_body_bytes: Annotated[int, Field(gt=0)] = 1024 * 1024
     read_timeout_s: Annotated[float, Field(gt=0, le=3600)] = 20.0
     rate_limit_per_minute: Annotated[int, Field(gt=0)] | None = None
@@ -143,7 +143,7 @@ class Settings(BaseSettings):
         if self.sso_proxies is None:
             return None
         proxies = tuple(map(ip_network, _parts(self.sso_proxies)))
-        return SingleSignOn(proxies, self.sso_header, frozenset(_parts(self.sso_admins)))
+        return SingleSignOn(proxies, self.sso_header, frozenset(_parts(self.sso_admins or "")))
 
     @field_validator("sso_proxies")
     @classmethod
