@@ -98,7 +98,7 @@ class Settings(BaseSettings):
     insecure: bool = False
     allowed_hosts: Annotated[str, Field(min_length=1)] = "*"
     sso_proxies: str | None = None
-    sso_header: Annotated[str, Field(pattern="^[A-Za-z0-9-]{1,64}$")] = SingleSignOn().header
+    sso_header: Annotated[str, Field(pattern="^[A-Za-z0-9-]{1,64}$")] = "X-Forwarded-User"
     sso_admins: str | None = None
     max_body_bytes: Annotated[int, Field(gt=0)] = 1024 * 1024
     read_timeout_s: Annotated[float, Field(gt=0, le=3600)] = 20.0
@@ -140,16 +140,13 @@ class Settings(BaseSettings):
     @property
     def single_sign_on(self) -> SingleSignOn | None:
         """Sign-on of the settings, or None."""
-        if self.sso_proxies is None:
-            return None
-        proxies = tuple(map(ip_network, _parts(self.sso_proxies)))
-        return SingleSignOn(proxies, self.sso_header, frozenset(_parts(self.sso_admins or "")))
+        proxies = tuple(map(ip_network, parts(self.sso_proxies)))
+        return SingleSignOn(proxies, self.sso_header, parts(self.sso_admins)) if proxies else None
 
     @field_validator("sso_proxies")
     @classmethod
     def _are_addresses(cls, proxies: str | None) -> str | None:
-        for each in _parts(proxies or ""):
-            ip_network(each)
+        list(map(ip_network, parts(proxies)))
         return proxies
 
     @field_validator("heartbeat_lease_s")
@@ -197,8 +194,9 @@ def secret(variable: str, environ: Mapping[str, str | None]) -> str | None:
     return value
 
 
-def _parts(text: str) -> list[str]:
-    return [part.strip() for part in text.split(",") if part.strip()]
+def parts(text: str | None) -> tuple[str, ...]:
+    """Return the parts of a list that commas separate."""
+    return tuple(part.strip() for part in (text or "").split(",") if part.strip())
 
 
 def _with_files(variables: Mapping[str, str | None], stated: Collection[str]) -> dict[str, str | None]:

@@ -133,12 +133,11 @@ class AccessControl(ASGIMiddleware):
         return self._sign_on.caller(peer[0], [value for name, value in scope["headers"] if name == header])
 
 
-def with_peer(app: ASGIApp) -> ASGIApp:
-    """Note in each scope who is at the connection's other end, before `app` takes another address from a header."""
+def with_peer(app: Any) -> Any:
+    """Note the address of the connection's other end, before `app` takes another one from a header."""
 
-    async def noting(scope: AsgiScope, receive: Receive, send: Send) -> None:
-        cast("dict[str, Any]", scope)[_PEER] = scope.get("client")
-        await app(scope, receive, send)
+    async def noting(scope: dict[str, Any], receive: Receive, send: Send) -> None:
+        await app(scope | {_PEER: scope.get("client")}, receive, send)
 
     return noting
 

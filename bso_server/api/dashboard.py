@@ -160,10 +160,9 @@ async def create_token(request: CallerRequest, tokens: TokensOfServer) -> Respon
     try:
         scopes = [Scope(form.get("scope", ""))]
         made, record = await tokens.create(str(form.get("name", "")).strip(), scopes, shares_jobs="shared" in form)
+        logger.info("token %s (%s) was made on a page by %s", record.token_id, record.name, request.user)
     except ValueError as error:
         refused = str(error)
-    else:
-        logger.info("token %s (%s) was made on a page by %s", record.token_id, record.name, request.user)
     page = html.page(await tokens.page(request.user.token_id), _reader_of(request), made=made, refused=refused)
     return _page(request, page, HTTPStatus.UNPROCESSABLE_ENTITY if refused else HTTPStatus.OK)
 

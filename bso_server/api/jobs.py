@@ -14,25 +14,18 @@ from litestar.response import Stream
 from bso_server.api.errors import errors
 from bso_server.api.parameters import ID, LARGEST, JobInPath, Reader, Service, TrialNumber
 from bso_server.service import reading
-from bso_server.service.exports import MEDIA_TYPE
+from bso_server.service.exports import MEDIA_TYPE, export
 from bso_server.service.views import DEFAULT_PAGE, MAX_PAGE, ArmList, EpochList, EventList, PowerProfileList
 from zeus_plugins.protocol import Explanation, JobList, JobView, Paths, Stage, TrialList, TrialState
 
 _JOB = Paths.API_JOBS + "/{job_id:str}"
 _ERRORS = errors(HTTPStatus.NOT_FOUND, HTTPStatus.UNPROCESSABLE_ENTITY)
-_CSV = "text/csv"
 
 _CURSOR: dict[str, Any] = {
     "name": "cursor",
     "description": "The next_cursor of the page before; absent: the first page.",
 }
 Limit = Annotated[int, QueryParameter(ge=1, le=MAX_PAGE, description="Length of the page.")]
-
-
-def _whole(media_type: str, description: str) -> dict[int, ResponseSpec]:
-    """Return the answers of a route that streams."""
-    whole = ResponseSpec(str, description=description, media_type=media_type, generate_examples=False)
-    return {HTTPStatus.OK: whole, **_ERRORS}
 
 
 @get(Paths.API_JOBS, summary="List jobs", responses=errors(HTTPStatus.UNPROCESSABLE_ENTITY))
@@ -132,20 +125,23 @@ async def list_power_profiles(job_id: JobInPath, reader: Reader) -> PowerProfile
     _JOB + "/export",
     summary="Export a job",
     media_type=MEDIA_TYPE,
-    responses=_whole(MEDIA_TYPE, "The whole job."),
+    responses={
+        HTTPStatus.OK: ResponseSpec(str, description="The whole job.", media_type=MEDIA_TYPE, generate_examples=False),
+        **_ERRORS,
+    },
 )
 async def export_job(job_id: JobInPath, reader: Reader) -> Stream:
     """Export the whole job as JSON Lines: a `JobExport`, then a `TrialExport` for each trial."""
-    return await _streamed(reader.export(job_id), MEDIA_TYPE)
+    return await _streamed(reader.pieces(export, job_id), MEDIA_TYPE)
 
 
-@get(_JOB + "/trials.csv", summary="Trials as CSV", media_type=_CSV, responses=_whole(_CSV, "All trials."))
+@get(_JOB + "/trials.csv", summary="Trials as CSV", media_type="text/csv", responses=_ERRORS)
 async def trials_csv(job_id: JobInPath, reader: Reader) -> Stream:
     """Return all trials of the job as a table with a header line.
 
     A text that spreadsheets would run as a formula (it begins with =, +, - or @) has an apostrophe before it.
     """
-    return await _streamed(reader.trials_csv(job_id), _CSV)
+    return await _streamed(reader.pieces(reading.trials_csv, job_id), "text/csv")
 
 
 async def _streamed(pieces: AsyncIterator[bytes], media_type: str) -> Stream:

@@ -26,7 +26,6 @@ from bso_server.cli.serve import add_serve_command
 from bso_server.cli.simulate import add_simulate_command
 from bso_server.cli.tokens import add_token_commands
 from bso_server.errors import BsoError, DatabaseUnavailableError, PolicyNotInstalledError
-from bso_server.metrics.logs import TextFormatter
 from bso_server.service import reading
 from bso_server.service.commands import BatchSizeService
 from bso_server.service.health import differences
@@ -43,9 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return 0, 1 after one line on standard error, or 141 if the reader of its output has ended."""
     options = _parser().parse_args(arguments)
     take_server_from_environment(options)
-    handler = logging.StreamHandler()
-    handler.setFormatter(TextFormatter("%(message)s"))
-    logging.basicConfig(handlers=[handler])
+    logging.basicConfig(format="%(message)s")
     try:
         options.run(options)
         sys.stdout.flush()

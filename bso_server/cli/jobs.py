@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from functools import partial
 from http import HTTPStatus
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TextIO, TypeVar
+from typing import TYPE_CHECKING, Literal, TextIO, TypeAlias, TypeVar
 from urllib.parse import quote, urlencode
 
 from pydantic import BaseModel, ValidationError
@@ -68,6 +68,7 @@ if TYPE_CHECKING:
 
 Message = TypeVar("Message", bound=BaseModel)
 Page = TypeVar("Page", JobList, TrialList)
+_Export: TypeAlias = Callable[[Store, str], AsyncIterator[bytes]]
 
 # Long enough for the export and import of whole jobs.
 _TIMEOUT_S = 300.0
@@ -251,14 +252,7 @@ def _export(options: argparse.Namespace) -> None:
                     raise
 
 
-async def _export_from_store(
-    store: Store,
-    read: Callable[[Store, str], AsyncIterator[bytes]],
-    ids: list[str],
-    file: TextIO,
-    *,
-    is_listed: bool,
-) -> None:
+async def _export_from_store(store: Store, read: _Export, ids: list[str], file: TextIO, *, is_listed: bool) -> None:
     for job_id in ids:
         pieces = read(store, job_id)
         try:

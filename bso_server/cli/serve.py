@@ -11,10 +11,9 @@ import os
 import signal
 import threading
 from types import FrameType
-from typing import Any, cast
+from typing import Any
 
 import uvicorn
-from litestar.types import ASGIApp
 from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
 from bso_server.api.auth import with_peer
@@ -107,10 +106,10 @@ def application() -> object:
     """Make the application of a worker process, which ends within `_LAST_S` and together with its parent."""
     _end_in_time()
     _end_with_parent()
-    app = ProxyHeadersMiddleware(create_app(), os.environ.get("FORWARDED_ALLOW_IPS", "127.0.0.1"))  # type: ignore[arg-type]  # Litestar and uvicorn type the same ASGI differently
+    app: Any = create_app()
     # The objects made so far stay, so the garbage collector need not visit them again.
     gc.freeze()
-    return with_peer(cast("ASGIApp", app))
+    return with_peer(ProxyHeadersMiddleware(app, os.environ.get("FORWARDED_ALLOW_IPS", "127.0.0.1")))
 
 
 def _end_in_time() -> None:

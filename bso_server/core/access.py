@@ -80,32 +80,20 @@ def ip_of(address: str | None) -> IPv4Address | IPv6Address | None:
 
 @dataclass(frozen=True, slots=True)
 class SingleSignOn:
-    """Sign-on of users that an authenticating proxy names in a header.
+    """Sign-on of users that authenticating proxies name in a header; those who are no `admins` may only read."""
 
-    Attributes:
-        proxies: Addresses of the proxies.
-        header: Name of the header.
-        admins: Users with all scopes; others may only read.
-    """
-
-    proxies: tuple[IPv4Network | IPv6Network, ...] = ()
-    header: str = "X-Forwarded-User"
-    admins: frozenset[str] = frozenset()
+    proxies: tuple[IPv4Network | IPv6Network, ...]
+    header: str
+    admins: tuple[str, ...]
 
     def caller(self, address: str | None, values: Sequence[bytes]) -> Caller | None:
-        """Return the user of a request; None unless one of the proxies has sent it, with exactly one name.
-
-        Args:
-            address: Address of the connection's other end, whatever the headers of the request say.
-            values: Values of the header.
-        """
+        """Return the user of a request from this peer, by the header's values; None unless a proxy names one user."""
         ip = ip_of(address)
         if ip is None or len(values) != 1 or not any(ip in proxy for proxy in self.proxies):
             return None
-        user = values[0].decode(errors="replace").strip()
-        if not user or not user.isprintable() or "\ufffd" in user:
-            return None
-        return Caller(None, _IMPLIED[Scope.ADMIN if user in self.admins else Scope.READ], user=user)
+        user = values[0].decode(errors="backslashreplace").strip()
+        scope = Scope.ADMIN if user in self.admins else Scope.READ
+        return Caller(None, _IMPLIED[scope], user=user) if user else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,18 +22,14 @@ _SECRET = re.compile(r"(zbso_[0-9a-f]{8})_[A-Za-z0-9_-]+")
 
 
 class TextFormatter(logging.Formatter):
-    """Log lines as text, without control characters; the lines of a traceback are indented."""
+    """Log lines as text, without control characters; further lines of a traceback or a statement are indented."""
 
-    def __init__(self, template: str = "%(asctime)s %(levelname)s %(name)s: %(message)s") -> None:
-        super().__init__(template)
-
-    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - the name is that of logging
-        """See `logging.Formatter`."""
-        return printable(super().formatMessage(record))
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")
 
     def format(self, record: logging.LogRecord) -> str:
         """See `logging.Formatter`."""
-        # An exception may quote a text of several lines, none of which must look like a log line.
+        # None of the lines that an exception quotes must look like a log line.
         lines = super().format(record).split("\n")
         return _without_secrets("\n    ".join(map(printable, lines)))
 

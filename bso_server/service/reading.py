@@ -24,7 +24,6 @@ from bso_server.core.model import ExpectedCost, History, Suggestion, TrialRecord
 from bso_server.core.phrases import advice_in_words, stop_in_words
 from bso_server.core.savings import Tally
 from bso_server.errors import DatabaseNotReadyError, DatabaseUnavailableError
-from bso_server.service import exports
 from bso_server.service.decisions import Basis, Decided, basis_of, decide
 from bso_server.service.loading import known_job, known_trial, load_history
 from bso_server.service.savings import savings_of
@@ -214,13 +213,9 @@ class JobReader:
         """Return the answer to a query, from one snapshot of the database."""
         return await self._store.read(query, *args, **kwargs)
 
-    def export(self, job_id: str) -> AsyncIterator[bytes]:
-        """Yield a job's export, see `exports.export`."""
-        return exports.export(self._store.patient(), job_id)
-
-    def trials_csv(self, job_id: str) -> AsyncIterator[bytes]:
-        """Yield a job's trials, see `trials_csv`."""
-        return trials_csv(self._store.patient(), job_id)
+    def pieces(self, export: Callable[[Store, str], AsyncIterator[bytes]], job_id: str) -> AsyncIterator[bytes]:
+        """Yield a whole job piece by piece, by `exports.export` or `trials_csv`."""
+        return export(self._store.patient(), job_id)
 
     async def check_ready(self) -> None:
         """Check that requests can be served.

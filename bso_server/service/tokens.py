@@ -356,16 +356,14 @@ class Tokens:
         """Return every token, oldest first."""
         return await self._store.read(Transaction.all_tokens)
 
-    async def jobs_per_owner(self) -> dict[str, int]:
-        """Return the number of jobs by the id of the token that they belong to."""
-        return await self._store.read(Transaction.jobs_per_owner)
-
     async def page(self, own: str | None) -> TokensPage:
         """Return the page of all tokens for an administrator with the token `own`."""
-        jobs = await self.jobs_per_owner()
+        jobs = await self._store.read(Transaction.jobs_per_owner)
         lines = [
-            TokenLine.model_validate(
-                asdict(record) | {"scopes": sorted(record.scopes), "jobs": jobs.get(record.token_id, 0)}
+            TokenLine(
+                **asdict(record) | {"scopes": sorted(record.scopes)},
+                previous_secret_until=record.previous_until,
+                jobs=jobs.get(record.token_id, 0),
             )
             for record in await self.all()
         ]
@@ -416,13 +414,9 @@ class Tokens:
         """Return True if a session was ended by its reader."""
         return await self._store.read(Transaction.is_ended_session, session_id)
 
-    async def any(self) -> bool:
-        """Return True if a token exists, valid or revoked."""
-        return await self._store.read(Transaction.any_token)
-
-    async def any_valid(self) -> bool:
-        """Return True if a token exists that was not revoked."""
-        return await self._store.read(Transaction.any_token, valid=True)
+    async def any(self, *, valid: bool = False) -> bool:
+        """Return True if a token exists, valid or revoked; with `valid`, one that was not revoked."""
+        return await self._store.read(Transaction.any_token, valid=valid)
 
     async def _handed_over(
         self, hand_over: Callable[..., Collection[tuple[Any, ...]]], token_id: str, successor_id: str

@@ -7,7 +7,6 @@ database, so that no transaction stays open because something else is slow.
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
@@ -219,7 +218,6 @@ def open_database(
     *,
     user: str | None = None,
     password: str | None = None,
-    echo_sql: bool = False,
     patience_s: float = PATIENCE_S,
 ) -> Database:
     """Open a database, and make the directory of a SQLite file, without connecting yet.
@@ -230,14 +228,12 @@ def open_database(
             select the drivers of this project's extras.
         user: User, if the URL names none.
         password: Password, if the URL has none.
-        echo_sql: Log every statement, in this process from now on.
         patience_s: Seconds to which the sessions limit their transactions.
 
     Raises:
         ValueError: The URL is invalid, its driver is not installed, or it is a SQLite file on a network file system.
     """
     url = _url(database_url)
-    _log_statements(echo_sql)
     backend = url.get_backend_name()
     if backend == "sqlite":
         if url.drivername != _AIOSQLITE:
@@ -280,7 +276,7 @@ def open_database(
     return AsyncDatabase(engine, url, open_file, patience_s=patience_s)
 
 
-def open_sqlite_file(database_url: str, *, echo_sql: bool = False, busy_timeout_s: float) -> SqliteFile | None:
+def open_sqlite_file(database_url: str, *, busy_timeout_s: float) -> SqliteFile | None:
     """Return the SQLite file of a URL, or None for another kind of database; raise as `open_database`.
 
     A statement waits up to `busy_timeout_s` seconds for the lock of another connection.
@@ -288,14 +284,7 @@ def open_sqlite_file(database_url: str, *, echo_sql: bool = False, busy_timeout_
     url = _url(database_url)
     if url.get_backend_name() != "sqlite":
         return None
-    _log_statements(echo_sql)
     return SqliteFile(url, busy_timeout_s=busy_timeout_s)
-
-
-def _log_statements(echo_sql: bool) -> None:
-    # Not by SQLAlchemy's option `echo`, which adds a handler of its own to those that are configured.
-    if echo_sql:
-        logging.getLogger("sqlalchemy.engine").setLevel(logging.INFO)
 
 
 def _url(database_url: str) -> URL:

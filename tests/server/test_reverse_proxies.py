@@ -210,7 +210,7 @@ def test_tokens_tell_to_which_of_several_servers_a_training_goes(
 
 @contextmanager
 def authenticating_proxy(server_url: str) -> Iterator[int]:
-    """Forward requests as oauth2-proxy does, with the user of a cookie in place of a client's header; yield the port."""
+    """Forward requests as oauth2-proxy does, with the user of a cookie in the header; yield the port."""
 
     class Forward(BaseHTTPRequestHandler):
         def forward(self) -> None:

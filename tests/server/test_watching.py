@@ -103,11 +103,12 @@ class TestLines:
         assert line.count("zbso_0123abcd_…") == 2
         assert "sss" not in line
 
-    def test_text_line_escapes_control_characters_and_indents_tracebacks(self) -> None:
+    def test_text_lines_escape_control_characters_and_indent_all_but_the_first(self) -> None:
         line = TextFormatter().format(record("trial: %s", FORGED, error=ValueError(FORGED)))
         first, *further = line.split("\n")
-        assert first.endswith(r"trial: gone\n2026-01-01 00:00:00,000 INFO bso_server: all is well\x1b[2J\x9b1m")
-        assert further[0].startswith("    ValueError: gone")
+        assert first.endswith("trial: gone")
+        assert further[0] == r"    2026-01-01 00:00:00,000 INFO bso_server: all is well\x1b[2J\x9b1m"
+        assert further[1] == "    ValueError: gone"
         assert all(each.startswith("    ") and each.isprintable() for each in further)
 
     @pytest.mark.parametrize("name", ["bso_server", "zeus_plugins", "zeus_plugins.energy"])
