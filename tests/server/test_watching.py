@@ -291,3 +291,14 @@ def test_two_processes_count_together_and_log_json(tmp_path: Path, monkeypatch: 
         assert "s" * 43 not in text
         assert "1234567" not in text
         assert "secret body" not in text
+
+
+def test_detail_of_a_trial_forges_no_line_of_the_text_log(tmp_path: Path) -> None:
+    with serving(f"sqlite:///{tmp_path / 'bso.sqlite3'}", tmp_path) as server:
+        with httpx.Client(base_url=server.url) as http:
+            http.post("/jobs", json=job(job_id="forged-1")).raise_for_status()
+            http.patch("/trials", json={**begin(http, "forged-1"), "detail": FORGED}).raise_for_status()
+        lines = server.log.read_text().split("\n")
+    (line,) = [line for line in lines if "all is well" in line]
+    assert r"(gone\n2026-01-01 00:00:00,000 INFO bso_server: all is well\x1b[2J\x9b1m)" in line
+    assert all(each.isprintable() for each in lines)
