@@ -44,6 +44,7 @@ _NAVIGATION = {b"sec-fetch-mode": b"navigate", b"sec-fetch-dest": b"document"}
 # The client's own address is unknown if one of these is present: a proxy or the client has set it.
 _FORWARDED = (b"forwarded", b"x-forwarded-for")
 
+# Key of a scope: the address of the connection's other end.
 _PEER = "zeus_bso_peer"
 
 # The log names each sender once per period (seconds), and at most this number of senders per period.

@@ -42,6 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return 0, 1 after one line on standard error, or 141 if the reader of its output has ended."""
     options = _parser().parse_args(arguments)
     take_server_from_environment(options)
+    # Where a command has set up no log of its own, what is logged reads as its other messages.
     logging.basicConfig(format="%(message)s")
     try:
         options.run(options)
