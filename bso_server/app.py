@@ -32,7 +32,7 @@ from bso_server.service.pages import Pages
 from bso_server.service.reading import JobReader
 from bso_server.service.tokens import Authenticator, Tokens
 from bso_server.service.views import Tariff
-from bso_server.settings import Settings
+from bso_server.settings import Settings, parts
 from bso_server.storage.database import open_database
 from bso_server.storage.store import Store
 
@@ -52,7 +52,7 @@ def create_app(settings: Settings | None = None) -> Litestar:
     store = store_of(settings, watch.hear)
     service = BatchSizeService(store, Commands(leases=settings.leases, crash_retries=settings.crash_retries))
     tokens = Tokens(store)
-    allowed_hosts = [host.strip() for host in settings.allowed_hosts.split(",")]
+    allowed_hosts = parts(settings.allowed_hosts)
     authenticator = Authenticator(tokens, insecure=settings.insecure, allowed_hosts=allowed_hosts, listener=watch.hear)
     request_counts = MemoryStore()
     reader = JobReader(store)
@@ -86,7 +86,9 @@ def create_app(settings: Settings | None = None) -> Litestar:
         dependencies={name: _provide(each) for name, each in dependencies.items()},
         middleware=[
             *([] if settings.rate_limit_per_minute is None else [_rate_limit(settings.rate_limit_per_minute)]),
-            AccessControl(authenticator, allowed_hosts, read_timeout_s=settings.read_timeout_s),
+            AccessControl(
+                authenticator, allowed_hosts, read_timeout_s=settings.read_timeout_s, sign_on=settings.single_sign_on
+            ),
         ],
         stores={_REQUEST_COUNTS: request_counts},
         request_class=BodyRequest,
@@ -119,12 +121,14 @@ def create_app(settings: Settings | None = None) -> Litestar:
 
 def store_of(settings: Settings, listener: Listener = nobody) -> Store:
     """Return the store of the settings' database; raise `ValueError` if it cannot be used."""
+    if settings.echo_sql:
+        # SQLAlchemy's option `echo` would add a handler of its own.
+        logging.getLogger("sqlalchemy.engine").setLevel(logging.INFO)
     password = settings.db_password
     database = open_database(
         settings.database_url,
         user=settings.db_user,
         password=None if password is None else password.get_secret_value(),
-        echo_sql=settings.echo_sql,
         patience_s=settings.database_timeout_s,
     )
     return Store(database, patience_s=settings.database_timeout_s, listener=listener)
@@ -149,7 +153,7 @@ async def _say_who_is_served(settings: Settings, tokens: Tokens) -> None:
         )
     elif not await tokens.any():
         logger.info("no tokens yet: only clients of this machine are served; bso-server token create makes a token")
-    elif not await tokens.any_valid():
+    elif not await tokens.any(valid=True):
         logger.warning("all tokens are revoked: nobody is served until bso-server token create makes another one")
 
 

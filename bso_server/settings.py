@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Mapping
+from ipaddress import ip_network
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -15,6 +16,7 @@ from platformdirs import user_data_path
 from pydantic import Field, SecretStr, ValidationError, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, EnvSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
 
+from bso_server.core.access import SingleSignOn
 from bso_server.core.job import LeasePolicy
 from bso_server.storage.deadlines import PATIENCE_S
 
@@ -56,6 +58,10 @@ class Settings(BaseSettings):
         insecure: True to serve every client without a token (``serve --insecure``).
         allowed_hosts: Host names that requests may use, separated by commas; ``*.example`` matches all names below
             ``example``, and ``*`` every host.
+        sso_proxies: Addresses or networks of proxies that authenticate the readers of the pages, separated by commas;
+            None: no header names a user.
+        sso_header: Header in which such a proxy names its user.
+        sso_admins: Users of such proxies who may do everything on the pages, separated by commas; None: all only read.
         max_body_bytes: Maximum size of a request body, bytes.
         read_timeout_s: Seconds in which a client must send the head of a request, and again its body.
         rate_limit_per_minute: Requests per minute from one address, per server process; None: unlimited.
@@ -91,6 +97,9 @@ class Settings(BaseSettings):
     suspended_lease_s: Lease = _LEASES.suspended_lease_s
     insecure: bool = False
     allowed_hosts: Annotated[str, Field(min_length=1)] = "*"
+    sso_proxies: str | None = None
+    sso_header: Annotated[str, Field(pattern="^[A-Za-z0-9-]{1,64}$")] = "X-Forwarded-User"
+    sso_admins: str | None = None
     max_body_bytes: Annotated[int, Field(gt=0)] = 1024 * 1024
     read_timeout_s: Annotated[float, Field(gt=0, le=3600)] = 20.0
     rate_limit_per_minute: Annotated[int, Field(gt=0)] | None = None
@@ -127,6 +136,18 @@ class Settings(BaseSettings):
             silent_lease_s=self.silent_lease_s,
             suspended_lease_s=self.suspended_lease_s,
         )
+
+    @property
+    def single_sign_on(self) -> SingleSignOn | None:
+        """Sign-on of the settings, or None."""
+        proxies = tuple(map(ip_network, parts(self.sso_proxies)))
+        return SingleSignOn(proxies, self.sso_header, parts(self.sso_admins)) if proxies else None
+
+    @field_validator("sso_proxies")
+    @classmethod
+    def _are_addresses(cls, proxies: str | None) -> str | None:
+        list(map(ip_network, parts(proxies)))
+        return proxies
 
     @field_validator("heartbeat_lease_s")
     @classmethod
@@ -171,6 +192,11 @@ def secret(variable: str, environ: Mapping[str, str | None]) -> str | None:
     if not value:
         raise ValueError(f"{file_variable}: the file {path} is empty")
     return value
+
+
+def parts(text: str | None) -> tuple[str, ...]:
+    """Return the parts of a list that commas separate."""
+    return tuple(part.strip() for part in (text or "").split(",") if part.strip())
 
 
 def _with_files(variables: Mapping[str, str | None], stated: Collection[str]) -> dict[str, str | None]:

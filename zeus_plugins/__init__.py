@@ -6,6 +6,7 @@ Importing this package loads no deep-learning framework; the callbacks are in `z
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any
 
 from zeus_plugins.errors import (
@@ -19,6 +20,7 @@ from zeus_plugins.errors import (
     ZeusBSOTrainFailError,
 )
 from zeus_plugins.protocol import JobSpec
+from zeus_plugins.protocol import printable as _printable
 
 if TYPE_CHECKING:
     from zeus_plugins.optimizer import BatchSizeOptimizer
@@ -35,6 +37,18 @@ __all__ = [
     "ZeusBSOTokenError",
     "ZeusBSOTrainFailError",
 ]
+
+
+def _escape_control_characters(record: logging.LogRecord) -> bool:
+    message = record.getMessage()
+    if (shown := _printable(message)) != message:
+        record.msg, record.args = shown, ()
+    return True
+
+
+# Log lines contain texts of servers, trainings and libraries, and the handlers are the user's own.
+for _name in ("zeus_plugins", "zeus_plugins.energy", "bso_server"):
+    logging.getLogger(_name).addFilter(_escape_control_characters)
 
 
 def __getattr__(name: str) -> Any:

@@ -267,7 +267,8 @@ def _simulate(options: argparse.Namespace) -> None:
             each.add_ratios_since_drift(of_it)
         write_json(document, options.json)
     if options.history is not None:
-        options.history.write_text(csv_of(_history(studies)), encoding="utf-8", newline="")
+        history = _history(studies)
+        options.history.write_text(csv_of(history, list(history[0])), encoding="utf-8", newline="")
     print(results_text(comparisons, options, subject))
 
 

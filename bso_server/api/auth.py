@@ -16,7 +16,7 @@ from litestar.types import ASGIApp, HTTPScope, Receive, Send
 from litestar.types import Scope as AsgiScope
 
 from bso_server.api.bodies import in_time
-from bso_server.core.access import Caller, Scope
+from bso_server.core.access import Caller, Scope, SingleSignOn
 from bso_server.core.occurrences import CallerRefused, Listener, Refusal, nobody
 from bso_server.errors import STATUS_OF, BsoError, ForbiddenError, UnauthenticatedError, UntrustedHostError
 from bso_server.service.tokens import (
@@ -43,6 +43,9 @@ _NAVIGATION = {b"sec-fetch-mode": b"navigate", b"sec-fetch-dest": b"document"}
 
 # The client's own address is unknown if one of these is present: a proxy or the client has set it.
 _FORWARDED = (b"forwarded", b"x-forwarded-for")
+
+# Key of a scope: the address of the connection's other end.
+_PEER = "zeus_bso_peer"
 
 # The log names each sender once per period (seconds), and at most this number of senders per period.
 PERIOD_S = 60.0
@@ -81,10 +84,18 @@ class AccessControl(ASGIMiddleware):
     time than the check itself.
     """
 
-    def __init__(self, authenticator: Authenticator, allowed_hosts: Collection[str], *, read_timeout_s: float) -> None:
+    def __init__(
+        self,
+        authenticator: Authenticator,
+        allowed_hosts: Collection[str],
+        *,
+        read_timeout_s: float,
+        sign_on: SingleSignOn | None = None,
+    ) -> None:
         self._authenticator = authenticator
         self._allowed_hosts = allowed_hosts
         self._read_timeout_s = read_timeout_s
+        self._sign_on = sign_on
 
     async def handle(self, scope: AsgiScope, receive: Receive, send: Send, next_app: ASGIApp) -> None:
         """Check the request; raises like `Authenticator.identify` and the checks of `service.tokens`."""
@@ -108,10 +119,28 @@ class AccessControl(ASGIMiddleware):
                 host,
                 session_in(headers) if "page" in handler.opt else None,
                 administers=needed is Scope.ADMIN,
+                user=self._user_of(scope) if "page" in handler.opt else None,
             )
             caller.require(needed)
             scope["user"] = caller
         await next_app(scope, in_time(receive, self._read_timeout_s), send)
+
+    def _user_of(self, scope: AsgiScope) -> Caller | None:
+        # Without `with_peer`, the launcher may have taken the client's address from a header.
+        peer = cast("dict[str, Any]", scope).get(_PEER)
+        if self._sign_on is None or peer is None:
+            return None
+        header = self._sign_on.header.lower().encode()
+        return self._sign_on.caller(peer[0], [value for name, value in scope["headers"] if name == header])
+
+
+def with_peer(app: Any) -> Any:
+    """Note the address of the connection's other end, before `app` takes another one from a header."""
+
+    async def noting(scope: dict[str, Any], receive: Receive, send: Send) -> None:
+        await app(scope | {_PEER: scope.get("client")}, receive, send)
+
+    return noting
 
 
 def _is_navigation(scope: AsgiScope, headers: Mapping[bytes, bytes]) -> bool:

@@ -148,8 +148,23 @@ async def revoke_token(request: CallerRequest, tokens: TokensOfServer) -> Respon
     form = await request.form()
     token_id = str(form.get("token_id", ""))
     await tokens.revoke(token_id)
-    logger.info("token %s was revoked on a page by %s", token_id, request.user.token_id or "somebody without a token")
+    logger.info("token %s was revoked on a page by %s", token_id, request.user)
     return _redirect("../tokens")
+
+
+@post("/tokens/create", opt=PAGE | FORM | needs(Scope.ADMIN))
+async def create_token(request: CallerRequest, tokens: TokensOfServer) -> Response[bytes]:
+    """Make a token, and show it this once."""
+    form = await request.form()
+    made = refused = ""
+    try:
+        scopes = [Scope(form.get("scope", ""))]
+        made, record = await tokens.create(str(form.get("name", "")).strip(), scopes, shares_jobs="shared" in form)
+        logger.info("token %s (%s) was made on a page by %s", record.token_id, record.name, request.user)
+    except ValueError as error:
+        refused = str(error)
+    page = html.page(await tokens.page(request.user.token_id), _reader_of(request), made=made, refused=refused)
+    return _page(request, page, HTTPStatus.UNPROCESSABLE_ENTITY if refused else HTTPStatus.OK)
 
 
 @get("/static/{name:str}", opt=needs(None))
@@ -177,8 +192,9 @@ async def login(request: AnyRequest, sessions: Sessions) -> Response[bytes]:
 
 
 @post("/logout", opt=needs(None) | FORM)
-async def logout(request: AnyRequest) -> Response[bytes]:
-    """Delete the session cookie."""
+async def logout(request: AnyRequest, sessions: Sessions) -> Response[bytes]:
+    """End the reader's session, and delete its cookie."""
+    await sessions.end_session(session_in(dict(request.scope["headers"])) or "")
     return _redirect("", _cookie(request, "", 0))
 
 
@@ -298,7 +314,20 @@ def _cookie(request: AnyRequest, value: str, length_s: int) -> str:
 
 PAGES = Router(
     "/ui",
-    route_handlers=[jobs, job, job_if, report, trial, state, list_tokens, revoke_token, static, login, logout],
+    route_handlers=[
+        jobs,
+        job,
+        job_if,
+        report,
+        trial,
+        state,
+        list_tokens,
+        create_token,
+        revoke_token,
+        static,
+        login,
+        logout,
+    ],
     # For each class of the API's handlers, because Litestar prefers the handler of the nearest class.
     exception_handlers={kind: partial(refused, answer_of) for kind, answer_of in errors.EXCEPTION_HANDLERS.items()},
     include_in_schema=False,

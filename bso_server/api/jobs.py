@@ -14,7 +14,7 @@ from litestar.response import Stream
 from bso_server.api.errors import errors
 from bso_server.api.parameters import ID, LARGEST, JobInPath, Reader, Service, TrialNumber
 from bso_server.service import reading
-from bso_server.service.exports import MEDIA_TYPE
+from bso_server.service.exports import MEDIA_TYPE, export
 from bso_server.service.views import DEFAULT_PAGE, MAX_PAGE, ArmList, EpochList, EventList, PowerProfileList
 from zeus_plugins.protocol import Explanation, JobList, JobView, Paths, Stage, TrialList, TrialState
 
@@ -132,8 +132,20 @@ async def list_power_profiles(job_id: JobInPath, reader: Reader) -> PowerProfile
 )
 async def export_job(job_id: JobInPath, reader: Reader) -> Stream:
     """Export the whole job as JSON Lines: a `JobExport`, then a `TrialExport` for each trial."""
-    pieces = reader.export(job_id)
-    # Read the first line before the answer begins, so that an unknown job is answered with 404.
+    return await _streamed(reader.pieces(export, job_id), MEDIA_TYPE)
+
+
+@get(_JOB + "/trials.csv", summary="Trials as CSV", media_type="text/csv", responses=_ERRORS)
+async def trials_csv(job_id: JobInPath, reader: Reader) -> Stream:
+    """Return all trials of the job as a table with a header line.
+
+    A text that spreadsheets would run as a formula (it begins with =, +, - or @) has an apostrophe before it.
+    """
+    return await _streamed(reader.pieces(reading.trials_csv, job_id), "text/csv")
+
+
+async def _streamed(pieces: AsyncIterator[bytes], media_type: str) -> Stream:
+    # Read the first piece before the answer begins, so that an unknown job is answered with 404.
     first = await anext(pieces)
 
     async def whole() -> AsyncIterator[bytes]:
@@ -141,10 +153,4 @@ async def export_job(job_id: JobInPath, reader: Reader) -> Stream:
         async for piece in pieces:
             yield piece
 
-    return Stream(whole(), media_type=MEDIA_TYPE)
-
-
-@get(_JOB + "/trials.csv", summary="Trials as CSV", media_type="text/csv", responses=_ERRORS)
-async def trials_csv(job_id: JobInPath, reader: Reader) -> str:
-    """Return all trials of the job as a table with a header line."""
-    return reading.trials_csv((await reader.read_whole(reading.show_job, job_id)).trials)
+    return Stream(whole(), media_type=media_type)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
+import os
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
@@ -30,14 +32,25 @@ from bso_server.service.health import differences
 from bso_server.settings import Settings, source_of, variable_of
 from bso_server.storage.store import Store
 from bso_server.storage.transaction import Transaction
+from zeus_plugins.protocol import printable
+
+# Status of a command whose output nobody reads any more, as in `bso-server jobs list | head`: 128 + SIGPIPE.
+_READER_LEFT = 141
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; return 0, or 1 after one line on standard error."""
+    """Run the command; return 0, 1 after one line on standard error, or 141 if the reader of its output has ended."""
     options = _parser().parse_args(arguments)
     take_server_from_environment(options)
+    # Where a command has set up no log of its own, what is logged reads as its other messages.
+    logging.basicConfig(format="%(message)s")
     try:
         options.run(options)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # The interpreter flushes standard output at its end, and would print an error again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _READER_LEFT
     except DatabaseUnavailableError as error:
         problem = (
             f"{error.detail}. Check that it runs and can be reached from here, and its URL, user and "
@@ -47,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         problem = str(error)
     else:
         return 0
-    print(f"bso-server: {problem}", file=sys.stderr)
+    print(printable(f"bso-server: {problem}"), file=sys.stderr)
     return 1
 
 
@@ -88,7 +101,7 @@ def _db_upgrade(options: argparse.Namespace) -> None:
         await store.migrate()
         await _say_ready(store)
 
-    with_store(options, upgrade, checks_schema=False)
+    with_store(options, upgrade, schema="any")
 
 
 def _db_check(options: argparse.Namespace) -> None:
@@ -100,7 +113,7 @@ async def _say_ready(store: Store) -> None:
 
 
 def _db_current(options: argparse.Namespace) -> None:
-    print(with_store(options, Store.current_revision, checks_schema=False) or "none")
+    print(with_store(options, Store.current_revision, schema="any") or "none")
 
 
 def _db_prune(options: argparse.Namespace) -> None:
@@ -133,9 +146,9 @@ def _db_verify(options: argparse.Namespace) -> None:
         print(json.dumps({"jobs": number, "differences": differing, "unchecked": unchecked}, indent=2))
     else:
         for job_id, said in differing.items():
-            print("\n  ".join([f"job {job_id}:", *said]))
+            print("\n  ".join([f"job {job_id}:", *map(printable, said)]))
         for job_id, why in unchecked.items():
-            print(f"job {job_id} cannot be checked: {why}")
+            print(printable(f"job {job_id} cannot be checked: {why}"))
     if differing:
         raise CommandError(
             f"{len(differing)} of {number} jobs are remembered otherwise than their trials say: export, delete and "

@@ -8,13 +8,14 @@ import os
 import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from datetime import datetime, timedelta
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar
 
 from pydantic import ValidationError
 
-from bso_server.app import store_of
+from bso_server.app import prepare, store_of
 from bso_server.settings import Settings, problems
 from bso_server.storage.store import Store
+from zeus_plugins.protocol import printable
 
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
@@ -22,6 +23,9 @@ Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 SERVER_URL_VARIABLE = "ZEUS_SERVER_URL"
 TOKEN_VARIABLE = "ZEUS_BSO_TOKEN"  # noqa: S105 - the variable's name, not a token
 _EMBEDDED = "embedded:"
+
+# Characters of a column of a table; long ids are printed whole, so that they can be copied.
+_WIDEST = 48
 
 T = TypeVar("T")
 Item = TypeVar("Item")
@@ -80,10 +84,16 @@ def settings_of(options: argparse.Namespace) -> Settings:
         raise CommandError(f"wrong setting, given as an argument or by {problems(error)}") from error
 
 
-def with_store(options: argparse.Namespace, use: Callable[[Store], Awaitable[T]], *, checks_schema: bool = True) -> T:
+def with_store(
+    options: argparse.Namespace,
+    use: Callable[[Store], Awaitable[T]],
+    *,
+    schema: Literal["checked", "prepared", "any"] = "checked",
+) -> T:
     """Open the database without time limits, use it, and close it.
 
-    With `checks_schema`, raise `DatabaseNotReadyError` unless the database has this version's schema.
+    Unless any `schema` will do, raise `DatabaseNotReadyError` if the database has another one than this version's;
+    ``prepared`` upgrades a SQLite file first.
     """
 
     async def use_store() -> T:
@@ -91,7 +101,9 @@ def with_store(options: argparse.Namespace, use: Callable[[Store], Awaitable[T]]
         try:
             # A database that is away is told at once, and in one line; every later step would wait for it.
             found = await store.current_revision()
-            if checks_schema:
+            if schema == "prepared":
+                await prepare(store)
+            elif schema == "checked":
                 store.refuse_other_schema(found)
             return await use(store)
         finally:
@@ -121,11 +133,11 @@ def cell(value: object) -> str:
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Format rows as aligned columns, two spaces apart."""
-    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    """Format rows as aligned columns, two spaces apart; a text longer than `_WIDEST` widens only its own row."""
+    lines = [list(map(printable, row)) for row in [header, *rows]]
+    widths = [min(max(map(len, column)), _WIDEST) for column in zip(*lines, strict=True)]
     return "\n".join(
-        "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip()
-        for row in [header, *rows]
+        "  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip() for line in lines
     )
 
 

@@ -17,7 +17,7 @@ from bso_server.service.exports import line_of
 from bso_server.service.zeus_import import ZeusImport, imported
 from bso_server.storage.zeus_database import ZeusJob
 from bso_server.storage.zeus_database import read_jobs as read_zeus_jobs
-from zeus_plugins.protocol import TrialState
+from zeus_plugins.protocol import TrialState, printable
 
 _COLUMNS = (
     TrialState.COMPLETED,
@@ -55,7 +55,7 @@ def add_import_zeus_command(jobs: Commands) -> None:
         default=TrialState.RUNNING.value,
         help="what trials without an end are: their trainings may report here (running, default), or are gone",
     )
-    command.add_argument("--dry-run", action="store_true", help="show what would be done, and do nothing")
+    command.add_argument("--dry-run", action="store_true", help="show what would be imported, and import nothing")
 
 
 def _zone(name: str) -> ZoneInfo:
@@ -72,7 +72,7 @@ def _import_zeus(options: argparse.Namespace) -> None:
         raise CommandError("--job-id names one job: use it with --job")
     moment = Moment(datetime.now(UTC), settings_of(options).leases)
     chosen = _chosen(options, asyncio.run(read_zeus_jobs(options.zeus_database_url)))
-    there = {job.job_id for job in read_jobs(options).jobs}
+    there = {job.job_id for job in read_jobs(options, "prepared").jobs}
     print(f"times are read as {_name_of(options.timezone, moment)}")
     refused: dict[str, str] = {}
     found: dict[str, ZeusImport] = {}
@@ -98,9 +98,9 @@ def _import_zeus(options: argparse.Namespace) -> None:
         print(_table(found))
     for job_id, job in found.items():
         for note in job.notes:
-            print(f"job {job_id}: {note}")
+            print(printable(f"job {job_id}: {note}"))
     for job_id, why in refused.items():
-        print(f"job {job_id} cannot be taken over: {why}")
+        print(printable(f"job {job_id} cannot be taken over: {why}"))
     print(f"{len(found)} of {len(chosen)} jobs {'would be' if options.dry_run else 'are'} taken over")
     if refused:
         raise CommandError(f"{len(refused)} of {len(chosen)} jobs cannot be taken over")

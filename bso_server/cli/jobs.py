@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from functools import partial
 from http import HTTPStatus
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO, TypeVar
+from typing import TYPE_CHECKING, Literal, TextIO, TypeAlias, TypeVar
 from urllib.parse import quote, urlencode
 
 from pydantic import BaseModel, ValidationError
@@ -59,6 +59,7 @@ from zeus_plugins.protocol import (
     TrialList,
     TrialView,
     changes_in_words,
+    printable,
     terms_between,
 )
 
@@ -67,6 +68,7 @@ if TYPE_CHECKING:
 
 Message = TypeVar("Message", bound=BaseModel)
 Page = TypeVar("Page", JobList, TrialList)
+_Export: TypeAlias = Callable[[Store, str], AsyncIterator[bytes]]
 
 # Long enough for the export and import of whole jobs.
 _TIMEOUT_S = 300.0
@@ -168,10 +170,10 @@ def add_jobs_commands(commands: Commands) -> Commands:
     return jobs
 
 
-def read_jobs(options: argparse.Namespace) -> JobList:
-    """Return all jobs of the database or server."""
+def read_jobs(options: argparse.Namespace, schema: Literal["checked", "prepared"] = "checked") -> JobList:
+    """Return all jobs of the database or server; `schema` is as in `with_store`."""
     if options.server_url is None:
-        return with_store(options, lambda store: store.read(reading.list_jobs, limit=None))
+        return with_store(options, lambda store: store.read(reading.list_jobs, limit=None), schema=schema)
     pages = _pages(options, JobList, Paths.API_JOBS)
     return JobList(jobs=tuple(job for page in pages for job in page.jobs))
 
@@ -231,20 +233,17 @@ def _report(options: argparse.Namespace) -> None:
 
 
 def _export(options: argparse.Namespace) -> None:
-    if options.format == "csv":
-        if options.all:
-            raise CommandError("a table holds the trials of one job: name it, or leave out --format csv")
-        with _written(options.output) as file:
-            file.write(reading.trials_csv(read_job(options).trials))
-        return
+    read, path = (reading.trials_csv, "trials.csv") if options.format == "csv" else (export, "export")
+    if options.format == "csv" and options.all:
+        raise CommandError("a table holds the trials of one job: name it, or leave out --format csv")
     ids = [job.job_id for job in read_jobs(options).jobs] if options.all else [options.job_id]
     with _written(options.output) as file:
         if options.server_url is None:
-            with_store(options, lambda store: _export_from_store(store, ids, file, is_listed=options.all))
+            with_store(options, lambda store: _export_from_store(store, read, ids, file, is_listed=options.all))
             return
         for job_id in ids:
             try:
-                with _answered(options, "GET", f"{_path_of_job(job_id)}/export") as answer:
+                with _answered(options, "GET", f"{_path_of_job(job_id)}/{path}") as answer:
                     for piece in answer.iter_text():
                         file.write(piece)
             except _RefusedError as error:
@@ -253,9 +252,9 @@ def _export(options: argparse.Namespace) -> None:
                     raise
 
 
-async def _export_from_store(store: Store, ids: list[str], file: TextIO, *, is_listed: bool) -> None:
+async def _export_from_store(store: Store, read: _Export, ids: list[str], file: TextIO, *, is_listed: bool) -> None:
     for job_id in ids:
-        pieces = export(store, job_id)
+        pieces = read(store, job_id)
         try:
             file.write((await anext(pieces)).decode())
         except UnknownJobError:
@@ -308,7 +307,7 @@ def _import(options: argparse.Namespace) -> None:
     if number == 1 and refused:
         raise CommandError(refused[0])
     for each in refused:
-        print(f"bso-server: {each}", file=sys.stderr)
+        print(printable(f"bso-server: {each}"), file=sys.stderr)
     if refused:
         raise CommandError(f"{len(refused)} of {number} jobs of {options.file} are not imported")
 
@@ -335,7 +334,9 @@ def import_job(options: argparse.Namespace, export: Iterator[bytes], first_line:
             yield line
 
     return with_store(
-        options, lambda store: BatchSizeService(store).imports.import_job(in_turn(), first_line=first_line)
+        options,
+        lambda store: BatchSizeService(store).imports.import_job(in_turn(), first_line=first_line),
+        schema="prepared",
     )
 
 
@@ -480,10 +481,10 @@ def job_text(view: JobView, *, verbose: bool = False) -> str:
     count = len(view.trials) if view.trial_count is None else view.trial_count
     states = ", ".join(f"{number} {state}" for state, number in view.trial_states.items())
     target = "" if view.job.target_runs is None else f", {view.job.target_in_words}"
-    sources = sorted({trial.energy_source for trial in view.trials if trial.energy_source})
+    sources = sorted({printable(trial.energy_source) for trial in view.trials if trial.energy_source})
     estimated = words.estimated(sources)
     mark = f" ({estimated.upper()})" if estimated else ""
-    head = (
+    head = printable(
         f"job {view.job.job_id}: {view.stage} stage, {count} trials{f' ({states})' if states else ''}, "
         f"{_best(view, estimated)}{target}{f', token {_owner(view)}' if view.owner else ''}"
     )
@@ -520,11 +521,12 @@ def job_text(view: JobView, *, verbose: bool = False) -> str:
     if len(view.trials) < count:
         latest += f"\nThe latest {len(view.trials)} of {count} trials; --all shows them all."
     revisions = "\n".join(
-        f"Revised before trial {each.trials + 1}, {cell(each.revised_at)}: {each.in_words}." for each in view.revisions
+        printable(f"Revised before trial {each.trials + 1}, {cell(each.revised_at)}: {each.in_words}.")
+        for each in view.revisions
     )
     tables = [table_of(arms, view.arms), *filter(None, [_quality(view), revisions]), latest]
     if view.stuck is not None:
-        head += f"\nStuck: {view.stuck}."
+        head += f"\n{printable(f'Stuck: {view.stuck}.')}"
     return "\n\n".join([head, savings, *tables, words.of_energy(sources) or measured])
 
 
@@ -542,7 +544,7 @@ def _quality(view: JobView) -> str:
     rows = [(arm, metric) for arm in view.arms for metric in arm.metrics]
     # Group by metric; the job's own is first.
     rows.sort(key=lambda row: row[1].name or "")
-    left_out = [f"{arm.batch_size} is left out: {arm.left_out}." for arm in view.arms if arm.left_out]
+    left_out = [printable(f"{arm.batch_size} is left out: {arm.left_out}.") for arm in view.arms if arm.left_out]
     return "\n".join([table_of(columns, rows), *left_out]) if rows else ""
 
 
@@ -556,9 +558,9 @@ def explanation_text(view: Explanation) -> str:
     subject = "the next trial" if view.trial_number is None else f"trial {view.trial_number}"
     state = "" if view.state is None else f", {view.state}"
     head = f"job {view.job_id}, {subject}: batch size {view.batch_size} ({view.origin}{state})"
-    decision = view.decision
+    decision, sentence = view.decision, printable(view.sentence)
     if decision is None:
-        return f"{head}\n\n{view.sentence}\n\nNo numbers are kept of this decision."
+        return f"{head}\n\n{sentence}\n\nNo numbers are kept of this decision."
     candidates = {each.batch_size: each for each in decision.candidates}
     rows = []
     for size in decision.sizes:
@@ -571,7 +573,7 @@ def explanation_text(view: Explanation) -> str:
         rows.append([*row, ", ".join(note for note, noted_size in noted if noted_size == size.batch_size)])
     header = ["BATCH SIZE", "EXPECTED COST J", "90 % BAND J", "CHANCE TO BE BEST"]
     header += ["WORTH OF A TRY", "ITS LOSS", "STOP AFTER EPOCHS"] if candidates else []
-    told = [head, view.sentence, table([*header, ""], rows)]
+    told = [head, sentence, table([*header, ""], rows)]
     if candidates:
         told.append(f"Worth and loss are in runs of {decision.incumbent}, the best size so far.")
     return "\n\n".join(told)

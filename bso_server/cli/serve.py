@@ -14,7 +14,9 @@ from types import FrameType
 from typing import Any
 
 import uvicorn
+from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
+from bso_server.api.auth import with_peer
 from bso_server.app import create_app, prepare
 from bso_server.cli.common import Commands, add_command, given, settings_of, with_store
 from bso_server.connections import KEEP_ALIVE_S, connections_allowed
@@ -57,7 +59,7 @@ def _serve(options: argparse.Namespace) -> None:
     # Fail here once, not in each worker process.
     if settings.tracing:
         require_tracing()
-    with_store(options, lambda store: prepare(store, migrate=options.migrate), checks_schema=False)
+    with_store(options, lambda store: prepare(store, migrate=options.migrate), schema="any")
     # Each worker process builds its own application from the environment that it inherits.
     for name, value in given(options).items():
         os.environ[variable_of(name)] = str(value)
@@ -82,6 +84,8 @@ def _serve(options: argparse.Namespace) -> None:
             log_config=log_config,
             # A line for each request would hide the other lines.
             access_log=False,
+            # `application` does that itself, where the server can still see the proxy's own address.
+            proxy_headers=False,
         )
 
 
@@ -102,10 +106,10 @@ def application() -> object:
     """Make the application of a worker process, which ends within `_LAST_S` and together with its parent."""
     _end_in_time()
     _end_with_parent()
-    app = create_app()
+    app: Any = create_app()
     # The objects made so far stay, so the garbage collector need not visit them again.
     gc.freeze()
-    return app
+    return with_peer(ProxyHeadersMiddleware(app, os.environ.get("FORWARDED_ALLOW_IPS", "127.0.0.1")))
 
 
 def _end_in_time() -> None:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Callable
-from datetime import datetime
 
-from bso_server.app import prepare
 from bso_server.cli.common import TOKEN_VARIABLE, Commands, add_command, duration, table_of, with_store
-from bso_server.core.access import Scope, TokenRecord
+from bso_server.core.access import Scope
 from bso_server.service.tokens import CACHE_S, DEFAULT_GRACE, Tokens
+from bso_server.service.views import TokenLine
 from bso_server.storage.store import Store
 
 
@@ -56,8 +54,6 @@ def add_token_commands(commands: Commands) -> None:
 
 def _create(options: argparse.Namespace) -> None:
     async def create(store: Store) -> None:
-        # The first token may be created before the server has started, which would migrate the database.
-        await prepare(store)
         token, record = await Tokens(store).create(
             options.name, options.scopes or [Scope.REPORT], shares_jobs=options.share
         )
@@ -68,43 +64,26 @@ def _create(options: argparse.Namespace) -> None:
             file=sys.stderr,
         )
 
-    with_store(options, create, checks_schema=False)
+    # The first token may be created before the server has started, which would migrate the database.
+    with_store(options, create, schema="prepared")
 
 
 def _list(options: argparse.Namespace) -> None:
-    async def read(store: Store) -> tuple[list[TokenRecord], dict[str, int]]:
-        tokens = Tokens(store)
-        return await tokens.all(), await tokens.jobs_per_owner()
-
-    tokens, jobs = with_store(options, read)
+    page = with_store(options, lambda store: Tokens(store).page(None))
     if options.json:
-        shown = [
-            {
-                "token_id": token.token_id,
-                "name": token.name,
-                "scopes": sorted(token.scopes),
-                "jobs": jobs.get(token.token_id, 0),
-                "shares_jobs": token.shares_jobs,
-                "created_at": token.created_at,
-                "rotated_at": token.rotated_at,
-                "previous_secret_until": token.previous_until,
-                "revoked_at": token.revoked_at,
-            }
-            for token in tokens
-        ]
-        print(json.dumps({"tokens": shown}, indent=2, default=datetime.isoformat))
+        print(page.model_dump_json(indent=2, exclude={"own"}))
         return
-    columns: dict[str, Callable[[TokenRecord], object]] = {
+    columns: dict[str, Callable[[TokenLine], object]] = {
         "ID": lambda token: token.token_id,
         "NAME": lambda token: token.name,
-        "SCOPES": lambda token: " ".join(sorted(token.scopes)),
-        "JOBS": lambda token: f"{jobs.get(token.token_id, 0)}{' (shares)' if token.shares_jobs else ''}",
+        "SCOPES": lambda token: " ".join(token.scopes),
+        "JOBS": lambda token: f"{token.jobs}{' (shares)' if token.shares_jobs else ''}",
         "CREATED (UTC)": lambda token: token.created_at,
         "ROTATED (UTC)": lambda token: token.rotated_at,
-        "OLD SECRET UNTIL": lambda token: token.previous_until,
+        "OLD SECRET UNTIL": lambda token: token.previous_secret_until,
         "REVOKED (UTC)": lambda token: token.revoked_at,
     }
-    print(table_of(columns, tokens) if tokens else "no tokens")
+    print(table_of(columns, page.tokens) if page.tokens else "no tokens")
 
 
 def _rotate(options: argparse.Namespace) -> None:
@@ -129,7 +108,7 @@ def _revoke(options: argparse.Namespace) -> None:
 
     async def revoke(store: Store) -> tuple[int, bool]:
         tokens = Tokens(store)
-        return await tokens.revoke(token_id), await tokens.any_valid()
+        return await tokens.revoke(token_id), await tokens.any(valid=True)
 
     alive, any_left = with_store(options, revoke)
     print(f"token {token_id} is revoked; running servers refuse it within {CACHE_S:g} s")

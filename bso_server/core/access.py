@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import hmac
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from enum import StrEnum
+from functools import lru_cache
+from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address
 
 from bso_server.errors import ForbiddenError
 
@@ -29,12 +32,18 @@ _IMPLIED = {
 class Caller:
     """Sender of a request: its token (None if the server requires none) and all scopes that this implies.
 
-    If `shares_jobs`, other tokens may use the jobs that it registers.
+    If `shares_jobs`, other tokens may use the jobs that it registers. `user` is the name that a proxy gave, or None.
     """
 
     token_id: str | None
     scopes: frozenset[Scope]
     shares_jobs: bool = False
+    user: str | None = None
+
+    def __str__(self) -> str:
+        if self.user is not None:
+            return f"user {self.user}"
+        return "a caller without a token" if self.token_id is None else f"token {self.token_id}"
 
     def owns(self, owner: str) -> bool:
         """Return True if the caller owns the jobs of this token; without tokens, every caller owns everything."""
@@ -46,16 +55,45 @@ class Caller:
         return Scope.ADMIN in self.scopes
 
     def require(self, scope: Scope) -> None:
-        """Raise `ForbiddenError` if the caller's token lacks this scope."""
+        """Raise `ForbiddenError` if the caller lacks this scope."""
         if scope not in self.scopes:
-            raise ForbiddenError(
-                f"token {self.token_id} has no scope {scope}, which this request needs; "
-                f"make another one: bso-server token create --name NAME --scope {scope}"
-            )
+            advice = "name the user in the server's setting ZEUS_BSO_SSO_ADMINS"
+            if self.user is None:
+                advice = f"make another one: bso-server token create --name NAME --scope {scope}"
+            raise ForbiddenError(f"{self} has no scope {scope}, which this request needs; {advice}")
 
 
 UNRESTRICTED = Caller(None, frozenset(Scope))
 """A caller that needs no token: another part of this process, or a client of an open server."""
+
+
+@lru_cache(maxsize=1024)
+def ip_of(address: str | None) -> IPv4Address | IPv6Address | None:
+    """Return the IP address of a client, or None if it is unknown."""
+    try:
+        ip = ip_address(address or "")
+    except ValueError:
+        return None
+    # A socket for both IP versions names an IPv4 client as ::ffff:127.0.0.1.
+    return (ip.ipv4_mapped if isinstance(ip, IPv6Address) else None) or ip
+
+
+@dataclass(frozen=True, slots=True)
+class SingleSignOn:
+    """Sign-on of users that authenticating proxies name in a header; those who are no `admins` may only read."""
+
+    proxies: tuple[IPv4Network | IPv6Network, ...]
+    header: str
+    admins: tuple[str, ...]
+
+    def caller(self, address: str | None, values: Sequence[bytes]) -> Caller | None:
+        """Return the user of a request from this peer, by the header's values; None unless a proxy names one user."""
+        ip = ip_of(address)
+        if ip is None or len(values) != 1 or not any(ip in proxy for proxy in self.proxies):
+            return None
+        user = values[0].decode(errors="backslashreplace").strip()
+        scope = Scope.ADMIN if user in self.admins else Scope.READ
+        return Caller(None, _IMPLIED[scope], user=user) if user else None
 
 
 @dataclass(frozen=True, slots=True)

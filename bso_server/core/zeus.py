@@ -267,8 +267,8 @@ def check(job: CreatedJob) -> None:
     if _explores_in_vain(job):
         raise InvalidJobError(
             f"a window of {job.window_size} runs never holds the {job.mab_num_explorations} that mab_num_explorations "
-            "asks for, so that sizes would be explored for ever: window_size must be at least "
-            f"{job.mab_num_explorations}, or 0 for all",
+            "asks for, so that sizes would be explored for ever: set mab_num_explorations to "
+            f"{job.window_size} or less, or window_size to 0, which counts all runs",
             field="window_size",
         )
 

@@ -9,6 +9,8 @@ from contextvars import ContextVar
 from datetime import UTC, datetime
 from typing import Any
 
+from zeus_plugins.protocol import printable
+
 REQUEST_ID: ContextVar[str | None] = ContextVar("request_id", default=None)
 """Id of the current request."""
 
@@ -20,14 +22,16 @@ _SECRET = re.compile(r"(zbso_[0-9a-f]{8})_[A-Za-z0-9_-]+")
 
 
 class TextFormatter(logging.Formatter):
-    """Log lines as text."""
+    """Log lines as text, without control characters; further lines of a traceback or a statement are indented."""
 
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")
 
     def format(self, record: logging.LogRecord) -> str:
         """See `logging.Formatter`."""
-        return _without_secrets(super().format(record))
+        # None of the lines that an exception quotes must look like a log line.
+        lines = super().format(record).split("\n")
+        return _without_secrets("\n    ".join(map(printable, lines)))
 
 
 class JsonFormatter(logging.Formatter):

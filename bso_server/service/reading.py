@@ -24,12 +24,12 @@ from bso_server.core.model import ExpectedCost, History, Suggestion, TrialRecord
 from bso_server.core.phrases import advice_in_words, stop_in_words
 from bso_server.core.savings import Tally
 from bso_server.errors import DatabaseNotReadyError, DatabaseUnavailableError
-from bso_server.service import exports
 from bso_server.service.decisions import Basis, Decided, basis_of, decide
 from bso_server.service.loading import known_job, known_trial, load_history
 from bso_server.service.savings import savings_of
 from bso_server.service.views import (
     DEFAULT_PAGE,
+    MAX_PAGE,
     ArmList,
     EpochList,
     EpochView,
@@ -213,13 +213,9 @@ class JobReader:
         """Return the answer to a query, from one snapshot of the database."""
         return await self._store.read(query, *args, **kwargs)
 
-    async def read_whole(self, query: Callable[Concatenate[Transaction, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Return the answer to a query about a whole job, which may take longer."""
-        return await self._store.patient().read(query, *args, **kwargs)
-
-    def export(self, job_id: str) -> AsyncIterator[bytes]:
-        """Yield a job's export, see `exports.export`."""
-        return exports.export(self._store.patient(), job_id)
+    def pieces(self, export: Callable[[Store, str], AsyncIterator[bytes]], job_id: str) -> AsyncIterator[bytes]:
+        """Yield a whole job piece by piece, by `exports.export` or `trials_csv`."""
+        return export(self._store.patient(), job_id)
 
     async def check_ready(self) -> None:
         """Check that requests can be served.
@@ -388,16 +384,37 @@ _AFTER_ENERGY = _CSV_COLUMNS.index("energy_source") + 1
 _CSV_COLUMNS[_AFTER_ENERGY:_AFTER_ENERGY] = ["cost_j", "epochs", "metric", "owner"]
 
 
-def trials_csv(trials: Iterable[TrialView]) -> str:
-    """Return trials as CSV (RFC 4180) with a header line: the fields of `TrialView`, empty where there is no value."""
-    return csv_of([each.model_dump(mode="json") for each in trials], _CSV_COLUMNS)
+# Spreadsheets take a text that begins with one of these characters for a formula.
+_FORMULA = tuple("=+-@\t\r\n＝＋－＠")
 
 
-def csv_of(rows: Sequence[Mapping[str, Any]], columns: Sequence[str] | None = None) -> str:
-    """Return rows as CSV with a header line; `columns` defaults to those of the first row."""
+async def trials_csv(store: Store, job_id: str) -> AsyncIterator[bytes]:
+    """Yield a job's trials as CSV (RFC 4180): a header line, then the fields of `TrialView`, many trials at a time.
+
+    A transaction reads each piece, as in `exports.export`. A field without a value is empty.
+
+    Raises:
+        UnknownJobError: No such job, or it was deleted during the export.
+    """
+    after: int | None = 0
+    while after is not None:
+        page = await store.read(list_trials, job_id, limit=MAX_PAGE, cursor=after)
+        rows = (each.model_dump(mode="json") for each in page.trials)
+        yield (await asyncio.to_thread(csv_of, rows, _CSV_COLUMNS, has_header=after == 0)).encode()
+        after = page.next_cursor
+
+
+def csv_of(rows: Iterable[Mapping[str, Any]], columns: Sequence[str], *, has_header: bool = True) -> str:
+    """Return these columns of rows as CSV; an apostrophe marks a text that spreadsheets would run as a formula."""
     text = io.StringIO()
-    table = csv.DictWriter(text, columns or list(rows[0]))
-    table.writeheader()
-    for row in rows:
-        table.writerow({name: json.dumps(value) if isinstance(value, dict) else value for name, value in row.items()})
+    table = csv.writer(text)
+    if has_header:
+        table.writerow(columns)
+    table.writerows([_csv_cell(row[name]) for name in columns] for row in rows)
     return text.getvalue()
+
+
+def _csv_cell(value: Any) -> Any:
+    if isinstance(value, str) and value.startswith(_FORMULA):
+        return f"'{value}"
+    return json.dumps(value) if isinstance(value, dict) else value

@@ -85,13 +85,14 @@ def refuse_long_window(job: CreatedJob) -> None:
     """Raise `InvalidJobError` for a new job whose window is too long to be read for each suggestion.
 
     Each suggestion reads the windows of all sizes: 25 kB for a size at the limit. A mean over more runs is hardly more
-    precise, and a mean over all runs needs no window.
+    precise, and a mean over all runs needs no window. Policy `zeus` raises the window to `mab_num_explorations`.
     """
     if job.window_size > _LARGEST_WINDOW:
+        field = "mab_num_explorations" if job.window_size == job.mab_num_explorations else "window_size"
         raise InvalidJobError(
-            f"a window of {job.window_size} runs is more than the {_LARGEST_WINDOW} that are kept in hand for each "
-            "batch size: make window_size smaller, or 0, which counts all runs",
-            field="window_size",
+            f"a window of {job.window_size} runs is more than the {_LARGEST_WINDOW} that the server reads for each "
+            f"batch size: set {field} to {_LARGEST_WINDOW} or less, or window_size to 0, which counts all runs",
+            field=field,
         )
 
 

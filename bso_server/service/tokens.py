@@ -9,7 +9,6 @@ from __future__ import annotations
 import base64
 import hashlib
 import hmac
-import ipaddress
 import re
 import secrets
 import time
@@ -20,7 +19,7 @@ from datetime import UTC, datetime, timedelta
 from functools import lru_cache
 from typing import Any
 
-from bso_server.core.access import UNRESTRICTED, Caller, Scope, TokenRecord
+from bso_server.core.access import UNRESTRICTED, Caller, Scope, TokenRecord, ip_of
 from bso_server.core.occurrences import CallerRefused, Listener, Refusal, nobody
 from bso_server.errors import (
     ForbiddenError,
@@ -44,7 +43,7 @@ _CACHE_SIZE = 1024
 SESSION_S = 12 * 3600
 """Seconds until the dashboard asks its reader for a token again."""
 
-_SESSION = re.compile(r"([0-9a-f]{8})\.([0-9]{1,12})\.([0-9a-f]{64})")
+_SESSION = re.compile(r"([0-9a-f]{8})\.([0-9]{1,12})\.([0-9a-f]{32})\.([0-9a-f]{64})")
 
 _TOKEN = re.compile(r"zbso_([0-9a-f]{8})_([A-Za-z0-9_-]{43})")
 
@@ -97,16 +96,10 @@ def token_id_in(authorization: str) -> str | None:
         return None
 
 
-@lru_cache(maxsize=1024)
 def is_loopback(address: str | None) -> bool:
     """Return True for an address of the server's own machine, and False for an unknown one (None)."""
-    try:
-        ip = ipaddress.ip_address(address or "")
-    except ValueError:
-        return False
-    # A socket for both IP versions names an IPv4 client as ::ffff:127.0.0.1.
-    mapped = ip.ipv4_mapped if isinstance(ip, ipaddress.IPv6Address) else None
-    return (mapped or ip).is_loopback
+    ip = ip_of(address)
+    return ip is not None and ip.is_loopback
 
 
 def require_allowed_host(host: str, allowed: Collection[str]) -> None:
@@ -214,6 +207,7 @@ class Authenticator:
         session: str | None = None,
         *,
         administers: bool = False,
+        user: Caller | None = None,
     ) -> Caller:
         """Return the caller of a request, and begin the request's deadline for waiting on the database.
 
@@ -226,6 +220,7 @@ class Authenticator:
             host: The ``Host`` header.
             session: The session of a page's reader (`begin_session`); an expired session counts as none.
             administers: True for a page for administrators, where the session has all scopes of its token.
+            user: The user of a page that a proxy has authenticated (`SingleSignOn`).
 
         Raises:
             UnauthenticatedError: The request has no valid token.
@@ -237,6 +232,8 @@ class Authenticator:
             return (await self._record_of(token_in(authorization))).caller()
         if session is not None and (caller := await self._caller_in(session, administers)) is not None:
             return caller
+        if user is not None:
+            return user
         if self._insecure:
             return UNRESTRICTED
         if await self._needs_token():
@@ -255,8 +252,9 @@ class Authenticator:
     async def begin_session(self, token: str) -> str:
         """Return a session for a cookie, which replaces the token on pages for `SESSION_S` seconds, see `identify`.
 
-        The session ends earlier if the token is revoked or rotated. It is not stored: it holds its own end, signed with
-        the token's hash. A thief of the table of hashes could make a session, but has the whole database anyway.
+        The session ends earlier if its reader ends it, or if the token is revoked or rotated. It is not stored, so that
+        a login needs no write: it holds its own end, signed with the token's hash. A thief of the table of hashes could
+        make a session, but has the whole database anyway.
 
         Raises:
             UnauthenticatedError: The token is not valid.
@@ -267,22 +265,31 @@ class Authenticator:
         except UnauthenticatedError:
             self._listener(CallerRefused(Refusal.BAD_TOKEN))
             raise
-        ends_at = int(self._now().timestamp()) + SESSION_S
-        return f"{record.token_id}.{ends_at}.{_signature(record, ends_at)}"
+        signed = f"{record.token_id}.{int(self._now().timestamp()) + SESSION_S}.{secrets.token_hex(16)}"
+        return f"{signed}.{_signature(record, signed)}"
+
+    async def end_session(self, session: str) -> None:
+        """End a session, also for copies of its cookie; do nothing if it is not valid."""
+        begin_request()
+        caller = await self._caller_in(session, administers=False)
+        if caller is not None and caller.token_id is not None:
+            _, ends_at, session_id, _ = session.split(".")
+            await self._tokens.end_session(caller.token_id, session_id, datetime.fromtimestamp(int(ends_at), UTC))
 
     async def _caller_in(self, session: str, administers: bool) -> Caller | None:
         parts = _SESSION.fullmatch(session)
         if parts is None:
             return None
-        token_id, ends_at, signature = parts[1], int(parts[2]), parts[3]
+        token_id, ends_at, session_id, signature = parts.groups()
 
         def is_good(record: TokenRecord) -> bool:
-            is_signed = hmac.compare_digest(signature, _signature(record, ends_at))
+            is_signed = hmac.compare_digest(signature, _signature(record, session.rpartition(".")[0]))
             return is_signed and record.revoked_at is None
 
-        left_s = ends_at - self._now().timestamp()
+        left_s = int(ends_at) - self._now().timestamp()
         record = await self._found(token_id, is_good) if 0 < left_s <= SESSION_S else None
-        if record is None:
+        # Asked each time, so that a session ends at once in every process.
+        if record is None or await self._tokens.is_ended_session(session_id):
             return None
         return record.caller() if administers else Caller(token_id, frozenset({Scope.READ}))
 
@@ -316,9 +323,8 @@ class Authenticator:
         return self._closed[0]
 
 
-def _signature(record: TokenRecord, ends_at: int) -> str:
-    key, said = record.token_hash.encode(), f"session {record.token_id} {ends_at}".encode()
-    return hmac.new(key, said, hashlib.sha256).hexdigest()
+def _signature(record: TokenRecord, signed: str) -> str:
+    return hmac.new(record.token_hash.encode(), f"session {signed}".encode(), hashlib.sha256).hexdigest()
 
 
 def _hash(token: str) -> str:
@@ -350,16 +356,14 @@ class Tokens:
         """Return every token, oldest first."""
         return await self._store.read(Transaction.all_tokens)
 
-    async def jobs_per_owner(self) -> dict[str, int]:
-        """Return the number of jobs by the id of the token that they belong to."""
-        return await self._store.read(Transaction.jobs_per_owner)
-
     async def page(self, own: str | None) -> TokensPage:
         """Return the page of all tokens for an administrator with the token `own`."""
-        jobs = await self.jobs_per_owner()
+        jobs = await self._store.read(Transaction.jobs_per_owner)
         lines = [
-            TokenLine.model_validate(
-                asdict(record) | {"scopes": sorted(record.scopes), "jobs": jobs.get(record.token_id, 0)}
+            TokenLine(
+                **asdict(record) | {"scopes": sorted(record.scopes)},
+                previous_secret_until=record.previous_until,
+                jobs=jobs.get(record.token_id, 0),
             )
             for record in await self.all()
         ]
@@ -402,13 +406,17 @@ class Tokens:
         """Return the token, valid or revoked, or None."""
         return await self._store.read(Transaction.token, token_id)
 
-    async def any(self) -> bool:
-        """Return True if a token exists, valid or revoked."""
-        return await self._store.read(Transaction.any_token)
+    async def end_session(self, token_id: str, session_id: str, ends_at: datetime) -> None:
+        """Store that a session of a token was ended by its reader."""
+        await self._store.write(_end_session, token_id, session_id, ends_at, self._clock())
 
-    async def any_valid(self) -> bool:
-        """Return True if a token exists that was not revoked."""
-        return await self._store.read(Transaction.any_token, valid=True)
+    async def is_ended_session(self, session_id: str) -> bool:
+        """Return True if a session was ended by its reader."""
+        return await self._store.read(Transaction.is_ended_session, session_id)
+
+    async def any(self, *, valid: bool = False) -> bool:
+        """Return True if a token exists, valid or revoked; with `valid`, one that was not revoked."""
+        return await self._store.read(Transaction.any_token, valid=valid)
 
     async def _handed_over(
         self, hand_over: Callable[..., Collection[tuple[Any, ...]]], token_id: str, successor_id: str
@@ -447,6 +455,13 @@ def _revoke(transaction: Transaction, token_id: str, now: datetime) -> int:
     if record.revoked_at is None:
         transaction.update_token(replace(record, revoked_at=now))
     return transaction.alive_trials_of(token_id)
+
+
+def _end_session(transaction: Transaction, token_id: str, session_id: str, ends_at: datetime, now: datetime) -> None:
+    # Two clicks end a session twice, and one waits for the other.
+    _locked(transaction, token_id)
+    if not transaction.is_ended_session(session_id):
+        transaction.end_session(session_id, ends_at, now)
 
 
 def _check_transfer(transaction: Transaction, token_id: str, successor_id: str) -> None:

@@ -321,6 +321,7 @@ class TokenLine(WireMessage):
     shares_jobs: bool  # True if other tokens may use the jobs that this token registers
     created_at: datetime
     rotated_at: datetime | None
+    previous_secret_until: datetime | None
     revoked_at: datetime | None
     jobs: int  # number of jobs that belong to the token
 

@@ -97,14 +97,15 @@ class AsyncDatabase:
 
     Args:
         engine: The connections.
+        written: The URL as the user wrote it.
         open_file: The SQLite file of the connections.
         patience_s: Seconds to which the sessions limit their transactions.
     """
 
     def __init__(
-        self, engine: AsyncEngine, open_file: OpenFile | None = None, *, patience_s: float = PATIENCE_S
+        self, engine: AsyncEngine, written: URL, open_file: OpenFile | None = None, *, patience_s: float = PATIENCE_S
     ) -> None:
-        self._engine, self.url, self._open_file = engine, engine.url, open_file
+        self._engine, self.url, self.written, self._open_file = engine, engine.url, written, open_file
         self._patience_s = patience_s
         self._is_sqlite = engine.dialect.name == "sqlite"
         # SQLite admits one writer at a time and makes the others poll; within a process they queue here instead.
@@ -217,7 +218,6 @@ def open_database(
     *,
     user: str | None = None,
     password: str | None = None,
-    echo_sql: bool = False,
     patience_s: float = PATIENCE_S,
 ) -> Database:
     """Open a database, and make the directory of a SQLite file, without connecting yet.
@@ -228,7 +228,6 @@ def open_database(
             select the drivers of this project's extras.
         user: User, if the URL names none.
         password: Password, if the URL has none.
-        echo_sql: Log every statement.
         patience_s: Seconds to which the sessions limit their transactions.
 
     Raises:
@@ -238,7 +237,7 @@ def open_database(
     backend = url.get_backend_name()
     if backend == "sqlite":
         if url.drivername != _AIOSQLITE:
-            return SqliteDatabase(SqliteFile(url, echo_sql=echo_sql))
+            return SqliteDatabase(SqliteFile(url))
         refuse_network(url)
         options: dict[str, Any] = {"pool_size": READERS + 1}
     else:
@@ -255,8 +254,7 @@ def open_database(
 
     try:
         engine = create_async_engine(
-            url,
-            echo=echo_sql,
+            url.set(drivername=_DRIVERS[backend][0]) if url.drivername in _DRIVERS else url,
             # SQLAlchemy before 2.0.38 has another default for aiosqlite.
             poolclass=AsyncAdaptedQueuePool,
             max_overflow=0,
@@ -275,10 +273,10 @@ def open_database(
         event.listen(engine.sync_engine, "begin", begin)
     else:
         _limit_sessions(engine.sync_engine, patience_s)
-    return AsyncDatabase(engine, open_file, patience_s=patience_s)
+    return AsyncDatabase(engine, url, open_file, patience_s=patience_s)
 
 
-def open_sqlite_file(database_url: str, *, echo_sql: bool = False, busy_timeout_s: float) -> SqliteFile | None:
+def open_sqlite_file(database_url: str, *, busy_timeout_s: float) -> SqliteFile | None:
     """Return the SQLite file of a URL, or None for another kind of database; raise as `open_database`.
 
     A statement waits up to `busy_timeout_s` seconds for the lock of another connection.
@@ -286,7 +284,7 @@ def open_sqlite_file(database_url: str, *, echo_sql: bool = False, busy_timeout_
     url = _url(database_url)
     if url.get_backend_name() != "sqlite":
         return None
-    return SqliteFile(url, echo_sql=echo_sql, busy_timeout_s=busy_timeout_s)
+    return SqliteFile(url, busy_timeout_s=busy_timeout_s)
 
 
 def _url(database_url: str) -> URL:
@@ -308,4 +306,4 @@ def _url(database_url: str) -> URL:
             f"the database URL begins with {url.drivername}://, a driver that this server does not use: write "
             f"{written} (with your password), and the server's own driver is used"
         )
-    return url.set(drivername=_DRIVERS[backend][0]) if url.drivername in _DRIVERS else url
+    return url

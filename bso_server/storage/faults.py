@@ -102,11 +102,10 @@ def as_unwritable(error: DBAPIError) -> UnwritableError | None:
 
 
 def described(url: URL) -> str:
-    """Return a URL as a user would write it, without its password."""
+    """Return a URL without its password."""
     # Drivers accept a password among the options too.
     query = {name: "***" if "pass" in name.lower() else value for name, value in url.query.items()}
-    shown = url.set(drivername=url.get_backend_name(), query=query)
-    return shown.render_as_string(hide_password=True)
+    return url.set(query=query).render_as_string(hide_password=True)
 
 
 class Failure(Enum):

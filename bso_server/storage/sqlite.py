@@ -127,13 +127,12 @@ class SqliteFile:
     the locks of its parent for its own (https://www.sqlite.org/howtocorrupt.html, 2.6).
     """
 
-    def __init__(self, url: URL, *, echo_sql: bool = False, busy_timeout_s: float = _BUSY_TIMEOUT_S) -> None:
+    def __init__(self, url: URL, *, busy_timeout_s: float = _BUSY_TIMEOUT_S) -> None:
         refuse_network(url)
-        self.url = url.set(drivername="sqlite")
+        self.written, self.url = url, url.set(drivername="sqlite")
         self.path = Path(url.database or "")
         self.engine = create_engine(
             self.url,
-            echo=echo_sql,
             poolclass=NullPool,
             pool_reset_on_return=None,
             pool_logging_name=_POOL,
@@ -224,7 +223,7 @@ class SqliteDatabase:
     """
 
     def __init__(self, file: SqliteFile) -> None:
-        self.file, self.url = file, file.url
+        self.file, self.url, self.written = file, file.url, file.written
         self._own = threading.local()
         self._connections: list[Connection] = []
         self._writer = ThreadPoolExecutor(1, "bso-writer")
@@ -381,7 +380,7 @@ class SyncStore:
             connection = self._connection = self._file.connect()
             found = self._file.transact(connection, migrations.current, read_only=True, patience_s=patience_s)
             if found != migrations.HEAD:
-                migrations.refuse_newer(found, described(self._file.url))
+                migrations.refuse_newer(found, described(self._file.written))
                 if found is not None:
                     back_up(self._file.path)
                 with _unlogged():

@@ -327,8 +327,8 @@ class Store:
 
     @property
     def description(self) -> str:
-        """URL of the database as a user would write it, without its password."""
-        return described(self._database.url)
+        """URL of the database as the user wrote it, without its password."""
+        return described(self._database.written)
 
     async def write(self, work: Callable[Concatenate[Transaction, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Execute `work` in a transaction; retry it after a deadlock, a lost connection or a collision of new jobs.

@@ -1,4 +1,4 @@
-"""Tables: `jobs`, `revisions`, `trials`, `epochs`, `power_profiles`, `decisions` and `tokens` hold facts.
+"""Tables of facts, and of caches.
 
 `arms`, `policy_memories` and the columns marked as caches follow from the facts and save reading history.
 """
@@ -265,6 +265,16 @@ write_probes = sa.Table(
     metadata,
     sa.Column("probe_id", sa.String(32), primary_key=True),
     sa.Column("ballast", sa.Text, nullable=False),
+    **_MYSQL,
+)
+
+# Sessions of pages that their readers have ended; other sessions are not stored.
+ended_sessions = sa.Table(
+    "ended_sessions",
+    metadata,
+    sa.Column("session_id", sa.String(32), primary_key=True),
+    # When the session would have ended without its reader; the row is of no more use then.
+    sa.Column("ends_at", UtcDateTime, nullable=False),
     **_MYSQL,
 )
 

@@ -43,6 +43,7 @@ from bso_server.storage.rows import (
 from bso_server.storage.tables import (
     arms,
     decisions,
+    ended_sessions,
     epochs,
     jobs,
     policy_memories,
@@ -111,6 +112,7 @@ _ARMS = sa.select(arms).where(arms.c.job_id == sa.bindparam("job_id")).order_by(
 _MEMORY = sa.select(policy_memories).where(policy_memories.c.job_id == sa.bindparam("job_id"))
 _REVISIONS = sa.select(revisions).where(revisions.c.job_id == sa.bindparam("job_id")).order_by(revisions.c.revision)
 _TOKEN = sa.select(tokens).where(tokens.c.token_id == sa.bindparam("token_id"))
+_ENDED_SESSION = sa.select(ended_sessions).where(ended_sessions.c.session_id == sa.bindparam("session_id"))
 _NEWEST_POWER_PROFILE = (
     sa.select(power_profiles)
     .join_from(power_profiles, trials)
@@ -478,6 +480,15 @@ class Transaction:
         if valid:
             statement = statement.where(tokens.c.revoked_at.is_(None))
         return self.connection.execute(statement).first() is not None
+
+    def is_ended_session(self, session_id: str) -> bool:
+        """Return whether a session was ended by its reader."""
+        return bool(self.rows(_ENDED_SESSION, session_id=session_id))
+
+    def end_session(self, session_id: str, ends_at: datetime, now: datetime) -> None:
+        """Store that a session was ended, and delete sessions that would have ended by now."""
+        self.connection.execute(sa.delete(ended_sessions).where(ended_sessions.c.ends_at <= now))
+        self.connection.execute(sa.insert(ended_sessions).values(session_id=session_id, ends_at=ends_at))
 
     def update_token(self, changed: TokenRecord) -> None:
         """Save a locked token."""

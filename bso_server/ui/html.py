@@ -86,9 +86,9 @@ def build() -> str:
     return hashlib.sha256(b"".join([*parts, *(each.read_bytes() for each in templates)])).hexdigest()[:12]
 
 
-def page(view: View, reader: Reader) -> str:
-    """Return the page that shows a view; the template of a `JobsPage` is ``jobs.html``."""
-    return _rendered(f"{type(view).__name__.removesuffix('Page').lower()}.html", view, reader)
+def page(view: View, reader: Reader, **parts: str) -> str:
+    """Return the page that shows a view and `parts`; the template of a `JobsPage` is ``jobs.html``."""
+    return _rendered(f"{type(view).__name__.removesuffix('Page').lower()}.html", view, reader, **parts)
 
 
 def report_page(view: JobPage, now: datetime) -> str:

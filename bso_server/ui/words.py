@@ -243,14 +243,12 @@ def of_health(page: HealthPage) -> Headline:
 def of_tokens(page: TokensPage) -> Headline:
     """Count the tokens."""
     if not page.tokens:
-        return Headline(
-            "No tokens yet", "Only clients of this machine are served; bso-server token create makes a token."
-        )
+        return Headline("No tokens yet", "Until there is one, only clients of this machine are served.")
     good = sum(token.revoked_at is None for token in page.tokens)
     revoked = len(page.tokens) - good
     return Headline(
         f"{units.count(good, 'good token')}{f', {revoked} revoked' if revoked else ''}",
-        "A new one is made by bso-server token create, on the machine of the server: it is shown once.",
+        "Each training and each reader of these pages shows one.",
     )
 
 

@@ -6,6 +6,8 @@ import csv
 import io
 import json
 import sqlite3
+import subprocess
+import sys
 import uuid
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -122,6 +124,39 @@ class TestShow:
         assert [trial["trial_number"] for trial in shown["trials"]] == every
         assert shown == httpx.get(f"{server.url}/api/jobs/{job_id}").raise_for_status().json()
 
+    def test_texts_of_trainings_command_no_terminal_and_forge_no_line(
+        self, server: ServerProcess, source: list[str]
+    ) -> None:
+        job_id, forged = new_id(), "x\nTRIAL  BATCH SIZE\x1b[2J"
+        with httpx.Client(base_url=server.url) as http:
+            http.post("/jobs", json=job(job_id=job_id)).raise_for_status()
+            told = {"time": 1, "energy": 100, "metric": 0.25, "current_epoch": 1, "energy_source": forged}
+            report(http, begin(http, job_id), **told, watched={"loss\x85": 1.0}).raise_for_status()
+        status, out, _ = run("jobs", "show", job_id, *source)
+        assert status == 0
+        assert r"energy by x\nTRIAL  BATCH SIZE\x1b[2J" in out
+        assert r"loss\x85" in out
+        assert out.replace("\n", "").isprintable()
+
+    def test_long_id_widens_only_its_own_row(self, server: ServerProcess, job_id: str, source: list[str]) -> None:
+        long_id = "cli-" + uuid.uuid4().hex.ljust(226, "x")
+        httpx.post(f"{server.url}/jobs", json=job(job_id=long_id)).raise_for_status()
+        status, out, _ = run("jobs", "list", *source)
+        rows = {line.split()[0]: line for line in out.splitlines()}
+        assert status == 0
+        assert len(rows[long_id]) > 230
+        assert len(rows[job_id]) < 100
+        assert len(rows["JOB"]) < 110
+
+    def test_a_reader_that_leaves_early_gets_no_error(self, server: ServerProcess, job_id: str) -> None:
+        assert job_id
+        command = [sys.executable, "-m", "bso_server", "jobs", "list", "--database-url", server.database_url]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        assert process.stdout is not None
+        process.stdout.close()
+        _, err = process.communicate(timeout=60)
+        assert (process.returncode, err) == (141, "")
+
 
 class TestWhereToLook:
     def test_in_the_environments_server_unless_told_otherwise(
@@ -205,8 +240,7 @@ class TestImport:
 
     def test_into_another_database(self, job_id: str, exported: Path, tmp_path: Path) -> None:
         other = ["--database-url", f"sqlite:///{tmp_path / 'other.sqlite3'}"]
-        assert_failed(run("jobs", "import", exported, *other), "bso-server db upgrade")
-        run("db", "upgrade", *other)
+        assert_failed(run("jobs", "list", *other), "bso-server db upgrade")
         assert run("jobs", "import", exported, *other)[0] == 0
         assert run("jobs", "export", job_id, *other) == (0, exported.read_text(), "")
 

@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
+import asyncio
+import re
+from collections.abc import AsyncIterator, Awaitable, Callable
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any, TypeAlias
 from urllib.parse import urljoin
 
 import httpx
 import pytest
+from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
+from bso_server.api.auth import with_peer
+from bso_server.app import create_app
 from bso_server.core.access import Scope
+from bso_server.errors import UnauthenticatedError
 from bso_server.service.tokens import SESSION_S, Authenticator, Tokens
+from bso_server.settings import Settings
+from bso_server.storage.transaction import Transaction
 from tests.support.dashboard_pages import Page
+from tests.support.servers import serving
 from tests.support.service import open_store
 from tests.support.tokens import bearer, make_token
 from tests.support.wire import assert_refused
+
+Ask: TypeAlias = "Callable[..., Awaitable[httpx.Response]]"
 
 
 class TestLogin:
@@ -43,6 +57,24 @@ class TestLogin:
         assert (await new_http.post("/ui/logout")).status_code == 303
         assert (await new_http.get("/ui/")).status_code == 401
         assert (await new_http.get("/ui/", headers=bearer(token))).status_code == 200
+
+    async def test_logout_ends_copies_of_the_cookie_and_no_other_session(
+        self, new_database: str, new_http: httpx.AsyncClient
+    ) -> None:
+        token = make_token(new_database, "read")
+        copied, other = [
+            (await new_http.post("/ui/login", data={"token": token})).headers["set-cookie"].partition(";")[0]
+            for _ in range(2)
+        ]
+        new_http.cookies.clear()
+        assert (await new_http.get("/ui/", headers={"Cookie": copied})).status_code == 200
+        for _ in range(2):
+            assert (await new_http.post("/ui/logout", headers={"Cookie": copied})).status_code == 303
+        assert (await new_http.get("/ui/", headers={"Cookie": copied})).status_code == 401
+        assert (await new_http.get("/ui/jobs.json", headers={"Cookie": copied})).status_code == 401
+        assert (await new_http.get("/ui/", headers={"Cookie": other})).status_code == 200
+        for none in ("", "zeus_bso_session=", "zeus_bso_session=x", f"{copied}0"):
+            assert (await new_http.post("/ui/logout", headers={"Cookie": none})).status_code == 303
 
     async def test_behind_https_the_cookie_is_for_https(self, new_database: str, new_http: httpx.AsyncClient) -> None:
         token = make_token(new_database, "read")
@@ -112,9 +144,43 @@ class TestTokens:
             await self.log_in(new_http, token)
             for address in ("tokens", "tokens.json"):
                 assert (await new_http.get(f"/ui/{address}", headers=headers)).status_code == 403
-            form = {"token_id": token.split("_")[1]}
-            assert (await new_http.post("/ui/tokens/revoke", data=form, headers=headers)).status_code == 403
+            form = {"token_id": token.split("_")[1], "name": "mine", "scope": "admin"}
+            for action in ("revoke", "create"):
+                assert (await new_http.post(f"/ui/tokens/{action}", data=form, headers=headers)).status_code == 403
         assert (await new_http.get("/ui/")).status_code == 200
+
+    async def test_administrator_makes_a_token_and_sees_it_once(
+        self, new_database: str, new_http: httpx.AsyncClient, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        admin = make_token(new_database, "admin")
+        await self.log_in(new_http, admin)
+        form = {"name": " nightly <b> ", "scope": "report", "shared": "on"}
+        for headers in ({"Origin": "http://evil.example"}, {"Sec-Fetch-Site": "cross-site"}, LINK | CROSS):
+            assert (await new_http.post("/ui/tokens/create", data=form, headers=headers)).status_code == 403
+        with caplog.at_level("INFO"):
+            answer = await new_http.post("/ui/tokens/create", data=form, headers={"Origin": "http://localhost:8000"})
+        assert (answer.status_code, answer.headers["cache-control"]) == (200, "no-store")
+        assert "data-live" not in answer.text  # no poll may replace the token
+        assert "<b>" not in answer.text
+        (token,) = re.findall("zbso_[0-9a-f]{8}_[A-Za-z0-9_-]{43}", answer.text)
+        assert token not in caplog.text
+        assert f"({form['name'].strip()}) was made on a page by token {admin.split('_')[1]}" in caplog.text
+
+        seen = await new_http.get("/ui/tokens.json")
+        assert token[14:] not in seen.text
+        (made,) = [each for each in seen.json()["tokens"] if each["token_id"] == token.split("_")[1]]
+        assert (made["name"], made["scopes"], made["shares_jobs"]) == ("nightly <b>", ["report"], True)
+        assert (await new_http.get("/ui/", headers=bearer(token))).status_code == 200
+        assert (await new_http.get("/ui/tokens", headers=bearer(token))).status_code == 403
+
+    @pytest.mark.parametrize(
+        "form", [{"name": " ", "scope": "read"}, {"name": "a\nb", "scope": "read"}, {"name": "a", "scope": "all"}, {}]
+    )
+    async def test_wrong_form_makes_no_token(self, new_http: httpx.AsyncClient, form: dict[str, str]) -> None:
+        answer = await new_http.post("/ui/tokens/create", data=form)
+        assert answer.status_code == 422
+        assert 'role="alert"' in answer.text
+        assert (await new_http.get("/ui/tokens.json")).json()["tokens"] == []
 
     async def test_without_tokens_it_says_so(self, new_http: httpx.AsyncClient) -> None:
         assert "No tokens yet" in Page((await new_http.get("/ui/tokens")).text).text
@@ -149,11 +215,12 @@ async def test_a_session_ends_with_its_time_its_token_and_its_secret(new_databas
         assert not await is_good(session)
 
         session = await authenticator.begin_session(token)
-        token_id, ends_at, signature = session.split(".")
+        token_id, ends_at, session_id, signature = session.split(".")
         for forged in (
-            f"{token_id}.{int(ends_at) - 1}.{signature}",
-            f"{token_id}.{ends_at}.{signature[:-1]}{'0' if signature[-1] != '0' else '1'}",
-            f"00000000.{ends_at}.{signature}",
+            f"{token_id}.{int(ends_at) - 1}.{session_id}.{signature}",
+            f"{token_id}.{ends_at}.{session_id}.{signature[:-1]}{'0' if signature[-1] != '0' else '1'}",
+            f"{token_id}.{ends_at}.{'0' * 32}.{signature}",
+            f"00000000.{ends_at}.{session_id}.{signature}",
             token,
             "",
         ):
@@ -165,3 +232,111 @@ async def test_a_session_ends_with_its_time_its_token_and_its_secret(new_databas
         assert await is_good(session)
         await tokens.revoke(record.token_id)
         assert not await is_good(session)
+
+
+@pytest.mark.storage
+async def test_session_ends_in_every_process_and_is_forgotten_after_its_time(database_url: str) -> None:
+    async with open_store(database_url) as store:
+        now = [datetime(2026, 1, 1, tzinfo=UTC)]
+        tokens = Tokens(store, clock=lambda: now[0])
+        one, other = (Authenticator(tokens, now=lambda: now[0]) for _ in range(2))
+        token, record = await tokens.create("reader", [Scope.READ])
+        first, second = await one.begin_session(token), await one.begin_session(token)
+        assert (await other.identify(None, None, "localhost", first)).token_id == record.token_id
+        await asyncio.gather(*(each.end_session(first) for each in (one, other) for _ in range(8)))
+        for authenticator in (one, other):
+            with pytest.raises(UnauthenticatedError):
+                await authenticator.identify(None, None, "localhost", first)
+            assert (await authenticator.identify(None, None, "localhost", second)).token_id == record.token_id
+
+        now[0] += timedelta(seconds=SESSION_S)
+        await other.end_session(await one.begin_session(token))
+        assert not await store.read(Transaction.is_ended_session, first.split(".")[2])
+
+
+class TestSingleSignOn:
+    """Users that an authenticating proxy names."""
+
+    @pytest.fixture
+    async def ask(self, new_database: str) -> AsyncIterator[Ask]:
+        """Send a request from an address, through what `bso-server serve` puts around the application."""
+        settings = Settings(
+            database_url=new_database,
+            sso_proxies="10.0.0.5, 10.1.0.0/16,fd00::/8",
+            sso_admins="ada@example.com",
+            _env_file=None,
+        )
+        make_token(new_database, "read")
+        app = create_app(settings)
+        around = with_peer(ProxyHeadersMiddleware(app, "*"))
+
+        async def ask(address: str, path: str = "/ui/", method: str = "GET", **request: Any) -> httpx.Response:
+            transport = httpx.ASGITransport(around, client=(address, 5000))
+            async with httpx.AsyncClient(transport=transport, base_url="http://localhost:8000") as http:
+                return await http.request(method, path, **request)
+
+        async with app.lifespan():
+            yield ask
+
+    @pytest.mark.parametrize("address", ["10.0.0.5", "10.1.2.3", "::ffff:10.0.0.5", "fd00::1"])
+    async def test_user_of_a_stated_proxy_reads_pages_and_nothing_else(self, ask: Ask, address: str) -> None:
+        headers = {"X-Forwarded-User": "bob@example.com", "X-Forwarded-For": "192.0.2.7"}
+        assert (await ask(address, headers=headers)).status_code == 200
+        assert (await ask(address, "/ui/jobs.json", headers=headers)).status_code == 200
+        refused = await ask(address, "/ui/tokens", headers=headers)
+        assert refused.status_code == 403
+        assert "user bob@example.com has no scope admin" in refused.text
+        assert "ZEUS_BSO_SSO_ADMINS" in refused.text
+        assert (await ask(address, "/api/jobs", headers=headers)).status_code == 401
+        assert (await ask(address, "/jobs", "POST", headers=headers, json={})).status_code == 401
+
+    async def test_administrator_of_a_stated_proxy_makes_tokens(
+        self, ask: Ask, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        headers = {"X-Forwarded-User": "ada@example.com"}
+        form = {"name": "nightly", "scope": "report"}
+        foreign = headers | {"Origin": "http://evil.example"}
+        assert (await ask("10.0.0.5", "/ui/tokens/create", "POST", headers=foreign, data=form)).status_code == 403
+        with caplog.at_level("INFO"):
+            made = await ask("10.0.0.5", "/ui/tokens/create", "POST", headers=headers, data=form)
+        assert (made.status_code, "zbso_" in made.text) == (200, True)
+        assert "(nightly) was made on a page by user ada@example.com" in caplog.text
+
+    @pytest.mark.parametrize(
+        ("address", "headers"),
+        [
+            ("10.0.0.6", [("X-Forwarded-User", "ada@example.com")]),
+            ("127.0.0.1", [("X-Forwarded-User", "ada@example.com")]),
+            # The launcher believes these, and would take the client for a proxy.
+            ("192.0.2.7", [("X-Forwarded-User", "ada@example.com"), ("X-Forwarded-For", "10.0.0.5")]),
+            ("192.0.2.7", [("X-Forwarded-User", "ada@example.com"), ("X-Forwarded-For", "10.0.0.5:5000")]),
+            # Another header than the stated one, which the proxy may have let through.
+            ("10.0.0.5", [("Remote-User", "ada@example.com")]),
+            ("10.0.0.5", [("X-Forwarded-User", "ada@example.com"), ("X-Forwarded-User", "bob@example.com")]),
+            ("10.0.0.5", [("X-Forwarded-User", "")]),
+            ("10.0.0.5", []),
+        ],
+    )
+    async def test_nobody_else_is_taken_for_a_user(
+        self, ask: Ask, address: str, headers: list[tuple[str, str | bytes]]
+    ) -> None:
+        assert (await ask(address, headers=headers)).status_code == 401
+
+    async def test_it_is_off_unless_proxies_are_stated(self, new_database: str) -> None:
+        make_token(new_database, "read")
+        app = create_app(Settings(database_url=new_database, _env_file=None))
+        transport = httpx.ASGITransport(with_peer(app), client=("127.0.0.1", 5000))
+        async with app.lifespan(), httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
+            assert (await http.get("/ui/", headers={"X-Forwarded-User": "ada"})).status_code == 401
+
+    def test_served_by_the_command(self, new_database: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        make_token(new_database, "read")
+        monkeypatch.setenv("ZEUS_BSO_SSO_PROXIES", "127.0.0.1")
+        monkeypatch.setenv("ZEUS_BSO_SSO_HEADER", "Remote-User")
+        with serving(new_database, tmp_path) as server:
+            headers = {"Remote-User": "bob", "X-Forwarded-For": "192.0.2.7"}
+            assert httpx.get(f"{server.url}/ui/", headers=headers).status_code == 200
+            assert httpx.get(f"{server.url}/ui/", headers={"X-Forwarded-User": "bob"}).status_code == 401
+            assert httpx.get(f"{server.url}/ui/tokens", headers=headers).status_code == 403
+            # The log names the client, not the proxy.
+            assert "GET '/ui/tokens' from 192.0.2.7, no token: user bob has no scope admin" in server.log.read_text()

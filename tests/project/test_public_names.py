@@ -112,7 +112,7 @@ PUBLIC = {
             "is_estimated",
             "is_time_alone",
         ),
-        *("EndingState", "Instant", "LongText", "TrialFacts"),
+        *("EndingState", "Instant", "LongText", "TrialFacts", "printable"),
         # The types and bounds of the messages' fields.
         *("BatchSize", "Epochs", "Finite", "Identifier", "Joules", "NonNegativeFinite", "NonNegativeInt"),
         *("PositiveFinite", "PositiveInt", "PowerLimitSamples", "Seconds", "Seed", "Text", "Watts"),

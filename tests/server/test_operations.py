@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import re
 import sqlite3
 import sys
@@ -248,11 +249,11 @@ def test_config_show_names_sources_and_hides_secrets(tmp_path: Path, monkeypatch
     Path(".env").write_text("ZEUS_BSO_LOG_LEVEL=DEBUG\n")
     for name, setting in (("DB_PASSWORD", "hush"), ("DB_USER", "zeus"), ("SERVER_PORT", "8001")):
         monkeypatch.setenv(f"ZEUS_BSO_{name}", setting)
-    done = bso_server("config", "show", "--database-url", "postgresql://me:quiet@host/db")
+    done = bso_server("config", "show", "--database-url", "postgresql+asyncpg://me:quiet@host/db")
     assert done.returncode == 0, done.stderr
     assert not re.search("hush|quiet", done.stdout)
     assert set(done.stdout.splitlines()) >= {
-        "ZEUS_BSO_DATABASE_URL=postgresql://me:***@host/db  (argument)",
+        "ZEUS_BSO_DATABASE_URL=postgresql+asyncpg://me:***@host/db  (argument)",
         "ZEUS_BSO_DB_USER=zeus  (environment)",
         "ZEUS_BSO_SERVER_PORT=8001  (environment)",
         "ZEUS_BSO_LOG_LEVEL=DEBUG  (.env)",
@@ -264,6 +265,36 @@ def test_user_and_password_fill_what_the_url_lacks() -> None:
     opened = open_database("postgresql://host/db", user="zeus", password="hush")  # noqa: S106 - nobody's
     assert Store(opened).description == "postgresql://zeus:***@host/db"
     assert Store(open_database("postgresql://me@host/db", user="zeus")).description == "postgresql://me@host/db"
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "postgresql+asyncpg://bso@127.0.0.1:1/bso",
+        "postgresql://bso@127.0.0.1:1/bso",
+        "mariadb://bso@127.0.0.1:1/bso",
+        "mysql+asyncmy://bso@127.0.0.1:1/bso",
+    ],
+)
+def test_errors_name_the_driver_as_it_was_written(url: str) -> None:
+    assert f"no connection to the database {url}:" in refusal("db", "upgrade", "--database-url", url)
+
+
+@pytest.mark.parametrize("driver", SQLITE_DRIVERS)
+def test_upgrade_names_the_driver_as_it_was_written(driver: str, tmp_path: Path) -> None:
+    url = f"{driver}:///{tmp_path / 'bso.sqlite3'}"
+    done = bso_server("db", "upgrade", "--database-url", url)
+    assert done.stdout == f"{url} is at this version's schema\n"
+
+
+def test_sql_is_logged_once_and_as_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ZEUS_BSO_ECHO_SQL", "1")
+    monkeypatch.setenv("ZEUS_BSO_LOG_FORMAT", "json")
+    with serving(f"sqlite:///{tmp_path / 'bso.sqlite3'}", tmp_path) as server:
+        httpx.get(f"{server.url}/api/jobs", params={"prefix": "asked-once"}).raise_for_status()
+        lines = [json.loads(line) for line in server.log.read_text().splitlines()]
+    assert sum("asked-once" in line["message"] for line in lines) == 1
+    assert sum("jobs.job_id_prefix = ?" in line["message"] for line in lines) == 1
 
 
 def test_leases_are_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -297,6 +328,9 @@ def test_leases_are_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         ({"ZEUS_BSO_SUSPENDED_LEASE_S": "inf"}, "ZEUS_BSO_SUSPENDED_LEASE_S"),
         ({"ZEUS_BSO_HEARTBEAT_INTERVAL_S": "nan"}, "ZEUS_BSO_HEARTBEAT_INTERVAL_S"),
         ({"ZEUS_BSO_LOG_LEVEL": "LOUD"}, "ZEUS_BSO_LOG_LEVEL"),
+        ({"ZEUS_BSO_SSO_PROXIES": "10.0.0.5,proxy.example"}, "ZEUS_BSO_SSO_PROXIES"),
+        ({"ZEUS_BSO_SSO_PROXIES": "10.0.0.5/8"}, "ZEUS_BSO_SSO_PROXIES"),
+        ({"ZEUS_BSO_SSO_HEADER": "Remote User"}, "ZEUS_BSO_SSO_HEADER"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(

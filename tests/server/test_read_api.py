@@ -17,6 +17,7 @@ import pytest
 from sqlalchemy.engine import URL, make_url
 
 from bso_server.errors import DatabaseNotReadyError
+from bso_server.service import reading
 from bso_server.service.commands import BatchSizeService, Commands
 from bso_server.service.reading import JobReader
 from bso_server.storage.migrations import HEAD
@@ -24,7 +25,7 @@ from bso_server.storage.store import Store
 from bso_server.storage.transaction import Transaction
 from tests.support.jobs import job
 from tests.support.servers import ServerProcess
-from tests.support.service import open_store
+from tests.support.service import JobService, open_store
 from tests.support.wire import assert_refused, begin, reached, report
 from zeus_plugins.client.http import BsoClient
 from zeus_plugins.protocol import TrialView
@@ -162,6 +163,25 @@ class TestTrials:
         (shown,) = get(http, f"/api/jobs/{job_id}")["trials"]
         assert row == {name: "" if value is None else str(value) for name, value in shown.items()}
         assert row["message"].endswith('(said "no", then\nleft)')
+
+    def test_csv_marks_texts_that_spreadsheets_take_for_formulas(self, http: httpx.Client, job_id: str) -> None:
+        for source in ("=1+1", "+1", "-1", "@SUM(A1)", "\t=1", "ordinary = -1"):
+            trial = begin(http, job_id)
+            result = {"time": 1, "energy": 1, "metric": -0.5, "current_epoch": 1, "energy_source": source}
+            http.post("/report", json={**trial, **result}).raise_for_status()
+        rows = csv.DictReader(io.StringIO(http.get(f"/api/jobs/{job_id}/trials.csv").text, newline=""))
+        shown = [(row["energy_source"], row["metric"]) for row in rows]
+        quoted = ["'=1+1", "'+1", "'-1", "'@SUM(A1)", "'\t=1", "ordinary = -1"]
+        assert shown == [(text, "-0.5") for text in quoted]
+
+    async def test_csv_is_read_page_by_page(self, bso: JobService, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(reading, "MAX_PAGE", 2)
+        for _ in range(5):
+            await bso.suggest()
+        pieces = [piece.decode() async for piece in reading.trials_csv(bso.store, bso.job_id)]
+        assert [piece.count("\r\n") for piece in pieces] == [3, 2, 1]
+        numbers = [row["trial_number"] for row in csv.DictReader(io.StringIO("".join(pieces), newline=""))]
+        assert numbers == ["1", "2", "3", "4", "5"]
 
 
 class TestArms:

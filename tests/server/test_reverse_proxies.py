@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 from urllib.parse import urljoin
 
 import httpx
@@ -43,6 +46,11 @@ def nginx_with(name: str, folder: Path, port: int, *changes: tuple[str, str]) ->
         ("/etc/ssl/zeus-bso", str(folder)),
         ("bso.example.com", "localhost"),
     )
+    return nginx_in(folder, site)
+
+
+def nginx_in(folder: Path, site: str) -> list[str]:
+    """The command of an nginx in the foreground with this site, which has all its files in the folder."""
     temporary = "".join(f"{kind}_temp_path {folder}/{kind};" for kind in ("proxy", "fastcgi", "uwsgi", "scgi"))
     (folder / "nginx.conf").write_text(
         f"daemon off; pid {folder}/pid; error_log {folder}/proxy.log; events {{}}\n"
@@ -198,3 +206,64 @@ def test_tokens_tell_to_which_of_several_servers_a_training_goes(
                 assert [one["job_id"] for one in jobs["jobs"]] == [f"proxied-{prefix}"]
                 assert httpx.get(f"{url}/{prefix}/api/jobs", headers=bearer(token)).json() == jobs
                 assert httpx.get(f"{url}/{prefix}/ui/", auth=("anybody", token)).status_code == 200
+
+
+@contextmanager
+def authenticating_proxy(server_url: str) -> Iterator[int]:
+    """Forward requests as oauth2-proxy does, with the user of a cookie in the header; yield the port."""
+
+    class Forward(BaseHTTPRequestHandler):
+        def forward(self) -> None:
+            user = re.search("signed_in=([a-z]+)", self.headers.get("Cookie", ""))
+            if user is None:
+                self.send_error(403)
+                return
+            sent = [(name, value) for name, value in self.headers.items() if name.lower() != "x-forwarded-user"]
+            body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            answer = httpx.request(
+                self.command,
+                server_url + self.path,
+                headers=[*sent, ("X-Forwarded-User", f"{user[1]}@example.com")],
+                content=body,
+            )
+            self.send_response(answer.status_code)
+            self.send_header("Content-Length", str(len(answer.content)))
+            self.end_headers()
+            self.wfile.write(answer.content)
+
+        do_GET = do_POST = forward  # noqa: N815 - the names are those of http.server
+
+        def log_message(self, *_: object) -> None: ...
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Forward) as http:
+        thread = Thread(target=http.serve_forever)
+        thread.start()
+        yield http.server_address[1]
+        http.shutdown()
+        thread.join()
+
+
+@pytest.mark.skipif(shutil.which("nginx") is None, reason="needs nginx")
+def test_single_sign_on_works_as_documented(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, new_database: str) -> None:
+    """The nginx configuration of docs/single-sign-on.md, before a stand-in for oauth2-proxy."""
+    (site,) = re.findall("```nginx\n(.*?)```", (ROOT / "docs/single-sign-on.md").read_text(), re.DOTALL)
+    token = make_token(new_database, "report")
+    monkeypatch.setenv("ZEUS_BSO_SSO_PROXIES", "127.0.0.1")
+    monkeypatch.setenv("ZEUS_BSO_SSO_ADMINS", "ada@example.com")
+    with serving(new_database, tmp_path) as server, authenticating_proxy(server.url) as proxy:
+        port = free_port()
+        site = replaced(site, ("127.0.0.1:4180", f"127.0.0.1:{proxy}"), ("127.0.0.1:8000", f"127.0.0.1:{server.port}"))
+        command = nginx_in(tmp_path, f"server {{ listen 127.0.0.1:{port};\n{site} }}")
+        with (
+            running(command, tmp_path, f"http://localhost:{port}"),
+            httpx.Client(base_url=f"http://localhost:{port}") as http,
+        ):
+            forged = {"X-Forwarded-User": "ada@example.com"}
+            assert http.get("/ui/", headers=forged).status_code == 403
+            assert http.get("/api/jobs", headers=forged).status_code == 401
+            assert http.get("/ui/", headers=forged | {"Cookie": "signed_in=bob"}).status_code == 200
+            assert http.get("/ui/tokens", headers=forged | {"Cookie": "signed_in=bob"}).status_code == 403
+            form = {"name": "nightly", "scope": "report"}
+            signed_in = {"Cookie": "signed_in=ada", "Origin": f"http://localhost:{port}"}
+            assert "zbso_" in http.post("/ui/tokens/create", data=form, headers=signed_in).text
+            train(f"http://localhost:{port}", token, "proxied-1")

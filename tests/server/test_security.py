@@ -141,7 +141,7 @@ def test_what_each_route_asks_for(new_database: str) -> None:
     assert needed["admin"] == {
         *("DELETE /jobs", "POST /api/import", f"POST {a_job}/trials/{{trial_number:int}}/discard"),
         *(f"PUT {a_job}/share", f"DELETE {a_job}/share", "GET /ui/tokens", "GET /ui/tokens.json"),
-        "POST /ui/tokens/revoke",
+        *("POST /ui/tokens/create", "POST /ui/tokens/revoke"),
     }
 
 

@@ -79,6 +79,9 @@ class TestRequestIds:
         assert done == [("POST", None, 499)]
 
 
+FORGED = "gone\n2026-01-01 00:00:00,000 INFO bso_server: all is well\x1b[2J\x9b1m"
+
+
 def record(message: str, *arguments: object, error: BaseException | None = None) -> logging.LogRecord:
     exc_info = None if error is None else (type(error), error, error.__traceback__)
     return logging.LogRecord("bso_server", logging.WARNING, __file__, 1, message, arguments, exc_info)
@@ -99,6 +102,22 @@ class TestLines:
         line = formatter.format(record("GET /%s", TOKEN, error=ValueError(TOKEN)))
         assert line.count("zbso_0123abcd_…") == 2
         assert "sss" not in line
+
+    def test_text_lines_escape_control_characters_and_indent_all_but_the_first(self) -> None:
+        line = TextFormatter().format(record("trial: %s", FORGED, error=ValueError(FORGED)))
+        first, *further = line.split("\n")
+        assert first.endswith("trial: gone")
+        assert further[0] == r"    2026-01-01 00:00:00,000 INFO bso_server: all is well\x1b[2J\x9b1m"
+        assert further[1] == "    ValueError: gone"
+        assert all(each.startswith("    ") and each.isprintable() for each in further)
+
+    @pytest.mark.parametrize("name", ["bso_server", "zeus_plugins", "zeus_plugins.energy"])
+    def test_loggers_of_both_packages_escape_control_characters_for_any_handler(
+        self, name: str, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        logging.getLogger(name).warning("trial: %s", FORGED)
+        assert caplog.messages[-1].startswith(r"trial: gone\n2026")
+        assert caplog.messages[-1].isprintable()
 
 
 @pytest.fixture
@@ -272,3 +291,14 @@ def test_two_processes_count_together_and_log_json(tmp_path: Path, monkeypatch: 
         assert "s" * 43 not in text
         assert "1234567" not in text
         assert "secret body" not in text
+
+
+def test_detail_of_a_trial_forges_no_line_of_the_text_log(tmp_path: Path) -> None:
+    with serving(f"sqlite:///{tmp_path / 'bso.sqlite3'}", tmp_path) as server:
+        with httpx.Client(base_url=server.url) as http:
+            http.post("/jobs", json=job(job_id="forged-1")).raise_for_status()
+            http.patch("/trials", json={**begin(http, "forged-1"), "detail": FORGED}).raise_for_status()
+        lines = server.log.read_text().split("\n")
+    (line,) = [line for line in lines if "all is well" in line]
+    assert r"(gone\n2026-01-01 00:00:00,000 INFO bso_server: all is well\x1b[2J\x9b1m)" in line
+    assert all(each.isprintable() for each in lines)

@@ -91,12 +91,17 @@ class TestRegistering:
     def test_a_window_is_not_too_long(self, http: httpx.Client, spec: dict[str, Any]) -> None:
         assert_refused(http.post("/jobs", json={**spec, "window_size": 1001}), 422, "window_size", "1000", "0")
         assert http.post("/jobs", json={**spec, "window_size": 1000}).status_code == 201
+        unstated = {name: value for name, value in spec.items() if name not in ("policy", "job_id")}
+        many = http.post("/jobs", json={**unstated, "window_size": 10, "mab_num_explorations": 10**6})
+        assert_refused(
+            many, 422, "mab_num_explorations", "set mab_num_explorations to 1000 or less, or window_size to 0"
+        )
 
     def test_a_window_holds_the_explorations(self, http: httpx.Client, spec: dict[str, Any]) -> None:
         """A Zeus client, which does not say which policy, cannot be told what to change."""
         short = {**spec, "window_size": 3, "mab_num_explorations": 5}
         refused = http.post("/jobs", json={**short, "policy": "zeus"})
-        assert_refused(refused, 422, "window_size", "never holds the 5", "at least 5, or 0")
+        assert_refused(refused, 422, "window_size", "mab_num_explorations to 3 or less", "window_size to 0")
         created, again = (http.post("/jobs", json=short) for _ in range(2))
         assert (created.status_code, again.status_code) == (201, 200)
         assert created.json()["window_size"] == again.json()["window_size"] == 5

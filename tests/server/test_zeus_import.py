@@ -42,6 +42,10 @@ def database_url(_new: Path, tmp_path: Path) -> str:
     return f"sqlite:///{shutil.copy(_new, tmp_path)}"
 
 
+def test_new_sqlite_file_needs_no_upgrade_before_the_import(zeus_url: str, tmp_path: Path) -> None:
+    assert "2 of 2 jobs are taken over" in taken_over(zeus_url, f"sqlite:///{tmp_path / 'new.sqlite3'}", "--all")
+
+
 def taken_over(source: str, destination: str, *arguments: str) -> str:
     done = import_zeus(source, destination, *arguments)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from zeus_plugins.cli import doctor, energy, master, sync
 from zeus_plugins.errors import ZeusBSOError
-from zeus_plugins.protocol import GP_VOI, OWN_POLICIES
+from zeus_plugins.protocol import GP_VOI, OWN_POLICIES, printable
 
 _DEFAULT_RECURRENCES = 18
 
@@ -21,7 +21,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         status: int | None = options.run(options)
     except ZeusBSOError as error:
-        print(f"zeus-plugins: {error}", file=sys.stderr)
+        print(printable(f"zeus-plugins: {error}"), file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("zeus-plugins: interrupted", file=sys.stderr)

@@ -31,7 +31,7 @@ from zeus_plugins.errors import (
 from zeus_plugins.gpu_check import Examination, Verdict
 from zeus_plugins.power_limit import PowerLimitUnavailableError, find_devices
 from zeus_plugins.power_limit.guard import reset_limit
-from zeus_plugins.protocol import TrialId
+from zeus_plugins.protocol import TrialId, printable
 
 DISTRIBUTIONS = (
     "zeus-plugins",
@@ -278,5 +278,5 @@ def _shown(found: Iterator[T], options: argparse.Namespace) -> Iterator[T]:
     """Print each result as soon as it is found, unless the options ask for JSON."""
     for each in found:
         if not options.json:
-            print(each, flush=True)
+            print(printable(str(each)), flush=True)
         yield each

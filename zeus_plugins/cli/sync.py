@@ -13,6 +13,7 @@ from zeus_plugins.client.delivery import Delivered, deliver_waiting, listed
 from zeus_plugins.client.outbox import Outbox, default_outbox
 from zeus_plugins.client.port import EMBEDDED, NO_RETRIES, ServerPort
 from zeus_plugins.errors import ZeusBSOError
+from zeus_plugins.protocol import printable
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -40,7 +41,7 @@ def _sync(options: argparse.Namespace) -> None:
     outbox = default_outbox()
     files = list(listed(outbox) if options.dry_run else _synced(outbox, options.server_url, options.token))
     for file in files:
-        print(_line(file))
+        print(printable(_line(file)))
     if not files:
         print(f"nothing waits in {outbox.directory}")
     for path in outbox.refused():

@@ -307,8 +307,10 @@ def _settings_of(server_url: str) -> tuple[Settings, Path]:
 
 
 def _opened(settings: Settings) -> SqliteFile:
+    if settings.echo_sql:
+        logging.getLogger("sqlalchemy.engine").setLevel(logging.INFO)
     try:
-        file = open_sqlite_file(settings.database_url, echo_sql=settings.echo_sql, busy_timeout_s=_BUSY_TIMEOUT_S)
+        file = open_sqlite_file(settings.database_url, busy_timeout_s=_BUSY_TIMEOUT_S)
     except (ValueError, OSError) as error:
         raise ZeusBSOConfigError(
             f"the server in this process cannot keep its data: {error}; name another file by {_DATABASE_VARIABLE}, or "

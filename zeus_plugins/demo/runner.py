@@ -38,6 +38,7 @@ from zeus_plugins.protocol import (
     TrialView,
     is_estimated,
     is_time_alone,
+    printable,
 )
 
 _POLL_S = 0.3
@@ -305,7 +306,7 @@ class Display:
             _number(trial.time_s, 1),
             _number(trial.cost_j, 0),
             _OUTCOMES.get(trial.state, trial.state),
-            escape(trial.reason),
+            escape(printable(trial.reason)),
         ]
 
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from zeus_plugins.master.history import MasterState, PlannedRun, Run, mean_costs
-from zeus_plugins.protocol import SavingsView
+from zeus_plugins.protocol import SavingsView, printable
 
 
 class Listener:
@@ -28,7 +28,7 @@ class Listener:
 
     def ended(self, run: Run) -> None:
         """Print outcome and costs."""
-        outcome = run.reason if run.was_measured else f"{run.outcome}: {run.reason}"
+        outcome = printable(run.reason if run.was_measured else f"{run.outcome}: {run.reason}")
         print(f"{run.job_id}: {outcome}; {run.time:.1f} s, {run.energy:.4g} J, cost {run.cost:.4g} J", flush=True)
 
 

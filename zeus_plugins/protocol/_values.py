@@ -30,6 +30,9 @@ OWN_POLICIES = (ZEUS, GP_VOI)
 # An estimate that nothing else is added to.
 _TIME_ALONE = re.compile(r"(\d+ nodes: )?estimate: [^+,]+")
 
+# Control characters, separators of lines, and marks that turn the direction of text.
+_CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
+
 
 class Paths:
     """URL paths, relative to the server's URL."""
@@ -176,6 +179,11 @@ def is_estimated(energy_source: str | None) -> bool:
 def is_time_alone(energy_source: str | None) -> bool:
     """Return whether an energy of this source is watts × time, so that energy and time are one figure."""
     return _TIME_ALONE.fullmatch(energy_source or "") is not None and "CPU time" not in (energy_source or "")
+
+
+def printable(text: str) -> str:
+    """Escape control characters such as line feeds, with which a text could forge lines or command a terminal."""
+    return _CONTROL.sub(lambda control: control[0].encode("unicode_escape").decode(), text)
 
 
 # String constraints must be inside `Annotated`: Litestar's OpenAPI schema ignores those of `Field` on a plain str.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from zeus_plugins.energy.nvml import scopes_in
-from zeus_plugins.protocol import GP_VOI, ZEUS, EndingState, JobView, TrialState
+from zeus_plugins.protocol import GP_VOI, ZEUS, EndingState, JobView, TrialState, printable
 from zeus_plugins.training.defaults import JobPlan, first_report_warning
 from zeus_plugins.training.outcomes import outcome_of
 from zeus_plugins.training.patches import Patches
@@ -136,7 +136,7 @@ class Announcer:
 
     def _say(self, line: str) -> None:
         if not self._is_quiet:
-            self._port.say(f"zeus: {line}")
+            self._port.say(printable(f"zeus: {line}"))
 
     def _show_progress(self, trial: TrialInfo) -> None:
         bound = self._plan.job.max_epochs if trial.stop_rule is None else trial.stop_rule.max_epochs

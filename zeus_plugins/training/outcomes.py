@@ -22,6 +22,7 @@ from zeus_plugins.protocol import (
     JobSpec,
     ReportResponse,
     TrialState,
+    printable,
 )
 from zeus_plugins.training.trial import TrialInfo
 
@@ -166,7 +167,7 @@ def _excepthook(
         otherwise(kind, error, trace)
         return
     if error.__cause__ is None and error.__context__ is None:
-        print(f"{kind.__module__}.{kind.__qualname__}: {error}", file=sys.stderr)
+        print(printable(f"{kind.__module__}.{kind.__qualname__}: {error}"), file=sys.stderr)
     else:
         otherwise(kind, error, trace)
     raise SystemExit(error.exit_status)  # in a hook, this sets the exit status and prints nothing

@@ -37,15 +37,15 @@ function replace(text) {
   const old = live(), main = page.querySelector(LIVE);
   if (!main) return;
   const open = [...old.querySelectorAll("details[open]")].map((each) => each.id);
-  const typed = old.querySelector("input")?.value;
+  const typed = [...old.querySelectorAll(":is(input, select)[id]")].map((each) => [each.id, each.value, each.checked]);
   const focused = old.contains(document.activeElement) ? pathOf(document.activeElement) : null;
   const across = old.querySelector(".scroll")?.scrollLeft, x = scrollX, y = scrollY;
   hide();
   old.replaceWith(document.adoptNode(main));
   document.title = page.title;
   for (const id of open) document.getElementById(id)?.setAttribute("open", "");
-  const input = main.querySelector("input"), scroll = main.querySelector(".scroll");
-  if (input && typed !== undefined) input.value = typed;
+  for (const [id, value, checked] of typed) Object.assign(document.getElementById(id) ?? {}, { value, checked });
+  const scroll = main.querySelector(".scroll");
   if (scroll && across) scroll.scrollLeft = across;
   if (focused) document.querySelector(focused)?.focus({ preventScroll: true });
   scrollTo(x, y);
