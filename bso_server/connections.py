@@ -69,7 +69,7 @@ _BLANK_LINE = re.compile(rb"\n\r?\n")
 _QUIET_S = 60.0
 
 _MESSAGES = {
-    HTTPStatus.BAD_REQUEST: "this is no HTTP request, or its URL and its Host header name two hosts",
+    HTTPStatus.BAD_REQUEST: "not a valid HTTP request, or its URL names another host than its Host header",
     HTTPStatus.REQUEST_TIMEOUT: "the head of the request did not come in time: the server's setting "
     "ZEUS_BSO_READ_TIMEOUT_S says how many seconds it waits",
     HTTPStatus.REQUEST_URI_TOO_LONG: f"a URL may have {MOST_URL_BYTES} bytes",
@@ -229,11 +229,11 @@ class Bounded(asyncio.Protocol):
                 self._refuse(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)
             else:
                 super().data_received(piece)
+        if not self.transport.is_closing():
+            self._count()
         if self.transport.is_closing():
             self._drop()
-            return
-        self._count()
-        if self._held or self.flow.read_paused:
+        elif self._held or self.flow.read_paused:
             self.transport.pause_reading()
             if self._can_use_more:
                 self.resume_reading()

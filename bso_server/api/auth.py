@@ -9,7 +9,7 @@ from http import HTTPMethod, HTTPStatus
 from typing import Any, cast
 
 from litestar import Request
-from litestar.exceptions import HTTPException
+from litestar.exceptions import ClientException, HTTPException
 from litestar.handlers.http_handlers import HTTPRouteHandler
 from litestar.middleware import ASGIMiddleware
 from litestar.types import ASGIApp, HTTPScope, Receive, Send
@@ -43,6 +43,9 @@ _NAVIGATION = {b"sec-fetch-mode": b"navigate", b"sec-fetch-dest": b"document"}
 
 # The client's own address is unknown if one of these is present: a proxy or the client has set it.
 _FORWARDED = (b"forwarded", b"x-forwarded-for")
+
+# Several values of one of these are ambiguous.
+_SINGLE = (b"host", b"authorization", b"origin", b"sec-fetch-site")
 
 # The log names each sender once per period (seconds), and at most this number of senders per period.
 PERIOD_S = 60.0
@@ -92,7 +95,7 @@ class AccessControl(ASGIMiddleware):
         handler = cast("HTTPRouteHandler", scope["route_handler"])
         needed = needed_scope(handler)
         if needed is not None or "form" in handler.opt:
-            headers = dict(scope["headers"])
+            headers = _unambiguous(scope["headers"])
             host = _text(headers, b"host")
             require_allowed_host(host, self._allowed_hosts)
             if not _is_navigation(scope, headers):
@@ -112,6 +115,19 @@ class AccessControl(ASGIMiddleware):
             caller.require(needed)
             scope["user"] = caller
         await next_app(scope, in_time(receive, self._read_timeout_s), send)
+
+
+def _unambiguous(fields: Collection[tuple[bytes, bytes]]) -> dict[bytes, bytes]:
+    """Return the headers by name; raise `ClientException` (400) for two that decide who may do what.
+
+    A proxy may have checked the first of them, and a dict has the last.
+    """
+    headers = dict(fields)
+    if len(headers) < len(fields):
+        for name in _SINGLE:
+            if sum(name == each for each, _ in fields) > 1:
+                raise ClientException(f"the request has several {name.decode().title()} headers: send one")
+    return headers
 
 
 def _is_navigation(scope: AsgiScope, headers: Mapping[bytes, bytes]) -> bool:
