@@ -44,7 +44,7 @@ _NAVIGATION = {b"sec-fetch-mode": b"navigate", b"sec-fetch-dest": b"document"}
 # The client's own address is unknown if one of these is present: a proxy or the client has set it.
 _FORWARDED = (b"forwarded", b"x-forwarded-for")
 
-# Several values of one of these are ambiguous.
+# Headers that access depends on: a request has one value of each.
 _SINGLE = (b"host", b"authorization", b"origin", b"sec-fetch-site")
 
 # The log names each sender once per period (seconds), and at most this number of senders per period.
@@ -95,7 +95,7 @@ class AccessControl(ASGIMiddleware):
         handler = cast("HTTPRouteHandler", scope["route_handler"])
         needed = needed_scope(handler)
         if needed is not None or "form" in handler.opt:
-            headers = _unambiguous(scope["headers"])
+            headers = _headers_of(scope)
             host = _text(headers, b"host")
             require_allowed_host(host, self._allowed_hosts)
             if not _is_navigation(scope, headers):
@@ -117,16 +117,16 @@ class AccessControl(ASGIMiddleware):
         await next_app(scope, in_time(receive, self._read_timeout_s), send)
 
 
-def _unambiguous(fields: Collection[tuple[bytes, bytes]]) -> dict[bytes, bytes]:
-    """Return the headers by name; raise `ClientException` (400) for two that decide who may do what.
+def _headers_of(scope: AsgiScope) -> dict[bytes, bytes]:
+    """Return the headers by name; raise `ClientException` (400) if one that access depends on is repeated.
 
-    A proxy may have checked the first of them, and a dict has the last.
+    A proxy may have checked another of its values.
     """
-    headers = dict(fields)
-    if len(headers) < len(fields):
-        for name in _SINGLE:
-            if sum(name == each for each, _ in fields) > 1:
-                raise ClientException(f"the request has several {name.decode().title()} headers: send one")
+    headers: dict[bytes, bytes] = {}
+    for name, value in scope["headers"]:
+        if name in headers and name in _SINGLE:
+            raise ClientException(f"the request has several {name.decode().title()} headers: send one")
+        headers[name] = value
     return headers
 
 

@@ -302,7 +302,7 @@ class TestBytes:
         async with self.patient(protocol) as (server, app):
             client = await server.connect()
             (connection,) = server.held
-            client.writer.transport.pause_reading()
+            # Nothing reads the answers here, so the client stops taking them after 128 KiB.
             client.send(b"GET %s HTTP/1.1\r\nHost: localhost\r\n\r\n" % path.encode() * 400_000)
             await until(lambda: connection._held and not connection._can_use_more and not connection._has_turn)
             await asyncio.sleep(SHORT_S)
@@ -547,12 +547,11 @@ class TestProcesses:
     async def test_attack_of_200_connections_takes_little_memory_and_loses_no_report(self, tmp_path: Path) -> None:
         with started(tmp_path) as (server, pid):
             token = make_token(server.database_url, "report")
-            with suppress(TimeoutError):
-                async with asyncio.timeout(2 * PATIENCE_S), attacking(server.port, 200), asyncio.TaskGroup() as group:
-                    trainings = [group.create_task(reported(server.url, token)) for _ in range(4)]
-                    # Long enough for each kind of attack, even if all reports take less.
-                    await asyncio.sleep(5)
-            assert [each.result() for each in trainings] == [list(range(1, 11))] * 4
+            async with attacking(server.port, 200), asyncio.TaskGroup() as group:
+                trainings = [group.create_task(reported(server.url, token)) for _ in range(4)]
+                # Long enough for each kind of attack, even if all reports take less.
+                await asyncio.sleep(5)
+            assert [each.result() for each in trainings] == [list(range(1, 6))] * 4
             peak_kb = re.search(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
             assert peak_kb is not None
             assert int(peak_kb[1]) < 300 * 1024
@@ -580,11 +579,11 @@ def started(folder: Path, *prefix: str) -> Iterator[tuple[ServerProcess, int]]:
 async def reported(url: str, token: str) -> list[int]:
     """Run a trial; return the epochs that the server has of it."""
     # The server may close a connection that is idle while this process is busy.
-    options = {"limits": httpx.Limits(max_keepalive_connections=0), "timeout": PATIENCE_S}
-    async with httpx.AsyncClient(base_url=url, headers=bearer(token), **options) as http:  # type: ignore[arg-type]  # of two types
+    options: dict[str, Any] = {"limits": httpx.Limits(max_keepalive_connections=0), "timeout": PATIENCE_S}
+    async with httpx.AsyncClient(base_url=url, headers=bearer(token), **options) as http:
         job_id = (await http.post("/jobs", json=job())).json()["job_id"]
         trial = (await http.get("/jobs/batch_size", params={"job_id": job_id})).json()
-        for epoch in range(1, 11):
+        for epoch in range(1, 6):
             totals = {"time": epoch, "energy": epoch, "metric": 0.1, "current_epoch": epoch}
             (await http.post("/report", json=trial | totals)).raise_for_status()
         epochs = await http.get(f"/api/jobs/{job_id}/trials/1/epochs")
