@@ -242,12 +242,11 @@ class Bounded(asyncio.Protocol):
 
     @property
     def _can_use_more(self) -> bool:
-        """True if bytes are held, and no earlier request waits for its answer, nor an answer for its client."""
+        """True if bytes are held, and no request waits for its answer, which uvicorn delays until earlier ones are read."""
         return (
             bool(self._held)
             and not self.transport.is_closing()
             and not self.flow.read_paused
-            and self._unread_since is None
             and (self._is_between_requests or self.cycle.more_body)
         )
 
@@ -280,7 +279,6 @@ class Bounded(asyncio.Protocol):
         """See `asyncio.Protocol`."""
         super().resume_writing()
         self._unread_since = None
-        self.resume_reading()
 
     def on_response_complete(self) -> None:
         """Reset the deadline; uvicorn calls this at the end of a response."""

@@ -322,9 +322,9 @@ class TestBytes:
                 assert (await client.answer()).startswith(b"HTTP/1.1 200 ")
             assert bytes(app.body) == b"abc" * 150
 
-    @pytest.mark.parametrize("cut", [1, 7, 5000])
+    @pytest.mark.parametrize("cut", [11, 5000])
     async def test_body_arrives_whole(self, protocol: type[Bounded], cut: int) -> None:
-        body = b"{}\n\n\r\n\r\n" * 20 + bytes(range(256)) * 40
+        body = b"{}\n\n\r\n\r\n" * 20 + bytes(range(256)) * 300
         async with self.patient(protocol) as (server, app):
             client = await server.connect(HEAD + b"Content-Length: %d\r\n\r\n" % len(body))
             for begin in range(0, len(body), cut):
