@@ -242,7 +242,7 @@ class Bounded(asyncio.Protocol):
 
     @property
     def _can_use_more(self) -> bool:
-        """True if bytes are held, and no request waits for its answer, which uvicorn delays until earlier ones are read."""
+        """True if bytes are held and uvicorn has no whole request; it delays an answer until earlier ones are read."""
         return (
             bool(self._held)
             and not self.transport.is_closing()
