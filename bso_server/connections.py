@@ -1,8 +1,13 @@
-"""Limits for the connections of clients: their number, and how long a client may keep one waiting.
+"""Limits for the connections of clients: their number, their bytes, and how long a client may keep one waiting.
 
 uvicorn has no deadlines for incomplete requests and unread responses, so that such connections can use up all files
 that a process may open; then it can serve no further client. `BoundedProtocol` is uvicorn's protocol with deadlines,
 and with a maximum of connections below that of files.
+
+uvicorn also parses whatever arrives at once, and keeps heads, trailers and pipelined requests of any size.
+`BoundedProtocol` passes bytes on in small pieces, one turn of the event loop after another, and only while uvicorn can
+use them; meanwhile it stops reading. Because each head ends with a blank line, and pieces end there too, a connection
+has at most one request that waits for the answer to another one.
 
 A connection *waits* while the client must act: before and within the head of a request, within its body, and until it
 reads a response. The application has its own deadline for bodies (`api.bodies.in_time`), so that the client gets an
@@ -13,13 +18,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
+import time
+from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from functools import cache
 from http import HTTPStatus
-from typing import Any
+from typing import Any, NoReturn, cast
 
+import h11
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
+from uvicorn.protocols.http.flow_control import FlowControl
 
 from bso_server.settings import Settings
 from zeus_plugins.protocol import ErrorBody
@@ -39,10 +49,34 @@ _MOST_CONNECTIONS = 4096
 # Minimum of files for other uses: the database, the log, and connections that are closing.
 _FILES_LEFT = 64
 
-# Seconds between log lines about too many connections.
+# Maximum for the head of a request, and again for its trailers: bytes, and fields.
+MOST_HEAD_BYTES = 64 * 1024
+MOST_FIELDS = 100
+
+# Maximum for a URL, which Litestar may cache.
+MOST_URL_BYTES = 8 * 1024
+
+# Maximum of bytes in unfinished requests of all connections of one process.
+_MOST_BYTES = 64 * 1024 * 1024
+
+# Maximum that one connection may have parsed before others have their turn.
+_PIECE_BYTES = 4096
+_PIECES = 8
+
+_BLANK_LINE = re.compile(rb"\n\r?\n")
+
+# Seconds between two log lines with the same warning about clients.
 _QUIET_S = 60.0
 
-_TOO_LATE = b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
+_MESSAGES = {
+    HTTPStatus.BAD_REQUEST: "not a valid HTTP request, or its URL names another host than its Host header",
+    HTTPStatus.REQUEST_TIMEOUT: "the head of the request did not come in time: the server's setting "
+    "ZEUS_BSO_READ_TIMEOUT_S says how many seconds it waits",
+    HTTPStatus.REQUEST_URI_TOO_LONG: f"a URL may have {MOST_URL_BYTES} bytes",
+    HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE: f"the head of a request may have {MOST_HEAD_BYTES} bytes and "
+    f"{MOST_FIELDS} fields, and its trailers as many",
+    HTTPStatus.SERVICE_UNAVAILABLE: "the server has no room for another connection at present: send the request again",
+}
 
 logger = logging.getLogger("bso_server")
 
@@ -68,17 +102,44 @@ class Limits:
         read_timeout_s: Seconds in which a client must send the head of a request.
         connections: Maximum of connections.
         answer_timeout_s: Seconds in which a client must read some of a waiting response.
+        unfinished_bytes: Maximum of bytes in unfinished requests of all connections.
+        taken_bytes: Present number of these bytes.
     """
 
     read_timeout_s: float
     connections: int = field(default_factory=lambda: connections_allowed()[0])
     answer_timeout_s: float = _ANSWER_TIMEOUT_S
-    _full_said_at: float = field(default=float("-inf"), repr=False)
+    unfinished_bytes: int = _MOST_BYTES
+    taken_bytes: int = field(default=0, init=False)
+    _said_at: dict[str, float] = field(default_factory=dict, init=False, repr=False)
+    _turns: deque[Bounded] = field(default_factory=deque, init=False, repr=False)
 
-    def say_full(self, now: float) -> None:
-        """Log that the maximum is reached, at most once in `_QUIET_S` seconds."""
-        if now - self._full_said_at >= _QUIET_S:
-            self._full_said_at = now
+    def add_turn(self, connection: Bounded) -> None:
+        """Let a connection pass bytes on after those that wait already.
+
+        One of them does so in each turn of the event loop, so that they do not delay clients with small requests.
+        """
+        self._turns.append(connection)
+        if len(self._turns) == 1:
+            connection.loop.call_soon(self._take_turn)
+
+    def _take_turn(self) -> None:
+        connection = self._turns.popleft()
+        if self._turns:
+            connection.loop.call_soon(self._take_turn)
+        connection.pass_on()
+
+    def is_news(self, warning: str) -> bool:
+        """Return True at most once in `_QUIET_S` seconds for each warning."""
+        now = time.monotonic()
+        if now - self._said_at.get(warning, float("-inf")) < _QUIET_S:
+            return False
+        self._said_at[warning] = now
+        return True
+
+    def say_full(self) -> None:
+        """Log that the maximum of connections is reached."""
+        if self.is_news("full"):
             logger.warning(
                 "all %d connections are taken: those give way whose clients keep them waiting longest; a process that "
                 "may open more files (ulimit -n) takes more",
@@ -93,9 +154,15 @@ class Bounded(asyncio.Protocol):
     app: Any
     connections: set[Any]
     cycle: Any
+    flow: FlowControl
     loop: asyncio.AbstractEventLoop
     timeout_keep_alive: float
     transport: asyncio.Transport
+    # On httptools.
+    headers: list[tuple[bytes, bytes]]
+    url: bytes
+    # On h11.
+    conn: Any
 
     def __init__(self, *args: Any, limits: Limits | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -105,25 +172,102 @@ class Bounded(asyncio.Protocol):
         self._has_begun = False
         self._unread_since: float | None = None
         self._alarm: asyncio.TimerHandle | None = None
+        # Bytes that uvicorn does not have yet.
+        self._held = bytearray()
+        self._has_turn = False
+        # Bytes of the present head, or of the fields after the last byte of a body.
+        self._head_bytes = 0
+        self._refusal = HTTPStatus.BAD_REQUEST
+        # This connection's part of `Limits.taken_bytes`.
+        self._taken_bytes = 0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """See `asyncio.Protocol`."""
         super().connection_made(transport)
+        # uvicorn's requests to read on come to this object.
+        self.flow = FlowControl(cast("asyncio.Transport", self))
         if len(self.connections) > self._limits.connections:
-            self._limits.say_full(self._since)
+            self._limits.say_full()
             self._make_room()
         self._look_again_at(self._deadline())
 
     def connection_lost(self, exc: Exception | None) -> None:
         """See `asyncio.Protocol`."""
         super().connection_lost(exc)
+        self._drop()
         if self._alarm is not None:
             self._alarm.cancel()
 
     def data_received(self, data: bytes) -> None:
         """See `asyncio.Protocol`."""
-        self._has_begun = True
-        super().data_received(data)
+        self._held += data
+        self.pass_on()
+
+    def pause_reading(self) -> None:
+        """Do nothing: `pass_on` stops reading when uvicorn has set `flow.read_paused`."""
+
+    def resume_reading(self) -> None:
+        """Read on, when uvicorn can use more bytes."""
+        if not self._has_turn:
+            self._has_turn = True
+            self._limits.add_turn(self)
+
+    def pass_on(self) -> None:
+        """Pass some bytes on to uvicorn; read on if it has got all of them."""
+        self._has_turn = False
+        room = _PIECE_BYTES
+        for _ in range(_PIECES):
+            if not self._can_use_more or room == 0:
+                break
+            end = _BLANK_LINE.search(self._held, 0, room)
+            piece = bytes(self._held[: room if end is None else end.end()])
+            del self._held[: len(piece)]
+            room -= len(piece)
+            self._has_begun = True
+            self._head_bytes += len(piece)
+            if self._head_bytes > MOST_HEAD_BYTES:
+                self._refuse(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)
+            else:
+                super().data_received(piece)
+        if not self.transport.is_closing():
+            self._count()
+        if self.transport.is_closing():
+            self._drop()
+        elif self._held or self.flow.read_paused:
+            self.transport.pause_reading()
+            if self._can_use_more:
+                self.resume_reading()
+        else:
+            self.transport.resume_reading()
+
+    @property
+    def _can_use_more(self) -> bool:
+        """True if bytes are held and uvicorn has no whole request; it delays an answer until earlier ones are read."""
+        return (
+            bool(self._held)
+            and not self.transport.is_closing()
+            and not self.flow.read_paused
+            and (self._is_between_requests or self.cycle.more_body)
+        )
+
+    def _count(self) -> None:
+        """Count the bytes of this connection's unfinished request; at the maximum, abort the connection with most."""
+        body = 0 if self._is_between_requests else len(self.cycle.body)
+        taken = len(self._held) + self._head_bytes + body
+        self._limits.taken_bytes += taken - self._taken_bytes
+        self._taken_bytes = taken
+        if self._limits.taken_bytes > self._limits.unfinished_bytes:
+            largest = max(
+                (each for each in self.connections if isinstance(each, Bounded)), key=lambda each: each._taken_bytes
+            )
+            largest.transport.abort()
+            largest._drop()
+
+    def _drop(self) -> None:
+        """Forget the bytes of an unfinished request."""
+        self._held.clear()
+        self._limits.taken_bytes -= self._taken_bytes
+        self._taken_bytes = 0
 
     def pause_writing(self) -> None:
         """See `asyncio.Protocol`."""
@@ -141,6 +285,61 @@ class Bounded(asyncio.Protocol):
         self._since = self.loop.time()
         self._has_begun = False
         super().on_response_complete()  # type: ignore[misc]  # of uvicorn's protocol
+        self.resume_reading()
+
+    # uvicorn's protocol on httptools has these five methods, which its parser calls.
+
+    def on_url(self, url: bytes) -> None:
+        """Refuse a URL that is too long."""
+        super().on_url(url)  # type: ignore[misc]  # of uvicorn's protocol
+        if len(self.url) > MOST_URL_BYTES:
+            self._stop_parser(HTTPStatus.REQUEST_URI_TOO_LONG)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Refuse too many fields."""
+        super().on_header(name, value)  # type: ignore[misc]  # of uvicorn's protocol
+        if len(self.headers) > MOST_FIELDS:
+            self._stop_parser(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)
+
+    def on_headers_complete(self) -> None:
+        """Refuse a whole URL whose host differs from the ``Host`` header, because the application sees only that."""
+        authority = self.url.partition(b"://")[2].partition(b"/")[0]
+        if not self.url.startswith(b"/") and authority != dict(self.headers).get(b"host"):
+            self._stop_parser(HTTPStatus.BAD_REQUEST)
+        super().on_headers_complete()  # type: ignore[misc]  # of uvicorn's protocol
+        self._head_bytes = 0
+        # Trailers must not become headers of the application.
+        self.headers = []
+
+    def on_body(self, body: bytes) -> None:
+        """Begin to count the bytes of trailers."""
+        self._head_bytes = 0
+        super().on_body(body)  # type: ignore[misc]  # of uvicorn's protocol
+
+    def on_message_complete(self) -> None:
+        """Begin to count the bytes of the next head."""
+        self._head_bytes = 0
+        super().on_message_complete()  # type: ignore[misc]  # of uvicorn's protocol
+
+    def _stop_parser(self, refusal: HTTPStatus) -> NoReturn:
+        """Have uvicorn call `send_400_response`."""
+        self._refusal = refusal
+        raise ValueError(refusal.phrase)
+
+    def handle_events(self) -> None:
+        """Refuse a URL that is too long, or too many fields; uvicorn's protocol on h11 has this method."""
+        head = self.conn.trailing_data[0] if self.conn.their_state is h11.IDLE else b""
+        if len(head.partition(b" ")[2].partition(b" ")[0]) > MOST_URL_BYTES:
+            self._refuse(HTTPStatus.REQUEST_URI_TOO_LONG)
+        elif head.count(b"\n") > MOST_FIELDS + 2:
+            self._refuse(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)
+        else:
+            super().handle_events()  # type: ignore[misc]  # of uvicorn's protocol
+            self._head_bytes = len(self.conn.trailing_data[0])
+
+    def send_400_response(self, _message: str) -> None:
+        """Refuse a request that cannot be parsed; uvicorn calls this."""
+        self._refuse(self._refusal)
 
     @property
     def _is_between_requests(self) -> bool:
@@ -169,10 +368,23 @@ class Bounded(asyncio.Protocol):
         deadline = self._deadline()
         if self.loop.time() < deadline:
             self._look_again_at(deadline)
-            return
-        if self._has_begun and self._is_between_requests and not self.transport.is_closing():
-            self.transport.write(_TOO_LATE)
+        elif self._has_begun and self._is_between_requests:
+            self._refuse(HTTPStatus.REQUEST_TIMEOUT)
+        else:
+            self._close()
+
+    def _refuse(self, status: HTTPStatus) -> None:
+        """Answer with this status, unless an answer has begun, and close the connection."""
+        if not self.transport.is_closing() and (self._is_between_requests or not self.cycle.response_started):
+            headers, body = _problem(status, _MESSAGES[status])
+            lines = [b"HTTP/1.1 %d %s" % (status, status.phrase.encode()), *map(b": ".join, headers), b"", body]
+            self.transport.write(b"\r\n".join(lines))
+        self._close()
+
+    def _close(self) -> None:
         self.transport.close()
+        if self._alarm is not None:
+            self._alarm.cancel()
         # `close` waits until everything is sent, which may never happen.
         self._alarm = self.loop.call_later(_FAREWELL_S, self.transport.abort)
 
@@ -192,19 +404,30 @@ class BoundedProtocol(Bounded, AutoHTTPProtocol):  # type: ignore[misc, valid-ty
 
 @cache
 def _limits_of_this_process() -> Limits:
-    return Limits(read_timeout_s=Settings().read_timeout_s)
+    limits = Limits(read_timeout_s=Settings().read_timeout_s)
+
+    def is_news(record: logging.LogRecord) -> bool:
+        return record.levelno != logging.WARNING or limits.is_news(str(record.msg))
+
+    # uvicorn warns of each request that it cannot parse, which would fill the log.
+    logging.getLogger("uvicorn.error").addFilter(is_news)
+    return limits
+
+
+def _problem(status: HTTPStatus, message: str) -> tuple[list[tuple[bytes, bytes]], bytes]:
+    """Return the headers and the body of an answer after which the connection is closed."""
+    body = ErrorBody(title=status.phrase, status=status, detail=message, message=message).model_dump_json().encode()
+    headers = [
+        (b"content-type", b"application/problem+json"),
+        (b"content-length", b"%d" % len(body)),
+        (b"connection", b"close"),
+    ]
+    return headers, body
 
 
 async def _come_back_later(_scope: Any, _receive: Any, send: Callable[[dict[str, Any]], Awaitable[None]]) -> None:
     """Answer 503; the application of connections beyond the maximum."""
     status = HTTPStatus.SERVICE_UNAVAILABLE
-    message = "the server has no room for another connection at present: send the request again"
-    body = ErrorBody(title=status.phrase, status=status, detail=message, message=message).model_dump_json().encode()
-    headers = [
-        (b"content-type", b"application/problem+json"),
-        (b"content-length", b"%d" % len(body)),
-        (b"retry-after", b"5"),
-        (b"connection", b"close"),
-    ]
-    await send({"type": "http.response.start", "status": status, "headers": headers})
+    headers, body = _problem(status, _MESSAGES[status])
+    await send({"type": "http.response.start", "status": status, "headers": [*headers, (b"retry-after", b"5")]})
     await send({"type": "http.response.body", "body": body})

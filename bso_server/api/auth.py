@@ -9,7 +9,7 @@ from http import HTTPMethod, HTTPStatus
 from typing import Any, cast
 
 from litestar import Request
-from litestar.exceptions import HTTPException
+from litestar.exceptions import ClientException, HTTPException
 from litestar.handlers.http_handlers import HTTPRouteHandler
 from litestar.middleware import ASGIMiddleware
 from litestar.types import ASGIApp, HTTPScope, Receive, Send
@@ -46,6 +46,9 @@ _FORWARDED = (b"forwarded", b"x-forwarded-for")
 
 # Key of a scope: the address of the connection's other end.
 _PEER = "zeus_bso_peer"
+
+# Headers that access depends on: a request has one value of each.
+_SINGLE = (b"host", b"authorization", b"origin", b"sec-fetch-site")
 
 # The log names each sender once per period (seconds), and at most this number of senders per period.
 PERIOD_S = 60.0
@@ -103,7 +106,7 @@ class AccessControl(ASGIMiddleware):
         handler = cast("HTTPRouteHandler", scope["route_handler"])
         needed = needed_scope(handler)
         if needed is not None or "form" in handler.opt:
-            headers = dict(scope["headers"])
+            headers = _headers_of(scope)
             host = _text(headers, b"host")
             require_allowed_host(host, self._allowed_hosts)
             if not _is_navigation(scope, headers):
@@ -141,6 +144,19 @@ def with_peer(app: Any) -> Any:
         await app(scope | {_PEER: scope.get("client")}, receive, send)
 
     return noting
+
+
+def _headers_of(scope: AsgiScope) -> dict[bytes, bytes]:
+    """Return the headers by name; raise `ClientException` (400) if one that access depends on is repeated.
+
+    A proxy may have checked another of its values.
+    """
+    headers: dict[bytes, bytes] = {}
+    for name, value in scope["headers"]:
+        if name in headers and name in _SINGLE:
+            raise ClientException(f"the request has several {name.decode().title()} headers: send one")
+        headers[name] = value
+    return headers
 
 
 def _is_navigation(scope: AsgiScope, headers: Mapping[bytes, bytes]) -> bool:

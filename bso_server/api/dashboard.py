@@ -62,6 +62,9 @@ _Eta = Annotated[float | None, QueryParameter(name="eta", ge=0, le=1)]
 # Empty means no β, and zero is not allowed. Pages show a job's β with up to twelve digits.
 _Beta = Annotated[str | None, QueryParameter(name="beta", pattern=r"^((?=.*[1-9])[0-9]{1,12}(\.[0-9]{0,12})?)?(?!\n)$")]
 
+# Maximum of the login form, which clients without a token may send.
+_MAX_LOGIN_BYTES = 4096
+
 # A path below /ui/ to return to after the login, without characters that are special in a header or a link.
 _PLACE = re.compile(r"[A-Za-z0-9._:@/?=&%-]{0,1000}")
 
@@ -175,7 +178,7 @@ async def static(request: AnyRequest, name: _NAME) -> Response[bytes]:
     return _packed(request, html.static_file(name), html.MEDIA_TYPES[name], "public, max-age=31536000, immutable")
 
 
-@post("/login", opt=needs(None) | FORM)
+@post("/login", opt=needs(None) | FORM, request_max_body_size=_MAX_LOGIN_BYTES)
 async def login(request: AnyRequest, sessions: Sessions) -> Response[bytes]:
     """Exchange a token for a session cookie."""
     form = await request.form()

@@ -19,7 +19,7 @@ from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 from bso_server.api.auth import with_peer
 from bso_server.app import create_app, prepare
 from bso_server.cli.common import Commands, add_command, given, settings_of, with_store
-from bso_server.connections import KEEP_ALIVE_S, connections_allowed
+from bso_server.connections import KEEP_ALIVE_S, MOST_HEAD_BYTES, connections_allowed
 from bso_server.metrics.logs import JsonFormatter, TextFormatter
 from bso_server.metrics.watch import counted_together, require_tracing
 from bso_server.settings import file_variable_of, variable_of
@@ -75,6 +75,8 @@ def _serve(options: argparse.Namespace) -> None:
             port=settings.server_port,
             workers=options.workers,
             http="bso_server.connections:BoundedProtocol",
+            # Only where httptools is not installed.
+            h11_max_incomplete_event_size=MOST_HEAD_BYTES,
             ws="none",
             # The process must have a free file for each connection that it accepts.
             backlog=files_left // 2,

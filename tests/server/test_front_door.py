@@ -13,8 +13,8 @@ import socket
 import sqlite3
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, closing, suppress
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, closing, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -28,10 +28,12 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from bso_server.api.bodies import in_time
 from bso_server.app import create_app
-from bso_server.connections import Bounded, Limits, connections_allowed
+from bso_server.connections import MOST_FIELDS, MOST_HEAD_BYTES, MOST_URL_BYTES, Bounded, Limits, connections_allowed
 from bso_server.settings import Settings
+from tests.support.hostile import attacking
 from tests.support.jobs import job
 from tests.support.servers import ServerProcess, free_port, is_alive, serving, wait_until_up
+from tests.support.tokens import bearer, make_token
 
 # Far more than anything here takes, and less than a test that hangs is given.
 PATIENCE_S = 60.0
@@ -60,11 +62,20 @@ class App:
         self.may_answer = asyncio.Event()
         self.asked = asyncio.Event()
         self.read = asyncio.Event()
+        self.requests = 0
+        self.headers: dict[bytes, bytes] = {}
+        self.body = bytearray()
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        self.requests += 1
         if scope["path"] == "/body":
-            while (await receive()).get("more_body"):
+            more = True
+            while more:
+                message = await receive()
+                self.body += message.get("body", b"")
+                more = message.get("more_body", False)
                 self.read.set()
+        self.headers = dict(scope["headers"])
         self.asked.set()
         if scope["path"] == "/later":
             await self.may_answer.wait()
@@ -85,6 +96,11 @@ class Served:
     @property
     def connections(self) -> int:
         return len(self._server.server_state.connections)
+
+    @property
+    def held(self) -> list[Any]:
+        """The server's ends of the connections."""
+        return list(self._server.server_state.connections)
 
     async def connect(self, sent: bytes = b"") -> Client:
         client = Client(*await asyncio.open_connection("127.0.0.1", self.port))
@@ -164,14 +180,16 @@ async def on_app(
     """Run a server whose clients have little time."""
     limit = Limits(**{"read_timeout_s": SHORT_S, "answer_timeout_s": SHORT_S, **limits})
     app, http = App(), partial(protocol, limits=limit)
-    async with (
-        asyncio.timeout(PATIENCE_S),
-        served(app, http, lifespan="off", timeout_keep_alive=keep_alive_s) as server,
-    ):
+    options = {"timeout_keep_alive": keep_alive_s, "h11_max_incomplete_event_size": MOST_HEAD_BYTES}
+    async with asyncio.timeout(PATIENCE_S), served(app, http, lifespan="off", **options) as server:
         try:
             yield server, app
         finally:
             app.may_answer.set()
+            for client in server.clients:
+                client.writer.transport.abort()
+            await until(lambda: server.connections == 0)
+            assert limit.taken_bytes == 0
 
 
 class TestWaiting:
@@ -261,6 +279,120 @@ class TestNumber:
             app.may_answer.set()
             assert [answer.text for answer in await asyncio.gather(*answers)] == ["done", "done"]
             assert (await server.get()).text == "done"
+
+
+HEAD = b"POST /body HTTP/1.1\r\nHost: localhost\r\n"
+CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
+# Longer than any limit here: the first 4 KiB of trailers, which may come with a body, do not count.
+LONG = b"x" * (MOST_HEAD_BYTES + 4097)
+
+
+class TestBytes:
+    """With all the time in the world."""
+
+    @staticmethod
+    def patient(protocol: type[Bounded], **limits: int) -> AbstractAsyncContextManager[tuple[Served, App]]:
+        patience_s = 10 * PATIENCE_S
+        return on_app(protocol, patience_s, read_timeout_s=patience_s, answer_timeout_s=patience_s, **limits)
+
+    @pytest.mark.parametrize("path", ["/later", "/now"])
+    async def test_pipelined_requests_wait_in_the_network_while_answers_are_unread(
+        self, protocol: type[Bounded], path: str
+    ) -> None:
+        async with self.patient(protocol) as (server, app):
+            client = await server.connect()
+            (connection,) = server.held
+            # Nothing reads the answers here, so the client stops taking them after 128 KiB.
+            client.send(b"GET %s HTTP/1.1\r\nHost: localhost\r\n\r\n" % path.encode() * 400_000)
+            await until(lambda: connection._held and not connection._can_use_more and not connection._has_turn)
+            await asyncio.sleep(SHORT_S)
+            assert not connection.transport.is_reading()
+            assert len(connection._held) <= 256 * 1024
+            assert connection.transport.get_write_buffer_size() < 128 * 1024
+            assert len(getattr(connection, "pipeline", ())) <= 1
+            if path == "/later":
+                assert app.requests == 1
+
+    async def test_pipelined_requests_are_all_answered(self, protocol: type[Bounded]) -> None:
+        async with self.patient(protocol) as (server, app):
+            get, post = b"GET /now HTTP/1.1\r\nHost: localhost\r\n\r\n", HEAD + b"Content-Length: 3\r\n\r\nabc"
+            chunked = CHUNKED + b"3\r\nabc\r\n0\r\nX: trailer\r\n\r\n"
+            client = await server.connect((get + post + chunked + post) * 50)
+            for _ in range(200):
+                assert (await client.answer()).startswith(b"HTTP/1.1 200 ")
+            assert bytes(app.body) == b"abc" * 150
+
+    @pytest.mark.parametrize("cut", [11, 5000])
+    async def test_body_arrives_whole(self, protocol: type[Bounded], cut: int) -> None:
+        body = b"{}\n\n\r\n\r\n" * 20 + bytes(range(256)) * 300
+        async with self.patient(protocol) as (server, app):
+            client = await server.connect(HEAD + b"Content-Length: %d\r\n\r\n" % len(body))
+            for begin in range(0, len(body), cut):
+                client.send(body[begin : begin + cut])
+                await asyncio.sleep(0)
+            assert (await client.answer()).startswith(b"HTTP/1.1 200 ")
+            assert bytes(app.body) == body
+
+    @pytest.mark.parametrize(
+        ("sent", "status"),
+        [
+            (b"GET /" + LONG[:MOST_URL_BYTES], b"414"),
+            (HEAD + b"X: " + LONG[: MOST_HEAD_BYTES - len(HEAD) - 2], b"431"),
+            (HEAD + b"a:b\r\n" * MOST_FIELDS + b"\r\n", b"431"),
+            (CHUNKED + b"1\r\nx\r\n0\r\nX: " + LONG, b"431"),
+            (CHUNKED + b"1\r\nx\r\n0\r\n" + b"a:b\r\n" * MOST_HEAD_BYTES, b"431"),
+            (CHUNKED + b"1;" + LONG, b"431"),
+        ],
+        ids=["URL", "value", "fields", "trailer", "trailers", "extension of a chunk"],
+    )
+    async def test_endless_head_is_refused(self, protocol: type[Bounded], sent: bytes, status: bytes) -> None:
+        async with self.patient(protocol) as (server, _):
+            client = await server.connect()
+            client.send(sent)
+            answer = await client.all()
+            # The system drops an answer that meets bytes on their way; the connection is closed in any case.
+            if len(sent) < MOST_HEAD_BYTES + 4096:
+                head, _, body = answer.partition(b"\r\n\r\n")
+                assert head.startswith(b"HTTP/1.1 %s " % status)
+                assert "may have" in json.loads(body)["message"]
+            await until(lambda: server.connections == 0)
+
+    async def test_longest_head_and_trailers_are_taken(self, protocol: type[Bounded]) -> None:
+        fields = b"".join(b"x-%03d: %s\r\n" % (n, b"v" * 540) for n in range(MOST_FIELDS - 2))
+        trailers = b"".join(b"y-%03d: %s\r\n" % (n, b"v" * 600) for n in range(MOST_FIELDS))
+        head = CHUNKED.replace(b"/body", b"/body?" + b"q" * (MOST_URL_BYTES - len("/body?")))
+        async with self.patient(protocol) as (server, app):
+            client = await server.connect(head[:-2] + fields + b"\r\n1\r\nx\r\n0\r\n" + trailers + b"\r\n")
+            assert (await client.answer()).startswith(b"HTTP/1.1 200 ")
+            assert len(app.headers) == MOST_FIELDS
+            assert app.body == b"x"
+
+    async def test_trailers_are_no_headers(self, protocol: type[Bounded]) -> None:
+        async with self.patient(protocol) as (server, app):
+            client = await server.connect(CHUNKED + b"0\r\nAuthorization: Bearer x\r\nHost: other\r\n\r\n")
+            await client.answer()
+            assert app.headers[b"host"] == b"localhost"
+            assert b"authorization" not in app.headers
+
+    async def test_connection_with_most_bytes_gives_way(self, protocol: type[Bounded]) -> None:
+        async with self.patient(protocol, unfinished_bytes=3 * MOST_HEAD_BYTES) as (server, _):
+            small = await server.connect(HALF_A_HEAD)
+            for client in [await server.connect() for _ in range(6)]:
+                client.send(HEAD + b"X: " + LONG[: MOST_HEAD_BYTES - 4096])
+            # The small one, and three with 60 KiB each.
+            await until(lambda: server.connections == 4)
+            small.send(b"host\r\n\r\n")
+            assert (await small.answer()).startswith(b"HTTP/1.1 200 ")
+
+    @pytest.mark.parametrize(
+        ("target", "status"),
+        [(b"http://localhost/now", b"200"), (b"http://evil.example/now", b"400"), (b"*", b"400")],
+    )
+    async def test_whole_url_names_the_host_of_the_header(self, target: bytes, status: bytes) -> None:
+        async with self.patient(OnHttptools) as (server, _):
+            client = await server.connect()
+            client.send(b"GET %s HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n" % target)
+            assert (await client.all()).startswith(b"HTTP/1.1 %s " % status)
 
 
 @pytest.mark.parametrize(
@@ -403,20 +535,56 @@ class TestProcesses:
         socket.create_server(("127.0.0.1", server.port)).close()
 
     def test_connections_without_a_request_do_not_use_up_the_files(self, tmp_path: Path) -> None:
-        log, port = tmp_path / "server.log", free_port()
-        server = ServerProcess(f"sqlite:///{tmp_path / 'bso.sqlite3'}", log, port)
-        options = ["--port", str(port), "--database-url", server.database_url]
-        serve = [sys.executable, "-m", "bso_server", "serve", *options]
-        with log.open("w") as output:
-            process = subprocess.Popen(["sh", "-c", 'ulimit -n 128; exec "$@"', "sh", *serve], stderr=output)  # noqa: S607 - any sh
-        try:
-            wait_until_up(process, server.url, log)
-            idle = [socket.create_connection(("127.0.0.1", port), timeout=PATIENCE_S) for _ in range(200)]
+        with started(tmp_path, "sh", "-c", 'ulimit -n 128; exec "$@"', "sh") as (server, _):
+            idle = [socket.create_connection(("127.0.0.1", server.port), timeout=PATIENCE_S) for _ in range(200)]
             registered = httpx.post(f"{server.url}/jobs", json=job(), timeout=PATIENCE_S)
             assert registered.status_code == 201, registered.text
             for each in idle:
                 each.close()
-        finally:
-            process.kill()
-            process.wait()
-        assert "connections are taken" in log.read_text()
+        assert "connections are taken" in server.log.read_text()
+
+    @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux")
+    async def test_attack_of_200_connections_takes_little_memory_and_loses_no_report(self, tmp_path: Path) -> None:
+        with started(tmp_path) as (server, pid):
+            token = make_token(server.database_url, "report")
+            async with attacking(server.port, 200), asyncio.TaskGroup() as group:
+                trainings = [group.create_task(reported(server.url, token)) for _ in range(4)]
+                # Long enough for each kind of attack, even if all reports take less.
+                await asyncio.sleep(5)
+            assert [each.result() for each in trainings] == [list(range(1, 6))] * 4
+            peak_kb = re.search(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
+            assert peak_kb is not None
+            assert int(peak_kb[1]) < 300 * 1024
+            assert httpx.get(f"{server.url}/health/live", timeout=PATIENCE_S).status_code == 200
+        # Of some hundred requests that cannot be parsed.
+        assert 1 <= server.log.read_text().count("Invalid HTTP request received") <= 5
+
+
+@contextmanager
+def started(folder: Path, *prefix: str) -> Iterator[tuple[ServerProcess, int]]:
+    """Run a server that no process of the tests was forked for; yield it and its pid."""
+    server = ServerProcess(f"sqlite:///{folder / 'bso.sqlite3'}", folder / "server.log", free_port())
+    options = ["--port", str(server.port), "--database-url", server.database_url]
+    command = [*prefix, sys.executable, "-m", "bso_server", "serve", *options]
+    with server.log.open("w") as output:
+        process = subprocess.Popen(command, stderr=output)
+    try:
+        wait_until_up(process, server.url, server.log)
+        yield server, process.pid
+    finally:
+        process.kill()
+        process.wait()
+
+
+async def reported(url: str, token: str) -> list[int]:
+    """Run a trial; return the epochs that the server has of it."""
+    # The server may close a connection that is idle while this process is busy.
+    options: dict[str, Any] = {"limits": httpx.Limits(max_keepalive_connections=0), "timeout": PATIENCE_S}
+    async with httpx.AsyncClient(base_url=url, headers=bearer(token), **options) as http:
+        job_id = (await http.post("/jobs", json=job())).json()["job_id"]
+        trial = (await http.get("/jobs/batch_size", params={"job_id": job_id})).json()
+        for epoch in range(1, 6):
+            totals = {"time": epoch, "energy": epoch, "metric": 0.1, "current_epoch": epoch}
+            (await http.post("/report", json=trial | totals)).raise_for_status()
+        epochs = await http.get(f"/api/jobs/{job_id}/trials/1/epochs")
+        return [each["epoch"] for each in epochs.json()["epochs"]]

@@ -407,6 +407,22 @@ class TestLimits:
             # Probes address the machine, not its name.
             assert (await here.get("/health/live", headers={"Host": "10.0.0.7"})).status_code == 200
 
+    @pytest.mark.parametrize("name", ["Host", "Authorization", "Origin"])
+    async def test_repeated_header_that_access_depends_on_is_refused(self, new_database: str, name: str) -> None:
+        async with in_app(Settings(database_url=new_database, allowed_hosts="*")) as client:
+            for path in ("/api/jobs", "/ui/login"):
+                values = [(name, "evil.example"), (name, LOCAL)]
+                method = "POST" if "ui" in path else "GET"
+                refused = await client(LOCAL).request(method, path, headers=values, content=b"")
+                assert refused.status_code == 400
+                assert f"several {name} headers" in refused.text
+
+    async def test_login_form_is_small(self, new_database: str) -> None:
+        async with in_app(Settings(database_url=new_database)) as client:
+            form = {"token": "x" * 5000}
+            assert (await client(LOCAL).post("/ui/login", data=form)).status_code == 413
+            assert (await client(LOCAL).post("/ui/login", data={"token": UNKNOWN})).status_code == 401
+
     async def test_pages_of_other_sites_are_refused(self, new_database: str) -> None:
         async with in_app(Settings(database_url=new_database)) as client:
             here = client(LOCAL)
