@@ -24,7 +24,7 @@ from bso_server.api.dashboard import PAGES, JobPages, home
 from bso_server.api.errors import EXCEPTION_HANDLERS
 from bso_server.api.openapi import OpenApiDocument
 from bso_server.core.occurrences import Listener, nobody
-from bso_server.errors import DatabaseUnavailableError
+from bso_server.errors import DatabaseNotReadyError, DatabaseUnavailableError
 from bso_server.metrics.watch import Watch
 from bso_server.service.commands import BatchSizeService, Commands
 from bso_server.service.health import Health, TotalsReader
@@ -74,7 +74,7 @@ def create_app(settings: Settings | None = None) -> Litestar:
             await prepare(store)
             logger.info("database: %s", store.description)
             await _say_who_is_served(settings, tokens)
-            reaper = asyncio.create_task(_reap_for_ever(service, request_counts, settings.reap_interval_s))
+            reaper = asyncio.create_task(_reap_for_ever(store, service, request_counts, settings.reap_interval_s))
             yield
             reaper.cancel()
         finally:
@@ -161,15 +161,19 @@ def _rate_limit(per_minute: int) -> DefineMiddleware:
     return RateLimitConfig(rate_limit=("minute", per_minute), exclude="^/health/", store=_REQUEST_COUNTS).middleware
 
 
-async def _reap_for_ever(service: BatchSizeService, request_counts: MemoryStore, interval_s: float) -> None:
+async def _reap_for_ever(
+    store: Store, service: BatchSizeService, request_counts: MemoryStore, interval_s: float
+) -> None:
     """Periodically abandon expired trials, in each process, and delete expired counts of the rate limit."""
     while True:
         await asyncio.sleep(interval_s)
         await request_counts.delete_expired()
         try:
+            # A newer version may have upgraded the schema.
+            await store.check_schema()
             await service.reap()
-        except DatabaseUnavailableError:
-            # The store has logged it.
+        except (DatabaseNotReadyError, DatabaseUnavailableError):
+            # The store has logged it, or logs it at the next request.
             pass
         except Exception:
             logger.exception("could not look for abandoned trials")
