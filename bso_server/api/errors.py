@@ -130,7 +130,7 @@ _MEANING = {
     HTTPStatus.UNPROCESSABLE_ENTITY: "A parameter or a field of the body is wrong; each is named.",
     HTTPStatus.TOO_MANY_REQUESTS: "Too many requests from this address.",
     HTTPStatus.INTERNAL_SERVER_ERROR: "The server failed; its log says why.",
-    HTTPStatus.SERVICE_UNAVAILABLE: "The database does not answer, has another schema, or can keep nothing.",
+    HTTPStatus.SERVICE_UNAVAILABLE: "The database does not answer, has another schema, is damaged, or takes no writes.",
 }
 
 BODY = (

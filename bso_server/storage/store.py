@@ -41,7 +41,7 @@ from sqlalchemy.exc import DBAPIError
 from bso_server.core.occurrences import Listener, Occurrence, Outcome, TransactionDone, nobody
 from bso_server.errors import BsoError, DatabaseNotReadyError, DatabaseUnavailableError
 from bso_server.storage import migrations
-from bso_server.storage.database import Database
+from bso_server.storage.database import Database, dump_command
 from bso_server.storage.deadlines import LONG_PATIENCE_S, MIGRATION_PATIENCE_S, PATIENCE_S, waiting
 from bso_server.storage.faults import (
     DAMAGED,
@@ -52,7 +52,8 @@ from bso_server.storage.faults import (
     described,
     failure_of,
 )
-from bso_server.storage.sqlite import back_up
+from bso_server.storage.integrity import Integrity, check_integrity
+from bso_server.storage.sqlite import back_up, back_up_old_schema
 from bso_server.storage.transaction import RowLocked, Transaction
 
 # Turns of the event loop before a group is taken, a few microseconds each. A request needs that many from the socket to
@@ -501,7 +502,7 @@ class Store:
         found = await self.current_revision()
         migrations.refuse_newer(found, self.description)
         if self.is_sqlite and found not in (None, migrations.HEAD):
-            await asyncio.to_thread(back_up, Path(self._database.url.database or ""))
+            await asyncio.to_thread(back_up_old_schema, Path(self._database.url.database or ""))
         await self._transact(
             lambda transaction: migrations.upgrade(transaction.connection), patience_s=MIGRATION_PATIENCE_S
         )
@@ -531,6 +532,23 @@ class Store:
                 f"the database {self.description} is at schema {found or 'none'}, this version needs "
                 f"{migrations.HEAD}; run: bso-server db upgrade --database-url '{self.description}'"
             )
+
+    async def check_integrity(self) -> Integrity:
+        """Check the tables and indexes of the database, see `Integrity`; raise as `read`."""
+        try:
+            return await self.read(check_integrity)
+        except DatabaseUnavailableError as error:
+            if error.fault != DAMAGED:
+                raise
+            return Integrity([error.detail], "damage behind the place where this check ended")
+
+    async def back_up(self, copy: Path) -> None:
+        """Copy a SQLite file, see `sqlite.back_up`."""
+        await asyncio.to_thread(back_up, Path(self._database.url.database or ""), copy)
+
+    def dump_command(self, copy: Path) -> list[str]:
+        """Return the command that copies a database other than SQLite, see `database.dump_command`."""
+        return dump_command(self._database.url, copy)
 
     async def close(self) -> None:
         """Close every connection."""
