@@ -74,7 +74,7 @@ def create_app(settings: Settings | None = None) -> Litestar:
             await prepare(store)
             logger.info("database: %s", store.description)
             await _say_who_is_served(settings, tokens)
-            reaper = asyncio.create_task(_reap_for_ever(store, service, request_counts, settings.reap_interval_s))
+            reaper = asyncio.create_task(_reap_for_ever(service, request_counts, settings.reap_interval_s))
             yield
             reaper.cancel()
         finally:
@@ -161,16 +161,12 @@ def _rate_limit(per_minute: int) -> DefineMiddleware:
     return RateLimitConfig(rate_limit=("minute", per_minute), exclude="^/health/", store=_REQUEST_COUNTS).middleware
 
 
-async def _reap_for_ever(
-    store: Store, service: BatchSizeService, request_counts: MemoryStore, interval_s: float
-) -> None:
+async def _reap_for_ever(service: BatchSizeService, request_counts: MemoryStore, interval_s: float) -> None:
     """Periodically abandon expired trials, in each process, and delete expired counts of the rate limit."""
     while True:
         await asyncio.sleep(interval_s)
         await request_counts.delete_expired()
         try:
-            # A newer version may have upgraded the schema.
-            await store.check_schema()
             await service.reap()
         except (DatabaseNotReadyError, DatabaseUnavailableError):
             # The store has logged it, or logs it at the next request.

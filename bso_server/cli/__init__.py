@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import shlex
 import sys
 from collections.abc import Sequence
+from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 
@@ -31,8 +31,6 @@ from bso_server.service import reading
 from bso_server.service.commands import BatchSizeService
 from bso_server.service.health import differences
 from bso_server.settings import Settings, source_of, variable_of
-from bso_server.storage.integrity import Integrity
-from bso_server.storage.sqlite import timestamp
 from bso_server.storage.store import Store
 from bso_server.storage.transaction import Transaction
 
@@ -44,12 +42,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         options.run(options)
     except DatabaseUnavailableError as error:
-        problem = error.detail
-        if error.fault is None:
-            problem += (
-                ". Check that it runs and can be reached from here, and its URL, user and "
-                "password (--database-url or ZEUS_BSO_DATABASE_URL, ZEUS_BSO_DB_USER, ZEUS_BSO_DB_PASSWORD)"
-            )
+        advice = (
+            ". Check that it runs and can be reached from here, and its URL, user and "
+            "password (--database-url or ZEUS_BSO_DATABASE_URL, ZEUS_BSO_DB_USER, ZEUS_BSO_DB_PASSWORD)"
+        )
+        problem = error.detail + ("" if error.fault else advice)
     except (CommandError, BsoError, ValueError, OSError) as error:
         problem = str(error)
     else:
@@ -81,9 +78,8 @@ def _parser() -> argparse.ArgumentParser:
     backup_help = "copy a SQLite database that may be in use, and check the copy; of others, print the command to run"
     backup = add_command(database, "backup", backup_help, _db_backup)
     backup.add_argument("file", type=Path, metavar="FILE", help="the copy, which must not exist yet")
-    backup.add_argument(
-        "--keep", type=_number, metavar="N", help="add the time to the name FILE, and keep the N newest of these copies"
-    )
+    keep_help = "add the time to the name FILE, and keep the N newest of these copies"
+    backup.add_argument("--keep", type=int, metavar="N", help=keep_help)
 
     config = commands.add_parser("config", help="look at the settings").add_subparsers(required=True, metavar="WHAT")
     add_command(config, "show", "every setting with its source", _config_show)
@@ -127,49 +123,36 @@ def _db_prune(options: argparse.Namespace) -> None:
     with_store(options, prune)
 
 
-def _number(text: str) -> int:
-    if not text.isdecimal() or not int(text):
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of copies: write 1 or more")
-    return int(text)
-
-
 def _db_backup(options: argparse.Namespace) -> None:
+    file, keep = options.file, options.keep
+    copy = file if keep is None else Path(f"{file}.{datetime.now(UTC):%Y%m%dT%H%M%SZ}")
+    if copy.exists():
+        raise CommandError(f"{copy} exists: name another file, or add --keep 14")
+    if keep is not None and keep < 1:
+        raise CommandError("--keep takes the number of copies, 1 or more")
+
     async def back_up(store: Store) -> None:
-        if not store.is_sqlite:
-            print(shlex.join(store.dump_command(options.file)))
-            raise CommandError("nothing is copied: run the command above, which is the database's own")
         if await store.current_revision() is None:
             raise CommandError(f"{store.description} is empty: check its name")
-        copy = options.file if options.keep is None else Path(f"{options.file}.{timestamp()}")
-        if copy.exists():
-            raise CommandError(f"{copy} exists: name another file, or add --keep 14")
         await store.back_up(copy)
         print(f"{store.description} is copied to {copy}")
-        if options.keep is not None:
-            _remove_old(options.file, options.keep)
 
     with_store(options, back_up, checks_schema=False)
-
-
-def _remove_old(file: Path, keep: int) -> None:
-    """Remove all but the newest backups of this name, and what killed commands have left."""
-    pattern = re.compile(re.escape(file.name) + r"\.[0-9]{8}T[0-9]{6}Z(\..+\.partial)?")
-    found = [(match[1] is None, path) for path in file.parent.iterdir() if (match := pattern.fullmatch(path.name))]
-    for _, path in sorted(found)[:-keep]:
-        path.unlink()
+    if keep is not None:
+        # Files of killed commands sort first.
+        pattern = re.compile(re.escape(file.name) + r"\.[0-9]{8}T[0-9]{6}Z(\..+\.partial)?")
+        found = [(match[1] is None, path) for path in file.parent.iterdir() if (match := pattern.fullmatch(path.name))]
+        for _, old in sorted(found)[:-keep]:
+            old.unlink()
 
 
 def _db_verify(options: argparse.Namespace) -> None:
     differing: dict[str, list[str]] = {}
     unchecked: dict[str, str] = {}
-    integrity = Integrity([], "")
 
-    async def verify(store: Store) -> int:
-        nonlocal integrity
-        integrity = await store.check_integrity()
-        if integrity.damage:
-            return 0
-        jobs = (await store.read(reading.list_jobs, limit=None)).jobs
+    async def verify(store: Store) -> tuple[int, list[str], str]:
+        damage, undetected = await store.check_integrity()
+        jobs = () if damage else (await store.read(reading.list_jobs, limit=None)).jobs
         # One transaction for each job, because one for all jobs of a large database would take too long.
         for job in jobs:
             try:
@@ -177,19 +160,19 @@ def _db_verify(options: argparse.Namespace) -> None:
                     differing[job.job_id] = said
             except PolicyNotInstalledError as error:
                 unchecked[job.job_id] = error.message
-        return len(jobs)
+        return len(jobs), damage, undetected
 
-    number = with_store(options, verify)
+    number, damage, undetected = with_store(options, verify)
     if options.json:
-        found = {"jobs": number, "differences": differing, "unchecked": unchecked, **integrity._asdict()}
-        print(json.dumps(found, indent=2))
+        found = {"jobs": number, "damage": damage, "undetected": undetected}
+        print(json.dumps({**found, "differences": differing, "unchecked": unchecked}, indent=2))
     else:
-        print("\n".join([*integrity.damage, f"not detected: {integrity.undetected}"]))
+        print("\n".join([*damage, f"not detected: {undetected}"]))
         for job_id, said in differing.items():
             print("\n  ".join([f"job {job_id}:", *said]))
         for job_id, why in unchecked.items():
             print(f"job {job_id} cannot be checked: {why}")
-    if integrity.damage:
+    if damage:
         raise CommandError("the database is damaged, and no job was compared: restore a backup (docs/operations.md)")
     if differing:
         raise CommandError(

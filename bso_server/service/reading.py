@@ -230,7 +230,7 @@ class JobReader:
         try:
             async with asyncio.timeout(self._patience_s):
                 await self._store.check_schema()
-                if self._store.is_faulty or time.monotonic() > self._writable_until:
+                if self._store.fault is not None or time.monotonic() > self._writable_until:
                     await self._store.check_writable()
                     self._writable_until = time.monotonic() + _WRITABLE_FOR_S
         except DatabaseNotReadyError as error:

@@ -7,6 +7,7 @@ database, so that no transaction stays open because something else is slow.
 from __future__ import annotations
 
 import asyncio
+import shlex
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, nullcontext, suppress
 from pathlib import Path
@@ -290,15 +291,15 @@ def open_sqlite_file(database_url: str, *, echo_sql: bool = False, busy_timeout_
     return SqliteFile(url, echo_sql=echo_sql, busy_timeout_s=busy_timeout_s)
 
 
-def dump_command(url: URL, copy: Path) -> list[str]:
+def dump_command(url: URL, copy: Path) -> str:
     """Return the command by which a database server's own tool copies a database; the tool asks for the password."""
     if url.get_backend_name() == "postgresql":
         source = url.set(drivername="postgresql", query={})._replace(password=None)
-        return ["pg_dump", "--format=custom", f"--file={copy}", str(source)]
+        return shlex.join(["pg_dump", "--format=custom", f"--file={copy}", str(source)])
     options = {"result-file": copy, "host": url.host, "port": url.port, "user": url.username}
     given = [f"--{name}={value}" for name, value in options.items() if value is not None]
-    asks = ["--password"] if url.password else []
-    return ["mariadb-dump", "--single-transaction", *given, *asks, url.database or ""]
+    given += ["--password"] if url.password else []
+    return shlex.join(["mariadb-dump", "--single-transaction", *given, url.database or ""])
 
 
 def _url(database_url: str) -> URL:

@@ -41,7 +41,6 @@ _UNWRITABLE: dict[object, str] = {
     1030: _FAILING,  # error of the storage engine
     1034: DAMAGED,  # index of a table
     1114: _FULL,  # a table or its tablespace
-    1194: DAMAGED,  # table marked as crashed
     1290: _READ_ONLY,  # --read-only, as on a replica
     1712: DAMAGED,  # index of InnoDB
     1792: _READ_ONLY,  # a session of read-only transactions

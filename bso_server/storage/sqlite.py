@@ -368,7 +368,6 @@ def back_up(file: Path, copy: Path) -> None:
     """
     # Private from the beginning, as the database is; SQLite writes into an empty file.
     descriptor, partial = tempfile.mkstemp(".partial", f"{copy.name}.", copy.parent)
-    os.close(descriptor)
     try:
         with closing(sqlite3.connect(file)) as source:
             source.execute("VACUUM INTO ?", (partial,))
@@ -376,25 +375,20 @@ def back_up(file: Path, copy: Path) -> None:
             (found,) = made.execute("PRAGMA integrity_check(1)").fetchone()
         if found != "ok":
             raise sqlite3.DatabaseError(f"the copy is damaged: {found}")
-        with open(partial, "rb+") as written:
-            os.fsync(written.fileno())
+        os.fsync(descriptor)
         os.replace(partial, copy)
     except sqlite3.Error as error:
         raise OSError(f"{file} cannot be copied to {copy}: {error}") from error
     finally:
+        os.close(descriptor)
         Path(partial).unlink(missing_ok=True)
 
 
 def back_up_old_schema(file: Path) -> None:
     """Copy a SQLite file to a backup beside it, before its schema is upgraded."""
-    copy = Path(f"{file}.{timestamp()}.backup")
+    copy = Path(f"{file}.{datetime.now(UTC):%Y%m%dT%H%M%SZ}.backup")
     back_up(file, copy)
     logger.info("the database was copied to %s before its schema is upgraded", copy)
-
-
-def timestamp() -> str:
-    """Return the present instant for the name of a backup; later names sort behind earlier ones."""
-    return f"{datetime.now(UTC):%Y%m%dT%H%M%SZ}"
 
 
 def network_filesystem(path: Path, mounts: str | None = None) -> str | None:

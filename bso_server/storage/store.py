@@ -52,7 +52,7 @@ from bso_server.storage.faults import (
     described,
     failure_of,
 )
-from bso_server.storage.integrity import Integrity, check_integrity
+from bso_server.storage.integrity import check_integrity
 from bso_server.storage.sqlite import back_up, back_up_old_schema
 from bso_server.storage.transaction import RowLocked, Transaction
 
@@ -340,9 +340,9 @@ class Store:
         return store
 
     @property
-    def is_faulty(self) -> bool:
-        """True if the last write failed because of the database, or the database has been found damaged."""
-        return self._health.fault is not None or self._health.damage is not None
+    def fault(self) -> str | None:
+        """Reason why the last write found the database unwritable, or that it is damaged, or None."""
+        return self._health.fault or self._health.damage
 
     @property
     def is_sqlite(self) -> bool:
@@ -413,7 +413,7 @@ class Store:
     ) -> tuple[T, Transaction]:
         """Execute `work` as `write` does; return its result, and its transaction for publication."""
         alone = self._is_patient or patience_s is not None
-        if self._health.has_other_schema:
+        if self._health.has_other_schema and patience_s is None:
             work = self._checking_schema(work)
         begun, outcome = time.monotonic(), Outcome.FAILED
         with waiting(patience_s or self.patience_s, alone=alone) as deadline:
@@ -426,7 +426,9 @@ class Store:
                         failure = failure_of(error)
                         if failure is None:
                             if not isinstance(error, BsoError):
-                                await self._refuse_changed_schema()
+                                # Perhaps another version has changed the schema.
+                                with suppress(DatabaseUnavailableError):
+                                    self._refuse_request(await self.current_revision())
                             raise
                         wait_s = retries.wait_s(failure, error)
                         if wait_s is None:
@@ -446,11 +448,6 @@ class Store:
         if self._health.fault is not None and not read_only:
             self._health.mended(self.description)
         return done
-
-    async def _refuse_changed_schema(self) -> None:
-        """Raise `DatabaseNotReadyError` if a transaction has failed because another version has changed the schema."""
-        with suppress(DatabaseUnavailableError):
-            self._refuse_request(await self.current_revision())
 
     def _checking_schema(self, work: Work[T]) -> Work[T]:
         def checked(transaction: Transaction) -> T:
@@ -521,10 +518,8 @@ class Store:
         self.refuse_other_schema(await self.read(_current_revision))
 
     def refuse_other_schema(self, found: str | None) -> None:
-        """Raise `DatabaseNotReadyError` unless this revision, which the database has, is this version's.
-
-        From then on, every transaction begins with this check until it succeeds.
-        """
+        """Raise `DatabaseNotReadyError` unless this revision, which the database has, is this version's."""
+        # Until it is, every transaction begins with this check.
         self._health.has_other_schema = found != migrations.HEAD
         migrations.refuse_newer(found, self.description)
         if found != migrations.HEAD:
@@ -533,22 +528,26 @@ class Store:
                 f"{migrations.HEAD}; run: bso-server db upgrade --database-url '{self.description}'"
             )
 
-    async def check_integrity(self) -> Integrity:
-        """Check the tables and indexes of the database, see `Integrity`; raise as `read`."""
+    async def check_integrity(self) -> tuple[list[str], str]:
+        """Return the damage that the database finds in its tables and indexes, and the damage that it cannot find."""
         try:
             return await self.read(check_integrity)
         except DatabaseUnavailableError as error:
             if error.fault != DAMAGED:
                 raise
-            return Integrity([error.detail], "damage behind the place where this check ended")
+            return [error.detail], "damage behind the place where the check ended"
+        except DBAPIError as error:
+            return [], (
+                f"damage that the replay does not meet, as amcheck cannot be used ({NoConnectionError(error)}): let a "
+                "superuser run pg_amcheck --install-missing on this database"
+            )
 
     async def back_up(self, copy: Path) -> None:
-        """Copy a SQLite file, see `sqlite.back_up`."""
-        await asyncio.to_thread(back_up, Path(self._database.url.database or ""), copy)
-
-    def dump_command(self, copy: Path) -> list[str]:
-        """Return the command that copies a database other than SQLite, see `database.dump_command`."""
-        return dump_command(self._database.url, copy)
+        """Copy a SQLite file, see `sqlite.back_up`; for another database, raise `ValueError` with a command for it."""
+        url = self._database.url
+        if not self.is_sqlite:
+            raise ValueError(f"nothing is copied, the database has its own tool. Run: {dump_command(url, copy)}")
+        await asyncio.to_thread(back_up, Path(url.database or ""), copy)
 
     async def close(self) -> None:
         """Close every connection."""

@@ -20,7 +20,7 @@ import httpx
 import pytest
 from sqlalchemy.engine import make_url
 
-from bso_server.storage.database import open_database
+from bso_server.storage.database import dump_command
 from bso_server.storage.store import Store
 from tests.support.databases import MYSQL, MYSQL_URL, POSTGRES_URL, POSTGRESQL, fresh_database
 from tests.support.disks import damage_page
@@ -152,7 +152,9 @@ def test_newest_copies_are_kept_and_other_files_stay(file: Path, tmp_path: Path)
 
 @pytest.mark.parametrize("number", ["0", "-1", "x"])
 def test_number_of_copies_below_one_is_refused(number: str, file: Path, tmp_path: Path) -> None:
-    assert backup(file, tmp_path / "copy", f"--keep={number}").returncode == 2
+    refused = backup(file, tmp_path / "copy", f"--keep={number}")
+    assert refused.returncode != 0
+    assert "--keep" in refused.stderr
 
 
 @pytest.mark.parametrize("harm", ["a table", "no database", "no folder"])
@@ -186,8 +188,7 @@ def test_printed_command_dumps_a_database_server(kind: str, tmp_path: Path) -> N
         printed = bso_server("db", "backup", str(dump), "--database-url", url)
         # A timer must not take this for a backup.
         assert printed.returncode == 1
-        assert "nothing is copied" in printed.stderr
-        command = shlex.split(printed.stdout)
+        command = shlex.split(printed.stderr.partition("Run: ")[2])
         if shutil.which(command[0]) is None:
             pytest.skip(f"needs {command[0]}")
         subprocess.run(command, check=True)
@@ -207,10 +208,9 @@ def test_printed_command_dumps_a_database_server(kind: str, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("kind", ["postgresql", "mysql"])
 def test_printed_command_has_no_password(kind: str) -> None:
-    store = Store(open_database(f"{kind}://me:quiet@db.example:1234/bso"))
-    command = store.dump_command(Path("/backup/bso dump"))
-    assert "quiet" not in " ".join(command)
-    assert {"postgresql": "postgresql://me@db.example:1234/bso", "mysql": "--password"}[kind] in command
+    command = dump_command(make_url(f"{kind}://me:quiet@db.example:1234/bso"), Path("/backup/bso dump"))
+    assert "quiet" not in command
+    assert {"postgresql": "postgresql://me@db.example:1234/bso", "mysql": "--password"}[kind] in shlex.split(command)
 
 
 class TestVerify:
@@ -251,7 +251,7 @@ class TestVerify:
             filled(url)
             found = verify(url)
             assert found.returncode == 0
-            assert "amcheck is missing" in found.stdout
+            assert "amcheck cannot be used" in found.stdout
             change = execute(url)
             change("CREATE EXTENSION amcheck")
             found = verify(url)

@@ -7,6 +7,7 @@ import asyncio
 import re
 import sqlite3
 import sys
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -265,6 +266,7 @@ def test_older_server_answers_503_on_all_routes_after_schema_was_upgraded(databa
             assert {name: answer.status_code for name, answer in answers.items()} == dict.fromkeys(answers, 503)
             for answer in answers.values():
                 assert "another schema" in answer.text
+                assert int(answer.headers["retry-after"]) > 0
                 assert str(make_url(database_url).database) not in answer.text
             assert [http.get(path).status_code for path in ("/health/live", "/version")] == [200, 200]
             log = server.log.read_text()
@@ -277,6 +279,21 @@ def test_older_server_answers_503_on_all_routes_after_schema_was_upgraded(databa
         # The database is back from a backup: the server serves it without a restart.
         assert begin(http, "old-1")["trial_number"] == 2
         assert http.get("/health/ready").status_code == 200
+
+
+def test_quiet_server_notices_within_the_reap_interval_that_schema_was_upgraded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No request fails before the server looks for abandoned trials."""
+    monkeypatch.setenv("ZEUS_BSO_REAP_INTERVAL_S", "0.05")
+    with serving(f"sqlite:///{tmp_path / 'bso.sqlite3'}", tmp_path) as server:
+        set_revision(server.database_url, "9999")
+        deadline = time.monotonic() + 60
+        while (answer := httpx.get(f"{server.url}/api/jobs")).status_code == 200:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        assert (answer.status_code, "another schema" in answer.text) == (503, True)
+        assert "Traceback" not in server.log.read_text()
 
 
 def every_get() -> list[str]:
