@@ -264,9 +264,9 @@ def test_older_server_answers_503_on_all_routes_after_schema_was_upgraded(databa
             ]
             answers = {f"{method} {path}": http.request(method, path, json=body) for method, path, body in asked}
             assert {name: answer.status_code for name, answer in answers.items()} == dict.fromkeys(answers, 503)
-            for answer in answers.values():
+            for name, answer in answers.items():
                 assert "another schema" in answer.text
-                assert int(answer.headers["retry-after"]) > 0
+                assert "/ui" in name or int(answer.headers["retry-after"]) > 0
                 assert str(make_url(database_url).database) not in answer.text
             assert [http.get(path).status_code for path in ("/health/live", "/version")] == [200, 200]
             log = server.log.read_text()
