@@ -72,7 +72,7 @@ def _parser() -> argparse.ArgumentParser:
         "--older-than", type=duration, required=True, metavar="AGE", help="such as 12h, 30d or 8w: hours, days or weeks"
     )
 
-    verify_help = "check the database's pages, and compare what is remembered of each job with its trials"
+    verify_help = "check the database's pages, and each job's derived data against a replay of its trials"
     verify = add_command(database, "verify", verify_help, _db_verify)
     verify.add_argument("--json", action="store_true", help="print JSON")
     backup_help = "copy a SQLite database that may be in use, and check the copy; of others, print the command to run"
