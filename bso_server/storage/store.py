@@ -531,7 +531,8 @@ class Store:
     async def check_integrity(self) -> tuple[list[str], str]:
         """Return the damage that the database finds in its tables and indexes, and the damage that it cannot find."""
         try:
-            return await self.read(check_integrity)
+            found, _ = await self._transact(check_integrity, read_only=True, patience_s=MIGRATION_PATIENCE_S)
+            return found
         except DatabaseUnavailableError as error:
             if error.fault != DAMAGED:
                 raise
