@@ -368,6 +368,7 @@ def back_up(file: Path, copy: Path) -> None:
     """
     # Private from the beginning, as the database is; SQLite writes into an empty file.
     descriptor, partial = tempfile.mkstemp(".partial", f"{copy.name}.", copy.parent)
+    os.close(descriptor)
     try:
         with closing(sqlite3.connect(file)) as source:
             source.execute("VACUUM INTO ?", (partial,))
@@ -375,12 +376,12 @@ def back_up(file: Path, copy: Path) -> None:
             (found,) = made.execute("PRAGMA integrity_check(1)").fetchone()
         if found != "ok":
             raise sqlite3.DatabaseError(f"the copy is damaged: {found}")
-        os.fsync(descriptor)
+        with open(partial, "rb+") as written:
+            os.fsync(written.fileno())
         os.replace(partial, copy)
     except sqlite3.Error as error:
         raise OSError(f"{file} cannot be copied to {copy}: {error}") from error
     finally:
-        os.close(descriptor)
         Path(partial).unlink(missing_ok=True)
 
 

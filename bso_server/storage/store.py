@@ -341,7 +341,7 @@ class Store:
 
     @property
     def fault(self) -> str | None:
-        """Reason why the last write found the database unwritable, or that it is damaged, or None."""
+        """Reason why the last write failed, or the first error about damage, or None."""
         return self._health.fault or self._health.damage
 
     @property
