@@ -24,7 +24,7 @@ from bso_server.api.dashboard import PAGES, JobPages, home
 from bso_server.api.errors import EXCEPTION_HANDLERS
 from bso_server.api.openapi import OpenApiDocument
 from bso_server.core.occurrences import Listener, nobody
-from bso_server.errors import DatabaseUnavailableError
+from bso_server.errors import DatabaseNotReadyError, DatabaseUnavailableError
 from bso_server.metrics.watch import Watch
 from bso_server.service.commands import BatchSizeService, Commands
 from bso_server.service.health import Health, TotalsReader
@@ -172,8 +172,8 @@ async def _reap_for_ever(service: BatchSizeService, request_counts: MemoryStore,
         await request_counts.delete_expired()
         try:
             await service.reap()
-        except DatabaseUnavailableError:
-            # The store has logged it.
+        except (DatabaseNotReadyError, DatabaseUnavailableError):
+            # The store has logged it, or logs it at the next request.
             pass
         except Exception:
             logger.exception("could not look for abandoned trials")

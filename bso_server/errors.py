@@ -140,13 +140,13 @@ class DatabaseNotReadyError(BsoError):
 
 
 class DatabaseUnavailableError(BsoError):
-    """The database cannot be reached, loses its connections repeatedly, or accepts no writes.
+    """The database cannot be reached, loses its connections repeatedly, accepts no writes, or is damaged.
 
     A current write may have been committed.
 
     Attributes:
         detail: Database and failure, on one line; only for operators.
-        fault: Why a database that answers accepts no writes, for every client, or None.
+        fault: Why a database that answers accepts no writes, or cannot be read, for every client; or None.
     """
 
     def __init__(self, detail: str, *, fault: str | None = None) -> None:
@@ -154,7 +154,7 @@ class DatabaseUnavailableError(BsoError):
             message = "the database does not answer at present: send the request again; the server's log says more"
         else:
             message = (
-                f"the server can keep nothing at present, for {fault}: send the request again when its operator has "
+                f"the server cannot do this at present, because {fault}: send the request again when its operator has "
                 "mended that; the server's log says more"
             )
         super().__init__(message)

@@ -12,16 +12,16 @@ from litestar import Request, Response
 from litestar.exceptions import HTTPException, ValidationException
 from litestar.openapi.datastructures import ResponseSpec
 
-from bso_server.errors import STATUS_OF, BsoError, DatabaseUnavailableError, UnauthenticatedError
+from bso_server.errors import STATUS_OF, BsoError
 from bso_server.service.imports import MAX_IMPORT_BYTES
 from zeus_plugins.protocol import ErrorBody, FieldError, RefusalReason
 
 logger = logging.getLogger("bso_server")
 
-_HEADERS_OF: dict[type[BsoError], dict[str, str]] = {
-    UnauthenticatedError: {"WWW-Authenticate": 'Bearer realm="zeus-bso", Basic realm="zeus-bso"'},
+_HEADERS_OF = {
+    HTTPStatus.UNAUTHORIZED: {"WWW-Authenticate": 'Bearer realm="zeus-bso", Basic realm="zeus-bso"'},
     # Seconds; short, because the server itself has already retried.
-    DatabaseUnavailableError: {"Retry-After": "5"},
+    HTTPStatus.SERVICE_UNAVAILABLE: {"Retry-After": "5"},
 }
 
 # Messages that replace Litestar's, which do not say what to change.
@@ -54,7 +54,8 @@ AnyRequest = Request[Any, Any, Any]
 def domain_error(_request: AnyRequest, error: BsoError) -> Response[ErrorBody]:
     """Answer an error that the service raised."""
     fields = () if error.field is None else (FieldError(field=error.field, message=error.message),)
-    return _answer(STATUS_OF[type(error)], error.message, fields, _HEADERS_OF.get(type(error)), error.reason)
+    status = STATUS_OF[type(error)]
+    return _answer(status, error.message, fields, _HEADERS_OF.get(status), error.reason)
 
 
 def invalid_request(request: AnyRequest, error: ValidationException) -> Response[ErrorBody]:
@@ -130,7 +131,7 @@ _MEANING = {
     HTTPStatus.UNPROCESSABLE_ENTITY: "A parameter or a field of the body is wrong; each is named.",
     HTTPStatus.TOO_MANY_REQUESTS: "Too many requests from this address.",
     HTTPStatus.INTERNAL_SERVER_ERROR: "The server failed; its log says why.",
-    HTTPStatus.SERVICE_UNAVAILABLE: "The database does not answer, has another schema, or can keep nothing.",
+    HTTPStatus.SERVICE_UNAVAILABLE: "The database does not answer, has another schema, is damaged, or takes no writes.",
 }
 
 BODY = (

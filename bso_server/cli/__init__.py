@@ -6,9 +6,12 @@ import argparse
 import json
 import logging
 import os
+import re
 import sys
 from collections.abc import Sequence
+from datetime import UTC, datetime
 from importlib.metadata import version
+from pathlib import Path
 
 from bso_server.app import store_of
 from bso_server.cli.common import (
@@ -52,10 +55,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _READER_LEFT
     except DatabaseUnavailableError as error:
-        problem = (
-            f"{error.detail}. Check that it runs and can be reached from here, and its URL, user and "
+        advice = (
+            ". Check that it runs and can be reached from here, and its URL, user and "
             "password (--database-url or ZEUS_BSO_DATABASE_URL, ZEUS_BSO_DB_USER, ZEUS_BSO_DB_PASSWORD)"
         )
+        problem = error.detail + ("" if error.fault else advice)
     except (CommandError, BsoError, ValueError, OSError) as error:
         problem = str(error)
     else:
@@ -81,8 +85,14 @@ def _parser() -> argparse.ArgumentParser:
         "--older-than", type=duration, required=True, metavar="AGE", help="such as 12h, 30d or 8w: hours, days or weeks"
     )
 
-    verify = add_command(database, "verify", "compare what is remembered of each job with its trials", _db_verify)
+    verify_help = "check the database's pages, and each job's derived data against a replay of its trials"
+    verify = add_command(database, "verify", verify_help, _db_verify)
     verify.add_argument("--json", action="store_true", help="print JSON")
+    backup_help = "copy a SQLite database that may be in use, and check the copy; of others, print the command to run"
+    backup = add_command(database, "backup", backup_help, _db_backup)
+    backup.add_argument("file", type=Path, metavar="FILE", help="the copy, which must not exist yet")
+    keep_help = "add the time to the name FILE, and keep the N newest of these copies"
+    backup.add_argument("--keep", type=int, metavar="N", help=keep_help)
 
     config = commands.add_parser("config", help="look at the settings").add_subparsers(required=True, metavar="WHAT")
     add_command(config, "show", "every setting with its source", _config_show)
@@ -126,12 +136,36 @@ def _db_prune(options: argparse.Namespace) -> None:
     with_store(options, prune)
 
 
+def _db_backup(options: argparse.Namespace) -> None:
+    file, keep = options.file, options.keep
+    copy = file if keep is None else Path(f"{file}.{datetime.now(UTC):%Y%m%dT%H%M%SZ}")
+    if copy.exists():
+        raise CommandError(f"{copy} exists: name another file, or add --keep 14")
+    if keep is not None and keep < 1:
+        raise CommandError("--keep takes the number of copies, 1 or more")
+
+    async def back_up(store: Store) -> None:
+        if await store.current_revision() is None:
+            raise CommandError(f"{store.description} is empty: check its name")
+        await store.back_up(copy)
+        print(f"{store.description} is copied to {copy}")
+
+    with_store(options, back_up, checks_schema=False)
+    if keep is not None:
+        # Files of killed commands sort first.
+        pattern = re.compile(re.escape(file.name) + r"\.[0-9]{8}T[0-9]{6}Z(\..+\.partial)?")
+        found = [(match[1] is None, path) for path in file.parent.iterdir() if (match := pattern.fullmatch(path.name))]
+        for _, old in sorted(found)[:-keep]:
+            old.unlink()
+
+
 def _db_verify(options: argparse.Namespace) -> None:
     differing: dict[str, list[str]] = {}
     unchecked: dict[str, str] = {}
 
-    async def verify(store: Store) -> int:
-        jobs = (await store.read(reading.list_jobs, limit=None)).jobs
+    async def verify(store: Store) -> tuple[int, list[str], str]:
+        damage, undetected = await store.check_integrity()
+        jobs = () if damage else (await store.read(reading.list_jobs, limit=None)).jobs
         # One transaction for each job, because one for all jobs of a large database would take too long.
         for job in jobs:
             try:
@@ -139,16 +173,20 @@ def _db_verify(options: argparse.Namespace) -> None:
                     differing[job.job_id] = said
             except PolicyNotInstalledError as error:
                 unchecked[job.job_id] = error.message
-        return len(jobs)
+        return len(jobs), damage, undetected
 
-    number = with_store(options, verify)
+    number, damage, undetected = with_store(options, verify)
     if options.json:
-        print(json.dumps({"jobs": number, "differences": differing, "unchecked": unchecked}, indent=2))
+        found = {"jobs": number, "damage": damage, "undetected": undetected}
+        print(json.dumps({**found, "differences": differing, "unchecked": unchecked}, indent=2))
     else:
+        print("\n".join([*map(printable, damage), f"not detected: {undetected}"]))
         for job_id, said in differing.items():
             print("\n  ".join([f"job {job_id}:", *map(printable, said)]))
         for job_id, why in unchecked.items():
             print(printable(f"job {job_id} cannot be checked: {why}"))
+    if damage:
+        raise CommandError("the database is damaged, and no job was compared: restore a backup (docs/operations.md)")
     if differing:
         raise CommandError(
             f"{len(differing)} of {number} jobs are remembered otherwise than their trials say: export, delete and "

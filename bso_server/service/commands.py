@@ -552,8 +552,9 @@ class BatchSizeService:
     async def reap(self) -> int:
         """Abandon every trial with an expired lease, except locked ones; return their number.
 
-        Also remove what interrupted imports left behind.
+        Also remove what interrupted imports left behind, and look whether another version has changed the schema.
         """
+        await self._store.check_schema()
         await self.imports.remove_broken()
         abandoned = 0
         for job_id in await self._store.read(self.commands.jobs_to_reap):

@@ -221,7 +221,7 @@ class JobReader:
         """Check that requests can be served.
 
         Raises:
-            DatabaseNotReadyError: The database is silent, has another schema, or cannot write.
+            DatabaseNotReadyError: The database is silent, has another schema, cannot write, or is damaged.
         """
         try:
             async with asyncio.timeout(self._patience_s):
@@ -237,7 +237,7 @@ class JobReader:
             said = error.detail if isinstance(error, DatabaseUnavailableError) else f"{type(error).__name__}: {error}"
             logger.warning("not ready: %s", said)
             fault = error.fault if isinstance(error, DatabaseUnavailableError) else None
-            reason = "the database does not answer" if fault is None else f"nothing can be kept, for {fault}"
+            reason = "the database does not answer" if fault is None else f"the server is not ready, because {fault}"
             raise DatabaseNotReadyError(f"{reason}; the server's log says why") from error
 
 

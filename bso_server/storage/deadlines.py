@@ -20,7 +20,7 @@ LONG_PATIENCE_S = 60.0
 """Seconds for each transaction of commands, and of work on whole jobs."""
 
 MIGRATION_PATIENCE_S = 600.0
-"""Seconds for a change of the schema, which may rewrite tables, or wait for the same change by another process."""
+"""Seconds for a change of the schema, which may wait for another process, and for a check of the whole database."""
 
 
 class Deadline:

@@ -18,29 +18,34 @@ from bso_server.storage.deadlines import PATIENCE_S, Deadline
 _FULL = "the disk of its database is full"
 _READ_ONLY = "its database takes no writes"
 _FAILING = "the disk of its database fails, or its quota is used up"
-_DAMAGED = "the file of its database is damaged"
+DAMAGED = "its database is damaged"
 
-# Codes of databases that answer but accept no writes; the last byte of SQLite's extended codes.
+# Codes of databases that answer but accept no writes, or are damaged; the last byte of SQLite's extended codes.
 _SQLITE_UNWRITABLE = {
     sqlite3.SQLITE_FULL: _FULL,
     sqlite3.SQLITE_READONLY: _READ_ONLY,
     sqlite3.SQLITE_IOERR: _FAILING,
     sqlite3.SQLITE_CANTOPEN: _FAILING,
-    sqlite3.SQLITE_CORRUPT: _DAMAGED,
-    sqlite3.SQLITE_NOTADB: _DAMAGED,
+    sqlite3.SQLITE_CORRUPT: DAMAGED,
+    sqlite3.SQLITE_NOTADB: DAMAGED,
 }
 _UNWRITABLE: dict[object, str] = {
     "25006": _READ_ONLY,  # PostgreSQL's; the numbers are MySQL's
     "53100": _FULL,
     "58030": _FAILING,
+    "XX001": DAMAGED,  # data corrupted
+    "XX002": DAMAGED,  # index corrupted
     3: _FAILING,  # error writing a file
     1021: _FULL,
     1026: _FAILING,  # error writing the file of a table
     1030: _FAILING,  # error of the storage engine
+    1034: DAMAGED,  # index of a table
     1114: _FULL,  # a table or its tablespace
     1290: _READ_ONLY,  # --read-only, as on a replica
+    1712: DAMAGED,  # index of InnoDB
     1792: _READ_ONLY,  # a session of read-only transactions
     1836: _READ_ONLY,  # --innodb-read-only
+    1877: DAMAGED,  # table missing or corrupt
 }
 
 # Codes of databases that have aborted a transaction which may succeed when it is retried.
@@ -71,7 +76,7 @@ class NoConnectionError(Exception):
 
 
 class UnwritableError(Exception):
-    """The database accepts no writes until an operator has repaired it.
+    """The database accepts no writes, or is damaged, until an operator has repaired it.
 
     Attributes:
         fault: What is wrong, for every client to read; the text of the error adds the details.
@@ -92,7 +97,7 @@ def no_answer(timeout_s: float) -> NoConnectionError:
 
 
 def as_unwritable(error: DBAPIError) -> UnwritableError | None:
-    """Return an `UnwritableError` if the error means that the database accepts no writes, else None."""
+    """Return an `UnwritableError` if the error means that the database accepts no writes or is damaged, else None."""
     cause = error.orig
     if isinstance(cause, sqlite3.Error):
         fault = _SQLITE_UNWRITABLE.get(getattr(cause, "sqlite_errorcode", 0) & 0xFF)

@@ -9,6 +9,7 @@ import random
 import re
 import sqlite3
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -382,7 +383,7 @@ class SyncStore:
             if found != migrations.HEAD:
                 migrations.refuse_newer(found, described(self._file.written))
                 if found is not None:
-                    back_up(self._file.path)
+                    back_up_old_schema(self._file.path)
                 with _unlogged():
                     self._file.transact(connection, migrations.upgrade, patience_s=patience_s)
         except BaseException:
@@ -418,11 +419,37 @@ class _BrokenInError(Exception):
     """Another transaction of the same thread has interrupted this one."""
 
 
-def back_up(file: Path) -> None:
-    """Copy a SQLite file, which others may be writing to, to a backup beside it."""
+def back_up(file: Path, copy: Path) -> None:
+    """Copy a SQLite file, which others may be writing to, as of one moment.
+
+    `copy` appears, or is replaced, when the copy is complete, checked and on the disk.
+
+    Raises:
+        OSError: The file cannot be read or is damaged, or the copy cannot be written.
+    """
+    # Private from the beginning, as the database is; SQLite writes into an empty file.
+    descriptor, partial = tempfile.mkstemp(".partial", f"{copy.name}.", copy.parent)
+    os.close(descriptor)
+    try:
+        with closing(sqlite3.connect(file)) as source:
+            source.execute("VACUUM INTO ?", (partial,))
+        with closing(sqlite3.connect(partial)) as made:
+            (found,) = made.execute("PRAGMA integrity_check(1)").fetchone()
+        if found != "ok":
+            raise sqlite3.DatabaseError(f"the copy is damaged: {found}")
+        with open(partial, "rb+") as written:
+            os.fsync(written.fileno())
+        os.replace(partial, copy)
+    except sqlite3.Error as error:
+        raise OSError(f"{file} cannot be copied to {copy}: {error}") from error
+    finally:
+        Path(partial).unlink(missing_ok=True)
+
+
+def back_up_old_schema(file: Path) -> None:
+    """Copy a SQLite file to a backup beside it, before its schema is upgraded."""
     copy = Path(f"{file}.{datetime.now(UTC):%Y%m%dT%H%M%SZ}.backup")
-    with closing(sqlite3.connect(file)) as source, closing(sqlite3.connect(copy)) as target:
-        source.backup(target)
+    back_up(file, copy)
     logger.info("the database was copied to %s before its schema is upgraded", copy)
 
 

@@ -28,6 +28,7 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Hashable, Sequence
+from contextlib import suppress
 from contextvars import Context, copy_context
 from dataclasses import dataclass, field
 from functools import partial
@@ -40,10 +41,19 @@ from sqlalchemy.exc import DBAPIError
 from bso_server.core.occurrences import Listener, Occurrence, Outcome, TransactionDone, nobody
 from bso_server.errors import BsoError, DatabaseNotReadyError, DatabaseUnavailableError
 from bso_server.storage import migrations
-from bso_server.storage.database import Database
+from bso_server.storage.database import Database, dump_command
 from bso_server.storage.deadlines import LONG_PATIENCE_S, MIGRATION_PATIENCE_S, PATIENCE_S, waiting
-from bso_server.storage.faults import NoConnectionError, Retries, UnwritableError, as_unwritable, described, failure_of
-from bso_server.storage.sqlite import back_up
+from bso_server.storage.faults import (
+    DAMAGED,
+    NoConnectionError,
+    Retries,
+    UnwritableError,
+    as_unwritable,
+    described,
+    failure_of,
+)
+from bso_server.storage.integrity import check_integrity
+from bso_server.storage.sqlite import back_up, back_up_old_schema
 from bso_server.storage.transaction import RowLocked, Transaction
 
 # Turns of the event loop before a group is taken, a few microseconds each. A request needs that many from the socket to
@@ -265,25 +275,44 @@ def _settle(future: asyncio.Future[Any], outcome: Any) -> None:
 
 
 class _Health:
-    """Last known fault of a database that accepts no writes, and when it was logged."""
+    """Last known fault of a database, and when it was logged.
+
+    Attributes:
+        fault: Why the last write failed, or None.
+        damage: The first error about damage, or None. Writes to intact parts succeed, so that they do not end it.
+        has_other_schema: True if the schema was not this version's when it was last looked at.
+    """
 
     def __init__(self) -> None:
         self.fault: str | None = None
-        self._say_again = -math.inf
+        self.damage: str | None = None
+        self.has_other_schema = False
+        self._said, self._say_again = "", -math.inf
 
     def error_of(self, error: UnwritableError, database: str) -> DatabaseUnavailableError:
-        """Return the error for a request whose write failed with `error`; log it from time to time."""
-        detail, now = f"nothing can be kept in the database {database}, for {error}", time.monotonic()
-        if error.fault != self.fault or now > self._say_again:
-            logger.error("%s; every request gets 503 until that is mended", detail)
-            self._say_again = now + _SAY_AGAIN_S
-        self.fault = error.fault
+        """Return the error for a request that failed with `error`; log it from time to time."""
+        if error.fault == DAMAGED:
+            detail = f"the database {database} cannot be read or written, for {error}"
+            self.damage = self.damage or detail
+            then = "/health/ready is 503 until the server is started again: run bso-server db verify, restore a backup"
+        else:
+            detail = f"nothing can be kept in the database {database}, for {error}"
+            self.fault = error.fault
+            then = "every request gets 503 until that is mended"
+        self.say(error.fault, f"{detail}; {then}")
         return DatabaseUnavailableError(detail, fault=error.fault)
 
     def mended(self, database: str) -> None:
         """Record a successful write after a fault."""
         logger.warning("the database %s keeps what is written again", database)
         self.fault, self._say_again = None, -math.inf
+
+    def say(self, fault: str, line: str) -> None:
+        """Log an error about a fault, unless one about the same fault was logged within a minute."""
+        now = time.monotonic()
+        if fault != self._said or now > self._say_again:
+            logger.error("%s", line)
+            self._said, self._say_again = fault, now + _SAY_AGAIN_S
 
 
 class Store:
@@ -312,8 +341,8 @@ class Store:
 
     @property
     def fault(self) -> str | None:
-        """Reason why the last write found the database unwritable, or None."""
-        return self._health.fault
+        """Reason why the last write failed, or the first error about damage, or None."""
+        return self._health.fault or self._health.damage
 
     @property
     def is_sqlite(self) -> bool:
@@ -384,6 +413,8 @@ class Store:
     ) -> tuple[T, Transaction]:
         """Execute `work` as `write` does; return its result, and its transaction for publication."""
         alone = self._is_patient or patience_s is not None
+        if self._health.has_other_schema and patience_s is None:
+            work = self._checking_schema(work)
         begun, outcome = time.monotonic(), Outcome.FAILED
         with waiting(patience_s or self.patience_s, alone=alone) as deadline:
             retries = Retries(deadline)
@@ -394,6 +425,10 @@ class Store:
                     except Exception as error:
                         failure = failure_of(error)
                         if failure is None:
+                            if not isinstance(error, BsoError):
+                                # Perhaps another version has changed the schema.
+                                with suppress(DatabaseUnavailableError):
+                                    self._refuse_request(await self.current_revision())
                             raise
                         wait_s = retries.wait_s(failure, error)
                         if wait_s is None:
@@ -404,14 +439,33 @@ class Store:
                         outcome = Outcome.COMMITTED
                         break
             except BsoError as error:
-                outcome = Outcome.UNAVAILABLE if isinstance(error, DatabaseUnavailableError) else Outcome.REFUSED
+                is_away = isinstance(error, (DatabaseUnavailableError, DatabaseNotReadyError))
+                outcome = Outcome.UNAVAILABLE if is_away else Outcome.REFUSED
                 raise
             finally:
                 took_s = time.monotonic() - begun
                 (listener or self.listener)(TransactionDone(not read_only, outcome, took_s, retries.repeats))
-        if self.fault is not None and not read_only:
+        if self._health.fault is not None and not read_only:
             self._health.mended(self.description)
         return done
+
+    def _checking_schema(self, work: Work[T]) -> Work[T]:
+        def checked(transaction: Transaction) -> T:
+            self._refuse_request(_current_revision(transaction))
+            return work(transaction)
+
+        return checked
+
+    def _refuse_request(self, found: str | None) -> None:
+        """Raise as `refuse_other_schema`, but without the address of the database, which clients must not see."""
+        try:
+            self.refuse_other_schema(found)
+        except DatabaseNotReadyError as error:
+            self._health.say("schema", f"{error}; every request gets 503 until then")
+            raise DatabaseNotReadyError(
+                "the server's database has another schema: send the request again when its operator has installed the "
+                "version that fits; the server's log names both"
+            ) from error
 
     async def _attempt(
         self, work: Work[T], *, read_only: bool, waits: bool = True, timeout_s: float
@@ -431,7 +485,9 @@ class Store:
             raise self._health.error_of(fault, self.description) from error
 
     async def check_writable(self) -> None:
-        """Insert and delete a row, which fails on a full disk and on a standby; raise as `write`."""
+        """Insert and delete a row, which fails on a full disk and on a standby; raise as `write`, and after damage."""
+        if self._health.damage is not None:
+            raise DatabaseUnavailableError(self._health.damage, fault=DAMAGED)
         await self.write(Transaction.write_probe, secrets.token_hex(16))
 
     async def migrate(self) -> None:
@@ -443,7 +499,7 @@ class Store:
         found = await self.current_revision()
         migrations.refuse_newer(found, self.description)
         if self.is_sqlite and found not in (None, migrations.HEAD):
-            await asyncio.to_thread(back_up, Path(self._database.url.database or ""))
+            await asyncio.to_thread(back_up_old_schema, Path(self._database.url.database or ""))
         await self._transact(
             lambda transaction: migrations.upgrade(transaction.connection), patience_s=MIGRATION_PATIENCE_S
         )
@@ -463,12 +519,36 @@ class Store:
 
     def refuse_other_schema(self, found: str | None) -> None:
         """Raise `DatabaseNotReadyError` unless this revision, which the database has, is this version's."""
+        # Until it is, every transaction begins with this check.
+        self._health.has_other_schema = found != migrations.HEAD
         migrations.refuse_newer(found, self.description)
         if found != migrations.HEAD:
             raise DatabaseNotReadyError(
                 f"the database {self.description} is at schema {found or 'none'}, this version needs "
                 f"{migrations.HEAD}; run: bso-server db upgrade --database-url '{self.description}'"
             )
+
+    async def check_integrity(self) -> tuple[list[str], str]:
+        """Return the damage that the database finds in its tables and indexes, and the damage that it cannot find."""
+        try:
+            found, _ = await self._transact(check_integrity, read_only=True, patience_s=MIGRATION_PATIENCE_S)
+            return found
+        except DatabaseUnavailableError as error:
+            if error.fault != DAMAGED:
+                raise
+            return [error.detail], "damage behind the place where the check ended"
+        except DBAPIError as error:
+            return [], (
+                f"damage that the replay does not meet, as amcheck cannot be used ({NoConnectionError(error)}): let a "
+                "superuser run pg_amcheck --install-missing on this database"
+            )
+
+    async def back_up(self, copy: Path) -> None:
+        """Copy a SQLite file, see `sqlite.back_up`; for another database, raise `ValueError` with a command for it."""
+        url = self._database.url
+        if not self.is_sqlite:
+            raise ValueError(f"nothing is copied, the database has its own tool. Run: {dump_command(url, copy)}")
+        await asyncio.to_thread(back_up, Path(url.database or ""), copy)
 
     async def close(self) -> None:
         """Close every connection."""

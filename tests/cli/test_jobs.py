@@ -438,8 +438,11 @@ async def test_what_is_remembered_is_compared_with_the_trials(tmp_path: Path) ->
         await job.reach(await job.suggest(), 500.0)
         await job.suggest()
     at = ["--database-url", database]
-    assert run("db", "verify", *at) == (0, "1 jobs are remembered as their trials say\n", "")
-    assert json.loads(run("db", "verify", "--json", *at)[1]) == {"jobs": 1, "differences": {}, "unchecked": {}}
+    undetected = "changed values in intact pages, because SQLite has no checksums"
+    said = f"not detected: {undetected}\n1 jobs are remembered as their trials say\n"
+    assert run("db", "verify", *at) == (0, said, "")
+    found = {"jobs": 1, "differences": {}, "unchecked": {}, "damage": [], "undetected": undetected}
+    assert json.loads(run("db", "verify", "--json", *at)[1]) == found
     with closing(sqlite3.connect(tmp_path / "bso.sqlite3")) as file:
         file.execute("UPDATE arms SET arm = json_set(arm, '$.trials', 7) WHERE batch_size = 16")
         file.execute("UPDATE jobs SET min_cost_j = 1e-9")

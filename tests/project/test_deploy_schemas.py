@@ -39,20 +39,20 @@ def kustomized(folder: Path) -> list[dict[str, Any]]:
     return [document for document in yaml.safe_load_all(done.stdout) if document]
 
 
-@pytest.fixture(params=["sqlite", "postgresql", "sqlite, monitored", "postgresql, monitored"])
+@pytest.fixture(params=["sqlite", "postgresql", "sqlite, monitoring", "postgresql, monitoring", "sqlite, backup"])
 def installation(request: pytest.FixtureRequest, tmp_path: Path) -> list[dict[str, Any]]:
-    overlay, _, monitored = request.param.partition(", ")
+    overlay, _, component = request.param.partition(", ")
     folder = KUBERNETES / "overlays" / overlay
-    if not monitored:
+    if not component:
         return kustomized(folder)
-    parts = {"resources": [folder], "components": [KUBERNETES / "components" / "monitoring"]}
+    parts = {"resources": [folder], "components": [KUBERNETES / "components" / component]}
     kustomization: dict[str, object] = {
         key: [os.path.relpath(path, tmp_path.resolve()) for path in paths] for key, paths in parts.items()
     }
     kustomization["namespace"] = "zeus-bso"
     (tmp_path / "kustomization.yaml").write_text(yaml.safe_dump(kustomization))
     found = kustomized(tmp_path)
-    assert "ServiceMonitor" in {each["kind"] for each in found}
+    assert {"monitoring": "ServiceMonitor", "backup": "CronJob"}[component] in {each["kind"] for each in found}
     return found
 
 
@@ -76,7 +76,21 @@ class TestAnInstallation:
         if "PodDisruptionBudget" in kinds:
             selectors.append(kinds["PodDisruptionBudget"]["spec"]["selector"]["matchLabels"])
         assert all(selector.items() <= labels.items() for selector in selectors)
-        # The Service must not send requests to the pod that upgrades the schema.
+        # The Service must not send requests to the pods that copy the database or upgrade its schema.
+        if "CronJob" in kinds:
+            copying = kinds["CronJob"]["spec"]["jobTemplate"]["spec"]["template"]
+            assert not kinds["Service"]["spec"]["selector"].items() <= copying["metadata"]["labels"].items()
+            (beside,) = copying["spec"]["affinity"]["podAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
+            assert beside["labelSelector"]["matchLabels"].items() <= labels.items()
+            claims = {
+                each["metadata"]["name"]: each["spec"]
+                for each in installation
+                if each["kind"] == "PersistentVolumeClaim"
+            }
+            mounted = {one["persistentVolumeClaim"]["claimName"] for one in copying["spec"]["volumes"][1:]}
+            assert mounted == claims.keys()
+            # A claim for one pod alone would keep the second one waiting for ever.
+            assert {mode for claim in claims.values() for mode in claim["accessModes"]} == {"ReadWriteOnce"}
         if "Job" in kinds:
             of_job = kinds["Job"]["spec"]["template"]["metadata"]["labels"]
             assert not kinds["Service"]["spec"]["selector"].items() <= of_job.items()

@@ -8,18 +8,22 @@ import json
 import re
 import sqlite3
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from datetime import datetime
 from pathlib import Path
+from typing import TypeVar
 
 import httpx
 import pytest
 from alembic.script import ScriptDirectory
+from litestar.routes import HTTPRoute
 from sqlalchemy import Connection, text
 from sqlalchemy.engine import make_url
 
+from bso_server.app import create_app
 from bso_server.cli.common import CommandError, settings_of
 from bso_server.core.job import LeasePolicy
 from bso_server.settings import Settings
@@ -41,7 +45,10 @@ from tests.support.servers import (
     wait_for_workers,
 )
 from tests.support.service import open_store
+from tests.support.tokens import RESULT
 from tests.support.wire import begin
+
+T = TypeVar("T")
 
 MOUNTS = """\
 /dev/sda1 / ext4 rw 0 0
@@ -188,10 +195,19 @@ def set_revision(database_url: str, revision: str) -> list[str]:
         connection.execute(text("UPDATE alembic_version SET version_num = :revision"), {"revision": revision})
         return before
 
-    async def run() -> list[str]:
+    return on_database(database_url, replace)
+
+
+def change(database_url: str, statement: str) -> None:
+    """Execute a statement on a database."""
+    on_database(database_url, lambda connection: connection.exec_driver_sql(statement))
+
+
+def on_database(database_url: str, work: Callable[[Connection], T]) -> T:
+    async def run() -> T:
         opened = open_database(database_url)
         try:
-            return await opened.transact(replace, read_only=False, timeout_s=10.0)
+            return await opened.transact(work, read_only=False, timeout_s=10.0)
         finally:
             await opened.close()
 
@@ -216,6 +232,76 @@ def test_a_database_of_a_newer_version_is_left_alone(newer_url: str) -> None:
     if newer_url.startswith("sqlite"):
         # A server that is started again and again must not fill the disk.
         assert list(Path(make_url(newer_url).database or "").parent.glob("*.backup")) == []
+
+
+# Routes that answer without the database, or show its trouble; the training's own is asked first.
+OTHER_GETS = {
+    *("/health/live", "/version", "/", "/ui/static/{name}", "/ui/health", "/ui/health.json", "/metrics"),
+    *("/schema", "/schema/{path}", "/schema/openapi.json", "/jobs/batch_size"),
+}
+
+
+def test_older_server_answers_503_on_all_routes_after_schema_was_upgraded(database_url: str, tmp_path: Path) -> None:
+    with (
+        serving(database_url, tmp_path, "--migrate") as server,
+        httpx.Client(base_url=server.url, timeout=60) as http,
+    ):
+        http.post("/jobs", json=job(job_id="old-1")).raise_for_status()
+        trial = begin(http, "old-1")
+        gets = [path for path in every_get() if path not in OTHER_GETS]
+        assert len(gets) > 10
+        change(database_url, "ALTER TABLE trials RENAME COLUMN origin TO cause")
+        known = set_revision(database_url, "9999")
+        try:
+            asked: list[tuple[str, str, object]] = [
+                ("GET", "/jobs/batch_size?job_id=old-1", None),
+                ("POST", "/jobs", job(job_id="old-2")),
+                ("POST", "/report", {**trial, **RESULT}),
+                ("PATCH", "/trials", trial),
+                ("PATCH", "/trials/heartbeat", trial),
+                ("PUT", "/api/jobs/old-1/share", None),
+                ("DELETE", "/jobs?job_id=old-1", None),
+                *(("GET", path.format(job_id="old-1", trial_number=1, number=1, name="x"), None) for path in gets),
+            ]
+            answers = {f"{method} {path}": http.request(method, path, json=body) for method, path, body in asked}
+            assert {name: answer.status_code for name, answer in answers.items()} == dict.fromkeys(answers, 503)
+            for name, answer in answers.items():
+                assert "another schema" in answer.text
+                assert "/ui" in name or int(answer.headers["retry-after"]) > 0
+                assert str(make_url(database_url).database) not in answer.text
+            assert [http.get(path).status_code for path in ("/health/live", "/version")] == [200, 200]
+            log = server.log.read_text()
+            assert "Traceback" not in log
+            assert log.count(" ERROR ") == 1
+            assert "is at schema 9999, which this version does not know" in log
+        finally:
+            change(database_url, "ALTER TABLE trials RENAME COLUMN cause TO origin")
+            set_revision(database_url, *known)
+        # The database is back from a backup: the server serves it without a restart.
+        assert begin(http, "old-1")["trial_number"] == 2
+        assert http.get("/health/ready").status_code == 200
+
+
+def test_quiet_server_notices_within_the_reap_interval_that_schema_was_upgraded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No request fails before the server looks for abandoned trials."""
+    monkeypatch.setenv("ZEUS_BSO_REAP_INTERVAL_S", "0.05")
+    with serving(f"sqlite:///{tmp_path / 'bso.sqlite3'}", tmp_path) as server:
+        set_revision(server.database_url, "9999")
+        deadline = time.monotonic() + 60
+        while (answer := httpx.get(f"{server.url}/api/jobs")).status_code == 200:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        assert (answer.status_code, "another schema" in answer.text) == (503, True)
+        assert "Traceback" not in server.log.read_text()
+
+
+def every_get() -> list[str]:
+    """The path of each GET route, with parameters as the format of a string has them."""
+    app = create_app(Settings(database_url="sqlite:////nowhere/bso.sqlite3", _env_file=None))
+    paths = [route.path for route in app.routes if isinstance(route, HTTPRoute) and "GET" in route.methods]
+    return [re.sub(r"\{(\w+):\w+\}", r"{\1}", path) for path in paths]
 
 
 @pytest.mark.parametrize("kind", ["postgresql", "mysql"])

@@ -270,7 +270,8 @@ async def test_no_decision_reads_a_whole_table_or_all_trials_of_a_job(tmp_path: 
         await service.reap()
     with closing(sqlite3.connect(tmp_path / "bso.sqlite3")) as connection:
         for query, parameters in queries.items():
-            if query.startswith(("SELECT", "UPDATE")):
+            # The table of the revision has a single row.
+            if query.startswith(("SELECT", "UPDATE")) and "alembic_version" not in query:
                 plan = [row[3] for row in connection.execute(f"EXPLAIN QUERY PLAN {query}", parameters)]
                 assert not [step for step in plan if step.startswith("SCAN")], query
                 assert "SEARCH trials USING INDEX sqlite_autoindex_trials_1 (job_id=?)" not in plan, query

@@ -1,4 +1,4 @@
-"""The unit for systemd: read by systemd itself, without starting it; its commands and settings are ours."""
+"""The units for systemd: read by systemd itself, without starting them; their commands and settings are ours."""
 
 from __future__ import annotations
 
@@ -14,17 +14,20 @@ from bso_server import cli
 from bso_server.settings import Settings, variable_of
 from tests.support import ROOT
 
-UNIT = ROOT / "deploy" / "systemd" / "zeus-bso.service"
+FOLDER = ROOT / "deploy" / "systemd"
+# Each service with the number of its commands.
+SERVICES = {"zeus-bso": 2, "zeus-bso-backup": 1}
 # Of 10, which is a service without any restriction; systemd calls what is below 2 "OK".
 MOST_EXPOSED = 1.5
 
 needs_systemd = pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="needs systemd-analyze")
 
 
-def test_its_commands_can_be_run_and_its_settings_exist() -> None:
-    text = UNIT.read_text()
+@pytest.mark.parametrize("service", SERVICES)
+def test_its_commands_can_be_run_and_its_settings_exist(service: str) -> None:
+    text = (FOLDER / f"{service}.service").read_text()
     commands = re.findall(r"^ExecStart(?:Pre)?=/opt/zeus-bso/bin/bso-server (.*)$", text, re.MULTILINE)
-    assert len(commands) == 2
+    assert len(commands) == SERVICES[service]
     for command in commands:
         cli._parser().parse_args(shlex.split(command))
     names = set(re.findall(r"^Environment=(\w+)", text, re.MULTILINE))
@@ -33,17 +36,27 @@ def test_its_commands_can_be_run_and_its_settings_exist() -> None:
 
 @needs_systemd
 def test_systemd_knows_each_line_of_it(tmp_path: Path) -> None:
-    """Its program is not installed where this runs; another one stands for it."""
-    unit = tmp_path / UNIT.name
-    unit.write_text(UNIT.read_text().replace("/opt/zeus-bso/bin/bso-server", "/bin/true"))
-    command = ["systemd-analyze", "verify", unit]
+    """Their program is not installed where this runs; another one stands for it."""
+    for unit in FOLDER.iterdir():
+        (tmp_path / unit.name).write_text(unit.read_text().replace("/opt/zeus-bso/bin/bso-server", "/bin/true"))
+    command = ["systemd-analyze", "verify", *tmp_path.iterdir()]
     verified = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (verified.returncode, verified.stdout + verified.stderr) == (0, "")
 
 
 @needs_systemd
-def test_it_may_do_little_beside_its_work() -> None:
-    command = ["systemd-analyze", "security", "--offline=true", UNIT]
+@pytest.mark.parametrize("service", SERVICES)
+def test_it_may_do_little_beside_its_work(service: str) -> None:
+    command = ["systemd-analyze", "security", "--offline=true", FOLDER / f"{service}.service"]
     judged = subprocess.run(command, capture_output=True, text=True, check=False)
-    (exposure,) = re.findall(r"Overall exposure level for zeus-bso.service: ([0-9.]+)", judged.stdout)
+    (exposure,) = re.findall(rf"Overall exposure level for {service}.service: ([0-9.]+)", judged.stdout)
     assert float(exposure) <= MOST_EXPOSED, judged.stdout
+
+
+def test_backup_runs_as_the_servers_user_on_the_servers_file() -> None:
+    server, backup = ((FOLDER / f"{name}.service").read_text() for name in SERVICES)
+    for line in re.findall(r"^(?:DynamicUser|Environment|EnvironmentFile|WorkingDirectory)=.*$", server, re.MULTILINE):
+        assert f"\n{line}\n" in backup
+    # A dynamic user has the name of its unit, unless the unit names another one.
+    assert "\nUser=" not in server
+    assert "\nUser=zeus-bso\n" in backup

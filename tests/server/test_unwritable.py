@@ -32,10 +32,10 @@ from tests.support.databases import (
     end_sessions,
     fresh_database,
 )
-from tests.support.disks import fill, small_disk
+from tests.support.disks import damage_page, fill, small_disk
 from tests.support.jobs import job
 from tests.support.servers import ServerProcess, bso_server, serving
-from tests.support.service import JobService, job_service, trial_id
+from tests.support.service import JobService, job_service, open_store, trial_id
 from tests.support.wire import OURS, assert_refused, begin, report
 from zeus_plugins.client.local import LocalServer
 from zeus_plugins.errors import ZeusBSOServerUnreachableError
@@ -135,6 +135,55 @@ async def test_a_file_that_is_put_back_is_worked_on_again(sqlite_url: str, tmp_p
         (tmp_path / "moved").rename(file)
         await server.report(trial, cost_j=100.0, epoch=1)
         await JobReader(server.store).check_ready()
+
+
+async def test_server_with_damaged_page_stays_unready_after_successful_writes(
+    sqlite_url: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with job_service(sqlite_url) as server:
+        await server.suggest()
+    damage_page(tmp_path / "bso.sqlite3", "epochs")
+    async with open_store(sqlite_url) as store:
+        reader = JobReader(store)
+        await reader.check_ready()  # nobody has read the page yet
+        for _ in range(2):
+            with pytest.raises(DatabaseUnavailableError) as caught:
+                await store.read(on_sqlite("SELECT count(energy_j) FROM epochs"))
+            assert caught.value.fault == "its database is damaged"
+            await store.write(Transaction.write_probe, "another page")
+            with pytest.raises(DatabaseNotReadyError, match="its database is damaged"):
+                await reader.check_ready()
+        # Another fault that comes and goes does not end the damage.
+        pages = await store.read(on_sqlite("PRAGMA page_count"))
+        await store.write(on_sqlite(f"PRAGMA max_page_count = {pages}"))
+        with pytest.raises(DatabaseUnavailableError, match="disk of its database is full"):
+            await store.write(on_sqlite("CREATE TABLE ballast AS SELECT zeroblob(1000000)"))
+        await store.write(on_sqlite("PRAGMA max_page_count = 1000000"))
+        with pytest.raises(DatabaseNotReadyError, match="its database is damaged"):
+            await reader.check_ready()
+    damaged = [each.getMessage() for each in caplog.records if "is damaged" in each.getMessage()]
+    errors = [line for line in damaged if not line.startswith("not ready")]
+    assert len(errors) == 1
+    assert "bso-server db verify" in errors[0]
+
+
+@pytest.mark.parametrize("database_url", [POSTGRESQL, MYSQL], indirect=True)
+async def test_database_server_that_reports_damage_leaves_server_unready(database_url: str) -> None:
+    backend = make_url(database_url).get_backend_name()
+
+    def damaged(transaction: Transaction) -> None:
+        transaction.connection.exec_driver_sql(
+            "DO $$ BEGIN RAISE EXCEPTION 'invalid page in block 0' USING ERRCODE = 'XX001'; END $$"
+            if backend == "postgresql"
+            else "SIGNAL SQLSTATE 'HY000' SET MYSQL_ERRNO = 1712, MESSAGE_TEXT = 'Index is corrupted'"
+        )
+
+    async with open_store(database_url) as store:
+        with pytest.raises(DatabaseUnavailableError, match="its database is damaged"):
+            await store.read(damaged)
+        await store.write(Transaction.write_probe, "a row")
+        with pytest.raises(DatabaseNotReadyError, match="its database is damaged"):
+            await JobReader(store).check_ready()
 
 
 def test_a_server_that_is_started_again_takes_the_file_that_is_there(server: ServerProcess) -> None:
@@ -295,6 +344,9 @@ def test_a_replica_of_mysql(database_url: str, tmp_path: Path) -> None:
         (DriverError(1021, "Disk full"), "full"),
         (DriverError(1290, "running with the --read-only option"), "no writes"),
         (DriverError(3, "Error writing file (Errcode: 28)"), "disk"),
+        (DriverError("invalid page in block 0", sqlstate="XX001"), "damaged"),
+        (DriverError("item order invariant violated", sqlstate="XX002"), "damaged"),
+        (DriverError(1712, "Index PRIMARY is corrupted"), "damaged"),
         (DriverError("duplicate key", sqlstate="23505"), None),
         (DriverError(1062, "Duplicate entry"), None),
         (DriverError(), None),

@@ -1,11 +1,12 @@
-"""Disks that are full, read-only, or taken away."""
+"""Disks that are full, read-only, or taken away, and SQLite files with a damaged page."""
 
 from __future__ import annotations
 
 import errno
+import sqlite3
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
@@ -43,3 +44,14 @@ def fill(disk: Path) -> Path:
                 if error.errno != errno.ENOSPC:
                     raise
     return ballast
+
+
+def damage_page(file: Path, name: str) -> None:
+    """Overwrite the first page of a table or an index in a SQLite file that nobody has open."""
+    with closing(sqlite3.connect(file)) as connection:
+        connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        (size,) = connection.execute("PRAGMA page_size").fetchone()
+        (page,) = connection.execute("SELECT rootpage FROM sqlite_master WHERE name = ?", (name,)).fetchone()
+    with file.open("r+b") as opened:
+        opened.seek((page - 1) * size)
+        opened.write(b"\xff" * size)

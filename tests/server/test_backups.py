@@ -1,0 +1,292 @@
+"""Backups by `bso-server db backup`, their restoration, and what `bso-server db verify` finds in a damaged database."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import shutil
+import sqlite3
+import stat
+import subprocess
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from pathlib import Path
+from threading import Event
+
+import httpx
+import pytest
+from sqlalchemy.engine import make_url
+
+from bso_server.storage.database import dump_command
+from bso_server.storage.store import Store
+from tests.support.databases import MYSQL, MYSQL_URL, POSTGRES_URL, POSTGRESQL, fresh_database
+from tests.support.disks import damage_page
+from tests.support.jobs import job
+from tests.support.servers import ServerProcess, bso_server, serving
+from tests.support.service import in_store, job_service, run_apart
+from tests.support.wire import OURS, begin, report
+
+TIMED = re.compile(r"copy\.[0-9]{8}T[0-9]{6}Z")
+
+
+def filled(database_url: str) -> str:
+    """Make a job with a completed and a running trial in a database, and return its URL."""
+
+    async def fill() -> None:
+        async with job_service(database_url) as job:
+            await job.reach(await job.suggest(), 500.0)
+            await job.report(await job.suggest(), cost_j=100.0)
+
+    run_apart(fill)
+    return database_url
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    """A SQLite file with a job, which nobody has open."""
+    file = tmp_path / "bso.sqlite3"
+    filled(f"sqlite:///{file}")
+    return file
+
+
+def backup(file: Path, copy: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    return bso_server("db", "backup", str(copy), *options, "--database-url", f"sqlite:///{file}")
+
+
+def verify(database_url: str, *options: str) -> subprocess.CompletedProcess[str]:
+    return bso_server("db", "verify", *options, "--database-url", database_url)
+
+
+def test_copies_of_a_live_server_under_load_hold_all_earlier_reports(server: ServerProcess, tmp_path: Path) -> None:
+    """Back up five times during reports, restore each copy into a new file, verify it, and serve from the last one."""
+    file = Path(make_url(server.database_url).database or "")
+    acknowledged: dict[int, int] = {}
+    stop = Event()
+
+    def train() -> None:
+        with httpx.Client(base_url=server.url, timeout=60) as http:
+            trial = begin(http, "load-1")
+            for epoch in range(1, 100_000):
+                report(
+                    http, trial, time=epoch, energy=epoch, metric=0.5, current_epoch=epoch, **OURS
+                ).raise_for_status()
+                acknowledged[trial["trial_number"]] = epoch
+                if stop.is_set():
+                    return
+
+    with httpx.Client(base_url=server.url) as http, ThreadPoolExecutor(4) as pool:
+        http.post("/jobs", json=job(job_id="load-1", max_epochs=100_000)).raise_for_status()
+        trainings = [pool.submit(train) for _ in range(4)]
+        try:
+            expected = []
+            for number in range(5):
+                while len(acknowledged) < 4 or sum(acknowledged.values()) < 40 * (number + 1):
+                    assert not any(training.done() for training in trainings)
+                    time.sleep(0.01)
+                before = dict(acknowledged)
+                assert backup(file, tmp_path / f"copy-{number}").returncode == 0
+                expected.append(before)
+        finally:
+            stop.set()
+        for training in trainings:
+            training.result()
+    server.stop()
+
+    for number, before in enumerate(expected):
+        restored = tmp_path / f"restored-{number}.sqlite3"
+        shutil.copy(tmp_path / f"copy-{number}", restored)
+        verified = verify(f"sqlite:///{restored}")
+        assert (verified.returncode, verified.stderr) == (0, "")
+        with closing(sqlite3.connect(restored)) as connection:
+            found = dict(connection.execute("SELECT trial_number, max(epoch) FROM epochs GROUP BY trial_number"))
+        assert all(found[trial] >= epoch for trial, epoch in before.items())
+    with (
+        serving(f"sqlite:///{tmp_path / 'restored-4.sqlite3'}", tmp_path) as restarted,
+        httpx.Client(base_url=restarted.url) as http,
+    ):
+        assert http.get("/health/ready").status_code == 200
+        for trial in http.get("/api/jobs/load-1").json()["trials"]:
+            identity = {name: trial[name] for name in ("batch_size", "trial_number")}
+            end = {"time": 1e6, "energy": 1e6, "metric": 0.95, "current_epoch": 100_000}
+            ended = report(http, {"job_id": "load-1", **identity}, **end, **OURS).raise_for_status()
+            assert ended.json()["converged"]
+        assert begin(http, "load-1")["trial_number"] == 5
+
+
+def test_copy_is_private_and_leaves_nothing_else(file: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "copies"
+    folder.mkdir()
+    done = backup(file, folder / "copy")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert f"is copied to {folder / 'copy'}" in done.stdout
+    assert [path.name for path in folder.iterdir()] == ["copy"]
+    assert stat.S_IMODE((folder / "copy").stat().st_mode) == 0o600
+
+
+def test_existing_file_is_not_replaced(file: Path, tmp_path: Path) -> None:
+    (tmp_path / "copy").write_text("a letter")
+    for copy in (tmp_path / "copy", file):
+        refused = backup(file, copy)
+        assert refused.returncode == 1
+        assert f"{copy} exists" in refused.stderr
+    assert (tmp_path / "copy").read_text() == "a letter"
+    assert verify(f"sqlite:///{file}").returncode == 0
+
+
+def test_newest_copies_are_kept_and_other_files_stay(file: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "copies"
+    folder.mkdir()
+    old = [f"copy.202501{day:02}T000000Z" for day in range(1, 6)]
+    others = ["copy", "copy.old", "copy.20250101T000000Z.gz", "another.20250101T000000Z"]
+    for name in [*old, *others, "copy.20250102T000000Z.abcdefgh.partial"]:
+        (folder / name).touch()
+    assert backup(file, folder / "copy", "--keep", "3").returncode == 0
+    left = {path.name for path in folder.iterdir()}
+    (made,) = [name for name in left if TIMED.fullmatch(name) and name not in old]
+    assert left == {made, *old[-2:], *others}
+    assert verify(f"sqlite:///{folder / made}").returncode == 0
+
+
+@pytest.mark.parametrize("number", ["0", "-1"])
+def test_number_of_copies_below_one_is_refused(number: str, file: Path, tmp_path: Path) -> None:
+    refused = backup(file, tmp_path / "copy", f"--keep={number}")
+    assert refused.returncode != 0
+    assert "--keep" in refused.stderr
+
+
+@pytest.mark.parametrize("harm", ["a table", "no database", "no folder"])
+def test_failed_backup_leaves_earlier_copies(harm: str, file: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "copies"
+    folder.mkdir()
+    for day in (1, 2):
+        (folder / f"copy.2025010{day}T000000Z").touch()
+    before = sorted(folder.iterdir())
+    copy = folder / "copy"
+    match harm:
+        case "a table":
+            damage_page(file, "epochs")
+        case "no database":
+            file = tmp_path / "misspelt.sqlite3"
+        case _:
+            copy = tmp_path / "nowhere" / "copy"
+    failed = backup(file, copy, "--keep", "1")
+    assert failed.returncode == 1
+    assert failed.stderr.startswith("bso-server: ")
+    assert "Traceback" not in failed.stderr
+    assert sorted(folder.iterdir()) == before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [POSTGRESQL, MYSQL])
+def test_printed_command_dumps_a_database_server(kind: str, tmp_path: Path) -> None:
+    dump, admin_url = tmp_path / "a dump", POSTGRES_URL if kind == "postgresql" else MYSQL_URL
+    with fresh_database(admin_url) as url:
+        filled(url)
+        printed = bso_server("db", "backup", str(dump), "--database-url", url)
+        # A timer must not take this for a backup.
+        assert printed.returncode == 1
+        command = shlex.split(printed.stderr.partition("Run: ")[2])
+        if shutil.which(command[0]) is None:
+            pytest.skip(f"needs {command[0]}")
+        subprocess.run(command, check=True)
+        with fresh_database(admin_url) as other:
+            target = make_url(other)
+            if kind == "postgresql":
+                restored = target.set(drivername="postgresql").render_as_string(hide_password=False)
+                restore = ["pg_restore", "--no-owner", f"--dbname={restored}", str(dump)]
+                subprocess.run(restore, check=True)
+            else:
+                client = ["mariadb", f"--host={target.host}", f"--port={target.port}", f"--user={target.username}"]
+                with dump.open("rb") as statements:
+                    subprocess.run([*client, target.database or ""], stdin=statements, check=True)
+            verified = verify(other)
+            assert (verified.returncode, verified.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("kind", ["postgresql", "mysql"])
+def test_printed_command_has_no_password(kind: str) -> None:
+    command = dump_command(make_url(f"{kind}://me:quiet@db.example:1234/bso"), Path("/backup/bso dump"))
+    assert "quiet" not in command
+    assert {"postgresql": "postgresql://me@db.example:1234/bso", "mysql": "--password"}[kind] in shlex.split(command)
+
+
+class TestVerify:
+    @pytest.mark.parametrize("part", ["epochs", "sqlite_autoindex_trials_1"])
+    def test_damaged_page_of_sqlite_is_found(self, part: str, file: Path) -> None:
+        damage_page(file, part)
+        found = verify(f"sqlite:///{file}")
+        assert found.returncode == 1
+        assert "the database is damaged" in found.stderr
+        assert "not detected: " in found.stdout
+        found = verify(f"sqlite:///{file}", "--json")
+        assert found.returncode == 1
+        said = json.loads(found.stdout)
+        assert (said["jobs"], len(said["damage"]) > 0) == (0, True)
+
+    def test_index_that_misses_a_row_is_found(self, file: Path) -> None:
+        with closing(sqlite3.connect(file)) as connection:
+            connection.executescript(
+                "PRAGMA writable_schema = ON; CREATE INDEX some ON epochs (epoch) WHERE epoch < 0;"
+                "UPDATE sqlite_master SET sql = 'CREATE INDEX some ON epochs (epoch)' WHERE name = 'some'"
+            )
+        found = verify(f"sqlite:///{file}")
+        assert found.returncode == 1
+        assert "missing from index some" in found.stdout
+
+    def test_changed_value_in_intact_page_is_found_by_the_replay(self, file: Path) -> None:
+        with closing(sqlite3.connect(file)) as connection:
+            connection.execute("UPDATE trials SET energy_j = energy_j * 2 WHERE state = 'completed'")
+            connection.commit()
+        found = verify(f"sqlite:///{file}")
+        assert found.returncode == 1
+        assert "remembered otherwise" in found.stderr
+
+    @pytest.mark.postgresql
+    @pytest.mark.slow
+    def test_amcheck_of_postgresql_finds_a_damaged_index(self) -> None:
+        with fresh_database(POSTGRES_URL) as url:
+            filled(url)
+            found = verify(url)
+            assert found.returncode == 0
+            assert "amcheck cannot be used" in found.stdout
+            change = execute(url)
+            change("CREATE EXTENSION amcheck")
+            found = verify(url)
+            assert found.returncode == 0
+            assert "amcheck" not in found.stdout
+            assert "not detected: " in found.stdout
+            # The index keeps the values that the expression had before.
+            order = "CREATE OR REPLACE FUNCTION placed(id int) RETURNS int IMMUTABLE LANGUAGE sql AS 'SELECT {}id'"
+            change(order.format(""))
+            change("CREATE INDEX ordered ON trials (placed(trial_number))")
+            change(order.format("-"))
+            found = verify(url)
+            assert found.returncode == 1
+            assert "ordered" in found.stdout
+            assert "the database is damaged" in found.stderr
+
+    @pytest.mark.mysql
+    @pytest.mark.slow
+    def test_check_table_of_mariadb_reports_its_findings(self) -> None:
+        with fresh_database(MYSQL_URL) as url:
+            filled(url)
+            found = verify(url)
+            assert found.returncode == 0
+            assert "not detected: " in found.stdout
+            execute(url)("DROP TABLE write_probes")
+            found = verify(url)
+            assert found.returncode == 1
+            assert "write_probes" in found.stdout
+
+
+def execute(database_url: str) -> Callable[[str], None]:
+    def change(statement: str) -> None:
+        async def use(store: Store) -> None:
+            await store.write(lambda transaction: transaction.connection.exec_driver_sql(statement))
+
+        in_store(database_url, use)
+
+    return change
