@@ -150,7 +150,7 @@ def _db_backup(options: argparse.Namespace) -> None:
         await store.back_up(copy)
         print(f"{store.description} is copied to {copy}")
 
-    with_store(options, back_up, checks_schema=False)
+    with_store(options, back_up, schema="any")
     if keep is not None:
         # Files of killed commands sort first.
         pattern = re.compile(re.escape(file.name) + r"\.[0-9]{8}T[0-9]{6}Z(\..+\.partial)?")
