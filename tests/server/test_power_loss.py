@@ -16,8 +16,8 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 from sqlalchemy.exc import SQLAlchemyError
@@ -25,9 +25,8 @@ from sqlalchemy.exc import SQLAlchemyError
 from bso_server.errors import BsoError
 from bso_server.service.commands import Commands
 from bso_server.storage.transaction import Transaction
-from tests.chaos.client import Client
+from tests.chaos.client import BoundedClient, DoneError
 from tests.chaos.evidence import Acknowledgement, check_job
-from tests.chaos.jobs import jobs
 from tests.support import ROOT
 from tests.support.power_cut import Disk, acknowledge, read_record, recorder
 from tests.support.servers import free_port, wait_until_up
@@ -57,29 +56,6 @@ def folder() -> Iterator[Path]:
         yield Path(folder)
 
 
-class Recorded(Client):
-    """Client that adds each answer to the record of the server's writes, and ends after `left` answers."""
-
-    def __init__(self, url: str, record: int, number: int, left: int) -> None:
-        super().__init__(jobs(0), url, Path(os.devnull), random.Random(number))  # noqa: S311 - no secret
-        self._log.close()
-        self._record, self._left = record, left
-
-    def run(self) -> None:
-        with self._http:
-            super().run()
-
-    def _write(self, kind: str, about: dict[str, Any], **more: Any) -> None:
-        acknowledge(self._record, json.dumps({"kind": kind, **about, **more}).encode())
-        self._left -= 1
-        if self._left == 0:
-            raise DoneError
-
-
-class DoneError(Exception):
-    """A client has received its share of the answers."""
-
-
 def record_run(folder: Path, driver: str = "sqlite", level: str = "FULL", *, runs: int = 1, answers: int = 40) -> None:
     """Serve clients until each has received `answers`, then stop the server; repeat this for each of `runs`."""
     disk, record = folder / "disk", folder / "record"
@@ -100,7 +76,8 @@ def record_run(folder: Path, driver: str = "sqlite", level: str = "FULL", *, run
             server = subprocess.Popen([sys.executable, *serve], env=environ, cwd=ROOT, stdout=output, stderr=output)
             try:
                 wait_until_up(server, url, log)
-                clients = [Recorded(url, file.fileno(), run * CLIENTS + number, answers) for number in range(CLIENTS)]
+                seeds = range(run * CLIENTS, (run + 1) * CLIENTS)
+                clients = [BoundedClient(url, seed, answers, partial(acknowledge, file.fileno())) for seed in seeds]
                 for client in [pool.submit(client.run) for client in clients]:
                     assert isinstance(client.exception(), DoneError), log.read_text()
                 server.terminate()

@@ -6,6 +6,7 @@ the unsynced changes to the folder (files created, renamed or deleted) it keeps 
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import shutil
@@ -13,7 +14,7 @@ import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import pytest
 
@@ -43,9 +44,10 @@ def recorder(folder: Path) -> Path:
     return library
 
 
-def acknowledge(record: int, what: bytes) -> None:
+def acknowledge(record: int, answer: dict[str, Any]) -> None:
     """Append an answer, which a client has received, to the open record."""
-    os.write(record, b"A 0 %d -\n%b" % (len(what), what))
+    data = json.dumps(answer).encode()
+    os.write(record, b"A 0 %d -\n%b" % (len(data), data))
 
 
 def read_record(record: Path) -> Iterator[Entry]:
