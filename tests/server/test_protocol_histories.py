@@ -72,7 +72,7 @@ def play(machine: type[Histories], histories: int, phases: Sequence[Phase] = tup
 def test_whatever_happens_the_server_keeps_its_promises(database: str) -> None:
     histories = 2000 if settings().max_examples >= THOROUGH else 60
     # On a database server, each statement is a round trip.
-    play(Histories, histories if database == "sqlite" else histories // 20)
+    play(Histories, histories if database == "sqlite" else histories // 40)
 
 
 def two_runs(state: Histories) -> None:

@@ -136,7 +136,7 @@ class SubmititExecutor(ClusterExecutor):
         return job
 
     def _find_unfinished(self, launch: Launch) -> Any | None:
-        job = pickle.loads(launch.marker.read_bytes())  # noqa: S301 - the master's own file
+        job = pickle.loads(launch.marker.read_bytes())  # nosec B301  # noqa: S301 - the master's own file
         return None if job.done(force_check=True) else job
 
     def _await_exit(self, job: Any, launch: Launch) -> int | str:  # noqa: ARG002 - the signature is the interface's
@@ -154,7 +154,7 @@ def _execute(command: Sequence[str], workdir: str, environ: Mapping[str, str], l
     """Execute a run; submitit calls this function on the node."""
     with Path(log).open("ab") as output:
         try:
-            return subprocess.run(  # noqa: S603 - running what the user says is what this is for
+            return subprocess.run(  # nosec B603  # noqa: S603 - running what the user says is what this is for
                 command,
                 cwd=workdir,
                 env={**os.environ, "PYTHONUNBUFFERED": "1", **environ},
