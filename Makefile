@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 
 .DELETE_ON_ERROR:
 .PHONY: .venv demo screenshots test test-rest test-all test-long test-minimum coverage lint bench proof reference docs
-.PHONY: lock licences release-check clean
+.PHONY: lock licences audit release-check clean
 
 .venv: $(STAMP)
 
@@ -111,6 +111,10 @@ lock: $(STAMP)
 # The page of the licences of all dependencies, as the packages state them by now.
 licences:
 	@$(PYTHON) -m release licences
+
+# Known vulnerabilities of the versions for development, if an index of advisories can be reached.
+audit:
+	@$(PYTHON) -m release audit
 
 # Both packages and the bill of materials, and their installation with each extra by each of these interpreters.
 RELEASE_PYTHONS ?= $(PYTHON)
