@@ -19,6 +19,7 @@
 #define FILES 4096
 static char *paths[FILES]; /* the path of each open file of the folder, by its descriptor */
 static int record = -1;
+static int syncs; /* so far, by which the begin and the end of each are matched */
 
 #define REAL(name) ((__typeof__(&name))real(#name))
 static void *real(const char *name) { return dlsym(RTLD_NEXT, name); }
@@ -90,14 +91,13 @@ PWRITE(pwrite64, off64_t)
 TRUNCATE(ftruncate, off_t)
 TRUNCATE(ftruncate64, off64_t)
 
-#define SYNC(name)                                                             \
-    int name(int fd) {                                                         \
-        static int syncs;                                                      \
-        long long number = getpid() * 1000000LL + __sync_fetch_and_add(&syncs, 1); \
-        if (path_of(fd)) note('B', path_of(fd), number, NULL, 0);              \
-        int status = REAL(name)(fd);                                           \
-        if (path_of(fd) && status == 0) note('E', path_of(fd), number, NULL, 0); \
-        return status;                                                         \
+#define SYNC(name)                                                                  \
+    int name(int fd) {                                                              \
+        long long number = getpid() * 1000000LL + __sync_fetch_and_add(&syncs, 1);  \
+        if (path_of(fd)) note('B', path_of(fd), number, NULL, 0);                   \
+        int status = REAL(name)(fd);                                                \
+        if (path_of(fd) && status == 0) note('E', path_of(fd), number, NULL, 0);    \
+        return status;                                                              \
     }
 SYNC(fsync)
 SYNC(fdatasync)

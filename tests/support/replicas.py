@@ -17,7 +17,7 @@ from tests.support.servers import free_port
 
 _OWNER = "postgres"
 # Without syncs, because these tests stop processes and not the machine.
-_SETTINGS = "listen_addresses = '127.0.0.1'\nfsync = off\nmax_wal_size = '256MB'\nwal_receiver_status_interval = 1\n"
+_SETTINGS = "listen_addresses = '127.0.0.1'\nfsync = off\nmax_wal_size = '256MB'\n"
 
 
 @dataclass(frozen=True)
