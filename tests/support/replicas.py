@@ -73,20 +73,21 @@ def primary_and_standby(*, synchronous: bool) -> Iterator[tuple[Cluster, Cluster
     with TemporaryDirectory() as folder:
         if os.geteuid() == 0:
             shutil.chown(folder, _OWNER, _OWNER)
-        primary, standby = (Cluster(Path(folder, name), free_port(), where) for name in ("primary", "standby"))
+        primary = Cluster(Path(folder, "primary"), free_port(), where)
         primary.run("initdb", "--no-sync", "--auth=trust", f"--username={_OWNER}", "--pgdata", primary.folder)
-        primary.configure("")
-        primary.control("start")
+        primary.configure(f"synchronous_standby_names = '{'*' if synchronous else ''}'")
+        clusters = [primary]
         try:
+            primary.control("start")
+            standby = Cluster(Path(folder, "standby"), free_port(), where)
+            clusters.append(standby)
             copy = ["--write-recovery-conf", "--checkpoint=fast", "--no-sync", "--pgdata", standby.folder]
             primary.run("pg_basebackup", f"--dbname=host=127.0.0.1 port={primary.port} user={_OWNER}", *copy)
-            standby.configure("")
+            # It is to work alone once it is promoted.
+            standby.configure("synchronous_standby_names = ''")
             standby.control("start")
-            if synchronous:
-                primary.configure("synchronous_standby_names = '*'")
-                primary.control("restart")
             yield primary, standby
         finally:
-            for cluster in (primary, standby):
+            for cluster in clusters:
                 if (cluster.folder / "postmaster.pid").exists():
                     cluster.kill()
