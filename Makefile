@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 
 .DELETE_ON_ERROR:
 .PHONY: .venv demo screenshots test test-rest test-all test-long test-minimum coverage lint bench proof reference docs
-.PHONY: lock licences release-check clean
+.PHONY: lock licences audit release-check clean
 
 .venv: $(STAMP)
 
@@ -80,6 +80,7 @@ lint: $(STAMP)
 		|| { echo "zeus_plugins and bso_server have $$lines lines, more than MOST_LINES in the Makefile, $(MOST_LINES)"; exit 1; }
 	@$(BIN)/ruff format --check .
 	@$(BIN)/ruff check .
+	@$(BIN)/bandit --quiet --configfile pyproject.toml --recursive zeus_plugins bso_server
 	@$(BIN)/mypy
 
 bench: $(STAMP)
@@ -110,6 +111,10 @@ lock: $(STAMP)
 # The page of the licences of all dependencies, as the packages state them by now.
 licences:
 	@$(PYTHON) -m release licences
+
+# Known vulnerabilities of the versions for development, if an index of advisories can be reached.
+audit:
+	@$(PYTHON) -m release audit
 
 # Both packages and the bill of materials, and their installation with each extra by each of these interpreters.
 RELEASE_PYTHONS ?= $(PYTHON)

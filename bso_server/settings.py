@@ -122,7 +122,7 @@ class Settings(BaseSettings):
         """Replace the names of files by their contents, except for settings that an earlier source sets."""
         stated = {variable_of(name).lower() for name in init_settings()}
         for source in (env_settings, dotenv_settings):
-            assert isinstance(source, EnvSettingsSource)  # noqa: S101 - for mypy: the base class has no variables
+            assert isinstance(source, EnvSettingsSource)  # nosec B101  # noqa: S101 - for mypy: the base class has no variables
             source.env_vars = _with_files(source.env_vars, stated)
             stated |= source.env_vars.keys()
         return init_settings, env_settings, dotenv_settings, file_secret_settings

@@ -13,6 +13,7 @@ import tempfile
 import tomllib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[1]
 DIST = ROOT / "dist"
@@ -69,6 +70,7 @@ def main() -> int:
     checks = commands.add_parser("check", help="install the wheel in dist/ into empty environments, and use it")
     checks.add_argument("--python", action="append", help="an interpreter, more than once for several (default: this)")
     checks.add_argument("--extra", action="append", help="an extra, or '' for none (default: that, and each of them)")
+    commands.add_parser("audit", help="look for known vulnerabilities of the versions in constraints-dev.txt")
     commands.add_parser("licences", help="write docs/licences.md")
     options = parser.parse_args()
     try:
@@ -79,6 +81,8 @@ def main() -> int:
                 build()
             case "check":
                 check(options.python or [sys.executable], options.extra or ["", *USERS_EXTRAS])
+            case "audit":
+                audit()
             case "licences":
                 write_licences()
     except ReleaseError as error:
@@ -110,11 +114,69 @@ def build() -> None:
         _run([tools, "-m", "build", "--outdir", DIST, ROOT])
         packages = [*DIST.glob("*.tar.gz"), *DIST.glob("*.whl")]
         _run([tools, "-m", "twine", "check", "--strict", *packages])
-        installed = _environment(Path(folder) / "installed", f"{packages[-1]}[{_BILLED}]")
+        report = Path(folder) / "report.json"
+        installed = _environment(Path(folder) / "installed", "--report", str(report), f"{packages[-1]}[{_BILLED}]")
         bill = DIST / f"zeus-plugins-{VERSION}.cdx.json"
         options = ["--pyproject", str(ROOT / "pyproject.toml"), "--mc-type", "library", "--output-reproducible"]
         _run([tools, "-m", "cyclonedx_py", "environment", *options, "--output-file", bill, installed])
+        hashed = with_hashes(json.loads(bill.read_text("utf-8")), json.loads(report.read_text("utf-8")))
+        bill.write_text(json.dumps(hashed, indent=2) + "\n", "utf-8")
     print(*packages, bill, sep="\n")
+
+
+def with_hashes(bill: dict[str, Any], report: dict[str, Any]) -> dict[str, Any]:
+    """Return a bill of materials with the SHA-256 of each file that pip has installed, by pip's report.
+
+    What pip has not installed, such as pip itself, is left out.
+    """
+    hashes = {
+        _normal(each["metadata"]["name"]): each["download_info"]["archive_info"]["hashes"]["sha256"]
+        for each in report["install"]
+    }
+    own = bill["metadata"]["component"]
+    components = [each for each in bill["components"] if _normal(each["name"]) in hashes]
+    for each in (own, *components):
+        each["hashes"] = [{"alg": "SHA-256", "content": hashes[_normal(each["name"])]}]
+    known = {each["bom-ref"] for each in (own, *components)}
+    return bill | {
+        "components": components,
+        "dependencies": [each for each in bill["dependencies"] if each["ref"] in known],
+    }
+
+
+def audit() -> None:
+    """Look up the versions of constraints-dev.txt in the index's advisories, and print the result.
+
+    Raises:
+        ReleaseError: A version has a known vulnerability.
+    """
+    options = ["--no-deps", "--disable-pip", "--format=json", "--progress-spinner=off"]
+    with tempfile.TemporaryDirectory() as folder:
+        tools = _environment(Path(folder) / "tools", "pip-audit>=2.9")
+        command: list[str | Path] = [tools, "-m", "pip_audit", *options, "--requirement", ROOT / "constraints-dev.txt"]
+        # The status is 1 if there are vulnerabilities, and if the index cannot be reached.
+        print(audited(_run(command, statuses=(0, 1))))
+
+
+def audited(answer: str) -> str:
+    """Return the result of an audit, from the JSON answer of pip-audit, or from none.
+
+    Raises:
+        ReleaseError: A version has a known vulnerability.
+    """
+    versions = json.loads(answer)["dependencies"] if answer else []
+    unknown = [each["name"] for each in versions if "skip_reason" in each]
+    found = [
+        f"{each['name']} {each['version']}: {', '.join(advisory['id'] for advisory in each['vulns'])}"
+        for each in versions
+        if each.get("vulns")
+    ]
+    if found:
+        raise ReleaseError(f"known vulnerabilities: {'; '.join(found)}; run make lock, or name a fixed version")
+    if len(unknown) == len(versions):
+        return "no version was audited: pip-audit could reach no index of advisories"
+    left_out = f"; not in the index: {', '.join(unknown)}" if unknown else ""
+    return f"{len(versions) - len(unknown)} versions were audited and have no known vulnerability{left_out}"
 
 
 def check(pythons: Iterable[str], extras: Sequence[str]) -> None:
@@ -178,7 +240,12 @@ def _environment(folder: Path, *requirements: str, python: str = sys.executable)
     return program
 
 
-def _run(command: Sequence[str | Path], home: Path | None = None) -> str:
+def _normal(name: str) -> str:
+    """Return the name of a package as indexes compare it (PEP 503)."""
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def _run(command: Sequence[str | Path], home: Path | None = None, statuses: Sequence[int] = (0,)) -> str:
     """Return the output of a command that runs without the user's own settings, in `home` if that is given."""
     own = ("PYTHON", "ZEUS_", "VIRTUAL_ENV")
     environ = {name: value for name, value in os.environ.items() if not name.startswith(own)}
@@ -187,7 +254,7 @@ def _run(command: Sequence[str | Path], home: Path | None = None) -> str:
     done = subprocess.run(  # noqa: S603 - the commands of this module
         command, env=environ, cwd=home or tempfile.gettempdir(), capture_output=True, text=True, check=False
     )
-    if done.returncode:
+    if done.returncode not in statuses:
         said = (done.stdout + done.stderr)[-3000:]
         raise ReleaseError(f"{' '.join(map(str, command[:6]))} … failed:\n{said}")
     return done.stdout

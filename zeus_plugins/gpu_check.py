@@ -173,7 +173,7 @@ def ask_mapping(variables: Mapping[str, str]) -> dict[str, Any]:
     environ = environment_for(variables, without=(CUDA_VISIBLE_DEVICES, CUDA_DEVICE_ORDER))
     command = [sys.executable, "-c", _TELL_MAPPING]
     try:
-        done = subprocess.run(  # noqa: S603 - this interpreter, on this module
+        done = subprocess.run(  # nosec B603  # noqa: S603 - this interpreter, on this module
             command, env=environ, capture_output=True, text=True, timeout=_MAPPING_TIMEOUT_S, check=True
         )
         told: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])

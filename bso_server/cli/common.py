@@ -21,7 +21,7 @@ Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 # Environment variables that trainings read, too.
 SERVER_URL_VARIABLE = "ZEUS_SERVER_URL"
-TOKEN_VARIABLE = "ZEUS_BSO_TOKEN"  # noqa: S105 - the variable's name, not a token
+TOKEN_VARIABLE = "ZEUS_BSO_TOKEN"  # nosec B105  # noqa: S105 - the variable's name, not a token
 _EMBEDDED = "embedded:"
 
 # Characters of a column of a table; long ids are printed whole, so that they can be copied.

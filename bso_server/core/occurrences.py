@@ -22,8 +22,8 @@ class Outcome(StrEnum):
 class Refusal(StrEnum):
     """Reason for refusing a caller."""
 
-    NO_TOKEN = "no_token"  # noqa: S105 - a reason, not a token
-    BAD_TOKEN = "bad_token"  # noqa: S105 - a reason, not a token
+    NO_TOKEN = "no_token"  # nosec B105  # noqa: S105 - a reason, not a token
+    BAD_TOKEN = "bad_token"  # nosec B105  # noqa: S105 - a reason, not a token
     FORBIDDEN = "forbidden"
     HOST = "host"
 

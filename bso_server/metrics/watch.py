@@ -91,7 +91,7 @@ def _id_of(headers: Iterable[tuple[bytes, bytes]]) -> bytes:
                 return value
             break
     # Not `secrets`, which would take a tenth of the time of a report; an id is not a secret.
-    return b"%016x" % random.getrandbits(64)
+    return b"%016x" % random.getrandbits(64)  # nosec B311
 
 
 class Watch:

@@ -181,7 +181,7 @@ class Retries:
         ):
             return None
         longest_s = _FIRST_WAIT_S[failure] * min(self.attempts, _GROWS)
-        wait_s = longest_s * random.random()  # noqa: S311 - no secret
+        wait_s = longest_s * random.random()  # nosec B311  # noqa: S311 - no secret
         # A retry would take as long as the failed attempt, and be cut off by the deadline.
         if wait_s + took_s >= self._deadline.left_s:
             return None

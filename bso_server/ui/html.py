@@ -12,7 +12,7 @@ from importlib.metadata import version
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
-from markupsafe import Markup, escape
+from markupsafe import Markup
 
 from bso_server.service.pages import View
 from bso_server.service.views import JobPage
@@ -155,7 +155,8 @@ def templates() -> Environment:
     )
     # Templates choose their charts and sentences.
     environment.globals.update(draw=charts, say=words, build=build(), version=version("zeus-plugins"))
-    environment.globals["style"] = Markup(static_file("style.css").decode())  # noqa: S704 - a file of ours
+    style = static_file("style.css").decode()
+    environment.globals["style"] = Markup(style)  # nosec B704  # noqa: S704 - a file of ours
     return environment
 
 
@@ -164,7 +165,7 @@ def _rendered(template: str, view: Any, reader: Reader, **parts: Any) -> str:
         value = _at(view, path)
         if value is None:
             return Markup('<span class="none">{}</span>').format(none)
-        return Markup(f'<data value="{value!r}" data-of="{path}">{escape(FORMATS[kind](value))}</data>')  # noqa: S704 - numbers
+        return Markup('<data value="{!r}" data-of="{}">{}</data>').format(value, path, FORMATS[kind](value))
 
     def ago(instant: datetime) -> Markup:
         # A report is read at any time later, so its ages would be wrong.

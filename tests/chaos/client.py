@@ -13,7 +13,7 @@ import os
 import random
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
@@ -104,6 +104,29 @@ class Client:
         self._log.write(json.dumps({"kind": kind, **about, **more}) + "\n")
         self._log.flush()
         os.fsync(self._log.fileno())
+
+
+class DoneError(Exception):
+    """A client has received its share of the answers."""
+
+
+class BoundedClient(Client):
+    """Client for a thread of the tests, which hands over each answer and raises `DoneError` after `left` of them."""
+
+    def __init__(self, server_url: str, seed: int, left: int, keep: Callable[[dict[str, Any]], object]) -> None:
+        super().__init__(jobs(0), server_url, Path(os.devnull), random.Random(seed))  # noqa: S311 - no secret
+        self._log.close()
+        self._left, self._keep = left, keep
+
+    def run(self) -> None:
+        with self._http:
+            super().run()
+
+    def _write(self, kind: str, about: dict[str, Any], **more: Any) -> None:
+        self._keep({"kind": kind, **about, **more})
+        self._left -= 1
+        if self._left == 0:
+            raise DoneError
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
-from release.__main__ import LICENCES, PROJECT, USERS_EXTRAS, VERSION, ReleaseError, notes
+from release.__main__ import LICENCES, PROJECT, USERS_EXTRAS, VERSION, ReleaseError, audited, notes, with_hashes
 from tests.support import ROOT
 from tests.support.artefacts import DEPLOY, WORKFLOW_FILE
 from tests.support.servers import bso_server
@@ -66,6 +67,44 @@ def test_a_tag_of_another_version_is_refused() -> None:
     )
     said = f"release: the tag is v9, and pyproject.toml says version {VERSION}, whose tag is v{VERSION}\n"
     assert (done.returncode, done.stderr) == (1, said)
+
+
+def test_bill_of_materials_has_a_hash_for_each_installed_package() -> None:
+    def component(name: str) -> dict[str, Any]:
+        return {"name": name, "bom-ref": f"{name}==1"}
+
+    bill = {
+        "metadata": {"component": component("zeus-plugins")},
+        "components": [component("SQLAlchemy"), component("pip"), component("typing_extensions")],
+        "dependencies": [{"ref": f"{name}==1"} for name in ("zeus-plugins", "SQLAlchemy", "pip")],
+    }
+    report = {
+        "install": [
+            {"metadata": {"name": name}, "download_info": {"archive_info": {"hashes": {"sha256": name[0] * 64}}}}
+            for name in ("zeus-plugins", "sqlalchemy", "typing-extensions")
+        ]
+    }
+    hashed = with_hashes(bill, report)
+    components = [hashed["metadata"]["component"], *hashed["components"]]
+    assert [each["name"] for each in components] == ["zeus-plugins", "SQLAlchemy", "typing_extensions"]
+    assert [each["hashes"] for each in components] == [[{"alg": "SHA-256", "content": it * 64}] for it in "zst"]
+    assert [each["ref"] for each in hashed["dependencies"]] == ["zeus-plugins==1", "SQLAlchemy==1"]
+
+
+def test_audit_reports_vulnerable_versions_and_versions_it_could_not_look_up() -> None:
+    good = {"name": "good", "version": "1", "vulns": []}
+    unknown = {"name": "own", "skip_reason": "Dependency not found on PyPI"}
+
+    def answer(*versions: dict[str, Any]) -> str:
+        return json.dumps({"dependencies": versions, "fixes": []})
+
+    assert audited(answer(good)) == "1 versions were audited and have no known vulnerability"
+    assert audited(answer(good, unknown)).endswith("no known vulnerability; not in the index: own")
+    for nothing in ("", answer(unknown)):
+        assert audited(nothing).startswith("no version was audited")
+    bad = {"name": "bad", "version": "2", "vulns": [{"id": "PYSEC-1"}, {"id": "PYSEC-2"}]}
+    with pytest.raises(ReleaseError, match="known vulnerabilities: bad 2: PYSEC-1, PYSEC-2"):
+        audited(answer(good, unknown, bad))
 
 
 def test_the_licences_of_all_dependencies_are_listed() -> None:

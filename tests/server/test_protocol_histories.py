@@ -1,9 +1,9 @@
 """The trial protocol under a network that delays, repeats, drops and reorders, checked after each step.
 
 In the manner of Jepsen, but in one process and one thread, so that a history that goes wrong is found again, and made
-short: several runs of trainings speak to the functions of the service over a SQLite file. They ask, report, beat, end,
-fall silent, are resumed from checkpoints while they still live, and the server's clock jumps. What any of them has sent
-may arrive again at any time. `tests/support/trial_model.py` says what must come of it, and
+short: several runs of trainings speak to the functions of the service over each kind of database. They ask, report,
+beat, end, fall silent, are resumed from checkpoints while they still live, and the server's clock jumps. What any of
+them has sent may arrive again at any time. `tests/support/trial_model.py` says what must come of it, and
 `tests/support/protocol_machine.py` what must hold whatever comes of it.
 
 Where hypothesis prints a history that fails, add it to `KNOWN`, so that it is played for ever.
@@ -32,22 +32,26 @@ from bso_server.storage.database import open_sqlite_file
 from bso_server.storage.rows import StoredEpoch
 from bso_server.storage.sqlite import SyncStore
 from bso_server.storage.transaction import Transaction
+from tests.support.databases import MYSQL, POSTGRESQL, empty_database
 from tests.support.properties import THOROUGH
 from tests.support.protocol_machine import IN_VAIN, IS_LOST, Histories
+from tests.support.service import BlockingStore
 from tests.support.trial_model import FAILED, RUNNING
 from zeus_plugins.protocol import Heartbeat, HeartbeatResponse, TrialDispatch, TrialEnd
 
 MEMORY = Path("/dev/shm")  # noqa: S108 - a folder of its own is made there
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _store() -> Iterator[None]:
-    """One file for all histories, where a commit is quick."""
-    with tempfile.TemporaryDirectory(dir=MEMORY if MEMORY.is_dir() else None) as folder:
-        file = open_sqlite_file(f"sqlite:///{folder}/bso.sqlite3", busy_timeout_s=1.0)
-        assert file is not None
-        Histories.store = SyncStore(file, threading.RLock())
-        yield
+@pytest.fixture(scope="module", params=["sqlite", POSTGRESQL, MYSQL])
+def database(request: pytest.FixtureRequest) -> Iterator[str]:
+    """One database of each kind for all histories, in turn; a SQLite file is in memory, where a commit is quick."""
+    with (
+        tempfile.TemporaryDirectory(dir=MEMORY if MEMORY.is_dir() else None) as folder,
+        empty_database(request.param, Path(folder)) as url,
+    ):
+        file = open_sqlite_file(url, busy_timeout_s=1.0)
+        Histories.store = BlockingStore(url) if file is None else SyncStore(file, threading.RLock())
+        yield request.param
         Histories.store.close()
 
 
@@ -65,8 +69,10 @@ def play(machine: type[Histories], histories: int, phases: Sequence[Phase] = tup
 
 
 @pytest.mark.hypothesis
-def test_whatever_happens_the_server_keeps_its_promises() -> None:
-    play(Histories, 2000 if settings().max_examples >= THOROUGH else 60)
+def test_whatever_happens_the_server_keeps_its_promises(database: str) -> None:
+    histories = 2000 if settings().max_examples >= THOROUGH else 60
+    # On a database server, each statement is a round trip.
+    play(Histories, histories if database == "sqlite" else histories // 40)
 
 
 def two_runs(state: Histories) -> None:
@@ -105,6 +111,7 @@ def a_take_over_without_an_answer(state: Histories) -> None:
 KNOWN = [two_runs, a_take_over_that_arrives_late, a_take_over_without_an_answer]
 
 
+@pytest.mark.usefixtures("database")
 @pytest.mark.parametrize("history", KNOWN)
 def test_a_known_history(history: Callable[[Histories], None]) -> None:
     state = Histories()
@@ -197,6 +204,8 @@ IN_COMMANDS = [HearsTheDead, EndsForTheDead, ForgetsKeys, ForgetsArms, TrustsClo
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("database")
+@pytest.mark.parametrize("database", ["sqlite"], indirect=True)
 @pytest.mark.parametrize("broken", [*IN_COMMANDS, LosesReports, SavesTwice])
 def test_a_server_that_breaks_a_promise_is_found_out(broken: type[Commands] | type[ReportBatch]) -> None:
     class Broken(Histories):

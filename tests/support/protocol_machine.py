@@ -28,6 +28,7 @@ from bso_server.storage.queries import epochs_between
 from bso_server.storage.sqlite import SyncStore
 from bso_server.storage.transaction import Transaction
 from tests.support import jobs
+from tests.support.service import BlockingStore
 from tests.support.trial_model import (
     ABANDONED,
     CRASHES,
@@ -158,7 +159,7 @@ class Line:
 class Histories(RuleBasedStateMachine):
     """One job, the runs of its trainings, and the network between. A test sets the store."""
 
-    store: ClassVar[SyncStore]
+    store: ClassVar[BlockingStore | SyncStore]
     commands_of: ClassVar[type[Commands]] = Commands
     batch_of: ClassVar[type[ReportBatch]] = ReportBatch
     _job_numbers = itertools.count()

@@ -139,6 +139,25 @@ async def open_store(database_url: str, *, patience_s: float = 60.0) -> AsyncIte
         await store.close()
 
 
+class BlockingStore:
+    """Counterpart of `SyncStore` for any database; it is migrated."""
+
+    def __init__(self, database_url: str, *, patience_s: float = 60.0) -> None:
+        self._runner = asyncio.Runner()
+        self._store = Store(open_database(database_url, patience_s=patience_s), patience_s=patience_s)
+        self._runner.run(self._store.migrate())
+
+    def write(self, work: Callable[[Transaction], T], *, timeout_s: float) -> T:  # noqa: ARG002 - as SyncStore
+        return self._runner.run(self._store.write(work))
+
+    def read(self, work: Callable[[Transaction], T], *, timeout_s: float) -> T:  # noqa: ARG002 - as SyncStore
+        return self._runner.run(self._store.read(work))
+
+    def close(self) -> None:
+        self._runner.run(self._store.close())
+        self._runner.close()
+
+
 def in_store(database_url: str, use: Callable[[Store], Awaitable[T]]) -> T:
     """Run `use` on a migrated store, from code without an event loop."""
 

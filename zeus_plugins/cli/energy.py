@@ -150,7 +150,7 @@ def _execute(command: Sequence[str]) -> int:
     with ExitStack() as restored:
         for forwarded in [getattr(signal, name) for name in _FORWARDED if hasattr(signal, name)]:
             restored.callback(signal.signal, forwarded, signal.signal(forwarded, forward))
-        process = subprocess.Popen(command)  # noqa: S603 - the user's own command
+        process = subprocess.Popen(command)  # nosec B603  # noqa: S603 - the user's own command
         for number in received:
             process.send_signal(number)
         status = process.wait()

@@ -59,7 +59,7 @@ class Retries:
 
     def wait_s(self, attempt: int) -> float:
         """Draw the seconds to wait after this attempt, counting from 1."""
-        return random.uniform(0, self.backoff_s * 2 ** (attempt - 1))  # noqa: S311 - no secret
+        return random.uniform(0, self.backoff_s * 2 ** (attempt - 1))  # nosec B311  # noqa: S311 - no secret
 
     def end_s(self, timeout_s: float) -> float:
         """Return the value of `time.monotonic()` at which a request that begins now ends."""

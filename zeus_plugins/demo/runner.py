@@ -92,7 +92,7 @@ def _server(database_url: str, log: Path) -> Iterator[str]:
         port = int(probe.getsockname()[1])
     command = [sys.executable, "-m", "bso_server", "serve", "--port", str(port), "--database-url", database_url]
     with log.open("w") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)  # noqa: S603 - our own server
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)  # nosec B603  # noqa: S603 - our own server
     server_url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + _SERVER_START_S
     try:
         while not _is_up(server_url):

@@ -134,7 +134,7 @@ class SubmititExecutor(ClusterExecutor):
         return job
 
     def _find_unfinished(self, launch: Launch) -> Any | None:
-        job = pickle.loads(launch.marker.read_bytes())  # noqa: S301 - the master's own file
+        job = pickle.loads(launch.marker.read_bytes())  # nosec B301  # noqa: S301 - the master's own file
         return None if job.done(force_check=True) else job
 
     def _await_exit(self, job: Any, launch: Launch) -> int | str:  # noqa: ARG002 - the signature is the interface's

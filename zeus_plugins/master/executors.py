@@ -131,7 +131,7 @@ def _started(launch: Launch, lock: int) -> subprocess.Popen[bytes]:
     environ = {**os.environ, "PYTHONUNBUFFERED": "1", **launch.environ}
     try:
         with launch.log.open("ab") as log:
-            return subprocess.Popen(  # noqa: S603 - running what the user says is what this is for
+            return subprocess.Popen(  # nosec B603  # noqa: S603 - running what the user says is what this is for
                 list(launch.command),
                 cwd=launch.workdir,
                 env=environ,

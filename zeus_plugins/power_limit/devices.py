@@ -103,7 +103,7 @@ def temperature_c(devices: Sequence[PowerLimitDevice]) -> float | None:
         try:
             if tell is not None:
                 known.append(tell())
-        except Exception:  # noqa: S112 - a sensor is optional
+        except Exception:  # nosec B112  # noqa: S112 - a sensor is optional
             continue
     return max(known, default=None)
 
@@ -268,7 +268,7 @@ class CommandDevice(_OtherSetter):
         """See `PowerLimitDevice.set_limit_w`."""
         command = [part.format(index=self._index, uuid=self.uuid, watts=f"{limit_w:.10g}") for part in self._arguments]
         try:
-            done = subprocess.run(  # noqa: S603 - the user's own command, split into arguments and run without a shell
+            done = subprocess.run(  # nosec B603  # noqa: S603 - the user's own command, split into arguments and run without a shell
                 command,
                 capture_output=True,
                 text=True,

@@ -140,14 +140,14 @@ def _start_restorer(found: Sequence[tuple[PowerLimitDevice, float]]) -> subproce
         return None
     try:
         order = pickle.dumps(list(found))
-        process = subprocess.Popen(  # noqa: S603 - this interpreter, on this module
+        process = subprocess.Popen(  # nosec B603  # noqa: S603 - this interpreter, on this module
             [sys.executable, "-c", _RESTORER, str(os.getpid())],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
             start_new_session=True,  # Ctrl-C in the terminal goes to all processes of the session.
         )
-        assert process.stdin is not None  # noqa: S101 - PIPE, and this is for the type checker
+        assert process.stdin is not None  # nosec B101  # noqa: S101 - PIPE, and this is for the type checker
         process.stdin.write(order)
         process.stdin.flush()
     except Exception as error:
@@ -167,7 +167,7 @@ def restore_after(training: str) -> int:
         signal.signal(number, signal.SIG_IGN)
     try:
         # From the training that has started this process, over a pipe of their own.
-        found: list[tuple[PowerLimitDevice, float]] = pickle.load(sys.stdin.buffer)  # noqa: S301
+        found: list[tuple[PowerLimitDevice, float]] = pickle.load(sys.stdin.buffer)  # nosec B301  # noqa: S301
     except (EOFError, pickle.UnpicklingError):  # The training was killed before it changed anything.
         return 0
     _wait_for_the_end_of(int(training))

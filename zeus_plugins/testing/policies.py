@@ -87,7 +87,7 @@ class _PlayedJob:
         self._job = _job(policy, seed)
         self._policy = find(policy)
         self._policy.check(self._job)
-        self._random = random.Random(seed)  # noqa: S311 - chance, not secrecy
+        self._random = random.Random(seed)  # nosec B311  # noqa: S311 - chance, not secrecy
         self._rng = np.random.default_rng(seed)
         self._state = JobState.after((), self._replayed([], None))
         self._trials: list[TrialRecord] = []
