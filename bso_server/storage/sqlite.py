@@ -207,7 +207,7 @@ def _turn(directory: str, deadline: Deadline) -> Iterator[None]:
                 break
             except BlockingIOError:
                 pause_s = min(_PAUSE_S, _PAUSE_SHARE * deadline.left_s)
-                time.sleep(random.uniform(0, pause_s))  # noqa: S311 - no secret
+                time.sleep(random.uniform(0, pause_s))  # nosec B311  # noqa: S311 - no secret
             except OSError:  # a file system without such locks
                 break
         yield
