@@ -50,8 +50,8 @@ class Settings(BaseSettings):
         crash_retries: Crashes after which the server excludes a batch size that has never completed a run.
         reap_interval_s: Seconds between two searches for expired trials.
         heartbeat_interval_s: Seconds between two heartbeats of a training.
-        heartbeat_lease_s: Seconds without a heartbeat after which a training with heartbeats counts as abandoned; more
-            than the interval.
+        heartbeat_lease_s: Seconds without a heartbeat after which a training with heartbeats counts as abandoned; must
+            exceed the interval.
         silent_lease_s: Seconds without a report after which a training without heartbeats counts as abandoned; at least
             five times its longest epoch.
         suspended_lease_s: Seconds in which a preempted training must resume.
@@ -61,15 +61,16 @@ class Settings(BaseSettings):
         sso_proxies: Addresses or networks of proxies that authenticate the readers of the pages, separated by commas;
             None: no header names a user.
         sso_header: Header in which such a proxy names its user.
-        sso_admins: Users of such proxies who may do everything on the pages, separated by commas; None: all only read.
-        max_body_bytes: Maximum size of a request body, bytes.
-        read_timeout_s: Seconds in which a client must send the head of a request, and again its body.
+        sso_admins: Users of such proxies with all rights on the pages, separated by commas; None: all users only read.
+        max_body_bytes: Maximum size of a request body, in bytes.
+        read_timeout_s: Seconds in which a client must send the head of a request, and the same time again for its body.
         rate_limit_per_minute: Requests per minute from one address, per server process; None: unlimited.
         price_per_kwh: Price of a kilowatt-hour for the dashboard; None: it shows no money.
         currency: Currency of the price, such as ``EUR``.
         carbon_g_per_kwh: Grams of CO2 equivalent per kilowatt-hour; None: the dashboard shows none.
-        metrics: Access to the metrics: callers who may read jobs (``token``), everyone (``open``), no one (``off``).
-        metrics_jobs: Pattern of the ids of jobs, such as ``nightly-*``, whose metrics name them; None: no job.
+        metrics: Access to the metrics: callers with the right to read jobs (``token``), everyone (``open``), no one
+            (``off``).
+        metrics_jobs: Pattern of the ids of jobs with metrics of their own, such as ``nightly-*``; None: no job.
         tracing: True to trace requests by OpenTelemetry.
 
     Raises:

@@ -56,15 +56,16 @@ def settings_page() -> str:
         rows.append((f"`{variable_of(name)}`", taken, shown, texts[name].removesuffix(".")))
     return f"""# Settings of the server
 
-Settings come from arguments of `bso-server`, then the environment, then `.env` in the working directory.
-`bso-server config show` prints each with its source; a value that does not fit ends the server at its start with the
-name of its variable. The variables of the training side stand in [environment.md](environment.md).
+The server reads each setting from the arguments of `bso-server`, then the environment, then `.env` in the working
+directory. `bso-server config show` prints each value with its source. If a value is invalid, the server ends at its
+start and names the variable. [environment.md](environment.md) lists the variables of trainings.
 
-Each may also be given as the path of a file that holds its value, by its name with `_FILE` behind it, as platforms
-hand out secrets: `ZEUS_BSO_DATABASE_URL_FILE=/run/secrets/database_url`. In one place, a setting and the name of its
-file are an error; between places, the same order holds: an argument comes before a file, and a file that the
-environment names before the setting in `.env`. A file that is absent or empty is an error, too. Line feeds at its end
-do not count.
+A file can contain the value of a setting, such as a secret that a platform provides. Append `_FILE` to the name of the
+setting, and give the path of the file: `ZEUS_BSO_DATABASE_URL_FILE=/run/secrets/database_url`. Line feeds at the end of
+the file do not count. An absent or empty file is an error.
+
+If one source has both a setting and its file, this is an error. Between sources, the order above applies: an argument
+precedes any file, and a file that the environment names precedes the setting in `.env`.
 
 {table(("setting", "values", "default", "meaning"), rows)}
 """

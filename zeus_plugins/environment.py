@@ -94,38 +94,38 @@ LOCALAPPDATA = Variable("LOCALAPPDATA", "the user's state directory, on Windows"
 JOB_ID = Variable(
     "ZEUS_JOB_ID",
     "the job's id; in a launched run, the run's name",
-    "made of the training or by the server; `rec01+try01`",
+    "derived from the training, or set by the server; in a launched run, such as `rec01+try01`",
 )
 JPY_SESSION_NAME = Variable(
     "JPY_SESSION_NAME", "the notebook's path, which Jupyter sets; part of a guessed job id", "`notebook`"
 )
 LOG_DIR = Variable("ZEUS_LOG_DIR", "the directory of a launched run's logs and results", "`zeus_log`")
-TARGET_METRIC = Variable("ZEUS_TARGET_METRIC", "the value of the validation metric for a launched run to reach")
-COST_THRESHOLD_J = Variable("ZEUS_COST_THRESH", "the cost that a launched run must not cross", "`inf`", "joules")
+TARGET_METRIC = Variable("ZEUS_TARGET_METRIC", "the target of a launched run: the validation metric that it must reach")
+COST_THRESHOLD_J = Variable("ZEUS_COST_THRESH", "the maximum cost of a launched run", "`inf`", "joules")
 ETA_KNOB = Variable("ZEUS_ETA_KNOB", "η of a launched run's cost, from 0 to 1", "0.5")
 PROFILE_STEPS = Variable(
     "ZEUS_PROFILE_PARAMS",
-    "`warmup,measure` for each power limit of a launched run",
-    "power limits are left alone",
+    "the numbers of steps `warmup,measure` for each power limit that a launched run tries",
+    "no change of power limits",
     "steps",
 )
 USE_BEST_POWER_LIMIT = Variable(
-    "ZEUS_USE_OPTIMAL_PL", "`True` to set the best power limit, `False` to account for it only", "`True`"
+    "ZEUS_USE_OPTIMAL_PL", "`True` to set the best power limit, `False` only to report its costs", "`True`"
 )
 MONITOR_PATH = Variable("ZEUS_MONITOR_PATH", "the path of Zeus's power monitor, for scripts that use it")
 
 # Energy and power limits
 ESTIMATED_POWER_W = Variable(
     "ZEUS_ESTIMATED_POWER_W",
-    "the power of the whole machine at full load, for an estimate where nothing measures it",
-    "the GPUs' power limits, or else 65",
+    "the power of the whole machine at full load, for an estimate if no device measures it",
+    "the GPUs' power limits if known, otherwise 65",
     "watts",
     may_be_empty=False,
 )
 PRICE_PER_KWH = Variable("ZEUS_PRICE_PER_KWH", "the price of a kilowatt-hour, in any currency", unit="per kWh")
 CO2_G_PER_KWH = Variable("ZEUS_CO2_G_PER_KWH", "the CO2 that the grid emits for a kilowatt-hour", unit="g per kWh")
 POWER_LIMIT_COMMAND = Variable(
-    "ZEUS_POWER_LIMIT_COMMAND", "the command that sets a GPU's power limit", "zeusd or the driver is asked"
+    "ZEUS_POWER_LIMIT_COMMAND", "the command that sets a GPU's power limit", "zeusd or the driver sets it"
 )
 ZEUSD_SOCK_PATH = Variable("ZEUSD_SOCK_PATH", "the socket of zeusd, the daemon that sets power limits")
 ZEUSD_TOKEN = Variable("ZEUSD_TOKEN", "zeusd's access token", is_secret=True)
@@ -135,7 +135,7 @@ HIP_VISIBLE_DEVICES = Variable("HIP_VISIBLE_DEVICES", "the visible AMD GPUs", "`
 ROCR_VISIBLE_DEVICES = Variable("ROCR_VISIBLE_DEVICES", "the AMD GPUs that the driver shows", "all")
 
 # Launchers of several processes
-GROUP_RANK = Variable("GROUP_RANK", "the number of torchrun's agent, of which each machine has one")
+GROUP_RANK = Variable("GROUP_RANK", "the number of torchrun's agent; each machine has one agent")
 LOCAL_RANK = Variable("LOCAL_RANK", "the process's number on its machine", "0")
 LOCAL_WORLD_SIZE = Variable("LOCAL_WORLD_SIZE", "the number of processes on the machine", "all of the training")
 
