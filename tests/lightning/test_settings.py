@@ -176,10 +176,9 @@ def test_a_rehearsal_measures_and_changes_nothing(bench: Bench) -> None:
 def test_a_second_fit_of_the_same_trainer_counts_its_own_epochs(bench: Bench) -> None:
     callback = bench.callback(bench.job(0.5, max_epochs=2), on_failure="stop")
     trainer = quiet_trainer(callback, max_epochs=4)
-    module = Classifier(1.0, 0.0)
-    trainer.fit(module, train_loader())
+    trainer.fit(Classifier(1.0), train_loader())
     assert trainer.current_epoch == 1
-    trainer.fit(module, train_loader())
+    trainer.fit(Classifier(0.0, 0.0), train_loader())
     assert trainer.current_epoch == 3
     assert [(trial.state, trial.epochs) for trial in bench.view().trials] == [
         (TrialState.COMPLETED, 1),

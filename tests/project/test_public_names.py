@@ -97,6 +97,7 @@ PUBLIC = {
             "TrialId",
             "TrialList",
             "TrialPowerProfile",
+            *("Probe", "ProbedSize", "TrialProbe"),
         ),
         *("CandidateWorth", "Decision", "MAX_CANDIDATES", "Explanation", "SizeBelief"),
         *("changes_in_words", "expected_in_words", "joules_in_words"),
