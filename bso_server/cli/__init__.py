@@ -79,7 +79,7 @@ def _parser() -> argparse.ArgumentParser:
     upgrade.add_argument("--sql", action="store_true", help="print the SQL for an empty database instead of running it")
     add_command(database, "check", "fail unless the database has this version's schema", _db_check)
     add_command(database, "current", "print the revision of the database's schema", _db_current)
-    prune_help = "delete old reports and power-limit profiles, but keep the latest of each trial"
+    prune_help = "delete old reports and power-limit profiles; trials and the newest profile of each size stay"
     prune = add_command(database, "prune", prune_help, _db_prune)
     prune.add_argument(
         "--older-than",
