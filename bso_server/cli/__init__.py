@@ -74,28 +74,34 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     add_serve_command(commands)
-    database = commands.add_parser("db", help="look after the database").add_subparsers(required=True, metavar="WHAT")
+    database = commands.add_parser("db", help="maintain the database").add_subparsers(required=True, metavar="WHAT")
     upgrade = add_command(database, "upgrade", "bring the database to this version's schema", _db_upgrade)
     upgrade.add_argument("--sql", action="store_true", help="print the SQL for an empty database instead of running it")
     add_command(database, "check", "fail unless the database has this version's schema", _db_check)
     add_command(database, "current", "print the revision of the database's schema", _db_current)
-    prune_help = "forget old reports and power-limit profiles; the last ones stay"
+    prune_help = "delete old reports and power-limit profiles; trials and the newest profile of each size stay"
     prune = add_command(database, "prune", prune_help, _db_prune)
     prune.add_argument(
-        "--older-than", type=duration, required=True, metavar="AGE", help="such as 12h, 30d or 8w: hours, days or weeks"
+        "--older-than",
+        type=duration,
+        required=True,
+        metavar="AGE",
+        help="age in hours, days or weeks, such as 12h, 30d or 8w",
     )
 
     verify_help = "check the database's pages, and each job's derived data against a replay of its trials"
     verify = add_command(database, "verify", verify_help, _db_verify)
     verify.add_argument("--json", action="store_true", help="print JSON")
-    backup_help = "copy a SQLite database that may be in use, and check the copy; of others, print the command to run"
+    backup_help = (
+        "copy a SQLite database, also while it is in use, and check the copy; for others, print the command to run"
+    )
     backup = add_command(database, "backup", backup_help, _db_backup)
-    backup.add_argument("file", type=Path, metavar="FILE", help="the copy, which must not exist yet")
+    backup.add_argument("file", type=Path, metavar="FILE", help="file for the copy, which must not exist yet")
     keep_help = "add the time to the name FILE, and keep the N newest of these copies"
     backup.add_argument("--keep", type=int, metavar="N", help=keep_help)
 
-    config = commands.add_parser("config", help="look at the settings").add_subparsers(required=True, metavar="WHAT")
-    add_command(config, "show", "every setting with its source", _config_show)
+    config = commands.add_parser("config", help="show the settings").add_subparsers(required=True, metavar="WHAT")
+    add_command(config, "show", "list every setting with its source", _config_show)
 
     add_token_commands(commands)
     add_import_zeus_command(add_jobs_commands(commands))

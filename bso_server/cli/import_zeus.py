@@ -40,8 +40,8 @@ def add_import_zeus_command(jobs: Commands) -> None:
         help="SQLAlchemy URL of Zeus's database, as its server has it in ZEUS_BSO_DATABASE_URL",
     )
     which = command.add_mutually_exclusive_group()
-    which.add_argument("--job", metavar="JOB", help="this job (default: the only one that there is)")
-    which.add_argument("--all", action="store_true", help="all jobs")
+    which.add_argument("--job", metavar="JOB", help="job to import (default: the only job)")
+    which.add_argument("--all", action="store_true", help="import all jobs")
     command.add_argument("--job-id", metavar="NEW", help="give the job this id here")
     command.add_argument(
         "--timezone",
@@ -53,9 +53,9 @@ def add_import_zeus_command(jobs: Commands) -> None:
         "--live-as",
         choices=[TrialState.RUNNING.value, TrialState.ABANDONED.value],
         default=TrialState.RUNNING.value,
-        help="what trials without an end are: their trainings may report here (running, default), or are gone",
+        help="state of trials without an end: running (default) if their trainings may report here, else abandoned",
     )
-    command.add_argument("--dry-run", action="store_true", help="show what would be imported, and import nothing")
+    command.add_argument("--dry-run", action="store_true", help="show the jobs and trials, without importing them")
 
 
 def _zone(name: str) -> ZoneInfo:

@@ -97,7 +97,7 @@ _REFUSALS = (InvalidImportError, InvalidJobError, JobConflictError, PolicyNotIns
 
 def add_jobs_commands(commands: Commands) -> Commands:
     """Add ``jobs`` with its subcommands, and return these so that more can be added."""
-    jobs = commands.add_parser("jobs", help="look after jobs").add_subparsers(required=True, metavar="WHAT")
+    jobs = commands.add_parser("jobs", help="show and change jobs").add_subparsers(required=True, metavar="WHAT")
 
     def add(name: str, summary: str, run: Callable[[argparse.Namespace], None]) -> argparse.ArgumentParser:
         """Add a command about one job."""
@@ -108,12 +108,12 @@ def add_jobs_commands(commands: Commands) -> Commands:
     jobs_list = add_command(jobs, "list", "all jobs", _list, or_server=True)
     jobs_list.add_argument("--json", action="store_true", help="print JSON")
 
-    show = add("show", "one job with its arms and trials", _show)
+    show = add("show", "show one job with its batch sizes and trials", _show)
     form = show.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print JSON")
-    form.add_argument("--verbose", action="store_true", help="print when and why each trial is stopped, too")
+    form.add_argument("--verbose", action="store_true", help="also print when and why each trial is stopped")
     show.add_argument(
-        "--all", action="store_true", help=f"print all trials, as --json does, and not the latest {_LATEST} alone"
+        "--all", action="store_true", help=f"print all trials, like --json, instead of the latest {_LATEST}"
     )
 
     explain = add("explain", "why a trial has its batch size, or the next one", _explain)
@@ -122,37 +122,36 @@ def add_jobs_commands(commands: Commands) -> Commands:
         dest="trial_number",
         metavar="TRIAL",
         type=int,
-        help="what was believed when this trial began (default: what would be chosen next, without starting it)",
+        help="explain the choice for this trial (default: the next choice, without starting a trial)",
     )
     explain.add_argument("--json", action="store_true", help="print JSON")
 
-    export_help = "everything about one job, or all of them, to keep or to take elsewhere"
+    export_help = "write all data of one job, or of all jobs, for archives or another server"
     export_ = add_command(jobs, "export", export_help, _export, or_server=True)
     exported = export_.add_mutually_exclusive_group(required=True)
     exported.add_argument("job_id", metavar="JOB", nargs="?")
-    exported.add_argument("--all", action="store_true", help="all jobs, one after another")
+    exported.add_argument("--all", action="store_true", help="export all jobs")
     export_.add_argument(
         "--format",
         choices=["jsonl", "csv"],
         default="jsonl",
-        help="jsonl: everything that is kept, a line for each trial, which `jobs import` reads (default); csv: a table "
-        "of its trials",
+        help="jsonl: all stored data, one line per trial, for `jobs import` (default); csv: a table of the trials",
     )
     export_.add_argument("--output", metavar="FILE", type=Path, help="where to write it (default: standard output)")
 
-    report = add("report", "a page about one job, as a file without scripts", _report)
+    report = add("report", "write the page of one job as a file without scripts", _report)
     report.add_argument("--output", metavar="FILE", type=Path, help="where to write it (default: standard output)")
 
-    import_ = add_command(jobs, "import", "create the jobs that `jobs export` wrote", _import, or_server=True)
+    import_ = add_command(jobs, "import", "create the jobs of a file from `jobs export`", _import, or_server=True)
     import_.add_argument("file", metavar="FILE", type=Path)
-    import_.add_argument("--job-id", metavar="NEW", help="give it this id, which starts with its job_id_prefix")
+    import_.add_argument("--job-id", metavar="NEW", help="new id of the job; it starts with the job_id_prefix")
 
     discard = add("discard", "set aside a trial that ended with wrong numbers", _discard)
     discard.add_argument("trial_number", metavar="TRIAL", type=int)
 
-    share = add("share", "let every token that may report run trials of a job", _share)
+    share = add("share", "let every token with scope report run trials of a job", _share)
     share.add_argument(
-        "--stop", action="store_true", help="leave it to the token that it belongs to; what runs goes on"
+        "--stop", action="store_true", help="let only the owner's token start trials; running trials continue"
     )
 
     revise = add("revise", "change the terms of a job, which keeps what it has learned", _revise)
@@ -164,9 +163,9 @@ def add_jobs_commands(commands: Commands) -> Commands:
     revise.add_argument("--batch-sizes", metavar="SIZE", type=int, nargs="+", help="all sizes to choose from")
     revise.add_argument("--default", dest="default_batch_size", metavar="SIZE", type=int, help="the default size")
     revise.add_argument("--controls", metavar="SHARE", type=_share_or_word, help="auto, off, or a share such as 0.1")
-    revise.add_argument("--policy", help="the policy that chooses the sizes")
+    revise.add_argument("--policy", help="policy that chooses the sizes")
 
-    add("delete", "delete a job with all that is known of it", _delete)
+    add("delete", "delete a job with all its data", _delete)
     return jobs
 
 

@@ -45,10 +45,10 @@ def add_serve_command(commands: Commands) -> None:
     serve.add_argument(
         "--migrate",
         action="store_true",
-        help="bring the database to this version's schema first (on SQLite that is done in any case)",
+        help="bring the database to this version's schema first (SQLite files are always upgraded)",
     )
     serve.add_argument(
-        "--insecure", action="store_const", const=True, help="serve everybody who shows no token, on any machine"
+        "--insecure", action="store_const", const=True, help="serve requests without a token from any machine"
     )
 
 

@@ -24,7 +24,7 @@ _SELECTION = ("dataset", "network", "optimizer", "target_metric", "max_epochs", 
 
 def add_simulate_command(commands: Commands) -> None:
     """Add ``simulate``."""
-    parser = commands.add_parser("simulate", help="costs and savings of the policies on recorded trainings")
+    parser = commands.add_parser("simulate", help="compute costs and savings of the policies on recorded trainings")
     add_arguments(parser)
     parser.set_defaults(run=_simulate)
 
@@ -33,23 +33,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of a simulation."""
     parser.add_argument("--train-trace", type=Path, metavar="FILE", help="epochs to the target, as CSV")
     parser.add_argument("--power-trace", type=Path, metavar="FILE", help="time and power, as CSV")
-    parser.add_argument("--job", dest="job_id", metavar="JOB", help="a job's own trials in place of traces")
+    parser.add_argument(
+        "--job", dest="job_id", metavar="JOB", help="simulate from the trials of this job instead of traces"
+    )
     add_source(parser)
-    parser.add_argument("--all", action="store_true", help="the six workloads of the Zeus paper")
+    parser.add_argument("--all", action="store_true", help="simulate the six workloads of the Zeus paper")
     for name in ("dataset", "network", "optimizer"):
-        parser.add_argument(f"--{name}", help="as in the traces")
-    parser.add_argument("--target-metric", type=float, metavar="X", help="one of the train trace's")
-    parser.add_argument("--max-epochs", type=at_least_1, metavar="E", help="a run that needs more has failed")
-    parser.add_argument("--default-batch-size", type=at_least_1, metavar="B", help="the choice of the job's owner")
+        parser.add_argument(f"--{name}", help=f"{name} of the workload, as named in the traces")
+    parser.add_argument("--target-metric", type=float, metavar="X", help="a target metric of the train trace")
+    parser.add_argument(
+        "--max-epochs", type=at_least_1, metavar="E", help="epochs after which a run has missed its target"
+    )
+    parser.add_argument("--default-batch-size", type=at_least_1, metavar="B", help="default size of the job")
     parser.add_argument(
         "--policy",
         type=policy_name,
         action="append",
         metavar="POLICY",
-        help="gp_voi, zeus or another one that is installed here; one or several (default: those two)",
+        help="gp_voi, zeus or an installed policy, one or several (default: gp_voi and zeus)",
     )
-    parser.add_argument("--recurrences", type=at_least_1, default=100, metavar="N", help="(default 100)")
-    parser.add_argument("--seeds", type=at_least_1, default=200, metavar="N", help="simulated jobs (default 200)")
+    parser.add_argument(
+        "--recurrences", type=at_least_1, default=100, metavar="N", help="recurrences of each job (default 100)"
+    )
+    parser.add_argument(
+        "--seeds", type=at_least_1, default=200, metavar="N", help="number of simulated jobs (default 200)"
+    )
     parser.add_argument(
         "--eta",
         type=_share,
@@ -64,13 +72,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--power-limit",
         choices=["optimal", "max"],
         default="optimal",
-        help="each size at its cheapest power limit, found in its first epoch (default), or all at the maximum",
+        help="optimal: the cheapest limit of each size, found in its first epoch (default); max: the maximum",
     )
     parser.add_argument(
-        "--concurrency", type=at_least_1, default=1, metavar="K", help="recurrences always under way (default 1)"
+        "--concurrency",
+        type=at_least_1,
+        default=1,
+        metavar="K",
+        help="number of recurrences under way at a time (default 1)",
     )
     parser.add_argument(
-        "--price", type=at_least_0, metavar="PRICE", help="of a kWh, in any currency: also tell what energy cost in it"
+        "--price", type=at_least_0, metavar="PRICE", help="price of a kWh in any currency; adds the price of the energy"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results as JSON")
 

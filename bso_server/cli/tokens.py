@@ -15,10 +15,10 @@ from bso_server.storage.store import Store
 
 def add_token_commands(commands: Commands) -> None:
     """Add ``token`` with its subcommands."""
-    token = commands.add_parser("token", help="say who may use it").add_subparsers(required=True, metavar="WHAT")
+    token = commands.add_parser("token", help="manage access tokens").add_subparsers(required=True, metavar="WHAT")
 
-    create = add_command(token, "create", "make a token and print it, this once", _create)
-    create.add_argument("--name", required=True, help="what or whom it is for")
+    create = add_command(token, "create", "make a token and print it, only this once", _create)
+    create.add_argument("--name", required=True, help="purpose or owner of the token")
     create.add_argument(
         "--scope",
         dest="scopes",
@@ -26,14 +26,14 @@ def add_token_commands(commands: Commands) -> None:
         nargs="+",
         choices=list(Scope),
         type=Scope,
-        help="what it allows: read; report, which includes read (default); admin, which includes all",
+        help="rights of the token: read; report, which includes read (default); admin, which includes all rights",
     )
     create.add_argument(
         "--share",
         action="store_true",
-        help="share the jobs that it registers: other tokens may run trials of them, as where each machine has its own",
+        help="share the jobs of this token: other tokens, such as the tokens of other machines, may run their trials",
     )
-    rotate_help = "give a token another secret, and print it, this once; its jobs and trials stay its own"
+    rotate_help = "give a token another secret and print it, only this once; the token keeps its jobs and trials"
     rotate = add_command(token, "rotate", rotate_help, _rotate)
     rotate.add_argument("token_id", metavar="ID")
     rotate.add_argument(
@@ -41,14 +41,14 @@ def add_token_commands(commands: Commands) -> None:
         type=duration,
         default=DEFAULT_GRACE,
         metavar="TIME",
-        help="how long the old secret stays good: such as 12h or 7d, or 0 for one that others have seen (default 24h)",
+        help="time for which the old secret stays valid, such as 12h or 7d; 0 for a leaked secret (default 24h)",
     )
-    transfer = add_command(token, "transfer", "give another token the jobs and trials of one", _transfer)
-    transfer.add_argument("token_id", metavar="FROM", help="may have been revoked")
+    transfer = add_command(token, "transfer", "give the jobs and trials of a token to another token", _transfer)
+    transfer.add_argument("token_id", metavar="FROM", help="id of the present token, which may be revoked")
     transfer.add_argument("successor_id", metavar="TO")
-    listing = add_command(token, "list", "all tokens, without their secrets", _list)
+    listing = add_command(token, "list", "list all tokens without their secrets", _list)
     listing.add_argument("--json", action="store_true", help="print JSON")
-    revoke = add_command(token, "revoke", "make a token worthless for good", _revoke)
+    revoke = add_command(token, "revoke", "make a token invalid for ever", _revoke)
     revoke.add_argument("token_id", metavar="ID")
 
 

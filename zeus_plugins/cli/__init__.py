@@ -30,30 +30,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="zeus-plugins", description="Batch size optimization: the training side.")
+    parser = argparse.ArgumentParser(prog="zeus-plugins", description="Batch size optimization for trainings.")
     parser.add_argument("--version", action="version", version=f"%(prog)s {version('zeus-plugins')}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     demo = commands.add_parser(
         "demo",
         help="watch a recurring training find its batch size on this machine",
-        description="Starts a server and lets a small training recur on it. Everything is real, nothing simulated.",
+        description="Starts a server and runs a small recurring training with it. Trainings are real, not simulated.",
     )
     demo.add_argument(
         "--recurrences",
         type=master.positive,
         default=_DEFAULT_RECURRENCES,
-        help="how often the training has to reach its target (default %(default)s)",
+        help="number of trainings that reach the target (default %(default)s)",
     )
     demo.add_argument(
-        "--directory", type=Path, default=Path(".demo"), help="where results are written (default %(default)s)"
+        "--directory", type=Path, default=Path(".demo"), help="directory of the results (default %(default)s)"
     )
     demo.add_argument(
         "--policy",
         choices=OWN_POLICIES,
         default=GP_VOI,
-        help="how batch sizes are chosen (default %(default)s; zeus is the policy of the Zeus paper)",
+        help="policy that chooses batch sizes (default %(default)s; zeus is the policy of the Zeus paper)",
     )
-    demo.add_argument("--open", action="store_true", help="show the server's pages in a browser meanwhile")
+    demo.add_argument("--open", action="store_true", help="open the server's pages in a browser")
     demo.set_defaults(run=_demo)
     doctor.add_parser(commands)
     energy.add_parser(commands)

@@ -239,21 +239,21 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser = commands.add_parser(
         "doctor",
         help="check this machine, its energy counters and its server",
-        description="Looks at versions, GPUs, energy counters and their permissions, the server and what waits for it,"
-        " and changes nothing unless asked to. The exit status is 0, or 1 when something would stop a training or keep"
-        " it from the server.",
+        description="Checks versions, GPUs, energy counters and their permissions, the server and the results that wait"
+        " for it. Changes nothing without --reset-power-limits. The exit status is 1 if a problem would stop a training"
+        " or keep it from the server, otherwise 0.",
     )
     what = parser.add_mutually_exclusive_group()
     what.add_argument(
         "--gpu-check",
         action="store_true",
-        help="compare what the NVIDIA GPUs tell of energy, power, limits and themselves with what is expected of them, "
-        "at rest and under load; half a minute for each",
+        help="compare energy, power, limits and identity of the NVIDIA GPUs with the expected values, at rest and "
+        "under load; takes half a minute per GPU",
     )
     what.add_argument(
         "--reset-power-limits",
         action="store_true",
-        help="give the NVIDIA GPUs the power limits that trainings have not put back, else their default ones",
+        help="restore the power limits of the NVIDIA GPUs from before killed trainings, else their default limits",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=_doctor)

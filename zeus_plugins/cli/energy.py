@@ -53,8 +53,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     """Add ``energy``."""
     parser = commands.add_parser(
         "energy",
-        help="run a command, and tell the time and energy that it took",
-        description="Runs the command and tells its time and energy on standard error. Signals are passed on to it. The"
+        help="run a command, and print its time and energy",
+        description="Runs the command and prints its time and energy on standard error. It passes signals on. The"
         f" exit status is the command's, {_KILLED_BY} + n if signal n ended it, {_NOT_FOUND} or {_NOT_EXECUTABLE} if it"
         f" cannot be started, and {_FAILED} if its energy cannot be measured.",
     )
@@ -62,14 +62,14 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "--monitor",
         choices=("auto", "nvml", "nvml-power", "amdsmi", "rapl", "estimate"),
         default="auto",
-        help="how to measure (default %(default)s: the best that the machine offers)",
+        help="energy monitor (default %(default)s: the best monitor of this machine)",
     )
     parser.add_argument(
-        "--power-w", type=float, help="watts to assume where nothing is measured (else ZEUS_ESTIMATED_POWER_W)"
+        "--power-w", type=float, help="watts for an estimate without a counter (default: ZEUS_ESTIMATED_POWER_W)"
     )
-    parser.add_argument("--json", action="store_true", help="tell it as one line of JSON")
-    parser.add_argument("--output", type=Path, help="tell it in this file instead of on standard error")
-    parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="what to run")
+    parser.add_argument("--json", action="store_true", help="print one line of JSON")
+    parser.add_argument("--output", type=Path, help="write to this file instead of standard error")
+    parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="command to run")
     parser.set_defaults(run=_energy, parser=parser)
 
 

@@ -23,13 +23,13 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     actions = master.add_subparsers(required=True, metavar="ACTION")
     parser = actions.add_parser(
         "run",
-        help="let the job of a file recur",
-        description="Launches the job's script again and again, with batch sizes that an optimizer chooses. Logs and "
-        "results are in a directory of its own below --log-base; its history.json holds all runs. A master that was "
-        "interrupted or killed goes on with --resume.",
+        help="run the recurrences of a job file",
+        description="Launches the job's script repeatedly, with batch sizes that an optimizer chooses. Logs and "
+        "results are in a new directory below --log-base; its history.json contains all runs. --resume continues a "
+        "master that was interrupted or killed.",
     )
-    parser.add_argument("job", type=Path, metavar="JOB.toml", help="the job (docs/master.md)")
-    parser.add_argument("--recurrences", type=positive, help="how often it recurs (default: what the file says, or 10)")
+    parser.add_argument("job", type=Path, metavar="JOB.toml", help="file of the job (docs/master.md)")
+    parser.add_argument("--recurrences", type=positive, help="number of recurrences (default: the file's, or 10)")
     parser.add_argument(
         "--log-base",
         type=Path,
@@ -41,7 +41,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         nargs="?",
         const=_NEWEST,
         metavar="DIR",
-        help="go on in this log directory; without DIR, in the newest one of this job",
+        help="continue in this log directory; without DIR, in the newest log directory of this job",
     )
     parser.set_defaults(run=_run)
 

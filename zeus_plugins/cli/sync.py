@@ -21,18 +21,18 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser = commands.add_parser(
         "sync",
         help="deliver results that trainings could not while a server was away",
-        description="Delivers what waits on this machine, each result to the server that it belongs to. Results of "
-        "trainings that still run are left to those.",
+        description="Delivers the results that wait on this machine, each to its own server. A training that still "
+        "runs delivers its own results.",
     )
-    parser.add_argument("--dry-run", action="store_true", help="only list what waits")
+    parser.add_argument("--dry-run", action="store_true", help="only list the waiting results")
     parser.add_argument(
         "--server-url",
-        help="deliver everything to this server, in place of those that the results belong to (it has moved, say)",
+        help="deliver all results to this server instead of their own servers, for example if the server has moved",
     )
     parser.add_argument(
         "--token",
-        help="access token (default: environment variable ZEUS_BSO_TOKEN); only the server of --server-url, or else of "
-        "ZEUS_SERVER_URL, is sent it",
+        help="access token (default: environment variable ZEUS_BSO_TOKEN), sent only to the server of --server-url, or "
+        "else of ZEUS_SERVER_URL",
     )
     parser.set_defaults(run=_sync)
 
