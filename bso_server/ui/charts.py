@@ -170,10 +170,7 @@ def spark(points: Sequence[TrialPoint]) -> Picture | None:
     y, last = Scale.over(costs_j, log=False), max(len(points) - 1, 1)
     dots = [
         Dot(
-            "s5" if is_whole_run(point) else "s5 hollow",
-            share(0.03 + 0.94 * index / last),
-            25 - 22 * y.at(cost_j),
-            2.2,
+            "s5" if is_whole_run(point) else "s5 hollow", share(0.03 + 0.94 * index / last), 25 - 22 * y.at(cost_j), 2.2
         )
         for index, cost_j, point in known
     ]
