@@ -419,7 +419,6 @@ def _path_of_job(job_id: str) -> str:
 
 
 def _pages(options: argparse.Namespace, kind: type[Page], path: str) -> Iterator[Page]:
-    """Yield all pages of a list of the server."""
     query = {"limit": str(MAX_PAGE)}
     while True:
         page = kind.model_validate_json(_ask(options, "GET", f"{path}?{urlencode(query)}"))
@@ -430,7 +429,6 @@ def _pages(options: argparse.Namespace, kind: type[Page], path: str) -> Iterator
 
 
 def _ask(options: argparse.Namespace, method: str, path: str) -> bytes:
-    """Send a request to the server, and return the body of its answer."""
     with _answered(options, method, path) as answer:
         return answer.read()
 

@@ -256,7 +256,6 @@ class _Files:
         self._lock = threading.RLock()
 
     def store(self, path: Path, settings: Settings) -> SyncStore:
-        """Return the one store of a file."""
         with self._lock:
             if path not in self._stores:
                 self._stores[path] = SyncStore(_opened(settings), self._lock)
@@ -287,7 +286,6 @@ class _Files:
 
 
 def _settings_of(server_url: str) -> tuple[Settings, Path]:
-    """Return the server's settings and the absolute path of its file."""
     stated = server_url.removeprefix(EMBEDDED).removeprefix("//")
     try:
         settings = Settings(database_url=_database_url(Path(stated).absolute())) if stated else Settings()
