@@ -72,11 +72,7 @@ async def share_job(job_id: JobInPath, service: Service) -> JobSummary:
 
 
 @delete(
-    _SHARE,
-    summary="Stop sharing a job",
-    opt=needs(Scope.ADMIN),
-    status_code=HTTPStatus.OK,
-    responses=_ERRORS_OF_JOB,
+    _SHARE, summary="Stop sharing a job", opt=needs(Scope.ADMIN), status_code=HTTPStatus.OK, responses=_ERRORS_OF_JOB
 )
 async def stop_sharing_job(job_id: JobInPath, service: Service) -> JobSummary:
     """Let only the token that owns the job start trials. Trials of other tokens that are running continue."""

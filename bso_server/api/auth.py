@@ -231,7 +231,6 @@ class RefusalLog:
         )
 
     def _begin_period(self) -> None:
-        """Begin the next period if this one is over."""
         now = self._clock()
         if now - self._begun_at < PERIOD_S:
             return
@@ -249,6 +248,4 @@ class RefusalLog:
 def _reason_of(error: Exception, scope: AsgiScope) -> Refusal | None:
     if isinstance(error, UnauthenticatedError):
         return Refusal.BAD_TOKEN if b"authorization" in dict(scope["headers"]) else Refusal.NO_TOKEN
-    if isinstance(error, ForbiddenError):
-        return Refusal.FORBIDDEN
-    return Refusal.HOST if isinstance(error, UntrustedHostError) else None
+    return {ForbiddenError: Refusal.FORBIDDEN, UntrustedHostError: Refusal.HOST}.get(type(error))

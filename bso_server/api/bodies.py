@@ -60,27 +60,19 @@ def require_json(content_type: str, also: str = "") -> None:
         )
 
 
-def decoded(body: bytes) -> Any:
-    """Decode a body that the fast parsers refuse with Python's parser, which accepts NaN and infinities.
-
-    Every field refuses NaN and infinities, so the answer names the field instead of a byte of the body.
-
-    Raises:
-        ClientException: The body is not JSON, or is nested too deeply.
-    """
-    try:
-        return json.loads(body.decode())
-    except (ValueError, RecursionError) as error:
-        raise ClientException(f"the body cannot be read as JSON: {error}") from error
-
-
 class BodyRequest(Request[Any, Any, Any]):
     """A request that answers a body other than JSON with a client error."""
 
     async def json(self) -> Any:
-        """Decode the body; raises like `require_json` and `decoded`."""
+        """Decode the body; raises like `require_json`, and `ClientException` for a body that is not JSON."""
         require_json(self.headers.get("content-type", ""))
         try:
             return await super().json()
         except (SerializationException, ValueError, RecursionError):
-            return decoded(await self.body())
+            body = await self.body()
+        # Python's parser accepts NaN and infinities. Every field refuses them, so the answer names the field instead of
+        # a byte of the body.
+        try:
+            return json.loads(body.decode())
+        except (ValueError, RecursionError) as error:
+            raise ClientException(f"the body cannot be read as JSON: {error}") from error

@@ -271,11 +271,7 @@ def _reader_of(request: AnyRequest, tag: str = "") -> html.Reader:
     if not page:
         root = "./" if _has_slash(request) else "ui/"
     return html.Reader(
-        root=root,
-        now=datetime.now(UTC),
-        tag=tag,
-        theme=_theme_of(request),
-        is_logged_in=_has_session(request),
+        root=root, now=datetime.now(UTC), tag=tag, theme=_theme_of(request), is_logged_in=_has_session(request)
     )
 
 

@@ -134,11 +134,7 @@ _MEANING = {
     HTTPStatus.SERVICE_UNAVAILABLE: "The database does not answer, has another schema, is damaged, or takes no writes.",
 }
 
-BODY = (
-    HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
-    HTTPStatus.UNSUPPORTED_MEDIA_TYPE,
-    HTTPStatus.UNPROCESSABLE_ENTITY,
-)
+BODY = (HTTPStatus.REQUEST_ENTITY_TOO_LARGE, HTTPStatus.UNSUPPORTED_MEDIA_TYPE, HTTPStatus.UNPROCESSABLE_ENTITY)
 """The error statuses of a route that reads a body."""
 
 # Error statuses of every route that checks its caller.
@@ -156,10 +152,7 @@ def errors(*statuses: HTTPStatus, always: tuple[HTTPStatus, ...] = _ALWAYS) -> d
     """Return the error answers of a route for the OpenAPI document: `statuses` and those of every route."""
     return {
         int(status): ResponseSpec(
-            ErrorBody,
-            description=_MEANING[status],
-            media_type="application/problem+json",
-            generate_examples=False,
+            ErrorBody, description=_MEANING[status], media_type="application/problem+json", generate_examples=False
         )
         for status in sorted({*statuses, *always})
     }

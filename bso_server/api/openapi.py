@@ -55,7 +55,6 @@ def _named(name: str, schemas: dict[str, Any]) -> set[str]:
 
 @cache
 def _schemas() -> dict[str, Any]:
-    """Return the JSON schemas of all messages and of their parts, by name."""
     messages = [(message, "validation") for message in _below(WireMessage)]
     _, document = models_json_schema(messages, ref_template="#/components/schemas/{model}")  # type: ignore[arg-type]  # mypy takes the mode for any text
     schemas: dict[str, Any] = document["$defs"]

@@ -36,12 +36,7 @@ class CommandError(Exception):
 
 
 def add_command(
-    commands: Commands,
-    name: str,
-    summary: str,
-    run: Callable[[argparse.Namespace], None],
-    *,
-    or_server: bool = False,
+    commands: Commands, name: str, summary: str, run: Callable[[argparse.Namespace], None], *, or_server: bool = False
 ) -> argparse.ArgumentParser:
     """Add a command that opens a database, or with `or_server` can ask a server instead."""
     parser = commands.add_parser(name, help=summary)

@@ -124,7 +124,6 @@ def _name_of(zone: tzinfo | None, moment: Moment) -> str:
 
 
 def _table(found: dict[str, ZeusImport]) -> str:
-    """Format jobs as a table, with the number of their trials in each state."""
     columns: dict[str, Callable[[ZeusImport], object]] = {
         "JOB": lambda job: job.job.job.job_id,
         "STAGE": lambda job: f"bandit, {len(job.job.survivors)} sizes" if job.job.survivors else "pruning",

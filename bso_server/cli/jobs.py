@@ -418,7 +418,6 @@ def _path_of_job(job_id: str) -> str:
 
 
 def _pages(options: argparse.Namespace, kind: type[Page], path: str) -> Iterator[Page]:
-    """Yield all pages of a list of the server."""
     query = {"limit": str(MAX_PAGE)}
     while True:
         page = kind.model_validate_json(_ask(options, "GET", f"{path}?{urlencode(query)}"))
@@ -429,7 +428,6 @@ def _pages(options: argparse.Namespace, kind: type[Page], path: str) -> Iterator
 
 
 def _ask(options: argparse.Namespace, method: str, path: str) -> bytes:
-    """Send a request to the server, and return the body of its answer."""
     with _answered(options, method, path) as answer:
         return answer.read()
 
@@ -510,7 +508,9 @@ def job_text(view: JobView, *, verbose: bool = False) -> str:
     for name in sorted({name for trial in view.trials for name in trial.watched or ()}):
         trials[name] = partial(_watched, name)
     if any(trial.power_limits for trial in view.trials):
-        trials["POWER LIMIT W"] = _power_limit
+        trials["POWER LIMIT W"] = lambda trial: (
+            "-" if trial.power_limits is None else f"{cell(trial.power_limit_w)} of {trial.power_limits}"
+        )
     if any(trial.owner for trial in view.trials):
         trials["TOKEN"] = lambda trial: trial.owner
     trials["WHY THIS SIZE"] = _with_bound if verbose else lambda trial: trial.reason
@@ -537,7 +537,7 @@ def _quality(view: JobView) -> str:
         "RUNS": lambda row: row[1].runs,
         "MEAN": lambda row: row[1].mean,
         "STD": lambda row: row[1].std,
-        "MINUS THE DEFAULT'S": _difference,
+        "MINUS THE DEFAULT'S": lambda row: _band(row[1].low, row[1].high),
         "AGAINST THE DEFAULT": lambda row: row[1].in_words or "-",
     }
     rows = [(arm, metric) for arm in view.arms for metric in arm.metrics]
@@ -545,11 +545,6 @@ def _quality(view: JobView) -> str:
     rows.sort(key=lambda row: row[1].name or "")
     left_out = [printable(f"{arm.batch_size} is left out: {arm.left_out}.") for arm in view.arms if arm.left_out]
     return "\n".join([table_of(columns, rows), *left_out]) if rows else ""
-
-
-def _difference(row: tuple[ArmView, MetricView]) -> str:
-    metric = row[1]
-    return "-" if metric.low is None or metric.high is None else f"{cell(metric.low)} to {cell(metric.high)}"
 
 
 def explanation_text(view: Explanation) -> str:
@@ -578,8 +573,8 @@ def explanation_text(view: Explanation) -> str:
     return "\n\n".join(told)
 
 
-def _band(low_j: float | None, high_j: float | None) -> str:
-    return "-" if low_j is None else f"{cell(low_j)} to {cell(high_j)}"
+def _band(low: float | None, high: float | None) -> str:
+    return "-" if low is None or high is None else f"{cell(low)} to {cell(high)}"
 
 
 def _owner(job: JobSummary | JobView) -> str:
@@ -590,10 +585,6 @@ def _with_bound(trial: TrialView) -> str:
     if trial.epoch_bound is None:
         return trial.reason
     return f"{trial.reason}; at most {trial.epoch_bound} epochs: {trial.epoch_bound_reason}"
-
-
-def _power_limit(trial: TrialView) -> str:
-    return "-" if trial.power_limits is None else f"{cell(trial.power_limit_w)} of {trial.power_limits}"
 
 
 def _watched(name: str, trial: TrialView) -> float | None:

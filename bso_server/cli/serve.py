@@ -92,7 +92,6 @@ def _serve(options: argparse.Namespace) -> None:
 
 
 def _log_config(level: str, log_format: str) -> dict[str, Any]:
-    """Return the logging configuration of this process and of each worker."""
     return {
         "version": 1,
         "disable_existing_loggers": False,

@@ -191,7 +191,6 @@ def _recorded(options: argparse.Namespace) -> Subject:
 
 
 def _traced(options: argparse.Namespace) -> Subject:
-    """Return the workloads of the traces."""
     missing = _flags(options, ("train_trace", "power_trace"), given=False)
     if missing:
         raise CommandError(f"what to simulate? Give {' and '.join(missing)}, or --job for a job's own trials")

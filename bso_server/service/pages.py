@@ -295,7 +295,6 @@ def _line_of(transaction: Transaction, stored: StoredJob) -> JobLine:
 
 
 def _sources_of(totals: Iterable[TrialTotals]) -> tuple[str, ...]:
-    """Return the sources of these trials' energies, each once."""
     return tuple(sorted({each.energy_source for each in totals if each.energy_source}))
 
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection
 from dataclasses import asdict, replace
 from datetime import UTC, datetime, timedelta
 from functools import lru_cache
-from typing import Any
+from typing import Any, Literal
 
 from bso_server.core.access import UNRESTRICTED, Caller, Scope, TokenRecord, ip_of
 from bso_server.core.occurrences import CallerRefused, Listener, Refusal, nobody
@@ -398,8 +398,8 @@ class Tokens:
         await self._store.write(_check_transfer, token_id, successor_id)
         # Jobs first, so that the token begins no more trials of them.
         return (
-            await self._handed_over(Transaction.hand_over_jobs, token_id, successor_id),
-            await self._handed_over(Transaction.hand_over_trials, token_id, successor_id),
+            await self._handed_over("jobs", token_id, successor_id),
+            await self._handed_over("trials", token_id, successor_id),
         )
 
     async def find(self, token_id: str) -> TokenRecord | None:
@@ -418,13 +418,11 @@ class Tokens:
         """Return True if a token exists, valid or revoked; with `valid`, one that was not revoked."""
         return await self._store.read(Transaction.any_token, valid=valid)
 
-    async def _handed_over(
-        self, hand_over: Callable[..., Collection[tuple[Any, ...]]], token_id: str, successor_id: str
-    ) -> int:
+    async def _handed_over(self, rows_of: Literal["jobs", "trials"], token_id: str, successor_id: str) -> int:
         handed_over: set[tuple[Any, ...]] = set()
 
         def some(transaction: Transaction) -> int:
-            keys = hand_over(transaction, token_id, successor_id, limit=_HANDED_OVER_AT_ONCE)
+            keys = transaction.hand_over(rows_of, token_id, successor_id, limit=_HANDED_OVER_AT_ONCE)
             # A set, because an attempt may have committed and be repeated after its connection was lost.
             handed_over.update(keys)
             return len(keys)

@@ -73,7 +73,6 @@ class _ZeusTrial(BaseModel):
 
     @property
     def place(self) -> str:
-        """The trial's name in errors."""
         return f"trial {self.number}"
 
     @model_validator(mode="after")

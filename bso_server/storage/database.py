@@ -216,11 +216,7 @@ def _limit_sessions(engine: Engine, patience_s: float) -> None:
 
 
 def open_database(
-    database_url: str,
-    *,
-    user: str | None = None,
-    password: str | None = None,
-    patience_s: float = PATIENCE_S,
+    database_url: str, *, user: str | None = None, password: str | None = None, patience_s: float = PATIENCE_S
 ) -> Database:
     """Open a database, and make the directory of a SQLite file, without connecting yet.
 

@@ -109,7 +109,6 @@ class _Entry:
     context: Context = field(default_factory=copy_context)
 
     def notify(self, listener: Listener, occurrence: Occurrence) -> None:
-        """Notify a listener in the context of the request."""
         self.context.run(listener, occurrence)
 
     @property

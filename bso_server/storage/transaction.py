@@ -10,7 +10,7 @@ from datetime import datetime
 from enum import Enum, auto
 from functools import lru_cache
 from operator import attrgetter
-from typing import Any
+from typing import Any, Literal
 
 import sqlalchemy as sa
 from sqlalchemy.exc import IntegrityError
@@ -510,15 +510,11 @@ class Transaction:
         statement = sa.select(sa.func.count()).where(trials.c.owner == owner, trials.c.state.in_(ALIVE))
         return self.connection.execute(statement).scalar_one()
 
-    def hand_over_jobs(self, owner: str, successor: str, *, limit: int) -> list[tuple[Any, ...]]:
-        """Transfer up to `limit` of a token's jobs to another token; return their keys."""
-        return self._hand_over(jobs, owner, successor, limit)
-
-    def hand_over_trials(self, owner: str, successor: str, *, limit: int) -> list[tuple[Any, ...]]:
-        """Transfer up to `limit` of a token's trials to another token; return their keys."""
-        return self._hand_over(trials, owner, successor, limit)
-
-    def _hand_over(self, table: sa.Table, owner: str, successor: str, limit: int) -> list[tuple[Any, ...]]:
+    def hand_over(
+        self, rows_of: Literal["jobs", "trials"], owner: str, successor: str, *, limit: int
+    ) -> list[tuple[Any, ...]]:
+        """Transfer up to `limit` of a token's jobs or trials to another token; return their keys."""
+        table = jobs if rows_of == "jobs" else trials
         rows = self.rows(sa.select(*table.primary_key).where(table.c.owner == owner).limit(limit))
         keys = sorted(tuple(row.values()) for row in rows)
         # By key and in order, because MySQL would lock every row that it compares with a condition on the owner.

@@ -148,16 +148,11 @@ def regret(page: JobPage) -> Plot | None:
         return None
     number, last = line[-1]
     told = f"After run {number}: {units.energy(last)} more than with the cheapest size from the start"
-    plot = _over_runs("regret", "Cost of not having known", f"{told}.", page, line)
+    y = Scale.over([value for _, value in line], log=False)
+    plot = Plot("regret", "Cost of not having known", f"{told}.", _trial_scale(page.points), y, height=220)
+    plot.axes(y.energies(4), plot.x.whole_numbers(), "run")
     plot.path(line, "line")
     plot.mark(number, last, "end", "ink", told)
-    return plot
-
-
-def _over_runs(name: str, title: str, told: str, page: JobPage, line: Sequence[tuple[int, float]]) -> Plot:
-    y = Scale.over([value for _, value in line], log=False)
-    plot = Plot(name, title, told, _trial_scale(page.points), y, height=220)
-    plot.axes(plot.y.energies(4), plot.x.whole_numbers(), "run")
     return plot
 
 
@@ -170,10 +165,7 @@ def spark(points: Sequence[TrialPoint]) -> Picture | None:
     y, last = Scale.over(costs_j, log=False), max(len(points) - 1, 1)
     dots = [
         Dot(
-            "s5" if is_whole_run(point) else "s5 hollow",
-            share(0.03 + 0.94 * index / last),
-            25 - 22 * y.at(cost_j),
-            2.2,
+            "s5" if is_whole_run(point) else "s5 hollow", share(0.03 + 0.94 * index / last), 25 - 22 * y.at(cost_j), 2.2
         )
         for index, cost_j, point in known
     ]
@@ -249,24 +241,6 @@ class BeliefTable(NamedTuple):
     axis: Picture
 
 
-class _Believed(NamedTuple):
-    """The expected cost of a batch size, joules, and the ends of its 90 % band, as far as they are known."""
-
-    batch_size: int
-    notes: list[str]
-    mean_j: float | None
-    ends: tuple[float, float] | None
-
-    def told(self, runs: int) -> str:
-        """Describe the belief, with the number of observed runs."""
-        if self.mean_j is None:
-            return "nothing is known of its cost"
-        between = ""
-        if self.ends is not None:
-            between = f", nine times in ten between {units.energy(self.ends[0])} and {units.energy(self.ends[1])}"
-        return f"expected {units.energy(self.mean_j)}{between}; {units.count(runs, 'run')} observed"
-
-
 def beliefs(page: JobPage) -> BeliefTable | None:
     """Return the expected cost of each size with its 90 % band, beside the costs of its runs; None before any."""
     view, believed = page.view, []
@@ -276,30 +250,37 @@ def beliefs(page: JobPage) -> BeliefTable | None:
             notes.append("out of memory" if arm.infeasible == "out_of_memory" else "crashes")
         elif not arm.trials:
             notes.append("never tried")
-        ends = _ends(arm.expected_low_j, arm.expected_high_j)
-        believed.append(_Believed(arm.batch_size, notes, arm.expected_cost_j, ends))
+        expected_j, low_j, high_j = arm.expected_cost_j, arm.expected_low_j, arm.expected_high_j
+        belief = SizeBelief(batch_size=arm.batch_size, expected_cost_j=expected_j, low_j=low_j, high_j=high_j)
+        believed.append((notes, belief))
     return _belief_table(believed, page.points, view.job)
 
 
 def beliefs_of(decision: Decision, job: CreatedJob, points: Sequence[TrialPoint]) -> BeliefTable | None:
     """Return the belief table as of a recorded decision."""
-    believed = []
-    for each in decision.sizes:
-        notes = _notes(each.batch_size, decision.incumbent, job)
-        believed.append(_Believed(each.batch_size, notes, each.expected_cost_j, _ends(each.low_j, each.high_j)))
+    believed = [(_notes(each.batch_size, decision.incumbent, job), each) for each in decision.sizes]
     return _belief_table(believed, points, job)
-
-
-def _ends(low_j: float | None, high_j: float | None) -> tuple[float, float] | None:
-    return None if low_j is None or high_j is None else (low_j, high_j)
 
 
 def _notes(batch_size: int, best: int | None, job: CreatedJob) -> list[str]:
     return [note for note, size in (("best", best), ("default", job.default_batch_size)) if size == batch_size]
 
 
-def _belief_table(believed: Sequence[_Believed], points: Sequence[TrialPoint], job: CreatedJob) -> BeliefTable | None:
-    means = [each.mean_j for each in believed if each.mean_j is not None]
+def _told(belief: SizeBelief, runs: int) -> str:
+    """Describe a belief, with the number of observed runs."""
+    if belief.expected_cost_j is None:
+        return "nothing is known of its cost"
+    between = ""
+    if belief.low_j is not None and belief.high_j is not None:
+        between = f", nine times in ten between {units.energy(belief.low_j)} and {units.energy(belief.high_j)}"
+    return f"expected {units.energy(belief.expected_cost_j)}{between}; {units.count(runs, 'run')} observed"
+
+
+def _belief_table(
+    believed: Sequence[tuple[list[str], SizeBelief]], points: Sequence[TrialPoint], job: CreatedJob
+) -> BeliefTable | None:
+    sizes = [belief for _, belief in believed]
+    means = [each.expected_cost_j for each in sizes if each.expected_cost_j is not None]
     if not means:
         return None
     observed: dict[int, list[float]] = {}
@@ -307,25 +288,25 @@ def _belief_table(believed: Sequence[_Believed], points: Sequence[TrialPoint], j
         if is_whole_run(point) and point.cost_j is not None:
             observed.setdefault(point.batch_size, []).append(point.cost_j)
     seen = [cost_j for found in observed.values() for cost_j in found]
-    ends = [end for each in believed if each.ends is not None for end in each.ends]
+    ends = [end for each in sizes for end in (each.low_j, each.high_j) if end is not None]
     # Cap the scale, because the wide band of a hardly known size would squeeze everything else together.
     most = 2.5 * max([*seen, min(means)])
     scale = Scale.over([min(value, most) for value in (*seen, *means, *ends)], log=False)
     ticks = [(share(scale.at(value)), label) for value, label in scale.energies()]
     grid = [Line("grid", 0, 32, x, x) for x, _ in ticks]
     colour, rows = colours(job.batch_sizes), []
-    for each in believed:
+    for notes, each in believed:
         own, name = observed.get(each.batch_size, []), colour[each.batch_size]
         parts: list[Part] = [*grid]
-        if each.ends is not None:
-            low, high = (min(max(scale.at(end), 0.0), 1.0) for end in each.ends)
+        if each.low_j is not None and each.high_j is not None:
+            low, high = (min(max(scale.at(end), 0.0), 1.0) for end in (each.low_j, each.high_j))
             parts.append(Box(f"band {name}", 9, 14, share(low), share(high - low)))
         # The latest runs are enough to show the spread of a thousand.
         parts += [Dot(f"run {name}", share(scale.at(cost_j)), 16, 2.5) for cost_j in own[-60:]]
-        if each.mean_j is not None and scale.at(each.mean_j) <= 1:
-            x = share(scale.at(each.mean_j))
+        if each.expected_cost_j is not None and scale.at(each.expected_cost_j) <= 1:
+            x = share(scale.at(each.expected_cost_j))
             parts.append(Line(f"mean {name}", 5, 27, x, x))
-        rows.append((each.notes, Picture(32, parts, each.told(len(own)))))
+        rows.append((notes, Picture(32, parts, _told(each, len(own)))))
     return BeliefTable(rows, Picture(16, [Label(x, 12, label, "tick mid") for x, label in ticks]))
 
 

@@ -113,7 +113,6 @@ def error_page(reader: Reader, status: int, title: str, message: str) -> str:
 
 
 def _setting(value: Any) -> str:
-    """Return the text of a job's setting."""
     match value:
         case bool():
             return "yes" if value else "no"

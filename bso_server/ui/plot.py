@@ -262,14 +262,11 @@ class Plot:
         """Draw a data point; see `Mark`."""
         self.parts.append(Mark(self.left(x), self.top(y), shape, classes, told, href))
 
-    def path(self, points: Sequence[tuple[float, float]], classes: str, *, down_to: float | None = None) -> None:
-        """Draw a line through points, or the area between the line and the level `down_to`."""
+    def path(self, points: Sequence[tuple[float, float]], classes: str) -> None:
+        """Draw a line through points."""
         if not points:
             return
         at, top = self.x.at, self.top
         # Local names, because a page of a thousand runs draws three thousand points.
         steps = [f"{1000 * at(x):.1f} {top(y):.1f}" for x, y in points]
-        if down_to is not None:
-            base = f"{top(down_to):.1f}"
-            steps += [f"{1000 * at(points[-1][0]):.1f} {base}", f"{1000 * at(points[0][0]):.1f} {base}"]
-        self.parts.append(Path(classes, f"M{'L'.join(steps)}{'' if down_to is None else 'Z'}"))
+        self.parts.append(Path(classes, f"M{'L'.join(steps)}"))

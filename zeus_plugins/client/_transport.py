@@ -114,7 +114,6 @@ class _Lookup(threading.Thread):
         self.error: Exception | None = None
 
     def run(self) -> None:
-        """Look the name up."""
         try:
             _known[self._place] = _addresses(*self._place)
         except Exception as error:

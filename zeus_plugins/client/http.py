@@ -14,7 +14,7 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from http import HTTPStatus
 from typing import Any, NoReturn, TypeVar
 from urllib.parse import quote
@@ -53,7 +53,6 @@ from zeus_plugins.protocol import (
     TrialId,
     TrialList,
     TrialPowerProfile,
-    TrialView,
 )
 
 _EXCERPT_LENGTH = 200
@@ -67,6 +66,7 @@ _LARGEST_PAGE = "1000"
 _logger = logging.getLogger("zeus_plugins")
 
 _Message = TypeVar("_Message", bound=BaseModel)
+_Page = TypeVar("_Page", JobList, TrialList)
 
 
 class BsoClient(ServerPort):
@@ -134,37 +134,30 @@ class BsoClient(ServerPort):
             self._http = None
 
     def register(self, job: JobSpecFromClient) -> CreatedJob:
-        """See `ServerPort.register`."""
         # `CreatedJob` is an answer, whose JSON lacks `revise`.
         return self._decode(
             self._request("POST", Paths.JOBS, body=JobSpecFromClient.model_construct(**dict(job))), CreatedJob
         )
 
     def request_trial(self, job_id: str, key: str | None = None) -> TrialDispatch:
-        """See `ServerPort.request_trial`."""
         answer = self._request("GET", Paths.BATCH_SIZE, params={"job_id": job_id}, key=key or secrets.token_hex(16))
         return self._decode(answer, TrialDispatch)
 
     def record_offline(self, trial: OfflineTrial, key: str) -> TrialDispatch:
-        """See `ServerPort.record_offline`."""
         return self._decode(self._request("POST", Paths.TRIALS, body=trial, key=key), TrialDispatch)
 
     def send_report(self, result: TrainingResult) -> ReportResponse:
-        """See `ServerPort.send_report`."""
         return self._decode(self._request("POST", Paths.REPORT, body=result), ReportResponse)
 
     def end_trial(self, trial: TrialId, ending: Ending | None = None) -> None:
-        """See `ServerPort.end_trial`."""
         end = TrialEnd(**trial.model_dump(), **(ending or Ending()).model_dump())
         self._expect_ours(self._request("PATCH", Paths.TRIALS, body=end))
 
     def heartbeat(self, trial: TrialId, *, regular: bool = True, resumes: bool = False) -> HeartbeatResponse:
-        """See `ServerPort.heartbeat`."""
         beat = Heartbeat(**trial.model_dump(), regular=regular, resumes=resumes)
         return self._decode(self._request("PATCH", Paths.HEARTBEAT, body=beat), HeartbeatResponse)
 
     def store_power_profile(self, trial: TrialId, choice: PowerLimitChoice) -> None:
-        """See `ServerPort.store_power_profile`."""
         profile = TrialPowerProfile(**trial.model_dump(), **choice.model_dump())
         self._expect_ours(self._request("PUT", Paths.POWER_PROFILE, body=profile))
 
@@ -175,13 +168,7 @@ class BsoClient(ServerPort):
 
     def list_jobs(self) -> JobList:
         """List the jobs of all pages. A Zeus server lacks this."""
-        page = self._decode(self._request("GET", Paths.API_JOBS), JobList)
-        jobs = page.jobs
-        while page.next_cursor is not None:
-            params = {"cursor": page.next_cursor}
-            page = self._decode(self._request("GET", Paths.API_JOBS, params=params), JobList)
-            jobs += page.jobs
-        return JobList(jobs=jobs)
+        return JobList(jobs=tuple(job for page in self._pages(Paths.API_JOBS, JobList) for job in page.jobs))
 
     def explain(self, job_id: str, trial_number: int | None = None) -> Explanation:
         """Explain the batch size of a trial, or of the next trial for None. A Zeus server lacks this."""
@@ -197,19 +184,21 @@ class BsoClient(ServerPort):
         return JobReport(job_id, answer.text)
 
     def show_job(self, job_id: str, *, limit: int | None = None) -> JobView:
-        """See `ServerPort.show_job`."""
         path = f"{Paths.API_JOBS}/{quote(job_id, safe='')}"
         params = None if limit is None else {"limit": str(limit)}
         view = self._decode(self._request("GET", path, params=params), JobView)
         if limit is not None or len(view.trials) >= view.trial_count:
             return view
-        trials: tuple[TrialView, ...] = ()
-        cursor: int | None = 0
-        while cursor is not None:
-            query = {"limit": _LARGEST_PAGE, "cursor": str(cursor)}
-            page = self._decode(self._request("GET", f"{path}/trials", params=query), TrialList)
-            trials, cursor = trials + page.trials, page.next_cursor
-        return view.model_copy(update={"trials": trials})
+        pages = self._pages(f"{path}/trials", TrialList, limit=_LARGEST_PAGE)
+        return view.model_copy(update={"trials": tuple(trial for page in pages for trial in page.trials)})
+
+    def _pages(self, path: str, kind: type[_Page], **query: str) -> Iterator[_Page]:
+        while True:
+            page = self._decode(self._request("GET", path, params=query), kind)
+            yield page
+            if page.next_cursor is None:
+                return
+            query["cursor"] = str(page.next_cursor)
 
     def _request(
         self,

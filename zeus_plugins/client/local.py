@@ -115,7 +115,6 @@ class LocalServer(ServerPort):
         _files.close(self._path)
 
     def register(self, job: JobSpecFromClient) -> CreatedJob:
-        """See `ServerPort.register`."""
         try:
             registration = with_job_id(job)
         except ValidationError as error:  # A copy of a valid job with other values may be invalid.
@@ -130,7 +129,6 @@ class LocalServer(ServerPort):
         return self._write("registration", lambda transaction: self._commands.register(transaction, registration))[0]
 
     def request_trial(self, job_id: str, key: str | None = None) -> TrialDispatch:
-        """See `ServerPort.request_trial`."""
         key = key or secrets.token_hex(16)
         return self._asked("suggestion", lambda store: self._begin_trial(store, job_id, key))
 
@@ -149,11 +147,9 @@ class LocalServer(ServerPort):
         return store.write(lambda transaction: commands.begin_trial(transaction, job_id, key), timeout_s=limit_s)
 
     def record_offline(self, trial: OfflineTrial, key: str) -> TrialDispatch:
-        """See `ServerPort.record_offline`."""
         return self._write("offline trial", lambda transaction: self._commands.record_offline(transaction, trial, key))
 
     def send_report(self, result: TrainingResult) -> ReportResponse:
-        """See `ServerPort.send_report`."""
         sent = TrainingResult(**dict(result))  # Sets each field, as over HTTP; `is_of_one_rank` depends on it.
 
         def report(transaction: Transaction) -> ReportResponse:
@@ -165,17 +161,14 @@ class LocalServer(ServerPort):
         return self._write("report", report)
 
     def end_trial(self, trial: TrialId, ending: Ending | None = None) -> None:
-        """See `ServerPort.end_trial`."""
         end = TrialEnd(**trial.model_dump(), **(ending or Ending()).model_dump())
         self._write("end of a trial", lambda transaction: self._commands.end_trial(transaction, end))
 
     def heartbeat(self, trial: TrialId, *, regular: bool = True, resumes: bool = False) -> HeartbeatResponse:
-        """See `ServerPort.heartbeat`."""
         beat = Heartbeat(**trial.model_dump(), regular=regular, resumes=resumes)
         return self._write("heartbeat", lambda transaction: self._commands.heartbeat(transaction, beat))
 
     def store_power_profile(self, trial: TrialId, choice: PowerLimitChoice) -> None:
-        """See `ServerPort.store_power_profile`."""
         profile = TrialPowerProfile(**trial.model_dump(), **choice.model_dump())
         self._write("power limits", lambda transaction: self._commands.store_power_profile(transaction, profile))
 
@@ -211,7 +204,6 @@ class LocalServer(ServerPort):
             ) from None
 
     def show_job(self, job_id: str, *, limit: int | None = None) -> JobView:
-        """See `ServerPort.show_job`."""
         return self._read("job", lambda transaction: reading.show_job(transaction, job_id, limit=limit))
 
     def _write(self, request: str, work: Callable[[Transaction], T]) -> T:
@@ -264,7 +256,6 @@ class _Files:
         self._lock = threading.RLock()
 
     def store(self, path: Path, settings: Settings) -> SyncStore:
-        """Return the one store of a file."""
         with self._lock:
             if path not in self._stores:
                 self._stores[path] = SyncStore(_opened(settings), self._lock)
@@ -295,7 +286,6 @@ class _Files:
 
 
 def _settings_of(server_url: str) -> tuple[Settings, Path]:
-    """Return the server's settings and the absolute path of its file."""
     stated = server_url.removeprefix(EMBEDDED).removeprefix("//")
     try:
         settings = Settings(database_url=_database_url(Path(stated).absolute())) if stated else Settings()

@@ -149,7 +149,6 @@ class OutboxFile:
         return sum(waiting.number is not None for waiting in self._waiting)
 
     def __len__(self) -> int:
-        """The number of items to deliver."""
         return len(self._waiting)
 
     def put(self, item: Item) -> None:
@@ -248,7 +247,6 @@ class OutboxFile:
         return True
 
     def _begin(self, path: Path) -> None:
-        """Create the file."""
         self.path, self._file, self._written, self.damaged_lines = path, files.open_locked(path, create=True), 0, 0
         try:
             self._write(self.sender.model_copy(update={"trial": self.trial}))

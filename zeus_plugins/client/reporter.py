@@ -285,7 +285,6 @@ class TrialReporter:
                 self._woken.wait(interval_s)
 
     def _deliver(self, client: ServerPort, *, is_stopped: Callable[[], bool]) -> None:
-        """Send new power limits, and deliver the box."""
         self._send_power_limits(client)
         with self._lock:
             if self._is_refused or self._box.is_delivered:

@@ -108,7 +108,6 @@ class _Settings:
         )
 
     def profile_path(self, batch_size: int) -> Path:
-        """Return the file of the power profile at this batch size."""
         return self.log_dir / f"bs{batch_size}.power.json"
 
 
@@ -146,7 +145,6 @@ class _Training:
         self._last_epoch_j: float | None = None
 
     def begin(self) -> None:
-        """Mark the training as begun; raise if it was."""
         if self._has_begun:
             raise ZeusBSOOperationOrderError("a loader trains once: make a new one for another training")
         self._has_begun = True
@@ -168,7 +166,6 @@ class _Training:
         return False
 
     def end_epoch(self) -> None:
-        """Count an epoch and its cost."""
         self.epoch += 1
         self.is_in_epoch = False
         self._last_epoch_j = self._cost_j - self._cost_before_epoch_j
@@ -476,7 +473,6 @@ class _LoaderRanks:
         self.own_gpus: Sequence[str] = () if known is None else known[torch.cuda.current_device() :][:1]
 
     def all_gather(self, thing: Any) -> list[Any]:
-        """Return the objects that all ranks pass."""
         return _gathered(thing)
 
 

@@ -58,13 +58,7 @@ def lr_factor(scaling: LrScaling | str, batch_size: int, default_batch_size: int
     if batch_size < 1 or default_batch_size < 1:
         raise ZeusBSOConfigError(f"batch sizes must be 1 or more, not {batch_size} and (default) {default_batch_size}")
     ratio = batch_size / default_batch_size
-    match rule:
-        case LrScaling.NONE:
-            return 1.0
-        case LrScaling.LINEAR:
-            return ratio
-        case LrScaling.SQRT:
-            return math.sqrt(ratio)
+    return {LrScaling.NONE: 1.0, LrScaling.LINEAR: ratio, LrScaling.SQRT: math.sqrt(ratio)}[rule]
 
 
 def scale_learning_rate(optimizers: Iterable[Optimizer], schedulers: Iterable[LRScheduler], factor: float) -> None:
