@@ -234,6 +234,8 @@ def test_options_change_what_is_simulated(files: list[str], tmp_path: Path) -> N
     assert ratio("--power-limit", "max") < base
     assert ratio("--eta", "1") != base
     assert ratio("--beta", "none") != base
+    assert ratio("--probe") != base
+    assert ratio("--probe", "--first-run", "predicted") not in (base, ratio("--probe"))
 
 
 def test_several_etas_and_a_price(files: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

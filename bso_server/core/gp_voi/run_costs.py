@@ -19,7 +19,7 @@ import numpy as np
 
 from bso_server.core.gp_voi.prior import CONSTANTS, Array, bounded_exp
 from bso_server.core.model import TrialRecord, cost_deviations_j2, log_costs_per_epoch
-from zeus_plugins.protocol import CreatedJob, is_busy
+from zeus_plugins.protocol import CreatedJob, Probe, is_busy
 
 # Keeps ratios and logs of densities finite at extreme deviations.
 _LEAST_DENSITY = 1e-300
@@ -93,6 +93,28 @@ def doubt_of(trial: TrialRecord) -> float:
 
 CostRuns: TypeAlias = tuple[CostRun, ...]
 """Latest runs of one batch size, oldest first."""
+
+
+class ProbedCost(NamedTuple):
+    """Probed log cost of an epoch (J) at the size with this index, and the variance of its own error."""
+
+    index: int
+    log_cost: float
+    variance: float
+
+
+def probed_costs(job: CreatedJob, probe: Probe | None) -> tuple[ProbedCost, ...]:
+    """Return the probed costs of the job's sizes."""
+    costs = (
+        []
+        if probe is None
+        else [(each, job.cost_j(time_s=each.time_s, energy_j=each.energy_j)) for each in probe.sizes]
+    )
+    return tuple(
+        ProbedCost(job.batch_sizes.index(each.batch_size), math.log(cost_j), max(each.error, CONSTANTS.probe_sd) ** 2)
+        for each, cost_j in costs
+        if cost_j > 0 and each.batch_size in job.batch_sizes
+    )
 
 
 @dataclass(frozen=True, slots=True)
