@@ -75,7 +75,7 @@ class GpVoiConstants:
     probe_sd: float = 0.1  # least σ of a probed log cost,
     probe_bias_sd: float = 0.3  # and σ of an error that all probed costs share, such as another power limit
     critical_sd: float = 1.6  # least σ of a critical batch size that was estimated from the gradient noise, in octaves,
-    critical_wrong: float = 0.2  # and the chance that it says nothing
+    critical_wrong: float = 0.1  # and the chance that it says nothing
     supposed_share: float = 3.0  # `max_epochs` over the epochs that a first run is supposed to need
     moved: float = 0.1  # by how much (log) a guessed cost may lower the expected cost of the incumbent and still count
     startup_sd: float = 0.2  # σ between sizes of the log of the start-up's factor on the first epoch's cost
