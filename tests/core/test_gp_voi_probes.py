@@ -13,7 +13,7 @@ from bso_server.core.gp_voi.gaussian_process import cost_posterior
 from bso_server.core.gp_voi.policy import POLICY
 from bso_server.core.gp_voi.prior import CONSTANTS, Sizes, epoch_families, laws
 from bso_server.core.gp_voi.run_costs import CostRun, ProbedCost
-from bso_server.core.model import Suggestion
+from bso_server.core.model import Suggestion, changed
 from bso_server.core.policy import suggest
 from bso_server.simulate.play import PROBE_SHARE, Conditions, Simulation, critical_batch_size, drawn_probe, job_of
 from bso_server.simulate.workload import Epoch, Landscape, SizeTrace, Workload, landscape
@@ -184,6 +184,16 @@ def test_a_withdrawn_trial_at_the_default_leaves_the_prediction() -> None:
     assert found.batch_size == 128
     life.move(life.dispatch(128), TrialState.FAILED)
     assert suggested(life, probe_of(life.job, CHEAPER_WHEN_LARGER, 1000.0)).batch_size == 32
+
+
+def test_epochs_of_other_gpus_count_with_probed_costs() -> None:
+    life = Life(gp_voi_job(32))
+    run(life, life.ask(), needed=5)
+    life.trials[0] = changed(life.trials[0], other_gpus=True)
+    assert suggested(life, None).reason == "first run on the job's new GPUs: 32, near your own size"
+    found = suggested(life, probe_of(life.job, CHEAPER_WHEN_LARGER, 1000.0))
+    assert found.batch_size == 128
+    assert found.reason.startswith("tried 128: ")
 
 
 def test_control_runs_at_the_default_follow_a_predicted_first_run() -> None:
