@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from bso_server.core.gp_voi.gaussian_process import cost_posterior
-from bso_server.core.gp_voi.policy import POLICY
 from bso_server.core.gp_voi.prior import CONSTANTS, Sizes, epoch_families, laws
 from bso_server.core.gp_voi.run_costs import CostRun, ProbedCost
 from bso_server.core.model import Suggestion, changed
@@ -229,14 +228,3 @@ def test_drawn_probes_follow_the_seed() -> None:
     at = lawful(64, 200.0, saturation=64)
     job, conditions = played(at, 0)._job, Conditions(at)
     assert drawn_probe(job, conditions, 1) == drawn_probe(job, conditions, 1) != drawn_probe(job, conditions, 2)
-
-
-def test_policy_memory_does_not_depend_on_the_probe() -> None:
-    # A replay of the trials finds the same memory, whenever the probe came.
-    assert POLICY.memory is not None
-    at = lawful(64, 200.0, saturation=64)
-    job = played(at, 1).play()
-    memory = POLICY.memory.begin(job.history.job)
-    for trial in job.trials:
-        memory = POLICY.memory.after(memory, job.history.job, trial.record)
-    assert memory == job.history.memory

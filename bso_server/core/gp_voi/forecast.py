@@ -81,7 +81,7 @@ class Forecast:
         """
         sizes = Sizes.of(history.job)
         runs = Counter(sizes.batch_sizes.index(trial.batch_size) for trial in in_flight)
-        probed = {each.index: each for each in probed_costs(history.job, history.probe)}
+        probed = {each.place: each for each in probed_costs(history.job, history.probe)}
         if any(run.drift for belief in beliefs for run in belief.costs):
             probed = {}
         costs = (() if place in probed and each.are_costs_guessed else each.costs for place, each in enumerate(beliefs))

@@ -274,18 +274,18 @@ def _given_costs(
     as that of another power limit. It is estimated from the n sizes that are also known: as ``n·t²/(n·t² + s²)`` times
     their mean difference, with the variance ``t²·s²/(n·t² + s²)``, where s² is the variance of a single probe.
     """
-    both = [each for each in probed if each.index in known]
+    both = [each for each in probed if each.place in known]
     single = sum(each.variance for each in both) / len(both) if both else 1.0
     bias = CONSTANTS.probe_bias_sd**2
     share = bias / (len(both) * bias + single)
-    shift = share * sum(summary.means[each.index] - each.log_cost for each in both)
-    others = [each for each in probed if each.index not in known]
+    shift = share * sum(summary.means[each.place] - each.log_cost for each in both)
+    others = [each for each in probed if each.place not in known]
     values = np.array([summary.means[index] for index in known] + [each.log_cost + shift for each in others])
     level = float(values.mean())
     variances = [summary.run_variance / summary.weights[index] for index in known]
     noise = np.diag([*variances, *(each.variance for each in others)]) + _LEAST_VARIANCE * np.eye(len(values))
     noise[len(known) :, len(known) :] += share * single
-    return _given(family, [*known, *(each.index for each in others)], values - level, noise), level
+    return _given(family, [*known, *(each.place for each in others)], values - level, noise), level
 
 
 def _log_sum(logs: Array) -> float:

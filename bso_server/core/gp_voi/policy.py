@@ -200,7 +200,7 @@ def _predicted(history: History, beliefs: Beliefs, available: Sequence[int]) -> 
     """
     job = history.job
     default = Sizes.of(job).default
-    if not any(each.index == default for each in probed_costs(job, history.probe)) or default not in available:
+    if not any(each.place == default for each in probed_costs(job, history.probe)) or default not in available:
         return None
     run = WeightedStatistics().including(math.log(job.max_epochs / CONSTANTS.supposed_share))
     supposed = beliefs_with(beliefs, Belief(observed=run, exact=run, converged=True), default)

@@ -96,9 +96,9 @@ CostRuns: TypeAlias = tuple[CostRun, ...]
 
 
 class ProbedCost(NamedTuple):
-    """Probed log cost of an epoch (J) at the size with this index, and the variance of its own error."""
+    """Probed log cost of an epoch (J) at the size in this place, and the variance of its own error."""
 
-    index: int
+    place: int
     log_cost: float
     variance: float
 
