@@ -195,8 +195,8 @@ def _predicted(history: History, beliefs: Beliefs, available: Sequence[int]) -> 
     """Suggest the size with the lowest expected cost by the probe and the laws, if it is not the default; or None.
 
     The relative cost of the sizes does not depend on the level of the epochs. So the forecast supposes one run at the
-    default, with a likely number of epochs. Uncertainty raises the expectation of a cost, so an expected saving is more
-    than what it costs.
+    default, with a likely number of epochs. Uncertainty raises the expected cost of the other sizes, so they are chosen
+    only if the expected saving exceeds the cost of the uncertainty.
     """
     job = history.job
     default = Sizes.of(job).default

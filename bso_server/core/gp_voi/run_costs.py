@@ -105,16 +105,13 @@ class ProbedCost(NamedTuple):
 
 def probed_costs(job: CreatedJob, probe: Probe | None) -> tuple[ProbedCost, ...]:
     """Return the probed costs of the job's sizes."""
-    costs = (
-        []
-        if probe is None
-        else [(each, job.cost_j(time_s=each.time_s, energy_j=each.energy_j)) for each in probe.sizes]
-    )
-    return tuple(
-        ProbedCost(job.batch_sizes.index(each.batch_size), math.log(cost_j), max(each.error, CONSTANTS.probe_sd) ** 2)
-        for each, cost_j in costs
-        if cost_j > 0 and each.batch_size in job.batch_sizes
-    )
+    places, found = {size: place for place, size in enumerate(job.batch_sizes)}, []
+    for each in () if probe is None else probe.sizes:
+        cost_j = job.cost_j(time_s=each.time_s, energy_j=each.energy_j)
+        if cost_j > 0 and each.batch_size in places:
+            variance = max(each.error, CONSTANTS.probe_sd) ** 2
+            found.append(ProbedCost(places[each.batch_size], math.log(cost_j), variance))
+    return tuple(found)
 
 
 @dataclass(frozen=True, slots=True)
