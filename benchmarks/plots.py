@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.policies.cases import ROWS
-from benchmarks.policies.contest import CONTENDERS, FLOOR
+from benchmarks.policies.contest import CONTENDERS, FLOOR, PROBING
 from benchmarks.recurrences.tasks import DEFAULT
 from benchmarks.reports import MAIN_ROWS, Entry, PolicyResults, ProofResults, robustness
 from benchmarks.tables import energy_of, label
@@ -83,7 +83,7 @@ def _draw_curves(panel: Axes, row: str, entries: Mapping[str, Entry]) -> None:
     """Geometric mean of the total cost over the oracle's, after each recurrence."""
     for name, colour in _colours(entries).items():
         curve = [math.nan if ratio is None else ratio for ratio in entries[name]["curve"]]
-        style = ":" if name == FLOOR else "-"
+        style = ":" if name == FLOOR else "--" if name in PROBING else "-"
         panel.plot(range(1, len(curve) + 1), curve, style, color=colour, label=label(name).strip("`"))
     panel.set(title=ROWS[row].title, xlabel="recurrences", ylabel="total cost / oracle's", xscale="log")
     panel.set_xticks(_TICKS, labels=map(str, _TICKS))

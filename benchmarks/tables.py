@@ -134,6 +134,8 @@ _LABELS = {
     "optuna-tpe": "Optuna, TPE",
     "optuna-gp": "Optuna, GP",
     FLOOR: "floor: default once, then clairvoyant",
+    "probed": "`gp_voi`, probed in the first run",
+    "predicted": "`gp_voi`, first run at the size that the probe predicts",
 }
 
 

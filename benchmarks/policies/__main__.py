@@ -18,7 +18,7 @@ from typing import Any
 
 from benchmarks.plots import plot_policies, require_matplotlib
 from benchmarks.policies.cases import ROWS, shuffled, with_bad_neighbours
-from benchmarks.policies.contest import CONTENDERS, RIVALS, SAMPLERS, Task, check_requirements, simulate
+from benchmarks.policies.contest import CONTENDERS, SAMPLERS, Task, check_requirements, simulate
 from benchmarks.policies.study import Study, study
 from benchmarks.policies.values import RANGES, lines, tries_of
 from benchmarks.reports import (
@@ -171,7 +171,7 @@ def _measure(names: Sequence[str], options: argparse.Namespace, results: PolicyR
 
 
 def _contender(name: str) -> str:
-    return name if name in RIVALS else policy_name(name)
+    return name if name in CONTENDERS else policy_name(name)
 
 
 def _seeds(name: str, options: argparse.Namespace) -> list[range]:

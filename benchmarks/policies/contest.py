@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from typing import Any, NamedTuple
 
@@ -27,7 +27,7 @@ from bso_server.cli.common import CommandError
 from bso_server.core.model import Statistics
 from bso_server.simulate.play import half_way
 from bso_server.simulate.workload import Epoch
-from zeus_plugins.protocol import OWN_POLICIES, TrialState, cost
+from zeus_plugins.protocol import GP_VOI, OWN_POLICIES, TrialState, cost
 
 
 class Rival(ABC):
@@ -222,8 +222,14 @@ RIVALS: dict[str, Callable[[Case, int], Rival]] = {
 }
 """A strategy for a case and a seed, by name."""
 
-CONTENDERS = [*OWN_POLICIES, *RIVALS]
-"""Names of all: the server's own policies first, the floor last. Policies of other packages can be played, too."""
+PROBING: dict[str, dict[str, Any]] = {
+    "probed": {"probe": True},
+    "predicted": {"probe": True, "first_run": "predicted"},
+}
+"""Fields of `Setting` with which policy `gp_voi` contends under other names."""
+
+CONTENDERS = [*OWN_POLICIES, *RIVALS, *PROBING]
+"""Names of all: the server's own policies first. Policies of other packages can be played, too."""
 
 
 def check_requirements(names: list[str]) -> None:
@@ -256,6 +262,8 @@ def paid(case: Case, name: str, seed: int, *, calibrates: bool = False) -> Paid:
     if name in RIVALS:
         contest = _Contest(case, RIVALS[name](case, seed), seed)
         return Paid(contest.play(), last_size=contest.last_size)
+    if name in PROBING:
+        case, name = replace(case, setting=replace(case.setting, **PROBING[name])), GP_VOI
     calibration = Calibration(case.conditions) if calibrates else None
     job = case.play(name, seed, None if calibration is None else calibration.look)
     completed = [trial for trial in job.trials if trial.record.state is TrialState.COMPLETED]

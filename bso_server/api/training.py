@@ -25,6 +25,7 @@ from zeus_plugins.protocol import (
     TrialDispatch,
     TrialEnd,
     TrialPowerProfile,
+    TrialProbe,
 )
 
 _IDEMPOTENCY_KEY = HeaderParameter(
@@ -110,6 +111,12 @@ async def receive_heartbeat(data: JSONBody[Heartbeat], service: Service, request
 async def receive_power_profile(data: JSONBody[TrialPowerProfile], service: Service, request: CallerRequest) -> None:
     """Store the power-limit profile that a trial measured. Later trials of its batch size get it when they start."""
     await service.transact(service.commands.store_power_profile, data, caller=request.user)
+
+
+@put(Paths.PROBE, summary="Store a trial's probe", opt=_TRAINING, responses=_ERRORS_OF_TRIAL)
+async def receive_probe(data: JSONBody[TrialProbe], service: Service, request: CallerRequest) -> None:
+    """Store what a trial's timed passes say about the job's batch sizes. Later decisions count on it."""
+    await service.transact(service.commands.store_probe, data, caller=request.user)
 
 
 @delete(

@@ -82,6 +82,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="number of recurrences under way at a time (default 1)",
     )
     parser.add_argument(
+        "--probe",
+        action="store_true",
+        help="the first run probes the sizes: costs to 10 %%, critical batch size to a factor of 3",
+    )
+    parser.add_argument(
+        "--first-run",
+        choices=["default", "predicted"],
+        default="default",
+        help="the first run is at the default, or with --probe at the size predicted by the probe (default: default)",
+    )
+    parser.add_argument(
         "--price", type=at_least_0, metavar="PRICE", help="price of a kWh in any currency; adds the price of the energy"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results as JSON")
@@ -134,7 +145,9 @@ def policies_of(options: argparse.Namespace) -> list[str]:
 
 
 def settings_of(options: argparse.Namespace, subject: Subject) -> list[Setting]:
-    """Return a setting for each selected η."""
+    """Return a setting for each selected η; raise `CommandError` if options do not go together."""
+    if options.first_run == "predicted" and not options.probe:
+        raise CommandError("--first-run predicted predicts from a probe: give --probe, too")
     return [
         Setting(
             recurrences=options.recurrences,
@@ -143,6 +156,8 @@ def settings_of(options: argparse.Namespace, subject: Subject) -> list[Setting]:
             beta=subject.beta if options.beta == "" else options.beta,
             optimal_power_limits=options.power_limit == "optimal",
             concurrency=options.concurrency,
+            probe=options.probe,
+            first_run=options.first_run,
         )
         for eta in dict.fromkeys(options.eta or [subject.eta])
     ]

@@ -52,6 +52,7 @@ from zeus_plugins.protocol import (
     Ending,
     EndReason,
     Origin,
+    Probe,
     StopRule,
     TrialState,
     Verdict,
@@ -127,7 +128,8 @@ class JobState:
     """State of a job, without its trials and arms; `cheapest`, `bandit_entered_at` and `survivors` as in `History`.
 
     `event_count` is the job's logical clock, `trial_count` the number of dispatched trials, `folded_event` the event up
-    to which the arms include the ends of trials, and `revised_event` that of the latest revision, or 0.
+    to which the arms include the ends of trials, `revised_event` that of the latest revision, or 0, and `probe` the
+    latest probe, perhaps of other GPUs.
     """
 
     registration: CreatedJob
@@ -138,6 +140,7 @@ class JobState:
     folded_event: int = 0
     survivors: tuple[int, ...] | None = None
     revised_event: int = 0
+    probe: Probe | None = None
 
     @property
     def job_id(self) -> str:
@@ -164,6 +167,11 @@ class JobState:
         )
 
     @property
+    def present_probe(self) -> Probe | None:
+        """The probe on the job's present GPUs, or None."""
+        return self.probe if self.probe is not None and self.probe.gpus == self.registration.gpus else None
+
+    @property
     def needs_explorations(self) -> bool:
         """True in the pruning stage, whose decisions need the single explorations."""
         return self.survivors is None and policy.find(self.registration.policy).prunes
@@ -187,6 +195,7 @@ class JobState:
             self.survivors,
             tuple(each for each in in_flight if each.batch_size in sizes and each.origin is not Origin.FINISH),
             memory,
+            self.present_probe,
         )
 
     def _has_cut_short(self, trial: TrialRecord) -> bool:
@@ -587,6 +596,10 @@ class InMemoryJob:
         self._arms[trial.batch_size] = self._arms[trial.batch_size].after_dispatch()
         self._keep(trial)
         return trial
+
+    def keep_probe(self, probe: Probe) -> None:
+        """Keep the probe of a trial for the next decisions."""
+        self.state = replace(self.state, probe=probe)
 
     def stop_rule(self, trial_number: int) -> StopRule:
         """Return the current stop rule of a trial in flight."""

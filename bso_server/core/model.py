@@ -22,6 +22,7 @@ from zeus_plugins.protocol import (
     Finite,
     NonNegativeFinite,
     Origin,
+    Probe,
     Stage,
     TrialState,
 )
@@ -467,6 +468,7 @@ class History:
             exploration that comes back must not undo the pruning.
         in_flight: Trials that are running or suspended, in order of dispatch, without those of `Origin.FINISH`.
         memory: Memory of the policy (`core.policy.Memory`), or None.
+        probe: Probe on the job's GPUs, or None.
     """
 
     job: CreatedJob
@@ -477,6 +479,7 @@ class History:
     survivors: tuple[int, ...] | None = None
     in_flight: tuple[TrialRecord, ...] = ()
     memory: Any = None
+    probe: Probe | None = None
 
     @property
     def stage(self) -> Stage:
@@ -490,8 +493,14 @@ class History:
 
     @cached_property
     def fitting_sizes(self) -> tuple[int, ...]:
-        """Batch sizes below the smallest that ran out of memory, ascending."""
+        """Batch sizes below the smallest that ran out of memory, in a run or in the probe, ascending.
+
+        A run that was measured to its end proves that its size, and smaller ones, fit.
+        """
         too_large = [size for size, arm in self.arms.items() if arm.infeasible is EndReason.OUT_OF_MEMORY]
+        if self.probe is not None and (probed := self.probe.out_of_memory) is not None:
+            fitting = [size for size, arm in self.arms.items() if arm.observed.count]
+            too_large.append(max([probed, *(size + 1 for size in fitting)]))
         return tuple(size for size in self.job.batch_sizes if not too_large or size < min(too_large))
 
     @cached_property

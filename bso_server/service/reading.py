@@ -168,6 +168,7 @@ def _explanation(stored: StoredJob, chosen: Suggestion | TrialRecord, decision: 
         state=None,
         sentence=f"{chosen.reason}; {stop}" if stop else chosen.reason,
         decision=decision,
+        probe=stored.present_probe,
     )
 
 
@@ -279,6 +280,7 @@ def job_view(
         owner=stored.owner,
         shared=stored.shared,
         revisions=transaction.revisions(stored.job_id) if stored.revised_event else (),
+        probe=history.probe,
         stuck=_stuck(transaction, history),
     )
 
@@ -310,7 +312,9 @@ def trial_states(tallies: Iterable[Tally]) -> Counter[TrialState]:
 
 
 def _arms(history: History, expected: Mapping[int, ExpectedCost]) -> tuple[ArmView, ...]:
-    left_out = quality.left_out(history.job, history.arms)
+    job, left_out = history.job, quality.left_out(history.job, history.arms)
+    probed = () if history.probe is None else history.probe.sizes
+    probed_j = {each.batch_size: job.cost_j(time_s=each.time_s, energy_j=each.energy_j) for each in probed}
     return tuple(
         ArmView(
             batch_size=size,
@@ -323,6 +327,7 @@ def _arms(history: History, expected: Mapping[int, ExpectedCost]) -> tuple[ArmVi
             expected_low_j=low_j,
             expected_high_j=high_j,
             metrics=_metrics(history, size),
+            probed_cost_j=probed_j.get(size),
             left_out=left_out.get(size),
         )
         for size, arm in history.arms.items()

@@ -11,6 +11,7 @@ from typing import Any
 from bso_server.core.model import History
 from bso_server.simulate.play import Conditions, Played, Simulation, job_of
 from bso_server.simulate.workload import Consumption, Landscape, Savings, Workload, landscape
+from zeus_plugins.protocol import FirstRun
 
 MARKS = (10, 20, 50, 100, 200, 500)
 """Numbers of recurrences after which costs are compared."""
@@ -23,7 +24,7 @@ class Setting:
     """Extent and parameters of a simulation, in which `concurrency` recurrences are always under way.
 
     With `optimal_power_limits`, each size has its cheapest power limit, which its first run finds; otherwise the
-    maximum.
+    maximum. With `probe`, the first trial probes the sizes; `first_run` as in `JobSpec`.
     """
 
     recurrences: int = 100
@@ -32,6 +33,8 @@ class Setting:
     beta: float | None = 2.0
     optimal_power_limits: bool = True
     concurrency: int = 1
+    probe: bool = False
+    first_run: FirstRun = "default"
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +177,7 @@ def played(
         eta_knob=setting.eta,
         beta_knob=setting.beta,
         max_epochs=workload.max_epochs,
+        first_run=setting.first_run,
     )
     return Simulation(
         job,
@@ -181,6 +185,7 @@ def played(
         recurrences=setting.recurrences,
         concurrency=setting.concurrency,
         seed=seed,
+        probes=setting.probe,
         before_decision=before_decision,
     ).play()
 

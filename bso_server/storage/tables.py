@@ -108,6 +108,8 @@ jobs = sa.Table(
     # learned, as JSON; both null for other jobs.
     sa.Column("target_metric", sa.Double),
     sa.Column("target_runs", sa.String(64)),
+    # `protocol.Probe` as JSON: the latest one, perhaps on other GPUs; null before the first one.
+    sa.Column("probe", LongText),
     # Logical clock of the job: one tick for each dispatch and for each end of a trial.
     sa.Column("event_count", sa.Integer, nullable=False),
     # State of the random generator as JSON; null before the first draw and for jobs without a seed.

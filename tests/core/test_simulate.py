@@ -234,6 +234,8 @@ def test_options_change_what_is_simulated(files: list[str], tmp_path: Path) -> N
     assert ratio("--power-limit", "max") < base
     assert ratio("--eta", "1") != base
     assert ratio("--beta", "none") != base
+    assert ratio("--probe") != base
+    assert ratio("--probe", "--first-run", "predicted") not in (base, ratio("--probe"))
 
 
 def test_several_etas_and_a_price(files: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -265,6 +267,7 @@ def test_several_etas_and_a_price(files: list[str], tmp_path: Path, capsys: pyte
     [
         (["--dataset", "digits"], "Give --network, --optimizer, --target-metric, --max-epochs, --default"),
         (["--all", "--dataset", "digits"], "leave out --dataset"),
+        (["--first-run", "predicted", *DIGITS_ARGUMENTS], "give --probe, too"),
         (["--all"], "no batch size up to 1024 of cifar100/shufflenetv2"),
         ([*DIGITS_ARGUMENTS, "--target-metric", "0.95"], "0 sizes in the train trace, 3 in the power trace, 0 in both"),
     ],

@@ -70,6 +70,7 @@ PUBLIC = {
             "Evaluation",
             "FieldError",
             "Fingerprint",
+            "FirstRun",
             "GpuConfig",
             "Heartbeat",
         ),

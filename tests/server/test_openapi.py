@@ -38,6 +38,7 @@ ROUTES = [
     ("PATCH", "/trials"),
     ("PATCH", "/trials/heartbeat"),
     ("PUT", "/trials/power_profile"),
+    ("PUT", "/trials/probe"),
     ("GET", "/api/jobs"),
     ("GET", "/api/jobs/{job_id}"),
     ("GET", "/api/jobs/{job_id}/trials"),

@@ -134,6 +134,7 @@ def test_what_each_route_asks_for(new_database: str) -> None:
         "PATCH /trials",
         "PATCH /trials/heartbeat",
         "PUT /trials/power_profile",
+        "PUT /trials/probe",
     }
     assert all(route.startswith("GET ") for route in needed["read"])
     assert {"GET /api/jobs", "GET /api/jobs/{job_id:str}", "GET /schema/openapi.json"} <= needed["read"]

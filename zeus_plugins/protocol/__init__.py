@@ -60,6 +60,7 @@ from zeus_plugins.protocol._values import BatchSize as BatchSize
 from zeus_plugins.protocol._values import EndReason as EndReason
 from zeus_plugins.protocol._values import Epochs as Epochs
 from zeus_plugins.protocol._values import Finite as Finite
+from zeus_plugins.protocol._values import FirstRun as FirstRun
 from zeus_plugins.protocol._values import Fraction as Fraction
 from zeus_plugins.protocol._values import Identifier as Identifier
 from zeus_plugins.protocol._values import Joules as Joules

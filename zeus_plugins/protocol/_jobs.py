@@ -25,6 +25,7 @@ from zeus_plugins.protocol._values import (
     BatchSize,
     Controls,
     Finite,
+    FirstRun,
     Identifier,
     MetricName,
     NonNegativeFinite,
@@ -88,6 +89,7 @@ class JobParams(WireMessage):
     mab_seed: Seed | None = None
     policy: PolicyName = GP_VOI
     controls: Controls = "auto"
+    first_run: FirstRun = "default"
     no_worse_than_default: Annotated[dict[MetricName, Finite], Field(min_length=1, max_length=MAX_MARGINS)] | None = (
         None
     )
@@ -139,6 +141,8 @@ class JobSpec(JobParams):
         controls: Control runs at the default, which measure the saving (docs/savings.md): ``"auto"`` makes as many as
             the verdict needs, unless the policy allows none as `zeus`; ``"off"`` makes none; a number is their share of
             the runs at the best size, at most 0.5.
+        first_run: The size of the job's first run: ``"default"``, or ``"predicted"`` from the probe that precedes the
+            run, if that is expected to save (docs/policy.md). Only policy ``gp_voi`` predicts.
         no_worse_than_default: Margins by the names of metrics, which the callbacks then watch. A size is left out once
             a metric is shown to be worse than the default's by more than its margin. Higher is better, unless the name
             says otherwise (such as ``val_loss``) or the margin is negative (docs/quality.md). Not with policy ``zeus``.

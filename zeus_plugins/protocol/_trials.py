@@ -284,6 +284,18 @@ class Probe(WireMessage):
             raise ValueError("critical_batch_size and critical_error are given together")
         return self
 
+    @property
+    def in_words(self) -> str:
+        """What the probe has found, such as ``critical batch size about 90, within a factor of 2; 7 sizes probed``."""
+        known = []
+        if self.critical_batch_size is not None and self.critical_error is not None:
+            within = f"within a factor of {2**self.critical_error:.2g}"
+            known.append(f"critical batch size about {float(f'{self.critical_batch_size:.2g}'):g}, {within}")
+        known.append(f"{len(self.sizes)} {'size' if len(self.sizes) == 1 else 'sizes'} probed")
+        if self.out_of_memory is not None:
+            known.append(f"{self.out_of_memory} ran out of memory")
+        return "; ".join(known)
+
 
 class TrialProbe(Probe, TrialId):
     """Body of ``PUT /trials/probe``: the probe of a trial, which replaces an earlier one of the same trial."""

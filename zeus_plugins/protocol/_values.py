@@ -203,6 +203,7 @@ NonNegativeFinite = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 PositiveInt = Annotated[int, Field(gt=0, le=2**31 - 1)]
 NonNegativeInt = Annotated[int, Field(ge=0, le=2**31 - 1)]
 Controls = Literal["auto", "off"] | Annotated[float, Field(gt=0, le=0.5, allow_inf_nan=False)]
+FirstRun = Literal["default", "predicted"]
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
 LEAST_TIME_S = 1e-6  # Stands for a duration of 0, which `Seconds` does not allow.
 # The bounds are far beyond real values, and keep costs, their sums and their squares finite.

@@ -17,7 +17,7 @@ from bso_server.core.gp_voi.gaussian_process import (
     epochs_posterior,
     moments_given_larger,
 )
-from bso_server.core.gp_voi.prior import CONSTANTS, Sizes, laws
+from bso_server.core.gp_voi.prior import CONSTANTS, Critical, Sizes, laws
 from bso_server.core.gp_voi.run_costs import CostRun, CostRuns, change_of, doubt_of
 from bso_server.core.model import OBSERVED, TrialRecord, is_cut_short, log_costs_per_epoch
 from zeus_plugins.protocol import CreatedJob, EndReason, Origin, TrialState
@@ -189,13 +189,14 @@ class Outcome:
     doubt: float = 0.0
 
 
-def posterior_of(sizes: Sizes, beliefs: Beliefs) -> Posterior:
+def posterior_of(sizes: Sizes, beliefs: Beliefs, critical: Critical | None = None) -> Posterior:
     """Return the posterior of log epochs to the target; at least one belief has an observation."""
     return epochs_posterior(
         sizes,
         tuple(belief.observed for belief in beliefs),
         tuple(belief.exact for belief in beliefs),
         min(belief.epoch_step for belief in beliefs if belief.is_observed),
+        critical,
     )
 
 

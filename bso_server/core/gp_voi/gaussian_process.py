@@ -14,8 +14,8 @@ from functools import cached_property, lru_cache
 
 import numpy as np
 
-from bso_server.core.gp_voi.prior import CONSTANTS, Array, Family, Sizes, bounded_exp, laws
-from bso_server.core.gp_voi.run_costs import CostRuns, CostSummary, summary_of
+from bso_server.core.gp_voi.prior import CONSTANTS, Array, Critical, Family, Sizes, bounded_exp, epoch_families, laws
+from bso_server.core.gp_voi.run_costs import CostRuns, CostSummary, ProbedCost, summary_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,13 +146,15 @@ def epochs_posterior(
     observed: tuple[WeightedStatistics, ...],
     exact: tuple[WeightedStatistics, ...],
     epoch_step: float,
+    critical: Critical | None = None,
 ) -> Posterior:
     """Return the posterior of log epochs to the target at every size.
 
     `observed` and `exact` are fields of `Belief`, per size; at least one size has observations. The variance of runs is
     uncertain, so each σ on a grid is a further hypothesis, weighed by the deviations of runs at one size and by how
     well the sizes follow the laws. A run reaches the target somewhere within the step (in epochs) at which it
-    validates. So its variance is at least ``(step/e^m)²/12``, with the mean m of the observations.
+    validates. So its variance is at least ``(step/e^m)²/12``, with the mean m of the observations. `critical` is an
+    estimate of the critical batch size.
 
     Residuals that no hypothesis expected widen the covariance of a family, as in a Student-t process (Shah, Wilson,
     Ghahramani, AISTATS 2014, equation 6), by the factor ``q = (ν + E[rᵀA⁻¹r]) / (ν + |O| − 1)``, limited to
@@ -168,8 +170,8 @@ def epochs_posterior(
     for sd in CONSTANTS.run_sds:
         variance = max(sd * sd, step)
         log_chance = _log_chance(sd, variance, exact)
-        for family in laws(sizes).epochs:
-            given = _given(family, known, values - level, variance / weights)
+        for family in epoch_families(sizes, critical):
+            given = _given(family, known, values - level, np.diag(variance / weights))
             # Relative weights stay finite even if the whole family's weights underflow.
             posterior = given.family
             relative = np.exp(posterior.log_weights - posterior.log_weights.max())
@@ -195,20 +197,23 @@ def _log_chance(sd: float, variance: float, exact: Sequence[WeightedStatistics])
 
 
 @lru_cache(maxsize=256)
-def cost_posterior(sizes: Sizes, runs: tuple[CostRuns, ...], trusted: int | None = None) -> Posterior:
-    """Return the posterior of the log cost of an epoch at every size; at least one size has runs.
+def cost_posterior(
+    sizes: Sizes, runs: tuple[CostRuns, ...], trusted: int | None = None, probed: tuple[ProbedCost, ...] = ()
+) -> Posterior:
+    """Return the posterior of the log cost of an epoch at every size; at least one size has runs or was probed.
 
     If one size has changed by d since other sizes ran, either all sizes have changed alike (as with more data), or each
     by its own N(d/2, (d/2)²) (as with longer texts, whose padding grows with the batch). Both hypotheses are equally
     probable a priori, and are then weighed by how well they explain the sizes that have run since the change.
 
-    `trusted` is the index of a size whose cost is not in doubt, because its current run reports it.
+    `trusted` is the index of a size whose cost is not in doubt, because its current run reports it. Probed costs do not
+    count after such a change.
     """
     family = laws(sizes).costs
-    drift = max(abs(run.drift) for of_size in runs for run in of_size)
+    drift = max((abs(run.drift) for of_size in runs for run in of_size), default=0.0)
     if not drift:
         summary = summary_of(runs)
-        return Posterior(_mixed(_costs_given(family, summary, trusted)), summary.run_variance)
+        return Posterior(_mixed(_costs_given(family, summary, trusted, probed)), summary.run_variance)
     lawless = replace(family, kernel=family.kernel + (drift / 2) ** 2 * np.eye(len(runs)))
     alike, apart = (summary_of([tuple(run.drifted(share) for run in each) for each in runs]) for share in (1.0, 0.5))
     fresh = [index for index in _known(alike) if not runs[index][-1].drift]
@@ -222,7 +227,9 @@ def cost_posterior(sizes: Sizes, runs: tuple[CostRuns, ...], trusted: int | None
     return Posterior(_mixed(found), alike.run_variance)
 
 
-def _costs_given(family: Family, summary: CostSummary, trusted: int | None) -> list[Family]:
+def _costs_given(
+    family: Family, summary: CostSummary, trusted: int | None, probed: Sequence[ProbedCost] = ()
+) -> list[Family]:
     """Return the hypotheses about costs after the observations in a summary.
 
     The single run of a size may have been slowed by a busy machine. Beside the hypothesis that no run was slowed, there
@@ -233,11 +240,11 @@ def _costs_given(family: Family, summary: CostSummary, trusted: int | None) -> l
     moments are nearly those without the sign.
     """
     known = _known(summary)
-    given, level = _given_costs(family, summary, known)
+    given, level = _given_costs(family, summary, known, probed)
     means, log_weights, kernel = given.family.means + level, given.family.log_weights, given.family.kernel
     found = [Family(means, log_weights, kernel)]
     for place, index in enumerate(known):
-        if len(known) == 1 or not summary.suspect[index] or index == trusted:
+        if len(given.solved[0]) == 1 or not summary.suspect[index] or index == trusted:
             continue
         own = 1 + CONSTANTS.slowed_sd**2 * given.inverse[place, place]
         factor, residuals, reach = CONSTANTS.slowed_sd**2 / own, given.solved[:, place], given.reaches[place]
@@ -258,12 +265,27 @@ def _known(summary: CostSummary) -> list[int]:
     return [index for index, weight in enumerate(summary.weights) if weight > _LEAST_WEIGHT]
 
 
-def _given_costs(family: Family, summary: CostSummary, known: list[int]) -> tuple[_Given, float]:
-    """Return the posterior given the costs of the known sizes, relative to a level, and that level."""
-    values = np.array([summary.means[index] for index in known])
+def _given_costs(
+    family: Family, summary: CostSummary, known: list[int], probed: Sequence[ProbedCost] = ()
+) -> tuple[_Given, float]:
+    """Return the posterior given the costs of the known sizes, relative to a level, and that level.
+
+    A probed cost counts if its size is not known. All probed costs share an error N(0, t²), t = `probe_bias_sd`, such
+    as that of another power limit. It is estimated from the n sizes that are also known: as ``n·t²/(n·t² + s²)`` times
+    their mean difference, with the variance ``t²·s²/(n·t² + s²)``, where s² is the variance of a single probe.
+    """
+    both = [each for each in probed if each.place in known]
+    single = sum(each.variance for each in both) / len(both) if both else 1.0
+    bias = CONSTANTS.probe_bias_sd**2
+    share = bias / (len(both) * bias + single)
+    shift = share * sum(summary.means[each.place] - each.log_cost for each in both)
+    others = [each for each in probed if each.place not in known]
+    values = np.array([summary.means[index] for index in known] + [each.log_cost + shift for each in others])
     level = float(values.mean())
-    noise = summary.run_variance / np.array([summary.weights[index] for index in known]) + _LEAST_VARIANCE
-    return _given(family, known, values - level, noise), level
+    variances = [summary.run_variance / summary.weights[index] for index in known]
+    noise = np.diag([*variances, *(each.variance for each in others)]) + _LEAST_VARIANCE * np.eye(len(values))
+    noise[len(known) :, len(known) :] += share * single
+    return _given(family, [*known, *(each.place for each in others)], values - level, noise), level
 
 
 def _log_sum(logs: Array) -> float:
@@ -289,14 +311,14 @@ class _Given:
 def _given(family: Family, known: list[int], values: Array, noise: Array) -> _Given:
     """Return the posterior and the weight of each hypothesis m.
 
-    With the observed sizes O, their values y, the variances of these (`noise`), A = K_OO + diag(noise), r = y − m_O::
+    With the observed sizes O, their values y, the covariance of their errors (`noise`), A = K_OO + noise, r = y − m_O::
 
         mean = m + K_·O A⁻¹ r        covariance = K − K_·O A⁻¹ K_O·        log weight = log prior − ½ rᵀA⁻¹r − ½ log|A|
 
     (Rasmussen, Williams 2006, equations 2.25, 2.26 and 2.30.)
     """
     across = family.kernel[known]
-    noisy = across[:, known] + np.diag(noise)
+    noisy = across[:, known] + noise
     inverse: Array = np.asarray(np.linalg.inv(noisy), dtype=np.float64)
     residuals = values - family.means[:, known]
     solved = residuals @ inverse

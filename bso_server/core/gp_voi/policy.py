@@ -16,10 +16,11 @@ import numpy as np
 
 from bso_server.core.gp_voi.beliefs import Belief, Beliefs, beliefs_with, expected_startup, has_crashed, trials_missed
 from bso_server.core.gp_voi.forecast import Forecast, available_of, beliefs_of
+from bso_server.core.gp_voi.gaussian_process import WeightedStatistics
 from bso_server.core.gp_voi.prior import CONSTANTS, Sizes, laws
-from bso_server.core.gp_voi.run_costs import CostRun
+from bso_server.core.gp_voi.run_costs import CostRun, probed_costs
 from bso_server.core.gp_voi.thinning import after, thinned
-from bso_server.core.gp_voi.value import Worth, bound, stop_shares, unbounded, worths
+from bso_server.core.gp_voi.value import Worth, bound, first_costs, stop_shares, unbounded, worths
 from bso_server.core.model import (
     EpochBound,
     Expectations,
@@ -69,7 +70,7 @@ def suggest(history: History, rng: np.random.Generator) -> Suggestion:  # noqa: 
             "GPUs"
         )
     beliefs = beliefs_of(history, history.in_flight)
-    if not _is_known(beliefs):
+    if not _is_known(history, beliefs):
         return _first(history, beliefs, available)
     forecast, values = Forecast.of(history, beliefs, history.in_flight), dict[int, Worth]()
     # A recurrence of the job pays for at most so many trials of other sizes, and for none after a crash.
@@ -122,12 +123,13 @@ def bound_of(history: History, trial: TrialRecord) -> EpochBound | None:
     return None if is_guess and found.epochs > trial.epoch else found
 
 
-def _is_known(beliefs: Beliefs) -> bool:
+def _is_known(history: History, beliefs: Beliefs) -> bool:
     """Return True if a run has reached the target, and the cost of an epoch on the job's GPUs is known of some size.
 
-    When a job has got other GPUs, the epochs to the target are still known, but no cost is.
+    When a job has got other GPUs, the epochs to the target are still known, but no cost is before a probe or a run.
     """
-    return any(belief.is_observed for belief in beliefs) and any(belief.has_cost for belief in beliefs)
+    is_probed = bool(probed_costs(history.job, history.probe))
+    return any(belief.is_observed for belief in beliefs) and (is_probed or any(belief.has_cost for belief in beliefs))
 
 
 def _is_moved(before: Forecast, forecast: Forecast) -> bool:
@@ -140,7 +142,7 @@ def _is_moved(before: Forecast, forecast: Forecast) -> bool:
 def expectations(history: History) -> Expectations:
     """Return the expected cost of each size, once one has reached the target."""
     beliefs = beliefs_of(history, history.in_flight)
-    if not _is_known(beliefs):
+    if not _is_known(history, beliefs):
         return Expectations({}, None)
     forecast, sizes = Forecast.of(history, beliefs, ()), history.job.batch_sizes
     costs = {
@@ -167,6 +169,10 @@ def _first(history: History, beliefs: Beliefs, available: Sequence[int]) -> Sugg
     def setbacks(index: int) -> int:
         return beliefs[index].missed if index == sizes.default else beliefs[index].setbacks
 
+    if job.first_run == "predicted" and all(belief == Belief() for belief in beliefs):
+        predicted = _predicted(history, beliefs, available)
+        if predicted is not None:
+            return predicted
     is_stuck = all(beliefs[index].missed for index in available)
     index = min(available, key=lambda each: (0 if is_stuck else setbacks(each), octaves[each]))
     size, missed = job.batch_sizes[index], trials_missed(beliefs)
@@ -182,6 +188,29 @@ def _first(history: History, beliefs: Beliefs, available: Sequence[int]) -> Sugg
             start = f"{'one run' if missed == 1 else f'{missed} runs'} missed the target"
         why = "is your own size" if index == sizes.default else "has the fewest misses and crashes"
         reason = f"{start}; {size} {why if history.arms[size].trials else 'has not been tried yet'}"
+    return Suggestion(size, Origin.EXPLORATION, reason)
+
+
+def _predicted(history: History, beliefs: Beliefs, available: Sequence[int]) -> Suggestion | None:
+    """Suggest the size with the lowest expected cost by the probe and the laws, if it is not the default; or None.
+
+    The relative cost of the sizes does not depend on the level of the epochs. So the forecast supposes one run at the
+    default, with a likely number of epochs. Uncertainty raises the expected cost of the other sizes, so they are chosen
+    only if the expected saving exceeds the cost of the uncertainty.
+    """
+    job = history.job
+    default = Sizes.of(job).default
+    if not any(each.place == default for each in probed_costs(job, history.probe)) or default not in available:
+        return None
+    run = WeightedStatistics().including(math.log(job.max_epochs / CONSTANTS.supposed_share))
+    supposed = beliefs_with(beliefs, Belief(observed=run, exact=run, converged=True), default)
+    costs = first_costs(Forecast.of(history, supposed, ()), max_epochs=job.max_epochs)
+    index = min(available, key=costs.__getitem__)
+    if index == default:
+        return None
+    size, saving = job.batch_sizes[index], 1 - float(costs[index] / costs[default])
+    saves = f"{size} is expected to save {saving:.0%} of a run at your own size"
+    reason = f"first run of job {job.job_id}: by its probe, {saves}"
     return Suggestion(size, Origin.EXPLORATION, reason)
 
 

@@ -75,6 +75,21 @@ def worths(
     }
 
 
+def first_costs(forecast: Forecast, *, max_epochs: int) -> Array:
+    """Return the expected cost of a job's first run at each size, in runs of the incumbent, shape (B,).
+
+    Nothing stops such a run before `max_epochs`. If it misses the target, a run of the incumbent follows.
+    """
+    samples, incumbent = forecast.samples, forecast.incumbent
+    limit = math.log(max_epochs)
+    misses = (samples.log_epochs > limit) | ~samples.converges
+    log_epochs = np.where(misses, limit, samples.log_epochs)
+    log_costs = log_epochs + samples.log_costs
+    log_costs -= log_costs[:, incumbent].mean()
+    expected: Array = (np.exp(np.minimum(log_costs, _LARGEST_LOG)) + misses).mean(axis=0)
+    return expected
+
+
 class _Scale:
     """Samples of the beliefs, with costs in runs of the incumbent."""
 
