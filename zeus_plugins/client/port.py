@@ -22,6 +22,7 @@ from zeus_plugins.protocol import (
     JobView,
     OfflineTrial,
     PowerLimitChoice,
+    Probe,
     ReportResponse,
     TrainingResult,
     TrialDispatch,
@@ -167,6 +168,9 @@ class ServerPort(Protocol):
         Raises:
             ZeusBSOConfigError: The job has other GPUs (422).
         """
+
+    def store_probe(self, trial: TrialId, probe: Probe) -> None:
+        """Store the probe of a trial in any state. A Zeus server lacks this."""
 
 
 def error_of(

@@ -14,7 +14,7 @@ import math
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Mapping, Sequence, Sized
 from pathlib import Path
 from typing import Any, ClassVar, Literal, cast
 from weakref import WeakKeyDictionary
@@ -38,6 +38,7 @@ from transformers.trainer_utils import get_last_checkpoint, has_length
 from zeus_plugins.energy.visible import cuda_devices
 from zeus_plugins.environment import LOCAL_WORLD_SIZE
 from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSOOperationOrderError
+from zeus_plugins.huggingface._probe import losses_of, passes_of
 from zeus_plugins.placement import this_machine
 from zeus_plugins.protocol import Fingerprint
 from zeus_plugins.training.batches import (
@@ -50,6 +51,7 @@ from zeus_plugins.training.batches import (
 from zeus_plugins.training.defaults import TrainingFacts, script_name
 from zeus_plugins.training.metrics import EVALUATION_PREFIX
 from zeus_plugins.training.patches import Patches
+from zeus_plugins.training.probe import Passes
 
 _logger = logging.getLogger("zeus_plugins")
 
@@ -361,6 +363,9 @@ class HuggingFacePort:
     def schedules(self) -> list[tuple[Any, float | None]]:
         return [(self._trainer.lr_scheduler, self._trainer.state.max_steps - self._first_step)]
 
+    def passes(self) -> Passes:
+        return passes_of(self._trainer, shares_data=self.devices != self.world_size)
+
     def log(self, metrics: dict[str, float]) -> None:
         """Pass the metrics to all callbacks that log, except to those that print them on the console."""
         should_log, handler = self.control.should_log, self._trainer.callback_handler
@@ -573,7 +578,7 @@ def resize_generations(trainer: Trainer, split: BatchSplit, processes: int, patc
 
 def warn_of_in_batch_negatives(trainer: Trainer) -> None:
     """Warn of losses that depend on the batch size."""
-    names = sorted({type(loss).__name__ for loss in _losses(getattr(trainer, "loss", None))})
+    names = sorted({type(loss).__name__ for loss in losses_of(getattr(trainer, "loss", None))})
     found = [name for name in names if any(part in name for part in _IN_BATCH)]
     if found and trainer.args.process_index == 0:
         _logger.warning(
@@ -582,16 +587,6 @@ def warn_of_in_batch_negatives(trainer: Trainer) -> None:
             "such as an evaluator's (eval_loss of different sizes cannot be compared)",
             " and ".join(found),
         )
-
-
-def _losses(loss: Any) -> Iterator[Any]:
-    """Yield a loss or the losses of several data sets, and the losses that these wrap."""
-    if isinstance(loss, dict):
-        for each in loss.values():
-            yield from _losses(each)
-    elif loss is not None:
-        yield loss
-        yield from _losses(getattr(loss, "loss", None))
 
 
 # DeepSpeed's configuration. Transformers replaces its ``"auto"`` values by numbers when it makes the arguments.

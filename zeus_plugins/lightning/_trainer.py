@@ -23,6 +23,7 @@ from torch.utils.data import BatchSampler, DistributedSampler
 
 from zeus_plugins.energy.visible import cuda_devices
 from zeus_plugins.errors import ZeusBSOConfigError
+from zeus_plugins.lightning._probe import passes_of
 from zeus_plugins.placement import this_machine
 from zeus_plugins.protocol import Fingerprint
 from zeus_plugins.training.batches import (
@@ -36,6 +37,7 @@ from zeus_plugins.training.batches import (
 from zeus_plugins.training.defaults import TrainingFacts, script_name
 from zeus_plugins.training.lr_scaling import GROUP_RATES
 from zeus_plugins.training.patches import Patches
+from zeus_plugins.training.probe import Passes
 
 try:
     from lightning.fabric.utilities.data import sized_len
@@ -361,6 +363,9 @@ class LightningPort:
     def log(self, metrics: Mapping[str, float]) -> None:
         for logger in self._trainer.loggers:
             logger.log_metrics(dict(metrics), step=self._trainer.global_step)
+
+    def passes(self) -> Passes:
+        return passes_of(self._trainer, self._module)
 
     def stop(self) -> None:
         self._trainer.should_stop = True

@@ -20,7 +20,7 @@ from zeus_plugins.client.delivery import deliver_waiting, is_refusal, recorded, 
 from zeus_plugins.client.outbox import Outbox, OutboxHeader, default_outbox
 from zeus_plugins.client.port import EMBEDDED, NO_RETRIES, ServerPort
 from zeus_plugins.client.reporter import TrialReporter
-from zeus_plugins.energy import EnergyMonitor, WindowMonitor, as_energy_monitor
+from zeus_plugins.energy import EnergyMonitor, Measurement, WindowMonitor, as_energy_monitor
 from zeus_plugins.energy.monitor import BridgedMonitor
 from zeus_plugins.energy.processes import Waiting
 from zeus_plugins.errors import (
@@ -39,12 +39,14 @@ from zeus_plugins.protocol import (
     CreatedJob,
     Ending,
     Evaluation,
+    GpuConfig,
     JobSpec,
     JobSpecFromClient,
     JobView,
     MetricName,
     PowerLimitChoice,
     PowerProfile,
+    Probe,
     ReportResponse,
     StopRule,
     TrialState,
@@ -58,7 +60,9 @@ from zeus_plugins.training.trial import TrialInfo
 OnUnreachable = Literal["default", "raise"]
 """The beginning of a training while the server is away: see `TrialSession`."""
 
-_WINDOW = "zeus_bso_trial"
+_WINDOW, _PROBE_WINDOW = "zeus_bso_trial", "zeus_bso_probe"
+# Earlier trials among which a report is sought.
+_FEW_TRIALS = 5
 # The job may have margins for further names.
 _MOST_NAMES = MAX_WATCHED - MAX_MARGINS
 _NAMES = TypeAdapter(tuple[MetricName, ...])
@@ -411,6 +415,48 @@ class TrialSession:
             )
         elif self.trial.has_extended_server:
             self._reporter.keep_power_limits(choice)
+
+    def is_first_run(self) -> bool:
+        """Return True if no earlier trial of the job on these GPUs has reported; False if the server does not say."""
+        trial = self.trial
+        if trial.trial_number is None or not trial.has_extended_server:
+            return False
+        if trial.trial_number == 1:
+            return True
+        try:
+            with self._client.with_retries(NO_RETRIES) as client:
+                view = client.show_job(trial.job_id, limit=_FEW_TRIALS)
+        except ZeusBSOError as error:
+            _logger.debug("the server does not show the job: %s", error)
+            return False
+        return all(each.epochs is None or each.other_gpus for each in view.trials)
+
+    def measured(self, work: Callable[[], None]) -> Measurement | None:
+        """Call `work`, and return its time and energy; None if the monitor fails."""
+        try:
+            self._monitor.begin_window(_PROBE_WINDOW)
+        except Exception as error:
+            _logger.debug("the energy of the probe is not measured: %s", error)
+            work()
+            return None
+        try:
+            work()
+        finally:
+            measurement = None
+            try:
+                measurement = self._monitor.end_window(_PROBE_WINDOW)
+            except Exception as error:
+                _logger.debug("the energy of the probe is not measured: %s", error)
+        return measurement
+
+    def keep_probe(self, result: Callable[[GpuConfig, float], Probe]) -> None:
+        """Keep the probe that `result` returns for the GPUs and the mean power so far, on the server. Never raises."""
+        if self._reporter is None or not self.trial.has_extended_server:
+            return
+        self.state_dict()  # counts the open window
+        trial = self.trial
+        if trial.time_s > 0 and trial.unmeasured is None:
+            self._reporter.keep_probe(result(self._monitor.gpus(), trial.energy_j / trial.time_s))
 
     def end(self, error: BaseException | None = None, *, early_end: str | None = None) -> None:
         """End the session, and on the server a trial without a final verdict; the open window counts.
