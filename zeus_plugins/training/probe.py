@@ -21,7 +21,6 @@ from itertools import islice
 from typing import Any, Protocol
 
 from zeus_plugins.energy import Measurement
-from zeus_plugins.placement import Ranks
 from zeus_plugins.protocol import GpuConfig, Probe, ProbedSize
 from zeus_plugins.training.batches import BatchSplit, nested_samplers, uncounted
 from zeus_plugins.training.outcomes import detail_of, is_out_of_memory
@@ -96,8 +95,19 @@ class Passes:
         return any(_OVER_THE_BATCH.search(type(each).__name__) for each in modules)
 
 
-class ProbedTrainer(Ranks, Protocol):
+class ProbedTrainer(Protocol):
     """The part of a `TrainerPort` that a probe uses."""
+
+    @property
+    def rank(self) -> int:
+        """Number of this process among all processes."""
+
+    @property
+    def world_size(self) -> int:
+        """Number of processes."""
+
+    def all_gather(self, thing: Any) -> list[Any]:
+        """Return the argument of each rank, in order of rank; all ranks make this call."""
 
     def broadcast(self, thing: Any) -> Any:
         """Return the argument of rank 0; all ranks make this call."""
