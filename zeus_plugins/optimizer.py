@@ -253,7 +253,7 @@ class BatchSizeOptimizer:
                 knows_evaluations=False,
             )
 
-        prober = Prober(_Loop(passes), splits, size, session.measured)
+        prober = Prober(_Loop(passes), splits, size, session.measured, lambda line: _logger.info("%s", line))
         prober.time_passes()
         self._prober = prober if prober.is_open else None
 
@@ -314,9 +314,6 @@ class _Loop:
 
     def all_gather(self, thing: Any) -> list[Any]:
         return [thing]
-
-    def say(self, line: str) -> None:
-        _logger.info("%s", line.removeprefix("zeus: "))
 
 
 def _moved(batch: Any, device: Any) -> Any:

@@ -71,7 +71,8 @@ class Ran:
         pytest.param({}, id="plain"),
         pytest.param({"gradient_accumulation_steps": 2, "bf16": True}, id="accumulated, bf16"),
         pytest.param({"dataloader_num_workers": 2}, id="workers"),
-        pytest.param({"eval_strategy": "no"}, id="without evaluations"),
+        pytest.param({"eval_strategy": "no", "has_batch_norm": False}, id="without evaluations"),
+        pytest.param({"has_batch_norm": False}, id="LayerNorm"),
     ],
 )
 def test_training_is_bit_equal_with_and_without_a_probe(

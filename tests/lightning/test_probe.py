@@ -87,6 +87,7 @@ class Ran:
             {"accumulate_grad_batches": 2},
             id="weighted, accumulated",
         ),
+        pytest.param({"shuffle": True, "has_batch_norm": False}, {}, id="LayerNorm"),
         pytest.param({"shuffle": True, "num_workers": 2, "persistent_workers": True}, {}, id="workers"),
     ],
 )

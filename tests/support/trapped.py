@@ -31,14 +31,14 @@ class Noisy(Dataset[dict[str, Tensor]]):
         self.pixels = torch.randn(SAMPLES, 8, generator=self.generator)
         self.labels = torch.randint(0, 3, (SAMPLES,), generator=self.generator)
         self.own, self.older, self.calls = np.random.default_rng(1), np.random.RandomState(2), 0
-        self.python = random.Random(3)
+        self.python = random.Random(3)  # noqa: S311 - no secret
 
     def __len__(self) -> int:
         return SAMPLES
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         self.calls += 1
-        noise = random.random() + np.random.rand() + self.own.random() + self.older.rand() + self.python.random()
+        noise = random.random() + np.random.rand() + self.own.random() + self.older.rand() + self.python.random()  # noqa: S311 - no secret
         noise = noise + torch.rand(1, generator=self.generator) + torch.randn(1) + self.calls / SAMPLES
         return {"pixels": self.pixels[index] + 0.1 * noise, "labels": self.labels[index]}
 
@@ -110,7 +110,7 @@ def rest(model: Trapped, data: Noisy, *more: Any) -> list[Any]:
         {name: value.tolist() for name, value in model.state_dict().items()},
         [None if each.grad is None else each.grad.tolist() for each in (*model.parameters(), model.loose)],
         [each.tolist() for each in generators],
-        [random.random(), np.random.rand(), data.own.random(), data.older.rand(), data.python.random()],
+        [random.random(), np.random.rand(), data.own.random(), data.older.rand(), data.python.random()],  # noqa: S311 - no secret
         [
             data.calls,
             model.slot.number,
@@ -128,8 +128,7 @@ def generous(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Probe]]:
     """Let a probe take a whole epoch, because epochs of tests are short; collect the probes sent in this process."""
     sent: list[Probe] = []
 
-    def store(_: LocalServer, trial: TrialId, found: Probe) -> None:
-        assert trial.trial_number == 1
+    def store(_: LocalServer, __: TrialId, found: Probe) -> None:
         sent.append(found)
 
     with monkeypatch.context() as patch:

@@ -115,9 +115,6 @@ class ProbedTrainer(Protocol):
     def passes(self) -> Passes:
         """Return the passes of the training at rest; raise `CannotProbe` if they would leave a trace."""
 
-    def say(self, line: str) -> None:
-        """Show a line to the user, once for all ranks."""
-
 
 @dataclass(frozen=True)
 class Timing:
@@ -253,6 +250,7 @@ class Prober:
         splits: The split of each global size of the job over the devices.
         size: The global size of the training.
         measured: Calls a function and returns the energy and the time that it took, on rank 0, or None if unknown.
+        say: Shows a line to the user, once for all ranks.
     """
 
     def __init__(
@@ -261,8 +259,10 @@ class Prober:
         splits: Mapping[int, BatchSplit],
         size: int,
         measured: Callable[[Callable[[], None]], Measurement | None],
+        say: Callable[[str], None],
     ) -> None:
         self._trainer = trainer
+        self._say = say
         self._splits = splits
         self._size = size
         self._own = splits[size].per_device
@@ -300,11 +300,11 @@ class Prober:
         found = [size for size, split in self._splits.items() if split.per_device in self._timings]
         if problem is not None:
             self._timings.clear()
-            self._trainer.say(f"zeus: batch sizes are not probed: {problem}")
+            self._say(f"zeus: batch sizes are not probed: {problem}")
         elif self.is_open:
             failed = "" if self._failed is None else f"; {self._failed} runs out of memory"
             sizes = "1 size" if len(found) == 1 else f"{len(found)} sizes"
-            self._trainer.say(f"zeus: probed {sizes} in {self._spent_s:.2g} s{failed}")
+            self._say(f"zeus: probed {sizes} in {self._spent_s:.2g} s{failed}")
         else:
             _logger.debug("an epoch of %g batches is too short for a probe", self._batches)
 
@@ -329,7 +329,7 @@ class Prober:
 
         problem = self._guarded(work)
         if problem is not None:
-            self._trainer.say(f"zeus: the gradient noise is not probed: {problem}")
+            self._say(f"zeus: the gradient noise is not probed: {problem}")
 
     def result(self, gpus: GpuConfig, power_w: float) -> Probe:
         """Return the findings of a training on these GPUs with this mean power, after `finish`."""
@@ -465,7 +465,7 @@ class Prober:
                 if accelerator is not None:
                     accelerator.synchronize()
                 if number > 0:
-                    finding.seconds.append(time.perf_counter() - began_s)
+                    finding.seconds.append(max(time.perf_counter() - began_s, 1e-9))  # A clock may be coarse.
         except Exception as error:
             finding.is_out_of_memory = is_out_of_memory(error)
             finding.problem = None if finding.is_out_of_memory else _reason_of(error)

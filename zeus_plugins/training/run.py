@@ -689,7 +689,11 @@ class ActiveRun:
             work()
             return None
 
-        self._prober = Prober(self._port, splits, self.record.trial.batch_size, measured)
+        def say(line: str) -> None:
+            if not self._options.quiet:
+                self._port.say(line)
+
+        self._prober = Prober(self._port, splits, self.record.trial.batch_size, measured, say)
 
     def count_evaluation(self, seconds: float) -> None:
         """Tell the probe how long an evaluation and its report took."""
