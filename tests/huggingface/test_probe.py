@@ -49,7 +49,7 @@ class Ran:
             on_failure="stop",
             probe=probe,  # type: ignore[arg-type]  # a test's text
         )
-        (folder / probe).mkdir()
+        (folder / probe).mkdir(exist_ok=True)
         defaults = {"num_train_epochs": 2, "per_device_train_batch_size": OWN_SIZE, "logging_steps": 1, "seed": 1}
         self.trainer = quiet_trainer(
             folder / probe,

@@ -39,8 +39,8 @@ class Noisy(Dataset[dict[str, Tensor]]):
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         self.calls += 1
         noise = random.random() + np.random.rand() + self.own.random() + self.older.rand() + self.python.random()  # noqa: S311 - no secret
-        noise = noise + torch.rand(1, generator=self.generator) + torch.randn(1) + self.calls / SAMPLES
-        return {"pixels": self.pixels[index] + 0.1 * noise, "labels": self.labels[index]}
+        mixed = noise + torch.rand(1, generator=self.generator) + torch.randn(1) + self.calls / SAMPLES
+        return {"pixels": self.pixels[index] + 0.1 * mixed, "labels": self.labels[index]}
 
 
 class Counted:
@@ -73,12 +73,15 @@ class Trapped(nn.Module):
         self.layers = nn.Sequential(nn.Linear(8, 16), norm, nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, 3))
         self.average = nn.Linear(8, 16).requires_grad_(False)
         self.loose = torch.ones(1, requires_grad=True)
+        self.limit: int | None = None  # samples for which there is no memory
         self.losses: list[float] = []
         self.sizes: list[int] = []
         self.numbers: dict[str, Any] = {"tensor": torch.zeros(()), "array": np.zeros(1)}
         self.slot, self.count, self.seen = Counted(), counting(), {0}
 
     def forward(self, pixels: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        if self.limit is not None and len(labels) >= self.limit and self.training:
+            raise torch.OutOfMemoryError("CUDA out of memory")
         first: Any = self.layers[0]
         with torch.no_grad():
             self.average.weight.mul_(0.9).add_(first.weight, alpha=0.1)
@@ -133,5 +136,6 @@ def generous(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Probe]]:
 
     with monkeypatch.context() as patch:
         patch.setattr(probe, "_SHARE", 1.0)
+        patch.setattr(probe.Prober, "_left_s", lambda *_: 60.0)
         patch.setattr(LocalServer, "store_probe", store)
         yield sent

@@ -73,7 +73,7 @@ class Passes:
         knows_evaluations: True if the time of evaluations is known apart from that of steps.
     """
 
-    step: Callable[[Any], None]
+    step: Callable[[Any], object]
     model: Any
     loader: Any
     batches: float
@@ -392,7 +392,7 @@ class Prober:
     def _choice(self) -> tuple[int, int] | None:
         """Return the next size to time; None if no other size is within the bounds."""
         samples = _SHARE_OF_TIMES * self._samples - self._used_samples
-        left_s = _SHARE_OF_TIMES * self._limit_s - (time.monotonic() - self._began_s)
+        left_s = self._left_s(_SHARE_OF_TIMES)
         for size in outwards(self._own, [split.per_device for split in self._splits.values()]):
             if size in self._tried or size >= self._too_large:
                 continue
@@ -407,8 +407,7 @@ class Prober:
 
     def _choice_for_noise(self) -> tuple[int, int] | None:
         """Return the largest timed size that allows the most passes, or else the smallest; None if it allows few."""
-        samples = self._samples - self._used_samples
-        left_s = self._limit_s - self._spent_s - (time.monotonic() - self._began_s)
+        samples, left_s = self._samples - self._used_samples, self._left_s(1.0)
         chosen = None
         for size in sorted(self._timings, reverse=True):
             passes = min(_MOST_GROUPS * _GROUP, int(samples / size), int(left_s / self._timings[size].seconds))
@@ -416,6 +415,10 @@ class Prober:
             if passes == _MOST_GROUPS * _GROUP:
                 break
         return chosen if chosen is not None and chosen[1] else None
+
+    def _left_s(self, share: float) -> float:
+        """Return the seconds that are left of a share of the limit."""
+        return share * self._limit_s - self._spent_s - (time.monotonic() - self._began_s)
 
     def _expected_s(self, size: int) -> float:
         """Return the seconds that a pass will take, from those at other sizes; 0 for the first size."""
@@ -477,7 +480,9 @@ class Prober:
 
     def _gradient_sums(self, passes: Passes, size: int, count: int) -> list[GradientSums]:
         """Make passes at one size, and return the sums of their gradients by groups."""
-        groups, total, squares = [], [], 0.0
+        groups: list[GradientSums] = []
+        total: list[Any] = []
+        squares = 0.0
         step, problem = _kept_apart(passes, self._trainer.world_size), None
         try:
             for number, batch in enumerate(self._batches_of(passes, size, count), 1):
