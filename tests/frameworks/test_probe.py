@@ -37,3 +37,4 @@ def test_two_processes_probe_the_same_sizes_and_leave_no_trace(framework: str, t
     assert first["memory"]["sizes"] == [[8, 16, 32]]
     assert first["memory"]["out_of_memory"] == [64]
     assert output.read_text().count("zeus: probed 4 sizes in") == 1
+    assert "not probed" not in output.read_text()
