@@ -23,9 +23,11 @@ class Own(Trainer):
     """A trainer with a state of its own, which also logs within a step."""
 
     own_steps = 0
+    own_numbers: dict[str, float]
 
     def compute_loss(self, *args: Any, **kwargs: Any) -> Tensor:
         self.own_steps += 1
+        self.own_numbers["steps"] = self.own_numbers.get("steps", 0.0) + 1
         self.log({"own": self.own_steps})
         loss: Tensor = super().compute_loss(*args, **kwargs)
         return loss
@@ -63,6 +65,7 @@ class Ran:
             },
             **(defaults | options),
         )
+        vars(self.trainer)["own_numbers"] = {}
 
 
 @pytest.mark.parametrize(
@@ -89,7 +92,7 @@ def test_training_is_bit_equal_with_and_without_a_probe(
             {name: value for name, value in row.items() if not any(part in name for part in TIMED)}
             for row in trainer.state.log_history
         ]
-        counts = trainer.own_steps, trainer.state.global_step, trainer.state.total_flos
+        counts = trainer.own_steps, trainer.own_numbers, trainer.state.global_step, trainer.state.total_flos
         loaders = len(trainer.accelerator._dataloaders)
         optimizer = str(trainer.optimizer.state_dict())
         seen.append((run.model.losses, rest(run.model, run.data, json.dumps(history), counts, loaders, optimizer)))

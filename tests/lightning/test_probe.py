@@ -33,11 +33,13 @@ class Module(LightningModule):
 
     def training_step(self, batch: dict[str, Tensor]) -> Any:
         out = self.model(**batch)
+        known = len(self.trainer.callback_metrics)
         self.accuracy(out["logits"], batch["labels"])
         self.log("accuracy", self.accuracy, on_step=True, on_epoch=True, prog_bar=True)
         self.log("loss", out["loss"], on_step=True, on_epoch=True)
         assert self.logger is not None
-        self.logger.log_metrics({"own": float(out["loss"].detach())})
+        known += len(self.trainer.callback_metrics)
+        self.logger.log_metrics({"own": float(out["loss"].detach()), "known": known})
         return out["loss"]
 
     def validation_step(self, batch: dict[str, Tensor]) -> None:
