@@ -36,8 +36,8 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Mapping
-from types import TracebackType
-from typing import Any, Self
+from types import SimpleNamespace, TracebackType
+from typing import Any, Self, cast
 
 from zeus_plugins import energy
 from zeus_plugins.client import client_from_environment
@@ -49,6 +49,7 @@ from zeus_plugins.signals import raise_at_sigterm, termination
 from zeus_plugins.training.batches import BatchSplit, delivered_batch_size
 from zeus_plugins.training.defaults import as_job
 from zeus_plugins.training.outcomes import show_in_one_paragraph, train_fail_error
+from zeus_plugins.training.port import TrainerPort
 from zeus_plugins.training.probe import Passes, Prober
 from zeus_plugins.training.session import OnUnreachable, TrialSession, check_on_unreachable
 from zeus_plugins.training.untouched import CannotProbe
@@ -253,7 +254,9 @@ class BatchSizeOptimizer:
                 knows_evaluations=False,
             )
 
-        prober = Prober(_Loop(passes), splits, size, session.measured, lambda line: _logger.info("%s", line))
+        # A probe of one process needs no more of a trainer.
+        trainer = cast("TrainerPort", SimpleNamespace(rank=0, world_size=1, passes=passes))
+        prober = Prober(trainer, splits, size, session.power_of, lambda line: _logger.info("%s", line))
         prober.time_passes()
         self._prober = prober if prober.is_open else None
 
@@ -299,21 +302,6 @@ class BatchSizeOptimizer:
                 "current_batch_size and trial_number to those of rank 0 and call on_train_begin()"
             )
         return self._trial_session
-
-
-class _Loop:
-    """A plain loop in one process, as a probe uses it."""
-
-    rank, world_size = 0, 1
-
-    def __init__(self, passes: Callable[[], Passes]) -> None:
-        self.passes = passes
-
-    def broadcast(self, thing: Any) -> Any:
-        return thing
-
-    def all_gather(self, thing: Any) -> list[Any]:
-        return [thing]
 
 
 def _moved(batch: Any, device: Any) -> Any:

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -23,11 +23,11 @@ from zeus_plugins import BatchSizeOptimizer, JobSpec
 from zeus_plugins.protocol import Probe, ProbedSize, TrialId
 from zeus_plugins.training import probe
 from zeus_plugins.training.batches import BatchSplit
+from zeus_plugins.training.port import TrainerPort
 from zeus_plugins.training.probe import (
     GradientSums,
     Passes,
     Prober,
-    RealEpoch,
     Timing,
     epoch_costs,
     noise_scale,
@@ -78,8 +78,8 @@ def test_sizes_are_visited_from_the_own_size_outwards() -> None:
 def test_overhead_of_a_real_epoch_is_added_to_each_step() -> None:
     splits = {16: BatchSplit(16, 1), 32: BatchSplit(32, 1), 128: BatchSplit(32, 4), 64: BatchSplit(64, 1)}
     timings = {16: Timing(0.1, 0.0, 100.0), 32: Timing(0.15, 0.2, 200.0)}
-    real = RealEpoch(time_s=12.0, steps=100, evaluation_s=3.0, power_w=50.0)
-    own, double, accumulated = epoch_costs(timings, splits, 16, real)
+    real = {"steps": 100, "time_s": 12.0, "evaluation_s": 3.0, "power_w": 50.0}
+    own, double, accumulated = epoch_costs(timings, splits, 16, **real)
     # 0.12 s per step, of which 0.02 s are no pass; evaluations are the same at each size.
     assert (own.batch_size, own.time_s, own.error) == (16, pytest.approx(15.0), 0.1)
     assert own.energy_j == pytest.approx(750.0)
@@ -92,9 +92,9 @@ def test_overhead_of_a_real_epoch_is_added_to_each_step() -> None:
 
 def test_overhead_of_unknown_kind_widens_the_error() -> None:
     splits = {16: BatchSplit(16, 1), 32: BatchSplit(32, 1)}
-    real = RealEpoch(time_s=20.0, steps=100, evaluation_s=0.0, power_w=50.0)
+    real = {"steps": 100, "time_s": 20.0, "evaluation_s": 0.0, "power_w": 50.0}
     timings = {16: Timing(0.1), 32: Timing(0.1)}
-    own, double = epoch_costs(timings, splits, 16, real, is_ambiguous=True)
+    own, double = epoch_costs(timings, splits, 16, **real, is_ambiguous=True)
     assert own.error == 0.1
     # 0.1 s of each step beside the pass, or 0.1 s for each 16 samples.
     assert double.error == pytest.approx(math.hypot(0.1, 0.05, math.log(0.2 / 0.3) / 2))
@@ -123,12 +123,6 @@ class Trainer:
         self.said: list[str] = []
         self.before_pass: Callable[[int], None] = lambda _: None
 
-    def broadcast(self, thing: Any) -> Any:
-        return thing
-
-    def all_gather(self, thing: Any) -> list[Any]:
-        return [thing]
-
     def step(self, batch: list[Tensor]) -> None:
         x, y = batch
         self.sizes.append(len(x))
@@ -139,10 +133,8 @@ class Trainer:
         return Passes(step=self.step, model=self.module, loader=self.loader, batches=self.batches)
 
     def prober(self, *sizes: int) -> Prober:
-        def measured(work: Callable[[], None]) -> None:
-            work()
-
-        return Prober(self, {size: BatchSplit(size, 1) for size in (16, *sizes)}, 16, measured, self.said.append)
+        splits = {size: BatchSplit(size, 1) for size in (16, *sizes)}
+        return Prober(cast("TrainerPort", self), splits, 16, None, self.said.append)
 
 
 @pytest.fixture

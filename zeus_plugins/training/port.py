@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, Literal, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, cast
 
 from zeus_plugins import energy
 from zeus_plugins.energy import ClusterMonitor, EnergyMonitor, WindowMonitor, as_energy_monitor
@@ -12,7 +12,9 @@ from zeus_plugins.protocol import Fingerprint
 from zeus_plugins.training.batches import BatchSplit
 from zeus_plugins.training.defaults import TrainingFacts
 from zeus_plugins.training.patches import Patches
-from zeus_plugins.training.probe import Passes
+
+if TYPE_CHECKING:
+    from zeus_plugins.training.probe import Passes
 
 T = TypeVar("T")
 

@@ -18,13 +18,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any
 
-from zeus_plugins.energy import Measurement
 from zeus_plugins.protocol import GpuConfig, Probe, ProbedSize
 from zeus_plugins.training.batches import BatchSplit, nested_samplers, uncounted
 from zeus_plugins.training.outcomes import detail_of, is_out_of_memory
 from zeus_plugins.training.patches import Patches
+from zeus_plugins.training.port import TrainerPort, decided_by_rank_zero
 from zeus_plugins.training.untouched import CannotProbe, untouched
 
 _logger = logging.getLogger("zeus_plugins")
@@ -39,8 +39,6 @@ _LEAST_PASSES, _MOST_PASSES = 2, 5
 # Standard deviation of the log of a cost: its least value, and what each octave between the sizes adds.
 _LEAST_ERROR = 0.1
 _ERROR_PER_OCTAVE = 0.05
-# Shortest window whose mean power is trusted, seconds.
-_LEAST_WINDOW_S = 0.5
 
 # Passes of the noise scale: those whose gradients are summed, and all.
 _GROUP, _MOST_GROUPS = 8, 4
@@ -95,27 +93,6 @@ class Passes:
         return any(_OVER_THE_BATCH.search(type(each).__name__) for each in modules)
 
 
-class ProbedTrainer(Protocol):
-    """The part of a `TrainerPort` that a probe uses."""
-
-    @property
-    def rank(self) -> int:
-        """Number of this process among all processes."""
-
-    @property
-    def world_size(self) -> int:
-        """Number of processes."""
-
-    def all_gather(self, thing: Any) -> list[Any]:
-        """Return the argument of each rank, in order of rank; all ranks make this call."""
-
-    def broadcast(self, thing: Any) -> Any:
-        """Return the argument of rank 0; all ranks make this call."""
-
-    def passes(self) -> Passes:
-        """Return the passes of the training at rest; raise `CannotProbe` if they would leave a trace."""
-
-
 @dataclass(frozen=True)
 class Timing:
     """Median time of a pass at one size, the standard error of its log, and the mean power in watts, or None."""
@@ -123,23 +100,6 @@ class Timing:
     seconds: float
     error: float = 0.0
     power_w: float | None = None
-
-
-@dataclass(frozen=True)
-class RealEpoch:
-    """The first epoch of a training, without its reports.
-
-    Attributes:
-        time_s: Its seconds, without evaluations.
-        steps: Its optimizer steps.
-        evaluation_s: Seconds of its evaluations.
-        power_w: Its mean power over all GPUs, watts.
-    """
-
-    time_s: float
-    steps: float
-    evaluation_s: float
-    power_w: float
 
 
 def outwards(size: int, sizes: Sequence[int]) -> list[int]:
@@ -153,8 +113,11 @@ def epoch_costs(
     timings: Mapping[int, Timing],
     splits: Mapping[int, BatchSplit],
     size: int,
-    real: RealEpoch,
     *,
+    steps: float,
+    time_s: float,
+    evaluation_s: float,
+    power_w: float,
     is_ambiguous: bool = False,
 ) -> tuple[ProbedSize, ...]:
     """Return the cost of an epoch at each size whose passes were timed.
@@ -162,19 +125,22 @@ def epoch_costs(
     Args:
         timings: The passes, by samples of a device.
         splits: The split of each global size.
-        size: The global size of the real epoch; its passes were timed.
-        real: A real epoch at `size`. What its steps take beside their passes, each step of another size takes as well.
-        is_ambiguous: True if that time may depend on the samples instead of the steps, such as time to load data.
+        size: The global size of the run, whose passes were timed.
+        steps: Optimizer steps of its first epoch.
+        time_s: Seconds of these steps. What they take beside their passes, each step of another size takes as well.
+        evaluation_s: Seconds of the evaluations of an epoch.
+        power_w: Mean power of the run over all GPUs, watts.
+        is_ambiguous: True if a step's time beside its passes may depend on its samples, such as time to load data.
     """
     own = splits[size]
-    overhead_s = real.time_s / real.steps - own.accumulation * timings[own.per_device].seconds
+    overhead_s = time_s / steps - own.accumulation * timings[own.per_device].seconds
     own_power_w = timings[own.per_device].power_w
     costs = []
     for each, split in splits.items():
         timing = timings.get(split.per_device)
         if timing is None:
             continue
-        steps, pass_s = real.steps * size / each, split.accumulation * timing.seconds
+        pass_s = split.accumulation * timing.seconds
         # The overhead is negative if the passes of the probe were slowed down.
         step_s = max(pass_s + overhead_s, pass_s / 2)
         octaves = abs(math.log2(each / size))
@@ -182,14 +148,13 @@ def epoch_costs(
         if is_ambiguous:
             by_samples_s = max(pass_s + overhead_s * each / size, pass_s / 2)
             errors.append(abs(math.log(step_s / by_samples_s)) / 2)
-        power_w = real.power_w
-        if timing.power_w is not None and own_power_w:
-            power_w *= timing.power_w / own_power_w
+        steps_s = steps * size / each * step_s
+        relative = timing.power_w / own_power_w if timing.power_w and own_power_w else 1.0
         costs.append(
             ProbedSize(
                 batch_size=each,
-                time_s=steps * step_s + real.evaluation_s,
-                energy_j=steps * step_s * power_w + real.evaluation_s * real.power_w,
+                time_s=steps_s + evaluation_s,
+                energy_j=(steps_s * relative + evaluation_s) * power_w,
                 error=math.hypot(*errors),
             )
         )
@@ -249,16 +214,16 @@ class Prober:
         trainer: The training.
         splits: The split of each global size of the job over the devices.
         size: The global size of the training.
-        measured: Calls a function and returns the energy and the time that it took, on rank 0, or None if unknown.
+        power_of: Calls a function and returns its mean power in watts, on rank 0, or None if unknown.
         say: Shows a line to the user, once for all ranks.
     """
 
     def __init__(
         self,
-        trainer: ProbedTrainer,
+        trainer: TrainerPort,
         splits: Mapping[int, BatchSplit],
         size: int,
-        measured: Callable[[Callable[[], None]], Measurement | None],
+        power_of: Callable[[Callable[[], None]], float | None] | None,
         say: Callable[[str], None],
     ) -> None:
         self._trainer = trainer
@@ -266,7 +231,7 @@ class Prober:
         self._splits = splits
         self._size = size
         self._own = splits[size].per_device
-        self._measured = measured
+        self._power_of = power_of or (lambda work: work())
         # By samples of a device: the timed passes, sizes without, and sizes that are not to be visited.
         self._timings: dict[int, Timing] = {}
         self._tried: set[int] = set()
@@ -334,13 +299,16 @@ class Prober:
     def result(self, gpus: GpuConfig, power_w: float) -> Probe:
         """Return the findings of a training on these GPUs with this mean power, after `finish`."""
         evaluation_s = min(self._evaluation_s, self._ended_s - self._resumed_s)
-        real = RealEpoch(
-            time_s=(self._ended_s - self._resumed_s - evaluation_s) / self._epochs,
+        costs = epoch_costs(
+            self._timings,
+            self._splits,
+            self._size,
             steps=self._batches / self._splits[self._size].accumulation,
+            time_s=(self._ended_s - self._resumed_s - evaluation_s) / self._epochs,
             evaluation_s=evaluation_s / self._epochs,
             power_w=power_w,
+            is_ambiguous=self._is_ambiguous,
         )
-        costs = epoch_costs(self._timings, self._splits, self._size, real, is_ambiguous=self._is_ambiguous)
         scale, error = self._scale or (None, None)
         return Probe(
             gpus=gpus, sizes=costs, out_of_memory=self._failed, critical_batch_size=scale, critical_error=error
@@ -375,10 +343,9 @@ class Prober:
     def _decided(self, decide: Callable[[], tuple[int, int] | None]) -> tuple[int, int] | None:
         """Return the decision of rank 0 on a size, in samples of a device, and a number of passes."""
         trainer = self._trainer
-        if trainer.world_size == 1:
-            return decide()
-        chosen: tuple[int, int] | None = trainer.broadcast(decide() if trainer.rank == 0 else None)
-        return chosen
+        return decided_by_rank_zero(
+            decide, rank=trainer.rank, world_size=trainer.world_size, broadcast=trainer.broadcast
+        )
 
     def _exchanged(self, thing: Any) -> list[Any]:
         return [thing] if self._trainer.world_size == 1 else self._trainer.all_gather(thing)
@@ -430,7 +397,7 @@ class Prober:
     def _visit(self, passes: Passes, size: int, count: int) -> None:
         """Make this number of passes at a size, on all ranks."""
         finding = _Finding()
-        measurement = self._measured(lambda: self._time(passes, size, count, finding))
+        power_w = self._power_of(lambda: self._time(passes, size, count, finding))
         self._used_samples += size * count
         findings: list[_Finding] = self._exchanged(finding)
         problem = next((each.problem for each in findings if each.problem is not None), None)
@@ -442,8 +409,6 @@ class Prober:
             slowest = max((each.seconds for each in findings), key=statistics.median)
             logs = [math.log(each) for each in slowest]
             error = statistics.stdev(logs) / math.sqrt(len(logs)) if len(logs) > 1 else _LEAST_ERROR
-            is_long = measurement is not None and measurement.time_s >= _LEAST_WINDOW_S
-            power_w = measurement.energy_j / measurement.time_s if measurement is not None and is_long else None
             self._timings[size] = Timing(statistics.median(slowest), error, power_w)
             if size == self._own:
                 self._limit_s = min(_MOST_S, _SHARE * self._batches * self._timings[size].seconds)

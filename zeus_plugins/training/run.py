@@ -39,7 +39,7 @@ from pydantic import SecretStr
 from zeus_plugins.client import client_from_environment
 from zeus_plugins.client.connect import check_server_url
 from zeus_plugins.client.port import ServerPort
-from zeus_plugins.energy import EnergyMonitor, Measurement, WindowMonitor
+from zeus_plugins.energy import EnergyMonitor, WindowMonitor
 from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSOOperationOrderError
 from zeus_plugins.placement import placed
 from zeus_plugins.protocol import EndReason, Fingerprint, JobSpec, PowerLimitChoice, ReportResponse
@@ -683,17 +683,12 @@ class ActiveRun:
     def will_probe(self, splits: Mapping[int, BatchSplit]) -> None:
         """Let `start` and `end_probe` probe these sizes."""
 
-        def measured(work: Callable[[], None]) -> Measurement | None:
-            if self._session is not None:
-                return self._session.measured(work)
-            work()
-            return None
-
         def say(line: str) -> None:
             if not self._options.quiet:
                 self._port.say(line)
 
-        self._prober = Prober(self._port, splits, self.record.trial.batch_size, measured, say)
+        power_of = None if self._session is None else self._session.power_of
+        self._prober = Prober(self._port, splits, self.record.trial.batch_size, power_of, say)
 
     def count_evaluation(self, seconds: float) -> None:
         """Tell the probe how long an evaluation and its report took."""

@@ -10,6 +10,7 @@ import logging
 import math
 import secrets
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Literal, get_args
 
@@ -20,7 +21,7 @@ from zeus_plugins.client.delivery import deliver_waiting, is_refusal, recorded, 
 from zeus_plugins.client.outbox import Outbox, OutboxHeader, default_outbox
 from zeus_plugins.client.port import EMBEDDED, NO_RETRIES, ServerPort
 from zeus_plugins.client.reporter import TrialReporter
-from zeus_plugins.energy import EnergyMonitor, Measurement, WindowMonitor, as_energy_monitor
+from zeus_plugins.energy import EnergyMonitor, WindowMonitor, as_energy_monitor
 from zeus_plugins.energy.monitor import BridgedMonitor
 from zeus_plugins.energy.processes import Waiting
 from zeus_plugins.errors import (
@@ -61,6 +62,8 @@ OnUnreachable = Literal["default", "raise"]
 """The beginning of a training while the server is away: see `TrialSession`."""
 
 _WINDOW, _PROBE_WINDOW = "zeus_bso_trial", "zeus_bso_probe"
+# Shortest window of a probe whose mean power is trusted, seconds.
+_LEAST_WINDOW_S = 0.5
 # Earlier trials among which a report is sought.
 _FEW_TRIALS = 5
 # The job may have margins for further names.
@@ -431,23 +434,15 @@ class TrialSession:
             return False
         return all(each.epochs is None or each.other_gpus for each in view.trials)
 
-    def measured(self, work: Callable[[], None]) -> Measurement | None:
-        """Call `work`, and return its time and energy; None if the monitor fails."""
-        try:
+    def power_of(self, work: Callable[[], None]) -> float | None:
+        """Call `work`, and return its mean power in watts; None if the monitor fails or the time is short."""
+        measured = None
+        with suppress(Exception):  # The probe can do without.
             self._monitor.begin_window(_PROBE_WINDOW)
-        except Exception as error:
-            _logger.debug("the energy of the probe is not measured: %s", error)
-            work()
-            return None
-        try:
-            work()
-        finally:
-            measurement = None
-            try:
-                measurement = self._monitor.end_window(_PROBE_WINDOW)
-            except Exception as error:
-                _logger.debug("the energy of the probe is not measured: %s", error)
-        return measurement
+        work()
+        with suppress(Exception):
+            measured = self._monitor.end_window(_PROBE_WINDOW)
+        return None if measured is None or measured.time_s < _LEAST_WINDOW_S else measured.energy_j / measured.time_s
 
     def keep_probe(self, result: Callable[[GpuConfig, float], Probe]) -> None:
         """Keep the probe that `result` returns for the GPUs and the mean power so far, on the server. Never raises."""
