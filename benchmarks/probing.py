@@ -63,12 +63,15 @@ class Network(LightningModule):
         )
 
     def training_step(self, batch: list[Tensor]) -> Tensor:
+        """Return the loss."""
         return nn.functional.cross_entropy(self._layers(batch[0]), batch[1])
 
     def validation_step(self, batch: list[Tensor]) -> None:
+        """Log the accuracy."""
         self.log("val_acc", (self._layers(batch[0]).argmax(dim=1) == batch[1]).float().mean())
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
+        """Return plain gradient descent with momentum."""
         return torch.optim.SGD(self.parameters(), lr=0.01, momentum=0.9)
 
 
@@ -80,9 +83,11 @@ class Epochs(Callback):
         self.seconds: list[float] = []
 
     def on_train_epoch_start(self, *_: Any) -> None:
+        """Note the time."""
         self._began_s = self._clock()
 
     def on_train_epoch_end(self, *_: Any) -> None:
+        """Keep the time of the epoch."""
         self.seconds.append(self._clock() - self._began_s)
 
 

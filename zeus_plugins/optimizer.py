@@ -255,7 +255,7 @@ class BatchSizeOptimizer:
             )
 
         # A probe of one process needs no more of a trainer.
-        trainer = cast("TrainerPort", SimpleNamespace(rank=0, world_size=1, passes=passes))
+        trainer = cast("TrainerPort", SimpleNamespace(rank=0, world_size=1, broadcast=None, passes=passes))
         prober = Prober(trainer, splits, size, session.power_of, lambda line: _logger.info("%s", line))
         prober.time_passes()
         self._prober = prober if prober.is_open else None
@@ -274,7 +274,7 @@ class BatchSizeOptimizer:
         prober, self._prober = self._prober, None
         if prober is not None:
             prober.finish(ended_s, epochs=1, trains_on=not verdict.stop_train)
-            self._session.keep_probe(prober.result)
+            self._session.send_probe(prober.result)
         trial = self._session.trial
         if trial.is_over and trial.busy_remark is not None:
             _logger.warning("%s of job %s ran %s", trial.name, trial.job_id, trial.busy_remark)

@@ -52,7 +52,9 @@ class Ran:
             probe=probe,  # type: ignore[arg-type]  # a test's text
         )
         (folder / probe).mkdir(exist_ok=True)
-        defaults = {"num_train_epochs": 2, "per_device_train_batch_size": OWN_SIZE, "logging_steps": 1, "seed": 1}
+        defaults = {"num_train_epochs": 2, "per_device_train_batch_size": OWN_SIZE, "logging_steps": 1, "seed": 1} | {
+            "learning_rate": 1e-3
+        }
         self.trainer = quiet_trainer(
             folder / probe,
             self.callback,
@@ -87,6 +89,7 @@ def test_training_is_bit_equal_with_and_without_a_probe(
             run = Ran(tmp_path, probe, **options)
             run.trainer.train()
         assert len(sent) == (probe == "auto")
+        assert all((found.critical_batch_size is not None) == ("has_batch_norm" in options) for found in sent)
         trainer: Any = run.trainer
         history = [
             {name: value for name, value in row.items() if not any(part in name for part in TIMED)}

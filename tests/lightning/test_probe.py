@@ -102,6 +102,7 @@ def test_training_is_bit_equal_with_and_without_a_probe(
             run = Ran(tmp_path, probe, **loading)
             trainer = run.train(**options)
         assert len(sent) == (probe == "auto")
+        assert all((found.critical_batch_size is not None) == ("has_batch_norm" in loading) for found in sent)
         state: Any = trainer.optimizers[0].state_dict()
         logged = [{name: value for name, value in row.items() if not name.startswith("zeus/")} for row in run.rows.rows]
         metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import httpx
 import pytest
 import torch
 from torch import Tensor, nn
@@ -17,10 +18,11 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from tests.support.contract_double import ContractDouble
 from tests.support.frameworks import use_one_thread  # noqa: F401 - pytest finds the fixture by its name
 from tests.support.job_bench import seconds_and_joules
+from tests.support.reporting import Flaky, training
 from tests.support.sessions import GPUS, JOB, TRIAL, monitor_of
 from tests.support.trapped import OWN_SIZE, SIZES, Noisy, Trapped, generous, rest, seed
 from zeus_plugins import BatchSizeOptimizer, JobSpec
-from zeus_plugins.protocol import Probe, ProbedSize, TrialId
+from zeus_plugins.protocol import GpuConfig, Probe, ProbedSize, TrialId, TrialProbe
 from zeus_plugins.training import probe
 from zeus_plugins.training.batches import BatchSplit
 from zeus_plugins.training.port import TrainerPort
@@ -112,7 +114,7 @@ class Trainer:
         module: The model, which a test may replace.
     """
 
-    rank, world_size = 0, 1
+    rank, world_size, broadcast = 0, 1, None
 
     def __init__(self, *, samples: int = 16000, batch_size: int = 16, dataset: Any = None, **loading: Any) -> None:
         x, y = torch.randn(samples, 4), torch.randn(samples, 1)
@@ -189,6 +191,31 @@ def test_probe_takes_at_most_a_share_of_the_time_of_an_epoch(clock: SimpleNamesp
     prober.time_passes()
     # An epoch has 1000 batches.
     assert 0.1 < clock.s <= 0.05 * 1000 * 0.01
+
+
+def test_slow_first_size_is_left_after_the_time_of_the_probe(clock: SimpleNamespace) -> None:
+    trainer = Trainer(samples=10**6)
+
+    def pass_takes(_: int) -> None:
+        clock.s += 30
+
+    trainer.before_pass = pass_takes
+    trainer.prober(8, 32).time_passes()
+    assert trainer.sizes == [16, 16]
+
+
+def test_own_size_without_memory_is_left_to_the_training() -> None:
+    trainer = Trainer()
+
+    def run_out(_: int) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    trainer.before_pass = run_out
+    prober = trainer.prober(8, 32)
+    prober.time_passes()
+    assert trainer.said == ["zeus: batch sizes are not probed: a pass over 16 samples runs out of memory"]
+    assert trainer.sizes == [16]
+    assert not prober.is_open
 
 
 def test_epoch_too_short_for_a_probe_is_left_alone() -> None:
@@ -424,16 +451,39 @@ def test_run_on_a_zeus_server_is_not_probed() -> None:
 
 
 def test_probe_is_one_put_request() -> None:
-    requests: list[Any] = []
+    requests: list[httpx.Request] = []
 
     class Server(ContractDouble):
-        def __call__(self, request: Any) -> Any:
-            requests.append((request.method, request.url.path))
-            self.body = request.content
+        def __call__(self, request: httpx.Request) -> httpx.Response:
+            requests.append(request)
+            return httpx.Response(200, json=None)
+
+    found = Probe(gpus=GPUS, sizes=(ProbedSize(batch_size=32, time_s=1.0, energy_j=2.0, error=0.1),))
+    Server().client().store_probe(TrialId(**TRIAL), found)
+    (sent,) = requests
+    assert (sent.method, sent.url.path) == ("PUT", "/trials/probe")
+    assert TrialProbe.model_validate_json(sent.content) == TrialProbe(**TRIAL, **found.model_dump())
+
+
+@pytest.mark.parametrize("status", [200, 404, 503])
+def test_probe_is_sent_once_and_never_ends_a_training(status: int) -> None:
+    requests: list[str] = []
+
+    class Server(Flaky):
+        def __call__(self, request: httpx.Request) -> httpx.Response:
+            if request.method == "PUT":
+                requests.append(request.url.path)
+                return httpx.Response(status, json=None if status == 200 else {"message": "as the test asked"})
             return super().__call__(request)
 
-    server = Server()
-    found = Probe(gpus=GPUS, sizes=(ProbedSize(batch_size=32, time_s=1.0, energy_j=2.0, error=0.1),))
-    with pytest.raises(AssertionError, match="not in the contract: PUT"):
-        server.client().store_probe(TrialId(**TRIAL), found)
-    assert requests == [("PUT", "/trials/probe")]
+    session = training(Server())
+    powers: list[float] = []
+
+    def result(gpus: GpuConfig, power_w: float) -> Probe:
+        powers.append(power_w)
+        return Probe(gpus=gpus)
+
+    session.send_probe(result)
+    session.end()
+    assert requests == ["/trials/probe"]
+    assert powers == [10.0]

@@ -21,7 +21,6 @@ from zeus_plugins.protocol import (
     Ending,
     Evaluation,
     PowerLimitChoice,
-    Probe,
     ReportResponse,
     StopRule,
     TrainingResult,
@@ -89,7 +88,6 @@ class TrialReporter:
         self._last_verdict: ReportResponse | None = None
         # For the thread to send.
         self._power_limits: PowerLimitChoice | None = None
-        self._probe: Probe | None = None
         self._thread: threading.Thread | None = None
         self._thread_closes_box = False
 
@@ -150,12 +148,6 @@ class TrialReporter:
             if self._is_refused:
                 return
             self._power_limits = choice
-        self._wake_thread()
-
-    def keep_probe(self, probe: Probe) -> None:
-        """Let the thread send the trial's probe. It is not kept on disk, because a later trial can probe again."""
-        with self._lock:
-            self._probe = None if self._is_refused else probe
         self._wake_thread()
 
     def judge_unmeasured(self, *, metric: float, epoch: float) -> ReportResponse:
@@ -289,14 +281,8 @@ class TrialReporter:
                 self._woken.wait(interval_s)
 
     def _deliver(self, client: ServerPort, *, is_stopped: Callable[[], bool]) -> None:
-        """Send new power limits, deliver the box, and send a new probe."""
+        """Send new power limits, and deliver the box."""
         self._send_power_limits(client)
-        try:
-            self._deliver_box(client, is_stopped=is_stopped)
-        finally:
-            self._send_probe(client)
-
-    def _deliver_box(self, client: ServerPort, *, is_stopped: Callable[[], bool]) -> None:
         with self._lock:
             if self._is_refused or self._box.is_delivered:
                 return
@@ -329,20 +315,6 @@ class TrialReporter:
         except BaseException:
             self._keep(choice)
             raise
-
-    def _send_probe(self, client: ServerPort) -> None:
-        with self._lock:
-            probe, trial = self._probe, self._box.trial
-            if probe is None or trial is None or not self._box.is_delivered:
-                return
-        try:
-            client.store_probe(trial, probe)
-        except ZeusBSOError as error:
-            if not is_refusal(error):
-                raise
-            _logger.debug("the server does not keep the probe: %s", error)
-        with self._lock:
-            self._probe = None
 
     def _beat(self, client: ServerPort) -> float | None:
         """Send a heartbeat if the server wants one; return the seconds until the next one is due, or None."""

@@ -144,7 +144,8 @@ def epoch_costs(
         # The overhead is negative if the passes of the probe were slowed down.
         step_s = max(pass_s + overhead_s, pass_s / 2)
         octaves = abs(math.log2(each / size))
-        errors = [_LEAST_ERROR, _ERROR_PER_OCTAVE * octaves, timing.error]
+        # The time of the run's own size is that of the real epoch.
+        errors = [_LEAST_ERROR, _ERROR_PER_OCTAVE * octaves, timing.error if each != size else 0.0]
         if is_ambiguous:
             by_samples_s = max(pass_s + overhead_s * each / size, pass_s / 2)
             errors.append(abs(math.log(step_s / by_samples_s)) / 2)
@@ -241,7 +242,7 @@ class Prober:
         self._used_samples = 0
         self._spent_s = self._began_s = 0.0
         self._batches = 0.0
-        self._is_ambiguous = False
+        self._is_ambiguous = self._mixes_samples = False
         self._resumed_s = self._ended_s = self._evaluation_s = 0.0
         self._epochs = 1.0
         self._scale: tuple[float, float] | None = None
@@ -257,6 +258,7 @@ class Prober:
         def work(passes: Passes) -> None:
             self._batches, self._samples = passes.batches, _SHARE * passes.batches * self._own
             self._is_ambiguous = passes.has_workers or not passes.knows_evaluations
+            self._mixes_samples = passes.mixes_samples
             while (chosen := self._decided(self._choice)) is not None:
                 self._visit(passes, *chosen)
 
@@ -280,12 +282,10 @@ class Prober:
     def finish(self, ended_s: float, *, epochs: float, trains_on: bool) -> None:
         """Note the end of the first `epochs`; if the training `trains_on`, estimate the noise scale."""
         self._ended_s, self._epochs = ended_s, epochs
-        if not trains_on:
+        if not trains_on or self._mixes_samples:
             return
 
         def work(passes: Passes) -> None:
-            if passes.mixes_samples:
-                return
             chosen = self._decided(self._choice_for_noise)
             if chosen is not None:
                 per_device, count = chosen
@@ -358,6 +358,8 @@ class Prober:
 
     def _choice(self) -> tuple[int, int] | None:
         """Return the next size to time; None if no other size is within the bounds."""
+        if self._tried and self._own not in self._timings:
+            return None
         samples = _SHARE_OF_TIMES * self._samples - self._used_samples
         left_s = self._left_s(_SHARE_OF_TIMES)
         for size in outwards(self._own, [split.per_device for split in self._splits.values()]):
@@ -367,9 +369,9 @@ class Prober:
             if passes * size <= samples and passes * self._expected_s(size) <= left_s:
                 self._tried.add(size)
                 return size, passes
+            self._tried.add(size)
             if size == self._own:
                 return None
-            self._tried.add(size)
         return None
 
     def _choice_for_noise(self) -> tuple[int, int] | None:
@@ -378,7 +380,7 @@ class Prober:
         chosen = None
         for size in sorted(self._timings, reverse=True):
             passes = min(_MOST_GROUPS * _GROUP, int(samples / size), int(left_s / self._timings[size].seconds))
-            chosen = (size, passes // _GROUP * _GROUP)
+            chosen = (size, max(0, passes // _GROUP * _GROUP))
             if passes == _MOST_GROUPS * _GROUP:
                 break
         return chosen if chosen is not None and chosen[1] else None
@@ -404,6 +406,8 @@ class Prober:
         if problem is not None:
             raise CannotProbe(problem)
         if any(each.is_out_of_memory for each in findings):
+            if size == self._own:
+                raise CannotProbe(f"a pass over {size} samples runs out of memory")
             self._too_large = self._out_of_memory = size
         elif all(each.seconds for each in findings):
             slowest = max((each.seconds for each in findings), key=statistics.median)
@@ -434,6 +438,8 @@ class Prober:
                     accelerator.synchronize()
                 if number > 0:
                     finding.seconds.append(max(time.perf_counter() - began_s, 1e-9))  # A clock may be coarse.
+                if self._left_s(_SHARE_OF_TIMES) < 0:
+                    break
         except Exception as error:
             finding.is_out_of_memory = is_out_of_memory(error)
             finding.problem = None if finding.is_out_of_memory else _reason_of(error)
@@ -464,6 +470,8 @@ class Prober:
         except Exception as error:
             problem = _reason_of(error)
             traceback.clear_frames(error.__traceback__)
+        finally:
+            _drop_gradients(passes.model)
         self._agree(problem)
         return groups
 

@@ -706,7 +706,7 @@ class ActiveRun:
         self._prober = None
         prober.finish(ended_s, epochs=epochs, trains_on=self.is_reporting)
         if self._session is not None:
-            self._session.keep_probe(prober.result)
+            self._session.send_probe(prober.result)
 
     def best_known_size(self) -> tuple[int, str]:
         """Return the batch size that finishes the run, and a phrase about it; all ranks make this call."""

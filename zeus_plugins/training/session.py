@@ -444,14 +444,20 @@ class TrialSession:
             measured = self._monitor.end_window(_PROBE_WINDOW)
         return None if measured is None or measured.time_s < _LEAST_WINDOW_S else measured.energy_j / measured.time_s
 
-    def keep_probe(self, result: Callable[[GpuConfig, float], Probe]) -> None:
-        """Keep the probe that `result` returns for the GPUs and the mean power so far, on the server. Never raises."""
-        if self._reporter is None or not self.trial.has_extended_server:
+    def send_probe(self, result: Callable[[GpuConfig, float], Probe]) -> None:
+        """Send the probe that `result` returns for the GPUs and the mean power so far; only log if that fails."""
+        reporter, trial_id = self._reporter, self.trial.trial_id
+        if reporter is None or reporter.is_away or trial_id is None or not self.trial.has_extended_server:
             return
         self.state_dict()  # counts the open window
         trial = self.trial
-        if trial.time_s > 0 and trial.unmeasured is None:
-            self._reporter.keep_probe(result(self._monitor.gpus(), trial.energy_j / trial.time_s))
+        if trial.time_s == 0 or trial.unmeasured is not None:
+            return
+        try:
+            with self._client.with_retries(NO_RETRIES) as client:
+                client.store_probe(trial_id, result(self._monitor.gpus(), trial.energy_j / trial.time_s))
+        except Exception as error:  # A later run can do without.
+            _logger.debug("the probe is not kept: %s", error)
 
     def end(self, error: BaseException | None = None, *, early_end: str | None = None) -> None:
         """End the session, and on the server a trial without a final verdict; the open window counts.
