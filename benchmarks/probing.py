@@ -109,7 +109,7 @@ def probed(samples: int, folder: Path) -> Probe:
     def keep(_: LocalServer, __: TrialId, probe: Probe) -> None:
         found.append(probe)
 
-    LocalServer.store_probe = keep  # type: ignore[method-assign]  # nothing else runs in this process
+    LocalServer.store_probe = keep  # type: ignore[method-assign,assignment]  # nothing else runs in this process
     options: dict[str, Any] = {"job_id": "probing", "on_failure": "stop", "target": 2.0, "batch_sizes": SIZES}
     callback = ZeusBSOCallback("val_acc", server_url=f"embedded://{folder / 'bso.sqlite3'}", **options)
     train(samples, DEFAULT, 2, callback)

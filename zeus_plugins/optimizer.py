@@ -49,10 +49,10 @@ from zeus_plugins.signals import raise_at_sigterm, termination
 from zeus_plugins.training.batches import BatchSplit, delivered_batch_size
 from zeus_plugins.training.defaults import as_job
 from zeus_plugins.training.outcomes import show_in_one_paragraph, train_fail_error
+from zeus_plugins.training.passes import CannotProbe, Passes
 from zeus_plugins.training.port import TrainerPort
-from zeus_plugins.training.probe import Passes, Prober
+from zeus_plugins.training.probe import Prober
 from zeus_plugins.training.session import OnUnreachable, TrialSession, check_on_unreachable
-from zeus_plugins.training.untouched import CannotProbe
 
 __all__ = ["BatchSizeOptimizer"]
 

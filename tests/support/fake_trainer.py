@@ -10,11 +10,10 @@ from typing import Any, TypeVar
 from zeus_plugins.protocol import Fingerprint
 from zeus_plugins.training.batches import BatchSplit
 from zeus_plugins.training.defaults import TrainingFacts
+from zeus_plugins.training.passes import CannotProbe, Passes
 from zeus_plugins.training.patches import Patches
-from zeus_plugins.training.probe import Passes
 from zeus_plugins.training.run import ActiveRun, TrialRun
 from zeus_plugins.training.trial import TrialInfo
-from zeus_plugins.training.untouched import CannotProbe
 
 T = TypeVar("T")
 

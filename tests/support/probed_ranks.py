@@ -40,7 +40,7 @@ def trained(framework: str, folder: Path, way: str) -> dict[str, Any]:
     """Train, without memory for batches of 32 on the second process if the way says so."""
     folder.mkdir(exist_ok=True)
     probe, limit = ("off" if way == "off" else "auto"), (32 if way == "memory" and rank_here() == 1 else None)
-    kind: Any = import_module(f"tests.{framework}.test_probe").Ran
+    kind: Any = import_module(f"tests.support.trapped_{framework}").Ran
     if framework == "lightning":
         run = kind(folder, probe, has_batch_norm=False)
         model = run.module.model

@@ -25,10 +25,10 @@ from zeus_plugins import BatchSizeOptimizer, JobSpec
 from zeus_plugins.protocol import GpuConfig, Probe, ProbedSize, TrialId, TrialProbe
 from zeus_plugins.training import probe
 from zeus_plugins.training.batches import BatchSplit
+from zeus_plugins.training.passes import Passes
 from zeus_plugins.training.port import TrainerPort
 from zeus_plugins.training.probe import (
     GradientSums,
-    Passes,
     Prober,
     Timing,
     epoch_costs,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, cast
+from typing import Any, Literal, Protocol, TypeVar, cast
 
 from zeus_plugins import energy
 from zeus_plugins.energy import ClusterMonitor, EnergyMonitor, WindowMonitor, as_energy_monitor
@@ -11,10 +11,8 @@ from zeus_plugins.placement import Placement, Ranks
 from zeus_plugins.protocol import Fingerprint
 from zeus_plugins.training.batches import BatchSplit
 from zeus_plugins.training.defaults import TrainingFacts
+from zeus_plugins.training.passes import Passes
 from zeus_plugins.training.patches import Patches
-
-if TYPE_CHECKING:
-    from zeus_plugins.training.probe import Passes
 
 T = TypeVar("T")
 

@@ -9,13 +9,12 @@ from __future__ import annotations
 import copy
 import logging
 import math
-import re
 import statistics
 import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
@@ -23,9 +22,9 @@ from typing import Any
 from zeus_plugins.protocol import GpuConfig, Probe, ProbedSize
 from zeus_plugins.training.batches import BatchSplit, nested_samplers, uncounted
 from zeus_plugins.training.outcomes import detail_of, is_out_of_memory
+from zeus_plugins.training.passes import CannotProbe, Passes, untouched
 from zeus_plugins.training.patches import Patches
 from zeus_plugins.training.port import TrainerPort, decided_by_rank_zero
-from zeus_plugins.training.untouched import CannotProbe, untouched
 
 _logger = logging.getLogger("zeus_plugins")
 
@@ -46,51 +45,10 @@ _GROUP, _MOST_GROUPS = 8, 4
 _LEAST_OCTAVES = 1.6
 _OCTAVES_OF_ONE = 1.0
 
-# Layers and losses that combine the samples of a batch, so that a gradient is no mean over samples.
-_OVER_THE_BATCH = re.compile(r"BatchNorm|Contrastive|InfoNCE|NTXent|Negatives|GIST|MegaBatch|Barlow|VICReg|ClipLoss")
-
 _COLLECTIVES = (
     *("all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "all_to_all", "barrier", "broadcast"),
     *("broadcast_object_list", "gather", "gather_object", "recv", "reduce", "reduce_scatter", "scatter", "send"),
 )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Passes:
-    """Forward and backward passes of a training at rest.
-
-    Attributes:
-        step: Makes one pass over a batch of the loader, without an optimizer step.
-        model: The trained module, not wrapped for several processes.
-        loader: The loader of the training, of torch or made by accelerate.
-        batches: Number of batches in an epoch of a device.
-        state: Further objects that a pass may change.
-        data: Data sets and the like that loading may change.
-        losses: Further modules that compute losses.
-        muted: Makes a block whose metrics and logs are dropped.
-        knows_evaluations: True if the time of evaluations is known apart from that of steps.
-    """
-
-    step: Callable[[Any], object]
-    model: Any
-    loader: Any
-    batches: float
-    state: tuple[Any, ...] = ()
-    data: tuple[Any, ...] = ()
-    losses: tuple[Any, ...] = ()
-    muted: Callable[[], AbstractContextManager[object]] = nullcontext
-    knows_evaluations: bool = True
-
-    @property
-    def has_workers(self) -> bool:
-        """True if other processes load the data while passes are made."""
-        return bool(getattr(self.loader, "num_workers", 0))
-
-    @property
-    def mixes_samples(self) -> bool:
-        """True if the gradient of a batch is no mean over its samples, as far as the names of classes show."""
-        modules = (*self.model.modules(), *self.losses)
-        return any(_OVER_THE_BATCH.search(type(each).__name__) for each in modules)
 
 
 @dataclass(frozen=True)

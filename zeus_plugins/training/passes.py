@@ -1,4 +1,4 @@
-"""State of a training that a probe's passes may change: a snapshot, and its restoration in place.
+"""Forward and backward passes of a training at rest, and a snapshot that undoes all that they change.
 
 The snapshot follows attributes, items and closures from some objects. State that it cannot reach, such as a global of
 the script, is not restored. This module finds torch and NumPy among the loaded modules.
@@ -9,11 +9,13 @@ from __future__ import annotations
 import logging
 import os
 import random
+import re
 import sys
 import types
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -36,8 +38,50 @@ _MOST_ELEMENTS = 10_000
 _MOST_MEMORY = 0.5
 
 
+# Layers and losses that combine the samples of a batch, so that a gradient is no mean over samples.
+_OVER_THE_BATCH = re.compile(r"BatchNorm|Contrastive|InfoNCE|NTXent|Negatives|GIST|MegaBatch|Barlow|VICReg|ClipLoss")
+
+
 class CannotProbe(Exception):  # noqa: N818 - an answer rather than an error
     """The reason, as a clause, for which a training cannot be probed without a trace."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Passes:
+    """Forward and backward passes of a training at rest.
+
+    Attributes:
+        step: Makes one pass over a batch of the loader, without an optimizer step.
+        model: The trained module, not wrapped for several processes.
+        loader: The loader of the training, of torch or made by accelerate.
+        batches: Number of batches in an epoch of a device.
+        state: Further objects that a pass may change.
+        data: Data sets and the like that loading may change.
+        losses: Further modules that compute losses.
+        muted: Makes a block whose metrics and logs are dropped.
+        knows_evaluations: True if the time of evaluations is known apart from that of steps.
+    """
+
+    step: Callable[[Any], object]
+    model: Any
+    loader: Any
+    batches: float
+    state: tuple[Any, ...] = ()
+    data: tuple[Any, ...] = ()
+    losses: tuple[Any, ...] = ()
+    muted: Callable[[], AbstractContextManager[object]] = nullcontext
+    knows_evaluations: bool = True
+
+    @property
+    def has_workers(self) -> bool:
+        """True if other processes load the data while passes are made."""
+        return bool(getattr(self.loader, "num_workers", 0))
+
+    @property
+    def mixes_samples(self) -> bool:
+        """True if the gradient of a batch is no mean over its samples, as far as the names of classes show."""
+        modules = (*self.model.modules(), *self.losses)
+        return any(_OVER_THE_BATCH.search(type(each).__name__) for each in modules)
 
 
 @contextmanager
