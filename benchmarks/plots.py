@@ -188,6 +188,7 @@ def plot_probe(rows: Sequence[Mapping[str, float]], file: Path) -> None:
         panel.plot(sizes, [row["true_s"] for row in rows], color="C1", marker="x", label="a real epoch")
         panel.set(xlabel="batch size", ylabel="seconds of an epoch", yscale="log")
         panel.set_xscale("log", base=2)
-        for axis in (panel.xaxis, panel.yaxis):
-            axis.set_major_formatter(ScalarFormatter())
+        panel.xaxis.set_major_formatter(ScalarFormatter())
+        for set_formatter in (panel.yaxis.set_major_formatter, panel.yaxis.set_minor_formatter):
+            set_formatter(ScalarFormatter())
         panel.legend()
