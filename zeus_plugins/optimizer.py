@@ -36,6 +36,7 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from types import SimpleNamespace, TracebackType
 from typing import Any, Self, cast
 
@@ -244,13 +245,13 @@ class BatchSizeOptimizer:
             distributed = sys.modules["torch"].distributed
             if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
                 raise CannotProbe("it trains on several processes")
-            model.train()
             return Passes(
                 step=lambda batch: step(_moved(batch, device)),
                 model=model,
                 loader=loader,
                 batches=float(len(loader)) if hasattr(loader, "__len__") else float("inf"),
                 state=(step,),
+                muted=lambda: nullcontext(model.train()),
                 knows_evaluations=False,
             )
 

@@ -394,14 +394,18 @@ class Loop:
         with BatchSizeOptimizer(seconds_and_joules(1.0, 10.0), self.url, self.job) as optimizer:
             self.loader.batch_sampler.batch_size = optimizer.get_batch_size()  # type: ignore[union-attr]
             optimizer.on_train_begin()
+            self.model.eval()
             if probes:
                 optimizer.probe(self.step, self.model, self.loader)
+            assert not self.model.training
+            self.model.train()
             for epoch in range(epochs):
                 for batch in self.loader:
                     adam.zero_grad()
                     self.step(batch)
                     adam.step()
-                optimizer.on_evaluate(float(epoch))
+                with torch.no_grad():
+                    optimizer.on_evaluate(float(epoch))
 
 
 @pytest.mark.parametrize(
@@ -418,6 +422,7 @@ def test_plain_loop_is_bit_equal_with_and_without_a_probe(
             loop = Loop(folder, **options)
             loop.train(probes=probes)
         assert len(sent) == probes
+        assert all((found.critical_batch_size is not None) == ("has_batch_norm" in options) for found in sent)
         seen.append((loop.model.losses, rest(loop.model, loop.data)))
     assert seen[0][0] == seen[1][0]
     assert seen[0][1] == seen[1][1]

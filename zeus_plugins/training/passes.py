@@ -58,7 +58,7 @@ class Passes:
         state: Further objects that a pass may change.
         data: Data sets and the like that loading may change.
         losses: Further modules that compute losses.
-        muted: Makes a block whose metrics and logs are dropped.
+        muted: Makes a block for the passes, whose metrics and logs are dropped.
         knows_evaluations: True if the time of evaluations is known apart from that of steps.
     """
 

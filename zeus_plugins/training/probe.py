@@ -494,7 +494,8 @@ def _kept_apart(passes: Passes, world_size: int) -> Callable[[Any], None]:
 
         return refused
 
-    distributed = sys.modules["torch"].distributed
+    torch: Any = sys.modules["torch"]
+    distributed = torch.distributed
     generating = [each for each in passes.model.modules() if callable(getattr(type(each), "generate", None))]
     waiting = [name for name in _COLLECTIVES if world_size > 1 and hasattr(distributed, name)]
 
@@ -505,7 +506,8 @@ def _kept_apart(passes: Passes, world_size: int) -> Callable[[Any], None]:
                 patches.set_attribute(each, "generate", refuse("its step generates samples"))
             for name in waiting:
                 patches.set_attribute(distributed, name, refuse(f"its step calls torch.distributed.{name}"))
-            passes.step(batch)
+            with torch.inference_mode(mode=False), torch.enable_grad():  # A script may evaluate without gradients.
+                passes.step(batch)
         finally:
             patches.undo()
 
