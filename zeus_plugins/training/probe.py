@@ -506,7 +506,7 @@ def _kept_apart(passes: Passes, world_size: int) -> Callable[[Any], None]:
                 patches.set_attribute(each, "generate", refuse("its step generates samples"))
             for name in waiting:
                 patches.set_attribute(distributed, name, refuse(f"its step calls torch.distributed.{name}"))
-            with torch.inference_mode(mode=False), torch.enable_grad():  # A script may evaluate without gradients.
+            with torch.inference_mode(mode=False):  # This also enables gradients, without which a script may evaluate.
                 passes.step(batch)
         finally:
             patches.undo()
