@@ -171,3 +171,24 @@ def _draw_sizes(panel: Axes, task: dict[str, Any]) -> None:
     panel.yaxis.set_minor_formatter(NullFormatter())
     for axis in (panel.xaxis, panel.yaxis):
         axis.set_major_formatter(ScalarFormatter())
+
+
+def plot_probe(rows: Sequence[Mapping[str, float]], file: Path) -> None:
+    """Draw the probed time of an epoch at each size with its stated error, and the time that it took."""
+    from matplotlib.ticker import ScalarFormatter
+
+    sizes = [row["batch_size"] for row in rows]
+    with _written(file, 5.6, 3.6) as figure:
+        panel = figure.subplots()
+        probed_s, errors = [row["probed_s"] for row in rows], [row["error"] for row in rows]
+        low, high = (
+            [s * abs(math.exp(sign * e) - 1) for s, e in zip(probed_s, errors, strict=True)] for sign in (-1, 1)
+        )
+        panel.errorbar(sizes, probed_s, yerr=[low, high], fmt="o", capsize=3, label="probed in the first run")
+        panel.plot(sizes, [row["true_s"] for row in rows], color="C1", marker="x", label="a real epoch")
+        panel.set(xlabel="batch size", ylabel="seconds of an epoch", yscale="log")
+        panel.set_xscale("log", base=2)
+        panel.xaxis.set_major_formatter(ScalarFormatter())
+        for set_formatter in (panel.yaxis.set_major_formatter, panel.yaxis.set_minor_formatter):
+            set_formatter(ScalarFormatter())
+        panel.legend()

@@ -89,6 +89,7 @@ PUBLIC = {
             "OfflineTrial",
         ),
         *("Origin", "Paths", "PolicyName", "PowerLimitChoice", "PowerLimitSample", "PowerProfile", "ReportResponse"),
+        *("Probe", "ProbedSize", "TrialProbe"),
         *(
             "Stage",
             "StopRule",

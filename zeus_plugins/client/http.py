@@ -46,6 +46,7 @@ from zeus_plugins.protocol import (
     OfflineTrial,
     Paths,
     PowerLimitChoice,
+    Probe,
     ReportResponse,
     TrainingResult,
     TrialDispatch,
@@ -53,6 +54,7 @@ from zeus_plugins.protocol import (
     TrialId,
     TrialList,
     TrialPowerProfile,
+    TrialProbe,
 )
 
 _EXCERPT_LENGTH = 200
@@ -160,6 +162,12 @@ class BsoClient(ServerPort):
     def store_power_profile(self, trial: TrialId, choice: PowerLimitChoice) -> None:
         profile = TrialPowerProfile(**trial.model_dump(), **choice.model_dump())
         self._expect_ours(self._request("PUT", Paths.POWER_PROFILE, body=profile))
+
+    def store_probe(self, trial: TrialId, probe: Probe) -> None:
+        """See `ServerPort.store_probe`."""
+        self._expect_ours(
+            self._request("PUT", Paths.PROBE, body=TrialProbe(**trial.model_dump(), **probe.model_dump()))
+        )
 
     def delete_job(self, job_id: str) -> None:
         """Delete a job and all its trials."""

@@ -24,6 +24,7 @@ from zeus_plugins.protocol import (
     JobView,
     OfflineTrial,
     PowerLimitChoice,
+    Probe,
     ReportResponse,
     TrainingResult,
     TrialDispatch,
@@ -178,6 +179,10 @@ class ServerPort(Protocol):
         Raises:
             ZeusBSOConfigError: The job has other GPUs (422).
         """
+
+    def store_probe(self, trial: TrialId, probe: Probe) -> None:
+        """Store the probe of a trial in any state; do nothing if the server lacks this, as a Zeus server does."""
+        del trial, probe
 
 
 def error_of(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import time
 from collections.abc import Callable
 from typing import Any, Never, cast
 
@@ -108,6 +109,7 @@ class ZeusBSOTrainerCallback(BatchSizeArguments, TrainWrapper):
         **kw: Any,
     ) -> None:
         """Report the evaluation, and stop the trainer when the server says so."""
+        ended_s = time.monotonic()
         run, source, found = self._run_of(state, control), self._metric, metrics or {}
         # Skip an evaluation before the first step, and the script's own evaluations, which have other prefixes.
         if (
@@ -124,6 +126,10 @@ class ZeusBSOTrainerCallback(BatchSizeArguments, TrainWrapper):
         # Other data sets of this evaluation may have watched metrics.
         waits = bool(run.watched_names)
         self._report(run, lambda: source.value(found, step=state.global_step, data_sets=data_sets, waits=waits))
+        evaluation_s = found.get(f"{EVALUATION_PREFIX}runtime", 0.0)
+        run.count_evaluation(evaluation_s)
+        run.end_probe(ended_s, self._epochs(run))
+        run.count_evaluation(time.monotonic() - ended_s)
 
     def on_log(
         self,
@@ -147,6 +153,7 @@ class ZeusBSOTrainerCallback(BatchSizeArguments, TrainWrapper):
 
     def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Report the epoch of a training without evaluations."""
+        ended_s = time.monotonic()
         run, source = self._run_of(state, control), self._metric
         if run is None or not isinstance(source, LoggedMetric):
             return
@@ -154,6 +161,7 @@ class ZeusBSOTrainerCallback(BatchSizeArguments, TrainWrapper):
             control.should_log = True
         else:
             self._report(run, source.value)
+        run.end_probe(ended_s, self._epochs(run))
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         if (run := self._run_of(state, control)) is not None:

@@ -11,7 +11,8 @@ import logging
 import math
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Literal, TypeVar, cast
 
@@ -35,12 +36,16 @@ from zeus_plugins.training.batches import (
 )
 from zeus_plugins.training.defaults import TrainingFacts, script_name
 from zeus_plugins.training.lr_scaling import GROUP_RATES
+from zeus_plugins.training.passes import CannotProbe, Passes
 from zeus_plugins.training.patches import Patches
 
 try:
     from lightning.fabric.utilities.data import sized_len
     from lightning.pytorch import Callback, LightningModule, Trainer
     from lightning.pytorch.core.optimizer import _init_optimizers_and_lr_schedulers
+    from lightning.pytorch.loggers.logger import DummyLogger
+    from lightning.pytorch.profilers import PassThroughProfiler
+    from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
     from lightning.pytorch.trainer.states import RunningStage
     from lightning.pytorch.utilities.combined_loader import CombinedLoader
     from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -49,12 +54,20 @@ except ModuleNotFoundError:
     from lightning_fabric.utilities.data import sized_len
     from pytorch_lightning import Callback, LightningModule, Trainer  # type: ignore[assignment]
     from pytorch_lightning.core.optimizer import _init_optimizers_and_lr_schedulers  # type: ignore[assignment]
+    from pytorch_lightning.loggers.logger import DummyLogger  # type: ignore[assignment]
+    from pytorch_lightning.profilers import PassThroughProfiler  # type: ignore[assignment]
+    from pytorch_lightning.trainer.connectors.logger_connector.result import (  # type: ignore[assignment]
+        _ResultCollection,
+    )
     from pytorch_lightning.trainer.states import RunningStage  # type: ignore[assignment]
     from pytorch_lightning.utilities.combined_loader import CombinedLoader  # type: ignore[assignment]
     from pytorch_lightning.utilities.model_helpers import is_overridden
 
 # The callbacks import these names from here, because either package may provide them.
 __all__ = ["Callback", "LightningModule", "Trainer"]
+
+# Strategies whose module is whole on each device.
+_WHOLE = ("SingleDeviceStrategy", "DDPStrategy")
 
 HookT = TypeVar("HookT", bound=Callable[..., Any])
 
@@ -362,6 +375,9 @@ class LightningPort:
         for logger in self._trainer.loggers:
             logger.log_metrics(dict(metrics), step=self._trainer.global_step)
 
+    def passes(self) -> Passes:
+        return _passes_of(self._trainer, self._module)
+
     def stop(self) -> None:
         self._trainer.should_stop = True
 
@@ -566,6 +582,60 @@ def logged_means(trainer: Trainer, names: Sequence[str]) -> dict[str, float]:
     if trainer.world_size > 1:
         sums = cast("Tensor", trainer.strategy.reduce(sums.to(trainer.strategy.root_device), reduce_op="sum"))
     return {name: value / ranks for name, (value, ranks) in zip(names, sums.tolist(), strict=True) if ranks}
+
+
+def _passes_of(trainer: Any, module: Any) -> Passes:
+    """Return the passes of a trainer before its first step or after an epoch; raise `CannotProbe` if it has none."""
+    loaders, strategy = trainer.fit_loop._combined_loader.flattened, trainer.strategy
+    if not module.automatic_optimization:
+        raise CannotProbe("with manual optimization a pass makes an optimizer step")
+    if len(loaders) != 1:
+        raise CannotProbe(f"it has {len(loaders)} train loaders")
+    if type(strategy).__name__ not in _WHOLE:
+        raise CannotProbe(f"{type(strategy).__name__} shares the model out")
+    if not trainer.training:
+        raise CannotProbe("the trainer is validating")
+    wrapper = strategy.model
+    if getattr(wrapper, "static_graph", False) or getattr(wrapper, "find_unused_parameters", False):
+        raise CannotProbe("DDP keeps a record of the parameters that each pass uses")
+    loop, connector, precision = trainer.fit_loop.epoch_loop, trainer._logger_connector, trainer.precision_plugin
+    scaler = getattr(precision, "scaler", None)
+
+    def step(batch: Any) -> None:
+        batch = precision.convert_input(batch)
+        batch = module._on_before_batch_transfer(batch, dataloader_idx=0)
+        batch = strategy.batch_to_device(batch, dataloader_idx=0)
+        connector.on_batch_start(batch)
+        arguments = loop._build_kwargs(OrderedDict(), batch, 0)
+        module._current_fx_name = "training_step"
+        with precision.train_step_context():
+            output = module.training_step(*arguments.values())
+        loss = output.get("loss") if isinstance(output, Mapping) else output
+        if loss is None:
+            raise CannotProbe("training_step returns no loss")
+        # The strategy's method would call the hooks of all callbacks.
+        module.backward(loss if scaler is None else loss * scaler.get_scale())
+
+    @contextlib.contextmanager
+    def muted() -> Iterator[None]:
+        patches = Patches()
+        patches.set_attribute(loop, "_results", _ResultCollection(training=True))
+        patches.set_attribute(trainer, "_loggers", [DummyLogger() for _ in trainer.loggers])
+        patches.set_attribute(trainer, "profiler", PassThroughProfiler())
+        try:
+            yield
+        finally:
+            patches.undo()
+
+    return Passes(
+        step=step,
+        model=module,
+        loader=loaders[0],
+        batches=trainer.num_training_batches,
+        state=(vars(connector),),
+        data=(getattr(trainer, "datamodule", None),),
+        muted=muted,
+    )
 
 
 def _combined(loaders: Any) -> CombinedLoader:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from dataclasses import replace
 from typing import Any, Never
 
@@ -53,6 +54,7 @@ class ZeusBSOCallback(BatchSizeArguments, Callback):
     # Number of epochs that the trainer had trained before the trial began.
     _first_epoch = 0
     _validated_epoch = -1
+    _validation_began_s = 0.0
 
     def on_init_end(self, *_: Any, **__: Any) -> Never:
         """Refuse a Hugging Face Trainer, the only caller of this hook."""
@@ -131,16 +133,25 @@ class ZeusBSOCallback(BatchSizeArguments, Callback):
         if not steps.is_counting and type(self).on_train_batch_end is ZeusBSOCallback.on_train_batch_end:
             self._run.patches.set_attribute(self, "on_train_batch_end", None)  # the counts are complete
 
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._validation_began_s = time.monotonic()
+
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Report the validation, and stop the trainer when the server says so."""
         if not trainer.sanity_checking:
             self._validated_epoch = trainer.current_epoch
             self._report(trainer)
+            if self._run.active is not None:
+                self._run.active.count_evaluation(time.monotonic() - self._validation_began_s)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Report the epoch of a training that has no validation loop, and raise for a validation that was left out."""
+        ended_s = time.monotonic()
         if not trainer.enable_validation:
             self._report(trainer)
+        if self._run.active is not None:
+            self._run.active.end_probe(ended_s, epochs_trained(trainer) - self._first_epoch)
+        if not trainer.enable_validation:
             return
         missed = None if self._validated_epoch == trainer.current_epoch else missed_validation(trainer)
         if missed is not None and self._run.active is not None and self._run.active.is_reporting:

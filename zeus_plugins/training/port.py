@@ -11,6 +11,7 @@ from zeus_plugins.placement import Placement, Ranks
 from zeus_plugins.protocol import Fingerprint
 from zeus_plugins.training.batches import BatchSplit
 from zeus_plugins.training.defaults import TrainingFacts
+from zeus_plugins.training.passes import Passes
 from zeus_plugins.training.patches import Patches
 
 T = TypeVar("T")
@@ -110,6 +111,9 @@ class TrainerPort(Ranks, Protocol):
     @property
     def schedule_remedy(self) -> str:
         """Advice, as a sentence, on schedules that follow the batch size in this framework."""
+
+    def passes(self) -> Passes:
+        """Return the passes of the training at rest; raise `CannotProbe` if they would leave a trace."""
 
     def log(self, metrics: dict[str, float]) -> None:
         """Log metrics with those of the training."""

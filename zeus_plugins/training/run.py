@@ -9,11 +9,12 @@ The order of calls, on every rank::
     run = TrialRun(wish, options)
     run.begin(port)  or  run.resume(port, saved)
     run.active.scale_learning_rate()        when optimizers and schedulers exist, before a checkpoint restores them
-    run.active.start()                      right before the first step
+    run.active.start()                      right before the first step; probes the batch sizes of a new job
     run.active.check()                      before the first step of each epoch, when its loader exists
     run.active.steps.batch_trained()        after each batch, while run.active.steps.is_counting
     run.active.watch(values)                        when further metrics are known
     run.active.report_evaluation(metric, epochs)    after each evaluation
+    run.active.end_probe(ended_s, epochs)           after the first epoch and its report
     run.active.report_last_epoch(epochs)    after the last epoch
     run.finished_by(new_port)               after the last epoch; the trainer then trains again with the run that this
                                             returns, from `scale_learning_rate` on, unless it returns None
@@ -55,6 +56,7 @@ from zeus_plugins.training.outcomes import (
 )
 from zeus_plugins.training.patches import Patches
 from zeus_plugins.training.port import TrainerPort, cluster_monitor, decided_by_rank_zero, node_monitor
+from zeus_plugins.training.probe import Prober
 from zeus_plugins.training.session import OnUnreachable, TrialSession
 from zeus_plugins.training.trained import TrainedWeights
 from zeus_plugins.training.trial import TrialInfo
@@ -86,12 +88,14 @@ class TrialOptions:
     strict: bool = False
     quiet: bool = False
     watch: tuple[str, ...] = ()
+    probe: Literal["auto", "off"] = "off"
 
     def __post_init__(self) -> None:
         check_choice("on_failure", self.on_failure, OnFailure)
         if self.restart and self.on_failure != "finish":
             raise ZeusBSOConfigError("restart=True says how a run is finished: set on_failure='finish', too")
         check_choice("after_target", self.after_target, AfterTarget)
+        check_choice("probe", self.probe, Literal["auto", "off"])
         check_count("max_per_device_batch_size", self.max_per_device_batch_size)
         check_server_url(self.server_url)
         check_choice("on_unreachable", self.on_unreachable, OnUnreachable)
@@ -190,7 +194,7 @@ class TrialRun:
                 )
             return True
 
-        self._enter(port, plan, EpochCount(), ask)
+        self._enter(port, plan, EpochCount(), ask, probes=self.options.probe == "auto")
         self._weights = weights
 
     def _goes_on(self, port: TrainerPort, job_id: str | None, weights: TrainedWeights) -> bool:
@@ -378,15 +382,21 @@ class TrialRun:
         begin: Callable[[TrialSession], bool],
         *,
         finishes: bool = False,
+        probes: bool = False,
     ) -> None:
         """Get the trial on rank 0, share it with all ranks, and set its size in the trainer.
 
         A trial that `finishes` a run leaves the hyperparameters in trackers as they are, because some refuse changes.
+        The job's first run probes its batch sizes if it `probes` at all.
         """
         active = ActiveRun(self, port, plan, epochs, begin)
         self.active, self._record = active, active.record
         size = active.record.trial.batch_size
-        port.deliver(self._splits(port, [size])[size], self.patches)
+        sizes = active.record.job.batch_sizes if probes and active.is_first_run() else (size,)
+        splits = self._splits(port, sizes)
+        if len(splits) > 1:
+            active.will_probe(splits)
+        port.deliver(splits[size], self.patches)
         active.announce(finishes=finishes)
 
     def _check_size(self, port: TrainerPort, facts: TrainingFacts | None, batch_size: int) -> None:
@@ -447,6 +457,7 @@ class ActiveRun:
         self._options = options
         self._trains_on = options.after_target == "continue"
         self.first_weights: dict[str, Any] | None = None
+        self._prober: Prober | None = None
         self._session: TrialSession | None = None  # only on rank 0
         self._own_size = own_size = plan.job.default_batch_size
         place = placed(port)
@@ -506,6 +517,38 @@ class ActiveRun:
     def restarts(self) -> bool:
         """True if the run is to be finished from its first weights: by the user's wish, or if the present are NaN."""
         return self._options.restart or not all(bool(each.isfinite().all()) for each in self._port.model.parameters())
+
+    def is_first_run(self) -> bool:
+        """Return True if the trial is the first one of its job on this hardware; all ranks make this call."""
+        return self.record.takes_reports and self._decided_with(lambda session: session.is_first_run())
+
+    def will_probe(self, splits: Mapping[int, BatchSplit]) -> None:
+        """Let `start` and `end_probe` probe these sizes."""
+
+        def say(line: str) -> None:
+            if not self._options.quiet:
+                self._port.say(line)
+
+        power_of = None if self._session is None else self._session.power_of
+        self._prober = Prober(self._port, splits, self.record.trial.batch_size, power_of, say)
+
+    def count_evaluation(self, seconds: float) -> None:
+        """Tell the probe how long an evaluation and its report took."""
+        if self._prober is not None:
+            self._prober.count_evaluation(seconds)
+
+    def end_probe(self, ended_s: float, epochs: float) -> None:
+        """Finish the probe, and let the server keep it, if the training has trained an epoch since its start.
+
+        The last epoch ended at `ended_s` of the monotonic clock. Later calls do nothing.
+        """
+        prober = self._prober
+        if prober is None or epochs < 1:
+            return
+        self._prober = None
+        prober.finish(ended_s, epochs=epochs, trains_on=self.is_reporting)
+        if self._session is not None:
+            self._session.send_probe(prober.result)
 
     def best_known_size(self) -> tuple[int, str]:
         """Return the batch size that finishes the run, and a phrase about it; all ranks make this call."""
@@ -570,6 +613,9 @@ class ActiveRun:
         if self.record.takes_reports:
             optimizer = next((type(each).__name__ for each in optimizers), None)
             self._decided_with(lambda session: session.begin_measurement(optimizer))
+        if self._prober is not None:
+            self._prober.time_passes()
+            self._prober = self._prober if self._prober.is_open else None
 
     def check(self) -> None:
         """Raise `ZeusBSOConfigError` if the batch size in force is not the size that will be reported."""

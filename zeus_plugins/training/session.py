@@ -10,6 +10,7 @@ import logging
 import math
 import secrets
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -36,11 +37,13 @@ from zeus_plugins.protocol import (
     CreatedJob,
     Ending,
     Evaluation,
+    GpuConfig,
     JobSpec,
     JobSpecFromClient,
     JobView,
     PowerLimitChoice,
     PowerProfile,
+    Probe,
     ReportResponse,
     StopRule,
     TrialState,
@@ -56,7 +59,11 @@ from zeus_plugins.training.trial import TrialInfo
 OnUnreachable = Literal["default", "raise"]
 """The beginning of a training while the server is away: see `TrialSession`."""
 
-_WINDOW = "zeus_bso_trial"
+_WINDOW, _PROBE_WINDOW = "zeus_bso_trial", "zeus_bso_probe"
+# Shortest window of a probe whose mean power is trusted, seconds.
+_LEAST_WINDOW_S = 0.5
+# Earlier trials among which a report is sought.
+_FEW_TRIALS = 5
 
 # Change in the length of the training data that is reported.
 _DRIFT = 0.1
@@ -406,6 +413,46 @@ class TrialSession:
             )
         elif self.trial.has_extended_server:
             self._reporter.keep_power_limits(choice)
+
+    def is_first_run(self) -> bool:
+        """Return True if no earlier trial of the job on these GPUs has reported; False if the server does not say."""
+        trial = self.trial
+        if trial.trial_number is None or not trial.has_extended_server:
+            return False
+        if trial.trial_number == 1:
+            return True
+        try:
+            with self._client.with_retries(NO_RETRIES) as client:
+                view = client.show_job(trial.job_id, limit=_FEW_TRIALS)
+        except ZeusBSOError as error:
+            _logger.debug("the server does not show the job: %s", error)
+            return False
+        return all(each.epochs is None or each.other_gpus for each in view.trials)
+
+    def power_of(self, work: Callable[[], None]) -> float | None:
+        """Call `work`, and return its mean power in watts; None if the monitor fails or the time is short."""
+        measured = None
+        with suppress(Exception):  # The probe can do without.
+            self._monitor.begin_window(_PROBE_WINDOW)
+        work()
+        with suppress(Exception):
+            measured = self._monitor.end_window(_PROBE_WINDOW)
+        return None if measured is None or measured.time_s < _LEAST_WINDOW_S else measured.energy_j / measured.time_s
+
+    def send_probe(self, result: Callable[[GpuConfig, float], Probe]) -> None:
+        """Send the probe that `result` returns for the GPUs and the mean power so far; only log if that fails."""
+        reporter, trial_id = self._reporter, self.trial.trial_id
+        if reporter is None or reporter.is_away or trial_id is None or not self.trial.has_extended_server:
+            return
+        self.state_dict()  # counts the open window
+        trial = self.trial
+        if trial.time_s == 0 or trial.unmeasured is not None:
+            return
+        try:
+            with self._client.with_retries(NO_RETRIES) as client:
+                client.store_probe(trial_id, result(self._monitor.gpus(), trial.energy_j / trial.time_s))
+        except Exception as error:  # A later run can do without.
+            _logger.debug("the probe is not kept: %s", error)
 
     def end(self, error: BaseException | None = None, *, early_end: str | None = None) -> None:
         """End the session, and on the server a trial without a final verdict; the open window counts.

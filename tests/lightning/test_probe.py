@@ -1,0 +1,59 @@
+"""A probe of a Lightning training leaves no trace."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import WeightedRandomSampler
+
+from tests.support.lightning_bench import QUIET
+from tests.support.trapped import SIZES, generous, rest
+from tests.support.trapped_lightning import Ran
+
+pytestmark = QUIET
+
+
+@pytest.mark.parametrize(
+    ("loading", "options"),
+    [
+        pytest.param({}, {}, id="shuffled"),
+        pytest.param({"shuffle": True}, {"precision": "bf16-mixed"}, id="bf16"),
+        pytest.param(
+            {"sampler": WeightedRandomSampler(torch.rand(640).tolist(), 640)},
+            {"accumulate_grad_batches": 2},
+            id="weighted, accumulated",
+        ),
+        pytest.param({"shuffle": True, "has_batch_norm": False}, {}, id="LayerNorm"),
+        pytest.param({"shuffle": True, "num_workers": 2, "persistent_workers": True}, {}, id="workers"),
+    ],
+)
+def test_training_is_bit_equal_with_and_without_a_probe(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loading: dict[str, Any], options: dict[str, Any]
+) -> None:
+    seen = []
+    for probe in ("off", "auto"):
+        with generous(monkeypatch) as sent:
+            run = Ran(tmp_path, probe, **loading)
+            trainer = run.train(**options)
+        assert len(sent) == (probe == "auto")
+        assert all((found.critical_batch_size is not None) == ("has_batch_norm" in loading) for found in sent)
+        state: Any = trainer.optimizers[0].state_dict()
+        logged = [{name: value for name, value in row.items() if not name.startswith("zeus/")} for row in run.rows.rows]
+        metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+        counts = run.module.accuracy.update_count, trainer.global_step
+        seen.append((run.module.model.losses, rest(run.module.model, run.data, str(state), logged, metrics, counts)))
+    assert seen[0][0] == seen[1][0]
+    assert seen[0][1] == seen[1][1]
+
+
+def test_probe_has_cost_of_sizes_and_no_noise_scale_with_batch_norm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with generous(monkeypatch) as sent:
+        Ran(tmp_path, "auto").train()
+    (found,) = sent
+    assert [each.batch_size for each in found.sizes] == list(SIZES)
+    assert found.critical_batch_size is None
