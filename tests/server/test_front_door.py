@@ -34,6 +34,7 @@ from tests.support.hostile import attacking
 from tests.support.jobs import job
 from tests.support.servers import ServerProcess, free_port, is_alive, serving, wait_until_up
 from tests.support.tokens import bearer, make_token
+from zeus_plugins.client.port import DEFAULT_TIMEOUT_S
 
 # Far more than anything here takes, and less than a test that hangs is given.
 PATIENCE_S = 60.0
@@ -578,8 +579,8 @@ def started(folder: Path, *prefix: str) -> Iterator[tuple[ServerProcess, int]]:
 
 async def reported(url: str, token: str) -> list[int]:
     """Run a trial; return the epochs that the server has of it."""
-    # The server may close a connection that is idle while this process is busy.
-    options: dict[str, Any] = {"limits": httpx.Limits(max_keepalive_connections=0), "timeout": PATIENCE_S}
+    # The server may close a connection that is idle while this process is busy. The deadline is that of trainings.
+    options: dict[str, Any] = {"limits": httpx.Limits(max_keepalive_connections=0), "timeout": DEFAULT_TIMEOUT_S}
     async with httpx.AsyncClient(base_url=url, headers=bearer(token), **options) as http:
         job_id = (await http.post("/jobs", json=job())).json()["job_id"]
         trial = (await http.get("/jobs/batch_size", params={"job_id": job_id})).json()
