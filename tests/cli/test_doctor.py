@@ -226,9 +226,13 @@ def test_every_variable_is_listed_set_or_not_and_secrets_are_masked(ask: Any, sh
     told = {name: (each["is_set"], each["value"], each["unit"]) for name, each in details.items()}
     assert told["ZEUS_SERVER_URL"] == told["ZEUS_BSO_TOKEN"] == (True, "(set)", "")
     assert told["ZEUS_BSO_TIMEOUT_S"] == (True, "2.5", "seconds")
-    assert told["ZEUS_JOB_ID"] == (False, "made of the training or by the server; rec01+try01", "")
+    assert told["ZEUS_JOB_ID"] == (
+        False,
+        "derived from the training, or set by the server; in a launched run, such as rec01+try01",
+        "",
+    )
     level, text = report.only("environment")
     assert level == "ok"
     assert text.startswith("set: ZEUS_SERVER_URL=(set), ZEUS_BSO_TOKEN=(set), ZEUS_BSO_TIMEOUT_S=2.5")
     assert "; not set: " in text
-    assert "ZEUS_JOB_ID (made of the training or by the server" in text
+    assert "ZEUS_JOB_ID (derived from the training, or set by the server" in text

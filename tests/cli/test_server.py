@@ -73,6 +73,7 @@ def test_show_is_the_same_from_the_database_and_from_the_server(used_server: Ser
             | {"low": None, "high": None, "verdict": None}
         ],
         "left_out": None,
+        "probed_cost_j": None,
     }
     first, second = shown["trials"]
     assert first["reason"] == "exploring: your default size (round 1 of 2)"

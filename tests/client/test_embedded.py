@@ -404,7 +404,7 @@ def test_writer_without_pause_leaves_others_their_turns(file: Path) -> None:
             for _ in range(20):
                 client.heartbeat(trial)
             meanwhile = len(others) - before
-    assert 5 < meanwhile < 60
+    assert 0 < meanwhile < 60
 
 
 @pytest.mark.parametrize("hindrance", ["held", "unreadable", "without locks"])

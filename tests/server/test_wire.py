@@ -45,6 +45,7 @@ class TestRegistering:
             "batch_sizes": [8, 16, 32],
             "policy": "zeus",
             "controls": "auto",
+            "first_run": "default",
             "confirm": 1,
             "no_worse_than_default": None,
             **made,
