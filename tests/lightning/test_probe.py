@@ -27,7 +27,7 @@ pytestmark = QUIET
             id="weighted, accumulated",
         ),
         pytest.param({"shuffle": True, "has_batch_norm": False}, {}, id="LayerNorm"),
-        pytest.param({"shuffle": True, "num_workers": 2, "persistent_workers": True}, {}, id="workers"),
+        pytest.param({"shuffle": True, "num_workers": 2}, {}, id="workers"),
     ],
 )
 def test_training_is_bit_equal_with_and_without_a_probe(
