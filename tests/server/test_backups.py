@@ -249,15 +249,10 @@ class TestVerify:
     def test_amcheck_of_postgresql_finds_a_damaged_index(self) -> None:
         with fresh_database(POSTGRES_URL) as url:
             filled(url)
-            found = verify(url)
-            assert found.returncode == 0
-            assert "amcheck cannot be used" in found.stdout
+            assert "amcheck cannot be used" in output_of_sound(url)
             change = execute(url)
             change("CREATE EXTENSION amcheck")
-            found = verify(url)
-            assert found.returncode == 0
-            assert "amcheck" not in found.stdout
-            assert "not detected: " in found.stdout
+            assert "amcheck" not in output_of_sound(url)
             # The index keeps the values that the expression had before.
             order = "CREATE OR REPLACE FUNCTION placed(id int) RETURNS int IMMUTABLE LANGUAGE sql AS 'SELECT {}id'"
             change(order.format(""))
@@ -273,13 +268,19 @@ class TestVerify:
     def test_check_table_of_mariadb_reports_its_findings(self) -> None:
         with fresh_database(MYSQL_URL) as url:
             filled(url)
-            found = verify(url)
-            assert found.returncode == 0
-            assert "not detected: " in found.stdout
+            output_of_sound(url)
             execute(url)("DROP TABLE write_probes")
             found = verify(url)
             assert found.returncode == 1
             assert "write_probes" in found.stdout
+
+
+def output_of_sound(database_url: str) -> str:
+    """Return the output of `verify` for a database in which it finds no damage."""
+    found = verify(database_url)
+    assert found.returncode == 0
+    assert "not detected: " in found.stdout
+    return found.stdout
 
 
 def execute(database_url: str) -> Callable[[str], None]:

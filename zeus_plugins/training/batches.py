@@ -150,10 +150,10 @@ def resize_process_loader(loader: Any, batch_size: int, processes: int, patches:
     """
     batchers = _batchers(loader)
     # A sampler without a size may have read it from the trainer's arguments; its batches are counted.
-    if not batchers and getattr(getattr(loader, "base_dataloader", loader), "batch_sampler", None) is None:
+    if not batchers and getattr(unwrapped(loader), "batch_sampler", None) is None:
         raise _sizeless(loader, batch_size)
     # The user's own sampler is the innermost one.
-    samplers = nested_samplers(getattr(getattr(loader, "base_dataloader", loader), "batch_sampler", None))
+    samplers = nested_samplers(getattr(unwrapped(loader), "batch_sampler", None))
     inner = samplers[-1] if samplers else loader
     before, old_size = _declared_samples(inner), getattr(inner, "batch_size", 0)
     for batcher, is_shared in batchers:
@@ -167,9 +167,14 @@ def process_batch_sizes(loader: Any, processes: int) -> set[float]:
     return {batcher.batch_size / (processes if is_shared else 1) for batcher, is_shared in _batchers(loader)}
 
 
+def unwrapped(loader: Any) -> Any:
+    """Return the loader within a wrapper of accelerate's, or the loader itself."""
+    return getattr(loader, "base_dataloader", loader)
+
+
 def _batchers(loader: Any) -> list[tuple[Any, bool]]:
     """Return the parts of a loader that keep a batch size, and whether it is the sum over all processes."""
-    inner = getattr(loader, "base_dataloader", loader)  # accelerate's wrapper
+    inner = unwrapped(loader)
     is_shared = getattr(loader, "split_batches", False)
     found: list[tuple[Any, bool]] = [(inner, is_shared)]
     batcher = getattr(inner, "batch_sampler", None)
@@ -214,7 +219,7 @@ class SampleCount:
         stream that a torch DataLoader batches, only a single batch, as such batches may hold tensors of any shape.
         The loader's collate function is checked at its first batch.
         """
-        inner = getattr(loader, "base_dataloader", loader)
+        inner = unwrapped(loader)
         sampler = getattr(inner, "batch_sampler", None)
         collate: Any = getattr(inner, "collate_fn", None)
         if sampler is not None and collate is not None and not str(collate.__module__).startswith("torch."):

@@ -122,6 +122,11 @@ class TrainerPort(Ranks, Protocol):
         """End the training as soon as the trainer can."""
 
 
+def decided(port: TrainerPort, decide: Callable[[], T]) -> T:
+    """Let rank 0 of a training decide, as `decided_by_rank_zero` does."""
+    return decided_by_rank_zero(decide, rank=port.rank, world_size=port.world_size, broadcast=port.broadcast)
+
+
 def decided_by_rank_zero(decide: Callable[[], T], *, rank: int, world_size: int, broadcast: Callable[[Any], Any]) -> T:
     """Let rank 0 decide, and return its answer or raise its error on every rank, so that none waits for another.
 

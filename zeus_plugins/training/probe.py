@@ -20,11 +20,11 @@ from itertools import islice
 from typing import Any
 
 from zeus_plugins.protocol import GpuConfig, Probe, ProbedSize
-from zeus_plugins.training.batches import BatchSplit, nested_samplers, uncounted
+from zeus_plugins.training.batches import BatchSplit, nested_samplers, uncounted, unwrapped
 from zeus_plugins.training.outcomes import detail_of, is_out_of_memory
 from zeus_plugins.training.passes import CannotProbe, Passes, untouched
 from zeus_plugins.training.patches import Patches
-from zeus_plugins.training.port import TrainerPort, decided_by_rank_zero
+from zeus_plugins.training.port import TrainerPort, decided
 
 _logger = logging.getLogger("zeus_plugins")
 
@@ -191,10 +191,10 @@ class Prober:
         self._size = size
         self._own = splits[size].per_device
         self._power_of = power_of or (lambda work: work())
-        # By samples of a device: the timed passes, sizes without, and sizes that are not to be visited.
+        # By samples of a device: the timed passes, the sizes considered, and the smallest that ran out of memory.
         self._timings: dict[int, Timing] = {}
         self._tried: set[int] = set()
-        self._too_large = self._out_of_memory = math.inf
+        self._out_of_memory = math.inf
         # What the whole probe may take: samples of a device, and seconds.
         self._samples, self._limit_s = 0.0, _MOST_S
         self._used_samples = 0
@@ -217,7 +217,7 @@ class Prober:
             self._batches, self._samples = passes.batches, _SHARE * passes.batches * self._own
             self._is_ambiguous = passes.has_workers or not passes.knows_evaluations
             self._mixes_samples = passes.mixes_samples
-            while (chosen := self._decided(self._choice)) is not None:
+            while (chosen := decided(self._trainer, self._choice)) is not None:
                 self._visit(passes, *chosen)
 
         problem = self._guarded(work)
@@ -244,7 +244,7 @@ class Prober:
             return
 
         def work(passes: Passes) -> None:
-            chosen = self._decided(self._choice_for_noise)
+            chosen = decided(self._trainer, self._choice_for_noise)
             if chosen is not None:
                 per_device, count = chosen
                 groups = self._exchanged(self._gradient_sums(passes, per_device, count))
@@ -298,13 +298,6 @@ class Prober:
         self._spent_s = spent_s + time.monotonic() - self._began_s
         return problem
 
-    def _decided(self, decide: Callable[[], tuple[int, int] | None]) -> tuple[int, int] | None:
-        """Return the decision of rank 0 on a size, in samples of a device, and a number of passes."""
-        trainer = self._trainer
-        return decided_by_rank_zero(
-            decide, rank=trainer.rank, world_size=trainer.world_size, broadcast=trainer.broadcast
-        )
-
     def _exchanged(self, thing: Any) -> list[Any]:
         return [thing] if self._trainer.world_size == 1 else self._trainer.all_gather(thing)
 
@@ -315,19 +308,18 @@ class Prober:
             raise CannotProbe(found)
 
     def _choice(self) -> tuple[int, int] | None:
-        """Return the next size to time; None if no other size is within the bounds."""
+        """Return the next size to time and its number of passes; None if no other size is within the bounds."""
         if self._tried and self._own not in self._timings:
             return None
         samples = _SHARE_OF_TIMES * self._samples - self._used_samples
         left_s = self._left_s(_SHARE_OF_TIMES)
         for size in outwards(self._own, [split.per_device for split in self._splits.values()]):
-            if size in self._tried or size >= self._too_large:
+            if size in self._tried or size >= self._out_of_memory:
                 continue
+            self._tried.add(size)
             passes = min(_MOST_PASSES, max(_LEAST_PASSES, int(samples / 2 / size)))
             if passes * size <= samples and passes * self._expected_s(size) <= left_s:
-                self._tried.add(size)
                 return size, passes
-            self._tried.add(size)
             if size == self._own:
                 return None
         return None
@@ -366,7 +358,7 @@ class Prober:
         if any(each.is_out_of_memory for each in findings):
             if size == self._own:
                 raise CannotProbe(f"a pass over {size} samples runs out of memory")
-            self._too_large = self._out_of_memory = size
+            self._out_of_memory = size
         elif all(each.seconds for each in findings):
             slowest = max((each.seconds for each in findings), key=statistics.median)
             logs = [math.log(each) for each in slowest]
@@ -440,7 +432,7 @@ class Prober:
         remains untouched.
         """
         torch: Any = sys.modules["torch"]
-        loader = getattr(passes.loader, "base_dataloader", passes.loader)
+        loader = unwrapped(passes.loader)
         sampler = copy.copy(nested_samplers(loader.batch_sampler)[-1])
         sampler.__class__ = uncounted(type(sampler))
         sampler.batch_size = size
@@ -475,7 +467,7 @@ def _check(passes: Passes) -> None:
         is_compiled = getattr(module, "_compiled_call_impl", None) is not None
         if is_compiled or type(module).__name__ == "OptimizedModule" or hasattr(forward, "_torchdynamo_orig_callable"):
             raise CannotProbe("a compiled model is compiled again for other sizes")
-    loader = getattr(passes.loader, "base_dataloader", passes.loader)
+    loader = unwrapped(passes.loader)
     if not isinstance(loader, torch.utils.data.DataLoader) or type(passes.loader).__name__ == "DataLoaderDispatcher":
         raise CannotProbe(f"the loader is a {type(loader).__name__}, not a DataLoader of torch")
     if isinstance(loader.dataset, torch.utils.data.IterableDataset) or not math.isfinite(passes.batches):

@@ -55,7 +55,7 @@ from zeus_plugins.training.outcomes import (
     verdict_at_end,
 )
 from zeus_plugins.training.patches import Patches
-from zeus_plugins.training.port import TrainerPort, cluster_monitor, decided_by_rank_zero, node_monitor
+from zeus_plugins.training.port import TrainerPort, cluster_monitor, decided, node_monitor
 from zeus_plugins.training.probe import Prober
 from zeus_plugins.training.session import OnUnreachable, TrialSession
 from zeus_plugins.training.trained import TrainedWeights
@@ -175,7 +175,7 @@ class TrialRun:
         if self._goes_on(port, plan.job.job_id, weights):
             return
         # Before a trial is spent on a size that cannot be. Ranks may have data of different lengths.
-        _decided(port, lambda: self._splits(port, plan.job.batch_sizes, facts))
+        decided(port, lambda: self._splits(port, plan.job.batch_sizes, facts))
 
         def check_registered(job: JobSpec) -> None:
             self._splits(port, job.batch_sizes, facts)
@@ -207,7 +207,7 @@ class TrialRun:
                 return f"this Trainer goes on after epoch {port.epochs_before} of an earlier training"
             return None
 
-        reason = _decided(port, find)
+        reason = decided(port, find)
         if reason is not None and port.rank == 0:
             _logger.warning(
                 "%s: it has its own batch size, and is neither measured nor reported. For a trial, train a new model "
@@ -233,7 +233,7 @@ class TrialRun:
             self._splits(port, [TrialInfo.restored(state.get("trial", {})).batch_size])
             return state
 
-        state = _decided(port, resumable)
+        state = decided(port, resumable)
         if state is None:
             if port.rank == 0:
                 _logger.warning(
@@ -367,7 +367,7 @@ class TrialRun:
         else:
             samples = None if facts is None else facts.samples
             check = partial(self._check_size, port, facts)
-            plan = _decided(port, lambda: planned(wish, facts, modes=port.modes(wish.monitor), check_size=check))
+            plan = decided(port, lambda: planned(wish, facts, modes=port.modes(wish.monitor), check_size=check))
         if plan.warning is not None and port.rank == 0:
             _logger.warning("%s", plan.warning)
         fingerprint = port.fingerprint().completed_by(Fingerprint(monitor=wish.monitor or None, samples=samples))
@@ -477,7 +477,7 @@ class ActiveRun:
                 takes_reports = begin(session)
                 return session.trial, takes_reports, session.plan, session.sender
 
-            trial, takes_reports, registered, self._sender = _decided(port, enter)
+            trial, takes_reports, registered, self._sender = decided(port, enter)
             self._opened = opened.pop_all()
         factor = lr_factor(options.lr_scaling, trial.batch_size, own_size)
         self.record = RunRecord(trial, plan, registered.job, factor, takes_reports, epochs)
@@ -723,7 +723,7 @@ class ActiveRun:
 
     def _decided_with(self, decide: Callable[[TrialSession], T]) -> T:
         """Let rank 0 decide, with its session."""
-        return _decided(self._port, lambda: decide(cast("TrialSession", self._session)))
+        return decided(self._port, lambda: decide(cast("TrialSession", self._session)))
 
     def _keep_first_weights(self) -> None:
         """Copy the model to the memory of the CPU, if the run may have to be finished from its first weights."""
@@ -740,7 +740,3 @@ class ActiveRun:
     def _synchronize(self) -> None:
         if self._cluster is not None:
             self._cluster.synchronize()
-
-
-def _decided(port: TrainerPort, decide: Callable[[], T]) -> T:
-    return decided_by_rank_zero(decide, rank=port.rank, world_size=port.world_size, broadcast=port.broadcast)

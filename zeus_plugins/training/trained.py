@@ -6,6 +6,7 @@ not be a trial of the same job.
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -38,4 +39,5 @@ def sum_of_weights(model: Any) -> float | None:
     """Return the sum of this process's parameters, or of its shards of them; None if it holds none."""
     parts = [getattr(each, "_local_tensor", each) for each in model.parameters()]
     held = [each.detach() for each in parts if each.numel() > 0]
-    return sum(float(each.double().sum()) for each in held) if held else None
+    # The argument makes no copy of a parameter in double precision, as a conversion would.
+    return sum(float(each.sum(dtype=sys.modules["torch"].float64)) for each in held) if held else None
