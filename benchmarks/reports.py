@@ -402,12 +402,6 @@ def regret(costs_j: Sequence[float], best_j: Sequence[float]) -> float:
 # The fleet's year
 
 
-def fleet_summary(year: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what the summary says of a fleet's year: its extent, and the share of energy saved by policy."""
-    saved = {policy: found["energy_share_saved"] for policy, found in year["policies"].items()}
-    return {"jobs": year["jobs"], "recurrences": year["recurrences"], "policies": saved}
-
-
 def spent_by_policy(spent: Sequence[Spent], default: Consumption) -> dict[str, Any]:
     """Return what the jobs of one policy have spent, beside the same at the default size."""
     consumed = sum((each.consumed for each in spent), Consumption())

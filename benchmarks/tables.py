@@ -361,33 +361,25 @@ def _gpu_status(results: ProofResults) -> str:
 
 
 def _summary(results: ProofResults) -> str:
-    """Return the README's table: shares of the summed energies, with the extremes of the kinds of trainings."""
+    """Return the README's table: the share of the summed energy that `gp_voi` saved, and the conditions."""
     enough = [task for task in results["tasks"].values() if task["longest_job"] >= _ENOUGH_RECURRENCES]
     tasks = enough or list(results["tasks"].values())
-    recurrences = sum(task["recurrences"] for task in tasks)
-    per_job = "–".join(map(str, sorted({round(task["recurrences"] / task["jobs"]) for task in tasks})))
-    command, device = "make proof", f"{results['machine'].get('cores', '?')} CPU cores"
-    if results["device"] == GPU:
-        command, device = "python -m benchmarks.recurrences run --device gpu", "; ".join(results["trained_on"])
-    load = "load median {median:.1f}, highest {highest:.0f}".format(**results["load"])
-    where = f"(`{command}`; {device}, {load}, {results['begun_at'][:10]}; energy is {energy_of(results)})"
-    lines = [
-        ["measured: [docs/proof.md](docs/proof.md)", "energy saved in total, against always the default", "by kind"]
-    ]
-    for policy in (GP_VOI, ZEUS):
-        compared = [task["contenders"] for task in tasks if {policy, DEFAULT} <= task["contenders"].keys()]
-        if compared:
-            default_j = sum(each[DEFAULT]["energy_j"] for each in compared)
-            total = _percent(1 - sum(each[policy]["energy_j"] for each in compared) / default_j)
-            kinds = [each[policy]["saved"]["energy_j"][0] for each in compared]
-            what = f"{len(compared)} kinds of real trainings, {per_job} recurrences per job, {recurrences} in all"
-            extent = f"{what} {where}" if policy == GP_VOI else "the same"
-            by_kind = f"{_percent(min(kinds))} to {_percent(max(kinds))}"
-            lines.append([f"`{policy}`, {extent}", f"{total} of {_three_digits(default_j / 1000)} kJ", by_kind])
-    if fleet := results.get("fleet"):
-        per_job = f"{fleet['recurrences'] / fleet['jobs']:.0f} recurrences per job on average"
-        saved = ", ".join(f"`{policy}` {_percent(fleet['policies'][policy], digits=1)}" for policy in (GP_VOI, ZEUS))
-        lines.append([f"{fleet['jobs']} jobs of a year, {per_job}, simulated (`python -m benchmarks.year`)", saved, ""])
+    compared = [task for task in tasks if {GP_VOI, DEFAULT} <= task["contenders"].keys()]
+    lines = [["energy saved by `gp_voi` against always the default, with its trials", "trainings", "conditions"]]
+    if compared:
+        contenders = [task["contenders"] for task in compared]
+        default_j = sum(each[DEFAULT]["energy_j"] for each in contenders)
+        total = _percent(1 - sum(each[GP_VOI]["energy_j"] for each in contenders) / default_j)
+        shares = [each[GP_VOI]["saved"]["energy_j"][0] for each in contenders]
+        of_tasks = f"; by task {_percent(min(shares))} to {_percent(max(shares))}" if len(shares) > 1 else ""
+        per_job = "–".join(map(str, sorted({round(task["recurrences"] / task["jobs"]) for task in compared})))
+        tasks_in_words = "1 task" if len(compared) == 1 else f"{len(compared)} tasks"
+        extent = f"{tasks_in_words}, {sum(task['recurrences'] for task in compared)} runs, {per_job} per job"
+        command, device = "make proof", f"{results['machine'].get('cores', '?')} CPU cores"
+        if results["device"] == GPU:
+            command, device = "python -m benchmarks.recurrences run --device gpu", "; ".join(results["trained_on"])
+        conditions = f"`{command}`, {results['begun_at'][:10]}; {device}; {energy_of(results)}"
+        lines.append([f"{total} of {_three_digits(default_j / 1000)} kJ{of_tasks}", extent, conditions])
     return markdown_table(lines)
 
 

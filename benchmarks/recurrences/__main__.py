@@ -16,7 +16,7 @@ from benchmarks.processes import BenchmarkError
 from benchmarks.recurrences.harness import State, measure, read_records, write_whole
 from benchmarks.recurrences.plan import ON_GPU, QUICK, Extent, steps
 from benchmarks.recurrences.tasks import CPU, GPU, TASKS, tasks_for
-from benchmarks.reports import RESULTS, fleet_summary, machine, proof_results
+from benchmarks.reports import machine, proof_results
 from benchmarks.tables import proof_tables, write_tables
 from zeus_plugins.errors import ZeusBSOError
 
@@ -134,7 +134,6 @@ def _collect(options: argparse.Namespace) -> int:
     else:
         told = json.loads((options.state[0] / _MACHINE).read_text("utf-8"))
         results = proof_results(read_records(options.state), told)
-    results["fleet"] = fleet_summary(json.loads((RESULTS / "year.json").read_text("utf-8")))
     if options.results is not None:
         options.results.write_text(json.dumps(results, indent=2, ensure_ascii=False) + "\n", "utf-8")
     tables = proof_tables(results)

@@ -82,7 +82,7 @@ def test_the_tests_that_a_page_names_exist(page: str, least: int) -> None:
 
 
 def test_the_readme_is_short() -> None:
-    assert len(README.read_text().splitlines()) <= 100
+    assert len(README.read_text().splitlines()) <= 60
 
 
 def commands() -> Iterator[tuple[str, bool]]:
@@ -252,14 +252,6 @@ def test_the_readmes_lightning_example_trains(tmp_path: Path, monkeypatch: pytes
     assert (trial.state, trial.batch_size) == ("completed", USERS_SIZE)
     assert (view.job.batch_sizes, view.job.max_epochs) == ((2, 4, 8, 16, 32, 64, 128), 100)
     assert names["model"].seen_sizes[0] == USERS_SIZE
-
-
-def test_the_readmes_hugging_face_example_makes_a_callback() -> None:
-    pytest.importorskip("transformers")
-    names: dict[str, Any] = {"Trainer": lambda _, callbacks: callbacks}
-    exec(example("zeus_plugins.huggingface"), names)  # noqa: S102 - our own README
-    (callback,) = names["trainer"]
-    assert type(callback).__name__ == "ZeusBSOTrainerCallback"
 
 
 # --- Python of the pages ----------------------------------------------------------------------------------------------

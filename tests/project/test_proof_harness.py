@@ -263,9 +263,8 @@ def test_tables_go_where_a_document_has_their_marks(tmp_path: Path) -> None:
     file.write_text("a\n<!-- table: proof-summary -->\nold\n<!-- end of table -->\nb\n")
     write_tables(proof_tables(proof_results(RECORDS, {"cores": "2"})), [file])
     shown = file.read_text()
-    assert shown.startswith("a\n<!-- table: proof-summary -->\n| measured: [docs/proof.md](docs/proof.md) |")
-    extent = "1 kinds of real trainings, 4 recurrences per job, 4 in all"
-    assert f"`gp_voi`, {extent} (`make proof`; 2 CPU cores, load median 1.0, highest 1, 2026-01-02;" in shown
+    assert shown.startswith("a\n<!-- table: proof-summary -->\n| energy saved by `gp_voi` against always the default")
+    assert "| 1 task, 4 runs, 4 per job | `make proof`, 2026-01-02; 2 CPU cores; estimate: 65 W assumed" in shown
     assert shown.endswith("<!-- end of table -->\nb\n")
     assert "old" not in shown
 
@@ -279,7 +278,7 @@ def test_figures_of_what_stands_for_a_gpu_say_so() -> None:
     real = [{**each, **told, "device": "NVIDIA H200"} for each in RECORDS]
     made = proof_tables(proof_results(real, {"cores": "2"}))
     assert made["gpu-status"] == "The figures of a GPU are [below](#on-a-gpu): NVIDIA H200."
-    where = "run --device gpu`; NVIDIA H200, load median 1.0, highest 1, 2026-01-02; energy is nvml)"
+    where = "run --device gpu`, 2026-01-02; NVIDIA H200; nvml |"
     assert where in made["gpu-summary"]
     assert not any("simulated" in table for table in made.values())
 
