@@ -13,7 +13,7 @@ project = "zeus-plugins"
 version = release = version_of(project)
 html_title = f"{project} {version}"
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
 # Docstrings name what they speak of between single backticks.
 default_role = "py:obj"
 
@@ -25,6 +25,14 @@ nitpick_ignore_regex = [("myst", r"\.\./.*")]
 html_theme = "furo"
 # Nothing is loaded from elsewhere: the site opens from a folder, without a network.
 html_copy_source = False
+html_static_path = ["static"]
+html_css_files = ["site.css"]
+html_logo = html_favicon = "static/logo.svg"
+html_theme_options = {
+    "source_repository": "https://github.com/zeus-plugins/zeus-plugins",
+    "source_branch": "main",
+    "source_directory": "docs/",
+}
 html_show_sphinx = False
 
 autodoc_typehints = "description"
