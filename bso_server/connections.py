@@ -2,11 +2,11 @@
 
 uvicorn has no deadlines for incomplete requests and unread responses, so that such connections can use up all files
 that a process may open; then it can serve no further client. `BoundedProtocol` is uvicorn's protocol with deadlines,
-and with a maximum of connections below that of files.
+and with fewer connections than open files.
 
-uvicorn also parses whatever arrives at once, and keeps heads, trailers and pipelined requests of any size.
+uvicorn also parses all received bytes at once, and keeps heads, trailers and pipelined requests of any size.
 `BoundedProtocol` passes bytes on in small pieces, one turn of the event loop after another, and only while uvicorn can
-use them; meanwhile it stops reading. Because each head ends with a blank line, and pieces end there too, a connection
+use them; otherwise it stops reading. Because each head ends with a blank line, and pieces end there too, a connection
 has at most one request that waits for the answer to another one.
 
 A connection *waits* while the client must act: before and within the head of a request, within its body, and until it

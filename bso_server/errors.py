@@ -14,7 +14,7 @@ class BsoError(Exception):
     """Base of all domain errors.
 
     Attributes:
-        message: What went wrong and what to change.
+        message: The problem, and its remedy.
         field: Field of the request that caused the error, or None.
         reason: Machine-readable reason of an error to which clients react, or None.
     """

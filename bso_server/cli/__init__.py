@@ -37,7 +37,7 @@ from bso_server.storage.store import Store
 from bso_server.storage.transaction import Transaction
 from zeus_plugins.protocol import printable
 
-# Status of a command whose output nobody reads any more, as in `bso-server jobs list | head`: 128 + SIGPIPE.
+# Status of a command whose reader has closed the pipe, as in `bso-server jobs list | head`: 128 + SIGPIPE.
 _READER_LEFT = 141
 
 
@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return 0, 1 after one line on standard error, or 141 if the reader of its output has ended."""
     options = _parser().parse_args(arguments)
     take_server_from_environment(options)
-    # Where a command has set up no log of its own, what is logged reads as its other messages.
+    # Log lines of a command without a log of its own have the format of its other messages.
     logging.basicConfig(format="%(message)s")
     try:
         options.run(options)

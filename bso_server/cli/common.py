@@ -94,7 +94,7 @@ def with_store(
     async def use_store() -> T:
         store = store_of(settings_of(options)).patient()
         try:
-            # A database that is away is told at once, and in one line; every later step would wait for it.
+            # Report an absent database at once, in one line; every later step would wait for it.
             found = await store.current_revision()
             if schema == "prepared":
                 await prepare(store)

@@ -119,7 +119,7 @@ def _end_in_time() -> None:
         serving: Any = signal.getsignal(number)
 
         def end(number: int, frame: FrameType | None, serving: Any = serving) -> None:
-            # The traceback of each thread shows what has hung.
+            # The traceback of each thread shows where the server hangs.
             faulthandler.dump_traceback_later(_LAST_S, exit=True)
             serving(number, frame)
 

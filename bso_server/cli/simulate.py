@@ -103,7 +103,7 @@ class Subject:
     """The workloads to simulate.
 
     Attributes:
-        workloads: The workloads: one made from the trials of a job, or those of the traces.
+        workloads: The workloads: one made from the trials of a job, or the workloads of the traces.
         eta: η unless the command line gives it.
         beta: β unless the command line gives it.
         recorded: Savings of the job; None with traces.

@@ -92,7 +92,7 @@ class Instruments:
             self.collector = MultiProcessCollector(None, directory)  # type: ignore[no-untyped-call]  # likewise
 
     def _begin_at_nothing(self) -> None:
-        """Create the series whose labels are known at 0, so that Prometheus sees their first increment."""
+        """Create the series with known labels at 0, so that Prometheus sees their first increment."""
         for kind in _KINDS:
             self._transaction_times.labels(kind)
             for outcome in Outcome:
@@ -106,7 +106,7 @@ class Instruments:
             self._refused.labels(reason.value)
 
     def request_done(self, method: str, route: str | None, status: int, duration_s: float) -> None:
-        """Count a request; `route` is the template of its path, or None if there is no such route."""
+        """Count a request; `route` is the template of its path, or None for an unknown route."""
         # Clients may send any text as a method, and each would become a series.
         known = method if method in _METHODS else "other"
         self._requests.labels(known, route or "none", status).observe(duration_s)

@@ -85,7 +85,7 @@ class Tracing:
 
 
 def _end_span(span: trace.Span, method: str, route: str | None, status: int) -> None:
-    """Name the span of a request after its route, whose template contains no job id."""
+    """Name the span of a request after its route; the route's template contains no job id."""
     span.update_name(method if route is None else f"{method} {route}")
     span.set_attribute("http.request.method", method)
     span.set_attribute("http.response.status_code", status)

@@ -99,7 +99,7 @@ def utc_now() -> datetime:
 class Commands:
     """Everything that changes jobs and trials.
 
-    The caller may repeat a method in another transaction, also after a commit whose answer was lost. Only `begin_trial`
+    The caller may repeat a method in another transaction, also after a commit with a lost answer. Only `begin_trial`
     without a key and `delete_job` without `again` then do their work twice.
 
     Methods with a `job_id` raise `UnknownJobError`. Methods with a message about a trial raise `UnknownTrialError`, or
@@ -231,9 +231,9 @@ class Commands:
         idempotency_key: str | None = None,
         caller: Caller = UNRESTRICTED,
     ) -> Basis | None:
-        """Read what the next decision of a job rests on, in a snapshot.
+        """Read the basis of a job's next decision in a snapshot.
 
-        Return None if there is nothing to decide yet: the key has started a trial, or leases have expired.
+        Return None without anything to decide: the key has started a trial, or leases have expired.
         """
         job = known_job(transaction, job_id)
         if idempotency_key is not None and transaction.trial_with_key(job_id, idempotency_key) is not None:
@@ -252,8 +252,8 @@ class Commands:
     ) -> TrialDispatch | None:
         """Start a trial as `begin_trial` does, by a decision on what was `considered`.
 
-        Return None if the job has changed since, or if there was no decision because leases have expired, which are
-        settled now: the caller considers the job again.
+        Return None if the job has changed since, or if the snapshot held no decision because leases have expired,
+        which are settled now: the caller considers the job again.
         """
         job = locked_job(transaction, job_id)
         started = started_with(transaction, job, idempotency_key, caller)
@@ -292,7 +292,7 @@ class Commands:
         """Start a trial of a training that chose its batch size itself, and whose reports follow.
 
         Either the server was away, or the training finishes the run of a trial without the target. The trial is no
-        exploration, whatever its size.
+        exploration at any size.
 
         Raises:
             InvalidReportError: The job has no such batch size; the trial that the key started has another one; or the
@@ -441,7 +441,7 @@ class Commands:
             history = replay(job.registration, transaction.all_trials(job_id), job.survivors)
             transaction.update_arms(job_id, history.arms.values())
             transaction.forget_memory(job_id)
-            # A decision that was made meanwhile is made again.
+            # Another transaction has decided since; decide again.
             event = job.event_count + 1
             transaction.update_jobs([replace(job, cheapest=history.cheapest, event_count=event, folded_event=event)])
             transaction.log("job %s trial %d: %s", *trial.key, trial.message)
@@ -566,7 +566,7 @@ class BatchSizeService:
     async def reap(self) -> int:
         """Abandon every trial with an expired lease, except locked ones; return their number.
 
-        Also remove what interrupted imports left behind, and look whether another version has changed the schema.
+        Also remove remains of interrupted imports, and look whether another version has changed the schema.
         """
         await self._store.check_schema()
         await self.imports.remove_broken()

@@ -1,4 +1,4 @@
-"""The decision on a job's next trial, in two steps: read what it rests on, then decide without the database.
+"""The decision on a job's next trial, in two steps: read its basis, then decide without the database.
 
 So no lock is held, and no event loop waits, while a policy works. `Commands.begin_decided` saves the decision, unless
 the job's row has changed since it was read.
@@ -23,7 +23,7 @@ TRIES = 3
 
 @dataclass(frozen=True, slots=True)
 class Basis:
-    """What the decision on a job's next trial rests on; `evidence` is None if the job gets no control runs."""
+    """Basis of the decision on a job's next trial; `evidence` is None if the job gets no control runs."""
 
     loaded: LoadedJob
     evidence: Learned | None

@@ -1,4 +1,4 @@
-"""Answers to requests for a trial: one that the request has started before, or a new one."""
+"""Answers to requests for a trial: a trial that the request has started before, or a new trial."""
 
 from __future__ import annotations
 

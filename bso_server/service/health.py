@@ -146,7 +146,7 @@ def _totals_of(transaction: Transaction, job_id: str) -> JobTotals | None:
 
 
 def differences(transaction: Transaction, job_id: str) -> list[str]:
-    """Compare what the database derived from a job's trials with a replay; return the differences in words.
+    """Compare the stored caches of a job's trials with a replay; return the differences in words.
 
     Raises:
         PolicyNotInstalledError: The job's policy is not installed.

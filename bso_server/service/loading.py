@@ -131,7 +131,7 @@ class LoadedJob:
 
 
 def load(transaction: Transaction, job: StoredJob, found: OpenTrials | None = None) -> LoadedJob:
-    """Read what the history of a job follows from; `found` is by `open_trials`."""
+    """Read the facts behind the history of a job; `found` is by `open_trials`."""
     found = found or open_trials(transaction, job)
     arms = transaction.arms(job.job_id)
     new = [trial for trial in _ended(found) if (trial.ended_event or 0) > job.folded_event]

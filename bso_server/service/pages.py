@@ -338,7 +338,7 @@ def _regret_j(job: CreatedJob, tallies: Iterable[Tally], least_j: float) -> floa
 
 
 def _loss_j(kind: Tally | TrialTotals, cost_j: float, trials: int, least_j: float) -> float:
-    """Return the cost of trials less that of as many whole runs at the cheapest size as reached the target, joules."""
+    """Return the cost of trials, less `least_j` for each that reached the target, joules."""
     if kind.state in ALIVE or kind.state is TrialState.WITHDRAWN:
         return 0.0
     return cost_j - (trials * least_j if is_whole_run(kind) else 0.0)

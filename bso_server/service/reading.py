@@ -138,7 +138,7 @@ def explain(transaction: Transaction, job_id: str, trial_number: int | None = No
 
 
 def basis_of_next(transaction: Transaction, job_id: str) -> Basis:
-    """Read what the next choice rests on."""
+    """Read the basis of the next choice."""
     return basis_of(transaction, known_job(transaction, job_id))
 
 
@@ -148,7 +148,7 @@ def explanation_of_next(decided: Decided) -> Explanation:
 
 
 def explanation_of(transaction: Transaction, stored: StoredJob, trial: TrialRecord) -> Explanation:
-    """Return the reason for a trial's batch size, with its stored decision if there is one."""
+    """Return the reason for a trial's batch size, with its stored decision, if any."""
     kept = queries.decisions_of(transaction, stored.job_id, trial.trial_number, trial.trial_number)
     explanation = _explanation(stored, trial, kept[0].decision if kept else None)
     return explanation.model_copy(update={"trial_number": trial.trial_number, "state": trial.state})
@@ -286,7 +286,7 @@ def job_view(
 
 
 def _stuck(transaction: Transaction, history: History) -> str | None:
-    """Return what to do about a job of which every batch size has missed the target; None of any other job."""
+    """Return advice for a job of which every batch size has missed the target; None of any other job."""
     job = history.job
     if job.target_metric is None or history.recurrences or not history.runnable_sizes:
         return None

@@ -1,7 +1,7 @@
 """Reports: trainings send one after each epoch, so that reports are most of a server's work.
 
 The store commits reports that wait at the same time together (`storage.store.GroupCommit`). Here the reports of a group
-are judged in order of arrival, each after the changes of the one before, and written by few statements. A refused
+are judged in order of arrival, each after the changes of its predecessor, and written by few statements. A refused
 report gets its own error, and the others are saved.
 """
 
@@ -106,7 +106,7 @@ class ReportBatch:
     def _outcome_of(self, result: TrainingResult, caller: Caller) -> Outcome:
         trial = self._trials.get((result.job_id, result.trial_number))
         if trial is None:
-            # A batch that skips locked rows cannot tell a locked trial from one that does not exist.
+            # A batch that skips locked rows cannot distinguish a locked trial from a missing one.
             return RowLocked.ROW_LOCKED if self._skips else UnknownTrialError(result.job_id, result.trial_number)
         try:
             return self._judge(self._jobs[trial.job_id], trial, result, caller)

@@ -1,4 +1,4 @@
-"""The use case of a revision: a locked job gets other terms, and what follows from its trials is computed again."""
+"""The use case of a revision: a locked job gets other terms, and the caches of its trials are computed again."""
 
 from __future__ import annotations
 

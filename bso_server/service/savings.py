@@ -1,7 +1,7 @@
 """The savings of a job and its control runs, from the runs that the database holds.
 
-A verdict follows from all runs of a job, and learning one takes 0.15 ms. What was learned is therefore kept in this
-process, and later runs are added to it. The database decides whether it still holds.
+A verdict follows from all runs of a job, and learning one takes 0.15 ms. This process therefore keeps the evidence,
+and adds later runs to it. The database decides whether it still holds.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ _learned = Cache[tuple[str, str | None, datetime, float | None, int], Learned](_
 
 @contextmanager
 def _evidence(transaction: Transaction, stored: StoredJob, completed: int) -> Iterator[Learned]:
-    """Provide the evidence of a job that has completed so many runs; the database must not be asked meanwhile."""
+    """Provide the evidence of a job with this number of completed runs; do not use the database in the context."""
     job = stored.registration
     key = job.job_id, job.registration_id, stored.created_at, job.target_metric, stored.revised_event
     learned = _learned.get(key)
@@ -80,7 +80,7 @@ def _evidence(transaction: Transaction, stored: StoredJob, completed: int) -> It
 
 
 def savings_of(transaction: Transaction, stored: StoredJob, tallies: Sequence[Tally], best: int | None) -> SavingsView:
-    """Return what is known of a job's saving; `tallies` are those of all its trials, `best` its best size."""
+    """Return the knowledge of a job's saving; `tallies` are the costs of all its trials, `best` its best size."""
     job = stored.registration
     with _evidence(transaction, stored, completed_count(tallies)) as learned:
         return savings(job, tallies, best, lambda name: learned.by[name].judge(best or job.default_batch_size))

@@ -174,7 +174,7 @@ class Authenticator:
     Args:
         tokens: The tokens.
         insecure: Serve every caller without a token.
-        allowed_hosts: Names that requests may use beside those of the machine itself while no token exists.
+        allowed_hosts: Names that requests may use beside the machine's own names while no token exists.
         clock: Monotonic seconds.
         now: Returns the present instant, aware.
         listener: Hears of tokens that begin no session; the API reports other refusals.

@@ -101,7 +101,7 @@ class PowerProfileList(WireMessage):
 
     Attributes:
         gpus: The job's GPUs, on which the trials measured.
-        profiles: Profiles that differ from the one before, in order of dispatch, except pruned ones. New trials get
+        profiles: Profiles that differ from their predecessor, in order of dispatch, except pruned ones. New trials get
             the last profile of their batch size.
     """
 
@@ -178,7 +178,7 @@ class Tariff(WireMessage):
 class TrialPoint:
     """A trial in a chart, in joules; a dataclass, because validation of 1,000 would take most of a page's time.
 
-    Regret is the cost beyond as many runs to the target at the size that is cheapest on average.
+    Regret is the cost beyond the same number of runs to the target at the size that is cheapest on average.
     """
 
     trial_number: int
@@ -278,7 +278,7 @@ class MomentPage(WireMessage):
     trial: TrialView  # in its present state
     explanation: Explanation  # with the beliefs at the trial's begin
     points: tuple[TrialPoint, ...]  # the latest trials before it, in their states at its begin
-    energy_sources: tuple[str, ...]  # of those that had ended by then
+    energy_sources: tuple[str, ...]  # of the trials that had ended before it
     last_trial_number: int  # of the job
 
 

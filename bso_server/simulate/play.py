@@ -194,7 +194,7 @@ class Simulation:
 
     The job's `mab_seed` seeds the draws of the policy; `seed` seeds the choice of the recorded run that each trial
     follows, and the draws of the conditions. With `probes`, the first trial probes the sizes. If the `first_run` is
-    predicted, it is then withdrawn, and the recurrence begins anew. `before_decision` is called with the recurrence,
+    predicted, it is then withdrawn, and the recurrence begins again. `before_decision` is called with the recurrence,
     counted from 0, and the history before each suggestion; the history is valid only during the call.
     """
 
@@ -327,7 +327,7 @@ class Simulation:
         return StopRule(max_cost_j=rule.max_cost_j, max_epochs=run.epochs)
 
     def _next_epoch(self, run: _Run) -> int:
-        """Return the next epoch whose report may end the run.
+        """Return the next epoch at which a report may end the run.
 
         Without concurrency, the stop rule stays the same during a run, so reports without effect are skipped. With
         varying epochs, every report matters.
@@ -338,6 +338,6 @@ class Simulation:
         epochs = min(run.epochs_to_target, float(rule.max_epochs))
         if rule.max_cost_j is not None:
             left_j = rule.max_cost_j - cost_of(self._job, run.trial)
-            # Rounding may give the epoch before, whose report has no effect.
+            # Rounding may give the epoch before; its report has no effect.
             epochs = min(epochs, run.epochs + math.floor(left_j / run.epoch_j) + (not self._conditions.has_foresight))
         return max(int(epochs), run.epochs + 1)

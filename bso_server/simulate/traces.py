@@ -123,9 +123,9 @@ def recorded_workload(view: JobView) -> Workload:
     """Return a workload with the batch sizes that a job has tried, and the mean epochs of its trials.
 
     A trial that was stopped after k epochs would have needed more: it gets the epochs of the quickest run of its size
-    that needed more than k, or infinity if there is none (compare Efron's redistribution to the right, 1967). Trials
-    that crashed, ran out of memory, were abandoned or finished another run do not count. Power limits are those of the
-    trials.
+    that needed more than k, or infinity without such runs (compare Efron's redistribution to the right, 1967). Trials
+    that crashed, ran out of memory, were abandoned or finished another run do not count. Power limits stay.
+
 
     Raises:
         ValueError: No trial with known epochs has reached the target. Trials imported from Zeus have no known epochs.

@@ -108,7 +108,7 @@ class SizeTrace:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Training job on one kind of GPU, whose largest power limit is `max_power_w`.
+    """Training job on one kind of GPU with the largest power limit `max_power_w`.
 
     Its sizes are ascending. A run that has not reached the target after `max_epochs` has failed.
     """

@@ -79,7 +79,7 @@ class UnwritableError(Exception):
     """The database accepts no writes, or is damaged, until an operator has repaired it.
 
     Attributes:
-        fault: What is wrong, for every client to read; the text of the error adds the details.
+        fault: Description of the damage, for every client to read; the text of the error adds the details.
     """
 
     def __init__(self, fault: str, detail: object) -> None:

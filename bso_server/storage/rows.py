@@ -219,7 +219,7 @@ def last_report(trial: TrialRecord) -> StoredEpoch:
 
 
 def record_row(record: StoredEpoch | StoredPowerProfile | StoredMemory) -> dict[str, Any]:
-    """Return the row of a record whose fields are columns."""
+    """Return the row of a record with one column per field."""
     return {field.name: getattr(record, field.name) for field in fields(record)}
 
 

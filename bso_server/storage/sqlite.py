@@ -144,7 +144,7 @@ class SqliteFile:
         event.listen(self.engine, "close", _roll_back)
 
     def connect(self) -> Connection:
-        """Open a connection; raise `DBAPIError` or, if the file is not the one opened before, `UnwritableError`."""
+        """Open a connection; raise `DBAPIError` or, if the file has been replaced, `UnwritableError`."""
         return self.engine.connect()
 
     def transact(
@@ -420,7 +420,7 @@ class _BrokenInError(Exception):
 
 
 def back_up(file: Path, copy: Path) -> None:
-    """Copy a SQLite file, which others may be writing to, as of one moment.
+    """Copy a SQLite file, as of one moment, while others may write to it.
 
     `copy` appears, or is replaced, when the copy is complete, checked and on the disk.
 

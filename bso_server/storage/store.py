@@ -185,7 +185,7 @@ class GroupCommit:
 
         Raises:
             DatabaseUnavailableError: The deadline has passed. The item may be committed, now or later.
-            Exception: The item's own error, or that of its transaction.
+            Exception: The item's own error, or its transaction's error.
         """
         loop = asyncio.get_running_loop()
         with waiting(self._patience_s) as deadline:

@@ -490,7 +490,7 @@ class Transaction:
         return bool(self.rows(_ENDED_SESSION, session_id=session_id))
 
     def end_session(self, session_id: str, ends_at: datetime, now: datetime) -> None:
-        """Store that a session was ended, and delete sessions that would have ended by now."""
+        """Store that a session was ended, and delete sessions whose time is over."""
         self.connection.execute(sa.delete(ended_sessions).where(ended_sessions.c.ends_at <= now))
         self.connection.execute(sa.insert(ended_sessions).values(session_id=session_id, ends_at=ends_at))
 
@@ -530,8 +530,8 @@ class Transaction:
         """Return the mark of a job during its import; None if the job does not exist or its import has ended.
 
         An import writes the rows of its job in many small transactions. Until the last one, `jobs.importing_at` holds
-        the time of the last insertion, and no query finds the job. Each transaction replaces the mark of the one
-        before, so that an import that was given up and replaced cannot continue.
+        the time of the last insertion, and no query finds the job. Each transaction replaces its predecessor's mark, so
+        that an import that was given up and replaced cannot continue.
         """
         return self.connection.scalar(sa.select(jobs.c.importing_at).where(jobs.c.job_id == job_id))
 

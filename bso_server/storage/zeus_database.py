@@ -49,8 +49,8 @@ class ZeusJob:
         specification: Fields of its registration.
         rng_state: State of its random generator as JSON, or None.
         min_cost_j: Lowest cost of a trial, joules, or None.
-        arms: Rows of `GaussianTsArmState`, ascending by batch size; none before the bandit stage. The mean is that of
-            rewards, −cost in joules.
+        arms: Rows of `GaussianTsArmState`, ascending by batch size; none before the bandit stage. Rewards are −cost
+            in joules.
         trials: Rows of `Trial`, in order of dispatch, in seconds and joules; times without a zone, by the clock of
             Zeus's server.
         digits: Significant digits with which Zeus reads its own measurements.
@@ -73,7 +73,7 @@ async def read_jobs(database_url: str) -> list[ZeusJob]:
     """Return all jobs of a Zeus server, ordered by id; `database_url` is the URL in its settings.
 
     Raises:
-        ZeusDatabaseError: The database cannot be read, or its tables are not those of Zeus 0.16.
+        ZeusDatabaseError: The database cannot be read, or it lacks the tables of Zeus 0.16.
         ValueError: Another kind of database, or its driver is not installed.
     """
     try:
@@ -124,7 +124,7 @@ async def _read_server(url: URL) -> list[ZeusJob]:
 
 def _read(connection: Connection) -> list[ZeusJob]:
     tables = _tables(connection)
-    # MySQL stores these columns in single precision and prints six digits, which is what Zeus reads; a cast returns the
+    # MySQL stores these columns in single precision and prints six digits, as Zeus reads them; a cast returns the
     # stored value. The specification is read without a cast: 0.9, not 0.8999999761581421.
     digits = 6 if connection.dialect.name in ("mysql", "mariadb") else 15
     sizes = _by_job(_rows(connection, tables[_SIZE], "batch_size"))

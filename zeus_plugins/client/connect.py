@@ -48,7 +48,7 @@ def client_from_environment(
         token: As in `BsoClient`. The server in this process takes none.
         timeout_s: Longest wait in seconds for a request, with its retries. None: the environment variable
             ``ZEUS_BSO_TIMEOUT_S``, else 10 s.
-        environ: Environment variables, by default those of the process.
+        environ: Environment variables, by default the process's own.
 
     Raises:
         ZeusBSOConfigError: An argument cannot work, or there is no server URL and the server is not installed here.

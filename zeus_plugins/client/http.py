@@ -136,7 +136,7 @@ class BsoClient(ServerPort):
             self._http = None
 
     def register(self, job: JobSpecFromClient) -> CreatedJob:
-        # `CreatedJob` is an answer, whose JSON lacks `revise`.
+        # `CreatedJob` is an answer; its JSON lacks `revise`.
         return self._decode(
             self._request("POST", Paths.JOBS, body=JobSpecFromClient.model_construct(**dict(job))), CreatedJob
         )

@@ -52,7 +52,7 @@ class OutboxHeader(WireMessage):
         guessed: Fields of the job that a registration under its id overrides.
         trial: None for a trial that the server has not recorded yet.
         key: Idempotency key under which such a trial is recorded; None for any other trial.
-        continues: Number of the trial whose run this one finishes; None for any other trial.
+        continues: Number of the trial that this trial's run finishes; None for any other trial.
     """
 
     format: Literal["zeus-outbox"] = "zeus-outbox"
@@ -258,7 +258,7 @@ class OutboxFile:
             raise
 
     def _continue(self, earlier: OutboxFile) -> None:
-        """Append to the file of an earlier run, whose items come first."""
+        """Append to the file of an earlier run; its items come first."""
         self.path, self._file = earlier.path, earlier._file
         self._waiting, self._written = earlier._waiting, earlier._written
         self.damaged_lines, self.latest = earlier.damaged_lines, earlier.latest
@@ -335,7 +335,7 @@ class Outbox:
         """
         if box._file is not None or len(box):
             return
-        # If the file cannot be opened, what other ranks have written is still looked for in this directory.
+        # If the file cannot be opened, this object still searches for files of other ranks in this directory.
         box.path = self.directory / box.sender.file_name()
         files.make_private(self.directory)
         for copy in count(0 if is_first else 1):

@@ -86,7 +86,7 @@ class ServerPort(Protocol):
     - It may be called again with the same arguments after any failure, without doing anything twice. A method that
       needs more for this says so.
     - It raises `ZeusBSORuntimeError` with `is_outage` if the server is away, fails, or takes longer than `timeout_s`
-      (`ZeusBSOServerUnreachableError` if there is no answer at all): the request may have taken effect.
+      (`ZeusBSOServerUnreachableError` without any answer): the request may have taken effect.
     - It raises `ZeusBSOConfigError` if the server refuses the job, the settings or (`ZeusBSOTokenError`) the token, and
       any other `ZeusBSORuntimeError` if it refuses for another reason. `status` is 404 for an unknown job or trial, 409
       for a conflict, 422 for an invalid request or a batch size other than the trial's. A refusal changes nothing.
@@ -107,7 +107,7 @@ class ServerPort(Protocol):
         """Return another port of the same server, to be closed separately, that retries as given."""
 
     def close(self) -> None:
-        """Close what is open. The port can be used again."""
+        """Close all connections. The port can be used again."""
 
     def __enter__(self) -> Self:
         return self
@@ -159,8 +159,8 @@ class ServerPort(Protocol):
     def end_trial(self, trial: TrialId, ending: Ending | None = None) -> None:
         """End a trial that the server has not ended; an ended trial stays as it is.
 
-        Any process may call this, not only the one that requested the trial. Without an ending, the trial has failed; a
-        Zeus server treats every ending as a failure.
+        Any process may call this, not only the process that requested the trial. Without an ending, the trial has
+        failed; a Zeus server treats every ending as a failure.
         """
 
     def heartbeat(self, trial: TrialId, *, regular: bool = True, resumes: bool = False) -> HeartbeatResponse:

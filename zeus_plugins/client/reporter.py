@@ -160,7 +160,7 @@ class TrialReporter:
         return verdict
 
     def end(self, ending: Ending | None = None) -> None:
-        """Stop the thread and try once more to deliver what waits; `ending` is None if a verdict ended the trial.
+        """Stop the thread and try once more to deliver waiting reports; `ending` is None if a verdict ended the trial.
 
         Wait at most twice the client's time-out: once for a request of the thread, and once for this delivery.
         """
@@ -264,7 +264,7 @@ class TrialReporter:
                     self._box.close()
 
     def _beat_and_deliver(self, client: ServerPort) -> None:
-        """Send heartbeats and deliver what waits until the reporter is stopped."""
+        """Send heartbeats and deliver waiting reports until the reporter is stopped."""
         interval_s, retry_s = _INTERVAL_S, _FIRST_RETRY_S
         while not self._stopped.is_set():
             self._woken.clear()

@@ -278,7 +278,7 @@ def _synchronize() -> None:
 class ZeusDataLoader(DataLoader[T]):
     """A `torch.utils.data.DataLoader` of training data, with `max_epochs`, or of evaluation data, without.
 
-    Time and energy are those of the passes over the training and evaluation data, without the work between them, such
+    Time and energy cover the passes over the training and evaluation data, without the work between them, such
     as saving a checkpoint. Rank 0 measures and writes the result. It measures the devices of its machine that the ranks
     have chosen, or all visible devices if some ranks have chosen none. For several machines, pass a monitor.
 
@@ -289,7 +289,7 @@ class ZeusDataLoader(DataLoader[T]):
         max_epochs: Largest number of epochs; marks the loader of the training data.
         distributed: ``"dp"`` for data-parallel training with `torch.distributed` and a `DistributedSampler`.
         monitor: Measures energy and time. None: the best monitor of this machine (`zeus_plugins.energy.auto`).
-        devices: GPUs whose power limit to find. None: all visible GPUs, if torch can use any.
+        devices: GPUs on which to find the best power limit. None: all visible GPUs, if torch can use any.
         train_loader: Training loader of an evaluation loader. None: the latest.
         environ: Environment variables. None: the process's.
         options: Further arguments of `DataLoader`.

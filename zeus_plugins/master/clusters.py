@@ -227,7 +227,7 @@ class KubeflowExecutor(ClusterExecutor):
     Args:
         image: Container image with the script and `zeus_plugins`.
         runtime: Name of the TrainingRuntime or ClusterTrainingRuntime.
-        namespace: Namespace of the jobs. None: the pod's, or that of the kubeconfig's context.
+        namespace: Namespace of the jobs. None: the pod's namespace, or the namespace of the kubeconfig's context.
         context: Context of the kubeconfig. None: the current one.
         volumes: Maps names of PersistentVolumeClaims to the paths at which pods mount them.
         resources: Resources of a pod, such as ``{"gpu": 1, "memory": "16Gi"}``.

@@ -33,7 +33,7 @@ class Listener:
 
 
 def conclusion(history: Sequence[Run], default_bs: int, savings: SavingsView | None) -> str:
-    """Say what is claimed of the job's saving, if it is known; list the mean costs; sum up time and energy."""
+    """Print the verdict on the job's saving, if known; list the mean costs; sum up time and energy."""
     means = mean_costs(history)
     told = [] if savings is None else [savings.in_words]
     if means:

@@ -33,7 +33,7 @@ class PlannedRun(_Kept):
         recurrence: Number of the recurrence within the job, from 1.
         tries: Number of the run within the recurrence, from 1.
         bs: Global batch size.
-        cost_ub: Upper bound of the cost in joules; infinite if there is none yet.
+        cost_ub: Upper bound of the cost in joules; infinite before the first completed run.
     """
 
     recurrence: int

@@ -1,4 +1,4 @@
-"""Jobs, their trials, what was measured and remembered of them, and access tokens."""
+"""Jobs, their trials with measurements and caches, and access tokens."""
 
 from __future__ import annotations
 

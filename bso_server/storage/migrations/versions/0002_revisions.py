@@ -1,4 +1,4 @@
-"""Revisions of jobs, and trials whose facts do not depend on their job's terms."""
+"""Revisions of jobs; the facts of trials no longer depend on their job's terms."""
 
 from __future__ import annotations
 
@@ -41,6 +41,6 @@ def upgrade() -> None:
         first = f"coalesce(({_FIRST_REPORT.format(name)}), {name} * first_epoch / epoch)"
         update = f"UPDATE trials SET first_{name} = CASE WHEN report_count = 1 THEN {name} ELSE {first} END"  # noqa: S608 - constants
         op.execute(f"{update} WHERE first_epoch > 0")
-    # The spread of costs does not tell that of times and energies. Without it, the usual spread is assumed.
+    # The spreads of times and energies do not follow from the spread of costs. Without it, the usual spread is assumed.
     op.drop_column("trials", "first_cost_j")
     op.drop_column("trials", "cost_deviations_j2")
