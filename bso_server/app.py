@@ -148,13 +148,16 @@ async def prepare(store: Store, *, migrate: bool = False) -> None:
 async def _say_who_is_served(settings: Settings, tokens: Tokens) -> None:
     if settings.insecure:
         logger.warning(
-            "INSECURE: everybody who reaches this server can read, change and delete every job, because of --insecure "
-            "or ZEUS_BSO_INSECURE"
+            "INSECURE: any client that reaches this server can read, change and delete every job, because of "
+            "--insecure or ZEUS_BSO_INSECURE"
         )
     elif not await tokens.any():
         logger.info("no tokens yet: only clients of this machine are served; bso-server token create makes a token")
     elif not await tokens.any(valid=True):
-        logger.warning("all tokens are revoked: nobody is served until bso-server token create makes another one")
+        logger.warning(
+            "all tokens are revoked: the server refuses every request until you make a token with "
+            "bso-server token create"
+        )
 
 
 def _provide(dependency: object) -> Provide:

@@ -105,7 +105,7 @@ COST_THRESHOLD_J = Variable("ZEUS_COST_THRESH", "the maximum cost of a launched 
 ETA_KNOB = Variable("ZEUS_ETA_KNOB", "η of a launched run's cost, from 0 to 1", "0.5")
 PROFILE_STEPS = Variable(
     "ZEUS_PROFILE_PARAMS",
-    "the numbers of steps `warmup,measure` for each power limit that a launched run tries",
+    "the numbers of steps `warmup,measure` for each power limit that a launched run measures",
     "no change of power limits",
     "steps",
 )

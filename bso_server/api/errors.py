@@ -31,8 +31,8 @@ _WORDS_OF = {
         f"{MAX_IMPORT_BYTES} bytes is that of an import; bso-server jobs import --database-url has none"
     ),
     HTTPStatus.TOO_MANY_REQUESTS: (
-        "too many requests from this address within a minute: wait as many seconds as the header RateLimit-Reset says; "
-        "the server's setting ZEUS_BSO_RATE_LIMIT_PER_MINUTE says how many it takes"
+        "too many requests from this address within a minute: wait for the seconds in the header RateLimit-Reset, or "
+        "raise the server's setting ZEUS_BSO_RATE_LIMIT_PER_MINUTE"
     ),
 }
 

@@ -96,7 +96,7 @@ async def explain(
             name="trial_number",
             ge=1,
             le=LARGEST,
-            description="The trial; without it, the one that would be started next.",
+            description="The trial; without this number, the trial that would start next.",
         ),
     ] = None,
 ) -> Explanation:

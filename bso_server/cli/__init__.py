@@ -195,11 +195,11 @@ def _db_verify(options: argparse.Namespace) -> None:
         raise CommandError("the database is damaged, and no job was compared: restore a backup (docs/operations.md)")
     if differing:
         raise CommandError(
-            f"{len(differing)} of {number} jobs are remembered otherwise than their trials say: export, delete and "
-            "import such a job, and it is remembered anew"
+            f"the caches of {len(differing)} of {number} jobs differ from a replay of their trials: export, delete and "
+            "import such a job to rebuild them"
         )
     if not options.json:
-        print(f"{number - len(unchecked)} jobs are remembered as their trials say")
+        print(f"{number - len(unchecked)} jobs have the same caches as a replay of their trials")
 
 
 def _config_show(options: argparse.Namespace) -> None:

@@ -120,7 +120,8 @@ def _chosen(options: argparse.Namespace, jobs: list[ZeusJob]) -> list[ZeusJob]:
 def _name_of(zone: tzinfo | None, moment: Moment) -> str:
     if zone is not None:
         return str(zone)
-    return f"{moment.now.astimezone().tzname()}, this machine's time zone; --timezone names that of Zeus's server"
+    here = moment.now.astimezone().tzname()
+    return f"{here}, this machine's time zone; state the time zone of Zeus's server with --timezone"
 
 
 def _table(found: dict[str, ZeusImport]) -> str:

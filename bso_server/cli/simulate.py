@@ -183,7 +183,7 @@ def results_text(comparisons: Sequence[Comparison], options: argparse.Namespace,
     parts = [ratios_text(comparisons), savings_text(comparisons, options.price, subject.recorded)]
     if subject.untried_default is not None:
         untried = subject.untried_default
-        parts.append(f"the default size, {untried}, was never measured: the nearest one that was stands for it")
+        parts.append(f"the default size, {untried}, was never measured: the nearest measured size replaces it")
     return "\n\n".join(parts)
 
 
@@ -300,7 +300,7 @@ def savings_text(comparisons: Sequence[Comparison], price_per_kwh: float | None,
         rows.append([name, f"always {default}", eta, str(each.recurrences), *always, *("" for _ in saved)])
         rows += [[name, policy, eta, *_savings(each.savings(policy), price_per_kwh)] for policy in each.results]
     if recorded is not None:
-        rows.append([comparisons[0].workload.name, "what it really did", "", *_savings(recorded, price_per_kwh)])
+        rows.append([comparisons[0].workload.name, "the job's real runs", "", *_savings(recorded, price_per_kwh)])
     unfinished = any(result.unfinished for each in comparisons for result in each.results.values())
     return (
         "what all recurrences took, mean over the seeds, and what that saves against always taking the default\n\n"

@@ -119,7 +119,7 @@ def _revoke(options: argparse.Namespace) -> None:
         )
     if not any_left:
         print(
-            "no valid token is left, and servers of this database serve nobody, on this machine neither, until "
-            "bso-server token create makes another one",
+            "no valid token is left: servers of this database refuse every request, also from this machine, "
+            "until you make a token with bso-server token create",
             file=sys.stderr,
         )

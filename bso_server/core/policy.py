@@ -146,8 +146,8 @@ def _found(name: str) -> Policy:
         return _stand_in(
             f"policy {name!r} is not installed where the server runs, which has {', '.join(others)} and {last}"
             + (f" (did you mean {meant[0]!r}?)" if meant else "")
-            + f": install the package that has it (entry point group {GROUP}) there and start the server anew, or use "
-            "one of those"
+            + f": install the package that has it (entry point group {GROUP}) there and restart the server, or "
+            "use one of these"
         )
     if len(found) > 1:
         return _stand_in(f"policy {name!r} is in several packages, {_packages(found)}: uninstall all but one of them")

@@ -153,17 +153,17 @@ Samples = dict[str, list[tuple[list[str], float]]]
 _FAMILIES = {
     "zeus_bso_jobs": ("Jobs.", ("policy", "stage")),
     "zeus_bso_trials": ("Trials.", ("state",)),
-    "zeus_bso_silent_trials": ("Trials whose leases have run out and that nobody has abandoned.", ()),
+    "zeus_bso_silent_trials": ("Trials with an expired lease that are not abandoned yet.", ()),
     "zeus_bso_energy_joules": ("Energy that all trials have taken, as far as they have reported.", ()),
     "zeus_bso_verdicts": ("Jobs whose best batch size saves, loses, or has not been shown to.", ("verdict",)),
     "zeus_bso_saved_energy_joules": ("Energy saved over the default batch sizes, by jobs that have paid it back.", ()),
-    "zeus_bso_saved_time_seconds": ("Time of trainings saved likewise.", ()),
-    "zeus_bso_saved_cost_joules": ("Cost saved likewise.", ()),
+    "zeus_bso_saved_time_seconds": ("Training time saved by jobs with a verdict, in seconds.", ()),
+    "zeus_bso_saved_cost_joules": ("Cost saved by jobs with a verdict, in joules.", ()),
     "zeus_bso_job_trials": ("Trials of a job.", ("job", "state")),
     "zeus_bso_job_energy_joules": ("Energy that the trials of a job have taken.", ("job",)),
     "zeus_bso_job_saved_energy_joules": ("Energy that a job has saved, once it is paid back.", ("job",)),
     "zeus_bso_job_saved_cost_joules": ("Cost that a job has saved, once it is paid back.", ("job",)),
-    "zeus_bso_unnamed_jobs": ("Jobs that ZEUS_BSO_METRICS_JOBS names beyond the 200 that are told of.", ()),
+    "zeus_bso_unnamed_jobs": ("Jobs matched by ZEUS_BSO_METRICS_JOBS beyond the first 200, which have no metrics.", ()),
 }
 
 # Fields of `JobTotals` behind the sums over all jobs, and behind the metrics of a job.

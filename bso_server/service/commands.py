@@ -358,7 +358,7 @@ class Commands:
             trial = renew_lease(trial, self.moment(), regular=heartbeat.regular)
             if heartbeat.resumes:
                 trial = take_over(trial)
-                transaction.log("job %s trial %d: goes on in run %d of its training", *trial.key, trial.lease_epoch)
+                transaction.log("job %s trial %d: resumed by run %d of its training", *trial.key, trial.lease_epoch)
             transaction.update_trials([trial])
         return HeartbeatResponse(
             state=trial.state,

@@ -378,7 +378,7 @@ class Imports:
         """Remove the rows of interrupted imports, for example after a crash of their process."""
         for job_id, mark in (await self._store.read(Transaction.silent_imports, self._clock() - SILENCE)).items():
             if await self._remove(job_id, mark):
-                logger.warning("job %s: its import was broken off, and what it had written is removed", job_id)
+                logger.warning("job %s: removed the rows of an interrupted import", job_id)
 
     async def _write(self, job: JobInImport, trials: list[TrialRows]) -> None:
         epochs = [epoch for each in trials for epoch in each.epochs]
@@ -464,7 +464,7 @@ def _begin(transaction: Transaction, job: JobInImport) -> None:
         return  # Committed before the connection was lost.
     if other is not None:
         raise JobConflictError(
-            f"job {job_id!r} is being imported at present: if that was broken off, it is forgotten {SILENCE} later",
+            f"job {job_id!r} is being imported: if that import was interrupted, the server forgets it {SILENCE} later",
             field="job.job_id",
         )
     refuse_folder_name(export.job)

@@ -119,16 +119,16 @@ def refuse_message(
     registered = job.registration.registration_id
     if registered is not None and sent.registration_id not in (None, registered):
         raise OtherRegistrationError(
-            f"job {job.job_id!r} was deleted and registered anew since trial {sent.trial_number} began, so what was "
-            "measured then does not count for the trial that has this number now",
+            f"job {job.job_id!r} was deleted and registered again after trial {sent.trial_number} began: its "
+            "measurements do not count for the new trial of this number",
             field="registration_id",
         )
     refuse_other_size(trial, sent.batch_size)
     owner = require_trial(transaction, job, trial, caller)
     if is_stale(trial, sent.lease_epoch):
         raise StaleLeaseError(
-            f"trial {trial.trial_number} of job {trial.job_id!r} goes on in another run of its training, which has "
-            f"resumed from a checkpoint (lease epoch {trial.lease_epoch}, not {sent.lease_epoch})",
+            f"trial {trial.trial_number} of job {trial.job_id!r} was resumed from a checkpoint by another run of "
+            f"its training (lease epoch {trial.lease_epoch}, not {sent.lease_epoch})",
             field="lease_epoch",
         )
     return owner

@@ -243,8 +243,8 @@ class Authenticator:
             )
         if not is_loopback(address):
             raise ForbiddenError(
-                "this server has no tokens yet and serves clients of its own machine only: make a token there by "
-                "bso-server token create, or start the server with --insecure to serve everybody"
+                "this server has no tokens yet and serves only clients of its own machine: make a token there "
+                "with bso-server token create, or start the server with --insecure to serve every client"
             )
         require_local_host(host, self._allowed_hosts)
         return UNRESTRICTED
@@ -298,7 +298,7 @@ class Authenticator:
         record = await self._found(token.split("_")[1], lambda record: record.is_good(token_hash, instant))
         if record is None:
             raise UnauthenticatedError(
-                "the token is unknown or was revoked, or has another secret by now: ask who runs this server for it"
+                "the token is unknown, revoked or replaced: ask the server's operator for a valid token"
             )
         return record
 

@@ -275,7 +275,7 @@ def _about_live(trials: list[TrialRecord], live_as: TrialState, moment: Moment) 
         minutes = moment.leases.silent_lease_s / 60
         yield (
             f"without an end: {', '.join(live)}; taken as running, so that their trainings may report here within "
-            f"{minutes:g} min (--live-as abandoned: nobody trains any more)"
+            f"{minutes:g} min (--live-as abandoned: no training is running any more)"
         )
     else:
         yield f"without an end: {', '.join(live)}; taken as abandoned, and a late report brings one back"

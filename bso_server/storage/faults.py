@@ -175,7 +175,7 @@ class Retries:
         took_s = time.monotonic() - self._begun
         if failure is Failure.BROKEN_OFF:
             cause = getattr(error, "orig", error)
-            logger.log(self._level, "transaction broken off by the database, attempt %d: %s", self.attempts, cause)
+            logger.log(self._level, "the database aborted a transaction, attempt %d: %s", self.attempts, cause)
         if self._failed[failure] == _MOST_FAILURES.get(failure) or (
             failure is Failure.LOST and not self._lost_deadline.left_s
         ):
@@ -194,7 +194,7 @@ class Retries:
         if isinstance(error, JobExistsError):
             return error
         if not isinstance(error, DatabaseUnavailableError):
-            error = DatabaseUnavailableError(f"broken off by the database each time: {NoConnectionError(error)}")
+            error = DatabaseUnavailableError(f"aborted by the database each time: {NoConnectionError(error)}")
         logger.warning("gave up after %d attempts: %s", self.attempts, error.detail)
         return error
 

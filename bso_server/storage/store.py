@@ -303,7 +303,7 @@ class _Health:
 
     def mended(self, database: str) -> None:
         """Record a successful write after a fault."""
-        logger.warning("the database %s keeps what is written again", database)
+        logger.warning("the database %s accepts writes again", database)
         self.fault, self._say_again = None, -math.inf
 
     def say(self, fault: str, line: str) -> None:

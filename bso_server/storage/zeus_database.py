@@ -96,7 +96,7 @@ async def read_jobs(database_url: str) -> list[ZeusJob]:
 def _read_file(url: URL) -> list[ZeusJob]:
     path = Path(url.database or "")
     if not path.is_file():
-        raise ZeusDatabaseError(f"there is no SQLite file {str(path)!r}: name the one that Zeus's server works on")
+        raise ZeusDatabaseError(f"there is no SQLite file {str(path)!r}: name the database of Zeus's server")
 
     def connect() -> sqlite3.Connection:
         uri = f"{path.resolve().as_uri()}?mode=ro"
@@ -177,6 +177,6 @@ def _tables(connection: Connection) -> dict[str, Table]:
                 *(f"{name}.{column} beside" for column in sorted(found - wanted)),
             ]
             raise ZeusDatabaseError(
-                f"the tables are of another version of Zeus than 0.16, the one that can be read: {', '.join(differs)}"
+                f"the tables are of another version of Zeus; only 0.16 can be read: {', '.join(differs)}"
             )
     return {name: metadata.tables[name] for name in _TABLES}

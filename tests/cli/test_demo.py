@@ -49,7 +49,7 @@ def test_the_demo_says_which_batch_size_is_cheapest(tmp_path: Path) -> None:
     )
     assert demo.returncode == 0, demo.stdout + demo.stderr
     assert demo.stderr == ""
-    assert "Watch it meanwhile: http://127.0.0.1:" in demo.stdout
+    assert "Watch it live: http://127.0.0.1:" in demo.stdout
     assert demo.stdout.splitlines()[-1].startswith("Look at it: ")
     assert demo.stdout.endswith("open http://127.0.0.1:8000/ui/jobs/digits\n")
     summary = json.loads((tmp_path / "demo" / "summary.json").read_text())

@@ -439,7 +439,7 @@ async def test_what_is_remembered_is_compared_with_the_trials(tmp_path: Path) ->
         await job.suggest()
     at = ["--database-url", database]
     undetected = "changed values in intact pages, because SQLite has no checksums"
-    said = f"not detected: {undetected}\n1 jobs are remembered as their trials say\n"
+    said = f"not detected: {undetected}\n1 jobs have the same caches as a replay of their trials\n"
     assert run("db", "verify", *at) == (0, said, "")
     found = {"jobs": 1, "differences": {}, "unchecked": {}, "damage": [], "undetected": undetected}
     assert json.loads(run("db", "verify", "--json", *at)[1]) == found
@@ -449,7 +449,7 @@ async def test_what_is_remembered_is_compared_with_the_trials(tmp_path: Path) ->
         file.commit()
     status, out, err = run("db", "verify", *at)
     assert (status, "arm 16 is Arm(batch_size=16, trials=7" in out, "cheapest trial" in out) == (1, True, True)
-    assert err.startswith("bso-server: 1 of 1 jobs are remembered otherwise")
+    assert err.startswith("bso-server: the caches of 1 of 1 jobs differ")
     status, out, _ = run("db", "verify", "--json", *at)
     assert (status, [len(said) for said in json.loads(out)["differences"].values()]) == (1, [2])
     with closing(sqlite3.connect(tmp_path / "bso.sqlite3")) as file:

@@ -466,7 +466,7 @@ def test_sync_to_a_server_that_has_moved(outbox: Outbox, client: BsoClient) -> N
     assert away.returncode == 1
     assert "1 waiting (no answer from" in away.stdout
     assert away.stderr == (
-        "zeus-plugins: not everything could be delivered; run this again when what stands in its way is mended\n"
+        "zeus-plugins: some reports could not be delivered: remove the cause and run this command again\n"
     )
     assert sync("--server-url", client.server_url).returncode == 0
     assert facts(client.show_job("digits-1")) == [(TrialState.COMPLETED, 1, 10)]
@@ -483,7 +483,7 @@ def test_sync_tells_of_what_was_set_aside(
     told, complaint = capsys.readouterr()
     assert "refused (" in told
     assert f"{aside}: set aside" in told
-    assert complaint == "zeus-plugins: not everything could be delivered: a server refused it for good\n"
+    assert complaint == "zeus-plugins: some reports could not be delivered: a server refused them for good\n"
     assert main(["sync"]) == 0
 
 

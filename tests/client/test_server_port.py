@@ -221,7 +221,7 @@ def test_a_run_that_resumes_takes_the_trial_over_and_what_the_one_before_sends_c
         lambda: port.send_report(result(trial, epoch=2, metric=0.9)),
         lambda: port.heartbeat(trial, regular=False, resumes=True),
     ):
-        with refused(409, "goes on in another run of its training", reason=RefusalReason.STALE_LEASE):
+        with refused(409, "by another run of its training", reason=RefusalReason.STALE_LEASE):
             say()
     assert port.show_job(trial.job_id) == before
     assert port.request_trial(trial.job_id, "first").lease_epoch == 1
@@ -242,7 +242,7 @@ def test_results_of_a_job_that_was_deleted_and_made_anew_are_refused(
     assert anew == trial.model_copy(update={"registration_id": again.registration_id})
     before = port.show_job(trial.job_id)
     for say in messages(port, trial):
-        problem = "was deleted and registered anew since trial 1 began"
+        problem = "was deleted and registered again after trial 1 began"
         with refused(409, problem, reason=RefusalReason.OTHER_REGISTRATION):
             say()
     assert port.show_job(trial.job_id) == before

@@ -134,7 +134,7 @@ def test_trials_under_way_count_as_if_they_had_gone_as_expected() -> None:
     asked = [life.ask() for _ in range(8)]
     # What the first tries are going to tell need not be found out again.
     assert {trial.origin for trial in asked[3:]} == {Origin.INCUMBENT}
-    assert suggest(life.history, life.rng).reason.endswith("; 4 tries of others are under way")
+    assert suggest(life.history, life.rng).reason.endswith("; 4 trials of other sizes are under way")
     # Once they are given up, as if they had never been, but for the numbers of trials.
     for trial in (first, *asked):
         life.move(life.trials[trial.trial_number - 1], TrialState.ABANDONED)

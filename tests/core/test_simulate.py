@@ -395,7 +395,7 @@ async def test_simulating_a_job_of_the_database(tmp_path: Path, capsys: pytest.C
         assert recorded["recurrences"] == 6
         assert recorded["energy_j"] + recorded["saved"]["energy_j"] == pytest.approx(6 * 400)
         text = capsys.readouterr().out
-        assert "what it really did" in text
+        assert "the job's real runs" in text
         assert "was never measured" not in text
         assert await asyncio.to_thread(main, [*arguments, "--all"]) == 1
         assert "leave out --all" in capsys.readouterr().err
@@ -417,4 +417,4 @@ async def test_a_default_that_ran_out_of_memory_is_stood_for(
         assert await asyncio.to_thread(main, arguments) == 0
     text = capsys.readouterr().out
     assert "always 8" in text
-    assert "the default size, 16, was never measured: the nearest one that was stands for it" in text
+    assert "the default size, 16, was never measured: the nearest measured size replaces it" in text

@@ -68,8 +68,8 @@ def test_the_run_before_trains_on_and_changes_nothing(
     first.end()
     assert the_trial(there) == known
     (warning,) = warnings_in(caplog)
-    assert "goes on in another run of its training, which has resumed from a checkpoint" in warning
-    assert "The training goes on and is judged here, and nothing more of it is reported" in warning
+    assert "was resumed from a checkpoint by another run of its training" in warning
+    assert "The training continues and is judged here, without further reports" in warning
     assert here.outbox.waiting() == []
     assert second.report_evaluation(0.95).converged
     second.end()
@@ -112,7 +112,7 @@ def test_what_waited_of_the_run_before_is_set_aside_by_sync(
     second.report_evaluation(0.2)
     known = the_trial(there)
     assert main(["sync"]) == 1
-    assert "goes on in another run" in capsys.readouterr().out
+    assert "was resumed from a checkpoint by another run" in capsys.readouterr().out
     assert the_trial(there) == known
     assert here.outbox.waiting() == []
     (aside,) = here.outbox.refused()
@@ -269,7 +269,7 @@ def test_results_of_a_deleted_job_do_not_count_for_the_one_that_has_its_id(
     known = the_trial(there)
     assert (known.trial_number, known.batch_size) == (first.trial.trial_number, first.trial.batch_size)
     here.line.is_cut = False
-    until(lambda: "was deleted and registered anew since trial 1 began" in caplog.text)
+    until(lambda: "was deleted and registered again after trial 1 began" in caplog.text)
     assert len(here.outbox.refused()) == 1
     assert the_trial(there) == known
     assert first.report_evaluation(0.95).converged  # judged where it is
@@ -290,7 +290,7 @@ def test_a_checkpoint_of_a_deleted_job_goes_on_without_the_server(
     session = TrialSession(JOB, here, monitor(), outbox=there.outbox)
     assert not session.resume(state)
     assert "is over (" in caplog.text
-    assert "registered anew" in caplog.text
+    assert "registered again" in caplog.text
     assert the_trial(there) == known
     session.end()
     anew.end()

@@ -188,7 +188,7 @@ async def test_what_a_crash_leaves_is_removed(
     bso.wait(SILENCE.total_seconds() + 1)
     await tidy_up(bso, job_id)
     assert await bso.store.read(rows_of, job_id) == [0, 0, 0, 0]
-    assert "broken off" in caplog.text
+    assert "interrupted import" in caplog.text
 
 
 async def test_an_import_that_was_given_up_cannot_go_on(bso: JobService) -> None:

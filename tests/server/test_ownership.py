@@ -141,7 +141,7 @@ class TestAnotherToken:
         refused, waiting = warnings_in(caplog)
         assert f"belongs to token {id_of(owner)} (nightly), and token {id_of(other)} can neither" in refused
         assert f"bso-server token transfer {id_of(owner)} {id_of(other)}" in refused
-        assert "The training goes on" in refused
+        assert "The training continues" in refused
         assert "1 results of job" in waiting
         assert [facts(trial) for trial in site.trials(owner)] == [(TrialState.SUSPENDED, 1, id_of(owner))]
 

@@ -77,5 +77,5 @@ def test_who_gives_up_says_that_the_database_is_away(caplog: pytest.LogCaptureFi
     assert caplog.text == ""
     away = retries.given_up(broken_off("database is locked"))
     assert isinstance(away, DatabaseUnavailableError)
-    assert away.detail == "broken off by the database each time: database is locked"
-    assert "gave up after 0 attempts: broken off" in caplog.text
+    assert away.detail == "aborted by the database each time: database is locked"
+    assert "gave up after 0 attempts: aborted" in caplog.text

@@ -276,7 +276,7 @@ class TestFirstTokens:
         assert_refused(httpx.get(f"{server.url}/api/jobs"), 401, None)
 
         revoked = bso_server("token", "revoke", token.split("_")[1], "--database-url", server.database_url)
-        assert "until bso-server token create" in revoked.stderr
+        assert "make a token with bso-server token create" in revoked.stderr
         server.kill()
         server.start()
         assert "all tokens are revoked" in server.log.read_text()
@@ -554,8 +554,7 @@ class TestLimits:
         ids = {name: f"token {text.split('_')[1]}" for name, text in {"read": token, "report": other}.items()}
         assert [line.partition(": ")[2] for line in refused] == [
             f"DELETE '/jobs' from {FOREIGN}, no token: this server needs a token",
-            f"DELETE '/jobs' from {FOREIGN}, token 00000000: the token is unknown or was revoked, or has "
-            "another secret by now",
+            f"DELETE '/jobs' from {FOREIGN}, token 00000000: the token is unknown, revoked or replaced",
             f"DELETE '/jobs' from {FOREIGN}, {ids['read']}: {ids['read']} has no scope admin, which this request "
             "needs; make another one",
             f"POST '/report' from {FOREIGN}, {ids['report']}: Request Entity Too Large",

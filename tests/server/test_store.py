@@ -344,7 +344,7 @@ async def test_a_locked_sqlite_file_is_tried_again(
             with closing(sqlite3.connect(tmp_path / "bso.sqlite3", isolation_level=None)) as other:
                 other.execute("BEGIN IMMEDIATE")
                 writing = asyncio.create_task(store.write(Transaction.insert_job, registration("waits"), NOW))
-                while "broken off by the database" not in caplog.text:
+                while "the database aborted a transaction" not in caplog.text:
                     await asyncio.sleep(0.01)
                 other.execute("ROLLBACK")
                 await writing

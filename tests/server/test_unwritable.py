@@ -93,7 +93,7 @@ async def test_a_full_database_says_so_and_goes_on_when_there_is_room(
         await server.store.write(on_sqlite("PRAGMA max_page_count = 1000000"))
         await server.report(trial, cost_j=100.0 * epoch, epoch=epoch)
         await JobReader(server.store).check_ready()
-        assert "keeps what is written again" in caplog.text
+        assert "accepts writes again" in caplog.text
 
 
 TAKEN_AWAY: dict[str, Callable[[Path], object]] = {

@@ -275,7 +275,7 @@ def test_a_training_whose_energy_is_lost_goes_on_and_its_trial_has_failed(
     assert end["detail"].startswith("the energy could not be measured: ")
     (warning,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert "the energy of trial 7 of job mnist-1 can no longer be measured" in warning
-    assert "The training goes on" in warning
+    assert "The training continues" in warning
 
 
 @pytest.mark.parametrize(("metric", "epoch"), [(0.1, 100), (math.nan, 2)], ids=["its last epoch", "diverged"])

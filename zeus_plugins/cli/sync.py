@@ -51,11 +51,11 @@ def _sync(options: argparse.Namespace) -> None:
     if options.dry_run:
         return
     if any(file.problem is not None and file.set_aside is None for file in files):
-        raise ZeusBSOError("not everything could be delivered; run this again when what stands in its way is mended")
+        raise ZeusBSOError("some reports could not be delivered: remove the cause and run this command again")
     if any(file.set_aside is not None and file.problem is None for file in files):
-        raise ZeusBSOError("not everything could be delivered: some lines cannot be read")
+        raise ZeusBSOError("some reports could not be delivered: some lines cannot be read")
     if any(file.set_aside is not None for file in files):
-        raise ZeusBSOError("not everything could be delivered: a server refused it for good")
+        raise ZeusBSOError("some reports could not be delivered: a server refused them for good")
 
 
 def _synced(outbox: Outbox, server_url: str | None, token: str | None) -> Iterator[Delivered]:

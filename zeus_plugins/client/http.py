@@ -263,8 +263,8 @@ class BsoClient(ServerPort):
         if len(self._faults) == _FAULT_LIMIT:
             _logger.warning(
                 f"THE SERVER AT {self.server_url} FAILS: it is not away, but has answered {_FAULT_LIMIT} requests "
-                f"of this training with 500, an error of its own ({fault}). As long as it does, trainings take the "
-                "default batch size and it learns nothing: have whoever runs it look at its log"
+                f"of this training with 500, an error of its own ({fault}). Until then, trainings use the default "
+                "batch size and the server learns nothing: ask its operator to read its log"
             )
 
     def _received(self, request: httpx.Request) -> httpx.Response:
@@ -389,7 +389,7 @@ def _checked_token(token: str | None) -> str | None:
     if not (token.isascii() and token.isprintable()):
         # httpx would refuse such a header as well, but quote the token in its error.
         raise ZeusBSOConfigError(
-            f"the token (token= or {TOKEN_VARIABLE}) holds characters that no token has: copy it anew"
+            f"the token (token= or {TOKEN_VARIABLE}) has characters that tokens never have: copy the token again"
         )
     return token or None
 

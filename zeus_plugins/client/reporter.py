@@ -228,15 +228,15 @@ class TrialReporter:
         if not is_refusal(error):
             self._warn(
                 cause,
-                f"{error}. The training goes on and is judged here; results wait in {self._outbox.directory} until the "
-                "server takes them",
+                f"{error}. The training continues and is judged here; results wait in {self._outbox.directory} until "
+                "the server takes them",
             )
             return
         self.send_nothing()
         self._warn(
             cause,
-            f"the server refuses this trial: {error}. The training goes on and is judged here, and nothing more of it "
-            "is reported",
+            f"the server refuses this trial: {error}. The training continues and is judged here, without further "
+            "reports",
         )
 
     def _warn(self, cause: str, message: str) -> None:

@@ -211,7 +211,7 @@ _OUTCOMES = {
 
 _HOW_SIZES_ARE_CHOSEN = {
     GP_VOI: (
-        "The server tries a size when that is expected to save later runs more than the try costs. Otherwise it takes "
+        "The server tries a new size if later runs are expected to save more than the trial costs. Otherwise it uses "
         "the best size so far."
     ),
     ZEUS: "First the server explores the sizes. Then it plays the cheap ones more and more.",
@@ -235,7 +235,7 @@ class Display:
     def live(self, dashboard_url: str) -> Iterator[None]:
         """Introduce the job, print the dashboard's URL, and begin the table."""
         self._introduce()
-        self._console.print(f"Watch it meanwhile: {dashboard_url}", end="\n\n", soft_wrap=True)
+        self._console.print(f"Watch it live: {dashboard_url}", end="\n\n", soft_wrap=True)
         self._console.print(_row(_COLUMNS, style="bold"))
         if not self._console.is_terminal:
             yield

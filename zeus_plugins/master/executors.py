@@ -76,7 +76,7 @@ class LocalExecutor:
         """See `Executor.run`."""
         with lock_file(launch.marker) as lock:
             if not try_lock(lock):
-                raise ZeusBSOConfigError(f"the run of {launch.log} still goes on: resume its master to wait for it")
+                raise ZeusBSOConfigError(f"the run of {launch.log} is still running: resume its master to wait for it")
             offset = launch.log.stat().st_size if launch.log.exists() else 0
             process = _started(launch, lock)
             os.truncate(lock, 0)

@@ -332,8 +332,8 @@ def _check_default(state: MasterState, job: Job) -> None:
         if run.recurrence == 1 and run.bs == state.default_bs and run.was_measured and not run.reached:
             raise ZeusBSOTrainFailError(
                 f"job {job.name}: the default batch size {run.bs} did not reach the target metric "
-                f"{job.target_metric:g} in {run.end_epoch} epochs, on the first recurrence ({run.job_id}), so that "
-                "there is nothing to compare with: start anew with a lower target_metric, more max_epochs or another "
+                f"{job.target_metric:g} in {run.end_epoch} epochs, on the first recurrence ({run.job_id}): without "
+                "a default to compare with, start again with a lower target_metric, more max_epochs or another "
                 "default_bs"
             )
 
@@ -355,8 +355,8 @@ def _resumed(kept: MasterState, now: MasterState, directory: Path) -> MasterStat
         before, after = getattr(kept, name), getattr(now, name)
         if before != after:
             raise ZeusBSOConfigError(
-                f"{directory} was begun with {name} {before}, not {after}: its costs cannot be compared with those of "
-                "further runs. Change it back, or start anew"
+                f"{directory} was begun with {name} {before}, not {after}: its costs cannot be compared with further "
+                "runs. Change it back, or start a new job"
             )
     return kept
 

@@ -131,7 +131,7 @@ class _PlayedJob:
         again = self._call(self._policy.suggest, history, before)
         if again != suggestion:
             raise self._fault(
-                f"the same history and generator gave {suggestion} and then {again}: draw from the generator alone"
+                f"the same history and generator gave {suggestion} and then {again}: draw only from the generator"
             )
         self._check(suggestion, history)
         self._check_views(history, suggestion)
@@ -217,7 +217,7 @@ class _PlayedJob:
         if not 0 < len(suggestion.reason) <= _MAX_REASON_LENGTH or "\0" in suggestion.reason:
             raise self._fault(f"a reason is a sentence, not {suggestion.reason!r}")
         if origin is Origin.OFFLINE:
-            raise self._fault("trials of origin offline are those that nobody suggested")
+            raise self._fault("trials of origin offline were not suggested by a policy")
         is_bandit = origin is Origin.BANDIT
         if (suggestion.survivors is not None) is not is_bandit:
             raise self._fault("survivors go with trials of origin bandit: both or neither")
@@ -251,11 +251,9 @@ class _PlayedJob:
         before, state = copy.deepcopy(checked), (random.getstate(), _numpy_state())
         answer = self._call(function, *arguments)
         if checked != before:
-            raise self._fault(f"{function.__name__} has changed what it was given: make new values")
+            raise self._fault(f"{function.__name__} has changed its arguments: make new values")
         if (random.getstate(), _numpy_state()) != state:
-            raise self._fault(
-                f"{function.__name__} has drawn from a global generator: draw from the one that it is given"
-            )
+            raise self._fault(f"{function.__name__} has drawn from a global generator: draw only from its argument")
         return answer
 
     def _call(self, function: Callable[..., T], *arguments: Any, **named: Any) -> T:

@@ -305,7 +305,7 @@ def _left_out(history: History) -> str:
 
 def _no_rival(forecast: Forecast) -> str:
     if forecast.tries_under_way >= CONSTANTS.tries_at_once:
-        return f"{forecast.tries_under_way} tries of others are under way"
+        return f"{forecast.tries_under_way} trials of other sizes are under way"
     return "there is no other size to try" if len(forecast.available) < 2 else "no other size is likely to beat it"
 
 
