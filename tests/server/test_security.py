@@ -73,7 +73,7 @@ class TestTokens:
     @pytest.mark.parametrize("path", ["/api/jobs", "/schema/openapi.json"])
     def test_a_bad_token_is_refused(self, http: Http, path: str) -> None:
         refused = http.ask("GET", path, UNKNOWN)
-        assert_refused(refused, 401, None, "unknown or was revoked")
+        assert_refused(refused, 401, None, "unknown, revoked or replaced")
         assert "WWW-Authenticate" in refused.headers
 
     def test_a_token_is_taken_as_a_password_too(self, http: Http, tokens: Tokens) -> None:
