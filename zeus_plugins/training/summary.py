@@ -32,7 +32,7 @@ def append_summary(trial: TrialInfo, outcome: str, monitor: str, view: JobView |
 
 
 def run_summary(trial: TrialInfo, outcome: str, monitor: str, view: JobView | None) -> str:
-    """Return a Markdown table of one run, with the verdict and a chart of the latest runs if the job's `view` is known."""
+    """Return a Markdown table of one run; with the job's `view`, also the verdict and a chart of the latest runs."""
     rows = [("batch size", f"{trial.batch_size}: {trial.reason or 'chosen by the server'}"), ("outcome", outcome)]
     if trial.metric is not None:
         rows.append((monitor or "metric", f"{trial.metric:.4g} after {trial.epoch or 0:g} epochs"))
