@@ -31,10 +31,9 @@ from zeus_plugins.errors import (
 from zeus_plugins.gpu_check import Examination, Verdict
 from zeus_plugins.power_limit import PowerLimitUnavailableError, find_devices
 from zeus_plugins.power_limit.guard import reset_limit
-from zeus_plugins.protocol import TrialId, printable
+from zeus_plugins.protocol import TrialId, package_version, printable
 
 DISTRIBUTIONS = (
-    "zeus-plugins",
     "torch",
     "lightning",
     "pytorch-lightning",
@@ -87,7 +86,7 @@ def examine() -> Iterator[Finding]:
 
 
 def _versions() -> Finding:
-    versions = {"python": platform.python_version()}
+    versions = {"python": platform.python_version(), "zeus-plugins": package_version()}
     for name in DISTRIBUTIONS:
         try:
             versions[name] = importlib.metadata.version(name)

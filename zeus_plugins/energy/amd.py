@@ -123,10 +123,11 @@ class _Gpu:
 
     @property
     def max_power_w(self) -> float:
-        """The highest settable power limit in watts; amdsmi gives microwatts."""
+        """The highest settable power limit in watts; amdsmi gives microwatts or, in some versions, watts."""
         try:
             limits = self._ask("power limits", self.amdsmi.amdsmi_get_power_cap_info)
-            return self._number("power limits", limits, "max_power_cap") / MICRO
+            limit = self._number("power limits", limits, "max_power_cap")
+            return limit if limit < MICRO else limit / MICRO  # no limit is below 1 W, or above a megawatt
         except EnergyUnavailableError as unavailable:
             raise NoPowerLimitError(unavailable.cause) from unavailable
 
