@@ -84,9 +84,8 @@ class AmdSmiMonitor(CounterMonitor):
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        super().__init__(
-            "amdsmi", partial(_counting, amdsmi, device_indices, clock, sleep), clock, max_power_w=max_power_w
-        )
+        find = partial(_counting, amdsmi, device_indices, clock, sleep)
+        super().__init__("amdsmi", find, clock, max_power_w=max_power_w, sleep=sleep)
 
 
 class AmdSmiPowerMonitor(IntegratedPowerMonitor):

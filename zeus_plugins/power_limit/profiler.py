@@ -260,6 +260,7 @@ class PowerLimitProfiler:
                     self._choose()
                 elif isinstance(state, Profiling):
                     self._rank.open_window()
+                    self._all_gather(None)  # No rank works on before all windows are open.
             case Done():
                 self._choose()
 
@@ -422,7 +423,8 @@ class _Rank:
         try:
             self._synchronize()
             if self._monitor is not None:
-                self._monitor.begin_window(self._window)
+                begin = getattr(self._monitor, "begin_window_at_moves", self._monitor.begin_window)
+                begin(self._window)
         except Exception as error:
             self._problem = str(error) or type(error).__name__
 
@@ -432,7 +434,8 @@ class _Rank:
         try:
             self._synchronize()
             if self._monitor is not None:
-                measured = self._monitor.end_window(self._window)
+                end = self._monitor.end_window
+                measured = (getattr(self._monitor, "end_window_at_moves", end) if is_kept else end)(self._window)
             if is_kept:
                 change = self.guard.change()
                 self._problem = self._problem or change or self.guard.overruled()
