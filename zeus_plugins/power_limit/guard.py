@@ -57,7 +57,7 @@ _RESTORER = "import sys; from zeus_plugins.power_limit.guard import restore_afte
 
 @dataclass
 class _Guarded:
-    """A device with its limits in watts: to put back, asked for last, in force at the latest look, and then obeyed."""
+    """A device with its limits in watts: to put back; asked for last; at the latest look; obeyed after a change."""
 
     device: PowerLimitDevice
     initial_w: float
@@ -85,15 +85,17 @@ class _Guarded:
         remember(_uuid(self.device), self.initial_w, self.asked_w, self.limit_w)
 
     def look(self) -> str | None:
-        """Read the limit, and return the change if another program has set it: then put back no other limit."""
+        """Return a change of the limit by another program, which is then put back, or by another limiter, or None."""
         before_w, self.limit_w = self.limit_w, self.device.limit_w()
-        if _is_same(self.limit_w, before_w) or _is_same(self.limit_w, self.asked_w):
-            return None
-        self.initial_w = self.cap_w = self.limit_w
-        return (
-            f"another program has changed the power limit of {self.device} from {before_w:g} W to {self.limit_w:g} W,"
-            " which stays in force after this training"
-        )
+        if not _is_same(self.limit_w, before_w) and not _is_same(self.limit_w, self.asked_w):
+            self.initial_w = self.cap_w = self.limit_w
+            return (
+                f"another program has changed the power limit of {self.device} from {before_w:g} W to {self.limit_w:g}"
+                " W, which stays in force after this training"
+            )
+        obeyed_w = enforced_limit_w(self.device)
+        overruled = f"{self.device} obeys a power limit of {obeyed_w:g} W instead of {self.obeyed_w:g} W"
+        return None if _is_same(obeyed_w, self.obeyed_w) else overruled
 
 
 def check_free(device: PowerLimitDevice) -> None:
@@ -169,31 +171,19 @@ class LimitGuard:
                 )
 
     def change(self) -> str | None:
-        """Return the first change of a limit by another program since the latest look, or None; log each cause once.
+        """Return the first change of a limit since the latest look, or None; log each cause once.
 
-        Such a limit is put back in place of the earlier one, and no higher one is set.
+        A limit that another program has set is put back in place of the earlier one, and no higher one is set.
         """
         return next(filter(None, [self._look(each) for each in self._guarded]), None)
-
-    def overruled(self) -> str | None:
-        """Return the first limit that a device obeys in place of that at the latest change, or None; log it once."""
-        for each in self._guarded:
-            obeyed_w = enforced_limit_w(each.device)
-            if not _is_same(obeyed_w, each.obeyed_w):
-                text = f"{each.device} obeys a power limit of {obeyed_w:g} W instead of {each.obeyed_w:g} W"
-                self._log_once(str(each.device), text)
-                return text
-        return None
 
     def _look(self, each: _Guarded) -> str | None:
         change = each.look()
         if change is not None:
-            self._log_once(f"{each.device} {each.limit_w:g}", change)
+            cause = f"{each.device} {each.initial_w:g}"
+            _logger.log(logging.DEBUG if cause in self._told else logging.WARNING, "%s", change)
+            self._told.add(cause)
         return change
-
-    def _log_once(self, cause: str, text: str) -> None:
-        _logger.log(logging.DEBUG if cause in self._told else logging.WARNING, "%s", text)
-        self._told.add(cause)
 
     def restore(self, *, at_end: bool = False) -> None:
         """Put the limits back. Never raises: a failure is logged with the remedy."""

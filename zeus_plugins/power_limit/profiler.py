@@ -430,20 +430,19 @@ class _Rank:
 
     def close_window(self, *, is_kept: bool) -> Outcome:
         """Return the measurement, if this rank has a monitor, or the problem; `is_kept` is False to discard both."""
-        measured = change = None
+        measured, limits_w = None, self.guard.limits_w
         try:
             self._synchronize()
             if self._monitor is not None:
                 end = self._monitor.end_window
                 measured = (getattr(self._monitor, "end_window_at_moves", end) if is_kept else end)(self._window)
             if is_kept:
-                change = self.guard.change()
-                self._problem = self._problem or change or self.guard.overruled()
+                self._problem = self.guard.change() or self._problem
         except Exception as error:
             self._problem = self._problem or str(error) or type(error).__name__
         if self._problem is not None:
             self._failures += 1
-        return Outcome(self._problem, measured, is_changed=change is not None)
+        return Outcome(self._problem, measured, is_changed=self.guard.limits_w != limits_w)
 
     @property
     def _window(self) -> str:
