@@ -92,16 +92,16 @@ def placed(ranks: Ranks) -> Placement:
     )
 
 
-def process_start(pid: int) -> str | None:
+def process_start(pid: int, proc: Path = Path("/proc")) -> str | None:
     """Return the time at which a process started, as the system writes it; None if the process has ended.
 
     The start tells apart two processes that had the same id. Windows does not tell it, so each process counts as ended.
     """
     try:
-        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].decode().split()
+        fields = proc.joinpath(str(pid), "stat").read_bytes().rpartition(b")")[2].decode().split()
         return None if fields[0] in ("Z", "X") else fields[19]  # Z: killed, and not yet waited for by its parent
     except (OSError, IndexError):
-        if Path("/proc/self/stat").exists():
+        if proc.joinpath("self/stat").exists():
             return None
     command = ["ps", "-o", "lstart=", "-p", str(pid)]
     try:

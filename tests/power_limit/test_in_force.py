@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.server
 import json
+import shutil
 import signal
 import socketserver
 import subprocess
@@ -21,6 +22,7 @@ from tests.support.fake_nvml import FakeGpu, FakeNvml
 from tests.support.power_limit_bench import record_limit
 from tests.support.reporting import until, warnings_in
 from zeus_plugins.cli import doctor
+from zeus_plugins.placement import process_start
 from zeus_plugins.power_limit import (
     CommandDevice,
     Energy,
@@ -426,6 +428,18 @@ def test_process_with_the_id_of_a_killed_training_is_not_taken_for_it(live: subp
     assert LimitGuard([device]).initial_limits_w == (700.0,)
     assert reset_limit(device) == (400.0, 700.0)
     assert gpu.limit_mw == 700_000
+
+
+@pytest.mark.parametrize("proc", [Path("/proc"), Path("/nowhere")], ids=["Linux", "other systems"])
+def test_start_of_a_process_is_known_until_it_ends(proc: Path, live: subprocess.Popen[bytes]) -> None:
+    if not proc.exists() and shutil.which("ps") is None:
+        pytest.skip("no ps on this machine")
+    started = process_start(live.pid, proc)
+    assert started == process_start(live.pid, proc) is not None
+    assert process_start(1, proc) not in (None, started)
+    live.kill()
+    live.wait()
+    assert process_start(live.pid, proc) is None
 
 
 @pytest.mark.parametrize(("in_force_mw", "restored_mw"), [(500_000, 700_000), (400_000, 700_000), (450_000, 450_000)])

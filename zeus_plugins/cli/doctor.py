@@ -265,9 +265,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser = commands.add_parser(
         "doctor",
         help="check this machine, its energy counters and its server",
-        description="Checks versions, GPUs, energy counters and their permissions, the server and the results that wait"
-        " for it. Changes nothing without --reset-power-limits. The exit status is 1 if a problem would stop a training"
-        " or keep it from the server, otherwise 0.",
+        description="Checks versions, GPUs and their power limits, energy counters and their permissions, the server"
+        " and the results that wait for it. Changes nothing without --reset-power-limits. The exit status is 1 if a"
+        " problem would stop a training or keep it from the server, otherwise 0.",
     )
     what = parser.add_mutually_exclusive_group()
     what.add_argument(
