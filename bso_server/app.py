@@ -6,7 +6,6 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from importlib.metadata import version
 
 from litestar import Litestar
 from litestar.di import Provide
@@ -35,6 +34,7 @@ from bso_server.service.views import Tariff
 from bso_server.settings import Settings, parts
 from bso_server.storage.database import open_database
 from bso_server.storage.store import Store
+from zeus_plugins.protocol import package_version
 
 _REQUEST_COUNTS = "request_counts"
 
@@ -101,7 +101,7 @@ def create_app(settings: Settings | None = None) -> Litestar:
         # Other renderers load scripts from a CDN.
         openapi_config=OpenAPIConfig(
             title="Batch size optimization server",
-            version=version("zeus-plugins"),
+            version=package_version(),
             path="/schema",
             render_plugins=[OpenApiDocument(path="/openapi.json")],
             use_handler_docstrings=True,

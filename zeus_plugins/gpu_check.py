@@ -24,6 +24,7 @@ from statistics import median
 from typing import Any
 
 from zeus_plugins.energy import EnergyUnavailableError
+from zeus_plugins.energy.counters import POLL_S, next_moves
 from zeus_plugins.energy.nvml import POWER_INSTANT, Nvml, NvmlGpu, open_gpus
 from zeus_plugins.energy.visible import cuda_devices
 from zeus_plugins.environment import (
@@ -48,7 +49,6 @@ SETTLE_S = 1.5
 SHORT_S = 2.0
 """Seconds of a comparison without phases."""
 
-_POLL_S = 0.002
 _SAMPLE_S = 0.01
 
 # The bit of CAP_SYS_ADMIN in a process's capabilities.
@@ -261,7 +261,7 @@ class Examination:
             if (reading := read()) != latest:
                 latest = reading
                 moves_s.append(now_s)
-            self.sleep(_POLL_S)
+            self.sleep(POLL_S)
         return [after - before for before, after in pairwise(moves_s)]
 
     def _span(self, gpu: NvmlGpu, least_s: float) -> Span:
@@ -282,13 +282,7 @@ class Examination:
 
     def _move(self, gpu: NvmlGpu) -> tuple[float, int]:
         """Return time and value of the next move of the counter, or of its last reading after a second."""
-        begun_s, latest_uj = self.clock(), gpu.energy_uj()
-        while (now_s := self.clock()) - begun_s < 1.0:
-            reading_uj = gpu.energy_uj()
-            if reading_uj != latest_uj:
-                return now_s, reading_uj
-            self.sleep(_POLL_S)
-        return now_s, latest_uj
+        return next_moves([gpu.energy_uj], self.clock, self.sleep)[0]
 
     def _mappings(self, gpu: NvmlGpu) -> Iterator[Result]:
         place = str(gpu.index)

@@ -10,7 +10,6 @@ import re
 import sys
 from collections.abc import Sequence
 from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 
 from bso_server.app import store_of
@@ -35,7 +34,7 @@ from bso_server.service.health import differences
 from bso_server.settings import Settings, source_of, variable_of
 from bso_server.storage.store import Store
 from bso_server.storage.transaction import Transaction
-from zeus_plugins.protocol import printable
+from zeus_plugins.protocol import package_version, printable
 
 # Status of a command whose reader has closed the pipe, as in `bso-server jobs list | head`: 128 + SIGPIPE.
 _READER_LEFT = 141
@@ -70,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="bso-server", description="The batch size optimization server.")
-    parser.add_argument("--version", action="version", version=f"%(prog)s {version('zeus-plugins')}")
+    parser.add_argument("--version", action="version", version=f"%(prog)s {package_version()}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     add_serve_command(commands)

@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from http import HTTPStatus
-from importlib.metadata import version
 
 from bso_server.core.occurrences import Occurrence, Outcome, TransactionDone
 from bso_server.metrics.logs import TRACE_ID
+from zeus_plugins.protocol import package_version
 
 try:
     from opentelemetry import trace
@@ -44,7 +44,7 @@ class Tracing:
         self._provider = TracerProvider(resource=resource)
         self._exporter = exporter or OTLPSpanExporter()
         self._provider.add_span_processor(BatchSpanProcessor(self._exporter))
-        self._tracer = self._provider.get_tracer("bso_server", version("zeus-plugins"))
+        self._tracer = self._provider.get_tracer("bso_server", package_version())
         self._propagator = TraceContextTextMapPropagator()
 
     @contextmanager

@@ -15,7 +15,6 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from datetime import datetime
-from importlib.metadata import version
 from operator import itemgetter
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -60,6 +59,7 @@ from zeus_plugins.protocol import (
     TrialList,
     TrialState,
     TrialView,
+    package_version,
 )
 
 P = ParamSpec("P")
@@ -194,7 +194,7 @@ def list_events(transaction: Transaction, job_id: str, *, since: int = 0, limit:
 
 def version_view() -> VersionView:
     """Return the running version."""
-    return VersionView(version=version("zeus-plugins"), schema_revision=HEAD)
+    return VersionView(version=package_version(), schema_revision=HEAD)
 
 
 class JobReader:

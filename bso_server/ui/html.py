@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cache, lru_cache
-from importlib.metadata import version
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +17,7 @@ from bso_server.service.pages import View
 from bso_server.service.views import JobPage
 from bso_server.ui import charts, units, words
 from bso_server.ui.plot import pixels
+from zeus_plugins.protocol import package_version
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -81,7 +81,7 @@ def static_file(name: str) -> bytes:
 @cache
 def build() -> str:
     """Return a short hash of all templates and static files, so that browsers reload them after an update."""
-    parts = [version("zeus-plugins").encode(), *map(static_file, MEDIA_TYPES)]
+    parts = [package_version().encode(), *map(static_file, MEDIA_TYPES)]
     templates = sorted((files(__package__) / "templates").iterdir(), key=lambda each: each.name)
     return hashlib.sha256(b"".join([*parts, *(each.read_bytes() for each in templates)])).hexdigest()[:12]
 
@@ -153,7 +153,7 @@ def templates() -> Environment:
         kind=lambda part: type(part).__name__,
     )
     # Templates choose their charts and sentences.
-    environment.globals.update(draw=charts, say=words, build=build(), version=version("zeus-plugins"))
+    environment.globals.update(draw=charts, say=words, build=build(), version=package_version())
     style = static_file("style.css").decode()
     environment.globals["style"] = Markup(style)  # nosec B704  # noqa: S704 - a file of ours
     return environment

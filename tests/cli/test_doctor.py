@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ import pytest
 from tests.support.answering import answering
 from tests.support.energy_bench import plain_environment  # noqa: F401 - a fixture
 from tests.support.fake_nvml import FakeGpu, FakeNvml, has_nvidia_driver
+from tests.support.power_limit_bench import record_limit
 from tests.support.servers import ServerProcess, bso_server, free_port
 from tests.support.tokens import make_token
 from zeus_plugins.cli import main
@@ -174,6 +176,29 @@ def test_a_gpu_without_a_counter_is_told_of(ask: Any) -> None:
     level, text = report.only("energy")
     assert level == "warning"
     assert text.startswith("nvml power, integrated every 0.1 s. GPU 0 (Tesla P100) gives no energy counter")
+
+
+@pytest.mark.parametrize(
+    ("limit_mw", "pid", "level", "says"),
+    [
+        (700_000, None, "ok", "700 W"),
+        (400_000, "none", "warning", "400 W, below the default: `zeus-plugins doctor --reset-power-limits` sets 700 W"),
+        (
+            400_000,
+            None,
+            "warning",
+            "400 W, left behind by a killed training: `zeus-plugins doctor --reset-power-limits`",
+        ),
+        (400_000, "live", "ok", "400 W; the training with process id {} sets its power limit, and restores 700 W when"),
+    ],
+)
+def test_limits_left_behind_are_listed(ask: Any, limit_mw: int, pid: str | None, level: str, says: str) -> None:
+    if pid != "none":
+        record_limit(os.getppid() if pid else None)
+    nvml = FakeNvml([FakeGpu(limit_mw=limit_mw, default_mw=700_000)])
+    assert ask(nvml=nvml).only("power limit")[0] == level
+    assert f"GPU 0 (NVIDIA H200): {says.format(os.getppid())}" in ask(nvml=nvml).only("power limit")[1]
+    assert nvml.machine[0].limit_mw == limit_mw
 
 
 def test_gpus_that_cannot_be_measured_together_are_a_problem(ask: Any, shared_server: ServerProcess) -> None:

@@ -72,6 +72,11 @@ def test_the_gpus_measured_are_those_that_hip_shows(
     assert monitor.gpus().number_of_gpus == len(measured)
 
 
+@pytest.mark.parametrize("cap", [750_000_000, 750], ids=["microwatts", "watts"])
+def test_power_cap_is_read_in_either_unit(cap: int) -> None:
+    assert AmdSmiMonitor(amdsmi=FakeAmdSmi([FakeAmdGpu(max_power_uw=cap)])).gpus().max_power == 750.0
+
+
 def test_hidden_gpus_are_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HIP_VISIBLE_DEVICES", "-1")
     with pytest.raises(NoGpuError, match="no AMD GPU is visible: the driver lists 1"):

@@ -13,7 +13,11 @@ from pathlib import Path
 import pytest
 
 from tests.support import ROOT
+from tests.support.power_limit_bench import KnownDevice
 from tests.support.reporting import until
+from zeus_plugins.cli import doctor
+from zeus_plugins.energy import EstimateMonitor
+from zeus_plugins.power_limit import Energy, PowerLimitProfiler
 from zeus_plugins.power_limit.guard import recall
 
 FOUND_W = 250.0
@@ -85,6 +89,30 @@ def test_a_training_that_ends_puts_the_limit_back_itself_unless_it_is_killed(
     assert training.wait() == status
     assert is_killed or float(limit.read_text()) == FOUND_W
     assert_put_back(limit)
+
+
+def test_live_training_is_named_by_others_and_its_limit_left_alone(
+    begin: Begin, limit: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    training, device = begin("signal"), KnownDevice(limit)
+    monkeypatch.setattr(doctor, "find_devices", lambda: [device])
+    (reset,) = doctor.reset_power_limits()
+    assert (reset.level, f"process id {training.pid} " in reset.text) == ("warning", True)
+    second = PowerLimitProfiler([device], Energy(), monitor=EstimateMonitor(100.0), limits_w=[100.0])
+    second.on_epoch_begin()
+    second.close()
+    assert f"process id {training.pid} sets its power limit, and restores 250 W" in caplog.text
+    assert "killed" not in caplog.text
+    assert float(limit.read_text()) == TRIED_W
+
+
+def test_cap_set_during_a_training_stays_when_the_training_is_killed(begin: Begin, limit: Path) -> None:
+    training = begin("signal")
+    limit.write_text("125")
+    training.kill()
+    training.wait()
+    until(lambda: recall("GPU-file") is None)
+    assert float(limit.read_text()) == 125
 
 
 @pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="this system tells of a process's end by the pipe alone")

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import http.server
 import json
+import shutil
 import signal
 import socketserver
+import subprocess
+import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -16,8 +19,10 @@ from urllib.parse import parse_qs, urlsplit
 import pytest
 
 from tests.support.fake_nvml import FakeGpu, FakeNvml
-from tests.support.reporting import warnings_in
+from tests.support.power_limit_bench import record_limit
+from tests.support.reporting import until, warnings_in
 from zeus_plugins.cli import doctor
+from zeus_plugins.placement import process_start
 from zeus_plugins.power_limit import (
     CommandDevice,
     Energy,
@@ -32,7 +37,7 @@ from zeus_plugins.power_limit import (
     find_devices,
 )
 from zeus_plugins.power_limit.devices import PowerLimitNotAppliedError, ZeusdDevice, set_and_check
-from zeus_plugins.power_limit.guard import LimitGuard, forget, recall, remember, reset_limit
+from zeus_plugins.power_limit.guard import LimitGuard, forget, holder, recall, remember, reset_limit
 
 
 def device_of(**of_gpu: Any) -> tuple[NvmlDevice, FakeGpu]:
@@ -59,6 +64,8 @@ class Replayed:
     def __init__(self, **of_gpu: Any) -> None:
         self.device, self.gpu = device_of(**of_gpu)
         self._where = ReplayMachine(TABLE)
+        self.meddle: Callable[[float], None] = lambda _: None  # called within a step, with the limit at its begin
+        self.draws_w: Callable[[float], float] = lambda limit_w: limit_w
 
     def profiler(self, selector: Any = None, **options: Any) -> PowerLimitProfiler:
         where = self._where
@@ -77,7 +84,9 @@ class Replayed:
         for _ in range(steps):
             assert self.gpu.limit_mw is not None
             limits_w.append(self.gpu.limit_mw / 1000)
-            self._where.devices[0].set_limit_w(min(TABLE, key=lambda limit_w: abs(limit_w - limits_w[-1])))
+            self.meddle(limits_w[-1])
+            drawn_w = self.draws_w(self.gpu.limit_mw / 1000)
+            self._where.devices[0].set_limit_w(min(TABLE, key=lambda limit_w: abs(limit_w - drawn_w)))
             self._where.train()
             zeus.on_step_end()
         if ends:
@@ -129,6 +138,108 @@ def test_no_limit_is_tried_that_another_limiter_overrules() -> None:
     assert here.train(zeus, 1) == [500]
     zeus.close()
     assert here.gpu.limit_mw == 700_000
+
+
+# ---- Changed by others ---------------------------------------------------------------------------------------------
+
+
+def once_at(limit_w: float, act: Callable[[], object]) -> Callable[[float], None]:
+    """Act within the first step under a limit."""
+    left = [act]
+
+    def meddle(in_force_w: float) -> None:
+        if in_force_w == limit_w and left:
+            left.pop()()
+
+    return meddle
+
+
+def powers_w(zeus: PowerLimitProfiler) -> dict[float, float]:
+    """The mean power of each measured limit, in watts."""
+    assert zeus.profile is not None
+    return {sample.limit_w: sample.average_power_w for sample in zeus.profile.samples}
+
+
+def test_window_in_which_another_program_set_the_limit_is_measured_again(caplog: pytest.LogCaptureFixture) -> None:
+    here = Replayed()
+    here.meddle = once_at(300, lambda: setattr(here.gpu, "limit_mw", 500_000))
+    zeus = here.profiler()
+    assert here.train(zeus, 8) == [700, 600, 500, 400, 300, 300, 200, 500]
+    assert powers_w(zeus) == {limit_w: pytest.approx(limit_w) for limit_w in TABLE}
+    assert zeus.chosen_limit_w == 500
+    (warning,) = warnings_in(caplog)
+    assert "another program has changed the power limit of GPU 0 (H200) from 300 W to 500 W" in warning
+    zeus.close()
+    assert here.gpu.limit_mw == 500_000  # no longer the 700 W of the begin
+
+
+def test_limit_that_another_program_keeps_changing_ends_the_search(caplog: pytest.LogCaptureFixture) -> None:
+    here = Replayed()
+    here.meddle = lambda limit_w: setattr(here.gpu, "limit_mw", 550_000 if limit_w <= 300 else here.gpu.limit_mw)
+    zeus = here.profiler()
+    assert here.train(zeus, 9) == [700, 600, 500, 400, 300, 300, 300, 550, 550]
+    assert (zeus.chosen_limit_w, zeus.is_done) == (None, True)
+    changed, given_up = warnings_in(caplog)
+    assert given_up.startswith(f"no power limit is chosen, and the training goes on without one: {changed}")
+    zeus.close()
+    assert here.gpu.limit_mw == 550_000
+
+
+def test_limit_of_another_program_is_not_exceeded(caplog: pytest.LogCaptureFixture) -> None:
+    here = Replayed()
+    here.meddle = once_at(500, lambda: setattr(here.gpu, "limit_mw", 350_000))
+    zeus = here.profiler()
+    assert here.train(zeus, 5) == [700, 600, 500, 350, 350]
+    assert zeus.chosen_limit_w is None
+    assert warnings_in(caplog)[1].endswith("another program has limited GPU 0 (H200) to 350 W")
+    zeus.close()
+    assert here.gpu.limit_mw == 350_000
+
+
+def test_window_in_which_another_limiter_was_active_is_measured_again(caplog: pytest.LogCaptureFixture) -> None:
+    here = Replayed(enforced_mw=700_000)
+    here.meddle = once_at(500, lambda: setattr(here.gpu, "enforced_mw", 400_000))
+    zeus = here.profiler(limits_w=[700, 500])
+    here.train(zeus, 2, ends=False)
+    here.gpu.enforced_mw = 700_000
+    assert here.train(zeus, 2) == [500, 500]
+    assert zeus.chosen_limit_w == 500
+    assert powers_w(zeus) == pytest.approx({700: 700, 500: 500})
+    assert warnings_in(caplog) == ["GPU 0 (H200) obeys a power limit of 400 W instead of 500 W"]
+    zeus.close()
+    assert here.gpu.limit_mw == 700_000
+
+
+@pytest.mark.parametrize(("windows", "measured"), [(1, list(TABLE)), (99, [700, 600, 500, 400])])
+def test_window_with_more_power_than_its_limit_is_discarded(
+    caplog: pytest.LogCaptureFixture, windows: int, measured: list[float]
+) -> None:
+    """The limit is the same at both ends of the window, and was raised within it."""
+    here = Replayed()
+    left = [513.0] * windows
+    here.draws_w = lambda limit_w: left.pop() if limit_w == 300 and left else limit_w
+    zeus = here.profiler()
+    here.train(zeus, 9)
+    assert powers_w(zeus) == {limit_w: pytest.approx(limit_w) for limit_w in measured}
+    assert zeus.chosen_limit_w == 500
+    exceeded, *stopped = warnings_in(caplog)
+    assert exceeded == "the mean power under a limit of 300 W was 500 W: it is measured again"
+    assert len(stopped) == (windows > 3)
+    zeus.close()
+    assert here.gpu.limit_mw == 700_000
+
+
+def test_limit_that_an_administrator_sets_after_the_choice_stays(caplog: pytest.LogCaptureFixture) -> None:
+    here = Replayed()
+    zeus = here.profiler()
+    here.train(zeus, 7)
+    assert here.gpu.limit_mw == 500_000
+    here.gpu.limit_mw = 350_000
+    zeus.close()
+    assert here.gpu.limit_mw == 350_000
+    assert recall("GPU-0") is None
+    (warning,) = warnings_in(caplog)
+    assert "changed the power limit of GPU 0 (H200) from 500 W to 350 W, which stays in force" in warning
 
 
 # ---- Who sets it ---------------------------------------------------------------------------------------------------
@@ -272,6 +383,75 @@ def test_the_limit_of_a_killed_training_does_not_become_the_next_ones(caplog: py
     killed.close()
 
 
+@pytest.fixture(name="live")
+def start_live_process() -> Iterator[subprocess.Popen[bytes]]:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        yield process
+        process.kill()
+
+
+def test_training_that_ends_before_its_first_change_restores_a_limit_left_behind(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    here = Replayed(limit_mw=400_000, default_mw=700_000)
+    record_limit()
+    zeus = here.profiler(wait_steps=100)
+    assert here.train(zeus, 3) == [400] * 3
+    assert "restoring 700 W when this training ends" in caplog.text
+    zeus.close()
+    assert here.gpu.limit_mw == 700_000
+    assert recall("GPU-0") is None
+
+
+def test_live_training_is_named_and_its_limit_left_alone(
+    caplog: pytest.LogCaptureFixture, live: subprocess.Popen[bytes]
+) -> None:
+    here = Replayed(limit_mw=400_000, default_mw=700_000)
+    record_limit(live.pid)
+    with pytest.raises(PowerLimitUnavailableError, match=f"the training with process id {live.pid} sets its power"):
+        reset_limit(here.device)
+    zeus = here.profiler(limits_w=None)
+    assert here.train(zeus, 2) == [400] * 2
+    assert powers_w(zeus) == {400: 400}
+    (warning,) = warnings_in(caplog)
+    assert f"the training with process id {live.pid} sets its power limit, and restores 700 W when it ends" in warning
+    assert here.gpu.limit_mw == 400_000
+    live.kill()  # and not yet waited for
+    until(lambda: holder(here.device) is None)
+    zeus.close()  # the first training to end restores
+    assert here.gpu.limit_mw == 700_000
+
+
+def test_process_with_the_id_of_a_killed_training_is_not_taken_for_it(live: subprocess.Popen[bytes]) -> None:
+    device, gpu = device_of(limit_mw=400_000, default_mw=650_000)
+    record_limit(live.pid, started="1")
+    assert LimitGuard([device]).initial_limits_w == (700.0,)
+    assert reset_limit(device) == (400.0, 700.0)
+    assert gpu.limit_mw == 700_000
+
+
+@pytest.mark.parametrize("proc", [Path("/proc"), Path("/nowhere")], ids=["Linux", "other systems"])
+def test_start_of_a_process_is_known_until_it_ends(proc: Path, live: subprocess.Popen[bytes]) -> None:
+    if not proc.exists() and shutil.which("ps") is None:
+        pytest.skip("no ps on this machine")
+    started = process_start(live.pid, proc)
+    assert started == process_start(live.pid, proc) is not None
+    assert process_start(1, proc) not in (None, started)
+    live.kill()
+    live.wait()
+    assert process_start(live.pid, proc) is None
+
+
+@pytest.mark.parametrize(("in_force_mw", "restored_mw"), [(500_000, 700_000), (400_000, 700_000), (450_000, 450_000)])
+def test_training_killed_in_the_midst_of_a_change_left_either_limit_behind(in_force_mw: int, restored_mw: int) -> None:
+    here = Replayed(limit_mw=in_force_mw)
+    record_limit(before_w=500.0)
+    zeus = here.profiler(wait_steps=100)
+    here.train(zeus, 1)
+    zeus.close()
+    assert here.gpu.limit_mw == restored_mw
+
+
 def test_a_limit_that_somebody_has_set_since_is_not_taken_for_one_that_was_left_behind() -> None:
     device, gpu = device_of(limit_mw=350_000)
     remember("GPU-0", 700.0, 400.0)
@@ -282,7 +462,7 @@ def test_a_limit_that_somebody_has_set_since_is_not_taken_for_one_that_was_left_
 
 def test_a_rank_without_gpus_leaves_the_handling_of_signals_alone() -> None:
     before = signal.getsignal(signal.SIGTERM)
-    LimitGuard(()).arm(400.0)
+    LimitGuard(()).claim()
     assert signal.getsignal(signal.SIGTERM) is before
 
 
@@ -310,6 +490,11 @@ def test_the_doctor_puts_limits_back(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "does not tell its default limit" in findings[1][1]
     assert "Insufficient Permissions" in findings[2][1]
     assert lowered[1].limit_mw == 650_000
+    record_limit()
+    lowered[1].limit_mw = 350_000
+    first, again = next(doctor.reset_power_limits()), next(doctor.reset_power_limits())
+    assert (first.level, again.text) == ("warning", "GPU 0 (H200): 350 W → 650 W")
+    assert "350 W, which another program has set since a killed training set 400 W" in first.text
 
 
 # ---- Descending ----------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -19,22 +20,26 @@ from zeus_plugins.training.power_run import PowerLimitFindings
 
 COUNTER_S = 0.1
 WIDE_W = (700.0, 550.0, 400.0, 250.0)
+IDLE_W = 90.0
 
 
 class SteppingGpu:
-    """A GPU whose counter moves every 100 ms, and whose steps take 1.5 ms or so.
+    """GPUs whose counters move every 100 ms, at these phases, and whose steps take 1.5 ms or so.
 
-    Above 500 W it draws what the model needs, which is 500 W; below, its clock falls with the cube root of the limit.
+    Above 500 W each draws what the model needs, which is 500 W; below, its clock falls with the cube root of the limit.
+    Between two steps it draws `IDLE_W`.
     """
 
-    def __init__(self, step_s: float = 0.0015) -> None:
+    def __init__(self, step_s: float = 0.0015, phases_s: Sequence[float] = (0.0,)) -> None:
         self.clock = Clock(0.0)
-        self.gpu = FakeGpu(counter_mj=1_000)
-        self.nvml = FakeNvml([self.gpu])
-        self.monitor = NvmlMonitor(nvml=self.nvml, clock=self.clock)
-        self.devices = [NvmlDevice("GPU-0", 0, "GPU 0", self.nvml)]
+        self.gpus = [FakeGpu(counter_mj=1_000, uuid=f"GPU-{place}") for place in range(len(phases_s))]
+        self.gpu = self.gpus[0]
+        self.nvml = FakeNvml(self.gpus)
+        self.monitor = NvmlMonitor(nvml=self.nvml, clock=self.clock, sleep=lambda time_s: self._spend(time_s, IDLE_W))
+        self.devices = [NvmlDevice(gpu.uuid, 0, gpu.uuid, self.nvml) for gpu in self.gpus]
         self._step_s = step_s
-        self._energy_mj = 1_000.0
+        self._phases_s = phases_s
+        self._energy_mj = 1_000.0  # of each
 
     def step_of(self, limit_w: float) -> tuple[float, float]:
         """Seconds and watts of a step under a limit."""
@@ -47,11 +52,14 @@ class SteppingGpu:
 
     def train(self) -> None:
         assert self.gpu.limit_mw is not None
-        time_s, power_w = self.step_of(self.gpu.limit_mw / 1000)
+        self._spend(*self.step_of(self.gpu.limit_mw / 1000))
+
+    def _spend(self, time_s: float, power_w: float) -> None:
         before_s, self.clock.now_s = self.clock.now_s, self.clock.now_s + time_s
-        moved_s = math.floor(self.clock.now_s / COUNTER_S + 1e-9) * COUNTER_S
-        if moved_s > before_s:
-            self.gpu.counter_mj = round(self._energy_mj + 1000 * power_w * (moved_s - before_s))
+        for gpu, phase_s in zip(self.gpus, self._phases_s, strict=True):
+            moved_s = math.floor((self.clock.now_s - phase_s) / COUNTER_S + 1e-9) * COUNTER_S + phase_s
+            if moved_s > before_s:
+                gpu.counter_mj = round(self._energy_mj + 1000 * power_w * (moved_s - before_s))
         self._energy_mj += 1000 * power_w * time_s
 
 
@@ -66,26 +74,32 @@ def profiled(here: SteppingGpu, epochs: int, steps: int, **options: Any) -> Powe
     return zeus
 
 
-# In an epoch of 0.8 s a window's ends, each of which misses up to 0.1 s of energy, weigh more.
-@pytest.mark.parametrize(
-    ("epochs", "steps", "error"), [(1, 12_000, 0.06), (30, 500, 0.15)], ids=["long epochs", "epochs of 0.8 s"]
-)
-def test_a_counter_that_moves_ten_times_a_second_does_not_mislead(epochs: int, steps: int, error: float) -> None:
-    here = SteppingGpu()
+@pytest.mark.parametrize("phases_s", [(0.0,), (0.013, 0.08)], ids=["one GPU", "two GPUs"])
+@pytest.mark.parametrize(("epochs", "steps"), [(1, 12_000), (30, 500)], ids=["long epochs", "epochs of 0.8 s"])
+def test_a_counter_that_moves_ten_times_a_second_does_not_mislead(
+    epochs: int, steps: int, phases_s: Sequence[float]
+) -> None:
+    here = SteppingGpu(phases_s=phases_s)
     zeus = profiled(here, epochs, steps, limits_w=WIDE_W)
     assert zeus.profile is not None
     assert len(zeus.profile.samples) == len(WIDE_W)
     for sample in zeus.profile.samples:
         assert sample.time_s >= 2.0
-        assert sample.average_power_w == pytest.approx(here.step_of(sample.limit_w)[1], rel=error)
+        step_s, power_w = here.step_of(sample.limit_w)
+        assert sample.average_power_w == pytest.approx(len(phases_s) * power_w, rel=0.003)
+        assert sample.time_per_step_s == pytest.approx(step_s)
     chosen_w = zeus.chosen_limit_w
     assert chosen_w is not None
     assert here.cost_j(chosen_w) <= 1.03 * min(here.cost_j(limit_w) for limit_w in WIDE_W)
     zeus.close()
 
 
-def test_a_window_without_a_move_of_the_counter_is_refused(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_window_without_a_move_of_the_counter_is_refused(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     here = SteppingGpu()
+    monkeypatch.setattr(here.monitor, "begin_window_at_moves", here.monitor.begin_window)  # as of another monitor
+    monkeypatch.setattr(here.monitor, "end_window_at_moves", here.monitor.end_window)
     zeus = profiled(here, 1, 3000, warmup_s=0.0, profile_s=0.0)
     assert zeus.chosen_limit_w is None
     assert "the monitor measured 0 J in " in caplog.text

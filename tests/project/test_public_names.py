@@ -115,7 +115,7 @@ PUBLIC = {
             "is_estimated",
             "is_time_alone",
         ),
-        *("EndingState", "Instant", "LongText", "TrialFacts", "printable"),
+        *("EndingState", "Instant", "LongText", "TrialFacts", "package_version", "printable"),
         # The types and bounds of the messages' fields.
         *("BatchSize", "Epochs", "Finite", "Identifier", "Joules", "NonNegativeFinite", "NonNegativeInt"),
         *("PositiveFinite", "PositiveInt", "PowerLimitSamples", "Seconds", "Seed", "Text", "Watts"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -36,6 +37,18 @@ def test_the_version_has_one_place() -> None:
     sources = [*ROOT.glob("zeus_plugins/**/*.py"), *ROOT.glob("bso_server/**/*.py")]
     assert [file.name for file in sources if "__version__" in file.read_text()] == []
     assert f"version: {VERSION}\n" in (ROOT / "CITATION.cff").read_text()
+
+
+def test_packages_on_the_path_alone_have_an_unknown_version(tmp_path: Path) -> None:
+    site = Path(next(place for place in sys.path if place.endswith("site-packages")))
+    for each in site.iterdir():  # all that is installed, but this distribution
+        if "zeus_plugins" not in each.name:
+            (tmp_path / each.name).symlink_to(each)
+    path = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
+    for module, name in (("zeus_plugins", "zeus-plugins"), ("bso_server", "bso-server")):
+        command = [sys.executable, "-S", "-m", module, "--version"]
+        done = subprocess.run(command, env=path, cwd=tmp_path, capture_output=True, text=True, check=False)
+        assert (done.stdout, done.returncode) == (f"{name} 0+unknown\n", 0), done.stderr
 
 
 def test_the_changelog_is_in_shape() -> None:

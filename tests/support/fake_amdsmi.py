@@ -21,7 +21,7 @@ class FakeAmdGpu:
     name: str = MI300X
     steps: int | str | None = 1_000_000
     resolution_uj: float = 15.25
-    max_power_uw: int | None = 750_000_000
+    max_power_uw: int | None = 750_000_000  # some versions of amdsmi: watts
     hip_id: int | None = None
     uuid: str = ""
     partition: str | None = "SPX"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,6 +11,8 @@ from typing import Any
 import pytest
 
 from zeus_plugins.energy import EnergyUnavailableError, Measurement
+from zeus_plugins.files import state_directory
+from zeus_plugins.placement import process_start
 from zeus_plugins.power_limit import (
     Done,
     OptimumSelector,
@@ -24,6 +27,7 @@ from zeus_plugins.power_limit import (
     Warmup,
     ZeusCost,
 )
+from zeus_plugins.power_limit.guard import remember
 from zeus_plugins.protocol import GpuConfig
 
 # Watts: seconds and watts of a step. Worked out by hand (maximum power 250 W):
@@ -88,6 +92,18 @@ def found_out(
     samples = [{"limit_w": w, "steps": 4, "time_s": 1.5, "energy_j": energy_j, "source": "nvml"} for w in limits_w]
     gpus = {name: job[name] for name in ("max_power", "number_of_gpus", "gpu_model")}
     return {"gpus": gpus, "samples": samples, "chosen_limit_w": limits_w[0]}
+
+
+def record_limit(pid: int | None = None, **fields: Any) -> None:
+    """Write the record of a training that has set 400 W on a GPU that had 700 W.
+
+    Without `pid`, the record is one of an older version, which names no process.
+    """
+    remember(fields.pop("uuid", "GPU-0"), 700.0, 400.0)
+    (path,) = (state_directory() / "power-limits").glob("*.json")
+    record = json.loads(path.read_text())
+    named = {} if pid is None else {"pid": pid, "started": process_start(pid)}
+    path.write_text(json.dumps({name: record[name] for name in ("original_w", "set_w", "boot_id")} | named | fields))
 
 
 class Forbidden:

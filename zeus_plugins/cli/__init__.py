@@ -5,12 +5,11 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from importlib.metadata import version
 from pathlib import Path
 
 from zeus_plugins.cli import doctor, energy, master, sync
 from zeus_plugins.errors import ZeusBSOError
-from zeus_plugins.protocol import GP_VOI, OWN_POLICIES, printable
+from zeus_plugins.protocol import GP_VOI, OWN_POLICIES, package_version, printable
 
 _DEFAULT_RECURRENCES = 18
 
@@ -31,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="zeus-plugins", description="Batch size optimization for trainings.")
-    parser.add_argument("--version", action="version", version=f"%(prog)s {version('zeus-plugins')}")
+    parser.add_argument("--version", action="version", version=f"%(prog)s {package_version()}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     demo = commands.add_parser(
         "demo",

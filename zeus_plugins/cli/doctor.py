@@ -29,12 +29,12 @@ from zeus_plugins.errors import (
     ZeusBSOTokenError,
 )
 from zeus_plugins.gpu_check import Examination, Verdict
-from zeus_plugins.power_limit import PowerLimitUnavailableError, find_devices
-from zeus_plugins.power_limit.guard import reset_limit
-from zeus_plugins.protocol import TrialId, printable
+from zeus_plugins.power_limit import PowerLimitDevice, PowerLimitUnavailableError, find_devices
+from zeus_plugins.power_limit.devices import default_limit_w
+from zeus_plugins.power_limit.guard import PowerLimitKeptError, holder, left_behind, reset_limit
+from zeus_plugins.protocol import TrialId, package_version, printable
 
 DISTRIBUTIONS = (
-    "zeus-plugins",
     "torch",
     "lightning",
     "pytorch-lightning",
@@ -87,7 +87,7 @@ def examine() -> Iterator[Finding]:
 
 
 def _versions() -> Finding:
-    versions = {"python": platform.python_version()}
+    versions = {"python": platform.python_version(), "zeus-plugins": package_version()}
     for name in DISTRIBUTIONS:
         try:
             versions[name] = importlib.metadata.version(name)
@@ -133,6 +133,7 @@ def _nvidia_gpus() -> Iterator[Finding]:
         yield Finding("nvidia", Level.OK, f"{gpu}: {text}", details)
         if None not in answers.values():
             yield _comparison(gpu)
+    yield from _power_limits()
 
 
 def _answer(question: Callable[[], float]) -> float | None:
@@ -219,6 +220,11 @@ def _outbox() -> Finding:
 
 def reset_power_limits() -> Iterator[Finding]:
     """Restore power limits, with a finding for each GPU."""
+    return _power_limits(_reset)
+
+
+def _power_limits(examined: Callable[[PowerLimitDevice], Finding] | None = None) -> Iterator[Finding]:
+    """Examine the power limit of each GPU, or use it otherwise."""
     try:
         devices = find_devices()
     except ZeusBSOConfigError as error:
@@ -226,12 +232,32 @@ def reset_power_limits() -> Iterator[Finding]:
         return
     for device in devices:
         try:
-            found_w, limit_w = reset_limit(device)
+            yield (examined or _power_limit)(device)
+        except PowerLimitKeptError as error:
+            yield Finding("power limit", Level.WARNING, str(error))
         except PowerLimitUnavailableError as error:
-            yield Finding("power limit", Level.PROBLEM, str(error))
-        else:
-            details = {"found_w": found_w, "limit_w": limit_w}
-            yield Finding("power limit", Level.OK, f"{device}: {found_w:g} W → {limit_w:g} W", details)
+            yield Finding("power limit", Level.PROBLEM if examined else Level.OK, str(error))
+
+
+def _power_limit(device: PowerLimitDevice) -> Finding:
+    live, left = holder(device), left_behind(device)
+    limit_w, default_w = device.limit_w(), default_limit_w(device)
+    details = {"limit_w": limit_w, "default_w": default_w}
+    remedy = "`zeus-plugins doctor --reset-power-limits` sets"
+    level, text = Level.OK, f"{device}: {limit_w:g} W"
+    if live is not None:
+        text += f"; {live} when it ends"
+    elif left is not None:
+        level, text = Level.WARNING, f"{text}, left behind by a killed training: {remedy} {left.original_w:g} W"
+    elif default_w is not None and limit_w < default_w:
+        level, text = Level.WARNING, f"{text}, below the default: {remedy} {default_w:g} W"
+    return Finding("power limit", level, text, details)
+
+
+def _reset(device: PowerLimitDevice) -> Finding:
+    found_w, limit_w = reset_limit(device)
+    details = {"found_w": found_w, "limit_w": limit_w}
+    return Finding("power limit", Level.OK, f"{device}: {found_w:g} W → {limit_w:g} W", details)
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -239,9 +265,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser = commands.add_parser(
         "doctor",
         help="check this machine, its energy counters and its server",
-        description="Checks versions, GPUs, energy counters and their permissions, the server and the results that wait"
-        " for it. Changes nothing without --reset-power-limits. The exit status is 1 if a problem would stop a training"
-        " or keep it from the server, otherwise 0.",
+        description="Checks versions, GPUs and their power limits, energy counters and their permissions, the server"
+        " and the results that wait for it. Changes nothing without --reset-power-limits. The exit status is 1 if a"
+        " problem would stop a training or keep it from the server, otherwise 0.",
     )
     what = parser.add_mutually_exclusive_group()
     what.add_argument(

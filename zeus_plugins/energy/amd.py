@@ -84,9 +84,8 @@ class AmdSmiMonitor(CounterMonitor):
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        super().__init__(
-            "amdsmi", partial(_counting, amdsmi, device_indices, clock, sleep), clock, max_power_w=max_power_w
-        )
+        find = partial(_counting, amdsmi, device_indices, clock, sleep)
+        super().__init__("amdsmi", find, clock, max_power_w=max_power_w, sleep=sleep)
 
 
 class AmdSmiPowerMonitor(IntegratedPowerMonitor):
@@ -123,10 +122,11 @@ class _Gpu:
 
     @property
     def max_power_w(self) -> float:
-        """The highest settable power limit in watts; amdsmi gives microwatts."""
+        """The highest settable power limit in watts; amdsmi gives microwatts or, in some versions, watts."""
         try:
             limits = self._ask("power limits", self.amdsmi.amdsmi_get_power_cap_info)
-            return self._number("power limits", limits, "max_power_cap") / MICRO
+            limit = self._number("power limits", limits, "max_power_cap")
+            return limit if limit < MICRO else limit / MICRO  # no limit is below 1 W, or above a megawatt
         except EnergyUnavailableError as unavailable:
             raise NoPowerLimitError(unavailable.cause) from unavailable
 

@@ -6,9 +6,10 @@ import contextlib
 import logging
 import os
 import threading
+import time
 import weakref
 from collections.abc import Callable, Sequence
-from functools import cached_property
+from functools import cached_property, partial, partialmethod
 from typing import Any, NamedTuple, Protocol
 
 from zeus_plugins.energy.monitor import MAX_SOURCE_LENGTH, Measurement, NoPowerLimitError, OpenWindows, logger
@@ -20,6 +21,9 @@ STANDSTILL_S = 1.0
 
 SAMPLE_INTERVAL_S = 0.1
 """Seconds between two power readings."""
+
+POLL_S = 0.002
+"""Seconds between two readings of a counter whose next move is awaited."""
 
 LATE_S = 1.0
 """Seconds between two power readings above which a measurement's source names the gap."""
@@ -36,6 +40,26 @@ class EnergyCounter(Protocol):
 
     def energy_uj(self) -> int:
         """Return the microjoules since a fixed past instant, as an integer so that sums and differences are exact."""
+
+
+def next_moves(
+    reads: Sequence[Callable[[], int]], clock: Callable[[], float], sleep: Callable[[float], None]
+) -> list[tuple[float, int]]:
+    """Wait for the next move of each counter.
+
+    Returns:
+        Time in seconds and value of the move of each counter; without a move, of its reading after `STANDSTILL_S`.
+    """
+    before = [read() for read in reads]
+    found = [(clock(), value) for value in before]
+    for _ in range(round(STANDSTILL_S / POLL_S)):
+        still = [place for place, (_, value) in enumerate(found) if value == before[place]]
+        if not still:
+            break
+        for place in still:
+            found[place] = clock(), reads[place]()
+        sleep(POLL_S)
+    return found
 
 
 class IntegratedPower:
@@ -98,6 +122,7 @@ class CounterMonitor:
         find: Finds the devices; called once, on first use.
         sample_interval_s: Seconds between two readings while a window is open. None: read only at its ends.
         max_power_w: The devices' summed maximum power in watts, if they give none.
+        sleep: Waits for a number of seconds.
     """
 
     def __init__(
@@ -107,10 +132,11 @@ class CounterMonitor:
         clock: Callable[[], float],
         sample_interval_s: float | None = None,
         max_power_w: float | None = None,
+        sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self.source = source
         self._find = find
-        self._clock = clock
+        self._clock, self._sleep = clock, sleep
         self._sample_interval_s = sample_interval_s
         self._stated_power_w = max_power_w
         self._windows: OpenWindows[_Reading] = OpenWindows()
@@ -125,17 +151,17 @@ class CounterMonitor:
         max_power_w = sum(self._max_power_w(counter) for counter in devices)
         return GpuConfig(max_power=max_power_w, number_of_gpus=number, gpu_model=model)
 
-    def begin_window(self, name: str) -> None:
-        """See `EnergyMonitor.begin_window`."""
+    def begin_window(self, name: str, *, at_moves: bool = False) -> None:
+        """See `EnergyMonitor.begin_window` and `begin_window_at_moves`."""
         if self._is_forked:
             # The child of a fork has neither its parent's thread nor its windows.
             self._windows, self._sampler = OpenWindows(), None
         try:
-            self._windows.open(name, self._begun)
+            self._windows.open(name, partial(self._begun, at_moves))
         finally:
             self._rest()
 
-    def end_window(self, name: str) -> Measurement:
+    def end_window(self, name: str, *, at_moves: bool = False) -> Measurement:
         """See `EnergyMonitor.end_window`; a window that another process opened is refused, too."""
         if self._sampler is not None and self._is_forked:
             raise ZeusBSOOperationOrderError(
@@ -144,9 +170,12 @@ class CounterMonitor:
             )
         begun = self._windows.close(name)
         try:
-            return self._between(begun, self._read())
+            return self._between(begun, self._read_at_moves(is_end=True) if at_moves else self._read())
         finally:
             self._rest()
+
+    begin_window_at_moves = partialmethod(begin_window, at_moves=True)
+    end_window_at_moves = partialmethod(end_window, at_moves=True)
 
     def _max_power_w(self, counter: EnergyCounter) -> float:
         try:
@@ -167,11 +196,27 @@ class CounterMonitor:
     def _is_forked(self) -> bool:
         return self._sampler is not None and self._sampler.process_id != os.getpid()
 
-    def _begun(self) -> _Reading:
+    def _begun(self, at_moves: bool) -> _Reading:
         counters = self._found.devices
         if self._sampler is None and self._sample_interval_s is not None:
             self._sampler = Sampler(lambda: [counter.energy_uj() for counter in counters], self._sample_interval_s)
-        return self._read()
+        return self._read_at_moves(is_end=False) if at_moves else self._read()
+
+    def _read_at_moves(self, *, is_end: bool) -> _Reading:
+        """Read the counters before a wait for two moves of each (at the end of a window), or after it (at the begin).
+
+        The devices rest meanwhile, so their energy at this time lies on the line through both moves.
+        """
+        reading, reads = self._read(), [counter.energy_uj for counter in self._found.devices]
+        if self._sample_interval_s is not None:  # integrated power, or a counter that moves within a millisecond
+            return reading
+        first, second = (next_moves(reads, self._clock, self._sleep) for _ in range(2))
+        now_s = reading.time_s if is_end else self._clock()
+        energies_uj = tuple(
+            first_uj + round((second_uj - first_uj) * (now_s - first_s) / max(second_s - first_s, POLL_S))
+            for (first_s, first_uj), (second_s, second_uj) in zip(first, second, strict=True)
+        )
+        return reading._replace(time_s=now_s, energies_uj=energies_uj)
 
     def _read(self) -> _Reading:
         counters = self._found.devices

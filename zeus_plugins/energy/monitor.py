@@ -84,7 +84,9 @@ class EnergyMonitor(Protocol):
     * keeps windows apart by name. Windows may overlap and nest.
 
     An optional attribute ``measures_exactly = True`` states that no counter moves in steps, so that windows of any
-    length are exact. Then power limits are measured in exactly the requested steps.
+    length are exact. Then power limits are measured in exactly the requested steps. Optional methods
+    ``begin_window_at_moves`` and ``end_window_at_moves`` wait for moves of a counter while the devices rest, so that
+    its steps do not matter; the window does not include the wait.
 
     The caller makes all calls from one thread and, once the first window is open, from one process. A window ends when
     `end_window` is called: work still queued on a device belongs to a later window.

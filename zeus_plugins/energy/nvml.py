@@ -186,8 +186,9 @@ class NvmlMonitor(CounterMonitor):
         max_power_w: float | None = None,
         nvml: Nvml | None = None,
         clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        super().__init__("nvml", partial(_found, nvml, device_indices), clock, max_power_w=max_power_w)
+        super().__init__("nvml", partial(_found, nvml, device_indices), clock, max_power_w=max_power_w, sleep=sleep)
 
 
 class NvmlPowerMonitor(IntegratedPowerMonitor):

@@ -82,8 +82,7 @@ def set_and_check(device: PowerLimitDevice, limit_w: float) -> None:
 
 def enforced_limit_w(device: PowerLimitDevice) -> float:
     """Return the limit that a device obeys, in watts: another limiter may be below the set limit."""
-    tell: Callable[[], float] = getattr(device, "enforced_limit_w", device.limit_w)
-    return tell()
+    return float(getattr(device, "enforced_limit_w", device.limit_w)())
 
 
 def default_limit_w(device: PowerLimitDevice) -> float | None:

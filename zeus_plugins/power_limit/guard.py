@@ -13,14 +13,17 @@ segmentation fault, `os._exit`)
 
 If all processes of the job end at the same instant (a container, a control group, a power cut), the limits stay as they
 were. The next training of the same user finds the records (`LimitRecord`) and restores the earlier limits when it ends;
-``zeus-plugins doctor --reset-power-limits`` does so at once.
+``zeus-plugins doctor --reset-power-limits`` does so at once. While the process that a record names lives, others leave
+the limit alone. A limit that another program has set since stays.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import json
 import logging
+import math
 import os
 import pickle
 import re
@@ -33,12 +36,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from zeus_plugins.files import state_directory
-from zeus_plugins.placement import BOOT_ID
+from zeus_plugins.placement import BOOT_ID, process_start
 from zeus_plugins.power_limit.devices import (
     TOLERANCE_W,
     PowerLimitDevice,
+    PowerLimitNotAppliedError,
     PowerLimitUnavailableError,
     default_limit_w,
+    enforced_limit_w,
     set_and_check,
 )
 from zeus_plugins.signals import raise_at_sigterm
@@ -50,55 +55,178 @@ _logger = logging.getLogger("zeus_plugins")
 _RESTORER = "import sys; from zeus_plugins.power_limit.guard import restore_after; sys.exit(restore_after(sys.argv[1]))"
 
 
+@dataclass
+class _Guarded:
+    """A device with its limits in watts: to put back; asked for last; at the latest look; obeyed after a change."""
+
+    device: PowerLimitDevice
+    initial_w: float
+    asked_w: float
+    limit_w: float
+    obeyed_w: float
+    cap_w: float = math.inf  # set by another program
+
+    @classmethod
+    def of(cls, device: PowerLimitDevice) -> _Guarded:
+        left, limit_w = left_behind(device), device.limit_w()
+        return cls(device, limit_w if left is None else left.original_w, limit_w, limit_w, enforced_limit_w(device))
+
+    def set(self, limit_w: float) -> None:
+        self.asked_w = limit_w
+        self.remember()
+        try:
+            set_and_check(self.device, limit_w)
+        finally:
+            self.limit_w, self.obeyed_w = self.device.limit_w(), enforced_limit_w(self.device)
+            if not _is_same(self.limit_w, limit_w):  # A limit that the driver chose is this training's, too.
+                self.remember()
+
+    def remember(self) -> None:
+        remember(_uuid(self.device), self.initial_w, self.asked_w, self.limit_w)
+
+    def look(self) -> str | None:
+        """Return a change of the limit by another program, which is then put back, or by another limiter, or None."""
+        before_w, self.limit_w = self.limit_w, self.device.limit_w()
+        if not _is_same(self.limit_w, before_w) and not _is_same(self.limit_w, self.asked_w):
+            self.initial_w = self.cap_w = self.limit_w
+            return (
+                f"another program has changed the power limit of {self.device} from {before_w:g} W to {self.limit_w:g}"
+                " W, which stays in force after this training"
+            )
+        obeyed_w = enforced_limit_w(self.device)
+        overruled = f"{self.device} obeys a power limit of {obeyed_w:g} W instead of {self.obeyed_w:g} W"
+        return None if _is_same(obeyed_w, self.obeyed_w) else overruled
+
+
+def check_free(device: PowerLimitDevice) -> None:
+    """Raise `PowerLimitKeptError` if another live training sets the limit of a device."""
+    record = holder(device)
+    if record is not None:
+        raise PowerLimitKeptError(f"{device} is left alone: {record} when it ends")
+
+
+class PowerLimitKeptError(PowerLimitUnavailableError):
+    """The limit of a device is not ours to set: a live training sets it, or another program has set it."""
+
+
 class LimitGuard:
-    """Remembers the limits of devices, and puts them back; raises `PowerLimitUnavailableError` if they are unknown."""
+    """Sets the limits of devices, and puts the earlier limits back, but none that another program has changed since.
+
+    Raises `PowerLimitUnavailableError` if a device gives no limit.
+    """
 
     def __init__(self, devices: Sequence[PowerLimitDevice]) -> None:
-        self._initial = [(device, _initial_limit_w(device)) for device in devices]
+        self._guarded = [_Guarded.of(device) for device in devices]
         self._owner = os.getpid()
+        self._told: set[str] = set()  # causes that were logged
         self._undo_signals: Callable[[], None] | None = None
         self._restorer: subprocess.Popen[bytes] | None = None
 
     @property
     def initial_limits_w(self) -> tuple[float, ...]:
         """The limits to put back, in watts: those in force at first, or before a training that was killed."""
-        return tuple(limit_w for _, limit_w in self._initial)
+        return tuple(each.initial_w for each in self._guarded)
 
-    def arm(self, limit_w: float) -> None:
-        """Ensure that the limits are put back even without `release`; call it before setting `limit_w` watts."""
-        for device, initial_w in self._initial:
-            remember(_uuid(device), initial_w, limit_w)
-        if self._undo_signals is not None or not self._initial:
-            return
-        self._undo_signals = raise_at_sigterm()
-        atexit.register(self.release)
-        self._restorer = _start_restorer([found for found in self._initial if found[0].outlives_process])
+    @property
+    def limits_w(self) -> tuple[float, ...]:
+        """The limits in force at the latest look, in watts."""
+        return tuple(each.limit_w for each in self._guarded)
 
-    def restore(self) -> None:
+    def claim(self) -> None:
+        """Ensure that the limits are put back even without `release`, also those that a killed training left behind."""
+        for each in self._guarded:
+            if each.initial_w != each.limit_w:
+                _logger.warning(
+                    "%s still has the power limit of %g W that a killed training left behind: restoring %g W when this"
+                    " training ends",
+                    each.device,
+                    each.limit_w,
+                    each.initial_w,
+                )
+            each.remember()
+        if self._undo_signals is None and self._guarded:
+            self._undo_signals = raise_at_sigterm()
+            atexit.register(self.release)
+            lasting = [(each.device, each.initial_w) for each in self._guarded if each.device.outlives_process]
+            self._restorer = _start_restorer(lasting)
+
+    def set_limits(self, limit_w: float) -> None:
+        """Set a limit, in watts, on all devices, after `claim`.
+
+        Raises:
+            PowerLimitNotAppliedError: A device does not obey the limit.
+            PowerLimitKeptError: Another live training sets the limit, or another program has set a lower one.
+            PowerLimitUnavailableError: A limit cannot be read or set.
+        """
+        for each in self._guarded:
+            check_free(each.device)
+            self._look(each)
+            if limit_w > each.cap_w + TOLERANCE_W:
+                raise PowerLimitKeptError(f"another program has limited {each.device} to {each.cap_w:g} W")
+        for each in self._guarded:
+            each.set(limit_w)
+            if each.obeyed_w < limit_w - TOLERANCE_W:
+                raise PowerLimitNotAppliedError(
+                    f"{each.device} obeys {each.obeyed_w:g} W, not the {limit_w:g} W that were set"
+                )
+
+    def change(self) -> str | None:
+        """Return the first change of a limit since the latest look, or None; log each cause once.
+
+        A limit that another program has set is put back in place of the earlier one, and no higher one is set.
+        """
+        return next(filter(None, [self._look(each) for each in self._guarded]), None)
+
+    def _look(self, each: _Guarded) -> str | None:
+        change = each.look()
+        if change is not None:
+            cause = f"{each.device} {each.initial_w:g}"
+            _logger.log(logging.DEBUG if cause in self._told else logging.WARNING, "%s", change)
+            self._told.add(cause)
+        return change
+
+    def restore(self, *, at_end: bool = False) -> None:
         """Put the limits back. Never raises: a failure is logged with the remedy."""
         if os.getpid() != self._owner:  # a forked child, such as a data loader's worker
             return
-        for device, limit_w in self._initial:
+        for each in self._guarded:
             for is_last in (False, True):  # Nothing comes after this training to try again.
                 try:
-                    _put_back(device, limit_w)
+                    self._put_back(each, at_end)
                     break
                 except Exception as error:
                     if is_last:
                         _logger.error(
                             "the power limit of %s could not be put back to %g W (%s): set it, e.g. with nvidia-smi"
                             " -pl %g",
-                            device,
-                            limit_w,
+                            each.device,
+                            each.initial_w,
                             error,
-                            limit_w,
+                            each.initial_w,
                         )
 
-    def release(self) -> None:
-        """Put the limits back if `arm` was called since the latest call, and undo `arm`."""
-        if self._undo_signals is None or os.getpid() != self._owner:
+    def _put_back(self, each: _Guarded, at_end: bool) -> None:
+        if holder(each.device) is not None:
             return
-        self.restore()
+        self._look(each)
+        if each.limit_w != each.initial_w:
+            each.set(each.initial_w)
+        if at_end:
+            forget(_uuid(each.device))
+
+    def release(self) -> None:
+        """Put the limits back if `claim` was called since the latest call, and undo `claim`.
+
+        Otherwise put back the limits of a training that was killed since.
+        """
+        if os.getpid() != self._owner:
+            return
+        if self._undo_signals is None:
+            with contextlib.suppress(PowerLimitUnavailableError):
+                ended = [each.device for each in self._guarded if left_behind(each.device, with_own=False)]
+                LimitGuard(ended).restore(at_end=True)
+            return
+        self.restore(at_end=True)
         self._undo_signals()
         self._undo_signals = None
         atexit.unregister(self.release)
@@ -106,32 +234,6 @@ class LimitGuard:
             self._restorer.kill()
             self._restorer.communicate()
             self._restorer = None
-
-
-def _put_back(device: PowerLimitDevice, limit_w: float) -> None:
-    set_and_check(device, limit_w)
-    forget(_uuid(device))
-
-
-def _uuid(device: PowerLimitDevice) -> str | None:
-    """Return the device's UUID; None if it has none, or if its limit ends with this process."""
-    return getattr(device, "uuid", None) if device.outlives_process else None
-
-
-def _initial_limit_w(device: PowerLimitDevice) -> float:
-    """Return the limit in force in watts, or the limit before a killed training whose limit is still in force."""
-    in_force_w = device.limit_w()
-    original_w = _left_behind_w(device, in_force_w)
-    if original_w is None:
-        return in_force_w
-    _logger.warning(
-        "%s still has the power limit of %g W that a killed training left behind: restoring %g W when this training "
-        "ends",
-        device,
-        in_force_w,
-        original_w,
-    )
-    return original_w
 
 
 def _start_restorer(found: Sequence[tuple[PowerLimitDevice, float]]) -> subprocess.Popen[bytes] | None:
@@ -174,7 +276,13 @@ def restore_after(training: str) -> int:
     failures = 0
     for device, limit_w in found:
         try:
-            _put_back(device, limit_w)
+            record = recall(_uuid(device))
+            if record is None:  # The directory cannot be written.
+                set_and_check(device, limit_w)
+            elif record.pid == int(training):  # No other training has taken over.
+                if record.names(device.limit_w()):
+                    set_and_check(device, record.original_w)
+                forget(_uuid(device))
         except Exception as error:
             failures += 1
             print(f"the power limit of {device} could not be put back to {limit_w:g} W: {error}", file=sys.stderr)
@@ -204,33 +312,72 @@ def _wait_for_the_end_of(training: int) -> None:
 class LimitRecord:
     """One GPU's limit before a training, and the limit that the training set last; watts.
 
-    Its file exists from before the first change until the limit is put back. A limit is left behind only if it is still
+    Its file exists from before the first change until the training ends. A limit is left behind only if it is still
     `set_w` in the same start of the machine; otherwise something else has set it since.
+
+    Attributes:
+        pid: Process id of the training; None in a file of an older version.
+        started: Start of this process, by `process_start`.
+        before_w: Limit in force before `set_w` was set, which is still in force if the training was killed just then.
     """
 
     original_w: float
     set_w: float
     boot_id: str
+    pid: int | None = None
+    started: str | None = None
+    before_w: float | None = None
+
+    def __str__(self) -> str:
+        return f"the training with process id {self.pid} sets its power limit, and restores {self.original_w:g} W"
+
+    @property
+    def is_live(self) -> bool:
+        """True if the training's process has not ended."""
+        return self.pid is not None and self.started is not None and process_start(self.pid) == self.started
+
+    def names(self, limit_w: float) -> bool:
+        """Return True if the training has set this limit, in watts."""
+        return any(each_w is not None and _is_same(limit_w, each_w) for each_w in (self.set_w, self.before_w))
 
 
-def remember(uuid: str | None, original_w: float, set_w: float) -> None:
+def remember(uuid: str | None, original_w: float, set_w: float, before_w: float | None = None) -> None:
     """Write a GPU's record before setting `set_w`. Never raises."""
     if not uuid:
         return
-    path = _path(uuid)
+    path, pid = _path(uuid), os.getpid()
+    record = LimitRecord(original_w, set_w, _boot_id(), pid, process_start(pid), before_w)
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        write_atomically(path, json.dumps(asdict(LimitRecord(original_w, set_w, _boot_id()))) + "\n")
+        write_atomically(path, json.dumps(asdict(record)) + "\n")
     except OSError as error:
         _logger.debug("the power limit to come back to could not be kept in a file: %s", error)
 
 
 def recall(uuid: str | None) -> LimitRecord | None:
-    """Read a GPU's record; return None if it has none, or a damaged one."""
+    """Read a GPU's record; return None if it has none of this start of the machine, or a damaged one."""
     try:
-        return LimitRecord(**json.loads(_path(uuid).read_text(encoding="utf-8")))
+        record = LimitRecord(**json.loads(_path(uuid).read_text(encoding="utf-8")))
     except (OSError, TypeError, ValueError):
         return None
+    return record if record.boot_id == _boot_id() else None
+
+
+def holder(device: PowerLimitDevice) -> LimitRecord | None:
+    """Return the record of another live training that sets the limit of a GPU, or None."""
+    record = recall(_uuid(device))
+    return record if record is not None and record.pid != os.getpid() and record.is_live else None
+
+
+def left_behind(device: PowerLimitDevice, *, with_own: bool = True) -> LimitRecord | None:
+    """Return the record of a killed training if its limit is still in force, or None.
+
+    An earlier training of this process that did not end its guard counts as killed, unless `with_own` is False.
+    """
+    record, limit_w = recall(_uuid(device)), device.limit_w()
+    if record is None or (record.is_live and (record.pid != os.getpid() or not with_own)):
+        return None
+    return record if record.names(limit_w) and not _is_same(limit_w, record.original_w) else None
 
 
 def forget(uuid: str | None) -> None:
@@ -239,14 +386,6 @@ def forget(uuid: str | None) -> None:
         _path(uuid).unlink(missing_ok=True)
     except OSError as error:
         _logger.debug("the record of a power limit could not be removed: %s", error)
-
-
-def _left_behind_w(device: PowerLimitDevice, in_force_w: float) -> float | None:
-    """Return the limit before a killed training, in watts, if the limit in force is still the training's."""
-    record = recall(_uuid(device))
-    if record is None or record.boot_id != _boot_id() or abs(in_force_w - record.set_w) > TOLERANCE_W:
-        return None
-    return record.original_w
 
 
 def _path(uuid: str | None) -> Path:
@@ -261,16 +400,34 @@ def _boot_id() -> str:
         return ""
 
 
+def _is_same(limit_w: float, other_w: float) -> bool:
+    return abs(limit_w - other_w) <= TOLERANCE_W
+
+
+def _uuid(device: PowerLimitDevice) -> str | None:
+    """Return the device's UUID; None if it has none, or if its limit ends with this process."""
+    return getattr(device, "uuid", None) if device.outlives_process else None
+
+
 def reset_limit(device: PowerLimitDevice) -> tuple[float, float]:
     """Set a GPU to its limit before a killed training, or else to its default; return the old and new limit in watts.
 
     Raises:
+        PowerLimitKeptError: A live training sets the limit, or another program has set it since the killed training.
+            In the latter case, a second call sets the default.
         PowerLimitUnavailableError: The GPU gives no default limit, or its limit cannot be set.
     """
-    found_w = device.limit_w()
-    wanted_w = _left_behind_w(device, found_w)
-    wanted_w = default_limit_w(device) if wanted_w is None else wanted_w
+    check_free(device)
+    found_w, record = device.limit_w(), recall(_uuid(device))
+    if record is not None and not record.names(found_w):
+        forget(_uuid(device))
+        raise PowerLimitKeptError(
+            f"{device} has a power limit of {found_w:g} W, which another program has set since a killed training set"
+            f" {record.set_w:g} W: it is left alone; run the command again to set the default"
+        )
+    wanted_w = default_limit_w(device) if record is None else record.original_w
     if wanted_w is None:
         raise PowerLimitUnavailableError(f"{device} does not tell its default limit")
-    _put_back(device, wanted_w)
+    set_and_check(device, wanted_w)
+    forget(_uuid(device))
     return found_w, wanted_w

@@ -201,15 +201,20 @@ class RankSetup:
     gpus: GpuConfig | None
     profile: PowerLimitProfile | None
     is_exact: bool
+    is_limited: bool
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The outcome of an action on one rank; `is_refused` if a device accepted a limit without applying it."""
+    """The outcome of an action on one rank.
+
+    `is_refused` if a device accepted a limit without applying it; `is_changed` if the limit has changed since.
+    """
 
     problem: str | None = None
     measured: Measurement | None = None
     is_refused: bool = False
+    is_changed: bool = False
 
 
 @dataclass(frozen=True)
@@ -222,6 +227,7 @@ class Plan:
         queue_w: The candidates that were not measured before this training.
         profile: The measurements so far.
         is_exact: Windows of any length are exact.
+        is_limited: The monitors measure exactly the devices that have the limits.
         problem: The reason why limits cannot be set, so that only the limit in force is measured; None if they can.
         stops_early: Try no lower limit once costs have risen clearly.
     """
@@ -231,6 +237,7 @@ class Plan:
     queue_w: tuple[float, ...]
     profile: PowerLimitProfile
     is_exact: bool
+    is_limited: bool
     problem: str | None
     stops_early: bool
 
@@ -273,6 +280,7 @@ class Plan:
             queue_w=tuple(limit_w for limit_w in candidates_w if limit_w not in profile.limits_w),
             profile=profile,
             is_exact=all(rank.is_exact for rank in ranks if rank.gpus is not None),
+            is_limited=problem is None and all(rank.is_limited for rank in ranks if rank.gpus is not None),
             problem=problem,
             stops_early=limits_w is None,
         )

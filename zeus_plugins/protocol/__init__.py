@@ -90,6 +90,7 @@ from zeus_plugins.protocol._values import finishing_reason as finishing_reason
 from zeus_plugins.protocol._values import is_busy as is_busy
 from zeus_plugins.protocol._values import is_estimated as is_estimated
 from zeus_plugins.protocol._values import is_time_alone as is_time_alone
+from zeus_plugins.protocol._values import package_version as package_version
 from zeus_plugins.protocol._values import printable as printable
 from zeus_plugins.protocol._views import MAX_CANDIDATES as MAX_CANDIDATES
 from zeus_plugins.protocol._views import AmountSaved as AmountSaved

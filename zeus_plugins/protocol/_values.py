@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from enum import StrEnum
+from importlib.metadata import PackageNotFoundError, version
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
@@ -179,6 +180,14 @@ def is_estimated(energy_source: str | None) -> bool:
 def is_time_alone(energy_source: str | None) -> bool:
     """Return whether an energy of this source is watts × time, so that energy and time are one figure."""
     return _TIME_ALONE.fullmatch(energy_source or "") is not None and "CPU time" not in (energy_source or "")
+
+
+def package_version() -> str:
+    """Return the version of the installed distribution, or ``0+unknown`` if the packages are only on the path."""
+    try:
+        return version("zeus-plugins")
+    except PackageNotFoundError:
+        return "0+unknown"
 
 
 def printable(text: str) -> str:
