@@ -109,7 +109,18 @@ class TestAnInstallation:
 
 
 def violations(pod: dict[str, Any]) -> list[str]:
-    """The faults of a pod by the restricted Pod Security Standard and for a read-only root file system."""
+    """The faults of a pod by the restricted Pod Security Standard, and rights that it does not need."""
+    missed = beyond_restricted(pod)
+    if pod.get("automountServiceAccountToken") is not False or pod.get("enableServiceLinks") is not False:
+        missed.append("it is given what it does not need")
+    for container in pod["containers"]:
+        if container.get("securityContext", {}).get("readOnlyRootFilesystem") is not True:
+            missed.append(f"{container['name']} may write anywhere")
+    return missed
+
+
+def beyond_restricted(pod: dict[str, Any]) -> list[str]:
+    """The faults of a pod by the restricted Pod Security Standard, and volumes that are mounted and not defined."""
     missed = []
     of_pod = pod.get("securityContext", {})
     if of_pod.get("runAsNonRoot") is not True or not of_pod.get("runAsUser"):
@@ -120,17 +131,35 @@ def violations(pod: dict[str, Any]) -> list[str]:
         missed.append("a namespace of the host")
     allowed = {"configMap", "emptyDir", "persistentVolumeClaim", "projected", "secret"}
     missed += [f"volume {each['name']}" for each in pod.get("volumes", ()) if not each.keys() - {"name"} <= allowed]
-    if pod.get("automountServiceAccountToken") is not False or pod.get("enableServiceLinks") is not False:
-        missed.append("it is given what it does not need")
     mounted = {each["name"] for container in pod["containers"] for each in container.get("volumeMounts", ())}
     missed += [f"volume {name} is missing" for name in mounted - {each["name"] for each in pod.get("volumes", ())}]
     for container in pod["containers"]:
         context = container.get("securityContext", {})
         if context.get("allowPrivilegeEscalation") is not False or context.get("capabilities") != {"drop": ["ALL"]}:
             missed.append(f"{container['name']} has privileges")
-        if context.get("readOnlyRootFilesystem") is not True:
-            missed.append(f"{container['name']} may write anywhere")
     return missed
+
+
+@pytest.mark.parametrize("name", sorted(KUBEFLOW.keys() - {"claims.yaml"}))
+def test_kubeflow_training_is_restricted_and_keeps_its_state_on_a_volume_of_its_user(name: str) -> None:
+    (document,) = documents(KUBEFLOW[name])
+    claims = {each["metadata"]["name"]: each["spec"]["accessModes"] for each in documents(KUBEFLOW["claims.yaml"])}
+    found = list(pods(document))
+    trained_on = document["spec"].get("trainer", {}).get("numNodes", len(found))
+    assert found
+    for pod in found:
+        assert beyond_restricted(pod) == []
+        (container,) = pod["containers"]
+        of_volumes = {volume["name"]: volume for volume in pod["volumes"]}
+        volumes = {mount["mountPath"]: of_volumes[mount["name"]] for mount in container["volumeMounts"]}
+        environ = document["spec"].get("trainer", container)["env"]
+        (state,) = [variable["value"] for variable in environ if variable["name"] == "ZEUS_STATE_DIR"]
+        # Pods on several machines can mount one claim only if its storage permits.
+        modes = claims[volumes[state]["persistentVolumeClaim"]["claimName"]]
+        assert modes == (["ReadWriteMany"] if trained_on > 1 else ["ReadWriteOnce"])
+        assert pod["securityContext"]["fsGroup"] == pod["securityContext"]["runAsUser"] == 10001
+        # NCCL fails with the 64 MiB that a container has.
+        assert volumes["/dev/shm"]["emptyDir"]["medium"] == "Memory"  # noqa: S108 - in a container
 
 
 class TestANightlyTraining:
