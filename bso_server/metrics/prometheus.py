@@ -159,10 +159,10 @@ _FAMILIES = {
     "zeus_bso_saved_energy_joules": ("Energy saved over the default batch sizes, by jobs that have paid it back.", ()),
     "zeus_bso_saved_time_seconds": ("Time of trainings saved likewise.", ()),
     "zeus_bso_saved_cost_joules": ("Cost saved likewise.", ()),
-    "zeus_bso_job_trials": ("Trials of a job.", ("job", "state")),
-    "zeus_bso_job_energy_joules": ("Energy that the trials of a job have taken.", ("job",)),
-    "zeus_bso_job_saved_energy_joules": ("Energy that a job has saved, once it is paid back.", ("job",)),
-    "zeus_bso_job_saved_cost_joules": ("Cost that a job has saved, once it is paid back.", ("job",)),
+    "zeus_bso_job_trials": ("Trials of a job.", ("job_id", "state")),
+    "zeus_bso_job_energy_joules": ("Energy that the trials of a job have taken.", ("job_id",)),
+    "zeus_bso_job_saved_energy_joules": ("Energy that a job has saved, once it is paid back.", ("job_id",)),
+    "zeus_bso_job_saved_cost_joules": ("Cost that a job has saved, once it is paid back.", ("job_id",)),
     "zeus_bso_unnamed_jobs": ("Jobs that ZEUS_BSO_METRICS_JOBS names beyond the 200 that are told of.", ()),
 }
 

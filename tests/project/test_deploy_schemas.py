@@ -13,14 +13,16 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import pytest
 import yaml
 
-from tests.support.artefacts import KUBERNETES, TRAININGS, documents, pods
+from tests.support.artefacts import DEPLOY, KUBERNETES, TRAININGS, documents, pods
 
 pytestmark = pytest.mark.slow
 
-CUSTOM = {"ServiceMonitor"}  # its schema comes with the operator, and no package that pip installs has it
+# Their schemas come with their operators, and no package that pip installs has them.
+CUSTOM = {"HTTPRoute", "PrometheusRule", "ServiceMonitor"}
 KUBEFLOW = {path.name: path for path in TRAININGS.glob("kubeflow/*.yaml")}
 
 
@@ -39,20 +41,37 @@ def kustomized(folder: Path) -> list[dict[str, Any]]:
     return [document for document in yaml.safe_load_all(done.stdout) if document]
 
 
-@pytest.fixture(params=["sqlite", "postgresql", "sqlite, monitoring", "postgresql, monitoring", "sqlite, backup"])
+ADDED = {
+    "backup": {"CronJob"},
+    "gateway": {"HTTPRoute"},
+    "ingress": {"Ingress"},
+    "monitoring": {"ServiceMonitor", "PrometheusRule"},
+    "tracing": set[str](),
+}
+
+
+@pytest.fixture(
+    params=[
+        "sqlite",
+        "postgresql",
+        "sqlite, monitoring, ingress",
+        "postgresql, monitoring, tracing, gateway",
+        "sqlite, backup, tracing",
+    ]
+)
 def installation(request: pytest.FixtureRequest, tmp_path: Path) -> list[dict[str, Any]]:
-    overlay, _, component = request.param.partition(", ")
+    overlay, *components = request.param.split(", ")
     folder = KUBERNETES / "overlays" / overlay
-    if not component:
+    if not components:
         return kustomized(folder)
-    parts = {"resources": [folder], "components": [KUBERNETES / "components" / component]}
+    parts = {"resources": [folder], "components": [KUBERNETES / "components" / each for each in components]}
     kustomization: dict[str, object] = {
         key: [os.path.relpath(path, tmp_path.resolve()) for path in paths] for key, paths in parts.items()
     }
     kustomization["namespace"] = "zeus-bso"
     (tmp_path / "kustomization.yaml").write_text(yaml.safe_dump(kustomization))
     found = kustomized(tmp_path)
-    assert {"monitoring": "ServiceMonitor", "backup": "CronJob"}[component] in {each["kind"] for each in found}
+    assert set().union(*(ADDED[each] for each in components)) <= {each["kind"] for each in found}
     return found
 
 
@@ -101,11 +120,58 @@ class TestAnInstallation:
             assert kinds["Deployment"]["spec"]["replicas"] == 1
         assert {each["metadata"].get("namespace", each["metadata"]["name"]) for each in installation} == {"zeus-bso"}
 
+    def test_its_objects_are_those_that_a_stock_prometheus_selects(self, installation: list[dict[str, Any]]) -> None:
+        watched = [each for each in installation if each["kind"] in {"ServiceMonitor", "PrometheusRule"}]
+        for each in watched:
+            assert each["metadata"]["labels"]["release"] == "kube-prometheus-stack"
+        rules = [each["spec"] for each in watched if each["kind"] == "PrometheusRule"]
+        assert rules in ([], [yaml.safe_load((DEPLOY / "prometheus" / "alerts.yaml").read_text())])
+
+    def test_its_policies_admit_the_ways_that_it_needs_and_no_others(self, installation: list[dict[str, Any]]) -> None:
+        kinds = {each["kind"]: each for each in installation}
+        policies = {each["metadata"]["name"]: each["spec"] for each in installation if each["kind"] == "NetworkPolicy"}
+        (server,) = kinds["Deployment"]["spec"]["template"]["spec"]["containers"]
+        environ = {each["name"]: each["value"] for each in server.get("env", ())}
+        outward = [rule for policy in policies.values() for rule in policy.get("egress", ())]
+        ports = {port["port"] for rule in outward for port in rule["ports"]}
+        wanted = set()
+        if "ZEUS_BSO_DATABASE_URL_FILE" in environ:
+            wanted |= {53, 5432}
+        if environ.get("ZEUS_BSO_TRACING") == "true":
+            collector = httpx.URL(environ["OTEL_EXPORTER_OTLP_ENDPOINT"])
+            wanted |= {53, collector.port}
+            (way,) = [rule for rule in outward if rule["ports"] == [{"port": collector.port, "protocol": "TCP"}]]
+            assert way["to"] == [in_namespace(collector.host.split(".")[1])]
+        assert ports == wanted
+        (served,) = kinds["Service"]["spec"]["ports"]
+        if "Ingress" in kinds:
+            spec = kinds["Ingress"]["spec"]
+            (rule,), (tls,) = spec["rules"], spec["tls"]
+            assert tls["hosts"] == [rule["host"]]
+            (path,) = rule["http"]["paths"]
+            assert path["backend"]["service"] == {"name": "zeus-bso", "port": {"name": served["name"]}}
+        if "HTTPRoute" in kinds:
+            spec = kinds["HTTPRoute"]["spec"]
+            (parent,), (rule,) = spec["parentRefs"], spec["rules"]
+            assert rule["backendRefs"] == [{"name": "zeus-bso", "port": served["port"]}]
+            assert policies["zeus-bso-gateway"]["ingress"][0]["from"] == [in_namespace(parent["namespace"])]
+        # Trainings, and of the rest only the proxy and Prometheus.
+        inward = {name for name, policy in policies.items() if "Ingress" in policy["policyTypes"]}
+        proxies = {f"zeus-bso-{each}" for each in ("ingress", "gateway", "monitoring")}
+        assert inward == {"zeus-bso"} | (proxies & policies.keys())
+        assert all(rule["ports"] == [{"port": "http"}] for name in inward for rule in policies[name]["ingress"])
+        assert ("zeus-bso-ingress" in policies) == ("Ingress" in kinds)
+
     def test_its_pods_pass_the_restricted_standard(self, installation: list[dict[str, Any]]) -> None:
         found = [pod for document in installation for pod in pods(document)]
         assert found
         for pod in found:
             assert violations(pod) == []
+
+
+def in_namespace(name: str) -> dict[str, Any]:
+    """A peer of a network policy: all pods of a namespace."""
+    return {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": name}}}
 
 
 def violations(pod: dict[str, Any]) -> list[str]:
