@@ -6,9 +6,11 @@ Nothing here asks a network or a cluster; each tool brings its schemas along.
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
+import tempfile
+from functools import cache
+from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +20,7 @@ import pytest
 import yaml
 
 from tests.support.artefacts import DEPLOY, KUBERNETES, TRAININGS, documents, pods
+from tests.support.helm import CHART, helm
 
 pytestmark = pytest.mark.slow
 
@@ -50,29 +53,128 @@ ADDED = {
 }
 
 
-@pytest.fixture(
-    params=[
-        "sqlite",
-        "postgresql",
-        "sqlite, monitoring, ingress",
-        "postgresql, monitoring, tracing, gateway",
-        "sqlite, backup, tracing",
-    ]
-)
-def installation(request: pytest.FixtureRequest, tmp_path: Path) -> list[dict[str, Any]]:
-    overlay, *components = request.param.split(", ")
-    folder = KUBERNETES / "overlays" / overlay
-    if not components:
-        return kustomized(folder)
-    parts = {"resources": [folder], "components": [KUBERNETES / "components" / each for each in components]}
-    kustomization: dict[str, object] = {
-        key: [os.path.relpath(path, tmp_path.resolve()) for path in paths] for key, paths in parts.items()
-    }
-    kustomization["namespace"] = "zeus-bso"
-    (tmp_path / "kustomization.yaml").write_text(yaml.safe_dump(kustomization))
-    found = kustomized(tmp_path)
-    assert set().union(*(ADDED[each] for each in components)) <= {each["kind"] for each in found}
+COMBINATIONS = [
+    "sqlite",
+    "postgresql",
+    "sqlite, monitoring, ingress",
+    "postgresql, monitoring, tracing, gateway",
+    "sqlite, backup, tracing",
+]
+# Values of the chart that ask for the same.
+VALUES = {
+    "sqlite": (),
+    "postgresql": ("database.secret=zeus-bso-database",),
+    "backup": ("database.backupStorage=10Gi",),
+    "gateway": (
+        "tls.host=bso.example.com",
+        "tls.gateway.name=public",
+        "tls.gateway.namespace=envoy-gateway-system",
+        "tls.proxyNamespace=envoy-gateway-system",
+    ),
+    "ingress": ("tls.host=bso.example.com",),
+    "monitoring": ("monitoring.enabled=true",),
+    "tracing": ("tracing.endpoint=http://otel-collector.observability.svc:4318",),
+}
+
+
+@cache
+def applied(combination: str) -> list[dict[str, Any]]:
+    """The objects of an overlay to whose file components are added, as the documentation says."""
+    overlay, *components = combination.split(", ")
+    with tempfile.TemporaryDirectory() as folder:
+        copy = shutil.copytree(KUBERNETES, Path(folder) / "kubernetes")
+        with (copy / "overlays" / overlay / "kustomization.yaml").open("a") as file:
+            file.write(yaml.safe_dump({"components": [f"../../components/{each}" for each in components]}))
+        return kustomized(copy / "overlays" / overlay)
+
+
+@cache
+def rendered(combination: str, release: str = "zeus-bso") -> list[dict[str, Any]]:
+    """The objects that the chart makes of the values for this combination."""
+    values = [f"--set={value}" for part in combination.split(", ") for value in VALUES[part]]
+    made = helm("template", release, str(CHART), "--namespace=zeus-bso", *values)
+    return [document for document in yaml.safe_load_all(made) if document]
+
+
+@pytest.fixture(params=COMBINATIONS)
+def combination(request: pytest.FixtureRequest) -> str:
+    found: str = request.param
     return found
+
+
+@pytest.fixture(params=["kustomize", "helm"])
+def installation(request: pytest.FixtureRequest, combination: str) -> list[dict[str, Any]]:
+    found = applied(combination) if request.param == "kustomize" else rendered(combination)
+    assert set().union(*(ADDED[each] for each in combination.split(", ")[1:])) <= {each["kind"] for each in found}
+    return found
+
+
+def plain(part: Any) -> Any:
+    """Part of an object, without labels of a release, and with named entries of lists in order."""
+    if isinstance(part, list):
+        made = [plain(each) for each in part]
+        named = all(isinstance(each, dict) and "name" in each for each in made)
+        return sorted(made, key=lambda each: str(each["name"])) if named else made
+    if isinstance(part, dict):
+        return {key: plain(value) for key, value in part.items() if key != "app.kubernetes.io/instance"}
+    return part
+
+
+class TestTheChart:
+    def test_it_makes_the_objects_of_the_overlays(self, combination: str) -> None:
+        made, wanted = (
+            {(each["kind"], each["metadata"]["name"]): plain(each["spec"]) for each in objects if "spec" in each}
+            for objects in (rendered(combination), applied(combination))
+        )
+        assert made == wanted
+
+    def test_two_releases_in_a_namespace_keep_to_themselves(self) -> None:
+        one, other = rendered("postgresql"), rendered("postgresql", "second")
+        names = [{(each["kind"], each["metadata"]["name"]) for each in objects} for objects in (one, other)]
+        assert not names[0] & names[1]
+        kinds = {each["kind"]: each for each in other}
+        labels = kinds["Deployment"]["spec"]["template"]["metadata"]["labels"]
+        selectors = [
+            each["spec"].get("podSelector", each["spec"].get("selector", {})) for each in one if "spec" in each
+        ]
+        selectors = [each.get("matchLabels", each) for each in selectors if each]
+        assert len(selectors) == 5
+        assert not any(selector.items() <= labels.items() for selector in selectors)
+
+    def test_helm_lints_it_strictly_and_packages_the_alerts(self, tmp_path: Path) -> None:
+        helm("lint", "--strict", str(CHART))
+        helm("package", str(CHART), f"--destination={tmp_path}")
+        (package,) = tmp_path.glob(f"zeus-bso-{version('zeus-plugins')}.tgz")
+        shutil.unpack_archive(package, tmp_path)
+        assert (tmp_path / "zeus-bso" / "alerts.yaml").read_text() == (DEPLOY / "prometheus/alerts.yaml").read_text()
+
+    @pytest.mark.parametrize(
+        ("value", "named"),
+        [
+            ("databse.secret=x", "databse"),
+            ("database.port=0", "/database/port"),
+            ("settings.ZEUS_SERVER_URL=x", "ZEUS_SERVER_URL"),
+            ("tracing.endpoint=collector:4318", "/tracing/endpoint"),
+        ],
+    )
+    def test_wrong_values_are_refused_by_name(self, value: str, named: str) -> None:
+        assert named in helm("template", "zeus-bso", str(CHART), f"--set={value}", statuses=(1,))
+
+    def test_settings_become_variables_beside_those_of_the_chart(self) -> None:
+        made = helm(
+            *("template", "zeus-bso", str(CHART), "--set=database.secret=db"),
+            *("--set=settings.ZEUS_BSO_METRICS=open", "--set-string=settings.ZEUS_BSO_TRACING=false"),
+            "--set=tracing.endpoint=http://collector:4318",
+        )
+        (deployment,) = [each for each in yaml.safe_load_all(made) if each and each["kind"] == "Deployment"]
+        ((container,),) = [pod["containers"] for pod in pods(deployment)]
+        environ = {each["name"]: each["value"] for each in container["env"]}
+        assert environ == {
+            "OTEL_EXPORTER_OTLP_ENDPOINT": "http://collector:4318",
+            "ZEUS_BSO_DATABASE_URL_FILE": "/run/secrets/zeus-bso/url",
+            "ZEUS_BSO_METRICS": "open",
+            "ZEUS_BSO_TRACING": "false",
+        }
 
 
 class TestAnInstallation:
@@ -118,7 +220,9 @@ class TestAnInstallation:
             assert "replicas" not in kinds["Deployment"]["spec"]
         else:
             assert kinds["Deployment"]["spec"]["replicas"] == 1
-        assert {each["metadata"].get("namespace", each["metadata"]["name"]) for each in installation} == {"zeus-bso"}
+        # Helm puts objects without a namespace into the one of the release.
+        named = {each["metadata"].get("namespace") for each in installation if each["kind"] != "Namespace"}
+        assert named in ({"zeus-bso"}, {None})
 
     def test_its_objects_are_those_that_a_stock_prometheus_selects(self, installation: list[dict[str, Any]]) -> None:
         watched = [each for each in installation if each["kind"] in {"ServiceMonitor", "PrometheusRule"}]
