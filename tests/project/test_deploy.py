@@ -88,7 +88,9 @@ def test_the_server_is_launched_with_settings_and_commands_that_it_takes(
     launch: Launch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    stated = {name: value for name, value in launch.environ.items() if not name.endswith("_FILE")}
+    stated = {
+        name: value for name, value in launch.environ.items() if name.startswith("ZEUS") and not name.endswith("_FILE")
+    }
     assert Settings(**{OF_SERVER[name]: value for name, value in stated.items()}).server_port == PORT
     if launch.arguments:
         cli._parser().parse_args(launch.arguments)
