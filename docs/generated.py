@@ -1,4 +1,4 @@
-"""The reference pages that follow from the code: settings, commands and routes; ``make reference`` writes them anew."""
+"""Files that follow from others: reference pages from the code, and alerts for an operator; ``make reference``."""
 
 from __future__ import annotations
 
@@ -259,11 +259,32 @@ def message(name: str, schema: Schema) -> str:
     return table(("field", "values", "meaning"), rows)
 
 
-PAGES = {"settings.md": settings_page, "cli.md": commands_page, "http.md": routes_page}
+# Alerts
+
+
+def prometheus_rule() -> str:
+    """The alert rules as an object of the Prometheus operator."""
+    groups = (DOCS / "../deploy/prometheus/alerts.yaml").read_text().partition("groups:\n")[2]
+    return f"""# From deploy/prometheus/alerts.yaml, by `make reference`.
+apiVersion: monitoring.coreos.com/v1
+kind: PrometheusRule
+metadata:
+  name: zeus-bso
+spec:
+  groups:
+{re.sub("^(?=.)", "  ", groups, flags=re.MULTILINE)}"""
+
+
+PAGES = {
+    "settings.md": settings_page,
+    "cli.md": commands_page,
+    "http.md": routes_page,
+    "../deploy/kubernetes/components/monitoring/prometheusrule.yaml": prometheus_rule,
+}
 
 
 def main() -> None:
-    """Write the pages."""
+    """Write the files."""
     for name, make in PAGES.items():
         (DOCS / name).write_text(make())
 

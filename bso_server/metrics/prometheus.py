@@ -157,12 +157,12 @@ _FAMILIES = {
     "zeus_bso_energy_joules": ("Energy that all trials have taken, as far as they have reported.", ()),
     "zeus_bso_verdicts": ("Jobs whose best batch size saves, loses, or has not been shown to.", ("verdict",)),
     "zeus_bso_saved_energy_joules": ("Energy saved over the default batch sizes, by jobs that have paid it back.", ()),
-    "zeus_bso_saved_time_seconds": ("Training time saved by jobs with a verdict, in seconds.", ()),
-    "zeus_bso_saved_cost_joules": ("Cost saved by jobs with a verdict, in joules.", ()),
-    "zeus_bso_job_trials": ("Trials of a job.", ("job", "state")),
-    "zeus_bso_job_energy_joules": ("Energy that the trials of a job have taken.", ("job",)),
-    "zeus_bso_job_saved_energy_joules": ("Energy that a job has saved, once it is paid back.", ("job",)),
-    "zeus_bso_job_saved_cost_joules": ("Cost that a job has saved, once it is paid back.", ("job",)),
+    "zeus_bso_saved_time_seconds": ("Training time saved over the default sizes, by jobs that have paid it back.", ()),
+    "zeus_bso_saved_cost_joules": ("Cost saved over the default batch sizes, by jobs that have paid it back.", ()),
+    "zeus_bso_job_trials": ("Trials of a job.", ("job_id", "state")),
+    "zeus_bso_job_energy_joules": ("Energy that the trials of a job have taken.", ("job_id",)),
+    "zeus_bso_job_saved_energy_joules": ("Energy that a job has saved, once it is paid back.", ("job_id",)),
+    "zeus_bso_job_saved_cost_joules": ("Cost that a job has saved, once it is paid back.", ("job_id",)),
     "zeus_bso_unnamed_jobs": ("Jobs matched by ZEUS_BSO_METRICS_JOBS beyond the first 200, which have no metrics.", ()),
 }
 

@@ -40,6 +40,18 @@ from zeus_plugins.errors import ZeusBSOTrainFailError
 from zeus_plugins.protocol import Paths
 
 LAUNCHES = list(launches())
+TRAINING = """
+import os
+from zeus_plugins.client import client_from_environment
+from zeus_plugins.protocol import GpuConfig, JobSpec, JobSpecFromClient, TrainingResult
+
+spec = JobSpec(job_id=os.environ["ZEUS_JOB_ID"], job_id_prefix="nightly", batch_sizes=(8, 16), default_batch_size=8,
+    target_metric=0.9)
+with client_from_environment() as client:
+    client.register(JobSpecFromClient.of(spec, GpuConfig(max_power=100.0, number_of_gpus=1, gpu_model="none")))
+    named = client.request_trial(spec.job_id).model_dump(include={"job_id", "batch_size", "trial_number"})
+    client.send_report(TrainingResult(**named, time=1, energy=50, metric=0.95, current_epoch=1))
+"""
 OF_SERVER = {make(name): name for name in Settings.model_fields for make in (variable_of, file_variable_of)}
 OF_TRAININGS = {variable.name for variable in VARIABLES}
 PORT = Settings.model_fields["server_port"].default
@@ -76,7 +88,9 @@ def test_the_server_is_launched_with_settings_and_commands_that_it_takes(
     launch: Launch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    stated = {name: value for name, value in launch.environ.items() if not name.endswith("_FILE")}
+    stated = {
+        name: value for name, value in launch.environ.items() if name.startswith("ZEUS") and not name.endswith("_FILE")
+    }
     assert Settings(**{OF_SERVER[name]: value for name, value in stated.items()}).server_port == PORT
     if launch.arguments:
         cli._parser().parse_args(launch.arguments)
@@ -212,12 +226,37 @@ class TestRelaunching:
         assert launched_as(["sh", "-c", command], tmp_path, statuses)[0] == launched
 
     @pytest.mark.slow
-    def test_the_workflows_commands_exist(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        script = "\n".join(step.get("run", "") for step in WORKFLOW["jobs"]["train"]["steps"])
-        (command,) = re.findall(r"python (examples/\S+) (.*)", script)
-        options = options_of(command[0], command[1].split(), monkeypatch)
-        assert options.on_failure == "finish"
-        assert "zeus-plugins doctor" in script
+    def test_workflow_trains_in_another_repository_and_writes_a_summary(
+        self, server: ServerProcess, tmp_path: Path
+    ) -> None:
+        (tmp_path / "train.py").write_text(TRAINING)
+        (tmp_path / "requirements.txt").write_text("torch\n")
+        programs = tmp_path / "bin"
+        programs.mkdir()
+        (programs / "pip").write_text('#!/bin/sh\necho "$@" >> pip.txt\n')
+        (programs / "pip").chmod(0o755)
+        job = WORKFLOW["jobs"]["train"]
+        environ = {
+            "PATH": f"{programs}:{Path(sys.executable).parent}:{os.environ['PATH']}",
+            "PYTHONPATH": str(ROOT),
+            "ZEUS_JOB_ID": job["env"]["ZEUS_JOB_ID"],
+            "ZEUS_SERVER_URL": server.url,
+            "ZEUS_STATE_DIR": str(tmp_path / "state"),
+            "GITHUB_STEP_SUMMARY": str(tmp_path / "summary.md"),
+        }
+        assert job["env"].keys() <= {*environ, "ZEUS_BSO_TOKEN"}
+        for step in job["steps"]:
+            if "run" in step:
+                command = ["bash", "--noprofile", "--norc", "-e", "-o", "pipefail", "-c", step["run"]]
+                done = subprocess.run(command, env=environ, cwd=tmp_path, capture_output=True, text=True, check=False)
+                assert done.returncode == 0, done.stdout + done.stderr
+        installed = (tmp_path / "pip.txt").read_text().splitlines()
+        assert installed[0] == "install --requirement requirements.txt"
+        assert installed[1].startswith("install zeus-plugins[lightning,server] @ https://")
+        summary = (tmp_path / "summary.md").read_text()
+        assert summary.startswith("### Batch sizes of nightly\n```text\n")
+        assert summary.endswith("```\n")
+        assert re.search(r"\bcompleted\b", summary), summary
 
     @pytest.mark.slow
     def test_a_training_that_misses_its_target_ends_with_that_status(self, server: ServerProcess) -> None:

@@ -6,21 +6,26 @@ Nothing here asks a network or a cluster; each tool brings its schemas along.
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
+import tempfile
+from functools import cache
+from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import pytest
 import yaml
 
-from tests.support.artefacts import KUBERNETES, TRAININGS, documents, pods
+from tests.support.artefacts import DEPLOY, KUBERNETES, TRAININGS, documents, pods
+from tests.support.helm import CHART, helm
 
 pytestmark = pytest.mark.slow
 
-CUSTOM = {"ServiceMonitor"}  # its schema comes with the operator, and no package that pip installs has it
+# Their schemas come with their operators, and no package that pip installs has them.
+CUSTOM = {"HTTPRoute", "PrometheusRule", "ServiceMonitor"}
 KUBEFLOW = {path.name: path for path in TRAININGS.glob("kubeflow/*.yaml")}
 
 
@@ -39,21 +44,137 @@ def kustomized(folder: Path) -> list[dict[str, Any]]:
     return [document for document in yaml.safe_load_all(done.stdout) if document]
 
 
-@pytest.fixture(params=["sqlite", "postgresql", "sqlite, monitoring", "postgresql, monitoring", "sqlite, backup"])
-def installation(request: pytest.FixtureRequest, tmp_path: Path) -> list[dict[str, Any]]:
-    overlay, _, component = request.param.partition(", ")
-    folder = KUBERNETES / "overlays" / overlay
-    if not component:
-        return kustomized(folder)
-    parts = {"resources": [folder], "components": [KUBERNETES / "components" / component]}
-    kustomization: dict[str, object] = {
-        key: [os.path.relpath(path, tmp_path.resolve()) for path in paths] for key, paths in parts.items()
-    }
-    kustomization["namespace"] = "zeus-bso"
-    (tmp_path / "kustomization.yaml").write_text(yaml.safe_dump(kustomization))
-    found = kustomized(tmp_path)
-    assert {"monitoring": "ServiceMonitor", "backup": "CronJob"}[component] in {each["kind"] for each in found}
+ADDED = {
+    "backup": {"CronJob"},
+    "gateway": {"HTTPRoute"},
+    "ingress": {"Ingress"},
+    "monitoring": {"ServiceMonitor", "PrometheusRule"},
+    "tracing": set[str](),
+}
+
+
+COMBINATIONS = [
+    "sqlite",
+    "postgresql",
+    "sqlite, monitoring, ingress",
+    "postgresql, monitoring, tracing, gateway",
+    "sqlite, backup, tracing",
+]
+# Values of the chart that ask for the same.
+VALUES = {
+    "sqlite": (),
+    "postgresql": ("database.secret=zeus-bso-database",),
+    "backup": ("database.backupStorage=10Gi",),
+    "gateway": (
+        "tls.host=bso.example.com",
+        "tls.gateway.name=public",
+        "tls.gateway.namespace=envoy-gateway-system",
+        "tls.proxyNamespace=envoy-gateway-system",
+    ),
+    "ingress": ("tls.host=bso.example.com",),
+    "monitoring": ("monitoring.enabled=true",),
+    "tracing": ("tracing.endpoint=http://otel-collector.observability.svc:4318",),
+}
+
+
+@cache
+def applied(combination: str) -> list[dict[str, Any]]:
+    """The objects of an overlay to whose file components are added, as the documentation says."""
+    overlay, *components = combination.split(", ")
+    with tempfile.TemporaryDirectory() as folder:
+        copy = shutil.copytree(KUBERNETES, Path(folder) / "kubernetes")
+        with (copy / "overlays" / overlay / "kustomization.yaml").open("a") as file:
+            file.write(yaml.safe_dump({"components": [f"../../components/{each}" for each in components]}))
+        return kustomized(copy / "overlays" / overlay)
+
+
+@cache
+def rendered(combination: str, release: str = "zeus-bso") -> list[dict[str, Any]]:
+    """The objects that the chart makes of the values for this combination."""
+    values = [f"--set={value}" for part in combination.split(", ") for value in VALUES[part]]
+    made = helm("template", release, str(CHART), "--namespace=zeus-bso", *values)
+    return [document for document in yaml.safe_load_all(made) if document]
+
+
+@pytest.fixture(params=COMBINATIONS)
+def combination(request: pytest.FixtureRequest) -> str:
+    found: str = request.param
     return found
+
+
+@pytest.fixture(params=["kustomize", "helm"])
+def installation(request: pytest.FixtureRequest, combination: str) -> list[dict[str, Any]]:
+    found = applied(combination) if request.param == "kustomize" else rendered(combination)
+    assert set().union(*(ADDED[each] for each in combination.split(", ")[1:])) <= {each["kind"] for each in found}
+    return found
+
+
+def plain(part: Any) -> Any:
+    """Part of an object, without labels of a release, and with named entries of lists in order."""
+    if isinstance(part, list):
+        made = [plain(each) for each in part]
+        named = all(isinstance(each, dict) and "name" in each for each in made)
+        return sorted(made, key=lambda each: str(each["name"])) if named else made
+    if isinstance(part, dict):
+        return {key: plain(value) for key, value in part.items() if key != "app.kubernetes.io/instance"}
+    return part
+
+
+class TestTheChart:
+    def test_it_makes_the_objects_of_the_overlays(self, combination: str) -> None:
+        made, wanted = (
+            {(each["kind"], each["metadata"]["name"]): plain(each["spec"]) for each in objects if "spec" in each}
+            for objects in (rendered(combination), applied(combination))
+        )
+        assert made == wanted
+
+    def test_two_releases_in_a_namespace_keep_to_themselves(self) -> None:
+        one, other = rendered("postgresql"), rendered("postgresql", "second")
+        names = [{(each["kind"], each["metadata"]["name"]) for each in objects} for objects in (one, other)]
+        assert not names[0] & names[1]
+        kinds = {each["kind"]: each for each in other}
+        labels = kinds["Deployment"]["spec"]["template"]["metadata"]["labels"]
+        selectors = [
+            each["spec"].get("podSelector", each["spec"].get("selector", {})) for each in one if "spec" in each
+        ]
+        selectors = [each.get("matchLabels", each) for each in selectors if each]
+        assert len(selectors) == 5
+        assert not any(selector.items() <= labels.items() for selector in selectors)
+
+    def test_helm_lints_it_strictly_and_packages_the_alerts(self, tmp_path: Path) -> None:
+        helm("lint", "--strict", str(CHART))
+        helm("package", str(CHART), f"--destination={tmp_path}")
+        (package,) = tmp_path.glob(f"zeus-bso-{version('zeus-plugins')}.tgz")
+        shutil.unpack_archive(package, tmp_path)
+        assert (tmp_path / "zeus-bso" / "alerts.yaml").read_text() == (DEPLOY / "prometheus/alerts.yaml").read_text()
+
+    @pytest.mark.parametrize(
+        ("value", "named"),
+        [
+            ("databse.secret=x", "databse"),
+            ("database.port=0", "/database/port"),
+            ("settings.ZEUS_SERVER_URL=x", "ZEUS_SERVER_URL"),
+            ("tracing.endpoint=collector:4318", "/tracing/endpoint"),
+        ],
+    )
+    def test_wrong_values_are_refused_by_name(self, value: str, named: str) -> None:
+        assert named in helm("template", "zeus-bso", str(CHART), f"--set={value}", statuses=(1,))
+
+    def test_settings_become_variables_beside_those_of_the_chart(self) -> None:
+        made = helm(
+            *("template", "zeus-bso", str(CHART), "--set=database.secret=db"),
+            *("--set=settings.ZEUS_BSO_METRICS=open", "--set-string=settings.ZEUS_BSO_TRACING=false"),
+            "--set=tracing.endpoint=http://collector:4318",
+        )
+        (deployment,) = [each for each in yaml.safe_load_all(made) if each and each["kind"] == "Deployment"]
+        ((container,),) = [pod["containers"] for pod in pods(deployment)]
+        environ = {each["name"]: each["value"] for each in container["env"]}
+        assert environ == {
+            "OTEL_EXPORTER_OTLP_ENDPOINT": "http://collector:4318",
+            "ZEUS_BSO_DATABASE_URL_FILE": "/run/secrets/zeus-bso/url",
+            "ZEUS_BSO_METRICS": "open",
+            "ZEUS_BSO_TRACING": "false",
+        }
 
 
 class TestAnInstallation:
@@ -99,7 +220,51 @@ class TestAnInstallation:
             assert "replicas" not in kinds["Deployment"]["spec"]
         else:
             assert kinds["Deployment"]["spec"]["replicas"] == 1
-        assert {each["metadata"].get("namespace", each["metadata"]["name"]) for each in installation} == {"zeus-bso"}
+        # Helm puts objects without a namespace into the one of the release.
+        named = {each["metadata"].get("namespace") for each in installation if each["kind"] != "Namespace"}
+        assert named in ({"zeus-bso"}, {None})
+
+    def test_its_objects_are_those_that_a_stock_prometheus_selects(self, installation: list[dict[str, Any]]) -> None:
+        watched = [each for each in installation if each["kind"] in {"ServiceMonitor", "PrometheusRule"}]
+        for each in watched:
+            assert each["metadata"]["labels"]["release"] == "kube-prometheus-stack"
+        rules = [each["spec"] for each in watched if each["kind"] == "PrometheusRule"]
+        assert rules in ([], [yaml.safe_load((DEPLOY / "prometheus" / "alerts.yaml").read_text())])
+
+    def test_its_policies_admit_the_ways_that_it_needs_and_no_others(self, installation: list[dict[str, Any]]) -> None:
+        kinds = {each["kind"]: each for each in installation}
+        policies = {each["metadata"]["name"]: each["spec"] for each in installation if each["kind"] == "NetworkPolicy"}
+        (server,) = kinds["Deployment"]["spec"]["template"]["spec"]["containers"]
+        environ = {each["name"]: each["value"] for each in server.get("env", ())}
+        outward = [rule for policy in policies.values() for rule in policy.get("egress", ())]
+        ports = {port["port"] for rule in outward for port in rule["ports"]}
+        wanted = set()
+        if "ZEUS_BSO_DATABASE_URL_FILE" in environ:
+            wanted |= {53, 5432}
+        if environ.get("ZEUS_BSO_TRACING") == "true":
+            collector = httpx.URL(environ["OTEL_EXPORTER_OTLP_ENDPOINT"])
+            wanted |= {53, collector.port}
+            (way,) = [rule for rule in outward if rule["ports"] == [{"port": collector.port, "protocol": "TCP"}]]
+            assert way["to"] == [in_namespace(collector.host.split(".")[1])]
+        assert ports == wanted
+        (served,) = kinds["Service"]["spec"]["ports"]
+        if "Ingress" in kinds:
+            spec = kinds["Ingress"]["spec"]
+            (rule,), (tls,) = spec["rules"], spec["tls"]
+            assert tls["hosts"] == [rule["host"]]
+            (path,) = rule["http"]["paths"]
+            assert path["backend"]["service"] == {"name": "zeus-bso", "port": {"name": served["name"]}}
+        if "HTTPRoute" in kinds:
+            spec = kinds["HTTPRoute"]["spec"]
+            (parent,), (rule,) = spec["parentRefs"], spec["rules"]
+            assert rule["backendRefs"] == [{"name": "zeus-bso", "port": served["port"]}]
+            assert policies["zeus-bso-gateway"]["ingress"][0]["from"] == [in_namespace(parent["namespace"])]
+        # Trainings, and of the rest only the proxy and Prometheus.
+        inward = {name for name, policy in policies.items() if "Ingress" in policy["policyTypes"]}
+        proxies = {f"zeus-bso-{each}" for each in ("ingress", "gateway", "monitoring")}
+        assert inward == {"zeus-bso"} | (proxies & policies.keys())
+        assert all(rule["ports"] == [{"port": "http"}] for name in inward for rule in policies[name]["ingress"])
+        assert ("zeus-bso-ingress" in policies) == ("Ingress" in kinds)
 
     def test_its_pods_pass_the_restricted_standard(self, installation: list[dict[str, Any]]) -> None:
         found = [pod for document in installation for pod in pods(document)]
@@ -108,8 +273,24 @@ class TestAnInstallation:
             assert violations(pod) == []
 
 
+def in_namespace(name: str) -> dict[str, Any]:
+    """A peer of a network policy: all pods of a namespace."""
+    return {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": name}}}
+
+
 def violations(pod: dict[str, Any]) -> list[str]:
-    """The faults of a pod by the restricted Pod Security Standard and for a read-only root file system."""
+    """The faults of a pod by the restricted Pod Security Standard, and rights that it does not need."""
+    missed = beyond_restricted(pod)
+    if pod.get("automountServiceAccountToken") is not False or pod.get("enableServiceLinks") is not False:
+        missed.append("it is given what it does not need")
+    for container in pod["containers"]:
+        if container.get("securityContext", {}).get("readOnlyRootFilesystem") is not True:
+            missed.append(f"{container['name']} may write anywhere")
+    return missed
+
+
+def beyond_restricted(pod: dict[str, Any]) -> list[str]:
+    """The faults of a pod by the restricted Pod Security Standard, and volumes that are mounted and not defined."""
     missed = []
     of_pod = pod.get("securityContext", {})
     if of_pod.get("runAsNonRoot") is not True or not of_pod.get("runAsUser"):
@@ -120,17 +301,35 @@ def violations(pod: dict[str, Any]) -> list[str]:
         missed.append("a namespace of the host")
     allowed = {"configMap", "emptyDir", "persistentVolumeClaim", "projected", "secret"}
     missed += [f"volume {each['name']}" for each in pod.get("volumes", ()) if not each.keys() - {"name"} <= allowed]
-    if pod.get("automountServiceAccountToken") is not False or pod.get("enableServiceLinks") is not False:
-        missed.append("it is given what it does not need")
     mounted = {each["name"] for container in pod["containers"] for each in container.get("volumeMounts", ())}
     missed += [f"volume {name} is missing" for name in mounted - {each["name"] for each in pod.get("volumes", ())}]
     for container in pod["containers"]:
         context = container.get("securityContext", {})
         if context.get("allowPrivilegeEscalation") is not False or context.get("capabilities") != {"drop": ["ALL"]}:
             missed.append(f"{container['name']} has privileges")
-        if context.get("readOnlyRootFilesystem") is not True:
-            missed.append(f"{container['name']} may write anywhere")
     return missed
+
+
+@pytest.mark.parametrize("name", sorted(KUBEFLOW.keys() - {"claims.yaml"}))
+def test_kubeflow_training_is_restricted_and_keeps_its_state_on_a_volume_of_its_user(name: str) -> None:
+    (document,) = documents(KUBEFLOW[name])
+    claims = {each["metadata"]["name"]: each["spec"]["accessModes"] for each in documents(KUBEFLOW["claims.yaml"])}
+    found = list(pods(document))
+    trained_on = document["spec"].get("trainer", {}).get("numNodes", len(found))
+    assert found
+    for pod in found:
+        assert beyond_restricted(pod) == []
+        (container,) = pod["containers"]
+        of_volumes = {volume["name"]: volume for volume in pod["volumes"]}
+        volumes = {mount["mountPath"]: of_volumes[mount["name"]] for mount in container["volumeMounts"]}
+        environ = document["spec"].get("trainer", container)["env"]
+        (state,) = [variable["value"] for variable in environ if variable["name"] == "ZEUS_STATE_DIR"]
+        # Pods on several machines can mount one claim only if its storage permits.
+        modes = claims[volumes[state]["persistentVolumeClaim"]["claimName"]]
+        assert modes == (["ReadWriteMany"] if trained_on > 1 else ["ReadWriteOnce"])
+        assert pod["securityContext"]["fsGroup"] == pod["securityContext"]["runAsUser"] == 10001
+        # NCCL fails with the 64 MiB that a container has.
+        assert volumes["/dev/shm"]["emptyDir"]["medium"] == "Memory"  # noqa: S108 - in a container
 
 
 class TestANightlyTraining:

@@ -24,7 +24,9 @@ from sybil import Sybil
 from sybil.parsers.markdown import PythonCodeBlockParser, SkipParser
 
 from docs import generated
+from release.__main__ import PROJECT, USERS_EXTRAS, VERSION
 from tests.support import ROOT
+from tests.support.artefacts import WORKFLOW_FILE
 from tests.support.lightning_bench import QUIET
 from zeus_plugins import JobSpec
 from zeus_plugins.cli import energy
@@ -188,6 +190,21 @@ def test_the_reference_has_the_arguments_of_the_callbacks(package: str, needed: 
         for one in parameters
         if one.kind is not one.VAR_KEYWORD  # which takes wrong names, to answer them
     ]
+
+
+def test_pages_install_from_a_wheel_or_from_source_and_link_to_the_one_section() -> None:
+    section = DOCS / "installation.md"
+    for page in [page for page in PAGES if page.name not in {"CHANGELOG.md", section.name}]:
+        text = page.read_text()
+        # Until an index has the package, pip finds no such name.
+        assert not re.search(r"pip install[^`\n]*\n?\s*'?zeus-plugins", text), page.name
+        if "pip install '.[" in text and page.name not in {"CONTRIBUTING.md", "policy.md"}:
+            assert f"{section.name})" in text, page.name
+    wheel = f"{PROJECT['urls']['Homepage']}/releases/download/v{VERSION}/zeus_plugins-{VERSION}-py3-none-any.whl"
+    for file in (section, WORKFLOW_FILE):
+        assert re.findall(r"@ (https://[^\s']+)", file.read_text())[-1] == wheel
+    listed = re.findall(r"`(\w+)`", "".join(re.findall(r"^\| (`.*?) \|", section.read_text(), re.MULTILINE)))
+    assert sorted(listed) == sorted(USERS_EXTRAS)
 
 
 @pytest.mark.parametrize("page", generated.PAGES)

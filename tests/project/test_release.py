@@ -17,7 +17,7 @@ import yaml
 
 from release.__main__ import LICENCES, PROJECT, USERS_EXTRAS, VERSION, ReleaseError, audited, notes, with_hashes
 from tests.support import ROOT
-from tests.support.artefacts import DEPLOY, WORKFLOW_FILE
+from tests.support.artefacts import DEPLOY, DOCKERFILES, WORKFLOW_FILE
 from tests.support.servers import bso_server
 
 CHANGELOG = (ROOT / "CHANGELOG.md").read_text()
@@ -139,7 +139,7 @@ def extras() -> dict[str, list[str]]:
     return found
 
 
-@pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("workflow", [*WORKFLOWS, WORKFLOW_FILE], ids=lambda path: path.stem)
 def test_actions_are_pinned_by_commit(workflow: Path) -> None:
     text = workflow.read_text()
     used = re.findall(r"uses: (.*)$", text, re.MULTILINE)
@@ -149,11 +149,38 @@ def test_actions_are_pinned_by_commit(workflow: Path) -> None:
 
 def test_a_release_publishes_what_it_has_tested() -> None:
     jobs: dict[str, Any] = yaml.safe_load((ROOT / ".github" / "workflows" / "release.yaml").read_text())["jobs"]
-    assert set(jobs["publish"]["needs"]) == {"test", "check"}
-    for name in ("test", "check", "publish", "announce"):
+    assert set(jobs["publish"]["needs"]) == set(jobs["images"]["needs"]) == {"test", "check"}
+    assert set(jobs["announce"]["needs"]) == {"publish", "images"}
+    for name in ("test", "check", "publish", "images", "announce"):
         steps = "\n".join(str(step.get("run", "")) for step in jobs[name]["steps"])
         assert "sha256sum --check SHA256SUMS" in steps
     assert any(step.get("run") == ".ci/run" for step in jobs["test"]["steps"])
+    # Both images are built and tried before they are pushed.
+    assert {each["file"] for each in jobs["images"]["strategy"]["matrix"]["include"]} == {
+        str(path.relative_to(ROOT)) for path in DOCKERFILES
+    }
+    commands = [step["run"] for step in jobs["images"]["steps"] if "run" in step]
+    first = [
+        min(index for index, each in enumerate(commands) if command in each)
+        for command in ("docker build", "docker run", "docker push")
+    ]
+    assert first == sorted(set(first))
+
+
+@pytest.mark.parametrize("dockerfile", DOCKERFILES, ids=lambda path: path.name)
+def test_image_has_the_tested_versions_on_a_base_that_cannot_change(dockerfile: Path) -> None:
+    text = dockerfile.read_text()
+    (base,) = re.findall(r"^ARG BASE=(.*)$", text, re.MULTILINE)
+    assert re.fullmatch(r"docker\.io/library/python:3\.\d+\.\d+-slim-\w+@sha256:[0-9a-f]{64}", base)
+    # Dependencies come before the source, and the source brings none.
+    dependencies, source = text.split("\nCOPY . .\n")
+    assert "--constraint constraints-dev.txt" in dependencies
+    assert re.findall(r"^COPY (.*)$", dependencies, re.MULTILINE) == ["pyproject.toml constraints-dev.txt ./"]
+    assert "install --no-cache-dir --no-deps --force-reinstall ." in source
+    assert "!constraints-dev.txt" in (ROOT / ".dockerignore").read_text().splitlines()
+    tested = (ROOT / "constraints.txt").read_text().split()
+    assert set(tested) <= set((ROOT / "constraints-dev.txt").read_text().splitlines())
+    assert [each.partition("==")[0] for each in tested] == ["torch"]
 
 
 @pytest.mark.parametrize(

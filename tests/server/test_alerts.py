@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from release.__main__ import PROJECT
 from tests.support import ROOT
 from tests.support.watching import scraped, trained, watched
 
@@ -30,6 +31,30 @@ def queries() -> Iterator[str]:
     for panel in DASHBOARD["panels"]:
         for target in panel.get("targets", ()):
             yield target["expr"].replace("$__rate_interval", "5m")
+
+
+def test_dashboard_mixes_no_databases_and_shows_only_chosen_servers() -> None:
+    variables = {each["name"] for each in DASHBOARD["templating"]["list"]}
+    assert variables == {"datasource", "namespace", "job", "instance"}
+    for query in queries():
+        asked = re.findall(r"\bzeus_bso_\w+(\{[^}]*)", query)
+        assert asked
+        assert all(each.startswith('{namespace=~"$namespace",job=~"$job",instance=~"$instance"') for each in asked), (
+            query
+        )
+        assert len(re.findall(r"\b(?:max|sum)\b", query)) == len(
+            re.findall(r"\b(?:max|sum) by \(cluster, namespace, job[,)]", query)
+        )
+
+
+def test_each_alert_names_its_section_of_the_operations_page() -> None:
+    page = (ROOT / "docs" / "operations.md").read_text()
+    base = "https://github.com/zeus-plugins/zeus-plugins/blob/main/docs/operations.md#"
+    alerts = ALERTS.read_text()
+    assert f"{PROJECT['urls']['Homepage']}/blob/main/docs/operations.md#" == base
+    named = re.findall(r"- alert: (\w+)", alerts)
+    assert re.findall(r"runbook_url: (\S+)", alerts) == [base + name.lower() for name in named]
+    assert re.findall(r"^### (ZeusBso\w+)$", page, re.MULTILINE) == named
 
 
 def promtool(*arguments: str | Path) -> str:

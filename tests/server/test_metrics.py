@@ -73,8 +73,8 @@ async def test_only_jobs_that_a_pattern_names_are_told_of_by_name(tmp_path: Path
         named = await trained(http, job_id="nightly-1")
         other = await trained(http, job_id="daily-1")
         values = await scraped(http)
-        assert value(values, "job_trials", job=named, state="completed") == 1
-        assert value(values, "job_energy_joules") == value(values, "job_energy_joules", job=named) == 50
+        assert value(values, "job_trials", job_id=named, state="completed") == 1
+        assert value(values, "job_energy_joules") == value(values, "job_energy_joules", job_id=named) == 50
         assert other not in (await http.get("/metrics")).text
 
 

@@ -278,7 +278,7 @@ def test_two_processes_count_together_and_log_json(tmp_path: Path, monkeypatch: 
             assert value(values, "http_request_duration_seconds_count", route="/version") == REQUESTS
             assert value(values, "trials_ended_total") == 0
             assert value(values, "suggestions_total") == value(values, "jobs") == value(values, "trials") == 1
-            assert value(values, "energy_joules") == value(values, "job_energy_joules", job=job_id) == 1
+            assert value(values, "energy_joules") == value(values, "job_energy_joules", job_id=job_id) == 1
             assert value(values, "auth_failures_total", reason="bad_token") == 1
             assert value(values, "build_info") == 1
         assert told[-1].keys() >= told[0].keys()
