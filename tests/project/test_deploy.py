@@ -41,16 +41,13 @@ from zeus_plugins.protocol import Paths
 
 LAUNCHES = list(launches())
 TRAINING = """
-import os
-from zeus_plugins.client import client_from_environment
-from zeus_plugins.protocol import GpuConfig, JobSpec, JobSpecFromClient, TrainingResult
+from zeus_plugins import BatchSizeOptimizer, JobSpec
 
-spec = JobSpec(job_id=os.environ["ZEUS_JOB_ID"], job_id_prefix="nightly", batch_sizes=(8, 16), default_batch_size=8,
-    target_metric=0.9)
-with client_from_environment() as client:
-    client.register(JobSpecFromClient.of(spec, GpuConfig(max_power=100.0, number_of_gpus=1, gpu_model="none")))
-    named = client.request_trial(spec.job_id).model_dump(include={"job_id", "batch_size", "trial_number"})
-    client.send_report(TrainingResult(**named, time=1, energy=50, metric=0.95, current_epoch=1))
+job = JobSpec(job_id_prefix="nightly", batch_sizes=(8, 16), default_batch_size=8, target_metric=0.9)
+with BatchSizeOptimizer(monitor=None, job=job) as optimizer:
+    optimizer.get_batch_size()
+    optimizer.on_train_begin()
+    optimizer.on_evaluate(0.95)
 """
 OF_SERVER = {make(name): name for name in Settings.model_fields for make in (variable_of, file_variable_of)}
 OF_TRAININGS = {variable.name for variable in VARIABLES}
@@ -254,8 +251,7 @@ class TestRelaunching:
         assert installed[0] == "install --requirement requirements.txt"
         assert installed[1].startswith("install zeus-plugins[lightning,server] @ https://")
         summary = (tmp_path / "summary.md").read_text()
-        assert summary.startswith("### Batch sizes of nightly\n```text\n")
-        assert summary.endswith("```\n")
+        assert summary.startswith("### Batch size of job nightly, trial 1\n")
         assert re.search(r"\bcompleted\b", summary), summary
 
     @pytest.mark.slow

@@ -10,7 +10,6 @@ from zeus_plugins.training.defaults import JobPlan, first_report_warning
 from zeus_plugins.training.outcomes import outcome_of
 from zeus_plugins.training.patches import Patches
 from zeus_plugins.training.port import TrainerPort
-from zeus_plugins.training.summary import append_summary
 from zeus_plugins.training.trial import TrialInfo
 
 _logger = logging.getLogger("zeus_plugins")
@@ -103,7 +102,6 @@ class Announcer:
         `next_step` is a sentence about what follows; None for what the job suggests.
         """
         self._say(f"{trial}")
-        self._summarize(trial, trial.outcome, view)
         if went_on:
             self._say("the training continued to its own end, which is not counted")
         if trial.busy_remark is not None:
@@ -125,7 +123,6 @@ class Announcer:
             consequence = _after_crash(trial, view)
         ended = f"{trial.name} of job {trial.job_id} was ended by {type(error).__name__}"
         self._say(f"{ended} after {trial.spent}: {consequence}.")
-        self._summarize(trial, f"ended by {type(error).__name__}: {consequence}", view)
 
     def _against(self, size: int) -> str:
         """Return how a batch size compares with the job's default and with that of the script."""
@@ -136,10 +133,6 @@ class Announcer:
         return (
             f", the job's default{script}" if size == default else f" in place of the job's default {default}{script}"
         )
-
-    def _summarize(self, trial: TrialInfo, outcome: str, view: JobView | None) -> None:
-        if self._port.rank == 0:
-            append_summary(trial, outcome, self._plan.monitor, view)
 
     def _say(self, line: str) -> None:
         if not self._is_quiet:

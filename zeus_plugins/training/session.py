@@ -54,6 +54,7 @@ from zeus_plugins.training.arguments import check_choice, check_watch
 from zeus_plugins.training.defaults import JobPlan
 from zeus_plugins.training.metrics import as_written
 from zeus_plugins.training.outcomes import detail_of, ending_of
+from zeus_plugins.training.summary import append_summary
 from zeus_plugins.training.trial import TrialInfo
 
 OnUnreachable = Literal["default", "raise"]
@@ -481,6 +482,11 @@ class TrialSession:
             self._reporter.end(ending)
             if ending is not None and ending.outcome is TrialState.FAILED:
                 self._look_at_job(self._reporter, closing)
+        if self.has_trial and not self._rank:
+            outcome = self.trial.outcome if self.finished else early_end or "ended before the target was reached"
+            if error is not None:
+                outcome = f"ended by {type(error).__name__}"
+            append_summary(self.trial, outcome, self.plan.monitor, self.job_view)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the fields of `TrialInfo` for a checkpoint, in plain types (for ``torch.load(weights_only=True)``).
@@ -732,8 +738,8 @@ class TrialSession:
         self._measuring = False
         self._update(unmeasured=cause)
         _logger.warning(
-            "the energy of %s of job %s can no longer be measured (%s). The training goes on to its target or its last "
-            "epoch; the trial has failed, and nothing more of it is reported",
+            "the energy of %s of job %s can no longer be measured (%s). The training continues to its target or its last "
+            "epoch; the trial has failed and reports nothing more",
             *(trial.name, trial.job_id, cause),
         )
         if self._reporter is not None:
