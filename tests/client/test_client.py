@@ -309,7 +309,7 @@ def test_permanent_failure_is_not_retried(trouble: int) -> None:
     ],
     ids=["attempts have a limit", "requests have an end", "a job is deleted once"],
 )
-def test_request_without_retries_is_sent_once(attempts: int, ask: Callable[[Troubled], None]) -> None:
+def test_attempts_of_a_request_are_limited(attempts: int, ask: Callable[[Troubled], None]) -> None:
     server = Troubled(*[503] * attempts)
     with pytest.raises(ZeusBSORuntimeError, match="503"):
         ask(server)
@@ -352,7 +352,7 @@ def test_forked_process_opens_a_new_connection() -> None:
     client.close()
 
 
-def test_temporary_outage_is_survived() -> None:
+def test_status_of_an_error_distinguishes_outages_from_refusals() -> None:
     assert all(ZeusBSORuntimeError("", status=status).is_outage for status in (None, 500, 503, 429, 408))
     assert not any(ZeusBSORuntimeError("", status=status).is_outage for status in (404, 409, 302, 200))
 

@@ -150,7 +150,7 @@ def test_compressed_answer_is_not_decompressed(encoding: str) -> None:
     [b"HTTP/1.1 500 No\r\nContent-Type: text/html; charset=bz2\r\n", b"HTTP/1.1 200 OK\r\n", b"HTTP/1.1 404 No\r\n"],
     ids=["a charset that is none", "deep JSON", "a deep error"],
 )
-def test_every_malformed_answer_is_a_client_error(head: bytes) -> None:
+def test_deeply_nested_answer_is_a_client_error(head: bytes) -> None:
     answer = whole(b"[" * 200_000, head)
     with talking(lambda: iter([answer])) as server, client_of(server) as client, pytest.raises(ZeusBSORuntimeError):
         client.end_trial(TRIAL)

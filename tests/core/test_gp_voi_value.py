@@ -185,7 +185,7 @@ def test_longer_horizon_never_lowers_the_value_of_a_trial(
         assert found[0][index].stop_share in shares
 
 
-def test_candidate_costs_for_stopping_a_trial_are_literal() -> None:
+def test_stop_shares_end_at_beta() -> None:
     below_two = [share for share in CONSTANTS.stop_shares if share < 2]
     assert stop_shares(2.0) == (*below_two, 2.0)
     assert stop_shares(1.0) == (*(share for share in CONSTANTS.stop_shares if share < 1), 1.0)

@@ -87,7 +87,7 @@ def alarms(size_sd: float, default_sd: float, default_runs: int | None) -> float
         (0.01, 0.04, 3, 0.071),
     ],
 )
-def test_false_alarms_over_50_looks_stay_within_5_percent(
+def test_false_alarms_over_50_looks_have_the_stated_share(
     size_sd: float, default_sd: float, default_runs: int | None, share: float
 ) -> None:
     assert alarms(size_sd, default_sd, default_runs) == pytest.approx(share, abs=0.004)

@@ -405,7 +405,7 @@ async def test_simulating_a_job_of_the_database(tmp_path: Path, capsys: pytest.C
         assert "leave out --all" in capsys.readouterr().err
 
 
-def test_missing_job_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_source_of_trials_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["simulate", "--all", "--power-trace", "power.csv"]) == 1
     assert "Give --train-trace, or --job for a job's own trials" in capsys.readouterr().err
 

@@ -267,7 +267,7 @@ class TestASilentNetwork:
             async with open_store(relay.url_of(database_url), patience_s=SHORT_S) as store:
                 (server,) = await jobs_on(store, 1)
                 trial = await server.suggest()
-                # One request per connection of the pool.
+                # Open all connections of the pool.
                 await asyncio.gather(*(store.read(Transaction.all_tokens) for _ in range(MANY)))
                 relay.fall_silent(True)
                 for _ in range(2):

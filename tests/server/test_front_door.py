@@ -197,7 +197,7 @@ class TestWaiting:
         [(HALF_A_HEAD, b"", b"408"), (HALF_A_HEAD, b"x", b"408"), (HALF_A_BODY % b"now", b"x", b"200")],
         ids=["head in silence", "head byte by byte", "body byte by byte, after the answer is given"],
     )
-    async def test_rest_of_a_request_is_not_awaited_forever(
+    async def test_incomplete_request_times_out_while_bytes_trickle_in(
         self, protocol: type[Bounded], half: bytes, piece: bytes, status: bytes
     ) -> None:
         async with on_app(protocol) as (server, _):
@@ -303,7 +303,7 @@ class TestBytes:
         async with self.patient(protocol) as (server, app):
             client = await server.connect()
             (connection,) = server.held
-            # The answers are not read, so the server stops reading requests after 128 KiB.
+            # The test reads no answers, so the client's stream stops receiving after 128 KiB.
             client.send(b"GET %s HTTP/1.1\r\nHost: localhost\r\n\r\n" % path.encode() * 400_000)
             await until(lambda: connection._held and not connection._can_use_more and not connection._has_turn)
             await asyncio.sleep(SHORT_S)
@@ -389,7 +389,7 @@ class TestBytes:
         ("target", "status"),
         [(b"http://localhost/now", b"200"), (b"http://evil.example/now", b"400"), (b"*", b"400")],
     )
-    async def test_absolute_url_in_the_request_line_does_not_replace_the_host_header(
+    async def test_absolute_url_must_name_the_host_of_the_header(
         self, target: bytes, status: bytes
     ) -> None:
         async with self.patient(OnHttptools) as (server, _):

@@ -99,7 +99,7 @@ class TestRegistering:
         )
 
     def test_window_must_hold_the_explorations(self, http: httpx.Client, spec: dict[str, Any]) -> None:
-        """A Zeus client sends no policy, and cannot receive advice."""
+        """Enlarge the window of a Zeus client, which sends no policy and cannot act on an error."""
         short = {**spec, "window_size": 3, "mab_num_explorations": 5}
         refused = http.post("/jobs", json={**short, "policy": "zeus"})
         assert_refused(refused, 422, "window_size", "mab_num_explorations to 3 or less", "window_size to 0")
