@@ -389,9 +389,7 @@ class TestBytes:
         ("target", "status"),
         [(b"http://localhost/now", b"200"), (b"http://evil.example/now", b"400"), (b"*", b"400")],
     )
-    async def test_absolute_url_must_name_the_host_of_the_header(
-        self, target: bytes, status: bytes
-    ) -> None:
+    async def test_absolute_url_must_name_the_host_of_the_header(self, target: bytes, status: bytes) -> None:
         async with self.patient(OnHttptools) as (server, _):
             client = await server.connect()
             client.send(b"GET %s HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n" % target)
