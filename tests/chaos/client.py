@@ -1,7 +1,7 @@
 """A process that trains endlessly and logs acknowledgements, safe from a SIGKILL.
 
-Usage: ``python -m tests.chaos.client SERVER_URL LOG SEED GENERATION``. It trains the jobs of this generation. It repeats
-each request until an answer arrives, unaware of the server's disasters, and then writes the answer
+Usage: ``python -m tests.chaos.client SERVER_URL LOG SEED GENERATION``. It trains the jobs of this generation. It
+repeats each request until an answer arrives, unaware of the server's disasters, and then writes the answer
 to LOG: one JSON object per line, on disk before the next request. It ends after any answer other than
 success or 503 (retry).
 """

@@ -1,7 +1,7 @@
 """A launch of a training script in the style of Zeus's users. Runs where Zeus is installed.
 
-Usage: ``python training.py SERVER_URL JOB EPOCHS``: the job's fields as JSON, and, also as JSON, the number of epochs that
-each batch size needs to reach the target; if it exceeds the job's limit, the target is not reached. With
+Usage: ``python training.py SERVER_URL JOB EPOCHS``: the job's fields as JSON, and, also as JSON, the number of epochs
+that each batch size needs to reach the target; if it exceeds the job's limit, the target is not reached. With
 ``--leave-after N`` the script ends silently after N epochs. With ``--ranks N``, N processes
 are the synchronized ranks of one data-parallel training: the first asks for the batch size, and each
 reports every epoch. With ``--pause FILE`` a pause follows the first epoch: it begins with the creation of the file
