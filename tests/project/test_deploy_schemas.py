@@ -1,6 +1,6 @@
-"""The files of deploy/ fit the schemas of what reads them: Kubernetes, Kustomize and Kubeflow.
+"""Files of deploy/ fit the schemas of their consumers: Kubernetes, Kustomize and Kubeflow.
 
-Nothing here asks a network or a cluster; each tool brings its schemas along.
+No test uses a network or a cluster; each tool contains its schemas.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tests.support.artefacts import KUBERNETES, TRAININGS, documents, pods
 
 pytestmark = pytest.mark.slow
 
-CUSTOM = {"ServiceMonitor"}  # its schema comes with the operator, and no package that pip installs has it
+CUSTOM = {"ServiceMonitor"}  # its schema comes with the operator, in no package from the index
 KUBEFLOW = {path.name: path for path in TRAININGS.glob("kubeflow/*.yaml")}
 
 
@@ -29,7 +29,7 @@ def tool(module: str) -> Any:
 
 
 def kustomized(folder: Path) -> list[dict[str, Any]]:
-    """The objects that `kubectl kustomize` makes of a folder."""
+    """Return the objects that `kubectl kustomize` generates from a folder."""
     kubectl, kustomize = shutil.which("kubectl"), shutil.which("kustomize")
     if kubectl is None and kustomize is None:
         pytest.skip("neither kubectl nor kustomize is installed")
@@ -57,13 +57,13 @@ def installation(request: pytest.FixtureRequest, tmp_path: Path) -> list[dict[st
 
 
 class TestAnInstallation:
-    def test_kubernetes_would_take_it(self, installation: list[dict[str, Any]]) -> None:
+    def test_kubernetes_accepts_the_installation(self, installation: list[dict[str, Any]]) -> None:
         validator = tool("kubernetes_validate")
         for document in installation:
             if document["kind"] not in CUSTOM:
                 validator.validate(document, validator.latest_version(), strict=True)
 
-    def test_its_parts_find_each_other(self, installation: list[dict[str, Any]]) -> None:
+    def test_selectors_of_the_installation_match(self, installation: list[dict[str, Any]]) -> None:
         kinds = {each["kind"]: each for each in installation}
         (labels,) = [each["spec"]["template"]["metadata"]["labels"] for each in [kinds["Deployment"]]]
         selectors = [kinds["Service"]["spec"]["selector"], kinds["Deployment"]["spec"]["selector"]["matchLabels"]]
@@ -89,7 +89,7 @@ class TestAnInstallation:
             }
             mounted = {one["persistentVolumeClaim"]["claimName"] for one in copying["spec"]["volumes"][1:]}
             assert mounted == claims.keys()
-            # A claim for one pod alone would keep the second one waiting for ever.
+            # A claim for a single pod would keep the second pod waiting forever.
             assert {mode for claim in claims.values() for mode in claim["accessModes"]} == {"ReadWriteOnce"}
         if "Job" in kinds:
             of_job = kinds["Job"]["spec"]["template"]["metadata"]["labels"]
@@ -101,7 +101,7 @@ class TestAnInstallation:
             assert kinds["Deployment"]["spec"]["replicas"] == 1
         assert {each["metadata"].get("namespace", each["metadata"]["name"]) for each in installation} == {"zeus-bso"}
 
-    def test_its_pods_pass_the_restricted_standard(self, installation: list[dict[str, Any]]) -> None:
+    def test_pods_of_the_installation_pass_the_restricted_standard(self, installation: list[dict[str, Any]]) -> None:
         found = [pod for document in installation for pod in pods(document)]
         assert found
         for pod in found:
@@ -109,7 +109,7 @@ class TestAnInstallation:
 
 
 def violations(pod: dict[str, Any]) -> list[str]:
-    """The faults of a pod by the restricted Pod Security Standard and for a read-only root file system."""
+    """Return violations of the restricted Pod Security Standard and of a read-only root file system."""
     missed = []
     of_pod = pod.get("securityContext", {})
     if of_pod.get("runAsNonRoot") is not True or not of_pod.get("runAsUser"):
@@ -134,18 +134,18 @@ def violations(pod: dict[str, Any]) -> list[str]:
 
 
 class TestANightlyTraining:
-    def test_kubernetes_would_take_it(self) -> None:
+    def test_kubernetes_accepts_the_nightly_training(self) -> None:
         validator = tool("kubernetes_validate")
         for document in documents(TRAININGS / "kubernetes" / "nightly.yaml"):
             validator.validate(document, validator.latest_version(), strict=True)
 
-    def test_its_pods_pass_the_restricted_standard(self) -> None:
+    def test_pods_of_the_nightly_training_pass_the_restricted_standard(self) -> None:
         (pod,) = pods(documents(TRAININGS / "kubernetes" / "nightly.yaml"))
         assert violations(pod) == []
 
 
 @pytest.mark.parametrize("name", sorted(name for name in KUBEFLOW if name.startswith("trainjob")))
-def test_kubeflows_trainer_loses_no_key_of_a_job(name: str) -> None:
+def test_kubeflow_trainer_preserves_every_key_of_a_job(name: str) -> None:
     models = tool("kubeflow_trainer_api.models")
     (document,) = documents(KUBEFLOW[name])
     job = models.TrainerV1alpha1TrainJob.from_dict(document)
@@ -154,14 +154,14 @@ def test_kubeflows_trainer_loses_no_key_of_a_job(name: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(name for name in KUBEFLOW if name.startswith("pytorchjob")))
 class TestAPyTorchJob:
-    def test_the_training_operator_loses_no_key_of_it(self, name: str) -> None:
+    def test_training_operator_preserves_every_key_of_a_job(self, name: str) -> None:
         client = tool("kubeflow.training.api_client").ApiClient()
         (document,) = documents(KUBEFLOW[name])
-        answer = SimpleNamespace(data=json.dumps(document))  # as of an API server
+        answer = SimpleNamespace(data=json.dumps(document))  # like the answer of an API server
         job = client.deserialize(answer, "KubeflowOrgV1PyTorchJob")
         assert client.sanitize_for_serialization(job) == document
 
-    def test_kubernetes_would_take_its_pods(self, name: str) -> None:
+    def test_kubernetes_accepts_the_pods_of_a_pytorchjob(self, name: str) -> None:
         validator = tool("kubernetes_validate")
         (document,) = documents(KUBEFLOW[name])
         for replica in document["spec"]["pytorchReplicaSpecs"].values():
