@@ -150,7 +150,9 @@ def test_scrontab_takes_the_line_for_each_night() -> None:
         slurm("scrontab", "-r")
 
 
-def test_the_line_can_be_run(tmp_path: Path, shared_server: ServerProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_line_of_scrontab_runs_a_job(
+    tmp_path: Path, shared_server: ServerProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """By hand: scrontab itself runs it at full minutes."""
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
@@ -165,7 +167,7 @@ def test_the_line_can_be_run(tmp_path: Path, shared_server: ServerProcess, monke
     assert states(shared_server, "slurm-line") == ["completed"]
 
 
-def test_a_masters_runs_are_jobs(tmp_path: Path) -> None:
+def test_runs_of_a_master_are_slurm_jobs(tmp_path: Path) -> None:
     pytest.importorskip("submitit", reason="the extra slurm is not installed")
     from zeus_plugins.master.clusters import SubmititExecutor
 

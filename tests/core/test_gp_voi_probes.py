@@ -176,7 +176,7 @@ def test_first_run_stays_at_the_default_if_uncertainty_costs_more_than_the_savin
     assert suggested(life, probe_of(life.job, little)).batch_size == 32
 
 
-def test_a_withdrawn_trial_at_the_default_leaves_the_prediction() -> None:
+def test_withdrawn_trial_at_the_default_leaves_the_prediction() -> None:
     life = Life(gp_voi_job(32, first_run="predicted"))
     life.move(life.ask(), TrialState.WITHDRAWN)
     found = suggested(life, probe_of(life.job, CHEAPER_WHEN_LARGER, 1000.0))

@@ -81,7 +81,7 @@ def test_too_many_sizes_with_evidence_are_thinned_around_the_center() -> None:
     assert set(range(1000, 8001, 1000)) <= with_evidence(job, missed, 4000, [])
 
 
-def test_a_thousand_sizes_before_any_trial() -> None:
+def test_thousand_sizes_are_thinned_before_any_trial() -> None:
     history = new_life(THOUSAND, 256).history
     few = thinned(history)
     sizes = few.job.batch_sizes
@@ -92,7 +92,7 @@ def test_a_thousand_sizes_before_any_trial() -> None:
     assert few.arms is history.arms
 
 
-def test_the_neighbours_of_the_cheapest_size_are_considered() -> None:
+def test_neighbours_of_the_cheapest_size_are_considered() -> None:
     life = lived(4)
     cheapest = life.history.cheapest
     assert cheapest is not None
@@ -137,7 +137,7 @@ def test_more_running_trials_than_sizes_are_considered() -> None:
 # --- Decisions with thinned sizes -------------------------------------------------------------------------------------
 
 
-def test_the_best_of_a_fine_grid_is_found() -> None:
+def test_best_size_of_a_fine_grid_is_found() -> None:
     life = lived(15)
     best = expectations(life.history).best
     assert best is not None

@@ -276,7 +276,7 @@ def test_decreasing_totals_are_refused(totals: tuple[int, int, int], field: str)
         (3, 2, 2.5),
     ],
 )
-def test_a_fraction_may_follow_a_fraction(reports: int, last: float, epoch: float) -> None:
+def test_fraction_may_follow_a_fraction(reports: int, last: float, epoch: float) -> None:
     trial = replace(RUNNING, report_count=reports, epoch=last, metric=0.1)
     assert not judge(JUDGED, trial, Report(1, 1, epoch, metric=0.5), None).stop
 

@@ -137,7 +137,7 @@ async def test_job_with_a_missing_policy_is_neither_registered_nor_imported(
     assert await server.store.read(differences, other.job_id) == []
 
 
-def test_a_refusal_names_the_field_over_http(any_server: ServerProcess) -> None:
+def test_refusal_over_http_names_the_field(any_server: ServerProcess) -> None:
     job = jobs.job(**{**jobs.THREE_SIZES, "job_id": None, "policy": "nobodys"})
     refused = httpx.post(f"{any_server.url}/jobs", json=job)
     assert refused.status_code == 422

@@ -74,7 +74,7 @@ def test_each_run_setting_a_target_has_reached_the_target(
         assert again.end_reason is EndReason.TARGET_REACHED
 
 
-def test_the_target_is_the_worst_of_the_values() -> None:
+def test_learned_target_is_the_worst_value() -> None:
     assert learned_target(job(), [0.9, 0.95, 0.91]) == 0.9
     assert learned_target(job(higher_is_better_metric=False), [0.8, 0.7, 0.85]) == 0.85
 

@@ -113,7 +113,7 @@ def test_exploration_is_no_evidence() -> None:
     assert verdict.cause == "no control run at 32 yet"
 
 
-def test_the_default_as_the_best_size_saves_nothing() -> None:
+def test_default_as_the_best_size_saves_nothing() -> None:
     verdict = judged([run(DEFAULT, 100)] * 10, best=DEFAULT)
     assert (verdict.word, verdict.cause) == (SavingsWord.NOT_SHOWN, None)
 

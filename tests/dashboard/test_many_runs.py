@@ -67,7 +67,7 @@ def changed(file: Path, statement: str) -> None:
 
 
 async def looked(file: Path, *changes: str) -> list[JobPage]:
-    """The page of the job at first and after each of these changes, always from the same `Pages`."""
+    """Return the page of the job at first and after each of these changes, always from the same `Pages`."""
     pages, found = Pages(Tariff()), []
     async with open_store(f"sqlite:///{file}") as store:
         for change in ("", *changes):

@@ -436,7 +436,7 @@ class TestBodies:
             await receive()
             await asyncio.sleep(0.4)
 
-    async def test_after_the_body_there_is_no_deadline(self) -> None:
+    async def test_deadline_ends_with_the_body(self) -> None:
         receive = in_time(sending(piece(b"", 0, more=False), (4 * SHORT_S, {"type": "http.disconnect"})), SHORT_S)
         await receive()
         assert (await receive())["type"] == "http.disconnect"

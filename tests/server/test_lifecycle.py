@@ -249,7 +249,7 @@ async def test_idempotency_key_is_local_to_a_job(bso: JobService) -> None:
     assert (await bso.suggest("key")).job_id != (await other.suggest("key")).job_id
 
 
-async def test_a_repeated_report_changes_nothing(bso: JobService) -> None:
+async def test_repeated_report_changes_nothing(bso: JobService) -> None:
     trial = await bso.suggest()
     first = await bso.report(trial, cost_j=100)
     before = await bso.show()

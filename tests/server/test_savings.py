@@ -86,7 +86,7 @@ async def test_savings_learned_stepwise_equal_savings_from_the_database(
         assert await savings_of(bso) == step_by_step
 
 
-async def test_a_discarded_run_is_forgotten(bso: JobService) -> None:
+async def test_discarded_run_counts_towards_no_saving(bso: JobService) -> None:
     trials = [await run(bso) for _ in range(12)]
     before = await savings_of(bso)
     control = next(trial for trial in trials if trial.origin is Origin.CONTROL)

@@ -357,11 +357,13 @@ class TestFromOtherMachines:
         headers = {header: "127.0.0.1"}
         assert set((await self.statuses(Settings(database_url=new_database), headers)).values()) == {403}
 
-    async def test_an_insecure_server_serves_all(self, new_database: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test_insecure_server_serves_every_machine(
+        self, new_database: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setenv("ZEUS_BSO_INSECURE", "1")
         assert set((await self.statuses(Settings(database_url=new_database))).values()) == {200}
 
-    async def test_with_a_token_any_machine_is_served(self, new_database: str) -> None:
+    async def test_any_machine_is_served_with_a_token(self, new_database: str) -> None:
         token = make_token(new_database, "read")
         assert set((await self.statuses(Settings(database_url=new_database), bearer(token))).values()) == {200}
         assert set((await self.statuses(Settings(database_url=new_database))).values()) == {401}

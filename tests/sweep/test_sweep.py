@@ -75,5 +75,5 @@ def outcome(*epochs: list[int], refusal: str | None = None, wrong: str | None = 
         ([outcome([48], wrong="20 of 30 steps")], "SILENT: 20 of 30 steps"),
     ],
 )
-def test_the_sweep_can_fail(ranks: list[dict[str, Any]], verdict: str) -> None:
+def test_verdict_separates_correct_refused_and_silent_trainings(ranks: list[dict[str, Any]], verdict: str) -> None:
     assert verdict_of(ranks).startswith(verdict)
