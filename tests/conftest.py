@@ -1,4 +1,4 @@
-"""What several test files share: real databases, and real servers in processes of their own."""
+"""Fixtures shared by several folders: real databases, and real servers in separate processes."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ from zeus_plugins.client.port import Retries
 
 IN_CI = bool(os.environ.get("CI"))
 
-# Until all test files are imported there is next to nothing to collect, in ever more to look through.
+# During the import of test files, garbage collection finds almost nothing in ever more objects.
 gc.disable()
 
-# No test loads anything from a model hub; this keeps the libraries that could from trying, in child processes too.
+# No test loads anything from a model hub; this stops the libraries from trying, also in child processes.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-# Networks and matrices of this size gain nothing from several threads, which only wait for those of other tests.
+# Networks and matrices of this size gain nothing from several threads, which compete with other tests.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# A shell has its background jobs ignore Ctrl-C, and ignored signals are inherited by all that a test starts.
+# A shell lets its background jobs ignore Ctrl-C, and child processes inherit ignored signals.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-# `make test` takes the first (``--hypothesis-profile fast``), whose examples are the same each time; `make test-all`
-# takes the second, which draws others each time, but in CI: there a change is refused for what it does, and not by
-# chance. A test that wants another number of examples says it by tests.support.properties.examples.
+# `make test` uses the first profile (``--hypothesis-profile fast``), with the same examples each time; `make test-all`
+# uses the second, with new examples each time except in CI, where only the change itself may cause a refusal. Tests set
+# other numbers of examples by tests.support.properties.examples.
 hypothesis.settings.register_profile("fast", max_examples=20, deadline=None, derandomize=True, database=None)
 hypothesis.settings.register_profile(
     "thorough", max_examples=100, deadline=None, **({"derandomize": True, "database": None} if IN_CI else {})
@@ -48,7 +48,7 @@ hypothesis.settings.load_profile("thorough")
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark tests of other databases than SQLite as slow, outside of the files about storage."""
+    """Mark tests on databases other than SQLite as slow, except in the files about storage."""
     for item in items:
         marks = {mark.name for mark in item.iter_markers()}
         if marks & {"aiosqlite", "postgresql", "mysql"} and "storage" not in marks:
@@ -57,13 +57,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_xdist_auto_num_workers() -> int:
-    """Run three processes on two cores: a third of the time they wait for processes of their own."""
+    """Run three processes on two cores, because they wait a third of the time for their child processes."""
     return max(1, (os.cpu_count() or 1) * 3 // 2)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtestloop(session: pytest.Session) -> None:
-    """Fork while this process has imported everything and done nothing, see tests/support/warm.py."""
+    """Fork while this process has imported everything and run nothing, see tests/support/warm.py."""
     gc.enable()
     distributes = session.config.getoption("dist", "no") != "no" and not hasattr(session.config, "workerinput")
     if hasattr(os, "fork") and not session.config.option.collectonly and not distributes:
@@ -92,13 +92,13 @@ def state_directory(_state_directories: Path, monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.fixture(autouse=True)
 def _idle_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let trainings in this process wait for no core, however many tests run beside them."""
+    """Let trainings in this process measure an idle machine, however many tests run in parallel."""
     monkeypatch.setattr("zeus_plugins.energy.processes.waits_s", lambda: {1: 0.0})
 
 
 @pytest.fixture(autouse=True)
 def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let trainings in this process ask an absent server again twenty times as soon."""
+    """Let trainings in this process retry an absent server twenty times sooner."""
     wait_s = Retries.wait_s
     monkeypatch.setattr(Retries, "wait_s", lambda retries, attempt: wait_s(retries, attempt) / 20)
     monkeypatch.setattr("zeus_plugins.client.reporter._FIRST_RETRY_S", 0.05)
@@ -106,7 +106,7 @@ def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def _no_heartbeats_go_on() -> Iterator[None]:
-    """A training that is over keeps no thread: one left behind would keep its trial alive as long as this process."""
+    """Check that an ended training leaves no thread, which would keep its trial alive as long as this process."""
     before = set(heartbeat_threads())
     yield
     assert [thread for thread in heartbeat_threads() if thread not in before] == []
@@ -114,7 +114,7 @@ def _no_heartbeats_go_on() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _sigterm_is_put_back() -> Iterator[None]:
-    """Undo the handler of a command such as `zeus-plugins master`, which keeps it until its process ends."""
+    """Restore the SIGTERM handler after a command such as `zeus-plugins master`, which keeps its own handler."""
     before = signal.getsignal(signal.SIGTERM)
     yield
     signal.signal(signal.SIGTERM, before)
@@ -122,14 +122,14 @@ def _sigterm_is_put_back() -> Iterator[None]:
 
 @pytest.fixture(scope="module", params=DATABASES)
 def database_url(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The URL of an empty database, of each kind in turn; tests of a module share it."""
+    """URL of an empty database, of each kind in turn; tests of a module share the database."""
     with empty_database(request.param, tmp_path_factory.mktemp("database")) as url:
         yield url
 
 
 @pytest.fixture(scope="session")
 def _servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], ServerProcess]]:
-    """The servers that all tests of this process share, by kind of database; each starts when it is needed."""
+    """Servers shared by all tests of this process, by kind of database; each starts on demand."""
     with ExitStack() as until_the_end:
 
         @cache
@@ -145,19 +145,19 @@ def _servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str
 
 @pytest.fixture(scope="module", params=DATABASES)
 def any_server(request: pytest.FixtureRequest, _servers: Callable[[str], ServerProcess]) -> ServerProcess:
-    """A server on each kind of database in turn, which everybody uses: a test has jobs of its own there."""
+    """A server on each kind of database in turn, shared by all tests, which use separate jobs."""
     return _servers(request.param)
 
 
 @pytest.fixture(scope="session")
 def shared_server(_servers: Callable[[str], ServerProcess]) -> ServerProcess:
-    """A server on SQLite, which everybody uses: a test has jobs of its own there, and leaves it running."""
+    """A server on SQLite, shared by all tests, which use separate jobs and leave the server running."""
     return _servers("sqlite")
 
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[ServerProcess]:
-    """A server on a SQLite file of its own, for a test that kills it, or looks at all that it has."""
+    """A server on a separate SQLite file, for a test that kills the server or inspects its whole content."""
     server = ServerProcess(f"sqlite:///{tmp_path / 'bso.sqlite3'}", tmp_path / "server.log")
     server.start()
     yield server
@@ -166,7 +166,7 @@ def server(tmp_path: Path) -> Iterator[ServerProcess]:
 
 @pytest.fixture(scope="session")
 def dashboard_database(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The URL of a database with all kinds of jobs, for the dashboard to show; nobody writes to it."""
+    """URL of a database with all kinds of jobs for the dashboard, used read-only."""
     url = f"sqlite:///{tmp_path_factory.mktemp('full') / 'bso.sqlite3'}"
     dashboards.filled(url, dashboards.everything)
     return url
@@ -174,7 +174,7 @@ def dashboard_database(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture
 def new_database(tmp_path: Path) -> str:
-    """The URL of a database that nothing has made yet."""
+    """URL of a database that does not exist yet."""
     return f"sqlite:///{tmp_path / 'bso.sqlite3'}"
 
 

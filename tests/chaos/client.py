@@ -1,9 +1,9 @@
-"""A process that trains without end, and keeps what the server acknowledged where a SIGKILL cannot take it away.
+"""A process that trains endlessly and logs acknowledgements, safe from a SIGKILL.
 
-Usage: ``python -m tests.chaos.client SERVER_URL LOG SEED GENERATION``. It trains the jobs of that generation. It sends
-each request until it is answered, as if it knew nothing of what happens to the server, and only then writes the answer
-to LOG: one JSON object per line, on the disk before the next request. It ends when an answer says anything else than
-that the request succeeded or may be sent again (503).
+Usage: ``python -m tests.chaos.client SERVER_URL LOG SEED GENERATION``. It trains the jobs of this generation. It
+repeats each request until an answer arrives, unaware of the server's disasters, and then writes the answer
+to LOG: one JSON object per line, on disk before the next request. It ends after any answer other than
+success or 503 (retry).
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ NEVER_BACK = 0.2
 
 
 class RefusedError(Exception):
-    """The server says that the client is at fault, which it never is, or that it is broken itself."""
+    """The server blames the client, which is never at fault, or reports an internal error."""
 
 
 class Client:
-    """Trains one trial of these jobs after another, and logs what was acknowledged."""
+    """Train one trial of these jobs after another, and log the acknowledgements."""
 
     def __init__(self, jobs: Sequence[Job], server_url: str, log: Path, rng: random.Random) -> None:
         self._jobs = jobs
-        # A request that was given up could still be served after the next one.
+        # The server could process an abandoned request after the next request.
         self._http = httpx.Client(base_url=server_url, timeout=TIMEOUT_S)
         self._log = log.open("a")
         self._rng = rng
 
     def run(self) -> None:
-        """Train until this process is killed, or the server refuses something."""
+        """Train until this process is killed or the server refuses a request."""
         for job in self._jobs:
             self._send("POST", "/jobs", json=job.body)
             self._write("registered", {"job_id": job.job_id})
@@ -107,11 +107,11 @@ class Client:
 
 
 class DoneError(Exception):
-    """A client has received its share of the answers."""
+    """Raised when a client has received its share of the answers."""
 
 
 class BoundedClient(Client):
-    """Client for a thread of the tests, which hands over each answer and raises `DoneError` after `left` of them."""
+    """Client in a thread of the tests, which passes on each answer and raises `DoneError` after `left` answers."""
 
     def __init__(self, server_url: str, seed: int, left: int, keep: Callable[[dict[str, Any]], object]) -> None:
         super().__init__(jobs(0), server_url, Path(os.devnull), random.Random(seed))  # noqa: S311 - no secret

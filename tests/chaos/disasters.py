@@ -1,4 +1,4 @@
-"""A server and its clients, and what can happen to them. Only processes that were started here are killed."""
+"""A server, its clients, and their disasters. Only processes started here are killed."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ PATIENCE_S = 120.0
 LONGEST_PAUSE_S = 2.0
 WORKERS = ("--workers", "2")
 
-# Longer than any lease of a running trial: those of trainings that send no heartbeats last an hour.
+# Longer than any lease of a running trial: leases of trainings without heartbeats last an hour.
 HOURS_LATER = timedelta(hours=2)
 
 
 @dataclass(frozen=True)
 class RunningClient:
-    """A client process, the log of what was acknowledged, and what it says if it ends of itself."""
+    """A client process, its log of acknowledgements, and its error output if it ends by itself."""
 
     process: subprocess.Popen[bytes]
     log: Path
@@ -43,12 +43,12 @@ class RunningClient:
 
     @property
     def acknowledgements(self) -> int:
-        """How many it has written."""
+        """Return the number of answers in the log."""
         return self.log.read_bytes().count(b"\n")
 
 
 class Scene:
-    """A server with two workers, and its clients; `logs` are theirs, and `struck` counts the victims of disasters.
+    """A server with two workers, and its clients with `logs`; `struck` counts the victims of disasters.
 
     The database, which may be on a small `disk`, has the server's schema; `rng` chooses victims, and seeds the clients.
     """
@@ -71,23 +71,23 @@ class Scene:
         self._wait_until_it_trains(self._clients[-1])
 
     def stop(self) -> None:
-        """Kill everything, amid whatever it does."""
+        """Kill everything at an arbitrary moment."""
         self._kill_server()
         while self._clients:
             self._kill_a_client()
 
     def wait_for(self, acknowledgements: int) -> None:
-        """Wait until the clients were told so many more things, and make sure that nothing has ended of itself."""
+        """Wait until the clients have received `acknowledgements` more answers, and assert that all processes live."""
         wanted = self._acknowledgements + acknowledgements
         self._wait(lambda: self._acknowledgements >= wanted, "the clients get no answers")
 
     @property
     def generations(self) -> range:
-        """Those of the jobs that were begun."""
+        """Generations of the jobs that were begun."""
         return range(self._generation + 1)
 
     def disasters(self) -> list[Callable[[], None]]:
-        """What can happen; the frequent stands here more than once."""
+        """Return the possible disasters, frequent disasters several times."""
         cut = [] if self._server.database_url.startswith("sqlite") else [self.cut_connections] * 2
         leases = [self.expire_leases] * 2
         full = [] if self._disk is None else [self.fill_disk] * 3
@@ -103,24 +103,24 @@ class Scene:
         ]
 
     def replace_client(self) -> None:
-        """Kill a client; another one takes its place."""
+        """Kill a client and start a new client."""
         self._kill_a_client()
         self._start_client()
 
     def begin_new_jobs(self) -> None:
-        """Let one client, and those that are started from now on, train jobs that nobody has trained yet."""
+        """Let one client, and all clients started from now on, train new jobs."""
         self._generation += 1
         self.replace_client()
         self._wait_until_it_trains(self._clients[-1])
 
     def kill_worker(self) -> None:
-        """Kill a worker process of the server, which starts another one."""
-        # The last ones may just have been killed.
+        """Kill a worker process of the server, which starts a new worker."""
+        # The last workers may just have been killed.
         self._wait(lambda: self._workers() != [], "the server has no workers")
         self.struck["worker"] += _kill(self._rng.choice(self._workers()))
 
     def pause_worker(self) -> None:
-        """Stop a worker, amid a transaction perhaps, and let it go on, too soon for its parent to miss it."""
+        """Pause a worker, perhaps in the middle of a transaction, and continue it before its parent replaces it."""
         self._wait(lambda: self._workers() != [], "the server has no workers")
         worker = self._rng.choice(self._workers())
         with suppress(ProcessLookupError):
@@ -130,24 +130,24 @@ class Scene:
             os.kill(worker, signal.SIGCONT)
 
     def fill_disk(self) -> None:
-        """Take all the room on the database's disk, for a while, and at first until the server has noticed it."""
+        """Fill the database's disk for a while, at first until the server has noticed."""
         assert self._disk is not None
         ballast = fill(self._disk)
         time.sleep(self._rng.uniform(0, LONGEST_PAUSE_S))
-        # What its files have already, they can use again.
+        # The database can still use the space within its files.
         said, log = "disk of its database is full", self._server.log
         self._wait(lambda: said in log.read_text(), "the disk is not full for the server")
         self.struck["disk"] += 1
         ballast.unlink()
 
     def kill_server(self) -> None:
-        """Kill the server with its workers, and start it again."""
+        """Kill the server with its workers, and restart the server."""
         self._kill_server()
         self.struck["server"] += 1
         self._server.start(*WORKERS)
 
     def expire_leases(self) -> None:
-        """Abandon all running trials, those of living clients too, as one more worker whose clock is ahead would."""
+        """Abandon all running trials, also of living clients, as an additional worker with a clock ahead would."""
 
         async def reap() -> int:
             async with open_store(self._server.database_url) as store:
@@ -204,7 +204,7 @@ class Scene:
         self._clients.append(RunningClient(process, log, errors))
 
     def _kill_a_client(self) -> None:
-        # One that is still starting would not miss anything.
+        # A worker that is still starting would not notice.
         candidates = [client for client in self._clients if client.acknowledgements] or self._clients
         client = self._rng.choice(candidates)
         self._clients.remove(client)
@@ -216,13 +216,13 @@ class Scene:
         process = self._server.process
         if process is None or process.poll() is not None:
             return
-        # Stopped, it starts no further worker while those that it has are looked up.
+        # A paused parent starts no further worker during the search for its workers.
         process.send_signal(signal.SIGSTOP)
         children = _children(process.pid)
         self._server.kill()
         for child in children:
             _kill(child)
-        # They hold the port that the next one needs.
+        # The workers hold the port that the next server needs.
         deadline = time.monotonic() + SERVER_START_S
         while any(map(is_alive, children)):
             assert time.monotonic() < deadline, f"of {children} some do not end"
@@ -234,14 +234,14 @@ def _children(pid: int) -> list[int]:
 
 
 def _is_worker(pid: int) -> bool:
-    # The other child of a server with several workers looks after shared memory.
+    # The other child of a server with several workers manages shared memory.
     with suppress(OSError):
         return b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()
     return False
 
 
 def _kill(pid: int) -> bool:
-    """End a process; False if it had ended of itself."""
+    """End a process; return False if the process had ended by itself."""
     try:
         os.kill(pid, signal.SIGKILL)
     except ProcessLookupError:

@@ -1,4 +1,4 @@
-"""What the clients of the chaos test were told, held against what the database has kept."""
+"""Comparison of the acknowledgements of the chaos test's clients with the database."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from zeus_plugins.protocol import ALIVE, EndReason, TrialState
 
 Acknowledgement = dict[str, Any]
 
-# By what each state may have come about; None: it has not ended.
+# Possible reasons of each state; None: the trial has not ended.
 REASONS: dict[TrialState, set[EndReason | None]] = {
     TrialState.RUNNING: {None},
     TrialState.COMPLETED: {EndReason.TARGET_REACHED},
@@ -29,7 +29,7 @@ REASONS: dict[TrialState, set[EndReason | None]] = {
     TrialState.SUSPENDED: {EndReason.PREEMPTED},
     TrialState.ABANDONED: {EndReason.LEASE_EXPIRED},
 }
-# What a trial may have become that its client ended so, without ever going on with it.
+# Possible states of a trial that its client ended in this way and never resumed.
 OUTCOMES = {
     "failed": {TrialState.FAILED, TrialState.INFEASIBLE},
     "infeasible": {TrialState.INFEASIBLE},
@@ -38,19 +38,19 @@ OUTCOMES = {
 
 
 def read_logs(logs: Iterable[Path]) -> list[Acknowledgement]:
-    """All that was acknowledged, of each client in order. A line that a SIGKILL broke off was never finished."""
+    """Return all acknowledgements of each client in order. A line that a SIGKILL cut off was never finished."""
     lines = (line for log in logs for line in log.read_text().splitlines(keepends=True))
     return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
 def check_numbers(acknowledged: Iterable[Acknowledgement]) -> None:
-    """No two clients were given the same trial."""
+    """Assert that no two clients received the same trial."""
     dispatched = Counter(key_of(line) for line in acknowledged if line["kind"] == "dispatched")
     assert [key for key, times in dispatched.items() if times > 1] == []
 
 
 def check_job(transaction: Transaction, job_id: str, acknowledged: Iterable[Acknowledgement]) -> None:
-    """One job's rows hold together, and hold all that was acknowledged about it."""
+    """Assert that a job's rows are consistent and contain everything acknowledged."""
     job = transaction.job(job_id)
     assert job is not None
     trials = transaction.all_trials(job_id)
@@ -60,7 +60,7 @@ def check_job(transaction: Transaction, job_id: str, acknowledged: Iterable[Ackn
         assert (trial.ended_event is None) == (trial.ended_at is None) == (trial.state in ALIVE), trial
         assert (trial.lease_expires_at is not None) == (trial.state in ALIVE), trial
         assert trial.state not in OBSERVED or trial.report_count > 0, trial
-    # No two things happened to a job at once.
+    # No two events of a job have the same number.
     events = [event for trial in trials for event in (trial.started_event, trial.ended_event) if event is not None]
     assert len(set(events)) == len(events)
     assert max(events, default=0) <= job.event_count
@@ -70,7 +70,7 @@ def check_job(transaction: Transaction, job_id: str, acknowledged: Iterable[Ackn
 
 
 def _check_cache(transaction: Transaction, job: StoredJob, trials: Iterable[TrialRecord]) -> None:
-    """What decisions rest on is what a replay of all trials yields."""
+    """Assert that the caches behind decisions equal a replay of all trials."""
     kept = load_history(transaction, job)
     replayed = replay(job.registration, trials, job.survivors)
     assert kept.arms == replayed.arms
@@ -112,5 +112,5 @@ def _check_report(record: TrialRecord, going_on: list[tuple[float, ...]], line: 
 
 
 def key_of(line: Acknowledgement) -> TrialKey:
-    """The trial that an acknowledgement is about."""
+    """Return the key of the trial in an acknowledgement."""
     return line["job_id"], line["trial_number"]

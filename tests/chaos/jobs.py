@@ -1,4 +1,4 @@
-"""What the clients of the chaos test train: jobs, and how each of their batch sizes behaves."""
+"""Jobs of the chaos test's clients, with the behaviour of each batch size."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from dataclasses import dataclass
 from typing import Any
 
 EPOCH_J = 100.0
-# Epochs that a batch size needs to reach the target. The default, 16, always reaches it and at 32 costs are lowest, not
-# far below: so no job can run out of batch sizes, whatever happens to its trials. 8 costs more than twice 32.
+# Epochs that a batch size needs to reach the target. The default, 16, always reaches the target, and costs are slightly
+# lower at 32, so that every job keeps a working batch size. 8 costs more than twice as much as 32.
 EPOCHS = {8: 5, 16: 3, 32: 2, 64: 4}
 DEFAULT = 16
 
 
 @dataclass(frozen=True)
 class Job:
-    """A job as a client registers it, with the batch size that does not fit into memory."""
+    """A job as registered by a client, with the batch size that does not fit into memory."""
 
     body: dict[str, Any]
     out_of_memory: int | None = None
@@ -25,7 +25,7 @@ class Job:
 
 
 def jobs(generation: int) -> tuple[Job, ...]:
-    """The jobs of one generation: the next one has the same, under other ids, still to be explored."""
+    """Return the jobs of a generation; each generation has the same jobs under new ids, still unexplored."""
 
     def job(name: str, *, out_of_memory: int | None = None, **fields: Any) -> Job:
         body = {
@@ -50,7 +50,7 @@ def jobs(generation: int) -> tuple[Job, ...]:
 
 
 def result(batch_size: int, epoch: int, epoch_j: float = EPOCH_J) -> dict[str, Any]:
-    """What a training with this batch size reports after an epoch."""
+    """Return the report of a training with this batch size after an epoch."""
     return {
         "time": epoch * 1.5,
         "energy": epoch * epoch_j,

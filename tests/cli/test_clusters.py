@@ -15,7 +15,7 @@ from zeus_plugins.master.executors import Launch
 
 
 class Cluster(ClusterExecutor):
-    """Fails as often as it is asked to answer, and then loses its only job."""
+    """Fail as often as scripted, and then lose the only job."""
 
     _CLUSTER = "the cluster"
     _AWAY = (OSError, RuntimeError)
@@ -41,20 +41,20 @@ def _no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(clusters, "POLL_S", 0.0)
 
 
-def test_an_answer_may_come_late_and_a_loss_is_noted_behind_what_the_run_has_printed(tmp_path: Path) -> None:
+def test_late_answer_is_awaited_and_a_loss_is_logged_after_the_output_of_the_run(tmp_path: Path) -> None:
     launch = launch_of(tmp_path, "0")
     launch.log.write_text("half a line")
     assert Cluster(OSError("refused"), RuntimeError("502")).run(launch, [].append) == LOST
     assert launch.log.read_text() == "half a line\njob 7, STOPPED\n"
 
 
-def test_a_cluster_that_is_gone_ends_the_master(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_unreachable_cluster_ends_the_master(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(clusters, "_PATIENCE_S", 0.0)
     failures = [OSError("refused")] * 1000
     with pytest.raises(ZeusBSOConfigError, match="the cluster has not answered for 0 s: refused"):
         Cluster(*failures).run(launch_of(tmp_path, "0"), [].append)
 
 
-def test_other_errors_are_nobodys_absence(tmp_path: Path) -> None:
+def test_unrelated_errors_are_not_treated_as_an_outage(tmp_path: Path) -> None:
     with pytest.raises(ZeroDivisionError):
         Cluster(ZeroDivisionError()).run(launch_of(tmp_path, "0"), [].append)

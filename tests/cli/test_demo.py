@@ -1,4 +1,4 @@
-"""The main job as a newcomer runs it."""
+"""Main job with the settings of a newcomer."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_each_training_is_a_fresh_process_with_and_without_a_fork_server(*, has_
 
 
 @pytest.mark.slow
-def test_the_demo_says_which_batch_size_is_cheapest(tmp_path: Path) -> None:
+def test_demo_states_the_cheapest_batch_size(tmp_path: Path) -> None:
     demo = subprocess.run(
         [sys.executable, "-m", "zeus_plugins", "demo", "--recurrences", "4", "--directory", str(tmp_path / "demo")],
         capture_output=True,
@@ -65,13 +65,13 @@ def test_the_demo_says_which_batch_size_is_cheapest(tmp_path: Path) -> None:
     }
     trials = summary["trials"]
     assert summary["recurrences"] == 4
-    # One that gets no run through, as where the machine is busy with something else, has had all its tries.
+    # A recurrence without any completed run, as on a busy machine, must have used all its attempts.
     missed = 4 - sum(trial["state"] == "completed" for trial in trials)
     assert 0 <= missed < 4
     assert len(trials) >= 4 + missed * (_MAX_TRIES - 1)
     assert len({trial["batch_size"] for trial in trials}) >= 2
     assert all(trial["energy_source"].startswith("estimate: 65 W assumed × CPU time / ") for trial in trials)
-    # Four recurrences on a busy machine may find that nothing is cheaper.
+    # On a busy machine, four recurrences may find that no size is cheaper.
     savings = SavingsView.model_validate(summary["savings"])
     assert (savings.batch_size, savings.default_batch_size) == (summary["best_batch_size"], 256)
     assert summary["default_batch_size"] == 256

@@ -1,4 +1,4 @@
-"""``zeus-plugins doctor`` against real servers and pretended devices."""
+"""``zeus-plugins doctor`` against real servers and simulated devices."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ measures_nothing = pytest.mark.skipif(has_nvidia_driver() or POWERCAP.exists(), 
 
 @dataclass
 class Report:
-    """What the doctor has said."""
+    """Findings of the doctor."""
 
     status: int
     findings: list[dict[str, Any]] = field(default_factory=list)
@@ -44,8 +44,8 @@ class Report:
 
 @pytest.fixture(name="ask")
 def make_ask(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Any:
-    """Ask the doctor, with variables set and a pretended NVIDIA driver if one is given."""
-    # Without a server URL the user's own file would be made.
+    """Return a function that runs the doctor with variables and, if given, a simulated NVIDIA driver."""
+    # Without a server URL, the user's own file would be created.
     monkeypatch.setenv("ZEUS_BSO_DATABASE_URL", f"sqlite:///{tmp_path / 'bso.sqlite3'}")
     for name in ("ZEUS_SERVER_URL", "ZEUS_BSO_TOKEN", "ZEUS_JOB_ID"):
         monkeypatch.delenv(name, raising=False)
@@ -64,7 +64,7 @@ def make_ask(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 
 
 @measures_nothing
-def test_a_machine_with_a_server_is_usable(ask: Any, shared_server: ServerProcess, state_directory: Path) -> None:
+def test_machine_with_a_server_is_usable(ask: Any, shared_server: ServerProcess, state_directory: Path) -> None:
     report = ask(ZEUS_SERVER_URL=shared_server.url, ZEUS_JOB_ID="nightly")
 
     assert [finding["check"] for finding in report.findings] == CHECKS
@@ -79,13 +79,13 @@ def test_a_machine_with_a_server_is_usable(ask: Any, shared_server: ServerProces
     assert report.status == 0
 
 
-def test_the_doctor_changes_nothing_on_the_server(ask: Any, server: ServerProcess) -> None:
+def test_doctor_changes_nothing_on_the_server(ask: Any, server: ServerProcess) -> None:
     ask(ZEUS_SERVER_URL=server.url)
     listed = bso_server("jobs", "list", "--json", "--server-url", server.url)
     assert json.loads(listed.stdout)["jobs"] == []
 
 
-def test_the_same_is_told_in_lines(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_text_output_has_the_same_findings(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ZEUS_SERVER_URL", f"http://127.0.0.1:{free_port()}")
     assert main(["doctor"]) == 1
     lines = capsys.readouterr().out.splitlines()
@@ -93,17 +93,17 @@ def test_the_same_is_told_in_lines(capsys: pytest.CaptureFixture[str], monkeypat
     assert [line.split()[0] for line in lines if line.split()[1] == "server"] == ["problem"]
 
 
-# ---- The server ----------------------------------------------------------------------------------------------------
+# --- Server ---------------------------------------------------------------------------------------------------------
 
 
-def test_without_a_url_the_server_in_the_training_is_asked(ask: Any, tmp_path: Path) -> None:
+def test_without_a_url_the_embedded_server_is_checked(ask: Any, tmp_path: Path) -> None:
     report = ask()
     url = f"embedded://{tmp_path / 'bso.sqlite3'}"
     assert report.only("server") == ("ok", f"{url} answers, and lets this client run trials")
     assert report.status == 0
 
 
-def test_a_server_that_does_not_answer_is_a_problem_and_no_password_is_shown(ask: Any) -> None:
+def test_unreachable_server_is_a_problem_and_the_password_is_hidden(ask: Any) -> None:
     report = ask(ZEUS_SERVER_URL=f"http://trainings:hush@127.0.0.1:{free_port()}")
     level, text = report.only("server")
     assert level == "problem"
@@ -111,7 +111,7 @@ def test_a_server_that_does_not_answer_is_a_problem_and_no_password_is_shown(ask
     assert "hush" not in json.dumps(report.findings)
 
 
-def test_a_token_has_to_allow_trials(ask: Any, server: ServerProcess) -> None:
+def test_token_must_allow_trials(ask: Any, server: ServerProcess) -> None:
     tokens = {"": "", **{scope: make_token(server.database_url, scope) for scope in ("read", "report")}}
     for scope, level, says in [
         ("", "problem", "does not accept the token (401"),
@@ -128,20 +128,20 @@ def test_a_token_has_to_allow_trials(ask: Any, server: ServerProcess) -> None:
     ("answer", "level", "says"),
     [(404, "warning", "a Zeus 0.16 server does so, too"), (500, "problem", "failed (500): Not Found")],
 )
-def test_another_server_is_told_of(ask: Any, answer: int, level: str, says: str) -> None:
-    # As FastAPI, which is below Zeus's server, words it.
+def test_foreign_server_is_reported(ask: Any, answer: int, level: str, says: str) -> None:
+    # Wording of FastAPI, the framework of Zeus's server.
     with answering(answer, b'{"detail": "Not Found"}') as (port, _):
         found = ask(ZEUS_SERVER_URL=f"http://127.0.0.1:{port}").only("server")
     assert found[0] == level
     assert says in found[1]
 
 
-# ---- Energy --------------------------------------------------------------------------------------------------------
+# --- Energy ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass
 class LiveNvml(FakeNvml):
-    """GPUs that draw so many watts, whose counters count so many."""
+    """GPUs that draw `drawn_w` watts while their counters count `counted_w` watts."""
 
     drawn_w: float = 100.0
     counted_w: float = 100.0
@@ -170,7 +170,7 @@ def test_counters_are_compared_with_power_readings(ask: Any, counted_w: float, l
     assert report.only("energy") == ("ok", "nvml")
 
 
-def test_a_gpu_without_a_counter_is_told_of(ask: Any) -> None:
+def test_gpu_without_a_counter_is_reported(ask: Any) -> None:
     report = ask(nvml=FakeNvml([FakeGpu(name="Tesla P100", counter_mj=None, power_mw=90_000)]))
     assert report.only("nvidia") == ("ok", "GPU 0 (Tesla P100): no energy counter, power reading")
     level, text = report.only("energy")
@@ -201,7 +201,7 @@ def test_limits_left_behind_are_listed(ask: Any, limit_mw: int, pid: str | None,
     assert nvml.machine[0].limit_mw == limit_mw
 
 
-def test_gpus_that_cannot_be_measured_together_are_a_problem(ask: Any, shared_server: ServerProcess) -> None:
+def test_incompatible_gpus_are_a_problem(ask: Any, shared_server: ServerProcess) -> None:
     nvml = FakeNvml([FakeGpu(), FakeGpu(name="Tesla P100", uuid="GPU-1")])
     report = ask(nvml=nvml, ZEUS_SERVER_URL=shared_server.url)
     assert report.only("nvidia")[0] == report.only("energy")[0] == "problem"
@@ -209,16 +209,16 @@ def test_gpus_that_cannot_be_measured_together_are_a_problem(ask: Any, shared_se
     assert report.status == 1
 
 
-def test_watts_that_make_no_sense_are_a_problem(ask: Any) -> None:
+def test_invalid_estimated_power_is_a_problem(ask: Any) -> None:
     level, text = ask(nvml=FakeNvml([]), ZEUS_ESTIMATED_POWER_W="lots").only("energy")
     assert level == "problem"
     assert "ZEUS_ESTIMATED_POWER_W is 'lots'" in text
 
 
-# ---- The outbox ----------------------------------------------------------------------------------------------------
+# --- Outbox ---------------------------------------------------------------------------------------------------------
 
 
-def test_what_waits_for_the_server_is_counted(ask: Any, state_directory: Path) -> None:
+def test_waiting_results_are_counted(ask: Any, state_directory: Path) -> None:
     (state_directory / "outbox").mkdir(parents=True)
     for name in ("a.jsonl", "b.jsonl", "c.refused"):
         (state_directory / "outbox" / name).touch()
@@ -232,7 +232,7 @@ def test_what_waits_for_the_server_is_counted(ask: Any, state_directory: Path) -
     assert sorted(Path(path).name for path in details["waiting"]) == ["a.jsonl", "b.jsonl"]
 
 
-def test_a_place_where_nothing_can_wait_is_told_of(ask: Any, tmp_path: Path) -> None:
+def test_unwritable_outbox_is_reported(ask: Any, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     level, text = ask(ZEUS_STATE_DIR=str(tmp_path / "file")).only("outbox")
     assert level == "warning"
@@ -240,7 +240,7 @@ def test_a_place_where_nothing_can_wait_is_told_of(ask: Any, tmp_path: Path) -> 
     assert "set ZEUS_STATE_DIR" in text
 
 
-# ---- The environment -----------------------------------------------------------------------------------------------
+# --- Environment ----------------------------------------------------------------------------------------------------
 
 
 def test_every_variable_is_listed_set_or_not_and_secrets_are_masked(ask: Any, shared_server: ServerProcess) -> None:

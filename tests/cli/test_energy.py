@@ -28,7 +28,7 @@ def run(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
     return subprocess.run([*ENERGY, *arguments], capture_output=True, text=True, check=False, timeout=LONG_S, **options)
 
 
-def test_time_and_energy_are_told_beside_what_the_command_prints() -> None:
+def test_time_and_energy_are_reported_beside_the_output_of_the_command() -> None:
     done = run(*STATED, "--json", "--", "sh", "-c", "cat; echo error >&2; sleep 0.3; exit 3", input="input")
 
     assert (done.returncode, done.stdout) == (3, "input")
@@ -49,20 +49,20 @@ def test_time_and_energy_are_told_beside_what_the_command_prints() -> None:
     }
 
 
-def test_people_get_a_line() -> None:
+def test_text_output_is_a_single_line() -> None:
     done = run(*STATED, "sh", "-c", "exit 0")
     assert done.returncode == 0
     line = r"zeus-plugins energy: [\d.]+ s, [\d.]+ J, [\d.]+ W on average \(" + re.escape(SOURCE) + r"\)\n"
     assert re.fullmatch(line, done.stderr), done.stderr
 
 
-def test_it_can_be_told_in_a_file(tmp_path: Path) -> None:
+def test_report_can_be_written_to_a_file(tmp_path: Path) -> None:
     done = run(*STATED, "--json", "--output", str(tmp_path / "told.json"), "--", "true")
     assert (done.returncode, done.stderr) == (0, "")
     assert json.loads((tmp_path / "told.json").read_text())["exit_status"] == 0
 
 
-def test_a_file_that_cannot_be_written_loses_neither_figures_nor_the_status(tmp_path: Path) -> None:
+def test_unwritable_file_loses_neither_figures_nor_status(tmp_path: Path) -> None:
     done = run(*STATED, "--output", str(tmp_path / "absent" / "told"), "--", "sh", "-c", "exit 4")
     assert done.returncode == 4
     assert "No such file or directory" in done.stderr
@@ -77,26 +77,26 @@ def test_a_file_that_cannot_be_written_loses_neither_figures_nor_the_status(tmp_
         (["sh", "-c", "kill -KILL $$"], 128 + signal.SIGKILL, "W on average"),
     ],
 )
-def test_a_command_that_does_not_end_by_itself(command: list[str], status: int, says: str) -> None:
+def test_abnormal_end_of_the_command_sets_the_exit_status(command: list[str], status: int, says: str) -> None:
     done = run(*STATED, "--", *command)
     assert done.returncode == status
     assert says in done.stderr
 
 
-def test_what_cannot_be_measured_is_not_run(tmp_path: Path) -> None:
+def test_command_is_not_run_without_a_working_monitor(tmp_path: Path) -> None:
     done = run("--monitor", "estimate", "--", "touch", str(tmp_path / "touched"))
     assert done.returncode == 125
     assert "pass --power-w or set ZEUS_ESTIMATED_POWER_W" in done.stderr
     assert not (tmp_path / "touched").exists()
 
 
-def test_without_a_command_the_usage_is_shown() -> None:
+def test_missing_command_shows_the_usage() -> None:
     done = run("--json")
     assert done.returncode == 2
     assert "zeus-plugins energy -- COMMAND" in done.stderr
 
 
-# Ends with 10 plus the number of the signal that it gets, once it has said that it waits for one.
+# Prints a line, waits for a signal, and ends with 10 plus its number.
 WAITS = """
 import signal, sys, time
 for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1"):
@@ -108,8 +108,8 @@ while True:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1])
-def test_signals_are_passed_on(number: signal.Signals) -> None:
-    # In a session of its own, where no terminal sends SIGINT to the command, too.
+def test_signals_are_forwarded_to_the_command(number: signal.Signals) -> None:
+    # In a separate session, so that no terminal sends SIGINT to the command, too.
     with subprocess.Popen(
         [*ENERGY, *STATED, "--", sys.executable, "-c", WAITS],
         stdout=subprocess.PIPE,
@@ -125,7 +125,7 @@ def test_signals_are_passed_on(number: signal.Signals) -> None:
     assert "W on average" in errors
 
 
-# Counts interrupts until SIGUSR1 comes; the terminal does not reach it where it leaves the process group.
+# Counts interrupts until SIGUSR1 arrives; outside the process group, the command gets none from the terminal.
 COUNTS = """
 import os, signal, sys, time
 seen = []
@@ -143,9 +143,10 @@ while True:
 
 
 @pytest.mark.skipif(not hasattr(os, "openpty"), reason="needs a pseudo-terminal")
-@pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")  # the child becomes another program at once
+# the child executes another program immediately
+@pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
 @pytest.mark.parametrize(("place", "interrupts"), [("beside", 1), ("apart", 0)])
-def test_ctrl_c_is_left_to_the_terminal(place: str, interrupts: int) -> None:
+def test_ctrl_c_of_the_terminal_is_not_forwarded_twice(place: str, interrupts: int) -> None:
     import pty
 
     child, terminal = pty.fork()
@@ -160,7 +161,7 @@ def test_ctrl_c_is_left_to_the_terminal(place: str, interrupts: int) -> None:
 
     read_until(b"waiting")
     os.write(terminal, b"\x03")
-    read_until(b"^C")  # The terminal echoes it when it has sent the signal.
+    read_until(b"^C")  # The terminal echoes ^C after sending the signal.
     os.kill(child, signal.SIGUSR1)
     read_until(b"W on average")
     os.waitpid(child, 0)
@@ -171,7 +172,7 @@ def test_ctrl_c_is_left_to_the_terminal(place: str, interrupts: int) -> None:
 @pytest.mark.parametrize(
     ("name", "source"), [("auto", "nvml"), ("nvml", "nvml"), ("nvml-power", "nvml power, integrated every 0.1 s")]
 )
-def test_every_monitor_can_be_asked_for(
+def test_every_monitor_can_be_selected(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], name: str, source: str
 ) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", FakeNvml([FakeGpu(power_mw=50_000)]))
@@ -180,12 +181,12 @@ def test_every_monitor_can_be_asked_for(
 
 
 @pytest.mark.parametrize(("name", "cause"), [("amdsmi", "the package amdsmi"), ("rapl", "RAPL")])
-def test_a_monitor_that_this_machine_lacks_says_so(name: str, cause: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_missing_monitor_is_reported_with_the_cause(name: str, cause: str, capfd: pytest.CaptureFixture[str]) -> None:
     status = main(["energy", "--monitor", name, "--json", "--", "true"])
     assert (status == 125 and cause in capfd.readouterr().err) or status == 0
 
 
-def test_a_gpu_that_is_lost_meanwhile_costs_no_status(
+def test_gpu_lost_during_the_command_does_not_change_the_status(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     nvml = FakeNvml()

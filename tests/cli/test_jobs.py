@@ -1,4 +1,4 @@
-"""`bso-server jobs export|import|delete` and `db prune`, on a database and through a server with and without tokens."""
+"""`bso-server jobs export|import|delete` and `db prune`, on a database and through a server with or without tokens."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Output = tuple[int, str, str]
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    """A server that asks for no token; what the tests leave on it harms no other test."""
+    """A server without tokens, for tests that leave jobs without affecting each other."""
     directory = tmp_path_factory.mktemp("open")
     server = ServerProcess(f"sqlite:///{directory / 'bso.sqlite3'}", directory / "server.log")
     server.start()
@@ -42,7 +42,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
 
 @pytest.fixture(scope="module")
 def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[ServerProcess, dict[str, str]]]:
-    """A server that asks for a token, and a token of each of two scopes."""
+    """A server with tokens, and a token of each of two scopes."""
     directory = tmp_path_factory.mktemp("guarded")
     server = ServerProcess(f"sqlite:///{directory / 'bso.sqlite3'}", directory / "server.log")
     tokens = {scope: make_token(server.database_url, scope) for scope in ("admin", "read")}
@@ -59,7 +59,7 @@ def _no_token(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(params=["--database-url", "--server-url"])
 def source(request: pytest.FixtureRequest, server: ServerProcess) -> list[str]:
-    """Where a command works."""
+    """Arguments that select the database or the server."""
     return [request.param, server.database_url if request.param == "--database-url" else server.url]
 
 
@@ -74,7 +74,7 @@ def new_id() -> str:
 
 @pytest.fixture
 def job_id(server: ServerProcess) -> str:
-    """A job with one completed and one running trial, and an epoch of each."""
+    """Id of a job with one completed and one running trial, with one epoch each."""
     job_id = new_id()
     with httpx.Client(base_url=server.url) as http:
         http.post("/jobs", json=job(job_id=job_id)).raise_for_status()
@@ -86,14 +86,14 @@ def job_id(server: ServerProcess) -> str:
 
 
 def shown(server: ServerProcess, job_id: str) -> dict[str, Any]:
-    """What the server says of a job, but for its id."""
+    """Return the server's view of a job except its id."""
     job: dict[str, Any] = httpx.get(f"{server.url}/api/jobs/{job_id}").raise_for_status().json()
     assert job["job"].pop("job_id") == job_id
     return job
 
 
 def assert_failed(output: Output, *words: str) -> None:
-    """One line on standard error that holds these words, and nothing else."""
+    """Assert that the command failed with one line on standard error that contains these words."""
     status, out, err = output
     assert (status, out) == (1, "")
     (line,) = err.splitlines()
@@ -103,10 +103,10 @@ def assert_failed(output: Output, *words: str) -> None:
 
 
 class TestShow:
-    def test_a_terminal_gets_the_latest_trials_and_scripts_get_all(
+    def test_terminal_gets_the_latest_trials_and_scripts_get_all(
         self, server: ServerProcess, job_id: str, source: list[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("bso_server.cli.jobs.MAX_PAGE", 10)  # so that a server is asked for several pages
+        monkeypatch.setattr("bso_server.cli.jobs.MAX_PAGE", 10)  # force several pages from a server
         with httpx.Client(base_url=server.url) as http:
             for _ in range(22):
                 begin(http, job_id)
@@ -124,7 +124,7 @@ class TestShow:
         assert [trial["trial_number"] for trial in shown["trials"]] == every
         assert shown == httpx.get(f"{server.url}/api/jobs/{job_id}").raise_for_status().json()
 
-    def test_texts_of_trainings_command_no_terminal_and_forge_no_line(
+    def test_texts_of_trainings_cannot_control_the_terminal_or_forge_a_line(
         self, server: ServerProcess, source: list[str]
     ) -> None:
         job_id, forged = new_id(), "x\nTRIAL  BATCH SIZE\x1b[2J"
@@ -138,7 +138,7 @@ class TestShow:
         assert r"loss\x85" in out
         assert out.replace("\n", "").isprintable()
 
-    def test_long_id_widens_only_its_own_row(self, server: ServerProcess, job_id: str, source: list[str]) -> None:
+    def test_long_id_widens_only_a_single_row(self, server: ServerProcess, job_id: str, source: list[str]) -> None:
         long_id = "cli-" + uuid.uuid4().hex.ljust(226, "x")
         httpx.post(f"{server.url}/jobs", json=job(job_id=long_id)).raise_for_status()
         status, out, _ = run("jobs", "list", *source)
@@ -148,7 +148,7 @@ class TestShow:
         assert len(rows[job_id]) < 100
         assert len(rows["JOB"]) < 110
 
-    def test_a_reader_that_leaves_early_gets_no_error(self, server: ServerProcess, job_id: str) -> None:
+    def test_closed_output_pipe_causes_no_error(self, server: ServerProcess, job_id: str) -> None:
         assert job_id
         command = [sys.executable, "-m", "bso_server", "jobs", "list", "--database-url", server.database_url]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -159,7 +159,7 @@ class TestShow:
 
 
 class TestWhereToLook:
-    def test_in_the_environments_server_unless_told_otherwise(
+    def test_commands_use_the_server_of_the_environment_unless_overridden(
         self, server: ServerProcess, job_id: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setenv("ZEUS_BSO_DATABASE_URL", f"sqlite:///{tmp_path / 'other.sqlite3'}")
@@ -173,27 +173,29 @@ class TestWhereToLook:
         assert job_id in run("jobs", "list", "--server-url", server.url)[1]
         assert job_id in run("jobs", "list", "--database-url", server.database_url)[1]
 
-    def test_simulate_too(self, server: ServerProcess, job_id: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_simulate_uses_the_server_of_the_environment(
+        self, server: ServerProcess, job_id: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setenv(SERVER_URL_VARIABLE, server.url)
         status, out, _ = run("simulate", "--job", job_id, "--seeds", "1", "--recurrences", "2")
         assert (status, "took" in out) == (0, True), out
 
 
 def numbers_in(table: str) -> list[int]:
-    """The trials in what `jobs show` prints."""
+    """Return the numbers of the trials in the output of `jobs show`."""
     lines = table.partition("\nTRIAL ")[2].splitlines()[1:]
     return [int(line.split()[0]) for line in lines if line[:1].isdigit()]
 
 
 class TestExport:
-    def test_lines(self, server: ServerProcess, job_id: str, source: list[str]) -> None:
+    def test_job_is_exported_as_lines(self, server: ServerProcess, job_id: str, source: list[str]) -> None:
         status, out, err = run("jobs", "export", job_id, *source)
         assert (status, err) == (0, "")
         assert out == httpx.get(f"{server.url}/api/jobs/{job_id}/export").text
         head, *trials = decoded(out)
         assert (head["job"]["job_id"], head["trials"], len(trials)) == (job_id, 2, 2)
 
-    def test_csv(self, server: ServerProcess, job_id: str, source: list[str]) -> None:
+    def test_trials_are_exported_as_csv(self, server: ServerProcess, job_id: str, source: list[str]) -> None:
         status, out, err = run("jobs", "export", job_id, "--format", "csv", *source)
         assert (status, err) == (0, "")
         assert out == httpx.get(f"{server.url}/api/jobs/{job_id}/trials.csv").text
@@ -204,19 +206,19 @@ class TestExport:
         ]
 
     @pytest.mark.parametrize("kind", ["jsonl", "csv"])
-    def test_into_a_file(self, job_id: str, source: list[str], kind: str, tmp_path: Path) -> None:
+    def test_export_writes_a_file(self, job_id: str, source: list[str], kind: str, tmp_path: Path) -> None:
         file = tmp_path / "job"
         _, printed, _ = run("jobs", "export", job_id, "--format", kind, *source)
         assert run("jobs", "export", job_id, "--format", kind, "--output", file, *source) == (0, "", "")
-        # Bytes: reading as text would hide other ends of lines.
+        # Compare bytes, because reading text would hide different line endings.
         assert file.read_bytes() == printed.encode()
 
-    def test_into_a_directory_that_is_not_there(self, job_id: str, source: list[str], tmp_path: Path) -> None:
+    def test_export_into_a_missing_directory_fails(self, job_id: str, source: list[str], tmp_path: Path) -> None:
         file = tmp_path / "absent" / "job.jsonl"
         assert_failed(run("jobs", "export", job_id, "--output", file, *source), str(file))
 
     @pytest.mark.parametrize("kind", ["jsonl", "csv"])
-    def test_an_unknown_job_leaves_no_file(self, source: list[str], kind: str, tmp_path: Path) -> None:
+    def test_export_of_an_unknown_job_leaves_no_file(self, source: list[str], kind: str, tmp_path: Path) -> None:
         file = tmp_path / "job"
         output = run("jobs", "export", "nobodys", "--format", kind, "--output", file, *source)
         assert_failed(output, "unknown job")
@@ -225,45 +227,49 @@ class TestExport:
 
 @pytest.fixture
 def exported(server: ServerProcess, job_id: str, tmp_path: Path) -> Path:
-    """Such a job in a file."""
+    """File with an export of the job."""
     file = tmp_path / "job.jsonl"
     assert run("jobs", "export", job_id, "--output", file, "--server-url", server.url)[0] == 0
     return file
 
 
 class TestImport:
-    def test_under_another_id(self, server: ServerProcess, job_id: str, exported: Path, source: list[str]) -> None:
+    def test_import_accepts_a_new_id(
+        self, server: ServerProcess, job_id: str, exported: Path, source: list[str]
+    ) -> None:
         other = new_id()
         imported = (0, f"job {other} is imported with 2 trials\n", "")
         assert run("jobs", "import", exported, "--job-id", other, *source) == imported
         assert shown(server, other) == shown(server, job_id)
 
-    def test_into_another_database(self, job_id: str, exported: Path, tmp_path: Path) -> None:
+    def test_import_into_a_different_database_succeeds(self, job_id: str, exported: Path, tmp_path: Path) -> None:
         other = ["--database-url", f"sqlite:///{tmp_path / 'other.sqlite3'}"]
         assert_failed(run("jobs", "list", *other), "bso-server db upgrade")
         assert run("jobs", "import", exported, *other)[0] == 0
         assert run("jobs", "export", job_id, *other) == (0, exported.read_text(), "")
 
-    def test_a_job_that_exists(self, server: ServerProcess, job_id: str, exported: Path, source: list[str]) -> None:
+    def test_import_of_an_existing_job_is_refused(
+        self, server: ServerProcess, job_id: str, exported: Path, source: list[str]
+    ) -> None:
         before = shown(server, job_id)
         assert_failed(run("jobs", "import", exported, *source), job_id, "exists", "import under another job_id")
         assert shown(server, job_id) == before
 
-    def test_an_id_without_the_prefix(self, exported: Path, source: list[str]) -> None:
+    def test_id_without_the_prefix_is_refused(self, exported: Path, source: list[str]) -> None:
         output = run("jobs", "import", exported, "--job-id", "other", *source)
         assert_failed(output, str(exported), "'other' does not start with job_id_prefix 'cli'")
 
-    def test_no_such_file(self, tmp_path: Path, source: list[str]) -> None:
+    def test_missing_file_is_reported(self, tmp_path: Path, source: list[str]) -> None:
         assert_failed(run("jobs", "import", tmp_path / "absent.jsonl", *source), "absent.jsonl", "No such file")
 
     @pytest.mark.parametrize("text", ["", "{", '{"format": ', "trial_number,batch_size\r\n1,16\r\n", "[]", "\0", "é"])
-    def test_no_job_at_all(self, tmp_path: Path, source: list[str], text: str) -> None:
+    def test_file_without_a_job_is_refused(self, tmp_path: Path, source: list[str], text: str) -> None:
         file = tmp_path / "broken.jsonl"
         file.write_text(text, encoding="latin-1")
         assert_failed(run("jobs", "import", file, *source), "broken.jsonl", "" if text else "it is empty")
 
     @pytest.mark.parametrize(("number", "size", "says"), [(3, "many", ""), (2, 32, "32 is not one of the job's")])
-    def test_a_wrong_trial_names_its_line_and_field(
+    def test_invalid_trial_is_reported_with_line_and_field(
         self, server: ServerProcess, exported: Path, source: list[str], number: int, size: object, says: str
     ) -> None:
         job = renamed(decoded(exported.read_text()))
@@ -274,7 +280,7 @@ class TestImport:
 
 
 def jobs_in(text: str) -> list[Lines]:
-    """The exports in a text, ordered by the jobs' ids."""
+    """Return the exports in a text, ordered by job id."""
     jobs: list[Lines] = []
     for line in decoded(text):
         if "format" in line:
@@ -284,9 +290,9 @@ def jobs_in(text: str) -> list[Lines]:
 
 
 class TestAllJobs:
-    """Exports of all jobs, one after another in one text, and imports of it."""
+    """Exports of all jobs in one text, and their import."""
 
-    def test_one_export_after_another(
+    def test_all_exports_are_concatenated(
         self, server: ServerProcess, job_id: str, source: list[str], tmp_path: Path
     ) -> None:
         file = tmp_path / "all.jsonl"
@@ -297,9 +303,11 @@ class TestAllJobs:
             assert file.read_text() == "".join(http.get(f"/api/jobs/{each}/export").text for each in ids)
 
     @pytest.mark.usefixtures("job_id")
-    def test_into_each_kind_of_database(self, server: ServerProcess, database_url: str, tmp_path: Path) -> None:
+    def test_all_jobs_are_imported_into_each_kind_of_database(
+        self, server: ServerProcess, database_url: str, tmp_path: Path
+    ) -> None:
         first, second = tmp_path / "first.jsonl", tmp_path / "second.jsonl"
-        # Two jobs at least, whichever tests have used the server before.
+        # Ensure at least two jobs, independent of earlier tests on this server.
         httpx.post(f"{server.url}/jobs", json=job(job_id=new_id())).raise_for_status()
         here, there = (["--database-url", url] for url in (server.database_url, database_url))
         run("jobs", "export", "--all", "--output", first, *here)
@@ -313,7 +321,9 @@ class TestAllJobs:
         assert (status, out, err.count("exists")) == (1, "", number)
         assert f"{number} of {number} jobs of {first} are not imported" in err
 
-    def test_one_that_is_refused_keeps_no_other_out(self, exported: Path, source: list[str], tmp_path: Path) -> None:
+    def test_refused_job_does_not_prevent_further_imports(
+        self, exported: Path, source: list[str], tmp_path: Path
+    ) -> None:
         first = decoded(exported.read_text())
         jobs = [first, *(renamed(first) for _ in range(3))]
         jobs[2][1]["batch_size"] = 32
@@ -329,13 +339,13 @@ class TestAllJobs:
         assert "line 17, format: " in no_export
         assert all_in_all == f"bso-server: 3 of 5 jobs of {file} are not imported"
 
-    def test_one_id_is_for_one_job(self, exported: Path, source: list[str]) -> None:
+    def test_job_id_option_applies_to_a_single_job(self, exported: Path, source: list[str]) -> None:
         exported.write_text(2 * exported.read_text())
         status, out, err = run("jobs", "import", exported, "--job-id", new_id(), *source)
         assert (status, out.count("is imported with 2 trials")) == (1, 1)
         assert "--job-id is for one" in err
 
-    def test_a_token_that_may_not_ends_it_all(
+    def test_token_without_permission_ends_the_whole_import(
         self, guarded: tuple[ServerProcess, dict[str, str]], exported: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         server, tokens = guarded
@@ -345,7 +355,7 @@ class TestAllJobs:
         assert run("jobs", "export", "--all", "--server-url", server.url)[0] == 0
 
     @pytest.mark.parametrize(("status", "fails"), [(404, 0), (400, 1), (409, 1)])
-    def test_no_job_is_left_out_but_one_that_is_gone(
+    def test_export_of_all_jobs_skips_only_deleted_jobs(
         self, server: ServerProcess, job_id: str, monkeypatch: pytest.MonkeyPatch, status: int, fails: int
     ) -> None:
         stream = httpx.stream
@@ -361,24 +371,24 @@ class TestAllJobs:
         assert (ended, f"answered {status}" in err) == (fails, bool(fails))
         assert f'"{job_id}"' not in out
 
-    def test_no_table_of_all(self, source: list[str]) -> None:
+    def test_csv_of_all_jobs_is_refused(self, source: list[str]) -> None:
         assert_failed(run("jobs", "export", "--all", "--format", "csv", *source), "name it")
 
-    def test_a_job_or_all_of_them(self, source: list[str]) -> None:
+    def test_export_requires_a_job_or_all(self, source: list[str]) -> None:
         for wrong in ([], ["some", "--all"]):
             status, _, err = run("jobs", "export", *wrong, *source)
             assert (status, "usage:" in err) == (2, True)
 
 
 class TestDelete:
-    def test_a_job(self, server: ServerProcess, job_id: str, source: list[str]) -> None:
+    def test_job_is_deleted(self, server: ServerProcess, job_id: str, source: list[str]) -> None:
         assert run("jobs", "delete", job_id, *source) == (0, f"job {job_id} is deleted\n", "")
         assert httpx.get(f"{server.url}/api/jobs/{job_id}").status_code == 404
         for command in ("delete", "show"):
             assert_failed(run("jobs", command, job_id, *source), f"unknown job '{job_id}'")
 
 
-def test_a_trial_is_set_aside(server: ServerProcess, job_id: str, source: list[str]) -> None:
+def test_trial_is_discarded(server: ServerProcess, job_id: str, source: list[str]) -> None:
     assert run("jobs", "discard", job_id, 1, *source) == (0, f"trial 1 of job {job_id} is set aside\n", "")
     job = shown(server, job_id)
     assert [(trial["state"], trial["end_reason"]) for trial in job["trials"]] == [
@@ -391,7 +401,7 @@ def test_a_trial_is_set_aside(server: ServerProcess, job_id: str, source: list[s
     assert_failed(run("jobs", "discard", job_id, 3, *source), f"job '{job_id}' has no trial 3")
 
 
-def test_a_job_is_revised(job_id: str, source: list[str]) -> None:
+def test_job_is_revised(job_id: str, source: list[str]) -> None:
     stated = ["--eta", "0.7", "--beta", "none", "--max-epochs", "6", "--batch-sizes", "16", "32", "--controls", "off"]
     changes = "batch_sizes +32 -8, eta_knob 0.5 -> 0.7, beta_knob 2 -> none, max_epochs 100 -> 6, controls auto -> off"
     assert run("jobs", "revise", job_id, *stated, *source) == (0, f"job {job_id} revised: {changes}\n", "")
@@ -412,27 +422,25 @@ def test_a_job_is_revised(job_id: str, source: list[str]) -> None:
         ([], "state at least one term: --eta, --beta, --max-epochs"),
     ],
 )
-def test_a_revision_that_cannot_be_names_the_term(
-    job_id: str, source: list[str], stated: list[str], problem: str
-) -> None:
+def test_invalid_revision_names_the_term(job_id: str, source: list[str], stated: list[str], problem: str) -> None:
     code, _, error = run("jobs", "revise", job_id, *stated, *source)
     assert code == 1
     assert problem in error
 
 
-def test_a_job_is_shared_and_no_more(server: ServerProcess, job_id: str, source: list[str]) -> None:
+def test_job_is_shared_and_unshared(server: ServerProcess, job_id: str, source: list[str]) -> None:
     for _ in range(2):
         shared = f"job {job_id} is shared: every token with scope report may run trials of it\n"
         assert run("jobs", "share", job_id, *source) == (0, shared, "")
         assert shown(server, job_id)["shared"]
     status, out, err = run("jobs", "share", job_id, "--stop", *source)
     assert (status, err) == (0, "")
-    assert "belongs to no token and so stays open to all" in out  # the server asks for none
+    assert "belongs to no token and so stays open to all" in out  # the server has no tokens
     assert not shown(server, job_id)["shared"]
     assert_failed(run("jobs", "share", "none", *source), "unknown job 'none'")
 
 
-async def test_what_is_remembered_is_compared_with_the_trials(tmp_path: Path) -> None:
+async def test_verify_compares_stored_state_with_the_trials(tmp_path: Path) -> None:
     database = f"sqlite:///{tmp_path / 'bso.sqlite3'}"
     async with service.job_service(database) as job:
         await job.reach(await job.suggest(), 500.0)
@@ -460,7 +468,7 @@ async def test_what_is_remembered_is_compared_with_the_trials(tmp_path: Path) ->
 
 
 class TestTokens:
-    def test_a_server_that_asks_for_a_token(
+    def test_guarded_server_requires_a_token(
         self, guarded: tuple[ServerProcess, dict[str, str]], exported: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         server, tokens = guarded
@@ -479,7 +487,7 @@ class TestTokens:
             assert (status, err) == (0, ""), command
             assert job_id in out or "trial_number" in out
 
-    def test_a_token_that_allows_less(
+    def test_token_with_a_narrow_scope_is_refused(
         self, guarded: tuple[ServerProcess, dict[str, str]], exported: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         server, tokens = guarded
@@ -487,7 +495,7 @@ class TestTokens:
         for command in (["jobs", "import", exported], ["jobs", "delete", "any"]):
             assert_failed(run(*command, "--server-url", server.url), "403", "has no scope admin")
 
-    def test_a_token_in_the_url_is_taken_and_not_shown(self, guarded: tuple[ServerProcess, dict[str, str]]) -> None:
+    def test_token_in_the_url_is_used_and_hidden(self, guarded: tuple[ServerProcess, dict[str, str]]) -> None:
         server, tokens = guarded
         for url, words in (
             (server.url.replace("//", f"//me:{tokens['admin']}@"), "404"),
@@ -503,9 +511,9 @@ def forgotten(reports: int) -> Output:
 
 
 class TestPrune:
-    def test_old_reports_are_forgotten(self, tmp_path: Path, exported: Path, job_id: str) -> None:
+    def test_old_reports_are_pruned(self, tmp_path: Path, exported: Path, job_id: str) -> None:
         job, *trials = decoded(exported.read_text())
-        # One report of a trial that has ended, one that is the last of a running trial.
+        # One report of a trial that has ended, and the last report of a running trial.
         assert [len(trial["epochs"]) for trial in trials] == [1, 1]
         for trial in trials:
             trial["epochs"][0]["reported_at"] = "2020-01-01T00:00:00Z"
@@ -519,20 +527,20 @@ class TestPrune:
             assert run("db", "prune", "--older-than", age, *source) == forgotten(reports)
         assert run("jobs", "show", job_id, *source) == before
 
-    def test_reports_of_the_last_hours_stay(self, tmp_path: Path, exported: Path) -> None:
+    def test_recent_reports_stay(self, tmp_path: Path, exported: Path) -> None:
         source = ["--database-url", f"sqlite:///{tmp_path / 'young.sqlite3'}"]
         run("db", "upgrade", *source)
         run("jobs", "import", exported, *source)
         for age, reports in (("12h", 0), ("0h", 2)):
             assert run("db", "prune", "--older-than", age, *source) == forgotten(reports)
 
-    def test_a_database_without_tables(self, tmp_path: Path) -> None:
+    def test_database_without_tables_is_reported(self, tmp_path: Path) -> None:
         source = ["--database-url", f"sqlite:///{tmp_path / 'empty.sqlite3'}"]
         for command in (["db", "prune", "--older-than", "1d"], ["jobs", "list"]):
             assert_failed(run(*command, *source), "bso-server db upgrade")
 
     @pytest.mark.parametrize("age", ["", "30", "d", "1.5d", "-1d", "30m", "30D", "99999d", "1d ", "１d", "1d2h"])
-    def test_ages_that_are_none(self, capsys: pytest.CaptureFixture[str], age: str) -> None:
+    def test_invalid_age_is_refused(self, capsys: pytest.CaptureFixture[str], age: str) -> None:
         with pytest.raises(SystemExit) as caught:
             main(["db", "prune", f"--older-than={age}"])
         assert caught.value.code == 2

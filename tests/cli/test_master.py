@@ -1,4 +1,4 @@
-"""A master with real scripts in real processes, and what it keeps of them."""
+"""A master with real scripts in real processes, and its records."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ def run_once(tmp_path: Path, program: str, **options: Any) -> TrainResult:
     return master_of(tmp_path, **options).launch(python_job(program), planned(), tmp_path, 0.5)
 
 
-# What a job is.
+# Description of the job.
 
 
-def test_a_command_is_filled_in() -> None:
+def test_placeholders_of_a_command_are_filled_in() -> None:
     job = job_of("{python} train.py --bs={batch_size} '{{braces}} {width}' {seed} {learning_rate}", fields={"width": 7})
     assert job.command_line(128, 0.25, 3) == [sys.executable, "train.py", "--bs=128", "{braces} 7", "3", "0.25"]
 
@@ -63,20 +63,20 @@ def test_a_command_is_filled_in() -> None:
         ({"lr_scaling": "cubic"}, "cubic"),
     ],
 )
-def test_a_job_that_cannot_work_is_refused(fields: dict[str, Any], says: str) -> None:
+def test_unusable_job_is_refused(fields: dict[str, Any], says: str) -> None:
     with pytest.raises(ZeusBSOConfigError, match=says):
         job_of(**fields)
 
 
 @pytest.mark.parametrize(("rule", "rate"), [("linear", 1.0), ("sqrt", 0.5 * math.sqrt(2)), ("none", 0.5)])
-def test_the_learning_rate_follows_the_batch_size(rule: str, rate: float) -> None:
+def test_learning_rate_follows_the_batch_size(rule: str, rate: float) -> None:
     assert job_of(lr_scaling=rule).learning_rate(128) == pytest.approx(rate)
 
 
-# One run.
+# A single run.
 
 
-def test_the_log_directory_names_the_job_the_knobs_and_the_time(tmp_path: Path) -> None:
+def test_log_directory_contains_job_knobs_and_time(tmp_path: Path) -> None:
     master = master_of(tmp_path, now=lambda: datetime(2026, 3, 1, 12, 5, 9))
     made = master.build_logdir(job_of(), 12, 0.5, 2.0)
     assert made == str(tmp_path / "logs" / "tiny+x12+eta0.5+beta2.0+20260301-120509")
@@ -87,7 +87,7 @@ def test_the_log_directory_names_the_job_the_knobs_and_the_time(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("observer_mode", [False, True])
-def test_a_script_finds_what_it_needs_in_its_environment(tmp_path: Path, observer_mode: bool) -> None:
+def test_script_gets_documented_variables_in_the_environment(tmp_path: Path, observer_mode: bool) -> None:
     program = REACHES + "; print(json.dumps([dict(os.environ), sys.argv[1:]]))"
     (tmp_path / "monitor").touch()
     options = {"monitor_path": tmp_path / "monitor", "profile_warmup_iters": 3, "profile_measure_iters": 7}
@@ -111,13 +111,13 @@ def test_a_script_finds_what_it_needs_in_its_environment(tmp_path: Path, observe
     }
 
 
-def test_without_a_bound_the_threshold_is_infinite(tmp_path: Path) -> None:
+def test_missing_bound_makes_the_threshold_infinite(tmp_path: Path) -> None:
     program = REACHES + "; print(os.environ['ZEUS_COST_THRESH'], os.environ.get('ZEUS_MONITOR_PATH'))"
     run_once(tmp_path, program)
     assert (tmp_path / "rec01+try01.train.log").read_text() == "inf None\n"
 
 
-def test_what_a_script_prints_is_shown_while_it_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_output_of_a_script_is_shown_while_running(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
     shown: list[str] = []
     go = tmp_path / "go"
@@ -129,7 +129,7 @@ def test_what_a_script_prints_is_shown_while_it_runs(tmp_path: Path, monkeypatch
 
         def printed(self, text: str) -> None:
             shown.append(text)
-            go.touch()  # The script ends once it has been heard.
+            go.touch()  # The script ends once its output has arrived.
 
     program = REACHES + (
         "\nimport time\nprint('hear me')\nfor _ in range(300):\n"
@@ -140,7 +140,7 @@ def test_what_a_script_prints_is_shown_while_it_runs(tmp_path: Path, monkeypatch
     assert shown == ["hear me\n", "end"]
 
 
-def test_an_old_result_is_not_taken_for_a_new_one(tmp_path: Path) -> None:
+def test_old_result_is_not_mistaken_for_a_new_result(tmp_path: Path) -> None:
     run_once(tmp_path, REACHES)
     with pytest.raises(FailedTryError, match="wrote no result"):
         run_once(tmp_path, "0")
@@ -159,14 +159,14 @@ def test_an_old_result_is_not_taken_for_a_new_one(tmp_path: Path) -> None:
         (WRITES_A_RESULT + "result['time'] = -1; open(where, 'w').write(json.dumps(result))", "failed", "time: Input"),
     ],
 )
-def test_a_script_that_leaves_no_result_has_failed(tmp_path: Path, program: str, outcome: str, says: str) -> None:
+def test_script_without_a_result_has_failed(tmp_path: Path, program: str, outcome: str, says: str) -> None:
     with pytest.raises(FailedTryError, match=says.replace(".", r"\.")) as raised:
         run_once(tmp_path, program)
     assert raised.value.outcome == outcome
     assert raised.value.time_s > 0
 
 
-def test_the_kernel_says_when_it_was_memory_that_a_process_was_killed_for(tmp_path: Path) -> None:
+def test_kernel_counter_distinguishes_out_of_memory_from_a_kill(tmp_path: Path) -> None:
     (tmp_path / "vmstat").write_text("pgfault 7\noom_kill 3\nzone 1\n")
     assert oom_kills(tmp_path / "vmstat") == 3
     assert oom_kills(tmp_path / "none") is None
@@ -177,7 +177,7 @@ def test_the_kernel_says_when_it_was_memory_that_a_process_was_killed_for(tmp_pa
     assert why_failed(-15, log, oom_kills=1)[0] == "failed"
 
 
-def test_a_command_that_does_not_exist_is_no_failed_try(tmp_path: Path) -> None:
+def test_missing_command_does_not_count_as_a_failed_run(tmp_path: Path) -> None:
     master = master_of(tmp_path)
     with pytest.raises(ZeusBSOConfigError, match="nonesuch cannot be started in"):
         master.run(job_of("nonesuch {batch_size}"), 1, SIZES, 2.0, 0.5)
@@ -186,8 +186,8 @@ def test_a_command_that_does_not_exist_is_no_failed_try(tmp_path: Path) -> None:
 # Recurrences.
 
 
-def test_a_recurrence_tries_until_the_target_is_reached(tmp_path: Path) -> None:
-    # The first run of the second recurrence is stopped early, the next one crashes.
+def test_recurrence_repeats_runs_until_the_target_is_reached(tmp_path: Path) -> None:
+    # The first run of the second recurrence is stopped early, and the next crashes.
     program = WRITES_A_RESULT + (
         "seed = int(sys.argv[3])\n"
         "if seed == 12: result.update(reached=False, energy=5.0, time=0.1, end_epoch=1)\n"
@@ -233,7 +233,7 @@ def test_a_recurrence_tries_until_the_target_is_reached(tmp_path: Path) -> None:
     assert (kept["history"][0]["cost_ub"], kept["running"], kept["observed"]) == ("Infinity", None, 5)
 
 
-def test_a_default_that_does_not_reach_the_target_is_an_error(tmp_path: Path) -> None:
+def test_default_missing_the_target_is_an_error(tmp_path: Path) -> None:
     program = WRITES_A_RESULT + "result.update(reached=False, end_epoch=20); open(where, 'w').write(json.dumps(result))"
     master = master_of(tmp_path, Listed(64, 32))
     for resume in ({"logdir": tmp_path / "here"}, {"resume_from": tmp_path / "here"}):
@@ -244,7 +244,7 @@ def test_a_default_that_does_not_reach_the_target_is_an_error(tmp_path: Path) ->
     assert len(MasterState.read(tmp_path / "here").history) == 1
 
 
-def test_a_recurrence_is_given_up_after_twenty_tries_and_a_resume_goes_on_after_it(tmp_path: Path) -> None:
+def test_recurrence_is_abandoned_after_twenty_runs_and_a_resume_continues_afterwards(tmp_path: Path) -> None:
     job = python_job(f"import os; assert os.path.exists({str(tmp_path / 'mended')!r})\n" + REACHES)
     with pytest.raises(ZeusBSOTrainFailError, match="recurrence 1 is given up, as none of its 20 tries"):
         master_of(tmp_path).run(job, 2, SIZES, 2.0, 0.5, logdir=tmp_path / "here")
@@ -254,7 +254,7 @@ def test_a_recurrence_is_given_up_after_twenty_tries_and_a_resume_goes_on_after_
     assert MasterState.read(tmp_path / "here").history[-1].job_id == "rec02+try01"
 
 
-def test_a_directory_is_resumed_only_as_it_was_begun_and_by_one_master(tmp_path: Path) -> None:
+def test_directory_is_resumed_only_with_equal_settings_and_by_a_single_master(tmp_path: Path) -> None:
     import fcntl
 
     job, here = python_job(REACHES), tmp_path / "here"
@@ -272,7 +272,7 @@ def test_a_directory_is_resumed_only_as_it_was_begun_and_by_one_master(tmp_path:
             master.run(job, 2, SIZES, 2.0, 0.5, resume_from=here)
 
 
-def test_an_optimizer_without_a_state_is_led_through_the_history_again(tmp_path: Path) -> None:
+def test_optimizer_without_a_state_replays_the_history(tmp_path: Path) -> None:
     job, here = python_job(REACHES), tmp_path / "here"
     master_of(tmp_path, Listed(64, 32)).run(job, 2, SIZES, 2.0, 0.5, logdir=here)
     again = Listed(64, 32, 128)
@@ -291,10 +291,10 @@ def runs_of(costs: list[tuple[float, bool]]) -> list[Run]:
     st.one_of(st.none(), st.floats(1.0, 10.0)),
     st.integers(0, 1000),
 )
-def test_recurrence_try_seed_and_bound_follow_from_the_runs(
+def test_recurrence_number_seed_and_bound_follow_from_the_runs(
     costs: list[tuple[float, bool]], beta: float | None, seed: int
 ) -> None:
-    # Cut into recurrences: each ends with the first run that reaches, or with its twentieth.
+    # Each recurrence ends with its first run that reaches the target, or with its twentieth run.
     recurrences: list[list[tuple[float, bool]]] = [[]]
     for run in costs:
         recurrences[-1].append(run)
@@ -314,7 +314,7 @@ def test_recurrence_try_seed_and_bound_follow_from_the_runs(
 
 @pytest.fixture
 def client(tmp_path: Path) -> Iterator[BsoClient | LocalServer]:
-    """Of a server in this process."""
+    """A client of the embedded server."""
     with client_from_environment(f"embedded://{tmp_path / 'bso.sqlite3'}") as client:
         yield client
 
@@ -323,7 +323,7 @@ def server_optimizer(client: LocalServer, **options: Any) -> ServerOptimizer:
     return ServerOptimizer(client, GPUS, options={"policy": "zeus", "num_pruning_rounds": 1, "mab_seed": 1, **options})
 
 
-def test_crashing_and_too_large_sizes_are_excluded_after_their_retries(tmp_path: Path, client: LocalServer) -> None:
+def test_crashing_and_oversized_sizes_are_excluded_after_retries(tmp_path: Path, client: LocalServer) -> None:
     program = (
         "import sys\nif sys.argv[1] == '128': raise MemoryError\nif sys.argv[1] == '32': raise KeyError('bad')\n"
         + REACHES
@@ -348,7 +348,7 @@ def test_unknown_option_of_the_job_is_named(client: LocalServer) -> None:
         server_optimizer(client, pruning=1).register_job(job_of(), SIZES)
 
 
-def test_each_run_ends_its_trial_on_the_server_as_it_ended(tmp_path: Path, client: LocalServer) -> None:
+def test_each_run_ends_the_trial_with_the_same_outcome(tmp_path: Path, client: LocalServer) -> None:
     program = WRITES_A_RESULT + (
         "bs = int(sys.argv[1])\n"
         "if bs == 32 and sys.argv[3] == '123457': sys.exit(2)\n"
@@ -378,7 +378,7 @@ def test_each_run_ends_its_trial_on_the_server_as_it_ended(tmp_path: Path, clien
     assert shown.best_batch_size == 64
 
 
-def test_the_server_can_be_driven_by_costs_alone(client: LocalServer) -> None:
+def test_costs_suffice_to_drive_the_server(client: LocalServer) -> None:
     optimizer, job = server_optimizer(client), job_of()
     optimizer.register_job(job, SIZES)
     assert optimizer.predict(job) == 64
@@ -390,7 +390,7 @@ def test_the_server_can_be_driven_by_costs_alone(client: LocalServer) -> None:
     assert (second.state, second.cost_j) == (TrialState.EXHAUSTED, pytest.approx(70.0))
 
 
-def test_a_run_that_ends_while_the_server_is_away_is_judged_later_as_it_judged_itself(
+def test_run_ended_during_an_outage_keeps_the_local_verdict(
     server: ServerProcess, capsys: pytest.CaptureFixture[str]
 ) -> None:
     job = job_of()
@@ -401,7 +401,7 @@ def test_a_run_that_ends_while_the_server_is_away_is_judged_later_as_it_judged_i
         optimizer.observe_run(job, runs_of([(100.0, True)])[0])
         size = optimizer.predict(job)
         server.kill()
-        # Stopped before its second epoch, which would have crossed the bound of 200 J; it has spent 120 J.
+        # Stopped after 120 J, because its second epoch would have crossed the bound of 200 J.
         stopped = runs_of([(120.0, False)])[0].model_copy(
             update={"bs": size, "cost_ub": 200.0, "outcome": "early_stopped", "end_epoch": 1}
         )
@@ -413,12 +413,12 @@ def test_a_run_that_ends_while_the_server_is_away_is_judged_later_as_it_judged_i
     assert (last.state, last.epochs) == (TrialState.EARLY_STOPPED, 1)
 
 
-def test_the_knobs_of_master_and_optimizer_must_agree(tmp_path: Path, client: LocalServer) -> None:
+def test_knobs_of_master_and_optimizer_must_agree(tmp_path: Path, client: LocalServer) -> None:
     with pytest.raises(ZeusBSOConfigError, match=r"eta_knob is 1.0 here and 0.5 in the optimizer"):
         master_of(tmp_path, server_optimizer(client)).run(python_job(REACHES), 1, SIZES, 2.0, 1.0)
 
 
-def test_a_trial_whose_dispatch_was_not_kept_is_found_again(client: LocalServer) -> None:
+def test_unrecorded_dispatch_returns_the_same_trial(client: LocalServer) -> None:
     job = job_of()
     before = server_optimizer(client)
     before.register_job(job, SIZES)
@@ -433,10 +433,10 @@ def test_a_trial_whose_dispatch_was_not_kept_is_found_again(client: LocalServer)
     after.interrupt()
 
 
-# The conclusion.
+# Conclusion.
 
 
-def test_the_conclusion_makes_the_claim_of_the_jobs_page_and_lists_what_was_measured(client: LocalServer) -> None:
+def test_conclusion_repeats_the_claim_of_the_page_and_lists_the_measurements(client: LocalServer) -> None:
     runs = runs_of([(100.0, True), (50.0, True), (40.0, True), (7.0, False)])
     runs[1:3] = [run.model_copy(update={"bs": 32}) for run in runs[1:3]]
     optimizer, job = server_optimizer(client), job_of()
@@ -455,7 +455,7 @@ def test_the_conclusion_makes_the_claim_of_the_jobs_page_and_lists_what_was_meas
     assert conclusion([], 64, None).startswith("No run has reached the target yet.")
 
 
-def test_without_a_server_that_answers_nothing_is_claimed(server: ServerProcess) -> None:
+def test_unreachable_server_yields_no_claim(server: ServerProcess) -> None:
     with BsoClient(server.url, retries=NO_RETRIES) as client:
         optimizer = server_optimizer(client)
         assert optimizer.savings() is None

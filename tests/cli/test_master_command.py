@@ -1,4 +1,4 @@
-"""``zeus-plugins master run``, killed, interrupted and resumed."""
+"""``zeus-plugins master run``: killing, interrupting and resuming."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from zeus_plugins.master import MasterState
 from zeus_plugins.protocol import JobView, TrialState
 
 LONG_S = 120.0
-# What a master imports.
+# Modules that a master imports.
 MASTER = (
     "zeus_plugins.cli",
     "zeus_plugins.master.optimizers",
@@ -53,7 +53,7 @@ gpu_model = "none"
 
 
 class Bench:
-    """The command in a directory of its own."""
+    """The command in a separate directory."""
 
     def __init__(self, directory: Path, *ends: str) -> None:
         self.directory = directory
@@ -77,7 +77,7 @@ class Bench:
         return warm.start(*command, modules=MASTER, output=self.output, environ=self.environ, folder=self.directory)
 
     def end_of(self, process: warm.Process) -> tuple[int, str]:
-        """Its exit status, and what it said."""
+        """Return the exit status and the output of a process."""
         return process.wait(LONG_S), self.output.read_text()
 
     def run(self, recurrences: int, *arguments: str) -> str:
@@ -86,7 +86,7 @@ class Bench:
         return output
 
     def wait_for_script(self, process: warm.Process) -> int:
-        """Until a script waits for `go`; its pid."""
+        """Wait until a script waits for `go`; return its pid."""
         waits = self.logs / "go.waits"
         while not (waits.exists() and waits.read_text()):
             assert process.poll() is None, self.output.read_text()
@@ -97,7 +97,7 @@ class Bench:
 
     @property
     def state(self) -> MasterState:
-        # A master that was killed before it had begun anything leaves an empty directory.
+        # A master killed before its first run leaves an empty directory.
         (directory,) = {path.parent for path in self.logs.glob("*/history.json")}
         return MasterState.read(directory)
 
@@ -112,7 +112,7 @@ class Bench:
 
     @property
     def begun(self) -> list[str]:
-        """The runs that scripts have begun: job ids."""
+        """Job ids of the runs that scripts have begun."""
         begun = self.logs / "begun.txt"
         return [line.split()[0] for line in begun.read_text().splitlines()] if begun.exists() else []
 
@@ -127,7 +127,7 @@ def is_gone(pid: int) -> bool:
 
 
 @pytest.mark.slow
-def test_the_command_finds_the_size_that_the_server_shows(tmp_path: Path) -> None:
+def test_command_finds_the_size_shown_by_the_server(tmp_path: Path) -> None:
     bench = Bench(tmp_path)
     output = bench.run(4)
     assert len(bench.state.history) == 4
@@ -137,7 +137,7 @@ def test_the_command_finds_the_size_that_the_server_shows(tmp_path: Path) -> Non
     assert "accuracy 0." in output
 
 
-def test_a_killed_master_takes_the_result_that_its_script_has_left(tmp_path: Path) -> None:
+def test_resumed_master_uses_the_result_left_by_the_script(tmp_path: Path) -> None:
     bench = Bench(tmp_path, "train", "wait", "train")
     process = bench.start(3)
     bench.wait_for_script(process)
@@ -152,7 +152,7 @@ def test_a_killed_master_takes_the_result_that_its_script_has_left(tmp_path: Pat
 
 
 @pytest.mark.slow
-def test_a_script_that_was_killed_with_its_master_is_launched_again(tmp_path: Path) -> None:
+def test_script_killed_with_the_master_is_launched_again(tmp_path: Path) -> None:
     bench = Bench(tmp_path, "wait", "train")
     process = bench.start(2)
     script = bench.wait_for_script(process)
@@ -167,7 +167,7 @@ def test_a_script_that_was_killed_with_its_master_is_launched_again(tmp_path: Pa
 
 
 @pytest.mark.slow
-def test_a_master_that_is_killed_again_and_again_repeats_no_run_and_loses_none(tmp_path: Path) -> None:
+def test_repeatedly_killed_master_repeats_and_loses_no_run(tmp_path: Path) -> None:
     (tmp_path / "undisturbed").mkdir()
     undisturbed = Bench(tmp_path / "undisturbed", *["train", "kill", "train", "memory", "train"])
     undisturbed.run(3)
@@ -186,7 +186,7 @@ def test_a_master_that_is_killed_again_and_again_repeats_no_run_and_loses_none(t
     bench.run(3, "--resume")
     history = [(run.job_id, run.bs, run.seed, run.reached) for run in bench.state.history]
     assert history == [(run.job_id, run.bs, run.seed, run.reached) for run in undisturbed.state.history]
-    # Only a run whose failure no master has seen is begun again.
+    # A run is repeated only if no master has seen its failure.
     assert list(dict.fromkeys(bench.begun)) == undisturbed.begun
     measured = [run.job_id for run in bench.state.history if run.was_measured]
     assert all(bench.begun.count(job_id) == 1 for job_id in measured)
@@ -199,7 +199,7 @@ def test_a_master_that_is_killed_again_and_again_repeats_no_run_and_loses_none(t
         pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow, id="SIGTERM"),
     ],
 )
-def test_an_interrupted_master_ends_its_script_first_and_can_be_resumed(
+def test_interrupted_master_ends_the_script_first_and_can_be_resumed(
     tmp_path: Path, number: signal.Signals, status: int
 ) -> None:
     bench = Bench(tmp_path, "train", "wait", "train")
@@ -216,12 +216,12 @@ def test_an_interrupted_master_ends_its_script_first_and_can_be_resumed(
     assert bench.trial_states == [TrialState.COMPLETED] * 2
 
 
-def test_a_second_ctrl_c_ends_a_script_that_does_not_listen(tmp_path: Path) -> None:
+def test_second_ctrl_c_kills_an_unresponsive_script(tmp_path: Path) -> None:
     bench = Bench(tmp_path, "stubborn")
     process = bench.start(1)
     script = bench.wait_for_script(process)
     process.send_signal(signal.SIGINT)
-    time.sleep(1)  # The master has time to ask the script, which does not listen.
+    time.sleep(1)  # Leave the master time to interrupt the script, which ignores the signal.
     assert not is_gone(script)
     process.send_signal(signal.SIGINT)
     assert bench.end_of(process)[0] == 130, bench.output.read_text()
@@ -229,7 +229,7 @@ def test_a_second_ctrl_c_ends_a_script_that_does_not_listen(tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-def test_a_resumed_master_waits_for_the_script_and_ctrl_c_ends_that_too(tmp_path: Path) -> None:
+def test_resumed_master_waits_for_the_script_and_ctrl_c_ends_both(tmp_path: Path) -> None:
     bench = Bench(tmp_path, "wait", "train")
     process = bench.start(1)
     script = bench.wait_for_script(process)
@@ -239,7 +239,7 @@ def test_a_resumed_master_waits_for_the_script_and_ctrl_c_ends_that_too(tmp_path
     while not (bench.output.exists() and "rec01+try01" in bench.output.read_text()):
         assert resumed.poll() is None
         time.sleep(0.02)
-    time.sleep(0.5)  # It does not end by itself.
+    time.sleep(0.5)  # The script does not end by itself.
     assert resumed.poll() is None
     assert not is_gone(script)
     resumed.send_signal(signal.SIGINT)
@@ -262,7 +262,7 @@ def test_a_resumed_master_waits_for_the_script_and_ctrl_c_ends_that_too(tmp_path
         ("num_pruning_rounds", "pruning", "pruning"),
     ],
 )
-def test_a_wrong_file_is_told_in_a_line(tmp_path: Path, before: str, after: str, says: str) -> None:
+def test_invalid_file_is_reported_in_a_single_line(tmp_path: Path, before: str, after: str, says: str) -> None:
     bench = Bench(tmp_path)
     path = tmp_path / "job.toml"
     path.write_text(path.read_text().replace(before, after))

@@ -1,4 +1,4 @@
-"""Runs as TrainJobs, sent by Kubeflow's SDK to an API server of the tests, which has them run here."""
+"""Runs as TrainJobs, created by Kubeflow's SDK on an API server of the tests, which executes the runs here."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ pytest.importorskip("kubeflow.trainer", reason="the extra kubeflow is not instal
 from tests.support.kubernetes_api import NAMESPACE, Cluster, cluster
 from zeus_plugins.master.clusters import KubeflowExecutor
 
-# Importing the clients of Kubernetes takes a while.
+# Importing the Kubernetes clients takes long.
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::DeprecationWarning:kubeflow.*")]
 
 
 @pytest.fixture
 def kubernetes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
     with cluster(tmp_path) as (served, kubeconfig):
-        # Kubernetes' client reads KUBECONFIG once, when it is imported.
+        # The Kubernetes client reads KUBECONFIG only at its import.
         monkeypatch.setattr("kubernetes.config.kube_config.KUBE_CONFIG_DEFAULT_LOCATION", str(kubeconfig))
         yield served
 
@@ -39,7 +39,7 @@ def executor(**parameters: object) -> KubeflowExecutor:
     return KubeflowExecutor(**{"image": "registry.example/training:1", **parameters})
 
 
-def test_runs_are_train_jobs(kubernetes: Cluster, tmp_path: Path) -> None:
+def test_runs_become_train_jobs(kubernetes: Cluster, tmp_path: Path) -> None:
     of_cluster = executor(resources={"gpu": 1}, volumes={"runs": "/runs", "data": "/data"})
     folder = assert_runs_are_jobs(of_cluster, tmp_path)
     assert list(folder.glob("*.status")) == []
@@ -57,7 +57,7 @@ def test_runs_are_train_jobs(kubernetes: Cluster, tmp_path: Path) -> None:
     assert [each["mountPath"] for each in pod["containers"][0]["volumeMounts"]] == ["/runs", "/data"]
 
 
-def test_a_job_that_a_killed_master_left_is_waited_for(kubernetes: Cluster, tmp_path: Path) -> None:
+def test_job_left_by_a_killed_master_is_awaited(kubernetes: Cluster, tmp_path: Path) -> None:
     def be_away_for_a_moment() -> None:
         kubernetes.is_away = True
         wait_for(lambda: kubernetes.refused)
@@ -69,7 +69,7 @@ def test_a_job_that_a_killed_master_left_is_waited_for(kubernetes: Cluster, tmp_
     assert not executor().adopt(launch, [].append)
 
 
-def test_an_interrupted_master_deletes_its_job_whose_script_is_told(kubernetes: Cluster, tmp_path: Path) -> None:
+def test_interrupted_master_deletes_the_job_and_terminates_the_script(kubernetes: Cluster, tmp_path: Path) -> None:
     told = "import signal, sys, time\nsignal.signal(signal.SIGTERM, lambda *_: sys.exit(7))\nprint('waits')\n"
     launch = launch_of(tmp_path, told + "while True: time.sleep(0.05)")
     of_cluster = executor()
@@ -89,7 +89,7 @@ def test_an_interrupted_master_deletes_its_job_whose_script_is_told(kubernetes: 
     assert status.read_text() == "7\n"
 
 
-def test_a_run_that_left_no_exit_status_is_lost(kubernetes: Cluster, tmp_path: Path) -> None:
+def test_run_without_an_exit_status_is_lost(kubernetes: Cluster, tmp_path: Path) -> None:
     launch, ended = launch_of(tmp_path, WAITS), list[int]()
     waiting = threading.Thread(target=lambda: ended.append(executor().run(launch, [].append)))
     waiting.start()
@@ -102,7 +102,7 @@ def test_a_run_that_left_no_exit_status_is_lost(kubernetes: Cluster, tmp_path: P
     assert "Failed: it left no exit status; see kubectl describe trainjob zeus-" in launch.log.read_text()
 
 
-def test_a_job_that_was_taken_though_the_answer_is_lost_trains_for_nobody(kubernetes: Cluster, tmp_path: Path) -> None:
+def test_job_created_with_a_lost_answer_is_deleted(kubernetes: Cluster, tmp_path: Path) -> None:
     kubernetes.loses_answers_to = "POST"
     launch = launch_of(tmp_path, WAITS)
     with pytest.raises(ZeusBSOConfigError, match="there is no TrainJob"):
@@ -112,7 +112,7 @@ def test_a_job_that_was_taken_though_the_answer_is_lost_trains_for_nobody(kubern
 
 
 @pytest.mark.usefixtures("kubernetes")
-def test_what_cannot_work_is_told(tmp_path: Path) -> None:
+def test_unusable_parameters_are_reported(tmp_path: Path) -> None:
     launch = launch_of(tmp_path, "0")
     with pytest.raises(ZeusBSOConfigError, match=r"no TrainJob of these executor\.parameters.*nonesuch"):
         executor(runtime="nonesuch").run(launch, [].append)

@@ -1,4 +1,4 @@
-"""Runs as jobs of a Ray cluster on this machine. Skipped where Ray, which is large, is not installed."""
+"""Runs as jobs of a Ray cluster on this machine. Skipped without Ray, which is a large package."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ LIMIT_S = 120.0
 
 @pytest.fixture(scope="module")
 def address() -> Iterator[str]:
-    """The URL of a cluster of one node."""
+    """URL of a cluster with one node."""
     dashboard = free_port()
-    # Its sockets have long names below this folder.
+    # Its sockets have long names in this folder.
     with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as folder:
         command = [Path(sys.executable).with_name("ray"), "start", "--head", "--block", "--disable-usage-stats"]
         ports = [f"--port={free_port()}", "--dashboard-host=127.0.0.1", f"--dashboard-port={dashboard}"]
@@ -73,25 +73,25 @@ def takes_jobs(address: str) -> bool:
     return True
 
 
-def test_runs_are_jobs(address: str, tmp_path: Path) -> None:
+def test_runs_become_ray_jobs(address: str, tmp_path: Path) -> None:
     executor = RayExecutor(address=address, runtime_env={"env_vars": {"OF_ALL": "yes"}}, entrypoint_num_cpus=1)
     assert_runs_are_jobs(executor, tmp_path)
 
 
-def test_variables_of_all_runs_and_of_one(address: str, tmp_path: Path) -> None:
+def test_runtime_variables_and_variables_of_the_run_are_combined(address: str, tmp_path: Path) -> None:
     launch = launch_of(tmp_path, "import os; print(os.environ['GO'], os.environ['OF_ALL'])")
     assert RayExecutor(address=address, runtime_env={"env_vars": {"OF_ALL": "yes"}}).run(launch, [].append) == 0
     assert launch.log.read_text() == f"{tmp_path / 'go'} yes\n"
 
 
-def test_a_job_that_a_killed_master_left_is_waited_for(address: str, tmp_path: Path) -> None:
+def test_job_left_by_a_killed_master_is_awaited(address: str, tmp_path: Path) -> None:
     assert_adopts_what_a_killed_master_left(lambda: RayExecutor(address=address), tmp_path)
     launch = launch_of(tmp_path, WAITS)
     launch.marker.write_text("zeus-never-submitted")
     assert not RayExecutor(address=address).adopt(launch, [].append)
 
 
-def test_a_job_that_somebody_stops_is_lost(address: str, tmp_path: Path) -> None:
+def test_externally_stopped_job_is_lost(address: str, tmp_path: Path) -> None:
     executor = RayExecutor(address=address)
     launch, shown, ended = launch_of(tmp_path, WAITS), list[str](), list[int]()
     waiting = threading.Thread(target=lambda: ended.append(executor.run(launch, shown.append)))
@@ -103,7 +103,7 @@ def test_a_job_that_somebody_stops_is_lost(address: str, tmp_path: Path) -> None
     assert "STOPPED" in launch.log.read_text()
 
 
-def test_an_interrupted_master_stops_its_job(address: str, tmp_path: Path) -> None:
+def test_interrupted_master_stops_the_job(address: str, tmp_path: Path) -> None:
     executor = RayExecutor(address=address)
     launch = launch_of(tmp_path, WAITS)
     asked, ids = executor._client.get_job_info, set[str]()
@@ -123,7 +123,7 @@ def test_an_interrupted_master_stops_its_job(address: str, tmp_path: Path) -> No
     assert another.get_job_status(submission_id) == "STOPPED"
 
 
-def test_what_cannot_work_is_told(address: str, tmp_path: Path) -> None:
+def test_unusable_parameters_are_reported(address: str, tmp_path: Path) -> None:
     launch = launch_of(tmp_path, "0")
     with pytest.raises(ZeusBSOConfigError, match=r"executor\.parameters.*nonesuch"):
         RayExecutor(address=address, nonesuch=1).run(launch, [].append)

@@ -1,4 +1,4 @@
-"""The `bso-server` command as a user types it."""
+"""The `bso-server` command with arguments of a user."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def sources(server: ServerProcess) -> list[list[str]]:
     return [["--database-url", server.database_url], ["--server-url", server.url]]
 
 
-def test_show_is_the_same_from_the_database_and_from_the_server(used_server: ServerProcess) -> None:
+def test_show_prints_the_same_from_database_and_server(used_server: ServerProcess) -> None:
     answers = [bso_server("jobs", "show", "night.ly-1", "--json", *source) for source in sources(used_server)]
 
     assert [answer.returncode for answer in answers] == [0, 0], answers
@@ -84,7 +84,7 @@ def test_show_is_the_same_from_the_database_and_from_the_server(used_server: Ser
     assert JobView.model_validate(shown).job.model_copy(update={"registration_id": None}) == JOB
 
 
-def test_show_reads_well(used_server: ServerProcess) -> None:
+def test_show_is_readable(used_server: ServerProcess) -> None:
     show = ("jobs", "show", "night.ly-1", "--database-url", used_server.database_url)
     text = bso_server(*show).stdout
     assert text.splitlines()[0] == (
@@ -95,12 +95,12 @@ def test_show_reads_well(used_server: ServerProcess) -> None:
     assert "energy by nvml" in text
     header = "METRIC +BATCH SIZE +RUNS +MEAN +STD +MINUS THE DEFAULT'S +AGAINST THE DEFAULT"
     assert re.search(rf"^{header}\nthe target's +16 +1 +0.95 +- +- +-$", text, re.MULTILINE)
-    # Nobody was asked for one.
+    # The server has no tokens, so that the view has no column for them.
     assert "TOKEN" not in text
     assert "exploring: smaller than your default size, 16 (round 1 of 2)\n" in text
 
 
-def test_explain(used_server: ServerProcess) -> None:
+def test_explain_prints_the_next_choice(used_server: ServerProcess) -> None:
     for source in sources(used_server):
         explain = ("jobs", "explain", "night.ly-1", *source)
         assert bso_server(*explain, "--at", "2").stdout.splitlines() == [
@@ -122,7 +122,7 @@ def test_explain(used_server: ServerProcess) -> None:
         assert len(json.loads(bso_server("jobs", "show", "night.ly-1", *source, "--json").stdout)["trials"]) == 2
 
 
-def test_list(used_server: ServerProcess) -> None:
+def test_list_prints_every_job(used_server: ServerProcess) -> None:
     for source in sources(used_server):
         shown = json.loads(bso_server("jobs", "list", "--json", *source).stdout)
         assert [(job["job_id"], job["trials"], job["min_cost_j"]) for job in shown["jobs"]] == [("night.ly-1", 2, 500)]
@@ -137,14 +137,14 @@ def test_list(used_server: ServerProcess) -> None:
         (["serve", "--database-url", "nonsense"], "cannot be read"),
     ],
 )
-def test_a_wrong_setting_is_one_line_naming_it(arguments: list[str], words: str) -> None:
+def test_invalid_setting_is_named_in_a_single_line(arguments: list[str], words: str) -> None:
     answer = bso_server(*arguments)
     assert answer.returncode == 1
     assert words in answer.stderr
     assert "Traceback" not in answer.stderr
 
 
-def test_serve_names_its_database(server: ServerProcess) -> None:
+def test_serve_names_the_database(server: ServerProcess) -> None:
     log = server.log.read_text()
     assert f"database: {server.database_url}" in log
     assert server.url in log
@@ -156,7 +156,7 @@ def clean_environment(tmp_path: Path) -> dict[str, str]:
     return {**environment, "XDG_DATA_HOME": str(tmp_path / "data"), "HOME": str(tmp_path)}
 
 
-def test_serve_without_arguments_keeps_its_database_in_the_users_data_directory(
+def test_serve_without_arguments_stores_the_database_in_the_users_data_directory(
     clean_environment: dict[str, str], tmp_path: Path
 ) -> None:
     port, log = free_port(), tmp_path / "log"
@@ -190,13 +190,13 @@ def test_uvicorn_can_launch_the_application(clean_environment: dict[str, str], t
         process.wait()
 
 
-def test_importing_the_application_does_nothing(tmp_path: Path) -> None:
+def test_importing_the_application_has_no_side_effects(tmp_path: Path) -> None:
     environment = {**os.environ, "ZEUS_BSO_DATABASE_URL": f"sqlite:///{tmp_path / 'made' / 'bso.sqlite3'}"}
     subprocess.run([sys.executable, "-c", "import bso_server.app"], env=environment, check=True)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_precedence_of_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_have_the_documented_precedence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / ".env").write_text("ZEUS_BSO_SERVER_PORT=1001\nZEUS_BSO_LOG_LEVEL=DEBUG\nZEUS_BSO_ECHO_SQL=1\n")
     monkeypatch.setenv("ZEUS_BSO_SERVER_PORT", "1002")
@@ -209,7 +209,7 @@ def test_precedence_of_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("main", [bso_server_main, zeus_plugins_main])
-def test_both_commands_say_their_version(
+def test_both_commands_print_the_version(
     main: Callable[[Sequence[str]], int], capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as left:
@@ -219,7 +219,7 @@ def test_both_commands_say_their_version(
 
 
 @pytest.mark.slow
-def test_no_import_of_the_server_is_deprecated() -> None:
+def test_importing_the_server_uses_no_deprecated_module() -> None:
     command = [sys.executable, "-W", "error", "-m", "bso_server", "--help"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")

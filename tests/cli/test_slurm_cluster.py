@@ -1,4 +1,4 @@
-"""Trainings as jobs of Slurm: the batch script that launches one again, scrontab, and the master's executor."""
+"""Trainings as jobs of Slurm: the batch script that relaunches a training, scrontab, and the master's executor."""
 
 from __future__ import annotations
 
@@ -64,12 +64,12 @@ def slurm(*command: str | Path) -> str:
 
 
 def submitted(server: ServerProcess, folder: Path, *arguments: str, **environ: str) -> str:
-    """The number of a job that runs the training above."""
+    """Submit a job with the training above; return its number."""
     (folder / "training.py").write_text(TRAINING)
     exported = ",".join(
         ["ALL", f"ZEUS_SERVER_URL={server.url}", *(f"{name}={value}" for name, value in environ.items())]
     )
-    # A name of its own: jobs of one name wait for each other.
+    # Each job needs a unique name, because jobs with equal names wait for each other.
     options = [
         "--parsable",
         f"--job-name={folder.name}",
@@ -100,8 +100,8 @@ def wait_for(folder: Path, condition: Any) -> None:
 def is_over(number: str) -> bool:
     launch = (number, field(number, "Restarts"))
     if (field(number, "JobState"), field(number, "Reason")) == ("PENDING", "BeginTime") and launch not in hastened:
-        # Slurm has a job that was requeued wait for two minutes; a launch fails while the one before is taken down.
-        # One that has begun meanwhile is changed no more.
+        # Slurm delays a requeued job by two minutes, and a launch fails during the cleanup of the previous launch. A
+        # job that has already started is left unchanged.
         with suppress(subprocess.CalledProcessError):
             slurm("scontrol", "update", f"JobId={number}", "StartTime=now+5")
         hastened.add(launch)
@@ -112,28 +112,28 @@ def states(server: ServerProcess, job_id: str) -> list[str]:
     return [each["state"] for each in httpx.get(f"{server.url}/api/jobs/{job_id}").json()["trials"]]
 
 
-def test_a_training_that_missed_its_target_is_launched_again(shared_server: ServerProcess, tmp_path: Path) -> None:
+def test_training_missing_the_target_is_launched_again(shared_server: ServerProcess, tmp_path: Path) -> None:
     number = submitted(shared_server, tmp_path, "slurm-again", "2")
     wait_for(tmp_path, lambda: is_over(number))
     assert field(number, "JobState") == "COMPLETED"
     assert field(number, "Restarts") == "1"
     assert states(shared_server, "slurm-again") == ["exhausted", "completed"]
     log = (tmp_path / "log").read_text()
-    # Slurm ends the first launch when it has taken the job back.
+    # Slurm ends the first launch when it requeues the job.
     assert re.findall(r"launch (\d) of job \d+ ended with exit status (\d+)", log) == [("1", "75"), ("2", "0")]
 
 
-def test_it_is_given_up_after_so_many_launches(shared_server: ServerProcess, tmp_path: Path) -> None:
+def test_relaunches_stop_at_the_limit(shared_server: ServerProcess, tmp_path: Path) -> None:
     number = submitted(shared_server, tmp_path, "slurm-never", "9", MOST_LAUNCHES="1")
     wait_for(tmp_path, lambda: is_over(number))
     assert (field(number, "JobState"), field(number, "ExitCode")) == ("FAILED", "75:0")
     assert states(shared_server, "slurm-never") == ["exhausted"]
 
 
-def test_a_training_that_slurm_ends_suspends_its_trial(shared_server: ServerProcess, tmp_path: Path) -> None:
+def test_training_terminated_by_slurm_suspends_the_trial(shared_server: ServerProcess, tmp_path: Path) -> None:
     number = submitted(shared_server, tmp_path, "slurm-ended", "1", "waits")
     wait_for(tmp_path, lambda: (tmp_path / "log").exists() and "trains" in (tmp_path / "log").read_text())
-    # What Slurm itself sends 60 s before a job's time is over.
+    # Slurm sends this signal 60 s before the end of a job's time.
     slurm("scancel", "--batch", "--signal=TERM", number)
     wait_for(tmp_path, lambda: is_over(number))
     assert field(number, "ExitCode") == "143:0"
@@ -150,7 +150,9 @@ def test_scrontab_takes_the_line_for_each_night() -> None:
         slurm("scrontab", "-r")
 
 
-def test_the_line_can_be_run(tmp_path: Path, shared_server: ServerProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_line_of_scrontab_runs_a_job(
+    tmp_path: Path, shared_server: ServerProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """By hand: scrontab itself runs it at full minutes."""
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
@@ -165,7 +167,7 @@ def test_the_line_can_be_run(tmp_path: Path, shared_server: ServerProcess, monke
     assert states(shared_server, "slurm-line") == ["completed"]
 
 
-def test_a_masters_runs_are_jobs(tmp_path: Path) -> None:
+def test_runs_of_a_master_are_slurm_jobs(tmp_path: Path) -> None:
     pytest.importorskip("submitit", reason="the extra slurm is not installed")
     from zeus_plugins.master.clusters import SubmititExecutor
 

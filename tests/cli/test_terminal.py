@@ -26,7 +26,7 @@ def test_sync_escapes_the_answer_of_a_server(
     assert capsys.readouterr().out == f"job job for http://server: 1 waiting ({SHOWN})\n"
 
 
-def test_commands_escape_the_error_that_ends_them(
+def test_commands_escape_text_of_fatal_error(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fail(_: object) -> None:

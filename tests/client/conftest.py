@@ -1,4 +1,4 @@
-"""What tests of the client share: a real server's client, the user's outbox, a file for the server in this process."""
+"""Fixtures of the client's tests: client of a real server, the user's outbox, and a file for the embedded server."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ def client(server: ServerProcess) -> Iterator[BsoClient]:
 
 @pytest.fixture
 def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The SQLite file, which is also the default one here, in child processes too; nothing has made it yet."""
+    """Default SQLite file, also in child processes; it does not exist yet."""
     file = tmp_path / "data" / "bso.sqlite3"
     monkeypatch.setenv("ZEUS_BSO_DATABASE_URL", f"sqlite:///{file}")
     for name in ("ZEUS_SERVER_URL", "ZEUS_BSO_TOKEN", "ZEUS_JOB_ID"):
         monkeypatch.delenv(name, raising=False)
     yield file
-    # What an exception of a signal has interrupted while it was being opened.
+    # Collect objects that an exception from a signal handler has left half opened.
     gc.collect()
     assert not is_open(file)

@@ -50,14 +50,14 @@ CHOICE = PowerLimitChoice(
     samples=(PowerLimitSample(limit_w=125.0, steps=40, time_s=8.0, energy_j=1500.0, source="nvml"),),
     chosen_limit_w=125.0,
 )
-TOKEN = "s3cret"  # noqa: S105 - of no server
+TOKEN = "s3cret"  # noqa: S105 - no real token
 DISPATCH = {"job_id": "mnist-1", "batch_size": 32, "trial_number": 3}
 NAMED = DISPATCH | {"registration_id": None, "lease_epoch": None}
 VERDICT: dict[str, Any] = {"stop_train": False, "converged": False, "message": "on"}
 
 
 class Recorder:
-    """Gives one answer to every request and keeps the last request."""
+    """Answer every request with one answer and keep the last request."""
 
     def __init__(self, status: int = 200, **answer: object) -> None:
         self.status, self.answer = status, answer
@@ -149,7 +149,7 @@ REQUESTS: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", REQUESTS)
 @pytest.mark.parametrize("prefix", ["", "/tools/bso"])
-def test_a_method_sends_exactly_its_request(name: str, prefix: str) -> None:
+def test_method_sends_exactly_the_documented_request(name: str, prefix: str) -> None:
     call, answer, request_line, body = REQUESTS[name]
     server = Recorder(json=answer)
     with client_of(server, f"http://bso:8000{prefix}/") as client:
@@ -162,7 +162,7 @@ def test_a_method_sends_exactly_its_request(name: str, prefix: str) -> None:
     assert (json.loads(server.request.content) if server.request.content else None) == body
 
 
-def test_answers_of_a_zeus_server_need_no_fields_of_ours() -> None:
+def test_answers_of_a_zeus_server_need_no_own_fields() -> None:
     with client_of(Recorder(json=DISPATCH)) as client:
         assert client.request_trial("mnist-1") == TrialDispatch(**DISPATCH, origin=None, reason=None)
     with client_of(Recorder(json=VERDICT)) as client:
@@ -173,7 +173,7 @@ def test_answers_of_a_zeus_server_need_no_fields_of_ours() -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"null", b'{"anything": 1}'])
-def test_ending_a_trial_needs_no_particular_answer(content: bytes) -> None:
+def test_ending_a_trial_accepts_any_answer(content: bytes) -> None:
     with client_of(Recorder(content=content)) as client:
         client.end_trial(TRIAL)
 
@@ -193,7 +193,7 @@ def test_ending_a_trial_needs_no_particular_answer(content: bytes) -> None:
         ({"content": b""}, "no text"),
     ],
 )
-def test_a_refusal_says_what_the_server_said_and_to_which_request(answer: dict[str, Any], said: str) -> None:
+def test_refusal_quotes_the_server_and_names_the_request(answer: dict[str, Any], said: str) -> None:
     for status in (404, 500):
         with client_of(Recorder(status, **answer)) as client, pytest.raises(ZeusBSORuntimeError) as caught:
             client.request_trial("mnist-1")
@@ -203,7 +203,7 @@ def test_a_refusal_says_what_the_server_said_and_to_which_request(answer: dict[s
         assert not isinstance(caught.value, ZeusBSOServerUnreachableError)
 
 
-def test_a_refused_job_is_a_configuration_error_that_names_each_field_once() -> None:
+def test_refused_job_is_a_configuration_error_naming_each_field_once() -> None:
     errors = [{"field": "eta_knob", "message": "too large"}, {"field": "beta_knob", "message": "too small"}]
     for message in ("the job is invalid", "the job is invalid; eta_knob: too large"):
         server = Recorder(422, json={"message": message, "errors": errors})
@@ -212,7 +212,7 @@ def test_a_refused_job_is_a_configuration_error_that_names_each_field_once() -> 
         assert str(caught.value).endswith("the job is invalid; eta_knob: too large; beta_knob: too small")
 
 
-def test_a_conflict_is_a_configuration_error_only_when_registering() -> None:
+def test_conflict_is_a_configuration_error_only_at_registration() -> None:
     with client_of(Recorder(409, json={"message": "other configuration"})) as client:
         with pytest.raises(ZeusBSOConfigError, match="other configuration"):
             client.register(JOB)
@@ -222,13 +222,13 @@ def test_a_conflict_is_a_configuration_error_only_when_registering() -> None:
 
 
 @pytest.mark.parametrize("status", [401, 403])
-def test_a_refused_token_says_which_variable_to_set(status: int) -> None:
+def test_refused_token_names_the_variable_to_set(status: int) -> None:
     client = client_of(Recorder(status, json={"message": "token expired"}))
     with client, pytest.raises(ZeusBSOConfigError, match=r"token expired.*ZEUS_BSO_TOKEN"):
         client.register(JOB)
 
 
-def test_a_redirect_names_the_address_to_use_instead() -> None:
+def test_redirect_names_the_new_address() -> None:
     server = Recorder(308, headers={"location": "https://me:secret@bso/jobs?key=secret"})
     with client_of(server) as client, pytest.raises(ZeusBSORuntimeError) as caught:
         client.register(JOB)
@@ -236,23 +236,23 @@ def test_a_redirect_names_the_address_to_use_instead() -> None:
 
 
 @pytest.mark.parametrize("name", REQUESTS)
-def test_the_page_of_another_web_server_is_recognised(name: str) -> None:
+def test_page_of_a_foreign_web_server_is_recognized(name: str) -> None:
     problem = r"http://bso:8000/.*does not look like a batch size optimization server"
     client = client_of(Recorder(text="<html>Welcome</html>"))
     with client, pytest.raises(ZeusBSORuntimeError, match=problem):
         REQUESTS[name][0](client)
 
 
-def test_an_answer_that_lacks_a_field_names_it() -> None:
+def test_answer_without_a_required_field_names_the_field() -> None:
     with client_of(Recorder(json={"job_id": "a"})) as client, pytest.raises(ZeusBSORuntimeError, match="batch_size: "):
         client.request_trial("a")
 
 
-# --- requests that are repeated ---------------------------------------------------------------------------------------
+# --- Repeated requests ------------------------------------------------------------------------------------------------
 
 
 class Troubled:
-    """Gives these answers in turn, and fails the test beyond them; an exception is raised."""
+    """Give these answers in turn, raising exceptions among them, and fail the test beyond the last."""
 
     def __init__(self, *answers: int | type[httpx.TransportError]) -> None:
         self.answers = list(answers)
@@ -275,14 +275,14 @@ LASTING = [400, 401, 403, 404, 409, 422, 302]
 
 
 @pytest.mark.parametrize("trouble", PASSING)
-def test_what_may_pass_is_tried_again(trouble: int | type[httpx.TransportError]) -> None:
+def test_temporary_failure_is_retried(trouble: int | type[httpx.TransportError]) -> None:
     server = Troubled(trouble, trouble, 200)
     assert server.client().request_trial("mnist-1").trial_number == 3
     keys = {request.headers["Idempotency-Key"] for request in server.requests}
-    assert (len(server.requests), len(keys)) == (3, 1)  # one trial, however often it is asked for
+    assert (len(server.requests), len(keys)) == (3, 1)  # one trial, however often the request is repeated
 
 
-def test_another_dispatch_has_another_key() -> None:
+def test_each_dispatch_has_a_new_key() -> None:
     server = Troubled(200, 200, 200)
     client = server.client()
     client.request_trial("mnist-1")
@@ -294,7 +294,7 @@ def test_another_dispatch_has_another_key() -> None:
 
 
 @pytest.mark.parametrize("trouble", LASTING)
-def test_what_will_not_pass_is_not_tried_again(trouble: int) -> None:
+def test_permanent_failure_is_not_retried(trouble: int) -> None:
     server = Troubled(trouble)
     with pytest.raises((ZeusBSORuntimeError, ZeusBSOConfigError)):
         server.client().request_trial("mnist-1")
@@ -309,14 +309,14 @@ def test_what_will_not_pass_is_not_tried_again(trouble: int) -> None:
     ],
     ids=["attempts have a limit", "requests have an end", "a job is deleted once"],
 )
-def test_a_request_is_not_sent_again(attempts: int, ask: Callable[[Troubled], None]) -> None:
+def test_attempts_of_a_request_are_limited(attempts: int, ask: Callable[[Troubled], None]) -> None:
     server = Troubled(*[503] * attempts)
     with pytest.raises(ZeusBSORuntimeError, match="503"):
         ask(server)
     assert server.answers == []
 
 
-def test_attempts_of_a_request_share_its_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attempts_of_a_request_share_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s, limits_s = [0.0], list[float]()
     monkeypatch.setattr("time.monotonic", lambda: now_s[0])
 
@@ -338,21 +338,21 @@ def test_waits_are_random_and_bounded(attempt: int, backoff_s: float) -> None:
     assert 0 <= Retries(backoff_s=backoff_s).wait_s(attempt) <= backoff_s * 2 ** (attempt - 1)
 
 
-def test_no_two_trainings_wait_alike() -> None:
+def test_two_trainings_wait_differently() -> None:
     assert len({Retries().wait_s(3) for _ in range(20)}) == 20
 
 
-def test_a_forked_process_opens_its_own_connection() -> None:
+def test_forked_process_opens_a_new_connection() -> None:
     client = Troubled().client()
     connection = client._connection()
     assert client._connection() is connection
-    client._http_pid += 1  # as a child would see it
+    client._http_pid += 1  # a child has another pid
     assert client._connection() is not connection
     connection.close()
     client.close()
 
 
-def test_an_outage_may_pass() -> None:
+def test_status_of_an_error_distinguishes_outages_from_refusals() -> None:
     assert all(ZeusBSORuntimeError("", status=status).is_outage for status in (None, 500, 503, 429, 408))
     assert not any(ZeusBSORuntimeError("", status=status).is_outage for status in (404, 409, 302, 200))
 
@@ -370,7 +370,7 @@ def url_of(server: socket.socket) -> str:
     return f"http://127.0.0.1:{server.getsockname()[1]}"
 
 
-def test_nobody_listens(listener: socket.socket) -> None:
+def test_refused_connection_is_an_outage_with_advice(listener: socket.socket) -> None:
     url = url_of(listener)
     listener.close()
     with BsoClient(url, retries=NO_RETRIES) as client, pytest.raises(ZeusBSOServerUnreachableError) as caught:
@@ -381,13 +381,13 @@ def test_nobody_listens(listener: socket.socket) -> None:
     assert caught.value.status is None
 
 
-def test_a_server_that_never_answers(listener: socket.socket) -> None:
+def test_silent_server_times_out(listener: socket.socket) -> None:
     client = BsoClient(url_of(listener), timeout_s=0.1, retries=NO_RETRIES)
     with client, pytest.raises(ZeusBSOServerUnreachableError, match=r"timed out after 0\.1 s"):
         client.request_trial("mnist-1")
 
 
-def test_a_server_that_speaks_something_else(listener: socket.socket) -> None:
+def test_server_with_a_foreign_protocol_is_unreachable(listener: socket.socket) -> None:
     def greet() -> None:
         connection, _ = listener.accept()
         with connection:
@@ -425,7 +425,7 @@ def test_a_server_that_speaks_something_else(listener: socket.socket) -> None:
         ("http://me:sec\nret@bso", "http://***@bso"),
     ],
 )
-def test_a_server_url_that_cannot_work_is_named(url: str, named: str) -> None:
+def test_unusable_server_url_is_named(url: str, named: str) -> None:
     with pytest.raises(ZeusBSOConfigError) as caught:
         BsoClient(url)
     assert named in str(caught.value)
@@ -433,13 +433,13 @@ def test_a_server_url_that_cannot_work_is_named(url: str, named: str) -> None:
 
 
 @pytest.mark.parametrize("timeout_s", [0, -1.0, float("nan")])
-def test_a_timeout_is_above_zero(timeout_s: float) -> None:
+def test_timeout_must_be_positive(timeout_s: float) -> None:
     with pytest.raises(ZeusBSOConfigError, match="timeout_s"):
         BsoClient("http://bso", timeout_s=timeout_s)
 
 
 @pytest.mark.parametrize("token", ["two\nlines", "sécret"])
-def test_a_token_that_no_header_can_carry_is_refused_without_showing_it(token: str) -> None:
+def test_token_unfit_for_a_header_is_refused_without_showing_the_token(token: str) -> None:
     with pytest.raises(ZeusBSOConfigError, match="ZEUS_BSO_TOKEN") as caught:
         BsoClient("http://bso", token=token)
     assert token not in str(caught.value)
@@ -454,7 +454,7 @@ def test_a_token_that_no_header_can_carry_is_refused_without_showing_it(token: s
         ("http://me:p%40ss@bso", None, "Basic bWU6cEBzcw=="),
     ],
 )
-def test_authorization(url: str, token: str | None, authorization: str | None) -> None:
+def test_authorization_header_follows_token_or_url(url: str, token: str | None, authorization: str | None) -> None:
     server = Recorder(json=DISPATCH)
     with client_of(server, url, token=token) as client:
         client.request_trial("mnist-1")
@@ -462,7 +462,7 @@ def test_authorization(url: str, token: str | None, authorization: str | None) -
     assert server.request.headers.get("authorization") == authorization
 
 
-def test_a_user_in_the_url_and_a_token_exclude_each_other() -> None:
+def test_user_in_the_url_excludes_a_token() -> None:
     with pytest.raises(ZeusBSOConfigError, match="only one") as caught:
         BsoClient("http://me:passw0rd@bso", token=TOKEN)
     assert "passw0rd" not in str(caught.value)
@@ -470,7 +470,7 @@ def test_a_user_in_the_url_and_a_token_exclude_each_other() -> None:
 
 
 @pytest.mark.parametrize(("url", "token"), [("http://bso", TOKEN), ("http://me:s3cret@bso", None)])
-def test_secrets_appear_nowhere(url: str, token: str | None, caplog: pytest.LogCaptureFixture) -> None:
+def test_secrets_are_never_shown(url: str, token: str | None, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
 
     def unreachable(request: httpx.Request) -> httpx.Response:
@@ -487,13 +487,13 @@ def test_secrets_appear_nowhere(url: str, token: str | None, caplog: pytest.LogC
     assert TOKEN not in caplog.text + "".join(shown)
 
 
-def test_a_token_that_the_server_echoes_is_hidden() -> None:
+def test_token_echoed_by_the_server_is_hidden() -> None:
     client = client_of(Recorder(401, json={"message": "unknown token s3cret"}), token=TOKEN)
     with client, pytest.raises(ZeusBSOConfigError, match=r"unknown token \*\*\*"):
         client.request_trial("mnist-1")
 
 
-def test_a_client_can_be_pickled_before_and_after_its_first_call(listener: socket.socket) -> None:
+def test_client_can_be_pickled_before_and_after_the_first_call(listener: socket.socket) -> None:
     url = url_of(listener)
     listener.close()
     with BsoClient(url, token=TOKEN, retries=NO_RETRIES) as client:
@@ -504,7 +504,7 @@ def test_a_client_can_be_pickled_before_and_after_its_first_call(listener: socke
                 client.request_trial("mnist-1")
 
 
-def test_a_closed_client_can_be_used_again() -> None:
+def test_closed_client_can_be_used_again() -> None:
     client = client_of(Recorder(json=DISPATCH))
     for _ in range(2):
         client.close()
@@ -516,13 +516,13 @@ def test_a_closed_client_can_be_used_again() -> None:
 
 
 @pytest.mark.parametrize("text", ["soon", "0", "-1", "nan", "inf"])
-def test_a_timeout_of_the_environment_that_cannot_be(text: str) -> None:
+def test_invalid_timeout_in_the_environment_is_refused(text: str) -> None:
     environ = {"ZEUS_SERVER_URL": "http://bso", "ZEUS_BSO_TIMEOUT_S": text}
     with pytest.raises(ZeusBSOConfigError, match=f"ZEUS_BSO_TIMEOUT_S is '{text}'"):
         client_from_environment(environ=environ)
 
 
-def test_a_timeout_of_the_environment() -> None:
+def test_timeout_is_read_from_the_environment() -> None:
     environ = {"ZEUS_SERVER_URL": "http://bso", "ZEUS_BSO_TIMEOUT_S": "2.5"}
     assert client_from_environment(environ=environ).timeout_s == 2.5
     assert client_from_environment(environ=environ, timeout_s=4).timeout_s == 4
@@ -532,7 +532,7 @@ def test_a_timeout_of_the_environment() -> None:
 @pytest.mark.parametrize(
     ("arguments", "url", "token"), [([], "http://there", "theirs"), (["http://here", "mine"], "http://here", "mine")]
 )
-def test_arguments_win_over_the_environment(arguments: list[str], url: str, token: str) -> None:
+def test_arguments_override_the_environment(arguments: list[str], url: str, token: str) -> None:
     environ = {"ZEUS_SERVER_URL": "http://there", "ZEUS_BSO_TOKEN": "theirs"}
     with client_from_environment(*arguments, environ=environ) as client:
         assert isinstance(client, BsoClient)
@@ -541,20 +541,20 @@ def test_arguments_win_over_the_environment(arguments: list[str], url: str, toke
 
 
 @pytest.mark.parametrize("environ", [{}, {"ZEUS_SERVER_URL": ""}])
-def test_without_a_server_url_the_server_in_this_process_is_meant(
+def test_missing_server_url_selects_the_embedded_server(
     environ: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ZEUS_BSO_DATABASE_URL", f"sqlite:///{tmp_path / 'bso.sqlite3'}")
     assert client_from_environment(environ=environ).server_url == f"embedded://{tmp_path / 'bso.sqlite3'}"
 
 
-# --- a server that fails, and one that is away ------------------------------------------------------------------------
+# --- Failing and unreachable servers ----------------------------------------------------------------------------------
 
 
-def test_three_errors_of_the_server_itself_are_told_once_and_loudly(caplog: pytest.LogCaptureFixture) -> None:
+def test_three_internal_errors_of_the_server_are_reported_once_as_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     client = client_of(Recorder(500, json={"message": "OverflowError in gp_voi"})).with_retries(NO_RETRIES)
     for told in (0, 0, 1, 1, 1):
-        # Heartbeats are sent by copies of the training's client.
+        # Copies of the training's client send the heartbeats.
         with client.with_retries(NO_RETRIES) as copy, pytest.raises(ZeusBSORuntimeError):
             copy.request_trial("mnist-1")
         assert len(warnings_in(caplog)) == told
@@ -564,7 +564,7 @@ def test_three_errors_of_the_server_itself_are_told_once_and_loudly(caplog: pyte
 
 
 @pytest.mark.parametrize("trouble", [502, 503, 504, 429, httpx.ConnectError])
-def test_a_server_that_is_away_is_not_said_to_fail(
+def test_unreachable_server_is_not_reported_as_failing(
     trouble: int | type[httpx.TransportError], caplog: pytest.LogCaptureFixture
 ) -> None:
     with pytest.raises(ZeusBSORuntimeError):
@@ -572,6 +572,6 @@ def test_a_server_that_is_away_is_not_said_to_fail(
     assert warnings_in(caplog) == []
 
 
-def test_the_repetitions_of_one_request_count(caplog: pytest.LogCaptureFixture) -> None:
+def test_retries_of_a_single_request_count_as_errors(caplog: pytest.LogCaptureFixture) -> None:
     assert Troubled(500, 500, 500, 200).client().request_trial("mnist-1").trial_number == 3
     assert len(warnings_in(caplog)) == 1

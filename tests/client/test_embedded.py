@@ -1,4 +1,4 @@
-"""The server in the training's own process, on a SQLite file."""
+"""The embedded server in the training's process, on a SQLite file."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def url_of(file: Path) -> str:
 
 
 def run(program: str, *arguments: str, check: bool = True, **environ: str) -> subprocess.CompletedProcess[str]:
-    """Run a program to its end; any warning in it is an error."""
+    """Run a program to its end, with warnings as errors."""
     command = [sys.executable, *LOUD, "-c", program, *arguments]
     return subprocess.run(command, env=environment(**environ), capture_output=True, text=True, check=check, timeout=120)
 
@@ -63,7 +63,7 @@ def environment(**more: str) -> dict[str, str]:
 
 
 def shown(file: Path) -> list[dict[str, object]]:
-    """The job's trials, as the command shows them."""
+    """Return the job's trials as printed by the command."""
     done = bso_server("jobs", "show", "digits-1", "--json", "--database-url", url_of(file))
     assert done.returncode == 0, done.stderr
     trials: list[dict[str, object]] = json.loads(done.stdout)["trials"]
@@ -73,7 +73,7 @@ def shown(file: Path) -> list[dict[str, object]]:
 # --- one process ----------------------------------------------------------------------------------------------------
 
 
-def test_without_a_server_url_a_training_runs_and_its_job_can_be_looked_at(file: Path) -> None:
+def test_training_without_a_server_url_stores_a_readable_job(file: Path) -> None:
     with BatchSizeOptimizer(monitor(), None, JOB) as optimizer:
         assert optimizer.get_batch_size() == 32
         optimizer.on_train_begin()
@@ -81,11 +81,11 @@ def test_without_a_server_url_a_training_runs_and_its_job_can_be_looked_at(file:
         optimizer.on_evaluate(0.9)
         assert optimizer.training_finished
     (trial,) = shown(file)
-    # η · energy + (1 − η) · max_power · time: half of 20 J, and half of 100 W · 2 s.
+    # Cost = η · energy + (1 − η) · max_power · time: half of 20 J plus half of 100 W · 2 s.
     assert (trial["trial_number"], trial["state"], trial["cost_j"]) == (1, "completed", 110.0)
 
 
-def test_the_file_is_open_from_the_first_request_to_the_close_and_no_thread_is_started(file: Path) -> None:
+def test_file_is_open_from_first_request_to_close_without_any_thread(file: Path) -> None:
     threads = threading.active_count()
     client = client_from_environment()
     assert client.server_url == f"embedded://{file}"
@@ -97,11 +97,11 @@ def test_the_file_is_open_from_the_first_request_to_the_close_and_no_thread_is_s
         assert threading.active_count() == threads
         client.close()
         assert not is_open(file)
-        # A connection that is closed writes its log into the file.
+        # Closing a connection writes its log into the file.
         assert [path.name for path in file.parent.iterdir()] == [file.name]
 
 
-def test_whoever_shares_a_file_does_not_mind_that_another_closes_it() -> None:
+def test_closing_a_client_does_not_affect_clients_of_the_same_file() -> None:
     with client_from_environment() as client:
         client.register(JobSpecFromClient.of(JOB, GPUS))
         with client.with_retries(NO_RETRIES) as other, client_from_environment() as third:
@@ -111,11 +111,11 @@ def test_whoever_shares_a_file_does_not_mind_that_another_closes_it() -> None:
         assert client.show_job("digits-1").trials[0].state is TrialState.FAILED
 
 
-def test_a_decision_keeps_no_other_training_waiting_and_counts_what_it_does_meanwhile() -> None:
+def test_decision_does_not_block_a_second_training_and_counts_concurrent_trials() -> None:
     begun, may_end = threading.Event(), threading.Event()
     seen: list[int] = []
 
-    def suggest(history: History, rng: np.random.Generator) -> Suggestion:  # noqa: ARG001 - the signature is the interface's
+    def suggest(history: History, rng: np.random.Generator) -> Suggestion:  # noqa: ARG001 - the interface's signature
         seen.append(len(history.in_flight))
         begun.set()
         may_end.wait(60)
@@ -137,17 +137,17 @@ def test_a_decision_keeps_no_other_training_waiting_and_counts_what_it_does_mean
 
 
 @pytest.mark.parametrize("is_used", [False, True])
-def test_a_client_can_be_pickled_before_and_after_its_first_request(is_used: bool) -> None:
+def test_client_of_a_file_can_be_pickled_before_and_after_the_first_request(is_used: bool) -> None:
     with client_from_environment() as client:
         if is_used:
             trial_to_its_end(client)
-        twin = pickle.loads(pickle.dumps(client))  # noqa: S301 - made here
+        twin = pickle.loads(pickle.dumps(client))  # noqa: S301 - pickled in this test
         assert twin.server_url == client.server_url
     with twin:
         assert trial_to_its_end(twin) == 1 + is_used
 
 
-def test_the_file_stays_the_same_whatever_the_working_directory(
+def test_file_does_not_depend_on_the_working_directory(
     file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "there").mkdir()
@@ -161,7 +161,7 @@ def test_the_file_stays_the_same_whatever_the_working_directory(
     assert len(shown(file)) == 1
 
 
-def test_a_file_can_be_named_by_the_server_url(
+def test_server_url_can_name_a_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -175,14 +175,14 @@ def test_a_file_can_be_named_by_the_server_url(
     assert not file.exists()
 
 
-def test_the_file_comes_from_a_dotenv_file_as_the_servers_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dotenv_file_sets_the_file_as_for_the_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("ZEUS_BSO_DATABASE_URL")
     monkeypatch.chdir(tmp_path)
     Path(".env").write_text("ZEUS_BSO_DATABASE_URL=sqlite:///of-dotenv.sqlite3\n")
     assert client_from_environment().server_url == f"embedded://{tmp_path / 'of-dotenv.sqlite3'}"
 
 
-def test_the_log_says_once_where_the_file_is_and_nothing_of_the_servers_everyday_life(
+def test_log_states_the_file_once_without_the_servers_routine_lines(
     file: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -196,30 +196,30 @@ def test_the_log_says_once_where_the_file_is_and_nothing_of_the_servers_everyday
     assert logging.getLogger("bso_server").level == logging.NOTSET
 
 
-def test_no_token_is_needed_on_a_file_whose_server_asks_for_one(file: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_file_with_tokens_needs_no_token(file: Path, caplog: pytest.LogCaptureFixture) -> None:
     for command in (["db", "upgrade"], ["token", "create", "--name", "others"]):
         assert bso_server(*command, "--database-url", url_of(file)).returncode == 0
-    with client_from_environment(token="of-elsewhere") as client:  # noqa: S106 - of no server
+    with client_from_environment(token="of-elsewhere") as client:  # noqa: S106 - no real token
         assert "there is a token" in caplog.text
         trial_to_its_end(client)
-    with client_from_environment(f"embedded://{file}", token="of-elsewhere") as client:  # noqa: S106 - of no server
+    with client_from_environment(f"embedded://{file}", token="of-elsewhere") as client:  # noqa: S106 - no real token
         trial_to_its_end(client)
 
 
-def test_limits_for_callers_from_outside_do_not_hold_inside(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_limits_for_remote_callers_do_not_apply_to_the_embedded_server(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ZEUS_BSO_RATE_LIMIT_PER_MINUTE", "1")
     monkeypatch.setenv("ZEUS_BSO_ALLOWED_HOSTS", "bso.example")
     with client_from_environment() as client:
         assert [trial_to_its_end(client) for _ in range(3)] == [1, 2, 3]
 
 
-def test_what_a_server_logs_is_logged_for_a_user_who_asks_for_it(caplog: pytest.LogCaptureFixture) -> None:
+def test_server_log_is_shown_at_level_info(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "bso_server"), client_from_environment() as client:
         trial_to_its_end(client)
     assert "job digits-1 trial 1: target reached" in caplog.text
 
 
-def test_threads_that_report_at_a_time_each_get_their_verdict_though_the_file_is_closed_meanwhile(file: Path) -> None:
+def test_concurrent_reports_all_get_verdicts_despite_a_close(file: Path) -> None:
     client = client_from_environment().with_retries(NO_RETRIES)
     client.register(JobSpecFromClient.of(JOB, GPUS))
     trials = [client.request_trial("digits-1") for _ in range(4)]
@@ -243,7 +243,7 @@ def test_threads_that_report_at_a_time_each_get_their_verdict_though_the_file_is
     assert verdicts == [True] * 4
 
 
-# --- what cannot work -----------------------------------------------------------------------------------------------
+# --- Errors ---------------------------------------------------------------------------------------------------------
 
 
 def made_by_a_newer_version(file: Path) -> None:
@@ -252,7 +252,7 @@ def made_by_a_newer_version(file: Path) -> None:
         database.execute("UPDATE alembic_version SET version_num = '9999'")
 
 
-def test_a_file_that_a_newer_version_made_is_refused_before_the_training(file: Path) -> None:
+def test_file_from_a_newer_version_is_refused_before_the_training(file: Path) -> None:
     made_by_a_newer_version(file)
     with (
         BatchSizeOptimizer(monitor(), None, JOB) as optimizer,
@@ -261,7 +261,7 @@ def test_a_file_that_a_newer_version_made_is_refused_before_the_training(file: P
         optimizer.get_batch_size()
 
 
-def test_a_file_that_is_no_database_is_an_outage_that_a_training_survives(
+def test_invalid_database_file_is_an_outage_survived_by_the_training(
     file: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     file.parent.mkdir()
@@ -291,7 +291,7 @@ def test_a_file_that_is_no_database_is_an_outage_that_a_training_survives(
         ("ZEUS_BSO_CRASH_RETRIES", "none", "ZEUS_BSO_CRASH_RETRIES"),
     ],
 )
-def test_a_setting_that_cannot_work_is_refused_at_once(
+def test_unusable_setting_is_refused_immediately(
     variable: str, value: str, says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(variable, value)
@@ -299,7 +299,7 @@ def test_a_setting_that_cannot_work_is_refused_at_once(
         client_from_environment()
 
 
-def test_request_waits_no_longer_than_its_timeout_and_six_times_as_long_at_the_start(file: Path) -> None:
+def test_request_waits_up_to_the_timeout_and_sixfold_at_the_start(file: Path) -> None:
     impatient = client_from_environment(timeout_s=0.2).with_retries(NO_RETRIES)
     with client_from_environment() as client, impatient:
         trial_to_its_end(client)
@@ -335,7 +335,7 @@ with BatchSizeOptimizer(None, "http://127.0.0.1:9", job):
 """
 
 
-def test_without_the_extra_the_error_names_the_installation_and_the_alternative() -> None:
+def test_missing_extra_is_reported_with_installation_and_alternative() -> None:
     error, fine = run(WITHOUT_THE_EXTRA, ZEUS_ESTIMATED_POWER_W="65").stdout.splitlines()
     assert "pip install 'zeus-plugins[server]'" in error
     assert "ZEUS_SERVER_URL=http" in error
@@ -358,7 +358,7 @@ with client_from_environment() as client:
 
 
 @pytest.mark.slow
-def test_two_processes_play_fifty_trials_each_while_others_look(file: Path, tmp_path: Path) -> None:
+def test_two_processes_complete_fifty_trials_each_under_observation(file: Path, tmp_path: Path) -> None:
     trainings = [
         subprocess.Popen(
             [sys.executable, *LOUD, "-c", FIFTY_TRIALS],
@@ -395,7 +395,7 @@ def test_two_processes_play_fifty_trials_each_while_others_look(file: Path, tmp_
         assert database.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
 
 
-def test_writer_without_pause_leaves_others_their_turns(file: Path) -> None:
+def test_continuous_writer_leaves_turns_to_concurrent_processes(file: Path) -> None:
     with client_from_environment(timeout_s=60.0) as client:
         client.register(JobSpecFromClient.of(JOB, GPUS))
         trial = client.request_trial("digits-1")
@@ -408,7 +408,7 @@ def test_writer_without_pause_leaves_others_their_turns(file: Path) -> None:
 
 
 @pytest.mark.parametrize("hindrance", ["held", "unreadable", "without locks"])
-def test_turn_that_cannot_be_had_delays_a_writer_and_does_not_stop_it(
+def test_unavailable_turn_delays_a_writer_without_stopping_the_request(
     hindrance: str, file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with client_from_environment(timeout_s=1.0) as client:
@@ -427,7 +427,7 @@ def test_turn_that_cannot_be_had_delays_a_writer_and_does_not_stop_it(
 
 
 @pytest.mark.slow
-def test_twenty_processes_lose_nothing_beside_a_writer_without_pause(file: Path, tmp_path: Path) -> None:
+def test_twenty_processes_lose_nothing_beside_a_continuous_writer(file: Path, tmp_path: Path) -> None:
     with client_from_environment() as client:
         client.register(JobSpecFromClient.of(JOB, GPUS))
     outputs = [tmp_path / f"{n}.log" for n in range(20)]
@@ -435,7 +435,7 @@ def test_twenty_processes_lose_nothing_beside_a_writer_without_pause(file: Path,
     with written_without_pause(file):
         trainings = [warm.start("tests.support.embedded", "2", modules=modules, output=output) for output in outputs]
         assert [training.wait() for training in trainings] == [0] * 20
-    # Without a warning, each training has reported to the file at once.
+    # Without a warning, each training has written to the file immediately.
     numbers = [int(number) for output in outputs for number in output.read_text().split()]
     assert sorted(numbers) == list(range(1, 41))
     assert {trial["state"] for trial in shown(file)} == {"completed"}
@@ -468,14 +468,14 @@ optimizer.on_evaluate(0.1)
     ],
     ids=["runs-off-the-end", "dies-of-an-exception", "exits", "never-closes-its-client"],
 )
-def test_a_process_that_ends_fails_its_unfinished_trial_and_leaves_no_noise(
+def test_ending_process_fails_the_unfinished_trial_without_noise(
     file: Path, program: str, states: list[str] | None
 ) -> None:
     done = run(program, check=False)
     assert states is None or [trial["state"] for trial in shown(file)] == states
     noise = [line for line in done.stderr.splitlines() if "ValueError" not in line]
     assert [line for line in noise if not line.startswith(("Traceback", "  File"))] == []
-    # A server that was ended has written its log into the file.
+    # A terminated process has written its log into the file.
     assert [path.name for path in file.parent.iterdir()] == [file.name]
 
 
@@ -486,7 +486,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def test_after_a_kill_the_next_process_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_next_process_continues_after_a_kill(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ZEUS_BSO_HEARTBEAT_INTERVAL_S", "0.1")
     monkeypatch.setenv("ZEUS_BSO_HEARTBEAT_LEASE_S", "0.5")
     done = run(UNFINISHED + BEAT_AND_DIE, check=False)
@@ -512,15 +512,15 @@ print("parent", optimizer.training_finished, flush=True)
 """
 
 
-def test_parent_and_forked_child_each_have_a_connection_of_their_own(file: Path) -> None:
+def test_parent_and_forked_child_have_separate_connections(file: Path) -> None:
     done = run(UNFINISHED + FORK)
-    # The child has no thread but its main one.
+    # The child has only its main thread.
     assert done.stdout == "child 1 1\nparent True\n"
     assert done.stderr == ""
     assert [trial["state"] for trial in shown(file)] == ["completed"]
 
 
-# What is registered first is called last, just before the fork.
+# The handler registered first is called last, immediately before the fork.
 TIME_BEFORE_A_FORK = """
 import logging, os, time
 os.register_at_fork(before=lambda: time.sleep(1))
@@ -555,7 +555,7 @@ optimizer.close()
 
 
 @pytest.mark.slow
-def test_no_forked_child_holds_the_file_though_other_threads_ask_on() -> None:
+def test_forked_child_never_holds_the_file_during_requests_of_parent_threads() -> None:
     done = run(TIME_BEFORE_A_FORK + UNFINISHED + FORK_DURING_REQUESTS)
     assert done.stderr == ""
 
@@ -570,7 +570,7 @@ with client_from_environment() as client:
 """
 
 
-def test_another_rank_ends_the_trial_through_the_same_file() -> None:
+def test_second_rank_ends_the_trial_through_the_same_file() -> None:
     with client_from_environment() as client:
         session = session_of(client)
         session.ask()
@@ -582,10 +582,10 @@ def test_another_rank_ends_the_trial_through_the_same_file() -> None:
 
 
 def left_waiting(file: Path) -> str:
-    """A training has ended that could not reach the file; the URL of its server."""
+    """Run a training that cannot write to the file; return the URL of the file."""
     with client_from_environment() as client:
         session = session_of(client.with_retries(NO_RETRIES))
-        file.mkdir(parents=True)  # Where the file should be.
+        file.mkdir(parents=True)  # A directory blocks the place of the file.
         assert session.ask() == 32
         session.begin_measurement()
         assert session.report_evaluation(1.0).converged
@@ -594,7 +594,7 @@ def left_waiting(file: Path) -> str:
         return client.server_url
 
 
-def test_results_that_waited_for_the_file_are_delivered_by_the_next_training(file: Path) -> None:
+def test_results_waiting_for_the_file_are_delivered_by_the_next_training(file: Path) -> None:
     left_waiting(file)
     with client_from_environment() as client:
         trial_to_its_end(client)
@@ -605,11 +605,9 @@ def test_results_that_waited_for_the_file_are_delivered_by_the_next_training(fil
 SYNC = "from zeus_plugins.cli import main; raise SystemExit(main(['sync']))"
 
 
-def test_results_that_waited_for_the_file_are_delivered_by_sync(
-    file: Path, tmp_path: Path, state_directory: Path
-) -> None:
+def test_results_waiting_for_the_file_are_delivered_by_sync(file: Path, tmp_path: Path, state_directory: Path) -> None:
     url = left_waiting(file)
-    # Whatever file is the default one where the command runs, and whichever token is for a server elsewhere.
+    # Independent of the default file and of the token for another server.
     elsewhere = {"ZEUS_BSO_DATABASE_URL": url_of(tmp_path / "other.sqlite3"), "ZEUS_BSO_TOKEN": "of-another-server"}
     done = run(SYNC, **elsewhere)
     assert (done.stdout, done.stderr) == (f"job digits-1 for {url}: 1 delivered\n", "")
@@ -621,7 +619,7 @@ def test_results_that_waited_for_the_file_are_delivered_by_sync(
 
 
 @pytest.mark.slow
-def test_results_for_a_file_that_a_newer_version_made_go_on_waiting(file: Path, state_directory: Path) -> None:
+def test_results_for_a_file_from_a_newer_version_keep_waiting(file: Path, state_directory: Path) -> None:
     left_waiting(file)
     made_by_a_newer_version(file)
     done = run(SYNC, check=False)

@@ -1,4 +1,4 @@
-"""Signals that break in upon requests to the server in the training's own process."""
+"""Signals that interrupt requests to the embedded server."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("file")
 
 @contextmanager
 def alarm(handler: Callable[[], object], after_s: float) -> Iterator[None]:
-    """Have `handler` called once in the main thread, wherever that is by then, unless it is through before."""
+    """Call `handler` once in the main thread after `after_s`, unless the block ends earlier."""
     before = signal.signal(signal.SIGALRM, lambda *_: handler())
     signal.setitimer(signal.ITIMER_REAL, after_s)
     try:
@@ -29,11 +29,11 @@ def alarm(handler: Callable[[], object], after_s: float) -> Iterator[None]:
 
 OFFLINE = OfflineTrial(job_id="digits-1", batch_size=32)
 
-# Requests take a fraction of a millisecond to some milliseconds.
+# Requests take between a fraction of a millisecond and several milliseconds.
 MOMENTS_S = [0.00005 * n for n in range(1, 101)]
 
 
-def test_a_signals_handler_may_ask_while_the_thread_that_it_broke_in_upon_asks() -> None:
+def test_signal_handler_may_send_requests_during_a_request() -> None:
     with client_from_environment() as client:
         client.register(JobSpecFromClient.of(JOB, GPUS))
         kept = client.request_trial("digits-1")
@@ -44,7 +44,7 @@ def test_a_signals_handler_may_ask_while_the_thread_that_it_broke_in_upon_asks()
                 trial = client.request_trial("digits-1")
                 assert client.send_report(final_report(trial)).converged
             numbers.append(trial.trial_number)
-        # None is answered twice, or by another's answer.
+        # No request is answered twice or with the answer of another request.
         assert numbers == list(range(2, 102))
         assert set(beats) == {TrialState.RUNNING}
         assert len(beats) > 5
@@ -54,13 +54,13 @@ def test_a_signals_handler_may_ask_while_the_thread_that_it_broke_in_upon_asks()
 
 
 class _BrokenOffError(BaseException):
-    """Raised by a signal's handler, as SystemExit is by ours."""
+    """Raised by a signal handler, like SystemExit in our own handlers."""
 
 
-# Python gives no one an exception that is raised in a callback of its garbage collector.
+# Python discards an exception raised in a callback of its garbage collector.
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_an_exception_of_a_signals_handler_anywhere_in_a_request_leaves_the_next_one_whole() -> None:
+def test_exception_from_a_signal_handler_during_a_request_leaves_the_next_request_intact() -> None:
     def break_off() -> None:
         raise _BrokenOffError
 
@@ -78,6 +78,6 @@ def test_an_exception_of_a_signals_handler_anywhere_in_a_request_leaves_the_next
             assert client.send_report(final_report(trial)).converged
         trials = client.show_job("digits-1").trials
     assert broken_off > 5
-    # However often a request was broken off, it is one trial.
+    # An interrupted and repeated request is one trial.
     assert [trial.trial_number for trial in trials] == list(range(1, 101))
     assert {trial.state for trial in trials} == {TrialState.COMPLETED}

@@ -1,4 +1,4 @@
-"""Servers and proxies that are slow, endless or packed: no answer holds a training, and none fills its memory."""
+"""Slow, endless or compressed answers of servers and proxies neither hang a training nor fill its memory."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Parts = Callable[[], Iterator[bytes]]
 
 
 class Talker:
-    """A server that answers each request with these parts, until they end or nobody listens any more."""
+    """Server that answers each request with these parts, until they end or the client disconnects."""
 
     def __init__(self, parts: Parts, pause_s: float = 0.0) -> None:
         self.parts, self.pause_s = parts, pause_s
@@ -69,7 +69,7 @@ class Talker:
                         if self._over.wait(self.pause_s):
                             break
                 except OSError:
-                    continue  # it listens no more
+                    continue  # the client has disconnected
 
 
 @contextmanager
@@ -82,7 +82,7 @@ def talking(parts: Parts, pause_s: float = 0.0) -> Iterator[Talker]:
 
 
 def whole(body: bytes, head: bytes = HEAD, more: bytes = b"") -> bytes:
-    """An answer with this body, after the beginning of its head and with `more` in the head."""
+    """Return an answer with this body; `more` follows `head` in its headers."""
     return head + more + b"Content-Length: %d\r\n\r\n%s" % (len(body), body)
 
 
@@ -110,11 +110,11 @@ def endless_interim() -> Iterator[bytes]:
 
 
 @pytest.mark.parametrize("parts", [slow_head, slow_body, endless_interim])
-def test_an_answer_that_comes_byte_by_byte_ends_at_the_time_out(parts: Parts) -> None:
+def test_answer_sent_byte_by_byte_ends_at_the_timeout(parts: Parts) -> None:
     with talking(parts, pause_s=0.02) as server, BsoClient(server.url, timeout_s=0.3, retries=NO_RETRIES) as client:
         with pytest.raises(ZeusBSOServerUnreachableError, match=r"timed out after 0\.3 s"):
             client.request_trial("digits-1")
-        # The server would have talked 40 times as long.
+        # The server would have sent 40 times as long.
         assert server.sent < sum(map(len, parts())) / 2
 
 
@@ -128,7 +128,7 @@ def endless(status: bytes) -> Parts:
 
 
 @pytest.mark.parametrize("status", [b"200 OK", b"503 Service Unavailable", b"401 Unauthorized"])
-def test_an_answer_without_end_is_given_up(status: bytes) -> None:
+def test_endless_answer_is_aborted(status: bytes) -> None:
     with talking(endless(status)) as server, client_of(server) as client:
         with pytest.raises(ZeusBSOServerUnreachableError, match="its answer is larger than 16777216 bytes"):
             client.end_trial(TRIAL)
@@ -136,7 +136,7 @@ def test_an_answer_without_end_is_given_up(status: bytes) -> None:
 
 
 @pytest.mark.parametrize("encoding", ["gzip", "deflate", "gzip, identity"])
-def test_a_packed_answer_is_not_unpacked(encoding: str) -> None:
+def test_compressed_answer_is_not_decompressed(encoding: str) -> None:
     packed = (zlib.compress if encoding == "deflate" else gzip.compress)(DISPATCH)
     answer = whole(packed, more=b"Content-Encoding: %s\r\n" % encoding.encode())
     with talking(lambda: iter([answer])) as server, client_of(server) as client:
@@ -150,7 +150,7 @@ def test_a_packed_answer_is_not_unpacked(encoding: str) -> None:
     [b"HTTP/1.1 500 No\r\nContent-Type: text/html; charset=bz2\r\n", b"HTTP/1.1 200 OK\r\n", b"HTTP/1.1 404 No\r\n"],
     ids=["a charset that is none", "deep JSON", "a deep error"],
 )
-def test_no_answer_is_an_error_of_another_kind(head: bytes) -> None:
+def test_deeply_nested_answer_is_a_client_error(head: bytes) -> None:
     answer = whole(b"[" * 200_000, head)
     with talking(lambda: iter([answer])) as server, client_of(server) as client, pytest.raises(ZeusBSORuntimeError):
         client.end_trial(TRIAL)
@@ -162,14 +162,14 @@ def one_answer() -> Iterator[bytes]:
 
 @pytest.mark.parametrize("variable", ["HTTP_PROXY", "http_proxy", "ALL_PROXY"])
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "127.0.0.2"])
-def test_no_proxy_is_asked_for_this_machine(variable: str, host: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_local_server_is_contacted_without_the_proxy(variable: str, host: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with talking(one_answer) as proxy, talking(one_answer) as server:
         for name in ("NO_PROXY", "no_proxy"):
             monkeypatch.delenv(name, raising=False)
         monkeypatch.setenv(variable, proxy.url)
         url = f"http://{host}:{server.port}"
         with client_from_environment(url, "s3cret", timeout_s=5).with_retries(NO_RETRIES) as client:
-            if host == "127.0.0.2":  # nobody listens there, nor may the proxy hear of it
+            if host == "127.0.0.2":  # no server listens at this address, and the proxy must not see the request
                 with pytest.raises(ZeusBSOServerUnreachableError):
                     client.request_trial("digits-1")
             else:
@@ -190,7 +190,7 @@ def test_no_proxy_is_asked_for_this_machine(variable: str, host: str, monkeypatc
         ("http://[::ffff:127.0.0.1]:1", None, False),
     ],
 )
-def test_other_machines_are_asked_through_the_proxy_that_the_environment_names(
+def test_remote_server_is_contacted_through_the_proxy_of_the_environment(
     url: str, no_proxy: str | None, is_asked: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with talking(one_answer) as proxy:
@@ -220,7 +220,7 @@ def test_other_machines_are_asked_through_the_proxy_that_the_environment_names(
 def test_training_with_an_unusable_proxy_begins_at_the_default_size_and_names_the_problem(
     proxy: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("zeus_plugins.client._transport.find_spec", {}.get)  # no package for SOCKS
+    monkeypatch.setattr("zeus_plugins.client._transport.find_spec", {}.get)  # the package for SOCKS is missing
     monkeypatch.setenv("ALL_PROXY", proxy)
     monkeypatch.setenv("NO_PROXY", "")
     with BsoClient("http://bso.invalid") as client:
@@ -234,7 +234,7 @@ def test_training_with_an_unusable_proxy_begins_at_the_default_size_and_names_th
 # httpcore leaves the socket of a failed SOCKS connection to the garbage collector.
 @pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("answers", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b""], ids=["of HTTP", "that is silent"])
-def test_socks_proxy_that_speaks_no_socks_is_an_outage(answers: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_socks_proxy_with_a_foreign_protocol_is_an_outage(answers: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     socksio = mock.MagicMock(__spec__=ModuleSpec("socksio", None))
     socksio.socks5.SOCKS5Connection().data_to_send.return_value = b"\5\1\0"
     socksio.socks5.SOCKS5Connection().receive_data.side_effect = ArithmeticError("no SOCKS")
@@ -250,11 +250,11 @@ def test_socks_proxy_that_speaks_no_socks_is_an_outage(answers: bytes, monkeypat
             assert proxy.sent < 20 * max(1, len(answers))
 
 
-# --- a DNS server that says nothing -----------------------------------------------------------------------------------
+# --- A silent DNS server ----------------------------------------------------------------------------------------------
 
 
 class Resolver:
-    """Replaces the lookup of names: finds this machine, fails, or says nothing until it is closed."""
+    """Replacement for name lookups: finds this machine, fails, or stays silent until closed."""
 
     def __init__(self) -> None:
         self.answer: int | None = 0
@@ -289,7 +289,7 @@ def resolver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Resolver]:
 
 
 def requested(server: Talker, **options: Any) -> int:
-    """The number of a trial that is requested on a connection of its own, by the server's name."""
+    """Request a trial by the server's name on a new connection; return the trial's number."""
     with BsoClient(f"http://bso.test:{server.port}", retries=NO_RETRIES, **options) as client:
         return client.request_trial("digits-1").trial_number
 
@@ -299,11 +299,11 @@ def test_known_address_is_used_while_the_dns_server_fails(trouble: int | None, r
     with talking(one_answer) as server:
         for resolver.answer in (0, trouble, trouble):
             assert requested(server, timeout_s=60) == 3
-    # Both requests have waited for one lookup.
+    # Both requests have waited for a single lookup.
     assert resolver.asked == (2 if trouble is None else 3)
 
 
-def test_name_that_the_dns_server_denies_is_not_connected_to(resolver: Resolver) -> None:
+def test_name_denied_by_the_dns_server_is_not_connected_to(resolver: Resolver) -> None:
     with talking(one_answer) as server:
         assert requested(server) == 3
         resolver.answer = socket.EAI_NONAME
@@ -312,7 +312,7 @@ def test_name_that_the_dns_server_denies_is_not_connected_to(resolver: Resolver)
 
 
 @pytest.mark.parametrize("is_known", [True, False])
-def test_exit_function_that_can_start_no_thread_uses_the_known_address(
+def test_exit_function_without_threads_uses_the_known_address(
     is_known: bool, resolver: Resolver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with talking(one_answer) as server:
@@ -368,12 +368,12 @@ assert os.waitpid(child, 0)[1] == 0
 """
 
 
-def test_silent_dns_server_delays_no_step_of_a_training_beyond_its_timeout_and_no_exit() -> None:
+def test_silent_dns_server_delays_training_steps_and_exit_at_most_by_the_timeout() -> None:
     environ = {**os.environ, "ZEUS_BSO_TIMEOUT_S": "3", "NO_PROXY": "*", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", SILENT_DNS]
     done = subprocess.run(command, env=environ, capture_output=True, text=True, check=True, timeout=120)
     begin, evaluate, close = map(float, done.stdout.split())
-    # The lookups would take 200 times the time-out.
+    # The lookups would take 200 times the timeout.
     assert begin < 5, done.stdout
     assert evaluate < 5, done.stdout
     assert close < 5, done.stdout

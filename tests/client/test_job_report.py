@@ -1,4 +1,4 @@
-"""A job's report from its client, as notebooks show it: from a server elsewhere, and from the one in this process."""
+"""Report of a job from its client, as shown in notebooks: from a remote server and from the embedded server."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def client(request: pytest.FixtureRequest, tmp_path: Path) -> BsoClient | LocalS
     return LocalServer(f"embedded://{tmp_path / 'bso.sqlite3'}")
 
 
-def test_a_notebook_shows_a_job_in_a_frame_of_its_own(client: BsoClient | LocalServer, tmp_path: Path) -> None:
+def test_notebook_shows_a_job_in_a_sandboxed_frame(client: BsoClient | LocalServer, tmp_path: Path) -> None:
     spec = JobSpec(
         job_id=f"job-{uuid.uuid4().hex}", job_id_prefix="job", batch_sizes=(8, 16), default_batch_size=8, max_epochs=3
     )
@@ -50,14 +50,14 @@ def test_a_notebook_shows_a_job_in_a_frame_of_its_own(client: BsoClient | LocalS
         assert refused.value.status == 404
 
 
-def test_another_server_makes_no_reports() -> None:
+def test_foreign_server_makes_no_reports() -> None:
     zeus = httpx.MockTransport(lambda _: httpx.Response(200, json={}))
     with BsoClient("http://zeus.example", transport=zeus) as client, pytest.raises(ZeusBSORuntimeError) as refused:
         client.job_report("job")
     assert refused.value.is_foreign
 
 
-def test_it_says_what_is_to_be_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_report_without_jinja2_names_the_package_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "jinja2", None)
     html.templates.cache_clear()
     with client_from_environment(f"embedded://{tmp_path / 'bso.sqlite3'}") as client:

@@ -1,4 +1,4 @@
-"""Trainings whose server goes away at any point end by their own rule, and in the end the server knows all of them."""
+"""Trainings end by their own rule if the server disappears at any point, and finally the server has every result."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from zeus_plugins.client.http import BsoClient
 from zeus_plugins.client.outbox import Outbox
 from zeus_plugins.protocol import Origin, TrialState
 
-# A training that hangs shows as a test that fails by this limit.
+# A hanging training becomes a failing test through this limit.
 LIMIT_S = 120
-# A server that hangs costs a training twice as long, and some seconds at its end. Any other one has more time, as the
-# machine may have much else to do.
+# A hanging server costs a training twice as long, and some seconds at its end. Any other server gets more time, because
+# the machine may be busy.
 TIMEOUT_S = 1.0
 PATIENCE_S = 30.0
 SMALL_DISK = "sqlite on a small disk"
@@ -34,7 +34,7 @@ SMALL_DISK = "sqlite on a small disk"
 
 @dataclass
 class Site:
-    """A server, and what may happen to it."""
+    """A server and the disasters that may strike it."""
 
     server: ServerProcess
     outbox: Outbox
@@ -89,7 +89,7 @@ class Site:
         return Path(self._database)
 
     def has_everything(self) -> None:
-        """Not a disaster: the training itself delivers what waits, now that the server is back."""
+        """Wait until the training itself has delivered all waiting results to the returned server."""
         deadline = time.monotonic() + LIMIT_S
         while self.outbox.waiting():
             assert time.monotonic() < deadline, "the training does not deliver what waits"
@@ -105,13 +105,13 @@ Strike = Callable[[Site], None]
 
 @dataclass(frozen=True)
 class Scenario:
-    """What happens to the server, and when.
+    """Disasters of the server and their times.
 
     Attributes:
-        strikes: By the points of `tests.support.outage_training`.
-        recovery: What mends it all after the training; None if nothing is left to ``zeus-plugins sync``.
-        origin: Of the trial.
-        state: In which the trial ends.
+        strikes: Disasters by the points of `tests.support.outage_training`.
+        recovery: Repair after the training; None if ``zeus-plugins sync`` has nothing left to deliver.
+        origin: Origin of the trial.
+        state: Final state of the trial.
     """
 
     strikes: Mapping[str, Strike]
@@ -145,7 +145,7 @@ SCENARIOS = {
 }
 
 
-# With a plain loop and with the frameworks; other scenarios are slow.
+# With a plain loop and with the frameworks; the other scenarios are slow.
 QUICK = {
     "plain": {
         "away-and-back-before-the-end",
@@ -185,7 +185,7 @@ def site(kind: str, state_directory: Path, tmp_path: Path) -> Iterator[Site]:
 
 
 @pytest.mark.parametrize(("framework", "name", "kind"), list(cases()))
-def test_a_training_ends_by_its_own_rule_and_the_server_has_everything_once_in_the_end(
+def test_training_ends_by_the_local_rule_and_every_result_arrives_once(
     site: Site,
     framework: str,
     name: str,

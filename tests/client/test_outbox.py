@@ -1,4 +1,4 @@
-"""Results that wait for a server, on disk: nothing is lost or delivered twice, whenever whoever dies."""
+"""Results that wait on disk for a server: no crash at any moment loses or repeats a result."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def trial(number: int) -> TrialId:
 # --- files ------------------------------------------------------------------------------------------------------------
 
 
-def test_what_was_put_in_comes_out_in_order_in_another_process(outbox: Outbox) -> None:
+def test_results_are_read_in_order_by_another_process(outbox: Outbox) -> None:
     path = left_by(outbox, sender(), *THREE)
     assert outbox.waiting() == [path]
     with closing(outbox.open(path)) as again:
@@ -64,13 +64,13 @@ def test_what_was_put_in_comes_out_in_order_in_another_process(outbox: Outbox) -
     assert outbox.waiting() == []
 
 
-def test_a_later_run_of_the_trial_goes_on_with_its_file(outbox: Outbox) -> None:
+def test_later_run_of_a_trial_continues_the_same_file(outbox: Outbox) -> None:
     left_by(outbox, sender(), THREE[0])
     path = left_by(outbox, sender(), THREE[1])
     assert taken_from(outbox, path) == list(THREE[:2])
 
 
-def test_an_offline_trial_keeps_its_file_once_it_has_a_number(outbox: Outbox) -> None:
+def test_offline_trial_keeps_the_file_after_getting_a_number(outbox: Outbox) -> None:
     box = outbox.box(sender(None, key="made-here"))
     box.put(THREE[0])
     assert box.trial is None
@@ -80,7 +80,7 @@ def test_an_offline_trial_keeps_its_file_once_it_has_a_number(outbox: Outbox) ->
         assert (named.trial, len(named)) == (TRIAL, 1)
 
 
-def test_a_run_that_goes_on_with_a_file_notes_what_it_knows_of_the_trial(outbox: Outbox) -> None:
+def test_run_continuing_a_file_records_the_known_trial(outbox: Outbox) -> None:
     path = left_by(outbox, sender(None, key="made-here"), THREE[0])
     box = OutboxFile(sender(TRIAL, key="made-here"), resumes=True)
     outbox.put_on_disk(box)
@@ -90,7 +90,7 @@ def test_a_run_that_goes_on_with_a_file_notes_what_it_knows_of_the_trial(outbox:
 
 
 @pytest.mark.parametrize("known", [TRIAL, None], ids=["known to the server", "offline"])
-def test_a_run_that_has_taken_a_trial_over_does_not_do_so_again(outbox: Outbox, known: TrialId | None) -> None:
+def test_run_after_a_take_over_does_not_take_over_again(outbox: Outbox, known: TrialId | None) -> None:
     earlier = OutboxFile(sender(known, key="made-here"), resumes=True)
     outbox.put_on_disk(earlier)
     earlier.put(THREE[0])
@@ -100,11 +100,11 @@ def test_a_run_that_has_taken_a_trial_over_does_not_do_so_again(outbox: Outbox, 
         assert (box.trial, box.resumes, len(box)) == (mine, False, 1)
 
 
-MINE = TRIAL.model_copy(update={"job_id": "digits:1"})  # in the name of a file the same as "digits@1"
+MINE = TRIAL.model_copy(update={"job_id": "digits:1"})  # as a file name equal to "digits@1"
 
 
 @pytest.mark.parametrize("other", ["server", "job", "trial"])
-def test_trials_do_not_share_files(outbox: Outbox, other: str) -> None:
+def test_trials_use_separate_files(outbox: Outbox, other: str) -> None:
     different = {
         "server": sender(MINE, url="http://elsewhere", job_id="digits:1"),
         "job": sender(TRIAL.model_copy(update={"job_id": "digits@1"}), job_id="digits@1"),
@@ -115,19 +115,19 @@ def test_trials_do_not_share_files(outbox: Outbox, other: str) -> None:
         assert len(another) == 0
 
 
-def test_a_job_id_with_letters_that_file_names_lack(outbox: Outbox) -> None:
+def test_job_id_with_characters_unfit_for_file_names_is_encoded(outbox: Outbox) -> None:
     job_id = "digits:@" + "x" * 240
     with closing(outbox.box(sender(TRIAL.model_copy(update={"job_id": job_id}), job_id=job_id))) as box:
         assert re.fullmatch(r"digits__x{72}-[0-9a-f]{16}\.jsonl", box.path.name)
 
 
-def test_a_file_is_one_processs_at_a_time(outbox: Outbox) -> None:
+def test_file_is_locked_by_a_single_process(outbox: Outbox) -> None:
     box = outbox.box(sender())
     box.put(THREE[0])
     with pytest.raises(FileBusyError):
         outbox.open(box.path)
     assert list(deliver_waiting(outbox, lambda _: pytest.fail("not ours to deliver"))) == []
-    # Who has results of the same trial meanwhile does not wait.
+    # A process with results of the same trial does not wait for the lock.
     with closing(outbox.box(sender())) as second:
         assert second.path != box.path
     box.close()
@@ -136,12 +136,12 @@ def test_a_file_is_one_processs_at_a_time(outbox: Outbox) -> None:
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="nothing forks here")
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
-def test_a_forked_child_keeps_no_file_locked(outbox: Outbox) -> None:
+def test_forked_child_keeps_no_file_locked(outbox: Outbox) -> None:
     box = outbox.box(sender())
     box.put(THREE[0])
     reader, writer = os.pipe()
     child = os.fork()
-    if child == 0:  # a data loader's worker that outlives the trial
+    if child == 0:  # a worker of a data loader that outlives the trial
         os.close(writer)
         os.read(reader, 1)
         os._exit(0)
@@ -154,7 +154,7 @@ def test_a_forked_child_keeps_no_file_locked(outbox: Outbox) -> None:
         os.waitpid(child, 0)
 
 
-def test_the_oldest_file_comes_first(outbox: Outbox) -> None:
+def test_oldest_file_comes_first(outbox: Outbox) -> None:
     paths = [left_by(outbox, sender(trial(n)), THREE[0]) for n in (1, 2, 3)]
     for age_s, path in enumerate(sorted(paths)):
         os.utime(path, (1e9 - age_s, 1e9 - age_s))
@@ -168,7 +168,7 @@ def write_and_die(directory: Path) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_what_was_put_in_outlives_kill_9(outbox: Outbox) -> None:
+def test_stored_results_survive_sigkill(outbox: Outbox) -> None:
     process = multiprocessing.get_context("spawn").Process(target=write_and_die, args=(outbox.directory,))
     process.start()
     process.join()
@@ -179,7 +179,7 @@ def test_what_was_put_in_outlives_kill_9(outbox: Outbox) -> None:
 
 @settings(max_examples=examples(60), deadline=None)
 @given(cut=st.integers(min_value=0, max_value=2000), delivered=st.integers(min_value=0, max_value=3))
-def test_a_file_that_was_cut_off_anywhere_loses_its_last_line_at_most(
+def test_truncated_file_loses_at_most_the_last_line(
     tmp_path_factory: pytest.TempPathFactory, cut: int, delivered: int
 ) -> None:
     outbox = Outbox(tmp_path_factory.mktemp("outbox"))
@@ -203,7 +203,7 @@ def test_a_file_that_was_cut_off_anywhere_loses_its_last_line_at_most(
 
 
 @pytest.mark.parametrize("content", [b"", b"{}\n", b"something else\n", b'{"format": "zeus-outbox", "version": 2}\n'])
-def test_a_file_that_is_none_is_told_and_left(outbox: Outbox, content: bytes) -> None:
+def test_invalid_file_is_reported_and_left_unchanged(outbox: Outbox, content: bytes) -> None:
     path = left_by(outbox, sender(), *THREE)
     path.write_bytes(content)
     with pytest.raises(OutboxFileError, match=re.escape(str(path))):
@@ -212,26 +212,26 @@ def test_a_file_that_is_none_is_told_and_left(outbox: Outbox, content: bytes) ->
     assert (file.path, file.delivered) == (path, 0)
     assert str(path) in (file.problem or "")
     assert path.read_bytes() == content
-    # A training whose file that would be starts another, and the old one is not lost.
+    # A training with this file name starts another file, and the old content is kept.
     with closing(outbox.box(sender())):
         assert [kept.read_bytes() for kept in outbox.refused()] == [content]
 
 
 @pytest.mark.parametrize("delivered", [0, 2])
-def test_a_disk_that_is_full_spoils_nothing(outbox: Outbox, delivered: int) -> None:
+def test_full_disk_damages_no_result(outbox: Outbox, delivered: int) -> None:
     box = outbox.box(sender())
     box.put(THREE[0])
     with no_more_room(box.path), pytest.raises(OSError, match=TOO_LARGE):
         box.put(THREE[1])
     box.put(THREE[2])
-    assert len(box) == 3  # all of it is delivered as long as this process lives
+    assert len(box) == 3  # all results are delivered while this process lives
     for _ in range(delivered):
         box.drop_first()
     box.close()
-    assert taken_from(outbox, box.path) == list(THREE[delivered:])  # in order, as there is room again
+    assert taken_from(outbox, box.path) == list(THREE[delivered:])  # in order, because the disk has space again
 
 
-def test_a_file_system_without_locks_is_told_at_once(outbox: Outbox, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_system_without_locks_is_reported_immediately(outbox: Outbox, monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[object] = []
 
     def lock(file: object) -> None:
@@ -251,7 +251,7 @@ def test_a_file_system_without_locks_is_told_at_once(outbox: Outbox, monkeypatch
     assert outbox.waiting() == [path]
 
 
-def test_a_file_that_somebody_removed_can_be_refused(outbox: Outbox) -> None:
+def test_externally_removed_file_can_be_refused(outbox: Outbox) -> None:
     box = outbox.box(sender())
     box.put(THREE[0])
     box.path.unlink()
@@ -259,7 +259,7 @@ def test_a_file_that_somebody_removed_can_be_refused(outbox: Outbox) -> None:
     assert len(box) == 0
 
 
-def test_what_was_set_aside_stays(outbox: Outbox) -> None:
+def test_results_set_aside_are_kept(outbox: Outbox) -> None:
     aside = set()
     for item in THREE:
         box = outbox.box(sender())
@@ -278,7 +278,7 @@ def test_what_was_set_aside_stays(outbox: Outbox) -> None:
     ],
 )
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems have other places")
-def test_the_directory(environ: dict[str, str], directory: str) -> None:
+def test_directory_follows_the_environment(environ: dict[str, str], directory: str) -> None:
     assert str(state_directory(environ)) == directory
 
 
@@ -299,8 +299,8 @@ def test_results_arrive_in_order_and_once(outbox: Outbox, client: BsoClient) -> 
 
 
 @pytest.mark.parametrize("delivered", [1, 2, 3])
-def test_results_whose_answers_were_lost_arrive_once(outbox: Outbox, client: BsoClient, delivered: int) -> None:
-    """The server has them, and whoever delivered them died before that was noted."""
+def test_results_with_lost_answers_arrive_once(outbox: Outbox, client: BsoClient, delivered: int) -> None:
+    """The server has stored the results, but the delivering process died before it recorded the delivery."""
     begun = dispatched(client)
     items = [evaluation(1), evaluation(2), evaluation(3, metric=0.95)]
     path = left_by(outbox, sender(begun, url=client.server_url), *items)
@@ -311,16 +311,16 @@ def test_results_whose_answers_were_lost_arrive_once(outbox: Outbox, client: Bso
             noted = box.path.read_bytes()
         deliver(box, client, is_stopped=iter([False, True]).__next__)
     box.close()
-    path.write_bytes(noted)  # as it was before the last note
+    path.write_bytes(noted)  # as before the last record
     (file,) = synced(outbox, client)
     assert (file.delivered, file.problem) == (4 - delivered, None)
     assert facts(client.show_job("digits-1")) == [(TrialState.COMPLETED, 3, 30)]
 
 
-def test_an_offline_trial_is_recorded_once(outbox: Outbox, client: BsoClient) -> None:
+def test_offline_trial_is_recorded_once(outbox: Outbox, client: BsoClient) -> None:
     who = sender(None, key="made-here", url=client.server_url)
     left_by(outbox, who, evaluation(1), evaluation(2, metric=0.95))
-    # Somebody has had it recorded already, and died before that was noted.
+    # A process recorded the trial on the server and died before it noted this.
     client.register(who.registration)
     client.record_offline(OfflineTrial(job_id="digits-1", batch_size=32), "made-here")
     (file,) = synced(outbox, client)
@@ -330,15 +330,16 @@ def test_an_offline_trial_is_recorded_once(outbox: Outbox, client: BsoClient) ->
     assert view.trials[0].origin == "offline"
 
 
-def test_a_trial_whose_training_died_is_soon_given_up(outbox: Outbox, client: BsoClient) -> None:
+def test_trial_of_a_dead_training_gets_a_short_lease(outbox: Outbox, client: BsoClient) -> None:
     begun = dispatched(client)
     left_by(outbox, sender(begun, url=client.server_url), evaluation(1))
     synced(outbox, client)
     heard = client.heartbeat(begun, regular=False)
-    assert (heard.state, heard.lease_s) == (TrialState.RUNNING, 360)  # not the hour of a training that sends none
+    # instead of the hour for a training without heartbeats
+    assert (heard.state, heard.lease_s) == (TrialState.RUNNING, 360)
 
 
-def test_a_trial_that_was_suspended_stays_so(outbox: Outbox, client: BsoClient) -> None:
+def test_suspended_trial_stays_suspended(outbox: Outbox, client: BsoClient) -> None:
     begun = dispatched(client)
     preempted = Ending(outcome=TrialState.SUSPENDED)
     left_by(outbox, sender(begun, url=client.server_url), evaluation(1), preempted)
@@ -346,7 +347,7 @@ def test_a_trial_that_was_suspended_stays_so(outbox: Outbox, client: BsoClient) 
     assert facts(client.show_job("digits-1")) == [(TrialState.SUSPENDED, 1, 10)]
 
 
-def test_what_a_server_refuses_is_set_aside(outbox: Outbox, client: BsoClient) -> None:
+def test_results_refused_by_the_server_are_set_aside(outbox: Outbox, client: BsoClient) -> None:
     begun = dispatched(client)
     path = left_by(outbox, sender(begun, url=client.server_url), evaluation(1))
     client.delete_job("digits-1")
@@ -356,7 +357,7 @@ def test_what_a_server_refuses_is_set_aside(outbox: Outbox, client: BsoClient) -
     assert (outbox.waiting(), outbox.refused()) == ([], [file.set_aside])
 
 
-def test_one_attempt_for_a_server_that_is_away(outbox: Outbox) -> None:
+def test_unreachable_server_is_tried_once(outbox: Outbox) -> None:
     server = ContractDouble()
     server.down = True
     paths = {left_by(outbox, sender(trial(n)), evaluation(1)) for n in (1, 2, 3)}
@@ -368,7 +369,7 @@ def test_one_attempt_for_a_server_that_is_away(outbox: Outbox) -> None:
 
 
 def answering(status: int, **answer: Any) -> BsoClient:
-    """A client of a server that answers everything so, but trial 2's reports as it should."""
+    """Return a client of a server that accepts reports of trial 2 and answers all other requests with `status`."""
 
     def answered(request: httpx.Request) -> httpx.Response:
         if json.loads(request.content)["trial_number"] == 2:
@@ -388,7 +389,7 @@ def answering(status: int, **answer: Any) -> BsoClient:
     ],
     ids=["another token's", "a proxy without its server", "a login page", "a page instead"],
 )
-def test_a_file_that_cannot_be_delivered_now_stays_and_holds_up_no_other(
+def test_temporarily_undeliverable_file_stays_without_blocking_the_next(
     outbox: Outbox, status: int, answer: dict[str, Any]
 ) -> None:
     first, second = (left_by(outbox, sender(trial(n)), evaluation(1)) for n in (1, 2))
@@ -399,7 +400,7 @@ def test_a_file_that_cannot_be_delivered_now_stays_and_holds_up_no_other(
     assert outbox.waiting() == [first]
 
 
-def test_a_server_that_cannot_be_spoken_to_holds_up_no_other(outbox: Outbox) -> None:
+def test_unusable_server_does_not_block_deliveries_to_a_second_server(outbox: Outbox) -> None:
     stuck = left_by(outbox, sender(TRIAL, url="embedded:///nowhere"), evaluation(1))
     other = left_by(outbox, sender(trial(2)), evaluation(1))
 
@@ -412,16 +413,18 @@ def test_a_server_that_cannot_be_spoken_to_holds_up_no_other(outbox: Outbox) -> 
     assert (files[stuck].left, files[stuck].problem) == (1, "the server is not installed here")
     assert files[other].delivered == 1
     assert outbox.waiting() == [stuck]
-    outbox.open(stuck).close()  # nobody holds it
+    outbox.open(stuck).close()  # no process holds the file
 
 
-def test_results_of_other_servers_are_left_to_them(outbox: Outbox) -> None:
+def test_results_for_a_different_server_are_left(outbox: Outbox) -> None:
     path = left_by(outbox, sender(TRIAL, url="http://elsewhere"), evaluation(1))
     assert list(deliver_waiting(outbox, lambda _: None)) == []
     assert outbox.waiting() == [path]
 
 
-def test_a_delivery_that_fails_halfway_goes_on_there(outbox: Outbox, server: ServerProcess, client: BsoClient) -> None:
+def test_interrupted_delivery_continues_at_the_next_result(
+    outbox: Outbox, server: ServerProcess, client: BsoClient
+) -> None:
     begun = dispatched(client)
     path = left_by(outbox, sender(begun, url=client.server_url), *(evaluation(epoch) for epoch in (1, 2, 3)))
     box = outbox.open(path)
@@ -442,7 +445,7 @@ def sync(*arguments: str) -> subprocess.CompletedProcess[str]:
     return warm.run("zeus_plugins", "sync", *arguments, modules=("zeus_plugins.cli", "httpcore"))
 
 
-def test_sync_delivers(outbox: Outbox, client: BsoClient) -> None:
+def test_sync_delivers_waiting_results(outbox: Outbox, client: BsoClient) -> None:
     trial = dispatched(client)
     left_by(outbox, sender(trial, url=client.server_url), evaluation(1), evaluation(2, metric=0.95))
     what = f"job digits-1 for {client.server_url}"
@@ -459,7 +462,7 @@ def test_sync_delivers(outbox: Outbox, client: BsoClient) -> None:
     assert (again.returncode, again.stdout) == (0, f"nothing waits in {outbox.directory}\n")
 
 
-def test_sync_to_a_server_that_has_moved(outbox: Outbox, client: BsoClient) -> None:
+def test_sync_delivers_to_a_moved_server(outbox: Outbox, client: BsoClient) -> None:
     trial = dispatched(client)
     left_by(outbox, sender(trial, url="http://127.0.0.1:9"), evaluation(1, metric=0.95))
     away = sync()
@@ -472,9 +475,7 @@ def test_sync_to_a_server_that_has_moved(outbox: Outbox, client: BsoClient) -> N
     assert facts(client.show_job("digits-1")) == [(TrialState.COMPLETED, 1, 10)]
 
 
-def test_sync_tells_of_what_was_set_aside(
-    outbox: Outbox, client: BsoClient, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_sync_reports_results_set_aside(outbox: Outbox, client: BsoClient, capsys: pytest.CaptureFixture[str]) -> None:
     trial = dispatched(client)
     left_by(outbox, sender(trial, url=client.server_url), evaluation(1))
     client.delete_job("digits-1")
@@ -487,7 +488,7 @@ def test_sync_tells_of_what_was_set_aside(
     assert main(["sync"]) == 0
 
 
-def test_sync_with_a_token_that_is_not_taken(outbox: Outbox, tmp_path: Path) -> None:
+def test_sync_with_a_refused_token_keeps_the_results(outbox: Outbox, tmp_path: Path) -> None:
     server = ServerProcess(f"sqlite:///{tmp_path / uuid.uuid4().hex}.sqlite3", tmp_path / "log", free_port())
     path = left_by(outbox, sender(TRIAL, url=server.url), evaluation(1))
     server.start()
@@ -500,4 +501,4 @@ def test_sync_with_a_token_that_is_not_taken(outbox: Outbox, tmp_path: Path) -> 
         server.stop()
     assert refused.returncode == 1
     assert "does not accept the token" in refused.stdout
-    assert outbox.waiting() == [path]  # it is not the result's fault
+    assert outbox.waiting() == [path]  # the results are not at fault

@@ -1,4 +1,4 @@
-"""Files of others, and of accidents, where results wait: none of them is followed, changed or blocks."""
+"""Foreign and accidental files in the outbox: none of them is followed, changed, or blocks delivery."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FIVE: tuple[Item, ...] = (*(evaluation(epoch) for epoch in (1, 2, 3, 4)), Ending
 
 
 @pytest.mark.parametrize("content", [b"", b"\n", b"half a li"])
-def test_a_file_of_another_rank_without_its_last_word_changes_no_ending(outbox: Outbox, content: bytes) -> None:
+def test_incomplete_file_of_a_second_rank_changes_no_ending(outbox: Outbox, content: bytes) -> None:
     box = outbox.box(sender())
     box.put(evaluation(1))
     box.path.with_name(sender().file_name(1)).write_bytes(content)
@@ -34,7 +34,7 @@ def test_a_file_of_another_rank_without_its_last_word_changes_no_ending(outbox: 
     box.close()
 
 
-def test_what_another_rank_says_is_looked_for_in_the_outbox_alone(
+def test_ending_of_a_second_rank_is_read_only_from_the_outbox(
     outbox: Outbox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     failed, infeasible = Ending(outcome=TrialState.FAILED), Ending(outcome=TrialState.INFEASIBLE)
@@ -50,14 +50,14 @@ def test_what_another_rank_says_is_looked_for_in_the_outbox_alone(
     assert box.true_ending(failed) == infeasible
 
 
-# --- files that are not ours ------------------------------------------------------------------------------------------
+# --- Foreign files ----------------------------------------------------------------------------------------------------
 
 
 FOREIGN = b'{"somebody": "else"}\nand half a line'
 
 
 @pytest.mark.parametrize("content", [FOREIGN, FOREIGN * 2, b"\n" * 3, b"no line"])
-def test_a_foreign_file_stays_as_it_is(outbox: Outbox, content: bytes) -> None:
+def test_foreign_file_stays_unchanged(outbox: Outbox, content: bytes) -> None:
     left_by(outbox, sender(), *FIVE)
     path = outbox.directory / "notes.jsonl"
     path.write_bytes(content)
@@ -66,7 +66,7 @@ def test_a_foreign_file_stays_as_it_is(outbox: Outbox, content: bytes) -> None:
     assert path.read_bytes() == content
 
 
-def test_a_link_is_not_followed(outbox: Outbox, tmp_path: Path) -> None:
+def test_symbolic_link_is_not_followed(outbox: Outbox, tmp_path: Path) -> None:
     path = left_by(outbox, sender(), *FIVE)
     target = tmp_path / "thesis.jsonl"
     path.rename(target)
@@ -76,22 +76,22 @@ def test_a_link_is_not_followed(outbox: Outbox, tmp_path: Path) -> None:
     with pytest.raises(OutboxFileError, match="is not a regular file"):
         outbox.open(path)
     assert outbox.latest(sender()) is None
-    left_by(outbox, sender(), evaluation(9))  # in a file of its own, in place of the link
+    left_by(outbox, sender(), evaluation(9))  # in a separate file instead of the link
     assert target.read_bytes() == content
     assert not path.is_symlink()
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir], ids=["a FIFO", "a directory"])
-def test_what_is_no_file_holds_nobody_up(outbox: Outbox, make: object) -> None:
+def test_irregular_file_blocks_no_delivery(outbox: Outbox, make: object) -> None:
     left_by(outbox, sender(), evaluation(1))
     path = outbox.directory / "trap.jsonl"
-    make(path)  # type: ignore[operator]  # one of two functions
+    make(path)  # type: ignore[operator]  # both functions take a path
     told = {file.path: file.problem for file in deliver_waiting(outbox, lambda _: None)}
     assert "is not a regular file" in (told[path] or "")
     assert path.exists()
 
 
-def test_files_and_directories_of_another_user_are_left(outbox: Outbox, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_and_directories_of_foreign_users_are_left(outbox: Outbox, monkeypatch: pytest.MonkeyPatch) -> None:
     path = left_by(outbox, sender(), evaluation(1))
     user = os.geteuid()
     monkeypatch.setattr(os, "geteuid", lambda: user + 1)
@@ -102,7 +102,7 @@ def test_files_and_directories_of_another_user_are_left(outbox: Outbox, monkeypa
     assert list(outbox.directory.iterdir()) == [path]
 
 
-def test_nobody_else_enters_the_directory(outbox: Outbox) -> None:
+def test_directory_is_private(outbox: Outbox) -> None:
     outbox.directory.mkdir(parents=True, mode=0o755)
     outbox.directory.chmod(0o755)
     path = left_by(outbox, sender(), evaluation(1))
@@ -110,20 +110,20 @@ def test_nobody_else_enters_the_directory(outbox: Outbox) -> None:
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
-def test_users_without_a_home_do_not_share_a_directory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_users_without_a_home_have_separate_directories(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("HOME", raising=False)
-    monkeypatch.setattr(os, "getuid", lambda: 2**31 - 7)  # a user id that a container made up
+    monkeypatch.setattr(os, "getuid", lambda: 2**31 - 7)  # a user id invented by a container
     for user in (2**31 - 7, 2**31 - 8):
         monkeypatch.setattr(os, "geteuid", lambda user=user: user)
         directory = state_directory({})
-        # Others' directory for temporary files is shared: what is in it is named by its user, and made private.
+        # The system's temporary directory is shared: entries are named after their user, and made private.
         assert (directory.name, directory.parent.name) == ("zeus-plugins", f"user-{user}")
         assert state_directory({"XDG_STATE_HOME": "/x"}) == Path("/x/zeus-plugins")
 
 
-def test_a_file_without_end_is_not_read(outbox: Outbox) -> None:
+def test_endless_file_is_not_read(outbox: Outbox) -> None:
     path = left_by(outbox, sender(), evaluation(1))
-    os.truncate(path, 2**40)  # of which next to nothing is on the disk
+    os.truncate(path, 2**40)  # a sparse file that occupies almost no disk space
     with pytest.raises(OutboxFileError, match="too large"):
         outbox.open(path)
 
@@ -133,7 +133,7 @@ def test_a_file_without_end_is_not_read(outbox: Outbox) -> None:
 
 @pytest.mark.parametrize("rubbish", [b"\x00\xff rubbish", b"{}", b'{"evaluation": {"time": "soon"}}', b'{"new": 1}'])
 @pytest.mark.parametrize("line", range(1, 6))
-def test_a_damaged_line_holds_up_no_other(outbox: Outbox, line: int, rubbish: bytes) -> None:
+def test_damaged_line_blocks_no_later_line(outbox: Outbox, line: int, rubbish: bytes) -> None:
     path = left_by(outbox, sender(), *FIVE)
     lines = path.read_bytes().split(b"\n")
     lines[line] = rubbish
@@ -149,7 +149,7 @@ def test_a_damaged_line_holds_up_no_other(outbox: Outbox, line: int, rubbish: by
 
 @pytest.mark.parametrize("delivered", range(1, 4))
 @pytest.mark.parametrize("line", range(1, 6))
-def test_after_damage_nothing_is_taken_for_delivered_that_was_not(outbox: Outbox, line: int, delivered: int) -> None:
+def test_damage_marks_no_waiting_result_as_delivered(outbox: Outbox, line: int, delivered: int) -> None:
     path = left_by(outbox, sender(), *FIVE)
     box = outbox.open(path)
     for _ in range(delivered):
@@ -166,11 +166,11 @@ def test_after_damage_nothing_is_taken_for_delivered_that_was_not(outbox: Outbox
     assert taken_from(outbox, path) == [*waits, evaluation(6)][1:]
 
 
-# --- whom the token is shown to ---------------------------------------------------------------------------------------
+# --- Recipients of the token ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("by_environment", [True, False])
-def test_sync_shows_the_token_to_its_server_alone(
+def test_sync_sends_the_token_only_to_the_configured_server(
     outbox: Outbox, by_environment: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with Impostor(404) as ours, Impostor(404) as other:
@@ -188,7 +188,7 @@ def test_sync_shows_the_token_to_its_server_alone(
         assert f"{ours.url} is sent no token" not in complaint
 
 
-def test_a_token_without_a_server_goes_to_none(
+def test_token_without_a_server_is_sent_nowhere(
     outbox: Outbox, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delenv("ZEUS_SERVER_URL", raising=False)
@@ -199,7 +199,7 @@ def test_a_token_without_a_server_goes_to_none(
         assert f"ZEUS_SERVER_URL={other.url} zeus-plugins sync" in capsys.readouterr().err
 
 
-def test_a_token_goes_where_the_user_says(outbox: Outbox, capsys: pytest.CaptureFixture[str]) -> None:
+def test_token_is_sent_to_the_servers_named_by_the_user(outbox: Outbox, capsys: pytest.CaptureFixture[str]) -> None:
     with Impostor(404) as ours:
         left_by(outbox, sender(url="http://old.invalid"), evaluation(1))
         main(["sync", "--token", "s3cret", "--server-url", ours.url])
@@ -207,7 +207,7 @@ def test_a_token_goes_where_the_user_says(outbox: Outbox, capsys: pytest.Capture
         assert "is sent no token" not in capsys.readouterr().err
 
 
-def test_sync_tells_of_damage(outbox: Outbox, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_sync_reports_damage(outbox: Outbox, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = left_by(outbox, sender(), evaluation(1))
     path.write_bytes(path.read_bytes().replace(b'"metric"', b'"met\xff'))
     assert main(["sync", "--server-url", f"embedded://{tmp_path / 'bso.sqlite3'}"]) == 1

@@ -1,4 +1,4 @@
-"""A trial's line to a server that comes and goes."""
+"""A trial's connection to a server that disappears and returns."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from zeus_plugins.training.session import TrialSession
     higher=st.booleans(),
     eta=st.floats(min_value=0, max_value=1),
 )
-def test_both_sides_come_to_the_same_verdict(
+def test_training_and_server_reach_the_same_verdict(
     metric: float, cost_j: float, epoch: int, bound: float | None, max_epochs: int, higher: bool, eta: float
 ) -> None:
     fields = {**JOB.model_dump(), "max_epochs": 10, "higher_is_better_metric": higher, "eta_knob": eta}
@@ -52,10 +52,10 @@ def test_both_sides_come_to_the_same_verdict(
     assert here.message == f"{there.message} (judged without the server)"
 
 
-def test_a_training_is_judged_by_the_rule_that_came_last(outbox: Outbox) -> None:
+def test_training_is_judged_by_the_latest_rule(outbox: Outbox) -> None:
     stricter = {**KEEP_TRAINING, "stop_rule": {"max_cost_j": 150, "max_epochs": 4}}
     server = Flaky(stricter)
-    session = training(server)  # an epoch costs 55 J and more: the time's part is for 100 W
+    session = training(server)  # an epoch costs at least 55 J: the share of time is for 100 W
     assert not session.report_evaluation(0.5).stop_train
     server.down = True
     assert not session.report_evaluation(0.5).stop_train
@@ -64,14 +64,14 @@ def test_a_training_is_judged_by_the_rule_that_came_last(outbox: Outbox) -> None
     assert "more than 150 J" in verdict.message
     session.end()
     (path,) = outbox.waiting()
-    assert path.read_text().count('"max_cost_j":150') == 2  # for the server to judge by
+    assert path.read_text().count('"max_cost_j":150') == 2  # for the server's judgement
 
 
-# --- away and back ----------------------------------------------------------------------------------------------------
+# --- Outage and return ------------------------------------------------------------------------------------------------
 
 
 def away_after_a_report(*verdicts: dict[str, Any] | int) -> tuple[Flaky, TrialSession]:
-    """A server that went away before a training's first report, and the training."""
+    """Return a server that is down before a training's first report, and the training."""
     server = Flaky(*verdicts)
     session = training(server)
     server.down = True
@@ -79,7 +79,7 @@ def away_after_a_report(*verdicts: dict[str, Any] | int) -> tuple[Flaky, TrialSe
     return server, session
 
 
-def test_results_wait_and_arrive_in_order_when_the_server_is_back(
+def test_waiting_results_arrive_in_order_when_the_server_returns(
     outbox: Outbox, caplog: pytest.LogCaptureFixture
 ) -> None:
     server = Flaky(KEEP_TRAINING, KEEP_TRAINING, KEEP_TRAINING, CONVERGED)
@@ -102,17 +102,17 @@ def test_results_wait_and_arrive_in_order_when_the_server_is_back(
     assert len(warnings_in(caplog)) == 1
 
 
-def test_no_result_overtakes_those_that_wait(outbox: Outbox) -> None:
+def test_no_result_overtakes_waiting_results(outbox: Outbox) -> None:
     server, session = away_after_a_report(KEEP_TRAINING, KEEP_TRAINING, CONVERGED)
     session.report_evaluation(0.2)
-    server.down = False  # and nobody knows yet
+    server.down = False  # the training does not know yet
     session.report_evaluation(0.95)
     session.end()
     assert outbox.waiting() == []
     assert [body["current_epoch"] for body in server.sent("POST", "/report")] == [1, 2, 3]
 
 
-def test_results_for_a_zeus_server_arrive_when_it_is_back(outbox: Outbox) -> None:
+def test_waiting_results_arrive_at_a_returning_zeus_server(outbox: Outbox) -> None:
     server = ContractDouble(KEEP_TRAINING, CONVERGED)
     session = training(server, server.client().with_retries(NO_RETRIES))
     server.down = True
@@ -124,7 +124,7 @@ def test_results_for_a_zeus_server_arrive_when_it_is_back(outbox: Outbox) -> Non
     assert "/trials/heartbeat" not in {path for _, path, _ in server.requests}
 
 
-def test_nothing_waits_for_the_next_heartbeat(outbox: Outbox) -> None:
+def test_report_does_not_wait_for_the_next_heartbeat(outbox: Outbox) -> None:
     server = Flaky(KEEP_TRAINING, CONVERGED)
     server.interval_s = 1e5
     session = training(server, server.client(timeout_s=1e5))
@@ -139,7 +139,7 @@ def test_nothing_waits_for_the_next_heartbeat(outbox: Outbox) -> None:
     until(lambda: not ending.is_alive())
 
 
-def test_a_rule_that_comes_late_is_judged_by(outbox: Outbox) -> None:
+def test_late_rule_is_applied(outbox: Outbox) -> None:
     server, session = away_after_a_report({**KEEP_TRAINING, "stop_rule": {"max_cost_j": 150, "max_epochs": 4}})
     server.down = False
     until(lambda: not outbox.waiting())
@@ -147,7 +147,7 @@ def test_a_rule_that_comes_late_is_judged_by(outbox: Outbox) -> None:
     session.end()
 
 
-def test_the_end_is_tried_once(outbox: Outbox) -> None:
+def test_end_of_a_trial_is_sent_once(outbox: Outbox) -> None:
     attempts: list[httpx.Request] = []
 
     class Away(Flaky):
@@ -159,7 +159,7 @@ def test_the_end_is_tried_once(outbox: Outbox) -> None:
 
     session = training(Away())
     session.end(KeyboardInterrupt())
-    assert len(attempts) == 1  # the client's own requests are sent twice
+    assert len(attempts) == 1  # the client repeats its ordinary requests once
     assert len(outbox.waiting()) == 1
 
 
@@ -188,12 +188,12 @@ def test_closing_a_training_waits_at_most_twice_the_timeout(waiting: int, monkey
         session.report_evaluation(0.1)
     server.down, server.is_slow = False, True
     session.end(ValueError())
-    # One result waits: it, the end of the trial, and the look at the job.
+    # Three requests are pending: the waiting result, the end of the trial, and the query of the job.
     assert limits_s == [10.0, 10.0, 4.0]
     assert now_s == [20.0]
 
 
-def test_what_waited_and_is_refused_is_set_aside(outbox: Outbox) -> None:
+def test_refused_waiting_result_is_set_aside(outbox: Outbox) -> None:
     server, session = away_after_a_report(404)
     server.down = False
     until(outbox.refused)
@@ -203,7 +203,7 @@ def test_what_waited_and_is_refused_is_set_aside(outbox: Outbox) -> None:
     assert len(server.sent("POST", "/report")) == 1
 
 
-def test_a_trial_that_has_ended_elsewhere_gets_no_more_heartbeats() -> None:
+def test_trial_ended_elsewhere_gets_no_more_heartbeats() -> None:
     server = Flaky(KEEP_TRAINING)
     session = training(server)
     until(lambda: server.heartbeats > 1)
@@ -212,12 +212,12 @@ def test_a_trial_that_has_ended_elsewhere_gets_no_more_heartbeats() -> None:
     until(lambda: server.heartbeats > before)
     heard = server.heartbeats
     session.report_evaluation(0.1)
-    time.sleep(0.5)  # ten of them
+    time.sleep(0.5)  # ten heartbeat intervals
     assert server.heartbeats == heard
     session.end()
 
 
-def test_a_verdict_that_comes_late_stops_the_training(outbox: Outbox) -> None:
+def test_late_verdict_stops_the_training(outbox: Outbox) -> None:
     server, session = away_after_a_report(COST_BOUND)
     server.down = False
     until(lambda: not outbox.waiting())
@@ -227,7 +227,7 @@ def test_a_verdict_that_comes_late_stops_the_training(outbox: Outbox) -> None:
     session.end()
 
 
-def test_each_kind_of_trouble_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_each_kind_of_failure_is_reported_once(caplog: pytest.LogCaptureFixture) -> None:
     server = Flaky(503, 503, 500, 500, KEEP_TRAINING)
     session = training(server)
     session.report_evaluation(0.1)
@@ -245,7 +245,7 @@ def test_each_kind_of_trouble_is_told_once(caplog: pytest.LogCaptureFixture) -> 
     assert len(warnings_in(caplog)) == 3
 
 
-def test_waiting_for_the_server_is_no_part_of_the_training() -> None:
+def test_waiting_for_the_server_is_not_measured_as_training() -> None:
     measured: list[bool] = []
 
     class Watching(Flaky):
@@ -264,7 +264,7 @@ def test_waiting_for_the_server_is_no_part_of_the_training() -> None:
 
 
 @pytest.mark.parametrize("status", [400, 404, 409, 422])
-def test_a_refusal_ends_the_reports_and_not_the_training(
+def test_refusal_ends_the_reports_but_not_the_training(
     status: int, outbox: Outbox, caplog: pytest.LogCaptureFixture
 ) -> None:
     server = Flaky(status)
@@ -280,7 +280,7 @@ def test_a_refusal_ends_the_reports_and_not_the_training(
     assert len(warnings_in(caplog)) == 1
 
 
-def test_a_token_that_was_revoked_loses_nothing(outbox: Outbox, caplog: pytest.LogCaptureFixture) -> None:
+def test_revoked_token_loses_no_result(outbox: Outbox, caplog: pytest.LogCaptureFixture) -> None:
     server = Flaky(*[401] * 50)
     session = training(server)
     assert session.report_evaluation(0.95).converged
@@ -292,13 +292,13 @@ def test_a_token_that_was_revoked_loses_nothing(outbox: Outbox, caplog: pytest.L
 
 @pytest.fixture
 def no_outbox(outbox: Outbox) -> None:
-    """The results of a training can be in its memory only."""
+    """Make the disk unusable, so that results can only be kept in memory."""
     outbox.directory.parent.mkdir(parents=True)
     outbox.directory.write_text("not a directory")
 
 
 @pytest.mark.usefixtures("no_outbox")
-def test_without_a_place_to_write_results_are_kept_in_memory(caplog: pytest.LogCaptureFixture) -> None:
+def test_results_are_kept_in_memory_if_the_disk_is_unusable(caplog: pytest.LogCaptureFixture) -> None:
     server, session = away_after_a_report(KEEP_TRAINING, CONVERGED)
     assert any("are lost if this process ends before it is back" in warning for warning in warnings_in(caplog))
     server.down = False
@@ -319,7 +319,7 @@ def test_results_in_memory_can_be_refused(caplog: pytest.LogCaptureFixture) -> N
 
 
 @pytest.mark.usefixtures("no_outbox")
-def test_results_in_memory_that_go_with_the_process_are_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_results_lost_with_the_process_are_reported(caplog: pytest.LogCaptureFixture) -> None:
     _, session = away_after_a_report()
     session.end(KeyboardInterrupt())
     assert "2 results of job digits-1 are lost" in warnings_in(caplog)[-1]
@@ -327,9 +327,7 @@ def test_results_in_memory_that_go_with_the_process_are_told(caplog: pytest.LogC
 
 
 @pytest.mark.parametrize("is_freed", [False, True])
-def test_the_last_word_on_a_full_disk_is_the_truth(
-    is_freed: bool, outbox: Outbox, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_final_message_on_a_full_disk_is_true(is_freed: bool, outbox: Outbox, caplog: pytest.LogCaptureFixture) -> None:
     _, session = away_after_a_report()
     (path,) = outbox.waiting()
     with no_more_room(path):
@@ -350,7 +348,7 @@ def test_the_last_word_on_a_full_disk_is_the_truth(
 
 
 @pytest.mark.parametrize("signalled", [KeyboardInterrupt, SystemExit])
-def test_a_result_that_a_signal_broke_in_upon_is_delivered_first(signalled: type[BaseException]) -> None:
+def test_report_interrupted_by_a_signal_is_delivered_before_the_end(signalled: type[BaseException]) -> None:
     class Interrupting(Flaky):
         def __call__(self, request: httpx.Request) -> httpx.Response:
             answer = super().__call__(request)
@@ -364,17 +362,17 @@ def test_a_result_that_a_signal_broke_in_upon_is_delivered_first(signalled: type
         session.report_evaluation(0.5)
     session.end(signalled())
     first, again = server.sent("POST", "/report")
-    assert first == again  # which a server takes for the same
+    assert first == again  # the server recognizes the repetition
     paths = [path for _, path, _ in server.requests]
     assert paths.index("/trials") > paths.index("/report")
     assert server.sent("PATCH", "/trials")[0]["outcome"] == "suspended"
 
 
-# --- an end while the server hangs ------------------------------------------------------------------------------------
+# --- Ending during a hanging request ----------------------------------------------------------------------------------
 
 
 class Hanging(Flaky):
-    """Does not answer heartbeats until a test lets it."""
+    """Leave heartbeats unanswered until a test releases them."""
 
     def __init__(self, *verdicts: dict[str, Any] | int) -> None:
         super().__init__(*verdicts)
@@ -387,7 +385,7 @@ class Hanging(Flaky):
         return super().__call__(request)
 
 
-def test_the_ending_is_on_the_disk_before_anything_is_waited_for(outbox: Outbox) -> None:
+def test_ending_is_on_disk_before_any_wait(outbox: Outbox) -> None:
     server = Hanging()
     session = TrialSession(JOB, server.client(timeout_s=1000), seconds_and_joules(1.0, 10.0))
     session.ask()
@@ -404,7 +402,7 @@ def test_the_ending_is_on_the_disk_before_anything_is_waited_for(outbox: Outbox)
     assert len(server.sent("PATCH", "/trials")) == 1
 
 
-def test_what_is_left_to_a_thread_that_hangs_is_free_when_that_is_through(outbox: Outbox) -> None:
+def test_file_left_to_a_hanging_thread_is_released_afterwards(outbox: Outbox) -> None:
     server = Hanging()
     session = TrialSession(JOB, server.client(timeout_s=0.01), seconds_and_joules(1.0, 10.0))
     session.ask()
@@ -418,7 +416,7 @@ def test_what_is_left_to_a_thread_that_hangs_is_free_when_that_is_through(outbox
     assert len(taken_from(outbox, path)) == 1
 
 
-def test_a_zeus_server_gets_no_heartbeats() -> None:
+def test_zeus_server_gets_no_heartbeats() -> None:
     server = ContractDouble(KEEP_TRAINING)
     session = training(server)
     session.report_evaluation(0.1)
@@ -427,8 +425,8 @@ def test_a_zeus_server_gets_no_heartbeats() -> None:
     assert {path for _, path, _ in server.requests} == {"/jobs", "/jobs/batch_size", "/report", "/trials"}
 
 
-def test_a_report_on_the_wire_names_its_trial() -> None:
-    """The parts of a result that wait apart from its trial's name make the same message again."""
+def test_report_names_the_trial() -> None:
+    """The stored result and the trial's name, kept separately, recombine to the same message."""
     trial = TrialId(job_id="digits-1", batch_size=64, trial_number=7)
     evaluation = Evaluation(time=1, energy=2, metric=0.5, current_epoch=3, judged_by=StopRule(max_epochs=4))
     result = TrainingResult(**trial.model_dump(), **evaluation.model_dump())

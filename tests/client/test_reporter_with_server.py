@@ -1,4 +1,4 @@
-"""Trials that began or went on without a server, and heartbeats, with a real one."""
+"""Trials begun or continued without the server, and heartbeats, with a real server."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def begun(client: BsoClient, job: JobSpec) -> TrialSession:
     return session
 
 
-def test_a_trial_that_began_without_the_server_is_recorded_when_it_comes(
+def test_offline_trial_is_recorded_when_the_server_returns(
     server: ServerProcess, client: BsoClient, outbox: Outbox
 ) -> None:
     server.kill()
@@ -60,7 +60,7 @@ def test_a_trial_that_began_without_the_server_is_recorded_when_it_comes(
     assert (shown.state, shown.origin, shown.epochs, shown.energy_j) == (TrialState.COMPLETED, "offline", 2, 20)
 
 
-def test_a_server_that_stays_away_is_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_unreachable_server_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     server = ContractDouble()
     server.down = True
     client = server.client().with_retries(NO_RETRIES)
@@ -83,7 +83,7 @@ def test_a_server_that_stays_away_is_told_of_once(caplog: pytest.LogCaptureFixtu
     session.end()
 
 
-def test_a_nameless_job_that_began_without_the_server_gets_a_name(client: BsoClient, server: ServerProcess) -> None:
+def test_nameless_job_begun_offline_gets_a_name(client: BsoClient, server: ServerProcess) -> None:
     server.kill()
     session = session_of(client, JOB.model_copy(update={"job_id": None}))
     session.ask()
@@ -91,7 +91,7 @@ def test_a_nameless_job_that_began_without_the_server_gets_a_name(client: BsoCli
     session.end()
 
 
-def test_the_next_training_delivers_what_the_last_one_left(
+def test_next_training_delivers_results_left_by_the_last(
     server: ServerProcess, client: BsoClient, outbox: Outbox
 ) -> None:
     job = named_job()
@@ -109,15 +109,15 @@ def test_the_next_training_delivers_what_the_last_one_left(
     second.end()
 
 
-def test_on_unreachable_must_be_known() -> None:
+def test_unknown_value_of_on_unreachable_is_refused() -> None:
     with pytest.raises(ZeusBSOConfigError, match="on_unreachable is 'wait': choose 'default' or 'raise'"):
         TrialSession(JOB, BsoClient("http://bso"), seconds_and_joules(1.0, 1.0), on_unreachable="wait")
 
 
-# --- resuming without the server --------------------------------------------------------------------------------------
+# --- Resuming without the server --------------------------------------------------------------------------------------
 
 
-def test_a_resumed_training_knows_what_waits(server: ServerProcess, client: BsoClient, outbox: Outbox) -> None:
+def test_resumed_training_includes_waiting_results(server: ServerProcess, client: BsoClient, outbox: Outbox) -> None:
     session = begun(client, named_job())
     state = session.state_dict()
     server.kill()
@@ -125,7 +125,7 @@ def test_a_resumed_training_knows_what_waits(server: ServerProcess, client: BsoC
         session.report_evaluation(metric)
     session.end(KeyboardInterrupt())
 
-    # It goes on from a checkpoint that is older than what waits, which was spent nevertheless.
+    # The checkpoint is older than the waiting results, but their cost was spent.
     resumed = session_of(client, named_job(job_id=session.trial.job_id))
     assert resumed.resume(state)
     assert (resumed.trial.time_s, resumed.trial.energy_j) == (2 + 1, 20 + 10)
@@ -139,9 +139,7 @@ def test_a_resumed_training_knows_what_waits(server: ServerProcess, client: BsoC
     assert (trial.state, trial.epochs, trial.energy_j) == (TrialState.COMPLETED, 2, 50)
 
 
-def test_a_trial_that_began_without_the_server_is_resumed_as_the_same(
-    server: ServerProcess, client: BsoClient, outbox: Outbox
-) -> None:
+def test_resumed_offline_trial_keeps_the_identity(server: ServerProcess, client: BsoClient, outbox: Outbox) -> None:
     job = named_job()
     server.kill()
     session = begun(client, job)
@@ -164,7 +162,7 @@ def test_a_trial_that_began_without_the_server_is_resumed_as_the_same(
 
 @pytest.fixture
 def impatient(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[BsoClient]:
-    """A server that gives trials up after two seconds, twenty heartbeats."""
+    """A server that abandons trials after two seconds, or twenty heartbeats."""
     monkeypatch.setenv("ZEUS_BSO_HEARTBEAT_INTERVAL_S", "0.1")
     monkeypatch.setenv("ZEUS_BSO_HEARTBEAT_LEASE_S", "2")
     monkeypatch.setenv("ZEUS_BSO_REAP_INTERVAL_S", "0.1")
@@ -177,13 +175,13 @@ def state_of(client: BsoClient, trial: TrialId | None) -> TrialState:
     return client.show_job(trial.job_id).trials[trial.trial_number - 1].state
 
 
-def test_heartbeats_keep_a_trial_alive_until_its_end(impatient: BsoClient) -> None:
+def test_heartbeats_keep_a_trial_alive_until_the_end(impatient: BsoClient) -> None:
     alone, beating = (session_of(impatient, named_job()) for _ in range(2))
     alone.ask()
     beating.ask()
     assert len(threads()) == 2
     assert alone._reporter is not None
-    alone._reporter._stopped.set()  # as if its process were gone
+    alone._reporter._stopped.set()  # simulates the death of the process
     until(lambda: state_of(impatient, alone.trial.trial_id) is TrialState.ABANDONED)
     assert state_of(impatient, beating.trial.trial_id) is TrialState.RUNNING
     beating.end()
@@ -205,22 +203,20 @@ time.sleep(600)
 
 
 def has_heartbeats(file: Path) -> bool:
-    """Whether the first trial in a database has sent a heartbeat: from then on its lease is short."""
+    """Return True once the first trial in the database has sent a heartbeat, which shortens its lease."""
     with closing(sqlite3.connect(file)) as database:
         return bool(database.execute("SELECT heartbeats FROM trials WHERE trial_number = 1").fetchone()[0])
 
 
 @pytest.mark.slow
-def test_a_training_that_was_killed_blocks_the_next_no_longer_than_its_lease(
-    impatient: BsoClient, tmp_path: Path
-) -> None:
+def test_killed_training_blocks_the_next_at_most_for_the_lease(impatient: BsoClient, tmp_path: Path) -> None:
     command = [sys.executable, "-c", TRAINING, impatient.server_url]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as training:
         try:
             assert training.stdout is not None
             assert training.stdout.readline() == "64\n"
             waiting = impatient.request_trial(JOB.job_id or "")
-            assert waiting.origin is Origin.CONCURRENT  # the exploration is under way
+            assert waiting.origin is Origin.CONCURRENT  # the exploration is running
             until(lambda: has_heartbeats(tmp_path / "bso.sqlite3"))
         finally:
             training.kill()
@@ -230,7 +226,7 @@ def test_a_training_that_was_killed_blocks_the_next_no_longer_than_its_lease(
     assert (again.batch_size, again.origin) == (64, Origin.EXPLORATION)
 
 
-def test_no_heartbeat_wakes_a_suspended_trial(impatient: BsoClient) -> None:
+def test_heartbeat_does_not_wake_a_suspended_trial(impatient: BsoClient) -> None:
     session = session_of(impatient, named_job())
     session.ask()
     session.end(KeyboardInterrupt())
@@ -239,7 +235,7 @@ def test_no_heartbeat_wakes_a_suspended_trial(impatient: BsoClient) -> None:
 
 
 @pytest.mark.slow
-def test_a_report_brings_an_abandoned_trial_back(impatient: BsoClient, tmp_path: Path) -> None:
+def test_report_revives_an_abandoned_trial(impatient: BsoClient, tmp_path: Path) -> None:
     session = begun(impatient, named_job())
     assert session._reporter is not None
     until(lambda: has_heartbeats(tmp_path / "bso.sqlite3"))

@@ -1,4 +1,4 @@
-"""What `ServerPort` promises, held over HTTP and by the server in this process alike."""
+"""Contract of `ServerPort`, tested over HTTP and with the embedded server."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def result(trial: TrialId, *, epoch: float = 1, metric: float = 0.1, energy: flo
 
 
 def messages(port: ServerPort, trial: TrialId) -> list[Callable[[], object]]:
-    """Each kind of message about a trial."""
+    """Return one call for each kind of message about a trial."""
     return [
         lambda: port.send_report(result(trial)),
         lambda: port.end_trial(trial),
@@ -92,7 +92,7 @@ def messages(port: ServerPort, trial: TrialId) -> list[Callable[[], object]]:
 def refused(
     status: int, match: str | None = None, *, reason: RefusalReason | None = None, kind: type[Exception] | None = None
 ) -> Iterator[pytest.ExceptionInfo[Exception]]:
-    """The server refuses each request inside, and is neither away nor of another kind."""
+    """Assert that the server refuses every request inside the block with this status."""
     with pytest.raises(kind or (ZeusBSOConfigError if status == 422 else ZeusBSORuntimeError), match=match) as caught:
         yield caught
     assert getattr(caught.value, "status", None) == status
@@ -101,14 +101,16 @@ def refused(
     assert not getattr(caught.value, "is_foreign", False)
 
 
-def test_a_registration_revises_a_job_if_it_says_so(port: ServerPort, job: CreatedJob) -> None:
+def test_registration_revises_a_job_only_if_requested(port: ServerPort, job: CreatedJob) -> None:
     revised = port.register(job.model_copy(update={"max_epochs": 9, "revise": True}))
     assert revised == port.show_job(job.job_id).job == job.model_copy(update={"max_epochs": 9})
     with refused(409, r"begun with target 0\.5, .* for 0\.8 use another job_id", kind=ZeusBSOConfigError):
         port.register(job.model_copy(update={"target_metric": 0.8, "revise": True}))
 
 
-def test_a_registration_again_finds_the_job_and_a_different_one_conflicts(port: ServerPort, job: CreatedJob) -> None:
+def test_repeated_registration_finds_the_job_and_a_different_registration_conflicts(
+    port: ServerPort, job: CreatedJob
+) -> None:
     assert port.register(job) == job
     with refused(409, r"max_epochs is 3, not 9\. Use another job_id", kind=ZeusBSOConfigError) as caught:
         port.register(job.model_copy(update={"max_epochs": 9}))
@@ -117,9 +119,7 @@ def test_a_registration_again_finds_the_job_and_a_different_one_conflicts(port: 
         port.register(job.model_copy(update={"max_epochs": -9}))
 
 
-def test_a_fingerprint_is_kept_as_it_was_told_first_and_is_no_part_of_the_configuration(
-    port: ServerPort, job: CreatedJob
-) -> None:
+def test_first_fingerprint_is_kept_and_is_not_part_of_the_configuration(port: ServerPort, job: CreatedJob) -> None:
     def told(**parts: str) -> Fingerprint | None:
         again = port.register(job.model_copy(update={"fingerprint": Fingerprint(**parts) if parts else None}))
         assert port.show_job(job.job_id).job == again
@@ -129,28 +129,28 @@ def test_a_fingerprint_is_kept_as_it_was_told_first_and_is_no_part_of_the_config
     assert told(model="Net") == Fingerprint(model="Net")
     assert told(model="Other", optimizer="SGD") == Fingerprint(model="Net", optimizer="SGD")
     assert told() == Fingerprint(model="Net", optimizer="SGD")
-    port.end_trial(name_of(port.request_trial(job.job_id)))  # what writes the job's row leaves it
+    port.end_trial(name_of(port.request_trial(job.job_id)))  # later writes of the job's row keep the fingerprint
     assert told() == Fingerprint(model="Net", optimizer="SGD")
 
 
-def test_a_job_is_shown_with_all_or_the_latest_of_its_trials(port: ServerPort, job: CreatedJob) -> None:
+def test_job_is_shown_with_all_or_the_latest_trials(port: ServerPort, job: CreatedJob) -> None:
     job_id = job.job_id
     for _ in range(3):
         port.request_trial(job_id)
     assert port.show_job(job_id).job == job
-    assert (port.show_job(job_id).owner, port.show_job(job_id).shared) == (None, False)  # the server asks for no token
+    assert (port.show_job(job_id).owner, port.show_job(job_id).shared) == (None, False)  # the server requires no token
     assert [trial.trial_number for trial in port.show_job(job_id).trials] == [1, 2, 3]
     assert [trial.trial_number for trial in port.show_job(job_id, limit=2).trials] == [2, 3]
 
 
-def test_a_job_without_an_id_gets_one(port: ServerPort) -> None:
+def test_job_without_an_id_gets_a_unique_id(port: ServerPort) -> None:
     spec = JobSpec(job_id_prefix="nameless", batch_sizes=(8,), default_batch_size=8)
     ids = {port.register(JobSpecFromClient.of(spec, GPUS)).job_id for _ in range(2)}
     assert len(ids) == 2
     assert all(job_id.startswith("nameless-") for job_id in ids)
 
 
-def test_a_suggestion_with_the_same_key_is_the_same_trial(port: ServerPort, trial: TrialId) -> None:
+def test_suggestion_with_the_same_key_is_the_same_trial(port: ServerPort, trial: TrialId) -> None:
     assert name_of(port.request_trial(trial.job_id, "first")) == trial
     assert port.request_trial(trial.job_id).trial_number == 2
     port.end_trial(trial)
@@ -158,7 +158,7 @@ def test_a_suggestion_with_the_same_key_is_the_same_trial(port: ServerPort, tria
         port.request_trial(trial.job_id, "first")
 
 
-def test_nothing_is_known_of_a_job_or_trial_that_is_not_there(port: ServerPort, trial: TrialId) -> None:
+def test_unknown_job_or_trial_gets_404(port: ServerPort, trial: TrialId) -> None:
     nobody = trial.model_copy(update={"trial_number": 99})
     for ask in (
         lambda: port.request_trial("nobody"),
@@ -170,14 +170,14 @@ def test_nothing_is_known_of_a_job_or_trial_that_is_not_there(port: ServerPort, 
             ask()
 
 
-def test_another_batch_size_contradicts_the_trial(port: ServerPort, trial: TrialId) -> None:
+def test_mismatched_batch_size_of_a_trial_is_refused(port: ServerPort, trial: TrialId) -> None:
     other = trial.model_copy(update={"batch_size": 8 if trial.batch_size == 16 else 16})
     for ask in messages(port, other):
         with refused(422, f"has batch size {trial.batch_size}"):
             ask()
 
 
-def test_a_report_again_gets_its_answer_again_and_a_late_one_conflicts(port: ServerPort, trial: TrialId) -> None:
+def test_repeated_report_gets_the_same_answer_and_a_late_report_conflicts(port: ServerPort, trial: TrialId) -> None:
     first = port.send_report(result(trial))
     assert (first.stop_train, port.send_report(result(trial))) == (False, first)
     last = port.send_report(result(trial, epoch=2, metric=0.9))
@@ -187,29 +187,29 @@ def test_a_report_again_gets_its_answer_again_and_a_late_one_conflicts(port: Ser
         port.send_report(result(trial, epoch=3))
 
 
-def test_totals_never_shrink(port: ServerPort, trial: TrialId) -> None:
+def test_decreasing_totals_are_refused(port: ServerPort, trial: TrialId) -> None:
     port.send_report(result(trial, epoch=2))
     with refused(422):
         port.send_report(result(trial, epoch=1))
 
 
 @pytest.mark.parametrize("outcome", get_args(Ending.model_fields["outcome"].annotation))
-def test_an_end_is_kept_and_may_be_said_again(port: ServerPort, trial: TrialId, outcome: TrialState) -> None:
+def test_ending_is_stored_and_may_be_repeated(port: ServerPort, trial: TrialId, outcome: TrialState) -> None:
     for _ in range(2):
         port.end_trial(trial, Ending(outcome=outcome, detail="as told"))
     beat = port.heartbeat(trial, regular=False)
-    # A suspended trial whose training is heard of runs again.
+    # A heartbeat revives a suspended trial.
     assert beat.state == (TrialState.RUNNING if outcome is TrialState.SUSPENDED else outcome)
 
 
-def test_a_heartbeat_says_where_the_trial_stands(port: ServerPort, trial: TrialId) -> None:
+def test_heartbeat_returns_the_state_of_the_trial(port: ServerPort, trial: TrialId) -> None:
     port.send_report(result(trial))
     beat = port.heartbeat(trial)
     assert (beat.state, beat.time_s, beat.energy_j, beat.epochs) == (TrialState.RUNNING, 1.0, 10.0, 1.0)
     assert (beat.interval_s, beat.lease_s) == (60.0, 360.0)
 
 
-def test_a_run_that_resumes_takes_the_trial_over_and_what_the_one_before_sends_changes_nothing(
+def test_resuming_run_takes_over_and_messages_of_the_former_run_change_nothing(
     port: ServerPort, trial: TrialId
 ) -> None:
     port.send_report(result(trial))
@@ -225,14 +225,12 @@ def test_a_run_that_resumes_takes_the_trial_over_and_what_the_one_before_sends_c
             say()
     assert port.show_job(trial.job_id) == before
     assert port.request_trial(trial.job_id, "first").lease_epoch == 1
-    # Clients that know of no such thing are not checked.
+    # Clients without lease epochs are not checked.
     port.send_report(result(trial.model_copy(update={"lease_epoch": None}), epoch=2))
     assert port.send_report(result(trial.model_copy(update={"lease_epoch": 2}), epoch=3, metric=0.9)).converged
 
 
-def test_results_of_a_job_that_was_deleted_and_made_anew_are_refused(
-    port: ServerPort, job: CreatedJob, trial: TrialId
-) -> None:
+def test_results_of_a_deleted_and_recreated_job_are_refused(port: ServerPort, job: CreatedJob, trial: TrialId) -> None:
     assert isinstance(port, BsoClient | LocalServer)
     port.delete_job(trial.job_id)
     again = port.register(job)
@@ -249,7 +247,7 @@ def test_results_of_a_job_that_was_deleted_and_made_anew_are_refused(
     port.send_report(result(trial.model_copy(update={"registration_id": None})))
 
 
-def test_an_offline_trial_is_recorded_once_also_when_it_has_ended(port: ServerPort, job: CreatedJob) -> None:
+def test_offline_trial_is_recorded_once_even_after_the_end(port: ServerPort, job: CreatedJob) -> None:
     offline = OfflineTrial(job_id=job.job_id, batch_size=16)
     recorded = port.record_offline(offline, "key")
     assert recorded.origin is Origin.OFFLINE
@@ -274,7 +272,7 @@ def test_power_limits_come_with_the_next_trial_of_the_size(port: ServerPort, job
         port.store_power_profile(name_of(first), other)
 
 
-def test_a_port_can_be_used_after_its_close(port: ServerPort, trial: TrialId) -> None:
+def test_port_can_be_used_after_closing(port: ServerPort, trial: TrialId) -> None:
     port.close()
     assert port.heartbeat(trial).state is TrialState.RUNNING
 

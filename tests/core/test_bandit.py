@@ -22,18 +22,18 @@ REWARDS = st.floats(-1e6, 1e6)
 # --- Statistics -----------------------------------------------------------------------------------------------------
 
 
-def test_statistics_of_nothing() -> None:
+def test_statistics_of_no_values_are_zero() -> None:
     assert Statistics.of([]) == Statistics(0, 0.0, 0.0)
     assert Statistics.of([]).variance == 0
 
 
-def test_a_large_offset_does_not_drown_the_variance() -> None:
-    # The mean of the squares less the square of the mean gives 0 here, or less.
+def test_variance_stays_exact_despite_a_large_offset() -> None:
+    # Mean of the squares minus square of the mean would give 0 here, or a negative number.
     assert Statistics.of([1e9 + 4, 1e9 + 7, 1e9 + 13, 1e9 + 16]).variance == 22.5
 
 
 @given(st.lists(REWARDS, min_size=1, max_size=50))
-def test_statistics_are_those_of_numpy(values: list[float]) -> None:
+def test_statistics_match_numpy(values: list[float]) -> None:
     statistics, scale = Statistics.of(values), max(map(abs, values))
     assert statistics.count == len(values)
     assert statistics.mean == pytest.approx(np.mean(values), rel=1e-12, abs=1e-12 * scale)
@@ -50,20 +50,20 @@ def test_equal_values_have_exactly_their_mean_and_no_variance(value: float, coun
 
 
 @pytest.mark.parametrize("rewards", [[-7.0], [-7.0, -7.0, -7.0]])
-def test_rewards_that_do_not_vary_are_known_whatever_the_prior(rewards: list[float]) -> None:
+def test_posterior_of_equal_rewards_is_exact_for_any_prior(rewards: list[float]) -> None:
     posterior = fit(Statistics.of(rewards), prior_mean=-100, prior_precision=50)
     assert posterior == Posterior(-7.0, math.inf, len(rewards))
     assert posterior.std == 0
 
 
-def test_without_rewards_the_prior_is_all_there_is() -> None:
+def test_posterior_without_rewards_is_the_prior() -> None:
     assert fit(Statistics(), prior_mean=-20, prior_precision=0.25) == Posterior(-20, 0.25, 0)
     assert Posterior(-20, 0.25, 0).std == 2
     assert Posterior(-20, 0, 0).std == math.inf
 
 
 def bayes_on_a_grid(rewards: list[float], prior_mean: float, prior_precision: float) -> tuple[float, float]:
-    """Mean and variance of the product of prior and likelihoods, summed up numerically over the possible means."""
+    """Integrate prior × likelihood numerically over a grid of means; return posterior mean and variance."""
     reward_precision = 1 / np.var(rewards)
     widest = 1 / math.sqrt(len(rewards) * reward_precision)
     means = np.linspace(min(*rewards, prior_mean) - 10 * widest, max(*rewards, prior_mean) + 10 * widest, 40_001)
@@ -80,7 +80,7 @@ def bayes_on_a_grid(rewards: list[float], prior_mean: float, prior_precision: fl
     st.integers(-40, 0),
     st.sampled_from([0.0, 0.01, 0.2, 1.0]),
 )
-def test_fit_is_bayes_rule(rewards: list[float], prior_mean: float, prior_precision: float) -> None:
+def test_fit_matches_bayes_rule_on_a_grid(rewards: list[float], prior_mean: float, prior_precision: float) -> None:
     mean, variance = bayes_on_a_grid(rewards, prior_mean, prior_precision)
     posterior = fit(Statistics.of(rewards), prior_mean=prior_mean, prior_precision=prior_precision)
     assert posterior.mean == pytest.approx(mean, rel=1e-6, abs=1e-6)
@@ -92,11 +92,11 @@ def test_fit_is_bayes_rule(rewards: list[float], prior_mean: float, prior_precis
 
 
 def generators(seed: int) -> tuple[np.random.Generator, np.random.Generator]:
-    """One for the code and one for the test, alike."""
+    """Return two generators in the same state, for the code and for the test."""
     return np.random.default_rng(seed), np.random.default_rng(seed)
 
 
-def test_a_known_mean_is_drawn_exactly_and_still_takes_its_number() -> None:
+def test_draw_of_known_mean_is_exact_and_consumes_a_random_number() -> None:
     rng, same = generators(3)
     mean = -0.1 - 0.2
     assert Posterior(mean, math.inf, 4).draw(rng) == mean
@@ -126,24 +126,24 @@ def test_arms_short_of_observations_are_played_in_random_order(
     assert rng.bit_generator.state == same.bit_generator.state
 
 
-def test_of_equal_draws_the_first_wins() -> None:
+def test_first_of_equal_draws_wins() -> None:
     arms = {8: Posterior(-9, math.inf, 2), 16: Posterior(-5, math.inf, 2), 32: Posterior(-5, math.inf, 2)}
     for seed in range(10):
         chosen, draws = choose(arms, min_observations=2, rng=np.random.default_rng(seed))
         assert (chosen, draws) == (16, {8: -9, 16: -5, 32: -5})
 
 
-def test_arms_of_which_nothing_is_known_go_first() -> None:
+def test_arms_without_observations_are_played_first() -> None:
     arms = {8: Posterior(-1, math.inf, 2), 16: Posterior(0, 0, 0), 32: Posterior(0, 0, 0)}
     for seed in range(10):
         assert choose(arms, min_observations=0, rng=np.random.default_rng(seed))[0] == 16
 
 
-# --- What an arm has learned ----------------------------------------------------------------------------------------
+# --- Observations of an arm -----------------------------------------------------------------------------------------
 
 
 def rewards_behind(life: Life, batch_size: int) -> tuple[int, float]:
-    """Number and mean of the costs that an arm is fitted on, with an uninformative prior."""
+    """Return number and mean of the costs that an arm is fitted on, with an uninformative prior."""
     posterior = posteriors(life.history, [batch_size])[batch_size]
     return posterior.observations, -posterior.mean
 
@@ -158,7 +158,7 @@ def explored_life(**fields: object) -> Life:
     return life
 
 
-def test_an_arm_enters_on_its_exploration_trials_and_failures_within_the_stage_change_nothing() -> None:
+def test_arm_starts_with_exploration_trials_and_ignores_failures() -> None:
     life = explored_life()
     assert rewards_behind(life, 16) == (2, 15.0)
     life.dispatch(16, BANDIT)
@@ -168,14 +168,14 @@ def test_an_arm_enters_on_its_exploration_trials_and_failures_within_the_stage_c
     assert rewards_behind(life, 16) == (2, 15.0)
 
 
-def test_after_a_trial_of_the_stage_an_arm_learns_from_all_its_trials() -> None:
+def test_arm_learns_from_all_trials_once_a_bandit_trial_ended() -> None:
     life = explored_life()
     life.run(16, BANDIT, COMPLETED, 40.0)
     assert rewards_behind(life, 16) == (4, 40.0)
     assert rewards_behind(life, 8) == (1, 50.0)
 
 
-def test_what_is_dispatched_before_the_stage_and_ends_within_it_counts_too() -> None:
+def test_trial_dispatched_before_the_bandit_stage_counts_when_completed_during_the_stage() -> None:
     life = explored_life()
     concurrent = life.dispatch(8, CONCURRENT)
     life.dispatch(16, BANDIT)
@@ -185,7 +185,7 @@ def test_what_is_dispatched_before_the_stage_and_ends_within_it_counts_too() -> 
     assert rewards_behind(life, 16) == (2, 15.0)
 
 
-def test_only_trials_that_were_measured_to_their_end_teach() -> None:
+def test_arm_learns_only_from_trials_measured_to_their_end() -> None:
     life = explored_life()
     for state, cost_j in ((COMPLETED, 30.0), (TrialState.EARLY_STOPPED, 40.0), (TrialState.EXHAUSTED, 50.0)):
         life.run(16, BANDIT, state, cost_j)
@@ -206,7 +206,7 @@ def test_only_trials_that_were_measured_to_their_end_teach() -> None:
         (6, [10.0, 90.0, 20.0, 40.0, 45.0]),
     ],
 )
-def test_the_window_takes_the_latest_trials(window_size: int, learned: list[float]) -> None:
+def test_window_keeps_the_latest_trials(window_size: int, learned: list[float]) -> None:
     life = explored_life(window_size=window_size)
     assert rewards_behind(life, 16) == (2, 15.0), "the window is for refits"
     life.run(16, BANDIT, COMPLETED, 40.0)
@@ -218,9 +218,7 @@ def test_the_window_takes_the_latest_trials(window_size: int, learned: list[floa
     ("window_size", "learned"),
     [(1, [40.0]), (2, [60.0, 40.0]), (3, [50.0, 60.0, 40.0]), (4, [20.0, 50.0, 60.0, 40.0])],
 )
-def test_the_window_holds_the_trial_that_ended_last_however_early_it_began(
-    window_size: int, learned: list[float]
-) -> None:
+def test_window_orders_trials_by_end_not_by_start(window_size: int, learned: list[float]) -> None:
     life = explored_life(window_size=window_size)
     first, second, third = (life.dispatch(16, BANDIT) for _ in range(3))
     for trial, cost_j in ((third, 60.0), (second, 50.0), (first, 40.0)):

@@ -1,4 +1,4 @@
-"""The number of evaluations in a row that must reach the target: `StopRule.judge`, applied by server and training."""
+"""Number of consecutive evaluations that must reach the target (`StopRule.judge`, in server and training)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def job(confirm: int) -> JobSpec:
 
 
 def end_of(confirm: int, *evaluations: tuple[float, float]) -> tuple[EndReason, float | None]:
-    """Judge evaluations of (epoch, metric) until the first one that stops; return its reason and epoch."""
+    """Judge evaluations of (epoch, metric) until the first stop; return its reason and epoch."""
     rule = StopRule(max_epochs=9)
     for epoch, metric in evaluations:
         verdict = rule.judge(job(confirm), metric=metric, epochs=epoch, cost_j=1.0)
@@ -41,7 +41,7 @@ def end_of(confirm: int, *evaluations: tuple[float, float]) -> tuple[EndReason, 
         (3, (HIT, HIT, HIT), 3),
     ],
 )
-def test_the_target_counts_after_so_many_evaluations_in_a_row(
+def test_target_counts_after_confirm_consecutive_evaluations(
     confirm: int, metrics: tuple[float, ...], epoch: int | None
 ) -> None:
     reason = EndReason.KEEP_TRAINING if epoch is None else EndReason.TARGET_REACHED
@@ -58,17 +58,17 @@ def test_the_target_counts_after_so_many_evaluations_in_a_row(
     ],
     ids=["again", "from before", "missed at the second time", "within an epoch"],
 )
-def test_an_epoch_that_is_trained_again_counts_once(
+def test_repeated_epoch_counts_once_towards_confirmation(
     evaluations: tuple[tuple[float, float], ...], epoch: float | None
 ) -> None:
     assert end_of(2, *evaluations)[1] == epoch
 
 
-def test_an_unconfirmed_target_does_not_count_after_the_last_epoch() -> None:
+def test_unconfirmed_target_does_not_count_after_the_last_epoch() -> None:
     assert end_of(2, (8, MISS), (9, HIT)) == (EndReason.MAX_EPOCHS_REACHED, 9)
 
 
-def test_a_verdict_says_how_many_evaluations_have_reached_the_target() -> None:
+def test_verdict_states_how_many_evaluations_reached_the_target() -> None:
     first = StopRule(max_epochs=9).judge(job(2), metric=HIT, epochs=3, cost_j=10.0)
     assert first.message == (
         "continue after 3 epochs: metric 0.9, target 0.8, reached in 1 of 2 evaluations in a row; 10 J spent"

@@ -1,4 +1,4 @@
-"""Crashes: how many nights a crashing batch size costs, and whose fault excludes a size."""
+"""Crashes: number of runs that a crashing batch size costs, and which crashes exclude a size."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Fate = Callable[[int], str | bool]
 
 
 class Nights:
-    """One launch per night of a job, in memory."""
+    """A job in memory with one run per night."""
 
     def __init__(
         self, sizes: tuple[int, ...] = SIZES, default: int = 16, policy: str = GP_VOI, **fields: object
@@ -39,7 +39,7 @@ class Nights:
             ending = ending or Ending(detail=str(told))
             trial = self.job.end_trial(trial.trial_number, ending, retries=3)
         else:
-            # A run at the target takes five epochs; larger sizes cost less.
+            # A run that reaches the target takes five epochs; larger sizes cost less.
             for epoch in range(1, 7):
                 spent = epoch * 10000 / trial.batch_size
                 report = Report(spent / 100, spent, epoch, float(told and epoch == 5))
@@ -61,7 +61,7 @@ def crashing_above_16(size: int) -> str | bool:
     return True if size == 16 else f"RuntimeError: shape [{size}, 3] at 0x7f{size:02x}"
 
 
-def test_larger_sizes_that_crash_alike_cost_three_nights_together_and_the_next_night_is_good() -> None:
+def test_larger_sizes_with_equal_crashes_cost_three_nights_in_total() -> None:
     job = Nights()
     sizes = job.nights(40, crashing_above_16)
     assert Counter(size for size in sizes if size != 16) == {32: 2, 64: 1}
@@ -69,7 +69,7 @@ def test_larger_sizes_that_crash_alike_cost_three_nights_together_and_the_next_n
     assert set(job.excluded) == {32, 64, 128}
 
 
-def test_each_size_that_crashes_in_its_own_way_costs_at_most_two_nights() -> None:
+def test_sizes_with_different_crashes_cost_at_most_two_nights_each() -> None:
     job = Nights()
     names = {32: "ValueError: a", 64: "KeyError: b", 128: "TypeError: c"}
     sizes = job.nights(60, lambda size: names.get(size, True))
@@ -81,14 +81,14 @@ def test_each_size_that_crashes_in_its_own_way_costs_at_most_two_nights() -> Non
     assert f"infeasible: 32 crashed twice in the same way and is not tried again ({names[32]})" in messages
 
 
-def test_a_size_whose_errors_differ_waits_ten_times_as_long_after_its_second_crash() -> None:
+def test_size_with_differing_crashes_waits_ten_times_longer_after_second_crash() -> None:
     job = Nights((16, 32))
     errors = iter("abcdefghijklmnop")
     sizes = job.nights(12, lambda size: True if size == 16 else f"Error {next(errors)}")
     assert sizes.count(32) == 2
 
 
-def test_neighbours_that_crash_alike_exclude_smaller_sizes_too() -> None:
+def test_equal_crashes_of_neighbours_exclude_smaller_sizes_too() -> None:
     job = Nights(default=128)
     job.nights(40, lambda size: True if size == 128 else f"ValueError: only {size} samples")
     assert set(job.excluded) == {16, 32, 64}
@@ -99,14 +99,14 @@ def test_neighbours_that_crash_alike_exclude_smaller_sizes_too() -> None:
 
 
 @pytest.mark.parametrize("default", [16, 32, 128])
-def test_a_fault_of_the_script_excludes_no_size_and_keeps_the_default(default: int) -> None:
+def test_crash_of_every_size_excludes_none_and_keeps_the_default(default: int) -> None:
     job = Nights(default=default)
     assert job.nights(8, lambda _: "NameError: name 'modle' is not defined") == [default] * 8
     assert not job.excluded
     assert job.nights(1, lambda _: True) == [default]
 
 
-def test_a_fault_of_the_script_after_a_success_excludes_no_size() -> None:
+def test_crash_of_every_size_after_a_success_excludes_none() -> None:
     job = Nights()
     job.nights(1, lambda _: True)
     job.nights(12, lambda _: "NameError: name 'modle' is not defined")
@@ -114,7 +114,7 @@ def test_a_fault_of_the_script_after_a_success_excludes_no_size() -> None:
     assert set(job.nights(30, lambda _: True)) > {16}
 
 
-def test_a_fault_of_the_script_while_sizes_are_missing_the_target_excludes_none() -> None:
+def test_crash_of_every_size_while_sizes_miss_the_target_excludes_none() -> None:
     job = Nights(SIZES, default=32)
     assert job.nights(1, lambda _: False) == [32]
     job.nights(12, lambda _: "NameError: name 'modle' is not defined")
@@ -122,7 +122,7 @@ def test_a_fault_of_the_script_while_sizes_are_missing_the_target_excludes_none(
 
 
 @pytest.mark.parametrize(("size", "reason"), [(32, EndReason.CRASHED), (64, EndReason.CRASHED_ALIKE)])
-def test_a_crash_counts_only_once_a_later_trial_has_run_to_its_end(size: int, reason: EndReason) -> None:
+def test_crash_excludes_a_size_only_after_a_later_trial_ran_to_the_end(size: int, reason: EndReason) -> None:
     state, trial = dispatch_trial(
         JobState(registration=make_job(SIZES, 16, policy=GP_VOI)), Suggestion(size, Origin.EXPLORATION, "")
     )
@@ -133,7 +133,7 @@ def test_a_crash_counts_only_once_a_later_trial_has_run_to_its_end(size: int, re
     assert (trial.state, trial.end_reason) == (TrialState.INFEASIBLE, reason)
 
 
-def test_a_default_that_its_own_rule_ends_twice_stays_while_no_size_has_reached_the_target() -> None:
+def test_default_ended_twice_by_the_users_rule_stays_until_a_size_reaches_the_target() -> None:
     job = Nights(default=32)
     early = Ending(ended_early=True, detail="EarlyStopping")
     job.night(lambda _: "", ending=early)
@@ -142,8 +142,8 @@ def test_a_default_that_its_own_rule_ends_twice_stays_while_no_size_has_reached_
     assert not job.excluded
 
 
-def test_a_crash_also_of_a_size_that_reached_the_target_excludes_no_other() -> None:
-    """A network that fails now and then."""
+def test_crash_shared_with_a_successful_size_excludes_no_size() -> None:
+    """A network that fails occasionally crashes every size."""
     job = Nights((16, 32))
     job.nights(2, lambda _: True if not job.trials else "ConnectionError: no route")
     job.nights(1, lambda _: "ConnectionError: no route")
@@ -153,7 +153,7 @@ def test_a_crash_also_of_a_size_that_reached_the_target_excludes_no_other() -> N
     assert not job.excluded
 
 
-def test_a_best_size_that_crashes_twice_gives_way_to_another_known_one_until_it_runs_again() -> None:
+def test_best_size_crashing_twice_is_replaced_until_a_later_success() -> None:
     job = Nights((16, 32))
     job.nights(8, lambda _: True)
     assert {trial.batch_size for trial in job.trials} == {16, 32}
@@ -164,7 +164,7 @@ def test_a_best_size_that_crashes_twice_gives_way_to_another_known_one_until_it_
 
 
 @pytest.mark.parametrize("outcome", [TrialState.SUSPENDED, TrialState.WITHDRAWN])
-def test_preempted_and_withdrawn_trials_are_no_crashes(outcome: TrialState) -> None:
+def test_preempted_and_withdrawn_trials_do_not_count_as_crashes(outcome: TrialState) -> None:
     job = Nights()
     job.nights(1, lambda _: True)
     for _ in range(3):
@@ -174,7 +174,7 @@ def test_preempted_and_withdrawn_trials_are_no_crashes(outcome: TrialState) -> N
     assert not job.excluded
 
 
-def test_out_of_memory_excludes_larger_sizes_and_the_next_night_is_good() -> None:
+def test_out_of_memory_excludes_larger_sizes_and_next_night_succeeds() -> None:
     job = Nights()
     job.nights(1, lambda _: True)
     size = job.night(lambda _: "", ending=Ending(outcome=TrialState.INFEASIBLE)).batch_size
@@ -182,7 +182,7 @@ def test_out_of_memory_excludes_larger_sizes_and_the_next_night_is_good() -> Non
     assert job.night(lambda _: True).batch_size == 16
 
 
-def test_runs_that_their_own_rule_ends_miss_the_target() -> None:
+def test_runs_ended_by_the_users_rule_miss_the_target() -> None:
     job = Nights(default=32)
     early = Ending(ended_early=True, detail="EarlyStopping(patience=3)")
     sizes = [job.night(lambda _: "", ending=early).batch_size for _ in range(8)]
@@ -191,7 +191,7 @@ def test_runs_that_their_own_rule_ends_miss_the_target() -> None:
     assert job.trials[-1].reason.startswith("every batch size has missed the target")
 
 
-def test_a_stuck_job_trains_the_default_and_learns_once_it_reaches_the_target() -> None:
+def test_always_missing_job_trains_the_default_and_learns_after_the_first_success() -> None:
     job = Nights(default=32)
     assert job.nights(7, lambda _: False) == [32, 16, 64, 128, 32, 32, 32]
     assert job.nights(1, lambda _: True) == [32]
@@ -199,7 +199,7 @@ def test_a_stuck_job_trains_the_default_and_learns_once_it_reaches_the_target() 
     assert "missed" not in job.job.history.in_flight[-1].reason
 
 
-def test_policy_zeus_retries_a_crashing_size_three_times_as_before() -> None:
+def test_policy_zeus_retries_a_crashing_size_three_times() -> None:
     job = Nights(policy=ZEUS, default=32)
     assert job.nights(3, lambda size: f"ValueError: {size}") == [32, 32, 32]
     assert job.excluded == {32: EndReason.CRASHED}

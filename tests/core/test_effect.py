@@ -1,4 +1,4 @@
-"""The effect of the batch size on the cost of a run: against a closed form, and what it must not depend on."""
+"""Effect of the batch size on the cost of a run, against a closed form, and its invariances."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def learned(runs: list[tuple[float, float, bool]], factor: float = 1.0) -> Effec
     return model
 
 
-def test_one_filter_without_walk_is_bayesian_linear_regression() -> None:
-    """Surprises below 2.5 spreads are learned as a Kalman filter does, which is then the conjugate posterior."""
+def test_single_filter_without_walk_equals_bayesian_linear_regression() -> None:
+    """Surprises below 2.5 spreads are learned as by a Kalman filter, which then equals the conjugate posterior."""
     sigma, y = 0.2, [1.0, 1.1, 1.25, 0.9, 1.05, 1.3]
     is_default = [False, True, False, False, True, False]
     part = _Part([sigma], [0.0], {0.0: 1.0})
@@ -41,8 +41,8 @@ def test_one_filter_without_walk_is_bayesian_linear_regression() -> None:
     assert part.p_delta[equal_spreads, 0] == pytest.approx(np.linalg.inv(precision)[1, 1])
 
 
-def test_wider_spread_of_default_lowers_its_log_mean() -> None:
-    """If the default's spread is k times σ, the same log mean is a mean cost that is higher by ½ σ² (k² - 1)."""
+def test_wider_spread_of_default_lowers_the_log_mean() -> None:
+    """A default with a spread of k·σ and an equal log mean has a mean cost higher by ½ σ² (k² - 1)."""
     sigma = 0.45
     part = _Part([sigma], [0.0], {0.0: 1.0})
     for number in range(4000):
@@ -56,14 +56,14 @@ def test_many_quiet_runs_show_the_ratio() -> None:
     assert 0.4 < effect.low < effect.middle < effect.high < 0.62
 
 
-def test_one_excursion_of_the_pace_moves_the_effect_little() -> None:
+def test_single_outlier_of_the_pace_barely_moves_the_effect() -> None:
     quiet = [(10.0, 100.0, False), (10.0, 101.0, False), (10.0, 99.0, True), (10.0, 100.0, False)] * 3
     slowed = [*quiet, (10.0, 1000.0, True), *quiet]
     assert abs(learned(slowed).effect().middle) < 0.05
 
 
-def test_slow_hours_weigh_less_than_fast_ones() -> None:
-    """A neighbour slows a run down; nothing speeds it up."""
+def test_slow_hours_weigh_less_than_fast_hours() -> None:
+    """Neighbours on the machine slow a run down; they never speed a run up."""
 
     def effect(pace: float) -> float:
         quiet = [(10.0, 100.0, False), (10.0, 120.0, False), (10.0, 80.0, False), (10.0, 100.0, True)]
@@ -72,7 +72,7 @@ def test_slow_hours_weigh_less_than_fast_ones() -> None:
     assert 0 <= effect(4.0) < 0.5 * -effect(1 / 4.0)
 
 
-def test_epochs_alone_leave_the_pace_open() -> None:
+def test_epochs_without_costs_leave_the_pace_open() -> None:
     model = EffectModel()
     for _ in range(10):
         model.add(10, 100, is_default=False)
@@ -82,7 +82,7 @@ def test_epochs_alone_leave_the_pace_open() -> None:
 
 
 @given(runs=RUNS, factor=st.sampled_from([1e-6, 0.01, 3.6e6]))
-def test_unit_of_cost_does_not_matter(runs: list[tuple[float, float, bool]], factor: float) -> None:
+def test_unit_of_cost_does_not_change_the_effect(runs: list[tuple[float, float, bool]], factor: float) -> None:
     assert learned(runs, factor).effect() == learned(runs).effect()
 
 

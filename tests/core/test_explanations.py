@@ -1,4 +1,4 @@
-"""The numbers behind decisions: that they are kept, bounded, and those that a replay makes."""
+"""Numbers behind decisions: they are stored, bounded in size, and equal to a replay's."""
 
 from __future__ import annotations
 
@@ -81,13 +81,13 @@ DECISIONS = st.builds(
 
 
 @given(DECISIONS)
-def test_a_decision_takes_little_room_and_is_read_back_as_it_was(decision: Decision) -> None:
+def test_stored_decision_takes_at_most_4_kb_and_reads_back_unchanged(decision: Decision) -> None:
     row = decision_row(StoredDecision("job", 1, decision))
     assert len(row["decision"]) <= 4096
     assert decision_from(row).decision == decision
 
 
-def test_the_longest_decision_takes_little_room() -> None:
+def test_longest_decision_takes_at_most_4_kb() -> None:
     sizes, number = range(2**31 - 200, 2**31), 1.234e-90
     longest = Decision(
         sizes=tuple(
@@ -101,7 +101,7 @@ def test_the_longest_decision_takes_little_room() -> None:
     assert 3500 < len(decision_row(StoredDecision("job", 1, longest))["decision"]) <= 4096
 
 
-def test_what_is_left_out_is_what_matters_least() -> None:
+def test_truncated_decision_keeps_the_most_important_entries() -> None:
     sizes = tuple(SizeBelief(batch_size=size, chance_best=1 / size) for size in range(1, 101))
     candidates = tuple(CandidateWorth(batch_size=size, value=size, loss=1) for size in range(1, 101))
     decision = Decision(sizes=sizes, candidates=candidates)
@@ -111,7 +111,7 @@ def test_what_is_left_out_is_what_matters_least() -> None:
 
 @settings(max_examples=examples(30), deadline=None)
 @given(seed=st.integers(0, 2**32), policy=st.sampled_from(OWN_POLICIES))
-def test_the_decision_that_is_kept_is_the_one_that_a_replay_makes(
+def test_stored_decision_equals_replayed_decision(
     tmp_path_factory: pytest.TempPathFactory, seed: int, policy: str
 ) -> None:
     rng = np.random.default_rng(seed)
@@ -144,13 +144,13 @@ def test_the_decision_that_is_kept_is_the_one_that_a_replay_makes(
 
 
 def decided_anew(transaction: Any, job_id: str) -> Decision | None:
-    """The decision on the next trial, from all trials until now."""
+    """Decide on the next trial, from all trials until now."""
     job = transaction.job(job_id)
     history = replay(job.registration, transaction.all_trials(job_id), job.survivors)
     return suggestion_for(history, generator_of(job), evidence_for(transaction, job, history.arms)).decision
 
 
-async def test_what_is_believed_is_told_with_a_band(database_url: str) -> None:
+async def test_explanation_shows_a_band_for_each_belief(database_url: str) -> None:
     async with job_service(database_url, policy=GP_VOI) as server:
         first = await server.store.read(reading.explain, server.job_id)
         assert first.decision == Decision(sizes=tuple(SizeBelief(batch_size=size) for size in (8, 16, 32)))
@@ -176,7 +176,7 @@ async def test_what_is_believed_is_told_with_a_band(database_url: str) -> None:
 
 
 @pytest.mark.parametrize("policy", OWN_POLICIES)
-async def test_what_would_be_chosen_next_is_what_is_chosen_then(database_url: str, policy: str) -> None:
+async def test_explained_next_choice_is_the_choice_made(database_url: str, policy: str) -> None:
     async with job_service(database_url, policy=policy, mab_seed=3) as server:
         for _ in range(12):
             told = await server.store.read(reading.explain, server.job_id)
@@ -188,7 +188,7 @@ async def test_what_would_be_chosen_next_is_what_is_chosen_then(database_url: st
             await server.reach(trial, cost_j=500.0 + trial.batch_size)
 
 
-async def test_an_export_has_the_decisions(database_url: str) -> None:
+async def test_export_contains_the_decisions(database_url: str) -> None:
     async with job_service(database_url, policy=GP_VOI) as server:
         await server.reach(await server.suggest())
         await server.offline(8, "key")
@@ -200,7 +200,7 @@ async def test_an_export_has_the_decisions(database_url: str) -> None:
         assert (await exported(server.store, f"{server.job_id}-2"))[1]["decision"] == export[1]["decision"]
 
 
-def test_the_server_in_the_process_explains_too(tmp_path: Path) -> None:
+def test_embedded_server_explains_decisions(tmp_path: Path) -> None:
     spec = JobSpec(job_id_prefix="job", job_id="job", batch_sizes=SIZES, default_batch_size=16)
     with client_from_environment(f"embedded://{tmp_path / 'bso.sqlite3'}") as client:
         client.register(JobSpecFromClient.of(spec, GpuConfig(max_power=100, number_of_gpus=1, gpu_model="GPU")))
@@ -209,7 +209,7 @@ def test_the_server_in_the_process_explains_too(tmp_path: Path) -> None:
         assert client.explain("job").trial_number is None
 
 
-def test_a_far_away_server_explains(http: httpx.Client) -> None:
+def test_remote_server_explains_decisions(http: httpx.Client) -> None:
     job_id = f"far-{uuid.uuid4().hex[:8]}"
     job = jobs.job(**{**jobs.THREE_SIZES, "job_id_prefix": "far", "job_id": job_id})
     http.post("/jobs", json=job).raise_for_status()
@@ -222,13 +222,13 @@ def test_a_far_away_server_explains(http: httpx.Client) -> None:
     assert http.get("/api/jobs/none/explanation").status_code == 404
 
 
-def test_chances_are_those_of_normal_quantities() -> None:
-    # The lower of two, one σ·√2 apart: Φ(1).
+def test_chances_match_the_normal_distribution() -> None:
+    # The lower of two quantities, σ·√2 apart: Φ(1).
     chances = chances_lowest(np.array([0.0, math.sqrt(2)]), np.ones(2))
     assert chances[0] == pytest.approx(0.841, abs=0.03)
     assert chances_lowest(np.array([0.0, 5.0]), np.array([3.0, 4.0]))[0] == pytest.approx(0.841, abs=0.03)
     assert chances.sum() == pytest.approx(1)
-    # Known exactly: no doubt is left.
+    # Quantities without variance leave no doubt.
     assert chances_lowest(np.array([1.0, 2.0]), np.zeros(2)).tolist() == [1, 0]
 
 
@@ -246,20 +246,20 @@ def test_costs_in_words(joules: float, words: str) -> None:
     assert joules_in_words(joules) == words
 
 
-def test_an_expectation_stands_beside_what_was_measured() -> None:
+def test_expected_cost_is_shown_beside_the_measured_mean() -> None:
     assert expected_in_words(1530, 1, 1784) == "expected 1530 J (one run: 1780 J)"
     assert expected_in_words(102, 3, 104) == "expected 102 J (mean of 3 runs: 104 J)"
     assert expected_in_words(102, 0, None) == "expected 102 J"
 
 
-def test_the_stop_in_words() -> None:
+def test_stop_rule_is_described_in_words() -> None:
     assert stop_in_words(StopRule(max_epochs=9), 50) == "stop it after 9 epochs unless it gets there"
     assert stop_in_words(StopRule(max_epochs=1), 50, "dear") == "stop it after 1 epoch unless it gets there: dear"
     assert stop_in_words(StopRule(max_epochs=50, max_cost_j=162), 50) == "stop it at 162 J unless it gets there"
     assert stop_in_words(StopRule(max_epochs=50), 50) == stop_in_words(None, 50) == ""
 
 
-def test_zeus_tells_the_chances_of_its_survivors() -> None:
+def test_zeus_reports_the_chances_of_survivors() -> None:
     life = Life(make_job((8, 16), 16, num_pruning_rounds=1, mab_num_explorations=1, policy=ZEUS))
     assert suggest(life.history, life.rng, explains=True).decision == Decision(
         sizes=(SizeBelief(batch_size=8), SizeBelief(batch_size=16)), stop=StopRule(max_epochs=10)
@@ -272,7 +272,7 @@ def test_zeus_tells_the_chances_of_its_survivors() -> None:
     assert sum(size.chance_best or 0 for size in decision.sizes) == pytest.approx(1, abs=1e-3)
 
 
-# --- The cost that a policy expects of each batch size, and the size that it holds to be the best ---------------------
+# --- Cost that a policy expects of each batch size, and its best size -------------------------------------------------
 
 
 def life_of(policy: str, **fields: object) -> Life:
@@ -280,19 +280,19 @@ def life_of(policy: str, **fields: object) -> Life:
 
 
 @pytest.mark.parametrize("policy", OWN_POLICIES)
-def test_nothing_is_expected_before_a_run_reaches_the_target(policy: str) -> None:
+def test_no_cost_is_expected_before_a_run_reaches_the_target(policy: str) -> None:
     life = life_of(policy)
     assert expectations(life.history).best is None
     life.run(16, Origin.EXPLORATION, TrialState.FAILED, 70)
     assert (dict(expectations(life.history).costs), expectations(life.history).best) == ({}, None)
 
 
-def test_zeus_expects_the_mean_of_its_posterior() -> None:
+def test_zeus_expects_the_mean_of_the_posterior() -> None:
     life = life_of(ZEUS)
     for size, cost_j in ((16, 400), (8, 900), (32, 200), (64, 990), (32, 500), (16, 380), (8, 950)):
         life.run(size, Origin.EXPLORATION, TrialState.COMPLETED, cost_j)
     found = expectations(life.history)
-    # The luckiest run was one of 32: 350 ± 150/√2 J. 64 was stopped from being tried again; its one run says no spread.
+    # The cheapest run had size 32: 350 ± 150/√2 J. Size 64 did not survive; a single run shows no spread.
     for size, mean_j, std_j in ((32, 350, 150 / math.sqrt(2)), (16, 390, 10 / math.sqrt(2))):
         band_j = mean_j - BAND_SDS * std_j, mean_j + BAND_SDS * std_j
         assert found.costs[size] == ExpectedCost(mean_j, pytest.approx(band_j))
@@ -304,7 +304,7 @@ def test_zeus_expects_the_mean_of_its_posterior() -> None:
     assert expectations(life.history).best == 16
 
 
-def test_zeus_expects_nothing_of_sizes_that_do_not_run_or_did_not_survive() -> None:
+def test_zeus_expects_no_cost_of_excluded_or_dropped_sizes() -> None:
     life = life_of(ZEUS)
     life.run(8, Origin.EXPLORATION, TrialState.COMPLETED, 300)
     life.run(16, Origin.EXPLORATION, TrialState.COMPLETED, 400)
@@ -316,7 +316,7 @@ def test_zeus_expects_nothing_of_sizes_that_do_not_run_or_did_not_survive() -> N
     assert list(expectations(life.history).costs) == [16]
 
 
-def test_a_size_that_only_ran_beside_an_exploration_costs_what_it_did_there() -> None:
+def test_size_with_only_concurrent_runs_is_expected_to_cost_their_mean() -> None:
     life = life_of(ZEUS)
     life.run(16, Origin.CONCURRENT, TrialState.COMPLETED, 400)
     assert expectations(life.history).costs == {16: ExpectedCost(400, None)}
@@ -324,13 +324,13 @@ def test_a_size_that_only_ran_beside_an_exploration_costs_what_it_did_there() ->
 
 @given(st.integers(0, 2**32), st.sampled_from(OWN_POLICIES))
 @settings(max_examples=examples(15), deadline=None)
-def test_the_best_size_is_the_one_that_is_played_when_nothing_is_to_be_learned(seed: int, policy: str) -> None:
+def test_best_size_is_the_size_played_without_exploration(seed: int, policy: str) -> None:
     rng = np.random.default_rng(seed)
     life, epochs_needed = life_of(policy, max_epochs=40, mab_seed=seed), rng.integers(2, 9, len(SIZES))
     for _ in range(25):
         history = life.history
         trial = life.ask()
-        # The first decision of the bandit stage chooses among the sizes that it has just found to survive.
+        # The first decision of the bandit stage chooses among the sizes that this decision found to survive.
         before = expectations(replace(history, survivors=life.survivors))
         if trial.origin is Origin.INCUMBENT or life.reason.startswith("best so far"):
             assert trial.batch_size == before.best
@@ -344,7 +344,7 @@ def test_the_best_size_is_the_one_that_is_played_when_nothing_is_to_be_learned(s
             assert before.best is None or before.costs[before.best].mean_j > 0
 
 
-def test_gp_voi_does_not_hold_the_luckiest_run_for_the_best_size() -> None:
+def test_gp_voi_does_not_take_the_luckiest_run_for_the_best_size() -> None:
     life = life_of(GP_VOI, max_epochs=100)
     for size, epochs in ((16, 20), (16, 20), (32, 31), (32, 30), (16, 19), (32, 33), (32, 18), (16, 21)):
         trial = life.dispatch(size, Origin.INCUMBENT)
@@ -358,7 +358,7 @@ def test_gp_voi_does_not_hold_the_luckiest_run_for_the_best_size() -> None:
     assert expected.band_j[0] < 200 < expected.band_j[1]
 
 
-def test_no_run_is_expected_to_cost_more_than_max_epochs() -> None:
+def test_expected_cost_never_exceeds_max_epochs() -> None:
     life = life_of(GP_VOI, max_epochs=100)
     trial = life.dispatch(64, Origin.EXPLORATION)
     for epoch in range(1, 96):
@@ -367,12 +367,12 @@ def test_no_run_is_expected_to_cost_more_than_max_epochs() -> None:
     for size, expected in found.costs.items():
         assert expected.band_j is not None
         assert expected.band_j[0] <= expected.band_j[1], size
-        # Only 64 has shown what an epoch costs: 10 J.
+        # Only 64 has a known cost of an epoch: 10 J.
         if size == 64:
             assert max(expected.mean_j, expected.band_j[1]) == pytest.approx(1000, rel=0.01)
 
 
-def test_a_trial_under_way_narrows_no_band() -> None:
+def test_running_trial_narrows_no_band() -> None:
     life = life_of(GP_VOI, max_epochs=100)
     trial = life.dispatch(16, Origin.EXPLORATION)
     for epoch in range(1, 21):

@@ -1,4 +1,4 @@
-"""What policy `gp_voi` decides, on jobs whose costs are known here and not to it."""
+"""Decisions of policy `gp_voi` on jobs with costs that the tests know and the policy does not."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from zeus_plugins.protocol import EndReason, Origin, StopRule, TrialState
 
 
 def begun_life(batch_sizes: tuple[int, ...] = (8, 16, 32, 64, 128), default: int = 64) -> Life:
-    """A job whose default size has reached the target once, in ten epochs."""
+    """Return a job in which the default size has reached the target once, in ten epochs."""
     life = new_life(batch_sizes, default)
     run(life, life.ask(), needed=10)
     return life
@@ -38,7 +38,7 @@ def bound_of(trial: TrialRecord) -> EpochBound:
 
 
 def recur(life: Life, times: int, needed: Callable[[int], float], epoch_j: Callable[[int], float]) -> list[int]:
-    """Trials, one after another, until so many have reached the target: their sizes."""
+    """Run trials one after another until `times` of them have reached the target; return their sizes."""
     sizes: list[int] = []
     reached = 0
     while reached < times:
@@ -48,10 +48,10 @@ def recur(life: Life, times: int, needed: Callable[[int], float], epoch_j: Calla
     return sizes
 
 
-# --- Which size -------------------------------------------------------------------------------------------------------
+# --- Choice of the size -----------------------------------------------------------------------------------------------
 
 
-def test_until_one_reaches_the_target_sizes_are_tried_from_the_default_on() -> None:
+def test_before_first_success_sizes_are_tried_outwards_from_the_default() -> None:
     life = new_life()
     for expected in (64, 32, 128, 16, 8, 64, 64):
         trial = life.ask()
@@ -62,7 +62,7 @@ def test_until_one_reaches_the_target_sizes_are_tried_from_the_default_on() -> N
     )
 
 
-def test_the_cheapest_size_is_found_and_kept() -> None:
+def test_cheapest_size_is_found_and_kept() -> None:
     needed, epoch_j = {8: 30, 16: 12, 32: 10, 64: 20, 128: 40}, {8: 60, 16: 40, 32: 25, 64: 20, 128: 18}
     life = new_life()
     sizes = recur(life, 40, needed.__getitem__, epoch_j.__getitem__)
@@ -71,23 +71,23 @@ def test_the_cheapest_size_is_found_and_kept() -> None:
     assert len(sizes) <= 45
 
 
-def test_a_far_size_is_reached_in_one_step_where_costs_fall_on_the_way() -> None:
+def test_far_size_is_reached_in_a_single_step_if_costs_fall_on_the_way() -> None:
     life = new_life((8, 16, 32, 64, 128, 256, 512, 1024), default=8, max_epochs=100)
-    # Epochs as ever, each for half of what it costs at half the size.
+    # Equal epochs; doubling the size halves the cost of an epoch.
     sizes = recur(life, 10, lambda _: 20, lambda size: 8000 / size)
     assert sizes[0] == 8
     assert sizes[1] >= 64
     assert sizes[-3:] == [1024] * 3
 
 
-def test_what_two_sizes_show_is_not_asked_of_those_between() -> None:
-    """Sizes between two that need as many epochs, at a cost that falls evenly, hold no surprise."""
+def test_sizes_between_two_known_sizes_on_a_trend_are_not_tried() -> None:
+    """Between two sizes with equal epochs and an evenly falling cost, no size can surprise."""
     life = new_life((8, 12, 16, 24, 32), default=8)
     sizes = recur(life, 30, lambda _: 20, lambda size: 800 / size)
     assert sizes.count(32) >= 25
 
 
-def test_after_two_runs_that_missed_the_target_comes_the_incumbent() -> None:
+def test_incumbent_follows_two_missed_runs() -> None:
     life = begun_life()
     trial = life.ask()
     assert (trial.batch_size != 64, trial.origin) == (True, Origin.EXPLORATION)
@@ -102,7 +102,7 @@ def test_after_two_runs_that_missed_the_target_comes_the_incumbent() -> None:
     assert run(life, again, needed=10).state is TrialState.COMPLETED
 
 
-def test_sizes_that_ran_out_of_memory_are_neither_tried_nor_counted_on() -> None:
+def test_sizes_out_of_memory_are_neither_tried_nor_considered() -> None:
     life = begun_life()
     life.exclude(life.dispatch(128))
     sizes = recur(life, 12, lambda _: 10, lambda size: 1000 / size)
@@ -111,14 +111,14 @@ def test_sizes_that_ran_out_of_memory_are_neither_tried_nor_counted_on() -> None
 
     life.exclude(life.dispatch(16))
     trial = life.ask()
-    # Nothing that still fits is known to reach the target, but much is known of the others.
+    # No size that still fits is known to reach the target, but the evidence of the excluded sizes helps.
     assert (trial.batch_size, trial.origin) == (8, Origin.EXPLORATION)
     life.exclude(trial)
     with pytest.raises(NoSurvivorError, match="smaller batch_sizes"):
         life.ask()
 
 
-def test_a_size_that_crashed_too_often_is_left_out_and_its_neighbours_are_near_each_other() -> None:
+def test_size_excluded_for_crashes_makes_the_neighbours_adjacent() -> None:
     life = begun_life((8, 64, 512), default=8)
     life.exclude(life.dispatch(64), EndReason.CRASHED)
     again = life.ask()
@@ -127,12 +127,12 @@ def test_a_size_that_crashed_too_often_is_left_out_and_its_neighbours_are_near_e
     assert life.ask().batch_size == 512
 
 
-def test_trials_under_way_count_as_if_they_had_gone_as_expected() -> None:
+def test_running_trials_count_as_ended_as_expected() -> None:
     life = begun_life()
     first = life.ask()
     assert first.origin is Origin.EXPLORATION
     asked = [life.ask() for _ in range(8)]
-    # What the first tries are going to tell need not be found out again.
+    # Running first trials will answer the question, so another trial of these sizes would be wasted.
     assert {trial.origin for trial in asked[3:]} == {Origin.INCUMBENT}
     assert suggest(life.history, life.rng).reason.endswith("; 4 trials of other sizes are under way")
     # Once they are given up, as if they had never been, but for the numbers of trials.
@@ -142,12 +142,12 @@ def test_trials_under_way_count_as_if_they_had_gone_as_expected() -> None:
     assert (again.batch_size, again.origin) == (first.batch_size, Origin.EXPLORATION)
 
 
-def test_before_anything_is_known_all_get_the_default() -> None:
+def test_before_any_result_all_concurrent_trials_get_the_default() -> None:
     life = new_life()
     assert [life.ask().batch_size for _ in range(3)] == [64, 64, 64]
 
 
-def test_a_suspended_trial_counts_as_under_way() -> None:
+def test_suspended_trial_counts_as_running() -> None:
     life = begun_life()
     trial = life.ask()
     running = suggest(life.history, life.rng)
@@ -155,7 +155,7 @@ def test_a_suspended_trial_counts_as_under_way() -> None:
     assert suggest(life.history, life.rng) == running
 
 
-def test_what_a_running_trial_says_of_its_epochs_is_used_at_once() -> None:
+def test_reports_of_a_running_trial_change_the_cost_of_epochs_at_once() -> None:
     life = begun_life((32, 64))
     trial = life.dispatch(32)
 
@@ -166,12 +166,12 @@ def test_what_a_running_trial_says_of_its_epochs_is_used_at_once() -> None:
 
     before = cost_of_an_epoch()
     life.report(trial, 15.0, epoch=1, metric=0.0)
-    assert cost_of_an_epoch() == before  # with its start-up, maybe
+    assert cost_of_an_epoch() == before  # perhaps including its start-up
     life.report(trial, 17.0, epoch=2, metric=0.0)
     assert cost_of_an_epoch() < 0.7 * before
 
 
-def test_offline_trials_teach_as_others_do() -> None:
+def test_offline_trials_teach_like_dispatched_trials() -> None:
     life = new_life()
     run(life, life.dispatch(16, Origin.OFFLINE), needed=10, epoch_j=10)
     trial = life.ask()
@@ -180,20 +180,20 @@ def test_offline_trials_teach_as_others_do() -> None:
     assert life.belief(8).observed.weight > 0
 
 
-def test_a_crashed_trial_tells_what_an_epoch_costs() -> None:
+def test_crashed_trial_shows_the_cost_of_an_epoch() -> None:
     life = begun_life()
     for second_j in (11.0, 90.0):
         trial = life.dispatch(32)
         life.report(trial, 10.0, epoch=1, metric=0.0)
         life.report(trial, 10.0 + second_j, epoch=2, metric=0.0)
         life.move(life.trials[-1], TrialState.FAILED, cost_j=10.0 + second_j)
-        # The second crash adds nothing to what the first has told.
+        # The second crash adds no evidence to the first.
         belief = life.belief(32)
         assert replace(belief, crashed=0) == Belief(costs=belief.costs, are_costs_guessed=False)
         assert belief.costs == (pytest.approx(CostRun(math.log(11), 1)),)
 
 
-def test_the_default_may_be_another_in_a_new_registration() -> None:
+def test_new_registration_may_change_the_default() -> None:
     life = new_life()
     recur(life, 8, {8: 30, 16: 12, 32: 10, 64: 14, 128: 30}.__getitem__, lambda _: 10)
     before = suggest(life.history, life.rng)
@@ -204,7 +204,7 @@ def test_the_default_may_be_another_in_a_new_registration() -> None:
 
 @given(st.integers(0, 2**32))
 @settings(max_examples=examples(10), deadline=None)
-def test_a_decision_follows_from_the_history_alone(seed: int) -> None:
+def test_decision_depends_on_the_history_only(seed: int) -> None:
     rng = np.random.default_rng(seed)
     life = new_life()
     for _ in range(8):
@@ -212,7 +212,7 @@ def test_a_decision_follows_from_the_history_alone(seed: int) -> None:
     assert suggest(life.history, np.random.default_rng(1)) == suggest(life.history, np.random.default_rng(2))
 
 
-def test_reasons_before_a_run_has_reached_the_target_count_the_misses() -> None:
+def test_reasons_count_the_misses_before_the_first_success() -> None:
     life = new_life((32, 64, 128))
     reasons = []
     for _ in range(4):
@@ -230,11 +230,11 @@ def test_reasons_before_a_run_has_reached_the_target_count_the_misses() -> None:
     assert suggest(abandoned.history, abandoned.rng).reason.endswith("the target yet; 64 is your own size")
 
 
-def test_reasons_are_told_in_plain_words() -> None:
+def test_reasons_are_stated_in_plain_words() -> None:
     life = new_life((64, 128))
     assert suggest(life.history, life.rng).reason == "first run of job job"
     run(life, life.ask(), needed=10)
-    # Ten epochs of 10 J; a percent more for failures, and a little as the mean of a log-normal cost.
+    # Ten epochs of 10 J; one percent more for failures, and a little for the mean of a log-normal cost.
     tried = r"tried 128: about an? .* chance to beat 64, the best so far, expected 10[123] J \(one run: 100 J\)"
     assert re.fullmatch(tried, suggest(life.history, life.rng).reason)
     for _ in range(2):
@@ -255,8 +255,8 @@ def test_reasons_are_told_in_plain_words() -> None:
     assert suggest(alone.history, alone.rng).reason.endswith("; there is no other size to try")
 
 
-def test_the_cheapest_run_so_far_is_repeated() -> None:
-    """A series of real runs, as epochs and joules, of which the first is the cheapest, though the laws expect more."""
+def test_cheapest_run_so_far_is_repeated() -> None:
+    """Play real runs (epochs and joules): the first is the cheapest, against the expectation of the laws."""
     life = new_life((4, 8, 16, 32, 64, 128, 256), default=32)
     suggested = []
     for size, epochs, cost_j in (
@@ -267,7 +267,7 @@ def test_the_cheapest_run_so_far_is_repeated() -> None:
         (8, 4, 28.4),
         (8, 6, 53.5),
     ):
-        # Whatever becomes of a trial, it runs to its end here, without a bound.
+        # Remove the bound, so that each trial runs to its end.
         trial = life.dispatch(size, Origin.OFFLINE).bounded_by(EpochBound(50, "all"))
         life.trials[-1] = trial
         assert run(life, trial, needed=epochs, epoch_j=cost_j / epochs).state is TrialState.COMPLETED
@@ -278,21 +278,21 @@ def test_the_cheapest_run_so_far_is_repeated() -> None:
 
 
 def finished(life: Life, size: int, epochs: float, epoch_j: float = 10.0, startup: float = 1.0) -> None:
-    """Let a run without a bound reach the target after so many epochs."""
+    """Let an unbounded run reach the target after `epochs` epochs."""
     trial = life.dispatch(size, Origin.OFFLINE).bounded_by(EpochBound(50, "all"))
     life.trials[-1] = trial
     assert run(life, trial, needed=epochs, epoch_j=epoch_j, startup=startup).state is TrialState.COMPLETED
 
 
-def test_a_size_is_measured_by_and_by_if_only_laws_speak_against_it() -> None:
-    """The smallest size costs a third, which no law expects after what its neighbours have shown."""
+def test_size_opposed_only_by_the_laws_is_measured_eventually() -> None:
+    """The smallest size costs a third; after the results of its neighbours, no law expects this."""
     life = new_life((8, 16, 32, 64), default=64)
     needed, epoch_j = {8: 4, 16: 30, 32: 20, 64: 15}, {8: 12, 16: 11, 32: 10, 64: 9}
     sizes = recur(life, 160, needed.__getitem__, epoch_j.__getitem__)
     assert sizes[-10:] == [8] * 10
 
 
-def test_what_leaves_a_size_in_doubt() -> None:
+def test_sizes_with_few_or_stopped_runs_are_in_doubt() -> None:
     life = new_life((8, 16, 32, 64), default=64)
     for size in (64, 64, 32):
         finished(life, size, 10)
@@ -328,7 +328,7 @@ def test_another_run_of_the_incumbent_is_weighed_like_any_trial() -> None:
 # --- When a trial is stopped ------------------------------------------------------------------------------------------
 
 
-def test_nothing_is_bounded_until_a_size_is_known_to_reach_the_target() -> None:
+def test_no_trial_is_bounded_before_a_size_has_reached_the_target() -> None:
     life = new_life()
     trial = life.ask()
     assert trial.bound is None
@@ -337,7 +337,7 @@ def test_nothing_is_bounded_until_a_size_is_known_to_reach_the_target() -> None:
     assert life.trials[-1].bound == EpochBound(50, "all that max_epochs allows")
 
 
-def test_the_incumbent_has_twice_the_epochs_that_it_is_expected_to_need() -> None:
+def test_incumbent_may_use_twice_the_expected_epochs() -> None:
     life = begun_life()
     life.report(life.dispatch(64, Origin.INCUMBENT), 10.0, epoch=1, metric=0.0)
     trial = life.trials[-1]
@@ -350,7 +350,7 @@ def test_the_incumbent_has_twice_the_epochs_that_it_is_expected_to_need() -> Non
     assert life.belief(64).failures == 1
     life.report(life.dispatch(64, Origin.INCUMBENT), 10.0, epoch=1, metric=0.0)
     assert bound_of(life.trials[-1]) == limit
-    # Misses of other sizes do not count; from its own second miss in a row on, it gets twice as many each time.
+    # Misses of other sizes do not count. From its second consecutive miss on, the incumbent's bound doubles each time.
     beliefs = beliefs_of(life.history, ())
     for missed, of_other, times in ((1, 3, 2), (2, 0, 4), (3, 0, 8)):
         rows = (replace(each, missed=missed if index == 3 else of_other) for index, each in enumerate(beliefs))
@@ -359,11 +359,11 @@ def test_the_incumbent_has_twice_the_epochs_that_it_is_expected_to_need() -> Non
         assert given.reason.startswith(f"{times} times the epochs that it should need, 10")
 
 
-def test_a_hopeless_try_is_stopped_by_its_first_report_if_start_up_is_known() -> None:
+def test_hopeless_trial_is_stopped_by_the_first_report_if_start_up_is_known() -> None:
     life = new_life((32, 64), default=64)
     run(life, life.ask(), needed=10, startup=2.0)
     trial = life.dispatch(32)
-    # Twice what an epoch costs at 64, but so was its first.
+    # The report shows twice the cost of an epoch at 64, as the first epoch at 64 did.
     assert not life.report(trial, 20.0, epoch=1, metric=0.0).stop
     assert life.trials[-1].bound is None
     life.move(life.trials[-1], TrialState.ABANDONED)
@@ -372,48 +372,48 @@ def test_a_hopeless_try_is_stopped_by_its_first_report_if_start_up_is_known() ->
     verdict = life.report(trial, 2000.0, epoch=1, metric=0.0)
     assert (verdict.reason, verdict.state) == (EndReason.EPOCH_BOUND_REACHED, TrialState.EARLY_STOPPED)
     assert "after 1 epoch:" in verdict.message
-    # What an epoch costs is then guessed from that, and the next run of the size has the last word.
+    # The cost of an epoch is then guessed from this report; the next run of the size overrides the guess.
     guessed = life.belief(32)
     assert guessed.costs[-1] == pytest.approx(CostRun(math.log(1000.0), 1, doubt=CONSTANTS.first_epoch_sd**2))
     assert guessed.are_costs_guessed
     run(life, life.dispatch(32), needed=10, epoch_j=11)
     for size, epoch_j in ((32, 11), (64, 10)):
-        # Nine later reports, all alike.
+        # Nine later reports with equal costs.
         assert life.belief(size).costs[-1] == pytest.approx(CostRun(math.log(epoch_j), 9, 0, 8))
 
 
-def test_nothing_is_stopped_by_its_first_report_alone_if_start_up_is_not_known() -> None:
+def test_first_report_stops_no_trial_if_start_up_is_unknown() -> None:
     life = new_life()
-    run(life, life.ask(), needed=1)  # one report, which does not tell start-up from epochs
+    run(life, life.ask(), needed=1)  # a single report cannot separate start-up from epochs
     trial = life.ask()
     assert not life.report(trial, 10_000.0, epoch=1, metric=0.0).stop
     assert life.report(trial, 20_000.0, epoch=2, metric=0.0).reason is EndReason.EPOCH_BOUND_REACHED
 
 
 @pytest.mark.parametrize(("epoch_j", "stops"), [(20.0, False), (200.0, True)])
-def test_a_first_report_stops_a_trial_only_if_less_would_do(epoch_j: float, stops: bool) -> None:
+def test_first_report_stops_a_trial_only_if_a_lower_cost_would_suffice(epoch_j: float, stops: bool) -> None:
     life = new_life(batch_sizes=(32, 64))
     run(life, life.ask(), needed=4, epoch_j=20)
     assert life.report(life.dispatch(32), epoch_j, epoch=1, metric=0.0).stop is stops
-    # A bound beyond the first epoch is not fixed before the second tells what an epoch costs.
+    # A bound beyond the first epoch waits for the second report, which shows the cost of an epoch.
     assert (life.trials[-1].bound is None) is not stops
 
 
-def test_whoever_was_sent_as_the_incumbent_is_treated_as_one() -> None:
+def test_trial_dispatched_as_incumbent_keeps_the_incumbents_bound() -> None:
     life = new_life()
     run(life, life.ask(), needed=10, epoch_j=100)
     trial = life.dispatch(64, Origin.INCUMBENT)
-    # Meanwhile another size turns out to cost a tenth.
+    # During this trial, another size turns out to cost a tenth.
     run(life, life.dispatch(32), needed=10, epoch_j=10)
     life.report(trial, 100.0, epoch=1, metric=0.0)
     assert bound_of(life.trials[1]).reason.startswith("2 times the epochs")
 
 
-def test_start_up_is_not_taken_for_the_cost_of_epochs() -> None:
+def test_start_up_is_not_mistaken_for_the_cost_of_epochs() -> None:
     life = new_life()
     run(life, life.ask(), needed=10, startup=1.0)
     trial = life.ask()
-    # Four times the incumbent's; the second epoch costs the same as the incumbent's.
+    # The first report costs four times the incumbent's; the second epoch costs as much as the incumbent's.
     assert not life.report(trial, 40.0, epoch=1, metric=0.0).stop or life.trials[-1].epoch == 1
     life = new_life()
     trial = life.dispatch(64)
@@ -421,7 +421,7 @@ def test_start_up_is_not_taken_for_the_cost_of_epochs() -> None:
     life.report(trial, 510.0, epoch=2, metric=0.0)
     life.report(trial, 590.0, epoch=10, metric=1.0)
     belief = life.belief(64)
-    # Nine later epochs in both trials, of which the first has sent two reports.
+    # Nine later epochs in both trials; the first trial sent them in two reports.
     assert belief.costs[-1] == pytest.approx(CostRun(math.log(10.0), 9, 0, 1))
     assert belief.log_startup == pytest.approx(math.log(50.0))
     # Later trials of the size change the cost of its epochs, not its start-up.
@@ -431,7 +431,7 @@ def test_start_up_is_not_taken_for_the_cost_of_epochs() -> None:
     assert belief.log_startup == pytest.approx(math.log(50.0))
 
 
-def test_a_bound_is_fixed_by_the_second_report_and_stays() -> None:
+def test_bound_is_fixed_by_the_second_report_and_stays() -> None:
     life = begun_life()
     trial = life.ask()
     life.report(trial, 10.0, epoch=1, metric=0.0)
@@ -442,13 +442,13 @@ def test_a_bound_is_fixed_by_the_second_report_and_stays() -> None:
     assert life.trials[-1].bound == bound
 
 
-def test_a_run_to_the_target_counts_whatever_it_cost() -> None:
+def test_run_reaching_the_target_counts_at_any_cost() -> None:
     life = begun_life()
     trial = life.ask()
     assert life.report(trial, 1e6, epoch=1, metric=1.0).converged
 
 
-def test_without_beta_nothing_is_stopped_early() -> None:
+def test_without_beta_no_trial_is_stopped_early() -> None:
     life = new_life(beta_knob=None)
     for _ in range(5):
         trial = life.ask()
@@ -456,12 +456,12 @@ def test_without_beta_nothing_is_stopped_early() -> None:
             TrialState.COMPLETED,
             TrialState.EXHAUSTED,
         }
-    # Nor is a run of the incumbent that does not converge.
+    # A run of the incumbent that does not converge is not stopped either.
     assert run(life, life.dispatch(64, Origin.INCUMBENT), needed=math.inf).state is TrialState.EXHAUSTED
 
 
-def test_validations_within_epochs() -> None:
-    """A job that is done within its first epoch has an optimum like any other."""
+def test_job_finished_within_the_first_epoch_finds_the_cheapest_size() -> None:
+    """Fractional epochs (validation within an epoch) have an optimum like whole epochs."""
     needed, epoch_j = {8: 0.6, 16: 0.3, 32: 0.2, 64: 0.4, 128: 0.9}, 100.0
     life = new_life(max_epochs=3)
     reached = 0
@@ -477,19 +477,19 @@ def test_validations_within_epochs() -> None:
     metrics=st.lists(st.sampled_from([0.0, 1.0]), min_size=6, max_size=6),
 )
 @settings(max_examples=examples(50), deadline=None)
-def test_absurd_numbers_raise_nothing(costs: list[float], epochs: list[float], metrics: list[float]) -> None:
-    """In databases that took them before they were told from others."""
+def test_absurd_numbers_raise_no_error(costs: list[float], epochs: list[float], metrics: list[float]) -> None:
+    """Databases of versions before input validation may contain such numbers."""
     life = new_life((8, 16, 32), 16)
     for cost_j, epoch, metric in zip(costs, epochs, metrics, strict=False):
         life.report(life.ask(), cost_j, epoch=epoch, metric=metric)
     assert life.ask().batch_size in (8, 16, 32)
 
 
-def test_a_guess_that_makes_another_size_the_incumbent_stops_no_trial() -> None:
+def test_guess_changing_the_incumbent_stops_no_trial() -> None:
     life = new_life((8, 16, 32, 64), default=8)
     finished(life, 8, 10, epoch_j=11.0, startup=4.0)
     finished(life, 64, 17, epoch_j=26.0, startup=4.0)
-    # Less the start-up of 8, an epoch of 16 would cost a fifth of one of 8.
+    # Minus the start-up of 8, an epoch of 16 would cost a fifth of an epoch of 8.
     trial = life.dispatch(16)
     life.report(trial, 10.2, epoch=1, metric=0.0)
     assert life.trials[-1].bound is None

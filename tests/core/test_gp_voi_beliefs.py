@@ -1,4 +1,4 @@
-"""The memory of policy `gp_voi`: what it learns from a trial, and how long it remembers."""
+"""Memory of policy `gp_voi`: beliefs learned from trials, and how fast they fade."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def learned(outcomes: Sequence[Outcome], sizes: Sizes = SIZES) -> tuple[Belief, 
     return beliefs
 
 
-def test_a_success_is_learned_and_fades() -> None:
+def test_success_is_learned_and_fades() -> None:
     beliefs = learned([outcome(3, 10)])
     fade = CONSTANTS.forgetting
     assert beliefs[3].observed.weight == beliefs[3].exact.weight == fade
@@ -59,7 +59,7 @@ def test_a_success_is_learned_and_fades() -> None:
     assert beliefs[3].observed.weight == pytest.approx(fade**2)
 
 
-def test_a_stopped_run_shifts_the_belief_upwards_and_takes_the_place_of_a_run() -> None:
+def test_stopped_run_shifts_the_belief_upwards_and_replaces_a_run() -> None:
     before = learned([outcome(3, 10), outcome(2, 10)])
     after = after_outcome(SIZES, before, outcome(2, 20, reached=False))
     assert after[2].observed.weight > before[2].observed.weight
@@ -68,13 +68,13 @@ def test_a_stopped_run_shifts_the_belief_upwards_and_takes_the_place_of_a_run() 
     assert (after[2].survived, after[3].survived) == (20, 0)
     shift = posterior_of(SIZES, after).mean - posterior_of(SIZES, before).mean
     assert shift[2] > 0.1
-    # A run that was stopped long before it was expected to end says next to nothing.
+    # A run that was stopped long before its expected end carries almost no information.
     early = after_outcome(SIZES, before, outcome(2, 2, reached=False))
     assert early[2].observed == before[2].observed
     assert after_outcome(SIZES, after, outcome(2, 2, reached=False))[2].survived == 20
 
 
-def test_a_run_that_fails_counts_as_bad_luck_until_there_are_too_many() -> None:
+def test_failed_run_counts_as_bad_luck_until_failures_accumulate() -> None:
     failure = outcome(3, 50, reached=False, conclusive=True)
     beliefs = learned([outcome(3, 10)])
     chance = beliefs[3].failure_chance
@@ -83,14 +83,14 @@ def test_a_run_that_fails_counts_as_bad_luck_until_there_are_too_many() -> None:
     assert (once[3].failures, once[3].streak, once[3].converged) == (1.0, Streak(1, chance), True)
     assert once[3].observed == beliefs[3].observed
     assert once[3].failure_chance > 0.3
-    # 1 % twice in a row is less probable than a change of the job.
+    # Two failures of 1 % each in a row are less probable than a change of the job.
     assert chance**2 < CONSTANTS.streak_chance
     twice = after_outcome(SIZES, once, failure)
     assert (twice[3].converged, twice[3].streak) == (False, Streak())
     assert twice[3].exact.weight == pytest.approx(CONSTANTS.kept_weight)
-    # A single failure is no change, however many successes have been seen before it.
+    # A single failure is no change, however many successes preceded the failure.
     assert learned([*[outcome(3, 10)] * 40, failure])[3].converged
-    # A size that has never reached the target learns from its failure as from a run that was stopped.
+    # A size that has never reached the target learns from its failure as from a stopped run.
     never = replace(failure, index=2)
     failed = after_outcome(SIZES, beliefs, never)
     stopped = after_outcome(SIZES, beliefs, replace(never, conclusive=False))
@@ -99,25 +99,25 @@ def test_a_run_that_fails_counts_as_bad_luck_until_there_are_too_many() -> None:
     assert (failed[2].failures, stopped[2].failures) == (1, 0)
 
 
-def test_what_epochs_cost_by_the_latest_runs() -> None:
+def test_cost_of_epochs_uses_the_latest_eight_runs() -> None:
     costing = [replace(outcome(3, 10), cost=CostRun(number / 1000, 9)) for number in range(30)]
     assert learned(costing[:3])[3].costs == (CostRun(0, 9), CostRun(0.001, 9), CostRun(0.002, 9))
-    # Eight runs are remembered, so that a slow change of the machine is followed.
+    # Eight runs are remembered, so that the belief follows a slow change of the machine.
     assert learned(costing)[3].costs == tuple(CostRun(number / 1000, 9) for number in range(22, 30))
 
 
-def test_two_dear_runs_in_a_row_say_that_epochs_cost_something_else_now() -> None:
+def test_two_dear_runs_in_a_row_change_the_cost_of_epochs() -> None:
     usual, dear = (replace(outcome(3, 10), cost=CostRun(cost, 9)) for cost in (2.0, 3.5))
     elsewhere = replace(outcome(1, 10), cost=CostRun(2.1, 9))
     known = [elsewhere, elsewhere, usual, usual]
-    # One of them may have been slowed.
+    # A single dear run may have been slowed.
     once = learned([*known, dear])
     assert len(once[3].costs) == 3
     assert not once[1].are_costs_guessed
     assert cost_posterior(SIZES, tuple(each.costs for each in once)).mean[3] == pytest.approx(2.0, abs=0.05)
     twice = learned([*known, dear, dear])
     assert (twice[3].costs, twice[3].are_costs_guessed) == ((CostRun(3.5, 9),) * 2, False)
-    # Whether those of other sizes have changed as much is open; their next run tells.
+    # Whether the costs of other sizes have changed equally is open until their next runs.
     assert (twice[1].costs, twice[1].are_costs_guessed) == ((CostRun(2.1, 9, drift=1.5),), True)
     assert (twice[0], twice[2], twice[4]) == (once[0], once[2], once[4])
     found = cost_posterior(SIZES, tuple(each.costs for each in twice))
@@ -128,14 +128,14 @@ def test_two_dear_runs_in_a_row_say_that_epochs_cost_something_else_now() -> Non
     assert (again[1].costs, again[1].are_costs_guessed) == ((CostRun(2.2, 9),), False)
 
 
-def test_first_epochs_are_all_that_is_known_of_some_jobs() -> None:
+def test_jobs_with_single_epoch_runs_learn_from_first_epochs() -> None:
     only_first = [replace(outcome(3, 1), cost=None, log_first_cost=value) for value in (2.0, 3.0)]
     belief = learned(only_first)[3]
-    # The second is no size's first trial, and may have no start-up.
+    # The second run is not the first trial of any size, and may have no start-up.
     doubt = CONSTANTS.first_epoch_sd**2
     assert (belief.costs, belief.are_costs_guessed) == ((CostRun(2.0, 1), CostRun(3.0, 1, doubt=doubt)), True)
     assert belief.log_startup is None
-    # Where start-up is known it is taken off, and little is made of the rest; a longer run replaces it.
+    # A known start-up is subtracted, and the remainder weighs little; a longer run replaces this guess.
     long = replace(outcome(3, 10), log_first_cost=3.0, cost=CostRun(2.0, 9))
     guessed = learned([long, replace(outcome(2, 1), cost=None, log_first_cost=4.0)])[2]
     assert guessed.costs == (CostRun(3.0, 1, doubt=CONSTANTS.first_epoch_sd**2),)
@@ -145,15 +145,15 @@ def test_first_epochs_are_all_that_is_known_of_some_jobs() -> None:
     assert known.perhaps_costing(9.0, None) == known
 
 
-def test_start_up_is_that_of_the_nearest_size_that_knows() -> None:
+def test_start_up_comes_from_the_nearest_size_with_a_known_start_up() -> None:
     far = replace(outcome(0, 10), log_first_cost=4.0, cost=CostRun(1.0, 9))
     near = replace(outcome(3, 10), log_first_cost=3.0, cost=CostRun(2.0, 9))
     guessed = learned([far, near, replace(outcome(2, 1), cost=None, log_first_cost=4.0)])[2]
     assert guessed.costs[0].log_cost == 3.0
 
 
-def test_a_success_ends_a_streak() -> None:
-    # Seldom, so that it is a streak of failures with a large chance, and no sign of a change.
+def test_success_ends_a_streak() -> None:
+    # Failures are rare, so that this is a streak with a large chance and no sign of a change.
     beliefs = learned([outcome(3, 10)])
     beliefs = tuple(replace(each, failures=2.0) if each.converged else each for each in beliefs)
     beliefs = after_outcome(SIZES, beliefs, outcome(3, 50, reached=False, conclusive=True))
@@ -161,7 +161,7 @@ def test_a_success_ends_a_streak() -> None:
     assert after_outcome(SIZES, beliefs, outcome(3, 10))[3].streak == Streak()
 
 
-def test_surprises_mean_that_the_job_has_changed() -> None:
+def test_three_surprises_in_a_row_mean_a_change_of_the_job() -> None:
     beliefs = learned([*[outcome(3, 10), outcome(2, 12)] * 4])
     remembered = beliefs[2].observed.weight
     mean, variance = posterior_of(SIZES, beliefs).of_run(3)
@@ -169,7 +169,7 @@ def test_surprises_mean_that_the_job_has_changed() -> None:
     def off_by(sds: float) -> Outcome:
         return outcome(3, math.exp(mean + sds * math.sqrt(variance)))
 
-    # Deviations count up to 4 σ, each less ½ σ: two of them are luck, three in a row are a change.
+    # Deviations count up to 4 σ, each minus ½ σ: two of them are luck, three in a row are a change.
     once = after_outcome(SIZES, beliefs, off_by(40.0))
     assert once[3].surprises == Surprises(up=3.5, down=0.0)
     assert once[2].observed.weight == pytest.approx(remembered * CONSTANTS.forgetting)
@@ -184,7 +184,7 @@ def test_surprises_mean_that_the_job_has_changed() -> None:
 
 
 @pytest.mark.parametrize("sd", [0.1, 0.35, 0.6])
-def test_a_job_that_never_changes_is_seldom_forgotten(sd: float) -> None:
+def test_unchanged_job_is_seldom_forgotten(sd: float) -> None:
     rng, forgotten = np.random.default_rng(3), 0
     for _ in range(4):
         beliefs = learned([outcome(3, 20)])
@@ -195,8 +195,8 @@ def test_a_job_that_never_changes_is_seldom_forgotten(sd: float) -> None:
     assert forgotten <= 1
 
 
-def test_epochs_that_double_are_noticed_in_noise() -> None:
-    """The epochs of a job whose runs vary by 32 % double: within twenty runs it has begun anew."""
+def test_doubled_epochs_are_noticed_in_noise() -> None:
+    """Epochs double in a job with a spread of 32 %: the memory restarts within twenty runs."""
     for seed in range(5):
         rng = np.random.default_rng(seed)
         beliefs = learned([outcome(3, 20 * math.exp(0.32 * rng.standard_normal())) for _ in range(20)])
@@ -230,7 +230,7 @@ outcomes = st.builds(
 
 @given(st.lists(outcomes, max_size=60))
 @settings(max_examples=examples(50), deadline=None)
-def test_whatever_happens_beliefs_stay_finite(history: list[Outcome]) -> None:
+def test_beliefs_stay_finite_for_any_outcomes(history: list[Outcome]) -> None:
     beliefs = learned(history)
     for belief in beliefs:
         assert belief.observed.weight >= belief.exact.weight * (1 - 1e-9) >= 0
@@ -249,14 +249,14 @@ def test_whatever_happens_beliefs_stay_finite(history: list[Outcome]) -> None:
         assert np.isfinite(posterior.variance).all()
 
 
-# --- Evidence of runs about the cost of an epoch: their means, and the spread of their epochs -------------------------
+# --- Evidence of runs about the cost of an epoch: means, and spread of epochs -----------------------------------------
 
 
 def runs_of(*log_costs: float) -> CostRuns:
     return tuple(CostRun(each, math.inf) for each in log_costs)
 
 
-def test_one_slowed_run_among_equal_ones_is_ignored() -> None:
+def test_single_slowed_run_among_equal_runs_is_ignored() -> None:
     found = summary_of([runs_of(2.0, 2.0 + math.log(4), 2.01, 1.99)])
     assert found.means[0] == pytest.approx(2.0, abs=1e-3)
     assert found.weights[0] == pytest.approx(3.0, abs=0.05)
@@ -264,7 +264,7 @@ def test_one_slowed_run_among_equal_ones_is_ignored() -> None:
     assert math.sqrt(found.run_variance) < 0.03
 
 
-def test_of_two_runs_that_disagree_the_lower_counts_and_is_in_doubt() -> None:
+def test_lower_of_two_disagreeing_runs_counts_and_is_in_doubt() -> None:
     for runs in (runs_of(2.0, 2.0 + math.log(4)), runs_of(2.0 + math.log(4), 2.0)):
         found = summary_of([runs, runs_of(3.0, 3.0, 3.0)])
         assert found.means[0] == pytest.approx(2.0, abs=0.01)
@@ -272,16 +272,16 @@ def test_of_two_runs_that_disagree_the_lower_counts_and_is_in_doubt() -> None:
         assert found.weights[0] == pytest.approx(1.0, abs=0.05)
 
 
-def test_runs_on_a_busy_machine() -> None:
+def test_runs_on_a_busy_machine_are_not_taken_for_slowed_runs() -> None:
     noise = np.random.default_rng(1).normal(0, 0.3, (4, 8))
     found = summary_of([runs_of(*row) for row in 2 + noise])
     assert math.sqrt(found.run_variance) == pytest.approx(0.3, abs=0.08)
-    # None of them is taken for a slowed one.
+    # None of these runs is taken for a slowed run.
     assert min(found.weights) > 7
     assert found.means == pytest.approx((2 + noise).mean(axis=1), abs=0.1)
 
 
-def test_a_run_on_a_busy_machine_weighs_less_for_costs_and_not_for_epochs() -> None:
+def test_run_on_a_busy_machine_weighs_less_for_costs_but_not_for_epochs() -> None:
     job = make_job((32, 64), 64)
     steps = [Report(1.0, 10.0 * epoch, epoch, 0.5) for epoch in range(1, 6)]
     quiet = reduce(partial(after_report, job), steps, TRIAL)
@@ -297,14 +297,14 @@ def test_a_run_on_a_busy_machine_weighs_less_for_costs_and_not_for_epochs() -> N
     assert weights[0] > 2 * weights[3]
 
 
-def test_a_single_report_on_a_busy_machine_is_a_guess_in_doubt() -> None:
+def test_single_report_on_a_busy_machine_is_a_doubtful_guess() -> None:
     job = make_job((32, 64), 64)
     trial = after_report(job, TRIAL, Report(1.0, 10.0, 1, 1.0))
     busy = replace(trial, waited_share=0.5, state=TrialState.COMPLETED)
     assert after((Belief(),) * 2, job, busy)[1].costs == (CostRun(math.log(10), 1, doubt=math.log(0.5) ** 2),)
 
 
-def test_before_two_runs_of_a_size_their_variance_is_as_expected_beforehand() -> None:
+def test_variance_of_a_size_equals_the_prior_before_two_runs() -> None:
     grid = np.array(CONSTANTS.cost_run_sds)
     weights = stats.norm.pdf(np.log(grid), math.log(CONSTANTS.cost_run_sd), CONSTANTS.cost_run_sd_spread)
     assert run_variance([runs_of(2.0), (), runs_of(5.0)], 0.0) == pytest.approx(weights @ grid**2 / weights.sum())
@@ -315,8 +315,8 @@ def test_before_two_runs_of_a_size_their_variance_is_as_expected_beforehand() ->
     assert found.suspect == (True, False, True)
 
 
-def test_the_variance_of_two_runs_by_every_sd_of_the_grid() -> None:
-    """Their difference is normal with twice the variance; or one of them was slowed."""
+def test_variance_of_two_runs_matches_every_sd_of_the_grid() -> None:
+    """The difference of the runs is normal with twice the variance, or one of the runs was slowed."""
     grid = np.array(CONSTANTS.cost_run_sds)
     prior = stats.norm.pdf(np.log(grid), math.log(CONSTANTS.cost_run_sd), CONSTANTS.cost_run_sd_spread)
     for apart in (0.0, 0.05, 0.4, 1.4):
@@ -327,7 +327,7 @@ def test_the_variance_of_two_runs_by_every_sd_of_the_grid() -> None:
         assert run_variance([runs_of(1.0, 1.0 + apart)], 0.0) == pytest.approx(expected)
 
 
-def test_a_change_takes_two_runs_that_are_off_alike() -> None:
+def test_change_requires_two_runs_with_similar_deviations() -> None:
     four = math.log(4)
 
     def change(*runs: float) -> float | None:
@@ -335,23 +335,23 @@ def test_a_change_takes_two_runs_that_are_off_alike() -> None:
 
     assert change(2.0, 2.01, 2 + four, 2.02 + four) == pytest.approx(four)
     assert change(2.0, 2.01, 2.02 - four, 2 - four) == pytest.approx(-four)
-    # Where they differ, the one that is less off counts.
+    # Of two different deviations, the smaller counts.
     assert change(2.0, 2.01, 2 + 2 * four, 2 + four) == pytest.approx(four)
     assert change(2.0, 2.01, 2.02, 2 + four) is None
     assert change(2.0, 2.01, 2 + four, 2.02) is None
     assert change(2.0, 2.01, 2 + four, 2 - four) is None
     assert change(2.0, 2.01, 2.02, 2.01) is None
-    # One run before them may itself have been slowed.
+    # A single run before them may itself have been slowed.
     assert change(2 + four, 2.0, 2.0) is None
     assert change(2.0) is None
     assert change() is None
 
 
-def test_on_a_busy_machine_dear_runs_in_a_row_are_no_change() -> None:
+def test_dear_runs_in_a_row_on_a_busy_machine_are_no_change() -> None:
     noise = np.random.default_rng(2).normal(0, 0.3, (500, 8))
     changes = [change_of([runs_of(*row) for row in noise[start : start + 4]], 0) for start in range(0, 500, 4)]
     assert sum(each is not None for each in changes) == 0
-    # Nor are two short runs of uneven epochs, whose mean is not sure.
+    # Two short runs of uneven epochs are no change either, because their mean is uncertain.
     uneven = [CostRun(2.0, 100, 100.0, 99)] * 3 + [CostRun(3.0, 1.0)] * 2
     assert change_of([tuple(uneven)], 0) is None
     assert change_of([tuple(run._replace(epochs=100) for run in uneven)], 0) is not None
@@ -373,9 +373,7 @@ absurd_runs = st.builds(
     st.randoms(use_true_random=False),
 )
 @settings(max_examples=examples(100), deadline=None)
-def test_absurd_costs_leave_finite_numbers_and_their_order_does_not_matter(
-    sizes: list[CostRuns], random: object
-) -> None:
+def test_absurd_costs_leave_finite_numbers_in_any_order(sizes: list[CostRuns], random: object) -> None:
     found = summary_of(sizes)
     assert np.isfinite([*found.means, *found.weights, found.run_variance]).all()
     assert min(CONSTANTS.cost_run_sds) ** 2 <= found.run_variance * (1 + 1e-9)
@@ -402,8 +400,8 @@ def test_absurd_costs_leave_finite_numbers_and_their_order_does_not_matter(
 # --- Within a run -----------------------------------------------------------------------------------------------------
 
 
-def test_a_trial_keeps_how_unevenly_its_epochs_cost() -> None:
-    """After the first report one epoch of 10 J, two of 16 J and half a one at 12 J for a whole one."""
+def test_trial_records_the_unevenness_of_epoch_costs() -> None:
+    """After the first report: one epoch of 10 J, two of 16 J, and half an epoch at 12 J per epoch."""
     life = new_life()
     trial = life.dispatch(32)
     assert cost_deviations_j2(life.job, trial) is None
@@ -415,12 +413,12 @@ def test_a_trial_keeps_how_unevenly_its_epochs_cost() -> None:
     assert deviations_j2 == [0, 0, pytest.approx(10**2 + 2 * 16**2 - 42**2 / 3), pytest.approx(whole)]
     run = CostRun.of(life.job, trial)
     assert run == pytest.approx(CostRun(math.log(48 / 3.5), 3.5, whole / (48 / 3.5) ** 2, 2))
-    # The same epoch once more tells nothing of another one.
+    # A repeated report of the same epoch adds no information.
     again = after_report(life.job, trial, Report(1.0, 99.0, 4.5, 0.0))
     assert again.deviations == trial.deviations
 
 
-def test_a_trial_that_an_earlier_version_saw_report_tells_its_mean_alone() -> None:
+def test_trial_begun_under_an_earlier_version_contributes_only_a_mean() -> None:
     life = new_life()
     trial = life.dispatch(32)
     for epoch in (1, 2, 3):
@@ -428,12 +426,12 @@ def test_a_trial_that_an_earlier_version_saw_report_tells_its_mean_alone() -> No
     from_before = after_report(life.job, replace(trial, deviations=None), Report(1.0, 160.0, 4, 0.0))
     assert from_before.deviations is None
     assert CostRun.of(life.job, from_before) == pytest.approx(CostRun(math.log(50), 3))
-    # Another rank's larger totals change the mean, and nothing else.
+    # Another rank's larger totals change only the mean.
     later = after_other_rank(trial, Report(1.0, 100.0, 3, 0.0))
     assert later.deviations == trial.deviations
 
 
-def test_the_variance_of_an_epoch_is_that_of_all_runs_together() -> None:
+def test_variance_of_an_epoch_pools_all_runs() -> None:
     rng = np.random.default_rng(3)
     sizes: list[CostRuns] = []
     for _ in range(4):
@@ -444,13 +442,13 @@ def test_the_variance_of_an_epoch_is_that_of_all_runs_together() -> None:
             runs.append(CostRun(math.log(costs.mean()), epochs, off, epochs - 1))
         sizes.append(tuple(runs))
     assert math.sqrt(epoch_variance(sizes)) == pytest.approx(0.2, rel=0.1)
-    # All that runs of a size differ by is what their epochs leave open: the runs themselves hardly vary.
+    # The epochs explain all differences between runs of a size: the runs themselves hardly vary.
     assert math.sqrt(summary_of(sizes).run_variance) < 0.03
-    # Before any run tells, it is as expected beforehand.
+    # Before the first run, the spread equals its prior.
     assert math.sqrt(epoch_variance([(), ()])) == pytest.approx(CONSTANTS.epoch_sd)
 
 
-def test_a_short_run_weighs_as_its_epochs_allow() -> None:
+def test_weight_of_a_short_run_depends_on_the_spread_of_epochs() -> None:
     even, uneven = ([(CostRun(2.0, 100, off, 99),), (CostRun(3.0, 2, off / 99, 1),)] for off in (0.0, 99 * 0.3**2))
     assert summary_of(even).weights[1] > 0.9
     found = summary_of(uneven)

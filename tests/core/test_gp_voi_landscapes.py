@@ -1,4 +1,4 @@
-"""Policy `gp_voi` is never stuck for long, and ceases to try where that does not pay: whole jobs, simulated."""
+"""Policy `gp_voi` never gets stuck for long and stops exploring when exploring does not pay: whole simulated jobs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ POWER_W = 200.0
 def workload(
     batch_sizes: Sequence[int], epochs: Sequence[float], epoch_j: Sequence[float], default: int, spread: float = 0.0
 ) -> Workload:
-    """A workload whose cost is its energy; of four runs at a size, epochs differ by a σ of about `spread` in log."""
+    """Return a workload with cost = energy; the epochs of four runs per size have a log σ of about `spread`."""
     sizes = []
     for batch_size, needed, cost_j in zip(batch_sizes, epochs, epoch_j, strict=True):
         runs = (needed * math.exp(spread * z) for z in (-1.2, -0.4, 0.4, 1.2))
@@ -32,7 +32,7 @@ def workload(
 
 @dataclass(frozen=True)
 class Case:
-    """A workload, and what happens to it.
+    """A workload and its disturbances.
 
     Trials with the numbers `slowed` cost four times as much. From recurrence `changes_at` on, the workload is `later`.
     `noise` is the σ of the log of a trial's cost on a busy machine.
@@ -45,13 +45,13 @@ class Case:
     noise: float = 0.0
 
     def play(self, recurrences: int, *, seed: int = 0, concurrency: int = 1, beta: float | None = 2.0) -> Outcomes:
-        """Let a job of policy `gp_voi` recur so many times."""
+        """Simulate `recurrences` runs of a job with policy `gp_voi`."""
         first, later = (
             landscape(each, eta=1.0, optimal_power_limits=False)
             for each in (self.workload, self.later or self.workload)
         )
         fields = {"max_power": POWER_W, "eta_knob": 1.0, "beta_knob": beta, "max_epochs": self.workload.max_epochs}
-        # The policy alone: control runs would hide its choices.
+        # Control runs are off because they would hide the policy's choices.
         job = job_of(first, GP_VOI, seed=seed, controls="off", **fields)
         conditions = Changing(first, case=self, later=later)
         played = Simulation(job, conditions, recurrences=recurrences, concurrency=concurrency, seed=seed).play()
@@ -60,46 +60,46 @@ class Case:
 
 @dataclass(frozen=True, kw_only=True)
 class Changing(Conditions):
-    """The conditions of a case; `later` is the landscape after its change."""
+    """Conditions of a case; `later` is the landscape after its change."""
 
     case: Case
     later: Landscape
 
     def landscape_at(self, recurrence: int) -> Landscape:
-        """The landscape before or after the change."""
+        """Return the landscape before or after the change."""
         return self.landscape if recurrence < self.case.changes_at else self.later
 
     def slowness(self, trial_number: int, draws: np.random.Generator) -> float:
-        """That of a busy machine, in which `noise` is the σ of its log."""
+        """Return the slowness on a busy machine, where `noise` is the σ of its log."""
         factor = math.exp(self.case.noise * draws.standard_normal()) if self.case.noise else 1.0
         return 4.0 * factor if trial_number in self.case.slowed else factor
 
 
 @dataclass(frozen=True)
 class Outcomes:
-    """A job that was played, and what a run of each size really costs in the end (J)."""
+    """A simulated job, and the true cost (J) of a run at each size at its end."""
 
     played: Played
     costs_j: dict[int, float]
 
     @property
     def best_j(self) -> float:
-        """The lowest of these costs."""
+        """Lowest of these costs."""
         return min(self.costs_j.values())
 
     def sizes_of_last(self, recurrences: int) -> list[int]:
-        """Sizes of the trials of so many recurrences at the end."""
+        """Return the sizes of the trials in the last `recurrences` recurrences."""
         first = len(self.played.costs_j) - recurrences
         return [trial.record.batch_size for trial in self.played.trials if trial.recurrence >= first]
 
     def share_of_best(self, recurrences: int, tolerance: float) -> float:
-        """Share of those that cost no more than the best size, but for this tolerance."""
+        """Return the share of trials at sizes that cost no more than the best size, within `tolerance`."""
         sizes = self.sizes_of_last(recurrences)
         return sum(self.costs_j[size] <= (1 + tolerance) * self.best_j for size in sizes) / len(sizes)
 
     @property
     def missed(self) -> set[int]:
-        """Sizes that cost 10 % less than the one that is played in the end, and were never tried."""
+        """Return untried sizes that cost at least 10 % less than the size played at the end."""
         sizes = self.sizes_of_last(50)
         final = max(set(sizes), key=sizes.count)
         tried = {trial.record.batch_size for trial in self.played.trials}
@@ -107,17 +107,17 @@ class Outcomes:
 
     @property
     def extra_runs(self) -> float:
-        """The cost beyond that of the best size, in runs of it."""
+        """Total cost minus the cost of always running the best size, in runs of the best size."""
         return sum(self.played.costs_j) / self.best_j - len(self.played.costs_j)
 
     @property
     def tries(self) -> list[int]:
-        """Recurrences of the trials that were tries."""
+        """Recurrences of the exploration trials."""
         return [trial.recurrence for trial in self.played.trials if trial.record.origin is not Origin.INCUMBENT]
 
 
 def drawn(kind: str, seed: int) -> Case:
-    """A job by the laws of `bso_server.core.gp_voi.prior`, or one that breaks them as `kind` says."""
+    """Draw a job that follows the laws of `bso_server.core.gp_voi.prior` or breaks them as `kind` states."""
     rng = np.random.default_rng([seed, sum(kind.encode())])
     x = np.arange(int(rng.integers(4, 10))) * float(rng.choice([1.0, 0.585])) + 3
     sizes = [round(2**each) for each in x]
@@ -143,7 +143,7 @@ def drawn(kind: str, seed: int) -> Case:
 
 
 def tried_after(life: Life, size: int, needed: dict[int, int], epoch_j: dict[int, float]) -> int:
-    """Trials until one of this size reaches the target."""
+    """Return the number of trials until a trial of this size reaches the target."""
     for number in range(1, 101):
         trial = life.ask()
         ended = run(life, trial, needed[trial.batch_size], epoch_j[trial.batch_size])
@@ -155,7 +155,7 @@ def tried_after(life: Life, size: int, needed: dict[int, int], epoch_j: dict[int
 # --- Never stuck ------------------------------------------------------------------------------------------------------
 
 
-# Of each kind, the seeds that every run of the tests plays, and those that only a long run does.
+# Seeds of each kind: played in every run of the tests, and only in a long run.
 SEEDS: dict[str, tuple[Sequence[int], Sequence[int]]] = {
     "law": ((0,), range(1, 20)),
     "shuffled": ((0,), range(1, 20)),
@@ -165,7 +165,7 @@ SEEDS: dict[str, tuple[Sequence[int], Sequence[int]]] = {
     "dip": ((1,), (0, *range(2, 24))),
     "drift": ((0,), range(1, 20)),
 }
-# Where the size that is played needs as many epochs as before, nothing shows that all others have changed.
+# If the size being played keeps its number of epochs, the change of all other sizes is invisible.
 NOTHING_SHOWS = {("drift", 2)}
 
 
@@ -182,18 +182,18 @@ def marks_of(kind: str, seed: int) -> list[pytest.MarkDecorator]:
         for seed in sorted([*seeds[0], *seeds[1]])
     ],
 )
-def test_in_the_end_the_cheapest_size_is_played(kind: str, seed: int) -> None:
+def test_cheapest_size_is_played_in_the_end(kind: str, seed: int) -> None:
     outcomes = drawn(kind, seed).play(RECURRENCES, seed=seed)
     assert outcomes.played.unfinished == 0
     assert outcomes.missed == set()
-    # After a change, what was learned before it keeps some weight, and nearly equal sizes are not told apart.
+    # After a change, earlier evidence keeps some weight, so that nearly equal sizes remain indistinguishable.
     assert outcomes.share_of_best(50, 0.1 if kind == "drift" else 0.03) >= 0.75
 
 
 @pytest.mark.parametrize(
     ("batch_sizes", "epochs", "epoch_j", "default", "seed"),
     [
-        # 64 takes 0.8 times the cost of 512, the best one that keeps the laws.
+        # 64 costs 0.8 times as much as 512, the best size that follows the laws.
         pytest.param(
             [8, 16, 32, 64, 128, 256, 512, 1024, 2048],
             [27, 21, 20, 8, 20, 21, 23, 26, 33],
@@ -202,11 +202,11 @@ def test_in_the_end_the_cheapest_size_is_played(kind: str, seed: int) -> None:
             21,
             marks=pytest.mark.slow,
         ),
-        # 32 takes 0.62 times the cost of 64: its try is stopped after 29 of 52 epochs.
+        # 32 costs 0.62 times as much as 64: its first trial is stopped after 29 of 52 epochs.
         ([32, 64], [52, 163], [1164, 587], 64, 18),
     ],
 )
-def test_in_the_long_run_a_size_that_breaks_every_law_is_found(
+def test_size_breaking_every_law_is_found_in_the_long_run(
     batch_sizes: list[int], epochs: list[float], epoch_j: list[float], default: int, seed: int
 ) -> None:
     outcomes = Case(workload(batch_sizes, epochs, epoch_j, default, 0.08)).play(450, seed=seed)
@@ -215,15 +215,15 @@ def test_in_the_long_run_a_size_that_breaks_every_law_is_found(
 
 
 @pytest.mark.slow
-def test_in_the_long_run_each_doubtful_size_is_checked_once() -> None:
-    """All sizes are known to cost more in the end where the laws hold, for a few runs in all and no more of them."""
+def test_each_doubtful_size_is_checked_once_in_the_long_run() -> None:
+    """If the laws hold, a few checks suffice to show that all other sizes cost more; then the checks cease."""
     sizes = [8, 16, 32, 64, 128, 256, 512]
     case = Case(workload(sizes, [20, 20, 20, 20, 40, 80, 160], [80, 40, 20, 10, 10, 10, 10], 64))
     outcomes = case.play(500)
     checks = [trial for trial in outcomes.played.trials if "no run has shown yet" in trial.record.reason]
     assert {trial.record.batch_size for trial in checks} == {8, 16, 256, 512}
     assert len({trial.record.batch_size for trial in checks}) == len(checks)
-    # Each costs a run of the best size at most, and waits for as many recurrences as make 1 % of that.
+    # A check costs at most one run of the best size, and waits until its cost is 1 % of the recurrences since.
     assert sum(trial.cost_j for trial in checks) <= 1.02 * len(checks) * outcomes.best_j
     waits = np.diff([0, *(trial.recurrence for trial in checks)])
     assert waits.min() > 70
@@ -231,10 +231,12 @@ def test_in_the_long_run_each_doubtful_size_is_checked_once() -> None:
 
 
 @pytest.mark.parametrize(("smallest", "each", "limit"), [(4.0, 0.0, 1.1), (1.0, 1.5, 1.45)])
-def test_epochs_that_cost_more_are_followed(smallest: float, each: float, limit: float) -> None:
-    """All sizes alike, or the larger the more: fifteen recurrences after it, in runs of the size that is cheapest then.
+def test_increased_cost_of_epochs_is_followed_within_fifteen_recurrences(
+    smallest: float, each: float, limit: float
+) -> None:
+    """All sizes cost more, equally or increasing with the size; count fifteen runs in units of the best size.
 
-    Costs that follow the middle one of eight runs alone would take 1.18 and 2.19.
+    Costs taken from only the median of eight runs would need 1.18 and 2.19.
     """
     ratios = []
     for seed in range(6):
@@ -248,14 +250,14 @@ def test_epochs_that_cost_more_are_followed(smallest: float, each: float, limit:
     assert sum(ratios) / len(ratios) <= limit, ratios
 
 
-def test_on_a_busy_machine_a_size_is_played_that_is_nearly_the_cheapest() -> None:
-    """Sizes that differ by a few percent are as good as one if the cost of a run varies by 30 %."""
+def test_size_played_on_a_busy_machine_is_nearly_the_cheapest() -> None:
+    """Sizes within a few percent are equally good if the cost of a run varies by 30 %."""
     assert drawn("noise", 0).play(RECURRENCES).share_of_best(50, 0.1) >= 0.9
 
 
 @pytest.mark.parametrize("factor", [0.4, 0.6, 0.75])
-def test_a_size_between_two_others_along_a_trend_is_tried(factor: float) -> None:
-    """Both neighbours reach the target in 20 epochs; this one needs less, which no law expects."""
+def test_cheap_size_between_two_sizes_on_a_trend_is_tried(factor: float) -> None:
+    """Both neighbours reach the target in 20 epochs; the size between them needs fewer, which no law expects."""
     needed, epoch_j = {32: 21, 64: round(20 * factor), 128: 20}, {32: 16.0, 64: 13.0, 128: 11.0}
     life = new_life((32, 64, 128), 128)
     run(life, life.ask(), needed[128], epoch_j[128])
@@ -265,10 +267,8 @@ def test_a_size_between_two_others_along_a_trend_is_tried(factor: float) -> None
 
 @pytest.mark.parametrize("startup", [1.0, 3.0])
 @pytest.mark.parametrize(("sizes", "default"), [((32, 64), 64), ((32, 64), 32), ((64, 512), 512), ((64, 512), 64)])
-def test_a_try_that_was_stopped_after_its_first_epoch_is_repeated(
-    sizes: tuple[int, int], default: int, startup: float
-) -> None:
-    """The other one of two sizes is cheaper by a factor of 2.35; its first try ended on a guess."""
+def test_trial_stopped_after_a_single_epoch_is_repeated(sizes: tuple[int, int], default: int, startup: float) -> None:
+    """The second of two sizes is cheaper by a factor of 2.35; its first trial was stopped on a guess."""
     (other,) = {*sizes} - {default}
     needed, epoch_j = {default: 47, other: 20}, {default: 10.0, other: 10.0}
     life = new_life(sizes, default, max_epochs=150)
@@ -284,10 +284,10 @@ def test_a_try_that_was_stopped_after_its_first_epoch_is_repeated(
     ("epochs", "epoch_j"),
     [((14, 12, 10, 14), (20, 14, 10, 9)), ((14, 12, 20, 30), (20, 14, 13, 12)), ((20,) * 4, (20, 14, 10, 8))],
 )
-def test_a_run_that_costs_four_times_as_much_costs_a_few_runs_at_most(
+def test_run_slowed_fourfold_costs_at_most_a_few_extra_runs(
     epochs: tuple[int, ...], epoch_j: tuple[int, ...], slowed: int
 ) -> None:
-    """In 30 recurrences, beside the three runs that it costs itself (more where it is one at a dear size)."""
+    """Count 30 recurrences, without the three extra runs that the slowed run costs itself (more at a dear size)."""
     job = workload((16, 32, 64, 128), epochs, epoch_j, 64)
     usual, slow = Case(job).play(30), Case(job, slowed=(slowed,)).play(30)
     first = slow.played.trials[slowed - 1]
@@ -296,12 +296,12 @@ def test_a_run_that_costs_four_times_as_much_costs_a_few_runs_at_most(
     assert slow.share_of_best(5, 0.03) == 1.0
 
 
-# --- Where there is nothing to learn ----------------------------------------------------------------------------------
+# --- Nothing to learn -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("sizes", "default"), [(4, 16), (7, 8), (7, 64), (7, 512)])
-def test_sizes_that_are_all_the_same_are_not_compared_for_ever(sizes: int, default: int) -> None:
-    """In 100 recurrences less than a run is spent on it, all tries included, and none of these in the second half."""
+def test_equal_sizes_are_not_compared_forever(sizes: int, default: int) -> None:
+    """In 100 recurrences, exploration costs less than one run, and none happens in the second half."""
     job = workload([8 * 2**number for number in range(sizes)], [20] * sizes, [10] * sizes, default)
     outcomes = Case(job).play(100)
     assert outcomes.extra_runs < 1
@@ -310,8 +310,8 @@ def test_sizes_that_are_all_the_same_are_not_compared_for_ever(sizes: int, defau
 
 
 @pytest.mark.parametrize(("sizes", "default"), [(4, 16), (7, 8), (7, 64), (7, 512)])
-def test_where_the_default_is_best_it_is_soon_all_that_is_played(sizes: int, default: int) -> None:
-    """Every octave away from it takes a third more epochs."""
+def test_best_default_is_soon_played_exclusively(sizes: int, default: int) -> None:
+    """Every octave away from the default takes a third more epochs."""
     batch_sizes = [8 * 2**number for number in range(sizes)]
     epochs = [20 * 1.35 ** abs(math.log2(size / default)) for size in batch_sizes]
     outcomes = Case(workload(batch_sizes, epochs, [10] * sizes, default)).play(100)

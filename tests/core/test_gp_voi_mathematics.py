@@ -1,4 +1,4 @@
-"""The parts of policy `gp_voi` against oracles: scipy's distributions, plain linear algebra."""
+"""Parts of policy `gp_voi` against oracles: scipy's distributions and plain linear algebra."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def statistics(values: Sequence[float]) -> WeightedStatistics:
 
 @given(st.lists(st.tuples(finite, positive), min_size=1, max_size=20), positive)
 @settings(deadline=None)
-def test_weighted_statistics(pairs: list[tuple[float, float]], factor: float) -> None:
+def test_weighted_statistics_match_their_definition(pairs: list[tuple[float, float]], factor: float) -> None:
     total = WeightedStatistics()
     for value, weight in pairs:
         total = total.including(value, weight)
@@ -59,21 +59,21 @@ def test_weighted_statistics(pairs: list[tuple[float, float]], factor: float) ->
 
 @given(st.floats(-200, 40))
 @settings(deadline=None)
-def test_the_normal_distribution(z: float) -> None:
+def test_normal_density_and_distribution_match_scipy(z: float) -> None:
     assert cdf(z) == pytest.approx(stats.norm.cdf(z), rel=1e-12)
     assert log_cdf(z) == pytest.approx(stats.norm.logcdf(z), rel=1e-10, abs=1e-15)
 
 
 @given(st.floats(-40, 80))
 @settings(deadline=None)
-def test_the_hazard_is_the_mean_above_a_bound(z: float) -> None:
+def test_hazard_equals_the_mean_above_a_bound(z: float) -> None:
     assert hazard(z) == pytest.approx(math.exp(stats.norm.logpdf(z) - stats.norm.logsf(z)), rel=1e-6)
 
 
 @given(finite, positive, positive, st.floats(-6, 6))
 @settings(deadline=None)
 def test_moments_given_a_censored_observation(mean: float, sd: float, noise_sd: float, deviations: float) -> None:
-    """f ~ N(mean, sd²) given that f plus noise exceeds a bound: by integration over f."""
+    """Integrate over f ~ N(mean, sd²), given that f plus noise exceeds a bound."""
     bound = mean + deviations * math.hypot(sd, noise_sd)
     found = moments_given_larger(mean, sd**2, noise_sd**2, bound)
 
@@ -89,7 +89,7 @@ def test_moments_given_a_censored_observation(mean: float, sd: float, noise_sd: 
 
 
 def kernel(part: str) -> Array:
-    """Covariance of the residuals, entry by entry; `part` begins the names of its constants."""
+    """Compute the covariance of the residuals entry by entry; `part` is the prefix of the names of its constants."""
     sd, length = getattr(CONSTANTS, f"{part}_sd"), getattr(CONSTANTS, f"{part}_length")
     own_sd = CONSTANTS.arm_sd if part == "smooth" else getattr(CONSTANTS, f"{part}_arm_sd")
     x = np.log2(SIZES.batch_sizes)
@@ -103,7 +103,7 @@ def has_row(means: Array, row: Sequence[float]) -> bool:
 
 def test_laws_of_epochs_at_literal_sizes() -> None:
     means = laws(Sizes((16, 32), 1)).epochs[0].means
-    # Flat; a critical batch size of 8, with both exponents; the same where sizes below 2^2.5 and 2^3.5 are too small.
+    # Flat; a critical batch size of 8 with both exponents; again with sizes below 2^2.5 and 2^3.5 too small.
     for row in (
         [0, 0],
         [math.log(3), math.log(5)],
@@ -113,22 +113,22 @@ def test_laws_of_epochs_at_literal_sizes() -> None:
         [math.log(3 * (1 + 1 / 8)), math.log(5 * (1 + 1 / 32))],
     ):
         assert has_row(means, row), row
-    # The size that is the least to get anywhere is not above the critical one, 8, nor above the default by much.
+    # The smallest workable size is at most the critical size, 8, and not far above the default.
     assert not has_row(means, [math.log(3 * (1 + 1 / 2)), math.log(5 * (1 + 1 / 8))])
     assert not has_row(means, [math.log(1 + 4), math.log(1 + 1)])
     assert not has_row(means, [math.log(1 + 8), math.log(1 + 2)])
 
 
-def test_laws_of_what_an_epoch_costs_at_literal_sizes() -> None:
+def test_laws_of_epoch_costs_match_literal_sizes() -> None:
     means = laws(Sizes((16, 32), 1)).costs.means
-    # Saturated from 1 on, softly; and by a bend.
+    # Saturated from 1 on, gradually or with a bend.
     assert has_row(means, [math.log(1 + 1 / 16), math.log(1 + 1 / 32)])
     assert has_row(means, [0.5 * math.log(1 + 1 / 256), 0.5 * math.log(1 + 1 / 1024)])
 
 
 @given(st.sets(st.integers(1, 2**20), min_size=1, max_size=12), st.integers(0, 11))
 @settings(max_examples=examples(50), deadline=None)
-def test_laws_of_any_job(batch_sizes: set[int], default: int) -> None:
+def test_laws_hold_for_any_job(batch_sizes: set[int], default: int) -> None:
     sizes = Sizes(tuple(sorted(batch_sizes)), default % len(batch_sizes))
     found, x = laws(sizes), np.log2(sorted(batch_sizes))
     assert found.octaves == pytest.approx(np.abs(x[:, None] - x[None, :]))
@@ -136,22 +136,22 @@ def test_laws_of_any_job(batch_sizes: set[int], default: int) -> None:
     assert np.exp(found.costs.log_weights).sum() == pytest.approx(1)
     steps, lawful = np.diff(x) * math.log(2), found.epochs[0].means
     slopes = np.diff(lawful) / steps
-    # Epochs rise no faster than the batch size, fall no faster than its square, and never fall again once they rise.
+    # Epochs rise at most linearly with the batch size, fall at most with its square, and never fall after a rise.
     assert (slopes <= max(CONSTANTS.exponents) + 1e-9).all()
     assert (slopes >= -2 - 1e-9).all()
     for row in slopes:
         rising = np.flatnonzero(row > 1e-9)
         assert not rising.size or (row[rising[0] :] > -1e-9).all()
-    # A larger batch size makes an epoch no dearer, and no step of it cheaper.
+    # A larger batch size never makes an epoch dearer, nor a step cheaper.
     slopes = np.diff(found.costs.means) / steps
     assert (slopes <= 1e-9).all()
     assert (slopes >= -1 - 1e-9).all()
-    # At the default no law multiplies epochs by more than 2 because it is too small.
+    # At the default, no law multiplies epochs by more than 2 for being too small.
     rise = np.log1p(np.exp2(x[sizes.default] - (x.min() - 1)))
     assert (lawful[:, sizes.default] <= rise + math.log(2) + 1e-9).all()
 
 
-def test_what_the_laws_leave() -> None:
+def test_residuals_of_the_laws_have_the_documented_kernels() -> None:
     (lawful, lawless), costs = laws(SIZES).epochs, laws(SIZES).costs
     for part, family in (("smooth", lawful), ("lawless", lawless), ("cost", costs)):
         assert family.kernel == pytest.approx(kernel(part), abs=1e-12)
@@ -167,7 +167,7 @@ def test_what_the_laws_leave() -> None:
 def conditioned(
     mean: Array, covariance: Array, at: Sequence[int], values: Array, noise: Array
 ) -> tuple[Array, Array, float]:
-    """Mean and covariance of normal variables given noisy looks at some of them; log of the density of those."""
+    """Condition normal variables on noisy observations; return mean, covariance and log density of the observations."""
     index = list(at)
     noisy = covariance[np.ix_(index, index)] + np.diag(noise)
     gain = covariance[:, index] @ np.linalg.inv(noisy)
@@ -176,7 +176,7 @@ def conditioned(
 
 
 def mixed(families: Sequence[tuple[Sequence[Array], Array, Sequence[float]]]) -> tuple[Array, Array]:
-    """Mean and covariance of families of normals, by means, covariance and log weights; improbable ones left out."""
+    """Return mean and covariance of a mixture of normals, by means, covariance and log weights."""
     top = max(max(log_weights) for _, _, log_weights in families)
     weighed = [(means, covariance, np.exp(np.array(logs) - top)) for means, covariance, logs in families]
     total = sum(weights.sum() for _, _, weights in weighed)
@@ -191,7 +191,7 @@ def mixed(families: Sequence[tuple[Sequence[Array], Array, Sequence[float]]]) ->
 
 
 def total_covariance(posterior: Posterior) -> Array:
-    """That of what is expected, within components and between them."""
+    """Return the covariance of the expectation, within components and between them."""
     spread = np.zeros((len(posterior.mean), len(posterior.mean)))
     for each in posterior.components:
         for mean, weight in zip(each.means, each.weights, strict=True):
@@ -210,8 +210,8 @@ any_runs = st.lists(st.tuples(st.integers(0, 4), st.floats(0.5, 4)), min_size=1,
 
 @given(st.one_of(lawful_runs, any_runs))
 @settings(max_examples=examples(50), deadline=None)
-def test_the_posterior_of_epochs_is_that_of_every_single_run(runs: list[tuple[int, float]]) -> None:
-    """Each hypothesis by the joint distribution of all sizes and all runs, in place of each size's mean."""
+def test_posterior_of_epochs_matches_joint_distribution_of_single_runs(runs: list[tuple[int, float]]) -> None:
+    """Compute each hypothesis from the joint distribution of all sizes and runs instead of the mean of each size."""
     per_size = [[y for index, y in runs if index == size] for size in range(COUNT)]
     exact = tuple(map(statistics, per_size))
     found = epochs_posterior(SIZES, exact, exact, 1.0)
@@ -248,7 +248,7 @@ def test_the_posterior_of_epochs_is_that_of_every_single_run(runs: list[tuple[in
     assert found.variance == pytest.approx(np.diag(covariance), abs=1e-5)
 
 
-def test_runs_that_vary_say_by_how_much() -> None:
+def test_run_variance_is_learned_from_repeated_runs() -> None:
     def variance(of_one_size: Sequence[float]) -> float:
         seen = (statistics(of_one_size), *[WeightedStatistics()] * 4)
         return epochs_posterior(SIZES, seen, seen, 0.01).run_variance
@@ -259,15 +259,15 @@ def test_runs_that_vary_say_by_how_much() -> None:
     assert variance([2.0, 2.6, 1.4] * 4) > 0.15
 
 
-def test_a_step_between_validations_is_noise() -> None:
+def test_validation_interval_adds_noise() -> None:
     one = (statistics([math.log(2)]),) + (WeightedStatistics(),) * 4
-    # (1 epoch of 2)² / 12 is a σ of 0.14, below which there is none.
+    # (1 epoch of 2)² / 12 is a σ of 0.14, the lower limit.
     assert epochs_posterior(SIZES, one, one, 1.0).run_variance > 0.25 / 12
     assert epochs_posterior(SIZES, one, one, 0.1).run_variance < 0.25 / 12
 
 
-def test_surprises_make_all_beliefs_less_sure() -> None:
-    """A bad size between two good ones, which no law expects, as that of a Student-t process."""
+def test_surprises_make_all_beliefs_less_certain() -> None:
+    """A bad size between two good sizes, which no law expects, widens all beliefs as in a Student-t process."""
 
     def belief_after(middle: float) -> Posterior:
         seen = (*(statistics([y]) for y in (2.0, 2.0, middle, 2.0)), WeightedStatistics())
@@ -276,7 +276,7 @@ def test_surprises_make_all_beliefs_less_sure() -> None:
     expected, surprised = belief_after(2.0), belief_after(4.0)
     widest = max(float(np.diag(each.covariance)[4]) for each in surprised.components)
     assert widest > 3 * max(float(np.diag(each.covariance)[4]) for each in expected.components)
-    # By then the job follows no law, or its runs vary much: size 48 needs about what it needed.
+    # At this point the job follows no law, or its runs vary much: size 48 needs about as much as before.
     assert surprised.mean[2] > 3.0
     assert surprised.mean[1] == pytest.approx(2.0, abs=0.5)
 
@@ -292,7 +292,7 @@ Families = list[tuple[Sequence[Array], Array, Sequence[float]]]
 
 
 def costs_by_brute_force(runs: Sequence[CostRuns], trusted: int | None, own_variance: float = 0.0) -> Families:
-    """Each size that rests on one run was slowed, or none was: by how much is one more variable, all anew."""
+    """Enumerate which sizes with a single run were slowed; the common factor of slowing is one more variable."""
     summary, family = summary_of(runs), laws(SIZES).costs
     seen = [index for index, each in enumerate(runs) if each]
     values = np.array([summary.means[index] for index in seen])
@@ -302,7 +302,7 @@ def costs_by_brute_force(runs: Sequence[CostRuns], trusted: int | None, own_vari
     suspects = [index for index in seen if summary.suspect[index] and index != trusted]
     families: Families = []
     for slowed in (None, *(suspects if len(seen) > 1 else ())):
-        # All sizes, what the runs of each seen one show, and by how much one was slowed.
+        # Variables: all sizes, the observed cost of each size with runs, and the factor of slowing.
         share = np.vstack([np.eye(COUNT), np.eye(COUNT)[seen], np.zeros(COUNT)])
         joint = share @ covariance @ share.T
         delay = np.array([0.0] * COUNT + [float(index == slowed) for index in seen] + [1.0])
@@ -313,7 +313,7 @@ def costs_by_brute_force(runs: Sequence[CostRuns], trusted: int | None, own_vari
             mean, narrowed, evidence = conditioned(share @ center, joint, at, values, noise)
             log_weight = evidence + log_chance
             if slowed is not None:
-                # Slowed, and not sped up: half of what a normal deviate may be.
+                # Runs are slowed and never sped up: half of a normal distribution.
                 log_weight += math.log(2 * CONSTANTS.slowed_chance)
                 log_weight += float(stats.norm.logsf(0, mean[-1], math.sqrt(narrowed[-1, -1])))
             means.append(mean[:COUNT])
@@ -324,7 +324,7 @@ def costs_by_brute_force(runs: Sequence[CostRuns], trusted: int | None, own_vari
 
 @given(cost_runs, st.one_of(st.none(), st.integers(0, 4)))
 @settings(max_examples=examples(50), deadline=None)
-def test_the_posterior_of_costs_by_brute_force(runs: list[CostRuns], trusted: int | None) -> None:
+def test_posterior_of_costs_matches_brute_force(runs: list[CostRuns], trusted: int | None) -> None:
     found = cost_posterior(SIZES, tuple(runs), trusted)
     assert found.run_variance == summary_of(runs).run_variance
     mean, covariance = mixed(costs_by_brute_force(runs, trusted))
@@ -332,8 +332,8 @@ def test_the_posterior_of_costs_by_brute_force(runs: list[CostRuns], trusted: in
     assert total_covariance(found) == pytest.approx(covariance, abs=1e-4)
 
 
-def test_the_posterior_of_costs_after_a_change_by_brute_force() -> None:
-    """Runs since then weigh whether all sizes have changed alike, or each by itself; the others follow from that."""
+def test_posterior_of_costs_after_a_change_matches_brute_force() -> None:
+    """Later runs show whether all sizes have changed equally or independently, which determines the other sizes."""
     old = ((CostRun(2.4, 5.0, drift=1.4),), (CostRun(1.9, 5.0, drift=1.4),), (), (), ())
     new: list[CostRuns] = [(), (), (CostRun(3.1, 9.0), CostRun(3.1, 9.0)), (CostRun(2.5, 9.0),), ()]
     runs = tuple(one or other for one, other in zip(old, new, strict=True))
@@ -344,7 +344,7 @@ def test_the_posterior_of_costs_after_a_change_by_brute_force() -> None:
     for hypothesis, own_variance in ((alike, 0.0), (apart, 0.7**2)):
         found = costs_by_brute_force(hypothesis, None, own_variance)
         total = special.logsumexp(np.concatenate([logs for _, _, logs in found]))
-        # As if nothing but what ran since were known, of which the laws of both know the same beforehand.
+        # Only the later runs are evidence, and their laws share one prior.
         summary, family = summary_of(alike), laws(SIZES).costs
         values = np.array([summary.means[index] for index in (2, 3)])
         noise = variance / np.array([summary.weights[index] for index in (2, 3)])
@@ -362,8 +362,8 @@ def test_the_posterior_of_costs_after_a_change_by_brute_force() -> None:
     assert total_covariance(found_posterior) == pytest.approx(covariance, abs=1e-4)
 
 
-def test_what_ran_since_a_change_says_whether_others_have_changed_alike() -> None:
-    """Four sizes of the same cost, of which one has come to cost eight times as much."""
+def test_runs_since_a_change_show_whether_all_sizes_changed_equally() -> None:
+    """Four sizes have the same cost, until the cost of one of them rises by a factor of eight."""
     drift = math.log(8)
     drifted: CostRuns = (CostRun(2.0, math.inf, drift=drift),)
     seen = (drifted, drifted, drifted, drifted, run_of(2.0 + drift) * 2)
@@ -381,19 +381,19 @@ def run_of(log_cost: float, epochs: float = math.inf, doubt: float = 0.0) -> Cos
     return (CostRun(log_cost, epochs, doubt=doubt),)
 
 
-def test_a_size_that_seems_to_cost_four_times_as_much_was_perhaps_slowed() -> None:
-    """Nothing that the laws know makes the size in the middle so dear, but for a machine that was busy."""
+def test_size_with_a_single_fourfold_cost_is_suspected_to_have_been_slowed() -> None:
+    """No law explains the high cost of the middle size; a busy machine does."""
     seen: tuple[CostRuns, ...] = (run_of(2.0), run_of(1.7), run_of(1.3 + math.log(4)), run_of(1.3), ())
     found = cost_posterior(SIZES, seen)
     assert found.mean[2] < 1.5
-    # Its own run asks, which is not in doubt; nor is what several runs have shown.
+    # Neither the asking run itself nor the mean of several runs is in doubt.
     assert cost_posterior(SIZES, seen, 2).mean[2] > 2
     twice = (*seen[:2], seen[2] * 2, *seen[3:])
     assert cost_posterior(SIZES, twice).mean[2] > 2
 
 
-def test_a_machine_may_slow_a_run_down_and_never_speeds_it_up() -> None:
-    """Beside a neighbour whose own run asks: a dear run was perhaps slowed, a cheap one can only be cheap."""
+def test_machine_may_slow_a_run_down_but_never_speed_a_run_up() -> None:
+    """Compared with a neighbour, a dear run was perhaps slowed, whereas a cheap run really was cheap."""
 
     def cost_after(log_cost: float) -> float:
         found = cost_posterior(SIZES, ((), run_of(log_cost), (), run_of(2.0), ()), 3)
@@ -404,12 +404,12 @@ def test_a_machine_may_slow_a_run_down_and_never_speeds_it_up() -> None:
     assert 1.2 < cost_after(2.0 - math.log(2)) < 1.6
 
 
-def test_epochs_that_always_cost_the_same_are_as_good_as_known() -> None:
+def test_constant_epoch_costs_are_known_almost_exactly() -> None:
     steady: tuple[CostRuns, ...] = (run_of(3.0) * 8, (), (), (), ())
     assert math.sqrt(cost_posterior(SIZES, steady).variance[0]) < 0.01
 
 
-def test_runs_in_flight_are_believed_to_end_as_expected() -> None:
+def test_running_trials_are_believed_to_end_as_expected() -> None:
     seen = (statistics([2.0, 2.1]), WeightedStatistics(), statistics([1.5]), WeightedStatistics(), WeightedStatistics())
     before = epochs_posterior(SIZES, seen, seen, 1.0)
     after = before.believing({1: 2, 3: 1})
@@ -436,7 +436,7 @@ def test_moments_of_a_mixture_by_hand() -> None:
     within = [0.5 * 0.04 + 0.5 * 0.25, 0.5 * 0.09]
     between = [0.3 * 0.81 + 0.2 * 1.21 + 0.5 * 0.01, 0.3 * 0.81 + 0.2 * 1.96 + 0.5 * 1.21]
     assert MIXTURE.variance.tolist() == pytest.approx([within[0] + between[0], within[1] + between[1]])
-    # A run's own luck adds to what is uncertain, and what is certain still has a variance above 0.
+    # A run's own luck adds to the variance of an uncertain cost, and a certain cost keeps a variance above 0.
     assert MIXTURE.of_run(1) == pytest.approx((0.1, MIXTURE.variance[1] + 0.25))
     sure = Posterior((Component(np.array([[1.0]]), np.array([1.0]), np.array([[-1e-18]])),), 0.25)
     assert sure.of_run(0) == pytest.approx((1.0, 0.25))

@@ -23,12 +23,12 @@ SIZES = Sizes((8, 16, 32, 64, 128), 2)
 
 
 def gp_voi_job(default: int, **fields: object) -> CreatedJob:
-    """A job of policy `gp_voi` with the sizes of `SIZES`."""
+    """Return a job with policy `gp_voi` and the sizes of `SIZES`."""
     return make_job(SIZES.batch_sizes, default, policy=GP_VOI, **fields)
 
 
 def probe_of(job: CreatedJob, costs_j: Mapping[int, float], critical: float | None = None, **fields: object) -> Probe:
-    """A probe whose cost is its energy, with an error of 10 %."""
+    """Return a probe with cost = energy and an error of 10 %."""
     sizes = tuple(ProbedSize(batch_size=size, time_s=1, energy_j=cost_j, error=0.1) for size, cost_j in costs_j.items())
     error = None if critical is None else 1.6
     return Probe.model_validate(
@@ -37,12 +37,12 @@ def probe_of(job: CreatedJob, costs_j: Mapping[int, float], critical: float | No
 
 
 def suggested(life: Life, probe: Probe | None) -> Suggestion:
-    """The suggestion of a job with this probe."""
+    """Return the suggestion for a job with this probe."""
     return suggest(replace(life.history, probe=probe), np.random.default_rng(0))
 
 
 def lawful(default: int, critical: float, *, saturation: float, spread: float = 0.1) -> Landscape:
-    """A landscape by the laws: epochs to the target ``20·(1 + b/critical)``, cost of an epoch ``1 + saturation/b``."""
+    """Return a landscape by the laws: epochs ``20·(1 + b/critical)``, cost of an epoch ``1 + saturation/b``."""
     sizes = tuple(
         SizeTrace(
             size,
@@ -66,7 +66,7 @@ def played(at: Landscape, seed: int, *, factor: float = 1.0, probes: bool = True
 # --- Costs of epochs ------------------------------------------------------------------------------------------------
 
 
-def test_probed_costs_of_other_sizes_are_relative_to_the_run() -> None:
+def test_probed_costs_are_relative_to_the_measured_run() -> None:
     truth = [math.log(1 + 100 / size) for size in SIZES.batch_sizes]
     ran = CostRun(truth[2], 20.0)
     # At another power limit, all probed costs are a third higher.
@@ -78,7 +78,7 @@ def test_probed_costs_of_other_sizes_are_relative_to_the_run() -> None:
     assert without.variance[0] > 10 * found.variance[0]
 
 
-def test_probed_costs_alone_have_their_error_and_a_shared_one() -> None:
+def test_probed_costs_without_runs_have_their_own_and_a_shared_error() -> None:
     probed = tuple(ProbedCost(index, 5.0 - index / 4, 0.01) for index in range(5))
     found = cost_posterior(SIZES, ((),) * 5, None, probed)
     assert found.mean == pytest.approx([each.log_cost for each in probed], abs=0.15)
@@ -88,7 +88,7 @@ def test_probed_costs_alone_have_their_error_and_a_shared_one() -> None:
     assert spread < 0.03
 
 
-def test_probed_cost_of_a_size_gives_way_to_its_runs() -> None:
+def test_measured_runs_of_a_size_override_the_probed_cost() -> None:
     ran = CostRun(4.0, 20.0)
     wrong = (ProbedCost(2, 4.0, 0.01), ProbedCost(3, 9.0, 0.01))
     runs = ((), (), (ran,), (ran,), ())
@@ -99,7 +99,7 @@ def test_probed_cost_of_a_size_gives_way_to_its_runs() -> None:
 
 
 @pytest.mark.parametrize(("sd", "used"), [(0.1, 1.6), (1.6, 1.6), (2.5, 2.5)])
-def test_critical_batch_size_weighs_the_hypotheses_with_at_least_the_least_error(sd: float, used: float) -> None:
+def test_critical_batch_size_error_has_a_lower_limit(sd: float, used: float) -> None:
     (before, lawless), (after, same) = laws(SIZES).epochs, epoch_families(SIZES, (5.0, sd))
     assert same is lawless
     grid = laws(SIZES).log_critical
@@ -117,7 +117,7 @@ def test_critical_batch_size_beyond_the_grid_favours_flat_epochs() -> None:
 
 
 @pytest.mark.parametrize("critical", [64.0, 256.0])
-def test_simulated_critical_batch_size_is_that_of_the_law(critical: float) -> None:
+def test_simulated_critical_batch_size_matches_the_law(critical: float) -> None:
     assert critical_batch_size(lawful(64, critical, saturation=64)) == pytest.approx(critical, rel=0.15)
 
 
@@ -142,14 +142,14 @@ def test_noise_scale_wrong_by_a_factor_of_30_costs_at_most_2_percent() -> None:
 # --- Memory ---------------------------------------------------------------------------------------------------------
 
 
-def test_sizes_that_ran_out_of_memory_in_the_probe_are_excluded() -> None:
+def test_sizes_out_of_memory_in_the_probe_are_excluded() -> None:
     life = Life(gp_voi_job(32))
     history = replace(life.history, probe=probe_of(life.job, {8: 5, 16: 4, 32: 3}, out_of_memory=64))
     assert history.fitting_sizes == (8, 16, 32)
     assert history.runnable_sizes == {8, 16, 32}
 
 
-def test_a_measured_size_fits_whatever_the_probe_says() -> None:
+def test_measured_size_fits_despite_the_probe() -> None:
     life = Life(gp_voi_job(64))
     run(life, life.ask(), needed=5)
     history = replace(life.history, probe=probe_of(life.job, {}, out_of_memory=32))
@@ -161,7 +161,7 @@ def test_a_measured_size_fits_whatever_the_probe_says() -> None:
 CHEAPER_WHEN_LARGER = {8: 1600.0, 16: 800.0, 32: 400.0, 64: 200.0, 128: 100.0}
 
 
-def test_first_run_is_at_the_predicted_size_if_that_is_wanted_and_saves() -> None:
+def test_first_run_uses_the_predicted_size_if_requested_and_cheaper() -> None:
     for first_run, size in (("default", 32), ("predicted", 128)):
         life = Life(gp_voi_job(32, first_run=first_run))
         assert suggested(life, None).batch_size == 32
@@ -170,13 +170,13 @@ def test_first_run_is_at_the_predicted_size_if_that_is_wanted_and_saves() -> Non
     assert "by its probe, 128 is expected to save" in found.reason
 
 
-def test_first_run_stays_at_the_default_if_uncertainty_costs_more_than_is_saved() -> None:
+def test_first_run_stays_at_the_default_if_uncertainty_costs_more_than_the_saving() -> None:
     life = Life(gp_voi_job(32, first_run="predicted"))
     little = {size: 100.0 - size / 100 for size in life.job.batch_sizes}
     assert suggested(life, probe_of(life.job, little)).batch_size == 32
 
 
-def test_a_withdrawn_trial_at_the_default_leaves_the_prediction() -> None:
+def test_withdrawn_trial_at_the_default_leaves_the_prediction() -> None:
     life = Life(gp_voi_job(32, first_run="predicted"))
     life.move(life.ask(), TrialState.WITHDRAWN)
     found = suggested(life, probe_of(life.job, CHEAPER_WHEN_LARGER, 1000.0))
@@ -185,7 +185,7 @@ def test_a_withdrawn_trial_at_the_default_leaves_the_prediction() -> None:
     assert suggested(life, probe_of(life.job, CHEAPER_WHEN_LARGER, 1000.0)).batch_size == 32
 
 
-def test_epochs_of_other_gpus_count_with_probed_costs() -> None:
+def test_epochs_from_replaced_gpus_are_combined_with_probed_costs() -> None:
     life = Life(gp_voi_job(32))
     run(life, life.ask(), needed=5)
     life.trials[0] = changed(life.trials[0], other_gpus=True)
@@ -203,7 +203,7 @@ def test_control_runs_at_the_default_follow_a_predicted_first_run() -> None:
     assert any(trial.record.origin is Origin.CONTROL for trial in trials)
 
 
-def test_simulated_probe_is_charged_and_leaves_the_chance_of_runs_as_it_is() -> None:
+def test_simulated_probe_is_charged_and_leaves_the_randomness_of_runs_unchanged() -> None:
     at = lawful(64, 200.0, saturation=64)
     found = {kind: played(at, 3, probes=probes).play() for kind, probes in (("probed", True), ("without", False))}
     first = {kind: job.trials[0].record for kind, job in found.items()}

@@ -1,4 +1,4 @@
-"""Jobs with more batch sizes than a decision of policy `gp_voi` considers."""
+"""Jobs with more batch sizes than policy `gp_voi` considers in one decision."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ THOUSAND = tuple(range(8, 8001, 8))
 
 
 def needed(size: int) -> float:
-    """Epochs to the target, with a critical batch size of 2000."""
+    """Return the epochs to the target, with a critical batch size of 2000."""
     return 10 * (1 + size / 2000)
 
 
 def epoch_j(size: int) -> float:
-    """The cost of an epoch; with `needed`, 2000 is the cheapest size, at 40 kJ."""
+    """Return the cost of an epoch; with `needed`, 2000 is the cheapest size, at 40 kJ."""
     return 1000 * (1 + 2000 / size)
 
 
@@ -43,7 +43,7 @@ def lived(recurrences: int, batch_sizes: tuple[int, ...] = THOUSAND, default: in
     return life
 
 
-# --- Which sizes ------------------------------------------------------------------------------------------------------
+# --- Selection of sizes -----------------------------------------------------------------------------------------------
 
 
 def test_neighbours_are_at_doubling_distances() -> None:
@@ -73,7 +73,7 @@ def test_too_many_sizes_with_evidence_are_thinned_around_the_center() -> None:
     kept = sorted(with_evidence(job, everywhere, 4000, [16, 24]))
     assert len(kept) == 40
     assert {8, 16, 24, 256, 4000, 8000} <= set(kept)
-    # Half of the other 34 are the nearest ones, and half are two in an octave elsewhere.
+    # Of the other 34, half are the nearest sizes, and half are spread with two per octave.
     assert [size for size in kept if 3930 <= size <= 4075] == [*range(3936, 4073, 8)]
     assert [size for size in kept if size < 300] == [8, 16, 24, 32, 48, 64, 88, 128, 176, 248, 256]
 
@@ -81,25 +81,25 @@ def test_too_many_sizes_with_evidence_are_thinned_around_the_center() -> None:
     assert set(range(1000, 8001, 1000)) <= with_evidence(job, missed, 4000, [])
 
 
-def test_a_thousand_sizes_before_any_trial() -> None:
+def test_thousand_sizes_are_thinned_before_any_trial() -> None:
     history = new_life(THOUSAND, 256).history
     few = thinned(history)
     sizes = few.job.batch_sizes
     assert len(sizes) == len(few.memory) <= 64
     assert {8, 256, 8000, 248, 264, 240, 272, 224, 288, 192, 320, 128, 384} <= set(sizes)
-    # Five in an octave, and the neighbours 512, 768, 1280, 2304 and 4352.
+    # Five per octave, and the neighbours 512, 768, 1280, 2304 and 4352.
     assert [sum(low < size <= 2 * low for size in sizes) for low in (500, 1000, 2000, 4000)] == [7, 5, 6, 6]
     assert few.arms is history.arms
 
 
-def test_the_neighbours_of_the_cheapest_size_are_considered() -> None:
+def test_neighbours_of_the_cheapest_size_are_considered() -> None:
     life = lived(4)
     cheapest = life.history.cheapest
     assert cheapest is not None
     assert {cheapest.batch_size - 8, cheapest.batch_size + 8} <= set(thinned(life.history).job.batch_sizes)
 
 
-def test_sizes_that_cannot_run_are_no_choice() -> None:
+def test_excluded_sizes_are_not_among_the_thinned_sizes() -> None:
     life = new_life(THOUSAND, 256)
     life.exclude(life.dispatch(32))
     few = thinned(life.history)
@@ -112,19 +112,19 @@ def test_sizes_that_cannot_run_are_no_choice() -> None:
         life.ask()
 
 
-def test_trials_under_way_are_considered() -> None:
+def test_running_trials_are_considered() -> None:
     life = lived(2)
     trial = life.dispatch(7000)
     few = thinned(life.history)
     assert 7000 in few.job.batch_sizes
     assert few.in_flight == (trial,)
-    # Even the trial whose bound is decided.
+    # A trial with a decided bound is considered, too.
     life.move(trial, TrialState.ABANDONED)
     assert 7000 not in thinned(life.history).job.batch_sizes
     assert 7000 in thinned(life.history, 7000).job.batch_sizes
 
 
-def test_more_trials_under_way_than_sizes_are_considered() -> None:
+def test_more_running_trials_than_sizes_are_considered() -> None:
     life = lived(2)
     for size in THOUSAND[::10]:
         life.dispatch(size)
@@ -134,10 +134,10 @@ def test_more_trials_under_way_than_sizes_are_considered() -> None:
     assert suggest(life.history, life.rng).batch_size in THOUSAND
 
 
-# --- What they decide -------------------------------------------------------------------------------------------------
+# --- Decisions with thinned sizes -------------------------------------------------------------------------------------
 
 
-def test_the_best_of_a_fine_grid_is_found() -> None:
+def test_best_size_of_a_fine_grid_is_found() -> None:
     life = lived(15)
     best = expectations(life.history).best
     assert best is not None
@@ -145,7 +145,7 @@ def test_the_best_of_a_fine_grid_is_found() -> None:
     assert needed(best) * epoch_j(best) < 40_000 * 1.01
 
 
-def test_sizes_without_evidence_have_no_influence_on_what_is_learned() -> None:
+def test_sizes_without_evidence_do_not_influence_beliefs() -> None:
     life = lived(6)
     ended = run(life, life.dispatch(1000), 15, epoch_j(1000))
     before = replace(life, trials=life.trials[:-1]).history.memory
@@ -158,7 +158,7 @@ def test_sizes_without_evidence_have_no_influence_on_what_is_learned() -> None:
 
 @pytest.fixture
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The number of sizes each time that the mathematics begin."""
+    """Record the number of sizes in each call of the mathematics."""
     found: list[int] = []
     of = Sizes.of
 
@@ -171,7 +171,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def entries(life: Life) -> dict[str, Callable[[], object]]:
-    """The entry points of the policy that need mathematics, by name."""
+    """Return the policy's entry points that need mathematics, by name."""
     history, ended = life.history, life.trials[-1]
     memory = find(GP_VOI).memory
     assert memory is not None
@@ -188,7 +188,7 @@ def entries(life: Life) -> dict[str, Callable[[], object]]:
 
 
 @pytest.mark.parametrize("entry", ["suggest", "explain", "expectations", "bound", "after"])
-def test_the_work_for_a_thousand_sizes_is_bounded(entry: str, counted: list[int]) -> None:
+def test_work_for_a_thousand_sizes_is_bounded(entry: str, counted: list[int]) -> None:
     work = entries(lived(5))[entry]
     counted.clear()
     work()
@@ -196,7 +196,7 @@ def test_the_work_for_a_thousand_sizes_is_bounded(entry: str, counted: list[int]
     assert max(counted) <= 64
 
 
-def test_the_work_is_bounded_after_trials_of_many_sizes(counted: list[int]) -> None:
+def test_work_after_trials_of_many_sizes_is_bounded(counted: list[int]) -> None:
     life = lived(1)
     for size in THOUSAND[::16]:
         run(life, life.dispatch(size, Origin.INCUMBENT), 1, epoch_j(size))
@@ -210,7 +210,7 @@ def test_the_work_is_bounded_after_trials_of_many_sizes(counted: list[int]) -> N
 
 
 def few_sizes() -> st.SearchStrategy[Life]:
-    """Jobs with at most 64 sizes and a few trials, some of them under way."""
+    """Generate jobs with at most 64 sizes and a few trials, some of them running."""
     sizes = st.sets(st.integers(1, 4096), min_size=1, max_size=64).map(lambda found: tuple(sorted(found)))
 
     @st.composite
@@ -228,7 +228,7 @@ def few_sizes() -> st.SearchStrategy[Life]:
 
 @given(few_sizes())
 @settings(max_examples=examples(30))
-def test_few_sizes_are_decided_as_they_are(life: Life) -> None:
+def test_few_sizes_are_decided_without_thinning(life: Life) -> None:
     history, rng = life.history, np.random.default_rng(0)
     assert thinned(history) is history
     own = policy.suggest(history, rng)

@@ -1,4 +1,4 @@
-"""The worth of a try under policy `gp_voi`, and its stop, against plain loops."""
+"""Value of an exploration trial under policy `gp_voi`, and its bound, against plain loops."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.support.properties import examples
 THREE, FIVE = Sizes((16, 32, 64), 1), Sizes((8, 16, 48, 64, 512), 3)
 
 
-# --- What a try is worth ----------------------------------------------------------------------------------------------
+# --- Value of an exploration trial ------------------------------------------------------------------------------------
 
 
 def forecast_of(
@@ -65,9 +65,9 @@ def belief(mean: Sequence[float], sd: Sequence[float], run_sd: float) -> Posteri
 def worth_by_loops(
     forecast: Forecast, index: int, shares: Sequence[float], max_epochs: int
 ) -> tuple[list[float], list[float]]:
-    """The expected saving of a later run by a try that is stopped at each share, and the loss of the try.
+    """Compute, per share, the expected saving of a later run by a trial stopped at this share, and the trial's loss.
 
-    Sample by sample: it is the truth, the try has its outcome, and all samples are weighed by that.
+    Each sample in turn is taken for the truth and determines the trial's outcome, by which all samples are weighted.
     """
     samples, run_sd, incumbent = forecast.samples, math.sqrt(forecast.epochs.run_variance), forecast.incumbent
     costs_known = forecast.epoch_costs.variance[index] <= 1e-3
@@ -116,7 +116,7 @@ def worth_by_loops(
         ((2.5, 2.0, 2.6), (0.3, 0.1, 0.5), 0.01, (0, 2), 14),
     ],
 )
-def test_worths_by_loops(
+def test_values_match_plain_loops(
     monkeypatch: pytest.MonkeyPatch,
     mean: Sequence[float],
     sd: Sequence[float],
@@ -126,7 +126,7 @@ def test_worths_by_loops(
 ) -> None:
     monkeypatch.setattr(forecasts, "CONSTANTS", replace(CONSTANTS, samples=40))
     costs = belief((1.1, 1.0, 0.9), [cost_sd] * 3, 0.05)
-    # The last size is four octaves from the incumbent: it may never reach the target.
+    # The last size is four octaves from the incumbent and may never reach the target.
     sizes = Sizes((16, 32, 512), 1)
     forecast = forecast_of(belief(mean, sd, 0.08), costs, sizes=sizes, unseen=unseen)
     assert len(forecast.samples.luck) == 40
@@ -145,7 +145,7 @@ def test_worths_by_loops(
     assert set(found) == {0, 2}
 
 
-def test_a_size_that_is_known_to_be_worse_is_worth_no_try() -> None:
+def test_size_known_to_be_worse_has_no_value() -> None:
     costs = belief((1.0, 1.0, 1.0), [0.01] * 3, 0.02)
     forecast = forecast_of(belief((2.0, 2.0, 2.6), (0.02, 0.02, 0.02), 0.08), costs, available=(1, 2), horizon=1000)
     worth = worths(forecast, [2], (0.5, 1.0, 2.0), max_epochs=100)[2]
@@ -154,7 +154,7 @@ def test_a_size_that_is_known_to_be_worse_is_worth_no_try() -> None:
     assert worth.index == worth.value - worth.loss
 
 
-def test_a_size_that_is_known_to_be_better_costs_less_than_nothing() -> None:
+def test_size_known_to_be_better_has_a_negative_loss() -> None:
     costs = belief((1.0, 1.0, 1.0), [0.01] * 3, 0.02)
     forecast = forecast_of(belief((2.0, 2.0, 1.4), (0.02, 0.02, 0.02), 0.08), costs)
     worth = worths(forecast, [2], (0.5, 1.0, 2.0), max_epochs=100)[2]
@@ -169,7 +169,7 @@ def test_a_size_that_is_known_to_be_better_costs_less_than_nothing() -> None:
     st.floats(0.01, 0.3),
 )
 @settings(max_examples=examples(40), deadline=None)
-def test_a_longer_horizon_never_lowers_the_worth_of_a_try(
+def test_longer_horizon_never_lowers_the_value_of_a_trial(
     mean: Sequence[float], sd: Sequence[float], cost_sd: float
 ) -> None:
     costs = belief((1.1, 1.0, 0.9), [cost_sd] * 3, 0.05)
@@ -185,7 +185,7 @@ def test_a_longer_horizon_never_lowers_the_worth_of_a_try(
         assert found[0][index].stop_share in shares
 
 
-def test_the_costs_at_which_a_try_may_be_stopped() -> None:
+def test_stop_shares_end_at_beta() -> None:
     below_two = [share for share in CONSTANTS.stop_shares if share < 2]
     assert stop_shares(2.0) == (*below_two, 2.0)
     assert stop_shares(1.0) == (*(share for share in CONSTANTS.stop_shares if share < 1), 1.0)
@@ -194,7 +194,7 @@ def test_the_costs_at_which_a_try_may_be_stopped() -> None:
 
 
 def test_sizes_further_out_may_never_reach_the_target() -> None:
-    """By the hazard of an octave; none between sizes that do, and none at all before one has."""
+    """The hazard per octave applies beyond the outermost successful sizes, and only after a success."""
     epochs, costs = belief([2.0] * 5, [0.1] * 5, 0.08), belief([1.0] * 5, [0.1] * 5, 0.02)
     forecast = forecast_of(epochs, costs, sizes=FIVE, unseen=(0, 2, 4))
     fails = 1 - forecast.samples.converges.mean(axis=0)
@@ -203,7 +203,7 @@ def test_sizes_further_out_may_never_reach_the_target() -> None:
     assert forecast_of(epochs, costs, sizes=FIVE, unseen=range(5)).samples.converges.all()
 
 
-def test_a_size_that_was_not_seen_may_break_every_law() -> None:
+def test_unseen_size_may_break_every_law() -> None:
     epochs, costs = belief([2.0] * 3, [1e-6] * 3, 0.08), belief([1.0] * 3, [1e-6] * 3, 0.02)
     drawn = forecast_of(epochs, costs, unseen=(2,)).samples.log_epochs - 2.0
     broken = np.abs(drawn) > 1e-3
@@ -212,19 +212,19 @@ def test_a_size_that_was_not_seen_may_break_every_law() -> None:
     assert drawn[:, 2].mean() == pytest.approx(0, abs=1e-3)
 
 
-def test_a_size_that_was_stopped_may_still_break_every_law_but_for_what_it_survived() -> None:
+def test_stopped_size_may_break_the_laws_only_beyond_the_survived_epochs() -> None:
     epochs, costs = belief([2.0] * 3, [1e-6] * 3, 0.08), belief([1.0] * 3, [1e-6] * 3, 0.02)
     forecast = forecast_of(epochs, costs, unseen=(2,))
     fresh = np.sort(forecast.samples.log_epochs[:, 2])
     stopped = replace(forecast.beliefs[2], costs=(CostRun(1.0, math.inf),), survived=math.exp(1.7))
     beliefs = (*forecast.beliefs[:2], stopped)
     drawn = np.sort(replace(forecast, beliefs=beliefs).samples.log_epochs[:, 2])
-    # What it would have shown by then is left out, and nothing else.
+    # Only outcomes that the trial would already have shown are left out.
     assert drawn == pytest.approx(np.sort(np.where(fresh > 1.7, fresh, 2.0)), abs=1e-4)
     assert fresh.min() < 1.5 < drawn.min()
 
 
-def test_samples_follow_from_the_number_of_trials_and_what_is_believed() -> None:
+def test_samples_depend_on_the_number_of_trials_and_the_beliefs() -> None:
     epochs, costs = belief([2.0] * 3, [0.2] * 3, 0.08), belief([1.0] * 3, [0.1] * 3, 0.02)
     forecast = forecast_of(epochs, costs)
     assert forecast.samples.log_epochs.tolist() == replace(forecast).samples.log_epochs.tolist()
@@ -245,9 +245,9 @@ def test_samples_follow_from_the_number_of_trials_and_what_is_believed() -> None
         (0.5, 10.0, 5),
         (0.35, 10.0, 3),
         (1.2, 11.0, 10),
-        (0.57, 19.0, 3),  # which is 56.99999999999999 J in doubles
+        (0.57, 19.0, 3),  # 56.99999999999999 J in floating point
         (2.0, 33.0, 6),
-        (0.5, 60.0, 1),  # the first epoch is always run
+        (0.5, 60.0, 1),  # the first epoch always runs
         (0.5, 1e300, 1),
         (0.7, 0.7, 100),
         (2.0, 1.0, 200),
@@ -255,7 +255,7 @@ def test_samples_follow_from_the_number_of_trials_and_what_is_believed() -> None
         (math.inf, 10.0, 200),
     ],
 )
-def test_a_try_ends_by_the_last_epoch_within_its_share(share: float, epoch_j: float, epochs: int) -> None:
+def test_trial_is_bounded_by_the_last_affordable_epoch(share: float, epoch_j: float, epochs: int) -> None:
     found = bound_of_try(share, epoch_j=epoch_j, incumbent_j=100.0, max_epochs=200)
     assert found.epochs == epochs
     if epochs < 200:
@@ -266,7 +266,7 @@ def test_a_try_ends_by_the_last_epoch_within_its_share(share: float, epoch_j: fl
 
 @given(st.floats(0.01, 10), st.floats(1e-300, 1e300), st.floats(1e-300, 1e300), st.integers(1, 10**6))
 @settings(max_examples=examples(100), deadline=None)
-def test_a_bound_is_within_max_epochs(share: float, epoch_j: float, incumbent_j: float, max_epochs: int) -> None:
+def test_bound_never_exceeds_max_epochs(share: float, epoch_j: float, incumbent_j: float, max_epochs: int) -> None:
     found = bound_of_try(share, epoch_j=epoch_j, incumbent_j=incumbent_j, max_epochs=max_epochs)
     assert 1 <= found.epochs <= max_epochs
     assert found.reason

@@ -1,4 +1,4 @@
-"""Judgements and the life of a job and its trials, with literal values; and the rows that its records become."""
+"""Verdicts on reports, states of a job and its trials, and the rows of its records, with literal values."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def begun() -> tuple[JobState, TrialRecord]:
     return dispatch_trial(JOB, Suggestion(16, Origin.EXPLORATION, "why not"), MOMENT, owner="me")
 
 
-def test_the_documented_transitions_are_those_of_the_code() -> None:
+def test_documented_transitions_match_the_code() -> None:
     text = (ROOT / "docs" / "states.md").read_text()
     rows = re.findall(r"^\| (\w+) \| [^|]+ \| ([^|]+) \|$", text, flags=re.M)
     documented = {
@@ -85,7 +85,7 @@ def test_the_documented_transitions_are_those_of_the_code() -> None:
     assert ("running", "any other") in rows
 
 
-def test_a_trial_from_its_dispatch_to_its_end() -> None:
+def test_trial_moves_from_dispatch_to_completed() -> None:
     job, trial = begun()
     assert (job.event_count, job.trial_count) == (1, 1)
     assert (trial.key, trial.state, trial.started_event, trial.owner) == (("job", 1), TrialState.RUNNING, 1, "me")
@@ -101,7 +101,7 @@ def test_a_trial_from_its_dispatch_to_its_end() -> None:
     assert (job.event_count, job.cheapest) == (2, Cheapest(1, 16, 2000))
 
 
-def test_a_trial_that_is_given_up_comes_back_and_its_end_never_was() -> None:
+def test_abandoned_trial_runs_again_after_a_report() -> None:
     job, trial = begun()
     job, trial = abandon_trial(job, trial, MOMENT)
     assert (trial.state, trial.ended_event, job.event_count) == (TrialState.ABANDONED, 2, 2)
@@ -126,7 +126,7 @@ def test_a_trial_that_is_given_up_comes_back_and_its_end_never_was() -> None:
         (EARLY, 2, False, TrialState.INFEASIBLE, EndReason.CRASHED, "16 ended early or crashed 3 times and is not"),
     ],
 )
-def test_a_training_that_ends_its_trial(
+def test_ending_reported_by_the_training_sets_state_and_reason(
     ending: Ending, crashes: int, observed: bool, state: TrialState, reason: EndReason, says: str
 ) -> None:
     job, trial = begun()
@@ -137,7 +137,7 @@ def test_a_training_that_ends_its_trial(
     assert (trial.message or "").endswith(f" ({ending.detail})")
 
 
-def test_a_withdrawn_exploration_is_owed_again() -> None:
+def test_withdrawn_exploration_is_repeated() -> None:
     job = InMemoryJob(JOB.registration)
     rng = np.random.default_rng(1)
     first = job.begin_trial(rng)
@@ -149,7 +149,7 @@ def test_a_withdrawn_exploration_is_owed_again() -> None:
         first = again
 
 
-def test_a_preempted_trial_has_a_day_to_come_back() -> None:
+def test_preempted_trial_may_resume_for_a_day() -> None:
     job, trial = begun()
     after, trial = end_by_training(job, trial, Ending(outcome=TrialState.SUSPENDED), MOMENT, retries=3)
     assert (after, trial.state, trial.ended_event) == (job, TrialState.SUSPENDED, None)
@@ -158,7 +158,7 @@ def test_a_preempted_trial_has_a_day_to_come_back() -> None:
 
 
 @pytest.mark.parametrize(("before", "after"), list(product(TrialState, TrialState)))
-def test_an_illegal_transition_raises_and_leaves_all_as_it_was(before: TrialState, after: TrialState) -> None:
+def test_illegal_transition_raises_and_changes_nothing(before: TrialState, after: TrialState) -> None:
     job, trial = begun()
     trial = replace(trial, state=before)
     if after in TRANSITIONS[before]:
@@ -176,7 +176,7 @@ OUTCOMES = {"crash": TrialState.FAILED, "memory": TrialState.INFEASIBLE, "suspen
 
 @given(st.lists(st.sampled_from(["suggest", "report", "reach", "crash", "memory", "suspend"]), max_size=40), st.data())
 @settings(deadline=None)
-def test_a_job_in_memory_remembers_what_a_replay_of_its_trials_yields(steps: list[str], data: st.DataObject) -> None:
+def test_job_in_memory_equals_a_replay_of_trials(steps: list[str], data: st.DataObject) -> None:
     policy = data.draw(st.sampled_from(OWN_POLICIES))
     config = make_job((8, 16, 32), 16, num_pruning_rounds=1, policy=policy)
     job, rng, lived = InMemoryJob(config), np.random.default_rng(1), dict[int, TrialRecord]()
@@ -203,7 +203,7 @@ def test_a_job_in_memory_remembers_what_a_replay_of_its_trials_yields(steps: lis
         assert replay(config, lived.values(), job.state.survivors).arms == job.history.arms
 
 
-# What a report is judged by.
+# A job for judging reports.
 
 
 def test_cost_weighs_energy_against_time_at_maximum_power() -> None:
@@ -226,25 +226,28 @@ def test_bound_needs_both_beta_and_a_cheapest_run() -> None:
     ("metric", "epoch", "min_cost_j", "state", "reason"),
     [
         (0.5, 3, None, TrialState.RUNNING, EndReason.KEEP_TRAINING),
-        (0.5, 3, 500.0, TrialState.RUNNING, EndReason.KEEP_TRAINING),  # exactly at the bound is within it
+        (0.5, 3, 500.0, TrialState.RUNNING, EndReason.KEEP_TRAINING),  # a cost exactly at the bound is allowed
         (0.5, 3, 499.9, TrialState.EARLY_STOPPED, EndReason.COST_BOUND_CROSSED),
         (0.9, 3, None, TrialState.COMPLETED, EndReason.TARGET_REACHED),
         (0.9, 3, 500.0, TrialState.COMPLETED, EndReason.TARGET_REACHED),
-        (0.95, 3, 499.9, TrialState.EARLY_STOPPED, EndReason.COST_BOUND_CROSSED),  # too late to count
+        # the target is reached beyond the bound
+        (0.95, 3, 499.9, TrialState.EARLY_STOPPED, EndReason.COST_BOUND_CROSSED),
         (0.5, 10, None, TrialState.EXHAUSTED, EndReason.MAX_EPOCHS_REACHED),
         (0.5, 9.5, None, TrialState.RUNNING, EndReason.KEEP_TRAINING),
         (0.9, 10, None, TrialState.COMPLETED, EndReason.TARGET_REACHED),
         (0.5, 10, 499.9, TrialState.EARLY_STOPPED, EndReason.COST_BOUND_CROSSED),
     ],
 )
-def test_judge(metric: float, epoch: float, min_cost_j: float | None, state: TrialState, reason: EndReason) -> None:
+def test_judge_returns_documented_state_and_reason(
+    metric: float, epoch: float, min_cost_j: float | None, state: TrialState, reason: EndReason
+) -> None:
     verdict = judge(JUDGED, RUNNING, Report(time_s=10, energy_j=1000, epoch=epoch, metric=metric), min_cost_j)
     assert (verdict.state, verdict.reason) == (state, reason)
     assert verdict.stop == (state is not TrialState.RUNNING)
     assert verdict.converged == (state is TrialState.COMPLETED)
 
 
-def test_judge_of_a_metric_that_falls() -> None:
+def test_judge_handles_a_metric_to_minimize() -> None:
     job = make_job((8,), 8, eta_knob=0.5, target_metric=0.9, higher_is_better_metric=False)
     assert judge(job, RUNNING, Report(1, 1, 1, metric=0.9), None).converged
     assert not judge(job, RUNNING, Report(1, 1, 1, metric=0.91), None).stop
@@ -253,18 +256,18 @@ def test_judge_of_a_metric_that_falls() -> None:
 @pytest.mark.parametrize(
     ("totals", "field"), [((9, 50, 2), "time"), ((10, 49, 2), "energy"), ((10, 50, 1), "current_epoch")]
 )
-def test_totals_cannot_shrink(totals: tuple[int, int, int], field: str) -> None:
+def test_decreasing_totals_are_refused(totals: tuple[int, int, int], field: str) -> None:
     earlier = replace(RUNNING, time_s=10, energy_j=50, epoch=2, metric=0.4)
     with pytest.raises(InvalidReportError, match="cannot shrink") as caught:
         judge(JUDGED, earlier, Report(*totals, metric=0.5), None)
     assert caught.value.field == field
 
 
-# What a trial has reported so far: how many times, and the last epoch. Then a fraction.
+# Earlier reports of a trial (their number and last epoch), followed by a fractional epoch.
 @pytest.mark.parametrize(
     ("reports", "last", "epoch"),
     [
-        (0, 0, 0.5),  # the first report of a training that validates twice per epoch
+        (0, 0, 0.5),  # the first report of a training with two validations per epoch
         (0, 0, 1.5),
         (1, 0.5, 1.5),
         (2, 1, 1.5),  # 0.5, 1
@@ -273,7 +276,7 @@ def test_totals_cannot_shrink(totals: tuple[int, int, int], field: str) -> None:
         (3, 2, 2.5),
     ],
 )
-def test_a_fraction_may_follow_a_fraction(reports: int, last: float, epoch: float) -> None:
+def test_fraction_may_follow_a_fraction(reports: int, last: float, epoch: float) -> None:
     trial = replace(RUNNING, report_count=reports, epoch=last, metric=0.1)
     assert not judge(JUDGED, trial, Report(1, 1, epoch, metric=0.5), None).stop
 
@@ -288,18 +291,18 @@ def test_no_fraction_follows_when_every_epoch_was_reported_as_a_whole(reports: i
         assert not judge(JUDGED, trial, Report(1, 1, whole, metric=0.5), None).stop
 
 
-def test_a_target_reached_for_nothing_is_refused() -> None:
+def test_target_reached_at_no_cost_is_refused() -> None:
     energy_only = make_job((8,), 8)
     with pytest.raises(InvalidReportError, match="cost of 0 J"):
         judge(energy_only, RUNNING, Report(time_s=10, energy_j=0, epoch=1, metric=1.0), None)
 
 
-def test_final_states_are_those_without_a_move_and_living_ones_have_leases() -> None:
+def test_final_states_have_no_transitions_and_open_states_have_leases() -> None:
     assert {state for state in TrialState if not TRANSITIONS[state]} == FINAL
     assert {state for state in TrialState if TrialState.ABANDONED in TRANSITIONS[state]} == ALIVE
 
 
-def test_only_trials_that_reached_the_target_can_be_the_cheapest() -> None:
+def test_only_completed_trials_can_be_the_cheapest() -> None:
     life = Life(JUDGED)
     life.run(8, Origin.EXPLORATION, TrialState.EARLY_STOPPED, 10)
     life.run(8, Origin.EXPLORATION, TrialState.EXHAUSTED, 20)
@@ -374,17 +377,17 @@ def unreported(trial: TrialRecord) -> TrialRecord:
     return replace(reported, time_s=0.0, energy_j=0.0, epoch=0.0, first_epoch=0.0, first_time_s=0.0, first_energy_j=0.0)
 
 
-def test_a_trial_s_fields_are_its_columns() -> None:
+def test_fields_of_a_trial_equal_the_columns() -> None:
     names = [field.name for field in fields(TrialRecord)]
     assert sorted(names) == sorted(trials.c.keys())
     shown = set(TrialView.model_fields) | set(TrialExport.model_fields)
-    # The job is named elsewhere; a client's key means nothing to others.
+    # Other objects name the job; a client's idempotency key is meaningless to readers.
     assert set(names) - shown == {"job_id", "idempotency_key"}
 
 
 @given(RECORDS, st.booleans())
 @settings(max_examples=25, deadline=None)
-def test_a_record_is_the_same_after_its_row_and_after_an_export(record: TrialRecord, reported: bool) -> None:
+def test_record_survives_a_row_and_an_export_unchanged(record: TrialRecord, reported: bool) -> None:
     record = record if reported else unreported(record)
     row = trial_row(record)
     assert (row["time_s"] is None) is (not reported)
@@ -393,7 +396,7 @@ def test_a_record_is_the_same_after_its_row_and_after_an_export(record: TrialRec
     assert trial_from({"job_id": record.job_id, **kept}) == replace(record, idempotency_key=None, owner=None)
 
 
-def test_a_record_is_the_same_after_the_database(database_url: str) -> None:
+def test_record_survives_the_database_unchanged(database_url: str) -> None:
     registration = make_job((8, 16), 16, job_id_prefix="r", job_id="round-trip")
     store = Store(open_database(database_url, patience_s=60.0), patience_s=60.0)
 

@@ -1,4 +1,4 @@
-"""Policies of other packages, from their installation to their decisions, and without it."""
+"""Policies of other packages, from installation to decisions, and after their removal."""
 
 from __future__ import annotations
 
@@ -41,28 +41,28 @@ def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Packag
 
 @pytest.fixture
 async def server(packages: Packages, database_url: str) -> AsyncIterator[JobService]:
-    """A server with a job that the worked example decides."""
+    """Start a server with a job of the worked example's policy."""
     packages.install("latest", "my_policy", EXAMPLE)
     async with job_service(database_url, policy="my_policy") as server:
         yield server
 
 
-def test_ours_are_policies_like_any_other() -> None:
+def test_own_policies_are_found_like_installed_policies() -> None:
     assert [find(name).missing for name in OWN_POLICIES] == [None, None]
     assert set(OWN_POLICIES) <= set(names())
 
 
-def test_nobody_takes_our_names(packages: Packages) -> None:
+def test_installed_package_cannot_replace_an_own_policy(packages: Packages) -> None:
     packages.install("taker", "zeus", EXAMPLE)
     assert find("zeus").prunes
 
 
-def test_the_example_conforms(packages: Packages) -> None:
+def test_example_policy_passes_the_conformance_suite(packages: Packages) -> None:
     packages.install("latest", "my_policy", EXAMPLE)
     check_policy("my_policy", seeds=(0,))
 
 
-async def test_a_job_is_decided_by_a_policy_of_another_package(server: JobService) -> None:
+async def test_policy_of_another_package_decides_a_job(server: JobService) -> None:
     for size, cost_j in ((16, 700), (8, 400), (32, 900)):
         trial = await server.suggest()
         assert (trial.batch_size, trial.origin) == (size, Origin.EXPLORATION)
@@ -76,13 +76,13 @@ async def test_a_job_is_decided_by_a_policy_of_another_package(server: JobServic
 
 
 @pytest.mark.parametrize("seed", range(3))
-async def test_what_it_remembers_equals_a_replay_whatever_happens(server: JobService, seed: int) -> None:
+async def test_memory_of_an_installed_policy_equals_a_replay(server: JobService, seed: int) -> None:
     await live(server, random.Random(seed), steps=80)  # noqa: S311 - no secret
     assert await server.store.read(differences, server.job_id) == []
 
 
-async def test_another_version_of_a_policy_learns_from_all_trials_anew(packages: Packages, server: JobService) -> None:
-    # It takes the first run of each size in place of the latest, and remembers more.
+async def test_new_version_of_a_policy_relearns_from_all_trials(packages: Packages, server: JobService) -> None:
+    # The new version uses the first run of each size instead of the latest, and remembers more.
     other = EXAMPLE.replace('version="1"', 'version="2"').replace(
         "{trial.batch_size: cost_of(job, trial)}",
         "{trial.batch_size: costs.get(trial.batch_size, cost_of(job, trial))}",
@@ -97,7 +97,7 @@ async def test_another_version_of_a_policy_learns_from_all_trials_anew(packages:
     assert await server.store.read(differences, server.job_id) == []
 
 
-async def test_without_its_policy_a_job_gets_no_new_trials_and_those_that_run_go_on(
+async def test_job_without_policy_gets_no_new_trials_but_running_trials_finish(
     packages: Packages, server: JobService
 ) -> None:
     await server.reach(await server.suggest(), cost_j=700)
@@ -121,7 +121,7 @@ async def test_without_its_policy_a_job_gets_no_new_trials_and_those_that_run_go
     assert await server.store.read(differences, server.job_id) == []
 
 
-async def test_a_job_whose_policy_is_not_installed_is_neither_registered_nor_imported(
+async def test_job_with_a_missing_policy_is_neither_registered_nor_imported(
     packages: Packages, server: JobService
 ) -> None:
     await server.reach(await server.suggest())
@@ -137,7 +137,7 @@ async def test_a_job_whose_policy_is_not_installed_is_neither_registered_nor_imp
     assert await server.store.read(differences, other.job_id) == []
 
 
-def test_a_refusal_names_the_field_over_http(any_server: ServerProcess) -> None:
+def test_refusal_over_http_names_the_field(any_server: ServerProcess) -> None:
     job = jobs.job(**{**jobs.THREE_SIZES, "job_id": None, "policy": "nobodys"})
     refused = httpx.post(f"{any_server.url}/jobs", json=job)
     assert refused.status_code == 422
@@ -145,7 +145,7 @@ def test_a_refusal_names_the_field_over_http(any_server: ServerProcess) -> None:
     assert "entry point group zeus_plugins.policies" in refused.json()["message"]
 
 
-def test_a_training_with_its_server_in_the_process_is_told_what_to_install(tmp_path: Path) -> None:
+def test_embedded_server_names_the_policy_to_install(tmp_path: Path) -> None:
     spec = JobSpec(job_id_prefix="job", batch_sizes=(8,), default_batch_size=8, policy="nobodys")
     with (
         client_from_environment(f"embedded://{tmp_path / 'bso.sqlite3'}") as client,
@@ -163,20 +163,18 @@ def test_a_training_with_its_server_in_the_process_is_told_what_to_install(tmp_p
         (EXAMPLE.replace('version="1"', 'version=""'), "POLICY", "with a version"),
     ],
 )
-def test_a_policy_that_cannot_be_had_says_why(packages: Packages, source: str, value: str, told: str) -> None:
+def test_unusable_policy_states_the_cause(packages: Packages, source: str, value: str, told: str) -> None:
     packages.install("broken", "my_policy", source, value)
     assert told in (find("my_policy").missing or "")
 
 
-def test_two_packages_with_one_name_are_told(packages: Packages) -> None:
+def test_two_packages_with_the_same_policy_name_are_reported(packages: Packages) -> None:
     packages.install("one", "my_policy", EXAMPLE)
     packages.install("two", "my_policy", EXAMPLE)
     assert "(one and two)" in (find("my_policy").missing or "")
 
 
-async def test_a_policy_that_suggests_a_size_that_the_job_does_not_have_is_to_blame(
-    packages: Packages, tmp_path: Path
-) -> None:
+async def test_policy_suggesting_an_unknown_size_is_named_in_the_error(packages: Packages, tmp_path: Path) -> None:
     source = EXAMPLE.replace("Suggestion(untried[0],", "Suggestion(untried[0] + 1,")
     packages.install("wrong", "my_policy", source)
     async with job_service(f"sqlite:///{tmp_path / 'bso.sqlite3'}", policy="my_policy") as server:
@@ -184,7 +182,7 @@ async def test_a_policy_that_suggests_a_size_that_the_job_does_not_have_is_to_bl
             await server.suggest()
 
 
-def test_a_name_is_told_when_it_is_misspelt() -> None:
+def test_misspelt_policy_name_gets_a_suggestion() -> None:
     assert "did you mean 'gp_voi'?" in (find("gp_vio").missing or "")
     with pytest.raises(ValueError, match="String should match pattern"):
         JobSpec(job_id_prefix="job", batch_sizes=(8,), default_batch_size=8, policy="my policy")

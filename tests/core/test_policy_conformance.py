@@ -1,4 +1,4 @@
-"""The conformance suite of policies: ours pass it, and each thing that it checks is found in a policy that is wrong."""
+"""Conformance suite of policies: our own policies pass, and each check finds its faulty policy."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ from zeus_plugins.testing import check_policy
 
 
 @pytest.mark.parametrize("policy", OWN_POLICIES)
-def test_our_policies_conform(policy: str) -> None:
+def test_own_policies_conform(policy: str) -> None:
     check_policy(policy, seeds=(0, 4), trials=30)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", OWN_POLICIES)
-def test_our_policies_conform_at_length(policy: str) -> None:
+def test_own_policies_conform_over_long_histories(policy: str) -> None:
     check_policy(policy, seeds=range(30), trials=80)
 
 
@@ -47,7 +47,7 @@ Suggesting = Callable[[History, np.random.Generator], Suggestion]
 
 
 def smallest(history: History, rng: np.random.Generator) -> Suggestion:
-    """The smallest size, over and over."""
+    """Suggest the smallest size in each recurrence."""
     del rng
     if not history.runnable_sizes:
         raise NoSurvivorError("nothing fits")
@@ -58,7 +58,7 @@ RIGHT = Policy(version="1", suggest=smallest)
 
 
 def changed(**fields: object) -> Policy:
-    """The same suggestion with other fields."""
+    """Return a policy that changes fields of its suggestions."""
     return replace(RIGHT, suggest=lambda history, rng: replace(smallest(history, rng), **fields))
 
 
@@ -75,7 +75,7 @@ def in_turns(sizes: list[int]) -> int:
 
 def spoiling(history: History, rng: np.random.Generator) -> Suggestion:
     suggestion = smallest(history, rng)
-    history.arms.clear()  # type: ignore[attr-defined]  # a mapping that is to be read
+    history.arms.clear()  # type: ignore[attr-defined]  # a read-only mapping
     return suggestion
 
 
@@ -134,19 +134,19 @@ WRONG = {
 
 
 @pytest.mark.parametrize(("policy", "told"), WRONG.values(), ids=WRONG)
-def test_what_is_wrong_is_found(policy: Policy, told: str) -> None:
+def test_suite_finds_each_faulty_policy(policy: Policy, told: str) -> None:
     with pytest.raises(AssertionError, match=told):
         check_policy(policy, seeds=(1,), **({"limit_s": 0.5} if policy.suggest is endless else {}))
 
 
-def test_a_policy_that_chooses_otherwise_each_time_a_job_begins_is_found() -> None:
+def test_suite_finds_a_policy_with_a_random_choice_per_process() -> None:
     begun: list[CreatedJob] = []
     policy = replace(RIGHT, check=begun.append, suggest=drawing(lambda sizes: sizes[len(begun) % 2 % len(sizes)]))
     with pytest.raises(AssertionError, match="lived again"):
         check_policy(policy, seeds=(1,))
 
 
-def test_a_policy_that_is_not_installed_is_not_checked() -> None:
+def test_missing_policy_is_not_checked() -> None:
     with pytest.raises(PolicyNotInstalledError, match="'nobody' is not installed"):
         check_policy("nobody")
     assert not policy._given

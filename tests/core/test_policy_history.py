@@ -1,4 +1,4 @@
-"""Whole histories of a job with a seed, whose batch sizes were derived by hand."""
+"""Whole histories of a seeded job with batch sizes derived by hand."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from zeus_plugins.protocol import Origin, TrialState
 
 
 class Run(NamedTuple):
-    """One run of the job, which reports once, at its end.
+    """A run of the job with a single report, at its end.
 
     Attributes:
-        batch_size: What the policy must choose.
-        cost_j: What the run costs, joules.
-        reached: Whether its metric reached the target; None: it crashed.
-        drawn_j: The costs drawn for 16, 32 and 64 when it was chosen by merit, joules.
+        batch_size: Size that the policy must choose.
+        cost_j: Cost of the run, joules.
+        reached: True if the metric reached the target, None after a crash.
+        drawn_j: Costs drawn for 16, 32 and 64 in the bandit stage, joules.
     """
 
     batch_size: int
@@ -39,23 +39,23 @@ JOB = make_job((8, 16, 32, 64), 32, mab_num_explorations=3, mab_seed=SEED)
 EXPLORATION = [
     Run(32, 110, True),  # round 1 starts at the default,
     Run(16, 100, True),  # goes down,
-    Run(8, 150, False),  # where 8 uses up its epochs: out, and the end of this direction;
+    Run(8, 150, False),  # where 8 misses the target and ends this direction;
     Run(64, 122, True),  # then up from the default. 16, 32 and 64 survive; 16 was the cheapest.
-    Run(16, 108, True),  # Round 2 starts there; 8, the only size below, is out;
-    Run(32, 104, None),  # so up. This one crashes
+    Run(16, 108, True),  # Round 2 starts at 16; 8, the only smaller size, is out;
+    Run(32, 104, None),  # so the round goes up. This run crashes
     Run(32, 104, True),  # and is tried again.
-    Run(64, 106, True),  # Nobody dropped out: 16, 32 and 64 enter the bandit stage with two observations each.
+    Run(64, 106, True),  # No size dropped out: 16, 32 and 64 enter the bandit stage with two observations each.
 ]
 BANDIT = [
-    # A decision begins with a permutation; the first size in it that has less than three observations is played.
-    Run(64, 204, False),  # [64, 16, 32]. Beyond twice the cheapest run's 100 J: stopped early, but learned from.
+    # A decision begins with a permutation; the first size with fewer than three observations is played.
+    Run(64, 204, False),  # [64, 16, 32]. Above twice the cheapest run's 100 J: stopped early, but learned from.
     Run(32, 103, True),  # [32, 64, 16]
-    Run(16, 107, True),  # [32, 16, 64], where 32 has its three
-    # From here on nobody is short, and the lowest draw wins.
-    Run(64, 115, True, (102.6, 107.3, 100.0)),  # Three runs of 106 to 204 J leave room for such luck.
+    Run(16, 107, True),  # [32, 16, 64], where 32 has its three observations
+    # From here on, every size has three observations, and the lowest draw wins.
+    Run(64, 115, True, (102.6, 107.3, 100.0)),  # Three runs of 106 to 204 J allow such a low draw.
     Run(16, 99, True, (103.6, 104.9, 171.0)),
     Run(16, 112, True, (104.0, 106.7, 145.1)),
-    Run(32, 111, None, (108.7, 106.1, 163.1)),  # Crashes, and teaches nothing.
+    Run(32, 111, None, (108.7, 106.1, 163.1)),  # A crash teaches no cost.
     Run(16, 103, True, (103.3, 104.5, 148.6)),
     Run(32, 99, True, (104.6, 104.0, 136.4)),
     Run(16, 101, True, (102.0, 108.0, 178.6)),
@@ -66,7 +66,7 @@ BATCH_SIZES = [run.batch_size for run in EXPLORATION + BANDIT]
 
 
 def live(life: Life, between: Callable[[Life], None] = lambda _: None) -> list[int]:
-    """Play all runs, one after another; the sizes that the policy chose."""
+    """Play all runs one after another; return the sizes that the policy chose."""
     for run in EXPLORATION + BANDIT:
         trial = life.ask()
         if run.reached is None:
@@ -78,8 +78,8 @@ def live(life: Life, between: Callable[[Life], None] = lambda _: None) -> list[i
     return [trial.batch_size for trial in life.trials]
 
 
-def test_the_derivation_by_numpy_alone() -> None:
-    """Each decision is one permutation, then, where nobody is short, one normal number per size, ascending."""
+def test_hand_derivation_matches_numpy() -> None:
+    """Each decision draws one permutation; once every size has three observations, also one normal number per size."""
     rng, sizes = np.random.default_rng(SEED), [16, 32, 64]
     costs: dict[int, list[float]] = {16: [100, 108], 32: [110, 104], 64: [122, 106]}
     orders: list[list[int]] = []
@@ -98,7 +98,7 @@ def test_the_derivation_by_numpy_alone() -> None:
     assert orders[:3] == [[64, 16, 32], [32, 64, 16], [32, 16, 64]]
 
 
-def test_a_seeded_history() -> None:
+def test_seeded_history_matches_the_hand_derivation() -> None:
     life = Life(JOB, np.random.default_rng(SEED))
     assert live(life) == BATCH_SIZES
     assert [trial.origin for trial in life.trials] == [Origin.EXPLORATION] * 8 + [Origin.BANDIT] * 12
@@ -111,7 +111,7 @@ def test_a_seeded_history() -> None:
     }
 
 
-def test_exploration_leaves_the_generator_alone() -> None:
+def test_exploration_leaves_the_generator_untouched() -> None:
     states: list[object] = []
     live(Life(JOB, np.random.default_rng(SEED)), lambda life: states.append(life.rng.bit_generator.state))
     fresh = np.random.default_rng(SEED).bit_generator.state
@@ -119,7 +119,7 @@ def test_exploration_leaves_the_generator_alone() -> None:
     assert all(before != after for before, after in pairwise(states[7:]))
 
 
-def test_a_generator_kept_as_json_goes_on_as_if_never_put_away() -> None:
+def test_generator_restored_from_json_continues_identically() -> None:
     def put_away(life: Life) -> None:
         kept = json.dumps(life.rng.bit_generator.state)
         life.rng = np.random.default_rng(12345)
@@ -128,23 +128,23 @@ def test_a_generator_kept_as_json_goes_on_as_if_never_put_away() -> None:
     assert live(Life(JOB, np.random.default_rng(SEED)), put_away) == BATCH_SIZES
 
 
-def test_a_decision_follows_from_history_and_generator_alone() -> None:
+def test_decision_depends_only_on_history_and_generator() -> None:
     life = Life(JOB, np.random.default_rng(SEED))
     live(life)
     rng = np.random.default_rng(SEED)
     for count, trial in enumerate(life.trials):
-        # What was known when it was dispatched: runs came one after another, so that all before it had ended.
+        # Runs came one after another, so that all earlier runs had ended at its dispatch.
         assert suggest(replay(JOB, life.trials[:count]), rng).batch_size == trial.batch_size
 
 
 def reason(life: Life) -> str:
-    """Why the next trial would get its batch size; nothing is dispatched."""
+    """Return the reason for the next trial's batch size, without dispatching the trial."""
     rng = np.random.default_rng()
     rng.bit_generator.state = life.rng.bit_generator.state
     return suggest(life.history, rng).reason
 
 
-def test_reasons_are_told_in_plain_words() -> None:
+def test_reasons_are_stated_in_plain_words() -> None:
     life = Life(JOB, np.random.default_rng(SEED))
     reasons: list[str] = [reason(life)]
     live(life, lambda life: reasons.append(reason(life)))
@@ -166,7 +166,7 @@ def test_reasons_are_told_in_plain_words() -> None:
     assert len({one.split()[0] for one in drawn}) == 2
 
 
-def test_runs_at_the_same_time() -> None:
+def test_concurrent_runs_follow_the_hand_derivation() -> None:
     life = Life(make_job((8, 16, 32), 16, num_pruning_rounds=1, mab_seed=8), np.random.default_rng(8))
 
     def ask(batch_size: int, origin: Origin) -> int:
@@ -178,25 +178,25 @@ def test_runs_at_the_same_time() -> None:
         assert life.report(life.trials[trial_number - 1], cost_j, epoch=1, metric=1.0).converged
 
     ask(16, Origin.EXPLORATION)  # trial 1, the default
-    ask(16, Origin.CONCURRENT)  # trial 2, while 1 runs: the default again, no cost being known
+    ask(16, Origin.CONCURRENT)  # trial 2, while 1 runs: the default again, because no cost is known
     complete(1, 100)
     ask(8, Origin.EXPLORATION)  # trial 3
     ask(16, Origin.CONCURRENT)  # trial 4: 16 is the cheapest so far
     complete(3, 98)
     ask(32, Origin.EXPLORATION)  # trial 5
-    ask(8, Origin.CONCURRENT)  # trial 6: now 8 is
+    ask(8, Origin.CONCURRENT)  # trial 6: now 8 is the cheapest
     for part in ("while trial 5 explores 32: ", "98 J in trial 3"):
         assert part in reason(life)
     complete(2, 95)
     complete(6, 103)
     complete(5, 120)
-    # Entered with one observation per arm, that of its exploration: concurrent trials 2 and 6 are not among them.
-    ask(32, Origin.BANDIT)  # trial 7, order [32, 16, 8]: all are short of two
+    # Arms enter with one observation each, from their exploration; concurrent trials 2 and 6 do not count.
+    ask(32, Origin.BANDIT)  # trial 7, order [32, 16, 8]: all have fewer than two
     ask(8, Origin.BANDIT)  # trial 8, order [8, 32, 16]: a running trial is no observation
     complete(4, 105)  # ended within the stage: 16 learns from 100, 95 and 105, trials 1, 2 and 4
-    ask(32, Origin.BANDIT)  # trial 9, order [16, 32, 8]: 16 is short no more
+    ask(32, Origin.BANDIT)  # trial 9, order [16, 32, 8]: 16 has two now
     complete(7, 125)
     complete(8, 99)
-    # 8: 98, 103, 99 (trials 3, 6, 8); 16: as before; 32: 120, 125 (trials 5 and 7). None is short.
+    # 8: 98, 103, 99 (trials 3, 6, 8); 16: unchanged; 32: 120, 125 (trials 5 and 7). All have two.
     ask(16, Origin.BANDIT)  # trial 10: draws of 98.8, 96.7 and 121.1 J
     ask(8, Origin.BANDIT)  # trial 11: 98.1, 101.5 and 121.4 J; trials 9 and 10 are still running

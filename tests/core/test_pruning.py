@@ -1,4 +1,4 @@
-"""The pruning stage: literal walks, and random ones against a simulation that plays the rounds as loops."""
+"""Pruning stage: literal walks, and random walks against a simulation with plain loops."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from bso_server.errors import NoSurvivorError
 from tests.support.histories import Life, make_job
 from zeus_plugins.protocol import CreatedJob, Origin, TrialState
 
-# A run's outcome: its cost in joules if it reached the target, else the state in which it ended.
+# Outcome of a run: its cost in joules if it reached the target, else its final state.
 Outcome = float | TrialState
 DID_NOT_REACH = [TrialState.EARLY_STOPPED, TrialState.EXHAUSTED, TrialState.INFEASIBLE]
 SIZES = (8, 16, 32, 64, 128)
@@ -29,7 +29,7 @@ def end(life: Life, trial: TrialRecord, outcome: Outcome) -> None:
 
 
 def walk(job: CreatedJob, outcomes: Mapping[int, Sequence[Outcome]]) -> tuple[list[list[int]], tuple[int, ...]]:
-    """The sizes explored in each round when the n-th trial of a size has its n-th outcome, and the survivors."""
+    """Return the sizes explored in each round, given the outcomes of each size in order, and the survivors."""
     life, remaining = Life(job), {size: iter(of_size) for size, of_size in outcomes.items()}
     rounds: list[list[int]] = [[] for _ in range(job.num_pruning_rounds)]
     while isinstance(step := explore(life.history), Explore):
@@ -44,52 +44,52 @@ EXHAUSTED, STOPPED = TrialState.EXHAUSTED, TrialState.EARLY_STOPPED
 ONE_ROUND, TWO_ROUNDS = make_job(SIZES, 32, num_pruning_rounds=1), make_job(SIZES, 32)
 
 
-def test_a_round_goes_down_from_the_default_and_then_up() -> None:
+def test_round_goes_down_from_the_default_and_then_up() -> None:
     outcomes = {8: [80.0], 16: [70.0], 32: [60.0], 64: [50.0], 128: [40.0]}
     assert walk(ONE_ROUND, outcomes) == ([[32, 16, 8, 64, 128]], SIZES)
 
 
 @pytest.mark.parametrize("failure", DID_NOT_REACH)
-def test_a_size_that_does_not_reach_the_target_ends_its_way(failure: TrialState) -> None:
+def test_size_missing_the_target_ends_the_direction(failure: TrialState) -> None:
     down = walk(ONE_ROUND, {32: [60.0], 16: [failure], 64: [50.0], 128: [40.0]})
     assert down == ([[32, 16, 64, 128]], (32, 64, 128))
     up = walk(ONE_ROUND, {32: [60.0], 16: [70.0], 8: [80.0], 64: [failure]})
     assert up == ([[32, 16, 8, 64]], (8, 16, 32))
 
 
-def test_a_default_that_fails_leaves_the_way_up() -> None:
+def test_failing_default_leaves_only_the_direction_up() -> None:
     outcomes = {32: [EXHAUSTED], 64: [50.0], 128: [EXHAUSTED]}
     assert walk(ONE_ROUND, outcomes) == ([[32, 64, 128]], (64,))
 
 
 @pytest.mark.parametrize("order", [[8, 16, 32], [32, 16, 8]])
-def test_a_default_at_the_edge_has_one_way_to_go(order: list[int]) -> None:
+def test_default_at_the_edge_has_a_single_direction(order: list[int]) -> None:
     job = make_job((8, 16, 32), order[0], num_pruning_rounds=1)
     assert walk(job, {8: [1.0], 16: [1.0], 32: [1.0]})[0] == [order]
 
 
-def test_the_second_round_starts_at_the_cheapest_survivor() -> None:
+def test_second_round_starts_at_the_cheapest_survivor() -> None:
     outcomes = {32: [60.0, 61.0], 16: [55.0, 56.0], 8: [80.0, 81.0], 64: [70.0, 71.0], 128: [STOPPED]}
     assert walk(TWO_ROUNDS, outcomes) == ([[32, 16, 8, 64, 128], [16, 8, 32, 64]], (8, 16, 32, 64))
 
 
-def test_the_second_round_asks_survivors_only_and_skips_over_the_others() -> None:
+def test_second_round_visits_only_survivors() -> None:
     # 16 fails on the way down, so that 8 is never tried; 64 is the cheapest. Round 2 walks 64, 32, then 128.
     outcomes = {32: [60.0, 61.0], 16: [EXHAUSTED], 64: [50.0, 51.0], 128: [70.0, STOPPED]}
     assert walk(TWO_ROUNDS, outcomes) == ([[32, 16, 64, 128], [64, 32, 128]], (32, 64))
 
 
-def test_a_survivor_beyond_a_failure_of_the_second_round_is_out_untried() -> None:
+def test_survivor_beyond_a_failure_of_the_second_round_drops_out_untried() -> None:
     outcomes = {32: [60.0, EXHAUSTED], 16: [50.0, 51.0], 8: [80.0, 81.0], 64: [70.0]}
     assert walk(make_job((8, 16, 32, 64), 32), outcomes) == ([[32, 16, 8, 64], [16, 8, 32]], (8, 16))
 
 
-def test_of_equally_cheap_sizes_the_one_tried_first_starts_the_next_round() -> None:
+def test_earliest_of_equally_cheap_sizes_starts_the_next_round() -> None:
     outcomes = {8: [50.0, 50.0], 16: [60.0, 60.0], 32: [50.0, 50.0]}
     assert walk(make_job((8, 16, 32), 16), outcomes)[0] == [[16, 8, 32], [8, 16, 32]]
 
 
-def test_each_round_is_told_by_its_number_and_start() -> None:
+def test_exploration_states_round_number_and_start() -> None:
     life = Life(make_job((8, 16), 16))
     assert explore(life.history) == Explore(16, round_number=1, start=16)
     life.complete(life.dispatch(16), 60.0)
@@ -98,7 +98,7 @@ def test_each_round_is_told_by_its_number_and_start() -> None:
     assert explore(life.history) == Explore(8, round_number=2, start=8)
 
 
-def test_a_size_that_was_given_up_beside_the_exploration_ends_its_direction() -> None:
+def test_size_excluded_outside_the_exploration_ends_the_direction() -> None:
     life = Life(make_job(SIZES, 32, num_pruning_rounds=1))
     life.run(16, Origin.OFFLINE, TrialState.INFEASIBLE, 0.0)
     explored = []
@@ -110,12 +110,12 @@ def test_a_size_that_was_given_up_beside_the_exploration_ends_its_direction() ->
 
 
 @pytest.mark.parametrize("crash", [TrialState.FAILED, TrialState.ABANDONED])
-def test_a_crashed_exploration_is_owed_again(crash: TrialState) -> None:
+def test_crashed_exploration_is_repeated(crash: TrialState) -> None:
     outcomes = {16: [crash, crash, 60.0, crash, 61.0], 8: [50.0, crash, 51.0]}
     assert walk(make_job((8, 16), 16), outcomes) == ([[16, 16, 16, 8], [8, 8, 16, 16]], (8, 16))
 
 
-def test_exploration_waits_for_a_trial_that_runs_or_is_suspended() -> None:
+def test_exploration_waits_for_a_running_or_suspended_trial() -> None:
     life = Life(make_job((8, 16), 16))
     running = life.dispatch(16)
     assert explore(life.history) == running
@@ -132,11 +132,11 @@ def test_only_exploration_trials_count() -> None:
     assert explore(life.history) == Explore(16, round_number=1, start=16)
 
 
-def test_without_rounds_every_size_survives_at_once() -> None:
+def test_without_rounds_every_size_survives_immediately() -> None:
     assert explore(Life(make_job(SIZES, 32, num_pruning_rounds=0)).history) == SIZES
 
 
-def test_no_survivor_says_what_to_change() -> None:
+def test_error_without_survivors_names_the_settings_to_change() -> None:
     life = Life(make_job((8, 16, 32), 16, num_pruning_rounds=3))
     life.run(16, Origin.EXPLORATION, TrialState.EXHAUSTED, 60.0)
     life.run(32, Origin.EXPLORATION, TrialState.EARLY_STOPPED, 60.0)
@@ -146,7 +146,7 @@ def test_no_survivor_says_what_to_change() -> None:
         assert part in caught.value.message
 
 
-def test_a_later_round_can_lose_its_last_survivor() -> None:
+def test_later_round_can_lose_the_last_survivor() -> None:
     life = Life(make_job((8, 16), 16))
     for batch_size, state in ((16, TrialState.COMPLETED), (8, TrialState.EXHAUSTED), (16, TrialState.EARLY_STOPPED)):
         life.run(batch_size, Origin.EXPLORATION, state, 60.0)
@@ -156,7 +156,7 @@ def test_a_later_round_can_lose_its_last_survivor() -> None:
 
 # --- Random walks ---------------------------------------------------------------------------------------------------
 
-# Cost of the exploration of a size in a round; None: it does not reach the target.
+# Cost of exploring a size in a round, or None if the size misses the target.
 Plan = Mapping[tuple[int, int], float | None]
 
 
@@ -164,16 +164,16 @@ Plan = Mapping[tuple[int, int], float | None]
 def plans(draw: st.DrawFn) -> tuple[CreatedJob, Plan]:
     sizes = tuple(sorted(draw(st.sets(st.integers(1, 512), min_size=1, max_size=6))))
     rounds = draw(st.integers(0, 3))
-    # Few distinct costs, so that ties for the cheapest happen; failures rarer than successes, so that rounds get long.
+    # Few distinct costs, so that ties for the cheapest occur; rare failures, so that rounds get long.
     outcomes = st.sampled_from([None, 1.0, 2.0, 2.0, 3.0, 4.0])
     plan = {(size, round_number): draw(outcomes) for round_number in range(1, rounds + 1) for size in sizes}
     return make_job(sizes, draw(st.sampled_from(sizes)), num_pruning_rounds=rounds), plan
 
 
 def played(job: CreatedJob, plan: Plan) -> tuple[list[int], tuple[int, ...] | None]:
-    """The whole stage as nested loops over positions: the sizes in order, and the survivors, None if a round has none.
+    """Play the stage as nested loops; return the sizes in order, and the survivors or None if a round had none.
 
-    It never looks at a history: every trial runs to its end the moment that it is asked for.
+    This oracle uses no history: every trial ends at the moment of its request.
     """
     alive, start, order = list(job.batch_sizes), job.default_batch_size, list[int]()
     for round_number in range(1, job.num_pruning_rounds + 1):
@@ -200,7 +200,7 @@ def counted(life: Life) -> list[TrialRecord]:
 
 
 def lived(job: CreatedJob, plan: Plan, random: Random) -> tuple[Life, tuple[int, ...] | None]:
-    """The same stage through the policy: requests and endings in random order, and some crashes."""
+    """Play the stage through the policy: requests and endings in random order, and some crashes."""
     life, running, crashes_left = Life(job), list[TrialRecord](), 8
     while True:
         if not running or (len(running) < 4 and random.random() < 0.5):
@@ -228,16 +228,14 @@ def lived(job: CreatedJob, plan: Plan, random: Random) -> tuple[Life, tuple[int,
 
 
 @given(plans(), st.randoms(use_true_random=False))
-def test_crashes_and_concurrent_trials_change_nothing_in_what_is_explored(
-    case: tuple[CreatedJob, Plan], random: Random
-) -> None:
+def test_crashes_and_concurrency_do_not_change_the_exploration(case: tuple[CreatedJob, Plan], random: Random) -> None:
     job, plan = case
     life, survivors = lived(job, plan, random)
     assert ([trial.batch_size for trial in counted(life)], survivors) == played(job, plan)
 
 
 @given(plans(), st.randoms(use_true_random=False))
-def test_a_size_is_explored_while_it_survives_and_survives_by_reaching_every_time(
+def test_size_is_explored_while_surviving_and_survives_by_always_reaching_the_target(
     case: tuple[CreatedJob, Plan], random: Random
 ) -> None:
     job, plan = case

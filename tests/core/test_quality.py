@@ -1,4 +1,4 @@
-"""Quality of models beside that at the default: intervals by another computation, false alarms, sizes left out."""
+"""Quality of models against the default: intervals by another computation, false alarms, excluded sizes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ JOB = make_job((DEFAULT, 64, OTHER), DEFAULT, policy="gp_voi", no_worse_than_def
 
 
 def arms_of(job: CreatedJob, **values: dict[int, Sequence[float]]) -> dict[int, Arm]:
-    """The arms after runs with these last values, by metric and size."""
+    """Return the arms after runs with these last values, by metric and size."""
     arms = {}
     for size in job.batch_sizes:
         watched = {name: Statistics.of(sizes[size]) for name, sizes in values.items() if size in sizes}
@@ -37,13 +37,13 @@ def compared(job: CreatedJob, name: str, default: Sequence[float], other: Sequen
 
 
 def spread(mean: float, sd: float, runs: int = 10) -> list[float]:
-    """Values with exactly this mean and sample standard deviation."""
+    """Return values with exactly this mean and sample standard deviation."""
     values = np.arange(runs, dtype=float)
     return list(mean + sd * (values - values.mean()) / values.std(ddof=1))
 
 
 @pytest.mark.parametrize(("size", "default"), [(3, 3), (3, 40), (12, 5), (30, 30)])
-def test_the_mixture_is_20_times_as_likely_as_the_end_of_its_interval(size: int, default: int) -> None:
+def test_mixture_at_the_interval_end_is_20_times_as_likely(size: int, default: int) -> None:
     interval = interval_of(Statistics.of(spread(2.0, 0.7, size)), Statistics.of(spread(1.0, 0.7, default)))
     assert interval is not None
     assert interval.difference == pytest.approx(1.0)
@@ -59,7 +59,7 @@ def test_the_mixture_is_20_times_as_likely_as_the_end_of_its_interval(size: int,
 
 
 def alarms(size_sd: float, default_sd: float, default_runs: int | None) -> float:
-    """The share of 2,000 jobs whose interval of two equal means excludes 0 after any of their 50 runs."""
+    """Return the share of 2,000 jobs with equal means in which the interval excludes 0 after any of 50 runs."""
     rng = np.random.default_rng(7)
     raised = 0
     for _ in range(2000):
@@ -82,12 +82,14 @@ def alarms(size_sd: float, default_sd: float, default_runs: int | None) -> float
         pytest.param(0.01, 0.01, 3, 0.013, marks=pytest.mark.slow),
         pytest.param(0.02, 0.01, None, 0.0205, marks=pytest.mark.slow),
         pytest.param(0.01, 0.02, None, 0.0215, marks=pytest.mark.slow),
-        # Outside of what the interval assumes: three runs of a default that varies two or four times as much.
+        # Beyond the assumption of the interval: three runs of a default that varies two or four times as much.
         pytest.param(0.01, 0.02, 3, 0.0465, marks=pytest.mark.slow),
         (0.01, 0.04, 3, 0.071),
     ],
 )
-def test_false_alarms_over_50_looks(size_sd: float, default_sd: float, default_runs: int | None, share: float) -> None:
+def test_false_alarms_over_50_looks_have_the_stated_share(
+    size_sd: float, default_sd: float, default_runs: int | None, share: float
+) -> None:
     assert alarms(size_sd, default_sd, default_runs) == pytest.approx(share, abs=0.004)
 
 
@@ -95,11 +97,11 @@ def test_false_alarms_over_50_looks(size_sd: float, default_sd: float, default_r
     ("size", "default"),
     [([1.0, 2.0], [1.0, 2.0, 3.0]), ([1.0, 2.0, 3.0], [1.0, 2.0]), ([1.0] * 9, [2.0] * 9), ([], [])],
 )
-def test_few_runs_and_runs_that_do_not_vary_show_nothing(size: list[float], default: list[float]) -> None:
+def test_few_or_constant_runs_give_no_interval(size: list[float], default: list[float]) -> None:
     assert interval_of(Statistics.of(size), Statistics.of(default)) is None
 
 
-def test_a_size_that_varies_more_than_both_together_has_a_wider_interval() -> None:
+def test_size_varying_more_than_the_pool_has_a_wider_interval() -> None:
     def reach(size_sd: float, default_sd: float) -> float:
         interval = interval_of(Statistics.of(spread(1, size_sd, 4)), Statistics.of(spread(1, default_sd, 40)))
         assert interval is not None
@@ -125,7 +127,7 @@ def test_a_size_that_varies_more_than_both_together_has_a_wider_interval() -> No
         ("val_loss", 0.92, Quality.WORSE),
     ],
 )
-def test_the_verdict_against_the_default(name: str, other: float, verdict: Quality) -> None:
+def test_quality_verdict_against_the_default(name: str, other: float, verdict: Quality) -> None:
     found = compared(JOB, name, spread(0.9, 0.001), spread(other, 0.001))
     assert found.verdict is verdict
     assert compared(JOB, name, spread(0.9, 0.5), spread(other, 0.5)).verdict is Quality.NOT_SHOWN
@@ -145,7 +147,7 @@ def test_margins_and_directions() -> None:
     assert (own.name, own.is_lower_better) == (None, True)
 
 
-def test_the_monitored_metric_has_one_row_with_the_users_margin_even_if_trainings_watch_it() -> None:
+def test_watched_monitored_metric_has_a_single_row_with_the_users_margin() -> None:
     def rows(framework: str, watched: str) -> tuple[list[tuple[str | None, float | None]], dict[int, str]]:
         told = Fingerprint(framework=framework, monitor="eval_acc")
         margins = {"acc" if framework == "transformers" else "eval_acc": 0.005}
@@ -164,11 +166,11 @@ def test_the_monitored_metric_has_one_row_with_the_users_margin_even_if_training
         found, reasons = rows(framework, watched)
         assert found == [(None, 0.005)]
         assert reasons == {OTHER: f"its {name} is 0.012 ± 0.0016 below that of your default, 32, and you allow 0.005"}
-    # With Lightning these are two metrics.
+    # In Lightning, these are two metrics.
     assert [name for name, _ in rows("lightning", "acc")[0]] == [None, "acc"]
 
 
-def test_a_size_is_left_out_once_it_is_worse_by_more_than_its_margin() -> None:
+def test_size_is_left_out_once_worse_by_more_than_the_margin() -> None:
     def reasons(other: float, margins: dict[str, float], name: str = "test_acc", sd: float = 0.001) -> dict[int, str]:
         job = make_job((DEFAULT, 64, OTHER), DEFAULT, policy="gp_voi", no_worse_than_default=margins)
         values = {name: {DEFAULT: spread(0.9, sd), 64: spread(0.9, sd), OTHER: spread(other, sd)}}
@@ -189,7 +191,7 @@ def test_a_size_is_left_out_once_it_is_worse_by_more_than_its_margin() -> None:
 
 
 def lived(job: CreatedJob, quality: Callable[[int, int], float], runs: int = 4) -> Life:
-    """Runs at each size in turn, of which the larger cost less."""
+    """Return a life with runs at each size in turn, where larger sizes cost less."""
     life = Life(job)
     for number in range(runs):
         for size in job.batch_sizes:
@@ -205,7 +207,7 @@ def worse_at_128(size: int, number: int) -> float:
     return (0.88 if size == OTHER else 0.9) + 0.0002 * (number % 2)
 
 
-def test_gp_voi_does_not_choose_a_size_that_is_left_out_and_says_why() -> None:
+def test_gp_voi_leaves_out_a_worse_size_and_states_the_reason() -> None:
     free = lived(make_job((DEFAULT, 64, OTHER), DEFAULT, policy="gp_voi"), worse_at_128)
     assert free.ask().batch_size == OTHER
     assert "left out" not in free.reason
@@ -217,14 +219,14 @@ def test_gp_voi_does_not_choose_a_size_that_is_left_out_and_says_why() -> None:
     assert "its test_acc is 0.02 ± " in why
 
 
-def test_other_sizes_that_are_left_out_are_named_too() -> None:
+def test_every_left_out_size_is_named() -> None:
     life = lived(JOB, lambda size, number: 1.0 - 0.0005 * size + 0.0001 * number, runs=6)
     assert life.ask().batch_size == DEFAULT
     assert "; 64 is left out: its test_acc is 0.016 ± " in life.reason
     assert life.reason.endswith("; so is 128")
 
 
-def test_without_the_default_and_the_sizes_that_are_as_good_the_error_says_so() -> None:
+def test_error_without_eligible_sizes_names_the_left_out_size() -> None:
     job = make_job((64, OTHER), OTHER, policy="gp_voi", no_worse_than_default={"test_acc": 0.005})
     life = lived(job, lambda size, number: size / 128 + 0.0001 * number, runs=6)
     life.exclude(life.dispatch(OTHER), EndReason.OUT_OF_MEMORY)

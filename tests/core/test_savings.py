@@ -1,4 +1,4 @@
-"""The savings of a job: what trials took, and the words for it, by literal numbers."""
+"""Savings of a job: sums over trials, and their sentences, with literal numbers."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ CONTROL = (16, COMPLETED, Origin.CONTROL, 400.0, 4.0)
 BEST = (32, COMPLETED, Origin.INCUMBENT, 200.0, 3.0)
 
 
-def test_before_the_target_is_reached_nothing_is_claimed() -> None:
+def test_no_saving_is_claimed_before_the_target_is_reached() -> None:
     view = found((16, EXHAUSTED, Origin.EXPLORATION, 900, 9), best=None)
     assert (view.word, view.cost_j.now, view.cost_j.saved) == (SavingsWord.NOT_SHOWN, None, None)
     assert view.in_words == "No run has reached the target yet."
 
 
-def test_sums_cover_all_trials_that_have_ended() -> None:
+def test_sums_cover_all_ended_trials() -> None:
     view = found(
         FIRST,
         (8, STOPPED, Origin.EXPLORATION, 150, 1),
@@ -52,19 +52,19 @@ def test_sums_cover_all_trials_that_have_ended() -> None:
     assert view.recurrences == 3
 
 
-def test_energy_time_and_cost_are_judged_apart() -> None:
-    """200 of 400 J, 3 of 4 s, and 250 of 400 J of cost."""
+def test_energy_time_and_cost_are_judged_separately() -> None:
+    """Save 200 of 400 J, 1 of 4 s, and 150 of 400 J of cost."""
     view = found(FIRST, *[BEST, BEST, CONTROL] * 8)
     for amount, share in ((view.energy_j, 0.5), (view.time_s, 0.25), (view.cost_j, 0.375)):
         assert amount.now is not None
         assert amount.now.middle == pytest.approx(share, abs=0.01)
         assert amount.saved is not None
-    # 16 runs at the best size, in place of so many at 400 J and 4 s.
+    # 16 runs at the best size instead of 16 runs at 400 J and 4 s.
     assert view.energy_j.saved == pytest.approx(16 * 200, rel=0.03)
     assert view.time_s.saved == pytest.approx(16 * 1, rel=0.06)
 
 
-def test_failures_at_the_default_would_have_been_paid_anyway() -> None:
+def test_failures_at_the_default_are_not_charged_to_the_job() -> None:
     runs = [FIRST, *[BEST, BEST, CONTROL] * 8]
     failed = (16, EXHAUSTED, Origin.CONTROL, 5000.0, 50.0)
     before, after = found(*runs), found(*runs, failed)
@@ -115,7 +115,7 @@ def test_no_share_is_minus_zero(share: Share, words: str) -> None:
     assert share.in_words == words
 
 
-def test_only_what_is_paid_back_was_saved() -> None:
+def test_saving_is_claimed_only_after_exploration_is_paid_back() -> None:
     both = {"spent": 69, "now": SAVED, "so_far": Share(low=0.02, middle=0.1, high=0.2)}
     paid = view_of(SavingsWord.SAVES, None, cost_j=AmountSaved(**both, saved=7.7))
     unpaid = view_of(SavingsWord.SAVES, None, cost_j=AmountSaved(**both, saved=None))
@@ -126,6 +126,6 @@ def test_only_what_is_paid_back_was_saved() -> None:
     )
 
 
-def test_an_interval_that_says_nothing_is_not_told() -> None:
+def test_uninformative_interval_is_not_shown() -> None:
     hardly = AmountSaved(spent=69, now=SAVED, so_far=Share(low=-0.3, middle=0.5, high=1.0), saved=None)
     assert not view_of(SavingsWord.NOT_SHOWN, None, cost_j=hardly).so_far

@@ -1,4 +1,4 @@
-"""The simulator on traces made here, whose costs can be counted by hand."""
+"""Simulator on synthetic traces with costs counted by hand."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ from tests.support.simulated import DIGITS_ARGUMENTS, EPOCHS, HALF, NEVER, WORKL
 from zeus_plugins.protocol import GP_VOI, OWN_POLICIES, ZEUS, JobView, Origin, Stage, TrialState, TrialView
 
 
-def test_what_sizes_cost() -> None:
+def test_landscape_costs_of_sizes_are_literal() -> None:
     found = landscape(WORKLOAD, eta=0.5, optimal_power_limits=True)
     assert [profile.epoch_j for profile in found.profiles.values()] == [1900, 1900, 950, 950]
     assert [profile.expected_cost_j for profile in found.profiles.values()] == [15200, 7600, 5700, math.inf]
     assert found.oracle.batch_size == 32
     assert found.default.expected_cost_j == 7600
     assert found.profiles[8].profiling == Epoch(15, 1700)
-    # Energy alone: the lower limit.
+    # With η = 1, only energy counts: the lower limit is optimal.
     energy = landscape(WORKLOAD, eta=1.0, optimal_power_limits=True)
     assert [profile.epoch_j for profile in energy.profiles.values()] == [1600, 1600, 800, 800]
     assert energy.default.expected_cost_j == 4 * 1800
     assert landscape(WORKLOAD, eta=1.0, optimal_power_limits=False).profiles[8].profiling is None
 
 
-def test_runs_that_fail_are_paid_for_and_done_again() -> None:
+def test_failed_runs_are_paid_for_and_repeated() -> None:
     lucky = replace(WORKLOAD, sizes=(SizeTrace(16, (4.0, math.inf, 30.0, 6.0), EPOCHS),))
     # Half of the runs fail, after 20 epochs each: one failure per success, which takes 5.
     assert landscape(lucky, eta=0.5, optimal_power_limits=True).oracle.expected_cost_j == 25 * 1900
@@ -55,11 +55,11 @@ def test_runs_that_fail_are_paid_for_and_done_again() -> None:
 
 @pytest.mark.parametrize("policy", OWN_POLICIES)
 @pytest.mark.parametrize("concurrency", [1, 3])
-def test_a_job_of_one_size_costs_what_its_runs_cost(policy: str, concurrency: int) -> None:
+def test_job_with_a_single_size_costs_the_sum_of_runs(policy: str, concurrency: int) -> None:
     setting = Setting(recurrences=10, seeds=2, concurrency=concurrency)
     comparison = compare(only(16), [policy], setting)
     result = comparison.results[policy]
-    # The first epoch of the first run tries both limits: 0.5·1700 + 0.5·200·15 = 2350 J in place of 1900 J.
+    # The first epoch of the first run tries both limits: 0.5·1700 + 0.5·200·15 = 2350 J instead of 1900 J.
     assert result.ratio == {10: pytest.approx(1 + 450 / 76000)}
     if concurrency == 1:
         assert comparison.costs_j[policy] == [pytest.approx([7600 + 450, *[7600] * 9])] * 2
@@ -75,9 +75,11 @@ def test_a_job_of_one_size_costs_what_its_runs_cost(policy: str, concurrency: in
         (1.0, 1700 + 39 * 1600, 15 + 39 * 20),
     ],
 )
-def test_what_recurrences_take_against_the_default(eta: float, energy_j: float, time_s: float) -> None:
+def test_recurrences_consume_literal_energy_and_time_against_the_default(
+    eta: float, energy_j: float, time_s: float
+) -> None:
     comparison = compare(only(16), [GP_VOI], Setting(recurrences=10, seeds=2, eta=eta))
-    # 40 epochs at the maximum limit, whatever η is.
+    # 40 epochs at the maximum limit, for every η.
     assert comparison.default_consumption == Consumption(40 * 1800, 400)
     savings = comparison.savings(GP_VOI)
     assert (savings.recurrences, savings.consumed) == (10, Consumption(energy_j, time_s))
@@ -86,14 +88,14 @@ def test_what_recurrences_take_against_the_default(eta: float, energy_j: float, 
     assert savings.time_share_saved == pytest.approx(1 - time_s / 400)
 
 
-def test_energy_and_time_in_other_units() -> None:
+def test_energy_and_time_convert_to_kwh_hours_and_money() -> None:
     consumption = Consumption(energy_j=7.2e6, time_s=5400)
     assert consumption.as_json(None) == {"energy_j": 7.2e6, "energy_kwh": 2, "time_h": 1.5}
     assert consumption.as_json(0.3)["money"] == pytest.approx(0.6)
     assert Savings(3, consumption, Consumption(0, 0)).energy_share_saved is None
 
 
-def test_a_default_that_never_reaches_the_target_has_no_cost() -> None:
+def test_default_never_reaching_the_target_has_no_cost() -> None:
     comparison = compare(replace(WORKLOAD, default_batch_size=64), OWN_POLICIES, Setting(recurrences=5, seeds=1))
     shown = comparison.as_json(0.3)
     assert shown["default"] == {"batch_size": 64, "cost_j": None, "ratio": None}
@@ -104,7 +106,7 @@ def test_a_default_that_never_reaches_the_target_has_no_cost() -> None:
     json.dumps(shown, allow_nan=False)
 
 
-def test_energy_saved_is_that_of_the_default_at_the_maximum_limit() -> None:
+def test_energy_saving_is_relative_to_the_default_at_the_maximum_limit() -> None:
     result = compare(only(16), [GP_VOI], Setting(recurrences=10, seeds=1, eta=1.0)).results
     assert result[GP_VOI].energy_reduction_last5 == pytest.approx(1 - 1600 / 1800)
 
@@ -124,7 +126,7 @@ def test_both_policies_find_the_best_size() -> None:
 
 
 class BreakingConditions(Conditions):
-    """From the second recurrence on nothing ever reaches the target."""
+    """Conditions in which no run reaches the target from the second recurrence on."""
 
     def landscape_at(self, recurrence: int) -> Landscape:
         at = self.landscape
@@ -132,21 +134,21 @@ class BreakingConditions(Conditions):
         return replace(at, profiles=profiles) if recurrence else at
 
 
-def test_recurrences_that_are_given_up_are_finished_by_the_default() -> None:
+def test_abandoned_recurrences_are_finished_at_the_default() -> None:
     conditions = BreakingConditions(landscape(WORKLOAD, eta=0.5, optimal_power_limits=True))
-    # Zeus has no size left after a round without any.
+    # Zeus has no size left after a round without survivors.
     for policy, concurrency in ((GP_VOI, 1), (ZEUS, 2)):
         spec = job_of(conditions.landscape, policy, seed=0, max_power=200.0, max_epochs=20)
         job = Simulation(spec, conditions, recurrences=4, concurrency=concurrency).play()
         assert policy == ZEUS or [trial.recurrence for trial in job.trials].count(3) == 20
         assert job.unfinished == 3
-        # Its owner trains at the default then: 4 epochs of 1900 J and 10 s, on top of what the tries took.
+        # The owner then trains at the default: 4 epochs of 1900 J and 10 s, in addition to the exploration.
         tried_j = [sum(trial.cost_j for trial in job.trials if trial.recurrence == number) for number in range(4)]
         assert job.costs_j == pytest.approx([tried_j[0], *(spent_j + 4 * 1900 for spent_j in tried_j[1:])])
         assert job.consumed[3].time_s >= 40
 
 
-def test_what_nothing_finishes_saves_nothing() -> None:
+def test_job_without_a_finishing_size_saves_nothing() -> None:
     hopeless, setting = replace(WORKLOAD, default_batch_size=64), Setting(recurrences=10, seeds=1)
     conditions = BreakingConditions(landscape(hopeless, eta=0.5, optimal_power_limits=True))
     comparison = compare(hopeless, [GP_VOI], setting, conditions)
@@ -161,7 +163,7 @@ def test_what_nothing_finishes_saves_nothing() -> None:
 
 @given(st.integers(0, 2**32), st.sampled_from(OWN_POLICIES), st.sampled_from([1, 3]))
 @settings(max_examples=examples(20), deadline=None)
-def test_a_simulated_job_decides_as_a_replay_of_its_trials_would(seed: int, policy: str, concurrency: int) -> None:
+def test_simulated_job_decides_like_a_replay_of_the_trials(seed: int, policy: str, concurrency: int) -> None:
     rng = np.random.default_rng(seed)
     paths = [tuple(rng.choice([3.0, 5.0, 9.0, math.inf], 3)) for _ in range(4)]
     sizes = [SizeTrace(8 * 2**n, (4.0, *path), EPOCHS if n % 2 else HALF) for n, path in enumerate(paths)]
@@ -182,7 +184,7 @@ def test_a_simulated_job_decides_as_a_replay_of_its_trials_would(seed: int, poli
     assert found.unfinished + completed == 12
 
 
-def test_the_same_seed_gives_the_same_job() -> None:
+def test_equal_seeds_give_equal_jobs() -> None:
     setting = Setting(recurrences=20, seeds=2)
     one, other = (compare(WORKLOAD, OWN_POLICIES, setting).as_json() for _ in range(2))
     assert one == other
@@ -199,20 +201,20 @@ def files(tmp_path: Path) -> list[str]:
 
 
 def simulated(folder: Path, *arguments: str) -> dict[str, Any]:
-    """Run the command; return its results, which must be JSON as standards have it."""
+    """Run the command; return its results, which must be standard JSON."""
     results = folder / "results.json"
     assert main(["simulate", *arguments, "--json", str(results)]) == 0
     found: dict[str, Any] = json.loads(results.read_text(), parse_constant=pytest.fail)
     return found
 
 
-def test_reading_traces(files: list[str]) -> None:
+def test_traces_are_read_from_csv(files: list[str]) -> None:
     workload = Traces.read(Path(files[1]), Path(files[3])).workload(DIGITS)
     sizes = SizeTrace(16, (4.0, 5.0), EPOCHS), SizeTrace(32, (math.inf, math.inf), {200.0: Epoch(5, 900)})
     assert workload == Workload("digits/mlp", sizes, default_batch_size=16, max_epochs=20, max_power_w=200.0)
 
 
-def test_simulating_by_command(files: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_simulates_traces(files: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shown = simulated(tmp_path, *files, *DIGITS_ARGUMENTS, "--seeds", "2", "--recurrences", "20")
     assert shown["oracle"] == {"batch_size": 16, "cost_j": 4.5 * 1900}
     assert shown["default"]["ratio"] == 1
@@ -225,7 +227,7 @@ def test_simulating_by_command(files: list[str], tmp_path: Path, capsys: pytest.
     assert "digits/mlp  gp_voi" in text
 
 
-def test_options_change_what_is_simulated(files: list[str], tmp_path: Path) -> None:
+def test_each_option_changes_the_simulation(files: list[str], tmp_path: Path) -> None:
     def ratio(*options: str) -> float:
         given = ["--policy", "gp_voi", "--seeds", "1", "--recurrences", "10", *options]
         return float(simulated(tmp_path, *files, *DIGITS_ARGUMENTS, *given)["policies"]["gp_voi"]["ratio"]["10"])
@@ -238,7 +240,9 @@ def test_options_change_what_is_simulated(files: list[str], tmp_path: Path) -> N
     assert ratio("--probe", "--first-run", "predicted") not in (base, ratio("--probe"))
 
 
-def test_several_etas_and_a_price(files: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_accepts_several_etas_and_a_price(
+    files: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     options = ["--policy", "gp_voi", "--seeds", "1", "--recurrences", "20"]
     options += ["--eta", "0", "--eta", "1", "--eta", "0", "--price", "0.4"]
     shown = simulated(tmp_path, *files, *DIGITS_ARGUMENTS, *options)
@@ -272,14 +276,14 @@ def test_several_etas_and_a_price(files: list[str], tmp_path: Path, capsys: pyte
         ([*DIGITS_ARGUMENTS, "--target-metric", "0.95"], "0 sizes in the train trace, 3 in the power trace, 0 in both"),
     ],
 )
-def test_what_cannot_be_simulated_is_told(
+def test_unusable_arguments_are_reported(
     files: list[str], arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["simulate", *files, *arguments]) == 1
     assert words in capsys.readouterr().err
 
 
-def test_files_that_are_no_traces_are_told(files: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_files_without_trace_columns_are_reported(files: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["simulate", *files[:2], "--power-trace", files[1], *DIGITS_ARGUMENTS]) == 1
     assert "has no column average_power, power_limit, time_per_epoch" in capsys.readouterr().err
 
@@ -325,11 +329,11 @@ def job_view(*trials: TrialView) -> JobView:
     )
 
 
-def test_a_job_of_recorded_trials() -> None:
+def test_recorded_trials_become_a_workload() -> None:
     completed, stopped, exhausted = TrialState.COMPLETED, TrialState.EARLY_STOPPED, TrialState.EXHAUSTED
     view = job_view(
         trial_view(1, 8, completed, 5),
-        trial_view(2, 8, stopped, 5),  # would have needed more than any run that is known
+        trial_view(2, 8, stopped, 5),  # would have needed more epochs than any recorded run
         trial_view(3, 32, completed, 3.5, epoch_s=12),
         trial_view(4, 32, completed, 6, epoch_s=8),
         trial_view(5, 32, stopped, 5),
@@ -346,20 +350,20 @@ def test_a_job_of_recorded_trials() -> None:
     (epoch,) = workload.sizes[1].epochs.values()
     mean_s = (3.5 * 12 + 6 * 8 + 5 * 10 + 20 * 10) / 34.5
     assert (epoch.time_s, epoch.energy_j) == (pytest.approx(mean_s), pytest.approx(50 * mean_s))
-    # 16 was never tried: of those that are as near, the smaller.
+    # 16 was never tried: the smaller of the two nearest sizes is used.
     assert (workload.default_batch_size, workload.max_epochs, workload.max_power_w) == (8, 20, 100)
     with pytest.raises(ValueError, match="no trial has reached the target yet"):
         recorded_workload(job_view(trial_view(1, 8, stopped, 5)))
 
 
-def test_what_a_recorded_job_really_took() -> None:
+def test_recorded_job_reports_real_savings() -> None:
     view = job_view(
         trial_view(1, 16, TrialState.COMPLETED, 4),
         trial_view(2, 8, TrialState.COMPLETED, 5),
         trial_view(3, 16, TrialState.FAILED, 1),
         trial_view(4, 64, TrialState.RUNNING, None),
     )
-    # Ten epochs of 500 J and 10 s, and two recurrences; the default would have taken four epochs each.
+    # Ten epochs of 500 J and 10 s in two recurrences; the default would have taken four epochs each.
     savings = recorded_savings(view, recorded_workload(view))
     assert savings == Savings(2, Consumption(5000, 100), Consumption(4000, 80))
     assert savings.as_json(36.0) == {
@@ -401,12 +405,12 @@ async def test_simulating_a_job_of_the_database(tmp_path: Path, capsys: pytest.C
         assert "leave out --all" in capsys.readouterr().err
 
 
-def test_nothing_to_simulate_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_source_of_trials_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["simulate", "--all", "--power-trace", "power.csv"]) == 1
     assert "Give --train-trace, or --job for a job's own trials" in capsys.readouterr().err
 
 
-async def test_a_default_that_ran_out_of_memory_is_stood_for(
+async def test_default_out_of_memory_is_replaced_by_the_nearest_measured_size(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     url = f"sqlite:///{tmp_path / 'bso.sqlite3'}"

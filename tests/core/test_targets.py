@@ -1,4 +1,4 @@
-"""The target that is learned from a job's first runs, with literal values."""
+"""Target learned from the first runs of a job, with literal values."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def job(target: float | None = None, **fields: object) -> CreatedJob:
 
 
 def reports_of(*metrics: float, epochs: Sequence[float] | None = None) -> list[NumberedReport]:
-    """Reports of these metrics, after each epoch unless others are given, at 100 J each."""
+    """Return reports of these metrics, one per epoch by default, at 100 J each."""
     return [
         (n, Report(time_s=n, energy_j=100.0 * n, epoch=epoch, metric=metric))
         for n, (epoch, metric) in enumerate(zip(epochs or count(1), metrics, strict=False), 1)
@@ -44,13 +44,13 @@ def reports_of(*metrics: float, epochs: Sequence[float] | None = None) -> list[N
         ({"higher_is_better_metric": False, "confirm": 2}, (0.9, 0.2, 0.3), 0.3),
     ],
 )
-def test_a_run_has_reached_its_best_value_in_as_many_evaluations_as_confirm_it(
+def test_reached_value_is_the_best_value_confirmed_by_consecutive_evaluations(
     fields: dict[str, object], metrics: tuple[float, ...], value: float | None
 ) -> None:
     assert reached_value(job(**fields), reports_of(*metrics)) == value
 
 
-def test_an_epoch_that_a_resumed_run_repeats_confirms_no_value() -> None:
+def test_repeated_epoch_of_a_resumed_run_confirms_no_value() -> None:
     reports = reports_of(0.9, 0.8, 0.8, 0.7, epochs=(1, 2, 2, 3))
     assert reached_value(job(confirm=3), reports) == 0.7
     assert reached_value(job(confirm=4), reports) is None
@@ -62,7 +62,7 @@ def test_an_epoch_that_a_resumed_run_repeats_confirms_no_value() -> None:
     confirm=st.integers(1, 3),
     higher=st.booleans(),
 )
-def test_each_run_that_sets_a_target_has_reached_it(
+def test_each_run_setting_a_target_has_reached_the_target(
     metrics: list[float], repeats: list[bool], confirm: int, higher: bool
 ) -> None:
     epochs = list(accumulate((not each for each in repeats), initial=1))
@@ -74,7 +74,7 @@ def test_each_run_that_sets_a_target_has_reached_it(
         assert again.end_reason is EndReason.TARGET_REACHED
 
 
-def test_the_target_is_the_worst_of_the_values() -> None:
+def test_learned_target_is_the_worst_value() -> None:
     assert learned_target(job(), [0.9, 0.95, 0.91]) == 0.9
     assert learned_target(job(higher_is_better_metric=False), [0.8, 0.7, 0.85]) == 0.85
 
@@ -90,21 +90,21 @@ def trial(state: TrialState, reason: EndReason) -> TrialRecord:
 REPORTS = reports_of(0.5, 0.9, 0.8)
 
 
-def test_a_run_ends_at_the_evaluation_that_reached_the_later_target() -> None:
+def test_run_ends_at_the_evaluation_reaching_the_later_target() -> None:
     again = judged_again(job(0.85), trial(TrialState.COMPLETED, EndReason.NO_TARGET), REPORTS)
     assert (again.state, again.end_reason) == (TrialState.COMPLETED, EndReason.TARGET_REACHED)
     assert (again.epoch, again.time_s, again.energy_j, again.metric, again.report_count) == (2.0, 2.0, 200.0, 0.9, 2)
 
 
-def test_a_run_that_is_cut_short_has_no_watched_values() -> None:
+def test_shortened_run_has_no_watched_values() -> None:
     trained = changed(trial(TrialState.COMPLETED, EndReason.NO_TARGET), watched={"test_acc": 0.99})
     assert judged_again(job(0.85), trained, REPORTS).watched is None
-    # The last report reached the target only now: its values are those of the run's end.
+    # Only the last report reached the target: its values are the values at the run's end.
     rising = [REPORTS[0], (2, REPORTS[2][1]), (3, Report(time_s=3.0, energy_j=300.0, epoch=3.0, metric=0.9))]
     assert judged_again(job(0.85), trained, rising).watched == {"test_acc": 0.99}
 
 
-def test_runs_that_are_cut_short_leave_no_size_out() -> None:
+def test_shortened_runs_exclude_no_size() -> None:
     margins = job(0.85, policy=GP_VOI, no_worse_than_default={"test_acc": 0.005})
     arms = {size: Arm(size) for size in margins.batch_sizes}
     for number in range(3):
@@ -126,14 +126,12 @@ def test_runs_that_are_cut_short_leave_no_size_out() -> None:
     ("reason", "state"),
     [(EndReason.NO_TARGET, TrialState.EXHAUSTED), (EndReason.TARGET_REACHED, TrialState.WITHDRAWN)],
 )
-def test_a_run_that_has_not_reached_the_later_target_missed_it_or_says_nothing(
-    reason: EndReason, state: TrialState
-) -> None:
+def test_run_below_the_later_target_is_a_miss_or_withdrawn(reason: EndReason, state: TrialState) -> None:
     again = judged_again(job(0.95), trial(TrialState.COMPLETED, reason), REPORTS)
     assert (again.state, again.energy_j, again.report_count) == (state, 300.0, 3)
 
 
-def test_a_run_that_ended_at_its_target_stays_as_it_is() -> None:
+def test_run_ended_at_an_own_target_is_unchanged() -> None:
     ended = trial(TrialState.COMPLETED, EndReason.TARGET_REACHED)
     assert judged_again(job(0.85), ended, [REPORTS[0], REPORTS[2], (3, REPORTS[1][1])]) is ended
 
@@ -142,7 +140,7 @@ OPEN = (TrialState.RUNNING, TrialState.SUSPENDED, TrialState.ABANDONED)
 
 
 def in_flight(state: TrialState, *metrics: float) -> tuple[TrialRecord, list[NumberedReport]]:
-    """An open trial of a job without a target, after reports of these metrics, and the reports."""
+    """Return an open trial of a job without a target after reports of these metrics, and the reports."""
     begun = TrialRecord(trial_number=1, batch_size=16, state=state, origin=Origin.EXPLORATION)
     reports = reports_of(*metrics)
     for _, report in reports:
@@ -155,7 +153,7 @@ def in_flight(state: TrialState, *metrics: float) -> tuple[TrialRecord, list[Num
     ("fields", "metrics"),
     [({}, (0.1, 0.97, 0.94)), ({"higher_is_better_metric": False}, (0.98, 0.9, 0.96)), ({"confirm": 2}, (0.97, 0.96))],
 )
-def test_an_open_run_has_ended_where_it_reached_the_later_target(
+def test_open_run_is_completed_where_the_later_target_was_reached(
     state: TrialState, fields: dict[str, object], metrics: tuple[float, ...]
 ) -> None:
     again = judged_again(job(0.95, **fields), *in_flight(state, *metrics))
@@ -164,22 +162,22 @@ def test_an_open_run_has_ended_where_it_reached_the_later_target(
 
 
 @pytest.mark.parametrize("state", OPEN)
-def test_an_open_run_that_has_not_reached_the_later_target_goes_on(state: TrialState) -> None:
+def test_open_run_below_the_later_target_continues(state: TrialState) -> None:
     begun, reports = in_flight(state, 0.93, 0.94)
     assert judged_again(job(0.95), begun, reports) is begun
-    # Evaluations before the target was set confirm it, too.
+    # Evaluations before the target was set count for its confirmation, too.
     begun, reports = in_flight(state, 0.94, 0.97)
     assert judged_again(job(0.95, confirm=2), begun, reports) == changed(begun, confirmed=1)
 
 
-def test_a_run_without_a_target_gets_no_bound() -> None:
+def test_run_without_a_target_gets_no_bound() -> None:
     running = TrialRecord(trial_number=1, batch_size=16, state=TrialState.RUNNING, origin=Origin.EXPLORATION)
     assert not needs_bound(job(policy=GP_VOI), running)
     assert needs_bound(job(0.9, policy=GP_VOI), running)
 
 
 @pytest.mark.parametrize("policy", OWN_POLICIES)
-def test_without_a_target_only_the_own_size_is_trained_and_no_run_is_stopped(policy: str) -> None:
+def test_job_without_a_target_trains_only_the_default_and_stops_no_run(policy: str) -> None:
     memory = InMemoryJob(job(policy=policy, beta_knob=1.1))
     rng = np.random.default_rng(0)
     for number, cost_j in enumerate((100.0, 10_000.0, 100.0), 1):
@@ -193,7 +191,7 @@ def test_without_a_target_only_the_own_size_is_trained_and_no_run_is_stopped(pol
     assert memory.begin_trial(rng).reason == "your own size, 16: the 3 runs that set the target have not all ended"
 
 
-def test_a_run_that_ends_by_a_rule_of_its_own_helps_to_set_the_target() -> None:
+def test_run_ended_by_the_users_rule_contributes_to_the_target() -> None:
     memory = InMemoryJob(job())
     memory.begin_trial(np.random.default_rng(0))
     memory.judge(1, Report(time_s=1.0, energy_j=10.0, epoch=1.0, metric=0.7))
@@ -201,7 +199,7 @@ def test_a_run_that_ends_by_a_rule_of_its_own_helps_to_set_the_target() -> None:
     assert (ended.state, ended.end_reason) == (TrialState.COMPLETED, EndReason.NO_TARGET)
 
 
-def test_runs_that_are_too_short_to_confirm_a_target_are_told_of() -> None:
+def test_runs_too_short_to_confirm_a_target_are_reported() -> None:
     memory = InMemoryJob(job(confirm=2))
     rng = np.random.default_rng(0)
     for number in range(1, 4):

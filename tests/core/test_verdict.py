@@ -1,4 +1,4 @@
-"""The verdict on a job's saving: literal jobs, causes, and the control runs that it asks for."""
+"""Verdict on a job's saving: literal jobs, causes, and the control runs that the verdict requires."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ EXPLORED = [run(DEFAULT, 133), run(BEST, 52, explores=True)]
 
 
 def recurring(at_default: float, at_best: float, controls: int) -> list[Run]:
-    """Return runs after exploration: in each block of four, one control run."""
+    """Return runs after exploration, with one control run per block of four."""
     wobble = [1.0, 1.03, 0.98]
     block = [run(BEST, at_best * each) for each in wobble]
     return [each for _ in range(controls) for each in (*block, run(DEFAULT, at_default))]
@@ -47,7 +47,7 @@ def recurring(at_default: float, at_best: float, controls: int) -> list[Run]:
     ("at_default", "at_best", "word"),
     [(100, 60, SavingsWord.SAVES), (60, 100, SavingsWord.LOSES), (100, 100, SavingsWord.NOT_SHOWN)],
 )
-def test_words_of_quiet_jobs(at_default: float, at_best: float, word: SavingsWord) -> None:
+def test_quiet_jobs_get_the_expected_words(at_default: float, at_best: float, word: SavingsWord) -> None:
     verdict = judged([*EXPLORED, *recurring(at_default, at_best, 5)])
     assert verdict.word is word
     assert verdict.now is not None
@@ -63,9 +63,9 @@ def test_two_control_runs_show_nothing() -> None:
     assert judged(runs).word is SavingsWord.SAVES
 
 
-def test_runs_on_a_busy_machine_are_compared_with_each_other() -> None:
+def test_runs_on_a_busy_machine_are_compared_only_among_themselves() -> None:
     quiet = [*EXPLORED, *recurring(100, 60, 5)]
-    # A neighbour has slowed the runs at the best size, and hides what they save.
+    # Other work has slowed the runs at the best size and hides their saving.
     slowed = [
         replace(each, amount=3 * each.amount, is_busy=True) if each.batch_size == BEST else each for each in quiet
     ]
@@ -74,9 +74,9 @@ def test_runs_on_a_busy_machine_are_compared_with_each_other() -> None:
     assert words == [SavingsWord.SAVES, SavingsWord.NOT_SHOWN, SavingsWord.LOSES]
     assert judged(slowed).cause == "15 of 20 runs were on a busy machine"
     assert judged(slowed).controls == judged(quiet).controls == 5
-    # Nothing is known of the pace, so that no saving can be named.
+    # The pace is unknown, so that no saving can be stated.
     assert (judged(slowed).now, judged(slowed).so_far) == (None, None)
-    # Fewer epochs alone decide nothing.
+    # Fewer epochs without a known pace decide nothing.
     fewer = [replace(each, epochs=each.epochs / 4) if each.batch_size == BEST else each for each in slowed]
     assert judged(fewer).word is SavingsWord.NOT_SHOWN
     all_slowed = [replace(each, amount=3 * each.amount, is_busy=True) for each in [*EXPLORED, *recurring(100, 60, 12)]]
@@ -84,14 +84,14 @@ def test_runs_on_a_busy_machine_are_compared_with_each_other() -> None:
 
 
 @pytest.mark.parametrize(("ratio", "word"), [(40, SavingsWord.SAVES), (1 / 40, SavingsWord.LOSES)])
-def test_a_great_difference_is_shown(ratio: float, word: SavingsWord) -> None:
-    """Beyond the grid of effects, each density alone is too small for a float."""
+def test_great_difference_is_shown(ratio: float, word: SavingsWord) -> None:
+    """Beyond the grid of effects, each density is too small for a float."""
     block = [run(BEST, 100, 10), run(DEFAULT, 100 * ratio, 10 * ratio)]
     assert judged([*EXPLORED, *block * 120]).word is word
 
 
 def test_nothing_is_paid_back_before_a_verdict() -> None:
-    """Two control runs at twice the cost are no verdict, so that they are no amount either."""
+    """Two control runs at twice the cost are no verdict, and therefore no amount."""
     verdict = judged(
         [run(DEFAULT, 100), *[run(BEST, 50)] * 4, run(DEFAULT, 104), *[run(BEST, 51)] * 4, run(DEFAULT, 99)]
     )
@@ -102,7 +102,7 @@ def test_nothing_is_paid_back_before_a_verdict() -> None:
 
 
 def test_exploration_is_no_evidence() -> None:
-    """One slow first run of the default, which the page once called a saving of 69 %."""
+    """One slow first run of the default, which an early version of the page called a saving of 69 %."""
     runs = [
         run(DEFAULT, 1690),
         *(run(BEST, 520, explores=True) for _ in range(3)),
@@ -113,12 +113,12 @@ def test_exploration_is_no_evidence() -> None:
     assert verdict.cause == "no control run at 32 yet"
 
 
-def test_the_default_as_the_best_size_saves_nothing() -> None:
+def test_default_as_the_best_size_saves_nothing() -> None:
     verdict = judged([run(DEFAULT, 100)] * 10, best=DEFAULT)
     assert (verdict.word, verdict.cause) == (SavingsWord.NOT_SHOWN, None)
 
 
-def test_causes_name_what_varies() -> None:
+def test_cause_names_the_varying_quantity() -> None:
     costs = [60, 100, 40, 80, 100, 150]
     epochs = [
         run(BEST, cost, cost / 10) if number % 2 else run(DEFAULT, cost, cost / 10) for number, cost in enumerate(costs)
@@ -135,7 +135,7 @@ def test_causes_name_what_varies() -> None:
     )
 
 
-def test_runs_needed_are_about_those_that_it_takes() -> None:
+def test_runs_needed_estimates_the_runs_until_the_verdict() -> None:
     runs = [*EXPLORED, *recurring(100, 93, 20)]
     words = [judged(runs[:count]).word for count in range(len(runs))]
     shown = words.index(SavingsWord.SAVES)
@@ -145,8 +145,8 @@ def test_runs_needed_are_about_those_that_it_takes() -> None:
 
 
 class TestSavingSoFar:
-    def test_exploration_and_control_runs_are_paid(self) -> None:
-        """Ten runs at 50 J in place of 100 J save 500 J; 1,000 J of trials that were stopped are not paid back."""
+    def test_exploration_and_control_runs_are_charged(self) -> None:
+        """Ten runs at 50 J instead of 100 J save 500 J; 1,000 J of stopped trials are not paid back."""
         recurrences = recurring(100, 50, 4)
         runs = [*EXPLORED, *recurrences]
         cheap, dear = judged(runs), judged(runs, wasted_j=1000)
@@ -156,15 +156,15 @@ class TestSavingSoFar:
         assert dear.so_far is not None
         assert dear.so_far.high < 0
 
-    def test_literal_estimate(self) -> None:
-        """Of 17 runs, 5 at the default for 100 J and 12 at the best size for 50 J: 1 - 1100 / 1700."""
+    def test_estimate_matches_a_literal_job(self) -> None:
+        """Expect 1 - 1100 / 1700 for 17 runs: 5 at the default for 100 J and 12 at the best size for 50 J."""
         runs = [run(DEFAULT, 100), *[*[run(BEST, 50)] * 3, run(DEFAULT, 100)] * 4]
         so_far = judged(runs).so_far
         assert so_far is not None
         assert so_far.middle == pytest.approx(1 - 1100 / 1700, abs=0.01)
 
-    def test_another_size_counts_as_the_best_size_nearby(self) -> None:
-        """A completed run at a third size that cost 900 J would have cost 100 J at the default."""
+    def test_third_size_counts_as_the_best_size_nearby(self) -> None:
+        """Charge a completed 900 J run at a third size against 100 J at the default."""
         runs = [run(DEFAULT, 100), run(OTHER, 900, explores=True), *[*[run(BEST, 50)] * 3, run(DEFAULT, 100)] * 4]
         so_far = judged(runs).so_far
         assert so_far is not None
@@ -184,14 +184,14 @@ class TestSavingSoFar:
     ),
     wasted_j=st.floats(0, 1e9),
 )
-def test_nothing_saves_more_than_everything(runs: list[Run], wasted_j: float) -> None:
+def test_no_saving_exceeds_everything(runs: list[Run], wasted_j: float) -> None:
     verdict = judged(runs, wasted_j=wasted_j)
     for share in (verdict.now, verdict.so_far):
         if share is not None:
             assert (-math.inf if share.low is None else share.low) <= share.middle <= share.high <= 1
 
 
-def test_runs_learned_one_by_one_and_at_once_give_one_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_runs_learned_singly_or_together_give_the_same_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verdict_module, "_LEARNED", 10)
     runs = [*EXPLORED, *recurring(100, 60, 10)]
     one_by_one = Judge(DEFAULT, BEST)
@@ -202,7 +202,7 @@ def test_runs_learned_one_by_one_and_at_once_give_one_verdict(monkeypatch: pytes
     assert one_by_one.controls == 3
 
 
-def test_a_run_without_measured_energy_is_no_evidence() -> None:
+def test_run_without_measured_energy_is_no_evidence() -> None:
     runs = [*EXPLORED, *recurring(100, 50, 4)]
     verdict = judged([*runs, run(BEST, 0), run(DEFAULT, 0)])
     assert verdict.controls == judged(runs).controls
@@ -223,12 +223,12 @@ class TestControlRuns:
     job = make_job((DEFAULT, BEST), DEFAULT, policy=GP_VOI)
 
     def places(self, word: SavingsWord, seed: int, made: int = 1, saved: float = 0.4, **fields: object) -> list[int]:
-        """Return at which of 1,000 trials a control run is due."""
+        """Return the places among 1,000 trials where a control run is due."""
         job = self.job.model_copy(update={"mab_seed": seed, **fields})
         judge = FakeJudge(word, made, saved)
         return [number for number in range(1000) if is_control_due(job, judge, number)]
 
-    def test_come_early_and_irregularly_until_a_verdict_is_shown(self) -> None:
+    def test_control_runs_come_early_and_irregularly_until_a_verdict(self) -> None:
         for seed in range(20):
             places = self.places(SavingsWord.NOT_SHOWN, seed)
             assert [place // 4 for place in places] == list(range(250))
@@ -237,22 +237,22 @@ class TestControlRuns:
             assert [place // 2 for place in first] == list(range(500))
         assert any(a != b for a, b in pairwise(self.places(SavingsWord.NOT_SHOWN, seed) for seed in range(5)))
 
-    def test_cost_less_than_two_percent_of_a_shown_saving(self) -> None:
-        """A control run costs what a run at the best size saves."""
+    def test_control_runs_cost_less_than_two_percent_of_a_shown_saving(self) -> None:
+        """The cost of a control run is the saving of a run at the best size."""
         assert len(self.places(SavingsWord.SAVES, seed=3, made=LEAST_CONTROLS)) in (16, 17)
 
-    def test_are_made_no_more_after_a_loss_or_far_from_the_best(self) -> None:
+    def test_control_runs_cease_after_a_loss_or_far_from_the_best_size(self) -> None:
         assert self.places(SavingsWord.LOSES, seed=1) == []
         assert self.places(SavingsWord.SAVES, seed=1, saved=0.7) == []
 
-    def test_are_a_share_of_the_runs_where_the_job_says_so(self) -> None:
+    def test_control_runs_follow_the_share_set_by_the_job(self) -> None:
         for share in (0.1, 0.4):
             assert len(self.places(SavingsWord.LOSES, seed=1, controls=share)) == pytest.approx(1000 * share, abs=40)
 
     def chosen(
         self, job: CreatedJob, suggestion: Suggestion, in_flight: tuple[TrialRecord, ...] = (), **arm: object
     ) -> set[Suggestion]:
-        """Return what becomes of the suggestion after two to nine trials."""
+        """Return the suggestions that replace the given suggestion after two to nine trials."""
         found = set()
         for trials in range(1, 9):
             arms = {size: Arm(size, trials=1, completed=Statistics.of([100.0]), observed=Statistics.of([100.0]))
@@ -263,14 +263,14 @@ class TestControlRuns:
             found.add(with_control(history, suggestion, lambda _: FakeJudge(SavingsWord.NOT_SHOWN, 1)))
         return found
 
-    def test_take_the_place_of_a_run_at_the_best_size(self) -> None:
+    def test_control_run_replaces_a_run_at_the_best_size(self) -> None:
         best = Suggestion(BEST, Origin.INCUMBENT, "best so far", bound=EpochBound(3, "hopeless"))
         (control,) = self.chosen(self.job, best) - {best}
         assert (control.batch_size, control.origin) == (DEFAULT, Origin.CONTROL)
         assert control.reason == "control run at your default, 32: it keeps the saving measured, not believed"
         assert control.bound == EpochBound(self.job.max_epochs, "a control run is not stopped early")
 
-    def test_are_left_out_where_they_would_do_harm(self) -> None:
+    def test_control_runs_are_skipped_if_harmful(self) -> None:
         best = Suggestion(BEST, Origin.INCUMBENT, "best so far")
         for suggestion in (replace(best, origin=Origin.EXPLORATION), replace(best, batch_size=DEFAULT)):
             assert self.chosen(self.job, suggestion) == {suggestion}
@@ -279,13 +279,13 @@ class TestControlRuns:
         assert self.chosen(self.job, best, infeasible=EndReason.OUT_OF_MEMORY) == {best}
         # The default misses the target as often as it reaches it.
         assert self.chosen(self.job, best, observed=Statistics.of([100.0, 900.0])) == {best}
-        # It has crashed again and again since it reached the target.
+        # The default has crashed repeatedly since it reached the target.
         assert len(self.chosen(self.job, best, trials=6)) == 2
         assert self.chosen(self.job, best, trials=8) == {best}
-        # Jobs of other policies, or copies, may never have run it.
+        # Jobs with other policies, or copies, may never have run the default.
         assert len(self.chosen(self.job, best, trials=0, observed=Statistics(), completed=Statistics())) == 2
 
-    def test_are_made_one_at_a_time(self) -> None:
+    def test_second_control_run_waits_for_the_first(self) -> None:
         best = Suggestion(BEST, Origin.INCUMBENT, "best so far")
         under_way = TrialRecord(
             trial_number=1, batch_size=DEFAULT, state=TrialState.RUNNING, origin=Origin.CONTROL, started_event=1
@@ -294,8 +294,8 @@ class TestControlRuns:
         assert self.chosen(self.job, best, (replace(under_way, origin=Origin.EXPLORATION),)) != {best}
 
 
-def test_a_default_that_began_to_crash_is_not_run_in_each_recurrence() -> None:
-    """It reached the target twice; since then, whatever it is asked, it breaks off."""
+def test_newly_crashing_default_is_not_run_in_each_recurrence() -> None:
+    """The default reached the target twice; since then, each of its trials crashes."""
     job = InMemoryJob(make_job((DEFAULT, BEST), DEFAULT, policy=GP_VOI, mab_seed=1, target_metric=0.9))
     rng = np.random.default_rng(1)
     sizes: list[int] = []

@@ -31,7 +31,7 @@ pytestmark = [
     pytest.mark.skipif(EXECUTABLE is None, reason="needs a browser: apt-get install chromium-headless-shell"),
 ]
 
-# Milliseconds; more than any machine takes, and only waited for where something is wrong.
+# This limit in milliseconds is above the time of any machine; a test waits until the limit only after a fault.
 PATIENCE_MS = 60_000
 JOB = "jobs/resnet50-cifar100"
 PAGES = [
@@ -60,7 +60,7 @@ def browser() -> Iterator[Any]:
 
 
 class Tab:
-    """A page that must say nothing in the browser's console, and may ask its own server alone."""
+    """A page with no message in the browser's console and no request to a foreign server."""
 
     def __init__(self, browser: Any, url: str, **options: Any) -> None:
         context = browser.new_context(**options)
@@ -105,9 +105,7 @@ def tab(browser: Any, full: ServerProcess) -> Iterator[Tab]:
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("address", PAGES)
-def test_a_page_is_accessible_and_fits_every_screen(
-    browser: Any, full: ServerProcess, address: str, scheme: str
-) -> None:
+def test_page_is_accessible_and_fits_every_screen(browser: Any, full: ServerProcess, address: str, scheme: str) -> None:
     tab = Tab(browser, full.url, color_scheme=scheme, reduced_motion="reduce")
     page = tab.open(address)
     for width in (360, 1280, 1920):
@@ -118,7 +116,7 @@ def test_a_page_is_accessible_and_fits_every_screen(
     tab.close()
 
 
-def test_a_page_without_scripts_says_the_same(browser: Any, full: ServerProcess) -> None:
+def test_page_without_scripts_shows_same_content(browser: Any, full: ServerProcess) -> None:
     texts = []
     for scripts in (True, False):
         tab = Tab(browser, full.url, java_script_enabled=scripts)
@@ -128,7 +126,7 @@ def test_a_page_without_scripts_says_the_same(browser: Any, full: ServerProcess)
     assert texts[0] == texts[1]
 
 
-def test_the_theme_that_was_chosen_stays(browser: Any, full: ServerProcess) -> None:
+def test_chosen_theme_stays_on_next_page(browser: Any, full: ServerProcess) -> None:
     tab = Tab(browser, full.url, color_scheme="light")
     page = tab.open(JOB)
 
@@ -146,7 +144,7 @@ def test_the_theme_that_was_chosen_stays(browser: Any, full: ServerProcess) -> N
     tab.close()
 
 
-def test_a_chart_is_read_with_the_keyboard(tab: Tab) -> None:
+def test_chart_is_read_with_keyboard(tab: Tab) -> None:
     page = tab.open(JOB)
     page.focus("#costs")
     page.keyboard.press("ArrowRight")
@@ -163,7 +161,7 @@ def test_a_chart_is_read_with_the_keyboard(tab: Tab) -> None:
     assert page.evaluate("document.activeElement.className") == "skip"
 
 
-def test_somebody_steps_through_the_decisions(tab: Tab) -> None:
+def test_browser_steps_through_decisions(tab: Tab) -> None:
     page = tab.open(JOB)
     page.click("#moments")
     page.wait_for_selector("h1:has-text('Run 15 got')")
@@ -172,7 +170,7 @@ def test_somebody_steps_through_the_decisions(tab: Tab) -> None:
     page.click("#costs a[href$='?at=3']")
     page.wait_for_selector("h1:has-text('Run 3 got 512')")
     assert "Tried 512: about an even chance to beat 256" in page.inner_text(".lead")
-    # Nothing of what came later was known.
+    # The page of a past decision shows none of the later runs.
     assert len(page.query_selector_all("#costs > a")) == 2
     assert page.inner_text("tr.best >> nth=0").startswith("256")
     page.click("#outcome")
@@ -181,7 +179,7 @@ def test_somebody_steps_through_the_decisions(tab: Tab) -> None:
     page.wait_for_selector("h1:has-text('Run 3 got')")
 
 
-def test_a_mark_tells_of_itself_when_pointed_at(tab: Tab) -> None:
+def test_mark_shows_text_on_hover(tab: Tab) -> None:
     page = tab.open(JOB)
     page.hover("#costs a[href$='trials/10']")
     assert page.inner_text("#tip") == "Run 10: batch size 256, crashed"
@@ -191,7 +189,7 @@ def test_a_mark_tells_of_itself_when_pointed_at(tab: Tab) -> None:
     page.wait_for_url("**/trials/10")
 
 
-def test_the_slider_shows_at_once_what_another_eta_means(tab: Tab) -> None:
+def test_slider_shows_result_of_each_eta_at_once(tab: Tab) -> None:
     page = tab.open(JOB)
     page.click("#what-if")
     page.wait_for_selector("h1:has-text('At its own η, 0.5')")
@@ -199,14 +197,14 @@ def test_the_slider_shows_at_once_what_another_eta_means(tab: Tab) -> None:
     page.keyboard.press("End")
     page.wait_for_selector("h1:has-text('At η = 1')")
     assert page.url.endswith("/whatif?beta=2&eta=1")
-    # The slider is still the one that is being moved.
+    # The answer has not replaced the slider that the user moves.
     page.keyboard.press("Home")
     page.wait_for_selector("h1:has-text('At η = 0,')")
     assert page.inner_text("#replay").endswith("--eta 0.5 --eta 0 --beta 2")
 
 
 def begun(server: ServerProcess, token: str) -> tuple[httpx.Client, dict[str, Any]]:
-    """A job of which a training has begun, and who reports of it."""
+    """Begin a training of a new job; return the job's client and the trial."""
     http = httpx.Client(base_url=server.url, headers=bearer(token))
     http.post("/jobs", json=job(job_id="job-live")).raise_for_status()
     return http, begin(http, "job-live")
@@ -231,11 +229,11 @@ def log_in(tab: Tab, token: str, address: str = "") -> Page:
 
 
 def without_refusals(tab: Tab) -> None:
-    """The browser itself says that a page was answered 401."""
+    """Leave out the browser's own messages about a page that was answered with 401 or by no server."""
     tab.said = [text for text in tab.said if "401" not in text and "ERR_CONNECTION" not in text]
 
 
-def test_somebody_logs_in_and_sees_an_epoch_arrive(browser: Any, server: ServerProcess, token: str) -> None:
+def test_login_shows_page_and_arriving_epoch(browser: Any, server: ServerProcess, token: str) -> None:
     http, trial = begun(server, token)
     report(http, trial, 1)
     tab = Tab(browser, server.url, viewport={"width": 800, "height": 500})
@@ -262,7 +260,9 @@ def test_somebody_logs_in_and_sees_an_epoch_arrive(browser: Any, server: ServerP
     http.close()
 
 
-def test_a_page_says_that_its_server_is_away_and_goes_on_when_it_is_back(browser: Any, server: ServerProcess) -> None:
+def test_page_of_stopped_server_is_marked_stale_and_continues_after_restart(
+    browser: Any, server: ServerProcess
+) -> None:
     tab = Tab(browser, server.url)
     page = tab.open()
     server.kill()
@@ -273,22 +273,20 @@ def test_a_page_says_that_its_server_is_away_and_goes_on_when_it_is_back(browser
     tab.close()
 
 
-def test_a_hidden_tab_asks_for_nothing(tab: Tab) -> None:
+def test_hidden_tab_sends_no_requests(tab: Tab) -> None:
     page = tab.open()
     page.wait_for_load_state("networkidle")
     hide = "Object.defineProperty(document, 'hidden', { value: %s, configurable: true })"
     page.evaluate(f"{hide % 'true'}; document.dispatchEvent(new Event('visibilitychange'))")
     before = len(tab.asked)
-    page.wait_for_timeout(5000)  # two polls of one that is looked at
+    page.wait_for_timeout(5000)  # A visible tab would have polled twice.
     assert len(tab.asked) == before
     with page.expect_request(lambda _: True):
         page.evaluate(f"{hide % 'false'}; document.dispatchEvent(new Event('visibilitychange'))")
 
 
 @pytest.mark.skipif(shutil.which("nginx") is None, reason="needs nginx")
-def test_behind_a_proxy_below_a_path_all_goes_on_as_ever(
-    browser: Any, server: ServerProcess, token: str, tmp_path: Path
-) -> None:
+def test_pages_work_behind_proxy_below_path(browser: Any, server: ServerProcess, token: str, tmp_path: Path) -> None:
     http, trial = begun(server, token)
     report(http, trial, 1)
     port = free_port()

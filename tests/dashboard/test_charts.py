@@ -24,7 +24,7 @@ VALUES = st.lists(st.floats(-1e12, 1e12).filter(lambda value: value == 0 or abs(
 
 class TestScale:
     @given(VALUES, st.booleans(), st.sampled_from([None, False]))
-    def test_it_has_room_for_all_values_and_round_ticks(
+    def test_scale_has_room_for_all_values_and_round_ticks(
         self, values: list[float], zero: bool, log: bool | None
     ) -> None:
         scale = Scale.over(values, zero=zero, log=log)
@@ -43,14 +43,14 @@ class TestScale:
             assert {f"{step:e}"[0] for step in steps} <= set("125")
             assert len(ticks) >= 2
 
-    def test_far_apart_values_get_a_logarithmic_axis(self) -> None:
+    def test_far_apart_values_get_logarithmic_axis(self) -> None:
         scale = Scale.over([1.0, 1000.0])
         assert scale.is_log
         assert scale.ticks(5) == pytest.approx([1, 10, 100, 1000])
         assert not Scale.over([1.0, 20.0]).is_log
         assert scale.at(1.0) == pytest.approx(1 - scale.at(1000.0))
 
-    def test_labels_keep_their_distance(self) -> None:
+    def test_labels_keep_minimum_distance(self) -> None:
         assert apart([0.0, 0.05, 0.1, 0.11, 0.3], 0.1) == [True, False, True, False, True]
 
 
@@ -69,7 +69,7 @@ class TestUnits:
             (3.6e9, "1 MWh"),
         ],
     )
-    def test_energy(self, joules: float, told: str) -> None:
+    def test_energy_is_shown_in_fitting_unit(self, joules: float, told: str) -> None:
         assert units.energy(joules).replace(units.SPACE, " ") == told
 
     @pytest.mark.parametrize(
@@ -84,13 +84,13 @@ class TestUnits:
             (90_000, "1 d 1 h"),
         ],
     )
-    def test_durations(self, seconds: float, told: str) -> None:
+    def test_duration_is_shown_in_fitting_unit(self, seconds: float, told: str) -> None:
         assert units.duration(seconds).replace(units.SPACE, " ") == told
 
     @pytest.mark.parametrize(
         ("seconds", "told"), [(2, "just now"), (200, "3 min ago"), (-200, "in 3 min"), (90_000, "1 d ago")]
     )
-    def test_ages(self, seconds: float, told: str) -> None:
+    def test_age_is_shown_in_fitting_unit(self, seconds: float, told: str) -> None:
         now = datetime(2026, 1, 1, tzinfo=UTC)
         assert units.ago(now - timedelta(seconds=seconds), now).replace(units.SPACE, " ") == told
 
@@ -98,28 +98,28 @@ class TestUnits:
         ("share", "told"),
         [(-0.0004, "0.0 %"), (-0.001, "−0.1 %"), (-0.999 / 100, "−1.0 %"), (-0.31, "−31 %"), (0.0, "0 %")],
     )
-    def test_percentages(self, share: float, told: str) -> None:
+    def test_percentages_are_rounded(self, share: float, told: str) -> None:
         assert units.percent(share).replace(units.SPACE, " ") == told
 
     @given(st.floats(-1e11, 1e11))
-    def test_a_number_has_its_first_digits(self, value: float) -> None:
+    def test_shown_number_has_first_digits_of_value(self, value: float) -> None:
         told = units.number(value, 4).replace(units.SPACE, "").replace(units.MINUS, "-")
         assert float(told) == pytest.approx(value, rel=5.1e-4)
 
 
-def test_words_tell_energies_in_units_that_fit() -> None:
+def test_energies_in_reason_get_fitting_units() -> None:
     reason = "the cheapest so far, 7.194e+05 J at 512 and 48 J at 256"
     assert sentence(reason).replace(units.SPACE, " ") == "The cheapest so far, 719 kJ at 512 and 48 J at 256."
 
 
 @given(st.lists(st.integers(1, 2**20), min_size=1, max_size=40, unique=True).map(sorted))
-def test_a_colour_for_each_size_as_long_as_there_are_enough(sizes: list[int]) -> None:
+def test_each_size_has_own_colour_while_colours_suffice(sizes: list[int]) -> None:
     found = colours(sizes)
     assert len(set(found.values())) == min(len(sizes), COLOURS)
     assert set(found.values()) <= {f"s{index}" for index in range(COLOURS)}
 
 
-def test_text_in_a_chart_stays_text() -> None:
+def test_text_in_chart_is_escaped() -> None:
     told = 'a"><script>'
     parts = [Mark("1%", 2.0, "completed", "s0", told, "jobs/<b>"), Mark("1%", 2.0, "end", "s0", told)]
     picture = Picture(20, [*parts, Label("1%", 2.0, told, "tick")], told)
@@ -130,7 +130,7 @@ def test_text_in_a_chart_stays_text() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(1, 20), st.integers(1, 20)), min_size=1, max_size=8))
-def test_the_front_is_what_nothing_beats(points: list[tuple[int, int]]) -> None:
+def test_front_holds_exactly_unbeaten_sizes(points: list[tuple[int, int]]) -> None:
     means = [
         SizeMeans(batch_size=index, runs=1, time_s=time, energy_j=energy, cost_j=0)
         for index, (time, energy) in enumerate(points)
@@ -155,7 +155,7 @@ COSTS = st.integers(1, 1000).map(float)
 
 
 @given(st.lists(st.tuples(COSTS, COSTS), max_size=8))
-def test_the_best_size_by_eta_is_what_trying_many_finds(costs: list[tuple[float, float]]) -> None:
+def test_best_size_by_eta_agrees_with_search_over_many_etas(costs: list[tuple[float, float]]) -> None:
     lines = [Line(2**index, at_time, at_energy) for index, (at_time, at_energy) in enumerate(costs)]
     spans = best_by_eta(lines)
     assert bool(spans) == bool(lines)

@@ -35,7 +35,7 @@ PAGES = ("", "jobs/job-1", "jobs/job-1/report.html", "jobs/job-1/whatif", "jobs/
 
 
 @pytest.mark.parametrize("address", PAGES)
-async def test_an_estimate_says_so_beside_each_energy(
+async def test_estimate_is_marked_beside_each_energy(
     address: str, new_database: str, new_http: httpx.AsyncClient
 ) -> None:
     job_of(new_database, BY_CPU_TIME)
@@ -46,9 +46,7 @@ async def test_an_estimate_says_so_beside_each_energy(
 
 
 @pytest.mark.parametrize("address", PAGES)
-async def test_a_measured_energy_is_called_nothing_else(
-    address: str, new_database: str, new_http: httpx.AsyncClient
-) -> None:
+async def test_measured_energy_has_no_mark(address: str, new_database: str, new_http: httpx.AsyncClient) -> None:
     job_of(new_database, "nvml")
     assert "estimated" not in await text_of(new_http, address)
 
@@ -62,7 +60,7 @@ async def test_a_measured_energy_is_called_nothing_else(
         ("jobs/job-1/trials/2", []),
     ],
 )
-async def test_an_energy_that_is_watts_times_time_is_shown_once(
+async def test_energy_from_watts_and_time_is_shown_once(
     address: str, without: list[str], new_database: str, new_http: httpx.AsyncClient
 ) -> None:
     job_of(new_database, BY_TIME)
@@ -82,9 +80,7 @@ async def test_energies_of_both_kinds_are_partly_estimated(new_database: str, ne
     assert "energy partly estimated: estimate: 65 W stated; nvml" in await text_of(new_http, "jobs/job-1")
 
 
-async def test_a_busy_machine_is_seen_on_the_page_of_its_run_and_of_its_job(
-    new_database: str, new_http: httpx.AsyncClient
-) -> None:
+async def test_busy_machine_is_shown_on_pages_of_run_and_job(new_database: str, new_http: httpx.AsyncClient) -> None:
     job_of(new_database, BY_CPU_TIME, 0.46)
     remark = "n a busy machine: it waited 46% of its time for a core; set OMP_NUM_THREADS=1 or"
     assert remark in await text_of(new_http, "jobs/job-1/trials/2")
@@ -94,21 +90,21 @@ async def test_a_busy_machine_is_seen_on_the_page_of_its_run_and_of_its_job(
     assert (await new_http.get("/ui/jobs/job-1/trials/2.json")).json()["trial"]["waited_share"] == 0.46
 
 
-async def test_an_idle_machine_is_not_mentioned(new_database: str, new_http: httpx.AsyncClient) -> None:
+async def test_idle_machine_is_not_mentioned(new_database: str, new_http: httpx.AsyncClient) -> None:
     job_of(new_database, BY_CPU_TIME, 0.19)
     for address in PAGES:
         assert "busy" not in await text_of(new_http, address)
 
 
 @pytest.mark.parametrize(("source", "marks"), [(BY_CPU_TIME, 3), ("nvml", 0)])
-async def test_the_costs_of_a_decision_are_marked(
+async def test_costs_of_decision_are_marked_as_estimates(
     source: str, marks: int, new_database: str, new_http: httpx.AsyncClient
 ) -> None:
     job_of(new_database, source)
     text = await text_of(new_http, "jobs/job-1?at=4")
     assert "What was believed" in text
     assert text.count("estimated") == marks
-    # Before the first run, nothing is known of the energy.
+    # Before the first run, the source of the energy is unknown.
     assert (await new_http.get("/ui/jobs/job-1.json?at=1")).json()["energy_sources"] == []
 
 
@@ -117,7 +113,7 @@ def command_of(database_url: str, capsys: pytest.CaptureFixture[str]) -> str:
     return capsys.readouterr().out
 
 
-def test_the_command_marks_each_estimated_figure(new_database: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_marks_each_estimated_figure(new_database: str, capsys: pytest.CaptureFixture[str]) -> None:
     job_of(new_database, BY_CPU_TIME)
     shown = command_of(new_database, capsys)
     head, savings, *_ = shown.splitlines()[::2]
@@ -127,7 +123,7 @@ def test_the_command_marks_each_estimated_figure(new_database: str, capsys: pyte
         assert f"  {column} (ESTIMATED)" in shown
 
 
-def test_the_command_shows_watts_times_time_once(new_database: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_shows_watts_times_time_once(new_database: str, capsys: pytest.CaptureFixture[str]) -> None:
     job_of(new_database, BY_TIME)
     shown = command_of(new_database, capsys)
     assert "ENERGY J" not in shown
@@ -135,9 +131,7 @@ def test_the_command_shows_watts_times_time_once(new_database: str, capsys: pyte
     assert shown.endswith(f"energy estimated: {BY_TIME} × time\n")
 
 
-def test_the_command_says_nothing_of_the_kind_about_measured_energies(
-    new_database: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_command_has_no_mark_for_measured_energies(new_database: str, capsys: pytest.CaptureFixture[str]) -> None:
     job_of(new_database, "nvml")
     shown = command_of(new_database, capsys)
     assert "estimated" not in shown.lower()
@@ -145,7 +139,7 @@ def test_the_command_says_nothing_of_the_kind_about_measured_energies(
     assert shown.endswith("energy by nvml\n")
 
 
-def test_the_command_marks_estimates_and_keeps_the_share(new_database: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_marks_estimates_and_keeps_share(new_database: str, capsys: pytest.CaptureFixture[str]) -> None:
     job_of(new_database, BY_CPU_TIME, 0.46)
     assert main(["jobs", "show", "job-1", "--database-url", new_database]) == 0
     shown = capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""Access to the dashboard: the form that takes a token, and the cookie that stands for it."""
+"""Access to the dashboard: the form for a token and the cookie of a session."""
 
 from __future__ import annotations
 
@@ -31,9 +31,7 @@ Ask: TypeAlias = "Callable[..., Awaitable[httpx.Response]]"
 
 
 class TestLogin:
-    async def test_a_token_opens_the_pages_and_nothing_else(
-        self, new_database: str, new_http: httpx.AsyncClient
-    ) -> None:
+    async def test_token_opens_pages_only(self, new_database: str, new_http: httpx.AsyncClient) -> None:
         token = make_token(new_database, "admin")
         asked = await new_http.get("/ui/jobs/none?x=1", headers={"Sec-Fetch-Site": "cross-site", **LINK})
         assert asked.status_code == 401
@@ -51,14 +49,14 @@ class TestLogin:
 
         assert (await new_http.get("/ui/")).status_code == 200
         assert "Log out" in (await new_http.get("/ui/")).text
-        # httpx keeps to the cookie's path; a client that does not is refused elsewhere all the same.
+        # httpx obeys the path of the cookie; the server refuses a client that sends the cookie elsewhere.
         shown = {"Cookie": cookie.partition(";")[0]}
         assert_refused(await new_http.get("/api/jobs", headers=shown), 401, None)
         assert (await new_http.post("/ui/logout")).status_code == 303
         assert (await new_http.get("/ui/")).status_code == 401
         assert (await new_http.get("/ui/", headers=bearer(token))).status_code == 200
 
-    async def test_logout_ends_copies_of_the_cookie_and_no_other_session(
+    async def test_logout_ends_copies_of_cookie_but_no_second_session(
         self, new_database: str, new_http: httpx.AsyncClient
     ) -> None:
         token = make_token(new_database, "read")
@@ -76,18 +74,22 @@ class TestLogin:
         for none in ("", "zeus_bso_session=", "zeus_bso_session=x", f"{copied}0"):
             assert (await new_http.post("/ui/logout", headers={"Cookie": none})).status_code == 303
 
-    async def test_behind_https_the_cookie_is_for_https(self, new_database: str, new_http: httpx.AsyncClient) -> None:
+    async def test_cookie_is_secure_behind_https(self, new_database: str, new_http: httpx.AsyncClient) -> None:
         token = make_token(new_database, "read")
         answer = await new_http.post("/ui/login", data={"token": token}, headers={"X-Forwarded-Proto": "https"})
         assert answer.headers["set-cookie"].endswith("; Secure")
 
     @pytest.mark.parametrize("to", ["//evil.example", "https://evil.example", "a\r\nSet-Cookie: b", "a b", "\\evil"])
-    async def test_it_leads_to_no_other_site(self, new_database: str, new_http: httpx.AsyncClient, to: str) -> None:
+    async def test_login_redirects_to_own_site_only(
+        self, new_database: str, new_http: httpx.AsyncClient, to: str
+    ) -> None:
         token = make_token(new_database, "read")
         answer = await new_http.post("/ui/login", data={"token": token, "to": to})
         assert urljoin("http://localhost/p/ui/login", answer.headers["location"]).startswith("http://localhost/p/ui/")
 
-    async def test_other_pages_cannot_send_the_forms(self, new_database: str, new_http: httpx.AsyncClient) -> None:
+    async def test_forms_sent_from_foreign_pages_are_refused(
+        self, new_database: str, new_http: httpx.AsyncClient
+    ) -> None:
         token = make_token(new_database, "read")
         for path in ("/ui/login", "/ui/logout"):
             for headers in ({"Origin": "http://evil.example"}, {"Sec-Fetch-Site": "cross-site"}):
@@ -95,7 +97,7 @@ class TestLogin:
                 assert answer.status_code == 403
                 assert "set-cookie" not in answer.headers
 
-    async def test_a_wrong_token_is_asked_for_again(self, new_database: str, new_http: httpx.AsyncClient) -> None:
+    async def test_wrong_token_is_asked_for_again(self, new_database: str, new_http: httpx.AsyncClient) -> None:
         make_token(new_database, "read")
         for token in ("", "nonsense", "zbso_01234567_" + "a" * 43):
             answer = await new_http.post("/ui/login", data={"token": token, "to": "jobs/a"})
@@ -111,7 +113,7 @@ class TestTokens:
     async def log_in(self, http: httpx.AsyncClient, token: str) -> None:
         assert (await http.post("/ui/login", data={"token": token})).status_code == 303
 
-    async def test_an_administrator_revokes_a_token(self, new_database: str, new_http: httpx.AsyncClient) -> None:
+    async def test_administrator_revokes_token(self, new_database: str, new_http: httpx.AsyncClient) -> None:
         admin, other = make_token(new_database, "admin"), make_token(new_database, "read")
         other_id = other.split("_")[1]
         await self.log_in(new_http, admin)
@@ -137,7 +139,9 @@ class TestTokens:
         assert unknown.status_code == 404
         assert "<b>" not in unknown.text
 
-    async def test_nobody_else_sees_them(self, new_database: str, new_http: httpx.AsyncClient) -> None:
+    async def test_token_page_is_refused_without_administrator(
+        self, new_database: str, new_http: httpx.AsyncClient
+    ) -> None:
         token = make_token(new_database, "report")
         assert (await new_http.get("/ui/tokens")).status_code == 401
         for headers in ({}, bearer(token)):
@@ -149,7 +153,7 @@ class TestTokens:
                 assert (await new_http.post(f"/ui/tokens/{action}", data=form, headers=headers)).status_code == 403
         assert (await new_http.get("/ui/")).status_code == 200
 
-    async def test_administrator_makes_a_token_and_sees_it_once(
+    async def test_new_token_of_administrator_is_shown_once(
         self, new_database: str, new_http: httpx.AsyncClient, caplog: pytest.LogCaptureFixture
     ) -> None:
         admin = make_token(new_database, "admin")
@@ -160,7 +164,7 @@ class TestTokens:
         with caplog.at_level("INFO"):
             answer = await new_http.post("/ui/tokens/create", data=form, headers={"Origin": "http://localhost:8000"})
         assert (answer.status_code, answer.headers["cache-control"]) == (200, "no-store")
-        assert "data-live" not in answer.text  # no poll may replace the token
+        assert "data-live" not in answer.text  # No poll may replace the token.
         assert "<b>" not in answer.text
         (token,) = re.findall("zbso_[0-9a-f]{8}_[A-Za-z0-9_-]{43}", answer.text)
         assert token not in caplog.text
@@ -182,7 +186,7 @@ class TestTokens:
         assert 'role="alert"' in answer.text
         assert (await new_http.get("/ui/tokens.json")).json()["tokens"] == []
 
-    async def test_without_tokens_it_says_so(self, new_http: httpx.AsyncClient) -> None:
+    async def test_token_page_of_server_without_tokens_is_empty(self, new_http: httpx.AsyncClient) -> None:
         assert "No tokens yet" in Page((await new_http.get("/ui/tokens")).text).text
 
 
@@ -190,13 +194,13 @@ CROSS = {"Sec-Fetch-Site": "cross-site"}
 LINK = {"Sec-Fetch-Mode": "navigate", "Sec-Fetch-Dest": "document"}
 
 
-async def test_a_session_ends_with_its_time_its_token_and_its_secret(new_database: str) -> None:
+async def test_session_ends_with_time_token_or_secret(new_database: str) -> None:
     async with open_store(new_database) as store:
         tokens, now, clock = Tokens(store), [datetime(2026, 1, 1, tzinfo=UTC)], [0.0]
         authenticator = Authenticator(tokens, clock=lambda: clock[0], now=lambda: now[0])
 
         async def is_good(session: str) -> bool:
-            clock[0] += 100  # so that nothing is remembered
+            clock[0] += 100  # So the authenticator remembers no answer.
             try:
                 caller = await authenticator.identify(None, "127.0.0.1", "localhost", session)
             except Exception:
@@ -235,7 +239,7 @@ async def test_a_session_ends_with_its_time_its_token_and_its_secret(new_databas
 
 
 @pytest.mark.storage
-async def test_session_ends_in_every_process_and_is_forgotten_after_its_time(database_url: str) -> None:
+async def test_session_ends_in_every_process_and_expired_session_is_deleted(database_url: str) -> None:
     async with open_store(database_url) as store:
         now = [datetime(2026, 1, 1, tzinfo=UTC)]
         tokens = Tokens(store, clock=lambda: now[0])
@@ -259,7 +263,7 @@ class TestSingleSignOn:
 
     @pytest.fixture
     async def ask(self, new_database: str) -> AsyncIterator[Ask]:
-        """Send a request from an address, through what `bso-server serve` puts around the application."""
+        """Send a request from an address through the layers that `bso-server serve` puts around the application."""
         settings = Settings(
             database_url=new_database,
             sso_proxies="10.0.0.5, 10.1.0.0/16,fd00::/8",
@@ -279,7 +283,7 @@ class TestSingleSignOn:
             yield ask
 
     @pytest.mark.parametrize("address", ["10.0.0.5", "10.1.2.3", "::ffff:10.0.0.5", "fd00::1"])
-    async def test_user_of_a_stated_proxy_reads_pages_and_nothing_else(self, ask: Ask, address: str) -> None:
+    async def test_user_of_stated_proxy_reads_pages_only(self, ask: Ask, address: str) -> None:
         headers = {"X-Forwarded-User": "bob@example.com", "X-Forwarded-For": "192.0.2.7"}
         assert (await ask(address, headers=headers)).status_code == 200
         assert (await ask(address, "/ui/jobs.json", headers=headers)).status_code == 200
@@ -290,9 +294,7 @@ class TestSingleSignOn:
         assert (await ask(address, "/api/jobs", headers=headers)).status_code == 401
         assert (await ask(address, "/jobs", "POST", headers=headers, json={})).status_code == 401
 
-    async def test_administrator_of_a_stated_proxy_makes_tokens(
-        self, ask: Ask, caplog: pytest.LogCaptureFixture
-    ) -> None:
+    async def test_administrator_of_stated_proxy_makes_tokens(self, ask: Ask, caplog: pytest.LogCaptureFixture) -> None:
         headers = {"X-Forwarded-User": "ada@example.com"}
         form = {"name": "nightly", "scope": "report"}
         foreign = headers | {"Origin": "http://evil.example"}
@@ -307,29 +309,31 @@ class TestSingleSignOn:
         [
             ("10.0.0.6", [("X-Forwarded-User", "ada@example.com")]),
             ("127.0.0.1", [("X-Forwarded-User", "ada@example.com")]),
-            # The launcher believes these, and would take the client for a proxy.
+            # The launcher trusts these addresses and would take the client for a proxy.
             ("192.0.2.7", [("X-Forwarded-User", "ada@example.com"), ("X-Forwarded-For", "10.0.0.5")]),
             ("192.0.2.7", [("X-Forwarded-User", "ada@example.com"), ("X-Forwarded-For", "10.0.0.5:5000")]),
-            # Another header than the stated one, which the proxy may have let through.
+            # This is not the stated header, so the proxy may have let it through.
             ("10.0.0.5", [("Remote-User", "ada@example.com")]),
             ("10.0.0.5", [("X-Forwarded-User", "ada@example.com"), ("X-Forwarded-User", "bob@example.com")]),
             ("10.0.0.5", [("X-Forwarded-User", "")]),
             ("10.0.0.5", []),
         ],
     )
-    async def test_nobody_else_is_taken_for_a_user(
+    async def test_request_from_unstated_proxy_is_no_user(
         self, ask: Ask, address: str, headers: list[tuple[str, str | bytes]]
     ) -> None:
         assert (await ask(address, headers=headers)).status_code == 401
 
-    async def test_it_is_off_unless_proxies_are_stated(self, new_database: str) -> None:
+    async def test_sign_on_is_off_without_stated_proxies(self, new_database: str) -> None:
         make_token(new_database, "read")
         app = create_app(Settings(database_url=new_database, _env_file=None))
         transport = httpx.ASGITransport(with_peer(app), client=("127.0.0.1", 5000))
         async with app.lifespan(), httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
             assert (await http.get("/ui/", headers={"X-Forwarded-User": "ada"})).status_code == 401
 
-    def test_served_by_the_command(self, new_database: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_command_serves_user_of_stated_proxy(
+        self, new_database: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         make_token(new_database, "read")
         monkeypatch.setenv("ZEUS_BSO_SSO_PROXIES", "127.0.0.1")
         monkeypatch.setenv("ZEUS_BSO_SSO_HEADER", "Remote-User")
@@ -338,5 +342,5 @@ class TestSingleSignOn:
             assert httpx.get(f"{server.url}/ui/", headers=headers).status_code == 200
             assert httpx.get(f"{server.url}/ui/", headers={"X-Forwarded-User": "bob"}).status_code == 401
             assert httpx.get(f"{server.url}/ui/tokens", headers=headers).status_code == 403
-            # The log names the client, not the proxy.
+            # The log names the client instead of the proxy.
             assert "GET '/ui/tokens' from 192.0.2.7, no token: user bob has no scope admin" in server.log.read_text()

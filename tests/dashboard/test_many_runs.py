@@ -67,7 +67,7 @@ def changed(file: Path, statement: str) -> None:
 
 
 async def looked(file: Path, *changes: str) -> list[JobPage]:
-    """The job's page, and again after each of these changes; the same `Pages` throughout."""
+    """Return the page of the job at first and after each of these changes, always from the same `Pages`."""
     pages, found = Pages(Tariff()), []
     async with open_store(f"sqlite:///{file}") as store:
         for change in ("", *changes):
@@ -78,7 +78,7 @@ async def looked(file: Path, *changes: str) -> list[JobPage]:
     return found
 
 
-async def test_the_latest_runs_are_shown_and_the_older_ones_as_quantiles(file: Path, costs_j: list[float]) -> None:
+async def test_latest_runs_are_shown_singly_and_older_runs_as_quantiles(file: Path, costs_j: list[float]) -> None:
     (page,) = await looked(file)
     assert [point.trial_number for point in page.points] == [*range(RUNS - POINTS_OF_A_JOB + 1, RUNS + 1)]
     assert [(each.first, each.last) for each in page.older] == [(first, first + 99) for first in range(1, 4001, 100)]
@@ -88,13 +88,13 @@ async def test_the_latest_runs_are_shown_and_the_older_ones_as_quantiles(file: P
         assert [each.low_j, each.median_j, each.high_j] == pytest.approx(np.quantile(reached, [0.1, 0.5, 0.9]))
     assert page.view.savings.recurrences == sum(number % 10 != 0 for number in range(1, RUNS + 1))
     assert page.view.trial_states == {TrialState.COMPLETED: RUNS * 9 // 10, TrialState.EARLY_STOPPED: RUNS // 10}
-    # All runs have one size, so that its mean is the best: what was stopped is all that was spent beyond it.
+    # All runs have one size, so its mean is the best; only the stopped runs spent more.
     stopped = [costs_j[number - 1] for number in range(10, RUNS + 1, 10)]
     stopped_j = sum(page.view.job.cost_j(time_s=cost_j / 100, energy_j=cost_j) for cost_j in stopped)
     assert page.points[-1].regret_j == pytest.approx(stopped_j)
 
 
-async def test_its_page_is_small_and_says_what_its_twin_does(file: Path) -> None:
+async def test_page_of_many_runs_is_small_and_agrees_with_twin(file: Path) -> None:
     (page,) = await looked(file)
     text, twin = html.page(page, READER), json.loads(page.model_dump_json())
     assert len(gzip.compress(text.encode(), compresslevel=4)) <= 150_000
@@ -103,11 +103,11 @@ async def test_its_page_is_small_and_says_what_its_twin_does(file: Path) -> None
     assert_figures_match(read, twin)
 
 
-async def test_what_is_remembered_of_old_runs_changes_with_them(file: Path) -> None:
+async def test_remembered_old_runs_change_with_their_rows(file: Path) -> None:
     pages = await looked(
         file,
         "UPDATE trials SET state = 'withdrawn' WHERE trial_number = 55",
-        # One that had been given up is heard of again, and ends.
+        # A run that had been given up reports again and ends.
         "UPDATE trials SET state = 'running', ended_event = NULL WHERE trial_number = 155",
         "UPDATE trials SET state = 'completed', ended_event = 10001, energy_j = 9e5 WHERE trial_number = 155;"
         "UPDATE jobs SET event_count = 10001",
@@ -120,7 +120,7 @@ async def test_what_is_remembered_of_old_runs_changes_with_them(file: Path) -> N
     assert saved[3] == saved[4]
 
 
-def test_there_are_never_many_bins() -> None:
+def test_number_of_bins_stays_small() -> None:
     for older in (1, 100, 5000, 5001, 10_000, 123_456, 10**7):
         assert older <= 50 * bin_width(older)
         assert bin_width(older) == 100 or older > 25 * bin_width(older)

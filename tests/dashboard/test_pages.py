@@ -42,7 +42,7 @@ ADDRESSES = [
 
 
 @pytest.mark.parametrize("address", ADDRESSES)
-async def test_each_figure_on_a_page_is_its_twins(http: httpx.AsyncClient, address: str) -> None:
+async def test_each_figure_on_page_agrees_with_twin(http: httpx.AsyncClient, address: str) -> None:
     page = Page((await http.get(f"/ui/{address}")).raise_for_status().text)
     path, _, query = address.partition("?")
     twin = (await http.get(f"/ui/{path or 'jobs'}.json?{query}")).raise_for_status().json()
@@ -52,9 +52,7 @@ async def test_each_figure_on_a_page_is_its_twins(http: httpx.AsyncClient, addre
 
 
 @pytest.mark.parametrize("address", [*ADDRESSES, "jobs/unknown", "tokens"])
-async def test_a_page_leads_nowhere_but_below_its_own_prefix_and_runs_no_text(
-    http: httpx.AsyncClient, address: str
-) -> None:
+async def test_page_links_below_own_prefix_only_and_runs_no_text(http: httpx.AsyncClient, address: str) -> None:
     answer = await http.get(f"/ui/{address}")
     page = Page(answer.text)
     for link in page.links:
@@ -66,7 +64,7 @@ async def test_a_page_leads_nowhere_but_below_its_own_prefix_and_runs_no_text(
     assert "alert(1)</script>" not in answer.text
 
 
-async def test_links_lead_to_pages_wherever_a_slash_ends_an_address(http: httpx.AsyncClient) -> None:
+async def test_links_lead_to_pages_with_and_without_final_slash(http: httpx.AsyncClient) -> None:
     for address in (
         "",
         "/",
@@ -85,19 +83,19 @@ async def test_links_lead_to_pages_wherever_a_slash_ends_an_address(http: httpx.
         assert "/ui/" in found
         for link in found:
             assert link.startswith("/ui/")
-            if link == "/ui/tokens/create":  # it takes a form
+            if link == "/ui/tokens/create":  # This address takes a form.
                 continue
             assert (await http.get(link)).status_code == 200, (address, link)
 
 
-async def test_a_job_may_be_called_as_the_pages_are(new_database: str, new_http: httpx.AsyncClient) -> None:
+async def test_job_may_have_name_of_page(new_database: str, new_http: httpx.AsyncClient) -> None:
     dashboards.filled(new_database, dashboards.registering("ui"))
     for address in ("/ui/jobs/ui", "/ui/jobs/ui/"):
         links = Page((await new_http.get(address)).raise_for_status().text).links
         assert "/ui/health" in {urljoin(address, link) for link in links}
 
 
-async def test_somebody_sees_what_is_wrong_with_the_server(new_database: str, new_http: httpx.AsyncClient) -> None:
+async def test_health_page_shows_fault_of_server(new_database: str, new_http: httpx.AsyncClient) -> None:
     assert "All is well" in Page((await new_http.get("/ui/health")).text).text
     twin = await new_http.get("/ui/health.json")
     found = twin.json()
@@ -113,12 +111,12 @@ async def test_somebody_sees_what_is_wrong_with_the_server(new_database: str, ne
     assert (await new_http.get("/ui/health.json")).json()["schema_found"] == "0000"
 
 
-async def test_the_address_of_the_server_leads_to_its_pages(http: httpx.AsyncClient) -> None:
+async def test_address_of_server_redirects_to_pages(http: httpx.AsyncClient) -> None:
     answer = await http.get("/")
     assert (answer.status_code, answer.headers["location"]) == (303, "./ui/")
 
 
-async def test_what_is_wrong_is_told_as_a_page_or_as_json(http: httpx.AsyncClient) -> None:
+async def test_error_is_answered_as_page_or_as_json(http: httpx.AsyncClient) -> None:
     for address in ("jobs/unknown", f"jobs/{JOB}/trials/99", "jobs/a%20b"):
         answer = await http.get(f"/ui/{address}")
         assert answer.status_code in {404, 422}
@@ -128,7 +126,7 @@ async def test_what_is_wrong_is_told_as_a_page_or_as_json(http: httpx.AsyncClien
     assert (await http.get("/ui/static/other.css")).status_code == 404
 
 
-async def test_a_job_named_like_a_twin_has_a_page(new_database: str, new_http: httpx.AsyncClient) -> None:
+async def test_job_named_like_twin_has_page(new_database: str, new_http: httpx.AsyncClient) -> None:
     dashboards.filled(new_database, dashboards.registering("a.json", "a"))
     links = Page((await new_http.get("/ui/")).text).links
     assert {"./jobs/a", "./jobs/a.json/"} <= set(links)
@@ -137,16 +135,16 @@ async def test_a_job_named_like_a_twin_has_a_page(new_database: str, new_http: h
     assert (await new_http.get("/ui/jobs/a.json.json")).json()["view"]["job"]["job_id"] == "a.json"
 
 
-async def test_a_run_is_drawn_beside_what_was_expected_of_it(http: httpx.AsyncClient) -> None:
+async def test_run_is_drawn_beside_expected_values(http: httpx.AsyncClient) -> None:
     bands = {}
     for number in (1, 3, 15):
         text = (await http.get(f"/ui/jobs/{JOB}/trials/{number}")).raise_for_status().text
         bands[number] = text.count('<rect class="predicted"')
-    # Of the first run nothing was expected; the others have it beside the metric and beside the cost.
+    # The first run has no expected values; the later runs show them beside the metric and beside the cost.
     assert bands == {1: 0, 3: 2, 15: 2}
 
 
-async def test_a_jobs_page_has_the_bands_of_its_explanation(http: httpx.AsyncClient) -> None:
+async def test_page_of_job_has_bands_of_explanation(http: httpx.AsyncClient) -> None:
     page = (await http.get(f"/ui/jobs/{JOB}")).text
     view = (await http.get(f"/api/jobs/{JOB}")).json()
     decision = (await http.get(f"/api/jobs/{JOB}/explanation")).json()["decision"]
@@ -159,7 +157,7 @@ async def test_a_jobs_page_has_the_bands_of_its_explanation(http: httpx.AsyncCli
         assert f"nine times in ten between {units.energy(low_j)} and {units.energy(high_j)}" in page
 
 
-async def test_a_report_is_one_file_that_leads_nowhere(dashboard_database: str, tmp_path: Path) -> None:
+async def test_report_is_single_file_without_links(dashboard_database: str, tmp_path: Path) -> None:
     answers: list[httpx.Response] = []
     async with in_app(Settings(database_url=dashboard_database)) as http:
         answers.append((await http.get(f"/ui/jobs/{JOB}/report.html")).raise_for_status())
@@ -179,9 +177,7 @@ async def test_a_report_is_one_file_that_leads_nowhere(dashboard_database: str, 
         assert Page(text).figures == page.figures
 
 
-async def test_jobs_are_found_by_a_part_of_their_names_page_by_page(
-    new_database: str, new_http: httpx.AsyncClient
-) -> None:
+async def test_jobs_are_found_by_part_of_name_page_by_page(new_database: str, new_http: httpx.AsyncClient) -> None:
     names = [f"job-{number:02}" for number in range(60)]
     dashboards.filled(new_database, dashboards.registering(*names, "other_x"))
     first = Page((await new_http.get("/ui/", params={"q": "job-"})).text)
@@ -215,11 +211,13 @@ class TestWords:
             (f"jobs/{JOB}", "Power limits at 256"),
         ],
     )
-    async def test_a_page_says_first_what_matters(self, http: httpx.AsyncClient, address: str, said: str) -> None:
+    async def test_page_begins_with_most_important_statement(
+        self, http: httpx.AsyncClient, address: str, said: str
+    ) -> None:
         text = Page((await http.get(f"/ui/{address}")).text).text.replace("\N{NO-BREAK SPACE}", " ")
         assert said in text
 
-    async def test_a_job_of_which_every_size_has_missed_the_target_is_stuck(self, new_http: httpx.AsyncClient) -> None:
+    async def test_job_is_stuck_when_every_size_missed_target(self, new_http: httpx.AsyncClient) -> None:
         terms = job(batch_sizes=(16,), default_batch_size=16, policy="gp_voi", max_epochs=2)
         terms["fingerprint"] = {"monitor": "val_acc"}
         assert (await new_http.post("/jobs", json=terms)).status_code == 201
@@ -231,9 +229,7 @@ class TestWords:
         assert "Stuck: every batch size has missed the target No batch size has reached val_acc 0.9; " in text
         assert "the best run reached 0.5 at 16: lower the target or raise max_epochs." in text
 
-    async def test_money_and_carbon_are_spoken_of_where_the_settings_tell_of_them(
-        self, dashboard_database: str
-    ) -> None:
+    async def test_money_and_carbon_are_shown_where_settings_have_prices(self, dashboard_database: str) -> None:
         async with in_app(Settings(database_url=dashboard_database)) as http:
             text = (await http.get(f"/ui/jobs/{JOB}")).text
             assert "EUR" not in text
@@ -245,13 +241,13 @@ class TestWords:
             assert f"{saved / 3.6e6 * 1000:,.2f} EUR" in page.text
             assert re.search(r"\d+ g CO₂", page.text)
 
-    async def test_an_empty_server_says_how_to_begin(self, new_http: httpx.AsyncClient) -> None:
+    async def test_empty_server_explains_first_steps(self, new_http: httpx.AsyncClient) -> None:
         page = Page((await new_http.get("/ui/")).text)
         assert "No job yet" in page.text
         assert "ZeusBSOCallback" in page.text
 
 
-def test_revisions_stand_between_the_runs_of_a_job(any_server: ServerProcess) -> None:
+def test_revisions_stand_between_runs_of_job(any_server: ServerProcess) -> None:
     with httpx.Client(base_url=any_server.url) as http:
         fields = job(policy="gp_voi")
         path = f"/ui/jobs/{fields['job_id']}"
@@ -278,7 +274,7 @@ def test_revisions_stand_between_the_runs_of_a_job(any_server: ServerProcess) ->
             assert "Traceback" not in page.text
 
 
-def test_every_kind_of_database_shows_its_pages(any_server: ServerProcess) -> None:
+def test_every_kind_of_database_shows_pages(any_server: ServerProcess) -> None:
     job_id = f"ui_{uuid.uuid4().hex[:8]}-a"
     with httpx.Client(base_url=any_server.url) as http:
         http.post("/jobs", json=job(job_id=job_id, job_id_prefix=job_id)).raise_for_status()
@@ -291,7 +287,7 @@ def test_every_kind_of_database_shows_its_pages(any_server: ServerProcess) -> No
             addresses = ("", "?at=3", "/trials/1", "/report.html")
             for address in addresses:
                 Page(http.get(f"/ui/jobs/{job_id}{address}").raise_for_status().text)
-            # An underscore is no wildcard, and letters keep their case where the database tells them apart.
+            # An underscore is no wildcard, and upper and lower case differ where the database distinguishes them.
             assert http.get("/ui/jobs.json", params={"q": job_id[:5].replace("_", "%")}).json()["jobs"] == []
             (line,) = http.get("/ui/jobs.json", params={"q": job_id}).raise_for_status().json()["jobs"]
             return [line, http.get(f"/ui/jobs/{job_id}.json").json()]
@@ -306,14 +302,14 @@ def test_every_kind_of_database_shows_its_pages(any_server: ServerProcess) -> No
         assert [each["runs"] for each in page["means"]] == [1]
 
 
-def test_the_files_beside_the_pages_are_small() -> None:
+def test_static_files_of_pages_are_small() -> None:
     assert len(static_file("ui.js")) <= 6 * 1024
     files = [path for path in UI.rglob("*") if path.is_file() and path.suffix in {".css", ".html", ".js", ".svg"}]
     assert sum(path.stat().st_size for path in files) <= 64 * 1024
     assert {path.name for path in (UI / "static").iterdir()} == set(MEDIA_TYPES)
 
 
-def test_every_state_has_a_shape_and_words() -> None:
+def test_every_state_has_shape_and_words() -> None:
     shapes = set(re.findall('id="m-([a-z_]+)"', (UI / "templates" / "parts.html").read_text()))
     assert set(TrialState) <= shapes
     assert set(STATES) == set(TrialState)

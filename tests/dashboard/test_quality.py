@@ -27,7 +27,7 @@ async def ran(http: httpx.AsyncClient, runs: list[tuple[int, float]], **fields: 
     return job_id
 
 
-async def test_a_job_shows_the_metric_of_each_run_and_its_mean_by_size(new_http: httpx.AsyncClient) -> None:
+async def test_job_shows_metric_of_each_run_and_mean_by_size(new_http: httpx.AsyncClient) -> None:
     job_id = await ran(new_http, [(8, 0.91), (8, 0.95), (16, 0.92)])
     twin = (await new_http.get(f"/ui/jobs/{job_id}.json")).json()
     small, default = [arm["metrics"] for arm in twin["view"]["arms"]]
@@ -44,7 +44,7 @@ async def test_a_job_shows_the_metric_of_each_run_and_its_mean_by_size(new_http:
         assert (shown["view.arms.0.metrics.0.mean"], shown["view.arms.0.metrics.0.std"]) == ("0.93", "0.02828")
 
 
-async def test_each_size_has_a_verdict_against_the_default(new_http: httpx.AsyncClient) -> None:
+async def test_each_size_has_verdict_against_default(new_http: httpx.AsyncClient) -> None:
     values = [0.9 + number / 10000 for number in range(8)]
     job_id = await ran(new_http, [(size, value) for value in values for size in (8, 16)])
     twin = (await new_http.get(f"/ui/jobs/{job_id}.json")).json()

@@ -19,9 +19,7 @@ from zeus_plugins.protocol import CreatedJob
 
 
 class TestConditionalRequests:
-    async def test_every_change_gives_pages_another_version_and_nothing_else_does(
-        self, new_http: httpx.AsyncClient
-    ) -> None:
+    async def test_only_changes_give_pages_new_version(self, new_http: httpx.AsyncClient) -> None:
         addresses = ["/ui/", "/ui/jobs.json", "/ui/jobs/job-1", "/ui/jobs/job-1.json", "/ui/jobs/job-1/trials/1"]
 
         (await new_http.post("/jobs", json=job(job_id="job-1"))).raise_for_status()
@@ -56,14 +54,14 @@ class TestConditionalRequests:
         await send("PATCH", "/trials/heartbeat", json={**trial, "regular": True})
         await changed()
         await send("PATCH", "/trials/heartbeat", json={**trial, "regular": True})
-        assert await changed() == {"/ui/jobs/job-1/trials/1"}  # which shows the lease
+        assert await changed() == {"/ui/jobs/job-1/trials/1"}  # This page shows the lease.
         await report(2, 0.95)
         assert await changed() == everywhere
         await send("POST", "/api/jobs/job-1/trials/1/discard")
         assert await changed() == everywhere
         second = (await new_http.get("/jobs/batch_size", params={"job_id": "job-1"})).json()
         assert await changed() == everywhere
-        # Of the second one that is not the cheapest the job itself knows nothing.
+        # The job itself has no record of the second trial, which is not the cheapest.
         for epochs in (3, 4, 5):
             trial.update({name: second[name] for name in trial})
             await report(epochs, 0.95)
@@ -76,7 +74,7 @@ class TestConditionalRequests:
         assert await changed() >= {"/ui/", "/ui/jobs/job-1"}
         assert await changed() == set()
 
-    async def test_another_theme_is_another_page(self, http: httpx.AsyncClient) -> None:
+    async def test_page_in_second_theme_has_own_version(self, http: httpx.AsyncClient) -> None:
         plain = await http.get("/ui/")
         dark = {"Cookie": "zeus_bso_theme=dark", "If-None-Match": plain.headers["etag"]}
         assert 'data-theme="dark"' in (await http.get("/ui/", headers=dark)).raise_for_status().text
@@ -85,7 +83,7 @@ class TestConditionalRequests:
 
 
 @pytest.mark.parametrize("job_id", [JOB, "bert-sst2"])
-async def test_each_moment_tells_what_a_replay_of_the_trials_before_it_would_choose(
+async def test_each_moment_agrees_with_replay_of_earlier_trials(
     dashboard_database: str, http: httpx.AsyncClient, job_id: str
 ) -> None:
     store = Store(open_database(dashboard_database))
@@ -103,7 +101,7 @@ async def test_each_moment_tells_what_a_replay_of_the_trials_before_it_would_cho
         assert {point["state"] for point in moment["points"]} <= {each.state for each in trials[:number]}
 
 
-async def test_a_moment_knows_nothing_of_what_ran_beside_it(new_http: httpx.AsyncClient) -> None:
+async def test_past_moment_shows_nothing_of_concurrent_result(new_http: httpx.AsyncClient) -> None:
     (await new_http.post("/jobs", json=job(job_id="job-1"))).raise_for_status()
     for _ in range(2):
         (await new_http.get("/jobs/batch_size", params={"job_id": "job-1"})).raise_for_status()

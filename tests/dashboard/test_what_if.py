@@ -17,11 +17,9 @@ from tests.support import dashboards
 from tests.support.dashboard_pages import JOB, Page, in_app
 
 
-async def test_the_page_says_where_another_size_would_be_the_best(
-    new_database: str, new_http: httpx.AsyncClient
-) -> None:
+async def test_page_says_where_larger_size_would_be_best(new_database: str, new_http: httpx.AsyncClient) -> None:
     async def fill(life: dashboards.Life) -> None:
-        # Large sizes are quick and take more power.
+        # Large sizes are fast and take more power.
         registered = await life.register("job-1", eta_knob=0.2)
         for _ in range(12):
             await life.run(registered, reports_each=False)
@@ -43,7 +41,7 @@ async def test_the_page_says_where_another_size_would_be_the_best(
 
 
 @pytest.mark.parametrize("beta", [4 / 3, 1e6, 0.00125])
-async def test_a_jobs_own_beta_can_be_asked_about(new_database: str, new_http: httpx.AsyncClient, beta: float) -> None:
+async def test_own_beta_of_job_is_accepted(new_database: str, new_http: httpx.AsyncClient, beta: float) -> None:
     dashboards.filled(new_database, dashboards.registering("job-1", beta_knob=beta))
     address = "/ui/jobs/job-1/whatif"
     page = Page((await new_http.get(address)).raise_for_status().text)
@@ -53,11 +51,11 @@ async def test_a_jobs_own_beta_can_be_asked_about(new_database: str, new_http: h
 
 
 @pytest.mark.parametrize("query", ["eta=2", "eta=nan", "eta=x", "beta=0", "beta=-1", "beta=nan"])
-async def test_values_outside_their_range_are_refused(http: httpx.AsyncClient, query: str) -> None:
+async def test_values_outside_range_are_refused(http: httpx.AsyncClient, query: str) -> None:
     assert (await http.get(f"/ui/jobs/{JOB}/whatif?{query}")).status_code == 422
 
 
-async def test_before_a_run_has_reached_the_target_there_is_nothing_to_weigh(http: httpx.AsyncClient) -> None:
+async def test_page_before_first_success_has_no_comparison(http: httpx.AsyncClient) -> None:
     page = Page((await http.get("/ui/jobs/llama-sft/whatif")).raise_for_status().text)
     assert "Nothing is known until a run has reached the target" in page.text
     assert "bso-server simulate" not in page.text
@@ -72,7 +70,7 @@ async def test_before_a_run_has_reached_the_target_there_is_nothing_to_weigh(htt
         ("?eta=0.9&beta=", [0.5, 0.9], "--eta 0.5 --eta 0.9 --beta none"),
     ],
 )
-async def test_the_command_on_the_page_replays_the_job(
+async def test_command_on_page_replays_job(
     dashboard_database: str, tmp_path: Path, query: str, etas: list[float], options: str
 ) -> None:
     async with in_app(Settings(database_url=dashboard_database)) as http:
@@ -80,7 +78,7 @@ async def test_the_command_on_the_page_replays_the_job(
     (command,) = re.findall('<code id="replay">bso-server (.*)</code>', text)
     assert command.endswith(options)
     results = tmp_path / "results.json"
-    # Fewer simulated jobs than the command asks for: the last of two equal options counts.
+    # This simulates fewer jobs than the command asks for: the last of two equal options counts.
     more = ["--seeds", "1", "--database-url", dashboard_database, "--json", str(results)]
     assert await asyncio.to_thread(main, [*command.split(), *more]) == 0
     found = json.loads(results.read_text())

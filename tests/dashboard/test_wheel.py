@@ -1,4 +1,4 @@
-"""The dashboard as the wheel brings it: installed where the checkout is out of sight, served, seen in a browser."""
+"""The dashboard as the wheel installs it: the checkout out of sight, a server, a browser."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.support.servers import free_port, wait_until_up
 
 pytestmark = pytest.mark.slow
 
-# Bytes, packed, of all that draws pages: code, templates, style, script.
+# This limit in bytes holds for the packed sum of all code, templates, style and script of the pages.
 MOST = 60 * 1024
 
 
@@ -41,7 +41,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def url(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The address of a server of an environment that holds the wheel; what it needs is lent from this one."""
+    """The address of a server in an environment with the wheel; its dependencies come from this environment."""
     folder = tmp_path_factory.mktemp("installed")
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder / "venv"], check=True)
     python = folder / "venv" / "bin" / "python"
@@ -52,7 +52,8 @@ def url(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     )
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(own)
-    # After its own packages. A file with this name is read for paths alone: the editable install stays out of sight.
+    # The path comes after the environment's own packages. Python reads only paths from a file with this name, so the
+    # editable install stays out of sight.
     (own / "lent.pth").write_text(sysconfig.get_path("purelib") + "\n")
     database = f"sqlite:///{folder / 'bso.sqlite3'}"
     dashboards.filled(database, dashboards.fifteen)
@@ -76,7 +77,7 @@ def url(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
             server.terminate()
 
 
-def test_the_pages_are_small(wheel: Path) -> None:
+def test_pages_are_small(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         found = [each for each in archive.infolist() if each.filename.startswith("bso_server/ui/")]
     assert sum(each.compress_size for each in found) <= MOST
@@ -84,7 +85,7 @@ def test_the_pages_are_small(wheel: Path) -> None:
     assert names >= {*MEDIA_TYPES, *(path.name for path in (ROOT / "bso_server" / "ui" / "templates").iterdir())}
 
 
-def test_the_wheel_brings_all_that_pages_need(url: str) -> None:
+def test_wheel_brings_all_files_of_pages(url: str) -> None:
     for name, media_type in MEDIA_TYPES.items():
         answer = httpx.get(f"{url}/ui/static/{name}").raise_for_status()
         assert answer.headers["content-type"].startswith(media_type)
@@ -93,7 +94,7 @@ def test_the_wheel_brings_all_that_pages_need(url: str) -> None:
 
 
 @pytest.mark.skipif(browser_path() is None, reason="needs a browser: apt-get install chromium-headless-shell")
-def test_a_browser_shows_them(url: str) -> None:
+def test_browser_shows_installed_pages(url: str) -> None:
     playwright = pytest.importorskip("playwright.sync_api", reason="needs Playwright: pip install playwright")
     with playwright.sync_playwright() as started:
         browser = started.chromium.launch(executable_path=browser_path(), args=["--no-sandbox"])

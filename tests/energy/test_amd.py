@@ -1,4 +1,4 @@
-"""AMD GPUs, pretended: nobody here has a real one."""
+"""AMD GPUs, simulated, because no real GPU is available here."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def spend(gpus: Sequence[FakeAmdGpu], *steps: int) -> None:
 
 
 @pytest.mark.parametrize("key", ["energy_accumulator", "power"], ids=["since ROCm 6.2", "before"])
-def test_steps_times_resolution_are_microjoules_summed_over_the_gpus(key: str) -> None:
+def test_energy_is_steps_times_resolution_summed_over_the_gpus(key: str) -> None:
     amdsmi, clock = FakeAmdSmi([FakeAmdGpu(key=key), FakeAmdGpu(key=key)]), Clock()
     monitor = AmdSmiMonitor(amdsmi=amdsmi, clock=clock)
     measured = window(monitor, clock, 12.5, lambda: spend(amdsmi.machine, 400_000, 200_000))
@@ -56,7 +56,7 @@ def test_steps_times_resolution_are_microjoules_summed_over_the_gpus(key: str) -
     ],
 )
 @pytest.mark.parametrize("places", [(0, 1, 2), (2, 0, 1)])
-def test_the_gpus_measured_are_those_that_hip_shows(
+def test_gpus_visible_to_hip_are_measured(
     monkeypatch: pytest.MonkeyPatch,
     environment: dict[str, str],
     indices: list[int] | None,
@@ -91,19 +91,19 @@ def test_gpus_of_several_models_are_refused() -> None:
 
 
 @pytest.mark.parametrize("partition", ["SPX", "N/A", "", None])
-def test_a_whole_gpu_is_measured_whether_it_could_be_cut_or_not(partition: str | None) -> None:
+def test_whole_gpu_is_measured_in_every_partition_mode(partition: str | None) -> None:
     amdsmi = FakeAmdSmi([FakeAmdGpu(partition=partition)])
     assert AmdSmiMonitor(amdsmi=amdsmi).gpus().number_of_gpus == 1
 
 
 def cards_with_two_dies() -> FakeAmdSmi:
-    """As MI250 is reported: the first die counts for both, the second stands at 0."""
+    """Return cards as MI250 reports: the first die counts for both, and the second stays at 0."""
     first, second = FakeAmdGpu(MI250X, max_power_uw=560_000_000), FakeAmdGpu(MI250X, steps=0, max_power_uw=0)
     return FakeAmdSmi([first, second, FakeAmdGpu(MI250X, max_power_uw=560_000_000), FakeAmdGpu(MI250X, steps=0)])
 
 
 @pytest.mark.parametrize(("indices", "cards"), [([0, 1], 1), ([2, 3], 1), ([1, 0, 3, 2], 2), (None, 2)])
-def test_cards_with_two_dies_are_measured_by_the_first(indices: list[int] | None, cards: int) -> None:
+def test_cards_with_two_dies_are_measured_by_the_first_die(indices: list[int] | None, cards: int) -> None:
     amdsmi, clock = cards_with_two_dies(), Clock()
     monitor = AmdSmiMonitor(indices, amdsmi=amdsmi, clock=clock)
     measured = window(monitor, clock, 5.0, lambda: spend(amdsmi.machine, 1_000_000, 0, 1_000_000))
@@ -130,28 +130,28 @@ def monitor_of(**of_gpu: Any) -> AmdSmiMonitor:
         for half in ([0], [1], [0, 2, 3], [1, 2])
     ],
 )
-def test_gpus_that_cannot_be_measured_alone_are_unavailable(monitor: EnergyMonitor, cause: str) -> None:
+def test_gpus_without_a_separate_measurement_are_unavailable(monitor: EnergyMonitor, cause: str) -> None:
     with pytest.raises(EnergyUnavailableError, match=cause):
         monitor.gpus()
 
 
-def test_a_driver_that_does_not_answer_is_no_gpu() -> None:
+def test_silent_driver_means_no_gpu() -> None:
     with pytest.raises(NoGpuError, match="the AMD driver does not answer: not loaded"):
         AmdSmiMonitor(amdsmi=FakeAmdSmi(broken="not loaded")).gpus()
 
 
-# ---- Counters that are in another unit than they say ---------------------------------------------------------------
+# --- Counters in another unit than documented -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("resolution_uj", "is_believed"), [(15.25, True), (1.6, True), (1.4, False), (150.0, True), (160.0, False)]
 )
-def test_a_counter_that_contradicts_the_power_reading_is_not_believed(resolution_uj: float, is_believed: bool) -> None:
+def test_counter_contradicting_the_power_reading_is_rejected(resolution_uj: float, is_believed: bool) -> None:
     gpu, clock = FakeAmdGpu(resolution_uj=resolution_uj, power_w=152.5), Clock()
 
     def sleep(time_s: float) -> None:
         clock.now_s += time_s
-        spend([gpu], round(10_000_000 * time_s))  # 152.5 W, at 15.25 µJ a step
+        spend([gpu], round(10_000_000 * time_s))  # 152.5 W, at 15.25 µJ per step
 
     monitor = AmdSmiMonitor(amdsmi=FakeAmdSmi([gpu]), clock=clock, sleep=sleep)
     if is_believed:
@@ -163,8 +163,8 @@ def test_a_counter_that_contradicts_the_power_reading_is_not_believed(resolution
         monitor.gpus()
 
 
-def test_without_a_counter_to_trust_power_is_integrated(caplog: pytest.LogCaptureFixture) -> None:
-    gpu, clock = FakeAmdGpu(power_w=200.0), Clock()  # whose counter stands still
+def test_power_is_integrated_without_a_trustworthy_counter(caplog: pytest.LogCaptureFixture) -> None:
+    gpu, clock = FakeAmdGpu(power_w=200.0), Clock()  # its counter does not move
     amdsmi = FakeAmdSmi([gpu])
     chosen = energy.auto(probes=probes_of(FakeNvml(broken="Driver Not Loaded"), amdsmi=amdsmi))
     assert isinstance(chosen, AmdSmiPowerMonitor)
@@ -176,13 +176,13 @@ def test_without_a_counter_to_trust_power_is_integrated(caplog: pytest.LogCaptur
     assert monitor.gpus() == GpuConfig(max_power=750.0, number_of_gpus=1, gpu_model=MI300X)
 
 
-def test_a_gpu_without_a_power_limit_is_measured_and_the_stated_watts_are_its_maximum() -> None:
+def test_gpu_without_a_power_limit_uses_the_stated_watts_as_maximum() -> None:
     unlimited = FakeAmdSmi([FakeAmdGpu(max_power_uw=None)])
     probes = probes_of(FakeNvml(broken="Driver Not Loaded"), amdsmi=unlimited)
     assert energy.auto(300.0, probes=probes).gpus().max_power == 300.0
 
 
-def test_what_the_import_prints_does_not_come_into_a_commands_output(
+def test_output_of_the_import_does_not_reach_stdout(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "amdsmi.py").write_text("print('Unable to find libamd_smi.so')\nraise KeyError('ROCM_PATH')\n")

@@ -1,4 +1,4 @@
-"""Which monitor this machine offers."""
+"""Selection of a monitor for this machine."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def auto(
     return energy.auto(estimated_power_w, device_indices=device_indices, probes=probes_of(nvml, **others))
 
 
-def test_counters_are_preferred_and_nothing_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+def test_counters_are_preferred_without_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     chosen = auto(65.0, nvml=FakeNvml())
 
     assert isinstance(chosen, NvmlMonitor)
@@ -52,12 +52,12 @@ def test_counters_are_preferred_and_nothing_is_warned_of(caplog: pytest.LogCaptu
     assert caplog.records == []
 
 
-def test_the_chosen_monitor_is_unused_and_survives_pickling() -> None:
+def test_chosen_monitor_is_unused_and_can_be_pickled() -> None:
     chosen: EnergyMonitor = pickle.loads(pickle.dumps(auto(nvml=FakeNvml())))  # noqa: S301  our own bytes
     assert chosen.gpus().gpu_model == H200
 
 
-def test_a_gpu_without_a_counter_is_measured_by_its_power(caplog: pytest.LogCaptureFixture) -> None:
+def test_gpu_without_a_counter_is_measured_by_power_readings(caplog: pytest.LogCaptureFixture) -> None:
     nvml = FakeNvml([FakeGpu(name="Tesla P100", counter_mj=None, power_mw=90_000)])
 
     for _ in range(2):
@@ -68,13 +68,13 @@ def test_a_gpu_without_a_counter_is_measured_by_its_power(caplog: pytest.LogCapt
     ]
 
 
-def test_an_amd_gpu_is_measured_where_there_is_no_nvidia_gpu() -> None:
+def test_amd_gpu_is_measured_without_an_nvidia_gpu() -> None:
     assert isinstance(auto(nvml=NO_DRIVER, amdsmi=FakeAmdSmi()), AmdSmiMonitor)
     assert isinstance(auto(nvml=FakeNvml(), amdsmi=FakeAmdSmi()), NvmlMonitor)
 
 
 @pytest.mark.parametrize("indices", [None, ()])
-def test_a_training_on_the_cpu_is_measured_by_rapl(
+def test_training_on_the_cpu_is_measured_by_rapl(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, indices: Sequence[int] | None
 ) -> None:
     chosen = auto(device_indices=indices, nvml=NO_DRIVER, powercap=make_powercap(tmp_path))
@@ -95,16 +95,14 @@ def test_a_training_on_the_cpu_is_measured_by_rapl(
     ],
     ids=["a driver that is broken", "sliced", "no counter", "no counter, beside AMD", "AMD without a counter"],
 )
-def test_a_training_on_a_gpu_is_not_measured_by_the_counters_of_other_devices(
+def test_training_on_a_gpu_is_not_measured_by_counters_of_foreign_devices(
     tmp_path: Path, indices: Sequence[int] | None, nvml: FakeNvml, amdsmi: FakeAmdSmi | None
 ) -> None:
     chosen = auto(device_indices=indices, nvml=nvml, amdsmi=amdsmi, powercap=make_powercap(tmp_path))
     assert isinstance(chosen, EstimateMonitor)
 
 
-def test_packages_that_state_no_limit_are_measured_all_the_same(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_packages_without_a_stated_limit_are_measured(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for limit in make_powercap(tmp_path).glob("*/constraint_0_max_power_uw"):
         limit.unlink()
 
@@ -131,7 +129,7 @@ OLD = FakeGpu(name="Tesla P100", counter_mj=None, max_power_mw=250_000)
     ],
     ids=["a slice", "a slice by its name", "a virtual GPU", "GPUs without a counter"],
 )
-def test_gpus_that_cannot_be_measured_are_estimated_by_what_the_driver_tells(
+def test_unmeasurable_gpus_are_estimated_from_the_drivers_facts(
     monkeypatch: pytest.MonkeyPatch, setting: str, gpus: list[FakeGpu], max_power_w: float, basis: str, model: str
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", setting)
@@ -143,7 +141,7 @@ def test_gpus_that_cannot_be_measured_are_estimated_by_what_the_driver_tells(
 
 
 def make_sensor(root: Path, *rails: tuple[str, int, int]) -> None:
-    """A sensor as Linux shows it: for each rail its label, millivolts and milliamperes."""
+    """Create a sensor as on Linux: label, millivolts and milliamperes per rail."""
     folder = root / f"hwmon{len(list(root.iterdir())) if root.exists() else 0}"
     folder.mkdir(parents=True)
     (folder / "name").write_text("ina3221\n")
@@ -151,7 +149,7 @@ def make_sensor(root: Path, *rails: tuple[str, int, int]) -> None:
         (folder / f"in{number}_label").write_text(f"{label}\n")
         (folder / f"in{number}_input").write_text(f"{millivolts}\n")
         (folder / f"curr{number}_input").write_text(f"{milliamperes}\n")
-    (folder / "in7_label").write_text("sum of shunt voltages\n")  # which has no current
+    (folder / "in7_label").write_text("sum of shunt voltages\n")  # a rail without a current
 
 
 ORIN = (("VDD_GPU_SOC", 20_000, 500), ("VDD_CPU_CV", 20_000, 100), ("VIN_SYS_5V0", 5_000, 600))
@@ -163,7 +161,7 @@ ORIN = (("VDD_GPU_SOC", 20_000, 500), ("VDD_CPU_CV", 20_000, 100), ("VIN_SYS_5V0
     ids=["AGX Orin, whose rails add up", "Orin Nano, whose input counts all"],
 )
 @pytest.mark.parametrize("indices", [None, (0,)])
-def test_a_jetson_is_measured_by_its_rails(
+def test_jetson_is_measured_by_the_power_rails(
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
     indices: Sequence[int] | None,
@@ -186,12 +184,12 @@ def test_a_jetson_is_measured_by_its_rails(
     assert measured.energy_j == pytest.approx(2.0 * power_w)
 
 
-def test_a_sensor_of_another_board_is_not_taken_for_a_modules(tmp_path: Path) -> None:
+def test_sensor_of_a_foreign_board_is_not_used(tmp_path: Path) -> None:
     make_sensor(tmp_path, ("12V", 12_000, 500), ("3V3", 3_300, 100))
     assert isinstance(auto(nvml=NO_DRIVER, hwmon=tmp_path), EstimateMonitor)
 
 
-def test_a_rail_that_cannot_be_read_is_unavailable(tmp_path: Path) -> None:
+def test_unreadable_rail_is_unavailable(tmp_path: Path) -> None:
     make_sensor(tmp_path, ("VDD_IN", 5_000, 100))
     (tmp_path / "hwmon0" / "curr1_input").write_text("")
     with pytest.raises(EnergyUnavailableError, match="the power rail VDD_IN cannot be read"):
@@ -207,7 +205,7 @@ LAPTOP = "NVIDIA GeForce RTX 4070 Laptop GPU"
     ids=["default limit", "limit in force", "stated", "assumed"],
 )
 @pytest.mark.parametrize("counter_mj", [7_000, None], ids=["counter", "power readings"])
-def test_a_laptop_without_constraints_is_measured_all_the_same(
+def test_laptop_without_constraints_is_measured(
     caplog: pytest.LogCaptureFixture,
     counter_mj: int | None,
     default_mw: int | None,
@@ -225,19 +223,19 @@ def test_a_laptop_without_constraints_is_measured_all_the_same(
     assert ("gives no power limits" in caplog.text) is not bool(default_mw or enforced_mw)
 
 
-def test_stated_watts_are_those_of_all_gpus_together() -> None:
+def test_stated_watts_cover_all_gpus_together() -> None:
     nvml = FakeNvml([FakeGpu(max_power_mw=None), FakeGpu(max_power_mw=None)])
     assert auto(500.0, nvml=nvml).gpus() == GpuConfig(max_power=500.0, number_of_gpus=2, gpu_model=H200)
 
 
-def test_only_the_gpus_that_train_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_training_gpus_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(auto(device_indices=(), nvml=FakeNvml()), EstimateMonitor)
     assert auto(device_indices=(1,), nvml=FakeNvml([FakeGpu(), FakeGpu()])).gpus().number_of_gpus == 1
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert isinstance(auto(nvml=FakeNvml()), EstimateMonitor)
 
 
-def test_gpus_of_several_models_are_not_estimated_away() -> None:
+def test_gpus_of_several_models_are_an_error_despite_the_estimate() -> None:
     with pytest.raises(ZeusBSOConfigError, match="several models"):
         auto(nvml=FakeNvml([FakeGpu(name=V100, uuid="GPU-aaaa"), FakeGpu(uuid="GPU-bbbb")]))
 
@@ -246,7 +244,7 @@ def test_gpus_of_several_models_are_not_estimated_away() -> None:
     ("argument_w", "environment", "power_w"),
     [(None, None, DEFAULT_ESTIMATED_POWER_W), (None, "95.5", 95.5), (120.0, "95.5", 120.0), (120.0, "junk", 120.0)],
 )
-def test_watts_come_from_the_argument_then_the_environment_then_the_default(
+def test_watts_come_from_argument_then_environment_then_default(
     monkeypatch: pytest.MonkeyPatch, argument_w: float | None, environment: str | None, power_w: float
 ) -> None:
     if environment is not None:
@@ -256,20 +254,20 @@ def test_watts_come_from_the_argument_then_the_environment_then_the_default(
 
 
 @pytest.mark.parametrize("text", ["", "65W", "0", "-5", "nan", "inf"])
-def test_a_malformed_variable_is_named_with_its_value(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+def test_malformed_variable_is_named_with_the_value(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     monkeypatch.setenv("ZEUS_ESTIMATED_POWER_W", text)
 
     with pytest.raises(ZeusBSOConfigError, match=f"environment variable ZEUS_ESTIMATED_POWER_W is '{text}'"):
         auto(nvml=FakeNvml([]))
 
 
-def test_malformed_watts_are_no_reason_to_warn_of_an_estimate(caplog: pytest.LogCaptureFixture) -> None:
+def test_malformed_watts_cause_no_warning_of_an_estimate(caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(ZeusBSOConfigError, match="power_w is -1"):
         auto(-1.0, nvml=FakeNvml([]))
     assert caplog.records == []
 
 
-def test_an_estimate_is_warned_of_once_for_each_cause(caplog: pytest.LogCaptureFixture) -> None:
+def test_estimate_is_warned_of_once_per_cause(caplog: pytest.LogCaptureFixture) -> None:
     for _ in range(2):
         auto(61.0, nvml=FakeNvml(broken="Driver Not Loaded"))
         auto(61.0, nvml=FakeNvml([]))
@@ -282,7 +280,7 @@ def test_an_estimate_is_warned_of_once_for_each_cause(caplog: pytest.LogCaptureF
     assert "no GPU is visible" in caplog.records[1].getMessage()
 
 
-def test_who_has_not_stated_the_watts_is_asked_to() -> None:
+def test_missing_watts_are_requested() -> None:
     warning = choose(probes=probes_of(FakeNvml([]))).warning or ""
     assert warning.endswith(
         "65 W × CPU time / cores, not measured. State the watts that the whole machine draws at full load by the"
@@ -291,7 +289,7 @@ def test_who_has_not_stated_the_watts_is_asked_to() -> None:
 
 
 @pytest.mark.skipif(has_nvidia_driver() or POWERCAP.exists(), reason="this machine measures energy")
-def test_a_new_counter_is_a_probe_in_the_list() -> None:
+def test_new_counter_is_an_entry_in_the_list_of_probes() -> None:
     mine = EstimateMonitor(1.0, basis="told by my meter")
 
     def probe(request: MonitorRequest) -> Choice:

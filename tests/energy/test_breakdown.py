@@ -1,4 +1,4 @@
-"""The parts of a machine's energy beside each other, power, temperature, money and CO2, on pretended devices."""
+"""Breakdown of a machine's energy by part, with power, temperature, money and CO2, on simulated devices."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ GPUS = GpuConfig(max_power=300.0, number_of_gpus=1, gpu_model="H200")
 
 
 class Machine:
-    """Two GPUs, of which the second lags behind, and two CPU packages with their memory."""
+    """Two GPUs, the second of which lags, and two CPU packages with memory."""
 
     def __init__(self, root: Path, number: int = 2) -> None:
         self.clock = Clock()
@@ -59,7 +59,7 @@ OF_EACH_GPU = {"gpu_0_energy_j": 3000.0, "gpu_1_energy_j": 2000.0}
     [(2, None, OF_TWO_GPUS | OF_EACH_GPU), (1, None, OF_ONE_GPU), (2, (), {})],
     ids=["each GPU alone", "one GPU has no parts", "nothing of idle GPUs"],
 )
-def test_gpus_cpu_and_memory_stand_beside_each_other(
+def test_breakdown_contains_gpus_cpu_and_memory(
     tmp_path: Path, number: int, indices: Sequence[int] | None, told: dict[str, float]
 ) -> None:
     here = Machine(tmp_path, number)
@@ -70,7 +70,7 @@ def test_gpus_cpu_and_memory_stand_beside_each_other(
         assert breakdown.end() == OF_THE_CPU | told
 
 
-def test_what_cannot_be_measured_is_left_out(tmp_path: Path) -> None:
+def test_unmeasurable_parts_are_left_out(tmp_path: Path) -> None:
     nothing = Breakdown(nvml=FakeNvml(broken="Driver Not Loaded"), powercap=NOWHERE)
     nothing.begin()
     assert nothing.end() == {}
@@ -87,7 +87,7 @@ def test_what_cannot_be_measured_is_left_out(tmp_path: Path) -> None:
     assert told["gpu_temperature_c"] == 72.0
 
 
-def test_a_counter_that_stands_still_is_left_out_and_not_made_up(tmp_path: Path) -> None:
+def test_frozen_counter_is_left_out_instead_of_estimated(tmp_path: Path) -> None:
     here = Machine(tmp_path)
     breakdown = here.breakdown()
     breakdown.begin()
@@ -95,7 +95,7 @@ def test_a_counter_that_stands_still_is_left_out_and_not_made_up(tmp_path: Path)
     assert "gpu_energy_j" not in breakdown.end()
 
 
-def test_a_gpu_without_a_counter_is_integrated() -> None:
+def test_gpu_without_a_counter_is_integrated() -> None:
     clock = Clock()
     gpu = FakeGpu(counter_mj=None, power_mw=100_000)
     breakdown = Breakdown(nvml=FakeNvml([gpu]), powercap=NOWHERE, clock=clock)
@@ -112,7 +112,7 @@ def test_money_and_co2_follow_the_stated_rates() -> None:
         price_of(1.0, {"ZEUS_PRICE_PER_KWH": "cheap"})
 
 
-def test_an_epochs_metrics_have_the_parts_and_the_cost_stays_what_was_registered(
+def test_metrics_of_an_epoch_contain_the_parts_and_the_cost_stays_unchanged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ZEUS_CO2_G_PER_KWH", "360")
@@ -134,7 +134,7 @@ def test_an_epochs_metrics_have_the_parts_and_the_cost_stays_what_was_registered
         assert metrics["zeus/epoch_gpu_peak_power_w"] == 350.0
 
 
-def test_a_training_without_a_monitor_of_its_own_is_broken_down(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_without_a_given_monitor_is_broken_down(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = FakeGpu(power_mw=100_000, temperature_c=55)
     monkeypatch.setitem(sys.modules, "pynvml", FakeNvml([gpu]))
     port = FakeTrainer()
@@ -149,7 +149,7 @@ def test_a_training_without_a_monitor_of_its_own_is_broken_down(monkeypatch: pyt
     assert (metrics["zeus/epoch_gpu_peak_power_w"], metrics["zeus/epoch_gpu_temperature_c"]) == (100.0, 55.0)
 
 
-def test_a_command_is_told_the_parts_and_the_money(
+def test_command_reports_the_parts_and_the_money(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", FakeNvml([FakeGpu(power_mw=100_000, temperature_c=55)]))
@@ -163,7 +163,7 @@ def test_a_command_is_told_the_parts_and_the_money(
     assert ", gpu_peak_power_w 100, gpu_temperature_c 55, money " in capfd.readouterr().err
 
 
-def test_a_price_that_is_none_is_refused_before_the_command_runs(
+def test_invalid_price_is_refused_before_the_command_runs(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("ZEUS_PRICE_PER_KWH", "-1")

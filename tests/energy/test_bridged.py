@@ -1,4 +1,4 @@
-"""Counter errors that pass: no callback ends a training for them, and what they hide is estimated and labelled."""
+"""Temporary counter errors: no callback ends a training, and the gap is estimated and labelled."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from zeus_plugins.training.session import TrialSession
 
 
 class Machine:
-    """A GPU that draws 200 W of at most 700 W, on a clock of its own."""
+    """A GPU that draws 200 W of at most 700 W, on a simulated clock."""
 
     def __init__(self) -> None:
         self.clock = Clock()
@@ -35,9 +35,7 @@ class Machine:
 
 
 @pytest.mark.parametrize("strict", [True, False])
-def test_an_error_that_passes_costs_one_window_that_is_estimated(
-    strict: bool, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_temporary_error_costs_a_single_estimated_window(strict: bool, caplog: pytest.LogCaptureFixture) -> None:
     here = Machine()
     monitor = BridgedMonitor(here.monitor, strict=strict, clock=here.clock)
     for failures, expected in ((0, "nvml"), (1, "estimate: 200 W, as it cannot be measured"), (0, "nvml")):
@@ -48,7 +46,7 @@ def test_an_error_that_passes_costs_one_window_that_is_estimated(
     assert len(warnings_in(caplog)) == 1
 
 
-def test_what_lasts_is_an_error_where_nothing_may_be_made_up() -> None:
+def test_lasting_failure_is_an_error_if_estimates_are_forbidden() -> None:
     here = Machine()
     monitor = BridgedMonitor(here.monitor, strict=True, clock=here.clock)
     monitor.begin_window("epoch")
@@ -57,7 +55,7 @@ def test_what_lasts_is_an_error_where_nothing_may_be_made_up() -> None:
         monitor.end_window("epoch")
 
 
-def test_a_trial_outlives_an_error_that_passes_and_says_what_was_estimated(caplog: pytest.LogCaptureFixture) -> None:
+def test_trial_survives_a_temporary_error_and_states_the_estimate(caplog: pytest.LogCaptureFixture) -> None:
     here, server = Machine(), ContractDouble(KEEP_TRAINING, KEEP_TRAINING, CONVERGED)
     job = JobSpec(job_id="mnist-1", job_id_prefix="mnist", batch_sizes=(32, 64), default_batch_size=32)
     session = TrialSession(job, server.client(), here.monitor)
@@ -79,7 +77,7 @@ def test_a_trial_outlives_an_error_that_passes_and_says_what_was_estimated(caplo
     assert len(warnings_in(caplog)) == 1
 
 
-def test_a_data_loader_goes_on_and_its_result_says_what_was_estimated(tmp_path: Path) -> None:
+def test_data_loader_continues_and_the_result_states_the_estimate(tmp_path: Path) -> None:
     class OnceFailing(ReplayMonitor):
         def end_window(self, name: str) -> Measurement:
             measured = super().end_window(name)

@@ -1,4 +1,4 @@
-"""A training over several nodes: two real processes that talk by gloo, each a node of its own."""
+"""A training over several nodes: two real processes that communicate by gloo, each as a separate node."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from zeus_plugins.errors import ZeusBSOConfigError
 
 @pytest.fixture(scope="module", name="stories")
 def play_all_scenes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, Any]]]:
-    """What each of the two nodes tells of each scene."""
+    """Return the observations of both nodes in each scene."""
     return stories_of("tests.support.two_nodes", tmp_path_factory.mktemp("nodes"), modules=LIGHTNING)
 
 
-def test_rank_0_measures_what_all_nodes_use(stories: list[dict[str, Any]]) -> None:
+def test_rank_0_measures_the_energy_of_all_nodes(stories: list[dict[str, Any]]) -> None:
     first, second = (each["all goes well"] for each in stories)
 
     source = "2 nodes: estimate: 100 W stated, estimate: 40 W stated"
     assert first["windows"] == [
         [2.0, 2 * (100.0 + 40.0), source],
-        [3.0, 3 * 100.0, source],  # what the other node used in it comes with the next meeting
+        [3.0, 3 * 100.0, source],  # the next meeting adds the other node's share
         [5.0, 5 * (100.0 + 40.0) + 3 * 40.0, source],
     ]
     assert first["gpus"] == second["gpus"] == {"max_power": 140.0, "number_of_gpus": 2, "gpu_model": "Tesla P100"}
@@ -39,12 +39,12 @@ def test_rank_0_measures_what_all_nodes_use(stories: list[dict[str, Any]]) -> No
         ("other GPUs", r"ZeusBSOConfigError: the nodes' GPUs are of several models (Tesla P100, Tesla V100)"),
     ],
 )
-def test_what_one_node_cannot_do_all_nodes_say(stories: list[dict[str, Any]], scene: str, error: str) -> None:
+def test_failure_of_a_node_is_reported_by_all_nodes(stories: list[dict[str, Any]], scene: str, error: str) -> None:
     for told in stories:
         assert told[scene]["error"].startswith(error)
 
 
-def test_a_node_that_fails_in_between_is_taken_at_its_maximum_power(stories: list[dict[str, Any]]) -> None:
+def test_temporarily_failing_node_counts_with_maximum_power(stories: list[dict[str, Any]]) -> None:
     first = stories[0]["a node that fails"]
 
     failed = "2 nodes: estimate: 100 W stated, estimate: 40 W for a node that failed to measure"
@@ -52,7 +52,7 @@ def test_a_node_that_fails_in_between_is_taken_at_its_maximum_power(stories: lis
     assert first["windows"][2] == [5.0, 5 * (100.0 + 40.0) + 3 * 40.0, failed]
 
 
-def test_other_ranks_than_0_have_no_windows() -> None:
+def test_later_ranks_have_no_windows() -> None:
     monitor = ClusterMonitor(
         lambda: EstimateMonitor(10.0, device_model="A40"), rank=1, all_gather=lambda told: [told, told]
     )
@@ -61,7 +61,7 @@ def test_other_ranks_than_0_have_no_windows() -> None:
         monitor.begin_window("trial")
 
 
-def test_a_node_that_goes_on_to_fail_is_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_permanently_failing_node_is_reported_once(caplog: pytest.LogCaptureFixture) -> None:
     class Lost(EstimateMonitor):
         def begin_window(self, name: str) -> None:
             raise EnergyUnavailableError(f"GPU 0 is lost ({name})")

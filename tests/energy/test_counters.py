@@ -1,4 +1,4 @@
-"""What every monitor must fulfil; the counters of NVIDIA's GPUs, estimates and replays."""
+"""Contract of every monitor; counters of NVIDIA's GPUs, estimates and replays."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ MIG_ID = "MIG-c6d4f1ef-42e4-5de3-91c7-45d71c87eb3f"
 GPUS = GpuConfig(max_power=250.0, number_of_gpus=1, gpu_model=V100)
 
 
-# ---- Obligations of every monitor ----------------------------------------------------------------------------------
+# --- Contract of every monitor --------------------------------------------------------------------------------------
 
 MONITORS: dict[str, Callable[[], EnergyMonitor]] = {
     "nvml": lambda: NvmlMonitor(nvml=FakeNvml()),
@@ -60,7 +60,7 @@ def monitor(request: pytest.FixtureRequest) -> EnergyMonitor:
     return MONITORS[request.param]()
 
 
-def test_a_window_begun_twice_is_refused_and_stays_open(monitor: EnergyMonitor) -> None:
+def test_window_begun_twice_is_refused_and_stays_open(monitor: EnergyMonitor) -> None:
     monitor.begin_window("training")
 
     with pytest.raises(ZeusBSOOperationOrderError, match=r"'training' is already open: end it with end_window"):
@@ -68,14 +68,14 @@ def test_a_window_begun_twice_is_refused_and_stays_open(monitor: EnergyMonitor) 
     monitor.end_window("training")
 
 
-def test_ending_a_window_that_is_not_open_names_those_that_are(monitor: EnergyMonitor) -> None:
+def test_ending_an_unopened_window_names_the_open_windows(monitor: EnergyMonitor) -> None:
     monitor.begin_window("training")
     monitor.begin_window("epoch")
     with pytest.raises(ZeusBSOOperationOrderError, match=r"'eval' is open \(open windows: 'training', 'epoch'\)"):
         monitor.end_window("eval")
 
 
-def test_an_ended_window_can_not_end_again_but_begin_again(monitor: EnergyMonitor) -> None:
+def test_ended_window_cannot_end_again_but_can_begin_again(monitor: EnergyMonitor) -> None:
     for _ in range(2):
         monitor.begin_window("training")
         monitor.end_window("training")
@@ -83,7 +83,7 @@ def test_an_ended_window_can_not_end_again_but_begin_again(monitor: EnergyMonito
             monitor.end_window("training")
 
 
-def test_an_unused_monitor_survives_pickling(monitor: EnergyMonitor) -> None:
+def test_unused_monitor_can_be_pickled(monitor: EnergyMonitor) -> None:
     copy: EnergyMonitor = pickle.loads(pickle.dumps(monitor))  # noqa: S301  our own bytes
 
     assert copy.source == monitor.source
@@ -92,7 +92,7 @@ def test_an_unused_monitor_survives_pickling(monitor: EnergyMonitor) -> None:
     assert copy.end_window("training").time_s >= 0
 
 
-def test_the_package_can_be_imported_without_torch_or_the_driver() -> None:
+def test_package_can_be_imported_without_torch_or_driver() -> None:
     script = "import sys, zeus_plugins.energy; sys.exit(any(m in sys.modules for m in ('torch', 'pynvml')))"
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
 
@@ -100,20 +100,20 @@ def test_the_package_can_be_imported_without_torch_or_the_driver() -> None:
 # ---- NVML ----------------------------------------------------------------------------------------------------------
 
 
-def test_counters_are_millijoules_and_their_rise_is_summed_over_the_gpus() -> None:
+def test_energy_is_the_rise_of_millijoules_summed_over_the_gpus() -> None:
     nvml, clock = FakeNvml([FakeGpu(uuid="GPU-aaaa"), FakeGpu(uuid="GPU-bbbb")]), Clock()
     monitor = NvmlMonitor(nvml=nvml, clock=clock)
     assert window(monitor, clock, 12.5, lambda: nvml.spend(1_500, 250)) == Measurement(12.5, 1.75, "nvml")
     assert monitor.gpus() == GpuConfig(max_power=1400.0, number_of_gpus=2, gpu_model=H200)
 
 
-def test_a_name_in_bytes_is_decoded() -> None:
+def test_name_in_bytes_is_decoded() -> None:
     assert NvmlMonitor(nvml=FakeNvml([FakeGpu(name=b"Tesla V100-SXM2-16GB")])).gpus().gpu_model == V100
     with pytest.raises(EnergyUnavailableError, match=r"^GPU 0 \(Tesla P100\)"):
         NvmlMonitor(nvml=FakeNvml([FakeGpu(name=b"Tesla P100", counter_mj=None)])).gpus()
 
 
-def test_the_driver_is_asked_at_first_use_and_once() -> None:
+def test_driver_is_loaded_once_at_the_first_use() -> None:
     nvml = FakeNvml()
     monitor = NvmlMonitor(nvml=nvml)
     assert nvml.calls == []
@@ -136,7 +136,7 @@ def test_the_driver_is_asked_at_first_use_and_once() -> None:
         (" 1 , 2 ", None, [1, 2]),
     ],
 )
-def test_the_gpus_measured_are_those_that_cuda_shows(
+def test_gpus_visible_to_cuda_are_measured(
     monkeypatch: pytest.MonkeyPatch, setting: str | None, indices: list[int] | None, measured: list[int]
 ) -> None:
     if setting is not None:
@@ -160,7 +160,7 @@ def test_the_gpus_measured_are_those_that_cuda_shows(
         ("MIG-GPU-8932f937/1/2,0", 1, ("MIG-GPU-8932f937/1/2", 0)),
     ],
 )
-def test_cuda_visible_devices_ends_at_the_first_entry_that_names_no_gpu(
+def test_cuda_visible_devices_ends_at_the_first_invalid_entry(
     setting: str | None, count: int, visible: tuple[int | str, ...]
 ) -> None:
     assert visible_devices(setting, count) == visible
@@ -171,7 +171,7 @@ def test_cuda_visible_devices_ends_at_the_first_entry_that_names_no_gpu(
     [(each, 2, rf"2, hidden by CUDA_VISIBLE_DEVICES='{each}'") for each in ("", "-1", "NoDevFiles", "2")]
     + [(None, 0, r"0\. To estimate")],
 )
-def test_hidden_gpus_are_unavailable_and_the_setting_is_shown_if_it_hides_them(
+def test_hidden_gpus_are_unavailable_and_the_hiding_setting_is_shown(
     setting: str | None, count: int, told: str
 ) -> None:
     with pytest.raises(EnergyUnavailableError, match=f"the driver lists {told}"):
@@ -180,7 +180,7 @@ def test_hidden_gpus_are_unavailable_and_the_setting_is_shown_if_it_hides_them(
 
 @pytest.mark.parametrize("slices", [[1] * 7, [None, 3, 3, None, None, None, None], [None] * 7, []])
 @pytest.mark.parametrize("setting", [None, "0", "MIG-GPU-0"])
-def test_a_gpu_that_is_cut_into_slices_is_unavailable(
+def test_gpu_divided_into_slices_is_unavailable(
     monkeypatch: pytest.MonkeyPatch, setting: str | None, slices: list[int | None]
 ) -> None:
     if setting is not None:
@@ -193,7 +193,7 @@ def test_a_gpu_that_is_cut_into_slices_is_unavailable(
 
 
 @pytest.mark.parametrize(("setting", "mig_mode"), [(None, 1), ("0", 1), ("MIG-GPU-0", 1), ("0", 0)])
-def test_a_gpu_that_could_be_cut_is_measured_whole_and_as_one_slice(
+def test_undivided_gpu_in_mig_mode_is_measured_as_a_whole(
     monkeypatch: pytest.MonkeyPatch, setting: str | None, mig_mode: int
 ) -> None:
     if setting is not None:
@@ -205,7 +205,7 @@ def test_a_gpu_that_could_be_cut_is_measured_whole_and_as_one_slice(
 
 
 @pytest.mark.parametrize("indices", [[], [2], [-1], [0, 0]])
-def test_indices_that_do_not_name_visible_gpus_are_refused(indices: list[int]) -> None:
+def test_invalid_indices_are_refused(indices: list[int]) -> None:
     with pytest.raises(ZeusBSOConfigError, match=r"device_indices is \[.*\]: name one or more of the 2 visible GPUs"):
         chosen_indices(indices, 2)
 
@@ -225,18 +225,18 @@ def mixed_machine() -> FakeNvml:
     ],
     ids=["CUDA counts by speed", "several models", "twice", "an unknown UUID", "an unknown slice"],
 )
-def test_a_setting_that_does_not_choose_gpus_of_one_model_is_refused(
+def test_setting_without_gpus_of_a_single_model_is_refused(
     monkeypatch: pytest.MonkeyPatch, setting: str, problem: str
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", setting)
     with pytest.raises(ZeusBSOConfigError, match=problem) as refusal:
         NvmlMonitor(nvml=mixed_machine()).gpus()
-    # Only what is no mistake of the user's may be estimated.
+    # Only failures without a mistake of the user may be estimated.
     assert isinstance(refusal.value, EnergyUnavailableError) is (setting == MIG_ID)
 
 
 @pytest.mark.parametrize(("setting", "order"), [("1", "PCI_BUS_ID"), ("GPU-bbbb", None)])
-def test_one_model_of_a_mixed_machine_can_be_chosen_beyond_doubt(
+def test_single_model_of_a_mixed_machine_can_be_selected_unambiguously(
     monkeypatch: pytest.MonkeyPatch, setting: str, order: str | None
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", setting)
@@ -253,18 +253,18 @@ def test_one_model_of_a_mixed_machine_can_be_chosen_beyond_doubt(
         (FakeGpu(max_power_mw=None), "power limits"),
     ],
 )
-def test_a_gpu_that_does_not_answer_is_named_with_the_remedy(gpu: FakeGpu, missing: str) -> None:
+def test_gpu_without_a_reading_is_named_with_the_remedy(gpu: FakeGpu, missing: str) -> None:
     with pytest.raises(EnergyUnavailableError, match=rf"GPU 1 .* gives no {missing}: Not Supported.*EstimateMonitor\("):
         NvmlMonitor([1], nvml=FakeNvml([FakeGpu(name=gpu.name), gpu])).gpus()
 
 
-def test_a_driver_that_does_not_answer_is_unavailable() -> None:
+def test_silent_driver_is_unavailable() -> None:
     with pytest.raises(EnergyUnavailableError, match=r"does not answer: Driver/library version mismatch"):
         NvmlMonitor(nvml=FakeNvml(broken="Driver/library version mismatch")).begin_window("training")
 
 
 @pytest.mark.skipif(has_nvidia_driver(), reason="this machine has an NVIDIA driver")
-def test_without_a_driver_the_installed_library_leads_to_the_same_error() -> None:
+def test_missing_driver_with_an_installed_library_gives_the_same_error() -> None:
     with pytest.raises(
         EnergyUnavailableError, match="the NVIDIA driver does not answer: NVML Shared Library Not Found"
     ):
@@ -274,7 +274,7 @@ def test_without_a_driver_the_installed_library_leads_to_the_same_error() -> Non
 @settings(deadline=None)
 @given(rises_mj=st.lists(st.integers(min_value=0, max_value=10**9), min_size=1, max_size=20))
 def test_consecutive_windows_sum_to_the_whole(rises_mj: list[int]) -> None:
-    # Twenty of these are less than the second after which a counter that stands still is not believed.
+    # Twenty of these take less than the second after which a frozen counter is rejected.
     part_s = 1 / 32
     nvml, clock = FakeNvml([FakeGpu(counter_mj=0)]), Clock(now_s=0.0)
     monitor = NvmlMonitor(nvml=nvml, clock=clock)
@@ -295,14 +295,14 @@ def test_consecutive_windows_sum_to_the_whole(rises_mj: list[int]) -> None:
 # ---- Estimate ------------------------------------------------------------------------------------------------------
 
 
-def test_an_estimate_of_gpus_is_stated_watts_times_seconds_and_says_so() -> None:
+def test_estimate_of_gpus_is_stated_watts_times_seconds_and_labelled() -> None:
     clock = Clock()
     monitor = EstimateMonitor(62.5, device_model="Gaudi 3", clock=clock)
     assert window(monitor, clock, 4.0) == Measurement(4.0, 250.0, "estimate: 62.5 W stated")
     assert monitor.source == "estimate: 62.5 W stated"
 
 
-def test_estimated_devices_are_described_as_stated_and_else_as_this_cpu() -> None:
+def test_estimated_devices_are_described_as_stated_or_as_this_cpu() -> None:
     monitor = EstimateMonitor(500, number_of_devices=2, device_model="Gaudi 3")
     assert monitor.gpus() == GpuConfig(max_power=500.0, number_of_gpus=2, gpu_model="Gaudi 3")
     assert monitor.source == "estimate: 500 W stated"
@@ -318,7 +318,7 @@ def test_estimated_devices_are_described_as_stated_and_else_as_this_cpu() -> Non
         ({"device_model": "x" * 256}, "device_model has 256 characters"),
     ],
 )
-def test_watts_and_devices_that_make_no_sense_are_refused(arguments: dict[str, Any], named: str) -> None:
+def test_invalid_watts_and_devices_are_refused(arguments: dict[str, Any], named: str) -> None:
     with pytest.raises(ZeusBSOConfigError, match=named):
         EstimateMonitor(**({"power_w": 65.0} | arguments))
 
@@ -334,13 +334,13 @@ def test_watts_and_devices_that_make_no_sense_are_refused(arguments: dict[str, A
     ],
     ids=["usual", "endless"],
 )
-def test_the_cpu_is_named_as_linux_names_it(tmp_path: Path, content: str, name: str) -> None:
+def test_cpu_is_named_as_on_linux(tmp_path: Path, content: str, name: str) -> None:
     (tmp_path / "cpuinfo").write_text(content)
     assert cpu_model_name(tmp_path / "cpuinfo") == name
 
 
 @pytest.mark.parametrize("content", [None, "processor\t: 0\nCPU part\t: 0xd0c\n", "model name\t:\n"])
-def test_a_cpu_that_linux_does_not_name_has_a_name_all_the_same(tmp_path: Path, content: str | None) -> None:
+def test_unnamed_cpu_gets_a_fallback_name(tmp_path: Path, content: str | None) -> None:
     cpuinfo = tmp_path / "cpuinfo"
     if content is not None:
         cpuinfo.write_text(content)
@@ -353,7 +353,7 @@ def test_a_cpu_that_linux_does_not_name_has_a_name_all_the_same(tmp_path: Path, 
 
 
 @pytest.mark.parametrize("endless", [False, True])
-def test_a_replay_returns_its_measurements_in_order_whatever_the_window(endless: bool) -> None:
+def test_replay_returns_measurements_in_order_for_any_window(endless: bool) -> None:
     listed = [Measurement(1.0, 10.0, "nvml"), Measurement(2.0, 20.0, "estimate: 10 W stated")]
     monitor = ReplayMonitor(cycle(listed) if endless else iter(listed), GPUS)
 
@@ -364,7 +364,7 @@ def test_a_replay_returns_its_measurements_in_order_whatever_the_window(endless:
     assert monitor.source == "replay"
 
 
-def test_an_exhausted_replay_says_how_many_there_were() -> None:
+def test_exhausted_replay_states_the_number_of_measurements() -> None:
     monitor = ReplayMonitor([Measurement(1.0, 10.0, "nvml")], GPUS)
     monitor.begin_window("first")
     monitor.end_window("first")

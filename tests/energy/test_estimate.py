@@ -1,4 +1,4 @@
-"""Estimates by the CPU time of a training's processes, and the waiting of a training on a busy machine."""
+"""Estimates from the CPU time of a training's processes, and waiting on a busy machine."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BURN = "import time\nwhile time.process_time() < 0.4: pass\nprint(flush=True); i
 
 @pytest.fixture
 def spent(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The CPU seconds of this process on a machine of four cores, which a test may change."""
+    """CPU seconds of this process on a machine with four cores, changeable by a test."""
     known = [100.0]
     monkeypatch.setattr(estimate, "cpu_time_s", lambda _others: known[0])
     monkeypatch.setattr(os, "cpu_count", lambda: 4)
@@ -42,13 +42,13 @@ def test_cpu_time_over_cores_is_the_share_of_full_power(spent: list[float]) -> N
     monitor = EstimateMonitor(80.0, clock=clock)
     source = "estimate: 80 W stated × CPU time / 4 cores"
     assert measured(monitor, clock, spent, 6.0, 10.0) == Measurement(10.0, 120.0, source)
-    # A neighbour's load makes the same work take longer, and adds nothing.
+    # Other load on the machine prolongs the same work without adding energy.
     assert measured(monitor, clock, spent, 6.0, 30.0) == Measurement(30.0, 120.0, source)
     assert monitor.source == source
 
 
 @pytest.mark.parametrize("reason", ["no CPU time", "GPU named", "GPU stated", "GPU started"])
-def test_without_cpu_time_or_with_a_gpu_it_is_the_time(
+def test_estimate_without_cpu_time_or_with_a_gpu_uses_elapsed_time(
     reason: str, spent: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = Clock()
@@ -71,7 +71,7 @@ def test_without_cpu_time_or_with_a_gpu_it_is_the_time(
     assert monitor.source == "estimate: 80 W stated"
 
 
-def test_a_worker_counts_while_it_lives_and_after_its_end() -> None:
+def test_worker_counts_while_alive_and_after_the_end() -> None:
     before = cpu_time_s()
     with subprocess.Popen([sys.executable, "-c", BURN], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as worker:
         assert worker.stdout is not None
@@ -92,13 +92,13 @@ def process(proc: Path, pid: int, parent: int, ticks: tuple[int, int, int, int])
     (proc / str(pid) / "stat").write_text(f"{pid} (a) b (c) S {parent} 0 0 0 0 0 0 0 0 0 {times} 20 0", "utf-8")
 
 
-def test_other_ranks_and_their_workers_count_once(tmp_path: Path) -> None:
+def test_sibling_ranks_and_workers_count_once(tmp_path: Path) -> None:
     own, hertz = os.getpid(), os.sysconf("SC_CLK_TCK")
     process(tmp_path, own, 1, (9999, 9999, 9999, 9999))  # read by finer clocks
     process(tmp_path, 70001, own, (1, 2, 0, 0))
     process(tmp_path, 70002, 1, (10, 20, 30, 40))
     process(tmp_path, 70003, 70002, (100, 0, 0, 0))
-    process(tmp_path, 70004, 1, (1000, 1000, 1000, 1000))  # a neighbour's
+    process(tmp_path, 70004, 1, (1000, 1000, 1000, 1000))  # an unrelated process
     (tmp_path / "70005").mkdir()  # has just ended
     (tmp_path / "self").mkdir()
     (tmp_path / "self" / "stat").touch()
@@ -108,7 +108,7 @@ def test_other_ranks_and_their_workers_count_once(tmp_path: Path) -> None:
     assert both - alone == pytest.approx(200 / hertz, abs=0.05)
 
 
-def test_ranks_beside_this_one_need_proc(tmp_path: Path) -> None:
+def test_sibling_ranks_require_proc(tmp_path: Path) -> None:
     assert reports_cpu_time((os.getpid(),), tmp_path)
     assert not reports_cpu_time((os.getpid(), 70002), tmp_path)
     assert cpu_time_s((70002,), tmp_path) is None
@@ -119,7 +119,7 @@ def test_ranks_beside_this_one_need_proc(tmp_path: Path) -> None:
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """A machine of four cores: its clock, the waiting that it counts, its load, the training's CPU time and workers."""
+    """A machine with four cores: clock, counted waiting, load, the training's CPU time and workers."""
     known = SimpleNamespace(now_s=0.0, waited_s=0.0, load=0.0, cpu_s=0.0, workers=0)
     monkeypatch.setattr(processes, "cpu_time_s", lambda: known.cpu_s)
     monkeypatch.setattr(processes, "_shows_all", lambda _: False)
@@ -135,7 +135,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     ("waited_s", "load", "time_s", "expected_s"),
     [
         (3.0, 9.0, 10.0, 3.0),
-        (3.0, 9.0, 7.5, 0.5),  # the monitor's clock has left out 2.5 s of it
+        (3.0, 9.0, 7.5, 0.5),  # the monitor's clock has left out 2.5 s of the time
         (3.0, 9.0, 2.0, 0.0),
         (3.0, 9.0, 99.0, 3.0),
         (None, 16.0, 10.0, 7.5),
@@ -143,7 +143,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         (None, 0.0, 10.0, 0.0),
     ],
 )
-def test_waiting_is_counted_or_follows_from_the_load(
+def test_waiting_is_counted_or_derived_from_the_load(
     machine: SimpleNamespace, waited_s: float | None, load: float, time_s: float, expected_s: float
 ) -> None:
     waiting = Waiting()
@@ -158,14 +158,14 @@ def test_waiting_is_counted_or_follows_from_the_load(
     ("cpu_s", "workers", "load", "expected_s"),
     [
         (40.0, 0, 6.0, 0.0),  # six threads of the training have all four cores
-        (20.0, 0, 8.0, 5.0),  # four threads, beside four of others
-        (30.0, 0, 8.0, 10 / 3),  # six, two of which wait for the others of the training
-        (80 / 3, 2, 6.0, 0.0),  # four threads and two workers, whose CPU time is not known yet
-        (5.0, 2, 12.0, 20 / 3),  # fewer threads than cores: others take the cores
+        (20.0, 0, 8.0, 5.0),  # four threads, beside four unrelated threads
+        (30.0, 0, 8.0, 10 / 3),  # six, two of which wait for other threads of the training
+        (80 / 3, 2, 6.0, 0.0),  # four threads and two workers with unknown CPU time
+        (5.0, 2, 12.0, 20 / 3),  # fewer threads than cores: unrelated threads use the cores
         (99.0, 9, 6.0, 0.0),
     ],
 )
-def test_the_trainings_own_threads_do_not_make_a_machine_busy(
+def test_threads_of_the_training_do_not_make_a_machine_busy(
     machine: SimpleNamespace, cpu_s: float, workers: int, load: float, expected_s: float
 ) -> None:
     machine.waited_s, machine.cpu_s = None, 7.0
@@ -176,19 +176,17 @@ def test_the_trainings_own_threads_do_not_make_a_machine_busy(
     assert waiting.end(10.0) == pytest.approx(expected_s)
 
 
-def test_each_thread_is_counted_by_itself(tmp_path: Path) -> None:
+def test_each_thread_is_counted_separately(tmp_path: Path) -> None:
     for thread, nanoseconds in ((7, 1_500_000_000), (8, 0)):
         task = tmp_path / "self/task" / str(thread)
         task.mkdir(parents=True)
         task.joinpath("schedstat").write_text(f"99 {nanoseconds} 3\n")
-    (tmp_path / "self/task/9").mkdir()  # it ends at this moment
+    (tmp_path / "self/task/9").mkdir()  # the thread ends at this moment
     assert waits_s(tmp_path) == {7: 1.5, 8: 0.0}
     assert waits_s(tmp_path / "none") is None
 
 
-def test_a_system_that_tells_nothing_leaves_the_waiting_unknown(
-    machine: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_waiting_is_unknown_on_an_unsupported_system(machine: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
     machine.waited_s = None
     monkeypatch.setattr(sys, "platform", "win32")
     waiting = Waiting()
@@ -209,5 +207,5 @@ def test_a_system_that_tells_nothing_leaves_the_waiting_unknown(
         ("rapl, but estimate: 70 W for 1 of 2 devices, whose counter does not count", True, False),
     ],
 )
-def test_a_source_says_whether_its_energy_is_estimated(source: str | None, estimated: bool, time_alone: bool) -> None:
+def test_source_reveals_whether_energy_is_estimated(source: str | None, estimated: bool, time_alone: bool) -> None:
     assert (is_estimated(source), is_time_alone(source)) == (estimated, time_alone)

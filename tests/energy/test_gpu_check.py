@@ -53,7 +53,7 @@ def may_set(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ZEUS_POWER_LIMIT_COMMAND", "set {uuid} {watts}")
 
 
-def test_a_gpu_that_is_as_it_should_be_passes_everything_and_keeps_its_settings() -> None:
+def test_healthy_gpu_passes_every_check_and_keeps_the_settings() -> None:
     gpu = SimulatedGpu()
     results = examined(gpu)
     assert list(results) == CHECKS
@@ -77,20 +77,20 @@ def test_a_gpu_that_is_as_it_should_be_passes_everything_and_keeps_its_settings(
     ],
     ids=["power of half", "a slow counter", "a counter that stands still", "company", "a low limit", "no limits"],
 )
-def test_what_is_doubtful_is_said_to_be(gpu: SimulatedGpu, check: str, found: str) -> None:
+def test_doubtful_results_are_marked_as_doubtful(gpu: SimulatedGpu, check: str, found: str) -> None:
     result = examined(gpu)[check]
     assert result.verdict is Verdict.DOUBTFUL
     assert found in result.found
 
 
-def test_without_pytorch_the_gpu_is_looked_at_at_rest() -> None:
+def test_without_pytorch_the_gpu_is_examined_at_rest() -> None:
     results = examined(SimulatedGpu(), problem="PyTorch with CUDA is not installed")
     skipped = [check for check, each in results.items() if each.verdict is Verdict.SKIPPED]
     assert skipped == ["energy, load", "energy, bursts", "queued work"]
     assert results["energy, idle"].verdict is Verdict.OK
 
 
-def test_a_reading_that_the_driver_lacks_is_left_out_of_the_comparison(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_reading_is_left_out_of_the_comparison(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SimulatedGpu, "nvmlDeviceGetFieldValues", FakeNvml.nvmlDeviceGetFieldValues)
     result = examined(SimulatedGpu())["energy, load"]
     assert "mean power +" in result.found or "mean power -" in result.found
@@ -98,7 +98,7 @@ def test_a_reading_that_the_driver_lacks_is_left_out_of_the_comparison(monkeypat
     assert (result.verdict, result.details["instant_j"]) == (Verdict.OK, None)
 
 
-def test_a_gpu_without_a_counter_is_told_of_and_the_rest_is_looked_at() -> None:
+def test_gpu_without_a_counter_is_reported_and_the_remaining_checks_run() -> None:
     gpu = SimulatedGpu()
     gpu.gpu.counter_mj = None
     results = examined(gpu)
@@ -106,7 +106,7 @@ def test_a_gpu_without_a_counter_is_told_of_and_the_rest_is_looked_at() -> None:
     assert results["mapping by UUID"].verdict is Verdict.OK
 
 
-# ---- Single results ------------------------------------------------------------------------------------------------
+# --- Single results -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -126,7 +126,7 @@ def test_power_readings_under_load_are_within_a_tenth(
     assert agreement_result("GPU 0", "load", Span(4.0, counter_j, mean_j, instant_j)).verdict == verdict
 
 
-def test_periods_are_told_by_their_median() -> None:
+def test_periods_are_judged_by_the_median() -> None:
     assert period_result("GPU 0", "counter", [0.02, 0.02, 0.5], 3.0).verdict is Verdict.OK
     assert period_result("GPU 0", "counter", [0.2, 0.2, 0.01], 3.0).verdict is Verdict.DOUBTFUL
 
@@ -157,25 +157,25 @@ def test_gpus_are_mapped_as_cuda_maps_them(told: Mapping[str, Any], verdict: str
     ]
 
 
-def test_a_process_of_its_own_is_asked_and_says_why_it_cannot_tell() -> None:
+def test_mapping_is_asked_in_a_separate_process_which_states_failures() -> None:
     told = ask_mapping({"CUDA_VISIBLE_DEVICES": ""})
     assert told["cuda"] is None
     assert told["problem"]
 
 
 @pytest.mark.parametrize(("capabilities", "may"), [("000001ffffffffff", True), ("0000000000000000", False)])
-def test_who_may_administrate_is_read_from_the_capabilities(tmp_path: Path, capabilities: str, may: bool) -> None:
+def test_permission_to_administrate_is_read_from_the_capabilities(tmp_path: Path, capabilities: str, may: bool) -> None:
     (tmp_path / "status").write_text(f"Name:\tpython\nCapEff:\t{capabilities}\n")
     assert _may_administrate(tmp_path / "status") is may
 
 
 @pytest.mark.parametrize("torch", [None, SimpleNamespace(cuda=SimpleNamespace(is_available=lambda: False))])
-def test_a_pytorch_without_cuda_is_no_load(monkeypatch: pytest.MonkeyPatch, torch: Any) -> None:
+def test_pytorch_without_cuda_creates_no_load(monkeypatch: pytest.MonkeyPatch, torch: Any) -> None:
     monkeypatch.setitem(sys.modules, "torch", torch)
     assert "PyTorch with CUDA is not installed" in (Load("GPU-0").problem() or "")
 
 
-# ---- The command ---------------------------------------------------------------------------------------------------
+# --- Command --------------------------------------------------------------------------------------------------------
 
 
 def test_command_prints_a_line_for_each_check(
@@ -189,9 +189,7 @@ def test_command_prints_a_line_for_each_check(
     assert [line[9:].removeprefix(gpu).split(": ")[0] for line in lines] == CHECKS
 
 
-def test_the_command_prints_json_for_programs(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_command_prints_json_for_programs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(doctor, "Examination", lambda: examination(SimulatedGpu()))
     assert main(["doctor", "--gpu-check", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
@@ -199,9 +197,7 @@ def test_the_command_prints_json_for_programs(
     assert told["doubtful"] == 0
 
 
-def test_the_command_says_that_there_is_no_gpu(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_command_reports_a_missing_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(doctor, "Examination", lambda: Examination(FakeNvml(broken="Driver Not Loaded")))
     assert main(["doctor", "--gpu-check"]) == 1
     assert "Driver Not Loaded" in capsys.readouterr().err

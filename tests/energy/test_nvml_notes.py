@@ -1,4 +1,4 @@
-"""Energy that is not this training's alone: other processes on the GPU, and the rest of a superchip's module."""
+"""Energy shared with other processes on the GPU, or with the rest of a superchip's module."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def source_of(gpu: FakeGpu, kind: type[NvmlMonitor] | type[NvmlPowerMonitor] = N
     [
         ([], [], 0),
         ([os.getpid()], [], 0),
-        ([4_000_001], [], 0),  # another rank's, or this one as the machine outside of a container counts it
+        ([4_000_001], [], 0),  # a process of another rank, or this process as numbered outside a container
         ([os.getpid(), 4_000_001], [], 1),
         ([4_000_001, 4_000_002, 4_000_003], [], 2),
         ([4_000_001], [os.getpid()], 0),  # MPS's own server
@@ -38,7 +38,7 @@ def source_of(gpu: FakeGpu, kind: type[NvmlMonitor] | type[NvmlPowerMonitor] = N
     ],
     ids=["none told", "alone", "one", "time slicing", "three", "MPS alone", "MPS shared"],
 )
-def test_other_processes_are_told_of_once_and_named_in_the_source(
+def test_foreign_processes_are_reported_once_and_named_in_the_source(
     caplog: pytest.LogCaptureFixture, pids: list[int], mps_pids: list[int], others: int
 ) -> None:
     monitor = NvmlMonitor(nvml=FakeNvml([FakeGpu(pids=pids, mps_pids=mps_pids)]), clock=Clock())
@@ -50,7 +50,7 @@ def test_other_processes_are_told_of_once_and_named_in_the_source(
         assert f"({others} on GPU 0 (NVIDIA H200)): its energy is theirs, too" in warnings[0]
 
 
-def test_a_driver_that_tells_no_processes_and_no_scopes_tells_nothing_wrong() -> None:
+def test_old_driver_without_processes_and_scopes_claims_nothing() -> None:
     class Old(FakeNvml):
         def __getattribute__(self, name: str) -> Any:
             if "Processes" in name:
@@ -75,7 +75,7 @@ def test_a_driver_that_tells_no_processes_and_no_scopes_tells_nothing_wrong() ->
     ],
     ids=["module", "GPU", "one scope", "no module", "neither"],
 )
-def test_the_scope_of_a_superchip_stands_in_the_source(
+def test_scope_of_a_superchip_is_named_in_the_source(
     kind: type[NvmlMonitor] | type[NvmlPowerMonitor], scopes_mw: dict[int, int], plain_mw: int, note: str
 ) -> None:
     gpu = FakeGpu(name="NVIDIA GH200 480GB", power_mw=plain_mw, scopes_mw=scopes_mw)
@@ -83,13 +83,13 @@ def test_the_scope_of_a_superchip_stands_in_the_source(
     assert ("scope" in source_of(gpu, kind)) is bool(note)
 
 
-def test_scope_and_company_are_told_together() -> None:
+def test_scope_and_foreign_processes_are_named_together() -> None:
     gpu = FakeGpu(power_mw=600_000, scopes_mw={0: 400_000, 1: 600_000}, pids=[1, 2])
     assert source_of(gpu) == f"nvml, module scope, {OTHERS}"
 
 
 @pytest.mark.parametrize(("earlier", "warnings"), [("nvml, GPU scope", 1), ("nvml, module scope", 0), ("", 0)])
-def test_power_limits_in_two_scopes_are_warned_of(
+def test_power_limits_in_two_scopes_cause_a_warning(
     caplog: pytest.LogCaptureFixture, earlier: str, warnings: int
 ) -> None:
     where = machine()
@@ -109,7 +109,7 @@ def job_of(*sources: str | None) -> JobView:
     return cast("JobView", SimpleNamespace(trials=trials, job=SimpleNamespace(job_id="mnist-1")))
 
 
-def test_trials_in_two_scopes_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+def test_trials_in_two_scopes_cause_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     warn_of_scopes(job_of("nvml", None, "nvml, GPU scope", "nvml, GPU scope + estimate"))
     assert caplog.records == []
     warn_of_scopes(job_of("nvml, GPU scope", "2 nodes: nvml, module scope", "nvml, GPU scope"))

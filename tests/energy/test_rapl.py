@@ -18,7 +18,7 @@ from zeus_plugins.energy.linux import Zone
 from zeus_plugins.errors import ZeusBSOOperationOrderError
 from zeus_plugins.protocol import GpuConfig
 
-# Powers of ten, so that the sum tells which zones are in it.
+# Powers of ten, so that the sum identifies the zones in it.
 SPENT_UJ = {
     "intel-rapl:0": 1_000_000,
     "intel-rapl:1": 10_000_000,
@@ -31,7 +31,7 @@ SPENT_UJ = {
 }
 
 
-def test_packages_and_their_memory_are_summed_and_nothing_counts_twice(tmp_path: Path) -> None:
+def test_packages_and_memory_are_summed_without_double_counting(tmp_path: Path) -> None:
     root, clock = make_powercap(tmp_path), Clock()
 
     def spend() -> None:
@@ -43,13 +43,13 @@ def test_packages_and_their_memory_are_summed_and_nothing_counts_twice(tmp_path:
     assert monitor.gpus() == GpuConfig(max_power=250.0, number_of_gpus=2, gpu_model=cpu_model_name())
 
 
-def test_a_limit_of_memory_counts_where_it_is_stated(tmp_path: Path) -> None:
+def test_stated_limit_of_memory_counts(tmp_path: Path) -> None:
     add_zone(tmp_path, "intel-rapl:0", "package-0-die-0")
     add_zone(tmp_path, "intel-rapl:0:0", "dram", max_power_uw=30_000_000)
     assert RaplMonitor(root=tmp_path).gpus().max_power == 155.0
 
 
-def test_the_limit_in_force_stands_in_for_the_highest(tmp_path: Path) -> None:
+def test_limit_in_force_replaces_the_missing_highest_limit(tmp_path: Path) -> None:
     zone = add_zone(tmp_path, "intel-rapl:0", "package-0", max_power_uw=0)
     (zone / "constraint_0_power_limit_uw").write_text("95000000\n")
     assert RaplMonitor(root=tmp_path).gpus().max_power == 95.0
@@ -69,7 +69,7 @@ def test_without_limits_the_power_is_stated_or_missing(tmp_path: Path) -> None:
     first=st.floats(min_value=0.0, max_value=1.0, exclude_max=True),
     parts=st.lists(st.floats(min_value=0.0, max_value=1.0, exclude_max=True), min_size=1, max_size=30),
 )
-def test_wraps_are_followed_as_long_as_none_is_missed(
+def test_wraps_are_followed_if_none_is_missed(
     tmp_path_factory: pytest.TempPathFactory, range_uj: int, first: float, parts: list[float]
 ) -> None:
     true_uj = int(first * range_uj)
@@ -78,13 +78,13 @@ def test_wraps_are_followed_as_long_as_none_is_missed(
     zone = Zone(folder, "package-0", range_uj, 100.0)
     assert zone.energy_uj() == 0
     for part in parts:
-        true_uj += int(part * range_uj)  # less than a whole turn between two readings
+        true_uj += int(part * range_uj)  # less than a full range between two readings
         (folder / "energy_uj").write_text(f"{true_uj % range_uj}\n")
         counted_uj = zone.energy_uj()
     assert counted_uj == true_uj - int(first * range_uj)
 
 
-def test_a_thread_follows_wraps_in_a_long_window(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_thread_follows_wraps_in_a_long_window(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("zeus_plugins.energy.linux.RAPL_INTERVAL_S", 0.01)
     read = threading.Event()
     reading = Zone.energy_uj
@@ -99,8 +99,8 @@ def test_a_thread_follows_wraps_in_a_long_window(tmp_path: Path, monkeypatch: py
     add_zone(tmp_path, "intel-rapl:0", "package-0", range_uj=10_000_000)
     monitor = RaplMonitor(root=tmp_path)
     monitor.begin_window("training")
-    for _ in range(3):  # two and a half turns altogether, of which a reading at the end alone would see half a turn
-        # Not in place: the thread would find an empty file now and then, which a kernel never shows.
+    for _ in range(3):  # 2.5 ranges in total, of which a single reading at the end would see half a range
+        # Replaced atomically: otherwise the thread would sometimes find an empty file, which a kernel never shows.
         counter = tmp_path / "intel-rapl:0" / "energy_uj"
         following = tmp_path / "following"
         following.write_text(str((int(counter.read_text()) + 8_333_334) % 10_000_000))
@@ -110,7 +110,7 @@ def test_a_thread_follows_wraps_in_a_long_window(tmp_path: Path, monkeypatch: py
     assert monitor.end_window("training").energy_j == pytest.approx(25.000002)
 
 
-def test_a_machine_without_such_counters_is_unavailable(tmp_path: Path) -> None:
+def test_machine_without_rapl_counters_is_unavailable(tmp_path: Path) -> None:
     add_zone(tmp_path, "intel-rapl-mmio:0", "package-0")
     add_zone(tmp_path, "intel-rapl:0", "psys")
 
@@ -126,15 +126,13 @@ def test_a_machine_without_such_counters_is_unavailable(tmp_path: Path) -> None:
         ("max_energy_range_uj", "many\n", r"intel-rapl:0 \(RAPL\) cannot be read: .*many"),
     ],
 )
-def test_a_counter_that_cannot_be_read_or_stands_at_zero_is_named(
-    tmp_path: Path, file: str, content: str, problem: str
-) -> None:
+def test_unreadable_or_zero_counter_is_named(tmp_path: Path, file: str, content: str, problem: str) -> None:
     (add_zone(tmp_path, "intel-rapl:0", "package-0") / file).write_text(content)
     with pytest.raises(EnergyUnavailableError, match=problem):
         RaplMonitor(root=tmp_path).gpus()
 
 
-def test_a_counter_that_is_lost_while_a_window_is_open_is_an_error_of_ours(tmp_path: Path) -> None:
+def test_counter_lost_during_a_window_is_a_package_error(tmp_path: Path) -> None:
     zone = add_zone(tmp_path, "intel-rapl:0", "package-0")
     monitor = RaplMonitor(root=tmp_path)
     with pytest.raises(EnergyUnavailableError, match=r"intel-rapl:0 \(RAPL\) cannot be read"):
@@ -143,7 +141,7 @@ def test_a_counter_that_is_lost_while_a_window_is_open_is_an_error_of_ours(tmp_p
         monitor.end_window("window")
 
 
-def test_counters_that_only_root_may_read_are_skipped_with_the_remedy(
+def test_counters_readable_only_by_root_are_skipped_with_a_remedy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     root = make_powercap(tmp_path)

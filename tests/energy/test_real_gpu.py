@@ -15,7 +15,7 @@ pytestmark = [
     pytest.mark.skipif(not has_nvidia_driver(), reason="needs an NVIDIA GPU"),
 ]
 
-# Long enough that the second of which newer GPUs tell the mean power does not decide.
+# Long enough that the second over which newer GPUs average power has little influence.
 WORK = """
 import sys, time
 import torch
@@ -32,11 +32,11 @@ else:
 
 
 def work() -> None:
-    """Keep the first GPU busy where PyTorch can, and leave it idle otherwise."""
+    """Keep the first GPU busy if PyTorch can, and leave it idle otherwise."""
     subprocess.run([sys.executable, "-c", WORK], check=True)
 
 
-def test_a_real_gpu_spends_energy_between_two_windows() -> None:
+def test_real_gpu_uses_energy_between_two_windows() -> None:
     monitor = NvmlMonitor([0])
     monitor.begin_window("whole")
     parts_j: list[float] = []
@@ -48,15 +48,15 @@ def test_a_real_gpu_spends_energy_between_two_windows() -> None:
     assert monitor.gpus().max_power > 0
 
 
-def test_the_counter_is_what_is_chosen() -> None:
+def test_counter_is_chosen_on_a_real_gpu() -> None:
     assert auto().source == "nvml"
 
 
-def test_both_ways_describe_the_same_gpus() -> None:
+def test_both_monitors_describe_the_same_gpus() -> None:
     assert NvmlMonitor().gpus() == NvmlPowerMonitor().gpus()
 
 
-def test_the_counter_and_the_integral_of_power_agree() -> None:
+def test_counter_and_integrated_power_agree() -> None:
     monitors = (NvmlMonitor(), NvmlPowerMonitor())
     for monitor in monitors:
         monitor.begin_window("work")

@@ -1,4 +1,4 @@
-"""Power that is integrated, the thread that reads it, and counters that stand still."""
+"""Integrated power, its reading thread, and frozen counters."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from zeus_plugins.protocol import GpuConfig
 
 P100 = "Tesla P100"
 SOURCE = "nvml power, integrated every 0.1 s"
-LONG_S = 60.0  # A thread that has not done its work by then never will.
+LONG_S = 60.0  # A thread that needs longer never finishes.
 
 
 def old_gpu(power_w: float = 100.0) -> FakeGpu:
@@ -36,7 +36,7 @@ def old_gpu(power_w: float = 100.0) -> FakeGpu:
 
 @dataclass
 class Meter:
-    """A device whose power is what the test says."""
+    """A device with a power set by the test."""
 
     power: float = 0.0
     max_power_w: float = 250.0
@@ -47,7 +47,7 @@ class Meter:
 
 @dataclass
 class CountingNvml(FakeNvml):
-    """A driver that says when it was asked for power so often."""
+    """A driver that signals after a number of power readings."""
 
     enough: int = 5
     reached: threading.Event = field(default_factory=threading.Event)
@@ -65,7 +65,7 @@ Samplers = Callable[[], list[threading.Thread]]
 
 @pytest.fixture(name="samplers")
 def make_samplers() -> Samplers:
-    """The threads that this test has started and that run."""
+    """Threads started by this test and still running."""
     gc.collect()
     before = set(threading.enumerate())
     return lambda: [each for each in threading.enumerate() if each.name == "zeus-energy-sampler" and each not in before]
@@ -82,7 +82,7 @@ def make_samplers() -> Samplers:
         max_size=40,
     )
 )
-def test_the_integral_is_that_of_numpy(readings: list[tuple[float, float]]) -> None:
+def test_integral_matches_numpy(readings: list[tuple[float, float]]) -> None:
     clock = Clock(now_s=0.0)
     meter = Meter()
     integral = IntegratedPower(meter, clock)
@@ -104,10 +104,10 @@ def test_the_integral_is_that_of_numpy(readings: list[tuple[float, float]]) -> N
     interval_s=st.floats(min_value=0.01, max_value=1.0),
     place=st.floats(min_value=0.0, max_value=1.0),
 )
-def test_a_step_is_off_by_half_an_interval_at_most(
+def test_error_of_a_step_is_at_most_half_an_interval(
     before_w: float, after_w: float, interval_s: float, place: float
 ) -> None:
-    """The error that `NvmlPowerMonitor` states."""
+    """Check the error that `NvmlPowerMonitor` documents."""
     meter, clock = Meter(before_w), Clock(now_s=0.0)
     integral = IntegratedPower(meter, clock)
     integral.energy_uj()
@@ -121,15 +121,15 @@ def test_a_step_is_off_by_half_an_interval_at_most(
 # ---- The monitor ---------------------------------------------------------------------------------------------------
 
 
-def test_power_is_integrated_over_the_window_and_summed_over_the_gpus() -> None:
+def test_power_is_integrated_over_the_window_and_summed_over_gpus() -> None:
     nvml, clock = FakeNvml([old_gpu(100.0), old_gpu(40.0)]), Clock()
     monitor = NvmlPowerMonitor(nvml=nvml, clock=clock)
-    # However often the thread reads: it finds the same watts at the same instants.
+    # Independent of the number of readings: all find the same watts at the same instants.
     assert window(monitor, clock, 0.75) == Measurement(0.75, pytest.approx(105.0), SOURCE)
     assert monitor.gpus() == GpuConfig(max_power=500.0, number_of_gpus=2, gpu_model=P100)
 
 
-def test_windows_of_power_overlap_and_readings_that_came_late_are_told_of() -> None:
+def test_power_windows_may_overlap_and_late_readings_are_reported() -> None:
     nvml, clock = FakeNvml([old_gpu()]), Clock()
     monitor = NvmlPowerMonitor(nvml=nvml, clock=clock)
 
@@ -151,12 +151,12 @@ def test_time_between_windows_is_no_gap() -> None:
 
 
 @pytest.mark.parametrize("interval_s", [0.0, -0.1, 1.5, float("nan")])
-def test_an_interval_that_makes_no_sense_is_refused(interval_s: float) -> None:
+def test_invalid_interval_is_refused(interval_s: float) -> None:
     with pytest.raises(ZeusBSOConfigError, match=f"interval_s is {interval_s}"):
         NvmlPowerMonitor(interval_s=interval_s)
 
 
-def test_a_gpu_that_does_not_tell_its_power_is_unavailable() -> None:
+def test_gpu_without_a_power_reading_is_unavailable() -> None:
     with pytest.raises(EnergyUnavailableError, match=r"GPU 0 \(Tesla P100\) gives no power reading: Not Supported"):
         NvmlPowerMonitor(nvml=FakeNvml([FakeGpu(name=P100)])).gpus()
 
@@ -164,7 +164,7 @@ def test_a_gpu_that_does_not_tell_its_power_is_unavailable() -> None:
 # ---- The thread ----------------------------------------------------------------------------------------------------
 
 
-def test_a_thread_reads_while_a_window_is_open_and_ends_with_the_last(samplers: Samplers) -> None:
+def test_thread_reads_during_windows_and_ends_with_the_last(samplers: Samplers) -> None:
     nvml = CountingNvml([old_gpu()])
     monitor = NvmlPowerMonitor(nvml=nvml, interval_s=0.01)
     monitor.gpus()
@@ -184,7 +184,7 @@ def test_a_thread_reads_while_a_window_is_open_and_ends_with_the_last(samplers: 
     monitor.end_window("again")
 
 
-def test_a_window_that_cannot_begin_leaves_no_thread(samplers: Samplers) -> None:
+def test_failed_begin_of_a_window_leaves_no_thread(samplers: Samplers) -> None:
     nvml = FakeNvml([old_gpu()])
     monitor = NvmlPowerMonitor(nvml=nvml)
     monitor.gpus()
@@ -195,7 +195,7 @@ def test_a_window_that_cannot_begin_leaves_no_thread(samplers: Samplers) -> None
     assert samplers() == []
 
 
-def test_a_signal_that_breaks_in_as_a_window_ends_leaves_later_ones_their_thread(
+def test_signal_at_the_end_of_a_window_does_not_disable_later_threads(
     samplers: Samplers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monitor = NvmlPowerMonitor(nvml=FakeNvml([old_gpu()]), interval_s=0.01)
@@ -215,7 +215,7 @@ def test_a_signal_that_breaks_in_as_a_window_ends_leaves_later_ones_their_thread
     monitor.end_window("again")
 
 
-def test_a_monitor_that_is_dropped_with_a_window_open_is_read_no_more(samplers: Samplers) -> None:
+def test_dropped_monitor_with_an_open_window_stops_reading(samplers: Samplers) -> None:
     monitor = NvmlPowerMonitor(nvml=FakeNvml([old_gpu()]), interval_s=0.01)
     monitor.begin_window("training")
     (thread,) = samplers()
@@ -225,7 +225,7 @@ def test_a_monitor_that_is_dropped_with_a_window_open_is_read_no_more(samplers: 
     assert not thread.is_alive()
 
 
-def test_readings_that_fail_are_bridged(caplog: pytest.LogCaptureFixture, samplers: Samplers) -> None:
+def test_failed_readings_are_bridged(caplog: pytest.LogCaptureFixture, samplers: Samplers) -> None:
     failed_twice = threading.Event()
     calls = 0
 
@@ -289,15 +289,15 @@ FORK = """
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
-def test_a_forked_process_measures_anew_and_its_parent_goes_on() -> None:
-    # Newer Pythons warn of any fork beside a thread, which is what this is about.
+def test_forked_process_measures_independently_and_the_parent_continues() -> None:
+    # Newer Pythons warn of any fork with threads, which this test needs.
     command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", textwrap.dedent(FORK)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=240)
 
     assert done.stdout.splitlines() == ["child measured", "parent measured"], done.stderr
 
 
-# ---- Counters that do not count ------------------------------------------------------------------------------------
+# --- Frozen counters ------------------------------------------------------------------------------------------------
 
 MakeMonitor = type[NvmlMonitor] | type[NvmlPowerMonitor]
 
@@ -308,7 +308,7 @@ def frozen(kind: MakeMonitor) -> tuple[EnergyMonitor, FakeNvml, Clock]:
 
 
 @pytest.mark.parametrize("kind", [NvmlMonitor, NvmlPowerMonitor])
-def test_what_has_not_moved_for_a_second_is_estimated_and_told_of(
+def test_counter_frozen_for_a_second_is_replaced_by_an_estimate(
     kind: MakeMonitor, caplog: pytest.LogCaptureFixture
 ) -> None:
     monitor, _, clock = frozen(kind)
@@ -324,27 +324,27 @@ def test_what_has_not_moved_for_a_second_is_estimated_and_told_of(
     ]
 
 
-def test_a_counter_may_stand_still_for_less_than_a_second_even_over_short_windows() -> None:
+def test_counter_may_stay_constant_for_less_than_a_second_over_short_windows() -> None:
     monitor, _, clock = frozen(NvmlMonitor)
     assert window(monitor, clock, 0.99) == Measurement(pytest.approx(0.99), 0.0, "nvml")
     monitor, _, clock = frozen(NvmlMonitor)
     assert [window(monitor, clock, 0.5).energy_j for _ in range(3)] == [0.0, 350.0, 350.0]
 
 
-def test_a_counter_that_moves_again_is_believed_again() -> None:
+def test_moving_counter_is_trusted_again() -> None:
     monitor, nvml, clock = frozen(NvmlMonitor)
     assert window(monitor, clock, 2.0).energy_j == 1400.0
     assert window(monitor, clock, 2.0, lambda: nvml.machine[0].spend(600_000)).energy_j == 600.0
 
 
-def test_only_the_device_that_does_not_count_is_estimated() -> None:
+def test_only_the_frozen_device_is_estimated() -> None:
     nvml, clock = FakeNvml([FakeGpu(uuid="GPU-a"), FakeGpu(uuid="GPU-b")]), Clock()
     measured = window(NvmlMonitor(nvml=nvml, clock=clock), clock, 2.0, lambda: nvml.machine[1].spend(300_000))
     assert measured.energy_j == 2 * 700.0 + 300.0
     assert "estimate: 700 W for 1 of 2 devices" in measured.source
 
 
-def test_a_counter_that_fell_is_not_taken_for_a_gain(caplog: pytest.LogCaptureFixture) -> None:
+def test_falling_counter_adds_no_energy(caplog: pytest.LogCaptureFixture) -> None:
     nvml, clock = FakeNvml(), Clock()
     measured = window(NvmlMonitor(nvml=nvml, clock=clock), clock, 0.25, lambda: nvml.machine[0].spend(-6_999_988))
     assert measured.energy_j == 175.0

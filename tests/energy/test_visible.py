@@ -1,4 +1,4 @@
-"""The GPUs that train among those of the machine: refused ones, UUIDs, and what CUDA itself says."""
+"""Training GPUs among the machine's GPUs: refused GPUs, UUIDs, and CUDA's own numbering."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ UUIDS = ("8932f937-d72c-4106-c12f-20bd9faed9f6", "0a1b2c3d-0000-1111-2222-333344
 
 
 def machine(*refusals: str | None) -> FakeNvml:
-    """GPUs named A, B, …, of which some cannot be opened."""
+    """Return GPUs named A, B, …, some of which cannot be opened."""
     letters = "abcdefgh"[: len(refusals)]
     return FakeNvml(
         [FakeGpu(uuid=f"GPU-{each * 4}", refusal=refusal) for each, refusal in zip(letters, refusals, strict=True)]
@@ -26,17 +26,17 @@ def machine(*refusals: str | None) -> FakeNvml:
 
 
 @pytest.mark.parametrize("refusal", ["Insufficient Permissions", "GPU is lost"])
-def test_a_gpu_that_is_not_ours_to_read_stops_nobody(monkeypatch: pytest.MonkeyPatch, refusal: str) -> None:
+def test_inaccessible_foreign_gpu_is_ignored(monkeypatch: pytest.MonkeyPatch, refusal: str) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     (gpu,) = open_gpus(machine(None, refusal))
     assert gpu.uuid == "GPU-aaaa"
 
 
-def test_indices_count_the_gpus_that_may_be_opened_as_cuda_does() -> None:
+def test_indices_count_the_accessible_gpus_like_cuda() -> None:
     assert [gpu.uuid for gpu in open_gpus(machine("No Permission", None, None), [1])] == ["GPU-cccc"]
 
 
-def test_without_any_gpu_that_may_be_opened_a_training_is_estimated_and_told_why(
+def test_without_any_accessible_gpu_the_training_is_estimated_with_the_reason(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     monitor = energy.auto(probes=probes_of(machine("GPU is lost", "GPU is lost")))
@@ -45,7 +45,7 @@ def test_without_any_gpu_that_may_be_opened_a_training_is_estimated_and_told_why
 
 
 @pytest.mark.parametrize("setting", ["GPU-bb", "GPU-b", "GPU-bbbb"])
-def test_the_beginning_of_a_uuid_will_do_as_it_does_for_cuda(monkeypatch: pytest.MonkeyPatch, setting: str) -> None:
+def test_prefix_of_a_uuid_suffices_as_for_cuda(monkeypatch: pytest.MonkeyPatch, setting: str) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", setting)
     assert [gpu.uuid for gpu in open_gpus(machine(None, None))] == ["GPU-bbbb"]
 
@@ -59,7 +59,7 @@ def test_the_beginning_of_a_uuid_will_do_as_it_does_for_cuda(monkeypatch: pytest
     ],
     ids=["the beginning of two", "two names of one", "one of those refused is no mistake of the user's"],
 )
-def test_a_uuid_that_names_no_gpu_is_refused(
+def test_uuid_without_a_gpu_is_refused(
     monkeypatch: pytest.MonkeyPatch, setting: str, refusal: str | None, error: type[Exception], problem: str
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", setting)
@@ -73,7 +73,7 @@ def test_gpus_are_named_by_uuid() -> None:
     assert [gpu.index for gpu in open_gpus(machine(None, None, None), ["GPU-cccc", "GPU-aaaa"])] == [2, 0]
 
 
-# ---- CUDA's own word -----------------------------------------------------------------------------------------------
+# --- CUDA's numbering -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -81,23 +81,23 @@ def test_gpus_are_named_by_uuid() -> None:
     [((1, 0), [0], [1]), ((1, 0), None, [1, 0]), ((1,), [0], [1]), ((0,), None, [0])],
     ids=["the fastest first", "all of them", "one is visible", "the first is visible"],
 )
-def test_pytorch_says_which_gpus_cuda_counts(
+def test_pytorch_determines_the_gpus_of_cuda(
     monkeypatch: pytest.MonkeyPatch, order: Sequence[int], indices: Sequence[int] | None, found: Sequence[int]
 ) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")  # set late: CUDA has started before
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")  # set too late: CUDA has already started
     nvml = FakeNvml([FakeGpu(uuid=f"GPU-{uuid}") for uuid in UUIDS])
     torch = FakeTorch(*(UUIDS[place] for place in order))
     assert [gpu.index for gpu in open_gpus(nvml, indices, torch=torch)] == found
 
 
-def test_a_machine_of_several_models_needs_no_order_of_cuda_where_pytorch_names_the_gpu() -> None:
+def test_mixed_machine_needs_no_cuda_order_if_pytorch_names_the_gpu() -> None:
     nvml = FakeNvml([FakeGpu(name=V100, uuid=f"GPU-{UUIDS[0]}"), FakeGpu(uuid=f"GPU-{UUIDS[1]}")])
     assert [gpu.name for gpu in open_gpus(nvml, [0], torch=FakeTorch(UUIDS[1], UUIDS[0]))] == [H200]
     with pytest.raises(ZeusBSOConfigError, match="CUDA_DEVICE_ORDER=PCI_BUS_ID"):
         open_gpus(nvml, [0], torch=FakeTorch())
 
 
-def test_a_training_on_a_gpu_that_cannot_be_opened_is_unavailable_and_no_other_gpu_is_taken_for_it() -> None:
+def test_training_on_an_inaccessible_gpu_is_unavailable_instead_of_replaced() -> None:
     nvml = FakeNvml([FakeGpu(uuid=f"GPU-{UUIDS[0]}", refusal="No Permission"), FakeGpu(uuid=f"GPU-{UUIDS[1]}")])
     with pytest.raises(EnergyUnavailableError, match=f"GPU {UUIDS[0]} cannot be opened"):
         open_gpus(nvml, [0], torch=FakeTorch(*UUIDS))
@@ -105,7 +105,7 @@ def test_a_training_on_a_gpu_that_cannot_be_opened_is_unavailable_and_no_other_g
         open_gpus(machine(None, None), torch=FakeTorch("00000000-0000"))
 
 
-def test_a_slice_that_pytorch_names_by_its_bare_uuid_is_found() -> None:
+def test_slice_named_by_a_bare_uuid_in_pytorch_is_found() -> None:
     nvml = FakeNvml([FakeGpu(uuid="aa", mig_mode=1, slices=[1] * 7)])
     with pytest.raises(EnergyUnavailableError, match="a MIG slice shares"):
         open_gpus(nvml, torch=FakeTorch("aa"))

@@ -1,4 +1,4 @@
-"""Monitors that measure as Zeus's does."""
+"""Monitors with the interface of Zeus's."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ def measured(answer: object) -> Measurement:
         (FakeZeusMeasurement(gpu_energy={}, cpu_energy={0: 5.0}), 5.0),
     ],
 )
-def test_seconds_and_joules_are_taken_over(answer: object, energy_j: float) -> None:
+def test_seconds_and_joules_are_adopted(answer: object, energy_j: float) -> None:
     assert measured(answer) == Measurement(2.0, energy_j, "FakeZeusMonitor")
 
 
 @pytest.mark.parametrize("energy_j", [0.0, float("nan"), float("inf"), -3.0])
-def test_joules_that_cannot_be_are_estimated_and_told_of(energy_j: float, caplog: pytest.LogCaptureFixture) -> None:
+def test_impossible_joules_are_estimated_and_reported(energy_j: float, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, logger="zeus_plugins.energy"):
         answer = measured(SimpleNamespace(time=2.0, total_energy=energy_j))
     source = f"FakeZeusMonitor, but estimate: 500 W, for it measured {energy_j:g} J"
@@ -51,7 +51,7 @@ def test_joules_that_cannot_be_are_estimated_and_told_of(energy_j: float, caplog
     assert source in caplog.text
 
 
-def test_less_than_a_second_may_cost_nothing() -> None:
+def test_window_below_a_second_may_cost_nothing() -> None:
     assert measured(FakeZeusMeasurement(time=0.9, gpu_energy={0: 0.0})) == Measurement(0.9, 0.0, "FakeZeusMonitor")
 
 
@@ -59,7 +59,7 @@ def test_less_than_a_second_may_cost_nothing() -> None:
     "answer",
     [None, 3.0, SimpleNamespace(time=1.0), SimpleNamespace(total_energy=1.0), {"time": 1.0, "total_energy": 1}],
 )
-def test_an_answer_without_time_or_energy_is_refused(answer: object) -> None:
+def test_answer_without_time_or_energy_is_refused(answer: object) -> None:
     with pytest.raises(ZeusBSOConfigError, match=r"FakeZeusMonitor.end_window returned .*it has to have the seconds"):
         measured(answer)
 
@@ -77,7 +77,7 @@ def test_an_answer_without_time_or_energy_is_refused(answer: object) -> None:
     ],
     ids=["Jetson", "Apple"],
 )
-def test_a_system_on_a_chip_counts_as_a_whole_and_each_part_once(soc: object, energy_j: float) -> None:
+def test_system_on_a_chip_counts_as_a_whole_and_each_part_once(soc: object, energy_j: float) -> None:
     answer = SimpleNamespace(
         time=2.0, gpu_energy={}, cpu_energy=None, dram_energy=None, soc_energy=soc, total_energy=0.0
     )
@@ -85,20 +85,20 @@ def test_a_system_on_a_chip_counts_as_a_whole_and_each_part_once(soc: object, en
 
 
 @pytest.mark.parametrize(("indices", "number"), [([0], 1), ([1, 2], 2)])
-def test_else_nvml_describes_those_that_the_monitor_measures(indices: list[int], number: int) -> None:
+def test_nvml_describes_the_monitored_gpus_by_default(indices: list[int], number: int) -> None:
     nvml = FakeNvml([FakeGpu(uuid=f"GPU-{letter}") for letter in "abc"])
     described = ZeusMonitorAdapter(FakeZeusMonitor(gpu_indices=indices), nvml=nvml).gpus()
     assert described == GpuConfig(max_power=700.0 * number, number_of_gpus=number, gpu_model=H200)
 
 
-def test_else_they_have_to_be_given() -> None:
+def test_gpus_must_be_given_if_nvml_cannot_describe_them() -> None:
     with pytest.raises(
         ZeusBSOConfigError, match=r"which devices .* NVML cannot say \(the NVIDIA driver .*gpus=GpuConfig"
     ):
         ZeusMonitorAdapter(FakeZeusMonitor(), nvml=FakeNvml(broken="not loaded")).gpus()
 
 
-def test_a_window_that_the_monitor_refuses_is_not_open() -> None:
+def test_window_refused_by_the_monitor_is_not_open() -> None:
     monitor = FakeZeusMonitor()
     monitor.open.add("training")
     adapter = ZeusMonitorAdapter(monitor, GPUS)
@@ -111,7 +111,7 @@ def test_a_window_that_the_monitor_refuses_is_not_open() -> None:
 # ---- Recognition ---------------------------------------------------------------------------------------------------
 
 
-def test_a_monitor_of_zeuss_kind_is_adapted_although_it_has_an_attribute_gpus_and_ours_stays_as_it_is() -> None:
+def test_zeus_monitor_is_adapted_and_own_monitors_stay_unchanged() -> None:
     assert isinstance(as_energy_monitor(FakeZeusMonitor()), ZeusMonitorAdapter)
     monitor = EstimateMonitor(50.0)
     assert as_energy_monitor(monitor) is monitor
@@ -121,12 +121,12 @@ def test_a_monitor_of_zeuss_kind_is_adapted_although_it_has_an_attribute_gpus_an
 
 
 @pytest.mark.parametrize("thing", ["val_acc", None, SimpleNamespace(begin_window=print)])
-def test_what_measures_in_neither_way_is_refused(thing: Any) -> None:
+def test_object_without_a_monitor_interface_is_refused(thing: Any) -> None:
     with pytest.raises(ZeusBSOConfigError, match=f"{type(thing).__name__} is no energy monitor"):
         as_energy_monitor(thing)
 
 
-def test_a_training_may_be_given_a_monitor_of_zeuss_kind(
+def test_training_accepts_a_monitor_in_the_style_of_zeus(
     monkeypatch: pytest.MonkeyPatch, server: ServerProcess
 ) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", FakeNvml())
@@ -142,7 +142,7 @@ def test_a_training_may_be_given_a_monitor_of_zeuss_kind(
     assert (trial.time_s, trial.energy_j, trial.energy_source) == (2.0, 42.5, "FakeZeusMonitor")
 
 
-def test_epochs_whose_energy_is_obtained_otherwise_are_told_of(
+def test_epochs_with_a_changed_energy_source_are_reported(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     silent = FakeZeusMeasurement(gpu_energy={0: 0.0})

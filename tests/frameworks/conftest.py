@@ -1,4 +1,4 @@
-"""A bench of each framework in turn: the tests of this folder show what both must do alike."""
+"""The bench of each framework in turn: both frameworks must pass the tests of this folder."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def mortal_bench(kind: Any, server: ServerProcess, tmp_path: Path) -> FrameworkB
 
 @pytest.fixture(name="_sigint_afterwards")
 def restore_sigint() -> Iterator[None]:
-    """Lightning turns Ctrl-C off while it shuts down, and leaves it off."""
+    """Lightning turns Ctrl-C off during its shutdown and does not turn it on again."""
     handler = signal.getsignal(signal.SIGINT)
     yield
     signal.signal(signal.SIGINT, handler)

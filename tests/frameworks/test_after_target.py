@@ -12,11 +12,11 @@ from zeus_plugins.errors import ZeusBSOTrainFailError
 from zeus_plugins.protocol import TrialState
 
 STEPS = len(EPOCH_OF_48)
-UNTIL_TARGET = 2 * (STEPS + VALIDATION)  # of a `Work`'s count
+UNTIL_TARGET = 2 * (STEPS + VALIDATION)  # Seconds on the clock of a `Work`.
 
 
 def beyond(bench: FrameworkBench, work: Work, **options: Any) -> tuple[Training, Any]:
-    """A training of four epochs with a checkpoint after each, which reaches its target in the second one."""
+    """Return a training of four epochs with a checkpoint after each; the second epoch reaches the target."""
     callback = bench.callback(
         bench.job(0.9, max_epochs=4), energy_monitor=work.monitor, after_target="continue", **options
     )
@@ -27,7 +27,7 @@ def windows_open_in_epoch(number: int, work: Work, found: list[list[str]]) -> di
     return {(number - 1) * STEPS + 2: lambda: found.append(work.monitor.open_windows)}
 
 
-def test_the_training_goes_on_and_costs_what_it_did_at_the_target(
+def test_training_continues_and_costs_same_as_at_target(
     bench: FrameworkBench, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     found: list[list[str]] = []
@@ -37,7 +37,7 @@ def test_the_training_goes_on_and_costs_what_it_did_at_the_target(
     with caplog.at_level("INFO"):
         training.train()
     assert (training.epochs, training.sizes) == (4, EPOCH_OF_48 * 4)
-    assert found == [["zeus_bso_trial"], []]  # nothing is measured after the target
+    assert found == [["zeus_bso_trial"], []]  # Nothing more is measured after the target.
     assert (callback.trial.verdict.converged, callback.trial.energy_j) == (True, 10.0 * UNTIL_TARGET)
     trial = bench.only_trial()
     assert (trial.state, trial.epochs, trial.energy_j) == (TrialState.COMPLETED, 2, 10.0 * UNTIL_TARGET)
@@ -46,7 +46,7 @@ def test_the_training_goes_on_and_costs_what_it_did_at_the_target(
     assert "zeus: the training continued to its own end, which is not counted" in said
 
 
-def test_a_training_that_misses_its_target_stops_as_ever(bench: FrameworkBench) -> None:
+def test_training_without_success_still_stops(bench: FrameworkBench) -> None:
     callback = bench.callback(bench.job(NEVER, max_epochs=2), after_target="continue")
     training = bench.training(callback, epochs=4, scores=(0.1,))
     with pytest.raises(ZeusBSOTrainFailError):
@@ -55,7 +55,7 @@ def test_a_training_that_misses_its_target_stops_as_ever(bench: FrameworkBench) 
 
 
 @pytest.mark.parametrize("epoch", [1, 3], ids=["before the target", "after it"])
-def test_a_completed_trial_trains_on_from_a_checkpoint(bench: FrameworkBench, epoch: int) -> None:
+def test_completed_trial_trains_on_from_checkpoint(bench: FrameworkBench, epoch: int) -> None:
     first, _ = beyond(bench, Work({3 * STEPS + 2: SystemExit(143)}))
     with pytest.raises(SystemExit):
         first.train()

@@ -1,4 +1,4 @@
-"""Real trainings at the server's size: accumulation, what is reported, and what is read from the training."""
+"""Real trainings at the server's size: accumulation, reports and values read from the training."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSOOperationOrderError
 from zeus_plugins.protocol import TrialState
 
 
-def test_a_size_too_large_for_the_device_is_accumulated(bench: FrameworkBench) -> None:
+def test_size_too_large_for_device_is_accumulated(bench: FrameworkBench) -> None:
     callback = bench.callback(max_per_device_batch_size=20)
     training = bench.training(callback)
     training.train()
@@ -24,7 +24,7 @@ def test_a_size_too_large_for_the_device_is_accumulated(bench: FrameworkBench) -
     assert training.left_behind(callback) == []
 
 
-def test_the_users_accumulation_divides_the_size(bench: FrameworkBench) -> None:
+def test_accumulation_of_user_divides_size(bench: FrameworkBench) -> None:
     training = bench.training(bench.callback(), accumulation=4)
     training.train()
     assert training.sizes == [SERVERS_SIZE // 4] * 14
@@ -32,14 +32,14 @@ def test_the_users_accumulation_divides_the_size(bench: FrameworkBench) -> None:
     assert training.steps == (4, 4)
 
 
-def test_sizes_that_cannot_be_accumulated_are_refused_before_a_trial(bench: FrameworkBench) -> None:
+def test_sizes_with_uneven_accumulation_are_refused_before_trial(bench: FrameworkBench) -> None:
     training = bench.training(bench.callback(bench.job(batch_sizes=(48, 50))), accumulation=4)
     with pytest.raises(ZeusBSOConfigError, match=r"the batch sizes \[50\] cannot be spread .*; choose multiples of 4"):
         training.train()
     assert not bench.is_registered()
 
 
-def test_validations_within_an_epoch_are_reported_with_its_share(bench: FrameworkBench) -> None:
+def test_validation_within_epoch_is_reported_with_share_of_epoch(bench: FrameworkBench) -> None:
     callback = bench.callback(bench.job(NEVER, max_epochs=2), on_failure="stop")
     watch = bench.Watch(callback)
     bench.training(callback, watch, epochs=2, validate_every=2).train()
@@ -47,7 +47,7 @@ def test_validations_within_an_epoch_are_reported_with_its_share(bench: Framewor
     assert bench.only_trial().epochs == 2
 
 
-def test_a_trainer_that_ends_before_the_job_is_refused(bench: FrameworkBench) -> None:
+def test_trainer_with_fewer_epochs_than_job_is_refused(bench: FrameworkBench) -> None:
     training = bench.training(bench.callback(bench.job(max_epochs=30)), epochs=20)
     problem = rf"{bench.EPOCHS_OPTION}=20\) ends before the job's max_epochs \(30\)"
     with pytest.raises(ZeusBSOConfigError, match=problem):
@@ -55,7 +55,7 @@ def test_a_trainer_that_ends_before_the_job_is_refused(bench: FrameworkBench) ->
     assert not bench.is_registered()
 
 
-def test_a_second_training_is_a_second_trial(bench: FrameworkBench) -> None:
+def test_second_training_is_second_trial(bench: FrameworkBench) -> None:
     callback = bench.callback()
     first, second = bench.training(callback), bench.training(callback)
     with pytest.raises(ZeusBSOOperationOrderError, match="there is no trial before"):
@@ -71,11 +71,11 @@ def test_a_second_training_is_a_second_trial(bench: FrameworkBench) -> None:
 def give(training: Training, model: Any) -> None:
     """Let the training train this model."""
     training.model = model
-    if hasattr(training.trainer, "model_wrapped"):  # Lightning gets the model when it trains
+    if hasattr(training.trainer, "model_wrapped"):  # Lightning gets the model when the training begins.
         training.trainer.model = training.trainer.model_wrapped = model
 
 
-def test_training_of_a_trained_model_has_the_users_size_and_no_trial(
+def test_training_of_trained_model_has_size_of_user_and_no_trial(
     bench: FrameworkBench, caplog: pytest.LogCaptureFixture
 ) -> None:
     callback = bench.callback()
@@ -96,16 +96,16 @@ def test_training_of_a_trained_model_has_the_users_size_and_no_trial(
     assert callback.trial.trial_number == 2
 
 
-# Of which a target and a metric are said, and nothing else
+# Trainings for which only a target and a metric are stated
 
 
-def test_the_job_is_named_by_its_training(bench: FrameworkBench) -> None:
+def test_job_is_named_after_training(bench: FrameworkBench) -> None:
     zeus = bench.guessing(job_id=None)
     bench.training(zeus).train()
     assert zeus.trial.job_id.endswith("-Classifier-score-0-1xA40")
 
 
-def test_a_second_training_has_the_job_that_is_registered(bench: FrameworkBench) -> None:
+def test_second_training_uses_registered_job(bench: FrameworkBench) -> None:
     zeus = bench.guessing()
     for size in (16, 24):
         bench.training(zeus, size=size).train()
@@ -114,12 +114,12 @@ def test_a_second_training_has_the_job_that_is_registered(bench: FrameworkBench)
 
 
 @pytest.mark.parametrize("quiet", [False, True])
-def test_the_begin_and_the_end_are_told_once(
+def test_begin_and_end_are_printed_once(
     bench: FrameworkBench, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str], *, quiet: bool
 ) -> None:
     with caplog.at_level("INFO"):
         bench.training(bench.guessing(quiet=quiet)).train()
-    # Lightning has a logger that users see, the Trainer has none.
+    # Lightning has a logger for its users, the Trainer has none.
     lines = caplog.messages if bench.HAS_LOGGER else capsys.readouterr().err.splitlines()
     said = [line for line in lines if "zeus: " in line]
     if quiet:
@@ -135,7 +135,7 @@ def test_the_begin_and_the_end_are_told_once(
     assert len(said) == 5
 
 
-def test_a_checkpoint_keeps_what_was_guessed(bench: FrameworkBench) -> None:
+def test_checkpoint_keeps_guessed_job(bench: FrameworkBench) -> None:
     first = bench.guessing(target=2.0, on_failure="stop")
     bench.training(first, epochs=2, save_every=0, scores=(0.5, 3.0)).train()
     assert bench.only_trial().state is TrialState.COMPLETED

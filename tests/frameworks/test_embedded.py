@@ -1,4 +1,4 @@
-"""Trainings whose server runs in their own process."""
+"""Trainings with the server in the process of the training."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def make_bench_without_server(kind: Any, tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def train(bench: FrameworkBench, monitor: EnergyMonitor, **options: Any) -> tuple[Training, TrialView]:
-    """Train three epochs; the training, and its trial."""
+    """Train three epochs; return the training and its trial."""
     job = bench.job(NEVER, max_epochs=3)
     callback = bench.BatchSize(job, "score", energy_monitor=monitor, on_failure="stop")
     training = bench.training(callback, epochs=3, **options)
@@ -45,20 +45,21 @@ def train(bench: FrameworkBench, monitor: EnergyMonitor, **options: Any) -> tupl
     "stay",
     [
         pytest.param(False, id="new workers each epoch"),
-        # When such a trainer is collected, torch waits five seconds for each of its workers.
+        # When the trainer is collected, torch waits five seconds for each of its workers.
         pytest.param(True, marks=pytest.mark.slow, id="workers that stay"),
     ],
 )
-def test_a_training_with_forked_workers_needs_no_server_url(bench: FrameworkBench, stay: bool) -> None:
+def test_training_with_forked_workers_needs_no_server_url(bench: FrameworkBench, stay: bool) -> None:
     training, trial = train(bench, seconds_and_joules(1.0, 10.0), **bench.forking(stay=stay))
     assert training.sizes == EPOCH_OF_48 * 3
     assert (trial.state, trial.epochs, trial.energy_j) == (TrialState.EXHAUSTED, 3, 30)
 
 
-def test_a_training_whose_energy_is_lost_goes_on_to_its_end(
+def test_training_without_further_energy_measurements_continues_to_end(
     bench: FrameworkBench, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monitor = ReplayMonitor([Measurement(1.0, 10.0, "replayed")], GPUS)  # for the first epoch of three
+    # The monitor has a measurement for the first of three epochs.
+    monitor = ReplayMonitor([Measurement(1.0, 10.0, "replayed")], GPUS)
     with caplog.at_level(logging.WARNING, logger="zeus_plugins"):
         training, trial = train(bench, monitor, scores=(0.1, 0.2, 0.3))
     assert training.sizes == EPOCH_OF_48 * 3

@@ -1,4 +1,4 @@
-"""How real trainings end their trials: by the server's verdict, too early, or when something goes wrong."""
+"""How real trainings end their trials: by the server's verdict, too early, or after an error."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ OUT_OF_MEMORY = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.
 # Verdicts
 
 
-def test_reaching_the_target_ends_the_training(bench: FrameworkBench) -> None:
+def test_reaching_target_ends_training(bench: FrameworkBench) -> None:
     callback = bench.callback(bench.job(0.9, max_epochs=4))
     training = bench.training(callback, epochs=4, scores=(0.1, 0.9))
     training.train()
@@ -27,12 +27,12 @@ def test_reaching_the_target_ends_the_training(bench: FrameworkBench) -> None:
     assert trial.verdict.converged
     assert (trial.time_s, trial.energy_j, trial.energy_source) == (2.0, 20.0, "replayed")
     on_server = bench.only_trial()
-    # Exactly: single precision must not put the score below the target.
+    # The score equals the target: single precision must not put it below.
     assert (on_server.state, on_server.epochs, on_server.metric) == (TrialState.COMPLETED, 2, 0.9)
     assert (on_server.time_s, on_server.energy_j, on_server.energy_source) == (2.0, 20.0, "replayed")
 
 
-def test_a_machine_without_a_counter_says_that_it_estimates(bench: FrameworkBench) -> None:
+def test_estimate_is_named_on_machine_without_counter(bench: FrameworkBench) -> None:
     callback = bench.BatchSize(bench.job(), "score", server_url=bench.server.url)
     bench.training(callback).train()
     assert callback.trial.time_s > 0
@@ -41,7 +41,7 @@ def test_a_machine_without_a_counter_says_that_it_estimates(bench: FrameworkBenc
     assert bench.only_trial().energy_source == callback.trial.energy_source
 
 
-def test_a_failed_trial_may_just_stop(bench: FrameworkBench) -> None:
+def test_failed_trial_may_stop_without_error(bench: FrameworkBench) -> None:
     callback = bench.callback(bench.job(NEVER), on_failure="stop")
     training = bench.training(callback)
     training.train()
@@ -54,14 +54,14 @@ def test_a_failed_trial_may_just_stop(bench: FrameworkBench) -> None:
     ("policy", "other_size", "reason"),
     [(ZEUS, 24, EndReason.COST_BOUND_CROSSED), (GP_VOI, 96, EndReason.EPOCH_BOUND_REACHED)],
 )
-def test_a_trial_much_dearer_than_the_cheapest_is_stopped_early(
+def test_trial_above_cost_bound_is_stopped_early(
     bench: FrameworkBench, policy: str, other_size: int, reason: EndReason
 ) -> None:
     job = bench.job(0.9, batch_sizes=tuple(sorted((SERVERS_SIZE, other_size))), max_epochs=4, policy=policy)
-    bench.complete_first_trial(job)  # 55 J: the bound is 110 J
+    bench.complete_first_trial(job)  # The first trial costs 55 J, so the bound is 110 J.
     callback = bench.callback(job, energy_monitor=seconds_and_joules(1.0, 30.0), on_failure="stop")
     training = bench.training(callback, epochs=4, scores=(0.1,))
-    training.train()  # 65 J an epoch
+    training.train()  # Each epoch costs 65 J.
     assert training.epochs == 2
     assert callback.trial.verdict.reason is reason
     last = bench.view().trials[-1]
@@ -80,9 +80,7 @@ def test_a_trial_much_dearer_than_the_cheapest_is_stopped_early(
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else "",
 )
-def test_the_users_error_is_raised_and_ends_the_trial(
-    bench: FrameworkBench, error: BaseException, state: TrialState
-) -> None:
+def test_error_of_user_is_raised_and_ends_trial(bench: FrameworkBench, error: BaseException, state: TrialState) -> None:
     callback = bench.callback()
     with pytest.raises(type(error)) as raised:
         bench.training(callback, work=Work({2: error})).train()
@@ -91,19 +89,19 @@ def test_the_users_error_is_raised_and_ends_the_trial(
     assert trial.state is state
     assert str(error) in (trial.message or "")
     assert type(error).__name__ in (trial.message or "")
-    # What was spent until then is known to a checkpoint that is written by a later callback.
+    # A checkpoint written by a later callback knows the cost until then.
     assert (callback.trial.time_s, callback.trial.verdict) == (1.0, None)
 
 
 @pytest.mark.usefixtures("_sigint_afterwards")
-def test_ctrl_c_suspends_the_trial(bench: FrameworkBench) -> None:
+def test_ctrl_c_suspends_trial(bench: FrameworkBench) -> None:
     with pytest.raises(type(bench.CTRL_C)) as raised:
         bench.training(bench.callback(), work=Work({2: KeyboardInterrupt()})).train()
     assert raised.value.args == bench.CTRL_C.args
     assert bench.only_trial().state is TrialState.SUSPENDED
 
 
-def test_a_size_that_ran_out_of_memory_is_not_tried_again(bench: FrameworkBench) -> None:
+def test_size_out_of_memory_is_not_tried_again(bench: FrameworkBench) -> None:
     with pytest.raises(torch.OutOfMemoryError):
         bench.training(bench.callback(), work=Work({2: OUT_OF_MEMORY})).train()
     callback = bench.callback()
@@ -111,7 +109,7 @@ def test_a_size_that_ran_out_of_memory_is_not_tried_again(bench: FrameworkBench)
     assert callback.trial.batch_size == NEXT_SIZE
 
 
-def test_a_dead_server_does_not_hide_the_users_error(mortal_bench: FrameworkBench) -> None:
+def test_dead_server_does_not_hide_error_of_user(mortal_bench: FrameworkBench) -> None:
     error = RuntimeError("the user's own")
     work = Work({1: mortal_bench.server.kill, 2: error})
     with pytest.raises(RuntimeError) as raised:
@@ -119,7 +117,7 @@ def test_a_dead_server_does_not_hide_the_users_error(mortal_bench: FrameworkBenc
     assert raised.value is error
 
 
-def test_an_unreachable_server_is_one_clear_error_where_that_is_wanted(bench: FrameworkBench) -> None:
+def test_unreachable_server_is_single_clear_error_with_on_unreachable_raise(bench: FrameworkBench) -> None:
     url = f"http://127.0.0.1:{free_port()}"
     callback = bench.callback(server_url=url, on_unreachable="raise")
     training = bench.training(callback)
@@ -132,7 +130,7 @@ def test_an_unreachable_server_is_one_clear_error_where_that_is_wanted(bench: Fr
     assert training.left_behind(callback) == []
 
 
-def test_a_server_killed_between_epochs_loses_nothing(mortal_bench: FrameworkBench) -> None:
+def test_server_killed_between_epochs_loses_no_report(mortal_bench: FrameworkBench) -> None:
     server = mortal_bench.server
 
     def fail_for_a_moment() -> None:

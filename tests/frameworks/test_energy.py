@@ -14,12 +14,12 @@ EPOCH = STEPS_OF_16 + VALIDATION
 
 
 def metered(bench: FrameworkBench, work: Work, **options: Any) -> tuple[Training, Any]:
-    """A training whose energy is measured, and the callback that does it."""
+    """Return a training with an energy callback, and the callback."""
     meter = bench.Energy(work.monitor)
     return bench.training(meter, work=work, **options), meter
 
 
-def test_each_epoch_and_the_totals_are_logged(bench: FrameworkBench, caplog: pytest.LogCaptureFixture) -> None:
+def test_each_epoch_and_totals_are_logged(bench: FrameworkBench, caplog: pytest.LogCaptureFixture) -> None:
     training, meter = metered(bench, Work(), epochs=2)
     with caplog.at_level(logging.INFO, logger="zeus_plugins.energy"):
         training.train()
@@ -29,7 +29,7 @@ def test_each_epoch_and_the_totals_are_logged(bench: FrameworkBench, caplog: pyt
 
 
 @pytest.mark.parametrize(("save_every", "checkpoint"), [(0, 11), (7, 14)], ids=["after an epoch", "within an epoch"])
-def test_a_resumed_training_continues_its_totals(bench: FrameworkBench, save_every: int, checkpoint: int) -> None:
+def test_resumed_training_continues_totals(bench: FrameworkBench, save_every: int, checkpoint: int) -> None:
     if save_every and type(bench).__module__.endswith("lightning_bench") and is_older("lightning", "2.6"):
         pytest.skip("lightning before 2.6 trains one batch again when it resumes within an epoch")
     options = {"epochs": 3, "save_every": save_every}
@@ -38,13 +38,13 @@ def test_a_resumed_training_continues_its_totals(bench: FrameworkBench, save_eve
         first.train()
     resumed, _ = metered(bench, Work(), **options)
     resumed.train(bench.checkpoint(checkpoint))
-    # Steps that were trained again count once: what came after the checkpoint is lost.
+    # Steps that were trained again count once: the steps after the checkpoint are lost.
     assert len(resumed.sizes) == 3 * STEPS_OF_16 - checkpoint
-    kept = checkpoint // STEPS_OF_16 if bench.HAS_LOGGER else 0  # the Trainer's checkpoints hold its logs
+    kept = checkpoint // STEPS_OF_16 if bench.HAS_LOGGER else 0  # The Trainer's checkpoints hold its logs.
     assert resumed.logged("zeus/energy_j") == energy_rows(EPOCH, EPOCH, EPOCH)[kept:]
 
 
-def test_an_error_leaves_no_window_open_and_the_next_training_begins_anew(bench: FrameworkBench) -> None:
+def test_error_closes_window_and_next_training_starts_from_zero(bench: FrameworkBench) -> None:
     error = RuntimeError("the user's own")
     work = Work({STEPS_OF_16 + 2: error})
     meter = bench.Energy(work.monitor)
@@ -60,8 +60,8 @@ def test_an_error_leaves_no_window_open_and_the_next_training_begins_anew(bench:
         assert meter.time_s == 2 * EPOCH
 
 
-def test_by_default_the_machine_is_measured(bench: FrameworkBench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ZEUS_ESTIMATED_POWER_W", "50")  # for a training without a GPU
+def test_machine_is_measured_by_default(bench: FrameworkBench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ZEUS_ESTIMATED_POWER_W", "50")  # The variable serves a training without a GPU.
     meter = bench.Energy()
     bench.training(meter).train()
     assert meter.time_s > 0
@@ -69,7 +69,7 @@ def test_by_default_the_machine_is_measured(bench: FrameworkBench, monkeypatch: 
     assert 0 < meter.energy_j <= 1.1 * 50.0 * meter.time_s
 
 
-def test_a_checkpoint_without_totals_begins_them(bench: FrameworkBench) -> None:
+def test_totals_start_at_checkpoint_without_totals(bench: FrameworkBench) -> None:
     bench.training(epochs=2, save_every=0).train()
     training, _ = metered(bench, Work(), epochs=2)
     training.train(bench.checkpoint(STEPS_OF_16))

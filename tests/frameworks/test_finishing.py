@@ -1,4 +1,4 @@
-"""Launches that finish a missed run at the best known batch size, so that each ends with a model."""
+"""Launches that finish a missed run at the best known batch size, so that each launch ends with a model."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from zeus_plugins.protocol import EndReason, Origin, TrialState
 
 
 def missing_at_24(bench: FrameworkBench, **options: Any) -> Any:
-    """Return a callback whose trial is at 24, after a run at 48 reached the target of 0.9."""
+    """Return a callback with a trial at 24, after a run at 48 reached the target of 0.9."""
     job = bench.job(0.9, max_epochs=2)
     bench.complete_first_trial(job)
     return bench.callback(job, on_failure="finish", **options)
 
 
-def test_missed_run_is_finished_at_the_best_known_size(bench: FrameworkBench) -> None:
+def test_missed_run_is_finished_at_best_known_size(bench: FrameworkBench) -> None:
     callback = missing_at_24(bench)
     training = bench.training(callback, epochs=2, scores=(0.1, 0.1, 0.1, 0.9))
     training.train()
@@ -33,14 +33,14 @@ def test_missed_run_is_finished_at_the_best_known_size(bench: FrameworkBench) ->
     assert (finishing.batch_size, finishing.state, finishing.epochs) == (SERVERS_SIZE, TrialState.COMPLETED, 2)
     assert finishing.origin is Origin.FINISH
     assert finishing.reason == "finishes the run of trial 2, which missed the target at 24"
-    # The policy learns nothing of the rest of a run.
+    # The rest of a run has no effect on the policy.
     arms = {arm.batch_size: arm.n for arm in bench.view().arms}
     assert arms[SERVERS_SIZE] == first.trial_number == 1
     assert training.left_behind(callback) == []
     assert training.script == (16, 1)
 
 
-def test_second_miss_ends_the_launch_without_error(bench: FrameworkBench) -> None:
+def test_second_miss_ends_launch_without_error(bench: FrameworkBench) -> None:
     callback = missing_at_24(bench)
     training = bench.training(callback, epochs=2, scores=(0.1,))
     training.train()
@@ -50,7 +50,7 @@ def test_second_miss_ends_the_launch_without_error(bench: FrameworkBench) -> Non
     assert states == [TrialState.COMPLETED, TrialState.EXHAUSTED, TrialState.EXHAUSTED]
 
 
-def test_miss_at_the_users_own_size_ends_the_launch(bench: FrameworkBench) -> None:
+def test_miss_at_own_size_of_user_ends_launch(bench: FrameworkBench) -> None:
     callback = bench.callback(bench.job(NEVER), on_failure="finish")
     training = bench.training(callback)
     training.train()
@@ -59,7 +59,7 @@ def test_miss_at_the_users_own_size_ends_the_launch(bench: FrameworkBench) -> No
     assert bench.only_trial().state is TrialState.EXHAUSTED
 
 
-def test_diverged_run_is_finished_from_its_first_weights(bench: FrameworkBench) -> None:
+def test_diverged_run_is_finished_from_first_weights(bench: FrameworkBench) -> None:
     seen: dict[str, Any] = {}
 
     def weights() -> torch.Tensor:
@@ -82,7 +82,7 @@ def test_diverged_run_is_finished_from_its_first_weights(bench: FrameworkBench) 
     assert callback.trial.verdict.converged
 
 
-def test_restart_begins_from_the_first_weights(bench: FrameworkBench) -> None:
+def test_restart_begins_from_first_weights(bench: FrameworkBench) -> None:
     seen: dict[str, Any] = {}
 
     def note(name: str) -> Callable[[], None]:
@@ -98,7 +98,7 @@ def test_restart_begins_from_the_first_weights(bench: FrameworkBench) -> None:
         assert torch.equal(seen["first"], seen["again"]) is restart
 
 
-def test_learning_rates_of_the_rest_begin_anew(bench: FrameworkBench) -> None:
+def test_learning_rates_of_rest_start_from_beginning(bench: FrameworkBench) -> None:
     rates: list[float] = []
     seen: dict[str, Any] = {}
 
@@ -111,11 +111,11 @@ def test_learning_rates_of_the_rest_begin_anew(bench: FrameworkBench) -> None:
     training = bench.training(callback, work=work, epochs=2, scores=(0.1, 0.1, 0.9))
     seen["trainer"] = training.trainer
     training.train()
-    # 48 is the script's own size in this job: its rate is twice that of 24.
+    # The script's own size in this job is 48: the rate at 48 is twice the rate at 24.
     assert rates[-1] == pytest.approx(2 * rates[0])
 
 
-def test_steps_of_the_rest_follow_those_of_the_missed_run(bench: FrameworkBench) -> None:
+def test_steps_of_rest_follow_missed_run(bench: FrameworkBench) -> None:
     training = bench.training(missing_at_24(bench), epochs=2, scores=(0.1, 0.1, 0.9))
     training.train()
     assert training.steps[0] == 2 * len(EPOCH_OF_24) + len(EPOCH_OF_48)
@@ -126,7 +126,7 @@ def test_restart_without_finish_is_refused(bench: FrameworkBench) -> None:
         bench.callback(restart=True)
 
 
-def test_run_without_server_is_finished_at_the_users_size(mortal_bench: FrameworkBench) -> None:
+def test_run_without_server_is_finished_at_size_of_user(mortal_bench: FrameworkBench) -> None:
     bench, server = mortal_bench, mortal_bench.server
     callback = missing_at_24(bench)
     training = bench.training(callback, work=Work({2: server.kill}), epochs=2, scores=(0.1, 0.1, 0.9))

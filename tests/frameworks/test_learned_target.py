@@ -9,7 +9,7 @@ from tests.support.job_bench import EPOCH_OF_48, SERVERS_SIZE
 from zeus_plugins.protocol import EndReason, TrialState
 
 
-def test_three_runs_train_to_the_scripts_end_and_set_the_target(
+def test_three_runs_train_to_end_of_script_and_set_target(
     bench: FrameworkBench, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     job = bench.job(0.0, max_epochs=3).model_copy(update={"target_metric": None})
@@ -18,7 +18,7 @@ def test_three_runs_train_to_the_scripts_end_and_set_the_target(
         training = bench.training(callback, epochs=4, scores=scores)
         with caplog.at_level("INFO"):
             training.train()
-        # To the end of the script, even where the job has fewer epochs.
+        # The runs continue to the end of the script even if the job has fewer epochs.
         assert training.sizes == EPOCH_OF_48 * 4
         trial = callback.trial
         assert trial.reason == f"your own size, {SERVERS_SIZE}: run {number} of 3 that set the target"
@@ -37,12 +37,13 @@ def test_three_runs_train_to_the_scripts_end_and_set_the_target(
     assert training.epochs == 2
     shown = capsys.readouterr()
     said = caplog.text + shown.out + shown.err
-    # At the end of the first two runs, at the end of the third, and at the begin of the fourth.
+    # Two lines come from the ends of the first two runs; the next two from the end of the third run and the begin of
+    # the fourth.
     assert said.count("No target yet: the first 3 runs set it.") == 2
     assert said.lower().count("target 0.9, learned from runs 1 to 3") == 2
 
 
-def test_the_name_of_the_metric_is_enough(bench: FrameworkBench) -> None:
+def test_name_of_metric_is_sufficient(bench: FrameworkBench) -> None:
     callback = bench.BatchSize("score", **bench.callback_options({"job_id": bench.job_id}))
     bench.training(callback, epochs=2, scores=(0.5, 0.6)).train()
     view = bench.view()
@@ -50,7 +51,7 @@ def test_the_name_of_the_metric_is_enough(bench: FrameworkBench) -> None:
     assert [each.epochs for each in view.trials] == [2]
 
 
-def test_a_run_that_the_script_ends_before_its_last_epoch_is_no_failure(bench: FrameworkBench) -> None:
+def test_run_ended_by_script_before_last_epoch_is_no_failure(bench: FrameworkBench) -> None:
     job = bench.job(0.0, max_epochs=4).model_copy(update={"target_metric": None})
     bench.training(bench.callback(job), epochs=4, scores=(0.5,), max_steps=9).train()
     trial = bench.only_trial()

@@ -1,4 +1,4 @@
-"""A training step costs nothing of ours: the longer of two epochs calls our code as often as the shorter one."""
+"""A training step costs no call of this package: the longer of two epochs makes the same calls as the shorter."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.support.job_bench import seconds_and_joules
 from tests.support.power_limit_bench import TABLE
 from zeus_plugins.power_limit import PowerLimitProfile, PowerLimitSample
 
-TRANSPORT = "_transport.py"  # of which the network decides how many pieces an answer comes in
+TRANSPORT = "_transport.py"  # The network decides into how many pieces an answer is split.
 PACKAGE = str(Path(zeus_plugins.__file__).parent)
 # The first few steps of an epoch are counted.
 STEPS = (6, 9)
@@ -29,7 +29,7 @@ BATCH_SIZE = 16
 
 @contextmanager
 def counted_calls() -> Iterator[Counter[str]]:
-    """How often each function of the package is called within the block, by this thread."""
+    """Count the calls of each function of the package within the block, by this thread."""
     calls: Counter[str] = Counter()
 
     def note(frame: FrameType, event: str, _: Any) -> None:
@@ -45,7 +45,7 @@ def counted_calls() -> Iterator[Counter[str]]:
 
 
 def batch_size(bench: FrameworkBench) -> Any:
-    bench.job_id = f"digits-{uuid.uuid4().hex}"  # another job for each training
+    bench.job_id = f"digits-{uuid.uuid4().hex}"  # Each training has its own job.
     return bench.callback(bench.job(batch_sizes=(BATCH_SIZE,), default_batch_size=BATCH_SIZE))
 
 
@@ -54,7 +54,7 @@ def energy(bench: FrameworkBench) -> Any:
 
 
 def power_limit(bench: FrameworkBench) -> Any:
-    """A callback that has nothing left to measure."""
+    """Return a callback with no measurements left."""
     work = Powered()
     samples = [
         PowerLimitSample(limit_w=limit_w, steps=1, time_s=point.time_per_step_s, energy_j=point.average_power_w)
@@ -66,12 +66,12 @@ def power_limit(bench: FrameworkBench) -> Any:
 
 
 @pytest.mark.parametrize("make", [batch_size, energy, power_limit], ids=lambda make: make.__name__)
-def test_more_steps_call_nothing_more_of_ours(bench: FrameworkBench, make: Callable[[FrameworkBench], Any]) -> None:
+def test_more_steps_add_no_calls_of_package(bench: FrameworkBench, make: Callable[[FrameworkBench], Any]) -> None:
     calls = []
     for steps in STEPS:
         callback = make(bench)
         training = bench.training(callback, samples=steps * BATCH_SIZE)
-        gc.collect()  # else it may close generators of an earlier training while the calls are counted
+        gc.collect()  # Otherwise a collection during the count might close generators of an earlier training.
         with counted_calls() as counted:
             training.train()
         assert training.steps == (steps, steps)

@@ -1,4 +1,4 @@
-"""A training tries power limits while it trains, keeps the best, and leaves the GPUs as they were."""
+"""A training tries power limits while it trains, keeps the best, and leaves the GPUs unchanged."""
 
 from __future__ import annotations
 
@@ -18,33 +18,36 @@ from zeus_plugins.power_limit import Energy, PowerLimitProfile
 
 
 def train(bench: FrameworkBench, epochs: int = 2, work: Powered | None = None, **options: Any) -> tuple[Powered, Any]:
-    """A training with a callback of these options, and that callback."""
+    """Return the work of a training with a power-limit callback of these options, and the callback."""
     work = work or Powered()
     callback = bench.PowerLimit(**work.options(**options))
     bench.training(callback, work=work, epochs=epochs).train()
     return work, callback
 
 
-def test_the_best_limit_is_found_within_the_epochs_and_kept_until_the_end(bench: FrameworkBench) -> None:
+def test_best_limit_is_found_within_epochs_and_kept_until_end(bench: FrameworkBench) -> None:
     work = Powered()
     callback = bench.PowerLimit(**work.options())
     training = bench.training(callback, work=work, epochs=3)
     training.train()
     assert callback.chosen_limit_w == BEST_W
     assert is_as_the_table(callback.profile)
-    # 3 steps for each limit; the first epoch ends within the measurement of the fourth, which begins anew.
+    # Each limit takes 3 steps. The first epoch ends within the measurement of the fourth limit, which then starts
+    # again.
     first = [250.0] * 3 + [200.0] * 3 + [150.0] * 3 + [100.0] * 2
     second = [100.0] * 3 + [BEST_W] * 8
     assert work.limits_of_steps == first + second + [BEST_W] * STEPS_OF_16
-    # Those before the training and after the first epoch; then those under the chosen limit.
+    # The validations before the training and after the first epoch come first, then the validations under the chosen
+    # limit.
     assert work.limits_of_validations == [FOUND_W] * bench.SANITY_CHECKS + [FOUND_W, BEST_W, BEST_W]
     assert work.device.limit_w() == FOUND_W
     assert training.logged("zeus/power_limit_w") == [{"zeus/power_limit_w": BEST_W}]
     assert training.left_behind(callback) == []
 
 
-def test_a_zeus_monitor_measures_as_well(bench: FrameworkBench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml([FakeGpu(max_power_mw=250_000)]))  # for its description
+def test_zeus_monitor_measures_as_well(bench: FrameworkBench, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The monitor's description needs the module.
+    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml([FakeGpu(max_power_mw=250_000)]))
     work = Powered()
     _, callback = train(bench, work=work, energy_monitor=ReplayedZeusMonitor(work.machine))
     assert callback.chosen_limit_w == BEST_W
@@ -52,13 +55,13 @@ def test_a_zeus_monitor_measures_as_well(bench: FrameworkBench, monkeypatch: pyt
     assert {sample.source for sample in callback.profile.samples} == {"ReplayedZeusMonitor"}
 
 
-def test_the_selector_decides(bench: FrameworkBench) -> None:
+def test_selector_decides(bench: FrameworkBench) -> None:
     _, callback = train(bench, selector=Energy())
     assert callback.chosen_limit_w == 150.0
 
 
 @pytest.mark.parametrize("steps", [2, 4, 5])
-def test_validations_within_an_epoch_are_not_measured(bench: FrameworkBench, steps: int) -> None:
+def test_validations_within_epoch_are_not_measured(bench: FrameworkBench, steps: int) -> None:
     work = Powered()
     callback = bench.PowerLimit(**work.options())
     bench.training(callback, work=work, epochs=3, validate_every=steps).train()
@@ -73,7 +76,7 @@ def test_checkpoints_are_not_measured(bench: FrameworkBench) -> None:
     assert is_as_the_table(callback.profile)
 
 
-def test_epochs_shorter_than_a_window_are_measured_too(bench: FrameworkBench) -> None:
+def test_epochs_shorter_than_window_are_measured(bench: FrameworkBench) -> None:
     _, callback = train(bench, epochs=5, warmup_steps=10, profile_steps=40)
     assert callback.chosen_limit_w == BEST_W
     assert [sample.steps for sample in callback.profile.samples] == [8] * 4
@@ -84,7 +87,7 @@ def test_epochs_shorter_than_a_window_are_measured_too(bench: FrameworkBench) ->
     "error", [RuntimeError("the user's own"), SystemExit(3), KeyboardInterrupt()], ids=["error", "exit", "ctrl-c"]
 )
 @pytest.mark.usefixtures("_sigint_afterwards")
-def test_an_exception_puts_the_limit_back(bench: FrameworkBench, error: BaseException) -> None:
+def test_exception_restores_limit(bench: FrameworkBench, error: BaseException) -> None:
     work = Powered({5: error})
     with pytest.raises(type(bench.CTRL_C) if isinstance(error, KeyboardInterrupt) else type(error)):
         train(bench, work=work)
@@ -92,7 +95,7 @@ def test_an_exception_puts_the_limit_back(bench: FrameworkBench, error: BaseExce
     assert work.device.limit_w() == FOUND_W
 
 
-def test_what_was_measured_is_kept_for_the_next_training(bench: FrameworkBench, tmp_path: Path) -> None:
+def test_measurements_are_kept_in_file_for_next_training(bench: FrameworkBench, tmp_path: Path) -> None:
     path, of_16 = tmp_path / "profiles" / "{batch_size}.json", tmp_path / "profiles" / "16.json"
     train(bench, profile_path=path)
     assert is_as_the_table(PowerLimitProfile.load(of_16))
@@ -104,7 +107,7 @@ def test_what_was_measured_is_kept_for_the_next_training(bench: FrameworkBench, 
     assert set(other.limits_of_steps) == set(LIMITS_W)
 
 
-def test_a_file_that_holds_no_profile_is_measured_anew(
+def test_file_without_profile_is_measured_again(
     bench: FrameworkBench, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "profile.json"
@@ -114,9 +117,7 @@ def test_a_file_that_holds_no_profile_is_measured_anew(
     assert is_as_the_table(PowerLimitProfile.load(path))
 
 
-def test_without_permission_the_limit_in_force_is_measured(
-    bench: FrameworkBench, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_limit_in_force_is_measured_without_permission(bench: FrameworkBench, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, logger="zeus_plugins"):
         _, callback = train(bench, devices=[Forbidden()], limits_w=None)
     assert callback.chosen_limit_w is None
@@ -127,7 +128,7 @@ def test_without_permission_the_limit_in_force_is_measured(
     ]
 
 
-def test_without_a_gpu_the_training_goes_on(
+def test_training_continues_without_gpu(
     bench: FrameworkBench, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ZEUS_ESTIMATED_POWER_W", "65")
@@ -142,18 +143,18 @@ def test_without_a_gpu_the_training_goes_on(
     ]
 
 
-def test_limits_that_the_gpus_cannot_have_are_refused(bench: FrameworkBench) -> None:
+def test_limits_outside_range_of_gpus_are_refused(bench: FrameworkBench) -> None:
     with pytest.raises(ZeusBSOConfigError, match=r"limits_w has \[300.0\].*they take 100 W to 250 W"):
         train(bench, limits_w=(300.0, 200.0))
 
 
 @pytest.mark.parametrize("options", [{"warmup_steps": -1}, {"profile_steps": 0}, {"limits_w": ()}])
-def test_arguments_that_cannot_work_are_refused(bench: FrameworkBench, options: dict[str, Any]) -> None:
+def test_invalid_arguments_are_refused(bench: FrameworkBench, options: dict[str, Any]) -> None:
     with pytest.raises(ZeusBSOConfigError):
         bench.PowerLimit(**options)
 
 
-def test_a_second_training_finds_its_limit_anew(bench: FrameworkBench) -> None:
+def test_second_training_measures_all_limits_again(bench: FrameworkBench) -> None:
     work = Powered()
     callback = bench.PowerLimit(**work.options())
     for _ in range(2):
@@ -163,7 +164,7 @@ def test_a_second_training_finds_its_limit_anew(bench: FrameworkBench) -> None:
         assert work.device.limit_w() == FOUND_W
 
 
-def test_beside_the_batch_size_callback_the_limit_is_of_its_size(bench: FrameworkBench) -> None:
+def test_limit_beside_batch_size_callback_belongs_to_trial_size(bench: FrameworkBench) -> None:
     work = Powered()
     callback = bench.PowerLimit(**work.options())
     bench.training(bench.callback(energy_monitor=work.monitor), callback, work=work).train()

@@ -1,4 +1,4 @@
-"""Beside the batch-size callback, trainings share what they measure of power limits through the server."""
+"""Beside the batch-size callback, trainings share their power-limit measurements through the server."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from tests.support.job_bench import NEVER, seconds_and_joules
 from tests.support.power_limit_bench import BEST_W, FOUND_W, LIMITS_W, is_as_the_table
 from zeus_plugins.power_limit import Energy
 
-STEPS = 4  # of 48 in an epoch
-# Each limit for one step: an epoch is enough for all of them.
+STEPS = 4  # The steps of an epoch at a batch size of 48.
+# Each limit is measured for a step: an epoch is enough for all of them.
 AT_ONCE: dict[str, Any] = {"warmup_steps": 0, "profile_steps": 1}
 
 
 def recur(
     bench: FrameworkBench, is_first: bool = True, work: Powered | None = None, zeus: Any = None, **options: Any
 ) -> tuple[Powered, Any]:
-    """A recurrence with both callbacks; the power limit's is before the other, or after it.
+    """Train a recurrence with both callbacks, the power limit's before or after the batch size's.
 
-    It reaches its target after an epoch, and the next one has the same batch size.
+    The recurrence reaches its target after an epoch, and the next recurrence has the same batch size.
     """
     work = work or Powered()
     power = bench.PowerLimit(**work.options(**(AT_ONCE | options)))
@@ -34,7 +34,7 @@ def recur(
 
 
 @pytest.mark.parametrize("is_first", [True, False], ids=["before", "after"])
-def test_the_second_recurrence_measures_nothing(bench: FrameworkBench, is_first: bool) -> None:
+def test_second_recurrence_measures_nothing(bench: FrameworkBench, is_first: bool) -> None:
     first, measured = recur(bench, is_first)
     assert first.limits_of_steps == list(LIMITS_W)
     assert is_as_the_table(measured.profile)
@@ -45,7 +45,7 @@ def test_the_second_recurrence_measures_nothing(bench: FrameworkBench, is_first:
     assert bench.power_limits() == [(BEST_W, 4)] * 2
 
 
-def test_each_training_chooses_by_its_own_selector(bench: FrameworkBench) -> None:
+def test_each_training_chooses_by_own_selector(bench: FrameworkBench) -> None:
     recur(bench)
     work, power = recur(bench, selector=Energy())
     assert work.limits_of_steps == [150.0] * STEPS
@@ -64,7 +64,7 @@ def test_only_missing_limits_are_measured(bench: FrameworkBench) -> None:
     assert bench.power_limits() == [(150.0, 2), (BEST_W, 4), (150.0, 4)]
 
 
-def test_trainings_too_short_for_all_limits_share_the_work(bench: FrameworkBench) -> None:
+def test_trainings_too_short_for_all_limits_share_work(bench: FrameworkBench) -> None:
     tried = []
     for _ in range(5):
         work, _ = recur(bench, warmup_steps=1, profile_steps=2)
@@ -76,7 +76,7 @@ def test_trainings_too_short_for_all_limits_share_the_work(bench: FrameworkBench
     assert bench.power_limits() == [(None, 1), (None, 2), (None, 3), (BEST_W, 4), (BEST_W, 4)]
 
 
-def test_what_a_file_knows_comes_to_the_server(bench: FrameworkBench, tmp_path: Path) -> None:
+def test_measurements_in_file_reach_server(bench: FrameworkBench, tmp_path: Path) -> None:
     path = tmp_path / "{batch_size}.json"
     alone = Powered()
     bench.training(bench.PowerLimit(**alone.options(profile_path=path, **AT_ONCE)), work=alone, size=48).train()
@@ -85,7 +85,7 @@ def test_what_a_file_knows_comes_to_the_server(bench: FrameworkBench, tmp_path: 
     assert bench.power_profiles() == [(1, 4)]
 
 
-def test_limits_of_other_devices_are_neither_kept_nor_taken(
+def test_limits_measured_on_different_devices_are_neither_kept_nor_used(
     bench: FrameworkBench, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING, logger="zeus_plugins"):
@@ -97,7 +97,7 @@ def test_limits_of_other_devices_are_neither_kept_nor_taken(
 
 
 @pytest.mark.parametrize("begins_without", [False, True], ids=["killed at the first batch", "away from the start"])
-def test_limits_measured_while_the_server_is_away_come_later(
+def test_limits_measured_during_server_outage_arrive_later(
     mortal_bench: FrameworkBench, *, begins_without: bool
 ) -> None:
     kill = mortal_bench.server.kill
@@ -112,7 +112,7 @@ def test_limits_measured_while_the_server_is_away_come_later(
     assert mortal_bench.power_limits() == [(BEST_W, 4)] * 2
 
 
-def test_a_resumed_training_measures_nothing(bench: FrameworkBench) -> None:
+def test_resumed_training_measures_nothing(bench: FrameworkBench) -> None:
     job = bench.job(NEVER, batch_sizes=(48,), max_epochs=2)
 
     def train(work: Powered, checkpoint: Path | None = None) -> None:

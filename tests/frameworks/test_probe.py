@@ -19,7 +19,7 @@ MODULES = {"lightning": LIGHTNING, "huggingface": TRANSFORMERS}
     "framework",
     ["lightning", pytest.param("huggingface", marks=pytest.mark.skipif(IS_ABSENT, reason="needs the transformers"))],
 )
-def test_two_processes_probe_the_same_sizes_and_leave_no_trace(framework: str, tmp_path: Path) -> None:
+def test_two_processes_probe_same_sizes_and_leave_no_trace(framework: str, tmp_path: Path) -> None:
     output = tmp_path / "output"
     ended = run_ranks("tests.support.probed_ranks", framework, str(tmp_path), modules=MODULES[framework], output=output)
     assert ended == [0, 0], output.read_text()
@@ -30,7 +30,7 @@ def test_two_processes_probe_the_same_sizes_and_leave_no_trace(framework: str, t
                 assert each[way][name] == each["off"][name], (way, name)
     first, second = seen
     assert first["off"]["losses"] != second["off"]["losses"]
-    # The second process has no session, and sends nothing.
+    # The second process has no session and sends no requests.
     assert [each["auto"]["sizes"] for each in seen] == [[[8, 16, 32, 64]], []]
     assert first["auto"]["has_scale"] == [True]
     # Batches of 64 over both processes run out of memory on the second.

@@ -1,4 +1,4 @@
-"""Trainings that go on from a checkpoint."""
+"""Trainings that resume from a checkpoint."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSOOperationOrderError
 from zeus_plugins.protocol import TrialState
 
 STEPS = len(EPOCH_OF_48)
-EPOCH = STEPS + VALIDATION  # of a `Work`'s count
+EPOCH = STEPS + VALIDATION  # Seconds on the clock of a `Work`.
 TWO_EPOCHS = 2 * STEPS
 
 
 def resumable(
     bench: FrameworkBench, work: Work, job: dict[str, Any] | None = None, lr_scaling: str = "none", **options: Any
 ) -> tuple[Training, Any]:
-    """A training of a job of four epochs that never gets to its target, with a checkpoint after each, and its callback.
+    """Return a training of a four-epoch job that misses its target, with a checkpoint per epoch, and its callback.
 
     Args:
         bench: The framework.
-        work: What is measured.
-        job: Other fields of the job.
-        lr_scaling: The callback's.
-        options: The training's.
+        work: The measured work.
+        job: Further fields of the job.
+        lr_scaling: The argument of the callback.
+        options: The options of the training.
     """
     spec = bench.job(**({"target": NEVER, "max_epochs": 4} | (job or {})))
     callback = bench.callback(spec, energy_monitor=work.monitor, lr_scaling=lr_scaling, on_failure="stop")
@@ -35,21 +35,21 @@ def resumable(
 
 
 def interrupt(bench: FrameworkBench, batch: int = TWO_EPOCHS + 2, **options: Any) -> None:
-    """Train until this batch, which raises `SystemExit` or another error."""
+    """Train until this batch, which raises `SystemExit` or the given error."""
     error = options.pop("error", SystemExit(143))
     training, _ = resumable(bench, Work({batch: error}), **options)
     with pytest.raises(type(error)):
         training.train()
 
 
-def test_a_checkpoint_holds_the_trial_in_plain_types(bench: FrameworkBench) -> None:
+def test_checkpoint_holds_trial_in_plain_types(bench: FrameworkBench) -> None:
     interrupt(bench)
     trial = bench.saved_trial(TWO_EPOCHS)
     assert (trial["job_id"], trial["trial_number"], trial["batch_size"]) == (bench.job_id, 1, SERVERS_SIZE)
     assert (trial["epoch"], trial["time_s"], trial["energy_j"]) == (2.0, 2.0 * EPOCH, 20.0 * EPOCH)
 
 
-def test_a_checkpoint_within_an_epoch_counts_what_is_not_reported_yet(bench: FrameworkBench) -> None:
+def test_checkpoint_within_epoch_counts_unreported_cost(bench: FrameworkBench) -> None:
     training, _ = resumable(bench, Work(), {"max_epochs": 2}, epochs=2, save_every=3)
     training.train()
     trial, time_s = bench.saved_trial(6), EPOCH + 2.0
@@ -57,7 +57,7 @@ def test_a_checkpoint_within_an_epoch_counts_what_is_not_reported_yet(bench: Fra
     assert bench.only_trial().time_s == 2.0 * EPOCH
 
 
-def test_epochs_after_the_checkpoint_are_trained_again_and_paid_twice(bench: FrameworkBench) -> None:
+def test_epochs_after_checkpoint_are_trained_again_and_paid_twice(bench: FrameworkBench) -> None:
     seen: list[tuple[float | None, float | None, float | None]] = []
 
     def look() -> None:
@@ -73,16 +73,14 @@ def test_epochs_after_the_checkpoint_are_trained_again_and_paid_twice(bench: Fra
     again.train(bench.checkpoint(STEPS))
     assert again.sizes == EPOCH_OF_48 * 3
     look()
-    # Three epochs were reported before, and three are trained now; none of what is known to the server shrinks.
+    # Three epochs were reported before, and three are trained now; no value known to the server decreases.
     assert seen == [(epochs, known * EPOCH, 10 * known * EPOCH) for epochs, known in ((3.0, 4), (3.0, 5), (4.0, 6))]
     trial = bench.only_trial()
     assert (trial.state, trial.trial_number) == (TrialState.EXHAUSTED, 1)
     assert callback.trial.time_s == 6 * EPOCH
 
 
-def test_a_trial_that_is_over_on_the_server_trains_on_unreported(
-    bench: FrameworkBench, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_trial_ended_on_server_trains_on_unreported(bench: FrameworkBench, caplog: pytest.LogCaptureFixture) -> None:
     interrupt(bench, error=ValueError("no such label"))
     again, callback = resumable(bench, Work())
     again.train(bench.checkpoint(TWO_EPOCHS))
@@ -96,7 +94,7 @@ def test_a_trial_that_is_over_on_the_server_trains_on_unreported(
     assert bench.saved_trial(4 * STEPS)["batch_size"] == SERVERS_SIZE
 
 
-def test_a_checkpoint_of_a_trial_that_reached_its_target_trains_on_unreported(bench: FrameworkBench) -> None:
+def test_trial_completed_before_checkpoint_trains_on_unreported(bench: FrameworkBench) -> None:
     bench.training(bench.callback(), save_every=0).train()
     again = bench.training(bench.callback(), epochs=2)
     again.train(bench.checkpoint(STEPS))
@@ -104,7 +102,7 @@ def test_a_checkpoint_of_a_trial_that_reached_its_target_trains_on_unreported(be
     assert bench.only_trial().epochs == 1
 
 
-def test_a_checkpoint_without_a_trial_keeps_the_scripts_own_size(
+def test_checkpoint_without_trial_keeps_own_size_of_script(
     bench: FrameworkBench, caplog: pytest.LogCaptureFixture
 ) -> None:
     bench.training(save_every=0, epochs=2).train()
@@ -120,7 +118,7 @@ def test_a_checkpoint_without_a_trial_keeps_the_scripts_own_size(
         _ = callback.trial
 
 
-def test_a_job_that_no_longer_has_the_trials_size_goes_on_with_it(bench: FrameworkBench) -> None:
+def test_trial_continues_at_size_removed_from_job(bench: FrameworkBench) -> None:
     interrupt(bench)
     other = {"batch_sizes": (NEXT_SIZE,), "default_batch_size": NEXT_SIZE}
     training, _ = resumable(bench, Work(), other, lr_scaling="sqrt")
@@ -129,7 +127,7 @@ def test_a_job_that_no_longer_has_the_trials_size_goes_on_with_it(bench: Framewo
     assert bench.only_trial().state is TrialState.EXHAUSTED
 
 
-def test_a_size_that_these_devices_cannot_have_is_refused_and_the_trial_stays_resumable(bench: FrameworkBench) -> None:
+def test_size_impossible_on_devices_is_refused_and_trial_stays_resumable(bench: FrameworkBench) -> None:
     interrupt(bench)
     training, _ = resumable(bench, Work(), accumulation=5)
     with pytest.raises(ZeusBSOConfigError, match=r"the batch sizes \[48\] cannot be spread evenly over 1 devices × 5"):

@@ -1,4 +1,4 @@
-"""Trainings within a search of hyperparameters or a cross-validation, which a missed target must not end."""
+"""Trainings within a hyperparameter search or a cross-validation, which a missed target must not end."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ optuna = pytest.importorskip("optuna")
 
 
 def miss(bench: FrameworkBench) -> float:
-    """Train one run whose target is out of reach, with the default `on_failure`."""
+    """Train a run that misses its target, with the default `on_failure`."""
     bench.training(bench.callback(bench.job(NEVER, policy=GP_VOI))).train()
     return 0.0
 
@@ -26,7 +26,7 @@ def silence_optuna() -> None:
     optuna.logging.set_verbosity(optuna.logging.ERROR)
 
 
-def test_misses_do_not_end_an_optuna_study(bench: FrameworkBench, caplog: pytest.LogCaptureFixture) -> None:
+def test_misses_do_not_end_optuna_study(bench: FrameworkBench, caplog: pytest.LogCaptureFixture) -> None:
     study = optuna.create_study()
     study.optimize(lambda _: miss(bench), n_trials=2)
     assert [trial.state.name for trial in study.trials] == ["COMPLETE", "COMPLETE"]
@@ -34,7 +34,7 @@ def test_misses_do_not_end_an_optuna_study(bench: FrameworkBench, caplog: pytest
     assert [trial.state for trial in bench.view().trials] == [TrialState.EXHAUSTED] * 2
 
 
-def test_misses_do_not_end_a_loop_over_folds(bench: FrameworkBench) -> None:
+def test_misses_do_not_end_loop_over_folds(bench: FrameworkBench) -> None:
     from sklearn.model_selection import KFold
 
     folds = KFold(2)
@@ -43,7 +43,7 @@ def test_misses_do_not_end_a_loop_over_folds(bench: FrameworkBench) -> None:
     assert [trial.state for trial in bench.view().trials] == [TrialState.EXHAUSTED] * 2
 
 
-def test_miss_outside_of_a_study_raises(bench: FrameworkBench) -> None:
+def test_miss_outside_study_raises(bench: FrameworkBench) -> None:
     with pytest.raises(ZeusBSOTrainFailError):
         miss(bench)
 

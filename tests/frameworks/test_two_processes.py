@@ -1,4 +1,4 @@
-"""Two processes train together: one asks the server, both obey."""
+"""Two processes train together: the first asks the server, and both use its answer."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.support.warm import LIGHTNING, TRANSFORMERS
 from zeus_plugins.client import client_from_environment
 from zeus_plugins.protocol import JobView, Origin, TrialState
 
-# A process that waits for another one for ever shows as a test that fails by this limit.
+# A process that waits forever for its partner fails its test by this limit.
 LIMIT_S = 240
 MODULES = {"lightning_bench": LIGHTNING, "hf_bench": TRANSFORMERS}
 PER_PROCESS = BATCH_SIZE // WORLD_SIZE
@@ -36,13 +36,13 @@ EPOCHS = {"lightning_bench": [PER_PROCESS] * 3 + [PER_PROCESS // 2], "hf_bench":
 
 @dataclass(frozen=True)
 class Start:
-    """A framework, and the launcher of its processes, with its port last; None: they are forked, in an instant."""
+    """A framework and the launcher of its processes, with the port last; None: fork them, which is fast."""
 
     bench: str
     launcher: str | None = None
 
     def train(self, server_url: str, folder: Path, *ways: str) -> tuple[bool, str]:
-        """Whether both processes ended well, and all that they said."""
+        """Train in two processes; return whether both succeeded, and their whole output."""
         output = folder / "output"
         command = ["tests.support.rank_training", self.bench, server_url, str(folder), *ways]
         if self.launcher is None:
@@ -61,7 +61,7 @@ class Start:
         try:
             return training.wait(LIMIT_S) == 0, output.read_text()
         except subprocess.TimeoutExpired:
-            os.killpg(training.pid, signal.SIGKILL)  # the other processes are children of the first
+            os.killpg(training.pid, signal.SIGKILL)  # The later processes are children of the first.
             training.wait()
             pytest.fail(f"the processes hang: {output.read_text()}")
 
@@ -69,7 +69,7 @@ class Start:
 NEEDS_TRANSFORMERS = pytest.mark.skipif(IS_ABSENT, reason="needs the transformers")
 STARTS = [
     pytest.param(Start("lightning_bench"), id="lightning", marks=pytest.mark.slow),
-    # As a user starts a script; Lightning starts the second process.
+    # A user starts a script with this command; Lightning starts the second process.
     pytest.param(Start("lightning_bench", ""), id="lightning, script", marks=pytest.mark.slow),
     pytest.param(Start("hf_bench"), id="huggingface", marks=NEEDS_TRANSFORMERS),
     pytest.param(
@@ -78,7 +78,7 @@ STARTS = [
         marks=[NEEDS_TRANSFORMERS, pytest.mark.slow],
     ),
     pytest.param(
-        # Its name for several processes of one machine; the training itself asks for the CPU.
+        # The launcher takes this name for several processes on a machine; the training itself asks for the CPU.
         Start(
             "hf_bench",
             f"accelerate.commands.launch --multi_gpu --num_processes {WORLD_SIZE} --num_machines 1 "
@@ -92,7 +92,7 @@ STARTS = [
 
 @dataclass
 class Ran:
-    """What two processes left behind that trained in every way."""
+    """The records of two processes that trained in every way."""
 
     start: Start
     server: ServerProcess
@@ -100,7 +100,7 @@ class Ran:
 
     @property
     def epoch(self) -> list[int]:
-        """The batches of each process in an epoch."""
+        """Return the batch sizes of each process in an epoch."""
         return EPOCHS[self.start.bench]
 
     def seen(self, way: str) -> list[dict[str, Any]]:
@@ -125,72 +125,73 @@ def ran(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     server.kill()
 
 
-def test_both_processes_share_one_trial_and_report_the_mean(ran: Ran) -> None:
+def test_both_processes_share_trial_and_report_mean(ran: Ran) -> None:
     seen = ran.seen("plain")
     for each in seen:
         assert (each["converged"], each["trial_number"]) == (True, 1)
         assert each["sizes"] == ran.epoch
         assert each["steps"] == [len(ran.epoch), 2 * len(ran.epoch)]
-    # What was reported is the mean, and what other callbacks see stays each process's own.
+    # The report has the mean; each process's own value stays visible to further callbacks.
     assert tuple(each["score"] for each in seen) == SCORES[ran.start.bench]
     (trial,) = ran.job("plain").trials
     assert (trial.state, trial.metric, trial.epochs) == (TrialState.COMPLETED, MEAN_SCORE, 1)
 
 
-def test_the_first_process_measures_the_energy(ran: Ran) -> None:
+def test_first_process_measures_energy(ran: Ran) -> None:
     first, second = ran.seen("plain")
     assert (first["energy_rows"], second["energy_rows"]) == (1, 0)
     assert first["time_s"] > 0
     assert second["time_s"] == 0
 
 
-def test_a_job_is_read_from_a_training_on_two_processes(ran: Ran) -> None:
+def test_job_is_read_from_training_on_two_processes(ran: Ran) -> None:
     for each in ran.seen("guessed"):
         assert (each["converged"], set(each["sizes"][:-1])) == (True, {16})
     view = ran.job("guessed")
-    # The script's own size is that of a step over all processes; the others are as many samples for each of them.
+    # The script's own size counts a step over all processes; the further sizes are multiples of the number of
+    # processes.
     assert (view.job.default_batch_size, view.job.max_epochs) == (WORLD_SIZE * 16, 2)
     assert view.job.batch_sizes == (4, 8, 16, 32, 64, 128)
     assert [trial.state for trial in view.trials] == [TrialState.COMPLETED]
 
 
-def test_a_failed_trial_raises_on_both_processes(ran: Ran) -> None:
+def test_failed_trial_raises_on_both_processes(ran: Ran) -> None:
     assert [each["error"] for each in ran.seen("never")] == ["ZeusBSOTrainFailError"] * WORLD_SIZE
     assert [trial.state for trial in ran.job("never").trials] == [TrialState.EXHAUSTED]
 
 
-def test_an_unreachable_server_raises_on_both_processes_where_that_is_wanted(ran: Ran) -> None:
+def test_unreachable_server_raises_on_both_processes_with_on_unreachable_raise(ran: Ran) -> None:
     for each in ran.seen("unreachable"):
         assert (each["error"], each["sizes"]) == ("ZeusBSOServerUnreachableError", [])
         assert NOWHERE in each["message"]
 
 
-def test_both_processes_train_without_the_server(ran: Ran) -> None:
+def test_both_processes_train_without_server(ran: Ran) -> None:
     for each in ran.seen("without server"):
         assert (each["converged"], each["trial_number"]) == (True, None)
         assert each["sizes"] == ran.epoch
 
 
-def test_a_preempted_trial_goes_on_on_both_processes(ran: Ran) -> None:
+def test_preempted_trial_resumes_on_both_processes(ran: Ran) -> None:
     if not RESUMES[ran.start.bench]:
         pytest.skip("transformers before 5.0 cannot resume on two processes without GPUs")
     for each in ran.seen("preempted"):
         assert each["error"] == "ZeusBSOTrainFailError"
-        # The batch that was interrupted comes twice.
+        # The interrupted batch comes twice.
         assert each["sizes"] == [*ran.epoch, PER_PROCESS, *ran.epoch]
         assert each["steps"] == [2 * len(ran.epoch)] * 2
     (trial,) = ran.job("preempted").trials
     assert (trial.state, trial.trial_number, trial.epochs) == (TrialState.EXHAUSTED, 1, 2)
 
 
-def test_both_processes_train_on_after_the_target(ran: Ran) -> None:
+def test_both_processes_train_on_after_target(ran: Ran) -> None:
     for each in ran.seen("beyond"):
         assert (each["converged"], each["sizes"]) == (True, ran.epoch * 2)
     (trial,) = ran.job("beyond").trials
     assert (trial.state, trial.epochs) == (TrialState.COMPLETED, 1)
 
 
-def test_both_processes_finish_a_missed_run(ran: Ran) -> None:
+def test_both_processes_finish_missed_run(ran: Ran) -> None:
     missed = [PER_PROCESS // 2] * 7
     for each in ran.seen("finish"):
         assert (each["converged"], each["trial_number"]) == (False, 3)
@@ -201,9 +202,7 @@ def test_both_processes_finish_a_missed_run(ran: Ran) -> None:
 
 
 @pytest.mark.parametrize("start", STARTS)
-def test_memory_that_ran_out_on_the_second_process_excludes_the_size(
-    server: ServerProcess, tmp_path: Path, start: Start
-) -> None:
+def test_out_of_memory_on_second_process_excludes_size(server: ServerProcess, tmp_path: Path, start: Start) -> None:
     embedded = f"embedded://{tmp_path / 'embedded.sqlite3'}"
     for url in (server.url, embedded) if start.launcher is None else (server.url,):
         went_well, output = start.train(url, tmp_path, "memory")

@@ -10,7 +10,7 @@ import pytest
 from tests.support.frameworks import FrameworkBench
 from zeus_plugins.protocol import GP_VOI, TrialState
 
-# What both benches log in each validation beside the score: the Trainer its loss, Lightning's module its accuracy.
+# Both benches log this name in each validation beside the score: the Trainer its loss, Lightning's module its accuracy.
 LOGGED = {"lightning": "val_acc", "huggingface": "loss"}
 
 
@@ -27,7 +27,7 @@ def logged(request: pytest.FixtureRequest) -> str:
     return next(name for framework, name in LOGGED.items() if framework in request.node.name)
 
 
-def test_the_last_values_of_watched_metrics_reach_the_trial(
+def test_last_values_of_watched_metrics_reach_trial(
     bench: FrameworkBench, logged: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     callback = bench.callback(bench.job(0.9, max_epochs=4), watch=(logged, "score"))
@@ -43,7 +43,7 @@ def test_the_last_values_of_watched_metrics_reach_the_trial(
     assert warnings(caplog) == []
 
 
-def test_a_metric_that_no_validation_logs_is_warned_of_once(
+def test_watched_metric_without_logs_is_warned_about_once(
     bench: FrameworkBench, caplog: pytest.LogCaptureFixture
 ) -> None:
     callback = bench.callback(bench.job(0.9, max_epochs=4), watch=("test_acc",))
@@ -53,13 +53,13 @@ def test_a_metric_that_no_validation_logs_is_warned_of_once(
     assert "the watched test_acc: log it in an evaluation" in warning
 
 
-def test_a_name_that_cannot_be_is_refused_at_once(bench: FrameworkBench) -> None:
+def test_empty_name_of_watched_metric_is_refused_immediately(bench: FrameworkBench) -> None:
     options: dict[str, Any] = {"watch": ("",)}
     with pytest.raises(Exception, match="watch="):
         bench.callback(bench.job(), **options)
 
 
-def test_metrics_with_margins_are_watched_without_being_named_again(bench: FrameworkBench, logged: str) -> None:
+def test_metrics_with_margins_are_watched_without_naming(bench: FrameworkBench, logged: str) -> None:
     job = bench.job(0.9, max_epochs=4, policy=GP_VOI, no_worse_than_default={logged: 0.01})
     bench.training(bench.callback(job), epochs=4, scores=(0.1, 0.9)).train()
     watched = bench.only_trial().watched
@@ -67,7 +67,7 @@ def test_metrics_with_margins_are_watched_without_being_named_again(bench: Frame
     assert list(watched) == [logged]
 
 
-def test_a_margin_of_the_monitored_metric_makes_no_second_row(
+def test_margin_of_monitored_metric_makes_no_second_row(
     bench: FrameworkBench, caplog: pytest.LogCaptureFixture
 ) -> None:
     job = bench.job(0.9, max_epochs=4, policy=GP_VOI, no_worse_than_default={"score": 0.01})

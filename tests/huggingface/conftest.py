@@ -1,4 +1,4 @@
-"""The fixtures that the tests of the Trainer's callbacks share. Without transformers there is nothing to test."""
+"""Fixtures shared by the tests of the Trainer's callbacks. All of them are skipped without transformers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the callbacks take charge of a Trainer, and what several trainings with one callback come to."""
+"""Attaching the callbacks to a Trainer, and several trainings with a single callback."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ KINDS: dict[str, Callable[[Bench], Any]] = {
 
 
 @pytest.mark.parametrize("make", KINDS.values(), ids=KINDS.keys())
-def test_a_callback_added_without_attaching_says_what_to_do(bench: Bench, make: Callable[[Bench], Any]) -> None:
+def test_callback_added_without_attaching_raises_error_with_remedy(bench: Bench, make: Callable[[Bench], Any]) -> None:
     trainer = bench.trainer()
     trainer.add_callback(make(bench))
     with pytest.raises(ZeusBSOOperationOrderError, match=r"callback.attach\(trainer\)"):
@@ -35,12 +35,12 @@ def test_a_callback_added_without_attaching_says_what_to_do(bench: Bench, make: 
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_two_callbacks_on_one_trainer_are_refused(bench: Bench, name: str) -> None:
+def test_two_callbacks_on_same_trainer_are_refused(bench: Bench, name: str) -> None:
     with pytest.raises(ZeusBSOConfigError, match=f"two {name}: keep one"):
         bench.trainer(KINDS[name](bench), KINDS[name](bench))
 
 
-def test_a_trainer_that_exists_already_takes_the_callback(bench: Bench) -> None:
+def test_callback_attaches_to_existing_trainer(bench: Bench) -> None:
     trainer, callback = bench.trainer(), bench.callback()
     callback.attach(trainer)
     callback.attach(trainer)
@@ -53,7 +53,7 @@ def test_a_trainer_that_exists_already_takes_the_callback(bench: Bench) -> None:
     assert bench.only_trial().state is TrialState.COMPLETED
 
 
-def test_removed_callbacks_leave_the_training_alone(bench: Bench) -> None:
+def test_removed_callbacks_leave_training_unchanged(bench: Bench) -> None:
     callback, meter = bench.callback(), ZeusEnergyTrainerCallback(seconds_and_joules(1.0, 10.0))
     trainer = bench.trainer(callback, meter)
     trainer.remove_callback(callback)
@@ -65,7 +65,7 @@ def test_removed_callbacks_leave_the_training_alone(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize("run", ["evaluate", "predict"])
-def test_a_trainer_that_only_evaluates_has_no_trial(bench: Bench, run: str) -> None:
+def test_trainer_without_training_has_no_trial(bench: Bench, run: str) -> None:
     callback, work = bench.callback(), Powered()
     trainer = bench.trainer(callback, ZeusPowerLimitTrainerCallback(**work.options()))
     getattr(trainer, run)(val_digits())
@@ -75,7 +75,7 @@ def test_a_trainer_that_only_evaluates_has_no_trial(bench: Bench, run: str) -> N
     assert work.device.set_w == []
 
 
-def test_misses_do_not_end_a_search_of_hyperparameters(bench: Bench) -> None:
+def test_misses_do_not_end_hyperparameter_search(bench: Bench) -> None:
     pytest.importorskip("optuna")
     callback = bench.callback(bench.job(NEVER, policy=GP_VOI))
     trainer = bench.trainer(callback, data={"model_init": lambda: Classifier()})
@@ -85,7 +85,7 @@ def test_misses_do_not_end_a_search_of_hyperparameters(bench: Bench) -> None:
     assert [trial.state for trial in bench.view().trials] == [TrialState.EXHAUSTED] * 3
 
 
-def test_search_that_sets_the_batch_size_is_refused(bench: Bench) -> None:
+def test_search_over_batch_size_is_refused(bench: Bench) -> None:
     pytest.importorskip("optuna")
     trainer = bench.trainer(bench.callback(), data={"model_init": lambda: Classifier()})
     space = {"per_device_train_batch_size": [8]}
@@ -99,7 +99,7 @@ def test_search_that_sets_the_batch_size_is_refused(bench: Bench) -> None:
 # Several trainings
 
 
-def test_a_second_training_is_a_second_trial(bench: Bench) -> None:
+def test_second_training_is_second_trial(bench: Bench) -> None:
     callback = bench.callback(lr_scaling="linear")
     watch = Watch()
     trainer = bench.trainer(callback, watch, lr_scheduler_type="constant")
@@ -110,7 +110,7 @@ def test_a_second_training_is_a_second_trial(bench: Bench) -> None:
     trainer.train()
     assert sizes_of(trainer) == EPOCH_OF_48 + EPOCH_OF_24
     assert callback.trial.trial_number == 2
-    # The trainer keeps its optimizer, whose rate must not be scaled on top of an earlier scaling.
+    # The trainer keeps its optimizer, and the rate of the optimizer must not be scaled twice.
     assert watch.rates == pytest.approx([0.1] * 4 + [0.05] * 7)
     trainer.remove_callback(callback)
     trainer.train()
@@ -128,12 +128,12 @@ class TrainsAnother(TrainerCallback):
         self._other.train()
 
 
-def test_one_callback_in_two_trainings_at_a_time_is_refused(bench: Bench) -> None:
+def test_callback_in_two_concurrent_trainings_is_refused(bench: Bench) -> None:
     callback = bench.callback(bench.job(NEVER))
     trainer = bench.trainer(callback, TrainsAnother(bench.trainer(callback)))
     with pytest.raises(ZeusBSOOperationOrderError, match="make a callback for each Trainer"):
         trainer.train()
-    # The other trainer's evaluation was none of this trial's.
+    # The trial has no metric from the evaluation of the inner trainer.
     assert bench.only_trial().metric is None
 
 

@@ -32,7 +32,7 @@ from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSORuntimeError, ZeusBSO
 from zeus_plugins.huggingface import ZeusBSOTrainerCallback
 from zeus_plugins.protocol import EndReason, TrialState
 
-# The batch size: how a user may give model, data and arguments.
+# Batch size: the ways in which a user may give model, data and arguments.
 LOSS = {"monitor": "loss", "target": 1000.0, "higher_is_better_metric": False}
 WAYS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -72,14 +72,14 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 def made(options: dict[str, Any]) -> dict[str, Any]:
-    """With a new model for each test."""
+    """Return the options with a new model for each test."""
     data = dict(options.get("data", {}))
     if "model" in data:
         data["model"] = data["model"]()
     return {**{name: value for name, value in options.items() if name != "job"}, "data": data}
 
 
-# Loading the code of a model from transformers takes seconds, and so does the end of workers that stay.
+# Loading the code of a model from transformers takes seconds, and so does the end of persistent workers.
 @pytest.mark.parametrize(
     "way",
     [
@@ -87,7 +87,7 @@ def made(options: dict[str, Any]) -> dict[str, Any]:
         for name, way in WAYS.items()
     ],
 )
-def test_every_way_trains_at_the_servers_size(bench: Bench, way: dict[str, Any]) -> None:
+def test_every_way_trains_at_size_of_server(bench: Bench, way: dict[str, Any]) -> None:
     spec = dict(way.get("job", {}))
     callback = bench.callback(monitor=spec.pop("monitor", "score"), job=bench.job(**spec))
     trainer = bench.trainer(callback, **made(way))
@@ -103,7 +103,7 @@ class FixedBatchesTrainer(Trainer):
         return DataLoader(list(DataLoader(Digits(), batch_size=16)), batch_size=None)
 
 
-def test_data_that_comes_in_fixed_batches_is_refused_and_ends_the_trial(bench: Bench) -> None:
+def test_fixed_batches_are_refused_and_end_trial(bench: Bench) -> None:
     trainer = bench.trainer(bench.callback(), kind=FixedBatchesTrainer)
     with pytest.raises(ZeusBSOConfigError, match="does not say how many samples"):
         trainer.train()
@@ -117,7 +117,7 @@ class BucketsTrainer(Trainer):
         return self.accelerator.prepare(loader)
 
 
-def test_a_training_at_another_size_is_refused(bench: Bench) -> None:
+def test_sampler_with_batches_made_earlier_is_refused(bench: Bench) -> None:
     problem = r"by Buckets.__len__, an epoch has 160 samples at batch size 16 and 480 at 48"
     with pytest.raises(ZeusBSOConfigError, match=problem):
         bench.trainer(bench.callback(), kind=BucketsTrainer).train()
@@ -125,7 +125,7 @@ def test_a_training_at_another_size_is_refused(bench: Bench) -> None:
     assert (trial.state, trial.end_reason, trial.epochs) == (TrialState.WITHDRAWN, EndReason.REFUSED, None)
 
 
-def test_max_steps_within_the_first_epoch_are_refused_before_there_is_a_trial(bench: Bench) -> None:
+def test_max_steps_within_first_epoch_are_refused_before_trial(bench: Bench) -> None:
     trainer = bench.trainer(bench.callback(), max_steps=6)
     problem = r"^batch size 24 cannot .* at 24, .*max_steps=6\) ends within the first epoch, which has 7 steps"
     with pytest.raises(ZeusBSOConfigError, match=problem):
@@ -141,7 +141,7 @@ def test_max_steps_within_the_first_epoch_are_refused_before_there_is_a_trial(be
     ],
     ids=["little data", "eval_steps"],
 )
-def test_a_described_size_that_is_never_evaluated_is_refused_before_a_trial(
+def test_described_size_without_evaluation_is_refused_before_trial(
     bench: Bench, options: dict[str, Any], problem: str
 ) -> None:
     with pytest.raises(ZeusBSOConfigError, match=f"^batch size 48 cannot be trained here: at 48, {problem}"):
@@ -162,9 +162,7 @@ def test_a_described_size_that_is_never_evaluated_is_refused_before_a_trial(
     ],
     ids=lambda value: "-".join(map(str, value)) if isinstance(value, dict) else "",
 )
-def test_at_its_own_size_a_training_takes_as_many_steps_as_without_the_callback(
-    bench: Bench, options: dict[str, Any], steps: int
-) -> None:
+def test_steps_at_own_size_equal_steps_without_callback(bench: Bench, options: dict[str, Any], steps: int) -> None:
     options = {"lr_scheduler_type": "constant", "logging_strategy": "epoch"} | options
     is_evaluated = options.get("eval_strategy") != "no"
     target = (2.0, "score") if is_evaluated else (-1.0, "loss")
@@ -175,22 +173,20 @@ def test_at_its_own_size_a_training_takes_as_many_steps_as_without_the_callback(
     assert bench.only_trial().state is TrialState.EXHAUSTED
 
 
-def test_a_length_that_does_not_follow_the_size_is_refused(bench: Bench) -> None:
+def test_length_independent_of_size_is_refused(bench: Bench) -> None:
     with pytest.raises(ZeusBSOConfigError, match=r"by FixedLength.__len__, an epoch has 176 samples at .* 528 at 48"):
         bench.trainer(bench.callback(), kind=models.FixedLengthTrainer).train()
     assert bench.only_trial().end_reason is EndReason.REFUSED
 
 
-def test_items_that_are_batches_are_refused(bench: Bench) -> None:
+def test_batches_as_items_are_refused(bench: Bench) -> None:
     data = {"train_dataset": models.BatchItems(), "data_collator": first_of}
     with pytest.raises(ZeusBSOConfigError, match="the items of the training data are batches already"):
         bench.trainer(bench.callback(), data=data).train()
     assert bench.only_trial().end_reason is EndReason.REFUSED
 
 
-def test_a_checkpoint_that_another_size_never_writes_is_warned_of(
-    bench: Bench, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_checkpoint_interval_too_long_for_size_is_warned_about(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
     job = bench.job(batch_sizes=(16, 48), default_batch_size=16)
     for _ in range(2):
         bench.trainer(bench.callback(job), save_strategy="steps", save_steps=5, warmup_steps=12).train()
@@ -201,7 +197,7 @@ def test_a_checkpoint_that_another_size_never_writes_is_warned_of(
     ]
 
 
-def test_a_schedule_for_the_default_size_is_warned_of(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
+def test_schedule_for_default_size_is_warned_about(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
     bench.complete_first_trial(bench.job())
     model = Classifier()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -211,7 +207,7 @@ def test_a_schedule_for_the_default_size_is_warned_of(bench: Bench, caplog: pyte
     assert warning.startswith("LambdaLR ends after 4 of the 7 steps that this training makes at batch size 24")
 
 
-def test_an_optimizer_without_a_schedule_gets_one_of_the_trial_s_length(
+def test_optimizer_without_schedule_gets_schedule_of_trial_length(
     bench: Bench, caplog: pytest.LogCaptureFixture
 ) -> None:
     bench.complete_first_trial(bench.job())
@@ -223,24 +219,24 @@ def test_an_optimizer_without_a_schedule_gets_one_of_the_trial_s_length(
 
 
 class Meddler(TrainerCallback):
-    """Sets another accumulation when everything is ready."""
+    """Sets a different accumulation after all preparations."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
         args.gradient_accumulation_steps = 4
 
 
-def test_accumulation_that_another_callback_changes_later_is_refused(bench: Bench) -> None:
+def test_accumulation_changed_later_by_second_callback_is_refused(bench: Bench) -> None:
     trainer = bench.trainer(bench.callback(), Meddler())
     with pytest.raises(ZeusBSOConfigError, match=r"deliver \[48\] samples per batch instead of 12"):
         trainer.train()
     assert sizes_of(trainer) == []
 
 
-# Taking everything back
+# Restoration of every change
 
 
 @pytest.mark.parametrize("error", [None, RuntimeError("the user's own")], ids=["after train", "after an error"])
-def test_everything_is_taken_back(bench: Bench, error: Exception | None) -> None:
+def test_every_change_is_restored(bench: Bench, error: Exception | None) -> None:
     trainer = bench.trainer(
         bench.callback(),
         kind=models.BuiltOnceTrainer,
@@ -263,7 +259,7 @@ def test_everything_is_taken_back(bench: Bench, error: Exception | None) -> None
 
 
 class OwnRateTrainer(Trainer):
-    """Makes an optimizer whose rate is not the arguments'."""
+    """Makes an optimizer with a rate that differs from the arguments."""
 
     def create_optimizer(self, model: Any = None) -> Any:  # noqa: ARG002
         if self.optimizer is None:
@@ -288,7 +284,7 @@ RATES: dict[str, Callable[[], dict[str, Any]]] = {
 
 @pytest.mark.parametrize(("scaling", "factor"), [("none", 1.0), ("sqrt", 0.5**0.5)])
 @pytest.mark.parametrize("make", RATES.values(), ids=RATES.keys())
-def test_the_learning_rate_follows_the_batch_size(
+def test_learning_rate_follows_batch_size(
     bench: Bench, make: Callable[[], dict[str, Any]], scaling: str, factor: float
 ) -> None:
     job = bench.job()
@@ -314,7 +310,7 @@ def test_the_learning_rate_follows_the_batch_size(
         ),
     ],
 )
-def test_an_epoch_that_max_steps_cuts_short_counts_as_one(bench: Bench, evaluation: dict[str, Any]) -> None:
+def test_epoch_cut_short_by_max_steps_counts_as_whole_epoch(bench: Bench, evaluation: dict[str, Any]) -> None:
     callback = bench.callback(bench.job(NEVER, max_epochs=3), on_failure="stop")
     watch = Watch(callback)
     bench.trainer(callback, watch, max_steps=10, **evaluation).train()
@@ -322,7 +318,7 @@ def test_an_epoch_that_max_steps_cuts_short_counts_as_one(bench: Bench, evaluati
     assert bench.only_trial().state is TrialState.EXHAUSTED
 
 
-def test_an_evaluation_before_the_first_step_is_not_reported(bench: Bench) -> None:
+def test_evaluation_before_first_step_is_not_reported(bench: Bench) -> None:
     callback = bench.callback()
     watch = Watch(callback)
     bench.trainer(callback, watch, eval_on_start=True).train()
@@ -330,7 +326,7 @@ def test_an_evaluation_before_the_first_step_is_not_reported(bench: Bench) -> No
 
 
 class EvaluatesMore(TrainerCallback):
-    """A script's own evaluation of other data, within the epoch."""
+    """A script's own evaluation of further data, within the epoch."""
 
     trainer: Trainer
 
@@ -339,7 +335,7 @@ class EvaluatesMore(TrainerCallback):
             self.trainer.evaluate(Digits(), metric_key_prefix="train")
 
 
-def test_evaluations_of_other_data_are_not_reported(bench: Bench) -> None:
+def test_evaluations_of_further_data_are_not_reported(bench: Bench) -> None:
     more = EvaluatesMore()
     callback = bench.callback(bench.job(0.9))
     trainer = bench.trainer(more, callback, scores=(0.1, 0.9))
@@ -352,14 +348,14 @@ SETS = {"left": val_digits(), "right": val_digits()}
 
 
 @pytest.mark.parametrize(("monitor", "metric"), [("eval_left_score", 0.3), ("right_score", 0.7)])
-def test_one_of_several_evaluation_sets_is_reported(bench: Bench, monitor: str, metric: float) -> None:
+def test_monitored_evaluation_set_of_several_is_reported(bench: Bench, monitor: str, metric: float) -> None:
     callback = bench.callback(bench.job(0.1), monitor=monitor)
     bench.trainer(callback, scores=(0.3, 0.7), data={"eval_dataset": SETS}).train()
     assert bench.only_trial().metric == metric
 
 
-def test_metrics_of_every_evaluation_set_are_watched_even_by_the_report_that_ends_the_run(bench: Bench) -> None:
-    names = ("right_score", "eval_right_score", "eval_left_score")  # the last is the monitored one
+def test_watched_metrics_of_every_evaluation_set_reach_last_report(bench: Bench) -> None:
+    names = ("right_score", "eval_right_score", "eval_left_score")  # The last name is the monitored metric.
     callback = bench.callback(bench.job(0.1), monitor="left_score", watch=names)
     bench.trainer(callback, scores=(0.3, 0.7), data={"eval_dataset": SETS}).train()
     trial = bench.only_trial()
@@ -368,9 +364,7 @@ def test_metrics_of_every_evaluation_set_are_watched_even_by_the_report_that_end
 
 
 @pytest.mark.parametrize("data", [{}, {"eval_dataset": SETS}], ids=["one set", "two sets"])
-def test_a_metric_that_is_not_computed_is_an_error_that_lists_those_that_are(
-    bench: Bench, data: dict[str, Any]
-) -> None:
+def test_unknown_metric_is_error_with_list_of_computed_metrics(bench: Bench, data: dict[str, Any]) -> None:
     trainer = bench.trainer(bench.callback(monitor="f1"), data=data)
     last = "eval_right_score" if data else "eval_score"
     with pytest.raises(ZeusBSOConfigError, match=f"'f1' is not among .*{last}"):
@@ -378,7 +372,7 @@ def test_a_metric_that_is_not_computed_is_an_error_that_lists_those_that_are(
     assert bench.only_trial().state is TrialState.WITHDRAWN
 
 
-def test_without_evaluations_the_loss_of_each_epoch_is_reported(bench: Bench) -> None:
+def test_loss_of_each_epoch_is_reported_without_evaluations(bench: Bench) -> None:
     job = bench.job(-1.0, higher_is_better_metric=False, max_epochs=2)
     callback = bench.callback(job, "loss", on_failure="stop")
     trainer = bench.trainer(callback, eval_strategy="no", num_train_epochs=2, logging_strategy="steps", logging_steps=3)
@@ -399,7 +393,7 @@ class EvaluatesByHand(TrainerCallback):
         self.trainer.evaluate()
 
 
-def test_evaluations_that_a_callback_makes_are_reported(bench: Bench) -> None:
+def test_evaluations_made_by_callback_are_reported(bench: Bench) -> None:
     by_hand, callback = EvaluatesByHand(), bench.callback(bench.job(0.9, max_epochs=3), "eval_score")
     trainer = bench.trainer(by_hand, callback, scores=(0.1, 0.9), eval_strategy="no", num_train_epochs=3)
     by_hand.trainer = trainer
@@ -410,7 +404,7 @@ def test_evaluations_that_a_callback_makes_are_reported(bench: Bench) -> None:
 
 
 class PassesOn(ZeusBSOTrainerCallback):
-    """A user's, which hands metrics and logs on as transformers' own callbacks name them: in their place."""
+    """A user's subclass that passes metrics and logs on by position, as transformers' own callbacks name them."""
 
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **_: Any) -> None:
         super().on_evaluate(args, state, control, metrics)
@@ -420,7 +414,7 @@ class PassesOn(ZeusBSOTrainerCallback):
 
 
 @pytest.mark.parametrize(("monitor", "strategy", "target"), [("score", "epoch", -1.0), ("loss", "no", 100.0)])
-def test_a_subclass_hands_metrics_and_logs_on_by_position(
+def test_subclass_passes_metrics_and_logs_by_position(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, monitor: str, strategy: str, target: float
 ) -> None:
     monkeypatch.setattr(bench, "BatchSize", PassesOn)
@@ -436,7 +430,7 @@ class LoggingTrainer(Trainer):
         return super().training_step(*args, **kwargs)
 
 
-def test_without_evaluations_a_metric_that_the_script_logs_is_reported(bench: Bench) -> None:
+def test_metric_logged_by_script_is_reported_without_evaluations(bench: Bench) -> None:
     callback = bench.callback(bench.job(0.6, max_epochs=3, higher_is_better_metric=True), "progress")
     trainer = bench.trainer(callback, kind=LoggingTrainer, eval_strategy="no", num_train_epochs=3)
     trainer.train()
@@ -444,21 +438,21 @@ def test_without_evaluations_a_metric_that_the_script_logs_is_reported(bench: Be
     assert trainer.state.epoch == 2
 
 
-def test_without_evaluations_a_metric_that_nobody_logs_is_an_error(bench: Bench) -> None:
+def test_metric_without_log_and_evaluations_is_error(bench: Bench) -> None:
     trainer = bench.trainer(bench.callback(monitor="speed_score"), kind=LoggingTrainer, eval_strategy="no")
     with pytest.raises(ZeusBSOConfigError, match="'speed_score' was not logged"):
         trainer.train()
 
 
 @pytest.mark.parametrize("monitor", ["eval_loss", "score"])
-def test_a_metric_of_evaluations_that_never_come_is_refused_before_a_trial(bench: Bench, monitor: str) -> None:
+def test_evaluation_metric_without_evaluations_is_refused_before_trial(bench: Bench, monitor: str) -> None:
     trainer = bench.trainer(bench.callback(monitor=monitor), eval_strategy="no")
     with pytest.raises(ZeusBSOConfigError, match="set eval_strategy='epoch' or 'steps'"):
         trainer.train()
     assert not bench.is_registered()
 
 
-def test_a_score_in_single_precision_reaches_its_target(bench: Bench) -> None:
+def test_score_in_single_precision_reaches_target(bench: Bench) -> None:
     single = float(torch.tensor(0.9))
     assert single < 0.9
     bench.trainer(bench.callback(bench.job(0.9)), scores=(single,)).train()
@@ -466,7 +460,7 @@ def test_a_score_in_single_precision_reaches_its_target(bench: Bench) -> None:
 
 
 class AddingTrainer(Trainer):
-    """Adds a metric to what it logs of an evaluation, and not to what the evaluation returns."""
+    """Adds a metric to the log of an evaluation, but not to the evaluation's result."""
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         super().log({**logs, "eval_added_score": 0.7} if "eval_loss" in logs else logs, start_time)
@@ -476,7 +470,7 @@ class AddingTrainer(Trainer):
     ("monitor", "sets", "known"),
     [("accuracy", False, "['loss']"), ("eval_loss", True, "['left_loss', 'right_loss']")],
 )
-def test_a_metric_that_no_evaluation_returns_is_refused_before_a_trial(
+def test_metric_missing_from_every_evaluation_is_refused_before_trial(
     bench: Bench, monitor: str, *, sets: bool, known: str
 ) -> None:
     data: dict[str, Any] = {"compute_metrics": None}
@@ -488,7 +482,7 @@ def test_a_metric_that_no_evaluation_returns_is_refused_before_a_trial(
     assert not bench.is_registered()
 
 
-def test_a_metric_that_is_only_logged_with_an_evaluation_is_reported(bench: Bench) -> None:
+def test_metric_added_to_log_of_evaluation_is_reported(bench: Bench) -> None:
     bench.trainer(bench.callback(monitor="added_score"), kind=AddingTrainer).train()
     assert bench.only_trial().metric == 0.7
 
@@ -496,7 +490,7 @@ def test_a_metric_that_is_only_logged_with_an_evaluation_is_reported(bench: Benc
 # Verdicts
 
 
-def test_reaching_the_target_within_an_epoch_ends_the_training_there(bench: Bench) -> None:
+def test_target_reached_within_epoch_ends_training_immediately(bench: Bench) -> None:
     trainer = bench.trainer(bench.callback(), eval_strategy="steps", eval_steps=2)
     trainer.train()
     assert sizes_of(trainer) == [48, 48]
@@ -522,7 +516,7 @@ def test_values_for_trackers_are_not_printed(
     assert "zeus/" not in printed.out + printed.err
 
 
-def test_a_failed_trial_raises_after_everything_was_saved(bench: Bench) -> None:
+def test_failed_trial_raises_after_last_saving(bench: Bench) -> None:
     logs = Logs()
     trainer = bench.trainer(
         bench.callback(bench.job(NEVER)),
@@ -556,9 +550,7 @@ def test_a_failed_trial_raises_after_everything_was_saved(bench: Bench) -> None:
     ],
     ids=["max_steps", "another callback"],
 )
-def test_a_training_cut_short_fails_its_trial(
-    bench: Bench, others: list[Any], options: dict[str, Any], rule: str
-) -> None:
+def test_training_cut_short_fails_trial(bench: Bench, others: list[Any], options: dict[str, Any], rule: str) -> None:
     callback = bench.callback(bench.job(NEVER, max_epochs=3))
     trainer = bench.trainer(callback, *others, **options)
     with pytest.raises(ZeusBSOTrainFailError, match=r"^ended by") as raised:
@@ -577,7 +569,7 @@ def test_a_training_cut_short_fails_its_trial(
 OUT_OF_MEMORY = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
 
-def test_auto_find_batch_size_trains_at_a_smaller_size_after_out_of_memory(
+def test_auto_find_batch_size_trains_at_smaller_size_after_out_of_memory(
     bench: Bench, capsys: pytest.CaptureFixture[str]
 ) -> None:
     callback, model = bench.callback(), Classifier(Work({1: OUT_OF_MEMORY}))
@@ -587,7 +579,8 @@ def test_auto_find_batch_size_trains_at_a_smaller_size_after_out_of_memory(
     assert (first.batch_size, first.state) == (SERVERS_SIZE, TrialState.INFEASIBLE)
     assert (second.state, callback.trial.batch_size) == (TrialState.COMPLETED, second.batch_size)
     assert second.batch_size < first.batch_size
-    assert set(sizes_of(trainer)[1:-1]) == {second.batch_size}  # after the failed batch, up to the incomplete last one
+    # These are the batches after the failed batch, without the incomplete last batch.
+    assert set(sizes_of(trainer)[1:-1]) == {second.batch_size}
     line = f"batch size {SERVERS_SIZE} ran out of memory: auto_find_batch_size asks for a smaller one"
     assert line in capsys.readouterr().err
     assert trainer.args.auto_find_batch_size is True
@@ -602,7 +595,7 @@ def test_auto_find_batch_size_raises_out_of_memory_of_every_size(bench: Bench) -
 
 
 @pytest.mark.parametrize(("batch", "finds_size"), [(2, True), (1, False)], ids=["after a step", "not asked to"])
-def test_out_of_memory_ends_the_training_and_excludes_the_size(bench: Bench, batch: int, finds_size: bool) -> None:
+def test_out_of_memory_ends_training_and_excludes_size(bench: Bench, batch: int, finds_size: bool) -> None:
     model = Classifier(Work({batch: OUT_OF_MEMORY}))
     trainer = bench.trainer(bench.callback(), data={"model": model}, auto_find_batch_size=finds_size)
     with pytest.raises(torch.OutOfMemoryError) as raised:
@@ -611,7 +604,7 @@ def test_out_of_memory_ends_the_training_and_excludes_the_size(bench: Bench, bat
     assert bench.only_trial().state is TrialState.INFEASIBLE
 
 
-def test_sigterm_suspends_the_trial(bench: Bench) -> None:
+def test_sigterm_suspends_trial(bench: Bench) -> None:
     class Preempted(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
             os.kill(os.getpid(), signal.SIGTERM)

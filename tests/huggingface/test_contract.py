@@ -1,7 +1,7 @@
-"""What `zeus_plugins/huggingface/_trainer.py` relies on that transformers does not promise.
+"""Transformers' unpromised properties that `zeus_plugins/huggingface/_trainer.py` relies on.
 
-All of it was seen to hold with transformers 5.23.0 and accelerate 1.15.0. Where a test fails with another version,
-that module has to change with it.
+All of them hold with transformers 5.23.0 and accelerate 1.15.0. Where a test fails with a later version, that module
+has to change with it.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def holds(condition: object, what: str) -> None:
 
 @dataclass
 class Recorder(TrainerCallback):
-    """Does in a real training what the callback does, and notes what comes of it."""
+    """Makes the callback's changes in a real training and records their effects."""
 
     trainer: Any = None
     under_construction: list[Any] = field(default_factory=list)
@@ -94,7 +94,7 @@ class Recorder(TrainerCallback):
 
 
 def train(folder: Path, kept: str, **arguments: Any) -> Recorder:
-    """One epoch at another size, with every patch in place."""
+    """Train an epoch at a size different from the arguments, with every patch in place."""
     recorder, patches = Recorder(), Patches()
     trainer = recorder.trainer = quiet_trainer(
         folder, recorder, save_strategy="epoch", lr_scheduler_type="constant", optim="sgd", **arguments
@@ -125,7 +125,7 @@ def train(folder: Path, kept: str, **arguments: Any) -> Recorder:
 
 @pytest.fixture(scope="module")
 def trainings(tmp_path_factory: pytest.TempPathFactory) -> tuple[Recorder, Recorder, Path]:
-    """A training of an epoch, the second one, which goes on from its checkpoint, and their folder."""
+    """Return a training of an epoch, a training resumed from its checkpoint, and their folder."""
     folder = tmp_path_factory.mktemp("contract")
     return train(folder, "first", num_train_epochs=1), train(folder, "second", num_train_epochs=2), folder
 
@@ -133,12 +133,12 @@ def trainings(tmp_path_factory: pytest.TempPathFactory) -> tuple[Recorder, Recor
 Trainings = tuple[Recorder, Recorder, Path]
 
 
-def test_the_constructor_calls_on_init_end_and_stands_on_the_stack(trainings: Trainings) -> None:
+def test_constructor_calls_on_init_end_and_is_on_stack(trainings: Trainings) -> None:
     first, _, _ = trainings
     holds(first.under_construction == [first.trainer], "on_init_end is called within the constructor of the Trainer")
 
 
-def test_the_train_batch_size_follows_an_attribute(trainings: Trainings) -> None:
+def test_train_batch_size_follows_attribute(trainings: Trainings) -> None:
     first, _, _ = trainings
     holds(first.trainer.model.seen_sizes == [24] * 7, "get_train_dataloader() gives the loader that trains")
     holds(first.trainer.state.train_batch_size == 24, "Trainer._train_batch_size is the size in the trainer's state")
@@ -157,13 +157,13 @@ def test_the_train_batch_size_follows_an_attribute(trainings: Trainings) -> None
     patches.undo()
 
 
-def test_each_epochs_loader_is_with_the_callbacks_handler(trainings: Trainings) -> None:
+def test_loader_of_each_epoch_is_with_callback_handler(trainings: Trainings) -> None:
     for recorder in trainings[:2]:
         holds(recorder.loaders == [True], "callback_handler.train_dataloader is the loader of the epoch")
         holds(recorder.delivered == [{24.0}], "the loader of the epoch says its batch size, also on resuming")
 
 
-def test_the_events_come_in_this_order(trainings: Trainings) -> None:
+def test_events_come_in_expected_order(trainings: Trainings) -> None:
     epoch = ["epoch begin", "before evaluate", "evaluate", "after evaluate", "before save", "save"]
     for recorder in trainings[:2]:
         holds(
@@ -172,19 +172,19 @@ def test_the_events_come_in_this_order(trainings: Trainings) -> None:
         )
 
 
-def test_a_hooks_state_and_control_are_the_trainers(trainings: Trainings) -> None:
+def test_hooks_get_state_and_control_of_trainer(trainings: Trainings) -> None:
     for recorder in trainings[:2]:
         holds(recorder.states == [True], "the state of an event is Trainer.state")
         holds(all(recorder.controls), "the control of an event is Trainer.control")
 
 
-def test_a_checkpoints_rates_follow_create_scheduler(trainings: Trainings) -> None:
+def test_rates_of_checkpoint_follow_create_scheduler(trainings: Trainings) -> None:
     first, second, _ = trainings
     holds(set(first.rates) == {0.2}, "rates that are scaled after create_scheduler() are in force")
     holds(set(second.rates) == {0.2}, "the optimizer's state of a checkpoint is loaded after create_scheduler()")
 
 
-def test_the_state_of_callbacks_goes_with_checkpoints(trainings: Trainings) -> None:
+def test_state_of_callbacks_is_saved_with_checkpoints(trainings: Trainings) -> None:
     first, _, folder = trainings
     args = first.trainer.args
     holds(saved_in_checkpoint(folder / "checkpoint-4", args, "contract") == {"kept": "first"}, "named checkpoints")
@@ -194,7 +194,7 @@ def test_the_state_of_callbacks_goes_with_checkpoints(trainings: Trainings) -> N
     holds("contract" in saved["stateful_callbacks"], "state.stateful_callbacks is saved in trainer_state.json")
 
 
-def test_a_trainer_may_have_a_train_of_its_own(tmp_path: Path) -> None:
+def test_train_can_be_replaced_on_instance(tmp_path: Path) -> None:
     recorder = Recorder()
     trainer = quiet_trainer(tmp_path, recorder, trainer_options={"model": Classifier()})
     vars(trainer)["train"] = lambda: "its own"
@@ -202,7 +202,7 @@ def test_a_trainer_may_have_a_train_of_its_own(tmp_path: Path) -> None:
     holds(recorder in trainer.callback_handler.callbacks, "callback_handler.callbacks lists the trainer's callbacks")
 
 
-def test_what_train_is_called_with() -> None:
+def test_arguments_of_train_are_known() -> None:
     first, second, *_ = list(inspect.signature(Trainer.train).parameters)[1:]
     holds((first, second) == ("resume_from_checkpoint", "trial"), "train(resume_from_checkpoint, trial, …)")
     assert checkpoint_of("folder", None, "more") == "folder"
@@ -210,7 +210,7 @@ def test_what_train_is_called_with() -> None:
 
 
 @pytest.mark.parametrize("split_batches", [False, True])
-def test_accelerates_samplers_keep_a_batch_size(split_batches: bool) -> None:
+def test_samplers_of_accelerate_keep_batch_size(split_batches: bool) -> None:
     inner = BatchSampler(SequentialSampler(range(96)), 24, drop_last=False)
     shard = BatchSamplerShard(inner, 2, 0, split_batches=split_batches)
     holds(shard.batch_size == 24, "BatchSamplerShard.batch_size")
@@ -221,7 +221,7 @@ def test_accelerates_samplers_keep_a_batch_size(split_batches: bool) -> None:
 
 
 @pytest.mark.parametrize("dispatch_batches", [None, True])
-def test_accelerates_loaders_say_their_batch_size(dispatch_batches: bool | None) -> None:
+def test_loaders_of_accelerate_state_batch_size(dispatch_batches: bool | None) -> None:
     accelerator = Accelerator(cpu=True)
     accelerator.dataloader_config.dispatch_batches = dispatch_batches
     loader = accelerator.prepare(DataLoader(list(range(96)), batch_size=24))
@@ -230,7 +230,7 @@ def test_accelerates_loaders_say_their_batch_size(dispatch_batches: bool | None)
 
 
 @since("transformers", "5.0", "it has no train_sampling_strategy")
-def test_a_rebalancing_sampler_says_its_size(tmp_path: Path) -> None:
+def test_rebalancing_sampler_states_size(tmp_path: Path) -> None:
     trainer = quiet_trainer(
         tmp_path,
         trainer_options={"model": tiny_bert(), "train_dataset": Tokens(), "eval_dataset": Tokens()},
@@ -243,7 +243,7 @@ def test_a_rebalancing_sampler_says_its_size(tmp_path: Path) -> None:
     )
 
 
-def test_a_trainer_says_where_it_trains(tmp_path: Path) -> None:
+def test_trainer_states_where_training_runs(tmp_path: Path) -> None:
     trainer = quiet_trainer(tmp_path, trainer_options={"model": Classifier()})
     holds(trainer.is_deepspeed_enabled is False, "Trainer.is_deepspeed_enabled")
     holds(trainer.args.auto_find_batch_size is False, "TrainingArguments.auto_find_batch_size")
@@ -256,8 +256,8 @@ def test_a_trainer_says_where_it_trains(tmp_path: Path) -> None:
 
 
 def deepspeed_trainer(tmp_path: Path, **numbers: Any) -> Any:
-    """A trainer with the objects that transformers and accelerate keep a configuration in, without DeepSpeed itself."""
-    # Where DeepSpeed is not installed, transformers leaves out the base class.
+    """Return a trainer with the configuration objects of transformers and accelerate, without DeepSpeed itself."""
+    # Without an installed DeepSpeed, transformers leaves out the base class.
     kinds = (HfTrainerDeepSpeedConfig, HfDeepSpeedConfig)
     configuration: Any = object.__new__(kinds[0] if issubclass(*kinds) else type("Configuration", kinds, {}))
     HfDeepSpeedConfig.__init__(configuration, {**numbers, "optimizer": {"type": "Adam", "params": {"lr": "auto"}}})
@@ -273,7 +273,7 @@ AUTO = dict.fromkeys(("train_micro_batch_size_per_gpu", "gradient_accumulation_s
 
 
 @pytest.mark.parametrize("numbers", [AUTO, {"train_batch_size": 16}, {}], ids=["auto", "numbers", "none"])
-def test_deepspeeds_configuration_follows_a_trial_and_is_put_back(tmp_path: Path, numbers: dict[str, Any]) -> None:
+def test_deepspeed_configuration_follows_trial_and_is_restored(tmp_path: Path, numbers: dict[str, Any]) -> None:
     trainer, patches = deepspeed_trainer(tmp_path, **numbers), Patches()
     plugin = trainer.accelerator.state.deepspeed_plugin
     before = plugin.hf_ds_config.config
@@ -289,13 +289,13 @@ def test_deepspeeds_configuration_follows_a_trial_and_is_put_back(tmp_path: Path
     assert before.get("train_batch_size", 16) == 16
 
 
-def test_deepspeeds_numbers_that_contradict_the_arguments_are_refused(tmp_path: Path) -> None:
+def test_deepspeed_numbers_in_conflict_with_arguments_are_refused(tmp_path: Path) -> None:
     trainer = deepspeed_trainer(tmp_path, **AUTO | {"gradient_accumulation_steps": 2})
     with pytest.raises(ZeusBSOConfigError, match=r'gradient_accumulation_steps=2 vs .*_steps=1.* to "auto"'):
         check_deepspeed(trainer, scales_rates=False)
 
 
-def test_the_integrations_keep_what_they_log_to_under_known_names() -> None:
+def test_integrations_keep_loggers_at_known_attributes() -> None:
     kinds: dict[str, Any] = {"tb_writer": TensorBoardCallback, "_wandb": WandbCallback, "_ml_flow": MLflowCallback}
     for name, kind in kinds.items():
         holds(f"self.{name} = " in inspect.getsource(kind.__init__), f"{kind.__name__} has {name} from the start")
@@ -303,10 +303,10 @@ def test_the_integrations_keep_what_they_log_to_under_known_names() -> None:
     holds(ProgressCallback().training_bar is None, "a progress bar is made when the training begins")
 
 
-def test_an_engine_with_other_numbers_is_told() -> None:
+def test_engine_with_different_numbers_is_detected() -> None:
     trainer: Any = argparse.Namespace(deepspeed=None)
     assert engine_batch_sizes(trainer, 2, 4) == set()
     trainer.deepspeed = argparse.Namespace(train_micro_batch_size_per_gpu=lambda: 6, train_batch_size=lambda: 48)
     assert engine_batch_sizes(trainer, 2, 4) == {6.0}
-    trainer.deepspeed.train_batch_size = lambda: 24  # of two accumulated batches
+    trainer.deepspeed.train_batch_size = lambda: 24  # The batch consists of two accumulated batches.
     assert engine_batch_sizes(trainer, 2, 4) == {6.0, 3.0}

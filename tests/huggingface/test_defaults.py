@@ -1,4 +1,4 @@
-"""Trainings with the Hugging Face Trainer of which a target and a metric are said, and nothing else."""
+"""Trainings with the Hugging Face Trainer for which only a target and a metric are stated."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ HYPERPARAMETERS = {
 }
 
 
-def test_sizes_and_epochs_are_read_from_the_arguments(bench: Bench) -> None:
+def test_sizes_and_epochs_are_read_from_arguments(bench: Bench) -> None:
     trainer = bench.trainer(bench.guessing(), num_train_epochs=5)
     trainer.train()
     view = bench.view()
@@ -45,21 +45,21 @@ def test_sizes_and_epochs_are_read_from_the_arguments(bench: Bench) -> None:
     assert view.trials[0].state == "completed"
 
 
-def test_accumulated_batches_and_a_limit_on_steps_count(bench: Bench) -> None:
+def test_accumulated_batches_and_limit_on_steps_count(bench: Bench) -> None:
     trainer = bench.trainer(bench.guessing(), gradient_accumulation_steps=2, max_steps=12)
     trainer.train()
     job = bench.view().job
-    # 12 steps of 32 are two epochs; those of 8 and less would end within the first.
+    # 12 steps of 32 are two epochs; 12 steps of 8 or less would end within the first epoch.
     assert (job.default_batch_size, job.batch_sizes, job.max_epochs) == (32, (16, 32, 64, 128), 2)
 
 
-def test_a_limit_on_steps_within_the_first_epoch_is_refused_before_a_trial(bench: Bench) -> None:
+def test_limit_on_steps_within_first_epoch_is_refused_before_trial(bench: Bench) -> None:
     with pytest.raises(ZeusBSOConfigError, match=r"^batch size 16 .*max_steps=2\) ends within the first"):
         bench.trainer(bench.guessing(), max_steps=2).train()
     assert not bench.is_registered()
 
 
-def test_an_optimizer_that_is_passed_and_a_loss(bench: Bench) -> None:
+def test_passed_optimizer_and_loss_reach_fingerprint(bench: Bench) -> None:
     model = models.Classifier()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     zeus = bench.guessing(target=1e9, monitor="loss")
@@ -70,9 +70,7 @@ def test_an_optimizer_that_is_passed_and_a_loss(bench: Bench) -> None:
     assert (job.fingerprint.optimizer, job.higher_is_better_metric) == ("SGD", False)
 
 
-def test_a_trainer_that_trains_twice_has_the_optimizer_of_its_first_training(
-    bench: Bench, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_second_training_of_trainer_keeps_optimizer_of_first(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
     trainer = bench.trainer(bench.guessing())
     assert trainer.model is not None
     first_weights = copy.deepcopy(trainer.model.state_dict())
@@ -86,9 +84,7 @@ def test_a_trainer_that_trains_twice_has_the_optimizer_of_its_first_training(
 @pytest.mark.parametrize(
     ("best", "is_greater", "higher"), [("score", False, False), ("eval_score", False, False), ("loss", False, True)]
 )
-def test_the_metric_of_the_best_model_has_its_direction(
-    bench: Bench, best: str, *, is_greater: bool, higher: bool
-) -> None:
+def test_metric_for_best_model_decides_direction(bench: Bench, best: str, *, is_greater: bool, higher: bool) -> None:
     trainer = bench.trainer(bench.guessing(), metric_for_best_model=best, greater_is_better=is_greater)
     port = HuggingFacePort(trainer)
     assert [*port.modes("score").values()] == ([] if higher else ["min"])
@@ -98,13 +94,13 @@ def test_the_metric_of_the_best_model_has_its_direction(
         assert not bench.is_registered()
 
 
-def test_the_progress_bar_tells_of_the_size(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress_bar_shows_size(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
     bench.trainer(bench.guessing(), disable_tqdm=False).train()
     assert "zeus=16 (≤1 epochs)" in capsys.readouterr().err
 
 
 @pytest.mark.slow
-def test_tensorboard_has_what_is_trained(bench: Bench) -> None:
+def test_tensorboard_gets_trained_values(bench: Bench) -> None:
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator", reason="no tensorboard")
     trainer: Trainer = bench.trainer(bench.guessing(), report_to="tensorboard")
     trainer.train()
@@ -116,7 +112,7 @@ def test_tensorboard_has_what_is_trained(bench: Bench) -> None:
 
 
 @pytest.mark.slow
-def test_wandb_has_what_is_trained(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_gets_trained_values(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     wandb = pytest.importorskip("wandb", reason="no wandb", exc_type=ImportError)
     monkeypatch.setenv("WANDB_MODE", "offline")
     for variable in ("WANDB_DIR", "WANDB_DATA_DIR", "WANDB_CACHE_DIR", "WANDB_CONFIG_DIR", "WANDB_ARTIFACT_DIR"):
@@ -135,7 +131,7 @@ def make_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any
     """MLflow with a store of the test's own, a folder."""
     mlflow = pytest.importorskip("mlflow", reason="no mlflow", exc_type=ImportError)
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
-    gc.collect()  # an earlier test's callback would end this test's run when it is collected
+    gc.collect()  # Otherwise an earlier test's callback would end this test's run when it is collected.
     before = mlflow.get_tracking_uri()
     mlflow.set_tracking_uri(f"file:{tmp_path / 'mlruns'}")
     yield mlflow
@@ -144,7 +140,7 @@ def make_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any
 
 
 @pytest.mark.slow
-def test_mlflow_has_what_is_trained(bench: Bench, mlflow: Any) -> None:
+def test_mlflow_gets_trained_values(bench: Bench, mlflow: Any) -> None:
     bench.trainer(bench.callback(), report_to="mlflow").train()
     run = mlflow.last_active_run()
     assert (
@@ -159,7 +155,7 @@ def test_mlflow_has_what_is_trained(bench: Bench, mlflow: Any) -> None:
 
 
 @pytest.mark.slow
-def test_a_parameter_that_mlflow_has_with_another_value_ends_no_training(
+def test_parameter_with_different_value_in_mlflow_ends_no_training(
     bench: Bench, mlflow: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     with mlflow.start_run():

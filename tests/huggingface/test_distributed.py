@@ -19,7 +19,7 @@ from zeus_plugins.protocol import TrialState
 
 @pytest.fixture(scope="module", name="ran")
 def train_in_every_way(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[ServerProcess, Path]]:
-    """A server, and the folder of what two processes wrote down."""
+    """Yield a server and the folder with the records of two processes."""
     folder = tmp_path_factory.mktemp("ran")
     server = ServerProcess(f"sqlite:///{folder / 'bso.sqlite3'}", folder / "server.log")
     server.start()
@@ -31,7 +31,7 @@ def train_in_every_way(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tup
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_both_processes_train_at_the_servers_size(ran: tuple[ServerProcess, Path], way: str) -> None:
+def test_both_processes_train_at_size_of_server(ran: tuple[ServerProcess, Path], way: str) -> None:
     server, folder = ran
     per_process = batch_size_of(way) // WORLD_SIZE // WAYS[way].get("accumulation", 1)
     for rank in range(WORLD_SIZE):

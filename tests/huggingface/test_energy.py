@@ -22,7 +22,7 @@ EPOCH = STEPS_OF_16 + VALIDATION
 
 
 class Log(TrainerCallback):
-    """A logger as `report_to` makes them: takes what is logged while a training runs."""
+    """A logger as `report_to` makes it: records the logs of a running training."""
 
     def __init__(self) -> None:
         self.rows: list[tuple[int, dict[str, float]]] = []
@@ -41,18 +41,18 @@ class Log(TrainerCallback):
 
 
 def metered(bench: Bench, work: Work, *callbacks: Any, **options: Any) -> Run:
-    """A training whose energy is measured, with further callbacks."""
+    """Return a training with an energy meter and further callbacks."""
     return bench.training(ZeusEnergyTrainerCallback(work.monitor), *callbacks, work=work, **options)
 
 
-def test_all_loggers_hear_of_each_epoch_while_the_training_runs(bench: Bench) -> None:
+def test_all_loggers_get_each_epoch_while_training_runs(bench: Bench) -> None:
     work, before, after = Work(), Log(), Log()
     run = bench.training(before, ZeusEnergyTrainerCallback(work.monitor), after, work=work, epochs=2)
     run.train()
     first, second = energy_rows(EPOCH, EPOCH)
     assert before.rows == after.rows == [(11, first), (22, second)]
     history = run.trainer.state.log_history
-    # Where scripts look for the summary of the training.
+    # Scripts look here for the summary of the training.
     assert "train_runtime" in history[-1]
     assert [row["epoch"] for row in history if "zeus/energy_j" in row] == [1.0, 2.0]
 
@@ -61,7 +61,7 @@ def test_all_loggers_hear_of_each_epoch_while_the_training_runs(bench: Bench) ->
     ("options", "evaluations"),
     [
         ({"eval_strategy": "no"}, 0),
-        # At its last step, a training is evaluated by steps once more.
+        # With evaluation by steps, a training is evaluated once more at its last step.
         pytest.param(
             {"validate_every": 5},
             3,
@@ -72,7 +72,7 @@ def test_all_loggers_hear_of_each_epoch_while_the_training_runs(bench: Bench) ->
     ],
     ids=["none", "within the epoch", "of two sets", "before the first step, too"],
 )
-def test_all_evaluations_of_an_epoch_belong_to_it(bench: Bench, options: dict[str, Any], evaluations: int) -> None:
+def test_all_evaluations_of_epoch_count_towards_epoch(bench: Bench, options: dict[str, Any], evaluations: int) -> None:
     run = metered(bench, Work(), **options)
     run.train()
     assert run.logged("zeus/energy_j") == energy_rows(STEPS_OF_16 + evaluations * VALIDATION)
@@ -80,26 +80,26 @@ def test_all_evaluations_of_an_epoch_belong_to_it(bench: Bench, options: dict[st
 
 
 class CallsOff(TrainerCallback):
-    """Wants no evaluation after an epoch."""
+    """Cancels the evaluation after an epoch."""
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
         control.should_evaluate = False
 
 
-def test_epochs_whose_evaluation_is_called_off_are_logged(bench: Bench) -> None:
+def test_epochs_with_cancelled_evaluation_are_logged(bench: Bench) -> None:
     run = metered(bench, Work(), CallsOff(), epochs=2)
     run.train()
     assert run.logged("zeus/energy_j") == energy_rows(STEPS_OF_16, STEPS_OF_16)
 
 
-def test_what_the_trainer_logs_after_an_epoch_is_still_logged(bench: Bench) -> None:
+def test_logs_of_trainer_after_epoch_are_kept(bench: Bench) -> None:
     run = metered(bench, Work(), epochs=2, logging_strategy="epoch", eval_strategy="no")
     run.train()
     assert [row["epoch"] for row in run.trainer.state.log_history if "loss" in row] == [1.0, 2.0]
 
 
 @pytest.mark.parametrize("outside", ["evaluate", "predict"])
-def test_outside_train_nothing_is_measured(bench: Bench, outside: str) -> None:
+def test_nothing_is_measured_outside_train(bench: Bench, outside: str) -> None:
     work = Work()
     run = metered(bench, work)
     run.train()
@@ -110,7 +110,7 @@ def test_outside_train_nothing_is_measured(bench: Bench, outside: str) -> None:
     assert run.left_behind() == []
 
 
-def test_a_smaller_batch_found_after_memory_ran_out_pays_for_the_attempt(bench: Bench) -> None:
+def test_smaller_batch_after_out_of_memory_pays_for_failed_attempt(bench: Bench) -> None:
     work = Work({3: torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")})
     run = metered(bench, work, auto_find_batch_size=True)
     run.train()
@@ -118,7 +118,7 @@ def test_a_smaller_batch_found_after_memory_ran_out_pays_for_the_attempt(bench: 
     assert run.logged("zeus/energy_j") == energy_rows(len(run.sizes) + VALIDATION)
 
 
-def test_a_checkpoint_after_an_epoch_holds_its_row_in_plain_types(bench: Bench) -> None:
+def test_checkpoint_after_epoch_holds_row_in_plain_types(bench: Bench) -> None:
     work = Work()
     optimizer = bench.callback(bench.job(0.0, max_epochs=2), energy_monitor=work.monitor)
     metered(bench, work, optimizer, epochs=2, save_every=0).train()
@@ -135,7 +135,7 @@ def test_a_checkpoint_after_an_epoch_holds_its_row_in_plain_types(bench: Bench) 
 
 
 class TrainsAnother(TrainerCallback):
-    """Trains with another trainer at the first step."""
+    """Trains with a second trainer at the first step."""
 
     def __init__(self, other: Trainer) -> None:
         self._other = other
@@ -145,7 +145,7 @@ class TrainsAnother(TrainerCallback):
             self._other.train()
 
 
-def test_a_training_within_that_does_not_know_its_callback_is_refused(bench: Bench) -> None:
+def test_inner_training_with_unattached_callback_is_refused(bench: Bench) -> None:
     meter = ZeusEnergyTrainerCallback(Work().monitor)
     other = bench.trainer()
     other.add_callback(meter)
@@ -154,7 +154,7 @@ def test_a_training_within_that_does_not_know_its_callback_is_refused(bench: Ben
         run.train()
 
 
-def test_another_trainer_without_the_callback_is_part_of_the_epoch(bench: Bench) -> None:
+def test_inner_training_without_callback_is_part_of_epoch(bench: Bench) -> None:
     run = metered(bench, Work(), TrainsAnother(bench.trainer()))
     run.train()
     assert run.logged("zeus/energy_j") == energy_rows(EPOCH)

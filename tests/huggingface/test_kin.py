@@ -25,19 +25,19 @@ from zeus_plugins.protocol import TrialState
 
 pytestmark = [
     pytest.mark.slow,
-    # Remarks of these packages on what they themselves, or each other, do.
+    # These packages warn about their own code or about each other.
     pytest.mark.filterwarnings("ignore::UserWarning"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),
 ]
 
 EASY = {"target": 1e9, "higher_is_better_metric": False}
-# Samples that the model sees for each one of a batch: both texts of a pair.
+# The model sees this number of samples for each sample of a batch: both texts of a pair.
 PAIRED = {"TRL's DPOTrainer", "TRL's RewardTrainer"}
 
 
 @pytest.mark.parametrize("name", WAYS)
-def test_a_kindred_trainer_trains_at_the_servers_size(bench: Bench, name: str) -> None:
+def test_kindred_trainer_trains_at_size_of_server(bench: Bench, name: str) -> None:
     make, monitor = WAYS[name]
     callback = bench.callback(bench.job(**EASY), monitor)
     trainer, train = made if isinstance(made := make(bench.folder, callback), tuple) else (made, made.train)
@@ -50,7 +50,7 @@ def test_a_kindred_trainer_trains_at_the_servers_size(bench: Bench, name: str) -
     assert bench.only_trial().state is TrialState.COMPLETED
 
 
-def test_grpo_refuses_sizes_that_tear_its_groups_apart_before_a_trial(bench: Bench) -> None:
+def test_grpo_refuses_group_splitting_sizes_before_trial(bench: Bench) -> None:
     callback = bench.callback(bench.job(batch_sizes=(42, SERVERS_SIZE), **EASY), "eval_reward")
     trainer = hf_kin.grpo(bench.folder, callback)
     with pytest.raises(ZeusBSOConfigError, match=r"num_generations=4 .* sizes \[42\] .* choose multiples of 4"):
@@ -59,7 +59,7 @@ def test_grpo_refuses_sizes_that_tear_its_groups_apart_before_a_trial(bench: Ben
 
 
 class GenerationWatch(TrainerCallback):
-    """Notes how many steps a trainer generates for at once, and how many completions."""
+    """Records for how many steps a trainer generates at once, and how many completions."""
 
     def __init__(self) -> None:
         self.seen: set[tuple[int, int]] = set()
@@ -68,7 +68,7 @@ class GenerationWatch(TrainerCallback):
         self.seen.add((args.steps_per_generation, args.generation_batch_size))
 
 
-def test_grpo_generates_for_as_many_steps_at_once_as_before_and_has_its_own_numbers_again(bench: Bench) -> None:
+def test_grpo_keeps_steps_per_generation_and_restores_own_numbers(bench: Bench) -> None:
     callback = bench.callback(bench.job(**EASY), "eval_reward", max_per_device_batch_size=24)
     trainer = hf_kin.grpo(bench.folder, callback, steps_per_generation=2)
     watch = GenerationWatch()
@@ -80,14 +80,16 @@ def test_grpo_generates_for_as_many_steps_at_once_as_before_and_has_its_own_numb
     assert (trainer.args.steps_per_generation, trainer.args.generation_batch_size) == (2, 32)
 
 
-def test_negatives_within_a_batch_are_warned_of(bench: Bench, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_negatives_within_batch_are_warned_about(
+    bench: Bench, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.WARNING, "zeus_plugins"):
         hf_kin.sentences(tmp_path, bench.callback(bench.job(**EASY), "eval_loss")).train()
     (warning,) = [record.getMessage() for record in caplog.records if "negative" in record.getMessage()]
     assert warning.startswith("MultipleNegativesRankingLoss takes the other samples of a batch as negative examples")
 
 
-def test_setfits_own_trainer_is_attached_to(bench: Bench) -> None:
+def test_callback_attaches_to_own_trainer_of_setfit(bench: Bench) -> None:
     callback = bench.callback(bench.job(**EASY), "eval_embedding_loss")
     trainer, data = hf_kin.setfit_trainer(bench.folder)
     callback.attach(trainer.st_trainer)

@@ -1,4 +1,4 @@
-"""The Trainer's own ways beside power limits: accumulated batches, and trainers that exist already."""
+"""Power limits in cases of the Trainer's own: accumulated batches and existing trainers."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from tests.support.power_limit_bench import BEST_W, FOUND_W, LIMITS_W, TABLE
 from zeus_plugins.huggingface import ZeusPowerLimitTrainerCallback
 
 
-def test_accumulated_batches_are_one_step(bench: Bench) -> None:
+def test_accumulated_batches_are_single_step(bench: Bench) -> None:
     work = Powered()
     callback = ZeusPowerLimitTrainerCallback(**work.options())
     bench.training(callback, work=work, epochs=5, accumulation=2).train()
     assert callback.profile is not None
     assert [sample.steps for sample in callback.profile.samples] == [2] * 4
-    # The last step of an epoch accumulates one batch alone.
+    # The last step of an epoch accumulates a single batch.
     assert callback.profile.samples[-1].time_per_step_s == pytest.approx(2 * TABLE[FOUND_W].time_per_step_s)
     assert callback.profile.batch_size == 32
 
 
-def test_a_trainer_that_exists_already_shares_its_limits_through_the_server(bench: Bench) -> None:
+def test_existing_trainer_shares_limits_through_server(bench: Bench) -> None:
     limits_of_steps = []
     for _ in range(2):
         work = Powered()

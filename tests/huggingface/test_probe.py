@@ -24,7 +24,7 @@ TIMED = ("runtime", "per_second", "zeus/")
         pytest.param({"has_batch_norm": False}, id="LayerNorm"),
     ],
 )
-def test_training_is_bit_equal_with_and_without_a_probe(
+def test_training_is_bit_equal_with_and_without_probe(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
 ) -> None:
     seen = []

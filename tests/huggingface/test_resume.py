@@ -1,4 +1,4 @@
-"""Trainings of the Hugging Face Trainer that go on from a checkpoint."""
+"""Trainings of the Hugging Face Trainer that resume from a checkpoint."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ RESUMABLE: dict[str, Any] = {"num_train_epochs": 4, "save_strategy": "epoch", "l
 
 
 def long_job(bench: Bench, **spec: Any) -> JobSpec:
-    """A job whose next trial gets half the default size, and may cost what it likes."""
+    """Return a job without a cost bound; its next trial gets half the default size."""
     job = bench.job(0.9, max_epochs=4, beta_knob=None, **spec)
     bench.complete_first_trial(job)
     return job
 
 
 def interrupt(bench: Bench, job: JobSpec, error: BaseException, **options: Any) -> None:
-    """Train two epochs of seven steps, and some of the next."""
+    """Train two epochs of seven steps, and some steps of the third."""
     data = {"model": Classifier(Work({16: error}))}
     trainer = bench.trainer(bench.callback(job, lr_scaling="linear"), data=data, **(RESUMABLE | options))
     with pytest.raises(type(error)):
@@ -35,17 +35,17 @@ def interrupt(bench: Bench, job: JobSpec, error: BaseException, **options: Any) 
 @pytest.mark.parametrize(
     ("saving", "step", "last_step", "time_s"),
     [
-        # One second for each report and each saving: two and two before, one and one after, and the last report.
+        # Each report and each saving takes a second: two and two before, one and one after, and the last report.
         ({}, 14, 28, 7.0),
-        # Before, the report of the first epoch, the saving, and the report of the second epoch, which is trained again;
-        # afterwards two reports and a saving.
+        # Before: the report of the first epoch, the saving, and the report of the second epoch, which is trained again.
+        # Afterwards: two reports and a saving.
         ({"save_strategy": "steps", "save_steps": 10}, 10, 21, 6.0),
         ({"save_strategy": "steps", "save_steps": 10, "save_only_model": True}, 10, 21, 6.0),
     ],
     ids=["after an epoch", "within an epoch", "without the optimizer"],
 )
 @pytest.mark.parametrize("named", [False, True], ids=["latest", "named"])
-def test_a_resumed_training_goes_on_with_its_trial(
+def test_resumed_training_continues_trial(
     bench: Bench, named: bool, saving: dict[str, Any], step: int, last_step: int, time_s: float
 ) -> None:
     job = long_job(bench)
@@ -64,7 +64,7 @@ def test_a_resumed_training_goes_on_with_its_trial(
     assert second.time_s > bench.saved_trial(step)["time_s"]
 
 
-def test_a_resumed_schedule_goes_on_where_it_was(bench: Bench) -> None:
+def test_resumed_schedule_continues_from_checkpoint(bench: Bench) -> None:
     job = long_job(bench)
     undisturbed, resumed = Watch(), Watch()
     options = {**RESUMABLE, "lr_scheduler_type": "linear"}
@@ -75,7 +75,7 @@ def test_a_resumed_schedule_goes_on_where_it_was(bench: Bench) -> None:
     assert resumed.rates == pytest.approx(undisturbed.rates[14:])
 
 
-def test_callbacks_that_are_restored_leave_the_trial_alone(bench: Bench) -> None:
+def test_restored_callbacks_leave_trial_unchanged(bench: Bench) -> None:
     job = long_job(bench)
     interrupt(bench, job, KeyboardInterrupt())
     callback = bench.callback(job)

@@ -1,6 +1,6 @@
-"""DeepSpeed on the CPU and FSDP, two processes each, with the Hugging Face Trainer.
+"""DeepSpeed on the CPU and FSDP with the Hugging Face Trainer, two processes each.
 
-DeepSpeed is compiled where it is installed, and no part of any extra: ``pip install deepspeed`` runs these tests.
+DeepSpeed is compiled at installation and is part of no extra: ``pip install deepspeed`` enables these tests.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ pytestmark = pytest.mark.slow
 
 REFUSED = {"contradiction", "own optimizer"}
 SCALED = RATE * math.sqrt(NEXT_SIZE / SERVERS_SIZE)
-# Batches accumulated for a step, where they are more than one.
+# The number of batches accumulated for a step, where it is above 1.
 ACCUMULATED = {"accumulation": 2, "small devices": 2, "fsdp accumulation": 2}
 
 
 @dataclass
 class Ran:
-    """The traces of two processes that trained in some ways, each the second trial of a job."""
+    """The records of two processes that trained in several ways, each the second trial of a job."""
 
     server: ServerProcess
     folder: Path
@@ -80,7 +80,7 @@ def runs_of(runs: Callable[[bool], Ran], way: str) -> Ran:
 
 
 @pytest.mark.parametrize("way", [way for way in WAYS if way not in REFUSED])
-def test_both_processes_and_the_engine_train_at_the_servers_size(runs: Callable[[bool], Ran], way: str) -> None:
+def test_both_processes_and_engine_train_at_size_of_server(runs: Callable[[bool], Ran], way: str) -> None:
     ran = runs_of(runs, way)
     accumulation = ACCUMULATED.get(way, 1)
     per_process = NEXT_SIZE // 2 // accumulation
@@ -107,7 +107,7 @@ def test_both_processes_and_the_engine_train_at_the_servers_size(runs: Callable[
         ("own optimizer", "OwnOptimizerTrainer.create_optimizer need not read: leave lr_scaling out"),
     ],
 )
-def test_what_cannot_follow_the_trial_is_refused_before_one_is_spent(
+def test_settings_unable_to_follow_trial_are_refused_before_trial(
     runs: Callable[[bool], Ran], way: str, message: str
 ) -> None:
     ran = runs_of(runs, way)

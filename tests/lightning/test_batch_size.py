@@ -77,21 +77,21 @@ def kinds(data: dict[str, DataKind]) -> pytest.MarkDecorator:
 # The batch size
 
 
-# Lightning's own remark on a stream with a length.
+# Lightning remarks on a stream with a length.
 @pytest.mark.filterwarnings("ignore:Your `IterableDataset` has `__len__` defined:UserWarning")
 @kinds(DATA)
-def test_every_way_to_give_data_trains_at_the_servers_size(bench: Bench, kind: DataKind) -> None:
+def test_every_way_to_give_data_trains_at_size_of_server(bench: Bench, kind: DataKind) -> None:
     module, data = kind()
     trainer = quiet_trainer(bench.callback())
     trainer.fit(module, **data)
     assert module.seen_sizes == EPOCH_OF_48
-    # The length of a stream is unknown, and Lightning's estimate then says -1.
+    # The length of a stream is unknown, and Lightning's estimate then is -1.
     assert module.estimated_steps in (-1, trainer.global_step)
     assert trainer.global_step == len(EPOCH_OF_48)
 
 
 @kinds(COLLECTIONS)
-def test_every_loader_of_a_collection_gets_the_servers_size(bench: Bench, kind: DataKind) -> None:
+def test_every_loader_of_collection_gets_size_of_server(bench: Bench, kind: DataKind) -> None:
     module, data = kind()
     trainer = quiet_trainer(bench.callback())
     trainer.fit(module, **data)
@@ -99,7 +99,7 @@ def test_every_loader_of_a_collection_gets_the_servers_size(bench: Bench, kind: 
     assert module.estimated_steps == trainer.global_step == len(EPOCH_OF_48)
 
 
-def test_reloaded_loaders_get_the_servers_size(bench: Bench) -> None:
+def test_reloaded_loaders_get_size_of_server(bench: Bench) -> None:
     module = models.HardCodedModule()
     trainer = quiet_trainer(
         bench.callback(bench.job(NEVER, max_epochs=2), on_failure="stop"),
@@ -119,7 +119,7 @@ class AtTrainStart(Callback):
         self._look()
 
 
-def test_attributes_and_hyperparameters_name_the_servers_size_while_training(bench: Bench) -> None:
+def test_attributes_and_hyperparameters_hold_size_of_server_while_training(bench: Bench) -> None:
     module, data = models.SizedModule(), models.HyperparameterData()
     seen: list[int] = []
     look = AtTrainStart(lambda: seen.extend([module.batch_size, data.hparams["batch_size"]]))
@@ -132,7 +132,7 @@ def test_attributes_and_hyperparameters_name_the_servers_size_while_training(ben
     [lambda: train_loader(batch_size=None), models.list_of_batches, models.list_of_tensors],
     ids=["batch_size=None", "list of batches", "list of tensors"],
 )
-def test_data_that_comes_in_fixed_batches_is_refused_and_ends_the_trial(bench: Bench, make: Callable[[], Any]) -> None:
+def test_fixed_batches_are_refused_and_end_trial(bench: Bench, make: Callable[[], Any]) -> None:
     with pytest.raises(ZeusBSOConfigError, match="does not say how many samples"):
         quiet_trainer(bench.callback()).fit(Classifier(), make())
     assert bench.only_trial().state is TrialState.WITHDRAWN
@@ -143,7 +143,7 @@ class AccumulatesLater(Callback):
         trainer.accumulate_grad_batches = 4
 
 
-def test_accumulation_that_another_callback_changes_later_is_refused(bench: Bench) -> None:
+def test_accumulation_changed_later_by_second_callback_is_refused(bench: Bench) -> None:
     trainer = quiet_trainer(AccumulatesLater(), bench.callback())
     module = Classifier()
     with pytest.raises(ZeusBSOConfigError, match=r"deliver \[48\] samples per batch instead of 12"):
@@ -152,16 +152,16 @@ def test_accumulation_that_another_callback_changes_later_is_refused(bench: Benc
     assert bench.only_trial().state is TrialState.WITHDRAWN
 
 
-def test_a_schedule_of_accumulation_is_refused_before_a_trial(bench: Bench) -> None:
+def test_accumulation_schedule_is_refused_before_trial(bench: Bench) -> None:
     trainer = quiet_trainer(bench.callback(), GradientAccumulationScheduler({0: 1, 4: 2}))
     with pytest.raises(ZeusBSOConfigError, match=r"^GradientAccumulationScheduler changes the batch size"):
         trainer.fit(Classifier(), train_loader())
     assert not bench.is_registered()
 
 
-# In an interpreter of its own, where nobody has set up logging.
+# The test runs in an interpreter of its own, where logging is not set up.
 @pytest.mark.slow
-def test_the_begin_and_the_end_are_told_once_without_any_logging_set_up(bench: Bench) -> None:
+def test_begin_and_end_are_printed_once_without_logging_setup(bench: Bench) -> None:
     environ = os.environ | {"ZEUS_SERVER_URL": bench.server.url, "ZEUS_JOB_ID": bench.job_id}
     command = [sys.executable, "-m", "tests.support.lightning_bare"]
     trained = subprocess.run(command, capture_output=True, text=True, check=False, env=environ)
@@ -175,23 +175,23 @@ def test_the_begin_and_the_end_are_told_once_without_any_logging_set_up(bench: B
     assert trained.stderr.count("State the watts") <= 1
 
 
-def test_the_callback_can_be_pickled_before_fit(bench: Bench) -> None:
+def test_callback_can_be_pickled_before_fit(bench: Bench) -> None:
     monitor = EstimateMonitor(65.0)
-    copy = pickle.loads(pickle.dumps(bench.callback(energy_monitor=monitor)))  # noqa: S301 - our own bytes
+    copy = pickle.loads(pickle.dumps(bench.callback(energy_monitor=monitor)))  # noqa: S301 - the bytes are our own
     module = Classifier()
     quiet_trainer(copy).fit(module, train_loader())
     assert module.seen_sizes == EPOCH_OF_48
     assert bench.only_trial().energy_source == monitor.source
 
 
-# Taking everything back
+# Restoration of every change
 
 
 def sizes_in(loader: Any) -> list[int]:
     return [loader.batch_size, loader.batch_sampler.batch_size]
 
 
-# What the user gives to fit, and where its batch size stands.
+# The arguments to fit, each with a function that reads its batch size.
 GIVEN: dict[str, tuple[Callable[[], Any], Callable[[Any], list[int]]]] = {
     "attribute": (models.AttributeData, lambda data: [data.batch_size]),
     "hyperparameter": (models.HyperparameterData, lambda data: [data.hparams["batch_size"]]),
@@ -203,7 +203,7 @@ GIVEN: dict[str, tuple[Callable[[], Any], Callable[[Any], list[int]]]] = {
 
 @pytest.mark.parametrize("error", [None, RuntimeError("the user's own")], ids=["after fit", "after an error"])
 @pytest.mark.parametrize(("make", "sizes"), GIVEN.values(), ids=GIVEN.keys())
-def test_everything_is_taken_back(
+def test_every_change_is_restored(
     bench: Bench, make: Callable[[], Any], sizes: Callable[[Any], list[int]], error: Exception | None
 ) -> None:
     module = models.SizedModule()
@@ -230,7 +230,7 @@ class CountsSteps(ZeusBSOCallback):
         self.steps += 1
 
 
-def test_lightning_calls_no_hook_of_each_step_but_a_subclasss(bench: Bench) -> None:
+def test_lightning_calls_per_step_hooks_of_subclass_only(bench: Bench) -> None:
     callback = CountsSteps(bench.job(), "score", **bench.callback_options({}))
     seen: list[Any] = []
     look = AtTrainStart(lambda: seen.extend([callback.on_train_batch_start, callback.on_train_batch_end]))
@@ -240,7 +240,7 @@ def test_lightning_calls_no_hook_of_each_step_but_a_subclasss(bench: Bench) -> N
     assert "on_train_batch_start" not in vars(callback)
 
 
-def test_the_signal_that_lightning_makes_an_error_of_suspends_the_trial(bench: Bench) -> None:
+def test_sigterm_exception_suspends_trial(bench: Bench) -> None:
     module, error = Classifier(), SIGTERMException()
     module.work = Work({2: error})
     with pytest.raises(SIGTERMException) as raised:
@@ -268,7 +268,7 @@ def cosine(optimizer: torch.optim.Optimizer, steps: int) -> CosineAnnealingLR:
     [(None, 0.1), (one_cycle, 0.5 / 25), (cosine, 0.1)],
     ids=["none", "one cycle", "cosine"],
 )
-def test_the_learning_rate_follows_the_batch_size(
+def test_learning_rate_follows_batch_size(
     bench: Bench, scaling: str, factor: float, scheduler: Callable[..., Any] | None, first_rate: float
 ) -> None:
     job = bench.job()
@@ -283,7 +283,7 @@ def test_the_learning_rate_follows_the_batch_size(
 
 
 def unscaled_rates(scheduler: Callable[..., Any] | None, steps: int) -> list[float]:
-    """What the module's optimizer and scheduler do without anybody's help."""
+    """Return the rates of the module's optimizer and scheduler without the callback."""
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
     schedule = scheduler(optimizer, steps) if scheduler else None
     rates = []
@@ -298,7 +298,7 @@ def unscaled_rates(scheduler: Callable[..., Any] | None, steps: int) -> list[flo
 # Reports
 
 
-def test_the_sanity_check_is_not_reported(bench: Bench) -> None:
+def test_sanity_check_is_not_reported(bench: Bench) -> None:
     callback = bench.callback(bench.job(max_epochs=2))
     watch = Watch(callback)
     quiet_trainer(callback, watch, max_epochs=2).fit(Classifier(AT_ONCE), train_loader())
@@ -306,14 +306,14 @@ def test_the_sanity_check_is_not_reported(bench: Bench) -> None:
     assert watch.epochs == [1.0]
 
 
-def test_validations_within_a_stream_do_not_count_as_whole_epochs(bench: Bench) -> None:
+def test_validations_within_stream_do_not_count_as_whole_epochs(bench: Bench) -> None:
     callback = bench.callback(bench.job(NEVER), on_failure="stop")
     watch = Watch(callback)
     quiet_trainer(callback, watch, val_check_interval=2).fit(Classifier(), models.stream_loader())
     assert watch.epochs == [0.5, 1.0]
 
 
-def test_without_a_validation_loop_each_epoch_is_reported(bench: Bench) -> None:
+def test_each_epoch_is_reported_without_validation_loop(bench: Bench) -> None:
     callback = bench.callback(bench.job(2.0, max_epochs=3, higher_is_better_metric=True), monitor="train_epoch")
     watch = Watch(callback)
     trainer = quiet_trainer(callback, watch, max_epochs=3)
@@ -322,7 +322,7 @@ def test_without_a_validation_loop_each_epoch_is_reported(bench: Bench) -> None:
     assert (bench.only_trial().metric, bench.only_trial().state) == (2.0, TrialState.COMPLETED)
 
 
-def test_a_metric_that_is_not_logged_is_an_error_that_lists_those_that_are(bench: Bench) -> None:
+def test_metric_without_log_is_error_with_list_of_logged_metrics(bench: Bench) -> None:
     trainer = quiet_trainer(bench.callback(monitor="val_accuracy"))
     with pytest.raises(ZeusBSOConfigError, match=r"'val_accuracy' is not among .* \['score', 'val_acc'\]"):
         trainer.fit(Classifier(), train_loader())
@@ -330,7 +330,7 @@ def test_a_metric_that_is_not_logged_is_an_error_that_lists_those_that_are(bench
 
 
 @pytest.mark.parametrize("run", ["fast_dev_run", "validate", "test", "predict"])
-def test_everything_but_a_training_leaves_the_callback_idle(bench: Bench, run: str) -> None:
+def test_callback_is_idle_outside_training(bench: Bench, run: str) -> None:
     callback = bench.callback()
     trainer = quiet_trainer(callback, fast_dev_run=run == "fast_dev_run")
     loader = train_loader()
@@ -341,7 +341,7 @@ def test_everything_but_a_training_leaves_the_callback_idle(bench: Bench, run: s
     assert not bench.is_registered()
 
 
-def test_a_tuner_leaves_the_callback_idle(bench: Bench, tmp_path: Path) -> None:
+def test_callback_is_idle_in_tuner(bench: Bench, tmp_path: Path) -> None:
     trainer = quiet_trainer(bench.callback(), default_root_dir=tmp_path)
     module = models.SizedModule()
     Tuner(trainer).scale_batch_size(module, max_trials=1, init_val=8, steps_per_trial=1)
@@ -352,7 +352,7 @@ def test_a_tuner_leaves_the_callback_idle(bench: Bench, tmp_path: Path) -> None:
 # Verdicts
 
 
-def test_a_failed_trial_raises_after_everything_was_saved(bench: Bench) -> None:
+def test_failed_trial_raises_after_last_saving(bench: Bench) -> None:
     callback = bench.callback(bench.job(NEVER))
     training = bench.training(callback, save_every=0)
     with pytest.raises(ZeusBSOTrainFailError, match=r"all that max_epochs allows: score .*; launch the training again"):
@@ -365,7 +365,7 @@ def test_a_failed_trial_raises_after_everything_was_saved(bench: Bench) -> None:
     assert bench.only_trial().state is TrialState.EXHAUSTED
 
 
-def test_no_report_follows_a_verdict_that_min_epochs_delays(bench: Bench) -> None:
+def test_no_report_follows_verdict_delayed_by_min_epochs(bench: Bench) -> None:
     callback = bench.callback(bench.job(max_epochs=3))
     trainer = quiet_trainer(callback, min_epochs=3, max_epochs=3)
     trainer.fit(Classifier(AT_ONCE), train_loader())
@@ -374,7 +374,7 @@ def test_no_report_follows_a_verdict_that_min_epochs_delays(bench: Bench) -> Non
 
 
 @pytest.mark.parametrize("cut", ["max_steps", "another callback"])
-def test_a_training_cut_short_fails_its_trial(bench: Bench, cut: str) -> None:
+def test_training_cut_short_fails_trial(bench: Bench, cut: str) -> None:
     job = bench.job(NEVER, max_epochs=3)
     others = [] if cut == "max_steps" else [EarlyStopping("score", patience=1, mode="max")]
     callback = bench.callback(job)

@@ -1,7 +1,7 @@
-"""What `zeus_plugins/lightning/_trainer.py` relies on that Lightning does not promise.
+"""Lightning's unpromised properties that `zeus_plugins/lightning/_trainer.py` relies on.
 
-All of it was seen to hold with Lightning 2.5.0 and 2.6.6. Where a test fails with another version, that module has to
-change with it.
+All of them hold with Lightning 2.5.0 and 2.6.6. Where a test fails with a later version, that module has to change with
+it.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def holds(condition: object, what: str) -> None:
 
 @dataclass
 class Recorder(Callback):
-    """Does in a real fit what the callback does, and notes what comes of it."""
+    """Makes the callback's changes in a real fit and records their effects."""
 
     patches: Patches = field(default_factory=Patches)
     events: list[str] = field(default_factory=list)
@@ -109,7 +109,7 @@ class Recorder(Callback):
 
 @dataclass
 class Fits:
-    """A fit of two epochs, and the third one, which goes on from its checkpoint."""
+    """A fit of two epochs, and a third epoch that resumes from its checkpoint."""
 
     first: Recorder
     second: Recorder
@@ -128,13 +128,13 @@ def fits(tmp_path_factory: pytest.TempPathFactory) -> Fits:
     return Fits(first, second, module, trainer)
 
 
-def test_every_way_to_a_train_loader_leads_through_one_method(fits: Fits) -> None:
+def test_every_way_to_train_loader_leads_through_single_method(fits: Fits) -> None:
     holds(set(fits.module.seen_sizes) == {24}, "fit_loop._data_source.dataloader() gives every train loader")
     holds(fits.module.estimated_steps == 8, "the estimate of the steps asks fit_loop._data_source.dataloader(), too")
     holds(fits.module.seen_accumulation == {2}, "Trainer.accumulate_grad_batches can be set in setup()")
 
 
-def test_the_loop_holds_the_loaders_that_are_in_use(fits: Fits) -> None:
+def test_loop_holds_loaders_in_use(fits: Fits) -> None:
     before, *during = fits.first.combined
     holds(before is None, "fit_loop._combined_loader is None before the loaders are made")
     holds(
@@ -143,7 +143,7 @@ def test_the_loop_holds_the_loaders_that_are_in_use(fits: Fits) -> None:
     holds(fits.first.delivered == [[24], [24]], "CombinedLoader.flattened lists the loaders in use")
 
 
-def test_an_epoch_is_one_call_of_its_loops_run(fits: Fits) -> None:
+def test_epoch_is_single_call_of_loop_run(fits: Fits) -> None:
     epoch = ["epoch start", "check", "validation end", "validation end", "epoch end"]
     holds(
         fits.first.events == ["fit start", *epoch, *epoch],
@@ -151,21 +151,21 @@ def test_an_epoch_is_one_call_of_its_loops_run(fits: Fits) -> None:
     )
 
 
-def test_the_progress_of_an_epoch_is_known(fits: Fits) -> None:
+def test_progress_of_epoch_is_known(fits: Fits) -> None:
     holds(
         fits.first.epochs == [3 / 7, 6 / 7, 10 / 7, 13 / 7],
         "epoch_loop.batch_progress.current.ready counts an epoch's batches, is_last_batch its last one",
     )
 
 
-def test_the_running_call_knows_the_checkpoint(fits: Fits) -> None:
+def test_running_call_knows_checkpoint(fits: Fits) -> None:
     holds("ckpt_path" in inspect.signature(Trainer._run).parameters, "Trainer._run has an argument ckpt_path")
     holds(fits.first.continues == [False], "setup() runs within Trainer._run, whose ckpt_path is None without one")
     holds(fits.second.continues == [True], "setup() runs within Trainer._run, whose ckpt_path is set with one")
     holds(fits.second.events[:2] == ["load checkpoint", "fit start"], "on_load_checkpoint comes before on_fit_start")
 
 
-def test_strategies_say_whether_they_load_checkpoints_late() -> None:
+def test_strategies_state_whether_checkpoints_load_late() -> None:
     holds(
         quiet_trainer().strategy.restore_checkpoint_after_setup is False,
         "strategies have restore_checkpoint_after_setup",
@@ -181,7 +181,7 @@ def test_hooks_of_each_step_can_be_hidden(fits: Fits) -> None:
 
 
 @pytest.mark.parametrize("kind", [BatchSizeFinder, LearningRateFinder])
-def test_a_finder_of_a_tuner_leaves_early(kind: type[Any]) -> None:
+def test_finder_of_tuner_leaves_early(kind: type[Any]) -> None:
     holds(kind()._early_exit is False, f"{kind.__name__}._early_exit is False")
     finder = kind()
     trainer = quiet_trainer(finder)
@@ -189,7 +189,7 @@ def test_a_finder_of_a_tuner_leaves_early(kind: type[Any]) -> None:
     assert not is_rehearsal(trainer)
 
 
-def test_a_tuner_says_that_its_finder_leaves_early(tmp_path: Path) -> None:
+def test_tuner_marks_early_exit_of_finder(tmp_path: Path) -> None:
     seen: list[bool] = []
 
     class Look(Callback):
@@ -201,13 +201,13 @@ def test_a_tuner_says_that_its_finder_leaves_early(tmp_path: Path) -> None:
     holds(seen == [True], "a Tuner sets its finder's _early_exit before callbacks are set up")
 
 
-def test_a_dry_run_is_known() -> None:
+def test_dry_run_is_known() -> None:
     holds(is_rehearsal(quiet_trainer(fast_dev_run=True)), "Trainer(fast_dev_run=True).fast_dev_run is true")
     holds(not is_rehearsal(quiet_trainer()), "Trainer().fast_dev_run is false")
 
 
 def made_anew(module: LightningModule) -> Any:
-    """The loader of the module, resized, as Lightning makes it anew for one of several devices."""
+    """Return the module's resized loader as Lightning makes it again for each of several devices."""
     made: list[Any] = []
 
     class Resize(Callback):
@@ -224,7 +224,7 @@ def made_anew(module: LightningModule) -> Any:
 
 
 class Halves(BatchSampler):
-    """A batch sampler whose size is an argument with a default."""
+    """A batch sampler with a default for the argument of its size."""
 
     def __init__(self, sampler: Any, batch_size: int = 16, drop_last: bool = False) -> None:
         super().__init__(sampler, batch_size, drop_last)
@@ -234,11 +234,11 @@ class Halves(BatchSampler):
 @pytest.mark.parametrize(
     ("arguments", "keywords"), [((16,), {}), ((), {"batch_size": 16}), ((), {})], ids=["position", "keyword", "default"]
 )
-def test_lightning_makes_a_loader_anew_from_arguments_that_it_saved(
+def test_lightning_makes_loader_again_from_saved_arguments(
     arguments: tuple[int, ...], keywords: dict[str, int], *, is_sampler: bool
 ) -> None:
     class Module(Classifier):
-        """Makes its loader where Lightning takes note of the arguments."""
+        """Makes its loader in the method where Lightning records the arguments."""
 
         def train_dataloader(self) -> Any:
             data = digits()[0]
@@ -253,11 +253,11 @@ def test_lightning_makes_a_loader_anew_from_arguments_that_it_saved(
     )
 
 
-def test_a_metric_is_a_tensor_that_any_callback_sees(fits: Fits) -> None:
+def test_metric_is_tensor_visible_to_every_callback(fits: Fits) -> None:
     holds(isinstance(fits.trainer.callback_metrics["score"], torch.Tensor), "Trainer.callback_metrics holds tensors")
 
 
-def test_what_loggers_get_of_a_modules_hyperparameters_can_be_added_to() -> None:
+def test_hyperparameters_for_loggers_can_be_extended() -> None:
     module: Any = HyperparameterModule()
     holds(module._log_hyperparams is True, "a module that has saved its hyperparameters for loggers says so")
     module._hparams_initial["zeus/job_id"] = "digits"
@@ -265,25 +265,25 @@ def test_what_loggers_get_of_a_modules_hyperparameters_can_be_added_to() -> None
     holds("_hparams_initial" not in vars(Classifier()), "a module that has saved none has no _hparams_initial")
 
 
-def test_a_source_of_loaders_knows_whose_they_are(fits: Fits) -> None:
+def test_source_of_loaders_knows_owner(fits: Fits) -> None:
     holds(
         isinstance(fits.trainer.fit_loop._data_source.instance, LightningModule), "_data_source.instance is the module"
     )
 
 
-def test_progress_bars_ask_for_their_metrics_by_one_method() -> None:
+def test_progress_bars_ask_for_metrics_by_single_method() -> None:
     for bar in (TQDMProgressBar, RichProgressBar):
         holds("self.get_metrics(" in inspect.getsource(bar), f"{bar.__name__} calls get_metrics")
 
 
-def test_settings_that_count_steps_are_read_where_lightning_keeps_them() -> None:
+def test_settings_in_steps_are_found_at_known_attributes() -> None:
     trainer = quiet_trainer(ModelCheckpoint(every_n_train_steps=7), enable_checkpointing=True, max_steps=9)
     (saver,) = finders(trainer, "ModelCheckpoint")
     holds(saver._every_n_train_steps == 7, "ModelCheckpoint keeps every_n_train_steps")
     holds(trainer._accelerator_connector.use_distributed_sampler is True, "the connector keeps use_distributed_sampler")
 
 
-def test_optimizers_are_configured_again_without_a_trace() -> None:
+def test_optimizers_are_configured_again_without_trace() -> None:
     module, seen = HyperparameterModule(), []
 
     class Again(Callback):

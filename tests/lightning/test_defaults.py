@@ -1,4 +1,4 @@
-"""Lightning trainings of which a target and a metric are said, and nothing else."""
+"""Lightning trainings for which only a target and a metric are stated."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SIZES = (2, 4, 8, 16, 32, 64, 128)
 
 
 class MakesDataInSetup(Classifier):
-    """The train loader needs what its own `setup` makes, which comes after that of callbacks."""
+    """The train loader needs data from the module's own `setup`, which Lightning calls after the callback's."""
 
     def __init__(self, batch_size: int | None = None) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class MakesDataInSetup(Classifier):
     ],
     ids=["data module", "hard-coded", "hyperparameter", "loader", "batch sampler", "dict"],
 )
-def test_the_size_is_read_from_the_data(bench: Bench, kind: Callable[[], tuple[TrainOnly, dict[str, Any]]]) -> None:
+def test_size_is_read_from_data(bench: Bench, kind: Callable[[], tuple[TrainOnly, dict[str, Any]]]) -> None:
     module, data = kind()
     quiet_trainer(bench.guessing(), max_epochs=7).fit(module, **data)
     view = bench.view()
@@ -61,14 +61,14 @@ def test_the_size_is_read_from_the_data(bench: Bench, kind: Callable[[], tuple[T
     assert view.job.fingerprint.model_dump() == {**told, "samples": 168}
 
 
-def test_accumulated_batches_and_a_stream_count(bench: Bench) -> None:
+def test_accumulated_batches_and_stream_count(bench: Bench) -> None:
     trainer = quiet_trainer(bench.guessing(), max_epochs=1, accumulate_grad_batches=2)
     trainer.fit(Classifier(), models.stream_loader())
     job = bench.view().job
     assert (job.default_batch_size, job.batch_sizes) == (2 * USERS_SIZE, (4, 8, 16, 32, 64, 128, 256))
 
 
-def test_a_module_that_makes_its_data_in_its_own_setup_says_its_size(bench: Bench) -> None:
+def test_module_with_data_from_own_setup_needs_stated_size(bench: Bench) -> None:
     with pytest.raises(ZeusBSOConfigError, match="cannot be told before it begins: give the data a batch_size"):
         quiet_trainer(bench.guessing()).fit(MakesDataInSetup())
     assert not bench.is_registered()
@@ -76,7 +76,7 @@ def test_a_module_that_makes_its_data_in_its_own_setup_says_its_size(bench: Benc
     assert bench.view().job.batch_sizes == SIZES
 
 
-def test_the_script_is_asked_for_its_loader_as_often_as_ever(bench: Bench) -> None:
+def test_script_is_asked_for_loader_no_more_often_than_without_callback(bench: Bench) -> None:
     calls: list[str] = []
 
     class Counted(models.HardCodedData):
@@ -92,7 +92,7 @@ def test_the_script_is_asked_for_its_loader_as_often_as_ever(bench: Bench) -> No
     assert len(without) == len(with_ours) > 3
 
 
-def test_a_loss_is_better_when_lower(bench: Bench) -> None:
+def test_loss_is_better_when_lower(bench: Bench) -> None:
     class Losing(Classifier):
         def validation_step(self, batch: models.Batch) -> None:
             super().validation_step(batch)
@@ -105,7 +105,7 @@ def test_a_loss_is_better_when_lower(bench: Bench) -> None:
     assert (view.job.higher_is_better_metric, view.trials[0].state) == (False, "completed")
 
 
-def test_a_checkpoint_says_whether_higher_is_better(bench: Bench, tmp_path: Path) -> None:
+def test_checkpoint_callback_decides_direction_of_metric(bench: Bench, tmp_path: Path) -> None:
     class Drifting(Classifier):
         def validation_step(self, batch: models.Batch) -> None:
             super().validation_step(batch)
@@ -123,7 +123,7 @@ def test_a_checkpoint_says_whether_higher_is_better(bench: Bench, tmp_path: Path
     assert (view.job.higher_is_better_metric, view.trials[0].state) == (False, "completed")
 
 
-def test_the_progress_bar_has_a_field_while_it_trains(bench: Bench) -> None:
+def test_progress_bar_has_field_while_training(bench: Bench) -> None:
     seen: list[Any] = []
 
     class Bar(TQDMProgressBar):
@@ -137,9 +137,7 @@ def test_the_progress_bar_has_a_field_while_it_trains(bench: Bench) -> None:
     assert "zeus" not in bar.get_metrics(trainer, trainer.lightning_module)
 
 
-def test_trainer_that_has_trained_before_goes_on_without_a_trial(
-    bench: Bench, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_second_fit_of_trainer_continues_without_trial(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
     zeus = bench.guessing()
     first = bench.training(zeus, epochs=3)
     first.train()
@@ -148,4 +146,4 @@ def test_trainer_that_has_trained_before_goes_on_without_a_trial(
     assert "this Trainer goes on after epoch 1 of an earlier training: it has its own batch size" in caplog.text
     assert bench.view().job.max_epochs == 3
     assert bench.view().trial_count == 1
-    assert set(first.sizes) == {16, 8}  # the latter ends each epoch
+    assert set(first.sizes) == {16, 8}  # A batch of 8 ends each epoch.

@@ -30,7 +30,7 @@ pytestmark = QUIET
         pytest.param({"shuffle": True, "num_workers": 2}, {}, id="workers"),
     ],
 )
-def test_training_is_bit_equal_with_and_without_a_probe(
+def test_training_is_bit_equal_with_and_without_probe(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loading: dict[str, Any], options: dict[str, Any]
 ) -> None:
     seen = []

@@ -1,4 +1,4 @@
-"""Trainings that go on from a checkpoint."""
+"""Lightning trainings that resume from a checkpoint."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ STEPS_OF_48 = 4
 
 
 def run_script(server: ServerProcess, folder: Path, number: int) -> tuple[int, str]:
-    """Exit status and output of a training that sends itself the signal, or none if that is 0."""
+    """Return the exit status and the output of a training that sends itself this signal, or none if it is 0."""
     command = ["tests.support.resumed_training", server.url, JOB_ID, str(folder), str(int(number))]
     training = warm.start(*command, modules=warm.LIGHTNING, output=folder / "output")
     return training.wait(LIMIT_S), (folder / "output").read_text()
@@ -52,12 +52,12 @@ def seen_in(folder: Path) -> dict[str, Any]:
 
 
 def rates_of(steps: range) -> list[float]:
-    """The default size's rate, halved each epoch; the job's first trial has the default size."""
+    """Return the default size's rate, halved each epoch; the job's first trial has the default size."""
     per_epoch = -(-TRAIN_IMAGES // (2 * script.BATCH_SIZE))
     return [script.RATE * 0.5 ** (step // per_epoch) for step in steps]
 
 
-def test_a_training_killed_without_warning_goes_on_as_the_same_trial(server: ServerProcess, tmp_path: Path) -> None:
+def test_training_killed_without_warning_resumes_same_trial(server: ServerProcess, tmp_path: Path) -> None:
     status, output = run_script(server, tmp_path, signal.SIGKILL)
     assert status == -signal.SIGKILL, output
     before = trial_on(server)
@@ -74,7 +74,7 @@ def test_a_training_killed_without_warning_goes_on_as_the_same_trial(server: Ser
     assert (after.time_s, after.energy_j) == (8.0, 80.0)
 
 
-def test_a_preempted_training_goes_on_within_its_epoch(server: ServerProcess, tmp_path: Path) -> None:
+def test_preempted_training_resumes_within_epoch(server: ServerProcess, tmp_path: Path) -> None:
     status, output = run_script(server, tmp_path, signal.SIGTERM)
     assert status == 0, output
     first = seen_in(tmp_path)
@@ -87,15 +87,15 @@ def test_a_preempted_training_goes_on_within_its_epoch(server: ServerProcess, tm
     assert first["rates"] + second["rates"] == pytest.approx(rates_of(range(8)))
     after = trial_on(server)
     assert (after.state, after.trial_number, after.epochs) == (TrialState.COMPLETED, 1, 4)
-    # The steps between the last report and the signal count, too.
+    # The steps between the last report and the signal count as well.
     assert (after.time_s, after.energy_j) == (8.0, 80.0)
 
 
-# Interrupted in the tests' own process
+# Interruption in the process of the tests
 
 
 def interrupted(folder: Path, module: Classifier, callback: Any, batch: int) -> Path:
-    """The checkpoint after the second of four epochs of a training that is preempted at this batch of the third one."""
+    """Return the checkpoint after the second of four epochs of a training preempted at this batch of the third."""
     module.work = Work({batch: SystemExit(143)})
     saver = ModelCheckpoint(folder, "{epoch}", save_top_k=-1)
     with pytest.raises(SystemExit):
@@ -109,9 +109,9 @@ def scheduled(*scores: float) -> Classifier:
     )
 
 
-def test_the_scaled_rates_and_the_accumulation_go_on(bench: Bench, tmp_path: Path) -> None:
+def test_scaled_rates_and_accumulation_continue_after_resume(bench: Bench, tmp_path: Path) -> None:
     job = bench.job(1.0, max_epochs=4, beta_knob=None)
-    bench.complete_first_trial(job)  # so that the next trial has half of the default size
+    bench.complete_first_trial(job)  # The next trial then has half of the default size.
     options = {"lr_scaling": "linear", "on_failure": "stop"}
     first, second = scheduled(), scheduled()
     callback = bench.callback(job, max_per_device_batch_size=12, **options)
@@ -132,7 +132,7 @@ def test_the_scaled_rates_and_the_accumulation_go_on(bench: Bench, tmp_path: Pat
     assert [rate for rate, _ in itertools.groupby(second.seen_rates)] == pytest.approx(whole[2 * steps_per_epoch :])
 
 
-def test_a_checkpoint_of_weights_alone_is_refused_by_lightning(bench: Bench, tmp_path: Path) -> None:
+def test_checkpoint_of_weights_only_is_refused_by_lightning(bench: Bench, tmp_path: Path) -> None:
     saver = ModelCheckpoint(tmp_path, save_last=True, save_weights_only=True)
     quiet_trainer(saver, enable_checkpointing=True).fit(Classifier(), train_loader())
     loader = train_loader()
@@ -143,7 +143,7 @@ def test_a_checkpoint_of_weights_alone_is_refused_by_lightning(bench: Bench, tmp
 
 
 @pytest.mark.parametrize("which", ["last", "best"])
-def test_the_same_trainer_goes_on_from_its_own_checkpoint(bench: Bench, tmp_path: Path, which: str) -> None:
+def test_same_trainer_resumes_from_own_checkpoint(bench: Bench, tmp_path: Path, which: str) -> None:
     callback = bench.callback(bench.job(NEVER, max_epochs=4), on_failure="stop")
     saver = ModelCheckpoint(tmp_path, save_last=True)
     trainer = quiet_trainer(callback, saver, max_epochs=4, enable_checkpointing=True)
@@ -157,7 +157,7 @@ def test_the_same_trainer_goes_on_from_its_own_checkpoint(bench: Bench, tmp_path
     assert (trial.state, trial.epochs) == (TrialState.EXHAUSTED, 4)
 
 
-def test_evaluating_a_checkpoint_leaves_the_callback_idle(bench: Bench, tmp_path: Path) -> None:
+def test_callback_is_idle_while_checkpoint_is_evaluated(bench: Bench, tmp_path: Path) -> None:
     first = bench.callback(bench.job(NEVER, max_epochs=4), on_failure="stop")
     checkpoint = interrupted(tmp_path, Classifier(), first, batch=2 * STEPS_OF_48 + 2)
     callback = bench.callback()

@@ -39,7 +39,7 @@ pytestmark = QUIET
 
 
 class Tunable(SizedModule):
-    """Has its learning rate where finders look for it."""
+    """Has its learning rate at the attribute that finders read."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,9 +50,7 @@ class Tunable(SizedModule):
 
 
 @since("lightning", "2.5.6", "the finder's rate does not reach the optimizer of the training")
-def test_a_learning_rate_finder_takes_the_place_of_scaling(
-    bench: Bench, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_learning_rate_finder_replaces_scaling(bench: Bench, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     job = bench.job(max_epochs=3)
     bench.complete_first_trial(job)
     module = Tunable()
@@ -60,7 +58,7 @@ def test_a_learning_rate_finder_takes_the_place_of_scaling(
     trainer = quiet_trainer(bench.callback(job, lr_scaling="linear"), finder, max_epochs=3, default_root_dir=tmp_path)
     with caplog.at_level(logging.INFO, logger="zeus_plugins"):
         trainer.fit(module)
-    # The search and the training, both at the trial's size.
+    # The search and the training both have the trial's size.
     assert set(module.seen_sizes) == {NEXT_SIZE}
     assert module.seen_rates[-7:] == [module.learning_rate] * 7
     assert finder.optimal_lr is not None
@@ -70,14 +68,14 @@ def test_a_learning_rate_finder_takes_the_place_of_scaling(
     assert (trial.state, trial.epochs) == (TrialState.COMPLETED, 1)
 
 
-def test_a_batch_size_finder_is_refused_before_a_trial(bench: Bench) -> None:
+def test_batch_size_finder_is_refused_before_trial(bench: Bench) -> None:
     trainer = quiet_trainer(BatchSizeFinder(), bench.callback())
     with pytest.raises(ZeusBSOConfigError, match=r"remove BatchSizeFinder, and give .* max_per_device_batch_size"):
         trainer.fit(SizedModule())
     assert not bench.is_registered()
 
 
-def test_a_tuners_search_for_the_rate_leaves_the_callback_idle(bench: Bench, tmp_path: Path) -> None:
+def test_callback_is_idle_in_rate_search_of_tuner(bench: Bench, tmp_path: Path) -> None:
     trainer = quiet_trainer(bench.callback(), default_root_dir=tmp_path)
     module = Tunable()
     Tuner(trainer).lr_find(module, num_training=3, early_stop_threshold=None)
@@ -88,7 +86,7 @@ def test_a_tuners_search_for_the_rate_leaves_the_callback_idle(bench: Bench, tmp
     assert module.seen_sizes == EPOCH_OF_48
 
 
-# When validations are
+# Times of validations
 
 
 @pytest.mark.parametrize(
@@ -96,9 +94,7 @@ def test_a_tuners_search_for_the_rate_leaves_the_callback_idle(bench: Bench, tmp
     [({"check_val_every_n_epoch": 2}, [2.0]), ({"val_check_interval": 3}, [0.75, 1.75, 2.75])],
     ids=["every second epoch", "within epochs"],
 )
-def test_the_server_hears_of_the_last_epoch_though_it_is_not_validated(
-    bench: Bench, options: dict[str, Any], epochs: list[float]
-) -> None:
+def test_last_epoch_without_validation_is_reported(bench: Bench, options: dict[str, Any], epochs: list[float]) -> None:
     callback = bench.callback(bench.job(NEVER, max_epochs=3), on_failure="stop")
     watch = Watch(callback)
     quiet_trainer(callback, watch, max_epochs=3, **options).fit(Classifier(), train_loader())
@@ -107,7 +103,7 @@ def test_the_server_hears_of_the_last_epoch_though_it_is_not_validated(
     assert (trial.state, trial.epochs, trial.metric) == (TrialState.EXHAUSTED, 3, 0.0)
 
 
-def test_a_trainer_that_never_validates_is_refused_before_a_trial(bench: Bench) -> None:
+def test_trainer_without_validations_is_refused_before_trial(bench: Bench) -> None:
     trainer = quiet_trainer(bench.callback(bench.job(max_epochs=3)), max_epochs=3, check_val_every_n_epoch=5)
     with pytest.raises(ZeusBSOConfigError, match="never validates in 3 epochs"):
         trainer.fit(Classifier(), train_loader())
@@ -115,7 +111,7 @@ def test_a_trainer_that_never_validates_is_refused_before_a_trial(bench: Bench) 
 
 
 class TwoValidations(Classifier):
-    def val_dataloader(self) -> list[Loader]:  # type: ignore[override]  # several in place of one
+    def val_dataloader(self) -> list[Loader]:  # type: ignore[override]  # two loaders replace the single loader
         return [val_loader(), val_loader()]
 
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:  # type: ignore[override]  # noqa: ARG002
@@ -123,19 +119,19 @@ class TwoValidations(Classifier):
 
 
 @pytest.mark.parametrize("index", [0, 1])
-def test_one_of_several_validations_is_monitored(bench: Bench, index: int) -> None:
+def test_validation_with_index_is_monitored(bench: Bench, index: int) -> None:
     callback = bench.callback(bench.job(float(index)), monitor=f"score/dataloader_idx_{index}")
     quiet_trainer(callback).fit(TwoValidations(), train_loader())
     assert bench.only_trial().metric == index
 
 
-def test_a_metric_of_another_validation_is_watched(bench: Bench) -> None:
+def test_metric_of_second_validation_is_watched(bench: Bench) -> None:
     names = [f"score/dataloader_idx_{index}" for index in (0, 1)]
     quiet_trainer(bench.callback(bench.job(0.0), names[0], watch=names)).fit(TwoValidations(), train_loader())
     assert bench.only_trial().watched == {names[1]: 1.0}, "the monitored one has a place of its own"
 
 
-def test_a_name_that_several_validations_share_is_an_error_that_lists_them(bench: Bench) -> None:
+def test_metric_name_shared_by_validations_is_error_with_list(bench: Bench) -> None:
     with pytest.raises(ZeusBSOConfigError, match=r"'score' is not among .*score/dataloader_idx_0'.*_idx_1'\]"):
         quiet_trainer(bench.callback()).fit(TwoValidations(), train_loader())
 
@@ -144,7 +140,7 @@ def test_a_name_that_several_validations_share_is_an_error_that_lists_them(bench
 
 
 class OwnHook(ZeusPowerLimitCallback):
-    """A user's subclass that wants to hear of every batch."""
+    """A user's subclass with a hook for every batch."""
 
     heard = 0
 
@@ -153,14 +149,14 @@ class OwnHook(ZeusPowerLimitCallback):
         super().on_train_batch_end(*args, **kwargs)
 
 
-def test_hooks_of_a_subclass_stay(bench: Bench) -> None:
+def test_hooks_of_subclass_stay(bench: Bench) -> None:
     work = Powered()
     callback = OwnHook(**work.options(limits_w=(FOUND_W,), warmup_steps=0, profile_steps=1))
     bench.training(callback, work=work).train()
     assert callback.heard == STEPS_OF_16
 
 
-def test_a_rehearsal_measures_and_changes_nothing(bench: Bench) -> None:
+def test_rehearsal_measures_and_changes_nothing(bench: Bench) -> None:
     work = Powered()
     meter = ZeusEnergyCallback(EstimateMonitor(50.0))
     bench.training(meter, ZeusPowerLimitCallback(**work.options()), work=work, fast_dev_run=True).train()
@@ -169,11 +165,11 @@ def test_a_rehearsal_measures_and_changes_nothing(bench: Bench) -> None:
     assert meter.time_s == 0.0
 
 
-# One trainer, several trainings
+# Several trainings with a single trainer
 
 
 @since("lightning", "2.5.6", "a second fit begins again where the first began")
-def test_a_second_fit_of_the_same_trainer_counts_its_own_epochs(bench: Bench) -> None:
+def test_second_fit_of_same_trainer_counts_own_epochs(bench: Bench) -> None:
     callback = bench.callback(bench.job(0.5, max_epochs=2), on_failure="stop")
     trainer = quiet_trainer(callback, max_epochs=4)
     trainer.fit(Classifier(1.0), train_loader())
@@ -186,7 +182,7 @@ def test_a_second_fit_of_the_same_trainer_counts_its_own_epochs(bench: Bench) ->
     ]
 
 
-def test_a_second_fit_with_too_few_epochs_left_is_refused(bench: Bench) -> None:
+def test_second_fit_with_too_few_epochs_left_is_refused(bench: Bench) -> None:
     callback = bench.callback(bench.job(max_epochs=2))
     trainer = quiet_trainer(callback, max_epochs=2)
     module = Classifier()
@@ -199,7 +195,7 @@ def test_a_second_fit_with_too_few_epochs_left_is_refused(bench: Bench) -> None:
 # Manual optimization
 
 
-def test_what_cannot_be_accumulated_by_hand_is_refused_before_a_trial(bench: Bench) -> None:
+def test_accumulation_in_manual_optimization_is_refused_before_trial(bench: Bench) -> None:
     trainer = quiet_trainer(bench.callback(max_per_device_batch_size=24))
     with pytest.raises(ZeusBSOConfigError, match=r"manual optimization .* max_per_device_batch_size=24"):
         trainer.fit(ManualModule(), train_loader())
@@ -212,7 +208,7 @@ def test_what_cannot_be_accumulated_by_hand_is_refused_before_a_trial(bench: Ben
 @since("pytorch-lightning", "2.6", "where both packages are installed, it refuses callbacks of the other")
 @pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty:UserWarning")
 @pytest.mark.filterwarnings("ignore:.*callbacks used to create the checkpoint need to be provided:UserWarning")
-def test_the_twin_package_trains_at_the_servers_size_and_resumes(bench: Bench, tmp_path: Path) -> None:
+def test_twin_package_trains_at_size_of_server_and_resumes(bench: Bench, tmp_path: Path) -> None:
     twin: Any = pytest.importorskip("pytorch_lightning", reason="pytorch_lightning is not installed")
 
     class Twin(twin.LightningModule):  # type: ignore[misc, name-defined, unused-ignore]  # mypy cannot see it
@@ -275,12 +271,12 @@ assert issubclass(ZeusBSOCallback, pytorch_lightning.Callback)
 
 
 @pytest.mark.slow
-def test_the_twin_package_is_enough() -> None:
+def test_twin_package_is_enough() -> None:
     pytest.importorskip("pytorch_lightning", reason="pytorch_lightning is not installed")
     subprocess.run([sys.executable, "-c", WITHOUT_LIGHTNING], check=True)
 
 
-def test_the_twin_packages_finder_is_refused(bench: Bench) -> None:
+def test_finder_of_twin_package_is_refused(bench: Bench) -> None:
     twin = pytest.importorskip("pytorch_lightning", reason="pytorch_lightning is not installed")
     trainer = quiet_trainer(bench.callback())
     trainer.callbacks.append(twin.callbacks.BatchSizeFinder())  # type: ignore[attr-defined]

@@ -25,7 +25,7 @@ from zeus_plugins.protocol import TrialState
     [(2, 1, [*EPOCH_OF_24[:-4], 12]), (1, 2, EPOCH_OF_48)],
     ids=["sharded", "tensor parallel"],
 )
-def test_a_model_that_is_spread_trains_at_the_servers_size(
+def test_model_spread_over_processes_trains_at_size_of_server(
     bench: Bench, tmp_path: Path, data_parallel: int, tensor_parallel: int, sizes: list[int]
 ) -> None:
     arguments = [bench.server.url, bench.job_id, str(tmp_path), str(data_parallel), str(tensor_parallel)]
@@ -37,26 +37,26 @@ def test_a_model_that_is_spread_trains_at_the_servers_size(
 
 
 @pytest.mark.slow
-def test_spawned_processes_share_one_trial(bench: Bench, tmp_path: Path) -> None:
+def test_spawned_processes_share_trial(bench: Bench, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.support.lightning_spawned", bench.server.url, bench.job_id, str(tmp_path)]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=240)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     for rank in range(2):
         assert json.loads((tmp_path / f"rank{rank}.json").read_text()) == {"sizes": [24, 24, 24, 12], "steps": 4}
     assert bench.only_trial().state is TrialState.COMPLETED
-    # The callback that knows the trial ended with its process.
+    # The callback with the trial ended with its process.
     assert "spawned processes" in json.loads((tmp_path / "parent.json").read_text())
 
 
-# Where one of these fails, the strategy has come to run without a GPU, and docs/matrix.md has a row to be tried.
+# A failure here means that the strategy now runs without a GPU, and that docs/matrix.md has a row to try.
 
 
-def test_fsdp_wants_a_gpu() -> None:
+def test_fsdp_needs_gpu() -> None:
     with pytest.raises(ValueError, match="requires a GPU"):
         quiet_trainer(strategy=FSDPStrategy())
 
 
-def test_deepspeed_wants_a_gpu() -> None:
+def test_deepspeed_needs_gpu() -> None:
     pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
     with pytest.raises(RuntimeError, match="only supported on CUDA GPUs"):
         quiet_trainer(strategy=DeepSpeedStrategy()).fit(Classifier())

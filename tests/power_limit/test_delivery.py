@@ -1,4 +1,4 @@
-"""What a training found out of its power limits, on its way to a server that comes and goes."""
+"""Power-limit profiles of a training, sent to a server that disappears and returns."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def outbox(state_directory: Path) -> Outbox:
 
 
 class Keeping(Flaky):
-    """Keeps power limits, or answers with a status."""
+    """Server that stores power limits, or answers with a status."""
 
     status = 200
 
@@ -61,7 +61,7 @@ class Keeping(Flaky):
         return super().__call__(request)
 
 
-def test_they_are_sent_while_the_training_goes_on() -> None:
+def test_limits_are_sent_during_the_training() -> None:
     server = Keeping(CONVERGED)
     session = training(server)
     session.keep_power_limits(CHOICE)
@@ -71,7 +71,7 @@ def test_they_are_sent_while_the_training_goes_on() -> None:
     assert server.sent("PUT", PATH) == [SENT]
 
 
-def test_a_step_does_not_wait_for_the_server_but_the_end_of_the_training_does() -> None:
+def test_step_does_not_wait_for_the_server_but_the_end_of_the_training_does() -> None:
     class Slow(Keeping):
         def __call__(self, request: httpx.Request) -> httpx.Response:
             if request.url.path == PATH:
@@ -87,7 +87,7 @@ def test_a_step_does_not_wait_for_the_server_but_the_end_of_the_training_does() 
     assert server.sent("PUT", PATH) == [SENT]
 
 
-def test_while_the_server_is_away_they_wait_with_the_results(outbox: Outbox) -> None:
+def test_limits_wait_with_the_results_during_an_outage(outbox: Outbox) -> None:
     server = Keeping(KEEP_TRAINING, CONVERGED)
     session = training(server)
     server.down = True
@@ -102,7 +102,7 @@ def test_while_the_server_is_away_they_wait_with_the_results(outbox: Outbox) -> 
     assert server.sent("PUT", PATH) == [SENT]
 
 
-def test_the_next_training_brings_what_an_outage_has_left(outbox: Outbox) -> None:
+def test_next_training_delivers_limits_left_by_an_outage(outbox: Outbox) -> None:
     server = Keeping(CONVERGED)
     session = training(server)
     server.down = True
@@ -114,12 +114,12 @@ def test_the_next_training_brings_what_an_outage_has_left(outbox: Outbox) -> Non
     (file,) = deliver_waiting(outbox, lambda _: server.client())
     assert (file.delivered, file.left, file.problem) == (2, 0, None)
     assert outbox.waiting() == []
-    # The report was the last word on the trial, and its power limits came after it.
+    # The report was the final message of the trial, followed by its power limits.
     assert server.sent("PUT", PATH) == [SENT]
 
 
 @pytest.mark.parametrize("status", [404, 409, 422])
-def test_a_refusal_concerns_nothing_else(status: int, outbox: Outbox, caplog: pytest.LogCaptureFixture) -> None:
+def test_refusal_of_limits_affects_nothing_else(status: int, outbox: Outbox, caplog: pytest.LogCaptureFixture) -> None:
     server = Keeping(KEEP_TRAINING, CONVERGED)
     server.status = status
     session = training(server)
@@ -135,7 +135,7 @@ def test_a_refusal_concerns_nothing_else(status: int, outbox: Outbox, caplog: py
     assert server.sent("PUT", PATH) == [SENT]
 
 
-def test_a_server_that_fails_gets_them_again(outbox: Outbox) -> None:
+def test_failing_server_receives_the_limits_again(outbox: Outbox) -> None:
     server = Keeping()
     server.status = 503
     session = training(server)
@@ -147,8 +147,8 @@ def test_a_server_that_fails_gets_them_again(outbox: Outbox) -> None:
     assert server.sent("PUT", PATH)[-1] == SENT
 
 
-def test_a_zeus_server_is_told_nothing() -> None:
-    server = ContractDouble(CONVERGED)  # fails for routes that Zeus does not have
+def test_zeus_server_receives_no_limits() -> None:
+    server = ContractDouble(CONVERGED)  # fails for routes that Zeus lacks
     session = training(server)
     assert session.trial.power_profile is None
     session.keep_power_limits(CHOICE)
@@ -157,7 +157,7 @@ def test_a_zeus_server_is_told_nothing() -> None:
     assert server.sent("PUT", PATH) == []
 
 
-def test_those_of_other_devices_are_not_kept(caplog: pytest.LogCaptureFixture) -> None:
+def test_limits_of_different_devices_are_not_stored(caplog: pytest.LogCaptureFixture) -> None:
     server = Keeping()
     session = training(server)
     session.keep_power_limits(CHOICE.model_copy(update={"gpus": GPUS.model_copy(update={"gpu_model": "V100"})}))
@@ -167,7 +167,7 @@ def test_those_of_other_devices_are_not_kept(caplog: pytest.LogCaptureFixture) -
     assert server.sent("PUT", PATH) == []
 
 
-def test_without_a_trial_nothing_happens(caplog: pytest.LogCaptureFixture) -> None:
+def test_without_a_trial_no_limits_are_sent(caplog: pytest.LogCaptureFixture) -> None:
     server = Keeping()
     session = TrialSession(JOB, server.client(), seconds_and_joules(1.0, 10.0))
     with caplog.at_level(logging.DEBUG, logger="zeus_plugins"):
@@ -179,7 +179,7 @@ def test_without_a_trial_nothing_happens(caplog: pytest.LogCaptureFixture) -> No
     assert warnings_in(caplog) == []
 
 
-def test_a_checkpoint_holds_them() -> None:
+def test_checkpoint_contains_the_limits() -> None:
     session = training(Keeping())
     session.keep_power_limits(CHOICE)
     state: dict[str, Any] = session.state_dict()
@@ -187,7 +187,7 @@ def test_a_checkpoint_holds_them() -> None:
     assert TrialInfo.model_validate(state).power_profile == PowerProfile(gpus=GPUS, samples=SAMPLES)
 
 
-# --- the file ---------------------------------------------------------------------------------------------------------
+# --- File -------------------------------------------------------------------------------------------------------------
 
 
 def sender() -> OutboxHeader:
@@ -196,7 +196,7 @@ def sender() -> OutboxHeader:
     )
 
 
-def test_a_file_keeps_them_behind_the_servers_last_word(outbox: Outbox) -> None:
+def test_file_keeps_limits_after_the_servers_final_verdict(outbox: Outbox) -> None:
     server = Keeping(CONVERGED)
     box = outbox.box(sender())
     for item in (Evaluation(time=1, energy=1, metric=1, current_epoch=1), CHOICE, Ending(detail="never sent")):
@@ -217,7 +217,7 @@ def test_a_file_keeps_them_behind_the_servers_last_word(outbox: Outbox) -> None:
     assert server.sent("PUT", PATH) == [SENT, SENT]
 
 
-def test_an_end_before_them_is_the_end(outbox: Outbox) -> None:
+def test_ending_before_the_limits_is_the_final_ending(outbox: Outbox) -> None:
     box = outbox.box(sender())
     box.put(Ending())
     box.put(CHOICE)

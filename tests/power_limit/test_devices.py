@@ -1,4 +1,4 @@
-"""Setting power limits through NVML (pretended, and real where there is one) and by commands (real ones)."""
+"""Setting power limits through NVML (simulated, and real if available) and by real commands."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_visible_gpus_keep_the_numbers_of_nvidia_smi(nvml: FakeNvml, monkeypatch
     assert [gpu.limit_mw for gpu in nvml.machine] == [700_000, 250_000]
 
 
-def test_only_the_gpus_that_train_are_found(nvml: FakeNvml) -> None:
+def test_only_the_training_gpus_are_found(nvml: FakeNvml) -> None:
     with pytest.raises(PowerLimitUnavailableError, match="runs on no NVIDIA GPU"):
         find_devices([], nvml=nvml)
     assert nvml.calls == []
@@ -72,23 +72,23 @@ def test_only_the_gpus_that_train_are_found(nvml: FakeNvml) -> None:
     ],
     ids=["permission", "range", "limit", "constraints"],
 )
-def test_what_the_driver_refuses_is_said(gpu: FakeGpu, ask: Callable[[Any], object], problem: str) -> None:
+def test_refusal_by_the_driver_is_reported(gpu: FakeGpu, ask: Callable[[Any], object], problem: str) -> None:
     (device,) = find_devices(nvml=FakeNvml([gpu]))
     with pytest.raises(PowerLimitUnavailableError, match=rf"GPU 0 \(NVIDIA H200\) .*{problem}"):
         ask(device)
 
 
-def test_without_a_driver_there_is_no_device() -> None:
+def test_without_a_driver_no_device_is_found() -> None:
     with pytest.raises(PowerLimitUnavailableError, match="the NVIDIA driver does not answer: Driver Not Loaded"):
         find_devices(nvml=FakeNvml(broken="Driver Not Loaded"))
 
 
-def test_a_slice_of_a_gpu_is_left_alone() -> None:
+def test_slice_of_a_gpu_is_not_changed() -> None:
     with pytest.raises(PowerLimitUnavailableError, match="MIG"):
         find_devices(nvml=FakeNvml([FakeGpu(mig_mode=1, slices=[1, 1])]))
 
 
-def test_a_device_can_be_pickled_when_it_is_open(nvml: FakeNvml) -> None:
+def test_open_device_can_be_pickled(nvml: FakeNvml) -> None:
     device: Any
     (device, _) = find_devices(nvml=nvml)
     device.set_limit_w(300.0)
@@ -98,7 +98,7 @@ def test_a_device_can_be_pickled_when_it_is_open(nvml: FakeNvml) -> None:
     assert (copy.index, copy.uuid, str(copy)) == (device.index, device.uuid, str(device))
 
 
-def test_the_profiler_sets_all_gpus_and_puts_them_back(nvml: FakeNvml) -> None:
+def test_profiler_sets_and_restores_all_gpus(nvml: FakeNvml) -> None:
     nvml.machine[1].limit_mw = 650_000
     where = machine()
     profiler = PowerLimitProfiler(
@@ -110,13 +110,13 @@ def test_the_profiler_sets_all_gpus_and_puts_them_back(nvml: FakeNvml) -> None:
         limits_w.append([gpu.limit_mw for gpu in nvml.machine])
         where.train()
         profiler.on_step_end()
-    # From the lowest of the limits in force down to the lowest that there is.
+    # From the lowest of the limits in force down to the lowest possible limit.
     assert limits_w[:19] == [[watts * 1000] * 2 for watts in range(650, 199, -25)]
     profiler.close()
     assert [gpu.limit_mw for gpu in nvml.machine] == [700_000, 650_000]
 
 
-def test_the_pretended_driver_takes_what_the_real_package_takes() -> None:
+def test_simulated_driver_takes_the_arguments_of_the_real_package() -> None:
     import pynvml
 
     for name in (each for each in vars(FakeNvml) if each.startswith("nvml")):
@@ -126,7 +126,7 @@ def test_the_pretended_driver_takes_what_the_real_package_takes() -> None:
 
 
 @pytest.mark.gpu
-def test_a_real_gpu_tells_its_limits_and_takes_the_one_it_has() -> None:
+def test_real_gpu_reports_and_accepts_the_present_limit() -> None:
     if not has_nvidia_driver():
         pytest.skip("no NVIDIA driver on this machine")
     for device in find_devices():
@@ -150,7 +150,7 @@ def make_gpu(tmp_path: Path) -> FileDevice:
     return FileDevice(path, index=3)
 
 
-def test_a_command_sets_the_limit(gpu: FileDevice, tmp_path: Path) -> None:
+def test_command_sets_the_limit(gpu: FileDevice, tmp_path: Path) -> None:
     script = tmp_path / "set limit.sh"
     script.write_text(f'echo "$2" > "{gpu.path}"; echo "$1" > "{tmp_path}/index"')
     device = CommandDevice(f"sh '{script}' {{index}} {{watts}}", gpu)
@@ -163,7 +163,7 @@ def test_a_command_sets_the_limit(gpu: FileDevice, tmp_path: Path) -> None:
     assert pickle.loads(pickle.dumps(device)).limit_w() == 175.0  # noqa: S301 - made in this line
 
 
-def test_nothing_in_a_command_is_read_by_a_shell(gpu: FileDevice, tmp_path: Path) -> None:
+def test_command_is_not_interpreted_by_a_shell(gpu: FileDevice, tmp_path: Path) -> None:
     CommandDevice(f"touch {tmp_path}/{{index}}-{{watts}};id", gpu).set_limit_w(150.0)
     assert (tmp_path / "3-150;id").exists()
 
@@ -176,7 +176,7 @@ def test_nothing_in_a_command_is_read_by_a_shell(gpu: FileDevice, tmp_path: Path
         ("/nowhere/set-limit {index} {watts}", "could not be run: .*No such file"),
     ],
 )
-def test_a_command_that_fails_is_said(gpu: FileDevice, template: str, problem: str) -> None:
+def test_failing_command_is_reported(gpu: FileDevice, template: str, problem: str) -> None:
     with pytest.raises(PowerLimitUnavailableError, match=problem):
         CommandDevice(template, gpu).set_limit_w(150.0)
 
@@ -192,7 +192,7 @@ def test_a_command_that_fails_is_said(gpu: FileDevice, template: str, problem: s
         ("set-limit {index} {watts}", Forbidden(), "pass index"),
     ],
 )
-def test_a_command_that_cannot_tell_which_gpu_gets_which_limit_is_refused(
+def test_command_without_gpu_or_watts_is_refused(
     gpu: FileDevice, template: str, device: Forbidden | None, problem: str
 ) -> None:
     with pytest.raises(ZeusBSOConfigError, match=re.escape(problem)):
@@ -201,7 +201,7 @@ def test_a_command_that_cannot_tell_which_gpu_gets_which_limit_is_refused(
 
 
 @pytest.mark.parametrize("way", ["argument", "environment"])
-def test_a_configured_command_sets_what_the_driver_reads(
+def test_configured_command_sets_limits_read_from_the_driver(
     nvml: FakeNvml, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
 ) -> None:
     command = (

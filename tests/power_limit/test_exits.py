@@ -1,4 +1,4 @@
-"""Real trainings that end in all ways: the power limit is then what it was."""
+"""Real trainings that end in every way restore the power limit."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ Begin = Callable[[str], subprocess.Popen[str]]
 
 @pytest.fixture(name="begin")
 def make_begin(limit: Path) -> Iterator[Begin]:
-    """Start trainings that have changed the limit already."""
+    """Start trainings that have already changed the limit."""
     with ExitStack() as trainings:
 
         def begin(way: str) -> subprocess.Popen[str]:
@@ -56,7 +56,7 @@ def make_begin(limit: Path) -> Iterator[Begin]:
 
 
 def assert_put_back(limit: Path) -> None:
-    """The limit is what was found, and no record of it is left; the process beside a training needs a moment."""
+    """Assert that the limit is restored and its record removed, by the process beside a training after a moment."""
     until(lambda: float(limit.read_text()) == FOUND_W and recall("GPU-file") is None)
 
 
@@ -77,7 +77,7 @@ def assert_put_back(limit: Path) -> None:
         pytest.param("signal, trained in a thread", signal.SIGTERM, -signal.SIGTERM, True, marks=pytest.mark.slow),
     ],
 )
-def test_a_training_that_ends_puts_the_limit_back_itself_unless_it_is_killed(
+def test_ending_training_restores_the_limit_unless_killed(
     begin: Begin, limit: Path, way: str, number: signal.Signals | None, status: int, is_killed: bool
 ) -> None:
     training = begin(way)
@@ -116,19 +116,19 @@ def test_cap_set_during_a_training_stays_when_the_training_is_killed(begin: Begi
 
 
 @pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="this system tells of a process's end by the pipe alone")
-def test_children_that_outlive_a_killed_training_do_not_keep_its_limit(begin: Begin, limit: Path) -> None:
+def test_surviving_children_of_a_killed_training_do_not_keep_the_limit(begin: Begin, limit: Path) -> None:
     training = begin("signal with a child")
     child = int(line_of(training))
     try:
         training.kill()
         training.wait()
         assert_put_back(limit)
-        os.kill(child, 0)  # it lives, and holds the pipe open
+        os.kill(child, 0)  # the child lives, and holds the pipe open
     finally:
         os.kill(child, signal.SIGKILL)
 
 
-def test_a_training_that_goes_on_after_its_profiler_has_nothing_beside_it(begin: Begin, limit: Path) -> None:
+def test_training_continuing_after_the_profiler_has_no_helper_process(begin: Begin, limit: Path) -> None:
     training = begin("closed, and goes on")
     assert line_of(training) == "closed"
     assert float(limit.read_text()) == FOUND_W

@@ -1,4 +1,4 @@
-"""Limits that are clamped, ignored, overruled or left behind, and who may set them."""
+"""Clamped, ignored, overruled and left-behind limits, and permissions to set them."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ def device_of(**of_gpu: Any) -> tuple[NvmlDevice, FakeGpu]:
     return NvmlDevice("GPU-0", 0, "GPU 0 (H200)", FakeNvml([gpu])), gpu
 
 
-# Each step takes longer under a lower limit, and draws what it may. Cost at η = 0.5 with 700 W at most:
-# 700 W 1.0·(350+350) = 700 J, 600 W 1.02·650 = 663 J, 500 W 1.1·600 = 660 J, 400 W 1.4·550 = 770 J,
-# 300 W 1.7·500 = 850 J, 200 W 2.6·450 = 1170 J
+# A lower limit prolongs each step, which draws the permitted power. Cost at η = 0.5 with a maximum of 700 W: 700 W
+# 1.0·(350+350) = 700 J, 600 W 1.02·650 = 663 J, 500 W 1.1·600 = 660 J, 400 W 1.4·550 = 770 J, 300 W 1.7·500 = 850 J,
+# 200 W 2.6·450 = 1170 J
 TABLE = {
     700.0: ReplayPoint(1.0, 700.0),
     600.0: ReplayPoint(1.02, 600.0),
@@ -59,7 +59,7 @@ TABLE = {
 
 
 class Replayed:
-    """A GPU of NVML whose training costs what the table says."""
+    """A GPU of NVML with a training that costs the values of the table."""
 
     def __init__(self, **of_gpu: Any) -> None:
         self.device, self.gpu = device_of(**of_gpu)
@@ -94,7 +94,7 @@ class Replayed:
         return limits_w
 
 
-# ---- Read back -----------------------------------------------------------------------------------------------------
+# --- Read back ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ class Replayed:
     [({"clamps_to_mw": 450_000}, 450), ({"ignores_limits": True}, 700)],
     ids=["clamped", "ignored"],
 )
-def test_a_limit_that_is_accepted_and_not_applied_is_an_error(of_gpu: dict[str, Any], in_force: int) -> None:
+def test_accepted_but_unapplied_limit_is_an_error(of_gpu: dict[str, Any], in_force: int) -> None:
     device, _ = device_of(**of_gpu)
     with pytest.raises(PowerLimitNotAppliedError, match=f"limit of 400 W, and has one of {in_force} W in force"):
         set_and_check(device, 400.0)
@@ -120,7 +120,7 @@ def test_limits_below_a_clamp_are_not_measured_under_a_wrong_name(caplog: pytest
     assert here.gpu.limit_mw == 700_000
 
 
-def test_a_limit_that_is_ignored_from_the_start_is_never_measured(caplog: pytest.LogCaptureFixture) -> None:
+def test_permanently_ignored_limit_is_never_measured(caplog: pytest.LogCaptureFixture) -> None:
     here = Replayed(ignores_limits=True)
     zeus = here.profiler(limits_w=[600, 500])
     here.train(zeus, 3)
@@ -132,7 +132,7 @@ def test_a_limit_that_is_ignored_from_the_start_is_never_measured(caplog: pytest
     zeus.close()
 
 
-def test_no_limit_is_tried_that_another_limiter_overrules() -> None:
+def test_limit_overruled_by_a_second_limiter_is_not_tried() -> None:
     here = Replayed(enforced_mw=500_000)
     zeus = here.profiler(Time(), limits_w=None)
     assert here.train(zeus, 1) == [500]
@@ -245,19 +245,19 @@ def test_limit_that_an_administrator_sets_after_the_choice_stays(caplog: pytest.
 # ---- Who sets it ---------------------------------------------------------------------------------------------------
 
 
-def test_a_command_is_told_the_uuid(tmp_path: Path) -> None:
+def test_command_receives_the_uuid(tmp_path: Path) -> None:
     told = tmp_path / "told"
     device, gpu = device_of()
     by_command = CommandDevice(f"sh -c 'echo {{uuid}} {{watts}} > {told}'", device)
     by_command.set_limit_w(400.0)
     assert told.read_text() == "GPU-0 400\n"
     assert gpu.limit_mw == 700_000
-    with pytest.raises(PowerLimitNotAppliedError):  # which the command did not do
+    with pytest.raises(PowerLimitNotAppliedError):  # the command set no limit
         set_and_check(by_command, 400.0)
 
 
 class Daemon(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
-    """A pretended zeusd: numbers the machine's GPUs in its own way."""
+    """A simulated zeusd with its own numbering of the GPUs."""
 
     daemon_threads = True
 
@@ -317,7 +317,7 @@ def serve(tmp_path: Path) -> Iterator[Any]:
         yield start
 
 
-def test_zeusd_sets_the_limit_of_this_very_gpu_whatever_it_counts(
+def test_zeusd_sets_the_limit_of_the_same_gpu_despite_a_different_numbering(
     serve: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ours = FakeGpu(pci_address="00000000:0A:00.0", may_set_limit=False)
@@ -326,7 +326,7 @@ def test_zeusd_sets_the_limit_of_this_very_gpu_whatever_it_counts(
     monkeypatch.setenv("ZEUSD_SOCK_PATH", str(tmp_path / "zeusd.sock"))
     monkeypatch.setenv("ZEUSD_TOKEN", "secret")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    (device,) = find_devices(nvml=FakeNvml([ours]))  # in a container that has this GPU alone
+    (device,) = find_devices(nvml=FakeNvml([ours]))  # in a container with only this GPU
     assert isinstance(device, ZeusdDevice)
     set_and_check(device, 400.0)
     assert (ours.limit_mw, others.limit_mw) == (400_000, 700_000)
@@ -335,7 +335,7 @@ def test_zeusd_sets_the_limit_of_this_very_gpu_whatever_it_counts(
         device.set_limit_w(900.0)
 
 
-def test_a_zeusd_that_tells_no_addresses_is_asked_only_where_there_is_one_gpu(serve: Any, tmp_path: Path) -> None:
+def test_zeusd_without_addresses_is_used_only_for_a_single_gpu(serve: Any, tmp_path: Path) -> None:
     device, gpu = device_of()
     by_zeusd = ZeusdDevice(str(tmp_path / "zeusd.sock"), device)
     with pytest.raises(PowerLimitUnavailableError, match="zeusd does not answer on"):
@@ -348,10 +348,10 @@ def test_a_zeusd_that_tells_no_addresses_is_asked_only_where_there_is_one_gpu(se
     assert gpu.limit_mw == 400_000
 
 
-# ---- Left behind ---------------------------------------------------------------------------------------------------
+# --- Limits left behind ---------------------------------------------------------------------------------------------
 
 
-def test_a_limit_below_the_default_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
+def test_limit_below_the_default_is_reported(caplog: pytest.LogCaptureFixture) -> None:
     here = Replayed(limit_mw=300_000, default_mw=700_000)
     zeus = here.profiler(limits_w=None)
     here.train(zeus, 1)
@@ -361,12 +361,12 @@ def test_a_limit_below_the_default_is_told_of(caplog: pytest.LogCaptureFixture) 
     zeus.close()
 
 
-def test_the_limit_of_a_killed_training_does_not_become_the_next_ones(caplog: pytest.LogCaptureFixture) -> None:
+def test_limit_of_a_killed_training_is_not_taken_for_the_initial_limit(caplog: pytest.LogCaptureFixture) -> None:
     here = Replayed(default_mw=700_000)
     killed = here.profiler()
     here.train(killed, 3, ends=False)
     assert here.gpu.limit_mw == 400_000
-    restorer = killed._rank.guard._restorer  # a container is killed with all that is in it
+    restorer = killed._rank.guard._restorer  # killing a container kills everything in it
     assert restorer is not None
     restorer.kill()
     restorer.communicate()
@@ -452,7 +452,7 @@ def test_training_killed_in_the_midst_of_a_change_left_either_limit_behind(in_fo
     assert here.gpu.limit_mw == restored_mw
 
 
-def test_a_limit_that_somebody_has_set_since_is_not_taken_for_one_that_was_left_behind() -> None:
+def test_limit_changed_since_the_record_is_not_taken_for_left_behind() -> None:
     device, gpu = device_of(limit_mw=350_000)
     remember("GPU-0", 700.0, 400.0)
     assert LimitGuard([device]).initial_limits_w == (350.0,)
@@ -460,13 +460,13 @@ def test_a_limit_that_somebody_has_set_since_is_not_taken_for_one_that_was_left_
     assert LimitGuard([device]).initial_limits_w == (700.0,)
 
 
-def test_a_rank_without_gpus_leaves_the_handling_of_signals_alone() -> None:
+def test_rank_without_gpus_does_not_change_signal_handlers() -> None:
     before = signal.getsignal(signal.SIGTERM)
     LimitGuard(()).claim()
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_damaged_records_are_none(state_directory: Path) -> None:
+def test_damaged_records_are_ignored(state_directory: Path) -> None:
     remember("GPU-0", 700.0, 400.0)
     (file,) = (state_directory / "power-limits").iterdir()
     file.write_text('{"original_w": ')
@@ -477,7 +477,7 @@ def test_damaged_records_are_none(state_directory: Path) -> None:
     assert list((state_directory / "power-limits").iterdir()) == []
 
 
-def test_the_doctor_puts_limits_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_restores_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     left, lowered = device_of(limit_mw=400_000, default_mw=650_000), device_of(limit_mw=300_000, default_mw=650_000)
     silent, forbidden = device_of(), device_of(limit_mw=300_000, default_mw=650_000, may_set_limit=False)
     remember("GPU-0", 600.0, 400.0)
@@ -497,19 +497,19 @@ def test_the_doctor_puts_limits_back(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "350 W, which another program has set since a killed training set 400 W" in first.text
 
 
-# ---- Descending ----------------------------------------------------------------------------------------------------
+# --- Descending -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("selector", "tried", "chosen_w"),
     [
-        (ZeusCost(0.5), [700, 600, 500, 400, 300], 500),  # 770 J and 850 J are clearly more than 660 J
+        (ZeusCost(0.5), [700, 600, 500, 400, 300], 500),  # 770 J and 850 J are clearly above 660 J
         (Time(), [700, 600, 500, 400, 300], 700),
-        (Energy(), list(TABLE), 300),  # 510 J; the last one, 520 J, is hardly more
+        (Energy(), list(TABLE), 300),  # 510 J; the last limit, 520 J, is hardly above
         (MaxSlowdown(1.1), [700, 600, 500, 400, 300], 500),
     ],
 )
-def test_no_lower_limit_is_tried_once_the_cost_has_risen_clearly(
+def test_lower_limits_are_skipped_after_a_clear_rise_of_the_cost(
     monkeypatch: pytest.MonkeyPatch, selector: Any, tried: list[float], chosen_w: float
 ) -> None:
     monkeypatch.setattr("zeus_plugins.power_limit.plan.limits_between", lambda *_: tuple(TABLE))
@@ -525,7 +525,7 @@ def test_no_lower_limit_is_tried_once_the_cost_has_risen_clearly(
     again.close()
 
 
-def test_limits_that_were_asked_for_are_all_tried() -> None:
+def test_explicitly_requested_limits_are_all_tried() -> None:
     here = Replayed()
     zeus = here.profiler(Time())
     assert here.train(zeus, len(TABLE)) == list(TABLE)

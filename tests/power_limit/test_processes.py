@@ -1,4 +1,4 @@
-"""Trainings of both frameworks on two real processes: one sets the limits of the machine, both know the choice."""
+"""Trainings of both frameworks on two real processes: one sets the machine's limits, both know the choice."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LIMITS_OF_STEPS = [250.0] * 3 + [200.0] * 3 + [150.0] * 3 + [100.0] * 3 + [BEST_
 
 
 def run(framework: str, folder: Path, *arguments: str) -> list[dict[str, Any]]:
-    """What each of the processes saw."""
+    """Run both processes; return their observations."""
     if importlib.util.find_spec(framework) is None and not os.environ.get("CI"):
         pytest.skip(f"needs zeus-plugins[{framework}]")
     modules = LIGHTNING if framework == "lightning" else TRANSFORMERS
@@ -31,7 +31,7 @@ def run(framework: str, folder: Path, *arguments: str) -> list[dict[str, Any]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("framework", ["lightning", "transformers"])
-def test_one_process_sets_the_limits_and_both_know_the_choice(framework: str, tmp_path: Path) -> None:
+def test_single_process_sets_the_limits_and_both_know_the_choice(framework: str, tmp_path: Path) -> None:
     first, second = run(framework, tmp_path)
     assert first["chosen_limit_w"] == second["chosen_limit_w"] == BEST_W
     assert first["profile"] == second["profile"]
@@ -44,7 +44,7 @@ def test_one_process_sets_the_limits_and_both_know_the_choice(framework: str, tm
 
 
 @pytest.mark.parametrize("framework", ["lightning", "transformers"])
-def test_what_the_server_knows_reaches_both(framework: str, tmp_path: Path, server: ServerProcess) -> None:
+def test_limits_known_to_the_server_reach_both_processes(framework: str, tmp_path: Path, server: ServerProcess) -> None:
     first, _ = run(framework, tmp_path, server.url)
     assert first["limits_of_steps"] == LIMITS_OF_STEPS
     again, other = run(framework, tmp_path, server.url)

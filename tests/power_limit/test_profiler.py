@@ -1,4 +1,4 @@
-"""Selectors, states and profiles with literal numbers, and the profiler on a pretended machine."""
+"""Selectors, states and profiles with literal numbers, and the profiler on a simulated machine."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def profile(**options: Any) -> PowerLimitProfile:
     return PowerLimitProfile(**({"gpus": GPUS, "samples": samples} | options))
 
 
-# Selectors; the numbers are worked out beside the table
+# Selectors; see the table for the numbers
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def profile(**options: Any) -> PowerLimitProfile:
         (MaxSlowdown(3.0), 100.0),
     ],
 )
-def test_the_selectors_choose(selector: OptimumSelector, limit_w: float) -> None:
+def test_selectors_choose_the_literal_limits(selector: OptimumSelector, limit_w: float) -> None:
     assert selector.select(profile()) == limit_w
 
 
@@ -93,14 +93,14 @@ def test_the_selectors_choose(selector: OptimumSelector, limit_w: float) -> None
     ("limit_w", "eta", "cost_j"),
     [(100.0, 0.5, 330.0), (150.0, 0.5, 225.0), (200.0, 0.5, 215.0), (250.0, 0.5, 223.25), (150.0, 1.0, 150.0)],
 )
-def test_the_cost_of_an_epoch(limit_w: float, eta: float, cost_j: float) -> None:
+def test_cost_of_an_epoch_is_literal(limit_w: float, eta: float, cost_j: float) -> None:
     (sample,) = profile().only([limit_w]).samples
     assert epoch_cost(sample, 1, 250.0, eta) == pytest.approx(cost_j)
     assert epoch_cost(sample, 300, 250.0, eta) == pytest.approx(300 * cost_j)
 
 
 @pytest.mark.parametrize("selector", [Energy(), Time(), ZeusCost(0.5), MaxSlowdown(1.0)])
-def test_the_lowest_of_equal_limits_is_chosen(selector: OptimumSelector) -> None:
+def test_lowest_of_equal_limits_is_chosen(selector: OptimumSelector) -> None:
     alike = [PowerLimitSample(limit_w=limit_w, steps=5, time_s=1.0, energy_j=9.0) for limit_w in (200, 100, 150)]
     assert selector.select(profile(samples=alike)) == 100.0
 
@@ -110,7 +110,7 @@ def test_the_lowest_of_equal_limits_is_chosen(selector: OptimumSelector) -> None
     [(ZeusCost, wrong, "from 0 .* to 1") for wrong in (-0.1, 1.1, float("nan"))]
     + [(MaxSlowdown, wrong, "1 or more") for wrong in (0.9, float("inf"), float("nan"))],
 )
-def test_a_selector_that_makes_no_sense_is_refused(selector: Any, wrong: float, problem: str) -> None:
+def test_invalid_selector_is_refused(selector: Any, wrong: float, problem: str) -> None:
     with pytest.raises(ZeusBSOConfigError, match=problem):
         selector(wrong)
 
@@ -118,7 +118,7 @@ def test_a_selector_that_makes_no_sense_is_refused(selector: Any, wrong: float, 
 # States
 
 
-def test_a_limit_warms_up_and_is_measured_step_by_step() -> None:
+def test_limit_warms_up_and_is_measured_step_by_step() -> None:
     window = Window(warmup_steps=2, profile_steps=2)
     states = [window.epoch_began(Ready(0), limits=2)]
     for _ in range(8):
@@ -151,7 +151,7 @@ def test_steps_may_be_counted_together(window: Window, state: Any, steps: int, f
 
 
 @pytest.mark.parametrize("state", [Warmup(3, 1), Profiling(3, 1), Ready(3)])
-def test_the_end_of_an_epoch_goes_back_to_the_beginning_of_the_limit(state: Any) -> None:
+def test_end_of_an_epoch_restarts_the_present_limit(state: Any) -> None:
     assert Window(1, 2).epoch_ended(state) == Ready(3)
 
 
@@ -159,17 +159,17 @@ def test_the_end_of_an_epoch_goes_back_to_the_beginning_of_the_limit(state: Any)
     ("steps", "fitted"),
     [(50, Window(10, 40)), (49, Window(10, 39)), (20, Window(4, 16)), (1, Window(0, 1)), (0, Window(0, 1))],
 )
-def test_windows_shrink_to_what_an_epoch_has(steps: int, fitted: Window) -> None:
+def test_windows_shrink_to_the_steps_of_an_epoch(steps: int, fitted: Window) -> None:
     assert Window(10, 40).fitted(steps) == fitted
 
 
-def test_the_diagram_in_the_documentation_shows_all_moves_and_no_others() -> None:
+def test_documented_diagram_shows_exactly_the_transitions() -> None:
     diagram = (ROOT / "docs" / "power-limit.md").read_text().partition("```mermaid")[2].partition("```")[0]
     drawn = set(re.findall(r"^ *(\w+) --> (\w+)", diagram, re.MULTILINE))
     assert drawn == {(old.__name__, new.__name__) for old, news in MOVES.items() for new in news}
 
 
-def test_the_limits_to_try_go_downwards_from_the_highest() -> None:
+def test_limits_are_tried_downwards_from_the_highest() -> None:
     assert limits_between(100.0, 250.0) == (250.0, 225.0, 200.0, 175.0, 150.0, 125.0, 100.0)
     assert limits_between(110.0, 180.0, 30.0) == (180.0, 150.0, 120.0)
     assert limits_between(100.0, 100.0) == (100.0,)
@@ -178,7 +178,7 @@ def test_the_limits_to_try_go_downwards_from_the_highest() -> None:
 # Profiles
 
 
-def test_a_profile_is_saved_and_loaded(tmp_path: Path) -> None:
+def test_profile_is_saved_and_loaded(tmp_path: Path) -> None:
     path = tmp_path / "new" / "profile.json"
     profile(batch_size=64).save(path)
     assert PowerLimitProfile.load(path) == profile(batch_size=64)
@@ -186,7 +186,7 @@ def test_a_profile_is_saved_and_loaded(tmp_path: Path) -> None:
     assert first == {"limit_w": 100.0, "steps": 10, "time_s": 20.0, "energy_j": 1600.0, "source": ""}
 
 
-def test_a_profile_that_cannot_be_saved_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_save_preserves_the_old_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "profile.json"
     profile().save(path)
     monkeypatch.setattr("os.fsync", lambda _: (_ for _ in ()).throw(OSError("No space left on device")))
@@ -197,20 +197,20 @@ def test_a_profile_that_cannot_be_saved_leaves_the_old_one(tmp_path: Path, monke
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[1]", '{"gpus": {"max_power": 1}}'])
-def test_what_is_no_profile_is_an_error_that_says_so(tmp_path: Path, text: str) -> None:
+def test_invalid_profile_is_a_clear_error(tmp_path: Path, text: str) -> None:
     path = tmp_path / "profile.json"
     path.write_text(text)
     with pytest.raises(ZeusBSOConfigError, match=r"profile.json holds no power-limit profile"):
         PowerLimitProfile.load(path)
 
 
-def test_a_limit_measured_twice_is_refused() -> None:
+def test_limit_measured_twice_is_refused() -> None:
     twice = profile().samples[:1] * 2
     with pytest.raises(ValueError, match="two samples have the same limit_w"):
         profile(samples=twice)
 
 
-def test_a_later_sample_of_a_limit_replaces_the_earlier_one() -> None:
+def test_later_sample_of_a_limit_replaces_the_earlier_sample() -> None:
     later = PowerLimitSample(limit_w=150.0, steps=1, time_s=1.0, energy_j=1.0)
     assert profile().with_sample(later).limits_w == (100.0, 150.0, 200.0, 250.0)
     assert profile().with_sample(later).samples[1] == later
@@ -220,7 +220,7 @@ def test_a_later_sample_of_a_limit_replaces_the_earlier_one() -> None:
 
 
 @pytest.mark.parametrize("number_of_gpus", [1, 3])
-def test_each_limit_is_measured_and_the_best_one_kept_on_all_gpus(number_of_gpus: int) -> None:
+def test_each_limit_is_measured_and_the_best_kept_on_all_gpus(number_of_gpus: int) -> None:
     where = machine(number_of_gpus)
     zeus = profiler(where)
     assert train(where, zeus, 14) == [250.0] * 3 + [200.0] * 3 + [150.0] * 3 + [100.0] * 3 + [BEST_W] * 2
@@ -234,14 +234,14 @@ def test_each_limit_is_measured_and_the_best_one_kept_on_all_gpus(number_of_gpus
     assert [device.limit_w() for device in where.devices] == [FOUND_W] * number_of_gpus
 
 
-def test_between_epochs_the_limit_found_is_in_force_and_a_cut_measurement_begins_anew(where: ReplayMachine) -> None:
+def test_between_epochs_the_found_limit_applies_and_an_interrupted_measurement_restarts(where: ReplayMachine) -> None:
     zeus = profiler(where)
     train(where, zeus, 5)
     assert (zeus.state, where.devices[0].limit_w()) == (Ready(1), FOUND_W)
     assert train(where, zeus, 4) == [200.0] * 3 + [150.0]
 
 
-def test_what_is_known_is_not_measured_again(where: ReplayMachine) -> None:
+def test_known_limits_are_not_measured_again(where: ReplayMachine) -> None:
     known = profile(gpus=where.monitor.gpus(), batch_size=64)
     zeus = profiler(where, profile=known, batch_size=64)
     assert train(where, zeus) == [BEST_W] * 12
@@ -252,14 +252,14 @@ def test_what_is_known_is_not_measured_again(where: ReplayMachine) -> None:
 
 
 @pytest.mark.parametrize("other", [{"batch_size": 32}, {"gpus": GPUS}], ids=["size", "GPUs"])
-def test_what_is_known_of_something_else_is_not_used(other: dict[str, Any], where: ReplayMachine) -> None:
+def test_profile_of_a_different_size_or_gpu_is_not_used(other: dict[str, Any], where: ReplayMachine) -> None:
     known = profile(**({"gpus": where.monitor.gpus(), "batch_size": 64} | other))
     zeus = profiler(where, profile=known, batch_size=64)
     assert train(where, zeus)[:12] == [250.0] * 3 + [200.0] * 3 + [150.0] * 3 + [100.0] * 3
     zeus.close()
 
 
-def test_an_observer_chooses_and_sets_nothing_for_good(where: ReplayMachine) -> None:
+def test_observer_chooses_but_sets_no_limit_permanently(where: ReplayMachine) -> None:
     zeus = profiler(where, observe=True)
     assert train(where, zeus, 14)[12:] == [FOUND_W] * 2
     assert zeus.chosen_limit_w == BEST_W
@@ -277,14 +277,14 @@ def test_known_epochs_shrink_the_windows(where: ReplayMachine) -> None:
     assert zeus.profile.samples[0].steps == 4
 
 
-def test_epochs_of_unknown_length_shrink_the_windows_after_the_first_one(where: ReplayMachine) -> None:
+def test_epochs_of_unknown_length_shrink_the_windows_after_the_first_epoch(where: ReplayMachine) -> None:
     zeus = profiler(where, warmup_steps=10, profile_steps=40)
     train(where, zeus, steps=5, epochs=5)
     assert zeus.chosen_limit_w == BEST_W
     zeus.close()
 
 
-def test_nothing_happens_after_the_end(where: ReplayMachine) -> None:
+def test_calls_after_the_end_have_no_effect(where: ReplayMachine) -> None:
     zeus = profiler(where)
     train(where, zeus, 2)
     zeus.close()
@@ -293,7 +293,7 @@ def test_nothing_happens_after_the_end(where: ReplayMachine) -> None:
     assert zeus.is_done
 
 
-def test_work_in_the_queue_is_waited_for_at_both_ends_of_a_window(where: ReplayMachine) -> None:
+def test_queued_work_is_awaited_at_both_ends_of_a_window(where: ReplayMachine) -> None:
     seen: list[float] = []
     zeus = profiler(where, synchronize=lambda: seen.append(where.time_s))
     train(where, zeus, 6)
@@ -301,7 +301,7 @@ def test_work_in_the_queue_is_waited_for_at_both_ends_of_a_window(where: ReplayM
     zeus.close()
 
 
-def test_a_choice_that_was_not_measured_is_an_error_and_leaves_no_limit(where: ReplayMachine) -> None:
+def test_unmeasured_choice_is_an_error_and_leaves_no_limit(where: ReplayMachine) -> None:
     odd: Any = SimpleNamespace(select=lambda _: 123.0)
     zeus = profiler(where, odd)
     with pytest.raises(ZeusBSOBadOperationError, match="none of the limits measured"):
@@ -309,11 +309,11 @@ def test_a_choice_that_was_not_measured_is_an_error_and_leaves_no_limit(where: R
     assert where.devices[0].limit_w() == FOUND_W
 
 
-# Devices and monitors that fail
+# Failing devices and monitors
 
 
 @pytest.mark.parametrize("takes", [1, 2, 3, 4])
-def test_a_device_that_fails_later_ends_the_profiling_and_not_the_training(
+def test_device_failing_later_ends_the_profiling_but_not_the_training(
     takes: int, caplog: pytest.LogCaptureFixture, where: ReplayMachine
 ) -> None:
     zeus = profiler(where, devices=[Breaks(where.devices[0], takes)])
@@ -325,9 +325,7 @@ def test_a_device_that_fails_later_ends_the_profiling_and_not_the_training(
     ]
 
 
-def test_a_limit_that_cannot_be_put_back_is_said_with_the_remedy(
-    caplog: pytest.LogCaptureFixture, where: ReplayMachine
-) -> None:
+def test_failed_restore_is_reported_with_a_remedy(caplog: pytest.LogCaptureFixture, where: ReplayMachine) -> None:
     device = Breaks(where.devices[0], 6, refuses=2)
     zeus = profiler(where, devices=[device])
     train(where, zeus)
@@ -359,7 +357,7 @@ def test_without_permission_the_limit_in_force_is_measured(
     ("fails_at", "problem"),
     [(call, "the counter is gone") for call in ("gpus", "begin", "end")] + [("", "a measurement makes no sense")],
 )
-def test_a_monitor_that_fails_ends_the_profiling_and_not_the_training(
+def test_failing_monitor_ends_the_profiling_but_not_the_training(
     fails_at: str, problem: str, caplog: pytest.LogCaptureFixture, where: ReplayMachine
 ) -> None:
     zeus = profiler(where, monitor=Failing(where, fails_at, measurement=Measurement(0.0, 0.0, "odd")))
@@ -368,7 +366,7 @@ def test_a_monitor_that_fails_ends_the_profiling_and_not_the_training(
     assert warning.startswith(f"no power limit is chosen, and the training goes on without one: {problem}")
 
 
-def test_a_limit_that_could_not_be_measured_is_measured_anew(where: ReplayMachine) -> None:
+def test_failed_measurement_of_a_limit_is_repeated(where: ReplayMachine) -> None:
     zeus = profiler(where, monitor=Failing(where, "end", only=2))
     train(where, zeus, 3 * len(LIMITS_W) + 2)
     assert zeus.chosen_limit_w == BEST_W

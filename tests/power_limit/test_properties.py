@@ -1,4 +1,4 @@
-"""Whatever happens in whatever order, each GPU has a limit that it is entitled to, and in the end the one it had."""
+"""For every order of events, each GPU has a permitted limit, and finally its initial limit."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ EVENTS = st.one_of(
     st.tuples(st.just("begin"), st.none() | st.integers(0, 12)),
     st.tuples(st.just("step"), st.integers(1, 4)),
     st.tuples(st.just("end"), st.none()),
-    # What goes wrong next: the next so many settings of a GPU's limit, or the next call of the monitor.
+    # Next failure: of the next settings of a GPU's limit (this number), or of the next call of the monitor.
     st.tuples(st.just("break device"), st.integers(0, 2)),
     st.tuples(st.just("break monitor"), st.none()),
     st.tuples(st.just("close"), st.none()),
 )
-# Trainings as they are, epoch by epoch, so that many of the runs come to a choice; then anything.
+# Ordinary trainings, epoch by epoch, so that many runs reach a choice; then arbitrary events.
 TRAININGS = st.lists(st.integers(0, 16), max_size=6).map(
     lambda epochs: [event for steps in epochs for event in (("begin", None), *[("step", 1)] * steps, ("end", None))]
 )
 
 
-# What a device `takes` that refuses its next limit once, and one that refuses none.
+# Values of `takes` for a device that refuses its next limit once, and for a device that refuses none.
 BROKEN, SOUND = 0, -1
 
 
 class FragileMonitor(Failing):
-    """A monitor that fails at its next window when it is told to, once; counts its open windows."""
+    """A monitor that fails once at its next window on request, with a count of open windows."""
 
     measures_exactly = False
 
@@ -69,7 +69,7 @@ class FragileMonitor(Failing):
 
 
 def entitled_w(profiler: PowerLimitProfiler, found_w: float, may_set: bool) -> set[float]:
-    """The limits that a GPU may have now."""
+    """Return the permitted limits of a GPU at this moment."""
     if not may_set:
         return {found_w}
     match profiler.state:
@@ -98,7 +98,7 @@ def entitled_w(profiler: PowerLimitProfiler, found_w: float, may_set: bool) -> s
     trained=[("begin", None), *[("step", 1)] * 3],
     events=[("break device", 1), ("step", 1)],
 )
-# It refuses to be put back once, in the midst of another limit.
+# The device refuses one restore, in the middle of another limit.
 @example(
     found_w=250.0,
     warmup_steps=0,
@@ -107,7 +107,7 @@ def entitled_w(profiler: PowerLimitProfiler, found_w: float, may_set: bool) -> s
     trained=[("begin", None), ("step", 1)],
     events=[("break device", 1), ("end", None)],
 )
-def test_every_gpu_has_a_limit_it_is_entitled_to(
+def test_every_gpu_has_a_permitted_limit(
     found_w: float,
     warmup_steps: int,
     profile_steps: int,
@@ -127,7 +127,7 @@ def test_every_gpu_has_a_limit_it_is_entitled_to(
         before = zeus.state
         match what:
             case "begin":
-                # At first it sets what is in force anyway, to see whether it may; the monitor must answer, too.
+                # The first set repeats the limit in force as a test of permission; the monitor must answer, too.
                 if not has_begun and not is_closed:
                     is_forbidden = any(device.takes == BROKEN for device in devices)
                     has_begun = True
@@ -142,7 +142,7 @@ def test_every_gpu_has_a_limit_it_is_entitled_to(
             case "break monitor":
                 monitor.is_broken = True
             case "close":
-                # An exit path puts limits back with what works; a device that refuses then is another test's.
+                # An exit restores limits with working devices only; another test covers devices that refuse then.
                 for device in devices:
                     device.takes = SOUND
                 zeus.close()

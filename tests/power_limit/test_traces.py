@@ -1,6 +1,6 @@
-"""The profiler on GPUs that do what Zeus's traces (NSDI '23) recorded chooses the limits that the traces call cheapest.
+"""On GPUs replayed from Zeus's traces (NSDI '23), the profiler chooses the cheapest limits of the traces.
 
-The traces are no part of this repository: ``ZEUS_TRACES`` names the folder that holds ``summary_power_v100.csv``.
+The traces are not part of this repository: ``ZEUS_TRACES`` names the folder that holds ``summary_power_v100.csv``.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ WORKLOADS = (
 EVERYWHERE = pytest.mark.parametrize(
     ("workload", "eta", "gpu"), list(product(WORKLOADS, (0.0, 0.5, 1.0), ("v100", "a40")))
 )
-STEPS = 1000  # of an epoch; how many there really were is not recorded, and does not matter
+STEPS = 1000  # of an epoch; the real number is not recorded and irrelevant
 Tables = dict[int, dict[float, tuple[float, float]]]
 
 
 def tables(workload: tuple[str, str, str], gpu: str) -> Tables:
-    """For each batch size and power limit in watts: seconds of an epoch, and the average power in watts."""
+    """Return, by batch size and power limit in watts, the seconds of an epoch and the average power in watts."""
     folder = os.environ.get("ZEUS_TRACES")
     if not folder:
         pytest.skip("Zeus's traces are not here: set ZEUS_TRACES to the folder of summary_power_v100.csv")
@@ -56,10 +56,10 @@ def tables(workload: tuple[str, str, str], gpu: str) -> Tables:
 
 
 @EVERYWHERE
-def test_the_cheapest_limit_of_the_trace_is_chosen(workload: tuple[str, str, str], eta: float, gpu: str) -> None:
+def test_cheapest_limit_of_the_trace_is_chosen(workload: tuple[str, str, str], eta: float, gpu: str) -> None:
     for batch_size, epochs in tables(workload, gpu).items():
         max_power_w = max(epochs)
-        # Straight from the trace: the energy of an epoch is its average power × its duration.
+        # Taken from the trace: the energy of an epoch is its average power × its duration.
         costs = {
             limit_w: eta * power_w * time_s + (1 - eta) * max_power_w * time_s
             for limit_w, (time_s, power_w) in epochs.items()
@@ -82,9 +82,7 @@ def test_the_cheapest_limit_of_the_trace_is_chosen(workload: tuple[str, str, str
 
 
 @EVERYWHERE
-def test_limits_that_are_no_longer_tried_are_none_of_the_cheapest(
-    workload: tuple[str, str, str], eta: float, gpu: str
-) -> None:
+def test_skipped_limits_are_never_the_cheapest(workload: tuple[str, str, str], eta: float, gpu: str) -> None:
     selector = ZeusCost(eta)
     for batch_size, epochs in tables(workload, gpu).items():
         gpus = GpuConfig(max_power=max(epochs), number_of_gpus=1, gpu_model=gpu)

@@ -1,4 +1,4 @@
-"""Windows of power limits against counters that move in steps, compilation, and temperatures that rise."""
+"""Windows of power limits with stepwise counters, compilation, and rising temperatures."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class SteppingGpu:
         self._energy_mj = 1_000.0  # of each
 
     def step_of(self, limit_w: float) -> tuple[float, float]:
-        """Seconds and watts of a step under a limit."""
+        """Return seconds and watts of a step under a limit."""
         power_w = min(limit_w, 500.0)
         return self._step_s * (500.0 / power_w) ** (1 / 3), power_w
 
@@ -76,9 +76,7 @@ def profiled(here: SteppingGpu, epochs: int, steps: int, **options: Any) -> Powe
 
 @pytest.mark.parametrize("phases_s", [(0.0,), (0.013, 0.08)], ids=["one GPU", "two GPUs"])
 @pytest.mark.parametrize(("epochs", "steps"), [(1, 12_000), (30, 500)], ids=["long epochs", "epochs of 0.8 s"])
-def test_a_counter_that_moves_ten_times_a_second_does_not_mislead(
-    epochs: int, steps: int, phases_s: Sequence[float]
-) -> None:
+def test_counter_moving_ten_times_a_second_does_not_mislead(epochs: int, steps: int, phases_s: Sequence[float]) -> None:
     here = SteppingGpu(phases_s=phases_s)
     zeus = profiled(here, epochs, steps, limits_w=WIDE_W)
     assert zeus.profile is not None
@@ -94,7 +92,7 @@ def test_a_counter_that_moves_ten_times_a_second_does_not_mislead(
     zeus.close()
 
 
-def test_a_window_without_a_move_of_the_counter_is_refused(
+def test_window_without_a_move_of_the_counter_is_refused(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     here = SteppingGpu()
@@ -107,7 +105,7 @@ def test_a_window_without_a_move_of_the_counter_is_refused(
     assert here.gpu.limit_mw == 700_000
 
 
-def test_a_window_grows_at_the_pace_of_its_steps() -> None:
+def test_window_grows_at_the_pace_of_the_steps() -> None:
     too_short, long_enough, timeless = (Part(40, time_s, 1.0) for time_s in (0.06, 4.0, 0.0))
     for part in (long_enough, timeless):
         pace = Pace(Window(10, 40), 0.5, 2.0)
@@ -117,12 +115,12 @@ def test_a_window_grows_at_the_pace_of_its_steps() -> None:
     assert pace == Pace(Window(334, 1400), 0.5, 2.0, part=too_short)
 
 
-def test_steps_of_several_epochs_count_together() -> None:
+def test_steps_of_several_epochs_are_combined() -> None:
     part = Part(3, 1.5, 30.0, "nvml").plus(Part(1, 0.5, 10.0, "nvml"))
     assert (part, part.plus(None)) == (Part(4, 2.0, 40.0, "nvml"), part)
 
 
-def test_several_ranks_take_the_longest_time_and_all_energy() -> None:
+def test_several_ranks_use_the_longest_time_and_the_total_energy() -> None:
     ranks = [Measurement(1.0, 5.0, "nvml"), Measurement(1.5, 7.0, "nvml")]
     assert Part.of(4, ranks) == Part(4, 1.5, 12.0, "nvml")
 
@@ -130,7 +128,7 @@ def test_several_ranks_take_the_longest_time_and_all_energy() -> None:
 # ---- Waiting -------------------------------------------------------------------------------------------------------
 
 
-def test_the_first_steps_are_left_to_compilation() -> None:
+def test_first_steps_are_left_to_compilation() -> None:
     where = machine()
     zeus = profiler(where, warmup_steps=0, profile_steps=1, wait_steps=3)
     assert train(where, zeus, 2) + train(where, zeus, 5) == [FOUND_W] * 3 + list(LIMITS_W)
@@ -150,7 +148,7 @@ def test_limits_are_not_tried_before_the_temperature_is_stable() -> None:
         if settled_s is None and not isinstance(zeus.state, Ready):
             settled_s = here.clock.now_s
     assert settled_s is not None
-    assert 44.0 < settled_s < 47.0  # warm after 30 s, and that for 15 s
+    assert 44.0 < settled_s < 47.0  # warm after 30 s, and stable for 15 s
     assert zeus.chosen_limit_w is not None
     zeus.close()
 
@@ -165,15 +163,13 @@ def test_limits_are_not_tried_before_the_temperature_is_stable() -> None:
     ],
     ids=["not told", "warm", "rises for 50 s", "rises for ever"],
 )
-def test_a_temperature_is_stable_after_a_quarter_of_a_minute_within_a_degree(
-    temperatures: Any, settled_s: float
-) -> None:
+def test_temperature_within_a_degree_for_15_s_is_stable(temperatures: Any, settled_s: float) -> None:
     waiting = Waiting(0)
     found = next(now_s for now_s in range(1000) if waiting.is_settled(now_s, temperatures(now_s)))
     assert found == settled_s
 
 
-def test_all_ranks_wait_for_the_last_of_them() -> None:
+def test_all_ranks_wait_for_the_slowest_rank() -> None:
     def wait(port: FakeTrainer) -> int:
         clock = Clock(0.0)
         gpu = FakeGpu(temperature_c=50)

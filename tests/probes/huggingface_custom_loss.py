@@ -1,4 +1,4 @@
-"""In the style of transformers' guide to subclassing Trainer: a loss of one's own, accumulation, warm-up, steps."""
+"""In the style of transformers' guide to subclassing Trainer: a custom loss, accumulation, warm-up, steps."""
 
 import torch
 from sklearn.datasets import load_digits

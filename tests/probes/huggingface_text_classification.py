@@ -15,7 +15,7 @@ from transformers import (
 
 
 def as_text(image):
-    """Where there is ink, line by line: texts of different lengths."""
+    """Return the positions with ink, line by line: texts of different lengths."""
     return " ".join(f"p{position}" for position in np.flatnonzero(image > 8))
 
 

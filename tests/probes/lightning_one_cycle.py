@@ -1,4 +1,4 @@
-"""In the style of Lightning's CIFAR tutorial: OneCycleLR stepped at every step, as many as the trainer estimates."""
+"""In the style of Lightning's CIFAR tutorial: OneCycleLR stepped at every step, over the trainer's estimate."""
 
 import lightning as L
 import torch

@@ -1,4 +1,4 @@
-"""The A/B test beside the verdict."""
+"""The A/B test and its comparison with the verdict."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from benchmarks.recurrences.harness import State
 
 
 def test_pairs_are_compared_by_their_ratios() -> None:
-    """Ratios of 0.5, 0.4 and 0.6: on average 1 - (0.12)^(1/3)."""
+    """Compare ratios of 0.5, 0.4 and 0.6: on average 1 - (0.12)^(1/3)."""
     found = compared([100, 50, 10], [50, 20, 6])
     assert found.middle == pytest.approx(1 - 0.12 ** (1 / 3))
     assert found.low < found.middle < found.high < 1
@@ -26,7 +26,7 @@ def test_sizes_train_in_turn_without_the_callback() -> None:
 
 
 @pytest.mark.slow
-def test_a_job_and_its_ab_test_really_train(tmp_path: Path) -> None:
+def test_job_and_ab_test_really_train(tmp_path: Path) -> None:
     savings, found = ab("tabular", number=3, pairs=3, state=State(tmp_path))
     assert savings.recurrences == 3
     if found is None:

@@ -1,4 +1,4 @@
-"""The load on servers: what was asked is what was sent, and figures of a process are true. No timings here."""
+"""Load on servers: the requested load is sent, and figures of a process are true. No timings here."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def answers(figures: dict[str, Any]) -> dict[str, dict[str, int]]:
 
 
 @pytest.mark.slow
-def test_a_quick_run_sends_what_was_asked_and_holds_it_against_the_gate(
+def test_quick_run_sends_the_requested_load_and_applies_the_gate(
     peer: Peer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     del peer  # installed for the command
@@ -36,7 +36,7 @@ def test_a_quick_run_sends_what_was_asked_and_holds_it_against_the_gate(
     assert bench(["--quick", "--json", str(file)]) == 0
     results = json.loads(file.read_text())
     assert set(answers(results["fleet"])) >= {HEARTBEAT, "POST /report (epoch)"}
-    # 2 jobs × 4 trials × 5 epochs; a job is registered once for each trial, and Zeus answers each time alike.
+    # 2 jobs × 4 trials × 5 epochs; each trial registers the job once, and Zeus gives the same answer each time.
     for server, registered in zip(
         results["whole_trials"], ({"200": 6, "201": 2}, {"200": 6, "201": 2}, None), strict=True
     ):
@@ -52,7 +52,7 @@ def test_a_quick_run_sends_what_was_asked_and_holds_it_against_the_gate(
         assert text in shown
 
 
-def test_the_gate_compares_servers_of_one_run() -> None:
+def test_gate_compares_servers_of_the_same_run() -> None:
     def judged(cores: float | None, p99_ms: float, failures: int, zeus_ms: float | None) -> list[list[str]]:
         heartbeat = RequestFigures(HEARTBEAT, 9, {"200": 9 - failures, "0": failures}, 1.0, p99_ms)
         fleet = FleetFigures(45.0, 1.0, cores, 0.1, 90.0, (heartbeat,))
@@ -68,19 +68,19 @@ def test_the_gate_compares_servers_of_one_run() -> None:
     assert [row[1] for row in judged(None, 50.0, 0, None)] == ["not known", "met", "met", "not known"]
 
 
-async def test_an_answer_that_is_no_success_ends_the_run(server: ServerProcess) -> None:
+async def test_unsuccessful_answer_ends_the_run(server: ServerProcess) -> None:
     target = Target("server", "127.0.0.1", server.port, Meter(1))
     with pytest.raises(BenchmarkError, match=r"server answered 422 to POST /jobs: .*max_epochs"):
         await play_trials([target], Shape(jobs=1, in_flight=1, trials=1, epochs=-1), "none")
 
 
-def test_a_request_is_encoded_whole() -> None:
+def test_request_is_encoded_completely() -> None:
     assert encode("GET", "/jobs/batch_size?job_id=a").endswith(b"\r\n\r\n")
     head, _, body = encode("POST", "/jobs", {"job_id": "ä"}).partition(b"\r\n\r\n")
     assert f"Content-Length: {len(body)}".encode() in head
 
 
-def test_an_answer_may_arrive_in_pieces() -> None:
+def test_answer_may_arrive_in_pieces() -> None:
     answer = b"HTTP/1.1 201 Created\r\nServer: x\r\ncontent-length: 2\r\n\r\n{}"
     assert [parse_answer(bytearray(answer[:end])) for end in range(len(answer))] == [None] * len(answer)
     assert parse_answer(bytearray(answer)) == (201, b"{}")
@@ -90,7 +90,7 @@ def test_an_answer_may_arrive_in_pieces() -> None:
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the figures come from /proc")
-def test_the_meter_counts_a_process_and_its_children() -> None:
+def test_meter_counts_a_process_and_all_children() -> None:
     child = "import time\nwhile time.process_time() < 0.2: pass\nprint(time.process_time(), flush=True); input()"
     parent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}], check=True)"
     with subprocess.Popen([sys.executable, "-c", parent], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
@@ -106,7 +106,7 @@ def test_the_meter_counts_a_process_and_its_children() -> None:
     assert 2 < rss_mib < 1000
 
 
-def test_percentiles_are_values_that_were_measured() -> None:
+def test_percentiles_are_measured_values() -> None:
     hundred = list(range(1, 101))
     assert [percentile(hundred, share) for share in (0.50, 0.95, 0.99)] == [50, 95, 99]
     assert percentile([7.0], 0.5) == 7.0
@@ -114,12 +114,12 @@ def test_percentiles_are_values_that_were_measured() -> None:
 
 
 @pytest.mark.slow
-def test_a_fleet_reports_and_beats_at_its_pace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_fleet_reports_and_sends_heartbeats_at_the_set_pace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "figures.json"
     pace = "--trainings 20 --per-job 4 --epochs 3 --epoch-s 2 --heartbeat-s 1 --seconds 6"
     assert fleet_load.main([*pace.split(), "--json", str(file)]) == 0
     figures = json.loads(file.read_text())["figures"]
-    # Each beats six times in six seconds and reports three times, once of these for the last time.
+    # Each training sends six heartbeats in six seconds and reports three times, the last report being final.
     assert answers(figures) == {
         HEARTBEAT: {"200": 120},
         "POST /report (epoch)": {"200": 40},

@@ -1,4 +1,4 @@
-"""The files of deploy/ agree with each other and with the product: settings, commands, images, ports, statuses."""
+"""Files of deploy/ agree with each other and with the product: settings, commands, images, ports, statuses."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def by_place(launch: Launch) -> str:
     return f"{launch.place}-{' '.join(launch.arguments)}"
 
 
-def test_all_artefacts_are_seen() -> None:
+def test_every_artefact_is_found() -> None:
     images = [launch.image for launch in LAUNCHES]
     assert images.count(SERVER_IMAGE) >= 6
     assert images.count(TRAINING_IMAGE) >= 9
@@ -68,20 +68,20 @@ def test_all_artefacts_are_seen() -> None:
 
 
 @pytest.mark.parametrize("launch", LAUNCHES, ids=by_place)
-def test_the_variables_of_a_launch_exist(launch: Launch) -> None:
+def test_variables_of_a_launch_exist(launch: Launch) -> None:
     ours = {name for name in launch.environ if name.startswith("ZEUS")}
     assert ours <= (OF_SERVER.keys() if launch.image == SERVER_IMAGE else OF_TRAININGS)
 
 
 @pytest.mark.parametrize("launch", LAUNCHES, ids=by_place)
-def test_the_image_of_a_launch_is_the_one_of_this_version(launch: Launch) -> None:
+def test_image_of_a_launch_has_the_present_version(launch: Launch) -> None:
     assert launch.image in {"", "postgres", SERVER_IMAGE, TRAINING_IMAGE}
     if launch.image != "postgres" and launch.tag:
         assert launch.tag == version("zeus-plugins")
 
 
 @pytest.mark.parametrize("launch", [each for each in LAUNCHES if each.image == SERVER_IMAGE], ids=by_place)
-def test_the_server_is_launched_with_settings_and_commands_that_it_takes(
+def test_server_is_launched_with_valid_settings_and_commands(
     launch: Launch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -95,14 +95,14 @@ def test_the_server_is_launched_with_settings_and_commands_that_it_takes(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("launch", [each for each in LAUNCHES if each.image == TRAINING_IMAGE], ids=by_place)
-def test_a_training_is_launched_with_arguments_that_it_takes(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_is_launched_with_valid_arguments(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
     assert launch.command[:1] in {(), ("python3",), ("torchrun",)}
     program, *arguments = (*launch.command[1:], *launch.arguments)
     assert options_of(program, arguments, monkeypatch).job_id.startswith("digits")
 
 
 def options_of(script: str, arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The arguments of an example, as it reads them."""
+    """Return the parsed arguments of an example."""
     pytest.importorskip("lightning")
     monkeypatch.syspath_prepend(str((ROOT / script).parent))  # as Python does for a script
     spec = importlib.util.spec_from_file_location("an_example", ROOT / script)
@@ -124,7 +124,7 @@ def options_of(script: str, arguments: list[str], monkeypatch: pytest.MonkeyPatc
     return taken[0]
 
 
-def test_the_port_is_the_same_everywhere() -> None:
+def test_port_is_the_same_everywhere() -> None:
     dockerfile = DOCKERFILES[0].read_text()
     assert re.findall(r"^EXPOSE (\d+)$", dockerfile, re.MULTILINE) == [str(PORT)]
     assert [port.rpartition(":")[2] for port in COMPOSE["services"]["server"]["ports"]] == [str(PORT)]
@@ -139,7 +139,7 @@ def test_the_port_is_the_same_everywhere() -> None:
     assert urls == {f"http://{name}.{namespace}.svc:{PORT}"}
 
 
-def test_probes_and_metrics_ask_for_routes_that_exist() -> None:
+def test_probes_and_metrics_use_existing_routes() -> None:
     ((_, deployment),) = [found for found in manifests() if found[0] == KUBERNETES / "base" / "deployment.yaml"]
     ((container,),) = [pod["containers"] for pod in pods(deployment)]
     paths = {kind: container[f"{kind}Probe"]["httpGet"]["path"] for kind in ("startup", "liveness", "readiness")}
@@ -148,7 +148,7 @@ def test_probes_and_metrics_ask_for_routes_that_exist() -> None:
     assert [endpoint["path"] for endpoint in monitor["spec"]["endpoints"]] == [Paths.METRICS]
 
 
-def test_images_of_the_overlays_have_this_versions_tag() -> None:
+def test_images_of_the_overlays_have_the_tag_of_this_version() -> None:
     for overlay in ("sqlite", "postgresql"):
         (kustomization,) = documents(KUBERNETES / "overlays" / overlay / "kustomization.yaml")
         (image,) = kustomization["images"]
@@ -156,7 +156,7 @@ def test_images_of_the_overlays_have_this_versions_tag() -> None:
 
 
 class TestCompose:
-    def test_the_database_is_healthy_and_its_schema_there_before_the_server(self) -> None:
+    def test_server_starts_after_a_healthy_database_and_an_upgraded_schema(self) -> None:
         services = COMPOSE["services"]
         assert services["upgrade"]["depends_on"] == {"postgres": {"condition": "service_healthy"}}
         waits = services["server"]["depends_on"]["upgrade"]
@@ -164,7 +164,7 @@ class TestCompose:
         assert "healthcheck" in services["postgres"]
         assert "restart" not in services["upgrade"]
 
-    def test_secrets_are_files_that_are_declared(self) -> None:
+    def test_secrets_are_declared_files(self) -> None:
         (declared,) = COMPOSE["secrets"].items()
         assert declared == ("db_password", {"file": "secrets/db_password"})
         for service in COMPOSE["services"].values():
@@ -173,7 +173,7 @@ class TestCompose:
             assert named == ["/run/secrets/db_password"]
         assert "deploy/secrets/" in (ROOT / ".gitignore").read_text().splitlines()
 
-    def test_the_server_takes_its_password_from_the_file(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_server_reads_the_password_from_the_file(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.chdir(tmp_path)
         (tmp_path / "db_password").write_text("hush\n")
         environment = COMPOSE["services"]["server"]["environment"]
@@ -186,10 +186,10 @@ class TestCompose:
 
 
 def launched_as(command: list[str], folder: Path, statuses: tuple[int, ...]) -> tuple[int, int]:
-    """Run a command with a `python` that only pretends, ending with one status after another.
+    """Run a command with a fake `python` that ends with one status after another.
 
     Returns:
-        How often it was launched, and the exit status of the command.
+        Number of launches, and exit status of the command.
     """
     (folder / "statuses").write_text("".join(f"{status}\n" for status in statuses))
     python = folder / "python"
@@ -209,17 +209,17 @@ class TestRelaunching:
         job = cron["spec"]["jobTemplate"]["spec"]
         assert job["backoffLimit"] > 0
         (pod,) = pods(job)
-        assert pod["restartPolicy"] == "Never"  # what a policy for failures asks for
+        assert pod["restartPolicy"] == "Never"  # required by a pod failure policy
         (disruption,) = job["podFailurePolicy"]["rules"]
         assert disruption["action"] == "Ignore"
 
     @pytest.mark.parametrize(("statuses", "launched"), [((0,), 1), ((RELAUNCH, RELAUNCH, 0), 3), ((RELAUNCH, 1), 2)])
-    def test_crons_line_relaunches_at_a_missed_target_alone(
+    def test_cron_line_relaunches_only_after_a_missed_target(
         self, tmp_path: Path, statuses: tuple[int, ...], launched: int
     ) -> None:
         page = (ROOT / "docs" / "deployment.md").read_text()
         (command,) = re.findall(r"^0 2 \* \* \* (flock .*)$", page, re.MULTILINE)
-        command = command.replace("/tmp/digits.lock", str(tmp_path / "lock"))  # noqa: S108 - the documentation's
+        command = command.replace("/tmp/digits.lock", str(tmp_path / "lock"))  # noqa: S108 - from the documentation
         assert launched_as(["sh", "-c", command], tmp_path, statuses)[0] == launched
 
     @pytest.mark.slow
@@ -255,7 +255,7 @@ class TestRelaunching:
         assert re.search(r"\bcompleted\b", summary), summary
 
     @pytest.mark.slow
-    def test_a_training_that_misses_its_target_ends_with_that_status(self, server: ServerProcess) -> None:
+    def test_training_missing_the_target_ends_with_status_75(self, server: ServerProcess) -> None:
         options = ["--target", "1", "--job-id", "digits-1", "--on-failure", "raise", "--server-url", server.url]
         done = subprocess.run(
             [sys.executable, str(ROOT / "examples" / "lightning_digits.py"), *options],
@@ -272,13 +272,13 @@ class TestRelaunching:
 
 
 @pytest.mark.slow
-def test_a_data_parallel_job_is_one_trial_of_all_its_nodes(server: ServerProcess, tmp_path: Path) -> None:
+def test_data_parallel_job_is_a_single_trial_on_all_nodes(server: ServerProcess, tmp_path: Path) -> None:
     pytest.importorskip("lightning")
     (launch,) = [each for each in LAUNCHES if each.place.endswith("trainjob-data-parallel.yaml")]
     here = {"--accelerator=gpu": "--accelerator=cpu", "--devices=2": "--devices=1"}
     arguments = [here.get(argument, argument) for argument in launch.arguments]
     assert (launch.command[0], set(here) <= set(launch.arguments)) == ("torchrun", True)
-    # What the operator sets, with one process on each node.
+    # Environment set by the operator, with one process per node.
     environ = {
         **os.environ,
         "OMP_NUM_THREADS": "1",
@@ -301,7 +301,7 @@ def test_a_data_parallel_job_is_one_trial_of_all_its_nodes(server: ServerProcess
                 )
             )
     try:
-        # A node whose sibling has died waits for it for long.
+        # A node waits long for a dead sibling.
         statuses = [node.wait(300) for node in nodes]
     finally:
         for node in nodes:
@@ -315,7 +315,7 @@ def test_a_data_parallel_job_is_one_trial_of_all_its_nodes(server: ServerProcess
     assert "2 nodes" in trial.energy_source
 
 
-def test_no_file_of_deploy_is_left_out_of_the_documentation() -> None:
+def test_documentation_mentions_every_file_of_deploy() -> None:
     text = "".join(path.read_text() for path in (ROOT / "docs").glob("*.md"))
     own = [*DOCKERFILES, DEPLOY / "compose.yaml", *TRAININGS.rglob("*.yaml"), *DEPLOY.glob("github/*.yaml")]
     overlays = [path.parent for path in KUBERNETES.glob("[oc]*/*/kustomization.yaml")]

@@ -1,4 +1,4 @@
-"""The images of deploy/: built, and run against PostgreSQL and SQLite as the strictest platforms run them."""
+"""Images of deploy/: built, and run against PostgreSQL and SQLite under the restrictions of the strictest platforms."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def server_image(builder: Builder) -> Image:
 
 
 def writable(folder: Path) -> Path:
-    """A volume that belongs to the image's user."""
+    """Create a volume that belongs to the image's user."""
     folder.mkdir()
     shutil.chown(folder, USER, 0)
     return folder
@@ -55,20 +55,20 @@ def test_hadolint_finds_nothing(dockerfile: str) -> None:
 
 @pytest.mark.slow
 class TestTheServersImage:
-    def test_it_says_who_runs_it_and_how_it_is_asked_for_its_health(self, server_image: Image) -> None:
+    def test_image_states_user_and_health_check(self, server_image: Image) -> None:
         config = server_image.config
         assert (config["User"], config["WorkingDir"], list(config["Volumes"])) == (f"{USER}:0", "/data", ["/data"])
         assert config["Healthcheck"]["Test"] == ["CMD", "python3", "-m", "bso_server.healthcheck"]
         assert list(config["ExposedPorts"]) == [f"{Settings.model_fields['server_port'].default}/tcp"]
         assert (config["Entrypoint"], config["Cmd"]) == (["bso-server"], ["serve"])
-        # What installed it stays behind, and so does the source tree.
+        # Neither the installer nor the source tree remains in the image.
         programs = {path.name for path in (server_image.files / "opt/zeus/bin").iterdir()}
         assert {"bso-server", "zeus-plugins", "uvicorn"} <= programs
         assert not {name for name in programs if name.startswith("pip")}
         assert not (server_image.files / "src").exists()
 
     @pytest.mark.postgresql
-    def test_it_upgrades_postgresql_serves_makes_tokens_and_ends_at_sigterm(
+    def test_image_upgrades_postgresql_serves_creates_tokens_and_ends_at_sigterm(
         self, server_image: Image, tmp_path: Path
     ) -> None:
         port = free_port()
@@ -94,11 +94,11 @@ class TestTheServersImage:
                 answer = httpx.get(jobs, headers={"Authorization": f"Bearer {token}"})
                 assert (answer.status_code, answer.json()["jobs"]) == (200, [])
                 status = container.end("TERM")
-        # As the first process of a container it is not killed by the signal that it passes on to itself at the end.
+        # The first process of a container is not killed by the signal that it finally sends to itself.
         assert status in (0, 128 + signal.SIGTERM), container.log.read_text()
         assert "Finished server process" in container.log.read_text()
 
-    def test_with_nothing_said_it_keeps_a_sqlite_file_on_its_volume(self, server_image: Image, tmp_path: Path) -> None:
+    def test_image_stores_a_sqlite_file_on_the_volume_by_default(self, server_image: Image, tmp_path: Path) -> None:
         port, data = free_port(), writable(tmp_path / "data")
         where = {"mounts": {data: "/data"}, "ZEUS_BSO_SERVER_PORT": str(port)}
         with server_image.container(tmp_path / "serve", "serve", "--workers", "2", **where) as container:
@@ -109,8 +109,8 @@ class TestTheServersImage:
 
 
 @pytest.mark.slow
-def test_the_image_for_trainings_has_the_command_and_the_examples(builder: Builder, tmp_path: Path) -> None:
-    # PyTorch, which the real base brings, would take minutes.
+def test_training_image_contains_the_command_and_the_examples(builder: Builder, tmp_path: Path) -> None:
+    # PyTorch, part of the real base image, would take minutes.
     image = builder.build("deploy/training.Dockerfile", "zeus-training", EXTRAS="slurm")
     assert (image.config["User"], list(image.config["Volumes"])) == (f"{USER}:0", ["/state"])
     assert image.config["Entrypoint"] == ["python3"]
@@ -126,14 +126,14 @@ def test_the_image_for_trainings_has_the_command_and_the_examples(builder: Build
     )
     status, said = container.run()
     report = json.loads(said)
-    assert status == 1  # nobody answers there
+    assert status == 1  # no server answers there
     assert "http://127.0.0.1:9" in said
     assert report
 
 
 class TestTheHealthCheck:
     @pytest.mark.parametrize(("status", "result"), [(200, 0), (503, 1)])
-    def test_it_tells_what_the_server_says(
+    def test_health_check_repeats_the_servers_status(
         self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], status: int, result: int
     ) -> None:
         with answering(status, b"the database is full") as (port, asked):
@@ -143,7 +143,7 @@ class TestTheHealthCheck:
         assert asked == ["/health/ready"]
         assert capsys.readouterr().out == ("" if result == 0 else "503: the database is full\n")
 
-    def test_it_tells_that_nobody_answers(
+    def test_health_check_reports_an_unreachable_server(
         self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
         port = free_port()

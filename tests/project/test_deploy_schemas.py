@@ -1,6 +1,6 @@
-"""The files of deploy/ fit the schemas of what reads them: Kubernetes, Kustomize and Kubeflow.
+"""Files of deploy/ fit the schemas of their consumers: Kubernetes, Kustomize and Kubeflow.
 
-Nothing here asks a network or a cluster; each tool brings its schemas along.
+No test uses a network or a cluster; each tool contains its schemas.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def tool(module: str) -> Any:
 
 
 def kustomized(folder: Path) -> list[dict[str, Any]]:
-    """The objects that `kubectl kustomize` makes of a folder."""
+    """Return the objects that `kubectl kustomize` generates from a folder."""
     kubectl, kustomize = shutil.which("kubectl"), shutil.which("kustomize")
     if kubectl is None and kustomize is None:
         pytest.skip("neither kubectl nor kustomize is installed")
@@ -178,13 +178,13 @@ class TestTheChart:
 
 
 class TestAnInstallation:
-    def test_kubernetes_would_take_it(self, installation: list[dict[str, Any]]) -> None:
+    def test_kubernetes_accepts_the_installation(self, installation: list[dict[str, Any]]) -> None:
         validator = tool("kubernetes_validate")
         for document in installation:
             if document["kind"] not in CUSTOM:
                 validator.validate(document, validator.latest_version(), strict=True)
 
-    def test_its_parts_find_each_other(self, installation: list[dict[str, Any]]) -> None:
+    def test_selectors_of_the_installation_match(self, installation: list[dict[str, Any]]) -> None:
         kinds = {each["kind"]: each for each in installation}
         (labels,) = [each["spec"]["template"]["metadata"]["labels"] for each in [kinds["Deployment"]]]
         selectors = [kinds["Service"]["spec"]["selector"], kinds["Deployment"]["spec"]["selector"]["matchLabels"]]
@@ -210,7 +210,7 @@ class TestAnInstallation:
             }
             mounted = {one["persistentVolumeClaim"]["claimName"] for one in copying["spec"]["volumes"][1:]}
             assert mounted == claims.keys()
-            # A claim for one pod alone would keep the second one waiting for ever.
+            # A claim for a single pod would keep the second pod waiting forever.
             assert {mode for claim in claims.values() for mode in claim["accessModes"]} == {"ReadWriteOnce"}
         if "Job" in kinds:
             of_job = kinds["Job"]["spec"]["template"]["metadata"]["labels"]
@@ -266,7 +266,7 @@ class TestAnInstallation:
         assert all(rule["ports"] == [{"port": "http"}] for name in inward for rule in policies[name]["ingress"])
         assert ("zeus-bso-ingress" in policies) == ("Ingress" in kinds)
 
-    def test_its_pods_pass_the_restricted_standard(self, installation: list[dict[str, Any]]) -> None:
+    def test_pods_of_the_installation_pass_the_restricted_standard(self, installation: list[dict[str, Any]]) -> None:
         found = [pod for document in installation for pod in pods(document)]
         assert found
         for pod in found:
@@ -333,18 +333,18 @@ def test_kubeflow_training_is_restricted_and_keeps_its_state_on_a_volume_of_its_
 
 
 class TestANightlyTraining:
-    def test_kubernetes_would_take_it(self) -> None:
+    def test_kubernetes_accepts_the_nightly_training(self) -> None:
         validator = tool("kubernetes_validate")
         for document in documents(TRAININGS / "kubernetes" / "nightly.yaml"):
             validator.validate(document, validator.latest_version(), strict=True)
 
-    def test_its_pods_pass_the_restricted_standard(self) -> None:
+    def test_pods_of_the_nightly_training_pass_the_restricted_standard(self) -> None:
         (pod,) = pods(documents(TRAININGS / "kubernetes" / "nightly.yaml"))
         assert violations(pod) == []
 
 
 @pytest.mark.parametrize("name", sorted(name for name in KUBEFLOW if name.startswith("trainjob")))
-def test_kubeflows_trainer_loses_no_key_of_a_job(name: str) -> None:
+def test_kubeflow_trainer_preserves_every_key_of_a_job(name: str) -> None:
     models = tool("kubeflow_trainer_api.models")
     (document,) = documents(KUBEFLOW[name])
     job = models.TrainerV1alpha1TrainJob.from_dict(document)
@@ -353,14 +353,14 @@ def test_kubeflows_trainer_loses_no_key_of_a_job(name: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(name for name in KUBEFLOW if name.startswith("pytorchjob")))
 class TestAPyTorchJob:
-    def test_the_training_operator_loses_no_key_of_it(self, name: str) -> None:
+    def test_training_operator_preserves_every_key_of_a_job(self, name: str) -> None:
         client = tool("kubeflow.training.api_client").ApiClient()
         (document,) = documents(KUBEFLOW[name])
-        answer = SimpleNamespace(data=json.dumps(document))  # as of an API server
+        answer = SimpleNamespace(data=json.dumps(document))  # like the answer of an API server
         job = client.deserialize(answer, "KubeflowOrgV1PyTorchJob")
         assert client.sanitize_for_serialization(job) == document
 
-    def test_kubernetes_would_take_its_pods(self, name: str) -> None:
+    def test_kubernetes_accepts_the_pods_of_a_pytorchjob(self, name: str) -> None:
         validator = tool("kubernetes_validate")
         (document,) = documents(KUBEFLOW[name])
         for replica in document["spec"]["pytorchReplicaSpecs"].values():

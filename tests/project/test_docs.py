@@ -1,7 +1,7 @@
-"""The documentation says what is so: links, commands, tables of fields and arguments, and the examples in Python.
+"""The documentation is true: links, commands, tables of fields and arguments, and the examples in Python.
 
 Each page's Python runs from top to bottom as a reader would type it. A block that cannot run is skipped by a comment
-before it, which a reader does not see and which says why: ``<!-- skip: next "the reason" -->``.
+before it, invisible to readers, with the reason: ``<!-- skip: next "the reason" -->``.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ LINK = re.compile(r"\]\(([^)\s]+)\)")
 
 
 def anchors(page: Path) -> set[str]:
-    """The names of the page's headings in links to them."""
+    """Return the names of the page's headings in links."""
     headings = re.findall(r"^#+ (.*)$", FENCED.sub("", page.read_text()), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_links_lead_somewhere(page: Path) -> None:
+def test_links_lead_to_existing_targets(page: Path) -> None:
     for link in LINK.findall(FENCED.sub("", page.read_text())):
         if link.startswith(("http://", "https://")):
             continue
@@ -63,7 +63,7 @@ def test_links_lead_somewhere(page: Path) -> None:
             assert anchor in anchors(target), link
 
 
-def test_every_page_is_in_one_group_of_the_site() -> None:
+def test_every_page_is_in_a_single_group_of_the_site() -> None:
     toctrees = re.findall(r"^```\{toctree\}\n(.*?)^```", (DOCS / "index.md").read_text(), re.MULTILINE | re.DOTALL)
     listed = [line for tree in toctrees for line in tree.splitlines() if line and not line.startswith(":")]
     pages = [page.stem for page in DOCS.glob("*.md") if page.name != "index.md"]
@@ -72,7 +72,7 @@ def test_every_page_is_in_one_group_of_the_site() -> None:
 
 
 @pytest.mark.parametrize(("page", "least"), [("matrix.md", 50), ("reliability.md", 30)])
-def test_the_tests_that_a_page_names_exist(page: str, least: int) -> None:
+def test_tests_named_on_a_page_exist(page: str, least: int) -> None:
     files = list((ROOT / "tests").rglob("*.py"))
     text = "\n".join(file.read_text() for file in files)
     names = set(re.findall(r"^ *(?:async )?def (test_\w+)", text, re.MULTILINE))
@@ -83,12 +83,12 @@ def test_the_tests_that_a_page_names_exist(page: str, least: int) -> None:
     assert [span for span in spans if span.startswith("tests/") and not (ROOT / span).exists()] == []
 
 
-def test_the_readme_is_short() -> None:
+def test_readme_is_short() -> None:
     assert len(README.read_text().splitlines()) <= 60
 
 
 def commands() -> Iterator[tuple[str, bool]]:
-    """Every command of ours in the documentation, and whether it stands by itself, to be typed as it is."""
+    """Yield every command of this project in the documentation, and True if it can be typed without changes."""
     for page in PAGES:
         if page.name == "CHANGELOG.md":
             continue
@@ -104,7 +104,7 @@ def commands() -> Iterator[tuple[str, bool]]:
 
 
 @pytest.mark.parametrize(("command", "is_whole"), sorted(set(commands())))
-def test_commands_can_be_typed_as_they_are_shown(command: str, is_whole: bool) -> None:
+def test_commands_can_be_typed_as_shown(command: str, is_whole: bool) -> None:
     name, *arguments = shlex.split(command)
     if "--" in arguments:
         arguments = [*arguments[: arguments.index("--")], "--", "true"]
@@ -125,14 +125,14 @@ def test_commands_can_be_typed_as_they_are_shown(command: str, is_whole: bool) -
 
 
 def shell_lines() -> Iterator[tuple[str, str]]:
-    """Each line that a page lets a reader type into a shell, with the page."""
+    """Yield each documented shell line with its page."""
     for page in PAGES:
         for language, block in FENCED.findall(page.read_text()):
             if language in {"sh", "bash"}:
                 yield from ((page.name, line) for line in block.replace("\\\n", " ").splitlines())
 
 
-def test_what_the_documentation_makes_and_runs_exists() -> None:
+def test_documented_targets_and_scripts_exist() -> None:
     makefile = (ROOT / "Makefile").read_text()
     spans = [span for page in PAGES for span in INLINE.findall(FENCED.sub("", page.read_text()))]
     lines = [line.strip() for _, line in shell_lines()] + spans
@@ -149,21 +149,21 @@ def test_what_the_documentation_makes_and_runs_exists() -> None:
 
 
 @pytest.mark.parametrize("page", sorted({page for page, _ in shell_lines()}))
-def test_the_shell_of_a_page_parses(page: str) -> None:
+def test_shell_blocks_of_a_page_parse(page: str) -> None:
     text = "\n".join(line for name, line in shell_lines() if name == page)
     checked = subprocess.run(["bash", "-n"], input=text, capture_output=True, text=True, check=False)  # noqa: S607 - any bash will do
     assert checked.stderr == ""
 
 
 def table_below(heading: str, text: str = REFERENCE) -> list[tuple[str, str]]:
-    """First two cells of each row of the first table below a heading that begins so, without back-ticks."""
+    """Return the first two cells of each row, without back-ticks, of the table below a heading with this beginning."""
     section = re.split(r"^## ", text, flags=re.MULTILINE)
     (found,) = [one for one in section if one.startswith(heading)]
     rows = [line.split("|")[1:3] for line in found.splitlines() if line.startswith("| `")]
     return [(name.strip().strip("`"), default.strip().strip("`").replace('"', "'")) for name, default in rows]
 
 
-def test_the_reference_has_the_fields_of_a_job() -> None:
+def test_reference_lists_the_fields_of_a_job() -> None:
     fields = JobSpec.model_fields.items()
     defaults = [(name, "required" if field.is_required() else field.get_default()) for name, field in fields]
     assert table_below("`zeus_plugins.JobSpec`") == [
@@ -181,14 +181,14 @@ def test_the_reference_has_the_fields_of_a_job() -> None:
         ("`ZeusPowerLimitCallback`", "PowerLimitCallback"),
     ],
 )
-def test_the_reference_has_the_arguments_of_the_callbacks(package: str, needed: str, heading: str, name: str) -> None:
+def test_reference_lists_the_arguments_of_the_callbacks(package: str, needed: str, heading: str, name: str) -> None:
     pytest.importorskip(needed)
     module = __import__(f"zeus_plugins.{package}", fromlist=[name])
     parameters = inspect.signature(getattr(module, name)).parameters.values()
     assert table_below(heading) == [
         (one.name, "required" if one.default is one.empty else repr(one.default))
         for one in parameters
-        if one.kind is not one.VAR_KEYWORD  # which takes wrong names, to answer them
+        if one.kind is not one.VAR_KEYWORD  # collects wrong names for a helpful error
     ]
 
 
@@ -208,7 +208,7 @@ def test_pages_install_from_a_wheel_or_from_source_and_link_to_the_one_section()
 
 
 @pytest.mark.parametrize("page", generated.PAGES)
-def test_the_generated_pages_are_those_of_the_code(page: str) -> None:
+def test_generated_pages_match_the_code(page: str) -> None:
     assert (DOCS / page).read_text() == generated.PAGES[page](), "make reference writes it anew"
 
 
@@ -216,13 +216,13 @@ def test_the_generated_pages_are_those_of_the_code(page: str) -> None:
     ("heading", "values"),
     [("States of a trial", TrialState), ("Reasons of", EndReason), ("Origins of", Origin), ("Stages of", Stage)],
 )
-def test_the_page_of_states_has_them_all(heading: str, values: type[StrEnum]) -> None:
+def test_page_of_states_lists_every_state(heading: str, values: type[StrEnum]) -> None:
     (section,) = [one for one in (DOCS / "states.md").read_text().split("\n## ") if one.startswith(heading)]
     named = [line.split("|")[1].strip(" `") for line in section.splitlines() if line.startswith("| ")]
     assert sorted(named[1:]) == sorted(values)
 
 
-def test_the_page_of_exit_statuses_has_those_of_the_code() -> None:
+def test_page_of_exit_statuses_matches_the_code() -> None:
     code = "\n".join(
         path.read_text() for name in ("zeus_plugins", "bso_server") for path in (ROOT / name / "cli").glob("*.py")
     )
@@ -236,7 +236,7 @@ def test_the_page_of_exit_statuses_has_those_of_the_code() -> None:
 
 
 def example(package: str) -> str:
-    """The README's Python example that imports from this package."""
+    """Return the README's Python example that imports from this package."""
     (found,) = [
         code for language, code in FENCED.findall(README.read_text()) if language == "python" and package in code
     ]
@@ -244,10 +244,10 @@ def example(package: str) -> str:
     return found
 
 
-# The example leaves all settings of the trainer as they are.
+# The example keeps all default settings of the trainer.
 @pytest.mark.filterwarnings("ignore:.*`tensorboardX` has been removed:UserWarning")
 @pytest.mark.filterwarnings("ignore:The number of training batches .* is smaller than the logging interval:UserWarning")
-def test_the_readmes_lightning_example_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lightning_example_of_the_readme_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from tests.support.lightning_models import USERS_SIZE, AttributeData, Batch, Classifier
     from zeus_plugins.client import client_from_environment
 
@@ -367,9 +367,9 @@ def pages_with_python() -> list[str]:
     ],
 )
 @pytest.mark.filterwarnings("ignore:No energy counter found:UserWarning")
-# The examples leave all settings of the trainer as they are, and TensorBoard may be absent.
+# The examples keep all default settings of the trainer, and TensorBoard may be absent.
 @pytest.mark.filterwarnings("ignore:.*`tensorboardX` has been removed:UserWarning")
-def test_the_python_of_a_page_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_python_of_a_page_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("ZEUS_SERVER_URL", raising=False)
     monkeypatch.setenv("ZEUS_BSO_DATABASE_URL", f"sqlite:///{tmp_path / 'bso.sqlite3'}")
@@ -380,7 +380,7 @@ def test_the_python_of_a_page_runs(page: str, tmp_path: Path, monkeypatch: pytes
     examples = list(document.examples())
     assert examples
     for example in examples:
-        with contextlib.suppress(SkipTest):  # of this block alone
+        with contextlib.suppress(SkipTest):  # of this block only
             example.evaluate()
     tests = [shown for name, shown in document.namespace.items() if name.startswith("test_")]
     assert bool(tests) == (page == "docs/testing.md")
@@ -388,11 +388,11 @@ def test_the_python_of_a_page_runs(page: str, tmp_path: Path, monkeypatch: pytes
         test(*([tmp_path] if inspect.signature(test).parameters else []))
 
 
-def test_each_skipped_block_says_why() -> None:
+def test_each_skipped_block_states_the_reason() -> None:
     marks = [mark for page in pages_with_python() for mark in re.findall("<!-- *skip:.*", (ROOT / page).read_text())]
     assert [mark for mark in marks if not re.fullmatch(r'<!-- skip: next "[^"]{10,}" -->', mark)] == []
 
 
-def test_what_runs_elsewhere_is_run_there() -> None:
+def test_skipped_block_is_run_by_the_named_test() -> None:
     for page, test in RUN_ELSEWHERE.items():
         assert Path(page).name in (ROOT / test).read_text()

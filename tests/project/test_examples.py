@@ -1,4 +1,4 @@
-"""The examples run as a reader runs them."""
+"""The examples run as for a reader."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ MEASURED = {TrialState.COMPLETED, TrialState.EARLY_STOPPED, TrialState.EXHAUSTED
         *("accelerate", "fabric", "fabric on two processes"),
     ],
 )
-def test_an_example_trains_as_often_as_asked(
+def test_example_trains_the_requested_number_of_times(
     server: ServerProcess,
     script: str,
     job_id: str,
@@ -69,10 +69,10 @@ def test_an_example_trains_as_often_as_asked(
 
 
 def run_example(script: str, *arguments: str) -> str:
-    """Run it to its end, without an error.
+    """Run an example to its end, without an error.
 
     Returns:
-        What it printed.
+        Its output.
     """
     if script.startswith(("hf_", "accelerate_")) and not os.environ.get("CI"):
         pytest.importorskip("transformers", reason="the example needs zeus-plugins[transformers]")
@@ -85,23 +85,23 @@ def run_example(script: str, *arguments: str) -> str:
 
 
 @pytest.mark.slow
-def test_sentiment_that_changes_is_noticed() -> None:
+def test_changed_sentiment_is_noticed() -> None:
     output = run_example("sentiment_drift.py")
     sizes = [int(line.split(": ")[1].split(",")[0]) for line in output.splitlines() if line.startswith("slice ")]
     assert len(sizes) == 40
-    # Of short posts 512 and 1024 are the cheapest; of long reviews 1024 costs more than twice as much as 128. Costs are
-    # measured, so that on a busy machine another size may seem the cheapest for a while.
+    # For short posts, 512 and 1024 are the cheapest; for long reviews, 1024 costs more than twice as much as 128. Costs
+    # are measured, so that on a busy machine other sizes may temporarily seem cheapest.
     assert max(sizes[5:15]) >= 512
     assert min(sizes[-10:]) < 512
 
 
-def test_the_images_of_mnist_are_those_of_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_images_of_mnist_equal_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("torchvision", reason="MNIST is read by torchvision, which is not installed")
     monkeypatch.syspath_prepend(EXAMPLES)
     folder = tmp_path / "MNIST" / "raw"
     folder.mkdir(parents=True)
     for name, count in (("train", 3), ("t10k", 2)):
-        # The format says: two zeros, unsigned bytes (8), the number of dimensions, and each of them.
+        # Format: two zeros, the code for unsigned bytes (8), the number of dimensions, and each dimension.
         head = struct.pack(">BBBBIII", 0, 0, 8, 3, count, 28, 28)
         (folder / f"{name}-images-idx3-ubyte").write_bytes(head + bytes([255]) * (count * 28 * 28))
         (folder / f"{name}-labels-idx1-ubyte").write_bytes(
@@ -146,13 +146,13 @@ def test_each_recurrence_trains_on_the_next_slice_of_a_folder(server: ServerProc
     assert [line.split()[3] for line in output.splitlines() if line.startswith("training on")] == ["2", "1"]
     with BsoClient(server.url) as client:
         trials = client.show_job("sentiment-1").trials
-    # The first one's cost bounds the second one's, and both are measured.
+    # The first cost bounds the second, and both are measured.
     assert trials[0].state is TrialState.COMPLETED
     assert {trial.state for trial in trials} <= MEASURED
     assert len(trials) == 2
 
 
-def test_slices_come_in_the_order_of_their_numbers(sentiment: Any, tmp_path: Path) -> None:
+def test_slices_are_ordered_by_number(sentiment: Any, tmp_path: Path) -> None:
     for number in (10, 9, 2):
         write_slice(tmp_path, number, LINES, LINES)
     options = argparse.Namespace(data=tmp_path, slice=None, recurrences=4)
@@ -160,7 +160,7 @@ def test_slices_come_in_the_order_of_their_numbers(sentiment: Any, tmp_path: Pat
 
 
 @pytest.mark.parametrize("content", [LINES, LIST, "\n" + LINES + "\n"], ids=["lines", "list", "blank lines"])
-def test_a_slice_is_read(sentiment: Any, tmp_path: Path, content: str) -> None:
+def test_slice_is_read_from_a_file(sentiment: Any, tmp_path: Path, content: str) -> None:
     write_slice(tmp_path, 1, content, content)
     data = sentiment.read_slice(tmp_path, 1)
     assert data.train == data.validation == sentiment.Examples(["what a lovely day :)", "awful traffic again"], [1, 0])
@@ -170,13 +170,13 @@ def test_a_slice_is_read(sentiment: Any, tmp_path: Path, content: str) -> None:
     "content",
     ['{"text": "cut', '{"text": "no label"}', '{"label": 1}', '"no object"', '[{"text": 1}]', "[1]"],
 )
-def test_a_file_of_another_form_is_refused(sentiment: Any, tmp_path: Path, content: str) -> None:
+def test_file_with_a_foreign_format_is_refused(sentiment: Any, tmp_path: Path, content: str) -> None:
     write_slice(tmp_path, 1, content, LINES)
     with pytest.raises(SystemExit, match=r"1_train.json is not as expected .*'text' and a 'label'"):
         sentiment.read_slice(tmp_path, 1)
 
 
-def test_files_that_are_missing_are_named(sentiment: Any, tmp_path: Path) -> None:
+def test_missing_files_are_named(sentiment: Any, tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="holds no slice"):
         sentiment.slice_numbers(tmp_path)
     write_slice(tmp_path, 1, LINES, LINES)
@@ -187,7 +187,7 @@ def test_files_that_are_missing_are_named(sentiment: Any, tmp_path: Path) -> Non
         sentiment.slices_to_train_on(argparse.Namespace(data=tmp_path, slice=2, recurrences=1))
 
 
-def test_the_made_up_data_drifts_and_is_the_same_each_time(sentiment: Any) -> None:
+def test_generated_data_drifts_reproducibly(sentiment: Any) -> None:
     first, second = sentiment.made_up_slice(0), sentiment.made_up_slice(1)
     assert first == sentiment.made_up_slice(0)
     words, later_words = (set(" ".join(data.train.texts).split()) for data in (first, second))

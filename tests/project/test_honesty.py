@@ -1,4 +1,4 @@
-"""The benchmark that holds verdicts on savings against the truth."""
+"""Benchmark of verdicts on savings against the truth."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from benchmarks.honesty import EQUAL, LOOKS, SAVING, Played, World, main, measur
 from zeus_plugins.protocol import SavingsWord
 
 
-def test_figures_of_literal_jobs() -> None:
+def test_figures_of_literal_jobs_are_exact() -> None:
     def played(word: SavingsWord, first: int, *, covers: bool) -> Played:
-        """Return a job in which `word` is shown from look `first` on."""
+        """Return a job that shows `word` from look `first` on."""
         words = (*[SavingsWord.NOT_SHOWN] * (first - 1), *[word] * (51 - first))
         return Played(words, (covers,) * 50, (True,) * 50, wrongly_paid_back=not covers, control_cost=0.02)
 
@@ -27,7 +27,7 @@ def test_figures_of_literal_jobs() -> None:
     assert saving.control_cost == pytest.approx(0.02)
 
 
-def test_table_has_a_line_for_each_kind_of_jobs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_table_has_a_line_per_kind_of_job(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--seeds", "1", "--json", str(tmp_path / "honesty.json")]) == 0
     shown = capsys.readouterr().out
     figures = json.loads((tmp_path / "honesty.json").read_text())
@@ -37,7 +37,7 @@ def test_table_has_a_line_for_each_kind_of_jobs(tmp_path: Path, capsys: pytest.C
 
 @pytest.mark.slow
 def test_verdicts_hold_in_forty_jobs() -> None:
-    """The goals, with three standard errors of so few jobs: at most 10 % wrong, 65 and 98 % right by runs 20 and 50."""
+    """Check the goals with three standard errors: at most 10 % wrong, 65 and 98 % right after runs 20 and 50."""
     equal, saving = (
         measure(world, [play(world, seed) for seed in range(40)])
         for world in (World("equal, noise 20 %"), World("30%, noise 20 %", saving=0.3))

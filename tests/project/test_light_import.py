@@ -1,4 +1,4 @@
-"""The training side is light: what it loads, and what its installation brings along."""
+"""Lightness of the training side: its imports and its installed packages."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 from tests.support import ROOT
 
 HEAVY = ["torch", "lightning", "pytorch_lightning", "transformers", "litestar", "sqlalchemy", "bso_server", "numpy"]
-# Of other training images, nothing may be pulled in, up or down: the three that we need, and what those need.
+# Packages of other training images must not be added or changed: three that we need, and their dependencies.
 OURS = {"zeus-plugins", "httpx", "pydantic", "nvidia-ml-py"}
 THEIRS = {
     *("anyio", "certifi", "h11", "httpcore", "idna", "sniffio"),
@@ -34,7 +34,7 @@ LONG_S = 600.0
         "zeus_plugins.testing",
     ],
 )
-def test_the_training_side_loads_no_framework_and_no_server(module: str) -> None:
+def test_training_side_loads_no_framework_and_no_server(module: str) -> None:
     program = f"import sys, {module}; print([name for name in {HEAVY} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
@@ -42,7 +42,7 @@ def test_the_training_side_loads_no_framework_and_no_server(module: str) -> None
 
 @pytest.fixture(scope="module")
 def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A virtual environment that holds the wheel of this checkout, without extras, and what that needs."""
+    """A virtual environment with the wheel of this checkout, without extras, and its dependencies."""
     folder = tmp_path_factory.mktemp("bare")
     subprocess.run([sys.executable, "-m", "venv", folder / "venv"], check=True)
     python = folder / "venv" / "bin" / "python"
@@ -58,13 +58,13 @@ def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def outside(*command: str | Path, folder: Path) -> subprocess.CompletedProcess[str]:
-    """Run something where the checkout is out of sight."""
+    """Run a command outside the checkout."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
 
 
 @pytest.mark.slow
-def test_the_installation_brings_only_what_it_needs(bare: Path, tmp_path: Path) -> None:
+def test_installation_contains_only_required_packages(bare: Path, tmp_path: Path) -> None:
     listed = outside(bare, "-m", "pip", "--disable-pip-version-check", "list", "--format", "json", folder=tmp_path)
     installed = {re.sub(r"[-_.]+", "-", each["name"]).lower() for each in json.loads(listed.stdout)}
     installed -= {"pip", "setuptools"}
@@ -77,14 +77,14 @@ def test_the_installation_brings_only_what_it_needs(bare: Path, tmp_path: Path) 
     "module",
     ["zeus_plugins", "zeus_plugins.energy", "zeus_plugins.optimizer", "zeus_plugins.cli.doctor", "zeus_plugins.cli"],
 )
-def test_the_bare_installation_works(bare: Path, tmp_path: Path, module: str) -> None:
+def test_bare_installation_works(bare: Path, tmp_path: Path, module: str) -> None:
     done = outside(bare, "-W", "error", "-c", f"import {module}; print({module}.__file__)", folder=tmp_path)
     assert done.returncode == 0, done.stderr
     assert not Path(done.stdout.strip()).is_relative_to(ROOT)
 
 
 @pytest.mark.slow
-def test_the_commands_work_in_it(bare: Path, tmp_path: Path) -> None:
+def test_commands_work_in_the_bare_installation(bare: Path, tmp_path: Path) -> None:
     command = bare.parent / "zeus-plugins"
     told = json.loads(outside(command, "doctor", "--json", folder=tmp_path).stdout)
     (versions,) = (finding["details"] for finding in told["findings"] if finding["check"] == "versions")
@@ -96,7 +96,7 @@ def test_the_commands_work_in_it(bare: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_what_is_missing_is_named_with_its_remedy(bare: Path, tmp_path: Path) -> None:
+def test_missing_package_is_named_with_a_remedy(bare: Path, tmp_path: Path) -> None:
     done = outside(bare.parent / "zeus-plugins", "demo", folder=tmp_path)
     assert done.returncode == 1
     assert "is not installed: pip install 'zeus-plugins[demo]'" in done.stderr

@@ -1,4 +1,4 @@
-"""Made landscapes and their conditions in the report on policies, and the calibration of a policy's expectations."""
+"""Generated landscapes and conditions in the report on policies, and calibration of a policy's expectations."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.support import ROOT
 from tests.support.simulated import WORKLOAD, only
 from zeus_plugins.protocol import Origin, TrialState
 
-# η 0.5: an epoch of 10 s and 1000 J on 200 W costs 1500 J.
+# η = 0.5: an epoch of 10 s and 1000 J at 200 W costs 1500 J.
 JOB = MadeJob(
     name="by hand",
     batch_sizes=(8, 16, 32),
@@ -47,7 +47,7 @@ def sizes_of(job: MadeJob) -> Landscape:
     return landscape_of(job.workload(), Setting(eta=job.eta))
 
 
-def test_made_landscapes_are_within_their_ranges() -> None:
+def test_generated_landscapes_are_within_the_documented_ranges() -> None:
     jobs = made_jobs()
     assert len({job.name for job in jobs}) == 60
     for job in jobs:
@@ -66,8 +66,8 @@ def test_made_landscapes_are_within_their_ranges() -> None:
     assert {sum(job.name.startswith(f"{family} ") for job in jobs) for family in FAMILIES} == {6}
 
 
-def test_quantiles_of_a_made_job() -> None:
-    """The mean is the job's own; 97.5 % of runs are within 1.96 σ, or 3.182/√3 = 1.837 σ with heavy tails."""
+def test_quantiles_of_a_generated_job_are_exact() -> None:
+    """Expect the job's mean; 97.5 % of runs within 1.96 σ, or 3.182/√3 = 1.837 σ with heavy tails."""
     exact = replace(JOB, mean_epochs=np.array([1e6] * 3), missing=np.array([0.0, 0.5, 1.0]))
     size, half, never = (np.array(each.epochs_to_target) for each in exact.workload().sizes)
     assert size.mean() == pytest.approx(1e6, rel=0.003)
@@ -80,14 +80,14 @@ def test_quantiles_of_a_made_job() -> None:
     assert heavy.max() > 1e6 * math.exp(4 * 0.3)
 
 
-def test_the_first_epoch_of_a_size_costs_15_percent_more() -> None:
+def test_first_epoch_of_a_size_costs_15_percent_more() -> None:
     profile = sizes_of(JOB).profiles[8]
     assert profile.epoch_j == 1500
     assert profile.profiling is not None
     assert profile.profiling.energy_j == pytest.approx(1150)
 
 
-def test_changes_of_a_made_job() -> None:
+def test_generated_job_changes_as_documented() -> None:
     def epochs(job: MadeJob) -> list[float]:
         return job.mean_epochs.tolist()
 
@@ -114,7 +114,7 @@ def made_cases(row: str) -> list[Case]:
     return ROWS[row].cases(Path("not needed"), 100)
 
 
-def test_rows_of_made_landscapes() -> None:
+def test_rows_of_generated_landscapes_are_literal() -> None:
     made = [name for name, row in ROWS.items() if row.is_made]
     assert len(made) == 14
     for case in made_cases("default-best"):
@@ -129,7 +129,7 @@ def test_rows_of_made_landscapes() -> None:
     )
 
 
-def test_rows_that_change_over_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_changing_rows_are_literal(monkeypatch: pytest.MonkeyPatch) -> None:
     failing = replace(JOB, name="failing", missing=np.array([1.0, 0.0, 0.0]))
     monkeypatch.setattr(cases, "made_jobs", lambda: (JOB, failing))
     changed = {
@@ -153,8 +153,8 @@ def test_rows_that_change_over_time(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {case.conditions.cost_noise_sd for case in changed["costs"]} == {0.5}
 
 
-def test_runs_crash_half_way_and_are_repeated() -> None:
-    """An epoch takes 1900 J and a run four epochs, so that a crash comes after two."""
+def test_runs_crash_halfway_and_are_repeated() -> None:
+    """Crash after two of four epochs of 1900 J."""
     case = case_of(only(16), Setting(recurrences=1000, beta=None, optimal_power_limits=False))
     case = replace(case, conditions=replace(case.conditions, crash_chance=0.05))
     job = case.play("zeus", seed=0)
@@ -169,19 +169,19 @@ def test_runs_crash_half_way_and_are_repeated() -> None:
     assert paid(case, "default", 0).costs_j == job.costs_j
 
 
-def test_share_of_jobs_whose_last_size_is_too_expensive() -> None:
+def test_share_of_jobs_with_a_too_expensive_last_size_is_exact() -> None:
     case = case_of(WORKLOAD, Setting(recurrences=2))
     # The sizes cost 15,200, 7,600, 5,700 and infinitely many joules.
     assert [case.is_too_expensive(size) for size in (16, 32, 64, None)] == [True, False, True, True]
     jobs = [[Paid([5700.0] * 2, last_size=size) for size in (32, 16, 32, 32)]]
     assert entry([case], jobs, with_curve=False)["last_too_expensive"] == 0.25
-    # The floor runs the default once, and then the best.
+    # The floor runs the default once, and then the best size.
     assert [paid(case, name, 0).last_size for name in ("floor", "default")] == [32, 16]
     assert paid(case_of(WORKLOAD, Setting(recurrences=1)), "gp_voi", 0).last_size == 16
 
 
-def test_calibration_of_a_made_up_history() -> None:
-    """The sizes cost 15,200, 7,600, 5,700 and infinitely many joules; 32 and 8 are tried, and 8 is stopped."""
+def test_calibration_of_a_made_up_history_is_exact() -> None:
+    """Try 32 and 8, which is stopped; the sizes cost 15,200, 7,600, 5,700 and infinitely many joules."""
 
     def suggest(history: History, _: np.random.Generator) -> Suggestion:
         trials = sum(arm.trials for arm in history.arms.values())
@@ -247,7 +247,7 @@ def report(folder: Path, *options: str) -> int:
     return main(["report", "--results", str(folder / "results.json"), *options])
 
 
-def test_made_rows_need_no_files(
+def test_generated_rows_need_no_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert report(tmp_path, "--only", "landscapes", "traces", "noise") == 1
@@ -268,12 +268,12 @@ def test_made_rows_need_no_files(
     assert results["landscapes"]["gp_voi"]["calibration"]["best-10"][1] == 90
     assert set(results["landscapes"]["gp_voi"]["calibration"]) & set(CHANCES)
     assert "calibration" not in results["made-crashes"]["gp_voi"]
-    # What was measured stays, if nothing is measured anew.
+    # Without new measurements, the earlier results stay.
     assert report(tmp_path) == 0
     assert read_policy_results(tmp_path / "results.json") == results
 
 
-def test_documented_tables_are_those_of_the_results(tmp_path: Path) -> None:
+def test_documented_tables_match_the_results(tmp_path: Path) -> None:
     page, shown = tmp_path / "policy.md", (ROOT / "docs/policy.md").read_text("utf-8")
     page.write_text(shown, "utf-8")
     write_tables(policy_tables(read_policy_results(RESULTS / "policies.json")), [page])

@@ -1,4 +1,4 @@
-"""The report on policies and their rivals: its jobs and conditions, what rivals play, its tables and pictures."""
+"""Report on policies and their rivals: jobs, conditions, choices of rivals, tables and pictures."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from bso_server.simulate.workload import Epoch, SizeTrace, Workload
 from tests.support.simulated import HALF, WORKLOAD, only, paper_traces
 
 
-def test_jobs_of_the_mlperf_file(tmp_path: Path) -> None:
+def test_mlperf_file_yields_the_documented_jobs(tmp_path: Path) -> None:
     jobs = mlperf_workloads(paper_traces(tmp_path) / "mlperf_convergence.json")
     # Three saturations; from the second-smallest size, and from the second-largest.
     assert [job.default_batch_size for job in jobs] == [128, 256] * 3
     # Three times the default's mean of 32/3, or 12 epochs.
     assert [job.max_epochs for job in jobs] == [32, 36] * 3
     assert jobs[0].sizes[3].epochs_to_target == (16.0, 20.0)
-    # The geometric mean of the sizes is 181: b₀ is an eighth of it, as much, and eight times as much.
+    # The geometric mean of the sizes is 181: b₀ is an eighth of 181, equal to 181, and eight times 181.
     for job, saturates_at in zip(jobs, [22.627, 22.627, 181.02, 181.02, 1448.2, 1448.2], strict=True):
         smallest, largest = (size.epochs[job.max_power_w] for size in (job.sizes[0], job.sizes[-1]))
         assert smallest.time_s / largest.time_s == pytest.approx(
@@ -42,38 +42,38 @@ def test_jobs_of_the_mlperf_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("wrong", [{}, {"jobs": {"one": {"sizes": [8], "reports_to_target": [[1]]}}}, {"jobs": [1]}])
-def test_a_file_without_such_jobs_is_refused(wrong: object, tmp_path: Path) -> None:
+def test_file_without_mlperf_jobs_is_refused(wrong: object, tmp_path: Path) -> None:
     file = tmp_path / "mlperf_convergence.json"
     file.write_text(json.dumps(wrong))
     with pytest.raises(ValueError, match="does not hold jobs"):
         mlperf_workloads(file)
 
 
-def test_two_sizes_are_the_default_and_the_cheapest_of_the_others() -> None:
+def test_two_sizes_are_the_default_and_the_cheapest_alternative() -> None:
     def sizes(default: int) -> list[int]:
         workload = replace(WORKLOAD, default_batch_size=default)
         return [size.batch_size for size in with_two_sizes(workload, landscape_of(workload, Setting())).sizes]
 
-    # They cost 15,200, 7,600, 5,700 and infinitely many joules.
+    # The sizes cost 15,200, 7,600, 5,700 and infinitely many joules.
     assert sizes(8) == [8, 32]
     assert sizes(32) == [16, 32]
     assert sizes(64) == [32, 64]
 
 
 @pytest.mark.parametrize("trial_number", [1, 2])
-def test_one_run_is_an_outlier(trial_number: int) -> None:
+def test_single_run_is_an_outlier(trial_number: int) -> None:
     setting = Setting(recurrences=3, beta=None, optimal_power_limits=False)
     costs_j = case_of(only(16), setting, outlier=trial_number).play("zeus", seed=0).costs_j
     assert costs_j == [4 * 7600.0 if number == trial_number else 7600.0 for number in (1, 2, 3)]
 
 
-def test_after_a_drift_its_cost_alone_counts() -> None:
+def test_only_the_cost_after_a_drift_counts() -> None:
     case = case_of(WORKLOAD, Setting(recurrences=4), drift_at=2)
     # The oracle takes 5,700 J, and 3,800 J after the drift.
     assert case.ratios([1e6, 1e6, 7600, 3800]) == [2.0, 1.5]
 
 
-def test_the_rows_of_the_report(tmp_path: Path) -> None:
+def test_rows_of_the_report_are_literal(tmp_path: Path) -> None:
     folder = paper_traces(tmp_path)
     rows = {name: row.cases(folder, 60) for name, row in ROWS.items() if not row.is_made}
     counts = {"traces": 36, "mlperf": 6, "shuffled": 48}
@@ -91,13 +91,13 @@ def test_the_rows_of_the_report(tmp_path: Path) -> None:
     assert needed == [(6.0,), (3.0,)]
 
 
-def test_no_run_of_a_job_reaches_the_target() -> None:
+def test_job_without_a_successful_run_is_refused() -> None:
     with pytest.raises(ValueError, match="no recorded run reaches the target"):
         case_of(replace(only(64), name="hopeless"), Setting())
 
 
 def fixed(epochs: dict[int, float], default: int, recurrences: int, *, slow_size: int = 0, **conditions: Any) -> Case:
-    """A case at η = 1, with one run of each size. Epochs take 10 s and 1000 J; at the slow size 20 s and 100 J."""
+    """Return a case at η = 1 with one run per size. Epochs take 10 s and 1000 J; at the slow size 20 s and 100 J."""
     quick, slow = Epoch(10, 1000), Epoch(20, 100)
     sizes = tuple(
         SizeTrace(size, (needed,), {100.0: slow if size == slow_size else quick}) for size, needed in epochs.items()
@@ -107,7 +107,7 @@ def fixed(epochs: dict[int, float], default: int, recurrences: int, *, slow_size
 
 
 def costs(case: Case, name: str, seed: int = 0) -> list[float]:
-    """Costs of the recurrences, in epochs."""
+    """Return the costs of the recurrences in epochs."""
     return [cost_j / 1000 for cost_j in paid(case, name, seed).costs_j]
 
 
@@ -122,19 +122,19 @@ FOUR = {1: 9.0, 2: 7.0, 4: 3.0, 8: 5.0}
         ("floor", [7] + [3] * 13),
         # Each size, the default first.
         ("grid", [7, 9, 3, 5] + [3] * 10),
-        # Each size; the cheaper two twice; the cheapest.
+        # Each size; the cheaper two twice; then the cheapest.
         ("halving", [7, 9, 3, 5, 3, 5, 3, 5] + [3] * 6),
-        # Each size twice; without variance the mean is drawn.
+        # Each size twice; without variance, the draw equals the mean.
         ("thompson", [7, 9, 3, 5, 7, 9, 3, 5] + [3] * 6),
     ],
 )
-def test_what_rivals_play(name: str, expected: list[float]) -> None:
+def test_rivals_play_the_documented_sizes(name: str, expected: list[float]) -> None:
     assert costs(fixed(FOUR, default=2, recurrences=14), name) == expected
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", list(SAMPLERS))
-def test_optuna_plays_twenty_trials_and_then_the_best_of_them(name: str) -> None:
+def test_optuna_plays_twenty_trials_and_then_the_best(name: str) -> None:
     pytest.importorskip("optuna")
     played = costs(fixed(FOUR, default=2, recurrences=40), name)
     assert played[0] == 7
@@ -143,18 +143,18 @@ def test_optuna_plays_twenty_trials_and_then_the_best_of_them(name: str) -> None
     assert played[20:] == [min(played[:20])] * 20
 
 
-def test_a_run_that_misses_the_target_is_paid_and_followed_by_the_default() -> None:
+def test_missed_run_is_charged_and_followed_by_the_default() -> None:
     assert costs(fixed({1: math.inf, 2: 7.0}, default=2, recurrences=4), "grid") == [7, 50 + 7, 7, 7]
 
 
-def test_a_default_that_never_reaches_the_target_costs_infinitely_much() -> None:
+def test_default_never_reaching_the_target_costs_infinitely_much() -> None:
     hopeless = fixed({1: math.inf, 2: 7.0}, default=1, recurrences=6)
     assert costs(hopeless, "grid") == [math.inf] + [7] * 5
     assert costs(hopeless, "thompson") == [math.inf, 7, math.inf, 7, 7, 7]
 
 
 def test_rivals_find_power_limits_in_the_first_epoch_of_a_size() -> None:
-    """All but the default for ever, which has the maximum: 7,600 J, by an epoch of 2,350 J in place of 1,900 J more."""
+    """All contenders except the default pay for profiling, 2,350 J instead of 1,900 J, on top of 7,600 J."""
     case = case_of(only(16), Setting(recurrences=3))
     assert paid(case, "grid", 0).costs_j == [8050, 7600, 7600]
     thrifty = case_of(only(16), Setting(recurrences=3, eta=1.0))
@@ -162,17 +162,17 @@ def test_rivals_find_power_limits_in_the_first_epoch_of_a_size() -> None:
     assert paid(thrifty, "default", 0).costs_j == [7200, 7200, 7200]
 
 
-def test_several_recurrences_of_a_rival_under_way() -> None:
-    # Size 1 takes 180 s and costs least. Three begin at once; until 180 s, two go on with the best of the others.
+def test_concurrent_recurrences_of_a_rival_are_literal() -> None:
+    # Size 1 takes 180 s and costs least. Three begin at once; until 180 s, two continue with the best of the rest.
     case = fixed(FOUR, default=2, recurrences=18, slow_size=1)
     assert costs(case, "grid") == [7, 0.9, 3, 5] + [0.9] * 14
     case = replace(case, setting=replace(case.setting, concurrency=3))
     assert costs(case, "grid") == [7, 0.9, 3, 5] + [3] * 8 + [0.9] * 6
-    # The next round has sizes 1 and 4, twice each; what was run while size 1 was awaited is no part of it.
+    # The next round has sizes 1 and 4, twice each; runs made while waiting for size 1 are not part of the round.
     assert costs(case, "halving") == [7, 0.9, 3, 5] + [3] * 8 + [0.9, 3, 0.9, 3, 0.9, 0.9]
 
 
-def test_conditions_hold_for_rivals_too() -> None:
+def test_conditions_apply_to_rivals_too() -> None:
     assert costs(fixed(FOUR, default=2, recurrences=4, outlier=2), "grid") == [7, 4 * 9, 3, 5]
     assert costs(fixed(FOUR, default=2, recurrences=4, drift_at=2), "default") == [7, 7, 3, 3]
     noisy = fixed(FOUR, default=2, recurrences=50, cost_noise_sd=0.3)
@@ -180,16 +180,16 @@ def test_conditions_hold_for_rivals_too() -> None:
     assert costs(noisy, "default", seed=0) != costs(noisy, "default", seed=1)
 
 
-def test_every_strategy_draws_the_runs_of_a_seed_alike() -> None:
-    """The runs that a policy of the server and a rival follow, so that chance is the same for both."""
+def test_every_strategy_draws_the_same_runs_for_a_seed() -> None:
+    """Compare the runs of a server's policy and of a rival, which share their randomness."""
     varied = replace(WORKLOAD, sizes=(SizeTrace(16, tuple(map(float, range(2, 12))), HALF),))
     case = case_of(varied, Setting(recurrences=20, beta=None, optimal_power_limits=False))
     assert paid(case, "default", 3).costs_j == pytest.approx(paid(case, "zeus", 3).costs_j)
 
 
-def test_entries_of_a_row() -> None:
+def test_entries_of_a_row_are_literal() -> None:
     cases = [replace(fixed(FOUR, default=2, recurrences=20), name=name) for name in ("cheap", "dear")]
-    # The oracle takes 3,000 J. The ratios are 1, or 2 and 4 in two seeds, whose mean is 3.
+    # The oracle takes 3,000 J. The ratios are 1, or 2 and 4 in two seeds, with a mean of 3.
     jobs = [[Paid([3000.0] * 20)] * 2, [Paid([6000.0] * 20, given_up=4), Paid([12000.0] * 20)]]
     found = entry(cases, jobs, with_curve=True)
     assert (found["cases"], found["seeds"], found["given_up"], found["worst_case"]) == (2, 2, 4, "dear")
@@ -216,7 +216,7 @@ def report(folder: Path, *options: str) -> int:
     return main(["report", "--results", str(folder / "results.json"), *options])
 
 
-def test_the_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_writes_results_and_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     document, folder = tmp_path / "page.md", paper_traces(tmp_path)
     document.write_text(TABLES)
     measure = ["--traces", str(folder), "--only", "traces", "drift", "--policies", "zeus", "grid", "--workers", "1"]
@@ -229,7 +229,7 @@ def test_the_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     filled = TABLES.replace("<!-- table: traces -->", f"<!-- table: traces -->\n{traces}").replace("| old |", drift)
     assert document.read_text() == filled
     assert shown.out == f"{traces}\n\n{drift}\n"
-    # What is measured again replaces what was there; the rest stays.
+    # A repeated measurement replaces its earlier result; the rest stays.
     before = read_policy_results(tmp_path / "results.json")
     assert report(tmp_path, *measure[:3], "traces", "--policies", "grid", "--workers", "1", "--seeds", "9") == 0
     after = read_policy_results(tmp_path / "results.json")
@@ -248,12 +248,12 @@ def test_results_do_not_depend_on_the_number_of_processes() -> None:
     assert [len(jobs) for jobs in alone] == [3, 2, 3, 2]
     assert len({job.costs_j[0] for jobs in alone for job in jobs}) > 3
     assert simulate(tasks, 2, lambda *_: None) == alone
-    # Their threads are theirs alone to choose again.
+    # Only the worker processes limit their threads.
     assert "OPENBLAS_NUM_THREADS" not in os.environ
 
 
 @pytest.mark.slow
-def test_pictures_of_the_report(tmp_path: Path) -> None:
+def test_report_draws_pictures(tmp_path: Path) -> None:
     for folder in (tmp_path / "one", tmp_path / "two"):
         folder.mkdir()
         assert main(["report", "--images", str(folder)]) == 0
@@ -265,31 +265,31 @@ def test_pictures_of_the_report(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_optuna_has_seeds_of_its_own(tmp_path: Path) -> None:
+def test_optuna_has_a_separate_number_of_seeds(tmp_path: Path) -> None:
     chosen = ["--traces", str(paper_traces(tmp_path)), "--only", "drift", "--policies", "default", "optuna-tpe"]
     assert report(tmp_path, *chosen, "--seeds", "3", "--optuna-seeds", "2", "--workers", "1") == 0
     found = read_policy_results(tmp_path / "results.json")["drift"]
     assert {name: each["seeds"] for name, each in found.items()} == {"default": 3, "optuna-tpe": 2}
 
 
-def test_a_policy_that_is_not_installed_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_policy_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["report", "--policies", "divination"])
     assert "divination" in capsys.readouterr().err
 
 
-def test_pictures_need_matplotlib(
+def test_pictures_require_matplotlib(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)  # as if it were not installed
     measure = ["--traces", str(paper_traces(tmp_path)), "--images", str(tmp_path)]
     assert report(tmp_path, *measure) == 1
     assert "pip install 'zeus-plugins[plot]'" in capsys.readouterr().err
-    # That is said before anything is simulated.
+    # The error comes before any simulation.
     assert not (tmp_path / "results.json").exists()
 
 
-def test_optuna_must_be_installed(
+def test_missing_optuna_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "optuna", None)  # as if it were not installed

@@ -1,4 +1,4 @@
-"""Research on policies: conditions that vary, and every trial of a job."""
+"""Studies of policies: varying conditions, and every trial of a job."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def files(tmp_path: Path) -> list[str]:
     return trace_files(tmp_path)
 
 
-def test_the_default_after_a_drift_is_another() -> None:
+def test_default_after_a_drift_has_a_new_cost() -> None:
     # Size 16 takes 4 epochs, and 6 after the drift.
     drifting = study(WORKLOAD, [GP_VOI], Setting(recurrences=5, seeds=1), drift_at=3)
     assert drifting.comparison.default_consumption == Consumption((3 * 4 + 2 * 6) * 1800, 240)
@@ -35,8 +35,9 @@ def test_the_default_after_a_drift_is_another() -> None:
 
 @pytest.mark.parametrize(("foresight", "epochs"), [(True, 8), (False, 9)])
 @pytest.mark.parametrize("concurrency", [1, 2])
-def test_zeus_stops_before_or_after_its_bound(foresight: bool, epochs: int, concurrency: int) -> None:
-    # The default costs 4·1900 J at the maximum limit. Twice that is the bound: eight epochs at size 8, which needs 9.
+def test_zeus_stops_before_or_after_the_bound(foresight: bool, epochs: int, concurrency: int) -> None:
+    # The default costs 4·1900 J at the maximum limit. The bound is twice this cost: eight epochs at size 8, which needs
+    # 9.
     slow = replace(WORKLOAD, sizes=(SizeTrace(8, (9.0,), EPOCHS), *WORKLOAD.sizes[1:2]))
     setting = Setting(recurrences=4, seeds=1, optimal_power_limits=False, concurrency=concurrency)
     trials = study(slow, [ZEUS], setting, foresight=foresight).first_jobs[ZEUS].trials
@@ -47,18 +48,18 @@ def test_zeus_stops_before_or_after_its_bound(foresight: bool, epochs: int, conc
     assert tried.epochs_to_target == 9
 
 
-def test_landscapes_that_are_not_smooth() -> None:
+def test_irregular_landscapes_are_literal() -> None:
     bad = with_bad_neighbours(WORKLOAD)
     assert [size.epochs_to_target for size in bad.sizes] == [(24.0,), (4.0,), (18.0,), NEVER]
     orders = {tuple(size.epochs_to_target[0] for size in shuffled(WORKLOAD, seed).sizes) for seed in range(60)}
     assert {tuple(sorted(order)) for order in orders} == {(4.0, 6.0, 8.0, math.inf)}
-    # Four values in any order, but for those six in which the default would never reach the target.
+    # Four values in any order, except the six orders in which the default would never reach the target.
     assert len(orders) == 18
     assert shuffled(WORKLOAD, 3) == shuffled(WORKLOAD, 3)
     assert [size.epochs for size in shuffled(WORKLOAD, 3).sizes] == [size.epochs for size in WORKLOAD.sizes]
 
 
-def test_a_job_that_drifts() -> None:
+def test_drifting_job_reverses_the_landscape() -> None:
     reversed_paths = [size.epochs_to_target for size in in_reverse(WORKLOAD).sizes]
     assert reversed_paths == [NEVER, (6.0,), (4.0,), (8.0,)]
     drifting = study(WORKLOAD, [GP_VOI], Setting(recurrences=60, seeds=3), drift_at=30)
@@ -70,7 +71,7 @@ def test_a_job_that_drifts() -> None:
     assert (before.expected_cost_j, after.expected_cost_j) == (5700, 3800)
 
 
-def test_every_trial_of_the_first_job(files: list[str], tmp_path: Path) -> None:
+def test_study_lists_every_trial_of_the_first_job(files: list[str], tmp_path: Path) -> None:
     history = tmp_path / "history.csv"
     options = ["--seeds", "1", "--recurrences", "20", "--eta", "0", "--eta", "1", "--history", str(history)]
     assert main(["study", *files, *DIGITS_ARGUMENTS, *options]) == 0
@@ -82,7 +83,7 @@ def test_every_trial_of_the_first_job(files: list[str], tmp_path: Path) -> None:
     assert first == ["0.0", "1.0"]
 
 
-def test_options_change_what_is_simulated(files: list[str], tmp_path: Path) -> None:
+def test_each_option_changes_the_study(files: list[str], tmp_path: Path) -> None:
     def result(*options: str) -> Any:
         out = tmp_path / "out.json"
         given = ["--policy", "gp_voi", "--seeds", "1", "--recurrences", "10", "--json", str(out), *options]
@@ -104,13 +105,13 @@ def test_options_change_what_is_simulated(files: list[str], tmp_path: Path) -> N
     assert "ratio_since_drift" not in result("--drift", "reversed@11")
 
 
-def test_what_cannot_be_simulated_is_told(files: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_unusable_arguments_are_reported(files: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["study", *files, "--all", "--dataset", "digits"]) == 1
     assert capsys.readouterr().err.startswith("benchmarks.policies: --all takes the six workloads as they are")
 
 
 @pytest.mark.parametrize("wrong", [["--drift", "often"], ["--landscape", "hilly"], ["--cost-noise", "-1"]])
-def test_wrong_values_are_refused(files: list[str], wrong: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_values_are_refused(files: list[str], wrong: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["study", *files, *DIGITS_ARGUMENTS, *wrong])
     assert wrong[0] in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""`benchmarks.recurrences run --device gpu` and `collect`, as a user calls them, on a simulated GPU."""
+"""`benchmarks.recurrences run --device gpu` and `collect` with a user's arguments, on a simulated GPU."""
 
 from __future__ import annotations
 
@@ -42,20 +42,20 @@ PATIENCE_S = 3600.0
 
 @pytest.fixture
 def environment(tmp_path: Path) -> dict[str, str]:
-    """That of a machine with a simulated GPU; its processes are known by the folder in it."""
+    """Environment of a machine with a simulated GPU; the folder in it identifies the machine's processes."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("CUDA_")}
     path = os.pathsep.join([str(DRIVER), str(ROOT)])
     return kept | {"PYTHONPATH": path, "SIMULATED_GPU": str(tmp_path / "computing")}
 
 
 def alive(folder: Path) -> list[int]:
-    """The processes in whose environment a folder is named."""
+    """Return the processes with a folder in their environment."""
     found = []
     for each in Path("/proc").glob("[0-9]*"):
         try:
             if str(folder).encode() in (each / "environ").read_bytes():
                 found.append(int(each.name))
-        except OSError:  # it has just ended, or is somebody else's
+        except OSError:  # the process has just ended, or belongs to another user
             continue
     return found
 
@@ -68,7 +68,7 @@ def awaited(condition: Callable[[], bool], what: str) -> None:
 
 
 def rows(page: str, name: str) -> list[list[str]]:
-    """The cells of a table, with those of its head."""
+    """Return the cells of a table including its head."""
     table = page.partition(f"{mark_of(name)}\n")[2].partition("<!-- end of table -->")[0]
     lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
     return [line for line in lines if not all(re.fullmatch("-+", cell) for cell in line)]
@@ -79,7 +79,7 @@ def cost_j(record: dict[str, Any]) -> float:
 
 
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="looks for processes as Linux shows them")
-def test_a_simulated_gpu_from_pieces_to_a_page(tmp_path: Path, environment: dict[str, str]) -> None:
+def test_simulated_gpu_measurement_runs_in_pieces_up_to_the_page(tmp_path: Path, environment: dict[str, str]) -> None:
     import torch  # takes seconds to load
 
     state, log = tmp_path / "state", tmp_path / "log"
@@ -96,7 +96,7 @@ def test_a_simulated_gpu_from_pieces_to_a_page(tmp_path: Path, environment: dict
         file = state / "runs.jsonl"
         return len(file.read_bytes().splitlines()) if file.exists() else 0
 
-    # Killed where it cannot end anything itself; whatever it had started ends all the same.
+    # Killed at a moment when it cannot end its children, which must end nevertheless.
     killed = piece(AMPLE)
     try:
         awaited(lambda: done() >= SOME or killed.poll() is not None, "some trainings")
@@ -106,7 +106,7 @@ def test_a_simulated_gpu_from_pieces_to_a_page(tmp_path: Path, environment: dict
     awaited(lambda: not alive(tmp_path), "the end of what was started")
     before = done()
 
-    # Each piece does one thing at least, however short it is.
+    # Each piece executes at least one step, however short the piece is.
     assert piece("0").wait() == 3, log.read_text()
     assert done() == before + 1
     assert piece(AMPLE).wait() == 0, log.read_text()
@@ -139,12 +139,12 @@ def three_digits(value: float) -> float:
 
 
 def check_energies(records: list[dict[str, Any]]) -> None:
-    """The counter's own words: no estimate, and nobody else on the GPU."""
+    """Assert that energies come from the counter, without an estimate and without foreign processes."""
     measured = [record for record in records if record["state"] != "bare"]
     assert {record["energy_source"] for record in measured} == {"nvml"}
     for record in measured:
-        # Whole steps of the counter, and no more than in the life of the process. The time between readings of counter
-        # and clock is the machine's, so that energy and time are not compared.
+        # Whole steps of the counter, within the life of the process. The time between readings of counter and clock
+        # depends on the machine, so that energy and time are not compared.
         counted, windows = record["energy_j"] / (POWER_W * PERIOD_S), record["epochs"] + 2
         assert counted == pytest.approx(round(counted), rel=0, abs=1e-6)
         assert 0 < counted <= record["process_s"] / PERIOD_S + windows
@@ -153,7 +153,7 @@ def check_energies(records: list[dict[str, Any]]) -> None:
 
 
 def check_tables(page: str, tasks: list[Task], records: list[dict[str, Any]]) -> None:
-    """Each row has what was measured, and nothing that could be taken for a GPU's."""
+    """Assert that each row has the measured values and marks the simulated GPU."""
     names = [task.name for task in tasks]
     of_contender = {
         (task, who): [
@@ -202,7 +202,7 @@ def check_tables(page: str, tasks: list[Task], records: list[dict[str, Any]]) ->
     assert "**No figure of a GPU exists.**" in page
 
 
-def test_without_a_gpu_its_models_are_not_trained_on_a_cpu(tmp_path: Path, environment: dict[str, str]) -> None:
+def test_gpu_models_are_not_trained_on_a_cpu(tmp_path: Path, environment: dict[str, str]) -> None:
     environment["CUDA_VISIBLE_DEVICES"] = ""
     command = [*RUN, "--state", str(tmp_path / "state")]
     refused = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
@@ -212,7 +212,7 @@ def test_without_a_gpu_its_models_are_not_trained_on_a_cpu(tmp_path: Path, envir
 
 
 class Counting(FakeNvml):
-    """A GPU whose counter rises by a joule with each reading."""
+    """A GPU with a counter that rises by a joule per reading."""
 
     def nvmlDeviceGetTotalEnergyConsumption(self, handle: FakeGpu) -> int:  # noqa: N802 - NVML's own name
         assert handle.counter_mj is not None
@@ -222,7 +222,7 @@ class Counting(FakeNvml):
 
 @pytest.fixture
 def train(plain_environment: Any, server: ServerProcess) -> Callable[[Order], Outcome]:  # noqa: F811 - the fixture
-    """Trains in this process, on a pretended GPU, through a real server."""
+    """Train in this process, on a simulated GPU, through a real server."""
     from benchmarks.recurrences.training import trained  # imports both frameworks
 
     del plain_environment
@@ -230,14 +230,14 @@ def train(plain_environment: Any, server: ServerProcess) -> Callable[[Order], Ou
 
 
 @pytest.mark.parametrize("task", [task.name for task in tasks_for("gpu")])
-def test_each_task_of_the_gpu_trains_when_it_is_shrunken(train: Callable[[Order], Outcome], task: str) -> None:
+def test_each_shrunken_task_of_the_gpu_trains(train: Callable[[Order], Outcome], task: str) -> None:
     run = train(Order(task=task, job_id=task, seed=5, batch_size=32, epochs=1, shrink=SHRINK))
     assert run.state == "max_epochs_reached", run.detail
     assert (run.epochs, run.energy_source, run.batch_size) == (1, "nvml", 32)
     assert run.energy_j > 0
 
 
-def test_a_job_that_has_no_size_left_is_refused_and_breaks_nothing(
+def test_job_without_a_remaining_size_is_refused_harmlessly(
     train: Callable[[Order], Outcome], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import torch

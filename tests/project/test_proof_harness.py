@@ -1,4 +1,4 @@
-"""The order of a measurement's steps, its state, and its figures: no trainings here but one, which is slow."""
+"""Order of a measurement's steps, its state, and its figures, with only one (slow) test that trains."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def step_of(stage: Any = "recurrence", who: str = "gp_voi", number: int = 0) -> 
     return Step(stage, "digits", 0, number, who, Order("digits", "digits", 0))
 
 
-# The order of steps
+# Order of steps
 
 
 def test_contenders_take_turns_within_each_recurrence() -> None:
@@ -56,14 +56,14 @@ def test_contenders_take_turns_within_each_recurrence() -> None:
     ]
 
 
-def test_all_steps_are_planned_once() -> None:
+def test_every_step_is_planned_once() -> None:
     planned = list(steps(tasks_for("cpu", ["digits"]), SMALL))
     assert len({step.key for step in planned}) == len(planned)
     assert Counter(step.stage for step in planned) == {"recurrence": 2 * 3 * 3, "size": 2 * 8, "overhead": 2 * 2 * 2}
     assert [step.who for step in planned if step.stage == "overhead"][:4] == ["with", "without", "without", "with"]
 
 
-def test_contenders_meet_the_same_data_and_models() -> None:
+def test_contenders_use_the_same_data_and_models() -> None:
     recurrence = [step.order for step in steps(tasks_for("cpu", ["drift"]), SMALL) if step.stage == "recurrence"]
     for first in range(0, len(recurrence), 3):
         assert len({order.seed for order in recurrence[first : first + 3]}) == 1
@@ -71,45 +71,45 @@ def test_contenders_meet_the_same_data_and_models() -> None:
     assert len({order.seed for order in recurrence}) == 2 * 3
 
 
-def test_the_sizes_of_a_task_that_drifts_are_measured_before_and_after() -> None:
+def test_sizes_of_a_drifting_task_are_measured_before_and_after() -> None:
     sizes = [step for step in steps(tasks_for("cpu", ["drift"]), SMALL) if step.stage == "size"]
     assert Counter(step.order.drifted for step in sizes) == {False: 16, True: 16}
 
 
-def test_a_job_of_one_size_stops_nothing() -> None:
+def test_job_with_a_single_size_stops_no_run() -> None:
     job = TASKS["digits"].job("digits-size-64", batch_size=64)
     assert (job.batch_sizes, job.default_batch_size, job.beta_knob, job.policy) == ((64,), 64, None, "zeus")
 
 
-def test_a_given_number_of_epochs_is_trained_whatever_is_reached() -> None:
+def test_given_number_of_epochs_is_trained_regardless_of_the_target() -> None:
     rising = Order("digits", "digits", 0, batch_size=32, epochs=3).spec()
     falling = Order("characters", "characters", 0, batch_size=8, epochs=3).spec()
     assert (rising.target_metric, rising.max_epochs) == (1e9, 3)
     assert (falling.target_metric, falling.max_epochs) == (-1e9, 3)
 
 
-def test_tasks_span_two_decades_and_hold_their_default() -> None:
+def test_sizes_of_a_task_span_two_decades_including_the_default() -> None:
     for task in TASKS.values():
         assert task.default_batch_size in task.batch_sizes
         assert task.batch_sizes[-1] / task.batch_sizes[0] >= 100
 
 
-def test_shrunken_tasks_have_targets_that_small_models_reach() -> None:
+def test_shrunken_tasks_have_reachable_targets() -> None:
     (whole,), (shrunken,) = tasks_for("gpu", ["bert-base"]), tasks_for("gpu", ["bert-base"], shrink=8)
     assert (whole.target, shrunken.target) == (0.9, 0.4)
     (same,) = tasks_for("cpu", ["digits"], shrink=8)
     assert same.target == TASKS["digits"].target
 
 
-def test_a_task_of_another_device_is_refused() -> None:
+def test_task_of_a_different_device_is_refused() -> None:
     with pytest.raises(ValueError, match="no task for cpu: resnet18"):
         tasks_for("cpu", ["resnet18"])
 
 
-# The state
+# State
 
 
-def test_a_state_goes_on_where_it_was_killed(tmp_path: Path) -> None:
+def test_state_continues_where_the_process_was_killed(tmp_path: Path) -> None:
     state = State(tmp_path)
     state.add({"key": "a", "reached": True})
     file = tmp_path / "runs.jsonl"
@@ -121,7 +121,7 @@ def test_a_state_goes_on_where_it_was_killed(tmp_path: Path) -> None:
     assert [record["key"] for record in read_records([tmp_path])] == ["a", "b"]
 
 
-def test_several_directories_are_one_measurement_without_a_step_twice(tmp_path: Path) -> None:
+def test_several_directories_form_a_measurement_without_duplicate_steps(tmp_path: Path) -> None:
     folders = [tmp_path / "one", tmp_path / "two"]
     for folder, key in zip(folders, "ab", strict=True):
         State(folder).add({"key": key})
@@ -131,7 +131,7 @@ def test_several_directories_are_one_measurement_without_a_step_twice(tmp_path: 
         read_records(folders)
 
 
-def test_a_state_is_of_one_kind_of_measurement(tmp_path: Path) -> None:
+def test_state_accepts_a_single_kind_of_measurement(tmp_path: Path) -> None:
     for _ in range(2):
         require_one_kind(tmp_path, {"device": "gpu", "shrink": 8})
     for other in ({"device": "gpu", "shrink": 1}, {"device": "cpu", "shrink": 8}):
@@ -142,7 +142,7 @@ def test_a_state_is_of_one_kind_of_measurement(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("named", "used"), [(None, "0"), ("3,1", "3"), ("GPU-5135a1a7,GPU-0", "GPU-5135a1a7"), ("", "")]
 )
-def test_of_several_gpus_the_first_trains(named: str | None, used: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_first_of_several_gpus_trains(named: str | None, used: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "" if named is None else named)
     if named is None:
@@ -151,7 +151,7 @@ def test_of_several_gpus_the_first_trains(named: str | None, used: str, monkeypa
     assert os.environ["CUDA_VISIBLE_DEVICES"] == used
 
 
-def test_a_recurrence_lasts_until_a_training_reaches_the_target() -> None:
+def test_recurrence_repeats_trainings_until_the_target_is_reached() -> None:
     missed, reached = ({"reached": is_reached, "state": "ended"} for is_reached in (False, True))
     step = step_of()
     assert not is_done(step, [])
@@ -163,17 +163,17 @@ def test_a_recurrence_lasts_until_a_training_reaches_the_target() -> None:
 
 
 @pytest.mark.parametrize(("minutes", "begun"), [(None, [True, True, True]), (0.0, [True, False, False])])
-def test_a_piece_does_one_thing_at_least(minutes: float | None, begun: list[bool]) -> None:
+def test_piece_executes_at_least_a_single_step(minutes: float | None, begun: list[bool]) -> None:
     piece = Piece(minutes)
     assert [piece.may_begin(3600.0) for _ in begun] == begun
 
 
-def test_nothing_is_begun_that_would_end_after_its_piece() -> None:
+def test_step_beyond_the_end_of_the_piece_does_not_begin() -> None:
     piece = Piece(60.0)
     assert [piece.may_begin(expected_s) for expected_s in (7200.0, 7200.0, 1800.0)] == [True, False, True]
 
 
-# The figures
+# Figures
 
 
 def record(stage: str, number: int, who: str, cost_j: float, size: int = 32, **fields: Any) -> Record:
@@ -215,7 +215,7 @@ RECORDS = [
 ]
 
 
-def test_figures_of_a_task() -> None:
+def test_figures_of_a_task_are_literal() -> None:
     task = proof_results(RECORDS, {"cores": "2"})["tasks"]["digits"]
     found = task["contenders"]["gp_voi"]
     assert (task["jobs"], task["recurrences"], task["longest_job"], task["best_sizes"]) == (1, 4, 4, [64])
@@ -228,29 +228,29 @@ def test_figures_of_a_task() -> None:
     assert task["overhead"]["cpu"].value == pytest.approx(1.05)
 
 
-def test_a_recurrence_that_was_given_up_is_finished_by_the_default() -> None:
+def test_abandoned_recurrence_is_finished_at_the_default() -> None:
     found = proof_results(RECORDS, {})["tasks"]["digits"]["contenders"]["zeus"]
     assert (found["given_up"], found["cost_j"], found["break_even"]) == (1, 460.0, None)
 
 
-def test_a_policy_that_refuses_has_given_up_and_trained_nothing() -> None:
+def test_refusing_policy_has_abandoned_without_training() -> None:
     refused = record("recurrence", 3, "zeus", 0.0, reached=False, state=REFUSED)
     others = [each for each in RECORDS if (each["who"], each["number"]) != ("zeus", 3)]
     found = proof_results([*others, refused], {})["tasks"]["digits"]["contenders"]["zeus"]
     assert (found["given_up"], found["tries"], found["cost_j"]) == (1, 3, 400.0)
 
 
-def test_recurrences_that_a_contender_still_has_before_it_do_not_count() -> None:
+def test_recurrences_missing_for_a_contender_do_not_count() -> None:
     fewer = [each for each in RECORDS if (each["who"], each["number"]) != ("zeus", 3)]
     assert proof_results(fewer, {})["tasks"]["digits"]["recurrences"] == 3
 
 
-def test_nothing_measured_is_an_error() -> None:
+def test_empty_measurement_is_an_error() -> None:
     with pytest.raises(ValueError, match="nothing has been measured yet"):
         proof_results([], {})
 
 
-def test_every_table_of_energies_says_that_it_is_an_estimate() -> None:
+def test_every_table_of_energies_is_labelled_as_an_estimate() -> None:
     made = proof_tables(proof_results(RECORDS, {"cores": "2"}))
     for name in ("proof", "proof-sizes", "proof-summary"):
         assert "estimate: 65 W assumed × CPU time" in made[name]
@@ -258,7 +258,7 @@ def test_every_table_of_energies_says_that_it_is_an_estimate() -> None:
     assert "| digits | 1 | *100* | **50** |" in made["proof-sizes"]
 
 
-def test_tables_go_where_a_document_has_their_marks(tmp_path: Path) -> None:
+def test_tables_replace_the_marked_parts_of_a_document(tmp_path: Path) -> None:
     file = tmp_path / "page.md"
     file.write_text("a\n<!-- table: proof-summary -->\nold\n<!-- end of table -->\nb\n")
     write_tables(proof_tables(proof_results(RECORDS, {"cores": "2"})), [file])
@@ -269,7 +269,7 @@ def test_tables_go_where_a_document_has_their_marks(tmp_path: Path) -> None:
     assert "old" not in shown
 
 
-def test_figures_of_what_stands_for_a_gpu_say_so() -> None:
+def test_figures_of_a_simulated_gpu_are_labelled() -> None:
     told = {"task": "resnet18", "energy_source": "nvml"}
     simulated = [{**each, **told, "device": "simulated GPU, a CPU in its place"} for each in RECORDS]
     made = proof_tables(proof_results(simulated, {"cores": "2"}))
@@ -283,13 +283,13 @@ def test_figures_of_what_stands_for_a_gpu_say_so() -> None:
     assert not any("simulated" in table for table in made.values())
 
 
-def test_figures_of_two_devices_are_no_measurement() -> None:
+def test_figures_of_two_devices_cannot_be_combined() -> None:
     with pytest.raises(ValueError, match="CPU and GPU have both been measured"):
         proof_results([*RECORDS, {**RECORDS[0], "task": "resnet18"}], {})
 
 
 @pytest.mark.slow
-def test_the_smallest_task_from_trainings_to_a_page(tmp_path: Path) -> None:
+def test_smallest_task_runs_from_trainings_to_a_page(tmp_path: Path) -> None:
     state = tmp_path / "state"
     run = [sys.executable, "-m", "benchmarks.recurrences"]
     extent = ["--quick", "--recurrences", "1", "--repeats", "0", "--tasks", "tabular", "--state"]
@@ -315,28 +315,28 @@ def test_the_smallest_task_from_trainings_to_a_page(tmp_path: Path) -> None:
 # --- Savings, break-even, regret and intervals ------------------------------------------------------------------------
 
 
-def test_the_share_saved_is_of_the_sums() -> None:
+def test_share_saved_is_computed_from_sums() -> None:
     assert share_saved(np.array([[1.0, 4.0], [8.0, 8.0]])) == pytest.approx(0.25)
 
 
-def test_the_median_of_ratios() -> None:
+def test_median_of_ratios_is_exact() -> None:
     assert median_ratio(np.array([[2.0, 1.0], [3.0, 3.0], [3.0, 2.0]])) == 1.5
 
 
-def test_an_interval_of_equal_samples_has_no_width() -> None:
+def test_interval_of_equal_samples_has_no_width() -> None:
     assert bootstrap([(1.0, 2.0)] * 5, share_saved) == (0.5, 0.5, 0.5)
 
 
-def test_an_interval_holds_what_resampling_gives_and_is_always_the_same() -> None:
+def test_interval_covers_the_resampled_values_reproducibly() -> None:
     samples = [(1.0, 2.0), (3.0, 2.0)]
     interval = bootstrap(samples, share_saved)
-    # Of two samples, a quarter of the draws have one twice: 1 - 1/2 and 1 - 3/2 are the ends.
+    # A quarter of the resamples of two samples contain one sample twice: 1 - 1/2 and 1 - 3/2 are the ends.
     assert interval == (0.0, -0.5, 0.5)
     many = [(float(spent), 10.0) for spent in (3, 4, 7, 11, 13, 17, 19)]
     assert bootstrap(many, share_saved) == bootstrap(many, share_saved)
 
 
-def test_no_samples_are_an_error() -> None:
+def test_empty_samples_are_an_error() -> None:
     with pytest.raises(ValueError, match="no samples"):
         bootstrap([], share_saved)
 
@@ -351,25 +351,25 @@ def test_no_samples_are_an_error() -> None:
         ([10.0, 10.0], 1),
     ],
 )
-def test_break_even_is_for_good(costs_j: list[float], expected: int | None) -> None:
+def test_break_even_is_permanent(costs_j: list[float], expected: int | None) -> None:
     assert break_even(costs_j, [10.0] * len(costs_j)) == expected
 
 
-def test_a_size_that_misses_the_target_costs_its_repeats() -> None:
+def test_size_missing_the_target_costs_the_repeated_runs() -> None:
     figures = hindsight({64: [(30.0, True), (50.0, True)], 8: [(20.0, False), (40.0, True)], 512: [(90.0, False)]})
     assert figures == [SizeFigure(8, 2, 1, 60.0), SizeFigure(64, 2, 2, 40.0), SizeFigure(512, 1, 0, None)]
     assert best_size(figures) == SizeFigure(64, 2, 2, 40.0)
     assert best_size(figures[2:]) is None
 
 
-def test_regret_is_a_share_of_the_best() -> None:
+def test_regret_is_a_share_of_the_best_cost() -> None:
     assert regret([60.0, 40.0], [40.0, 40.0]) == pytest.approx(0.25)
 
 
 # --- Tables in documents ----------------------------------------------------------------------------------------------
 
 
-def test_a_document_without_marks_is_told_of(tmp_path: Path) -> None:
+def test_document_without_marks_is_reported(tmp_path: Path) -> None:
     file = tmp_path / "page.md"
     file.write_text("nothing\n")
     with pytest.raises(ValueError, match="has no line such as <!-- table: x -->"):
@@ -389,7 +389,7 @@ def test_a_document_without_marks_is_told_of(tmp_path: Path) -> None:
         ("year", year_tables, "docs/proof.md"),
     ],
 )
-def test_the_tables_of_the_documentation_are_those_of_its_figures(
+def test_documented_tables_match_the_figures(
     figures: str, tables: Callable[[Any], dict[str, str]], page: str, tmp_path: Path
 ) -> None:
     shown = (ROOT / page).read_text()

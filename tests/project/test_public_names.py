@@ -1,4 +1,4 @@
-"""The public names of the training side: what a public module lists, and nothing else, is visible."""
+"""Public names of the training side: only names listed by a public module are visible."""
 
 from __future__ import annotations
 
@@ -128,10 +128,10 @@ PUBLIC = {
 
 
 def visible(path: Path) -> set[str]:
-    """The names without underscore that a module defines and, where it is a package's, imports for others."""
+    """Return the names without underscore that a module defines or, for a package, re-exports."""
     names: set[str] = set()
     body = ast.parse(path.read_text()).body
-    # What is imported late, so that type checkers see it.
+    # Imports under a condition, for type checkers.
     body += [late for node in body if isinstance(node, ast.If) for late in node.body]
     for node in body:
         match node:
@@ -144,15 +144,15 @@ def visible(path: Path) -> set[str]:
             ):
                 names.update(alias.asname or alias.name for alias in aliases)
             case ast.If(body=[ast.ImportFrom(names=aliases)]) if path.name == "__init__.py":
-                # Under TYPE_CHECKING: what the package loads when it is asked for it.
+                # Under TYPE_CHECKING: names that the package loads on demand.
                 names.update(alias.name for alias in aliases)
     return {name for name in names if not name.startswith("_")}
 
 
 @pytest.mark.parametrize(("module", "names"), PUBLIC.items())
-def test_a_public_module_offers_what_it_lists_and_nothing_else(module: str, names: set[str]) -> None:
+def test_public_module_offers_exactly_the_listed_names(module: str, names: set[str]) -> None:
     imported = importlib.import_module(module)
-    # The package that both sides share lists its names by importing them as themselves.
+    # The shared protocol package lists its names by importing them as themselves.
     if module != "zeus_plugins.protocol":
         assert len(imported.__all__) == len(set(imported.__all__))
         assert set(imported.__all__) == names
@@ -161,16 +161,16 @@ def test_a_public_module_offers_what_it_lists_and_nothing_else(module: str, name
     assert all(hasattr(imported, name) for name in names)
 
 
-def test_the_errors_that_users_meet_stand_beside_the_job() -> None:
+def test_common_errors_are_importable_beside_the_job() -> None:
     assert all(getattr(zeus_plugins, name) is getattr(errors, name) for name in ERRORS)
 
 
-def test_zeus_spelling_of_an_error_is_a_second_name() -> None:
+def test_zeus_spelling_of_an_error_is_an_alias() -> None:
     assert errors.ZeusBSORuntimError is errors.ZeusBSORuntimeError
     assert errors.ZeusBSORuntimeError.__name__ == "ZeusBSORuntimeError"
 
 
-def test_replay_classes_are_still_found_where_they_were() -> None:
+def test_replay_classes_are_importable_from_the_former_place() -> None:
     assert energy.ReplayMonitor is testing.ReplayMonitor
     for name in ("ReplayDevice", "ReplayMachine", "ReplayPoint"):
         assert getattr(power_limit, name) is getattr(testing, name)
@@ -179,7 +179,7 @@ def test_replay_classes_are_still_found_where_they_were() -> None:
             _ = module.Replay
 
 
-def test_the_plain_names_are_the_same_callbacks() -> None:
+def test_short_names_are_the_same_callbacks() -> None:
     assert lightning.BatchSizeCallback is lightning.ZeusBSOCallback
     assert lightning.EnergyCallback is lightning.ZeusEnergyCallback
     assert lightning.PowerLimitCallback is lightning.ZeusPowerLimitCallback

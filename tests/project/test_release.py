@@ -1,4 +1,4 @@
-"""Releases: one version, a changelog in shape, the licences of what is needed; `.ci/run` builds and installs one."""
+"""Releases: one version, a well-formed changelog, licences of dependencies; `.ci/run` builds and installs a release."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ KINDS = ["Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"]
 
 
 def names(requirements: list[str]) -> set[str]:
-    """The packages of requirements, as indexes compare their names (PEP 503), without this one."""
+    """Return the normalized package names (PEP 503) in requirements, without this project."""
     found = {re.sub(r"[-_.]+", "-", re.split(r"[^\w.-]", each)[0]).lower() for each in requirements}
     return found - {"zeus-plugins"}
 
 
-def test_the_version_has_one_place() -> None:
+def test_version_is_stated_in_a_single_place() -> None:
     assert metadata("zeus-plugins")["Version"] == VERSION
     assert bso_server("--version").stdout == f"bso-server {VERSION}\n"
     sources = [*ROOT.glob("zeus_plugins/**/*.py"), *ROOT.glob("bso_server/**/*.py")]
@@ -51,7 +51,7 @@ def test_packages_on_the_path_alone_have_an_unknown_version(tmp_path: Path) -> N
         assert (done.stdout, done.returncode) == (f"{name} 0+unknown\n", 0), done.stderr
 
 
-def test_the_changelog_is_in_shape() -> None:
+def test_changelog_is_well_formed() -> None:
     first, *releases = re.findall(r"^## (.*)$", CHANGELOG, re.MULTILINE)
     assert first == "[Unreleased]"
     found = [re.fullmatch(r"\[(\d+)\.(\d+)\.(\d+)\] - \d{4}-\d\d-\d\d", release) for release in releases]
@@ -64,7 +64,7 @@ def test_the_changelog_is_in_shape() -> None:
         assert kinds == sorted(kinds, key=KINDS.index)
 
 
-def test_notes_are_what_the_changelog_says_of_the_version() -> None:
+def test_release_notes_equal_the_changelog_section() -> None:
     changelog = (
         f"## [Unreleased]\n\n## [{VERSION}] - 2026-12-01\n\nWords.\n\n### Added\n\n- This.\n\n## [0.0.1] - 2026-11-01\n"
     )
@@ -74,7 +74,7 @@ def test_notes_are_what_the_changelog_says_of_the_version() -> None:
             notes(nothing, f"v{VERSION}")
 
 
-def test_a_tag_of_another_version_is_refused() -> None:
+def test_tag_of_a_different_version_is_refused() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "release", "notes", "--tag", "v9"], cwd=ROOT, capture_output=True, text=True, check=False
     )
@@ -104,7 +104,7 @@ def test_bill_of_materials_has_a_hash_for_each_installed_package() -> None:
     assert [each["ref"] for each in hashed["dependencies"]] == ["zeus-plugins==1", "SQLAlchemy==1"]
 
 
-def test_audit_reports_vulnerable_versions_and_versions_it_could_not_look_up() -> None:
+def test_audit_reports_vulnerable_and_unknown_versions() -> None:
     good = {"name": "good", "version": "1", "vulns": []}
     unknown = {"name": "own", "skip_reason": "Dependency not found on PyPI"}
 
@@ -120,13 +120,13 @@ def test_audit_reports_vulnerable_versions_and_versions_it_could_not_look_up() -
         audited(answer(good, unknown, bad))
 
 
-def test_the_licences_of_all_dependencies_are_listed() -> None:
+def test_licences_of_all_dependencies_are_listed() -> None:
     wanted = names([*PROJECT["dependencies"], *(each for extra in USERS_EXTRAS for each in extras()[extra])])
     listed = names(re.findall(r"^\| ([\w.-]+) +\|", LICENCES.read_text(), re.MULTILINE))
     assert wanted - listed == set(), "make licences writes the page anew"
 
 
-def test_the_versions_for_development_are_locked() -> None:
+def test_development_versions_are_locked() -> None:
     wanted = names([each for extra in extras() for each in extras()[extra] if extra != "ray"])
     locked = names(re.findall(r"^([\w.-]+)==", (ROOT / "constraints-dev.txt").read_text(), re.MULTILINE))
     assert wanted - locked == set(), "make lock writes the file anew"
@@ -147,7 +147,7 @@ def test_actions_are_pinned_by_commit(workflow: Path) -> None:
     assert [each for each in used if not re.fullmatch(r"[\w-]+/[\w-]+@[0-9a-f]{40} # v\d+\.\d+\.\d+", each)] == []
 
 
-def test_a_release_publishes_what_it_has_tested() -> None:
+def test_release_publishes_the_tested_files() -> None:
     jobs: dict[str, Any] = yaml.safe_load((ROOT / ".github" / "workflows" / "release.yaml").read_text())["jobs"]
     assert set(jobs["publish"]["needs"]) == set(jobs["images"]["needs"]) == {"test", "check"}
     assert set(jobs["announce"]["needs"]) == {"publish", "images"}
@@ -196,8 +196,8 @@ def test_image_has_the_tested_versions_on_a_base_that_cannot_change(dockerfile: 
         pytest.param("compose-spec", DEPLOY / "compose.yaml", id="compose", marks=pytest.mark.slow),
     ],
 )
-def test_files_fit_the_schemas_of_what_reads_them(schema: str, path: Path) -> None:
-    """Workflows cannot be run here: their schema is checked, and continuous integration runs their commands."""
+def test_files_fit_the_schemas_of_the_consumers(schema: str, path: Path) -> None:
+    """Check the schema of workflows, which cannot run here; continuous integration runs their commands."""
     pytest.importorskip("check_jsonschema", reason="check-jsonschema is not installed")
     command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", f"vendor.{schema}", str(path)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

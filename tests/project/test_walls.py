@@ -1,4 +1,4 @@
-"""Who may import whom (the rooms of the design), read from the syntax tree."""
+"""Permitted imports (the rooms of the design), read from the syntax tree."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from tests.support import ROOT
 
 FRAMEWORKS = {"lightning", "pytorch_lightning", "torch", "transformers", "accelerate"}
-# What decides without a server, a database or a clock.
+# Parts that decide without a server, a database or a clock.
 POLICY = {"bso_server.core", "bso_server.errors"}
 
 
@@ -22,7 +22,7 @@ def modules(*patterns: str) -> list[str]:
 
 
 def every(*patterns: str) -> Callable[[Callable[[str], None]], Callable[[], None]]:
-    """Make a test of what each module must fulfil; it tells of all that do not."""
+    """Make a test of a requirement on each module; it reports all violations."""
 
     def decorate(check: Callable[[str], None]) -> Callable[[], None]:
         def test() -> None:
@@ -47,7 +47,7 @@ def parsed(module: str) -> ast.Module:
 
 @cache
 def imports(module: str, *, at_run_time: bool = True) -> frozenset[str]:
-    """Dotted names of everything that the module imports, wherever in it; not of what it only has types from."""
+    """Return the dotted names of all imports at any place of the module, without imports for types only."""
     tree = ast.parse((ROOT / module).read_text())
     for block in [node for node in ast.walk(tree) if isinstance(node, ast.If)]:
         if at_run_time and isinstance(block.test, ast.Name) and block.test.id == "TYPE_CHECKING":
@@ -72,13 +72,13 @@ def own(names: Set[str]) -> set[str]:
     return offenders(names, {"bso_server", "zeus_plugins"})
 
 
-def test_the_reader_of_imports_sees_through_indentation() -> None:
+def test_reader_of_imports_handles_indentation() -> None:
     assert "bso_server.storage.migrations" in imports("bso_server/storage/store.py")
     assert "pynvml" in imports("zeus_plugins/energy/nvml.py")
 
 
 @every("zeus_plugins/**/*.py")
-def test_the_training_side_does_not_import_the_server(module: str) -> None:
+def test_training_side_does_not_import_the_server(module: str) -> None:
     names = offenders(imports(module), {"bso_server"})
     is_the_server = module == "zeus_plugins/client/local.py"
     decides = {"zeus_plugins/testing/__init__.py", "zeus_plugins/testing/policies.py"}
@@ -87,7 +87,7 @@ def test_the_training_side_does_not_import_the_server(module: str) -> None:
     assert not offenders(imports(module), {"litestar", "sqlalchemy"})
 
 
-def test_nothing_but_the_client_imports_the_server_in_this_process_and_not_before_it_is_needed() -> None:
+def test_embedded_server_is_imported_only_by_the_client_and_on_demand() -> None:
     name = "zeus_plugins.client.local"
     assert [module for module in modules("zeus_plugins/**/*.py") if name in imports(module)] == [
         "zeus_plugins/client/connect.py"
@@ -95,19 +95,19 @@ def test_nothing_but_the_client_imports_the_server_in_this_process_and_not_befor
 
 
 @every("bso_server/**/*.py")
-def test_the_server_imports_nothing_of_the_training_side_but_the_protocol(module: str) -> None:
+def test_server_imports_only_the_protocol_of_the_training_side(module: str) -> None:
     names = imports(module)
     assert offenders(names, {"zeus_plugins"}) == offenders(names, {"zeus_plugins.protocol"})
 
 
 @pytest.mark.parametrize("module", modules("zeus_plugins/protocol/*.py"))
-def test_the_protocol_imports_nothing_of_ours_but_itself(module: str) -> None:
+def test_protocol_imports_only_modules_of_the_protocol(module: str) -> None:
     names = imports(module)
     assert own(names) == offenders(names, {"zeus_plugins.protocol"})
 
 
 @every("bso_server/core/**/*.py")
-def test_the_core_is_pure(module: str) -> None:
+def test_core_is_pure(module: str) -> None:
     allowed = {"bso_server.core", "bso_server.errors", "zeus_plugins.protocol"}
     names = imports(module)
     assert own(names) == offenders(names, allowed)
@@ -127,7 +127,7 @@ ROOMS = {
 
 
 @pytest.mark.parametrize(("room", "may"), ROOMS.items())
-def test_imports_run_one_way(room: str, may: set[str]) -> None:
+def test_imports_run_in_a_single_direction(room: str, may: set[str]) -> None:
     allowed = {f"bso_server.{each}" for each in {room, *may}} | {"zeus_plugins.protocol"}
     for module in modules(f"bso_server/{room}/**/*.py"):
         names = imports(module)
@@ -145,10 +145,10 @@ FLOORS = {
 
 
 @pytest.mark.parametrize(("floor", "may"), FLOORS.items())
-def test_no_module_of_the_training_side_imports_a_higher_floor(floor: str, may: set[str]) -> None:
+def test_training_side_never_imports_a_higher_floor(floor: str, may: set[str]) -> None:
     allowed = {f"zeus_plugins.{each}" for each in {floor, *may, *GROUND_FLOOR}}
     for module in modules(f"zeus_plugins/{floor}.py", f"zeus_plugins/{floor}/**/*.py"):
-        # The server in this process is a server: it may import that, and nothing of the training side.
+        # The embedded server may import the server, but no part of the training side.
         names = {name for name in own(imports(module)) if name != "zeus_plugins" and not name.startswith("bso_server")}
         assert names == offenders(names, allowed), module
 
@@ -159,32 +159,32 @@ def test_no_module_of_the_training_side_imports_a_higher_floor(floor: str, may: 
         ({"alembic", "sqlalchemy"}, "bso_server", ["storage/"]),
         ({"litestar"}, "bso_server", ["app.py", "api/"]),
         ({"jinja2", "markupsafe"}, "bso_server", ["ui/"]),
-        # A server inside of a training shows no pages, and is watched by nobody.
+        # An embedded server shows no pages and has no metrics.
         ({"bso_server.ui"}, "bso_server", ["ui/", "api/dashboard.py", "cli/jobs.py"]),
         ({"bso_server.metrics"}, "bso_server", ["metrics/", "app.py", "cli/serve.py"]),
         ({"prometheus_client", "opentelemetry"}, "bso_server", ["metrics/"]),
-        # The training script of the demo is a user's script.
+        # The demo's training script is a user's script.
         (FRAMEWORKS, "zeus_plugins", ["dataloader/", "huggingface/", "lightning/", "demo/digits.py"]),
         ({"httpx", "httpcore"}, "zeus_plugins", ["client/http.py", "client/_transport.py"]),
     ],
     ids=lambda value: " ".join(sorted(value)) if isinstance(value, set) else "",
 )
-def test_only_some_modules_import(names: set[str], package: str, users: list[str]) -> None:
+def test_restricted_modules_are_imported_only_where_permitted(names: set[str], package: str, users: list[str]) -> None:
     may = tuple(f"{package}/{each}" for each in users)
     others = [module for module in modules(f"{package}/**/*.py") if not module.startswith(may)]
     assert {module: found for module in others if (found := offenders(imports(module), names))} == {}
 
 
 @every("bso_server/api/*.py")
-def test_handlers_leave_errors_to_one_table(module: str) -> None:
+def test_handlers_leave_errors_to_a_single_table(module: str) -> None:
     tries = any(isinstance(node, ast.Try) for node in ast.walk(parsed(module)))
-    # A token that is refused by the form is answered with the form.
+    # A token refused by the form is answered with the form.
     answers = {"bodies.py", "dashboard.py", "errors.py"}
     assert not tries or module.removeprefix("bso_server/api/") in answers
 
 
 @every("zeus_plugins/power_limit/plan.py", "zeus_plugins/power_limit/selectors.py")
-def test_what_decides_the_power_limit_is_pure(module: str) -> None:
+def test_decisions_on_power_limits_are_pure(module: str) -> None:
     allowed = {f"zeus_plugins.{each}" for each in ("energy.cluster", "energy.monitor", "errors", "protocol")}
     allowed |= {f"zeus_plugins.power_limit.{each}" for each in ("profile", "selectors")}
     names = imports(module)
@@ -193,7 +193,7 @@ def test_what_decides_the_power_limit_is_pure(module: str) -> None:
 
 
 @every("zeus_plugins/training/*.py")
-def test_a_training_is_decided_without_a_framework(module: str) -> None:
+def test_training_decisions_need_no_framework(module: str) -> None:
     names = imports(module)
     assert not offenders(names, {"zeus_plugins.huggingface", "zeus_plugins.lightning"})
     assert module != "zeus_plugins/training/metrics.py" or own(names) == {
@@ -202,9 +202,9 @@ def test_a_training_is_decided_without_a_framework(module: str) -> None:
     }
 
 
-# What the public classes of a framework do not offer has one place, which the contract tests check.
+# Private parts of a framework are used in one module, which the contract tests check.
 @every("zeus_plugins/lightning/*.py", "zeus_plugins/huggingface/*.py")
-def test_private_attributes_of_a_framework_stand_in_one_module(module: str) -> None:
+def test_private_attributes_of_a_framework_are_used_in_a_single_module(module: str) -> None:
     if module.endswith("/_trainer.py"):
         return
     tree = parsed(module)
@@ -219,21 +219,21 @@ def test_private_attributes_of_a_framework_stand_in_one_module(module: str) -> N
     assert not private
 
 
-def test_no_test_file_imports_another() -> None:
-    """What several of them need stands in tests/support; pytest hands out the fixtures of conftest.py by itself."""
+def test_no_test_file_imports_a_second_test_file() -> None:
+    """Shared helpers are in tests/support; pytest itself provides the fixtures of conftest.py."""
     tests = modules("tests/*.py", "tests/*/*.py", "benchmarks/**/*.py")
     shared = {name for name in modules("tests/*.py") if name.startswith(("tests/test_", "tests/conftest"))}
     private = {name.removesuffix(".py").replace("/", ".") for name in shared}
     assert {module: found for module in tests if (found := offenders(imports(module), private))} == {}
 
 
-def test_no_module_needs_one_that_needs_it() -> None:
+def test_modules_have_no_import_cycles() -> None:
     files = [*modules("zeus_plugins/**/*.py"), *modules("bso_server/**/*.py")]
     module_of = {file.removesuffix(".py").removesuffix("/__init__").replace("/", "."): file for file in files}
 
     def needed_by(file: str) -> set[str]:
         names = {name for name in imports(file, at_run_time=False) if name in module_of}
-        # Whoever takes a module from a package needs that module, and not what the package's own file gathers.
+        # An import of a module from a package needs only this module, not the imports of the package's own file.
         return {module_of[name] for name in names if not any(other.rpartition(".")[0] == name for other in names)}
 
     needed = {file: needed_by(file) for file in files}

@@ -1,4 +1,4 @@
-"""A fleet's year: jobs, what befalls their runs, and a small fleet through a real server, on a made-up table."""
+"""A fleet's year: jobs, accidents of their runs, and a small fleet through a real server, on a made-up table."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CERTAIN = Odds(crash=0.0, preemption=0.0, vanishing=0.0)
 
 
 def job_with(paths: Sequence[float], odds: Odds = CERTAIN, every: int = 1) -> FleetJob:
-    """A job of one size, whose epochs take 10 s and 1 kJ each; it recurs twice."""
+    """Return a job with one size and epochs of 10 s and 1 kJ each, which recurs twice."""
     workload = Workload("made up", (SizeTrace(32, tuple(paths), {300.0: Epoch(10.0, 1000.0)}),), 32, 20, 300.0)
     conditions = VaryingConditions(landscape_of(workload, Setting(optimal_power_limits=False)))
     return FleetJob(1, workload, conditions, 2, 1.0, every, odds)
@@ -40,7 +40,7 @@ def file_of(tmp_path: Path) -> Path:
     return file
 
 
-def test_runs_are_evaluated_at_intervals_and_at_their_end() -> None:
+def test_runs_are_evaluated_at_intervals_and_at_the_end() -> None:
     job = job_with([7.0], every=3)
     assert job.evaluations(7.0) == [3, 6, 9]
     assert job.evaluations(6.0) == [3, 6]
@@ -48,12 +48,12 @@ def test_runs_are_evaluated_at_intervals_and_at_their_end() -> None:
     assert job.evaluations(math.inf) == [3, 6, 9, 12, 15, 18, 20]
 
 
-def test_a_recurrence_by_default_costs_its_epochs() -> None:
+def test_recurrence_at_the_default_costs_the_epochs() -> None:
     consumed = by_default(job_with([7.0]), 0)
     assert (consumed.time_s, consumed.energy_j) == (70.0, 7000.0)
 
 
-def test_a_run_that_misses_the_target_is_paid_and_repeated() -> None:
+def test_missed_run_is_charged_and_repeated() -> None:
     job = job_with([math.inf, 7.0])
     costs = {by_default(job, recurrence).energy_j for recurrence in range(40)}
     assert min(costs) == 7000.0
@@ -61,7 +61,7 @@ def test_a_run_that_misses_the_target_is_paid_and_repeated() -> None:
     assert len(costs) > 1
 
 
-def test_a_crash_costs_what_was_trained_until_then() -> None:
+def test_crash_costs_the_training_until_then() -> None:
     job = job_with([10.0], Odds(crash=0.5, preemption=0.0, vanishing=0.0))
     costs = [by_default(job, recurrence).energy_j for recurrence in range(40)]
     assert min(costs) == 10_000.0
@@ -69,7 +69,7 @@ def test_a_crash_costs_what_was_trained_until_then() -> None:
     assert any(cost % 10_000.0 for cost in costs)
 
 
-def test_the_fate_of_a_run_depends_on_its_place_alone() -> None:
+def test_fate_of_a_run_depends_only_on_the_position() -> None:
     job = job_with([5.0, 7.0, 9.0], Odds(crash=0.3, preemption=0.3, vanishing=0.3))
     fates = [job.fate(32, recurrence, attempt) for recurrence in range(20) for attempt in range(3)]
     assert fates == [job.fate(32, recurrence, attempt) for recurrence in range(20) for attempt in range(3)]
@@ -77,7 +77,7 @@ def test_the_fate_of_a_run_depends_on_its_place_alone() -> None:
     assert {fate.is_preempted for fate in fates} == {True, False}
 
 
-def test_the_same_seed_draws_the_same_fleet(tmp_path: Path) -> None:
+def test_equal_seeds_draw_equal_fleets(tmp_path: Path) -> None:
     pool = read_pool(file_of(tmp_path), None)
     fleets = [draw_jobs(pool, 30, mean_recurrences=10, evaluations=8, odds=Odds(), seed=3) for _ in range(2)]
     first, second = ([(job.workload.name, job.recurrences, job.scale) for job in fleet] for fleet in fleets)
@@ -89,12 +89,12 @@ def test_the_same_seed_draws_the_same_fleet(tmp_path: Path) -> None:
     assert all(job.conditions.drift_at == job.recurrences // 2 for job in drifting)
 
 
-def test_without_a_table_there_are_no_jobs() -> None:
+def test_missing_table_yields_no_jobs() -> None:
     with pytest.raises(ValueError, match="give --mlperf FILE or --traces DIR"):
         read_pool(None, None)
 
 
-def test_totals_name_the_savings() -> None:
+def test_totals_state_the_savings() -> None:
     spending = {
         "energy_j": 3.6e9,
         "energy_kwh": 1000.0,
@@ -133,7 +133,7 @@ def test_totals_name_the_savings() -> None:
 
 
 @pytest.mark.slow
-def test_a_small_fleet_leaves_no_job_stuck(tmp_path: Path) -> None:
+def test_small_fleet_leaves_no_job_stuck(tmp_path: Path) -> None:
     figures, page = tmp_path / "fleet.json", tmp_path / "page.md"
     page.write_text("<!-- table: fleet -->\n<!-- end of table -->\n")
     command = [sys.executable, "-m", "benchmarks.year", "--mlperf", str(file_of(tmp_path)), "--jobs", "8"]

@@ -20,7 +20,7 @@ from tests.support.wire import begin
 
 @pytest.fixture(params=SQLITE_DRIVERS)
 def sqlite_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """The URL of a SQLite file that nothing has made yet, in both ways in turn."""
+    """URL of a SQLite file that does not exist yet, once per SQLite driver."""
     return f"{request.param}:///{tmp_path / 'bso.sqlite3'}"
 
 
@@ -51,7 +51,7 @@ def scene(any_server: ServerProcess) -> Iterator[Scene]:
 
 @pytest.fixture
 async def bso(database_url: str) -> AsyncIterator[JobService]:
-    """The service with a job of its own, on each kind of database."""
+    """The service with one job, on each kind of database."""
     async with job_service(database_url) as service:
         yield service
 

@@ -27,7 +27,7 @@ needs_promtool = [
 
 
 def queries() -> Iterator[str]:
-    """Every query of the dashboard, with a time in the place of Grafana's variable."""
+    """Yield every query of the dashboard, with a duration instead of Grafana's variable."""
     for panel in DASHBOARD["panels"]:
         for target in panel.get("targets", ()):
             yield target["expr"].replace("$__rate_interval", "5m")
@@ -64,7 +64,7 @@ def promtool(*arguments: str | Path) -> str:
     return done.stdout
 
 
-async def test_every_metric_that_is_asked_for_exists(tmp_path: Path) -> None:
+async def test_every_queried_metric_exists(tmp_path: Path) -> None:
     asked = set(re.findall(r"\bzeus_bso_\w+", "\n".join([*queries(), ALERTS.read_text()])))
     assert len(asked) > 15
     async with watched(tmp_path, metrics_jobs="*", is_paid_back=True) as http:
@@ -73,7 +73,7 @@ async def test_every_metric_that_is_asked_for_exists(tmp_path: Path) -> None:
         assert asked <= found
 
 
-def test_the_dashboard_shows_what_is_described() -> None:
+def test_dashboard_shows_every_documented_metric() -> None:
     described = set(re.findall(r"^\| `(zeus_bso_\w+)`", PAGE, re.MULTILINE)) - {"zeus_bso_unnamed_jobs"}
     shown = "\n".join(queries())
     only_alerted = {
@@ -82,7 +82,7 @@ def test_the_dashboard_shows_what_is_described() -> None:
     assert {name for name in described if name not in shown} <= only_alerted
 
 
-def test_the_panels_lie_beside_one_another() -> None:
+def test_panels_of_the_dashboard_do_not_overlap() -> None:
     taken: set[tuple[int, int]] = set()
     for panel in DASHBOARD["panels"]:
         left, top, width, height = (panel["gridPos"][name] for name in "xywh")
@@ -93,7 +93,7 @@ def test_the_panels_lie_beside_one_another() -> None:
     assert len({panel["id"] for panel in DASHBOARD["panels"]}) == len(DASHBOARD["panels"])
 
 
-def test_the_page_has_every_alert_with_its_severity() -> None:
+def test_documented_alerts_match_names_and_severities() -> None:
     written = re.findall(r"- alert: (\w+)\n.*?severity: (\w+)", ALERTS.read_text(), re.DOTALL)
     described = re.findall(r"^\| `(ZeusBso\w+)` \| (\w+) \|", PAGE, re.MULTILINE)
     assert written == described
@@ -102,14 +102,14 @@ def test_the_page_has_every_alert_with_its_severity() -> None:
 class TestPromtool:
     pytestmark = needs_promtool
 
-    def test_the_alert_rules_do_what_they_say(self) -> None:
+    def test_alert_rules_fire_as_tested(self) -> None:
         assert "10 rules found" in promtool("check", "rules", "alerts.yaml")
         assert "SUCCESS" in promtool("test", "rules", "alerts_test.yaml")
         tested = (PROMETHEUS / "alerts_test.yaml").read_text()
         for name in re.findall(r"- alert: (\w+)", ALERTS.read_text()):
             assert re.search(rf"alertname: {name}\n\s+eval_time: \w+\n\s+exp_alerts:", tested), name
 
-    def test_the_scrape_configuration_is_one(self) -> None:
+    def test_scrape_configuration_is_valid(self) -> None:
         assert "SUCCESS" in promtool("check", "config", "--syntax-only", "scrape.yaml")
 
     def test_every_query_of_the_dashboard_parses(self, tmp_path: Path) -> None:

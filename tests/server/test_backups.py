@@ -1,4 +1,4 @@
-"""Backups by `bso-server db backup`, their restoration, and what `bso-server db verify` finds in a damaged database."""
+"""Backups by `bso-server db backup`, restoring them, and `bso-server db verify` on damaged databases."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def filled(database_url: str) -> str:
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
-    """A SQLite file with a job, which nobody has open."""
+    """A SQLite file with a job, which no process has open."""
     file = tmp_path / "bso.sqlite3"
     filled(f"sqlite:///{file}")
     return file
@@ -136,7 +136,7 @@ def test_existing_file_is_not_replaced(file: Path, tmp_path: Path) -> None:
     assert verify(f"sqlite:///{file}").returncode == 0
 
 
-def test_newest_copies_are_kept_and_other_files_stay(file: Path, tmp_path: Path) -> None:
+def test_newest_copies_are_kept_and_unrelated_files_stay(file: Path, tmp_path: Path) -> None:
     folder = tmp_path / "copies"
     folder.mkdir()
     old = [f"copy.202501{day:02}T000000Z" for day in range(1, 6)]
@@ -151,7 +151,7 @@ def test_newest_copies_are_kept_and_other_files_stay(file: Path, tmp_path: Path)
 
 
 @pytest.mark.parametrize("number", ["0", "-1"])
-def test_number_of_copies_below_one_is_refused(number: str, file: Path, tmp_path: Path) -> None:
+def test_keep_below_1_is_refused(number: str, file: Path, tmp_path: Path) -> None:
     refused = backup(file, tmp_path / "copy", f"--keep={number}")
     assert refused.returncode != 0
     assert "--keep" in refused.stderr
@@ -226,7 +226,7 @@ class TestVerify:
         said = json.loads(found.stdout)
         assert (said["jobs"], len(said["damage"]) > 0) == (0, True)
 
-    def test_index_that_misses_a_row_is_found(self, file: Path) -> None:
+    def test_index_missing_a_row_is_found(self, file: Path) -> None:
         with closing(sqlite3.connect(file)) as connection:
             connection.executescript(
                 "PRAGMA writable_schema = ON; CREATE INDEX some ON epochs (epoch) WHERE epoch < 0;"
@@ -265,7 +265,7 @@ class TestVerify:
 
     @pytest.mark.mysql
     @pytest.mark.slow
-    def test_check_table_of_mariadb_reports_its_findings(self) -> None:
+    def test_check_table_of_mariadb_reports_damage(self) -> None:
         with fresh_database(MYSQL_URL) as url:
             filled(url)
             output_of_sound(url)

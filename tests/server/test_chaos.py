@@ -1,7 +1,7 @@
-"""Clients, servers and connections die, stop and find full disks at random under load; nothing acknowledged is lost.
+"""Random crashes of clients, servers and connections, and full disks, under load lose nothing acknowledged.
 
 ``ZEUS_TEST_CHAOS_S`` makes the test longer (seconds for each kind of database); ``ZEUS_TEST_CHAOS_SEED`` repeats the
-choices of a run that failed, though not its timing.
+choices of a failed run, but not its timing.
 """
 
 from __future__ import annotations
@@ -37,26 +37,26 @@ pytestmark = [
 
 CHAOS_S = float(os.environ.get("ZEUS_TEST_CHAOS_S", "25"))
 SEED = int(os.environ.get("ZEUS_TEST_CHAOS_SEED", random.getrandbits(32)))
-# Acknowledgements between two disasters, at most.
+# At most this number of acknowledgements between two disasters.
 LONGEST_PEACE = 40
 # A suspended training may take a day to come back.
 AFTER_ALL_LEASES = timedelta(days=2)
-# More than any of the jobs needs until each of its batch sizes is explored.
+# More trials than any of the jobs needs to explore each of its batch sizes.
 MANY_TRIALS = 20
 VICTIMS = {"client", "worker", "server", "lease", "pause"}
 
 
-def test_nothing_acknowledged_is_lost(database_url: str, tmp_path: Path) -> None:
+def test_chaos_loses_nothing_acknowledged(database_url: str, tmp_path: Path) -> None:
     cause_chaos_and_check(database_url, tmp_path, set() if database_url.startswith("sqlite") else {"connection"})
 
 
-def test_nothing_acknowledged_is_lost_on_a_disk_that_fills_up(tmp_path: Path) -> None:
+def test_chaos_with_a_full_disk_loses_nothing_acknowledged(tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk", size="64m") as disk:
         cause_chaos_and_check(f"sqlite:///{disk / 'bso.sqlite3'}", tmp_path, {"disk"}, disk)
 
 
 def cause_chaos_and_check(database_url: str, folder: Path, more_victims: set[str], disk: Path | None = None) -> None:
-    """All that was acknowledged is there, and the jobs go on."""
+    """Cause chaos; assert that everything acknowledged is stored and that each job continues."""
     print(f"ZEUS_TEST_CHAOS_SEED={SEED}")
     upgrade = bso_server("db", "upgrade", "--database-url", database_url)
     assert upgrade.returncode == 0, upgrade.stderr
@@ -71,12 +71,12 @@ def cause_chaos_and_check(database_url: str, folder: Path, more_victims: set[str
     check_numbers(acknowledged)
     check_jobs(database_url, every_job, acknowledged)
     let_every_job_explore(database_url, every_job)
-    # What was acknowledged of the trials that were abandoned by this is still there, too.
+    # Acknowledged results of trials that this abandoned are still stored, too.
     check_jobs(database_url, every_job, acknowledged)
 
 
 def cause_chaos(database_url: str, directory: Path, rng: random.Random, disk: Path | None) -> Scene:
-    """Let everything happen at least once, and go on, in another order each time, until the time is over."""
+    """Cause each kind of disaster at least once, then repeat them in random order until the time is over."""
     scene = Scene(database_url, directory, rng, disk)
     end = time.monotonic() + CHAOS_S
     try:
@@ -89,7 +89,7 @@ def cause_chaos(database_url: str, directory: Path, rng: random.Random, disk: Pa
             to_come.pop()()
             if number >= len(disasters) and time.monotonic() > end:
                 break
-        # Some jobs must be amid their exploration when all ends.
+        # Some jobs must be in the middle of their exploration at the end.
         scene.begin_new_jobs()
     finally:
         scene.stop()
@@ -105,7 +105,7 @@ def check_jobs(database_url: str, every_job: list[Job], acknowledged: list[Ackno
 
 
 def let_every_job_explore(database_url: str, every_job: list[Job]) -> None:
-    """Two days later no trial is left that a job would wait for, and each explores until it has tried all sizes."""
+    """Advance the clock by two days, so that no job waits for a trial, and let each job explore all its sizes."""
 
     def alive(transaction: Transaction) -> list[TrialRecord]:
         trials = [trial for job in every_job for trial in transaction.all_trials(job.job_id)]
@@ -121,7 +121,7 @@ def let_every_job_explore(database_url: str, every_job: list[Job]) -> None:
 
 
 async def explore(service: BatchSizeService, job: Job) -> int:
-    """Train until the job has nothing left to explore; how many trials it took."""
+    """Train until the job has nothing left to explore; return the number of trials."""
     for trials in range(MANY_TRIALS):
         trial = await service.transact(service.commands.begin_trial, job.job_id)
         if trial.origin is Origin.BANDIT:

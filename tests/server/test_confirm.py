@@ -1,4 +1,4 @@
-"""A job whose target takes two evaluations in a row, on each kind of database."""
+"""Jobs with a target that two consecutive evaluations must reach, on each kind of database."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ async def twice(database_url: str) -> AsyncIterator[JobService]:
         yield service
 
 
-async def test_the_count_is_kept_between_reports_and_in_exports(twice: JobService) -> None:
+async def test_count_of_confirmations_is_stored_and_exported(twice: JobService) -> None:
     trial = await twice.suggest()
     answer = await twice.report(trial, cost_j=10, metric=0.95, epoch=1)
     assert not answer.stop_train
@@ -32,13 +32,13 @@ async def test_the_count_is_kept_between_reports_and_in_exports(twice: JobServic
     assert (view.state, view.cost_j) == (TrialState.COMPLETED, 40)
 
 
-async def test_a_repeated_report_counts_once(twice: JobService) -> None:
+async def test_repeated_report_counts_once(twice: JobService) -> None:
     trial = await twice.suggest()
     for _ in range(2):
         assert not (await twice.report(trial, cost_j=10, metric=0.95, epoch=1)).stop_train
 
 
-async def test_a_report_judged_without_the_server_has_the_trainings_count(twice: JobService) -> None:
+async def test_report_judged_by_the_training_keeps_the_trainings_count(twice: JobService) -> None:
     trial = await twice.suggest()
     counted = StopRule(max_epochs=100, confirmed=1, confirmed_epoch=1.0)
     assert (await twice.report(trial, cost_j=20, metric=0.95, epoch=2, judged_by=counted)).converged

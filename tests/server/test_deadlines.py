@@ -1,4 +1,4 @@
-"""Rows and files that somebody keeps locked, networks that fall silent, databases that break off each transaction."""
+"""Locked rows and files, silent networks, and databases that abort each transaction."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from tests.support.relay import relay_to
 from tests.support.service import HOUR_S, JobService, beat_of, job_service, open_store, trial_id
 from zeus_plugins.protocol import TrainingResult, TrialDispatch, TrialState
 
-# More than anything takes that is not held up, on a machine with much else to do.
+# Longer than any unblocked operation takes on a busy machine.
 LONG_S = 60.0
-# Enough for a database that answers, where the test waits until it is over.
+# Long enough for a database that answers, and short enough for a test to wait until it expires.
 SHORT_S = 2.0
-# More requests than there are connections.
+# More requests than the pool has connections.
 MANY = 15
 
 T = TypeVar("T")
@@ -41,7 +41,7 @@ with_row_locks = pytest.mark.parametrize("database_url", [POSTGRESQL, MYSQL], in
 
 
 async def jobs_on(store: Store, number: int) -> list[JobService]:
-    """One service with so many jobs."""
+    """Register `number` jobs on one service."""
     servers = [JobService(store) for _ in range(number)]
     for server in servers:
         server.service = servers[0].service
@@ -51,7 +51,7 @@ async def jobs_on(store: Store, number: int) -> list[JobService]:
 
 @asynccontextmanager
 async def locked(database_url: str, *where: str) -> AsyncIterator[None]:
-    """A shell in which somebody has begun a transaction, locked the rows that these clauses name, and left."""
+    """Lock the rows that these clauses name in an open transaction of another session."""
     engine = create_async_engine(database_url)
     try:
         async with engine.connect() as connection:
@@ -64,10 +64,11 @@ async def locked(database_url: str, *where: str) -> AsyncIterator[None]:
 
 
 def row_of(server: JobService, trial: TrialDispatch | None = None) -> str:
-    """The row of the job, or that of one of its trials."""
+    """Return the clause for the row of the job, or of one of its trials."""
     if trial is None:
         return f"jobs WHERE job_id = '{server.job_id}'"
-    # MariaDB locks the gaps beside what it finds otherwise than by a whole key, so that neighbours cannot be inserted.
+    # If a query does not name a whole key, MariaDB also locks the gaps beside its result, and neighbours cannot be
+    # inserted.
     return f"trials WHERE job_id = '{trial.job_id}' AND trial_number = {trial.trial_number}"
 
 
@@ -88,7 +89,7 @@ async def unavailable(request: Coroutine[Any, Any, Any]) -> None:
 
 
 async def sent_until_taken(request: Callable[[], Coroutine[Any, Any, T]]) -> T:
-    """A transaction that was given up may keep its locks for a moment more."""
+    """Retry the request until it succeeds, because an abandoned transaction may keep its locks briefly."""
     async with asyncio.timeout(LONG_S):
         while True:
             try:
@@ -107,7 +108,7 @@ async def beat(server: JobService, trial: TrialDispatch) -> None:
 
 
 async def outcomes_without_waiting(server: JobService, *reports: tuple[TrialDispatch, int, float]) -> list[Outcome]:
-    """The outcomes of a group of reports: of these trials, at these epochs, with these metrics."""
+    """Return the outcomes of a group of reports of (trial, epoch, metric) that must not wait for locks."""
     results = [
         TrainingResult(**trial_id(trial).model_dump(), time=epoch, energy=epoch, metric=metric, current_epoch=epoch)
         for trial, epoch, metric in reports
@@ -121,7 +122,7 @@ async def outcomes_without_waiting(server: JobService, *reports: tuple[TrialDisp
 
 
 def checked_out(store: Store) -> int:
-    """Connections in use."""
+    """Return the number of connections in use."""
     assert isinstance(store._database, AsyncDatabase)
     pool: Any = store._database._engine.pool
     return int(pool.checkedout())
@@ -129,7 +130,7 @@ def checked_out(store: Store) -> int:
 
 @with_row_locks
 class TestRowsThatStayLocked:
-    async def test_hold_up_no_other_job(self, database_url: str) -> None:
+    async def test_locked_rows_of_a_job_do_not_block_the_next_job(self, database_url: str) -> None:
         async with open_store(database_url, patience_s=LONG_S) as store:
             blocked, other = await jobs_on(store, 2)
             trials = [await blocked.suggest() for _ in range(MANY)]
@@ -140,7 +141,7 @@ class TestRowsThatStayLocked:
                     for each in trials
                     for request in (blocked.report(each, cost_j=100), beat(blocked, each), blocked.suggest())
                 ]
-                # Some of them are waiting by then.
+                # At this point, some of them are waiting.
                 await wait_until(lambda: checked_out(store) > 1)
                 for epoch in (1, 2):
                     await other.report(trial, cost_j=100 * epoch, epoch=epoch)
@@ -151,7 +152,7 @@ class TestRowsThatStayLocked:
             await asyncio.gather(*requests)
             assert [await epochs(blocked, each) for each in trials] == [[1]] * MANY
 
-    async def test_of_many_jobs_stop_no_report_of_another(self, database_url: str) -> None:
+    async def test_locked_rows_of_many_jobs_do_not_block_reports_of_an_unlocked_job(self, database_url: str) -> None:
         async with open_store(database_url, patience_s=LONG_S) as store:
             *blocked, other = await jobs_on(store, MANY + 1)
             trial = await other.suggest()
@@ -163,7 +164,7 @@ class TestRowsThatStayLocked:
                 assert not any(request.done() for request in requests)
             await asyncio.gather(*requests)
 
-    async def test_hold_up_no_other_trial_of_their_job(self, database_url: str) -> None:
+    async def test_locked_row_of_a_trial_does_not_block_a_sibling_trial(self, database_url: str) -> None:
         async with job_service(database_url) as server:
             first, second = await server.suggest(), await server.suggest()
             async with locked(database_url, row_of(server, first)):
@@ -173,7 +174,7 @@ class TestRowsThatStayLocked:
                 assert not waiting_report.done()
             await waiting_report
 
-    async def test_leave_reports_of_a_trial_in_their_order(self, database_url: str) -> None:
+    async def test_locked_row_keeps_the_order_of_a_trials_reports(self, database_url: str) -> None:
         async with open_store(database_url, patience_s=LONG_S) as store:
             server, other = await jobs_on(store, 2)
             trial, another = await server.suggest(), await other.suggest()
@@ -181,14 +182,14 @@ class TestRowsThatStayLocked:
                 reports = []
                 for epoch in range(1, 6):
                     reports.append(asyncio.create_task(server.report(trial, cost_j=100 * epoch, epoch=epoch)))
-                    # In groups of their own.
+                    # Each report is in its own group.
                     await other.report(another, cost_j=100 * epoch, epoch=epoch)
                 assert not any(report.done() for report in reports)
             await asyncio.gather(*reports)
             assert await epochs(server, trial) == [1, 2, 3, 4, 5]
 
-    async def test_leave_the_order_of_a_group_in_which_a_report_needs_its_job(self, database_url: str) -> None:
-        """The first report would end the trial, and so waits for the job; the second one must not pass it."""
+    async def test_locked_job_keeps_the_order_within_a_group(self, database_url: str) -> None:
+        """The first report would end the trial and so waits for the job; the second must not overtake the first."""
         async with job_service(database_url) as server:
             trial = await server.suggest()
             async with locked(database_url, row_of(server)):
@@ -196,8 +197,8 @@ class TestRowsThatStayLocked:
                 assert outcomes == [RowLocked.ROW_LOCKED] * 2
             assert await epochs(server, trial) == []
 
-    async def test_of_several_trials_end_none_while_their_job_is_locked(self, database_url: str) -> None:
-        """A job that is written without its lock would lose what others did to it, such as the numbers of trials."""
+    async def test_locked_job_lets_no_trial_of_a_group_end(self, database_url: str) -> None:
+        """Writing a job without its lock would lose concurrent changes, such as the numbers of trials."""
         async with job_service(database_url) as server:
             trials = [await server.suggest() for _ in range(3)]
             async with locked(database_url, row_of(server)):
@@ -205,8 +206,8 @@ class TestRowsThatStayLocked:
                 assert outcomes == [RowLocked.ROW_LOCKED] * 3
             assert await server.states() == [TrialState.RUNNING] * 3
 
-    async def test_end_a_trial_once_its_job_can_be_had(self, database_url: str) -> None:
-        """PostgreSQL locks the job after the trial, which has been locked by then; other databases both at once."""
+    async def test_trial_ends_once_the_job_is_unlocked(self, database_url: str) -> None:
+        """PostgreSQL locks the trial first and then the job; other databases lock both at once."""
         async with job_service(database_url) as server:
             first, second = await server.suggest(), await server.suggest()
             async with locked(database_url, row_of(server)):
@@ -218,7 +219,7 @@ class TestRowsThatStayLocked:
             await asyncio.gather(end, progress)
             assert await server.states() == [TrialState.COMPLETED, TrialState.RUNNING]
 
-    async def test_are_told_of_when_they_take_too_long(self, database_url: str) -> None:
+    async def test_locks_held_too_long_are_reported(self, database_url: str) -> None:
         async with open_store(database_url, patience_s=SHORT_S) as store:
             (server,) = await jobs_on(store, 1)
             trial, other = await server.suggest(), await server.suggest()
@@ -238,13 +239,13 @@ class TestRowsThatStayLocked:
                     )
                 )
             await wait_until(lambda: checked_out(store) == 0)
-            # What was given up may be in force all the same.
+            # The abandoned request may have been committed.
             await sent_until_taken(lambda: server.report(other, cost_j=100))
             await sent_until_taken(lambda: server.reach(other))
             states = await sent_until_taken(server.states)
             assert states[other.trial_number - 1] is TrialState.COMPLETED
 
-    async def test_are_passed_over_in_the_search_for_abandoned_trials(self, database_url: str) -> None:
+    async def test_search_for_abandoned_trials_skips_locked_rows(self, database_url: str) -> None:
         async with open_store(database_url, patience_s=LONG_S) as store:
             servers = await jobs_on(store, 3)
             trials = [[await server.suggest(), await server.suggest()] for server in servers]
@@ -261,12 +262,12 @@ class TestRowsThatStayLocked:
 
 @with_row_locks
 class TestASilentNetwork:
-    async def test_is_told_of_and_survived(self, database_url: str) -> None:
+    async def test_silent_network_is_reported_and_survived(self, database_url: str) -> None:
         with relay_to(database_url) as relay:
             async with open_store(relay.url_of(database_url), patience_s=SHORT_S) as store:
                 (server,) = await jobs_on(store, 1)
                 trial = await server.suggest()
-                # As many connections as there may be.
+                # Open all connections of the pool.
                 await asyncio.gather(*(store.read(Transaction.all_tokens) for _ in range(MANY)))
                 relay.fall_silent(True)
                 for _ in range(2):
@@ -292,7 +293,7 @@ class TestASilentNetwork:
 
 @with_row_locks
 class TestSessions:
-    async def test_have_limits_that_are_raised_for_what_may_take_its_time(self, database_url: str) -> None:
+    async def test_timeouts_are_raised_for_long_operations(self, database_url: str) -> None:
         names = {
             "postgresql": ("statement_timeout", "lock_timeout", "idle_in_transaction_session_timeout"),
             "mysql": ("@@max_statement_time", "@@innodb_lock_wait_timeout", "@@idle_transaction_timeout"),
@@ -317,13 +318,13 @@ class TestSessions:
                     await store.patient().write(fails)
                 assert await store.read(limits) == await store.write(limits) == usual
 
-    async def test_end_a_statement_that_takes_too_long(self, database_url: str) -> None:
+    async def test_statement_beyond_the_time_limit_is_ended(self, database_url: str) -> None:
         async with open_store(database_url, patience_s=SHORT_S) as store:
             await asyncio.gather(*(unavailable(store.write(sleeps)) for _ in range(MANY)))
             await wait_until(lambda: checked_out(store) == 0)
             await sent_until_taken(lambda: store.write(Transaction.all_tokens))
 
-    async def test_that_are_given_up_by_their_request_are_given_back(self, database_url: str) -> None:
+    async def test_connections_of_cancelled_requests_are_returned(self, database_url: str) -> None:
         async with open_store(database_url, patience_s=LONG_S) as store:
             requests = [asyncio.create_task(store.write(sleeps)) for _ in range(MANY)]
             await wait_until(lambda: checked_out(store) > 1)
@@ -333,7 +334,7 @@ class TestSessions:
             await wait_until(lambda: checked_out(store) == 0)
             await asyncio.gather(*(store.write(Transaction.all_tokens) for _ in range(MANY)))
 
-    async def test_that_deadlock_again_and_again_are_no_fault_of_the_server(self, database_url: str) -> None:
+    async def test_repeated_deadlock_is_reported_as_unavailable_database(self, database_url: str) -> None:
         deadlock = (
             "DO $$ BEGIN RAISE EXCEPTION 'deadlock' USING ERRCODE = '40P01'; END $$"
             if database_url.startswith("postgresql")
@@ -351,13 +352,13 @@ class TestSessions:
             assert tries > 1
 
 
-async def test_a_sqlite_file_that_stays_locked_is_told_of(sqlite_url: str, tmp_path: Path) -> None:
+async def test_permanently_locked_sqlite_file_is_reported(sqlite_url: str, tmp_path: Path) -> None:
     async with open_store(sqlite_url, patience_s=SHORT_S) as store:
         (server,) = await jobs_on(store, 1)
         trial = await server.suggest()
         with closing(sqlite3.connect(tmp_path / "bso.sqlite3", isolation_level=None)) as shell:
             shell.execute("BEGIN IMMEDIATE")
-            # None waits until those before it are over.
+            # No request waits longer because of requests before it.
             await asyncio.gather(
                 *(
                     unavailable(request)
@@ -372,7 +373,7 @@ async def test_a_sqlite_file_that_stays_locked_is_told_of(sqlite_url: str, tmp_p
 
 
 @pytest.mark.parametrize("database_url", DATABASES, indirect=True, scope="module")
-async def test_work_that_takes_too_long_is_given_up(database_url: str) -> None:
+async def test_work_beyond_the_time_limit_is_abandoned(database_url: str) -> None:
     async with open_store(database_url, patience_s=LONG_S) as store:
         with pytest.raises(DatabaseUnavailableError) as caught:
             await store._attempt(lambda _: None, read_only=False, timeout_s=0.0)
@@ -380,7 +381,7 @@ async def test_work_that_takes_too_long_is_given_up(database_url: str) -> None:
         await store.write(Transaction.all_tokens)
 
 
-async def test_a_request_waits_once_for_all_its_transactions() -> None:
+async def test_deadline_spans_all_transactions_of_a_request() -> None:
     def wait(patience_s: float) -> Deadline:
         with waiting(patience_s) as deadline:
             while deadline.left_s > 0:

@@ -1,4 +1,4 @@
-"""Decisions are made outside the write lock: events in between, other jobs meanwhile, and repeated requests."""
+"""Decisions are made outside the write lock: concurrent events, concurrent jobs, and repeated requests."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from zeus_plugins.protocol import GP_VOI, OWN_POLICIES, ZEUS, CreatedJob, Origin
 
 pytestmark = pytest.mark.storage
 
-# How long a decision that is under way waits at most, so that a test of a server that waits for it fails, too.
+# Longest wait of a running decision, so that a test of a server that waits for the decision fails, too.
 PATIENCE_S = 60.0
 
 Event = Callable[[], Coroutine[Any, Any, object]]
 
 
 class Interruptions:
-    """Lets events happen while a decision is under way: after it has read the job, and before it is saved."""
+    """Run events during a decision: after the decision has read the job, and before the decision is saved."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.events: list[Event] = []
@@ -40,12 +40,12 @@ class Interruptions:
         self.seen.append(basis.loaded.history()[0])
         if self.events and threading.current_thread() is not threading.main_thread():
             event = self.events.pop(0)
-            # The event has a transaction of its own, in the event loop of the test, which this thread waits for.
+            # The event has its own transaction in the test's event loop, for which this thread waits.
             asyncio.run_coroutine_threadsafe(event(), self.loop).result(PATIENCE_S)
         return decide(basis)
 
     async def during(self, server: JobService, *events: Event, key: str | None = None) -> Any:
-        """The trial that is suggested while these events happen, one in each decision."""
+        """Return the trial suggested while these events happen, one per decision."""
         self.loop, self.events = asyncio.get_running_loop(), list(events)
         self.seen.clear()
         return await server.suggest(key)
@@ -60,7 +60,7 @@ def interruptions(monkeypatch: pytest.MonkeyPatch) -> Interruptions:
 
 
 @pytest.mark.parametrize("policy", OWN_POLICIES)
-async def test_the_end_of_a_trial_leads_to_another_decision(
+async def test_end_of_a_trial_during_a_decision_causes_a_new_decision(
     database_url: str, interruptions: Interruptions, policy: str
 ) -> None:
     async with job_service(database_url, policy=policy) as server:
@@ -74,7 +74,7 @@ async def test_the_end_of_a_trial_leads_to_another_decision(
         assert await server.store.read(differences, server.job_id) == []
 
 
-async def test_a_trial_that_another_process_starts_leads_to_another_decision(
+async def test_trial_started_by_another_process_causes_a_new_decision(
     bso: JobService, interruptions: Interruptions
 ) -> None:
     trial = await interruptions.during(bso, lambda: bso.offline(8, "offline"))
@@ -84,10 +84,10 @@ async def test_a_trial_that_another_process_starts_leads_to_another_decision(
 
 
 @pytest.mark.parametrize("policy", OWN_POLICIES)
-async def test_a_discarded_trial_is_in_no_decision(
+async def test_trial_discarded_during_a_decision_is_not_used(
     database_url: str, interruptions: Interruptions, policy: str
 ) -> None:
-    """Although it is not the cheapest trial, and its end was counted long before."""
+    """The trial is not the cheapest, and its end was counted long before."""
     async with job_service(database_url, policy=policy) as server:
         trials = []
         for cost_j in (100.0, 150.0, 160.0):
@@ -100,7 +100,7 @@ async def test_a_discarded_trial_is_in_no_decision(
 
 
 @pytest.mark.parametrize("policy", OWN_POLICIES)
-async def test_a_revision_leads_to_another_decision(
+async def test_revision_during_a_decision_causes_a_new_decision(
     database_url: str, interruptions: Interruptions, policy: str
 ) -> None:
     async with job_service(database_url, policy=policy) as server:
@@ -111,9 +111,7 @@ async def test_a_revision_leads_to_another_decision(
         assert await server.store.read(differences, server.job_id) == []
 
 
-async def test_a_job_that_changes_again_and_again_is_decided_under_the_lock(
-    bso: JobService, interruptions: Interruptions
-) -> None:
+async def test_constantly_changing_job_is_decided_under_the_lock(bso: JobService, interruptions: Interruptions) -> None:
     def ended(number: int) -> Event:
         return lambda: bso.offline(8, f"offline {number}")
 
@@ -123,9 +121,7 @@ async def test_a_job_that_changes_again_and_again_is_decided_under_the_lock(
     assert await bso.store.read(differences, bso.job_id) == []
 
 
-async def test_a_job_that_is_deleted_and_made_anew_is_decided_anew(
-    bso: JobService, interruptions: Interruptions
-) -> None:
+async def test_job_recreated_during_a_decision_is_decided_again(bso: JobService, interruptions: Interruptions) -> None:
     other = bso.job.model_copy(update={"batch_sizes": (64,), "default_batch_size": 64})
 
     async def replaced() -> None:
@@ -135,9 +131,7 @@ async def test_a_job_that_is_deleted_and_made_anew_is_decided_anew(
     assert (await interruptions.during(bso, replaced)).batch_size == 64
 
 
-async def test_reports_of_running_trials_lead_to_no_other_decision(
-    bso: JobService, interruptions: Interruptions
-) -> None:
+async def test_reports_during_a_decision_cause_no_new_decision(bso: JobService, interruptions: Interruptions) -> None:
     first = await bso.suggest()
     await interruptions.during(bso, lambda: bso.report(first, cost_j=100, epoch=1))
     assert len(interruptions.seen) == 1
@@ -152,7 +146,7 @@ async def test_expired_trials_are_abandoned_before_a_decision(bso: JobService, i
     assert await bso.states() == [TrialState.ABANDONED, TrialState.RUNNING]
 
 
-async def test_a_repeated_request_finds_its_trial_whatever_happens_meanwhile(
+async def test_repeated_request_returns_the_same_trial_despite_a_concurrent_duplicate(
     bso: JobService, interruptions: Interruptions
 ) -> None:
     async def same() -> None:
@@ -162,18 +156,18 @@ async def test_a_repeated_request_finds_its_trial_whatever_happens_meanwhile(
     assert trial.trial_number == 1
     assert await bso.suggest("key") == trial
     assert (await bso.show()).trial_count == 1
-    assert len(interruptions.seen) == 2  # by the two first requests
+    assert len(interruptions.seen) == 2  # in the two first requests
 
 
-async def test_requests_with_one_key_at_a_time_start_one_trial(bso: JobService) -> None:
+async def test_concurrent_requests_with_equal_keys_start_a_single_trial(bso: JobService) -> None:
     found = await asyncio.gather(*(bso.suggest("key") for _ in range(8)))
     assert [trial.trial_number for trial in found] == [1] * 8
 
 
-async def test_draws_continue_from_the_last_decision_that_was_saved(
+async def test_random_draws_continue_from_the_last_saved_decision(
     database_url: str, interruptions: Interruptions
 ) -> None:
-    """A job whose decisions are outdated again and again takes the same ones as its undisturbed twin."""
+    """A job with repeatedly outdated decisions decides like its undisturbed twin."""
     fields = {"policy": ZEUS, "mab_seed": 3, "mab_num_explorations": 1, "batch_sizes": [8, 16, 32, 64]}
     chosen = []
     for disturbed in (False, True):
@@ -194,11 +188,11 @@ async def test_draws_continue_from_the_last_decision_that_was_saved(
     assert len(set(drawn)) > 1
 
 
-# --- Other jobs meanwhile ---------------------------------------------------------------------------------------------
+# --- Concurrent jobs --------------------------------------------------------------------------------------------------
 
 
 class SlowPolicy:
-    """A policy whose decisions take as long as the test wants."""
+    """A policy with decisions that last as long as the test wants."""
 
     def __init__(self) -> None:
         self.begun, self.may_end = threading.Event(), threading.Event()
@@ -219,7 +213,7 @@ def slow() -> Iterator[SlowPolicy]:
 
 
 async def ask_others(server: JobService) -> None:
-    """A suggestion, reports and the end of another job's trial."""
+    """Request a suggestion, reports and the end of a trial of another job."""
     other = CreatedJob.model_validate({**server.job.model_dump(), "job_id": f"{server.job_id}-other", "policy": GP_VOI})
     await server.service.register(other)
     trial = await server.service.begin_trial(other.job_id)
@@ -227,7 +221,7 @@ async def ask_others(server: JobService) -> None:
     assert (await server.report(trial, cost_j=500, epoch=5, metric=0.95)).converged
 
 
-async def test_a_slow_decision_makes_no_other_job_wait(database_url: str, slow: SlowPolicy) -> None:
+async def test_slow_decision_does_not_delay_a_second_job(database_url: str, slow: SlowPolicy) -> None:
     async with job_service(database_url, policy="slow") as server:
         asked = [asyncio.create_task(server.suggest()) for _ in range(8)]
         assert await asyncio.to_thread(slow.begun.wait, PATIENCE_S)
@@ -237,8 +231,8 @@ async def test_a_slow_decision_makes_no_other_job_wait(database_url: str, slow: 
         assert sorted([(await each).trial_number for each in asked]) == list(range(1, 9))
 
 
-async def test_a_slow_decision_does_not_hold_up_the_job_itself(database_url: str, slow: SlowPolicy) -> None:
-    """Its trials report, beat and end meanwhile."""
+async def test_slow_decision_does_not_block_trials_of_the_same_job(database_url: str, slow: SlowPolicy) -> None:
+    """Trials report, send heartbeats and end during the decision."""
     async with job_service(database_url, policy="slow") as server:
         trial = await server.offline(8, "offline")
         asked = asyncio.create_task(server.suggest())
@@ -252,7 +246,7 @@ async def test_a_slow_decision_does_not_hold_up_the_job_itself(database_url: str
         assert await server.store.read(differences, server.job_id) == []
 
 
-async def test_a_slow_explanation_makes_no_other_job_wait(database_url: str, slow: SlowPolicy) -> None:
+async def test_slow_explanation_does_not_delay_a_second_job(database_url: str, slow: SlowPolicy) -> None:
     async with job_service(database_url, policy="slow") as server:
         asked = asyncio.create_task(server.service.explain_next(server.job_id))
         assert await asyncio.to_thread(slow.begun.wait, PATIENCE_S)
@@ -262,7 +256,7 @@ async def test_a_slow_explanation_makes_no_other_job_wait(database_url: str, slo
         assert (await asked).batch_size == 16
 
 
-async def test_who_comes_after_many_slow_decisions_is_refused_in_time() -> None:
+async def test_decision_queued_behind_slow_decisions_is_refused_at_the_deadline() -> None:
     threads = asyncio.Semaphore(1)
     async with turn(threads, PATIENCE_S, "others"):
         with pytest.raises(DatabaseUnavailableError) as told:

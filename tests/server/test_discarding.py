@@ -1,4 +1,4 @@
-"""Trials whose numbers cannot be, or that an administrator sets aside: kept, and not counted."""
+"""Trials with impossible numbers, or set aside by an administrator: stored but not counted."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from zeus_plugins.protocol import GP_VOI, OWN_POLICIES, EndReason, TrialState
 
 
 @pytest.mark.parametrize(("metric", "epoch"), [(0.95, 1), (0.5, 10)])
-async def test_a_cost_that_cannot_be_is_kept_and_not_counted(bso: JobService, metric: float, epoch: float) -> None:
+async def test_impossible_cost_is_stored_but_not_counted(bso: JobService, metric: float, epoch: float) -> None:
     absurd = await bso.suggest()
     first = await bso.report(absurd, cost_j=2e-7, metric=metric, epoch=epoch)
     assert (first.stop_train, first.converged) == (True, metric > 0.9)
     assert "not counted, as a run cannot cost 2e-07 J" in first.message
     assert await bso.report(absurd, cost_j=2e-7, metric=metric, epoch=epoch) == first
-    # Its exploration is owed again, and what it says stops nobody.
+    # Its exploration is repeated, and its cost does not stop later trials.
     again = await bso.suggest()
     assert (again.batch_size, again.origin) == (absurd.batch_size, absurd.origin)
     await bso.reach(again, 500.0)
-    # Against the others: no size saves all but a hundred-thousandth.
+    # Compared with earlier runs: no size saves more than 99.999 %.
     last = await bso.report(await bso.suggest(), cost_j=0.004, metric=metric, epoch=epoch)
     assert "and the cheapest run 500 J" in last.message
     shown = await bso.show()
@@ -34,7 +34,7 @@ async def test_a_cost_that_cannot_be_is_kept_and_not_counted(bso: JobService, me
 
 
 @pytest.mark.parametrize("policy", OWN_POLICIES)
-async def test_a_trial_that_was_set_aside_no_longer_counts(database_url: str, policy: str) -> None:
+async def test_discarded_trial_no_longer_counts(database_url: str, policy: str) -> None:
     async with job_service(database_url, policy=policy) as server:
         wrong = await server.suggest()
         with pytest.raises(IllegalTransitionError, match="trial 1 is running"):
@@ -45,9 +45,9 @@ async def test_a_trial_that_was_set_aside_no_longer_counts(database_url: str, po
         await server.suggest()
         await server.discard(wrong)
         before = await server.show()
-        assert (await server.discard(wrong)).end_reason is EndReason.DISCARDED  # said again
+        assert (await server.discard(wrong)).end_reason is EndReason.DISCARDED  # repeated
         assert await server.show() == before
-        # With Zeus's policy the later one was too costly.
+        # Under policy zeus the later trial was too expensive.
         assert before.min_cost_j == (500.0 if policy == GP_VOI else None)
         assert await server.store.read(differences, server.job_id) == []
         with pytest.raises(UnknownTrialError):

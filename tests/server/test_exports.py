@@ -1,4 +1,4 @@
-"""Jobs exported and imported again: the same job under another id, on each kind of database; pruning of reports."""
+"""Exporting a job and importing the copy under another id, on each kind of database; pruning of reports."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ pytestmark = pytest.mark.storage
 
 
 def lived(http: httpx.Client) -> str:
-    """A job in its bandit stage: trials that completed, one that failed, and one that runs and has an epoch.
+    """Create a job in its bandit stage with completed, failed and running trials; return its id.
 
-    The completed ones have left power-limit profiles.
+    The completed trials have stored power-limit profiles.
     """
     job_id = f"move-{uuid.uuid4().hex[:8]}"
     http.post("/jobs", json=job(job_id=job_id, num_pruning_rounds=1, mab_seed=1)).raise_for_status()
@@ -58,12 +58,12 @@ def lived(http: httpx.Client) -> str:
 
 @pytest.fixture(scope="module")
 def export(http: httpx.Client) -> Lines:
-    """Such a job, which no test changes, exported."""
+    """Export of such a job, which no test changes."""
     return export_over(http, lived(http))
 
 
 def view(http: httpx.Client, job_id: str) -> dict[str, Any]:
-    """Everything that can be seen of a job, but for its id."""
+    """Return everything that can be seen of a job except its id."""
     path = f"/api/jobs/{job_id}"
     job = http.get(path).raise_for_status().json()
     assert job["job"].pop("job_id") == job_id
@@ -79,7 +79,7 @@ def view(http: httpx.Client, job_id: str) -> dict[str, Any]:
 
 
 class TestOverHttp:
-    def test_the_imported_job_looks_and_goes_on_like_the_first(self, http: httpx.Client) -> None:
+    def test_imported_job_looks_and_decides_like_the_original(self, http: httpx.Client) -> None:
         first = lived(http)
         copy = renamed(export_over(http, first))
         second = copy[0]["job"]["job_id"]
@@ -96,18 +96,18 @@ class TestOverHttp:
             for trial in trials:
                 reached(http, {name: trial[name] for name in ("job_id", "batch_size", "trial_number")}, cost_j)
 
-    def test_a_running_trial_goes_on_in_the_imported_job(self, http: httpx.Client, export: Lines) -> None:
+    def test_running_trial_continues_in_the_imported_job(self, http: httpx.Client, export: Lines) -> None:
         copy = renamed(export)
         import_over(http, copy).raise_for_status()
         trial = {"job_id": copy[0]["job"]["job_id"], "batch_size": export[5]["batch_size"], "trial_number": 5}
         assert reached(http, trial, cost_j=500)["converged"]
 
-    def test_a_job_that_exists_is_left_alone(self, http: httpx.Client, export: Lines) -> None:
+    def test_import_leaves_an_existing_job_unchanged(self, http: httpx.Client, export: Lines) -> None:
         before = view(http, export[0]["job"]["job_id"])
         assert_refused(import_over(http, export), 409, "job.job_id", "exists")
         assert view(http, export[0]["job"]["job_id"]) == before
 
-    def test_a_job_without_trials(self, http: httpx.Client, export: Lines) -> None:
+    def test_job_without_trials_can_be_exported_and_imported(self, http: httpx.Client, export: Lines) -> None:
         copy = renamed([{**export[0], "trials": 0, "survivors": None, "rng_state": None}])
         import_over(http, copy).raise_for_status()
         assert begin(http, copy[0]["job"]["job_id"])["trial_number"] == 1
@@ -169,7 +169,7 @@ WRONG: list[tuple[str, Callable[[Lines], object], str]] = [
 
 
 @pytest.mark.parametrize(("spoil", "field"), [case[1:] for case in WRONG], ids=[case[0] for case in WRONG])
-def test_a_malformed_export_is_refused_and_leaves_nothing(
+def test_malformed_export_is_refused_and_leaves_nothing(
     http: httpx.Client, export: Lines, spoil: Callable[[Lines], object], field: str
 ) -> None:
     copy = renamed(export)
@@ -195,7 +195,7 @@ ODD = st.one_of(
 
 
 def places(value: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:
-    """Where in a JSON value something can be put in another's place."""
+    """Yield the paths of all replaceable values within a JSON value."""
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, inner in items:
         yield (*path, key)
@@ -212,8 +212,8 @@ def at(value: Any, path: Iterable[str | int]) -> Any:
     max_examples=examples(60), deadline=None, suppress_health_check=list(HealthCheck), database=None, derandomize=True
 )
 @given(data=st.data())
-def test_what_is_accepted_can_be_lived_with(http: httpx.Client, export: Lines, data: st.DataObject) -> None:
-    """Exports with odd values in odd places are refused, or make jobs that can be read, exported and gone on with."""
+def test_accepted_import_yields_a_usable_job(http: httpx.Client, export: Lines, data: st.DataObject) -> None:
+    """Exports with odd values in odd places are refused, or become jobs that can be read, exported and continued."""
     copy = renamed(export)
     for _ in range(data.draw(st.integers(1, 2))):
         *path, last = data.draw(st.sampled_from(list(places(copy))))
@@ -232,13 +232,13 @@ def test_what_is_accepted_can_be_lived_with(http: httpx.Client, export: Lines, d
         for _ in range(3):
             suggested = http.get("/jobs/batch_size", params={"job_id": job_id})
             assert suggested.status_code in {200, 409}, suggested.text
-        # Its dates may be any, and other tests look for old ones.
+        # Its dates may be arbitrary, and later tests look for old dates.
         for made in (job_id, again[0]["job"]["job_id"]):
             http.delete("/jobs", params={"job_id": made}).raise_for_status()
 
 
 async def imported(server: JobService) -> JobService:
-    """A copy of the server's job under another id, on the same database and at the same time."""
+    """Import a copy of the server's job under another id, on the same database and clock."""
     export = await exported(server.store, server.job_id)
     copy = JobService(server.store, **server.job.model_dump(exclude={"job_id"}))
     copy.now = server.now
@@ -247,7 +247,7 @@ async def imported(server: JobService) -> JobService:
 
 
 async def outcome(asked: Awaitable[TrialDispatch]) -> tuple[object, ...]:
-    """What a request was told: a trial, or why there is none."""
+    """Return the trial's facts, or the error of the request."""
     try:
         trial = await asked
     except BsoError as error:
@@ -256,13 +256,13 @@ async def outcome(asked: Awaitable[TrialDispatch]) -> tuple[object, ...]:
 
 
 def without_ids(trials: Iterable[TrialRecord]) -> list[TrialRecord]:
-    """Trials without what an export leaves out: their job's id, and the clients' keys."""
+    """Return the trials without the fields that an export omits: job id and idempotency key."""
     return [replace(trial, job_id="", idempotency_key=None) for trial in trials]
 
 
 @any_job(8)
 @pytest.mark.usefixtures("quiet_logs")
-async def test_whatever_a_job_lived_through_its_copy_decides_alike(
+async def test_copy_of_a_job_with_any_history_decides_alike(
     database_url: str, seed: int, fields: dict[str, Any]
 ) -> None:
     async with job_service(database_url, **fields) as server:
@@ -279,7 +279,7 @@ async def test_whatever_a_job_lived_through_its_copy_decides_alike(
                 each.wait(HOUR_S + 1)
 
 
-async def test_an_abandoned_trial_comes_back_in_the_copy(bso: JobService) -> None:
+async def test_abandoned_trial_returns_in_the_copy(bso: JobService) -> None:
     trial = await bso.suggest()
     bso.wait(HOUR_S + 1)
     await bso.service.reap()
@@ -289,7 +289,7 @@ async def test_an_abandoned_trial_comes_back_in_the_copy(bso: JobService) -> Non
     assert await copy.states() == [TrialState.COMPLETED]
 
 
-async def test_a_copy_takes_what_waited_for_the_original_from_the_latest_run_alone(bso: JobService) -> None:
+async def test_copy_accepts_waiting_results_only_from_the_latest_run(bso: JobService) -> None:
     first = TrialId(**(await bso.suggest()).model_dump())
     resumes = Heartbeat(**first.model_dump(), regular=False, resumes=True)
     taken = await bso.service.transact(bso.service.commands.heartbeat, resumes)
@@ -304,7 +304,7 @@ async def test_a_copy_takes_what_waited_for_the_original_from_the_latest_run_alo
         await copy.service.reports.record_report(sent[1])
 
 
-async def test_a_copy_belongs_to_the_same_token_where_there_is_one(bso: JobService) -> None:
+async def test_copy_keeps_the_owner_if_the_token_is_known(bso: JobService) -> None:
     _, record = await Tokens(bso.store).create("owner", [Scope.REPORT], shares_jobs=True)
     registration = CreatedJob.model_validate(job(**THREE_SIZES))
     await bso.service.register(registration, record.caller())
@@ -314,11 +314,11 @@ async def test_a_copy_belongs_to_the_same_token_where_there_is_one(bso: JobServi
         copy = renamed([{**export[0], "owner": owner}], f"job-{uuid.uuid4().hex}")
         job_id = (await bso.service.imports.import_job(pieces_of(copy))).job_id
         view = await bso.store.read(reading.show_job, job_id)
-        # Nobody here has another server's token: the job is open to all.
+        # The owner's token is unknown on this server: the job is open to all tokens.
         assert (view.owner, view.shared) == (record.token_id if owner == record.token_id else None, True)
 
 
-async def test_a_job_needs_an_id_that_starts_with_its_prefix(bso: JobService) -> None:
+async def test_imported_id_must_start_with_the_prefix(bso: JobService) -> None:
     export = await exported(bso.store, bso.job_id)
     with pytest.raises(InvalidImportError, match=r"line 3, job\.job_id: 'other' does not start with job_id_prefix"):
         imports.renamed(encoded(export), "line 3", "other")
@@ -331,8 +331,8 @@ async def forget(bso: JobService, hours: float) -> int:
     return await bso.service.prune(Transaction.delete_epochs_before, timedelta(hours=hours))
 
 
-async def test_old_reports_are_forgotten_and_trials_stay(bso: JobService) -> None:
-    # Before whatever other tests have left in the database.
+async def test_old_reports_are_pruned_and_trials_stay(bso: JobService) -> None:
+    # Before all dates that other tests leave in the database.
     bso.now = datetime(2001, 1, 1, tzinfo=UTC)
     trial = await bso.suggest()
     for epoch in (1, 2, 3):
@@ -346,12 +346,12 @@ async def test_old_reports_are_forgotten_and_trials_stay(bso: JobService) -> Non
     left = (await bso.store.read(reading.list_epochs, bso.job_id, 1)).epochs
     assert [epoch.report_number for epoch in left] == [3]
     assert await forget(bso, 0) == 1
-    # The last one stands in the trial's own row.
+    # The last report remains in the trial's own row.
     assert (await bso.store.read(reading.list_epochs, bso.job_id, 1)).epochs == left
     assert await bso.show() == before
 
 
-async def test_many_reports_are_forgotten_a_few_at_a_time(bso: JobService) -> None:
+async def test_many_reports_are_pruned_in_small_batches(bso: JobService) -> None:
     bso.now = datetime(2000, 1, 1, tzinfo=UTC)
     await bso.suggest()
     rows = [StoredEpoch(bso.job_id, 1, number, number, number, number, 0.5, bso.now) for number in range(1, 2501)]

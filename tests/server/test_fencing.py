@@ -1,4 +1,4 @@
-"""Two runs of one training that speak for one trial, and results of a job that was deleted and made anew."""
+"""Two runs of one training that report for the same trial, and results of a deleted and recreated job."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ def url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 @pytest.fixture
 def here(url: str, state_directory: Path) -> Iterator[Server]:
-    """The server, and the outbox, as the first run reaches them."""
+    """Server and outbox as seen by the first run."""
     with Server(url, state_directory / "outbox") as server:
         yield server
 
 
 @pytest.fixture
 def there(url: str, tmp_path: Path) -> Iterator[Server]:
-    """The same server as a run elsewhere reaches it, with an outbox of its own."""
+    """The same server as seen by a run elsewhere, with its own outbox."""
     with Server(url, tmp_path / "outbox-there") as server:
         yield server
 
@@ -51,7 +51,7 @@ def begun(server: LocalServer) -> TrialSession:
     return session
 
 
-def test_the_run_before_trains_on_and_changes_nothing(
+def test_superseded_run_trains_on_and_changes_nothing(
     here: Server, there: Server, caplog: pytest.LogCaptureFixture
 ) -> None:
     first = begun(here)
@@ -61,7 +61,7 @@ def test_the_run_before_trains_on_and_changes_nothing(
     assert (first.trial.lease_epoch, second.trial.lease_epoch) == (1, 2)
     second.report_evaluation(0.2)
     known = the_trial(there)
-    # The first one is judged by what it knows, to its end.
+    # The first run is judged by its own stop rule until its end.
     for metric in (0.1, 0.2):
         assert not first.report_evaluation(metric).stop_train
     assert first.report_evaluation(0.95).converged
@@ -76,7 +76,7 @@ def test_the_run_before_trains_on_and_changes_nothing(
     assert the_trial(there).state is TrialState.COMPLETED
 
 
-def test_the_run_before_ends_no_trial_of_the_one_after(here: Server, there: Server) -> None:
+def test_superseded_run_does_not_end_the_successors_trial(here: Server, there: Server) -> None:
     first = begun(here)
     second = resumed(there, first.state_dict())
     first.end(KeyboardInterrupt())
@@ -86,7 +86,7 @@ def test_the_run_before_ends_no_trial_of_the_one_after(here: Server, there: Serv
     assert the_trial(there).state is TrialState.SUSPENDED
 
 
-def test_a_heartbeat_tells_the_run_before(
+def test_heartbeat_informs_the_superseded_run(
     here: Server, there: Server, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ZEUS_BSO_HEARTBEAT_INTERVAL_S", "0.05")
@@ -98,7 +98,7 @@ def test_a_heartbeat_tells_the_run_before(
         second.end(KeyboardInterrupt())
 
 
-def test_what_waited_of_the_run_before_is_set_aside_by_sync(
+def test_sync_sets_aside_results_of_the_superseded_run(
     here: Server,
     there: Server,
     capsys: pytest.CaptureFixture[str],
@@ -120,7 +120,7 @@ def test_what_waited_of_the_run_before_is_set_aside_by_sync(
     second.end()
 
 
-def test_what_waited_of_the_run_before_counts_where_the_one_after_finds_it(here: Server) -> None:
+def test_waiting_results_of_the_first_run_count_if_the_successor_finds_them(here: Server) -> None:
     first = begun(here)
     here.line.is_cut = True
     first.report_evaluation(0.1)
@@ -133,7 +133,7 @@ def test_what_waited_of_the_run_before_counts_where_the_one_after_finds_it(here:
     second.end(KeyboardInterrupt())
 
 
-def test_a_checkpoint_may_be_resumed_from_twice(here: Server, there: Server) -> None:
+def test_checkpoint_can_be_resumed_twice(here: Server, there: Server) -> None:
     first = begun(here)
     state = first.state_dict()
     first.end(KeyboardInterrupt())
@@ -145,14 +145,14 @@ def test_a_checkpoint_may_be_resumed_from_twice(here: Server, there: Server) -> 
     third.end(KeyboardInterrupt())
 
 
-def test_a_run_that_resumes_without_the_server_takes_the_trial_over_when_it_comes(here: Server, there: Server) -> None:
+def test_run_resumed_offline_takes_over_when_the_server_returns(here: Server, there: Server) -> None:
     first = begun(here)
     first.report_evaluation(0.1)
     there.line.is_cut = True
     second = resumed(there, first.state_dict())
     assert second.trial.lease_epoch is None
     assert not second.report_evaluation(0.2).stop_train
-    assert not first.report_evaluation(0.3).stop_train  # of which nobody can know better yet
+    assert not first.report_evaluation(0.3).stop_train  # the first run cannot know yet
     assert the_trial(here).epochs == 2
     there.line.is_cut = False
     until(lambda: second.trial.lease_epoch == 2 and not there.outbox.waiting())
@@ -165,7 +165,7 @@ def test_a_run_that_resumes_without_the_server_takes_the_trial_over_when_it_come
 
 
 @pytest.mark.parametrize("reports", [0, 1])
-def test_a_run_that_never_reached_the_server_takes_the_trial_over_by_what_it_leaves(
+def test_run_without_contact_to_the_server_takes_over_through_the_outbox(
     here: Server, there: Server, reports: int
 ) -> None:
     first = begun(here)
@@ -177,7 +177,7 @@ def test_a_run_that_never_reached_the_server_takes_the_trial_over_by_what_it_lea
     second.end(KeyboardInterrupt())
     there.line.is_cut = False
     for path in there.outbox.waiting():
-        there.outbox.open(path).close()  # as another process finds it
+        there.outbox.open(path).close()  # as found by another process
     last = TrialSession(JOB, there, monitor(), outbox=there.outbox)
     last.ask()
     last.end()
@@ -188,7 +188,7 @@ def test_a_run_that_never_reached_the_server_takes_the_trial_over_by_what_it_lea
     assert there.show_job("digits-1").trials[0] == known
 
 
-def test_an_offline_trial_is_taken_over_like_any_other(
+def test_offline_trial_is_taken_over_like_a_dispatched_trial(
     here: Server, there: Server, caplog: pytest.LogCaptureFixture
 ) -> None:
     here.line.is_cut = there.line.is_cut = True
@@ -202,7 +202,7 @@ def test_an_offline_trial_is_taken_over_like_any_other(
     assert second.trial.lease_epoch == 2
     known = the_trial(there)
     here.line.is_cut = False
-    until(lambda: "(lease epoch 2, not 1)" in caplog.text)  # recorded as the same trial, and refused
+    until(lambda: "(lease epoch 2, not 1)" in caplog.text)  # recorded as the same trial and refused
     assert (len(here.outbox.waiting()), len(here.outbox.refused())) == (0, 1)
     assert the_trial(there) == known
     first.end()
@@ -210,7 +210,7 @@ def test_an_offline_trial_is_taken_over_like_any_other(
     assert the_trial(there).state is TrialState.SUSPENDED
 
 
-def test_results_of_two_runs_are_never_in_one_file(here: Server) -> None:
+def test_results_of_two_runs_are_stored_in_separate_files(here: Server) -> None:
     registration = here.register(JobSpecFromClient.of(JOB, GPUS))
 
     def box(lease_epoch: int | None, registration_id: str = "a") -> str:
@@ -226,39 +226,39 @@ def test_results_of_two_runs_are_never_in_one_file(here: Server) -> None:
     names = [box(1), box(2), box(1), box(1, "b")]
     assert len(set(names)) == 3
     assert names[0] == names[2]
-    assert box(None) == names[0]  # it may be the same
+    assert box(None) == names[0]  # may be equal
 
 
 @pytest.fixture
 def trial(here: Server) -> TrialId:
-    """A trial of a training that is not there to send heartbeats."""
+    """A trial of a training that sends no heartbeats."""
     here.register(JobSpecFromClient.of(JOB, GPUS))
     return TrialId(**here.request_trial("digits-1").model_dump())
 
 
-def test_a_take_over_that_is_done_and_not_heard_of_is_done_again(here: Server, trial: TrialId) -> None:
+def test_take_over_with_a_lost_answer_is_repeated(here: Server, trial: TrialId) -> None:
     here.line.loses_answers = 1
     with pytest.raises(ZeusBSOServerUnreachableError):
         taken_over(here, trial)
     later, _ = taken_over(here, trial)
     assert later.lease_epoch == 3
-    # A run that comes in between question and take-over is taken over, too.
+    # A run that takes over between the question and the take-over is superseded, too.
     here.line.before = [lambda: taken_over(here, later), lambda: None]
     last, heard = taken_over(here, later.model_copy(update={"lease_epoch": None}))
     assert (last.lease_epoch, heard.lease_epoch) == (5, 5)
 
 
-def test_a_trial_that_has_ended_is_not_taken_over(here: Server, trial: TrialId) -> None:
+def test_ended_trial_is_not_taken_over(here: Server, trial: TrialId) -> None:
     here.end_trial(trial)
     for asked in (trial, trial.model_copy(update={"lease_epoch": None})):
         later, heard = taken_over(here, asked)
         assert (later, heard.state) == (trial, TrialState.FAILED)
 
 
-# --- jobs that were made anew -----------------------------------------------------------------------------------------
+# --- Recreated jobs ---------------------------------------------------------------------------------------------------
 
 
-def test_results_of_a_deleted_job_do_not_count_for_the_one_that_has_its_id(
+def test_results_of_a_deleted_job_do_not_count_for_the_recreated_job(
     here: Server, there: Server, caplog: pytest.LogCaptureFixture
 ) -> None:
     first = begun(here)
@@ -272,13 +272,13 @@ def test_results_of_a_deleted_job_do_not_count_for_the_one_that_has_its_id(
     until(lambda: "was deleted and registered again after trial 1 began" in caplog.text)
     assert len(here.outbox.refused()) == 1
     assert the_trial(there) == known
-    assert first.report_evaluation(0.95).converged  # judged where it is
+    assert first.report_evaluation(0.95).converged  # judged by the training
     first.end()
     assert anew.report_evaluation(0.95).converged
     anew.end()
 
 
-def test_a_checkpoint_of_a_deleted_job_goes_on_without_the_server(
+def test_checkpoint_of_a_deleted_job_continues_without_the_server(
     here: Server, there: Server, caplog: pytest.LogCaptureFixture
 ) -> None:
     first = begun(here)

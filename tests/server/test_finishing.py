@@ -1,4 +1,4 @@
-"""Trials that finish the run of another one, on each kind of database: they are kept and paid, and teach nothing."""
+"""Trials that finish the run of another trial, on each kind of database: stored and charged, but not learned from."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ async def finish(bso: JobService, missed: int, size: int = 16, key: str = "finis
 
 
 async def missed_run(bso: JobService, cost_j: float = 1000.0) -> TrialDispatch:
-    """Let a recurrence use all its epochs without the target."""
+    """Run a recurrence that uses all its epochs without reaching the target."""
     trial = await bso.suggest()
     await bso.report(trial, cost_j=cost_j, epoch=10, metric=0.5)
     return trial
@@ -52,7 +52,7 @@ async def test_finishing_trial_changes_no_decision_and_counts_as_exploration(bso
     assert trial.reason == f"finishes the run of trial 2, which missed the target at {missed.batch_size}"
     assert trial.stop_rule == StopRule(max_epochs=10)
     assert await bso.history() == history  # also while it runs
-    # Neither the bound of policy zeus nor that of gp_voi stops it, and it converges at any cost.
+    # Neither the bound of policy zeus nor the bound of gp_voi stops the trial, which converges at any cost.
     assert not (await bso.report(trial, cost_j=5000, epoch=1, metric=0.6)).stop_train
     assert (await bso.report(trial, cost_j=5001, epoch=2, metric=0.95)).converged
 
@@ -72,7 +72,7 @@ async def test_finishing_trial_changes_no_decision_and_counts_as_exploration(bso
     assert await bso.store.read(differences, bso.job_id) == []
 
 
-async def test_whole_cost_of_finishing_trial_is_regret(bso: JobService) -> None:
+async def test_whole_cost_of_a_finishing_trial_is_regret(bso: JobService) -> None:
     await bso.reach(await bso.suggest(), cost_j=400)
     missed = await missed_run(bso, cost_j=1000)
     await bso.reach(await finish(bso, missed.trial_number), cost_j=100)

@@ -1,6 +1,4 @@
-"""Clients that keep a server waiting, or come in numbers: in this process over each of uvicorn's protocols, and real
-processes.
-"""
+"""Slow clients and many clients: in this process over each of uvicorn's protocols, and with real processes."""
 
 from __future__ import annotations
 
@@ -36,19 +34,19 @@ from tests.support.servers import ServerProcess, free_port, is_alive, serving, w
 from tests.support.tokens import bearer, make_token
 from zeus_plugins.client.port import DEFAULT_TIMEOUT_S
 
-# Far more than anything here takes, and less than a test that hangs is given.
+# Far longer than anything here takes, and shorter than the time limit of a hanging test.
 PATIENCE_S = 60.0
 SHORT_S = 0.2
 HALF_A_HEAD = b"GET /now HTTP/1.1\r\nHost: local"
 HALF_A_BODY = b"POST /%s HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000\r\n\r\n{"
 
 
-class OnH11(Bounded, H11Protocol):  # type: ignore[misc]  # the base of `Bounded` stands for any of uvicorn's protocols
-    """As where httptools is not installed."""
+class OnH11(Bounded, H11Protocol):  # type: ignore[misc]  # the base of `Bounded` represents any of uvicorn's protocols
+    """Protocol for installations without httptools."""
 
 
-class OnHttptools(Bounded, HttpToolsProtocol):  # type: ignore[misc]  # likewise
-    """As where it is."""
+class OnHttptools(Bounded, HttpToolsProtocol):  # type: ignore[misc]  # see OnH11
+    """Protocol for installations with httptools."""
 
 
 @pytest.fixture(params=[OnH11, OnHttptools], ids=["h11", "httptools"])
@@ -57,7 +55,7 @@ def protocol(request: pytest.FixtureRequest) -> type[Bounded]:
 
 
 class App:
-    """Answers ``/now`` at once, ``/later`` when it is told to, and ``/large`` with 64 MB; reads ``/body``."""
+    """Answer ``/now`` at once, ``/later`` when allowed, and ``/large`` with 64 MB; read ``/body``."""
 
     def __init__(self) -> None:
         self.may_answer = asyncio.Event()
@@ -100,7 +98,7 @@ class Served:
 
     @property
     def held(self) -> list[Any]:
-        """The server's ends of the connections."""
+        """Return the server's ends of the connections."""
         return list(self._server.server_state.connections)
 
     async def connect(self, sent: bytes = b"") -> Client:
@@ -125,7 +123,7 @@ class Client:
         self.writer.write(data)
 
     async def all(self) -> bytes:
-        """The answer until the server closes the connection."""
+        """Read until the server closes the connection."""
         received = bytearray()
         with suppress(ConnectionResetError):
             while some := await self.reader.read(65536):
@@ -133,7 +131,7 @@ class Client:
         return bytes(received)
 
     async def all_while_sending(self, piece: bytes) -> bytes:
-        """The same, by a client that never stops sending."""
+        """Read until the server closes the connection, sending all the time."""
 
         async def send() -> None:
             while True:
@@ -147,7 +145,7 @@ class Client:
             sending.cancel()
 
     async def answer(self) -> bytes:
-        """One answer of `App`, whose end is that of its chunks."""
+        """Return one answer of `App`, delimited by its last chunk."""
         return await self.reader.readuntil(b"0\r\n\r\n")
 
 
@@ -161,7 +159,7 @@ async def served(app: Any, http: Any, **options: Any) -> AsyncIterator[Served]:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         config = uvicorn.Config(app, http=http, ws="none", log_config=None, timeout_graceful_shutdown=1, **options)
         server = uvicorn.Server(config)
-        # Not `serve`, which takes the signals of this process.
+        # `serve` is not used because it would install handlers for the signals of this process.
         serving = asyncio.create_task(server._serve([listener]))
         await until(lambda: server.started or serving.done())
         serves = Served(server, listener.getsockname()[1])
@@ -178,7 +176,7 @@ async def served(app: Any, http: Any, **options: Any) -> AsyncIterator[Served]:
 async def on_app(
     protocol: type[Bounded], keep_alive_s: float = SHORT_S, **limits: Any
 ) -> AsyncIterator[tuple[Served, App]]:
-    """Run a server whose clients have little time."""
+    """Run a server with short time limits for clients."""
     limit = Limits(**{"read_timeout_s": SHORT_S, "answer_timeout_s": SHORT_S, **limits})
     app, http = App(), partial(protocol, limits=limit)
     options = {"timeout_keep_alive": keep_alive_s, "h11_max_incomplete_event_size": MOST_HEAD_BYTES}
@@ -199,7 +197,7 @@ class TestWaiting:
         [(HALF_A_HEAD, b"", b"408"), (HALF_A_HEAD, b"x", b"408"), (HALF_A_BODY % b"now", b"x", b"200")],
         ids=["head in silence", "head byte by byte", "body byte by byte, after the answer is given"],
     )
-    async def test_the_rest_of_a_request_is_not_waited_for(
+    async def test_incomplete_request_times_out_while_bytes_trickle_in(
         self, protocol: type[Bounded], half: bytes, piece: bytes, status: bytes
     ) -> None:
         async with on_app(protocol) as (server, _):
@@ -207,24 +205,24 @@ class TestWaiting:
             assert (await client.all_while_sending(piece)).startswith(b"HTTP/1.1 %s " % status)
             await until(lambda: server.connections == 0)
 
-    async def test_a_client_that_says_nothing_is_told_nothing(self, protocol: type[Bounded]) -> None:
+    async def test_silent_client_is_disconnected_without_an_answer(self, protocol: type[Bounded]) -> None:
         async with on_app(protocol) as (server, _):
             assert await (await server.connect()).all() == b""
 
-    async def test_half_a_second_head_is_given_up(self, protocol: type[Bounded]) -> None:
-        # Kept alive for so long that the client, on a busy machine, is not idle before it sends.
+    async def test_incomplete_second_request_head_times_out(self, protocol: type[Bounded]) -> None:
+        # Kept alive long enough that the client, on a busy machine, is not idle before its request.
         async with on_app(protocol, keep_alive_s=1) as (server, _):
             client = await server.connect(b"GET /now HTTP/1.1\r\nHost: localhost\r\n\r\n")
             assert (await client.answer()).startswith(b"HTTP/1.1 200 ")
             client.send(HALF_A_HEAD)
             assert (await client.all()).startswith(b"HTTP/1.1 408 ")
 
-    async def test_an_answer_that_nobody_reads_is_given_up(self, protocol: type[Bounded]) -> None:
+    async def test_connection_with_an_unread_answer_is_closed(self, protocol: type[Bounded]) -> None:
         async with on_app(protocol) as (server, _):
             await server.connect(b"GET /large HTTP/1.1\r\nHost: localhost\r\n\r\n")
             await until(lambda: server.connections == 0)
 
-    async def test_a_server_that_takes_its_time_is_waited_for(self, protocol: type[Bounded]) -> None:
+    async def test_slow_application_is_awaited(self, protocol: type[Bounded]) -> None:
         async with on_app(protocol) as (server, app):
             answer = asyncio.create_task(server.get("/later"))
             await app.asked.wait()
@@ -234,14 +232,14 @@ class TestWaiting:
 
 
 class TestNumber:
-    """With room for two connections, and all the time in the world."""
+    """Room for two connections, without time limits."""
 
     @staticmethod
     def with_two(protocol: type[Bounded]) -> AbstractAsyncContextManager[tuple[Served, App]]:
         return on_app(protocol, connections=2, read_timeout_s=10 * PATIENCE_S, answer_timeout_s=10 * PATIENCE_S)
 
     @pytest.mark.parametrize("sent", [b"", HALF_A_HEAD], ids=["silent", "half a head"])
-    async def test_who_waits_longest_gives_way(
+    async def test_longest_waiting_connection_is_closed_first(
         self, protocol: type[Bounded], sent: bytes, caplog: pytest.LogCaptureFixture
     ) -> None:
         async with self.with_two(protocol) as (server, _):
@@ -256,7 +254,7 @@ class TestNumber:
         assert caplog.text.count("all 2 connections are taken") == 1
         assert "ulimit -n" in caplog.text
 
-    async def test_half_a_body_gives_way(self, protocol: type[Bounded]) -> None:
+    async def test_connection_with_half_a_body_is_closed_for_a_newcomer(self, protocol: type[Bounded]) -> None:
         async with self.with_two(protocol) as (server, app):
             clients = []
             for _ in range(2):
@@ -266,7 +264,9 @@ class TestNumber:
             assert (await server.get()).text == "done"
             assert await clients[0].all() == b""
 
-    async def test_where_nobody_waits_the_newcomer_is_told_to_come_back(self, protocol: type[Bounded]) -> None:
+    async def test_newcomer_gets_503_with_retry_after_if_all_connections_are_busy(
+        self, protocol: type[Bounded]
+    ) -> None:
         async with self.with_two(protocol) as (server, app):
             answers = []
             for _ in range(2):
@@ -284,12 +284,12 @@ class TestNumber:
 
 HEAD = b"POST /body HTTP/1.1\r\nHost: localhost\r\n"
 CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
-# Longer than any limit here: the first 4 KiB of trailers, which may come with a body, do not count.
+# Longer than any limit here: the first 4 KiB of trailers, which may arrive with a body, do not count.
 LONG = b"x" * (MOST_HEAD_BYTES + 4097)
 
 
 class TestBytes:
-    """With all the time in the world."""
+    """Without time limits."""
 
     @staticmethod
     def patient(protocol: type[Bounded], **limits: int) -> AbstractAsyncContextManager[tuple[Served, App]]:
@@ -303,7 +303,7 @@ class TestBytes:
         async with self.patient(protocol) as (server, app):
             client = await server.connect()
             (connection,) = server.held
-            # Nothing reads the answers here, so the client stops taking them after 128 KiB.
+            # The test reads no answers, so the client's stream stops receiving after 128 KiB.
             client.send(b"GET %s HTTP/1.1\r\nHost: localhost\r\n\r\n" % path.encode() * 400_000)
             await until(lambda: connection._held and not connection._can_use_more and not connection._has_turn)
             await asyncio.sleep(SHORT_S)
@@ -324,7 +324,7 @@ class TestBytes:
             assert bytes(app.body) == b"abc" * 150
 
     @pytest.mark.parametrize("cut", [11, 5000])
-    async def test_body_arrives_whole(self, protocol: type[Bounded], cut: int) -> None:
+    async def test_large_body_arrives_whole(self, protocol: type[Bounded], cut: int) -> None:
         body = b"{}\n\n\r\n\r\n" * 20 + bytes(range(256)) * 300
         async with self.patient(protocol) as (server, app):
             client = await server.connect(HEAD + b"Content-Length: %d\r\n\r\n" % len(body))
@@ -351,14 +351,14 @@ class TestBytes:
             client = await server.connect()
             client.send(sent)
             answer = await client.all()
-            # The system drops an answer that meets bytes on their way; the connection is closed in any case.
+            # The system drops an answer if further bytes are in flight; the connection is closed in any case.
             if len(sent) < MOST_HEAD_BYTES + 4096:
                 head, _, body = answer.partition(b"\r\n\r\n")
                 assert head.startswith(b"HTTP/1.1 %s " % status)
                 assert "may have" in json.loads(body)["message"]
             await until(lambda: server.connections == 0)
 
-    async def test_longest_head_and_trailers_are_taken(self, protocol: type[Bounded]) -> None:
+    async def test_longest_head_and_trailers_are_accepted(self, protocol: type[Bounded]) -> None:
         fields = b"".join(b"x-%03d: %s\r\n" % (n, b"v" * 540) for n in range(MOST_FIELDS - 2))
         trailers = b"".join(b"y-%03d: %s\r\n" % (n, b"v" * 600) for n in range(MOST_FIELDS))
         head = CHUNKED.replace(b"/body", b"/body?" + b"q" * (MOST_URL_BYTES - len("/body?")))
@@ -368,7 +368,7 @@ class TestBytes:
             assert len(app.headers) == MOST_FIELDS
             assert app.body == b"x"
 
-    async def test_trailers_are_no_headers(self, protocol: type[Bounded]) -> None:
+    async def test_trailers_do_not_become_headers(self, protocol: type[Bounded]) -> None:
         async with self.patient(protocol) as (server, app):
             client = await server.connect(CHUNKED + b"0\r\nAuthorization: Bearer x\r\nHost: other\r\n\r\n")
             await client.answer()
@@ -380,7 +380,7 @@ class TestBytes:
             small = await server.connect(HALF_A_HEAD)
             for client in [await server.connect() for _ in range(6)]:
                 client.send(HEAD + b"X: " + LONG[: MOST_HEAD_BYTES - 4096])
-            # The small one, and three with 60 KiB each.
+            # The small connection, and three with 60 KiB each.
             await until(lambda: server.connections == 4)
             small.send(b"host\r\n\r\n")
             assert (await small.answer()).startswith(b"HTTP/1.1 200 ")
@@ -389,7 +389,7 @@ class TestBytes:
         ("target", "status"),
         [(b"http://localhost/now", b"200"), (b"http://evil.example/now", b"400"), (b"*", b"400")],
     )
-    async def test_whole_url_names_the_host_of_the_header(self, target: bytes, status: bytes) -> None:
+    async def test_absolute_url_must_name_the_host_of_the_header(self, target: bytes, status: bytes) -> None:
         async with self.patient(OnHttptools) as (server, _):
             client = await server.connect()
             client.send(b"GET %s HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n" % target)
@@ -399,7 +399,9 @@ class TestBytes:
 @pytest.mark.parametrize(
     ("files", "taken"), [(64, 32), (128, 64), (256, 192), (1024, 768), (10**6, 4096), ("infinity", 4096)]
 )
-def test_files_are_left_for_the_rest(files: int | str, taken: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_descriptors_are_reserved_for_the_rest_of_the_server(
+    files: int | str, taken: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     resource = pytest.importorskip("resource")
     limit = resource.RLIM_INFINITY if files == "infinity" else files
     monkeypatch.setattr(resource, "getrlimit", lambda _which: (limit, resource.RLIM_INFINITY))
@@ -409,11 +411,11 @@ def test_files_are_left_for_the_rest(files: int | str, taken: int, monkeypatch: 
 
 
 class TestBodies:
-    """In the application itself, so under every server."""
+    """Limits within the application, independent of the server."""
 
     @pytest.mark.parametrize("piece", [b"", b" "], ids=["in silence", "byte by byte"])
     @pytest.mark.parametrize("path", [b"jobs", b"report", b"api/import"])
-    async def test_half_a_body_is_given_up(self, tmp_path: Path, path: bytes, piece: bytes) -> None:
+    async def test_incomplete_body_times_out(self, tmp_path: Path, path: bytes, piece: bytes) -> None:
         app = create_app(Settings(database_url=f"sqlite:///{tmp_path / 'bso.sqlite3'}", read_timeout_s=SHORT_S))
 
         async with asyncio.timeout(PATIENCE_S), served(app, "auto", lifespan="on") as server:
@@ -422,19 +424,19 @@ class TestBodies:
         assert head.startswith(b"HTTP/1.1 408 ")
         assert "ZEUS_BSO_READ_TIMEOUT_S" in json.loads(body)["message"]
 
-    async def test_what_comes_steadily_has_time(self) -> None:
-        # A second for 16 KiB: these take less, and in all longer than the second that there is to begin with.
+    async def test_steadily_arriving_body_is_accepted(self) -> None:
+        # One second per 16 KiB: each piece takes less, and all together take longer than the initial second.
         receive = in_time(sending(*(piece(b"x" * 16384, 0.3, more=more) for more in (True, True, True, False))), 1.0)
-        while (await receive())["more_body"]:  # type: ignore[typeddict-item]  # these messages have it
+        while (await receive())["more_body"]:  # type: ignore[typeddict-item]  # these messages have the key
             pass
 
-    async def test_the_time_that_the_server_takes_over_a_part_does_not_count(self) -> None:
+    async def test_time_spent_by_the_server_on_a_piece_does_not_count(self) -> None:
         receive = in_time(sending(*[piece(b"x", 0.001, more=True)] * 3), 0.6)
         for _ in range(3):
             await receive()
             await asyncio.sleep(0.4)
 
-    async def test_after_the_body_there_is_no_deadline(self) -> None:
+    async def test_deadline_ends_with_the_body(self) -> None:
         receive = in_time(sending(piece(b"", 0, more=False), (4 * SHORT_S, {"type": "http.disconnect"})), SHORT_S)
         await receive()
         assert (await receive())["type"] == "http.disconnect"
@@ -448,7 +450,7 @@ def piece(body: bytes, after_s: float, *, more: bool) -> Timed:
 
 
 def sending(*messages: Timed) -> Receive:
-    """A client that sends each of these messages after so many seconds."""
+    """Return a client that sends each message after its delay in seconds."""
     left = list(messages)
 
     async def receive() -> Any:
@@ -462,13 +464,13 @@ def sending(*messages: Timed) -> Receive:
 def connection_to(server: ServerProcess, sent: bytes) -> socket.socket:
     connection = socket.create_connection(("127.0.0.1", server.port), timeout=PATIENCE_S)
     connection.sendall(sent)
-    # Whatever was sent before is seen by now.
+    # At this point, the server has read everything sent before.
     httpx.get(f"{server.url}/health/live").raise_for_status()
     return connection
 
 
-def test_the_command_and_its_setting_bring_the_deadlines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Enough for a client that sends at once, though the machine has much else to do.
+def test_setting_of_the_command_sets_the_read_timeout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Long enough for a client that sends at once on a busy machine.
     monkeypatch.setenv("ZEUS_BSO_READ_TIMEOUT_S", "1")
     with serving(f"sqlite:///{tmp_path / 'bso.sqlite3'}", tmp_path) as server:
         for sent in (HALF_A_HEAD, HALF_A_BODY % b"jobs"):
@@ -477,7 +479,7 @@ def test_the_command_and_its_setting_bring_the_deadlines(tmp_path: Path, monkeyp
 
 
 @pytest.mark.slow
-def test_a_process_ends_though_a_thread_of_it_hangs() -> None:
+def test_process_ends_despite_a_hanging_thread() -> None:
     script = """
 import signal, threading
 from bso_server.cli import serve
@@ -498,16 +500,14 @@ threading.Event().wait()
 
 @pytest.mark.slow
 class TestProcesses:
-    def test_half_a_body_does_not_keep_a_server_from_ending(self, server: ServerProcess) -> None:
+    def test_incomplete_body_does_not_keep_a_server_from_ending(self, server: ServerProcess) -> None:
         with connection_to(server, HALF_A_BODY % b"jobs"):
             assert server.process is not None
             server.process.terminate()
-            # Less than such a body has: its end ends nothing here.
+            # Shorter than the time limit of such a body, so that its timeout ends nothing here.
             assert server.process.wait(timeout=Settings().read_timeout_s - 1) == -signal.SIGTERM
 
-    def test_a_database_that_hangs_does_not_keep_a_server_from_ending(
-        self, server: ServerProcess, tmp_path: Path
-    ) -> None:
+    def test_hanging_database_does_not_keep_a_server_from_ending(self, server: ServerProcess, tmp_path: Path) -> None:
         with closing(sqlite3.connect(tmp_path / "bso.sqlite3", isolation_level=None)) as other:
             other.execute("BEGIN IMMEDIATE")
             body = json.dumps(job()).encode()
@@ -519,7 +519,7 @@ class TestProcesses:
             other.execute("ROLLBACK")
 
     @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="there is no SIGKILL here")
-    async def test_workers_do_not_outlive_the_process_that_started_them(self, tmp_path: Path) -> None:
+    async def test_workers_end_with_their_parent_process(self, tmp_path: Path) -> None:
         server = ServerProcess(f"sqlite:///{tmp_path / 'bso.sqlite3'}", tmp_path / "server.log")
         server.start("--workers", "2")
         workers: list[int] = []
@@ -535,7 +535,7 @@ class TestProcesses:
                 os.kill(worker, signal.SIGKILL)
         socket.create_server(("127.0.0.1", server.port)).close()
 
-    def test_connections_without_a_request_do_not_use_up_the_files(self, tmp_path: Path) -> None:
+    def test_idle_connections_do_not_use_up_the_file_descriptors(self, tmp_path: Path) -> None:
         with started(tmp_path, "sh", "-c", 'ulimit -n 128; exec "$@"', "sh") as (server, _):
             idle = [socket.create_connection(("127.0.0.1", server.port), timeout=PATIENCE_S) for _ in range(200)]
             registered = httpx.post(f"{server.url}/jobs", json=job(), timeout=PATIENCE_S)
@@ -550,20 +550,20 @@ class TestProcesses:
             token = make_token(server.database_url, "report")
             async with attacking(server.port, 200), asyncio.TaskGroup() as group:
                 trainings = [group.create_task(reported(server.url, token)) for _ in range(4)]
-                # Long enough for each kind of attack, even if all reports take less.
+                # Long enough for each kind of attack, even if every report takes less time.
                 await asyncio.sleep(5)
             assert [each.result() for each in trainings] == [list(range(1, 6))] * 4
             peak_kb = re.search(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
             assert peak_kb is not None
             assert int(peak_kb[1]) < 300 * 1024
             assert httpx.get(f"{server.url}/health/live", timeout=PATIENCE_S).status_code == 200
-        # Of some hundred requests that cannot be parsed.
+        # A few hundred requests that cannot be parsed.
         assert 1 <= server.log.read_text().count("Invalid HTTP request received") <= 5
 
 
 @contextmanager
 def started(folder: Path, *prefix: str) -> Iterator[tuple[ServerProcess, int]]:
-    """Run a server that no process of the tests was forked for; yield it and its pid."""
+    """Run a server as a process of its own; yield the server and its pid."""
     server = ServerProcess(f"sqlite:///{folder / 'bso.sqlite3'}", folder / "server.log", free_port())
     options = ["--port", str(server.port), "--database-url", server.database_url]
     command = [*prefix, sys.executable, "-m", "bso_server", "serve", *options]
@@ -578,8 +578,8 @@ def started(folder: Path, *prefix: str) -> Iterator[tuple[ServerProcess, int]]:
 
 
 async def reported(url: str, token: str) -> list[int]:
-    """Run a trial; return the epochs that the server has of it."""
-    # The server may close a connection that is idle while this process is busy. The deadline is that of trainings.
+    """Run a trial; return the epochs that the server has stored."""
+    # The server may close a connection that is idle while this process is busy. Trainings have the same timeout.
     options: dict[str, Any] = {"limits": httpx.Limits(max_keepalive_connections=0), "timeout": DEFAULT_TIMEOUT_S}
     async with httpx.AsyncClient(base_url=url, headers=bearer(token), **options) as http:
         job_id = (await http.post("/jobs", json=job())).json()["job_id"]

@@ -1,4 +1,4 @@
-"""Policy `gp_voi` through the service, on each kind of database: what is stored, told, and shown."""
+"""Policy `gp_voi` through the service, on each kind of database: storage, messages and views."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from zeus_plugins.protocol import GP_VOI, EndReason, Origin, Stage, StopRule, Tr
 
 @pytest.fixture
 async def bso(database_url: str) -> AsyncIterator[JobService]:
-    """A job with sizes 8, 16 and 32, of which 16 is the default; η = 0.5, 100 W, 10 epochs at most."""
+    """A job with sizes 8, 16 and 32, default 16, η = 0.5, 100 W and at most 10 epochs."""
     async with job_service(database_url, policy=GP_VOI, controls="off") as service:
         yield service
 
 
 async def ran(server: JobService, trial: TrialDispatch, needed: int, epoch_j: float) -> EndReason | None:
-    """Let a trial run that needs so many epochs; why it ended."""
+    """Run a trial that needs `needed` epochs; return the reason of its end."""
     for epoch in range(1, 11):
         metric = 0.95 if epoch >= needed else 0.5
         answer = await server.report(trial, cost_j=epoch * epoch_j, epoch=epoch, metric=metric)
@@ -33,7 +33,7 @@ async def ran(server: JobService, trial: TrialDispatch, needed: int, epoch_j: fl
     raise AssertionError("a trial has 10 epochs at most")
 
 
-async def test_a_job_finds_its_cheapest_size_and_says_why(bso: JobService) -> None:
+async def test_job_finds_the_cheapest_size_and_states_the_reason(bso: JobService) -> None:
     needed, epoch_j = {8: 5, 16: 4, 32: 4}, {8: 120.0, 16: 100.0, 32: 60.0}
     for _ in range(8):
         trial = await bso.suggest()
@@ -52,7 +52,7 @@ async def test_a_job_finds_its_cheapest_size_and_says_why(bso: JobService) -> No
     assert words in job_text(view, verbose=True)
 
 
-async def test_a_job_is_stuck_once_every_size_has_missed_the_target_until_one_reaches_it(bso: JobService) -> None:
+async def test_job_is_stuck_after_every_size_missed_the_target_until_a_success(bso: JobService) -> None:
     for metric, size in ((0.5, 16), (0.7, 8), (0.6, 32), (0.4, 16)):
         assert ((await bso.show()).stuck is None) is (metric > 0.4)
         trial = await bso.suggest()
@@ -74,7 +74,7 @@ async def test_a_job_is_stuck_once_every_size_has_missed_the_target_until_one_re
     assert "Stuck" not in job_text(view)
 
 
-async def test_neighbours_that_crash_alike_are_excluded_in_the_database_with_the_sizes_beyond(
+async def test_equal_crashes_of_neighbours_exclude_larger_sizes_in_the_database(
     database_url: str,
 ) -> None:
     async with job_service(
@@ -94,19 +94,19 @@ async def test_neighbours_that_crash_alike_are_excluded_in_the_database_with_the
         assert await bso.store.read(differences, bso.job_id) == []
 
 
-async def test_the_rule_is_sent_as_soon_as_it_is_known(bso: JobService) -> None:
+async def test_stop_rule_is_sent_as_soon_as_known(bso: JobService) -> None:
     trial = await bso.suggest("key")
     assert trial.stop_rule == StopRule(max_epochs=10)
     await ran(bso, trial, needed=4, epoch_j=100)
     offered = await bso.suggest("second")
-    # Nothing is known yet of what an epoch costs there.
+    # The cost of an epoch at 32 is not known yet.
     assert (offered.batch_size, offered.stop_rule) == (32, StopRule(max_epochs=10))
     first = await bso.report(offered, cost_j=1000, epoch=1)
     assert (first.stop_train, first.reason) == (True, EndReason.EPOCH_BOUND_REACHED)
     assert first.stop_rule is None
     assert (await bso.report(offered, cost_j=1000, epoch=1)) == first
 
-    # A guess from a first epoch does not end a second trial of that size.
+    # A guess from a first epoch does not end a second trial of the same size.
     again = await bso.suggest("again")
     assert (again.batch_size, again.origin) == (32, Origin.EXPLORATION)
     assert not (await bso.report(again, cost_j=1000, epoch=1)).stop_train
@@ -123,7 +123,7 @@ async def test_the_rule_is_sent_as_soon_as_it_is_known(bso: JobService) -> None:
     assert (await bso.show()).trials[1].state is TrialState.EARLY_STOPPED
 
 
-async def test_a_bound_holds_whatever_others_do_meanwhile(bso: JobService) -> None:
+async def test_bound_of_a_trial_stays_despite_later_trials(bso: JobService) -> None:
     await ran(bso, await bso.suggest(), needed=4, epoch_j=100)
     trial = await bso.suggest()
     for epoch in (1, 2):
@@ -134,7 +134,7 @@ async def test_a_bound_holds_whatever_others_do_meanwhile(bso: JobService) -> No
     assert (await bso.report(trial, cost_j=270, epoch=3)).stop_rule == rule
 
 
-async def test_reports_of_one_job_at_the_same_time(bso: JobService) -> None:
+async def test_concurrent_reports_of_a_job_are_all_counted(bso: JobService) -> None:
     trials = [await bso.suggest() for _ in range(4)]
     answers = await asyncio.gather(*(bso.report(trial, cost_j=100, epoch=1) for trial in trials))
     assert [answer.stop_train for answer in answers] == [False] * 4
@@ -147,7 +147,7 @@ async def test_reports_of_one_job_at_the_same_time(bso: JobService) -> None:
     assert belief.exact.weight == pytest.approx(sum(0.997**n for n in range(1, 5)))
 
 
-async def test_an_abandoned_trial_comes_back_and_counts_once(bso: JobService) -> None:
+async def test_abandoned_trial_returns_and_counts_once(bso: JobService) -> None:
     trial = await bso.suggest()
     await bso.report(trial, cost_j=100, epoch=1)
     bso.wait(HOUR_S + 1)
@@ -158,7 +158,7 @@ async def test_an_abandoned_trial_comes_back_and_counts_once(bso: JobService) ->
     assert [arm.n for arm in (await bso.show()).arms] == [0, 1, 0]
 
 
-async def test_what_is_remembered_does_not_grow(bso: JobService) -> None:
+async def test_stored_memory_does_not_grow(bso: JobService) -> None:
     def remembered(transaction: Transaction) -> list[int]:
         kept = select(policy_memories.c.memory).where(policy_memories.c.job_id == bso.job_id)
         return [len(row[0]) for row in transaction.tuples(kept)]
@@ -169,7 +169,7 @@ async def test_what_is_remembered_does_not_grow(bso: JobService) -> None:
         trial = await bso.suggest()
         await bso.report(trial, cost_j=400, epoch=4, metric=0.95)
         lengths.append(sum(await bso.store.read(remembered)))
-    # Constant after eight runs of a size, but for the number of digits.
+    # Constant after eight runs of a size, except for the number of digits.
     assert 300 < lengths[10] < 2000
     assert max(lengths) < 3000
     assert lengths[-1] < 1.1 * lengths[-10]

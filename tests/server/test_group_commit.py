@@ -1,4 +1,4 @@
-"""Requests are committed in groups, and none suffers for another."""
+"""Group commit: requests share transactions without affecting each other."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from tests.support.databases import SQLITE_DRIVERS
 
 
 class Doubler:
-    """Doubles numbers; refuses 13, and breaks down over any group that holds 0.
+    """Double numbers, refuse 13, and fail any group that contains 0.
 
-    Rows that are `locked` it doubles only in groups that wait, once `lock` is open. Numbers that are equal but for
-    their sign are of one row, and those with the same last digit of one queue.
+    Rows in `locked` are doubled only in groups that wait, once `lock` is open. Numbers that differ only in
+    their sign share a row, and numbers with the same last digit share a queue.
     """
 
     def __init__(self, locked: Collection[int] = (), *, patience_s: float = 60.0) -> None:
@@ -48,7 +48,7 @@ class Doubler:
         return await asyncio.gather(*map(self.submit, items), return_exceptions=True)
 
     async def _commit(self, work: Work[list[Any]], waits: bool, _listener: Listener) -> list[Any]:
-        # What is in the group is known when its transaction begins.
+        # The group is complete when its transaction begins.
         outcomes = work(cast("Transaction", None))
         await self.gate.wait()
         if waits:
@@ -77,14 +77,14 @@ async def turn(times: int) -> None:
 
 
 class TestBatches:
-    async def test_what_has_reached_the_socket_together_shares_a_group(self) -> None:
+    async def test_items_arriving_together_share_a_group(self) -> None:
         doubler = Doubler()
         first = asyncio.create_task(doubler.submit(1))
         await turn(2)
         assert await asyncio.gather(first, doubler.submit(2)) == [2, 4]
         assert doubler.groups == [[1, 2]]
 
-    async def test_the_first_waits_for_no_other_and_the_rest_share_the_next_group(self) -> None:
+    async def test_first_item_starts_at_once_and_the_rest_share_the_next_group(self) -> None:
         doubler = Doubler()
         doubler.gate.clear()
         first = asyncio.create_task(doubler.submit(1))
@@ -96,24 +96,24 @@ class TestBatches:
         assert (await first, await rest) == (2, [4, 6, 8])
         assert doubler.groups == [[1], [2, 3, 4]]
 
-    async def test_an_item_with_an_error_of_its_own_hurts_no_other(self) -> None:
+    async def test_error_of_an_item_does_not_affect_the_rest_of_the_group(self) -> None:
         answers = await Doubler().outcomes(1, 13, 3)
         assert answers[::2] == [2, 6]
         assert isinstance(answers[1], ValueError)
 
-    async def test_a_group_that_fails_is_processed_one_by_one(self) -> None:
+    async def test_failed_group_is_processed_item_by_item(self) -> None:
         doubler = Doubler()
         answers = await doubler.outcomes(1, 0, 3)
         assert answers[::2] == [2, 6]
         assert isinstance(answers[1], RuntimeError)
         assert doubler.groups == [[1, 0, 3], [1], [0], [3]]
 
-    async def test_groups_are_bounded(self) -> None:
+    async def test_size_of_groups_is_bounded(self) -> None:
         doubler = Doubler()
         assert await doubler.outcomes(*range(100, 550)) == [2 * item for item in range(100, 550)]
         assert [len(group) for group in doubler.groups] == [200, 200, 50]
 
-    async def test_an_item_is_processed_although_its_client_has_left(self) -> None:
+    async def test_item_of_a_disconnected_client_is_processed(self) -> None:
         doubler = Doubler()
         doubler.gate.clear()
         client = asyncio.create_task(doubler.submit(1))
@@ -126,7 +126,7 @@ class TestBatches:
         assert await waiting == 4
         assert [item for group in doubler.groups for item in group] == [1, 2]
 
-    async def test_items_of_locked_rows_are_processed_apart_queue_by_queue(self) -> None:
+    async def test_items_with_locked_rows_are_processed_separately_per_queue(self) -> None:
         doubler = Doubler(locked=[11, 21, 12])
         held = asyncio.create_task(doubler.outcomes(11, 5, 21, 12))
         await turn(20)
@@ -137,11 +137,11 @@ class TestBatches:
         doubler.lock.set()
         assert await held == [22, 10, 42, 24]
 
-    async def test_items_of_a_row_stay_in_order_though_its_lock_is_gone_meanwhile(self) -> None:
+    async def test_items_of_a_row_stay_in_order_after_an_early_unlock(self) -> None:
         doubler = Doubler(locked=[11])
         first = asyncio.create_task(doubler.submit(11))
         await turn(20)
-        # It can be had by now, and the first waits for something else.
+        # The row is unlocked now, but the first item still waits for something else.
         doubler.locked.clear()
         rest = asyncio.create_task(doubler.outcomes(-11, 4))
         await turn(20)
@@ -149,11 +149,11 @@ class TestBatches:
         doubler.lock.set()
         assert (await first, await rest) == (22, [-22, 8])
         assert doubler.waited == [[11], [-11]]
-        # Nothing is held up any more.
+        # No item is held up any more.
         assert await doubler.submit(11) == 22
         assert doubler.groups[-1] == [11]
 
-    async def test_items_of_a_row_stay_in_order_in_a_group_that_fails(self) -> None:
+    async def test_items_of_a_row_stay_in_order_in_a_failed_group(self) -> None:
         doubler = Doubler(locked=[11])
         task = asyncio.create_task(doubler.outcomes(11, -11, 0))
         await turn(20)
@@ -161,7 +161,7 @@ class TestBatches:
         doubler.lock.set()
         assert (await task)[:2] == [22, -22]
 
-    async def test_an_item_whose_time_is_over_is_answered_and_not_processed(self) -> None:
+    async def test_expired_item_is_answered_without_processing(self) -> None:
         doubler = Doubler(patience_s=0.5)
         doubler.gate.clear()
         answers = asyncio.create_task(doubler.outcomes(1))
@@ -174,9 +174,9 @@ class TestBatches:
 
 
 class Numbers:
-    """Numbers in a SQLite file, and the transactions in which they were written.
+    """Numbers in a SQLite file, with the transactions that wrote them.
 
-    While `gate` is closed, the file is busy with one more.
+    While `gate` is closed, another transaction keeps the file busy.
     """
 
     def __init__(self, store: Store) -> None:
@@ -201,7 +201,7 @@ class Numbers:
         return work
 
     async def make_busy(self, *, read_only: bool = False) -> asyncio.Future[bool]:
-        """Keep what writes, or one of those that read, busy until the gate opens."""
+        """Keep the writer, or one of the readers, busy until the gate opens."""
         begun = threading.Event()
 
         def work(_: Transaction) -> bool:
@@ -213,7 +213,7 @@ class Numbers:
         return busy
 
     async def behind_another(self, *works: Work[Any], store: Store | None = None) -> list[Any]:
-        """The outcomes of works that have waited while the file was busy."""
+        """Return the outcomes of works that waited while the file was busy."""
         busy = await self.make_busy()
         waiting = [asyncio.ensure_future((store or self.store).write(work)) for work in works]
         await turn(5)
@@ -260,24 +260,24 @@ async def numbers(tmp_path: Path) -> AsyncIterator[Numbers]:
 
 @pytest.fixture(autouse=True)
 def _patient_groups(monkeypatch: pytest.MonkeyPatch) -> None:
-    # However slow the machine is, a group takes all that waits.
+    # A group takes everything that waits, however slow the machine is.
     monkeypatch.setattr(store_module, "_LONGEST_GROUP_S", 3600.0)
 
 
 class TestWritersOfASqliteFile:
     @pytest.mark.parametrize("driver", SQLITE_DRIVERS)
-    async def test_what_comes_together_shares_a_transaction(self, tmp_path: Path, driver: str) -> None:
+    async def test_concurrent_works_share_a_transaction(self, tmp_path: Path, driver: str) -> None:
         async with numbers_in(tmp_path, driver=driver) as numbers:
             assert await asyncio.gather(*(numbers.store.write(numbers.writing(n)) for n in (1, 2, 3))) == [-1, -2, -3]
             assert numbers.transactions == [[1, 2, 3]]
             assert await numbers.kept() == [1, 2, 3]
 
-    async def test_what_waits_shares_a_transaction(self, numbers: Numbers) -> None:
+    async def test_waiting_works_share_a_transaction(self, numbers: Numbers) -> None:
         assert await numbers.behind_another(*map(numbers.writing, (4, 5, 6))) == [-4, -5, -6]
         assert numbers.transactions == [[], [4, 5, 6]]
         assert await numbers.kept() == [4, 5, 6]
 
-    async def test_work_that_is_refused_leaves_nothing_behind_and_the_others_go_on(
+    async def test_refused_work_leaves_nothing_and_the_rest_of_the_group_is_committed(
         self, numbers: Numbers, caplog: pytest.LogCaptureFixture
     ) -> None:
         caplog.set_level("INFO", "bso_server")
@@ -288,14 +288,14 @@ class TestWritersOfASqliteFile:
         assert await numbers.kept() == [1, 3]
         assert [line for line in caplog.messages if line.startswith("wrote")] == ["wrote 1", "wrote 3"]
 
-    async def test_a_transaction_that_fails_is_repeated_for_each_work(self, numbers: Numbers) -> None:
+    async def test_failed_transaction_is_repeated_separately_for_each_work(self, numbers: Numbers) -> None:
         fault = OperationalError("INSERT", None, Exception("no such column"))
         works = numbers.writing(1), numbers.writing(2, fault), numbers.writing(3)
         assert await numbers.behind_another(*works) == [-1, fault, -3]
         assert numbers.transactions == [[], [1, 2], [1], [2], [3]]
         assert await numbers.kept() == [1, 3]
 
-    async def test_work_of_patient_callers_is_in_no_group(self, numbers: Numbers) -> None:
+    async def test_work_of_patient_callers_joins_no_group(self, numbers: Numbers) -> None:
         patient = numbers.store.patient()
         patient._attempt = numbers.store._attempt  # type: ignore[method-assign]
         works = map(numbers.writing, (1, 2))
@@ -303,14 +303,14 @@ class TestWritersOfASqliteFile:
         assert len(numbers.transactions) == 3
         assert await numbers.kept() == [1, 2]
 
-    async def test_a_group_that_has_taken_long_takes_no_more(
+    async def test_group_beyond_the_time_limit_accepts_no_more_work(
         self, numbers: Numbers, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(store_module, "_LONGEST_GROUP_S", 0.0)
         assert await numbers.behind_another(*map(numbers.writing, (1, 2, 3))) == [-1, -2, -3]
         assert numbers.transactions == [[], [1], [2], [3]]
 
-    async def test_a_group_whose_file_was_taken_away_is_not_done_twice(self, tmp_path: Path, numbers: Numbers) -> None:
+    async def test_group_with_a_removed_file_is_not_repeated(self, tmp_path: Path, numbers: Numbers) -> None:
         file, elsewhere = tmp_path / "numbers.sqlite3", tmp_path / "elsewhere"
         writing = numbers.writing(1)
 
@@ -324,14 +324,14 @@ class TestWritersOfASqliteFile:
         assert numbers.transactions == [[], [1, 2]]
         assert await numbers.kept() == [1, 2]
 
-    async def test_a_transaction_is_told_of_once_whoever_shares_it(self, numbers: Numbers) -> None:
+    async def test_shared_transaction_is_reported_once(self, numbers: Numbers) -> None:
         await numbers.behind_another(*map(numbers.writing, (1, 2, 3)))
         with pytest.raises(UnknownJobError):
             await numbers.store.write(numbers.writing(4, UnknownJobError("mnist")))
-        # One prepares, one is busy, and one is shared.
+        # One transaction prepares, one is busy, and one is shared.
         assert numbers.outcomes == [Outcome.COMMITTED, Outcome.COMMITTED, Outcome.COMMITTED, Outcome.REFUSED]
 
-    async def test_work_that_times_out_is_told_of(self, tmp_path: Path) -> None:
+    async def test_timed_out_work_is_reported(self, tmp_path: Path) -> None:
         async with numbers_in(tmp_path, patience_s=1.0) as numbers:
             busy = await numbers.make_busy()
             with pytest.raises(DatabaseUnavailableError):
@@ -342,18 +342,18 @@ class TestWritersOfASqliteFile:
 
 
 class _Panic(BaseException):
-    """As a library in another language raises when it finds itself broken."""
+    """Exception of a library in another language, raised when its state is corrupt."""
 
 
 class TestThreads:
-    async def test_outlive_whatever_work_raises(self, numbers: Numbers) -> None:
+    async def test_worker_threads_survive_any_exception_of_a_work(self, numbers: Numbers) -> None:
         with pytest.raises(_Panic):
             await numbers.store.write(numbers.writing(1, _Panic()))
         outcomes = await numbers.behind_another(numbers.writing(2, _Panic()), numbers.writing(3))
         assert isinstance(outcomes[0], _Panic)
         assert outcomes[1] == -3
 
-    async def test_end_after_the_work_in_hand(self, numbers: Numbers) -> None:
+    async def test_worker_threads_end_after_their_current_work(self, numbers: Numbers) -> None:
         numbers.gate.set()
         written = [asyncio.ensure_future(numbers.store.write(numbers.writing(n))) for n in range(20)]
         await turn(10)
@@ -361,7 +361,7 @@ class TestThreads:
         assert await asyncio.gather(*written) == [-n for n in range(20)]
         assert not [thread for thread in threading.enumerate() if thread.name.startswith("bso-")]
 
-    async def test_reads_that_are_refused_do_not_disturb_others(self, numbers: Numbers) -> None:
+    async def test_refused_reads_do_not_disturb_concurrent_reads(self, numbers: Numbers) -> None:
         await numbers.store.write(numbers.writing(1))
 
         def refused(_: Transaction) -> None:
@@ -371,7 +371,7 @@ class TestThreads:
         for found in await asyncio.gather(*reads, return_exceptions=True):
             assert found == [1] or isinstance(found, UnknownJobError)
 
-    async def test_a_read_does_not_wait_for_a_slow_one(self, numbers: Numbers) -> None:
+    async def test_read_does_not_wait_for_a_slow_read(self, numbers: Numbers) -> None:
         first = await numbers.make_busy(read_only=True)
         assert await numbers.kept() == []
         numbers.gate.set()

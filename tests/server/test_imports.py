@@ -1,4 +1,4 @@
-"""Imports piece by piece: lines however they are cut, unseen until whole, nothing left when broken off."""
+"""Imports in pieces: lines cut anywhere, invisible until complete, and nothing left after an interruption."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ START = datetime(2026, 1, 1, tzinfo=UTC)
 
 
 def export_of(job_id: str, trials: int, reports: int = 3) -> Lines:
-    """A job whose trials have all reached the target."""
+    """Return the export of a job with trials that all reached the target."""
 
     def at(seconds: float) -> str:
         return (START + timedelta(seconds=seconds)).isoformat()
@@ -84,13 +84,13 @@ def rows_of(transaction: Transaction, job_id: str) -> list[int]:
 
 
 def told_of(lines: Lines) -> list[JobExport | TrialExport]:
-    """What an export says, whatever a number or an instant looks like in it."""
+    """Parse an export, so that different spellings of a number or an instant compare equal."""
     job, *trials = lines
     return [JobExport.model_validate(job), *map(TrialExport.model_validate, trials)]
 
 
 class Sender:
-    """Sends an export in two halves, the second when it is told to."""
+    """Send an export in two halves, the second on request."""
 
     def __init__(self, lines: Lines) -> None:
         self.text = encoded(lines)
@@ -111,7 +111,7 @@ class Sender:
         yield self.text[half:]
 
     async def half_way(self, server: JobService) -> asyncio.Task[Any]:
-        """The import, which waits for the second half."""
+        """Return the import task, which waits for the second half."""
         task = asyncio.create_task(server.service.imports.import_job(self.pieces()))
         await asyncio.wait({task, asyncio.create_task(self.is_half.wait())}, return_when=asyncio.FIRST_COMPLETED)
         if task.done():
@@ -119,7 +119,7 @@ class Sender:
         return task
 
 
-async def test_nobody_sees_a_job_before_all_of_it_is_there(bso: JobService) -> None:
+async def test_job_is_invisible_until_completely_imported(bso: JobService) -> None:
     job_id = new_id()
     sender = Sender(export_of(job_id, 400))
     task = await sender.half_way(bso)
@@ -148,7 +148,7 @@ async def test_nobody_sees_a_job_before_all_of_it_is_there(bso: JobService) -> N
     assert trial.trial_number == 401
 
 
-async def test_an_import_that_fails_leaves_nothing(bso: JobService) -> None:
+async def test_failed_import_leaves_nothing(bso: JobService) -> None:
     job_id = new_id()
     wrong = export_of(job_id, 400)
     wrong[-1]["ended_event"] = 799
@@ -176,7 +176,7 @@ async def by_importing(server: JobService, job_id: str) -> None:
 
 
 @pytest.mark.parametrize("tidy_up", [by_reaping, by_importing])
-async def test_what_a_crash_leaves_is_removed(
+async def test_remains_of_a_crashed_import_are_removed(
     bso: JobService, tidy_up: Callable[[JobService, str], Awaitable[None]], caplog: pytest.LogCaptureFixture
 ) -> None:
     job_id = new_id()
@@ -191,7 +191,7 @@ async def test_what_a_crash_leaves_is_removed(
     assert "interrupted import" in caplog.text
 
 
-async def test_an_import_that_was_given_up_cannot_go_on(bso: JobService) -> None:
+async def test_abandoned_import_cannot_continue(bso: JobService) -> None:
     job_id = new_id()
     first, second = Sender(export_of(job_id, 400)), Sender(export_of(job_id, 300))
     given_up = await first.half_way(bso)
@@ -216,7 +216,7 @@ async def test_an_import_that_was_given_up_cannot_go_on(bso: JobService) -> None
         lambda job: job.update(survivors=[3]),
     ],
 )
-async def test_what_must_be_refused_is_refused_before_the_trials_are_read(
+async def test_invalid_job_is_refused_before_the_trials_are_read(
     spoil: Callable[[dict[str, Any]], None], tmp_path: Path
 ) -> None:
     async with job_service(f"sqlite:///{tmp_path / 'bso.sqlite3'}", job_id="there-1", job_id_prefix="there") as server:
@@ -228,7 +228,7 @@ async def test_what_must_be_refused_is_refused_before_the_trials_are_read(
         assert sender.sent < 2 * 65536
 
 
-async def test_an_export_leaves_out_what_begins_meanwhile_and_can_be_imported(bso: JobService) -> None:
+async def test_export_omits_trials_begun_during_the_export_and_can_be_imported(bso: JobService) -> None:
     job_id = new_id()
     await bso.service.imports.import_job(pieces_of(export_of(job_id, 250)))
     pieces = export(bso.store, job_id)
@@ -242,11 +242,11 @@ async def test_an_export_leaves_out_what_begins_meanwhile_and_can_be_imported(bs
 
 
 @pytest.mark.slow
-def test_a_job_that_is_deleted_while_it_is_exported_is_no_export(
+def test_export_of_a_job_deleted_during_the_export_is_cut_off(
     server: ServerProcess, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    # More than the system keeps on the way, to a client that takes little at a time: the server is not through when the
-    # job is deleted, whatever else the machine does meanwhile.
+    # More data than the system buffers for a slow reader, so that the export is still running when the job is deleted,
+    # however busy the machine is.
     export = export_of("big-1", 3000, reports=15)
     takes_little = httpx.HTTPTransport(socket_options=[(socket.SOL_SOCKET, socket.SO_RCVBUF, 65536)])
     with (
@@ -269,7 +269,7 @@ def test_a_job_that_is_deleted_while_it_is_exported_is_no_export(
 
 
 @pytest.mark.slow
-def test_a_large_import_needs_little_memory_and_keeps_nobody_waiting(any_server: ServerProcess) -> None:
+def test_large_import_needs_little_memory_and_does_not_block_requests(any_server: ServerProcess) -> None:
     job_id = new_id()
     text = encoded(export_of(job_id, 6000, reports=10))
     assert len(text) > 10_000_000
@@ -287,21 +287,21 @@ def test_a_large_import_needs_little_memory_and_keeps_nobody_waiting(any_server:
             time.sleep(0.02)
         thread.join()
         assert answers[0].status_code == 201, answers[0].text
-        # More than the one that waits for the import where a server reads it at once.
+        # A server that reads the import in one go would answer only one request during the import.
         assert reported > 5
         with http.stream("GET", f"/api/jobs/{job_id}/export") as answer:
             assert sum(map(len, answer.iter_raw())) > 9_000_000
-        # Read at once, it took ten times as much as its text.
+        # When read in one go, the import took ten times the size of its text.
         assert memory_of(any_server, "VmHWM") - before < 60_000 * 1024
         http.delete("/jobs", params={"job_id": job_id}).raise_for_status()
 
 
-def test_a_client_that_leaves_in_the_middle_leaves_nothing(server: ServerProcess) -> None:
+def test_client_disconnecting_during_an_import_leaves_nothing(server: ServerProcess) -> None:
     text = encoded(export_of("big-1", 400))
     head = f"POST /api/import HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {len(text)}"
     with socket.create_connection(("127.0.0.1", server.port)) as connection:
         connection.sendall(head.encode() + b"\r\n\r\n" + text[:-100])
-        # Most often some of it is written by then; where not, the client has left all the same.
+        # Usually, part of the import is written at this point; otherwise the client has still disconnected.
         time.sleep(0.2)
     deadline = time.monotonic() + PATIENCE_S
     with httpx.Client(base_url=server.url, timeout=PATIENCE_S) as http:
@@ -317,7 +317,7 @@ def test_a_client_that_leaves_in_the_middle_leaves_nothing(server: ServerProcess
     cuts=st.lists(st.integers(0)),
     at_once=st.sampled_from([1, 20, 1000]),
 )
-async def test_lines_are_the_same_however_the_text_is_cut(lines: list[bytes], cuts: list[int], at_once: int) -> None:
+async def test_lines_do_not_depend_on_how_the_text_is_cut(lines: list[bytes], cuts: list[int], at_once: int) -> None:
     text = b"\n".join(lines)
     places = sorted({0, len(text), *(cut % (len(text) + 1) for cut in cuts)})
 
@@ -331,7 +331,7 @@ async def test_lines_are_the_same_however_the_text_is_cut(lines: list[bytes], cu
     assert found == [(f"line {number}", line) for number, line in enumerate(lines, 7) if line.strip()]
 
 
-def test_a_file_is_split_into_its_exports_whether_they_are_read_or_not() -> None:
+def test_file_is_split_into_exports_even_if_some_are_not_read() -> None:
     odd = {"reason": "format", "message": '"format": "zeus-bso-job"', "epochs": []}
     texts = [b"\n", *encoded([{"format": 1}, odd]).splitlines(keepends=True), b" \n", b'{"version": 1, "format" : 2}']
     assert [(first, list(lines)) for first, lines in split_exports(texts)] == [
@@ -369,7 +369,7 @@ FIRST, SECOND = encoded(export_of("odd-1", 2)).splitlines()[:2]
         (FIRST + b"\n" + SECOND.replace(b'"epoch": 1', b'"epoch": "x"'), "line 2, epochs.0.epoch: Input should be a"),
     ],
 )
-async def test_what_is_wrong_is_told_with_its_line_and_field(service: JobService, text: bytes, said: str) -> None:
+async def test_invalid_line_is_reported_with_line_and_field(service: JobService, text: bytes, said: str) -> None:
     async def pieces() -> AsyncIterator[bytes]:
         yield text
 
@@ -382,7 +382,7 @@ async def test_what_is_wrong_is_told_with_its_line_and_field(service: JobService
     assert await service.store.read(rows_of, "odd-1") == [0, 0, 0, 0]
 
 
-async def test_a_line_without_an_end_is_refused_before_it_fills_the_memory(
+async def test_endless_line_is_refused_before_using_much_memory(
     service: JobService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(imports, "LONGEST_LINE_BYTES", 100_000)
@@ -400,8 +400,8 @@ async def test_a_line_without_an_end_is_refused_before_it_fills_the_memory(
     assert taken == 110_000
 
 
-async def test_what_is_no_number_is_exported_as_null_and_named(service: JobService) -> None:
-    """Nothing writes such numbers; SQLite keeps infinities that other programs write."""
+async def test_infinite_number_is_exported_as_null_and_named(service: JobService) -> None:
+    """No code writes such numbers, but SQLite keeps infinities that other programs write."""
     await service.service.imports.import_job(pieces_of(export_of("odd-1", 2)))
     infinite, negative = float("inf"), float("-inf")
 

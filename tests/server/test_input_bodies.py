@@ -1,4 +1,4 @@
-"""Bodies that no route takes: what is no JSON, says to be something else, or is far too large."""
+"""Bodies that every route refuses: no JSON, another media type, or far too large."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ NO_OBJECTS = {
 
 @with_body
 @pytest.mark.parametrize(("body", "status"), NO_OBJECTS.values(), ids=NO_OBJECTS)
-def test_a_body_that_is_no_object(scene: Scene, method: str, path: str, body: bytes, status: int) -> None:
+def test_body_without_an_object_is_refused(scene: Scene, method: str, path: str, body: bytes, status: int) -> None:
     with scene.nothing_stored():
         assert_refused(scene.http.request(method, path, content=body, headers=JSON), status, "body")
 
@@ -69,7 +69,7 @@ FOREIGN_TYPES = pytest.mark.parametrize(
 
 @with_body
 @FOREIGN_TYPES
-def test_json_that_says_to_be_something_else(scene: Scene, method: str, path: str, media_type: str) -> None:
+def test_json_with_a_foreign_media_type_is_refused(scene: Scene, method: str, path: str, media_type: str) -> None:
     body = json.dumps(good_body(scene, path))
     with scene.nothing_stored():
         answer = scene.http.request(method, path, content=body, headers={"content-type": media_type})
@@ -77,7 +77,7 @@ def test_json_that_says_to_be_something_else(scene: Scene, method: str, path: st
 
 
 @FOREIGN_TYPES
-def test_an_export_that_says_to_be_something_else(scene: Scene, media_type: str) -> None:
+def test_export_with_a_foreign_media_type_is_refused(scene: Scene, media_type: str) -> None:
     body = encoded(renamed(export_over(scene.http, scene.running["job_id"]), "job-refused"))
     with scene.nothing_stored():
         answer = scene.http.post("/api/import", content=body, headers={"content-type": media_type})
@@ -88,13 +88,13 @@ def test_an_export_that_says_to_be_something_else(scene: Scene, media_type: str)
 @pytest.mark.parametrize(
     "media_type", ["application/json; charset=utf-8", "APPLICATION/JSON", "application/x.bso+json"]
 )
-def test_json_by_other_names(scene: Scene, media_type: str) -> None:
+def test_json_media_type_has_several_spellings(scene: Scene, media_type: str) -> None:
     body = json.dumps(job(**THREE_SIZES))
     assert scene.http.post("/jobs", content=body, headers={"content-type": media_type}).status_code == 201
 
 
-def test_a_body_that_does_not_say_what_it_is_is_json(scene: Scene) -> None:
-    """As Zeus's clients send all of theirs."""
+def test_body_without_a_media_type_is_read_as_json(scene: Scene) -> None:
+    """Zeus's clients send no media type."""
     content = json.dumps(job(**THREE_SIZES))
     request = scene.http.build_request("POST", "/jobs", content=content)
     assert "content-type" not in request.headers
@@ -102,12 +102,12 @@ def test_a_body_that_does_not_say_what_it_is_is_json(scene: Scene) -> None:
 
 
 @pytest.mark.parametrize("token", ["NaN", "-Infinity", "1e999", '"\\ud800"', "[[[[]]]]"])
-def test_what_stands_in_unknown_fields_does_not_matter(scene: Scene, token: str) -> None:
+def test_values_of_unknown_fields_are_ignored(scene: Scene, token: str) -> None:
     body = with_token(job(**THREE_SIZES), "colour", token)
     assert scene.http.post("/jobs", content=body, headers=JSON).status_code == 201
 
 
-def test_of_a_key_given_twice_the_last_counts(scene: Scene) -> None:
+def test_last_value_of_a_repeated_key_counts(scene: Scene) -> None:
     twice = json.dumps(job(**THREE_SIZES, eta_knob=0.1))
     answer = scene.http.post("/jobs", content=f'{twice[:-1]}, "eta_knob": 0.2}}', headers=JSON)
     assert (answer.status_code, answer.json()["eta_knob"]) == (201, 0.2)
@@ -117,7 +117,7 @@ def test_of_a_key_given_twice_the_last_counts(scene: Scene) -> None:
 @pytest.mark.parametrize(
     "place", ["1, created_at", "1, version", "1, job.max_power", "2, time_s", "2, batch_size", "3, epochs.0.metric"]
 )
-def test_an_import_with_what_is_no_number(scene: Scene, place: str, token: str) -> None:
+def test_import_with_a_token_instead_of_a_number_is_refused(scene: Scene, place: str, token: str) -> None:
     export = renamed(export_over(scene.http, scene.running["job_id"]), "job-refused")
     line, _, field = place.partition(", ")
     parent: Any = export[int(line) - 1]
@@ -143,7 +143,7 @@ def forget_peak(server: ServerProcess) -> None:
 
 
 def send_endless(server: ServerProcess, path: str, size: int, *, chunked: bool) -> httpx.Response:
-    """Send a body of so many bytes, all of it unless the server hangs up before, and read the answer meanwhile."""
+    """Send a body of `size` bytes until the server hangs up, reading the answer at the same time."""
     framing = "Transfer-Encoding: chunked" if chunked else f"Content-Length: {size}"
     piece = b"x" * 65536
     framed = b"%x\r\n%s\r\n" % (len(piece), piece) if chunked else piece
@@ -175,7 +175,9 @@ def send_endless(server: ServerProcess, path: str, size: int, *, chunked: bool) 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", ["/jobs", "/report"])
 @pytest.mark.parametrize("chunked", [False, True], ids=["announced", "in chunks"])
-def test_a_body_of_100_mb(any_server: ServerProcess, scene: Scene, path: str, chunked: bool) -> None:
+def test_body_of_100_mb_is_refused_with_little_memory(
+    any_server: ServerProcess, scene: Scene, path: str, chunked: bool
+) -> None:
     with scene.nothing_stored():
         forget_peak(any_server)
         before = memory_of(any_server, "VmRSS")
@@ -184,7 +186,7 @@ def test_a_body_of_100_mb(any_server: ServerProcess, scene: Scene, path: str, ch
 
 
 @in_proc
-def test_100_000_faults_in_one_body(any_server: ServerProcess, scene: Scene) -> None:
+def test_body_with_100_000_errors_needs_little_memory(any_server: ServerProcess, scene: Scene) -> None:
     sizes = job(job_id="job-refused", batch_sizes=[0] * 100_000)
     forget_peak(any_server)
     before = memory_of(any_server, "VmRSS")
@@ -195,7 +197,7 @@ def test_100_000_faults_in_one_body(any_server: ServerProcess, scene: Scene) -> 
 @in_proc
 @pytest.mark.slow
 def test_unknown_names_leave_no_trace(any_server: ServerProcess, scene: Scene) -> None:
-    """The server's whole memory, roughly; tests/server/test_memory.py looks closer."""
+    """Measure the server's whole memory roughly; tests/server/test_memory.py is exact."""
 
     def ask(first: int, last: int) -> None:
         for number in range(first, last, 6):

@@ -1,6 +1,6 @@
-"""What clients may get wrong: each is refused by an answer that names the field at fault, and nothing is stored.
+"""Invalid requests of clients: each answer names the invalid field, and the database is unchanged.
 
-Also what looks wrong and is not. Over real HTTP, on each kind of database.
+Unusual but valid requests are included. Over real HTTP, on each kind of database.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from tests.support.power_limit_bench import found_out
 from tests.support.wire import begin
 
 
-def test_whatever_is_stored_shows(scene: Scene) -> None:
-    """So that the tests below would see it."""
+def test_change_of_the_database_is_noticed(scene: Scene) -> None:
+    """Check that the tests below would notice a change."""
     before = scene.stored()
     register(scene.http)
     after = scene.stored()
@@ -27,7 +27,7 @@ def test_whatever_is_stored_shows(scene: Scene) -> None:
 
 
 def rows(*table: tuple[str, str, str]) -> Any:
-    """Parametrize a test by (field, JSON, the field to be named)."""
+    """Parametrize a test by (field, JSON, name of the invalid field)."""
     ids = [f"{field}={token if len(token) <= 40 else f'{token[:20]}…'}" for field, token, _ in table]
     return pytest.mark.parametrize(
         ("field", "token", "named"), table, ids=[it.encode("unicode_escape").decode() for it in ids]
@@ -82,13 +82,13 @@ JOB_INTEGERS = ["default_batch_size", "max_epochs", "num_pruning_rounds", "windo
     ("policy", '"\\ud800"', "policy"),
     ("job_id", '"other-1"', "job_id"),
 )
-def test_a_job_that_cannot_be(scene: Scene, field: str, token: str, named: str) -> None:
+def test_invalid_field_of_a_job_is_refused(scene: Scene, field: str, token: str, named: str) -> None:
     body = with_token(job(**THREE_SIZES, job_id="job-refused"), field, token)
     with scene.nothing_stored():
         assert_refused(scene.http.post("/jobs", content=body, headers=JSON), 422, named)
 
 
-def test_a_long_list_of_faults_is_cut_short(scene: Scene) -> None:
+def test_long_list_of_errors_is_truncated(scene: Scene) -> None:
     body = good_body(scene, "/trials/power_profile") | {"samples": [{"limit_w": "first"}] * 200}
     with scene.nothing_stored():
         answer = scene.http.put("/trials/power_profile", json=body)
@@ -101,7 +101,7 @@ def test_a_long_list_of_faults_is_cut_short(scene: Scene) -> None:
     ["NVIDIA RTX 6000 Ada Generation (Laptop, 175 W) x8", "x" * 255, "quotes \"' and \\", "型号 😀"],
     ids=["49 characters", "255 characters", "quotes", "not ASCII"],
 )
-def test_names_of_gpus(scene: Scene, gpu_model: str) -> None:
+def test_names_of_gpus_may_contain_any_printable_text(scene: Scene, gpu_model: str) -> None:
     job_id = register(scene.http, gpu_model=gpu_model)
     assert scene.http.get(f"/api/jobs/{job_id}").json()["job"]["gpu_model"] == gpu_model
 
@@ -139,15 +139,15 @@ def test_without_pruning_rounds_every_size_is_drawn_from_the_start(scene: Scene)
     ("trial_number", "0", "trial_number"),
     ("trial_number", str(2**63), "trial_number"),
     ("batch_size", "16.5", "batch_size"),
-    # The trial's second report said 4 s, 400 J and 2 epochs.
+    # The trial's second report had 4 s, 400 J and 2 epochs.
     ("time", "3.9", "time"),
     ("energy", "399", "energy"),
     ("current_epoch", "1", "current_epoch"),
     ("current_epoch", "1.5", "current_epoch"),
     ("current_epoch", "2.5", "current_epoch"),
 )
-def test_a_report_that_cannot_be(scene: Scene, field: str, token: str, named: str) -> None:
-    # By our client: Zeus's does not say how it measured, and its ranks may be behind each other.
+def test_invalid_field_of_a_report_is_refused(scene: Scene, field: str, token: str, named: str) -> None:
+    # Sent by our client: Zeus's client does not state its energy source, and its ranks may report out of order.
     good = {"time": 6.0, "energy": 600.0, "metric": 0.5, "current_epoch": 3, "energy_source": None}
     body = with_token({**scene.running, **good}, field, token)
     with scene.nothing_stored():
@@ -181,7 +181,7 @@ def test_any_finite_number_is_a_metric_at_any_pace(scene: Scene, reports: list[t
     ],
     ids=["no such trial", "a trial of another job", "no such job", "another size", "another job's, another size"],
 )
-def test_a_trial_that_is_not_this_one(scene: Scene, path: str, wrong: dict[str, Any], status: int, named: str) -> None:
+def test_mismatched_trial_is_refused(scene: Scene, path: str, wrong: dict[str, Any], status: int, named: str) -> None:
     body = {**scene.running, **scene.reported, **found_out(JOB), **wrong}
     if body["job_id"] == "the other":
         body["job_id"] = scene.other_job
@@ -195,11 +195,11 @@ def test_a_trial_that_is_not_this_one(scene: Scene, path: str, wrong: dict[str, 
     [{"time": 9.0}, {"energy": 501.0}, {"metric": 0.96}, {"current_epoch": 3}],
     ids=lambda other: next(iter(other)),
 )
-def test_a_trial_that_has_ended_takes_no_other_report(scene: Scene, other: dict[str, float]) -> None:
+def test_ended_trial_refuses_a_different_report(scene: Scene, other: dict[str, float]) -> None:
     with scene.nothing_stored():
         answer = scene.http.post("/report", json={**scene.ended, **scene.final, **other, "energy_source": None})
         assert_refused(answer, 409, "trial_number")
-        # Zeus's client does not say how it measured, and reports from every rank.
+        # Zeus's client does not state its energy source and reports from every rank.
         of_zeus = scene.http.post("/report", json={**scene.ended, **scene.final, **other})
     told = of_zeus.json()
     assert (of_zeus.status_code, told.pop("message")) == (
@@ -210,7 +210,7 @@ def test_a_trial_that_has_ended_takes_no_other_report(scene: Scene, other: dict[
     assert "trial 1 has ended (completed)" in answer.json()["message"]
 
 
-def test_a_trial_that_has_ended_answers_its_last_report_again(scene: Scene) -> None:
+def test_ended_trial_repeats_the_answer_to_the_last_report(scene: Scene) -> None:
     with scene.nothing_stored():
         answer = scene.http.post("/report", json={**scene.ended, **scene.final})
     assert (answer.status_code, answer.json()) == (200, scene.verdict)
@@ -225,7 +225,9 @@ def test_a_trial_that_has_ended_answers_its_last_report_again(scene: Scene) -> N
     ],
     ids=["nothing at all", "no time where time counts", "no energy where energy counts"],
 )
-def test_a_target_reached_for_nothing(scene: Scene, eta_knob: float, spent: dict[str, float], named: str) -> None:
+def test_target_reached_at_no_cost_is_refused(
+    scene: Scene, eta_knob: float, spent: dict[str, float], named: str
+) -> None:
     job_id = register(scene.http, eta_knob=eta_knob)
     trial = begin(scene.http, job_id)
     before = scene.http.get(f"/api/jobs/{job_id}/export").text
@@ -237,7 +239,7 @@ def test_a_target_reached_for_nothing(scene: Scene, eta_knob: float, spent: dict
 
 # --- Ids --------------------------------------------------------------------------------------------------------------
 
-# As JSON, and as a URL has it.
+# As JSON, and percent-encoded in a URL.
 WRONG_IDS = {
     "empty": ('""', ""),
     "256 characters": (json.dumps("job" + "x" * 253), "job" + "x" * 253),
@@ -269,7 +271,7 @@ IN_URL = {name: part for name, (_, part) in WRONG_IDS.items() if part is not Non
         if (field, name) != ("job_id", "null")  # the server makes an id
     ],
 )
-def test_an_id_that_no_job_can_have(scene: Scene, field: str, token: str) -> None:
+def test_invalid_job_id_is_refused_at_registration(scene: Scene, field: str, token: str) -> None:
     body = with_token(job(**THREE_SIZES, job_id="job-refused"), field, token)
     with scene.nothing_stored():
         assert_refused(scene.http.post("/jobs", content=body, headers=JSON), 422, field)
@@ -280,7 +282,7 @@ def test_an_id_that_no_job_can_have(scene: Scene, field: str, token: str) -> Non
     [("POST", "/report"), ("PATCH", "/trials"), ("PATCH", "/trials/heartbeat"), ("PUT", "/trials/power_profile")],
 )
 @pytest.mark.parametrize("token", [pytest.param(token, id=name) for name, token in IN_JSON.items()])
-def test_an_id_that_no_trials_job_can_have(scene: Scene, method: str, path: str, token: str) -> None:
+def test_invalid_job_id_of_a_trial_is_refused(scene: Scene, method: str, path: str, token: str) -> None:
     body = with_token({**scene.running, **scene.reported, **found_out(JOB)}, "job_id", token)
     with scene.nothing_stored():
         assert_refused(scene.http.request(method, path, content=body, headers=JSON), 422, "job_id")
@@ -288,7 +290,7 @@ def test_an_id_that_no_trials_job_can_have(scene: Scene, method: str, path: str,
 
 @pytest.mark.parametrize(("method", "path"), [("GET", "/jobs/batch_size"), ("DELETE", "/jobs")])
 @pytest.mark.parametrize("query", [*(pytest.param(f"?job_id={it}", id=name) for name, it in IN_URL.items()), ""])
-def test_an_id_in_a_query_that_no_job_can_have(scene: Scene, method: str, path: str, query: str) -> None:
+def test_invalid_job_id_in_a_query_is_refused(scene: Scene, method: str, path: str, query: str) -> None:
     with scene.nothing_stored():
         answer = scene.http.request(method, path + query)
         if len(query) > MOST_URL_BYTES:
@@ -305,7 +307,7 @@ def test_an_id_in_a_query_that_no_job_can_have(scene: Scene, method: str, path: 
     [b"", b"x" * 256, b"x" * 10_000, b"a b", b"a\tb", "é".encode("latin-1"), "😀".encode(), b"\xed\xa0\x80"],
     ids=["empty", "256 characters", "10,000 characters", "space", "tab", "Latin-1", "emoji", "lone surrogate"],
 )
-def test_an_idempotency_key_that_cannot_be(scene: Scene, key: bytes) -> None:
+def test_invalid_idempotency_key_is_refused(scene: Scene, key: bytes) -> None:
     with scene.nothing_stored():
         answer = scene.http.get(
             "/jobs/batch_size", params={"job_id": scene.other_job}, headers={b"Idempotency-Key": key}
@@ -329,7 +331,7 @@ def test_an_idempotency_key_that_cannot_be(scene: Scene, key: bytes) -> None:
         ({"batch_size": "many"}, "key", 422, "batch_size"),
     ],
 )
-def test_an_offline_trial_that_cannot_be(
+def test_invalid_offline_trial_is_refused(
     scene: Scene, body: dict[str, Any], key: str | None, status: int, named: str
 ) -> None:
     headers = {} if key is None else {"Idempotency-Key": key}
@@ -348,13 +350,13 @@ def test_an_offline_trial_that_cannot_be(
         ([], "judged_by"),
     ],
 )
-def test_a_stop_rule_that_cannot_be(scene: Scene, rule: Any, named: str) -> None:
+def test_invalid_stop_rule_is_refused(scene: Scene, rule: Any, named: str) -> None:
     with scene.nothing_stored():
         body = {**scene.running, **scene.reported, "judged_by": rule}
         assert_refused(scene.http.post("/report", json=body), 422, named)
 
 
-# --- Keys that can be -------------------------------------------------------------------------------------------------
+# --- Valid keys -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -362,7 +364,7 @@ def test_a_stop_rule_that_cannot_be(scene: Scene, rule: Any, named: str) -> None
     ["x" * 255, '"quoted"', "';DROP/**/TABLE/**/trials;--", "%00", "\\"],
     ids=["255 characters", "quotes", "SQL", "percent", "backslash"],
 )
-def test_any_other_idempotency_key_is_a_key(scene: Scene, key: str) -> None:
+def test_unusual_idempotency_key_is_accepted(scene: Scene, key: str) -> None:
     job_id = register(scene.http)
     answers = [
         scene.http.get("/jobs/batch_size", params={"job_id": job_id}, headers={"Idempotency-Key": key}).json()
@@ -408,12 +410,12 @@ ONE_TOO_MANY = [sample(limit_w=limit_w) for limit_w in range(1, 258)]
         (spoilt(chosen_limit_w=-80.0), "chosen_limit_w"),
     ],
 )
-def test_power_limits_that_cannot_be(scene: Scene, body: dict[str, Any], named: str) -> None:
+def test_invalid_power_limits_are_refused(scene: Scene, body: dict[str, Any], named: str) -> None:
     with scene.nothing_stored():
         assert_refused(scene.http.put("/trials/power_profile", json=scene.running | body), 422, named)
 
 
-def test_as_many_power_limits_as_there_may_be(scene: Scene) -> None:
+def test_maximum_number_of_power_limits_is_accepted(scene: Scene) -> None:
     trial = begin(scene.http, register(scene.http))
     samples = [sample(limit_w=limit_w + 1 / 3, source="ä" * 255) for limit_w in range(256)]
     body = trial | spoilt(samples=samples[::-1], chosen_limit_w=None)

@@ -1,4 +1,4 @@
-"""A job that was registered without a target, on each kind of database."""
+"""A job registered without a target, on each kind of database."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from zeus_plugins.protocol import (
 )
 
 CURVES = ((0.1, 0.6, 0.8, 0.95, 0.9), (0.2, 0.7, 0.91, 0.9, 0.89), (0.1, 0.92, 0.93, 0.94, 0.9))
-LEARNED = 0.91  # the worst of their best values, reached after 4, 3 and 2 epochs of 10 J each
+LEARNED = 0.91  # the worst of the best values, reached after 4, 3 and 2 epochs of 10 J each
 
 
 @pytest.fixture
@@ -73,7 +73,7 @@ async def caches_match(bso: JobService) -> None:
     assert (dict(history.arms), history.cheapest, history.memory) == (dict(again.arms), again.cheapest, again.memory)
 
 
-async def test_the_first_three_runs_train_to_their_end_at_the_own_size_and_set_the_target(unset: JobService) -> None:
+async def test_first_three_runs_train_to_the_end_at_the_default_and_set_the_target(unset: JobService) -> None:
     for number, metrics in enumerate(CURVES, 1):
         assert (await registered(unset, None)).target_in_words == "no target yet: the first 3 runs set it"
         trial = await unset.suggest()
@@ -92,7 +92,9 @@ async def test_the_first_three_runs_train_to_their_end_at_the_own_size_and_set_t
 
 
 @pytest.mark.parametrize("learned", [True, False])
-async def test_a_run_under_way_counts_where_it_had_reached_the_target(unset: JobService, learned: bool) -> None:
+async def test_running_trial_is_completed_at_the_epoch_reaching_the_later_target(
+    unset: JobService, learned: bool
+) -> None:
     early = await unset.suggest()
     await train(unset, early, (0.97, 0.5))
     if learned:
@@ -104,18 +106,18 @@ async def test_a_run_under_way_counts_where_it_had_reached_the_target(unset: Job
     assert (await unset.history()).cheapest == Cheapest(1, 16, 10.0)
     await caches_match(unset)
     assert (await unset.beat(early)).state is TrialState.COMPLETED
-    # The next evaluation stops the run, though it misses the target; its answer may have been lost.
+    # The next evaluation stops the run although it misses the target; its answer may be lost.
     for cost_j in (30.0, 30.0, 31.0):
         answer = await unset.report(early, cost_j=cost_j, metric=0.94, epoch=3)
         assert (answer.stop_train, answer.converged, answer.reason) == (True, True, EndReason.TARGET_REACHED)
-    # So may the answer to the evaluation before, and EarlyStopping may be faster.
+    # The answer to the previous evaluation may be lost, too, and EarlyStopping may be faster.
     assert (await unset.report(early, cost_j=20.0, metric=0.5, epoch=2)).converged
     await unset.service.transact(unset.service.commands.end_trial, ended_early(early))
     assert (await unset.show()).trials[0] == view
 
 
 @pytest.mark.parametrize("outcome", [TrialState.SUSPENDED, TrialState.ABANDONED])
-async def test_a_run_that_may_come_back_counts_where_it_had_reached_the_target(
+async def test_suspended_or_abandoned_trial_is_completed_where_the_target_was_reached(
     unset: JobService, outcome: TrialState
 ) -> None:
     early = await unset.suggest()
@@ -129,11 +131,11 @@ async def test_a_run_that_may_come_back_counts_where_it_had_reached_the_target(
     await registered(unset, 0.95)
     assert await unset.states() == [TrialState.COMPLETED]
     await caches_match(unset)
-    # A run that resumed before the target was set may repeat the epoch that reached it.
+    # A run resumed before the target was set may repeat the epoch that reached the target.
     assert (await unset.report(early, cost_j=35.0, metric=0.94, epoch=2)).converged
 
 
-async def test_evaluations_before_the_target_was_set_confirm_it(database_url: str) -> None:
+async def test_evaluations_before_the_target_was_set_count_as_confirmation(database_url: str) -> None:
     async with job_service(database_url, target_metric=None, max_epochs=5, confirm=2, policy=GP_VOI) as bso:
         trial = await bso.suggest()
         await train(bso, trial, (0.5, 0.97))
@@ -148,7 +150,7 @@ async def in_one_transaction(bso: JobService, *results: TrainingResult) -> None:
     await bso.store.write(lambda transaction: ReportBatch(transaction, reports, moment).take())
 
 
-async def test_the_cheapest_of_two_runs_under_way_that_end_together_is_kept(unset: JobService) -> None:
+async def test_cheapest_of_two_running_trials_ending_together_is_kept(unset: JobService) -> None:
     first, second = await unset.suggest(), await unset.suggest()
     await train(unset, first, (0.97, 0.5))
     await train(unset, second, (0.5, 0.97))
@@ -159,7 +161,7 @@ async def test_the_cheapest_of_two_runs_under_way_that_end_together_is_kept(unse
     await caches_match(unset)
 
 
-async def test_runs_that_end_together_set_the_target_once(unset: JobService) -> None:
+async def test_runs_ending_together_set_the_target_once(unset: JobService) -> None:
     runs = [await unset.suggest() for _ in range(4)]
     for trial, metrics in zip(runs, (*CURVES, (0.99, 0.1, 0.1, 0.1, 0.1)), strict=True):
         await train(unset, trial, metrics[:4])
@@ -172,14 +174,14 @@ async def test_runs_that_end_together_set_the_target_once(unset: JobService) -> 
     await caches_match(unset)
 
 
-async def test_the_last_report_before_the_target_may_be_repeated(unset: JobService) -> None:
+async def test_last_report_before_the_target_may_be_repeated(unset: JobService) -> None:
     await learn(unset)
     trial = (await unset.show()).trials[0]
     again = TrialId(job_id=unset.job_id, batch_size=16, trial_number=trial.trial_number)
     assert (await unset.report(again, cost_j=50.0, metric=0.9, epoch=5)).converged
 
 
-async def test_a_run_that_early_stopping_ended_counts(unset: JobService) -> None:
+async def test_run_ended_by_early_stopping_counts(unset: JobService) -> None:
     for metrics in CURVES:
         trial = await unset.suggest()
         await train(unset, trial, metrics[:4])
@@ -197,7 +199,7 @@ async def test_crashed_runs_do_not_set_the_target(unset: JobService) -> None:
     assert (await registered(unset, None)).target_runs == (2, 3, 4)
 
 
-async def test_a_run_that_is_too_short_to_confirm_a_target_does_not_set_it(database_url: str) -> None:
+async def test_run_too_short_to_confirm_a_target_does_not_set_the_target(database_url: str) -> None:
     async with job_service(
         database_url, target_metric=None, max_epochs=5, default_batch_size=16, confirm=2, policy=GP_VOI
     ) as bso:
@@ -212,7 +214,7 @@ async def test_a_run_that_is_too_short_to_confirm_a_target_does_not_set_it(datab
 
 
 @pytest.mark.parametrize("learned", [True, False])
-async def test_the_user_may_give_the_target_later(unset: JobService, learned: bool) -> None:
+async def test_user_may_set_the_target_later(unset: JobService, learned: bool) -> None:
     if learned:
         await learn(unset)
     else:
@@ -221,7 +223,7 @@ async def test_the_user_may_give_the_target_later(unset: JobService, learned: bo
     assert (job.target_metric, job.target_runs) == (0.94, ())
     assert (await registered(unset, None)).target_metric == 0.94
     states = [(each.state, each.epochs) for each in (await unset.show()).trials]
-    # What reached the new target counts from there; the others ended at the learned one.
+    # Trials that reached the new target count up to there; the others ended at the learned target.
     assert states[0] == (TrialState.COMPLETED, 4)
     assert states[1:] == ([(TrialState.WITHDRAWN, 3), (TrialState.WITHDRAWN, 2)] if learned else [])
     await caches_match(unset)
@@ -230,7 +232,7 @@ async def test_the_user_may_give_the_target_later(unset: JobService, learned: bo
     await caches_match(unset)
 
 
-async def test_a_late_registration_with_the_learned_target_does_not_give_it(unset: JobService) -> None:
+async def test_late_registration_with_the_learned_target_does_not_override_the_users_target(unset: JobService) -> None:
     await learn(unset)
     known = await registered(unset, None)
     await registered(unset, 0.94)
@@ -238,14 +240,14 @@ async def test_a_late_registration_with_the_learned_target_does_not_give_it(unse
     assert again.target_metric == 0.94
 
 
-async def test_a_job_with_a_target_keeps_it(database_url: str) -> None:
+async def test_job_keeps_a_registered_target(database_url: str) -> None:
     async with job_service(database_url, target_metric=0.9) as bso:
         assert (await registered(bso, None)).target_metric == 0.9
         with pytest.raises(JobConflictError, match=r"begun with target 0\.9, .* for 0\.8 use another"):
             await bso.service.register(asked(bso, 0.8))
 
 
-async def test_an_export_has_the_target_and_its_runs(unset: JobService) -> None:
+async def test_export_contains_the_target_and_the_runs_behind_the_target(unset: JobService) -> None:
     await learn(unset)
     lines = b"".join([part async for part in export(unset.store, unset.job_id)]).splitlines()
     job, *trials = map(json.loads, lines)
@@ -253,7 +255,7 @@ async def test_an_export_has_the_target_and_its_runs(unset: JobService) -> None:
     assert [len(trial["epochs"]) for trial in trials] == [3, 2, 1]
 
 
-async def test_an_import_goes_on_with_the_learned_target(unset: JobService) -> None:
+async def test_imported_job_keeps_the_learned_target(unset: JobService) -> None:
     await learn(unset)
     lines = [part async for part in export(unset.store, unset.job_id)]
     await unset.service.delete_job(unset.job_id)

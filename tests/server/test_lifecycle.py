@@ -35,11 +35,11 @@ pytestmark = pytest.mark.storage
     ("heartbeats", "longest_gap_s", "lease_s"),
     [(True, 5000, 360), (False, 0, 3600), (False, 720, 3600), (False, 800, 4000)],
 )
-def test_lengths_of_leases(heartbeats: bool, longest_gap_s: float, lease_s: float) -> None:
+def test_lease_lengths_are_literal(heartbeats: bool, longest_gap_s: float, lease_s: float) -> None:
     assert LeasePolicy().lease_s(heartbeats=heartbeats, longest_gap_s=longest_gap_s) == lease_s
 
 
-async def test_a_silent_trial_is_abandoned_and_its_size_explored_again(bso: JobService) -> None:
+async def test_silent_trial_is_abandoned_and_the_size_explored_again(bso: JobService) -> None:
     await bso.suggest()
     bso.wait(HOUR_S)
     assert (await bso.suggest()).origin == "concurrent"
@@ -53,7 +53,7 @@ async def test_a_silent_trial_is_abandoned_and_its_size_explored_again(bso: JobS
     assert "not heard of since 2026-01-01 00:00:00 UTC" in (view.trials[0].message or "")
 
 
-async def test_a_lease_of_a_clock_that_was_ahead_ends_as_others_do(
+async def test_lease_from_a_clock_ahead_ends_after_the_usual_time(
     bso: JobService, caplog: pytest.LogCaptureFixture
 ) -> None:
     bso.wait(365 * 24 * HOUR_S)
@@ -71,7 +71,7 @@ async def test_a_lease_of_a_clock_that_was_ahead_ends_as_others_do(
     assert await bso.service.reap() == 0
 
 
-async def test_reports_renew_the_lease_for_as_long_as_epochs_take(bso: JobService) -> None:
+async def test_reports_renew_the_lease_according_to_the_duration_of_epochs(bso: JobService) -> None:
     trial = await bso.suggest()
     bso.wait(HOUR_S)
     await bso.report(trial, cost_j=200_000)  # 2,000 s of training: the next lease is 10,000 s
@@ -83,7 +83,7 @@ async def test_reports_renew_the_lease_for_as_long_as_epochs_take(bso: JobServic
     assert await bso.states() == [TrialState.ABANDONED]
 
 
-async def test_heartbeats_keep_a_trial_alive_and_shorten_its_lease(bso: JobService) -> None:
+async def test_heartbeats_keep_a_trial_alive_and_shorten_the_lease(bso: JobService) -> None:
     trial = await bso.suggest()
     for _ in range(3):
         bso.wait(359)
@@ -94,7 +94,7 @@ async def test_heartbeats_keep_a_trial_alive_and_shorten_its_lease(bso: JobServi
     assert (await bso.states())[0] is TrialState.ABANDONED
 
 
-async def test_one_heartbeat_that_only_asks_leaves_the_lease_long(bso: JobService) -> None:
+async def test_single_irregular_heartbeat_does_not_shorten_the_lease(bso: JobService) -> None:
     trial = await bso.suggest()
     beat = await bso.beat(trial, regular=False)
     assert (beat.state, beat.lease_s) == (TrialState.RUNNING, 3600)
@@ -104,7 +104,7 @@ async def test_one_heartbeat_that_only_asks_leaves_the_lease_long(bso: JobServic
     await bso.end(trial, TrialState.FAILED)
 
 
-async def test_a_late_report_brings_an_abandoned_trial_back(bso: JobService) -> None:
+async def test_late_report_revives_an_abandoned_trial(bso: JobService) -> None:
     late = await bso.suggest()
     bso.wait(HOUR_S + 1)
     replacement = await bso.suggest()
@@ -119,7 +119,7 @@ async def test_a_late_report_brings_an_abandoned_trial_back(bso: JobService) -> 
     assert view.trials[0].end_reason is EndReason.TARGET_REACHED
 
 
-async def test_an_exploration_that_comes_back_late_does_not_undo_the_pruning(bso: JobService) -> None:
+async def test_exploration_revived_late_does_not_undo_the_pruning(bso: JobService) -> None:
     late = await bso.suggest()
     bso.wait(HOUR_S + 1)
     while (trial := await bso.suggest()).origin == "exploration":
@@ -130,7 +130,7 @@ async def test_an_exploration_that_comes_back_late_does_not_undo_the_pruning(bso
     assert (await bso.suggest()).origin == "bandit"
 
 
-async def test_nothing_is_heard_of_trials_that_never_were(bso: JobService) -> None:
+async def test_heartbeat_and_end_of_an_unknown_trial_are_refused(bso: JobService) -> None:
     nobody = TrialId(job_id=bso.job_id, batch_size=16, trial_number=1)
     with pytest.raises(UnknownTrialError):
         await bso.beat(nobody)
@@ -141,18 +141,18 @@ async def test_nothing_is_heard_of_trials_that_never_were(bso: JobService) -> No
 # --- Preemption -------------------------------------------------------------------------------------------------------
 
 
-async def test_a_preempted_trial_goes_on(bso: JobService) -> None:
+async def test_preempted_trial_continues(bso: JobService) -> None:
     trial = await bso.suggest()
     await bso.report(trial, cost_j=100)
     await bso.end(trial, TrialState.SUSPENDED)
     bso.wait(20 * HOUR_S)
-    assert (await bso.suggest()).origin == "concurrent"  # its exploration is still to come
+    assert (await bso.suggest()).origin == "concurrent"  # its exploration has not ended
     assert (await bso.beat(trial)).state is TrialState.RUNNING
     await bso.reach(trial, 200)
     assert (await bso.states())[0] is TrialState.COMPLETED
 
 
-async def test_a_preempted_trial_that_does_not_come_back_is_abandoned(bso: JobService) -> None:
+async def test_preempted_trial_without_a_resume_is_abandoned(bso: JobService) -> None:
     trial = await bso.suggest()
     await bso.end(trial, TrialState.SUSPENDED)
     await bso.end(trial, TrialState.SUSPENDED)
@@ -163,7 +163,7 @@ async def test_a_preempted_trial_that_does_not_come_back_is_abandoned(bso: JobSe
 
 
 @pytest.mark.parametrize("outcome", [TrialState.FAILED, TrialState.INFEASIBLE, TrialState.SUSPENDED])
-async def test_how_an_abandoned_trial_ends_after_all_counts(bso: JobService, outcome: JobService.Outcome) -> None:
+async def test_end_of_a_revived_trial_counts(bso: JobService, outcome: JobService.Outcome) -> None:
     trial = await bso.suggest()
     bso.wait(HOUR_S + 1)
     assert await bso.service.reap() == 1
@@ -174,19 +174,19 @@ async def test_how_an_abandoned_trial_ends_after_all_counts(bso: JobService, out
 # --- Crashes and memory -----------------------------------------------------------------------------------------------
 
 
-async def test_a_size_that_always_crashes_is_given_up(bso: JobService) -> None:
+async def test_size_with_only_crashes_is_excluded(bso: JobService) -> None:
     for expected in (TrialState.FAILED, TrialState.FAILED, TrialState.INFEASIBLE):
         trial = await bso.suggest()
         assert trial.batch_size == 16
         await bso.end(trial)
         assert (await bso.states())[-1] is expected
-    # It did not reach the target: the way down ends, and larger sizes are tried.
+    # The size missed the target: the direction down ends, and larger sizes are tried.
     assert (await bso.suggest()).batch_size == 32
     (arm,) = [arm for arm in (await bso.show()).arms if arm.batch_size == 16]
     assert arm.infeasible is EndReason.CRASHED
 
 
-async def test_crashes_of_a_size_that_has_run_do_not_exclude_it(bso: JobService) -> None:
+async def test_crashes_do_not_exclude_a_size_with_a_completed_run(bso: JobService) -> None:
     await bso.reach(await bso.suggest())
     while len(await bso.states()) < 8:
         await bso.end(await bso.suggest())
@@ -194,7 +194,7 @@ async def test_crashes_of_a_size_that_has_run_do_not_exclude_it(bso: JobService)
     assert set(of_16[1:]) <= {TrialState.FAILED}
 
 
-async def test_out_of_memory_excludes_the_size_and_larger_ones(database_url: str) -> None:
+async def test_out_of_memory_excludes_the_size_and_larger_sizes(database_url: str) -> None:
     async with job_service(database_url, batch_sizes=(4, 8, 16, 32, 64), default_batch_size=32) as server:
         too_large = await server.suggest()
         assert too_large.batch_size == 32
@@ -209,7 +209,7 @@ async def test_out_of_memory_excludes_the_size_and_larger_ones(database_url: str
         assert 64 not in sizes
 
 
-async def test_out_of_memory_in_the_bandit_stage_leaves_the_smaller_survivors(bso: JobService) -> None:
+async def test_out_of_memory_in_the_bandit_stage_leaves_smaller_survivors(bso: JobService) -> None:
     while (trial := await bso.suggest()).origin == "exploration":
         await bso.reach(trial, 1000 - trial.batch_size)  # 32 is the cheapest
     while trial.batch_size != 16:
@@ -222,7 +222,7 @@ async def test_out_of_memory_in_the_bandit_stage_leaves_the_smaller_survivors(bs
         await bso.reach(trial, 992)
 
 
-async def test_when_nothing_fits_the_error_says_so(bso: JobService) -> None:
+async def test_error_without_a_fitting_size_explains_the_reason(bso: JobService) -> None:
     for expected in (16, 8):
         trial = await bso.suggest()
         assert trial.batch_size == expected
@@ -234,7 +234,7 @@ async def test_when_nothing_fits_the_error_says_so(bso: JobService) -> None:
 # --- Repeated requests ------------------------------------------------------------------------------------------------
 
 
-async def test_a_repeated_request_finds_the_trial_it_started(bso: JobService) -> None:
+async def test_repeated_request_returns_the_trial_of_the_key(bso: JobService) -> None:
     first = await bso.suggest("key-1")
     assert await bso.suggest("key-1") == first
     assert (await bso.suggest("key-2")).trial_number == 2
@@ -243,13 +243,13 @@ async def test_a_repeated_request_finds_the_trial_it_started(bso: JobService) ->
         await bso.suggest("key-1")
 
 
-async def test_a_key_is_its_jobs_own(bso: JobService) -> None:
+async def test_idempotency_key_is_local_to_a_job(bso: JobService) -> None:
     other = JobService(bso.store)
     await other.service.register(other.job)
     assert (await bso.suggest("key")).job_id != (await other.suggest("key")).job_id
 
 
-async def test_a_repeated_report_changes_nothing(bso: JobService) -> None:
+async def test_repeated_report_changes_nothing(bso: JobService) -> None:
     trial = await bso.suggest()
     first = await bso.report(trial, cost_j=100)
     before = await bso.show()
@@ -258,7 +258,7 @@ async def test_a_repeated_report_changes_nothing(bso: JobService) -> None:
     assert len(await bso.store.read(queries.epochs_between, bso.job_id, 1, 1)) == 1
 
 
-async def test_one_bad_report_in_a_group_hurts_no_other(bso: JobService) -> None:
+async def test_bad_report_in_a_group_does_not_affect_the_rest(bso: JobService) -> None:
     trials = [await bso.suggest() for _ in range(3)]
     await bso.reach(trials[1])
     answers = await asyncio.gather(
@@ -270,10 +270,10 @@ async def test_one_bad_report_in_a_group_hurts_no_other(bso: JobService) -> None
     assert [trial.epochs for trial in (await bso.show()).trials] == [2, 5, 2]
 
 
-# --- Trainings that were cut off --------------------------------------------------------------------------------------
+# --- Trainings without a connection -----------------------------------------------------------------------------------
 
 
-async def test_the_stop_rule_comes_with_the_trial_and_with_each_verdict(bso: JobService) -> None:
+async def test_stop_rule_arrives_with_the_trial_and_each_verdict(bso: JobService) -> None:
     first = await bso.suggest()
     assert first.stop_rule == StopRule(max_cost_j=None, max_epochs=10)
     await bso.reach(first, cost_j=500)
@@ -285,11 +285,11 @@ async def test_the_stop_rule_comes_with_the_trial_and_with_each_verdict(bso: Job
     assert (await bso.suggest()).stop_rule == StopRule(max_cost_j=800, max_epochs=10)
 
 
-async def test_a_training_that_judged_itself_is_judged_by_the_same_rule(bso: JobService) -> None:
+async def test_offline_verdict_is_judged_by_the_trainings_own_rule(bso: JobService) -> None:
     own_rule = StopRule(max_cost_j=None, max_epochs=10)
     trial, rival = await bso.suggest(), await bso.suggest()
     await bso.reach(rival, cost_j=100)
-    # Above today's bound of 200 J, within that of the time when the training was cut off.
+    # Above today's bound of 200 J, but within the bound of the time when the connection was lost.
     assert (await bso.report(trial, cost_j=300, judged_by=own_rule)).reason is EndReason.KEEP_TRAINING
     verdict = await bso.report(trial, cost_j=400, metric=0.95, epoch=2, judged_by=own_rule)
     assert verdict.converged
@@ -307,20 +307,20 @@ async def test_a_training_that_judged_itself_is_judged_by_the_same_rule(bso: Job
     assert verdict.reason is EndReason.MAX_EPOCHS_REACHED
 
 
-async def test_an_offline_trial_is_recorded_once_and_counts(bso: JobService) -> None:
+async def test_offline_trial_is_recorded_once_and_counts(bso: JobService) -> None:
     trial = await bso.offline(32, "key")
     assert (trial.trial_number, trial.batch_size, trial.origin) == (1, 32, "offline")
     assert await bso.offline(32, "key") == trial
     await bso.reach(trial, cost_j=300)
-    assert (await bso.offline(32, "key")).trial_number == 1  # even when it has ended
+    assert (await bso.offline(32, "key")).trial_number == 1  # even after its end
     view = await bso.show()
     assert [(each.origin, each.state) for each in view.trials] == [("offline", "completed")]
     assert view.min_cost_j == 300
-    # No exploration was asked for, and none is done with.
+    # The offline trial neither replaces nor completes an exploration.
     assert (await bso.suggest()).batch_size == 16
 
 
-async def test_an_offline_trial_that_cannot_be_is_refused(bso: JobService) -> None:
+async def test_invalid_offline_trial_is_refused(bso: JobService) -> None:
     await bso.offline(32, "key")
     with pytest.raises(InvalidReportError, match=r"64 is not one of the job's batch sizes \[8, 16, 32\]"):
         await bso.offline(64, "another")
@@ -355,8 +355,8 @@ async def test_caches_equal_a_replay_of_the_trials(database_url: str, seed: int,
         await server.store.read(assert_caches_equal_a_replay, server.job_id)
 
 
-async def test_a_job_that_was_imported_with_a_longer_window_goes_on(database_url: str) -> None:
-    """MariaDB's TEXT ends at 64 KiB, which a window of some 2,700 runs fills."""
+async def test_imported_job_with_a_longer_window_continues(database_url: str) -> None:
+    """MariaDB's TEXT ends at 64 KiB, the size of a window of about 2,700 runs."""
     runs = 5000
     async with job_service(database_url) as server:
         store, registration = server.store, server.job

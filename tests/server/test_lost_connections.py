@@ -1,6 +1,6 @@
-"""Connections to the database that are lost, at the worst moments too, and a database that is away for a while.
+"""Lost connections to the database at the worst moments, and a database that is temporarily unreachable.
 
-The server reaches its database through a relay of our own, which the tests open and close.
+The server reaches its database through a relay that the tests open and close.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from tests.support.service import open_store
 from tests.support.wire import assert_refused, begin, reached
 from zeus_plugins.protocol import CreatedJob
 
-# A SQLite file has no connection that could be lost.
+# A SQLite file has no connection to lose.
 pytestmark = pytest.mark.parametrize("database_url", [POSTGRESQL, MYSQL], indirect=True, scope="module")
 
 PATIENCE_S = 60.0
@@ -70,7 +70,7 @@ def http(relayed_server: ServerProcess) -> Iterator[httpx.Client]:
 
 
 def report(http: httpx.Client, trial: dict[str, Any], epoch: int) -> httpx.Response:
-    """Report an epoch after which the training goes on."""
+    """Report an epoch that does not end the training."""
     return http.post(
         "/report", json={**trial, "time": epoch, "energy": 100 * epoch, "metric": 0.25, "current_epoch": epoch}
     )
@@ -82,11 +82,11 @@ def epochs_of(http: httpx.Client, trial: dict[str, Any]) -> list[float]:
 
 
 class TestAnswersThatGetLostAfterTheCommit:
-    """Each transaction of these requests is in force when its connection is lost, and is done again."""
+    """Each transaction of these requests is committed when its connection is lost, and is repeated."""
 
     @pytest.fixture
     def lossy(self, http: httpx.Client, relay: Relay, relayed_server: ServerProcess) -> Iterator[httpx.Client]:
-        # Whatever is remembered for a while is asked for now.
+        # Fill the caches now.
         http.get("/api/jobs").raise_for_status()
         before = relay.lost_commits
         relay.lose_commits(True)
@@ -95,18 +95,18 @@ class TestAnswersThatGetLostAfterTheCommit:
         assert relay.lost_commits > before
         assert "Traceback" not in relayed_server.log.read_text()
 
-    def test_a_job_is_registered(self, lossy: httpx.Client) -> None:
+    def test_job_is_registered_despite_a_lost_commit_answer(self, lossy: httpx.Client) -> None:
         answer = lossy.post("/jobs", json=job(job_id="registered"))
         assert answer.status_code in {200, 201}, answer.text
         assert answer.json()["job_id"] == "registered"
 
-    def test_a_job_gets_one_id_of_the_servers_making(self, lossy: httpx.Client) -> None:
+    def test_job_gets_a_single_generated_id(self, lossy: httpx.Client) -> None:
         answer = lossy.post("/jobs", json={**job(job_id="named"), "job_id": None})
         assert answer.status_code in {200, 201}, answer.text
         (found,) = lossy.get("/api/jobs", params={"prefix": "named"}).raise_for_status().json()["jobs"]
         assert found["job_id"] == answer.json()["job_id"]
 
-    def test_one_trial_is_dispatched(self, lossy: httpx.Client) -> None:
+    def test_request_dispatches_a_single_trial(self, lossy: httpx.Client) -> None:
         lossy.post("/jobs", json=job(job_id="dispatched")).raise_for_status()
         query, headers = {"job_id": "dispatched"}, {"Idempotency-Key": "one"}
         trial = lossy.get("/jobs/batch_size", params=query, headers=headers).raise_for_status().json()
@@ -114,7 +114,7 @@ class TestAnswersThatGetLostAfterTheCommit:
         trials = lossy.get("/api/jobs/dispatched/trials").raise_for_status().json()["trials"]
         assert [each["trial_number"] for each in trials] == [1]
 
-    def test_a_trial_lives_once(self, lossy: httpx.Client, relay: Relay) -> None:
+    def test_trial_starts_and_ends_once(self, lossy: httpx.Client, relay: Relay) -> None:
         relay.lose_commits(False)
         lossy.post("/jobs", json=job(job_id="lived")).raise_for_status()
         first, second = begin(lossy, "lived"), begin(lossy, "lived")
@@ -130,8 +130,8 @@ class TestAnswersThatGetLostAfterTheCommit:
         assert [trial["state"] for trial in shown["trials"]] == ["completed", "failed"]
         assert [(arm["trials"], arm["n"]) for arm in shown["arms"]] == [(0, 0), (2, 1)]
 
-    def test_a_job_is_imported_and_deleted(self, lossy: httpx.Client, relay: Relay) -> None:
-        # Without a key, each attempt whose answer is lost starts another trial, and may lose its answer again.
+    def test_job_is_imported_and_deleted_once(self, lossy: httpx.Client, relay: Relay) -> None:
+        # Without a key, each attempt with a lost answer starts another trial, and may lose its answer again.
         relay.lose_commits(False)
         lossy.post("/jobs", json=job(job_id="moved")).raise_for_status()
         reached(lossy, begin(lossy, "moved"), cost_j=500)
@@ -144,9 +144,9 @@ class TestAnswersThatGetLostAfterTheCommit:
         assert lossy.delete("/jobs", params={"job_id": "moved-2"}).status_code == 404
 
     @pytest.mark.usefixtures("lossy")
-    def test_a_token_is_made_rotated_replaced_and_revoked(self, relayed_url: str) -> None:
+    def test_token_is_created_rotated_replaced_and_revoked_once(self, relayed_url: str) -> None:
         async def make() -> None:
-            # Longer than by default: see `tests.support.servers.Server`.
+            # Longer than the default: see `tests.support.servers.Server`.
             store = Store(open_database(relayed_url, patience_s=60.0), patience_s=60.0)
             try:
                 tokens = Tokens(store)
@@ -165,7 +165,7 @@ class TestAnswersThatGetLostAfterTheCommit:
 
 
 async def _give(store: Store, tokens: Tokens, token_id: str) -> None:
-    """Hand over a job with a trial, as one would without losses."""
+    """Create and transfer a job with a trial without lost connections."""
     service = BatchSizeService(store)
     registration = CreatedJob.model_validate(job(job_id="given"))
     caller = Caller(token_id, frozenset({Scope.REPORT}))
@@ -176,7 +176,7 @@ async def _give(store: Store, tokens: Tokens, token_id: str) -> None:
     await tokens.revoke(successor.token_id)
 
 
-def test_sessions_that_are_ended_cost_no_request(
+def test_terminated_sessions_fail_no_request(
     http: httpx.Client, relayed_server: ServerProcess, database_url: str
 ) -> None:
     http.post("/jobs", json=job(job_id="cut")).raise_for_status()
@@ -201,7 +201,7 @@ def test_sessions_that_are_ended_cost_no_request(
         trainings = [pool.submit(train, name) for name in range(CLIENTS)]
         try:
             for _ in range(CUTS):
-                # Some work between two cuts; a training that has failed ends the wait.
+                # Some requests between two cuts; a failed training ends the wait.
                 for _ in range(10):
                     while not answers.acquire(timeout=0.1):
                         if any(training.done() for training in trainings):
@@ -221,7 +221,7 @@ def test_sessions_that_are_ended_cost_no_request(
 
 
 async def until_none_is_left(url: str, sessions: set[int]) -> None:
-    """Wait until sessions have ended that were told to end."""
+    """Wait until the sessions, which have been terminated, have ended."""
     table = "pg_stat_activity WHERE pid" if url.startswith("postgresql") else "information_schema.processlist WHERE id"
     left = text(f"SELECT count(*) FROM {table} IN ({', '.join(map(str, sessions))})")  # noqa: S608 - numbers
     engine = create_async_engine(url, isolation_level="AUTOCOMMIT")
@@ -248,7 +248,7 @@ async def end_two_idle_sessions(store: Store, database_url: str) -> None:
     await until_none_is_left(url, ended)
 
 
-async def test_connections_that_were_ended_while_idle_cost_no_request(
+async def test_connections_terminated_while_idle_fail_no_request(
     database_url: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "bso_server")
@@ -256,18 +256,18 @@ async def test_connections_that_were_ended_while_idle_cost_no_request(
         await end_two_idle_sessions(store, database_url)
         caplog.clear()
         await store.write(lambda transaction: transaction.job("none"))
-        # The second connection is made anew, though nobody has used it since.
+        # The second connection is replaced, too, although no request has used it since.
         await asyncio.gather(*(store.write(lambda transaction: transaction.job("none")) for _ in range(2)))
     assert caplog.text.count("lost the connection") == caplog.text.count("found it again at attempt 2") == 1
 
 
-async def test_a_server_whose_idle_connections_were_ended_is_ready(database_url: str) -> None:
+async def test_server_with_terminated_idle_connections_is_ready(database_url: str) -> None:
     async with open_store(database_url) as store:
         await end_two_idle_sessions(store, database_url)
         await JobReader(store).check_ready()
 
 
-def test_a_request_waits_for_a_database_that_comes_back(http: httpx.Client, relay: Relay) -> None:
+def test_request_waits_for_a_returning_database(http: httpx.Client, relay: Relay) -> None:
     http.post("/jobs", json=job(job_id="waiting")).raise_for_status()
     trial = begin(http, "waiting")
     before = relay.turned_away
@@ -285,7 +285,7 @@ def test_a_request_waits_for_a_database_that_comes_back(http: httpx.Client, rela
 
 
 @pytest.mark.parametrize("silent", [False, True], ids=["away", "silent"])
-def test_a_database_that_stays_away_is_told_and_survived(
+def test_unreachable_database_is_reported_and_survived(
     http: httpx.Client, relay: Relay, relayed_server: ServerProcess, silent: bool
 ) -> None:
     job_id = "silent" if silent else "away"
@@ -307,7 +307,7 @@ def test_a_database_that_stays_away_is_told_and_survived(
     finally:
         relay.fall_silent(False) if silent else relay.open()
 
-    # What was cut off in the middle of a transaction may keep its locks for a moment.
+    # An interrupted transaction may keep its locks briefly.
     deadline = time.monotonic() + PATIENCE_S
     while report(http, trial, 1).status_code != 200:
         assert silent
@@ -321,7 +321,7 @@ def test_a_database_that_stays_away_is_told_and_survived(
     assert silent or 1 <= len(lines) <= len(answers)
 
 
-def test_the_schema_says_so(http: httpx.Client) -> None:
+def test_schema_documents_the_unavailable_answers(http: httpx.Client) -> None:
     document = json.loads(http.get("/schema/openapi.json").raise_for_status().text)
     assert "503" in document["paths"]["/report"]["post"]["responses"]
     assert "503" not in document["paths"]["/health/live"]["get"]["responses"]

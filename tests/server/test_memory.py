@@ -1,4 +1,4 @@
-"""However many names strangers make up, the server keeps none of them: the whole application in this process."""
+"""Memory for unknown names: the server keeps none, with the whole application in this process."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from bso_server.settings import Settings
 from tests.support.jobs import job
 from tests.support.tokens import RESULT, bearer
 
-# Litestar remembers the latest 1024 paths and queries, and the server as many names of hosts.
+# Litestar remembers the latest 1024 paths and queries, and the server remembers 1024 host names.
 WARM_UP, REQUESTS = 1100, 900
 KINDS = 9
-# What other tests have left in this process may move meanwhile, but not every time.
+# Remains of other tests in this process may be freed during a round, but not in every round.
 ROUNDS = 8
 
 CachedFunction = type(lru_cache(len))
 
 
 async def _ask(http: httpx.AsyncClient, trial: dict[str, Any], kind: int, number: int) -> httpx.Response:
-    """A request that holds a name which no other has, and which the server does not know."""
+    """Send a request with a unique name that the server does not know."""
     name = f"job-{number:0200}"
     stranger = {"job_id": name, "batch_size": 8, "trial_number": number + 1}
     match kind:
@@ -56,7 +56,7 @@ async def _ask(http: httpx.AsyncClient, trial: dict[str, Any], kind: int, number
 
 
 @pytest.mark.slow
-def test_unknown_names_are_not_kept(tmp_path: Path) -> None:
+def test_unknown_names_are_not_stored(tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path / 'bso.sqlite3'}"
     app = create_app(Settings(database_url=url, allowed_hosts="bso.example"))
 
@@ -79,7 +79,7 @@ def test_unknown_names_are_not_kept(tmp_path: Path) -> None:
                 growths.append(sys.getallocatedblocks() - before)
             return min(growths)
 
-    # Were one name in nine kept, it would be one block each at least.
+    # If one name in nine were stored, at least one block per name would remain.
     assert asyncio.run(run()) < REQUESTS / KINDS / 2
 
 

@@ -1,4 +1,4 @@
-"""``GET /metrics`` of an application in this process: what is counted, what is told of the database, and to whom."""
+"""``GET /metrics`` of an application in this process: counters, totals of the database, and access."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from zeus_plugins.protocol import CreatedJob, Stage, TrialState
 
 PAGE = (ROOT / "docs" / "metrics.md").read_text()
 MOST_SERIES = 1500
-# What hangs shows as a failure.
+# A hang appears as a failure.
 LONG_S = 60.0
 
 
-async def test_what_happens_is_counted(tmp_path: Path) -> None:
+async def test_requests_suggestions_and_ends_are_counted(tmp_path: Path) -> None:
     async with watched(tmp_path) as http:
         job_id = await trained(http)
         assert (await http.get("/jobs/batch_size", params={"job_id": "nobody-1"})).status_code == 404
@@ -54,7 +54,7 @@ async def test_what_happens_is_counted(tmp_path: Path) -> None:
         assert job_id not in (await http.get("/metrics")).text
 
 
-async def test_what_the_database_has_is_told(tmp_path: Path) -> None:
+async def test_totals_of_the_database_are_exported(tmp_path: Path) -> None:
     async with watched(tmp_path) as http:
         await trained(http, energy_j=50.0)
         await trained(http, energy_j=70.0)
@@ -68,7 +68,7 @@ async def test_what_the_database_has_is_told(tmp_path: Path) -> None:
         assert 0 <= value(values, "totals_age_seconds") < 60
 
 
-async def test_only_jobs_that_a_pattern_names_are_told_of_by_name(tmp_path: Path) -> None:
+async def test_only_jobs_matching_the_pattern_are_exported_by_name(tmp_path: Path) -> None:
     async with watched(tmp_path, metrics_jobs="nightly-*") as http:
         named = await trained(http, job_id="nightly-1")
         other = await trained(http, job_id="daily-1")
@@ -78,7 +78,7 @@ async def test_only_jobs_that_a_pattern_names_are_told_of_by_name(tmp_path: Path
         assert other not in (await http.get("/metrics")).text
 
 
-async def test_the_page_has_every_metric_with_its_labels(tmp_path: Path) -> None:
+async def test_documented_metrics_and_labels_match_the_export(tmp_path: Path) -> None:
     rows = re.findall(r"^\| `(zeus_bso_\w+)` \| (\w+) \|([^|]*)\|", PAGE, re.MULTILINE)
     described = {name: (kind, set(re.findall(r"`(\w+)`", labels))) for name, kind, labels in rows}
     assert len(described) == len(rows)
@@ -99,7 +99,7 @@ def random_path(source: random.Random) -> str:
 
 
 @pytest.mark.slow
-async def test_random_paths_leave_few_series(tmp_path: Path) -> None:
+async def test_random_paths_create_few_series(tmp_path: Path) -> None:
     source = random.Random(1)  # noqa: S311 - no secret
     async with watched(tmp_path, metrics_jobs="*") as http:
         for _ in range(10_000):
@@ -111,7 +111,7 @@ async def test_random_paths_leave_few_series(tmp_path: Path) -> None:
 
 
 class TestAccess:
-    async def test_metrics_need_what_reading_needs(self, tmp_path: Path) -> None:
+    async def test_metrics_require_the_read_scope(self, tmp_path: Path) -> None:
         url = f"sqlite:///{tmp_path / 'bso.sqlite3'}"
         assert bso_server("db", "upgrade", "--database-url", url).returncode == 0
         token = make_token(url, "read")
@@ -128,22 +128,22 @@ class TestAccess:
             assert {each: value(values, "auth_failures_total", reason=each) for each in reasons} == reasons
             assert token.split("_")[1] not in answer.text
 
-    async def test_they_can_be_open_to_everybody(self, tmp_path: Path) -> None:
+    async def test_metrics_can_be_public(self, tmp_path: Path) -> None:
         async with watched(tmp_path, metrics="open") as http:
             forwarded = {"X-Forwarded-For": "203.0.113.9"}
             assert (await http.get("/api/jobs", headers=forwarded)).status_code == 403
             assert (await http.get("/metrics", headers=forwarded)).status_code == 200
 
-    async def test_they_can_be_off(self, tmp_path: Path) -> None:
+    async def test_metrics_can_be_disabled(self, tmp_path: Path) -> None:
         async with watched(tmp_path, metrics="off") as http:
             assert (await http.get("/metrics")).status_code == 404
             assert "x-request-id" in (await http.get("/version")).headers
 
 
 class TestListeners:
-    """The watchers of a store are told of what is in force, and of nothing else."""
+    """Listeners of a store hear only about committed changes."""
 
-    async def test_nothing_that_was_rolled_back_is_told(self, tmp_path: Path) -> None:
+    async def test_rolled_back_changes_are_not_announced(self, tmp_path: Path) -> None:
         told: list[Occurrence] = []
 
         def refused(transaction: Transaction) -> None:
@@ -159,13 +159,13 @@ class TestListeners:
         assert outcomes == [Outcome.REFUSED, Outcome.COMMITTED]
         assert told[2:] == [TrialEnded(TrialState.FAILED)]
 
-    async def test_each_end_of_a_trial_is_told_once(self, tmp_path: Path) -> None:
+    async def test_each_end_of_a_trial_is_announced_once(self, tmp_path: Path) -> None:
         told: list[Occurrence] = []
         async with job_service(f"sqlite:///{tmp_path / 'bso.sqlite3'}") as server:
             server.store.listener = told.append
             first, second, third, fourth = [await server.suggest() for _ in range(4)]
             await server.reach(first)
-            await server.reach(first)  # said again
+            await server.reach(first)  # repeated
             await server.end(second)
             await server.end(second)
             await server.end(third, TrialState.SUSPENDED)
@@ -180,7 +180,7 @@ class TestListeners:
 
 class TestTotals:
     @pytest.mark.storage
-    async def test_they_follow_what_happens(self, database_url: str) -> None:
+    async def test_totals_follow_the_trials(self, database_url: str) -> None:
         async with job_service(database_url) as server:
             reader = TotalsReader(server.store, clock=lambda: server.now)
             first, second = await server.suggest(), await server.suggest()
@@ -201,7 +201,7 @@ class TestTotals:
             await server.service.delete_job(server.job_id)
             assert server.job_id not in await reader.read()
 
-    async def test_jobs_are_looked_at_when_they_have_changed_or_the_reading_was_broken_off(
+    async def test_only_changed_or_interrupted_jobs_are_read_again(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         looks: list[str] = []
@@ -238,7 +238,7 @@ def totals_of_a_job(**fields: Any) -> JobTotals:
 
 
 class TestReading:
-    """The totals are read beside the scrapes."""
+    """Totals are read in the background of scrapes."""
 
     @pytest.fixture(autouse=True)
     def _waits(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -256,7 +256,7 @@ class TestReading:
         registry.register(metrics)
         return values_in(generate_latest(registry).decode())
 
-    async def test_not_more_often_than_asked_for(self) -> None:
+    async def test_totals_are_not_read_more_often_than_the_interval(self) -> None:
         reads = 0
 
         async def read() -> dict[str, JobTotals]:
@@ -271,7 +271,7 @@ class TestReading:
         assert [Snapshot(1000.0, 1.0).is_new(now) for now in (999.0, 1014.0, 1015.0)] == [False, True, False]
         assert [Snapshot(1000.0, 10.0).is_new(now) for now in (1089.0, 1090.0)] == [True, False]
 
-    async def test_a_failure_leaves_what_is_known_and_is_counted(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test_failed_reading_keeps_the_last_totals_and_is_counted(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(prometheus, "PERIOD_S", 0.0)
         monkeypatch.setattr(prometheus, "_REST", 0.0)
         answers: list[dict[str, JobTotals] | Exception] = [
@@ -294,7 +294,7 @@ class TestReading:
             assert (value(values, "energy_joules"), value_of(errors)) == (5.0, failures)
         assert answers == []
 
-    async def test_a_database_that_hangs_holds_up_nobody(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test_hanging_database_does_not_block_scrapes(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(prometheus, "_WAIT_S", 0.01)
         released = asyncio.Event()
 
@@ -312,20 +312,20 @@ class TestReading:
         assert value(values, "energy_joules") == 5.0
         await metrics.close()
 
-    async def test_a_reading_that_takes_too_long_is_given_up(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test_reading_beyond_the_deadline_is_abandoned(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(prometheus, "_DEADLINE_S", 0.01)
         metrics, errors = self.metrics(asyncio.Event().wait)
         while not value_of(errors):
             assert await self.values(metrics) == {}
 
-    async def test_the_end_of_a_server_ends_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test_stopping_the_server_stops_the_reading(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(prometheus, "_WAIT_S", 0.01)
         metrics, errors = self.metrics(asyncio.Event().wait)
         assert await self.values(metrics) == {}
         await metrics.close()
         assert value_of(errors) == 0
 
-    async def test_what_one_process_has_read_the_others_know(self, tmp_path: Path) -> None:
+    async def test_totals_are_shared_between_processes(self, tmp_path: Path) -> None:
         async def read() -> dict[str, JobTotals]:
             return {"job": totals_of_a_job(saved_energy_j=-2.0)}
 
@@ -340,7 +340,7 @@ class TestReading:
         assert value(values, "saved_energy_joules") == -2.0
         assert value_of(errors) == 0
 
-    def test_the_number_of_jobs_by_name_is_bounded(self) -> None:
+    def test_number_of_jobs_exported_by_name_is_bounded(self) -> None:
         everything = {f"a-{n:03}": totals_of_a_job() for n in range(MOST_JOBS + 7)} | {"b-1": totals_of_a_job()}
         samples = samples_of(everything, "a-*")
         assert len(samples["zeus_bso_job_energy_joules"]) == MOST_JOBS

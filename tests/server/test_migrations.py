@@ -62,7 +62,7 @@ def insert(connection: sa.Connection, table: str, **row: Any) -> None:
 
 
 def add_rows_of_version_1(connection: sa.Connection) -> None:
-    """A job as the first schema had it, whose trials have all reports, a single one, and pruned ones."""
+    """Insert a job of the first schema: trials with all reports, with a single report, and with pruned reports."""
     insert(connection, "jobs", **JOB)
     for size in (8, 16):
         insert(connection, "arms", job_id="old", batch_size=size, arm=json.dumps({"batch_size": size, "trials": 0}))
@@ -79,12 +79,12 @@ def add_rows_of_version_1(connection: sa.Connection) -> None:
 def upgrade_to_version_1(connection: sa.Connection) -> None:
     config = migrations._config()
     config.attributes["connection"] = connection
-    assert migrations.current(connection) is None  # By this, Alembic finds a transaction under way.
+    assert migrations.current(connection) is None  # Alembic reads this as an open transaction.
     command.upgrade(config, "0001")
 
 
 @pytest.mark.parametrize("kind", DATABASES)
-def test_a_database_of_the_first_schema_keeps_the_totals_of_first_reports(kind: str, tmp_path: Path) -> None:
+def test_migration_from_the_first_schema_keeps_totals_of_first_reports(kind: str, tmp_path: Path) -> None:
     async def migrate(database_url: str) -> None:
         store = Store(open_database(database_url))
         try:

@@ -1,6 +1,6 @@
-"""The OpenAPI document is complete, and the server does what it says: requests made up from it, on each database.
+"""The OpenAPI document is complete, and the server matches the document for generated requests on each database.
 
-``ZEUS_TEST_FUZZ_EXAMPLES`` says how many requests each route gets; unless it is set, they are the same in each run.
+``ZEUS_TEST_FUZZ_EXAMPLES`` sets the number of requests per route; by default, each run sends the same requests.
 """
 
 from __future__ import annotations
@@ -71,14 +71,14 @@ CHECKS = [
 
 @schemathesis.serializer("application/jsonl")
 def _lines(_: SerializationContext, body: object) -> bytes:
-    """Anything, as the lines of an export."""
+    """Return arbitrary lines as an export."""
     return body if isinstance(body, bytes) else str(body).encode(errors="replace")
 
 
 ASKED_EXAMPLES = os.environ.get("ZEUS_TEST_FUZZ_EXAMPLES")
 VALID = int(ASKED_EXAMPLES or 20)
 EXAMPLES = {GenerationMode.POSITIVE: VALID, GenerationMode.NEGATIVE: max(1, VALID // 2)}
-# No lines that are made up are an export, and test_exports.py knows better what could be wrong with one.
+# Generated lines are never a valid export; test_exports.py covers nearly valid exports.
 IMPORTS = max(1, VALID // 4)
 
 
@@ -89,7 +89,7 @@ def document(any_server: ServerProcess) -> BaseSchema:
 
 @pytest.fixture
 def open_trial(any_server: ServerProcess) -> dict[str, Any]:
-    """A trial that has reported once, of a job with another one that has ended."""
+    """Return a trial with one report; its job also has an ended trial."""
     job_id = f"fuzz-{uuid.uuid4().hex[:8]}"
     with httpx.Client(base_url=any_server.url) as http:
         http.post("/jobs", json=job(job_id=job_id)).raise_for_status()
@@ -101,7 +101,7 @@ def open_trial(any_server: ServerProcess) -> dict[str, Any]:
 
 
 def strategy(operation: APIOperation[Any, Any, Any, Any], mode: GenerationMode, job_id: str) -> Any:
-    """Requests of one route; where it has a place for it, half of them are about this job."""
+    """Generate requests of one route, half of them for this job if the route takes a job."""
     wanted: dict[str, Any] = {}
     if any(parameter.name == "job_id" for parameter in operation.path_parameters):
         wanted["path_parameters"] = {"job_id": job_id}
@@ -112,7 +112,7 @@ def strategy(operation: APIOperation[Any, Any, Any, Any], mode: GenerationMode, 
 
 
 def aimed(case: Case[Any], trial: dict[str, Any], aim: bool) -> Case[Any]:
-    """The same request, made up tokens aside, whose body is about this trial where that is wanted."""
+    """Return the request without generated tokens, and with this trial in its body if `aim` is set."""
     for name in [name for name in case.headers if name.lower() == "authorization"]:
         del case.headers[name]
     if aim and isinstance(case.body, dict):
@@ -130,7 +130,7 @@ def kinds_of_requests() -> Iterator[tuple[str, str, GenerationMode]]:
 @pytest.mark.slow
 @pytest.mark.fuzz
 @pytest.mark.parametrize(("method", "path", "mode"), list(kinds_of_requests()))
-def test_made_up_requests(
+def test_generated_requests_get_documented_answers(
     any_server: ServerProcess,
     document: BaseSchema,
     open_trial: dict[str, Any],
@@ -155,12 +155,12 @@ def test_made_up_requests(
         check()
 
 
-def test_the_document_names_every_route(document: BaseSchema) -> None:
+def test_document_lists_every_route(document: BaseSchema) -> None:
     paths = document.raw_schema["paths"]
     assert {(method.upper(), path) for path, operations in paths.items() for method in operations} == set(ROUTES)
 
 
-def test_every_route_says_what_it_does_and_how_it_fails(document: BaseSchema) -> None:
+def test_every_route_documents_purpose_and_errors(document: BaseSchema) -> None:
     for method, path in ROUTES:
         route = document.raw_schema["paths"][path][method.lower()]
         assert route["summary"], path
@@ -170,7 +170,7 @@ def test_every_route_says_what_it_does_and_how_it_fails(document: BaseSchema) ->
                 assert set(answer["content"]) == {"application/problem+json"}, (path, status)
 
 
-def test_constraints_inside_of_unions_are_told(document: BaseSchema) -> None:
+def test_constraints_inside_unions_are_documented(document: BaseSchema) -> None:
     schemas = document.raw_schema["components"]["schemas"]
     sizes = schemas["CreatedJob"]["properties"]["batch_sizes"]["items"]
     assert sizes == {"type": "integer", "exclusiveMinimum": 0, "maximum": 2**31 - 1}
@@ -178,5 +178,5 @@ def test_constraints_inside_of_unions_are_told(document: BaseSchema) -> None:
     assert {"type": "integer", "minimum": 0, "exclusiveMaximum": 2**63} in seed
 
 
-def test_nothing_in_the_document_comes_from_elsewhere(any_server: ServerProcess) -> None:
+def test_document_refers_to_no_external_resource(any_server: ServerProcess) -> None:
     assert "://" not in httpx.get(f"{any_server.url}/schema/openapi.json").text.replace("http://user", "")

@@ -1,4 +1,4 @@
-"""What an operator does: upgrading databases, looking at settings, starting several processes."""
+"""Tasks of an operator: upgrading databases, showing settings, starting several processes."""
 
 from __future__ import annotations
 
@@ -70,29 +70,29 @@ host: /mnt/ssh fuse.sshfs rw 0 0
         ("/mnt/ssh/bso.sqlite3", "fuse.sshfs"),
     ],
 )
-def test_network_filesystems_are_known(path: str, kind: str | None) -> None:
+def test_network_file_systems_are_recognized(path: str, kind: str | None) -> None:
     assert network_filesystem(Path(path), MOUNTS) == kind
 
 
-def test_this_machines_mounts_can_be_read(tmp_path: Path) -> None:
+def test_mounts_of_this_machine_can_be_read(tmp_path: Path) -> None:
     assert network_filesystem(tmp_path) is None
 
 
 @pytest.mark.parametrize("driver", SQLITE_DRIVERS)
 @pytest.mark.parametrize("place", ["", "/:memory:"])
-def test_a_database_in_memory_is_refused(driver: str, place: str) -> None:
+def test_in_memory_database_is_refused(driver: str, place: str) -> None:
     with pytest.raises(ValueError, match="name a file"):
         open_database(f"{driver}://{place}")
 
 
 @pytest.mark.parametrize("driver", SQLITE_DRIVERS)
-def test_a_file_on_a_network_file_system_is_refused(driver: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_on_a_network_file_system_is_refused(driver: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sqlite, "network_filesystem", lambda path: network_filesystem(path, MOUNTS))
     with pytest.raises(ValueError, match=r"/home/me/bso\.sqlite3 is on a network file system \(nfs4\)"):
         open_database(f"{driver}:////home/me/bso.sqlite3")
 
 
-def test_the_driver_is_the_one_that_the_url_names() -> None:
+def test_url_selects_the_driver() -> None:
     drivers = {
         "sqlite:////tmp/bso.sqlite3": "sqlite",
         "sqlite+aiosqlite:////tmp/bso.sqlite3": "sqlite+aiosqlite",
@@ -108,7 +108,7 @@ def test_the_driver_is_the_one_that_the_url_names() -> None:
     ("driver", "extra"),
     [("sqlite+aiosqlite", "server"), ("postgresql+asyncpg", "postgres"), ("mysql+asyncmy", "mysql")],
 )
-def test_a_driver_that_is_not_installed_is_named_with_its_extra(
+def test_missing_driver_is_reported_with_the_extra_to_install(
     driver: str, extra: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, _, module = driver.partition("+")
@@ -117,7 +117,7 @@ def test_a_driver_that_is_not_installed_is_named_with_its_extra(
         open_database(f"{driver}:////tmp/bso.sqlite3")
 
 
-def test_from_an_empty_database_to_a_served_one(database_url: str, tmp_path: Path) -> None:
+def test_empty_database_is_upgraded_and_served(database_url: str, tmp_path: Path) -> None:
     source = ["--database-url", database_url]
     server = ServerProcess(database_url, tmp_path / "server.log")
     assert bso_server("db", "current", *source).stdout == "none\n"
@@ -131,19 +131,19 @@ def test_from_an_empty_database_to_a_served_one(database_url: str, tmp_path: Pat
     assert re.fullmatch(r"\d{4}\n", bso_server("db", "current", *source).stdout)
 
 
-def test_sql_for_offline_use_touches_nothing(database_url: str) -> None:
+def test_offline_sql_leaves_the_database_untouched(database_url: str) -> None:
     printed = bso_server("db", "upgrade", "--sql", "--database-url", database_url)
     assert printed.returncode == 0, printed.stderr
     assert "CREATE TABLE jobs" in printed.stdout
     assert "CREATE TABLE trials" in printed.stdout
 
 
-def test_the_revisions_are_known_without_alembic() -> None:
+def test_revisions_are_known_without_alembic() -> None:
     scripts = ScriptDirectory(str(Path(migrations.__file__).parent)).walk_revisions()
     assert tuple(script.revision for script in scripts)[::-1] == migrations.REVISIONS
 
 
-def test_two_upgrades_at_once(database_url: str, tmp_path: Path) -> None:
+def test_two_concurrent_upgrades_succeed(database_url: str, tmp_path: Path) -> None:
     command, output = ["bso_server", "db", "upgrade", "--database-url", database_url], tmp_path / "output"
     both = [warm.start(*command, modules=NEEDED, output=output) for _ in range(2)]
     for process in both:
@@ -151,7 +151,7 @@ def test_two_upgrades_at_once(database_url: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", [POSTGRESQL, MYSQL])
-def test_of_servers_that_start_at_once_one_migrates(kind: str, tmp_path: Path) -> None:
+def test_concurrently_started_servers_migrate_once(kind: str, tmp_path: Path) -> None:
     for number in range(10):
         with empty_database(kind, tmp_path) as database_url:
             servers = [ServerProcess(database_url, tmp_path / f"{number}-{each}.log") for each in range(4)]
@@ -164,7 +164,7 @@ def test_of_servers_that_start_at_once_one_migrates(kind: str, tmp_path: Path) -
                     server.kill()
 
 
-async def test_a_sqlite_file_is_copied_before_its_schema_changes(
+async def test_sqlite_file_is_backed_up_before_a_migration(
     sqlite_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with open_store(sqlite_url) as store:
@@ -180,7 +180,7 @@ async def test_a_sqlite_file_is_copied_before_its_schema_changes(
 
 @pytest.fixture
 def newer_url(database_url: str) -> Iterator[str]:
-    """A database whose schema a later version has made."""
+    """URL of a database with a schema from a later version."""
     assert bso_server("db", "upgrade", "--database-url", database_url).returncode == 0
     (known,) = set_revision(database_url, "9999")
     yield database_url
@@ -188,7 +188,7 @@ def newer_url(database_url: str) -> Iterator[str]:
 
 
 def set_revision(database_url: str, revision: str) -> list[str]:
-    """Write another revision into a database; what stood there before."""
+    """Write a revision into a database; return the previous revision."""
 
     def replace(connection: Connection) -> list[str]:
         before = list(connection.scalars(text("SELECT version_num FROM alembic_version")))
@@ -215,14 +215,14 @@ def on_database(database_url: str, work: Callable[[Connection], T]) -> T:
 
 
 def refusal(*command: str) -> str:
-    """The one line of a command that fails."""
+    """Return the single error line of a failing command."""
     answer = bso_server(*command)
     assert answer.returncode == 1
     (line,) = answer.stderr.splitlines()
     return line
 
 
-def test_a_database_of_a_newer_version_is_left_alone(newer_url: str) -> None:
+def test_database_of_a_newer_version_is_left_unchanged(newer_url: str) -> None:
     for command in (["serve", "--port", str(free_port())], ["db", "check"], ["db", "upgrade"]):
         line = refusal(*command, "--database-url", newer_url)
         assert "is at schema 9999, which this version does not know" in line
@@ -230,11 +230,11 @@ def test_a_database_of_a_newer_version_is_left_alone(newer_url: str) -> None:
         assert "restore the backup" in line
     assert bso_server("db", "current", "--database-url", newer_url).stdout == "9999\n"
     if newer_url.startswith("sqlite"):
-        # A server that is started again and again must not fill the disk.
+        # A server that is restarted repeatedly must not fill the disk.
         assert list(Path(make_url(newer_url).database or "").parent.glob("*.backup")) == []
 
 
-# Routes that answer without the database, or show its trouble; the training's own is asked first.
+# Routes that answer without the database or report its failure; the training's own database is asked first.
 OTHER_GETS = {
     *("/health/live", "/version", "/", "/ui/static/{name}", "/ui/health", "/ui/health.json", "/metrics"),
     *("/schema", "/schema/{path}", "/schema/openapi.json", "/jobs/batch_size"),
@@ -277,15 +277,15 @@ def test_older_server_answers_503_on_all_routes_after_schema_was_upgraded(databa
         finally:
             change(database_url, "ALTER TABLE trials RENAME COLUMN cause TO origin")
             set_revision(database_url, *known)
-        # The database is back from a backup: the server serves it without a restart.
+        # The database is restored from a backup: the server serves the database again without a restart.
         assert begin(http, "old-1")["trial_number"] == 2
         assert http.get("/health/ready").status_code == 200
 
 
-def test_quiet_server_notices_within_the_reap_interval_that_schema_was_upgraded(
+def test_quiet_server_notices_a_schema_upgrade_within_the_reap_interval(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No request fails before the server looks for abandoned trials."""
+    """The server detects the upgrade when it searches for abandoned trials, before any request."""
     monkeypatch.setenv("ZEUS_BSO_REAP_INTERVAL_S", "0.05")
     with serving(f"sqlite:///{tmp_path / 'bso.sqlite3'}", tmp_path) as server:
         set_revision(server.database_url, "9999")
@@ -298,14 +298,14 @@ def test_quiet_server_notices_within_the_reap_interval_that_schema_was_upgraded(
 
 
 def every_get() -> list[str]:
-    """The path of each GET route, with parameters as the format of a string has them."""
+    """Return the path of each GET route, with parameters as placeholders for `str.format`."""
     app = create_app(Settings(database_url="sqlite:////nowhere/bso.sqlite3", _env_file=None))
     paths = [route.path for route in app.routes if isinstance(route, HTTPRoute) and "GET" in route.methods]
     return [re.sub(r"\{(\w+):\w+\}", r"{\1}", path) for path in paths]
 
 
 @pytest.mark.parametrize("kind", ["postgresql", "mysql"])
-def test_a_database_that_cannot_be_reached_is_one_line_naming_it(kind: str) -> None:
+def test_unreachable_database_is_named_in_a_single_error_line(kind: str) -> None:
     host = f"127.0.0.1:{free_port()}"
     for command in (["serve"], ["db", "check"], ["db", "upgrade"]):
         line = refusal(*command, "--database-url", f"{kind}://me:quiet@{host}/bso")
@@ -315,8 +315,8 @@ def test_a_database_that_cannot_be_reached_is_one_line_naming_it(kind: str) -> N
 
 
 @pytest.mark.parametrize("database_url", [POSTGRESQL, MYSQL], indirect=True)
-def test_a_user_that_the_database_refuses_is_one_line(database_url: str) -> None:
-    url = make_url(database_url).set(username="zeus_nobody", password="quiet")  # noqa: S106 - nobody's
+def test_user_refused_by_the_database_gets_a_single_error_line(database_url: str) -> None:
+    url = make_url(database_url).set(username="zeus_nobody", password="quiet")  # noqa: S106 - no real password
     line = refusal("db", "check", "--database-url", url.render_as_string(hide_password=False))
     assert "user and password" in line
     assert "zeus_nobody:***@" in line
@@ -324,7 +324,7 @@ def test_a_user_that_the_database_refuses_is_one_line(database_url: str) -> None
 
 
 @pytest.mark.parametrize("driver", SQLITE_DRIVERS)
-def test_a_file_that_is_no_database_is_one_line(driver: str, tmp_path: Path) -> None:
+def test_invalid_database_file_gets_a_single_error_line(driver: str, tmp_path: Path) -> None:
     file = tmp_path / "letter.txt"
     file.write_text("Dear reader, " * 1000)
     assert f"{file}: file is not a database" in refusal("db", "check", "--database-url", f"{driver}:///{file}")
@@ -347,8 +347,8 @@ def test_config_show_names_sources_and_hides_secrets(tmp_path: Path, monkeypatch
     }
 
 
-def test_user_and_password_fill_what_the_url_lacks() -> None:
-    opened = open_database("postgresql://host/db", user="zeus", password="hush")  # noqa: S106 - nobody's
+def test_separate_user_and_password_complete_the_url() -> None:
+    opened = open_database("postgresql://host/db", user="zeus", password="hush")  # noqa: S106 - no real password
     assert Store(opened).description == "postgresql://zeus:***@host/db"
     assert Store(open_database("postgresql://me@host/db", user="zeus")).description == "postgresql://me@host/db"
 
@@ -362,12 +362,12 @@ def test_user_and_password_fill_what_the_url_lacks() -> None:
         "mysql+asyncmy://bso@127.0.0.1:1/bso",
     ],
 )
-def test_errors_name_the_driver_as_it_was_written(url: str) -> None:
+def test_connection_errors_quote_the_driver_as_written(url: str) -> None:
     assert f"no connection to the database {url}:" in refusal("db", "upgrade", "--database-url", url)
 
 
 @pytest.mark.parametrize("driver", SQLITE_DRIVERS)
-def test_upgrade_names_the_driver_as_it_was_written(driver: str, tmp_path: Path) -> None:
+def test_upgrade_quotes_the_driver_as_written(driver: str, tmp_path: Path) -> None:
     url = f"{driver}:///{tmp_path / 'bso.sqlite3'}"
     done = bso_server("db", "upgrade", "--database-url", url)
     assert done.stdout == f"{url} is at this version's schema\n"
@@ -383,7 +383,7 @@ def test_sql_is_logged_once_and_as_json(tmp_path: Path, monkeypatch: pytest.Monk
     assert sum("jobs.job_id_prefix = ?" in line["message"] for line in lines) == 1
 
 
-def test_leases_are_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lease_lengths_are_configurable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert Settings(_env_file=None).leases == LeasePolicy()
     leases_s = {"HEARTBEAT_INTERVAL": 7, "HEARTBEAT_LEASE": 77, "SILENT_LEASE": 777, "SUSPENDED_LEASE": 7777}
     for name, seconds in leases_s.items():
@@ -400,7 +400,7 @@ def test_leases_are_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert (beat["interval_s"], beat["lease_s"]) == (7, 77)
     begun = [datetime.fromisoformat(trial["started_at"]) for trial in kept]
     ends = [datetime.fromisoformat(trial["lease_expires_at"]) for trial in kept]
-    # Between the beginning and what the lease counts from lie milliseconds, on a busy machine seconds.
+    # The start of the lease differs from the start of the trial by milliseconds, or by seconds on a busy machine.
     for start, end, lease_s in zip(begun, ends, (777, 77, 7777), strict=True):
         assert lease_s <= (end - start).total_seconds() < lease_s + SERVER_START_S
 
@@ -419,7 +419,7 @@ def test_leases_are_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         ({"ZEUS_BSO_SSO_HEADER": "Remote User"}, "ZEUS_BSO_SSO_HEADER"),
     ],
 )
-def test_settings_that_cannot_work_are_refused(
+def test_contradictory_settings_are_refused(
     variables: dict[str, str], named: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in variables.items():
@@ -429,7 +429,7 @@ def test_settings_that_cannot_work_are_refused(
 
 
 @pytest.mark.slow
-def test_several_workers_serve_one_database(tmp_path: Path) -> None:
+def test_several_workers_serve_the_same_database(tmp_path: Path) -> None:
     with serving(f"sqlite:///{tmp_path / 'bso.sqlite3'}", tmp_path, "--workers", "2") as server:
         wait_for_workers(server, 2)
         server.stop()

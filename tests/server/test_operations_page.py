@@ -1,4 +1,4 @@
-"""The page about operations: its backups and restorations, by its own commands, and its log lines."""
+"""Operations page: its backup and restore commands work, and its log lines match the code."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PAGE = (ROOT / "docs" / "operations.md").read_text()
 
 
 def run(beginning: str, names: dict[str, str]) -> None:
-    """Run the command on the page that begins so, with other names for its files, programs and databases."""
+    """Run the command on the page that starts with `beginning`, with other names of files, programs and databases."""
     (line,) = re.findall(rf"^({re.escape(beginning)}.*?)$", PAGE, re.MULTILINE)
     for name, other in names.items():
         line = line.replace(name, other)
@@ -38,7 +38,7 @@ def run(beginning: str, names: dict[str, str]) -> None:
 
 
 def begun(server: ServerProcess) -> dict[str, Any]:
-    """A running trial with a report, of a job that has a completed one."""
+    """Begin and report a trial of a job that also has a completed trial; return the running trial."""
     with httpx.Client(base_url=server.url) as http:
         http.post("/jobs", json=job(job_id="kept-1")).raise_for_status()
         reached(http, begin(http, "kept-1"), cost_j=500)
@@ -53,7 +53,7 @@ def states(server: ServerProcess) -> list[str]:
 
 
 def check_restored(server: ServerProcess, trial: dict[str, Any]) -> None:
-    """The job is as it was when the backup was made; its running trial goes on."""
+    """Assert that the job is in its state at the backup, and that its running trial can be completed."""
     assert states(server) == ["completed", "running"]
     with httpx.Client(base_url=server.url) as http:
         reached(http, trial, cost_j=600)
@@ -63,7 +63,7 @@ def check_restored(server: ServerProcess, trial: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
-def test_a_sqlite_file_is_copied_while_it_is_used_and_put_back(server: ServerProcess, tmp_path: Path) -> None:
+def test_sqlite_file_is_backed_up_in_use_and_restored(server: ServerProcess, tmp_path: Path) -> None:
     trial = begun(server)
     names = {
         "bso-server": f"{sys.executable} -m bso_server",
@@ -71,7 +71,7 @@ def test_a_sqlite_file_is_copied_while_it_is_used_and_put_back(server: ServerPro
         "/backup/bso.sqlite3": str(tmp_path / "backup.sqlite3"),
     }
     run("bso-server db backup", names)
-    httpx.patch(f"{server.url}/trials", json=trial).raise_for_status()  # what the backup does not know
+    httpx.patch(f"{server.url}/trials", json=trial).raise_for_status()  # unknown to the backup
     assert states(server) == ["completed", "failed"]
     server.stop()
     run("rm -f /var/lib/zeus-bso/bso.sqlite3-wal", names)
@@ -83,7 +83,7 @@ def test_a_sqlite_file_is_copied_while_it_is_used_and_put_back(server: ServerPro
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("litestream") is None, reason="needs litestream")
 def test_litestream_restores_a_commit_made_after_a_restart_of_the_server(server: ServerProcess, tmp_path: Path) -> None:
-    """The configuration on the page, with a folder in the place of the object store."""
+    """Use the configuration on the page, with a folder instead of the object store."""
     trial = begun(server)
     file, copies = make_url(server.database_url).database or "", tmp_path / "copies"
     (written,) = re.findall(r"```yaml\n(dbs:.*?)```", PAGE, re.DOTALL)
@@ -100,7 +100,7 @@ def test_litestream_restores_a_commit_made_after_a_restart_of_the_server(server:
         replicating = subprocess.Popen([part.format("replicate") for part in litestream], stdout=log, stderr=log)
     try:
         server.stop()
-        server.start()  # as an upgrade does, while Litestream goes on
+        server.start()  # restart as an upgrade does, while Litestream keeps running
         httpx.patch(f"{server.url}/trials", json=trial).raise_for_status()
         deadline = time.monotonic() + 60
         while not (copies.exists() and "failed" in restored_states(litestream, file, tmp_path)):
@@ -114,7 +114,7 @@ def test_litestream_restores_a_commit_made_after_a_restart_of_the_server(server:
 
 
 def restored_states(litestream: list[str], file: str, folder: Path) -> list[str]:
-    """Restore as the page says into a new file, and return the states of its trials; none before the first copy."""
+    """Restore into a new file as the page describes; return the states of its trials, or none before the first copy."""
     restored = folder / "restored.sqlite3"
     restored.unlink(missing_ok=True)
     command = [part.format("restore") for part in litestream]
@@ -127,9 +127,9 @@ def restored_states(litestream: list[str], file: str, folder: Path) -> list[str]
 @pytest.mark.slow
 @pytest.mark.postgresql
 @pytest.mark.skipif(shutil.which("pg_dump") is None, reason="needs pg_dump and pg_restore")
-def test_a_postgresql_database_is_dumped_while_it_is_used_and_restored(tmp_path: Path) -> None:
+def test_postgresql_database_is_dumped_in_use_and_restored(tmp_path: Path) -> None:
     with empty_database("postgresql", tmp_path) as first, fresh_database(POSTGRES_URL) as second:
-        # The longer name first.
+        # The longer name is replaced first.
         databases = {"postgresql://bso@db.example/bso_restored": second, "postgresql://bso@db.example/bso": first}
         names = {
             name: make_url(url).set(drivername="postgresql").render_as_string(hide_password=False)
@@ -146,7 +146,7 @@ def test_a_postgresql_database_is_dumped_while_it_is_used_and_restored(tmp_path:
             check_restored(restored, trial)
 
 
-def test_the_log_lines_of_the_page_are_the_codes() -> None:
+def test_documented_log_lines_match_the_code() -> None:
     table = PAGE.partition("## Log lines")[2].partition("## ")[0]
     lines = re.findall(r"^\| `(.+?)` \|", table, re.MULTILINE)
     assert len(lines) > 10
@@ -155,7 +155,7 @@ def test_the_log_lines_of_the_page_are_the_codes() -> None:
 
 
 def texts_of(file: Path) -> list[str]:
-    """The texts in a file, with … for what is put into them."""
+    """Return the texts in a file, with … for interpolated values."""
     found = []
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.JoinedStr):

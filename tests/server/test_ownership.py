@@ -1,4 +1,4 @@
-"""Tokens that are rotated, revoked or replaced, and the jobs, trials and waiting results that belong to them."""
+"""Rotated, revoked and replaced tokens, and the jobs, trials and waiting results that belong to them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from zeus_plugins.training.session import OnUnreachable, TrialSession
 
 @dataclass
 class Site:
-    """A server, a job on it, and commands that an administrator runs beside it."""
+    """A server, a job on it, and an administrator's commands."""
 
     server: ServerProcess
     job: JobSpec
@@ -53,12 +53,12 @@ class Site:
         return self.run("token", "rotate", id_of(token), *options).strip()
 
     def forget(self) -> None:
-        """Have the server read its tokens anew, which it does every ten seconds."""
+        """Restart the server, so that it reads its tokens again without waiting ten seconds."""
         self.server.kill()
         self.server.start()
 
     def session(self, token: str, on_unreachable: OnUnreachable = "default") -> TrialSession:
-        """A training that spends a second and ten joules on each epoch."""
+        """Return a training that uses a second and ten joules per epoch."""
         client = self.until_the_end.enter_context(BsoClient(self.server.url, token=token, retries=NO_RETRIES))
         return TrialSession(self.job, client, seconds_and_joules(1.0, 10.0), on_unreachable=on_unreachable)
 
@@ -116,7 +116,7 @@ def facts(trial: TrialView) -> tuple[TrialState, float | None, str | None]:
 
 
 class TestAnotherToken:
-    def test_a_training_with_it_does_not_begin(self, site: Site) -> None:
+    def test_training_with_a_foreign_token_does_not_begin(self, site: Site) -> None:
         owner, other = site.token("nightly"), site.token("other")
         through_a_checkpoint(site.begun(owner))
         with pytest.raises(ZeusBSOTokenError, match=rf"belongs to token {id_of(owner)} \(nightly\).*jobs share"):
@@ -124,7 +124,7 @@ class TestAnotherToken:
         assert len(site.trials(owner)) == 1
 
     @pytest.mark.parametrize("on_unreachable", get_args(OnUnreachable))
-    def test_a_resumed_training_goes_on_and_its_results_wait_for_the_handover(
+    def test_training_resumed_with_a_foreign_token_continues_and_keeps_results_until_the_transfer(
         self,
         site: Site,
         caplog: pytest.LogCaptureFixture,
@@ -145,7 +145,7 @@ class TestAnotherToken:
         assert "1 results of job" in waiting
         assert [facts(trial) for trial in site.trials(owner)] == [(TrialState.SUSPENDED, 1, id_of(owner))]
 
-        assert site.sync(other, monkeypatch) == 1  # nothing has changed, and nothing is lost
+        assert site.sync(other, monkeypatch) == 1  # no trial has changed, and no result is lost
         assert len(default_outbox().waiting()) == 1
         assert site.run("token", "transfer", id_of(owner), id_of(other)) == (
             f"1 jobs and 1 trials of token {id_of(owner)} belong to token {id_of(other)}\n"
@@ -155,7 +155,7 @@ class TestAnotherToken:
         with pytest.raises(ZeusBSOTokenError, match="belongs to token"):
             site.session(owner).ask()
 
-    def test_that_of_an_administrator_resumes_the_trial(self, site: Site) -> None:
+    def test_administrator_token_resumes_the_trial(self, site: Site) -> None:
         owner, admin = site.token("nightly"), site.token("operator", "admin")
         first = site.begun(owner)
         first.report_evaluation(0.5)
@@ -167,7 +167,7 @@ class TestAnotherToken:
 
 
 class TestRevocation:
-    def test_a_trial_that_had_reached_its_target_ends_by_an_administrators_sync(
+    def test_administrators_sync_completes_a_trial_of_a_revoked_token(
         self, site: Site, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         owner, other, admin = site.token("nightly"), site.token("other"), site.token("operator", "admin")
@@ -196,7 +196,7 @@ class TestRevocation:
 
 
 class TestRotation:
-    def test_a_training_goes_on_with_the_old_secret_and_another_with_the_new_one(self, site: Site) -> None:
+    def test_rotation_lets_the_old_secret_finish_and_the_new_secret_start(self, site: Site) -> None:
         old = site.token("nightly")
         session = site.begun(old)
         session.report_evaluation(0.5)
@@ -209,7 +209,7 @@ class TestRotation:
         site.finish(new, state)
         assert [facts(trial) for trial in site.trials(new)] == [(TrialState.COMPLETED, 3, id_of(old))]
 
-    def test_a_request_sent_again_with_the_new_secret_finds_its_trial(self, site: Site) -> None:
+    def test_request_repeated_with_the_new_secret_returns_the_same_trial(self, site: Site) -> None:
         old = site.token("nightly")
         site.begun(old).end(KeyboardInterrupt())
         job_id = site.job.job_id
@@ -218,7 +218,7 @@ class TestRotation:
         with BsoClient(site.server.url, token=site.rotate(old)) as client:
             assert client.request_trial(job_id, "the-same") == trial
 
-    def test_results_that_the_old_secret_could_not_deliver_are_delivered_with_the_new_one(
+    def test_results_refused_for_the_old_secret_are_delivered_with_the_new_secret(
         self, site: Site, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         old = site.token("nightly")
@@ -232,7 +232,7 @@ class TestRotation:
         assert site.sync(new, monkeypatch) == 0
         assert [facts(trial) for trial in site.trials(new)] == [(TrialState.COMPLETED, 1, id_of(old))]
 
-    def test_heartbeats_go_on_with_the_old_secret(self, site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_heartbeats_continue_with_the_old_secret(self, site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("ZEUS_BSO_HEARTBEAT_INTERVAL_S", "0.1")
         old = site.token("nightly")
         new = site.rotate(old)
@@ -248,9 +248,7 @@ class TestRotation:
         assert [facts(trial) for trial in site.trials(new)] == [(TrialState.SUSPENDED, None, id_of(old))]
 
 
-async def test_all_that_is_a_tokens_is_handed_over_and_nothing_else(
-    bso: JobService, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_transfer_moves_only_the_tokens_jobs_and_trials(bso: JobService, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bso_server.service.tokens._HANDED_OVER_AT_ONCE", 2)
     tokens = Tokens(bso.store)
     commands = bso.service.commands
@@ -280,8 +278,8 @@ async def test_all_that_is_a_tokens_is_handed_over_and_nothing_else(
         assert after == [{**export[0], "owner": owner.token_id}, *export[1:]]
 
 
-async def test_a_trial_without_an_owner_is_its_jobs(bso: JobService) -> None:
-    """As after an import."""
+async def test_trial_without_an_owner_belongs_to_the_owner_of_the_job(bso: JobService) -> None:
+    """Imports create such trials."""
     tokens, commands = Tokens(bso.store), bso.service.commands
     callers = [(await tokens.create(name, [Scope.REPORT]))[1].caller() for name in ("owner", "other")]
     registration = CreatedJob.model_validate(job(**THREE_SIZES))
@@ -295,7 +293,7 @@ async def test_a_trial_without_an_owner_is_its_jobs(bso: JobService) -> None:
     assert (await bso.service.transact(commands.heartbeat, beat, callers[1])).state is TrialState.RUNNING
 
 
-def test_the_list_of_tokens_tells_of_rotations_and_jobs(site: Site) -> None:
+def test_list_of_tokens_shows_rotations_and_jobs(site: Site) -> None:
     token = site.token("nightly", "report", "--share")
     site.begun(token).end(KeyboardInterrupt())
     site.rotate(token, "--grace", "7d")

@@ -36,9 +36,9 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="writes are reco
 
 PATIENCE_S = 120.0
 CLIENTS = 3
-# In memory, where a sync is quick: the record, not the file system, decides what survives.
-MEMORY = Path("/dev/shm")  # noqa: S108 - a folder of its own is made there
-# Runs `bso-server` with another PRAGMA synchronous than the server's own.
+# In memory, where a sync is quick: the record, not the file system, decides which data survive.
+MEMORY = Path("/dev/shm")  # noqa: S108 - a private folder is created there
+# Runs `bso-server` with a different PRAGMA synchronous.
 WITH_LEVEL = """
 import sys
 from sqlalchemy import event
@@ -88,7 +88,7 @@ def record_run(folder: Path, driver: str = "sqlite", level: str = "FULL", *, run
 
 
 def losses(folder: Path, cuts: int) -> list[str]:
-    """Cut the power at this number of random moments; return an error for each cut that lost or damaged something."""
+    """Cut the power at `cuts` random moments; return an error for each cut that lost or damaged data."""
     entries = list(read_record(folder / "record"))
     rng = random.Random(1)  # noqa: S311 - no secret
     moments = set(rng.sample(range(len(entries)), cuts))

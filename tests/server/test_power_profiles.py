@@ -1,4 +1,4 @@
-"""Power-limit profiles on the server: kept with the trial that measured something new, and handed to later trials."""
+"""Power-limit profiles on the server: stored with the trial that measured new limits, and sent to later trials."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ def kept(http: httpx.Client, job_id: str) -> list[dict[str, Any]]:
     return list(answer.json()["profiles"])
 
 
-def test_the_newest_profile_of_the_size_is_handed_out(http: httpx.Client, job_id: str) -> None:
+def test_newest_profile_of_the_size_is_sent(http: httpx.Client, job_id: str) -> None:
     first = dispatched(http, job_id)
     assert first["power_profile"] is None
     store(http, first, found_out(JOB, 1.0))
     reached(http, {name: first[name] for name in ("job_id", "batch_size", "trial_number")}, 500)
-    # The exploration goes on with the other size; what runs beside it gets this one.
+    # The exploration continues with the next size; concurrent trials get this size.
     other, same = dispatched(http, job_id), dispatched(http, job_id)
     assert (other["batch_size"], other["power_profile"]) == (8, None)
     of_first = {name: found_out(JOB, 1.0)[name] for name in ("gpus", "samples")}
@@ -57,25 +57,25 @@ def test_the_newest_profile_of_the_size_is_handed_out(http: httpx.Client, job_id
     assert dispatched(http, job_id)["power_profile"]["samples"] == found_out(JOB, 2.0, [60.0, 80.0, 100.0])["samples"]
 
 
-def test_a_repeated_request_for_a_trial_is_told_of_it_too(http: httpx.Client, job_id: str) -> None:
+def test_repeated_request_for_a_trial_gets_the_profile_too(http: httpx.Client, job_id: str) -> None:
     store(http, dispatched(http, job_id), found_out(JOB))
     same = [dispatched(http, job_id, "key") for _ in range(2)]
     assert same[0] == same[1]
     assert same[0]["power_profile"]["samples"] == found_out(JOB)["samples"]
 
 
-def test_it_is_kept_once_however_often_it_comes(http: httpx.Client, job_id: str) -> None:
+def test_repeated_profile_is_stored_once(http: httpx.Client, job_id: str) -> None:
     first, second = begin(http, job_id), begin(http, job_id)
     store(http, first, found_out(JOB))
     before = kept(http, job_id)
     assert [(each["trial_number"], each["batch_size"]) for each in before] == [(1, 16)]
     store(http, first, found_out(JOB))
-    # A training that measured nothing new says what it was told.
+    # A training without new measurements sends the profile that it received.
     store(http, second, found_out(JOB))
     assert kept(http, job_id) == before
 
 
-def test_a_training_that_goes_on_measuring_replaces_its_own(http: httpx.Client, job_id: str) -> None:
+def test_later_profile_of_a_trial_replaces_the_earlier_profile(http: httpx.Client, job_id: str) -> None:
     first, second = begin(http, job_id), begin(http, job_id)
     store(http, first, found_out(JOB, 1.0, [80.0]))
     store(http, second, found_out(JOB, 2.0))
@@ -86,7 +86,7 @@ def test_a_training_that_goes_on_measuring_replaces_its_own(http: httpx.Client, 
     assert [each["samples"][0]["energy_j"] for each in kept(http, job_id)] == energies
 
 
-def test_each_trial_shows_its_limit(http: httpx.Client, job_id: str, any_server: ServerProcess) -> None:
+def test_each_trial_shows_the_chosen_power_limit(http: httpx.Client, job_id: str, any_server: ServerProcess) -> None:
     chosen, measured_only, _ = (begin(http, job_id) for _ in range(3))
     store(http, chosen, found_out(JOB))
     store(http, measured_only, found_out(JOB, 5.0, [100.0]) | {"chosen_limit_w": None})
@@ -101,7 +101,7 @@ def test_each_trial_shows_its_limit(http: httpx.Client, job_id: str, any_server:
 
 
 @pytest.mark.parametrize("is_late", [False, True])
-def test_a_trial_leaves_its_profile_before_or_after_its_end(http: httpx.Client, job_id: str, is_late: bool) -> None:
+def test_profile_is_stored_before_or_after_the_end_of_the_trial(http: httpx.Client, job_id: str, is_late: bool) -> None:
     trial = begin(http, job_id)
     if not is_late:
         store(http, trial, found_out(JOB))
@@ -113,7 +113,7 @@ def test_a_trial_leaves_its_profile_before_or_after_its_end(http: httpx.Client, 
     assert (shown["state"], shown["power_limit_w"], shown["power_limits"]) == ("completed", 80.0, 2)
 
 
-def test_a_deleted_job_takes_its_profiles_along(http: httpx.Client, job_id: str) -> None:
+def test_deleting_a_job_deletes_the_profiles(http: httpx.Client, job_id: str) -> None:
     trial = begin(http, job_id)
     store(http, trial, found_out(JOB))
     http.delete("/jobs", params={"job_id": job_id}).raise_for_status()
@@ -123,8 +123,8 @@ def test_a_deleted_job_takes_its_profiles_along(http: httpx.Client, job_id: str)
     assert dispatched(http, job_id)["power_profile"] is None
 
 
-async def test_old_profiles_are_forgotten_and_the_newest_of_each_size_stays(bso: JobService) -> None:
-    # Before whatever other tests have left in the database.
+async def test_old_profiles_are_pruned_and_the_newest_of_each_size_stays(bso: JobService) -> None:
+    # Before all dates that other tests leave in the database.
     bso.now = datetime(2001, 1, 1, tzinfo=UTC)
     sizes = []
     for energy_j in (1.0, 2.0, 3.0, 4.0):
@@ -144,5 +144,5 @@ async def test_old_profiles_are_forgotten_and_the_newest_of_each_size_stays(bso:
     assert await bso.service.prune(forget, timedelta(0)) == 0
     left = (await bso.store.read(reading.list_power_profiles, bso.job_id)).profiles
     assert [each.trial_number for each in left] == newest
-    # Which limit a trial had is not forgotten.
+    # The limit of each trial is kept.
     assert await bso.show() == before

@@ -1,4 +1,4 @@
-"""Probes on the server: stored with the job, used by decisions, shown and exported; on each kind of database."""
+"""Probes on the server: stored with the job, used by decisions, shown and exported, on each kind of database."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from zeus_plugins.protocol import (
 
 pytestmark = pytest.mark.storage
 
-# By these costs, 32 is far cheaper than the default, 16. A size that the job does not have counts for nothing.
+# By these costs, 32 is far cheaper than the default, 16. A size outside the job is ignored.
 COSTS_J = {8: 400.0, 16: 200.0, 32: 20.0, 48: 1.0}
 
 
@@ -45,7 +45,7 @@ async def store(server: JobService, trial: TrialDispatch, probe: Probe) -> None:
     await server.service.transact(server.service.commands.store_probe, body)
 
 
-async def test_probe_is_stored_with_its_job_and_replaces_the_former(bso: JobService) -> None:
+async def test_probe_is_stored_with_the_job_and_replaces_the_former(bso: JobService) -> None:
     trial = await bso.suggest()
     assert (await bso.show()).probe is None
     for probe in (probe_of(bso.job), probe_of(bso.job, critical_batch_size=300.0)):
@@ -58,13 +58,13 @@ async def test_probe_is_stored_with_its_job_and_replaces_the_former(bso: JobServ
     assert await bso.store.read(differences, bso.job_id) == []
 
 
-async def test_probe_of_other_gpus_is_refused(bso: JobService) -> None:
+async def test_probe_of_different_gpus_is_refused(bso: JobService) -> None:
     other = bso.job.gpus.model_copy(update={"gpu_model": "H100"})
     with pytest.raises(InvalidReportError, match=r"the probe is of 1 x H100"):
         await store(bso, await bso.suggest(), probe_of(bso.job, gpus=other))
 
 
-async def test_probe_counts_only_on_its_own_gpus(bso: JobService) -> None:
+async def test_probe_counts_only_on_the_probed_gpus(bso: JobService) -> None:
     await store(bso, await bso.suggest(), probe_of(bso.job))
     for gpu_model, is_known in (("H100", False), (bso.job.gpu_model, True)):
         known = (await bso.show()).job
@@ -75,7 +75,7 @@ async def test_probe_counts_only_on_its_own_gpus(bso: JobService) -> None:
         assert (view.probe is not None, (await bso.history()).probe is not None) == (is_known, is_known)
 
 
-async def test_sizes_that_ran_out_of_memory_in_the_probe_are_excluded(bso: JobService) -> None:
+async def test_sizes_out_of_memory_in_the_probe_are_excluded(bso: JobService) -> None:
     await store(bso, await bso.suggest(), probe_of(bso.job, out_of_memory=32))
     assert [arm.infeasible for arm in (await bso.show()).arms] == [None, None, EndReason.OUT_OF_MEMORY]
 
@@ -95,12 +95,12 @@ async def test_withdrawn_first_trial_is_followed_by_the_predicted_size(
         second = await server.suggest()
         assert second.batch_size == size
         await server.reach(second)
-        # Without any run at the default, the job goes on.
+        # The job continues without any run at the default.
         assert (await server.suggest()).trial_number == 3
         assert (await server.show()).savings.recurrences == 1
 
 
-async def test_probe_is_shown_in_one_line(bso: JobService) -> None:
+async def test_probe_is_shown_in_a_single_line(bso: JobService) -> None:
     await store(bso, await bso.suggest(), probe_of(bso.job, out_of_memory=64))
     line = "critical batch size about 900, within a factor of 2; 4 sizes probed; 64 ran out of memory"
     shown = job_text(await bso.show()).splitlines()
@@ -113,7 +113,7 @@ async def test_probe_is_shown_in_one_line(bso: JobService) -> None:
 class TestOverHttp:
     @pytest.fixture
     def trial(self, http: httpx.Client) -> dict[str, Any]:
-        """A trial that has stored its probe."""
+        """A trial with a stored probe."""
         job_id = f"probed-{uuid.uuid4().hex[:8]}"
         spec = http.post("/jobs", json=job(job_id=job_id, policy=GP_VOI)).raise_for_status().json()
         trial = begin(http, job_id)
@@ -121,7 +121,7 @@ class TestOverHttp:
         http.put("/trials/probe", json=trial | probe).raise_for_status()
         return trial
 
-    def test_page_shows_the_probe_and_its_costs(self, http: httpx.Client, trial: dict[str, Any]) -> None:
+    def test_page_shows_the_probe_and_the_probed_costs(self, http: httpx.Client, trial: dict[str, Any]) -> None:
         page = http.get(f"/ui/jobs/{trial['job_id']}").raise_for_status().text
         assert "critical batch size about 900, within a factor of 2; 4 sizes probed" in page
 

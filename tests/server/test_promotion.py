@@ -1,4 +1,4 @@
-"""A standby of PostgreSQL that is promoted after its primary was lost, under a server whose URL names both hosts."""
+"""Promotion of a PostgreSQL standby after the loss of its primary; the server's URL names both hosts."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ CLIENTS = 3
 
 @contextmanager
 def serving(primary: Cluster, standby: Cluster, folder: Path) -> Iterator[ServerProcess]:
-    """A server that connects to whichever cluster accepts writes."""
+    """Run a server that connects to the cluster that accepts writes."""
     hosts = "&".join(f"host=127.0.0.1:{each.port}" for each in (primary, standby))
     url = f"postgresql+asyncpg://postgres@/postgres?{hosts}&target_session_attrs=read-write"
     server = ServerProcess(url, folder / "server.log", database_timeout_s=3.0)
@@ -77,7 +77,7 @@ def test_promoted_synchronous_standby_has_everything_acknowledged(tmp_path: Path
         assert "Traceback" not in server.log.read_text()
 
 
-def test_absent_synchronous_standby_lets_nothing_be_acknowledged(tmp_path: Path) -> None:
+def test_absent_synchronous_standby_prevents_acknowledgements(tmp_path: Path) -> None:
     with (
         primary_and_standby(synchronous=True) as (primary, standby),
         serving(primary, standby, tmp_path) as server,
@@ -86,14 +86,14 @@ def test_absent_synchronous_standby_lets_nothing_be_acknowledged(tmp_path: Path)
         trial = begin(http, http.post("/jobs", json=job()).raise_for_status().json()["job_id"])
         totals = {"time": 1, "energy": 100, "metric": 0.5, "current_epoch": 1}
         standby.control("stop")
-        # The second time, the primary has what the first attempt has committed there.
+        # At the second request, the primary has committed the first attempt locally.
         assert [report(http, trial, **totals, **OURS).status_code for _ in range(2)] == [503, 503]
         assert http.get("/health/ready").status_code == 503
         standby.control("start")
         assert report(http, trial, **totals, **OURS).status_code == 200
 
 
-def test_promoted_asynchronous_standby_lacks_what_it_had_not_received(
+def test_promoted_asynchronous_standby_lacks_unreceived_transactions(
     state_directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ZEUS_BSO_TIMEOUT_S", "4")
@@ -126,7 +126,7 @@ def test_promoted_asynchronous_standby_lacks_what_it_had_not_received(
         kept = httpx.get(f"{server.url}/api/jobs/older/trials/1/epochs").json()["epochs"]
         assert [each["epoch"] for each in kept] == [1, 2, 4]
         assert len(list((state_directory / "outbox").glob("newer*.refused"))) == 1
-        # The next run registers the lost job anew.
+        # The next run registers the lost job again.
         assert plain(server.url, job_of("newer"), lambda _: None)["epochs"] == EPOCHS
 
 

@@ -1,12 +1,12 @@
-"""The trial protocol under a network that delays, repeats, drops and reorders, checked after each step.
+"""The trial protocol on a network that delays, repeats, drops and reorders messages, checked after each step.
 
-In the manner of Jepsen, but in one process and one thread, so that a history that goes wrong is found again, and made
-short: several runs of trainings speak to the functions of the service over each kind of database. They ask, report,
-beat, end, fall silent, are resumed from checkpoints while they still live, and the server's clock jumps. What any of
-them has sent may arrive again at any time. `tests/support/trial_model.py` says what must come of it, and
-`tests/support/protocol_machine.py` what must hold whatever comes of it.
+The method is Jepsen's, but in one process and one thread, so that a failing history can be repeated and shortened.
+Several runs of trainings call the functions of the service over each kind of database: they ask, report, send
+heartbeats, end, fall silent, and are resumed from checkpoints while they still run; the server's clock jumps. Any
+message may arrive again at any time. `tests/support/trial_model.py` computes the expected outcome, and
+`tests/support/protocol_machine.py` checks the invariants.
 
-Where hypothesis prints a history that fails, add it to `KNOWN`, so that it is played for ever.
+Add each failing history that hypothesis prints to `KNOWN`, so that every later run repeats it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from tests.support.service import BlockingStore
 from tests.support.trial_model import FAILED, RUNNING
 from zeus_plugins.protocol import Heartbeat, HeartbeatResponse, TrialDispatch, TrialEnd
 
-MEMORY = Path("/dev/shm")  # noqa: S108 - a folder of its own is made there
+MEMORY = Path("/dev/shm")  # noqa: S108 - a private folder is created there
 
 
 @pytest.fixture(scope="module", params=["sqlite", POSTGRESQL, MYSQL])
@@ -69,14 +69,14 @@ def play(machine: type[Histories], histories: int, phases: Sequence[Phase] = tup
 
 
 @pytest.mark.hypothesis
-def test_whatever_happens_the_server_keeps_its_promises(database: str) -> None:
+def test_random_histories_keep_the_promises_of_the_server(database: str) -> None:
     histories = 2000 if settings().max_examples >= THOROUGH else 60
     # On a database server, each statement is a round trip.
     play(Histories, histories if database == "sqlite" else histories // 40)
 
 
 def two_runs(state: Histories) -> None:
-    """One that is thought dead lives on, and says all that it can."""
+    """A run believed dead is alive and sends everything."""
     state.begin()
     state.train()
     state.pass_time(seconds=4000.0)
@@ -90,7 +90,7 @@ def two_runs(state: Histories) -> None:
 
 
 def a_take_over_that_arrives_late(state: Histories) -> None:
-    """Two runs resume; then the take-over of the first one of them arrives once more."""
+    """Two runs resume; then the first take-over arrives again."""
     state.begin()
     state.resume()
     state.resume()
@@ -113,31 +113,31 @@ KNOWN = [two_runs, a_take_over_that_arrives_late, a_take_over_without_an_answer]
 
 @pytest.mark.usefixtures("database")
 @pytest.mark.parametrize("history", KNOWN)
-def test_a_known_history(history: Callable[[Histories], None]) -> None:
+def test_known_history_keeps_the_promises_of_the_server(history: Callable[[Histories], None]) -> None:
     state = Histories()
     history(state)
     state.teardown()
 
 
-# --- servers that break a promise -------------------------------------------------------------------------------------
+# --- Servers with a defect --------------------------------------------------------------------------------------------
 
 
 class HearsTheDead(Commands):
-    """Takes heartbeats of any run."""
+    """Accept heartbeats of any run."""
 
     def heartbeat(self, transaction: Transaction, heartbeat: Heartbeat, *rest: Any, **named: Any) -> HeartbeatResponse:
         return super().heartbeat(transaction, heartbeat.model_copy(update={"lease_epoch": None}), *rest, **named)
 
 
 class EndsForTheDead(Commands):
-    """Lets any run end the trial."""
+    """Let any run end the trial."""
 
     def end_trial(self, transaction: Transaction, end: TrialEnd, caller: Caller = UNRESTRICTED) -> None:
         super().end_trial(transaction, end.model_copy(update={"lease_epoch": None}), caller)
 
 
 class ForgetsKeys(Commands):
-    """Starts a trial for each request."""
+    """Start a new trial for each request."""
 
     def begin_trial(
         self, transaction: Transaction, job_id: str, idempotency_key: str | None = None, *rest: Any, **named: Any
@@ -147,7 +147,7 @@ class ForgetsKeys(Commands):
 
 
 class ForgetsArms(Commands):
-    """Remembers of a dispatch nothing but the trial."""
+    """Store only the trial of a dispatch."""
 
     def begin_trial(self, transaction: Transaction, job_id: str, *rest: Any, **named: Any) -> TrialDispatch:
         arms = transaction.arms(job_id)
@@ -157,7 +157,7 @@ class ForgetsArms(Commands):
 
 
 class Endless(Moment):
-    """Takes no lease for too long."""
+    """Accept leases of any length."""
 
     @property
     def longest_lease_end(self) -> datetime:
@@ -165,14 +165,14 @@ class Endless(Moment):
 
 
 class TrustsClocks(Commands):
-    """Lets a lease end when it says, whatever the clock said when it was granted."""
+    """End a lease at its recorded time, even if the clock was ahead when the lease was granted."""
 
     def moment(self) -> Moment:
         return Endless(self._clock(), LeasePolicy())
 
 
 class CountsRetries(Commands):
-    """Gives a size up after one crash less."""
+    """Exclude a size one crash too early."""
 
     def end_trial(self, transaction: Transaction, end: TrialEnd, caller: Caller = UNRESTRICTED) -> None:
         self._crash_retries = 1 if end.outcome is FAILED else 3
@@ -180,7 +180,7 @@ class CountsRetries(Commands):
 
 
 class LosesReports(ReportBatch):
-    """Keeps the last report of each trial alone."""
+    """Store only the last report of each trial."""
 
     def _save(self) -> None:
         self._epochs: list[StoredEpoch] = []
@@ -188,7 +188,7 @@ class LosesReports(ReportBatch):
 
 
 class SavesTwice(ReportBatch):
-    """Counts a report that arrives again."""
+    """Count a repeated report."""
 
     def take(self) -> list[Outcome]:
         self._trials_before = {key: _with_another(trial) for key, trial in self._trials_before.items()}
@@ -207,7 +207,7 @@ IN_COMMANDS = [HearsTheDead, EndsForTheDead, ForgetsKeys, ForgetsArms, TrustsClo
 @pytest.mark.usefixtures("database")
 @pytest.mark.parametrize("database", ["sqlite"], indirect=True)
 @pytest.mark.parametrize("broken", [*IN_COMMANDS, LosesReports, SavesTwice])
-def test_a_server_that_breaks_a_promise_is_found_out(broken: type[Commands] | type[ReportBatch]) -> None:
+def test_random_histories_find_each_defective_server(broken: type[Commands] | type[ReportBatch]) -> None:
     class Broken(Histories):
         commands_of = broken if issubclass(broken, Commands) else Commands
         batch_of = broken if issubclass(broken, ReportBatch) else ReportBatch

@@ -1,4 +1,4 @@
-"""Looking at jobs over HTTP, on each kind of database: pages, parts of a job, events, and the server's health."""
+"""Reading jobs over HTTP, on each kind of database: pages, parts of a job, events, and health."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from zeus_plugins.protocol import TrialView
 
 @pytest.fixture
 def prefix() -> str:
-    """A prefix of this test's own: the tests of a module share a database."""
+    """A unique prefix, because the tests of a module share a database."""
     return f"read-{uuid.uuid4().hex[:8]}"
 
 
@@ -54,7 +54,7 @@ def get(http: httpx.Client, path: str, **query: object) -> dict[str, Any]:
 
 
 def pages(http: httpx.Client, path: str, **query: object) -> list[dict[str, Any]]:
-    """Every page, from the first one to that without a cursor."""
+    """Return every page until the last, which has no cursor."""
     found = [get(http, path, **query)]
     while found[-1]["next_cursor"] is not None:
         found.append(get(http, path, **query, cursor=found[-1]["next_cursor"]))
@@ -69,18 +69,18 @@ class TestJobs:
         assert [len(page["jobs"]) for page in found] == [2, 2, 1]
         assert [job["job_id"] for page in found for job in page["jobs"]] == sorted(made)
 
-    def test_a_full_last_page_says_that_it_is_the_last(self, http: httpx.Client, prefix: str) -> None:
+    def test_full_last_page_has_no_cursor(self, http: httpx.Client, prefix: str) -> None:
         for letter in "ab":
             register(http, f"{prefix}-{letter}", prefix)
         assert get(http, "/api/jobs", prefix=prefix, limit=2)["next_cursor"] is None
 
-    def test_a_prefix_is_the_registered_one_as_a_whole(self, http: httpx.Client, prefix: str) -> None:
+    def test_prefix_matches_only_the_whole_registered_prefix(self, http: httpx.Client, prefix: str) -> None:
         register(http, f"{prefix}-a", prefix)
         register(http, f"{prefix}-b", f"{prefix}-b")
         assert [job["job_id"] for job in get(http, "/api/jobs", prefix=prefix)["jobs"]] == [f"{prefix}-a"]
         assert get(http, "/api/jobs", prefix=prefix.upper())["jobs"] == []
 
-    def test_stages(self, http: httpx.Client, prefix: str) -> None:
+    def test_jobs_are_filtered_by_stage(self, http: httpx.Client, prefix: str) -> None:
         register(http, f"{prefix}-pruning", prefix)
         register(http, f"{prefix}-bandit", prefix, num_pruning_rounds=0)
         begin(http, f"{prefix}-bandit")
@@ -88,13 +88,13 @@ class TestJobs:
             (job,) = get(http, "/api/jobs", prefix=prefix, stage=stage)["jobs"]
             assert (job["job_id"], job["stage"]) == (f"{prefix}-{stage}", stage)
 
-    def test_a_line_about_a_job(self, http: httpx.Client, prefix: str, job_id: str) -> None:
+    def test_summary_of_a_job_is_literal(self, http: httpx.Client, prefix: str, job_id: str) -> None:
         reached(http, begin(http, job_id), cost_j=500)
         begin(http, job_id)
         (job,) = get(http, "/api/jobs", prefix=prefix)["jobs"]
         assert (job["trials"], job["min_cost_j"], job["min_cost_batch_size"]) == (2, 500, 16)
 
-    def test_our_client_lists_all_pages(self, http: httpx.Client, prefix: str, any_server: ServerProcess) -> None:
+    def test_client_lists_all_pages(self, http: httpx.Client, prefix: str, any_server: ServerProcess) -> None:
         for number in range(101):
             register(http, f"{prefix}-{number}", prefix)
         with BsoClient(any_server.url) as client:
@@ -103,7 +103,7 @@ class TestJobs:
 
 
 class TestJob:
-    def test_it_shows_the_latest_trials_and_counts_all(self, http: httpx.Client, job_id: str) -> None:
+    def test_view_of_a_job_shows_the_latest_trials_and_counts_all(self, http: httpx.Client, job_id: str) -> None:
         reached(http, begin(http, job_id), cost_j=500)
         for _ in range(4):
             begin(http, job_id)
@@ -115,7 +115,7 @@ class TestJob:
             assert [(arm["batch_size"], arm["trials"], arm["n"]) for arm in job["arms"]] == [(8, 1, 0), (16, 4, 1)]
             assert job["arms"] == get(http, f"/api/jobs/{job_id}/arms")["arms"]
 
-    def test_our_client_shows_all_trials(self, http: httpx.Client, job_id: str, any_server: ServerProcess) -> None:
+    def test_client_shows_all_trials(self, http: httpx.Client, job_id: str, any_server: ServerProcess) -> None:
         for _ in range(102):
             begin(http, job_id)
         assert [trial["trial_number"] for trial in get(http, f"/api/jobs/{job_id}")["trials"]] == [*range(3, 103)]
@@ -137,7 +137,7 @@ class TestTrials:
         assert [trial["trial_number"] for trial in trials] == [1, 2, 3, 4, 5]
         assert trials == get(http, f"/api/jobs/{job_id}")["trials"]
 
-    def test_one_state(self, http: httpx.Client, job_id: str) -> None:
+    def test_trials_are_filtered_by_state(self, http: httpx.Client, job_id: str) -> None:
         first, second, third = (begin(http, job_id) for _ in range(3))
         reached(http, second, cost_j=500)
         reached(http, third, cost_j=500)
@@ -146,7 +146,7 @@ class TestTrials:
         (running,) = get(http, f"/api/jobs/{job_id}/trials", state="running")["trials"]
         assert running["trial_number"] == first["trial_number"]
 
-    def test_csv(self, http: httpx.Client, job_id: str) -> None:
+    def test_csv_has_the_documented_columns(self, http: httpx.Client, job_id: str) -> None:
         trial = begin(http, job_id)
         http.patch("/trials", json={**trial, "detail": 'said "no", then\nleft'}).raise_for_status()
         answer = http.get(f"/api/jobs/{job_id}/trials.csv")
@@ -157,14 +157,14 @@ class TestTrials:
             "energy_source,cost_j,epochs,metric,owner,epoch_bound,epoch_bound_reason,power_limit_w,power_limits,"
             "waited_share,watched,other_gpus"
         )
-        assert answer.text.startswith(header + "\r\n")  # as in version 0.1.0: scripts may count on the places
+        assert answer.text.startswith(header + "\r\n")  # as in version 0.1.0: scripts may depend on the positions
         assert set(header.split(",")) == set(TrialView.model_fields)
         (row,) = csv.DictReader(io.StringIO(answer.text, newline=""))
         (shown,) = get(http, f"/api/jobs/{job_id}")["trials"]
         assert row == {name: "" if value is None else str(value) for name, value in shown.items()}
         assert row["message"].endswith('(said "no", then\nleft)')
 
-    def test_csv_marks_texts_that_spreadsheets_take_for_formulas(self, http: httpx.Client, job_id: str) -> None:
+    def test_csv_escapes_texts_read_as_formulas_by_spreadsheets(self, http: httpx.Client, job_id: str) -> None:
         for source in ("=1+1", "+1", "-1", "@SUM(A1)", "\t=1", "ordinary = -1"):
             trial = begin(http, job_id)
             result = {"time": 1, "energy": 1, "metric": -0.5, "current_epoch": 1, "energy_source": source}
@@ -185,7 +185,7 @@ class TestTrials:
 
 
 class TestArms:
-    def test_they_are_those_of_the_whole_job(self, http: httpx.Client, job_id: str) -> None:
+    def test_separate_arms_equal_the_arms_of_the_whole_job(self, http: httpx.Client, job_id: str) -> None:
         for cost_j in (500, 400, 450, 420):
             reached(http, begin(http, job_id), cost_j)
         begin(http, job_id)
@@ -196,7 +196,7 @@ class TestArms:
 
 
 class TestEpochs:
-    def test_every_report_is_there_with_the_one_that_ended_the_trial(self, http: httpx.Client, job_id: str) -> None:
+    def test_every_report_is_listed_including_the_final_report(self, http: httpx.Client, job_id: str) -> None:
         trial = begin(http, job_id)
         report(http, trial, time=1, energy=100, metric=0.25, current_epoch=0.5)
         report(http, trial, time=2, energy=250, metric=0.5, current_epoch=1)
@@ -212,21 +212,21 @@ class TestEpochs:
         instants = [epoch["reported_at"] for epoch in found]
         assert instants == sorted(instants)
 
-    def test_a_trial_that_ended_without_a_report_shows_no_report_twice(self, http: httpx.Client, job_id: str) -> None:
+    def test_trial_ended_without_a_final_report_lists_no_report_twice(self, http: httpx.Client, job_id: str) -> None:
         trial = begin(http, job_id)
         assert get(http, f"/api/jobs/{job_id}/trials/1/epochs") == {"epochs": []}
         report(http, trial, time=1, energy=100, metric=0.25, current_epoch=1)
         http.patch("/trials", json=trial).raise_for_status()
         assert len(get(http, f"/api/jobs/{job_id}/trials/1/epochs")["epochs"]) == 1
 
-    def test_unknown_trials(self, http: httpx.Client, job_id: str) -> None:
+    def test_unknown_trials_get_404(self, http: httpx.Client, job_id: str) -> None:
         begin(http, job_id)
         answer = http.get(f"/api/jobs/{job_id}/trials/2/epochs")
         assert_refused(answer, 404, "trial_number", f"job '{job_id}' has no trial 2")
 
 
 class TestEvents:
-    def test_they_come_in_order_and_go_on_where_one_stopped(self, http: httpx.Client, job_id: str) -> None:
+    def test_events_are_ordered_and_continue_from_a_cursor(self, http: httpx.Client, job_id: str) -> None:
         first = begin(http, job_id)
         second = begin(http, job_id)
         http.patch("/trials", json=second).raise_for_status()
@@ -247,7 +247,7 @@ class TestEvents:
         assert ([event["event"] for event in page["events"]], page["next"]) == ([2, 3], 3)
         assert get(http, path, since=page["next"])["events"] == found["events"][3:]
 
-    def test_their_times_are_those_of_the_trials(self, http: httpx.Client, job_id: str) -> None:
+    def test_times_of_events_equal_the_times_of_trials(self, http: httpx.Client, job_id: str) -> None:
         reached(http, begin(http, job_id), cost_j=500)
         (trial,) = get(http, f"/api/jobs/{job_id}")["trials"]
         began, ended = get(http, f"/api/jobs/{job_id}/events")["events"]
@@ -257,11 +257,11 @@ class TestEvents:
 @pytest.mark.parametrize(
     "part", ["", "/trials", "/trials.csv", "/trials/1/epochs", "/arms", "/events", "/export"], ids=lambda part: part
 )
-def test_unknown_jobs(http: httpx.Client, part: str) -> None:
+def test_unknown_jobs_get_404(http: httpx.Client, part: str) -> None:
     assert_refused(http.get(f"/api/jobs/none{part}"), 404, "job_id", "unknown job 'none'")
 
 
-def test_a_job_may_be_named_like_a_route(http: httpx.Client) -> None:
+def test_job_may_have_the_name_of_a_route(http: httpx.Client) -> None:
     register(http, "import", "import")
     assert get(http, "/api/jobs/import")["job"]["job_id"] == "import"
     assert get(http, "/api/jobs/import/arms")["arms"]
@@ -291,19 +291,19 @@ def test_a_job_may_be_named_like_a_route(http: httpx.Client) -> None:
         (f"/{{}}/trials/{'9' * 30}/epochs", "trial_number"),
     ],
 )
-def test_wrong_questions(http: httpx.Client, job_id: str, path: str, field: str) -> None:
+def test_invalid_queries_are_refused(http: httpx.Client, job_id: str, path: str, field: str) -> None:
     assert_refused(http.get("/api/jobs" + path.format(job_id)), 422, field)
 
 
 class TestHealth:
-    def test_a_server_that_is_well(self, http: httpx.Client) -> None:
+    def test_healthy_server_is_live_and_ready(self, http: httpx.Client) -> None:
         assert get(http, "/health/live") == {"status": "ok"}
         assert get(http, "/health/ready") == {"status": "ok"}
 
-    def test_version(self, http: httpx.Client) -> None:
+    def test_version_is_shown(self, http: httpx.Client) -> None:
         assert get(http, "/version") == {"version": version("zeus-plugins"), "schema_revision": HEAD}
 
-    def test_another_schema_is_not_ready(self, server: ServerProcess) -> None:
+    def test_server_with_another_schema_is_not_ready(self, server: ServerProcess) -> None:
         with closing(sqlite3.connect(make_url(server.database_url).database or "")) as connection:
             connection.execute("UPDATE alembic_version SET version_num = '0000'")
             connection.commit()
@@ -314,7 +314,7 @@ class TestHealth:
 
 
 class BrokenDatabase:
-    """A database that does not answer, at once or ever."""
+    """A database that fails immediately, or never answers."""
 
     def __init__(self, *, at_once: bool) -> None:
         self._at_once = at_once
@@ -334,14 +334,14 @@ class BrokenDatabase:
 
 
 @pytest.mark.parametrize("at_once", [True, False])
-async def test_a_database_that_does_not_answer_is_not_ready(at_once: bool) -> None:
+async def test_silent_database_is_not_ready(at_once: bool) -> None:
     reader = JobReader(Store(BrokenDatabase(at_once=at_once)), patience_s=0.01)
     with pytest.raises(DatabaseNotReadyError, match="does not answer") as caught:
         await reader.check_ready()
     assert "secret" not in caught.value.message
 
 
-async def test_reading_stops_no_writer_and_sees_one_moment(
+async def test_read_blocks_no_writer_and_sees_a_single_snapshot(
     http: httpx.Client, any_server: ServerProcess, job_id: str
 ) -> None:
     begin(http, job_id)

@@ -1,4 +1,4 @@
-"""The log of refused requests, under a clock that is set by hand."""
+"""Log of refused requests, with a clock set by the test."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from bso_server.errors import ForbiddenError, UnknownJobError
 
 
 class Refusing:
-    """A log of refusals, and clients that are refused."""
+    """A log of refusals, and refused clients."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -23,7 +23,7 @@ class Refusing:
         await self._log.note(error or ForbiddenError("no: never"), scope)
 
 
-async def test_a_flood_leaves_few_lines(caplog: pytest.LogCaptureFixture) -> None:
+async def test_flood_of_refusals_logs_few_lines(caplog: pytest.LogCaptureFixture) -> None:
     refusing = Refusing()
     for _ in range(3):
         for number in range(2 * MOST_SENDERS):
@@ -48,7 +48,7 @@ async def test_a_flood_leaves_few_lines(caplog: pytest.LogCaptureFixture) -> Non
     assert "from an unknown address" in caplog.messages[-1]
 
 
-async def test_what_is_not_refused_leaves_no_line(caplog: pytest.LogCaptureFixture) -> None:
+async def test_errors_without_refusal_log_no_line(caplog: pytest.LogCaptureFixture) -> None:
     refusing = Refusing()
     await refusing.refuse("10.0.0.1", UnknownJobError("none"))
     await refusing.refuse("10.0.0.1", RuntimeError("a fault of the server"))

@@ -1,4 +1,4 @@
-"""Failed attempts at a transaction: which of them another attempt follows, and when."""
+"""Retries after failed transactions: which failures are retried, and when."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def broken_off(*args: object, sqlstate: str | None = None) -> OperationalError:
 
 @pytest.fixture
 def longest_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let every random wait be as long as it may be."""
+    """Make every random wait as long as possible."""
     monkeypatch.setattr("random.random", lambda: 1.0)
 
 
@@ -39,7 +39,7 @@ def longest_waits(monkeypatch: pytest.MonkeyPatch) -> None:
         (RuntimeError(), None),
     ],
 )
-def test_what_an_error_stands_for(error: Exception, failure: Failure | None) -> None:
+def test_errors_are_classified_as_documented(error: Exception, failure: Failure | None) -> None:
     assert failure_of(error) is failure
 
 
@@ -52,7 +52,7 @@ def test_what_an_error_stands_for(error: Exception, failure: Failure | None) -> 
         (Failure.BROKEN_OFF, [0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.35, 0.4, 0.4, 0.4]),
     ],
 )
-def test_how_long_the_next_attempt_waits(failure: Failure, waits_s: list[float | None]) -> None:
+def test_waits_between_attempts_are_literal(failure: Failure, waits_s: list[float | None]) -> None:
     retries = Retries(Deadline(LONG_S))
     assert [retries.wait_s(failure, JobExistsError("job")) for _ in waits_s] == pytest.approx(waits_s)
     assert retries.attempts == len(waits_s)
@@ -60,18 +60,18 @@ def test_how_long_the_next_attempt_waits(failure: Failure, waits_s: list[float |
 
 
 @pytest.mark.usefixtures("longest_waits")
-def test_an_attempt_that_would_end_too_late_is_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attempt_ending_after_the_deadline_is_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 1000.0
-    clock: Any = lambda: now  # noqa: E731 - the clock of this test
+    clock: Any = lambda: now  # noqa: E731 - a clock set by the test
     monkeypatch.setattr("time.monotonic", clock)
     retries = Retries(Deadline(3.0))
-    now += 1.2  # waiting for a lock in vain, which the next attempt may do, too
+    now += 1.2  # a wait for a lock in vain, as long as the next attempt might wait
     assert retries.wait_s(Failure.BROKEN_OFF, broken_off("database is locked")) == 0.05
     now += 1.25
     assert retries.wait_s(Failure.BROKEN_OFF, broken_off("database is locked")) is None
 
 
-def test_who_gives_up_says_that_the_database_is_away(caplog: pytest.LogCaptureFixture) -> None:
+def test_exhausted_retries_report_an_unavailable_database(caplog: pytest.LogCaptureFixture) -> None:
     retries, collision = Retries(Deadline(LONG_S)), JobExistsError("job")
     assert retries.given_up(collision) is collision
     assert caplog.text == ""

@@ -1,4 +1,4 @@
-"""The example configurations of nginx and Caddy, run as they are but for addresses and files: TLS and a prefix."""
+"""Example configurations of nginx and Caddy with TLS and a prefix, run with changed addresses and files."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ LIMIT_BYTES = 1024 * 1024
 
 
 def nginx(folder: Path, server: ServerProcess, port: int) -> list[str]:
-    """The command of an nginx in the foreground."""
+    """Return the command of nginx in the foreground."""
     to_server = ("127.0.0.1:8000", f"127.0.0.1:{server.port}")
     return nginx_with("zeus-bso.conf", folder, port, to_server, ("listen 80;", f"listen 127.0.0.1:{free_port()};"))
 
@@ -50,7 +50,7 @@ def nginx_with(name: str, folder: Path, port: int, *changes: tuple[str, str]) ->
 
 
 def nginx_in(folder: Path, site: str) -> list[str]:
-    """The command of an nginx in the foreground with this site, which has all its files in the folder."""
+    """Return the command of nginx in the foreground with this site and all files in the folder."""
     temporary = "".join(f"{kind}_temp_path {folder}/{kind};" for kind in ("proxy", "fastcgi", "uwsgi", "scgi"))
     (folder / "nginx.conf").write_text(
         f"daemon off; pid {folder}/pid; error_log {folder}/proxy.log; events {{}}\n"
@@ -60,7 +60,7 @@ def nginx_in(folder: Path, site: str) -> list[str]:
 
 
 def caddy(folder: Path, server: ServerProcess, port: int) -> list[str]:
-    """The command of a Caddy that manages no certificates."""
+    """Return the command of a Caddy without managed certificates."""
     site = replaced(
         (DEPLOY / "caddy" / "Caddyfile").read_text(),
         ("127.0.0.1:8000", f"127.0.0.1:{server.port}"),
@@ -100,11 +100,11 @@ def running(command: list[str], folder: Path, url: str) -> Iterator[None]:
 
 
 def certify(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make a certificate for this machine, which clients trust."""
+    """Make a certificate for this machine and let clients trust it."""
     request_of_one = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 2 -subj /CN=localhost"
     files = ["-keyout", "privkey.pem", "-out", "fullchain.pem", "-addext", "subjectAltName=DNS:localhost"]
     subprocess.run([*request_of_one.split(), *files], cwd=tmp_path, check=True, capture_output=True)
-    # Trainings on machines with a certificate authority of their own do the same.
+    # Trainings on machines with a private certificate authority do the same.
     monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "fullchain.pem"))
 
 
@@ -112,7 +112,7 @@ def certify(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def proxied(
     request: pytest.FixtureRequest, server: ServerProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[str]:
-    """The URL of a server behind a proxy, below a prefix."""
+    """URL of a server behind a proxy, below a prefix."""
     certify(tmp_path, monkeypatch)
     make: Callable[[Path, ServerProcess, int], list[str]] = request.param
     port = free_port()
@@ -134,7 +134,7 @@ def train(url: str, token: str, job_id: str) -> None:
         assert training.training_finished
 
 
-def test_a_training_goes_through_a_proxy_with_tls_below_a_prefix(proxied: str, server: ServerProcess) -> None:
+def test_training_works_through_a_proxy_with_tls_and_a_prefix(proxied: str, server: ServerProcess) -> None:
     token = make_token(server.database_url, "report")
     train(proxied, token, "proxied-1")
     with httpx.Client(base_url=proxied, headers=bearer(token)) as http:
@@ -144,7 +144,7 @@ def test_a_training_goes_through_a_proxy_with_tls_below_a_prefix(proxied: str, s
     assert httpx.get(f"{proxied}/api/jobs").status_code == 401
 
 
-def test_pages_work_below_the_prefix_and_their_cookie_is_secure(proxied: str, server: ServerProcess) -> None:
+def test_pages_work_below_the_prefix_with_a_secure_cookie(proxied: str, server: ServerProcess) -> None:
     token = make_token(server.database_url, "admin")
     with httpx.Client() as http:
         assert http.get(proxied).headers["location"] in {"/zeus/ui/", f"{proxied}/ui/"}
@@ -164,14 +164,16 @@ def test_pages_work_below_the_prefix_and_their_cookie_is_secure(proxied: str, se
         assert http.post(f"{proxied}/ui/login", data={"token": token}, headers={"Origin": "https://other"}).is_error
 
 
-def test_a_client_behind_a_proxy_is_not_taken_for_the_servers_own_machine(proxied: str, server: ServerProcess) -> None:
+def test_client_behind_a_proxy_does_not_count_as_local(proxied: str, server: ServerProcess) -> None:
     assert httpx.get(f"{server.url}/api/jobs").is_success
     refused = httpx.get(f"{proxied}/api/jobs")
     assert refused.status_code == 403
     assert "token" in refused.json()["message"]
 
 
-def test_bodies_have_the_servers_limit_and_whole_jobs_another(proxied: str, server: ServerProcess) -> None:
+def test_proxy_applies_the_servers_body_limit_and_a_larger_limit_for_imports(
+    proxied: str, server: ServerProcess
+) -> None:
     token = bearer(make_token(server.database_url, "admin"))
     with httpx.Client(base_url=proxied, headers={**token, "content-type": "application/json"}) as http:
         assert http.post("/jobs", json=job(job_id="kept-1", job_id_prefix="kept")).status_code == 201
@@ -181,7 +183,7 @@ def test_bodies_have_the_servers_limit_and_whole_jobs_another(proxied: str, serv
 
 
 @pytest.mark.skipif(shutil.which("nginx") is None, reason="needs nginx")
-def test_tokens_tell_to_which_of_several_servers_a_training_goes(
+def test_tokens_select_the_server_of_a_training(
     server: ServerProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     certify(tmp_path, monkeypatch)
@@ -231,7 +233,7 @@ def authenticating_proxy(server_url: str) -> Iterator[int]:
             self.end_headers()
             self.wfile.write(answer.content)
 
-        do_GET = do_POST = forward  # noqa: N815 - the names are those of http.server
+        do_GET = do_POST = forward  # noqa: N815 - http.server prescribes the names
 
         def log_message(self, *_: object) -> None: ...
 
@@ -245,7 +247,7 @@ def authenticating_proxy(server_url: str) -> Iterator[int]:
 
 @pytest.mark.skipif(shutil.which("nginx") is None, reason="needs nginx")
 def test_single_sign_on_works_as_documented(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, new_database: str) -> None:
-    """The nginx configuration of docs/single-sign-on.md, before a stand-in for oauth2-proxy."""
+    """Use the nginx configuration of docs/single-sign-on.md with a substitute for oauth2-proxy."""
     (site,) = re.findall("```nginx\n(.*?)```", (ROOT / "docs/single-sign-on.md").read_text(), re.DOTALL)
     token = make_token(new_database, "report")
     monkeypatch.setenv("ZEUS_BSO_SSO_PROXIES", "127.0.0.1")

@@ -1,4 +1,4 @@
-"""Revisions: a job keeps what it has learned when its terms change, on each kind of database."""
+"""Revisions: a job with changed terms keeps its knowledge, on each kind of database."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ pytestmark = pytest.mark.storage
 
 
 async def revise(server: JobService, **changes: Any) -> CreatedJob:
-    """Register the job anew with other terms, as our client does."""
+    """Register the job again with changed terms, as our client does."""
     known = (await server.show()).job
     asked = CreatedJob.model_validate({**known.model_dump(), **changes, "revise": True})
     registered, is_new = await server.service.register(asked)
@@ -48,7 +48,7 @@ async def is_consistent(server: JobService) -> bool:
     return await server.store.read(differences, server.job_id) == []
 
 
-async def test_a_registration_with_other_terms_revises_the_job_only_if_it_says_so(bso: JobService) -> None:
+async def test_registration_with_changed_terms_revises_the_job_only_if_requested(bso: JobService) -> None:
     await bso.reach(await bso.suggest())
     other = bso.job.model_copy(update={"max_epochs": 6})
     with pytest.raises(JobConflictError, match=f"max_epochs is 10, not 6. .*bso-server jobs revise {bso.job_id}"):
@@ -75,13 +75,13 @@ async def test_a_registration_with_other_terms_revises_the_job_only_if_it_says_s
         ({"confirm": 2}, "confirm is 1, not 2"),
     ],
 )
-async def test_another_target_is_another_job(bso: JobService, changes: dict[str, Any], message: str) -> None:
+async def test_changed_target_requires_a_new_job(bso: JobService, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(JobConflictError, match=message):
         await revise(bso, **changes)
     assert (await bso.show()).revisions == ()
 
 
-async def test_terms_that_the_policy_cannot_serve_are_refused(database_url: str) -> None:
+async def test_terms_unsupported_by_the_policy_are_refused(database_url: str) -> None:
     async with job_service(database_url, policy=ZEUS) as server:
         for changes in ({"controls": 0.1}, {"no_worse_than_default": {"val_loss": 0.1}}, {"window_size": 1}):
             with pytest.raises(InvalidJobError):
@@ -90,9 +90,9 @@ async def test_terms_that_the_policy_cannot_serve_are_refused(database_url: str)
 
 
 @pytest.mark.parametrize("policy", OWN_POLICIES)
-async def test_another_eta_gives_every_run_its_cost_by_it(database_url: str, policy: str) -> None:
+async def test_changed_eta_recomputes_the_cost_of_every_run(database_url: str, policy: str) -> None:
     async with job_service(database_url, policy=policy) as server:
-        # 500 J in 5 s at 16, with the usual helper; then 100 J, and twice as much time.
+        # 500 J in 5 s at 16, with the usual helper; then 100 J in 8 s.
         for size, time_s, energy_j in ((16, 5.0, 500.0), (8, 8.0, 100.0)):
             trial = await server.offline(size, f"{size}")
             for epoch in (1, 2):
@@ -114,18 +114,18 @@ async def test_another_eta_gives_every_run_its_cost_by_it(database_url: str, pol
         assert await is_consistent(server)
 
 
-async def test_a_running_trial_ends_under_the_terms_with_which_it_began(database_url: str) -> None:
+async def test_running_trial_keeps_the_terms_of_the_dispatch(database_url: str) -> None:
     async with job_service(database_url, policy=ZEUS, beta_knob=2.0) as server:
         await server.reach(await server.suggest(), 500.0)
         first, other = await server.suggest("first"), await server.offline(16, "other")
         await revise(server, max_epochs=4, beta_knob=1.1, eta_knob=0.5)
-        # A repeated request gets the same rule, and a report within the earlier bound goes on.
+        # A repeated request gets the same rule, and a report within the earlier bound continues.
         assert (await server.suggest("first")).stop_rule == first.stop_rule
         answer = await server.report(first, cost_j=900.0, epoch=5)
         assert not answer.stop_train
         assert answer.stop_rule == first.stop_rule
         assert "2 times the cheapest run" in (await server.report(first, cost_j=1001.0, epoch=6)).message
-        # A trial of now stops at the present ones.
+        # A new trial stops by the present terms.
         new = await server.offline(16, "new")
         assert "1.1 times the cheapest run" in (await server.report(new, cost_j=560.0, epoch=1)).message
         assert (await server.report(other, cost_j=800.0, epoch=10)).reason is EndReason.MAX_EPOCHS_REACHED
@@ -133,8 +133,8 @@ async def test_a_running_trial_ends_under_the_terms_with_which_it_began(database
 
 
 @pytest.mark.parametrize("policy", OWN_POLICIES)
-async def test_more_epochs_give_another_run_at_the_own_size(database_url: str, policy: str) -> None:
-    """A run that ended at two epochs has not missed a target that six epochs may reach."""
+async def test_raised_max_epochs_repeat_a_missed_default(database_url: str, policy: str) -> None:
+    """A miss after two epochs does not show that six epochs would miss the target."""
     async with job_service(database_url, policy=policy, max_epochs=2) as server:
         missed = await server.suggest()
         assert (await server.report(missed, cost_j=200.0, epoch=2)).reason is EndReason.MAX_EPOCHS_REACHED
@@ -148,7 +148,7 @@ async def test_more_epochs_give_another_run_at_the_own_size(database_url: str, p
 
 
 @pytest.mark.parametrize("policy", OWN_POLICIES)
-async def test_a_removed_size_stays_in_the_history_and_an_added_one_is_tried(database_url: str, policy: str) -> None:
+async def test_removed_size_stays_in_the_history_and_added_size_is_tried(database_url: str, policy: str) -> None:
     async with job_service(database_url, policy=policy, beta_knob=20.0) as server:
         for size in (16, 8, 32):
             await server.reach(await server.offline(size, f"{size}"), 10.0 * size)
@@ -170,13 +170,13 @@ async def test_a_removed_size_stays_in_the_history_and_an_added_one_is_tried(dat
         assert 64 in chosen
         assert 8 not in chosen
         assert await is_consistent(server)
-        # Back again, it is known.
+        # A size that returns is known.
         await revise(server, batch_sizes=[8, 16, 32, 64])
         assert (await server.show()).arms[0].n == 2
         assert await is_consistent(server)
 
 
-async def test_sizes_that_are_added_in_the_bandit_stage_are_drawn(database_url: str) -> None:
+async def test_sizes_added_in_the_bandit_stage_are_drawn(database_url: str) -> None:
     async with job_service(database_url, policy=ZEUS, mab_num_explorations=1) as server:
         for _ in range(4):
             await server.reach(await server.suggest(), 500.0)
@@ -190,7 +190,7 @@ async def test_sizes_that_are_added_in_the_bandit_stage_are_drawn(database_url: 
 
 
 @pytest.mark.parametrize("policy", OWN_POLICIES)
-async def test_on_other_gpus_epochs_count_and_costs_do_not(database_url: str, policy: str) -> None:
+async def test_after_a_change_of_gpus_epochs_count_and_costs_do_not(database_url: str, policy: str) -> None:
     async with job_service(database_url, policy=policy) as server:
         for size in (16, 8):
             trial = await server.offline(size, f"{size}")
@@ -216,7 +216,7 @@ async def test_on_other_gpus_epochs_count_and_costs_do_not(database_url: str, po
         for _ in range(6):
             await server.reach(await server.suggest(), 500.0)
         assert await is_consistent(server)
-        # Back on the first ones, their costs hold again.
+        # On the original GPUs, their costs hold again.
         await revise(server, gpu_model="V100", max_power=100.0)
         view = await server.show()
         assert [trial.other_gpus for trial in view.trials[:5]] == [False] * 4 + [True]
@@ -224,14 +224,14 @@ async def test_on_other_gpus_epochs_count_and_costs_do_not(database_url: str, po
         assert await is_consistent(server)
 
 
-async def test_another_power_limit_of_the_same_gpus_keeps_the_costs(bso: JobService) -> None:
+async def test_changed_power_limit_of_the_same_gpus_keeps_the_costs(bso: JobService) -> None:
     await bso.reach(await bso.suggest(), 500.0)
     await revise(bso, max_power=200.0)
     assert (await bso.show()).min_cost_j == 0.5 * 500 + 0.5 * 200 * 5
     assert await is_consistent(bso)
 
 
-async def test_a_job_changes_its_policy_and_back(database_url: str) -> None:
+async def test_job_changes_policy_and_back(database_url: str) -> None:
     async with job_service(database_url, policy=ZEUS) as server:
         for policy in (GP_VOI, ZEUS, GP_VOI):
             for _ in range(5):
@@ -241,8 +241,8 @@ async def test_a_job_changes_its_policy_and_back(database_url: str) -> None:
             assert await is_consistent(server)
 
 
-async def test_registrations_back_and_forth_at_once_do_no_harm(bso: JobService) -> None:
-    """The last one decides, and each trial keeps its terms."""
+async def test_concurrent_alternating_registrations_leave_a_consistent_job(bso: JobService) -> None:
+    """The last registration decides, and each trial keeps its terms."""
     trials = [await bso.suggest() for _ in range(2)]
 
     async def launches(epochs: int, trial: TrialDispatch) -> None:
@@ -260,7 +260,7 @@ async def test_registrations_back_and_forth_at_once_do_no_harm(bso: JobService) 
     assert await is_consistent(bso)
 
 
-async def test_a_revised_job_is_exported_and_imported(bso: JobService) -> None:
+async def test_revised_job_is_exported_and_imported(bso: JobService) -> None:
     for size in (16, 8):
         await bso.reach(await bso.offline(size, f"{size}"), 10.0 * size)
     running = await bso.suggest()
@@ -281,7 +281,7 @@ async def test_a_revised_job_is_exported_and_imported(bso: JobService) -> None:
         assert (await server.report(trial, cost_j=1000.0, epoch=10)).reason is EndReason.MAX_EPOCHS_REACHED
 
 
-async def test_a_verdict_on_savings_is_learned_anew(database_url: str) -> None:
+async def test_verdict_on_savings_is_relearned_after_a_revision(database_url: str) -> None:
     async with job_service(database_url, policy=GP_VOI) as server:
         for number in range(5):
             for size, time_s, energy_j in ((16, 5.0, 500.0), (8, 5.0, 100.0)):
@@ -296,7 +296,7 @@ async def test_a_verdict_on_savings_is_learned_anew(database_url: str) -> None:
         assert (before.middle, after.middle) == pytest.approx((0.4, 0.8), abs=0.05)
 
 
-async def test_another_seed_begins_its_draws_anew(database_url: str) -> None:
+async def test_changed_seed_restarts_the_random_draws(database_url: str) -> None:
     async with job_service(database_url, policy=ZEUS, mab_num_explorations=1) as server:
         for number in range(6):
             await server.reach(await server.suggest(), 500.0 + number)
@@ -308,7 +308,7 @@ async def test_another_seed_begins_its_draws_anew(database_url: str) -> None:
         assert (drawn.rng_state is None, revised.rng_state) == (False, None)
 
 
-async def test_runs_without_epochs_keep_policy_zeus(database_url: str) -> None:
+async def test_job_with_runs_without_epochs_keeps_policy_zeus(database_url: str) -> None:
     async with job_service(database_url, policy=ZEUS) as server:
         await server.reach(await server.suggest())
         unknown = sa.update(trials).where(trials.c.job_id == server.job_id).values(epoch=None, first_epoch=None)
@@ -319,7 +319,7 @@ async def test_runs_without_epochs_keep_policy_zeus(database_url: str) -> None:
             await revise(server, policy=GP_VOI)
 
 
-async def test_power_limits_of_other_gpus_are_not_handed_on(bso: JobService) -> None:
+async def test_power_limits_of_former_gpus_are_not_sent(bso: JobService) -> None:
     await bso.reach(await bso.suggest())
     samples = (PowerLimitSample(limit_w=100.0, steps=1, time_s=1.0, energy_j=1.0),)
     profile = StoredPowerProfile(bso.job_id, 1, 16, samples, START)
@@ -342,7 +342,7 @@ CHANGES = st.one_of(
 @pytest.mark.hypothesis
 @settings(max_examples=examples(20), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(policy=st.sampled_from(OWN_POLICIES), seed=st.integers(0, 2**32 - 1), changes=st.lists(CHANGES, max_size=8))
-def test_after_any_revisions_and_trials_the_caches_equal_a_replay(
+def test_caches_equal_a_replay_after_any_revisions_and_trials(
     database_url: str, policy: str, seed: int, changes: list[dict[str, Any]]
 ) -> None:
     async def run() -> None:
@@ -361,7 +361,7 @@ def test_after_any_revisions_and_trials_the_caches_equal_a_replay(
                         else:
                             await act(server, random_source, action, random_source.choice(open_trials))
                     except BsoError:
-                        continue  # a refusal, which must change nothing
+                        continue  # a refusal, which must not change the job
                 assert await is_consistent(server)
             known = await server.store.read(Transaction.revisions, server.job_id)
             assert [each.revision for each in known] == list(range(1, len(known) + 1))

@@ -1,4 +1,4 @@
-"""Savings through the service, on each kind of database: control runs, verdicts, and one figure everywhere."""
+"""Savings through the service, on each kind of database: control runs, verdicts, and equal figures everywhere."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from bso_server.ui.html import report_page
 from tests.support.service import JobService, job_service
 from zeus_plugins.protocol import GP_VOI, ZEUS, Origin, SavingsView, SavingsWord, TrialDispatch, TrialState
 
-# Three sizes, of which 16 is the default. Costs in joules after 4 epochs.
+# Three sizes with 16 as the default. Costs in joules after 4 epochs.
 COSTS_J = {8: 900.0, 16: 400.0, 32: 240.0}
 WOBBLE = (1.0, 1.04, 0.97, 1.02, 0.98)
 
@@ -60,7 +60,7 @@ async def test_control_runs_lead_to_a_verdict(bso: JobService) -> None:
     assert view.savings.control_cost_j == sum(trial.cost_j or 0 for trial in controls)
 
 
-async def test_before_the_first_control_run_nothing_is_claimed(bso: JobService) -> None:
+async def test_no_saving_is_claimed_before_the_first_control_run(bso: JobService) -> None:
     await run(bso)
     while (await run(bso)).origin is not Origin.CONTROL:
         savings = await savings_of(bso)
@@ -69,14 +69,14 @@ async def test_before_the_first_control_run_nothing_is_claimed(bso: JobService) 
     assert (await savings_of(bso)).cause == "1 of at least 3 control runs so far"
 
 
-async def test_the_next_choice_is_explained_with_its_control_run(bso: JobService) -> None:
+async def test_explanation_of_the_next_choice_includes_control_runs(bso: JobService) -> None:
     for _ in range(20):
         explained = await bso.store.read(explain, bso.job_id)
         trial = await run(bso)
         assert (explained.batch_size, explained.origin) == (trial.batch_size, trial.origin)
 
 
-async def test_what_was_learned_step_by_step_equals_what_the_database_holds(
+async def test_savings_learned_stepwise_equal_savings_from_the_database(
     bso: JobService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for _ in range(12):
@@ -86,7 +86,7 @@ async def test_what_was_learned_step_by_step_equals_what_the_database_holds(
         assert await savings_of(bso) == step_by_step
 
 
-async def test_a_discarded_run_is_forgotten(bso: JobService) -> None:
+async def test_discarded_run_counts_towards_no_saving(bso: JobService) -> None:
     trials = [await run(bso) for _ in range(12)]
     before = await savings_of(bso)
     control = next(trial for trial in trials if trial.origin is Origin.CONTROL)
@@ -96,7 +96,7 @@ async def test_a_discarded_run_is_forgotten(bso: JobService) -> None:
     assert after.cost_j.spent < before.cost_j.spent
 
 
-async def test_no_control_runs_where_the_job_says_so_or_the_policy_allows_none(database_url: str) -> None:
+async def test_job_or_policy_can_exclude_control_runs(database_url: str) -> None:
     for fields in ({"policy": GP_VOI, "controls": "off"}, {"policy": ZEUS}):
         async with job_service(database_url, mab_seed=1, eta_knob=1.0, **fields) as server:
             for _ in range(20):
@@ -104,8 +104,8 @@ async def test_no_control_runs_where_the_job_says_so_or_the_policy_allows_none(d
             assert Origin.CONTROL not in {trial.origin for trial in (await server.show()).trials}
 
 
-async def test_one_figure_everywhere(bso: JobService) -> None:
-    """The console's table, the job's page, the list of jobs, the report, and the metrics."""
+async def test_all_views_show_the_same_saving(bso: JobService) -> None:
+    """Compare the console's table, the job's page, the list of jobs, the report, and the metrics."""
     while (await savings_of(bso)).cost_j.saved is None:
         await run(bso)
     view = await bso.show()
@@ -124,8 +124,8 @@ async def test_one_figure_everywhere(bso: JobService) -> None:
     assert view.savings.so_far in report
 
 
-async def test_nothing_is_claimed_while_nothing_is_shown(bso: JobService) -> None:
-    """Equal sizes: no page says "saves", and no headline has a percentage."""
+async def test_no_view_claims_an_unproven_saving(bso: JobService) -> None:
+    """With equal sizes, no page says "saves", and no headline has a percentage."""
     for _ in range(10):
         await run(bso, cost_j=400.0)
         view, (_, page) = await bso.show(), await bso.store.read(Pages(Tariff()).job, bso.job_id)

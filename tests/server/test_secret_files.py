@@ -1,4 +1,4 @@
-"""Settings and tokens that stand in files, as container platforms hand out secrets."""
+"""Settings and tokens in files, as container platforms provide secrets."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from zeus_plugins.errors import ZeusBSOConfigError
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The working directory, without settings from elsewhere."""
+    """The working directory without settings from elsewhere."""
     for name in [name for name in os.environ if name.startswith("ZEUS_BSO_")]:
         monkeypatch.delenv(name)
     monkeypatch.chdir(tmp_path)
@@ -32,7 +32,7 @@ def held(path: Path, text: str) -> str:
 
 
 @pytest.mark.parametrize("end", ["", "\n", "\r\n", "\n\n"])
-def test_a_setting_is_what_its_file_holds_without_the_line_feeds_at_its_end(
+def test_setting_from_a_file_drops_only_trailing_line_feeds(
     folder: Path, monkeypatch: pytest.MonkeyPatch, end: str
 ) -> None:
     monkeypatch.setenv("ZEUS_BSO_DB_PASSWORD_FILE", held(folder / "password", " with blanks " + end))
@@ -44,7 +44,7 @@ def test_a_setting_is_what_its_file_holds_without_the_line_feeds_at_its_end(
     assert source_of("server_port", {}) == "environment, from a file"
 
 
-def test_a_file_ranks_as_its_setting_does_in_the_same_place(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_has_the_precedence_of_the_setting(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for number, name in enumerate(("SERVER_PORT", "CRASH_RETRIES", "MAX_BODY_BYTES", "LOG_LEVEL"), start=1):
         held(folder / name, "ERROR" if name == "LOG_LEVEL" else str(number))
     (folder / ".env").write_text(
@@ -70,7 +70,7 @@ def test_a_file_ranks_as_its_setting_does_in_the_same_place(folder: Path, monkey
     ],
     ids=["absent", "empty", "no text", "both"],
 )
-def test_a_file_that_does_not_serve_is_told_with_its_variable(
+def test_unusable_file_is_reported_with_the_variable(
     folder: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -88,11 +88,11 @@ def test_a_file_that_does_not_serve_is_told_with_its_variable(
     assert main(["db", "check"]) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("bso-server: ")
-    with pytest.raises(ZeusBSOConfigError, match=said):  # the server in a training's process
+    with pytest.raises(ZeusBSOConfigError, match=said):  # the embedded server
         client_from_environment("embedded:")
 
 
-def test_an_empty_variable_of_a_file_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_empty_file_variable_counts_as_unset(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ZEUS_BSO_LOG_LEVEL_FILE", "")
     assert Settings().log_level == "INFO"
     assert source_of("log_level", {}) == "default"
@@ -100,7 +100,7 @@ def test_an_empty_variable_of_a_file_is_none(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("argument", [False, True], ids=["file", "argument before a file"])
-def test_workers_find_the_database_of_their_parent(folder: Path, argument: bool) -> None:
+def test_workers_use_the_database_of_the_parent(folder: Path, argument: bool) -> None:
     port, log = free_port(), folder / "log"
     url = held(folder / "url", f"sqlite:///{folder / 'of_file.sqlite3'}\n")
     environ = {**os.environ, "ZEUS_BSO_DATABASE_URL_FILE": "absent" if argument else url}
@@ -121,7 +121,7 @@ def test_workers_find_the_database_of_their_parent(folder: Path, argument: bool)
     assert (folder / f"of_{'argument' if argument else 'file'}.sqlite3").exists()
 
 
-def test_the_clients_token_may_stand_in_a_file(folder: Path) -> None:
+def test_client_reads_the_token_from_a_file(folder: Path) -> None:
     path = held(folder / "token", "zbso_1_abc\n")
     assert access_token({"ZEUS_BSO_TOKEN_FILE": path}) == "zbso_1_abc"
     assert access_token({"ZEUS_BSO_TOKEN": "of-variable", "ZEUS_BSO_TOKEN_FILE": ""}) == "of-variable"
@@ -137,7 +137,7 @@ def test_the_clients_token_may_stand_in_a_file(folder: Path) -> None:
         access_token({"ZEUS_BSO_TOKEN": "abc", "ZEUS_BSO_TOKEN_FILE": path})
 
 
-def test_the_command_shows_a_server_the_token_in_a_file(
+def test_command_reads_the_token_from_a_file(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("ZEUS_BSO_TOKEN_FILE", str(folder / "absent"))

@@ -1,4 +1,4 @@
-"""Who may do what: real servers on each kind of database, and applications that hear from other machines."""
+"""Access: real servers on each kind of database, and applications with requests from other machines."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ UNKNOWN = f"zbso_00000000_{'x' * 43}"
 
 @pytest.fixture(scope="module")
 def any_server(database_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    """One of this file's own: the first token closes a server to whoever has none."""
+    """A server of this file only, because the first token closes a server to callers without a token."""
     with serving(database_url, tmp_path_factory.mktemp("server"), "--migrate") as server:
         yield server
 
@@ -59,8 +59,8 @@ def http(any_server: ServerProcess) -> Http:
 
 
 class TestTokens:
-    def test_without_a_token_nothing_but_open_routes_answers(self, http: Http, tokens: Tokens) -> None:
-        # Shown once, so that the server has certainly noticed that there are tokens.
+    def test_without_a_token_only_open_routes_answer(self, http: Http, tokens: Tokens) -> None:
+        # Sent once, so that the server has certainly noticed its tokens.
         assert http.ask("GET", "/api/jobs", tokens.read).status_code == 200
 
         refused = httpx.get(f"{http.url}/api/jobs")
@@ -71,16 +71,16 @@ class TestTokens:
             assert httpx.get(http.url + path).status_code == 200
 
     @pytest.mark.parametrize("path", ["/api/jobs", "/schema/openapi.json"])
-    def test_a_bad_token_is_refused(self, http: Http, path: str) -> None:
+    def test_invalid_token_is_refused(self, http: Http, path: str) -> None:
         refused = http.ask("GET", path, UNKNOWN)
         assert_refused(refused, 401, None, "unknown, revoked or replaced")
         assert "WWW-Authenticate" in refused.headers
 
-    def test_a_token_is_taken_as_a_password_too(self, http: Http, tokens: Tokens) -> None:
+    def test_token_is_accepted_as_a_password(self, http: Http, tokens: Tokens) -> None:
         assert httpx.get(f"{http.url}/api/jobs", auth=("whoever", tokens.read)).status_code == 200
         assert_refused(httpx.get(f"{http.url}/api/jobs", auth=("whoever", "")), 401, None, "Bearer TOKEN")
 
-    def test_the_training_side_needs_nothing_but_the_token(self, http: Http, tokens: Tokens) -> None:
+    def test_training_needs_only_the_token(self, http: Http, tokens: Tokens) -> None:
         with BsoClient(http.url, token=tokens.report) as client:
             assert client.list_jobs() is not None
         with BsoClient(http.url.replace("//", f"//zeus:{tokens.report}@")) as client:
@@ -99,7 +99,9 @@ class TestTokens:
             ("DELETE", "/jobs?job_id=none", {"admin"}),
         ],
     )
-    def test_scopes(self, http: Http, tokens: Tokens, method: str, path: str, needed: set[str]) -> None:
+    def test_scopes_permit_the_documented_requests(
+        self, http: Http, tokens: Tokens, method: str, path: str, needed: set[str]
+    ) -> None:
         for scope in ("read", "report", "admin"):
             answer = http.ask(method, path, getattr(tokens, scope))
             if scope in needed:
@@ -108,14 +110,14 @@ class TestTokens:
                 assert_refused(answer, 403, None, "has no scope")
 
 
-def test_a_route_that_somebody_forgets_to_protect_is_protected() -> None:
+def test_route_without_a_declared_scope_is_protected() -> None:
     async def forgotten() -> None: ...
 
     assert needed_scope(get("/forgotten")(forgotten)) == "read"
     assert needed_scope(post("/forgotten")(forgotten)) == "admin"
 
 
-def test_what_each_route_asks_for(new_database: str) -> None:
+def test_each_route_requires_the_documented_scope(new_database: str) -> None:
     app = create_app(Settings(database_url=new_database))
     needed: dict[str | None, set[str]] = {None: set(), "report": set(), "read": set(), "admin": set()}
     for route in app.routes:
@@ -147,9 +149,7 @@ def test_what_each_route_asks_for(new_database: str) -> None:
 
 
 class TestOwners:
-    def test_only_the_token_that_began_a_trial_or_an_administrator_reports_on_it(
-        self, http: Http, tokens: Tokens
-    ) -> None:
+    def test_only_the_trials_token_or_an_administrator_reports_on_a_trial(self, http: Http, tokens: Tokens) -> None:
         trial = http.begin(tokens.report)
         assert_refused(
             http.report(tokens.other, trial), 403, None, "belongs to token", tokens.report.split("_")[1], "(test)"
@@ -163,7 +163,7 @@ class TestOwners:
             stored = http.ask("PUT", "/trials/power_profile", token, json=trial | found_out(job()))
             assert stored.status_code == 200, stored.text
 
-    def test_its_token_or_an_administrator_ends_a_trial(self, http: Http, tokens: Tokens) -> None:
+    def test_only_the_trials_token_or_an_administrator_ends_a_trial(self, http: Http, tokens: Tokens) -> None:
         for ending in (tokens.report, tokens.admin):
             trial = http.begin(tokens.report)
             assert_refused(http.ask("PATCH", "/trials", tokens.other, json=trial), 403, None)
@@ -171,9 +171,7 @@ class TestOwners:
             assert http.ask("PATCH", "/trials", ending, json=trial).status_code == 200
             assert http.ask("GET", f"/api/jobs/{trial['job_id']}", ending).json()["trials"][0]["state"] == "failed"
 
-    def test_a_job_is_its_tokens_until_it_is_shared_but_each_trial_stays_its_own(
-        self, http: Http, tokens: Tokens
-    ) -> None:
+    def test_sharing_a_job_keeps_each_trial_with_the_dispatched_token(self, http: Http, tokens: Tokens) -> None:
         registered = job(job_id=f"job-{uuid.uuid4().hex}")
         first = http.begin(tokens.report, http.ask("POST", "/jobs", tokens.report, json=registered).json()["job_id"])
         job_id = first["job_id"]
@@ -196,16 +194,16 @@ class TestOwners:
 
         assert http.ask("DELETE", f"/api/jobs/{job_id}/share", tokens.admin).json()["shared"] is False
         assert_refused(http.ask("GET", "/jobs/batch_size", tokens.other, params={"job_id": job_id}), 403, None)
-        assert http.report(tokens.other, second).status_code == 200  # What has begun goes on.
+        assert http.report(tokens.other, second).status_code == 200  # Running trials continue.
 
-    def test_a_token_may_share_all_its_jobs(self, http: Http, tokens: Tokens, any_server: ServerProcess) -> None:
+    def test_token_may_share_all_new_jobs(self, http: Http, tokens: Tokens, any_server: ServerProcess) -> None:
         sharing = make_token(any_server.database_url, "report", options=["--share"])
         trial = http.begin(sharing)
         assert http.begin(tokens.other, trial["job_id"])["trial_number"] == 2
         shown = http.ask("GET", f"/api/jobs/{trial['job_id']}", tokens.read).json()
         assert (shown["owner"], shown["shared"]) == (sharing.split("_")[1], True)
 
-    def test_an_administrator_may_run_anybodys_job_and_the_log_says_so(
+    def test_administrator_may_run_any_job_and_is_logged(
         self, http: Http, tokens: Tokens, any_server: ServerProcess
     ) -> None:
         trial = http.begin(tokens.report)
@@ -218,9 +216,7 @@ class TestOwners:
         assert sum(f"job {trial['job_id']} trial 1: {said}" in line for line in lines) == 2
         assert sum(f"job {trial['job_id']} trial {begun['trial_number']}: {said}" in line for line in lines) == 1
 
-    def test_whose_token_a_trial_was_dispatched_to_can_be_read(
-        self, http: Http, tokens: Tokens, any_server: ServerProcess
-    ) -> None:
+    def test_owner_of_a_trial_can_be_read(self, http: Http, tokens: Tokens, any_server: ServerProcess) -> None:
         job_id = http.begin(tokens.report)["job_id"]
         http.share(tokens.admin, job_id)
         http.begin(tokens.other, job_id)
@@ -239,7 +235,7 @@ class TestOwners:
         for owner in owners:
             assert f"  {owner}  " in text
 
-    def test_a_key_does_not_hand_out_another_tokens_trial(self, http: Http, tokens: Tokens) -> None:
+    def test_key_does_not_reveal_a_foreign_tokens_trial(self, http: Http, tokens: Tokens) -> None:
         job_id = http.ask("POST", "/jobs", tokens.report, json=job()).json()["job_id"]
         http.share(tokens.admin, job_id)
 
@@ -251,7 +247,7 @@ class TestOwners:
         assert_refused(suggest(tokens.other), 403, None, "belongs to token")
         assert suggest(tokens.report).json() == first.json()
 
-    async def test_a_refused_report_spoils_no_other_of_its_group(self, http: Http, tokens: Tokens) -> None:
+    async def test_refused_report_does_not_affect_the_rest_of_the_group(self, http: Http, tokens: Tokens) -> None:
         trials = [http.begin(tokens.report) for _ in range(8)]
         async with httpx.AsyncClient(base_url=http.url) as client:
             asked = [
@@ -263,15 +259,15 @@ class TestOwners:
 
 
 class TestFirstTokens:
-    """On a server of its own, which has no tokens to begin with."""
+    """On a separate server that starts without tokens."""
 
-    def test_the_first_token_closes_the_server_for_good(self, server: ServerProcess) -> None:
+    def test_first_token_closes_the_server_permanently(self, server: ServerProcess) -> None:
         assert "no tokens yet" in server.log.read_text()
         with httpx.Client(base_url=server.url) as http:
             trial = begin(http, http.post("/jobs", json=job()).json()["job_id"])
         token = make_token(server.database_url, "report")
 
-        # The trial was dispatched to nobody: every token that may report may go on with it.
+        # The trial was dispatched without a token: every token with the report scope may continue it.
         assert httpx.post(f"{server.url}/report", json={**trial, **RESULT}, headers=bearer(token)).status_code == 200
         assert_refused(httpx.get(f"{server.url}/api/jobs"), 401, None)
 
@@ -285,7 +281,7 @@ class TestFirstTokens:
         another = make_token(server.database_url, "report")
         assert httpx.get(f"{server.url}/api/jobs", headers=bearer(another)).status_code == 200
 
-    def test_an_insecure_server_says_so_loudly_and_asks_nobody(self, server: ServerProcess) -> None:
+    def test_insecure_server_logs_a_warning_and_serves_all(self, server: ServerProcess) -> None:
         token = make_token(server.database_url, "read")
         server.kill()
         server.start("--insecure")
@@ -295,9 +291,7 @@ class TestFirstTokens:
         assert httpx.get(f"{server.url}/api/jobs", headers=bearer(token)).status_code == 200
         assert_refused(httpx.get(f"{server.url}/api/jobs", headers=bearer(UNKNOWN)), 401, None)
 
-    def test_the_commands_show_a_token_to_a_server(
-        self, server: ServerProcess, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_commands_send_the_token(self, server: ServerProcess, monkeypatch: pytest.MonkeyPatch) -> None:
         token = make_token(server.database_url, "read")
         monkeypatch.setenv("ZEUS_BSO_TOKEN", token)
         assert bso_server("jobs", "list", "--server-url", server.url).stdout == "no jobs\n"
@@ -338,7 +332,7 @@ async def in_app(settings: Settings) -> AsyncIterator[Callable[[str], httpx.Asyn
 
 
 class TestFromOtherMachines:
-    """However it was launched: only the application itself knows where a request comes from."""
+    """The application determines the origin of a request, however the server was launched."""
 
     @staticmethod
     async def statuses(settings: Settings, headers: dict[str, str] | None = None) -> dict[str, int]:
@@ -346,7 +340,7 @@ class TestFromOtherMachines:
         async with in_app(settings) as client:
             return {it: (await client(it).get("/api/jobs", headers=headers)).status_code for it in addresses}
 
-    async def test_without_tokens_only_this_machine_is_served(self, new_database: str) -> None:
+    async def test_without_tokens_only_local_requests_are_served(self, new_database: str) -> None:
         local = dict.fromkeys(["127.0.0.1", "::1", "::ffff:127.0.0.1"], 200)
         assert await self.statuses(Settings(database_url=new_database)) == {**local, "203.0.113.9": 403}
         async with in_app(Settings(database_url=new_database)) as client:
@@ -358,24 +352,24 @@ class TestFromOtherMachines:
             assert "RateLimit-Limit" not in answer.headers
 
     @pytest.mark.parametrize("header", ["X-Forwarded-For", "Forwarded"])
-    async def test_an_address_that_somebody_wrote_into_a_header_proves_nothing(
-        self, new_database: str, header: str
-    ) -> None:
-        # What a server sees that trusts every proxy: the address is what the header says.
+    async def test_address_in_a_forwarding_header_is_not_trusted(self, new_database: str, header: str) -> None:
+        # With a server that trusts every proxy, the address is taken from the header.
         headers = {header: "127.0.0.1"}
         assert set((await self.statuses(Settings(database_url=new_database), headers)).values()) == {403}
 
-    async def test_an_insecure_server_serves_all(self, new_database: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test_insecure_server_serves_every_machine(
+        self, new_database: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setenv("ZEUS_BSO_INSECURE", "1")
         assert set((await self.statuses(Settings(database_url=new_database))).values()) == {200}
 
-    async def test_with_a_token_any_machine_is_served(self, new_database: str) -> None:
+    async def test_any_machine_is_served_with_a_token(self, new_database: str) -> None:
         token = make_token(new_database, "read")
         assert set((await self.statuses(Settings(database_url=new_database), bearer(token))).values()) == {200}
         assert set((await self.statuses(Settings(database_url=new_database))).values()) == {401}
 
 
-async def test_a_report_with_a_token_takes_three_statements(database_url: str) -> None:
+async def test_report_with_a_token_takes_three_statements(database_url: str) -> None:
     bso_server("db", "upgrade", "--database-url", database_url)
     token = make_token(database_url, "report")
     statements: list[str] = []
@@ -398,18 +392,18 @@ async def test_a_report_with_a_token_takes_three_statements(database_url: str) -
 
 
 class TestLimits:
-    async def test_other_hosts_are_refused(self, new_database: str) -> None:
+    async def test_foreign_host_names_are_refused(self, new_database: str) -> None:
         async with in_app(Settings(database_url=new_database, allowed_hosts="bso.example, *.corp.example")) as client:
             here = client(LOCAL)
             for host in ("bso.example", "bso.example:1", "a.corp.example"):
                 assert (await here.get("/api/jobs", headers={"Host": host})).status_code == 200
             refused = await here.get("/api/jobs", headers={"Host": "evil.example"})
             assert_refused(refused, 400, None, "'evil.example'", "ZEUS_BSO_ALLOWED_HOSTS")
-            # Probes address the machine, not its name.
+            # Probes use the machine's address instead of its name.
             assert (await here.get("/health/live", headers={"Host": "10.0.0.7"})).status_code == 200
 
     @pytest.mark.parametrize("name", ["Host", "Authorization", "Origin"])
-    async def test_repeated_header_that_access_depends_on_is_refused(self, new_database: str, name: str) -> None:
+    async def test_repeated_header_used_for_access_is_refused(self, new_database: str, name: str) -> None:
         async with in_app(Settings(database_url=new_database, allowed_hosts="*")) as client:
             for path in ("/api/jobs", "/ui/login"):
                 values = [(name, "evil.example"), (name, LOCAL)]
@@ -418,13 +412,13 @@ class TestLimits:
                 assert refused.status_code == 400
                 assert f"several {name} headers" in refused.text
 
-    async def test_login_form_is_small(self, new_database: str) -> None:
+    async def test_login_form_has_a_small_body_limit(self, new_database: str) -> None:
         async with in_app(Settings(database_url=new_database)) as client:
             form = {"token": "x" * 5000}
             assert (await client(LOCAL).post("/ui/login", data=form)).status_code == 413
             assert (await client(LOCAL).post("/ui/login", data={"token": UNKNOWN})).status_code == 401
 
-    async def test_pages_of_other_sites_are_refused(self, new_database: str) -> None:
+    async def test_requests_from_foreign_sites_are_refused(self, new_database: str) -> None:
         async with in_app(Settings(database_url=new_database)) as client:
             here = client(LOCAL)
             for site in ("same-origin", "same-site", "none"):
@@ -432,7 +426,7 @@ class TestLimits:
             refused = await here.post("/jobs", json={}, headers={"Sec-Fetch-Site": "cross-site"})
             assert_refused(refused, 403, None, "another site")
 
-    async def test_without_tokens_a_name_that_anybody_may_lead_here_is_refused(self, new_database: str) -> None:
+    async def test_without_tokens_rebindable_host_name_is_refused(self, new_database: str) -> None:
         async with in_app(Settings(database_url=new_database)) as client:
             here, evil = client(LOCAL), {"Host": "evil.example:8000"}
             for refused in (await here.get("/api/jobs", headers=evil), await here.post("/jobs", headers=evil)):
@@ -450,7 +444,7 @@ class TestLimits:
             ("POST", "/api/import"),
         ],
     )
-    async def test_a_foreign_page_changes_nothing(self, new_database: str, method: str, path: str) -> None:
+    async def test_foreign_page_changes_nothing(self, new_database: str, method: str, path: str) -> None:
         async with in_app(
             Settings(database_url=new_database, allowed_hosts="localhost.example, board.example, *")
         ) as client:
@@ -462,8 +456,8 @@ class TestLimits:
                 answer = await here.request(method, path, headers=headers)
                 assert answer.status_code not in {401, 403}
 
-    async def test_only_following_a_link_leads_from_another_site_to_a_page(self) -> None:
-        """On an application of this test's own, with a page and what is none."""
+    async def test_only_a_followed_link_leads_from_a_foreign_site_to_a_page(self) -> None:
+        """Use a separate application with a page and a route that is no page."""
 
         async def none() -> None: ...
 
@@ -472,7 +466,7 @@ class TestLimits:
             [get("/page", opt=PAGE)(none), get("/data")(none), post("/page", opt={**PAGE, **needs(Scope.READ)})(none)],
             middleware=[AccessControl(authenticator, ["*"], read_timeout_s=60)],
             exception_handlers=EXCEPTION_HANDLERS,
-            logging_config=None,  # Litestar's own would set the level of the root logger for all later tests
+            logging_config=None,  # Litestar's default would set the level of the root logger for all later tests
         )
         link = {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "navigate", "Sec-Fetch-Dest": "document"}
 
@@ -486,7 +480,7 @@ class TestLimits:
             assert_refused(await http.post("/page", headers=link), 403, None, "another site")
 
     @pytest.mark.parametrize("announced", [True, False])
-    async def test_a_large_body_is_refused_before_it_is_read(self, new_database: str, announced: bool) -> None:
+    async def test_large_body_is_refused_before_reading(self, new_database: str, announced: bool) -> None:
         size, piece = 100 * 1024 * 1024, b"x" * 65536
         taken = 0
 
@@ -502,7 +496,7 @@ class TestLimits:
             assert_refused(refused, 413, None, "ZEUS_BSO_MAX_BODY_BYTES")
         assert taken <= (0 if announced else 1024 * 1024 + len(piece))
 
-    async def test_an_address_that_asks_too_often_has_to_wait(self, new_database: str) -> None:
+    async def test_address_with_too_many_requests_must_wait(self, new_database: str) -> None:
         async with in_app(Settings(database_url=new_database, rate_limit_per_minute=3)) as client:
             here, there = client(LOCAL), client("127.0.0.2")
             for _ in range(3):
@@ -515,7 +509,7 @@ class TestLimits:
             forged = await here.get("/api/jobs", headers={"X-Forwarded-For": "127.0.0.3"})
             assert forged.status_code == 429
 
-    async def test_addresses_are_forgotten_that_have_not_asked_for_a_while(self, new_database: str) -> None:
+    async def test_idle_addresses_are_forgotten(self, new_database: str) -> None:
         app = create_app(Settings(database_url=new_database, rate_limit_per_minute=3, reap_interval_s=0.01))
         counts = app.stores.get("request_counts")
 
@@ -525,7 +519,7 @@ class TestLimits:
                     assert (await http.get("/api/jobs")).status_code == 200
             counted = [f"RateLimitMiddleware::{address}" for address in ADDRESSES]
             assert [await counts.exists(key) for key in counted] == [True] * len(counted)
-            # As a minute later: Litestar keeps each count for one.
+            # As one minute later: Litestar keeps each count for one minute.
             for key in counted[1:]:
                 await counts.set(key, await counts.get(key) or b"", expires_in=timedelta(microseconds=1))
             async with asyncio.timeout(60):
@@ -533,7 +527,7 @@ class TestLimits:
                     await asyncio.sleep(0.01)
             assert await counts.exists(counted[0])
 
-    async def test_who_is_refused_stands_in_the_log(self, new_database: str, caplog: pytest.LogCaptureFixture) -> None:
+    async def test_refused_clients_are_logged(self, new_database: str, caplog: pytest.LogCaptureFixture) -> None:
         token, other = make_token(new_database, "read"), make_token(new_database, "report")
 
         settings = Settings(
@@ -546,7 +540,7 @@ class TestLimits:
             large = await http.post("/report", content=b"x" * 1001, headers=bearer(other))
             assert large.status_code == 413
             assert (await http.get("/api/jobs", headers={"Host": "evil.example"})).status_code == 400
-            # What is wrong without being refused leaves no line.
+            # Errors without a refusal leave no line.
             assert (await http.get("/api/jobs/no%0ane", headers=bearer(token))).status_code in {404, 422}
             assert (await http.get("/api/jobs", headers=bearer(token))).status_code == 429
             assert (await http.get("/api/jobs/no%0ane", headers=bearer(other))).status_code == 429

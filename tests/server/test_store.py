@@ -1,4 +1,4 @@
-"""The database on each kind of engine, below HTTP."""
+"""Storage on each kind of database, below HTTP."""
 
 from __future__ import annotations
 
@@ -62,17 +62,17 @@ def result_of(trial: TrialId, metric: float, **fields: Any) -> TrainingResult:
     return TrainingResult(**trial_id(trial).model_dump(), time=1, energy=1, metric=metric, current_epoch=1, **fields)
 
 
-async def test_the_migrations_make_the_tables_that_the_code_expects(database_url: str) -> None:
+async def test_migrations_create_the_tables_expected_by_the_code(database_url: str) -> None:
     def differences(connection: Connection) -> list[Any]:
         return list(compare_metadata(MigrationContext.configure(connection), metadata))
 
     async with open_store(database_url) as store:
-        await store.migrate()  # again, which changes nothing
+        await store.migrate()  # a repetition changes nothing
         await store.check_schema()
         assert await store._database.transact(differences, read_only=True, timeout_s=10.0) == []
 
 
-async def test_an_empty_database_is_not_ready(tmp_path: Path) -> None:
+async def test_empty_database_is_not_ready(tmp_path: Path) -> None:
     store = Store(open_database(f"sqlite:///{tmp_path / 'empty.sqlite3'}"))
     try:
         with pytest.raises(DatabaseNotReadyError, match="bso-server db upgrade"):
@@ -81,7 +81,7 @@ async def test_an_empty_database_is_not_ready(tmp_path: Path) -> None:
         await store.close()
 
 
-async def test_what_goes_in_comes_out(database_url: str) -> None:
+async def test_stored_records_are_read_back_unchanged(database_url: str) -> None:
     trial = replace(begun("round-trip", 1, NOW), reason="first é ✓", started_event=1, lease_expires_at=NOW)
     measured = replace(
         trial,
@@ -115,7 +115,7 @@ async def test_what_goes_in_comes_out(database_url: str) -> None:
         assert trials == [measured]
 
 
-async def test_several_trials_are_saved_with_their_own_values(database_url: str) -> None:
+async def test_several_trials_are_saved_with_separate_values(database_url: str) -> None:
     def save(transaction: Transaction) -> None:
         before = transaction.all_trials("several")
         transaction.update_trials([replace(trial, message=f"new {trial.trial_number}") for trial in before])
@@ -129,7 +129,7 @@ async def test_several_trials_are_saved_with_their_own_values(database_url: str)
         assert after == [replace(trial, message=f"new {trial.trial_number}") for trial in added]
 
 
-def test_a_copy_of_a_record_differs_in_what_was_changed_alone() -> None:
+def test_changed_copy_of_a_record_differs_only_in_the_given_fields() -> None:
     trial = begun("copied", 1, NOW)
     assert changed(trial, metric=0.5, report_count=1) == replace(trial, metric=0.5, report_count=1)
     assert trial.metric is None
@@ -137,7 +137,7 @@ def test_a_copy_of_a_record_differs_in_what_was_changed_alone() -> None:
         changed(trial, mertic=0.5)
 
 
-async def test_work_that_raises_leaves_nothing(database_url: str) -> None:
+async def test_raising_work_leaves_nothing(database_url: str) -> None:
     def collide(transaction: Transaction) -> None:
         for job_id in ("undone", "taken"):
             transaction.insert_job(registration(job_id), NOW)
@@ -149,7 +149,7 @@ async def test_work_that_raises_leaves_nothing(database_url: str) -> None:
         assert await store.read(Transaction.job, "undone") is None
 
 
-async def test_rows_come_in_order(database_url: str) -> None:
+async def test_rows_are_ordered(database_url: str) -> None:
     def write(transaction: Transaction) -> None:
         for job_id in ("order-b", "order-a", "order-c"):
             transaction.insert_job(registration(job_id), NOW)
@@ -165,8 +165,8 @@ async def test_rows_come_in_order(database_url: str) -> None:
         assert [trial.trial_number for trial in trials] == [1, 2, 3]
 
 
-async def test_work_that_lost_against_another_transaction_is_done_again(database_url: str) -> None:
-    """Two transactions lock two jobs in opposite orders; SQLite has no such deadlocks, one waits for the other."""
+async def test_work_aborted_by_a_deadlock_is_repeated(database_url: str) -> None:
+    """Two transactions lock two jobs in opposite orders; on SQLite, one simply waits for the other."""
     both_hold_one = threading.Barrier(2)
     tries = Counter[str]()
 
@@ -192,8 +192,8 @@ async def test_work_that_lost_against_another_transaction_is_done_again(database
     assert tries.total() == (2 if database_url.startswith("sqlite") else 3)
 
 
-def test_a_report_that_is_being_taken_saves_its_trial_from_the_reaper(database_url: str) -> None:
-    """The reaper looks while a report on an expired trial is under way, and waits for the new lease."""
+def test_report_in_progress_saves_the_trial_from_the_reaper(database_url: str) -> None:
+    """The reaper looks during a report on an expired trial, and waits for the new lease."""
     now = datetime.now(UTC)
     job_id = "saved"
     is_locked = threading.Event()
@@ -201,7 +201,7 @@ def test_a_report_that_is_being_taken_saves_its_trial_from_the_reaper(database_u
     def renew(transaction: Transaction) -> None:
         _, trial = transaction.locked_trials([(job_id, 1)])[job_id, 1]
         is_locked.set()
-        # Long enough for the reaper to look; it makes no difference to the outcome.
+        # Long enough for the reaper to look; the outcome does not depend on this wait.
         time.sleep(0.5)
         transaction.update_trials([replace(trial, lease_expires_at=now + timedelta(hours=1))], TRIAL_AT_REPORT)
 
@@ -223,9 +223,9 @@ def test_a_report_that_is_being_taken_saves_its_trial_from_the_reaper(database_u
         assert [trial.state for trial in reaper.result()] == [TrialState.RUNNING]
 
 
-async def test_how_many_statements_a_report_takes(database_url: str) -> None:
+async def test_report_takes_the_documented_number_of_statements(database_url: str) -> None:
     statements: list[str] = []
-    # PostgreSQL locks the job apart, once it is known that the trial ends.
+    # PostgreSQL locks the job separately, once the end of the trial is known.
     locks_apart = ["SELECT"] if database_url.startswith("postgresql") else []
     async with open_store(database_url) as store:
         service = BatchSizeService(store)
@@ -249,8 +249,8 @@ async def test_how_many_statements_a_report_takes(database_url: str) -> None:
 
 
 @pytest.mark.parametrize("policy", OWN_POLICIES)
-async def test_no_decision_reads_a_whole_table_or_all_trials_of_a_job(tmp_path: Path, policy: str) -> None:
-    """What SQLite plans, which rests on the statements alone: it keeps no statistics here."""
+async def test_decision_reads_neither_a_whole_table_nor_all_trials_of_a_job(tmp_path: Path, policy: str) -> None:
+    """Check SQLite's plans, which depend only on the statements because SQLite keeps no statistics here."""
     queries: dict[str, Any] = {}
     async with open_store(f"sqlite:///{tmp_path / 'bso.sqlite3'}") as store:
         service = BatchSizeService(store)
@@ -278,7 +278,7 @@ async def test_no_decision_reads_a_whole_table_or_all_trials_of_a_job(tmp_path: 
     assert any(query.startswith("SELECT trials.job_id") and " OR " in query for query in queries)
 
 
-async def test_sqlite_is_safe(sqlite_url: str) -> None:
+async def test_sqlite_uses_durable_settings(sqlite_url: str) -> None:
     def settings(connection: Connection) -> dict[str, Any]:
         names = ("journal_mode", "synchronous", "foreign_keys", "busy_timeout")
         return {name: connection.exec_driver_sql(f"PRAGMA {name}").scalar() for name in names}
@@ -290,7 +290,7 @@ async def test_sqlite_is_safe(sqlite_url: str) -> None:
 
 
 @pytest.mark.skipif(os.name == "nt", reason="rights of files are POSIX's")
-async def test_a_sqlite_file_is_its_owners_alone(tmp_path: Path) -> None:
+async def test_sqlite_file_is_private_to_the_owner(tmp_path: Path) -> None:
     before = os.umask(0o022)
     try:
         async with open_store(f"sqlite:///{tmp_path / 'bso.sqlite3'}"):
@@ -300,9 +300,7 @@ async def test_a_sqlite_file_is_its_owners_alone(tmp_path: Path) -> None:
         os.umask(before)
 
 
-async def test_a_sqlite_writer_has_the_lock_before_it_reads_and_a_reader_takes_none(
-    sqlite_url: str, tmp_path: Path
-) -> None:
+async def test_sqlite_writer_locks_before_reading_and_reader_takes_no_lock(sqlite_url: str, tmp_path: Path) -> None:
     def other_can_write() -> bool:
         with closing(sqlite3.connect(tmp_path / "bso.sqlite3", timeout=0, isolation_level=None)) as other:
             try:
@@ -315,11 +313,11 @@ async def test_a_sqlite_writer_has_the_lock_before_it_reads_and_a_reader_takes_n
     async with open_store(sqlite_url) as store:
         assert not await store.write(lambda _: other_can_write())
         assert await store.read(lambda transaction: (transaction.job("nobody"), other_can_write())) == (None, True)
-        # The same connections again, and those of writers after readers.
+        # Repeat on pooled connections, with writers after readers.
         assert not await store.write(lambda _: other_can_write())
 
 
-async def test_all_that_a_sqlite_reader_reads_is_of_one_moment(sqlite_url: str, tmp_path: Path) -> None:
+async def test_sqlite_reader_sees_a_single_snapshot(sqlite_url: str, tmp_path: Path) -> None:
     def count_twice(transaction: Transaction) -> tuple[int, int]:
         before = len(jobs_page(transaction, prefix=None, stage=None, after=None, limit=100))
         with closing(sqlite3.connect(tmp_path / "bso.sqlite3")) as other, other:
@@ -331,9 +329,7 @@ async def test_all_that_a_sqlite_reader_reads_is_of_one_moment(sqlite_url: str, 
         assert await store.read(count_twice) == (1, 1)
 
 
-async def test_a_locked_sqlite_file_is_tried_again(
-    sqlite_url: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_locked_sqlite_file_is_retried(sqlite_url: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO", "bso_server"):
         async with open_store(sqlite_url) as store:
             await store._database.transact(
@@ -351,8 +347,8 @@ async def test_a_locked_sqlite_file_is_tried_again(
             assert await store.read(Transaction.job, "waits") is not None
 
 
-async def test_writers_of_one_process_queue_for_one_connection_to_a_sqlite_file(sqlite_url: str) -> None:
-    """Connections would poll for SQLite's lock, and some of them for long."""
+async def test_writers_of_a_process_share_a_single_sqlite_connection(sqlite_url: str) -> None:
+    """Separate connections would poll for SQLite's lock, some of them for a long time."""
     opened: list[Any] = []
 
     def note(connection: Any, _record: Any) -> None:
@@ -368,8 +364,8 @@ async def test_writers_of_one_process_queue_for_one_connection_to_a_sqlite_file(
     assert opened == []
 
 
-async def test_a_request_that_is_given_up_leaves_no_lock_behind(sqlite_url: str) -> None:
-    """A client that leaves in the middle of its request cancels the task; the writer after it finds the file free."""
+async def test_cancelled_request_leaves_no_lock(sqlite_url: str) -> None:
+    """A client that disconnects during its request cancels the task; the next writer finds the file unlocked."""
     async with open_store(sqlite_url) as store:
         begun = threading.Event()
 
@@ -393,7 +389,7 @@ async def test_a_request_that_is_given_up_leaves_no_lock_behind(sqlite_url: str)
     "url",
     ["postgresql://bso:s3cret@db/bso", "postgresql://bso@db/bso?password=s3cret", "mysql://bso@db/b?passwd=s3cret"],
 )
-def test_a_description_holds_no_password(url: str) -> None:
+def test_description_contains_no_password(url: str) -> None:
     description = Store(open_database(url)).description
     assert "s3cret" not in description
     assert description.startswith(url.split("//")[0])
@@ -413,7 +409,7 @@ def test_a_description_holds_no_password(url: str) -> None:
         ("sqlite+pysqlcipher:////srv/bso.sqlite3", "write sqlite:////srv/bso.sqlite3 "),
     ],
 )
-def test_a_url_that_cannot_be_used_says_what_to_write(url: str, words: str) -> None:
+def test_unusable_url_is_refused_with_a_correction(url: str, words: str) -> None:
     with pytest.raises(ValueError, match=re.escape(words)) as refused:
         open_database(url)
     assert "s3cret" not in str(refused.value)

@@ -1,4 +1,4 @@
-"""Many requests at the same time to two servers on one database, of each kind; one of them has two workers."""
+"""Many concurrent requests to two servers on one database of each kind; one server has two workers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Call = tuple[str, str, dict[str, Any]]
 
 @pytest.fixture(scope="module")
 def servers(database_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
-    """The URLs of a server with two workers and of one with a single process."""
+    """URLs of a server with two workers and of a server with a single process."""
     directory = tmp_path_factory.mktemp("servers")
     both = [ServerProcess(database_url, directory / f"server-{number}.log") for number in (1, 2)]
     try:
@@ -40,7 +40,7 @@ def servers(database_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iter
 
 @pytest.fixture
 def prefix() -> str:
-    """A prefix that no other test's jobs have."""
+    """A unique prefix for the jobs of this test."""
     return f"storm-{uuid.uuid4().hex[:8]}"
 
 
@@ -55,7 +55,7 @@ def job_id(servers: Sequence[str], prefix: str) -> str:
 
 
 def at_once(servers: Sequence[str], calls: Sequence[Call]) -> list[httpx.Response]:
-    """The answers to these calls, made at the same time, each over a connection of its own, to each server in turn."""
+    """Return the answers to concurrent calls, each over its own connection, to the servers in turn."""
 
     async def run() -> list[httpx.Response]:
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
@@ -95,7 +95,7 @@ def begin(servers: Sequence[str], job_id: str, number: int) -> list[dict[str, An
 
 
 @pytest.mark.slow
-def test_a_hundred_suggests_on_one_job(servers: Sequence[str], job_id: str) -> None:
+def test_hundred_concurrent_suggests_get_distinct_trials(servers: Sequence[str], job_id: str) -> None:
     trials = begin(servers, job_id, 100)
 
     assert sorted(trial["trial_number"] for trial in trials) == list(range(1, 101))
@@ -108,14 +108,14 @@ def test_a_hundred_suggests_on_one_job(servers: Sequence[str], job_id: str) -> N
     assert sum(arm["trials"] for arm in read(servers, f"/api/jobs/{job_id}/arms")["arms"]) == 100
 
 
-def test_one_suggest_sent_again_and_again(servers: Sequence[str], job_id: str) -> None:
+def test_suggest_repeated_concurrently_gets_a_single_trial(servers: Sequence[str], job_id: str) -> None:
     answers = at_once(servers, [suggest(job_id, **{"Idempotency-Key": "key"})] * 20)
     assert statuses(answers) == {200: 20}
     assert {answer.json()["trial_number"] for answer in answers} == {1}
 
 
-def test_twenty_final_reports_of_one_trial(servers: Sequence[str], job_id: str) -> None:
-    """The first one ends the trial; the others, which say something else, are refused."""
+def test_twenty_different_final_reports_complete_a_trial_once(servers: Sequence[str], job_id: str) -> None:
+    """The first report ends the trial; the other reports, with different costs, are refused."""
     (trial,) = begin(servers, job_id, 1)
     costs = [float(100 + number) for number in range(20)]
     answers = at_once(servers, [report(trial, cost_j=cost_j) for cost_j in costs])
@@ -128,7 +128,7 @@ def test_twenty_final_reports_of_one_trial(servers: Sequence[str], job_id: str) 
     assert summary["min_cost_j"] == job["min_cost_j"] == taken
 
 
-def test_one_final_report_sent_again_and_again(servers: Sequence[str], job_id: str) -> None:
+def test_final_report_repeated_concurrently_counts_once(servers: Sequence[str], job_id: str) -> None:
     (trial,) = begin(servers, job_id, 1)
     answers = at_once(servers, [report(trial, cost_j=100)] * 20)
     assert statuses(answers) == {200: 20}
@@ -137,7 +137,7 @@ def test_one_final_report_sent_again_and_again(servers: Sequence[str], job_id: s
     assert read(servers, f"/api/jobs/{job_id}/arms")["arms"][1]["n"] == 1
 
 
-def test_final_reports_of_all_trials_of_a_job(servers: Sequence[str], job_id: str) -> None:
+def test_concurrent_final_reports_of_all_trials_are_counted(servers: Sequence[str], job_id: str) -> None:
     trials = begin(servers, job_id, 50)
     costs = {trial["trial_number"]: 200.0 - trial["trial_number"] for trial in trials}
     answers = at_once(servers, [report(trial, cost_j=costs[trial["trial_number"]]) for trial in trials])
@@ -155,7 +155,7 @@ def test_final_reports_of_all_trials_of_a_job(servers: Sequence[str], job_id: st
     assert [event["event"] for event in events] == list(range(1, 101))
 
 
-def test_suggests_and_reports_at_the_same_time(servers: Sequence[str], job_id: str) -> None:
+def test_concurrent_suggests_and_reports_are_counted(servers: Sequence[str], job_id: str) -> None:
     trials = begin(servers, job_id, 25)
     epochs = [report(trial, cost_j=10, metric=0.1, epoch=1) for trial in trials]
     answers = at_once(servers, [call for pair in zip(epochs, [suggest(job_id)] * 25, strict=True) for call in pair])
@@ -166,8 +166,8 @@ def test_suggests_and_reports_at_the_same_time(servers: Sequence[str], job_id: s
     assert [trial["epochs"] for trial in kept] == [1] * 25 + [None] * 25
 
 
-def test_many_jobs_of_one_prefix(servers: Sequence[str], prefix: str) -> None:
-    """Jobs without an id get one each."""
+def test_concurrent_jobs_with_a_shared_prefix_get_distinct_ids(servers: Sequence[str], prefix: str) -> None:
+    """Jobs without an id get a generated id."""
     nameless = job_of(prefix) | {"job_id": None}
     answers = at_once(servers, [("POST", "/jobs", {"json": nameless})] * 50)
     assert statuses(answers) == {201: 50}
@@ -176,9 +176,9 @@ def test_many_jobs_of_one_prefix(servers: Sequence[str], prefix: str) -> None:
     assert {job["job_id"] for job in read(servers, "/api/jobs", prefix=prefix, limit=100)["jobs"]} == told
 
 
-def test_one_job_registered_by_many(servers: Sequence[str], prefix: str) -> None:
-    """Half of them want it otherwise: one configuration is taken, and the other one refused."""
-    # Twice the same, so that each server gets both.
+def test_job_registered_concurrently_takes_a_single_configuration(servers: Sequence[str], prefix: str) -> None:
+    """Two configurations compete: one is accepted, the other is refused."""
+    # Each twice in a row, so that each server gets both.
     limits = [10, 10, 11, 11] * 10
     bodies = [job_of(prefix) | {"max_epochs": limit} for limit in limits]
     answers = at_once(servers, [("POST", "/jobs", {"json": body}) for body in bodies])

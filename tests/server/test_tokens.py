@@ -1,4 +1,4 @@
-"""Tokens: their making, how they are told from others, where they are kept, and how long they are remembered."""
+"""Tokens: creation, authentication, storage, and the time for which they are cached."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def basic(login: str) -> str:
 
 
 class Clock:
-    """Seconds that pass when told to."""
+    """A clock that advances on request."""
 
     def __init__(self) -> None:
         self.now_s = 1000.0
@@ -55,7 +55,7 @@ class Clock:
 
 
 class Book(Tokens):
-    """Tokens in memory; counts how often somebody looks."""
+    """Tokens in memory, with a count of lookups."""
 
     def __init__(self, *records: TokenRecord) -> None:
         self.records = {record.token_id: record for record in records}
@@ -75,14 +75,14 @@ class Book(Tokens):
 
 
 class TestMaking:
-    def test_a_token_holds_its_id_and_256_random_bits(self) -> None:
+    def test_token_contains_the_id_and_256_random_bits(self) -> None:
         token, record = new_token("a training", {Scope.READ}, NOW)
 
         assert re.fullmatch(rf"zbso_{record.token_id}_[A-Za-z0-9_-]{{43}}", token)
         assert re.fullmatch("[0-9a-f]{8}", record.token_id)
         assert new_token("a training", {Scope.READ}, NOW)[0] != token
 
-    def test_a_record_does_not_hold_the_secret(self) -> None:
+    def test_record_does_not_contain_the_secret(self) -> None:
         secret = TOKEN.split("_", 2)[2]
         assert secret not in repr(RECORD)
         assert len(RECORD.token_hash) == 64
@@ -95,10 +95,10 @@ class TestMaking:
             (Scope.ADMIN, {Scope.READ, Scope.REPORT, Scope.ADMIN}),
         ],
     )
-    def test_wider_scopes_imply_narrower_ones(self, scope: Scope, implied: set[Scope]) -> None:
+    def test_wider_scopes_imply_narrower_scopes(self, scope: Scope, implied: set[Scope]) -> None:
         assert replace(RECORD, scopes=frozenset({scope})).caller().scopes == implied
 
-    def test_a_missing_scope_is_named(self) -> None:
+    def test_missing_scope_is_named(self) -> None:
         caller = RECORD.caller()
         caller.require(Scope.READ)
         with pytest.raises(ForbiddenError, match=f"{RECORD.token_id} has no scope admin"):
@@ -129,12 +129,12 @@ class TestReadingHeaders:
         [f"Bearer {TOKEN}", f"bearer  {TOKEN} ", basic(f"me:{TOKEN}"), basic(f":{TOKEN}")],
         ids=["Bearer", "with blanks", "Basic", "Basic without a name"],
     )
-    def test_the_token_is_found(self, header: str) -> None:
+    def test_token_is_found_in_the_header(self, header: str) -> None:
         assert token_in(header) == TOKEN
 
-    # The tokens differ from run to run, and names of tests must not.
+    # The tokens are random, whereas the names of tests must be constant.
     @pytest.mark.parametrize("header", WRONG_HEADERS.values(), ids=WRONG_HEADERS)
-    def test_anything_else_is_refused_without_repeating_it(self, header: str) -> None:
+    def test_invalid_header_is_refused_without_quoting_the_token(self, header: str) -> None:
         with pytest.raises(UnauthenticatedError) as caught:
             token_in(header)
         assert TOKEN[:-1] not in str(caught.value)
@@ -145,14 +145,14 @@ NO_LOOPBACK = ("::ffff:203.0.113.9", "203.0.113.9", "128.0.0.1", "0.0.0.0", "loc
 
 
 @pytest.mark.parametrize("address", [*LOOPBACK, *NO_LOOPBACK])
-def test_loopback_addresses(address: str | None) -> None:
+def test_loopback_addresses_are_recognized(address: str | None) -> None:
     assert is_loopback(address) == (address in LOOPBACK)
 
 
 @pytest.mark.parametrize(
     "host", ["bso.example", "BSO.example:8000", "bso.example:", "a.corp.example", "a.b.corp.example:1", "[::1]:8000"]
 )
-def test_allowed_hosts(host: str) -> None:
+def test_allowed_hosts_are_accepted(host: str) -> None:
     require_allowed_host(host, ["Bso.example", "*.corp.example", "[::1]"])
     require_allowed_host(host, ["*"])
 
@@ -160,7 +160,7 @@ def test_allowed_hosts(host: str) -> None:
 @pytest.mark.parametrize(
     "host", ["", "evil.example", "bso.example.evil", "corp.example", "xcorp.example", "bso!example"]
 )
-def test_other_hosts(host: str) -> None:
+def test_hosts_outside_the_allowed_list_are_refused(host: str) -> None:
     with pytest.raises(UntrustedHostError, match="ZEUS_BSO_ALLOWED_HOSTS"):
         require_allowed_host(host, ["bso.example", "*.corp.example"])
 
@@ -179,7 +179,7 @@ def test_other_hosts(host: str) -> None:
         ("https://a.corp.example", "bso.example"),
     ],
 )
-def test_origins_that_may_change_something(origin: str, host: str) -> None:
+def test_origins_of_the_server_or_allowed_hosts_may_change_data(origin: str, host: str) -> None:
     refuse_other_origins(origin, host, ["*", "board.example", "*.corp.example"])
 
 
@@ -190,24 +190,24 @@ def test_origins_that_may_change_something(origin: str, host: str) -> None:
         *("https://localhost:8000.evil.example", "http://", "://", "localhost:8000", "file://"),
     ],
 )
-def test_other_origins(origin: str) -> None:
+def test_foreign_origins_may_not_change_data(origin: str) -> None:
     with pytest.raises(ForbiddenError, match="ZEUS_BSO_ALLOWED_HOSTS"):
         refuse_other_origins(origin, "localhost:8000", ["*"])
 
 
 class TestAuthenticating:
-    """With tokens in memory and a clock that is set by hand."""
+    """With tokens in memory and a clock set by the test."""
 
     async def identify(
         self, authenticator: Authenticator, authorization: str | None, address: str = FOREIGN, host: str = "localhost"
     ) -> str | type[Exception] | None:
-        """The caller's token id, or the kind of refusal."""
+        """Return the caller's token id, or the type of the refusal."""
         try:
             return (await authenticator.identify(authorization, address, host)).token_id
         except (ForbiddenError, UnauthenticatedError, UntrustedHostError) as error:
             return type(error)
 
-    async def test_who_is_served_and_who_by_an_insecure_server(self) -> None:
+    async def test_callers_are_served_or_refused_by_tokens_address_and_insecure_mode(self) -> None:
         for records, token, address, served, served_insecurely in (
             ([], None, LOCAL, None, None),
             ([], None, FOREIGN, ForbiddenError, None),
@@ -228,9 +228,7 @@ class TestAuthenticating:
         "host",
         ["localhost", "LOCALHOST:8000", "bso.localhost", "127.0.0.1:80", "127.1.2.3", "[::1]:8000", "[::1]", "box:1"],
     )
-    async def test_without_tokens_the_machines_own_names_are_served_and_those_that_the_operator_allows(
-        self, host: str
-    ) -> None:
+    async def test_without_tokens_local_and_allowed_host_names_are_served(self, host: str) -> None:
         assert await self.identify(Authenticator(Book(), allowed_hosts=["*", "box"]), None, LOCAL, host) is None
 
     @pytest.mark.parametrize(
@@ -245,13 +243,13 @@ class TestAuthenticating:
             "[::2]:1",
         ],
     )
-    async def test_without_tokens_no_other_name_is_served(self, host: str) -> None:
+    async def test_without_tokens_foreign_host_names_are_refused(self, host: str) -> None:
         authenticator = Authenticator(Book(), allowed_hosts=["*", "box"])
         assert await self.identify(authenticator, None, LOCAL, host) is UntrustedHostError
         assert await self.identify(Authenticator(Book(RECORD)), f"Bearer {TOKEN}", LOCAL, host) == RECORD.token_id
         assert await self.identify(Authenticator(Book(), insecure=True), None, LOCAL, host) is None
 
-    async def test_the_id_alone_is_not_enough(self) -> None:
+    async def test_token_id_without_the_secret_is_refused(self) -> None:
         authenticator = Authenticator(Book(RECORD))
         forged = f"Bearer zbso_{RECORD.token_id}_{'x' * 43}"
         assert await self.identify(authenticator, forged) is UnauthenticatedError
@@ -259,7 +257,7 @@ class TestAuthenticating:
         assert await self.identify(authenticator, forged) is UnauthenticatedError
 
     @pytest.mark.parametrize("known", [[RECORD], []], ids=["a known token", "an open server"])
-    async def test_a_known_caller_is_not_looked_up_again(self, known: list[TokenRecord]) -> None:
+    async def test_known_caller_is_not_looked_up_again(self, known: list[TokenRecord]) -> None:
         book, clock = Book(*known), Clock()
         authenticator = Authenticator(book, clock=clock)
         for _ in range(3):
@@ -268,7 +266,7 @@ class TestAuthenticating:
             clock.now_s += CACHE_S / 4
         assert book.looks == 1
 
-    async def test_a_revocation_takes_effect_when_the_memory_expires(self) -> None:
+    async def test_revocation_takes_effect_when_the_cache_expires(self) -> None:
         book, clock = Book(RECORD), Clock()
         authenticator = Authenticator(book, clock=clock)
         await self.identify(authenticator, f"Bearer {TOKEN}")
@@ -280,7 +278,7 @@ class TestAuthenticating:
         assert await self.identify(authenticator, f"Bearer {TOKEN}") is UnauthenticatedError
         assert await self.identify(authenticator, None, LOCAL) is UnauthenticatedError
 
-    async def test_a_new_secret_works_at_once_and_the_old_one_until_its_end(self) -> None:
+    async def test_new_secret_works_at_once_and_the_old_secret_until_expiry(self) -> None:
         book, clock = Book(RECORD), Clock()
         instants = [NOW]
         authenticator = Authenticator(book, clock=clock, now=lambda: instants[-1])
@@ -301,12 +299,12 @@ class TestAuthenticating:
         assert await self.identify(authenticator, f"Bearer {TOKEN}") is UnauthenticatedError
         assert await self.identify(authenticator, f"Bearer {new}") is UnauthenticatedError
 
-    def test_a_rotation_that_is_done_twice_keeps_the_old_secret(self) -> None:
+    def test_repeated_rotation_keeps_the_old_secret(self) -> None:
         once = RECORD.rotated("new", NOW, NOW + timedelta(hours=1))
         assert once.previous_hash == RECORD.token_hash
         assert once.rotated("new", NOW + timedelta(seconds=1), NOW + timedelta(hours=2)) == once
 
-    async def test_a_new_token_works_at_once_and_closes_the_server(self) -> None:
+    async def test_new_token_works_at_once_and_closes_the_server(self) -> None:
         book = Book()
         authenticator = Authenticator(book, clock=Clock())
         assert await self.identify(authenticator, f"Bearer {TOKEN}") is UnauthenticatedError
@@ -316,7 +314,7 @@ class TestAuthenticating:
         assert await self.identify(authenticator, f"Bearer {TOKEN}") == RECORD.token_id
         assert await self.identify(authenticator, None, LOCAL) is UnauthenticatedError
 
-    async def test_the_first_token_closes_the_server_though_nobody_shows_it(self) -> None:
+    async def test_unused_first_token_closes_the_server(self) -> None:
         book, clock = Book(), Clock()
         authenticator = Authenticator(book, clock=clock)
         assert await self.identify(authenticator, None, LOCAL) is None
@@ -325,13 +323,13 @@ class TestAuthenticating:
         clock.now_s += CACHE_S
         assert await self.identify(authenticator, None, LOCAL) is UnauthenticatedError
 
-    async def test_unknown_tokens_leave_nothing_in_memory(self) -> None:
+    async def test_unknown_tokens_are_not_cached(self) -> None:
         authenticator = Authenticator(Book(RECORD))
         for number in range(100):
             await self.identify(authenticator, f"Bearer zbso_{number:08x}_{'x' * 43}")
         assert len(authenticator._known) == 0
 
-    async def test_memory_for_known_tokens_is_bounded(self) -> None:
+    async def test_cache_of_known_tokens_is_bounded(self) -> None:
         made = [new_token(f"training {number}", {Scope.READ}, NOW) for number in range(1030)]
         authenticator = Authenticator(Book(*(record for _, record in made)))
         for token, _ in made:
@@ -348,9 +346,9 @@ async def tokens(database_url: str) -> AsyncIterator[Tokens]:
 
 
 class TestKeeping:
-    """In each kind of database."""
+    """Storage in each kind of database."""
 
-    async def test_what_goes_in_comes_out(self, tokens: Tokens) -> None:
+    async def test_stored_token_is_found_until_revoked(self, tokens: Tokens) -> None:
         for existing in await tokens.all():
             await tokens.revoke(existing.token_id)
         assert not await tokens.any(valid=True)
@@ -365,7 +363,7 @@ class TestKeeping:
         assert not await tokens.any(valid=True)
         assert await tokens.any()
 
-    async def test_revoking(self, tokens: Tokens) -> None:
+    async def test_revoked_token_is_refused(self, tokens: Tokens) -> None:
         clock = Clock()
         authenticator = Authenticator(tokens, clock=clock)
         _, other = await tokens.create("stays", [Scope.ADMIN])
@@ -384,7 +382,7 @@ class TestKeeping:
         with pytest.raises(UnknownTokenError, match="'00000000'"):
             await tokens.revoke("00000000")
 
-    async def test_rotating(self, tokens: Tokens) -> None:
+    async def test_rotated_token_has_two_valid_secrets(self, tokens: Tokens) -> None:
         old, record = await tokens.create("turns", [Scope.REPORT], shares_jobs=True)
         new, rotated = await tokens.rotate(record.token_id, timedelta(hours=1))
         now = record.created_at + timedelta(seconds=1)
@@ -405,7 +403,7 @@ class TestKeeping:
         with pytest.raises(UnauthenticatedError):
             await authenticator.identify(f"Bearer {old}", FOREIGN, "bso.example")
 
-    async def test_what_cannot_be_rotated_or_handed_over(self, tokens: Tokens) -> None:
+    async def test_revoked_token_cannot_be_rotated_or_receive_a_transfer(self, tokens: Tokens) -> None:
         (_, gone), (_, other) = [await tokens.create(name, [Scope.REPORT]) for name in ("gone", "other")]
         assert await tokens.revoke(gone.token_id) == 0
         with pytest.raises(RevokedTokenError, match=f"{gone.token_id} was revoked, which is for good"):
@@ -420,14 +418,14 @@ class TestKeeping:
             with pytest.raises(UnknownTokenError, match="'ffffffff'"):
                 await unknown
 
-    async def test_a_name_must_be_printable(self, tokens: Tokens) -> None:
+    async def test_name_of_a_token_must_be_printable(self, tokens: Tokens) -> None:
         for name in ("", " ", "x" * 256, "two\nlines"):
             with pytest.raises(ValueError, match="printable"):
                 await tokens.create(name, [Scope.READ])
 
 
 class TestCommands:
-    def test_a_token_is_printed_once_and_alone(self, database_url: str) -> None:
+    def test_token_is_printed_once_without_further_text(self, database_url: str) -> None:
         source = ["--database-url", database_url]
         bso_server("db", "upgrade", *source)
         created = bso_server("token", "create", "--name", "nightly", "--scope", "read", "report", *source)
@@ -451,13 +449,13 @@ class TestCommands:
         (shown,) = [one for one in json.loads(listed.stdout)["tokens"] if one["name"] == "nightly"]
         assert shown["revoked_at"] is not None
 
-    def test_a_token_may_come_before_the_servers_first_start(self, new_database: str) -> None:
+    def test_token_may_be_created_before_the_servers_first_start(self, new_database: str) -> None:
         source = ["--database-url", new_database]
         created = bso_server("token", "create", "--name", "first", *source)
         assert created.returncode == 0, created.stderr
         assert bso_server("token", "list", *source).stdout.splitlines()[1].split()[1:3] == ["first", "report"]
 
-    def test_no_tokens(self, new_database: str) -> None:
+    def test_list_of_no_tokens_is_a_sentence(self, new_database: str) -> None:
         source = ["--database-url", new_database]
         bso_server("db", "upgrade", *source)
         assert bso_server("token", "list", *source).stdout == "no tokens\n"

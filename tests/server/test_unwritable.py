@@ -1,4 +1,4 @@
-"""Databases that answer and can keep nothing: full, read-only, their file taken away. Nothing is acknowledged then."""
+"""Databases that answer but cannot store: full, read-only, or without their file. They acknowledge nothing."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def on_sqlite(statement: str) -> Callable[[Transaction], Any]:
 
 
 async def refused(server: JobService, trial: TrialDispatch, epoch: float) -> str:
-    """The faults by which a server keeps no report."""
+    """Return the fault stated by the server for a report that it cannot store."""
     with pytest.raises(DatabaseUnavailableError) as caught:
         await server.report(trial, cost_j=100.0 * epoch, epoch=epoch)
     assert caught.value.fault is not None
@@ -66,7 +66,7 @@ async def refused(server: JobService, trial: TrialDispatch, epoch: float) -> str
 
 
 async def epoch_without_room(server: JobService, trial: TrialDispatch) -> float:
-    """The epoch whose report there is no room for any more."""
+    """Return the first epoch of which the report does not fit any more."""
     for number in range(1, 1000):
         try:
             await server.report(trial, cost_j=float(number), epoch=number / 100)
@@ -75,7 +75,7 @@ async def epoch_without_room(server: JobService, trial: TrialDispatch) -> float:
     raise AssertionError("it is never full")
 
 
-async def test_a_full_database_says_so_and_goes_on_when_there_is_room(
+async def test_full_database_is_reported_and_continues_after_space_is_freed(
     sqlite_url: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with job_service(sqlite_url) as server:
@@ -107,7 +107,7 @@ TAKEN_AWAY: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("taken_away", TAKEN_AWAY.values(), ids=TAKEN_AWAY.keys())
-async def test_nothing_is_acknowledged_in_a_file_that_was_taken_away(
+async def test_no_report_is_acknowledged_after_the_file_was_removed(
     sqlite_url: str, taken_away: Callable[[Path], object], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     file = tmp_path / "bso.sqlite3"
@@ -118,7 +118,7 @@ async def test_nothing_is_acknowledged_in_a_file_that_was_taken_away(
         there = file.exists()
         for epoch in (2, 3):
             assert "deleted, moved or replaced" in await refused(server, trial, epoch)
-        # Connections that are opened only now neither answer from another file nor make one.
+        # Connections opened after this neither answer from another file nor create a file.
         for outcome in await asyncio.gather(*(server.show() for _ in range(8)), return_exceptions=True):
             assert isinstance(outcome, DatabaseUnavailableError)
         assert file.exists() == there
@@ -126,7 +126,7 @@ async def test_nothing_is_acknowledged_in_a_file_that_was_taken_away(
         assert str(file) in line
 
 
-async def test_a_file_that_is_put_back_is_worked_on_again(sqlite_url: str, tmp_path: Path) -> None:
+async def test_restored_file_is_used_again(sqlite_url: str, tmp_path: Path) -> None:
     file = tmp_path / "bso.sqlite3"
     async with job_service(sqlite_url) as server:
         trial = await server.suggest()
@@ -145,7 +145,7 @@ async def test_server_with_damaged_page_stays_unready_after_successful_writes(
     damage_page(tmp_path / "bso.sqlite3", "epochs")
     async with open_store(sqlite_url) as store:
         reader = JobReader(store)
-        await reader.check_ready()  # nobody has read the page yet
+        await reader.check_ready()  # the page has not been read yet
         for _ in range(2):
             with pytest.raises(DatabaseUnavailableError) as caught:
                 await store.read(on_sqlite("SELECT count(energy_j) FROM epochs"))
@@ -153,7 +153,7 @@ async def test_server_with_damaged_page_stays_unready_after_successful_writes(
             await store.write(Transaction.write_probe, "another page")
             with pytest.raises(DatabaseNotReadyError, match="its database is damaged"):
                 await reader.check_ready()
-        # Another fault that comes and goes does not end the damage.
+        # A temporary second fault does not end the damage.
         pages = await store.read(on_sqlite("PRAGMA page_count"))
         await store.write(on_sqlite(f"PRAGMA max_page_count = {pages}"))
         with pytest.raises(DatabaseUnavailableError, match="disk of its database is full"):
@@ -168,7 +168,7 @@ async def test_server_with_damaged_page_stays_unready_after_successful_writes(
 
 
 @pytest.mark.parametrize("database_url", [POSTGRESQL, MYSQL], indirect=True)
-async def test_database_server_that_reports_damage_leaves_server_unready(database_url: str) -> None:
+async def test_damage_reported_by_the_database_makes_the_server_unready(database_url: str) -> None:
     backend = make_url(database_url).get_backend_name()
 
     def damaged(transaction: Transaction) -> None:
@@ -186,7 +186,7 @@ async def test_database_server_that_reports_damage_leaves_server_unready(databas
             await JobReader(store).check_ready()
 
 
-def test_a_server_that_is_started_again_takes_the_file_that_is_there(server: ServerProcess) -> None:
+def test_restarted_server_uses_the_present_file(server: ServerProcess) -> None:
     file = Path(make_url(server.database_url).database or "")
     with httpx.Client(base_url=server.url) as http:
         trial = begin(http, http.post("/jobs", json=job()).raise_for_status().json()["job_id"])
@@ -206,7 +206,7 @@ def test_a_server_that_is_started_again_takes_the_file_that_is_there(server: Ser
 JOB = CreatedJob(**job(job_id="local-1"))
 
 
-def test_a_server_in_the_training_makes_no_new_file_beside_the_training(tmp_path: Path) -> None:
+def test_embedded_server_creates_no_second_file_beside_the_training(tmp_path: Path) -> None:
     file = tmp_path / "bso.sqlite3"
     with LocalServer(f"embedded://{file}") as server:
         trial = server.request_trial(server.register(JOB).job_id)
@@ -224,7 +224,7 @@ def test_a_server_in_the_training_makes_no_new_file_beside_the_training(tmp_path
         assert not file.exists()
         (tmp_path / "moved").rename(file)
         assert not server.send_report(result).stop_train
-    # Another training of this process begins with whatever is there.
+    # A later training in this process uses the file that then exists.
     (tmp_path / "bso.sqlite3").unlink()
     with LocalServer(f"embedded://{file}") as server:
         assert server.list_jobs().jobs == ()
@@ -232,8 +232,8 @@ def test_a_server_in_the_training_makes_no_new_file_beside_the_training(tmp_path
 
 @pytest.mark.slow
 @pytest.mark.parametrize("driver", SQLITE_DRIVERS)
-def test_a_full_disk(driver: str, tmp_path: Path) -> None:
-    """All that was acknowledged before the disk was full, and with room again, is there after a crash."""
+def test_reports_acknowledged_around_a_full_disk_survive_a_crash(driver: str, tmp_path: Path) -> None:
+    """Reports acknowledged before the disk was full and after space was freed survive a crash."""
     with (
         small_disk(tmp_path / "disk", size="1m") as disk,
         serving(f"{driver}:///{disk / 'bso.sqlite3'}", tmp_path) as server,
@@ -266,7 +266,7 @@ def test_a_full_disk(driver: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("database_url", [POSTGRESQL], indirect=True)
-def test_a_standby_of_postgresql(database_url: str, tmp_path: Path) -> None:
+def test_postgresql_standby_is_reported_as_read_only(database_url: str, tmp_path: Path) -> None:
     name = make_url(database_url).database
     _refuses_and_recovers(
         database_url,
@@ -279,7 +279,7 @@ def test_a_standby_of_postgresql(database_url: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.postgresql
-def test_a_full_tablespace_of_postgresql(tmp_path: Path) -> None:
+def test_full_postgresql_tablespace_is_reported(tmp_path: Path) -> None:
     with TemporaryDirectory() as shared, small_disk(Path(shared) / "disk", size="32m", owner="postgres") as disk:
         Path(shared).chmod(0o755)
         try:
@@ -310,7 +310,7 @@ def _refuses_and_recovers(
     ):
         trial = begin(http, http.post("/jobs", json=job(max_epochs=10000)).json()["job_id"])
         assert http.get("/health/ready").status_code == 200
-        # Each change holds for new sessions.
+        # Each change takes effect for new sessions.
         break_()
         end_sessions(database_url)
         answers = (_report(http, trial, epoch) for epoch in range(1, 10000))
@@ -328,7 +328,7 @@ def _report(http: httpx.Client, trial: dict[str, Any], epoch: int) -> httpx.Resp
 
 
 @pytest.mark.parametrize("database_url", [MYSQL], indirect=True)
-def test_a_replica_of_mysql(database_url: str, tmp_path: Path) -> None:
+def test_mysql_replica_is_reported_as_read_only(database_url: str, tmp_path: Path) -> None:
     assert bso_server("db", "upgrade", "--database-url", database_url).returncode == 0
     replica = make_url(database_url).update_query_dict({"init_command": "SET SESSION TRANSACTION READ ONLY"})
     with serving(replica.render_as_string(hide_password=False), tmp_path) as server:
@@ -353,13 +353,13 @@ def test_a_replica_of_mysql(database_url: str, tmp_path: Path) -> None:
         (None, None),
     ],
 )
-def test_what_drivers_say(error: BaseException | None, fault: str | None) -> None:
+def test_driver_errors_are_classified_by_fault(error: BaseException | None, fault: str | None) -> None:
     found = as_unwritable(DBAPIError("INSERT", None, error))
     assert (found is None) is (fault is None)
     assert fault is None or fault in str(found)
 
 
-async def test_who_asks_each_second_whether_the_server_is_ready_does_not_wear_the_disk(tmp_path: Path) -> None:
+async def test_readiness_probes_do_not_write_to_the_disk_each_time(tmp_path: Path) -> None:
     file = tmp_path / "bso.sqlite3"
     async with job_service(f"sqlite:///{file}") as server:
         reader = JobReader(server.store)

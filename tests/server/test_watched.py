@@ -1,4 +1,4 @@
-"""Metrics that a training watches: kept with its trial, shown by size, and optional on the wire."""
+"""Metrics watched by a training: stored with its trial, shown by size, and optional in reports."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def shown(http: httpx.Client, job_id: str) -> dict[str, Any]:
     return found
 
 
-def test_the_last_report_decides_the_values_of_a_trial(http: httpx.Client, job_id: str) -> None:
+def test_last_report_determines_the_watched_values_of_a_trial(http: httpx.Client, job_id: str) -> None:
     trial = begin(http, job_id)
     report(http, trial, **FIRST, **OURS, watched={"val_loss": 2.5, "gone": 1.0}).raise_for_status()
     assert shown(http, job_id)["trials"][0]["watched"] == {"val_loss": 2.5, "gone": 1.0}
@@ -44,7 +44,7 @@ def test_the_last_report_decides_the_values_of_a_trial(http: httpx.Client, job_i
     assert json.loads(row["watched"]) == seen["watched"]
 
 
-def test_a_report_without_them_keeps_those_before(http: httpx.Client, job_id: str) -> None:
+def test_report_without_watched_values_keeps_earlier_values(http: httpx.Client, job_id: str) -> None:
     trial, of_zeus = begin(http, job_id), begin(http, job_id)
     report(http, trial, **FIRST, **OURS, watched={"val_loss": 2.5}).raise_for_status()
     report(http, trial, **LAST, **OURS).raise_for_status()
@@ -52,11 +52,11 @@ def test_a_report_without_them_keeps_those_before(http: httpx.Client, job_id: st
     assert [each["watched"] for each in shown(http, job_id)["trials"]] == [{"val_loss": 2.5}, None]
 
 
-def test_each_size_shows_them_over_its_runs_that_reached_the_target(http: httpx.Client, job_id: str) -> None:
+def test_each_size_shows_watched_values_of_completed_runs(http: httpx.Client, job_id: str) -> None:
     for values in ({"f1": 0.5, "val_loss": 1.0}, {"f1": 0.5, "val_loss": 2.0}, None):
         trial = begin(http, job_id)
         report(http, trial, **LAST, **OURS, watched=values).raise_for_status()
-        # A crash in between shows nothing about its size.
+        # A crash in between contributes no value.
         crashed = begin(http, job_id)
         report(http, crashed, **FIRST, **OURS, watched={"f1": 0.0}).raise_for_status()
         http.patch("/trials", json=crashed).raise_for_status()
@@ -65,7 +65,7 @@ def test_each_size_shows_them_over_its_runs_that_reached_the_target(http: httpx.
     assert sum(each["runs"] for each in runs if each["name"] is None) == 3
     assert sum(each["runs"] * each["mean"] for each in runs if each["name"] == "val_loss") == 3.0
     assert sum(each["runs"] for each in runs if each["name"] == "f1") == 2
-    # An import counts alike.
+    # An imported job has the same counts.
     copy = renamed(export_over(http, job_id))
     import_over(http, copy).raise_for_status()
     again = shown(http, copy[0]["job"]["job_id"])
@@ -83,7 +83,7 @@ def test_each_size_shows_them_over_its_runs_that_reached_the_target(http: httpx.
         json.dumps({str(number): 1.0 for number in range(33)}),
     ],
 )
-def test_what_no_column_holds_is_refused(http: httpx.Client, job_id: str, watched: str) -> None:
+def test_unstorable_watched_values_are_refused(http: httpx.Client, job_id: str, watched: str) -> None:
     trial = begin(http, job_id)
     body = json.dumps({**trial, **LAST, **OURS})[:-1] + f', "watched": {watched}}}'
     answer = http.post("/report", content=body, headers={"Content-Type": "application/json"})
@@ -91,7 +91,7 @@ def test_what_no_column_holds_is_refused(http: httpx.Client, job_id: str, watche
     assert shown(http, job_id)["trials"][0]["state"] == "running"
 
 
-def test_new_names_without_end_do_not_make_a_size_larger(http: httpx.Client, job_id: str) -> None:
+def test_endless_new_names_do_not_enlarge_an_arm(http: httpx.Client, job_id: str) -> None:
     for number in range(8):
         trial = begin(http, job_id)
         names = {f"m{number}-{each:02}": 1.0 for each in range(16)}
@@ -104,18 +104,18 @@ MARGINS = {"test_acc": 0.005, "fid": -0.5}
 
 
 @pytest.mark.parametrize("fields", [{"policy": "zeus"}, {}], ids=["zeus", "no policy"])
-def test_margins_need_a_policy_that_heeds_them(http: httpx.Client, fields: dict[str, Any]) -> None:
+def test_margins_require_a_policy_with_margins(http: httpx.Client, fields: dict[str, Any]) -> None:
     answer = http.post("/jobs", json=job(no_worse_than_default=MARGINS, **fields))
     assert_refused(answer, 422, "no_worse_than_default", "policy 'zeus'", "gp_voi")
 
 
 @pytest.mark.parametrize("margins", [{}, {"": 1.0}, {"a": None}, {"a": "much"}, dict.fromkeys("abcdefghijklmnopq", 1)])
-def test_margins_that_cannot_be_are_refused(http: httpx.Client, margins: dict[str, Any]) -> None:
+def test_invalid_margins_are_refused(http: httpx.Client, margins: dict[str, Any]) -> None:
     answer = http.post("/jobs", json=job(policy="gp_voi", no_worse_than_default=margins))
     assert_refused(answer, 422, None, "no_worse_than_default")
 
 
-def test_margins_belong_to_the_configuration_of_a_job(http: httpx.Client) -> None:
+def test_margins_are_part_of_the_jobs_configuration(http: httpx.Client) -> None:
     body = job(policy="gp_voi", no_worse_than_default=MARGINS)
     assert http.post("/jobs", json=body).status_code == 201
     assert http.post("/jobs", json=body).json()["no_worse_than_default"] == MARGINS
@@ -123,7 +123,7 @@ def test_margins_belong_to_the_configuration_of_a_job(http: httpx.Client) -> Non
         assert_refused(http.post("/jobs", json=body | {"no_worse_than_default": other}), 409, None, "no_worse")
 
 
-def test_a_size_that_is_worse_by_more_than_its_margin_is_left_out(http: httpx.Client) -> None:
+def test_size_worse_by_more_than_the_margin_is_left_out(http: httpx.Client) -> None:
     job_id = f"left-{uuid.uuid4().hex[:8]}"
     fields = {"job_id": job_id, "policy": "gp_voi", "no_worse_than_default": {"test_acc": 0.005}}
     http.post("/jobs", json=job(**fields)).raise_for_status()
@@ -143,7 +143,7 @@ def test_a_size_that_is_worse_by_more_than_its_margin_is_left_out(http: httpx.Cl
     _, acc = small["metrics"]
     assert (acc["name"], acc["verdict"], acc["margin"], acc["lower_is_better"]) == ("test_acc", "worse", 0.005, False)
     assert acc["low"] < -0.0081 < acc["high"] < -0.005
-    # Though it costs a tenth.
+    # The size is left out although its runs cost a tenth.
     trial = http.get("/jobs/batch_size", params={"job_id": job_id}).json()
     assert trial["batch_size"] == 16
     assert trial["reason"].endswith(f"; 8 is left out: {small['left_out']}")

@@ -1,4 +1,4 @@
-"""Ids of requests, the log as JSON, traces, and several processes that count together."""
+"""Request ids, the JSON log, traces, and counters shared by several processes."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ LIMIT_S = 60.0
 
 
 class TestRequestIds:
-    async def test_a_good_one_comes_back(self, tmp_path: Path) -> None:
+    async def test_valid_request_id_is_returned(self, tmp_path: Path) -> None:
         async with watched(tmp_path) as http:
             for path in ("/version", "/nowhere", "/api/jobs/nobody-1"):
                 for sent in ("0", "Root=1-67581859-aa:b@c/d+e._", "x" * 128):
                     answer = await http.get(path, headers={"X-Request-Id": sent})
                     assert answer.headers.get_list("x-request-id") == [sent]
 
-    async def test_another_one_stands_for_a_bad_one(self, tmp_path: Path) -> None:
+    async def test_invalid_request_id_is_replaced(self, tmp_path: Path) -> None:
         async with watched(tmp_path) as http:
             made = set()
             for sent in ("", "x" * 129, "a b", 'a"b', "a\x7fb", "ä"):
@@ -56,7 +56,7 @@ class TestRequestIds:
             assert len(made) == 6
             assert all(re.fullmatch("[0-9a-f]{16}", each) for each in made)
 
-    async def test_it_is_in_the_log_while_the_request_is_answered(self) -> None:
+    async def test_request_id_is_logged_during_the_request(self) -> None:
         seen = []
 
         async def app(_scope: Any, _receive: Any, _send: Any) -> None:
@@ -67,7 +67,7 @@ class TestRequestIds:
         assert seen == ["mine"]
         assert REQUEST_ID.get() is None
 
-    async def test_a_client_that_leaves_is_counted_as_one(self) -> None:
+    async def test_disconnected_client_is_counted_as_499(self) -> None:
         done: list[tuple[object, ...]] = []
 
         async def app(_scope: Any, _receive: Any, _send: Any) -> None:
@@ -88,7 +88,7 @@ def record(message: str, *arguments: object, error: BaseException | None = None)
 
 
 class TestLines:
-    def test_a_line_is_one_json_object(self) -> None:
+    def test_log_line_is_a_json_object(self) -> None:
         line = JsonFormatter().format(record("job %s:\n%s", 'a"b', "ü", error=ValueError("no")))
         assert "\n" not in line
         told = json.loads(line)
@@ -98,7 +98,7 @@ class TestLines:
         assert (told["message"], told["exception"]) == ('job a"b:\nü', "ValueError: no")
 
     @pytest.mark.parametrize("formatter", [JsonFormatter(), TextFormatter()])
-    def test_no_line_holds_the_secret_of_a_token(self, formatter: logging.Formatter) -> None:
+    def test_log_lines_never_contain_a_token_secret(self, formatter: logging.Formatter) -> None:
         line = formatter.format(record("GET /%s", TOKEN, error=ValueError(TOKEN)))
         assert line.count("zbso_0123abcd_…") == 2
         assert "sss" not in line
@@ -129,7 +129,7 @@ def spans() -> Iterator[tuple[Tracing, InMemorySpanExporter]]:
 
 
 class TestTraces:
-    async def test_a_request_is_a_span_of_its_callers_trace(self, spans: tuple[Tracing, InMemorySpanExporter]) -> None:
+    async def test_request_is_a_span_of_the_callers_trace(self, spans: tuple[Tracing, InMemorySpanExporter]) -> None:
         tracing, exporter = spans
         trace_id, parent_id = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
         lines: list[str] = []
@@ -164,7 +164,7 @@ class TestTraces:
         assert transaction.end_time - transaction.start_time == 500_000_000
         assert "secret" not in request.to_json() + transaction.to_json()
 
-    def test_the_end_waits_for_nobody_who_takes_no_spans(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_shutdown_does_not_wait_for_a_hanging_span_exporter(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(tracing_module, "_FAREWELL_S", 0.01)
         is_shut_down = threading.Event()
 
@@ -181,7 +181,7 @@ class TestTraces:
         tracing.close()
         assert is_shut_down.is_set()
 
-    def test_the_service_has_a_name(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_traced_service_has_a_name(self, monkeypatch: pytest.MonkeyPatch) -> None:
         def name() -> object:
             exporter = InMemorySpanExporter()
             tracing = Tracing(exporter)
@@ -195,7 +195,7 @@ class TestTraces:
         assert name() == "ours"
 
     @pytest.mark.slow
-    def test_without_the_package_a_server_says_what_to_install(self, tmp_path: Path) -> None:
+    def test_tracing_without_opentelemetry_names_the_package_to_install(self, tmp_path: Path) -> None:
         program = "import sys; sys.modules['opentelemetry'] = None; from bso_server.cli import main; sys.exit(main())"
         command = [sys.executable, "-c", program, "serve", "--database-url", f"sqlite:///{tmp_path / 'bso.sqlite3'}"]
         environ = {"PATH": "", "ZEUS_BSO_TRACING": "true", "PYTHONPATH": str(ROOT)}
@@ -206,7 +206,7 @@ class TestTraces:
 
 
 @pytest.mark.slow
-def test_a_server_in_a_training_is_watched_by_nobody(tmp_path: Path) -> None:
+def test_embedded_server_loads_no_metrics_or_tracing(tmp_path: Path) -> None:
     program = (
         "import sys; from zeus_plugins.client import client_from_environment; client_from_environment().list_jobs(); "
         "print([name for name in ('bso_server.service.commands', 'bso_server.metrics', 'prometheus_client', "
@@ -223,7 +223,7 @@ def lines_of(log: Path) -> list[dict[str, Any]]:
 
 
 def connection_each(url: str, requests: int, path: str) -> list[httpx.Response]:
-    """Answers over a new connection each, so that every process of the server gives some of them."""
+    """Return answers over a new connection each, so that every process of the server gives some of them."""
     with httpx.Client(base_url=url, headers={"Connection": "close"}) as http:
         answers = [http.get(path) for _ in range(requests)]
     assert {answer.status_code for answer in answers} == {200}
@@ -231,7 +231,7 @@ def connection_each(url: str, requests: int, path: str) -> list[httpx.Response]:
 
 
 def wait_until_counted(url: str) -> None:
-    """A request is counted after its answer, and totals that take a while are there at a later look."""
+    """Wait for the counters, because a request is counted after its answer and totals appear in a later scrape."""
     deadline = time.monotonic() + LIMIT_S
     while True:
         values = values_in(httpx.get(f"{url}/metrics").text)
@@ -251,9 +251,9 @@ def places_of(server: ServerProcess) -> list[Path]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["sqlite", POSTGRESQL])
-def test_two_processes_count_together_and_log_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+def test_two_processes_share_counters_and_log_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     settings = {"LOG_FORMAT": "json", "LOG_LEVEL": "DEBUG", "METRICS_JOBS": "*", "RATE_LIMIT_PER_MINUTE": "100000"}
-    # Of somebody else: it is left alone.
+    # A foreign directory must stay untouched.
     monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path / "other"))
     for name, text in settings.items():
         monkeypatch.setenv(f"ZEUS_BSO_{name}", text)
@@ -293,7 +293,7 @@ def test_two_processes_count_together_and_log_json(tmp_path: Path, monkeypatch: 
         assert "secret body" not in text
 
 
-def test_detail_of_a_trial_forges_no_line_of_the_text_log(tmp_path: Path) -> None:
+def test_detail_of_a_trial_cannot_forge_a_log_line(tmp_path: Path) -> None:
     with serving(f"sqlite:///{tmp_path / 'bso.sqlite3'}", tmp_path) as server:
         with httpx.Client(base_url=server.url) as http:
             http.post("/jobs", json=job(job_id="forged-1")).raise_for_status()

@@ -16,7 +16,7 @@ from zeus_plugins import JobSpec
 
 @pytest.fixture
 def spec() -> dict[str, Any]:
-    """What a Zeus client sends, for a job of its own: the same fields and nothing else."""
+    """Return exactly the fields that a Zeus client sends, for a separate job."""
     sizes = {"batch_sizes": [32, 8, 16], "default_batch_size": 16, "max_epochs": 10, "num_pruning_rounds": 1}
     return {**ZEUS_JOB, **job(**sizes, mab_seed=1)}
 
@@ -33,7 +33,7 @@ def trials_of(http: httpx.Client, job_id: str) -> list[dict[str, Any]]:
 
 
 class TestRegistering:
-    def test_a_new_job_is_created_and_found_again(self, http: httpx.Client, spec: dict[str, Any]) -> None:
+    def test_new_job_is_created_and_found_again(self, http: httpx.Client, spec: dict[str, Any]) -> None:
         created = http.post("/jobs", json=spec)
         again = http.post("/jobs", json=spec)
 
@@ -52,7 +52,7 @@ class TestRegistering:
         }
         assert http.post("/jobs", json={**spec, "batch_sizes": [16, 8, 32]}).status_code == 200
 
-    def test_another_configuration_is_refused_and_named(self, http: httpx.Client, spec: dict[str, Any]) -> None:
+    def test_changed_configuration_is_refused_with_the_field(self, http: httpx.Client, spec: dict[str, Any]) -> None:
         http.post("/jobs", json=spec)
         answer = http.post("/jobs", json={**spec, "eta_knob": 0.25, "max_power": 200.0})
 
@@ -60,7 +60,7 @@ class TestRegistering:
         assert http.post("/jobs", json=spec).status_code == 200
 
     @pytest.mark.parametrize("absent", [{}, {"job_id": None}], ids=["absent", "null"])
-    def test_the_server_makes_an_id(self, http: httpx.Client, spec: dict[str, Any], absent: dict[str, Any]) -> None:
+    def test_server_generates_an_id(self, http: httpx.Client, spec: dict[str, Any], absent: dict[str, Any]) -> None:
         del spec["job_id"]
         answer = http.post("/jobs", json={**spec, **absent})
 
@@ -70,7 +70,7 @@ class TestRegistering:
         assert len(digits) == 8
         assert int(digits, 16) >= 0
 
-    def test_a_fingerprint_is_optional_and_goes_with_the_job(self, http: httpx.Client, spec: dict[str, Any]) -> None:
+    def test_fingerprint_is_optional_and_stored_with_the_job(self, http: httpx.Client, spec: dict[str, Any]) -> None:
         assert http.post("/jobs", json=spec).json()["fingerprint"] is None
         told = {"model": "Net", "framework": "lightning", "optimizer": None, "monitor": "val_acc", "samples": 1000}
         for fingerprint in (told, {"model": "Other"}):
@@ -81,15 +81,15 @@ class TestRegistering:
         assert http.get(f"/api/jobs/{spec['job_id']}-moved").json()["job"]["fingerprint"] == told
 
     @pytest.mark.parametrize("name", [".", ".."])
-    def test_no_id_is_a_folder(self, http: httpx.Client, spec: dict[str, Any], name: str) -> None:
+    def test_id_of_a_job_cannot_be_a_path(self, http: httpx.Client, spec: dict[str, Any], name: str) -> None:
         assert_refused(http.post("/jobs", json={**spec, "job_id_prefix": ".", "job_id": name}), 422, "job_id_prefix")
         longer = {**spec, "job_id_prefix": "..", "job_id": "..."}
         assert_refused(http.post("/jobs", json=longer), 422, "job_id_prefix", "names a folder")
 
-    def test_no_id_ends_a_line(self, http: httpx.Client, job_id: str) -> None:
+    def test_id_of_a_job_cannot_contain_a_line_feed(self, http: httpx.Client, job_id: str) -> None:
         assert_refused(http.get(f"/api/jobs/{job_id}%0A"), 422, "job_id")
 
-    def test_a_window_is_not_too_long(self, http: httpx.Client, spec: dict[str, Any]) -> None:
+    def test_window_has_a_maximum_length(self, http: httpx.Client, spec: dict[str, Any]) -> None:
         assert_refused(http.post("/jobs", json={**spec, "window_size": 1001}), 422, "window_size", "1000", "0")
         assert http.post("/jobs", json={**spec, "window_size": 1000}).status_code == 201
         unstated = {name: value for name, value in spec.items() if name not in ("policy", "job_id")}
@@ -98,8 +98,8 @@ class TestRegistering:
             many, 422, "mab_num_explorations", "set mab_num_explorations to 1000 or less, or window_size to 0"
         )
 
-    def test_a_window_holds_the_explorations(self, http: httpx.Client, spec: dict[str, Any]) -> None:
-        """A Zeus client, which does not say which policy, cannot be told what to change."""
+    def test_window_must_hold_the_explorations(self, http: httpx.Client, spec: dict[str, Any]) -> None:
+        """Enlarge the window of a Zeus client, which sends no policy and cannot act on an error."""
         short = {**spec, "window_size": 3, "mab_num_explorations": 5}
         refused = http.post("/jobs", json={**short, "policy": "zeus"})
         assert_refused(refused, 422, "window_size", "mab_num_explorations to 3 or less", "window_size to 0")
@@ -109,14 +109,14 @@ class TestRegistering:
         gp_voi = {**short, "policy": "gp_voi", "job_id": spec["job_id"] + "-other"}
         assert http.post("/jobs", json=gp_voi).json()["window_size"] == 3
 
-    def test_but_not_in_a_job_that_a_user_describes(self) -> None:
+    def test_misspelt_field_of_a_jobspec_is_refused(self) -> None:
         required = {"job_id_prefix": "job", "batch_sizes": (8,), "default_batch_size": 8}
         with pytest.raises(ValueError, match="no 'max_epoch': did you mean 'max_epochs'"):
             JobSpec(**required, max_epoch=3)
         with pytest.raises(ValueError, match=r"no 'eta': did you mean 'eta_knob'\?; JobSpec has no 'colour' "):
             JobSpec(**required, eta=1, colour="blue")
 
-    def test_defaults(self, http: httpx.Client, spec: dict[str, Any]) -> None:
+    def test_defaults_of_a_job_are_literal(self, http: httpx.Client, spec: dict[str, Any]) -> None:
         required = {"job_id", "job_id_prefix", "batch_sizes", "default_batch_size", "max_power", "number_of_gpus"}
         answer = http.post("/jobs", json={name: spec[name] for name in [*required, "gpu_model"]})
 
@@ -125,23 +125,23 @@ class TestRegistering:
         of_zeus = {name: ZEUS_JOB[name] for name in ZEUS_JOB.keys() - required - {"gpu_model"}}
         assert answer.json().items() >= (of_zeus | defaults).items()
 
-    def test_ids_differ_by_case(self, http: httpx.Client, spec: dict[str, Any]) -> None:
+    def test_ids_are_case_sensitive(self, http: httpx.Client, spec: dict[str, Any]) -> None:
         assert http.post("/jobs", json={**spec, "job_id": spec["job_id"] + "a"}).status_code == 201
         assert http.post("/jobs", json={**spec, "job_id": spec["job_id"] + "A"}).status_code == 201
 
 
 class TestTrials:
-    def test_trials_count_from_one_and_start_at_the_default(self, http: httpx.Client, job_id: str) -> None:
+    def test_trials_are_numbered_from_1_and_start_at_the_default(self, http: httpx.Client, job_id: str) -> None:
         body = http.get("/jobs/batch_size", params={"job_id": job_id}).json()
         assert (body["job_id"], body["batch_size"], body["trial_number"]) == (job_id, 16, 1)
         assert (body["origin"], body["reason"]) == ("exploration", "exploring: your default size (round 1 of 1)")
         assert begin(http, job_id)["trial_number"] == 2
 
-    def test_unknown_jobs(self, http: httpx.Client) -> None:
+    def test_unknown_jobs_get_404(self, http: httpx.Client) -> None:
         assert_refused(http.get("/jobs/batch_size", params={"job_id": "none"}), 404, "job_id", "unknown job 'none'")
         assert_refused(http.delete("/jobs", params={"job_id": "none"}), 404, "job_id", "unknown job 'none'")
 
-    def test_a_report_below_the_target_goes_on(self, http: httpx.Client, job_id: str) -> None:
+    def test_report_below_the_target_continues(self, http: httpx.Client, job_id: str) -> None:
         answer = report(http, begin(http, job_id), time=1, energy=100, metric=0.5, current_epoch=1)
 
         assert answer.status_code == 200
@@ -149,7 +149,7 @@ class TestTrials:
         assert (body["stop_train"], body["converged"], body["reason"]) == (False, False, "keep_training")
         assert "metric 0.5, target 0.9" in body["message"]
 
-    def test_reaching_the_target_completes_the_trial(self, http: httpx.Client, job_id: str) -> None:
+    def test_report_at_the_target_completes_the_trial(self, http: httpx.Client, job_id: str) -> None:
         body = reached(http, begin(http, job_id), cost_j=500)
         (trial,) = trials_of(http, job_id)
 
@@ -159,7 +159,7 @@ class TestTrials:
         assert (trial["epochs"], trial["metric"]) == (2, 0.95)
         assert trial["message"] == body["message"]
 
-    def test_beyond_twice_the_cheapest_run_a_trial_is_stopped(self, http: httpx.Client, job_id: str) -> None:
+    def test_trial_beyond_twice_the_cheapest_run_is_stopped(self, http: httpx.Client, job_id: str) -> None:
         reached(http, begin(http, job_id), cost_j=500)
         trial = begin(http, job_id)
         within = report(http, trial, time=10, energy=1000, metric=0.5, current_epoch=1)
@@ -170,13 +170,13 @@ class TestTrials:
         assert (body["stop_train"], body["converged"], body["reason"]) == (True, False, "cost_bound_crossed")
         assert trials_of(http, job_id)[1]["state"] == "early_stopped"
 
-    def test_the_last_epoch_exhausts_the_trial(self, http: httpx.Client, job_id: str) -> None:
+    def test_last_epoch_exhausts_the_trial(self, http: httpx.Client, job_id: str) -> None:
         body = report(http, begin(http, job_id), time=1, energy=1, metric=0.5, current_epoch=10).json()
         assert (body["stop_train"], body["converged"], body["reason"]) == (True, False, "max_epochs_reached")
         assert trials_of(http, job_id)[0]["state"] == "exhausted"
 
-    def test_reports_of_all_ranks_of_an_epoch_are_one_evaluation(self, http: httpx.Client, job_id: str) -> None:
-        """Zeus's distributed example lets every rank report; windows and metrics of ranks differ a little."""
+    def test_reports_of_all_ranks_of_an_epoch_are_a_single_evaluation(self, http: httpx.Client, job_id: str) -> None:
+        """Zeus's distributed example lets every rank report; windows and metrics of ranks differ slightly."""
         reached(http, begin(http, job_id), cost_j=500)
         trial = begin(http, job_id)
         ranks = [(5, 500, 0.5), (4.9, 510, 0.95), (20, 490, 0.5), (4.8, 480, 0.5)]
@@ -184,14 +184,14 @@ class TestTrials:
             report(http, trial, time=time, energy=energy, metric=metric, current_epoch=1)
             for time, energy, metric in ranks
         ]
-        # Neither another metric nor a crossed bound gives a rank another verdict than the first one had.
+        # Neither another metric nor a crossed bound gives a later rank another verdict than the first rank.
         assert [(each.status_code, each.json()["stop_train"]) for each in firsts] == [(200, False)] * 4
         (_, shown) = trials_of(http, job_id)
         assert (shown["time_s"], shown["energy_j"], shown["metric"]) == (20, 510, 0.5)
         kept = export_over(http, job_id)[2]
         assert (kept["report_count"], kept["epoch"], kept["first_time_s"], kept["first_energy_j"]) == (1, 1, 20, 510)
 
-        # The first rank of the next epoch has used less than another had before; that is the bound, crossed.
+        # The first rank of the next epoch has used less than another rank before; the bound is crossed by the maximum.
         lasts = [
             report(http, trial, time=10 + rank / 10, energy=600, metric=0.95, current_epoch=2) for rank in range(4)
         ]
@@ -209,21 +209,21 @@ class TestTrials:
     @pytest.mark.parametrize(
         "later", [{}, {"time": 5.2}, {"time": 7, "energy": 505}], ids=["equal totals", "soon after", "after a while"]
     )
-    def test_a_second_evaluation_of_an_epoch_that_reaches_the_target_counts(
+    def test_second_evaluation_of_an_epoch_at_the_target_counts(
         self, http: httpx.Client, job_id: str, later: dict[str, float]
     ) -> None:
         trial = begin(http, job_id)
         first = {"time": 5, "energy": 500, "metric": 0.5, "current_epoch": 1}
         report(http, trial, **first)
         other_rank = report(http, trial, **first | {"time": 5.05, "energy": 510, "metric": 0.95})
-        assert not other_rank.json()["stop_train"]  # it cannot have evaluated again in a hundredth of the epoch
+        assert not other_rank.json()["stop_train"]  # another evaluation is impossible within a hundredth of the epoch
         answers = [report(http, trial, **first | {"time": 5.05, "energy": 510} | later | {"metric": 0.95})] * 2
 
         assert [(each.status_code, each.json()["converged"]) for each in answers] == [(200, True)] * 2
         assert answers[0].json() == answers[1].json()
         assert trials_of(http, job_id)[0]["state"] == "completed"
 
-    def test_a_repeated_report_of_a_rank_gets_the_same_answer(self, http: httpx.Client, job_id: str) -> None:
+    def test_repeated_report_of_a_rank_gets_the_same_answer(self, http: httpx.Client, job_id: str) -> None:
         trial = begin(http, job_id)
         for body in (
             {"time": 5, "energy": 500, "metric": 0.5, "current_epoch": 1},
@@ -236,7 +236,7 @@ class TestTrials:
         kept = export_over(http, job_id)[1]
         assert (kept["report_count"], kept["state"]) == (3, "completed")
 
-    def test_a_rank_that_reports_after_the_end_reads_so(self, http: httpx.Client, job_id: str) -> None:
+    def test_rank_reporting_after_the_end_is_informed(self, http: httpx.Client, job_id: str) -> None:
         ended, failed = begin(http, job_id), begin(http, job_id)
         reached(http, ended, cost_j=500)
         http.patch("/trials", json=failed)
@@ -247,13 +247,13 @@ class TestTrials:
                 assert answer.status_code == status
                 assert "is already reported." in answer.json()["message"]
 
-    def test_rank_0_of_our_client_may_be_second(self, http: httpx.Client, job_id: str) -> None:
+    def test_rank_0_of_our_client_may_report_second(self, http: httpx.Client, job_id: str) -> None:
         trial = begin(http, job_id)
         of = {"metric": 0.5, "current_epoch": 1, "energy_source": "nvml"}
         report(http, trial, time=5.01, energy=500, rank=1, **of)
         answer = report(http, trial, time=5, energy=510, rank=0, **of)
         assert (answer.status_code, answer.json()["stop_train"]) == (200, False)
-        alone = report(http, trial, time=5, energy=500, **of)  # of a client that speaks for all ranks
+        alone = report(http, trial, time=5, energy=500, **of)  # from a client that reports for all ranks
         assert_refused(alone, 422, "time")
 
     def test_only_completed_trials_set_the_lowest_cost(self, http: httpx.Client, job_id: str) -> None:
@@ -263,7 +263,7 @@ class TestTrials:
         reached(http, begin(http, job_id), cost_j=700)
         assert http.get(f"/api/jobs/{job_id}").json()["min_cost_j"] == 500
 
-    def test_numbers_keep_all_their_digits(self, http: httpx.Client, job_id: str) -> None:
+    def test_numbers_keep_all_digits(self, http: httpx.Client, job_id: str) -> None:
         trial = begin(http, job_id)
         report(http, trial, time=123456.789012345, energy=0.1 + 0.2, metric=1 / 3, current_epoch=1)
         (stored,) = trials_of(http, job_id)
@@ -271,11 +271,13 @@ class TestTrials:
 
 
 class TestEnding:
-    def test_a_running_trial_that_is_ended_has_failed_and_is_owed_again(self, http: httpx.Client, job_id: str) -> None:
+    def test_running_trial_ended_by_a_client_has_failed_and_is_explored_again(
+        self, http: httpx.Client, job_id: str
+    ) -> None:
         trial = begin(http, job_id)
         assert http.patch("/trials", json=trial).status_code == 200
         assert trials_of(http, job_id)[0]["state"] == "failed"
-        # Not counted as the exploration of 16, which is therefore next again.
+        # The trial does not count as the exploration of 16, which is therefore next again.
         again = http.get("/jobs/batch_size", params={"job_id": job_id}).json()
         assert (again["batch_size"], again["origin"]) == (16, "exploration")
 
@@ -286,13 +288,13 @@ class TestEnding:
         assert http.patch("/trials", json=trial).status_code == 200
         assert trials_of(http, job_id) == before
 
-    def test_a_failed_trial_takes_no_report(self, http: httpx.Client, job_id: str) -> None:
+    def test_failed_trial_refuses_reports(self, http: httpx.Client, job_id: str) -> None:
         trial = begin(http, job_id)
         http.patch("/trials", json=trial)
         answer = report(http, trial, time=1, energy=1, metric=0.5, current_epoch=1)
         assert_refused(answer, 409, "trial_number", "ended (failed)")
 
-    def test_a_deleted_job_is_gone_with_its_trials(self, http: httpx.Client, spec: dict[str, Any], job_id: str) -> None:
+    def test_deleting_a_job_deletes_the_trials(self, http: httpx.Client, spec: dict[str, Any], job_id: str) -> None:
         trial = begin(http, job_id)
         assert http.delete("/jobs", params={"job_id": job_id}).status_code == 200
         assert report(http, trial, time=1, energy=1, metric=0.5, current_epoch=1).status_code == 404
@@ -301,7 +303,7 @@ class TestEnding:
 
 
 class TestChoosing:
-    def test_exploration_then_draws(self, http: httpx.Client, job_id: str) -> None:
+    def test_exploration_is_followed_by_draws(self, http: httpx.Client, job_id: str) -> None:
         cost_j = {8: 400.0, 16: 500.0, 32: 600.0}
         sizes = []
         for _ in range(12):
@@ -311,7 +313,7 @@ class TestChoosing:
         view = http.get(f"/api/jobs/{job_id}").json()
 
         assert sizes[:3] == [16, 8, 32]  # the default, smaller, larger
-        # Every size is observed twice before merit counts; equal costs then leave nothing to chance.
+        # Every size is observed twice before costs count; equal costs then leave nothing to chance.
         assert sorted(sizes[3:6]) == [8, 16, 32]
         assert sizes[6:] == [8] * 6
         assert (view["stage"], view["best_batch_size"], view["min_cost_j"]) == ("bandit", 8, 400)
@@ -321,7 +323,7 @@ class TestChoosing:
             (32, 2, 600.0),
         ]
 
-    def test_concurrent_trials_play_the_cheapest_so_far(self, http: httpx.Client, job_id: str) -> None:
+    def test_concurrent_trials_play_the_cheapest_size_so_far(self, http: httpx.Client, job_id: str) -> None:
         exploring = begin(http, job_id)
         while_exploring = http.get("/jobs/batch_size", params={"job_id": job_id}).json()
         assert (while_exploring["batch_size"], while_exploring["origin"]) == (16, "concurrent")
@@ -332,7 +334,9 @@ class TestChoosing:
         assert (meanwhile["batch_size"], meanwhile["origin"]) == (16, "concurrent")
         assert "the cheapest so far, 500 J in trial 1" in meanwhile["reason"]
 
-    def test_without_survivors_the_error_says_what_to_change(self, http: httpx.Client, spec: dict[str, Any]) -> None:
+    def test_error_without_survivors_names_the_settings_to_change(
+        self, http: httpx.Client, spec: dict[str, Any]
+    ) -> None:
         http.post("/jobs", json=spec)
         for expected in (16, 32):
             trial = begin(http, spec["job_id"])
@@ -342,7 +346,7 @@ class TestChoosing:
         assert_refused(answer, 409, None, "no batch size reached the target", "batch_sizes", "max_epochs")
 
 
-def test_unknown_routes_and_methods(http: httpx.Client) -> None:
+def test_unknown_routes_and_methods_are_refused(http: httpx.Client) -> None:
     assert_refused(http.get("/nothing"), 404, None)
     assert_refused(http.put("/jobs"), 405, None)
     response = http.put("/report")

@@ -1,4 +1,4 @@
-"""Jobs taken over from the tables that a Zeus server has left; test_zeus_move.py takes them from a real server."""
+"""Jobs imported from the tables of a Zeus server; test_zeus_move.py uses a real server."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.support.zeus_tables import DRAWING, EXPLORING, fill, import_zeus
 
 @pytest.fixture(scope="module", params=["sqlite", POSTGRESQL, MYSQL])
 def zeus_url(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The database of a Zeus server with both jobs, on each kind in turn."""
+    """Database of a Zeus server with both jobs, on each kind in turn."""
     with empty_database(request.param, tmp_path_factory.mktemp("zeus")) as url:
         fill(url, EXPLORING, DRAWING)
         yield url
@@ -38,7 +38,7 @@ def _new(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def database_url(_new: Path, tmp_path: Path) -> str:
-    """An empty database of ours."""
+    """An empty database of this project."""
     return f"sqlite:///{shutil.copy(_new, tmp_path)}"
 
 
@@ -53,7 +53,7 @@ def taken_over(source: str, destination: str, *arguments: str) -> str:
 
 
 def refused(source: str, destination: str, *arguments: str) -> str:
-    """The reason for which nothing is imported."""
+    """Return the reason for a refused import."""
     done = import_zeus(source, destination, *arguments)
     assert (done.returncode, "Traceback" in done.stderr) == (1, False), done
     assert json.loads(bso_server("jobs", "list", "--json", "--database-url", destination).stdout)["jobs"] == []
@@ -74,8 +74,8 @@ def shown(job_id: str, database_url: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("source", [EXPLORING, DRAWING], ids=lambda job: job["id"])
-def test_a_job_goes_on_as_zeus_went_on(zeus_url: str, shared_server: ServerProcess, source: dict[str, Any]) -> None:
-    """Its trial that runs ends here, as its training has switched the URL; then come the sizes that Zeus suggested."""
+def test_imported_job_continues_as_on_zeus(zeus_url: str, shared_server: ServerProcess, source: dict[str, Any]) -> None:
+    """The running trial ends here because its training has switched the URL; then the sizes of Zeus follow."""
     job_id = f"{source['id']}-{uuid.uuid4().hex[:8]}"
     said = taken_over(zeus_url, shared_server.database_url, "--job", source["id"], "--job-id", job_id)
     assert "Zeus keeps" not in said
@@ -88,7 +88,7 @@ def test_a_job_goes_on_as_zeus_went_on(zeus_url: str, shared_server: ServerProce
     assert shown(job_id, shared_server.database_url)["trial_count"] == len(source["trials"]) + 20
 
 
-def test_what_is_kept_and_what_is_unknown(tmp_path: Path, database_url: str) -> None:
+def test_imported_fields_are_kept_or_marked_as_unknown(tmp_path: Path, database_url: str) -> None:
     taken_over(zeus_file(tmp_path, EXPLORING), database_url, "--timezone", "Europe/Berlin")
     job = shown("exploring", database_url)
 
@@ -113,8 +113,8 @@ def test_what_is_kept_and_what_is_unknown(tmp_path: Path, database_url: str) -> 
     assert bso_server("db", "verify", "--database-url", database_url).returncode == 0
 
 
-def test_the_order_of_beginnings_and_ends_is_kept(tmp_path: Path, database_url: str) -> None:
-    """By the clock of Zeus's server; in whole seconds, as MySQL keeps them, an end comes before the next beginning."""
+def test_order_of_beginnings_and_ends_is_kept(tmp_path: Path, database_url: str) -> None:
+    """Times come from the clock of Zeus's server; in MySQL's whole seconds, an end precedes the next beginning."""
     rounded = [
         (*trial[:2], trial[2][:19], *trial[3:5], trial[5] and trial[5][:19], *trial[6:])
         for trial in EXPLORING["trials"]
@@ -125,12 +125,12 @@ def test_the_order_of_beginnings_and_ends_is_kept(tmp_path: Path, database_url: 
     for job_id in ("exploring", "rounded"):
         _, *trials = decoded(bso_server("jobs", "export", job_id, "--database-url", database_url).stdout)
         found[job_id] = [(trial["started_event"], trial["ended_event"]) for trial in trials]
-    # The third trial ran within the second one, and the sixth within the fifth.
+    # The third trial ran within the second, and the sixth within the fifth.
     assert found["exploring"] == [(1, 2), (3, 6), (4, 5), (7, 8), (9, 12), (10, 11), (13, None)]
     assert found["rounded"] == [(1, 2), (3, 4), (5, 6), (7, 8), (9, 10), (11, 12), (13, None)]
 
 
-def test_what_is_unknown_stays_so_in_exports_and_on_pages(tmp_path: Path, shared_server: ServerProcess) -> None:
+def test_unknown_fields_stay_unknown_in_exports_and_on_pages(tmp_path: Path, shared_server: ServerProcess) -> None:
     source, job_id = zeus_file(tmp_path, EXPLORING), f"exploring-{uuid.uuid4().hex[:8]}"
     taken_over(source, shared_server.url, "--job", "exploring", "--job-id", job_id)
     with httpx.Client(base_url=shared_server.url) as http:
@@ -151,16 +151,16 @@ def test_what_is_unknown_stays_so_in_exports_and_on_pages(tmp_path: Path, shared
     assert "no trial has reached the target yet, of those whose epochs" in simulated.stderr
 
 
-def test_trials_that_nobody_trains_any_more(tmp_path: Path, database_url: str) -> None:
+def test_running_trials_of_dead_trainings_can_be_imported_as_abandoned(tmp_path: Path, database_url: str) -> None:
     said = taken_over(zeus_file(tmp_path, EXPLORING), database_url, "--live-as", "abandoned")
     assert "without an end: 7; taken as abandoned" in said
     last = shown("exploring", database_url)["trials"][-1]
     assert (last["state"], last["end_reason"]) == ("abandoned", "lease_expired")
     explained = bso_server("jobs", "explain", "exploring", "--json", "--database-url", database_url)
-    assert json.loads(explained.stdout)["batch_size"] == 64  # which is owed another one
+    assert json.loads(explained.stdout)["batch_size"] == 64  # the exploration of 64 is repeated
 
 
-def test_all_jobs_at_once_and_those_that_cannot_be_taken_over(tmp_path: Path, database_url: str) -> None:
+def test_all_jobs_are_imported_except_incompatible_jobs(tmp_path: Path, database_url: str) -> None:
     odd = {**EXPLORING, "id": "a job/ü", "prefix": "a job"}
     source = zeus_file(tmp_path, EXPLORING, DRAWING, odd)
     assert "choose one by --job, or --all" in refused(source, database_url)
@@ -180,7 +180,7 @@ def test_all_jobs_at_once_and_those_that_cannot_be_taken_over(tmp_path: Path, da
     assert "job 'drawing' is here already, and stays as it is" in again.stdout
 
 
-def test_a_dry_run_shows_what_would_be_done(tmp_path: Path, database_url: str) -> None:
+def test_dry_run_shows_the_planned_import(tmp_path: Path, database_url: str) -> None:
     source = zeus_file(tmp_path, EXPLORING, DRAWING)
     said = taken_over(source, database_url, "--all", "--dry-run", "--timezone", "UTC")
     zone, header, *rows, _, _, end = said.splitlines()
@@ -220,7 +220,7 @@ DIFFERENCES = {
 
 
 @pytest.mark.parametrize(("job", "said"), DIFFERENCES.values(), ids=DIFFERENCES.keys())
-def test_differences_are_told(tmp_path: Path, database_url: str, job: dict[str, Any], said: str) -> None:
+def test_differences_to_zeus_are_reported(tmp_path: Path, database_url: str, job: dict[str, Any], said: str) -> None:
     assert said in taken_over(zeus_file(tmp_path, job), database_url)
 
 
@@ -244,11 +244,11 @@ WRONG = {
 
 
 @pytest.mark.parametrize(("statement", "said"), WRONG.values(), ids=WRONG.keys())
-def test_tables_that_are_not_zeuss_are_refused(tmp_path: Path, database_url: str, statement: str, said: str) -> None:
+def test_tables_with_a_foreign_schema_are_refused(tmp_path: Path, database_url: str, statement: str, said: str) -> None:
     assert said in refused(zeus_file(tmp_path, EXPLORING, then=statement), database_url)
 
 
-def test_databases_that_are_not_zeuss_are_refused(tmp_path: Path, database_url: str) -> None:
+def test_databases_without_zeus_tables_are_refused(tmp_path: Path, database_url: str) -> None:
     text, empty = tmp_path / "text", tmp_path / "empty"
     text.write_text("not a database, but long enough to be taken for one " * 100)
     sqlite3.connect(empty).close()
@@ -266,14 +266,14 @@ def test_databases_that_are_not_zeuss_are_refused(tmp_path: Path, database_url: 
         assert "secret" not in said
 
 
-def test_wrong_words_are_refused(tmp_path: Path, database_url: str) -> None:
+def test_wrong_arguments_are_refused(tmp_path: Path, database_url: str) -> None:
     source = zeus_file(tmp_path, EXPLORING)
     done = import_zeus(source, database_url, "--timezone", "Mars/Olympus")
     assert (done.returncode, "'Mars/Olympus' is no time zone" in done.stderr) == (2, True)
     assert "--job-id names one job" in refused(source, database_url, "--all", "--job-id", "other")
 
 
-def test_the_source_is_only_read(tmp_path: Path, database_url: str) -> None:
+def test_source_database_is_only_read(tmp_path: Path, database_url: str) -> None:
     source = zeus_file(tmp_path, EXPLORING, DRAWING)
     file = tmp_path / "zeus.sqlite3"
     before, files = file.read_bytes(), sorted(path.name for path in tmp_path.iterdir())
@@ -285,8 +285,8 @@ def test_the_source_is_only_read(tmp_path: Path, database_url: str) -> None:
 
 
 @pytest.mark.postgresql
-def test_read_only_databases(database_url: str) -> None:
-    """A standby can be read, and takes no job."""
+def test_standby_can_be_the_source_but_not_the_destination(database_url: str) -> None:
+    """A standby can be read but cannot store a job."""
     with fresh_database(POSTGRES_URL) as standby, fresh_database(POSTGRES_URL) as ours:
         fill(standby, EXPLORING)
         assert bso_server("db", "upgrade", "--database-url", ours).returncode == 0

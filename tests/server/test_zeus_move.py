@@ -1,4 +1,4 @@
-"""Jobs of a real Zeus 0.16 server, taken over from its database: they go on here as they go on there."""
+"""Jobs of a real Zeus 0.16 server, imported from its database, continue as on Zeus."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.zeus_peer.peer import Peer
 
 pytestmark = [pytest.mark.slow, pytest.mark.zeus_peer]
 
-# Each kind of database is read once and written once.
+# Each kind of database is source once and destination once.
 WAYS = [
     pytest.param("sqlite+aiosqlite", "postgresql", marks=pytest.mark.postgresql),
     pytest.param("postgresql", "mysql", marks=[pytest.mark.postgresql, pytest.mark.mysql]),
@@ -26,8 +26,8 @@ WAYS = [
 
 
 @pytest.mark.parametrize(("source", "destination"), WAYS)
-def test_a_job_goes_on_as_it_would_have_on_zeus(peer: Peer, source: str, destination: str, tmp_path: Path) -> None:
-    """The next 20 sizes are Zeus's own: amid exploration, with a trial that runs, and in the bandit stage."""
+def test_moved_job_continues_with_the_sizes_of_zeus(peer: Peer, source: str, destination: str, tmp_path: Path) -> None:
+    """The next 20 sizes equal Zeus's: during exploration, with a running trial, and in the bandit stage."""
     with (
         empty_database(source, tmp_path) as zeus_database,
         empty_database(destination, tmp_path) as database,
@@ -53,8 +53,8 @@ def test_a_job_goes_on_as_it_would_have_on_zeus(peer: Peer, source: str, destina
             assert here.recur(20) == on_zeus.recur(20)
 
 
-def test_a_zeus_client_goes_on_with_our_server_amid_its_training(peer: Peer, tmp_path: Path) -> None:
-    """Our server takes the place of Zeus's, at its address, after the training's first epoch."""
+def test_zeus_client_continues_on_our_server_during_a_training(peer: Peer, tmp_path: Path) -> None:
+    """Our server replaces Zeus's server at the same address after the training's first epoch."""
     port, pause = free_port(), tmp_path / "pause"
     zeus_database = f"sqlite+aiosqlite:///{tmp_path / 'zeus.sqlite3'}"
     database = f"sqlite:///{tmp_path / 'bso.sqlite3'}"

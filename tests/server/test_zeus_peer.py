@@ -1,4 +1,4 @@
-"""Zeus 0.16, unmodified, against this project: its client and our server, our client and its server."""
+"""Interoperation with an unmodified Zeus 0.16: its client with our server, our client with its server."""
 
 from __future__ import annotations
 
@@ -41,38 +41,38 @@ JOB: dict[str, Any] = {
     "mab_num_explorations": 1,
     "mab_seed": 7,
 }
-# Epochs to the target; 8 never reaches it. Each costs as many joules as the GPUs of tests/zeus_peer/fake count.
+# Epochs to the target; 8 never reaches it. Each epoch costs the joules that tests/zeus_peer/fake counts.
 EPOCHS = {8: 99, 16: 2, 32: 1}
 EPOCH_J = 200.0
-# 16 costs 400 J. 8 has not reached the target at 1000 J, more than twice that. 32 costs 200 J, so it is drawn for good.
+# 16 costs 400 J. 8 has not reached the target at 1000 J, above twice 400 J. 32 costs 200 J and wins every draw.
 SIZES = [16, 8, 32, 32]
 GPUS = GpuConfig(max_power=600, number_of_gpus=2, gpu_model="Tesla V100-SXM2-32GB")
 
 
 @pytest.fixture(scope="module")
 def zeus_server(peer: Peer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The URL of Zeus's server; tests of this module share it, each with a job of its own."""
+    """URL of Zeus's server, shared by the tests of this module, each with a separate job."""
     with peer.server(tmp_path_factory.mktemp("zeus")) as url:
         yield url
 
 
 @pytest.fixture
 def job(request: pytest.FixtureRequest) -> JobSpec:
-    """A job that no other test has."""
+    """A job used by a single test."""
     return JobSpec(**{**JOB, "job_id": f"peer-{request.function.__name__}"})
 
 
 @pytest.fixture(params=["without a token", "with a token"])
 def url_for_zeus(request: pytest.FixtureRequest, server: ServerProcess) -> str:
-    """The URL by which a Zeus client reaches our server; a token is in it where the server asks for one."""
+    """URL of our server for a Zeus client, with a token if the server requires one."""
     if request.param == "without a token":
         return server.url
     return server.url.replace("http://", f"http://zeus:{make_token(server.database_url, 'report')}@")
 
 
 @pytest.mark.parametrize("ranks", [1, 4])
-def test_a_zeus_client_recurs_on_our_server(peer: Peer, url_for_zeus: str, ranks: int) -> None:
-    """In Zeus's data-parallel loop rank 0 asks, and every rank reports every epoch and hears when to stop."""
+def test_zeus_client_recurs_on_our_server(peer: Peer, url_for_zeus: str, ranks: int) -> None:
+    """In Zeus's data-parallel loop, rank 0 asks for the size, every rank reports every epoch, and all ranks stop."""
     launches = [peer.train(url_for_zeus, JOB, EPOCHS, "--ranks", str(ranks)) for _ in SIZES]
 
     assert [launch.batch_size for launch in launches] == SIZES
@@ -92,7 +92,7 @@ def test_a_zeus_client_recurs_on_our_server(peer: Peer, url_for_zeus: str, ranks
     assert shown.job == registered.named("peer").model_copy(update={"registration_id": registration_id})
 
 
-def test_a_zeus_client_that_leaves_ends_its_trial(peer: Peer, url_for_zeus: str) -> None:
+def test_leaving_zeus_client_ends_the_trial(peer: Peer, url_for_zeus: str) -> None:
     left = peer.train(url_for_zeus, JOB, EPOCHS, "--leave-after", "1")
     assert left == Launch(batch_size=16, ended="left", message=None)
     again = peer.train(url_for_zeus, JOB, EPOCHS)
@@ -106,14 +106,14 @@ def test_a_zeus_client_that_leaves_ends_its_trial(peer: Peer, url_for_zeus: str)
     ]
 
 
-def test_a_zeus_client_reads_our_refusals(peer: Peer, server: ServerProcess) -> None:
+def test_zeus_client_reads_our_refusals(peer: Peer, server: ServerProcess) -> None:
     assert peer.train(server.url, JOB, EPOCHS).ended == "finished"
     other = peer.train(server.url, {**JOB, "max_epochs": 6}, EPOCHS)
     assert other.ended == "ZeusBSORuntimError"
     assert "max_epochs is 5, not 6" in (other.message or "")
 
 
-def test_a_zeus_client_without_the_token_is_told_so(peer: Peer, server: ServerProcess) -> None:
+def test_zeus_client_without_a_token_gets_a_clear_refusal(peer: Peer, server: ServerProcess) -> None:
     make_token(server.database_url, "report")
     refused = peer.train(server.url, JOB, EPOCHS)
     assert refused.ended == "ZeusBSORuntimError"
@@ -121,7 +121,7 @@ def test_a_zeus_client_without_the_token_is_told_so(peer: Peer, server: ServerPr
 
 
 def train_on(server_url: str, job: JobSpec, *, leave_after: int | None = None) -> tuple[int, str]:
-    """One launch of a training with our optimizer: its batch size, and whether it finished, failed or left."""
+    """Launch a training with our optimizer once; return its batch size and outcome: finished, failed or left."""
     epochs = repeat(Measurement(time_s=1, energy_j=EPOCH_J, source="replay"))
     with BatchSizeOptimizer(ReplayMonitor(epochs, GPUS), server_url, job) as optimizer:
         batch_size = optimizer.get_batch_size()
@@ -136,12 +136,12 @@ def train_on(server_url: str, job: JobSpec, *, leave_after: int | None = None) -
     return batch_size, "left"
 
 
-def test_our_optimizer_recurs_on_a_zeus_server(zeus_server: str, job: JobSpec) -> None:
+def test_optimizer_recurs_on_a_zeus_server(zeus_server: str, job: JobSpec) -> None:
     launches = [train_on(zeus_server, job) for _ in SIZES]
     assert launches == [(16, "finished"), (8, "failed"), (32, "finished"), (32, "finished")]
 
 
-def test_our_optimizer_that_leaves_ends_its_trial_on_a_zeus_server(zeus_server: str, job: JobSpec) -> None:
+def test_leaving_optimizer_ends_the_trial_on_a_zeus_server(zeus_server: str, job: JobSpec) -> None:
     assert train_on(zeus_server, job, leave_after=1) == (16, "left")
     trial = TrialDispatch(job_id=str(job.job_id), batch_size=16, trial_number=1)
     with BsoClient(zeus_server) as client, pytest.raises(ZeusBSORuntimeError, match="already reported") as caught:
@@ -149,8 +149,8 @@ def test_our_optimizer_that_leaves_ends_its_trial_on_a_zeus_server(zeus_server: 
     assert caught.value.status == 400
 
 
-def test_our_client_calls_every_route_of_a_zeus_server(zeus_server: str, job: JobSpec) -> None:
-    # A Zeus server says nothing of policies, which means its own.
+def test_client_calls_every_route_of_a_zeus_server(zeus_server: str, job: JobSpec) -> None:
+    # A Zeus server sends no policy and uses its own.
     registration = JobSpecFromClient.of(job.model_copy(update={"policy": ZEUS}), GPUS)
     with BsoClient(zeus_server) as client:
         assert client.register(registration) == registration.named(str(job.job_id))
@@ -171,7 +171,7 @@ def test_our_client_calls_every_route_of_a_zeus_server(zeus_server: str, job: Jo
             client.delete_job(str(job.job_id))
 
 
-def test_our_client_reads_the_refusals_of_a_zeus_server(zeus_server: str, job: JobSpec) -> None:
+def test_client_reads_the_refusals_of_a_zeus_server(zeus_server: str, job: JobSpec) -> None:
     registration = JobSpecFromClient.of(job, GPUS)
     with BsoClient(zeus_server) as client:
         client.register(registration)

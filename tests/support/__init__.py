@@ -1,4 +1,4 @@
-"""Helpers that several test files share."""
+"""Helpers shared by several test files."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Web servers that answer as a test says."""
+"""Web servers with prescribed answers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 @contextmanager
 def responding(answer: Callable[[str, str, bytes], tuple[int, bytes]]) -> Iterator[int]:
-    """Answer each request by its method, path and body, with a status and JSON; yield the server's port."""
+    """Answer each request by its method, path and body with a status and JSON; yield the server's port."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -39,7 +39,7 @@ def responding(answer: Callable[[str, str, bytes], tuple[int, bytes]]) -> Iterat
 
 @contextmanager
 def answering(status: int, body: bytes) -> Iterator[tuple[int, list[str]]]:
-    """Answer every request alike; yield the server's port, and the paths of the requests so far."""
+    """Answer every request in the same way; yield the server's port, and the paths of the requests so far."""
     asked: list[str] = []
 
     def answer(_method: str, path: str, _content: bytes) -> tuple[int, bytes]:

@@ -1,4 +1,4 @@
-"""The files of deploy/ as the tests read them: their documents, containers, variables and commands."""
+"""Files of deploy/ as the tests read them: documents, containers, variables and commands."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ class Launch:
     """A program that an artefact starts.
 
     Attributes:
-        place: Where it is said.
-        image: The image, without registry and tag; empty where there is none.
+        place: Description of its place.
+        image: The image, without registry and tag, or empty.
         tag: The image's tag, or empty.
-        command: What replaces the image's entry point; empty: nothing.
-        arguments: What follows it.
-        environ: The variables that are set; None: to what only the platform knows.
+        command: Replacement of the image's entry point, or empty.
+        arguments: Arguments of the command.
+        environ: Variables that are set; None if only the platform knows the value.
     """
 
     place: str
@@ -46,19 +46,19 @@ class Launch:
 
 
 def documents(path: Path) -> list[dict[str, Any]]:
-    """The YAML documents of a file."""
+    """Return the YAML documents of a file."""
     return [document for document in yaml.safe_load_all(path.read_text()) if document]
 
 
 def manifests() -> Iterator[tuple[Path, dict[str, Any]]]:
-    """Every document for Kubernetes, kustomizations and patches among them."""
+    """Yield every document for Kubernetes, including kustomizations and patches."""
     for path in sorted([*KUBERNETES.rglob("*.yaml"), *TRAININGS.rglob("*.yaml")]):
         for document in documents(path):
             yield path, document
 
 
 def pods(document: Any) -> Iterator[dict[str, Any]]:
-    """The specifications of pods in a document, however deep."""
+    """Yield the specifications of pods at any depth of a document."""
     if isinstance(document, dict):
         if isinstance(document.get("containers"), list):
             yield document
@@ -70,7 +70,7 @@ def pods(document: Any) -> Iterator[dict[str, Any]]:
 
 
 def launches() -> Iterator[Launch]:
-    """Every program that compose, Kubernetes or Kubeflow start, and the images' own."""
+    """Yield every program that compose, Kubernetes, Kubeflow or an image starts."""
     for name, service in COMPOSE["services"].items():
         yield _launch(f"compose, {name}", service, service.get("command", ()), service.get("environment", {}))
     for path, document in manifests():
@@ -91,7 +91,7 @@ def launches() -> Iterator[Launch]:
 
 def _container(place: str, container: dict[str, Any]) -> Launch:
     environ = {one["name"]: one.get("value") for one in container.get("env", ())}
-    # Patches, which name no image, are all of the server's container.
+    # Patches, which name no image, all apply to the server's container.
     container = {"image": SERVER_IMAGE} | container
     return _launch(place, container, container.get("args", ()), environ, tuple(container.get("command", ())))
 

@@ -1,4 +1,4 @@
-"""A batch size optimization server in memory: the wire contract with answers that a test writes down beforehand."""
+"""A batch size optimization server in memory: the wire contract with answers prepared by a test."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ CONVERGED = {"stop_train": True, "converged": True, "message": "target reached"}
 COST_BOUND = {"stop_train": True, "converged": False, "message": "cost bound crossed"}
 
 
-# A Zeus server ignores these fields, which our client sends as null unless a server has told it their values.
+# A Zeus server ignores these fields, which our client sends as null unless a server has sent values for them.
 UNKNOWN = {"fingerprint", "registration_id", "lease_epoch", "rank"}
 
 
 class ContractDouble:
-    """Answers as a Zeus 0.16 server does, with the required fields only; takes down every request.
+    """Answer like a Zeus 0.16 server, with the required fields only, and record every request.
 
     Args:
         verdicts: Answers of ``POST /report``, in order. An int is an HTTP status to fail with.
@@ -36,7 +36,7 @@ class ContractDouble:
         return BsoClient("http://bso", transport=httpx.MockTransport(self))
 
     def sent(self, method: str, path: str) -> list[Any]:
-        """Bodies of all requests of this kind."""
+        """Return the bodies of all requests of this kind."""
         return [body for (m, p, body) in self.requests if (m, p) == (method, path)]
 
     def __call__(self, request: httpx.Request) -> httpx.Response:
@@ -63,6 +63,6 @@ class ContractDouble:
                 return httpx.Response(200, json=None)
             case "POST", "/trials":  # no route of Zeus's
                 return httpx.Response(405, json={"message": "Method Not Allowed"})
-            case "GET", path if path.startswith("/api/jobs/"):  # for people alone: a training goes on without
+            case "GET", path if path.startswith("/api/jobs/"):  # for people only: a training continues without
                 return httpx.Response(404, json={"message": "no such page"})
         raise AssertionError(f"not in the contract: {request.method} {request.url}")

@@ -1,4 +1,4 @@
-"""The dashboard's pages as a test reads them: figures, links and text, without a browser."""
+"""Pages of the dashboard as a test reads them: figures, links and text, without a browser."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from bso_server.ui import html
 JOB = "resnet50-cifar100"
 SETTLED = "vit-imagenet"
 
-# Elements that have no end.
+# Elements without an end tag.
 VOID = {"input", "link", "meta", "path", "use", "circle", "line", "rect", "br"}
 
 
 class Page(HTMLParser):
-    """A page that was read: its figures, links, text, attributes; an error where elements do not match."""
+    """A parsed page: figures, links, text and attributes; unbalanced elements are an error."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class Page(HTMLParser):
 
 
 def assert_figures_match(page: Page, twin: Any) -> None:
-    """Assert that each figure on a page is a value of the page's twin, and reads as one of the formats has it."""
+    """Assert that each figure on a page is a value of the page's JSON twin, in one of the formats."""
     for value, path, told in page.figures:
         expected = twin
         for name in path.split("."):
@@ -78,7 +78,7 @@ def assert_figures_match(page: Page, twin: Any) -> None:
 
 
 def client_of(app: Litestar, address: str = "127.0.0.1") -> httpx.AsyncClient:
-    """A client of an application in this process, at the given address."""
+    """Return a client of an application in this process, at the given address."""
     transport = httpx.ASGITransport(app, client=(address, 1234))
     return httpx.AsyncClient(transport=transport, base_url="http://localhost:8000")
 

@@ -1,4 +1,4 @@
-"""Databases for the dashboard to show: jobs that were run by the service, under a clock of their own."""
+"""Databases for the dashboard, filled by jobs that the service ran under a separate clock."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from zeus_plugins.protocol import (
 )
 
 SIZES = (32, 64, 128, 256, 512, 1024)
-# A year of a name.
+# A named year.
 LONG_NAME = "resnet50-" + "with-everything-that-we-tried.v2:" * 6
 
 
 class Life:
-    """Jobs that run one after another, and end now."""
+    """Jobs that run one after another and end now."""
 
     def __init__(self, store: Store, *, seed: int = 1, began: timedelta = timedelta(days=12)) -> None:
         self.now = datetime.now(UTC) - began
@@ -63,10 +63,10 @@ class Life:
         energy_source: str = "nvml",
         waited_share: float | None = None,
     ) -> TrialDispatch:
-        """A run of the job to its end, or so many epochs of it; with `reports_each`, or else only with the last one."""
+        """Run the job to its end or for `epochs` epochs, reporting each epoch or only the last."""
         trial = await self.service.transact(self.service.commands.begin_trial, job.job_id, None)
         size = trial.batch_size
-        # Epochs to the target grow with the size, and what an epoch takes falls.
+        # Epochs to the target grow with the size, while the duration of an epoch falls.
         needed = round((9 + size / 60 + 60 / size) * math.exp(self.random.gauss(0, 0.08)))
         epoch_s = 38 + 2600 / size**0.75
         power_w = 700 * (0.45 + 0.5 * size / (size + 150))
@@ -88,14 +88,14 @@ class Life:
         return trial
 
     async def fail(self, job: CreatedJob, state: TrialState = TrialState.FAILED) -> None:
-        """A run that ends otherwise."""
+        """End a run without the target."""
         trial = await self.service.transact(self.service.commands.begin_trial, job.job_id, None)
         self.now += timedelta(minutes=7)
         end = TrialEnd(**trial_id(trial).model_dump(), outcome=state)
         await self.service.transact(self.service.commands.end_trial, end)
 
     async def find_power_limit(self, job: CreatedJob, trial: TrialDispatch) -> None:
-        """Let a run tell what its steps cost under each power limit."""
+        """Let a run report the costs of its steps under each power limit."""
         profile = TrialPowerProfile(
             **trial_id(trial).model_dump(),
             gpus=GpuConfig(max_power=job.max_power, number_of_gpus=job.number_of_gpus, gpu_model=job.gpu_model),
@@ -106,7 +106,7 @@ class Life:
 
 
 def samples() -> list[PowerLimitSample]:
-    """The costs of steps under power limits from 200 to 700 W."""
+    """Return the costs of steps under power limits from 200 to 700 W."""
     return [
         PowerLimitSample(
             limit_w=limit, steps=40, time_s=40 * (0.09 + 18 / limit), energy_j=40 * (0.09 + 18 / limit) * limit * 0.9
@@ -119,7 +119,7 @@ Fill = Callable[[Life], Awaitable[None]]
 
 
 def registering(*job_ids: str, **fields: object) -> Fill:
-    """Jobs without a run."""
+    """Register jobs without a run."""
 
     async def fill(life: Life) -> None:
         for job_id in job_ids:
@@ -158,7 +158,7 @@ async def long_name(life: Life) -> None:
 
 
 async def settled(life: Life) -> None:
-    """A job with control runs, which is shown to save and has paid that back."""
+    """Create a job with control runs, a shown saving, and a repaid exploration."""
     job = await life.register("vit-imagenet", controls="auto", mab_seed=1)
     for _ in range(36):
         await life.run(job, reports_each=False)

@@ -1,4 +1,4 @@
-"""Real databases for the tests: each test run makes databases of its own on running servers."""
+"""Real databases for the tests: each test run creates its databases on running servers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sqlalchemy.engine import make_url
 from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 from sqlalchemy.ext.asyncio import create_async_engine
 
-# Where the databases of the test run are made; a user points these elsewhere by the environment.
+# Servers on which the test run creates its databases; environment variables override them.
 POSTGRES_URL = os.environ.get("ZEUS_TEST_POSTGRES_URL", "postgresql+asyncpg://postgres@127.0.0.1:5432/postgres")
 MYSQL_URL = os.environ.get("ZEUS_TEST_MYSQL_URL", "mysql+asyncmy://root@127.0.0.1:3306/")
 
@@ -49,7 +49,7 @@ def administer(admin_url: str, statement: str) -> None:
     asyncio.run(run())
 
 
-# What finds the sessions of a database's other users, and what ends one.
+# Statements that find the sessions of a database's other users, and end a session.
 _SESSIONS = {
     "postgresql": "SELECT pid FROM pg_stat_activity WHERE datname = current_database() AND pid <> pg_backend_pid()",
     "mysql": "SELECT id FROM information_schema.processlist WHERE db = database() AND id <> connection_id()",
@@ -58,7 +58,7 @@ END_SESSION = {"postgresql": "SELECT pg_terminate_backend({})", "mysql": "KILL {
 
 
 def end_sessions(database_url: str, choose: Callable[[Sequence[int]], Sequence[int]] = lambda found: found) -> int:
-    """End sessions of the database's other users, from the database's side; how many did not end by themselves."""
+    """End sessions of the database's other users from the database's side; return the number that had to be ended."""
     backend, ended = make_url(database_url).get_backend_name(), 0
 
     async def run() -> None:
@@ -79,7 +79,7 @@ def end_sessions(database_url: str, choose: Callable[[Sequence[int]], Sequence[i
 
 @contextmanager
 def fresh_database(admin_url: str) -> Iterator[str]:
-    """A database of its own on a running server; without one the test is skipped, except in CI, where it fails."""
+    """Create a database on a running server; without a server, skip the test, or fail in CI."""
     name = f"zeus_test_{uuid.uuid4().hex[:12]}"
     try:
         administer(admin_url, f"CREATE DATABASE {name}")
@@ -97,7 +97,7 @@ def fresh_database(admin_url: str) -> Iterator[str]:
 
 @contextmanager
 def empty_database(kind: str, folder: Path) -> Iterator[str]:
-    """The URL of a database of this kind, one of `DATABASES`; a file is made in the folder."""
+    """Yield the URL of a database of this kind, one of `DATABASES`; a file is created in the folder."""
     if kind.startswith("sqlite"):
         yield f"{kind}:///{folder / 'bso.sqlite3'}"
     else:

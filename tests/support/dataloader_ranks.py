@@ -31,7 +31,7 @@ def refuse(text: str, **options: Any) -> None:
 
 
 def main(folder: str) -> None:
-    """Train to the target, in the second epoch, and tell the limits of this rank's device and what was measured."""
+    """Train to the target, in the second epoch; write down the limits of this rank's device and the measurements."""
     for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         os.environ.pop(name, None)
     distributed.init_process_group("gloo")

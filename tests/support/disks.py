@@ -1,4 +1,4 @@
-"""Disks that are full, read-only, or taken away, and SQLite files with a damaged page."""
+"""Full, read-only and removed disks, and SQLite files with a damaged page."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ import pytest
 
 @contextmanager
 def small_disk(folder: Path, *, size: str, owner: str | None = None) -> Iterator[Path]:
-    """A file system of this size in memory; the test is skipped where none may be mounted."""
+    """Mount a file system of this size in memory; skip the test without the permission to mount."""
     folder.mkdir()
     mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)],  # noqa: S607 - wherever it is
+        ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)],  # noqa: S607 - wherever the program is
         capture_output=True,
         text=True,
         check=False,
@@ -26,14 +26,14 @@ def small_disk(folder: Path, *, size: str, owner: str | None = None) -> Iterator
         pytest.skip(f"a small file system cannot be mounted here: {mounted.stderr.strip()}")
     try:
         if owner is not None:
-            subprocess.run(["chown", owner, str(folder)], check=True)  # noqa: S607 - as above
+            subprocess.run(["chown", owner, str(folder)], check=True)  # noqa: S607 - wherever the program is
         yield folder
     finally:
-        subprocess.run(["umount", "-l", str(folder)], check=True)  # noqa: S607 - as above
+        subprocess.run(["umount", "-l", str(folder)], check=True)  # noqa: S607 - wherever the program is
 
 
 def fill(disk: Path) -> Path:
-    """Take all the room that is left on a disk; the file that takes it."""
+    """Fill a disk completely; return the file that occupies the space."""
     ballast = disk / "ballast"
     with ballast.open("ab", buffering=0) as file:
         for block in (65536, 4096, 512, 1):
@@ -47,7 +47,7 @@ def fill(disk: Path) -> Path:
 
 
 def damage_page(file: Path, name: str) -> None:
-    """Overwrite the first page of a table or an index in a SQLite file that nobody has open."""
+    """Overwrite the first page of a table or an index in a SQLite file that no process has open."""
     with closing(sqlite3.connect(file)) as connection:
         connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
         (size,) = connection.execute("PRAGMA page_size").fetchone()

@@ -1,4 +1,4 @@
-"""Trials of a training whose server runs in the training's own process."""
+"""Trials of a training with an embedded server."""
 
 from __future__ import annotations
 
@@ -55,13 +55,13 @@ def final_report(trial: TrialId) -> TrainingResult:
 
 
 def is_open(file: Path) -> bool:
-    """Whether this process has the file open."""
+    """Return True if this process has the file open."""
     numbers = Path("/proc/self/fd").iterdir()
     return any(os.readlink(number).startswith(str(file)) for number in numbers if number.is_symlink())
 
 
 class Line:
-    """The line to the server, which may be cut, and what is done before the request that comes next."""
+    """Connection to the server, which tests may cut, with actions to run before the next request."""
 
     def __init__(self) -> None:
         self.is_cut = False
@@ -70,7 +70,7 @@ class Line:
 
 
 class CutServer(LocalServer):
-    """The server behind such a line; its copies are behind the same one."""
+    """Server behind such a connection; its copies share the connection."""
 
     def __init__(self, url: str, outbox: Path) -> None:
         super().__init__(url)
@@ -89,7 +89,7 @@ class CutServer(LocalServer):
 
 
 def resumed(server: CutServer, state: dict[str, Any], job: JobSpec = JOB) -> TrialSession:
-    """A later run of a training, which goes on with the trial of a checkpoint."""
+    """Resume a training from a checkpoint in a later run."""
     session = TrialSession(job, server, monitor(), outbox=server.outbox)
     assert session.resume(state)
     session.begin_measurement()
@@ -97,14 +97,14 @@ def resumed(server: CutServer, state: dict[str, Any], job: JobSpec = JOB) -> Tri
 
 
 def the_trial(server: LocalServer) -> TrialView:
-    """The job's only trial."""
+    """Return the job's only trial."""
     (trial,) = server.show_job(JOB.job_id or "").trials
     return trial
 
 
 @contextmanager
 def written_without_pause(file: Path) -> Iterator[list[float]]:
-    """Have another writer lock the file for 50 ms again and again, as a server under load does; yield the times."""
+    """Let a second writer lock the file for 50 ms repeatedly, like a server under load; yield the times."""
     times: list[float] = []
     is_over = threading.Event()
     store = SyncStore(SqliteFile(make_url(f"sqlite:///{file}")), nullcontext())

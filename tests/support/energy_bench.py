@@ -1,4 +1,4 @@
-"""What the tests of energy share."""
+"""Fixtures and functions shared by the tests of energy."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ VARIABLES = (
 
 @pytest.fixture(autouse=True)
 def plain_environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """No variable chooses a GPU, states watts or sets limits, and no warning was given before."""
+    """Unset variables that choose a GPU, state watts or set limits, and reset the warnings."""
     for name in VARIABLES:
         monkeypatch.delenv(name, raising=False)
     _warn_once.cache_clear()
@@ -44,7 +44,7 @@ def probes_of(
     powercap: Path = NOWHERE,
     hwmon: Path = NOWHERE,
 ) -> Sequence[Probe]:
-    """All probes, on a machine with these devices, whose CPU counts nothing unless the test says otherwise."""
+    """Return all probes for a machine with these devices; by default, its CPU counter stands still."""
     return [
         partial(nvml.probe, nvml=driver),
         partial(amd.probe, amdsmi=amdsmi),
@@ -54,7 +54,7 @@ def probes_of(
 
 
 def window(monitor: EnergyMonitor, clock: Clock, time_s: float, spend: Callable[[], object] = bool) -> Measurement:
-    """What a monitor measures of so many seconds, in which something spends."""
+    """Measure a window of `time_s` seconds during which `spend` consumes energy."""
     monitor.begin_window("training")
     clock.now_s += time_s
     spend()
@@ -62,5 +62,5 @@ def window(monitor: EnergyMonitor, clock: Clock, time_s: float, spend: Callable[
 
 
 def spent_j(monitor: EnergyMonitor, spend: Callable[[], object]) -> float:
-    """What a monitor measures while something spends."""
+    """Return the joules that a monitor measures during `spend`."""
     return window(monitor, Clock(), 0.0, spend).energy_j

@@ -1,4 +1,4 @@
-"""Exports as tests read, change and send them: the lines, decoded, the job's first."""
+"""Exports as tests read, change and send them: decoded lines, with the job first."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Lines: TypeAlias = list[dict[str, Any]]
 
 
 def decoded(text: str | bytes) -> Lines:
-    """The lines of an export; each ends with a line feed, and with nothing else that Python takes for a line's end."""
+    """Return the lines of an export; only line feeds end a line."""
     *lines, rest = text.encode().split(b"\n") if isinstance(text, str) else text.split(b"\n")
     assert rest == b"", "an export ends with the end of a line"
     return [json.loads(line) for line in lines]
@@ -28,7 +28,7 @@ def encoded(lines: Lines) -> bytes:
 
 
 async def pieces_of(lines: Lines) -> AsyncIterator[bytes]:
-    """The text of an export, as it may come."""
+    """Yield the text of an export in pieces."""
     yield encoded(lines)
 
 
@@ -46,7 +46,7 @@ def import_over(http: httpx.Client, lines: Lines | bytes, **query: Any) -> httpx
 
 
 def renamed(lines: Lines, job_id: str | None = None) -> Lines:
-    """A copy of an export for a job with another id, which has the same prefix."""
+    """Return a copy of an export for a job with another id and the same prefix."""
     copy = deepcopy(lines)
     copy[0]["job"]["job_id"] = job_id or f"{copy[0]['job']['job_id_prefix']}-{uuid.uuid4().hex[:8]}"
     return copy

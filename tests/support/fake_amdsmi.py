@@ -1,4 +1,4 @@
-"""A pretended AMD driver."""
+"""A simulated AMD driver."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ MI250X = "AMD Instinct MI250X"
 
 
 class FakeAmdSmiError(Exception):
-    """Raised by `FakeAmdSmi` wherever amdsmi raises an AmdSmiException."""
+    """Equivalent of AmdSmiException, raised by `FakeAmdSmi`."""
 
 
 @dataclass
 class FakeAmdGpu:
-    """One GPU of a pretended machine. A None says that it does not support the question."""
+    """A GPU of a simulated machine. None means an unsupported query."""
 
     name: str = MI300X
     steps: int | str | None = 1_000_000
@@ -31,7 +31,7 @@ class FakeAmdGpu:
 
 @dataclass
 class FakeAmdSmi:
-    """A pretended driver. Handles are the GPUs themselves."""
+    """A simulated driver. Handles are the GPUs themselves."""
 
     machine: list[FakeAmdGpu] = field(default_factory=lambda: [FakeAmdGpu()])
     broken: str = ""

@@ -1,4 +1,4 @@
-"""A pretended NVIDIA driver, and a clock that stands still."""
+"""A simulated NVIDIA driver, and a clock that tests advance."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ V100 = "Tesla V100-SXM2-16GB"
 
 
 class Clock:
-    """Monotonic seconds that stand still until they are moved."""
+    """Monotonic seconds that advance only on request."""
 
     def __init__(self, now_s: float = 1000.0) -> None:
         self.now_s = now_s
@@ -21,40 +21,40 @@ class Clock:
 
 
 class FakeNvmlError(Exception):
-    """Raised by `FakeNvml` wherever pynvml raises an NVMLError."""
+    """Equivalent of NVMLError, raised by `FakeNvml`."""
 
 
 @dataclass
 class FakeGpu:
-    """One GPU of a pretended machine. A None says that the GPU does not support the question."""
+    """A GPU of a simulated machine. None means an unsupported query."""
 
     name: str | bytes = H200
     uuid: str = "GPU-0"
     counter_mj: int | None = 7_000_000
     max_power_mw: int | None = 700_000
     power_mw: int | None = None
-    # The limit after a start of the driver, and the one that is really obeyed.
+    # Default limit after a start of the driver, and the limit actually enforced.
     default_mw: int | None = None
     enforced_mw: int | None = None
-    # The power limit in force; None: the driver does not tell. And whether this process may set it.
+    # Power limit in force, or None if the driver does not report it; and permission of this process to change it.
     limit_mw: int | None = 700_000
     may_set_limit: bool = True
-    # Limits below this are raised to it without a word; and whether they are not put in force at all.
+    # Lower limits are silently raised to this; and a switch that ignores changes.
     clamps_to_mw: int | None = None
     ignores_limits: bool = False
     pci_address: str = "00000000:01:00.0"
-    # Why this process may not open it (a control group, a GPU that fell off the bus); None: it may.
+    # Error when this process opens the GPU (a control group, a GPU that fell off the bus), or None.
     refusal: str | None = None
-    # How many of the next readings of its counter fail.
+    # Number of failing future readings of its counter.
     passing_failures: int = 0
     temperature_c: int | None = None
-    # The processes that compute on it, directly and by MPS.
+    # Processes that compute on the GPU, directly and by MPS.
     pids: list[int] = field(default_factory=list)
     mps_pids: list[int] = field(default_factory=list)
-    # The power of the GPU alone, and of the module that it is a part of, each the mean of a second.
+    # Power of the GPU and of the module that contains the GPU, each averaged over a second.
     scopes_mw: dict[int, int] = field(default_factory=dict)
     mig_mode: int | None = None
-    # The slices of compute that each of its MIG slices has, by their place; CUDA knows the first as MIG-{uuid}.
+    # Compute slices of each MIG slice by position; CUDA names the first MIG-{uuid}.
     slices: list[int | None] = field(default_factory=list)
 
     def spend(self, energy_mj: int) -> None:
@@ -64,7 +64,7 @@ class FakeGpu:
 
 @dataclass
 class FakeSlice:
-    """A MIG slice of a pretended GPU."""
+    """A MIG slice of a simulated GPU."""
 
     gpu: FakeGpu
     gpuInstanceSliceCount: int  # noqa: N815  NVML's own name, here and below
@@ -81,7 +81,7 @@ class FakeSlice:
 
 @dataclass
 class FakeNvml:
-    """A pretended driver. Handles are the GPUs themselves."""
+    """A simulated driver. Handles are the GPUs themselves."""
 
     machine: list[FakeGpu] = field(default_factory=lambda: [FakeGpu()])
     broken: str = ""
@@ -203,7 +203,7 @@ def opened(gpu: FakeGpu) -> FakeGpu:
 
 
 class FakeTorch:
-    """A PyTorch whose CUDA numbers these GPUs by their UUIDs; without any, it has not started CUDA."""
+    """A PyTorch in which CUDA numbers these GPUs by their UUIDs; without UUIDs, CUDA has not started."""
 
     def __init__(self, *uuids: str) -> None:
         self.cuda = self
@@ -226,7 +226,7 @@ def supported(answer: int | None) -> int:
 
 
 def has_nvidia_driver() -> bool:
-    """Whether this machine has a real one."""
+    """Return True if this machine has a real driver."""
     import pynvml
 
     try:

@@ -28,7 +28,7 @@ def add_zone(
 
 
 def make_powercap(root: Path) -> Path:
-    """A machine with two packages, their memory, and everything else that must not count."""
+    """Create a machine with two packages, their memory, and other zones that must not count."""
     for package in (0, 1):
         add_zone(root, f"intel-rapl:{package}", f"package-{package}")
         add_zone(root, f"intel-rapl:{package}:0", "core")

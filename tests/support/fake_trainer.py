@@ -1,4 +1,4 @@
-"""A trainer without a framework, alone or as one rank of several, whose ranks are threads."""
+"""A trainer without a framework, alone or as one rank of several, with threads as ranks."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from zeus_plugins.training.trial import TrialInfo
 
 T = TypeVar("T")
 
-# Ranks that wait for one that never comes break the test by this limit.
+# Time limit for ranks that wait for a missing rank.
 LIMIT_S = 120.0
 
 
 class Group:
-    """Lets the threads that play the ranks exchange objects."""
+    """Exchange objects between threads that act as ranks."""
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
@@ -42,7 +42,7 @@ class Loader:
 
 
 class FakeTrainer:
-    """A `TrainerPort` that does what it is told, and notes it."""
+    """A `TrainerPort` that follows orders and records them."""
 
     gpu_indices: Sequence[int] = ()
     accumulation = 1
@@ -140,7 +140,7 @@ class FakeTrainer:
 
 
 def on_each_rank(world_size: int, train: Callable[[FakeTrainer], T]) -> list[T | Exception]:
-    """What `train` returned or raised on each of several ranks."""
+    """Return the result or the exception of `train` on each rank."""
     group = Group(world_size)
     ends: list[Any] = [None] * world_size
 
@@ -159,7 +159,7 @@ def on_each_rank(world_size: int, train: Callable[[FakeTrainer], T]) -> list[T |
 
 
 def active(run: TrialRun) -> ActiveRun:
-    """The run of a training that has a trial and goes on."""
+    """Return the active run of a training."""
     assert run.active is not None
     return run.active
 
@@ -170,7 +170,7 @@ def trial_of(run: TrialRun) -> TrialInfo:
 
 
 def failing(error: Exception) -> Callable[..., Any]:
-    """A function that raises the error."""
+    """Return a function that raises the error."""
 
     def fail(*_: Any) -> Any:
         raise error

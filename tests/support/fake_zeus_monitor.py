@@ -1,4 +1,4 @@
-"""What measures as Zeus's ZeusMonitor does."""
+"""Monitors with the interface of Zeus's ZeusMonitor."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ class FakeZeusMeasurement:
 
     @property
     def total_energy(self) -> float:
-        """Zeus sums the GPUs alone."""
+        """Sum the energy of only the GPUs, as Zeus does."""
         return sum(self.gpu_energy.values())
 
 
 class FakeZeusMonitor:
-    """ZeusMonitor has an attribute `gpus`, too, and arguments that ours has not."""
+    """Monitor with an attribute `gpus` and arguments that our monitors lack."""
 
     gpus = object()
 
@@ -46,7 +46,7 @@ class FakeZeusMonitor:
 
 
 class ReplayedZeusMonitor(FakeZeusMonitor):
-    """Measures a `ReplayMachine`."""
+    """Monitor of a `ReplayMachine`."""
 
     def __init__(self, machine: ReplayMachine) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Trainings of Lightning and of Hugging Face's Trainer behind one face, for tests of what their callbacks do alike."""
+"""Trainings of Lightning and Hugging Face's Trainer behind one interface, for tests of shared behaviour."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from tests.support.power_limit_bench import LIMITS_W, Recorder, machine
 from zeus_plugins import JobSpec
 
 TRAIN_IMAGES = 168
-STEPS_OF_16 = 11  # in an epoch of them
-VALIDATION = 100  # of a `Work`'s count
-VALIDATION_S = 1000.0  # of a `Powered`'s time
+STEPS_OF_16 = 11  # optimizer steps of 16 samples in an epoch
+VALIDATION = 100  # counts per validation
+VALIDATION_S = 1000.0  # seconds per validation
 
 
 class Work:
-    """What the model of a training counts: one for each batch that it trains, `VALIDATION` for each validation.
+    """Counter of a training's work: 1 per trained batch, `VALIDATION` per validation.
 
     Args:
-        events: What happens at a batch, by its number, counted from 1: an error is raised, anything else is called.
+        events: Events by batch number, counted from 1: an error is raised, any other object is called.
 
     Attributes:
-        monitor: Measures a second and ten joules for each thing counted.
+        monitor: Monitor that measures a second and ten joules per count.
     """
 
     def __init__(self, events: Mapping[int, BaseException | Callable[[], object]] | None = None) -> None:
@@ -52,7 +52,7 @@ class Work:
 
 
 class Powered(Work):
-    """Work on a pretended machine: batches cost what its table says under the limit in force; validations take long."""
+    """Work on a simulated machine: batches cost as the table states under the limit in force; validations take long."""
 
     def __init__(self, events: Mapping[int, BaseException | Callable[[], object]] | None = None) -> None:
         super().__init__(events)
@@ -75,13 +75,13 @@ class Powered(Work):
         self.machine.time_s += VALIDATION_S
 
     def options(self, **options: Any) -> dict[str, Any]:
-        """A power-limit callback's for this machine: three steps for each limit, unless these say otherwise."""
+        """Return options of a power-limit callback for this machine, by default with three steps per limit."""
         defaults: dict[str, Any] = {"warmup_steps": 1, "profile_steps": 2, "limits_w": LIMITS_W}
         return {**defaults, "energy_monitor": self.monitor, "devices": [self.device], **options}
 
 
 def energy_rows(*epochs: int) -> list[dict[str, float]]:
-    """What is logged of epochs that a `Work` counts so much in."""
+    """Return the logged metrics of epochs in which a `Work` counts these numbers."""
     return [
         {
             "zeus/epoch_time_s": epoch,
@@ -94,11 +94,11 @@ def energy_rows(*epochs: int) -> list[dict[str, float]]:
 
 
 class Training(ABC):
-    """A training that may begin, of the digits and a linear model.
+    """A training of a linear model on the digits, ready to begin.
 
     Attributes:
-        trainer: The framework's own.
-        model: Likewise; it notes `seen_sizes`.
+        trainer: The framework's trainer.
+        model: The framework's model, which records `seen_sizes`.
     """
 
     trainer: Any
@@ -106,28 +106,28 @@ class Training(ABC):
 
     @property
     def sizes(self) -> list[int]:
-        """The samples of each batch that was trained."""
+        """Number of samples of each trained batch."""
         return list(self.model.seen_sizes)
 
     @property
     @abstractmethod
     def steps(self) -> tuple[int, int]:
-        """Optimizer steps that were made, and those that the framework counted on."""
+        """Optimizer steps made, and optimizer steps expected by the framework."""
 
     @property
     @abstractmethod
     def epochs(self) -> float:
-        """Epochs that were trained."""
+        """Number of trained epochs."""
 
     @property
     @abstractmethod
     def accumulation(self) -> set[int]:
-        """Batches for an optimizer step, as they were seen in force."""
+        """Observed numbers of batches per optimizer step."""
 
     @property
     @abstractmethod
     def script(self) -> tuple[int, int]:
-        """The script's batch size and accumulation, as they stand now."""
+        """Present batch size and accumulation of the script."""
 
     @abstractmethod
     def train(self, checkpoint: Path | None = None) -> None:
@@ -135,24 +135,24 @@ class Training(ABC):
 
     @abstractmethod
     def logged(self, name: str) -> list[dict[str, float]]:
-        """What was logged together with a metric of this name, without what is not ours."""
+        """Return the rows logged with a metric of this name, without the framework's own metrics."""
 
     @abstractmethod
     def left_behind(self, *callbacks: Any) -> list[str]:
-        """The patches that are still there of the trainer, its parts and these callbacks."""
+        """Return the remaining patches of the trainer, its parts and these callbacks."""
 
 
 @dataclass
 class FrameworkBench(JobBench):
-    """A framework, a server with a job of one's own, and a folder for checkpoints.
+    """A framework, a server with a separate job, and a folder for checkpoints.
 
     Attributes:
         BatchSize, Energy, PowerLimit: The framework's callbacks.
-        Watch: A framework's callback that notes the epochs of a batch-size callback's reports.
+        Watch: Callback of the framework that records the epochs of a batch-size callback's reports.
         SANITY_CHECKS: Validations before the first step of a training.
-        CTRL_C: What arrives of Ctrl-C.
-        HAS_LOGGER: Whether what is told goes to a logger, and what is logged to loggers alone.
-        EPOCHS_OPTION: How the framework names the number of epochs in a message.
+        CTRL_C: Exception that Ctrl-C causes.
+        HAS_LOGGER: True if lines for the user go to a logger, and metrics only to loggers.
+        EPOCHS_OPTION: Name of the number of epochs in messages.
     """
 
     BatchSize: ClassVar[Any]
@@ -170,7 +170,7 @@ class FrameworkBench(JobBench):
         return self.BatchSize(job or self.job(), monitor, **self.callback_options(options))
 
     def guessing(self, target: float = 0.0, monitor: str = "score", **options: Any) -> Any:
-        """A callback that is told a target and a metric alone."""
+        """Return a callback with only a target and a metric."""
         said = {"monitor": monitor, "target": target, "job_id": self.job_id} | options
         return self.BatchSize(**self.callback_options(said))
 
@@ -187,42 +187,42 @@ class FrameworkBench(JobBench):
         save_every: int | None = None,
         **options: Any,
     ) -> Training:
-        """A training that is still to begin.
+        """Return a training that is ready to begin.
 
         Args:
-            callbacks: The trainer's.
-            work: What its model does beside training.
-            scores: Of its validations, one after another; the last one stays.
-            epochs: The most that it trains.
-            size: Samples per batch, as the script says.
-            samples: Those of an epoch.
-            accumulation: Batches for an optimizer step, as the script says.
-            validate_every: Steps; None: an epoch.
-            save_every: Steps after which a checkpoint follows; 0: an epoch; None: never.
-            options: The framework's own.
+            callbacks: Callbacks of the trainer.
+            work: Further work of its model.
+            scores: Scores of its validations in order; the last is repeated.
+            epochs: Maximum number of epochs.
+            size: Samples per batch in the script.
+            samples: Samples of an epoch.
+            accumulation: Batches per optimizer step in the script.
+            validate_every: Steps between validations; None means an epoch.
+            save_every: Steps between checkpoints; 0 means an epoch, None never.
+            options: Options of the framework.
         """
         raise NotImplementedError
 
     def checkpoint(self, step: int) -> Path:
-        """The checkpoint of a training in this folder after so many steps."""
+        """Return the checkpoint after `step` steps of a training in this folder."""
         raise NotImplementedError
 
     def saved_trial(self, step: int) -> dict[str, Any]:
-        """The trial that this checkpoint holds, as it is read without trust."""
+        """Return the trial in this checkpoint, loaded without pickle."""
         raise NotImplementedError
 
     def forking(self, *, stay: bool) -> dict[str, Any]:
-        """Options of a training that loads its data in two forked processes, which stay between epochs or not."""
+        """Return options of a training with two forked loader processes, which persist between epochs if `stay`."""
         raise NotImplementedError
 
     def slow_saver(self, work: Powered) -> Any:
-        """A callback that makes checkpoints every five steps take long."""
+        """Return a callback that slows down checkpoints every five steps."""
         raise NotImplementedError
 
 
 @pytest.fixture(autouse=True, scope="module", name="_one_thread")
 def use_one_thread() -> Iterator[None]:
-    """So small a network gains nothing from several threads, and waits for them where tests run side by side."""
+    """Use one thread, because small networks gain nothing from several, which compete with parallel tests."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

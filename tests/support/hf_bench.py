@@ -1,4 +1,4 @@
-"""What the tests of the Trainer's callbacks share: a server, a job of one's own on it, and callbacks that watch."""
+"""Helpers of the tests of the Trainer's callbacks: a server with a separate job, and recording callbacks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from zeus_plugins.huggingface import ZeusBSOTrainerCallback, ZeusEnergyTrainerCa
 
 
 class Watch(TrainerCallback):
-    """Notes what the callback under test knows after each evaluation, and the learning rate of each step."""
+    """Record the state of the callback under test after each evaluation, and the learning rate of each step."""
 
     def __init__(self, zeus: ZeusBSOTrainerCallback | None = None) -> None:
         self._zeus = zeus
@@ -35,7 +35,7 @@ class Watch(TrainerCallback):
 
 
 class Run(Training):
-    """One of the Trainer's."""
+    """A training with the Trainer."""
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer: Trainer = trainer
@@ -77,7 +77,7 @@ class Run(Training):
 
 
 class Bench(FrameworkBench):
-    """One for the Trainer."""
+    """Bench for the Trainer."""
 
     BatchSize = ZeusBSOTrainerCallback
     Energy = ZeusEnergyTrainerCallback

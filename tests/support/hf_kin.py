@@ -1,6 +1,6 @@
-"""Trainers built on the Hugging Face one (TRL, PEFT, sentence-transformers, SetFit), with models made on the spot.
+"""Trainers built on the Hugging Face Trainer (TRL, PEFT, sentence-transformers, SetFit), with generated models.
 
-Each way makes a trainer with a callback, and has the metric that the callback monitors.
+Each way creates a trainer with a callback and names the metric for the callback.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ WORDS = [f"w{number}" for number in range(40)]
 def tokenizer() -> PreTrainedTokenizerFast:
     specials = {"pad_token": "<pad>", "eos_token": "<end>", "unk_token": "<unk>", "bos_token": "<begin>"}
     words = {word: number for number, word in enumerate([*specials.values(), *WORDS])}
-    word_level = Tokenizer(WordLevel(words, unk_token="<unk>"))  # noqa: S106 - a word, no password
+    word_level = Tokenizer(WordLevel(words, unk_token="<unk>"))  # noqa: S106 - not a password
     word_level.pre_tokenizer = Whitespace()
     made = PreTrainedTokenizerFast(
         tokenizer_object=word_level, model_max_length=16, model_input_names=["input_ids", "attention_mask"], **specials
@@ -60,7 +60,7 @@ def gpt2(kind: Any = GPT2LMHeadModel, **options: Any) -> Any:
 
 
 def text(number: int, length: int = 6) -> str:
-    """Another one for each of some hundred numbers."""
+    """Return a distinct text for each of a few hundred numbers."""
     words = [number, number // len(WORDS), *(number * 7 + place for place in range(length - 2))]
     return " ".join(WORDS[word % len(WORDS)] for word in words)
 
@@ -70,7 +70,7 @@ def table(make_row: Callable[[int], dict[str, Any]], rows: int = ROWS) -> Datase
 
 
 def counted(trainer: Any) -> list[int]:
-    """The samples of each batch of the training, counted where its loss is computed."""
+    """Record the number of samples of each training batch, where its loss is computed."""
     sizes: list[int] = []
     compute = trainer.compute_loss
 
@@ -190,7 +190,7 @@ def sentences(folder: Path, callback: Any, data: Any = None, **options: Any) -> 
 
 
 def setfit_trainer(folder: Path, *callbacks: Any) -> tuple[Any, tuple[list[str], list[int]]]:
-    """SetFit's trainer, and its texts with their labels."""
+    """Return SetFit's trainer, and its texts with labels."""
     import setfit
 
     model = setfit.SetFitModel(model_body=sentence_model(), model_head=torch.nn.Identity(), labels=None)
@@ -215,7 +215,7 @@ def setfit_training(folder: Path, callback: Any) -> tuple[Any, Callable[[], Any]
     return trainer.st_trainer, lambda: trainer.train_embeddings(*data, *data)
 
 
-# Makes a trainer, or a trainer and what trains it.
+# Functions that create a trainer, or a trainer and its training function.
 WAYS: dict[str, tuple[Callable[[Path, Any], Any], str]] = {
     "TRL's SFTTrainer": (sft, "mean_token_accuracy"),
     "TRL's SFTTrainer with a PEFT model": (sft_peft, "eval_loss"),

@@ -1,6 +1,6 @@
 """Small Trainer trainings on scikit-learn's digits, and several ways to give a Trainer its data.
 
-The user of these trainings says `USERS_SIZE` everywhere; a trial at another size shows that the callback set it.
+The user of these trainings states `USERS_SIZE` everywhere; a trial at another size shows that the callback set it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def digits() -> tuple[Tensor, Tensor]:
 
 
 class Digits(Dataset[Example]):
-    """Some of the images, as a Trainer takes them."""
+    """Some of the images in the format of a Trainer."""
 
     def __init__(self, first: int = 0, length: int = TRAIN_IMAGES) -> None:
         self._first, self._length = first, length
@@ -64,7 +64,7 @@ class BatchItems(Dataset[Example]):
 
 
 class Stream(IterableDataset[Example]):
-    """Images that come one after another, nobody knows how many."""
+    """Stream of images with unknown length."""
 
     def __iter__(self) -> Iterator[Example]:
         data = Digits()
@@ -81,7 +81,7 @@ class Tokens(Dataset[Example]):
         return TRAIN_IMAGES
 
     def __getitem__(self, index: int) -> Example:
-        if index >= len(self):  # what ends a loop over a data set
+        if index >= len(self):  # ends a loop over a data set
             raise IndexError(index)
         images, labels = digits()
         tokens = (images[index, :8] * 16).long()
@@ -93,7 +93,7 @@ def val_digits() -> Digits:
 
 
 class Counting(nn.Module):
-    """Mixin: notes the batches that the model trains on."""
+    """Mixin that records the batches of a training."""
 
     def note(self, batch: Tensor) -> None:
         sizes: list[int] = vars(self).setdefault("seen_sizes", [])
@@ -102,7 +102,7 @@ class Counting(nn.Module):
 
 
 class Classifier(Counting):
-    """A linear classifier; it notes the size of each training batch, and then does its `work`."""
+    """A linear classifier that records the size of each training batch and then does its `work`."""
 
     def __init__(self, work: Work | None = None) -> None:
         super().__init__()
@@ -144,14 +144,14 @@ def tiny_bert() -> CountingBert:
 
 
 def tiny_t5() -> CountingT5:
-    known: Any = T5Config  # its own fields alone are declared
+    known: Any = T5Config  # only its own fields are declared
     return CountingT5(
         known(vocab_size=17, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2, decoder_start_token_id=0)
     )
 
 
 class Scores:
-    """A `compute_metrics` with a score that is given for each evaluation; the last one stays."""
+    """`compute_metrics` with a given score per evaluation; the last score is repeated."""
 
     def __init__(self, *scores: float, work: Work | None = None) -> None:
         self._scores = list(scores or (0.0,))
@@ -165,14 +165,14 @@ class Scores:
 
 
 class HardCodedTrainer(Trainer):
-    """Has the batch size in its code, and a loader that accelerate never sees."""
+    """Trainer with a batch size in its code and a loader that accelerate never sees."""
 
     def get_train_dataloader(self) -> Any:
         return DataLoader(self.train_dataset, batch_size=16)
 
 
 class FixedLengthTrainer(Trainer):
-    """Has a sampler that follows its size, but not in its length."""
+    """Trainer with a sampler that follows its size, but not in its length."""
 
     def get_train_dataloader(self) -> Any:
         data: Any = self.train_dataset
@@ -180,14 +180,14 @@ class FixedLengthTrainer(Trainer):
 
 
 class PreparedTrainer(Trainer):
-    """Has the batch size in its code, and lets accelerate prepare the loader."""
+    """Trainer with a batch size in its code and a loader that accelerate prepares."""
 
     def get_train_dataloader(self) -> Any:
         return self.accelerator.prepare(DataLoader(self.train_dataset, batch_size=16, shuffle=True))
 
 
 class BuiltOnceTrainer(Trainer):
-    """Hands out the same loader again and again."""
+    """Trainer that returns the same loader repeatedly."""
 
     loader: Any = None
 
@@ -213,7 +213,7 @@ QUIET: dict[str, Any] = {
 
 def quiet_arguments(folder: Path, **options: Any) -> Seq2SeqTrainingArguments:
     given = {"output_dir": str(folder), **QUIET, **options}
-    # Any Trainer takes these arguments; Seq2SeqTrainer takes no others.
+    # Any Trainer accepts these arguments; Seq2SeqTrainer accepts no others.
     return Seq2SeqTrainingArguments(**given)
 
 
@@ -224,7 +224,7 @@ def quiet_trainer(
     trainer_options: dict[str, Any] | None = None,
     **options: Any,
 ) -> Trainer:
-    """A trainer of a `Classifier`; `options` are those of its arguments."""
+    """Return a trainer of a `Classifier` with these training arguments."""
     defaults: dict[str, Any] = {
         "train_dataset": Digits(),
         "eval_dataset": val_digits(),

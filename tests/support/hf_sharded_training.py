@@ -1,4 +1,4 @@
-"""A Trainer's training on two processes under DeepSpeed or FSDP; each writes down what happened to it.
+"""A Trainer's training on two processes under DeepSpeed or FSDP; each process writes down its observations.
 
 Usage: ``python -m tests.support.hf_sharded_training SERVER_URL JOB_ID FOLDER WAY…``, as a rank of two.
 """
@@ -33,7 +33,7 @@ AUTO: dict[str, Any] = {
     "gradient_accumulation_steps": "auto",
     "train_batch_size": "auto",
 }
-# As the script's own arguments have it: 16 samples for each of two processes.
+# The script's arguments: 16 samples for each of two processes.
 NUMBERS: dict[str, Any] = {
     **ZERO_1,
     "train_micro_batch_size_per_gpu": 16,
@@ -41,7 +41,7 @@ NUMBERS: dict[str, Any] = {
     "train_batch_size": 32,
 }
 ADAM = {"optimizer": {"type": "Adam", "params": {"lr": "auto", "torch_adam": True}}}
-# It ends in the midst of the epoch.
+# The training ends in the middle of the epoch.
 WARMUP = {
     "scheduler": {
         "type": "WarmupLR",
@@ -57,7 +57,7 @@ FSDP: dict[str, Any] = {"fsdp": True, "fsdp_config": {"version": 2, "transformer
 
 
 class OwnOptimizerTrainer(Trainer):
-    """With rates that no argument tells."""
+    """Trainer with rates that no argument contains."""
 
     def create_optimizer(self, model: Any = None) -> Any:  # noqa: ARG002 - the Trainer's signature
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=RATE)  # type: ignore[union-attr, unused-ignore]
@@ -65,7 +65,7 @@ class OwnOptimizerTrainer(Trainer):
 
 
 class LatestRates(TrainerCallback):
-    """Notes the rates of the latest step: those of optimizers that stay are put back after the training."""
+    """Record the rates of the latest step, because rates of reused optimizers are restored after the training."""
 
     def __init__(self) -> None:
         self.rates: list[float] = []
@@ -92,7 +92,7 @@ WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 def shard_on_the_cpu() -> None:
-    """Have accelerate shard models as FSDP does, which it leaves out without a GPU, though torch can."""
+    """Let accelerate shard models as FSDP does; accelerate skips this without a GPU, although torch supports it."""
     construct = AcceleratorState.__init__
 
     @functools.wraps(construct)
@@ -109,7 +109,7 @@ def train(server_url: str, job_id: str, folder: Path, way: str) -> dict[str, Any
     """Train one epoch.
 
     Returns:
-        What this process saw.
+        Observations of this process.
     """
     job = JobSpec.model_validate_json((folder / "job.json").read_text())
     job = job.model_copy(update={"job_id": job_id})
@@ -154,7 +154,7 @@ def train(server_url: str, job_id: str, folder: Path, way: str) -> dict[str, Any
 
 
 def main(server_url: str, job_id: str, folder: str, *ways: str) -> None:
-    """Train each way, and write what was seen to a file per process and way."""
+    """Train each way, and write the observations to a file per process and way."""
     torch.set_num_threads(1)
     if "fsdp" in ways:
         shard_on_the_cpu()

@@ -1,4 +1,4 @@
-"""Ways in which a script gives the Trainer its data and arguments, for trainings on two processes."""
+"""Data and arguments of the Trainer in trainings on two processes."""
 
 from __future__ import annotations
 

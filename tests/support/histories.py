@@ -1,4 +1,4 @@
-"""The life of a job without a server: trials are dispatched and end, and each such event gets the next number."""
+"""Life of a job without a server: trials start and end, and each such event gets the next number."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from zeus_plugins.protocol import GP_VOI, CreatedJob, EndReason, Origin, TrialSt
 
 
 def make_job(batch_sizes: tuple[int, ...], default_batch_size: int, **fields: object) -> CreatedJob:
-    """A job whose cost is its energy (η = 1), with metric 1 as its target and 10 epochs to get there."""
+    """Return a job with cost = energy (η = 1), target metric 1 and 10 epochs at most."""
     sizes = {"batch_sizes": batch_sizes, "default_batch_size": default_batch_size, "gpu_model": "GPU"}
     target = {"eta_knob": 1.0, "target_metric": 1.0, "max_epochs": 10}
     return CreatedJob.model_validate(jobs.job(**{"job_id": "job", **sizes, **target, **fields}))
@@ -23,26 +23,26 @@ def make_job(batch_sizes: tuple[int, ...], default_batch_size: int, **fields: ob
 
 @dataclass
 class Life:
-    """One job's trials so far, and its generator."""
+    """Trials of a job so far, and its generator."""
 
     job: CreatedJob
     rng: np.random.Generator = field(default_factory=lambda: np.random.default_rng(0))
     trials: list[TrialRecord] = field(default_factory=list)
     events: int = 0
     survivors: tuple[int, ...] | None = None
-    reason: str = ""  # of the latest trial that the policy wanted
+    reason: str = ""  # reason of the policy's latest trial
 
     @property
     def history(self) -> History:
         return replay(self.job, self.trials, self.survivors)
 
     def belief(self, batch_size: int) -> Belief:
-        """The belief of policy `gp_voi` about a size."""
+        """Return the belief of policy `gp_voi` about a size."""
         belief: Belief = self.history.memory[self.job.batch_sizes.index(batch_size)]
         return belief
 
     def dispatch(self, batch_size: int, origin: Origin = Origin.EXPLORATION) -> TrialRecord:
-        """Start a trial, whatever the policy thinks of it."""
+        """Start a trial independent of the policy."""
         self.events += 1
         trial = TrialRecord(
             trial_number=len(self.trials) + 1,
@@ -55,7 +55,7 @@ class Life:
         return trial
 
     def ask(self) -> TrialRecord:
-        """Start the trial that the policy wants."""
+        """Start the trial that the policy suggests."""
         suggestion = suggest(self.history, self.rng)
         self.survivors, self.reason = suggestion.survivors, suggestion.reason
         trial = self.dispatch(suggestion.batch_size, suggestion.origin).bounded_by(suggestion.bound)
@@ -86,7 +86,7 @@ class Life:
         return self.move(self.dispatch(batch_size, origin), state, cost_j)
 
     def report(self, trial: TrialRecord, cost_j: float, *, epoch: float, metric: float) -> Verdict:
-        """Judge a report as the server does, and end the trial where the verdict says so."""
+        """Judge a report as the server does, and end the trial if the verdict demands this."""
         report = Report(1.0, cost_j, epoch, metric)
         trial = self.trials[trial.trial_number - 1]
         if needs_bound(self.job, trial):
@@ -102,14 +102,14 @@ class Life:
 
 
 def new_life(batch_sizes: tuple[int, ...] = (8, 16, 32, 64, 128), default: int = 64, **fields: object) -> Life:
-    """A job of policy `gp_voi`."""
+    """Return a job with policy `gp_voi`."""
     return Life(make_job(batch_sizes, default, **{"max_epochs": 50, "policy": GP_VOI, **fields}))
 
 
 def run(
     life: Life, trial: TrialRecord, needed: float, epoch_j: float = 10.0, startup: float = 1.0, step: float = 1.0
 ) -> TrialRecord:
-    """Let a trial run that needs so many epochs, each of this cost, the first of `startup` times that."""
+    """Run a trial that needs `needed` epochs of `epoch_j` joules, the first `startup` times as expensive."""
     number, epoch = trial.trial_number, 0.0
     while True:
         epoch = round(epoch + step, 6)

@@ -1,4 +1,4 @@
-"""Clients that attack a server: each takes as much of its memory and time as the server lets it."""
+"""Clients that attack a server: each uses the maximum of its memory and time."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Container images, built without a daemon or a registry, and containers of them.
+"""Container images, built without a daemon or a registry, and their containers.
 
-The base image is a stand-in for the one of a registry: this machine's Python, a shell and a few tools. A container runs
-under `runc` as the strictest platforms run it: on a read-only root file system, without privileges, as the user whom
-the image names; only the network is the machine's.
+The base image replaces the registry's image: this machine's Python, a shell and a few tools. A container runs
+under `runc` as the strictest platforms run it: on a read-only root file system, without privileges, as the user in
+the image; only the network is shared with the machine.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ def require_builder() -> None:
 
 
 class Builder:
-    """A storage of images in a folder of its own."""
+    """A storage of images in a separate folder."""
 
     def __init__(self, folder: Path) -> None:
         self._storage = [f"--root={folder}/storage", f"--runroot={folder}/run"]
-        # Where the kernel cannot lay file systems over each other, each layer is a copy.
+        # If the kernel cannot overlay file systems, each layer is a copy.
         overlay = [_program("buildah"), *self._storage, "--storage-driver=overlay", "info"]
         laid_over = subprocess.run(overlay, capture_output=True, check=False).returncode == 0
         self._storage.append(f"--storage-driver={'overlay' if laid_over else 'vfs'}")
@@ -66,7 +66,7 @@ class Builder:
         self._buildah("rmi", "--all", "--force")
 
     def build(self, dockerfile: str, tag: str, **arguments: str) -> Image:
-        """Build one of the repository's images on the stand-in."""
+        """Build one of the repository's images on the substitute base image."""
         self._bud(ROOT / dockerfile, ROOT, tag, BASE=STAND_IN, **arguments)
         config = json.loads(self._buildah("inspect", "--type", "image", tag))["Docker"]["config"]
         container = self._buildah("from", "--pull-never", tag).strip()
@@ -93,7 +93,7 @@ class Image:
     """An image.
 
     Attributes:
-        config: What it says of its containers.
+        config: Configuration of its containers.
         files: Its root file system.
     """
 
@@ -108,13 +108,13 @@ class Image:
         entrypoint: Sequence[str] | None = None,
         **environ: str,
     ) -> Container:
-        """A container that is not started yet.
+        """Return a container that has not been started.
 
         Args:
-            folder: An empty one, for what belongs to it.
-            command: Instead of the image's.
+            folder: An empty folder for its files.
+            command: Replaces the command of the image.
             mounts: Folders that it may write to, and their places in it.
-            entrypoint: Instead of the image's.
+            entrypoint: Replaces the entry point of the image.
             environ: More variables.
         """
         folder.mkdir()
@@ -148,7 +148,7 @@ class Image:
 
 
 class Container:
-    """One container under runc."""
+    """A container under runc."""
 
     def __init__(self, bundle: Path) -> None:
         self._bundle, self._name = bundle, f"zeus-{uuid.uuid4().hex[:12]}"
@@ -163,27 +163,27 @@ class Container:
             self.end("KILL")
 
     def run(self) -> tuple[int, str]:
-        """Run it to its end.
+        """Run the container to its end.
 
         Returns:
-            Its exit status, and what it printed.
+            Its exit status and its output.
         """
         done = subprocess.run(self._runc("run", *self._here), capture_output=True, text=True, check=False)
         return done.returncode, done.stdout + done.stderr
 
     def start(self) -> subprocess.Popen[bytes]:
-        """Start it; its output goes to `log`, and the process ends as it does."""
+        """Start the container; its output goes to `log`, and the process ends with the container."""
         with self.log.open("w") as output:
             self.process = subprocess.Popen(self._runc("run", *self._here), stdout=output, stderr=subprocess.STDOUT)
         return self.process
 
     def exec(self, *command: str) -> tuple[int, str]:
-        """Run a command in it, as `docker exec` does."""
+        """Run a command in the container, like `docker exec`."""
         done = subprocess.run(self._runc("exec", self._name, *command), capture_output=True, text=True, check=False)
         return done.returncode, done.stdout + done.stderr
 
     def end(self, signal: str) -> int:
-        """Send its first process a signal; the exit status in which it ends."""
+        """Send a signal to its first process; return its exit status."""
         assert self.process is not None
         subprocess.run(self._runc("kill", self._name, signal), check=self.process.poll() is None, capture_output=True)
         return self.process.wait()

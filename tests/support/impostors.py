@@ -1,4 +1,4 @@
-"""A web server in place of a batch size optimization server: it answers each request with the same status."""
+"""A web server instead of a batch size optimization server, which answers each request with the same status."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 class Impostor(ThreadingHTTPServer):
-    """Keeps the tokens that it is sent, until `close` or the end of a ``with`` block."""
+    """Record the received tokens until `close` or the end of a ``with`` block."""
 
     def __init__(self, status: int, port: int = 0) -> None:
         super().__init__(("127.0.0.1", port), _Handler)

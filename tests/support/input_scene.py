@@ -1,4 +1,4 @@
-"""A job with trials over real HTTP, on each kind of database, and bodies that are wrong in one place."""
+"""A job with trials over real HTTP, on each kind of database, and bodies with one wrong field."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.support.servers import ServerProcess
 JSON = {"content-type": "application/json"}
 
 
-# The longest answer to a wrong request, whatever its size.
+# Longest answer to an invalid request of any size.
 LONGEST_ANSWER = 16_000
 
 EVERYTHING = {"limit": 1000}
@@ -28,16 +28,16 @@ EVERYTHING = {"limit": 1000}
 
 @dataclass(frozen=True)
 class Scene:
-    """A job with a trial that runs and one that has ended, and another job with trials of its own.
+    """A job with a running and an ended trial, and a second job with trials.
 
     Attributes:
-        http: Asks the server.
+        http: Client of the server.
         running: The running trial's id.
         reported: Its last report, the second one.
         ended: The id of the trial that has ended.
         final: Its last report.
-        verdict: The answer to that one.
-        other_job: The other job's id; its trial 1 has the batch size of the running trial's.
+        verdict: The answer to the last report of the ended trial.
+        other_job: The other job's id; its trial 1 has the batch size of the running trial.
         file: A connection to the server's SQLite file, if it has one.
     """
 
@@ -51,9 +51,9 @@ class Scene:
     file: sqlite3.Connection | None
 
     def stored(self) -> list[Any]:
-        """A number that changes with every change to the SQLite file, or what another database tells.
+        """Return a number that changes with the SQLite file, or the contents of another database.
 
-        That is every job, and all that the server keeps of these two: trials, reports, leases and events.
+        The contents include every job, and the trials, reports, leases and events of both jobs.
         """
         if self.file is not None:
             return self.file.execute("PRAGMA data_version").fetchall()
@@ -62,7 +62,7 @@ class Scene:
 
     @contextmanager
     def nothing_stored(self) -> Iterator[None]:
-        """What happens in here must leave no trace."""
+        """Assert that the block leaves the database unchanged."""
         before = self.stored()
         yield
         assert self.stored() == before
@@ -76,7 +76,7 @@ def register(http: httpx.Client, **fields: Any) -> str:
 
 
 def good_body(scene: Scene, path: str) -> dict[str, Any]:
-    """What the route would take, and keep."""
+    """Return a valid body of the route."""
     match path:
         case "/jobs":
             return job(**THREE_SIZES, job_id="job-refused")
@@ -95,22 +95,22 @@ def assert_refused(answer: httpx.Response, status: int, field: str) -> None:
 
 
 def with_token(body: dict[str, Any], field: str, token: str) -> bytes:
-    """The body as JSON with a field written as it is in `token`, whether JSON has such a thing or not."""
+    """Return the body as JSON with a field replaced by the raw text `token`, whether or not valid JSON."""
     rest = json.dumps({name: value for name, value in body.items() if name != field})
     return f'{rest[:-1]}, "{field}": {token}}}'.encode()
 
 
 def memory_of(server: ServerProcess, line: str) -> int:
-    """Bytes: ``VmRSS`` is what the server has in memory, ``VmHWM`` the most that it had."""
+    """Return bytes: ``VmRSS`` for the present memory of the server, ``VmHWM`` for its maximum."""
     assert server.process is not None
     status = Path(f"/proc/{server.process.pid}/status").read_text()
     (kilobytes,) = (words[1] for words in map(str.split, status.splitlines()) if words[0] == f"{line}:")
     return int(kilobytes) * 1024
 
 
-# What Python's json writes for numbers that JSON does not have, what others do, and how some clients avoid that.
+# Spellings of numbers outside JSON by Python's json, by other encoders, and as strings.
 NO_NUMBERS = ["NaN", "Infinity", "-Infinity", "1e999", "-1e999", '"NaN"', '"Infinity"', '"-Infinity"']
-# Both parsers of integers give up on this one.
+# Both parsers of integers refuse this number.
 HUGE = "9" * 5000
 
 

@@ -1,4 +1,4 @@
-"""What the tests of all callbacks share: a server, and a job of one's own on it."""
+"""Helpers of the tests of all callbacks: a server with a separate job."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from zeus_plugins.protocol import ZEUS, GpuConfig, JobView, TrialView
 from zeus_plugins.training.session import TrialSession
 
 GPUS = GpuConfig(max_power=100.0, number_of_gpus=1, gpu_model="A40")
-SERVERS_SIZE = 48  # the job's default, which the first trial gets
-NEXT_SIZE = 24  # what the second trial gets when the first reached its target
+SERVERS_SIZE = 48  # default of the job, used by the first trial
+NEXT_SIZE = 24  # size of the second trial if the first reached its target
 EPOCH_OF_48 = [48, 48, 48, 24]
 EPOCH_OF_24 = [24] * 7
 NEVER = 2.0  # a score that no training reaches
@@ -24,15 +24,15 @@ AT_ONCE = 0.0  # a score that every training has from the start
 
 
 def seconds_and_joules(time_s: float, energy_j: float) -> ReplayMonitor:
-    """Every window took as long and as much."""
+    """Return a monitor in which every window has this time and energy."""
     return ReplayMonitor(repeat(Measurement(time_s, energy_j, "replayed")), GPUS)
 
 
 class CountingMonitor:
-    """A second and ten joules for each thing counted, so that totals tell what was measured.
+    """Monitor of a second and ten joules per count, so that totals identify the measured work.
 
     Args:
-        count: How many there were so far.
+        count: Returns the count so far.
     """
 
     source = "counted steps"
@@ -59,18 +59,18 @@ class CountingMonitor:
 
 @dataclass
 class JobBench:
-    """A running server, and one job that no other test knows."""
+    """A running server, and a job used by a single test."""
 
     server: ServerProcess
     job_id: str
 
     def job(self, target: float = AT_ONCE, **spec: Any) -> JobSpec:
         defaults = {"batch_sizes": (NEXT_SIZE, SERVERS_SIZE), "default_batch_size": SERVERS_SIZE, "max_epochs": 1}
-        defaults["policy"] = ZEUS  # the order in which it begins does not depend on what anything costs
+        defaults["policy"] = ZEUS  # the order of its first sizes does not depend on costs
         return JobSpec(job_id=self.job_id, job_id_prefix="digits", target_metric=target, **(defaults | spec))
 
     def callback_options(self, options: dict[str, Any]) -> dict[str, Any]:
-        """These, and what every callback needs."""
+        """Return these options and the options that every callback needs."""
         return {"server_url": self.server.url, "energy_monitor": seconds_and_joules(1.0, 10.0)} | options
 
     def is_registered(self) -> bool:
@@ -86,17 +86,17 @@ class JobBench:
         return trial
 
     def power_profiles(self) -> list[tuple[int, int]]:
-        """Trial and number of limits of each power profile that the server keeps."""
+        """Return trial and number of limits of each power profile on the server."""
         with BsoClient(self.server.url) as client:
             view = client._request("GET", f"/api/jobs/{self.job_id}/power_profiles").json()
         return [(each["trial_number"], len(each["samples"])) for each in view["profiles"]]
 
     def power_limits(self) -> list[tuple[float | None, int | None]]:
-        """The chosen limit in watts and the number of known ones, trial by trial."""
+        """Return chosen limit in watts and number of known limits by trial."""
         return [(trial.power_limit_w, trial.power_limits) for trial in self.view().trials]
 
     def complete_first_trial(self, job: JobSpec) -> None:
-        """Without a training: 1 s and 10 J, 55 J by the job's cost."""
+        """Complete the first trial without a training: 1 s and 10 J, a cost of 55 J."""
         with BsoClient(self.server.url) as client:
             session = TrialSession(job, client, seconds_and_joules(1.0, 10.0))
             assert session.ask() == SERVERS_SIZE

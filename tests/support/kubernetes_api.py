@@ -1,6 +1,6 @@
-"""As much of a Kubernetes cluster with Kubeflow Trainer as its SDK asks: TrainJobs run as processes of this machine.
+"""A Kubernetes cluster with Kubeflow Trainer as its SDK needs it: TrainJobs run as processes here.
 
-What is sent must be a TrainJob as Kubeflow's own models read it, with nothing lost.
+Each request must be a TrainJob that Kubeflow's own models read without loss.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ TRAIN_JOBS = re.compile(rf"/apis/trainer.kubeflow.org/v1alpha1/namespaces/{NAMES
 
 
 class Cluster:
-    """The jobs that were sent, by name, and their processes; the number of requests while it was away.
+    """Created jobs by name and their processes, and the number of requests during an outage.
 
-    It can do what it is asked by one method, and lose its answers.
+    The cluster can perform requests of one method and lose the answers.
     """
 
     def __init__(self) -> None:
@@ -85,7 +85,7 @@ class Cluster:
         return job
 
     def answer(self, method: str, path: str, body: dict[str, Any]) -> dict[str, Any] | None:
-        """The answer to a request; None: there is no such thing."""
+        """Return the answer to a request, or None for an unknown object."""
         if path.endswith("/clustertrainingruntimes/torch-distributed"):
             return RUNTIME
         if path == f"/api/v1/namespaces/{NAMESPACE}/pods":
@@ -106,7 +106,7 @@ class Cluster:
 
 @contextmanager
 def cluster(folder: Path) -> Iterator[tuple[Cluster, Path]]:
-    """A cluster, and the kubeconfig by which clients find it."""
+    """Yield a cluster, and the kubeconfig through which clients find the cluster."""
     served = Cluster()
 
     def answer(method: str, path: str, content: bytes) -> tuple[int, bytes]:

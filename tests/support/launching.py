@@ -1,4 +1,4 @@
-"""Runs itself in two fresh processes, as the demo runs its training; the argument is the log."""
+"""Run this module in two fresh processes, like the demo's training; the argument is the log."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ IMPORTED_IN = os.getpid()
 
 
 def main(arguments: Sequence[str]) -> int:
-    """What each process does."""
+    """Print the facts of a process."""
     print("imported beforehand:", os.getpid() != IMPORTED_IN, *arguments, flush=True)
     print("to standard error", file=sys.stderr)
     return len(arguments)

@@ -1,4 +1,4 @@
-"""A Lightning training as a new user writes it, without any logging set up."""
+"""A Lightning training by a new user, without any logging configuration."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the tests of the Lightning callbacks share: a server, a job of one's own on it, and callbacks that watch."""
+"""Helpers of the tests of the Lightning callbacks: a server with a separate job, and recording callbacks."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from tests.support.servers import ServerProcess
 from tests.support.versions import WEIGHTS_ONLY
 from zeus_plugins.lightning import ZeusBSOCallback, ZeusEnergyCallback, ZeusPowerLimitCallback
 
-# For every test that trains.
+# For every test with a training.
 QUIET = [
     # A loader in the training's own process is the fastest for digits.
     pytest.mark.filterwarnings("ignore:.*does not have many workers:UserWarning"),
-    # Lightning calls a deprecated part of torch whenever it walks a collection of loaders.
+    # Lightning uses a deprecated part of torch when it iterates over a collection of loaders.
     pytest.mark.filterwarnings("ignore:.*isinstance\\(treespec, LeafSpec\\):FutureWarning"),
 ]
-# For every test that resumes.
+# For every test with a resume.
 RESUMES = [
-    # Lightning's own remark on saving where something is saved already.
+    # Lightning's remark on saving into a folder that contains a checkpoint.
     pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty:UserWarning"),
-    # The callbacks that interrupted and saved the first training have no place in the second.
+    # The callbacks that interrupted and saved the first training are absent in the second.
     pytest.mark.filterwarnings("ignore:.*callbacks used to create the checkpoint need to be provided:UserWarning"),
-    # A training from a checkpoint within an epoch sees the same images again.
+    # A training from a checkpoint within an epoch repeats the images of the epoch.
     pytest.mark.filterwarnings(
         "ignore:You're resuming from a checkpoint that ended before the epoch ended:UserWarning"
     ),
@@ -40,7 +40,7 @@ RESUMES = [
 
 
 class Rows(Logger):
-    """A logger that keeps what it gets."""
+    """A logger that stores its rows."""
 
     name = "rows"
     version = 0
@@ -57,11 +57,11 @@ class Rows(Logger):
 
 
 class Fit(Training):
-    """One of Lightning's.
+    """A training with Lightning.
 
     Args:
-        data: What `fit` gets beside the module.
-        options: The trainer's.
+        data: Further arguments of `fit`.
+        options: Options of the trainer.
     """
 
     def __init__(self, model: Classifier, *callbacks: Any, data: Any, **options: Any) -> None:
@@ -102,7 +102,7 @@ class Fit(Training):
 
 
 class Watch(Callback):
-    """Notes what the callback under test knows after each validation."""
+    """Record the state of the callback under test after each validation."""
 
     def __init__(self, zeus: ZeusBSOCallback) -> None:
         self._zeus = zeus
@@ -121,7 +121,7 @@ class Watch(Callback):
 
 
 class Bench(FrameworkBench):
-    """One for Lightning."""
+    """Bench for Lightning."""
 
     BatchSize = ZeusBSOCallback
     Energy = ZeusEnergyCallback

@@ -1,6 +1,6 @@
-"""Small Lightning trainings on scikit-learn's digits, and every way to give them their data.
+"""Small Lightning trainings on scikit-learn's digits, with every kind of data argument.
 
-The user of these trainings says `USERS_SIZE` everywhere; a trial at another size shows that the callback set it.
+The user of these trainings states `USERS_SIZE` everywhere; a trial at another size shows that the callback set it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Loader = DataLoader[tuple[Tensor, ...]]
 
 @functools.cache
 def digits() -> tuple[Subset[tuple[Tensor, ...]], Subset[tuple[Tensor, ...]]]:
-    """The first images for training, the next ones for validation."""
+    """Return the first images for training and the next images for validation."""
     images, labels = load_digits(return_X_y=True)
     dataset = TensorDataset(torch.tensor(images / 16, dtype=torch.float32), torch.tensor(labels))
     return Subset(dataset, range(TRAIN_IMAGES)), Subset(dataset, range(TRAIN_IMAGES, TRAIN_IMAGES + VAL_IMAGES))
@@ -55,14 +55,14 @@ def quiet_trainer(*callbacks: Any, **options: Any) -> Trainer:
 
 
 class TrainOnly(LightningModule):
-    """A linear classifier that notes what happens to it.
+    """A linear classifier that records its training.
 
     Args:
-        learning_rate: Of plain gradient descent.
+        learning_rate: Rate of plain gradient descent.
         scheduler: Makes a scheduler stepped at every optimizer step, from the optimizer and the number of steps.
 
     Attributes:
-        work: What it does at each batch and validation.
+        work: Work at each batch and validation.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class TrainOnly(LightningModule):
         return torch.stack(losses).mean()
 
     def configure_optimizers(self) -> Any:
-        # Reading it makes Lightning ask for the train loaders here, before `on_fit_start`.
+        # Reading this makes Lightning request the train loaders here, before `on_fit_start`.
         self.estimated_steps = self.trainer.estimated_stepping_batches
         optimizer = torch.optim.SGD(self.parameters(), lr=self._learning_rate)
         if self._scheduler is None:
@@ -102,10 +102,10 @@ class TrainOnly(LightningModule):
 
 
 class Classifier(TrainOnly):
-    """With a validation that logs its accuracy, and a score that is given.
+    """Classifier with a validation that logs its accuracy and a given score.
 
     Args:
-        scores: The score after each epoch; the last one stays.
+        scores: The score after each epoch; the last is repeated.
         **options: As in `TrainOnly`.
     """
 
@@ -130,14 +130,14 @@ class Classifier(TrainOnly):
 
 
 def _leaves(batch: Any) -> list[Batch]:
-    """The batches of one step: one, or those of a list or dict of loaders."""
+    """Return the batches of a step: one, or those in a list or dict of loaders."""
     if isinstance(batch, dict):
         return list(batch.values())
     return [batch] if isinstance(batch[0], Tensor) else list(batch)
 
 
 class SizedModule(Classifier):
-    """Holds the batch size itself."""
+    """Module with the batch size as an attribute."""
 
     def __init__(self, *scores: float, **options: Any) -> None:
         super().__init__(*scores, **options)
@@ -148,9 +148,9 @@ class SizedModule(Classifier):
 
 
 class HyperparameterModule(Classifier):
-    """Holds the batch size among its hyperparameters."""
+    """Module with the batch size among its hyperparameters."""
 
-    def __init__(self, batch_size: int = USERS_SIZE) -> None:  # noqa: ARG002 - the next line but one finds it
+    def __init__(self, batch_size: int = USERS_SIZE) -> None:  # noqa: ARG002 - for save_hyperparameters
         super().__init__()
         self.save_hyperparameters()
 
@@ -159,7 +159,7 @@ class HyperparameterModule(Classifier):
 
 
 class ManualModule(Classifier):
-    """Steps its optimizer itself."""
+    """Module that steps its optimizer itself."""
 
     def __init__(self, *scores: float, **options: Any) -> None:
         super().__init__(*scores, **options)
@@ -174,14 +174,14 @@ class ManualModule(Classifier):
 
 
 class HardCodedModule(Classifier):
-    """Has the batch size in its code."""
+    """Module with the batch size in its code."""
 
     def train_dataloader(self) -> Loader:
         return train_loader(16)
 
 
 class Data(LightningDataModule):
-    """Base: the validation data."""
+    """Base class with the validation data."""
 
     def val_dataloader(self) -> Loader:
         return val_loader()
@@ -197,7 +197,7 @@ class AttributeData(Data):
 
 
 class HyperparameterData(Data):
-    def __init__(self, batch_size: int = USERS_SIZE) -> None:  # noqa: ARG002 - the next line finds it
+    def __init__(self, batch_size: int = USERS_SIZE) -> None:  # noqa: ARG002 - for save_hyperparameters
         super().__init__()
         self.save_hyperparameters()
 
@@ -220,7 +220,7 @@ class PropertyData(Data):
 
 
 class BuiltOnceData(Data):
-    """Makes its loader in setup and hands the same one out again and again."""
+    """Data module that creates its loader in setup and returns the same loader repeatedly."""
 
     loader: Loader | None = None
 
@@ -232,7 +232,7 @@ class BuiltOnceData(Data):
 
 
 class LoaderWithSurcharge(DataLoader[tuple[Tensor, ...]]):
-    """A subclass whose constructor takes other arguments, so that nobody else can make one anew."""
+    """A subclass with other constructor arguments, so that it cannot be rebuilt."""
 
     def __init__(self, surcharge: float) -> None:
         self.surcharge = surcharge
@@ -240,7 +240,7 @@ class LoaderWithSurcharge(DataLoader[tuple[Tensor, ...]]):
 
 
 class InOrder(Sampler[list[int]]):
-    """A user's own batch sampler."""
+    """A batch sampler written by a user."""
 
     def __init__(self, length: int, batch_size: int) -> None:
         self.length = length
@@ -255,14 +255,14 @@ class InOrder(Sampler[list[int]]):
 
 
 class Stream(IterableDataset[tuple[Tensor, ...]]):
-    """Images that come one after another, nobody knows how many."""
+    """Stream of images with unknown length."""
 
     def __iter__(self) -> Iterator[tuple[Tensor, ...]]:
         return iter(digits()[0])
 
 
 class MeasuredStream(Stream):
-    """Images that come one after another, so many."""
+    """Stream of images with a known length."""
 
     def __len__(self) -> int:
         return TRAIN_IMAGES
@@ -289,7 +289,7 @@ def list_of_tensors() -> list[Tensor]:
     return [digits()[0][:USERS_SIZE][0]] * 4
 
 
-# How a user may give the training data: the module, and what to pass to fit.
+# Ways to give the training data: the module, and the arguments of fit.
 DataKind = Callable[[], tuple[TrainOnly, dict[str, Any]]]
 WAYS: dict[str, DataKind] = {
     "datamodule.batch_size": lambda: (Classifier(), {"datamodule": AttributeData()}),

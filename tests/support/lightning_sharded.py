@@ -1,4 +1,4 @@
-"""A Lightning training whose model is spread over two processes; each writes down the batches that it saw.
+"""A Lightning training with a model spread over two processes; each writes down its batches.
 
 Usage: ``python -m tests.support.lightning_sharded SERVER_URL JOB_ID FOLDER DATA_PARALLEL TENSOR_PARALLEL``, as a rank.
 """
@@ -23,7 +23,7 @@ from zeus_plugins.lightning import ZeusBSOCallback
 
 
 class Sharded(Classifier):
-    """Its weights are sharded over the processes that share the data, or its layer is cut for those that do not."""
+    """Module with weights sharded over the data-parallel processes, or a layer split over the others."""
 
     def configure_model(self) -> None:
         meshes = self.device_mesh

@@ -1,4 +1,4 @@
-"""A training whose two processes Lightning spawns; each writes down what it saw, and the parent what it knows then.
+"""A training on two processes spawned by Lightning; each process and the parent write down their observations.
 
 Usage: ``python -m tests.support.lightning_spawned SERVER_URL JOB_ID FOLDER``.
 """
@@ -19,7 +19,7 @@ from zeus_plugins.errors import ZeusBSOError
 
 
 class WriteDown(Callback):
-    """Leaves what a spawned process saw, which ends with all it knows."""
+    """Write the observations of a spawned process to a file, because its memory is lost."""
 
     def __init__(self, folder: str) -> None:
         self._folder = folder

@@ -1,4 +1,4 @@
-"""One rank of a data-parallel training in a plain loop, as Zeus's documentation writes it; two trainings of one job.
+"""One rank of a data-parallel training in a plain loop, as in Zeus's documentation; two trainings of one job.
 
 Usage: ``python -m tests.support.loop_ranks FOLDER SERVER_URL`` with torch's variables for a process group.
 """
@@ -59,7 +59,7 @@ def train(server_url: str, rank: int) -> dict[str, Any]:
 
 
 def main(folder: str, server_url: str) -> None:
-    """Train twice, and write what this rank saw and was warned of."""
+    """Train twice, and write the observations and warnings of this rank."""
     warnings: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]

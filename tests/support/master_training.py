@@ -1,7 +1,7 @@
 """A tiny training script for a master: softmax regression on scikit-learn's digits, in numpy.
 
-It ends in the way that the file named by ``--ends`` says: a word for each run (the last one for all others), by its
-seed, so that a run that is launched again ends in the same way.
+The file ``--ends`` determines how each run ends: a word per run (the last word for all later runs), selected by the
+seed, so that a relaunched run ends in the same way.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ def way_to_end(ends: Path | None, number: int) -> str:
 
 
 def wait_for(path: Path) -> None:
-    """Until a test makes this file."""
+    """Wait until a test creates this file."""
     path.with_suffix(".waits").write_text(str(os.getpid()))
     while not path.exists():
         time.sleep(0.02)
 
 
 def train(batch_size: int, learning_rate: float, seed: int, epochs: int, target: float) -> tuple[int, float]:
-    """Epochs trained, and the last accuracy."""
+    """Return the number of trained epochs and the last accuracy."""
     import numpy as np
 
     rng = np.random.default_rng(seed)
-    # The file that load_digits reads; importing scikit-learn takes longer than the training.
+    # Read the file of load_digits directly; importing scikit-learn takes longer than the training.
     sklearn = find_spec("sklearn")
     assert sklearn is not None
     assert sklearn.origin is not None
@@ -97,7 +97,7 @@ def main() -> int:
         case "wait":
             wait_for(log_dir.parent / "go")
     epochs, accuracy = train(options.batch_size, options.lr, options.seed, options.epochs, options.target)
-    # A cost that a test can foresee: each size's own price of an epoch.
+    # A predictable cost: each size has a fixed price per epoch.
     energy, seconds = 10.0 * epochs + options.batch_size / 64, 0.1 * epochs
     eta = float(os.environ["ZEUS_ETA_KNOB"])
     TrainResult(

@@ -1,4 +1,4 @@
-"""Jobs whose scripts are real processes, for the master's tests."""
+"""Jobs with scripts in real processes, for the master's tests."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def job_of(command: str | Sequence[str] = TRAINING, **fields: Any) -> Job:
 
 
 class Listed:
-    """Zeus's interface and nothing more: plays sizes in a given order, and notes what it is told."""
+    """Zeus's minimal interface: play sizes in a given order, and record the calls."""
 
     def __init__(self, *sizes: int) -> None:
         self.sizes = sizes or (64,)
@@ -66,7 +66,7 @@ def master_of(tmp_path: Path, optimizer: Any = None, **options: Any) -> ZeusMast
 
 
 def python_job(program: str, **fields: Any) -> Job:
-    """A job whose script is this program; it must leave a result by itself."""
+    """Return a job with this program as its script; the program must write a result itself."""
     program = program.replace("{", "{{").replace("}", "}}")
     return job_of(["{python}", "-c", program, "{batch_size}", "{learning_rate}", "{seed}"], **fields)
 
@@ -98,7 +98,7 @@ def launch_of(tmp_path: Path, program: str) -> Launch:
 
 
 def adopted(executor: Executor, launch: Launch) -> str:
-    """The output of a run of `WAITS` that goes on, as one sees it who adopts it, and lets it end then."""
+    """Adopt a running `WAITS` and return its output, letting it end after its first output."""
     seen: list[str] = []
 
     def show(text: str) -> None:
@@ -112,7 +112,7 @@ def adopted(executor: Executor, launch: Launch) -> str:
 def assert_adopts_what_a_killed_master_left(
     executor: Callable[[], Executor], tmp_path: Path, meanwhile: Callable[[], None] = lambda: None
 ) -> None:
-    """Adopt a run of a master that is gone, once: not after its end, and not a job that there never was."""
+    """Assert that a run of a dead master is adopted once, but neither after its end nor if it never existed."""
     launch, shown = launch_of(tmp_path, WAITS), list[str]()
     killed = threading.Thread(target=executor().run, args=(launch, shown.append))
     killed.start()
@@ -127,7 +127,7 @@ def assert_adopts_what_a_killed_master_left(
 
 
 def assert_runs_are_jobs(executor: Executor, tmp_path: Path) -> Path:
-    """Play two recurrences, of which the second needs another try; the folder of their logs."""
+    """Play two recurrences, the second with a repeated run; return the folder of their logs."""
     job = python_job("import sys\nprint('size', sys.argv[1])\nif sys.argv[1] == '32': sys.exit(3)\n" + REACHES)
     folder = tmp_path / "here"
     master_of(tmp_path, Listed(64, 32, 128), executor=executor).run(job, 2, SIZES, None, 0.5, logdir=folder)

@@ -1,4 +1,4 @@
-"""One process of a training on two nodes, as a cluster's launcher starts it.
+"""A process of a training on two nodes, as started by a cluster's launcher.
 
 Usage: ``python -m tests.support.node_training BENCH SERVER_URL JOB_ID FOLDER``, with the launcher's variables in the
 environment; ``BENCH`` is the module of a framework's bench.
@@ -27,7 +27,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def main(name: str, server_url: str, job_id: str, folder: str) -> None:
-    """Train two epochs, in which each node uses 10 J in each of its steps."""
+    """Train two epochs with 10 J per step and node."""
     torch.set_num_threads(1)
     work = Work()
     monitors = [CountingMonitor(lambda: work.batches) for _ in range(2)]

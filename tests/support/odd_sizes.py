@@ -1,4 +1,4 @@
-"""Data and modules of Lightning trainings that do not simply train at the batch size that their attributes say."""
+"""Data and modules of Lightning trainings that do not train at the batch size in their attributes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.lightning_models import TRAIN_IMAGES, Classifier, SizedModule
 
 
 class Buckets(Sampler[list[int]]):
-    """Makes its batches once, in the beginning; its `batch_size` says whatever it is told later."""
+    """Sampler that creates its batches once; later changes of its `batch_size` have no effect."""
 
     def __init__(self, samples: int = TRAIN_IMAGES, batch_size: int = 16) -> None:
         self.batch_size = batch_size
@@ -29,7 +29,7 @@ class Buckets(Sampler[list[int]]):
 
 
 class FixedLength(Sampler[list[int]]):
-    """Follows its `batch_size`, but computes its length once, in the beginning."""
+    """Sampler that follows its `batch_size`, but computes its length once."""
 
     def __init__(self, samples: int = TRAIN_IMAGES, batch_size: int = 16) -> None:
         self.samples, self.batch_size = samples, batch_size
@@ -44,7 +44,7 @@ class FixedLength(Sampler[list[int]]):
 
 
 class FixedLengthData(LightningDataModule):
-    """Makes such a sampler for its present `batch_size`, which is right."""
+    """Data module that correctly creates such a sampler for its present `batch_size`."""
 
     batch_size = 16
 
@@ -56,7 +56,7 @@ class FixedLengthData(LightningDataModule):
 
 
 class Announced(IterableDataset[Any]):
-    """A stream that announces more images than it has."""
+    """Stream that announces more images than it has."""
 
     def __iter__(self) -> Iterator[Any]:
         return iter(digits()[0])
@@ -76,19 +76,19 @@ class BatchItems(Dataset[Any]):
 
 
 def first_of(items: Any) -> Any:
-    """Return the first item, as users do for items that are batches; of a larger batch, all others are lost."""
+    """Return the first item, as users do for items that are batches; all further items of a batch are lost."""
     return items[0]
 
 
 class RateFromSize(SizedModule):
-    """Computes its learning rate from its batch size."""
+    """Module that computes its learning rate from its batch size."""
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.1 * self.batch_size / 16)
 
 
 class Unfreezing(BaseFinetuning):
-    """Adds a layer in the second epoch, at a rate of its own or one that follows the first group's."""
+    """Add a layer in the second epoch, at its own rate or a rate that follows the first group's."""
 
     def __init__(self, learning_rate: float | None) -> None:
         super().__init__()
@@ -117,7 +117,7 @@ class TwoLayers(Classifier):
 
 
 class Ragged(Sampler[list[int]]):
-    """Batches of different sizes around one that its `batch_size` asks for, give or take a factor."""
+    """Sampler of batches with varying sizes around its `batch_size`, times a factor."""
 
     def __init__(self, factor: float = 1.0) -> None:
         self.batch_size = 16
@@ -129,7 +129,7 @@ class Ragged(Sampler[list[int]]):
 
 
 class ReadOnce:
-    """No torch loader: cuts its batches as it was told in the beginning."""
+    """Loader without torch that cuts its batches once."""
 
     def __init__(self) -> None:
         self.batch_size = 16
@@ -140,7 +140,7 @@ class ReadOnce:
 
 
 class ByHand(Classifier):
-    """Accumulates the gradients of two batches itself."""
+    """Module that accumulates the gradients of two batches itself."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -157,7 +157,7 @@ class ByHand(Classifier):
 
 
 class EveryOther(Classifier):
-    """Leaves out every other step that the trainer wants."""
+    """Module that skips every other step of the trainer."""
 
     def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:  # noqa: ARG002
         if batch_idx % 2:
@@ -171,7 +171,7 @@ def small_loader() -> Any:
 
 
 class MixedData(LightningDataModule):
-    """One of its loaders follows its `batch_size`, the other does not."""
+    """Data module with a loader that follows its `batch_size` and a loader that does not."""
 
     def __init__(self) -> None:
         super().__init__()

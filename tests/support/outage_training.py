@@ -1,4 +1,4 @@
-"""Trainings that lose their server, and meet whoever takes it away at certain points."""
+"""Trainings that lose their server at certain points."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from zeus_plugins.errors import ZeusBSOTrainFailError
 EPOCHS = 4
 SIZES = (24, 48)
 DEFAULT_SIZE = 48
-# Of a training that reaches its target; that of any other is out of reach.
+# Target of a training that reaches its target; other targets are out of reach.
 REACHED = 0.9
 
 Meet = Callable[[str], None]
@@ -22,7 +22,7 @@ Meet = Callable[[str], None]
 
 
 def score_after(epoch: int) -> float:
-    """The metric: the target is reached with the last epoch."""
+    """Return the metric, which reaches the target in the last epoch."""
     return epoch / EPOCHS
 
 
@@ -106,10 +106,10 @@ TRAININGS: dict[str, Callable[[str, JobSpec, Meet], dict[str, Any]]] = {
 
 
 def train(framework: str, server_url: str, scenario: str, meet: Meet) -> dict[str, Any]:
-    """What a training with a job of the scenario's name saw."""
+    """Train a job with the scenario's name; return its observations."""
     meet("start")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the frameworks' advice on such small trainings
+        warnings.simplefilter("ignore")  # the frameworks' advice on small trainings
         try:
             return TRAININGS[framework](server_url, job_of(scenario), meet)
         except ZeusBSOTrainFailError as error:

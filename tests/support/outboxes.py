@@ -41,7 +41,7 @@ def evaluation(epoch: int, metric: float = 0.5) -> Evaluation:
 
 
 def left_by(outbox: Outbox, sender: OutboxHeader, *items: Item) -> Path:
-    """Leave these as a training does that is gone; return the file."""
+    """Store the items as a dead training does; return the file."""
     box = outbox.box(sender)
     for item in items:
         box.put(item)
@@ -58,7 +58,7 @@ def items_of(box: OutboxFile) -> list[Item]:
 
 
 def taken_from(outbox: Outbox, path: Path) -> list[Item]:
-    """Open the file and take everything out, which deletes the file."""
+    """Open the file and take all items, which deletes the file."""
     with closing(outbox.open(path)) as box:
         return items_of(box)
 
@@ -70,13 +70,13 @@ def dispatched(client: BsoClient, job_id: str = "digits-1") -> TrialId:
 
 
 def facts(view: JobView) -> list[tuple[TrialState, float | None, float | None]]:
-    """State, epochs and joules of each trial."""
+    """Return state, epochs and joules of each trial."""
     return [(trial.state, trial.epochs, trial.energy_j) for trial in view.trials]
 
 
 @contextmanager
 def no_more_room(path: Path) -> Iterator[None]:
-    """Let no file grow beyond this one's size."""
+    """Limit the size of files to the present size of this file."""
     resource = pytest.importorskip("resource", reason="only POSIX limits the size of files")
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)

@@ -1,4 +1,4 @@
-"""Packages that are installed for a test: modules and their metadata in a folder on the path."""
+"""Packages installed for a test: modules and their metadata in a folder on the path."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from bso_server.core.policy import GROUP, _found
 
 
 class Packages:
-    """Packages that bring policies, as this process sees them."""
+    """Packages that provide policies to this process."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self._folder = folder
         monkeypatch.syspath_prepend(folder)
 
     def install(self, package: str, policy: str, source: str, value: str = "POLICY") -> None:
-        """Install or update a package whose only module, of the same name, has a policy."""
+        """Install or update a package with a single module of the same name that contains a policy."""
         (self._folder / f"{package}.py").write_text(source)
         metadata = self._folder / f"{package}-1.0.dist-info"
         metadata.mkdir(exist_ok=True)
@@ -36,7 +36,7 @@ class Packages:
         self._start_anew(package)
 
     def _start_anew(self, package: str) -> None:
-        """Let the process know as little of the package as one that has just begun."""
+        """Remove all traces of the package from this process, as if it had just started."""
         sys.modules.pop(package, None)
         cached = self._folder / "__pycache__"
         for file in cached.glob(f"{package}.*.pyc"):

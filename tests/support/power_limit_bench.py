@@ -1,4 +1,4 @@
-"""What the tests of the power limit share: a machine whose GPUs do what a made-up table says."""
+"""Helpers of the tests of the power limit: a machine with GPUs that follow a made-up table."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ LIMITS_W = (250.0, 200.0, 150.0, 100.0)
 BEST_W = 200.0
 FOUND_W = 250.0
 
-# The states that may follow each state of a profiler.
+# States that may follow each state of a profiler.
 MOVES: Mapping[type[State], set[type[State]]] = {
     Ready: {Warmup, Profiling, Done},
     Warmup: {Profiling, Ready, Done},
@@ -59,13 +59,13 @@ def machine(number_of_gpus: int = 1) -> ReplayMachine:
 
 
 def profiler(where: ReplayMachine, selector: OptimumSelector | None = None, **options: Any) -> PowerLimitProfiler:
-    """A profiler of three steps for each limit, unless the test says otherwise."""
+    """Return a profiler, by default with three steps per limit."""
     defaults: dict[str, Any] = {"warmup_steps": 1, "profile_steps": 2, "monitor": where.monitor, "limits_w": LIMITS_W}
     return PowerLimitProfiler(options.pop("devices", where.devices), selector or ZeusCost(0.5), **(defaults | options))
 
 
 def train(where: ReplayMachine, zeus: PowerLimitProfiler, steps: int = 12, epochs: int = 1) -> list[float]:
-    """The limit of each step."""
+    """Train and return the limit of each step."""
     limits_w: list[float] = []
     for _ in range(epochs):
         zeus.on_epoch_begin()
@@ -78,7 +78,7 @@ def train(where: ReplayMachine, zeus: PowerLimitProfiler, steps: int = 12, epoch
 
 
 def is_as_the_table(profile: PowerLimitProfile | None) -> bool:
-    """Whether nothing but steps was measured."""
+    """Return True if only steps were measured."""
     assert profile is not None
     measured = {sample.limit_w: (sample.time_per_step_s, sample.average_power_w) for sample in profile.samples}
     expected = {limit: (point.time_per_step_s, point.average_power_w) for limit, point in TABLE.items()}
@@ -88,7 +88,7 @@ def is_as_the_table(profile: PowerLimitProfile | None) -> bool:
 def found_out(
     job: Mapping[str, Any], energy_j: float = 100.0, limits_w: Sequence[float] = (80.0, 100.0)
 ) -> dict[str, Any]:
-    """What a training says of its power limits on the wire, beside its trial; it chose the first one."""
+    """Return the power limits of a training as sent to the server; the first limit is the choice."""
     samples = [{"limit_w": w, "steps": 4, "time_s": 1.5, "energy_j": energy_j, "source": "nvml"} for w in limits_w]
     gpus = {name: job[name] for name in ("max_power", "number_of_gpus", "gpu_model")}
     return {"gpus": gpus, "samples": samples, "chosen_limit_w": limits_w[0]}
@@ -107,7 +107,7 @@ def record_limit(pid: int | None = None, **fields: Any) -> None:
 
 
 class Forbidden:
-    """A GPU whose limit may be read, and not set."""
+    """A GPU with a readable, but not writable limit."""
 
     outlives_process = True
 
@@ -129,7 +129,7 @@ class Forbidden:
 
 
 class Wrapped:
-    """A device over another one."""
+    """Wrapper of a device."""
 
     outlives_process = False
 
@@ -150,7 +150,7 @@ class Wrapped:
 
 
 class Recorder(Wrapped):
-    """A device that notes what it is set to."""
+    """A device that records the limits that are set."""
 
     def __init__(self, device: Any) -> None:
         super().__init__(device)
@@ -162,7 +162,7 @@ class Recorder(Wrapped):
 
 
 class Breaks(Wrapped):
-    """A device that takes so many limits, refuses so many after that, and then takes them again."""
+    """A device that accepts `takes` limits, refuses the next `refuses` limits, and then accepts limits again."""
 
     def __init__(self, device: Any, takes: int, refuses: int = 1) -> None:
         super().__init__(device)
@@ -179,7 +179,7 @@ class Breaks(Wrapped):
 
 
 class Failing:
-    """A machine's monitor that fails at one kind of its calls: at all of them, or at the `only` n-th."""
+    """A monitor that fails at every call of one kind, or only at the `only`-th call."""
 
     source = "failing"
     measures_exactly = True
@@ -210,7 +210,7 @@ class Failing:
 
 
 class FileDevice:
-    """A GPU whose limit is a number in a file, so that other processes see it."""
+    """A GPU with its limit in a file, so that other processes see the limit."""
 
     outlives_process = True
 
@@ -234,6 +234,6 @@ class FileDevice:
 
 
 class KnownDevice(FileDevice):
-    """A GPU that is met again, so that its limit is kept on record while a training changes it."""
+    """A GPU with a stable identity, so that its limit is recorded while a training changes it."""
 
     uuid = "GPU-file"

@@ -1,8 +1,8 @@
-"""A training on two processes that tries power limits; each writes down what it saw.
+"""A training on two processes that tries power limits; each writes down its observations.
 
 Usage: ``torchrun --nproc_per_node 2 -m tests.support.power_limit_processes FOLDER FRAMEWORK [SERVER_URL]``
 
-With a server both callbacks are there, and no file.
+With a server, both callbacks are used, and no file.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ BATCH_SIZE = 32
 
 
 def train(framework: str, folder: Path, server_url: str | None) -> dict[str, Any]:
-    """Train a job of a single size, which does not mind that no training reaches its target.
+    """Train a job with a single size, although no training reaches its target.
 
     Returns:
-        What this process saw.
+        Observations of this process.
     """
     work, is_lightning = Powered(), framework == "lightning"
     module = import_module("tests.support.lightning_bench" if is_lightning else "tests.support.hf_bench")

@@ -1,4 +1,4 @@
-"""Two processes that agree by gloo on the power limits of their GPUs; each writes down what it saw.
+"""Two processes that agree by gloo on the power limits of their GPUs; each writes down its observations.
 
 Usage: ``python -m tests.support.power_limit_ranks FOLDER`` with torch's variables for a process group of two.
 """
@@ -18,7 +18,7 @@ from tests.support.power_limit_bench import LIMITS_W, TABLE, Breaks, Forbidden
 from tests.support.two_nodes import all_gather
 from zeus_plugins.power_limit import Energy, PowerLimitProfile, PowerLimitProfiler, ReplayMachine, ReplayPoint
 
-# The second rank's GPU is slow under low limits: alone, the first would choose 150 W, and both together 200 W.
+# The second rank's GPU is slow under low limits: the first rank would choose 150 W, both together choose 200 W.
 SLOW = TABLE | {100.0: ReplayPoint(4.0, 80.0), 150.0: ReplayPoint(3.0, 125.0)}
 STEPS = 14
 SCENES = (
@@ -34,7 +34,7 @@ SCENES = (
 
 
 def play(scene: str, known: PowerLimitProfile | None) -> tuple[dict[str, Any], PowerLimitProfile | None]:
-    """What this rank has to tell of a scene, and its profile."""
+    """Play a scene; return the observations of this rank and its profile."""
     is_second = dist.get_rank() == 1
     where = ReplayMachine(
         SLOW if is_second else TABLE, gpu_model="V100" if scene == "other GPUs" and is_second else "A40"
@@ -57,7 +57,7 @@ def play(scene: str, known: PowerLimitProfile | None) -> tuple[dict[str, Any], P
         warmup_steps=1,
         profile_steps=2,
         monitor=monitor,
-        # Downwards from what was found, every 25 W, is more than the table has.
+        # The default, every 25 W below the found limit, has more limits than the table.
         limits_w=None if scene == "the second was capped" else LIMITS_W,
         profile=known if scene == "known" and not is_second else None,
         all_gather=all_gather,

@@ -1,8 +1,8 @@
-"""A training that has changed its GPU's power limit, and then ends in one of many ways.
+"""A training that changes its GPU's power limit and then ends in one of many ways.
 
 Usage: ``python -m tests.support.power_limit_training FILE WAY``;
-the limit is the number in the file. It prints a line when the
-limit has been changed.
+the limit is the number in the file. It prints a line after the
+change of the limit.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def end(profiler: PowerLimitProfiler, way: str) -> None:
         case "signal":
             signal.pause()
         case "signal with a child":
-            # As a data loader's worker: has inherited all that is open, and outlives the training.
+            # Like a worker of a data loader: inherits all open files, and outlives the training.
             child = os.fork()
             if child == 0:
                 signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -65,7 +65,7 @@ def train(path: Path, way: str) -> None:
 if __name__ == "__main__":
     file, chosen_way = Path(sys.argv[1]), sys.argv[2]
     if chosen_way == "signal, trained in a thread":
-        # Only the main thread may handle signals, so SIGTERM ends the process at once.
+        # Only the main thread may handle signals, so SIGTERM ends the process immediately.
         threading.Thread(target=train, args=(file, "forgotten"), daemon=True).start()
         signal.pause()
     else:

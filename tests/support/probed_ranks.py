@@ -22,7 +22,7 @@ MORE = {
 
 
 def main(framework: str, folder: str) -> None:
-    """Train in each way, and write what was seen to a file of this process."""
+    """Train in each way, and write the observations of this process to a file."""
     torch.set_num_threads(1)
     seen: dict[str, Any] = {}
     for way in ("off", "auto", "memory"):
@@ -37,7 +37,7 @@ def main(framework: str, folder: str) -> None:
 
 
 def trained(framework: str, folder: Path, way: str) -> dict[str, Any]:
-    """Train, without memory for batches of 32 on the second process if the way says so."""
+    """Train, on the second process without memory for batches of 32 if the way requires this."""
     folder.mkdir(exist_ok=True)
     probe, limit = ("off" if way == "off" else "auto"), (32 if way == "memory" and rank_here() == 1 else None)
     kind: Any = import_module(f"tests.support.trapped_{framework}").Ran

@@ -1,4 +1,4 @@
-"""The end of a process that has trained with others."""
+"""End of a process that trained in a group."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import torch.distributed
 
 
 def leave() -> None:
-    """End this process and its part in the group, without what the interpreter and torch do at their end.
+    """End this process and its group membership, without the final steps of the interpreter and torch.
 
-    The Trainer leaves the group open. Now and then a process of torch 2.13 with gloo then ends by ``terminate called
+    The Trainer leaves the group open. Occasionally, a process of torch 2.13 with gloo then ends by ``terminate called
     without an active exception``, also when the group is destroyed first: after all Python code, in no Python thread.
     """
     if torch.distributed.is_initialized():

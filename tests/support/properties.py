@@ -1,4 +1,4 @@
-"""Numbers of examples, and jobs of all kinds, for properties."""
+"""Numbers of examples, and arbitrary jobs, for property tests."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ THOROUGH = 100
 
 
 def examples(number: int) -> int:
-    """So many in a thorough run, and as much fewer in `make test` as its profile says; at least four."""
+    """Return `number` in a thorough run, and the proportional share of the profile in `make test`; at least four."""
     return max(4, number * settings().max_examples // THOROUGH)
 
 
 def any_job(number: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Give a test the `seed` of a random source, and `fields` of a job that has few explorations."""
+    """Give a test the `seed` of a random source, and `fields` of a job with few explorations."""
     windows, rounds = st.sampled_from([0, 1, 3]), st.sampled_from([0, 1, 2])
     chosen = {"window_size": windows, "num_pruning_rounds": rounds, "policy": st.sampled_from(OWN_POLICIES)}
     fields = st.fixed_dictionaries({**chosen, "mab_num_explorations": st.just(1)})

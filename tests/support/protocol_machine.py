@@ -1,7 +1,7 @@
-"""Runs of trainings, a network between them and a server, and what holds after each step: a hypothesis state machine.
+"""Hypothesis state machine: runs of trainings, a network, a server, and invariants after each step.
 
-`tests/server/test_protocol_histories.py` says what it is for. A step is a rule; its requests end in
-`Histories.deliver`, which asks the service and the model (`trial_model.py`) alike and compares answers and rows.
+`tests/server/test_protocol_histories.py` explains the purpose. A step is a rule; its requests end in
+`Histories.deliver`, which asks both the service and the model (`trial_model.py`) and compares answers and rows.
 """
 
 from __future__ import annotations
@@ -86,9 +86,9 @@ Item = Asking | Evaluation | Ending
 
 @dataclass(eq=False)
 class Run:
-    """One run of a training with its client, which sends again, in order, what was not acknowledged.
+    """A run of a training with its client, which resends unacknowledged messages in order.
 
-    A plain client names neither lease epochs nor registrations, and takes no trial over.
+    A plain client names neither lease epochs nor registrations, and never takes over a trial.
     """
 
     name: int
@@ -105,12 +105,12 @@ class Run:
         return f"<run {self.name}>"
 
     def count(self, epochs: float, time_s: float, energy_j: float) -> None:
-        """Count what was spent at least."""
+        """Record the minimum totals that were spent."""
         self.epochs = max(self.epochs, int(epochs))
         self.time_s, self.energy_j = max(self.time_s, time_s), max(self.energy_j, energy_j)
 
     def worded(self, item: Item) -> Sent:
-        """The results that wait, as they are sent."""
+        """Return a waiting result as sent."""
         if isinstance(item, Asking):
             return item
         assert self.trial is not None
@@ -120,24 +120,24 @@ class Run:
 
 
 def picked(runs: Sequence[Run], pick: int) -> list[Run]:
-    """One of these runs, if there are any."""
+    """Return one of these runs in a list, or an empty list."""
     return [runs[pick % len(runs)]] if runs else []
 
 
 def without_ids(trial: TrialId) -> TrialId:
-    """The trial as a plain client names it."""
+    """Return the trial as named by a plain client."""
     return TrialId(job_id=trial.job_id, batch_size=trial.batch_size, trial_number=trial.trial_number)
 
 
 @dataclass
 class Line:
-    """A run's line to the server; the first request on it has this fate."""
+    """A run's connection to the server; its first request has this fate."""
 
     machine: Histories
     fate: str
 
     def send(self, message: Sent) -> Any:
-        """The server's answer, or the error that a client makes of a refusal, or of none."""
+        """Return the server's answer, or raise the client's error for a refusal or a missing answer."""
         fate, self.fate = self.fate, ARRIVES
         self.machine.network.append(message)
         if fate == KILLED:
@@ -157,7 +157,7 @@ class Line:
 
 
 class Histories(RuleBasedStateMachine):
-    """One job, the runs of its trainings, and the network between. A test sets the store."""
+    """A job, the runs of its trainings, and the network between. A test sets the store."""
 
     store: ClassVar[BlockingStore | SyncStore]
     commands_of: ClassVar[type[Commands]] = Commands
@@ -188,7 +188,7 @@ class Histories(RuleBasedStateMachine):
         self.heard: dict[Sent, tuple[Outcome, TrialRecord]] = {}
 
     def teardown(self) -> None:
-        """All that was promised is there; then make room."""
+        """Check that everything promised is stored, and then delete the job."""
         self._check_memory()
         kept = self.read(lambda transaction: epochs_between(transaction, self.job_id, 1, len(self.rows)))
         found = {(it.trial_number, it.time_s, it.energy_j, it.epoch, it.metric) for it in kept}
@@ -196,11 +196,11 @@ class Histories(RuleBasedStateMachine):
         assert self.acknowledged <= found, f"acknowledged and lost: {self.acknowledged - found}"
         self.write(lambda transaction: self.commands.delete_job(transaction, self.job_id))
 
-    # --- what trainings do --------------------------------------------------------------------------------------------
+    # --- Trainings ----------------------------------------------------------------------------------------------------
 
     @rule(is_plain=st.sampled_from([False, False, False, True]), fate=FATES)
     def begin(self, fate: str = ARRIVES, is_plain: bool = False) -> None:
-        """A training asks for a trial."""
+        """Let a training request a trial."""
         run = Run(len(self.runs) + 1, is_plain)
         self.runs.append(run)
         run.waiting.append(Asking(f"key-{run.name}"))
@@ -216,7 +216,7 @@ class Histories(RuleBasedStateMachine):
     def train(
         self, pick: int = 0, time_s: float = 10.0, energy_j: float = 100.0, metric: float = 0.1, fate: str = ARRIVES
     ) -> None:
-        """A training trains an epoch, and reports."""
+        """Let a training train an epoch and report."""
         for run in self._living(pick):
             run.epochs, run.time_s, run.energy_j = run.epochs + 1, run.time_s + time_s, run.energy_j + energy_j
             totals = {"time": run.time_s, "energy": run.energy_j, "current_epoch": float(run.epochs)}
@@ -225,7 +225,7 @@ class Histories(RuleBasedStateMachine):
 
     @rule(pick=PICKS, regular=st.booleans(), fate=FATES)
     def beat(self, pick: int, regular: bool, fate: str) -> None:
-        """A training sends a heartbeat, which waits for nothing."""
+        """Let a training send a heartbeat, independent of waiting results."""
         for run in self._living(pick):
             if run.trial is not None and not run.resumes:
                 beat = Line(self, fate).heartbeat
@@ -234,7 +234,7 @@ class Histories(RuleBasedStateMachine):
 
     @rule(pick=PICKS, outcome=st.sampled_from([SUSPENDED, FAILED, INFEASIBLE, WITHDRAWN]), fate=FATES)
     def end(self, pick: int, outcome: TrialState, fate: str) -> None:
-        """A training ends; what waits may still be delivered."""
+        """End a training; its waiting results may still be delivered."""
         for run in self._living(pick):
             run.has_ended = True
             run.waiting.append(Ending.model_validate({"outcome": outcome}))
@@ -242,13 +242,13 @@ class Histories(RuleBasedStateMachine):
 
     @rule(pick=PICKS, fate=FATES)
     def deliver_what_waits(self, pick: int = 0, fate: str = ARRIVES) -> None:
-        """A client tries again, or ``sync`` does after its training's end."""
+        """Let a client retry, or ``sync`` after the end of its training."""
         for run in picked([run for run in self.runs if run.waiting], pick):
             self._pump(run, fate)
 
     @rule(pick=PICKS, epochs_lost=st.integers(0, 2), fate=FATES)
     def resume(self, pick: int = 0, epochs_lost: int = 0, fate: str = ARRIVES) -> None:
-        """A training goes on from a checkpoint of a run that ended, or is only thought to have."""
+        """Resume a training from a checkpoint of a run that ended or is wrongly believed dead."""
         for run in picked([run for run in self.runs if run.trial is not None], pick) or self._living(pick):
             epochs = max(0, run.epochs - epochs_lost)
             part = epochs / run.epochs if run.epochs else 0.0
@@ -261,7 +261,7 @@ class Histories(RuleBasedStateMachine):
         assert run.trial is not None
         known = run.trial
         if run.resumes:
-            run.trial = known.model_copy(update={"lease_epoch": None})  # should the server be away
+            run.trial = known.model_copy(update={"lease_epoch": None})  # in case of an outage
             run.trial, heard = taken_over(line, known)
             run.resumes = False
         else:
@@ -270,13 +270,13 @@ class Histories(RuleBasedStateMachine):
         run.count(heard.epochs or 0.0, heard.time_s or 0.0, heard.energy_j or 0.0)
 
     def _living(self, pick: int) -> list[Run]:
-        """One of the runs that train, if need be a new one: a step in which nothing happens finds nothing."""
+        """Return a living run, creating one if necessary, because an empty step finds no error."""
         if not any(run.trial is not None and not run.has_ended for run in self.runs):
             self.begin()
         return picked([run for run in self.runs if run.trial is not None and not run.has_ended], pick)
 
     def _pump(self, run: Run, fate: str) -> None:
-        """Deliver what waits, as far as that is possible."""
+        """Deliver the waiting results as far as possible."""
         line = Line(self, fate)
 
         def deliver() -> None:
@@ -295,7 +295,7 @@ class Histories(RuleBasedStateMachine):
         self._speak(run, deliver)
 
     def _speak(self, run: Run, say: Callable[[], object]) -> None:
-        """A run that is refused says no more; one that gets no answer tries again at another step."""
+        """Send a message; a refused run falls silent, and a run without an answer retries in a later step."""
         try:
             say()
         except ZeusBSOServerUnreachableError:
@@ -304,29 +304,29 @@ class Histories(RuleBasedStateMachine):
             run.has_ended, run.resumes = True, False
             run.waiting.clear()
 
-    # --- what the world does ------------------------------------------------------------------------------------------
+    # --- Network and time ---------------------------------------------------------------------------------------------
 
     @rule(pick=PICKS)
     def arrive_again(self, pick: int) -> None:
-        """Something that was sent arrives late, or once more; nobody waits for the answer."""
+        """Deliver an earlier message late or again; the answer is lost."""
         if self.network:
             self.deliver([self.network[pick % len(self.network)]])
 
     @rule(picks=st.lists(PICKS, min_size=2, max_size=4))
     def arrive_together(self, picks: list[int]) -> None:
-        """Several reports arrive at once, and share a commit."""
+        """Deliver several reports at once, in a shared commit."""
         reports = [message for message in self.network if isinstance(message, TrainingResult)]
         if reports:
             self.deliver([reports[pick % len(reports)] for pick in picks])
 
     @rule(seconds=st.sampled_from([1.0, 100.0, 200.0, 4000.0, 90000.0, -3600.0, -YEAR_S, YEAR_S]))
     def pass_time(self, seconds: float) -> None:
-        """All are silent for a while, or the server's clock jumps."""
+        """Advance the clock during silence, or let the server's clock jump."""
         self.now += timedelta(seconds=seconds)
 
     @rule()
     def expire(self) -> None:
-        """The reaper looks for leases that have run out."""
+        """Let the reaper look for expired leases."""
         if self.job_id in self.read(self.commands.jobs_to_reap):
             self.write(lambda transaction: self.commands.reap(transaction, self.job_id))
         self.model.expire(self.now)
@@ -338,7 +338,7 @@ class Histories(RuleBasedStateMachine):
 
     @rule(really=st.integers(0, 7).map(lambda number: number == 1))
     def register_anew(self, really: bool) -> None:
-        """Somebody deletes the job, and registers it again."""
+        """Delete the job and register it again."""
         if not really:
             return
         self._check_memory()
@@ -347,7 +347,7 @@ class Histories(RuleBasedStateMachine):
         self._register()
         assert self.model.registration_id != before
 
-    # --- the server, and what must hold -------------------------------------------------------------------------------
+    # --- Server and invariants ----------------------------------------------------------------------------------------
 
     def write(self, work: Callable[[Transaction], T]) -> T:
         return self.store.write(work, timeout_s=PATIENCE_S)
@@ -356,7 +356,7 @@ class Histories(RuleBasedStateMachine):
         return self.store.read(work, timeout_s=PATIENCE_S)
 
     def break_off(self, message: Sent) -> None:
-        """Have the server do what is asked, and die before its commit."""
+        """Let the server process a message and die before its commit."""
 
         def killed(transaction: Transaction) -> None:
             self._served(transaction, [message])
@@ -367,7 +367,7 @@ class Histories(RuleBasedStateMachine):
         self._check_rows(set())
 
     def deliver(self, messages: Sequence[Sent]) -> list[Any]:
-        """Have the server take what arrives together, and compare with the model; the answers, or its errors."""
+        """Deliver messages together and compare with the model; return answers or errors."""
         before, found = self.rows, None
 
         def work(transaction: Transaction) -> tuple[list[Any], list[TrialRecord]]:
@@ -413,7 +413,7 @@ class Histories(RuleBasedStateMachine):
         if isinstance(number, type) or (number is None and outcome is NoSurvivorError):
             return number or outcome
         if number is None:
-            # Whose size the policy chooses.
+            # The policy chooses the size.
             self.model.expire(self.now)
             size, origin = outcome[1], outcome[-1]
             number = self.model.begin(message.key, size, self.now)
@@ -429,7 +429,7 @@ class Histories(RuleBasedStateMachine):
         return number, size, 1, self.model.registration_id, origin
 
     def _check_rows(self, changed: Container[int], found: list[TrialRecord] | None = None) -> None:
-        """The rows are those of the model, by moves that are legal, and only these trials have changed."""
+        """Check that the rows match the model, changed by legal transitions, and only in these trials."""
         if found is None:
             found = self.read(lambda transaction: transaction.all_trials(self.job_id))
         before = self.rows
@@ -451,7 +451,7 @@ class Histories(RuleBasedStateMachine):
         assert len(ends) == len(set(ends))
 
     def _check_repetition(self, message: Sent, outcome: Outcome, before: dict[int, TrialRecord]) -> None:
-        """A request that arrives again gets its answer again, if its trial is as it left it; a take-over changes it."""
+        """Check that a repeated request gets the same answer if its trial is unchanged (a take-over changes it)."""
         number = self.model.keys.get(message.key) if isinstance(message, Asking) else message.trial_number
         if number not in self.rows or (isinstance(message, Heartbeat) and message.resumes):
             return
@@ -459,12 +459,12 @@ class Histories(RuleBasedStateMachine):
         assert before.get(number) != row or outcome == first
 
     def _check_memory(self) -> None:
-        """The memory of the job is what a replay of its trials yields."""
+        """Check that the memory of the job equals a replay of its trials."""
         assert self.read(lambda transaction: differences(transaction, self.job_id)) == []
 
 
 def outcome_of(answer: object) -> Outcome:
-    """An answer in plain values, without words; or the kind of a refusal."""
+    """Return an answer as plain values without texts, or the type of a refusal."""
     match answer:
         case BsoError():
             return type(answer)
@@ -478,7 +478,7 @@ def outcome_of(answer: object) -> Outcome:
 
 
 def as_told(row: TrialRecord) -> dict[str, Any]:
-    """A row in the model's words."""
+    """Return a row in the terms of the model."""
     reported = row.metric is not None
     return {
         "size": row.batch_size,

@@ -1,4 +1,4 @@
-"""Trainings on two processes, one after another; each process writes down what happened to it.
+"""Trainings on two processes, one after another; each process writes down its observations.
 
 Usage: ``python -m tests.support.rank_training BENCH SERVER_URL FOLDER WAY…``, as a rank of two, with ``BENCH`` the
 module of a framework's bench.
@@ -24,8 +24,8 @@ from zeus_plugins.errors import ZeusBSOError
 
 BATCH_SIZE = 48
 WORLD_SIZE = 2
-NOWHERE = "http://127.0.0.1:9"  # the port of a service that nobody runs any more
-# Lightning's metric is each rank's own until the callback takes the mean; the Trainer's is that of all data.
+NOWHERE = "http://127.0.0.1:9"  # the port of an obsolete service, where no server listens
+# Lightning's metric is local to each rank until the callback averages; the Trainer's metric covers all data.
 SCORES = {"lightning_bench": (0.25, 0.75), "hf_bench": (0.5, 0.5)}
 MEAN_SCORE = 0.5
 TARGETS = {
@@ -45,19 +45,20 @@ def job_id_of(way: str) -> str:
 
 
 def batch_size_of(way: str) -> int:
-    """Accelerate splits even batches only, so an odd share shows that the trainer's batch is that of all processes."""
+    """Return the batch size; an odd share shows that the trainer's batch is global, as accelerate splits evenly."""
     return 42 if "split" in way else BATCH_SIZE
 
 
 def rank_here() -> int:
-    return int(os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0")))  # Lightning gives its script's own none
+    # Lightning sets no rank for its script's own process
+    return int(os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0")))
 
 
 def train(name: str, server_url: str, folder: Path, way: str) -> dict[str, Any]:
-    """Train two epochs at most, or one in a way of a framework's own.
+    """Train at most two epochs, or one in ways of a single framework.
 
     Returns:
-        What this process saw.
+        Observations of this process.
     """
     kind = import_module(f"tests.support.{name}").Bench
     url = NOWHERE if way in ("unreachable", "without server") else server_url
@@ -84,7 +85,7 @@ def train(name: str, server_url: str, folder: Path, way: str) -> dict[str, Any]:
         with suppress(SystemExit):
             first.train()
         sizes, checkpoint = first.sizes, bench.checkpoint(4)
-        if rank_here() > 0:  # only the first rank may talk to the server
+        if rank_here() > 0:  # only the first rank may contact the server
             said["server_url"] = NOWHERE
     callback, meter = bench.BatchSize(**asked, monitor="score", **said), bench.Energy()
     work = Work({2: OUT_OF_MEMORY} if way == "memory" and rank_here() == 1 else None)
@@ -106,7 +107,7 @@ def train(name: str, server_url: str, folder: Path, way: str) -> dict[str, Any]:
 
 
 def main(name: str, server_url: str, folder: str, *ways: str) -> None:
-    """Train each way, and write what was seen to a file per process and way."""
+    """Train each way, and write the observations to a file per process and way."""
     torch.set_num_threads(1)
     for way in ways:
         seen = train(name, server_url, Path(folder), way)

@@ -1,6 +1,6 @@
-"""The processes of one distributed training, as ``torchrun`` starts and ends them, but in an instant.
+"""The processes of one distributed training, as ``torchrun`` starts and ends them, but much faster.
 
-What ``torchrun`` and other launchers do themselves is left to the tests that start those.
+Other tests start ``torchrun`` and other launchers themselves.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from typing import Any
 from tests.support import warm
 from tests.support.servers import free_port
 
-# A process that waits for another one for ever shows as a test that fails by this limit.
+# A process that waits forever for another becomes a failing test through this limit.
 LIMIT_S = 240.0
 POLL_S = 0.02
-# Longer than a process needs to end that is told to.
+# Longer than a process needs to end after a signal.
 GRACE_S = 30.0
 
 
@@ -29,22 +29,22 @@ def run_ranks(
     nodes: int = 1,
     environ: Mapping[str, str] | None = None,
 ) -> list[int]:
-    """Run ``python -m`` with a module's name and its arguments on two ranks; both have ended.
+    """Run ``python -m`` with a module's name and its arguments on two ranks, to the end of both.
 
-    As with ``torchrun``, when one fails the other is told to end.
+    As with ``torchrun``, a failing rank terminates the other.
 
     Args:
         command: The module and the arguments.
-        modules: What the processes need to have imported.
-        output: The file for what they all say.
-        nodes: The number of nodes that this machine plays: 1 or 2.
-        environ: Variables that they have beside the tests' own.
+        modules: Modules to import beforehand.
+        output: The file for the output of both ranks.
+        nodes: The number of nodes that this machine simulates: 1 or 2.
+        environ: Variables in addition to the environment of the tests.
 
     Returns:
         The exit status of each rank.
 
     Raises:
-        AssertionError: Not all have ended in time.
+        AssertionError: A rank has not ended in time.
     """
     common = {
         **os.environ,
@@ -78,7 +78,7 @@ def run_ranks(
 
 
 def stories_of(module: str, folder: Path, *arguments: str, modules: Sequence[str]) -> list[dict[str, Any]]:
-    """Run a module on two ranks, and return what each has written into a file of the folder."""
+    """Run a module on two ranks, and return the contents of the file that each rank wrote."""
     status = run_ranks(module, str(folder), *arguments, modules=modules, output=folder / "output")
     assert status == [0, 0], (folder / "output").read_text()
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]

@@ -1,4 +1,4 @@
-"""A relay between a server and its database, which loses connections or falls silent when a test says so."""
+"""A relay between a server and its database, which loses connections or falls silent on request."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ COMMIT = re.compile(rb"(?<!AUTO)COMMIT")
 
 
 class Fate(Enum):
-    """The fate of a connection once the database has answered."""
+    """Fate of a connection once the database has answered."""
 
     LIVE = auto()
     LOSE_ANSWER = auto()
@@ -24,7 +24,7 @@ class Fate(Enum):
 
 
 class Relay:
-    """Passes on what a database and its clients say to each other, unless told otherwise; a thread per direction.
+    """Forward data between a database and its clients by default, with a thread per direction.
 
     Args:
         target: Host and port of the database.
@@ -45,43 +45,43 @@ class Relay:
         self.open()
 
     def open(self) -> None:
-        """Take connections, on the same port as before."""
+        """Accept connections on the same port as before."""
         listener = socket.create_server(("127.0.0.1", self.port))
         self._listener, self.port = listener, listener.getsockname()[1]
         threading.Thread(target=self._accept, args=(listener,), daemon=True).start()
 
     def close(self) -> None:
-        """Break off every connection, and refuse others."""
+        """Abort every connection, and refuse new connections."""
         listener, self._listener = self._listener, None
         if listener is not None:
-            # Closing alone would leave the thread waiting, and the port taken.
+            # A close without shutdown would leave the thread waiting and the port taken.
             listener.shutdown(socket.SHUT_RDWR)
             listener.close()
         self._cut()
 
     def turn_away(self, turns_away: bool) -> None:
-        """Break off every connection, and others as soon as they are made; or stop doing so."""
+        """Abort every connection, and new connections immediately; or stop doing so."""
         self._turns_away = turns_away
         if turns_away:
             self._cut()
 
     def fall_silent(self, is_silent: bool) -> None:
-        """Keep what either side says, and take connections all the same; or pass on all that was kept."""
+        """Hold back the data of both sides while accepting connections; or forward the held data."""
         if is_silent:
             self._speaks.clear()
         else:
             self._speaks.set()
 
     def url_of(self, database_url: str) -> str:
-        """The URL of the database by way of this relay."""
+        """Return the URL of the database through this relay."""
         url = make_url(database_url).set(host="127.0.0.1", port=self.port)
         if url.get_backend_name() == "postgresql":
-            # A connection that asyncpg gives up while it offers TLS leaves an error that nobody retrieves.
+            # An attempt of asyncpg to use TLS, when aborted, leaves an error without an owner.
             url = url.update_query_dict({"ssl": "disable"})
         return url.render_as_string(hide_password=False)
 
     def lose_commits(self, loses: bool) -> None:
-        """Break off each connection at its COMMIT, in turn before the client has the answer and thereafter."""
+        """Abort connections at their COMMIT, alternately before and after the client receives the answer."""
         self._fates = cycle([Fate.LOSE_ANSWER, Fate.END]) if loses else repeat(Fate.LIVE)
 
     def _cut(self) -> None:
@@ -131,7 +131,7 @@ class Relay:
 
 
 def _end(connection: socket.socket) -> None:
-    """End a connection; a thread that waits for it wakes up."""
+    """End a connection and wake up a thread that waits for it."""
     with suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)
     connection.close()
@@ -139,7 +139,7 @@ def _end(connection: socket.socket) -> None:
 
 @contextmanager
 def relay_to(database_url: str) -> Iterator[Relay]:
-    """A relay to the database with this URL."""
+    """Yield a relay to the database with this URL."""
     url = make_url(database_url)
     assert url.host is not None
     assert url.port is not None

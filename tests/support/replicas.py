@@ -1,4 +1,4 @@
-"""PostgreSQL clusters of a test's own: a primary, and a standby that streams from it and can be promoted."""
+"""Temporary PostgreSQL clusters: a primary, and a streaming standby that can be promoted."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ import pytest
 from tests.support.servers import free_port
 
 _OWNER = "postgres"
-# Without syncs, because these tests stop processes and not the machine.
+# Without syncs, because these tests stop processes, not the machine.
 _SETTINGS = "listen_addresses = '127.0.0.1'\nfsync = off\nmax_wal_size = '256MB'\n"
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """A cluster in a folder of its own, which is not running at first."""
+    """A cluster in a temporary folder, initially stopped."""
 
     folder: Path
     port: int
@@ -33,7 +33,7 @@ class Cluster:
         return f"postgresql+asyncpg://{_OWNER}@127.0.0.1:{self.port}/postgres"
 
     def run(self, program: str, *arguments: str | Path) -> None:
-        """Run a program of PostgreSQL, as another user than root, which it refuses."""
+        """Run a program of PostgreSQL as a user other than root, which PostgreSQL refuses."""
         command: list[str | Path] = [self.programs / program, *arguments]
         owner = _OWNER if os.geteuid() == 0 else None
         log = self.folder.with_suffix(".log")
@@ -42,7 +42,7 @@ class Cluster:
         assert done.returncode == 0, f"{program}: {log.read_text()[-3000:]}"
 
     def configure(self, settings: str) -> None:
-        """Append settings, with a socket and a port of its own."""
+        """Append settings, with a separate socket and port."""
         with (self.folder / "postgresql.conf").open("a") as file:
             file.write(f"{_SETTINGS}port = {self.port}\nunix_socket_directories = '{self.folder}'\n{settings}\n")
 
@@ -51,12 +51,12 @@ class Cluster:
         self.run("pg_ctl", action, "--wait", "--timeout=120", "--pgdata", self.folder, *options)
 
     def kill(self) -> None:
-        """Stop all processes at once, without a checkpoint or a message to the standby."""
+        """Kill all processes, without a checkpoint or a message to the standby."""
         self.control("stop", "--mode=immediate")
 
 
 def programs() -> Path:
-    """Return the folder of PostgreSQL's programs; without them the test is skipped, except in CI, where it fails."""
+    """Return the folder of PostgreSQL's programs; without them, skip the test, or fail in CI."""
     found = [Path(path).resolve() for path in (shutil.which("initdb"),) if path]
     found += sorted(Path("/usr/lib/postgresql").glob("*/bin/initdb"), reverse=True)
     if not found:
@@ -69,7 +69,7 @@ def programs() -> Path:
 def primary_and_standby(*, synchronous: bool) -> Iterator[tuple[Cluster, Cluster]]:
     """Two running clusters; a synchronous primary acknowledges a commit after the standby has stored it."""
     where = programs()
-    # Not in pytest's folder, through which other users than root may not pass.
+    # Outside pytest's folder, which only root can traverse.
     with TemporaryDirectory() as folder:
         if os.geteuid() == 0:
             shutil.chown(folder, _OWNER, _OWNER)
@@ -83,7 +83,7 @@ def primary_and_standby(*, synchronous: bool) -> Iterator[tuple[Cluster, Cluster
             clusters.append(standby)
             copy = ["--write-recovery-conf", "--checkpoint=fast", "--no-sync", "--pgdata", standby.folder]
             primary.run("pg_basebackup", f"--dbname=host=127.0.0.1 port={primary.port} user={_OWNER}", *copy)
-            # It is to work alone once it is promoted.
+            # The standby works without a standby of its own after its promotion.
             standby.configure("synchronous_standby_names = ''")
             standby.control("start")
             yield primary, standby

@@ -1,4 +1,4 @@
-"""A server that goes away and comes back, and a training that reports to it."""
+"""A server with outages, and a training that reports to it."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def warnings_in(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 class Flaky(ContractDouble):
-    """Goes down and comes back as a test says; knows heartbeats, as our server does."""
+    """Server with outages on request that supports heartbeats, like our server."""
 
     def __init__(self, *verdicts: dict[str, Any] | int, batch_size: int = 64) -> None:
         super().__init__(*verdicts, batch_size=batch_size)

@@ -1,8 +1,8 @@
-"""A training that is interrupted by a real signal, started as a user starts a script, and started again to go on.
+"""A training started as a script, interrupted by a real signal, and started again to resume.
 
 Usage: ``python -m tests.support.resumed_training SERVER_URL JOB_ID FOLDER SIGNAL``.
 SIGNAL is the number of the signal that the
-process sends to itself in its third epoch, 0 for none. What the training saw is written to ``FOLDER/seen.json``.
+process sends to itself in its third epoch, 0 for none. The observations are written to ``FOLDER/seen.json``.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from zeus_plugins import JobSpec
 from zeus_plugins.lightning import ZeusBSOCallback
 
 EPOCHS = 4
-DOOMED_EPOCH = 2  # counting from 0
+DOOMED_EPOCH = 2  # counted from 0
 BATCH_SIZE = 48
 RATE = 0.1
 
 
 class SignalItself(Callback):
-    """Interrupts the second batch of the doomed epoch."""
+    """Interrupt the second batch of the doomed epoch."""
 
     def __init__(self, number: int) -> None:
         self._number = number

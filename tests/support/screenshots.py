@@ -13,7 +13,7 @@ import httpx
 from tests.support.servers import serving
 
 BROWSERS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
-# Each picture's name, the page's address (J: the job), its theme, and how much of it is seen.
+# Name of each picture, address of the page (J: the job), theme, and visible part.
 PICTURES = (
     ("dashboard-job", "jobs/J", "light", 1180),
     ("dashboard-decision", "jobs/J?at=N", "dark", 860),
@@ -22,7 +22,7 @@ WIDTH = 1280
 
 
 def browser_path() -> str | None:
-    """The browser that ``ZEUS_TEST_BROWSER`` names, or one of the system; None where there is none."""
+    """Return the browser in ``ZEUS_TEST_BROWSER`` or a browser of the system, or None."""
     return os.environ.get("ZEUS_TEST_BROWSER") or next(filter(None, map(shutil.which, BROWSERS)), None)
 
 

@@ -1,4 +1,4 @@
-"""Real servers in processes of their own, and the command line of the server in this process."""
+"""Real servers in separate processes, and the server's command line in this process."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ from bso_server.cli import main
 from tests.support import warm
 
 SERVER_START_S = 120.0
-# Each process of the tests has a thousand of them for itself, and begins anywhere among these, as runs beside it do.
+# Each process of the tests has a thousand ports and starts at a random port, because concurrent runs do the same.
 _OWN_PORTS = range(*(10_000 + 1000 * (int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]) % 20 + n) for n in (0, 1)))
 _PORTS = islice(cycle(_OWN_PORTS), secrets.randbelow(len(_OWN_PORTS)), None)
-# What a server imports.
+# Modules that a server imports.
 NEEDED = ("bso_server.app", "bso_server.cli", "uvicorn.protocols.http.httptools_impl", "uvloop", "alembic.command")
 
 
 @dataclass
 class ServerProcess:
-    """A `bso-server serve` process that can be killed and started again at the same address."""
+    """A `bso-server serve` process that can be killed and restarted at the same address."""
 
     database_url: str
     log: Path
     port: int = 0
-    # Longer than by default: where tests run side by side, what takes milliseconds elsewhere may take seconds.
+    # Longer than the default, because parallel tests turn milliseconds into seconds.
     database_timeout_s: float = 60.0
     process: warm.Process | None = field(default=None, repr=False)
 
@@ -53,11 +53,11 @@ class ServerProcess:
         wait_until_up(self.process, self.url, self.log)
 
     def kill(self) -> None:
-        """End it with SIGKILL: no chance to tidy up."""
+        """End the process with SIGKILL, without any cleanup."""
         self._end(signal.SIGKILL)
 
     def stop(self) -> None:
-        """End it with SIGTERM, which a parent of several workers passes on."""
+        """End the process with SIGTERM, which a parent of several workers forwards."""
         self._end(signal.SIGTERM)
 
     def _end(self, number: int) -> None:
@@ -69,7 +69,7 @@ class ServerProcess:
 
 @contextmanager
 def serving(database_url: str, folder: Path, *arguments: str) -> Iterator[ServerProcess]:
-    """A server on this database, with its log in the folder, that is killed in the end."""
+    """Run a server on this database, with its log in the folder, until the end of the block."""
     server = ServerProcess(database_url, folder / "server.log")
     try:
         server.start(*arguments)
@@ -79,10 +79,10 @@ def serving(database_url: str, folder: Path, *arguments: str) -> Iterator[Server
 
 
 def free_port() -> int:
-    """A port that nobody listens on, and that this process has named to nobody lately.
+    """Return an unused port that this process has not returned recently.
 
-    It lies below those that the system gives away itself, to outgoing connections and to who listens on port 0: one of
-    these could have it before the server that it is for, or while that is being started again.
+    The port is below the system's ephemeral ports, which outgoing connections or listeners on port 0
+    could take before the server starts or restarts.
     """
     for port in _PORTS:
         with socket.socket() as probe, suppress(OSError):
@@ -107,7 +107,7 @@ def wait_until_up(
 
 
 def is_alive(pid: int) -> bool:
-    """False for a process that has ended, though its parent has not asked for its status."""
+    """Return False for a process that has ended, even if its parent has not collected its status."""
     status = Path(f"/proc/{pid}/status")
     try:
         os.kill(pid, 0)
@@ -117,7 +117,7 @@ def is_alive(pid: int) -> bool:
 
 
 def wait_for_workers(server: ServerProcess, number: int) -> None:
-    """Wait until so many processes of a server take requests; `ServerProcess.start` waits for the first."""
+    """Wait until `number` processes of a server accept requests; `ServerProcess.start` waits for the first."""
     deadline = time.monotonic() + SERVER_START_S
     while server.log.read_text().count("Application startup complete") < number:
         assert time.monotonic() < deadline, server.log.read_text()
@@ -127,15 +127,15 @@ def wait_for_workers(server: ServerProcess, number: int) -> None:
 def bso_server(*arguments: str) -> subprocess.CompletedProcess[str]:
     """Run a `bso-server` command to its end.
 
-    It runs in this process, for starting another one takes longer than the command; not so `serve`, which sets up
-    logging and the environment of its process.
+    The command runs in this process, because starting a process takes longer; only `serve` needs a separate process,
+    because it sets up logging and the environment.
     """
     if arguments[0] == "serve":
         return warm.run("bso_server", *arguments, modules=NEEDED)
     output, errors = io.StringIO(), io.StringIO()
     with redirect_stdout(output), redirect_stderr(errors):
         try:
-            # The command has an event loop of its own, and one may be running in this thread.
+            # The command has its own event loop, and this thread may already run an event loop.
             with ThreadPoolExecutor(1) as pool:
                 status = pool.submit(main, arguments).result()
         except SystemExit as usage:

@@ -1,4 +1,4 @@
-"""The service on a database with a job of its own, under a clock that stands still, without HTTP."""
+"""The service on a database with a separate job and a clock controlled by the test, without HTTP."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ T = TypeVar("T")
 
 
 class JobService:
-    """The service on a database with a job of its own, and a clock that stands still until it is moved."""
+    """The service on a database with a separate job and a clock that advances on request."""
 
     def __init__(self, store: Store, **job: object) -> None:
         self.store = store
@@ -67,7 +67,7 @@ class JobService:
         judged_by: StopRule | None = None,
         of_zeus: bool = False,
     ) -> ReportResponse:
-        """Report totals that cost `cost_j`, with η = 0.5 and 100 W; perhaps as a rank with Zeus's client does."""
+        """Report totals with a cost of `cost_j` at η = 0.5 and 100 W, optionally as a rank with Zeus's client."""
         of_client = {} if of_zeus else {"judged_by": judged_by}
         report = result(trial, cost_j=cost_j, metric=metric, epoch=epoch, **of_client)
         return await self.service.reports.record_report(report)
@@ -97,7 +97,7 @@ class JobService:
         return await self.store.read(reading.show_job, self.job_id)
 
     async def history(self) -> History:
-        """The history that the next decision rests on."""
+        """Return the history behind the next decision."""
         return await self.store.read(remembered, self.job_id)
 
     async def states(self) -> list[TrialState]:
@@ -113,7 +113,7 @@ def trial_id(trial: TrialId) -> TrialId:
 
 
 def result(trial: TrialId, *, cost_j: float, metric: float, epoch: float, **of_client: Any) -> TrainingResult:
-    """Totals that cost `cost_j`, with η = 0.5 and 100 W."""
+    """Return totals with a cost of `cost_j` at η = 0.5 and 100 W."""
     identity = trial_id(trial).model_dump()
     return TrainingResult(**identity, time=cost_j / 100, energy=cost_j, metric=metric, current_epoch=epoch, **of_client)
 
@@ -123,14 +123,14 @@ def beat_of(trial: TrialId, *, regular: bool = True) -> Heartbeat:
 
 
 def run_apart(work: Callable[[], Coroutine[Any, Any, T]]) -> T:
-    """Run a coroutine function to its end in a thread of its own, as an event loop may be running in this one."""
+    """Run a coroutine function to its end in a separate thread, because this thread may run an event loop."""
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(lambda: asyncio.run(work())).result()
 
 
 @asynccontextmanager
 async def open_store(database_url: str, *, patience_s: float = 60.0) -> AsyncIterator[Store]:
-    """Open a migrated store; its patience is longer than by default, as tests that run side by side are slow."""
+    """Open a migrated store with long timeouts, because parallel tests are slow."""
     store = Store(open_database(database_url, patience_s=patience_s), patience_s=patience_s)
     try:
         await store.migrate()
@@ -140,7 +140,7 @@ async def open_store(database_url: str, *, patience_s: float = 60.0) -> AsyncIte
 
 
 class BlockingStore:
-    """Counterpart of `SyncStore` for any database; it is migrated."""
+    """Counterpart of `SyncStore` for any database, already migrated."""
 
     def __init__(self, database_url: str, *, patience_s: float = 60.0) -> None:
         self._runner = asyncio.Runner()
@@ -170,7 +170,7 @@ def in_store(database_url: str, use: Callable[[Store], Awaitable[T]]) -> T:
 
 @asynccontextmanager
 async def job_service(database_url: str, **job: object) -> AsyncIterator[JobService]:
-    """Open a service on the database and register a job there; `job` overrides fields of `jobs.THREE_SIZES`."""
+    """Open a service on the database and register a job; `job` overrides fields of `jobs.THREE_SIZES`."""
     async with open_store(database_url) as store:
         service = JobService(store, **job)
         await service.service.register(service.job)
@@ -189,7 +189,7 @@ ACTIONS = ["suggest", "suggest", "offline", "epoch", "rank", "reach", "reach", "
 
 
 async def live(server: JobService, random_source: random.Random, steps: int) -> None:
-    """Anything that may happen to a job, in any order."""
+    """Cause random events of a job in random order."""
     open_trials: list[TrialDispatch] = []
     for _ in range(steps):
         try:
@@ -205,7 +205,7 @@ async def live(server: JobService, random_source: random.Random, steps: int) -> 
                 case action if open_trials:
                     await act(server, random_source, action, random_source.choice(open_trials))
         except BsoError:
-            continue  # a refusal, which must change nothing
+            continue  # a refusal, which must not change the job
 
 
 async def act(server: JobService, random_source: random.Random, action: str, trial: TrialDispatch) -> None:

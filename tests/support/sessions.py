@@ -1,4 +1,4 @@
-"""Trial sessions on a server in memory, with a monitor of listed measurements."""
+"""Trial sessions on an in-memory server, with a monitor of listed measurements."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def running_session(
 
 
 def through_a_checkpoint(state: dict[str, Any]) -> dict[str, Any]:
-    """Save and load as frameworks do when they trust nobody."""
+    """Save and load the state like frameworks that load checkpoints without pickle."""
     file = io.BytesIO()
     torch.save(state, file)
     file.seek(0)

@@ -1,4 +1,4 @@
-"""Workloads and traces made by hand, whose costs can be counted, for the tests on simulated jobs."""
+"""Handmade workloads and traces with countable costs, for the tests of simulated jobs."""
 
 from __future__ import annotations
 
@@ -51,13 +51,13 @@ DIGITS_ARGUMENTS = [
 
 
 def only(batch_size: int, **changes: object) -> Workload:
-    """The workload with that size alone."""
+    """Return the workload with only this size."""
     sizes = tuple(size for size in WORKLOAD.sizes if size.batch_size == batch_size)
     return replace(WORKLOAD, sizes=sizes, default_batch_size=batch_size, **changes)
 
 
 def trace_files(folder: Path) -> list[str]:
-    """The traces on disk, and the arguments that name them."""
+    """Write the traces to disk; return the arguments that name them."""
     train, power = folder / "train.csv", folder / "power.csv"
     train.write_text(TRAIN)
     power.write_text(POWER)
@@ -65,7 +65,7 @@ def trace_files(folder: Path) -> list[str]:
 
 
 def paper_traces(folder: Path) -> Path:
-    """Traces of the six workloads and both GPUs, two sizes each, and an MLPerf file of one benchmark."""
+    """Write traces of the six workloads and both GPUs with two sizes each, and an MLPerf file of one benchmark."""
     train, power = [TRAIN.splitlines()[0]], [POWER.splitlines()[0]]
     for each in PAPER_WORKLOADS:
         for size, epochs in ((each.default_batch_size // 2, 2), (each.default_batch_size, 3)):
@@ -81,5 +81,5 @@ def paper_traces(folder: Path) -> Path:
 
 
 def without_padding(text: str) -> str:
-    """The text with a single blank between words."""
+    """Return the text with single spaces between words."""
     return " ".join(text.split())

@@ -1,4 +1,4 @@
-"""A GPU whose counter moves every 100 ms and whose power reading is the mean of a second, on a clock of its own."""
+"""A GPU with a counter that moves every 100 ms and a power reading averaged over a second, on a simulated clock."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class SimulatedGpu(FakeNvml):
     """The GPU with its driver, its clock and its load.
 
     Attributes:
-        misreads: The factor by which power readings are wrong.
-        period_s: Seconds between two moves of the counter.
+        misreads: Factor of the error of power readings.
+        period_s: Seconds between updates of the counter.
     """
 
     def __init__(self, misreads: float = 1.0, period_s: float = 0.1, **of_gpu: Any) -> None:
@@ -56,7 +56,7 @@ class SimulatedGpu(FakeNvml):
         return BUSY_W if is_busy else IDLE_W
 
     def _tell(self) -> None:
-        noise_mw = 300 * (int(self.now_s / 0.1) % 2)  # a sensor's
+        noise_mw = 300 * (int(self.now_s / 0.1) % 2)  # noise of a sensor
         self.gpu.power_mw = round(1000 * self.misreads * sum(self._latest_w) / len(self._latest_w)) + noise_mw
 
     def nvmlDeviceGetFieldValues(  # noqa: N802 - NVML's own name
@@ -70,7 +70,7 @@ class SimulatedGpu(FakeNvml):
 
 
 class SimulatedLoad(Load):
-    """The load of a `SimulatedGpu`."""
+    """Load of a `SimulatedGpu`."""
 
     def __init__(self, gpu: SimulatedGpu, problem: str | None = None) -> None:
         self._gpu = gpu

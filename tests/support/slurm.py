@@ -1,4 +1,4 @@
-"""A Slurm cluster of one node: this machine, by the daemons of Debian's slurm-wlm and munge."""
+"""A Slurm cluster with one node, this machine, from Debian's slurm-wlm and munge."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ PartitionName=main Nodes=ALL Default=YES
 
 
 def require_slurm() -> None:
-    """Skip the test where such a cluster cannot be."""
+    """Skip the test if such a cluster is impossible here."""
     absent = [daemon for daemon in DAEMONS if shutil.which(daemon) is None]
     if absent:
         pytest.skip(f"needs {', '.join(absent)} (Debian: slurm-wlm, munge)")
@@ -56,9 +56,9 @@ def require_slurm() -> None:
 
 @contextmanager
 def cluster() -> Iterator[Path]:
-    """A cluster whose commands find it by the file SLURM_CONF, given here; it has one GPU that is none."""
+    """Yield the SLURM_CONF of a cluster with one imaginary GPU."""
     with ExitStack() as until_the_end:
-        # munged takes no socket with a long name.
+        # munged refuses sockets with long names.
         folder = Path(
             until_the_end.enter_context(tempfile.TemporaryDirectory(prefix="slurm-", ignore_cleanup_errors=True))
         )
@@ -73,7 +73,7 @@ def cluster() -> Iterator[Path]:
         names = {"key-file": "munge.key", "socket": "munge.sock", "pid-file": "pid", "seed-file": "seed"}
         munged = ["munged", "--foreground", "--force", *(f"--{name}={folder / file}" for name, file in names.items())]
         environ = {**os.environ, "SLURM_CONF": str(configuration)}
-        # In the foreground, so that they end with this block.
+        # In the foreground, so that the daemons end with this block.
         for command in ([*munged, f"--log-file={folder / 'munged.log'}"], ["slurmctld", "-D", "-c"], ["slurmd", "-D"]):
             until_the_end.enter_context(_daemon(command, environ, folder / f"{command[0]}.out"))
             if command[0] == "munged":
@@ -82,7 +82,7 @@ def cluster() -> Iterator[Path]:
         try:
             yield configuration
         finally:
-            # What runs jobs lives on without the daemons, and waits for them.
+            # Processes that run jobs outlive the daemons and wait for them.
             _asked(environ, "scancel", f"--nodelist={host}")
             _wait_for(lambda: not _asked(environ, "squeue"), folder)
 

@@ -1,4 +1,4 @@
-"""The threads of this process that send heartbeats."""
+"""Threads of this process that send heartbeats."""
 
 from __future__ import annotations
 

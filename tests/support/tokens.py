@@ -1,4 +1,4 @@
-"""Tokens, requests with them, and what they send."""
+"""Tokens, requests with tokens, and their bodies."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def make_token(database_url: str, *scopes: str, options: Sequence[str] = ()) -> 
 
 @dataclass(frozen=True)
 class Tokens:
-    """One for each scope, and a second one that may report."""
+    """A token per scope, and a second token with the report scope."""
 
     read: str
     report: str
@@ -38,7 +38,7 @@ class Tokens:
 
 @dataclass(frozen=True)
 class Http:
-    """Requests to a server, each with one of the tokens."""
+    """Requests to a server, each with a token."""
 
     url: str
 
@@ -47,7 +47,7 @@ class Http:
         return httpx.request(method, self.url + path, headers=headers, **request)
 
     def begin(self, token: str, job_id: str | None = None) -> dict[str, Any]:
-        """A trial, of a job of its own unless one is named."""
+        """Begin a trial, by default of a separate job."""
         if job_id is None:
             job_id = self.ask("POST", "/jobs", token, json=job()).json()["job_id"]
         trial: dict[str, Any] = self.ask("GET", "/jobs/batch_size", token, params={"job_id": job_id}).json()

@@ -1,4 +1,4 @@
-"""A training that changes with everything that a probe may leave behind."""
+"""A training that reveals every side effect of a probe."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ OWN_SIZE = 16
 
 
 class Noisy(Dataset[dict[str, Tensor]]):
-    """Samples with noise from random states of all kinds, and from the number of calls."""
+    """Samples with noise from all kinds of random states and from the number of calls."""
 
     def __init__(self) -> None:
         self.generator = torch.Generator().manual_seed(0)
@@ -53,7 +53,7 @@ class Counted:
 
 
 def counting() -> Callable[[], int]:
-    """Return a function that keeps a number in its closure."""
+    """Return a function with a number in its closure."""
     number = 0
 
     def count() -> int:
@@ -73,7 +73,7 @@ class Trapped(nn.Module):
         self.layers = nn.Sequential(nn.Linear(8, 16), norm, nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, 3))
         self.average = nn.Linear(8, 16).requires_grad_(False)
         self.loose = torch.ones(1, requires_grad=True)
-        self.limit: int | None = None  # samples for which there is no memory
+        self.limit: int | None = None  # number of samples from which memory runs out
         self.losses: list[float] = []
         self.sizes: list[int] = []
         self.numbers: dict[str, Any] = {"tensor": torch.zeros(()), "array": np.zeros(1)}
@@ -100,14 +100,14 @@ class Trapped(nn.Module):
 
 
 def seed() -> None:
-    """Begin with the same random states."""
+    """Set all random states."""
     random.seed(1)
     np.random.seed(1)
     torch.manual_seed(1)
 
 
 def rest(model: Trapped, data: Noisy, *more: Any) -> list[Any]:
-    """Return what a training has left behind beside its losses, to be compared."""
+    """Return the final state of a training except its losses, for comparison."""
     generators = torch.get_rng_state(), data.generator.get_state()
     return [
         {name: value.tolist() for name, value in model.state_dict().items()},
@@ -128,7 +128,7 @@ def rest(model: Trapped, data: Noisy, *more: Any) -> list[Any]:
 
 @contextmanager
 def generous(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Probe]]:
-    """Let a probe take a whole epoch, because epochs of tests are short; collect the probes sent in this process."""
+    """Let a probe use a whole epoch, because epochs of tests are short; collect the probes sent by this process."""
     sent: list[Probe] = []
 
     def store(_: LocalServer, __: TrialId, found: Probe) -> None:

@@ -15,7 +15,7 @@ from zeus_plugins.huggingface import ZeusBSOTrainerCallback
 
 
 class Own(Trainer):
-    """A trainer with a state of its own, which also logs within a step."""
+    """A trainer with a state, which also logs within a step."""
 
     own_steps = 0
     own_numbers: dict[str, float]

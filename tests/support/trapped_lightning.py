@@ -20,7 +20,7 @@ from zeus_plugins.lightning import ZeusBSOCallback
 
 
 class Module(LightningModule):
-    """A trapped model whose metrics and logs a probe could change."""
+    """A trapped model with metrics and logs that a probe could change."""
 
     def __init__(self, *, has_batch_norm: bool = True) -> None:
         super().__init__()

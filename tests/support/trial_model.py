@@ -1,7 +1,7 @@
-"""The server's promises on one job's trials, told a second time and as simply as it can be: one thing after another.
+"""Second, sequential implementation of the server's promises about the trials of one job.
 
-`Model.apply` takes a message as it reaches the server and says what must come of it. It shares no code with the server;
-the numbers of leases, states and moves are written out. A policy's choice of sizes is none of its business.
+`Model.apply` takes a message as it reaches the server and returns the required outcome. The model shares no code with
+the server; the numbers of leases, states and moves are written out. The choice of sizes by a policy is out of scope.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ FAILED, INFEASIBLE, WITHDRAWN = TrialState.FAILED, TrialState.INFEASIBLE, TrialS
 
 MEASURED = {COMPLETED, EARLY_STOPPED, EXHAUSTED}
 OVER = {*MEASURED, FAILED, INFEASIBLE, WITHDRAWN}
-# What one message may make of a trial: a suspended or abandoned one is running before it is anything else.
+# Transitions that one message may cause: a suspended or abandoned trial first becomes running.
 MOVES = {RUNNING: set(TrialState), SUSPENDED: set(TrialState), ABANDONED: set(TrialState) - {ABANDONED}}
 
 BEATING_S, SILENT_S, SUSPENDED_S, GAPS = 360.0, 3600.0, 86400.0, 5.0
@@ -40,7 +40,7 @@ Outcome = Any
 
 @dataclass(frozen=True)
 class Trial:
-    """A trial, as the server must have it."""
+    """A trial as the server must store it."""
 
     size: int
     lease_end: datetime | None
@@ -53,28 +53,28 @@ class Trial:
 
     @property
     def lease_s(self) -> float:
-        """Seconds that it may be silent from now on."""
+        """Permitted silence from now on, in seconds."""
         if self.state is SUSPENDED:
             return SUSPENDED_S
         return BEATING_S if self.beats else max(SILENT_S, GAPS * self.longest_gap_s)
 
     @property
     def cost_j(self) -> float:
-        """Its cost, by η = 0.5."""
+        """Cost at η = 0.5."""
         time_s, energy_j, *_ = self.totals or (0.0, 0.0, 0.0, 0.0)
         return 0.5 * energy_j + 0.5 * POWER_W * time_s
 
 
 @dataclass
 class Model:
-    """One job. A deleted one that is registered anew is another."""
+    """A job. A deleted and recreated job is a new model."""
 
     registration_id: str | None
     trials: dict[int, Trial] = field(default_factory=dict)
     keys: dict[str, int] = field(default_factory=dict)
 
     def apply(self, message: Message, now: datetime) -> Outcome:
-        """Take in what has reached the server; the outcome."""
+        """Apply a message that reached the server; return the outcome."""
         before = self.trials.get(message.trial_number)
         refusal = self._refusal(before, message)
         if refusal is not None or before is None:
@@ -97,7 +97,7 @@ class Model:
         return outcome
 
     def expire(self, now: datetime) -> None:
-        """Give up trials that were silent for too long; shorten leases that a clock that was ahead has granted."""
+        """Abandon trials after too long a silence; shorten leases that were granted by a clock ahead."""
         for number, trial in self.trials.items():
             if trial.lease_end is None:
                 continue
@@ -108,12 +108,12 @@ class Model:
                 self.trials[number] = replace(trial, state=ABANDONED, lease_end=None)
 
     def dispatched(self, key: str) -> int | type[BsoError] | None:
-        """The trial that a request with this key has started, or its refusal; None where it is to start one."""
+        """Return the trial started with this key, its refusal, or None if a new trial must start."""
         number = self.keys.get(key)
         return KeyConflictError if number is not None and self.trials[number].state in OVER else number
 
     def begin(self, key: str, size: int, now: datetime) -> int:
-        """Start a trial; its number."""
+        """Start a trial; return its number."""
         number = self.keys[key] = len(self.trials) + 1
         self.trials[number] = Trial(size, now + timedelta(seconds=SILENT_S))
         return number

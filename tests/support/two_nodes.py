@@ -1,6 +1,6 @@
 """One rank of a training over two nodes, each with one process; run by tests/energy/test_cluster.py.
 
-Plays all scenes, and writes what it saw into the folder that it is given. Rank and addresses come from the
+Play all scenes, and write the observations into the given folder. Rank and addresses come from the
 environment, as torchrun sets them.
 """
 
@@ -24,7 +24,7 @@ POWER_W = {0: 100.0, 1: 40.0}
 
 
 class FailsOnce(EstimateMonitor):
-    """A monitor whose second window cannot be measured."""
+    """A monitor with an unmeasurable second window."""
 
     def __init__(self, power_w: float, clock: Clock) -> None:
         super().__init__(power_w, device_model=MODEL, clock=clock)
@@ -45,7 +45,7 @@ def all_gather(thing: object) -> Sequence[Any]:
 
 
 def play(scene: str) -> dict[str, Any]:
-    """What this rank has to tell of a scene."""
+    """Play a scene; return the observations of this rank."""
     rank = dist.get_rank()
     clock = Clock()
 
@@ -68,7 +68,7 @@ def play(scene: str) -> dict[str, Any]:
 
 
 def windows(monitor: ClusterMonitor, rank: int, clock: Clock) -> list[Any]:
-    """Three windows that follow each other; the second ends between two of the points where the ranks meet."""
+    """Return three adjacent windows; the second ends between two meetings of the ranks."""
     measured: list[Measurement] = []
 
     def turn() -> None:

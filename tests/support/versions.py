@@ -1,4 +1,4 @@
-"""Versions since which the frameworks have a feature, by which tests skip older versions."""
+"""First versions of the frameworks with a feature, by which tests skip older versions."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from packaging.version import Version
 
 
 def is_older(package: str, than: str) -> bool:
-    """True if an older version of the package is installed here."""
+    """Return True if an older version of the package is installed."""
     try:
         return Version(version(package)) < Version(than)
     except PackageNotFoundError:
@@ -17,7 +17,7 @@ def is_older(package: str, than: str) -> bool:
 
 
 def since(package: str, first: str, feature: str) -> pytest.MarkDecorator:
-    """Skip a test of a feature that the package has since its version `first`."""
+    """Skip a test of a feature that the package has since version `first`."""
     return pytest.mark.skipif(is_older(package, first), reason=f"{package} before {first}: {feature}")
 
 

@@ -1,11 +1,11 @@
-"""Processes that start at once: forks of one that has imported already what takes seconds to import.
+"""Processes that start quickly: forks of a process that has already imported slow modules.
 
-Such a process runs ``python -m MODULE ARGUMENT…`` and has an environment, an output and signals of its own; it may be
-stopped and killed like any other. It ends with the tests at the latest. Where there is no ``os.fork``, it is started
-the ordinary way.
+Such a process runs ``python -m MODULE ARGUMENT…`` with a separate environment, output and signals; it may be
+stopped and killed like any other process. It ends with the tests at the latest. Without ``os.fork``, it is started
+in the ordinary way.
 
 The process that forks is itself a fork of this one, made by tests/conftest.py when all test files are imported and no
-test has begun. It imports what is missing when it is first asked for.
+test has begun. It imports missing modules at the first request.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from tempfile import TemporaryDirectory
 from typing import Any, NoReturn, TextIO, TypeAlias
 
 POLL_S = 0.005
-# A process that hangs shows as a test that fails by this limit.
+# A hanging process becomes a failing test through this limit.
 LIMIT_S = 120.0
 
-# What processes of each kind need to have imported.
+# Modules that processes of each kind need to have imported.
 LIGHTNING = ("lightning.pytorch", "httpcore", "torch.distributed", "zeus_plugins.lightning")
 TRANSFORMERS = (
     "transformers.trainer",
@@ -48,17 +48,18 @@ TRANSFORMERS = (
 
 
 class Warm:
-    """A process that imports modules, and forks."""
+    """A process that imports modules and forks."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         theirs, requests = os.pipe()
         answers, back = os.pipe()
-        # What is there now is there to the end: no collection looks through it, and no fork copies it.
+        # All present objects stay until the end: garbage collection skips them, and forks do not copy them.
         gc.collect()
         gc.freeze()
         with warnings.catch_warnings():
-            # From 3.12 on of other threads, such as pytest-xdist's, which hold no lock while they wait for tests.
+            # Python 3.12 and newer warn of other threads, such as pytest-xdist's, which hold no lock while waiting for
+            # tests.
             warnings.simplefilter("ignore", DeprecationWarning)
             self._pid = os.fork()
         if self._pid == 0:
@@ -69,7 +70,7 @@ class Warm:
         atexit.register(self._end)
 
     def _end(self) -> None:
-        self._requests.close()  # it ends with its input, and all forks with it
+        self._requests.close()  # the process and all its forks end with this input
         self._answers.close()
         os.waitpid(self._pid, 0)
 
@@ -117,7 +118,7 @@ Process: TypeAlias = Fork | subprocess.Popen[bytes]
 
 @cache
 def warm() -> Warm:
-    """The process of this test run that forks."""
+    """Return the forking process of this test run."""
     return Warm()
 
 
@@ -133,11 +134,11 @@ def start(
 
     Args:
         command: The module and the arguments.
-        modules: What it needs to have imported.
+        modules: Modules to import beforehand.
         output: The file to which the process appends its standard output and error.
-        errors: The file for its standard error, if that is another one.
-        environ: Its environment; the tests' own unless said otherwise.
-        folder: Its working directory; the tests' own unless said otherwise.
+        errors: A separate file for its standard error, if given.
+        environ: Its environment, by default the environment of the tests.
+        folder: Its working directory, by default the directory of the tests.
     """
     if not hasattr(os, "fork"):
         with output.open("a") as file, (errors or output).open("a") as other:
@@ -158,7 +159,7 @@ def start(
 def run(
     *command: str, modules: Sequence[str], environ: Mapping[str, str] | None = None, folder: Path | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """As `start`; it has ended."""
+    """Start a process as `start` does, and wait for its end."""
     with TemporaryDirectory() as files:
         output, errors = Path(files, "output"), Path(files, "errors")
         started = start(*command, modules=modules, output=output, errors=errors, environ=environ, folder=folder)
@@ -167,7 +168,7 @@ def run(
 
 
 def serve(input_fd: int, output_fd: int) -> NoReturn:
-    """Be the process that forks, to the end of its input."""
+    """Run the forking process until the end of its input."""
     status = 1
     try:
         forget_the_tests(input_fd, output_fd)
@@ -181,7 +182,7 @@ def serve(input_fd: int, output_fd: int) -> NoReturn:
 
 
 def forget_the_tests(*kept: int) -> None:
-    """Undo what pytest has set up in this process: its output, its hooks, its files."""
+    """Undo pytest's changes to this process: its output, hooks and files."""
     os.setsid()
     faulthandler.disable()
     low, high = sorted(kept)
@@ -189,7 +190,7 @@ def forget_the_tests(*kept: int) -> None:
     os.closerange(low + 1, high)
     os.closerange(high + 1, 256)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    # Whatever an import prints is no answer, and nothing that a test captures.
+    # Output of imports is neither an answer nor captured by a test.
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     sys.stdin = open(0, closefd=False)  # noqa: SIM115
     sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
@@ -197,7 +198,7 @@ def forget_the_tests(*kept: int) -> None:
     sys.excepthook, sys.unraisablehook = sys.__excepthook__, sys.__unraisablehook__
     threading.excepthook = threading.__excepthook__
     logging.getLogger().handlers.clear()
-    for reference in logging._handlerList:  # type: ignore[attr-defined]  # those of the frameworks, too
+    for reference in logging._handlerList:  # type: ignore[attr-defined]  # including handlers of the frameworks
         handler = reference()
         if type(handler) is logging.StreamHandler:
             handler.setStream(sys.stderr)
@@ -234,7 +235,7 @@ def take(requests: TextIO, answers: TextIO) -> None:
 
 
 def become(command: Sequence[str], output: str, errors: str, environ: dict[str, str], folder: str) -> NoReturn:
-    """Be the process that was asked for, to its end."""
+    """Become the requested process, until its end."""
     os.setsid()
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
@@ -260,7 +261,7 @@ def become(command: Sequence[str], output: str, errors: str, environ: dict[str, 
         traceback.print_exc()
         status = 1
     finally:
-        # As the interpreter does at its end.
+        # The interpreter does this at its end.
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()
         sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""An application in this process whose metrics are read, and what it answers."""
+"""An application in this process with readable metrics, and its answers."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ Use = Callable[[httpx.AsyncClient], Awaitable[None]]
 
 @asynccontextmanager
 async def watched(folder: Path, *, is_paid_back: bool = False, **settings: object) -> AsyncIterator[httpx.AsyncClient]:
-    """Run an application on a SQLite file of its own; yield a local client, which waits for its totals.
+    """Run an application on a new SQLite file; yield a local client that waits for its totals.
 
-    If `is_paid_back`, the metrics take every job for one that has paid back its exploration.
+    If `is_paid_back`, the metrics treat every job as having paid back its exploration.
     """
     app = create_app(Settings.model_validate({"database_url": f"sqlite:///{folder / 'bso.sqlite3'}", **settings}))
     with pytest.MonkeyPatch.context() as patch:
@@ -48,7 +48,7 @@ Values = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
 
 def values_in(text: str) -> Values:
-    """The value of each series of an answer."""
+    """Return the value of each series in an answer."""
     return {
         (sample.name, frozenset(sample.labels.items())): sample.value
         for family in text_string_to_metric_families(text)
@@ -64,7 +64,7 @@ async def scraped(http: httpx.AsyncClient) -> Values:
 
 
 def value(values: Values, name: str, **labels: str) -> float:
-    """The sum of the series of this name with these labels, and perhaps others."""
+    """Return the sum of all series with this name and at least these labels."""
     wanted = frozenset(labels.items())
     found = [each for (own, other), each in values.items() if own == f"zeus_bso_{name}" and wanted <= other]
     assert found, (name, labels)
@@ -72,7 +72,7 @@ def value(values: Values, name: str, **labels: str) -> float:
 
 
 async def trained(http: httpx.AsyncClient, energy_j: float = 50.0, **fields: object) -> str:
-    """The id of a job of which one training has reached its target."""
+    """Run one training to its target; return the id of its job."""
     job_id: str = (await http.post("/jobs", json=job(**fields))).json()["job_id"]
     trial = (await http.get("/jobs/batch_size", params={"job_id": job_id})).json()
     result = {"time": 2 * energy_j / 100, "energy": energy_j, "metric": 0.95, "current_epoch": 1}

@@ -14,7 +14,7 @@ def begin(http: httpx.Client, job_id: str) -> dict[str, Any]:
     return {name: trial[name] for name in ("job_id", "batch_size", "trial_number")}
 
 
-# By which our clients are told apart from Zeus's, of whose ranks each reports an epoch.
+# Distinguishes our client's reports from Zeus's, where each rank reports each epoch.
 OURS: dict[str, Any] = {"energy_source": None}
 
 

@@ -1,4 +1,4 @@
-"""A recurring job that is played on any server that speaks Zeus's protocol, each time in the same way."""
+"""A recurring job played in the same way on any server with Zeus's protocol."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ ZEUS_JOB: dict[str, Any] = {
     "gpu_model": "V100",
 }
 
-# Joules of a run; 8 never reaches the target, and at 128 that costs too much.
+# Joules of a run; 8 never reaches the target, and 128 is too expensive.
 _COSTS = {8: 900.0, 16: 520.0, 32: 500.0, 64: 510.0, 128: 1400.0}
 
 
 @dataclass
 class Player:
-    """Trainings of one job: now and then two run at once, or one crashes. What they report follows from their trials.
+    """Trainings of one job; occasionally two run at once, or one crashes. Trials determine the reports.
 
     Attributes:
         http: The server.
@@ -56,7 +56,7 @@ class Player:
         self.sizes.append(trial["batch_size"])
 
     def end(self) -> None:
-        """End the trial that was begun last."""
+        """End the trial begun last."""
         trial = self.running.pop()
         size, number = trial["batch_size"], trial["trial_number"]
         if number % 9 == 4:
@@ -67,7 +67,7 @@ class Player:
         self.http.post("/report", json={**trial, **end}).raise_for_status()
 
     def recur(self, recurrences: int) -> list[int]:
-        """So many trainings from their begin to their end, now and then another one meanwhile; their sizes."""
+        """Run `recurrences` trainings from begin to end, occasionally one concurrently; return their sizes."""
         first = len(self.sizes)
         while len(self.sizes) < first + recurrences:
             self.begin()

@@ -1,7 +1,7 @@
-"""Tables of a Zeus 0.16 server with two jobs, as its server was seen to leave them, and what it suggested next.
+"""Recorded tables of a Zeus 0.16 server with two jobs, and its next suggestions.
 
-The jobs are `zeus_jobs.ZEUS_JOB` under two names, played by `zeus_jobs.Player`: five recurrences and a trial that runs,
-amid exploration, and sixteen, in the bandit stage.
+The jobs are `zeus_jobs.ZEUS_JOB` under two names, played by `zeus_jobs.Player`: five recurrences and a running trial
+during exploration, and sixteen recurrences, in the bandit stage.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from sqlalchemy.ext.asyncio import create_async_engine
 from tests.support.servers import bso_server
 from tests.support.zeus_jobs import ZEUS_JOB
 
-# In the order of a server's `CREATE TABLE`s, with its names and types, on PostgreSQL and SQLite; see `_statements`.
+# In the order, with the names and types, of a server's `CREATE TABLE`s on PostgreSQL and SQLite; see `_statements`.
 _TABLES = (
     """CREATE TABLE "Job" (job_id VARCHAR(400) NOT NULL, job_id_prefix VARCHAR(300) NOT NULL,
     default_batch_size INTEGER NOT NULL, higher_is_better_metric BOOLEAN NOT NULL, eta_knob FLOAT NOT NULL,
@@ -74,7 +74,7 @@ EXPLORING: dict[str, Any] = {
 6 32 18:44:08.400489 Concurrent Succeeded 18:44:08.433110 0.774176940391359 464.5061642348154 reached
 7 64 18:44:08.489578 Exploration Dispatched
 """),
-    # What Zeus suggested next, to the same trainings.
+    # Zeus's next suggestions to the same trainings.
     "next": [128, 32, 32, 16, 32, 64, 64, 32, 32, 32, 64, 32, 32, 32, 32, 32, 32, 32, 32, 64],
 }
 
@@ -107,13 +107,13 @@ DRAWING: dict[str, Any] = {
 16 32 18:44:09.458780 MAB Succeeded 18:44:09.487687 0.8465864156688128 507.9518494012877 reached
 17 32 18:44:09.516242 MAB Dispatched
 """),
-    # What Zeus suggested next, to the same trainings.
+    # Zeus's next suggestions to the same trainings.
     "next": [32, 32, 32, 32, 32, 32, 32, 32, 64, 64, 32, 32, 64, 64, 32, 64, 64, 32, 64, 32],
 }
 
 
 def fill(database_url: str, *jobs: dict[str, Any], then: str | None = None) -> None:
-    """Make the tables in an empty database, with these jobs; `then`: one statement more."""
+    """Create the tables in an empty database with these jobs, and execute the statement `then`."""
     url = make_url(database_url)
     statements = [*_TABLES, *(statement for job in jobs for statement in _rows(job)), *([then] if then else [])]
     if url.get_backend_name() == "sqlite":

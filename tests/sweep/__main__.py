@@ -1,7 +1,7 @@
-"""Train all combinations on this rank, and write down what came of each.
+"""Train all combinations on this rank, and write down each outcome.
 
-Usage: ``python -m tests.sweep [FOLDER]``; with ``WORLD_SIZE`` and its companions set, as one of several ranks. Without
-a folder, a table of what one process found.
+Usage: ``python -m tests.sweep [FOLDER]``; with ``WORLD_SIZE`` and related variables set, as one of several ranks.
+Without a folder, print a table of the outcomes of one process.
 """
 
 from __future__ import annotations

@@ -33,17 +33,17 @@ from zeus_plugins.training.session import TrialSession
 
 SIZE = 48
 EPOCHS = 2
-CAP = 12  # of what one device holds, where a combination has a cap
+CAP = 12  # of the samples on one device, in combinations with a cap
 
 
 @dataclass(frozen=True)
 class Case:
-    """One combination.
+    """A combination.
 
     Attributes:
         framework: ``lightning`` or ``transformers``.
         source: The key of its data.
-        accumulation: ``1``, ``2`` as the user's own, or ``cap``: a limit of the device makes the callback accumulate.
+        accumulation: ``1``, ``2`` set by the user, or ``cap``: the device's limit makes the callback accumulate.
         schedule: The key of its learning rate schedule.
     """
 
@@ -55,13 +55,13 @@ class Case:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The end of it on this rank.
+    """Outcome of a combination on this rank.
 
     Attributes:
-        steps: The samples of each optimizer step, by epoch.
-        reported: Epochs that were reported.
+        steps: Samples of each optimizer step, by epoch.
+        reported: Reported epochs.
         refusal: The error that refused the training, if one did.
-        wrong: Steps or rates that are not those that the script says.
+        wrong: Steps or rates that differ from the script.
     """
 
     steps: list[list[int]]
@@ -127,7 +127,7 @@ OPTIONS: dict[str, Callable[[], dict[str, Any]]] = {
     "accumulation by schedule": lambda: {"callbacks": [GradientAccumulationScheduler({0: 1, 1: 2})]},
     "late parameter groups": lambda: {"callbacks": [odd_sizes.Unfreezing(0.1)]},
 }
-# Trainings that end with so many steps, because the script says so.
+# Trainings that the script ends after this number of steps.
 STEPS = {("lightning", "stream that restarts"): 8, ("transformers", "stream that restarts"): 12}
 STEPS |= {("transformers", "a fraction of epochs"): 6}
 # The rates of the parameter groups, at twice the default size.
@@ -135,7 +135,7 @@ RATES: dict[str, Callable[[Any], float]] = {
     "rate from the size": lambda module: 0.1 * module.batch_size / 16,
     "late parameter groups": lambda _: 0.2,
 }
-# Those that Lightning can make anew for several devices.
+# Data that Lightning can rebuild for several devices.
 ON_TWO = (
     "datamodule.batch_size",
     "datamodule.hparams",
@@ -149,7 +149,7 @@ ON_TWO = (
 )
 # With manual optimization Lightning steps no scheduler, and of data without a length it estimates none.
 UNSCHEDULED = {"stream", "size read once", "manual optimization", "accumulated by hand", "stream that restarts"}
-# The others have one of their own, or are refused with any.
+# The other trainings have their own scheduler, or are refused with any scheduler.
 UNSCHEDULED |= {"length computed once", "items that are batches", "accumulation by schedule", *RATES}
 
 TRANSFORMERS: dict[str, dict[str, Any]] = {
@@ -183,7 +183,7 @@ SCHEDULES: dict[str, Callable[[Any, int], Any] | None] = {
 
 
 def cases(world_size: int) -> Iterator[Case]:
-    """The combinations for so many processes."""
+    """Yield the combinations for this number of processes."""
     sources = LIGHTNING if world_size == 1 else ON_TWO
     for source, accumulation, schedule in itertools.product(sources, ACCUMULATION, SCHEDULES):
         if schedule == "none" or source not in UNSCHEDULED:
@@ -193,7 +193,7 @@ def cases(world_size: int) -> Iterator[Case]:
 
 
 def complete_first_trial(job: JobSpec, server_url: str) -> None:
-    """Without a training, at the default size: the next trial is at the other one."""
+    """Complete the first trial without a training, at the default size, so that the next trial has the other size."""
     with client_from_environment(server_url) as client:
         session = TrialSession(job, client, seconds_and_joules(1.0, 10.0))
         session.ask()
@@ -203,7 +203,7 @@ def complete_first_trial(job: JobSpec, server_url: str) -> None:
 
 
 def outcome_of(case: Case, folder: Path) -> Outcome:
-    """Train it on this rank."""
+    """Train the combination on this rank."""
     options: dict[str, Any] = {
         "server_url": f"embedded:///{folder}/sweep.sqlite3",
         "energy_monitor": seconds_and_joules(1.0, 10.0),

@@ -1,4 +1,4 @@
-"""Samples of each optimizer step, by hooks on the network and the optimizers that the product knows nothing of."""
+"""Samples of each optimizer step, counted by hooks on the network and optimizers that are unknown to the product."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from torch import nn
 
 
 class StepSizes:
-    """Counts, epoch by epoch, the samples that passed the network between two steps of its optimizer.
+    """Count, per epoch, the samples that pass the network between two steps of its optimizer.
 
     Args:
-        network: What every sample of a batch passes once.
+        network: Module that every sample of a batch passes once.
     """
 
     def __init__(self, network: nn.Module) -> None:

@@ -1,4 +1,4 @@
-"""No combination trains at another size than the one that is reported, and says nothing."""
+"""No combination silently trains at a size other than its reported size."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.sweep.verdict import verdict_of
 
 pytestmark = pytest.mark.slow
 
-# What cannot follow the batch size, and has to be refused.
+# Data that cannot follow the batch size and must be refused.
 REFUSED = {
     "accumulated by hand",
     "steps left out",
@@ -32,7 +32,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_no_combination_trains_at_another_size_in_silence(world_size: int, tmp_path: Path) -> None:
+def test_no_combination_silently_trains_at_another_size(world_size: int, tmp_path: Path) -> None:
     modules = (*LIGHTNING, *TRANSFORMERS)
     if world_size == 1:
         ended = warm.run("tests.sweep", str(tmp_path), modules=modules)
@@ -47,7 +47,7 @@ def test_no_combination_trains_at_another_size_in_silence(world_size: int, tmp_p
     ]
     assert [(case, verdict) for case, verdict in found if verdict.startswith("SILENT")] == []
     refused = Counter(case["source"] for case, verdict in found if verdict.startswith("refused"))
-    manual = {"manual optimization"}  # where Lightning accumulates nothing, a cap is refused
+    manual = {"manual optimization"}  # if Lightning does not accumulate, a cap is refused
     assert set(refused) - manual == {case["source"] for case, _ in found} & REFUSED
     assert len(found) >= {1: 200, 2: 140}[world_size]
 
@@ -75,5 +75,5 @@ def outcome(*epochs: list[int], refusal: str | None = None, wrong: str | None = 
         ([outcome([48], wrong="20 of 30 steps")], "SILENT: 20 of 30 steps"),
     ],
 )
-def test_the_sweep_can_fail(ranks: list[dict[str, Any]], verdict: str) -> None:
+def test_verdict_separates_correct_refused_and_silent_trainings(ranks: list[dict[str, Any]], verdict: str) -> None:
     assert verdict_of(ranks).startswith(verdict)

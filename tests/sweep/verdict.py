@@ -1,4 +1,4 @@
-"""The judgement of what all ranks of a training have counted."""
+"""Verdict on the counts of all ranks of a training."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ SIZE = 48
 
 
 def verdict_of(ranks: Sequence[Mapping[str, Any]], size: int = SIZE) -> str:
-    """``as reported``, ``refused: …``, or ``SILENT: …`` for a training at another size that was reported."""
+    """Return ``as reported``, ``refused: …``, or ``SILENT: …`` for a training reported at a size not used."""
     refusals = {rank["refusal"] for rank in ranks}
     if None not in refusals:
         return f"refused: {ranks[0]['refusal']}"
@@ -29,10 +29,10 @@ def verdict_of(ranks: Sequence[Mapping[str, Any]], size: int = SIZE) -> str:
 
 
 def _is_right(steps: Sequence[int], size: int, *, is_first: bool) -> bool:
-    """True if an epoch's steps have so many samples, but for those that must differ.
+    """Return True if the steps of an epoch have `size` samples, with unavoidable exceptions.
 
-    The last step has what is left. Where nobody knows that an epoch ends, what is left goes into the first step of the
-    next one: that is the trainer's own way.
+    The last step has the remainder. If the end of an epoch is unknown, the trainer itself puts the remainder into the
+    first step of the next epoch.
     """
     if not steps:
         return True

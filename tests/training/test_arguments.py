@@ -1,4 +1,4 @@
-"""Arguments of the batch-size callbacks, as people write them who know EarlyStopping and the trainers."""
+"""Arguments of the batch-size callbacks, including the mistakes of users of EarlyStopping and the trainers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ JOB = JobSpec(job_id_prefix="mnist", batch_sizes=(32, 64), default_batch_size=32
 
 
 @each_callback
-def test_the_metric_comes_first_and_the_rest_by_name(callback: Any) -> None:
+def test_metric_is_positional_and_options_are_named(callback: Any) -> None:
     said = callback("val_acc", target=0.97, mode="max", batch_sizes=[64, 16], max_epochs=20)._wish
     assert (said.monitor, said.target, said.mode, said.batch_sizes, said.max_epochs) == (
         *("val_acc", 0.97, "max"),
@@ -59,7 +59,7 @@ def test_the_metric_comes_first_and_the_rest_by_name(callback: Any) -> None:
         ({"frobnicate": 3}, "has no frobnicate=: docs/reference.md lists the arguments"),
     ],
 )
-def test_a_wrong_name_is_answered_by_the_right_one(callback: Any, said: dict[str, Any], problem: str) -> None:
+def test_wrong_argument_name_is_answered_with_the_right_name(callback: Any, said: dict[str, Any], problem: str) -> None:
     with pytest.raises(ZeusBSOConfigError, match=problem):
         callback("val_acc", target=0.9, **said)
 
@@ -98,14 +98,12 @@ def test_a_wrong_name_is_answered_by_the_right_one(callback: Any, said: dict[str
         ({"monitor": None}, "monitor is None: give the name by which the target's metric is logged"),
     ],
 )
-def test_a_value_that_cannot_be_is_refused_by_the_constructor(
-    callback: Any, said: dict[str, Any], problem: str
-) -> None:
+def test_invalid_argument_is_refused_by_the_constructor(callback: Any, said: dict[str, Any], problem: str) -> None:
     with pytest.raises(ZeusBSOConfigError, match=f"^{re.escape(problem)}"):
         callback(**{"monitor": "val_acc", "target": 0.9, **said})
 
 
-def test_the_class_or_the_callback_of_the_other_framework_is_refused(tmp_path: Path) -> None:
+def test_class_or_callback_of_the_wrong_framework_is_refused(tmp_path: Path) -> None:
     mistakes: list[tuple[Any, str]] = [
         (ZeusBSOTrainerCallback, "callbacks=[ZeusBSOTrainerCallback('val_acc', …)], not the class"),
         (ZeusBSOCallback, "callbacks=[ZeusBSOCallback('val_acc', …)], not the class"),

@@ -1,4 +1,4 @@
-"""A training on a busy machine: what it reports, and what its user reads."""
+"""A training on a busy machine: its reports, and its lines for the user."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ REMARK = (
 )
 
 
-def test_the_share_that_it_waited_is_reported_and_survives_a_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
-    seconds = itertools.count(step=2.0)  # two more at each look
+def test_share_of_waiting_is_reported_and_survives_a_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = itertools.count(step=2.0)  # two more seconds at each reading
     monkeypatch.setattr(processes, "waits_s", lambda: {1: next(seconds), 2: 1.0})
     server = ContractDouble(KEEP_TRAINING)
     session = running_session(server, (8.0, 10.0), (8.0, 10.0), (8.0, 10.0))
@@ -29,12 +29,12 @@ def test_the_share_that_it_waited_is_reported_and_survives_a_checkpoint(monkeypa
 
 
 @pytest.mark.parametrize(("waited_s", "remark"), [(None, None), (0.0, None), (1.9, None), (4.0, REMARK)])
-def test_a_remark_on_a_busy_machine_has_a_remedy(waited_s: float | None, remark: str | None) -> None:
+def test_remark_on_a_busy_machine_has_a_remedy(waited_s: float | None, remark: str | None) -> None:
     trial = TRIAL.plus(Measurement(10.0, 50.0, "rapl"), waited_s)
     assert trial.busy_remark == remark
 
 
-def test_more_waiting_than_time_is_the_whole_time() -> None:
+def test_waiting_longer_than_the_time_counts_as_the_whole_time() -> None:
     assert TRIAL.plus(Measurement(1.0, 1.0, "rapl"), 3.0).waited_share == 1.0
     assert TRIAL.waited_share is None
 
@@ -47,5 +47,5 @@ def test_more_waiting_than_time_is_the_whole_time() -> None:
         ("estimate: 5 W stated", "10 s (energy: estimate: 5 W stated × time)"),
     ],
 )
-def test_energy_that_is_only_time_is_told_once(source: str, spent: str) -> None:
+def test_energy_estimated_from_time_is_stated_once(source: str, spent: str) -> None:
     assert TRIAL.plus(Measurement(10.0, 50.0, source)).spent == spent

@@ -34,28 +34,28 @@ from zeus_plugins.protocol import GP_VOI, ZEUS, TrialState
 
 pytestmark = [
     *QUIET,
-    # LightningCLI leaves the Trainer's defaults as they are, which say such things.
+    # LightningCLI keeps the Trainer's defaults, which cause such warnings.
     pytest.mark.filterwarnings("ignore:The number of training batches:UserWarning"),
     pytest.mark.filterwarnings("ignore:.*`tensorboardX` has been removed as a dependency:UserWarning"),
-    # It has a folder of its own for each run, which it finds to be there.
+    # LightningCLI uses a separate folder for each run and warns if the folder exists.
     pytest.mark.filterwarnings("ignore:LightningCLI's args parameter:UserWarning"),
 ]
 
-TOKEN = "zeus-secret-of-mine"  # noqa: S105 - nobody's
+TOKEN = "zeus-secret-of-mine"  # noqa: S105 - no real token
 MASK = "**********"
 
 
 @pytest.fixture(name="bench")
 def make_bench(shared_server: ServerProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> JobBench:
     monkeypatch.chdir(tmp_path)
-    # LightningCLI reads it to complain of arguments that are given twice, and calls what jsonargparse has deprecated.
+    # LightningCLI reads sys.argv to warn of duplicate arguments, and uses deprecated parts of jsonargparse.
     monkeypatch.setattr(sys, "argv", ["train.py"])
     monkeypatch.setenv("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
     return JobBench(shared_server, f"digits-{uuid.uuid4().hex}")
 
 
 def fields(bench: JobBench, **others: Any) -> dict[str, Any]:
-    """The fields of a job, as a file has them."""
+    """Return the fields of a job as a file contains them."""
     return {
         "job_id": bench.job_id,
         "job_id_prefix": "digits",
@@ -64,13 +64,13 @@ def fields(bench: JobBench, **others: Any) -> dict[str, Any]:
         "target_metric": AT_ONCE,
         "max_epochs": 1,
         "policy": "zeus",
-        "beta_knob": None,  # on a busy machine one training may cost many times another
+        "beta_knob": None,  # on a busy machine, the cost of trainings varies by large factors
         **others,
     }
 
 
 def write_configuration(bench: JobBench, **arguments: Any) -> str:
-    """A file that says all of a training; where it is."""
+    """Write a file that describes a whole training; return its path."""
     callback = {
         "class_path": "zeus_plugins.lightning.ZeusBSOCallback",
         "init_args": {"job": fields(bench), "monitor": "score", "server_url": bench.server.url, **arguments},
@@ -104,14 +104,14 @@ def policy_of(cli: LightningCLI) -> str | None:
 # LightningCLI
 
 
-def test_a_training_is_configured_in_yaml_alone(bench: JobBench) -> None:
+def test_training_is_configured_entirely_in_yaml(bench: JobBench) -> None:
     cli = command_line("fit", "--config", write_configuration(bench))
     assert seen_sizes(cli) == {SERVERS_SIZE}
     assert bench.only_trial().state is TrialState.COMPLETED
     assert policy_of(cli) == ZEUS
 
 
-def test_a_training_is_configured_by_arguments_alone(bench: JobBench) -> None:
+def test_training_is_configured_entirely_by_arguments(bench: JobBench) -> None:
     callback, job = "--trainer.callbacks", fields(bench, policy="gp_voi")
     cli = command_line(
         "fit",
@@ -129,7 +129,7 @@ def test_a_training_is_configured_by_arguments_alone(bench: JobBench) -> None:
     assert policy_of(cli) == GP_VOI
 
 
-def test_arguments_in_place_of_a_job_are_configured_in_yaml(bench: JobBench) -> None:
+def test_job_arguments_without_a_jobspec_are_configured_in_yaml(bench: JobBench) -> None:
     said = {"target": AT_ONCE, "mode": "max", "batch_sizes": [NEXT_SIZE, SERVERS_SIZE], "max_epochs": 1}
     cli = command_line("fit", "--config", write_configuration(bench, job=None, job_id=bench.job_id, **said))
     wish = callback_of(cli)._wish
@@ -144,7 +144,7 @@ def test_arguments_in_place_of_a_job_are_configured_in_yaml(bench: JobBench) -> 
         ({"mode": "up"}, "mode"),
     ],
 )
-def test_a_wrong_argument_in_yaml_is_named_before_anything_is_trained(
+def test_wrong_argument_in_yaml_is_named_before_any_training(
     bench: JobBench, capsys: pytest.CaptureFixture[str], wrong: dict[str, Any], problem: str
 ) -> None:
     with pytest.raises((SystemExit, ValueError)) as raised:
@@ -154,7 +154,7 @@ def test_a_wrong_argument_in_yaml_is_named_before_anything_is_trained(
 
 
 @pytest.mark.slow
-def test_the_configuration_that_is_saved_trains_again_and_tells_no_token(
+def test_saved_configuration_trains_again_and_contains_no_token(
     bench: JobBench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("ZEUS_SERVER_URL", raising=False)
@@ -166,13 +166,13 @@ def test_the_configuration_that_is_saved_trains_again_and_tells_no_token(
     callback = yaml.safe_load(saved.read_text())["trainer"]["callbacks"][0]["init_args"]
     assert (callback["token"], callback["job"]["eta_knob"]) == (MASK, 0.5)
     assert [file for file in Path("lightning_logs").rglob("*.yaml") if TOKEN in file.read_text()] == []
-    # In place of the token that it does not tell, the environment's is taken.
+    # The saved file masks the token, so the environment provides it.
     again = command_line("fit", "--config", str(saved))
     assert callback_of(again)._options.token is None
     assert [callback_of(cli).trial.trial_number for cli in (first, again)] == [1, 2]
 
 
-def test_the_configuration_and_the_help_are_printed(bench: JobBench, capsys: pytest.CaptureFixture[str]) -> None:
+def test_configuration_and_help_are_printed(bench: JobBench, capsys: pytest.CaptureFixture[str]) -> None:
     file = write_configuration(bench, token=TOKEN)
     with pytest.raises(SystemExit) as ended:
         command_line("fit", "--config", file, "--print_config")
@@ -197,7 +197,7 @@ def test_the_configuration_and_the_help_are_printed(bench: JobBench, capsys: pyt
         ({"max_epoch": 3}, "did you mean 'max_epochs'"),
     ],
 )
-def test_a_field_that_cannot_be_is_named_before_anything_is_trained(
+def test_invalid_field_is_named_before_any_training(
     bench: JobBench, capsys: pytest.CaptureFixture[str], wrong: dict[str, Any], problem: str
 ) -> None:
     with pytest.raises((SystemExit, ValueError)) as raised:
@@ -210,7 +210,7 @@ def test_a_field_that_cannot_be_is_named_before_anything_is_trained(
 
 
 def composed(folder: Path, **nodes: Any) -> Any:
-    """The configuration as a script under ``@hydra.main`` gets it."""
+    """Return the configuration that a script under ``@hydra.main`` receives."""
     (folder / "training.yaml").write_text(yaml.safe_dump(nodes))
     with hydra.initialize_config_dir(str(folder), version_base=None):
         return hydra.compose("training", overrides=["job.max_epochs=2"])
@@ -218,7 +218,9 @@ def composed(folder: Path, **nodes: Any) -> Any:
 
 @pytest.mark.parametrize("framework", ["lightning", "huggingface"])
 @pytest.mark.parametrize("is_nested_target", [True, False], ids=["a nested target", "a mapping"])
-def test_hydra_makes_the_callback(bench: JobBench, tmp_path: Path, framework: str, is_nested_target: bool) -> None:
+def test_hydra_instantiates_the_callback(
+    bench: JobBench, tmp_path: Path, framework: str, is_nested_target: bool
+) -> None:
     name = {"lightning": "ZeusBSOCallback", "huggingface": "ZeusBSOTrainerCallback"}[framework]
     node = {"_target_": f"zeus_plugins.{framework}.{name}", "job": "${job}", "monitor": "score"}
     target = {"_target_": "zeus_plugins.JobSpec"} if is_nested_target else {}
@@ -235,7 +237,7 @@ each_mapping = pytest.mark.parametrize("mapping", [dict, OmegaConf.create], ids=
 
 
 @each_mapping
-def test_a_mapping_is_a_job(bench: JobBench, mapping: Any) -> None:
+def test_mapping_is_accepted_as_a_job(bench: JobBench, mapping: Any) -> None:
     job = mapping(fields(bench))
     expected = JobSpec(**fields(bench))
     assert ZeusBSOCallback(job, "score")._wish.job == ZeusBSOTrainerCallback(job, "score")._wish.job == expected
@@ -258,7 +260,7 @@ def test_a_mapping_is_a_job(bench: JobBench, mapping: Any) -> None:
     [ZeusBSOCallback, ZeusBSOTrainerCallback, lambda job, _: BatchSizeOptimizer(None, None, job)],
     ids=["Lightning", "Hugging Face", "plain"],
 )
-def test_a_field_of_a_mapping_that_is_wrong_is_named(
+def test_invalid_field_of_a_mapping_is_named(
     bench: JobBench, make: Any, mapping: Any, wrong: dict[str, Any], problem: str
 ) -> None:
     with pytest.raises(ZeusBSOConfigError, match=problem):
@@ -266,6 +268,6 @@ def test_a_field_of_a_mapping_that_is_wrong_is_named(
 
 
 @pytest.mark.parametrize("job", ["digits", ["digits"], 3])
-def test_what_is_no_mapping_is_no_job(job: Any) -> None:
+def test_job_without_fields_is_refused(job: Any) -> None:
     with pytest.raises(ZeusBSOConfigError, match="give a JobSpec, or its fields as a dict"):
         ZeusBSOCallback(job, "score")

@@ -1,4 +1,4 @@
-"""Trials whose target takes two evaluations in a row, on a server in this process that may be away."""
+"""Trials with a target that two consecutive evaluations must reach, on an embedded server that may be down."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def stops(session: TrialSession, *metrics: float) -> list[bool]:
     return [session.report_evaluation(metric).stop_train for metric in metrics]
 
 
-def test_the_cost_at_the_target_is_that_of_the_confirming_evaluation(server: CutServer) -> None:
+def test_cost_at_the_target_is_measured_at_the_confirming_evaluation(server: CutServer) -> None:
     session = begun(server)
     assert stops(session, MISS, HIT, HIT) == [False, False, True]
     session.end()
@@ -48,26 +48,26 @@ def test_the_cost_at_the_target_is_that_of_the_confirming_evaluation(server: Cut
     assert (trial.state, trial.epochs, trial.energy_j) == (TrialState.COMPLETED, 3, 30.0)
 
 
-def test_one_evaluation_is_enough_by_default(server: CutServer) -> None:
+def test_single_evaluation_suffices_by_default(server: CutServer) -> None:
     session = begun(server, JOB.model_copy(update={"target_metric": 0.8}))
     assert stops(session, MISS, HIT) == [False, True]
     session.end()
 
 
-def test_a_resumed_trial_does_not_count_an_evaluation_twice(server: CutServer) -> None:
+def test_resumed_trial_does_not_count_an_evaluation_twice(server: CutServer) -> None:
     first = begun(server)
     assert stops(first, MISS) == [False]
     state = first.state_dict()
     assert stops(first, HIT) == [False]
     first.end(KeyboardInterrupt())
     second = resumed(server, state, TWICE)
-    # Epoch 2 again, and then an evaluation of its own.
+    # First epoch 2 again, and then a new evaluation.
     assert stops(second, HIT, HIT) == [False, True]
     second.end()
     assert (the_trial(server).state, the_trial(server).epochs) == (TrialState.COMPLETED, 3)
 
 
-def test_a_trial_resumed_after_an_evaluation_at_the_target_needs_one_more(server: CutServer) -> None:
+def test_trial_resumed_after_an_evaluation_at_the_target_needs_a_second(server: CutServer) -> None:
     first = begun(server)
     assert stops(first, HIT) == [False]
     state = first.state_dict()
@@ -77,7 +77,7 @@ def test_a_trial_resumed_after_an_evaluation_at_the_target_needs_one_more(server
     second.end()
 
 
-def test_a_training_without_its_server_counts_as_the_server_would(server: CutServer) -> None:
+def test_offline_training_counts_like_the_server(server: CutServer) -> None:
     session = begun(server)
     assert stops(session, HIT) == [False]
     server.line.is_cut = True
@@ -88,7 +88,7 @@ def test_a_training_without_its_server_counts_as_the_server_would(server: CutSer
     assert (trial.state, trial.epochs) == (TrialState.COMPLETED, 4)
 
 
-def test_the_servers_count_goes_on_from_the_trainings(server: CutServer) -> None:
+def test_server_continues_the_count_of_the_training(server: CutServer) -> None:
     session = begun(server)
     server.line.is_cut = True
     assert stops(session, HIT) == [False]
@@ -101,7 +101,7 @@ def test_the_servers_count_goes_on_from_the_trainings(server: CutServer) -> None
     session.end()
 
 
-def test_a_late_answer_does_not_bring_back_an_earlier_count(server: CutServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_late_answer_does_not_restore_an_earlier_count(server: CutServer, monkeypatch: pytest.MonkeyPatch) -> None:
     session = begun(server)
     server.line.is_cut = True
     assert stops(session, HIT, MISS) == [False, False]
@@ -119,8 +119,8 @@ def test_a_late_answer_does_not_bring_back_an_earlier_count(server: CutServer, m
     session.end(KeyboardInterrupt())
 
 
-def test_the_last_epoch_is_no_evaluation_of_its_own(server: CutServer) -> None:
-    """A training that validates every second epoch reports its end with the metric of its last validation."""
+def test_last_epoch_is_not_a_separate_evaluation(server: CutServer) -> None:
+    """A training that validates every second epoch reports its end with its last validation metric."""
     options = TrialOptions(energy_monitor=monitor(), on_failure="stop", quiet=True)
     run = TrialRun(JobWish(job=TWICE), options, connect=lambda *_: server)
     run.begin(FakeTrainer())
@@ -148,6 +148,6 @@ def test_confirm_is_an_argument_of_a_guessed_job() -> None:
         ({"job": JOB, "confirm": 2}, r"there is a job= already: say confirm= as JobSpec\(confirm=…\)"),
     ],
 )
-def test_a_confirm_that_cannot_work_is_refused(wish: dict[str, Any], problem: str) -> None:
+def test_invalid_confirm_is_refused(wish: dict[str, Any], problem: str) -> None:
     with pytest.raises(ZeusBSOConfigError, match=problem):
         JobWish(**wish)

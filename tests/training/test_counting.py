@@ -38,7 +38,7 @@ def data(samples: int) -> TensorDataset:
 
 
 class Dealing(Sampler[list[int]]):
-    """Deals out batches of these sizes, whatever its `batch_size` says."""
+    """A sampler of batches with these sizes, independent of its `batch_size`."""
 
     def __init__(self, *sizes: int) -> None:
         self.batch_size = 16
@@ -66,7 +66,7 @@ def joined(items: list[Any]) -> torch.Tensor:
 
 
 def in_one_row(items: list[Any]) -> dict[str, Any]:
-    """Sequences without padding, as transformers' DataCollatorWithFlattening returns them."""
+    """Return sequences without padding, like transformers' DataCollatorWithFlattening."""
     return {"input_ids": torch.cat([one for (one,) in items])[None], "lengths": [len(one) for (one,) in items]}
 
 
@@ -99,13 +99,13 @@ def dealt(*sizes: int) -> DataLoader[Any]:
 
 
 class DealingParts(Dealing):
-    """Deals out two data sets, one after the other, as sentence-transformers' samplers do."""
+    """A sampler of two data sets in sequence, like the samplers of sentence-transformers."""
 
     batch_samplers = (SequentialSampler(range(1)),) * 2
 
 
 def shard_of_parts() -> DataLoader[Any]:
-    """Every other batch, as the first of two processes gets them; both data sets' last batches are among those."""
+    """Return every other batch, as the first of two processes receives, with the last batches of both data sets."""
     sampler: Any = DealingParts(*[16] * 6, 8, *[16] * 5, 4, 16)
     shard: Any = BatchSamplerShard(sampler, num_processes=2, process_index=0, even_batches=False)
     return DataLoader(data(100), batch_sampler=shard)
@@ -132,7 +132,7 @@ RIGHT: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
 @pytest.mark.parametrize("make", RIGHT.values(), ids=RIGHT.keys())
-def test_batches_of_the_size_pass_as_they_are(make: Callable[[], Any]) -> None:
+def test_batches_of_the_set_size_pass(make: Callable[[], Any]) -> None:
     loader, patches = make(), Patches()
     kind = type(loader)
     before = [samples_in(batch) for batch in loader]
@@ -163,7 +163,7 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
 
 
 @pytest.mark.parametrize(("make", "problem"), WRONG.values(), ids=WRONG.keys())
-def test_other_batches_are_an_error_that_names_the_loader(make: Callable[[], Any], problem: str) -> None:
+def test_batches_of_a_wrong_size_are_an_error_naming_the_loader(make: Callable[[], Any], problem: str) -> None:
     loader = make()
     count = SampleCount(16, "make it follow")
     count.watch(loader, Patches())
@@ -181,10 +181,10 @@ def collated(collate: Callable[[Any], Any], batch_size: int = 2, workers: int = 
     return DataLoader(data(8), batch_size=batch_size, collate_fn=collate, num_workers=workers)
 
 
-# Python 3.12 and newer warn of forking beside threads; torch has some, and its workers do not touch them.
+# Python 3.12 and newer warn of forking with threads; torch has threads, but its workers do not use them.
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
 @pytest.mark.parametrize(("batch_size", "workers"), [(1, 0), (2, 0), (2, 1)])
-def test_items_that_are_batches_are_refused_also_at_a_size_of_one(batch_size: int, workers: int) -> None:
+def test_items_with_several_samples_are_refused_even_at_batch_size_1(batch_size: int, workers: int) -> None:
     loader = collated(first_of, batch_size, workers)
     SampleCount(batch_size, "").watch(loader, Patches())
     with pytest.raises(ZeusBSOConfigError, match="the items of the training data are batches already"):
@@ -192,7 +192,7 @@ def test_items_that_are_batches_are_refused_also_at_a_size_of_one(batch_size: in
 
 
 @pytest.mark.parametrize("collate", [joined, in_one_row, noisy, only_pairs, lambda items: items])
-def test_a_collate_function_that_uses_all_items_is_left_as_it_is(collate: Callable[[Any], Any]) -> None:
+def test_collate_function_using_all_items_is_left_unchanged(collate: Callable[[Any], Any]) -> None:
     loader, patches = collated(collate), Patches()
     SampleCount(2, "").watch(loader, patches)
     assert len(list(loader)) == 4
@@ -200,7 +200,7 @@ def test_a_collate_function_that_uses_all_items_is_left_as_it_is(collate: Callab
     assert loader.collate_fn is collate
 
 
-def test_the_check_of_a_collate_function_changes_no_random_numbers() -> None:
+def test_check_of_a_collate_function_preserves_the_random_state() -> None:
     def batches(*, checked: bool) -> list[torch.Tensor]:
         loader = collated(noisy)
         if checked:
@@ -213,12 +213,12 @@ def test_the_check_of_a_collate_function_changes_no_random_numbers() -> None:
     assert all(map(torch.equal, batches(checked=True), batches(checked=False)))
 
 
-def test_a_checked_collate_function_travels_to_spawned_workers_and_keeps_its_attributes() -> None:
+def test_checked_collate_function_can_be_copied_to_workers_with_attributes() -> None:
     checked = copy.deepcopy(CheckedCollate(DataCollatorForSeq2Seq(None, label_pad_token_id=7)))  # as pickle does
     assert checked.label_pad_token_id == 7
 
 
-def test_four_batches_of_one_size_are_enough_to_tell() -> None:
+def test_four_batches_of_equal_size_suffice_to_decide() -> None:
     loader = dealt(*[8] * 20)
     SampleCount(16, "make it follow").watch(loader, Patches())
     batches = iter(loader)
@@ -228,7 +228,7 @@ def test_four_batches_of_one_size_are_enough_to_tell() -> None:
         next(batches)
 
 
-def test_an_epoch_that_is_cut_short_is_compared_as_far_as_it_went() -> None:
+def test_interrupted_epoch_is_compared_up_to_the_interruption() -> None:
     loader, count = dealt(8, 9, 8, 9, 8, 9, 8), SampleCount(16, "make it follow")
     count.watch(loader, Patches())
     for _, _ in zip(range(5), loader, strict=False):
@@ -237,7 +237,7 @@ def test_an_epoch_that_is_cut_short_is_compared_as_far_as_it_went() -> None:
         count.check()
 
 
-def test_batches_that_share_no_length_are_not_judged() -> None:
+def test_batches_without_a_common_length_are_not_judged() -> None:
     class Pairs(Batches):
         def __iter__(self) -> Iterator[Any]:
             yield torch.zeros(5, 2), torch.zeros(7)
@@ -249,7 +249,7 @@ def test_batches_that_share_no_length_are_not_judged() -> None:
     count.check()
 
 
-def test_a_fixed_list_of_batches_is_refused() -> None:
+def test_fixed_list_of_batches_is_refused() -> None:
     loader = DataLoader(data(4), batch_sampler=[[0, 1], [2, 3]])
     with pytest.raises(ZeusBSOConfigError, match="a fixed list of batches, so that their size cannot be chosen"):
         SampleCount(2, "make it follow").watch(loader, Patches())
@@ -266,11 +266,11 @@ def test_a_fixed_list_of_batches_is_refused() -> None:
         ([1, 2, 3], None),
     ],
 )
-def test_the_samples_in_a_batch(batch: Any, samples: int | None) -> None:
+def test_samples_in_a_batch_are_counted_by_type(batch: Any, samples: int | None) -> None:
     assert samples_in(batch) == samples
 
 
-def test_a_sampler_stays_of_its_class() -> None:
+def test_watched_sampler_keeps_the_class() -> None:
     sampler, patches = BatchSampler(SequentialSampler(data(40)), 16, drop_last=False), Patches()
     SampleCount(16, "").watch(DataLoader(data(40), batch_sampler=sampler), patches)
     assert isinstance(sampler, BatchSampler)
@@ -284,7 +284,7 @@ def optimizers(number: int) -> list[SGD]:
 
 
 def trained(steps: str, accumulation: int) -> StepCount:
-    """A count over batches, of which those with an ``x`` are followed by a step."""
+    """Count steps over batches; an ``x`` means that a step follows the batch."""
     (optimizer,) = optimizers(1)
     count = StepCount([optimizer], accumulation)
     for step in steps:
@@ -300,16 +300,14 @@ def trained(steps: str, accumulation: int) -> StepCount:
         ("xx", 1, False),
         ("x", 1, False),
         ("---", 1, True),
-        ("---xx", 1, False),  # the first steps of mixed precision are left out
+        ("---xx", 1, False),  # mixed precision skips the first steps
         ("-x-x", 2, False),
         ("-x-xx", 2, False),
         ("---x", 1, True),
-        ("---xx", 4, False),  # the second step is of the remainder at the end of an epoch
+        ("---xx", 4, False),  # the second step belongs to the remainder at the end of an epoch
     ],
 )
-def test_steps_as_often_as_was_set_are_counted_no_longer_than_needed(
-    steps: str, accumulation: int, counting: bool
-) -> None:
+def test_expected_steps_end_the_counting_early(steps: str, accumulation: int, counting: bool) -> None:
     count = trained(steps, accumulation)
     count.check()
     assert count.is_counting is counting
@@ -321,7 +319,7 @@ def test_steps_as_often_as_was_set_are_counted_no_longer_than_needed(
     ("steps", "accumulation", "problem"),
     [("---x---x", 1, "after each 4 batches in place of 1"), ("x-xx-xx", 4, "after each 1, 2 batches in place of 4")],
 )
-def test_other_steps_are_an_error(steps: str, accumulation: int, problem: str) -> None:
+def test_unexpected_steps_are_an_error(steps: str, accumulation: int, problem: str) -> None:
     with pytest.raises(ZeusBSOConfigError, match=problem):
         trained(steps, accumulation).check()
 
@@ -329,7 +327,7 @@ def test_other_steps_are_an_error(steps: str, accumulation: int, problem: str) -
 @pytest.mark.parametrize(
     "steps", [[[1], [1], [1], [1], [0, 1], [1]], [[0], [1], [0], [1]]], ids=["one more often", "by turns"]
 )
-def test_two_optimizers_step_after_each_batch_together(steps: list[list[int]]) -> None:
+def test_two_optimizers_may_step_after_the_same_batch(steps: list[list[int]]) -> None:
     both = optimizers(2)
     count = StepCount(both, 1)
     for numbers in steps:
@@ -340,7 +338,7 @@ def test_two_optimizers_step_after_each_batch_together(steps: list[list[int]]) -
     assert not count.is_counting
 
 
-def test_what_is_no_torch_optimizer_is_not_counted() -> None:
+def test_foreign_optimizer_is_not_counted() -> None:
     count = StepCount([object()], 1)
     assert not count.is_counting
     count.check()
@@ -369,12 +367,14 @@ sizes = st.integers(1, 10_000)
         (2, {"world_size": 1, "accumulation": 4, "max_per_device": 8}, None),
     ],
 )
-def test_a_global_size_is_spread(global_batch_size: int, options: dict[str, int], split: BatchSplit | None) -> None:
+def test_global_size_is_split_over_devices_and_accumulation(
+    global_batch_size: int, options: dict[str, int], split: BatchSplit | None
+) -> None:
     assert split_batch(global_batch_size, **options) == split
 
 
 @given(global_batch_size=sizes, world_size=st.integers(1, 8), accumulation=st.integers(1, 8), limit=st.none() | sizes)
-def test_a_split_adds_up_and_accumulates_no_more_than_needed(
+def test_split_adds_up_and_accumulates_as_little_as_possible(
     global_batch_size: int, world_size: int, accumulation: int, limit: int | None
 ) -> None:
     split = split_batch(global_batch_size, world_size=world_size, accumulation=accumulation, max_per_device=limit)
@@ -405,7 +405,7 @@ LOADERS: dict[str, Callable[[], DataLoader[Any]]] = {
 
 
 @pytest.mark.parametrize("make", LOADERS.values(), ids=LOADERS.keys())
-def test_a_loader_delivers_another_size_until_that_is_undone(make: Callable[[], DataLoader[Any]]) -> None:
+def test_loader_delivers_the_set_size_until_undone(make: Callable[[], DataLoader[Any]]) -> None:
     loader, patches = make(), Patches()
     resize_loader(loader, 48, patches)
     assert delivered_batch_size(loader) == 48
@@ -416,20 +416,20 @@ def test_a_loader_delivers_another_size_until_that_is_undone(make: Callable[[], 
     assert images_per_batch(loader) == [16] * 10 + [8]
 
 
-# Python 3.12 and newer warn of forking beside threads; torch has some, and its workers do not touch them.
+# Python 3.12 and newer warn of forking with threads; torch has threads, but its workers do not use them.
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
-def test_workers_that_stay_deliver_the_size_too() -> None:
+def test_persistent_workers_deliver_the_set_size() -> None:
     loader = DataLoader(models.digits()[0], batch_size=16, num_workers=1, persistent_workers=True)
     assert images_per_batch(loader)[0] == 16
     resize_loader(loader, 48, Patches())
     assert images_per_batch(loader) == [48, 48, 48, 24]
 
 
-def test_a_loader_of_the_right_size_is_left_alone() -> None:
+def test_loader_of_the_right_size_is_left_unchanged() -> None:
     loader, patches = models.train_loader(), Patches()
     assert loader.batch_sampler is not None
     resize_loader(loader, models.USERS_SIZE, patches)
-    loader.batch_sampler.batch_size = 5  # type: ignore[attr-defined]  # a plain loader's has it
+    loader.batch_sampler.batch_size = 5  # type: ignore[attr-defined]  # a plain loader's sampler has the attribute
     patches.undo()
     assert delivered_batch_size(loader) == 5
 
@@ -442,7 +442,7 @@ FIXED: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize("make", FIXED.values(), ids=FIXED.keys())
-def test_data_in_fixed_batches_is_refused(make: Callable[[], Any]) -> None:
+def test_data_in_fixed_batches_are_refused(make: Callable[[], Any]) -> None:
     data = make()
     assert delivered_batch_size(data) is None
     with pytest.raises(

@@ -1,4 +1,4 @@
-"""`ZeusDataLoader` with real passes over data, and a meter whose figures are known."""
+"""`ZeusDataLoader` with real passes over data and a meter with known figures."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from zeus_plugins.dataloader.loader import ZeusDataLoader
 from zeus_plugins.errors import ZeusBSOBadOperationError, ZeusBSOConfigError, ZeusBSOOperationOrderError
 from zeus_plugins.power_limit import PowerLimitProfile, ReplayMachine, ReplayPoint
 
-# Each batch of 4 takes one second and 10 J; at η = 0.5 and 100 W at most that is a cost of 55 J.
+# Each batch of 4 takes 1 s and 10 J; at η = 0.5 and a maximum of 100 W, the cost is 55 J.
 STEP_COST_J = 0.5 * 10 + 0.5 * 100 * 1
 DATA: Dataset[Any] = TensorDataset(torch.arange(8.0))  # two batches of 4
-EVALUATION: Dataset[Any] = TensorDataset(torch.arange(4.0))  # one
+EVALUATION: Dataset[Any] = TensorDataset(torch.arange(4.0))  # one batch
 EPOCH_COST_J = 3 * STEP_COST_J
 
 
@@ -61,7 +61,7 @@ class Bench:
             epochs.append(epoch)
             self.step(self.train)
             self.step(self.evaluate)
-            self.steps += 7  # What is done between passes does not count.
+            self.steps += 7  # Steps between passes do not count.
             self.train.report_metric(next(metrics))
         return epochs
 
@@ -70,7 +70,7 @@ class Bench:
         return json.loads(self.result_path.read_text())
 
 
-def test_a_training_that_reaches_the_target_tells_what_it_cost(tmp_path: Path) -> None:
+def test_training_at_the_target_records_the_cost(tmp_path: Path) -> None:
     bench = Bench(tmp_path / "made")
     assert bench.run(iter([0.5, math.nan, 0.95])) == [0, 1, 2]
     assert bench.train.reached
@@ -87,7 +87,7 @@ def test_a_training_that_reaches_the_target_tells_what_it_cost(tmp_path: Path) -
     assert [path.name for path in (tmp_path / "made").iterdir()] == [bench.result_path.name]
 
 
-def test_a_script_may_leave_the_loop_once_it_has_reached_the_target(tmp_path: Path) -> None:
+def test_script_may_leave_the_loop_at_the_target(tmp_path: Path) -> None:
     bench = Bench(tmp_path)
     for _ in bench.train.epochs():
         bench.step(bench.train)
@@ -97,13 +97,13 @@ def test_a_script_may_leave_the_loop_once_it_has_reached_the_target(tmp_path: Pa
     assert (bench.result["reached"], bench.result["end_epoch"], bench.result["time"]) == (True, 1, 2.0)
 
 
-def test_a_training_without_the_target_ends_with_its_epochs(tmp_path: Path) -> None:
+def test_training_without_the_target_ends_with_the_last_epoch(tmp_path: Path) -> None:
     bench = Bench(tmp_path, max_epochs=3)
     assert bench.run(iter([0.1] * 9)) == [0, 1, 2]
     assert (bench.result["reached"], bench.result["end_epoch"]) == (False, 3)
 
 
-def test_a_lower_metric_may_be_the_better_one(tmp_path: Path) -> None:
+def test_lower_metric_may_be_better(tmp_path: Path) -> None:
     bench = Bench(tmp_path)
     for _ in bench.train.epochs():
         bench.train.report_metric(1.5 - bench.train.dataset[0][0].item() - 0.7, higher_is_better_metric=False)
@@ -113,13 +113,13 @@ def test_a_lower_metric_may_be_the_better_one(tmp_path: Path) -> None:
 
 @given(st.floats(0.0, 20.0), st.integers(1, 12), st.integers(1, 30))
 @settings(deadline=None, max_examples=examples(60))
-def test_no_epoch_begins_whose_cost_would_cross_the_threshold(
+def test_epoch_crossing_the_threshold_does_not_begin(
     tmp_path_factory: pytest.TempPathFactory, threshold_epochs: float, max_epochs: int, reached_at: int
 ) -> None:
     threshold_j = threshold_epochs * EPOCH_COST_J
     bench = Bench(tmp_path_factory.mktemp("run"), max_epochs=max_epochs, ZEUS_COST_THRESH=str(threshold_j))
     trained = len(bench.run(0.9 if epoch == reached_at else 0.1 for epoch in range(1, 99)))
-    # The first epoch tells what one costs.
+    # The first epoch shows the cost of an epoch.
     affordable = max(1, int(threshold_j / EPOCH_COST_J))
     assert trained == min(affordable, max_epochs, reached_at)
     assert bench.result["reached"] == (reached_at <= min(affordable, max_epochs))
@@ -127,7 +127,7 @@ def test_no_epoch_begins_whose_cost_would_cross_the_threshold(
     assert trained == 1 or bench.result["cost"] <= threshold_j
 
 
-def test_an_exception_leaves_no_result_and_a_pass_that_is_cut_short_counts(tmp_path: Path) -> None:
+def test_exception_leaves_no_result_and_an_interrupted_pass_counts(tmp_path: Path) -> None:
     bench = Bench(tmp_path)
 
     def train() -> None:
@@ -146,7 +146,7 @@ def test_an_exception_leaves_no_result_and_a_pass_that_is_cut_short_counts(tmp_p
     assert bench.train._training.time_s == 2.0
 
 
-def test_loaders_are_used_in_their_order(tmp_path: Path) -> None:
+def test_loaders_must_be_used_in_order(tmp_path: Path) -> None:
     bench = Bench(tmp_path)
     with pytest.raises(ZeusBSOOperationOrderError, match="train inside"):
         next(iter(bench.train))
@@ -158,13 +158,13 @@ def test_loaders_are_used_in_their_order(tmp_path: Path) -> None:
         bench.train.report_metric(0.5)
     bench.step(bench.evaluate)  # Before the training: not counted.
     bench.run(iter([1.0]))
-    bench.step(bench.evaluate)  # Nor after it.
+    bench.step(bench.evaluate)  # After the training: not counted either.
     assert bench.result["time"] == 3.0
     with pytest.raises(ZeusBSOOperationOrderError, match="a loader trains once"):
         next(iter(bench.train.epochs()))
 
 
-def test_passes_do_not_overlap(tmp_path: Path) -> None:
+def test_passes_must_not_overlap(tmp_path: Path) -> None:
     bench = Bench(tmp_path)
     for _ in bench.train.epochs():
         first = iter(bench.train)
@@ -175,7 +175,7 @@ def test_passes_do_not_overlap(tmp_path: Path) -> None:
         bench.train.report_metric(1.0)
 
 
-def test_evaluation_belongs_to_a_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_evaluation_loader_requires_a_training_loader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ZeusDataLoader, "_latest", None)
     with pytest.raises(ZeusBSOConfigError, match="belongs to a training loader, and there is none"):
         ZeusDataLoader(EVALUATION, 4)
@@ -203,14 +203,14 @@ def test_evaluation_belongs_to_a_training(tmp_path: Path, monkeypatch: pytest.Mo
         ({}, {"sampler": DistributedSampler(DATA, 2, 0)}, "pass distributed='dp' too"),
     ],
 )
-def test_what_cannot_work_is_told(environ: dict[str, str], options: dict[str, Any], says: str) -> None:
+def test_unusable_setting_is_reported(environ: dict[str, str], options: dict[str, Any], says: str) -> None:
     needed: dict[str, Any] = {"batch_size": 4, "max_epochs": 1, "monitor": CountingMonitor(int)}
     with pytest.raises(ZeusBSOConfigError, match=says.replace("(", r"\(").replace(".", r"\.")):
         ZeusDataLoader(DATA, **needed | {"environ": {"ZEUS_TARGET_METRIC": "0.9", **environ}} | options)
 
 
 @pytest.mark.slow
-def test_the_example_works_alone(tmp_path: Path) -> None:
+def test_example_works_without_a_master(tmp_path: Path) -> None:
     script = ROOT / "examples" / "master" / "digits.py"
     arguments = ["--batch-size", "64", "--lr", "0.003", "--epochs", "2", "--seed", "1"]
     environ = {**os.environ, "PYTHONPATH": str(ROOT), "ZEUS_TARGET_METRIC": "0.999", "ZEUS_ESTIMATED_POWER_W": "50"}
@@ -228,7 +228,8 @@ def test_the_example_works_alone(tmp_path: Path) -> None:
 # --- Power limits of a replayed machine -------------------------------------------------------------------------------
 
 
-# Cost per step at η = 0.5 and 200 W at most: 150 W 1.2·(75 + 100) = 210 J; 175 W 183.75 J; 200 W 1·(100 + 100) = 200 J.
+# Cost per step at η = 0.5 and a maximum of 200 W. 150 W: 1.2·(75 + 100) = 210 J; 175 W: 183.75 J; 200 W: 1·(100 + 100)
+# = 200 J.
 TABLE = {150.0: ReplayPoint(1.2, 150.0), 175.0: ReplayPoint(1.05, 150.0), 200.0: ReplayPoint(1.0, 200.0)}
 STEPS = 20
 
@@ -236,7 +237,7 @@ STEPS = 20
 def trained(
     directory: Path, machine: ReplayMachine, *, epochs: int = 3, fails: bool = False, **environ: str
 ) -> list[float]:
-    """The limits in force at the end of each step."""
+    """Train and return the limit in force at the end of each step."""
     required = {"ZEUS_TARGET_METRIC": "1", "ZEUS_LOG_DIR": str(directory), "ZEUS_PROFILE_PARAMS": "1,4"}
     loader: ZeusDataLoader[Any] = ZeusDataLoader(
         TensorDataset(torch.arange(float(STEPS))),
@@ -261,7 +262,7 @@ def result_of(directory: Path) -> Any:
     return json.loads((directory / "rec01+try01+bs1.train.json").read_text())
 
 
-def test_the_best_limit_is_found_kept_and_given_back(tmp_path: Path) -> None:
+def test_best_limit_is_found_kept_and_restored(tmp_path: Path) -> None:
     machine = ReplayMachine(TABLE)
     limits = trained(tmp_path, machine)
     assert limits[:15] == [200.0] * 5 + [175.0] * 5 + [150.0] * 5
@@ -274,12 +275,12 @@ def test_the_best_limit_is_found_kept_and_given_back(tmp_path: Path) -> None:
     assert profile.limits_w == (150.0, 175.0, 200.0)
 
 
-def test_a_later_run_in_the_same_directory_pays_for_no_profile(tmp_path: Path) -> None:
+def test_later_run_in_the_same_directory_skips_the_profile(tmp_path: Path) -> None:
     trained(tmp_path, ReplayMachine(TABLE))
     assert set(trained(tmp_path, ReplayMachine(TABLE), epochs=1)) == {175.0}
 
 
-def test_an_observer_keeps_the_limit_and_counts_as_if_the_best_were_in_force(tmp_path: Path) -> None:
+def test_observer_keeps_the_limit_and_counts_the_cost_of_the_best_limit(tmp_path: Path) -> None:
     trained(tmp_path, ReplayMachine(TABLE))
     machine = ReplayMachine(TABLE)
     assert set(trained(tmp_path, machine, epochs=2, ZEUS_USE_OPTIMAL_PL="False")) == {200.0}
@@ -289,14 +290,14 @@ def test_an_observer_keeps_the_limit_and_counts_as_if_the_best_were_in_force(tmp
     assert result["power_limit_w"] == 175.0
 
 
-def test_a_crash_gives_the_limit_back(tmp_path: Path) -> None:
+def test_crash_restores_the_limit(tmp_path: Path) -> None:
     machine = ReplayMachine(TABLE)
     with pytest.raises(RuntimeError, match="the data are gone"):
         trained(tmp_path, machine, fails=True)
     assert machine.devices[0].limit_w() == 200.0
 
 
-def test_without_parameters_no_limit_is_touched(tmp_path: Path) -> None:
+def test_without_parameters_no_limit_is_changed(tmp_path: Path) -> None:
     machine = ReplayMachine(TABLE)
     assert set(trained(tmp_path, machine, ZEUS_PROFILE_PARAMS="")) == {200.0}
     assert "power_limit_w" not in result_of(tmp_path)
@@ -305,6 +306,6 @@ def test_without_parameters_no_limit_is_touched(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "value"), [("ZEUS_PROFILE_PARAMS", "10"), ("ZEUS_PROFILE_PARAMS", "a,b"), ("ZEUS_USE_OPTIMAL_PL", "yes")]
 )
-def test_variables_that_cannot_be_read_are_told(tmp_path: Path, name: str, value: str) -> None:
+def test_invalid_variables_are_reported(tmp_path: Path, name: str, value: str) -> None:
     with pytest.raises(ZeusBSOConfigError, match=f"{name} is '{value}'"):
         trained(tmp_path, ReplayMachine(TABLE), **{name: value})

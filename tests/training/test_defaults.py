@@ -1,4 +1,4 @@
-"""Jobs that are made of a target and of what a training tells: literal values, and what holds for all of them."""
+"""Jobs derived from a target and the facts of a training: literal values, and general properties."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ def plan(monitor: str = "val_acc", target: float = 0.97, facts: dict[str, Any] |
     return planned(JobWish(monitor=monitor, target=target, **said), told)
 
 
-# What is guessed
+# Guesses
 
 
-def test_a_target_and_a_metric_make_a_job() -> None:
+def test_target_and_metric_make_a_job() -> None:
     guessed = plan()
     assert guessed.job == JobSpec(
         job_id_prefix="train-Net-val_acc-0.97",
@@ -69,13 +69,13 @@ def test_a_target_and_a_metric_make_a_job() -> None:
     ],
     ids=lambda value: str(value) if isinstance(value, dict) else "",
 )
-def test_sizes_are_halves_and_doubles_as_far_as_devices_and_data_allow(
+def test_sizes_are_halves_and_doubles_within_the_limits_of_devices_and_data(
     facts: dict[str, Any], sizes: tuple[int, ...]
 ) -> None:
     assert plan(facts=facts).job.batch_sizes == sizes
 
 
-def test_sizes_that_cannot_be_trained_are_left_out() -> None:
+def test_untrainable_sizes_are_left_out() -> None:
     def check(size: int) -> None:
         if size in (8, 512):
             raise ZeusBSOConfigError("no")
@@ -83,7 +83,7 @@ def test_sizes_that_cannot_be_trained_are_left_out() -> None:
     assert planned(JobWish(monitor="val_acc"), FACTS, check_size=check).job.batch_sizes == (16, 32, 64, 128, 256)
 
 
-def test_a_size_of_the_script_that_cannot_be_trained_is_refused() -> None:
+def test_untrainable_size_of_the_script_is_refused() -> None:
     with pytest.raises(ZeusBSOConfigError, match=r"^ends too soon$"):
         planned(JobWish(monitor="val_acc"), FACTS, check_size=failing(ZeusBSOConfigError("ends too soon")))
 
@@ -95,9 +95,7 @@ def test_a_size_of_the_script_that_cannot_be_trained_is_refused() -> None:
     st.text(max_size=400),
     st.text(max_size=400),
 )
-def test_every_training_gets_a_job_that_it_can_train(
-    unit: int, times: int, more: int | None, script: str, model: str
-) -> None:
+def test_every_training_gets_a_trainable_job(unit: int, times: int, more: int | None, script: str, model: str) -> None:
     samples = None if more is None else unit * times + more
     facts = {"unit": unit, "step_size": unit * times, "samples": samples, "script": script, "model": model}
     guessed = plan(facts=facts)
@@ -120,17 +118,17 @@ def test_every_training_gets_a_job_that_it_can_train(
         ({"step_size": None}, "cannot be told before it begins: .*or describe the job by job="),
     ],
 )
-def test_a_size_of_the_script_that_is_unknown_or_cannot_work_is_told(facts: dict[str, Any], problem: str) -> None:
+def test_unknown_or_unusable_size_of_the_script_is_reported(facts: dict[str, Any], problem: str) -> None:
     with pytest.raises(ZeusBSOConfigError, match=problem):
         plan(facts=facts)
 
 
-def test_the_id_is_of_script_model_target_and_hardware() -> None:
+def test_id_depends_on_script_model_target_and_hardware() -> None:
     own = "train-Net-val_acc-0.97-2xNVIDIA-A100-SXM4-80GB"
     assert plan(facts={"devices": 2}).on(GPUS).job_id == own
     for facts in ({"script": "tune"}, {"model": "Big"}, {"devices": 4}):
         assert plan(facts={"devices": 2, **facts}).on(GPUS).job_id != own
-    # Neither the length of the data nor stated watts make another job.
+    # Neither the amount of data nor stated watts lead to another job.
     for samples in (1500, None):
         other = plan(facts={"devices": 2, "samples": samples, "max_epochs": 50})
         assert other.on(GPUS.model_copy(update={"max_power": 600.0})).job_id == own
@@ -147,17 +145,17 @@ def test_the_id_is_of_script_model_target_and_hardware() -> None:
         ("drift", {"target": 0.5, "mode": "max"}, "train-Net-drift-0.5-max"),
     ],
 )
-def test_the_id_has_metric_target_and_an_unexpected_mode(monitor: str, said: dict[str, Any], prefix: str) -> None:
+def test_id_contains_metric_target_and_an_unexpected_mode(monitor: str, said: dict[str, Any], prefix: str) -> None:
     assert plan(monitor, **said).job.job_id_prefix == prefix
 
 
-def test_a_long_id_ends_with_a_digest() -> None:
+def test_long_id_ends_with_a_digest() -> None:
     ids = {plan(facts={"model": "M" * 300 + end}).on(GPUS).job_id or "" for end in "ab"}
     assert len(ids) == 2
     assert all(len(job_id) <= MAX_ID_LENGTH for job_id in ids)
 
 
-def test_a_stated_id_is_the_id() -> None:
+def test_stated_id_is_used_unchanged() -> None:
     guessed = plan(job_id="digits-nightly")
     assert (guessed.on(GPUS).job_id, guessed.job.job_id_prefix) == ("digits-nightly", "digits-nightly")
     assert "job_id" not in guessed.guessed
@@ -165,7 +163,7 @@ def test_a_stated_id_is_the_id() -> None:
     assert (named.on(GPUS).job_id, "job_id" in named.guessed) == ("of-the-environment", False)
 
 
-def test_a_trainer_without_a_limit_gets_that_of_a_job() -> None:
+def test_trainer_without_a_limit_gets_the_default_max_epochs() -> None:
     assert plan(facts={"max_epochs": None}).job.max_epochs == 100
 
 
@@ -180,7 +178,7 @@ def test_a_trainer_without_a_limit_gets_that_of_a_job() -> None:
         ("/bin/my-train", "my-train"),
     ],
 )
-def test_the_name_of_a_script(argument: str, name: str) -> None:
+def test_name_of_a_script_is_the_file_or_module(argument: str, name: str) -> None:
     assert script_name(argument) == name
 
 
@@ -193,7 +191,7 @@ def test_the_name_of_a_script(argument: str, name: str) -> None:
         (None, None, "notebook"),
     ],
 )
-def test_the_name_of_a_notebook_is_not_that_of_its_kernel(
+def test_name_of_a_notebook_differs_from_the_kernel(
     monkeypatch: pytest.MonkeyPatch, code_file: str | None, session: str | None, name: str
 ) -> None:
     monkeypatch.setattr(sys.modules["__main__"], "__vsc_ipynb_file__", code_file, raising=False)
@@ -204,10 +202,10 @@ def test_the_name_of_a_notebook_is_not_that_of_its_kernel(
         assert script_name(f"/usr/lib/python3/dist-packages/{kernel}") == name
 
 
-# What is said
+# Stated arguments
 
 
-def test_stated_sizes_join_the_scripts_own() -> None:
+def test_stated_sizes_join_the_scripts_size() -> None:
     assert plan(batch_sizes=(32, 128)).job.batch_sizes == (32, 64, 128)
     assert plan(batch_sizes=(32, 64)).job.batch_sizes == (32, 64)
 
@@ -222,17 +220,17 @@ def test_stated_sizes_join_the_scripts_own() -> None:
         ),
     ],
 )
-def test_too_little_and_too_much_is_refused(said: dict[str, Any], problem: str) -> None:
+def test_missing_or_contradictory_arguments_are_refused(said: dict[str, Any], problem: str) -> None:
     with pytest.raises(ZeusBSOConfigError, match=problem):
         JobWish(monitor="val_acc", **said)
 
 
-def test_a_whole_job_is_taken_as_it_is() -> None:
+def test_complete_job_is_used_unchanged() -> None:
     job = plan().job
     assert planned(JobWish(job=job, monitor="val_acc")) == JobPlan(job=job, monitor="val_acc")
 
 
-# The direction
+# Direction
 
 
 @pytest.mark.parametrize(
@@ -243,7 +241,7 @@ def test_a_whole_job_is_taken_as_it_is() -> None:
         *[(name, True) for name in ("val_acc", "f1", "reward")],
     ],
 )
-def test_the_direction_follows_from_words_of_the_name(monitor: str, *, higher: bool) -> None:
+def test_direction_follows_from_words_of_the_name(monitor: str, *, higher: bool) -> None:
     assert plan(monitor).job.higher_is_better_metric is higher
     job = JobSpec(job_id_prefix="job", batch_sizes=(8,), default_batch_size=8)
     taken = planned(JobWish(job=job, monitor=monitor))
@@ -263,7 +261,7 @@ def test_the_direction_follows_from_words_of_the_name(monitor: str, *, higher: b
         ("loss_accuracy", False, None),
     ],
 )
-def test_a_direction_that_the_name_contradicts_is_taken_with_a_warning(
+def test_direction_contradicting_the_name_is_used_with_a_warning(
     monitor: str, warning: str | None, *, said: bool
 ) -> None:
     job = JobSpec(job_id_prefix="j", batch_sizes=(8,), default_batch_size=8, higher_is_better_metric=said)
@@ -281,7 +279,7 @@ def test_a_direction_that_the_name_contradicts_is_taken_with_a_warning(
         ("val_acc", {"ModelCheckpoint(mode='max')": "max"}, True),
     ],
 )
-def test_other_settings_of_the_script_give_the_direction(monitor: str, modes: Any, *, higher: bool) -> None:
+def test_settings_of_the_script_give_the_direction(monitor: str, modes: Any, *, higher: bool) -> None:
     wish = JobWish(monitor=monitor, target=0.5)
     assert planned(wish, FACTS, modes).job.higher_is_better_metric is higher
     job = JobSpec(job_id_prefix="job", batch_sizes=(8,), default_batch_size=8)
@@ -301,7 +299,7 @@ def test_other_settings_of_the_script_give_the_direction(monitor: str, modes: An
         ("drift", {"ModelCheckpoint(mode='min')": "min", "EarlyStopping(mode='max')": "max"}, "says lower and Early"),
     ],
 )
-def test_an_unclear_direction_is_asked_for(monitor: str, modes: Any, problem: str) -> None:
+def test_unclear_direction_is_requested(monitor: str, modes: Any, problem: str) -> None:
     with pytest.raises(ZeusBSOConfigError, match=f"{problem}.*: say mode='max' or mode='min'$"):
         planned(JobWish(monitor=monitor, target=0.5), FACTS, modes)
     assert planned(JobWish(monitor=monitor, target=0.5, mode="min"), FACTS, modes).job.higher_is_better_metric is False
@@ -320,7 +318,7 @@ def test_an_unclear_direction_is_asked_for(monitor: str, modes: Any, problem: st
         (1000.0, 0.5, False, None),
     ],
 )
-def test_a_first_report_tells_of_a_target_that_was_hardly_meant(
+def test_first_report_reveals_an_implausible_target(
     target: float, metric: float, warning: str | None, *, reached: bool
 ) -> None:
     said = first_report_warning(plan(target=target).job, "val_acc", metric, is_reached=reached)
@@ -328,7 +326,7 @@ def test_a_first_report_tells_of_a_target_that_was_hardly_meant(
     assert re.search(warning or "", said or "")
 
 
-# A trainer that ends before the job
+# Trainer that ends before the job
 
 
 @pytest.mark.parametrize(
@@ -343,7 +341,7 @@ def test_a_first_report_tells_of_a_target_that_was_hardly_meant(
          "each training"),
     ],
 )  # fmt: skip
-def test_a_trainer_that_ends_before_the_job_is_refused(limit: int, trained: int, problem: str | None) -> None:
+def test_trainer_ending_before_the_job_is_refused(limit: int, trained: int, problem: str | None) -> None:
     check_epochs(0, limit, "Trainer(n={})", trained=trained)
     with nullcontext() if problem is None else pytest.raises(ZeusBSOConfigError, match=f"^{re.escape(problem)}$"):
         check_epochs(3, limit, "Trainer(n={})", trained=trained)

@@ -1,4 +1,4 @@
-"""Real fits that would not train at the size that was set: none reports it, and none costs a batch size a try."""
+"""Real fits that would not train at the set size: no report is sent, and no batch size loses an attempt."""
 
 from __future__ import annotations
 
@@ -68,14 +68,14 @@ LIGHTNING: dict[str, tuple[Callable[[], Any], Callable[[], Any], str]] = {
 
 
 def is_withdrawn(bench: JobBench) -> bool:
-    """True if the only trial was, without a report; then the next one gets the same size."""
+    """Return True if the only trial was withdrawn without a report, so that the next trial gets its size."""
     trial = bench.only_trial()
     return (trial.state, trial.end_reason, trial.epochs) == (TrialState.WITHDRAWN, EndReason.REFUSED, None)
 
 
 @pytest.mark.filterwarnings("ignore:Your `IterableDataset` has `__len__` defined:UserWarning")
 @pytest.mark.parametrize(("module", "data", "problem"), LIGHTNING.values(), ids=LIGHTNING.keys())
-def test_a_lightning_training_at_another_size_is_refused(
+def test_lightning_training_at_a_wrong_size_is_refused(
     bench: Bench, module: Callable[[], Any], data: Callable[[], Any], problem: str
 ) -> None:
     with pytest.raises(ZeusBSOConfigError, match=problem):
@@ -83,7 +83,7 @@ def test_a_lightning_training_at_another_size_is_refused(
     assert is_withdrawn(bench)
 
 
-def test_a_length_that_cannot_follow_is_found_at_the_scripts_own_size(bench: Bench) -> None:
+def test_fixed_length_is_detected_at_the_scripts_own_size(bench: Bench) -> None:
     own = bench.job(batch_sizes=(16, 32), default_batch_size=16)
     with pytest.raises(ZeusBSOConfigError, match="176 samples at batch size 16 and 352 at 32"):
         quiet_trainer(bench.callback(own)).fit(Classifier(), DataLoader(digits()[0], batch_sampler=FixedLength()))
@@ -91,7 +91,7 @@ def test_a_length_that_cannot_follow_is_found_at_the_scripts_own_size(bench: Ben
 
 
 @pytest.mark.parametrize("is_guessed", [True, False])
-def test_a_sampler_that_is_made_for_the_present_size_is_right(bench: Bench, is_guessed: bool) -> None:
+def test_sampler_made_for_the_present_size_is_accepted(bench: Bench, is_guessed: bool) -> None:
     module = Classifier()
     job = bench.job()
     if is_guessed:
@@ -101,7 +101,7 @@ def test_a_sampler_that_is_made_for_the_present_size_is_right(bench: Bench, is_g
     assert module.seen_sizes == (EPOCH_OF_24 if is_guessed else EPOCH_OF_48)
 
 
-# Sizes that cannot run
+# Impossible sizes
 
 IMPOSSIBLE: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
     "little data": (
@@ -133,7 +133,7 @@ IMPOSSIBLE: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize(("data", "options", "problem"), IMPOSSIBLE.values(), ids=IMPOSSIBLE.keys())
-def test_a_described_size_that_cannot_run_is_refused_before_a_trial(
+def test_impossible_size_of_a_described_job_is_refused_before_a_trial(
     bench: Bench, data: Callable[[], Any], options: dict[str, Any], problem: str
 ) -> None:
     with pytest.raises(ZeusBSOConfigError, match=problem):
@@ -144,7 +144,7 @@ def test_a_described_size_that_cannot_run_is_refused_before_a_trial(
 @pytest.mark.parametrize(
     ("options", "sizes"),
     [
-        ({"val_check_interval": 5}, (2, 4, 8, 16, 32)),  # 168 images make five batches of 42
+        ({"val_check_interval": 5}, (2, 4, 8, 16, 32)),  # 168 images make five batches of 42 at most
         ({"val_check_interval": 0.5}, (2, 4, 8, 16, 32, 64, 128)),
         ({"max_steps": 11}, (16, 32, 64, 128)),
         ({"max_steps": 11, "val_check_interval": 0.5}, (8, 16, 32, 64, 128)),
@@ -152,7 +152,7 @@ def test_a_described_size_that_cannot_run_is_refused_before_a_trial(
         ({"limit_train_batches": 9, "max_steps": 9}, (2, 4, 8, 16, 32, 64, 128)),
     ],
 )
-def test_sizes_that_cannot_run_are_not_guessed(
+def test_impossible_sizes_are_not_guessed(
     bench: Bench, options: dict[str, Any], sizes: tuple[int, ...], caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
@@ -167,7 +167,7 @@ def test_sizes_beyond_a_device_are_not_guessed_if_nothing_accumulates(bench: Ben
     assert bench.view().job.batch_sizes == (2, 4, 8, 16, 32)
 
 
-def test_data_that_a_later_hook_makes_keep_no_described_job_from_training(bench: Bench) -> None:
+def test_data_created_by_a_later_hook_do_not_prevent_a_described_job(bench: Bench) -> None:
     class Late(Classifier):
         data: Any = None
 
@@ -182,7 +182,7 @@ def test_data_that_a_later_hook_makes_keep_no_described_job_from_training(bench:
     assert module.seen_sizes == EPOCH_OF_48
 
 
-def test_a_callback_that_was_rehearsed_counts_steps_as_a_new_one_does(bench: Bench) -> None:
+def test_rehearsed_callback_counts_steps_like_a_new_callback(bench: Bench) -> None:
     callback = bench.callback()
     quiet_trainer(callback, fast_dev_run=True).fit(Classifier(), train_loader())
     with pytest.raises(ZeusBSOConfigError, match="an optimizer step followed after each 2 batches"):
@@ -190,7 +190,7 @@ def test_a_callback_that_was_rehearsed_counts_steps_as_a_new_one_does(bench: Ben
     assert is_withdrawn(bench)
 
 
-def test_batches_of_different_sizes_that_follow_are_trained(bench: Bench) -> None:
+def test_variable_batches_of_the_right_mean_size_are_trained(bench: Bench) -> None:
     module = Classifier()
     quiet_trainer(bench.callback()).fit(module, DataLoader(digits()[0], batch_sampler=Ragged()))
     assert module.seen_sizes == [44, 52, 46, 50, 47, 49]
@@ -215,16 +215,14 @@ def test_several_loaders_keep_their_proportion(
     assert caplog.text.count("keep their proportion: [16, 4] samples become [48, 12]") == 1
 
 
-def test_a_proportion_that_cannot_be_kept_is_refused(bench: Bench) -> None:
+def test_indivisible_proportion_is_refused(bench: Bench) -> None:
     loaders = [DataLoader(digits()[0], batch_size=16), DataLoader(digits()[0], batch_size=3)]
     with pytest.raises(ZeusBSOConfigError, match=r"16:3 samples, which cannot become 24 .* multiples of 16 for each"):
         quiet_trainer(bench.callback(bench.job(batch_sizes=(24,), default_batch_size=24))).fit(Classifier(), loaders)
     assert is_withdrawn(bench)
 
 
-def test_a_metric_that_does_not_exist_costs_the_batch_size_nothing(
-    bench: Bench, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_missing_metric_costs_the_batch_size_no_attempt(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(ZeusBSOConfigError, match="'accuracy' is not among the logged metrics"):
         quiet_trainer(bench.callback(monitor="accuracy")).fit(Classifier(), train_loader())
     assert bench.only_trial().end_reason is EndReason.REFUSED
@@ -244,7 +242,7 @@ EARLY: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
 
 
 @pytest.mark.parametrize(("options", "rule"), EARLY.values(), ids=EARLY.keys())
-def test_a_lightning_training_that_ends_by_its_own_rule_says_which(
+def test_lightning_training_ended_by_a_stopping_rule_names_the_rule(
     bench: Bench, options: Callable[[], dict[str, Any]], rule: str
 ) -> None:
     given = options()

@@ -1,4 +1,4 @@
-"""The direction of metrics by their names, beside lists of others."""
+"""Direction of metrics by name, compared with published lists."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ RISING = """
     cosine_similarity clip_score silhouette_score adjusted_rand_score nmi v_measure pass@1 eval/test_accuracy
 """
 UNKNOWN = "drift metric lossless glossary terror closs answer loss_accuracy samples_per_second entropy"
-# Classes of torchmetrics whose `higher_is_better` contradicts their own documentation.
+# Classes of torchmetrics in which `higher_is_better` contradicts the documentation.
 MISTAKEN = {"DaviesBouldinScore", "SpectralDistortionIndex", "WordInfoPreserved"}
 
 
 @pytest.mark.parametrize(("names", "expected"), [(FALLING, False), (RISING, True), (UNKNOWN, None)])
-def test_the_name_of_a_common_metric_gives_its_direction(names: str, *, expected: bool | None) -> None:
+def test_name_of_a_common_metric_gives_the_direction(names: str, *, expected: bool | None) -> None:
     assert [name for name in names.split() if is_higher_better(name) is not expected] == []
     assert is_higher_better("") is None
 
 
-def test_the_direction_agrees_with_the_classes_of_torchmetrics() -> None:
+def test_direction_agrees_with_the_classes_of_torchmetrics() -> None:
     torchmetrics = pytest.importorskip("torchmetrics", reason="no torchmetrics")
     parts = "audio classification clustering detection image multimodal nominal regression retrieval segmentation text"
     modules = [torchmetrics, *(importlib.import_module(f"torchmetrics.{part}") for part in parts.split())]

@@ -1,4 +1,4 @@
-"""Time and energy of one training after another, against listed measurements; no framework."""
+"""Time and energy of successive trainings from listed measurements, without a framework."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def listed(*measured: tuple[float, float]) -> ReplayMonitor:
     return ReplayMonitor([Measurement(time_s, energy_j, "replay") for time_s, energy_j in measured], GPUS)
 
 
-def test_epochs_add_up() -> None:
+def test_epochs_are_summed() -> None:
     run = EnergyRun()
     run.begin(FakeTrainer(), listed((2.0, 100.0), (3.0, 50.0), (9.0, 9.0)))
     for epoch_s, epoch_j, time_s, energy_j in [(2.0, 100.0, 2.0, 100.0), (3.0, 50.0, 5.0, 150.0)]:
@@ -30,7 +30,7 @@ def test_epochs_add_up() -> None:
     assert run.state() == {"time_s": 5.0, "energy_j": 150.0}
 
 
-def test_a_checkpoint_keeps_the_present_epoch() -> None:
+def test_checkpoint_includes_the_present_epoch() -> None:
     run = EnergyRun()
     run.begin(FakeTrainer(), listed((2.0, 100.0), (1.0, 10.0)))
     run.end_epoch()
@@ -38,7 +38,7 @@ def test_a_checkpoint_keeps_the_present_epoch() -> None:
 
 
 @pytest.mark.parametrize("is_restored", [True, False], ids=["restored before it begins", "given when it begins"])
-def test_a_training_goes_on_from_a_checkpoint(is_restored: bool) -> None:
+def test_training_continues_from_a_checkpoint(is_restored: bool) -> None:
     state = {"time_s": 2.0, "energy_j": 100.0, "epoch_time_s": 1.0, "epoch_energy_j": 10.0}
     run = EnergyRun()
     if is_restored:
@@ -50,7 +50,7 @@ def test_a_training_goes_on_from_a_checkpoint(is_restored: bool) -> None:
     assert (metrics["zeus/epoch_time_s"], metrics["zeus/time_s"], run.totals["energy_j"]) == (5.0, 7.0, 150.0)
 
 
-def test_beginning_again_changes_nothing_until_the_end() -> None:
+def test_second_begin_changes_nothing_until_the_end() -> None:
     run = EnergyRun()
     run.begin(FakeTrainer(), listed((2.0, 100.0), (3.0, 50.0)))
     run.begin(FakeTrainer(), listed(), {"time_s": 9.0, "energy_j": 9.0})
@@ -64,19 +64,19 @@ def test_beginning_again_changes_nothing_until_the_end() -> None:
     assert run.totals == {"time_s": 1.0, "energy_j": 1.0}
 
 
-def test_other_processes_than_the_first_measure_nothing() -> None:
+def test_only_the_first_process_measures() -> None:
     run = EnergyRun()
     run.begin(FakeTrainer(rank=1), listed())
     assert run.end_epoch() is None
     assert (run.is_measuring, run.totals, run.state()) == (False, {}, {})
 
 
-def test_several_machines_are_together_when_an_epoch_begins_and_ends() -> None:
+def test_machines_synchronize_at_the_begin_and_end_of_an_epoch() -> None:
     def train(port: FakeTrainer) -> dict[str, float]:
         port.machine = f"node {port.rank}"
         run = EnergyRun()
         run.begin(port, listed((2.0, 100.0), (3.0, 50.0)))
-        assert port.meetings == 3  # who is where, when their monitor is made, and before the first window
+        assert port.meetings == 3  # gathering places, creating the monitor, and before the first window
         assert run.is_measuring is (port.rank == 0)
         run.end_epoch()
         assert port.meetings == 4
@@ -87,7 +87,7 @@ def test_several_machines_are_together_when_an_epoch_begins_and_ends() -> None:
     assert on_each_rank(2, train) == [{"time_s": 2.0, "energy_j": 200.0}, {}]
 
 
-# --- monitors that fail in the middle ---------------------------------------------------------------------------------
+# --- Monitors that fail during a training -----------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -101,7 +101,7 @@ def clock() -> Clock:
 
 
 def spend(driver: FakeNvml, clock: Clock, time_s: float, power_w: float) -> None:
-    """Let time pass in which each GPU that is there draws so much."""
+    """Advance the clock while each present GPU draws `power_w` watts."""
     clock.now_s += time_s
     for gpu in driver.machine:
         if gpu.counter_mj is not None:
@@ -114,7 +114,7 @@ def metered(driver: FakeNvml, clock: Clock) -> EpochMeter:
     return meter
 
 
-def test_a_gpu_that_is_lost_ends_no_training_and_its_power_is_taken_as_before(
+def test_lost_gpu_ends_no_training_and_counts_with_the_former_power(
     driver: FakeNvml, clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, logger="zeus_plugins.energy")
@@ -127,7 +127,7 @@ def test_a_gpu_that_is_lost_ends_no_training_and_its_power_is_taken_as_before(
         spend(driver, clock, 4.0, 150.0)
         metrics = meter.end_epoch()
         assert (metrics["zeus/epoch_time_s"], metrics["zeus/epoch_energy_j"]) == (4.0, 1200.0)
-    lost.counter_mj = known_mj  # the driver was loaded again
+    lost.counter_mj = known_mj  # the driver was reloaded
     spend(driver, clock, 1.0, 100.0)
     meter.end_epoch()
     spend(driver, clock, 2.0, 200.0)
@@ -149,16 +149,14 @@ def test_a_gpu_that_is_lost_ends_no_training_and_its_power_is_taken_as_before(
     ]
 
 
-def test_a_gpu_that_is_lost_in_the_first_epoch_counts_with_its_maximum_power(driver: FakeNvml, clock: Clock) -> None:
+def test_gpu_lost_in_the_first_epoch_counts_with_maximum_power(driver: FakeNvml, clock: Clock) -> None:
     meter = metered(driver, clock)
     driver.machine[0].counter_mj = None
     spend(driver, clock, 2.0, 100.0)
     assert meter.state() == {"time_s": 0.0, "energy_j": 0.0, "epoch_time_s": 2.0, "epoch_energy_j": 2 * 1400.0}
 
 
-def test_an_energy_of_which_nothing_is_known_is_told(
-    driver: FakeNvml, clock: Clock, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_unknown_energy_is_reported(driver: FakeNvml, clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="zeus_plugins.energy")
     meter = metered(driver, clock)
     driver.machine[0].counter_mj = driver.machine[0].max_power_mw = None
@@ -170,7 +168,7 @@ def test_an_energy_of_which_nothing_is_known_is_told(
 
 
 class Stubborn(ReplayMonitor):
-    """Fails once at the end of a window, which stays open."""
+    """Fail once at the end of a window, which stays open."""
 
     has_failed = False
 
@@ -181,7 +179,7 @@ class Stubborn(ReplayMonitor):
         return super().end_window(name)
 
 
-def test_a_window_that_stays_open_does_not_keep_the_next_one_from_being_measured() -> None:
+def test_unclosed_window_does_not_prevent_the_next_measurement() -> None:
     run = EnergyRun()
     run.begin(FakeTrainer(), Stubborn([Measurement(2.0, 100.0, "replay")], GPUS))
     run.end_epoch()
@@ -190,7 +188,7 @@ def test_a_window_that_stays_open_does_not_keep_the_next_one_from_being_measured
     assert metrics["zeus/epoch_energy_j"] == 100.0
 
 
-def test_a_monitor_that_cannot_measure_when_the_training_begins_is_an_error(driver: FakeNvml) -> None:
+def test_monitor_failing_at_the_begin_of_a_training_is_an_error(driver: FakeNvml) -> None:
     driver.machine[0].counter_mj = None
     with pytest.raises(EnergyUnavailableError, match="gives no energy counter"):
         metered(driver, Clock())

@@ -1,4 +1,4 @@
-"""The environment variables of the training side: declared once, read in one place, and documented."""
+"""Environment variables of the training side: declared once, read in one module, and documented."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SECONDS = Variable("ZEUS_SECONDS", "the patience", "10", "seconds")
 
 
 def uses_of_the_environment(path: Path) -> list[int]:
-    """The lines that read the environment; handing it on to a child process, ``{**os.environ, …}``, is none."""
+    """Return the lines that read the environment, except for passing it to a child process, ``{**os.environ, …}``."""
     tree = ast.parse(path.read_text())
     handed_on = {
         id(value)
@@ -38,11 +38,11 @@ def uses_of_the_environment(path: Path) -> list[int]:
 @pytest.mark.parametrize(
     "path", sorted(ROOT.glob("zeus_plugins/**/*.py")), ids=lambda path: str(path.relative_to(ROOT))
 )
-def test_one_module_reads_the_environment(path: Path) -> None:
+def test_only_environment_py_reads_the_environment(path: Path) -> None:
     assert bool(uses_of_the_environment(path)) is (path.name == "environment.py")
 
 
-def test_the_documentation_lists_what_is_declared() -> None:
+def test_documentation_lists_the_declared_variables() -> None:
     lines = (ROOT / "docs" / "environment.md").read_text().splitlines()
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("| `")]
     assert rows == [[f"`{each.name}`", each.meaning, each.default, each.unit] for each in VARIABLES]
@@ -66,7 +66,7 @@ def test_each_variable_is_declared_once() -> None:
         (WATTS, None, None),
     ],
 )
-def test_a_number(variable: Variable, text: str | None, number: float | None) -> None:
+def test_number_is_read_from_a_variable(variable: Variable, text: str | None, number: float | None) -> None:
     assert variable.number({} if text is None else {variable.name: text}) == number
 
 
@@ -80,7 +80,7 @@ def test_a_number(variable: Variable, text: str | None, number: float | None) ->
         (WATTS, "", True),
     ],
 )
-def test_what_is_no_such_number_is_told_with_its_remedy(variable: Variable, text: str, is_positive: bool) -> None:
+def test_invalid_number_is_reported_with_a_remedy(variable: Variable, text: str, is_positive: bool) -> None:
     with pytest.raises(ZeusBSOConfigError) as caught:
         variable.number({variable.name: text}, is_positive=is_positive)
     wanted = f"a finite number of {variable.unit} above 0" if is_positive else "a number"
@@ -89,12 +89,12 @@ def test_what_is_no_such_number_is_told_with_its_remedy(variable: Variable, text
     )
 
 
-def test_the_process_is_asked_where_no_variables_are_given(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_process_environment_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ZEUS_SECONDS", "4")
     assert (SECONDS.text(), SECONDS.number(), SECONDS.text({})) == ("4", 4.0, None)
 
 
-def test_a_secret_is_not_shown() -> None:
+def test_secret_is_not_shown() -> None:
     secret = Variable("ZEUS_SECRET", "the password", is_secret=True)
     values = [{}, {"ZEUS_SECRET": ""}, {"ZEUS_SECRET": "hush"}]
     assert [secret.shown(environ) for environ in values] == [None, "", "(set)"]

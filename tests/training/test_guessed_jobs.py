@@ -1,4 +1,4 @@
-"""Recurrences of a job of which little was said, against a server in this process and a trainer without a framework."""
+"""Recurrences of a job described by few arguments, with an embedded server and a trainer without a framework."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def server(url: str) -> Iterator[ServerPort]:
         yield client
 
 
-def jobs_of(server: Any) -> dict[str, int]:  # a client of HTTP or of this process
-    """The trials of each job."""
+def jobs_of(server: Any) -> dict[str, int]:  # an HTTP client or the embedded server
+    """Return the number of trials of each job."""
     return {job.job_id: job.trials for job in server.list_jobs().jobs}
 
 
@@ -62,7 +62,7 @@ def run_of(url: str, wish: JobWish | None = None, **options: Any) -> TrialRun:
 
 
 def launched(url: str, port: FakeTrainer, *metrics: float, target: float | None = 0.9, **said: Any) -> TrialRun:
-    """A training that reports these metrics."""
+    """Run a training that reports these metrics."""
     options = {name: said.pop(name) for name in ("strict", "quiet") if name in said}
     run = run_of(url, JobWish(target=target, **{"monitor": "val_acc", **said}), on_failure="stop", **options)
     try:
@@ -77,7 +77,7 @@ def launched(url: str, port: FakeTrainer, *metrics: float, target: float | None 
     return run
 
 
-def test_a_launch_finds_the_registration_whatever_it_guesses(url: str, server: ServerPort) -> None:
+def test_launch_uses_the_registration_despite_different_guesses(url: str, server: ServerPort) -> None:
     launched(url, Net(), 0.95)
     registered = server.show_job(JOB_ID).job
     assert (registered.batch_sizes, registered.max_epochs) == ((8, 16, 32, 64, 128, 256, 512), 3)
@@ -90,7 +90,7 @@ def test_a_launch_finds_the_registration_whatever_it_guesses(url: str, server: S
     assert (view.job, view.trial_count) == (registered, 3)
 
 
-def test_a_trainer_with_other_epochs_revises_the_job(
+def test_changed_max_epochs_of_the_trainer_revise_the_job(
     url: str, server: ServerPort, caplog: pytest.LogCaptureFixture
 ) -> None:
     launched(url, Net(max_epochs=2), 0.1, 0.1)
@@ -104,7 +104,7 @@ def test_a_trainer_with_other_epochs_revises_the_job(
 
 
 @pytest.mark.parametrize("job_id", ["mine", None])
-def test_stated_terms_revise_the_job_and_others_follow_it(
+def test_stated_terms_revise_the_job_and_unstated_terms_follow_the_registration(
     url: str, server: ServerPort, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, job_id: str | None
 ) -> None:
     monkeypatch.setenv("ZEUS_JOB_ID", "mine")
@@ -120,20 +120,18 @@ def test_stated_terms_revise_the_job_and_others_follow_it(
     assert (view.job.eta_knob, len(view.revisions)) == (0.7, 2)
 
 
-def test_other_gpus_revise_the_job(url: str, server: ServerPort, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_changed_gpus_revise_the_job(url: str, server: ServerPort, monkeypatch: pytest.MonkeyPatch) -> None:
     launched(url, Net(), 0.95, job_id="mine")
     monkeypatch.setattr(f"{__name__}.GPUS", GpuConfig(max_power=300.0, number_of_gpus=1, gpu_model="H100"))
     launched(url, Net(), 0.95, job_id="mine")
     view = server.show_job("mine")
     assert view.revisions[0].in_words == "max_power 100 -> 300, gpu_model A40 -> H100"
     assert [trial.other_gpus for trial in view.trials] == [True, False]
-    # The results of the first run say nothing of the costs now.
+    # The first run's results do not apply to the new costs.
     assert view.min_cost_j == 0.5 * 10 + 0.5 * 300
 
 
-def test_results_that_come_late_never_revise_the_job(
-    url: str, server: ServerPort, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_late_results_never_revise_the_job(url: str, server: ServerPort, monkeypatch: pytest.MonkeyPatch) -> None:
     fields: dict[str, Any] = {"job_id": "mine", "job_id_prefix": "mine", "target_metric": 0.9, "max_epochs": 3}
     job = JobSpec(**fields, batch_sizes=(32, 64), default_batch_size=64, eta_knob=0.5)
     launched(url, Net(), 0.95, target=None, job=job)
@@ -149,7 +147,7 @@ def test_results_that_come_late_never_revise_the_job(
     assert [trial.origin for trial in view.trials][1] is Origin.OFFLINE
 
 
-def test_late_results_of_other_gpus_do_not_revise_the_job(
+def test_late_results_from_former_gpus_do_not_revise_the_job(
     url: str, server: ServerPort, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     launched(url, Net(), 0.95, job_id="mine")
@@ -166,18 +164,16 @@ def test_late_results_of_other_gpus_do_not_revise_the_job(
     assert view.trial_count == 2
 
 
-def test_without_a_dispatch_the_training_takes_the_registered_default_size(
-    url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_offline_training_takes_the_registered_default_size(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     launched(url, Net(), 0.95)
     monkeypatch.setattr(LocalServer, "request_trial", failing(ZeusBSOServerUnreachableError("away")))
     port = Net(step_size=100)
     assert trial_of(launched(url, port, 0.95, job_id=JOB_ID)).batch_size == 64
-    # The results wait in the outbox, not on the server.
+    # The results are in the outbox, not on the server.
     assert f"zeus: results are kept in {default_outbox().directory}" in port.said
 
 
-def test_what_is_said_and_contradicts_the_registration_is_an_error_that_names_it(url: str, server: ServerPort) -> None:
+def test_statement_contradicting_the_registration_is_named_in_the_error(url: str, server: ServerPort) -> None:
     launched(url, Net(), 0.95)
     with pytest.raises(ZeusBSOConfigError, match=r"begun with target 0\.9, .* for 0\.8 use another job_id, such as"):
         launched(url, Net(step_size=32), target=0.8, job_id=JOB_ID)
@@ -186,7 +182,7 @@ def test_what_is_said_and_contradicts_the_registration_is_an_error_that_names_it
     assert server.show_job(JOB_ID).trial_count == 1
 
 
-def test_a_direction_that_was_guessed_is_the_registered_one_later(url: str, server: ServerPort) -> None:
+def test_guessed_direction_yields_to_the_registered_direction(url: str, server: ServerPort) -> None:
     launched(url, Net(), 0.95)
     job = JobSpec(**server.show_job(JOB_ID).job.model_dump(include=set(JobSpec.model_fields)))
     unsaid = JobSpec(**job.model_dump(exclude={"higher_is_better_metric"}))
@@ -203,7 +199,7 @@ def test_a_direction_that_was_guessed_is_the_registered_one_later(url: str, serv
         ({"unit": 3, "step_size": 96}, "cannot be spread evenly over 3 devices"),
     ],
 )
-def test_a_registration_that_this_training_cannot_have_is_refused_before_a_trial(
+def test_registration_unfit_for_this_training_is_refused_before_a_trial(
     url: str, server: ServerPort, told: dict[str, int], problem: str
 ) -> None:
     launched(url, Net(), 0.95)
@@ -214,7 +210,7 @@ def test_a_registration_that_this_training_cannot_have_is_refused_before_a_trial
     assert server.show_job(JOB_ID).trial_count == 1
 
 
-def test_the_environment_names_the_job(url: str, server: ServerPort, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_names_the_job(url: str, server: ServerPort, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ZEUS_JOB_ID", "nightly")
     launched(url, Net(), 0.95)
     assert server.show_job("nightly").trial_count == 1
@@ -222,7 +218,7 @@ def test_the_environment_names_the_job(url: str, server: ServerPort, monkeypatch
     assert server.show_job("mine").trial_count == 1
 
 
-def test_a_checkpoint_keeps_what_was_guessed(url: str, server: ServerPort) -> None:
+def test_checkpoint_keeps_the_guesses(url: str, server: ServerPort) -> None:
     port = Net()
     run = run_of(url)
     run.begin(port)
@@ -237,10 +233,10 @@ def test_a_checkpoint_keeps_what_was_guessed(url: str, server: ServerPort) -> No
     active(resumed).report_evaluation(lambda: 0.95, 2.0)
     resumed.finish()
     (trial,) = server.show_job(JOB_ID).trials
-    assert (trial.state, trial.time_s) == ("completed", 3.0)  # the window that the checkpoint closed counts
+    assert (trial.state, trial.time_s) == ("completed", 3.0)  # includes the window that the checkpoint closed
 
 
-def test_results_of_a_training_that_began_without_the_server_find_the_registration(
+def test_results_of_an_offline_training_follow_the_registration(
     url: str, server: ServerPort, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     launched(url, Net(), 0.95)
@@ -254,7 +250,7 @@ def test_results_of_a_training_that_began_without_the_server_find_the_registrati
     assert view.trial_count == 3
 
 
-def test_all_ranks_have_the_job_of_rank_0(url: str, server: ServerPort) -> None:
+def test_all_ranks_use_the_job_of_rank_0(url: str, server: ServerPort) -> None:
     def train(port: FakeTrainer) -> tuple[int, int]:
         port.told = TrainingFacts(script="train", model="Net", samples=1000 + port.rank, step_size=64, unit=2)
         run = launched(url, port, 0.95)
@@ -264,10 +260,10 @@ def test_all_ranks_have_the_job_of_rank_0(url: str, server: ServerPort) -> None:
     assert server.show_job(JOB_ID).trial_count == 1
 
 
-# Launches of one training, day after day
+# Daily launches of one training
 
 
-def test_growing_data_stay_one_job_and_the_drift_is_one_line(
+def test_growing_data_keep_the_job_and_cause_a_single_line_about_the_drift(
     url: str, server: ServerPort, caplog: pytest.LogCaptureFixture
 ) -> None:
     for samples in (1000, 1090, 910, 1101):
@@ -280,7 +276,7 @@ def test_growing_data_stay_one_job_and_the_drift_is_one_line(
     assert line.startswith(f"the training data have 1,101 samples, 1,000 when job {JOB_ID} began: ")
 
 
-def test_another_metric_target_or_mode_is_another_job(url: str, server: ServerPort) -> None:
+def test_different_metric_target_or_mode_makes_a_new_job(url: str, server: ServerPort) -> None:
     # Each metric reaches its target in the second epoch.
     for metrics, said in (
         ((0.5, 0.95), {}),
@@ -288,7 +284,7 @@ def test_another_metric_target_or_mode_is_another_job(url: str, server: ServerPo
         ((0.5, 0.95), {"monitor": "val_f1"}),
         ((0.95, 0.5), {"mode": "min"}),
         ((0.5, 0.95), {"target": None}),
-        ((0.5, 0.95), {"mode": "max"}),  # says the same as the name
+        ((0.5, 0.95), {"mode": "max"}),  # equals the direction of the name
     ):
         launched(url, Net(), *metrics, **said)
     assert jobs_of(server) == {
@@ -300,7 +296,7 @@ def test_another_metric_target_or_mode_is_another_job(url: str, server: ServerPo
     }
 
 
-def test_stated_sizes_and_epochs_are_those_of_the_job(url: str, server: ServerPort) -> None:
+def test_stated_sizes_and_epochs_are_registered(url: str, server: ServerPort) -> None:
     port = Net()
     launched(url, port, 0.5, 0.95, batch_sizes=(128, 256), max_epochs=2)
     job = server.show_job(JOB_ID).job
@@ -308,10 +304,10 @@ def test_stated_sizes_and_epochs_are_those_of_the_job(url: str, server: ServerPo
     assert port.said[1].startswith("zeus: guessed: higher val_acc is better; the job's id (job=")
 
 
-# What a training is made of
+# Fingerprint of a training
 
 
-def test_a_job_of_something_else_is_a_warning_and_if_wanted_an_error(
+def test_job_with_a_different_fingerprint_is_a_warning_or_with_strict_an_error(
     url: str, server: ServerPort, caplog: pytest.LogCaptureFixture
 ) -> None:
     launched(url, Net(optimizer="SGD"), 0.95, job_id="mine")
@@ -327,7 +323,7 @@ def test_a_job_of_something_else_is_a_warning_and_if_wanted_an_error(
     assert server.show_job("mine").trial_count == 3
 
 
-def test_an_optimizer_that_is_made_later_is_told_later(
+def test_optimizer_created_later_is_added_to_the_fingerprint_later(
     url: str, server: ServerPort, caplog: pytest.LogCaptureFixture
 ) -> None:
     launched(url, Net(), 0.95)
@@ -343,7 +339,7 @@ def test_an_optimizer_that_is_made_later_is_told_later(
         launched(url, port, 0.95, strict=True)
 
 
-def test_another_optimizer_is_refused_on_all_ranks(url: str) -> None:
+def test_changed_optimizer_is_refused_on_all_ranks(url: str) -> None:
     launched(url, Net(), 0.95, job_id="mine")
 
     def train(port: FakeTrainer) -> None:
@@ -356,10 +352,10 @@ def test_another_optimizer_is_refused_on_all_ranks(url: str) -> None:
         assert "optimizer SimpleNamespace before, Adam now" in str(error)
 
 
-# What is told
+# Lines for the user
 
 
-def test_a_training_is_told_of_at_its_begin_and_its_end(url: str) -> None:
+def test_training_prints_lines_at_the_begin_and_the_end(url: str) -> None:
     first, second, third = Net(), Net(), Net()
     launched(url, first, 0.5, 0.95)
     launched(url, second, 0.95)
@@ -388,7 +384,7 @@ def test_a_training_is_told_of_at_its_begin_and_its_end(url: str) -> None:
     assert next_steps == "zeus: Launch the training again to try the next batch size."
 
 
-def test_the_end_has_the_cost_of_all_that_a_run_took_that_set_the_target(url: str) -> None:
+def test_final_line_of_a_target_setting_run_states_the_whole_cost(url: str) -> None:
     ports = [Net(), Net(), Net()]
     for port in ports:
         launched(url, port, 0.1, 0.95, 0.5, target=None)
@@ -398,7 +394,7 @@ def test_the_end_has_the_cost_of_all_that_a_run_took_that_set_the_target(url: st
     assert "Target 0.95, learned from runs 1 to 3" in ports[2].said[-1]
 
 
-def test_the_end_names_the_best_size_with_its_expected_and_its_measured_cost(url: str) -> None:
+def test_final_line_names_the_best_size_with_expected_and_measured_cost(url: str) -> None:
     port, only = (
         Net(),
         JobSpec(
@@ -423,7 +419,7 @@ def test_the_end_names_the_best_size_with_its_expected_and_its_measured_cost(url
         (ZeusBSOConfigError("no such metric"), "it counts against no batch size."),
     ],
 )
-def test_an_error_is_told_with_what_it_makes_of_the_trial(url: str, error: BaseException, outcome: str) -> None:
+def test_error_is_reported_with_the_consequence_for_the_trial(url: str, error: BaseException, outcome: str) -> None:
     port = Net()
     run = run_of(url)
     run.begin(port)
@@ -432,7 +428,7 @@ def test_an_error_is_told_with_what_it_makes_of_the_trial(url: str, error: BaseE
     assert port.said[-1].startswith(f"{ended}: {outcome}")
 
 
-def test_a_crash_says_what_the_next_launch_takes_and_a_second_one_that_its_size_is_excluded(url: str) -> None:
+def test_crash_names_the_next_size_and_a_second_crash_the_exclusion(url: str) -> None:
     two = JobSpec(
         job_id="two", job_id_prefix="two", batch_sizes=(64, 128), default_batch_size=64, target_metric=0.9, max_epochs=9
     )
@@ -449,7 +445,7 @@ def test_a_crash_says_what_the_next_launch_takes_and_a_second_one_that_its_size_
     assert lines == [f"it counts as failed, {then}", f"batch size 128 is not tried again, {then}"]
 
 
-def test_trackers_are_told_what_is_trained_and_what_it_costs_though_the_user_wants_it_quiet(url: str) -> None:
+def test_trackers_get_hyperparameters_and_costs_even_in_quiet_mode(url: str) -> None:
     port = Net()
     launched(url, port, 0.5, 0.95, quiet=True)
     assert port.said == []
@@ -468,7 +464,7 @@ def test_trackers_are_told_what_is_trained_and_what_it_costs_though_the_user_wan
     assert port.progress == "64 (≤3 epochs)"
 
 
-def test_a_first_report_at_the_target_is_told(url: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_first_report_at_the_target_is_reported(url: str, caplog: pytest.LogCaptureFixture) -> None:
     launched(url, Net(), 0.95)
     assert "val_acc was 0.95 at the first report, at or above the target 0.9" in caplog.text
     caplog.clear()

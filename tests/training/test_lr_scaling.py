@@ -16,7 +16,7 @@ from zeus_plugins.training.lr_scaling import LrScaling, lr_factor, scale_learnin
 STEPS = 12
 FACTOR = 48 / 16
 
-# A builder gets the optimizer and k, with which it multiplies every absolute learning rate that it states.
+# A builder takes the optimizer and k, and multiplies every absolute learning rate by k.
 Builder = Callable[[Optimizer, float], Any]
 
 BUILDERS: dict[str, Builder] = {
@@ -60,7 +60,7 @@ BUILDERS: dict[str, Builder] = {
 
 @dataclass(frozen=True)
 class Schedule:
-    """One training's optimizer and scheduler: two groups, so that per-group lists are told from single values."""
+    """Optimizer and scheduler of a training with two groups, so that per-group lists differ from single values."""
 
     optimizer: Optimizer
     scheduler: Any
@@ -76,7 +76,7 @@ class Schedule:
         return self
 
     def learning_rates(self) -> list[float]:
-        """Return the rates of every step, as the optimizer uses them and as the scheduler tells them."""
+        """Return the rates of every step, as used by the optimizer and as returned by the scheduler."""
         rates = self._current()
         for _ in range(STEPS):
             self.optimizer.step()
@@ -105,11 +105,11 @@ def test_scaling_equals_rebuilding_with_scaled_rates(name: str, as_lr: Callable[
 
 
 @pytest.mark.parametrize("name", [name for name in BUILDERS if name != "no scheduler"])
-def test_the_schedules_compared_are_not_constant(name: str) -> None:
+def test_compared_schedules_are_not_constant(name: str) -> None:
     assert len(set(Schedule.built(name, 1.0).learning_rates())) > 2
 
 
-def test_every_scheduler_that_torch_ships_is_compared() -> None:
+def test_every_scheduler_of_torch_is_compared() -> None:
     shipped = {
         name
         for name, thing in vars(lr_scheduler).items()
@@ -128,14 +128,14 @@ def test_groups_added_later_get_the_scaled_default_and_bound() -> None:
 
 
 class Wrapper:
-    """What mixed-precision and distributed launchers put around an optimizer: another object, the same groups."""
+    """Wrapper of an optimizer as in mixed-precision and distributed launchers: a new object with the same groups."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.param_groups = optimizer.param_groups
         self.defaults = optimizer.defaults
 
 
-def test_what_is_reached_twice_is_scaled_once() -> None:
+def test_optimizer_reachable_twice_is_scaled_once() -> None:
     schedule = Schedule.built("SequentialLR", 1.0)
     inner = schedule.scheduler._schedulers[1]
     optimizers: list[Any] = [schedule.optimizer, schedule.optimizer, Wrapper(schedule.optimizer)]
@@ -146,7 +146,7 @@ def test_what_is_reached_twice_is_scaled_once() -> None:
     assert inner.eta_min == 0.04
 
 
-def test_a_list_shared_by_two_schedulers_is_scaled_once() -> None:
+def test_list_shared_by_two_schedulers_is_scaled_once() -> None:
     schedule = Schedule.built("SequentialLR", 1.0)
     assert schedule.scheduler._last_lr is schedule.scheduler._schedulers[0]._last_lr
     schedule.scaled(2.0)
@@ -154,7 +154,7 @@ def test_a_list_shared_by_two_schedulers_is_scaled_once() -> None:
 
 
 @pytest.mark.parametrize("takes_part_in_autograd", [False, True])
-def test_a_tensor_is_scaled_in_place_and_once_for_all_its_groups(takes_part_in_autograd: bool) -> None:
+def test_tensor_rate_is_scaled_in_place_and_once_for_all_groups(takes_part_in_autograd: bool) -> None:
     rate = double_tensor(0.5).requires_grad_(takes_part_in_autograd)
     optimizer = SGD([{"params": [torch.zeros(1)]}, {"params": [torch.zeros(1)]}], lr=rate, foreach=False)
     scale_learning_rate([optimizer], [], 4.0)
@@ -162,7 +162,7 @@ def test_a_tensor_is_scaled_in_place_and_once_for_all_its_groups(takes_part_in_a
     assert (rate.item(), rate.requires_grad) == (2.0, takes_part_in_autograd)
 
 
-def test_only_a_scheduler_with_rates_out_of_reach_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
+def test_only_a_scheduler_with_unreachable_rates_is_reported(caplog: pytest.LogCaptureFixture) -> None:
     class TimmLike:
         base_values = (0.1,)
 
@@ -176,7 +176,7 @@ def test_only_a_scheduler_with_rates_out_of_reach_is_told_of(caplog: pytest.LogC
 
 
 @pytest.mark.parametrize("factor", [0.0, -1.0, math.inf, math.nan])
-def test_a_factor_that_makes_no_sense_is_refused_and_changes_nothing(factor: float) -> None:
+def test_invalid_factor_is_refused_and_changes_nothing(factor: float) -> None:
     schedule = Schedule.built("StepLR", 1.0)
     with pytest.raises(ZeusBSOConfigError, match="finite number above 0"):
         schedule.scaled(factor)
@@ -197,18 +197,18 @@ def test_a_factor_that_makes_no_sense_is_refused_and_changes_nothing(factor: flo
         ("none", 1, 1.0),
     ],
 )
-def test_the_factor_of_a_batch_size_where_16_is_the_default(
+def test_factor_of_a_batch_size_is_relative_to_the_default(
     scaling: LrScaling | str, batch_size: int, factor: float
 ) -> None:
     assert lr_factor(scaling, batch_size, 16) == factor
 
 
-def test_an_unknown_rule_is_answered_with_the_known_ones() -> None:
+def test_unknown_rule_is_answered_with_the_known_rules() -> None:
     with pytest.raises(ZeusBSOConfigError, match="'squared': choose one of 'none', 'linear', 'sqrt'"):
         lr_factor("squared", 32, 16)
 
 
 @pytest.mark.parametrize(("batch_size", "default"), [(0, 16), (16, 0), (-1, 16)])
-def test_a_batch_size_below_1_is_refused(batch_size: int, default: int) -> None:
+def test_batch_size_below_1_is_refused(batch_size: int, default: int) -> None:
     with pytest.raises(ZeusBSOConfigError, match="1 or more"):
         lr_factor(LrScaling.NONE, batch_size, default)

@@ -1,4 +1,4 @@
-"""The number that is reported, out of literal dictionaries."""
+"""Selection of the reported number from literal dictionaries."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from zeus_plugins.training.metrics import EpochCount, EvaluationMetric, LoggedMe
         ({}, False),
     ],
 )
-def test_an_evaluation_is_known_by_the_names_of_its_metrics(metrics: dict[str, Any], is_evaluation: bool) -> None:
+def test_evaluation_is_recognized_by_the_names_of_metrics(metrics: dict[str, Any], is_evaluation: bool) -> None:
     assert EvaluationMetric.is_evaluation(metrics) is is_evaluation
 
 
@@ -33,42 +33,42 @@ def test_an_evaluation_is_known_by_the_names_of_its_metrics(metrics: dict[str, A
     ("monitor", "value"),
     [("score", 0.75), ("eval_score", 0.75), ("epoch", 2.0), ("right_score", 0.25), ("eval_right_score", 0.25)],
 )
-def test_the_metric_is_found_with_and_without_its_prefix(monitor: str, value: float) -> None:
+def test_metric_is_found_with_and_without_a_prefix(monitor: str, value: float) -> None:
     metrics = {"eval_score": 0.75, "eval_right_score": 0.25, "epoch": 2}
     found = EvaluationMetric(monitor).value(metrics, step=4)
     assert found == value
     assert isinstance(found, float)
 
 
-def test_what_the_evaluation_returns_wins_over_its_log() -> None:
+def test_returned_metrics_override_the_log() -> None:
     metric = EvaluationMetric("score")
     metric.note({"eval_score": 0.25})
     assert metric.value({"eval_score": 0.75}, step=4) == 0.75
 
 
-def test_a_log_belongs_to_one_evaluation() -> None:
+def test_log_belongs_to_a_single_evaluation() -> None:
     metric = EvaluationMetric("added")
     metric.note({"eval_loss": 0.5, "eval_added": 0.25})
-    metric.note({"loss": 1.0, "eval": 0.5})  # one of the training
+    metric.note({"loss": 1.0, "eval": 0.5})  # a log of the training
     assert metric.value({"eval_loss": 0.5}, step=4) == 0.25
     with pytest.raises(ZeusBSOConfigError):
         metric.value({"eval_loss": 0.5}, step=8)
 
 
-def test_the_metric_may_wait_for_the_last_data_set_so_that_the_metrics_of_all_are_known() -> None:
+def test_metric_can_wait_for_the_last_data_set() -> None:
     metric = EvaluationMetric("left_score")
     for step, left in ((4, 0.25), (8, 0.5)):
         assert metric.value({"eval_left_score": left}, step=step, data_sets=2, waits=True) is None
         assert metric.value({"eval_right_score": 0.75}, step=step, data_sets=2, waits=True) == left
-    # An evaluation of the script's own, at the same step, does not report it again.
+    # An additional evaluation by the script at the same step does not report the metric again.
     assert metric.value({"eval_other": 1.0}, step=8, data_sets=2, waits=True) is None
 
 
-def test_each_of_several_data_sets_may_have_the_metric() -> None:
+def test_any_of_several_data_sets_may_contain_the_metric() -> None:
     metric = EvaluationMetric("right_score")
     assert metric.value({"eval_left_score": 0.25}, step=4, data_sets=2) is None
     assert metric.value({"eval_right_score": 0.75}, step=4, data_sets=2) == 0.75
-    # The next evaluation counts its own.
+    # The next evaluation starts a new count.
     assert metric.value({"eval_left_score": 0.5}, step=8, data_sets=2) is None
     assert metric.value({"eval_right_score": 1.0}, step=8, data_sets=2) == 1.0
 
@@ -80,12 +80,12 @@ def test_each_of_several_data_sets_may_have_the_metric() -> None:
         ([{"eval_left_loss": 0.5}, {"eval_right_loss": 0.5}], "['eval_left_loss', 'eval_right_loss']"),
     ],
 )
-def test_a_metric_that_no_evaluation_has_is_an_error_that_lists_those_that_they_have(
+def test_metric_missing_in_every_evaluation_is_an_error_listing_the_metrics(
     evaluations: list[dict[str, float]], names: str
 ) -> None:
     metric = EvaluationMetric("f1")
     *others, last = evaluations
-    assert metric.value({"eval_old": 0.5}, step=2, data_sets=2) is None  # an earlier step's names are not listed
+    assert metric.value({"eval_old": 0.5}, step=2, data_sets=2) is None  # names of an earlier step are not listed
     for each in others:
         assert metric.value(each, step=4, data_sets=len(evaluations)) is None
     with pytest.raises(ZeusBSOConfigError) as raised:
@@ -99,7 +99,7 @@ def test_a_metric_that_no_evaluation_has_is_an_error_that_lists_those_that_they_
 # Logs of a training without evaluations
 
 
-def test_the_log_that_follows_an_epoch_is_reported_for_it() -> None:
+def test_log_following_an_epoch_is_reported_for_the_epoch() -> None:
     metric = LoggedMetric("loss")
     assert not metric.note({"loss": 2.0}, step=3)
     assert metric.awaits_log(step=4)
@@ -109,7 +109,7 @@ def test_the_log_that_follows_an_epoch_is_reported_for_it() -> None:
     assert not metric.note({"loss": 0.5}, step=6)
 
 
-def test_a_log_at_the_last_step_of_the_epoch_is_not_waited_for() -> None:
+def test_log_at_the_last_step_of_the_epoch_needs_no_waiting() -> None:
     metric = LoggedMetric("loss")
     metric.note({"loss": 1.0}, step=4)
     assert not metric.awaits_log(step=4)
@@ -120,13 +120,13 @@ def test_a_log_at_the_last_step_of_the_epoch_is_not_waited_for() -> None:
 @pytest.mark.parametrize(
     ("monitor", "is_owed"), [("loss", True), ("grad_norm", True), ("learning_rate", True), ("progress", False)]
 )
-def test_only_what_every_trainer_logs_is_waited_for(monitor: str, is_owed: bool) -> None:
+def test_only_metrics_logged_by_every_trainer_are_awaited(monitor: str, is_owed: bool) -> None:
     metric = LoggedMetric(monitor)
     metric.note({monitor: 0.5}, step=1)
     assert metric.awaits_log(step=4) is is_owed
 
 
-def test_a_metric_that_was_never_logged_is_an_error() -> None:
+def test_metric_never_logged_is_an_error() -> None:
     metric = LoggedMetric("speed")
     metric.note({"loss": 1.0}, step=4)
     with pytest.raises(ZeusBSOConfigError) as raised:
@@ -151,7 +151,7 @@ def test_a_metric_that_was_never_logged_is_an_error() -> None:
         (None, [3], [3.0], False),
     ],
 )
-def test_epochs_are_rounded_up_once_whole_ones_were_reported(
+def test_epochs_are_rounded_up_after_whole_epochs_were_reported(
     before: bool | None, trained: list[float], reported: list[float], after: bool
 ) -> None:
     count = EpochCount(before)
@@ -168,7 +168,7 @@ def test_epochs_are_rounded_up_once_whole_ones_were_reported(
         (0.8999999761581421, 0.9),  # 0.9 in single precision
         (0.9, 0.9),
         (0.30000001192092896, 0.3),
-        (0.1234567890123, 0.1234567890123),  # no number in single precision
+        (0.1234567890123, 0.1234567890123),  # not representable in single precision
         (0.5, 0.5),
         (0.0, 0.0),
         (-0.10000000149011612, -0.1),
@@ -182,11 +182,11 @@ def test_epochs_are_rounded_up_once_whole_ones_were_reported(
         (-math.inf, -math.inf),
     ],
 )
-def test_single_precision_is_written_with_the_digits_that_it_has(metric: float, written: float) -> None:
+def test_single_precision_is_written_with_significant_digits_only(metric: float, written: float) -> None:
     assert as_written(metric) == written
 
 
-def test_single_precision_is_written_as_numpy_writes_it() -> None:
+def test_single_precision_is_written_like_numpy() -> None:
     assert math.isnan(as_written(math.nan))
     draw = random.Random(1)  # noqa: S311 - not for secrets
     for _ in range(5000):

@@ -58,7 +58,7 @@ def training_with(server: ContractDouble) -> BatchSizeOptimizer:
     return optimizer
 
 
-def test_a_training_from_the_question_to_the_target() -> None:
+def test_training_runs_from_the_request_to_the_target() -> None:
     server = ContractDouble(KEEP_TRAINING, CONVERGED)
     optimizer = optimizer_of(server)
     assert optimizer.get_batch_size() == 64
@@ -75,7 +75,7 @@ def test_a_training_from_the_question_to_the_target() -> None:
     assert server.sent("PATCH", "/trials") == []
 
 
-def test_the_batch_size_is_asked_for_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_batch_size_is_requested_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="zeus_plugins")
     server = ContractDouble()
     optimizer = optimizer_of(server)
@@ -85,14 +85,14 @@ def test_the_batch_size_is_asked_for_and_logged_once(caplog: pytest.LogCaptureFi
     assert messages == ["job mnist-1, trial 7: batch size 64 (chosen by the server)"]
 
 
-def test_a_stop_without_the_target_raises() -> None:
+def test_stop_without_the_target_raises() -> None:
     optimizer = training_with(ContractDouble(COST_BOUND))
     with pytest.raises(ZeusBSOTrainFailError, match="cost bound crossed; launch the training again"):
         optimizer.on_evaluate(0.25)
     assert optimizer.training_finished
 
 
-def test_a_diverged_training_raises_and_fails_its_trial() -> None:
+def test_diverged_training_raises_and_fails_the_trial() -> None:
     server = ContractDouble()
     optimizer = training_with(server)
     with pytest.raises(ZeusBSOTrainFailError, match="the metric is nan"):
@@ -101,7 +101,7 @@ def test_a_diverged_training_raises_and_fails_its_trial() -> None:
     assert server.sent("PATCH", "/trials") == [ended("failed", "the metric is nan: training diverged")]
 
 
-def test_calls_out_of_order_are_refused_and_count_nothing() -> None:
+def test_calls_out_of_order_are_refused_and_not_counted() -> None:
     server = ContractDouble(CONVERGED)
     optimizer = optimizer_of(server)
     for call in (optimizer.on_train_begin, lambda: optimizer.on_evaluate(0.5)):
@@ -115,7 +115,7 @@ def test_calls_out_of_order_are_refused_and_count_nothing() -> None:
     assert [body["current_epoch"] for body in server.sent("POST", "/report")] == [1]
 
 
-def test_another_rank_that_was_not_told_the_trial_can_do_nothing() -> None:
+def test_further_rank_without_a_trial_refuses_every_call() -> None:
     optimizer = BatchSizeOptimizer(None, None, JOB, rank=3)
     for call in (
         optimizer.on_train_begin,
@@ -129,13 +129,13 @@ def test_another_rank_that_was_not_told_the_trial_can_do_nothing() -> None:
 
 
 def rank_1_of(server: ContractDouble, job: JobSpec = JOB, number: int = 7) -> BatchSizeOptimizer:
-    """Another rank, told the double's trial as Zeus's data-parallel scripts tell it."""
+    """Return a further rank that received the double's trial as in Zeus's data-parallel scripts."""
     optimizer = BatchSizeOptimizer(monitor_of(*[(2.0, 60.0)] * 10), None, job, rank=1, client=server.client())
     optimizer.current_batch_size, optimizer.trial_number = 64, number
     return optimizer
 
 
-def test_another_rank_reports_the_trial_of_rank_0_and_obeys_the_verdict() -> None:
+def test_further_rank_reports_the_trial_of_rank_0_and_obeys_the_verdict() -> None:
     server = ContractDouble(KEEP_TRAINING, CONVERGED)
     with rank_1_of(server) as optimizer:
         with pytest.raises(ZeusBSOBadOperationError, match="only rank 0 asks for a batch size"):
@@ -152,7 +152,7 @@ def test_another_rank_reports_the_trial_of_rank_0_and_obeys_the_verdict() -> Non
     ]
 
 
-def test_another_rank_hears_of_a_stop_without_the_target() -> None:
+def test_further_rank_stops_without_the_target() -> None:
     optimizer = rank_1_of(ContractDouble(COST_BOUND))
     optimizer.on_train_begin()
     with pytest.raises(ZeusBSOTrainFailError, match="cost bound crossed; launch the training again"):
@@ -163,7 +163,7 @@ def test_another_rank_hears_of_a_stop_without_the_target() -> None:
 @pytest.mark.parametrize(
     ("error", "told"), [(ValueError("no"), []), (MemoryError("no"), [ended("infeasible", "MemoryError: no")])]
 )
-def test_another_rank_that_fails_leaves_the_end_to_rank_0_unless_it_ran_out_of_memory(
+def test_failing_further_rank_ends_the_trial_only_when_out_of_memory(
     error: Exception, told: list[dict[str, Any]]
 ) -> None:
     server = ContractDouble()
@@ -178,7 +178,7 @@ def test_another_rank_that_fails_leaves_the_end_to_rank_0_unless_it_ran_out_of_m
     assert server.sent("PATCH", "/trials") == told
 
 
-def test_another_rank_of_a_trial_unknown_to_the_server_judges_by_the_target_and_sends_nothing() -> None:
+def test_further_rank_of_an_offline_trial_judges_by_the_target_and_sends_nothing() -> None:
     server = ContractDouble()
     with rank_1_of(server, number=0) as optimizer:
         optimizer.on_train_begin()
@@ -189,19 +189,19 @@ def test_another_rank_of_a_trial_unknown_to_the_server_judges_by_the_target_and_
     assert server.requests == []
 
 
-def test_another_rank_needs_the_id_of_the_job() -> None:
+def test_further_rank_requires_the_id_of_the_job() -> None:
     optimizer = rank_1_of(ContractDouble(), JOB.model_copy(update={"job_id": None}))
     with pytest.raises(ZeusBSOConfigError, match=r"rank 1 .* needs its id: .* or set ZEUS_JOB_ID"):
         optimizer.on_train_begin()
 
 
-def test_rank_0_shows_its_trial_and_takes_no_other() -> None:
+def test_rank_0_shows_the_trial_and_accepts_no_different_trial() -> None:
     optimizer = optimizer_of(ContractDouble())
     with pytest.raises(ZeusBSOOperationOrderError, match="ask for a batch size first"):
         optimizer.current_batch_size = 64
     optimizer.get_batch_size()
     assert (optimizer.current_batch_size, optimizer.trial_number) == (64, 7)
-    optimizer.current_batch_size, optimizer.trial_number = 64, 7  # a script sets them on every rank
+    optimizer.current_batch_size, optimizer.trial_number = 64, 7  # a script sets both on every rank
     with pytest.raises(ZeusBSOBadOperationError, match="trial_number is 7 in this trial, not 8"):
         optimizer.trial_number = 8
     optimizer.close()
@@ -211,7 +211,7 @@ def test_rank_0_shows_its_trial_and_takes_no_other() -> None:
             setattr(other, name, wrong)
 
 
-def test_rank_0_has_the_number_0_while_the_server_does_not_know_its_trial() -> None:
+def test_rank_0_has_trial_number_0_while_offline() -> None:
     server = ContractDouble()
     server.down = True
     optimizer = optimizer_of(server)
@@ -219,7 +219,7 @@ def test_rank_0_has_the_number_0_while_the_server_does_not_know_its_trial() -> N
     optimizer.close()
 
 
-def test_the_server_comes_from_the_environment_when_it_is_not_given(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_server_url_is_read_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ZEUS_SERVER_URL", "http://127.0.0.1:9/of-environment")
     with (
         BatchSizeOptimizer(monitor_of(), None, JOB, on_unreachable="raise") as optimizer,
@@ -228,7 +228,7 @@ def test_the_server_comes_from_the_environment_when_it_is_not_given(monkeypatch:
         optimizer.get_batch_size()
 
 
-# --- unfinished trainings -------------------------------------------------------------------------------------------
+# --- Unfinished trainings -------------------------------------------------------------------------------------------
 
 
 def test_leaving_the_context_fails_an_unfinished_trial_once() -> None:
@@ -240,7 +240,7 @@ def test_leaving_the_context_fails_an_unfinished_trial_once() -> None:
     assert server.sent("PATCH", "/trials") == [FAILED]
 
 
-def test_an_exception_in_the_loop_fails_the_trial_and_comes_through() -> None:
+def test_exception_in_the_loop_fails_the_trial_and_propagates() -> None:
     server = ContractDouble()
 
     def crash_in_the_loop() -> None:
@@ -261,7 +261,7 @@ def test_dropping_the_optimizer_fails_an_unfinished_trial() -> None:
     assert server.sent("PATCH", "/trials") == [FAILED]
 
 
-def test_a_sigterm_that_was_caught_does_not_end_the_next_training() -> None:
+def test_caught_sigterm_does_not_end_the_next_training() -> None:
     first, second = ContractDouble(), ContractDouble()
     optimizer = training_with(first)
     with pytest.raises(SystemExit):
@@ -272,7 +272,7 @@ def test_a_sigterm_that_was_caught_does_not_end_the_next_training() -> None:
     assert second.sent("PATCH", "/trials") == [FAILED]
 
 
-def test_closing_closes_the_connection_that_the_optimizer_opened() -> None:
+def test_closing_the_optimizer_closes_the_connection() -> None:
     closed = threading.Event()
 
     def refuse_and_wait_for_the_end() -> None:
@@ -281,7 +281,7 @@ def test_closing_closes_the_connection_that_the_optimizer_opened() -> None:
             connection.settimeout(60)
             connection.recv(65536)
             connection.sendall(b"HTTP/1.1 400 No\r\nContent-Length: 0\r\n\r\n")
-            while connection.recv(65536):  # the rest of the request, then nothing: closed
+            while connection.recv(65536):  # the rest of the request, and then the end of the connection
                 pass
             closed.set()
 
@@ -299,7 +299,7 @@ def test_closing_closes_the_connection_that_the_optimizer_opened() -> None:
 
 @pytest.fixture
 def listening_double() -> Iterator[tuple[ContractDouble, str]]:
-    """The double behind a real socket, for programs in other processes."""
+    """Serve the double on a real socket, for programs in other processes."""
     double = ContractDouble()
 
     def answer(method: str, path: str, content: bytes) -> tuple[int, bytes]:
@@ -358,7 +358,7 @@ def in_context(ending: str) -> str:
     return "with optimizer:\n" + textwrap.indent(ending, "    ")
 
 
-def test_an_optimizer_that_was_pickled_ends_its_trial_too(listening_double: tuple[ContractDouble, str]) -> None:
+def test_pickled_optimizer_ends_the_trial(listening_double: tuple[ContractDouble, str]) -> None:
     double, url = listening_double
     optimizer = pickle.loads(pickle.dumps(BatchSizeOptimizer(monitor_of(), url, JOB)))  # noqa: S301
     optimizer.get_batch_size()
@@ -396,7 +396,7 @@ SLOW = pytest.mark.slow
         pytest.param(in_context(FORK_THEN_LEAVE_FOR_GOOD), [], id="only-a-forked-child-leaves-the-context"),
     ],
 )
-def test_a_process_that_ends_says_so_of_its_own_unfinished_trial(
+def test_ending_process_reports_the_unfinished_trial(
     listening_double: tuple[ContractDouble, str], ending: str, ended_trials: list[dict[str, object]]
 ) -> None:
     double, url = listening_double
@@ -422,13 +422,13 @@ LOOP = JobSpec(
     mab_seed=7,
     policy=ZEUS,
 )
-# What one epoch costs in joules and how many of them reach the target; 64 never does.
+# Energy of an epoch in joules, and epochs to the target; 64 never reaches the target.
 EPOCH_J = {8: 300.0, 16: 100.0, 32: 100.0, 64: 50.0}
 EPOCHS = {8: 3, 16: 2, 32: 3, 64: 99}
 
 
 def train(server: ServerProcess) -> int:
-    """One launch of a training script; the batch size that it trained with."""
+    """Launch a training script once; return its batch size."""
 
     def epochs() -> Iterator[Measurement]:
         epoch_j = EPOCH_J[optimizer.get_batch_size()]
@@ -445,7 +445,7 @@ def train(server: ServerProcess) -> int:
 
 
 def recur(server: ServerProcess) -> list[int]:
-    """One recurrence: launches until one succeeds."""
+    """Run a recurrence: launch until one launch succeeds."""
     sizes: list[int] = []
     while True:
         try:
@@ -455,13 +455,14 @@ def recur(server: ServerProcess) -> list[int]:
                 sizes.append(client.show_job("loop").trials[-1].batch_size)
 
 
-def test_a_recurring_loop_settles_on_the_cheapest_size(server: ServerProcess) -> None:
+def test_recurring_loop_settles_on_the_cheapest_size(server: ServerProcess) -> None:
     recurrences = [recur(server) for _ in range(8)]
     with BsoClient(server.url) as client:
         job = client.show_job("loop")
 
-    # 32 costs 300 J, 16 200 J. 8 crosses twice that in its second epoch and is stopped, which ends the way down; 64
-    # runs out of epochs at 200 J. Both are launched again within the recurrence. Equal costs leave no chance to 32.
+    # 32 costs 300 J, 16 costs 200 J. 8 crosses twice 200 J in its second epoch and is stopped, which ends the direction
+    # down; 64 runs out of epochs at 200 J. Both are launched again within the recurrence. With equal costs, 32 has no
+    # chance.
     assert recurrences == [[32], [16], [8, 64, 16], [16], [16], [16], [16], [16]]
     assert [trial.state for trial in job.trials if trial.batch_size in (8, 64)] == [
         TrialState.EARLY_STOPPED,
@@ -470,7 +471,7 @@ def test_a_recurring_loop_settles_on_the_cheapest_size(server: ServerProcess) ->
     assert (job.min_cost_j, job.best_batch_size) == (200, 16)
 
 
-def test_the_server_may_die_between_two_requests(server: ServerProcess) -> None:
+def test_server_may_die_between_two_requests(server: ServerProcess) -> None:
     monitor = ReplayMonitor(repeat(Measurement(time_s=1, energy_j=100, source="replay")), GPUS)
     with BatchSizeOptimizer(monitor, server.url, LOOP) as optimizer:
         assert optimizer.get_batch_size() == 32
@@ -489,7 +490,7 @@ def test_the_server_may_die_between_two_requests(server: ServerProcess) -> None:
     assert (trial.state, trial.energy_j, trial.time_s, trial.epochs) == (TrialState.COMPLETED, 300, 3, 3)
 
 
-def test_two_ranks_train_as_zeus_s_data_parallel_script_does(server: ServerProcess, tmp_path: Path) -> None:
+def test_two_ranks_train_like_zeus_s_data_parallel_script(server: ServerProcess, tmp_path: Path) -> None:
     module = "tests.support.loop_ranks"
     seen = {"sizes": [32, 16], "numbers": [1, 2], "epochs": [3, 2], "finished": [True, True], "warnings": []}
     assert stories_of(module, tmp_path, server.url, modules=[module]) == [seen] * 2
@@ -503,11 +504,11 @@ def test_two_ranks_train_as_zeus_s_data_parallel_script_does(server: ServerProce
     assert [each["epoch"] for each in evaluations] == [1, 2, 3]  # two ranks, one evaluation
 
 
-# --- A target that is missed ------------------------------------------------------------------------------------------
+# --- Missed targets ---------------------------------------------------------------------------------------------------
 
 
 def missed(url: str, job: JobSpec, metric: float) -> tuple[int, str]:
-    """The size of a training that does not get to its target, and what its user is told."""
+    """Run a training that misses its target; return its size and its message."""
     with BatchSizeOptimizer(monitor(), url, job) as optimizer:
         size = optimizer.get_batch_size()
         optimizer.on_train_begin()
@@ -517,7 +518,7 @@ def missed(url: str, job: JobSpec, metric: float) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize(("target", "higher", "move"), [(0.97, True, "lower"), (0.1, False, "raise")])
-def test_a_target_that_no_size_reaches_is_told_with_what_to_change(
+def test_unreachable_target_is_reported_with_the_setting_to_change(
     tmp_path: Path, target: float, *, higher: bool, move: str
 ) -> None:
     job = JobSpec(
@@ -542,7 +543,7 @@ def test_a_target_that_no_size_reaches_is_told_with_what_to_change(
         f"; no batch size has reached the target, {target:g}; the best run reached {best:g} at {told[best]}: "
         f"{move} the target or raise max_epochs"
     )
-    with client_from_environment(url) as client:  # as it says
+    with client_from_environment(url) as client:  # as the message advises
         client.delete_job("digits-1")
     assert missed(url, job, 0.5)[1].endswith("launch the training again to try the next batch size")
 
@@ -564,7 +565,7 @@ show_in_one_paragraph()
         ("try:\n    1 / 0\nexcept ZeroDivisionError:\n    raise train_fail_error(None)", False, 75),
     ],
 )
-def test_a_missed_target_is_one_paragraph_and_a_status_and_faults_keep_their_traceback(
+def test_missed_target_is_a_single_line_with_a_status_and_faults_keep_a_traceback(
     end: str, is_one_line: bool, status: int
 ) -> None:
     script = subprocess.run([sys.executable, "-c", FAILING.format(end)], capture_output=True, text=True, check=False)

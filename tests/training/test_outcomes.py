@@ -1,4 +1,4 @@
-"""What becomes of a trial whose training was ended by an exception."""
+"""Final state of a trial after an exception in its training."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from zeus_plugins.training.outcomes import detail_of, is_lost_peer, outcome_of
 
 
 class SIGTERMException(SystemExit):
-    """As Lightning's."""
+    """Equivalent of Lightning's exception."""
 
 
 def caused_by(cause: BaseException) -> Exception:
@@ -41,17 +41,17 @@ def caused_by(cause: BaseException) -> Exception:
     ],
     ids=repr,
 )
-def test_outcome(error: BaseException, outcome: TrialState) -> None:
+def test_exception_determines_the_final_state(error: BaseException, outcome: TrialState) -> None:
     assert outcome_of(error) is outcome
 
 
-def test_what_really_happens_when_the_memory_of_this_machine_is_too_small() -> None:
+def test_real_out_of_memory_error_makes_the_size_infeasible() -> None:
     with pytest.raises(RuntimeError) as caught:
         torch.empty(2**56, dtype=torch.uint8)
     assert outcome_of(caught.value) is TrialState.INFEASIBLE
 
 
-def test_the_detail_fits_the_wire() -> None:
+def test_detail_fits_into_the_message() -> None:
     assert detail_of(ValueError("no such label")) == "ValueError: no such label"
     assert detail_of(ValueError("a\x00b\ud800")) == "ValueError: ab?"
     assert len(detail_of(ValueError("x" * 5000))) == MAX_DETAIL_LENGTH
@@ -72,5 +72,5 @@ def test_the_detail_fits_the_wire() -> None:
     ],
     ids=repr,
 )
-def test_a_lost_peer_is_told_from_a_cause(error: Exception, lost: bool) -> None:
+def test_lost_peer_is_distinguished_from_a_cause(error: Exception, lost: bool) -> None:
     assert is_lost_peer(error) is lost

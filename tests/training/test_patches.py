@@ -19,7 +19,7 @@ class Thing:
 
 
 class Guarded:
-    """Forbids what a DataLoader forbids: another batch size after the constructor."""
+    """Forbid changes of `size` after the constructor, as a DataLoader does."""
 
     def __init__(self) -> None:
         self.__dict__["size"] = 16
@@ -45,7 +45,7 @@ class WithProperties:
         return 16
 
 
-def test_what_the_class_provides_is_uncovered_again() -> None:
+def test_attributes_of_the_class_reappear_after_undo() -> None:
     thing, patches = Thing(), Patches()
     patches.set_attribute(thing, "size", 48)
     patches.set_attribute(thing, "method", lambda: "patched")
@@ -56,7 +56,7 @@ def test_what_the_class_provides_is_uncovered_again() -> None:
     assert vars(thing) == {"own": 16}
 
 
-def test_a_class_that_guards_its_attributes_is_changed_all_the_same() -> None:
+def test_guarded_attribute_is_changed_nevertheless() -> None:
     guarded, patches = Guarded(), Patches()
     patches.set_attribute(guarded, "size", 48)
     assert vars(guarded) == {"size": 48}
@@ -64,7 +64,7 @@ def test_a_class_that_guards_its_attributes_is_changed_all_the_same() -> None:
     assert vars(guarded) == {"size": 16}
 
 
-def test_a_property_is_set_by_its_setter_both_ways() -> None:
+def test_property_is_set_and_restored_through_the_setter() -> None:
     thing, patches = WithProperties(), Patches()
     patches.set_attribute(thing, "size", 48)
     assert thing._size == 48
@@ -72,7 +72,7 @@ def test_a_property_is_set_by_its_setter_both_ways() -> None:
     assert vars(thing) == {"_size": 16}
 
 
-def test_a_read_only_property_is_an_error_and_changes_nothing() -> None:
+def test_read_only_property_is_an_error_and_changes_nothing() -> None:
     thing, patches = WithProperties(), Patches()
     with pytest.raises(AttributeError, match="fixed"):
         patches.set_attribute(thing, "fixed", 48)
@@ -80,7 +80,7 @@ def test_a_read_only_property_is_an_error_and_changes_nothing() -> None:
     assert thing.fixed == 16
 
 
-def test_changes_of_one_attribute_are_undone_in_reverse_order() -> None:
+def test_changes_of_an_attribute_are_undone_in_reverse_order() -> None:
     thing, patches = Thing(), Patches()
     for size in (24, 48):
         patches.set_attribute(thing, "own", size)
@@ -89,7 +89,7 @@ def test_changes_of_one_attribute_are_undone_in_reverse_order() -> None:
     assert (thing.own, thing.size) == (16, 16)
 
 
-def test_a_method_is_extended_on_one_object_until_it_is_undone() -> None:
+def test_method_of_a_single_object_is_extended_until_undone() -> None:
     thing, other, patches = Thing(), Thing(), Patches()
     seen: list[str] = []
     patches.extend(thing, "method", first=lambda: seen.append("first"), then=seen.append)
@@ -102,7 +102,7 @@ def test_a_method_is_extended_on_one_object_until_it_is_undone() -> None:
     assert vars(thing) == {"own": 16}
 
 
-def test_an_item_gets_its_value_back() -> None:
+def test_item_of_a_mapping_is_restored() -> None:
     hyperparameters, patches = {"batch_size": 16, "depth": 3}, Patches()
     patches.set_item(hyperparameters, "batch_size", 48)
     patches.set_item(hyperparameters, "zeus/batch_size", 48)
@@ -111,7 +111,7 @@ def test_an_item_gets_its_value_back() -> None:
     assert hyperparameters == {"batch_size": 16, "depth": 3}
 
 
-def test_undoing_twice_leaves_later_changes_alone() -> None:
+def test_second_undo_preserves_later_changes() -> None:
     thing, patches = Thing(), Patches()
     patches.set_attribute(thing, "own", 48)
     assert thing.own == 48
@@ -122,7 +122,7 @@ def test_undoing_twice_leaves_later_changes_alone() -> None:
     assert thing.own == 5
 
 
-def test_no_changed_object_is_kept_alive() -> None:
+def test_changed_objects_can_be_garbage_collected() -> None:
     thing, patches = Thing(), Patches()
     patches.set_attribute(thing, "own", 48)
     alive = weakref.ref(thing)

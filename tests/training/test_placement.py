@@ -1,4 +1,4 @@
-"""The machines and GPUs of processes, under launchers that say nothing of them."""
+"""Machines and GPUs of processes under launchers that provide no placement."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ UUIDS = tuple(f"{letter * 8}-0000-0000-0000-000000000000" for letter in "abcdefg
 
 
 def places(machines: str, *, gpus_per_rank: Sequence[Sequence[str]]) -> list[Placement | Exception]:
-    """The machines of ranks, each a letter."""
+    """Place ranks on machines, given as one letter per rank."""
 
     def place(port: FakeTrainer) -> Placement:
-        port.local_rank = 0  # what a launcher that says nothing amounts to
+        port.local_rank = 0  # the value of a launcher without placement
         port.machine, port.own_gpus, port.gpu_indices = machines[port.rank], gpus_per_rank[port.rank], [0]
         return placed(port)
 
@@ -38,7 +38,7 @@ def places(machines: str, *, gpus_per_rank: Sequence[Sequence[str]]) -> list[Pla
 @pytest.mark.parametrize(
     ("machines", "firsts", "gpus"), [("XXYY", [0, 2], [(0, 1), (2, 3)]), ("XYXY", [0, 1], [(0, 2), (1, 3)])]
 )
-def test_the_first_of_each_machine_measures_the_gpus_of_all_its_processes(
+def test_first_process_of_each_machine_measures_the_gpus_of_all_local_processes(
     machines: str, firsts: list[int], gpus: list[tuple[int, ...]]
 ) -> None:
     gpus_of = {machine: tuple(UUIDS[gpu] for gpu in own) for machine, own in zip("XY", gpus, strict=True)}
@@ -51,18 +51,18 @@ def test_the_first_of_each_machine_measures_the_gpus_of_all_its_processes(
 
 
 @pytest.mark.parametrize("gpus", [[(), ()], [UUIDS[:1], UUIDS[:1]]], ids=["unknown", "not chosen yet"])
-def test_processes_that_cannot_name_gpus_of_their_own_leave_it_to_the_framework(gpus: list[Sequence[str]]) -> None:
+def test_processes_without_known_gpus_use_the_frameworks_selection(gpus: list[Sequence[str]]) -> None:
     assert [each.gpus for each in places("XX", gpus_per_rank=gpus) if isinstance(each, Placement)] == [[0], [0]]
 
 
-def test_a_process_alone_asks_nobody() -> None:
+def test_single_process_gathers_nothing() -> None:
     port = FakeTrainer()
     port.gpu_indices = [1]
     assert placed(port) == Placement(is_first=True, machines=1, gpus=[1])
     assert port.meetings == 0
 
 
-def test_without_a_process_group_the_launcher_is_believed() -> None:
+def test_without_a_process_group_the_launcher_is_trusted() -> None:
     class Tpu(FakeTrainer):
         def all_gather(self, thing: Any) -> list[Any]:  # noqa: ARG002 - a port's signature
             raise ValueError("Default process group has not been initialized")
@@ -72,7 +72,7 @@ def test_without_a_process_group_the_launcher_is_believed() -> None:
     assert placed(port) == Placement(is_first=False, machines=1, gpus=())
 
 
-def test_eight_ranks_that_each_see_one_gpu_are_measured_once() -> None:
+def test_eight_ranks_with_a_visible_gpu_each_are_measured_once() -> None:
     nvml = FakeNvml([FakeGpu(uuid=f"GPU-{uuid}") for uuid in UUIDS])
 
     def train(port: FakeTrainer) -> float:
@@ -92,7 +92,7 @@ def test_eight_ranks_that_each_see_one_gpu_are_measured_once() -> None:
 
 
 @pytest.mark.slow
-def test_a_data_loader_measures_each_machine_once_without_a_word_of_its_launcher(tmp_path: Path) -> None:
+def test_data_loader_measures_each_machine_once_without_information_from_the_launcher(tmp_path: Path) -> None:
     command = ["tests.support.dataloader_ranks", str(tmp_path)]
     status = run_ranks(*command, modules=LIGHTNING, output=tmp_path / "output")
     assert status == [0, 0], (tmp_path / "output").read_text()
@@ -100,14 +100,12 @@ def test_a_data_loader_measures_each_machine_once_without_a_word_of_its_launcher
     assert (result["reached"], result["end_epoch"]) == (True, 2)
     first, second = (json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2))
     assert first["limits_w"] == [150.0, 175.0, 200.0]
-    assert second["limits_w"] == [200.0]  # it controls nothing
+    assert second["limits_w"] == [200.0]  # it controls no limit
     joules = {"150.0": 180.0, "175.0": 157.5, "200.0": 200.0}  # of one machine
     assert first["energy_j"] == second["energy_j"] == pytest.approx(joules)
 
 
-def test_a_machine_is_told_from_others_by_its_start_and_by_torchruns_agent(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_machine_is_identified_by_boot_id_and_torchruns_agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     boot_id = tmp_path / "boot_id"
     boot_id.write_text("5b1f\n")
     monkeypatch.delenv("GROUP_RANK", raising=False)
@@ -126,7 +124,7 @@ JOB_ID = "digits-nodes"
 
 
 @pytest.mark.parametrize(("bench", "modules"), [("lightning_bench", LIGHTNING), ("hf_bench", TRANSFORMERS)])
-def test_the_energy_of_both_nodes_is_reported_and_logged(
+def test_energy_of_both_nodes_is_reported_and_logged(
     server: ServerProcess, tmp_path: Path, bench: str, modules: Sequence[str]
 ) -> None:
     command = ["tests.support.node_training", bench, server.url, JOB_ID, str(tmp_path)]
@@ -145,7 +143,7 @@ def test_the_energy_of_both_nodes_is_reported_and_logged(
     assert first["open"] == second["open"] == [0, 0]
 
 
-def test_an_estimate_counts_the_processes_of_its_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_estimate_counts_the_processes_of_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     class Gathered(FakeTrainer):
         def all_gather(self, thing: Any) -> list[Any]:  # noqa: ARG002 - a port's signature
             return [("X", (), 11), ("Y", (), 12), ("X", (), 13)]

@@ -1,4 +1,4 @@
-"""The search for a power limit within a training, against a pretended machine and literal values; no framework."""
+"""Search for a power limit within a training, on a simulated machine with literal values, without a framework."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TRIAL = TrialInfo(job_id="a", batch_size=64, trial_number=1)
 
 
 class Keeper:
-    """A batch-size callback, as a search sees it."""
+    """A batch-size callback as seen by a search."""
 
     def __init__(self, power_profile: PowerProfile | None = None) -> None:
         self.trial = TRIAL.model_copy(update={"power_profile": power_profile})
@@ -34,7 +34,7 @@ class Keeper:
 
 
 class Training(Powered):
-    """A framework that trains on a pretended machine, and does other things between steps."""
+    """A framework that trains on a simulated machine, with interruptions between steps."""
 
     def __init__(self, keeper: Keeper | None = None, *, rank: int = 0, steps: int | None = 20, **options: Any) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class Training(Powered):
         return self.run.profile.samples
 
     def steps(self, count: int) -> list[float]:
-        """Train so many; the limit of each."""
+        """Train `count` steps; return the limit of each step."""
         for _ in range(count):
             self.batch()
             self.run.end_step()
@@ -80,7 +80,7 @@ def known(*limits_w: float) -> PowerProfile:
     return PowerProfile(gpus=GpuConfig(max_power=250.0, number_of_gpus=1, gpu_model="replayed GPU"), samples=samples)
 
 
-def test_the_best_limit_is_found_kept_and_put_back(training: Training) -> None:
+def test_best_limit_is_found_kept_and_restored(training: Training) -> None:
     limits_w = training.steps(14)
     assert limits_w == [250.0] * 3 + [200.0] * 3 + [150.0] * 3 + [100.0] * 3 + [BEST_W] * 2
     assert training.run.chosen_limit_w == BEST_W
@@ -91,27 +91,27 @@ def test_the_best_limit_is_found_kept_and_put_back(training: Training) -> None:
     assert training.device.limit_w() == BEST_W
     training.run.close()
     assert training.device.limit_w() == FOUND_W
-    # What was found can still be asked for.
+    # The result remains available.
     assert training.run.chosen_limit_w == BEST_W
 
 
-def test_no_limit_changes_before_steps_begin() -> None:
+def test_limit_does_not_change_before_steps_begin() -> None:
     training = Training(steps=None)
     assert training.steps(3) == [FOUND_W] * 3
     assert training.device.set_w == []
 
 
-def test_an_interruption_is_not_measured(training: Training) -> None:
+def test_interruption_is_not_measured(training: Training) -> None:
     training.steps(2)
     training.run.interrupt()
     training.be_slow()
     training.run.resume()
-    # The limit that was cut short begins anew, with its warm-up.
+    # The interrupted limit starts again with its warm-up.
     assert training.steps(12) == [250.0] * 3 + [200.0] * 3 + [150.0] * 3 + [100.0] * 3
     assert is_as_the_table(training.run.profile)
 
 
-def test_a_checkpoint_between_two_steps_is_not_measured(training: Training) -> None:
+def test_checkpoint_between_two_steps_is_not_measured(training: Training) -> None:
     training.steps(2)
     training.be_slow()
     training.run.disturb()
@@ -119,7 +119,7 @@ def test_a_checkpoint_between_two_steps_is_not_measured(training: Training) -> N
     assert [sample.time_per_step_s for sample in training.samples] == [pytest.approx(0.95)]
 
 
-def test_a_checkpoint_within_an_interruption_does_not_end_it() -> None:
+def test_checkpoint_within_an_interruption_does_not_end_the_interruption() -> None:
     training = Training(warmup_steps=0)
     training.run.interrupt()
     training.run.disturb()
@@ -129,11 +129,11 @@ def test_a_checkpoint_within_an_interruption_does_not_end_it() -> None:
     assert [sample.time_per_step_s for sample in training.samples] == [pytest.approx(0.95)]
 
 
-def test_nothing_resumes_that_was_not_interrupted(training: Training) -> None:
+def test_resume_without_an_interruption_changes_nothing(training: Training) -> None:
     training.run.end_steps()
     training.run.resume()
     assert training.steps(5) == [FOUND_W] * 5
-    # An epoch that ends within an interruption takes it with it.
+    # The end of an epoch also ends an interruption within it.
     training.run.begin_steps(20)
     training.run.interrupt()
     training.run.end_steps()
@@ -142,7 +142,7 @@ def test_nothing_resumes_that_was_not_interrupted(training: Training) -> None:
     assert training.samples == ()
 
 
-def test_the_server_is_told_once_and_the_file_written(tmp_path: Path) -> None:
+def test_server_is_informed_once_and_the_file_written(tmp_path: Path) -> None:
     keeper = Keeper()
     training = Training(keeper, profile_path=tmp_path / "{batch_size}.json")
     training.steps(14)
@@ -152,7 +152,7 @@ def test_the_server_is_told_once_and_the_file_written(tmp_path: Path) -> None:
     assert is_as_the_table(PowerLimitProfile.load(tmp_path / "64.json"))
 
 
-def test_what_a_trial_knows_is_not_measured_again() -> None:
+def test_limits_known_to_the_trial_are_not_measured_again() -> None:
     keeper = Keeper(known(250.0, 200.0, 150.0))
     training = Training(keeper)
     assert training.steps(5) == [100.0] * 3 + [BEST_W] * 2
@@ -160,7 +160,7 @@ def test_what_a_trial_knows_is_not_measured_again() -> None:
     assert training.run.profile.batch_size == 64
 
 
-def test_where_everything_is_known_no_step_is_measured() -> None:
+def test_no_step_is_measured_if_every_limit_is_known() -> None:
     training = Training(Keeper(known(*LIMITS_W)))
     assert training.done == ["done"]
     assert training.logged == [{"zeus/power_limit_w": BEST_W}]
@@ -173,7 +173,7 @@ def test_without_a_trial_the_given_size_counts(tmp_path: Path) -> None:
     assert PowerLimitProfile.load(tmp_path / "16.json").batch_size == SIZE
 
 
-def test_an_unfinished_search_is_kept_for_the_next_training(tmp_path: Path) -> None:
+def test_unfinished_search_is_kept_for_the_next_training(tmp_path: Path) -> None:
     keeper = Keeper()
     training = Training(keeper, profile_path=tmp_path / "power.json")
     training.steps(6)
@@ -184,7 +184,7 @@ def test_an_unfinished_search_is_kept_for_the_next_training(tmp_path: Path) -> N
     assert training.logged == []
 
 
-def test_other_ranks_keep_and_log_nothing(tmp_path: Path) -> None:
+def test_further_ranks_store_and_log_nothing(tmp_path: Path) -> None:
     keeper = Keeper()
     training = Training(keeper, rank=1, profile_path=tmp_path / "power.json")
     training.steps(6)
@@ -194,12 +194,12 @@ def test_other_ranks_keep_and_log_nothing(tmp_path: Path) -> None:
     assert (keeper.kept, training.logged, list(tmp_path.iterdir())) == ([], [], [])
 
 
-def test_after_the_end_the_trainer_is_let_go() -> None:
+def test_trainer_is_released_after_the_end() -> None:
     class Rank(FakeTrainer):
-        """A trainer that only its run may still know."""
+        """A trainer that only its run may still reference."""
 
     ranks = Rank()
-    ranks.world_size = 2  # the run gathers through it
+    ranks.world_size = 2  # the run gathers through the trainer
     run = PowerRun(PowerOptions(ZeusCost(), 1, 2, None, None, machine().monitor, [], None))
     run.begin(ranks, SIZE, log=ranks.log, on_done=ranks.stop)
     trainer = weakref.ref(ranks)
@@ -212,7 +212,7 @@ def test_after_the_end_the_trainer_is_let_go() -> None:
     assert (run.profile, run.chosen_limit_w) == (None, None)
 
 
-def test_after_the_end_nothing_happens(training: Training) -> None:
+def test_calls_after_the_end_have_no_effect(training: Training) -> None:
     training.steps(4)
     training.run.close()
     training.run.close()
@@ -233,6 +233,6 @@ def test_after_the_end_nothing_happens(training: Training) -> None:
         ({"energy_monitor": "nvml"}, "str is no energy monitor"),
     ],
 )
-def test_options_that_cannot_work_are_refused(options: dict[str, Any], says: str) -> None:
+def test_invalid_options_are_refused(options: dict[str, Any], says: str) -> None:
     with pytest.raises(ZeusBSOConfigError, match=says):
         Training(**options)

@@ -1,7 +1,7 @@
-"""Scripts as the frameworks' guides teach to write them, none of them tuned for the callbacks.
+"""Scripts in the style of the frameworks' guides, none of them adapted to the callbacks.
 
-Each script in `tests/probes/` runs as it stands, and then with one line more, which gives its trainer the callback. The
-batches are counted where the script's own code trains on them: nothing in a script knows of that.
+Each script in `tests/probes/` runs unchanged, and then with one added line, which gives its trainer the callback. The
+batches are counted where the script's own code trains on them, without any hook in the script.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ PROBES = ROOT / "tests" / "probes"
 
 pytestmark = [
     *QUIET,
-    # Both frameworks' own remarks on scripts that leave their defaults as they are.
+    # Remarks of both frameworks on scripts with default settings.
     pytest.mark.filterwarnings("ignore:The number of training batches:UserWarning"),
     pytest.mark.filterwarnings("ignore:.*`tensorboardX` has been removed as a dependency:UserWarning"),
     pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true but no accelerator is found:UserWarning"),
@@ -45,10 +45,10 @@ pytestmark = [
 
 @dataclass(frozen=True)
 class Probe:
-    """A script, and the `line` that gives its trainer the callback, inserted `before` another one.
+    """A script, and the `line` that gives its trainer the callback, inserted `before` another line.
 
-    `sizes` are those of all batches with it, `own_sizes` without it; the server hears of `epochs`. The script imports
-    packages of the extra `integrations` (`needs`).
+    `sizes` are the sizes of all batches with the callback, `own_sizes` without it; the server receives `epochs`
+    reports. The script imports packages of the extra `integrations` (`needs`).
     """
 
     script: str
@@ -155,7 +155,7 @@ LIST_OF_PROBES = [
     ),
 ]
 
-# The others are slow.
+# The other scripts are slow.
 QUICK = {"lightning_datamodule.py", "lightning_gan.py", "huggingface_streaming.py", "huggingface_custom_loss.py"}
 each_probe = pytest.mark.parametrize(
     "probe",
@@ -168,10 +168,10 @@ each_probe = pytest.mark.parametrize(
 
 @pytest.fixture(autouse=True)
 def _folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The scripts write to where they are started; so small a network gains nothing from several threads."""
+    """Run in an empty folder, because the scripts write into it, with one thread, because the networks are small."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["train.py"])
-    monkeypatch.setenv("JSONARGPARSE_DEPRECATION_WARNINGS", "off")  # Lightning calls what jsonargparse has deprecated
+    monkeypatch.setenv("JSONARGPARSE_DEPRECATION_WARNINGS", "off")  # Lightning uses deprecated parts of jsonargparse
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -180,7 +180,7 @@ def _folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
 
 @pytest.fixture(name="sizes")
 def counted_sizes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The size of each batch that a script's training step, or its model in training, is called with."""
+    """Sizes of the batches on which a script's training step, or its model in training, is called."""
     sizes: list[int] = []
 
     def wrap_training_step(cls: Any) -> None:
@@ -211,19 +211,19 @@ def counted_sizes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def run(script: str, source: str, **names: Any) -> None:
-    """As ``python script`` does, with some names defined."""
+    """Run the source as ``python script`` does, with some names defined."""
     exec(compile(source, PROBES / script, "exec"), {"__name__": "__main__", **names})  # noqa: S102 - our own scripts
 
 
 @pytest.mark.slow
 @each_probe
-def test_a_script_as_it_stands_trains_at_its_own_size(sizes: list[int], probe: Probe) -> None:
+def test_unchanged_script_trains_at_the_scripts_size(sizes: list[int], probe: Probe) -> None:
     run(probe.script, probe.source())
     assert sizes == probe.own_sizes
 
 
 @each_probe
-def test_one_more_line_trains_at_the_servers_size(
+def test_script_with_an_added_line_trains_at_the_servers_size(
     shared_server: ServerProcess, monkeypatch: pytest.MonkeyPatch, sizes: list[int], probe: Probe
 ) -> None:
     bench = JobBench(shared_server, f"digits-{uuid.uuid4().hex}")

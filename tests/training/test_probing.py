@@ -1,4 +1,4 @@
-"""A probe: its arithmetic, its bounds, the trainings that it refuses, and plain loops."""
+"""Probes: arithmetic, bounds, refused trainings, and plain loops."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ def test_signal_is_product_of_pairs_and_noise_is_the_rest() -> None:
     assert PAIR.noise(samples=4) == 4 * (3.0 - 1.0)
 
 
-def test_noise_scale_of_one_group_has_at_least_the_least_error() -> None:
+def test_noise_scale_of_a_single_group_has_a_minimum_error() -> None:
     assert noise_scale([PAIR], 4) == (8.0, math.hypot(1.6, 1.0))
 
 
-def test_noise_scale_pools_groups_before_it_divides() -> None:
+def test_noise_scale_pools_groups_before_dividing() -> None:
     # A second group with |G|² = 3 and tr Σ = 4·(5 − 3) = 8; the means are 2 and 8.
     other = GradientSums(passes=2, squares=10.0, square_of_sum=16.0)
     scale, error = noise_scale([PAIR, other], 4) or (0.0, 0.0)
@@ -74,7 +74,7 @@ def test_noise_scale_is_unknown_without_signal_noise_or_numbers(group: GradientS
     assert noise_scale([], 4) is None
 
 
-def test_sizes_are_visited_from_the_own_size_outwards() -> None:
+def test_sizes_are_visited_outwards_from_the_scripts_size() -> None:
     assert outwards(16, [64, 32, 8, 4]) == [16, 8, 32, 4, 64]
 
 
@@ -83,11 +83,11 @@ def test_overhead_of_a_real_epoch_is_added_to_each_step() -> None:
     timings = {16: Timing(0.1, 0.0, 100.0), 32: Timing(0.15, 0.2, 200.0)}
     real = {"steps": 100, "time_s": 12.0, "evaluation_s": 3.0, "power_w": 50.0}
     own, double, accumulated = epoch_costs(timings, splits, 16, **real)
-    # 0.12 s per step, of which 0.02 s are no pass; evaluations are the same at each size.
+    # 0.12 s per step, of which 0.02 s are not part of the pass; evaluations are equal at each size.
     assert (own.batch_size, own.time_s, own.error) == (16, pytest.approx(15.0), 0.1)
     assert own.energy_j == pytest.approx(750.0)
     assert (double.batch_size, double.time_s) == (32, pytest.approx(50 * 0.17 + 3))
-    # Passes drew twice the power of those at the own size, whose epoch drew 50 W.
+    # Passes drew twice the power of passes at the script's size, where an epoch drew 50 W.
     assert double.energy_j == pytest.approx(50 * 0.17 * 100 + 3 * 50)
     assert double.error == pytest.approx(math.hypot(0.1, 0.05, 0.2))
     assert (accumulated.batch_size, accumulated.time_s) == (128, pytest.approx(12.5 * (4 * 0.15 + 0.02) + 3))
@@ -99,7 +99,7 @@ def test_overhead_of_unknown_kind_widens_the_error() -> None:
     timings = {16: Timing(0.1), 32: Timing(0.1)}
     own, double = epoch_costs(timings, splits, 16, **real, is_ambiguous=True)
     assert own.error == 0.1
-    # 0.1 s of each step beside the pass, or 0.1 s for each 16 samples.
+    # Either 0.1 s of each step outside the pass, or 0.1 s per 16 samples.
     assert double.error == pytest.approx(math.hypot(0.1, 0.05, math.log(0.2 / 0.3) / 2))
 
 
@@ -107,11 +107,11 @@ def test_overhead_of_unknown_kind_widens_the_error() -> None:
 
 
 class Trainer:
-    """A trainer of a linear model in one process, whose passes can be replaced.
+    """A trainer of a linear model in one process, with replaceable passes.
 
     Attributes:
-        sizes: The samples of each pass.
-        said: Lines to the user.
+        sizes: Number of samples of each pass.
+        said: Lines for the user.
         module: The model, which a test may replace.
     """
 
@@ -142,7 +142,7 @@ class Trainer:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """A clock that a test moves; nothing else takes time."""
+    """A clock moved only by the test."""
     now = SimpleNamespace(s=0.0)
     monkeypatch.setattr(probe, "time", SimpleNamespace(monotonic=lambda: now.s, perf_counter=lambda: now.s))
     return now
@@ -194,7 +194,7 @@ def test_probe_takes_at_most_a_share_of_the_time_of_an_epoch(clock: SimpleNamesp
     assert 0.1 < clock.s <= 0.05 * 1000 * 0.01
 
 
-def test_slow_first_size_is_left_after_the_time_of_the_probe(clock: SimpleNamespace) -> None:
+def test_slow_first_size_is_left_at_the_time_limit_of_the_probe(clock: SimpleNamespace) -> None:
     trainer = Trainer(samples=10**6)
 
     def pass_takes(_: int) -> None:
@@ -205,7 +205,7 @@ def test_slow_first_size_is_left_after_the_time_of_the_probe(clock: SimpleNamesp
     assert trainer.sizes == [16, 16]
 
 
-def test_own_size_without_memory_is_left_to_the_training() -> None:
+def test_scripts_size_without_memory_is_left_to_the_training() -> None:
     trainer = Trainer()
 
     def run_out(_: int) -> None:
@@ -219,7 +219,7 @@ def test_own_size_without_memory_is_left_to_the_training() -> None:
     assert not prober.is_open
 
 
-def test_epoch_too_short_for_a_probe_is_left_alone() -> None:
+def test_epoch_too_short_for_a_probe_is_not_probed() -> None:
     trainer = Trainer(samples=320)
     prober = trainer.prober(8, 32)
     prober.time_passes()
@@ -227,7 +227,7 @@ def test_epoch_too_short_for_a_probe_is_left_alone() -> None:
 
 
 @pytest.mark.usefixtures("clock")
-def test_size_without_memory_is_reported_and_larger_ones_are_left_out() -> None:
+def test_size_without_memory_is_reported_and_larger_sizes_are_left_out() -> None:
     trainer = Trainer(samples=160_000)
 
     def run_out(size: int) -> None:
@@ -252,7 +252,7 @@ def test_size_without_memory_is_reported_and_larger_ones_are_left_out() -> None:
 
 def test_noise_scale_comes_from_the_gradients_of_the_passes(clock: SimpleNamespace) -> None:
     class Slope(nn.Module):
-        """The gradient of its parameter is the mean of the batch."""
+        """Module in which the gradient of the parameter is the mean of the batch."""
 
         def __init__(self) -> None:
             super().__init__()
@@ -278,7 +278,7 @@ def test_noise_scale_comes_from_the_gradients_of_the_passes(clock: SimpleNamespa
     groups = [means[first : first + 8] for first in range(0, 32, 8)]
     signal = sum(sum(group) ** 2 - sum(each**2 for each in group) for group in groups) / (4 * 8 * 7)
     mean_square = sum(each**2 for each in means) / 32
-    # Of batches of 16, the largest of which 32 are left.
+    # Batches of 16 remain, 32 of the largest.
     assert scale == pytest.approx(16 * (mean_square - signal) / signal, rel=1e-3)
 
 
@@ -296,7 +296,7 @@ class Generating(nn.Linear):
 
 
 class Reading(nn.Linear):
-    """Holds an iterator."""
+    """Module that holds an iterator."""
 
     def __init__(self, numbers: Any) -> None:
         super().__init__(4, 1)
@@ -353,7 +353,7 @@ def streaming(trainer: Trainer) -> None:
         (streaming, "its data are a stream"),
     ],
 )
-def test_training_in_doubt_is_not_probed(spoil: Callable[[Trainer], None], reason: str) -> None:
+def test_training_with_doubtful_side_effects_is_not_probed(spoil: Callable[[Trainer], None], reason: str) -> None:
     trainer = Trainer()
     spoil(trainer)
     names, state = set(vars(trainer.module)), torch.get_rng_state()
@@ -366,7 +366,7 @@ def test_training_in_doubt_is_not_probed(spoil: Callable[[Trainer], None], reaso
     assert all(each.grad is None for each in trainer.module.parameters())
 
 
-# --- plain loops ------------------------------------------------------------------------------------------------------
+# --- Plain loops ------------------------------------------------------------------------------------------------------
 
 
 class Loop:
@@ -457,7 +457,7 @@ def test_run_on_a_zeus_server_is_not_probed(caplog: pytest.LogCaptureFixture) ->
     assert {path for _, path, _ in server.requests} <= {"/jobs", "/jobs/batch_size", "/trials"}
 
 
-def test_probe_is_one_put_request() -> None:
+def test_probe_is_sent_in_a_single_put_request() -> None:
     requests: list[httpx.Request] = []
 
     class Server(ContractDouble):

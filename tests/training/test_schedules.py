@@ -1,4 +1,4 @@
-"""Schedules that were made for another batch size, seen on torch's own schedulers."""
+"""Schedules made for another batch size, on torch's own schedulers."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ SCHEDULES: dict[str, tuple[Callable[[Optimizer], Any], int | None]] = {
 
 
 @pytest.mark.parametrize(("make", "end"), SCHEDULES.values(), ids=SCHEDULES.keys())
-def test_the_last_useful_step(make: Callable[[Optimizer], Any], end: int | None) -> None:
+def test_last_useful_step_of_a_schedule_is_found(make: Callable[[Optimizer], Any], end: int | None) -> None:
     assert last_useful_step(make(sgd()), 100) == end
 
 
 @pytest.mark.parametrize(
     ("steps", "warns"), [(100, True), (52, True), (51, False), (50, False), (20, False), (None, False)]
 )
-def test_a_schedule_that_ends_before_the_training_is_warned_of_once(
+def test_schedule_ending_before_the_training_is_warned_of_once(
     steps: float | None, warns: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     watch = ScheduleWatch(8, "Make it anew")
@@ -67,11 +67,11 @@ def test_a_schedule_that_ends_before_the_training_is_warned_of_once(
     ]
 
 
-def test_a_rate_of_zero_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+def test_rate_of_zero_causes_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     optimizer = sgd()
     watch = ScheduleWatch(8, "Make it anew")
     watch.check([optimizer], goes_on=True)
-    optimizer.param_groups[0]["lr"] = None  # as Adafactor's, which finds its rates itself
+    optimizer.param_groups[0]["lr"] = None  # like Adafactor, which determines its rates itself
     watch.check([optimizer], goes_on=True)
     optimizer.param_groups[0]["lr"] = 0.0
     watch.check([optimizer], goes_on=False)
@@ -82,14 +82,14 @@ def test_a_rate_of_zero_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     assert record.getMessage().startswith("the learning rate is 0 while the training at batch size 8 goes on")
 
 
-def test_a_function_of_the_script_that_fails_ends_no_training(caplog: pytest.LogCaptureFixture) -> None:
+def test_failing_function_of_the_script_ends_no_training(caplog: pytest.LogCaptureFixture) -> None:
     table = [1.0, 0.5]
     schedule = torch_schedulers.LambdaLR(sgd(), lambda step: table[step])
     ScheduleWatch(8, "Make it anew").begin([(schedule, 100), (schedule, -1)])
     assert not caplog.records
 
 
-def test_rates_that_the_script_sets_again_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+def test_rates_reset_by_the_script_cause_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     optimizer, moved = sgd(), sgd()
     schedule = torch_schedulers.StepLR(moved, 1)
     scale_learning_rate([optimizer, moved], [schedule], 2.0)
@@ -105,7 +105,7 @@ def test_rates_that_the_script_sets_again_are_warned_of(caplog: pytest.LogCaptur
 
 
 class WarmUpByHand(Classifier):
-    """As Lightning's documentation shows it."""
+    """Warm-up as in Lightning's documentation."""
 
     def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:  # noqa: ARG002
         optimizer.step(closure=optimizer_closure)
@@ -129,7 +129,7 @@ def warnings_of_schedules(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 @pytest.mark.parametrize(("module", "warning"), LIGHTNING.values(), ids=LIGHTNING.keys())
-def test_a_lightning_training_is_warned_of_its_schedule(
+def test_lightning_training_is_warned_of_an_unfit_schedule(
     bench: Bench, module: Callable[[], Any], warning: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     bench.complete_first_trial(bench.job())
@@ -143,7 +143,7 @@ def test_a_lightning_training_is_warned_of_its_schedule(
 def run_at_another_size(bench: Bench, make: Callable[[], Any], *others: Callable[[], Any], **options: Any) -> Any:
     """Train at twice the script's size, with the rates scaled linearly; return module and callback."""
     job = bench.job(NEVER, max_epochs=2, batch_sizes=(16, 32), default_batch_size=16)
-    for size in (16, 32):  # the first is the script's own
+    for size in (16, 32):  # the first size is the script's
         module, callback = make(), bench.callback(job, lr_scaling="linear", on_failure="stop")
         data = [] if isinstance(module, RateFromSize) else [train_loader()]
         quiet_trainer(callback, *(each() for each in others), max_epochs=2, **options).fit(module, *data)
@@ -151,7 +151,7 @@ def run_at_another_size(bench: Bench, make: Callable[[], Any], *others: Callable
     return module, callback
 
 
-def test_a_module_that_computes_its_rate_from_the_batch_size_is_not_scaled_again(
+def test_module_computing_the_rate_from_the_batch_size_is_not_scaled_again(
     bench: Bench, caplog: pytest.LogCaptureFixture
 ) -> None:
     module, callback = run_at_another_size(bench, RateFromSize)
@@ -162,7 +162,7 @@ def test_a_module_that_computes_its_rate_from_the_batch_size_is_not_scaled_again
 
 
 @pytest.mark.parametrize(("rate", "scaled"), [(0.05, 0.1), (None, 0.02)], ids=["its own", "a tenth of the first"])
-def test_parameter_groups_that_finetuning_adds_are_scaled(
+def test_parameter_groups_added_by_finetuning_are_scaled(
     bench: Bench, rate: float | None, scaled: float, caplog: pytest.LogCaptureFixture
 ) -> None:
     module, _ = run_at_another_size(bench, TwoLayers, lambda: Unfreezing(rate))
@@ -176,7 +176,7 @@ class AddedByHand(TwoLayers):
             self.trainer.optimizers[0].add_param_group({"params": [torch.zeros(1, requires_grad=True)], "lr": 0.05})
 
 
-def test_a_parameter_group_that_a_script_adds_is_warned_of(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
+def test_parameter_group_added_by_a_script_causes_a_warning(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
     module, _ = run_at_another_size(bench, AddedByHand)
     assert module.all_rates[-1] == [0.2, 0.05]
     (warning,) = warnings_of_schedules(caplog)
@@ -184,7 +184,7 @@ def test_a_parameter_group_that_a_script_adds_is_warned_of(bench: Bench, caplog:
 
 
 @pytest.mark.parametrize(("every", "warns"), [(13, True), (12, False), (30, False)])
-def test_a_checkpoint_that_another_size_never_writes_is_warned_of(
+def test_checkpoint_never_written_at_the_new_size_causes_a_warning(
     bench: Bench, every: int, warns: bool, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     run_at_another_size(
@@ -200,7 +200,7 @@ def test_a_checkpoint_that_another_size_never_writes_is_warned_of(
     ]
 
 
-def test_a_schedule_for_the_default_size_is_warned_of_before_it_ends_the_training(
+def test_schedule_for_the_default_size_is_warned_of_before_ending_the_training(
     bench: Bench, caplog: pytest.LogCaptureFixture
 ) -> None:
     bench.complete_first_trial(bench.job())

@@ -1,4 +1,4 @@
-"""One trial, from the question for a batch size to its end, against a server in memory."""
+"""A trial from the request for a batch size to its end, with an in-memory server."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ UNNAMED_JOB = JobSpec(job_id_prefix="mnist", batch_sizes=(32, 64), default_batch
 MEASURED = {"energy_source": "nvml", "judged_by": None, "waited_share": 0.0, "watched": None}
 
 
-# --- asking ---------------------------------------------------------------------------------------------------------
+# --- Asking ---------------------------------------------------------------------------------------------------------
 
 
-def test_ask_registers_the_job_on_its_hardware_and_returns_the_dispatched_size(
+def test_ask_registers_the_job_with_hardware_and_returns_the_dispatched_size(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     server = ContractDouble(batch_size=64)
@@ -59,7 +59,7 @@ def test_ask_registers_the_job_on_its_hardware_and_returns_the_dispatched_size(
 
 
 @pytest.mark.parametrize(("job", "job_id"), [(UNNAMED_JOB, "mnist-nightly"), (JOB, "mnist-1")])
-def test_the_job_id_of_the_environment_names_an_unnamed_job(
+def test_job_id_of_the_environment_names_an_unnamed_job(
     job: JobSpec, job_id: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ZEUS_JOB_ID", "mnist-nightly")
@@ -68,13 +68,13 @@ def test_the_job_id_of_the_environment_names_an_unnamed_job(
     assert server.sent("POST", "/jobs")[0]["job_id"] == job_id
 
 
-def test_a_job_id_of_the_environment_must_fit_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_job_id_of_the_environment_must_fit_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ZEUS_JOB_ID", "cifar-1")
     with pytest.raises(ZeusBSOConfigError, match=r"ZEUS_JOB_ID=cifar-1 .*does not start with job_id_prefix 'mnist'"):
         session_of(ContractDouble(), job=UNNAMED_JOB)
 
 
-def test_without_a_job_id_one_warning_tells_how_to_continue_the_job(
+def test_missing_job_id_causes_a_single_warning_with_the_generated_id(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ZEUS_JOB_ID", "")
@@ -86,7 +86,7 @@ def test_without_a_job_id_one_warning_tells_how_to_continue_the_job(
 
 
 class DispatchFails(ContractDouble):
-    """Goes down between the registration and the dispatch."""
+    """Fail between the registration and the dispatch."""
 
     def __call__(self, request: Any) -> Any:
         self.down = request.method == "GET" and not self.is_mended
@@ -95,7 +95,7 @@ class DispatchFails(ContractDouble):
     is_mended = False
 
 
-def test_asking_again_after_a_failed_dispatch_continues_the_job_that_the_server_made() -> None:
+def test_second_request_after_a_failed_dispatch_continues_the_generated_job() -> None:
     server = DispatchFails()
     session = session_of(server, job=UNNAMED_JOB, on_unreachable="raise")
     with pytest.raises(ZeusBSOServerUnreachableError):
@@ -105,18 +105,18 @@ def test_asking_again_after_a_failed_dispatch_continues_the_job_that_the_server_
     assert [body["job_id"] for body in server.sent("POST", "/jobs")] == [None, "mnist-0badcafe"]
 
 
-def test_without_a_dispatch_the_training_belongs_to_the_job_that_the_server_made() -> None:
+def test_training_without_a_dispatch_belongs_to_the_generated_job() -> None:
     session = session_of(DispatchFails(), job=UNNAMED_JOB)
     assert session.ask() == 32
     assert session.trial.job_id == "mnist-0badcafe"
     session.end()
 
 
-def test_a_session_can_be_pickled_before_it_asks() -> None:
+def test_session_can_be_pickled_before_asking() -> None:
     session = TrialSession(JOB, BsoClient("http://127.0.0.1:9"), EstimateMonitor(65.0), on_unreachable="raise")
     copy = pickle.loads(pickle.dumps(session))  # noqa: S301
     assert not copy.has_trial
-    # Port 9 (discard) is closed on test machines: that the copy gets as far as the network shows that it works.
+    # Port 9 (discard) is closed on test machines: reaching the network shows that the copy works.
     with pytest.raises(ZeusBSOServerUnreachableError):
         copy.ask()
 
@@ -124,7 +124,7 @@ def test_a_session_can_be_pickled_before_it_asks() -> None:
 # --- reporting ------------------------------------------------------------------------------------------------------
 
 
-def test_reports_carry_the_totals_since_the_trial_began() -> None:
+def test_reports_contain_the_totals_since_the_trial_began() -> None:
     server = ContractDouble(KEEP_TRAINING, CONVERGED)
     session = running_session(server, (2.0, 100.0), (3.0, 50.0))
     assert session.report_evaluation(0.5, 1) == ReportResponse(**KEEP_TRAINING)
@@ -150,7 +150,7 @@ def test_reports_carry_the_totals_since_the_trial_began() -> None:
     assert not session.failed
 
 
-def test_without_an_epoch_each_report_counts_one() -> None:
+def test_report_without_an_epoch_counts_as_the_next_epoch() -> None:
     server = ContractDouble(KEEP_TRAINING, KEEP_TRAINING, KEEP_TRAINING)
     session = running_session(server, (1.0, 1.0), (1.0, 1.0), (1.0, 1.0))
     session.report_evaluation(0.1)
@@ -170,7 +170,7 @@ def test_no_report_follows_a_stop_verdict() -> None:
     assert server.sent("PATCH", "/trials") == []
 
 
-def test_a_time_too_short_for_the_clock_is_still_above_zero_on_the_wire() -> None:
+def test_time_below_the_clock_resolution_is_sent_as_positive() -> None:
     server = ContractDouble(KEEP_TRAINING)
     session = running_session(server, (0.0, 0.0))
     session.report_evaluation(0.1, 1)
@@ -179,7 +179,7 @@ def test_a_time_too_short_for_the_clock_is_still_above_zero_on_the_wire() -> Non
 
 
 @pytest.mark.parametrize("metric", [math.nan, math.inf, -math.inf])
-def test_a_diverged_training_ends_its_trial_as_failed(metric: float) -> None:
+def test_diverged_training_ends_the_trial_as_failed(metric: float) -> None:
     server = ContractDouble()
     session = running_session(server, (2.0, 100.0))
     verdict = session.report_evaluation(metric, 1)
@@ -193,7 +193,7 @@ def test_a_diverged_training_ends_its_trial_as_failed(metric: float) -> None:
     ]
 
 
-def test_a_diverged_training_stops_even_when_the_server_is_gone(caplog: pytest.LogCaptureFixture) -> None:
+def test_diverged_training_stops_even_during_an_outage(caplog: pytest.LogCaptureFixture) -> None:
     server = ContractDouble()
     session = running_session(server, (2.0, 100.0))
     server.down = True
@@ -202,13 +202,13 @@ def test_a_diverged_training_stops_even_when_the_server_is_gone(caplog: pytest.L
 
 
 @pytest.mark.parametrize("epoch", [0, -1, math.nan, math.inf])
-def test_an_epoch_is_above_zero(epoch: float) -> None:
+def test_epoch_must_be_positive(epoch: float) -> None:
     session = running_session(ContractDouble(), (1.0, 1.0))
     with pytest.raises(ZeusBSOBadOperationError, match="epoch"):
         session.report_evaluation(0.5, epoch)
 
 
-def test_the_window_is_open_exactly_from_begin_to_the_final_verdict() -> None:
+def test_window_is_open_exactly_from_begin_to_the_final_verdict() -> None:
     monitor = monitor_of((1.0, 1.0), (1.0, 1.0), (1.0, 1.0), (1.0, 1.0))
     session = session_of(ContractDouble(KEEP_TRAINING, CONVERGED), monitor)
     session.ask()
@@ -220,11 +220,11 @@ def test_the_window_is_open_exactly_from_begin_to_the_final_verdict() -> None:
     monitor.begin_window("zeus_bso_trial")
 
 
-# --- a monitor that fails -------------------------------------------------------------------------------------------
+# --- Failing monitors -----------------------------------------------------------------------------------------------
 
 
 class Failing(ReplayMonitor):
-    """Loses its GPU when it has been asked so many times to open or close a window."""
+    """Lose the GPU after `calls` requests to open or close a window."""
 
     def __init__(self, calls: int, **lost: float) -> None:
         super().__init__([Measurement(2.0, 100.0, "nvml")] * 10, GPUS)
@@ -256,7 +256,7 @@ class Failing(ReplayMonitor):
         pytest.param(Failing(3, time_s=math.inf), id="whose clock is broken"),
     ],
 )
-def test_a_training_whose_energy_is_lost_goes_on_and_its_trial_has_failed(
+def test_training_with_lost_energy_continues_and_the_trial_has_failed(
     monitor: Failing, caplog: pytest.LogCaptureFixture
 ) -> None:
     server = ContractDouble(KEEP_TRAINING)
@@ -279,7 +279,7 @@ def test_a_training_whose_energy_is_lost_goes_on_and_its_trial_has_failed(
 
 
 @pytest.mark.parametrize(("metric", "epoch"), [(0.1, 100), (math.nan, 2)], ids=["its last epoch", "diverged"])
-def test_a_training_whose_energy_is_lost_ends_with_its_last_epoch_or_diverges(metric: float, epoch: int) -> None:
+def test_training_with_lost_energy_ends_with_the_last_epoch_or_a_divergence(metric: float, epoch: int) -> None:
     server = ContractDouble()
     session = running_session(server, monitor=Failing(1))
     assert not session.report_evaluation(0.1, epoch - 1).stop_train
@@ -290,7 +290,7 @@ def test_a_training_whose_energy_is_lost_ends_with_its_last_epoch_or_diverges(me
 
 
 @pytest.mark.parametrize("calls", [1, 2])
-def test_a_checkpoint_whose_energy_is_lost_is_written_and_its_trial_is_over(
+def test_checkpoint_with_lost_energy_is_written_and_the_trial_has_ended(
     calls: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     session = running_session(ContractDouble(), monitor=Failing(calls))
@@ -304,13 +304,13 @@ def test_a_checkpoint_whose_energy_is_lost_is_written_and_its_trial_is_over(
     assert server.requests == []
 
 
-def test_a_checkpoint_after_an_end_that_could_not_be_measured_is_not_gone_on_with() -> None:
+def test_checkpoint_after_an_unmeasured_end_is_not_resumed() -> None:
     session = running_session(ContractDouble(), monitor=Failing(1))
     session.end(KeyboardInterrupt())
     assert not session_of(ContractDouble()).resume(session.state_dict())
 
 
-def test_a_monitor_that_fails_before_the_training_is_an_error() -> None:
+def test_monitor_failing_before_the_training_is_an_error() -> None:
     session = session_of(ContractDouble(), Failing(0))
     session.ask()
     with pytest.raises(EnergyUnavailableError, match="GPU 0 is lost"):
@@ -350,7 +350,7 @@ CALLS: dict[str, Callable[[TrialSession], object]] = {
         ("ask load", "into a new session"),
     ],
 )
-def test_a_call_out_of_order_is_refused(calls: str, message: str) -> None:
+def test_call_out_of_order_is_refused(calls: str, message: str) -> None:
     session = session_of(ContractDouble(KEEP_TRAINING), monitor_of((1.0, 1.0), (1.0, 1.0)))
     *before, last = calls.split()
     for call in before:
@@ -363,11 +363,11 @@ def test_a_call_out_of_order_is_refused(calls: str, message: str) -> None:
 
 
 @pytest.mark.parametrize("begun", [False, True])
-def test_ending_early_fails_the_trial_on_the_server_once(begun: bool) -> None:
+def test_early_end_fails_the_trial_on_the_server_once(begun: bool) -> None:
     server = ContractDouble()
     session = session_of(server)
     session_of(server).end()
-    assert server.requests == []  # without a trial, the server is told nothing
+    assert server.requests == []  # without a trial, no request is sent
     session.ask()
     if begun:
         session.begin_measurement()
@@ -376,9 +376,9 @@ def test_ending_early_fails_the_trial_on_the_server_once(begun: bool) -> None:
     assert server.sent("PATCH", "/trials") == [TRIAL | {"outcome": "failed", "ended_early": True, "detail": None}]
 
 
-def test_ending_never_raises_but_warns(caplog: pytest.LogCaptureFixture) -> None:
+def test_ending_warns_instead_of_raising(caplog: pytest.LogCaptureFixture) -> None:
     server = ContractDouble()
-    session = running_session(server)  # no measurement to replay: closing the window fails too
+    session = running_session(server)  # no measurement to replay, so closing the window fails, too
     server.down = True
     session.end()
     away, waits = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
@@ -389,7 +389,7 @@ def test_ending_never_raises_but_warns(caplog: pytest.LogCaptureFixture) -> None
 # --- checkpoints ----------------------------------------------------------------------------------------------------
 
 
-def test_a_resumed_trial_continues_its_totals_with_the_open_window() -> None:
+def test_resumed_trial_continues_the_totals_with_the_open_window() -> None:
     session = running_session(ContractDouble(KEEP_TRAINING), (2.0, 100.0), (0.5, 10.0))
     session.report_evaluation(0.5, 1)
     state = through_a_checkpoint(session.state_dict())
@@ -408,7 +408,7 @@ def test_a_resumed_trial_continues_its_totals_with_the_open_window() -> None:
     assert server.requests == [("POST", "/report", TRIAL | report | source)]
 
 
-def test_a_checkpoint_of_a_finished_trial_stays_finished() -> None:
+def test_checkpoint_of_a_finished_trial_stays_finished() -> None:
     session = running_session(ContractDouble(COST_BOUND | {"reason": "cost_bound_crossed"}), (1.0, 1.0))
     session.report_evaluation(0.5, 1)
     assert session.finished
@@ -424,13 +424,13 @@ def test_a_checkpoint_of_a_finished_trial_stays_finished() -> None:
     assert server.requests == []
 
 
-def test_without_a_trial_there_is_no_state_and_a_state_without_one_is_refused() -> None:
+def test_state_without_a_trial_is_empty_and_cannot_be_resumed() -> None:
     assert session_of(ContractDouble()).state_dict() == {}
     with pytest.raises(ZeusBSOConfigError, match="trial_number"):
         session_of(ContractDouble()).resume({"job_id": "mnist-1", "batch_size": 32})
 
 
-def test_resuming_a_trial_of_another_job_warns(caplog: pytest.LogCaptureFixture) -> None:
+def test_resuming_a_trial_of_a_different_job_warns(caplog: pytest.LogCaptureFixture) -> None:
     session_of(ContractDouble()).resume(TRIAL)
     assert caplog.text == ""
     session_of(ContractDouble()).resume(TRIAL | {"job_id": "mnist-2"})
@@ -438,14 +438,14 @@ def test_resuming_a_trial_of_another_job_warns(caplog: pytest.LogCaptureFixture)
 
 
 @pytest.mark.parametrize("job", [JOB, UNNAMED_JOB])
-def test_a_trial_of_a_job_of_another_prefix_goes_on(job: JobSpec) -> None:
+def test_trial_of_a_job_with_a_different_prefix_continues(job: JobSpec) -> None:
     session = session_of(ContractDouble(), job=job)
     assert session.resume(TRIAL | {"job_id": "cifar-1"})
     assert session.sender is not None
     assert session.sender.registration.job_id == "cifar-1"
 
 
-def test_a_long_list_of_sources_fits_the_wire() -> None:
+def test_long_list_of_energy_sources_fits_into_the_message() -> None:
     server = ContractDouble(KEEP_TRAINING)
     session = session_of(server, monitor_of((1.0, 1.0), source="b" * 200))
     session.resume(TRIAL | {"energy_source": "a" * 200})
@@ -454,7 +454,7 @@ def test_a_long_list_of_sources_fits_the_wire() -> None:
     assert server.sent("POST", "/report")[0]["energy_source"] == "a" * 200 + " + " + "b" * 52
 
 
-# --- resuming, on a real server -------------------------------------------------------------------------------------
+# --- Resuming, on a real server -------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -469,7 +469,7 @@ def session_on(client: BsoClient, monitor: EnergyMonitor) -> TrialSession:
 
 
 def interrupted(client: BsoClient) -> TrialSession:
-    """A session whose training reported once and was then preempted."""
+    """Return a session that reported once and was then preempted."""
     session = session_on(client, monitor_of((1.0, 10.0), (2.0, 20.0), (0.0, 0.0)))
     session.ask()
     session.begin_measurement()
@@ -477,7 +477,7 @@ def interrupted(client: BsoClient) -> TrialSession:
     return session
 
 
-def test_a_preempted_trial_goes_on_with_its_totals(client: BsoClient) -> None:
+def test_preempted_trial_continues_with_the_former_totals(client: BsoClient) -> None:
     first = interrupted(client)
     state = through_a_checkpoint(first.state_dict())
     first.end(KeyboardInterrupt())
@@ -493,9 +493,7 @@ def test_a_preempted_trial_goes_on_with_its_totals(client: BsoClient) -> None:
     assert (trial.state, trial.time_s, trial.energy_j, trial.epochs) == (TrialState.COMPLETED, 7.0, 70.0, 2)
 
 
-def test_a_trial_that_is_over_on_the_server_is_not_reported_on(
-    client: BsoClient, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_trial_ended_on_the_server_gets_no_reports(client: BsoClient, caplog: pytest.LogCaptureFixture) -> None:
     first = interrupted(client)
     state = through_a_checkpoint(first.state_dict())
     first.end(ValueError("no such label"))
@@ -512,9 +510,7 @@ def test_a_trial_that_is_over_on_the_server_is_not_reported_on(
     assert "no such label" in (trial.message or "")
 
 
-def test_a_trial_that_the_server_knows_no_more_is_not_reported_on(
-    client: BsoClient, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_trial_unknown_to_the_server_gets_no_reports(client: BsoClient, caplog: pytest.LogCaptureFixture) -> None:
     first = interrupted(client)
     client.delete_job(first.trial.job_id)
     assert not session_on(client, monitor_of()).resume(first.state_dict())
@@ -522,7 +518,7 @@ def test_a_trial_that_the_server_knows_no_more_is_not_reported_on(
     first.end()
 
 
-def test_a_proxy_without_its_server_does_not_end_a_trial(client: BsoClient) -> None:
+def test_proxy_without_a_server_does_not_end_a_trial(client: BsoClient) -> None:
     first = interrupted(client)
     state = first.state_dict()
     first.end(KeyboardInterrupt())
@@ -532,10 +528,10 @@ def test_a_proxy_without_its_server_does_not_end_a_trial(client: BsoClient) -> N
         resumed.resume(state)
 
 
-# --- other ranks ----------------------------------------------------------------------------------------------------
+# --- Further ranks --------------------------------------------------------------------------------------------------
 
 
-def test_another_rank_says_what_ended_its_training(client: BsoClient) -> None:
+def test_further_rank_reports_the_cause_of_the_end(client: BsoClient) -> None:
     session = interrupted(client)
     end_trial_from_another_rank(client, session.trial, torch.OutOfMemoryError("CUDA out of memory"))
     session.end(RuntimeError("Connection closed by peer [127.0.0.1]:42191"))
@@ -547,7 +543,7 @@ def test_another_rank_says_what_ended_its_training(client: BsoClient) -> None:
     [(False, "rank 1", True), (False, "rank 0", False), (True, "rank 1", False)],
     ids=["the server is back at the end", "rank 0 has had its word", "begun without the server"],
 )
-def test_memory_that_ran_out_on_another_rank_while_the_server_was_away(
+def test_out_of_memory_on_a_further_rank_is_recorded_despite_an_outage(
     server: ServerProcess, is_offline: bool, who_ends_first: str, is_back: bool, state_directory: Path
 ) -> None:
     outbox = Outbox(state_directory / "outbox")
@@ -580,21 +576,21 @@ def test_memory_that_ran_out_on_another_rank_while_the_server_was_away(
         assert outbox.waiting() == []
 
 
-def test_another_rank_that_lost_the_first_leaves_the_word_to_it(client: BsoClient) -> None:
+def test_further_rank_after_the_loss_of_rank_0_leaves_the_ending_to_rank_0(client: BsoClient) -> None:
     session = interrupted(client)
     session.end(KeyboardInterrupt())
     end_trial_from_another_rank(client, session.trial, RuntimeError("Connection closed by peer [127.0.0.1]:42191"))
     assert [trial.state for trial in client.show_job(session.trial.job_id).trials] == [TrialState.SUSPENDED]
 
 
-def test_another_rank_has_nothing_to_say_after_the_verdict() -> None:
+def test_further_rank_sends_nothing_after_the_verdict() -> None:
     server = ContractDouble()
     trial = TrialInfo(**TRIAL, verdict=ReportResponse(**CONVERGED))
     end_trial_from_another_rank(server.client(), trial, ValueError("no such label"))
     assert server.requests == []
 
 
-def test_another_rank_never_raises_but_warns(caplog: pytest.LogCaptureFixture) -> None:
+def test_further_rank_warns_instead_of_raising(caplog: pytest.LogCaptureFixture) -> None:
     server = ContractDouble()
     server.down = True
     end_trial_from_another_rank(server.client(), TrialInfo(**TRIAL), ValueError("no such label"))

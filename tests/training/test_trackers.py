@@ -1,6 +1,6 @@
-"""The record of a training in experiment trackers: the size that was trained and why, and what it cost.
+"""A training in experiment trackers: its size with the reason, and its cost.
 
-CSV is always there; the others are tried where they are installed, each with its own store and no network.
+CSV is always tested; the other trackers only if installed, each with a local store and without a network.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ pytestmark = QUIET
 
 
 class Saving(Classifier):
-    """Saves the size that its user says, as Lightning's guides do."""
+    """Module that saves its hyperparameters, including the user's size, as in Lightning's guides."""
 
-    def __init__(self, batch_size: int = USERS_SIZE, note: str = "kept") -> None:  # noqa: ARG002 - the last line finds them
+    def __init__(self, batch_size: int = USERS_SIZE, note: str = "kept") -> None:  # noqa: ARG002 - to be saved
         super().__init__(0.5)
         self.save_hyperparameters()
 
 
 def trained(bench: Bench, logger: Logger) -> Saving:
-    """With a target that the second epoch has."""
+    """Train with a target that the second epoch reaches."""
     module = Saving()
     callback = bench.callback(bench.job(0.25, max_epochs=2))
     quiet_trainer(callback, max_epochs=2, logger=logger, log_every_n_steps=1).fit(
@@ -50,7 +50,7 @@ def expected(bench: Bench) -> dict[str, Any]:
     }
 
 
-def test_csv_has_the_trained_size_and_what_it_cost(bench: Bench, tmp_path: Path) -> None:
+def test_csv_has_the_trained_size_and_the_cost(bench: Bench, tmp_path: Path) -> None:
     logger = CSVLogger(tmp_path)
     module = trained(bench, logger)
     kept = yaml.safe_load((Path(logger.log_dir) / "hparams.yaml").read_text())
@@ -60,12 +60,12 @@ def test_csv_has_the_trained_size_and_what_it_cost(bench: Bench, tmp_path: Path)
     assert float(last["zeus/cost_j"]) == 55.0
     assert float(last["zeus/target_reached"]) == 1.0
     assert (float(last["zeus/trial_time_s"]), float(last["zeus/trial_energy_j"])) == (1.0, 10.0)
-    # As its user wrote it, once the training is over.
+    # The user's value is restored after the training.
     assert (module.hparams["batch_size"], module.hparams_initial["batch_size"]) == (USERS_SIZE, USERS_SIZE)
 
 
 @pytest.mark.slow
-def test_tensorboard(bench: Bench, tmp_path: Path) -> None:
+def test_tensorboard_has_the_trained_size_and_the_cost(bench: Bench, tmp_path: Path) -> None:
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator", reason="no tensorboard")
     logger = TensorBoardLogger(str(tmp_path))
     trained(bench, logger)
@@ -77,7 +77,7 @@ def test_tensorboard(bench: Bench, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_wandb(bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_has_the_trained_size_and_the_cost(bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("wandb", reason="no wandb", exc_type=ImportError)
     for variable in ("WANDB_DATA_DIR", "WANDB_CACHE_DIR", "WANDB_CONFIG_DIR", "WANDB_ARTIFACT_DIR"):
         monkeypatch.setenv(variable, str(tmp_path))
@@ -89,7 +89,9 @@ def test_wandb(bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.slow
-def test_mlflow(bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mlflow_has_the_trained_size_and_the_cost(
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("mlflow", reason="no mlflow", exc_type=ImportError)
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     logger = MLFlowLogger(tracking_uri=f"file:{tmp_path}")

@@ -1,4 +1,4 @@
-"""What all batch-size callbacks decide alike, against a trainer without a framework and a server in memory."""
+"""Logic shared by all batch-size callbacks, with a trainer without a framework and an in-memory server."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ JOB = JobSpec(
 )
 GPUS = GpuConfig(max_power=100.0, number_of_gpus=1, gpu_model="A40")
 TRIAL = {"job_id": "mnist-1", "batch_size": 64, "trial_number": 7}
-# Of a trial on a Zeus server, before its first report.
+# A trial on a Zeus server before its first report.
 STATE: dict[str, Any] = {
     "trial": {**TRIAL, "time_s": 3.0, "energy_j": 30.0, "energy_source": "replayed", "epoch": 1.0, "metric": 0.5},
     "has_fractions": None,
@@ -54,7 +54,7 @@ def begun(server: ContractDouble, port: FakeTrainer | None = None, **options: An
 
 
 def reports(server: ContractDouble) -> list[tuple[float, float, float, float]]:
-    """Metric, epoch, seconds and joules of each."""
+    """Return metric, epoch, seconds and joules of each report."""
     sent = server.sent("POST", "/report")
     return [(body["metric"], body["current_epoch"], body["time"], body["energy"]) for body in sent]
 
@@ -77,13 +77,13 @@ def ends(server: ContractDouble) -> list[tuple[str, str | None]]:
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_options_that_cannot_work_are_refused(option: dict[str, Any], problem: str) -> None:
+def test_invalid_options_are_refused(option: dict[str, Any], problem: str) -> None:
     with pytest.raises(ZeusBSOConfigError) as raised:
         TrialOptions(**option)
     assert str(raised.value) == problem
 
 
-def test_a_run_can_be_pickled_before_it_begins() -> None:
+def test_run_can_be_pickled_before_the_begin() -> None:
     run = TrialRun(JobWish(job=JOB), TrialOptions(server_url="http://bso", energy_monitor=ten_joules_a_second()))
     copy = pickle.loads(pickle.dumps(run))  # noqa: S301 - our own bytes
     assert (copy.trial, copy.active) == (None, None)
@@ -101,7 +101,7 @@ def test_a_run_can_be_pickled_before_it_begins() -> None:
         (1, 2, 8, BatchSplit(8, 8)),
     ],
 )
-def test_devices_the_users_accumulation_and_the_largest_batch_divide_the_size(
+def test_size_is_divided_by_devices_accumulation_and_the_largest_batch(
     devices: int, accumulation: int, largest: int | None, split: BatchSplit
 ) -> None:
     port = FakeTrainer(devices=devices)
@@ -127,7 +127,7 @@ def test_rank_0_asks_and_all_ranks_obey() -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_sizes_that_cannot_be_are_refused_before_a_trial(world_size: int) -> None:
+def test_indivisible_sizes_are_refused_before_a_trial(world_size: int) -> None:
     server = ContractDouble()
 
     def train(port: FakeTrainer) -> None:
@@ -143,7 +143,7 @@ def test_sizes_that_cannot_be_are_refused_before_a_trial(world_size: int) -> Non
     assert server.requests == []
 
 
-def test_a_trainer_that_cannot_accumulate_is_refused_before_a_trial() -> None:
+def test_trainer_without_accumulation_is_refused_before_a_trial() -> None:
     server, port = ContractDouble(), FakeTrainer()
     port.no_accumulation = "this trainer accumulates nothing"
     run_of(server, max_per_device_batch_size=64).begin(port)
@@ -154,7 +154,7 @@ def test_a_trainer_that_cannot_accumulate_is_refused_before_a_trial() -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_a_size_that_is_not_the_jobs_is_refused_on_all_ranks_and_ends_the_trial(world_size: int) -> None:
+def test_size_outside_the_job_is_refused_on_all_ranks_and_ends_the_trial(world_size: int) -> None:
     server = ContractDouble(batch_size=48)
 
     def train(port: FakeTrainer) -> None:
@@ -172,7 +172,7 @@ def test_a_size_that_is_not_the_jobs_is_refused_on_all_ranks_and_ends_the_trial(
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_an_error_of_the_server_arrives_on_all_ranks(world_size: int) -> None:
+def test_error_of_the_server_reaches_all_ranks(world_size: int) -> None:
     server = ContractDouble()
     server.down = True
 
@@ -187,7 +187,7 @@ def test_an_error_of_the_server_arrives_on_all_ranks(world_size: int) -> None:
     assert [type(error) for error in on_each_rank(world_size, train)] == [ZeusBSOServerUnreachableError] * world_size
 
 
-def test_without_the_server_all_ranks_train_at_the_default_size() -> None:
+def test_offline_ranks_all_train_at_the_default_size() -> None:
     server = ContractDouble()
     server.down = True
 
@@ -206,9 +206,7 @@ def test_without_the_server_all_ranks_train_at_the_default_size() -> None:
 
 @pytest.mark.parametrize(("scaling", "rate"), [("none", 0.1), ("linear", 0.2), ("sqrt", 0.1 * 2**0.5)])
 @pytest.mark.parametrize("keeps_optimizers", [True, False])
-def test_rates_are_scaled_and_optimizers_that_stay_get_theirs_back(
-    scaling: str, rate: float, keeps_optimizers: bool
-) -> None:
+def test_rates_are_scaled_and_restored_in_reused_optimizers(scaling: str, rate: float, keeps_optimizers: bool) -> None:
     port = FakeTrainer()
     port.keeps_optimizers = keeps_optimizers
     run = run_of(ContractDouble(), lr_scaling=scaling)
@@ -221,7 +219,7 @@ def test_rates_are_scaled_and_optimizers_that_stay_get_theirs_back(
     assert port.scheduler.base_lrs == pytest.approx([0.1 if keeps_optimizers else rate])
 
 
-def test_the_choice_is_logged_and_measuring_begins_on_rank_0_alone() -> None:
+def test_choice_is_logged_and_only_rank_0_measures() -> None:
     server = ContractDouble(KEEP_TRAINING)
 
     def train(port: FakeTrainer) -> Any:
@@ -235,7 +233,7 @@ def test_the_choice_is_logged_and_measuring_begins_on_rank_0_alone() -> None:
     assert reports(server) == [(0.25, 1.0, 1.0, 10.0)]
 
 
-# The size that is delivered
+# Delivered sizes
 
 
 @pytest.mark.parametrize(
@@ -249,7 +247,7 @@ def test_the_choice_is_logged_and_measuring_begins_on_rank_0_alone() -> None:
     ],
     ids=["accumulation", "loader", "one of two loaders", "unknown", "uneven"],
 )
-def test_another_size_is_an_error(
+def test_wrong_delivered_size_is_an_error(
     monkeypatch: pytest.MonkeyPatch, delivered: list[float | None], accumulation: int, problem: str
 ) -> None:
     port = FakeTrainer(devices=2)
@@ -265,7 +263,7 @@ def test_another_size_is_an_error(
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_the_verdict_stops_all_ranks_and_ends_the_reports(world_size: int) -> None:
+def test_verdict_stops_all_ranks_and_ends_the_reports(world_size: int) -> None:
     server = ContractDouble(KEEP_TRAINING, CONVERGED)
 
     def train(port: FakeTrainer) -> Any:
@@ -285,7 +283,7 @@ def test_the_verdict_stops_all_ranks_and_ends_the_reports(world_size: int) -> No
     assert ends(server) == []
 
 
-def test_there_may_be_nothing_to_report_yet() -> None:
+def test_metric_of_none_is_not_reported() -> None:
     server = ContractDouble()
     run = begun(server)
     active(run).report_evaluation(lambda: None, 1.0)
@@ -294,13 +292,13 @@ def test_there_may_be_nothing_to_report_yet() -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_a_metric_that_is_missing_raises_on_all_ranks(world_size: int) -> None:
+def test_missing_metric_raises_on_all_ranks(world_size: int) -> None:
     server = ContractDouble()
 
     def train(port: FakeTrainer) -> None:
         run = begun(server, port)
         try:
-            # The other ranks are not asked for it.
+            # Only rank 0 is asked for the metric.
             active(run).report_evaluation(failing(KeyError("f1")) if port.rank == 0 else failing(AssertionError()), 1.0)
         except KeyError as error:
             run.finish(error)
@@ -315,7 +313,7 @@ def test_a_metric_that_is_missing_raises_on_all_ranks(world_size: int) -> None:
     [([0.5, 1.0, 1.5], [0.5, 1.0, 1.5]), ([1.0, 1.5, 2.5], [1.0, 2.0, 3.0])],
     ids=["fractions from the start", "whole epochs first"],
 )
-def test_after_whole_epochs_only_whole_ones_are_reported(trained: list[float], reported: list[float]) -> None:
+def test_after_whole_epochs_only_whole_epochs_are_reported(trained: list[float], reported: list[float]) -> None:
     server = ContractDouble(*[KEEP_TRAINING] * 3)
     run = begun(server)
     for epochs in trained:
@@ -328,14 +326,12 @@ def test_after_whole_epochs_only_whole_ones_are_reported(trained: list[float], r
     [
         ([2.0], 3.0, [2.0, 3.0]),
         ([2.75], 3.0, [2.75, 3.0]),
-        ([2.0], 2.0, [2.0]),  # cut short: the trial may be tried again
+        ([2.0], 2.0, [2.0]),  # interrupted: the trial may be repeated
         ([3.0], 3.0, [3.0]),
-        ([], 2.0, []),  # cut short, before there was a metric
+        ([], 2.0, []),  # interrupted before the first metric
     ],
 )
-def test_the_last_epoch_is_reported_though_it_is_not_evaluated(
-    evaluated: list[float], ended: float, sent: list[float]
-) -> None:
+def test_last_epoch_is_reported_without_an_evaluation(evaluated: list[float], ended: float, sent: list[float]) -> None:
     server = ContractDouble(*[KEEP_TRAINING] * 2)
     run = begun(server)
     for epochs in evaluated:
@@ -344,7 +340,7 @@ def test_the_last_epoch_is_reported_though_it_is_not_evaluated(
     assert [(metric, epoch) for metric, epoch, _, _ in reports(server)] == [(0.5, epoch) for epoch in sent]
 
 
-def test_a_training_without_an_evaluation_ends_with_an_error() -> None:
+def test_training_without_an_evaluation_ends_with_an_error() -> None:
     run = begun(ContractDouble())
     with pytest.raises(ZeusBSOConfigError, match=r"ended after 3 epochs at batch size .* without an evaluation"):
         active(run).report_last_epoch(3.0)
@@ -353,7 +349,7 @@ def test_a_training_without_an_evaluation_ends_with_an_error() -> None:
 # Several machines
 
 
-def test_the_ranks_meet_before_the_start_and_before_each_report() -> None:
+def test_ranks_synchronize_before_the_start_and_each_report() -> None:
     server = ContractDouble(KEEP_TRAINING, CONVERGED)
 
     def train(port: FakeTrainer) -> Any:
@@ -384,7 +380,7 @@ def test_the_ranks_meet_before_the_start_and_before_each_report() -> None:
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else "",
 )
-def test_the_end_of_the_training_ends_the_trial_once(error: BaseException | None, end: tuple[str, str | None]) -> None:
+def test_end_of_the_training_ends_the_trial_once(error: BaseException | None, end: tuple[str, str | None]) -> None:
     server, port = ContractDouble(), FakeTrainer()
     run = begun(server, port)
     run.finish(error)
@@ -395,7 +391,7 @@ def test_the_end_of_the_training_ends_the_trial_once(error: BaseException | None
     assert (trial_of(run).time_s, trial_of(run).energy_j) == (1.0, 10.0)
 
 
-def test_what_cannot_be_undone_does_not_keep_the_trial_from_its_end(
+def test_failed_cleanup_does_not_prevent_the_end_of_the_trial(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server = ContractDouble()
@@ -406,7 +402,7 @@ def test_what_cannot_be_undone_does_not_keep_the_trial_from_its_end(
     assert "could not clean up after the training" in caplog.text
 
 
-def test_memory_that_ran_out_on_another_rank_is_told_by_that_rank() -> None:
+def test_out_of_memory_on_a_further_rank_is_reported_by_the_same_rank() -> None:
     server = ContractDouble()
 
     def train(port: FakeTrainer) -> None:
@@ -433,7 +429,7 @@ def test_memory_that_ran_out_on_another_rank_is_told_by_that_rank() -> None:
     ],
 )
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_a_failed_trial_raises_on_all_ranks(
+def test_failed_trial_raises_on_all_ranks(
     world_size: int, verdicts: list[dict[str, Any]], on_failure: str, said: str
 ) -> None:
     server = ContractDouble(*verdicts)
@@ -453,7 +449,7 @@ def test_a_failed_trial_raises_on_all_ranks(
 # Checkpoints
 
 
-def test_the_state_is_plain_and_counts_the_open_window() -> None:
+def test_state_is_plain_and_counts_the_open_window() -> None:
     run = begun(ContractDouble(KEEP_TRAINING))
     assert run_of(ContractDouble()).state() == {}
     active(run).report_evaluation(lambda: 0.5, 0.5)
@@ -465,12 +461,12 @@ def test_the_state_is_plain_and_counts_the_open_window() -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_a_checkpoints_trial_goes_on_on_all_ranks(world_size: int) -> None:
+def test_trial_of_a_checkpoint_continues_on_all_ranks(world_size: int) -> None:
     server = ContractDouble(CONVERGED)
 
     def train(port: FakeTrainer) -> Any:
         run = run_of(server)
-        # What the other ranks find on their disks is of no account.
+        # Only the state of rank 0 counts.
         run.resume(port, lambda: STATE if port.rank == 0 else None)
         assert active(run).is_reporting
         active(run).start()
@@ -490,14 +486,14 @@ def missed(server: ContractDouble, port: FakeTrainer) -> TrialRun:
     return run
 
 
-def test_trainer_that_cannot_train_again_ends_a_missed_run() -> None:
+def test_trainer_without_a_second_fit_ends_a_missed_run() -> None:
     server, port = ContractDouble(COST_BOUND), FakeTrainer()
     port.no_continuation = "FSDPStrategy sets up its model once"
     run = missed(server, port)
     assert run.finished_by(port) is None
     assert "not finished at another batch size: FSDPStrategy sets up its model once" in port.said[-1]
     run.finish()
-    run.raise_failure()  # which "finish" never asks for
+    run.raise_failure()  # "finish" never calls this
 
 
 def test_zeus_server_ends_a_missed_run(caplog: pytest.LogCaptureFixture) -> None:
@@ -510,7 +506,7 @@ def test_zeus_server_ends_a_missed_run(caplog: pytest.LogCaptureFixture) -> None
     run.raise_failure()
 
 
-def test_run_that_reached_the_target_needs_no_finishing() -> None:
+def test_run_at_the_target_needs_no_finishing() -> None:
     server, port = ContractDouble(CONVERGED), FakeTrainer()
     run = missed(server, port)
     assert run.finished_by(port) is None
@@ -519,7 +515,7 @@ def test_run_that_reached_the_target_needs_no_finishing() -> None:
 
 
 @pytest.mark.parametrize(("has_fractions", "reported"), [(True, 1.5), (False, 2.0), (None, 1.5)])
-def test_a_resumed_trial_goes_on_in_fractions_or_in_whole_epochs(has_fractions: bool | None, reported: float) -> None:
+def test_resumed_trial_continues_in_fractions_or_whole_epochs(has_fractions: bool | None, reported: float) -> None:
     server = ContractDouble(KEEP_TRAINING)
     run = run_of(server)
     run.resume(FakeTrainer(), lambda: STATE | {"has_fractions": has_fractions})
@@ -528,7 +524,7 @@ def test_a_resumed_trial_goes_on_in_fractions_or_in_whole_epochs(has_fractions: 
     assert reports(server)[0][1] == reported
 
 
-def test_a_checkpoint_with_nothing_but_its_trial_goes_on_with_the_job_of_this_training() -> None:
+def test_checkpoint_with_only_a_trial_continues_with_the_job_of_this_training() -> None:
     wish, server = JobWish(monitor="val_acc", target=0.9, job_id="mnist-1"), ContractDouble()
     run = TrialRun(wish, TrialOptions(energy_monitor=ten_joules_a_second()), connect=lambda *_: server.client())
     run.resume(FakeTrainer(), lambda: {"trial": STATE["trial"]})
@@ -537,7 +533,7 @@ def test_a_checkpoint_with_nothing_but_its_trial_goes_on_with_the_job_of_this_tr
     assert (state["trial"]["trial_number"], state["has_fractions"], state["job"]["job_id"]) == (7, None, "mnist-1")
 
 
-def test_a_resumed_size_that_the_job_has_no_more_goes_on() -> None:
+def test_resumed_size_removed_from_the_job_continues() -> None:
     port = FakeTrainer()
     run = run_of(ContractDouble(), JOB.model_copy(update={"batch_sizes": (32,)}))
     run.resume(port, lambda: STATE)
@@ -546,7 +542,7 @@ def test_a_resumed_size_that_the_job_has_no_more_goes_on() -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("saved", [None, {}])
-def test_a_checkpoint_without_a_trial_leaves_the_training_alone(
+def test_checkpoint_without_a_trial_leaves_the_training_unchanged(
     saved: dict[str, Any] | None, world_size: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     server = ContractDouble()
@@ -569,7 +565,7 @@ def test_a_checkpoint_without_a_trial_leaves_the_training_alone(
     )
 
 
-def test_a_trial_that_is_over_trains_on_at_its_size_unreported() -> None:
+def test_ended_trial_trains_on_at_the_same_size_without_reports() -> None:
     server, port = ContractDouble(), FakeTrainer()
     run = run_of(server)
     run.resume(port, lambda: OVER)
@@ -595,7 +591,7 @@ def test_a_trial_that_is_over_trains_on_at_its_size_unreported() -> None:
     ],
     ids=["devices", "malformed", "foreign", "unreadable"],
 )
-def test_a_checkpoint_that_cannot_go_on_here_raises_on_all_ranks_and_its_trial_waits(
+def test_unusable_checkpoint_raises_on_all_ranks_and_leaves_the_trial(
     saved: Callable[[], Any], problem: str, world_size: int
 ) -> None:
     server = ContractDouble()
@@ -617,7 +613,7 @@ def test_a_checkpoint_that_cannot_go_on_here_raises_on_all_ranks_and_its_trial_w
 # Power limits
 
 
-def test_power_limits_are_kept_while_the_trial_is_open() -> None:
+def test_power_limits_are_stored_while_the_trial_is_open() -> None:
     sample = PowerLimitSample(limit_w=100.0, steps=4, time_s=2.0, energy_j=150.0, source="replay")
     choice = PowerLimitChoice(gpus=GPUS, samples=(sample,))
     run = begun(ContractDouble())

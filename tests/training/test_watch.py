@@ -1,4 +1,4 @@
-"""Further metrics that a training watches: what a plain loop sends with its reports, and what it warns of."""
+"""Watched metrics: their values in the reports of a plain loop, and the warnings."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_each_report_has_the_last_value_of_each_watched_metric() -> None:
     assert sent(server) == [None, {"val_loss": 1.5, "test_acc": 0.1}, {"val_loss": 1.5, "test_acc": 0.9}]
 
 
-def test_a_value_that_is_no_number_is_not_sent_and_hides_the_one_before() -> None:
+def test_non_finite_value_is_not_sent_and_hides_the_previous_value() -> None:
     server = ContractDouble(KEEP_TRAINING, CONVERGED)
     optimizer = training_with(server)
     optimizer.watch(val_loss=2.0, test_acc=0.1)
@@ -60,7 +60,7 @@ def test_a_value_that_is_no_number_is_not_sent_and_hides_the_one_before() -> Non
     assert sent(server) == [{"val_loss": 2.0, "test_acc": 0.1}, {"test_acc": 0.1}]
 
 
-def test_a_value_after_the_last_report_is_too_late(caplog: pytest.LogCaptureFixture) -> None:
+def test_value_after_the_last_report_is_too_late(caplog: pytest.LogCaptureFixture) -> None:
     server = ContractDouble(CONVERGED)
     optimizer = training_with(server)
     optimizer.on_evaluate(0.9)
@@ -73,7 +73,7 @@ def test_a_value_after_the_last_report_is_too_late(caplog: pytest.LogCaptureFixt
     ]
 
 
-def test_one_warning_names_the_metrics_that_no_report_had(caplog: pytest.LogCaptureFixture) -> None:
+def test_single_warning_names_the_metrics_missing_in_every_report(caplog: pytest.LogCaptureFixture) -> None:
     session = session_of(ContractDouble(KEEP_TRAINING, CONVERGED), "val_loss", "test_acc", "f1")
     session.watch({"val_loss": 2.0})
     session.report_evaluation(0.5)
@@ -86,14 +86,14 @@ def test_one_warning_names_the_metrics_that_no_report_had(caplog: pytest.LogCapt
     ]
 
 
-def test_a_training_that_breaks_off_is_not_blamed_for_metrics(caplog: pytest.LogCaptureFixture) -> None:
+def test_aborted_training_gets_no_warning_about_metrics(caplog: pytest.LogCaptureFixture) -> None:
     session = session_of(ContractDouble(KEEP_TRAINING), "val_loss")
     session.report_evaluation(0.5)
     session.end(RuntimeError("of its own"))
     assert warnings(caplog) == []
 
 
-def test_a_checkpoint_keeps_the_watched_values() -> None:
+def test_checkpoint_keeps_the_watched_values() -> None:
     server = ContractDouble(KEEP_TRAINING, KEEP_TRAINING)
     session = session_of(server, "val_loss")
     session.watch({"val_loss": 2.0})
@@ -106,7 +106,7 @@ def test_a_checkpoint_keeps_the_watched_values() -> None:
 
 
 @pytest.mark.parametrize("names", [("",), ("a\nb",), ("x" * 256,), tuple(map(str, range(33))), (7,)])
-def test_names_that_no_server_takes_are_refused_before_the_training(names: tuple[str, ...]) -> None:
+def test_invalid_names_are_refused_before_the_training(names: tuple[str, ...]) -> None:
     server = ContractDouble()
     with pytest.raises(ZeusBSOConfigError, match="watch="):
         TrialSession(JOB, server.client(), monitor_of(), watch=names)
@@ -115,7 +115,7 @@ def test_names_that_no_server_takes_are_refused_before_the_training(names: tuple
             training_with(server).watch(**dict.fromkeys(names, 1.0))
 
 
-def test_one_name_needs_no_tuple() -> None:
+def test_single_name_needs_no_tuple() -> None:
     session = session_of(ContractDouble(), "val_loss")
     assert session.watched_names == ("val_loss",)
     assert TrialOptions(watch=("val_loss",)).watch == session.watched_names
@@ -124,7 +124,7 @@ def test_one_name_needs_no_tuple() -> None:
 MARGINS = JOB.model_copy(update={"no_worse_than_default": {"test_acc": 0.005}})
 
 
-def test_metrics_with_margins_are_expected_without_being_named_again(caplog: pytest.LogCaptureFixture) -> None:
+def test_metrics_with_margins_are_watched_without_further_arguments(caplog: pytest.LogCaptureFixture) -> None:
     server = ContractDouble(CONVERGED)
     session = TrialSession(MARGINS, server.client(), monitor_of((1.0, 50.0)), watch=("f1",))
     session.ask()
@@ -142,7 +142,7 @@ def test_metrics_with_margins_are_expected_without_being_named_again(caplog: pyt
         *(("score", False, -0.5, False), ("val_loss", False, 0.5, False), ("val_loss", False, -0.5, False)),
     ],
 )
-def test_a_margin_of_the_monitored_metric_has_the_direction_of_the_job(
+def test_margin_of_the_monitored_metric_has_the_direction_of_the_job(
     monitor: str, higher: bool, margin: float, contradicts: bool
 ) -> None:
     job = JobSpec(**{**dict(JOB), "higher_is_better_metric": higher, "no_worse_than_default": {monitor: margin}})

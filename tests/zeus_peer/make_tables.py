@@ -1,7 +1,7 @@
 """Make the tables of Zeus's batch size optimization server in an empty database. Runs where Zeus is installed.
 
-Usage: ``python make_tables.py DATABASE_URL``, with an asynchronous driver as that server wants it. Zeus 0.16 ships the
-tables' definitions, but no migrations that would make them.
+Usage: ``python make_tables.py DATABASE_URL``, with an asynchronous driver, as Zeus's server requires. Zeus 0.16 ships
+the tables' definitions, but no migrations that create them.
 """
 
 from __future__ import annotations

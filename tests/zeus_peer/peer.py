@@ -1,4 +1,4 @@
-"""Zeus 0.16 in a virtual environment of its own: its training client and its server, as processes."""
+"""Zeus 0.16 in a separate virtual environment: its training client and its server, as processes."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from typing import Any
 from tests.support.servers import free_port, wait_until_up
 
 _HERE = Path(__file__).parent
-# As long as the suite may wait for an installation, which takes half a minute where packages are near.
+# Time limit of an installation, which takes half a minute with a nearby package index.
 _INSTALL_S = 240.0
 _PIP = ["-m", "pip", "install", "--no-deps", "--only-binary=:all:", "--timeout=15", "--retries=1"]
 _SERVER = "zeus.optimizer.batch_size.server.router:app"
 
 
 class PeerMissingError(Exception):
-    """Zeus cannot be installed here; the text says why."""
+    """Zeus cannot be installed here; the text states the reason."""
 
 
 @dataclass(frozen=True)
 class Launch:
-    """How one launch of `training.py` went; see there."""
+    """Outcome of a launch of `training.py`; see its docstring."""
 
     batch_size: int | None
     ended: str
@@ -42,14 +42,14 @@ class Peer:
     python: Path
 
     def train(self, server_url: str, job: Mapping[str, Any], epochs: Mapping[int, int], *arguments: str) -> Launch:
-        """Launch a training that Zeus's client optimizes, on GPUs that are not there."""
+        """Launch a training optimized by Zeus's client, on simulated GPUs."""
         words = [server_url, json.dumps(job), json.dumps(epochs), *arguments]
         printed = self._run("training.py", *words, PYTHONPATH=str(_HERE / "fake"))
         return Launch(**json.loads(printed.splitlines()[-1]))
 
     @contextmanager
     def server(self, directory: Path, database_url: str | None = None, port: int | None = None) -> Iterator[str]:
-        """Run Zeus's server on an empty database, by default one of its own in `directory`; its URL."""
+        """Run Zeus's server on an empty database, by default a new one in `directory`; yield its URL."""
         database_url = database_url or f"sqlite+aiosqlite:///{directory / 'zeus.sqlite3'}"
         log, port = directory / "zeus.log", port or free_port()
         self._run("make_tables.py", database_url)
@@ -82,10 +82,10 @@ class Peer:
 
 
 def install(directory: Path) -> Peer:
-    """Install Zeus into a virtual environment in `directory`, unless that was done before.
+    """Install Zeus into a virtual environment in `directory`, unless already installed.
 
     Raises:
-        PeerMissingError: It cannot be had here.
+        PeerMissingError: Zeus cannot be installed here.
     """
     with _alone(directory.with_suffix(".lock")):
         return _installed(directory)
@@ -93,7 +93,7 @@ def install(directory: Path) -> Peer:
 
 @contextmanager
 def _alone(lock: Path) -> Iterator[None]:
-    """Wait for tests in other processes that install it, which may want it at the same time."""
+    """Wait for tests in other processes that may install Zeus at the same time."""
     if os.name != "posix":
         yield
         return
@@ -107,7 +107,8 @@ def _alone(lock: Path) -> Iterator[None]:
 def _installed(directory: Path) -> Peer:
     python = directory / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
     requirements = _HERE / "requirements.txt"
-    # Written last, so that what was broken off is begun anew; other requirements or another Python make it anew too.
+    # Written last, so that an interrupted installation is repeated; changed requirements or a new Python repeat it,
+    # too.
     stamp = directory / "installed.txt"
     wanted = f"# Python {sys.version}\n{requirements.read_text()}"
     if not stamp.exists() or stamp.read_text() != wanted:
@@ -132,6 +133,6 @@ def _install(python: Path, arguments: list[str], deadline: float) -> None:
 
 
 def _environment(**variables: str) -> dict[str, str]:
-    """This process's environment without what is meant for this project, and with `variables`."""
+    """Return this process's environment without this project's variables, plus `variables`."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("ZEUS_", "PYTHONPATH"))}
     return inherited | variables

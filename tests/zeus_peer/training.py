@@ -1,14 +1,14 @@
-"""One launch of a training script that a user of Zeus could have written. Runs where Zeus is installed.
+"""A launch of a training script in the style of Zeus's users. Runs where Zeus is installed.
 
-Usage: ``python training.py SERVER_URL JOB EPOCHS``: the job's fields as JSON, and, as JSON too, how many epochs each
-batch size needs to reach the target; where it needs more than the job allows, the target is not reached. With
-``--leave-after N`` the script ends after so many epochs without a word to anybody. With ``--ranks N`` so many processes
-are the ranks of one data-parallel training, in step with each other: the first asks for the batch size, and each
-reports every epoch. With ``--pause FILE`` the first epoch is followed by a pause, which begins as the file appears
-and ends when somebody has removed it.
+Usage: ``python training.py SERVER_URL JOB EPOCHS``: the job's fields as JSON, and, also as JSON, the number of epochs
+that each batch size needs to reach the target; if it exceeds the job's limit, the target is not reached. With
+``--leave-after N`` the script ends silently after N epochs. With ``--ranks N``, N processes
+are the synchronized ranks of one data-parallel training: the first asks for the batch size, and each
+reports every epoch. With ``--pause FILE`` a pause follows the first epoch: it begins with the creation of the file
+and ends with its removal.
 
-Prints one JSON object: the batch size, and whether the training finished, left, or which error it ended with, of
-several ranks each.
+Print one JSON object: the batch size, and the end of the training (finished, left, or an error), per rank if there
+are several.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from zeus.exception import ZeusBaseError
 from zeus.monitor import ZeusMonitor
 from zeus.optimizer.batch_size import BatchSizeOptimizer, JobSpec
 
-# In which the slowest of the ranks has come as far as the others, unless it has left them.
+# Time limit for the slowest rank to catch up, unless it has left.
 TOGETHER_S = 120.0
 
 
 def train(
     optimizer: Any, epochs: Mapping[str, int], leave_after: int, together: Barrier | None, pause: Path | None = None
 ) -> tuple[str, Any]:
-    """The end of the training, and what was said of it."""
+    """Return the end of the training with its message."""
     try:
         optimizer.on_train_begin()
         for epoch in range(1, leave_after + 1):
@@ -55,7 +55,7 @@ def train(
 def train_rank(
     rank: int, server_url: str, job: JobSpec, told: tuple[int, int], epochs: Mapping[str, int]
 ) -> tuple[str, Any]:
-    """One rank but the first, which was told the batch size and the trial's number."""
+    """Train as a later rank with the given batch size and trial number."""
     optimizer = BatchSizeOptimizer(ZeusMonitor(), server_url, job, rank=rank)
     optimizer.current_batch_size, optimizer.trial_number = told
     return train(optimizer, epochs, 100, _together)
@@ -65,7 +65,7 @@ _together: Barrier | None = None
 
 
 def _keep(together: Barrier) -> None:
-    global _together  # a barrier reaches the processes of a pool as they begin
+    global _together  # a barrier reaches the processes of a pool only at their start
     _together = together
 
 

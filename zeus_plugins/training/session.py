@@ -738,8 +738,8 @@ class TrialSession:
         self._measuring = False
         self._update(unmeasured=cause)
         _logger.warning(
-            "the energy of %s of job %s can no longer be measured (%s). The training continues to its target or its last "
-            "epoch; the trial has failed and reports nothing more",
+            "the energy of %s of job %s can no longer be measured (%s). The training continues to its target or "
+            "its last epoch; the trial has failed and reports nothing more",
             *(trial.name, trial.job_id, cause),
         )
         if self._reporter is not None:

@@ -1,7 +1,8 @@
-"""Two GPUs that are not there, for programs that measure with NVIDIA's management library.
+"""Two simulated GPUs for programs that measure with NVIDIA's management library.
 
-It stands on the path before nvidia-ml-py's module of the same name, takes that one's constants and error classes, and
-answers the calls that need a driver. Energy rises by the same amount with each reading, whatever the time.
+The module comes first on the import path, before nvidia-ml-py's module of the same name. It takes the constants and
+error classes of the real module and answers the calls that need a driver. Energy rises by the same amount with each
+reading, independently of the time.
 """
 # ruff: noqa: N802, ARG001 - the names and the arguments are NVIDIA's
 

@@ -39,7 +39,7 @@ def _computing() -> Path:
 
 
 def _lives(pid: int) -> bool:
-    """True if the process is there and is more than a remnant that nobody has waited for."""
+    """Return True if the process exists and is not a zombie."""
     with suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     return False
