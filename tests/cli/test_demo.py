@@ -20,6 +20,7 @@ PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 
 @pytest.mark.skipif("forkserver" not in multiprocessing.get_all_start_methods(), reason="nothing forks here")
 @pytest.mark.parametrize("has_server", [True, False])
+@pytest.mark.slow
 def test_each_training_is_a_fresh_process_with_and_without_a_fork_server(*, has_server: bool, tmp_path: Path) -> None:
     folder = tmp_path if has_server else tmp_path / ("long" * 30)  # too long for the name of the server's socket
     folder.mkdir(exist_ok=True)

@@ -19,6 +19,7 @@ def executor() -> SubmititExecutor:
     return SubmititExecutor(cluster="local", timeout_min=2)
 
 
+@pytest.mark.slow
 def test_runs_become_slurm_jobs(tmp_path: Path) -> None:
     folder = assert_runs_are_jobs(executor(), tmp_path)
     assert list((folder / "submitit").glob("*_result.pkl"))

@@ -512,6 +512,7 @@ print("parent", optimizer.training_finished, flush=True)
 """
 
 
+@pytest.mark.slow
 def test_parent_and_forked_child_have_separate_connections(file: Path) -> None:
     done = run(UNFINISHED + FORK)
     # The child has only its main thread.
@@ -570,6 +571,7 @@ with client_from_environment() as client:
 """
 
 
+@pytest.mark.slow
 def test_second_rank_ends_the_trial_through_the_same_file() -> None:
     with client_from_environment() as client:
         session = session_of(client)

@@ -111,6 +111,7 @@ def test_truncated_decision_keeps_the_most_important_entries() -> None:
 
 @settings(max_examples=examples(30), deadline=None)
 @given(seed=st.integers(0, 2**32), policy=st.sampled_from(OWN_POLICIES))
+@pytest.mark.slow
 def test_stored_decision_equals_replayed_decision(
     tmp_path_factory: pytest.TempPathFactory, seed: int, policy: str
 ) -> None:

@@ -284,6 +284,7 @@ def finished(life: Life, size: int, epochs: float, epoch_j: float = 10.0, startu
     assert run(life, trial, needed=epochs, epoch_j=epoch_j, startup=startup).state is TrialState.COMPLETED
 
 
+@pytest.mark.slow
 def test_size_opposed_only_by_the_laws_is_measured_eventually() -> None:
     """The smallest size costs a third; after the results of its neighbours, no law expects this."""
     life = new_life((8, 16, 32, 64), default=64)

@@ -215,6 +215,7 @@ def test_simulated_probe_is_charged_and_leaves_the_randomness_of_runs_unchanged(
     assert sum(predicted.costs_j) - spent == pytest.approx(charged)
 
 
+@pytest.mark.slow
 def test_probing_finds_a_far_size_sooner() -> None:
     at = lawful(16, 1000.0, saturation=1000)
     default, probed, predicted = (

@@ -137,6 +137,7 @@ def test_more_running_trials_than_sizes_are_considered() -> None:
 # --- Decisions with thinned sizes -------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_best_size_of_a_fine_grid_is_found() -> None:
     life = lived(15)
     best = expectations(life.history).best
@@ -196,6 +197,7 @@ def test_work_for_a_thousand_sizes_is_bounded(entry: str, counted: list[int]) ->
     assert max(counted) <= 64
 
 
+@pytest.mark.slow
 def test_work_after_trials_of_many_sizes_is_bounded(counted: list[int]) -> None:
     life = lived(1)
     for size in THOUSAND[::16]:

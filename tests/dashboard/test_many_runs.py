@@ -103,6 +103,7 @@ async def test_page_of_many_runs_is_small_and_agrees_with_twin(file: Path) -> No
     assert_figures_match(read, twin)
 
 
+@pytest.mark.slow
 async def test_remembered_old_runs_change_with_their_rows(file: Path) -> None:
     pages = await looked(
         file,

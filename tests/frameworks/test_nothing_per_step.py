@@ -65,7 +65,10 @@ def power_limit(bench: FrameworkBench) -> Any:
     return bench.PowerLimit(**work.options(profile_path=path, limits_w=tuple(TABLE)))
 
 
-@pytest.mark.parametrize("make", [batch_size, energy, power_limit], ids=lambda make: make.__name__)
+@pytest.mark.parametrize(
+    "make",
+    [batch_size, *(pytest.param(make, marks=pytest.mark.slow, id=make.__name__) for make in (energy, power_limit))],
+)
 def test_more_steps_add_no_calls_of_package(bench: FrameworkBench, make: Callable[[FrameworkBench], Any]) -> None:
     calls = []
     for steps in STEPS:

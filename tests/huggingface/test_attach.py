@@ -75,6 +75,7 @@ def test_trainer_without_training_has_no_trial(bench: Bench, run: str) -> None:
     assert work.device.set_w == []
 
 
+@pytest.mark.slow
 def test_misses_do_not_end_hyperparameter_search(bench: Bench) -> None:
     pytest.importorskip("optuna")
     callback = bench.callback(bench.job(NEVER, policy=GP_VOI))

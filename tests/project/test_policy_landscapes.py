@@ -247,6 +247,7 @@ def report(folder: Path, *options: str) -> int:
     return main(["report", "--results", str(folder / "results.json"), *options])
 
 
+@pytest.mark.slow
 def test_generated_rows_need_no_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

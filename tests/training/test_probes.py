@@ -156,7 +156,7 @@ LIST_OF_PROBES = [
 ]
 
 # The other scripts are slow.
-QUICK = {"lightning_datamodule.py", "lightning_gan.py", "huggingface_streaming.py", "huggingface_custom_loss.py"}
+QUICK = {"lightning_gan.py", "huggingface_custom_loss.py"}
 each_probe = pytest.mark.parametrize(
     "probe",
     [
