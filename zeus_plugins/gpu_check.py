@@ -226,7 +226,7 @@ class Examination:
         result = partial(Result, gpu=str(gpu))
         load = self.load(gpu.uuid)
         missing = load.problem()
-        others, scope = gpu.other_processes(), gpu.scope()
+        others, scope = gpu.other_processes(), gpu.scope(partial(gpu.slope_w, self.clock, self.sleep))
         found = f"{others} beside this one" if others else "none is told of"
         yield result("other processes", "none computes on the GPU", found, _ok(not others), details={"others": others})
         found = scope or "there is only the GPU"

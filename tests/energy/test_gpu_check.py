@@ -71,7 +71,7 @@ def test_a_gpu_that_is_as_it_should_be_passes_everything_and_keeps_its_settings(
         (SimulatedGpu(misreads=0.5), "energy, load", "mean power -50"),
         (SimulatedGpu(period_s=0.5), "period of the counter", "every 500 ms in the median"),
         (SimulatedGpu(period_s=5.0), "period of the counter", "has not moved twice in 3 s"),
-        (SimulatedGpu(pids=[1, 2]), "other processes", "1 beside this one"),
+        (SimulatedGpu(pids=[1]), "other processes", "1 beside this one"),
         (SimulatedGpu(limit_mw=300_000), "power limits", "300 W of 200 W to 700 W, default 700 W"),
         (SimulatedGpu(max_power_mw=None), "power limits", "Not Supported"),
     ],
@@ -181,7 +181,7 @@ def test_a_pytorch_without_cuda_is_no_load(monkeypatch: pytest.MonkeyPatch, torc
 def test_command_prints_a_line_for_each_check(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(doctor, "Examination", lambda: examination(SimulatedGpu(pids=[1, 2])))
+    monkeypatch.setattr(doctor, "Examination", lambda: examination(SimulatedGpu(pids=[1])))
     assert main(["doctor", "--gpu-check"]) == 0
     lines = capsys.readouterr().out.splitlines()
     gpu = "GPU 0 (NVIDIA H200): "

@@ -7,6 +7,7 @@ from typing import Any, Literal, Protocol, TypeVar, cast
 
 from zeus_plugins import energy
 from zeus_plugins.energy import ClusterMonitor, EnergyMonitor, WindowMonitor, as_energy_monitor
+from zeus_plugins.energy.counters import CounterMonitor
 from zeus_plugins.placement import Placement, Ranks
 from zeus_plugins.protocol import Fingerprint
 from zeus_plugins.training.batches import BatchSplit
@@ -149,7 +150,7 @@ def decided_by_rank_zero(decide: Callable[[], T], *, rank: int, world_size: int,
 def node_monitor(place: Placement, monitor: EnergyMonitor | WindowMonitor | None) -> EnergyMonitor:
     """Return the user's monitor, or the best monitor for the devices of this machine."""
     found = as_energy_monitor(monitor or energy.auto(device_indices=place.gpus))
-    if isinstance(found, energy.EstimateMonitor):
+    if isinstance(found, energy.EstimateMonitor | CounterMonitor):
         found.include(place.processes)
     return found
 
