@@ -210,8 +210,8 @@ class Examination:
 
     def results(self) -> Iterator[Result]:
         """Run the checks, about half a minute for each GPU; raise `ZeusBSOConfigError` if none can be opened."""
-        gpus = open_gpus(self.nvml)
-        devices = find_devices(nvml=self.nvml)
+        gpus = open_gpus(self.nvml, mixed=True)
+        devices = [find_devices([gpu.uuid], nvml=self.nvml)[0] for gpu in gpus]
         for gpu, device in zip(gpus, devices, strict=True):
             yield from self._of(gpu)
             yield _limits(gpu, device)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.fake_nvml import FakeNvml
+from tests.support.fake_nvml import FakeGpu, FakeNvml
 from tests.support.simulated_gpu import SimulatedGpu, SimulatedLoad
 from zeus_plugins.cli import doctor, main
 from zeus_plugins.gpu_check import (
@@ -81,6 +81,16 @@ def test_what_is_doubtful_is_said_to_be(gpu: SimulatedGpu, check: str, found: st
     result = examined(gpu)[check]
     assert result.verdict is Verdict.DOUBTFUL
     assert found in result.found
+
+
+def test_gpus_of_several_models_are_each_checked() -> None:
+    gpu = SimulatedGpu()
+    gpu.machine.append(
+        FakeGpu(name="NVIDIA T4", uuid="GPU-1", counter_mj=None, power_mw=70_000, pci_address="00000000:02:00.0")
+    )
+    results = list(examination(gpu).results())
+    assert {each.gpu for each in results} == {"GPU 0 (NVIDIA H200)", "GPU 1 (NVIDIA T4)", ""}
+    assert [each.verdict for each in results if each.gpu.startswith("GPU 0")] == [Verdict.OK] * 9
 
 
 def test_without_pytorch_the_gpu_is_looked_at_at_rest() -> None:

@@ -298,23 +298,25 @@ def _found(
 
 
 def open_gpus(
-    nvml: Nvml | None = None, indices: Sequence[int | str] | None = None, *, torch: Any = None
+    nvml: Nvml | None = None, indices: Sequence[int | str] | None = None, *, torch: Any = None, mixed: bool = False
 ) -> tuple[NvmlGpu, ...]:
-    """Start NVML and find the GPUs of `indices` (see `NvmlMonitor`), all of one model and none of them a slice.
+    """Start NVML and find the GPUs of `indices` (see `NvmlMonitor`), none of them a slice; of one model unless `mixed`.
 
     Raises:
         NoGpuError: No driver answers, or no GPU is visible.
         EnergyUnavailableError: A GPU cannot be opened, or is a slice of a GPU.
         ZeusBSOConfigError: They are of several models, or a named GPU does not exist.
     """
-    gpus = _chosen_gpus(nvml, indices, torch)
+    gpus = _chosen_gpus(nvml, indices, torch, mixed=mixed)
     for gpu in gpus:
         if not _part_of(gpu).is_whole:
             raise _shared_counter(str(gpu))
     return gpus
 
 
-def _chosen_gpus(nvml: Nvml | None, indices: Sequence[int | str] | None, torch: Any = None) -> tuple[NvmlGpu, ...]:
+def _chosen_gpus(
+    nvml: Nvml | None, indices: Sequence[int | str] | None, torch: Any = None, *, mixed: bool = False
+) -> tuple[NvmlGpu, ...]:
     """Find the GPUs like `open_gpus`, but allow slices."""
     if torch is None and nvml is None:
         torch = sys.modules.get("torch")
@@ -332,6 +334,8 @@ def _chosen_gpus(nvml: Nvml | None, indices: Sequence[int | str] | None, torch: 
     )
     if len({gpu.index for gpu in gpus}) < len(gpus):
         raise ZeusBSOConfigError(f"the same GPU is named twice ({_listing(gpus)}): name each once")
+    if mixed:
+        return gpus
     check_one_model([gpu.name for gpu in gpus], _listing(gpus), CUDA_VISIBLE_DEVICES)
     is_mixed = len({gpu.name for gpu in machine}) > 1
     if is_mixed and any(isinstance(each, int) for each in visible) and CUDA_DEVICE_ORDER.text() != "PCI_BUS_ID":

@@ -195,3 +195,16 @@ def gpu_is_used() -> bool:
         )
     except (AttributeError, RuntimeError):  # an older PyTorch, or one that is being imported
         return False
+
+
+def synchronize() -> None:
+    """Wait for the work that this process has queued on its accelerator, so that the open window measures it."""
+    torch = sys.modules.get("torch")
+    if torch is None or not gpu_is_used():
+        return
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+    elif torch.xpu.is_initialized():
+        torch.xpu.synchronize()
+    else:
+        torch.mps.synchronize()

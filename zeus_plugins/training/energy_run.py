@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from zeus_plugins.energy import ClusterMonitor, EnergyMonitor, EpochMeter, WindowMonitor
 from zeus_plugins.energy.meter import Breakdown
+from zeus_plugins.energy.processes import synchronize
 from zeus_plugins.placement import Ranks, placed
 from zeus_plugins.training.port import cluster_monitor, node_monitor
 
@@ -45,6 +46,7 @@ class EnergyRun:
         self._is_open = True
         place = placed(ranks)
         self._cluster = cluster_monitor(ranks, place, monitor)
+        synchronize()
         if self._cluster is not None:
             self._cluster.synchronize()
         if ranks.rank == 0:
@@ -57,7 +59,11 @@ class EnergyRun:
             self._meter, self.totals = meter, meter.totals
 
     def end_epoch(self) -> dict[str, float] | None:
-        """End an epoch, and return the metrics of `EpochMeter.end_epoch`; None except on the first process."""
+        """End an epoch, and return the metrics of `EpochMeter.end_epoch`; None except on the first process.
+
+        All processes make this call, and wait for the work queued on their devices.
+        """
+        synchronize()
         if self._cluster is not None:
             self._cluster.synchronize()
         if self._meter is None:

@@ -38,6 +38,7 @@ from zeus_plugins.client import client_from_environment
 from zeus_plugins.client.connect import check_server_url
 from zeus_plugins.client.port import ServerPort
 from zeus_plugins.energy import EnergyMonitor, WindowMonitor
+from zeus_plugins.energy.processes import synchronize
 from zeus_plugins.errors import ZeusBSOConfigError
 from zeus_plugins.placement import placed
 from zeus_plugins.protocol import EndReason, Fingerprint, JobSpec, PowerLimitChoice, ReportResponse
@@ -738,5 +739,7 @@ class ActiveRun:
             }
 
     def _synchronize(self) -> None:
+        """Wait for the work queued on the device, and for the other machines, before a window begins or ends."""
+        synchronize()
         if self._cluster is not None:
             self._cluster.synchronize()
