@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import signal
 import threading
 import weakref
 from collections.abc import Callable, Collection, Sequence
@@ -172,7 +173,6 @@ class CounterMonitor:
             self._windows, self._sampler = OpenWindows(), None
         try:
             self._windows.open(name, self._begun)
-            self.look()
         finally:
             self._rest()
 
@@ -224,6 +224,7 @@ class CounterMonitor:
                 lambda: [counter.energy_uj() for counter in counters],
                 partial(interval_s, counters) if callable(interval_s) else interval_s,
             )
+        self.look()  # Before the reading, so that a window which follows another loses nothing.
         return self._read()
 
     def _read(self) -> _Reading:
@@ -353,6 +354,9 @@ class Sampler:
 
 # The thread holds only a weak reference, so that a monitor dropped with a window open is collected and its thread ends.
 def _run(sampler_of: weakref.ref[Sampler], stopped: threading.Event, interval_s: float) -> None:
+    if hasattr(signal, "pthread_sigmask"):
+        # Python handles signals in the main thread, which a signal that arrives here would not wake.
+        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     while not stopped.wait(interval_s):
         sampler = sampler_of()
         if sampler is None:

@@ -252,6 +252,7 @@ class BridgedMonitor:
         self._time_s, self._energy_j = time_s, energy_j
         self._clock = clock
         self._has_begun = False
+        self.is_failing = False  # since the latest end of a window
         self._failures = 0
         # Each window's begin and its name at the other monitor, or None if the other monitor failed to open it.
         self._windows: OpenWindows[tuple[float, str | None]] = OpenWindows()
@@ -287,6 +288,7 @@ class BridgedMonitor:
         """Close a window and return its measured or estimated cost; if `strict`, pass a lasting error on."""
         begun_s, own = self._windows.close(name)
         part = None if own is None else self._measured(own)
+        self.is_failing = part is None
         if part is None:
             time_s, power_w = self._clock() - begun_s, self._latest_power_w()
             basis = "unknown, so 0 J" if power_w is None else f"estimate: {power_w:g} W"
