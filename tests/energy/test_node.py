@@ -14,7 +14,7 @@ from tests.support.fake_nvml import Clock, FakeGpu, FakeNvml
 from tests.support.fake_powercap import make_powercap, spend_uj
 from tests.support.reporting import warnings_in
 from zeus_plugins.cli import main
-from zeus_plugins.energy import EstimateMonitor, NvmlMonitor, RaplMonitor, node
+from zeus_plugins.energy import EstimateMonitor, NvmlMonitor, NvmlPowerMonitor, RaplMonitor, node
 from zeus_plugins.energy.node import whole_node
 from zeus_plugins.errors import ZeusBSOConfigError
 from zeus_plugins.protocol import GpuConfig
@@ -36,6 +36,14 @@ def test_gpu_and_cpu_and_memory_are_added_up_and_named(tmp_path: Path) -> None:
     measured = window(monitor, clock, 0.5, spend)
     assert (measured.time_s, measured.energy_j, measured.source) == (0.5, 410.0, "nvml and rapl")
     assert measured.parts_j == {"gpu_0": 300.0, "cpu": 100.0, "dram": 10.0}
+
+
+def test_stated_power_of_a_laptop_gpu_is_not_shared_with_the_packages(tmp_path: Path) -> None:
+    gpu = FakeGpu(max_power_mw=None, counter_mj=None, power_mw=40_000)
+    monitor = whole_node(NvmlPowerMonitor(nvml=FakeNvml([gpu]), max_power_w=80.0), powercap=make_powercap(tmp_path))
+    assert monitor.gpus().max_power == 80.0 + 250.0
+    clock = Clock()
+    assert window(monitor, clock, 0.0).source == "nvml power, integrated and rapl"
 
 
 def test_node_without_readable_packages_is_measured_by_its_gpus_with_a_warning(

@@ -119,6 +119,12 @@ class Found(NamedTuple):
     notes: Callable[[Collection[int]], Sequence[str]] = _no_notes
 
 
+def _joined(find: Callable[[], Found], find_other: Callable[[], Found]) -> Found:
+    found, other = find(), find_other()
+    parts = " and ".join(dict.fromkeys(device.part.upper() for device in other.devices))
+    return found._replace(devices=[*found.devices, *other.devices], model=f"{found.model} with {parts}")
+
+
 class _Reading(NamedTuple):
     time_s: float
     energies_uj: tuple[int, ...]
@@ -159,6 +165,15 @@ class CounterMonitor:
         self._suspected: set[str] = set()
         self._notes: dict[str, None] = {}  # in the order in which they were first made, while windows are open
         self._sampler: Sampler | None = None  # while a window is open
+
+    def joined(self, other: CounterMonitor) -> CounterMonitor:
+        """Return a monitor of the devices of both; the model of its devices names the parts of the other.
+
+        So a job whose scope changes runs on other hardware, and the costs of its earlier trials no longer count.
+        """
+        source, find = f"{self.source} and {other.source}", partial(_joined, self._find, other._find)
+        interval_s = self._sample_interval_s or other._sample_interval_s
+        return CounterMonitor(source, find, self._clock, interval_s, self._stated_power_w)
 
     def gpus(self) -> GpuConfig:
         """Describe the devices; their maximum power is the sum of the highest settable limits, in watts."""
@@ -203,7 +218,8 @@ class CounterMonitor:
         except NoPowerLimitError:
             if self._stated_power_w is None:
                 raise
-            return self._stated_power_w / len(self._found.devices)
+            beside = sum(getattr(each, "part", "") in ("cpu", "dram") for each in self._found.devices)
+            return self._stated_power_w / (len(self._found.devices) - beside)
 
     @cached_property
     def _found(self) -> Found:
@@ -313,7 +329,7 @@ class IntegratedPowerMonitor(CounterMonitor):
 
 
 def _shortest_interval_s(counters: Sequence[IntegratedPower]) -> float:
-    return min(counter.interval_s for counter in counters)
+    return min(counter.interval_s for counter in counters if isinstance(counter, IntegratedPower))
 
 
 class Sampler:

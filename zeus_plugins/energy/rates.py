@@ -56,12 +56,9 @@ class Rates:
         self._rates: dict[str, float | RateTable] = {}
         for name, variable in {"money": PRICE_PER_KWH, "co2_g": CO2_G_PER_KWH}.items():
             text = variable.text(environ) or ""
-            rate = RateTable(variable, Path(text), _VALUES[name]) if text.lower().endswith(".csv") else None
-            number = variable.number(environ, is_positive=True) if rate is None else None
-            if rate is not None:
-                rate.check_covers(now_s)
-                self._rates[name] = rate
-            elif number is not None:
+            if text.lower().endswith(".csv"):
+                self._rates[name] = RateTable(variable, Path(text), _VALUES[name], now_s)
+            elif (number := variable.number(environ, is_positive=True)) is not None:
                 self._rates[name] = number
 
     def of(self, energy_j: float, time_s: float, ended_s: float | None = None) -> dict[str, float]:
@@ -87,9 +84,10 @@ class RateTable:
         variable: The variable that names the file, for messages.
         path: The file, in UTF-8.
         values: Beginnings of the name of the column with the rates, in order of preference.
+        now_s: Unix time for which the table must have a rate.
     """
 
-    def __init__(self, variable: Variable, path: Path, values: Sequence[str]) -> None:
+    def __init__(self, variable: Variable, path: Path, values: Sequence[str], now_s: float) -> None:
         self._place = f"{variable}={path}"
         try:
             with path.open(encoding="utf-8-sig", newline="") as file:
@@ -102,9 +100,6 @@ class RateTable:
         self._per_kwh = [row.per_kwh for row in rows]
         before_s = rows[-2].begun_s if len(rows) > 1 else rows[-1].begun_s - 3600
         self._end_s = rows[-1].ended_s or 2 * rows[-1].begun_s - before_s
-
-    def check_covers(self, now_s: float) -> None:
-        """Raise `ZeusBSOConfigError` if the table has no rate for this time."""
         if not self._begins_s[0] <= now_s < self._end_s:
             span_s = self._begins_s[0], self._end_s
             span = " to ".join(f"{datetime.fromtimestamp(each, UTC):%Y-%m-%d %H:%M}" for each in span_s)

@@ -9,7 +9,7 @@ from typing import Any, Literal, Protocol, TypeVar, cast
 from zeus_plugins import energy
 from zeus_plugins.energy import ClusterMonitor, EnergyMonitor, WindowMonitor, as_energy_monitor
 from zeus_plugins.energy.counters import CounterMonitor
-from zeus_plugins.energy.node import EnergyScope, NodeMonitor, whole_node
+from zeus_plugins.energy.node import EnergyScope, whole_node
 from zeus_plugins.errors import ZeusBSOConfigError
 from zeus_plugins.placement import Placement, Ranks
 from zeus_plugins.protocol import Fingerprint
@@ -165,10 +165,10 @@ def node_monitor(
 ) -> EnergyMonitor:
     """Return the user's monitor, or the best monitor for the devices of this machine, or of all of it."""
     found = as_energy_monitor(monitor or energy.auto(device_indices=place.gpus))
+    if isinstance(found, energy.EstimateMonitor | CounterMonitor):
+        found.include(place.processes)
     if scope == "node":
         found = whole_node(found)
-    if isinstance(found, energy.EstimateMonitor | CounterMonitor | NodeMonitor):
-        found.include(place.processes)
     _logger.info("energy_scope: %s, %s", scope, found.source)
     return found
 
