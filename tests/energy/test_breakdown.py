@@ -174,6 +174,16 @@ def test_idle_power_is_measured_before_the_training_and_not_subtracted(tmp_path:
     assert told["zeus/epoch_energy_j"] == 5000.0
 
 
+def test_amounts_of_a_checkpoint_are_continued_at_the_present_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ZEUS_PRICE_PER_KWH", "3.6")
+    state = {"time_s": 1.0, "energy_j": 1e6, "epoch_time_s": 0.0, "epoch_energy_j": 0.0}
+    for before, after in (({}, 2.0), ({"money": 5.0, "co2_g": 7.0}, 6.0)):
+        meter = EpochMeter(ReplayMonitor([Measurement(1.0, 1e6, "replay")] * 2, GPUS), state | before)
+        meter.begin()
+        told = meter.end_epoch()
+        assert (told["zeus/money"], "zeus/co2_g" in told) == (pytest.approx(after), False)
+
+
 def test_machine_without_parts_is_not_delayed() -> None:
     nothing = Breakdown(nvml=FakeNvml(broken="Driver Not Loaded"), powercap=NOWHERE, sleep=pytest.fail)
     assert nothing.idle() == {}

@@ -66,14 +66,10 @@ class EpochMeter:
         self._rates = Rates()
         spent = {"time_s": 0.0, "energy_j": 0.0, "epoch_time_s": 0.0, "epoch_energy_j": 0.0, **(state or {})}
         known_s, known_j = spent["time_s"] + spent["epoch_time_s"], spent["energy_j"] + spent["epoch_energy_j"]
-        # A checkpoint without an amount was written without the rate.
-        self._spent = self._rates.of(known_j, known_s) | spent
-        self._monitor = BridgedMonitor(
-            as_energy_monitor(monitor),
-            time_s=known_s,
-            energy_j=known_j,
-            clock=clock,
-        )
+        amounts = self._rates.of(known_j, known_s)  # for a checkpoint that was written without a rate
+        self._spent = {name: spent.get(name, amount) for name, amount in amounts.items()}
+        self._spent |= {name: spent[name] for name in ("time_s", "energy_j", "epoch_time_s", "epoch_energy_j")}
+        self._monitor = BridgedMonitor(as_energy_monitor(monitor), time_s=known_s, energy_j=known_j, clock=clock)
         self._source = self._monitor.source
         self._sources: dict[str, None] = {}
         self._windows = 0
