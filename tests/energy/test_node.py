@@ -63,7 +63,7 @@ def test_monitor_of_the_whole_machine_is_left_alone(tmp_path: Path) -> None:
 
 def test_scope_of_a_callback_is_checked_when_it_is_made() -> None:
     with pytest.raises(ZeusBSOConfigError, match="energy_scope"):
-        EnergyTotals(energy_scope="rack")  # type: ignore[arg-type]  # wrong on purpose
+        EnergyTotals(energy_scope="rack")
     with pytest.raises(ZeusBSOConfigError, match="leave out energy_monitor"):
         EnergyTotals(EstimateMonitor(65.0), energy_scope="node")
 
