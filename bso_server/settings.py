@@ -68,6 +68,7 @@ class Settings(BaseSettings):
         price_per_kwh: Price of a kilowatt-hour for the dashboard; None: it shows no money.
         currency: Currency of the price, such as ``EUR``.
         carbon_g_per_kwh: Grams of CO2 equivalent per kilowatt-hour; None: the dashboard shows none.
+        pue: PUE of the data centre, by which money and CO2 are multiplied.
         metrics: Access to the metrics: callers with the right to read jobs (``token``), everyone (``open``), no one
             (``off``).
         metrics_jobs: Pattern of the ids of jobs with metrics of their own, such as ``nightly-*``; None: no job.
@@ -107,6 +108,7 @@ class Settings(BaseSettings):
     price_per_kwh: Annotated[float, Field(ge=0, le=1e6)] | None = None
     currency: Annotated[str, Field(max_length=10)] | None = None
     carbon_g_per_kwh: Annotated[float, Field(ge=0, le=1e6)] | None = None
+    pue: Annotated[float, Field(ge=1, le=100)] = 1.0
     metrics: Literal["token", "open", "off"] = "token"
     metrics_jobs: Annotated[str, Field(min_length=1, max_length=255)] | None = None
     tracing: bool = False

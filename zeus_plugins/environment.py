@@ -128,8 +128,18 @@ ESTIMATED_POWER_W = Variable(
     "watts",
     may_be_empty=False,
 )
-PRICE_PER_KWH = Variable("ZEUS_PRICE_PER_KWH", "the price of a kilowatt-hour, in any currency", unit="per kWh")
-CO2_G_PER_KWH = Variable("ZEUS_CO2_G_PER_KWH", "the CO2 that the grid emits for a kilowatt-hour", unit="g per kWh")
+PRICE_PER_KWH = Variable(
+    "ZEUS_PRICE_PER_KWH",
+    "the price of a kilowatt-hour, in any currency, or a CSV file of prices by time",
+    unit="per kWh",
+)
+CO2_G_PER_KWH = Variable(
+    "ZEUS_CO2_G_PER_KWH", "the CO2 that the grid emits for a kilowatt-hour, or a CSV file by time", unit="g per kWh"
+)
+PUE = Variable("ZEUS_PUE", "the PUE of the data centre, by which money and CO2 are multiplied", "1")
+HOST_OVERHEAD_W = Variable(
+    "ZEUS_HOST_OVERHEAD_W", "the power of the unmeasured rest of the machine, for money and CO2", "0", "watts"
+)
 POWER_LIMIT_COMMAND = Variable(
     "ZEUS_POWER_LIMIT_COMMAND", "the command that sets a GPU's power limit", "zeusd or the driver sets it"
 )

@@ -210,8 +210,8 @@ class Examination:
 
     def results(self) -> Iterator[Result]:
         """Run the checks, about half a minute for each GPU; raise `ZeusBSOConfigError` if none can be opened."""
-        gpus = open_gpus(self.nvml)
-        devices = find_devices(nvml=self.nvml)
+        gpus = open_gpus(self.nvml, mixed=True)
+        devices = [find_devices([gpu.uuid], nvml=self.nvml)[0] for gpu in gpus]
         for gpu, device in zip(gpus, devices, strict=True):
             yield from self._of(gpu)
             yield _limits(gpu, device)
@@ -226,7 +226,7 @@ class Examination:
         result = partial(Result, gpu=str(gpu))
         load = self.load(gpu.uuid)
         missing = load.problem()
-        others, scope = gpu.other_processes(), gpu.scope()
+        others, scope = gpu.other_processes(), gpu.scope(partial(gpu.slope_w, self.clock, self.sleep))
         found = f"{others} beside this one" if others else "none is told of"
         yield result("other processes", "none computes on the GPU", found, _ok(not others), details={"others": others})
         found = scope or "there is only the GPU"

@@ -44,6 +44,7 @@ from zeus_plugins import energy
 from zeus_plugins.client import client_from_environment
 from zeus_plugins.client.port import ServerPort
 from zeus_plugins.energy import EnergyMonitor, WindowMonitor
+from zeus_plugins.energy.processes import synchronize
 from zeus_plugins.errors import ZeusBSOBadOperationError
 from zeus_plugins.protocol import JobSpec
 from zeus_plugins.signals import raise_at_sigterm, termination
@@ -219,6 +220,7 @@ class BatchSizeOptimizer:
         """
         if self._trial_session is None and len(self._told) == 2:
             self._open_session().join(self.current_batch_size, self.trial_number)
+        synchronize()
         self._session.begin_measurement()
 
     def probe(self, step: Callable[[Any], object], model: Any, loader: Any) -> None:
@@ -271,6 +273,7 @@ class BatchSizeOptimizer:
             ZeusBSOTrainFailError: The trial is over without having reached the target metric.
             ZeusBSOOperationOrderError: `on_train_begin` has not been called, or the training is finished.
         """
+        synchronize()
         ended_s = time.monotonic()
         verdict = self._session.report_evaluation(metric)
         prober, self._prober = self._prober, None

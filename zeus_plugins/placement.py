@@ -43,7 +43,7 @@ class Ranks(Protocol):
 
     @property
     def own_gpus(self) -> Sequence[str]:
-        """UUIDs of the GPUs that this process trains on; empty if CUDA has not started or does not report them."""
+        """UUIDs of the GPUs that this process trains on; empty if it has not chosen any, or they are unknown."""
 
     def all_gather(self, thing: Any) -> list[Any]:
         """Return the argument of each rank, in order of rank; all ranks make this call."""
@@ -82,12 +82,12 @@ def placed(ranks: Ranks) -> Placement:
         _logger.debug("the processes cannot tell each other where they are: %s", error)
         return Placement(is_first=ranks.local_rank == 0, machines=1, gpus=ranks.gpu_indices)
     machines = [machine for machine, _, _ in gathered]
-    union = tuple(dict.fromkeys(uuid for machine, gpus, _ in gathered if machine == ranks.machine for uuid in gpus))
+    here = [gpus for machine, gpus, _ in gathered if machine == ranks.machine]
+    union = tuple(dict.fromkeys(uuid for gpus in here for uuid in gpus))
     return Placement(
         is_first=machines.index(ranks.machine) == ranks.rank,
         machines=len(set(machines)),
-        # Fewer GPUs than processes: the processes have not chosen theirs yet, or the GPUs are unknown.
-        gpus=union if len(union) >= machines.count(ranks.machine) else ranks.gpu_indices,
+        gpus=union if all(here) else ranks.gpu_indices,
         processes=tuple(process for machine, _, process in gathered if machine == ranks.machine),
     )
 

@@ -28,6 +28,7 @@ from benchmarks.recurrences.runs import FAILED_STATUS, OUT_OF_MEMORY, Order, Out
 from benchmarks.recurrences.tasks import GPU, REFUSED, SIMULATED, Device, Task
 from zeus_plugins.energy import EnergyMonitor, EstimateMonitor, auto
 from zeus_plugins.energy.monitor import DEFAULT_ESTIMATED_POWER_W, stated_power_w
+from zeus_plugins.energy.processes import synchronize
 from zeus_plugins.errors import ZeusBSORuntimeError
 from zeus_plugins.protocol import cost
 from zeus_plugins.training.trial import TrialInfo
@@ -86,12 +87,14 @@ def trained(order: Order, server_url: str, monitor: EnergyMonitor) -> Outcome:
         except Exception as error:  # whatever ends a training is the outcome of the run
             state, detail = "broken", "".join(traceback.format_exception(error)[-3:])
         wall_s, cpu_s = time.perf_counter() - wall_s, time.process_time() - cpu_s
+        synchronize()
         spent = monitor.end_window(_WHOLE)
     size = trial.batch_size if trial is not None else order.batch_size or task.default_batch_size
     verdict = None if trial is None else trial.verdict
     time_s, energy_j = (0.0, 0.0) if trial is None else (trial.time_s, trial.energy_j)
-    if state == OUT_OF_MEMORY:  # nobody has reported it, and it was paid for
-        time_s, energy_j = spent.time_s, spent.energy_j
+    source = None if trial is None else trial.energy_source
+    if trial is None and state in (OUT_OF_MEMORY, "bare"):  # No callback has measured it.
+        time_s, energy_j, source = spent.time_s, spent.energy_j, spent.source
     reason = None if verdict is None else verdict.reason
     return Outcome(
         batch_size=size,
@@ -101,7 +104,7 @@ def trained(order: Order, server_url: str, monitor: EnergyMonitor) -> Outcome:
         time_s=time_s,
         energy_j=energy_j,
         cost_j=cost(energy_j=energy_j, time_s=time_s, max_power_w=monitor.gpus().max_power, eta=0.5),
-        energy_source=None if trial is None else trial.energy_source,
+        energy_source=source,
         device=device_of(task),
         epochs=None if trial is None else trial.epoch,
         metric=None if trial is None or trial.metric is None or math.isnan(trial.metric) else trial.metric,

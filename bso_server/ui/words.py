@@ -225,7 +225,7 @@ def replay_command(page: WhatIfPage) -> str:
 
 def money(tariff: Tariff, energy_j: float) -> str:
     """Return the price and the carbon of energy, as far as the server's settings define them."""
-    told, kwh = [], energy_j / 3.6e6
+    told, kwh = [], energy_j / 3.6e6 * tariff.pue
     if tariff.price_per_kwh is not None and tariff.currency:
         told.append(f"{kwh * tariff.price_per_kwh:,.2f}{units.SPACE}{tariff.currency}")
     if tariff.carbon_g_per_kwh is not None:

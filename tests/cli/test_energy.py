@@ -9,14 +9,16 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from tests.support.energy_bench import plain_environment  # noqa: F401 - a fixture
-from tests.support.fake_nvml import Clock, FakeGpu, FakeNvml
+from tests.support.fake_nvml import FakeGpu, FakeNvml, FakeNvmlError
 from zeus_plugins import energy
 from zeus_plugins.cli import main
+from zeus_plugins.energy import meter
 
 ENERGY = [sys.executable, "-m", "zeus_plugins", "energy"]
 STATED = ["--monitor", "estimate", "--power-w", "100"]
@@ -44,6 +46,7 @@ def test_time_and_energy_are_reported_beside_the_output_of_the_command() -> None
         "command": ["sh", "-c", "cat; echo error >&2; sleep 0.3; exit 3"],
         "exit_status": 3,
         "energy_source": SOURCE,
+        "energy_scope": "gpu",
         "max_power": 100.0,
         "number_of_gpus": 1,
     }
@@ -52,7 +55,7 @@ def test_time_and_energy_are_reported_beside_the_output_of_the_command() -> None
 def test_text_output_is_a_single_line() -> None:
     done = run(*STATED, "sh", "-c", "exit 0")
     assert done.returncode == 0
-    line = r"zeus-plugins energy: [\d.]+ s, [\d.]+ J, [\d.]+ W on average \(" + re.escape(SOURCE) + r"\)\n"
+    line = r"zeus-plugins energy: [\d.]+ s, [\d.]+ J, [\d.]+ W on average \(" + re.escape(SOURCE) + r"; scope: gpu\)\n"
     assert re.fullmatch(line, done.stderr), done.stderr
 
 
@@ -170,7 +173,7 @@ def test_ctrl_c_of_the_terminal_is_not_forwarded_twice(place: str, interrupts: i
 
 
 @pytest.mark.parametrize(
-    ("name", "source"), [("auto", "nvml"), ("nvml", "nvml"), ("nvml-power", "nvml power, integrated every 0.1 s")]
+    ("name", "source"), [("auto", "nvml"), ("nvml", "nvml"), ("nvml-power", "nvml power, integrated")]
 )
 def test_every_monitor_can_be_selected(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], name: str, source: str
@@ -186,19 +189,57 @@ def test_missing_monitor_is_reported_with_the_cause(name: str, cause: str, capfd
     assert (status == 125 and cause in capfd.readouterr().err) or status == 0
 
 
-def test_gpu_lost_during_the_command_does_not_change_the_status(
+class Losing(FakeNvml):
+    """A driver whose counter rises by a joule with each reading, until the file `lost` of its folder exists.
+
+    It makes the file `read` at its tenth reading, and the file `missed` when a reading has failed.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.folder, self.readings = folder, 0
+
+    def nvmlDeviceGetTotalEnergyConsumption(self, handle: FakeGpu) -> int:  # noqa: N802 - NVML's own name
+        if (self.folder / "lost").exists():
+            (self.folder / "missed").touch()
+            raise FakeNvmlError("GPU is lost")
+        self.readings += 1
+        if self.readings == 10:
+            (self.folder / "read").touch()
+        handle.spend(1000)
+        return super().nvmlDeviceGetTotalEnergyConsumption(handle)
+
+
+WAIT = "for _ in $(seq 1000); do [ -e {0} ] && break; sleep 0.02; done; "
+
+
+@pytest.mark.parametrize(("end", "status"), [("", 125), ("exit 5", 5)], ids=["lost", "failed"])
+def test_loss_of_a_gpu_is_bridged_and_the_first_part_kept(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path, end: str, status: int
+) -> None:
+    monkeypatch.setattr(meter, "WATCH_INTERVAL_S", 0.02)
+    monkeypatch.setitem(sys.modules, "pynvml", Losing(tmp_path))
+    command = f"cd {tmp_path}; {WAIT.format('read')} touch lost; {WAIT.format('missed')} {end}"
+    output = tmp_path / "told.json"
+    assert main(["energy", "--monitor", "nvml", "--json", "--output", str(output), "--", "sh", "-c", command]) == status
+    told = json.loads(output.read_text())
+    assert told["exit_status"] == (0 if status == 125 else status)
+    assert told["energy_source"].startswith("nvml + estimate: ")
+    assert told["energy_source"].endswith(" W, as it cannot be measured")
+    assert told["energy_j"] > 4.0
+    assert capfd.readouterr().out == ""
+
+
+def test_foreign_process_that_computes_during_a_command_stands_in_the_source(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    nvml = FakeNvml()
-    begun = energy.NvmlMonitor(nvml=nvml, clock=Clock())
-    monkeypatch.setattr(energy, "NvmlMonitor", lambda: begun)
-    begin = begun.begin_window
+    class Shared(Losing):
+        def nvmlDeviceGetComputeRunningProcesses(self, handle: FakeGpu) -> list[SimpleNamespace]:  # noqa: N802
+            handle.pids = [4_000_001] if self.readings > 9 and not (self.folder / "gone").exists() else []
+            return super().nvmlDeviceGetComputeRunningProcesses(handle)
 
-    def begin_and_lose(name: str) -> None:
-        begin(name)
-        nvml.machine[0].counter_mj = None
-
-    monkeypatch.setattr(begun, "begin_window", begin_and_lose)
-    assert main(["energy", "--monitor", "nvml", "--", "sh", "-c", f"touch {tmp_path}/run; exit 5"]) == 5
-    assert "gives no energy counter" in capfd.readouterr().err
-    assert (tmp_path / "run").exists()
+    monkeypatch.setattr(meter, "WATCH_INTERVAL_S", 0.02)
+    monkeypatch.setitem(sys.modules, "pynvml", Shared(tmp_path))
+    command = f"cd {tmp_path}; {WAIT.format('read')} sleep 0.2; touch gone"
+    assert main(["energy", "--monitor", "nvml", "--json", "--", "sh", "-c", command]) == 0
+    assert "nvml, shared with other processes" in json.loads(capfd.readouterr().err)["energy_source"].split(" + ")

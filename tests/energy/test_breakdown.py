@@ -14,9 +14,8 @@ from tests.support.fake_nvml import Clock, FakeGpu, FakeNvml
 from tests.support.fake_powercap import make_powercap, spend_uj
 from tests.support.fake_trainer import FakeTrainer
 from zeus_plugins.cli import main
-from zeus_plugins.energy import EpochMeter, Measurement, ReplayMonitor
-from zeus_plugins.energy.meter import Breakdown, price_of
-from zeus_plugins.errors import ZeusBSOConfigError
+from zeus_plugins.energy import EpochMeter, Measurement, NvmlMonitor, ReplayMonitor
+from zeus_plugins.energy.meter import Breakdown
 from zeus_plugins.protocol import GpuConfig
 from zeus_plugins.training.energy_run import EnergyRun
 
@@ -104,14 +103,6 @@ def test_gpu_without_a_counter_is_integrated() -> None:
     assert breakdown.end()["gpu_energy_j"] == pytest.approx(50.0)
 
 
-def test_money_and_co2_follow_the_stated_rates() -> None:
-    environ = {"ZEUS_PRICE_PER_KWH": "0.30", "ZEUS_CO2_G_PER_KWH": "380"}
-    assert price_of(7_200_000.0, environ) == {"money": pytest.approx(0.6), "co2_g": pytest.approx(760.0)}
-    assert price_of(7_200_000.0, {}) == {}
-    with pytest.raises(ZeusBSOConfigError, match="ZEUS_PRICE_PER_KWH is 'cheap'"):
-        price_of(1.0, {"ZEUS_PRICE_PER_KWH": "cheap"})
-
-
 def test_metrics_of_an_epoch_contain_the_parts_and_the_cost_stays_unchanged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -134,6 +125,70 @@ def test_metrics_of_an_epoch_contain_the_parts_and_the_cost_stays_unchanged(
         assert metrics["zeus/epoch_gpu_peak_power_w"] == 350.0
 
 
+class Moving(FakeNvml):
+    """A driver whose counter has moved by 40 J whenever it is read, as a counter may between two readings."""
+
+    def nvmlDeviceGetTotalEnergyConsumption(self, handle: FakeGpu) -> int:  # noqa: N802 - NVML's own name
+        handle.spend(40_000)
+        return super().nvmlDeviceGetTotalEnergyConsumption(handle)
+
+
+def test_parts_of_an_epoch_are_those_of_its_energy_and_no_peak_is_below_the_mean(tmp_path: Path) -> None:
+    clock, driver = Clock(), Moving([FakeGpu(uuid=f"GPU-{place}", power_mw=100_000) for place in range(2)])
+    breakdown = Breakdown(nvml=driver, powercap=make_powercap(tmp_path), clock=clock, sleep=lambda _: None)
+    meter = EpochMeter(NvmlMonitor(nvml=driver, clock=clock), breakdown=breakdown, clock=clock)
+    meter.begin()
+    for parts in (1, 3):
+        for _ in range(parts):
+            clock.now_s += 1.0
+            driver.spend(560_000, 440_000)
+            if parts > 1:
+                meter.state()
+        told = meter.end_epoch()
+        assert told["zeus/epoch_energy_j"] == told["zeus/epoch_gpu_energy_j"] > parts * 1000.0
+        assert told["zeus/epoch_gpu_energy_j"] == told["zeus/epoch_gpu_0_energy_j"] + told["zeus/epoch_gpu_1_energy_j"]
+        assert told["zeus/epoch_gpu_mean_power_w"] == told["zeus/epoch_energy_j"] / told["zeus/epoch_time_s"]
+        assert told["zeus/epoch_gpu_peak_power_w"] >= told["zeus/epoch_gpu_mean_power_w"]
+    meter.end()
+
+
+def test_idle_power_is_measured_before_the_training_and_not_subtracted(tmp_path: Path) -> None:
+    here = Machine(tmp_path)
+    slept_s: list[float] = []
+
+    def sleep(time_s: float) -> None:
+        slept_s.append(time_s)
+        here.clock.now_s += time_s
+        for package in (0, 1):
+            spend_uj(here.powercap, f"intel-rapl:{package}", round(25e6 * time_s))
+
+    breakdown = Breakdown(nvml=here.nvml, powercap=here.powercap, clock=here.clock, sleep=sleep)
+    monitor = ReplayMonitor([Measurement(10.0, 5000.0, "replay")] * 2, GPUS)
+    meter = EpochMeter(monitor, breakdown=breakdown, clock=here.clock)
+    meter.begin()
+    assert sum(slept_s) == pytest.approx(0.5)
+    here.train(breakdown)
+    told = meter.end_epoch()
+    meter.end()
+    assert (told["zeus/idle_gpu_power_w"], told["zeus/idle_cpu_power_w"]) == (200.0, pytest.approx(50.0))
+    assert told["zeus/epoch_energy_j"] == 5000.0
+
+
+def test_amounts_of_a_checkpoint_are_continued_at_the_present_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ZEUS_PRICE_PER_KWH", "3.6")
+    state = {"time_s": 1.0, "energy_j": 1e6, "epoch_time_s": 0.0, "epoch_energy_j": 0.0}
+    for before, after in (({}, 2.0), ({"money": 5.0, "co2_g": 7.0}, 6.0)):
+        meter = EpochMeter(ReplayMonitor([Measurement(1.0, 1e6, "replay")] * 2, GPUS), state | before)
+        meter.begin()
+        told = meter.end_epoch()
+        assert (told["zeus/money"], "zeus/co2_g" in told) == (pytest.approx(after), False)
+
+
+def test_machine_without_parts_is_not_delayed() -> None:
+    nothing = Breakdown(nvml=FakeNvml(broken="Driver Not Loaded"), powercap=NOWHERE, sleep=pytest.fail)
+    assert nothing.idle() == {}
+
+
 def test_training_without_a_given_monitor_is_broken_down(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = FakeGpu(power_mw=100_000, temperature_c=55)
     monkeypatch.setitem(sys.modules, "pynvml", FakeNvml([gpu]))
@@ -146,7 +201,8 @@ def test_training_without_a_given_monitor_is_broken_down(monkeypatch: pytest.Mon
     run.close()
     assert metrics is not None
     assert (metrics["zeus/epoch_energy_j"], metrics["zeus/epoch_gpu_energy_j"]) == (250.0, 250.0)
-    assert (metrics["zeus/epoch_gpu_peak_power_w"], metrics["zeus/epoch_gpu_temperature_c"]) == (100.0, 55.0)
+    assert metrics["zeus/epoch_gpu_peak_power_w"] == metrics["zeus/epoch_gpu_mean_power_w"] > 100.0
+    assert (metrics["zeus/idle_gpu_power_w"], metrics["zeus/epoch_gpu_temperature_c"]) == (100.0, 55.0)
 
 
 def test_command_reports_the_parts_and_the_money(
@@ -160,7 +216,7 @@ def test_command_reports_the_parts_and_the_money(
     assert told["money"] == pytest.approx(told["energy_j"] * 1e-7)
     assert (told["gpu_peak_power_w"], told["gpu_temperature_c"]) == (100.0, 55.0)
     assert main([each for each in arguments if each != "--json"]) == 0
-    assert ", gpu_peak_power_w 100, gpu_temperature_c 55, money " in capfd.readouterr().err
+    assert ", gpu_peak_power_w 100, gpu_temperature_c 55, idle_gpu_power_w 100" in capfd.readouterr().err
 
 
 def test_invalid_price_is_refused_before_the_command_runs(

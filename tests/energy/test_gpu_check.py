@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.fake_nvml import FakeNvml
+from tests.support.fake_nvml import FakeGpu, FakeNvml
 from tests.support.simulated_gpu import SimulatedGpu, SimulatedLoad
 from zeus_plugins.cli import doctor, main
 from zeus_plugins.gpu_check import (
@@ -71,7 +71,7 @@ def test_healthy_gpu_passes_every_check_and_keeps_the_settings() -> None:
         (SimulatedGpu(misreads=0.5), "energy, load", "mean power -50"),
         (SimulatedGpu(period_s=0.5), "period of the counter", "every 500 ms in the median"),
         (SimulatedGpu(period_s=5.0), "period of the counter", "has not moved twice in 3 s"),
-        (SimulatedGpu(pids=[1, 2]), "other processes", "1 beside this one"),
+        (SimulatedGpu(pids=[1]), "other processes", "1 beside this one"),
         (SimulatedGpu(limit_mw=300_000), "power limits", "300 W of 200 W to 700 W, default 700 W"),
         (SimulatedGpu(max_power_mw=None), "power limits", "Not Supported"),
     ],
@@ -81,6 +81,16 @@ def test_doubtful_results_are_marked_as_doubtful(gpu: SimulatedGpu, check: str, 
     result = examined(gpu)[check]
     assert result.verdict is Verdict.DOUBTFUL
     assert found in result.found
+
+
+def test_gpus_of_several_models_are_each_checked() -> None:
+    gpu = SimulatedGpu()
+    gpu.machine.append(
+        FakeGpu(name="NVIDIA T4", uuid="GPU-1", counter_mj=None, power_mw=70_000, pci_address="00000000:02:00.0")
+    )
+    results = list(examination(gpu).results())
+    assert {each.gpu for each in results} == {"GPU 0 (NVIDIA H200)", "GPU 1 (NVIDIA T4)", ""}
+    assert [each.verdict for each in results if each.gpu.startswith("GPU 0")] == [Verdict.OK] * 9
 
 
 def test_without_pytorch_the_gpu_is_examined_at_rest() -> None:
@@ -181,7 +191,7 @@ def test_pytorch_without_cuda_creates_no_load(monkeypatch: pytest.MonkeyPatch, t
 def test_command_prints_a_line_for_each_check(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(doctor, "Examination", lambda: examination(SimulatedGpu(pids=[1, 2])))
+    monkeypatch.setattr(doctor, "Examination", lambda: examination(SimulatedGpu(pids=[1])))
     assert main(["doctor", "--gpu-check"]) == 0
     lines = capsys.readouterr().out.splitlines()
     gpu = "GPU 0 (NVIDIA H200): "

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+import subprocess
+import sys
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -12,12 +14,40 @@ import pytest
 from tests.support.energy_bench import window
 from tests.support.fake_nvml import Clock, FakeGpu, FakeNvml, FakeNvmlError
 from tests.support.power_limit_bench import LIMITS_W, machine, profiler, train
-from zeus_plugins.energy import NvmlMonitor, NvmlPowerMonitor
+from zeus_plugins.energy import NvmlMonitor, NvmlPowerMonitor, nvml
 from zeus_plugins.power_limit import PowerLimitProfile, PowerLimitSample
 from zeus_plugins.protocol import JobView
 from zeus_plugins.training.announce import warn_of_scopes
 
 OTHERS = "shared with other processes"
+
+
+def test_foreign_process_that_ends_within_a_window_stands_in_its_source_only() -> None:
+    gpu = FakeGpu(pids=[4_000_001])
+    monitor = NvmlMonitor(nvml=FakeNvml([gpu]), clock=Clock())
+    monitor.begin_window("a")
+    gpu.pids.clear()
+    assert monitor.end_window("a").source == f"nvml, {OTHERS}"
+    assert window(monitor, Clock(), 0.0).source == "nvml"
+
+
+def test_ranks_and_children_of_the_training_are_no_foreign_processes() -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+        gpu = FakeGpu(pids=[child.pid, 4_000_001])
+        monitor = NvmlMonitor(nvml=FakeNvml([gpu]), clock=Clock())
+        monitor.include([4_000_001])
+        assert window(monitor, Clock(), 0.0).source == "nvml"
+        child.kill()
+
+
+@pytest.mark.parametrize(("is_used", "others"), [(True, 0), (False, 1)])
+def test_process_id_from_outside_of_a_container_may_be_this_process(
+    monkeypatch: pytest.MonkeyPatch, is_used: bool, others: int
+) -> None:
+    monkeypatch.setattr(nvml, "is_hidden", lambda _: True)
+    monkeypatch.setattr(nvml, "gpu_is_used", lambda: is_used)
+    driver = FakeNvml([FakeGpu(pids=[4_000_001])])
+    assert nvml.open_gpus(driver)[0].other_processes() == others
 
 
 def source_of(gpu: FakeGpu, kind: type[NvmlMonitor] | type[NvmlPowerMonitor] = NvmlMonitor) -> str:
@@ -30,13 +60,13 @@ def source_of(gpu: FakeGpu, kind: type[NvmlMonitor] | type[NvmlPowerMonitor] = N
     [
         ([], [], 0),
         ([os.getpid()], [], 0),
-        ([4_000_001], [], 0),  # a process of another rank, or this process as numbered outside a container
+        ([4_000_001], [], 1),
         ([os.getpid(), 4_000_001], [], 1),
-        ([4_000_001, 4_000_002, 4_000_003], [], 2),
+        ([4_000_001, 4_000_002, 4_000_003], [], 3),
         ([4_000_001], [os.getpid()], 0),  # MPS's own server
         ([4_000_001], [os.getpid(), 4_000_002], 1),
     ],
-    ids=["none told", "alone", "one", "time slicing", "three", "MPS alone", "MPS shared"],
+    ids=["none told", "alone", "only a foreign one", "time slicing", "three", "MPS alone", "MPS shared"],
 )
 def test_foreign_processes_are_reported_once_and_named_in_the_source(
     caplog: pytest.LogCaptureFixture, pids: list[int], mps_pids: list[int], others: int
@@ -63,24 +93,54 @@ def test_old_driver_without_processes_and_scopes_claims_nothing() -> None:
     assert window(NvmlMonitor(nvml=Old(), clock=Clock()), Clock(), 0.0).source == "nvml"
 
 
-@pytest.mark.parametrize("kind", [NvmlMonitor, NvmlPowerMonitor])
+GH200 = "NVIDIA GH200 480GB"
+
+
+class Rising(FakeNvml):
+    """A driver whose counters rise by the given watts every 100 ms of its clock, which `sleep` moves."""
+
+    def __init__(self, gpu: FakeGpu, power_w: float) -> None:
+        super().__init__([gpu])
+        self.clock, self.slept_s, self._power_w = Clock(), 0.0, power_w
+
+    def sleep(self, time_s: float) -> None:
+        before = round(self.clock.now_s * 1000) // 100
+        self.clock.now_s += time_s
+        self.slept_s += time_s
+        self.machine[0].spend(round(100 * self._power_w) * (round(self.clock.now_s * 1000) // 100 - before))
+
+
 @pytest.mark.parametrize(
-    ("scopes_mw", "plain_mw", "note"),
+    ("scopes_mw", "plain_mw", "counter_w", "note"),
     [
-        ({0: 400_000, 1: 600_000}, 598_000, ", module scope"),
-        ({0: 400_000, 1: 600_000}, 405_000, ", GPU scope"),
-        ({0: 400_000, 1: 400_000}, 400_000, ""),
-        ({0: 400_000}, 400_000, ""),
-        ({}, 400_000, ""),
+        ({0: 400_000, 1: 600_000}, 400_000, 547.0, ", module scope"),
+        ({0: 400_000, 1: 600_000}, 600_000, 410.0, ", GPU scope"),
+        ({0: 400_000, 1: 600_000}, 598_000, 0.0, ", module scope"),
+        ({0: 400_000, 1: 600_000}, 405_000, 0.0, ", GPU scope"),
+        ({1: 600_000}, 600_000, 600.0, ", module scope"),
+        ({0: 400_000, 1: 400_000}, 400_000, 400.0, ""),
+        ({0: 400_000}, 400_000, 400.0, ""),
+        ({}, 400_000, 400.0, ""),
     ],
-    ids=["module", "GPU", "one scope", "no module", "neither"],
+    ids=["module", "GPU", "still module", "still GPU", "module alone", "one scope", "no module", "neither"],
 )
-def test_scope_of_a_superchip_is_named_in_the_source(
-    kind: type[NvmlMonitor] | type[NvmlPowerMonitor], scopes_mw: dict[int, int], plain_mw: int, note: str
+def test_source_names_superchip_scope_whose_power_is_closest_to_the_counters_slope(
+    scopes_mw: dict[int, int], plain_mw: int, counter_w: float, note: str
 ) -> None:
-    gpu = FakeGpu(name="NVIDIA GH200 480GB", power_mw=plain_mw, scopes_mw=scopes_mw)
-    assert source_of(gpu, kind).endswith(note)
-    assert ("scope" in source_of(gpu, kind)) is bool(note)
+    driver = Rising(FakeGpu(name=GH200, power_mw=plain_mw, scopes_mw=scopes_mw), counter_w)
+    monitor = NvmlMonitor(nvml=driver, clock=driver.clock, sleep=driver.sleep)
+    assert window(monitor, driver.clock, 0.0).source == f"nvml{note}"
+    assert driver.slept_s <= 0.51
+
+
+@pytest.mark.parametrize(
+    ("scopes_mw", "note"),
+    [({0: 400_000, 1: 600_000}, ", GPU scope"), ({1: 600_000}, ", module scope"), ({0: 400_000}, "")],
+    ids=["both", "module alone", "no module"],
+)
+def test_integrated_power_has_gpu_scope_if_the_driver_gives_it(scopes_mw: dict[int, int], note: str) -> None:
+    gpu = FakeGpu(name=GH200, power_mw=600_000, scopes_mw=scopes_mw)
+    assert source_of(gpu, NvmlPowerMonitor) == f"nvml power, integrated{note}"
 
 
 def test_scope_and_foreign_processes_are_named_together() -> None:

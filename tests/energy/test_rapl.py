@@ -132,6 +132,23 @@ def test_unreadable_or_zero_counter_is_named(tmp_path: Path, file: str, content:
         RaplMonitor(root=tmp_path).gpus()
 
 
+@pytest.mark.parametrize("content", ["0\n", "", None], ids=["stands at 0", "is empty", "is absent"])
+def test_memory_that_cannot_be_read_is_left_out_with_one_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, content: str | None
+) -> None:
+    root, clock = make_powercap(tmp_path), Clock()
+    counter = root / "intel-rapl:0:2" / "energy_uj"
+    counter.unlink() if content is None else counter.write_text(content)
+    for _ in range(2):
+        measured = window(
+            RaplMonitor(root=root, clock=clock), clock, 0.5, lambda: spend_uj(root, "intel-rapl:0", 10**6)
+        )
+    assert (measured.energy_j, measured.parts_j) == (1.0, {"cpu": 1.0, "dram": 0.0})
+    (warning,) = [record.getMessage() for record in caplog.records]
+    assert warning.startswith("the energy of memory is left out: ")
+    assert "intel-rapl:0:2" in warning
+
+
 def test_counter_lost_during_a_window_is_a_package_error(tmp_path: Path) -> None:
     zone = add_zone(tmp_path, "intel-rapl:0", "package-0")
     monitor = RaplMonitor(root=tmp_path)

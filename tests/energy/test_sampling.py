@@ -26,8 +26,8 @@ from zeus_plugins.errors import ZeusBSOConfigError
 from zeus_plugins.protocol import GpuConfig
 
 P100 = "Tesla P100"
-SOURCE = "nvml power, integrated every 0.1 s"
-LONG_S = 60.0  # A thread that needs longer never finishes.
+SOURCE = "nvml power, integrated"
+LONG_S = 60.0  # A thread that has not done its work by then never will.
 
 
 def old_gpu(power_w: float = 100.0) -> FakeGpu:
@@ -116,6 +116,27 @@ def test_error_of_a_step_is_at_most_half_an_interval(
 
     stated_j = abs(after_w - before_w) * interval_s / 2
     assert abs(integral.energy_uj() / 1e6 - true_j) <= stated_j + 1e-6
+
+
+@pytest.mark.parametrize(
+    ("period_s", "interval_s"),
+    [(0.02, 0.01), (0.06, 0.03), (0.1, 0.05), (0.5, 0.1), (None, 0.1)],
+    ids=["fast", "medium", "slow", "very slow", "constant"],
+)
+def test_interval_of_readings_is_half_the_period_of_the_sensor(period_s: float | None, interval_s: float) -> None:
+    meter, clock = Meter(), Clock(now_s=0.0)
+    integral = IntegratedPower(meter, clock)
+    assert integral.interval_s == 0.01
+    for _ in range(700):
+        meter.power = 100.0 if period_s is None else 100.0 + clock.now_s // period_s
+        integral.energy_uj()
+        clock.now_s += 0.01
+    assert integral.interval_s == pytest.approx(interval_s, rel=0.1)
+
+
+def test_mean_of_the_past_second_is_not_read_where_the_present_power_is_known() -> None:
+    gpu, clock = FakeGpu(counter_mj=None, power_mw=80_000, scopes_mw={0: 400_000}), Clock()
+    assert window(NvmlPowerMonitor(nvml=FakeNvml([gpu]), clock=clock), clock, 0.5).energy_j == pytest.approx(200.0)
 
 
 # ---- The monitor ---------------------------------------------------------------------------------------------------

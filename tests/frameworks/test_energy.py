@@ -6,8 +6,10 @@ import logging
 from typing import Any
 
 import pytest
+import torch
 
-from tests.support.frameworks import STEPS_OF_16, VALIDATION, FrameworkBench, Training, Work, energy_rows
+from tests.support.frameworks import STEPS_OF_16, VALIDATION, FrameworkBench, Queued, Training, Work, energy_rows
+from tests.support.job_bench import NEVER
 from tests.support.versions import is_older
 
 EPOCH = STEPS_OF_16 + VALIDATION
@@ -89,3 +91,25 @@ def test_both_callbacks_measure_side_by_side(bench: FrameworkBench, is_first: bo
     assert meter.time_s == bench.only_trial().time_s == 4.0 + VALIDATION
     assert training.left_behind(meter, optimizer) == []
     assert work.monitor.open_windows == []
+
+
+@pytest.mark.parametrize("depth", [3, 20])
+def test_queued_work_of_an_epoch_is_measured_with_it(
+    bench: FrameworkBench, monkeypatch: pytest.MonkeyPatch, depth: int
+) -> None:
+    work = Queued(depth)
+    waits: list[int] = []
+
+    def synchronize() -> None:
+        work.drain()
+        waits.append(work.batches)
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    meter = bench.Energy(work.monitor)
+    optimizer = bench.callback(bench.job(NEVER, max_epochs=2), energy_monitor=work.monitor, on_failure="stop")
+    training = bench.training(meter, optimizer, work=work, epochs=2)
+    training.train()
+    assert training.logged("zeus/energy_j") == energy_rows(4 + VALIDATION, 4 + VALIDATION)
+    assert bench.only_trial().time_s == 2.0 * (4 + VALIDATION)
+    assert len(waits) == 6, "each callback waits before its first window and at the end of each epoch"

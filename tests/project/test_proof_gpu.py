@@ -237,6 +237,15 @@ def test_each_shrunken_task_of_the_gpu_trains(train: Callable[[Order], Outcome],
     assert run.energy_j > 0
 
 
+def test_training_without_a_callback_records_what_the_monitor_measures(train: Callable[[Order], Outcome]) -> None:
+    task = tasks_for("gpu")[0].name
+    run = train(Order(task=task, job_id="bare", seed=5, batch_size=32, epochs=1, shrink=SHRINK, with_callback=False))
+    assert (run.state, run.energy_source) == ("bare", "nvml"), run.detail
+    assert run.energy_j == 1.0, "between two readings of the counter"
+    assert 0 < run.time_s <= run.fit_wall_s * 1.1 + 0.1
+    assert run.cost_j > 0
+
+
 def test_job_without_a_remaining_size_is_refused_harmlessly(
     train: Callable[[Order], Outcome], monkeypatch: pytest.MonkeyPatch
 ) -> None:

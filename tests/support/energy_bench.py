@@ -11,9 +11,8 @@ import pytest
 from tests.support.fake_amdsmi import FakeAmdSmi
 from tests.support.fake_nvml import Clock, FakeNvml
 from zeus_plugins.energy import EnergyMonitor, Measurement, amd, nvml
-from zeus_plugins.energy.auto import _warn_once
 from zeus_plugins.energy.linux import probe_jetson, probe_rapl
-from zeus_plugins.energy.monitor import Probe
+from zeus_plugins.energy.monitor import Probe, warn_once
 
 NOWHERE = Path("/nowhere")
 
@@ -32,9 +31,9 @@ def plain_environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Unset variables that choose a GPU, state watts or set limits, and reset the warnings."""
     for name in VARIABLES:
         monkeypatch.delenv(name, raising=False)
-    _warn_once.cache_clear()
+    warn_once.cache_clear()
     yield
-    _warn_once.cache_clear()
+    warn_once.cache_clear()
 
 
 def probes_of(

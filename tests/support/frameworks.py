@@ -51,6 +51,21 @@ class Work:
         return self.batches + VALIDATION * self.validations
 
 
+class Queued(Work):
+    """Work on a device that lags behind the calls which queue it, by up to `depth`, unless `drain` waits for it."""
+
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        self._depth, self._done = depth, 0
+
+    def drain(self) -> None:
+        self._done = super()._count()
+
+    def _count(self) -> int:
+        self._done = max(self._done, super()._count() - self._depth)
+        return self._done
+
+
 class Powered(Work):
     """Work on a simulated machine: batches cost as the table states under the limit in force; validations take long."""
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.support.fake_nvml import FakeGpu, FakeNvml
 from tests.support.fake_trainer import FakeTrainer, on_each_rank
@@ -16,6 +17,7 @@ from tests.support.ranks import run_ranks
 from tests.support.servers import ServerProcess
 from tests.support.warm import LIGHTNING, TRANSFORMERS
 from zeus_plugins.client.http import BsoClient
+from zeus_plugins.dataloader import loader
 from zeus_plugins.energy import EstimateMonitor, NvmlMonitor, estimate
 from zeus_plugins.placement import Placement, placed, this_machine
 from zeus_plugins.training.energy_run import EnergyRun
@@ -50,7 +52,26 @@ def test_first_process_of_each_machine_measures_the_gpus_of_all_local_processes(
     ]
 
 
-@pytest.mark.parametrize("gpus", [[(), ()], [UUIDS[:1], UUIDS[:1]]], ids=["unknown", "not chosen yet"])
+def test_two_ranks_that_share_a_gpu_measure_that_gpu_only() -> None:
+    found = places("XX", gpus_per_rank=[UUIDS[1:2], UUIDS[1:2]])
+    assert [each.gpus for each in found if isinstance(each, Placement)] == [UUIDS[1:2]] * 2
+
+
+@pytest.mark.parametrize(
+    ("local_rank", "current", "count", "own"),
+    [(0, 0, 2, UUIDS[:1]), (1, 0, 2, ()), (1, 1, 2, UUIDS[1:2]), (1, 0, 1, UUIDS[:1])],
+    ids=["first rank", "has not chosen", "has chosen", "sees one GPU"],
+)
+def test_rank_of_a_plain_script_names_the_gpu_that_it_has_chosen(
+    monkeypatch: pytest.MonkeyPatch, local_rank: int, current: int, count: int, own: Sequence[str]
+) -> None:
+    monkeypatch.setenv("LOCAL_RANK", str(local_rank))
+    monkeypatch.setattr(loader, "cuda_devices", lambda _: UUIDS[:count])
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
+    assert loader._LoaderRanks(local_rank, 2).own_gpus == own
+
+
+@pytest.mark.parametrize("gpus", [[(), ()], [UUIDS[:1], ()]], ids=["unknown", "one has not chosen yet"])
 def test_processes_without_known_gpus_use_the_frameworks_selection(gpus: list[Sequence[str]]) -> None:
     assert [each.gpus for each in places("XX", gpus_per_rank=gpus) if isinstance(each, Placement)] == [[0], [0]]
 

@@ -26,8 +26,6 @@ _FAILED, _NOT_EXECUTABLE, _NOT_FOUND, _KILLED_BY = 125, 126, 127, 128
 _FORWARDED = ("SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGINT", "SIGQUIT")
 _FROM_KEYBOARD = ("SIGINT", "SIGQUIT")
 
-_WINDOW = "command"
-
 
 def _make(name: str, power_w: float | None) -> EnergyMonitor:
     """Return the monitor of this name; an estimate needs watts."""
@@ -56,7 +54,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="run a command, and print its time and energy",
         description="Runs the command and prints its time and energy on standard error. It passes signals on. The"
         f" exit status is the command's, {_KILLED_BY} + n if signal n ended it, {_NOT_FOUND} or {_NOT_EXECUTABLE} if it"
-        f" cannot be started, and {_FAILED} if its energy cannot be measured.",
+        f" cannot be started, and {_FAILED} if its energy cannot be measured, or if a command that ends with 0 could be"
+        " measured only in part; the rest is then estimated.",
     )
     parser.add_argument(
         "--monitor",
@@ -66,6 +65,12 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     parser.add_argument(
         "--power-w", type=float, help="watts for an estimate without a counter (default: ZEUS_ESTIMATED_POWER_W)"
+    )
+    parser.add_argument(
+        "--scope",
+        choices=("gpu", "node"),
+        default="gpu",
+        help="devices whose energy counts: the GPUs, or also CPU packages and memory (default %(default)s)",
     )
     parser.add_argument("--json", action="store_true", help="print one line of JSON")
     parser.add_argument("--output", type=Path, help="write to this file instead of standard error")
@@ -78,7 +83,7 @@ def _energy(options: argparse.Namespace) -> int:
     if not command:
         options.parser.error("which command? zeus-plugins energy -- COMMAND …")
     try:
-        status, told = _measured(command, options.monitor, options.power_w, as_json=options.json)
+        status, told = _measured(command, options)
     except ZeusBSOError as error:
         print(f"zeus-plugins energy: {error}", file=sys.stderr)
         return _FAILED
@@ -95,43 +100,48 @@ def _energy(options: argparse.Namespace) -> int:
     return status
 
 
-def _measured(command: Sequence[str], monitor_name: str, power_w: float | None, *, as_json: bool) -> tuple[int, str]:
-    """Run the command; return its exit status and the text of its measurement."""
-    from zeus_plugins.energy.meter import Breakdown, price_of
+def _measured(command: Sequence[str], options: argparse.Namespace) -> tuple[int, str]:
+    """Run the command; return the exit status and the text of the measurement.
 
-    monitor = _make(monitor_name, power_w)
+    The meter is read every second, so that only the rest is estimated if a device is lost.
+    """
+    from zeus_plugins.energy.counters import Sampler
+    from zeus_plugins.energy.meter import WATCH_INTERVAL_S, Breakdown, EpochMeter
+    from zeus_plugins.energy.node import whole_node
+
+    monitor = _make(options.monitor, options.power_w)
+    if options.scope == "node":
+        monitor = whole_node(monitor, options.power_w)
     gpus = monitor.gpus()
-    breakdown = Breakdown()
-    price_of(0.0)  # Raises for invalid rates before the command runs.
-    monitor.begin_window(_WINDOW)
-    breakdown.begin()
+    meter = EpochMeter(monitor, breakdown=Breakdown())
+    meter.begin()
+    reader = Sampler(meter.state, WATCH_INTERVAL_S)
     try:
-        status = _execute(command)
-    except OSError:
-        breakdown.end()
-        monitor.end_window(_WINDOW)
-        raise
-    parts = breakdown.end()
-    try:
-        measured = monitor.end_window(_WINDOW)
-    except ZeusBSOError as error:  # Keep the command's exit status.
-        return status, f"zeus-plugins energy: {error}"
-    mean_power_w = measured.energy_j / measured.time_s if measured.time_s > 0 else 0.0
-    if not as_json:
-        told = f"{measured.time_s:.4g} s, {measured.energy_j:.4g} J, {mean_power_w:.4g} W on average"
-        extras = "".join(f", {name} {value:.4g}" for name, value in (parts | price_of(measured.energy_j)).items())
-        return status, f"zeus-plugins energy: {told} ({measured.source}){extras}"
+        exit_status = _execute(command)
+        reader.stop()
+        metrics = meter.end_epoch()
+    finally:
+        reader.stop()
+        meter.end()
+    found = {name.removeprefix("zeus/").removeprefix("epoch_"): value for name, value in metrics.items()}
+    time_s, energy_j = found.pop("time_s"), found.pop("energy_j")
+    mean_power_w = energy_j / time_s if time_s > 0 else 0.0
+    status = _FAILED if meter.is_failing and exit_status == 0 else exit_status
+    if not options.json:
+        told = f"{time_s:.4g} s, {energy_j:.4g} J, {mean_power_w:.4g} W on average"
+        extras = "".join(f", {name} {value:.4g}" for name, value in found.items())
+        return status, f"zeus-plugins energy: {told} ({meter.source}; scope: {options.scope}){extras}"
     return status, json.dumps(
         {
             "command": list(command),
-            "exit_status": status,
-            "time_s": measured.time_s,
-            "energy_j": measured.energy_j,
+            "exit_status": exit_status,
+            "time_s": time_s,
+            "energy_j": energy_j,
             "mean_power_w": mean_power_w,
-            "energy_source": measured.source,
+            "energy_source": meter.source,
+            "energy_scope": options.scope,
             **gpus.model_dump(),
-            **price_of(measured.energy_j),
-            **parts,
+            **found,
         }
     )
 

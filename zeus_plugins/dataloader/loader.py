@@ -37,6 +37,7 @@ from torch.utils.data.distributed import DistributedSampler
 from zeus_plugins import energy, environment
 from zeus_plugins.energy import EnergyMonitor, WindowMonitor
 from zeus_plugins.energy.monitor import MAX_SOURCE_LENGTH, BridgedMonitor
+from zeus_plugins.energy.processes import synchronize
 from zeus_plugins.energy.visible import cuda_devices
 from zeus_plugins.errors import ZeusBSOBadOperationError, ZeusBSOConfigError, ZeusBSOOperationOrderError
 from zeus_plugins.placement import placed, this_machine
@@ -218,13 +219,13 @@ class _Training:
                 "finish one pass over the data before the next begins: they would count twice"
             )
         self._is_measuring = True
-        _synchronize()
+        synchronize()
         self._monitor.begin_window(_WINDOW)
         try:
             yield
         finally:
             self._is_measuring = False
-            _synchronize()
+            synchronize()
             measured = self._monitor.end_window(_WINDOW)
             time_factor, energy_factor = self._observed_factors() if trains else (1.0, 1.0)
             self.time_s += measured.time_s * time_factor
@@ -267,12 +268,6 @@ class _Training:
             power_limit_w=self._chosen_limit_w,
             energy_source=" + ".join(self._sources)[:MAX_SOURCE_LENGTH] or None,
         ).write(result_path(settings.log_dir, settings.job_id, self._batch_size))
-
-
-def _synchronize() -> None:
-    """Wait for the work queued on the device, because its energy belongs to the current window."""
-    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call] # torch's
-        torch.cuda.synchronize()
 
 
 class ZeusDataLoader(DataLoader[T]):
@@ -438,7 +433,7 @@ class ZeusDataLoader(DataLoader[T]):
             batch_size=self._global_batch_size,
             observe=settings.is_observed,
             all_gather=None if self._world_size == 1 else _gathered,
-            synchronize=_synchronize,
+            synchronize=synchronize,
         )
 
     def _of_training(self, what: str) -> _Training:
@@ -469,8 +464,11 @@ class _LoaderRanks:
         self.world_size = world_size
         self.local_rank = int(environment.LOCAL_RANK.text() or 0)
         self.machine = this_machine()
-        known = cuda_devices(torch)
-        self.own_gpus: Sequence[str] = () if known is None else known[torch.cuda.current_device() :][:1]
+        known = cuda_devices(torch) or ()
+        current = torch.cuda.current_device() if known else 0
+        # CUDA's first device is also the device of a process that has not chosen one.
+        is_chosen = current > 0 or self.local_rank == 0 or len(known) == 1
+        self.own_gpus: Sequence[str] = known[current : current + 1] if is_chosen else ()
 
     def all_gather(self, thing: Any) -> list[Any]:
         return _gathered(thing)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from zeus_plugins.energy.counters import MICRO, SAMPLE_INTERVAL_S, CounterMonitor, Found, IntegratedPowerMonitor
+from zeus_plugins.energy.counters import MICRO, CounterMonitor, Found, IntegratedPowerMonitor
 from zeus_plugins.energy.monitor import (
     Choice,
     EnergyUnavailableError,
@@ -99,7 +99,7 @@ class AmdSmiPowerMonitor(IntegratedPowerMonitor):
         self,
         device_indices: Sequence[int] | None = None,
         *,
-        interval_s: float = SAMPLE_INTERVAL_S,
+        interval_s: float | None = None,
         max_power_w: float | None = None,
         amdsmi: AmdSmi | None = None,
         clock: Callable[[], float] = time.monotonic,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -18,8 +17,8 @@ from zeus_plugins.energy.monitor import (
     MonitorRequest,
     Probe,
     UnmeasuredGpuError,
-    logger,
     stated_power_w,
+    warn_once,
 )
 from zeus_plugins.environment import ESTIMATED_POWER_W
 
@@ -51,7 +50,7 @@ def auto(
     """
     choice = choose(estimated_power_w, device_indices=device_indices, probes=probes)
     if choice.warning is not None:
-        _warn_once(choice.warning)
+        warn_once(choice.warning)
     return choice.monitor
 
 
@@ -115,8 +114,3 @@ def _cuda_model() -> str | None:
         return str(torch.cuda.get_device_properties(0).name) if torch and torch.cuda.is_initialized() else None
     except (AttributeError, RuntimeError, AssertionError):
         return None
-
-
-@functools.cache  # logs each cause once
-def _warn_once(warning: str) -> None:
-    logger.warning("%s", warning)

@@ -103,7 +103,7 @@ class ClusterMonitor:
         """Return the time of the window and the energy of all nodes. Only on rank 0."""
         own = self._own.end_window(name)
         others_j = self._others_j - self._others_j_at_begin.pop(name)
-        return Measurement(own.time_s, own.energy_j + others_j, self._joined((own.source,)))
+        return Measurement(own.time_s, own.energy_j + others_j, self._joined((own.source,)), own.parts_j)
 
     def close(self) -> None:
         """Stop measuring on this rank, without a collective. Never raises, so that it can be called after an error."""

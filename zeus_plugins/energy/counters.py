@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import signal
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import cached_property, partial, partialmethod
+from statistics import median
 from typing import Any, NamedTuple, Protocol
 
 from zeus_plugins.energy.monitor import MAX_SOURCE_LENGTH, Measurement, NoPowerLimitError, OpenWindows, logger
@@ -20,7 +22,12 @@ STANDSTILL_S = 1.0
 """Seconds without a move after which a counter counts as broken: all known ones move several times a second."""
 
 SAMPLE_INTERVAL_S = 0.1
-"""Seconds between two power readings."""
+"""Longest time between two power readings, in seconds."""
+
+SHORTEST_INTERVAL_S = 0.01
+"""Seconds between two power readings until the period of the sensor is known, and the shortest time afterwards."""
+
+_PERIODS, _FIRST_READINGS = 10, 300
 
 POLL_S = 0.002
 """Seconds between two readings of a counter whose next move is awaited."""
@@ -32,7 +39,10 @@ MICRO = 1_000_000
 
 
 class EnergyCounter(Protocol):
-    """The energy counter of one device; `str()` names the device. A failed reading raises `EnergyUnavailableError`."""
+    """The energy counter of one device; `str()` names the device. A failed reading raises `EnergyUnavailableError`.
+
+    An optional attribute ``part`` names the component in `Measurement.parts_j`; counters with the same name are summed.
+    """
 
     @property
     def max_power_w(self) -> float:
@@ -65,16 +75,21 @@ def next_moves(
 class IntegratedPower:
     """An `EnergyCounter` that integrates power readings by the trapezoidal rule.
 
-    The device has `max_power_w` and `power_w()`, in watts. `late` counts the readings that came more than `LATE_S`
-    after the previous reading.
+    The device has `max_power_w` and `power_w()`, in watts, and perhaps `instant_power_w()`, which is preferred to a
+    mean of the past second. `late` counts the readings that came more than `LATE_S` after the previous reading.
     """
 
     def __init__(self, device: Any, clock: Callable[[], float]) -> None:
         self.late = 0
+        self.part = getattr(device, "part", "")
         self._device = device
+        self._power_w: Callable[[], float] = getattr(device, "instant_power_w", device.power_w)
         self._clock = clock
         self._energy_j = 0.0
         self._latest: tuple[float, float] | None = None
+        self._readings = 0
+        self._changed_s: float | None = None
+        self._periods_s: list[float] = []
 
     def __str__(self) -> str:
         return str(self._device)
@@ -84,25 +99,54 @@ class IntegratedPower:
         """The maximum power of the device in watts."""
         return float(self._device.max_power_w)
 
+    @property
+    def interval_s(self) -> float:
+        """Seconds to the next reading: half the period in which the sensor changes, so that no change is missed.
+
+        The period is the median of the first times between two changes. A sensor that does not change at first, or
+        changes seldom, is read every `SAMPLE_INTERVAL_S`.
+        """
+        if len(self._periods_s) == _PERIODS:
+            return min(max(median(self._periods_s) / 2, SHORTEST_INTERVAL_S), SAMPLE_INTERVAL_S)
+        return SHORTEST_INTERVAL_S if self._readings < _FIRST_READINGS else SAMPLE_INTERVAL_S
+
     def energy_uj(self) -> int:
         """Read the power, add the energy since the previous reading, and return the microjoules since the first."""
-        power_w = self._device.power_w()
+        power_w = self._power_w()
         now_s = self._clock()
+        self._readings += 1
         if self._latest is not None:
             then_s, power_then_w = self._latest
             self._energy_j += (now_s - then_s) * (power_w + power_then_w) / 2
             self.late += now_s - then_s > LATE_S
+            if power_w != power_then_w:
+                if self._changed_s is not None and len(self._periods_s) < _PERIODS:
+                    self._periods_s.append(now_s - self._changed_s)
+                self._changed_s = now_s
         self._latest = (now_s, power_w)
         return round(self._energy_j * MICRO)
 
 
+def _no_notes(own: Collection[int]) -> Sequence[str]:  # noqa: ARG001 - of other devices
+    return ()
+
+
 class Found(NamedTuple):
-    """Devices (`EnergyCounter`s or those of `IntegratedPower`), their description, and notes for a source."""
+    """Devices (`EnergyCounter`s or those of `IntegratedPower`), their description, and notes for a source.
+
+    The notes get the ids of the training's processes, as far as known.
+    """
 
     devices: Sequence[Any]
     number: int
     model: str
-    notes: Callable[[], Sequence[str]] = tuple
+    notes: Callable[[Collection[int]], Sequence[str]] = _no_notes
+
+
+def _joined(find: Callable[[], Found], find_other: Callable[[], Found]) -> Found:
+    found, other = find(), find_other()
+    parts = " and ".join(dict.fromkeys(device.part.upper() for device in other.devices))
+    return found._replace(devices=[*found.devices, *other.devices], model=f"{found.model} with {parts}")
 
 
 class _Reading(NamedTuple):
@@ -120,7 +164,8 @@ class CounterMonitor:
     Args:
         source: See `EnergyMonitor.source`.
         find: Finds the devices; called once, on first use.
-        sample_interval_s: Seconds between two readings while a window is open. None: read only at its ends.
+        sample_interval_s: Seconds between two readings while a window is open, or a function of the devices that
+            returns them. None: read only at its ends.
         max_power_w: The devices' summed maximum power in watts, if they give none.
         sleep: Waits for a number of seconds.
     """
@@ -130,7 +175,7 @@ class CounterMonitor:
         source: str,
         find: Callable[[], Found],
         clock: Callable[[], float],
-        sample_interval_s: float | None = None,
+        sample_interval_s: float | Callable[[Sequence[Any]], float] | None = None,
         max_power_w: float | None = None,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
@@ -142,8 +187,19 @@ class CounterMonitor:
         self._windows: OpenWindows[_Reading] = OpenWindows()
         # For each counter, its reading when it last moved, and the time of that.
         self._moved: list[tuple[int, float]] = []
+        self._own_processes: tuple[int, ...] = ()
         self._suspected: set[str] = set()
+        self._notes: dict[str, None] = {}  # in the order in which they were first made, while windows are open
         self._sampler: Sampler | None = None  # while a window is open
+
+    def joined(self, other: CounterMonitor) -> CounterMonitor:
+        """Return a monitor of the devices of both; the model of its devices names the parts of the other.
+
+        So a job whose scope changes runs on other hardware, and the costs of its earlier trials no longer count.
+        """
+        source, find = f"{self.source} and {other.source}", partial(_joined, self._find, other._find)
+        interval_s = self._sample_interval_s or other._sample_interval_s
+        return CounterMonitor(source, find, self._clock, interval_s, self._stated_power_w)
 
     def gpus(self) -> GpuConfig:
         """Describe the devices; their maximum power is the sum of the highest settable limits, in watts."""
@@ -160,6 +216,14 @@ class CounterMonitor:
             self._windows.open(name, partial(self._begun, at_moves))
         finally:
             self._rest()
+
+    def look(self) -> None:
+        """Keep the present notes on the devices, such as on other processes, for the sources of the open windows."""
+        self._notes |= dict.fromkeys(self._found.notes(self._own_processes))
+
+    def include(self, processes: Collection[int]) -> None:
+        """Count the processes with these ids, such as other ranks, as part of the training."""
+        self._own_processes = tuple(processes)
 
     def end_window(self, name: str, *, at_moves: bool = False) -> Measurement:
         """See `EnergyMonitor.end_window`; a window that another process opened is refused, too."""
@@ -183,7 +247,8 @@ class CounterMonitor:
         except NoPowerLimitError:
             if self._stated_power_w is None:
                 raise
-            return self._stated_power_w / len(self._found.devices)
+            beside = sum(getattr(each, "part", "") in ("cpu", "dram") for each in self._found.devices)
+            return self._stated_power_w / (len(self._found.devices) - beside)
 
     @cached_property
     def _found(self) -> Found:
@@ -198,8 +263,13 @@ class CounterMonitor:
 
     def _begun(self, at_moves: bool) -> _Reading:
         counters = self._found.devices
-        if self._sampler is None and self._sample_interval_s is not None:
-            self._sampler = Sampler(lambda: [counter.energy_uj() for counter in counters], self._sample_interval_s)
+        interval_s = self._sample_interval_s
+        if self._sampler is None and interval_s is not None:
+            self._sampler = Sampler(
+                lambda: [counter.energy_uj() for counter in counters],
+                partial(interval_s, counters) if callable(interval_s) else interval_s,
+            )
+        self.look()  # Before the reading, so that a window which follows another loses nothing.
         return self._read_at_moves(is_end=False) if at_moves else self._read()
 
     def _read_at_moves(self, *, is_end: bool) -> _Reading:
@@ -232,6 +302,8 @@ class CounterMonitor:
         return _Reading(now_s, energies_uj, late)
 
     def _rest(self) -> None:
+        if not self._windows:
+            self._notes = {}
         if not self._windows and self._sampler is not None:
             # Forget it first: a signal may break in upon the wait for its thread, which ends all the same.
             sampler, self._sampler = self._sampler, None
@@ -241,6 +313,8 @@ class CounterMonitor:
         counters = self._found.devices
         time_s = ended.time_s - begun.time_s
         energy_uj, estimated_w, silent = 0, 0.0, 0
+        parts_uj: dict[str, int] = {}
+        unknown = {""}
         for counter, first_uj, last_uj, (_, moved_s) in zip(
             counters, begun.energies_uj, ended.energies_uj, self._moved, strict=True
         ):
@@ -249,16 +323,21 @@ class CounterMonitor:
                 self._warn_once(counter, "has not moved" if stands_still else "has fallen")
                 estimated_w += self._max_power_w(counter)
                 silent += 1
+                unknown.add(getattr(counter, "part", ""))
             else:
                 energy_uj += last_uj - first_uj
+                part = getattr(counter, "part", "")
+                parts_uj[part] = parts_uj.get(part, 0) + last_uj - first_uj
         source = [self.source]
         if silent:
             estimate = f"estimate: {estimated_w:g} W for {silent} of {len(counters)} devices"
             source.append(f"but {estimate}, whose counter does not count")
         if ended.late != begun.late:
             source.append(f"with gaps above {LATE_S:g} s")
-        told = ", ".join([*source, *self._found.notes()])[:MAX_SOURCE_LENGTH]
-        return Measurement(time_s=time_s, energy_j=energy_uj / MICRO + estimated_w * time_s, source=told)
+        self.look()
+        told = ", ".join([*source, *self._notes])[:MAX_SOURCE_LENGTH]
+        parts_j = {name: part_uj / MICRO for name, part_uj in parts_uj.items() if name not in unknown}
+        return Measurement(time_s, energy_uj / MICRO + estimated_w * time_s, told, parts_j)
 
     def _warn_once(self, counter: EnergyCounter, what: str) -> None:
         if str(counter) in self._suspected:
@@ -273,40 +352,46 @@ class CounterMonitor:
 
 
 class IntegratedPowerMonitor(CounterMonitor):
-    """The base of monitors that integrate power readings while a window is open."""
+    """The base of monitors that integrate power readings while a window is open, by default as often as they change."""
 
     def __init__(
         self,
         what: str,
         find: Callable[[], Found],
         clock: Callable[[], float],
-        interval_s: float = SAMPLE_INTERVAL_S,
+        interval_s: float | None = None,
         max_power_w: float | None = None,
     ) -> None:
-        if not 0 < interval_s <= LATE_S:
+        if interval_s is not None and not 0 < interval_s <= LATE_S:
             raise ZeusBSOConfigError(f"interval_s is {interval_s!r}: choose seconds above 0, {LATE_S:g} at most")
         self._find_devices = find
-        super().__init__(f"{what}, integrated every {interval_s:g} s", self._integrated, clock, interval_s, max_power_w)
+        source = f"{what}, integrated" if interval_s is None else f"{what}, integrated every {interval_s:g} s"
+        super().__init__(source, self._integrated, clock, interval_s or _shortest_interval_s, max_power_w)
 
     def _integrated(self) -> Found:
         found = self._find_devices()
         return found._replace(devices=[IntegratedPower(device, self._clock) for device in found.devices])
 
 
+def _shortest_interval_s(counters: Sequence[IntegratedPower]) -> float:
+    return min(counter.interval_s for counter in counters if isinstance(counter, IntegratedPower))
+
+
 class Sampler:
-    """A daemon thread that calls a function every `interval_s` seconds until `stop`.
+    """A daemon thread that calls a function every `interval_s` seconds, or as often as it returns, until `stop`.
 
     The thread logs an exception of the function and tries again. `lock` is held during each call. Neither thread nor
     lock is usable in a forked process, which compares `process_id` with its own.
     """
 
-    def __init__(self, sample: Callable[[], object], interval_s: float) -> None:
+    def __init__(self, sample: Callable[[], object], interval_s: float | Callable[[], float]) -> None:
         self.lock = threading.Lock()
         self.process_id = os.getpid()
         self._sample = sample
         self._has_failed = False
         self._stopped = threading.Event()
-        arguments = (weakref.ref(self), self._stopped, interval_s)
+        self.interval_s = interval_s if callable(interval_s) else lambda: interval_s
+        arguments = (weakref.ref(self), self._stopped, self.interval_s())
         self._thread = threading.Thread(target=_run, args=arguments, name="zeus-energy-sampler", daemon=True)
         self._thread.start()
 
@@ -330,9 +415,13 @@ class Sampler:
 
 # The thread holds only a weak reference, so that a monitor dropped with a window open is collected and its thread ends.
 def _run(sampler_of: weakref.ref[Sampler], stopped: threading.Event, interval_s: float) -> None:
+    if hasattr(signal, "pthread_sigmask"):
+        # Python handles signals in the main thread, which a signal that arrives here would not wake.
+        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     while not stopped.wait(interval_s):
         sampler = sampler_of()
         if sampler is None:
             return
         sampler.sample()
+        interval_s = sampler.interval_s()
         del sampler

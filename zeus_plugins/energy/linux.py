@@ -10,7 +10,13 @@ from pathlib import Path
 
 from zeus_plugins.energy.counters import MICRO, CounterMonitor, Found, IntegratedPowerMonitor
 from zeus_plugins.energy.estimate import cpu_model_name
-from zeus_plugins.energy.monitor import Choice, EnergyUnavailableError, MonitorRequest, NoPowerLimitError
+from zeus_plugins.energy.monitor import (
+    Choice,
+    EnergyUnavailableError,
+    MonitorRequest,
+    NoPowerLimitError,
+    warn_once,
+)
 
 POWERCAP = Path("/sys/class/powercap")
 RAPL_INTERVAL_S = 10.0
@@ -86,6 +92,11 @@ class Zone:
         return self.name.startswith("package")
 
     @property
+    def part(self) -> str:
+        """Component in `Measurement.parts_j`."""
+        return "cpu" if self.is_package else "dram"
+
+    @property
     def max_power_w(self) -> float:
         """The stated power in watts, else the long-term limit; 0 for memory without a limit."""
         if self.stated_power_w is not None:
@@ -115,7 +126,10 @@ class Zone:
 
 
 def open_zones(root: Path, max_power_w: float | None) -> tuple[Zone, ...]:
-    """Find the zones that count energy; raise `EnergyUnavailableError` if one of them cannot be read or stays at 0."""
+    """Find the zones that count energy.
+
+    A package that cannot be read or stays at 0 raises `EnergyUnavailableError`. Such memory is left out with a warning.
+    """
     named = [(folder, line_of(folder / "name", "")) for folder in sorted(root.glob("intel-rapl:*"))]
     packages = [(folder, name) for folder, name in named if name.startswith("package")]
     if not packages:
@@ -124,16 +138,26 @@ def open_zones(root: Path, max_power_w: float | None) -> tuple[Zone, ...]:
     zones = []
     for folder, name in packages + memory:
         # The stated power is a sum; how it is shared out matters only for counters that stand still.
-        share_w = None if max_power_w is None else max_power_w / len(packages) if (folder, name) in packages else 0.0
+        is_package = (folder, name) in packages
+        share_w = None if max_power_w is None else max_power_w / len(packages) if is_package else 0.0
         try:
-            zone = Zone(folder, name, _number(folder / "max_energy_range_uj"), share_w)
-            counts = _number(folder / "energy_uj") > 0
-        except (OSError, ValueError) as error:
-            raise _unreadable(folder, error) from error
-        if not counts:  # as in some virtual machines
-            raise EnergyUnavailableError(f"{folder / 'energy_uj'} stands at 0")
-        zones.append(zone)
+            zones.append(_open_zone(folder, name, share_w))
+        except EnergyUnavailableError as unavailable:
+            if is_package:
+                raise
+            warn_once(f"the energy of memory is left out: {unavailable.cause}")
     return tuple(zones)
+
+
+def _open_zone(folder: Path, name: str, share_w: float | None) -> Zone:
+    try:
+        zone = Zone(folder, name, _number(folder / "max_energy_range_uj"), share_w)
+        counts = _number(folder / "energy_uj") > 0
+    except (OSError, ValueError) as error:
+        raise _unreadable(folder, error) from error
+    if not counts:  # as in some virtual machines
+        raise EnergyUnavailableError(f"{folder / 'energy_uj'} stands at 0")
+    return zone
 
 
 def _unreadable(folder: Path, error: Exception) -> EnergyUnavailableError:
@@ -157,7 +181,7 @@ def probe_jetson(request: MonitorRequest, root: Path = HWMON) -> Choice | None:
 
 
 class JetsonMonitor(IntegratedPowerMonitor):
-    """An `EnergyMonitor` over the power rails of a Jetson module, read every 0.1 s while a window is open.
+    """An `EnergyMonitor` over the power rails of a Jetson module, integrated while a window is open.
 
     The energy of GPU, CPU and memory, and of everything that runs on the module, counts.
 

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import TypeVar
 
 from zeus_plugins.energy.counters import (
@@ -18,16 +19,19 @@ from zeus_plugins.energy.counters import (
     Sampler,
 )
 from zeus_plugins.energy.linux import POWERCAP, RAPL_INTERVAL_S, open_zones
-from zeus_plugins.energy.monitor import BridgedMonitor, EnergyMonitor, EnergyUnavailableError, logger
+from zeus_plugins.energy.monitor import BridgedMonitor, EnergyMonitor, EnergyUnavailableError, Measurement, logger
 from zeus_plugins.energy.nvml import Nvml, NvmlGpu, open_gpus
+from zeus_plugins.energy.rates import Rates
 from zeus_plugins.energy.zeus_monitor import WindowMonitor, as_energy_monitor
-from zeus_plugins.environment import CO2_G_PER_KWH, PRICE_PER_KWH
 from zeus_plugins.errors import ZeusBSOError
-
-JOULES_PER_KWH = 3_600_000
 
 WATCH_INTERVAL_S = 1.0
 """Seconds between two readings of power and temperature, whose highest values are reported."""
+
+IDLE_S = 0.5
+"""Seconds before a training in which the idle power is measured, and by which the training is delayed."""
+
+_IDLE_READINGS = 10
 
 Device = TypeVar("Device")
 
@@ -47,7 +51,7 @@ class EpochMeter:
         breakdown: Measures the components for further metrics.
 
     Raises:
-        ZeusBSOConfigError: A stated price or CO2 intensity is no number above 0.
+        ZeusBSOConfigError: A stated rate is out of range, or its table cannot be read (see `Rates`).
     """
 
     def __init__(
@@ -59,21 +63,33 @@ class EpochMeter:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._breakdown = breakdown
-        price_of(0.0)  # Raises for an invalid rate before the training begins.
+        self._rates = Rates()
         spent = {"time_s": 0.0, "energy_j": 0.0, "epoch_time_s": 0.0, "epoch_energy_j": 0.0, **(state or {})}
-        self._spent = spent
-        self._monitor = BridgedMonitor(
-            as_energy_monitor(monitor),
-            time_s=spent["time_s"] + spent["epoch_time_s"],
-            energy_j=spent["energy_j"] + spent["epoch_energy_j"],
-            clock=clock,
-        )
+        known_s, known_j = spent["time_s"] + spent["epoch_time_s"], spent["energy_j"] + spent["epoch_energy_j"]
+        amounts = self._rates.of(known_j, known_s)  # for a checkpoint that was written without a rate
+        self._spent = {name: spent.get(name, amount) for name, amount in amounts.items()}
+        self._spent |= {name: spent[name] for name in ("time_s", "energy_j", "epoch_time_s", "epoch_energy_j")}
+        self._monitor = BridgedMonitor(as_energy_monitor(monitor), time_s=known_s, energy_j=known_j, clock=clock)
         self._source = self._monitor.source
+        self._sources: dict[str, None] = {}
+        self._windows = 0
+        self._measured: Measurement | None = None  # of the present epoch
+        self._idle: dict[str, float] = {}
 
     @property
     def totals(self) -> dict[str, float]:
         """Seconds and joules of all ended epochs, in plain types."""
         return {name: self._spent[name] for name in ("time_s", "energy_j")}
+
+    @property
+    def source(self) -> str:
+        """How the energy was obtained, as in `Measurement.source`; several sources are joined."""
+        return " + ".join(self._sources or [self._source])
+
+    @property
+    def is_failing(self) -> bool:
+        """Whether the monitor could not measure when it was last asked."""
+        return self._monitor.is_failing
 
     def state(self) -> dict[str, float]:
         """Return `totals` and the cost of the current epoch so far, in plain types; call it before `end`."""
@@ -81,9 +97,17 @@ class EpochMeter:
         return dict(self._spent)
 
     def begin(self) -> None:
-        """Begin the first epoch, or resume the epoch of a checkpoint; pass an error of the monitor on."""
+        """Begin the first epoch, or resume the epoch of a checkpoint; pass an error of the monitor on.
+
+        With a breakdown, first measure the idle power for `IDLE_S`. It is shown, and never subtracted.
+        """
         logger.info("energy of the training: %s", self._source)
-        self._monitor.begin_window(_EPOCH_WINDOW)
+        if self._breakdown is not None:
+            self._idle = self._breakdown.idle()
+            if self._idle:
+                told = ", ".join(f"{name} {power_w:.4g}" for name, power_w in self._idle.items())
+                logger.info("before the training: %s", told)
+        self._monitor.begin_window(self._window)
         if self._breakdown is not None:
             self._breakdown.begin()
 
@@ -92,17 +116,19 @@ class EpochMeter:
 
         Returns:
             ``zeus/epoch_time_s`` and ``zeus/epoch_energy_j`` of this epoch; ``zeus/time_s`` and ``zeus/energy_j`` of
-            all epochs; ``zeus/money`` and ``zeus/co2_g`` of all epochs if their rates are stated; and this epoch's
-            components, as ``zeus/epoch_gpu_energy_j`` (see `Breakdown.end`).
+            all epochs; ``zeus/money`` and ``zeus/co2_g`` of all epochs if their rates are stated; this epoch's
+            components, as ``zeus/epoch_gpu_energy_j`` (see `Breakdown.end`); and ``zeus/idle_gpu_power_w`` and
+            ``zeus/idle_cpu_power_w``, measured before the training.
         """
         self._measure()
         self._spent["time_s"] += self._spent["epoch_time_s"]
         self._spent["energy_j"] += self._spent["epoch_energy_j"]
         metrics = {f"zeus/{name}": value for name, value in self._spent.items()}
-        metrics |= {f"zeus/{name}": value for name, value in price_of(self._spent["energy_j"]).items()}
         if self._breakdown is not None:
-            metrics |= {f"zeus/epoch_{name}": value for name, value in self._breakdown.end().items()}
+            metrics |= {f"zeus/epoch_{name}": value for name, value in self._breakdown.end(self._measured).items()}
+            metrics |= {f"zeus/{name}": power_w for name, power_w in self._idle.items()}
             self._breakdown.begin()
+        self._measured = None
         self._spent |= {"epoch_time_s": 0.0, "epoch_energy_j": 0.0}
         return metrics
 
@@ -111,19 +137,33 @@ class EpochMeter:
         try:
             if self._breakdown is not None:
                 self._breakdown.end()
-            self._monitor.end_window(_EPOCH_WINDOW)
+            self._monitor.end_window(self._window)
         except Exception as error:
             logger.debug("could not close the last measurement window: %s", error)
 
     def _measure(self) -> None:
         """Add the cost since the latest call to the current epoch."""
-        part = self._monitor.end_window(_EPOCH_WINDOW)
-        self._monitor.begin_window(_EPOCH_WINDOW)
+        ended, self._windows = self._window, self._windows + 1
+        self._monitor.begin_window(self._window)  # First, so that nothing falls between the windows.
+        part = self._monitor.end_window(ended)
         if part.source != self._source:
             self._source = part.source
             logger.info("energy of the training: %s", self._source)
+        self._sources[part.source] = None
         self._spent["epoch_time_s"] += part.time_s
         self._spent["epoch_energy_j"] += part.energy_j
+        for name, amount in self._rates.of(part.energy_j, part.time_s).items():
+            self._spent[name] += amount
+        known = self._measured
+        if known is not None:
+            names = known.parts_j.keys() & part.parts_j.keys()
+            parts_j = {name: known.parts_j[name] + part.parts_j[name] for name in names}
+            part = Measurement(known.time_s + part.time_s, known.energy_j + part.energy_j, part.source, parts_j)
+        self._measured = part
+
+    @property
+    def _window(self) -> str:
+        return f"{_EPOCH_WINDOW}_{self._windows % 2}"
 
 
 class Breakdown:
@@ -140,7 +180,9 @@ class Breakdown:
         nvml: Nvml | None = None,
         powercap: Path = POWERCAP,
         clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
     ) -> None:
+        self._sleep = sleep
         uses_no_gpu = device_indices is not None and not device_indices
         self._gpus: Sequence[NvmlGpu] = () if uses_no_gpu else _found(partial(open_gpus, nvml, device_indices))
         self._clock = clock
@@ -163,6 +205,25 @@ class Breakdown:
         if counters:
             self._parts[name] = CounterMonitor("", lambda: Found(counters, 1, name), self._clock, interval_s)
 
+    def idle(self) -> dict[str, float]:
+        """Measure for `IDLE_S`; return ``idle_gpu_power_w`` and ``idle_cpu_power_w``, in watts, as far as known.
+
+        A GPU's counter moves too seldom for so short a time, so its power readings are averaged.
+        """
+        if not self._parts:
+            return {}
+        self.begin()
+        readings_w = []
+        for _ in range(_IDLE_READINGS):
+            self._sleep(IDLE_S / _IDLE_READINGS)
+            readings_w.append(self._power_w())
+        time_s, found = self._clock() - self._begun_s, self.end()
+        known_w = [power_w for power_w in readings_w if power_w is not None]
+        idle = {"idle_gpu_power_w": fmean(known_w)} if known_w else {}
+        if "cpu_energy_j" in found and time_s > 0:
+            idle["idle_cpu_power_w"] = found["cpu_energy_j"] / time_s
+        return idle
+
     def begin(self) -> None:
         """Begin to measure. Never raises."""
         self._begun_s = self._clock()
@@ -175,13 +236,15 @@ class Breakdown:
         if self._gpus:
             self._watch = Sampler(self.look, WATCH_INTERVAL_S)
 
-    def end(self) -> dict[str, float]:
+    def end(self, measured: Measurement | None = None) -> dict[str, float]:
         """End the measurement of `begin`. Never raises.
+
+        The parts that `measured` has of the same time, by other readings, take the place of those measured here.
 
         Returns:
             As far as known: ``gpu_energy_j``, ``cpu_energy_j`` and ``dram_energy_j``; for each of several GPUs its
-            energy, as ``gpu_0_energy_j`` with its number on the machine; ``gpu_mean_power_w``, ``gpu_peak_power_w`` and
-            ``gpu_temperature_c`` (the highest).
+            energy, as ``gpu_0_energy_j`` with its number on the machine; ``gpu_mean_power_w``, ``gpu_peak_power_w``
+            (the highest reading, at least the mean) and ``gpu_temperature_c`` (the highest).
         """
         if self._watch is not None:
             self._watch.stop()
@@ -189,12 +252,16 @@ class Breakdown:
             self._watch = None
         time_s = self._clock() - self._begun_s
         parts_j = {name: joules for name in self._parts if (joules := self._ended(name)) is not None}
+        if measured is not None:
+            parts_j |= measured.parts_j
+            time_s = measured.time_s if any(name.startswith("gpu_") for name in measured.parts_j) else time_s
         found = {f"{name}_energy_j": parts_j[name] for name in ("cpu", "dram") if name in parts_j}
         gpus_j = {name: joules for name, joules in parts_j.items() if name.startswith("gpu_")}
         if gpus_j and len(gpus_j) == len(self._gpus):
             found["gpu_energy_j"] = sum(gpus_j.values())
             if time_s > 0:
-                found["gpu_mean_power_w"] = found["gpu_energy_j"] / time_s
+                found["gpu_mean_power_w"] = mean_w = found["gpu_energy_j"] / time_s
+                self._peak_w = None if self._peak_w is None else max(self._peak_w, mean_w)
         if len(self._gpus) > 1:
             found |= {f"{name}_energy_j": joules for name, joules in gpus_j.items()}
         seen = {"gpu_peak_power_w": self._peak_w, "gpu_temperature_c": self._hottest_c}
@@ -202,11 +269,15 @@ class Breakdown:
 
     def look(self) -> None:
         """Record power and temperature."""
-        powers_w = _known(self._gpus, NvmlGpu.power_w)
-        if powers_w and len(powers_w) == len(self._gpus):
-            self._peak_w = max(sum(powers_w), self._peak_w or 0.0)
+        power_w = self._power_w()
+        if power_w is not None:
+            self._peak_w = max(power_w, self._peak_w or 0.0)
         known_c = [] if self._hottest_c is None else [self._hottest_c]
         self._hottest_c = max(known_c + _known(self._gpus, NvmlGpu.temperature_c), default=None)
+
+    def _power_w(self) -> float | None:
+        powers_w = _known(self._gpus, NvmlGpu.instant_power_w)
+        return sum(powers_w) if powers_w and len(powers_w) == len(self._gpus) else None
 
     def _ended(self, name: str) -> float | None:
         try:
@@ -215,17 +286,6 @@ class Breakdown:
             logger.debug("the energy of %s cannot be measured: %s", name, error)
             return None
         return None if "estimate" in measured.source else measured.energy_j
-
-
-def price_of(energy_j: float, environ: Mapping[str, str] | None = None) -> dict[str, float]:
-    """Return the ``money`` and the ``co2_g`` (grams) of an energy, as far as the environment states their rates.
-
-    The variables are ``ZEUS_PRICE_PER_KWH`` and ``ZEUS_CO2_G_PER_KWH``, by default of this process. Raise
-    `ZeusBSOConfigError` if one is no number above 0.
-    """
-    rates = {"money": PRICE_PER_KWH, "co2_g": CO2_G_PER_KWH}
-    stated = {name: variable.number(environ, is_positive=True) for name, variable in rates.items()}
-    return {name: rate * energy_j / JOULES_PER_KWH for name, rate in stated.items() if rate is not None}
 
 
 def _found(find: Callable[[], Sequence[Device]]) -> Sequence[Device]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Generic, Protocol, TypeVar
 
@@ -21,6 +22,12 @@ MAX_SOURCE_LENGTH = 255
 logger = logging.getLogger("zeus_plugins.energy")
 
 Reading = TypeVar("Reading")
+
+
+@functools.cache  # logs each text once
+def warn_once(warning: str) -> None:
+    """Log a warning, unless this process has logged it before."""
+    logger.warning("%s", warning)
 
 
 class EnergyUnavailableError(ZeusBSOConfigError):
@@ -66,11 +73,13 @@ class Measurement:
         time_s: Length in seconds, by a monotonic clock.
         energy_j: Joules used, summed over all devices.
         source: How the energy was obtained, e.g. ``"nvml"`` or ``"estimate: 65 W stated"``.
+        parts_j: Joules of the measured components, such as ``gpu_0``, ``cpu`` and ``dram``, as far as known.
     """
 
     time_s: float
     energy_j: float
     source: str
+    parts_j: Mapping[str, float] = field(default_factory=dict, compare=False)
 
 
 class EnergyMonitor(Protocol):
@@ -245,6 +254,7 @@ class BridgedMonitor:
         self._time_s, self._energy_j = time_s, energy_j
         self._clock = clock
         self._has_begun = False
+        self.is_failing = False  # since the latest end of a window
         self._failures = 0
         # Each window's begin and its name at the other monitor, or None if the other monitor failed to open it.
         self._windows: OpenWindows[tuple[float, str | None]] = OpenWindows()
@@ -280,6 +290,7 @@ class BridgedMonitor:
         """Close a window and return its measured or estimated cost; if `strict`, pass a lasting error on."""
         begun_s, own = self._windows.close(name)
         part = None if own is None else self._measured(own)
+        self.is_failing = part is None
         if part is None:
             time_s, power_w = self._clock() - begun_s, self._latest_power_w()
             basis = "unknown, so 0 J" if power_w is None else f"estimate: {power_w:g} W"

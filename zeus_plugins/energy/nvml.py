@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, NamedTuple
 
-from zeus_plugins.energy.counters import SAMPLE_INTERVAL_S, CounterMonitor, Found, IntegratedPowerMonitor
+from zeus_plugins.energy.counters import MICRO, CounterMonitor, Found, IntegratedPowerMonitor
 from zeus_plugins.energy.monitor import (
     Choice,
     EnergyUnavailableError,
@@ -21,6 +20,7 @@ from zeus_plugins.energy.monitor import (
     UnmeasuredGpuError,
     logger,
 )
+from zeus_plugins.energy.processes import gpu_is_used, is_hidden, own_processes
 from zeus_plugins.energy.visible import MIG_PREFIX, check_one_model, chosen_indices, cuda_devices, visible_devices
 from zeus_plugins.environment import CUDA_DEVICE_ORDER, CUDA_VISIBLE_DEVICES
 from zeus_plugins.errors import ZeusBSOConfigError
@@ -43,6 +43,11 @@ POWER_AVERAGE, POWER_INSTANT, _OF_GPU, _OF_MODULE = 185, 186, 0, 1
 _DIFFERENT = 1.02
 
 _GPU_PREFIX = "GPU-"
+
+COMPARED_S = 0.5
+"""Seconds for which a superchip's counter is compared with the power of its scopes, before its first window."""
+
+_POLL_S = 0.005
 
 
 def probe(request: MonitorRequest, nvml: Nvml | None = None) -> Choice:
@@ -77,6 +82,11 @@ class NvmlGpu:
         return f"GPU {self.index} ({self.name})"
 
     @property
+    def part(self) -> str:
+        """Component in `Measurement.parts_j`."""
+        return f"gpu_{self.index}"
+
+    @property
     def max_power_w(self) -> float:
         """The highest settable power limit in watts, else the default limit, else the limit in force.
 
@@ -108,8 +118,12 @@ class NvmlGpu:
         return MILLI * self._ask("energy counter", self.nvml.nvmlDeviceGetTotalEnergyConsumption)
 
     def power_w(self) -> float:
-        """Read the power of the GPU and its memory, in watts."""
+        """Read the power of the GPU and its memory, in watts; the mean of a second since Ampere, except on GA100."""
         return self._ask("power reading", self.nvml.nvmlDeviceGetPowerUsage) / MILLI
+
+    def instant_power_w(self) -> float:
+        """Read the present power of the GPU and its memory, in watts, else `power_w`."""
+        return self.power_in(field=POWER_INSTANT) or self.power_w()
 
     def temperature_c(self) -> float:
         """Read the temperature of the GPU's die, in °C."""
@@ -123,33 +137,64 @@ class NvmlGpu:
             return None
         return answer.value.uiVal / MILLI if answer.nvmlReturn == 0 else None
 
-    def scope(self) -> str:
-        """Return the scope of a superchip's counter and plain power reading; empty if there is only one scope.
+    def scope(self, measured_w: Callable[[], float | None] = lambda: None) -> str:
+        """Return the scope of a superchip's counter or power reading; empty if there is only one scope.
 
-        NVML does not state it, so choose the scope whose power is closer to the plain reading.
+        NVML does not state it, so choose the scope whose power is closer to `measured_w()`, such as `slope_w`, or if
+        that is None, to the plain power reading. If the driver gives the module's power only, it is the module.
         """
         of_gpu_w, of_module_w = self.power_in(_OF_GPU), self.power_in(_OF_MODULE)
-        if not of_gpu_w or not of_module_w or of_module_w < _DIFFERENT * of_gpu_w:
+        if not of_module_w or (of_gpu_w and of_module_w < _DIFFERENT * of_gpu_w):
             return ""
+        if not of_gpu_w:
+            return MODULE_SCOPE
         try:
-            plain_w = self.power_w()
+            plain_w = measured_w() or self.power_w()
         except EnergyUnavailableError:
             return ""
         return MODULE_SCOPE if abs(plain_w - of_module_w) < abs(plain_w - of_gpu_w) else GPU_SCOPE
 
-    def other_processes(self) -> int:
-        """Return the number of processes on this GPU besides the training's one; 0 if the driver lists none.
+    def slope_w(self, clock: Callable[[], float], sleep: Callable[[float], None]) -> float | None:
+        """Return the watts by which the counter rises, between its moves of about `COMPARED_S`; None if it does not."""
+        moves: list[tuple[float, int]] = []
+        try:
+            latest_uj, end_s = self.energy_uj(), clock() + COMPARED_S
+            for _ in range(round(COMPARED_S / _POLL_S)):
+                sleep(_POLL_S)
+                reading_uj = self.energy_uj()
+                if reading_uj != latest_uj:
+                    latest_uj = reading_uj
+                    moves.append((clock(), reading_uj))
+                if clock() > end_s:
+                    break
+        except EnergyUnavailableError:
+            return None
+        if len(moves) < 2 or moves[-1][0] <= moves[0][0]:
+            return None
+        (begun_s, begun_uj), (ended_s, ended_uj) = moves[0], moves[-1]
+        return (ended_uj - begun_uj) / MICRO / (ended_s - begun_s)
 
-        In a container the driver lists process ids from outside of it, or none.
+    def other_processes(self, own: Collection[int] = ()) -> int:
+        """Return the number of listed processes that compute on this GPU and do not belong to the training.
+
+        `own` are the ids of the training's processes; this one and descendants are added. In a container, the driver
+        may list process ids from outside of it: if this process uses a GPU, one of these counts as its own.
         """
-        most = 0
+        lists = []
         for name in ("nvmlDeviceGetComputeRunningProcesses", "nvmlDeviceGetMPSComputeRunningProcesses"):
             try:
-                pids = {process.pid for process in getattr(self.nvml, name)(self.handle)}
+                lists.append({process.pid for process in getattr(self.nvml, name)(self.handle)})
             except (self.nvml.NVMLError, AttributeError):
-                continue
-            most = max(most, len(pids - {os.getpid()}) if os.getpid() in pids else len(pids) - 1)
-        return most
+                lists.append(set())
+        plain, by_mps = lists
+        if not plain | by_mps:
+            return 0
+        known = own_processes(own)
+        others = (plain | by_mps) - known
+        is_listed = bool(known & (plain | by_mps))
+        unknown = not is_listed and gpu_is_used() and any(map(is_hidden, others))
+        server = bool(by_mps and plain - by_mps - known)  # of MPS, which computes for its clients
+        return len(others) - unknown - server
 
     def _ask(self, what: str, question: Callable[[Any], int]) -> int:
         try:
@@ -188,27 +233,31 @@ class NvmlMonitor(CounterMonitor):
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        super().__init__("nvml", partial(_found, nvml, device_indices), clock, max_power_w=max_power_w, sleep=sleep)
+        find = partial(_found, nvml, device_indices, partial(_slope_w, clock, sleep))
+        super().__init__("nvml", find, clock, max_power_w=max_power_w, sleep=sleep)
 
 
 class NvmlPowerMonitor(IntegratedPowerMonitor):
     """An `EnergyMonitor` that integrates power readings of the visible NVIDIA GPUs, every `interval_s` in a window.
 
-    A step of the power by ΔP between two readings is off by at most ΔP × interval_s / 2, plus the sensor's own error
-    (docs/trust.md). If readings came more than a second apart, the source says so. Arguments and errors are those of
-    `NvmlMonitor`, and `ZeusBSOConfigError` if `interval_s` is out of range.
+    Without `interval_s`, it finds the period in which the readings change, and reads twice in each: every 0.01 to
+    0.1 s. It reads the present power if the driver offers it, otherwise the plain reading. A step of the power by ΔP
+    between two readings is off by at most ΔP × interval_s / 2, plus the sensor's own error (docs/trust.md). If readings
+    came more than a second apart, the source says so. Arguments and errors are those of `NvmlMonitor`, and
+    `ZeusBSOConfigError` if `interval_s` is out of range.
     """
 
     def __init__(
         self,
         device_indices: Sequence[int | str] | None = None,
         *,
-        interval_s: float = SAMPLE_INTERVAL_S,
+        interval_s: float | None = None,
         max_power_w: float | None = None,
         nvml: Nvml | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        super().__init__("nvml power", partial(_found, nvml, device_indices), clock, interval_s, max_power_w)
+        find = partial(_found, nvml, device_indices, NvmlGpu.instant_power_w)
+        super().__init__("nvml power", find, clock, interval_s, max_power_w)
 
 
 def scopes_in(sources: Iterable[str]) -> list[int]:
@@ -220,16 +269,13 @@ def scopes_in(sources: Iterable[str]) -> list[int]:
 class _Notes:
     """Notes for a measurement's source: the scope of the GPUs, and other processes on them."""
 
-    def __init__(self, gpus: Sequence[NvmlGpu]) -> None:
+    def __init__(self, gpus: Sequence[NvmlGpu], measured_w: Callable[[NvmlGpu], float | None]) -> None:
         self._gpus = gpus
+        self._scope = next(filter(None, (gpu.scope(partial(measured_w, gpu)) for gpu in gpus)), "")
         self._has_warned = False
 
-    @cached_property
-    def _scope(self) -> str:
-        return next(filter(None, (gpu.scope() for gpu in self._gpus)), "")
-
-    def __call__(self) -> Sequence[str]:
-        sharing = {str(gpu): others for gpu in self._gpus if (others := gpu.other_processes())}
+    def __call__(self, own: Collection[int]) -> Sequence[str]:
+        sharing = {str(gpu): others for gpu in self._gpus if (others := gpu.other_processes(own))}
         if sharing and not self._has_warned:
             self._has_warned = True
             logger.warning(
@@ -240,29 +286,37 @@ class _Notes:
         return [note for note in (self._scope, "shared with other processes" if sharing else "") if note]
 
 
-def _found(nvml: Nvml | None, indices: Sequence[int | str] | None) -> Found:
+def _slope_w(clock: Callable[[], float], sleep: Callable[[float], None], gpu: NvmlGpu) -> float | None:
+    return gpu.slope_w(clock, sleep)
+
+
+def _found(
+    nvml: Nvml | None, indices: Sequence[int | str] | None, measured_w: Callable[[NvmlGpu], float | None]
+) -> Found:
     gpus = open_gpus(nvml, indices)
-    return Found(gpus, len(gpus), gpus[0].name, _Notes(gpus))
+    return Found(gpus, len(gpus), gpus[0].name, _Notes(gpus, measured_w))
 
 
 def open_gpus(
-    nvml: Nvml | None = None, indices: Sequence[int | str] | None = None, *, torch: Any = None
+    nvml: Nvml | None = None, indices: Sequence[int | str] | None = None, *, torch: Any = None, mixed: bool = False
 ) -> tuple[NvmlGpu, ...]:
-    """Start NVML and find the GPUs of `indices` (see `NvmlMonitor`), all of one model and none of them a slice.
+    """Start NVML and find the GPUs of `indices` (see `NvmlMonitor`), none of them a slice; of one model unless `mixed`.
 
     Raises:
         NoGpuError: No driver answers, or no GPU is visible.
         EnergyUnavailableError: A GPU cannot be opened, or is a slice of a GPU.
         ZeusBSOConfigError: They are of several models, or a named GPU does not exist.
     """
-    gpus = _chosen_gpus(nvml, indices, torch)
+    gpus = _chosen_gpus(nvml, indices, torch, mixed=mixed)
     for gpu in gpus:
         if not _part_of(gpu).is_whole:
             raise _shared_counter(str(gpu))
     return gpus
 
 
-def _chosen_gpus(nvml: Nvml | None, indices: Sequence[int | str] | None, torch: Any = None) -> tuple[NvmlGpu, ...]:
+def _chosen_gpus(
+    nvml: Nvml | None, indices: Sequence[int | str] | None, torch: Any = None, *, mixed: bool = False
+) -> tuple[NvmlGpu, ...]:
     """Find the GPUs like `open_gpus`, but allow slices."""
     if torch is None and nvml is None:
         torch = sys.modules.get("torch")
@@ -280,6 +334,8 @@ def _chosen_gpus(nvml: Nvml | None, indices: Sequence[int | str] | None, torch: 
     )
     if len({gpu.index for gpu in gpus}) < len(gpus):
         raise ZeusBSOConfigError(f"the same GPU is named twice ({_listing(gpus)}): name each once")
+    if mixed:
+        return gpus
     check_one_model([gpu.name for gpu in gpus], _listing(gpus), CUDA_VISIBLE_DEVICES)
     is_mixed = len({gpu.name for gpu in machine}) > 1
     if is_mixed and any(isinstance(each, int) for each in visible) and CUDA_DEVICE_ORDER.text() != "PCI_BUS_ID":

@@ -10,12 +10,17 @@ from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 
+from zeus_plugins.environment import LOCAL_WORLD_SIZE
+
 try:
     import resource
 except ImportError:  # Windows
     resource = None  # type: ignore[assignment]
 
 PROC = Path("/proc")
+
+# The namespace of processes outside of all containers: PROC_PID_INIT_INO of Linux.
+_FIRST_NAMESPACE = f"pid:[{0xEFFFFFFC}]"
 
 # Places in /proc/PID/stat behind the name: the parent; CPU time in user and system mode, also of ended children.
 _PARENT, _TIMES = 1, slice(11, 15)
@@ -36,7 +41,10 @@ def cpu_time_s(others: Collection[int] = (), proc: Path = PROC) -> float | None:
     own = os.getpid()
     # Read living children first: one that ends meanwhile counts twice for a moment, rather than not at all.
     has_others = _shows_all(proc) and bool({*others} - {own} or _has_children())
-    living_s = _of_others_s({own, *others}, own, proc) if has_others else 0.0
+    living_s = 0.0
+    if has_others:
+        family = family_of({own, *others}, proc)
+        living_s = sum(family[process] for process in family.keys() - {own}) / os.sysconf("SC_CLK_TCK")
     children = resource.getrusage(resource.RUSAGE_CHILDREN)
     return time.process_time() + children.ru_utime + children.ru_stime + living_s
 
@@ -55,25 +63,47 @@ def _has_children() -> bool:
     return True
 
 
-def _of_others_s(roots: set[int], own: int, proc: Path) -> float:
-    """Return the CPU seconds of `roots` and their descendants, without those of the process `own`."""
+def family_of(roots: Collection[int], proc: Path = PROC) -> dict[int, int]:
+    """Return the CPU ticks of `roots` and their living descendants, by process id; 0 for a root that is not shown."""
     children: dict[int, list[int]] = {}
     ticks: dict[int, int] = {}
-    for name in filter(str.isdecimal, os.listdir(proc)):
+    for name in filter(str.isdecimal, os.listdir(proc) if proc.exists() else ()):
         try:
             fields = proc.joinpath(name, "stat").read_bytes().rpartition(b")")[2].split()
             ticks[int(name)] = sum(map(int, fields[_TIMES]))
             children.setdefault(int(fields[_PARENT]), []).append(int(name))
         except (OSError, ValueError, IndexError):  # it has ended
             continue
-    family: set[int] = set()
+    family: dict[int, int] = {}
     waiting = list(roots)
     while waiting:
         process = waiting.pop()
         if process not in family:
-            family.add(process)
+            family[process] = ticks.get(process, 0)
             waiting += children.get(process, ())
-    return sum(ticks.get(process, 0) for process in family - {own}) / os.sysconf("SC_CLK_TCK")
+    return family
+
+
+def own_processes(others: Collection[int] = ()) -> set[int]:
+    """Return the ids of this training's processes on the machine: this one, `others`, and their descendants.
+
+    A process that a launcher of several (LOCAL_WORLD_SIZE) or `multiprocessing` has started belongs to its siblings.
+    """
+    roots = {os.getpid(), *others}
+    parent = multiprocessing.parent_process()
+    if parent is not None and parent.pid is not None:
+        roots.add(parent.pid)
+    if LOCAL_WORLD_SIZE.text() not in (None, "", "1"):
+        roots.add(os.getppid())
+    return set(family_of(roots))
+
+
+def is_hidden(process: int, proc: Path = PROC) -> bool:
+    """Return whether this process is in a container that does not show the process with this id."""
+    try:
+        return os.readlink(proc / "self/ns/pid") != _FIRST_NAMESPACE and not (proc / str(process)).exists()
+    except OSError:
+        return False
 
 
 def waits_s(proc: Path = PROC) -> dict[int, float] | None:
@@ -165,3 +195,16 @@ def gpu_is_used() -> bool:
         )
     except (AttributeError, RuntimeError):  # an older PyTorch, or one that is being imported
         return False
+
+
+def synchronize() -> None:
+    """Wait for the work that this process has queued on its accelerator, so that the open window measures it."""
+    torch = sys.modules.get("torch")
+    if torch is None or not gpu_is_used():
+        return
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+    elif torch.xpu.is_initialized():
+        torch.xpu.synchronize()
+    else:
+        torch.mps.synchronize()

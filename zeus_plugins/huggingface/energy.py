@@ -36,7 +36,8 @@ class ZeusEnergyTrainerCallback(EnergyTotals, TrainWrapper):
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Begin to measure, unless an earlier attempt has."""
         trainer = self._trainer_of(state)
-        self._run.begin(HuggingFacePort(trainer), self._energy_monitor, checkpointed(state).get(_STATE_KEY))
+        totals = checkpointed(state).get(_STATE_KEY)
+        self._run.begin(HuggingFacePort(trainer), self._energy_monitor, totals, self._energy_scope)
 
     def on_epoch_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Log the epoch before, if another callback has cancelled its evaluation."""

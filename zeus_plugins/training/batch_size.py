@@ -8,6 +8,7 @@ from typing import Any, Literal, Never
 from pydantic import SecretStr
 
 from zeus_plugins.energy import EnergyMonitor, WindowMonitor
+from zeus_plugins.energy.node import EnergyScope
 from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSOOperationOrderError
 from zeus_plugins.protocol import JobSpec, PowerLimitChoice
 from zeus_plugins.training.arguments import check_watch, checked_sizes, refuse_unknown
@@ -38,6 +39,7 @@ class BatchSizeArguments:
         token: SecretStr | str | None = None,
         lr_scaling: Literal["none", "linear", "sqrt"] = "none",
         energy_monitor: EnergyMonitor | WindowMonitor | None = None,
+        energy_scope: EnergyScope = "gpu",
         max_per_device_batch_size: int | None = None,
         on_failure: OnFailure = "raise",
         restart: bool = False,
@@ -71,6 +73,9 @@ class BatchSizeArguments:
             lr_scaling: Rule by which learning rates, configured for the default batch size, follow the batch size.
             energy_monitor: Measures energy and time, with the interface of Zeus's `ZeusMonitor` or ours. None: the best
                 monitor of this machine.
+            energy_scope: ``"gpu"`` counts the energy of the training devices; ``"node"`` also that of the CPU packages
+                and memory beside GPUs, where it can be read (docs/energy.md). A job whose scope changes is a job on
+                other hardware: the costs of its earlier trials no longer count.
             max_per_device_batch_size: Largest batch that one device holds; beyond it, the callback raises Lightning's
                 `accumulate_grad_batches` or Hugging Face's `gradient_accumulation_steps`.
             on_failure: After a trial that missed its target, ``"raise"`` `ZeusBSOTrainFailError`, just ``"stop"``, or
@@ -118,6 +123,7 @@ class BatchSizeArguments:
             token=None if token_text == _MASK else token_text,
             lr_scaling=lr_scaling,
             energy_monitor=energy_monitor,
+            energy_scope=energy_scope,
             max_per_device_batch_size=max_per_device_batch_size,
             on_failure=on_failure,
             restart=restart,

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 
 from zeus_plugins.energy import ClusterMonitor, EnergyMonitor, EpochMeter, WindowMonitor
-from zeus_plugins.energy.meter import Breakdown
+from zeus_plugins.energy.meter import IDLE_S, Breakdown
+from zeus_plugins.energy.node import EnergyScope
+from zeus_plugins.energy.processes import synchronize
 from zeus_plugins.placement import Ranks, placed
-from zeus_plugins.training.port import cluster_monitor, node_monitor
+from zeus_plugins.training.port import check_scope, cluster_monitor, node_monitor
 
 
 class EnergyRun:
@@ -32,6 +35,7 @@ class EnergyRun:
         ranks: Ranks,
         monitor: EnergyMonitor | WindowMonitor | None,
         state: Mapping[str, float] | None = None,
+        scope: EnergyScope = "gpu",
     ) -> None:
         """Begin to measure, unless a measurement is open; all processes of the training make this call.
 
@@ -39,25 +43,33 @@ class EnergyRun:
             ranks: The processes.
             monitor: Measures the devices of one machine. None: the best monitor, and a breakdown of rank 0's machine.
             state: Totals of a checkpoint (`state`). None: the present totals.
+            scope: Devices whose energy counts.
         """
         if self._is_open:
             return
         self._is_open = True
         place = placed(ranks)
-        self._cluster = cluster_monitor(ranks, place, monitor)
+        self._cluster = cluster_monitor(ranks, place, monitor, scope)
+        synchronize()
         if self._cluster is not None:
             self._cluster.synchronize()
         if ranks.rank == 0:
             meter = EpochMeter(
-                self._cluster or node_monitor(place, monitor),
+                self._cluster or node_monitor(place, monitor, scope),
                 self.totals if state is None else state,
                 breakdown=Breakdown(place.gpus) if monitor is None else None,
             )
             meter.begin()
             self._meter, self.totals = meter, meter.totals
+        elif monitor is None and place.gpus:
+            time.sleep(IDLE_S)  # The first process measures the idle power.
 
     def end_epoch(self) -> dict[str, float] | None:
-        """End an epoch, and return the metrics of `EpochMeter.end_epoch`; None except on the first process."""
+        """End an epoch, and return the metrics of `EpochMeter.end_epoch`; None except on the first process.
+
+        All processes make this call, and wait for the work queued on their devices.
+        """
+        synchronize()
         if self._cluster is not None:
             self._cluster.synchronize()
         if self._meter is None:
@@ -89,14 +101,22 @@ class EnergyRun:
 class EnergyTotals:
     """Constructor and results of the energy callbacks."""
 
-    def __init__(self, energy_monitor: EnergyMonitor | WindowMonitor | None = None) -> None:
+    def __init__(
+        self, energy_monitor: EnergyMonitor | WindowMonitor | None = None, *, energy_scope: EnergyScope = "gpu"
+    ) -> None:
         """Keep the argument; the training begins later.
 
         Args:
             energy_monitor: Measures energy and time, with the interface of Zeus's `ZeusMonitor` or ours. None: the best
                 monitor of this machine.
+            energy_scope: ``"gpu"`` counts the energy of the training devices; ``"node"`` also that of the CPU packages
+                and memory beside GPUs, where it can be read.
+
+        Raises:
+            ZeusBSOConfigError: `energy_scope` is unknown, or is ``"node"`` beside an `energy_monitor`.
         """
-        self._energy_monitor = energy_monitor
+        check_scope(energy_scope, energy_monitor)
+        self._energy_monitor, self._energy_scope = energy_monitor, energy_scope
         self._run = EnergyRun()
 
     @property

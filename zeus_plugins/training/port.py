@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Literal, Protocol, TypeVar, cast
 
 from zeus_plugins import energy
 from zeus_plugins.energy import ClusterMonitor, EnergyMonitor, WindowMonitor, as_energy_monitor
+from zeus_plugins.energy.counters import CounterMonitor
+from zeus_plugins.energy.node import EnergyScope, whole_node
+from zeus_plugins.errors import ZeusBSOConfigError
 from zeus_plugins.placement import Placement, Ranks
 from zeus_plugins.protocol import Fingerprint
+from zeus_plugins.training.arguments import check_choice
 from zeus_plugins.training.batches import BatchSplit
 from zeus_plugins.training.defaults import TrainingFacts
 from zeus_plugins.training.passes import Passes
 from zeus_plugins.training.patches import Patches
 
 T = TypeVar("T")
+
+_logger = logging.getLogger("zeus_plugins.energy")
 
 
 class TrainerPort(Ranks, Protocol):
@@ -146,19 +153,31 @@ def decided_by_rank_zero(decide: Callable[[], T], *, rank: int, world_size: int,
     return cast("T", answer)
 
 
-def node_monitor(place: Placement, monitor: EnergyMonitor | WindowMonitor | None) -> EnergyMonitor:
-    """Return the user's monitor, or the best monitor for the devices of this machine."""
+def check_scope(scope: str, monitor: EnergyMonitor | WindowMonitor | None) -> None:
+    """Raise `ZeusBSOConfigError` for an unknown `energy_scope`, or for a node's beside a monitor of the user."""
+    check_choice("energy_scope", scope, EnergyScope)
+    if scope == "node" and monitor is not None:
+        raise ZeusBSOConfigError("energy_scope='node' chooses the monitors: leave out energy_monitor")
+
+
+def node_monitor(
+    place: Placement, monitor: EnergyMonitor | WindowMonitor | None, scope: EnergyScope = "gpu"
+) -> EnergyMonitor:
+    """Return the user's monitor, or the best monitor for the devices of this machine, or of all of it."""
     found = as_energy_monitor(monitor or energy.auto(device_indices=place.gpus))
-    if isinstance(found, energy.EstimateMonitor):
+    if isinstance(found, energy.EstimateMonitor | CounterMonitor):
         found.include(place.processes)
+    if scope == "node":
+        found = whole_node(found)
+    _logger.info("energy_scope: %s, %s", scope, found.source)
     return found
 
 
 def cluster_monitor(
-    ranks: Ranks, place: Placement, monitor: EnergyMonitor | WindowMonitor | None
+    ranks: Ranks, place: Placement, monitor: EnergyMonitor | WindowMonitor | None, scope: EnergyScope = "gpu"
 ) -> ClusterMonitor | None:
     """Return a monitor of all machines, made by all ranks together; None if there is only one machine."""
     if place.machines == 1:
         return None
-    measure = (lambda: node_monitor(place, monitor)) if place.is_first else None
+    measure = (lambda: node_monitor(place, monitor, scope)) if place.is_first else None
     return ClusterMonitor(measure, rank=ranks.rank, all_gather=ranks.all_gather)

@@ -38,6 +38,8 @@ from zeus_plugins.client import client_from_environment
 from zeus_plugins.client.connect import check_server_url
 from zeus_plugins.client.port import ServerPort
 from zeus_plugins.energy import EnergyMonitor, WindowMonitor
+from zeus_plugins.energy.node import EnergyScope
+from zeus_plugins.energy.processes import synchronize
 from zeus_plugins.errors import ZeusBSOConfigError
 from zeus_plugins.placement import placed
 from zeus_plugins.protocol import EndReason, Fingerprint, JobSpec, PowerLimitChoice, ReportResponse
@@ -55,7 +57,7 @@ from zeus_plugins.training.outcomes import (
     verdict_at_end,
 )
 from zeus_plugins.training.patches import Patches
-from zeus_plugins.training.port import TrainerPort, cluster_monitor, decided, node_monitor
+from zeus_plugins.training.port import TrainerPort, check_scope, cluster_monitor, decided, node_monitor
 from zeus_plugins.training.probe import Prober
 from zeus_plugins.training.session import OnUnreachable, TrialSession
 from zeus_plugins.training.trained import TrainedWeights
@@ -80,6 +82,7 @@ class TrialOptions:
     token: str | None = field(default=None, repr=False)
     lr_scaling: str = "none"
     energy_monitor: EnergyMonitor | WindowMonitor | None = None
+    energy_scope: EnergyScope = "gpu"
     max_per_device_batch_size: int | None = None
     on_failure: OnFailure = "raise"
     restart: bool = False
@@ -94,6 +97,7 @@ class TrialOptions:
         check_choice("on_failure", self.on_failure, OnFailure)
         if self.restart and self.on_failure != "finish":
             raise ZeusBSOConfigError("restart=True says how a run is finished: set on_failure='finish', too")
+        check_scope(self.energy_scope, self.energy_monitor)
         check_choice("after_target", self.after_target, AfterTarget)
         check_choice("probe", self.probe, Literal["auto", "off"])
         check_count("max_per_device_batch_size", self.max_per_device_batch_size)
@@ -462,13 +466,13 @@ class ActiveRun:
         self._own_size = own_size = plan.job.default_batch_size
         place = placed(port)
         with ExitStack() as opened:
-            self._cluster = cluster_monitor(port, place, options.energy_monitor)
+            self._cluster = cluster_monitor(port, place, options.energy_monitor, options.energy_scope)
             if self._cluster is not None:
                 opened.callback(self._cluster.close)
 
             def enter() -> tuple[Any, ...]:
                 client = opened.enter_context(self._connect())
-                monitor = self._cluster or node_monitor(place, options.energy_monitor)
+                monitor = self._cluster or node_monitor(place, options.energy_monitor, options.energy_scope)
                 session = TrialSession(
                     plan, client, monitor, on_unreachable=options.on_unreachable, watch=options.watch
                 )
@@ -738,5 +742,7 @@ class ActiveRun:
             }
 
     def _synchronize(self) -> None:
+        """Wait for the work queued on the device, and for the other machines, before a window begins or ends."""
+        synchronize()
         if self._cluster is not None:
             self._cluster.synchronize()
