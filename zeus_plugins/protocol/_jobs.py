@@ -59,6 +59,10 @@ TARGET_RUNS = 3
 """Number of runs from which the target of a job without one is learned."""
 
 
+MAX_LEARNED = 64
+"""Largest number of batch sizes in a warm start."""
+
+
 FIXED_TERMS = frozenset({"job_id", "job_id_prefix", "target_metric", "higher_is_better_metric", "confirm"})
 """Fields of a job that no revision changes: a job with another target is another job."""
 
@@ -90,6 +94,7 @@ class JobParams(WireMessage):
     policy: PolicyName = GP_VOI
     controls: Controls = "auto"
     first_run: FirstRun = "default"
+    warm_start: Identifier = "auto"
     no_worse_than_default: Annotated[dict[MetricName, Finite], Field(min_length=1, max_length=MAX_MARGINS)] | None = (
         None
     )
@@ -143,6 +148,8 @@ class JobSpec(JobParams):
             the runs at the best size, at most 0.5.
         first_run: The size of the job's first run: ``"default"``, or ``"predicted"`` from the probe that precedes the
             run, if that is expected to save (docs/policy.md). Only policy ``gp_voi`` predicts.
+        warm_start: Where a new job takes the epochs to its target from (docs/policy.md): ``"auto"`` from the job of the
+            same training on other GPUs, if the server has one; the id of a job; ``"off"`` from none.
         no_worse_than_default: Margins by the names of metrics, which the callbacks then watch. A size is left out once
             a metric is shown to be worse than the default's by more than its margin. Higher is better, unless the name
             says otherwise (such as ``val_loss``) or the margin is negative (docs/quality.md). Not with policy ``zeus``.
@@ -200,6 +207,8 @@ class Fingerprint(WireMessage):
         optimizer: The optimizer's class or name.
         monitor: Name of the target's metric; of ``transformers`` without the prefix ``eval_``.
         samples: Length of the training data. It may change from run to run.
+        parameters: Hash of the number and the shapes of the model's parameters.
+        data: Name of the training data, or of the class of their data set.
     """
 
     # The order matters: a validator sees only the fields above its own.
@@ -208,6 +217,8 @@ class Fingerprint(WireMessage):
     optimizer: Text | None = None
     monitor: Text | None = None
     samples: NonNegativeInt | None = None
+    parameters: Text | None = None
+    data: Text | None = None
 
     @field_validator("monitor")
     @classmethod
@@ -231,6 +242,46 @@ class Fingerprint(WireMessage):
         ]
 
 
+class LearnedEpochs(WireMessage):
+    """What another job has learned about the epochs to the target at one batch size.
+
+    Attributes:
+        batch_size: The global batch size.
+        log_epochs: Mean of the log of the epochs.
+        sd: Standard error of that mean.
+        weight: Number of runs that the mean rests on.
+        reached: True if runs of this size reach the target; otherwise they only showed that it needs more epochs.
+    """
+
+    batch_size: BatchSize
+    log_epochs: Finite
+    sd: PositiveFinite
+    weight: PositiveFinite
+    reached: bool
+
+
+class WarmStart(WireMessage):
+    """Epochs to the target that a new job takes over from a job of the same training on other GPUs.
+
+    Attributes:
+        job_id: The other job.
+        gpus: Its GPUs.
+        optimizer: Its optimizer, which that of the new job must equal; None if that does not matter.
+        epochs: What it has learned, by batch size.
+    """
+
+    job_id: Identifier
+    gpus: GpuConfig
+    optimizer: Text | None = None
+    epochs: Annotated[tuple[LearnedEpochs, ...], Field(max_length=MAX_LEARNED)] = ()
+
+    @property
+    def in_words(self) -> str:
+        """Where the epochs come from, such as ``epochs as learned by job nightly on A40``."""
+        count = f"{self.gpus.number_of_gpus} x " if self.gpus.number_of_gpus > 1 else ""
+        return f"epochs as learned by job {self.job_id} on {count}{self.gpus.gpu_model}"
+
+
 def _without_eval(metric: str, framework: str | None) -> str:
     """Return the name without the prefix that the Hugging Face Trainer lets its users leave out."""
     return metric.removeprefix("eval_") if framework == "transformers" else metric
@@ -247,6 +298,7 @@ class JobSpecFromClient(JobSpec, GpuConfig):
         target_runs: Numbers of the trials from which the server has learned the target, for a job that was registered
             without one; empty before that, and once its user has given one. None for a job with a target. A client that
             repeats it asks for no target.
+        warm: What the server took over from another job at the registration, or None. Clients leave it out.
         revise: Whether the server shall revise a job with this id that differs in other fields than `FIXED_TERMS`,
             instead of refusing the registration (docs/server.md). It is not stored.
     """
@@ -255,6 +307,7 @@ class JobSpecFromClient(JobSpec, GpuConfig):
     fingerprint: Fingerprint | None = None
     registration_id: RegistrationId | None = None
     target_runs: Annotated[tuple[PositiveInt, ...], Field(max_length=TARGET_RUNS)] | None = None
+    warm: WarmStart | None = None
     revise: bool = False
 
     @model_validator(mode="before")
@@ -280,6 +333,17 @@ class JobSpecFromClient(JobSpec, GpuConfig):
             return f"no target yet: the first {TARGET_RUNS} runs set it"
         learned = f", learned from runs {self.target_runs[0]} to {self.target_runs[-1]}" if self.target_runs else ""
         return f"target {self.target_metric:g}{learned}"
+
+    @property
+    def warm_in_force(self) -> WarmStart | None:
+        """The warm start; None without one, if the user has switched it off, and if the optimizer turned out to differ.
+
+        Some trainings know their optimizer only after the registration.
+        """
+        if self.warm is None or self.warm_start == "off":
+            return None
+        own = None if self.fingerprint is None else self.fingerprint.optimizer
+        return self.warm if None in (own, self.warm.optimizer) or own == self.warm.optimizer else None
 
     def is_monitor(self, metric: str) -> bool:
         """Return whether this is a name of the target's metric, as far as trainings have told it."""
@@ -318,7 +382,7 @@ def terms_between(before: CreatedJob, after: CreatedJob) -> dict[str, tuple[Any,
 
     A registration without a target, and one of a job that was registered without, does not differ by its target.
     """
-    left_out = {"fingerprint", "registration_id", "target_runs"}
+    left_out = {"fingerprint", "registration_id", "target_runs", "warm"}
     if before.target_runs is not None or after.target_runs is not None or after.target_metric is None:
         left_out.add("target_metric")
     old, new = (job.model_dump(exclude=left_out) for job in (before, after))

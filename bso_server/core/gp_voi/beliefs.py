@@ -20,7 +20,7 @@ from bso_server.core.gp_voi.gaussian_process import (
 from bso_server.core.gp_voi.prior import CONSTANTS, Critical, Sizes, laws
 from bso_server.core.gp_voi.run_costs import CostRun, CostRuns, change_of, doubt_of
 from bso_server.core.model import OBSERVED, TrialRecord, is_cut_short, log_costs_per_epoch
-from zeus_plugins.protocol import CreatedJob, EndReason, Origin, TrialState
+from zeus_plugins.protocol import MAX_LEARNED, CreatedJob, EndReason, LearnedEpochs, Origin, TrialState
 
 # A pseudo-observation of less weight is not worth remembering.
 _LEAST_PSEUDO_WEIGHT = 1e-4
@@ -112,6 +112,11 @@ class Belief:
         return self.observed.weight > _LEAST_WEIGHT
 
     @property
+    def is_taken_over(self) -> bool:
+        """True if only another job's runs say that the size reaches the target (`CreatedJob.warm_in_force`)."""
+        return self.converged and not self.exact.weight
+
+    @property
     def setbacks(self) -> int:
         """Number of trials that missed the target or crashed, which count against the size."""
         return self.missed + self.crashed
@@ -189,6 +194,49 @@ class Outcome:
     doubt: float = 0.0
 
 
+def begun(job: CreatedJob) -> Beliefs:
+    """Return the beliefs of a new job: none, or what its warm start has learned.
+
+    A mean of standard error e, from runs of weight w, gets the weight ``w·e²/(e² + d²)``, with d = `warm_sd`.
+    """
+    warm = job.warm_in_force
+    learned = {} if warm is None else {each.batch_size: each for each in warm.epochs}
+
+    def belief(known: LearnedEpochs | None) -> Belief:
+        if known is None:
+            return Belief()
+        weight = known.weight / (1 + (CONSTANTS.warm_sd / known.sd) ** 2)
+        return Belief(observed=WeightedStatistics(weight, known.log_epochs), converged=known.reached)
+
+    return tuple(belief(learned.get(size)) for size in job.batch_sizes)
+
+
+def learned(beliefs: Beliefs, job: CreatedJob) -> tuple[LearnedEpochs, ...]:
+    """Return what a warm start takes over: the log epochs of the sizes with the most runs.
+
+    Empty until a run of the job has reached the target.
+    """
+    if not any(belief.exact.weight for belief in beliefs):
+        return ()
+    observed = [place for place, belief in enumerate(beliefs) if belief.is_observed]
+    most = sorted(observed, key=lambda place: -beliefs[place].observed.weight)[:MAX_LEARNED]
+    sizes = Sizes.of(job)
+    # A posterior over few sizes is enough for the variance from run to run.
+    places = sorted({sizes.default, *most})
+    few = Sizes(tuple(job.batch_sizes[place] for place in places), places.index(sizes.default))
+    run_variance = posterior_of(few, tuple(beliefs[place] for place in places)).run_variance
+    return tuple(
+        LearnedEpochs(
+            batch_size=job.batch_sizes[place],
+            log_epochs=beliefs[place].observed.mean,
+            sd=math.sqrt(run_variance / beliefs[place].observed.weight),
+            weight=beliefs[place].observed.weight,
+            reached=beliefs[place].converged,
+        )
+        for place in sorted(most)
+    )
+
+
 def posterior_of(sizes: Sizes, beliefs: Beliefs, critical: Critical | None = None) -> Posterior:
     """Return the posterior of log epochs to the target; at least one belief has an observation."""
     return epochs_posterior(
@@ -203,12 +251,16 @@ def posterior_of(sizes: Sizes, beliefs: Beliefs, critical: Critical | None = Non
 def after_outcome(sizes: Sizes, beliefs: Beliefs, outcome: Outcome) -> Beliefs:
     """Return the beliefs after a trial has ended.
 
-    A run that reached the target ends a recurrence of the job, so all observations fade a little.
+    A run that reached the target ends a recurrence of the job, so all observations fade a little. A run at a size that
+    was taken over tests the other job's epochs: if it deviates too much, no size without own runs keeps them.
     """
     index, log_epochs, surprise = outcome.index, math.log(outcome.epochs), 0.0
     if beliefs[index].is_observed:
         mean, variance = posterior_of(sizes, beliefs).of_run(index)
         surprise = (log_epochs - mean) / math.sqrt(variance)
+        is_off = abs(surprise) if outcome.reached else surprise
+        if beliefs[index].is_taken_over and is_off >= CONSTANTS.warm_surprise:
+            beliefs, surprise = _without_other_job(beliefs), 0.0
     beliefs = _with_cost(sizes, beliefs, outcome)
     if outcome.reached:
         return _after_success(beliefs, index, log_epochs, surprise)
@@ -304,6 +356,12 @@ def _after_stop(sizes: Sizes, beliefs: Beliefs, index: int, log_epochs: float) -
         return beliefs
     location = (matched_mean / matched_variance - mean / variance) / precision_gain
     return _changed(beliefs, index, observed=beliefs[index].observed.including(location, weight))
+
+
+def _without_other_job(beliefs: Beliefs) -> Beliefs:
+    """Forget the epochs that were taken over, at all sizes without own runs."""
+    unknown = WeightedStatistics()
+    return tuple(each if each.exact.weight else replace(each, observed=unknown, converged=False) for each in beliefs)
 
 
 def _after_drift(beliefs: Beliefs) -> Beliefs:
