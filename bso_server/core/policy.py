@@ -29,7 +29,18 @@ from bso_server.core.model import (
 )
 from bso_server.core.targets import suggest_own_size
 from bso_server.errors import InvalidReportError, PolicyNotInstalledError
-from zeus_plugins.protocol import FINAL, GP_VOI, ZEUS, CreatedJob, Decision, LearnedEpochs, Origin, StopRule, Verdict, WarmStart
+from zeus_plugins.protocol import (
+    FINAL,
+    GP_VOI,
+    ZEUS,
+    CreatedJob,
+    Decision,
+    LearnedEpochs,
+    Origin,
+    StopRule,
+    Verdict,
+    WarmStart,
+)
 
 GROUP = "zeus_plugins.policies"
 """Entry point group in which packages name their policies."""

@@ -152,7 +152,7 @@ class Commands:
 
         Raises:
             JobConflictError: The id belongs to a job with another configuration.
-            InvalidJobError: The job cannot be served under these terms, or cannot start warm from the job that it names.
+            InvalidJobError: The job cannot be served under these terms.
             PolicyNotInstalledError: The job's policy is not installed.
         """
         known = self.registered(transaction, registration, caller)

@@ -28,8 +28,8 @@ class Setting:
     """Extent and parameters of a simulation, in which `concurrency` recurrences are always under way.
 
     With `optimal_power_limits`, each size has its cheapest power limit, which its first run finds; otherwise the
-    maximum. With `probe`, the first trial probes the sizes; `first_run` as in `JobSpec`. With `warm_from`, the job
-    begins with what a job of the same policy has learned from `WARM_RECURRENCES` recurrences of that workload.
+    maximum. With `probe`, the first trial probes the sizes; `first_run` as in `JobSpec`. If it is `warm`, the
+    job begins with the epochs of the workload's `warm_from`.
     """
 
     recurrences: int = 100
@@ -40,7 +40,7 @@ class Setting:
     concurrency: int = 1
     probe: bool = False
     first_run: FirstRun = "default"
-    warm_from: Workload | None = None
+    warm: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,11 +175,11 @@ def played(
     before_decision: Callable[[int, History], None] | None = None,
 ) -> Played:
     """Simulate the job of one seed; `before_decision` as in `Simulation`."""
-    warm = None
-    if setting.warm_from is not None:
-        other = replace(setting, recurrences=WARM_RECURRENCES, probe=False, first_run="default", warm_from=None)
-        at = Conditions(landscape_of(setting.warm_from, other))
-        warm = learned_by(played(setting.warm_from, at, policy, other, seed + setting.seeds).history)
+    warm = workload.warm_from if setting.warm else None
+    if isinstance(warm, Workload):
+        other = replace(setting, recurrences=WARM_RECURRENCES, probe=False, first_run="default", warm=False)
+        at = Conditions(landscape_of(warm, other))
+        warm = learned_by(played(warm, at, policy, other, seed + setting.seeds).history)
     job = job_of(
         conditions.landscape,
         policy,

@@ -215,9 +215,7 @@ class Transaction:
         return next(map(job_from, self.rows(_JOB, job_id=job_id)), None)
 
     def jobs_with_parameters(self, policy: str, parameters: str, *, limit: int) -> list[StoredJob]:
-        """Return the newest jobs of a policy that have reached their target and have these parameters in their
-        fingerprint.
-        """
+        """Return the newest jobs of a policy that have reached their target, with this hash of their parameters."""
         statement = sa.select(jobs).where(IS_THERE, jobs.c.policy == policy, jobs.c.min_cost_j.is_not(None))
         text = Fingerprint(parameters=parameters).model_dump_json(include={"parameters"}).strip("{}")
         statement = statement.where(jobs.c.fingerprint.contains(text, autoescape=True))

@@ -236,7 +236,7 @@ class LightningPort:
             devices=self.devices,
             unit=unit,
             max_epochs=None if limit is None or limit < 0 else max(1, limit - trainer.current_epoch),
-            data=name_of_data(getattr(trainer, "datamodule", None) if largest is None else getattr(largest, "dataset", None)),
+            data=name_of_data(getattr(largest, "dataset", None)),
             obstacle=lambda split: self._obstacle(largest, split),
         )
 

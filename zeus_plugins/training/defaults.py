@@ -134,7 +134,7 @@ def hash_of_parameters(model: Any) -> str | None:
     Their names are left out, because wrappers such as DDP and `torch.compile` prefix them. None without parameters, or
     if the shape of one is not known yet.
     """
-    parameters = list(model.parameters())
+    parameters = [] if model is None else list(model.parameters())
     # Lazy modules make such parameters.
     if not parameters or any(hasattr(each, "materialize") for each in parameters):
         return None
@@ -144,7 +144,7 @@ def hash_of_parameters(model: Any) -> str | None:
 
 
 def name_of_data(data: Any) -> str | None:
-    """Return the name that a Hugging Face data set has, or else the name of its class; of a subset, that of the whole."""
+    """Return the name of a Hugging Face data set, or else the name of its class; of a subset, that of the whole."""
     while type(data).__name__ == "Subset":
         data = data.dataset
     name = getattr(getattr(data, "info", None), "dataset_name", None)

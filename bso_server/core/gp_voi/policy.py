@@ -17,8 +17,8 @@ import numpy as np
 from bso_server.core.gp_voi.beliefs import (
     Belief,
     Beliefs,
-    beliefs_with,
     begun,
+    beliefs_with,
     expected_startup,
     has_crashed,
     learned,
@@ -193,7 +193,8 @@ def _first(history: History, beliefs: Beliefs, available: Sequence[int]) -> Sugg
     index = min(available, key=lambda each: (0 if is_stuck else setbacks(each), octaves[each]))
     size, missed = job.batch_sizes[index], trials_missed(beliefs)
     if not any(arm.trials for arm in history.arms.values()):
-        reason = f"first run of job {job.job_id}"
+        warm = job.warm_in_force
+        reason = f"first run of job {job.job_id}" + (f"; {warm.in_words}" if warm else "")
     elif _has_own_run(beliefs):
         reason = f"first run on the job's new GPUs: {size}, near your own size"
     elif is_stuck:
@@ -212,7 +213,9 @@ def _taken_over(history: History, forecast: Forecast) -> Suggestion:
     job, index = history.job, forecast.incumbent
     size, warm = job.batch_sizes[index], job.warm_in_force
     cost = _expected_cost(history, forecast)
-    reason = f"first run of job {job.job_id}: {size} is the cheapest, {cost}, with {'' if warm is None else warm.in_words}"
+    reason = (
+        f"first run of job {job.job_id}: {size} is the cheapest, {cost}, with {'' if warm is None else warm.in_words}"
+    )
     found = bound(job, forecast, index, Origin.EXPLORATION)
     return Suggestion(size, Origin.EXPLORATION, reason + _left_out(history), bound=found, basis=Weighed(forecast, {}))
 
