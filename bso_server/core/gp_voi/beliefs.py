@@ -258,8 +258,10 @@ def after_outcome(sizes: Sizes, beliefs: Beliefs, outcome: Outcome) -> Beliefs:
     if beliefs[index].is_observed:
         mean, variance = posterior_of(sizes, beliefs).of_run(index)
         surprise = (log_epochs - mean) / math.sqrt(variance)
-        is_off = abs(surprise) if outcome.reached else surprise
-        if beliefs[index].is_taken_over and is_off >= CONSTANTS.warm_surprise:
+        is_off = (abs(surprise) if outcome.reached else surprise) >= CONSTANTS.warm_surprise
+        # Before a run has reached the target, only this test stops runs.
+        is_first = not any(belief.exact.weight for belief in beliefs)
+        if beliefs[index].is_taken_over and (is_off or (is_first and not outcome.reached)):
             beliefs, surprise = _without_other_job(beliefs), 0.0
     beliefs = _with_cost(sizes, beliefs, outcome)
     if outcome.reached:

@@ -213,9 +213,7 @@ def _taken_over(history: History, forecast: Forecast) -> Suggestion:
     job, index = history.job, forecast.incumbent
     size, warm = job.batch_sizes[index], job.warm_in_force
     cost = _expected_cost(history, forecast)
-    reason = (
-        f"first run of job {job.job_id}: {size} is the cheapest, {cost}, with {'' if warm is None else warm.in_words}"
-    )
+    reason = f"{size} is the cheapest, {cost}" + (f", with {warm.in_words}" if warm else "")
     found = bound(job, forecast, index, Origin.EXPLORATION)
     return Suggestion(size, Origin.EXPLORATION, reason + _left_out(history), bound=found, basis=Weighed(forecast, {}))
 
