@@ -15,7 +15,6 @@ from bso_server.cli.common import CommandError, Commands, add_source, table
 from bso_server.cli.jobs import read_job
 from bso_server.core.job import replay
 from bso_server.core.policy import find, learned_by
-from bso_server.service.exports import split_exports
 from bso_server.service.imports import ImportedTrial, JobInImport, read
 from bso_server.simulate.results import Comparison, Setting, compare, geometric_means
 from bso_server.simulate.traces import PAPER_WORKLOADS, Selection, Traces, recorded_savings, recorded_workload
@@ -138,34 +137,25 @@ def _simulate(options: argparse.Namespace) -> None:
 
 def subject_of(options: argparse.Namespace) -> Subject:
     """Return the selected workloads; raise `CommandError` or `ValueError` if they cannot be simulated."""
-    subject = _recorded(options) if options.job_id is not None else _traced(options)
-    file = options.warm_start
+    subject, file = _recorded(options) if options.job_id is not None else _traced(options), options.warm_start
     if file is None or all(each.warm_from is not None for each in subject.workloads):
         return subject
-    learned = _learned_in(file)
+    learned = _learned_in(file.read_bytes().splitlines())
+    if learned is None:
+        needed = f"the export of a job of policy {GP_VOI} that has reached its target (bso-server jobs export)"
+        raise CommandError(f"{file} does not tell how to start warm: give {needed}")
     return replace(subject, workloads=[replace(each, warm_from=learned) for each in subject.workloads])
 
 
-def _is_export(file: Path) -> bool:
-    with file.open("rb") as opened:
-        return opened.read(1) == b"{"
-
-
-def _learned_in(file: Path) -> WarmStart:
-    """Return what the job of an export has learned; raise `CommandError` if that is nothing."""
-    if not _is_export(file):
-        raise CommandError(f"{file} is no export of a job: with --job, --warm-start takes one (bso-server jobs export)")
-    (_, lines), *others = ((number, list(each)) for number, each in split_exports(file.read_bytes().splitlines()))
-    job = JobInImport("line 1", lines[0], datetime.now(UTC))
+def _learned_in(lines: Sequence[bytes]) -> WarmStart | None:
+    """Return what the job in an export has learned, or None; raise `BsoError` for lines that contradict each other."""
+    first, *others = lines or [b""]
+    job = JobInImport("line 1", first, datetime.now(UTC))
     context = {"job": job.export.job, "sizes": job.sizes}
-    places = [f"line {number}" for number in range(2, len(lines) + 1)]
-    rows = [job.add(read(ImportedTrial, *each, **context), each[1]) for each in zip(lines[1:], places, strict=True)]
+    placed = [(line, f"line {number}") for number, line in enumerate(others, 2)]
+    rows = [job.add(read(ImportedTrial, line, place, **context), place) for line, place in placed]
     job.close()
-    learned = learned_by(replay(job.export.job, [each.trial for each in rows], job.export.survivors))
-    if others or learned is None:
-        why = "holds several jobs" if others else "holds a job that has learned no epochs to its target"
-        raise CommandError(f"{file} {why}: give the export of one job of policy {GP_VOI} that has reached its target")
-    return learned
+    return learned_by(replay(job.export.job, [each.trial for each in rows], job.export.survivors))
 
 
 def policy_name(name: str) -> str:
@@ -256,7 +246,7 @@ def _traced(options: argparse.Namespace) -> Subject:
     traces = Traces.read(options.train_trace, options.power_trace)
     selections = PAPER_WORKLOADS if options.all else [Selection(**one)]
     workloads = [traces.workload(each) for each in selections]
-    if options.warm_start is not None and not _is_export(options.warm_start):
+    if options.warm_start is not None and not options.warm_start.read_bytes().startswith(b"{"):
         elsewhere = Traces.read(options.train_trace, options.warm_start)
         pairs = zip(workloads, selections, strict=True)
         workloads = [replace(each, warm_from=elsewhere.workload(selection)) for each, selection in pairs]

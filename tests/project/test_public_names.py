@@ -60,7 +60,7 @@ PUBLIC = {
             *("is_higher_better", "is_lower_better"),
             "EndReason",
             "FIXED_TERMS",
-            *("LearnedEpochs", "MAX_LEARNED", "TARGET_RUNS", "WarmStart"),
+            *("LearnedEpochs", "TARGET_RUNS", "WarmStart"),
             "terms_between",
             "Change",
             "Revision",

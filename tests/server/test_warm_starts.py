@@ -85,35 +85,26 @@ async def test_probed_first_run_takes_the_cheapest_size_by_the_other_jobs_epochs
     assert await known.store.read(differences, new.job_id) == []
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"gpu_model": "V100"},
-        {"warm_start": "off"},
-        {"policy": ZEUS},
-        {"target_metric": 0.8},
-        {"target_metric": None},
-        {"higher_is_better_metric": False},
-        {"confirm": 2},
-        {"fingerprint": None},
-        *(
-            {"told": {name: other}}
-            for name, others in (
-                *((name, ("other", None)) for name in ("model", "parameters", "data", "monitor")),
-                ("optimizer", ("Adam",)),
-                ("samples", (1200,)),
-            )
-            for other in others
-        ),
-    ],
-)
-async def test_job_of_another_training_starts_cold(known: JobService, changes: dict[str, Any]) -> None:
-    assert (await registered(known, **changes)).warm is None
+OTHERS: list[dict[str, Any]] = [
+    {"gpu_model": "V100"},
+    {"warm_start": "off"},
+    {"policy": ZEUS},
+    {"target_metric": 0.8},
+    {"target_metric": None},
+    {"higher_is_better_metric": False},
+    {"confirm": 2},
+    {"fingerprint": None},
+    *({"told": {name: other}} for name in ("model", "parameters", "data", "monitor") for other in ("other", None)),
+    {"told": {"optimizer": "Adam"}},
+    {"told": {"samples": 1200}},
+]
 
 
-@pytest.mark.parametrize("changes", [{"number_of_gpus": 2, "gpu_model": "V100"}, {"told": {"samples": 1050}}])
-async def test_job_of_the_same_training_starts_warm(known: JobService, changes: dict[str, Any]) -> None:
-    assert (await registered(known, **changes)).warm is not None
+async def test_only_a_job_of_the_same_training_starts_warm(known: JobService) -> None:
+    for changes in OTHERS:
+        assert (await registered(known, **changes)).warm is None, changes
+    for changes in ({"number_of_gpus": 2, "gpu_model": "V100"}, {"told": {"samples": 1050, "optimizer": None}}):
+        assert (await registered(known, **changes)).warm is not None, changes
 
 
 async def test_of_several_jobs_the_one_with_the_most_completed_runs_counts(known: JobService) -> None:
@@ -133,25 +124,19 @@ async def test_named_job_needs_the_same_metric_only(known: JobService) -> None:
     assert (warm.job_id, warm.optimizer) == (known.job_id, None)
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
+async def test_named_job_without_epochs_of_the_same_metric_is_refused(known: JobService) -> None:
+    cold = await registered(known, warm_start="off")
+    refused: list[tuple[dict[str, Any], str]] = [
         ({"warm_start": "job-none"}, "which does not exist: name another, or omit warm_start"),
+        ({"warm_start": cold.job_id}, "which has learned no epochs to its target"),
         ({"target_metric": 0.8}, "which has another target_metric, 0.9 instead of 0.8"),
         ({"policy": ZEUS}, "which has another policy, 'gp_voi' instead of 'zeus'"),
         ({"fingerprint": {"monitor": "val_f1"}}, "which has another metric, val_acc instead of val_f1"),
-    ],
-)
-async def test_named_job_of_another_metric_is_refused(known: JobService, changes: dict[str, Any], words: str) -> None:
-    with pytest.raises(InvalidJobError, match=words) as refused:
-        await registered(known, **{"warm_start": known.job_id, **changes})
-    assert refused.value.field == "warm_start"
-
-
-async def test_named_job_without_epochs_is_refused(known: JobService) -> None:
-    new = await registered(known, warm_start="off")
-    with pytest.raises(InvalidJobError, match="which has learned no epochs to its target"):
-        await registered(known, warm_start=new.job_id)
+    ]
+    for changes, words in refused:
+        with pytest.raises(InvalidJobError, match=words) as error:
+            await registered(known, **{"warm_start": known.job_id, **changes})
+        assert error.value.field == "warm_start"
 
 
 async def test_any_token_that_registers_jobs_takes_over_epochs(known: JobService) -> None:

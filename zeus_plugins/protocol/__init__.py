@@ -10,7 +10,6 @@ Both packages import this one. Its modules are private; names imported as themse
 from __future__ import annotations
 
 from zeus_plugins.protocol._jobs import FIXED_TERMS as FIXED_TERMS
-from zeus_plugins.protocol._jobs import MAX_LEARNED as MAX_LEARNED
 from zeus_plugins.protocol._jobs import TARGET_RUNS as TARGET_RUNS
 from zeus_plugins.protocol._jobs import CreatedJob as CreatedJob
 from zeus_plugins.protocol._jobs import Fingerprint as Fingerprint

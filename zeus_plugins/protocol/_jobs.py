@@ -59,10 +59,6 @@ TARGET_RUNS = 3
 """Number of runs from which the target of a job without one is learned."""
 
 
-MAX_LEARNED = 64
-"""Largest number of batch sizes in a warm start."""
-
-
 FIXED_TERMS = frozenset({"job_id", "job_id_prefix", "target_metric", "higher_is_better_metric", "confirm"})
 """Fields of a job that no revision changes: a job with another target is another job."""
 
@@ -273,7 +269,7 @@ class WarmStart(WireMessage):
     job_id: Identifier
     gpus: GpuConfig
     optimizer: Text | None = None
-    epochs: Annotated[tuple[LearnedEpochs, ...], Field(max_length=MAX_LEARNED)] = ()
+    epochs: tuple[LearnedEpochs, ...] = ()
 
     @property
     def in_words(self) -> str:

@@ -20,12 +20,15 @@ from bso_server.core.gp_voi.gaussian_process import (
 from bso_server.core.gp_voi.prior import CONSTANTS, Critical, Sizes, laws
 from bso_server.core.gp_voi.run_costs import CostRun, CostRuns, change_of, doubt_of
 from bso_server.core.model import OBSERVED, TrialRecord, is_cut_short, log_costs_per_epoch
-from zeus_plugins.protocol import MAX_LEARNED, CreatedJob, EndReason, LearnedEpochs, Origin, TrialState
+from zeus_plugins.protocol import CreatedJob, EndReason, LearnedEpochs, Origin, TrialState
 
 # A pseudo-observation of less weight is not worth remembering.
 _LEAST_PSEUDO_WEIGHT = 1e-4
 _LEAST_VARIANCE = 1e-9
 _LEAST_WEIGHT = 1e-6
+
+# Sizes that a job passes on, so that a registration stays small.
+_MOST_LEARNED = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,12 +222,10 @@ def learned(beliefs: Beliefs, job: CreatedJob) -> tuple[LearnedEpochs, ...]:
     if not any(belief.exact.weight for belief in beliefs):
         return ()
     observed = [place for place, belief in enumerate(beliefs) if belief.is_observed]
-    most = sorted(observed, key=lambda place: -beliefs[place].observed.weight)[:MAX_LEARNED]
-    sizes = Sizes.of(job)
-    # A posterior over few sizes is enough for the variance from run to run.
-    places = sorted({sizes.default, *most})
-    few = Sizes(tuple(job.batch_sizes[place] for place in places), places.index(sizes.default))
-    run_variance = posterior_of(few, tuple(beliefs[place] for place in places)).run_variance
+    most = sorted(observed, key=lambda place: -beliefs[place].observed.weight)[:_MOST_LEARNED]
+    # A posterior over these sizes alone is enough for the variance from run to run.
+    few = Sizes(tuple(job.batch_sizes[place] for place in sorted(most)), 0)
+    run_variance = posterior_of(few, tuple(beliefs[place] for place in sorted(most))).run_variance
     return tuple(
         LearnedEpochs(
             batch_size=job.batch_sizes[place],
