@@ -150,6 +150,8 @@ async def test_optimizer_that_turns_out_to_differ_ends_the_warm_start(known: Job
         new = await registered(known, {"optimizer": None})
         trial = await known.service.begin_trial(new.job_id)
         assert (trial.reason or "").endswith(f"job {known.job_id} on V100")
+        await known.reach(trial)
+        trial = await known.service.begin_trial(new.job_id)  # saves the memory
         again = CreatedJob.model_validate(new.model_dump() | {"fingerprint": TRAINING | {"optimizer": optimizer}})
         same, _ = await known.service.register(again)
         assert (same.warm_in_force is not None) is is_warm

@@ -294,7 +294,6 @@ class JobSpecFromClient(JobSpec, GpuConfig):
         target_runs: Numbers of the trials from which the server has learned the target, for a job that was registered
             without one; empty before that, and once its user has given one. None for a job with a target. A client that
             repeats it asks for no target.
-        warm: What the server took over from another job at the registration, or None. Clients leave it out.
         revise: Whether the server shall revise a job with this id that differs in other fields than `FIXED_TERMS`,
             instead of refusing the registration (docs/server.md). It is not stored.
     """
@@ -303,7 +302,6 @@ class JobSpecFromClient(JobSpec, GpuConfig):
     fingerprint: Fingerprint | None = None
     registration_id: RegistrationId | None = None
     target_runs: Annotated[tuple[PositiveInt, ...], Field(max_length=TARGET_RUNS)] | None = None
-    warm: WarmStart | None = None
     revise: bool = False
 
     @model_validator(mode="before")
@@ -329,17 +327,6 @@ class JobSpecFromClient(JobSpec, GpuConfig):
             return f"no target yet: the first {TARGET_RUNS} runs set it"
         learned = f", learned from runs {self.target_runs[0]} to {self.target_runs[-1]}" if self.target_runs else ""
         return f"target {self.target_metric:g}{learned}"
-
-    @property
-    def warm_in_force(self) -> WarmStart | None:
-        """The warm start; None without one, if the user has switched it off, and if the optimizer turned out to differ.
-
-        Some trainings know their optimizer only after the registration.
-        """
-        if self.warm is None or self.warm_start == "off":
-            return None
-        own = None if self.fingerprint is None else self.fingerprint.optimizer
-        return self.warm if None in (own, self.warm.optimizer) or own == self.warm.optimizer else None
 
     def is_monitor(self, metric: str) -> bool:
         """Return whether this is a name of the target's metric, as far as trainings have told it."""
@@ -367,10 +354,26 @@ class JobSpecFromClient(JobSpec, GpuConfig):
 
 
 class CreatedJob(JobSpecFromClient):
-    """Answer of ``POST /jobs``: a registered job, which always has an id."""
+    """Answer of ``POST /jobs``: a registered job, which always has an id.
+
+    Attributes:
+        warm: What the server took over from another job at the registration, or None.
+    """
 
     job_id: Identifier
     revise: bool = Field(default=False, exclude=True)
+    warm: WarmStart | None = None
+
+    @property
+    def warm_in_force(self) -> WarmStart | None:
+        """The warm start; None without one, if the user has switched it off, and if the optimizer turned out to differ.
+
+        Some trainings know their optimizer only after the registration.
+        """
+        if self.warm is None or self.warm_start == "off":
+            return None
+        own = None if self.fingerprint is None else self.fingerprint.optimizer
+        return self.warm if None in (own, self.warm.optimizer) or own == self.warm.optimizer else None
 
 
 def terms_between(before: CreatedJob, after: CreatedJob) -> dict[str, tuple[Any, Any]]:
