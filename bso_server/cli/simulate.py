@@ -148,7 +148,7 @@ def subject_of(options: argparse.Namespace) -> Subject:
 
 
 def _learned_in(lines: Sequence[bytes]) -> WarmStart | None:
-    """Return what the job in an export has learned, or None; raise `BsoError` for lines that contradict each other."""
+    """Return the warm start that the job of an export offers, or None; raise `BsoError` for invalid lines."""
     first, *others = lines or [b""]
     job = JobInImport("line 1", first, datetime.now(UTC))
     context = {"job": job.export.job, "sizes": job.sizes}

@@ -62,8 +62,8 @@ class Memory(Generic[Remembered]):
         begin: Returns the memory of a new job.
         after: Returns the memory after a trial has reached a final state; called in the order of ends. A trial on
             `other_gpus` tells nothing of the costs on the job's present ones.
-        learned: Returns what a job of the same training on other GPUs may begin with (`CreatedJob.warm_in_force`); None
-            if the policy knows no warm starts.
+        learned: Returns the epochs with which a job of the same training on other GPUs may begin (`CreatedJob.warm`);
+            None if the policy knows no warm starts.
     """
 
     kind: type[Remembered]
@@ -383,7 +383,7 @@ def bandit_entered_from_the_start(job: CreatedJob) -> int | None:
 
 
 def learned_by(history: History) -> WarmStart | None:
-    """Return what a new job may take over from a job with this history, or None."""
+    """Return the warm start that a job with this history offers to a new job, or None."""
     memory = find(history.job.policy).memory
     epochs = () if memory is None or memory.learned is None else memory.learned(history.memory, history.job)
     return WarmStart(job_id=history.job.job_id, gpus=history.job.gpus, epochs=epochs) if epochs else None

@@ -24,7 +24,7 @@ _SAME = ("model", "parameters", "data", "monitor")
 
 
 def warm_start_of(transaction: Transaction, job: CreatedJob) -> WarmStart | None:
-    """Return what a new job takes over, or None.
+    """Return the warm start of a new job, or None.
 
     With ``"auto"``, the other job has the same training, target and policy, and other GPUs; of several, the one with
     the most runs that reached the target. A job that the user names only needs the same metric, target and policy.

@@ -111,7 +111,7 @@ class Workload:
     """Training job on one kind of GPU, whose largest power limit is `max_power_w`.
 
     Its sizes are ascending. A run that has not reached the target after `max_epochs` has failed. A job may
-    start warm from `warm_from`: the same training on other GPUs, or what a job there has learned.
+    start warm from `warm_from`: the same training on other GPUs, or the warm start that a job there offers.
     """
 
     name: str

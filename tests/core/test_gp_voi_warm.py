@@ -34,7 +34,7 @@ A40 = GpuConfig(max_power=300.0, number_of_gpus=1, gpu_model="A40")
 
 
 def learned_of(size: int, epochs: float, *, reached: bool = True) -> LearnedEpochs:
-    """What five runs of a size have taught."""
+    """Return the epochs that five runs of a size have shown."""
     return LearnedEpochs(batch_size=size, log_epochs=math.log(epochs), sd=0.05, weight=5.0, reached=reached)
 
 
@@ -186,12 +186,12 @@ def lawful(critical: float, *, level: float = 20.0, saturation: float = 300.0) -
 
 
 def spent_j(at: Landscape, seed: int, warm: WarmStart | None = None) -> float:
-    """The cost of 20 recurrences with a probe."""
+    """Return the cost of 20 recurrences with a probe."""
     return sum(_simulated(at, seed, probes=True, warm=warm).play().costs_j)
 
 
 def learned_on(at: Landscape, seed: int) -> WarmStart:
-    """What a job of 20 recurrences has learned."""
+    """Return the warm start from a job of 20 recurrences."""
     found = learned_by(_simulated(at, seed, probes=False).play().history)
     assert found is not None
     return found

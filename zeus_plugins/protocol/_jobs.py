@@ -144,8 +144,8 @@ class JobSpec(JobParams):
             the runs at the best size, at most 0.5.
         first_run: The size of the job's first run: ``"default"``, or ``"predicted"`` from the probe that precedes the
             run, if that is expected to save (docs/policy.md). Only policy ``gp_voi`` predicts.
-        warm_start: Where a new job takes the epochs to its target from (docs/policy.md): ``"auto"`` from the job of the
-            same training on other GPUs, if the server has one; the id of a job; ``"off"`` from none.
+        warm_start: Job from which a new job takes over the epochs to the target (docs/policy.md): ``"auto"``, the job
+            of the same training on other GPUs, if the server has one; the id of a job; or ``"off"``, no job.
         no_worse_than_default: Margins by the names of metrics, which the callbacks then watch. A size is left out once
             a metric is shown to be worse than the default's by more than its margin. Higher is better, unless the name
             says otherwise (such as ``val_loss``) or the margin is negative (docs/quality.md). Not with policy ``zeus``.
@@ -239,7 +239,7 @@ class Fingerprint(WireMessage):
 
 
 class LearnedEpochs(WireMessage):
-    """What another job has learned about the epochs to the target at one batch size.
+    """Epochs to the target at one batch size, as learned by another job.
 
     Attributes:
         batch_size: The global batch size.
@@ -263,7 +263,7 @@ class WarmStart(WireMessage):
         job_id: The other job.
         gpus: Its GPUs.
         optimizer: Its optimizer, which that of the new job must equal; None if that does not matter.
-        epochs: What it has learned, by batch size.
+        epochs: Its epochs, by batch size.
     """
 
     job_id: Identifier
@@ -273,7 +273,7 @@ class WarmStart(WireMessage):
 
     @property
     def in_words(self) -> str:
-        """Where the epochs come from, such as ``epochs as learned by job nightly on A40``."""
+        """The source, such as ``epochs as learned by job nightly on A40``."""
         count = f"{self.gpus.number_of_gpus} x " if self.gpus.number_of_gpus > 1 else ""
         return f"epochs as learned by job {self.job_id} on {count}{self.gpus.gpu_model}"
 
@@ -357,7 +357,7 @@ class CreatedJob(JobSpecFromClient):
     """Answer of ``POST /jobs``: a registered job, which always has an id.
 
     Attributes:
-        warm: What the server took over from another job at the registration, or None.
+        warm: Epochs that the server took over from another job at the registration, or None.
     """
 
     job_id: Identifier

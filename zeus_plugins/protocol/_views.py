@@ -572,7 +572,7 @@ class Explanation(WireMessage):
         sentence: Why it has this size, and when it is stopped, in words.
         decision: The numbers behind the choice; None for a trial whose size no policy chose.
         probe: The latest probe of the job's batch sizes on its GPUs, or None.
-        warm: What the job took over from another job at its registration, or None.
+        warm: Epochs that the job took over from another job at its registration, or None.
     """
 
     job_id: Identifier

@@ -198,7 +198,7 @@ class Outcome:
 
 
 def begun(job: CreatedJob) -> Beliefs:
-    """Return the beliefs of a new job: none, or what its warm start has learned.
+    """Return the beliefs of a new job: empty, or with the epochs of its warm start.
 
     A mean of standard error e, from runs of weight w, gets the weight ``w·e²/(e² + d²)``, with d = `warm_sd`.
     """
@@ -215,10 +215,7 @@ def begun(job: CreatedJob) -> Beliefs:
 
 
 def learned(beliefs: Beliefs, job: CreatedJob) -> tuple[LearnedEpochs, ...]:
-    """Return what a warm start takes over: the log epochs of the sizes with the most runs.
-
-    Empty until a run of the job has reached the target.
-    """
+    """Return the log epochs of the sizes with the most runs for other jobs; empty before a run reaches the target."""
     if not any(belief.exact.weight for belief in beliefs):
         return ()
     observed = [place for place, belief in enumerate(beliefs) if belief.is_observed]
