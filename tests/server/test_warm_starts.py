@@ -103,7 +103,9 @@ OTHERS: list[dict[str, Any]] = [
 async def test_only_a_job_of_the_same_training_starts_warm(known: JobService) -> None:
     for changes in OTHERS:
         assert (await registered(known, **changes)).warm is None, changes
-    for changes in ({"number_of_gpus": 2, "gpu_model": "V100"}, {"told": {"samples": 1050, "optimizer": None}}):
+    told = {"samples": 1050, "optimizer": None}
+    same: list[dict[str, Any]] = [{"number_of_gpus": 2, "gpu_model": "V100"}, {"told": told}]
+    for changes in same:
         assert (await registered(known, **changes)).warm is not None, changes
 
 
