@@ -136,6 +136,7 @@ _LABELS = {
     FLOOR: "floor: default once, then clairvoyant",
     "probed": "`gp_voi`, probed in the first run",
     "predicted": "`gp_voi`, first run at the size that the probe predicts",
+    "warm": "`gp_voi`, probed, with the epochs of another GPU",
 }
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -303,14 +304,27 @@ def _traced(folder: Path) -> list[Workload]:
     return workloads
 
 
+def _warm_from_others(workloads: Sequence[Workload], key: Callable[[Workload], object]) -> list[Workload]:
+    """Let each job start warm from the next one with the same key, on other GPUs, and the last one from the first."""
+    alike: dict[object, list[Workload]] = defaultdict(list)
+    for each in workloads:
+        alike[key(each)].append(each)
+    following = {
+        id(one): other for group in alike.values() for one, other in zip(group, group[1:] + group[:1], strict=True)
+    }
+    return [replace(each, warm_from=following[id(each)]) for each in workloads]
+
+
 def _traces(folder: Path, recurrences: int) -> list[Case]:
     settings = [Setting(recurrences=recurrences, eta=eta) for eta in _ETAS]
-    return [case_of(workload, setting) for setting in settings for workload in _traced(folder)]
+    workloads = _warm_from_others(_traced(folder), lambda each: each.name.split(" on ")[0])
+    return [case_of(workload, setting) for setting in settings for workload in workloads]
 
 
 def _mlperf(folder: Path, recurrences: int) -> list[Case]:
-    setting = Setting(recurrences=recurrences)
-    return [case_of(workload, setting) for workload in mlperf_workloads(folder / "mlperf_convergence.json")]
+    setting, found = Setting(recurrences=recurrences), mlperf_workloads(folder / "mlperf_convergence.json")
+    workloads = _warm_from_others(found, lambda each: (each.name.split(", b₀")[0], each.default_batch_size))
+    return [case_of(workload, setting) for workload in workloads]
 
 
 def _robust(

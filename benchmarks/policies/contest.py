@@ -225,6 +225,7 @@ RIVALS: dict[str, Callable[[Case, int], Rival]] = {
 PROBING: dict[str, dict[str, Any]] = {
     "probed": {"probe": True},
     "predicted": {"probe": True, "first_run": "predicted"},
+    "warm": {"probe": True, "warm": True},
 }
 """Fields of `Setting` with which policy `gp_voi` contends under other names."""
 

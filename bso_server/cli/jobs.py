@@ -497,6 +497,8 @@ def job_text(view: JobView, *, verbose: bool = False) -> str:
     if view.probe is not None:
         arms["PROBED EPOCH J"] = lambda arm: arm.probed_cost_j
         head += f"\nprobe: {view.probe.in_words}"
+    if view.job.warm_in_force is not None:
+        head += f"\n{printable(f'warm start: {view.job.warm_in_force.in_words}')}"
     trials: dict[str, Callable[[TrialView], object]] = {
         "TRIAL": lambda trial: trial.trial_number,
         "BATCH SIZE": lambda trial: trial.batch_size,
@@ -573,6 +575,8 @@ def explanation_text(view: Explanation) -> str:
     told = [head, sentence, table([*header, ""], rows)]
     if view.probe is not None:
         told.append(f"Probe: {view.probe.in_words}.")
+    if view.warm is not None:
+        told.append(printable(f"Warm start: {view.warm.in_words}."))
     if candidates:
         told.append(f"Worth and loss are in runs of {decision.incumbent}, the best size so far.")
     return "\n\n".join(told)

@@ -6,17 +6,20 @@ import argparse
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from bso_server.cli.common import CommandError, Commands, add_source, table
 from bso_server.cli.jobs import read_job
-from bso_server.core.policy import find
+from bso_server.core.job import replay
+from bso_server.core.policy import find, learned_by
+from bso_server.service.imports import ImportedTrial, JobInImport, read
 from bso_server.simulate.results import Comparison, Setting, compare, geometric_means
 from bso_server.simulate.traces import PAPER_WORKLOADS, Selection, Traces, recorded_savings, recorded_workload
 from bso_server.simulate.workload import Consumption, Savings, Workload
-from zeus_plugins.protocol import OWN_POLICIES
+from zeus_plugins.protocol import GP_VOI, OWN_POLICIES, WarmStart
 
 # Options that select one workload of the traces, not allowed with ``--all``.
 _SELECTION = ("dataset", "network", "optimizer", "target_metric", "max_epochs", "default_batch_size")
@@ -93,6 +96,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="the first run is at the default, or with --probe at the size predicted by the probe (default: default)",
     )
     parser.add_argument(
+        "--warm-start",
+        type=Path,
+        metavar="FILE",
+        help="begin with the epochs of the same training on other GPUs: their power trace, or the export of a job",
+    )
+    parser.add_argument(
         "--price", type=at_least_0, metavar="PRICE", help="price of a kWh in any currency; adds the price of the energy"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results as JSON")
@@ -128,7 +137,25 @@ def _simulate(options: argparse.Namespace) -> None:
 
 def subject_of(options: argparse.Namespace) -> Subject:
     """Return the selected workloads; raise `CommandError` or `ValueError` if they cannot be simulated."""
-    return _recorded(options) if options.job_id is not None else _traced(options)
+    subject, file = _recorded(options) if options.job_id is not None else _traced(options), options.warm_start
+    if file is None or all(each.warm_from is not None for each in subject.workloads):
+        return subject
+    learned = _learned_in(file.read_bytes().splitlines())
+    if learned is None:
+        needed = f"the export of a job of policy {GP_VOI} that has reached its target (bso-server jobs export)"
+        raise CommandError(f"{file} does not tell how to start warm: give {needed}")
+    return replace(subject, workloads=[replace(each, warm_from=learned) for each in subject.workloads])
+
+
+def _learned_in(lines: Sequence[bytes]) -> WarmStart | None:
+    """Return the warm start that the job of an export offers, or None; raise `BsoError` for invalid lines."""
+    first, *others = lines or [b""]
+    job = JobInImport("line 1", first, datetime.now(UTC))
+    context = {"job": job.export.job, "sizes": job.sizes}
+    placed = [(line, f"line {number}") for number, line in enumerate(others, 2)]
+    rows = [job.add(read(ImportedTrial, line, place, **context), place) for line, place in placed]
+    job.close()
+    return learned_by(replay(job.export.job, [each.trial for each in rows], job.export.survivors))
 
 
 def policy_name(name: str) -> str:
@@ -158,6 +185,7 @@ def settings_of(options: argparse.Namespace, subject: Subject) -> list[Setting]:
             concurrency=options.concurrency,
             probe=options.probe,
             first_run=options.first_run,
+            warm=options.warm_start is not None,
         )
         for eta in dict.fromkeys(options.eta or [subject.eta])
     ]
@@ -216,7 +244,13 @@ def _traced(options: argparse.Namespace) -> Subject:
         raise CommandError(f"which workload? Give {', '.join(missing)}, or --all for the six of the Zeus paper")
     one = {name: getattr(options, name) for name in _SELECTION}
     traces = Traces.read(options.train_trace, options.power_trace)
-    return Subject([traces.workload(each) for each in (PAPER_WORKLOADS if options.all else [Selection(**one)])])
+    selections = PAPER_WORKLOADS if options.all else [Selection(**one)]
+    workloads = [traces.workload(each) for each in selections]
+    if options.warm_start is not None and not options.warm_start.read_bytes().startswith(b"{"):
+        elsewhere = Traces.read(options.train_trace, options.warm_start)
+        pairs = zip(workloads, selections, strict=True)
+        workloads = [replace(each, warm_from=elsewhere.workload(selection)) for each, selection in pairs]
+    return Subject(workloads)
 
 
 def _flags(options: argparse.Namespace, names: Sequence[str], *, given: bool = True) -> list[str]:

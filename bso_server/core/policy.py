@@ -29,7 +29,18 @@ from bso_server.core.model import (
 )
 from bso_server.core.targets import suggest_own_size
 from bso_server.errors import InvalidReportError, PolicyNotInstalledError
-from zeus_plugins.protocol import FINAL, GP_VOI, ZEUS, CreatedJob, Decision, Origin, StopRule, Verdict
+from zeus_plugins.protocol import (
+    FINAL,
+    GP_VOI,
+    ZEUS,
+    CreatedJob,
+    Decision,
+    LearnedEpochs,
+    Origin,
+    StopRule,
+    Verdict,
+    WarmStart,
+)
 
 GROUP = "zeus_plugins.policies"
 """Entry point group in which packages name their policies."""
@@ -51,11 +62,14 @@ class Memory(Generic[Remembered]):
         begin: Returns the memory of a new job.
         after: Returns the memory after a trial has reached a final state; called in the order of ends. A trial on
             `other_gpus` tells nothing of the costs on the job's present ones.
+        learned: Returns the epochs with which a job of the same training on other GPUs may begin (`CreatedJob.warm`);
+            None if the policy knows no warm starts.
     """
 
     kind: type[Remembered]
     begin: Callable[[CreatedJob], Remembered]
     after: Callable[[Remembered, CreatedJob, TrialRecord], Remembered]
+    learned: Callable[[Remembered, CreatedJob], tuple[LearnedEpochs, ...]] | None = None
 
 
 def own_bound(job: CreatedJob, trial: TrialRecord, min_cost_j: float | None) -> StopRule:  # noqa: ARG001 - the signature is the interface's
@@ -366,3 +380,10 @@ def memory_after(job: CreatedJob, memory: Any, ended: Iterable[TrialRecord]) -> 
 def bandit_entered_from_the_start(job: CreatedJob) -> int | None:
     """Return the event with which a new job enters its bandit stage: 0 without a pruning stage, otherwise None."""
     return None if find(job.policy).prunes else 0
+
+
+def learned_by(history: History) -> WarmStart | None:
+    """Return the warm start that a job with this history offers to a new job, or None."""
+    memory = find(history.job.policy).memory
+    epochs = () if memory is None or memory.learned is None else memory.learned(history.memory, history.job)
+    return WarmStart(job_id=history.job.job_id, gpus=history.job.gpus, epochs=epochs) if epochs else None

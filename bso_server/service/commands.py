@@ -57,6 +57,7 @@ from bso_server.service.reports import Reports
 from bso_server.service.revisions import revise, terms_of
 from bso_server.service.targets import asks_for_other_target, learn_target, replace_target
 from bso_server.service.turns import Turns, turn
+from bso_server.service.warm import warm_start_of
 from bso_server.storage.rows import TRIAL_AT_POWER_LIMIT, StoredDecision, StoredJob, StoredPowerProfile
 from bso_server.storage.store import Store
 from bso_server.storage.transaction import Transaction
@@ -164,6 +165,8 @@ class Commands:
             if changes:
                 existing = revise(transaction, existing, changes, self._clock())
             known = existing.registration.with_fingerprint(registration.fingerprint)
+            if known.warm_in_force != existing.registration.warm_in_force:
+                transaction.forget_memory(known.job_id)
             existing = replace(existing, registration=known)
             if asks_for_other_target(known, registration):
                 existing = replace_target(transaction, existing, registration.target_metric, self.moment())
@@ -181,7 +184,8 @@ class Commands:
                 f"job {registration.job_id!r} is being imported at present: register it when that is over",
                 field="job_id",
             )
-        registration = registration.model_copy(update={"registration_id": secrets.token_hex(8), "revise": False})
+        made = {"registration_id": secrets.token_hex(8), "warm": warm_start_of(transaction, registration)}
+        registration = registration.model_copy(update={**made, "revise": False})
         if registration.target_metric is None or registration.target_runs is not None:
             registration = registration.model_copy(update={"target_runs": ()})
         asked, registration = registration, own.amended(registration)
@@ -195,6 +199,8 @@ class Commands:
                 asked.window_size,
             )
         transaction.log("job %s registered: %s", registration.job_id, list(registration.batch_sizes))
+        if registration.warm is not None:
+            transaction.log("job %s starts warm: %s", registration.job_id, registration.warm.in_words)
         return registration, True
 
     def begin_trial(

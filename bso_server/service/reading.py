@@ -169,6 +169,7 @@ def _explanation(stored: StoredJob, chosen: Suggestion | TrialRecord, decision: 
         sentence=f"{chosen.reason}; {stop}" if stop else chosen.reason,
         decision=decision,
         probe=stored.present_probe,
+        warm=stored.registration.warm_in_force,
     )
 
 

@@ -194,8 +194,9 @@ class Simulation:
 
     The job's `mab_seed` seeds the draws of the policy; `seed` seeds the choice of the recorded run that each trial
     follows, and the draws of the conditions. With `probes`, the first trial probes the sizes. If the `first_run` is
-    predicted, it is then withdrawn, and the recurrence begins again. `before_decision` is called with the recurrence,
-    counted from 0, and the history before each suggestion; the history is valid only during the call.
+    predicted, or the job starts warm, it is then withdrawn, and the recurrence begins again. `before_decision` is called
+    with the recurrence, counted from 0, and the history before each suggestion; the history is valid only during the
+    call.
     """
 
     def __init__(
@@ -254,7 +255,7 @@ class Simulation:
             if self._probe is not None:
                 self._playing.keep_probe(self._probe)
                 self._probe, probing = None, PROBE_SHARE
-                if self._job.first_run == "predicted":
+                if self._job.first_run == "predicted" or self._job.warm_in_force is not None:
                     trial, probing = self._begin_anew(trial, recurrence), 0.0
         except NoSurvivorError:
             self._finish_by_default(recurrence)

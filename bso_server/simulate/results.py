@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
 from bso_server.core.model import History
+from bso_server.core.policy import learned_by
 from bso_server.simulate.play import Conditions, Played, Simulation, job_of
 from bso_server.simulate.workload import Consumption, Landscape, Savings, Workload, landscape
 from zeus_plugins.protocol import FirstRun
 
 MARKS = (10, 20, 50, 100, 200, 500)
 """Numbers of recurrences after which costs are compared."""
+
+WARM_RECURRENCES = 20
+"""Recurrences of the job from which a warm start takes its epochs."""
 
 _LAST = 5
 
@@ -24,7 +28,8 @@ class Setting:
     """Extent and parameters of a simulation, in which `concurrency` recurrences are always under way.
 
     With `optimal_power_limits`, each size has its cheapest power limit, which its first run finds; otherwise the
-    maximum. With `probe`, the first trial probes the sizes; `first_run` as in `JobSpec`.
+    maximum. With `probe`, the first trial probes the sizes; `first_run` as in `JobSpec`. If it is `warm`, the
+    job begins with the epochs of the workload's `warm_from`.
     """
 
     recurrences: int = 100
@@ -35,6 +40,7 @@ class Setting:
     concurrency: int = 1
     probe: bool = False
     first_run: FirstRun = "default"
+    warm: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +175,11 @@ def played(
     before_decision: Callable[[int, History], None] | None = None,
 ) -> Played:
     """Simulate the job of one seed; `before_decision` as in `Simulation`."""
+    warm = workload.warm_from if setting.warm else None
+    if isinstance(warm, Workload):
+        other = replace(setting, recurrences=WARM_RECURRENCES, probe=False, first_run="default", warm=False)
+        at = Conditions(landscape_of(warm, other))
+        warm = learned_by(played(warm, at, policy, other, seed + setting.seeds).history)
     job = job_of(
         conditions.landscape,
         policy,
@@ -178,6 +189,7 @@ def played(
         beta_knob=setting.beta,
         max_epochs=workload.max_epochs,
         first_run=setting.first_run,
+        warm=warm,
     )
     return Simulation(
         job,

@@ -53,7 +53,7 @@ from bso_server.storage.tables import (
     trials,
     write_probes,
 )
-from zeus_plugins.protocol import ALIVE, CreatedJob, Origin, Probe, Revision, TrialState
+from zeus_plugins.protocol import ALIVE, CreatedJob, Fingerprint, Origin, Probe, Revision, TrialState
 
 logger = logging.getLogger("bso_server")
 
@@ -213,6 +213,13 @@ class Transaction:
     def job(self, job_id: str) -> StoredJob | None:
         """Return the job, or None."""
         return next(map(job_from, self.rows(_JOB, job_id=job_id)), None)
+
+    def jobs_with_parameters(self, policy: str, parameters: str, *, limit: int) -> list[StoredJob]:
+        """Return the newest jobs of a policy that have reached their target, with this hash of their parameters."""
+        statement = sa.select(jobs).where(IS_THERE, jobs.c.policy == policy, jobs.c.min_cost_j.is_not(None))
+        text = Fingerprint(parameters=parameters).model_dump_json(include={"parameters"}).strip("{}")
+        statement = statement.where(jobs.c.fingerprint.contains(text, autoescape=True))
+        return [job_from(row) for row in self.rows(statement.order_by(jobs.c.created_at.desc()).limit(limit))]
 
     @property
     def can_skip(self) -> bool:

@@ -19,6 +19,7 @@ from tests.support.hf_models import USERS_SIZE
 from tests.support.job_bench import SERVERS_SIZE
 from zeus_plugins.errors import ZeusBSOConfigError
 from zeus_plugins.huggingface._trainer import HuggingFacePort
+from zeus_plugins.training.defaults import hash_of_parameters
 
 SIZES = (2, 4, 8, 16, 32, 64, 128)
 HYPERPARAMETERS = {
@@ -40,6 +41,8 @@ def test_sizes_and_epochs_are_read_from_arguments(bench: Bench) -> None:
         "optimizer": OptimizerNames(trainer.args.optim).value,
         "monitor": "score",
         "samples": 168,
+        "parameters": hash_of_parameters(trainer.model),
+        "data": "Digits",
     }
     assert view.job.fingerprint.model_dump() == told
     assert view.trials[0].state == "completed"

@@ -15,6 +15,7 @@ from tests.support import lightning_models as models
 from tests.support.lightning_bench import QUIET, Bench
 from tests.support.lightning_models import USERS_SIZE, Classifier, Loader, TrainOnly, quiet_trainer
 from zeus_plugins.errors import ZeusBSOConfigError
+from zeus_plugins.training.defaults import hash_of_parameters
 
 pytestmark = QUIET
 
@@ -58,7 +59,8 @@ def test_size_is_read_from_data(bench: Bench, kind: Callable[[], tuple[TrainOnly
     assert module.seen_sizes[0] == USERS_SIZE
     assert view.job.fingerprint is not None
     told = {"model": type(module).__name__, "framework": "lightning", "optimizer": "SGD", "monitor": "score"}
-    assert view.job.fingerprint.model_dump() == {**told, "samples": 168}
+    data = {"samples": 168, "data": "TensorDataset"}
+    assert view.job.fingerprint.model_dump() == {**told, **data, "parameters": hash_of_parameters(module)}
 
 
 def test_accumulated_batches_and_stream_count(bench: Bench) -> None:

@@ -60,7 +60,7 @@ PUBLIC = {
             *("is_higher_better", "is_lower_better"),
             "EndReason",
             "FIXED_TERMS",
-            "TARGET_RUNS",
+            *("LearnedEpochs", "TARGET_RUNS", "WarmStart"),
             "terms_between",
             "Change",
             "Revision",

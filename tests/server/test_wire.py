@@ -46,6 +46,8 @@ class TestRegistering:
             "policy": "zeus",
             "controls": "auto",
             "first_run": "default",
+            "warm_start": "auto",
+            "warm": None,
             "confirm": 1,
             "no_worse_than_default": None,
             **made,
@@ -73,6 +75,7 @@ class TestRegistering:
     def test_fingerprint_is_optional_and_stored_with_the_job(self, http: httpx.Client, spec: dict[str, Any]) -> None:
         assert http.post("/jobs", json=spec).json()["fingerprint"] is None
         told = {"model": "Net", "framework": "lightning", "optimizer": None, "monitor": "val_acc", "samples": 1000}
+        told |= {"parameters": "0123456789abcdef", "data": "Digits"}
         for fingerprint in (told, {"model": "Other"}):
             answer = http.post("/jobs", json={**spec, "fingerprint": fingerprint})
             assert (answer.status_code, answer.json()["fingerprint"]) == (200, told)

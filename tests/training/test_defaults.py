@@ -5,9 +5,11 @@ from __future__ import annotations
 import re
 import sys
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -21,6 +23,8 @@ from zeus_plugins.training.defaults import (
     TrainingFacts,
     check_epochs,
     first_report_warning,
+    hash_of_parameters,
+    name_of_data,
     planned,
     script_name,
 )
@@ -345,3 +349,28 @@ def test_trainer_ending_before_the_job_is_refused(limit: int, trained: int, prob
     check_epochs(0, limit, "Trainer(n={})", trained=trained)
     with nullcontext() if problem is None else pytest.raises(ZeusBSOConfigError, match=f"^{re.escape(problem)}$"):
         check_epochs(3, limit, "Trainer(n={})", trained=trained)
+
+
+# --- Fingerprints -----------------------------------------------------------------------------------------------------
+
+
+def test_hash_of_parameters_follows_their_number_and_shapes_only() -> None:
+    def net(width: int, layers: int = 2) -> torch.nn.Module:
+        return torch.nn.Sequential(*(torch.nn.Linear(width, width) for _ in range(layers)))
+
+    known = hash_of_parameters(net(3))
+    assert known is not None
+    assert known == hash_of_parameters(net(3)) == hash_of_parameters(torch.nn.DataParallel(net(3)))
+    assert known == hash_of_parameters(torch.nn.ModuleDict({"_orig_mod": net(3)}))
+    assert len({known, hash_of_parameters(net(4)), hash_of_parameters(net(3, layers=3))}) == 3
+    for unknown in (torch.nn.Sequential(torch.nn.LazyLinear(3)), torch.nn.ReLU(), None):
+        assert hash_of_parameters(unknown) is None
+
+
+def test_data_are_named_by_themselves_or_by_their_class() -> None:
+    data = torch.utils.data.TensorDataset(torch.zeros(3))
+    info = SimpleNamespace(dataset_name="mnist")
+    assert name_of_data(data) == "TensorDataset"
+    assert name_of_data(torch.utils.data.Subset(torch.utils.data.Subset(data, [0, 1]), [0])) == "TensorDataset"
+    assert name_of_data(SimpleNamespace(info=info)) == "mnist"
+    assert name_of_data(None) is None

@@ -48,7 +48,7 @@ from zeus_plugins.training.batches import (
     process_batch_sizes,
     resize_process_loader,
 )
-from zeus_plugins.training.defaults import TrainingFacts, script_name
+from zeus_plugins.training.defaults import TrainingFacts, hash_of_parameters, name_of_data, script_name
 from zeus_plugins.training.metrics import EVALUATION_PREFIX
 from zeus_plugins.training.passes import CannotProbe, Passes
 from zeus_plugins.training.patches import Patches
@@ -239,14 +239,19 @@ class HuggingFacePort:
             resize_deepspeed(trainer, split, self.devices, patches)
 
     def fingerprint(self) -> Fingerprint:
-        """Return model, framework, and the optimizer that the script passes or the arguments name."""
+        """Return model, parameters, framework, and the optimizer that the script passes or the arguments name."""
         trainer = self._trainer
         given = trainer.optimizer
         name = str(getattr(self._args.optim, "value", self._args.optim)) if given is None else type(given).__name__
         # An earlier `train` of the same trainer has left its optimizer there.
         name = _OPTIMIZERS.get(trainer, name) if isinstance(given, AcceleratedOptimizer) else name
         _OPTIMIZERS[trainer] = name
-        return Fingerprint(model=type(trainer.model).__name__, framework="transformers", optimizer=name)
+        return Fingerprint(
+            model=type(trainer.model).__name__,
+            framework="transformers",
+            optimizer=name,
+            parameters=hash_of_parameters(trainer.model),
+        )
 
     def facts(self, patches: Patches) -> TrainingFacts:
         args, data = self._args, self._trainer.train_dataset
@@ -266,6 +271,7 @@ class HuggingFacePort:
             devices=self.devices,
             unit=math.lcm(unit, generation_unit(self._trainer)),
             max_epochs=max(1, math.ceil(epochs)),
+            data=name_of_data(data),
             obstacle=self._obstacle,
         )
 

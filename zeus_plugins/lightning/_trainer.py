@@ -34,7 +34,7 @@ from zeus_plugins.training.batches import (
     resize_loader,
     scaled_together,
 )
-from zeus_plugins.training.defaults import TrainingFacts, script_name
+from zeus_plugins.training.defaults import TrainingFacts, hash_of_parameters, name_of_data, script_name
 from zeus_plugins.training.lr_scaling import GROUP_RATES
 from zeus_plugins.training.passes import CannotProbe, Passes
 from zeus_plugins.training.patches import Patches
@@ -203,8 +203,9 @@ class LightningPort:
         self._count_samples(patches)
 
     def fingerprint(self) -> Fingerprint:
-        """Return model and framework; the optimizers do not exist yet."""
-        return Fingerprint(model=type(self._module).__name__, framework="lightning")
+        """Return model, parameters and framework; the optimizers do not exist yet."""
+        module = self._module
+        return Fingerprint(model=type(module).__name__, framework="lightning", parameters=hash_of_parameters(module))
 
     def facts(self, patches: Patches) -> TrainingFacts:
         """Read the facts from trainer, data and module.
@@ -235,6 +236,7 @@ class LightningPort:
             devices=self.devices,
             unit=unit,
             max_epochs=None if limit is None or limit < 0 else max(1, limit - trainer.current_epoch),
+            data=name_of_data(getattr(largest, "dataset", None)),
             obstacle=lambda split: self._obstacle(largest, split),
         )
 

@@ -17,7 +17,9 @@ from zeus_plugins.protocol._jobs import GpuConfig as GpuConfig
 from zeus_plugins.protocol._jobs import JobParams as JobParams
 from zeus_plugins.protocol._jobs import JobSpec as JobSpec
 from zeus_plugins.protocol._jobs import JobSpecFromClient as JobSpecFromClient
+from zeus_plugins.protocol._jobs import LearnedEpochs as LearnedEpochs
 from zeus_plugins.protocol._jobs import TrialId as TrialId
+from zeus_plugins.protocol._jobs import WarmStart as WarmStart
 from zeus_plugins.protocol._jobs import terms_between as terms_between
 from zeus_plugins.protocol._metrics import is_higher_better as is_higher_better
 from zeus_plugins.protocol._metrics import is_lower_better as is_lower_better

@@ -90,6 +90,7 @@ class JobParams(WireMessage):
     policy: PolicyName = GP_VOI
     controls: Controls = "auto"
     first_run: FirstRun = "default"
+    warm_start: Identifier = "auto"
     no_worse_than_default: Annotated[dict[MetricName, Finite], Field(min_length=1, max_length=MAX_MARGINS)] | None = (
         None
     )
@@ -143,6 +144,8 @@ class JobSpec(JobParams):
             the runs at the best size, at most 0.5.
         first_run: The size of the job's first run: ``"default"``, or ``"predicted"`` from the probe that precedes the
             run, if that is expected to save (docs/policy.md). Only policy ``gp_voi`` predicts.
+        warm_start: Job from which a new job takes over the epochs to the target (docs/policy.md): ``"auto"``, the job
+            of the same training on other GPUs, if the server has one; the id of a job; or ``"off"``, no job.
         no_worse_than_default: Margins by the names of metrics, which the callbacks then watch. A size is left out once
             a metric is shown to be worse than the default's by more than its margin. Higher is better, unless the name
             says otherwise (such as ``val_loss``) or the margin is negative (docs/quality.md). Not with policy ``zeus``.
@@ -200,6 +203,8 @@ class Fingerprint(WireMessage):
         optimizer: The optimizer's class or name.
         monitor: Name of the target's metric; of ``transformers`` without the prefix ``eval_``.
         samples: Length of the training data. It may change from run to run.
+        parameters: Hash of the number and the shapes of the model's parameters.
+        data: Name of the training data, or of the class of their data set.
     """
 
     # The order matters: a validator sees only the fields above its own.
@@ -208,6 +213,8 @@ class Fingerprint(WireMessage):
     optimizer: Text | None = None
     monitor: Text | None = None
     samples: NonNegativeInt | None = None
+    parameters: Text | None = None
+    data: Text | None = None
 
     @field_validator("monitor")
     @classmethod
@@ -229,6 +236,46 @@ class Fingerprint(WireMessage):
             for (name, mine), (_, theirs) in zip(self, other, strict=True)
             if name != "samples" and mine != theirs and None not in (mine, theirs)
         ]
+
+
+class LearnedEpochs(WireMessage):
+    """Epochs to the target at one batch size, as learned by another job.
+
+    Attributes:
+        batch_size: The global batch size.
+        log_epochs: Mean of the log of the epochs.
+        sd: Standard error of that mean.
+        weight: Number of runs that the mean rests on.
+        reached: True if runs of this size reach the target; otherwise they only showed that it needs more epochs.
+    """
+
+    batch_size: BatchSize
+    log_epochs: Finite
+    sd: PositiveFinite
+    weight: PositiveFinite
+    reached: bool
+
+
+class WarmStart(WireMessage):
+    """Epochs to the target that a new job takes over from a job of the same training on other GPUs.
+
+    Attributes:
+        job_id: The other job.
+        gpus: Its GPUs.
+        optimizer: Its optimizer, which that of the new job must equal; None if that does not matter.
+        epochs: Its epochs, by batch size.
+    """
+
+    job_id: Identifier
+    gpus: GpuConfig
+    optimizer: Text | None = None
+    epochs: tuple[LearnedEpochs, ...] = ()
+
+    @property
+    def in_words(self) -> str:
+        """The source, such as ``epochs as learned by job nightly on A40``."""
+        count = f"{self.gpus.number_of_gpus} x " if self.gpus.number_of_gpus > 1 else ""
+        return f"epochs as learned by job {self.job_id} on {count}{self.gpus.gpu_model}"
 
 
 def _without_eval(metric: str, framework: str | None) -> str:
@@ -307,10 +354,26 @@ class JobSpecFromClient(JobSpec, GpuConfig):
 
 
 class CreatedJob(JobSpecFromClient):
-    """Answer of ``POST /jobs``: a registered job, which always has an id."""
+    """Answer of ``POST /jobs``: a registered job, which always has an id.
+
+    Attributes:
+        warm: Epochs that the server took over from another job at the registration, or None.
+    """
 
     job_id: Identifier
     revise: bool = Field(default=False, exclude=True)
+    warm: WarmStart | None = None
+
+    @property
+    def warm_in_force(self) -> WarmStart | None:
+        """The warm start; None without one, if the user has switched it off, and if the optimizer turned out to differ.
+
+        Some trainings know their optimizer only after the registration.
+        """
+        if self.warm is None or self.warm_start == "off":
+            return None
+        own = None if self.fingerprint is None else self.fingerprint.optimizer
+        return self.warm if None in (own, self.warm.optimizer) or own == self.warm.optimizer else None
 
 
 def terms_between(before: CreatedJob, after: CreatedJob) -> dict[str, tuple[Any, Any]]:
@@ -318,7 +381,7 @@ def terms_between(before: CreatedJob, after: CreatedJob) -> dict[str, tuple[Any,
 
     A registration without a target, and one of a job that was registered without, does not differ by its target.
     """
-    left_out = {"fingerprint", "registration_id", "target_runs"}
+    left_out = {"fingerprint", "registration_id", "target_runs", "warm"}
     if before.target_runs is not None or after.target_runs is not None or after.target_metric is None:
         left_out.add("target_metric")
     old, new = (job.model_dump(exclude=left_out) for job in (before, after))

@@ -18,7 +18,7 @@ from pydantic import (
     field_validator,
 )
 
-from zeus_plugins.protocol._jobs import CreatedJob
+from zeus_plugins.protocol._jobs import CreatedJob, WarmStart
 from zeus_plugins.protocol._trials import Probe, StopRule
 from zeus_plugins.protocol._values import (
     BatchSize,
@@ -572,6 +572,7 @@ class Explanation(WireMessage):
         sentence: Why it has this size, and when it is stopped, in words.
         decision: The numbers behind the choice; None for a trial whose size no policy chose.
         probe: The latest probe of the job's batch sizes on its GPUs, or None.
+        warm: Epochs that the job took over from another job at its registration, or None.
     """
 
     job_id: Identifier
@@ -583,6 +584,7 @@ class Explanation(WireMessage):
     sentence: str
     decision: Decision | None
     probe: Probe | None = None
+    warm: WarmStart | None = None
 
 
 class FieldError(WireMessage):

@@ -113,6 +113,7 @@ class TrainingFacts:
         devices: Number of devices that train on different data.
         unit: Divisor of all global batch sizes: devices × accumulated batches.
         max_epochs: Epochs after which the trainer ends, a begun one included; None for no limit.
+        data: Name of the training data or of their class; None if unknown.
         obstacle: Returns why the trainer and its data cannot train at a split of a batch size, or None.
     """
 
@@ -123,7 +124,31 @@ class TrainingFacts:
     devices: int = 1
     unit: int = 1
     max_epochs: int | None = None
+    data: str | None = None
     obstacle: Callable[[BatchSplit], str | None] = lambda _: None
+
+
+def hash_of_parameters(model: Any) -> str | None:
+    """Return a hash of the number and the shapes of a model's parameters, in their order.
+
+    Their names are left out, because wrappers such as DDP and `torch.compile` prefix them. None without parameters, or
+    if the shape of one is not known yet.
+    """
+    parameters = [] if model is None else list(model.parameters())
+    # Lazy modules make such parameters.
+    if not parameters or any(hasattr(each, "materialize") for each in parameters):
+        return None
+    # DeepSpeed keeps the shape of a parameter that it has spread over devices.
+    shapes = [tuple(getattr(each, "ds_shape", each.shape)) for each in parameters]
+    return hashlib.sha256(repr(shapes).encode()).hexdigest()[:16]
+
+
+def name_of_data(data: Any) -> str | None:
+    """Return the name of a Hugging Face data set, or else the name of its class; of a subset, that of the whole."""
+    while type(data).__name__ == "Subset":
+        data = data.dataset
+    name = getattr(getattr(data, "info", None), "dataset_name", None)
+    return None if data is None else str(name or type(data).__name__)[:255]
 
 
 @dataclass(frozen=True, kw_only=True)

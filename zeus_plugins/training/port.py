@@ -83,7 +83,7 @@ class TrainerPort(Ranks, Protocol):
         """Raise `ZeusBSOConfigError` if the mean size of the epoch's batches is not the size that was set."""
 
     def fingerprint(self) -> Fingerprint:
-        """Return the model, framework and optimizer of the training, as far as known before it begins."""
+        """Return model, parameters, framework and optimizer of the training, as far as known before it begins."""
 
     def facts(self, patches: Patches) -> TrainingFacts:
         """Return the facts by which a job is guessed and sizes are checked; `patches` records changes to a trainer."""

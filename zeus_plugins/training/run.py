@@ -374,7 +374,9 @@ class TrialRun:
             plan = decided(port, lambda: planned(wish, facts, modes=port.modes(wish.monitor), check_size=check))
         if plan.warning is not None and port.rank == 0:
             _logger.warning("%s", plan.warning)
-        fingerprint = port.fingerprint().completed_by(Fingerprint(monitor=wish.monitor or None, samples=samples))
+        data = None if facts is None else facts.data
+        known = Fingerprint(monitor=wish.monitor or None, samples=samples, data=data)
+        fingerprint = port.fingerprint().completed_by(known)
         script_size = None if facts is None else facts.step_size
         return replace(plan, fingerprint=fingerprint, is_strict=self.options.strict, script_size=script_size)
 

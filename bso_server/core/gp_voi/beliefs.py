@@ -20,12 +20,15 @@ from bso_server.core.gp_voi.gaussian_process import (
 from bso_server.core.gp_voi.prior import CONSTANTS, Critical, Sizes, laws
 from bso_server.core.gp_voi.run_costs import CostRun, CostRuns, change_of, doubt_of
 from bso_server.core.model import OBSERVED, TrialRecord, is_cut_short, log_costs_per_epoch
-from zeus_plugins.protocol import CreatedJob, EndReason, Origin, TrialState
+from zeus_plugins.protocol import CreatedJob, EndReason, LearnedEpochs, Origin, TrialState
 
 # A pseudo-observation of less weight is not worth remembering.
 _LEAST_PSEUDO_WEIGHT = 1e-4
 _LEAST_VARIANCE = 1e-9
 _LEAST_WEIGHT = 1e-6
+
+# Sizes that a job passes on, so that a registration stays small.
+_MOST_LEARNED = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +115,11 @@ class Belief:
         return self.observed.weight > _LEAST_WEIGHT
 
     @property
+    def is_taken_over(self) -> bool:
+        """True if only another job's runs say that the size reaches the target (`CreatedJob.warm_in_force`)."""
+        return self.converged and not self.exact.weight
+
+    @property
     def setbacks(self) -> int:
         """Number of trials that missed the target or crashed, which count against the size."""
         return self.missed + self.crashed
@@ -189,6 +197,44 @@ class Outcome:
     doubt: float = 0.0
 
 
+def begun(job: CreatedJob) -> Beliefs:
+    """Return the beliefs of a new job: empty, or with the epochs of its warm start.
+
+    A mean of standard error e, from runs of weight w, gets the weight ``w·e²/(e² + d²)``, with d = `warm_sd`.
+    """
+    warm = job.warm_in_force
+    learned = {} if warm is None else {each.batch_size: each for each in warm.epochs}
+
+    def belief(known: LearnedEpochs | None) -> Belief:
+        if known is None:
+            return Belief()
+        weight = known.weight / (1 + (CONSTANTS.warm_sd / known.sd) ** 2)
+        return Belief(observed=WeightedStatistics(weight, known.log_epochs), converged=known.reached)
+
+    return tuple(belief(learned.get(size)) for size in job.batch_sizes)
+
+
+def learned(beliefs: Beliefs, job: CreatedJob) -> tuple[LearnedEpochs, ...]:
+    """Return the log epochs of the sizes with the most runs for other jobs; empty before a run reaches the target."""
+    if not any(belief.exact.weight for belief in beliefs):
+        return ()
+    observed = [place for place, belief in enumerate(beliefs) if belief.is_observed]
+    most = sorted(observed, key=lambda place: -beliefs[place].observed.weight)[:_MOST_LEARNED]
+    # A posterior over these sizes alone is enough for the variance from run to run.
+    few = Sizes(tuple(job.batch_sizes[place] for place in sorted(most)), 0)
+    run_variance = posterior_of(few, tuple(beliefs[place] for place in sorted(most))).run_variance
+    return tuple(
+        LearnedEpochs(
+            batch_size=job.batch_sizes[place],
+            log_epochs=beliefs[place].observed.mean,
+            sd=math.sqrt(run_variance / beliefs[place].observed.weight),
+            weight=beliefs[place].observed.weight,
+            reached=beliefs[place].converged,
+        )
+        for place in sorted(most)
+    )
+
+
 def posterior_of(sizes: Sizes, beliefs: Beliefs, critical: Critical | None = None) -> Posterior:
     """Return the posterior of log epochs to the target; at least one belief has an observation."""
     return epochs_posterior(
@@ -203,12 +249,18 @@ def posterior_of(sizes: Sizes, beliefs: Beliefs, critical: Critical | None = Non
 def after_outcome(sizes: Sizes, beliefs: Beliefs, outcome: Outcome) -> Beliefs:
     """Return the beliefs after a trial has ended.
 
-    A run that reached the target ends a recurrence of the job, so all observations fade a little.
+    A run that reached the target ends a recurrence of the job, so all observations fade a little. A run at a size that
+    was taken over tests the other job's epochs: if it deviates too much, no size without own runs keeps them.
     """
     index, log_epochs, surprise = outcome.index, math.log(outcome.epochs), 0.0
     if beliefs[index].is_observed:
         mean, variance = posterior_of(sizes, beliefs).of_run(index)
         surprise = (log_epochs - mean) / math.sqrt(variance)
+        is_off = (abs(surprise) if outcome.reached else surprise) >= CONSTANTS.warm_surprise
+        # Before a run has reached the target, only this test stops runs.
+        is_first = not any(belief.exact.weight for belief in beliefs)
+        if beliefs[index].is_taken_over and (is_off or (is_first and not outcome.reached)):
+            beliefs, surprise = _without_other_job(beliefs), 0.0
     beliefs = _with_cost(sizes, beliefs, outcome)
     if outcome.reached:
         return _after_success(beliefs, index, log_epochs, surprise)
@@ -304,6 +356,12 @@ def _after_stop(sizes: Sizes, beliefs: Beliefs, index: int, log_epochs: float) -
         return beliefs
     location = (matched_mean / matched_variance - mean / variance) / precision_gain
     return _changed(beliefs, index, observed=beliefs[index].observed.including(location, weight))
+
+
+def _without_other_job(beliefs: Beliefs) -> Beliefs:
+    """Forget the epochs that were taken over, at all sizes without own runs."""
+    unknown = WeightedStatistics()
+    return tuple(each if each.exact.weight else replace(each, observed=unknown, converged=False) for each in beliefs)
 
 
 def _after_drift(beliefs: Beliefs) -> Beliefs:

@@ -14,7 +14,16 @@ from typing import NamedTuple
 
 import numpy as np
 
-from bso_server.core.gp_voi.beliefs import Belief, Beliefs, beliefs_with, expected_startup, has_crashed, trials_missed
+from bso_server.core.gp_voi.beliefs import (
+    Belief,
+    Beliefs,
+    begun,
+    beliefs_with,
+    expected_startup,
+    has_crashed,
+    learned,
+    trials_missed,
+)
 from bso_server.core.gp_voi.forecast import Forecast, available_of, beliefs_of
 from bso_server.core.gp_voi.gaussian_process import WeightedStatistics
 from bso_server.core.gp_voi.prior import CONSTANTS, Sizes, laws
@@ -73,6 +82,8 @@ def suggest(history: History, rng: np.random.Generator) -> Suggestion:  # noqa: 
     if not _is_known(history, beliefs):
         return _first(history, beliefs, available)
     forecast, values = Forecast.of(history, beliefs, history.in_flight), dict[int, Worth]()
+    if forecast.incumbent_converges and not _has_own_run(beliefs):
+        return _taken_over(history, forecast)
     # A recurrence of the job pays for at most so many trials of other sizes, and for none after a crash.
     may_explore = forecast.incumbent_converges and _may_explore(beliefs)
     repeat = 0.0
@@ -102,7 +113,7 @@ def bound_of(history: History, trial: TrialRecord) -> EpochBound | None:
     others = [each for each in history.in_flight if each.trial_number != trial.trial_number]
     beliefs = beliefs_of(history, others)
     # Where no size can run any more, there is no cheaper run to compare with.
-    if not available_of(history) or not any(belief.is_observed for belief in beliefs):
+    if not available_of(history) or not _has_own_run(beliefs):
         return unbounded(job.max_epochs)
     index = job.batch_sizes.index(trial.batch_size)
     belief, is_guess, run = beliefs[index], False, CostRun.of(job, trial)
@@ -130,6 +141,11 @@ def _is_known(history: History, beliefs: Beliefs) -> bool:
     """
     is_probed = bool(probed_costs(history.job, history.probe))
     return any(belief.is_observed for belief in beliefs) and (is_probed or any(belief.has_cost for belief in beliefs))
+
+
+def _has_own_run(beliefs: Beliefs) -> bool:
+    """Return True if a run of the job has reached the target; another job's runs do not count."""
+    return any(belief.exact.weight for belief in beliefs)
 
 
 def _is_moved(before: Forecast, forecast: Forecast) -> bool:
@@ -177,8 +193,9 @@ def _first(history: History, beliefs: Beliefs, available: Sequence[int]) -> Sugg
     index = min(available, key=lambda each: (0 if is_stuck else setbacks(each), octaves[each]))
     size, missed = job.batch_sizes[index], trials_missed(beliefs)
     if not any(arm.trials for arm in history.arms.values()):
-        reason = f"first run of job {job.job_id}"
-    elif any(belief.is_observed for belief in beliefs):
+        warm = job.warm_in_force
+        reason = f"first run of job {job.job_id}" + (f"; {warm.in_words}" if warm else "")
+    elif _has_own_run(beliefs):
         reason = f"first run on the job's new GPUs: {size}, near your own size"
     elif is_stuck:
         reason = f"every batch size has missed the target: {advice_in_words(job)}"
@@ -189,6 +206,16 @@ def _first(history: History, beliefs: Beliefs, available: Sequence[int]) -> Sugg
         why = "is your own size" if index == sizes.default else "has the fewest misses and crashes"
         reason = f"{start}; {size} {why if history.arms[size].trials else 'has not been tried yet'}"
     return Suggestion(size, Origin.EXPLORATION, reason)
+
+
+def _taken_over(history: History, forecast: Forecast) -> Suggestion:
+    """Suggest the size with the lowest expected cost by the epochs of another job, before a run reaches the target."""
+    job, index = history.job, forecast.incumbent
+    size, warm = job.batch_sizes[index], job.warm_in_force
+    cost = _expected_cost(history, forecast)
+    reason = f"{size} is the cheapest, {cost}" + (f", with {warm.in_words}" if warm else "")
+    found = bound(job, forecast, index, Origin.EXPLORATION)
+    return Suggestion(size, Origin.EXPLORATION, reason + _left_out(history), bound=found, basis=Weighed(forecast, {}))
 
 
 def _predicted(history: History, beliefs: Beliefs, available: Sequence[int]) -> Suggestion | None:
@@ -387,5 +414,5 @@ POLICY = Policy(
     bound=lambda history, trial: bound_of(thinned(history, trial.batch_size), trial),
     controls=True,
     leaves_out=True,
-    memory=Memory(tuple[Belief, ...], lambda job: (Belief(),) * len(job.batch_sizes), after),
+    memory=Memory(tuple[Belief, ...], begun, after, learned),
 )

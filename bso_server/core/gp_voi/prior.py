@@ -106,6 +106,10 @@ class GpVoiConstants:
     incumbent_allowance: float = 2.0  # at least this factor,
     incumbent_sds: float = 4.0  # and at least this many σ more
 
+    # Warm start.
+    warm_sd: float = 0.15  # σ by which the log epochs of a size may differ between GPUs
+    warm_surprise: float = 2.5  # deviation, in σ, of a run from what another job has learned that refutes it
+
     # Changes of the job, and forgetting.
     failure_prior: float = 0.02  # pseudo-count of runs that fail, per size (Beta prior),
     success_prior: float = 1.0  # and of runs that do not

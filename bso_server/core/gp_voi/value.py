@@ -215,12 +215,16 @@ def bound(job: CreatedJob, forecast: Forecast, index: int, origin: Origin, worth
 def _bound_of_incumbent(job: CreatedJob, forecast: Forecast, index: int) -> EpochBound:
     """Return a bound of ``e^m · max(incumbent_allowance, e^(incumbent_sds · s))`` epochs, for log epochs N(m, s²).
 
-    The bound doubles at each further retry of this size.
+    The bound doubles at each further retry of this size. The first run of a size that was taken over from another job
+    is stopped once its epochs refute the other job's.
     """
     mean, variance = forecast.epochs.of_run(index)
-    spread = math.exp(min(CONSTANTS.incumbent_sds * math.sqrt(variance), 20.0))
-    missed = forecast.beliefs[index].missed
-    times = max(CONSTANTS.incumbent_allowance, spread) * 2.0 ** min(max(missed - 1, 0), 32)
+    belief, sds, least = forecast.beliefs[index], CONSTANTS.incumbent_sds, CONSTANTS.incumbent_allowance
+    if belief.is_taken_over:
+        sds, least = CONSTANTS.warm_surprise, 1.0
+    spread = math.exp(min(sds * math.sqrt(variance), 20.0))
+    missed = belief.missed
+    times = max(least, spread) * 2.0 ** min(max(missed - 1, 0), 32)
     allowed = bounded_exp(mean) * times
     if allowed >= job.max_epochs:
         return unbounded(job.max_epochs)

@@ -1,0 +1,229 @@
+"""Warm starts of policy `gp_voi`: epochs to the target that another job has learned on other GPUs."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from bso_server.core.gp_voi.beliefs import Belief, begun, learned
+from bso_server.core.gp_voi.gaussian_process import WeightedStatistics
+from bso_server.core.gp_voi.prior import CONSTANTS
+from bso_server.core.job import InMemoryJob
+from bso_server.core.model import Suggestion
+from bso_server.core.policy import learned_by, suggest
+from bso_server.simulate.play import Conditions, Simulation, job_of
+from bso_server.simulate.workload import Epoch, Landscape, SizeTrace, Workload, landscape
+from tests.support.histories import Life, make_job, run
+from zeus_plugins.protocol import (
+    GP_VOI,
+    CreatedJob,
+    Fingerprint,
+    GpuConfig,
+    LearnedEpochs,
+    Origin,
+    Probe,
+    ProbedSize,
+    WarmStart,
+)
+
+SIZES = (8, 16, 32, 64, 128)
+A40 = GpuConfig(max_power=300.0, number_of_gpus=1, gpu_model="A40")
+
+
+def learned_of(size: int, epochs: float, *, reached: bool = True) -> LearnedEpochs:
+    """Return the epochs that five runs of a size have shown."""
+    return LearnedEpochs(batch_size=size, log_epochs=math.log(epochs), sd=0.05, weight=5.0, reached=reached)
+
+
+WARM = WarmStart(
+    job_id="nightly",
+    gpus=A40,
+    epochs=(learned_of(16, 12), learned_of(32, 10), learned_of(64, 11), learned_of(128, 20, reached=False)),
+)
+WORDS = "epochs as learned by job nightly on A40"
+
+
+def warm_job(**fields: object) -> CreatedJob:
+    return make_job(SIZES, 32, policy=GP_VOI, **{"warm": WARM, "max_epochs": 100, **fields})
+
+
+def probe_of(job: CreatedJob) -> Probe:
+    """A probe by which an epoch costs less, the larger the size is: 64 is the cheapest by its epochs."""
+    sizes = tuple(ProbedSize(batch_size=size, time_s=1, energy_j=6400 / size, error=0.1) for size in SIZES)
+    return Probe(gpus=job.gpus, sizes=sizes)
+
+
+def suggested(life: Life, *, probed: bool = True) -> Suggestion:
+    history = replace(life.history, probe=probe_of(life.job) if probed else None)
+    return suggest(history, np.random.default_rng(0))
+
+
+# --- Beliefs --------------------------------------------------------------------------------------------------------
+
+
+def test_warm_job_begins_with_the_learned_epochs_at_less_weight() -> None:
+    # 5 runs with σ 0.05 of their mean, and σ 0.15 between GPUs: 5 · 0.05² / (0.05² + 0.15²).
+    known = WeightedStatistics(0.5, math.log(10))
+    found = begun(warm_job())
+    assert found[0] == Belief()
+    assert found[2].observed.weight == pytest.approx(known.weight)
+    assert (found[2].observed.mean, found[2].converged, found[2].is_taken_over) == (known.mean, True, True)
+    assert (found[4].converged, found[4].is_taken_over, found[4].is_observed) == (False, False, True)
+    assert not any(belief.exact.weight or belief.costs for belief in found)
+
+
+@pytest.mark.parametrize(
+    ("fields", "is_warm"),
+    [
+        ({}, True),
+        ({"warm_start": "off"}, False),
+        ({"fingerprint": Fingerprint(optimizer="SGD")}, True),
+        ({"fingerprint": Fingerprint(optimizer="Adam")}, False),
+        ({"fingerprint": Fingerprint(optimizer="Adam"), "warm": WARM.model_copy(update={"optimizer": None})}, True),
+    ],
+)
+def test_warm_start_counts_unless_it_is_off_or_has_another_optimizer(fields: dict[str, object], is_warm: bool) -> None:
+    job = warm_job(**{"warm": WARM.model_copy(update={"optimizer": "SGD"}), **fields})
+    assert (begun(job) != (Belief(),) * 5) is is_warm
+
+
+def test_a_job_passes_on_its_epochs_with_their_error_once_it_has_reached_its_target() -> None:
+    life = Life(make_job(SIZES, 32, policy=GP_VOI))
+    assert learned_by(life.history) is None
+    run(life, life.ask(), needed=5)
+    found = learned_by(life.history)
+    assert found is not None
+    assert (found.job_id, found.gpus) == (life.job.job_id, life.job.gpus)
+    (only,) = found.epochs
+    assert (only.batch_size, only.log_epochs, only.reached) == (32, pytest.approx(math.log(5)), True)
+    assert only.weight == pytest.approx(CONSTANTS.forgetting)
+    assert 0.05 < only.sd < 0.15
+
+
+def test_a_warm_job_passes_nothing_on_before_its_own_run() -> None:
+    job = warm_job()
+    assert learned(begun(job), job) == ()
+    life = Life(job)
+    run(life, life.ask(), needed=10)
+    assert {each.batch_size for each in learned(life.history.memory, job)} == {16, 32, 64, 128}
+
+
+def test_a_job_of_a_thousand_sizes_passes_on_a_few() -> None:
+    job = make_job(tuple(range(1, 201)), 100, policy=GP_VOI)
+    belief = Belief(observed=WeightedStatistics(2.0, 1.0), exact=WeightedStatistics(2.0, 1.0), converged=True)
+    found = learned((belief,) * 199 + (replace(belief, observed=WeightedStatistics(9.0, 1.0)),), job)
+    assert (len(found), found[-1].batch_size) == (64, 200)
+
+
+# --- Choices --------------------------------------------------------------------------------------------------------
+
+
+def test_first_run_of_a_probed_warm_job_has_the_lowest_expected_cost() -> None:
+    found = suggested(Life(warm_job()))
+    assert (found.batch_size, found.origin) == (64, Origin.EXPLORATION)
+    assert found.reason.startswith("64 is the cheapest, expected ")
+    assert found.reason.endswith(WORDS)
+    # It is stopped once its epochs refute the other job's, by 2.5 σ: 1.6 times as many.
+    assert found.bound is not None
+    assert 16 <= found.bound.epochs <= 19
+
+
+def test_first_run_of_a_warm_job_without_a_probe_is_the_default_and_not_stopped() -> None:
+    life = Life(warm_job())
+    found = suggested(life, probed=False)
+    assert (found.batch_size, found.bound) == (32, None)
+    assert found.reason == f"first run of job {life.job.job_id}; {WORDS}"
+    trial = life.ask()
+    run(life, trial, needed=90)
+    assert life.trials[0].epoch == 90
+
+
+def test_own_runs_overrule_the_other_job() -> None:
+    life = Life(warm_job())
+    for _ in range(2):
+        run(life, life.dispatch(64), needed=14)
+    mean = life.history.memory[3].observed.mean
+    assert mean == pytest.approx((0.5 * math.log(11) + 2 * math.log(14)) / 2.5, abs=0.01)
+
+
+@pytest.mark.parametrize(("needed", "is_refuted"), [(11, False), (14, False), (25, True), (4, True)])
+def test_a_surprising_run_refutes_the_other_job(needed: int, is_refuted: bool) -> None:
+    life = Life(warm_job())
+    run(life, life.dispatch(64), needed=needed)
+    memory = life.history.memory
+    assert memory[3].exact.weight > 0
+    assert [each.is_observed for each in memory] == [False, not is_refuted, not is_refuted, True, not is_refuted]
+
+
+def test_a_stopped_first_run_refutes_the_other_job_and_the_default_follows() -> None:
+    life = Life(warm_job())
+    found = suggested(life)
+    assert found.bound is not None
+    trial = life.trials[-1] = life.dispatch(64).bounded_by(found.bound)
+    run(life, trial, needed=90)
+    assert life.trials[0].epoch == found.bound.epochs
+    assert not any(each.is_observed or each.converged for each in life.history.memory)
+    assert suggested(life).batch_size == 32
+
+
+# --- Costs ----------------------------------------------------------------------------------------------------------
+
+
+def lawful(critical: float, *, level: float = 20.0, saturation: float = 300.0) -> Landscape:
+    """A landscape by the laws: epochs to the target ``level·(1 + b/critical)``, cost of one ``1 + saturation/b``."""
+    sizes = tuple(
+        SizeTrace(
+            size,
+            tuple(round(level * (1 + size / critical) * math.exp(0.1 * z)) for z in (-1.2, -0.4, 0.4, 1.2)),
+            {100.0: Epoch(1.0, 1 + saturation / size)},
+        )
+        for size in (8, 16, 32, 64, 128, 256, 512, 1024)
+    )
+    return landscape(Workload("law", sizes, 32, 2000, 100.0), eta=1.0, optimal_power_limits=False)
+
+
+def spent_j(at: Landscape, seed: int, warm: WarmStart | None = None) -> float:
+    """Return the cost of 20 recurrences with a probe."""
+    return sum(_simulated(at, seed, probes=True, warm=warm).play().costs_j)
+
+
+def learned_on(at: Landscape, seed: int) -> WarmStart:
+    """Return the warm start from a job of 20 recurrences."""
+    found = learned_by(_simulated(at, seed, probes=False).play().history)
+    assert found is not None
+    return found
+
+
+def _simulated(at: Landscape, seed: int, *, probes: bool, **fields: object) -> Simulation:
+    job = job_of(at, GP_VOI, seed=seed, max_power=100.0, eta_knob=1.0, beta_knob=2.0, max_epochs=2000, **fields)
+    return Simulation(
+        job.model_copy(update={"controls": "off"}), Conditions(at), recurrences=20, seed=seed, probes=probes
+    )
+
+
+def test_a_warm_start_saves_the_search() -> None:
+    warm = learned_on(lawful(1000.0, saturation=300.0), 7)
+    at = lawful(1000.0, saturation=1000.0)
+    assert spent_j(at, 0, warm) < 0.9 * spent_j(at, 0)
+
+
+@pytest.mark.slow
+def test_a_wrong_warm_start_costs_at_most_3_percent() -> None:
+    now = lawful(150.0)
+    without = [spent_j(now, seed) for seed in range(3)]
+    losses = {}
+    # With other data, epochs are five times as many or few, or the critical batch size is.
+    for before in (lawful(150.0, level=4.0), lawful(150.0, level=100.0), lawful(30.0), lawful(750.0)):
+        wrong = [spent_j(now, seed, learned_on(before, seed + 50)) for seed in range(3)]
+        losses[before.default.expected_epochs] = sum(map(math.log, wrong)) - sum(map(math.log, without))
+    assert sum(losses.values()) / (3 * len(losses)) < math.log(1.03), losses
+
+
+def test_a_warm_job_is_replayed_to_the_same_memory() -> None:
+    life = Life(warm_job())
+    run(life, life.dispatch(64), needed=12)
+    run(life, life.dispatch(16), needed=30)
+    assert InMemoryJob(life.job, life.trials).history.memory == life.history.memory
