@@ -49,7 +49,7 @@ from zeus_plugins.protocol import JobSpec
 from zeus_plugins.signals import raise_at_sigterm, termination
 from zeus_plugins.training.arguments import check_choice
 from zeus_plugins.training.batches import BatchSplit, delivered_batch_size
-from zeus_plugins.training.defaults import as_job
+from zeus_plugins.training.defaults import JobPlan, as_job
 from zeus_plugins.training.outcomes import show_in_one_paragraph, train_fail_error
 from zeus_plugins.training.passes import CannotProbe, Passes
 from zeus_plugins.training.port import TrainerPort
@@ -113,12 +113,12 @@ class BatchSizeOptimizer:
         if rank == 0:
             self._open_session()
 
-    def _open_session(self) -> TrialSession:
+    def _open_session(self, plan: JobPlan | None = None) -> TrialSession:
         job, client, server_url, token, monitor, on_unreachable = self._arguments
         if client is None:
             client = self._own_client = client_from_environment(server_url, token)
         monitor = energy.auto() if monitor is None else monitor
-        session = TrialSession(job, client, monitor, on_unreachable=on_unreachable, rank=self._rank)
+        session = TrialSession(plan or job, client, monitor, on_unreachable=on_unreachable, rank=self._rank)
         self._trial_session = session
         self._see_to_the_end()
         return session
@@ -202,14 +202,17 @@ class BatchSizeOptimizer:
                 "broadcast current_batch_size and trial_number, to be set here"
             )
         if not self._session.has_trial:
-            self._session.ask()
-            trial = self._session.trial
-            reason = trial.reason or "chosen by the server"
-            target = self._session.plan.target_in_words
-            reason += f"; {target}" if target else ""
-            _logger.info("job %s, %s: batch size %d (%s)", trial.job_id, trial.name, trial.batch_size, reason)
-            self._undo_signals.append(raise_at_sigterm())
+            self._begin(TrialSession.ask)
         return self._session.trial.batch_size
+
+    def _begin(self, ask: Callable[[TrialSession], int]) -> None:
+        ask(self._session)
+        trial = self._session.trial
+        reason = trial.reason or "chosen by the server"
+        target = self._session.plan.target_in_words
+        reason += f"; {target}" if target else ""
+        _logger.info("job %s, %s: batch size %d (%s)", trial.job_id, trial.name, trial.batch_size, reason)
+        self._undo_signals.append(raise_at_sigterm())
 
     def on_train_begin(self) -> None:
         """Begin to measure; call it once, right before the first epoch.
@@ -221,24 +224,29 @@ class BatchSizeOptimizer:
             self._open_session().join(self.current_batch_size, self.trial_number)
         self._session.begin_measurement()
 
-    def probe(self, step: Callable[[Any], object], model: Any, loader: Any) -> None:
+    def probe(self, step: Callable[[Any], object], model: Any, loader: Any) -> int:
         """Time a few passes at other batch sizes in the job's first run; call it right after `on_train_begin`.
 
         The passes leave no trace in the model, the loader, and the states of random numbers (docs/probing.md). Later
-        runs of the job, and trainings on several processes, are not probed.
+        runs of the job, and trainings on several processes, are not probed. For a job with ``first_run="predicted"``,
+        the trial is then withdrawn, and the next one has the predicted size.
 
         Args:
             step: Makes a forward and a backward pass over a batch of the loader, without an optimizer step. It is
                 called again after the first epoch.
             model: The trained module.
             loader: The DataLoader that the loop iterates, of torch, Fabric or accelerate.
+
+        Returns:
+            The GLOBAL batch size of this run. If it is not that of `get_batch_size`, make the loader anew, and set
+            learning rates for it.
         """
         session = self._session
         loader = getattr(loader, "_dataloader", loader)  # Fabric's wrapper
         device = next(iter(model.parameters())).device
         size, per_device = session.trial.batch_size, delivered_batch_size(loader)
         if not session.is_first_run() or session.finished or not per_device:
-            return
+            return size
         steps = max(1, size // per_device)
         splits = {each: BatchSplit(each // steps, steps) for each in session.plan.job.batch_sizes if each % steps == 0}
 
@@ -260,7 +268,17 @@ class BatchSizeOptimizer:
         trainer = cast("TrainerPort", SimpleNamespace(rank=0, world_size=1, broadcast=None, passes=passes))
         prober = Prober(trainer, splits, size, session.power_of, lambda line: _logger.info("%s", line))
         prober.time_passes()
+        is_default = size == session.plan.job.default_batch_size
+        if prober.is_open and is_default and session.plan.job.first_run == "predicted":
+            if session.withdraw(prober.result):
+                self._finish()
+                self._open_session(session.plan)
+                self._begin(lambda fresh: fresh.ask_after(session.trial))
+                self._session.begin_measurement()
+                size = self.current_batch_size
+            prober.resume(size)
         self._prober = prober if prober.is_open else None
+        return size
 
     def on_evaluate(self, metric: float) -> None:
         """Report the validation metric after an epoch; each call counts one epoch.

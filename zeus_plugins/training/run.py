@@ -8,6 +8,8 @@ The order of calls, on every rank::
 
     run = TrialRun(wish, options)
     run.begin(port)  or  run.resume(port, saved)
+    run.begun_anew(new_port)                if run.active.predicts, when loaders and optimizers exist; unless it returns
+                                            None, the trainer makes them again for the run that this returns
     run.active.scale_learning_rate()        when optimizers and schedulers exist, before a checkpoint restores them
     run.active.start()                      right before the first step; probes the batch sizes of a new job
     run.active.check()                      before the first step of each epoch, when its loader exists
@@ -285,6 +287,33 @@ class TrialRun:
         except Exception:
             _logger.exception("could not clean up after the training")
 
+    def begun_anew(self, port: TrainerPort) -> TrialRun | None:
+        """Probe the batch sizes, and begin a trial at the size that the server then predicts, in place of this run.
+
+        All ranks make this call, with a new port. The present trial is withdrawn, and its costs count for the new one,
+        which keeps the present size while the server is away. Return None if this run continues, because there is no
+        probe, or the server has not stored it.
+        """
+        active, record = self.active, self._record
+        prober = None if active is None else active.withdraw()
+        if record is None or prober is None:
+            return None
+        run = TrialRun(self._wish, self.options, connect=self._client_from)
+        run._weights, self._weights = self._weights, None
+        self.finish()
+        job = record.plan.job.model_copy(update={"job_id": record.job.job_id})
+
+        def begin(session: TrialSession) -> bool:
+            session.ask_after(record.trial)
+            return True
+
+        try:
+            run._enter(port, replace(record.plan, job=job), EpochCount(), begin, prober=prober)
+        except Exception as error:
+            run.finish(error)
+            raise
+        return run
+
     def finished_by(self, port: TrainerPort) -> TrialRun | None:
         """Begin a trial that finishes this run at the best known size, and end this run; None if nothing is to be done.
 
@@ -383,11 +412,12 @@ class TrialRun:
         *,
         finishes: bool = False,
         probes: bool = False,
+        prober: Prober | None = None,
     ) -> None:
         """Get the trial on rank 0, share it with all ranks, and set its size in the trainer.
 
         A trial that `finishes` a run leaves the hyperparameters in trackers as they are, because some refuse changes.
-        The job's first run probes its batch sizes if it `probes` at all.
+        The job's first run probes its batch sizes if it `probes` at all; the probe of a withdrawn run is its `prober`.
         """
         active = ActiveRun(self, port, plan, epochs, begin)
         self.active, self._record = active, active.record
@@ -396,6 +426,8 @@ class TrialRun:
         splits = self._splits(port, sizes)
         if len(splits) > 1:
             active.will_probe(splits)
+        if prober is not None:
+            active.take_over(prober)
         port.deliver(splits[size], self.patches)
         active.announce(finishes=finishes)
 
@@ -458,6 +490,7 @@ class ActiveRun:
         self._trains_on = options.after_target == "continue"
         self.first_weights: dict[str, Any] | None = None
         self._prober: Prober | None = None
+        self._has_begun = False
         self._session: TrialSession | None = None  # only on rank 0
         self._own_size = own_size = plan.job.default_batch_size
         place = placed(port)
@@ -531,6 +564,30 @@ class ActiveRun:
 
         power_of = None if self._session is None else self._session.power_of
         self._prober = Prober(self._port, splits, self.record.trial.batch_size, power_of, say)
+
+    @property
+    def predicts(self) -> bool:
+        """True if the probe of this run, at the job's default size, is to predict the size at which it trains."""
+        is_wanted = self._prober is not None and self.record.job.first_run == "predicted"
+        return is_wanted and self.record.is_at_own_size and self._port.no_continuation is None
+
+    def withdraw(self) -> Prober | None:
+        """Probe the sizes, and withdraw the trial once the server has the probe; return None if the run continues."""
+        if not self.predicts:
+            return None
+        self._measure()
+        prober = self._prober
+        if prober is None or not self._decided_with(lambda session: session.withdraw(prober.result)):
+            return None
+        self.record.takes_reports = False
+        if self._session is not None:
+            self.record.trial = self._session.trial
+        return prober
+
+    def take_over(self, prober: Prober) -> None:
+        """Let the probe of a withdrawn run learn from the first epoch of this one, if it has timed its size."""
+        prober.resume(self.record.trial.batch_size)
+        self._prober = prober if prober.is_open else None
 
     def count_evaluation(self, seconds: float) -> None:
         """Tell the probe how long an evaluation and its report took."""
@@ -609,11 +666,20 @@ class ActiveRun:
         optimizers, _ = port.optimizers()
         self.steps = StepCount(optimizers, port.accumulation)
         self._keep_first_weights()
+        self._measure()
+        if self._prober is not None:
+            self._prober.resume()
+
+    def _measure(self) -> None:
+        """Begin to measure, and probe the batch sizes, unless an earlier call has done so."""
+        if self._has_begun:
+            return
+        self._has_begun = True
         self._synchronize()
         if self.record.takes_reports:
-            optimizer = next((type(each).__name__ for each in optimizers), None)
+            optimizer = next((type(each).__name__ for each in self._port.optimizers()[0]), None)
             self._decided_with(lambda session: session.begin_measurement(optimizer))
-        if self._prober is not None:
+        if self._prober is not None and not self._prober.is_open:
             self._prober.time_passes()
             self._prober = self._prober if self._prober.is_open else None
 
