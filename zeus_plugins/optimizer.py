@@ -202,17 +202,14 @@ class BatchSizeOptimizer:
                 "broadcast current_batch_size and trial_number, to be set here"
             )
         if not self._session.has_trial:
-            self._begin(TrialSession.ask)
+            self._session.ask()
+            trial = self._session.trial
+            reason = trial.reason or "chosen by the server"
+            target = self._session.plan.target_in_words
+            reason += f"; {target}" if target else ""
+            _logger.info("job %s, %s: batch size %d (%s)", trial.job_id, trial.name, trial.batch_size, reason)
+            self._undo_signals.append(raise_at_sigterm())
         return self._session.trial.batch_size
-
-    def _begin(self, ask: Callable[[TrialSession], int]) -> None:
-        ask(self._session)
-        trial = self._session.trial
-        reason = trial.reason or "chosen by the server"
-        target = self._session.plan.target_in_words
-        reason += f"; {target}" if target else ""
-        _logger.info("job %s, %s: batch size %d (%s)", trial.job_id, trial.name, trial.batch_size, reason)
-        self._undo_signals.append(raise_at_sigterm())
 
     def on_train_begin(self) -> None:
         """Begin to measure; call it once, right before the first epoch.
@@ -268,16 +265,16 @@ class BatchSizeOptimizer:
         trainer = cast("TrainerPort", SimpleNamespace(rank=0, world_size=1, broadcast=None, passes=passes))
         prober = Prober(trainer, splits, size, session.power_of, lambda line: _logger.info("%s", line))
         prober.time_passes()
-        is_default = size == session.plan.job.default_batch_size
-        if prober.is_open and is_default and session.plan.job.first_run == "predicted":
-            if session.withdraw(prober.result):
-                self._finish()
-                self._open_session(session.plan)
-                self._begin(lambda fresh: fresh.ask_after(session.trial))
-                self._session.begin_measurement()
-                size = self.current_batch_size
+        job = session.plan.job
+        predicts = prober.is_open and job.first_run == "predicted" and size == job.default_batch_size
+        if predicts and session.withdraw(prober.result):
+            self._finish()
+            self._open_session(session.plan).charge(session.trial)
+            size = self.get_batch_size()
+            self._session.begin_measurement()
+        if size in splits:
             prober.resume(size)
-        self._prober = prober if prober.is_open else None
+        self._prober = prober if prober.is_open and size in splits else None
         return size
 
     def on_evaluate(self, metric: float) -> None:

@@ -1,49 +1,145 @@
-"""The first run of a job takes the size that its probe predicts, before the first optimizer step."""
+"""The first run of a job trains at the size that its probe predicts, from the first optimizer step on."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.frameworks import FrameworkBench, Work
-from tests.support.job_bench import NEXT_SIZE, SERVERS_SIZE
+from tests.frameworks.conftest import IS_ABSENT
+from tests.support.frameworks import FrameworkBench
+from tests.support.job_bench import EPOCH_OF_48, NEXT_SIZE, SERVERS_SIZE, seconds_and_joules
+from tests.support.lightning_bench import QUIET
+from tests.support.trapped import favour_large_batches, generous, predicting, rest, unreachable
+from zeus_plugins.client.http import BsoClient
 from zeus_plugins.protocol import GP_VOI, TrialState
 from zeus_plugins.training import probe
 
 LARGE = 96
 EPOCH_OF_96 = [96, 72]
+STATES = TrialState.WITHDRAWN, TrialState.COMPLETED
 
 
 @pytest.fixture(autouse=True)
-def _probes_favour_large_batches(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Let a pass of any size take equally long, and a probe take a whole epoch, because epochs of tests are short."""
-    visit = probe.Prober._visit
-
-    def visited(prober: Any, passes: Any, size: int, count: int) -> None:
-        visit(prober, passes, size, count)
-        prober._timings[size] = probe.Timing(1.0)
-
-    monkeypatch.setattr(probe.Prober, "_visit", visited)
-    monkeypatch.setattr(probe, "_SHARE", 1.0)
-    monkeypatch.setattr(probe.Prober, "_left_s", lambda *_: 60.0)
-    yield
+def _long_probes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    favour_large_batches(monkeypatch)
+    with generous(monkeypatch), monkeypatch.context() as patch:
+        patch.setattr(probe, "_SHARE", 8.0)
+        yield
 
 
-def predicting(bench: FrameworkBench, **options: Any) -> Any:
+def callback_of(bench: FrameworkBench, **options: Any) -> Any:
     sizes = (NEXT_SIZE, SERVERS_SIZE, LARGE)
     job = bench.job(0.9, max_epochs=3, batch_sizes=sizes, policy=GP_VOI, first_run="predicted")
     return bench.callback(job, probe="auto", **options)
 
 
-def test_first_run_trains_at_predicted_size(bench: FrameworkBench) -> None:
-    callback = predicting(bench, lr_scaling="linear")
+def test_first_run_trains_at_predicted_size_and_bears_cost_of_probe(
+    bench: FrameworkBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monitor, windows = seconds_and_joules(1.0, 10.0), list[str]()
+    monkeypatch.setattr(monitor, "end_window", note_then(monitor.end_window, windows))
+    callback = callback_of(bench, lr_scaling="linear", on_failure="finish", energy_monitor=monitor)
     training = bench.training(callback, epochs=3, scores=(0.1, 0.9))
     training.train()
     assert training.sizes == EPOCH_OF_96 * 2
+    assert training.steps == (2 * len(EPOCH_OF_96), 3 * len(EPOCH_OF_96))
     assert (callback.trial.batch_size, callback.trial.trial_number, callback.lr_factor) == (LARGE, 2, 2.0)
-    probed, trained = bench.view().trials
-    assert (probed.batch_size, probed.state, probed.epochs) == (SERVERS_SIZE, TrialState.WITHDRAWN, None)
-    assert (trained.batch_size, trained.state, trained.epochs) == (LARGE, TrialState.COMPLETED, 2)
+    view = bench.view()
+    probed, trained = view.trials
+    assert (probed.batch_size, probed.epochs) == (SERVERS_SIZE, None)
+    assert (trained.batch_size, trained.epochs) == (LARGE, 2)
+    assert (probed.state, trained.state) == STATES
     assert "by its probe, 96 is expected to save" in (trained.reason or "")
+    # Each window of the monitor takes a second, also the two of the withdrawn trial, and that of the calibrated probe.
+    assert trained.time_s == windows.count("zeus_bso_trial") == 5
+    assert trained.energy_j == 10 * trained.time_s
+    assert view.probe is not None
+    assert [each.batch_size for each in view.probe.sizes] == [NEXT_SIZE, SERVERS_SIZE, LARGE]
+    assert training.left_behind(callback) == []
+    assert training.script == (16, 1)
+
+
+def test_server_that_cannot_store_the_probe_leaves_the_run_at_its_size(
+    bench: FrameworkBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(BsoClient, "store_probe", unreachable)
+    callback = callback_of(bench)
+    training = bench.training(callback, epochs=3, scores=(0.9,))
+    training.train()
+    assert training.sizes == EPOCH_OF_48
+    trial = bench.only_trial()
+    assert (trial.batch_size, trial.state) == (SERVERS_SIZE, TrialState.COMPLETED)
+
+
+def test_run_without_server_after_its_probe_keeps_its_size_and_is_recorded_later(
+    bench: FrameworkBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request, requests = BsoClient.request_trial, []
+
+    def request_once(client: BsoClient, *args: Any) -> Any:
+        requests.append(args)
+        return (request if len(requests) != 2 else unreachable)(client, *args)
+
+    monkeypatch.setattr(BsoClient, "request_trial", request_once)
+    callback = callback_of(bench, on_unreachable="raise")
+    training = bench.training(callback, epochs=3, scores=(0.9,))
+    training.train()
+    assert training.sizes == EPOCH_OF_48
+    assert callback.converged
+    paid_s = callback.trial.time_s
+    assert paid_s > 2
+    bench.training(callback_of(bench), epochs=3, scores=(0.9,)).train()
+    trials = bench.view().trials[:2]
+    assert [(each.batch_size, each.state, each.time_s) for each in trials] == [
+        (SERVERS_SIZE, TrialState.WITHDRAWN, None),
+        (SERVERS_SIZE, TrialState.COMPLETED, paid_s),
+    ]
+
+
+def test_failed_probe_leaves_the_run_at_its_size(bench: FrameworkBench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe.Prober, "_visit", unreachable)
+    callback = callback_of(bench)
+    training = bench.training(callback, epochs=3, scores=(0.9,))
+    training.train()
+    assert training.sizes == EPOCH_OF_48
+    assert [(each.trial_number, each.state) for each in bench.view().trials] == [(1, TrialState.COMPLETED)]
+
+
+@pytest.mark.parametrize(
+    "framework",
+    [
+        pytest.param("lightning", marks=QUIET),
+        pytest.param("huggingface", marks=pytest.mark.skipif(IS_ABSENT, reason="needs the transformers")),
+    ],
+)
+def test_training_at_predicted_size_equals_one_at_this_size_from_the_start(framework: str, tmp_path: Path) -> None:
+    seen = []
+    for job in (predicting(default_batch_size=64), predicting(first_run="predicted")):
+        made: Any = import_module(f"tests.support.trapped_{framework}").Ran
+        said: dict[str, Any] = {"job": job, "lr_scaling": "none"}
+        folder = tmp_path / job.first_run
+        folder.mkdir()
+        if framework == "lightning":
+            run = made(folder, "auto")
+            run.said = said
+            run.train()
+            model = run.module.model
+        else:
+            run = made(folder, "auto", said=said)
+            run.trainer.train()
+            model = run.model
+        assert set(model.sizes) == {64}
+        seen.append((model.losses, rest(model, run.data)))
+    assert seen[0] == seen[1]
+
+
+def note_then(end: Callable[[str], Any], windows: list[str]) -> Callable[[str], Any]:
+    def noted(name: str) -> Any:
+        windows.append(name)
+        return end(name)
+
+    return noted

@@ -422,14 +422,13 @@ class LightningPort:
             patches.set_attribute(loop.epoch_loop, "max_steps", steps + most_steps)
 
     def begun_anew(self, run: TrialRun) -> TrialRun | None:
-        """Prepare the fit loop for the run at the size that the probe of `run` predicts; return None if there is none."""
+        """Return the run at the size that the probe of `run` predicts, ready for the fit loop, or None."""
         trainer, loop, states = self._trainer, self._trainer.fit_loop, _collect_rng_states()
         loop.setup_data()
         successor = run.begun_anew(self)
         if successor is not None:
             _set_rng_states(states)  # Making the first loader has drawn random numbers.
             self.train_again(cast("int", loop.max_epochs) - trainer.current_epoch, successor.patches, keeps_state=False)
-            self._again = None
         return successor
 
     def _count_samples(self, patches: Patches) -> None:

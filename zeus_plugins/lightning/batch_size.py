@@ -221,7 +221,7 @@ class ZeusBSOCallback(BatchSizeArguments, Callback):
                 scale_in_finetuning(trainer, self._run.active.unscaled_rates, self._run.patches)
 
     def _follow_loop(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Let the fit loop begin at the size that a probe predicts, and run again to finish a run without the target."""
+        """Let the fit loop begin at the size that a probe predicts, and run again to finish a run that misses."""
         active = self._run.active
         predicts = active is not None and active.predicts and not finders(trainer, "LearningRateFinder")
         if active is None or not (predicts or self._run.options.on_failure == "finish"):
@@ -231,19 +231,17 @@ class ZeusBSOCallback(BatchSizeArguments, Callback):
 
         def run() -> None:
             if predicts:
-                port = LightningPort(trainer, pl_module)
-                follow(port.begun_anew(self._run))
+                follow(LightningPort(trainer, pl_module).begun_anew(self._run))
             run_loop()
             if follow(self._run.finished_by(LightningPort(trainer, pl_module))):
                 run_loop()
 
         def follow(successor: TrialRun | None) -> bool:
-            if successor is None:
-                return False
-            self._run, self._first_epoch = successor, trainer.current_epoch
-            self._scale_rates(trainer)
-            self._take_charge(trainer)
-            return True
+            if successor is not None:
+                self._run, self._first_epoch = successor, trainer.current_epoch
+                self._scale_rates(trainer)
+                self._take_charge(trainer)
+            return successor is not None
 
         self._run.patches.set_attribute(loop, "run", run)
 

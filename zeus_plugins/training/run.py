@@ -291,8 +291,7 @@ class TrialRun:
         """Probe the batch sizes, and begin a trial at the size that the server then predicts, in place of this run.
 
         All ranks make this call, with a new port. The present trial is withdrawn, and its costs count for the new one,
-        which keeps the present size while the server is away. Return None if this run continues, because there is no
-        probe, or the server has not stored it.
+        which has the same size if the server is away. Return None without a probe that the server has stored.
         """
         active, record = self.active, self._record
         prober = None if active is None else active.withdraw()
@@ -304,11 +303,13 @@ class TrialRun:
         job = record.plan.job.model_copy(update={"job_id": record.job.job_id})
 
         def begin(session: TrialSession) -> bool:
-            session.ask_after(record.trial)
+            session.charge(record.trial)
+            session.ask()
             return True
 
         try:
-            run._enter(port, replace(record.plan, job=job), EpochCount(), begin, prober=prober)
+            run._enter(port, replace(record.plan, job=job), EpochCount(), begin)
+            cast("ActiveRun", run.active).take_over(prober)
         except Exception as error:
             run.finish(error)
             raise
@@ -412,12 +413,11 @@ class TrialRun:
         *,
         finishes: bool = False,
         probes: bool = False,
-        prober: Prober | None = None,
     ) -> None:
         """Get the trial on rank 0, share it with all ranks, and set its size in the trainer.
 
         A trial that `finishes` a run leaves the hyperparameters in trackers as they are, because some refuse changes.
-        The job's first run probes its batch sizes if it `probes` at all; the probe of a withdrawn run is its `prober`.
+        The job's first run probes its batch sizes if it `probes` at all.
         """
         active = ActiveRun(self, port, plan, epochs, begin)
         self.active, self._record = active, active.record
@@ -426,8 +426,6 @@ class TrialRun:
         splits = self._splits(port, sizes)
         if len(splits) > 1:
             active.will_probe(splits)
-        if prober is not None:
-            active.take_over(prober)
         port.deliver(splits[size], self.patches)
         active.announce(finishes=finishes)
 
@@ -573,10 +571,9 @@ class ActiveRun:
 
     def withdraw(self) -> Prober | None:
         """Probe the sizes, and withdraw the trial once the server has the probe; return None if the run continues."""
-        if not self.predicts:
-            return None
-        self._measure()
-        prober = self._prober
+        if self.predicts:
+            self._measure()
+        prober = self._prober if self.predicts else None
         if prober is None or not self._decided_with(lambda session: session.withdraw(prober.result)):
             return None
         self.record.takes_reports = False

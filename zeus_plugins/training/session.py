@@ -220,11 +220,10 @@ class TrialSession:
         self._open_line(registration, trouble=trouble)
         return trial.batch_size
 
-    def ask_after(self, probed: TrialInfo) -> int:
-        """Ask as `ask` does, for a trial that begins with the costs of a withdrawn one, even while the server is away."""
+    def charge(self, probed: TrialInfo) -> None:
+        """Let `ask` start a trial with the costs of a withdrawn one, at the default size if the server is away."""
         self._charged = {name: getattr(probed, name) for name in ("time_s", "energy_j", "energy_source", "waited_s")}
         self._on_unreachable = "default"
-        return self.ask()
 
     def resume(self, state: Mapping[str, Any]) -> bool:
         """Continue the trial of a checkpoint (`state_dict`), and return whether the server still takes reports on it.
