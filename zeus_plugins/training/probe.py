@@ -47,6 +47,8 @@ _GROUP, _MOST_GROUPS = 8, 4
 _LEAST_OCTAVES = 1.6
 _OCTAVES_OF_ONE = 1.0
 
+_TOO_SHORT = "an epoch is too short"
+
 _COLLECTIVES = (
     *("all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "all_to_all", "barrier", "broadcast"),
     *("broadcast_object_list", "gather", "gather_object", "recv", "reduce", "reduce_scatter", "scatter", "send"),
@@ -229,15 +231,15 @@ class Prober:
         problem = self._guarded(work)
         self.resume()
         found = [size for size, split in self._splits.items() if split.per_device in self._timings]
-        if problem is not None:
+        if problem == _TOO_SHORT:
+            _logger.debug("batch sizes are not probed: %s", problem)
+        elif problem is not None:
             self._timings.clear()
             self._say(f"zeus: batch sizes are not probed: {problem}")
         elif self.is_open:
             failed = "" if self._failed is None else f"; {self._failed} runs out of memory"
             sizes = "1 size" if len(found) == 1 else f"{len(found)} sizes"
             self._say(f"zeus: probed {sizes} in {self._spent_s:.2g} s{failed}")
-        else:
-            _logger.debug("an epoch of %g batches is too short for a probe", self._batches)
 
     def resume(self, size: int | None = None) -> None:
         """Note that the training begins now, at another global size if one is given."""
@@ -310,6 +312,9 @@ class Prober:
             try:
                 passes = self._trainer.passes()
                 _check(passes)
+                # Before the state is copied, which takes longer than such an epoch of a large model.
+                if not self._timings and _SHARE * _SHARE_OF_TIMES * passes.batches < _LEAST_PASSES:
+                    raise CannotProbe(_TOO_SHORT)
                 stack.enter_context(untouched(passes.model, *passes.state, data=(passes.loader, *passes.data)))
                 stack.enter_context(passes.muted())
             except Exception as error:
