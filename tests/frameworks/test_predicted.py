@@ -13,7 +13,8 @@ from tests.frameworks.conftest import IS_ABSENT
 from tests.support.frameworks import FrameworkBench
 from tests.support.job_bench import EPOCH_OF_48, NEXT_SIZE, SERVERS_SIZE, seconds_and_joules
 from tests.support.lightning_bench import QUIET
-from tests.support.trapped import favour_large_batches, generous, predicting, rest, unreachable
+from tests.support.trapped import OWN_SIZE, favour_large_batches, generous, predicting, rest, unreachable
+from zeus_plugins.client import client_from_environment
 from zeus_plugins.client.http import BsoClient
 from zeus_plugins.protocol import GP_VOI, TrialState
 from zeus_plugins.training import probe
@@ -118,7 +119,8 @@ def test_failed_probe_leaves_the_run_at_its_size(bench: FrameworkBench, monkeypa
 )
 def test_training_at_predicted_size_equals_one_at_this_size_from_the_start(framework: str, tmp_path: Path) -> None:
     seen = []
-    for job in (predicting(default_batch_size=64), predicting(first_run="predicted")):
+    # Without an id, a job is made by its first registration.
+    for job in (predicting(default_batch_size=64), predicting(first_run="predicted", job_id=None)):
         made: Any = import_module(f"tests.support.trapped_{framework}").Ran
         said: dict[str, Any] = {"job": job, "lr_scaling": "none"}
         folder = tmp_path / job.first_run
@@ -127,11 +129,15 @@ def test_training_at_predicted_size_equals_one_at_this_size_from_the_start(frame
             run = made(folder, "auto")
             run.said = said
             run.train()
-            model = run.module.model
+            model, url = run.module.model, run.url
         else:
             run = made(folder, "auto", said=said)
             run.trainer.train()
-            model = run.model
+            model, url = run.model, f"embedded://{folder / 'auto' / 'bso.sqlite3'}"
+        with client_from_environment(url) as client:
+            (found,) = client.list_jobs().jobs
+            trials = client.show_job(found.job_id).trials
+        assert [each.batch_size for each in trials] == ([64] if job.first_run == "default" else [OWN_SIZE, 64])
         assert set(model.sizes) == {64}
         seen.append((model.losses, rest(model, run.data)))
     assert seen[0] == seen[1]

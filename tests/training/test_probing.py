@@ -461,13 +461,14 @@ def test_first_run_of_plain_loop_takes_predicted_size(
     if is_away:
         monkeypatch.setattr(LocalServer, "store_probe", unreachable)
     loop = Loop(tmp_path)
-    loop.job = predicting(first_run="predicted", target_metric=0.0)
+    loop.job = predicting(first_run="predicted", target_metric=0.0, job_id=None)
     with generous(monkeypatch) as sent:
         loop.train(probes=True, epochs=1)
     size, number = (OWN_SIZE, 1) if is_away else (max(SIZES), 2)
     assert set(loop.model.sizes) == {size}
     with client_from_environment(loop.url) as client:
-        trials = client.show_job("job").trials
+        (job,) = client.list_jobs().jobs
+        trials = client.show_job(job.job_id).trials
     states = [TrialState.WITHDRAWN, TrialState.COMPLETED][-number:]
     assert [each.state for each in trials] == states
     # Each window takes a second: two of the withdrawn trial, the epoch, and that of the calibrated probe.
