@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.frameworks.conftest import IS_ABSENT
-from tests.support.frameworks import FrameworkBench
+from tests.support.frameworks import FrameworkBench, Work
 from tests.support.job_bench import EPOCH_OF_48, NEXT_SIZE, SERVERS_SIZE, seconds_and_joules
 from tests.support.lightning_bench import QUIET
 from tests.support.trapped import OWN_SIZE, favour_large_batches, generous, predicting, rest, unreachable
@@ -44,8 +44,16 @@ def test_first_run_trains_at_predicted_size_and_bears_cost_of_probe(
     monitor, windows = seconds_and_joules(1.0, 10.0), list[str]()
     monkeypatch.setattr(monitor, "end_window", note_then(monitor.end_window, windows))
     callback = callback_of(bench, lr_scaling="linear", on_failure="finish", energy_monitor=monitor)
-    training = bench.training(callback, epochs=3, scores=(0.1, 0.9))
+    rates: list[float] = []
+
+    def note() -> None:
+        optimizer = training.trainer.optimizers[0] if bench.HAS_LOGGER else training.trainer.optimizer
+        rates.append(optimizer.param_groups[0]["lr"])
+
+    training = bench.training(callback, work=Work({1: note}), epochs=3, scores=(0.1, 0.9))
+    script_rate = training.model._learning_rate if bench.HAS_LOGGER else training.trainer.args.learning_rate
     training.train()
+    assert rates[-1] == pytest.approx(2 * script_rate)
     assert training.sizes == EPOCH_OF_96 * 2
     assert training.steps == (2 * len(EPOCH_OF_96), 3 * len(EPOCH_OF_96))
     assert (callback.trial.batch_size, callback.trial.trial_number, callback.lr_factor) == (LARGE, 2, 2.0)
