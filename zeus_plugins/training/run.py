@@ -90,7 +90,7 @@ class TrialOptions:
     strict: bool = False
     quiet: bool = False
     watch: tuple[str, ...] = ()
-    probe: Literal["auto", "off"] = "off"
+    probe: Literal["auto", "off"] = "auto"
 
     def __post_init__(self) -> None:
         check_choice("on_failure", self.on_failure, OnFailure)
