@@ -64,7 +64,7 @@ class Refusing(Rows):
 
     batch_size: int | None = None
 
-    def log_hyperparams(self, params: dict[str, Any], *_: Any) -> None:
+    def log_hyperparams(self, params: Any, *_: Any, **__: Any) -> None:
         if self.batch_size is not None:
             raise ValueError("zeus/batch_size has a value already")
         self.batch_size = params["zeus/batch_size"]
