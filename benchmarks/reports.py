@@ -153,6 +153,9 @@ Numbers: TypeAlias = npt.NDArray[np.float64]
 
 MEASURES = ("cost_j", "energy_j", "time_s")
 
+_EARLY = 5
+"""So many first recurrences of each job have a share saved of their own."""
+
 _RESAMPLES = 2000
 _TAILS = (2.5, 97.5)
 
@@ -229,16 +232,17 @@ def _task_results(name: str, records: Sequence[Record]) -> dict[str, Any]:
 
     Returns:
         ``{title, default, jobs, recurrences, longest_job, contenders: {NAME: {cost_j, energy_j, time_s,
-        saved: {cost_j, …}, later, break_even, regret, tries, given_up, curve}}, sizes: [{batch_size, runs, reached,
-        cost_j, drifted}], best_sizes, overhead: {pairs, cpu, wall}}``. Sums are over all recurrences that every
-        contender has finished; `saved` has the share saved with its interval, `later` the same of the cost of the
-        later half of each job, `curve` the total cost over the default's after each recurrence. None stands for what
-        was not measured.
+        saved: {cost_j, …}, early, later, break_even, regret, tries, given_up, curve}}, sizes: [{batch_size, runs,
+        reached, cost_j, drifted}], best_sizes, overhead: {pairs, cpu, wall}}``. Sums are over all recurrences that
+        every contender has finished; `saved` has the share saved with its interval, `early` the same of the cost of
+        the first five recurrences of each job, `later` of its later half, `curve` the total cost over the default's
+        after each recurrence. None stands for what was not measured.
     """
     of_stage: dict[str, list[Record]] = defaultdict(list)
     for record in records:
         of_stage[record["stage"]].append(record)
-    paid = {who: _paid(of_stage["recurrence"], who) for who in tasks.CONTENDERS}
+    met = {record["who"] for record in of_stage["recurrence"]} | {DEFAULT}
+    paid = {who: _paid(of_stage["recurrence"], who) for who in tasks.CONTENDERS if who in met}
     common = sorted(set.intersection(*(set(each) for each in paid.values())))
     drifted = {(record["seed"], record["number"]): record["drifted"] for record in of_stage["recurrence"]}
     sizes = {phase: _sizes(of_stage["size"], drifted=phase) for phase in (False, True)}
@@ -286,6 +290,7 @@ def _contender(
     }
     needed = {measure: [default[of][measure] for of in common] for measure in MEASURES}
     numbers = sorted({number for _, number in common})
+    early = [place for place, (_, number) in enumerate(common) if number in numbers[:_EARLY]]
     later = [place for place, (_, number) in enumerate(common) if number >= numbers[len(numbers) // 2]]
     cost_j, default_j = spent["cost_j"], needed["cost_j"]
     by_number, default_by_number = (
@@ -296,6 +301,7 @@ def _contender(
     return {
         **{measure: sum(spent[measure]) for measure in MEASURES},
         "saved": {measure: _saved(spent[measure], needed[measure]) for measure in MEASURES},
+        "early": _saved([cost_j[place] for place in early], [default_j[place] for place in early]),
         "later": _saved([cost_j[place] for place in later], [default_j[place] for place in later]),
         "break_even": break_even(by_number, default_by_number),
         "regret": regret(cost_j, known_j) if len(known_j) == len(cost_j) else None,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from benchmarks.policies.calibration import BANDS, CHANCES
 from benchmarks.policies.cases import ROWS
 from benchmarks.policies.contest import CONTENDERS, FLOOR
-from benchmarks.recurrences.tasks import DEFAULT, GPU, SIMULATED
+from benchmarks.recurrences.tasks import DEFAULT, GPU, PROBED, SIMULATED
 from benchmarks.reports import (
     MAIN_ROWS,
     MARKS,
@@ -270,19 +270,27 @@ def _on_simulated(results: ProofResults) -> str:
 
 def _savings(results: ProofResults) -> str:
     head = ["task", "jobs, recurrences", "contender", f"energy, kJ ({energy_of(results)})"]
-    saved = ["energy saved", "time saved", "cost saved (95 %)", "in the later half", "break-even at"]
+    saved = [
+        "energy saved",
+        "time saved",
+        "cost saved (95 %)",
+        "in the first five",
+        "in the later half",
+        "break-even at",
+    ]
     lines = [[*head, *saved, "regret", "trainings", "given up"]]
     for name, task in results["tasks"].items():
         extent = [name, f"{task['jobs']}, {task['recurrences']}"]
-        for who in (GP_VOI, ZEUS, DEFAULT):
+        for who in (GP_VOI, PROBED, ZEUS, DEFAULT):
             found = task["contenders"].get(who)
             if found is None:
                 continue
-            label = f"always {task['default']}" if who == DEFAULT else f"`{who}`"
-            cells = ["–"] * 5
+            label = {DEFAULT: f"always {task['default']}", PROBED: f"`{GP_VOI}`, probed"}.get(who, f"`{who}`")
+            cells = ["–"] * 6
             if who != DEFAULT:
                 cells = [_percent(found["saved"][measure][0]) for measure in ("energy_j", "time_s")]
-                cells += [_interval(found["saved"]["cost_j"]), _interval(found["later"])]
+                early = _interval(found["early"]) if "early" in found else "–"
+                cells += [_interval(found["saved"]["cost_j"]), early, _interval(found["later"])]
                 cells.append("not yet" if found["break_even"] is None else str(found["break_even"]))
             regret = "–" if found["regret"] is None else _percent(found["regret"], sign="+")
             counts = [regret, str(found["tries"]), str(found["given_up"])]

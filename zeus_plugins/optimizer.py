@@ -50,7 +50,7 @@ from zeus_plugins.protocol import JobSpec
 from zeus_plugins.signals import raise_at_sigterm, termination
 from zeus_plugins.training.arguments import check_choice
 from zeus_plugins.training.batches import BatchSplit, delivered_batch_size
-from zeus_plugins.training.defaults import as_job
+from zeus_plugins.training.defaults import JobPlan, as_job
 from zeus_plugins.training.outcomes import show_in_one_paragraph, train_fail_error
 from zeus_plugins.training.passes import CannotProbe, Passes
 from zeus_plugins.training.port import TrainerPort
@@ -114,12 +114,12 @@ class BatchSizeOptimizer:
         if rank == 0:
             self._open_session()
 
-    def _open_session(self) -> TrialSession:
+    def _open_session(self, plan: JobPlan | None = None) -> TrialSession:
         job, client, server_url, token, monitor, on_unreachable = self._arguments
         if client is None:
             client = self._own_client = client_from_environment(server_url, token)
         monitor = energy.auto() if monitor is None else monitor
-        session = TrialSession(job, client, monitor, on_unreachable=on_unreachable, rank=self._rank)
+        session = TrialSession(plan or job, client, monitor, on_unreachable=on_unreachable, rank=self._rank)
         self._trial_session = session
         self._see_to_the_end()
         return session
@@ -223,24 +223,29 @@ class BatchSizeOptimizer:
         synchronize()
         self._session.begin_measurement()
 
-    def probe(self, step: Callable[[Any], object], model: Any, loader: Any) -> None:
+    def probe(self, step: Callable[[Any], object], model: Any, loader: Any) -> int:
         """Time a few passes at other batch sizes in the job's first run; call it right after `on_train_begin`.
 
         The passes leave no trace in the model, the loader, and the states of random numbers (docs/probing.md). Later
-        runs of the job, and trainings on several processes, are not probed.
+        runs of the job, and trainings on several processes, are not probed. For a job with ``first_run="predicted"``,
+        the trial is then withdrawn, and the next one has the predicted size.
 
         Args:
             step: Makes a forward and a backward pass over a batch of the loader, without an optimizer step. It is
                 called again after the first epoch.
             model: The trained module.
             loader: The DataLoader that the loop iterates, of torch, Fabric or accelerate.
+
+        Returns:
+            The GLOBAL batch size of this run. If it is not that of `get_batch_size`, make the loader anew, and set
+            learning rates for it.
         """
         session = self._session
         loader = getattr(loader, "_dataloader", loader)  # Fabric's wrapper
         device = next(iter(model.parameters())).device
         size, per_device = session.trial.batch_size, delivered_batch_size(loader)
         if not session.is_first_run() or session.finished or not per_device:
-            return
+            return size
         steps = max(1, size // per_device)
         splits = {each: BatchSplit(each // steps, steps) for each in session.plan.job.batch_sizes if each % steps == 0}
 
@@ -262,7 +267,17 @@ class BatchSizeOptimizer:
         trainer = cast("TrainerPort", SimpleNamespace(rank=0, world_size=1, broadcast=None, passes=passes))
         prober = Prober(trainer, splits, size, session.power_of, lambda line: _logger.info("%s", line))
         prober.time_passes()
-        self._prober = prober if prober.is_open else None
+        job = session.plan.job
+        predicts = prober.is_open and job.first_run == "predicted" and size == job.default_batch_size
+        if predicts and session.withdraw(prober.result):
+            self._finish()
+            self._open_session(session.plan).charge(session.trial)
+            size = self.get_batch_size()
+            self._session.begin_measurement()
+        if size in splits:
+            prober.resume(size)
+        self._prober = prober if prober.is_open and size in splits else None
+        return size
 
     def on_evaluate(self, metric: float) -> None:
         """Report the validation metric after an epoch; each call counts one epoch.

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Literal, TypeVar
 
 from benchmarks.recurrences.runs import Order
-from benchmarks.recurrences.tasks import CONTENDERS, DEFAULT, Task
+from benchmarks.recurrences.tasks import CONTENDERS, DEFAULT, PROBED, Task
+from zeus_plugins.protocol import GP_VOI
 
 T = TypeVar("T")
 
@@ -36,7 +37,7 @@ class Extent:
 
 
 ON_GPU = Extent(seeds=1, recurrences=5, repeats=1, pairs=1)
-"""The extent on a GPU unless asked otherwise: about 25 minutes of an H200 by the estimate in docs/proof.md."""
+"""The extent on a GPU unless asked otherwise: about 30 minutes of an H200 by the estimate in docs/proof.md."""
 
 QUICK = Extent(seeds=1, recurrences=3, repeats=1, pairs=1)
 """Shows that all of it works; its figures say little."""
@@ -93,11 +94,12 @@ def _recurrence(task: Task, seed: int, number: int, extent: Extent) -> Iterator[
             task=task.name,
             job_id=f"{task.name}-{who}-{seed}",
             seed=_seed(seed, number),
-            policy=None if who == DEFAULT else who,
+            policy={DEFAULT: None, PROBED: GP_VOI}.get(who, who),
             batch_size=task.default_batch_size if who == DEFAULT else None,
             drifted=task.drifted_at(number, extent.recurrences),
             policy_seed=seed,
             shrink=task.shrink,
+            probes=who == PROBED,
         )
         yield Step("recurrence", task.name, seed, number, who, order)
 

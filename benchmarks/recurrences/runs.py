@@ -36,6 +36,7 @@ class Order:
         epochs: Epochs to train, whatever is reached; None: until the target.
         policy_seed: Seeds the draws of policy `zeus`.
         shrink: As in `Task`.
+        probes: Whether the first run of the job probes its sizes, and trains at the predicted one.
     """
 
     task: str
@@ -48,6 +49,7 @@ class Order:
     epochs: int | None = None
     policy_seed: int = 0
     shrink: int = 1
+    probes: bool = False
 
     def to_json(self) -> str:
         """One line."""
@@ -65,7 +67,13 @@ class Order:
         if self.epochs is not None:
             out_of_reach = _NEVER if task.higher_is_better else -_NEVER
             task = replace(task, target=out_of_reach, max_epochs=self.epochs)
-        return task.job(self.job_id, policy=self.policy, batch_size=self.batch_size, seed=self.policy_seed)
+        return task.job(
+            self.job_id,
+            policy=self.policy,
+            batch_size=self.batch_size,
+            seed=self.policy_seed,
+            is_predicted=self.probes,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +101,7 @@ class Run:
             "energy_monitor": self.monitor,
             "on_failure": "stop",
             "quiet": True,
+            "probe": "auto" if self.order.probes else "off",
         }
 
     def scaled(self, lr: float) -> float:

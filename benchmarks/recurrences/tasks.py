@@ -17,8 +17,11 @@ GPU: Final = "gpu"
 DEFAULT = "default"
 """The rival of the policies: always the default size."""
 
-CONTENDERS = (*OWN_POLICIES, DEFAULT)
-"""The policies and their rival."""
+PROBED = "probed"
+"""Policy `gp_voi` with a probe in a job's first run, which trains at the size that the probe predicts."""
+
+CONTENDERS = (*OWN_POLICIES, PROBED, DEFAULT)
+"""The policies, without probes and with one, and their rival."""
 
 REFUSED = "refused"
 """State of a recurrence for which the policy has no size left: nothing is trained."""
@@ -64,8 +67,19 @@ class Task:
     shrink: int = 1
     shrunk_target: float | None = None
 
-    def job(self, job_id: str, *, policy: str | None = None, batch_size: int | None = None, seed: int = 0) -> JobSpec:
-        """The job that a policy chooses sizes for; or, with a batch size, one that has no other and stops nothing."""
+    def job(
+        self,
+        job_id: str,
+        *,
+        policy: str | None = None,
+        batch_size: int | None = None,
+        seed: int = 0,
+        is_predicted: bool = False,
+    ) -> JobSpec:
+        """The job that a policy chooses sizes for; or, with a batch size, one that has no other and stops nothing.
+
+        Of one that `is_predicted`, a probe predicts the first size.
+        """
         fields: dict[str, Any] = {
             "job_id_prefix": job_id,
             "job_id": job_id,
@@ -78,7 +92,7 @@ class Task:
             fields |= {"batch_sizes": (batch_size,), "default_batch_size": batch_size}
             return JobSpec(**fields, policy=ZEUS, beta_knob=None, num_pruning_rounds=0)
         fields |= {"batch_sizes": self.batch_sizes, "default_batch_size": self.default_batch_size}
-        return JobSpec(**fields, policy=policy)
+        return JobSpec(**fields, policy=policy, first_run="predicted" if is_predicted else "default")
 
     def drifted_at(self, recurrence: int, recurrences: int) -> bool:
         """True if the data of a recurrence, from 0, are those after the drift."""

@@ -194,7 +194,7 @@ class Simulation:
 
     The job's `mab_seed` seeds the draws of the policy; `seed` seeds the choice of the recorded run that each trial
     follows, and the draws of the conditions. With `probes`, the first trial probes the sizes. If the `first_run` is
-    predicted, or the job starts warm, it is then withdrawn, and the recurrence begins again. `before_decision` is called
+    predicted, or the job starts warm, it is withdrawn, and the recurrence begins again. `before_decision` is called
     with the recurrence, counted from 0, and the history before each suggestion; the history is valid only during the
     call.
     """

@@ -36,5 +36,11 @@ def test_two_processes_probe_same_sizes_and_leave_no_trace(framework: str, tmp_p
     # Batches of 64 over both processes run out of memory on the second.
     assert first["memory"]["sizes"] == [[8, 16, 32]]
     assert first["memory"]["out_of_memory"] == [64]
-    assert output.read_text().count("zeus: probed 4 sizes in") == 1
+    # The first run of a job trains at the predicted size on both processes, as if this were the default.
+    for each in seen:
+        assert set(each["predicted"]["trained"]) == {32}
+        for name in ("losses", "trained", "weights", "steps"):
+            assert each["predicted"][name] == each["direct"][name], name
+    # Each of three launches that probe and have the memory says so once.
+    assert output.read_text().count("zeus: probed 4 sizes in") == 3
     assert "not probed" not in output.read_text()

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch.utils.data import WeightedRandomSampler
 
-from tests.support.lightning_bench import QUIET
-from tests.support.trapped import SIZES, generous, rest
+from tests.support.lightning_bench import QUIET, Rows
+from tests.support.trapped import SIZES, favour_large_batches, generous, predicting, rest
 from tests.support.trapped_lightning import Ran
 
 pytestmark = QUIET
@@ -57,3 +57,28 @@ def test_probe_has_cost_of_sizes_and_no_noise_scale_with_batch_norm(
     (found,) = sent
     assert [each.batch_size for each in found.sizes] == list(SIZES)
     assert found.critical_batch_size is None
+
+
+class Refusing(Rows):
+    """Takes hyperparameters once, as MLflow does not let them change."""
+
+    batch_size: int | None = None
+
+    def log_hyperparams(self, params: Any, *_: Any, **__: Any) -> None:
+        if self.batch_size is not None:
+            raise ValueError("zeus/batch_size has a value already")
+        self.batch_size = params["zeus/batch_size"]
+
+
+def test_logger_that_refuses_the_predicted_size_does_not_end_the_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    favour_large_batches(monkeypatch)
+    with generous(monkeypatch):
+        run = Ran(tmp_path, "auto")
+        run.rows = Refusing()
+        run.said = {"job": predicting(first_run="predicted")}
+        trainer = run.train()
+    assert set(run.module.model.sizes) == {64}
+    assert trainer.current_epoch == 2
+    assert "Refusing was not told the batch size: zeus/batch_size has a value already" in caplog.text

@@ -15,8 +15,10 @@ from torch.nn import functional
 from torch.utils.data import Dataset
 
 from zeus_plugins.client.local import LocalServer
-from zeus_plugins.protocol import Probe, TrialId
+from zeus_plugins.errors import ZeusBSOServerUnreachableError
+from zeus_plugins.protocol import JobSpec, Probe, TrialId
 from zeus_plugins.training import probe
+from zeus_plugins.training.passes import Passes
 
 SAMPLES = 640
 SIZES = (8, 16, 32, 64)
@@ -126,13 +128,37 @@ def rest(model: Trapped, data: Noisy, *more: Any) -> list[Any]:
     ]
 
 
+def predicting(**fields: Any) -> JobSpec:
+    """Return a job whose target is out of reach."""
+    said = {"job_id": "job", "job_id_prefix": "job", "batch_sizes": SIZES, "higher_is_better_metric": False}
+    return JobSpec(**(said | {"target_metric": -1.0, "max_epochs": 2, "default_batch_size": OWN_SIZE} | fields))
+
+
+def unreachable(*_: Any, **__: Any) -> None:
+    """Fail as a request to a server that is away."""
+    raise ZeusBSOServerUnreachableError("as the test asked")
+
+
+def favour_large_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a probe find that passes of all sizes take equally long, so that the largest size is predicted."""
+    visit = probe.Prober._visit
+
+    def visited(prober: probe.Prober, passes: Passes, size: int, count: int) -> None:
+        visit(prober, passes, size, count)
+        prober._timings[size] = probe.Timing(1.0)
+
+    monkeypatch.setattr(probe.Prober, "_visit", visited)
+
+
 @contextmanager
 def generous(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Probe]]:
     """Let a probe use a whole epoch, because epochs of tests are short; collect the probes sent by this process."""
     sent: list[Probe] = []
+    original = LocalServer.store_probe
 
-    def store(_: LocalServer, __: TrialId, found: Probe) -> None:
+    def store(server: LocalServer, trial: TrialId, found: Probe) -> None:
         sent.append(found)
+        original(server, trial, found)
 
     with monkeypatch.context() as patch:
         patch.setattr(probe, "_SHARE", 1.0)

@@ -30,16 +30,22 @@ class Own(Trainer):
 class Ran:
     """A training of two epochs."""
 
-    def __init__(self, folder: Path, probe: str, *, has_batch_norm: bool = True, **options: Any) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        probe: str,
+        *,
+        has_batch_norm: bool = True,
+        said: dict[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
         seed()
         self.data, self.model = Noisy(), Trapped(has_batch_norm=has_batch_norm)
         self.model.config = SimpleNamespace(problem_type=None)  # type: ignore[assignment]  # read by transformers
         has_evaluations = options.get("eval_strategy") != "no"
         self.callback = ZeusBSOTrainerCallback(
-            "eval_loss" if has_evaluations else "loss",
-            target=-1.0,
-            batch_sizes=SIZES,
-            job_id="job",
+            monitor="eval_loss" if has_evaluations else "loss",
+            **(said or {"target": -1.0, "batch_sizes": SIZES, "job_id": "job"}),
             server_url=f"embedded://{folder / probe / 'bso.sqlite3'}",
             energy_monitor=seconds_and_joules(1.0, 10.0),
             on_failure="stop",

@@ -55,15 +55,13 @@ class Ran:
         self.loader: Any = DataLoader(self.data, OWN_SIZE, **(loading or {"shuffle": True}))
         self.url = f"embedded://{folder / f'{uuid.uuid4().hex}.sqlite3'}"
         self.probe = probe
+        self.said: dict[str, Any] = {"target": -1.0, "mode": "min", "batch_sizes": SIZES, "job_id": "job"}
         self.validating = DataLoader(Noisy(), 64)
 
     def train(self, **options: Any) -> Trainer:
         callback = ZeusBSOCallback(
-            "val_loss",
-            target=-1.0,
-            mode="min",
-            batch_sizes=SIZES,
-            job_id="job",
+            monitor="val_loss",
+            **self.said,
             server_url=self.url,
             energy_monitor=seconds_and_joules(1.0, 10.0),
             on_failure="stop",

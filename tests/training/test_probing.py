@@ -21,9 +21,22 @@ from tests.support.frameworks import use_one_thread  # noqa: F401 - pytest finds
 from tests.support.job_bench import seconds_and_joules
 from tests.support.reporting import Flaky, training
 from tests.support.sessions import GPUS, JOB, TRIAL, monitor_of
-from tests.support.trapped import OWN_SIZE, SIZES, Noisy, Trapped, generous, rest, seed
+from tests.support.trapped import (
+    OWN_SIZE,
+    SIZES,
+    Noisy,
+    Trapped,
+    favour_large_batches,
+    generous,
+    predicting,
+    rest,
+    seed,
+    unreachable,
+)
 from zeus_plugins import BatchSizeOptimizer, JobSpec
-from zeus_plugins.protocol import GpuConfig, Probe, ProbedSize, TrialId, TrialProbe
+from zeus_plugins.client import client_from_environment
+from zeus_plugins.client.local import LocalServer
+from zeus_plugins.protocol import GpuConfig, Probe, ProbedSize, TrialId, TrialProbe, TrialState
 from zeus_plugins.training import probe
 from zeus_plugins.training.batches import BatchSplit
 from zeus_plugins.training.passes import Passes
@@ -91,6 +104,16 @@ def test_overhead_of_a_real_epoch_is_added_to_each_step() -> None:
     assert double.energy_j == pytest.approx(50 * 0.17 * 100 + 3 * 50)
     assert double.error == pytest.approx(math.hypot(0.1, 0.05, 0.2))
     assert (accumulated.batch_size, accumulated.time_s) == (128, pytest.approx(12.5 * (4 * 0.15 + 0.02) + 3))
+
+
+def test_costs_of_passes_alone_have_half_of_the_hidden_time_as_their_error() -> None:
+    splits = {16: BatchSplit(16, 1), 32: BatchSplit(32, 1)}
+    real = {"steps": 100, "time_s": 15.0, "evaluation_s": 0.0, "power_w": 50.0}
+    own, double = epoch_costs({16: Timing(0.1), 32: Timing(0.2)}, splits, 16, **real, hidden_s=0.1)
+    assert own.error == 0.1
+    assert double.time_s == pytest.approx(50 * 0.25)
+    # With 0.1 s more in each step, the times are as 0.3 to 0.2 rather than 0.2 to 0.1.
+    assert double.error == pytest.approx(math.hypot(0.1, 0.05, math.log((0.2 / 0.1) / (0.3 / 0.2)) / 2))
 
 
 def test_overhead_of_unknown_kind_widens_the_error() -> None:
@@ -396,7 +419,9 @@ class Loop:
             optimizer.on_train_begin()
             self.model.eval()
             if probes:
-                optimizer.probe(self.step, self.model, self.loader)
+                size = optimizer.probe(self.step, self.model, self.loader)
+                assert size == optimizer.current_batch_size
+                self.loader.batch_sampler.batch_size = size  # type: ignore[union-attr]
             assert not self.model.training
             self.model.train()
             for epoch in range(epochs):
@@ -426,6 +451,29 @@ def test_plain_loop_is_bit_equal_with_and_without_a_probe(
         seen.append((loop.model.losses, rest(loop.model, loop.data)))
     assert seen[0][0] == seen[1][0]
     assert seen[0][1] == seen[1][1]
+
+
+@pytest.mark.parametrize("is_away", [False, True], ids=["stored", "server away"])
+def test_first_run_of_plain_loop_takes_predicted_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_away: bool
+) -> None:
+    favour_large_batches(monkeypatch)
+    if is_away:
+        monkeypatch.setattr(LocalServer, "store_probe", unreachable)
+    loop = Loop(tmp_path)
+    loop.job = predicting(first_run="predicted", target_metric=0.0, job_id=None)
+    with generous(monkeypatch) as sent:
+        loop.train(probes=True, epochs=1)
+    size, number = (OWN_SIZE, 1) if is_away else (max(SIZES), 2)
+    assert set(loop.model.sizes) == {size}
+    with client_from_environment(loop.url) as client:
+        (job,) = client.list_jobs().jobs
+        trials = client.show_job(job.job_id).trials
+    states = [TrialState.WITHDRAWN, TrialState.COMPLETED][-number:]
+    assert [each.state for each in trials] == states
+    # Each window takes a second: two of the withdrawn trial, the epoch, and that of the calibrated probe.
+    assert (trials[-1].batch_size, trials[-1].time_s) == (size, 2.0 if is_away else 3.0)
+    assert len(sent) == 2
 
 
 def test_only_the_first_reported_run_of_a_job_is_probed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ import functools
 import math
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, Never, cast
 
 from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
@@ -42,6 +43,10 @@ from zeus_plugins.training.outcomes import is_out_of_memory
 from zeus_plugins.training.run import ActiveRun, TrialRun
 
 _STATE_KEY = "zeus_bso"
+
+
+class _BeginsAnew(Exception):  # noqa: N818 - no error
+    """Leaves a training before its first step."""
 
 
 class ZeusBSOTrainerCallback(BatchSizeArguments, TrainWrapper):
@@ -209,7 +214,12 @@ class ZeusBSOTrainerCallback(BatchSizeArguments, TrainWrapper):
             if too_large is not None and self.trial.batch_size >= too_large:
                 raise MemoryError(f"batch size {too_large} ran out of memory, and there is no smaller one to train at")
             self._prepare(trainer)
-            result = train()
+            begun, result = self._run, None
+            with suppress(_BeginsAnew):
+                result = train()
+            if self._run is not begun:
+                self._prepare(trainer)
+                result = train()
             port = HuggingFacePort(trainer)
             successor = self._run.finished_by(port)
             if successor is not None:
@@ -238,6 +248,17 @@ class ZeusBSOTrainerCallback(BatchSizeArguments, TrainWrapper):
             scale = run.active.scale_learning_rate
             run.patches.extend(trainer, "create_scheduler", then=lambda _: scale())
         run.patches.extend(trainer, "_save_checkpoint", first=lambda: self._keep_state(trainer.state))
+        if run.active.predicts and trainer.neftune_noise_alpha is None:  # its hook would act twice
+            # Before this hook of any callback, so that each is called once.
+            run.patches.extend(trainer.callback_handler, "on_train_begin", first=lambda: self._begin_anew(trainer))
+
+    def _begin_anew(self, trainer: Trainer) -> None:
+        """Leave a training that has only probed, to train at the size that the probe predicts, if there is one."""
+        port = HuggingFacePort(trainer)
+        successor = self._run.begun_anew(port)
+        if successor is not None:
+            self._run, self._port = successor, port
+            raise _BeginsAnew
 
     def _check(self, trainer: Trainer) -> None:
         """Check the trainer before there is a trial."""

@@ -38,9 +38,11 @@ from zeus_plugins.training.defaults import TrainingFacts, hash_of_parameters, na
 from zeus_plugins.training.lr_scaling import GROUP_RATES
 from zeus_plugins.training.passes import CannotProbe, Passes
 from zeus_plugins.training.patches import Patches
+from zeus_plugins.training.run import TrialRun
 
 try:
     from lightning.fabric.utilities.data import sized_len
+    from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
     from lightning.pytorch import Callback, LightningModule, Trainer
     from lightning.pytorch.core.optimizer import _init_optimizers_and_lr_schedulers
     from lightning.pytorch.loggers.logger import DummyLogger
@@ -52,6 +54,7 @@ try:
 except ModuleNotFoundError:
     # Lightning's other package has the same classes, which are distinct types to a type checker.
     from lightning_fabric.utilities.data import sized_len
+    from lightning_fabric.utilities.seed import _collect_rng_states, _set_rng_states
     from pytorch_lightning import Callback, LightningModule, Trainer  # type: ignore[assignment]
     from pytorch_lightning.core.optimizer import _init_optimizers_and_lr_schedulers  # type: ignore[assignment]
     from pytorch_lightning.loggers.logger import DummyLogger  # type: ignore[assignment]
@@ -309,7 +312,10 @@ class LightningPort:
                     patches.set_item(cast("Any", holder)._hparams_initial, name, value)
                 return
         for logger in self._trainer.loggers:
-            logger.log_hyperparams(dict(values))
+            try:
+                logger.log_hyperparams(dict(values))
+            except Exception as error:  # MLflow refuses to change a parameter
+                _logger.warning("%s was not told the batch size: %s", type(logger).__name__, error)
 
     def show_progress(self, text: str, patches: Patches) -> None:
         bar = self._trainer.progress_bar_callback
@@ -416,6 +422,16 @@ class LightningPort:
         patches.set_attribute(loop, "max_epochs", trained + epochs)
         if most_steps >= 0:
             patches.set_attribute(loop.epoch_loop, "max_steps", steps + most_steps)
+
+    def begun_anew(self, run: TrialRun) -> TrialRun | None:
+        """Return the run at the size that the probe of `run` predicts, ready for the fit loop, or None."""
+        trainer, loop, states = self._trainer, self._trainer.fit_loop, _collect_rng_states()
+        loop.setup_data()
+        successor = run.begun_anew(self)
+        if successor is not None:
+            _set_rng_states(states)  # Making the first loader has drawn random numbers.
+            self.train_again(cast("int", loop.max_epochs) - trainer.current_epoch, successor.patches, keeps_state=False)
+        return successor
 
     def _count_samples(self, patches: Patches) -> None:
         """Count the samples of every loader that Lightning trains with; for several devices it makes new loaders."""

@@ -87,7 +87,7 @@ class ZeusBSOCallback(BatchSizeArguments, Callback):
             self._check_epochs(trainer)
             self._run.begin(LightningPort(trainer, pl_module))
             self._take_charge(trainer)
-            self._finish_a_miss(trainer, pl_module)
+            self._follow_loop(trainer, pl_module)
 
     # Lightning makes optimizers and schedulers after this. Its tuners also load checkpoints, in the middle of a fit.
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
@@ -103,10 +103,7 @@ class ZeusBSOCallback(BatchSizeArguments, Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._awaits_checkpoint:  # a checkpoint with nothing but weights, for which Lightning calls no hook
             self._continue(trainer, pl_module, None)
-        if self._run.active is not None:
-            self._run.active.scale_learning_rate()
-            if self._run.lr_factor != 1.0:
-                scale_in_finetuning(trainer, self._run.active.unscaled_rates, self._run.patches)
+        self._scale_rates(trainer)
 
     # This is no error yet, because a module may leave some metrics out of the sanity check.
     def on_sanity_check_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -208,7 +205,7 @@ class ZeusBSOCallback(BatchSizeArguments, Callback):
             self._check_epochs(trainer)
         self._run.resume(LightningPort(trainer, pl_module), lambda: state)
         self._take_charge(trainer)
-        self._finish_a_miss(trainer, pl_module)
+        self._follow_loop(trainer, pl_module)
 
     def _take_charge(self, trainer: Trainer) -> None:
         if self._run.active is not None:
@@ -217,21 +214,34 @@ class ZeusBSOCallback(BatchSizeArguments, Callback):
             self._run.patches.extend(trainer.fit_loop.epoch_loop, "run", first=self._run.active.check)
             hide_step_hooks(self, self._run.patches)
 
-    def _finish_a_miss(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Let the fit loop run again if the trial misses its target and the options ask to finish such a run."""
-        if self._run.active is None or self._run.options.on_failure != "finish":
+    def _scale_rates(self, trainer: Trainer) -> None:
+        if self._run.active is not None:
+            self._run.active.scale_learning_rate()
+            if self._run.lr_factor != 1.0:
+                scale_in_finetuning(trainer, self._run.active.unscaled_rates, self._run.patches)
+
+    def _follow_loop(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Let the fit loop begin at the size that a probe predicts, and run again to finish a run that misses."""
+        active = self._run.active
+        predicts = active is not None and active.predicts and not finders(trainer, "LearningRateFinder")
+        if active is None or not (predicts or self._run.options.on_failure == "finish"):
             return
         loop = trainer.fit_loop
         run_loop = loop.run
 
         def run() -> None:
+            if predicts:
+                follow(LightningPort(trainer, pl_module).begun_anew(self._run))
             run_loop()
-            successor = self._run.finished_by(LightningPort(trainer, pl_module))
-            if successor is not None and successor.active is not None:
-                self._run, self._first_epoch = successor, trainer.current_epoch
-                successor.active.scale_learning_rate()
-                self._take_charge(trainer)
+            if follow(self._run.finished_by(LightningPort(trainer, pl_module))):
                 run_loop()
+
+        def follow(successor: TrialRun | None) -> bool:
+            if successor is not None:
+                self._run, self._first_epoch = successor, trainer.current_epoch
+                self._scale_rates(trainer)
+                self._take_charge(trainer)
+            return successor is not None
 
         self._run.patches.set_attribute(loop, "run", run)
 

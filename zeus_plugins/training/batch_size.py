@@ -48,7 +48,7 @@ class BatchSizeArguments:
         strict: bool = False,
         quiet: bool = False,
         watch: Sequence[str] = (),
-        probe: Literal["auto", "off"] = "off",
+        probe: Literal["auto", "off"] = "auto",
         **unknown: Never,
     ) -> None:
         """Keep the arguments; the training begins later.

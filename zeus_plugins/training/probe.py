@@ -38,12 +38,16 @@ _LEAST_PASSES, _MOST_PASSES = 2, 5
 # Standard deviation of the log of a cost: its least value, and what each octave between the sizes adds.
 _LEAST_ERROR = 0.1
 _ERROR_PER_OCTAVE = 0.05
+# Until an epoch shows it: the most that a step takes beside its passes, as a share of the shortest pass (small models).
+_MOST_HIDDEN = 0.75
 
 # Passes of the noise scale: those whose gradients are summed, and all.
 _GROUP, _MOST_GROUPS = 8, 4
 # Least standard deviation of log2 of the critical batch size, and that of a single group, octaves.
 _LEAST_OCTAVES = 1.6
 _OCTAVES_OF_ONE = 1.0
+
+_TOO_SHORT = "an epoch is too short"
 
 _COLLECTIVES = (
     *("all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "all_to_all", "barrier", "broadcast"),
@@ -77,6 +81,7 @@ def epoch_costs(
     evaluation_s: float,
     power_w: float,
     is_ambiguous: bool = False,
+    hidden_s: float = 0.0,
 ) -> tuple[ProbedSize, ...]:
     """Return the cost of an epoch at each size whose passes were timed.
 
@@ -89,9 +94,11 @@ def epoch_costs(
         evaluation_s: Seconds of the evaluations of an epoch.
         power_w: Mean power of the run over all GPUs, watts.
         is_ambiguous: True if a step's time beside its passes may depend on its samples, such as time to load data.
+        hidden_s: Seconds within which a step's time beside its passes is not known.
     """
     own = splits[size]
-    overhead_s = time_s / steps - own.accumulation * timings[own.per_device].seconds
+    own_s = own.accumulation * timings[own.per_device].seconds
+    overhead_s = time_s / steps - own_s
     own_power_w = timings[own.per_device].power_w
     costs = []
     for each, split in splits.items():
@@ -104,6 +111,7 @@ def epoch_costs(
         octaves = abs(math.log2(each / size))
         # The time of the run's own size is that of the real epoch.
         errors = [_LEAST_ERROR, _ERROR_PER_OCTAVE * octaves, timing.error if each != size else 0.0]
+        errors.append((math.log1p(hidden_s / pass_s) - math.log1p(hidden_s / own_s)) / 2)
         if is_ambiguous:
             by_samples_s = max(pass_s + overhead_s * each / size, pass_s / 2)
             errors.append(abs(math.log(step_s / by_samples_s)) / 2)
@@ -221,17 +229,25 @@ class Prober:
                 self._visit(passes, *chosen)
 
         problem = self._guarded(work)
-        self._resumed_s = time.monotonic()
+        self.resume()
         found = [size for size, split in self._splits.items() if split.per_device in self._timings]
-        if problem is not None:
+        if problem == _TOO_SHORT:
+            _logger.debug("batch sizes are not probed: %s", problem)
+        elif problem is not None:
             self._timings.clear()
             self._say(f"zeus: batch sizes are not probed: {problem}")
         elif self.is_open:
             failed = "" if self._failed is None else f"; {self._failed} runs out of memory"
             sizes = "1 size" if len(found) == 1 else f"{len(found)} sizes"
             self._say(f"zeus: probed {sizes} in {self._spent_s:.2g} s{failed}")
-        else:
-            _logger.debug("an epoch of %g batches is too short for a probe", self._batches)
+
+    def resume(self, size: int | None = None) -> None:
+        """Note that the training begins now, at another global size if one is given."""
+        if size is not None:
+            own = self._splits[size].per_device
+            self._batches *= self._own / own
+            self._size, self._own = size, own
+        self._resumed_s = time.monotonic()
 
     def count_evaluation(self, seconds: float) -> None:
         """Keep the time of an evaluation, with its report, apart from that of the steps."""
@@ -255,17 +271,27 @@ class Prober:
             self._say(f"zeus: the gradient noise is not probed: {problem}")
 
     def result(self, gpus: GpuConfig, power_w: float) -> Probe:
-        """Return the findings of a training on these GPUs with this mean power, after `finish`."""
+        """Return the findings of a training on these GPUs with this mean power.
+
+        Before `finish`, costs rest on the passes alone, without evaluations; their errors include the rest of a step.
+        """
+        split = self._splits[self._size]
+        steps, hidden_s = self._batches / split.accumulation, 0.0
         evaluation_s = min(self._evaluation_s, self._ended_s - self._resumed_s)
+        time_s = self._ended_s - self._resumed_s - evaluation_s
+        if self._ended_s == 0.0:
+            hidden_s, evaluation_s = _MOST_HIDDEN * min(each.seconds for each in self._timings.values()), 0.0
+            time_s = steps * (split.accumulation * self._timings[self._own].seconds + hidden_s / 2)
         costs = epoch_costs(
             self._timings,
             self._splits,
             self._size,
-            steps=self._batches / self._splits[self._size].accumulation,
-            time_s=(self._ended_s - self._resumed_s - evaluation_s) / self._epochs,
+            steps=steps,
+            time_s=time_s / self._epochs,
             evaluation_s=evaluation_s / self._epochs,
             power_w=power_w,
             is_ambiguous=self._is_ambiguous,
+            hidden_s=hidden_s,
         )
         scale, error = self._scale or (None, None)
         return Probe(
@@ -286,6 +312,9 @@ class Prober:
             try:
                 passes = self._trainer.passes()
                 _check(passes)
+                # Before the state is copied, which takes longer than such an epoch of a large model.
+                if not self._timings and _SHARE * _SHARE_OF_TIMES * passes.batches < _LEAST_PASSES:
+                    raise CannotProbe(_TOO_SHORT)
                 stack.enter_context(untouched(passes.model, *passes.state, data=(passes.loader, *passes.data)))
                 stack.enter_context(passes.muted())
             except Exception as error:

@@ -8,6 +8,8 @@ The order of calls, on every rank::
 
     run = TrialRun(wish, options)
     run.begin(port)  or  run.resume(port, saved)
+    run.begun_anew(new_port)                if run.active.predicts, when loaders and optimizers exist; unless it returns
+                                            None, the trainer makes them again for the run that this returns
     run.active.scale_learning_rate()        when optimizers and schedulers exist, before a checkpoint restores them
     run.active.start()                      right before the first step; probes the batch sizes of a new job
     run.active.check()                      before the first step of each epoch, when its loader exists
@@ -91,7 +93,7 @@ class TrialOptions:
     strict: bool = False
     quiet: bool = False
     watch: tuple[str, ...] = ()
-    probe: Literal["auto", "off"] = "off"
+    probe: Literal["auto", "off"] = "auto"
 
     def __post_init__(self) -> None:
         check_choice("on_failure", self.on_failure, OnFailure)
@@ -289,6 +291,34 @@ class TrialRun:
         except Exception:
             _logger.exception("could not clean up after the training")
 
+    def begun_anew(self, port: TrainerPort) -> TrialRun | None:
+        """Probe the batch sizes, and begin a trial at the size that the server then predicts, in place of this run.
+
+        All ranks make this call, with a new port. The present trial is withdrawn, and its costs count for the new one,
+        which has the same size if the server is away. Return None without a probe that the server has stored.
+        """
+        active, record = self.active, self._record
+        prober = None if active is None else active.withdraw()
+        if record is None or prober is None:
+            return None
+        run = TrialRun(self._wish, self.options, connect=self._client_from)
+        run._weights, self._weights = self._weights, None
+        self.finish()
+        job = record.plan.job.model_copy(update={"job_id": record.job.job_id})
+
+        def begin(session: TrialSession) -> bool:
+            session.charge(record.trial)
+            session.ask()
+            return True
+
+        try:
+            run._enter(port, replace(record.plan, job=job), EpochCount(), begin)
+            cast("ActiveRun", run.active).take_over(prober)
+        except Exception as error:
+            run.finish(error)
+            raise
+        return run
+
     def finished_by(self, port: TrainerPort) -> TrialRun | None:
         """Begin a trial that finishes this run at the best known size, and end this run; None if nothing is to be done.
 
@@ -464,6 +494,7 @@ class ActiveRun:
         self._trains_on = options.after_target == "continue"
         self.first_weights: dict[str, Any] | None = None
         self._prober: Prober | None = None
+        self._has_begun = False
         self._session: TrialSession | None = None  # only on rank 0
         self._own_size = own_size = plan.job.default_batch_size
         place = placed(port)
@@ -537,6 +568,29 @@ class ActiveRun:
 
         power_of = None if self._session is None else self._session.power_of
         self._prober = Prober(self._port, splits, self.record.trial.batch_size, power_of, say)
+
+    @property
+    def predicts(self) -> bool:
+        """True if the probe of this run, at the job's default size, is to predict the size at which it trains."""
+        is_wanted = self._prober is not None and self.record.job.first_run == "predicted"
+        return is_wanted and self.record.is_at_own_size and self._port.no_continuation is None
+
+    def withdraw(self) -> Prober | None:
+        """Probe the sizes, and withdraw the trial once the server has the probe; return None if the run continues."""
+        if self.predicts:
+            self._measure()
+        prober = self._prober if self.predicts else None
+        if prober is None or not self._decided_with(lambda session: session.withdraw(prober.result)):
+            return None
+        self.record.takes_reports = False
+        if self._session is not None:
+            self.record.trial = self._session.trial
+        return prober
+
+    def take_over(self, prober: Prober) -> None:
+        """Let the probe of a withdrawn run learn from the first epoch of this one, if it has timed its size."""
+        prober.resume(self.record.trial.batch_size)
+        self._prober = prober if prober.is_open else None
 
     def count_evaluation(self, seconds: float) -> None:
         """Tell the probe how long an evaluation and its report took."""
@@ -615,11 +669,20 @@ class ActiveRun:
         optimizers, _ = port.optimizers()
         self.steps = StepCount(optimizers, port.accumulation)
         self._keep_first_weights()
+        self._measure()
+        if self._prober is not None:
+            self._prober.resume()
+
+    def _measure(self) -> None:
+        """Begin to measure, and probe the batch sizes, unless an earlier call has done so."""
+        if self._has_begun:
+            return
+        self._has_begun = True
         self._synchronize()
         if self.record.takes_reports:
-            optimizer = next((type(each).__name__ for each in optimizers), None)
+            optimizer = next((type(each).__name__ for each in self._port.optimizers()[0]), None)
             self._decided_with(lambda session: session.begin_measurement(optimizer))
-        if self._prober is not None:
+        if self._prober is not None and not self._prober.is_open:
             self._prober.time_passes()
             self._prober = self._prober if self._prober.is_open else None
 

@@ -128,6 +128,7 @@ class TrialSession:
         self._ended = False
         # The last reported epoch of a resumed trial; the checkpoint may be older than that report.
         self._reported_epoch = 0.0
+        self._charged: dict[str, Any] = {}  # totals with which the next trial begins
 
     @property
     def has_trial(self) -> bool:
@@ -216,9 +217,14 @@ class TrialSession:
                 "the server is back",
                 *(error, trial.batch_size, trial.job_id, self._outbox.directory),
             )
-        self._trial = trial
+        self._trial = trial.model_copy(update=self._charged)
         self._open_line(registration, trouble=trouble)
         return trial.batch_size
+
+    def charge(self, probed: TrialInfo) -> None:
+        """Let `ask` start a trial with the costs of a withdrawn one, at the default size if the server is away."""
+        self._charged = {name: getattr(probed, name) for name in ("time_s", "energy_j", "energy_source", "waited_s")}
+        self._on_unreachable = "default"
 
     def resume(self, state: Mapping[str, Any]) -> bool:
         """Continue the trial of a checkpoint (`state_dict`), and return whether the server still takes reports on it.
@@ -440,27 +446,40 @@ class TrialSession:
             measured = self._monitor.end_window(_PROBE_WINDOW)
         return None if measured is None or measured.time_s < _LEAST_WINDOW_S else measured.energy_j / measured.time_s
 
-    def send_probe(self, result: Callable[[GpuConfig, float], Probe]) -> None:
-        """Send the probe that `result` returns for the GPUs and the mean power so far; only log if that fails."""
+    def send_probe(self, result: Callable[[GpuConfig, float], Probe]) -> bool:
+        """Send the probe that `result` returns for the GPUs and the mean power so far; return False if that fails."""
         reporter, trial_id = self._reporter, self.trial.trial_id
         if reporter is None or reporter.is_away or trial_id is None or not self.trial.has_extended_server:
-            return
+            return False
         self.state_dict()  # counts the open window
         trial = self.trial
         if trial.time_s == 0 or trial.unmeasured is not None:
-            return
+            return False
         try:
             with self._client.with_retries(NO_RETRIES) as client:
                 client.store_probe(trial_id, result(self._monitor.gpus(), trial.energy_j / trial.time_s))
         except Exception as error:  # A later run can do without.
             _logger.debug("the probe is not kept: %s", error)
+            return False
+        return True
 
-    def end(self, error: BaseException | None = None, *, early_end: str | None = None) -> None:
+    def withdraw(self, result: Callable[[GpuConfig, float], Probe]) -> bool:
+        """Send a probe, and withdraw the trial, which has trained nothing; return False if sending the probe fails."""
+        is_kept = self.send_probe(result)
+        if is_kept:
+            detail = "it only probed the batch sizes, and the next trial bears its costs"
+            self.end(ending=Ending(outcome=TrialState.WITHDRAWN, detail=detail))
+        return is_kept
+
+    def end(
+        self, error: BaseException | None = None, *, early_end: str | None = None, ending: Ending | None = None
+    ) -> None:
         """End the session, and on the server a trial without a final verdict; the open window counts.
 
         Meant for exit paths: it may be called at any time and more than once. If the server fails, it logs a warning,
         so that it does not mask the `error` that ended the training (for the outcome, see `outcomes.outcome_of`).
-        Without one, a rule of the training ended it before the verdict (`early_end`, if known), which counts as failed.
+        Without one, a rule of the training ended it before the verdict (`early_end`, if known), which counts as failed,
+        unless the caller gives the message to the server (`ending`).
         """
         if self._ended:
             return
@@ -476,7 +495,7 @@ class TrialSession:
                 self._update(unmeasured=detail_of(failure))
                 _logger.debug("could not close the last measurement window: %s", failure)
         if self._reporter is not None:
-            ending = None if self.finished else ending_of(error, early_end=early_end)
+            ending = None if self.finished else ending or ending_of(error, early_end=early_end)
             if self._rank and ending is not None and ending.outcome is not TrialState.INFEASIBLE:
                 ending = None  # Rank 0 knows how the training ended, but not that another rank ran out of memory.
             self._reporter.end(ending)
