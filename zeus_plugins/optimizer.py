@@ -267,8 +267,7 @@ class BatchSizeOptimizer:
         trainer = cast("TrainerPort", SimpleNamespace(rank=0, world_size=1, broadcast=None, passes=passes))
         prober = Prober(trainer, splits, size, session.power_of, lambda line: _logger.info("%s", line))
         prober.time_passes()
-        job = session.plan.job
-        predicts = prober.is_open and job.first_run == "predicted" and size == job.default_batch_size
+        predicts = prober.is_open and session.plan.predicts and size == session.plan.job.default_batch_size
         if predicts and session.withdraw(prober.result):
             self._finish()
             self._open_session(session.plan).charge(session.trial)

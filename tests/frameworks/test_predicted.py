@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from importlib import import_module
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,13 @@ import pytest
 
 from tests.frameworks.conftest import IS_ABSENT
 from tests.support.frameworks import FrameworkBench, Work
-from tests.support.job_bench import EPOCH_OF_48, NEXT_SIZE, SERVERS_SIZE, seconds_and_joules
+from tests.support.job_bench import EPOCH_OF_48, GPUS, NEXT_SIZE, SERVERS_SIZE, seconds_and_joules
 from tests.support.lightning_bench import QUIET
 from tests.support.trapped import OWN_SIZE, favour_large_batches, generous, predicting, rest, unreachable
 from zeus_plugins.client import client_from_environment
 from zeus_plugins.client.http import BsoClient
-from zeus_plugins.protocol import GP_VOI, TrialState
+from zeus_plugins.energy import Measurement, ReplayMonitor
+from zeus_plugins.protocol import GP_VOI, FirstRun, TrialState
 from zeus_plugins.training import probe
 
 LARGE = 96
@@ -32,9 +34,9 @@ def _long_probes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-def callback_of(bench: FrameworkBench, **options: Any) -> Any:
+def callback_of(bench: FrameworkBench, first_run: FirstRun = "predicted", **options: Any) -> Any:
     sizes = (NEXT_SIZE, SERVERS_SIZE, LARGE)
-    job = bench.job(0.9, max_epochs=3, batch_sizes=sizes, policy=GP_VOI, first_run="predicted")
+    job = bench.job(0.9, max_epochs=3, batch_sizes=sizes, policy=GP_VOI, first_run=first_run)
     return bench.callback(job, probe="auto", **options)
 
 
@@ -70,6 +72,20 @@ def test_first_run_trains_at_predicted_size_and_bears_cost_of_probe(
     assert [each.batch_size for each in view.probe.sizes] == [NEXT_SIZE, SERVERS_SIZE, LARGE]
     assert training.left_behind(callback) == []
     assert training.script == (16, 1)
+
+
+def test_first_run_of_warm_job_trains_at_cheapest_size_by_epochs_of_other_job(bench: FrameworkBench) -> None:
+    sizes = (NEXT_SIZE, SERVERS_SIZE, LARGE)
+    learns = bench.job(0.9, max_epochs=3, batch_sizes=sizes, default_batch_size=LARGE, policy=GP_VOI)
+    bench.training(bench.callback(learns, probe="off"), epochs=3, scores=(0.9,)).train()
+    known, bench.job_id = bench.job_id, f"{bench.job_id}-elsewhere"
+    elsewhere = ReplayMonitor(repeat(Measurement(1.0, 10.0, "replayed")), GPUS.model_copy(update={"gpu_model": "H100"}))
+    training = bench.training(callback_of(bench, "default", energy_monitor=elsewhere), epochs=3, scores=(0.9,))
+    training.train()
+    assert training.sizes == EPOCH_OF_96
+    probed, trained = bench.view().trials
+    assert (probed.state, trained.state) == STATES
+    assert f"epochs as learned by job {known} on A40" in (trained.reason or "")
 
 
 def test_server_that_cannot_store_the_probe_leaves_the_run_at_its_size(

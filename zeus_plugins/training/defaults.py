@@ -165,6 +165,7 @@ class JobPlan:
         is_strict: Whether another fingerprint of the job's earlier trainings is an error.
         target_in_words: The target that the server has, if the user has given none.
         script_size: The script's samples per optimizer step, over all devices; None if unknown.
+        is_warm: Whether the job starts from the epochs of another job.
     """
 
     job: JobSpec
@@ -176,6 +177,12 @@ class JobPlan:
     is_strict: bool = False
     target_in_words: str | None = None
     script_size: int | None = None
+    is_warm: bool = False
+
+    @property
+    def predicts(self) -> bool:
+        """True if the probe of the first run is to predict the size at which that run trains."""
+        return self.is_warm or self.job.first_run == "predicted"
 
     @property
     def follows(self) -> frozenset[str]:

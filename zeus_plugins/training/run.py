@@ -572,7 +572,7 @@ class ActiveRun:
     @property
     def predicts(self) -> bool:
         """True if the probe of this run, at the job's default size, is to predict the size at which it trains."""
-        is_wanted = self._prober is not None and self.record.job.first_run == "predicted"
+        is_wanted = self._prober is not None and self._plan.predicts
         return is_wanted and self.record.is_at_own_size and self._port.no_continuation is None
 
     def withdraw(self) -> Prober | None:

@@ -529,7 +529,8 @@ class TrialSession:
             update["target_metric"] = known.target_metric
             if known.target_metric is not None:
                 self.plan = replace(self.plan, target_in_words=known.target_in_words)
-        self.plan = replace(self.plan, job=self.plan.job.model_copy(update=update))
+        is_warm = known.warm_in_force is not None
+        self.plan = replace(self.plan, job=self.plan.job.model_copy(update=update), is_warm=is_warm)
         self._compare_fingerprints(known)
         self._compare_samples(known)
         job_id = known.job_id
