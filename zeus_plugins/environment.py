@@ -140,6 +140,10 @@ PUE = Variable("ZEUS_PUE", "the PUE of the data centre, by which money and CO2 a
 HOST_OVERHEAD_W = Variable(
     "ZEUS_HOST_OVERHEAD_W", "the power of the unmeasured rest of the machine, for money and CO2", "0", "watts"
 )
+EMISSIONS_FILE = Variable(
+    "ZEUS_EMISSIONS_FILE",
+    "the path of a CSV file to which the energy callbacks append each training, as CodeCarbon does",
+)
 POWER_LIMIT_COMMAND = Variable(
     "ZEUS_POWER_LIMIT_COMMAND", "the command that sets a GPU's power limit", "zeusd or the driver sets it"
 )

@@ -82,6 +82,11 @@ class EpochMeter:
         return {name: self._spent[name] for name in ("time_s", "energy_j")}
 
     @property
+    def co2_g(self) -> float | None:
+        """Grams of CO2 of the training so far; None without a stated rate."""
+        return self._spent.get("co2_g")
+
+    @property
     def source(self) -> str:
         """How the energy was obtained, as in `Measurement.source`; several sources are joined."""
         return " + ".join(self._sources or [self._source])

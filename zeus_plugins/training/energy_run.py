@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Mapping
+from pathlib import Path
 
 from zeus_plugins.energy import ClusterMonitor, EnergyMonitor, EpochMeter, WindowMonitor
+from zeus_plugins.energy.emissions import append_emissions
 from zeus_plugins.energy.meter import IDLE_S, Breakdown
 from zeus_plugins.energy.node import EnergyScope
 from zeus_plugins.energy.processes import synchronize
+from zeus_plugins.environment import EMISSIONS_FILE
 from zeus_plugins.placement import Ranks, placed
 from zeus_plugins.training.port import check_scope, cluster_monitor, node_monitor
+
+_logger = logging.getLogger("zeus_plugins")
 
 
 class EnergyRun:
@@ -92,10 +98,20 @@ class EnergyRun:
         self._is_open = False
         if self._meter is not None:
             self._meter.end()
+            self._append(self._meter.co2_g)
             self._meter = None
         if self._cluster is not None:
             self._cluster.close()
             self._cluster = None
+
+    def _append(self, co2_g: float | None) -> None:
+        path = EMISSIONS_FILE.text()
+        if not path or not self.totals:
+            return
+        try:
+            append_emissions(Path(path), self.totals["time_s"], self.totals["energy_j"], co2_g)
+        except OSError as error:
+            _logger.warning("the emissions of the training could not be written to %s: %s", path, error)
 
 
 class EnergyTotals:
