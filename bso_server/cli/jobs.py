@@ -154,7 +154,7 @@ def add_jobs_commands(commands: Commands) -> Commands:
         "--stop", action="store_true", help="let only the owner's token start trials; running trials continue"
     )
 
-    revise = add("revise", "change the terms of a job, which keeps what it has learned", _revise)
+    revise = add("revise", "change the terms of a job, which keeps its trials", _revise)
     revise.add_argument("--eta", dest="eta_knob", metavar="ETA", type=float, help="weight of energy against time")
     revise.add_argument(
         "--beta", dest="beta_knob", metavar="BETA", type=_number_or_none, help="bound on a run's cost, or none"

@@ -177,7 +177,7 @@ def _require(transaction: Transaction, caller: Caller, owner: str | None, what: 
         named = "" if record is None else f" ({record.name})"
         raise ForbiddenError(
             f"{what} belongs to token {owner}{named}, and token {caller.token_id} can neither {refused} or hand over "
-            f"all that is that token's (bso-server token transfer {owner} {caller.token_id})"
+            f"that token's jobs (bso-server token transfer {owner} {caller.token_id})"
         )
     return owner
 

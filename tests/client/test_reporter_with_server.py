@@ -79,7 +79,7 @@ def test_unreachable_server_is_logged_once(caplog: pytest.LogCaptureFixture) -> 
     asked = server.attempts_while_down
     until(lambda: server.attempts_while_down > asked + 1)
     (warning,) = warnings_in(caplog)
-    assert "goes on with the checkpoint's trial" in warning
+    assert "continues with the checkpoint's trial" in warning
     session.end()
 
 

@@ -174,6 +174,4 @@ def test_trials_in_two_scopes_cause_a_warning(caplog: pytest.LogCaptureFixture) 
     assert caplog.records == []
     warn_of_scopes(job_of("nvml, GPU scope", "2 nodes: nvml, module scope", "nvml, GPU scope"))
     (record,) = caplog.records
-    assert "job mnist-1, the energy of 2 is that of the GPUs alone and that of 1 is that of their modules" in (
-        record.getMessage()
-    )
+    assert "job mnist-1, 2 have the energy of the GPUs only and 1 the energy of their modules" in (record.getMessage())

@@ -165,5 +165,5 @@ def test_parameter_with_different_value_in_mlflow_ends_no_training(
         mlflow.log_param("zeus/batch_size", 1)
         bench.trainer(bench.callback(), report_to="mlflow").train()
     assert bench.only_trial().state == "completed"
-    (said,) = [text for text in caplog.messages if "was not told the batch size" in text]
-    assert said.startswith("MLflowCallback was not told the batch size: Changing param values is not allowed")
+    (said,) = [text for text in caplog.messages if "did not take the batch size" in text]
+    assert said.startswith("MLflowCallback did not take the batch size: Changing param values is not allowed")

@@ -71,7 +71,7 @@ def test_accumulated_batches_and_stream_count(bench: Bench) -> None:
 
 
 def test_module_with_data_from_own_setup_needs_stated_size(bench: Bench) -> None:
-    with pytest.raises(ZeusBSOConfigError, match="cannot be told before it begins: give the data a batch_size"):
+    with pytest.raises(ZeusBSOConfigError, match="is unknown before it begins: give the data a batch_size"):
         quiet_trainer(bench.guessing()).fit(MakesDataInSetup())
     assert not bench.is_registered()
     quiet_trainer(bench.guessing()).fit(MakesDataInSetup(USERS_SIZE))

@@ -81,4 +81,4 @@ def test_logger_that_refuses_the_predicted_size_does_not_end_the_training(
         trainer = run.train()
     assert set(run.module.model.sizes) == {64}
     assert trainer.current_epoch == 2
-    assert "Refusing was not told the batch size: zeus/batch_size has a value already" in caplog.text
+    assert "Refusing did not take the batch size: zeus/batch_size has a value already" in caplog.text

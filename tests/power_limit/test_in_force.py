@@ -180,7 +180,9 @@ def test_limit_that_another_program_keeps_changing_ends_the_search(caplog: pytes
     assert here.train(zeus, 9) == [700, 600, 500, 400, 300, 300, 300, 550, 550]
     assert (zeus.chosen_limit_w, zeus.is_done) == (None, True)
     changed, given_up = warnings_in(caplog)
-    assert given_up.startswith(f"no power limit is chosen, and the training goes on without one: {changed}")
+    assert given_up.startswith(
+        f"no power limit is chosen, and the training continues without a limit of ours: {changed}"
+    )
     zeus.close()
     assert here.gpu.limit_mw == 550_000
 
@@ -374,7 +376,7 @@ def test_limit_of_a_killed_training_is_not_taken_for_the_initial_limit(caplog: p
     zeus = here.profiler(limits_w=None)
     here.train(zeus, 1)
     assert (
-        "GPU 0 (H200) still has the power limit of 400 W that a killed training left behind: restoring 700 W"
+        "GPU 0 (H200) still has the power limit of 400 W that a killed training of a killed training; restoring 700 W"
         in caplog.text
     )
     zeus.close()

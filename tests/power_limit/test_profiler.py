@@ -321,7 +321,7 @@ def test_device_failing_later_ends_the_profiling_but_not_the_training(
     assert limits_w[-1] == FOUND_W
     assert (zeus.chosen_limit_w, zeus.is_done) == (None, True)
     assert warnings_in(caplog) == [
-        "no power limit is chosen, and the training goes on without one: GPU is lost",
+        "no power limit is chosen, and the training continues without a limit of ours: GPU is lost",
     ]
 
 
@@ -332,7 +332,7 @@ def test_failed_restore_is_reported_with_a_remedy(caplog: pytest.LogCaptureFixtu
     assert device.takes == 0
     zeus.close()
     assert [record.getMessage() for record in caplog.records if record.levelname == "ERROR"] == [
-        "the power limit of GPU 0 could not be put back to 250 W (GPU is lost): set it, e.g. with nvidia-smi -pl 250"
+        "the power limit of GPU 0 could not be restored to 250 W (GPU is lost): set it, e.g. with nvidia-smi -pl 250"
     ]
     assert warnings_in(caplog) == []
 
@@ -363,7 +363,9 @@ def test_failing_monitor_ends_the_profiling_but_not_the_training(
     zeus = profiler(where, monitor=Failing(where, fails_at, measurement=Measurement(0.0, 0.0, "odd")))
     assert train(where, zeus)[-1] == FOUND_W
     (warning,) = warnings_in(caplog)
-    assert warning.startswith(f"no power limit is chosen, and the training goes on without one: {problem}")
+    assert warning.startswith(
+        f"no power limit is chosen, and the training continues without a limit of ours: {problem}"
+    )
 
 
 def test_failed_measurement_of_a_limit_is_repeated(where: ReplayMachine) -> None:

@@ -119,7 +119,7 @@ def test_every_training_gets_a_trainable_job(unit: int, times: int, more: int | 
     ("facts", "problem"),
     [
         ({"samples": 63}, r"this training \(64\) is larger than its data \(63 samples\): lower it"),
-        ({"step_size": None}, "cannot be told before it begins: .*or describe the job by job="),
+        ({"step_size": None}, "is unknown before it begins: .*or describe the job by job="),
     ],
 )
 def test_unknown_or_unusable_size_of_the_script_is_reported(facts: dict[str, Any], problem: str) -> None:

@@ -140,8 +140,8 @@ def test_lost_gpu_ends_no_training_and_counts_with_the_former_power(
     meter.end()
     told = [(record.levelname, record.getMessage()) for record in caplog.records]
     (warning,) = [message for level, message in told if level == "WARNING"]
-    assert "cannot be measured any more (GPU 1 (NVIDIA H200) gives no energy counter: Not Supported." in warning
-    assert warning.endswith("until it can be measured again it is taken to draw 300 W")
+    assert "can no longer be measured (GPU 1 (NVIDIA H200) gives no energy counter: Not Supported." in warning
+    assert warning.endswith("until the monitor works again it is taken to draw 300 W")
     assert [message for level, message in told if level == "INFO"] == [
         "energy of the training: nvml",
         "energy of the training: estimate: 300 W, as it cannot be measured",
@@ -162,7 +162,7 @@ def test_unknown_energy_is_reported(driver: FakeNvml, clock: Clock, caplog: pyte
     driver.machine[0].counter_mj = driver.machine[0].max_power_mw = None
     spend(driver, clock, 2.0, 100.0)
     assert meter.end_epoch()["zeus/epoch_energy_j"] == 0.0
-    assert "until it can be measured again its energy counts for nothing, as its power is not known" in caplog.text
+    assert "until the monitor works again its energy counts for nothing, as its power is not known" in caplog.text
     assert "energy of the training: unknown, so 0 J, as it cannot be measured" in caplog.text
     meter.end()
 

@@ -415,7 +415,7 @@ def test_final_line_names_the_best_size_with_expected_and_measured_cost(url: str
     [
         (ValueError("a fault"), "it counts as failed, and its batch size is tried"),
         (MemoryError(), "its batch size and larger ones are left out from now"),
-        (KeyboardInterrupt(), "it goes on when the training resumes"),
+        (KeyboardInterrupt(), "it continues when the training resumes"),
         (ZeusBSOConfigError("no such metric"), "it counts against no batch size."),
     ],
 )

@@ -101,7 +101,7 @@ def test_rates_reset_by_the_script_cause_a_warning(caplog: pytest.LogCaptureFixt
     optimizer.param_groups[0]["lr"] = 0.1
     watch.check([optimizer, moved], goes_on=True)
     (record,) = caplog.records
-    assert "the training sets its learning rate itself, so that lr_scaling is undone" in record.getMessage()
+    assert "the training sets its learning rate itself, which undoes lr_scaling" in record.getMessage()
 
 
 class WarmUpByHand(Classifier):

@@ -559,8 +559,8 @@ def test_checkpoint_without_a_trial_leaves_the_training_unchanged(
     assert server.requests == []
     (warning,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert warning == (
-        "the checkpoint holds no trial, so this training goes on with its own batch size, and nothing of it is "
-        "measured or reported: the rest of a training says nothing about a whole one. Train from the start to let the "
+        "the checkpoint holds no trial, so this training continues at its own batch size, unmeasured and "
+        "unreported: the rest of a training says nothing about a whole training. Train from the start to let the "
         "server choose"
     )
 

@@ -82,7 +82,7 @@ def test_single_warning_names_the_metrics_missing_in_every_report(caplog: pytest
     session.end()
     assert warnings(caplog) == [
         "no report of this run had a finite value of the watched test_acc, f1: log it in an evaluation, under this "
-        "name, before the last report. What is logged later, such as by a test after training, cannot be recorded"
+        "name, before the last report. Values logged later, for example by a test after training, cannot be recorded"
     ]
 
 

@@ -333,8 +333,8 @@ class BridgedMonitor:
         taken = unknown if power_w is None else f"it is taken to draw {power_w:g} W"
         logger.log(
             logging.DEBUG if self._failures else logging.WARNING,
-            "the energy of the training cannot be measured any more (%s): the training goes on, and until it can be "
-            "measured again %s",
+            "the energy of the training can no longer be measured (%s): the training continues, and until the "
+            "monitor works again %s",
             error,
             taken,
         )

@@ -479,6 +479,6 @@ def _listing(gpus: Sequence[NvmlGpu]) -> str:
 
 def _shared_counter(device: str) -> EnergyUnavailableError:
     return EnergyUnavailableError(
-        f"{device}: a MIG slice shares the energy counter of its GPU, so its own energy cannot be told apart unless it"
-        " is the whole GPU"
+        f"{device}: a MIG slice shares the energy counter of its GPU, so its own energy is unknown unless it is the "
+        "whole GPU"
     )

@@ -66,6 +66,6 @@ def check_one_model(names: Sequence[str], listing: str, variable: Variable) -> N
     """Raise `ZeusBSOConfigError` if GPUs are of several models; its message shows `listing` and `variable`."""
     if len(set(names)) > 1:
         raise ZeusBSOConfigError(
-            f"the GPUs are of several models ({listing}), and costs measured on them do not compare: choose those of"
-            f" one model by device_indices or {variable}"
+            f"the GPUs are of several models ({listing}), and costs measured on them do not compare: choose the GPUs "
+            f"of one model by device_indices or {variable}"
         )

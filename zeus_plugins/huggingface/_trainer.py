@@ -535,7 +535,7 @@ def _log_to_tracker(callback: Any, name: str, write: Callable[[Any], Any], _: An
         if getattr(callback, name) is not None:
             write(getattr(callback, name))
     except Exception as error:  # MLflow refuses to change a parameter
-        _logger.warning("%s was not told the batch size: %s", type(callback).__name__, error)
+        _logger.warning("%s did not take the batch size: %s", type(callback).__name__, error)
 
 
 def _rebalancing_sampler(loader: Any) -> Any:

@@ -315,7 +315,7 @@ class LightningPort:
             try:
                 logger.log_hyperparams(dict(values))
             except Exception as error:  # MLflow refuses to change a parameter
-                _logger.warning("%s was not told the batch size: %s", type(logger).__name__, error)
+                _logger.warning("%s did not take the batch size: %s", type(logger).__name__, error)
 
     def show_progress(self, text: str, patches: Patches) -> None:
         bar = self._trainer.progress_bar_callback

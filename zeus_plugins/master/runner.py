@@ -344,8 +344,8 @@ def _check_last(state: MasterState, job: Job) -> None:
     last = state.history[-1]
     if last.tries == MAX_TRIES and not last.reached:
         raise ZeusBSOTrainFailError(
-            f"job {job.name}: recurrence {last.recurrence} is given up, as none of its {MAX_TRIES} tries reached the "
-            f"target; the last one: {last.reason}. Its logs say more. When the cause is mended, resume: the next "
+            f"job {job.name}: recurrence {last.recurrence} is given up, as none of its {MAX_TRIES} runs reached the "
+            f"target; the last run: {last.reason}. Its logs say more. When the cause is mended, resume: the next "
             "recurrence follows"
         )
 

@@ -76,7 +76,7 @@ def set_and_check(device: PowerLimitDevice, limit_w: float) -> None:
         if abs(in_force_w - limit_w) <= TOLERANCE_W:
             return
     raise PowerLimitNotAppliedError(
-        f"{device} was told a power limit of {limit_w:g} W, and has one of {in_force_w:g} W in force"
+        f"{device} was given a power limit of {limit_w:g} W, and has one of {in_force_w:g} W in force"
     )
 
 

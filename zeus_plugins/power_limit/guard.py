@@ -137,8 +137,7 @@ class LimitGuard:
         for each in self._guarded:
             if each.initial_w != each.limit_w:
                 _logger.warning(
-                    "%s still has the power limit of %g W that a killed training left behind: restoring %g W when this"
-                    " training ends",
+                    "%s still has the %g W limit of a killed training; restoring %g W when this training ends",
                     each.device,
                     each.limit_w,
                     each.initial_w,
@@ -197,7 +196,7 @@ class LimitGuard:
                 except Exception as error:
                     if is_last:
                         _logger.error(
-                            "the power limit of %s could not be put back to %g W (%s): set it, e.g. with nvidia-smi"
+                            "the power limit of %s could not be restored to %g W (%s): set it, e.g. with nvidia-smi"
                             " -pl %g",
                             each.device,
                             each.initial_w,
@@ -285,7 +284,7 @@ def restore_after(training: str) -> int:
                 forget(_uuid(device))
         except Exception as error:
             failures += 1
-            print(f"the power limit of {device} could not be put back to {limit_w:g} W: {error}", file=sys.stderr)
+            print(f"the power limit of {device} could not be restored to {limit_w:g} W: {error}", file=sys.stderr)
     return failures
 
 

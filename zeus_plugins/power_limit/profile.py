@@ -57,7 +57,7 @@ class PowerLimitProfile(PowerProfile):
         except ValidationError as error:
             raise ZeusBSOConfigError(
                 f"{os.fspath(path)} holds no power-limit profile ({error.error_count()} errors, the first: "
-                f"{error.errors()[0]['msg']}): delete it to have the limits measured anew"
+                f"{error.errors()[0]['msg']}): delete it to measure the limits again"
             ) from error
 
     def save_or_warn(self, path: Path) -> None:
@@ -75,7 +75,7 @@ class PowerLimitProfile(PowerProfile):
         except FileNotFoundError:
             return None
         except (OSError, ZeusBSOConfigError) as error:
-            _logger.warning("the power limits are measured anew: %s", error)
+            _logger.warning("the power limits are measured again: %s", error)
             return None
 
     def _with(self, samples: Iterable[PowerLimitSample]) -> Self:

@@ -214,8 +214,8 @@ class PowerLimitProfiler:
         self._plan = plan
         if plan.problem is not None:
             self._warn(
-                "the power limits are left alone, and only what the training costs under the one in force "
-                f"({plan.candidates_w[0]:g} W) is measured: {plan.problem}"
+                "the power limits stay unchanged; only the training's cost under the present limit is "
+                f"measured ({plan.candidates_w[0]:g} W) is measured: {plan.problem}"
             )
         if plan.is_exact:
             self._pace.warmup_s = self._pace.profile_s = 0.0
@@ -334,7 +334,7 @@ class PowerLimitProfiler:
             self._has_exceeded = True
             self._warn(f"{problem}: it is measured again")
         else:
-            _logger.info("a power limit could not be measured (%s), and is measured anew", problem)
+            _logger.info("a power limit could not be measured (%s); measuring it again", problem)
         return Profiling(position)
 
     def _with_sample(self, plan: Plan, position: int, part: Part) -> Plan:
@@ -354,7 +354,7 @@ class PowerLimitProfiler:
         return measured
 
     def _give_up(self, problem: str) -> None:
-        self._warn(f"no power limit is chosen, and the training goes on without one: {problem}")
+        self._warn(f"no power limit is chosen, and the training continues without a limit of ours: {problem}")
         self.state = Done()
         self.chosen_limit_w = None
         self._rank.guard.release()

@@ -20,7 +20,7 @@ LATEST_TRIALS = 100
 _CONSEQUENCES: dict[EndingState, str] = {
     TrialState.FAILED: "it counts as failed",
     TrialState.INFEASIBLE: "its batch size and larger ones are left out from now on",
-    TrialState.SUSPENDED: "it goes on when the training resumes from a checkpoint",
+    TrialState.SUSPENDED: "it continues when the training resumes from a checkpoint",
     TrialState.WITHDRAWN: "it counts against no batch size",
 }
 
@@ -176,7 +176,7 @@ def warn_of_scopes(job: JobView) -> None:
     numbers = scopes_in(trial.energy_source or "" for trial in job.trials)
     if all(numbers):
         _logger.warning(
-            "of the latest trials of job %s, the energy of %d is that of the GPUs alone and that of %d is that of "
+            "of the latest trials of job %s, %d have the energy of the GPUs only and %d the energy of "
             "their modules, with CPU and memory: their costs do not compare. Use one driver for all trials of a job",
             *(job.job.job_id, *numbers),
         )

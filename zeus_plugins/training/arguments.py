@@ -21,7 +21,7 @@ _NAMES = TypeAdapter(tuple[MetricName, ...])
 
 _METRIC = "the metric is the first argument, or monitor="
 _DIRECTION = "say mode='max' if the metric rises as the model improves, or mode='min' if it falls"
-_SIZES = "say batch_sizes=[…], global sizes to choose from; your own is the one that the script sets"
+_SIZES = "say batch_sizes=[…], global sizes to choose from; your own size is the script's"
 _END = (
     "there is no equivalent: a run ends at its target, at max_epochs, or when it costs more than it is worth; "
     "EarlyStopping may stay beside this callback"
@@ -30,7 +30,7 @@ _END = (
 _ANSWERS = {
     "batch_size": _SIZES,
     "check_finite": "there is no equivalent: a metric that is NaN or infinite always ends the run",
-    "default_batch_size": "your own size is the one that the script sets, unless job=JobSpec(default_batch_size=…)",
+    "default_batch_size": "your own size is the script's, unless job=JobSpec(default_batch_size=…)",
     "divergence_threshold": _END,
     "early_stopping_patience": _END,
     "early_stopping_threshold": _END,

@@ -149,7 +149,8 @@ class BatchSizeArguments:
         if self._run.trial is None:
             raise ZeusBSOOperationOrderError(
                 "there is no trial before the training has begun, after a rehearsal such as fast_dev_run, after it has "
-                "run in spawned processes, or when it goes on from a checkpoint without a trial or from a trained model"
+                "run in spawned processes, or when it continues from a checkpoint without a trial or from a trained "
+                "model"
             )
         return self._run.trial
 

@@ -274,7 +274,7 @@ def planned(
         raise ValueError("a job cannot be guessed without facts")
     if facts.step_size is None:
         raise ZeusBSOConfigError(
-            "the batch size of this training cannot be told before it begins: give the data a batch_size (of the data "
+            "the batch size of this training is unknown before it begins: give the data a batch_size (of the data "
             "module, the model or a DataLoader passed to fit), or describe the job by job=JobSpec(…)"
         )
     if facts.samples is not None and facts.step_size > facts.samples:

@@ -187,8 +187,8 @@ class ScheduleWatch:
                 not math.isclose(now, then, rel_tol=1e-6) for now, then in zip(_rates(optimizer), rates, strict=False)
             ):
                 self._warn(
-                    "the training sets its learning rate itself, so that lr_scaling is undone: multiply what it sets "
-                    "with callback.lr_factor"
+                    "the training sets its learning rate itself, which undoes lr_scaling: multiply its rate by "
+                    "callback.lr_factor"
                 )
         rates = [rate for optimizer in optimizers for rate in _rates(optimizer)]
         if goes_on and rates and not any(rates):

@@ -243,8 +243,8 @@ class TrialRun:
         if state is None:
             if port.rank == 0:
                 _logger.warning(
-                    "the checkpoint holds no trial, so this training goes on with its own batch size, and nothing of "
-                    "it is measured or reported: the rest of a training says nothing about a whole one. Train from the "
+                    "the checkpoint holds no trial, so this training continues at its own batch size, unmeasured and "
+                    "unreported: the rest of a training says nothing about a whole training. Train from the "
                     "start to let the server choose"
                 )
             return
@@ -332,7 +332,7 @@ class TrialRun:
         restarts = active.restarts
         why_not = port.no_continuation
         if why_not is None and restarts and active.first_weights is None:
-            why_not = "the weights are no finite numbers any more, and those of the start were not kept"
+            why_not = "the weights are no longer finite numbers, and the first weights were not kept"
         if why_not is not None:
             port.say(f"zeus: this run is not finished at another batch size: {why_not}")
             return None

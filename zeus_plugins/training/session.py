@@ -257,13 +257,13 @@ class TrialSession:
         trial = self.trial
         if closed is None:
             _logger.info(
-                "job %s, %s goes on from the checkpoint: batch size %d, %.4g J and %.4g s so far",
+                "job %s, %s continues from the checkpoint: batch size %d, %.4g J and %.4g s so far",
                 *(trial.job_id, trial.name, trial.batch_size, trial.energy_j, trial.time_s),
             )
         else:
             _logger.warning(
-                "%s of job %s, which the checkpoint holds, is over (%s): this training goes on with its batch size %d, "
-                "and nothing more of it is measured or reported",
+                "%s of job %s, which the checkpoint holds, is over (%s): this training continues at its batch size %d, "
+                "unmeasured and unreported",
                 *(trial.name, trial.job_id, closed, trial.batch_size),
             )
         return closed is None
@@ -556,8 +556,8 @@ class TrialSession:
         if not differences:
             return
         text = (
-            f"the trainings of job {known.job_id} were made of something else ({'; '.join(differences)}), so what was "
-            "learned from them need not hold for this one. Give it a job of its own, such as "
+            f"the trainings of job {known.job_id} were made of something else ({'; '.join(differences)}), so their "
+            "results may not hold for this training. Give it a job of its own, such as "
             f"job_id={f'{known.job_id}-{own.model}'!r}"
         )
         if self.plan.is_strict:
@@ -581,7 +581,7 @@ class TrialSession:
         try:
             known = self._client.register(registration.model_copy(update={"fingerprint": fingerprint}))
         except ZeusBSOError as error:  # the fingerprint then lacks the optimizer
-            _logger.debug("the server was not told the optimizer: %s", error)
+            _logger.debug("the server did not take the name of the optimizer: %s", error)
         else:
             self._compare_fingerprints(known)
 
@@ -613,7 +613,7 @@ class TrialSession:
                 raise
             trouble = error
             self._update(lease_epoch=None)  # until this run has its own
-            _logger.warning("%s. The training goes on with the checkpoint's trial", error)
+            _logger.warning("%s. The training continues with the checkpoint's trial", error)
             waiting = self._outbox.latest(sender)
             if waiting is not None:
                 self._count_known(waiting.time, waiting.energy, waiting.current_epoch)
@@ -702,7 +702,7 @@ class TrialSession:
         if missing:
             _logger.warning(
                 "no report of this run had a finite value of the watched %s: log it in an evaluation, under this name, "
-                "before the last report. What is logged later, such as by a test after training, cannot be recorded",
+                "before the last report. Values logged later, for example by a test after training, cannot be recorded",
                 ", ".join(missing),
             )
 
