@@ -86,12 +86,14 @@ class Scale:
                 return within
         return within[:: math.ceil(len(within) / most)]
 
-    def energies(self, most: int = 5) -> Ticks:
-        """Return round energies, on a linear axis all in one unit."""
-        if self.is_log:
-            return [(value, units.energy(value)) for value in self.ticks(most)]
-        size, name = units.energy_unit(max(abs(self.low), abs(self.high)))
+    def energies(self, unit: tuple[float, str] | None = None, most: int = 5) -> Ticks:
+        """Return round energies in one unit, by default in the one that fits the largest."""
+        size, name = unit or units.energy_unit(max(abs(self.low), abs(self.high)))
         return [(value, label if value else "0") for value, label in self._in_unit(size, name, most)]
+
+    def costs(self, of_unit_j: float | None, most: int = 5) -> Ticks:
+        """Return round shares of a cost of `of_unit_j` joules, or round costs in joules for None."""
+        return self.energies(None, most) if of_unit_j is None else self._in_unit(of_unit_j / 100, "%", most)
 
     def durations(self, most: int = 5) -> Ticks:
         """Return round durations, all in one unit."""

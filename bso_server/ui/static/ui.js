@@ -1,4 +1,4 @@
-// Keeps the page up to date, tells what a mark in a chart stands for, and switches between light and dark.
+// Keeps the page up to date, describes the marks in charts, sorts and filters tables, switches between light and dark.
 const root = new URL(document.documentElement.dataset.root, location.href);
 const fresh = document.getElementById("fresh");
 const policy = window.trustedTypes?.createPolicy("zeus-bso", { createHTML: (text) => text });
@@ -21,7 +21,7 @@ function tellAges() {
   }
 }
 
-const LIVE = "[data-live]", live = () => document.querySelector(LIVE);
+const LIVE = "[data-live]", live = () => document.querySelector(LIVE), lives = (page) => [...page.querySelectorAll(LIVE)];
 
 function pathOf(element) {
   const place = [];
@@ -34,19 +34,24 @@ function pathOf(element) {
 
 function replace(text) {
   const page = new DOMParser().parseFromString(policy ? policy.createHTML(text) : text, "text/html");
-  const old = live(), main = page.querySelector(LIVE);
-  if (!main) return;
+  const olds = lives(document), news = lives(page);
+  if (!news.length || news.length !== olds.length) return;
+  olds.forEach((old, at) => replaceOne(old, news[at]));
+  document.title = page.title;
+}
+
+function replaceOne(old, main) {
   const open = [...old.querySelectorAll("details[open]")].map((each) => each.id);
   const typed = [...old.querySelectorAll(":is(input, select)[id]")].map((each) => [each.id, each.value, each.checked]);
   const focused = old.contains(document.activeElement) ? pathOf(document.activeElement) : null;
   const across = old.querySelector(".scroll")?.scrollLeft, x = scrollX, y = scrollY;
   hide();
   old.replaceWith(document.adoptNode(main));
-  document.title = page.title;
   for (const id of open) document.getElementById(id)?.setAttribute("open", "");
   for (const [id, value, checked] of typed) Object.assign(document.getElementById(id) ?? {}, { value, checked });
   const scroll = main.querySelector(".scroll");
   if (scroll && across) scroll.scrollLeft = across;
+  arrange(main);
   if (focused) document.querySelector(focused)?.focus({ preventScroll: true });
   scrollTo(x, y);
 }
@@ -118,6 +123,72 @@ document.addEventListener("keydown", (event) => {
   event.preventDefault();
   show(all[Math.max(0, Math.min(next, all.length - 1))]);
 });
+
+// Tables: chosen order by the table's id as [column, direction], and texts that filter them.
+const orders = {};
+
+function valueOf(row, column) {
+  const cell = [...row.cells].flatMap((each) => Array(each.colSpan).fill(each))[column];
+  const value = cell?.querySelector("data, time");
+  const number = Number(value?.value ?? NaN);
+  return value?.dateTime ?? (Number.isNaN(number) ? cell?.textContent.trim() ?? "" : number);
+}
+
+function order(table) {
+  const [column, direction] = orders[table.id];
+  const body = document.createElement("tbody");
+  const rows = [...table.querySelectorAll("tr.run")].map((row) => [valueOf(row, column), row]);
+  const known = (value) => typeof value === "number" || (value !== "" && value !== "—");
+  rows.sort(([a], [b]) => known(b) - known(a)
+    || direction * (typeof a === "number" && typeof b === "number" ? a - b : String(a).localeCompare(String(b))));
+  body.append(...rows.map(([, row]) => row));
+  table.append(body);
+  table.classList.add("sorted");
+  [...table.tHead.rows[0].cells].forEach((head, at) => {
+    if (at === column) head.ariaSort = direction > 0 ? "ascending" : "descending";
+    else head.removeAttribute("aria-sort");
+  });
+}
+
+function filter(field) {
+  const words = field.value.toLowerCase().split(/\s+/).filter(Boolean), table = document.getElementById(field.dataset.filter);
+  if (!table) return;
+  for (const row of table.querySelectorAll("tr.run")) {
+    const text = row.textContent.toLowerCase();
+    row.classList.toggle("out", !words.every((word) => text.includes(word)));
+  }
+  table.classList.toggle("sorted", words.length > 0 || table.id in orders);
+}
+
+function arrange(part) {
+  for (const table of part.querySelectorAll("table[data-sort]")) {
+    for (const head of table.tHead.rows[0].cells) {
+      const button = document.createElement("button");
+      button.type = "button";
+      button.append(...head.childNodes);
+      head.append(button);
+    }
+    if (orders[table.id]) order(table);
+  }
+  for (const field of part.querySelectorAll("[data-filter]")) {
+    field.closest(".filter").hidden = false;
+    filter(field);
+  }
+}
+
+document.addEventListener("click", (event) => {
+  const head = event.target.closest?.("table[data-sort] thead th");
+  if (!head) return;
+  const table = head.closest("table"), known = orders[table.id];
+  // Numbers begin with the largest.
+  const first = head.classList.contains("num") ? -1 : 1;
+  orders[table.id] = [head.cellIndex, known?.[0] === head.cellIndex ? -known[1] : first];
+  order(table);
+});
+document.addEventListener("input", (event) => {
+  if (event.target.dataset.filter) filter(event.target);
+});
+arrange(document);
 
 const theme = document.getElementById("theme");
 theme.hidden = false;
