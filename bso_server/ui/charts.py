@@ -19,7 +19,7 @@ from bso_server.service.views import (
 )
 from bso_server.ui import units
 from bso_server.ui.plot import Box, Dot, Label, Line, Part, Picture, Plot, Scale, share
-from bso_server.ui.words import STATES, of_cost_unit, units_of
+from bso_server.ui.words import STATES, units_of
 from zeus_plugins.protocol import CreatedJob, Decision, Origin, SavingsView, SavingsWord, SizeBelief, TrialState
 
 COLOURS = 12
@@ -72,9 +72,8 @@ def costs(page: JobPage, links: str) -> Plot | None:
     """
     if page.cost_unit is None:
         return None
-    job, unit, show = page.view.job, page.cost_unit, units_of(page)
-    name = of_cost_unit(unit, job).removeprefix("a run at ")
-    levels = [(unit.cost_j, f"{name}: mean of {units.count(unit.runs, 'run')}", "default")]
+    job, show = page.view.job, units_of(page)
+    levels = [(page.cost_unit.cost_j, "", "default")]
     if page.view.min_cost_j is not None and job.beta_knob is not None and job.policy == "zeus":
         bound_j = job.beta_knob * page.view.min_cost_j
         levels.append((bound_j, f"stopped above {show.cost(bound_j)}", "bound"))

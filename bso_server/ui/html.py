@@ -139,6 +139,7 @@ def templates() -> Environment:
         origin=words.ORIGINS.__getitem__,
         busy=words.of_busy,
         interval=words.interval,
+        sentence=words.sentence,
         pixels=pixels,
         kind=lambda part: type(part).__name__,
     )

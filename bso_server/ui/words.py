@@ -75,12 +75,12 @@ def units_of(page: Any) -> units.PageUnits:
         case JobsPage():
             all_jobs = [line.savings.energy_j for line in page.jobs]
             largest_j = max((each.saved or each.spent / _ROOM for each in all_jobs), default=0.0)
+        case _ if cost_unit is not None:
+            # The same on all pages of a job; a run's energy is about as large as its cost.
+            largest_j = _ROOM * cost_unit.cost_j
         case TrialPage():
             largest_j = _ROOM * (page.trial.energy_j or 0.0)
-        case WhatIfPage():
-            largest_j = _ROOM * max((each.energy_j for each in page.means), default=0.0)
         case _:
-            # Points have no energy; a cost is about as large.
             largest_j = _ROOM * max((each.cost_j or 0.0 for each in getattr(page, "points", ())), default=0.0)
     return units.PageUnits(units.energy_unit(largest_j or 1.0), cost_unit and cost_unit.cost_j)
 
@@ -91,13 +91,18 @@ def of_cost_unit(cost_unit: CostUnit, job: CreatedJob) -> str:
     return f"a run at {own}{cost_unit.batch_size}"
 
 
-def of_band(page: JobPage) -> str:
-    """Describe the band in the chart of costs: the cost of a run now; "" without a band."""
-    savings, now = page.view.savings, page.view.savings.cost_j.now
-    if now is None or now.low is None:
+def of_costs(page: JobPage) -> str:
+    """Describe the lines in the chart of costs: the run that is 100 %, and a run now with its band."""
+    savings, now, unit = page.view.savings, page.view.savings.cost_j.now, page.cost_unit
+    if unit is None:
         return ""
+    runs = "one run" if unit.runs == 1 else f"the mean of {unit.runs} runs"
+    text = f"In % of {of_cost_unit(unit, page.view.job)}: the dashed line, {runs}."
+    if now is None or now.low is None:
+        return text
     low, high = units.percent(1 - now.high), units.percent(1 - now.low)
-    return f"Band: a run now, at {savings.batch_size}: {units.percent(1 - now.middle)}, 90 % interval {low} to {high}."
+    middle = units.percent(1 - now.middle)
+    return f"{text} Band: a run now, at {savings.batch_size}: {middle} (90 % interval: {low} to {high})."
 
 
 class Headline(NamedTuple):
