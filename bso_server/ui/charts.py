@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from bso_server.core.savings import Span, is_whole_run
 from bso_server.service.views import (
+    EpochView,
     JobPage,
     MomentPage,
     PowerProfileView,
@@ -20,7 +21,15 @@ from bso_server.service.views import (
 from bso_server.ui import units
 from bso_server.ui.plot import Box, Dot, Label, Line, Part, Picture, Plot, Scale, share
 from bso_server.ui.words import STATES, units_of
-from zeus_plugins.protocol import CreatedJob, Decision, Origin, SavingsView, SavingsWord, SizeBelief, TrialState
+from zeus_plugins.protocol import (
+    CreatedJob,
+    Decision,
+    Origin,
+    SavingsView,
+    SavingsWord,
+    SizeBelief,
+    TrialState,
+)
 
 COLOURS = 12
 """Number of colours for batch sizes in the stylesheet, from small to large."""
@@ -394,7 +403,7 @@ def _mix(eta: float, at_time_j: float, at_energy_j: float) -> float:
 def metric(page: TrialPage) -> Plot:
     """Chart the metric by epoch of a trial with reports, with the target."""
     target, last = page.job.target_metric, page.epochs[-1]
-    metrics = [each.metric for each in page.epochs]
+    metrics = [each.metric for each in _all_epochs(page)]
     y = Scale.over(metrics if target is None else [target, *metrics], zero=False, log=False)
     is_better = "rise to" if page.job.higher_is_better_metric else "fall to"
     goal = "a target that is not set yet" if target is None else units.exact(target)
@@ -402,22 +411,22 @@ def metric(page: TrialPage) -> Plot:
     plot = Plot("metric", "Metric by epoch", told, _epoch_scale(page), y)
     plot.axes([(value, units.number(value)) for value in y.ticks(5)], plot.x.whole_numbers(), "epoch")
     _draw_predicted_epochs(plot, page)
+    _draw_series(plot, page, lambda each: each.metric, lambda value: units.number(value, 4))
     if target is not None:
         plot.level(target, f"target {units.exact(target)}", "target", above=y.at(target) < 0.85)
-    _draw_series(plot, page, [(each.epoch, each.metric) for each in page.epochs], lambda value: units.number(value, 4))
     return plot
 
 
 def cost(page: TrialPage) -> Plot:
     """Chart the cost by epoch of a trial with reports, with the expected cost and the bound."""
-    costs_j, show = [each.cost_j for each in page.epochs], units_of(page)
+    costs_j, show = [each.cost_j for each in _all_epochs(page)], units_of(page)
     bound_j = page.max_cost_j
     if bound_j is not None and bound_j >= _NEAR * max(costs_j):
         bound_j = None
     belief = belief_of(page)
     expected = [] if belief is None else [belief.expected_cost_j or 0.0, min(belief.high_j or 0.0, 2 * max(costs_j))]
     y = Scale.over([0.0, *costs_j, bound_j or 0.0, *expected], log=False)
-    told = f"{show.cost(costs_j[-1])} after {units.count(page.epochs[-1].epoch, 'epoch', 4)}."
+    told = f"{show.cost(page.epochs[-1].cost_j)} after {units.count(page.epochs[-1].epoch, 'epoch', 4)}."
     plot = Plot("cost", "Cost by epoch", told, _epoch_scale(page), y)
     plot.axes(y.costs(show.run_cost_j), plot.x.whole_numbers(), "epoch")
     if belief is not None:
@@ -429,9 +438,9 @@ def cost(page: TrialPage) -> Plot:
             Line("level predicted", at, at),
             Label("4", at - 6, f"expected {show.cost(expected_j)}", "level-name predicted"),
         ]
+    _draw_series(plot, page, lambda each: each.cost_j, show.cost)
     if bound_j is not None:
         plot.level(bound_j, f"stopped above {show.cost(bound_j)}", "bound", above=y.at(bound_j) < 0.85)
-    _draw_series(plot, page, [(each.epoch, each.cost_j) for each in page.epochs], show.cost)
     return plot
 
 
@@ -465,8 +474,12 @@ def _draw_predicted_epochs(plot: Plot, page: TrialPage) -> None:
     ]
 
 
+def _all_epochs(page: TrialPage) -> list[EpochView]:
+    return [*page.epochs, *(each for other in page.beside for each in other.epochs)]
+
+
 def _epoch_scale(page: TrialPage) -> Scale:
-    last = page.epochs[-1].epoch
+    last = max(each.epoch for each in _all_epochs(page))
     # The axis includes the bound only if the trial came near it.
     far = max(float(page.max_epochs), last) if page.max_epochs <= 2 * last else last
     predicted = _predicted_epochs(page)
@@ -475,7 +488,20 @@ def _epoch_scale(page: TrialPage) -> Scale:
     return Scale(0.0, max(far, 1.0) * 1.04)
 
 
-def _draw_series(plot: Plot, page: TrialPage, points: list[tuple[float, float]], say: Callable[[float], str]) -> None:
+def _draw_series(
+    plot: Plot, page: TrialPage, value_of: Callable[[EpochView], float], say: Callable[[float], str]
+) -> None:
+    """Draw a value by epoch, of the page's trial with a mark for each report, of the trials beside it with the last."""
+    for other in page.beside:
+        name, curve = colours(page.job)[other.batch_size], [(each.epoch, value_of(each)) for each in other.epochs]
+        plot.path(curve, f"line beside {name}")
+        if curve:
+            epoch, value = curve[-1]
+            told = (
+                f"Run {other.trial_number}, batch size {other.batch_size}, epoch {units.number(epoch, 4)}: {say(value)}"
+            )
+            plot.mark(epoch, value, other.state, f"other many {name}", told)
+    points = [(each.epoch, value_of(each)) for each in page.epochs]
     colour = colours(page.job)[page.trial.batch_size]
     plot.path(points, f"line {colour}")
     shown = points if len(points) <= _FEW else points[-1:]
