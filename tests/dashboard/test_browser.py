@@ -269,12 +269,14 @@ def test_order_and_filter_of_jobs_outlast_a_refresh(browser: Any, server: Server
 
 def test_charts_of_runs_share_cursor_and_zoom(tab: Tab) -> None:
     page = tab.open("jobs/vit-imagenet")
+    page.set_viewport_size({"width": 1280, "height": 1600})
     box = page.locator("#costs").bounding_box()
     y = box["y"] + box["height"] - 20
     page.mouse.move(box["x"] + box["width"] / 2, y)
     labels = "all => all.map(each => [each.closest('.plot').id, each.textContent])"
     found = dict(page.eval_on_selector_all("text.cursor", labels))
-    assert found == dict.fromkeys(("costs", "metrics"), "run 20") or found == dict.fromkeys(found, "run 21")
+    assert set(found) == {"costs", "metrics"}
+    assert len(set(found.values())) == 1
     page.mouse.down()
     page.mouse.move(box["x"] + box["width"] * 0.75, y)
     page.mouse.up()
@@ -335,10 +337,10 @@ def test_somebody_logs_in_and_sees_an_epoch_arrive(browser: Any, server: ServerP
     assert page.evaluate("document.activeElement.matches('#epochs > summary')")
 
     page.goto(f"{server.url}/ui/")
-    page.fill("#q", "half a na")
+    page.fill("#q", "job-li")
     begin(http, "job-live")
     page.wait_for_selector(".live:has-text('2')")
-    assert page.input_value("#q") == "half a na"
+    assert page.input_value("#q") == "job-li"
     page.click("text=Log out")
     page.wait_for_selector("#token")
     without_refusals(tab)
