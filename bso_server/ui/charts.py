@@ -49,7 +49,7 @@ _NEAR = 4
 # Number of straight pieces of a curve over η.
 _STEPS = 20
 
-# Least width of a span of η that is labelled, as a share of the chart's width.
+# Least width of a span of η that is labelled, and of the room for the labels of both ends, as a share of the width.
 _ROOM_FOR_NAME = 0.08
 
 
@@ -179,7 +179,7 @@ def metrics(page: JobPage) -> Plot | None:
     told = f"Between {units.number(min(values), 4)} and {units.number(max(values), 4)}"
     plot = Plot("metrics", "Metric at the end of each run", f"{told}.", _trial_scale(page.points), y, height=220)
     plot.axes([(value, units.number(value)) for value in y.ticks(4)], plot.x.whole_numbers(), "run")
-    plot.levels([(value, f"target {units.exact(value)}", "target") for value in target])
+    plot.levels([(value, "", "target") for value in target])
     colour, many = colours(job), " many" if len(known) > _MANY else ""
     for point in known:
         told = f"Run {point.trial_number}: batch size {point.batch_size}, {units.number(point.metric or 0.0, 4)}"
@@ -257,7 +257,7 @@ def _draw_names(plot: Plot, means: Sequence[SizeMeans]) -> None:
             (across - wide / 2, 20.0, "mid"),
         ):
             box = (left, down + below - 11, wide, 13.0)
-            if left >= 0 and not any(_overlap(box, other) for other in taken if other != own):
+            if left >= 0 and box[1] + box[3] <= plot.height and not any(_overlap(box, other) for other in taken if other != own):
                 taken.append(box)
                 plot.parts.append(Label(plot.left(each.time_s), down + below, name, f"size-name {classes}"))
                 break
@@ -352,7 +352,7 @@ def spans_of_eta(job: CreatedJob, spans: Sequence[Span], eta: float | None = Non
         parts.append(Box(f"span {colour[span.batch_size]}", 14, 16, share(span.low), share(width)))
         if width > _ROOM_FOR_NAME:
             parts.append(Label(share(span.low + width / 2), 10, str(span.batch_size), "size-name mid"))
-        if span.high < 1:
+        if _ROOM_FOR_NAME < span.high < 1 - _ROOM_FOR_NAME:
             parts.append(Label(share(span.high), 46, units.number(span.high, 2), "tick mid"))
     parts += [Label("0", 46, "time", "tick"), Label("100%", 46, "energy", "tick end")]
     parts.append(Line("own", 14, 34, share(job.eta_knob), share(job.eta_knob)))
