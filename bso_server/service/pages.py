@@ -320,9 +320,8 @@ def _line_of(transaction: Transaction, stored: StoredJob) -> JobLine:
 
 def _best_metric(transaction: Transaction, job: CreatedJob, tallies: Iterable[Tally]) -> float | None:
     """Return the best last metric of a job's trials; None once a trial has reached the target."""
-    if reading.trial_states(tallies)[TrialState.COMPLETED]:
-        return None
-    return queries.best_metric(transaction, job)
+    states = reading.trial_states(tallies)
+    return queries.best_metric(transaction, job) if states and not states[TrialState.COMPLETED] else None
 
 
 def _sources_of(totals: Iterable[TrialTotals]) -> tuple[str, ...]:
@@ -335,20 +334,15 @@ def _instants(stored: StoredJob, trials: Iterable[TrialRecord]) -> list[datetime
     return [stored.created_at, *(instant for instant in instants if instant is not None)]
 
 
-def _points(job: CreatedJob, totals: Iterable[TrialTotals]) -> tuple[TrialPoint, ...]:
+def _points(job: CreatedJob, totals: Sequence[TrialTotals]) -> tuple[TrialPoint, ...]:
     """Return trials with their costs."""
-    return tuple(
-        TrialPoint(
-            each.trial_number,
-            each.batch_size,
-            each.state,
-            each.origin,
-            None
-            if each.energy_j is None or each.time_s is None
-            else job.cost_j(time_s=each.time_s, energy_j=each.energy_j),
-            each.metric,
-        )
+    costs = [
+        None if each.energy_j is None or each.time_s is None else job.cost_j(time_s=each.time_s, energy_j=each.energy_j)
         for each in totals
+    ]
+    return tuple(
+        TrialPoint(each.trial_number, each.batch_size, each.state, each.origin, cost_j, each.metric)
+        for each, cost_j in zip(totals, costs, strict=True)
     )
 
 
@@ -375,7 +369,9 @@ def _means_of(job: CreatedJob, tallies: Iterable[Tally]) -> tuple[SizeMeans, ...
 
 def _cost_unit(job: CreatedJob, means: Sequence[SizeMeans]) -> CostUnit | None:
     found = next((each for each in means if each.batch_size == job.default_batch_size), _cheapest(means))
-    return found and CostUnit(batch_size=found.batch_size, runs=found.runs, cost_j=found.cost_j)
+    if found is None:
+        return None
+    return CostUnit(batch_size=found.batch_size, runs=found.runs, cost_j=found.cost_j)
 
 
 def _present_cost_unit(transaction: Transaction, stored: StoredJob) -> CostUnit | None:

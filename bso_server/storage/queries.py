@@ -100,7 +100,8 @@ def missed_metrics(transaction: Transaction, job: CreatedJob) -> dict[int, float
 def best_metric(transaction: Transaction, job: CreatedJob) -> float | None:
     """Return the best last metric of all trials of a job; None before the first report."""
     best = (func.max if job.higher_is_better_metric else func.min)(trials.c.metric)
-    return transaction.connection.scalar(select(best).where(trials.c.job_id == job.job_id))
+    found: float | None = transaction.connection.scalar(select(best).where(trials.c.job_id == job.job_id))
+    return found
 
 
 def completed_runs(transaction: Transaction, job_id: str, *, since: int) -> list[CompletedRun]:

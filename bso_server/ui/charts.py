@@ -46,9 +46,6 @@ _FEW = 60
 # Bounds and beliefs beyond this multiple of a trial's curve are not drawn.
 _NEAR = 4
 
-# Number of straight pieces of a curve over η.
-_STEPS = 20
-
 # Least width of a span of η that is labelled, and of the room for the labels of both ends, as a share of the width.
 _ROOM_FOR_NAME = 0.08
 
@@ -257,7 +254,8 @@ def _draw_names(plot: Plot, means: Sequence[SizeMeans]) -> None:
             (across - wide / 2, 20.0, "mid"),
         ):
             box = (left, down + below - 11, wide, 13.0)
-            if left >= 0 and box[1] + box[3] <= plot.height and not any(_overlap(box, other) for other in taken if other != own):
+            is_inside = left >= 0 and box[1] + box[3] <= plot.height
+            if is_inside and not any(_overlap(box, other) for other in taken if other != own):
                 taken.append(box)
                 plot.parts.append(Label(plot.left(each.time_s), down + below, name, f"size-name {classes}"))
                 break
@@ -371,11 +369,12 @@ def costs_by_eta(page: WhatIfPage) -> Plot | None:
     job, colour, unit = page.job, colours(page.job), page.cost_unit
     ends = {each.batch_size: (job.max_power * each.time_s, each.energy_j) for each in page.means}
     of_time_j, of_energy_j = ends[page.means[0].batch_size if unit is None else unit.batch_size]
-    places = [index / _STEPS for index in range(_STEPS + 1)]
-    lines = {
-        size: [(eta, _mix(eta, *both) / (_mix(eta, of_time_j, of_energy_j) or 1.0)) for eta in places]
-        for size, both in ends.items()
-    }
+
+    def share_of(size: int, eta: float) -> float:
+        at_time_j, at_energy_j = ends[size]
+        return ((1 - eta) * at_time_j + eta * at_energy_j) / ((1 - eta) * of_time_j + eta * of_energy_j or 1.0)
+
+    lines = {size: [(step / 20, share_of(size, step / 20)) for step in range(21)] for size in ends}
     y = Scale.over([value for line in lines.values() for _, value in line], log=False)
     best = "" if page.batch_size is None else f"; {page.batch_size} is the lowest at {units.exact(page.eta)}"
     plot = Plot("by-eta", "Cost of a run by η", f"A line for each batch size{best}.", Scale(0.0, 1.0), y)
@@ -386,15 +385,10 @@ def costs_by_eta(page: WhatIfPage) -> Plot | None:
     for size, line in lines.items():
         is_best = " best" if size == page.batch_size else ""
         plot.path(line, f"line {colour[size]}{is_best}")
-    at_eta_j = _mix(page.eta, of_time_j, of_energy_j) or 1.0
-    for each in page.means:
-        told = f"{each.batch_size}: {units.percent(each.cost_j / at_eta_j)} at η = {units.exact(page.eta)}"
-        plot.mark(page.eta, each.cost_j / at_eta_j, "completed", colour[each.batch_size], told)
+        value = share_of(size, page.eta)
+        told = f"{size}: {units.percent(value)} at η = {units.exact(page.eta)}"
+        plot.mark(page.eta, value, "completed", colour[size], told)
     return plot
-
-
-def _mix(eta: float, at_time_j: float, at_energy_j: float) -> float:
-    return (1 - eta) * at_time_j + eta * at_energy_j
 
 
 # --- One trial --------------------------------------------------------------------------------------------------------
@@ -497,9 +491,7 @@ def _draw_series(
         plot.path(curve, f"line beside {name}")
         if curve:
             epoch, value = curve[-1]
-            told = (
-                f"Run {other.trial_number}, batch size {other.batch_size}, epoch {units.number(epoch, 4)}: {say(value)}"
-            )
+            told = f"Run {other.trial_number} at {other.batch_size}, epoch {units.number(epoch, 4)}: {say(value)}"
             plot.mark(epoch, value, other.state, f"other many {name}", told)
     points = [(each.epoch, value_of(each)) for each in page.epochs]
     colour = colours(page.job)[page.trial.batch_size]

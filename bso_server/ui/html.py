@@ -88,7 +88,7 @@ def build() -> str:
 @cache
 def docs() -> str:
     """Return the address of the folder of the documentation, with a slash at its end."""
-    urls = dict(each.split(", ", 1) for each in metadata("zeus-plugins").get_all("Project-URL", []))
+    urls = dict(str(each).split(", ", 1) for each in metadata("zeus-plugins").get_all("Project-URL", []))
     return urls["Documentation"].rpartition("/")[0] + "/"
 
 
@@ -140,6 +140,7 @@ def templates() -> Environment:
         busy=words.of_busy,
         interval=words.interval,
         sentence=words.sentence,
+        setting=words.setting,
         pixels=pixels,
         kind=lambda part: type(part).__name__,
     )
@@ -152,7 +153,7 @@ def templates() -> Environment:
 
 def _rendered(template: str, view: Any, reader: Reader, **parts: Any) -> str:
     of_page = words.units_of(view)
-    formats = {
+    formats: dict[str, Callable[[Any], str]] = {
         **FORMATS,
         "energy": of_page.energy,
         "amount": lambda joules: of_page.energy(abs(joules)),

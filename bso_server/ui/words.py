@@ -23,7 +23,6 @@ from bso_server.service.views import (
 from bso_server.ui import units
 from zeus_plugins.protocol import (
     ALIVE,
-    GP_VOI,
     CreatedJob,
     EndReason,
     JobView,
@@ -82,7 +81,7 @@ def units_of(page: Any) -> units.PageUnits:
             largest_j = _ROOM * (page.trial.energy_j or 0.0)
         case _:
             largest_j = _ROOM * max((each.cost_j or 0.0 for each in getattr(page, "points", ())), default=0.0)
-    return units.PageUnits(units.energy_unit(largest_j or 1.0), cost_unit and cost_unit.cost_j)
+    return units.PageUnits(units.energy_unit(largest_j or 1.0), None if cost_unit is None else cost_unit.cost_j)
 
 
 def of_cost_unit(cost_unit: CostUnit, job: CreatedJob) -> str:
@@ -193,30 +192,25 @@ def of_job(page: JobPage) -> Headline:
 
 
 def _of_first(page: JobPage, trial: TrialView) -> Headline:
-    energy = "" if trial.energy_j is None or by_time(page.energy_sources) else units_of(page).energy(trial.energy_j)
-    mark = estimated(page.energy_sources)
-    time = "" if trial.time_s is None else units.duration(trial.time_s)
-    epochs = "" if trial.epochs is None else units.count(trial.epochs, "epoch", 4)
-    took = units.listed(list(filter(None, (epochs, time, f"{energy} ({mark})" if energy and mark else energy))))
     default = page.view.job.default_batch_size
     own = "your default, " if trial.batch_size == default else ""
+    took = [units.duration(trial.time_s or 0.0)]
+    if trial.epochs is not None:
+        took.insert(0, units.count(trial.epochs, "epoch", 4))
+    if not by_time(page.energy_sources):
+        took.append(units_of(page).energy(trial.energy_j or 0.0))
     return Headline(
         f"The first run reached the target, {_target(page.view.job)}, at {own}{trial.batch_size}",
-        f"It took {took}. Later runs try other batch sizes and are compared with {default}.",
+        f"It took {units.listed(took)}. Later runs try other batch sizes and are compared with {default}.",
     )
 
 
-class Fold(NamedTuple):
-    """Consecutive trials of a log, the newest first, each with its position in the view; `why` if they are folded."""
+def folds(view: JobView) -> Iterator[tuple[list[tuple[int, TrialView]], str]]:
+    """Group the trials of a log, the newest first, each with its position in the view.
 
-    trials: list[tuple[int, TrialView]]
-    why: str
-
-
-def folds(view: JobView) -> Iterator[Fold]:
-    """Group the trials of a log, the newest first; fold those of one size that ended alike for the same reason."""
+    With each group stands the reason to fold it, or "": three or more trials of one size ended alike for one reason.
+    """
     before = revisions(view)
-    newest = list(enumerate(view.trials))[::-1]
 
     def kind(row: tuple[int, TrialView]) -> tuple[object, ...]:
         trial = row[1]
@@ -225,15 +219,11 @@ def folds(view: JobView) -> Iterator[Fold]:
         later = sum(len(each) for number, each in before.items() if number >= trial.trial_number)
         return trial.batch_size, trial.state, trial.origin, reason, later
 
-    for _, found in groupby(newest, kind):
+    for _, found in groupby(list(enumerate(view.trials))[::-1], kind):
         group = list(found)
-        trial = group[0][1]
-        is_same = all(each.reason == trial.reason for _, each in group)
-        why = sentence(trial.reason if is_same else ORIGINS[trial.origin]) if len(group) >= _FOLDED else ""
-        yield Fold(group, why)
-
-
-_FOLDED = 3
+        reasons = {each.reason for _, each in group}
+        why = reasons.pop() if len(reasons) == 1 else ORIGINS[group[0][1].origin]
+        yield group, sentence(why) if len(group) > 2 else ""
 
 
 def revisions(view: JobView) -> dict[int, list[Revision]]:
@@ -256,44 +246,8 @@ def qualities(view: JobView) -> list[tuple[int, MetricView, str]]:
     return sorted(rows, key=lambda row: row[1].name or "")
 
 
-# Labels of a job's terms; those that policy `gp_voi` ignores, and ids, are not among them.
-_SETTINGS = {
-    "batch_sizes": "Batch sizes to choose from",
-    "default_batch_size": "Your default",
-    "target_metric": "Target",
-    "higher_is_better_metric": "Higher is better",
-    "confirm": "Evaluations at the target that end a run",
-    "max_epochs": "Epochs of a run at most",
-    "eta_knob": "Weight of energy against time, η",
-    "beta_knob": "Stop a run at … times the cheapest, β",
-    "policy": "Policy",
-    "controls": "Control runs",
-    "first_run": "Size of the first run",
-    "no_worse_than_default": "Metrics may be worse than the default's by",
-    "number_of_gpus": "GPUs",
-    "gpu_model": "GPU model",
-    "max_power": "Power of all GPUs at most, W",
-    "fingerprint": "Training",
-    "target_runs": "Runs that set the target",
-}
-_SETTINGS_OF_ZEUS = {
-    "num_pruning_rounds": "Rounds in which every size is tried",
-    "window_size": "Latest runs of a size that count (0: all)",
-    "mab_num_explorations": "Runs of a size before it is drawn by merit",
-    "mab_prior_mean": "Mean of the prior of the reward, J",
-    "mab_prior_precision": "Precision of the prior",
-    "mab_seed": "Seed",
-}
-
-
-def settings(job: CreatedJob) -> list[tuple[str, str]]:
-    """Return the terms of a job in words: their labels and values."""
-    labels = _SETTINGS if job.policy == GP_VOI else _SETTINGS | _SETTINGS_OF_ZEUS
-    values = job.model_dump(mode="json", exclude_none=True)
-    return [(label, _value(values[name])) for name, label in labels.items() if name in values]
-
-
-def _value(value: Any) -> str:
+def setting(value: Any) -> str:
+    """Format the value of a job's term."""
     match value:
         case bool():
             return "yes" if value else "no"
