@@ -95,7 +95,8 @@ class Pages:
         known: str | None = None,
     ) -> Found[JobsPage]:
         """Return a page of jobs whose ids contain a text, after the place `cursor`."""
-        found = queries.job_versions(transaction, containing=containing, after=cursor, limit=JOBS_ON_A_PAGE + 1)
+        limit = JOBS_ON_A_PAGE + 1
+        found = queries.job_versions(transaction, containing=containing, after=cursor, limit=limit, missed_first=True)
         shown = found[:JOBS_ON_A_PAGE]
         version = digest([containing, cursor, len(found), shown])
         if version == known:

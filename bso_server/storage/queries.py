@@ -10,7 +10,7 @@ from dataclasses import fields
 from datetime import datetime
 from typing import Any
 
-from sqlalchemy import ColumnElement, RowMapping, Table, and_, case, func, not_, or_, select
+from sqlalchemy import ColumnElement, RowMapping, Table, and_, case, func, literal, not_, or_, select
 
 from bso_server.core.model import MISSED, TrialRecord
 from bso_server.core.savings import Tally
@@ -131,12 +131,12 @@ def trial(transaction: Transaction, job_id: str, trial_number: int) -> TrialReco
 
 
 def job_versions(
-    transaction: Transaction, *, containing: str | None, after: str | None, limit: int
+    transaction: Transaction, *, containing: str | None, after: str | None, limit: int, missed_first: bool = False
 ) -> list[tuple[str, str, str]]:
     """Return a page of jobs: their places in the list, their ids, and texts that change whenever their lines change.
 
-    Jobs of which runs have ended, but none at the target, come first; in their places, a "!" precedes the id. `after`
-    is the last place of the page before.
+    `missed_first` puts jobs of which runs have ended, but none at the target, before the others; in their places, a "!"
+    precedes the id. `after` is the last place of the page before.
 
     Whole records would cost several times as much, and most callers have cached them.
     """
@@ -144,9 +144,10 @@ def job_versions(
     of_job = select(trials.c.trial_number).where(trials.c.job_id == table.job_id)
     ended, reached = of_job.where(trials.c.state.in_(sorted(MISSED))), of_job.where(trials.c.state == "completed")
     missed = and_(table.min_cost_j.is_(None), table.trial_count > 0, ended.exists(), not_(reached.exists()))
-    kind = case((missed, 0), else_=1)
+    kind = case((missed, 0), else_=1) if missed_first else literal(1)
     columns = table.job_id, table.event_count, table.created_at, table.registration_id, table.owner, table.shared, kind
-    statement = select(*columns).where(IS_THERE).order_by(kind, table.job_id).limit(limit)
+    order = (kind, table.job_id) if missed_first else (table.job_id,)
+    statement = select(*columns).where(IS_THERE).order_by(*order).limit(limit)
     if containing:
         statement = statement.where(table.job_id.contains(containing, autoescape=True))
     if after is not None:
