@@ -412,6 +412,9 @@ def test_every_kind_of_database_shows_its_pages(any_server: ServerProcess) -> No
             # An underscore is no wildcard, and letters keep their case where the database tells them apart.
             assert http.get("/ui/jobs.json", params={"q": job_id[:5].replace("_", "%")}).json()["jobs"] == []
             (line,) = http.get("/ui/jobs.json", params={"q": job_id}).raise_for_status().json()["jobs"]
+            # A page continues after any place, whether the job there missed its target or not.
+            for place in ("", "!"):
+                http.get("/ui/jobs.json", params={"q": job_id, "after": f"{place}{job_id[:-1]}"}).raise_for_status()
             return [line, http.get(f"/ui/jobs/{job_id}.json").json()]
 
         line, page = figures()
