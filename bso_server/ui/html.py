@@ -7,7 +7,7 @@ import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from importlib.metadata import metadata, version
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
@@ -168,9 +168,6 @@ def _rendered(template: str, view: Any, reader: Reader, **parts: Any) -> str:
             return Markup('<span class="none">{}</span>').format(none)
         return Markup('<data value="{!r}" data-of="{}">{}</data>').format(value, path, formats[kind](value))
 
-    def tell(text: str) -> str:
-        return words.sentence(text, of_page)
-
     def doc(name: str, text: str) -> Markup:
         if reader.is_report:
             return Markup("{}").format(text)
@@ -185,6 +182,7 @@ def _rendered(template: str, view: Any, reader: Reader, **parts: Any) -> str:
         told = words.money(view.tariff, abs(energy_j))
         return Markup('<span class="sub">{}</span>').format(told) if told else Markup("")
 
+    tell = partial(words.sentence, of_page=of_page)
     shown = {"page": view, "reader": reader, "n": figure, "ago": ago, "money": money, "tell": tell, "doc": doc, **parts}
     return templates().get_template(template).render(shown)
 
