@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 
 from litestar import Litestar
 from litestar.di import Provide
+from litestar.exceptions import HTTPException
 from litestar.middleware import DefineMiddleware
 from litestar.middleware.rate_limit import RateLimitConfig
 from litestar.openapi import OpenAPIConfig
@@ -19,7 +20,7 @@ from bso_server.api import HANDLERS
 from bso_server.api.admin import metrics_route
 from bso_server.api.auth import AccessControl, RefusalLog
 from bso_server.api.bodies import BodyRequest
-from bso_server.api.dashboard import PAGES, JobPages, home
+from bso_server.api.dashboard import PAGES, JobPages, home, refused_route
 from bso_server.api.errors import EXCEPTION_HANDLERS
 from bso_server.api.openapi import OpenApiDocument
 from bso_server.core.occurrences import Listener, nobody
@@ -93,7 +94,7 @@ def create_app(settings: Settings | None = None) -> Litestar:
         stores={_REQUEST_COUNTS: request_counts},
         request_class=BodyRequest,
         request_max_body_size=settings.max_body_bytes,
-        exception_handlers=EXCEPTION_HANDLERS,
+        exception_handlers={**EXCEPTION_HANDLERS, HTTPException: refused_route},
         after_exception=[RefusalLog(listener=watch.hear).note],
         lifespan=[lifespan],
         # The launcher configures logging; Litestar's own configuration would log request bodies.

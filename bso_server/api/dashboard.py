@@ -18,7 +18,7 @@ from typing import Annotated, Any, NamedTuple
 
 from litestar import Request, Response, Router, get, post
 from litestar.di import NamedDependency
-from litestar.exceptions import NotFoundException
+from litestar.exceptions import HTTPException, NotFoundException
 from litestar.params import PathParameter, QueryParameter
 
 from bso_server.api import errors
@@ -57,7 +57,12 @@ _NAME = Annotated[str, PathParameter(pattern=ID["pattern"], max_length=MAX_ID_LE
 _TRIAL_NAME = Annotated[str, PathParameter(pattern=r"^[0-9]{1,10}(\.json)?(?!\n)$")]
 _Containing = Annotated[str | None, QueryParameter(name="q", max_length=MAX_ID_LENGTH)]
 _At = Annotated[int | None, QueryParameter(name="at", ge=1, le=LARGEST)]
-_After = Annotated[str | None, QueryParameter(name="after", max_length=MAX_ID_LENGTH)]
+_After = Annotated[str | None, QueryParameter(name="after", max_length=MAX_ID_LENGTH + 1)]
+# Numbers of up to eight trials with commas between them, or nothing.
+_Beside = Annotated[
+    str | None,
+    QueryParameter(name="beside", pattern=r"^ *([0-9]{1,9}( *, *[0-9]{1,9}){0,7})? *(?!\n)$", max_length=200),
+]
 _Eta = Annotated[float | None, QueryParameter(name="eta", ge=0, le=1)]
 # Empty means no β, and zero is not allowed. Pages show a job's β with up to twelve digits.
 _Beta = Annotated[str | None, QueryParameter(name="beta", pattern=r"^((?=.*[1-9])[0-9]{1,12}(\.[0-9]{0,12})?)?(?!\n)$")]
@@ -106,10 +111,13 @@ async def job(request: AnyRequest, name: _NAME, source: Source, at: _At = None) 
 
 
 @get("/jobs/{name:str}/trials/{number:str}", opt=PAGE)
-async def trial(request: AnyRequest, name: _NAME, number: _TRIAL_NAME, source: Source) -> Response[bytes]:
-    """Show a trial; return it as JSON if `number` ends with ``.json``."""
+async def trial(
+    request: AnyRequest, name: _NAME, number: _TRIAL_NAME, source: Source, beside: _Beside = None
+) -> Response[bytes]:
+    """Show a trial, with others beside it in its charts; return it as JSON if `number` ends with ``.json``."""
     trial_number = min(int(number.removesuffix(_JSON)), LARGEST)
-    return await _Tag(request).shown(source, source.pages.trial, name, trial_number)
+    others = sorted({int(each) for each in (beside or "").split(",") if each.strip()})
+    return await _Tag(request).shown(source, source.pages.trial, name, trial_number, beside=others)
 
 
 @get(["/jobs/{name:str}/whatif", "/jobs/{name:str}/whatif.json"], opt=PAGE)
@@ -178,6 +186,12 @@ async def static(request: AnyRequest, name: _NAME) -> Response[bytes]:
     return _packed(request, html.static_file(name), html.MEDIA_TYPES[name], "public, max-age=31536000, immutable")
 
 
+@get("/login", opt=needs(None))
+async def login_form(request: AnyRequest) -> Response[bytes]:
+    """Show the login form, or the jobs to a reader with a session."""
+    return _redirect("") if _has_session(request) else _page(request, html.login_page(_reader_of(request), ""))
+
+
 @post("/login", opt=needs(None) | FORM, request_max_body_size=_MAX_LOGIN_BYTES)
 async def login(request: AnyRequest, sessions: Sessions) -> Response[bytes]:
     """Exchange a token for a session cookie."""
@@ -209,9 +223,25 @@ def refused(
     if request.url.path.endswith(_JSON):
         return answer
     body, reader = answer.content, _reader_of(request)
+    message = _NO_PAGE.get(body.status, body.message) if body.message == body.title else body.message
     if isinstance(error, UnauthenticatedError):
         return _page(request, html.login_page(reader, _place_of(request)), HTTPStatus.UNAUTHORIZED)
-    return _page(request, html.error_page(reader, body.status, body.title, body.message), HTTPStatus(body.status))
+    page = _page(request, html.error_page(reader, body.status, body.title, message), HTTPStatus(body.status))
+    page.headers.update(answer.headers)
+    return page
+
+
+def refused_route(request: AnyRequest, error: HTTPException) -> Response[Any]:
+    """Answer a request for an unknown route or method: browsers get a page, other clients the API's answer."""
+    is_browser = "text/html" in request.headers.get("accept", "")
+    return refused(errors.http_error, request, error) if is_browser else errors.http_error(request, error)
+
+
+# Messages of routes that do not exist.
+_NO_PAGE = {
+    HTTPStatus.NOT_FOUND: "There is no page at this address.",
+    HTTPStatus.METHOD_NOT_ALLOWED: "This address takes a form of the pages, and has no page of its own.",
+}
 
 
 class _Tag:
@@ -265,11 +295,14 @@ def _theme_of(request: AnyRequest) -> str:
 
 def _reader_of(request: AnyRequest, tag: str = "") -> html.Reader:
     """Return the reader of the requested page."""
-    page = request.url.path.partition("/ui")[2].strip("/")
+    before, is_found, page = request.url.path.partition("/ui")
+    page = page.strip("/")
     # Relative links begin at the last slash, which on /ui itself may be missing.
     root = "../" * (page.count("/") + _has_slash(request)) or "./"
     if not page:
         root = "./" if _has_slash(request) else "ui/"
+    if not is_found:
+        root = "../" * (before.count("/") - 1) + "ui/"
     return html.Reader(
         root=root, now=datetime.now(UTC), tag=tag, theme=_theme_of(request), is_logged_in=_has_session(request)
     )
@@ -324,6 +357,7 @@ PAGES = Router(
         create_token,
         revoke_token,
         static,
+        login_form,
         login,
         logout,
     ],

@@ -15,6 +15,7 @@ from functools import cached_property
 from typing import Any, NamedTuple, TypeVar
 
 from zeus_plugins.protocol import (
+    ALIVE,
     MAX_WATCHED,
     CreatedJob,
     Decision,
@@ -29,6 +30,9 @@ from zeus_plugins.protocol import (
 
 # States of trials that ran until the server stopped them, so their cost is known.
 OBSERVED = frozenset({TrialState.COMPLETED, TrialState.EARLY_STOPPED, TrialState.EXHAUSTED})
+
+# States of trials that have ended without the target.
+MISSED = frozenset(TrialState) - ALIVE - {TrialState.COMPLETED, TrialState.WITHDRAWN}
 
 # States that say nothing about the batch size: its exploration is repeated.
 UNCOUNTED = frozenset({TrialState.FAILED, TrialState.ABANDONED, TrialState.WITHDRAWN})

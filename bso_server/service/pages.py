@@ -13,7 +13,6 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
-from itertools import accumulate
 from typing import TypeVar
 
 import numpy as np
@@ -27,6 +26,7 @@ from bso_server.service.loading import best_size, known_job, known_trial, load_h
 from bso_server.service.revisions import terms_of
 from bso_server.service.savings import savings_of
 from bso_server.service.views import (
+    CostUnit,
     HealthPage,
     JobLine,
     JobPage,
@@ -36,6 +36,7 @@ from bso_server.service.views import (
     Tariff,
     TokensPage,
     TrialBin,
+    TrialCurve,
     TrialPage,
     TrialPoint,
     WhatIfPage,
@@ -93,13 +94,14 @@ class Pages:
         cursor: str | None = None,
         known: str | None = None,
     ) -> Found[JobsPage]:
-        """Return a page of jobs whose ids contain a text, after the job that `cursor` names."""
-        found = queries.job_versions(transaction, containing=containing, after=cursor, limit=JOBS_ON_A_PAGE + 1)
+        """Return a page of jobs whose ids contain a text, after the place `cursor`."""
+        limit = JOBS_ON_A_PAGE + 1
+        found = queries.job_versions(transaction, containing=containing, after=cursor, limit=limit, missed_first=True)
         shown = found[:JOBS_ON_A_PAGE]
         version = digest([containing, cursor, len(found), shown])
         if version == known:
             return version, None
-        lines = tuple(self._line(transaction, job_id, own) for job_id, own in shown)
+        lines = tuple(self._line(transaction, job_id, own) for _, job_id, own in shown)
         next_cursor = shown[-1][0] if len(found) > len(shown) else None
         return version, JobsPage(jobs=lines, next_cursor=next_cursor, containing=containing, tariff=self._tariff)
 
@@ -131,7 +133,6 @@ class Pages:
         view = reading.job_view(transaction, stored, history, tallies, latest)
         totals = queries.trial_totals(transaction, job_id, limit=POINTS_OF_A_JOB)
         means = _means_of(job, present)
-        points = _points(job, totals, tallies, means)
         profiles = queries.present_power_profiles(transaction, job_id)
         newest = {each.batch_size: reading.power_profile_view(each) for each in profiles}
         return JobPage(
@@ -139,7 +140,9 @@ class Pages:
             created_at=stored.created_at,
             running=len(alive),
             last_activity_at=max(_instants(stored, [*latest, *alive])),
-            points=points,
+            cost_unit=_cost_unit(job, means),
+            best_metric=_best_metric(transaction, job, tallies),
+            points=_points(job, totals),
             older=older,
             means=means,
             best_by_eta=_best_by_eta(job, means),
@@ -179,25 +182,43 @@ class Pages:
         return found
 
     def trial(
-        self, transaction: Transaction, job_id: str, trial_number: int, *, known: str | None = None
+        self,
+        transaction: Transaction,
+        job_id: str,
+        trial_number: int,
+        *,
+        beside: Sequence[int] = (),
+        known: str | None = None,
     ) -> Found[TrialPage]:
-        """Return one trial with its reports."""
+        """Return one trial with its reports, and the reports of the trials `beside`."""
         stored, trial = known_trial(transaction, job_id, trial_number)
         is_alive = trial.state in ALIVE
         cheapest_j = stored.min_cost_j if is_alive else None
-        version = digest([stored.registration, stored.trial_count, cheapest_j, trial])
+        withdrawn = queries.withdrawn_count(transaction, job_id)
+        others = [known_trial(transaction, job_id, number)[1] for number in beside if number != trial_number]
+        version = digest([stored.registration, stored.event_count, withdrawn, cheapest_j, trial, *others])
         if version == known:
             return version, None
         profiles = queries.power_profiles_of(transaction, job_id, trial_number, trial_number)
         rule = stop_rule(terms_of(transaction, stored, trial).registration, trial, cheapest_j)
         return version, TrialPage(
             job=stored.registration,
+            cost_unit=_present_cost_unit(transaction, stored),
             trial=reading.trial_view(stored.registration, trial),
             reported_at=trial.reported_at,
             lease_expires_at=trial.lease_expires_at if is_alive else None,
             lease_epoch=trial.lease_epoch,
             report_count=trial.report_count,
             epochs=reading.epoch_views(transaction, stored.registration, trial),
+            beside=tuple(
+                TrialCurve(
+                    trial_number=each.trial_number,
+                    batch_size=each.batch_size,
+                    state=each.state,
+                    epochs=reading.epoch_views(transaction, stored.registration, each),
+                )
+                for each in others
+            ),
             max_cost_j=rule.max_cost_j,
             max_epochs=rule.max_epochs,
             power_profile=reading.power_profile_view(profiles[0]) if profiles else None,
@@ -211,15 +232,15 @@ class Pages:
     ) -> Found[MomentPage]:
         """Return the job when a trial was chosen."""
         stored, trial = known_trial(transaction, job_id, trial_number)
-        # Ends after that moment are not on the page, so that the version ignores them.
         withdrawn = queries.withdrawn_count(transaction, job_id)
-        version = digest([stored.registration, stored.trial_count, trial, withdrawn])
+        version = digest([stored.registration, stored.event_count, trial, withdrawn])
         if version == known:
             return version, None
         found = queries.trial_totals(transaction, job_id, limit=POINTS_OF_A_JOB, before=trial_number)
         totals = [_as_of(each, trial.started_event) for each in found]
         return version, MomentPage(
             job=stored.registration,
+            cost_unit=_present_cost_unit(transaction, stored),
             trial=reading.trial_view(stored.registration, trial),
             explanation=reading.explanation_of(transaction, stored, trial),
             points=_points(stored.registration, totals),
@@ -250,6 +271,7 @@ class Pages:
         best, own_best = _cheapest(means), _cheapest(_means_of(job, tallies))
         return version, WhatIfPage(
             job=job,
+            cost_unit=_cost_unit(job, means),
             eta=eta,
             beta=beta,
             batch_size=None if best is None else best.batch_size,
@@ -273,7 +295,7 @@ def _as_of(trial: TrialTotals, event: int) -> TrialTotals:
     """Return the trial at this event of the job: without totals unless it had ended."""
     if trial.ended_event is not None and trial.ended_event < event:
         return trial
-    return replace(trial, state=TrialState.RUNNING, time_s=None, energy_j=None, energy_source=None)
+    return replace(trial, state=TrialState.RUNNING, time_s=None, energy_j=None, energy_source=None, metric=None)
 
 
 def _line_of(transaction: Transaction, stored: StoredJob) -> JobLine:
@@ -281,6 +303,7 @@ def _line_of(transaction: Transaction, stored: StoredJob) -> JobLine:
     best = best_size(transaction, stored)
     latest = queries.latest_instants(transaction, stored.job_id, limit=_SPARKS)
     totals = queries.trial_totals(transaction, stored.job_id, limit=_SPARKS)
+    tallies = queries.tallies(transaction, stored.job_id)
     return JobLine(
         job=reading.job_summary(stored),
         gpu_model=stored.registration.gpu_model,
@@ -288,10 +311,18 @@ def _line_of(transaction: Transaction, stored: StoredJob) -> JobLine:
         best_batch_size=best,
         running=len(alive),
         last_activity_at=max([*latest, *_instants(stored, alive)]),
-        savings=savings_of(transaction, stored, queries.tallies(transaction, stored.job_id), best),
+        savings=savings_of(transaction, stored, tallies, best),
         latest=_points(stored.registration, totals),
         energy_sources=_sources_of(totals),
+        trial_states=dict(reading.trial_states(tallies)),
+        best_metric=_best_metric(transaction, stored.registration, tallies),
     )
+
+
+def _best_metric(transaction: Transaction, job: CreatedJob, tallies: Iterable[Tally]) -> float | None:
+    """Return the best last metric of a job's trials; None once a trial has reached the target."""
+    states = reading.trial_states(tallies)
+    return queries.best_metric(transaction, job) if states and not states[TrialState.COMPLETED] else None
 
 
 def _sources_of(totals: Iterable[TrialTotals]) -> tuple[str, ...]:
@@ -304,44 +335,16 @@ def _instants(stored: StoredJob, trials: Iterable[TrialRecord]) -> list[datetime
     return [stored.created_at, *(instant for instant in instants if instant is not None)]
 
 
-def _points(
-    job: CreatedJob,
-    totals: Sequence[TrialTotals],
-    tallies: Sequence[Tally] = (),
-    means: Sequence[SizeMeans] = (),
-) -> tuple[TrialPoint, ...]:
-    """Return the latest trials, with running regret if `means` are given."""
+def _points(job: CreatedJob, totals: Sequence[TrialTotals]) -> tuple[TrialPoint, ...]:
+    """Return trials with their costs."""
     costs = [
         None if each.energy_j is None or each.time_s is None else job.cost_j(time_s=each.time_s, energy_j=each.energy_j)
         for each in totals
     ]
-    spent = [(each, cost_j or 0.0) for each, cost_j in zip(totals, costs, strict=True)]
-    regret_j: Sequence[float | None] = [None] * len(totals)
-    if means:
-        least_j = min(each.cost_j for each in means)
-        losses = [_loss_j(each, cost_j, 1, least_j) for each, cost_j in spent]
-        regret_j = _sums(losses, _regret_j(job, tallies, least_j))
     return tuple(
-        TrialPoint(each.trial_number, each.batch_size, each.state, each.origin, *numbers)
-        for each, *numbers in zip(totals, costs, regret_j, strict=True)
+        TrialPoint(each.trial_number, each.batch_size, each.state, each.origin, cost_j, each.metric)
+        for each, cost_j in zip(totals, costs, strict=True)
     )
-
-
-def _sums(steps: Sequence[float], last: float) -> list[float]:
-    """Return the running sums of `steps`, from a start at which the last sum is `last`."""
-    return [*accumulate(steps, initial=last - sum(steps))][1:]
-
-
-def _regret_j(job: CreatedJob, tallies: Iterable[Tally], least_j: float) -> float:
-    costs = [(each, job.cost_j(time_s=each.time_s, energy_j=each.energy_j)) for each in tallies]
-    return sum(_loss_j(each, cost_j, each.trials, least_j) for each, cost_j in costs)
-
-
-def _loss_j(kind: Tally | TrialTotals, cost_j: float, trials: int, least_j: float) -> float:
-    """Return the cost of trials, less `least_j` for each that reached the target, joules."""
-    if kind.state in ALIVE or kind.state is TrialState.WITHDRAWN:
-        return 0.0
-    return cost_j - (trials * least_j if is_whole_run(kind) else 0.0)
 
 
 def _best_by_eta(job: CreatedJob, means: Iterable[SizeMeans]) -> tuple[Span, ...]:
@@ -363,6 +366,18 @@ def _means_of(job: CreatedJob, tallies: Iterable[Tally]) -> tuple[SizeMeans, ...
         cost_j = job.cost_j(time_s=time_s, energy_j=energy_j)
         found.append(SizeMeans(batch_size=size, runs=runs, time_s=time_s, energy_j=energy_j, cost_j=cost_j))
     return tuple(found)
+
+
+def _cost_unit(job: CreatedJob, means: Sequence[SizeMeans]) -> CostUnit | None:
+    found = next((each for each in means if each.batch_size == job.default_batch_size), _cheapest(means))
+    if found is None:
+        return None
+    return CostUnit(batch_size=found.batch_size, runs=found.runs, cost_j=found.cost_j)
+
+
+def _present_cost_unit(transaction: Transaction, stored: StoredJob) -> CostUnit | None:
+    present = [tally for tally in queries.tallies(transaction, stored.job_id) if not tally.other_gpus]
+    return _cost_unit(stored.registration, _means_of(stored.registration, present))
 
 
 def _cheapest(means: Sequence[SizeMeans]) -> SizeMeans | None:

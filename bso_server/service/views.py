@@ -178,17 +178,14 @@ class Tariff(WireMessage):
 
 @dataclass(frozen=True, slots=True)
 class TrialPoint:
-    """A trial in a chart, in joules; a dataclass, because validation of 1,000 would take most of a page's time.
-
-    Regret is the cost beyond the same number of runs to the target at the size that is cheapest on average.
-    """
+    """A trial in a chart; a dataclass, because validation of 1,000 would take most of a page's time."""
 
     trial_number: int
     batch_size: int
     state: TrialState
     origin: Origin
-    cost_j: float | None  # so far; None before the first report
-    regret_j: float | None = None  # of all trials up to this one; None while no size has reached the target
+    cost_j: float | None  # joules so far; None before the first report
+    metric: float | None  # the last one
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,6 +203,14 @@ class TrialBin:
     high_j: float | None  # 90 %
 
 
+class CostUnit(WireMessage):
+    """The mean run to which pages compare costs: the default's, or the cheapest size's if the default has none."""
+
+    batch_size: int
+    runs: int  # number of runs that reached the target
+    cost_j: float
+
+
 class JobLine(WireMessage):
     """A job in the list of jobs."""
 
@@ -218,13 +223,15 @@ class JobLine(WireMessage):
     savings: SavingsView
     latest: tuple[TrialPoint, ...]
     energy_sources: tuple[str, ...]  # of the latest trials
+    trial_states: dict[TrialState, int]  # number of trials in each state
+    best_metric: float | None  # best last metric of all trials; None once a trial has reached the target
 
 
 class JobsPage(WireMessage):
-    """The page ``/ui/`` and its JSON: a page of jobs, ordered by id."""
+    """The page ``/ui/`` and its JSON: a page of jobs, ordered by id; first those whose runs all missed the target."""
 
     jobs: tuple[JobLine, ...]
-    next_cursor: str | None  # the id after which the next page begins
+    next_cursor: str | None  # the place after which the next page begins
     containing: str | None  # the text that all ids contain
     tariff: Tariff
 
@@ -246,6 +253,8 @@ class JobPage(WireMessage):
     created_at: datetime
     running: int  # number of running and suspended trials
     last_activity_at: datetime  # of the latest message of a training, or of the registration
+    cost_unit: CostUnit | None  # None before a run has reached the target
+    best_metric: float | None  # best last metric of all trials; None once a trial has reached the target
     points: tuple[TrialPoint, ...]  # the latest trials
     older: tuple[TrialBin, ...]  # the trials before `points`
     means: tuple[SizeMeans, ...]  # of each batch size that reached the target
@@ -255,16 +264,27 @@ class JobPage(WireMessage):
     tariff: Tariff
 
 
+class TrialCurve(WireMessage):
+    """Another trial of the job beside which a trial is shown."""
+
+    trial_number: int
+    batch_size: int
+    state: TrialState
+    epochs: tuple[EpochView, ...]
+
+
 class TrialPage(WireMessage):
     """The page ``/ui/jobs/J/trials/N`` and its JSON."""
 
     job: CreatedJob
+    cost_unit: CostUnit | None  # None before a run has reached the target
     trial: TrialView
     reported_at: datetime | None  # arrival of the last report
     lease_expires_at: datetime | None  # when the server abandons the silent trial; None after its end
     lease_epoch: int  # number of runs of the trial's training
     report_count: int
     epochs: tuple[EpochView, ...]  # the reports that were not pruned
+    beside: tuple[TrialCurve, ...]  # other trials in the same charts, as the query asks for
     max_cost_j: float | None  # cost at which the server stops the trial; None without such a bound
     max_epochs: int  # epochs after which the server stops the trial without the target
     power_profile: PowerProfileView | None  # measured by this trial
@@ -277,6 +297,7 @@ class MomentPage(WireMessage):
     """The page ``/ui/jobs/J?at=N`` and its JSON: the job when a trial was chosen."""
 
     job: CreatedJob
+    cost_unit: CostUnit | None  # of the present, so that a cost is the same on all pages
     trial: TrialView  # in its present state
     explanation: Explanation  # with the beliefs at the trial's begin
     points: tuple[TrialPoint, ...]  # the latest trials before it, in their states at its begin
@@ -288,6 +309,7 @@ class WhatIfPage(WireMessage):
     """The page ``/ui/jobs/J/whatif`` and its JSON: the job under another η and β."""
 
     job: CreatedJob
+    cost_unit: CostUnit | None  # under `eta`; None before a run has reached the target
     eta: float
     beta: float | None
     batch_size: int | None  # cheapest on average under `eta`; None while no size has reached the target

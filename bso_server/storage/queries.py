@@ -10,9 +10,9 @@ from dataclasses import fields
 from datetime import datetime
 from typing import Any
 
-from sqlalchemy import ColumnElement, RowMapping, Table, and_, func, or_, select
+from sqlalchemy import ColumnElement, RowMapping, Table, and_, case, func, literal, not_, or_, select
 
-from bso_server.core.model import TrialRecord
+from bso_server.core.model import MISSED, TrialRecord
 from bso_server.core.savings import Tally
 from bso_server.core.verdict import CompletedRun
 from bso_server.storage.rows import (
@@ -97,6 +97,13 @@ def missed_metrics(transaction: Transaction, job: CreatedJob) -> dict[int, float
     return dict(tuple(row) for row in transaction.tuples(statement))
 
 
+def best_metric(transaction: Transaction, job: CreatedJob) -> float | None:
+    """Return the best last metric of all trials of a job; None before the first report."""
+    best = (func.max if job.higher_is_better_metric else func.min)(trials.c.metric)
+    found: float | None = transaction.connection.scalar(select(best).where(trials.c.job_id == job.job_id))
+    return found
+
+
 def completed_runs(transaction: Transaction, job_id: str, *, since: int) -> list[CompletedRun]:
     """Return the whole runs that reached the target on the job's GPUs, from this event on, in order of their ends."""
     table = trials.c
@@ -124,22 +131,31 @@ def trial(transaction: Transaction, job_id: str, trial_number: int) -> TrialReco
 
 
 def job_versions(
-    transaction: Transaction, *, containing: str | None, after: str | None, limit: int
-) -> list[tuple[str, str]]:
-    """Return a page of job ids, each with a text that changes whenever the job's line on a page changes.
+    transaction: Transaction, *, containing: str | None, after: str | None, limit: int, missed_first: bool = False
+) -> list[tuple[str, str, str]]:
+    """Return a page of jobs: their places in the list, their ids, and texts that change whenever their lines change.
+
+    `missed_first` puts jobs of which runs have ended, but none at the target, before the others; in their places, a "!"
+    precedes the id. `after` is the last place of the page before.
 
     Whole records would cost several times as much, and most callers have cached them.
     """
     table = jobs.c
-    columns = table.job_id, table.event_count, table.created_at, table.registration_id, table.owner, table.shared
-    statement = select(*columns).where(IS_THERE).order_by(table.job_id).limit(limit)
+    of_job = select(trials.c.trial_number).where(trials.c.job_id == table.job_id)
+    ended, reached = of_job.where(trials.c.state.in_(sorted(MISSED))), of_job.where(trials.c.state == "completed")
+    missed = and_(table.min_cost_j.is_(None), table.trial_count > 0, ended.exists(), not_(reached.exists()))
+    kind = case((missed, 0), else_=1) if missed_first else literal(1)
+    columns = table.job_id, table.event_count, table.created_at, table.registration_id, table.owner, table.shared, kind
+    order = (kind, table.job_id) if missed_first else (table.job_id,)
+    statement = select(*columns).where(IS_THERE).order_by(*order).limit(limit)
     if containing:
         statement = statement.where(table.job_id.contains(containing, autoescape=True))
     if after is not None:
-        statement = statement.where(table.job_id > after)
+        is_later = table.job_id > after.removeprefix("!")
+        statement = statement.where(or_(kind == 1, is_later) if after.startswith("!") else and_(kind == 1, is_later))
     found = [tuple(row) for row in transaction.tuples(statement)]
     changing = _changing_trials(transaction, [row[0] for row in found])
-    return [(row[0], repr((row, changing.get(row[0])))) for row in found]
+    return [(("" if row[-1] else "!") + row[0], row[0], repr((row, changing.get(row[0])))) for row in found]
 
 
 def _changing_trials(transaction: Transaction, job_ids: Sequence[str]) -> dict[str, list[Any]]:

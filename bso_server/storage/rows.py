@@ -107,6 +107,7 @@ class TrialTotals:
     time_s: float | None
     energy_j: float | None
     energy_source: str | None
+    metric: float | None
 
 
 @lru_cache(maxsize=1024)

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from bso_server.core.savings import Span, is_whole_run
 from bso_server.service.views import (
+    EpochView,
     JobPage,
     MomentPage,
     PowerProfileView,
@@ -19,8 +20,16 @@ from bso_server.service.views import (
 )
 from bso_server.ui import units
 from bso_server.ui.plot import Box, Dot, Label, Line, Part, Picture, Plot, Scale, share
-from bso_server.ui.words import STATES
-from zeus_plugins.protocol import CreatedJob, Decision, Origin, SizeBelief, TrialState
+from bso_server.ui.words import STATES, units_of
+from zeus_plugins.protocol import (
+    CreatedJob,
+    Decision,
+    Origin,
+    SavingsView,
+    SavingsWord,
+    SizeBelief,
+    TrialState,
+)
 
 COLOURS = 12
 """Number of colours for batch sizes in the stylesheet, from small to large."""
@@ -37,16 +46,19 @@ _FEW = 60
 # Bounds and beliefs beyond this multiple of a trial's curve are not drawn.
 _NEAR = 4
 
-# Least width of a span of η that is labelled, as a share of the chart's width.
+# Least width of a span of η that is labelled, and of the room for the labels of both ends, as a share of the width.
 _ROOM_FOR_NAME = 0.08
 
 
-def colours(batch_sizes: Sequence[int]) -> Mapping[int, str]:
-    """Return the CSS class of each batch size, the same in all charts of the job; ``ink`` for sizes it had before."""
-    last = max(len(batch_sizes) - 1, 1)
-    return defaultdict(
-        lambda: "ink", {size: f"s{round(index * (COLOURS - 1) / last)}" for index, size in enumerate(batch_sizes)}
-    )
+def colours(job: CreatedJob) -> Mapping[int, str]:
+    """Return the CSS classes of each batch size, the same in all charts of the job; ``ink`` for sizes it had before.
+
+    The colour is that of the size's rank; the default has an outline.
+    """
+    last = max(len(job.batch_sizes) - 1, 1)
+    classes = {size: f"s{round(rank * (COLOURS - 1) / last)}" for rank, size in enumerate(job.batch_sizes)}
+    classes[job.default_batch_size] += " default"
+    return defaultdict(lambda: "ink", classes)
 
 
 def key(points: Sequence[TrialPoint]) -> tuple[list[TrialState], list[int]]:
@@ -59,37 +71,37 @@ def key(points: Sequence[TrialPoint]) -> tuple[list[TrialState], list[int]]:
 
 
 def costs(page: JobPage, links: str) -> Plot | None:
-    """Chart the cost of each trial; None before the first report.
+    """Chart the cost of each trial, with the cost of a run now and its 90 % band; None for fewer than two trials.
 
     The shape of a mark is the trial's state, its colour the batch size, and its link `links` followed by the trial's
     number; marks have no links if `links` is empty.
     """
-    job = page.view.job
-    levels = [
-        (each.cost_j, f"your default, {each.batch_size}: {units.energy(each.cost_j)}", "default")
-        for each in page.means
-        if each.batch_size == job.default_batch_size
-    ]
+    if page.cost_unit is None:
+        return None
+    job, show = page.view.job, units_of(page)
+    levels = [(page.cost_unit.cost_j, "", "default")]
     if page.view.min_cost_j is not None and job.beta_knob is not None and job.policy == "zeus":
         bound_j = job.beta_knob * page.view.min_cost_j
-        levels.append((bound_j, f"stopped above {units.energy(bound_j)}", "bound"))
-    return _costs(page.points, job, links, levels, page.older)
+        levels.append((bound_j, f"stopped above {show.cost(bound_j)}", "bound"))
+    return _costs(page, job, links, levels, page.older, page.view.savings)
 
 
 def costs_until(page: MomentPage, links: str) -> Plot | None:
     """Chart the cost of each trial before the page's trial, like `costs`."""
-    return _costs(page.points, page.job, links)
+    return None if page.cost_unit is None else _costs(page, page.job, links)
 
 
 def _costs(
-    points: Sequence[TrialPoint],
+    page: JobPage | MomentPage,
     job: CreatedJob,
     links: str,
     levels: Sequence[tuple[float, str, str]] = (),
     older: Sequence[TrialBin] = (),
+    savings: SavingsView | None = None,
 ) -> Plot | None:
+    points, show = page.points, units_of(page)
     known = [(point.trial_number, point.cost_j) for point in points if point.cost_j is not None]
-    if not known:
+    if len(known) < 2:
         return None
     costs_j = [cost_j for _, cost_j in known]
     # A bound far above all costs would squeeze them together.
@@ -99,16 +111,18 @@ def _costs(
     y = Scale.over([*costs_j, *(value for value, _, _ in shown), *ends])
     before = f" The {units.count(older[-1].last, 'run')} before them are shown as medians." if older else ""
     told = (
-        f"{units.count(len(known), 'run')} that cost between {units.energy(min(costs_j))} and "
-        f"{units.energy(max(costs_j))}; the latest, run {known[-1][0]}, {units.energy(costs_j[-1])}.{before}"
+        f"{units.count(len(known), 'run')} that cost between {show.cost(min(costs_j))} and "
+        f"{show.cost(max(costs_j))}; the latest, run {known[-1][0]}, {show.cost(costs_j[-1])}.{before}"
     )
     plot = Plot("costs", "Cost of each run", told, _trial_scale(points, older), y, height=280)
-    plot.axes(y.energies(), plot.x.whole_numbers(), "run")
+    plot.axes(y.costs(show.run_cost_j), plot.x.whole_numbers(), "run")
+    if savings is not None and show.run_cost_j is not None:
+        _draw_run_now(plot, savings, show.run_cost_j)
     plot.levels(shown)
-    _draw_older(plot, bins)
-    colour, many = colours(job.batch_sizes), " many" if len(points) > _MANY else ""
+    _draw_older(plot, bins, show)
+    colour, many = colours(job), " many" if len(points) > _MANY else ""
     for point in points:
-        cost = "" if point.cost_j is None else f", {units.energy(point.cost_j)}"
+        cost = "" if point.cost_j is None else f", {show.cost(point.cost_j)}"
         rest = ", the rest of an earlier run" if point.origin is Origin.FINISH else ""
         told = f"Run {point.trial_number}: batch size {point.batch_size}{rest}, {STATES[point.state]}{cost}"
         # A trial without a report has its mark on the axis.
@@ -119,6 +133,16 @@ def _costs(
     return plot
 
 
+def _draw_run_now(plot: Plot, savings: SavingsView, default_j: float) -> None:
+    """Draw the cost of a run now against the default's as a line with its 90 % band."""
+    now = savings.cost_j.now
+    if now is None or now.low is None:
+        return
+    kind = {SavingsWord.SAVES: "gain", SavingsWord.LOSES: "loss"}.get(savings.word, "unshown")
+    top, middle, bottom = (plot.top(default_j * (1 - saved)) for saved in (now.low, now.middle, now.high))
+    plot.parts += [Box(f"now {kind}", top, max(bottom - top, 2)), Line(f"level {kind}", middle, middle)]
+
+
 def _trial_scale(points: Sequence[TrialPoint], older: Sequence[TrialBin] = ()) -> Scale:
     """Return the axis of trial numbers, with room at both ends."""
     first, last = (points[0].trial_number, points[-1].trial_number) if points else (1, 1)
@@ -127,7 +151,7 @@ def _trial_scale(points: Sequence[TrialPoint], older: Sequence[TrialBin] = ()) -
     return Scale(first - room, last + room)
 
 
-def _draw_older(plot: Plot, bins: Sequence[TrialBin]) -> None:
+def _draw_older(plot: Plot, bins: Sequence[TrialBin], show: units.PageUnits) -> None:
     """Draw the median of each bin, its band of four in five, and a mark that describes both."""
     upper, lower, middle = [
         [(end, getattr(each, name)) for each in bins for end in (each.first, each.last)]
@@ -136,23 +160,27 @@ def _draw_older(plot: Plot, bins: Sequence[TrialBin]) -> None:
     plot.path([*upper, *reversed(lower)], "area older")
     plot.path(middle, "line older")
     for each in bins:
-        low, median, high = (units.energy(end or 0.0) for end in (each.low_j, each.median_j, each.high_j))
+        low, median, high = (show.cost(end or 0.0) for end in (each.low_j, each.median_j, each.high_j))
         told = f"Runs {each.first} to {each.last}: half of {each.reached} below {median}, four in five {low} to {high}"
         plot.mark((each.first + each.last) / 2, each.median_j or 0.0, "older", "older", told)
 
 
-def regret(page: JobPage) -> Plot | None:
-    """Chart the cumulative cost beyond the cheapest size's; None before a size reached the target."""
-    line = [(point.trial_number, point.regret_j) for point in page.points if point.regret_j is not None]
-    if not line:
+def metrics(page: JobPage) -> Plot | None:
+    """Chart the last metric of each trial, with the target; None for fewer than two trials with one."""
+    job, known = page.view.job, [point for point in page.points if point.metric is not None]
+    if len(known) < 2:
         return None
-    number, last = line[-1]
-    told = f"After run {number}: {units.energy(last)} more than with the cheapest size from the start"
-    y = Scale.over([value for _, value in line], log=False)
-    plot = Plot("regret", "Cost of not having known", f"{told}.", _trial_scale(page.points), y, height=220)
-    plot.axes(y.energies(4), plot.x.whole_numbers(), "run")
-    plot.path(line, "line")
-    plot.mark(number, last, "end", "ink", told)
+    values = [point.metric for point in known if point.metric is not None]
+    target = [] if job.target_metric is None else [job.target_metric]
+    y = Scale.over([*values, *target], zero=False, log=False)
+    told = f"Between {units.number(min(values), 4)} and {units.number(max(values), 4)}"
+    plot = Plot("metrics", "Metric at the end of each run", f"{told}.", _trial_scale(page.points), y, height=220)
+    plot.axes([(value, units.number(value)) for value in y.ticks(4)], plot.x.whole_numbers(), "run")
+    plot.levels([(value, "", "target") for value in target])
+    colour, many = colours(job), " many" if len(known) > _MANY else ""
+    for point in known:
+        told = f"Run {point.trial_number}: batch size {point.batch_size}, {units.number(point.metric or 0.0, 4)}"
+        plot.mark(point.trial_number, point.metric or 0.0, point.state, f"{colour[point.batch_size]}{many}", told)
     return plot
 
 
@@ -169,8 +197,9 @@ def spark(points: Sequence[TrialPoint]) -> Picture | None:
         )
         for index, cost_j, point in known
     ]
-    ends = f"{units.energy(costs_j[0])} to {units.energy(costs_j[-1])}"
-    return Picture(28, dots, f"Costs of the latest {units.count(len(known), 'run')}: {ends}", "spark")
+    change = units.percent(costs_j[-1] / costs_j[0]) if costs_j[0] else "more"
+    told = f"Costs of the latest {units.count(len(known), 'run')}; the last one cost {change} of the first"
+    return Picture(28, dots, told, "spark")
 
 
 # --- Size by size -----------------------------------------------------------------------------------------------------
@@ -183,15 +212,16 @@ def front(page: JobPage) -> Plot | None:
         return None
     values = [each.time_s for each in means], [each.energy_j for each in means]
     x, y = (Scale.over(own, zero=False, log=0 < _FAR * min(own) < max(own)) for own in values)
+    show = units_of(page)
     best = pareto(means)
     sizes = units.listed([str(each.batch_size) for each in best])
     plot = Plot("front", "Time against energy", f"No size beats {sizes} in both time and energy.", x, y, height=220)
-    plot.axes(y.energies(4), x.durations(), "mean time of a run to the target")
+    plot.axes(y.energies(show.of_energy, 4), x.durations(), "mean time of a run to the target")
     plot.path([(each.time_s, each.energy_j) for each in best], "line front")
-    colour = colours(page.view.job.batch_sizes)
+    colour = colours(page.view.job)
     for each in means:
         told = (
-            f"{each.batch_size}: {units.duration(each.time_s)} and {units.energy(each.energy_j)}, "
+            f"{each.batch_size}: {units.duration(each.time_s)} and {show.energy(each.energy_j)}, "
             f"mean of {units.count(each.runs, 'run')}"
         )
         plot.mark(each.time_s, each.energy_j, "completed", colour[each.batch_size], told)
@@ -224,7 +254,8 @@ def _draw_names(plot: Plot, means: Sequence[SizeMeans]) -> None:
             (across - wide / 2, 20.0, "mid"),
         ):
             box = (left, down + below - 11, wide, 13.0)
-            if left >= 0 and not any(_overlap(box, other) for other in taken if other != own):
+            is_inside = left >= 0 and box[1] + box[3] <= plot.height
+            if is_inside and not any(_overlap(box, other) for other in taken if other != own):
                 taken.append(box)
                 plot.parts.append(Label(plot.left(each.time_s), down + below, name, f"size-name {classes}"))
                 break
@@ -253,38 +284,39 @@ def beliefs(page: JobPage) -> BeliefTable | None:
         expected_j, low_j, high_j = arm.expected_cost_j, arm.expected_low_j, arm.expected_high_j
         belief = SizeBelief(batch_size=arm.batch_size, expected_cost_j=expected_j, low_j=low_j, high_j=high_j)
         believed.append((notes, belief))
-    return _belief_table(believed, page.points, view.job)
+    return _belief_table(believed, page, view.job)
 
 
-def beliefs_of(decision: Decision, job: CreatedJob, points: Sequence[TrialPoint]) -> BeliefTable | None:
+def beliefs_of(decision: Decision, page: MomentPage) -> BeliefTable | None:
     """Return the belief table as of a recorded decision."""
-    believed = [(_notes(each.batch_size, decision.incumbent, job), each) for each in decision.sizes]
-    return _belief_table(believed, points, job)
+    believed = [(_notes(each.batch_size, decision.incumbent, page.job), each) for each in decision.sizes]
+    return _belief_table(believed, page, page.job)
 
 
 def _notes(batch_size: int, best: int | None, job: CreatedJob) -> list[str]:
     return [note for note, size in (("best", best), ("default", job.default_batch_size)) if size == batch_size]
 
 
-def _told(belief: SizeBelief, runs: int) -> str:
+def _told(belief: SizeBelief, runs: int, show: units.PageUnits) -> str:
     """Describe a belief, with the number of observed runs."""
     if belief.expected_cost_j is None:
         return "nothing is known of its cost"
     between = ""
     if belief.low_j is not None and belief.high_j is not None:
-        between = f", nine times in ten between {units.energy(belief.low_j)} and {units.energy(belief.high_j)}"
-    return f"expected {units.energy(belief.expected_cost_j)}{between}; {units.count(runs, 'run')} observed"
+        between = f", 90 % interval {show.cost(belief.low_j)} to {show.cost(belief.high_j)}"
+    return f"expected {show.cost(belief.expected_cost_j)}{between}; {units.count(runs, 'run')} observed"
 
 
 def _belief_table(
-    believed: Sequence[tuple[list[str], SizeBelief]], points: Sequence[TrialPoint], job: CreatedJob
+    believed: Sequence[tuple[list[str], SizeBelief]], page: JobPage | MomentPage, job: CreatedJob
 ) -> BeliefTable | None:
+    show = units_of(page)
     sizes = [belief for _, belief in believed]
     means = [each.expected_cost_j for each in sizes if each.expected_cost_j is not None]
     if not means:
         return None
     observed: dict[int, list[float]] = {}
-    for point in points:
+    for point in page.points:
         if is_whole_run(point) and point.cost_j is not None:
             observed.setdefault(point.batch_size, []).append(point.cost_j)
     seen = [cost_j for found in observed.values() for cost_j in found]
@@ -292,9 +324,9 @@ def _belief_table(
     # Cap the scale, because the wide band of a hardly known size would squeeze everything else together.
     most = 2.5 * max([*seen, min(means)])
     scale = Scale.over([min(value, most) for value in (*seen, *means, *ends)], log=False)
-    ticks = [(share(scale.at(value)), label) for value, label in scale.energies()]
+    ticks = [(share(scale.at(value)), label) for value, label in scale.costs(show.run_cost_j, 4)]
     grid = [Line("grid", 0, 32, x, x) for x, _ in ticks]
-    colour, rows = colours(job.batch_sizes), []
+    colour, rows = colours(job), []
     for notes, each in believed:
         own, name = observed.get(each.batch_size, []), colour[each.batch_size]
         parts: list[Part] = [*grid]
@@ -306,19 +338,19 @@ def _belief_table(
         if each.expected_cost_j is not None and scale.at(each.expected_cost_j) <= 1:
             x = share(scale.at(each.expected_cost_j))
             parts.append(Line(f"mean {name}", 5, 27, x, x))
-        rows.append((notes, Picture(32, parts, _told(each, len(own)))))
+        rows.append((notes, Picture(32, parts, _told(each, len(own), show))))
     return BeliefTable(rows, Picture(16, [Label(x, 12, label, "tick mid") for x, label in ticks]))
 
 
 def spans_of_eta(job: CreatedJob, spans: Sequence[Span], eta: float | None = None) -> Picture:
     """Draw the cheapest size under each η as a bar from 0 to 1, with marks at the job's η and at `eta`."""
-    colour, parts = colours(job.batch_sizes), list[Part]()
+    colour, parts = colours(job), list[Part]()
     for span in spans:
         width = span.high - span.low
         parts.append(Box(f"span {colour[span.batch_size]}", 14, 16, share(span.low), share(width)))
         if width > _ROOM_FOR_NAME:
             parts.append(Label(share(span.low + width / 2), 10, str(span.batch_size), "size-name mid"))
-        if span.high < 1:
+        if _ROOM_FOR_NAME < span.high < 1 - _ROOM_FOR_NAME:
             parts.append(Label(share(span.high), 46, units.number(span.high, 2), "tick mid"))
     parts += [Label("0", 46, "time", "tick"), Label("100%", 46, "energy", "tick end")]
     parts.append(Line("own", 14, 34, share(job.eta_knob), share(job.eta_knob)))
@@ -334,21 +366,28 @@ def costs_by_eta(page: WhatIfPage) -> Plot | None:
     """Chart the mean cost of a run of each size over η, with marks at the page's η; None without a mean."""
     if not page.means:
         return None
-    job, colour = page.job, colours(page.job.batch_sizes)
+    job, colour, unit = page.job, colours(page.job), page.cost_unit
     ends = {each.batch_size: (job.max_power * each.time_s, each.energy_j) for each in page.means}
-    y = Scale.over([cost_j for both in ends.values() for cost_j in both], log=False)
+    of_time_j, of_energy_j = ends[page.means[0].batch_size if unit is None else unit.batch_size]
+
+    def share_of(size: int, eta: float) -> float:
+        at_time_j, at_energy_j = ends[size]
+        return ((1 - eta) * at_time_j + eta * at_energy_j) / ((1 - eta) * of_time_j + eta * of_energy_j or 1.0)
+
+    lines = {size: [(step / 20, share_of(size, step / 20)) for step in range(21)] for size in ends}
+    y = Scale.over([value for line in lines.values() for _, value in line], log=False)
     best = "" if page.batch_size is None else f"; {page.batch_size} is the lowest at {units.exact(page.eta)}"
     plot = Plot("by-eta", "Cost of a run by η", f"A line for each batch size{best}.", Scale(0.0, 1.0), y)
     etas = [(tick, units.exact(round(tick, 9))) for tick in plot.x.ticks(5)]
-    plot.axes(y.energies(), etas, "η: from time alone to energy alone")
+    plot.axes(y.costs(1.0), etas, "η: from time alone to energy alone")
     plot.upright(job.eta_knob, "own")
     plot.upright(page.eta, "asked")
-    for size, (at_time, at_energy) in ends.items():
+    for size, line in lines.items():
         is_best = " best" if size == page.batch_size else ""
-        plot.path([(0.0, at_time), (1.0, at_energy)], f"line {colour[size]}{is_best}")
-    for each in page.means:
-        told = f"{each.batch_size}: {units.energy(each.cost_j)} at η = {units.exact(page.eta)}"
-        plot.mark(page.eta, each.cost_j, "completed", colour[each.batch_size], told)
+        plot.path(line, f"line {colour[size]}{is_best}")
+        value = share_of(size, page.eta)
+        told = f"{size}: {units.percent(value)} at η = {units.exact(page.eta)}"
+        plot.mark(page.eta, value, "completed", colour[size], told)
     return plot
 
 
@@ -358,7 +397,7 @@ def costs_by_eta(page: WhatIfPage) -> Plot | None:
 def metric(page: TrialPage) -> Plot:
     """Chart the metric by epoch of a trial with reports, with the target."""
     target, last = page.job.target_metric, page.epochs[-1]
-    metrics = [each.metric for each in page.epochs]
+    metrics = [each.metric for each in _all_epochs(page)]
     y = Scale.over(metrics if target is None else [target, *metrics], zero=False, log=False)
     is_better = "rise to" if page.job.higher_is_better_metric else "fall to"
     goal = "a target that is not set yet" if target is None else units.exact(target)
@@ -366,24 +405,24 @@ def metric(page: TrialPage) -> Plot:
     plot = Plot("metric", "Metric by epoch", told, _epoch_scale(page), y)
     plot.axes([(value, units.number(value)) for value in y.ticks(5)], plot.x.whole_numbers(), "epoch")
     _draw_predicted_epochs(plot, page)
+    _draw_series(plot, page, lambda each: each.metric, lambda value: units.number(value, 4))
     if target is not None:
         plot.level(target, f"target {units.exact(target)}", "target", above=y.at(target) < 0.85)
-    _draw_series(plot, page, [(each.epoch, each.metric) for each in page.epochs], lambda value: units.number(value, 4))
     return plot
 
 
 def cost(page: TrialPage) -> Plot:
     """Chart the cost by epoch of a trial with reports, with the expected cost and the bound."""
-    costs_j = [each.cost_j for each in page.epochs]
+    costs_j, show = [each.cost_j for each in _all_epochs(page)], units_of(page)
     bound_j = page.max_cost_j
     if bound_j is not None and bound_j >= _NEAR * max(costs_j):
         bound_j = None
     belief = belief_of(page)
     expected = [] if belief is None else [belief.expected_cost_j or 0.0, min(belief.high_j or 0.0, 2 * max(costs_j))]
     y = Scale.over([0.0, *costs_j, bound_j or 0.0, *expected], log=False)
-    told = f"{units.energy(costs_j[-1])} after {units.count(page.epochs[-1].epoch, 'epoch', 4)}."
+    told = f"{show.cost(page.epochs[-1].cost_j)} after {units.count(page.epochs[-1].epoch, 'epoch', 4)}."
     plot = Plot("cost", "Cost by epoch", told, _epoch_scale(page), y)
-    plot.axes(y.energies(), plot.x.whole_numbers(), "epoch")
+    plot.axes(y.costs(show.run_cost_j), plot.x.whole_numbers(), "epoch")
     if belief is not None:
         top, bottom = plot.top(belief.high_j or 0.0), plot.top(belief.low_j or 0.0)
         expected_j = belief.expected_cost_j or 0.0
@@ -391,11 +430,11 @@ def cost(page: TrialPage) -> Plot:
         plot.parts += [
             Box("predicted", top, max(bottom - top, 2)),
             Line("level predicted", at, at),
-            Label("4", at - 6, f"expected {units.energy(expected_j)}", "level-name predicted"),
+            Label("4", at - 6, f"expected {show.cost(expected_j)}", "level-name predicted"),
         ]
+    _draw_series(plot, page, lambda each: each.cost_j, show.cost)
     if bound_j is not None:
-        plot.level(bound_j, f"stopped above {units.energy(bound_j)}", "bound", above=y.at(bound_j) < 0.85)
-    _draw_series(plot, page, [(each.epoch, each.cost_j) for each in page.epochs], units.energy)
+        plot.level(bound_j, f"stopped above {show.cost(bound_j)}", "bound", above=y.at(bound_j) < 0.85)
     return plot
 
 
@@ -429,8 +468,12 @@ def _draw_predicted_epochs(plot: Plot, page: TrialPage) -> None:
     ]
 
 
+def _all_epochs(page: TrialPage) -> list[EpochView]:
+    return [*page.epochs, *(each for other in page.beside for each in other.epochs)]
+
+
 def _epoch_scale(page: TrialPage) -> Scale:
-    last = page.epochs[-1].epoch
+    last = max(each.epoch for each in _all_epochs(page))
     # The axis includes the bound only if the trial came near it.
     far = max(float(page.max_epochs), last) if page.max_epochs <= 2 * last else last
     predicted = _predicted_epochs(page)
@@ -439,8 +482,19 @@ def _epoch_scale(page: TrialPage) -> Scale:
     return Scale(0.0, max(far, 1.0) * 1.04)
 
 
-def _draw_series(plot: Plot, page: TrialPage, points: list[tuple[float, float]], say: Callable[[float], str]) -> None:
-    colour = colours(page.job.batch_sizes)[page.trial.batch_size]
+def _draw_series(
+    plot: Plot, page: TrialPage, value_of: Callable[[EpochView], float], say: Callable[[float], str]
+) -> None:
+    """Draw a value by epoch, of the page's trial with a mark for each report, of the trials beside it with the last."""
+    for other in page.beside:
+        name, curve = colours(page.job)[other.batch_size], [(each.epoch, value_of(each)) for each in other.epochs]
+        plot.path(curve, f"line beside {name}")
+        if curve:
+            epoch, value = curve[-1]
+            told = f"Run {other.trial_number} at {other.batch_size}, epoch {units.number(epoch, 4)}: {say(value)}"
+            plot.mark(epoch, value, other.state, f"other many {name}", told)
+    points = [(each.epoch, value_of(each)) for each in page.epochs]
+    colour = colours(page.job)[page.trial.batch_size]
     plot.path(points, f"line {colour}")
     shown = points if len(points) <= _FEW else points[-1:]
     for epoch, value in shown[:-1]:
@@ -462,7 +516,7 @@ def power(profile: PowerProfileView, name: str) -> Plot:
     told = f"A step takes least energy, {units.energy(least.energy_per_step_j)}, at {units.number(least.limit_w)} W."
     plot = Plot(name, "Energy of a step under each power limit", told, x, y, height=200)
     watts = [(value, f"{units.number(value)}{units.SPACE}W") for value in x.ticks(6)]
-    plot.axes(y.energies(4), watts, "power limit of each GPU")
+    plot.axes(y.energies(None, 4), watts, "power limit of each GPU")
     plot.path([(each.limit_w, each.energy_per_step_j) for each in samples], "line")
     for each in samples:
         told = (

@@ -7,7 +7,8 @@ import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
+from importlib.metadata import PackageNotFoundError, metadata
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
@@ -34,11 +35,10 @@ POLICY = (
 """The ``Content-Security-Policy`` of all pages."""
 
 FORMATS: dict[str, Callable[[Any], str]] = {
-    "energy": units.energy,
-    "amount": lambda joules: units.energy(abs(joules)),
     "duration": units.duration,
     "time": lambda seconds: units.duration(abs(seconds)),
     "number": lambda value: units.number(value, 4),
+    "short": units.number,
     "exact": units.exact,
     "whole": lambda value: units.number(value, 15),
     "size": str,
@@ -48,7 +48,7 @@ FORMATS: dict[str, Callable[[Any], str]] = {
     "epochs": lambda epochs: units.count(epochs, "epoch", 4),
     "runs": lambda value: units.number(round(value, 3)),
 }
-"""The formats of a view's figures, by the names that templates use."""
+"""The formats of a view's figures, by the names that templates use; see also `_rendered`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +86,19 @@ def build() -> str:
     return hashlib.sha256(b"".join([*parts, *(each.read_bytes() for each in templates)])).hexdigest()[:12]
 
 
+@cache
+def docs() -> str:
+    """Return the address of the folder of the documentation, with a slash at its end.
+
+    Packages that are only on the path have no metadata: their pages link to the folder `docs` beside the pages.
+    """
+    try:
+        urls = dict(str(each).split(", ", 1) for each in metadata("zeus-plugins").get_all("Project-URL", []))
+    except PackageNotFoundError:
+        return "docs/"
+    return urls["Documentation"].rpartition("/")[0] + "/"
+
+
 def page(view: View, reader: Reader, **parts: str) -> str:
     """Return the page that shows a view and `parts`; the template of a `JobsPage` is ``jobs.html``."""
     return _rendered(f"{type(view).__name__.removesuffix('Page').lower()}.html", view, reader, **parts)
@@ -112,20 +125,6 @@ def error_page(reader: Reader, status: int, title: str, message: str) -> str:
     return _rendered("error.html", None, reader, status=status, title=title, message=message)
 
 
-def _setting(value: Any) -> str:
-    match value:
-        case bool():
-            return "yes" if value else "no"
-        case float():
-            return units.exact(value)
-        case list():
-            return ", ".join(map(str, value))
-        case dict():
-            return ", ".join(f"{name} {part}" for name, part in value.items())
-        case _:
-            return str(value)
-
-
 @cache
 def templates() -> Environment:
     """Return the templates, with the filters that they use."""
@@ -148,23 +147,38 @@ def templates() -> Environment:
         busy=words.of_busy,
         interval=words.interval,
         sentence=words.sentence,
-        setting=_setting,
+        setting=words.setting,
         pixels=pixels,
         kind=lambda part: type(part).__name__,
     )
     # Templates choose their charts and sentences.
-    environment.globals.update(draw=charts, say=words, build=build(), version=package_version())
+    environment.globals.update(draw=charts, say=words, build=build(), docs=docs(), version=package_version())
     style = static_file("style.css").decode()
     environment.globals["style"] = Markup(style)  # nosec B704  # noqa: S704 - a file of ours
     return environment
 
 
 def _rendered(template: str, view: Any, reader: Reader, **parts: Any) -> str:
+    of_page = words.units_of(view)
+    formats: dict[str, Callable[[Any], str]] = {
+        **FORMATS,
+        "energy": of_page.energy,
+        "amount": lambda joules: of_page.energy(abs(joules)),
+        "step_energy": units.energy,
+        "cost": of_page.cost,
+        "as_runs": of_page.runs,
+    }
+
     def figure(path: str, kind: str = "whole", none: str = "—") -> Markup:
         value = _at(view, path)
         if value is None:
             return Markup('<span class="none">{}</span>').format(none)
-        return Markup('<data value="{!r}" data-of="{}">{}</data>').format(value, path, FORMATS[kind](value))
+        return Markup('<data value="{!r}" data-of="{}">{}</data>').format(value, path, formats[kind](value))
+
+    def doc(name: str, text: str) -> Markup:
+        if reader.is_report:
+            return Markup("{}").format(text)
+        return Markup('<a href="{}{}" rel="noreferrer">{}</a>').format(docs(), name, text)
 
     def ago(instant: datetime) -> Markup:
         # A report is read at any time later, so its ages would be wrong.
@@ -175,7 +189,8 @@ def _rendered(template: str, view: Any, reader: Reader, **parts: Any) -> str:
         told = words.money(view.tariff, abs(energy_j))
         return Markup('<span class="sub">{}</span>').format(told) if told else Markup("")
 
-    shown = {"page": view, "reader": reader, "n": figure, "ago": ago, "money": money, **parts}
+    tell = partial(words.sentence, of_page=of_page)
+    shown = {"page": view, "reader": reader, "n": figure, "ago": ago, "money": money, "tell": tell, "doc": doc, **parts}
     return templates().get_template(template).render(shown)
 
 

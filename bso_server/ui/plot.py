@@ -86,12 +86,14 @@ class Scale:
                 return within
         return within[:: math.ceil(len(within) / most)]
 
-    def energies(self, most: int = 5) -> Ticks:
-        """Return round energies, on a linear axis all in one unit."""
-        if self.is_log:
-            return [(value, units.energy(value)) for value in self.ticks(most)]
-        size, name = units.energy_unit(max(abs(self.low), abs(self.high)))
+    def energies(self, unit: tuple[float, str] | None = None, most: int = 5) -> Ticks:
+        """Return round energies in one unit, by default in the one that fits the largest."""
+        size, name = unit or units.energy_unit(max(abs(self.low), abs(self.high)))
         return [(value, label if value else "0") for value, label in self._in_unit(size, name, most)]
+
+    def costs(self, of_unit_j: float | None, most: int = 5) -> Ticks:
+        """Return round shares of a cost of `of_unit_j` joules, or round costs in joules for None."""
+        return self.energies(None, most) if of_unit_j is None else self._in_unit(of_unit_j / 100, "%", most)
 
     def durations(self, most: int = 5) -> Ticks:
         """Return round durations, all in one unit."""
@@ -208,6 +210,7 @@ class Plot:
         x: The horizontal axis.
         y: The vertical axis.
         height: Height in pixels.
+        across: The name of the horizontal axis.
     """
 
     name: str
@@ -217,6 +220,7 @@ class Plot:
     y: Scale
     height: int = 260
     parts: list[Part] = field(default_factory=list)
+    across: str = ""
 
     def left(self, value: float) -> str:
         """Return the horizontal place of a value."""
@@ -228,6 +232,7 @@ class Plot:
 
     def axes(self, up: Ticks, across: Ticks, name: str) -> None:
         """Draw the lines of both axes, and the labels that do not overlap."""
+        self.across = name
         for value, label in up:
             y = self.top(value)
             self.parts += [Line("grid", y, y), Label("-10", y + 4, label, "tick end")]
@@ -240,12 +245,11 @@ class Plot:
         self.parts += [Line("axis", self.height, self.height), Label("100%", self.height + 38, name, "name end")]
 
     def level(self, value: float, label: str, kind: str, *, above: bool = True) -> None:
-        """Draw a horizontal line at a value, with its label at the right end."""
+        """Draw a horizontal line at a value, with its label at the right end, if it has one."""
         y = self.top(value)
-        self.parts += [
-            Line(f"level {kind}", y, y),
-            Label("100%", y - 6 if above else y + 15, label, f"level-name end {kind}"),
-        ]
+        self.parts.append(Line(f"level {kind}", y, y))
+        if label:
+            self.parts.append(Label("100%", y - 6 if above else y + 15, label, f"level-name end {kind}"))
 
     def levels(self, levels: Sequence[tuple[float, str, str]]) -> None:
         """Draw several levels. The lower one of two that are close has its label below its line."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from functools import lru_cache
 
@@ -11,7 +12,7 @@ SPACE = "\N{NO-BREAK SPACE}"
 MINUS = "\N{MINUS SIGN}"
 
 # Joules of each unit, largest first. Kilowatt-hours are better known than megajoules.
-_ENERGY = ((3.6e12, "GWh"), (3.6e9, "MWh"), (3.6e6, "kWh"), (1e3, "kJ"), (1.0, "J"), (1e-3, "mJ"), (1e-6, "µJ"))
+ENERGY_UNITS = ((3.6e12, "GWh"), (3.6e9, "MWh"), (3.6e6, "kWh"), (1e3, "kJ"), (1.0, "J"), (1e-3, "mJ"), (1e-6, "µJ"))
 _DURATIONS = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
 
 
@@ -36,16 +37,39 @@ def exact(value: float) -> str:
 
 def energy_unit(joules: float) -> tuple[float, str]:
     """Return the joules of the unit that fits an energy, and its name."""
-    return next(((size, name) for size, name in _ENERGY if abs(joules) >= 0.9995 * size), _ENERGY[-1])
+    return next(((size, name) for size, name in ENERGY_UNITS if abs(joules) >= 0.9995 * size), ENERGY_UNITS[-1])
 
 
 @lru_cache(maxsize=8192)
-def energy(joules: float) -> str:
-    """Format an energy or a cost. Cached, because each refresh of a page repeats most of its thousand figures."""
-    if not joules:
-        return f"0{SPACE}J"
-    size, name = energy_unit(joules)
+def energy(joules: float, unit: tuple[float, str] | None = None) -> str:
+    """Format an energy, by default in the unit that fits it. Cached: refreshed pages repeat most of their figures."""
+    size, name = unit or (energy_unit(joules) if joules else (1.0, "J"))
     return f"{number(joules / size)}{SPACE}{name}"
+
+
+@dataclass(frozen=True, slots=True)
+class PageUnits:
+    """The units of all energies and costs on a page.
+
+    Attributes:
+        of_energy: The joules of the unit, and its name.
+        run_cost_j: The cost that is called 100 %, joules; None before a run has reached the target.
+    """
+
+    of_energy: tuple[float, str]
+    run_cost_j: float | None
+
+    def energy(self, joules: float) -> str:
+        """Format an energy."""
+        return energy(joules, self.of_energy)
+
+    def cost(self, cost_j: float) -> str:
+        """Format a cost as a percentage of a run, or in joules before there is one."""
+        return self.energy(cost_j) if self.run_cost_j is None else percent(cost_j / self.run_cost_j)
+
+    def runs(self, cost_j: float) -> str:
+        """Format a cost as a number of runs, or in joules before there is one."""
+        return self.energy(cost_j) if self.run_cost_j is None else count(round(cost_j / self.run_cost_j, 1), "run")
 
 
 def duration(seconds: float) -> str:
@@ -91,4 +115,4 @@ def count(amount: float, noun: str, digits: int = 15) -> str:
 
 def listed(words: Sequence[str]) -> str:
     """Join words with commas and "and"."""
-    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
+    return "".join(words) if len(words) < 2 else f"{', '.join(words[:-1])} and {words[-1]}"

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
-from typing import NamedTuple
+from collections.abc import Collection, Iterator
+from itertools import groupby
+from typing import Any, NamedTuple
 
+from bso_server.core.model import MISSED
 from bso_server.service.views import (
+    CostUnit,
     HealthPage,
+    JobLine,
     JobPage,
     JobsPage,
     MomentPage,
@@ -28,6 +32,7 @@ from zeus_plugins.protocol import (
     SavingsWord,
     Share,
     TrialState,
+    TrialView,
     busy_remark,
     is_estimated,
     is_time_alone,
@@ -37,9 +42,9 @@ STATES = {
     TrialState.RUNNING: "running",
     TrialState.COMPLETED: "reached the target",
     TrialState.EARLY_STOPPED: "stopped as too costly",
-    TrialState.EXHAUSTED: "used all its epochs",
+    TrialState.EXHAUSTED: "missed the target",
     TrialState.FAILED: "crashed",
-    TrialState.INFEASIBLE: "does not fit",
+    TrialState.INFEASIBLE: "did not fit",
     TrialState.SUSPENDED: "suspended",
     TrialState.ABANDONED: "not heard of any more",
     TrialState.WITHDRAWN: "set aside",
@@ -58,6 +63,47 @@ ORIGINS = {
 """Words for the origin of a trial."""
 
 
+# An energy of the unit that a page shows is at most this many times as large as a run's.
+_ROOM = 5
+
+
+def units_of(page: Any) -> units.PageUnits:
+    """Return the units of a page: energies suit a run's, or in the list of jobs all that was saved."""
+    cost_unit: CostUnit | None = getattr(page, "cost_unit", None)
+    match page:
+        case JobsPage():
+            all_jobs = [line.savings.energy_j for line in page.jobs]
+            largest_j = max((each.saved or each.spent / _ROOM for each in all_jobs), default=0.0)
+        case _ if cost_unit is not None:
+            # The same on all pages of a job; a run's energy is about as large as its cost.
+            largest_j = _ROOM * cost_unit.cost_j
+        case TrialPage():
+            largest_j = _ROOM * (page.trial.energy_j or 0.0)
+        case _:
+            largest_j = _ROOM * max((each.cost_j or 0.0 for each in getattr(page, "points", ())), default=0.0)
+    return units.PageUnits(units.energy_unit(largest_j or 1.0), None if cost_unit is None else cost_unit.cost_j)
+
+
+def of_cost_unit(cost_unit: CostUnit, job: CreatedJob) -> str:
+    """Name the run to which costs are compared, such as ``a run at your default, 64``."""
+    own = "your default, " if cost_unit.batch_size == job.default_batch_size else ""
+    return f"a run at {own}{cost_unit.batch_size}"
+
+
+def of_costs(page: JobPage) -> str:
+    """Describe the lines in the chart of costs: the run that is 100 %, and a run now with its band."""
+    savings, now, unit = page.view.savings, page.view.savings.cost_j.now, page.cost_unit
+    if unit is None:
+        return ""
+    runs = "one run" if unit.runs == 1 else f"the mean of {unit.runs} runs"
+    text = f"In % of {of_cost_unit(unit, page.view.job)}: the dashed line, {runs}."
+    if now is None or now.low is None:
+        return text
+    low, high = units.percent(1 - now.high), units.percent(1 - now.low)
+    middle = units.percent(1 - now.middle)
+    return f"{text} Band: a run now, at {savings.batch_size}: {middle} (90 % interval: {low} to {high})."
+
+
 class Headline(NamedTuple):
     """The first sentence of a page, a smaller second one, and its mood: "gain", "loss" or ""."""
 
@@ -71,14 +117,16 @@ def of_jobs(page: JobsPage) -> Headline:
     if not page.jobs:
         if page.containing:
             return Headline(f"No job has “{page.containing}” in its name")
-        return Headline("No job yet", "A training that starts with this server registers its job by itself.")
+        return Headline("No job yet", "A job appears here as soon as a training starts with the callback.")
     running = sum(line.running for line in page.jobs)
     jobs = units.count(len(page.jobs), "job") + (" on this page" if page.next_cursor else "")
     under_way = f"{units.count(running, 'run')} under way" if running else "nothing under way"
     all_jobs = [line.savings for line in page.jobs]
     paid = [line for line in page.jobs if line.savings.energy_j.saved is not None]
     shown = [f"{word} {sum(each.word is word for each in all_jobs)}" for word in SavingsWord]
-    verdicts = f"Verdicts: {', '.join(shown)}."
+    missed = sum(map(has_missed, page.jobs))
+    problems = f" {units.count(missed, 'job')} never reached the target." if missed else ""
+    verdicts = f"Verdicts: {', '.join(shown)}.{problems}"
     if not paid:
         return Headline(f"{jobs}, {under_way}", verdicts)
     sources = [source for line in paid for source in line.energy_sources]
@@ -86,12 +134,22 @@ def of_jobs(page: JobsPage) -> Headline:
         amount = units.duration(sum(line.savings.time_s.saved or 0.0 for line in paid))
     else:
         mark = f" ({estimated(sources)})" if estimated(sources) else ""
-        amount = f"{units.energy(sum(line.savings.energy_j.saved or 0.0 for line in paid))}{mark}"
+        amount = f"{units_of(page).energy(sum(line.savings.energy_j.saved or 0.0 for line in paid))}{mark}"
     return Headline(
         f"{amount} saved so far in {units.count(len(paid), 'job')}",
         f"{jobs}, {under_way}. {verdicts} Exploration and control runs are paid in that figure.",
         "gain",
     )
+
+
+def has_missed(line: JobLine) -> bool:
+    """Return whether runs of the job have ended, but none at the target."""
+    return TrialState.COMPLETED not in line.trial_states and not MISSED.isdisjoint(line.trial_states)
+
+
+def of_ends(states: dict[TrialState, int]) -> str:
+    """Count the trials that have ended, such as ``2 crashed and 1 did not fit``; "" if none has."""
+    return units.listed([f"{states[state]} {STATES[state]}" for state in STATES if state in states.keys() - ALIVE])
 
 
 def estimated(sources: Collection[str | None]) -> str:
@@ -119,6 +177,8 @@ def of_job(page: JobPage) -> Headline:
     reached = view.trial_states.get(TrialState.COMPLETED, 0)
     if not view.trial_count:
         return Headline("Nothing has run yet", f"The first run will take your default batch size, {default}.")
+    if view.trial_count == 1 and reached and view.trials:
+        return _of_first(page, view.trials[-1])
     if not reached or best is None:
         return _nothing_reached(page)
     savings = view.savings
@@ -126,8 +186,44 @@ def of_job(page: JobPage) -> Headline:
         text = savings.claim if best == default else f"{best} is the best batch size so far"
         arm, unknown = view.arm_of(best), "" if best == default else f"{savings.claim}."
         cost = "" if arm is None else f"A run at {best}: {arm.in_words}"
-        return Headline(text, " ".join(filter(None, (sentence(cost), unknown, savings.evidence, savings.so_far))))
+        cost = sentence(cost, units_of(page))
+        return Headline(text, " ".join(filter(None, (cost, unknown, savings.evidence, savings.so_far))))
     return Headline(savings.claim, savings.so_far, "gain" if savings.word is SavingsWord.SAVES else "loss")
+
+
+def _of_first(page: JobPage, trial: TrialView) -> Headline:
+    default = page.view.job.default_batch_size
+    own = "your default, " if trial.batch_size == default else ""
+    took = [units.duration(trial.time_s or 0.0)]
+    if trial.epochs is not None:
+        took.insert(0, units.count(trial.epochs, "epoch", 4))
+    if not by_time(page.energy_sources):
+        took.append(units_of(page).energy(trial.energy_j or 0.0))
+    return Headline(
+        f"The first run reached the target, {_target(page.view.job)}, at {own}{trial.batch_size}",
+        f"It took {units.listed(took)}. Later runs try other batch sizes and are compared with {default}.",
+    )
+
+
+def folds(view: JobView) -> Iterator[tuple[list[tuple[int, TrialView]], str]]:
+    """Group the trials of a log, the newest first, each with its position in the view.
+
+    With each group stands the reason to fold it, or "": three or more trials of one size ended alike for one reason.
+    """
+    before = revisions(view)
+
+    def kind(row: tuple[int, TrialView]) -> tuple[object, ...]:
+        trial = row[1]
+        reason = trial.reason if trial.origin in {Origin.EXPLORATION, Origin.CONTROL} else ""
+        # A revision stands before the trials that followed it.
+        later = sum(len(each) for number, each in before.items() if number >= trial.trial_number)
+        return trial.batch_size, trial.state, trial.origin, reason, later
+
+    for _, found in groupby(list(enumerate(view.trials))[::-1], kind):
+        group = list(found)
+        reasons = {each.reason for _, each in group}
+        why = reasons.pop() if len(reasons) == 1 else ORIGINS[group[0][1].origin]
+        yield group, sentence(why) if len(group) > 2 else ""
 
 
 def revisions(view: JobView) -> dict[int, list[Revision]]:
@@ -150,6 +246,21 @@ def qualities(view: JobView) -> list[tuple[int, MetricView, str]]:
     return sorted(rows, key=lambda row: row[1].name or "")
 
 
+def setting(value: Any) -> str:
+    """Format the value of a job's term."""
+    match value:
+        case bool():
+            return "yes" if value else "no"
+        case float():
+            return units.exact(value)
+        case list():
+            return ", ".join(map(str, value))
+        case dict():
+            return ", ".join(f"{name} {part}" for name, part in value.items())
+        case _:
+            return str(value)
+
+
 def _target(job: CreatedJob) -> str:
     return "not set yet" if job.target_metric is None else units.exact(job.target_metric)
 
@@ -157,7 +268,7 @@ def _target(job: CreatedJob) -> str:
 def _nothing_reached(page: JobPage) -> Headline:
     states = page.view.trial_states
     alive = sum(states.get(state, 0) for state in ALIVE)
-    ended = [f"{states[state]} {STATES[state]}" for state in states if state not in ALIVE]
+    ended = of_ends(states)
     target = _target(page.view.job)
     if not ended:
         latest = page.view.trials[-1] if page.view.trials else None
@@ -170,7 +281,7 @@ def _nothing_reached(page: JobPage) -> Headline:
             f"{so_far}Nothing is known until a run has reached the target, {target}.",
         )
     running = f" {units.count(alive, 'run')} under way." if alive else ""
-    text = f"{units.listed(ended).capitalize()}.{running}"
+    text = f"{ended.capitalize()}.{running}"
     if page.view.stuck is not None:
         return Headline("Stuck: every batch size has missed the target", f"{sentence(page.view.stuck)} {text}", "loss")
     return Headline("No run has reached the target yet", text, "loss")
@@ -255,14 +366,19 @@ def of_tokens(page: TokensPage) -> Headline:
 def of_moment(page: MomentPage) -> Headline:
     """Explain a trial's batch size."""
     trial = page.trial
-    return Headline(f"Run {trial.trial_number} got {trial.batch_size}", sentence(page.explanation.sentence))
+    reason = sentence(page.explanation.sentence, units_of(page))
+    return Headline(f"Run {trial.trial_number} got {trial.batch_size}", reason)
 
 
 def of_trial(page: TrialPage) -> Headline:
     """Summarise the state or outcome of a trial."""
     trial, job = page.trial, page.job
     size, target = trial.batch_size, _target(job)
-    spent = "" if trial.cost_j is None else f" for {units.energy(trial.cost_j)}"
+    spent = ""
+    if by_time([trial.energy_source]) and trial.time_s is not None:
+        spent = f" in {units.duration(trial.time_s)}"
+    elif trial.energy_j is not None:
+        spent = f" with {units_of(page).energy(trial.energy_j)}"
     epochs = "" if trial.epochs is None else units.count(trial.epochs, "epoch", 4)
     after = f" after {epochs}" if epochs else ""
     match trial.state:
@@ -290,7 +406,7 @@ def of_trial(page: TrialPage) -> Headline:
 
 
 def _message(page: TrialPage) -> str:
-    return sentence(_IN_BRACKETS.sub("", page.trial.message or ""))
+    return sentence(_IN_BRACKETS.sub("", page.trial.message or ""), units_of(page))
 
 
 def interval(share: Share) -> str:
@@ -309,7 +425,8 @@ _JOULES = re.compile(r"(?<![\w.])(\d+(?:\.\d+)?(?:e[+-]?\d+)?) ([kMG]?)J\b")
 _PREFIXES = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9}
 
 
-def sentence(words: str) -> str:
-    """Return words as a sentence, with energies in fitting units."""
-    words = _JOULES.sub(lambda found: units.energy(float(found[1]) * _PREFIXES[found[2]]), words)
+def sentence(words: str, of_page: units.PageUnits | None = None) -> str:
+    """Return words as a sentence, with its costs in the page's units, or else in joules of fitting units."""
+    tell = units.energy if of_page is None else of_page.cost
+    words = _JOULES.sub(lambda found: tell(float(found[1]) * _PREFIXES[found[2]]), words)
     return words[:1].upper() + words[1:] + ("" if words.endswith((".", "!", "?")) or not words else ".")

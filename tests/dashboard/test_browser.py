@@ -46,6 +46,8 @@ PAGES = [
     "health",
     "tokens",
     "jobs/unknown",
+    "jobs/vit-imagenet",
+    "login",
 ]
 
 Page = Any
@@ -120,7 +122,9 @@ def test_page_without_scripts_shows_same_content(browser: Any, full: ServerProce
     texts = []
     for scripts in (True, False):
         tab = Tab(browser, full.url, java_script_enabled=scripts)
-        texts.append(re.sub(r"\d+\s\w+ ago", "", tab.open(JOB).inner_text("main")))
+        # The tools of the charts need scripts.
+        tools = r"\s*Smooth\n" if scripts else r"(?!)"
+        texts.append(re.sub(r"\d+\s\w+ ago|\s", "", re.sub(tools, "\n", tab.open(JOB).inner_text("main"))))
         assert tab.page.is_visible("#theme") == scripts
         tab.close()
     assert texts[0] == texts[1]
@@ -193,6 +197,8 @@ def test_slider_shows_result_of_each_eta_at_once(tab: Tab) -> None:
     page = tab.open(JOB)
     page.click("#what-if")
     page.wait_for_selector("h1:has-text('At its own η, 0.5')")
+    # The answer stands before the form.
+    assert page.evaluate("document.querySelector('h1').compareDocumentPosition(document.querySelector('#eta')) & 4")
     page.focus("#eta")
     page.keyboard.press("End")
     page.wait_for_selector("h1:has-text('At η = 1')")
@@ -201,6 +207,86 @@ def test_slider_shows_result_of_each_eta_at_once(tab: Tab) -> None:
     page.keyboard.press("Home")
     page.wait_for_selector("h1:has-text('At η = 0,')")
     assert page.inner_text("#replay").endswith("--eta 0.5 --eta 0 --beta 2")
+
+
+def shown_costs(page: Page) -> list[int]:
+    return [int(text.split("\N{NO-BREAK SPACE}")[0]) for text in page.locator("#log tr.run td.cost").all_inner_texts()]
+
+
+def test_forty_runs_print_on_three_pages_with_whole_words(tab: Tab) -> None:
+    page = tab.open("jobs/vit-imagenet")
+    assert len(re.findall(rb"/Type\s*/Page\b", page.pdf(format="A4"))) <= 3
+    page.emulate_media(media="print")
+    page.set_viewport_size({"width": 718, "height": 1000})
+    # All runs are printed, each outcome on one line.
+    assert page.locator("#log tr.run:visible").count() == 40
+    lines = page.eval_on_selector_all(
+        "#log .state", "all => all.map(each => Math.round(each.getBoundingClientRect().height / 14))"
+    )
+    assert set(lines) == {1}
+
+
+def test_table_of_runs_unfolds_sorts_and_filters(tab: Tab) -> None:
+    page = tab.open("jobs/vit-imagenet")
+    rows = page.locator("#log tr.run:visible")
+    folded = rows.count()
+    page.click("tbody.fold label >> nth=0")
+    assert folded < rows.count() < 40
+    page.click("#log th:has-text('Cost')")
+    costs = shown_costs(page)
+    assert len(costs) == rows.count() == 40
+    assert costs == sorted(costs, reverse=True)
+    page.click("#log th:has-text('Cost')")
+    assert shown_costs(page) == costs[::-1]
+    assert page.get_attribute("#log th:has-text('Cost')", "aria-sort") == "ascending"
+    page.fill("#find-run", "control 64")
+    assert 1 <= rows.count() < 10
+    assert all("Control run" in text for text in rows.all_inner_texts())
+    page.fill("#find-run", "")
+    assert rows.count() == 40
+
+
+def test_order_and_filter_of_jobs_outlast_a_refresh(browser: Any, server: ServerProcess) -> None:
+    with httpx.Client(base_url=server.url) as http:
+        for name in ("job-b", "job-a", "other"):
+            http.post("/jobs", json=job(job_id=name)).raise_for_status()
+        begin(http, "job-a")
+        tab = Tab(browser, server.url)
+        page = tab.open()
+        names = page.locator("#jobs tr.run:visible .name")
+        assert names.all_inner_texts() == ["job-a", "job-b", "other"]
+        page.click("#jobs th:has-text('Runs') >> nth=-1")
+        page.fill("#q", "job-")
+        page.click("#jobs th:has-text('Runs') >> nth=-1")
+        assert names.all_inner_texts() == ["job-b", "job-a"]
+        begin(http, "job-a")
+        page.wait_for_selector(".live:has-text('2')")
+        assert names.all_inner_texts() == ["job-b", "job-a"]
+        tab.close()
+
+
+def test_charts_of_runs_share_cursor_and_zoom(tab: Tab) -> None:
+    page = tab.open("jobs/vit-imagenet")
+    page.set_viewport_size({"width": 1280, "height": 1600})
+    box = page.locator("#costs").bounding_box()
+    y = box["y"] + box["height"] - 20
+    page.mouse.move(box["x"] + box["width"] / 2, y)
+    labels = "all => all.map(each => [each.closest('.plot').id, each.textContent])"
+    found = dict(page.eval_on_selector_all("text.cursor", labels))
+    assert set(found) == {"costs", "metrics"}
+    assert len(set(found.values())) == 1
+    page.mouse.down()
+    page.mouse.move(box["x"] + box["width"] * 0.75, y)
+    page.mouse.up()
+    numbers = "all => all.map(each => each.parentElement.getAttribute('href')?.match(/\\d+$/)[0])"
+    inside = [int(each) for each in page.eval_on_selector_all("#costs > a > use:not(.out)", numbers)]
+    assert inside == [*range(inside[0], inside[-1] + 1)]
+    assert 8 <= len(inside) <= 12
+    assert page.locator("#metrics > use:not(.out)").count() == len(inside)
+    page.click("#smooth-costs")
+    assert page.locator("#costs .smooth").count() == 1
+    page.mouse.dblclick(box["x"] + 20, y)
+    assert page.locator("#costs > a > use:not(.out)").count() == 40
 
 
 def begun(server: ServerProcess, token: str) -> tuple[httpx.Client, dict[str, Any]]:
@@ -249,10 +335,10 @@ def test_login_shows_page_and_arriving_epoch(browser: Any, server: ServerProcess
     assert page.evaluate("document.activeElement.matches('#epochs > summary')")
 
     page.goto(f"{server.url}/ui/")
-    page.fill("#q", "half a na")
+    page.fill("#q", "job-li")
     begin(http, "job-live")
     page.wait_for_selector(".live:has-text('2')")
-    assert page.input_value("#q") == "half a na"
+    assert page.input_value("#q") == "job-li"
     page.click("text=Log out")
     page.wait_for_selector("#token")
     without_refusals(tab)

@@ -18,6 +18,8 @@ from bso_server.ui.charts import COLOURS, colours, pareto
 from bso_server.ui.html import templates
 from bso_server.ui.plot import Label, Mark, Picture, Scale, apart
 from bso_server.ui.words import sentence
+from tests.support.jobs import job
+from zeus_plugins.protocol import CreatedJob
 
 VALUES = st.lists(st.floats(-1e12, 1e12).filter(lambda value: value == 0 or abs(value) > 1e-9), max_size=20)
 
@@ -114,9 +116,11 @@ def test_energies_in_reason_get_fitting_units() -> None:
 
 @given(st.lists(st.integers(1, 2**20), min_size=1, max_size=40, unique=True).map(sorted))
 def test_each_size_has_own_colour_while_colours_suffice(sizes: list[int]) -> None:
-    found = colours(sizes)
-    assert len(set(found.values())) == min(len(sizes), COLOURS)
-    assert set(found.values()) <= {f"s{index}" for index in range(COLOURS)}
+    found = colours(CreatedJob.model_validate(job(batch_sizes=sizes, default_batch_size=sizes[0])))
+    assert found[sizes[0]] == "s0 default"
+    shown = {name.removesuffix(" default") for name in found.values()}
+    assert len(shown) == min(len(sizes), COLOURS)
+    assert shown <= {f"s{index}" for index in range(COLOURS)}
 
 
 def test_text_in_chart_is_escaped() -> None:

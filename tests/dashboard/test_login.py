@@ -97,6 +97,15 @@ class TestLogin:
                 assert answer.status_code == 403
                 assert "set-cookie" not in answer.headers
 
+    async def test_login_form_has_an_address_of_its_own(self, new_database: str, new_http: httpx.AsyncClient) -> None:
+        token = make_token(new_database, "read")
+        form = await new_http.get("/ui/login")
+        assert (form.status_code, "This server needs a token" in form.text) == (200, True)
+        answer = await new_http.post("/ui/login", data={"token": token}, headers={"Origin": "http://localhost:8000"})
+        assert answer.status_code == 303
+        again = await new_http.get("/ui/login")
+        assert (again.status_code, again.headers["location"]) == (303, "./")
+
     async def test_wrong_token_is_asked_for_again(self, new_database: str, new_http: httpx.AsyncClient) -> None:
         make_token(new_database, "read")
         for token in ("", "nonsense", "zbso_01234567_" + "a" * 43):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import json
 import os
 import re
 import sqlite3
@@ -17,7 +18,7 @@ import httpx
 import pytest
 
 from bso_server.settings import Settings
-from bso_server.ui import units
+from bso_server.ui import html, units
 from bso_server.ui.html import MEDIA_TYPES, static_file
 from bso_server.ui.words import STATES
 from tests.support import ROOT, dashboards
@@ -56,6 +57,9 @@ async def test_page_links_below_own_prefix_only_and_runs_no_text(http: httpx.Asy
     answer = await http.get(f"/ui/{address}")
     page = Page(answer.text)
     for link in page.links:
+        if link.startswith(html.docs()):
+            assert (ROOT / "docs" / link.removeprefix(html.docs())).is_file()
+            continue
         assert link.startswith("#") or urljoin(f"http://h/a/b/ui/{address}", link).startswith("http://h/a/b/ui/")
     policy = answer.headers["content-security-policy"]
     assert "default-src 'none'" in policy
@@ -79,7 +83,7 @@ async def test_links_lead_to_pages_with_and_without_final_slash(http: httpx.Asyn
         "/tokens",
     ):
         links = Page((await http.get(f"/ui{address}")).text).links
-        found = {urljoin(f"/ui{address}", link) for link in links if not link.startswith("#")}
+        found = {urljoin(f"/ui{address}", link) for link in links if not link.startswith(("#", "https:"))}
         assert "/ui/" in found
         for link in found:
             assert link.startswith("/ui/")
@@ -117,11 +121,24 @@ async def test_address_of_server_redirects_to_pages(http: httpx.AsyncClient) -> 
 
 
 async def test_error_is_answered_as_page_or_as_json(http: httpx.AsyncClient) -> None:
-    for address in ("jobs/unknown", f"jobs/{JOB}/trials/99", "jobs/a%20b"):
-        answer = await http.get(f"/ui/{address}")
-        assert answer.status_code in {404, 422}
+    browser = {"Accept": "text/html,*/*"}
+    for address, status in {
+        "/ui/jobs/unknown": 404,
+        f"/ui/jobs/{JOB}/trials/99": 404,
+        "/ui/jobs/a%20b": 422,
+        "/ui/no/such/page": 404,
+        "/nowhere/at/all": 404,
+        "/ui/logout": 405,
+        "/ui/tokens/create": 405,
+    }.items():
+        answer = await http.get(address, headers=browser)
+        assert answer.status_code == status
         assert answer.headers["content-type"] == "text/html; charset=utf-8"
-        assert "All jobs" in Page(answer.text).text
+        page = Page(answer.text)
+        assert "All jobs" in page.text
+        assert "/ui/health" in {urljoin(address, link) for link in page.links}
+    assert "allow" in answer.headers
+    assert_refused(await http.get("/nowhere"), 404, None, "Not Found")
     assert_refused(await http.get("/ui/jobs/unknown.json"), 404, None, "unknown")
     assert (await http.get("/ui/static/other.css")).status_code == 404
 
@@ -149,12 +166,14 @@ async def test_page_of_job_has_bands_of_explanation(http: httpx.AsyncClient) -> 
     view = (await http.get(f"/api/jobs/{JOB}")).json()
     decision = (await http.get(f"/api/jobs/{JOB}/explanation")).json()["decision"]
     arms = {arm["batch_size"]: arm for arm in view["arms"]}
+    unit = (await http.get(f"/ui/jobs/{JOB}.json")).json()["cost_unit"]
+    show = units.PageUnits((1.0, "J"), unit["cost_j"])
     for size in decision["sizes"]:
         expected_j, low_j, high_j = (arms[size["batch_size"]][f"expected_{name}_j"] for name in ("cost", "low", "high"))
         assert (expected_j, low_j, high_j) == pytest.approx(
             (size["expected_cost_j"], size["low_j"], size["high_j"]), rel=1e-3
         )
-        assert f"nine times in ten between {units.energy(low_j)} and {units.energy(high_j)}" in page
+        assert f"90 % interval {show.cost(low_j)} to {show.cost(high_j)}" in page
 
 
 async def test_report_is_single_file_without_links(dashboard_database: str, tmp_path: Path) -> None:
@@ -192,6 +211,104 @@ async def test_jobs_are_found_by_part_of_name_page_by_page(new_database: str, ne
     assert "No job has “none”" in Page((await new_http.get("/ui/", params={"q": "none"})).text).text
 
 
+async def test_jobs_that_missed_their_target_come_first_on_all_pages(new_database: str) -> None:
+    async def fill(life: dashboards.Life) -> None:
+        await dashboards.registering(*(f"job-{number:02}" for number in range(60)))(life)
+        for name in ("missed-1", "missed-2"):
+            await life.miss(await life.register(name, max_epochs=5))
+
+    dashboards.filled(new_database, fill)
+    # A slow machine needs more than the default's time for the first page.
+    async with in_app(Settings(database_url=new_database, database_timeout_s=60)) as http:
+        pages: list[list[str]] = []
+        after = None
+        while after is not None or not pages:
+            page = (await http.get("/ui/jobs.json", params={"after": after} if after else {})).raise_for_status().json()
+            pages.append([line["job"]["job_id"] for line in page["jobs"]])
+            after = page["next_cursor"]
+        jobs = [f"job-{number:02}" for number in range(60)]
+        assert [*pages[0], *pages[1]] == ["missed-1", "missed-2", *jobs]
+        assert [len(page) for page in pages] == [50, 12]
+        # After a page that ends among them, the other one follows.
+        rest = (await http.get("/ui/jobs.json", params={"after": "!missed-1"})).json()["jobs"]
+        assert [line["job"]["job_id"] for line in rest][:2] == ["missed-2", "job-00"]
+        text = Page((await http.get("/ui/")).text).text.replace("\N{NO-BREAK SPACE}", " ")
+        assert re.search(r"never reached the target: 1 missed the target ?best metric 0\.\d+, spent [\d.]+ k", text)
+
+
+async def test_job_that_never_reached_its_target_shows_best_metric_and_amount_spent(
+    new_database: str, new_http: httpx.AsyncClient
+) -> None:
+    dashboards.filled(new_database, dashboards.never_reached)
+    address = "/ui/jobs/llama-sft-unreachable"
+    page, twin = Page((await new_http.get(address)).text), (await new_http.get(f"{address}.json")).json()
+    assert_figures_match(page, twin)
+    shown = {path: told for _, path, told in page.figures}
+    metrics = [trial["metric"] for trial in twin["view"]["trials"]]
+    assert shown["best_metric"] == units.number(max(metrics), 4)
+    spent_j = sum(trial["energy_j"] for trial in twin["view"]["trials"])
+    assert (
+        json.loads(next(value for value, path, _ in page.figures if path == "view.savings.energy_j.spent")) == spent_j
+    )
+    assert "metrics" in page.ids
+    assert "costs" not in page.ids
+    # Three runs got the same size for the same reason.
+    assert "7–9" in page.text
+    assert "3 runs, all missed the target. Every batch size has missed the target" in page.text
+
+
+async def test_first_run_is_told_in_a_sentence_without_charts(new_database: str, new_http: httpx.AsyncClient) -> None:
+    dashboards.filled(new_database, dashboards.one_run)
+    page = Page((await new_http.get("/ui/jobs/first-try")).text)
+    text = page.text.replace("\N{NO-BREAK SPACE}", " ")
+    assert re.search(
+        r"The first run reached the target, 0\.9, at your default, 64 It took \d+ epochs, [\d a-z]+ and 0\.\d+ kWh\.",
+        text,
+    )
+    assert {"costs", "metrics", "front", "quality"}.isdisjoint(page.ids)
+    assert "Expected cost" not in text
+
+
+async def test_settings_are_in_words_and_without_terms_that_the_policy_ignores(http: httpx.AsyncClient) -> None:
+    texts = {name: Page((await http.get(f"/ui/jobs/{name}")).text).text for name in (JOB, "bert-sst2")}
+    for text in texts.values():
+        assert "Stop a run at … times the cheapest, β" in text
+        assert not re.search("mab_|_knob|max_epochs", text.partition("Settings")[2])
+    assert "Mean of the prior" in texts["bert-sst2"]
+    assert "prior" not in texts[JOB]
+
+
+async def test_costs_are_shares_of_a_run_at_the_default(http: httpx.AsyncClient) -> None:
+    twin = (await http.get(f"/ui/jobs/{SETTLED}.json")).json()
+    page = Page((await http.get(f"/ui/jobs/{SETTLED}")).text)
+    at_default = [trial for trial in twin["view"]["trials"] if trial["batch_size"] == 64]
+    mean_j = sum(trial["cost_j"] for trial in at_default) / len(at_default)
+    assert twin["cost_unit"] == {"batch_size": 64, "runs": len(at_default), "cost_j": pytest.approx(mean_j)}
+    shown = {path: told for _, path, told in page.figures}
+    for number, trial in enumerate(twin["view"]["trials"]):
+        assert shown[f"view.trials.{number}.cost_j"] == f"{trial['cost_j'] / mean_j:.0%}".replace(
+            "%", f"{units.SPACE}%"
+        )
+    now = twin["view"]["savings"]["cost_j"]["now"]
+    low, high = (f"{100 * (1 - now[end]):.0f} %" for end in ("high", "low"))
+    text = page.text.replace(units.SPACE, " ")
+    assert f"the mean of {len(at_default)} runs. Band: a run now, at 256: " in text
+    assert f"(90 % interval: {low} to {high})" in text
+    assert "Exploration has cost as much as" in text
+    assert not re.search(r"\d [kM]?J", text)
+
+
+async def test_run_is_drawn_beside_others_that_the_query_names(http: httpx.AsyncClient) -> None:
+    address = f"/ui/jobs/{JOB}/trials"
+    twin = (await http.get(f"{address}/14.json?beside=3, 1,14")).raise_for_status().json()
+    assert [(each["trial_number"], len(each["epochs"]) > 5) for each in twin["beside"]] == [(1, True), (3, True)]
+    text = (await http.get(f"{address}/14?beside=3,1")).raise_for_status().text
+    assert text.count('class="line beside') == 4
+    assert (await http.get(f"{address}/14?beside=99")).status_code == 404
+    assert (await http.get(f"{address}/14?beside=x")).status_code == 422
+    assert 'class="line beside' not in (await http.get(f"{address}/14?beside=")).raise_for_status().text
+
+
 class TestWords:
     @pytest.mark.parametrize(
         ("address", "said"),
@@ -202,7 +319,7 @@ class TestWords:
             (f"jobs/{JOB}", "Control runs are off."),
             (f"jobs/{SETTLED}", "256 saves "),
             (f"jobs/{SETTLED}", "All runs so far, with exploration and control runs, saved "),
-            ("jobs/llama-sft", "No run has reached the target yet 2 crashed and 1 does not fit"),
+            ("jobs/llama-sft", "No run has reached the target yet 2 crashed and 1 did not fit"),
             (f"jobs/{JOB}", "Run 15 got 256. Best so far, expected"),
             (f"jobs/{JOB}/trials/3", "A run to the target was expected to cost "),
             (f"jobs/{JOB}/trials/1", "64 reached the target, 0.9, after"),
@@ -246,6 +363,7 @@ class TestWords:
         page = Page((await new_http.get("/ui/")).text)
         assert "No job yet" in page.text
         assert "ZeusBSOCallback" in page.text
+        assert "This page will show" in page.text
 
 
 def test_revisions_stand_between_runs_of_job(any_server: ServerProcess) -> None:
@@ -291,6 +409,9 @@ def test_every_kind_of_database_shows_pages(any_server: ServerProcess) -> None:
             # An underscore is no wildcard, and upper and lower case differ where the database distinguishes them.
             assert http.get("/ui/jobs.json", params={"q": job_id[:5].replace("_", "%")}).json()["jobs"] == []
             (line,) = http.get("/ui/jobs.json", params={"q": job_id}).raise_for_status().json()["jobs"]
+            # A page continues after any place, whether the job there missed its target or not.
+            for place in ("", "!"):
+                http.get("/ui/jobs.json", params={"q": job_id, "after": f"{place}{job_id[:-1]}"}).raise_for_status()
             return [line, http.get(f"/ui/jobs/{job_id}.json").json()]
 
         line, page = figures()
@@ -304,9 +425,9 @@ def test_every_kind_of_database_shows_pages(any_server: ServerProcess) -> None:
 
 
 def test_static_files_of_pages_are_small() -> None:
-    assert len(static_file("ui.js")) <= 6 * 1024
+    assert len(static_file("ui.js")) <= 16 * 1024
     files = [path for path in UI.rglob("*") if path.is_file() and path.suffix in {".css", ".html", ".js", ".svg"}]
-    assert sum(path.stat().st_size for path in files) <= 64 * 1024
+    assert sum(path.stat().st_size for path in files) <= 84 * 1024
     assert {path.name for path in (UI / "static").iterdir()} == set(MEDIA_TYPES)
 
 

@@ -375,10 +375,7 @@ def test_limit_of_a_killed_training_is_not_taken_for_the_initial_limit(caplog: p
 
     zeus = here.profiler(limits_w=None)
     here.train(zeus, 1)
-    assert (
-        "GPU 0 (H200) still has the power limit of 400 W that a killed training of a killed training; restoring 700 W"
-        in caplog.text
-    )
+    assert "GPU 0 (H200) still has the 400 W limit of a killed training; restoring 700 W" in caplog.text
     zeus.close()
     assert here.gpu.limit_mw == 700_000
     assert recall("GPU-0") is None

@@ -13,7 +13,7 @@ from litestar import Litestar
 
 from bso_server.app import create_app
 from bso_server.settings import Settings
-from bso_server.ui import html
+from bso_server.ui import html, units
 
 JOB = "resnet50-cifar100"
 SETTLED = "vit-imagenet"
@@ -68,13 +68,23 @@ class Page(HTMLParser):
 
 
 def assert_figures_match(page: Page, twin: Any) -> None:
-    """Assert that each figure on a page is a value of the page's JSON twin, in one of the formats."""
+    """Assert that each figure is a value of the page's twin in one of the formats, and that energies have one unit."""
+    run_cost_j = (twin.get("cost_unit") or {}).get("cost_j")
+    shown = set()
     for value, path, told in page.figures:
         expected = twin
         for name in path.split("."):
             expected = expected[int(name)] if isinstance(expected, list) else expected[name]
         assert json.loads(value) == expected, path
-        assert told in {say(expected) for say in html.FORMATS.values()}, path
+        if told in {say(expected) for say in html.FORMATS.values()}:
+            continue
+        of_page = {unit[1]: units.PageUnits(unit, run_cost_j) for unit in units.ENERGY_UNITS}
+        if run_cost_j is not None and told in {of_page["J"].cost(expected), of_page["J"].runs(expected)}:
+            continue
+        found = [name for name, each in of_page.items() if told == each.energy(abs(expected))]
+        assert found, (path, told)
+        shown.update(found if expected else [])
+    assert len(shown) <= 1, shown
 
 
 def client_of(app: Litestar, address: str = "127.0.0.1") -> httpx.AsyncClient:

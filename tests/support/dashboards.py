@@ -87,6 +87,23 @@ class Life:
                 break
         return trial
 
+    async def miss(self, job: CreatedJob) -> None:
+        """A run that trains to its last epoch without the target."""
+        trial = await self.service.transact(self.service.commands.begin_trial, job.job_id, None)
+        size, best = trial.batch_size, 0.86 - 0.02 * abs(math.log2(trial.batch_size / 128)) + self.random.gauss(0, 0.01)
+        for epoch in range(1, 1000):
+            self.now += timedelta(seconds=38 + 2600 / size**0.75)
+            result = TrainingResult(
+                **trial_id(trial).model_dump(),
+                time=(38 + 2600 / size**0.75) * epoch,
+                energy=(38 + 2600 / size**0.75) * epoch * 500,
+                metric=best * (1 - math.exp(-0.5 * epoch)),
+                current_epoch=epoch,
+                energy_source="nvml",
+            )
+            if (await self.service.reports.record_report(result)).stop_train:
+                return
+
     async def fail(self, job: CreatedJob, state: TrialState = TrialState.FAILED) -> None:
         """End a run without the target."""
         trial = await self.service.transact(self.service.commands.begin_trial, job.job_id, None)
@@ -158,9 +175,9 @@ async def long_name(life: Life) -> None:
 
 
 async def settled(life: Life) -> None:
-    """Create a job with control runs, a shown saving, and a repaid exploration."""
+    """A job of forty runs with control runs, which is shown to save and has paid that back."""
     job = await life.register("vit-imagenet", controls="auto", mab_seed=1)
-    for _ in range(36):
+    for _ in range(40):
         await life.run(job, reports_each=False)
 
 
@@ -178,3 +195,47 @@ def filled(database_url: str, fill: Fill) -> None:
             await fill(Life(store))
 
     run_apart(run)
+
+
+async def never_reached(life: Life) -> None:
+    """A job whose runs all end without the target."""
+    job = await life.register("llama-sft-unreachable", max_epochs=12, fingerprint={"monitor": "val_acc"})
+    for _ in range(9):
+        await life.miss(job)
+
+
+async def one_run(life: Life) -> None:
+    job = await life.register("first-try")
+    await life.run(job)
+
+
+async def estimated(life: Life) -> None:
+    """A job whose energy is watts × time."""
+    job = await life.register("laptop-mnist", max_power=65.0, gpu_model="CPU", controls="auto")
+    for _ in range(16):
+        await life.run(job, energy_source="estimate: 65 W stated")
+
+
+async def pages(life: Life) -> None:
+    """Jobs in all states that their pages treat differently."""
+    for fill in (settled, never_reached, one_run, estimated, fifteen, of_zeus, only_failures):
+        life.now = datetime.now(UTC) - timedelta(days=2)
+        await fill(life)
+
+
+async def fleet(life: Life) -> None:
+    """Sixty jobs, some of which have problems."""
+    began = datetime.now(UTC) - timedelta(hours=20)
+    for number in range(60):
+        life.now = began + timedelta(minutes=13 * number)
+        kind = ("resnet50", "bert", "vit", "whisper", "llama")[number % 5]
+        job = await life.register(f"{kind}-{number:02}", default_batch_size=SIZES[number % 4], max_epochs=40)
+        for _ in range((number * 7) % 12):
+            if number % 10 == 3:
+                await life.miss(job)
+            else:
+                await life.run(job, reports_each=False)
+        if number % 10 == 7:
+            await life.fail(job)
+        if number % 10 == 9:
+            await life.run(job, epochs=3)
