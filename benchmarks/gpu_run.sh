@@ -52,8 +52,8 @@ export ZEUS_STATE_DIR=$work/zeus HF_HOME=$work/hf HF_HUB_OFFLINE=1 TOKENIZERS_PA
 set --
 if [ -n "$rehearse" ]; then
     export PYTHONPATH=$here/tree/tests/support/simulated_driver/path:$PYTHONPATH
-    export SIMULATED_GPU=$work/computing CUDA_VISIBLE_DEVICES=
-    set -- --shrink 8 --seconds ${GPU_REHEARSAL_SECONDS:-1 4}
+    export SIMULATED_GPU=$work/computing
+    set -- --shrink 8 --seconds 0.5 3 --recurrences "${GPU_REHEARSAL_RECURRENCES:-12}" --repeats 1
 fi
 cd "$work"
 # The process of this script becomes the measurement, which ends all that it started, also after kill -9.

@@ -13,11 +13,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.plots import plot_trainings
 from benchmarks.processes import BenchmarkError
 from benchmarks.recurrences.calibration import SECONDS
 from benchmarks.recurrences.harness import State, measure, read_records, write_whole
-from benchmarks.recurrences.hour import GPU_CHECK, MACHINE, TARGETS, Hour, pack
+from benchmarks.recurrences.hour import GPU_CHECK, MACHINE, RECURRENCES, REPEATS, TARGETS, Hour, pack
 from benchmarks.recurrences.plan import ON_GPU, QUICK, Extent, steps
 from benchmarks.recurrences.tasks import CPU, GPU, TASKS, tasks_for
 from benchmarks.reports import RESULTS, fleet_summary, machine, proof_results
@@ -73,6 +72,8 @@ def _parser() -> argparse.ArgumentParser:
     hour.add_argument("--minutes", type=float, default=8.0, metavar="M", help="end before so many (default 8)")
     hour.add_argument("--began", type=float, metavar="S", help="the minutes began at this second since 1970")
     hour.add_argument("--seconds", type=float, nargs=2, default=SECONDS, metavar="S", help="time to reach a target")
+    hour.add_argument("--recurrences", type=int, default=RECURRENCES, metavar="N", help="of each of the two jobs")
+    hour.add_argument("--repeats", type=int, default=REPEATS, metavar="N", help="runs of each size")
     hour.add_argument("--shrink", type=int, default=1, metavar="N", help=shrinks)
     hour.add_argument("--state", type=Path, default=_STATE, metavar="DIR", help=f"what was measured (default {_STATE})")
     hour.add_argument("--out", type=Path, default=_STATE, metavar="DIR", help="gets the packed state and the results")
@@ -111,7 +112,15 @@ def _hour(options: argparse.Namespace) -> int:
     spent_s = 0.0 if options.began is None else max(0.0, time.time() - options.began)
     end_s = time.monotonic() + 60 * options.minutes - spent_s
     require_gpu(options.shrink)
-    hour = Hour(State(options.state), end_s, tuple(options.seconds), options.shrink, options.out / "gpu-state.tgz")
+    hour = Hour(
+        State(options.state),
+        end_s,
+        tuple(options.seconds),
+        options.shrink,
+        options.out / "gpu-state.tgz",
+        options.recurrences,
+        options.repeats,
+    )
     write_whole(options.state / MACHINE, json.dumps(machine(GPU)) + "\n")
     hour.say(f"a call of {options.minutes:g} minutes, {end_s - time.monotonic():.0f} s left")
     try:
@@ -185,6 +194,8 @@ def _collect(options: argparse.Namespace) -> int:
     tables = proof_tables(results)
     write_tables(tables, options.write)
     if options.images is not None:
+        from benchmarks.plots import plot_trainings  # loads the policies, too
+
         plot_trainings(results, options.images)
     print("\n\n".join(tables.values()))
     return 0

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
+from benchmarks.recurrences.harness import BROKEN, MAX_BROKEN
 from benchmarks.recurrences.plan import Step, order_of
 from benchmarks.recurrences.tasks import Task
 from benchmarks.reports import Record
@@ -55,7 +57,9 @@ def next_step(task: Task, records: Sequence[Record], seconds: tuple[float, float
         seconds: Shortest and longest training to the target at the default size.
     """
     ease = _ease(task, records, seconds)
-    of_ease = {record["batch_size"]: record for record in records if record["number"] == ease[0]}
+    tried = Counter(record["batch_size"] for record in records if record["number"] == ease[0])
+    broken = Counter(record["batch_size"] for record in records if record["state"] == BROKEN)
+    of_ease = {size for size in tried if broken[size] == 0 or tried[size] > broken[size] or broken[size] >= MAX_BROKEN}
     sizes = [task.default_batch_size, task.batch_sizes[0], task.batch_sizes[-1]]
     if all(size in of_ease for size in sizes) and len(target(task, records, seconds).reached_s) < ENOUGH_SIZES:
         sizes += [size for each in _NEIGHBOURS if (size := round(each * task.default_batch_size)) in task.batch_sizes]

@@ -15,7 +15,7 @@ import tarfile
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
@@ -68,6 +68,8 @@ class Hour:
         seconds: Shortest and longest training to the target at the default size.
         shrink: As in `Task`.
         pack_to: The file of the packed state.
+        recurrences: Of each job.
+        repeats: Runs of each size.
     """
 
     state: State
@@ -75,6 +77,8 @@ class Hour:
     seconds: tuple[float, float]
     shrink: int
     pack_to: Path
+    recurrences: int = RECURRENCES
+    repeats: int = REPEATS
 
     def say(self, what: str) -> None:
         """Print a line with the time, and keep it."""
@@ -128,7 +132,8 @@ class Hour:
         if not (self.state.directory / TARGETS).exists():
             self._write_targets()
         tasks = [calibrated(task, found) for task, found in zip(self._tasks(), self.targets().values(), strict=True)]
-        return [step for step in hour_steps(tasks) if not is_done(step, self.state.of(step.key))]
+        planned = hour_steps(tasks, self.recurrences, self.repeats)
+        return [step for step in planned if not is_done(step, self.state.of(step.key))]
 
     def targets(self) -> dict[str, Target]:
         """Return the target of each calibrated task."""
@@ -177,14 +182,14 @@ class Hour:
             raise BenchmarkError(f"the first {len(records)} trainings broke: {records[-1]['detail']}")
 
 
-def hour_steps(tasks: Sequence[Task]) -> list[Step]:
+def hour_steps(tasks: Sequence[Task], recurrences: int = RECURRENCES, repeats: int = REPEATS) -> list[Step]:
     """Return the steps after the calibration: whatever is done when the hour ends is worth a page.
 
-    Windows with and without synchronising come first. Each task then has a job of `RECURRENCES` recurrences; a repeat
+    Windows with and without synchronising come first. Each task then has a job of `recurrences` recurrences; a repeat
     of each size, and a pair with and without the callback, follow each fourth recurrence. A second job follows.
     """
-    first = Extent(seeds=1, recurrences=RECURRENCES, repeats=REPEATS, pairs=REPEATS, contenders=HOUR_CONTENDERS)
-    second = Extent(seeds=1, first_seed=1, recurrences=RECURRENCES, repeats=0, pairs=0, contenders=HOUR_CONTENDERS)
+    first = Extent(seeds=1, recurrences=recurrences, repeats=repeats, pairs=repeats, contenders=HOUR_CONTENDERS)
+    second = replace(first, first_seed=1, repeats=0, pairs=0)
     planned = [*_synchronising(tasks), *steps(tasks, first), *steps(tasks, second)]
     return sorted(planned, key=lambda step: (step.seed, _place(step)))
 
