@@ -43,7 +43,7 @@ LOG = "hour.log"
 MACHINE = "machine.json"
 TARGETS = "targets.json"
 
-RESERVE_S = 25.0
+RESERVE_S = 40.0
 """Seconds of a call for the end of the server, the results and the last packing."""
 
 PACK_S = 20.0
@@ -164,12 +164,18 @@ class Hour:
             return
         self.say("checks the GPU")
         command = [sys.executable, "-m", "zeus_plugins", "doctor", "--gpu-check", "--json"]
+        limit_s = min(_CHECK_LIMIT_S, self.end_s - RESERVE_S - time.monotonic())
         try:
             done = subprocess.run(  # noqa: S603 - this interpreter, on our own module
-                command, capture_output=True, text=True, timeout=_CHECK_LIMIT_S, check=False
+                command, capture_output=True, text=True, timeout=limit_s, check=False
             )
             found = json.loads(done.stdout) if done.stdout else {"results": [], "problem": done.stderr[-1000:]}
-        except (subprocess.TimeoutExpired, ValueError) as error:
+        except subprocess.TimeoutExpired as error:
+            if limit_s < _CHECK_LIMIT_S:
+                self.say("the check of the GPU was ended with the call")
+                return
+            found = {"results": [], "problem": str(error)}
+        except ValueError as error:
             found = {"results": [], "problem": str(error)}
         write_whole(file, json.dumps(found))
         for each in found["results"]:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.support.fake_nvml import FakeNvml
-from tests.support.simulated_gpu import SimulatedGpu, SimulatedLoad
+from tests.support.simulated_gpu import BUSY_W, MULTIPLICATION_S, SimulatedGpu, SimulatedLoad
 from zeus_plugins.cli import doctor, main
 from zeus_plugins.gpu_check import (
     Examination,
@@ -28,7 +28,8 @@ from zeus_plugins.gpu_check import (
 
 CHECKS = [
     *("other processes", "scope", "period of the counter", "period of the power reading"),
-    *("energy, idle", "energy, load", "energy, bursts", "queued work", "power limits", "setting limits"),
+    *("energy, idle", "energy, load", "energy, bursts", "energy, phases", "queued work"),
+    *("power limits", "setting limits"),
     *("mapping by index", "mapping by index, bus order", "mapping by UUID"),
     "mapping by short UUID",
 ]
@@ -86,7 +87,7 @@ def test_what_is_doubtful_is_said_to_be(gpu: SimulatedGpu, check: str, found: st
 def test_without_pytorch_the_gpu_is_looked_at_at_rest() -> None:
     results = examined(SimulatedGpu(), problem="PyTorch with CUDA is not installed")
     skipped = [check for check, each in results.items() if each.verdict is Verdict.SKIPPED]
-    assert skipped == ["energy, load", "energy, bursts", "queued work"]
+    assert skipped == ["energy, load", "energy, bursts", "energy, phases", "queued work"]
     assert results["energy, idle"].verdict is Verdict.OK
 
 
@@ -104,6 +105,24 @@ def test_a_gpu_without_a_counter_is_told_of_and_the_rest_is_looked_at() -> None:
     results = examined(gpu)
     assert results["readings"].found == "GPU 0 (NVIDIA H200) gives no energy counter: Not Supported"
     assert results["mapping by UUID"].verdict is Verdict.OK
+
+
+def test_counter_that_samples_a_quarter_of_the_time_is_doubtful_by_phases_only() -> None:
+    results = examined(SimulatedGpu(samples=0.25))
+    doubtful = [check for check, each in results.items() if each.verdict is Verdict.DOUBTFUL]
+    assert doubtful == ["energy, phases"]
+    joules = [each["joules"] for each in results["energy, phases"].details["bursts_j"]]
+    assert joules[0] == pytest.approx(4 * results["energy, phases"].details["run_j"], rel=0.2)
+    assert max(joules[1:4]) < 0.2 * results["energy, phases"].details["run_j"]
+    assert joules[4:] == pytest.approx([results["energy, phases"].details["run_j"]] * 2, rel=0.3)
+
+
+def test_counter_that_samples_all_the_time_passes_at_any_period() -> None:
+    for period_s in (0.02, 0.1, 0.13):
+        result = examined(SimulatedGpu(period_s=period_s))["energy, phases"]
+        assert result.verdict is Verdict.OK, result
+        assert result.details["run_j"] == pytest.approx(BUSY_W * MULTIPLICATION_S, rel=0.05)
+        assert result.details["spread"] < 0.1
 
 
 # ---- Single results ------------------------------------------------------------------------------------------------
