@@ -249,9 +249,9 @@ def proof_tables(results: ProofResults) -> dict[str, str]:
         made["-status"] = _gpu_status(results)
         made["-joules"] = _joules(results)
         made["-calibration"] = _calibration(results)
-        made["-check"] = _gpu_check(results.get("gpu_check", {}))
+        made["-check"] = _gpu_check(results.get("gpu_check", {}), _on_simulated(results))
         made["-windows"] = _windows(results)
-    if not _is_simulated(results):
+    if not _is_simulated(results) and any(task["jobs"] for task in results["tasks"].values()):
         made["-summary"] = _summary(results)
     return {f"{'gpu' if is_of_gpu else 'proof'}{name}": table for name, table in made.items()}
 
@@ -411,9 +411,9 @@ def _calibration(results: ProofResults) -> str:
     return "\n".join([markdown_table(lines), "", *targets]).rstrip()
 
 
-def _gpu_check(found: Mapping[str, Any]) -> str:
+def _gpu_check(found: Mapping[str, Any], simulated: str) -> str:
     """A line for each check of ``zeus-plugins doctor --gpu-check``."""
-    lines = [["check", "verdict", "found"]]
+    lines = [["check", "verdict", f"found{simulated}"]]
     lines += [[each["check"], each["verdict"], each["found"].replace("|", "/")] for each in found.get("results", ())]
     if found.get("problem"):
         lines.append(["all", "failed", found["problem"].strip().splitlines()[-1]])
@@ -456,8 +456,8 @@ def _gpu_status(results: ProofResults) -> str:
 
 def _summary(results: ProofResults) -> str:
     """Return the README's table: shares of the summed energies, with the extremes of the kinds of trainings."""
-    enough = [task for task in results["tasks"].values() if task["longest_job"] >= _ENOUGH_RECURRENCES]
-    tasks = enough or list(results["tasks"].values())
+    recurring = [task for task in results["tasks"].values() if task["jobs"]]
+    tasks = [task for task in recurring if task["longest_job"] >= _ENOUGH_RECURRENCES] or recurring
     recurrences = sum(task["recurrences"] for task in tasks)
     per_job = "–".join(map(str, sorted({round(task["recurrences"] / task["jobs"]) for task in tasks})))
     command, device = "make proof", f"{results['machine'].get('cores', '?')} CPU cores"
