@@ -16,15 +16,12 @@ from typing import Any
 from benchmarks.processes import BenchmarkError
 from benchmarks.recurrences.calibration import SECONDS
 from benchmarks.recurrences.harness import State, measure, read_records, write_whole
-from benchmarks.recurrences.hour import GPU_CHECK, MACHINE, RECURRENCES, REPEATS, TARGETS, Hour, pack
+from benchmarks.recurrences.hour import GPU_CHECK, LEFT_STATUS, MACHINE, RECURRENCES, REPEATS, TARGETS, Hour, pack
 from benchmarks.recurrences.plan import ON_GPU, QUICK, Extent, steps
 from benchmarks.recurrences.tasks import CPU, GPU, TASKS, tasks_for
 from benchmarks.reports import RESULTS, fleet_summary, machine, proof_results
 from benchmarks.tables import mark_of, proof_tables, write_tables
 from zeus_plugins.errors import ZeusBSOError
-
-LEFT_STATUS = 3
-"""Exit status while steps are left: run the same command again."""
 
 _STATE = Path(".proof")
 _KIND = "kind.json"
@@ -121,6 +118,7 @@ def _hour(options: argparse.Namespace) -> int:
         options.recurrences,
         options.repeats,
     )
+    hour.exit_in_time()
     write_whole(options.state / MACHINE, json.dumps(machine(GPU)) + "\n")
     hour.say(f"a call of {options.minutes:g} minutes, {end_s - time.monotonic():.0f} s left")
     try:

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -38,6 +39,9 @@ from benchmarks.recurrences.tasks import GPU, HOUR_CONTENDERS, HOUR_TASKS, Task,
 from benchmarks.reports import Record
 from zeus_plugins.client.http import BsoClient
 
+LEFT_STATUS = 3
+"""Exit status while steps are left: run the same command again."""
+
 GPU_CHECK = "gpu-check.json"
 LOG = "hour.log"
 MACHINE = "machine.json"
@@ -45,6 +49,12 @@ TARGETS = "targets.json"
 
 RESERVE_S = 40.0
 """Seconds of a call for the end of the server, the results and the last packing."""
+
+EXIT_S = 3.0
+"""Seconds before the end of a call at which its process exits in any case."""
+
+LEAST_S = 30.0
+"""Seconds that must be left when a call starts its server."""
 
 PACK_S = 20.0
 """Seconds between two packings at least. The state changes at the end of a training only."""
@@ -87,6 +97,12 @@ class Hour:
         with (self.state.directory / LOG).open("a", encoding="utf-8") as file:
             file.write(f"{line}\n")
 
+    def exit_in_time(self) -> None:
+        """Exit this process shortly before the call's end, whatever it waits for; what it has started ends with it."""
+        watchdog = threading.Timer(self.end_s - EXIT_S - time.monotonic(), os._exit, [LEFT_STATUS])
+        watchdog.daemon = True
+        watchdog.start()
+
     def measure(self) -> int:
         """Check, calibrate and measure until the call has to end; return the number of steps that are left.
 
@@ -96,7 +112,7 @@ class Hour:
         self._check_gpu()
         packed_s = time.monotonic()
         end_s, is_first = self.end_s - RESERVE_S, True
-        if time.monotonic() >= end_s:
+        if end_s - time.monotonic() < LEAST_S:
             return len(self.left())
         with served(self.state.directory) as url:
             with BsoClient(url) as client:

@@ -80,7 +80,7 @@ def train(run: Run) -> TrialInfo | None:
             report_to=[],
             disable_tqdm=True,
             use_cpu=not on_gpu,
-            bf16=task.device == GPU,
+            bf16=on_gpu,
             seed=order.seed,
             dataloader_pin_memory=on_gpu,
             prediction_loss_only=not is_classifier,

@@ -92,10 +92,11 @@ def train(run: Run) -> TrialInfo | None:
         callbacks.append(
             EarlyStopping(task.metric, mode=mode, patience=task.max_epochs, stopping_threshold=task.target)
         )
+    on_gpu = task.device == GPU and torch.cuda.is_available()
     trainer = Trainer(
-        accelerator="gpu" if task.device == GPU and torch.cuda.is_available() else "cpu",
+        accelerator="gpu" if on_gpu else "cpu",
         devices=1,
-        precision="bf16-mixed" if task.device == GPU else "32-true",
+        precision="bf16-mixed" if on_gpu else "32-true",
         max_epochs=order.epochs or task.max_epochs,
         callbacks=callbacks,
         default_root_dir=run.folder,

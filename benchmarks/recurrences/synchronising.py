@@ -30,7 +30,7 @@ def windows(run: Run) -> list[tuple[bool, float, float]]:
 
     def train(steps: int) -> None:
         for _ in range(steps):
-            with torch.autocast(device, torch.bfloat16):
+            with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
                 loss = nn.functional.cross_entropy(learner(inputs), targets)
             optimizer.zero_grad()
             loss.backward()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sqlite3
 import subprocess
+import sys
 import tarfile
 import time
 from collections import Counter
@@ -259,6 +260,20 @@ def test_check_that_outlasts_the_call_is_left_to_the_next(tmp_path: Path, monkey
     ample = Hour(State(tmp_path), time.monotonic() + 600, SECONDS, 1, tmp_path / "gpu-state.tgz")
     ample._check_gpu()
     assert "timed out" in json.loads((tmp_path / hour.GPU_CHECK).read_text())["problem"]
+
+
+def test_process_exits_before_the_end_of_its_call(tmp_path: Path) -> None:
+    program = """
+import sys, time
+from pathlib import Path
+from benchmarks.recurrences import hour
+hour.EXIT_S = 0.1
+call = hour.Hour(hour.State(Path(sys.argv[1])), time.monotonic() + 0.3, (20, 60), 1, Path(sys.argv[1]))
+call.exit_in_time()
+time.sleep(60)
+"""
+    done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], cwd=ROOT, check=False)
+    assert done.returncode == 3
 
 
 # ---- Tables
