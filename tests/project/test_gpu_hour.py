@@ -383,10 +383,12 @@ def test_call_installs_once_offline_and_resumes_from_the_packed_state(folder: Pa
     assert "--shrink" not in run
 
     State(home / "work" / "state").add({"key": "of the killed call"})
+    (home / "work" / "state" / "bso.sqlite3-wal").touch()  # belongs to another database than the packed one
     State(home / "packed").add({"key": "packed"})
     pack(home / "packed", home / "gpu-state.tgz")
     assert len(called(folder)[1]) == 1
     assert [each["key"] for each in State(home / "work" / "state").records] == ["packed"]
+    assert not (home / "work" / "state" / "bso.sqlite3-wal").exists()
 
 
 def test_call_prefers_the_state_in_its_own_folder_for_results(folder: Path, tmp_path: Path) -> None:
