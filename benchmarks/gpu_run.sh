@@ -53,7 +53,7 @@ set --
 if [ -n "$rehearse" ]; then
     export PYTHONPATH=$here/tree/tests/support/simulated_driver/path:$PYTHONPATH
     export SIMULATED_GPU=$work/computing
-    set -- --shrink 8 --seconds 0.5 3 --recurrences "${GPU_REHEARSAL_RECURRENCES:-12}" --repeats 1
+    set -- --shrink 8 --seconds 3 15 --recurrences "${GPU_REHEARSAL_RECURRENCES:-12}" --repeats 1
 fi
 cd "$work"
 # The process of this script becomes the measurement, which ends all that it started, also after kill -9.

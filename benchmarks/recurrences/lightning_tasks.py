@@ -92,6 +92,8 @@ def train(run: Run) -> TrialInfo | None:
         callbacks.append(
             EarlyStopping(task.metric, mode=mode, patience=task.max_epochs, stopping_threshold=task.target)
         )
+    if run.curve is not None:
+        callbacks.append(_Watching(task.metric, run.curve))
     on_gpu = task.device == GPU and torch.cuda.is_available()
     trainer = Trainer(
         accelerator="gpu" if on_gpu else "cpu",
@@ -108,8 +110,6 @@ def train(run: Run) -> TrialInfo | None:
         log_every_n_steps=1,
     )
     loader = _batches_at_once if task.device == GPU else _batches_of_samples
-    if run.curve is not None:
-        callbacks.append(_Watching(task.metric, run.curve))
     train_loader = loader(samples.train, run.batch_size, shuffle=True)
     validation_loader = loader(samples.validation, _VALIDATION_BATCH, shuffle=False)
     trainer.fit(Learner(network, task.metric, optimizer, run.scaled(lr)), train_loader, validation_loader)
