@@ -18,8 +18,10 @@ while [ $# -gt 0 ]; do
     esac
 done
 mkdir -p "$work" "$out"
-exec 9>"$work/lock"
-flock -w 20 9 || { echo "run.sh: another call uses $work: wait for its end" >&2; exit 1; }
+if command -v flock > /dev/null; then
+    exec 9> "$work/lock"
+    flock -w 20 9 || { echo "run.sh: another call uses $work: wait for its end" >&2; exit 1; }
+fi
 
 saved=$out/gpu-state.tgz
 [ -f "$saved" ] || saved=$beside/gpu-state.tgz

@@ -125,7 +125,7 @@ def _hour(options: argparse.Namespace) -> int:
         left = hour.measure()
     finally:
         pack(hour.state.directory, hour.pack_to)
-    hour.say(f"{left} steps are left" + (": run the same command again" if left else ""))
+    hour.say(f"at least {left} steps are left: run the same command again" if left else "all steps are done")
     if hour.state.records:
         results = hour_results(options.state)
         write_whole(options.out / "gpu-results.json", json.dumps(results, indent=2, ensure_ascii=False) + "\n")

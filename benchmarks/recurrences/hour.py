@@ -56,6 +56,9 @@ EXIT_S = 3.0
 LEAST_S = 30.0
 """Seconds that must be left when a call starts its server."""
 
+START_S = 6.0
+"""Expected seconds of a process before its training begins."""
+
 PACK_S = 20.0
 """Seconds between two packings at least. The state changes at the end of a training only."""
 
@@ -217,10 +220,15 @@ def hour_steps(tasks: Sequence[Task], recurrences: int = RECURRENCES, repeats: i
 
 
 def expected_s(step: Step, records: Sequence[Record]) -> float:
-    """Return the expected seconds of a step's training: the longest of its kind, or the median of its task."""
-    of_task = [each for each in records if each["task"] == step.task]
-    of_kind = [each["process_s"] for each in of_task if (each["stage"], each["who"]) == (step.stage, step.who)]
-    return max(of_kind, default=0.0) or (median(each["process_s"] for each in of_task) if of_task else 0.0)
+    """Return the expected seconds of a step's training: the longest of its kind, or the median of its task.
+
+    The seconds of a call's first process contain the import of the frameworks, so that `START_S` is added instead.
+    """
+    of_task = [each for each in records if each["task"] == step.task and "fit_wall_s" in each]
+    of_kind = [each["fit_wall_s"] for each in of_task if (each["stage"], each["who"]) == (step.stage, step.who)]
+    if not of_task:
+        return 0.0
+    return START_S + max(of_kind, default=median(each["fit_wall_s"] for each in of_task))
 
 
 def pack(directory: Path, file: Path) -> None:

@@ -19,7 +19,7 @@ from benchmarks.processes import BenchmarkError
 from benchmarks.recurrences import harness, hour
 from benchmarks.recurrences.calibration import next_step, target
 from benchmarks.recurrences.harness import MAX_BROKEN, State, Trainings, is_done
-from benchmarks.recurrences.hour import Hour, expected_s, hour_steps, pack
+from benchmarks.recurrences.hour import START_S, Hour, expected_s, hour_steps, pack
 from benchmarks.recurrences.plan import Step
 from benchmarks.recurrences.runs import Curve, Order
 from benchmarks.recurrences.tasks import HOUR_CONTENDERS, HOUR_TASKS, tasks_for
@@ -167,10 +167,11 @@ def test_contender_that_probes_takes_the_predicted_size_first() -> None:
 
 def test_expected_seconds_are_those_of_the_kind_or_of_the_task() -> None:
     step = Step("size", "resnet50", 0, 0, "16", Order("resnet50", "x", 0))
-    records = [calibration(64, [], process_s=30.0), calibration(64, [], process_s=50.0)]
+    records = [calibration(64, [], fit_wall_s=30.0), calibration(64, [], fit_wall_s=50.0)]
     assert expected_s(step, []) == 0
-    assert expected_s(step, records) == 40
-    assert expected_s(step, [*records, calibration(16, [], stage="size", process_s=70.0)]) == 70
+    assert expected_s(step, [calibration(64, [], state="broken")]) == 0
+    assert expected_s(step, records) == 40 + START_S
+    assert expected_s(step, [*records, calibration(16, [], stage="size", fit_wall_s=70.0)]) == 70 + START_S
 
 
 class Endless:
