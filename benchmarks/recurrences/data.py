@@ -103,8 +103,9 @@ def images(seed: int, *, pixels: int, samples: int, contrast: float, classes: in
     labels = torch.randint(0, classes, (samples,), generator=source, device=device)
     noisy = torch.empty(samples, 3, pixels, pixels, dtype=torch.uint8, device=device)
     noisy.random_(0, 256, generator=source)
-    for part, of_part in zip(noisy.split(512), labels.split(512), strict=True):  # a whole set of integers fills GiB
-        part.copy_((part + levels[of_part]).clamp_(0, 255))
+    for first in range(0, samples, 512):  # a whole set of integers fills GiB
+        part = noisy[first : first + 512]
+        part.copy_((part + levels[labels[first : first + 512]]).clamp_(0, 255))
     return _tail_validates(noisy, labels, classes=classes)
 
 
