@@ -6,7 +6,8 @@ EXTRAS ?= dev
 STAMP := $(VENV)/.installed
 
 .DELETE_ON_ERROR:
-.PHONY: .venv demo screenshots test test-rest test-all test-long test-minimum coverage lint bench proof reference docs
+.PHONY: .venv demo screenshots test test-rest test-all test-long test-minimum coverage lint bench proof gpu-bundle
+.PHONY: reference docs
 .PHONY: lock licences audit release-check clean
 
 .venv: $(STAMP)
@@ -92,6 +93,10 @@ proof: $(STAMP)
 	@$(BIN)/python -m benchmarks.recurrences run $(if $(QUICK),--quick) --state $(PROOF)
 	@$(BIN)/python -m benchmarks.recurrences collect --state $(PROOF) --results $(PROOF)/results.json --images $(PROOF)
 
+# One folder that measures for an hour on a GPU machine without a network: docs/proof.md.
+gpu-bundle: $(STAMP)
+	@$(BIN)/python -m benchmarks.bundle gpu-bundle
+
 # The pages of the documentation that follow from the code: settings, commands, routes.
 reference: $(STAMP)
 	@$(BIN)/python -m docs.generated
@@ -123,4 +128,4 @@ release-check:
 	@$(PYTHON) -m release check $(foreach python,$(RELEASE_PYTHONS),--python $(python)) $(RELEASE_OPTIONS)
 
 clean:
-	rm -rf $(VENV) .zeus-peer .zeus-peer.lock .demo build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf gpu-bundle $(VENV) .zeus-peer .zeus-peer.lock .demo build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -8,7 +8,7 @@ import os
 import platform
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from itertools import accumulate
 from pathlib import Path
@@ -177,12 +177,16 @@ class SizeFigure:
         runs: Runs that were measured.
         reached: Those of them that reached the target.
         cost_j: Of a run, and of the runs that have to be repeated because they miss the target; None if all do.
+        joules: Smallest, median and largest energy of the runs that reached the target; empty if none did.
+        mean_w: Mean power of all runs, watts; None without time.
     """
 
     batch_size: int
     runs: int
     reached: int
     cost_j: float | None
+    joules: tuple[float, ...] = ()
+    mean_w: float | None = None
 
 
 def machine(device: Device = CPU) -> dict[str, str]:
@@ -209,6 +213,10 @@ def proof_results(records: Sequence[Record], of_machine: dict[str, str]) -> Proo
     """
     if not records:
         raise ValueError("nothing has been measured yet: run `python -m benchmarks.recurrences run` first")
+    broken = [record for record in records if record["state"] == "broken"]
+    records = [record for record in records if record["state"] != "broken"]
+    if not records:
+        raise ValueError(f"all trainings broke: {broken[-1]['detail']}")
     names = [name for name in TASKS if any(record["task"] == name for record in records)]
     devices = {TASKS[name].device for name in names}
     if len(devices) > 1:
@@ -223,6 +231,7 @@ def proof_results(records: Sequence[Record], of_machine: dict[str, str]) -> Proo
         "energy_sources": sorted({record["energy_source"] for record in records if record["energy_source"]}),
         "load": {"median": median(loads), "highest": max(loads)},
         "trainings": len(records),
+        "broken": sorted({f"{record['key']}: {record['detail'].splitlines()[-1]}" for record in broken}),
         "tasks": {name: _task_results(name, [each for each in records if each["task"] == name]) for name in names},
     }
 
@@ -241,13 +250,13 @@ def _task_results(name: str, records: Sequence[Record]) -> dict[str, Any]:
     of_stage: dict[str, list[Record]] = defaultdict(list)
     for record in records:
         of_stage[record["stage"]].append(record)
-    met = {record["who"] for record in of_stage["recurrence"]} | {DEFAULT}
-    paid = {who: _paid(of_stage["recurrence"], who) for who in tasks.CONTENDERS if who in met}
-    common = sorted(set.intersection(*(set(each) for each in paid.values())))
+    contenders = dict.fromkeys((*tasks.CONTENDERS, *tasks.HOUR_CONTENDERS))
+    paid = {who: found for who in contenders if (found := _paid(of_stage["recurrence"], who))}
+    common = sorted(set.intersection(*map(set, paid.values()))) if tasks.DEFAULT in paid else []
     drifted = {(record["seed"], record["number"]): record["drifted"] for record in of_stage["recurrence"]}
     sizes = {phase: _sizes(of_stage["size"], drifted=phase) for phase in (False, True)}
     best = {phase: best_size(of_phase) for phase, of_phase in sizes.items()}
-    best_j = [None if (found := best[drifted[each]]) is None else found.cost_j for each in common]
+    best_j = [None if (best_of := best[drifted[each]]) is None else best_of.cost_j for each in common]
     return {
         "title": TASKS[name].title,
         "default": TASKS[name].default_batch_size,
@@ -255,6 +264,9 @@ def _task_results(name: str, records: Sequence[Record]) -> dict[str, Any]:
         "recurrences": len(common),
         "longest_job": len({number for _, number in common}),
         "contenders": {who: _contender(each, paid[DEFAULT], common, best_j) for who, each in paid.items() if common},
+        "limit_w": max((limit_w for each in of_stage["calibrate"] if (limit_w := each.get("limit_w"))), default=None),
+        "calibration": [_calibration(each) for each in of_stage["calibrate"]],
+        "synchronising": _synchronising(of_stage["synchronise"]),
         "sizes": [{**asdict(each), "drifted": phase} for phase, of_phase in sizes.items() for each in of_phase],
         "best_sizes": [found.batch_size for found in best.values() if found is not None],
         "overhead": _overhead(of_stage["overhead"]),
@@ -319,11 +331,53 @@ def _saved(spent: Sequence[float], needed: Sequence[float]) -> Interval:
 
 
 def _sizes(records: Iterable[Record], *, drifted: bool) -> list[SizeFigure]:
-    runs: dict[int, list[tuple[float, bool]]] = defaultdict(list)
+    of_size: dict[int, list[Record]] = defaultdict(list)
     for record in records:
         if record["drifted"] == drifted:
-            runs[record["batch_size"]].append((record["cost_j"], record["reached"]))
-    return hindsight(runs)
+            of_size[record["batch_size"]].append(record)
+    figures = hindsight({size: [(each["cost_j"], each["reached"]) for each in runs] for size, runs in of_size.items()})
+    return [replace(figure, **_spread(of_size[figure.batch_size])) for figure in figures]
+
+
+def _spread(runs: Sequence[Record]) -> dict[str, Any]:
+    """Return `joules` and `mean_w` of the runs of one size."""
+    reached_j = sorted(each["energy_j"] for each in runs if each["reached"])
+    time_s = sum(each["time_s"] for each in runs)
+    return {
+        "joules": (reached_j[0], median(reached_j), reached_j[-1]) if reached_j else (),
+        "mean_w": sum(each["energy_j"] for each in runs) / time_s if time_s else None,
+    }
+
+
+def _calibration(record: Record) -> dict[str, Any]:
+    """Return the figures of a calibration's training: the metric of each epoch, times, powers and memory."""
+    curve = record["curve"]
+    return {
+        "batch_size": record["batch_size"],
+        "number": record["number"],
+        "state": record["state"],
+        "metrics": [metric for _, _, metric in curve],
+        "time_s": curve[-1][0] if curve else None,
+        "mean_w": curve[-1][1] / curve[-1][0] if curve else None,
+        **{name: record[name] for name in ("peak_w", "idle_w", "memory_gib")},
+    }
+
+
+def _synchronising(records: Iterable[Record]) -> dict[str, Any] | None:
+    """Ratios of windows without synchronising over those with it, pair by pair."""
+    windows = [window for record in records for window in record["windows"]]
+    pairs = [
+        {synchronised: values for synchronised, *values in windows[place : place + 2]}
+        for place in range(0, len(windows), 2)
+    ]
+    if not pairs:
+        return None
+    ratios = {
+        name: bootstrap([(pair[False][place], pair[True][place]) for pair in pairs], median_ratio)
+        for place, name in enumerate(("energy", "time"))
+        if all(pair[True][place] > 0 for pair in pairs)
+    }
+    return {"pairs": len(pairs), "energy_j": median(pair[True][0] for pair in pairs), **ratios}
 
 
 def _overhead(records: Iterable[Record]) -> dict[str, Any] | None:
@@ -336,7 +390,8 @@ def _overhead(records: Iterable[Record]) -> dict[str, Any] | None:
         return None
     ratios = {
         clock: bootstrap([(pair["with"][field], pair["without"][field]) for pair in whole], median_ratio)
-        for clock, field in (("cpu", "fit_cpu_s"), ("wall", "fit_wall_s"))
+        for clock, field in (("cpu", "fit_cpu_s"), ("wall", "fit_wall_s"), ("energy", "fit_energy_j"))
+        if all(pair["without"].get(field) for pair in whole)
     }
     seconds = {who: median(pair[who]["fit_cpu_s"] for pair in whole) for who in ("with", "without")}
     return {"pairs": len(whole), **ratios, "cpu_s": seconds}

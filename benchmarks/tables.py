@@ -248,7 +248,11 @@ def proof_tables(results: ProofResults) -> dict[str, str]:
     made["-conditions"] = _conditions(results)
     if is_of_gpu:
         made["-status"] = _gpu_status(results)
-    if not _is_simulated(results):
+        made["-joules"] = _joules(results)
+        made["-calibration"] = _calibration(results)
+        made["-check"] = _gpu_check(results.get("gpu_check", {}), _on_simulated(results))
+        made["-windows"] = _windows(results)
+    if not _is_simulated(results) and any(task["jobs"] for task in results["tasks"].values()):
         made["-summary"] = _summary(results)
     return {f"{'gpu' if is_of_gpu else 'proof'}{name}": table for name, table in made.items()}
 
@@ -271,7 +275,8 @@ def _on_simulated(results: ProofResults) -> str:
 def _savings(results: ProofResults) -> str:
     head = ["task", "jobs, recurrences", "contender", f"energy, kJ ({energy_of(results)})"]
     saved = [
-        "energy saved",
+        "energy saved (95 %)",
+        "verdict",
         "time saved",
         "cost saved (95 %)",
         "in the first five",
@@ -286,16 +291,23 @@ def _savings(results: ProofResults) -> str:
             if found is None:
                 continue
             label = {DEFAULT: f"always {task['default']}", PROBED: f"`{GP_VOI}`, probed"}.get(who, f"`{who}`")
-            cells = ["–"] * 6
+            cells = ["–"] * 7
             if who != DEFAULT:
-                cells = [_percent(found["saved"][measure][0]) for measure in ("energy_j", "time_s")]
+                energy = found["saved"]["energy_j"]
                 early = _interval(found["early"]) if "early" in found else "–"
+                cells = [_interval(energy), _verdict(energy), _percent(found["saved"]["time_s"][0])]
                 cells += [_interval(found["saved"]["cost_j"]), early, _interval(found["later"])]
                 cells.append("not yet" if found["break_even"] is None else str(found["break_even"]))
             regret = "–" if found["regret"] is None else _percent(found["regret"], sign="+")
             counts = [regret, str(found["tries"]), str(found["given_up"])]
             lines.append([*extent, label, _three_digits(found["energy_j"] / 1000), *cells, *counts])
     return markdown_table(lines)
+
+
+def _verdict(saved: Sequence[float]) -> str:
+    """Return the verdict of an interval of the share saved."""
+    _, low, high = saved
+    return "saves" if low > 0 else "loses" if high < 0 else "not shown yet"
 
 
 def _interval(found: Sequence[float]) -> str:
@@ -338,12 +350,94 @@ def _size(found: dict[str, Any] | None, default: int, least_j: float) -> str:
 
 def _overhead(results: ProofResults) -> str:
     head = [f"task{_on_simulated(results)}", "pairs", "CPU s without", "with", "CPU time, with / without"]
-    lines = [[*head, "time, with / without"]]
+    # Energy beside CPU time says nothing where it is estimated from it.
+    clocks = ("cpu", "wall", *(["energy"] if results["device"] == GPU else []))
+    lines = [[*head, *(f"{name}, with / without" for name in ("time", "energy")[: len(clocks) - 1])]]
     for name, task in results["tasks"].items():
         if (found := task["overhead"]) is not None:
             seconds = [f"{found['cpu_s'][who]:.2f}" for who in ("without", "with")]
-            ratios = ["{:.3f} ({:.3f} to {:.3f})".format(*found[clock]) for clock in ("cpu", "wall")]
+            ratios = [_ratio(found.get(clock)) for clock in clocks]
             lines.append([name, str(found["pairs"]), *seconds, *ratios])
+    return markdown_table(lines)
+
+
+def _ratio(found: Sequence[float] | None) -> str:
+    return "–" if found is None else "{:.3f} ({:.3f} to {:.3f})".format(*found)
+
+
+def _joules(results: ProofResults) -> str:
+    """A line for each task and size: joules until the target with their spread, and mean watts."""
+    head = [
+        "task",
+        "size",
+        "runs",
+        "reached",
+        f"J until the target, median (smallest to largest){_on_simulated(results)}",
+    ]
+    lines = [[*head, "mean W"]]
+    for name, task in results["tasks"].items():
+        for found in task["sizes"]:
+            joules = "–"
+            if found["joules"]:
+                low, middle, high = map(_three_digits, found["joules"])
+                joules = f"{middle} ({low} to {high})"
+            size = f"{found['batch_size']}{' (default)' if found['batch_size'] == task['default'] else ''}"
+            counts = [str(found["runs"]), str(found["reached"])]
+            lines.append([name, size, *counts, joules, _watts(found["mean_w"], task["limit_w"])])
+    return markdown_table(lines)
+
+
+def _watts(mean_w: float | None, limit_w: float | None) -> str:
+    """The mean power; below half of the limit, the GPU mostly waits for the launches of its kernels."""
+    if mean_w is None:
+        return "–"
+    is_waiting = limit_w is not None and mean_w < limit_w / 2
+    return f"{mean_w:.0f}" + (f", launch-bound (below half of {limit_w:.0f} W)" if is_waiting else "")
+
+
+def _calibration(results: ProofResults) -> str:
+    """A line for each training of the calibration."""
+    head = ["task", "size", "metric after each epoch", "seconds", "target reached after, s", "mean W", "peak W"]
+    lines = [[*head, f"idle W{_on_simulated(results)}", "memory, GiB"]]
+    for name, task in results["tasks"].items():
+        of_target = results.get("targets", {}).get(name, {})
+        last = max((found["number"] for found in task["calibration"]), default=0)
+        for found in task["calibration"]:
+            reached_s = of_target.get("reached_s", {}) if found["number"] == last else {}
+            metrics = found["metrics"]
+            kept = sorted({round(place * (len(metrics) - 1) / 7) for place in range(8)}) if metrics else []
+            shown = ", ".join(f"{metrics[place]:.3g}" for place in kept) or found["state"]
+            times = [_or_dash(found["time_s"], 1), _or_dash(reached_s.get(str(found["batch_size"])), 1)]
+            watts = [
+                _watts(found["mean_w"], task["limit_w"]),
+                *(_or_dash(found[each], 0) for each in ("peak_w", "idle_w")),
+            ]
+            lines.append([name, str(found["batch_size"]), shown, *times, *watts, _or_dash(found["memory_gib"], 1)])
+    targets = (
+        f"- `{name}`: target {found['metric']:g}, at most {found['max_epochs']} epochs"
+        + (f". **{found['problem']}.**" if found["problem"] else "")
+        for name, found in results.get("targets", {}).items()
+    )
+    return "\n".join([markdown_table(lines), "", *targets]).rstrip()
+
+
+def _gpu_check(found: Mapping[str, Any], simulated: str) -> str:
+    """A line for each check of ``zeus-plugins doctor --gpu-check``."""
+    lines = [["check", "verdict", f"found{simulated}"]]
+    lines += [[each["check"], each["verdict"], each["found"].replace("|", "/")] for each in found.get("results", ())]
+    if found.get("problem"):
+        lines.append(["all", "failed", found["problem"].strip().splitlines()[-1]])
+    return markdown_table(lines)
+
+
+def _windows(results: ProofResults) -> str:
+    """A line for each task whose windows were measured with and without synchronising."""
+    head = [f"task{_on_simulated(results)}", "pairs of windows", "J of a window that waits"]
+    lines = [[*head, "energy, without / with synchronising", "time, without / with"]]
+    for name, task in results["tasks"].items():
+        if (found := task["synchronising"]) is not None:
+            ratios = [_ratio(found.get(each)) for each in ("energy", "time")]
+            lines.append([name, str(found["pairs"]), _three_digits(found["energy_j"]), *ratios])
     return markdown_table(lines)
 
 
@@ -357,6 +451,7 @@ def _conditions(results: ProofResults) -> str:
         ["energy", energy_of(results)],
         ["load of the machine (1 min)", f"median {load['median']:.1f}, highest {load['highest']:.1f}"],
         ["trainings", str(results["trainings"])],
+        *(["broken", each] for each in results.get("broken", ())),
     ]
     return markdown_table(lines)
 
@@ -371,8 +466,8 @@ def _gpu_status(results: ProofResults) -> str:
 
 def _summary(results: ProofResults) -> str:
     """Return the README's table: the share of the summed energy that `gp_voi` saved, and the conditions."""
-    enough = [task for task in results["tasks"].values() if task["longest_job"] >= _ENOUGH_RECURRENCES]
-    tasks = enough or list(results["tasks"].values())
+    recurring = [task for task in results["tasks"].values() if task["jobs"]]
+    tasks = [task for task in recurring if task["longest_job"] >= _ENOUGH_RECURRENCES] or recurring
     compared = [task for task in tasks if {GP_VOI, DEFAULT} <= task["contenders"].keys()]
     lines = [["energy saved by `gp_voi` against always the default, with its trials", "trainings", "conditions"]]
     if compared:

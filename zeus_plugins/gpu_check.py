@@ -57,6 +57,31 @@ _SYS_ADMIN = 1 << 21
 BURST_S = 0.2
 """Seconds of work, and of rest, in bursts."""
 
+
+@dataclass(frozen=True)
+class Bursts:
+    """Work for a share of each period, which begins at multiples of the period of the monotonic clock, plus a phase."""
+
+    period_s: float
+    phase_s: float = 0.0
+    share: float = 0.25
+
+    def rest_s(self, now_s: float) -> float:
+        """Return the seconds until the next work; 0 while there is work."""
+        place_s = (now_s - self.phase_s) % self.period_s
+        return 0.0 if place_s < self.share * self.period_s else self.period_s - place_s
+
+
+# Of 25 ms in each 100 ms at four phases, a sensor that samples for 25 ms in 100 ms sees all or nothing. The other
+# periods visit all places of its samples.
+_BURSTS = (*(Bursts(0.1, phase_s) for phase_s in (0.0, 0.025, 0.05, 0.075)), Bursts(0.073), Bursts(0.137))
+
+PHASE_AGREEMENT = 0.2
+"""Largest difference of the joules of a multiplication between bursts of the same share of work."""
+
+RUN_AGREEMENT = 0.5
+"""Largest difference of these joules between bursts and continuous work, which may run at other clocks."""
+
 _MATRIX_SIZE = 4096
 _CALLS = 200
 
@@ -109,6 +134,7 @@ class Load:
 
     def __init__(self, uuid: str) -> None:
         self._uuid = uuid
+        self.multiplications = 0
         self._torch: Any = None
         with contextlib.suppress(ImportError, OSError):
             self._torch = importlib.import_module("torch")
@@ -120,8 +146,11 @@ class Load:
         return None if self._device() is not None else "CUDA does not show this GPU to PyTorch"
 
     @contextmanager
-    def running(self, phase: str) -> Iterator[None]:
-        """Keep the GPU busy in the context: never (``idle``), always (``load``), or on and off (``bursts``)."""
+    def running(self, phase: str | Bursts) -> Iterator[None]:
+        """Keep the GPU busy in the context: never (``idle``), always (``load``), or on and off (``bursts``, `Bursts`).
+
+        `multiplications` counts the products that are done.
+        """
         if phase == "idle":
             yield
             return
@@ -145,14 +174,15 @@ class Load:
         self._torch.cuda.synchronize(matrix.device)
         return returned_s - begun_s, time.monotonic() - begun_s
 
-    def _work(self, phase: str, stopped: threading.Event) -> None:
+    def _work(self, phase: str | Bursts, stopped: threading.Event) -> None:
         matrix = self._matrix()
+        bursts = Bursts(2 * BURST_S, share=1.0 if phase == "load" else 0.5) if isinstance(phase, str) else phase
         while not stopped.is_set():
-            end_s = time.monotonic() + BURST_S
-            while time.monotonic() < end_s:
+            if rest_s := bursts.rest_s(time.monotonic()):
+                stopped.wait(rest_s)
+            else:
                 self._multiply(matrix)
-            if phase == "bursts":
-                stopped.wait(BURST_S)
+                self.multiplications += 1
 
     def _multiply(self, matrix: Any) -> None:
         matrix @ matrix
@@ -209,7 +239,7 @@ class Examination:
     sleep: Callable[[float], None] = time.sleep
 
     def results(self) -> Iterator[Result]:
-        """Run the checks, about half a minute for each GPU; raise `ZeusBSOConfigError` if none can be opened."""
+        """Run the checks, about a minute for each GPU; raise `ZeusBSOConfigError` if none can be opened."""
         gpus = open_gpus(self.nvml, mixed=True)
         devices = [find_devices([gpu.uuid], nvml=self.nvml)[0] for gpu in gpus]
         for gpu, device in zip(gpus, devices, strict=True):
@@ -242,6 +272,10 @@ class Examination:
                 with load.running(phase):
                     self.sleep(SETTLE_S)
                     yield agreement_result(str(gpu), phase, self._span(gpu, PHASE_S))
+            if missing:
+                yield result("energy, phases", "a load", missing, Verdict.SKIPPED)
+            else:
+                yield self._phases(gpu, load)
         except EnergyUnavailableError as error:
             yield result("readings", "a counter and power readings", error.cause, Verdict.DOUBTFUL)
         if missing:
@@ -279,6 +313,27 @@ class Examination:
         ended_s, ended_uj = self._move(gpu)
         time_s = ended_s - begun_s
         return Span(time_s, (ended_uj - begun_uj) / 1e6, _energy_j(means, time_s), _energy_j(instants, time_s))
+
+    def _phases(self, gpu: NvmlGpu, load: Load) -> Result:
+        """Compare the joules of a multiplication in continuous work and in bursts, less the power at rest."""
+        rest_s, rest_j, _ = self._counted(gpu, load, "idle")
+        rest_w = rest_j / rest_s
+        _, run_j, run_count = self._counted(gpu, load, "load")
+        found: list[float | None] = []
+        for bursts in _BURSTS:
+            time_s, spent_j, count = self._counted(gpu, load, bursts)
+            found.append((spent_j - rest_w * time_s * (1 - bursts.share)) / count if count else None)
+        return phase_result(str(gpu), run_j / run_count if run_count else None, dict(zip(_BURSTS, found, strict=True)))
+
+    def _counted(self, gpu: NvmlGpu, load: Load, phase: str | Bursts) -> tuple[float, float, int]:
+        """Return the seconds, joules and multiplications of a phase, from one move of the counter to another."""
+        with load.running(phase):
+            self.sleep(SETTLE_S / 3)
+            begun_s, begun_uj = self._move(gpu)
+            begun = load.multiplications
+            self.sleep(SHORT_S)
+            ended_s, ended_uj = self._move(gpu)
+            return ended_s - begun_s, (ended_uj - begun_uj) / 1e6, load.multiplications - begun
 
     def _move(self, gpu: NvmlGpu) -> tuple[float, int]:
         """Return time and value of the next move of the counter, or of its last reading after a second."""
@@ -385,6 +440,22 @@ def agreement_result(gpu: str, phase: str, span: Span) -> Result:
     is_alone = span.mean_j is None and span.instant_j is None
     verdict = Verdict.SKIPPED if is_alone else _ok(worst <= allowed)
     return Result(f"energy, {phase}", expected, ", ".join(told), verdict, gpu, details)
+
+
+def phase_result(gpu: str, run_j: float | None, bursts_j: Mapping[Bursts, float | None]) -> Result:
+    """Judge the joules of a multiplication, in continuous work and by bursts: only a sensor that skips differs."""
+    expected = f"the phase of bursts changes the joules of a multiplication by at most {PHASE_AGREEMENT:.0%}"
+    details = {"run_j": run_j, "bursts_j": [{**vars(bursts), "joules": each} for bursts, each in bursts_j.items()]}
+    known = [each for each in bursts_j.values() if each is not None]
+    if not run_j or len(known) < len(bursts_j):
+        found = "the counter or the load stood still"
+        return Result("energy, phases", expected, found, Verdict.DOUBTFUL, gpu, details)
+    middle_j = median(known)
+    spread = (max(known) - min(known)) / abs(middle_j) if middle_j else float("inf")
+    differences = [each / run_j - 1 for each in known]
+    found = f"{run_j:.3g} J in continuous work, bursts {min(differences):+.0%} to {max(differences):+.0%}"
+    is_ok = spread <= PHASE_AGREEMENT and abs(middle_j / run_j - 1) <= RUN_AGREEMENT
+    return Result("energy, phases", expected, found, _ok(is_ok), gpu, details | {"spread": spread})
 
 
 def mapping_result(form: str, cuda: list[str] | None, ours: list[str] | None, problem: str | None) -> Result:

@@ -7,24 +7,23 @@ import json
 import os
 import signal
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from benchmarks.plots import plot_trainings
 from benchmarks.processes import BenchmarkError
+from benchmarks.recurrences.calibration import SECONDS
 from benchmarks.recurrences.harness import State, measure, read_records, write_whole
+from benchmarks.recurrences.hour import GPU_CHECK, LEFT_STATUS, MACHINE, RECURRENCES, REPEATS, TARGETS, Hour, pack
 from benchmarks.recurrences.plan import ON_GPU, QUICK, Extent, steps
 from benchmarks.recurrences.tasks import CPU, GPU, TASKS, tasks_for
 from benchmarks.reports import machine, proof_results
-from benchmarks.tables import proof_tables, write_tables
+from benchmarks.tables import mark_of, proof_tables, write_tables
 from zeus_plugins.errors import ZeusBSOError
 
-LEFT_STATUS = 3
-"""Exit status while steps are left: run the same command again."""
-
 _STATE = Path(".proof")
-_MACHINE = "machine.json"
 _KIND = "kind.json"
 
 
@@ -67,6 +66,16 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--shrink", type=int, default=1, metavar="N", help=shrinks)
     run.add_argument("--state", type=Path, default=_STATE, metavar="DIR", help=f"what was measured (default {_STATE})")
     run.set_defaults(run=_run)
+    hour = commands.add_parser("hour", help="one call of the hour on a GPU: check, calibrate, measure, write results")
+    hour.add_argument("--minutes", type=float, default=8.0, metavar="M", help="end before so many (default 8)")
+    hour.add_argument("--began", type=float, metavar="S", help="the minutes began at this second since 1970")
+    hour.add_argument("--seconds", type=float, nargs=2, default=SECONDS, metavar="S", help="time to reach a target")
+    hour.add_argument("--recurrences", type=int, default=RECURRENCES, metavar="N", help="of each of the two jobs")
+    hour.add_argument("--repeats", type=int, default=REPEATS, metavar="N", help="runs of each size")
+    hour.add_argument("--shrink", type=int, default=1, metavar="N", help=shrinks)
+    hour.add_argument("--state", type=Path, default=_STATE, metavar="DIR", help=f"what was measured (default {_STATE})")
+    hour.add_argument("--out", type=Path, default=_STATE, metavar="DIR", help="gets the packed state and the results")
+    hour.set_defaults(run=_hour)
     collect = commands.add_parser("collect", help="tables, JSON, pictures and documents of what was measured")
     collect.add_argument("--state", type=Path, nargs="+", default=[_STATE], metavar="DIR", help="one or several")
     collect.add_argument("--results", type=Path, metavar="FILE", help="write the figures as JSON")
@@ -89,12 +98,53 @@ def _run(options: argparse.Namespace) -> int:
     if options.device == GPU:
         require_gpu(options.shrink)
     require_one_kind(options.state, {"device": options.device, "shrink": options.shrink})
-    write_whole(options.state / _MACHINE, json.dumps(machine(options.device)) + "\n")
+    write_whole(options.state / MACHINE, json.dumps(machine(options.device)) + "\n")
     left = measure(list(steps(tasks, extent)), state, minutes=options.minutes, say=_say)
     if left:
         _say(f"{left} steps are left: run the same command again")
         return LEFT_STATUS
     return 0
+
+
+def _hour(options: argparse.Namespace) -> int:
+    spent_s = 0.0 if options.began is None else max(0.0, time.time() - options.began)
+    end_s = time.monotonic() + 60 * options.minutes - spent_s
+    require_gpu(options.shrink)
+    hour = Hour(
+        State(options.state),
+        end_s,
+        tuple(options.seconds),
+        options.shrink,
+        options.out / "gpu-state.tgz",
+        options.recurrences,
+        options.repeats,
+    )
+    hour.exit_in_time()
+    write_whole(options.state / MACHINE, json.dumps(machine(GPU)) + "\n")
+    hour.say(f"a call of {options.minutes:g} minutes, {end_s - time.monotonic():.0f} s left")
+    try:
+        left = hour.measure()
+    finally:
+        pack(hour.state.directory, hour.pack_to)
+    hour.say(f"at least {left} steps are left: run the same command again" if left else "all steps are done")
+    if hour.state.records:
+        results = hour_results(options.state)
+        write_whole(options.out / "gpu-results.json", json.dumps(results, indent=2, ensure_ascii=False) + "\n")
+        tables = proof_tables(results)
+        page = "\n\n".join(f"{mark_of(name)}\n{table}" for name, table in tables.items())
+        write_whole(options.out / "gpu-page.md", page + "\n")
+    pack(hour.state.directory, hour.pack_to)
+    return LEFT_STATUS if left else 0
+
+
+def hour_results(directory: Path) -> dict[str, Any]:
+    """Return the figures of a state of the hour: of trainings, the calibration, the GPU's check and its windows."""
+    records = read_records([directory])
+    results = proof_results(records, json.loads((directory / MACHINE).read_text("utf-8")))
+    for name, file in (("gpu_check", GPU_CHECK), ("targets", TARGETS)):
+        if (directory / file).exists():
+            results[name] = json.loads((directory / file).read_text("utf-8"))
+    return results
 
 
 def require_one_kind(directory: Path, kind: dict[str, object]) -> None:
@@ -132,14 +182,18 @@ def require_gpu(shrink: int) -> None:
 def _collect(options: argparse.Namespace) -> int:
     if options.source is not None:
         results = json.loads(options.source.read_text("utf-8"))
+    elif (options.state[0] / GPU_CHECK).exists():
+        results = hour_results(options.state[0])
     else:
-        told = json.loads((options.state[0] / _MACHINE).read_text("utf-8"))
+        told = json.loads((options.state[0] / MACHINE).read_text("utf-8"))
         results = proof_results(read_records(options.state), told)
     if options.results is not None:
         options.results.write_text(json.dumps(results, indent=2, ensure_ascii=False) + "\n", "utf-8")
     tables = proof_tables(results)
     write_tables(tables, options.write)
     if options.images is not None:
+        from benchmarks.plots import plot_trainings  # loads the policies, too
+
         plot_trainings(results, options.images)
     print("\n\n".join(tables.values()))
     return 0

@@ -12,8 +12,6 @@ from pydoc_data.topics import topics
 
 import numpy as np
 import torch
-from sklearn.datasets import load_digits, make_friedman1
-from sklearn.model_selection import train_test_split
 from torch import Tensor
 
 BLOCK = 32
@@ -37,6 +35,8 @@ class Data:
 
 def digits(seed: int) -> Data:
     """scikit-learn's handwritten digits, shape (n, 1, 8, 8): 1,437 to train on, 360 to validate with."""
+    from sklearn.datasets import load_digits  # absent on GPU machines, which train on generated data
+
     images, labels = load_digits(return_X_y=True)
     pixels = (images / 16).astype(np.float32).reshape(-1, 1, 8, 8)
     return _split(torch.from_numpy(pixels), torch.from_numpy(labels), seed, validation=0.2, classes=10)
@@ -44,6 +44,8 @@ def digits(seed: int) -> Data:
 
 def friedman(seed: int, *, drifted: bool) -> Data:
     """Friedman's function of ten features with noise; after a drift, four times the samples and twice the noise."""
+    from sklearn.datasets import make_friedman1
+
     samples, noise = (12_000, 2.0) if drifted else (3_000, 1.0)
     features, values = make_friedman1(samples + 1000, noise=noise, random_state=seed)
     inputs = torch.from_numpy(features.astype(np.float32))
@@ -87,23 +89,24 @@ def excerpts(seed: int, *, samples: int = 1_200) -> Data:
     return Data(train, validation, classes=_TOPICS, vocabulary=len(codes) + 2)
 
 
-def images(seed: int, *, pixels: int, samples: int, contrast: float, classes: int = 10) -> Data:
-    """Generated images, shape (n, 3, pixels, pixels) of bytes: a pattern of waves for each class, in strong noise.
+def images(seed: int, *, pixels: int, samples: int, contrast: float, classes: int = 10, device: str = "cpu") -> Data:
+    """Images made on the device, shape (n, 3, pixels, pixels) of bytes: a pattern of waves per class, in strong noise.
 
     The noise is even over all bytes, 74 levels of standard deviation; `contrast` is that of the patterns, in levels.
+    The last tenth of the images validates.
     """
     waves = torch.Generator().manual_seed(0)  # the classes are the same in every recurrence
     coarse = torch.randn(classes, 3, 8, 8, generator=waves)
     patterns = torch.nn.functional.interpolate(coarse, size=(pixels, pixels), mode="bilinear")
-    levels = (contrast * patterns).round().to(torch.int16).numpy()
-    rng = np.random.default_rng(seed)
-    labels = rng.integers(0, classes, samples)
-    # Bytes are drawn in a tenth of the time of normal floats, which the data of each training would cost anew.
-    noisy = rng.integers(0, 256, (samples, 3, pixels, pixels), dtype=np.uint8)
-    for first in range(0, samples, 512):  # in pieces, as a whole set of larger integers would take gigabytes
+    levels = (contrast * patterns).round().to(torch.int16).to(device)
+    source = torch.Generator(device).manual_seed(seed)
+    labels = torch.randint(0, classes, (samples,), generator=source, device=device)
+    noisy = torch.empty(samples, 3, pixels, pixels, dtype=torch.uint8, device=device)
+    noisy.random_(0, 256, generator=source)
+    for first in range(0, samples, 512):  # a whole set of integers fills GiB
         part = noisy[first : first + 512]
-        part[:] = np.clip(part + levels[labels[first : first + 512]], 0, 255)
-    return _split(torch.from_numpy(noisy), torch.from_numpy(labels), seed, validation=0.1, classes=classes)
+        part.copy_((part + levels[labels[first : first + 512]]).clamp_(0, 255))
+    return _tail_validates(noisy, labels, classes=classes)
 
 
 def sentences(seed: int, *, samples: int, length: int, vocabulary: int, classes: int = 4) -> Data:
@@ -121,14 +124,20 @@ def sentences(seed: int, *, samples: int, length: int, vocabulary: int, classes:
     for place in range(1, length):
         choice = np.minimum(np.searchsorted(odds, rng.random(samples)), 7)
         words[:, place] = followers[labels, words[:, place - 1], choice]
-    return _split(
-        torch.from_numpy(words), torch.from_numpy(labels), seed, validation=0.1, classes=classes, vocabulary=vocabulary
-    )
+    return _tail_validates(torch.from_numpy(words), torch.from_numpy(labels), classes=classes, vocabulary=vocabulary)
+
+
+def _tail_validates(inputs: Tensor, targets: Tensor, *, classes: int, vocabulary: int = 0) -> Data:
+    """Validate with the last tenth of generated samples, which have no order."""
+    first = len(inputs) - len(inputs) // 10
+    return Data((inputs[:first], targets[:first]), (inputs[first:], targets[first:]), classes, vocabulary)
 
 
 def _split(
     inputs: Tensor, targets: Tensor, seed: int, *, validation: float, classes: int = 0, vocabulary: int = 0
 ) -> Data:
+    from sklearn.model_selection import train_test_split
+
     train, held_out = train_test_split(np.arange(len(inputs)), test_size=validation, random_state=seed)
     return Data((inputs[train], targets[train]), (inputs[held_out], targets[held_out]), classes, vocabulary)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -23,6 +24,15 @@ from zeus_plugins.client.http import BsoClient
 from zeus_plugins.demo.processes import Launcher
 from zeus_plugins.protocol import Ending, TrialId, TrialState
 
+RECORDS = "runs.jsonl"
+DATABASE = "bso.sqlite3"
+
+BROKEN = "broken"
+"""State of a training that ended with an error."""
+
+MAX_BROKEN = 2
+"""Broken trainings of a step, after which it is given up."""
+
 MAX_TRIES = 12
 """Trainings of one recurrence, after which it is given up if none of them has reached the target."""
 
@@ -37,8 +47,11 @@ class State:
     def __init__(self, directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         self.directory = directory
-        self._file = directory / "runs.jsonl"
+        self._file = directory / RECORDS
         self.records = read_records([directory])
+        self._by_key: dict[str, list[Record]] = defaultdict(list)
+        for record in self.records:
+            self._by_key[record["key"]].append(record)
         if self._file.exists() and not self._file.read_bytes().endswith(b"\n"):
             # The last line was not written to its end.
             whole = self._file.read_bytes().rpartition(b"\n")
@@ -46,13 +59,14 @@ class State:
 
     def of(self, key: str) -> list[Record]:
         """Return the trainings of a step, in the order in which they ran."""
-        return [record for record in self.records if record["key"] == key]
+        return self._by_key[key]
 
     def add(self, record: Record) -> None:
         """Keep a training that has ended."""
         with self._file.open("a", encoding="utf-8") as file:
             file.write(json.dumps(record, ensure_ascii=False) + "\n")
         self.records.append(record)
+        self._by_key[record["key"]].append(record)
 
 
 def write_whole(file: Path, text: str) -> None:
@@ -71,7 +85,7 @@ def read_records(directories: Iterable[Path]) -> list[Record]:
     records: list[Record] = []
     owners: dict[str, Path] = {}
     for directory in directories:
-        file = directory / "runs.jsonl"
+        file = directory / RECORDS
         lines = file.read_text("utf-8").splitlines(keepends=True) if file.exists() else []
         for record in (json.loads(line) for line in lines if line.endswith("\n")):
             other = owners.setdefault(record["key"], directory)
@@ -90,10 +104,15 @@ class Trainings:
     Args:
         state: Keeps the outcomes, and the logs.
         server_url: The server.
+        end_s: Monotonic second at which the present training is ended and not kept; None: never.
+        keeps_broken: Keep the outcome of a training that broke.
     """
 
-    def __init__(self, state: State, server_url: str) -> None:
+    def __init__(
+        self, state: State, server_url: str, *, end_s: float | None = None, keeps_broken: bool = False
+    ) -> None:
         self._state, self._server_url = state, server_url
+        self._end_s, self._keeps_broken = end_s, keeps_broken
         self._launcher = Launcher("benchmarks.recurrences.training")
 
     def attempt(self, step: Step) -> None:
@@ -101,6 +120,7 @@ class Trainings:
 
         Raises:
             BenchmarkError: The training broke.
+            TimeoutError: The training was ended at `end_s`.
         """
         tried = self._state.of(step.key)
         record = self._run(replace(step.order, seed=step.order.seed + len(tried)))
@@ -115,15 +135,23 @@ class Trainings:
         arguments = ["--order", order.to_json(), "--server-url", self._server_url, "--output", str(file)]
         process = self._launcher.start(arguments, log)
         try:
-            process.join()
+            process.join(None if self._end_s is None else max(0.0, self._end_s - time.monotonic()))
+            if process.is_alive():
+                raise TimeoutError
         finally:
             process.terminate()  # only an interruption leaves it running
             process.join()
-        outcome: Record = json.loads(file.read_text("utf-8")) if file.exists() else {"state": "broken", "detail": ""}
-        if process.exitcode not in (0, FAILED_STATUS) or outcome["state"] == "broken":
+        outcome: Record = json.loads(file.read_text("utf-8")) if file.exists() else {"state": BROKEN, "detail": ""}
+        if process.exitcode not in (0, FAILED_STATUS) or outcome["state"] == BROKEN:
             told = outcome["detail"] or f"exit status {process.exitcode}"
-            raise BenchmarkError(f"a training broke: {told.strip()} ({log} may say more)")
-        file.unlink()
+            if not self._keeps_broken:
+                raise BenchmarkError(f"a training broke: {told.strip()} ({log} may say more)")
+            size = order.batch_size or order.training.default_batch_size
+            nothing: Record = dict.fromkeys(("time_s", "energy_j", "cost_j"), 0.0)
+            nothing |= dict.fromkeys(("idle_w", "peak_w", "memory_gib", "energy_source"))
+            outcome = {"batch_size": size, "reached": False, "curve": [], **nothing, **outcome}
+            outcome |= {"state": BROKEN, "detail": told.strip()}
+        file.unlink(missing_ok=True)
         process_s = time.monotonic() - begun_s
         return {**outcome, "begun_at": begun_at, "process_s": process_s, "load_1": os.getloadavg()[0]}
 
@@ -131,7 +159,9 @@ class Trainings:
 def is_done(step: Step, tried: Sequence[Record]) -> bool:
     """True if nothing is left to do of a step."""
     if step.stage != "recurrence":
-        return bool(tried)
+        return bool(tried) and (tried[-1]["state"] != BROKEN or len(tried) >= MAX_BROKEN)
+    if sum(record["state"] == BROKEN for record in tried) >= MAX_BROKEN:
+        return True
     return len(tried) >= MAX_TRIES or any(record["reached"] or record["state"] == REFUSED for record in tried)
 
 
@@ -178,9 +208,9 @@ def measure(steps: Sequence[Step], state: State, *, minutes: float | None, say: 
         return 0
     with served(state.directory) as url:
         with BsoClient(url) as client:
-            _withdraw_unfinished(client)
+            withdraw_unfinished(client)
         trainings = Trainings(state, url)
-        while left and piece.may_begin(_longest_s(state, left[0].task)):
+        while left and piece.may_begin(longest_s(state, left[0].task)):
             step = left[0]
             trainings.attempt(step)
             if not is_done(step, tried := state.of(step.key)):
@@ -193,20 +223,21 @@ def measure(steps: Sequence[Step], state: State, *, minutes: float | None, say: 
     return len(left)
 
 
-def _longest_s(state: State, task: str) -> float:
+def longest_s(state: State, task: str) -> float:
+    """Return the seconds of the longest training of a task so far; 0 if there is none."""
     return max((record["process_s"] for record in state.records if record["task"] == task), default=0.0)
 
 
 @contextmanager
 def served(directory: Path) -> Iterator[str]:
     """Run a server on the database of a state's directory within the block; yield its URL."""
-    database_url = f"sqlite:///{directory.resolve() / 'bso.sqlite3'}"
+    database_url = f"sqlite:///{directory.resolve() / DATABASE}"
     # A server that outlived a harness that was killed would write into the same database.
     with serving_bso("bso-server", database_url, directory, launcher=("benchmarks.recurrences.following",)) as target:
         yield f"http://{target.host}:{target.port}"
 
 
-def _withdraw_unfinished(client: BsoClient) -> None:
+def withdraw_unfinished(client: BsoClient) -> None:
     """Withdraw the trials of trainings that were killed with an earlier harness: they say nothing on their sizes."""
     for summary in client.list_jobs().jobs:
         for trial in client.show_job(summary.job_id).trials:

@@ -17,11 +17,13 @@ from transformers import (
     PrinterCallback,
     Trainer,
     TrainerCallback,
+    TrainerControl,
+    TrainerState,
     TrainingArguments,
 )
 
 from benchmarks.recurrences import data
-from benchmarks.recurrences.runs import Run
+from benchmarks.recurrences.runs import Curve, Run
 from benchmarks.recurrences.tasks import GPU
 from zeus_plugins.huggingface import ZeusBSOTrainerCallback
 from zeus_plugins.training.trial import TrialInfo
@@ -30,8 +32,8 @@ _VOCABULARY = 400
 """Words of generated text: so few that the successors of each are learned in some epochs."""
 
 
-_WARMUP = 0.05
-"""Share of the steps of `max_epochs` in which the GPU's tasks warm up."""
+_WARMUP_EPOCHS = 0.6
+"""Epochs in which the GPU's tasks warm up."""
 
 
 class _Samples(Dataset[dict[str, Tensor]]):
@@ -51,31 +53,34 @@ def train(run: Run) -> TrialInfo | None:
     """Train once; the trial, or None without the callback."""
     task, order = run.task, run.order
     samples, model, lr = _making(run)
+    epochs = order.epochs or task.max_epochs
     callbacks: list[TrainerCallback] = []
     zeus = None
     if run.job is not None:
         zeus = ZeusBSOTrainerCallback(run.job, task.metric, **run.callback_arguments)
         callbacks.append(zeus)
+    if run.curve is not None:
+        callbacks.append(_Watching(task.metric, run.curve))
     is_classifier = task.metric == "eval_accuracy"
     on_gpu = task.device == GPU and torch.cuda.is_available()
     trainer = Trainer(
         model,
         TrainingArguments(
             str(run.folder),
-            num_train_epochs=order.epochs or task.max_epochs,
+            num_train_epochs=epochs,
             per_device_train_batch_size=run.batch_size,
             per_device_eval_batch_size=128,
             learning_rate=run.scaled(lr),
             # Twelve layers that are normalised after each of them, untrained, may never start without it.
             lr_scheduler_type="constant_with_warmup" if task.device == GPU else "constant",
-            warmup_steps=_WARMUP if task.device == GPU else 0,
+            warmup_steps=_WARMUP_EPOCHS / epochs if task.device == GPU else 0,
             eval_strategy="epoch",
             save_strategy="no",
             logging_strategy="no",
             report_to=[],
             disable_tqdm=True,
             use_cpu=not on_gpu,
-            bf16=task.device == GPU,
+            bf16=on_gpu,
             seed=order.seed,
             dataloader_pin_memory=on_gpu,
             prediction_loss_only=not is_classifier,
@@ -88,6 +93,24 @@ def train(run: Run) -> TrialInfo | None:
     trainer.remove_callback(PrinterCallback)
     trainer.train()
     return None if zeus is None else zeus.trial
+
+
+class _Watching(TrainerCallback):
+    """Keeps the metric of each epoch, and ends the training when the curve is long enough."""
+
+    def __init__(self, metric: str, curve: Curve) -> None:
+        self._metric, self._curve = metric, curve
+
+    def on_evaluate(
+        self,
+        args: TrainingArguments,  # noqa: ARG002 - the hook's signature
+        state: TrainerState,  # noqa: ARG002
+        control: TrainerControl,
+        metrics: dict[str, float] | None = None,
+        **kwargs: Any,  # noqa: ARG002
+    ) -> None:
+        """Keep the metric of the epoch that has been evaluated."""
+        control.should_training_stop = self._curve.add((metrics or {})[self._metric])
 
 
 def _accuracy(prediction: EvalPrediction) -> dict[str, float]:
@@ -110,7 +133,7 @@ def _making(run: Run) -> tuple[data.Data, PreTrainedModel, float]:
     if run.task.name == "bert-base":
         texts = data.sentences(seed, samples=samples, length=max(32, 64 // shrink), vocabulary=vocabulary)
         return texts, _bert(texts, width=width, layers=layers, heads=heads, length=512), 0.0001 * shrink**1.5
-    texts = data.sentences(seed, samples=samples, length=max(16, 128 // shrink), vocabulary=vocabulary)
+    texts = data.sentences(seed, samples=samples, length=max(16, 512 // shrink**2), vocabulary=vocabulary)
     # A language model's labels are its inputs, which it shifts by itself.
     train, validation = texts.train[0], texts.validation[0]
     words = data.Data((train, train), (validation, validation), vocabulary=texts.vocabulary)

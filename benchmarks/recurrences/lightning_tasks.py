@@ -13,14 +13,14 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 from transformers import ResNetConfig, ResNetForImageClassification
 
 from benchmarks.recurrences import data
-from benchmarks.recurrences.runs import Run
+from benchmarks.recurrences.runs import Curve, Run
 from benchmarks.recurrences.tasks import GPU
 from zeus_plugins.lightning import ZeusBSOCallback
 from zeus_plugins.training.trial import TrialInfo
 
 _VALIDATION_BATCH = 500
 
-_CONTRASTS = {"resnet18": 5.0, "resnet50": 8.0}
+_CONTRASTS = {"resnet18": 5.0, "resnet50": 4.0}
 """Of generated images, in levels: so weak that the default needs some epochs."""
 
 
@@ -81,21 +81,24 @@ class Learner(LightningModule):
 def train(run: Run) -> TrialInfo | None:
     """Train once; the trial, or None without the callback."""
     task, order = run.task, run.order
-    samples, network, optimizer, lr = _making(run)
+    samples, network, optimizer, lr = making(run)
     callbacks: list[Callback] = []
     zeus = None
     if run.job is not None:
         zeus = ZeusBSOCallback(run.job, task.metric, **run.callback_arguments)
         callbacks.append(zeus)
-    elif order.epochs is None:
+    elif order.epochs is None and run.curve is None:
         mode = "max" if task.higher_is_better else "min"
         callbacks.append(
             EarlyStopping(task.metric, mode=mode, patience=task.max_epochs, stopping_threshold=task.target)
         )
+    if run.curve is not None:
+        callbacks.append(_Watching(task.metric, run.curve))
+    on_gpu = task.device == GPU and torch.cuda.is_available()
     trainer = Trainer(
-        accelerator="gpu" if task.device == GPU and torch.cuda.is_available() else "cpu",
+        accelerator="gpu" if on_gpu else "cpu",
         devices=1,
-        precision="bf16-mixed" if task.device == GPU else "32-true",
+        precision="bf16-mixed" if on_gpu else "32-true",
         max_epochs=order.epochs or task.max_epochs,
         callbacks=callbacks,
         default_root_dir=run.folder,
@@ -111,6 +114,18 @@ def train(run: Run) -> TrialInfo | None:
     validation_loader = loader(samples.validation, _VALIDATION_BATCH, shuffle=False)
     trainer.fit(Learner(network, task.metric, optimizer, run.scaled(lr)), train_loader, validation_loader)
     return None if zeus is None else zeus.trial
+
+
+class _Watching(Callback):
+    """Keeps the metric of each epoch, and ends the training when the curve is long enough."""
+
+    def __init__(self, metric: str, curve: Curve) -> None:
+        self._metric, self._curve = metric, curve
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002 - the hook's
+        """Keep the metric of the epoch that has been validated."""
+        # item() waits for the GPU.
+        trainer.should_stop = self._curve.add(trainer.callback_metrics[self._metric].item())
 
 
 class _AtOnce(Dataset[list[Tensor]]):
@@ -130,7 +145,7 @@ class _AtOnce(Dataset[list[Tensor]]):
 
 
 def _batches_at_once(tensors: Sequence[Tensor], size: int, *, shuffle: bool) -> DataLoader[list[Tensor]]:
-    pin = torch.cuda.is_available()
+    pin = torch.cuda.is_available() and not tensors[0].is_cuda
     return DataLoader(_AtOnce(tensors), size, shuffle=shuffle, collate_fn=_as_it_is, pin_memory=pin)
 
 
@@ -142,7 +157,7 @@ def _batches_of_samples(tensors: Sequence[Tensor], size: int, *, shuffle: bool) 
     return DataLoader(TensorDataset(*tensors), size, shuffle=shuffle)
 
 
-def _making(run: Run) -> tuple[data.Data, nn.Module, str, float]:
+def making(run: Run) -> tuple[data.Data, nn.Module, str, float]:
     """Data, network, optimizer and learning rate at the default size."""
     order, shrink = run.order, run.task.shrink
     if run.task.name == "digits":
@@ -160,12 +175,13 @@ def _making(run: Run) -> tuple[data.Data, nn.Module, str, float]:
     if run.task.name in ("tabular", "drift"):
         network = nn.Sequential(nn.Linear(10, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1))
         return data.friedman(order.seed, drifted=order.drifted), network, "adamw", 0.002
-    depth, pixels = {"resnet18": (18, 64), "resnet50": (50, 96)}[run.task.name]
+    depth, pixels = {"resnet18": (18, 64), "resnet50": (50, 160)}[run.task.name]
     pictures = data.images(
         order.seed,
         pixels=max(16, pixels // shrink),
         samples=max(5_000 // shrink**2, 400),
-        contrast=min(100.0, _CONTRASTS[run.task.name] * shrink**2),
+        contrast=min(100.0, _CONTRASTS[run.task.name] * run.task.ease * shrink**2),
+        device="cuda" if torch.cuda.is_available() else "cpu",
     )
     residual = _resnet(depth, classes=pictures.classes, width=max(8, 64 // shrink), shrink=shrink)
     return pictures, residual, "adamw", 0.001 * shrink

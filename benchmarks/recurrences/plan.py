@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 from benchmarks.recurrences.runs import Order
 from benchmarks.recurrences.tasks import CONTENDERS, DEFAULT, PROBED, Task
@@ -12,7 +12,7 @@ from zeus_plugins.protocol import GP_VOI
 
 T = TypeVar("T")
 
-Stage = Literal["recurrence", "size", "overhead"]
+Stage = Literal["recurrence", "size", "overhead", "calibrate", "synchronise"]
 
 OVERHEAD_EPOCHS = 3
 
@@ -27,6 +27,7 @@ class Extent:
         repeats: Runs of each size, for each seed, by which the best size in hindsight is found.
         pairs: Trainings with and without the callback, for each seed.
         first_seed: The first of the seeds; machines that share a measurement take different ones.
+        contenders: Take turns in each recurrence.
     """
 
     seeds: int = 3
@@ -34,6 +35,7 @@ class Extent:
     repeats: int = 2
     pairs: int = 3
     first_seed: int = 0
+    contenders: tuple[str, ...] = CONTENDERS
 
 
 ON_GPU = Extent(seeds=1, recurrences=5, repeats=1, pairs=1)
@@ -48,7 +50,9 @@ class Step:
     """One training, or for a recurrence as many as it takes to reach the target.
 
     Attributes:
-        stage: ``recurrence``: a job recurs; ``size``: a run of one size; ``overhead``: with the callback, or without.
+        stage: ``recurrence``: a job recurs; ``size``: a run of one size; ``overhead``: with the callback, or without;
+            ``calibrate``: a run of one size without the callback; ``synchronise``: windows with and without
+            synchronising.
         task: Name of the task.
         seed: Counts the jobs of a task.
         number: Of the recurrence, or of the repeat or pair of this seed, from 0.
@@ -88,17 +92,30 @@ def steps(tasks: Sequence[Task], extent: Extent) -> Iterator[Step]:
                 yield from _pair(task, seed, number)
 
 
+def order_of(task: Task, job_id: str, seed: int, **fields: Any) -> Order:
+    """Return the order for a training of this task, with its target, its most epochs and its size of models."""
+    return Order(
+        task=task.name,
+        job_id=job_id,
+        seed=seed,
+        target=task.target,
+        max_epochs=task.max_epochs,
+        ease=task.ease,
+        shrink=task.shrink,
+        **fields,
+    )
+
+
 def _recurrence(task: Task, seed: int, number: int, extent: Extent) -> Iterator[Step]:
-    for who in _in_turn(CONTENDERS, number):
-        order = Order(
-            task=task.name,
+    for who in _in_turn(extent.contenders, number):
+        order = order_of(
+            task,
             job_id=f"{task.name}-{who}-{seed}",
             seed=_seed(seed, number),
             policy={DEFAULT: None, PROBED: GP_VOI}.get(who, who),
             batch_size=task.default_batch_size if who == DEFAULT else None,
             drifted=task.drifted_at(number, extent.recurrences),
             policy_seed=seed,
-            shrink=task.shrink,
             probes=who == PROBED,
         )
         yield Step("recurrence", task.name, seed, number, who, order)
@@ -107,27 +124,25 @@ def _recurrence(task: Task, seed: int, number: int, extent: Extent) -> Iterator[
 def _sizes(task: Task, seed: int, number: int) -> Iterator[Step]:
     for drifted in (False, True) if task.drifts else (False,):
         for size in _in_turn(task.batch_sizes, number):
-            order = Order(
-                task=task.name,
+            order = order_of(
+                task,
                 job_id=f"{task.name}-size-{size}",
                 seed=_seed(seed, 1000 + number),
                 batch_size=size,
                 drifted=drifted,
-                shrink=task.shrink,
             )
             yield Step("size", task.name, seed, number, str(size), order)
 
 
 def _pair(task: Task, seed: int, number: int) -> Iterator[Step]:
     for who in _in_turn(("with", "without"), number):
-        order = Order(
-            task=task.name,
+        order = order_of(
+            task,
             job_id=f"{task.name}-overhead",
             seed=_seed(seed, 2000 + number),
             batch_size=task.default_batch_size,
             with_callback=who == "with",
             epochs=OVERHEAD_EPOCHS,
-            shrink=task.shrink,
         )
         yield Step("overhead", task.name, seed, number, who, order)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,13 @@ class Order:
         epochs: Epochs to train, whatever is reached; None: until the target.
         policy_seed: Seeds the draws of policy `zeus`.
         shrink: As in `Task`.
-        probes: Whether the first run of the job probes its sizes, and trains at the predicted one.
+        target: Replaces the task's; None: the same.
+        max_epochs: Replaces the task's; None: the same.
+        ease: As in `Task`.
+        probes: The job's first run probes the sizes, and takes the size that the probe predicts.
+        seconds: Calibrate: train without the callback for so long, and keep the metric of each epoch; None: train
+            until the target.
+        windows: Measure so many pairs of windows, with and without synchronising; 0: train.
     """
 
     task: str
@@ -49,7 +56,12 @@ class Order:
     epochs: int | None = None
     policy_seed: int = 0
     shrink: int = 1
+    target: float | None = None
+    max_epochs: int | None = None
+    ease: float = 1.0
     probes: bool = False
+    seconds: float | None = None
+    windows: int = 0
 
     def to_json(self) -> str:
         """One line."""
@@ -59,7 +71,8 @@ class Order:
     def training(self) -> Task:
         """The task itself."""
         (task,) = tasks_for(TASKS[self.task].device, [self.task], shrink=self.shrink)
-        return task
+        target = task.target if self.target is None else self.target
+        return replace(task, target=target, max_epochs=self.max_epochs or task.max_epochs, ease=self.ease)
 
     def spec(self) -> JobSpec:
         """The job for the callback; where the epochs are given, its target is out of reach."""
@@ -72,8 +85,40 @@ class Order:
             policy=self.policy,
             batch_size=self.batch_size,
             seed=self.policy_seed,
-            is_predicted=self.probes,
+            predicts=self.probes,
         )
+
+
+class Curve:
+    """The seconds, joules and metric of a training at the end of each epoch, up to a limit of seconds.
+
+    Args:
+        monitor: Measures the joules.
+        seconds: Ends the training.
+        ceiling: A metric that is as good as any; it ends the training, too. None: there is none.
+    """
+
+    _WINDOW = "curve"
+
+    def __init__(self, monitor: EnergyMonitor, seconds: float, ceiling: float | None) -> None:
+        self.epochs: list[tuple[float, float, float]] = []
+        self._monitor, self._seconds, self._ceiling = monitor, seconds, ceiling
+        self._spent_s = self._spent_j = 0.0
+        monitor.begin_window(self._WINDOW)
+
+    def add(self, metric: float) -> bool:
+        """Keep the metric of an epoch that has ended; return True if the training is to end."""
+        window = self._monitor.end_window(self._WINDOW)
+        self._monitor.begin_window(self._WINDOW)
+        self._spent_s += window.time_s
+        self._spent_j += window.energy_j
+        self.epochs.append((self._spent_s, self._spent_j, metric))
+        is_perfect = self._ceiling is not None and metric >= self._ceiling
+        return self._spent_s >= self._seconds or is_perfect
+
+    def close(self) -> None:
+        """End the last window."""
+        self._monitor.end_window(self._WINDOW)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +131,7 @@ class Run:
     server_url: str
     monitor: EnergyMonitor
     folder: Path
+    curve: Curve | None = None
 
     @property
     def batch_size(self) -> int:
@@ -128,7 +174,14 @@ class Outcome:
         metric: The last one.
         fit_wall_s: Seconds of the whole training, measured around the trainer's call.
         fit_cpu_s: CPU seconds of the process in it.
+        fit_energy_j: Joules of the whole training, measured around the trainer's call.
         detail: The error, if there was one.
+        curve: Of a calibration: seconds, joules and metric at the end of each epoch.
+        idle_w: Of a calibration: mean power before the training, watts.
+        peak_w: Of a calibration: highest power reading of the training, watts.
+        limit_w: Of a calibration: the GPU's power limit, watts.
+        memory_gib: Of a calibration: most memory that PyTorch has allocated on the GPU.
+        windows: Whether each window was synchronised, and its joules and seconds.
     """
 
     batch_size: int
@@ -144,7 +197,14 @@ class Outcome:
     metric: float | None
     fit_wall_s: float
     fit_cpu_s: float
+    fit_energy_j: float
     detail: str = ""
+    curve: Sequence[tuple[float, float, float]] = ()
+    idle_w: float | None = None
+    peak_w: float | None = None
+    limit_w: float | None = None
+    memory_gib: float | None = None
+    windows: Sequence[tuple[bool, float, float]] = ()
 
     def to_json(self) -> dict[str, Any]:
         """The outcome as JSON can hold it."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final, Literal
 
-from zeus_plugins.protocol import OWN_POLICIES, ZEUS, JobSpec
+from zeus_plugins.protocol import GP_VOI, OWN_POLICIES, ZEUS, JobSpec
 from zeus_plugins.training.lr_scaling import LrScaling
 
 Device = Literal["cpu", "gpu"]
@@ -22,6 +22,9 @@ PROBED = "probed"
 
 CONTENDERS = (*OWN_POLICIES, PROBED, DEFAULT)
 """The policies, without probes and with one, and their rival."""
+
+HOUR_CONTENDERS = (GP_VOI, PROBED, DEFAULT)
+"""The contenders of the hour on a GPU."""
 
 REFUSED = "refused"
 """State of a recurrence for which the policy has no size left: nothing is trained."""
@@ -50,6 +53,7 @@ class Task:
         shrink: Divides the model's width and depth and the size of the data, which become easier, for tests; 1: not at
             all.
         shrunk_target: The target of a model that was shrunk, which gets no batch above 256; None: the same.
+        ease: Factor on the contrast of generated images, which `calibrate` sets.
     """
 
     name: str
@@ -66,6 +70,7 @@ class Task:
     drifts: bool = False
     shrink: int = 1
     shrunk_target: float | None = None
+    ease: float = 1.0
 
     def job(
         self,
@@ -74,12 +79,9 @@ class Task:
         policy: str | None = None,
         batch_size: int | None = None,
         seed: int = 0,
-        is_predicted: bool = False,
+        predicts: bool = False,
     ) -> JobSpec:
-        """The job that a policy chooses sizes for; or, with a batch size, one that has no other and stops nothing.
-
-        Of one that `is_predicted`, a probe predicts the first size.
-        """
+        """The job that a policy chooses sizes for; or, with a batch size, one that has no other and stops nothing."""
         fields: dict[str, Any] = {
             "job_id_prefix": job_id,
             "job_id": job_id,
@@ -92,7 +94,7 @@ class Task:
             fields |= {"batch_sizes": (batch_size,), "default_batch_size": batch_size}
             return JobSpec(**fields, policy=ZEUS, beta_knob=None, num_pruning_rounds=0)
         fields |= {"batch_sizes": self.batch_sizes, "default_batch_size": self.default_batch_size}
-        return JobSpec(**fields, policy=policy, first_run="predicted" if is_predicted else "default")
+        return JobSpec(**fields, policy=policy, first_run="predicted" if predicts else "default")
 
     def drifted_at(self, recurrence: int, recurrences: int) -> bool:
         """True if the data of a recurrence, from 0, are those after the drift."""
@@ -165,8 +167,8 @@ _CPU_TASKS = (
     ),
 )
 
-# Until batches are some hundreds, a step of one of these is mostly the launches of its kernels: data and epochs are
-# few, so that a job's recurrences fit minutes. docs/proof.md has the estimate.
+# The first two fill a GPU; `calibrate` sets their targets. A step of the others is mostly the launches of its kernels
+# until batches are some hundreds.
 _on_gpu = partial(Task, max_epochs=12, lr_scaling=LrScaling.SQRT, device=GPU)
 _of_images = partial(
     _on_gpu,
@@ -180,9 +182,17 @@ _of_images = partial(
 )
 _of_texts = partial(_on_gpu, framework="transformers", batch_sizes=_TWO_DECADES, default_batch_size=32)
 
+HOUR_TASKS = ("resnet50", "gpt2-small")
+"""The tasks of the hour on a GPU."""
+
 _GPU_TASKS = (
     _of_images(name="resnet18", title="ResNet-18 on generated images of 64 px (Lightning)"),
-    _of_images(name="resnet50", title="ResNet-50 on generated images of 96 px (Lightning)"),
+    _of_images(
+        name="resnet50",
+        title="ResNet-50 on generated images of 160 px (Lightning)",
+        batch_sizes=(16, 32, 64, 128, 256, 512, 1024),
+        max_epochs=40,
+    ),
     _of_texts(
         name="bert-base",
         title="BERT-base on generated text (Hugging Face)",
@@ -193,7 +203,9 @@ _GPU_TASKS = (
     ),
     _of_texts(
         name="gpt2-small",
-        title="GPT-2-small on generated text (Hugging Face)",
+        title="GPT-2-small on generated texts of 512 words (Hugging Face)",
+        batch_sizes=(8, 16, 32, 64, 128, 256, 512),
+        max_epochs=40,
         metric="eval_loss",
         target=3.0,
         shrunk_target=3.7,

@@ -11,6 +11,7 @@ import logging
 import math
 import os
 import tempfile
+import threading
 import time
 import traceback
 import warnings
@@ -18,22 +19,32 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from http import HTTPStatus
 from pathlib import Path
+from typing import Any
 
 import torch
 from lightning.pytorch import seed_everything
 
-from benchmarks.recurrences import huggingface_tasks, lightning_tasks
+from benchmarks.recurrences import huggingface_tasks, lightning_tasks, synchronising
 from benchmarks.recurrences.following import end_with_parent
-from benchmarks.recurrences.runs import FAILED_STATUS, OUT_OF_MEMORY, Order, Outcome, Run
+from benchmarks.recurrences.runs import FAILED_STATUS, OUT_OF_MEMORY, Curve, Order, Outcome, Run
 from benchmarks.recurrences.tasks import GPU, REFUSED, SIMULATED, Device, Task
 from zeus_plugins.energy import EnergyMonitor, EstimateMonitor, auto
 from zeus_plugins.energy.monitor import DEFAULT_ESTIMATED_POWER_W, stated_power_w
+from zeus_plugins.energy.nvml import POWER_INSTANT, open_gpus
 from zeus_plugins.energy.processes import synchronize
 from zeus_plugins.errors import ZeusBSORuntimeError
+from zeus_plugins.power_limit import find_devices
 from zeus_plugins.protocol import cost
 from zeus_plugins.training.trial import TrialInfo
 
 _WHOLE = "whole training"
+_IDLE = "idle"
+
+_IDLE_S = 2.0
+_READ_S = 0.1
+
+_PERFECT = 0.98
+"""Accuracy at which a calibration ends: further epochs say nothing."""
 
 _FRAMEWORKS = {"lightning": lightning_tasks.train, "transformers": huggingface_tasks.train}
 
@@ -74,11 +85,20 @@ def trained(order: Order, server_url: str, monitor: EnergyMonitor) -> Outcome:
     with _quiet(), tempfile.TemporaryDirectory(prefix="recurrence-") as folder:
         seed_everything(order.seed, verbose=False)
         trial: TrialInfo | None = None
-        run = Run(order, task, job, server_url, monitor, Path(folder))
+        calibration: dict[str, Any] = {}
+        curve = None
+        if order.seconds is not None:
+            calibration["idle_w"] = _idle_w(monitor)
+            curve = Curve(monitor, order.seconds, _PERFECT if task.higher_is_better else None)
+        run = Run(order, task, job, server_url, monitor, Path(folder), curve)
         wall_s, cpu_s = time.perf_counter(), time.process_time()
         monitor.begin_window(_WHOLE)
         try:
-            trial = _FRAMEWORKS[task.framework](run)
+            if order.windows:
+                calibration["windows"] = synchronising.windows(run)
+            else:
+                with _watched(curve, calibration):
+                    trial = _FRAMEWORKS[task.framework](run)
         except torch.OutOfMemoryError:
             state = OUT_OF_MEMORY
         except ZeusBSORuntimeError as error:
@@ -89,6 +109,9 @@ def trained(order: Order, server_url: str, monitor: EnergyMonitor) -> Outcome:
         wall_s, cpu_s = time.perf_counter() - wall_s, time.process_time() - cpu_s
         synchronize()
         spent = monitor.end_window(_WHOLE)
+        if curve is not None:
+            curve.close()
+            calibration["curve"] = curve.epochs
     size = trial.batch_size if trial is not None else order.batch_size or task.default_batch_size
     verdict = None if trial is None else trial.verdict
     time_s, energy_j = (0.0, 0.0) if trial is None else (trial.time_s, trial.energy_j)
@@ -110,8 +133,42 @@ def trained(order: Order, server_url: str, monitor: EnergyMonitor) -> Outcome:
         metric=None if trial is None or trial.metric is None or math.isnan(trial.metric) else trial.metric,
         fit_wall_s=wall_s,
         fit_cpu_s=cpu_s,
+        fit_energy_j=spent.energy_j,
         detail=detail,
+        **calibration,
     )
+
+
+def _idle_w(monitor: EnergyMonitor) -> float:
+    """Return the mean power of `_IDLE_S` seconds before the process uses the GPU, in watts."""
+    monitor.begin_window(_IDLE)
+    time.sleep(_IDLE_S)
+    idle = monitor.end_window(_IDLE)
+    return idle.energy_j / idle.time_s
+
+
+@contextmanager
+def _watched(curve: Curve | None, found: dict[str, Any]) -> Iterator[None]:
+    """Find the highest power, the power limit and the memory of a calibration's training on a GPU."""
+    if curve is None:
+        yield
+        return
+    gpu, done, readings_w = open_gpus()[0], threading.Event(), [0.0]
+
+    def read() -> None:
+        while not done.wait(_READ_S):
+            readings_w.append(gpu.power_in(field=POWER_INSTANT) or gpu.power_w())
+
+    thread = threading.Thread(target=read, name="power-readings", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+        found["peak_w"] = max(readings_w)
+        found["limit_w"] = find_devices()[0].limit_w()
+        found["memory_gib"] = torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else None
 
 
 def monitor_for(device: Device) -> EnergyMonitor:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.support.fake_nvml import FakeGpu, FakeNvml
-from tests.support.simulated_gpu import SimulatedGpu, SimulatedLoad
+from tests.support.simulated_gpu import BUSY_W, MULTIPLICATION_S, SimulatedGpu, SimulatedLoad
 from zeus_plugins.cli import doctor, main
 from zeus_plugins.gpu_check import (
     Examination,
@@ -28,7 +28,8 @@ from zeus_plugins.gpu_check import (
 
 CHECKS = [
     *("other processes", "scope", "period of the counter", "period of the power reading"),
-    *("energy, idle", "energy, load", "energy, bursts", "queued work", "power limits", "setting limits"),
+    *("energy, idle", "energy, load", "energy, bursts", "energy, phases", "queued work"),
+    *("power limits", "setting limits"),
     *("mapping by index", "mapping by index, bus order", "mapping by UUID"),
     "mapping by short UUID",
 ]
@@ -90,13 +91,13 @@ def test_gpus_of_several_models_are_each_checked() -> None:
     )
     results = list(examination(gpu).results())
     assert {each.gpu for each in results} == {"GPU 0 (NVIDIA H200)", "GPU 1 (NVIDIA T4)", ""}
-    assert [each.verdict for each in results if each.gpu.startswith("GPU 0")] == [Verdict.OK] * 9
+    assert [each.verdict for each in results if each.gpu.startswith("GPU 0")] == [Verdict.OK] * 10
 
 
 def test_without_pytorch_the_gpu_is_examined_at_rest() -> None:
     results = examined(SimulatedGpu(), problem="PyTorch with CUDA is not installed")
     skipped = [check for check, each in results.items() if each.verdict is Verdict.SKIPPED]
-    assert skipped == ["energy, load", "energy, bursts", "queued work"]
+    assert skipped == ["energy, load", "energy, bursts", "energy, phases", "queued work"]
     assert results["energy, idle"].verdict is Verdict.OK
 
 
@@ -116,7 +117,25 @@ def test_gpu_without_a_counter_is_reported_and_the_remaining_checks_run() -> Non
     assert results["mapping by UUID"].verdict is Verdict.OK
 
 
-# --- Single results -------------------------------------------------------------------------------------------------
+def test_counter_that_samples_a_quarter_of_the_time_is_doubtful_by_phases_only() -> None:
+    results = examined(SimulatedGpu(samples=0.25))
+    doubtful = [check for check, each in results.items() if each.verdict is Verdict.DOUBTFUL]
+    assert doubtful == ["energy, phases"]
+    joules = [each["joules"] for each in results["energy, phases"].details["bursts_j"]]
+    assert joules[0] == pytest.approx(4 * results["energy, phases"].details["run_j"], rel=0.2)
+    assert max(joules[1:4]) < 0.2 * results["energy, phases"].details["run_j"]
+    assert joules[4:] == pytest.approx([results["energy, phases"].details["run_j"]] * 2, rel=0.3)
+
+
+def test_counter_that_samples_all_the_time_passes_at_any_period() -> None:
+    for period_s in (0.02, 0.1, 0.13):
+        result = examined(SimulatedGpu(period_s=period_s))["energy, phases"]
+        assert result.verdict is Verdict.OK, result
+        assert result.details["run_j"] == pytest.approx(BUSY_W * MULTIPLICATION_S, rel=0.05)
+        assert result.details["spread"] < 0.1
+
+
+# ---- Single results ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,8 @@ from tests.support.fake_nvml import FakeGpu, FakeNvml
 from tests.support.servers import ServerProcess
 from tests.support.simulated_driver import MAX_POWER_W, NAME, PERIOD_S, POWER_W
 from zeus_plugins.energy import NvmlMonitor
+from zeus_plugins.energy.nvml import open_gpus
+from zeus_plugins.power_limit import find_devices
 
 pytestmark = pytest.mark.slow
 
@@ -262,3 +265,33 @@ def test_job_without_a_remaining_size_is_refused_harmlessly(
     assert [outcome.state for outcome in outcomes] == [OUT_OF_MEMORY, REFUSED]
     assert (outcomes[1].reached, outcomes[1].cost_j) == (False, 0.0)
     assert "none of the batch sizes [16] can run any more" in outcomes[1].detail
+
+
+@pytest.mark.parametrize("task", ["resnet18", "gpt2-small"])
+def test_calibration_keeps_the_metric_joules_and_power_of_each_epoch(
+    train: Callable[[Order], Outcome], task: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from benchmarks.recurrences import training
+
+    nvml = FakeNvml([FakeGpu(power_mw=450_000)])
+    monkeypatch.setattr(training, "open_gpus", lambda: open_gpus(nvml))
+    monkeypatch.setattr(training, "find_devices", lambda: find_devices(nvml=nvml))
+    monkeypatch.setattr(training, "_READ_S", 0.01)
+    order = Order(task, "c", 1, batch_size=32, with_callback=False, seconds=1e4, max_epochs=2, shrink=SHRINK)
+    run = train(order)
+    assert (run.state, len(run.curve), run.detail) == ("bare", 2, "")
+    assert run.curve[1][0] > run.curve[0][0] > 0
+    assert run.curve[1][1] > run.curve[0][1] > 0
+    assert run.idle_w
+    assert (run.peak_w, run.limit_w) == (450, 700)
+    assert run.energy_j == run.fit_energy_j > 0
+
+    short = train(replace(order, seconds=0.0))
+    assert len(short.curve) == 1
+
+
+def test_windows_are_measured_in_turn_with_and_without_synchronising(train: Callable[[Order], Outcome]) -> None:
+    run = train(Order("resnet50", "w", 1, batch_size=32, with_callback=False, windows=2, shrink=SHRINK))
+    assert run.detail == ""
+    assert [synchronised for synchronised, _, _ in run.windows] == [True, False, False, True]
+    assert all(energy_j > 0 and time_s > 0 for _, energy_j, time_s in run.windows)

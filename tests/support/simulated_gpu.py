@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
 from tests.support.fake_nvml import FakeGpu, FakeNvml
-from zeus_plugins.gpu_check import Load
+from zeus_plugins.gpu_check import Bursts, Load
 
 IDLE_W, BUSY_W = 80.0, 600.0
 BURST_S = 0.2
+MULTIPLICATION_S = 0.002
 _GRAIN_S = 0.002
 _INSTANT = 186
 
@@ -22,9 +24,10 @@ class SimulatedGpu(FakeNvml):
     Attributes:
         misreads: Factor of the error of power readings.
         period_s: Seconds between updates of the counter.
+        samples: The share of each period whose power the counter takes for that of the whole period.
     """
 
-    def __init__(self, misreads: float = 1.0, period_s: float = 0.1, **of_gpu: Any) -> None:
+    def __init__(self, misreads: float = 1.0, period_s: float = 0.1, samples: float = 1.0, **of_gpu: Any) -> None:
         gpu = FakeGpu(uuid="GPU-8932f937-d72c-4106-c12f-20bd9faed9f6", power_mw=0, default_mw=700_000, **of_gpu)
         gpu.enforced_mw = 700_000
         super().__init__([gpu])
@@ -32,9 +35,11 @@ class SimulatedGpu(FakeNvml):
         self.misreads = misreads
         self.period_s = period_s
         self.now_s = 100.0
-        self.phase = "idle"
+        self.phase: str | Bursts = "idle"
+        self.samples = samples
+        self.busy_s = 0.0
         self._energy_mj = 7_000_000.0
-        self._latest_w: list[float] = [IDLE_W] * round(1 / _GRAIN_S)
+        self._latest_w = deque([IDLE_W] * round(1 / _GRAIN_S), maxlen=round(1 / _GRAIN_S))
         self._tell()
 
     def clock(self) -> float:
@@ -44,14 +49,18 @@ class SimulatedGpu(FakeNvml):
         for _ in range(max(1, round(time_s / _GRAIN_S))):
             power_w = self._power_w()
             before = int(self.now_s / self.period_s + 1e-9)
+            self.busy_s += _GRAIN_S * (power_w == BUSY_W)
+            if (self.now_s + _GRAIN_S / 2) % self.period_s < self.samples * self.period_s:
+                self._energy_mj += 1000 * power_w * _GRAIN_S / self.samples
             self.now_s += _GRAIN_S
-            self._energy_mj += 1000 * power_w * _GRAIN_S
-            self._latest_w = [*self._latest_w[1:], power_w]
+            self._latest_w.append(power_w)
             if int(self.now_s / self.period_s + 1e-9) > before and self.gpu.counter_mj is not None:
                 self.gpu.counter_mj = round(self._energy_mj)
         self._tell()
 
     def _power_w(self) -> float:
+        if isinstance(self.phase, Bursts):
+            return IDLE_W if self.phase.rest_s(self.now_s + 1e-6) else BUSY_W
         is_busy = self.phase == "load" or (self.phase == "bursts" and self.now_s % (2 * BURST_S) < BURST_S)
         return BUSY_W if is_busy else IDLE_W
 
@@ -80,10 +89,14 @@ class SimulatedLoad(Load):
         return self._problem
 
     @contextmanager
-    def running(self, phase: str) -> Iterator[None]:
+    def running(self, phase: str | Bursts) -> Iterator[None]:
         self._gpu.phase = phase
         yield
         self._gpu.phase = "idle"
+
+    @property
+    def multiplications(self) -> int:  # type: ignore[override]  # counted by the simulated clock
+        return round(self._gpu.busy_s / MULTIPLICATION_S)
 
     def queued(self) -> tuple[float, float]:
         return 0.01, 0.4

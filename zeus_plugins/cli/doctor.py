@@ -274,7 +274,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "--gpu-check",
         action="store_true",
         help="compare energy, power, limits and identity of the NVIDIA GPUs with the expected values, at rest and "
-        "under load; takes half a minute per GPU",
+        "under load; takes a minute per GPU",
     )
     what.add_argument(
         "--reset-power-limits",

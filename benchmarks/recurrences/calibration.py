@@ -1,0 +1,162 @@
+"""Targets for the hour on a GPU, from trainings at the default, the smallest and the largest size."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from benchmarks.recurrences.harness import BROKEN, MAX_BROKEN
+from benchmarks.recurrences.plan import Step, order_of
+from benchmarks.recurrences.tasks import Task
+from benchmarks.reports import Record
+
+SECONDS = (20.0, 60.0)
+"""Shortest and longest training to the target at the default size."""
+
+ENOUGH_SIZES = 3
+"""Sizes that reach the target."""
+
+_EASES = 2
+"""Changes of the difficulty of a task, at most."""
+
+_HARDER, _EASIER = 0.6, 1.6
+_LONGEST_RUN = 4.0
+"""Most seconds of a training at any calibrated size, as a multiple of the longest training to the target."""
+
+_NEIGHBOURS = (2.0, 0.5, 4.0, 0.25)
+"""Further sizes, as multiples of the default, that are trained if too few sizes reach the target."""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """The target of a task.
+
+    Attributes:
+        metric: Value at which a run is done.
+        max_epochs: Most epochs of a run.
+        ease: As in `Task`.
+        reached_s: Seconds of training until the target, by size; sizes that missed it are absent.
+        problem: The reason why the target is not as wanted, or "".
+    """
+
+    metric: float
+    max_epochs: int
+    ease: float
+    reached_s: dict[int, float]
+    problem: str = ""
+
+
+def next_step(task: Task, records: Sequence[Record], seconds: tuple[float, float]) -> Step | None:
+    """Return the next training of a task's calibration; None if its target is known.
+
+    Args:
+        task: The task.
+        records: Of the calibration's trainings of this task.
+        seconds: Shortest and longest training to the target at the default size.
+    """
+    ease = _ease(task, records, seconds)
+    tried = Counter(record["batch_size"] for record in records if record["number"] == ease[0])
+    broken = Counter(record["batch_size"] for record in records if record["state"] == BROKEN)
+    of_ease = {size for size in tried if broken[size] == 0 or tried[size] > broken[size] or broken[size] >= MAX_BROKEN}
+    sizes = [task.default_batch_size, task.batch_sizes[0], task.batch_sizes[-1]]
+    if all(size in of_ease for size in sizes) and len(target(task, records, seconds).reached_s) < ENOUGH_SIZES:
+        sizes += [size for each in _NEIGHBOURS if (size := round(each * task.default_batch_size)) in task.batch_sizes]
+    missing = [size for size in sizes if size not in of_ease]
+    if not missing or (len(of_ease) > ENOUGH_SIZES and len(target(task, records, seconds).reached_s) >= ENOUGH_SIZES):
+        return None
+    size = missing[0]
+    eased = replace(task, ease=ease[1])
+    order = order_of(
+        eased,
+        job_id=f"{task.name}-calibrate",
+        seed=7 + 10 * ease[0],
+        batch_size=size,
+        with_callback=False,
+        seconds=seconds[1],
+    )
+    return Step("calibrate", task.name, 0, ease[0], str(size), order)
+
+
+def target(task: Task, records: Sequence[Record], seconds: tuple[float, float]) -> Target:
+    """Return the target that suits the trainings of a calibration.
+
+    The target lies between the best metric of one epoch and of the next at the default size, so that the default
+    reaches it after at least `seconds[0]` of training. Of such targets, the first is taken that `ENOUGH_SIZES` sizes
+    reach within the longest training; if there is none, the one that most sizes reach.
+    """
+    number, ease = _ease(task, records, seconds)
+    curves = {
+        record["batch_size"]: _rising(task, record["curve"])
+        for record in records
+        if record["number"] == number and record["curve"]
+    }
+    default = curves.get(task.default_batch_size, [])
+    if len(default) < 2:
+        return Target(task.target, task.max_epochs, ease, {}, "the default size has trained fewer than two epochs")
+    found: list[tuple[bool, int, float, dict[int, float]]] = []
+    for (_, before), (at_s, after) in pairwise(default):
+        if after > before:
+            value = (before + after) / 2
+            reached_s = {
+                size: reached for size, curve in curves.items() if (reached := _reached_s(curve, value)) is not None
+            }
+            found.append((seconds[0] <= at_s <= 1.2 * seconds[1], len(reached_s), value, reached_s))
+    if not found:
+        return Target(task.target, task.max_epochs, ease, {}, "the metric does not improve at the default size")
+    fitting = [each for each in found if each[0]] or found[-1:]
+    most = max(each[1] for each in fitting)
+    is_in_time, count, value, reached_s = next(each for each in fitting if each[1] >= min(most, ENOUGH_SIZES))
+    problems = [] if is_in_time else [f"the default size reaches it outside of {seconds[0]:g} to {seconds[1]:g} s"]
+    if count < ENOUGH_SIZES:
+        problems.append(f"only {count} of {len(curves)} sizes reach it")
+    epochs = next(place for place, (_, best) in enumerate(default, start=1) if best >= value)
+    slowest_s = max(curve[-1][0] / len(curve) for curve in curves.values())
+    max_epochs = max(epochs + 2, min(3 * epochs, int(_LONGEST_RUN * seconds[1] / slowest_s)))
+    metric = value if task.higher_is_better else -value
+    return Target(float(f"{metric:.3g}"), max_epochs, ease, reached_s, "; ".join(problems))
+
+
+def calibrated(task: Task, found: Target) -> Task:
+    """Return the task with its calibrated target."""
+    return replace(task, target=found.metric, max_epochs=found.max_epochs, ease=found.ease)
+
+
+def _ease(task: Task, records: Sequence[Record], seconds: tuple[float, float]) -> tuple[int, float]:
+    """Return how often the difficulty was changed, and the ease of the task.
+
+    A task becomes harder if the default reaches the best metric in less than the shortest training, and easier if its
+    metric hardly rises. Only metrics up to 1 tell, as the accuracy does.
+    """
+    number, ease = 0, task.ease
+    while task.higher_is_better and number < _EASES:
+        tried = [
+            record
+            for record in records
+            if (record["number"], record["batch_size"]) == (number, task.default_batch_size) and record["curve"]
+        ]
+        if not tried:
+            break
+        curve = _rising(task, tried[0]["curve"])
+        if curve[-1][1] < task.target / 2:
+            ease *= _EASIER
+        elif task.shrink == 1 and curve[-1][0] < seconds[0]:  # a smaller model has its own difficulty
+            ease *= _HARDER
+        else:
+            break
+        number += 1
+    return number, ease
+
+
+def _rising(task: Task, curve: Sequence[Sequence[float]]) -> list[tuple[float, float]]:
+    """Return seconds and the best metric so far at the end of each epoch; a higher value is better."""
+    best, found = float("-inf"), []
+    for at_s, _, metric in curve:
+        best = max(best, metric if task.higher_is_better else -metric)
+        found.append((at_s, best))
+    return found
+
+
+def _reached_s(curve: Sequence[tuple[float, float]], value: float) -> float | None:
+    return next((at_s for at_s, best in curve if best >= value), None)

@@ -1,0 +1,297 @@
+"""The hour on a GPU, in calls of some minutes: ``python -m benchmarks.recurrences hour``.
+
+Each call resumes where the last one ended or was killed: it checks the GPU, calibrates the targets, measures the steps
+of `hour_steps`, and writes the results so far. After a training, the state is packed into one file.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sqlite3
+import subprocess
+import sys
+import tarfile
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from benchmarks.processes import BenchmarkError
+from benchmarks.recurrences.calibration import Target, calibrated, next_step, target
+from benchmarks.recurrences.harness import (
+    BROKEN,
+    DATABASE,
+    RECORDS,
+    State,
+    Trainings,
+    is_done,
+    served,
+    withdraw_unfinished,
+    write_whole,
+)
+from benchmarks.recurrences.plan import Extent, Step, order_of, steps
+from benchmarks.recurrences.tasks import GPU, HOUR_CONTENDERS, HOUR_TASKS, Task, tasks_for
+from benchmarks.reports import Record
+from zeus_plugins.client.http import BsoClient
+
+LEFT_STATUS = 3
+"""Exit status while steps are left: run the same command again."""
+
+GPU_CHECK = "gpu-check.json"
+LOG = "hour.log"
+MACHINE = "machine.json"
+TARGETS = "targets.json"
+
+RESERVE_S = 40.0
+"""Seconds of a call for the end of the server, the results and the last packing."""
+
+EXIT_S = 3.0
+"""Seconds before the end of a call at which its process exits in any case."""
+
+LEAST_S = 30.0
+"""Seconds that must be left when a call starts its server."""
+
+START_S = 6.0
+"""Expected seconds of a process before its training begins."""
+
+PACK_S = 20.0
+"""Seconds between two packings at least. The state changes at the end of a training only."""
+
+RECURRENCES = 12
+REPEATS = 3
+WINDOWS = 10
+
+_CHECK_LIMIT_S = 240.0
+_PACKED = (RECORDS, GPU_CHECK, MACHINE, TARGETS, LOG)
+_SEEN_BROKEN = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Hour:
+    """The hour's state, and one call.
+
+    Attributes:
+        state: The records.
+        end_s: Monotonic second at which the call has to end.
+        seconds: Shortest and longest training to the target at the default size.
+        shrink: As in `Task`.
+        pack_to: The file of the packed state.
+        recurrences: Of each job.
+        repeats: Runs of each size.
+    """
+
+    state: State
+    end_s: float
+    seconds: tuple[float, float]
+    shrink: int
+    pack_to: Path
+    recurrences: int = RECURRENCES
+    repeats: int = REPEATS
+
+    def say(self, what: str) -> None:
+        """Print a line with the time, and keep it."""
+        line = f"{datetime.now(UTC):%H:%M:%S} {what}"
+        print(line, file=sys.stderr, flush=True)
+        with (self.state.directory / LOG).open("a", encoding="utf-8") as file:
+            file.write(f"{line}\n")
+
+    def exit_in_time(self) -> None:
+        """Exit this process shortly before the call's end, whatever it waits for; what it has started ends with it."""
+        watchdog = threading.Timer(self.end_s - EXIT_S - time.monotonic(), os._exit, [LEFT_STATUS])
+        watchdog.daemon = True
+        watchdog.start()
+
+    def measure(self) -> int:
+        """Check, calibrate and measure until the call has to end; return the number of steps that are left.
+
+        Raises:
+            BenchmarkError: The server did not start, or the first trainings all broke.
+        """
+        self._check_gpu()
+        packed_s = time.monotonic()
+        end_s, is_first = self.end_s - RESERVE_S, True
+        if end_s - time.monotonic() < LEAST_S:
+            return len(self.left())
+        with served(self.state.directory) as url:
+            with BsoClient(url) as client:
+                withdraw_unfinished(client)
+            trainings = Trainings(self.state, url, end_s=end_s, keeps_broken=True)
+            while left := self.left():
+                step = left[0]
+                if not is_first and time.monotonic() + expected_s(step, self.state.records) > end_s:
+                    self.say(f"{step.key} would not end in time")
+                    break
+                try:
+                    trainings.attempt(step)
+                except TimeoutError:
+                    self.say(f"{step.key} was ended with the call")
+                    break
+                is_first = False
+                self.say(f"{len(left)} left; {_told(self.state.records[-1])}")
+                self._require_unbroken()
+                if time.monotonic() - packed_s >= PACK_S:
+                    pack(self.state.directory, self.pack_to)
+                    packed_s = time.monotonic()
+        return len(self.left())
+
+    def left(self) -> list[Step]:
+        """Return the steps that are not done; while a target is unknown, the next training of the calibration."""
+        calibrating = [
+            step
+            for task in self._tasks()
+            if (step := next_step(task, self._calibrations(task), self.seconds)) is not None
+        ]
+        if calibrating:
+            return calibrating
+        if not (self.state.directory / TARGETS).exists():
+            self._write_targets()
+        tasks = [calibrated(task, found) for task, found in zip(self._tasks(), self.targets().values(), strict=True)]
+        planned = hour_steps(tasks, self.recurrences, self.repeats)
+        return [step for step in planned if not is_done(step, self.state.of(step.key))]
+
+    def targets(self) -> dict[str, Target]:
+        """Return the target of each calibrated task."""
+        file = self.state.directory / TARGETS
+        return {name: Target(**found) for name, found in json.loads(file.read_text("utf-8")).items()}
+
+    def _write_targets(self) -> None:
+        found = {task.name: target(task, self._calibrations(task), self.seconds) for task in self._tasks()}
+        write_whole(self.state.directory / TARGETS, json.dumps({name: asdict(each) for name, each in found.items()}))
+        for name, each in found.items():
+            reached = ", ".join(f"{size} after {at_s:.1f} s" for size, at_s in sorted(each.reached_s.items()))
+            problem = f" BUT {each.problem}" if each.problem else ""
+            self.say(
+                f"target of {name}: {each.metric:g} within {each.max_epochs} epochs (ease {each.ease:g}); "
+                f"reached by {reached or 'no size'}{problem}"
+            )
+
+    def _tasks(self) -> list[Task]:
+        return tasks_for(GPU, HOUR_TASKS, shrink=self.shrink)
+
+    def _calibrations(self, task: Task) -> list[Record]:
+        return [each for each in self.state.records if (each["stage"], each["task"]) == ("calibrate", task.name)]
+
+    def _check_gpu(self) -> None:
+        """Run ``doctor --gpu-check`` once, before anything uses the GPU."""
+        file = self.state.directory / GPU_CHECK
+        if file.exists():
+            return
+        self.say("checks the GPU")
+        command = [sys.executable, "-m", "zeus_plugins", "doctor", "--gpu-check", "--json"]
+        limit_s = min(_CHECK_LIMIT_S, self.end_s - RESERVE_S - time.monotonic())
+        try:
+            done = subprocess.run(  # noqa: S603 - this interpreter, on our own module
+                command, capture_output=True, text=True, timeout=limit_s, check=False
+            )
+            found: dict[str, Any] = json.loads(done.stdout) if done.stdout else _broken_check(done.stderr[-1000:])
+        except subprocess.TimeoutExpired as error:
+            if limit_s < _CHECK_LIMIT_S:
+                self.say("the check of the GPU was ended with the call")
+                return
+            found = _broken_check(str(error))
+        except ValueError as error:
+            found = _broken_check(str(error))
+        write_whole(file, json.dumps(found))
+        for each in found["results"]:
+            self.say(f"gpu-check: {each['verdict']}: {each['check']}: {each['found']}")
+        pack(self.state.directory, self.pack_to)
+
+    def _require_unbroken(self) -> None:
+        records = self.state.records
+        if len(records) >= _SEEN_BROKEN and all(each["state"] == BROKEN for each in records):
+            raise BenchmarkError(f"the first {len(records)} trainings broke: {records[-1]['detail']}")
+
+
+def hour_steps(tasks: Sequence[Task], recurrences: int = RECURRENCES, repeats: int = REPEATS) -> list[Step]:
+    """Return the steps after the calibration: whatever is done when the hour ends is worth a page.
+
+    Windows with and without synchronising come first. Each task then has a job of `recurrences` recurrences; a repeat
+    of each size, and a pair with and without the callback, follow each fourth recurrence. A second job follows.
+    """
+    first = Extent(seeds=1, recurrences=recurrences, repeats=repeats, pairs=repeats, contenders=HOUR_CONTENDERS)
+    second = replace(first, first_seed=1, repeats=0, pairs=0)
+    planned = [*_synchronising(tasks), *steps(tasks, first), *steps(tasks, second)]
+    return sorted(planned, key=lambda step: (step.seed, _place(step)))
+
+
+def _broken_check(problem: str) -> dict[str, Any]:
+    return {"results": [], "problem": problem}
+
+
+def expected_s(step: Step, records: Sequence[Record]) -> float:
+    """Return the expected seconds of a step's training: the longest of its kind, or the median of its task.
+
+    The seconds of a call's first process contain the import of the frameworks, so that `START_S` is added instead.
+    """
+    of_task = [each for each in records if each["task"] == step.task and "fit_wall_s" in each]
+    of_kind = [each["fit_wall_s"] for each in of_task if (each["stage"], each["who"]) == (step.stage, step.who)]
+    if not of_task:
+        return 0.0
+    usual_s: float = median(each["fit_wall_s"] for each in of_task)
+    return START_S + max(of_kind, default=usual_s)
+
+
+def pack(directory: Path, file: Path) -> None:
+    """Write what a later call needs of a state into one file, which is complete at any time."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    part = file.with_suffix(".part")
+    # A crash may leave a trial in the database without its record; the training then runs again.
+    with tempfile.TemporaryDirectory() as folder, tarfile.open(part, "w:gz", compresslevel=3) as archive:
+        for name in _PACKED:
+            if (directory / name).exists():
+                archive.add(directory / name, name)
+        if (directory / DATABASE).exists():
+            copy = Path(folder) / DATABASE
+            _back_up(directory / DATABASE, copy)
+            archive.add(copy, DATABASE)
+    with part.open("rb") as written:
+        os.fsync(written.fileno())
+    part.replace(file)
+
+
+def _back_up(database: Path, copy: Path) -> None:
+    source, destination = sqlite3.connect(database), sqlite3.connect(copy)
+    try:
+        source.backup(destination)
+    finally:
+        source.close()
+        destination.close()
+
+
+def _synchronising(tasks: Sequence[Task]) -> Iterator[Step]:
+    for task in tasks:
+        if task.framework == "lightning":
+            order = order_of(
+                task,
+                job_id=f"{task.name}-windows",
+                seed=3,
+                batch_size=task.default_batch_size,
+                with_callback=False,
+                windows=WINDOWS,
+            )
+            yield Step("synchronise", task.name, 0, 0, "both", order)
+
+
+def _place(step: Step) -> float:
+    """Return the place of a step in its seed, in recurrences."""
+    places: dict[str, Callable[[], float]] = {
+        "recurrence": lambda: step.number,
+        "size": lambda: 4 * step.number + 3.3,
+        "overhead": lambda: 4 * step.number + 3.6,
+    }
+    return places.get(step.stage, lambda: -1.0)()
+
+
+def _told(record: Record) -> str:
+    curve = record.get("curve") or []
+    metric = f", {len(curve)} epochs to {curve[-1][2]:.3g}" if curve else ""
+    return (
+        f"{record['key']}: size {record['batch_size']}, {record['state']}{metric}, {record['time_s']:.1f} s, "
+        f"{record['energy_j']:.0f} J, process {record['process_s']:.1f} s, load {record['load_1']:.1f}"
+    )

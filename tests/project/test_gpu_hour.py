@@ -1,0 +1,404 @@
+"""The hour on a GPU: its targets, its steps, its packed state and `run.sh`. Rehearsals on a CPU are run by hand."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import subprocess
+import sys
+import tarfile
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import bundle, reports
+from benchmarks.processes import BenchmarkError
+from benchmarks.recurrences import harness, hour
+from benchmarks.recurrences.calibration import next_step, target
+from benchmarks.recurrences.harness import MAX_BROKEN, State, Trainings, is_done
+from benchmarks.recurrences.hour import START_S, Hour, expected_s, hour_steps, pack
+from benchmarks.recurrences.plan import Step
+from benchmarks.recurrences.runs import Curve, Order
+from benchmarks.recurrences.tasks import HOUR_CONTENDERS, HOUR_TASKS, tasks_for
+from benchmarks.reports import Record, proof_results
+from benchmarks.tables import proof_tables
+from tests.support import ROOT
+from zeus_plugins.energy import Measurement, ReplayMonitor
+from zeus_plugins.protocol import GpuConfig
+
+SECONDS = (20.0, 60.0)
+RESNET, GPT2 = tasks_for("gpu", HOUR_TASKS)
+
+
+def calibration(size: int, curve: list[tuple[float, float, float]], number: int = 0, **fields: Any) -> Record:
+    return {
+        "key": f"calibrate {size} {number}",
+        "stage": "calibrate",
+        "task": "resnet50",
+        "seed": 0,
+        "number": number,
+        "who": str(size),
+        "drifted": False,
+        "batch_size": size,
+        "state": "bare",
+        "reached": False,
+        "curve": curve,
+        "idle_w": 90.0,
+        "peak_w": 690.0,
+        "limit_w": 700.0,
+        "memory_gib": 12.0,
+        "device": "NVIDIA H100",
+        "energy_source": None,
+        "begun_at": "2026-01-02T03:04:05+00:00",
+        "load_1": 1.0,
+        "process_s": 40.0,
+        **fields,
+    }
+
+
+def rising(epoch_s: float, *metrics: float) -> list[tuple[float, float, float]]:
+    return [(epoch_s * place, 500 * epoch_s * place, metric) for place, metric in enumerate(metrics, start=1)]
+
+
+# ---- Targets
+
+
+def test_calibration_trains_default_smallest_and_largest_size() -> None:
+    records: list[Record] = []
+    sizes = []
+    while (step := next_step(RESNET, records, SECONDS)) is not None:
+        order = step.order
+        assert (order.with_callback, order.seconds) == (False, 60.0)
+        assert order.batch_size is not None
+        sizes.append(order.batch_size)
+        records.append(calibration(order.batch_size, rising(8.0, 0.2, 0.4, 0.5, 0.6, 0.7, 0.75, 0.8)))
+    assert sizes == [64, 16, 1024]
+
+
+def test_target_is_the_first_that_the_default_reaches_in_time() -> None:
+    curves = {
+        64: rising(8.0, 0.2, 0.4, 0.5, 0.6, 0.7),
+        16: rising(15.0, 0.4, 0.6, 0.8),
+        1024: rising(9.0, 0.1, 0.3, 0.5),
+    }
+    found = target(RESNET, [calibration(size, curve) for size, curve in curves.items()], SECONDS)
+    assert found.metric == 0.45
+    assert found.reached_s == {64: 24.0, 16: 30.0, 1024: 27.0}
+    assert (found.problem, found.ease) == ("", 1.0)
+    assert found.max_epochs == 9
+
+
+def test_falling_metric_has_its_target_between_two_epochs() -> None:
+    curve = rising(10.0, 5.0, 4.0, 3.5, 3.2)
+    found = target(GPT2, [calibration(size, curve, task="gpt2-small") for size in (32, 8, 512)], SECONDS)
+    assert found.metric == 4.5
+    assert found.reached_s == {8: 20.0, 32: 20.0, 512: 20.0}
+
+
+def test_further_sizes_are_trained_until_three_reach_the_target() -> None:
+    slow, good = rising(30.0, 0.1, 0.11), rising(8.0, 0.2, 0.4, 0.5, 0.6, 0.7)
+    records = [calibration(64, good), calibration(16, slow), calibration(1024, [], state="out_of_memory")]
+    assert target(RESNET, records, SECONDS).problem == "only 1 of 2 sizes reach it"
+    for size in (128, 32):
+        step = next_step(RESNET, records, SECONDS)
+        assert step is not None
+        assert step.order.batch_size == size
+        records.append(calibration(size, good))
+    assert next_step(RESNET, records, SECONDS) is None
+    assert target(RESNET, records, SECONDS).problem == ""
+
+
+@pytest.mark.parametrize(("metrics", "ease"), [((0.11, 0.12), 1.6), ((0.8, 0.99), 0.6)], ids=["too hard", "too easy"])
+def test_task_of_wrong_difficulty_is_calibrated_anew(metrics: tuple[float, ...], ease: float) -> None:
+    step = next_step(RESNET, [calibration(64, rising(5.0, *metrics))], SECONDS)
+    assert step is not None
+    assert (step.number, step.order.batch_size, step.order.ease) == (1, 64, ease)
+
+
+def test_broken_calibration_is_tried_once_more() -> None:
+    broken = calibration(64, [], state="broken")
+    sizes = []
+    for count in (1, MAX_BROKEN):
+        step = next_step(RESNET, [broken] * count, SECONDS)
+        assert step is not None
+        sizes.append(step.order.batch_size)
+    assert sizes == [64, 16]
+
+
+def test_curve_ends_a_training_after_its_seconds_or_at_a_perfect_metric() -> None:
+    gpus = GpuConfig(max_power=700, number_of_gpus=1, gpu_model="NVIDIA H100")
+    curve = Curve(ReplayMonitor([Measurement(10, 500, "nvml")] * 4, gpus), 20.0, 0.98)
+    assert [curve.add(0.2), curve.add(0.4)] == [False, True]
+    assert curve.epochs == [(10, 500, 0.2), (20, 1000, 0.4)]
+    assert curve.add(0.1)
+    assert Curve(ReplayMonitor([Measurement(1, 1, "nvml")] * 2, gpus), 20.0, 0.98).add(0.99)
+
+
+# ---- Steps
+
+
+def test_whatever_the_hour_has_done_is_worth_a_page() -> None:
+    planned = hour_steps([RESNET, GPT2])
+    assert len({step.key for step in planned}) == len(planned)
+    assert Counter(step.stage for step in planned) == {
+        "synchronise": 1,
+        "recurrence": 2 * 2 * 12 * 3,
+        "size": 2 * 7 * 3,
+        "overhead": 2 * 3 * 2,
+    }
+    assert planned[0].stage == "synchronise"
+    # Contenders and tasks take turns, and sizes follow the fourth recurrence.
+    assert [step.who for step in planned[1:4]] == list(HOUR_CONTENDERS)
+    assert {step.task for step in planned[1:7]} == set(HOUR_TASKS)
+    assert {step.stage for step in planned[25:39]} == {"size"}
+    assert {step.seed for step in planned[:-72]} == {0}
+
+
+def test_contender_that_probes_takes_the_predicted_size_first() -> None:
+    orders = {step.who: step.order for step in hour_steps([RESNET]) if step.stage == "recurrence"}
+    probed, plain = orders["probed"], orders["gp_voi"]
+    assert (probed.policy, probed.spec().first_run, probed.probes) == ("gp_voi", "predicted", True)
+    assert (plain.policy, plain.spec().first_run, plain.probes) == ("gp_voi", "default", False)
+    assert orders["default"].spec().batch_sizes == (64,)
+
+
+def test_expected_seconds_are_those_of_the_kind_or_of_the_task() -> None:
+    step = Step("size", "resnet50", 0, 0, "16", Order("resnet50", "x", 0))
+    records = [calibration(64, [], fit_wall_s=30.0), calibration(64, [], fit_wall_s=50.0)]
+    assert expected_s(step, []) == 0
+    assert expected_s(step, [calibration(64, [], state="broken")]) == 0
+    assert expected_s(step, records) == 40 + START_S
+    assert expected_s(step, [*records, calibration(16, [], stage="size", fit_wall_s=70.0)]) == 70 + START_S
+
+
+class Endless:
+    """A training process that does not end by itself."""
+
+    exitcode = None
+
+    def __init__(self) -> None:
+        self.waits: list[float | None] = []
+        self.is_terminated = False
+
+    def join(self, timeout: float | None = None) -> None:
+        self.waits.append(timeout)
+
+    def is_alive(self) -> bool:
+        return not self.is_terminated
+
+    def terminate(self) -> None:
+        self.is_terminated = True
+
+
+def test_training_is_ended_with_its_call_and_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    process = Endless()
+    monkeypatch.setattr(harness, "Launcher", lambda _: type("", (), {"start": lambda *_: process})())
+    trainings = Trainings(State(tmp_path), "http://127.0.0.1:1", end_s=time.monotonic() + 5)
+    with pytest.raises(TimeoutError):
+        trainings.attempt(hour_steps([RESNET])[0])
+    assert process.is_terminated
+    assert process.waits[0] == pytest.approx(5, abs=5)
+    assert State(tmp_path).records == []
+
+
+def test_broken_training_is_kept_and_tried_once_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    process = Endless()
+    process.terminate()
+    monkeypatch.setattr(harness, "Launcher", lambda _: type("", (), {"start": lambda *_: process})())
+    state, step = State(tmp_path), hour_steps([RESNET])[1]
+    trainings = Trainings(state, "http://127.0.0.1:1", keeps_broken=True)
+    for _ in range(MAX_BROKEN):
+        assert not is_done(step, state.of(step.key))
+        trainings.attempt(step)
+    assert is_done(step, state.of(step.key))
+    assert {each["state"] for each in State(tmp_path).records} == {"broken"}
+    with pytest.raises(ValueError, match="all trainings broke: exit status None"):
+        proof_results(state.records, {})
+    with pytest.raises(BenchmarkError, match="a training broke: exit status None"):
+        Trainings(state, "http://127.0.0.1:1").attempt(step)
+
+
+# ---- The packed state
+
+
+def test_packed_state_is_complete_at_any_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory, file = tmp_path / "state", tmp_path / "gpu-state.tgz"
+    state = State(directory)
+    state.add({"key": "a", "state": "ended"})
+    with sqlite3.connect(directory / "bso.sqlite3") as database:
+        database.execute("PRAGMA journal_mode=WAL")
+        database.execute("CREATE TABLE trials (number INTEGER)")
+        database.execute("INSERT INTO trials VALUES (7)")
+        database.commit()
+        pack(directory, file)  # while the server has the database open
+
+    def killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    state.add({"key": "b", "state": "ended"})
+    with monkeypatch.context() as patched:
+        patched.setattr(hour, "_back_up", killed)
+        with pytest.raises(KeyboardInterrupt):
+            pack(directory, file)
+    with tarfile.open(file) as archive:
+        archive.extractall(tmp_path / "unpacked", filter="data")
+    assert [each["key"] for each in State(tmp_path / "unpacked").records] == ["a"]
+    with sqlite3.connect(tmp_path / "unpacked" / "bso.sqlite3") as database:
+        assert database.execute("SELECT number FROM trials").fetchall() == [(7,)]
+
+
+def test_check_that_outlasts_the_call_is_left_to_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def slow(command: list[str], timeout: float, **_: Any) -> None:
+        raise subprocess.TimeoutExpired(command, timeout)
+
+    monkeypatch.setattr(subprocess, "run", slow)
+    short = Hour(State(tmp_path), time.monotonic() + hour.RESERVE_S + 1, SECONDS, 1, tmp_path / "gpu-state.tgz")
+    short._check_gpu()
+    assert not (tmp_path / hour.GPU_CHECK).exists()
+    ample = Hour(State(tmp_path), time.monotonic() + 600, SECONDS, 1, tmp_path / "gpu-state.tgz")
+    ample._check_gpu()
+    assert "timed out" in json.loads((tmp_path / hour.GPU_CHECK).read_text())["problem"]
+
+
+def test_process_exits_before_the_end_of_its_call(tmp_path: Path) -> None:
+    program = """
+import sys, time
+from pathlib import Path
+from benchmarks.recurrences import hour
+hour.EXIT_S = 0.1
+call = hour.Hour(hour.State(Path(sys.argv[1])), time.monotonic() + 0.3, (20, 60), 1, Path(sys.argv[1]))
+call.exit_in_time()
+time.sleep(60)
+"""
+    done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], cwd=ROOT, check=False)
+    assert done.returncode == 3
+
+
+# ---- Tables
+
+
+def results() -> dict[str, Any]:
+    curve = rising(8.0, 0.2, 0.4, 0.5)
+    run = {"stage": "size", "number": 0, "reached": True, "state": "target_reached", "cost_j": 9.0}
+    records = [
+        calibration(64, curve),
+        calibration(16, curve),
+        *(
+            calibration(64, [], **run | {"energy_j": joules, "time_s": 20.0, "fit_energy_j": joules})
+            for joules in (9000.0, 10000.0, 12000.0)
+        ),
+        calibration(16, [], **run | {"energy_j": 6000.0, "time_s": 20.0, "fit_energy_j": 6000.0}),
+        calibration(1024, [], **run | {"energy_j": 900.0, "time_s": 2.0, "reached": False}),
+        calibration(
+            64,
+            [],
+            stage="synchronise",
+            windows=[(True, 100.0, 1.0), (False, 80.0, 0.5), (False, 82.0, 0.5), (True, 100.0, 1.0)],
+        ),
+    ]
+    return proof_results(records, {"GPU": "NVIDIA H100"})
+
+
+def test_page_has_joules_and_watts_of_each_size_and_says_what_is_launch_bound() -> None:
+    made = proof_tables(results())
+    lines = made["gpu-joules"].splitlines()
+    assert lines[2:] == [
+        "| resnet50 | 16 | 1 | 1 | 6000 (6000 to 6000) | 300, launch-bound (below half of 700 W) |",
+        "| resnet50 | 64 (default) | 3 | 3 | 10000 (9000 to 12000) | 517 |",
+        "| resnet50 | 1024 | 1 | 0 | – | 450 |",
+    ]
+    assert "| resnet50 | 64 | 0.2, 0.4, 0.5 | 24.0 | – | 500 | 690 | 90 | 12.0 |" in made["gpu-calibration"]
+    assert "| resnet50 | 2 | 100 | 0.810 (0.800 to 0.820) | 0.500 (0.500 to 0.500) |" in made["gpu-windows"]
+
+
+@pytest.mark.parametrize(
+    ("joules", "verdict"), [((50, 55), "saves"), ((150, 160), "loses"), ((90, 120), "not shown yet")]
+)
+def test_savings_have_an_interval_and_a_verdict(
+    joules: tuple[int, int], verdict: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reports, "_RESAMPLES", 200)
+    records = [
+        calibration(
+            64, [], stage="recurrence", number=number, who=who, reached=True, cost_j=each, energy_j=each, time_s=1
+        )
+        for number, spent in enumerate(joules)
+        for who, each in (("default", 100), ("gp_voi", spent), ("probed", spent))
+    ]
+    (head, _, plain, probed, _) = proof_tables(proof_results(records, {}))["gpu"].splitlines()
+    assert "| energy saved (95 %) | verdict |" in head
+    assert f" %) | {verdict} | " in plain
+    assert f" %) | {verdict} | " in probed
+    assert "`gp_voi`, probed" in probed
+
+
+# ---- The bundle
+
+
+def test_bundle_brings_the_packages_of_a_training_without_pytorch_and_numpy() -> None:
+    names = {each.partition("==")[0] for each in bundle.requirements()}
+    assert {"lightning", "transformers", "accelerate", "litestar", "sqlalchemy", "httpx", "nvidia-ml-py"} <= names
+    assert not names & {"torch", "numpy", "triton", "sympy", "zeus-plugins", "uvloop"}
+    assert not [name for name in names if name.startswith("nvidia-") and name != "nvidia-ml-py"]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A bundle whose interpreter writes its arguments to a file."""
+    made = tmp_path / "gpu-bundle"
+    (made / "wheels").mkdir(parents=True)
+    (made / "tree").mkdir()
+    (made / "requirements.txt").write_text("x==1\n")
+    (made / "wheels" / "zeus_plugins-0.1.0-py3-none-any.whl").write_text("")
+    (made / "run.sh").write_bytes((ROOT / "benchmarks" / "gpu_run.sh").read_bytes())
+    stub = tmp_path / "python"
+    stub.write_text(f'#!/bin/bash\n[ "$1" = -c ] && echo 3.12 && exit\necho "$@" >> {tmp_path}/called\nexit $STATUS\n')
+    stub.chmod(0o755)
+    return made
+
+
+def called(folder: Path, *options: str, status: int = 0) -> tuple[int, list[str]]:
+    home = folder.parent
+    (home / "called").unlink(missing_ok=True)
+    done = subprocess.run(
+        ["/bin/bash", str(folder / "run.sh"), "--work", str(home / "work"), *options],
+        env={"PATH": "/usr/bin:/bin", "PYTHON": str(home / "python"), "STATUS": str(status)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return done.returncode, (home / "called").read_text().splitlines()
+
+
+def test_call_installs_once_offline_and_resumes_from_the_packed_state(folder: Path) -> None:
+    home = folder.parent
+    status, (install, run) = called(folder, "--minutes", "7")
+    assert status == 0
+    for option in ("--no-index", f"--find-links {folder}/wheels", "--no-deps", f"--target {home}/work/packages-3.12-"):
+        assert option in install
+    assert run.startswith("-m benchmarks.recurrences hour --minutes 7 --began ")
+    assert f"--state {home}/work/state --out {home}" in run
+    assert "--shrink" not in run
+
+    State(home / "work" / "state").add({"key": "of the killed call"})
+    (home / "work" / "state" / "bso.sqlite3-wal").touch()  # belongs to another database than the packed one
+    State(home / "packed").add({"key": "packed"})
+    pack(home / "packed", home / "gpu-state.tgz")
+    assert len(called(folder)[1]) == 1
+    assert [each["key"] for each in State(home / "work" / "state").records] == ["packed"]
+    assert not (home / "work" / "state" / "bso.sqlite3-wal").exists()
+
+
+def test_call_prefers_the_state_in_its_own_folder_for_results(folder: Path, tmp_path: Path) -> None:
+    for key, file in (("old", tmp_path / "gpu-state.tgz"), ("new", tmp_path / "out" / "gpu-state.tgz")):
+        State(tmp_path / key).add({"key": key})
+        pack(tmp_path / key, file)
+    called(folder, "--out", str(tmp_path / "out"))
+    assert [each["key"] for each in State(tmp_path / "work" / "state").records] == ["new"]
+
+
+def test_rehearsal_shrinks_the_models(folder: Path) -> None:
+    assert "--shrink 8" in called(folder, "--rehearse")[1][-1]
