@@ -81,6 +81,7 @@ lint: $(STAMP)
 		|| { echo "zeus_plugins and bso_server have $$lines lines, more than MOST_LINES in the Makefile, $(MOST_LINES)"; exit 1; }
 	@$(BIN)/ruff format --check .
 	@$(BIN)/ruff check .
+	@$(BIN)/python -m docs.prose
 	@$(BIN)/bandit --quiet --configfile pyproject.toml --recursive zeus_plugins bso_server
 	@$(BIN)/mypy
 

@@ -249,7 +249,7 @@ class Examination:
         yield from self._mappings(gpus[0])
 
     def agreement(self, gpu: NvmlGpu) -> Result:
-        """Compare the counter and the power readings for two seconds, at whatever the GPU does."""
+        """Compare the counter and the power readings for two seconds, under the GPU's present load."""
         return agreement_result(str(gpu), "idle", self._span(gpu, SHORT_S))
 
     def _of(self, gpu: NvmlGpu) -> Iterator[Result]:

@@ -237,7 +237,7 @@ class BatchSizeOptimizer:
             loader: The DataLoader that the loop iterates, of torch, Fabric or accelerate.
 
         Returns:
-            The GLOBAL batch size of this run. If it is not that of `get_batch_size`, make the loader anew, and set
+            The GLOBAL batch size of this run. If it differs from `get_batch_size`, make the loader anew, and set
             learning rates for it.
         """
         session = self._session

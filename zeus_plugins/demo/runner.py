@@ -172,7 +172,7 @@ class Outcome:
 
 
 def plot_costs(outcome: Outcome, path: Path) -> None:
-    """Plot the cost of every trial, labelled with its batch size, and the default's mean cost as a line, as a PNG."""
+    """Plot the cost of every trial, the default's mean cost as a line and the cost of a run now as a band, as a PNG."""
     job = outcome.job
     default, default_j = outcome.default.batch_size, outcome.default.mean_cost_j
     measured = [(trial, trial.cost_j) for trial in job.trials if trial.cost_j is not None]
@@ -192,6 +192,11 @@ def plot_costs(outcome: Outcome, path: Path) -> None:
         axes.annotate(str(trial.batch_size), place, (0, 7), textcoords="offset points", ha="center", fontsize=9)
     if default_j is not None:
         axes.axhline(default_j, color=_GREY, linestyle="--", label=f"mean of {default}, the default: {default_j:.0f} J")
+        now = job.savings.cost_j.now
+        if now is not None and now.low is not None and now.high is not None:
+            low_j, high_j = (1 - now.high) * default_j, (1 - now.low) * default_j
+            label = f"a run now, at {job.savings.batch_size} (90 % interval)"
+            axes.axhspan(max(low_j, 0.0), high_j, color=_BLUE, alpha=0.12, label=label)
     axes.set_xlabel("run (the number above each point is its batch size)")
     axes.set_ylabel("cost of the run (J)")
     axes.set_ylim(0, 1.15 * max((cost_j for _, cost_j in measured), default=1.0))
@@ -218,7 +223,7 @@ _HOW_SIZES_ARE_CHOSEN = {
 }
 
 # Columns of an output that is no terminal.
-_WIDTH = 140
+_WIDTH = 100
 
 
 class Display:
@@ -310,8 +315,8 @@ class Display:
         ]
 
 
-_COLUMNS = ("run", "batch size", "epochs", "seconds", "cost J", "outcome", "why this size")
-_WIDTHS = (3, 10, 6, 7, 6, 14)
+_COLUMNS = ("run", "size", "epochs", "seconds", "cost J", "outcome", "why this size")
+_WIDTHS = (3, 5, 6, 7, 6, 14)
 
 
 def _row(cells: Sequence[str], style: str = "") -> Table:

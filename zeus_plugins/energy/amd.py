@@ -91,7 +91,7 @@ class AmdSmiMonitor(CounterMonitor):
 class AmdSmiPowerMonitor(IntegratedPowerMonitor):
     """An `EnergyMonitor` that integrates power readings of the visible AMD GPUs, if their counters are unusable.
 
-    Experimental. Arguments and errors are those of `AmdSmiMonitor`. A GPU without a power reading, such as the second
+    Experimental. It has the arguments and errors of `AmdSmiMonitor`. A GPU without a power reading, such as the second
     die of an MI250, is unavailable.
     """
 
@@ -211,7 +211,7 @@ def _open_gpus(amdsmi: AmdSmi | None, indices: Sequence[int] | None) -> tuple[li
 
 def _installed_amdsmi() -> AmdSmi:
     try:
-        with contextlib.redirect_stdout(sys.stderr):  # Some versions print what they miss.
+        with contextlib.redirect_stdout(sys.stderr):  # Some versions print the missing parts.
             import amdsmi
     # Without ROCm's library the import raises KeyError in some versions and OSError in others.
     except Exception as error:

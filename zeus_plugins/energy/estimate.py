@@ -75,7 +75,7 @@ class EstimateMonitor:
 
     @property
     def source(self) -> str:
-        """The stated watts, and what they are multiplied with if that is not the time."""
+        """The stated watts, and their factor if it is not the time."""
         return self._source(by_cpu_time=self._is_by_cpu_time and reports_cpu_time(self._others))
 
     @property

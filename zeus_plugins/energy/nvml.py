@@ -243,7 +243,7 @@ class NvmlPowerMonitor(IntegratedPowerMonitor):
     Without `interval_s`, it finds the period in which the readings change, and reads twice in each: every 0.01 to
     0.1 s. It reads the present power if the driver offers it, otherwise the plain reading. A step of the power by ΔP
     between two readings is off by at most ΔP × interval_s / 2, plus the sensor's own error (docs/trust.md). If readings
-    came more than a second apart, the source says so. Arguments and errors are those of `NvmlMonitor`, and
+    came more than a second apart, the source says so. It has the arguments and errors of `NvmlMonitor`, and
     `ZeusBSOConfigError` if `interval_s` is out of range.
     """
 

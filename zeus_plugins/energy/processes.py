@@ -39,7 +39,7 @@ def cpu_time_s(others: Collection[int] = (), proc: Path = PROC) -> float | None:
     if resource is None or not reports_cpu_time(others, proc):
         return None
     own = os.getpid()
-    # Read living children first: one that ends meanwhile counts twice for a moment, rather than not at all.
+    # Read living children first: a child that ends meanwhile counts twice for a moment, rather than not at all.
     has_others = _shows_all(proc) and bool({*others} - {own} or _has_children())
     living_s = 0.0
     if has_others:
@@ -193,7 +193,7 @@ def gpu_is_used() -> bool:
             or torch.xpu.is_initialized()
             or (torch.backends.mps.is_available() and torch.mps.driver_allocated_memory())
         )
-    except (AttributeError, RuntimeError):  # an older PyTorch, or one that is being imported
+    except (AttributeError, RuntimeError):  # an older PyTorch, or a module that is being imported
         return False
 
 

@@ -110,7 +110,7 @@ class JobParams(WireMessage):
         return "metric"
 
     def is_reached_by(self, metric: float) -> bool:
-        """Return whether the metric has reached the target; no metric has while there is none."""
+        """Return whether the metric has reached the target; no metric has without a target."""
         if self.target_metric is None:
             return False
         return metric >= self.target_metric if self.higher_is_better_metric else metric <= self.target_metric
@@ -317,7 +317,7 @@ class JobSpecFromClient(JobSpec, GpuConfig):
 
     @property
     def monitor(self) -> str:
-        """Name of the target's metric, as far as trainings have told it; else ``metric``."""
+        """Name of the target's metric, as far as known from trainings; else ``metric``."""
         return (None if self.fingerprint is None else self.fingerprint.monitor) or super().monitor
 
     @property
@@ -329,7 +329,7 @@ class JobSpecFromClient(JobSpec, GpuConfig):
         return f"target {self.target_metric:g}{learned}"
 
     def is_monitor(self, metric: str) -> bool:
-        """Return whether this is a name of the target's metric, as far as trainings have told it."""
+        """Return whether this is a name of the target's metric, as far as known from trainings."""
         return self.fingerprint is not None and self.fingerprint.is_monitor(metric)
 
     def with_fingerprint(self, told: Fingerprint | None) -> Self:

@@ -213,7 +213,7 @@ class PowerLimitChoice(PowerProfile):
     """A training's power profile, and its choice of a limit.
 
     Attributes:
-        samples: Its own samples and those of earlier trials; at least one.
+        samples: Its own samples and the samples of earlier trials; at least one.
         chosen_limit_w: The power limit that the training sets, watts of each GPU; None if it sets none.
     """
 
@@ -234,7 +234,7 @@ class TrialPowerProfile(PowerLimitChoice, TrialId):
 
 
 class ProbedSize(WireMessage):
-    """Probed cost of an epoch at one batch size: timed passes × steps, and what an epoch has beside its steps.
+    """Probed cost of an epoch at one batch size: timed passes × steps, and the rest of an epoch beside its steps.
 
     Attributes:
         batch_size: The global batch size.
@@ -257,7 +257,7 @@ def _ascending_with_one_for_each_size(sizes: tuple[ProbedSize, ...]) -> tuple[Pr
 
 
 class Probe(WireMessage):
-    """What timed passes without optimizer steps say about the batch sizes of a job.
+    """Findings of timed passes without optimizer steps about the batch sizes of a job.
 
     Attributes:
         gpus: The measured devices, with the sum of their maximum power, watts.
@@ -286,7 +286,7 @@ class Probe(WireMessage):
 
     @property
     def in_words(self) -> str:
-        """What the probe has found, such as ``critical batch size about 90, within a factor of 2; 7 sizes probed``."""
+        """The findings of the probe, such as ``critical batch size about 90, within a factor of 2; 7 sizes probed``."""
         known = []
         if self.critical_batch_size is not None and self.critical_error is not None:
             within = f"within a factor of {2**self.critical_error:.2g}"
@@ -324,7 +324,7 @@ class OfflineTrial(WireMessage):
     Attributes:
         job_id: The job.
         batch_size: One of its batch sizes.
-        continues: Number of the trial whose model this one trains on, because that one missed the target. None: the
+        continues: Number of the trial whose model this trial trains on, because it missed the target. None: the
             trial began while the server was away.
     """
 

@@ -370,7 +370,7 @@ class SavingsView(WireMessage):
 
     @property
     def in_words(self) -> str:
-        """The claim, the evidence and what was saved so far, as sentences."""
+        """The claim, the evidence and the saving so far, as sentences."""
         return " ".join(part for part in (f"{self.claim}.", self.evidence, self.so_far) if part)
 
 
@@ -438,12 +438,12 @@ class JobView(WireMessage):
         trial_count: Number of trials dispatched.
         trial_states: Number of trials in each state, without states that no trial has.
         trials: The latest trials, up to the limit of the request, in order of dispatch.
-        savings: What is known of the job's saving.
+        savings: The job's saving, as far as known.
         owner: As in `JobSummary`.
         shared: As in `JobSummary`.
         revisions: Its revisions, in order.
         probe: The latest probe of its batch sizes on its GPUs, or None.
-        stuck: What to do about a job of which every batch size has missed the target, in words; None while some size
+        stuck: Advice for a job of which every batch size has missed the target, in words; None while some size
             may reach it.
     """
 
@@ -600,7 +600,7 @@ class ErrorBody(WireMessage):
     Attributes:
         type: Always ``about:blank``.
         title: The status in words.
-        detail: What went wrong and what to change.
+        detail: The problem, and its remedy.
         message: The same text as `detail`.
         errors: The invalid fields, if any.
         reason: The reason for programs, if a program can act on it.

@@ -109,7 +109,7 @@ class Announcer:
         told = [next_step or self._next_steps(trial, view)]
         if view is not None and self._plan.job.target_metric is None:
             told.insert(0, f"{view.job.target_in_words.capitalize()}.")
-        # After a miss, the saving of the best size would read as that of this run.
+        # After a miss, the saving of the best size would read as this run's saving.
         elif view is not None and trial.converged:
             told.insert(0, f"{view.savings.claim}. {view.savings.evidence}".strip())
         self._say(" ".join(told))
@@ -125,7 +125,7 @@ class Announcer:
         self._say(f"{ended} after {trial.spent}: {consequence}.")
 
     def _against(self, size: int) -> str:
-        """Return how a batch size compares with the job's default and with that of the script."""
+        """Return how a batch size compares with the job's default and with the script's size."""
         default, own = self._plan.job.default_batch_size, self._plan.script_size
         script = "" if own in (None, default) else f" (the script has {own})"
         if own == default:
@@ -160,7 +160,7 @@ class Announcer:
 
 
 def _after_crash(trial: TrialInfo, view: JobView) -> str:
-    """Return what follows from a crash, in words."""
+    """Return the consequence of a crash, in words."""
     ended = next((each for each in view.trials if each.trial_number == trial.trial_number), None)
     is_excluded = ended is not None and ended.state is TrialState.INFEASIBLE
     found = f"batch size {trial.batch_size} is not tried again" if is_excluded else "it counts as failed"

@@ -368,7 +368,7 @@ def _elements(part: Any) -> int | None:
 class StepCount:
     """Counts the batches between optimizer steps until they are the `accumulation` that was set.
 
-    Steps of torch's optimizers are counted, each optimizer's and those of all together; other optimizers are ignored.
+    Steps of torch's optimizers are counted, each optimizer's and the sum; other optimizers are ignored.
     """
 
     def __init__(self, optimizers: Sequence[Any], accumulation: int) -> None:

@@ -1,4 +1,4 @@
-"""A job from the user's wish and the facts of the training. A registration of the job overrides what is guessed."""
+"""A job from the user's wish and the facts of the training. A registration of the job overrides the guesses."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def hash_of_parameters(model: Any) -> str | None:
 
 
 def name_of_data(data: Any) -> str | None:
-    """Return the name of a Hugging Face data set, or else the name of its class; of a subset, that of the whole."""
+    """Return the name of a Hugging Face data set, or else the name of its class; of a subset, the name of the whole."""
     while type(data).__name__ == "Subset":
         data = data.dataset
     name = getattr(getattr(data, "info", None), "dataset_name", None)

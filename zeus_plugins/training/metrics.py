@@ -81,7 +81,7 @@ class EvaluationMetric:
 
 
 def value_in(metrics: Mapping[str, float], name: str) -> float | None:
-    """Return the metric of this name, which may lack the prefix ``eval_``; None if there is none."""
+    """Return the metric of this name, which may lack the prefix ``eval_``; None without it."""
     return next((metrics[each] for each in (name, f"{EVALUATION_PREFIX}{name}") if each in metrics), None)
 
 

@@ -59,7 +59,7 @@ class Passes:
         data: Data sets and the like that loading may change.
         losses: Further modules that compute losses.
         muted: Makes a block for the passes, whose metrics and logs are dropped.
-        knows_evaluations: True if the time of evaluations is known apart from that of steps.
+        knows_evaluations: True if the time of evaluations is known apart from the time of steps.
     """
 
     step: Callable[[Any], object]

@@ -123,7 +123,7 @@ class TrainerPort(Ranks, Protocol):
         """Return the passes of the training at rest; raise `CannotProbe` if they would leave a trace."""
 
     def log(self, metrics: dict[str, float]) -> None:
-        """Log metrics with those of the training."""
+        """Log metrics beside the training's own."""
 
     def stop(self) -> None:
         """End the training as soon as the trainer can."""
@@ -176,7 +176,7 @@ def node_monitor(
 def cluster_monitor(
     ranks: Ranks, place: Placement, monitor: EnergyMonitor | WindowMonitor | None, scope: EnergyScope = "gpu"
 ) -> ClusterMonitor | None:
-    """Return a monitor of all machines, made by all ranks together; None if there is only one machine."""
+    """Return a monitor of all machines, made by all ranks together; None for a single machine."""
     if place.machines == 1:
         return None
     measure = (lambda: node_monitor(place, monitor, scope)) if place.is_first else None

@@ -1,7 +1,7 @@
-"""Timed passes of a training at several batch sizes, and what follows from them (docs/probing.md).
+"""Timed passes of a training at several batch sizes, and the conclusions (docs/probing.md).
 
 `Prober` runs on all ranks alike: rank 0 chooses each size, and all exchange their findings. A framework describes its
-training by `Passes`. Whatever stands in the way ends the probe, never the training.
+training by `Passes`. An obstacle ends the probe, never the training.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ _SHARE_OF_TIMES = 0.75
 # Passes at a size: one to warm up, and timed ones.
 _LEAST_PASSES, _MOST_PASSES = 2, 5
 
-# Standard deviation of the log of a cost: its least value, and what each octave between the sizes adds.
+# Standard deviation of the log of a cost: its least value, and the increase per octave between the sizes.
 _LEAST_ERROR = 0.1
 _ERROR_PER_OCTAVE = 0.05
 # Until an epoch shows it: the most that a step takes beside its passes, as a share of the shortest pass (small models).
 _MOST_HIDDEN = 0.75
 
-# Passes of the noise scale: those whose gradients are summed, and all.
+# Passes of the noise scale: passes with summed gradients, and all passes.
 _GROUP, _MOST_GROUPS = 8, 4
 # Least standard deviation of log2 of the critical batch size, and that of a single group, octaves.
 _LEAST_OCTAVES = 1.6
@@ -109,7 +109,7 @@ def epoch_costs(
         # The overhead is negative if the passes of the probe were slowed down.
         step_s = max(pass_s + overhead_s, pass_s / 2)
         octaves = abs(math.log2(each / size))
-        # The time of the run's own size is that of the real epoch.
+        # The run's own size has the time of the real epoch.
         errors = [_LEAST_ERROR, _ERROR_PER_OCTAVE * octaves, timing.error if each != size else 0.0]
         errors.append((math.log1p(hidden_s / pass_s) - math.log1p(hidden_s / own_s)) / 2)
         if is_ambiguous:
@@ -203,7 +203,7 @@ class Prober:
         self._timings: dict[int, Timing] = {}
         self._tried: set[int] = set()
         self._out_of_memory = math.inf
-        # What the whole probe may take: samples of a device, and seconds.
+        # Limits of the whole probe: samples of a device, and seconds.
         self._samples, self._limit_s = 0.0, _MOST_S
         self._used_samples = 0
         self._spent_s = self._began_s = 0.0
@@ -250,7 +250,7 @@ class Prober:
         self._resumed_s = time.monotonic()
 
     def count_evaluation(self, seconds: float) -> None:
-        """Keep the time of an evaluation, with its report, apart from that of the steps."""
+        """Keep the time of an evaluation, with its report, apart from the time of the steps."""
         self._evaluation_s += seconds
 
     def finish(self, ended_s: float, *, epochs: float, trains_on: bool) -> None:

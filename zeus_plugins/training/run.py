@@ -20,7 +20,7 @@ The order of calls, on every rank::
     run.active.report_last_epoch(epochs)    after the last epoch
     run.finished_by(new_port)               after the last epoch; the trainer then trains again with the run that this
                                             returns, from `scale_learning_rate` on, unless it returns None
-    run.finish(error)                       always; then, unless there is an error, run.raise_failure()
+    run.finish(error)                       always; then, without an error, run.raise_failure()
 
 `run.active` is None before `begin`, after `finish`, and in a training without a trial, which goes on from a checkpoint
 without one or from an earlier training of this process.
@@ -277,7 +277,7 @@ class TrialRun:
 
         Meant for exit paths: makes no collective call, and never raises, so that it does not mask the `error` that
         ended the training. Without one, `early_end` is the trainer's rule that ended it before its last epoch, if
-        known. `next_step` tells the user what follows, in place of the advice to launch the training again.
+        known. `next_step` tells the user the next step, in place of the advice to launch the training again.
         """
         active, self.active = self.active, None
         weights, self._weights = self._weights, None
@@ -476,7 +476,7 @@ class ActiveRun:
     """A run during its trial's training, on one rank.
 
     The constructor has rank 0 get the trial by `begin`, which returns whether the server takes reports on it. If that
-    fails, the constructor closes what it opened, and ends a trial that the server has begun.
+    fails, the constructor closes its connections, and ends a trial that the server has begun.
     """
 
     def __init__(
@@ -541,7 +541,7 @@ class ActiveRun:
     def is_to_be_finished(self) -> bool:
         """True if the run has missed its target, the options ask to finish it, and another size may reach the target.
 
-        A run that used all its epochs at the user's own size has done what the script asks for.
+        A run that used all its epochs at the user's own size has done the script's own work.
         """
         record, verdict = self.record, self.record.trial.verdict
         if self._options.on_failure != "finish" or not record.takes_reports:
@@ -707,10 +707,10 @@ class ActiveRun:
         With the option ``after_target="continue"``, the target does not stop the trainer.
 
         Args:
-            metric: Returns the metric, or None if there is nothing to report yet. Called on rank 0; every rank raises
+            metric: Returns the metric, or None before the first evaluation. Called on rank 0; every rank raises
                 its error.
             epochs: Epochs of this trial trained so far. Fractions are rounded up once whole epochs were reported.
-            is_repeated: True if the metric is that of the previous report.
+            is_repeated: True if the metric repeats the previous report.
         """
         if not self.is_reporting:
             return
@@ -765,7 +765,7 @@ class ActiveRun:
             self.record.trial = self._session.trial
 
     def close(self, error: BaseException | None, early_end: str | None, next_step: str | None = None) -> None:
-        """End a trial without a verdict, and close what was opened: see `TrialRun.finish`."""
+        """End a trial without a verdict, and close everything: see `TrialRun.finish`."""
         record, session = self.record, self._session
         with self._opened:
             self.steps.close()

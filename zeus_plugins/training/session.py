@@ -349,7 +349,7 @@ class TrialSession:
             metric: The validation metric. A number in single precision counts as written: 0.9, not 0.89999998.
             epoch: Epochs trained so far, above 0 (else `ZeusBSOBadOperationError`), fractional within an epoch. None:
                 one more than at the previous evaluation.
-            is_repeated: True if the metric is that of the previous report, so that it confirms no target.
+            is_repeated: True if the metric repeats the previous report, so that it confirms no target.
         """
         reporter = self._require_live_trial()
         if not self._measuring and self.trial.unmeasured is None:
@@ -543,7 +543,7 @@ class TrialSession:
             # Keep the id, so that a repeated request after a failed dispatch does not make another job.
             self.plan = replace(self.plan, job=self.plan.job.model_copy(update={"job_id": job_id}))
         if job.target_metric is None:
-            # By this the server tells that the target is its own, when it gets the registration again.
+            # The server recognises its own target by these numbers when it gets the registration again.
             update["target_runs"] = known.target_runs or ()
         return job.model_copy(update=update).named(job_id)
 
@@ -626,7 +626,7 @@ class TrialSession:
         return None
 
     def _count_known(self, time_s: float, energy_j: float, epochs: float) -> None:
-        """Count what was reported after the checkpoint was written: it is trained again, but was spent."""
+        """Count the reports after the checkpoint was written: it is trained again, but was spent."""
         self._reported_epoch = epochs
         trial = self.trial
         self._update(time_s=max(trial.time_s, time_s), energy_j=max(trial.energy_j, energy_j))
