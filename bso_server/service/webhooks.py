@@ -15,10 +15,10 @@ import json
 import logging
 import secrets
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from datetime import UTC, datetime, timedelta
-from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from functools import lru_cache, partial
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 from urllib.parse import urlsplit
 
 from bso_server.core.drift import drift_of
@@ -58,12 +58,15 @@ _COMPARED_EVENTS = 400
 logger = logging.getLogger("bso_server")
 
 
+Save: TypeAlias = Callable[[Transaction], object]
+
+
 class NotAcceptedError(Exception):
     """The receiver has not accepted a message; the text says why."""
 
 
 class Message(NamedTuple):
-    """A message; `key` is the transition that it tells of, and equal when the message is repeated."""
+    """A message; `key` identifies its news, and is equal in repetitions."""
 
     event: str
     job_id: str | None
@@ -108,7 +111,7 @@ def signature_of(secret: str, message_id: str, timestamp: int, body: bytes) -> s
 def news_of(
     transaction: Transaction, webhook: Webhook, job_id: str, known: KnownJob | None
 ) -> tuple[list[Message], KnownJob]:
-    """Return the messages about a job whose `known` state the receiver knows, and the state after them.
+    """Return the messages about a job since its `known` state, and its state after them.
 
     A job that is older than the webhook begins without messages.
 
@@ -123,7 +126,7 @@ def news_of(
     known, messages = known or KnownJob(job_id, webhook.webhook_id), list[Message]()
 
     def tell(event: str, text: str, data: dict[str, Any], *key: object) -> None:
-        if event in webhook.events.split():
+        if event in webhook.events:
             messages.append(Message(event, job_id, f"{job_id}: {text}", data, (stored.created_at, *key)))
 
     ended = queries.ended_after(transaction, job_id, known.event, _ENDS_AT_ONCE)
@@ -188,7 +191,7 @@ class Webhooks:
         return await self._store.read(rows.all_webhooks)
 
     async def remove(self, webhook_id: str) -> None:
-        """Delete a webhook; raise `UnknownWebhookError` if there is none."""
+        """Delete a webhook, or raise `UnknownWebhookError`."""
         if not await self._store.write(rows.delete_webhook, webhook_id):
             raise UnknownWebhookError(webhook_id)
 
@@ -214,36 +217,41 @@ class Webhooks:
         await asyncio.gather(*map(self._deliver, due))
 
     async def _deliver(self, webhook: Webhook) -> None:
-        webhook_id, claimed_until = webhook.webhook_id, self._clock() + _CLAIM
-        claim = self._store.write(
-            rows.update_webhook, webhook_id, webhook.next_attempt_at, next_attempt_at=claimed_until
-        )
-        if not await claim:
+        webhook_id, claimed_until, since = webhook.webhook_id, self._clock() + _CLAIM, webhook.failing_since
+
+        def update(before: datetime | None, **values: object) -> Awaitable[bool]:
+            return self._store.write(rows.update_webhook, webhook_id, before, **values)
+
+        if not await update(webhook.next_attempt_at, next_attempt_at=claimed_until):
             return
-        progress = _Progress(webhook)
         try:
-            await self._send_news(progress)
+            async for messages, save in self._news(webhook, claimed_until):
+                for message in messages:
+                    await self._send(webhook, message)
+                    since = None
+                await self._store.write(save)
         except NotAcceptedError as error:
             now = self._clock()
-            since = now if progress.accepted else webhook.failing_since or now
-            wait = min(max(now - since, _SHORTEST_WAIT), _LONGEST_WAIT)
-            after = {"failing_since": since, "last_error": str(error)[:255], "next_attempt_at": now + wait}
-            if now - since >= GIVEN_UP:
-                after["next_attempt_at"] = None
-                logger.error("webhook %s is switched off after three days of failures: %s", webhook_id, error)
-            elif since == now:
+            if since is None:
                 logger.warning("webhook %s fails, and is tried again: %s", webhook_id, error)
+            since = since or now
+            next_at: datetime | None = now + min(max(now - since, _SHORTEST_WAIT), _LONGEST_WAIT)
+            if now - since >= GIVEN_UP:
+                next_at = None
+                logger.error("webhook %s is switched off after three days of failures: %s", webhook_id, error)
+            await update(claimed_until, next_attempt_at=next_at, failing_since=since, last_error=str(error)[:255])
         else:
-            after = {"failing_since": None, "last_error": None, "next_attempt_at": self._clock()}
-        await self._store.write(rows.update_webhook, webhook_id, claimed_until, week=progress.week, **after)
+            await update(claimed_until, next_attempt_at=self._clock(), failing_since=None, last_error=None)
 
-    async def _send_news(self, progress: _Progress) -> None:
-        webhook, end = progress.webhook, time.monotonic() + _DELIVERY_S
-        monday = _monday(self._clock())
+    async def _news(self, webhook: Webhook, claimed_until: datetime) -> AsyncIterator[tuple[list[Message], Save]]:
+        """Yield messages, each time with what to save once they are accepted, for `_DELIVERY_S` at most."""
+        end, monday = time.monotonic() + _DELIVERY_S, _monday(self._clock())
         if webhook.week < monday:
-            if "weekly" in webhook.events.split():
-                await self._send_all(progress, await self._weekly(monday - _WEEK))
-            progress.week = monday
+            total = await self._weekly(monday - _WEEK) if "weekly" in webhook.events else []
+            yield (
+                total,
+                lambda transaction: rows.update_webhook(transaction, webhook.webhook_id, claimed_until, week=monday),
+            )
         after: str | None = ""
         while after is not None:
             page = await self._store.read(rows.jobs_with_news, webhook.webhook_id, after=after, limit=_JOBS_AT_ONCE)
@@ -255,8 +263,7 @@ class Webhooks:
                     messages, then = await self._store.read(news_of, webhook, job_id, known)
                 except UnknownJobError:
                     continue
-                await self._send_all(progress, messages)
-                await self._store.write(rows.save_known_job, then)
+                yield messages, partial(rows.save_known_job, known=then)
 
     async def _weekly(self, begin: datetime) -> list[Message]:
         """Return the total of the week that begins then, or nothing without a trial that ended in it."""
@@ -276,11 +283,6 @@ class Webhooks:
         )
         return [Message("weekly", None, text, data, [begin])]
 
-    async def _send_all(self, progress: _Progress, messages: Iterable[Message]) -> None:
-        for message in messages:
-            await self._send(progress.webhook, message)
-            progress.accepted = True
-
     async def _send(self, webhook: Webhook, message: Message) -> None:
         message_id, timestamp = message.id_for(webhook.webhook_id), int(self._clock().timestamp())
         body = body_of(message, message_id, webhook.format)
@@ -291,13 +293,6 @@ class Webhooks:
             "webhook-signature": signature_of(webhook.secret, message_id, timestamp, body),
         }
         await _post(webhook.url, body, headers)
-
-
-class _Progress:
-    """What a delivery has achieved until it ends or fails."""
-
-    def __init__(self, webhook: Webhook) -> None:
-        self.webhook, self.week, self.accepted = webhook, webhook.week, False
 
 
 def _monday(instant: datetime) -> datetime:

@@ -66,7 +66,7 @@ def delete_webhook(transaction: Transaction, webhook_id: str) -> bool:
     return bool(transaction.connection.execute(delete(webhooks).where(Row.webhook_id == webhook_id)).rowcount)
 
 
-def update_webhook(transaction: Transaction, webhook_id: str, before: datetime | None, **values: object) -> bool:
+def update_webhook(transaction: Transaction, /, webhook_id: str, before: datetime | None, **values: object) -> bool:
     """Update a webhook; return False if its next attempt is no longer at `before`, because another process has it."""
     found = update(webhooks).where(Row.webhook_id == webhook_id, Row.next_attempt_at.is_not_distinct_from(before))
     return bool(transaction.connection.execute(found.values(values)).rowcount)
@@ -109,5 +109,6 @@ def totals_between(transaction: Transaction, begin: datetime, end: datetime) -> 
     reached = func.coalesce(func.sum(case((table.state == TrialState.COMPLETED, 1), else_=0)), 0)
     sums = [func.coalesce(func.sum(each), 0.0) for each in (table.energy_j, table.time_s)]
     statement = select(func.count(table.job_id.distinct()), func.count(), reached, *sums)
-    row = transaction.tuples(statement.select_from(trials.join(jobs)).where(*ended))[0]
-    return int(row[0]), int(row[1]), int(row[2]), float(row[3]), float(row[4])
+    (row,) = transaction.tuples(statement.select_from(trials.join(jobs)).where(*ended))
+    jobs_count, count, reached_count, energy_j, time_s = tuple(row)
+    return jobs_count, count, int(reached_count), float(energy_j), float(time_s)

@@ -45,7 +45,7 @@ class Receiver(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.messages: list[tuple[dict[str, str], bytes]] = []
         self.status = 204
-        self.answer: Callable[[BaseHTTPRequestHandler], None] = lambda handler: reply(handler, self.status)
+        self.answer: Callable[[Any], object] = lambda handler: reply(handler, self.status)
         self.arrived, self.end = threading.Event(), threading.Event()
 
     @property
@@ -203,6 +203,7 @@ async def test_change_of_cost_is_told_once_per_change(bso: JobService, receiver:
 async def test_failed_messages_are_repeated_with_equal_ids_across_restarts(
     bso: JobService, receiver: Receiver, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level("INFO")
     await hooks(bso).add(receiver.url, ["trial_ended"])
     receiver.status = 500
     for _ in range(3):
@@ -213,7 +214,7 @@ async def test_failed_messages_are_repeated_with_equal_ids_across_restarts(
     assert webhook.last_error == "the receiver answered 500"
     await deliver(bso, minutes=0.25)  # too soon
     assert len(receiver.messages) == 1
-    waits = []
+    waits = list[timedelta]()
     for _ in range(12):
         before = bso.now = (await only(bso)).next_attempt_at or bso.now
         await deliver(bso, minutes=0)
