@@ -16,6 +16,7 @@ import logging
 import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
@@ -110,10 +111,11 @@ def signature_of(secret: str, message_id: str, timestamp: int, body: bytes) -> s
 
 def news_of(
     transaction: Transaction, webhook: Webhook, job_id: str, known: KnownJob | None
-) -> tuple[list[Message], KnownJob]:
-    """Return the messages about a job since its `known` state, and its state after them.
+) -> list[tuple[list[Message], KnownJob]]:
+    """Return the messages about a job since its `known` state in steps, each with the state to save after it.
 
-    A job that is older than the webhook begins without messages.
+    Each run that ended is a step, so that a receiver with a limit of messages per minute gets all of them in the
+    end. A job that is older than the webhook begins without messages.
 
     Raises:
         UnknownJobError: The job was deleted.
@@ -122,19 +124,13 @@ def news_of(
     view = reading.show_job(transaction, job_id, limit=1)
     word, is_stuck = view.savings.word, view.stuck is not None
     if known is None and stored.created_at < webhook.created_at:
-        return [], KnownJob(job_id, webhook.webhook_id, stored.event_count, word, is_stuck)
+        return [([], KnownJob(job_id, webhook.webhook_id, stored.event_count, word, is_stuck))]
     known, messages = known or KnownJob(job_id, webhook.webhook_id), list[Message]()
 
     def tell(event: str, text: str, data: dict[str, Any], *key: object) -> None:
         if event in webhook.events:
             messages.append(Message(event, job_id, f"{job_id}: {text}", data, (stored.created_at, *key)))
 
-    ended = queries.ended_after(transaction, job_id, known.event, _ENDS_AT_ONCE)
-    for trial in ended:
-        trial_view = reading.trial_view(stored.registration, trial)
-        cost = "" if trial_view.cost_j is None else f", cost {joules_in_words(trial_view.cost_j)}"
-        text = f"run {trial.trial_number} at batch size {trial.batch_size} {trial.state.replace('_', ' ')}{cost}."
-        tell("trial_ended", text, trial_view.model_dump(mode="json"), trial.trial_number, trial.ended_event)
     if word != known.word:
         data = {"before": known.word, **view.savings.model_dump(mode="json")}
         tell("verdict", f"{view.savings.claim}. {view.savings.evidence}".strip(), data, known.event, word)
@@ -145,8 +141,17 @@ def news_of(
         size, change = drift["batch_size"], drift["change"]
         text = f"the last two runs at batch size {size} cost {abs(change):.0%} {'more' if change > 0 else 'less'}"
         tell("drift", f"{text} than the runs before them.", drift, level_event)
-    event = stored.event_count if len(ended) < _ENDS_AT_ONCE else ended[-1].ended_event or stored.event_count
-    return messages, KnownJob(job_id, webhook.webhook_id, event, word, is_stuck, level_event)
+    then = KnownJob(job_id, webhook.webhook_id, known.event, word, is_stuck, level_event)
+    if "trial_ended" not in webhook.events:
+        return [(messages, replace(then, event=stored.event_count))]
+    steps, ended = [(messages, then)], queries.ended_after(transaction, job_id, known.event, _ENDS_AT_ONCE)
+    for trial in ended:
+        messages, trial_view = [], reading.trial_view(stored.registration, trial)
+        cost = "" if trial_view.cost_j is None else f", cost {joules_in_words(trial_view.cost_j)}"
+        text = f"run {trial.trial_number} at batch size {trial.batch_size} {trial.state.replace('_', ' ')}{cost}."
+        tell("trial_ended", text, trial_view.model_dump(mode="json"), trial.trial_number, trial.ended_event)
+        steps.append((messages, replace(then, event=trial.ended_event or known.event)))
+    return steps if len(ended) == _ENDS_AT_ONCE else [*steps, ([], replace(then, event=stored.event_count))]
 
 
 def _drift(transaction: Transaction, stored: StoredJob, known: KnownJob) -> tuple[int, dict[str, Any] | None]:
@@ -257,13 +262,14 @@ class Webhooks:
             page = await self._store.read(rows.jobs_with_news, webhook.webhook_id, after=after, limit=_JOBS_AT_ONCE)
             after = page[-1][0] if page else None
             for job_id, known in page:
-                if time.monotonic() > end:
-                    return
                 try:
-                    messages, then = await self._store.read(news_of, webhook, job_id, known)
+                    steps = await self._store.read(news_of, webhook, job_id, known)
                 except UnknownJobError:
                     continue
-                yield messages, partial(rows.save_known_job, known=then)
+                for messages, then in steps:
+                    if time.monotonic() > end:
+                        return
+                    yield messages, partial(rows.save_known_job, known=then)
 
     async def _weekly(self, begin: datetime) -> list[Message]:
         """Return the total of the week that begins then, or nothing without a trial that ended in it."""

@@ -254,6 +254,25 @@ async def test_webhook_is_switched_off_after_three_days_and_on_by_a_test(bso: Jo
     assert receiver.taken() == [("trial_ended", bso.job_id)]
 
 
+async def test_receiver_with_a_limit_of_messages_gets_all_in_the_end(bso: JobService, receiver: Receiver) -> None:
+    await hooks(bso).add(receiver.url, ["trial_ended"])
+    for _ in range(5):
+        await run(bso)
+    accepted = list[int]()
+
+    def answer(handler: BaseHTTPRequestHandler) -> None:
+        is_accepted = len(receiver.messages) % 2
+        if is_accepted:
+            accepted.append(receiver.bodies[-1]["data"]["trial_number"])
+        reply(handler, 204 if is_accepted else 429)
+
+    receiver.answer = answer
+    for _ in range(5):
+        await deliver(bso, minutes=24 * 60)
+    assert accepted == [1, 2, 3, 4, 5]
+    assert (await only(bso)).next_attempt_at is not None
+
+
 @pytest.mark.storage
 async def test_two_processes_and_a_killed_one_deliver_each_message(bso: JobService, receiver: Receiver) -> None:
     await hooks(bso).add(receiver.url, ["trial_ended"])
@@ -284,7 +303,7 @@ async def test_weekly_total_follows_a_week_with_runs_only(bso: JobService, recei
     total = receiver.bodies[0]["data"]
     assert receiver.taken() == [("weekly", None)]
     assert (total["week"], total["trials"], total["reached"]) == ("2025-12-29", 1, 1)
-    assert total["energy_j"] == pytest.approx(sum(each.energy_j for each in (await bso.show()).trials))
+    assert total["energy_j"] == pytest.approx(sum(each.energy_j or 0.0 for each in (await bso.show()).trials))
     await deliver(bso, minutes=1)
     await deliver(bso, minutes=7 * 24 * 60)
     assert receiver.taken() == []
