@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
 from litestar import Litestar
@@ -32,6 +32,7 @@ from bso_server.service.pages import Pages
 from bso_server.service.reading import JobReader
 from bso_server.service.tokens import Authenticator, Tokens
 from bso_server.service.views import Tariff
+from bso_server.service.webhooks import Webhooks
 from bso_server.settings import Settings, parts
 from bso_server.storage.database import open_database
 from bso_server.storage.store import Store
@@ -75,9 +76,16 @@ def create_app(settings: Settings | None = None) -> Litestar:
             await prepare(store)
             logger.info("database: %s", store.description)
             await _say_who_is_served(settings, tokens)
-            reaper = asyncio.create_task(_reap_for_ever(service, request_counts, settings.reap_interval_s))
+
+            async def reap() -> None:
+                await request_counts.delete_expired()
+                await service.reap()
+
+            work = {"look for abandoned trials": reap, "deliver the messages of webhooks": Webhooks(store).deliver}
+            tasks = [asyncio.create_task(_repeat(each, what, settings.reap_interval_s)) for what, each in work.items()]
             yield
-            reaper.cancel()
+            for task in tasks:
+                task.cancel()
         finally:
             await watch.close()
             await store.close()
@@ -169,18 +177,17 @@ def _rate_limit(per_minute: int) -> DefineMiddleware:
     return RateLimitConfig(rate_limit=("minute", per_minute), exclude="^/health/", store=_REQUEST_COUNTS).middleware
 
 
-async def _reap_for_ever(service: BatchSizeService, request_counts: MemoryStore, interval_s: float) -> None:
-    """Periodically abandon expired trials, in each process, and delete expired counts of the rate limit."""
+async def _repeat(work: Callable[[], Awaitable[object]], what: str, interval_s: float) -> None:
+    """Do the work in each process, until the task is cancelled; `what` describes it for the log."""
     while True:
         await asyncio.sleep(interval_s)
-        await request_counts.delete_expired()
         try:
-            await service.reap()
+            await work()
         except (DatabaseNotReadyError, DatabaseUnavailableError):
             # The store has logged it, or logs it at the next request.
             pass
         except Exception:
-            logger.exception("could not look for abandoned trials")
+            logger.exception("could not %s", what)
 
 
 def __getattr__(name: str) -> Litestar:

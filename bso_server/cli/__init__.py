@@ -27,6 +27,7 @@ from bso_server.cli.jobs import add_jobs_commands
 from bso_server.cli.serve import add_serve_command
 from bso_server.cli.simulate import add_simulate_command
 from bso_server.cli.tokens import add_token_commands
+from bso_server.cli.webhooks import add_webhook_commands
 from bso_server.errors import BsoError, DatabaseUnavailableError, PolicyNotInstalledError
 from bso_server.service import reading
 from bso_server.service.commands import BatchSizeService
@@ -103,6 +104,7 @@ def _parser() -> argparse.ArgumentParser:
     add_command(config, "show", "list every setting with its source", _config_show)
 
     add_token_commands(commands)
+    add_webhook_commands(commands)
     add_import_zeus_command(add_jobs_commands(commands))
     add_simulate_command(commands)
     return parser

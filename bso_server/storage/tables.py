@@ -299,3 +299,38 @@ tokens = sa.Table(
     sa.Column("previous_until", UtcDateTime),
     **_MYSQL,
 )
+
+webhooks = sa.Table(
+    "webhooks",
+    metadata,
+    sa.Column("webhook_id", sa.String(16), primary_key=True),
+    sa.Column("url", sa.Text, nullable=False),
+    sa.Column("format", sa.String(16), nullable=False),
+    # Separated by blanks.
+    sa.Column("events", sa.String(255), nullable=False),
+    # In clear, because each message is signed with it.
+    sa.Column("secret", sa.String(64), nullable=False),
+    sa.Column("created_at", UtcDateTime, nullable=False),
+    # Begin of the first week (UTC) without a total.
+    sa.Column("week", UtcDateTime, nullable=False),
+    # Null after three days of failures. Also a claim: the process that moves it delivers until then.
+    sa.Column("next_attempt_at", UtcDateTime),
+    sa.Column("failing_since", UtcDateTime),
+    sa.Column("last_error", sa.String(255)),
+    **_MYSQL,
+)
+
+# State of each job according to the messages that a webhook's receiver has accepted.
+webhook_jobs = sa.Table(
+    "webhook_jobs",
+    metadata,
+    sa.Column("job_id", sa.String(255), sa.ForeignKey("jobs.job_id", ondelete="CASCADE"), primary_key=True),
+    sa.Column("webhook_id", sa.String(16), primary_key=True),
+    # The messages include the ends of trials up to this event of the job.
+    sa.Column("event", sa.Integer, nullable=False),
+    sa.Column("word", sa.String(16), nullable=False),
+    sa.Column("is_stuck", sa.Boolean, nullable=False),
+    # Event of the first run whose cost later runs are compared with.
+    sa.Column("level_event", sa.Integer, nullable=False),
+    **_MYSQL,
+)
