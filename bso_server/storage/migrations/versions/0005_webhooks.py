@@ -9,7 +9,7 @@ from alembic import op
 
 from bso_server.storage.tables import UtcDateTime
 
-revision = "0006"
+revision = "0005"
 down_revision = "0004"
 
 _MYSQL: dict[str, Any] = {"mysql_charset": "utf8mb4", "mysql_collate": "utf8mb4_bin", "mysql_engine": "InnoDB"}
