@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import fields
 from datetime import datetime
-from typing import Any
+from typing import Any, NamedTuple
 
-from sqlalchemy import ColumnElement, RowMapping, Table, and_, func, or_, select
+from sqlalchemy import ColumnElement, RowMapping, Table, and_, case, func, or_, select
 
 from bso_server.core.model import TrialRecord
 from bso_server.core.savings import Tally
@@ -27,7 +27,7 @@ from bso_server.storage.rows import (
 )
 from bso_server.storage.tables import decisions, epochs, jobs, power_profiles, trials
 from bso_server.storage.transaction import IS_THERE, Transaction
-from zeus_plugins.protocol import ALIVE, CreatedJob, EndReason, Origin, Stage, TrialState
+from zeus_plugins.protocol import ALIVE, ESTIMATED, CreatedJob, EndReason, Origin, Stage, TrialState
 
 # Largest value of an integer column.
 MAX_INTEGER = 2**31 - 1
@@ -81,6 +81,36 @@ def tallies(transaction: Transaction, job_id: str, *, first: int = 1, last: int 
     condition = table.job_id == job_id, table.trial_number.between(first, last)
     statement = select(*kinds, func.count(), *sums, table.other_gpus).where(*condition).group_by(*grouped)
     return [Tally(*row) for row in map(tuple, transaction.tuples(statement))]
+
+
+class Recent(NamedTuple):
+    """Trials of one kind: those that ended in a period, the joules of these that are estimated, and all."""
+
+    tally: Tally
+    estimated_j: float
+    all_trials: int
+
+
+def recent_tallies(transaction: Transaction, job_ids: Sequence[str], since: datetime) -> dict[str, list[Recent]]:
+    """Return counts and sums over the trials of these jobs that ended after an instant, as by `tallies`."""
+    table = trials.c
+    kinds = table.job_id, table.batch_size, table.state, table.origin, table.other_gpus
+    is_recent = table.ended_at > since
+    is_estimated = and_(is_recent, table.energy_source.contains(ESTIMATED))
+    sums = [
+        func.coalesce(func.sum(case((chosen, value), else_=0)), 0)
+        for chosen, value in (
+            *((is_recent, each) for each in (1, table.energy_j, table.time_s)),
+            (is_estimated, table.energy_j),
+        )
+    ]
+    statement = select(*kinds, func.count(), *sums).where(table.job_id.in_(job_ids)).group_by(*kinds)
+    found: dict[str, list[Recent]] = {}
+    for job_id, size, state, origin, other_gpus, count, *values in map(tuple, transaction.tuples(statement)):
+        recent, energy_j, time_s, estimated_j = map(float, values)
+        tally = Tally(size, state, origin, int(recent), energy_j, time_s, other_gpus)
+        found.setdefault(job_id, []).append(Recent(tally, estimated_j, count))
+    return found
 
 
 def missed_metrics(transaction: Transaction, job: CreatedJob) -> dict[int, float | None]:
