@@ -109,11 +109,11 @@ def sections(page: FleetPage) -> list[Section]:
     ]
 
     def line(each: FleetSum) -> list[str]:
-        money = [rate(each.energy_j) for rate in rates.values()]
+        money = [rate(each.energy_j) for rate in [*rates.values()][:1]]
         saved = "—" if each.energy_saved_j is None else _amount(each.energy_saved_j, units.energy)
         return [str(each.runs), units.energy(each.energy_j), *money, units.duration(each.time_s), saved]
 
-    columns = ["Runs", "Energy", *rates, "Time", "Energy saved"]
+    columns = ["Runs", "Energy", *[*rates][:1], "Time", "Energy saved"]
     groups = [
         [each.key, *map(str, (each.jobs, each.saves, each.loses, _unknown(each))), *line(each)]
         for each in (*page.groups, jobs)
@@ -124,7 +124,7 @@ def sections(page: FleetPage) -> list[Section]:
             ["", "Used", "Saved", "Share"],
             rows,
             "Saved: taken less than at the default batch sizes, with the 90 % interval. Losses, exploration and "
-            "control runs are subtracted. Only jobs with a shown verdict count; nothing that others may have saved does.",
+            "control runs are subtracted. Only jobs with a shown verdict count; what others may have saved does not.",
         ),
         Section(
             f"By {page.by}",
@@ -140,7 +140,7 @@ def sections(page: FleetPage) -> list[Section]:
 
 def _advised(title: str, jobs: Sequence[FleetJob], number: int, advice: Callable[[FleetJob], str | None]) -> Section:
     rows = [[job.key, units.energy(job.energy_j), words.sentence(advice(job) or "")] for job in jobs]
-    remark = f"The {len(jobs)} of {number} that used the most energy." if number > len(jobs) else ""
+    remark = f"{len(jobs)} of {number}, those that used the most energy." if number > len(jobs) else ""
     return Section(title, ["Job", "Energy", "What to do"], rows, remark)
 
 
