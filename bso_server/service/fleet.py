@@ -132,7 +132,8 @@ def _job(
             if each.tally.batch_size == job.default_batch_size and each.tally.origin is not Origin.EXPLORATION
         )
         if at_default >= LEAST_CONTROLS and (best := best_size(transaction, stored)) is not None:
-            saved, verdict = saved_since(transaction, stored, recent, best)
+            if best != job.default_batch_size:
+                saved, verdict = saved_since(transaction, stored, recent, best)
             advice = _advice(job, best, verdict)
         elif not whole:
             stuck = stuck_advice(transaction, load_history(transaction, stored))
@@ -159,10 +160,10 @@ def _job(
     )
 
 
-def _advice(job: CreatedJob, best: int, verdict: Verdict) -> str | None:
+def _advice(job: CreatedJob, best: int, verdict: Verdict | None) -> str | None:
     """Return why a job saves nothing and what to do, in words; None if it saves, or may still be shown to."""
     default = job.default_batch_size
-    if best == default:
+    if verdict is None:
         why = f"the default, {default}, is the best batch size"
     elif verdict.word is SavingsWord.LOSES and verdict.now is not None:
         why = f"{best} costs {verdict.now.in_words} more than the default, {default}"
