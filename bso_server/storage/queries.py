@@ -27,7 +27,7 @@ from bso_server.storage.rows import (
 )
 from bso_server.storage.tables import decisions, epochs, jobs, power_profiles, trials
 from bso_server.storage.transaction import IS_THERE, Transaction
-from zeus_plugins.protocol import ALIVE, ESTIMATED, CreatedJob, EndReason, Origin, Stage, TrialState
+from zeus_plugins.protocol import ALIVE, CreatedJob, EndReason, Origin, Stage, TrialState
 
 # Largest value of an integer column.
 MAX_INTEGER = 2**31 - 1
@@ -96,7 +96,8 @@ def recent_tallies(transaction: Transaction, job_ids: Sequence[str], since: date
     table = trials.c
     kinds = table.job_id, table.batch_size, table.state, table.origin, table.other_gpus
     is_recent = table.ended_at > since
-    is_estimated = and_(is_recent, table.energy_source.contains(ESTIMATED))
+    # As `protocol.is_estimated`.
+    is_estimated = and_(is_recent, table.energy_source.contains("estimate"))
     sums = [
         func.coalesce(func.sum(case((chosen, value), else_=0)), 0)
         for chosen, value in (

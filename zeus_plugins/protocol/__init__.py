@@ -43,7 +43,6 @@ from zeus_plugins.protocol._trials import TrialProbe as TrialProbe
 from zeus_plugins.protocol._trials import Verdict as Verdict
 from zeus_plugins.protocol._values import ALIVE as ALIVE
 from zeus_plugins.protocol._values import BUSY_SHARE as BUSY_SHARE
-from zeus_plugins.protocol._values import ESTIMATED as ESTIMATED
 from zeus_plugins.protocol._values import FINAL as FINAL
 from zeus_plugins.protocol._values import GP_VOI as GP_VOI
 from zeus_plugins.protocol._values import ID_PATTERN as ID_PATTERN

@@ -29,9 +29,6 @@ OWN_POLICIES = (ZEUS, GP_VOI)
 """The policies of every server; packages may add others."""
 
 
-ESTIMATED = "estimate"
-"""Part of the source of each energy that is estimated."""
-
 # An estimate that nothing else is added to.
 _TIME_ALONE = re.compile(r"(\d+ nodes: )?estimate: [^+,]+")
 
@@ -179,7 +176,7 @@ def finishing_reason(missed_trial: str, missed_size: int) -> str:
 
 def is_estimated(energy_source: str | None) -> bool:
     """Return whether an energy of this source is estimated, at least in part."""
-    return ESTIMATED in (energy_source or "")
+    return "estimate" in (energy_source or "")
 
 
 def is_time_alone(energy_source: str | None) -> bool:
