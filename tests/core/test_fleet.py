@@ -107,3 +107,13 @@ def test_saving_of_a_period_counts_its_runs_and_stopped_trials_only() -> None:
     assert everything.middle == pytest.approx(16 * 200 - 90, rel=0.03)
     view = savings(JOB, [*tallies(runs), stopped], 32, judges.__getitem__)
     assert view.energy_j.saved == pytest.approx(everything.middle)
+
+
+def test_job_without_a_shown_verdict_has_saved_nothing() -> None:
+    evidence = Evidence(16)
+    evidence.add(
+        [Run(16, 10, 400.0, is_exploration=True), *[Run(32, 10, 420.0), Run(32, 9, 380.0), Run(16, 10, 400.0)] * 8]
+    )
+    assert evidence.judge(32).controls == 8
+    found = saved_since(JOB, [], {name: evidence.judge(32) for name in Amounts._fields}.__getitem__, 0)
+    assert found == dict.fromkeys(Amounts._fields)
