@@ -27,6 +27,7 @@ from bso_server.core.occurrences import Listener, nobody
 from bso_server.errors import DatabaseNotReadyError, DatabaseUnavailableError
 from bso_server.metrics.watch import Watch
 from bso_server.service.commands import BatchSizeService, Commands
+from bso_server.service.fleet import FleetReader
 from bso_server.service.health import Health, TotalsReader
 from bso_server.service.pages import Pages
 from bso_server.service.reading import JobReader
@@ -57,11 +58,12 @@ def create_app(settings: Settings | None = None) -> Litestar:
     allowed_hosts = parts(settings.allowed_hosts)
     authenticator = Authenticator(tokens, insecure=settings.insecure, allowed_hosts=allowed_hosts, listener=watch.hear)
     request_counts = MemoryStore()
-    reader = JobReader(store)
+    reader, tariff = JobReader(store), Tariff.model_validate(settings, from_attributes=True)
     dependencies = {
         "service": service,
         "reader": reader,
-        "source": JobPages(reader, Pages(Tariff.model_validate(settings, from_attributes=True))),
+        "source": JobPages(reader, Pages(tariff)),
+        "fleet": FleetReader(store, tariff),
         "health": Health(store, reader),
         "tokens": tokens,
         "sessions": authenticator,

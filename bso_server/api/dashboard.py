@@ -23,7 +23,7 @@ from litestar.params import PathParameter, QueryParameter
 
 from bso_server.api import errors
 from bso_server.api.auth import FORM, PAGE, SESSION_COOKIE, CallerRequest, needs, session_in
-from bso_server.api.parameters import ID, LARGEST
+from bso_server.api.parameters import ID, LARGEST, Fleet, GroupedBy, Since
 from bso_server.core.access import Scope
 from bso_server.errors import UnauthenticatedError
 from bso_server.service.health import Health
@@ -136,6 +136,15 @@ async def report(request: AnyRequest, name: _NAME, source: Source) -> Response[b
     answer = _packed(request, html.report_page(page, datetime.now(UTC)).encode(), "text/html", "no-store")
     answer.headers["Content-Security-Policy"] = html.report_policy()
     return answer
+
+
+@get(["/report", "/report.json"], opt=PAGE)
+async def fleet_report(
+    request: AnyRequest, fleet: Fleet, since: Since = "30d", by: GroupedBy = "owner"
+) -> Response[bytes]:
+    """Show the report on all jobs."""
+    page = await fleet.read(since, by)
+    return _Tag(request).answer((digest([page]), page))
 
 
 @get(["/health", "/health.json"], opt=PAGE)
@@ -351,6 +360,7 @@ PAGES = Router(
         job,
         job_if,
         report,
+        fleet_report,
         trial,
         state,
         list_tokens,

@@ -12,10 +12,10 @@ from litestar.params import QueryParameter
 from litestar.response import Stream
 
 from bso_server.api.errors import errors
-from bso_server.api.parameters import ID, LARGEST, JobInPath, Reader, Service, TrialNumber
+from bso_server.api.parameters import ID, LARGEST, Fleet, GroupedBy, JobInPath, Reader, Service, Since, TrialNumber
 from bso_server.service import reading
 from bso_server.service.exports import MEDIA_TYPE, export
-from bso_server.service.views import DEFAULT_PAGE, MAX_PAGE, ArmList, EpochList, EventList, PowerProfileList
+from bso_server.service.views import DEFAULT_PAGE, MAX_PAGE, ArmList, EpochList, EventList, FleetPage, PowerProfileList
 from zeus_plugins.protocol import Explanation, JobList, JobView, Paths, Stage, TrialList, TrialState
 
 _JOB = Paths.API_JOBS + "/{job_id:str}"
@@ -41,6 +41,12 @@ async def list_jobs(
 ) -> JobList:
     """Return a page of jobs, ordered by id as the database orders text."""
     return await reader.read(reading.list_jobs, prefix=prefix, stage=stage, limit=limit, cursor=cursor)
+
+
+@get(Paths.FLEET_REPORT, summary="Report on all jobs", responses=errors(HTTPStatus.UNPROCESSABLE_ENTITY))
+async def fleet_report(fleet: Fleet, since: Since = "30d", by: GroupedBy = "owner") -> FleetPage:
+    """Return what the jobs used in a period, and what they are shown to have saved."""
+    return await fleet.read(since, by)
 
 
 @get(_JOB, summary="Show a job", responses=_ERRORS)

@@ -24,6 +24,7 @@ from bso_server.cli.common import (
 )
 from bso_server.cli.import_zeus import add_import_zeus_command
 from bso_server.cli.jobs import add_jobs_commands
+from bso_server.cli.report import add_report_command
 from bso_server.cli.serve import add_serve_command
 from bso_server.cli.simulate import add_simulate_command
 from bso_server.cli.tokens import add_token_commands
@@ -106,6 +107,7 @@ def _parser() -> argparse.ArgumentParser:
     add_token_commands(commands)
     add_webhook_commands(commands)
     add_import_zeus_command(add_jobs_commands(commands))
+    add_report_command(commands)
     add_simulate_command(commands)
     return parser
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
-import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from datetime import datetime, timedelta
 from typing import Any, Literal, TypeAlias, TypeVar
@@ -13,6 +12,7 @@ from typing import Any, Literal, TypeAlias, TypeVar
 from pydantic import ValidationError
 
 from bso_server.app import prepare, store_of
+from bso_server.service.fleet import length_of
 from bso_server.settings import Settings, problems
 from bso_server.storage.store import Store
 from zeus_plugins.protocol import printable
@@ -109,10 +109,10 @@ def with_store(
 
 def duration(text: str) -> timedelta:
     """Parse hours, days or weeks, such as 12h."""
-    match = re.fullmatch(r"([0-9]{1,4})([hdw])", "0h" if text == "0" else text)
-    if match is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is no time: write hours, days or weeks as 12h, 30d or 8w")
-    return timedelta(hours=int(match[1]) * {"h": 1, "d": 24, "w": 7 * 24}[match[2]])
+    try:
+        return length_of("0h" if text == "0" else text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def cell(value: object) -> str:

@@ -163,6 +163,8 @@ def add_jobs_commands(commands: Commands) -> Commands:
     revise.add_argument("--batch-sizes", metavar="SIZE", type=int, nargs="+", help="all sizes to choose from")
     revise.add_argument("--default", dest="default_batch_size", metavar="SIZE", type=int, help="the default size")
     revise.add_argument("--controls", metavar="SHARE", type=_share_or_word, help="auto, off, or a share such as 0.1")
+    tags_help = "all tags of the job, for reports; without a value, none"
+    revise.add_argument("--tags", metavar="NAME=VALUE", type=_tag, nargs="*", help=tags_help)
     revise.add_argument("--policy", help="policy that chooses the sizes")
 
     add("delete", "delete a job with all its data", _delete)
@@ -198,7 +200,9 @@ def _list(options: argparse.Namespace) -> None:
 def read_job(options: argparse.Namespace, *, limit: int | None = None) -> JobView:
     """Return the job with its latest trials, at most `limit`; None means all trials."""
     path = f"{_path_of_job(options.job_id)}?{urlencode({'limit': MAX_PAGE if limit is None else limit})}"
-    view = _do(options, "GET", path, JobView, lambda store: store.read(reading.show_job, options.job_id, limit=limit))
+    view = ask_or_read(
+        options, "GET", path, JobView, lambda store: store.read(reading.show_job, options.job_id, limit=limit)
+    )
     if limit is not None or view.trial_count is None or len(view.trials) >= view.trial_count:
         return view
     pages = _pages(options, TrialList, f"{_path_of_job(options.job_id)}/trials")
@@ -213,7 +217,7 @@ def _show(options: argparse.Namespace) -> None:
 def _explain(options: argparse.Namespace) -> None:
     job_id, number = options.job_id, options.trial_number
     path = f"{_path_of_job(job_id)}/explanation" + ("" if number is None else f"?{urlencode({'trial_number': number})}")
-    view = _do(options, "GET", path, Explanation, lambda store: store.read(reading.explain, job_id, number))
+    view = ask_or_read(options, "GET", path, Explanation, lambda store: store.read(reading.explain, job_id, number))
     print(view.model_dump_json(indent=2) if options.json else explanation_text(view))
 
 
@@ -227,7 +231,7 @@ def _report(options: argparse.Namespace) -> None:
         pages = Pages(Tariff.model_validate(settings_of(options), from_attributes=True))
         page = with_store(options, lambda store: store.read(pages.report, options.job_id))
         text = report_page(page, datetime.now(UTC))
-    with _written(options.output) as file:
+    with written(options.output) as file:
         file.write(text)
 
 
@@ -236,7 +240,7 @@ def _export(options: argparse.Namespace) -> None:
     if options.format == "csv" and options.all:
         raise CommandError("a table holds the trials of one job: name it, or leave out --format csv")
     ids = [job.job_id for job in read_jobs(options).jobs] if options.all else [options.job_id]
-    with _written(options.output) as file:
+    with written(options.output) as file:
         if options.server_url is None:
             with_store(options, lambda store: _export_from_store(store, read, ids, file, is_listed=options.all))
             return
@@ -265,7 +269,7 @@ async def _export_from_store(store: Store, read: _Export, ids: list[str], file: 
 
 
 @contextmanager
-def _written(output: Path | None) -> Iterator[TextIO]:
+def written(output: Path | None) -> Iterator[TextIO]:
     """Yield standard output, or a file that replaces `output` once everything is written."""
     if output is None:
         yield sys.stdout
@@ -342,14 +346,16 @@ def import_job(options: argparse.Namespace, export: Iterator[bytes], first_line:
 def _discard(options: argparse.Namespace) -> None:
     job_id, number = options.job_id, options.trial_number
     path = f"{_path_of_job(job_id)}/trials/{number}/discard"
-    _do(options, "POST", path, TrialView, lambda store: store.write(Changes().discard, job_id, number))
+    ask_or_read(options, "POST", path, TrialView, lambda store: store.write(Changes().discard, job_id, number))
     print(f"trial {number} of job {job_id} is set aside")
 
 
 def _share(options: argparse.Namespace) -> None:
     job_id, shared = options.job_id, not options.stop
     method, path = "PUT" if shared else "DELETE", f"{_path_of_job(job_id)}/share"
-    job = _do(options, method, path, JobSummary, lambda store: store.write(Changes().share, job_id, shared=shared))
+    job = ask_or_read(
+        options, method, path, JobSummary, lambda store: store.write(Changes().share, job_id, shared=shared)
+    )
     if job.shared:
         print(f"job {job.job_id} is shared: every token with scope report may run trials of it")
     elif job.owner is None:
@@ -358,7 +364,7 @@ def _share(options: argparse.Namespace) -> None:
         print(f"job {job.job_id} is not shared: only token {job.owner}, and administrators, begin trials of it")
 
 
-_TERMS = ("eta_knob", "beta_knob", "max_epochs", "batch_sizes", "default_batch_size", "controls", "policy")
+_TERMS = ("eta_knob", "beta_knob", "max_epochs", "batch_sizes", "default_batch_size", "controls", "tags", "policy")
 
 
 def _number_or_none(text: str) -> float | str:
@@ -370,12 +376,21 @@ def _share_or_word(text: str) -> float | str:
     return text if text in ("auto", "off") else float(text)
 
 
+def _tag(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise argparse.ArgumentTypeError(f"{text!r} is no tag: write team=ads")
+    return name, value
+
+
 def _revise(options: argparse.Namespace) -> None:
     stated = {name: value for name in _TERMS if (value := getattr(options, name)) is not None}
     if not stated:
         raise CommandError("state at least one term: --eta, --beta, --max-epochs, --batch-sizes, --default, …")
     if stated.get("beta_knob") == "none":
         stated["beta_knob"] = None
+    if "tags" in stated:
+        stated["tags"] = dict(stated["tags"])
     known = read_job(options, limit=1).job
     try:
         asked = JobSpecFromClient.model_validate({**known.model_dump(), **stated, "revise": True})
@@ -400,7 +415,7 @@ def _delete(options: argparse.Namespace) -> None:
     print(f"job {options.job_id} is deleted")
 
 
-def _do(
+def ask_or_read(
     options: argparse.Namespace,
     method: str,
     path: str,
@@ -484,6 +499,7 @@ def job_text(view: JobView, *, verbose: bool = False) -> str:
     head = printable(
         f"job {view.job.job_id}: {view.stage} stage, {count} trials{f' ({states})' if states else ''}, "
         f"{_best(view, estimated)}{target}{f', token {_owner(view)}' if view.owner else ''}"
+        + "".join(f", {name}={value}" for name, value in (view.job.tags or {}).items())
     )
     arms: dict[str, Callable[[ArmView], object]] = {
         "BATCH SIZE": lambda arm: arm.batch_size,

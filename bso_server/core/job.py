@@ -405,7 +405,8 @@ def _why_excluded(job: CreatedJob, size: int, ending: Ending, earlier: Crashes, 
     if job.policy == ZEUS:
         is_able = size in earlier.measured
         return None if is_able else _after_many_crashes(size, happened, earlier.crashes, retries)
-    if size in reached or (size == job.default_batch_size and not reached):
+    # A revision may have removed the size: then it is not offered again anyway.
+    if size in reached or size not in job.batch_sizes or (size == job.default_batch_size and not reached):
         return None
     crashes = [crash for crash in earlier.crashes if crash.ended_event < earlier.proven_event]
     error = None if ending.detail is None else f"({_masked(ending.detail)})"

@@ -8,13 +8,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple, Protocol
 
+from bso_server.core.fleet import Saved
 from bso_server.core.model import OBSERVED, TrialRecord
 from bso_server.core.verdict import CompletedRun, Evidence, Judge, Verdict, run_of, why_no_controls
 from zeus_plugins.protocol import ALIVE, AmountSaved, CreatedJob, Origin, SavingsView, SavingsWord, TrialState
 
-_UNSPENT = frozenset({TrialState.RUNNING, TrialState.SUSPENDED, TrialState.WITHDRAWN})
+UNSPENT = frozenset({TrialState.RUNNING, TrialState.SUSPENDED, TrialState.WITHDRAWN})
+"""States of trials whose energy and time count for nothing, or not yet."""
 _UNKNOWN = Verdict(SavingsWord.NOT_SHOWN, 0, None)
 
 
@@ -74,20 +77,9 @@ def savings(
         judge_of: Returns the judge of this best size by a field of `Amounts`, with all runs learned.
     """
     tallies = [tally for tally in tallies if not tally.other_gpus]
-
-    def spent(chosen: Callable[[Tally], bool]) -> Amounts:
-        found = [tally for tally in tallies if tally.state not in _UNSPENT and chosen(tally)]
-        energy_j, time_s = sum(tally.energy_j for tally in found), sum(tally.time_s for tally in found)
-        return amounts(job, energy_j=energy_j, time_s=time_s)
-
-    def is_own(tally: Tally) -> bool:
-        # Such failures at the default would have been paid anyway, and cancel out.
-        ended = TrialState.COMPLETED, TrialState.EARLY_STOPPED
-        is_default = tally.batch_size == job.default_batch_size and tally.origin is not Origin.FINISH
-        return is_default and tally.state not in ended
-
-    everything, compared = spent(lambda _: True), spent(lambda tally: not is_own(tally))
-    wasted = spent(lambda tally: not (is_whole_run(tally) or is_own(tally)))
+    spent = partial(spent_on, job, tallies)
+    everything, compared = spent(lambda _: True), spent(lambda tally: not _is_own(job, tally))
+    wasted = _wasted(job, tallies)
     verdicts = {
         name: _UNKNOWN if best is None else judge_of(name).verdict(getattr(wasted, name)) for name in Amounts._fields
     }
@@ -130,6 +122,39 @@ def savings(
         exploration_cost_j=spent(lambda tally: tally.origin in (Origin.EXPLORATION, Origin.FINISH)).cost_j,
         control_cost_j=spent(lambda tally: tally.origin is Origin.CONTROL).cost_j,
     )
+
+
+def spent_on(job: CreatedJob, tallies: Iterable[Tally], chosen: Callable[[Tally], bool] = lambda _: True) -> Amounts:
+    """Return what the chosen ones of a job's ended trials took; trials that were set aside count as not made."""
+    found = [tally for tally in tallies if tally.state not in UNSPENT and chosen(tally)]
+    energy_j, time_s = sum(tally.energy_j for tally in found), sum(tally.time_s for tally in found)
+    return amounts(job, energy_j=energy_j, time_s=time_s)
+
+
+def _is_own(job: CreatedJob, tally: Tally) -> bool:
+    # Such failures at the default would have been paid anyway, and cancel out.
+    ended = TrialState.COMPLETED, TrialState.EARLY_STOPPED
+    is_default = tally.batch_size == job.default_batch_size and tally.origin is not Origin.FINISH
+    return is_default and tally.state not in ended
+
+
+def _wasted(job: CreatedJob, tallies: Iterable[Tally]) -> Amounts:
+    return spent_on(job, tallies, lambda tally: not (is_whole_run(tally) or _is_own(job, tally)))
+
+
+def saved_since(
+    job: CreatedJob, tallies: Iterable[Tally], judge_of: Callable[[str], Judge], first: int
+) -> dict[str, Saved | None]:
+    """Return what a job has saved in a period, by a field of `Amounts`; None where no verdict is shown.
+
+    Args:
+        job: The job.
+        tallies: Of its trials that ended in the period; those on other GPUs are left out.
+        judge_of: As for `savings`.
+        first: Number of runs that `completed_count` counts before the period.
+    """
+    wasted = _wasted(job, [tally for tally in tallies if not tally.other_gpus])
+    return {name: judge_of(name).saved(getattr(wasted, name), first) for name in Amounts._fields}
 
 
 def learn(job: CreatedJob, by: Mapping[str, Evidence], trials: Sequence[TrialRecord | CompletedRun]) -> None:

@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from bso_server.core.effect import PRIOR_SD, Effect, EffectModel
+from bso_server.core.fleet import Saved
 from bso_server.core.model import EpochBound, History, Suggestion, TrialRecord
 from bso_server.core.policy import find
 from zeus_plugins.protocol import CreatedJob, Origin, SavingsWord, Share, StopRule, is_busy
@@ -44,6 +45,8 @@ _FORESEEN = 400
 _LARGEST = 50.0
 """Stands for an effect that nothing bounds from above."""
 _SMALL = 0.1
+SMALL = "the difference is small"
+"""Begin of the cause of a verdict that is not shown because hardly anything is saved or lost."""
 _FAILURES = 5
 """So many crashes and other breaks at the default, beyond the runs that reached the target, end the control runs."""
 _UNKNOWN_PACE = 0.6
@@ -208,20 +211,39 @@ class Judge:
             controls_needed=None if needed is None else math.ceil(needed / _EARLY),
         )
 
+    def saved(self, wasted: float, first: int) -> Saved | None:
+        """Return what the runs from number `first` on have saved, `wasted` included; None unless a verdict is shown."""
+        word, effect = self.now()
+        if word is SavingsWord.NOT_SHOWN or effect is None:
+            return None
+        taken = wasted + sum(run.amount for run in self._runs[first:])
+        low, middle, high = self._at_default(effect, first)
+        return Saved(
+            taken=taken,
+            low=None if effect.low == -math.inf else low - taken,
+            middle=middle - taken,
+            high=None if effect.high == math.inf else high - taken,
+        )
+
     def _saving_so_far(self, effect: Effect, wasted: float) -> Share:
-        """Return the saving of all runs, over runs at the default alone.
+        """Return the saving of all runs, over runs at the default alone."""
+        paid = wasted + sum(run.amount for run in self._runs)
+        low, middle, high = (1 - paid / each for each in self._at_default(effect))
+        return Share(low=None if effect.low == -math.inf else low, middle=middle, high=high)
+
+    def _at_default(self, effect: Effect, first: int = 0) -> tuple[float, float, float]:
+        """Return what the runs from number `first` on would have taken at the default: low end, middle and high end.
 
         A run at the default counts as it is. A run at the best size would have taken exp(effect) times as much at the
         default; so would the median of those at the best size nearest to it, in place of a run at another size.
         """
         at_best = [number for number, run in enumerate(self._runs) if run.batch_size == self._best]
         spread = math.hypot(*self._model.spreads())
-        paid = wasted + sum(run.amount for run in self._runs)
-        fixed = sum(run.amount for run in self._runs if run.batch_size == self._default)
-        scaled = sum(self._runs[number].amount for number in at_best)
+        fixed = sum(run.amount for run in self._runs[first:] if run.batch_size == self._default)
+        scaled = sum(self._runs[number].amount for number in at_best if number >= first)
         variance = 0.0
         for number, run in enumerate(self._runs):
-            if run.batch_size not in (self._default, self._best) and at_best:
+            if number >= first and run.batch_size not in (self._default, self._best) and at_best:
                 place = bisect(at_best, number)
                 around = at_best[max(place - _NEAREST, 0) : place + _NEAREST]
                 nearest = sorted(around, key=lambda other: abs(other - number))[:_NEAREST]
@@ -230,11 +252,10 @@ class Judge:
                 variance += (_MEDIAN_SPREAD * spread * median) ** 2
         reach = _NORMAL_90 * math.sqrt(variance)
 
-        def share(delta: float, error: float) -> float:
-            return 1 - paid / (fixed + max(scaled + error, 0.0) * math.exp(min(delta, _LARGEST)))
+        def taken(delta: float, error: float) -> float:
+            return fixed + max(scaled + error, 0.0) * math.exp(min(delta, _LARGEST))
 
-        low = None if effect.low == -math.inf else share(effect.low, -reach)
-        return Share(low=low, middle=share(effect.middle, 0.0), high=share(effect.high, reach))
+        return taken(effect.low, -reach), taken(effect.middle, 0.0), taken(effect.high, reach)
 
     def _runs_needed(self, effect: Effect) -> int | None:
         """Return after how many more runs the effect as estimated now would be shown; None beyond `_FORESEEN`."""
@@ -256,7 +277,7 @@ class Judge:
             return f"{self._controls} of at least {LEAST_CONTROLS} control runs so far"
         low, high = _saved(effect.low), -math.expm1(-effect.high)
         if low is not None and low > -_SMALL and high < _SMALL:
-            return f"the difference is small: a run saves between {low:.0%} and {high:.0%}"
+            return f"{SMALL}: a run saves between {low:.0%} and {high:.0%}"
         if 2 * self._busy > self._controls + self._others:
             return f"{self._busy} of {self._controls + self._others} runs were on a busy machine"
         epochs, rate = self._model.spreads()

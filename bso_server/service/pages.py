@@ -27,6 +27,7 @@ from bso_server.service.revisions import terms_of
 from bso_server.service.savings import savings_of
 from bso_server.service.views import (
     CostUnit,
+    FleetPage,
     HealthPage,
     JobLine,
     JobPage,
@@ -58,7 +59,7 @@ _LEAST_WIDTH = 100
 _MOST_BINS = 50
 _QUANTILES = (0.1, 0.5, 0.9)
 
-View = TypeVar("View", JobsPage, JobPage, MomentPage, TrialPage, WhatIfPage, HealthPage, TokensPage)
+View = TypeVar("View", JobsPage, JobPage, MomentPage, TrialPage, WhatIfPage, FleetPage, HealthPage, TokensPage)
 Found = tuple[str, View | None]
 """The version of a view, and the view unless its reader knows this version."""
 

@@ -282,11 +282,11 @@ def job_view(
         shared=stored.shared,
         revisions=transaction.revisions(stored.job_id) if stored.revised_event else (),
         probe=history.probe,
-        stuck=_stuck(transaction, history),
+        stuck=stuck_advice(transaction, history),
     )
 
 
-def _stuck(transaction: Transaction, history: History) -> str | None:
+def stuck_advice(transaction: Transaction, history: History) -> str | None:
     """Return advice for a job of which every batch size has missed the target; None of any other job."""
     job = history.job
     if job.target_metric is None or history.recurrences or not history.runnable_sizes:

@@ -9,14 +9,17 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import datetime
 
 import numpy as np
 
 from bso_server.core import policy
+from bso_server.core import savings as core
+from bso_server.core.fleet import Saved
 from bso_server.core.model import Arm, History, Suggestion
 from bso_server.core.savings import Amounts, Tally, completed_count, learn, savings
-from bso_server.core.verdict import CompletedRun, Evidence, with_control
+from bso_server.core.verdict import CompletedRun, Evidence, Judge, Verdict, with_control
 from bso_server.service.cache import Cache
 from bso_server.storage import queries
 from bso_server.storage.rows import StoredJob
@@ -84,6 +87,21 @@ def savings_of(transaction: Transaction, stored: StoredJob, tallies: Sequence[Ta
     job = stored.registration
     with _evidence(transaction, stored, completed_count(tallies)) as learned:
         return savings(job, tallies, best, lambda name: learned.by[name].judge(best or job.default_batch_size))
+
+
+def saved_since(
+    transaction: Transaction, stored: StoredJob, recent: Sequence[queries.Recent], best: int
+) -> tuple[dict[str, Saved | None], Verdict]:
+    """Return what a job has saved in a period, as `core.savings.saved_since`, and the present verdict on its cost."""
+    tallies = [each.tally for each in recent]
+    completed = completed_count(replace(each.tally, trials=each.all_trials) for each in recent)
+    with _evidence(transaction, stored, completed) as learned:
+
+        def judge_of(name: str) -> Judge:
+            return learned.by[name].judge(best)
+
+        first = completed - completed_count(tallies)
+        return core.saved_since(stored.registration, tallies, judge_of, first), judge_of("cost_j").verdict()
 
 
 def evidence_for(transaction: Transaction, stored: StoredJob, arms: Mapping[int, Arm]) -> Learned | None:

@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from bso_server.core.access import Scope
+from bso_server.core.fleet import Saved
 from bso_server.core.savings import Span
 from zeus_plugins.protocol import (
     ArmView,
@@ -26,6 +27,7 @@ from zeus_plugins.protocol import (
     PositiveInt,
     PowerLimitSamples,
     SavingsView,
+    SavingsWord,
     Seconds,
     TrialState,
     TrialView,
@@ -320,6 +322,91 @@ class WhatIfPage(WireMessage):
     means: tuple[SizeMeans, ...]  # of each batch size that reached the target, with costs under `eta`
     best_by_eta: tuple[Span, ...]  # the cheapest of these sizes for every η from 0 to 1
     energy_sources: tuple[str, ...]  # of the latest trials
+    tariff: Tariff
+
+
+class FleetSum(WireMessage):
+    """Jobs with trials that ended in the period of a report, and what these trials took and saved.
+
+    Attributes:
+        key: Value by which the jobs are grouped, or the id of a single job.
+        jobs: Number of jobs.
+        saves: Number of jobs that are shown to save.
+        loses: Number of jobs that are shown to lose.
+        runs: Number of trials that ended in the period.
+        energy_j: Joules that these trials took.
+        estimated_j: Joules of `energy_j` that are estimated.
+        time_s: Seconds.
+        cost_j: Cost, joules.
+        cost_saved_j: Cost saved in the period by the jobs with a shown verdict on their cost; None: no such job.
+        energy_saved_j: Energy saved by the jobs with a shown verdict on their energy; None likewise.
+        time_saved_s: Time saved by the jobs with a shown verdict on their time; None likewise.
+    """
+
+    key: str
+    jobs: int
+    saves: int
+    loses: int
+    runs: int
+    energy_j: float
+    estimated_j: float
+    time_s: float
+    cost_j: float
+    cost_saved_j: Saved | None = None
+    energy_saved_j: Saved | None = None
+    time_saved_s: Saved | None = None
+
+
+class FleetJob(FleetSum):
+    """One job in a report.
+
+    Attributes:
+        word: Present verdict, by cost.
+        owner: Name of the token that owns the job, with its id; None without a token.
+        model: Class of the trained model; None if unknown.
+        gpu_model: Model of its GPUs.
+        tags: Tags by their names.
+        advice: Why the job saves nothing and what to do, in words; None for other jobs.
+        stuck: As in `JobView`.
+    """
+
+    word: SavingsWord
+    owner: str | None
+    model: str | None
+    gpu_model: str
+    tags: dict[str, str]
+    advice: str | None
+    stuck: str | None
+
+
+class FleetPage(WireMessage):
+    """Answer of ``GET /api/report``, and the page ``/ui/report``: what the jobs of a period used and saved.
+
+    Attributes:
+        since: Begin of the period (UTC).
+        until: Its end.
+        by: Property, or name of the tag, by which jobs are grouped.
+        total: All jobs.
+        saving: Jobs that are shown to save.
+        losing: Jobs that are shown to lose.
+        groups: Groups that add up to `total`, by energy; beyond the largest ones, one group holds the rest.
+        costliest: Jobs that used the most energy.
+        idle: Jobs that lose or save nothing, by energy; `idle_jobs` is their number.
+        stuck: Jobs of which every batch size has missed the target, by energy; `stuck_jobs` is their number.
+    """
+
+    since: Instant
+    until: Instant
+    by: str
+    total: FleetSum
+    saving: FleetSum
+    losing: FleetSum
+    groups: tuple[FleetSum, ...]
+    costliest: tuple[FleetJob, ...]
+    idle: tuple[FleetJob, ...]
+    idle_jobs: int
+    stuck: tuple[FleetJob, ...]
+    stuck_jobs: int
     tariff: Tariff
 
 

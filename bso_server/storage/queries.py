@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import fields
 from datetime import datetime
-from typing import Any
+from typing import Any, NamedTuple
 
 from sqlalchemy import ColumnElement, RowMapping, Table, and_, case, func, literal, not_, or_, select
 
@@ -81,6 +81,37 @@ def tallies(transaction: Transaction, job_id: str, *, first: int = 1, last: int 
     condition = table.job_id == job_id, table.trial_number.between(first, last)
     statement = select(*kinds, func.count(), *sums, table.other_gpus).where(*condition).group_by(*grouped)
     return [Tally(*row) for row in map(tuple, transaction.tuples(statement))]
+
+
+class Recent(NamedTuple):
+    """Trials of one kind: those that ended in a period, the joules of these that are estimated, and all."""
+
+    tally: Tally
+    estimated_j: float
+    all_trials: int
+
+
+def recent_tallies(transaction: Transaction, job_ids: Sequence[str], since: datetime) -> dict[str, list[Recent]]:
+    """Return counts and sums over the trials of these jobs that ended after an instant, as by `tallies`."""
+    table = trials.c
+    kinds = table.job_id, table.batch_size, table.state, table.origin, table.other_gpus
+    is_recent = table.ended_at > since
+    # As `protocol.is_estimated`.
+    is_estimated = and_(is_recent, table.energy_source.contains("estimate"))
+    sums = [
+        func.coalesce(func.sum(case((chosen, value), else_=0)), 0)
+        for chosen, value in (
+            *((is_recent, each) for each in (1, table.energy_j, table.time_s)),
+            (is_estimated, table.energy_j),
+        )
+    ]
+    statement = select(*kinds, func.count(), *sums).where(table.job_id.in_(job_ids)).group_by(*kinds)
+    found: dict[str, list[Recent]] = {}
+    for job_id, size, state, origin, other_gpus, count, *values in map(tuple, transaction.tuples(statement)):
+        recent, energy_j, time_s, estimated_j = map(float, values)
+        tally = Tally(size, state, origin, int(recent), energy_j, time_s, other_gpus)
+        found.setdefault(job_id, []).append(Recent(tally, estimated_j, count))
+    return found
 
 
 def missed_metrics(transaction: Transaction, job: CreatedJob) -> dict[int, float | None]:

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any
 from markupsafe import Markup
 
 from bso_server.service.pages import View
-from bso_server.service.views import JobPage
-from bso_server.ui import charts, units, words
+from bso_server.ui import charts, fleet, units, words
 from bso_server.ui.plot import pixels
 from zeus_plugins.protocol import package_version
 
@@ -104,8 +103,8 @@ def page(view: View, reader: Reader, **parts: str) -> str:
     return _rendered(f"{type(view).__name__.removesuffix('Page').lower()}.html", view, reader, **parts)
 
 
-def report_page(view: JobPage, now: datetime) -> str:
-    """Return a job in one file, which refers to no other file."""
+def report_page(view: View, now: datetime) -> str:
+    """Return a job, or the report on all jobs, in one file, which refers to no other file."""
     return page(view, Reader(root="", now=now, is_report=True))
 
 
@@ -152,7 +151,9 @@ def templates() -> Environment:
         kind=lambda part: type(part).__name__,
     )
     # Templates choose their charts and sentences.
-    environment.globals.update(draw=charts, say=words, build=build(), docs=docs(), version=package_version())
+    environment.globals.update(
+        draw=charts, say=words, fleet=fleet, build=build(), docs=docs(), version=package_version()
+    )
     style = static_file("style.css").decode()
     environment.globals["style"] = Markup(style)  # nosec B704  # noqa: S704 - a file of ours
     return environment

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -336,12 +336,21 @@ def replay_command(page: WhatIfPage) -> str:
 
 def money(tariff: Tariff, energy_j: float) -> str:
     """Return the price and the carbon of energy, as far as the server's settings define them."""
-    told, kwh = [], energy_j / 3.6e6 * tariff.pue
+    return " · ".join(each(energy_j) for each in rates(tariff).values())
+
+
+def rates(tariff: Tariff) -> dict[str, Callable[[float], str]]:
+    """Return formats of an energy (J) as money and as carbon, by their names, as far as the settings define them."""
+    found: dict[str, Callable[[float], str]] = {}
     if tariff.price_per_kwh is not None and tariff.currency:
-        told.append(f"{kwh * tariff.price_per_kwh:,.2f}{units.SPACE}{tariff.currency}")
+        per_j = tariff.price_per_kwh * tariff.pue / 3.6e6
+        found["Money"] = lambda energy_j: f"{energy_j * per_j:,.2f}{units.SPACE}{tariff.currency}".replace(
+            "-", units.MINUS
+        )
     if tariff.carbon_g_per_kwh is not None:
-        told.append(f"{units.mass(kwh * tariff.carbon_g_per_kwh)} CO₂")
-    return " · ".join(told)
+        carbon_per_j = tariff.carbon_g_per_kwh * tariff.pue / 3.6e6
+        found["CO₂"] = lambda energy_j: f"{units.mass(energy_j * carbon_per_j)} CO₂"
+    return found
 
 
 def of_health(page: HealthPage) -> Headline:

@@ -40,6 +40,7 @@ ROUTES = [
     ("PUT", "/trials/power_profile"),
     ("PUT", "/trials/probe"),
     ("GET", "/api/jobs"),
+    ("GET", "/api/report"),
     ("GET", "/api/jobs/{job_id}"),
     ("GET", "/api/jobs/{job_id}/trials"),
     ("GET", "/api/jobs/{job_id}/trials.csv"),

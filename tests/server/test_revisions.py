@@ -114,6 +114,15 @@ async def test_changed_eta_recomputes_the_cost_of_every_run(database_url: str, p
         assert await is_consistent(server)
 
 
+async def test_crash_at_a_size_that_a_revision_has_removed_fails_its_trial(database_url: str) -> None:
+    async with job_service(database_url, policy=GP_VOI) as server:
+        trial = await server.offline(8, "removed")
+        await revise(server, batch_sizes=[16, 32])
+        await server.end(trial)
+        assert await server.states() == [TrialState.FAILED]
+        assert await is_consistent(server)
+
+
 async def test_running_trial_keeps_the_terms_of_the_dispatch(database_url: str) -> None:
     async with job_service(database_url, policy=ZEUS, beta_knob=2.0) as server:
         await server.reach(await server.suggest(), 500.0)

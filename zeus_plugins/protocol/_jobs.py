@@ -35,6 +35,7 @@ from zeus_plugins.protocol._values import (
     PositiveInt,
     RegistrationId,
     Seed,
+    Tags,
     Text,
     Watts,
     WireMessage,
@@ -95,6 +96,7 @@ class JobParams(WireMessage):
         None
     )
     confirm: PositiveInt = 1
+    tags: Tags | None = None
 
     @field_validator("default_batch_size")
     @classmethod
@@ -150,6 +152,8 @@ class JobSpec(JobParams):
             a metric is shown to be worse than the default's by more than its margin. Higher is better, unless the name
             says otherwise (such as ``val_loss``) or the margin is negative (docs/quality.md). Not with policy ``zeus``.
         confirm: Number of evaluations in a row that must reach the target (docs/target.md); a Zeus server ignores it.
+        tags: Names for groups of jobs in reports, such as ``{"team": "ads"}`` (docs/report.md): at most 16, without
+            effect on the optimization; a Zeus server ignores them. None: those with which the job is registered.
 
     Raises:
         pydantic.ValidationError: An unknown field, a value out of range, or fields that contradict each other.
@@ -379,9 +383,10 @@ class CreatedJob(JobSpecFromClient):
 def terms_between(before: CreatedJob, after: CreatedJob) -> dict[str, tuple[Any, Any]]:
     """Return the terms in which two registrations of a job differ, before and after, in the order of the fields.
 
-    A registration without a target, and one of a job that was registered without, does not differ by its target.
+    A registration without a target, and one of a job that was registered without, does not differ by its target; one
+    that states no tags does not differ by its tags.
     """
-    left_out = {"fingerprint", "registration_id", "target_runs", "warm"}
+    left_out = {"fingerprint", "registration_id", "target_runs", "warm"} | ({"tags"} if after.tags is None else set())
     if before.target_runs is not None or after.target_runs is not None or after.target_metric is None:
         left_out.add("target_metric")
     old, new = (job.model_dump(exclude=left_out) for job in (before, after))

@@ -16,6 +16,7 @@ MAX_DETAIL_LENGTH = 1000
 MAX_POWER_LIMITS = 256
 MAX_WATCHED = 32
 MAX_MARGINS = 16
+MAX_TAGS = 16
 ID_PATTERN = "^[A-Za-z0-9._:@-]+$"  # Safe in URLs, shells, logs and file names without escapes.
 
 GP_VOI = "gp_voi"
@@ -48,6 +49,7 @@ class Paths:
     PROBE = "/trials/probe"
     # Read API
     API_JOBS = "/api/jobs"
+    FLEET_REPORT = "/api/report"
     IMPORT = "/api/import"
     HEALTH = "/health/live"
     READY = "/health/ready"
@@ -205,6 +207,14 @@ Text = Annotated[str, StringConstraints(max_length=255, pattern=r"^[^\x00]*$")]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 # No control characters, because tables on terminals show names.
 MetricName = Annotated[str, StringConstraints(min_length=1, max_length=255, pattern=r"^[^\x00-\x1f\x7f]*$")]
+Tags = Annotated[
+    dict[
+        Annotated[str, StringConstraints(min_length=1, max_length=64, pattern="^[A-Za-z0-9._-]+$")],
+        Annotated[str, StringConstraints(min_length=1, max_length=100, pattern=r"^[^\x00-\x1f\x7f]*$")],
+    ],
+    Field(max_length=MAX_TAGS),
+]
+"""Values of a job's tags by their names."""
 Watched = Annotated[dict[MetricName, Finite], Field(max_length=MAX_WATCHED)]
 """The last values of watched metrics by name."""
 PositiveFinite = Annotated[float, Field(gt=0, allow_inf_nan=False)]

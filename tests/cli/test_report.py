@@ -1,0 +1,182 @@
+"""`bso-server report` in each format, on a database and through a server, and the page ``/ui/report``."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+
+import httpx
+import pytest
+from markdown_it import MarkdownIt
+
+from tests.support import dashboards
+from tests.support.dashboard_pages import Page
+from tests.support.servers import ServerProcess, bso_server
+from tests.support.tokens import bearer, make_token
+
+FORMULA = "=cmd|x *b* <b>"
+TABLES = ["Used and saved", "By team", "Most energy", "Jobs that save nothing or lose", "Stuck jobs"]
+
+
+async def fill(life: dashboards.Life) -> None:
+    await dashboards.settled(life)
+    await dashboards.only_failures(life)
+    job = await life.register("bert-sst2", tags={"team": FORMULA}, gpu_model="<i>GPU</i>", max_epochs=3)
+    for _ in range(8):
+        await life.run(job)
+    job = await life.register("unet-maps", tags={"team": "maps"}, batch_sizes=(64, 128), controls="auto", mab_seed=1)
+    for _ in range(5):
+        await life.run(job, reports_each=False)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """A server with jobs that save, that are not shown to save, and that are stuck; it has a price."""
+    folder = tmp_path_factory.mktemp("report")
+    server = ServerProcess(f"sqlite:///{folder / 'bso.sqlite3'}", folder / "server.log")
+    dashboards.filled(server.database_url, fill)
+    prices = {"ZEUS_BSO_PRICE_PER_KWH": "0.25", "ZEUS_BSO_CURRENCY": "EUR", "ZEUS_BSO_CARBON_G_PER_KWH": "380"}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in prices.items():
+            patch.setenv(name, value)
+        server.start()
+        yield server
+    server.kill()
+
+
+@pytest.fixture(params=["--database-url", "--server-url"])
+def source(request: pytest.FixtureRequest, server: ServerProcess) -> list[str]:
+    return [request.param, server.database_url if request.param == "--database-url" else server.url]
+
+
+def reported(*arguments: str) -> str:
+    done = bso_server("report", *arguments)
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout
+
+
+class Cells(HTMLParser):
+    """The headings of a page and the cells of each table, by row."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.headings: list[str] = []
+        self.tables: list[list[list[str]]] = []
+        self._into: list[str] | None = None
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:  # noqa: ARG002 - HTMLParser's
+        if tag == "table":
+            self.tables.append([])
+        elif tag == "tr":
+            self.tables[-1].append([])
+        elif tag in {"td", "th", "h2"}:
+            self._into = self.headings if tag == "h2" else self.tables[-1][-1]
+            self._into.append("")
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag in {"td", "th", "h2"}:
+            self._into = None
+
+    def handle_data(self, data: str) -> None:
+        if self._into is not None:
+            self._into[-1] += data
+
+
+def test_markdown_and_page_have_the_same_tables(source: list[str]) -> None:
+    markdown = reported("--by", "team", *source)
+    rendered = Cells(MarkdownIt("gfm-like", {"linkify": False}).render(markdown))
+    page = Cells(reported("--by", "team", "--format", "html", *source))
+    assert rendered.headings == page.headings == [title for title in TABLES if title in markdown]
+    assert rendered.tables == page.tables
+    used, groups, jobs, *_ = rendered.tables
+    assert [row[0] for row in used] == ["", "Energy", "Money", "CO₂", "Time"]
+    assert {row[0] for row in groups} == {"Team", FORMULA, "maps", "no tag team", "total"}
+    verdicts = {row[0]: row[1] for row in jobs}
+    assert (verdicts["vit-imagenet"], verdicts["bert-sst2"]) == ("saves", "not shown yet")
+
+
+def test_first_sentence_can_be_passed_on(server: ServerProcess) -> None:
+    markdown = reported("--server-url", server.url)
+    page = Page(httpx.get(f"{server.url}/ui/report").raise_for_status().text)
+    _, sentence, amounts = [line for line in markdown.splitlines()[:6] if line]
+    assert sentence.replace("\N{NO-BREAK SPACE}", " ").startswith("In the last 30 days, 4 jobs used ")
+    assert " kWh; 1 is shown to save " in sentence.replace("\N{NO-BREAK SPACE}", " ")
+    assert sentence.endswith(" of its cost, 3 are not shown yet.")
+    assert amounts.startswith("Saved against the default batch sizes: ")
+    assert " ".join(sentence.replace("\\", "").split()) in page.text
+    assert "EUR" in amounts
+
+
+def test_json_is_the_route_and_the_pages_twin(server: ServerProcess, source: list[str]) -> None:
+    told = json.loads(reported("--by", "team", "--format", "json", *source))
+    for path in ("/api/report", "/ui/report.json"):
+        other = httpx.get(f"{server.url}{path}", params={"by": "team"}).raise_for_status().json()
+        assert {**other, "since": None, "until": None} == {**told, "since": None, "until": None}
+    assert told["total"]["jobs"] == 4
+
+
+def test_csv_has_groups_and_total_and_no_formula(source: list[str]) -> None:
+    rows = list(csv.DictReader(io.StringIO(reported("--by", "team", "--format", "csv", *source))))
+    assert [row["team"] for row in rows][-1] == "total"
+    assert f"'{FORMULA}" in {row["team"] for row in rows}
+    for name in ("jobs", "runs", "energy_j"):
+        assert sum(float(row[name]) for row in rows[:-1]) == pytest.approx(float(rows[-1][name]))
+    saved = [float(rows[-1][f"energy_saved_j{end}"]) for end in ("_low", "", "_high")]
+    assert saved == sorted(saved)
+    assert rows[0]["energy_saved_j"] == "" or float(rows[0]["energy_j"]) > 0
+
+
+def test_file_gets_the_report(server: ServerProcess, tmp_path: Path) -> None:
+    file = tmp_path / "report.html"
+    assert reported("--format", "html", "--output", str(file), "--database-url", server.database_url) == ""
+    text = file.read_text(encoding="utf-8")
+    assert "<script" not in text
+    assert "<form" not in text
+    assert "&lt;i&gt;GPU" in reported("--format", "html", "--by", "gpu", "--database-url", server.database_url)
+
+
+@pytest.mark.parametrize(("name", "value"), [("since", "30"), ("since", "1d\n"), ("since", "12345h"), ("by", "a b")])
+def test_wrong_period_or_group_is_refused(server: ServerProcess, name: str, value: str) -> None:
+    answer = httpx.get(f"{server.url}/api/report", params={name: value})
+    assert (answer.status_code, answer.json()["errors"][0]["field"]) == (422, name)
+
+
+def test_wrong_period_of_the_command_is_explained() -> None:
+    done = bso_server("report", "--since", "30")
+    assert (done.returncode, "'30' is no time: write hours, days or weeks as 12h, 30d or 8w" in done.stderr) == (
+        2,
+        True,
+    )
+
+
+def test_report_of_no_jobs_says_so(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path / 'bso.sqlite3'}"
+    dashboards.filled(url, dashboards.registering("bert-sst2"))
+    text = reported("--since", "36h", "--database-url", url).replace("\N{NO-BREAK SPACE}", " ")
+    assert text == "# Report\n\nIn the last 36 hours, no run of a job has ended\n"
+
+
+def test_every_token_that_may_read_reads_the_report(tmp_path: Path) -> None:
+    server = ServerProcess(f"sqlite:///{tmp_path / 'bso.sqlite3'}", tmp_path / "server.log")
+    token = make_token(server.database_url, "read")
+    server.start()
+    try:
+        assert httpx.get(f"{server.url}/api/report").status_code == 401
+        assert httpx.get(f"{server.url}/api/report", headers=bearer(token)).json()["total"]["jobs"] == 0
+    finally:
+        server.kill()
+
+
+def test_jobs_are_tagged_and_shown_with_their_tags(source: list[str]) -> None:
+    done = bso_server("jobs", "revise", "unet-maps", "--tags", "team=maps", "site=fra", *source)
+    assert done.returncode == 0
+    shown = bso_server("jobs", "show", "unet-maps", *source).stdout
+    assert ", team=maps, site=fra\n" in shown
+    assert bso_server("jobs", "revise", "unet-maps", "--tags", "team=maps", *source).returncode == 0
+    refused = bso_server("jobs", "revise", "unet-maps", "--tags", "a b=maps", *source)
+    assert (refused.returncode, "tags: " in refused.stderr) == (1, True)

@@ -1,0 +1,146 @@
+"""The report on all jobs through the service, on each kind of database."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import pytest
+
+from bso_server.errors import JobConflictError
+from bso_server.service.fleet import FleetReader
+from bso_server.service.views import FleetJob, FleetPage, Tariff
+from bso_server.ui import fleet
+from tests.support.exports import exported, pieces_of, renamed
+from tests.support.service import HOUR_S, JobService, job_service, result
+from zeus_plugins.protocol import GP_VOI, CreatedJob, SavingsWord, TrialDispatch
+
+COSTS_J = {8: 900.0, 16: 400.0, 32: 240.0}
+WOBBLE = (1.0, 1.04, 0.97, 1.02, 0.98)
+TAGS = {"team": "ads"}
+
+
+@pytest.fixture
+async def bso(database_url: str) -> AsyncIterator[JobService]:
+    async with job_service(database_url, policy=GP_VOI, mab_seed=1, eta_knob=1.0, tags=TAGS) as service:
+        yield service
+
+
+async def run(server: JobService, scale: float = 1.0) -> TrialDispatch:
+    """Let one recurrence, an hour after the last one, reach the target."""
+    server.wait(HOUR_S)
+    trial = await server.suggest()
+    cost_j = scale * COSTS_J[trial.batch_size] * WOBBLE[trial.trial_number % len(WOBBLE)]
+    await server.report(trial, cost_j=cost_j / 4, epoch=1)
+    await server.report(trial, cost_j=cost_j, epoch=4, metric=0.95)
+    return trial
+
+
+async def report_of(server: JobService, since: str, by: str = "job") -> FleetPage:
+    return await FleetReader(server.store, Tariff(), lambda: server.now).read(since, by)
+
+
+async def job_in(server: JobService, since: str) -> FleetJob:
+    """Return this test's job in the report; the database has others."""
+    page = await report_of(server, since)
+    return next(each for each in page.costliest if each.key == server.job_id)
+
+
+async def test_report_on_the_whole_life_of_a_job_has_the_figures_of_its_page(bso: JobService) -> None:
+    for _ in range(24):
+        await run(bso, 1000.0)
+    stopped = await bso.suggest()
+    await bso.end(stopped)
+    savings, line = (await bso.show()).savings, await job_in(bso, "90d")
+    assert (line.word, line.saves, line.runs) == (savings.word, 1, 25) == (SavingsWord.SAVES, 1, 25)
+    assert (line.energy_j, line.time_s) == pytest.approx((savings.energy_j.spent, savings.time_s.spent))
+    assert line.energy_saved_j is not None
+    assert savings.energy_j.so_far is not None
+    assert line.energy_saved_j.share.middle == pytest.approx(savings.energy_j.so_far.middle)
+    assert line.energy_saved_j.share.low == pytest.approx(savings.energy_j.so_far.low)
+    if savings.energy_j.saved is not None:
+        assert line.energy_saved_j.middle == pytest.approx(savings.energy_j.saved)
+
+
+async def test_period_counts_the_trials_that_ended_in_it(bso: JobService) -> None:
+    trials = [await run(bso, 1000.0) for _ in range(24)]
+    line = await job_in(bso, "6h")
+    expected_j = [1000.0 * COSTS_J[each.batch_size] * WOBBLE[each.trial_number % 5] for each in trials[-6:]]
+    assert (line.runs, line.energy_j) == (6, pytest.approx(sum(expected_j)))
+    assert line.energy_saved_j is not None
+    assert line.energy_saved_j.taken == pytest.approx(sum(expected_j))
+    # 400 J, or what a run at the default took, in place of each.
+    assert line.energy_saved_j.middle == pytest.approx(6 * 400e3 - sum(expected_j), rel=0.1)
+    bso.wait(7 * HOUR_S)
+    assert bso.job_id not in {each.key for each in (await report_of(bso, "6h")).costliest}
+
+
+async def test_nothing_counts_as_saved_before_the_verdict_is_shown(bso: JobService) -> None:
+    for _ in range(8):
+        await run(bso, 1000.0)
+    line = await job_in(bso, "90d")
+    assert (line.word, line.saves, line.loses) == (SavingsWord.NOT_SHOWN, 0, 0)
+    assert (line.cost_saved_j, line.energy_saved_j, line.time_saved_s, line.advice) == (None, None, None, None)
+
+
+async def test_job_whose_default_is_best_is_advised_to_train_at_it_alone(database_url: str) -> None:
+    async with job_service(database_url, policy=GP_VOI, mab_seed=1, eta_knob=1.0, default_batch_size=32) as server:
+        for _ in range(14):
+            await run(server, 1000.0)
+        line = await job_in(server, "90d")
+        command = f"bso-server jobs revise {server.job_id} --batch-sizes 32"
+        assert line.advice == (
+            f"the default, 32, is the best batch size: train at 32 alone ({command}), or offer other sizes"
+        )
+        # The policy accepts what is advised.
+        known = (await server.show()).job
+        asked = CreatedJob.model_validate({**known.model_dump(), "batch_sizes": [32], "revise": True})
+        assert (await server.service.register(asked))[0].batch_sizes == (32,)
+
+
+async def test_stuck_job_is_listed_with_advice(database_url: str) -> None:
+    async with job_service(database_url, policy=GP_VOI, mab_seed=1, batch_sizes=[16, 32]) as server:
+        for _ in range(6):
+            server.wait(HOUR_S)
+            await server.report(await server.suggest(), cost_j=1e6, epoch=10)
+        stuck = (await server.show()).stuck
+        assert stuck is not None
+        assert {each.key: each.stuck for each in (await report_of(server, "6h")).stuck}[server.job_id] == stuck
+
+
+async def test_estimated_energy_is_marked(database_url: str) -> None:
+    async with job_service(database_url) as server:
+        server.wait(2e9)  # Long after the jobs of other tests.
+        for source, mark in (("estimate: 65 W stated", "estimated"), ("nvml", "partly estimated")):
+            report = result(await server.suggest(), cost_j=500.0, metric=0.95, epoch=5, energy_source=source)
+            await server.service.reports.record_report(report)
+            page = await report_of(server, "1h")
+            assert page.total.estimated_j == 500.0
+            used = f"1 job used {page.total.runs * 500:g} J ({mark})".replace("1000 J", "1 kJ")
+            said = fleet.headline(page).text.replace("\N{NO-BREAK SPACE}", " ")
+            assert said == f"In the last 1 hour, {used}; none is shown to save, 1 is not shown yet."
+
+
+async def test_tags_group_jobs_and_travel_with_exports(bso: JobService) -> None:
+    await run(bso)
+    tags = {"site": bso.job_id}
+    known = (await bso.show()).job
+    await bso.service.register(known.model_copy(update={"tags": tags, "revise": True}))
+    groups = {each.key: each.jobs for each in (await report_of(bso, "1h", "site")).groups}
+    assert groups.pop(bso.job_id) == 1
+    assert groups.keys() <= {"no tag site"}
+    copy = renamed(await exported(bso.store, bso.job_id))
+    assert copy[0]["job"]["tags"] == tags
+    imported = await bso.service.imports.import_job(pieces_of(copy))
+    assert (await exported(bso.store, imported.job_id))[0]["job"]["tags"] == tags
+
+
+async def test_other_tags_are_a_revision_and_no_tags_keep_the_jobs(bso: JobService) -> None:
+    known = (await bso.show()).job
+    assert known.tags == TAGS
+    assert (await bso.service.register(known.model_copy(update={"tags": None})))[0] == known
+    other = known.model_copy(update={"tags": {"team": "maps"}})
+    with pytest.raises(JobConflictError, match=r"tags is \{'team': 'ads'\}, not \{'team': 'maps'\}"):
+        await bso.service.register(other)
+    revised, _ = await bso.service.register(other.model_copy(update={"revise": True}))
+    assert revised.tags == {"team": "maps"}
+    assert [each.in_words for each in (await bso.show()).revisions] == ["tags {'team': 'ads'} -> {'team': 'maps'}"]
