@@ -36,7 +36,7 @@ class BatchSizeArguments:
         confirm: int | None = None,
         server_url: str | None = None,
         token: SecretStr | str | None = None,
-        lr_scaling: Literal["none", "linear", "sqrt"] = "none",
+        lr_scaling: Literal["none", "linear", "sqrt", "auto"] = "none",
         energy_monitor: EnergyMonitor | WindowMonitor | None = None,
         max_per_device_batch_size: int | None = None,
         on_failure: OnFailure = "raise",
@@ -68,7 +68,8 @@ class BatchSizeArguments:
             server_url: URL of the server. None: ``ZEUS_SERVER_URL``, or a server in this process (needs the extra
                 ``server``).
             token: The server's access token. None: ``ZEUS_BSO_TOKEN``.
-            lr_scaling: Rule by which learning rates, configured for the default batch size, follow the batch size.
+            lr_scaling: Rule by which learning rates, configured for the default batch size, follow the batch size;
+                ``"auto"`` takes the rule of the optimizer's kind (docs/schedules.md).
             energy_monitor: Measures energy and time, with the interface of Zeus's `ZeusMonitor` or ours. None: the best
                 monitor of this machine.
             max_per_device_batch_size: Largest batch that one device holds; beyond it, the callback raises Lightning's
@@ -164,7 +165,10 @@ class BatchSizeArguments:
 
     @property
     def lr_factor(self) -> float:
-        """The factor on learning rates for the trial's batch size, by `lr_scaling`; 1 before that is known."""
+        """The factor on learning rates for the trial's batch size, by `lr_scaling`; 1 before that is known.
+
+        Under ``"auto"``, the training's optimizer must exist; of several, the first factor other than 1 counts.
+        """
         return self._run.lr_factor
 
     def keep_power_limits(self, choice: PowerLimitChoice) -> None:
