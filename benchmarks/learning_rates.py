@@ -14,7 +14,10 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import median
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import nn
 
@@ -24,8 +27,11 @@ from benchmarks.recurrences.lightning_tasks import making, optimizer_of
 from benchmarks.recurrences.runs import Order, Run
 from benchmarks.recurrences.tasks import TASKS, Task
 from benchmarks.reports import RESULTS, machine
+from benchmarks.tables import markdown_table, write_tables
 from zeus_plugins.energy import EstimateMonitor
 from zeus_plugins.training.lr_scaling import lr_factor
+
+Floats = npt.NDArray[np.float64]
 
 NAMES = ("digits", "tabular")
 SIZES = (32, 64, 128, 256, 512)
@@ -143,14 +149,160 @@ def read(file: Path) -> list[Training]:
     return [Training(**training) for training in json.loads(file.read_text("utf-8"))["trainings"]]
 
 
+# Costs: epochs until the end, times the CPU seconds of an epoch at this size. The median over all trainings at the size
+# leaves out the other work of the machine.
+
+Costs = dict[Cell, list[tuple[float, bool]]]
+"""Cost in CPU seconds and success of each training, by cell."""
+
+
+def costs_of(trainings: Sequence[Training]) -> Costs:
+    """Return the costs of all trainings."""
+    pace = {
+        each: median(training.cpu_s / training.epochs for training in trainings if place(training) == each)
+        for each in {place(training) for training in trainings}
+    }
+    costs: Costs = {}
+    for training in trainings:
+        costs.setdefault(training.cell, []).append((training.epochs * pace[place(training)], training.reached))
+    return costs
+
+
+def place(training: Training | Cell) -> tuple[str, int]:
+    """Return task and batch size."""
+    return training.task, training.batch_size
+
+
+def per_target(runs: Sequence[tuple[float, bool]]) -> float:
+    """Return the cost until the target is reached: that of all runs, over the number of those that reached it."""
+    reached = sum(success for _, success in runs)
+    return sum(cost for cost, _ in runs) / reached if reached else math.inf
+
+
+def chosen(costs: Costs, candidates: Sequence[Cell]) -> float:
+    """Return the cost of the best candidate, chosen on all seeds but one and paid on that one, over all seeds."""
+    runs = min(len(costs[cell]) for cell in candidates)
+    paid = []
+    for left in range(runs):
+        best = min(candidates, key=lambda cell: per_target([*costs[cell][:left], *costs[cell][left + 1 :]]))
+        paid.append(costs[best][left])
+    return per_target(paid)
+
+
+def rules_of(costs: Costs, task: str) -> dict[str, list[list[Cell]]]:
+    """Return the measured cells at each size that a rule may choose from."""
+    at = {size: [cell for cell in costs if place(cell) == (task, size)] for size in SIZES}
+    return {
+        "`none`": [[Cell(task, size, 1.0)] for size in SIZES],
+        "`auto`": [[cells(task)[number]] for number in range(len(SIZES))],
+        "best factor": [at[size] for size in SIZES],
+    }
+
+
+def cost_table(costs: Costs) -> str:
+    """Return the table of costs by size and rule."""
+    lines = [["task", "learning rate", *map(str, SIZES), "best size", "over the oracle of sizes and rates"]]
+    for task in NAMES:
+        rules = rules_of(costs, task)
+        oracle = chosen(costs, [cell for each in rules["best factor"] for cell in each])
+        for rule, options in rules.items():
+            found = [chosen(costs, each) for each in options]
+            best = chosen(costs, [cell for each in options for cell in each])
+            size = str(SIZES[found.index(min(found))])
+            lines.append([task, rule, *(_number(cost) for cost in found), size, f"{best / oracle:.2f}"])
+    return markdown_table(lines)
+
+
+def _number(cost: float) -> str:
+    return f"{cost:.3g}" if math.isfinite(cost) else "∞"
+
+
+# A simulated job of 20 recurrences chooses by the value of information, with a Gaussian belief about the logarithm of
+# the cost: a parabola along the logarithms (base 2) of size and rate, and a deviation of each cell. A run that reaches
+# `_GIVES_UP` times the cheapest run so far is stopped; after it or a miss, the training is launched again at the
+# incumbent.
+
+RECURRENCES = 20
+_GIVES_UP = 2.0
+_NOISE, _DEVIATION = 0.25, 0.15
+# Means and standard deviations of 1, size, size², rate, rate², size × rate.
+_MEANS = np.array([0.0, 0.0, 0.1, 0.0, 0.1, 0.0])
+_DEVIATIONS = np.array([3.0, 0.4, 0.1, 0.2, 0.1, 0.1])
+_POINTS, _WEIGHTS = np.polynomial.hermite_e.hermegauss(9)
+
+
+def total_cost(costs: Costs, options: Sequence[Cell], rng: np.random.Generator, *, follows: str) -> float:
+    """Return the cost of a job's recurrences, of which the first takes the default; `follows` is "none" or "auto"."""
+    task = TASKS[options[0].task]
+    sizes = np.array([math.log2(cell.batch_size / task.default_batch_size) for cell in options])
+    bases = [1.0 if follows == "none" else auto_factor(cell.task, cell.batch_size) for cell in options]
+    rates = np.array([math.log2(cell.factor / base) for cell, base in zip(options, bases, strict=True)])
+    terms = np.stack([np.ones_like(sizes), sizes, sizes**2, rates, rates**2, sizes * rates], axis=1)
+    mean = terms @ _MEANS
+    covariance = (terms * _DEVIATIONS**2) @ terms.T + _DEVIATION**2 * np.eye(len(options))
+    incumbent = next(number for number in range(len(options)) if sizes[number] == 0 and rates[number] == 0)
+    spent, cheapest = 0.0, math.inf
+    for left in range(RECURRENCES, 0, -1):
+        number = incumbent if left == RECURRENCES else _most_valuable(mean, covariance, left - 1)
+        while True:
+            cost, reached = costs[options[number]][rng.integers(len(costs[options[number]]))]
+            bound = _GIVES_UP * cheapest if number != incumbent else math.inf
+            reached, cost = reached and cost <= bound, min(cost, bound)
+            spent += cost
+            observed = math.log(cost) + (0.0 if reached else math.log(2.0))
+            gain = covariance[:, number] / (covariance[number, number] + _NOISE**2)
+            mean = mean + gain * (observed - mean[number])
+            covariance = covariance - np.outer(gain, covariance[number])
+            incumbent = int(mean.argmin())
+            if reached:
+                cheapest = min(cheapest, cost)
+                break
+            number = incumbent
+    return spent
+
+
+def _most_valuable(mean: Floats, covariance: Floats, later: int) -> int:
+    """Return the option whose run is worth most: the gain of `later` runs by it, less its own extra cost."""
+    variances = covariance.diagonal()
+    shifts = covariance / np.sqrt(variances + _NOISE**2)  # of all means, by one deviation of a run of each column
+    known = np.exp(mean).min()
+    after = np.exp(mean[:, None, None] + shifts[:, :, None] * _POINTS).min(axis=0) @ _WEIGHTS / _WEIGHTS.sum()
+    values = later * (known - after) - (np.exp(mean + variances / 2) - known)
+    values[mean.argmin()] = max(0.0, values[mean.argmin()])
+    return int(values.argmax())
+
+
+def policy_table(costs: Costs, jobs: int) -> str:
+    """Return the table of simulated jobs: mean costs, over the cost of always the best cell, with standard errors."""
+    lines = [["task", "sizes with `none`", "sizes with `auto`", "sizes and rates", "rates / sizes with `auto`"]]
+    for task in NAMES:
+        rules = rules_of(costs, task)
+        every = [cell for each in rules["best factor"] for cell in each]
+        oracle = RECURRENCES * chosen(costs, every)
+        choices = {"none": [each[0] for each in rules["`none`"]], "auto": [each[0] for each in rules["`auto`"]]}
+        found = [
+            np.array([total_cost(costs, options, np.random.default_rng(job), follows=rule) for job in range(jobs)])
+            for rule, options in (*choices.items(), ("auto", every))
+        ]
+        shown = [f"{each.mean() / oracle:.2f} ± {each.std() / math.sqrt(jobs) / oracle:.2f}" for each in found]
+        lines.append([task, *shown, f"{found[2].mean() / found[1].mean():.2f}"])
+    return markdown_table(lines)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure what is left, and print the tables."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.learning_rates", description=__doc__)
     parser.add_argument("--file", type=Path, default=RESULTS / "learning_rates.json")
     parser.add_argument("--seeds", type=int, default=SEEDS)
-    parser.add_argument("--minutes", type=float, default=25.0, help="measure no longer; 0: only print the tables")
+    parser.add_argument("--minutes", type=float, default=25.0, help="measure no longer; 0: only make the tables")
+    parser.add_argument("--jobs", type=int, default=200, help="simulated jobs of each policy")
+    parser.add_argument("--write", type=Path, nargs="+", default=[], metavar="FILE", help="documents with marks")
     options = parser.parse_args(arguments)
-    measure(options.file, options.seeds, options.minutes)
+    costs = costs_of(measure(options.file, options.seeds, options.minutes))
+    tables = {"learning-rates": cost_table(costs), "learning-rate-policies": policy_table(costs, options.jobs)}
+    print("\n\n".join(tables.values()))
+    if options.write:
+        write_tables(tables, options.write)
     return 0
 
 
