@@ -13,6 +13,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -37,9 +38,9 @@ NAMES = ("digits", "tabular")
 SIZES = (32, 64, 128, 256, 512)
 MULTIPLES = (1.0, 0.5, 2.0, 0.25, 4.0)
 """Of the rate of "auto", in the order of measurement."""
+BASES = (1.0, 4.0)
+"""Multiples of the script's rate that a user may start from: the script's own, and the best measured at its size."""
 SEEDS = 5
-
-_VALIDATION_BATCH = 500
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,9 +77,11 @@ def auto_factor(task: str, size: int) -> float:
 
 
 def cells(task: str) -> list[Cell]:
-    """Return the cells of a task: multiples of the rate of "auto" at each size, and the default's rate."""
+    """Return the cells of a task: multiples of the rate of "auto" at each size, then the unscaled rates of `BASES`."""
     factors = [(size, round(multiple * auto_factor(task, size), 6)) for multiple in MULTIPLES for size in SIZES]
-    return [Cell(task, *each) for each in dict.fromkeys([*factors, *((size, 1.0) for size in SIZES)])]
+    return [
+        Cell(task, *each) for each in dict.fromkeys([*factors, *((size, base) for base in BASES for size in SIZES)])
+    ]
 
 
 def train(cell: Cell, seed: int) -> Training:
@@ -94,7 +97,9 @@ def train(cell: Cell, seed: int) -> Training:
     epochs, metric = 0, -math.inf
     while epochs < task.max_epochs and not (metric >= task.target or math.isnan(metric)):
         epochs += 1
-        for places in torch.randperm(len(inputs)).split(cell.batch_size):
+        order_of_samples = torch.randperm(len(inputs))
+        for first in range(0, len(inputs), cell.batch_size):
+            places = order_of_samples[first : first + cell.batch_size]
             loss = _loss(task, network(inputs[places]), targets[places])
             optimizer.zero_grad()
             loss.backward()  # type: ignore[no-untyped-call]  # torch has no types here
@@ -119,7 +124,7 @@ def _loss(task: Task, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Ten
 @torch.no_grad()
 def _metric(task: Task, network: nn.Module, samples: Data) -> float:
     inputs, targets = samples.validation
-    outputs = torch.cat([network(part) for part in inputs.split(_VALIDATION_BATCH)])
+    outputs = network(inputs)
     if task.metric == "val_r2":
         errors = (outputs.squeeze(1) - targets).pow(2).sum()
         return float(1 - errors / (targets - targets.mean()).pow(2).sum())
@@ -192,11 +197,12 @@ def chosen(costs: Costs, candidates: Sequence[Cell]) -> float:
 def rules_of(costs: Costs, task: str) -> dict[str, list[list[Cell]]]:
     """Return the measured cells at each size that a rule may choose from."""
     at = {size: [cell for cell in costs if place(cell) == (task, size)] for size in SIZES}
-    return {
-        "`none`": [[Cell(task, size, 1.0)] for size in SIZES],
-        "`auto`": [[cells(task)[number]] for number in range(len(SIZES))],
-        "best factor": [at[size] for size in SIZES],
-    }
+    rules = {}
+    for base in BASES:
+        start = "" if base == 1.0 else f", from {base:g} × the rate"
+        rules[f"`none`{start}"] = [[Cell(task, size, base)] for size in SIZES]
+        rules[f"`auto`{start}"] = [[Cell(task, size, round(base * auto_factor(task, size), 6))] for size in SIZES]
+    return rules | {"best factor": [at[size] for size in SIZES]}
 
 
 def cost_table(costs: Costs) -> str:
@@ -225,21 +231,33 @@ def _number(cost: float) -> str:
 RECURRENCES = 20
 _GIVES_UP = 2.0
 _NOISE, _DEVIATION = 0.25, 0.15
-# Means and standard deviations of 1, size, size², rate, rate², size × rate.
+# Prior means of 1, size, size², rate, rate², size × rate. The standard deviation of the rate's term is an argument.
 _MEANS = np.array([0.0, 0.0, 0.1, 0.0, 0.1, 0.0])
-_DEVIATIONS = np.array([3.0, 0.4, 0.1, 0.2, 0.1, 0.1])
+_RATE_DEVIATIONS = (0.2, 0.4)
 _POINTS, _WEIGHTS = np.polynomial.hermite_e.hermegauss(9)
 
 
-def total_cost(costs: Costs, options: Sequence[Cell], rng: np.random.Generator, *, follows: str) -> float:
-    """Return the cost of a job's recurrences, of which the first takes the default; `follows` is "none" or "auto"."""
+def total_cost(
+    costs: Costs,
+    options: Sequence[Cell],
+    rng: np.random.Generator,
+    *,
+    is_auto: bool = True,
+    rate_deviation: float = 0.2,
+) -> float:
+    """Return the cost of a job's recurrences, of which the first takes the default.
+
+    Rates are relative to those of "auto", or else to the default's rate. `rate_deviation` is the standard deviation of
+    the prior of the change of the log cost by a doubled rate.
+    """
     task = TASKS[options[0].task]
     sizes = np.array([math.log2(cell.batch_size / task.default_batch_size) for cell in options])
-    bases = [1.0 if follows == "none" else auto_factor(cell.task, cell.batch_size) for cell in options]
+    bases = [auto_factor(cell.task, cell.batch_size) if is_auto else 1.0 for cell in options]
     rates = np.array([math.log2(cell.factor / base) for cell, base in zip(options, bases, strict=True)])
     terms = np.stack([np.ones_like(sizes), sizes, sizes**2, rates, rates**2, sizes * rates], axis=1)
     mean = terms @ _MEANS
-    covariance = (terms * _DEVIATIONS**2) @ terms.T + _DEVIATION**2 * np.eye(len(options))
+    deviations = np.array([3.0, 0.4, 0.1, rate_deviation, 0.1, 0.1])
+    covariance = (terms * deviations**2) @ terms.T + _DEVIATION**2 * np.eye(len(options))
     incumbent = next(number for number in range(len(options)) if sizes[number] == 0 and rates[number] == 0)
     spent, cheapest = 0.0, math.inf
     for left in range(RECURRENCES, 0, -1):
@@ -274,18 +292,18 @@ def _most_valuable(mean: Floats, covariance: Floats, later: int) -> int:
 
 def policy_table(costs: Costs, jobs: int) -> str:
     """Return the table of simulated jobs: mean costs, over the cost of always the best cell, with standard errors."""
-    lines = [["task", "sizes with `none`", "sizes with `auto`", "sizes and rates", "rates / sizes with `auto`"]]
+    policies = ["sizes with `none`", "sizes with `auto`", "also rates × ½ to 2", "also rates × ¼ to 4"]
+    lines = [["task", "prior of the rate", *policies]]
     for task in NAMES:
-        rules = rules_of(costs, task)
-        every = [cell for each in rules["best factor"] for cell in each]
-        oracle = RECURRENCES * chosen(costs, every)
-        choices = {"none": [each[0] for each in rules["`none`"]], "auto": [each[0] for each in rules["`auto`"]]}
-        found = [
-            np.array([total_cost(costs, options, np.random.default_rng(job), follows=rule) for job in range(jobs)])
-            for rule, options in (*choices.items(), ("auto", every))
-        ]
-        shown = [f"{each.mean() / oracle:.2f} ± {each.std() / math.sqrt(jobs) / oracle:.2f}" for each in found]
-        lines.append([task, *shown, f"{found[2].mean() / found[1].mean():.2f}"])
+        grid, plain = cells(task), [Cell(task, size, 1.0) for size in SIZES]
+        oracle = RECURRENCES * chosen(costs, [cell for cell in costs if cell.task == task])
+        for deviation in _RATE_DEVIATIONS:
+            shown = [task, f"± {deviation}"]
+            for options in (plain, *(grid[: count * len(SIZES)] for count in (1, 3, 5))):
+                play = partial(total_cost, costs, options, is_auto=options is not plain, rate_deviation=deviation)
+                paid = np.array([play(np.random.default_rng(job)) for job in range(jobs)]) / oracle
+                shown.append(f"{paid.mean():.2f} ± {paid.std() / math.sqrt(jobs):.2f}")
+            lines.append(shown)
     return markdown_table(lines)
 
 

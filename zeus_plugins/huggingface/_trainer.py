@@ -711,7 +711,7 @@ def scale_deepspeed_rates(trainer: Trainer, factor: float, patches: Patches) -> 
 def deepspeed_optimizer(trainer: Trainer) -> str:
     """Return the kind of optimizer that DeepSpeed's configuration or the arguments name."""
     named = _configuration(trainer).config.get("optimizer", {}).get("type")
-    return str(named or trainer.args.optim.value.removeprefix("paged_").split("_")[0])
+    return str(named or trainer.args.optim.removeprefix("paged_").split("_")[0])
 
 
 def engine_batch_sizes(trainer: Trainer, devices: int, accumulation: int) -> set[float | None]:

@@ -165,10 +165,7 @@ class BatchSizeArguments:
 
     @property
     def lr_factor(self) -> float:
-        """The factor on learning rates for the trial's batch size, by `lr_scaling`; 1 before that is known.
-
-        Under ``"auto"``, the training's optimizer must exist; of several, the first factor other than 1 counts.
-        """
+        """The factor on learning rates for the trial's batch size, by `lr_scaling`; 1 before that is known."""
         return self._run.lr_factor
 
     def keep_power_limits(self, choice: PowerLimitChoice) -> None:
