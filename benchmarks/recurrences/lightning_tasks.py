@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -73,9 +73,14 @@ class Learner(LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """SGD with momentum, or AdamW."""
-        if self._optimizer == "sgd":
-            return torch.optim.SGD(self.parameters(), lr=self._lr, momentum=0.9)
-        return torch.optim.AdamW(self.parameters(), lr=self._lr)
+        return optimizer_of(self._optimizer, self.parameters(), self._lr)
+
+
+def optimizer_of(name: str, parameters: Iterable[nn.Parameter], lr: float) -> torch.optim.Optimizer:
+    """Return ``sgd`` with momentum, or ``adamw``."""
+    if name == "sgd":
+        return torch.optim.SGD(parameters, lr=lr, momentum=0.9)
+    return torch.optim.AdamW(parameters, lr=lr)
 
 
 def train(run: Run) -> TrialInfo | None:
@@ -109,7 +114,7 @@ def train(run: Run) -> TrialInfo | None:
         num_sanity_val_steps=0,
         log_every_n_steps=1,
     )
-    loader = _batches_at_once if task.device == GPU else _batches_of_samples
+    loader = _batches_at_once if task.device == GPU else batches_of_samples
     train_loader = loader(samples.train, run.batch_size, shuffle=True)
     validation_loader = loader(samples.validation, _VALIDATION_BATCH, shuffle=False)
     trainer.fit(Learner(network, task.metric, optimizer, run.scaled(lr)), train_loader, validation_loader)
@@ -153,12 +158,13 @@ def _as_it_is(batch: list[Tensor]) -> list[Tensor]:
     return batch
 
 
-def _batches_of_samples(tensors: Sequence[Tensor], size: int, *, shuffle: bool) -> DataLoader[Any]:
+def batches_of_samples(tensors: Sequence[Tensor], size: int, *, shuffle: bool) -> DataLoader[Any]:
+    """Return a loader that collates sample by sample, as most scripts do."""
     return DataLoader(TensorDataset(*tensors), size, shuffle=shuffle)
 
 
 def making(run: Run) -> tuple[data.Data, nn.Module, str, float]:
-    """Data, network, optimizer and learning rate at the default size."""
+    """Return data, network, the optimizer's name, and the learning rate at the default size."""
     order, shrink = run.order, run.task.shrink
     if run.task.name == "digits":
         network = nn.Sequential(

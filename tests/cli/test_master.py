@@ -73,6 +73,11 @@ def test_learning_rate_follows_the_batch_size(rule: str, rate: float) -> None:
     assert job_of(lr_scaling=rule).learning_rate(128) == pytest.approx(rate)
 
 
+@pytest.mark.parametrize(("optimizer", "rate"), [("sgd", 1.0), ("adam", 0.5 * math.sqrt(2)), ("lion", 0.5)])
+def test_rule_auto_follows_the_jobs_optimizer(optimizer: str, rate: float) -> None:
+    assert job_of(lr_scaling="auto", optimizer=optimizer).learning_rate(128) == pytest.approx(rate)
+
+
 # A single run.
 
 

@@ -297,6 +297,33 @@ def test_learning_rate_follows_batch_size(
     assert scaled.rates == pytest.approx([rate * factor for rate in unscaled.rates])
 
 
+@pytest.mark.parametrize(("warm_up", "same_samples"), [(2, 4), (0, 0)])
+def test_auto_scales_rate_and_keeps_samples_of_warm_up(
+    bench: Bench, capsys: pytest.CaptureFixture[str], warm_up: int, same_samples: int
+) -> None:
+    job = bench.job()
+    bench.complete_first_trial(job)
+    watch = Watch()
+    options: dict[str, Any] = {"lr_scheduler_type": "constant_with_warmup", "warmup_steps": warm_up}
+    callback = bench.callback(job, lr_scaling="auto", quiet=False)
+    trainer = bench.trainer(callback, watch, **options)
+    trainer.train()
+    factor = (NEXT_SIZE / SERVERS_SIZE) ** 0.5
+    peak = trainer.args.learning_rate * factor
+    risen = [peak * step / same_samples for step in range(same_samples)]
+    assert watch.rates == pytest.approx((risen + [peak] * len(EPOCH_OF_24))[: len(EPOCH_OF_24)])
+    printed = capsys.readouterr().err
+    assert "zeus: learning rate × 0.707 (sqrt, for AdamW)\n" in printed
+    assert ("zeus: warm-up of 4 steps, as many samples as your 2 steps\n" in printed) is bool(warm_up)
+    assert trainer.args.warmup_steps == warm_up
+
+
+def test_auto_leaves_warm_up_of_own_schedule(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
+    callback = bench.callback(lr_scaling="auto", quiet=False)
+    bench.trainer(callback, warmup_steps=2, **own_optimizer()).train()
+    assert "warm-up" not in capsys.readouterr().err
+
+
 # Reports
 
 

@@ -262,7 +262,7 @@ def cosine(optimizer: torch.optim.Optimizer, steps: int) -> CosineAnnealingLR:
     return CosineAnnealingLR(optimizer, T_max=steps, eta_min=0.02)
 
 
-@pytest.mark.parametrize(("scaling", "factor"), [("none", 1.0), ("linear", 0.5), ("sqrt", 0.5**0.5)])
+@pytest.mark.parametrize(("scaling", "factor"), [("none", 1.0), ("auto", 0.5), ("sqrt", 0.5**0.5)])
 @pytest.mark.parametrize(
     ("scheduler", "first_rate"),
     [(None, 0.1), (one_cycle, 0.5 / 25), (cosine, 0.1)],
@@ -280,6 +280,15 @@ def test_learning_rate_follows_batch_size(
     assert module.seen_rates == pytest.approx(
         [rate * factor for rate in unscaled_rates(scheduler, len(module.seen_rates))]
     )
+
+
+def test_begin_of_training_states_rule_of_auto_and_factor(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
+    job = bench.job()
+    bench.complete_first_trial(job)
+    callback = bench.callback(job, lr_scaling="auto", quiet=False)
+    quiet_trainer(callback).fit(Classifier(), train_loader())
+    assert "zeus: learning rate × 0.5 (linear, for SGD)\n" in caplog.text
+    assert callback.lr_factor == 0.5
 
 
 def unscaled_rates(scheduler: Callable[..., Any] | None, steps: int) -> list[float]:

@@ -77,8 +77,8 @@ class LatestRates(TrainerCallback):
 # Arguments of the Trainer, and of the callback.
 WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "auto": ({"deepspeed": {**AUTO, **ADAM}}, {}),
-    "zero 2": ({"deepspeed": {**AUTO, "zero_optimization": {"stage": 2}}}, {"lr_scaling": "sqrt"}),
-    "numbers": ({"deepspeed": {**NUMBERS, **ADAM}}, {"lr_scaling": "sqrt"}),
+    "zero 2": ({"deepspeed": {**AUTO, "zero_optimization": {"stage": 2}}}, {"lr_scaling": "auto"}),
+    "numbers": ({"deepspeed": {**NUMBERS, **ADAM}}, {"lr_scaling": "auto"}),
     "total alone": ({"deepspeed": {**ZERO_1, **ADAM, "train_batch_size": 32}}, {}),
     "its own scheduler": ({"deepspeed": {**AUTO, **ADAM, **WARMUP}, "warmup_steps": 2}, {"lr_scaling": "sqrt"}),
     "accumulation": ({"deepspeed": {**AUTO, **ADAM}, "gradient_accumulation_steps": 2}, {}),
@@ -86,7 +86,7 @@ WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "contradiction": ({"deepspeed": {**NUMBERS, **ADAM, "train_micro_batch_size_per_gpu": 8}}, {}),
     "own optimizer": ({"deepspeed": AUTO, "kind": OwnOptimizerTrainer}, {"lr_scaling": "sqrt"}),
     "fsdp": (FSDP, {}),
-    "fsdp scaled": (FSDP, {"lr_scaling": "sqrt"}),
+    "fsdp scaled": (FSDP, {"lr_scaling": "auto"}),
     "fsdp accumulation": ({**FSDP, "gradient_accumulation_steps": 2}, {}),
 }
 

@@ -3,15 +3,22 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch.optim import SGD, Optimizer, lr_scheduler
+from torch.optim import SGD, AdamW, Optimizer, lr_scheduler
 from torch.optim.swa_utils import SWALR
 
 from zeus_plugins.errors import ZeusBSOConfigError
-from zeus_plugins.training.lr_scaling import LrScaling, lr_factor, scale_learning_rate
+from zeus_plugins.training.lr_scaling import (
+    LrScaling,
+    lr_factor,
+    lr_scaling_in_words,
+    rule_of,
+    scale_learning_rate,
+)
 
 STEPS = 12
 FACTOR = 48 / 16
@@ -204,8 +211,45 @@ def test_factor_of_a_batch_size_is_relative_to_the_default(
 
 
 def test_unknown_rule_is_answered_with_the_known_rules() -> None:
-    with pytest.raises(ZeusBSOConfigError, match="'squared': choose one of 'none', 'linear', 'sqrt'"):
+    with pytest.raises(ZeusBSOConfigError, match="'squared': choose one of 'none', 'linear', 'sqrt', 'auto'"):
         lr_factor("squared", 32, 16)
+
+
+class OwnAdam(AdamW):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "rule", "name"),
+    [
+        *((name, "linear", name) for name in ("SGD", "sgd", "FusedSGD", "SGD8bit")),
+        *((name, "sqrt", name) for name in ("Adam", "NAdam", "RAdam", "Adamax", "RMSprop", "LAMB", "FusedLamb")),
+        *((name, "sqrt", name) for name in ("PagedAdamW8bit", "paged_adamw_8bit", "AdamW4bit", "DeepSpeedCPUAdam")),
+        *((name, "none", name) for name in ("Lion", "Adafactor", "ASGD", "SignSGD", "Adagrad", "AdamWScheduleFree")),
+        (SGD([torch.zeros(1)], lr=0.1), "linear", "SGD"),
+        (OwnAdam([torch.zeros(1)]), "sqrt", "AdamW"),
+        (SimpleNamespace(optimizer=OwnAdam([torch.zeros(1)])), "sqrt", "AdamW"),
+        (SimpleNamespace(optimizer=None), "none", "SimpleNamespace"),
+        (None, "none", "NoneType"),
+    ],
+)
+def test_rule_of_auto_follows_kind_of_optimizer(optimizer: Any, rule: str, name: str) -> None:
+    assert rule_of(optimizer) == (rule, name)
+
+
+def test_auto_scales_each_optimizer_and_its_scheduler_by_own_rule() -> None:
+    optimizers = [make([torch.zeros(1)], lr=0.1) for make in (SGD, AdamW, torch.optim.Adagrad)]
+    schedulers: list[Any] = [lr_scheduler.StepLR(each, 1) for each in reversed(optimizers)]
+    factors = [lr_factor("auto", 64, 16, each) for each in optimizers]
+    assert factors == [4.0, 2.0, 1.0]
+    scale_learning_rate(optimizers, schedulers, lambda each: lr_factor("auto", 64, 16, each))
+    assert [each.param_groups[0]["lr"] for each in optimizers] == pytest.approx([0.4, 0.2, 0.1])
+    assert [each.base_lrs[0] for each in schedulers] == pytest.approx([0.1, 0.2, 0.4])
+    assert [lr_scaling_in_words("auto", factor, each) for factor, each in zip(factors, optimizers, strict=True)] == [
+        "× 4 (linear, for SGD)",
+        "× 2 (sqrt, for AdamW)",
+        "unchanged (lr_scaling='auto' knows no rule for Adagrad: choose 'linear' or 'sqrt')",
+    ]
 
 
 @pytest.mark.parametrize(("batch_size", "default"), [(0, 16), (16, 0), (-1, 16)])

@@ -73,7 +73,10 @@ def ends(server: ContractDouble) -> list[tuple[str, str | None]]:
         ({"on_failure": "ignore"}, "on_failure is 'ignore': choose 'raise', 'stop' or 'finish'"),
         ({"max_per_device_batch_size": 0}, "max_per_device_batch_size is 0: give a whole number above 0"),
         ({"on_unreachable": "wait"}, "on_unreachable is 'wait': choose 'default' or 'raise'"),
-        ({"lr_scaling": "cubic"}, "unknown learning rate scaling 'cubic': choose one of 'none', 'linear', 'sqrt'"),
+        (
+            {"lr_scaling": "cubic"},
+            "unknown learning rate scaling 'cubic': choose one of 'none', 'linear', 'sqrt', 'auto'",
+        ),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )

@@ -585,6 +585,16 @@ def resize_generations(trainer: Trainer, split: BatchSplit, processes: int, patc
     patches.set_attribute(args, "generation_batch_size", split.per_device * processes * steps)
 
 
+def scale_warm_up(trainer: Trainer, scaled: Callable[[int], int], patches: Patches) -> None:
+    """Set the warm-up steps of the schedule that the trainer will make, unless they are a share of the training."""
+    args, is_own = trainer.args, trainer.lr_scheduler is not None and not trainer._created_lr_scheduler
+    if args.warmup_steps < 1 or is_own:
+        return
+    steps = scaled(int(args.warmup_steps))
+    HuggingFacePort(trainer).say(f"zeus: warm-up of {steps} steps, as many samples as your {args.warmup_steps} steps")
+    patches.set_attribute(args, "warmup_steps", steps)
+
+
 def warn_of_in_batch_negatives(trainer: Trainer) -> None:
     """Warn of losses that depend on the batch size."""
     names = sorted({type(loss).__name__ for loss in _losses(getattr(trainer, "loss", None))})
@@ -702,6 +712,12 @@ def scale_deepspeed_rates(trainer: Trainer, factor: float, patches: Patches) -> 
         for name in set(_RATES).intersection(settings):
             rates = settings[name]
             settings[name] = [rate * factor for rate in rates] if isinstance(rates, list) else rates * factor
+
+
+def deepspeed_optimizer(trainer: Trainer) -> str:
+    """Return the kind of optimizer that DeepSpeed's configuration or the arguments name."""
+    named = _configuration(trainer).config.get("optimizer", {}).get("type")
+    return str(named or trainer.args.optim.removeprefix("paged_").split("_")[0])
 
 
 def engine_batch_sizes(trainer: Trainer, devices: int, accumulation: int) -> set[float | None]:

@@ -20,12 +20,14 @@ from zeus_plugins.huggingface._trainer import (
     check_generations,
     checkpoint_of,
     checkpointed,
+    deepspeed_optimizer,
     early_end,
     from_start,
     not_attached,
     release_memory,
     saved_in_checkpoint,
     scale_deepspeed_rates,
+    scale_warm_up,
     warn_of_in_batch_negatives,
 )
 from zeus_plugins.signals import raise_at_sigterm
@@ -241,9 +243,12 @@ class ZeusBSOTrainerCallback(BatchSizeArguments, TrainWrapper):
         run = self._run
         if run.active is None:
             return
+        if self._options.lr_scaling == "auto":
+            scale_warm_up(trainer, run.active.steps_of_same_samples, run.patches)
         # After `create_scheduler` the optimizer exists, too; a checkpoint's scaled rates are loaded later.
         if trainer.is_deepspeed_enabled:
-            scale_deepspeed_rates(trainer, run.lr_factor, run.patches)
+            factor = run.active.decide_factor([deepspeed_optimizer(trainer)])
+            scale_deepspeed_rates(trainer, factor, run.patches)
         else:
             scale = run.active.scale_learning_rate
             run.patches.extend(trainer, "create_scheduler", then=lambda _: scale())

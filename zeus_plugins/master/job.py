@@ -42,7 +42,8 @@ class Job:
         default_lr: Learning rate at the default batch size.
         command: A list of program and arguments, or a string that is split as by a POSIX shell.
         workdir: Working directory of the command. None: the master's.
-        lr_scaling: Rule by which the learning rate follows the batch size: ``"linear"``, ``"sqrt"`` or ``"none"``.
+        lr_scaling: Rule by which the learning rate follows the batch size: ``"linear"``, ``"sqrt"``, ``"none"``, or
+            ``"auto"``, which follows from `optimizer`.
         higher_is_better_metric: True if the metric rises as the model improves.
         fields: Additional values for the command.
 
@@ -99,7 +100,7 @@ class Job:
         Raises:
             ZeusBSOConfigError: The batch size is not positive.
         """
-        return self.default_lr * lr_factor(self.lr_scaling, batch_size, self.default_bs)
+        return self.default_lr * lr_factor(self.lr_scaling, batch_size, self.default_bs, self.optimizer)
 
     def command_line(self, batch_size: int, learning_rate: float, seed: int) -> list[str]:
         """Return program and arguments of one run."""

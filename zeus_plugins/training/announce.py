@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 
 from zeus_plugins.energy.nvml import scopes_in
 from zeus_plugins.protocol import GP_VOI, ZEUS, EndingState, JobView, TrialState, printable
 from zeus_plugins.training.defaults import JobPlan, first_report_warning
+from zeus_plugins.training.lr_scaling import LrScaling, lr_scaling_in_words
 from zeus_plugins.training.outcomes import outcome_of
 from zeus_plugins.training.patches import Patches
 from zeus_plugins.training.port import TrainerPort
@@ -61,6 +63,12 @@ class Announcer:
         if self._plan.guesses:
             self._say(f"guessed: {'; '.join(self._plan.guesses)} (job=JobSpec(…) sets them)")
         self._say(f"results are kept in {place}")
+
+    def scaled(self, scaling: str, factors: Iterable[tuple[float, object]]) -> None:
+        """Report the factors on the learning rates of optimizers; nothing with the rule "none"."""
+        told = dict.fromkeys(lr_scaling_in_words(scaling, factor, optimizer) for factor, optimizer in factors)
+        if scaling != LrScaling.NONE:
+            self._say(f"learning rate {'; '.join(told)}")
 
     def started(self, trial: TrialInfo, lr_factor: float) -> None:
         """Log the trial at the begin of the training."""

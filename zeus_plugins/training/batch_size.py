@@ -37,7 +37,7 @@ class BatchSizeArguments:
         confirm: int | None = None,
         server_url: str | None = None,
         token: SecretStr | str | None = None,
-        lr_scaling: Literal["none", "linear", "sqrt"] = "none",
+        lr_scaling: Literal["none", "linear", "sqrt", "auto"] = "none",
         energy_monitor: EnergyMonitor | WindowMonitor | None = None,
         energy_scope: EnergyScope = "gpu",
         max_per_device_batch_size: int | None = None,
@@ -70,7 +70,8 @@ class BatchSizeArguments:
             server_url: URL of the server. None: ``ZEUS_SERVER_URL``, or a server in this process (needs the extra
                 ``server``).
             token: The server's access token. None: ``ZEUS_BSO_TOKEN``.
-            lr_scaling: Rule by which learning rates, configured for the default batch size, follow the batch size.
+            lr_scaling: Rule by which learning rates, configured for the default batch size, follow the batch size;
+                ``"auto"`` takes the rule of the optimizer's kind (docs/schedules.md).
             energy_monitor: Measures energy and time, with the interface of Zeus's `ZeusMonitor` or ours. None: the best
                 monitor of this machine.
             energy_scope: ``"gpu"`` counts the energy of the training devices; ``"node"`` also that of the CPU packages

@@ -2,7 +2,9 @@
 
 Linear: ``k = b / b0`` (Goyal et al. 2017, "Accurate, Large Minibatch SGD", the linear scaling rule), made for SGD.
 Square root: ``k = sqrt(b / b0)`` (Krizhevsky 2014, "One weird trick for parallelizing convolutional neural networks";
-Malladi et al. 2022, "On the SDEs and Scaling Rules for Adaptive Gradient Algorithms", for Adam and RMSprop).
+Malladi et al. 2022, "On the SDEs and Scaling Rules for Adaptive Gradient Algorithms", for Adam and RMSprop; You et al.
+2020, "Large Batch Optimization for Deep Learning", for LAMB).
+Auto: the rule that was made for the optimizer's kind.
 
 Another batch size changes the number of optimizer steps. A schedule that counts the steps of the script's own size ends
 before the training or does not end in it, and rates that a script sets itself undo their scaling. Both cause one
@@ -15,7 +17,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Callable, Iterable, Sequence
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +36,12 @@ _logger = logging.getLogger("zeus_plugins")
 GROUP_RATES = ("lr", "initial_lr", "max_lr", "min_lr", "swa_lr")
 SCHEDULER_RATES = ("base_lrs", "_last_lr", "max_lrs", "min_lrs", "default_min_lr", "eta_min")
 
+# Class names of optimizers with a rule. Lion (Chen et al. 2023) and Adafactor (Shazeer & Stern 2018) state none.
+_WITH_RULE = re.compile(
+    r"(?:fused|paged_?|deepspeedcpu)?(?:(?P<linear>sgd)|adamw?|[nr]adam|adamax|sparseadam|rmsprop|lamb)(?:_?\d+bit)?",
+    re.IGNORECASE,
+)
+
 _POINTS = 100  # points of the training at which a schedule of functions is evaluated
 _SLACK = 0.02  # share of the steps by which a schedule may end early, because of rounding
 
@@ -43,12 +52,28 @@ class LrScaling(StrEnum):
     NONE = "none"
     LINEAR = "linear"
     SQRT = "sqrt"
+    AUTO = "auto"
 
 
-def lr_factor(scaling: LrScaling | str, batch_size: int, default_batch_size: int) -> float:
+def rule_of(optimizer: object) -> tuple[LrScaling, str]:
+    """Return the rule of "auto" for an optimizer or the name of its class, and the name that decided.
+
+    The rule is `NONE` for a kind without a known rule. Base classes and wrapped optimizers decide for unknown classes.
+    """
+    outer: Any = optimizer
+    while optimizer is not None:
+        names = [optimizer] if isinstance(optimizer, str) else [base.__name__ for base in type(optimizer).__mro__]
+        for found in filter(None, map(_WITH_RULE.fullmatch, names)):
+            return LrScaling.LINEAR if found["linear"] else LrScaling.SQRT, found[0]
+        optimizer = getattr(optimizer, "optimizer", None)
+    return LrScaling.NONE, outer if isinstance(outer, str) else type(outer).__name__
+
+
+def lr_factor(scaling: LrScaling | str, batch_size: int, default_batch_size: int, optimizer: object = None) -> float:
     """Return the factor on a learning rate that was chosen for the default (global) batch size.
 
-    Raise `ZeusBSOConfigError` for an unknown rule or a batch size below 1.
+    `optimizer`, or the name of its class, decides under "auto". Raise `ZeusBSOConfigError` for an unknown rule or a
+    batch size below 1.
     """
     try:
         rule = LrScaling(scaling)
@@ -58,23 +83,41 @@ def lr_factor(scaling: LrScaling | str, batch_size: int, default_batch_size: int
     if batch_size < 1 or default_batch_size < 1:
         raise ZeusBSOConfigError(f"batch sizes must be 1 or more, not {batch_size} and (default) {default_batch_size}")
     ratio = batch_size / default_batch_size
+    rule = rule_of(optimizer)[0] if rule is LrScaling.AUTO else rule
     return {LrScaling.NONE: 1.0, LrScaling.LINEAR: ratio, LrScaling.SQRT: math.sqrt(ratio)}[rule]
 
 
-def scale_learning_rate(optimizers: Iterable[Optimizer], schedulers: Iterable[LRScheduler], factor: float) -> None:
+def lr_scaling_in_words(scaling: str, factor: float, optimizer: object) -> str:
+    """Return the factor on an optimizer's learning rate and its rule, for the user."""
+    if scaling != LrScaling.AUTO:
+        return f"× {factor:.3g} ({scaling})"
+    rule, name = rule_of(optimizer)
+    if rule is LrScaling.NONE:
+        return f"unchanged (lr_scaling='auto' knows no rule for {name}: choose 'linear' or 'sqrt')"
+    return f"× {factor:.3g} ({rule}, for {name})"
+
+
+def scale_learning_rate(
+    optimizers: Iterable[Optimizer], schedulers: Iterable[LRScheduler], factor: float | Callable[[Any], float]
+) -> None:
     """Bring optimizers and schedulers to the state they would have if built with `factor` times the rates.
+
+    A function returns the factor of an optimizer, which is also the factor of its schedulers.
 
     Scaled are the optimizers' current rates, and the bounds and bases of schedulers, which must not have stepped yet;
     schedulers inside `SequentialLR` and `ChainedScheduler` are found. A parameter group, scheduler or tensor that is
     reached twice is scaled once. Tensors change in place, because compiled steps and captured graphs refer to them.
     Raise `ZeusBSOConfigError` for a factor that is not finite or not above 0.
     """
-    if not (math.isfinite(factor) and factor > 0):
+    if not callable(factor) and not (math.isfinite(factor) and factor > 0):
         raise ZeusBSOConfigError(f"the learning rate cannot be scaled by {factor!r}: give a finite number above 0")
-    scaler = _Scaler(factor)
+    scaler, optimizer = _Scaler(1.0 if callable(factor) else factor), None
     for optimizer in optimizers:
+        scaler.factor = factor(optimizer) if callable(factor) else factor
         scaler.scale_optimizer(optimizer)
     for scheduler in schedulers:
+        if callable(factor):
+            scaler.factor = factor(getattr(scheduler, "optimizer", optimizer))
         scaler.scale_scheduler(scheduler)
 
 
@@ -82,7 +125,7 @@ class _Scaler:
     """One scaling of objects that may refer to each other."""
 
     def __init__(self, factor: float) -> None:
-        self._factor = factor
+        self.factor = factor
         self._done: dict[int, object] = {}  # keeps the objects, so that their ids are not reused
 
     def scale_optimizer(self, optimizer: Any) -> None:
@@ -101,7 +144,7 @@ class _Scaler:
                 "%s keeps its learning rates where they cannot be found, and may undo their scaling by %g: scale them"
                 " yourself, or use a scheduler of torch.optim.lr_scheduler",
                 type(scheduler).__name__,
-                self._factor,
+                self.factor,
             )
         for attribute in held:
             setattr(scheduler, attribute, self._scaled(getattr(scheduler, attribute)))
@@ -116,9 +159,9 @@ class _Scaler:
             return [self._scaled(each) for each in rate]  # a new list: SequentialLR shares its first scheduler's
         if hasattr(rate, "mul_"):
             if self._is_first_visit(rate):
-                rate.detach().mul_(self._factor)
+                rate.detach().mul_(self.factor)
             return rate
-        return rate * self._factor
+        return rate * self.factor
 
     def _is_first_visit(self, thing: object) -> bool:
         if id(thing) in self._done:

@@ -49,7 +49,7 @@ from zeus_plugins.training.announce import Announcer
 from zeus_plugins.training.arguments import check_choice, check_count
 from zeus_plugins.training.batches import BatchSplit, StepCount, split_batch
 from zeus_plugins.training.defaults import JobPlan, JobWish, TrainingFacts, planned
-from zeus_plugins.training.lr_scaling import ScheduleWatch, lr_factor, scale_learning_rate
+from zeus_plugins.training.lr_scaling import LrScaling, ScheduleWatch, lr_factor, scale_learning_rate
 from zeus_plugins.training.metrics import EpochCount
 from zeus_plugins.training.outcomes import (
     end_trial_from_another_rank,
@@ -516,8 +516,8 @@ class ActiveRun:
 
             trial, takes_reports, registered, self._sender = decided(port, enter)
             self._opened = opened.pop_all()
-        factor = lr_factor(options.lr_scaling, trial.batch_size, own_size)
-        self.record = RunRecord(trial, plan, registered.job, factor, takes_reports, epochs)
+        self._factor_of = partial(lr_factor, options.lr_scaling, trial.batch_size, own_size)
+        self.record = RunRecord(trial, plan, registered.job, self._factor_of(None), takes_reports, epochs)
         self.watched_names = registered.watched(options.watch)
         self.steps = StepCount([], 1)  # counts nothing until the start
         self._schedules = ScheduleWatch(trial.batch_size, port.schedule_remedy)
@@ -629,33 +629,47 @@ class ActiveRun:
 
     def scale_learning_rate(self) -> None:
         """Scale the rates of all optimizers and schedulers as the options say."""
-        if self.record.lr_factor == 1.0:
-            return
         optimizers, schedulers = self._port.optimizers()
-        if self._port.computes_rates():
+        if any(self._factor_of(each) != 1.0 for each in optimizers) and self._port.computes_rates():
             self.record.lr_factor = 1.0
+            self._factor_of = partial(lr_factor, LrScaling.NONE, 1, 1)
             if self._port.rank == 0:
                 _logger.warning(
                     "lr_scaling is left out: the module computes its learning rate from its batch size, and would "
                     "scale it twice. Compute it from a fixed size to let lr_scaling do it"
                 )
             return
-        scale_learning_rate(optimizers, schedulers, self.record.lr_factor)
+        if self.decide_factor(optimizers) == 1.0:
+            return
+        scale_learning_rate(optimizers, schedulers, self._factor_of)
         if self._port.keeps_optimizers:
-            self._opened.callback(scale_learning_rate, optimizers, schedulers, 1 / self.record.lr_factor)
+            self._opened.callback(scale_learning_rate, optimizers, schedulers, lambda each: 1 / self._factor_of(each))
         self._schedules.scaled(optimizers, schedulers)
+
+    def decide_factor(self, optimizers: Sequence[object]) -> float:
+        """Keep, report and return the factor for these optimizers, or the names of their classes.
+
+        If rules differ, keep the first factor that changes a rate.
+        """
+        factors = [self._factor_of(each) for each in optimizers]
+        self.record.lr_factor = next((factor for factor in factors if factor != 1.0), 1.0)
+        self._announcer.scaled(self._options.lr_scaling, zip(factors, optimizers, strict=True))
+        return self.record.lr_factor
+
+    def steps_of_same_samples(self, steps: int) -> int:
+        """Return the steps that take as many samples at the trial's batch size as `steps` at the default size."""
+        return max(1, round(steps * self._own_size / self.record.trial.batch_size))
 
     @contextmanager
     def unscaled_rates(self) -> Iterator[None]:
         """Take the scaling back for code that sets rates or adds parameter groups, and scale again at the end."""
         optimizers, schedulers = self._port.optimizers()
-        factor = self.record.lr_factor
-        scale_learning_rate(optimizers, (), 1 / factor)
+        scale_learning_rate(optimizers, (), lambda each: 1 / self._factor_of(each))
         try:
             yield
         finally:
-            scale_learning_rate(optimizers, (), factor)
-            if factor != 1.0:
+            scale_learning_rate(optimizers, (), self._factor_of)
+            if self.record.lr_factor != 1.0:
                 self._schedules.scaled(optimizers, schedulers)
 
     def start(self) -> None:

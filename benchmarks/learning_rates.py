@@ -1,0 +1,328 @@
+"""``python -m benchmarks.learning_rates``: batch sizes and learning rates of two real trainings.
+
+The models, data, optimizers and targets are those of `make proof`, in a plain PyTorch loop. Each size trains with the
+rate of the rule "auto", with multiples of it, and with the rate of the default size. Kept results are not measured
+again, so that the same command continues a measurement.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import nn
+
+from benchmarks.recurrences.data import Data
+from benchmarks.recurrences.harness import write_whole
+from benchmarks.recurrences.lightning_tasks import making, optimizer_of
+from benchmarks.recurrences.runs import Order, Run
+from benchmarks.recurrences.tasks import TASKS, Task
+from benchmarks.reports import RESULTS, machine
+from benchmarks.tables import markdown_table, write_tables
+from zeus_plugins.energy import EstimateMonitor
+from zeus_plugins.training.lr_scaling import lr_factor
+
+Floats = npt.NDArray[np.float64]
+
+NAMES = ("digits", "tabular")
+SIZES = (32, 64, 128, 256, 512)
+MULTIPLES = (1.0, 0.5, 2.0, 0.25, 4.0)
+"""Of the rate of "auto", in the order of measurement."""
+BASES = (1.0, 4.0)
+"""Multiples of the script's rate that a user may start from: the script's own, and the best measured at its size."""
+SEEDS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """A task, a batch size, and the factor on the rate of the default size."""
+
+    task: str
+    batch_size: int
+    factor: float
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """One training: whether and after how many epochs it reached the target, and its CPU time in seconds."""
+
+    task: str
+    batch_size: int
+    factor: float
+    seed: int
+    reached: bool
+    epochs: int
+    cpu_s: float
+    metric: float | None
+
+    @property
+    def cell(self) -> Cell:
+        """The cell of the grid."""
+        return Cell(self.task, self.batch_size, self.factor)
+
+
+def auto_factor(task: str, size: int) -> float:
+    """Return the factor of "auto": the optimizer's own rule, by which `make proof` scales its rates."""
+    return lr_factor(TASKS[task].lr_scaling, size, TASKS[task].default_batch_size)
+
+
+def cells(task: str) -> list[Cell]:
+    """Return the cells of a task: multiples of the rate of "auto" at each size, then the unscaled rates of `BASES`."""
+    factors = [(size, round(multiple * auto_factor(task, size), 6)) for multiple in MULTIPLES for size in SIZES]
+    return [
+        Cell(task, *each) for each in dict.fromkeys([*factors, *((size, base) for base in BASES for size in SIZES)])
+    ]
+
+
+def train(cell: Cell, seed: int) -> Training:
+    """Train until the target or the last epoch; a loss that is not finite ends the training."""
+    torch.set_num_threads(1)
+    torch.manual_seed(seed)
+    task = TASKS[cell.task]
+    order = Order(cell.task, "", seed, batch_size=cell.batch_size, with_callback=False)
+    samples, network, optimizer_name, lr = making(Run(order, task, None, "", EstimateMonitor(1.0), Path()))
+    optimizer = optimizer_of(optimizer_name, network.parameters(), lr * cell.factor)
+    begun = time.process_time()
+    inputs, targets = samples.train
+    epochs, metric = 0, -math.inf
+    while epochs < task.max_epochs and not (metric >= task.target or math.isnan(metric)):
+        epochs += 1
+        order_of_samples = torch.randperm(len(inputs))
+        for first in range(0, len(inputs), cell.batch_size):
+            places = order_of_samples[first : first + cell.batch_size]
+            loss = _loss(task, network(inputs[places]), targets[places])
+            optimizer.zero_grad()
+            loss.backward()  # type: ignore[no-untyped-call]  # torch has no types here
+            optimizer.step()
+        metric = _metric(task, network, samples) if bool(loss.isfinite()) else math.nan
+    return Training(
+        **asdict(cell),
+        seed=seed,
+        reached=metric >= task.target,
+        epochs=epochs,
+        cpu_s=round(time.process_time() - begun, 3),
+        metric=None if math.isnan(metric) else round(metric, 4),
+    )
+
+
+def _loss(task: Task, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    if task.metric == "val_r2":
+        return nn.functional.mse_loss(outputs.squeeze(1), targets)
+    return nn.functional.cross_entropy(outputs, targets)
+
+
+@torch.no_grad()
+def _metric(task: Task, network: nn.Module, samples: Data) -> float:
+    inputs, targets = samples.validation
+    outputs = network(inputs)
+    if task.metric == "val_r2":
+        errors = (outputs.squeeze(1) - targets).pow(2).sum()
+        return float(1 - errors / (targets - targets.mean()).pow(2).sum())
+    return float((outputs.argmax(dim=1) == targets).float().mean())
+
+
+def measure(file: Path, seeds: int, minutes: float) -> list[Training]:
+    """Measure the trainings that the file lacks, for so many minutes; return all."""
+    kept = read(file) if file.exists() else []
+    done = {(training.cell, training.seed) for training in kept}
+    end = time.monotonic() + 60 * minutes
+    head = f'{{"machine": {json.dumps(machine())},\n"trainings": [\n'
+    for seed in range(seeds):
+        for cell in (cell for task in NAMES for cell in cells(task)):
+            if (cell, seed) in done:
+                continue
+            if time.monotonic() >= end:
+                return kept
+            kept.append(train(cell, seed))
+            rows = ",\n".join(json.dumps(asdict(training)) for training in kept)
+            write_whole(file, f"{head}{rows}\n]}}\n")
+    return kept
+
+
+def read(file: Path) -> list[Training]:
+    """Return the kept trainings."""
+    return [Training(**training) for training in json.loads(file.read_text("utf-8"))["trainings"]]
+
+
+# Costs: epochs until the end, times the CPU seconds of an epoch at this size. The median over all trainings at the size
+# leaves out the other work of the machine.
+
+Costs = dict[Cell, list[tuple[float, bool]]]
+"""Cost in CPU seconds and success of each training, by cell."""
+
+
+def costs_of(trainings: Sequence[Training]) -> Costs:
+    """Return the costs of all trainings."""
+    pace = {
+        each: median(training.cpu_s / training.epochs for training in trainings if place(training) == each)
+        for each in {place(training) for training in trainings}
+    }
+    costs: Costs = {}
+    for training in trainings:
+        costs.setdefault(training.cell, []).append((training.epochs * pace[place(training)], training.reached))
+    return costs
+
+
+def place(training: Training | Cell) -> tuple[str, int]:
+    """Return task and batch size."""
+    return training.task, training.batch_size
+
+
+def per_target(runs: Sequence[tuple[float, bool]]) -> float:
+    """Return the cost until the target is reached: that of all runs, over the number of those that reached it."""
+    reached = sum(success for _, success in runs)
+    return sum(cost for cost, _ in runs) / reached if reached else math.inf
+
+
+def chosen(costs: Costs, candidates: Sequence[Cell]) -> float:
+    """Return the cost of the best candidate, chosen on all seeds but one and paid on that one, over all seeds."""
+    runs = min(len(costs[cell]) for cell in candidates)
+    paid = []
+    for left in range(runs):
+        best = min(candidates, key=lambda cell: per_target([*costs[cell][:left], *costs[cell][left + 1 :]]))
+        paid.append(costs[best][left])
+    return per_target(paid)
+
+
+def rules_of(costs: Costs, task: str) -> dict[str, list[list[Cell]]]:
+    """Return the measured cells at each size that a rule may choose from."""
+    at = {size: [cell for cell in costs if place(cell) == (task, size)] for size in SIZES}
+    rules = {}
+    for base in BASES:
+        start = "" if base == 1.0 else f", from {base:g} × the rate"
+        rules[f"`none`{start}"] = [[Cell(task, size, base)] for size in SIZES]
+        rules[f"`auto`{start}"] = [[Cell(task, size, round(base * auto_factor(task, size), 6))] for size in SIZES]
+    return rules | {"best factor": [at[size] for size in SIZES]}
+
+
+def cost_table(costs: Costs) -> str:
+    """Return the table of costs by size and rule."""
+    lines = [["task", "learning rate", *map(str, SIZES), "best size", "over the oracle of sizes and rates"]]
+    for task in NAMES:
+        rules = rules_of(costs, task)
+        oracle = chosen(costs, [cell for each in rules["best factor"] for cell in each])
+        for rule, options in rules.items():
+            found = [chosen(costs, each) for each in options]
+            best = chosen(costs, [cell for each in options for cell in each])
+            size = str(SIZES[found.index(min(found))])
+            lines.append([task, rule, *(_number(cost) for cost in found), size, f"{best / oracle:.2f}"])
+    return markdown_table(lines)
+
+
+def _number(cost: float) -> str:
+    return f"{cost:.3g}" if math.isfinite(cost) else "∞"
+
+
+# A simulated job of 20 recurrences chooses by the value of information, with a Gaussian belief about the logarithm of
+# the cost: a parabola along the logarithms (base 2) of size and rate, and a deviation of each cell. A run that reaches
+# `_GIVES_UP` times the cheapest run so far is stopped; after it or a miss, the training is launched again at the
+# incumbent.
+
+RECURRENCES = 20
+_GIVES_UP = 2.0
+_NOISE, _DEVIATION = 0.25, 0.15
+# Prior means of 1, size, size², rate, rate², size × rate. The standard deviation of the rate's term is an argument.
+_MEANS = np.array([0.0, 0.0, 0.1, 0.0, 0.1, 0.0])
+_RATE_DEVIATIONS = (0.2, 0.4)
+_POINTS, _WEIGHTS = np.polynomial.hermite_e.hermegauss(9)
+
+
+def total_cost(
+    costs: Costs,
+    options: Sequence[Cell],
+    rng: np.random.Generator,
+    *,
+    is_auto: bool = True,
+    rate_deviation: float = 0.2,
+) -> float:
+    """Return the cost of a job's recurrences, of which the first takes the default.
+
+    Rates are relative to those of "auto", or else to the default's rate. `rate_deviation` is the standard deviation of
+    the prior of the change of the log cost by a doubled rate.
+    """
+    task = TASKS[options[0].task]
+    sizes = np.array([math.log2(cell.batch_size / task.default_batch_size) for cell in options])
+    bases = [auto_factor(cell.task, cell.batch_size) if is_auto else 1.0 for cell in options]
+    rates = np.array([math.log2(cell.factor / base) for cell, base in zip(options, bases, strict=True)])
+    terms = np.stack([np.ones_like(sizes), sizes, sizes**2, rates, rates**2, sizes * rates], axis=1)
+    mean = terms @ _MEANS
+    deviations = np.array([3.0, 0.4, 0.1, rate_deviation, 0.1, 0.1])
+    covariance = (terms * deviations**2) @ terms.T + _DEVIATION**2 * np.eye(len(options))
+    incumbent = next(number for number in range(len(options)) if sizes[number] == 0 and rates[number] == 0)
+    spent, cheapest = 0.0, math.inf
+    for left in range(RECURRENCES, 0, -1):
+        number = incumbent if left == RECURRENCES else _most_valuable(mean, covariance, left - 1)
+        while True:
+            cost, reached = costs[options[number]][rng.integers(len(costs[options[number]]))]
+            bound = _GIVES_UP * cheapest if number != incumbent else math.inf
+            reached, cost = reached and cost <= bound, min(cost, bound)
+            spent += cost
+            observed = math.log(cost) + (0.0 if reached else math.log(2.0))
+            gain = covariance[:, number] / (covariance[number, number] + _NOISE**2)
+            mean = mean + gain * (observed - mean[number])
+            covariance = covariance - np.outer(gain, covariance[number])
+            incumbent = int(mean.argmin())
+            if reached:
+                cheapest = min(cheapest, cost)
+                break
+            number = incumbent
+    return spent
+
+
+def _most_valuable(mean: Floats, covariance: Floats, later: int) -> int:
+    """Return the option whose run is worth most: the gain of `later` runs by it, less its own extra cost."""
+    variances = covariance.diagonal()
+    shifts = covariance / np.sqrt(variances + _NOISE**2)  # of all means, by one deviation of a run of each column
+    known = np.exp(mean).min()
+    after = np.exp(mean[:, None, None] + shifts[:, :, None] * _POINTS).min(axis=0) @ _WEIGHTS / _WEIGHTS.sum()
+    values = later * (known - after) - (np.exp(mean + variances / 2) - known)
+    values[mean.argmin()] = max(0.0, values[mean.argmin()])
+    return int(values.argmax())
+
+
+def policy_table(costs: Costs, jobs: int) -> str:
+    """Return the table of simulated jobs: mean costs, over the cost of always the best cell, with standard errors."""
+    policies = ["sizes with `none`", "sizes with `auto`", "also rates × ½ to 2", "also rates × ¼ to 4"]
+    lines = [["task", "prior of the rate", *policies]]
+    for task in NAMES:
+        grid, plain = cells(task), [Cell(task, size, 1.0) for size in SIZES]
+        oracle = RECURRENCES * chosen(costs, [cell for cell in costs if cell.task == task])
+        for deviation in _RATE_DEVIATIONS:
+            shown = [task, f"± {deviation}"]
+            for options in (plain, *(grid[: count * len(SIZES)] for count in (1, 3, 5))):
+                play = partial(total_cost, costs, options, is_auto=options is not plain, rate_deviation=deviation)
+                paid = np.array([play(np.random.default_rng(job)) for job in range(jobs)]) / oracle
+                shown.append(f"{paid.mean():.2f} ± {paid.std() / math.sqrt(jobs):.2f}")
+            lines.append(shown)
+    return markdown_table(lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure what is left, and print the tables."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.learning_rates", description=__doc__)
+    parser.add_argument("--file", type=Path, default=RESULTS / "learning_rates.json")
+    parser.add_argument("--seeds", type=int, default=SEEDS)
+    parser.add_argument("--minutes", type=float, default=25.0, help="measure no longer; 0: only make the tables")
+    parser.add_argument("--jobs", type=int, default=200, help="simulated jobs of each policy")
+    parser.add_argument("--write", type=Path, nargs="+", default=[], metavar="FILE", help="documents with marks")
+    options = parser.parse_args(arguments)
+    costs = costs_of(measure(options.file, options.seeds, options.minutes))
+    tables = {"learning-rates": cost_table(costs), "learning-rate-policies": policy_table(costs, options.jobs)}
+    print("\n\n".join(tables.values()))
+    if options.write:
+        write_tables(tables, options.write)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
