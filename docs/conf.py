@@ -22,6 +22,9 @@ myst_heading_anchors = 4
 # Folders of the repository are links on a forge, and their names alone on the site.
 nitpick_ignore_regex = [("myst", r"\.\./.*")]
 
+# Blocks without a language are console output, not Python.
+highlight_language = "text"
+
 html_theme = "furo"
 # Nothing is loaded from elsewhere: the site opens from a folder, without a network.
 html_copy_source = False
@@ -33,7 +36,7 @@ html_theme_options = {
     "source_branch": "main",
     "source_directory": "docs/",
 }
-html_show_sphinx = False
+html_show_sphinx = html_show_copyright = False
 
 autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented"
