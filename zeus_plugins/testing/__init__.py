@@ -1,7 +1,7 @@
 """Tests of trainings without a GPU, and of policies; docs/testing.md has examples.
 
 `ReplayMonitor` is an energy monitor that returns listed measurements. `ReplayMachine` is a machine with power limits,
-whose GPUs train according to a table of measurements. `check_policy` (docs/policy-custom.md) needs the extra ``server``.
+whose GPUs train by a table of measurements. `check_policy` (docs/policy-custom.md) needs the extra ``server``.
 """
 
 from __future__ import annotations
