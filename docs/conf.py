@@ -29,7 +29,7 @@ html_theme = "furo"
 # Nothing is loaded from elsewhere: the site opens from a folder, without a network.
 html_copy_source = False
 html_static_path = ["static"]
-html_search_scorer = "scorer.js"
+html_search_scorer = str(Path(__file__).with_name("scorer.js"))
 html_css_files = ["site.css"]
 html_logo = html_favicon = "static/logo.svg"
 html_theme_options = {
