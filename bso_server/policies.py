@@ -1,4 +1,4 @@
-"""Public names for policies in other packages; docs/policy.md has an example.
+"""Public names for policies in other packages; docs/policy-custom.md has an example.
 
 They do not change within a minor version. Everything else in `bso_server` may change at any time.
 """

@@ -22,10 +22,14 @@ myst_heading_anchors = 4
 # Folders of the repository are links on a forge, and their names alone on the site.
 nitpick_ignore_regex = [("myst", r"\.\./.*")]
 
+# Blocks without a language are console output, not Python.
+highlight_language = "text"
+
 html_theme = "furo"
 # Nothing is loaded from elsewhere: the site opens from a folder, without a network.
 html_copy_source = False
 html_static_path = ["static"]
+html_search_scorer = str(Path(__file__).with_name("scorer.js"))
 html_css_files = ["site.css"]
 html_logo = html_favicon = "static/logo.svg"
 html_theme_options = {
@@ -33,7 +37,7 @@ html_theme_options = {
     "source_branch": "main",
     "source_directory": "docs/",
 }
-html_show_sphinx = False
+html_show_sphinx = html_show_copyright = False
 
 autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented"

@@ -174,7 +174,7 @@ def routes_page() -> str:
     return f"""# Routes of the server
 
 The server describes itself at `GET /schema/openapi.json` (OpenAPI {document["openapi"]}); this page is made of that.
-A scope is what a [token](server.md#tokens-and-tls) must have; each holds those before it: `read`, `report`, `admin`.
+A scope is what a [token](tokens.md) must have; each holds those before it: `read`, `report`, `admin`.
 Fields that a route does not know are ignored; NaN and infinities are refused. The five routes of Zeus 0.16 are those
 of `/jobs`, `/jobs/batch_size`, `/report` and `PATCH /trials`.
 

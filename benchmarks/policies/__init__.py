@@ -1,1 +1,1 @@
-"""Research on policies in simulated jobs; ``python -m benchmarks.policies --help``, docs/policy.md."""
+"""Research on policies in simulated jobs; ``python -m benchmarks.policies --help``, docs/policy-figures.md."""

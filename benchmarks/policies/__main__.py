@@ -56,7 +56,7 @@ _SEEDS_EACH = 8
 def main(arguments: Sequence[str] | None = None) -> int:
     """Simulate, print tables, and write what is asked for; the exit status is 0, or 1 with one line of reason."""
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.policies", description="Costs of policies in simulated jobs. See docs/policy.md."
+        prog="python -m benchmarks.policies", description="Costs of policies in simulated jobs: docs/policy-figures.md."
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_report(commands)

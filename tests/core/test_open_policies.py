@@ -26,7 +26,7 @@ from zeus_plugins.testing import check_policy
 # The worked example.
 (EXAMPLE,) = (
     code
-    for code in re.findall(r"```python\n(.*?)```", (ROOT / "docs/policy.md").read_text(), re.DOTALL)
+    for code in re.findall(r"```python\n(.*?)```", (ROOT / "docs/policy-custom.md").read_text(), re.DOTALL)
     if "POLICY = " in code
 )
 

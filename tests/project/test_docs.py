@@ -198,7 +198,7 @@ def test_pages_install_from_a_wheel_or_from_source_and_link_to_the_one_section()
         text = page.read_text()
         # Until an index has the package, pip finds no such name.
         assert not re.search(r"pip install[^`\n]*\n?\s*'?zeus-plugins", text), page.name
-        if "pip install '.[" in text and page.name not in {"CONTRIBUTING.md", "policy.md"}:
+        if "pip install '.[" in text and page.name not in {"CONTRIBUTING.md", "policy-figures.md"}:
             assert f"{section.name})" in text, page.name
     wheel = f"{PROJECT['urls']['Homepage']}/releases/download/v{VERSION}/zeus_plugins-{VERSION}-py3-none-any.whl"
     for file in (section, WORKFLOW_FILE):
@@ -276,7 +276,7 @@ def test_lightning_example_of_the_readme_trains(tmp_path: Path, monkeypatch: pyt
 
 RUN_ELSEWHERE = {
     "README.md": "tests/project/test_docs.py",
-    "docs/policy.md": "tests/core/test_open_policies.py",
+    "docs/policy-custom.md": "tests/core/test_open_policies.py",
 }
 TRAININGS = {"docs/first-saving.md", "docs/tutorial-lightning.md", "docs/tutorial-huggingface.md"}
 

@@ -275,7 +275,7 @@ def test_generated_rows_need_no_files(
 
 
 def test_documented_tables_match_the_results(tmp_path: Path) -> None:
-    page, shown = tmp_path / "policy.md", (ROOT / "docs/policy.md").read_text("utf-8")
+    page, shown = tmp_path / "policy-figures.md", (ROOT / "docs/policy-figures.md").read_text("utf-8")
     page.write_text(shown, "utf-8")
     write_tables(policy_tables(read_policy_results(RESULTS / "policies.json")), [page])
     assert page.read_text("utf-8") == shown

@@ -399,7 +399,7 @@ def test_document_without_marks_is_reported(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("figures", "tables", "page"),
     [
-        ("policies", policy_tables, "docs/policy.md"),
+        ("policies", policy_tables, "docs/policy-figures.md"),
         ("recurrences", proof_tables, "docs/proof.md"),
         ("recurrences", proof_tables, "README.md"),
         ("year", year_tables, "docs/proof.md"),

@@ -1,7 +1,7 @@
 """Tests of trainings without a GPU, and of policies; docs/testing.md has examples.
 
 `ReplayMonitor` is an energy monitor that returns listed measurements. `ReplayMachine` is a machine with power limits,
-whose GPUs train according to a table of measurements. `check_policy` (docs/policy.md) needs the extra ``server``.
+whose GPUs train by a table of measurements. `check_policy` (docs/policy-custom.md) needs the extra ``server``.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def check_policy(
     trials: int = 40,
     limit_s: float = 10.0,
 ) -> None:
-    """Check that a policy satisfies the server's requirements; see docs/policy.md.
+    """Check that a policy satisfies the server's requirements; see docs/policy-custom.md.
 
     Each seed is a job with concurrent trials, which reach the target, are stopped, crash, run out of memory, are
     preempted, lose contact and return, or begin without the server.

@@ -30,7 +30,7 @@ from zeus_plugins.protocol import CreatedJob
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpVoiConstants:
-    """Constants of policy `gp_voi`, chosen on the data named in docs/policy.md. σ is short for standard deviation.
+    """Constants of policy `gp_voi`, chosen on the data of docs/policy-figures.md. σ is short for standard deviation.
 
     Lengths are in octaves of the batch size. A strength is the shape of a gamma distribution: 2 is 4 runs' worth.
     """
