@@ -251,7 +251,7 @@ def test_default_missing_the_target_is_an_error(tmp_path: Path) -> None:
 
 def test_recurrence_is_abandoned_after_twenty_runs_and_a_resume_continues_afterwards(tmp_path: Path) -> None:
     job = python_job(f"import os; assert os.path.exists({str(tmp_path / 'mended')!r})\n" + REACHES)
-    with pytest.raises(ZeusBSOTrainFailError, match="recurrence 1 is given up, as none of its 20 tries"):
+    with pytest.raises(ZeusBSOTrainFailError, match="recurrence 1 is given up, as none of its 20 runs"):
         master_of(tmp_path).run(job, 2, SIZES, 2.0, 0.5, logdir=tmp_path / "here")
     (tmp_path / "mended").touch()
     entries = master_of(tmp_path).run(job, 2, SIZES, 2.0, 0.5, resume_from=tmp_path / "here")

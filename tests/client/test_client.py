@@ -81,7 +81,7 @@ REQUESTS: dict[str, Any] = {
         lambda client: client.register(JOB),
         JOB.model_dump(mode="json"),
         "POST /jobs",
-        JOB.model_dump(mode="json") | {"revise": False},
+        JOB.model_dump(mode="json", exclude={"warm"}) | {"revise": False},
     ),
     "request_trial": (
         lambda client: client.request_trial("a&b c"),

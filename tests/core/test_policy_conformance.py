@@ -108,7 +108,7 @@ NO_JSON = Memory(float, lambda _: math.nan, lambda memory, *_: memory)
 WRONG = {
     "unknown size": (changed(batch_size=9), "9 was suggested"),
     "no reason": (changed(reason=""), "a reason is a sentence"),
-    "offline": (changed(origin=Origin.OFFLINE), "nobody suggested"),
+    "offline": (changed(origin=Origin.OFFLINE), "were not suggested by a policy"),
     "bandit alone": (changed(origin=Origin.BANDIT), "both or neither"),
     "bandit without pruning": (changed(origin=Origin.BANDIT, survivors=(8,)), "say prunes=True"),
     "bound": (changed(bound=EpochBound(21, "long")), "stopped after 21"),

@@ -218,7 +218,7 @@ def mixed_machine() -> FakeNvml:
     ("setting", "problem"),
     [
         ("1", "set CUDA_DEVICE_ORDER=PCI_BUS_ID"),
-        ("0,1", rf"\(0 → {V100}, 1 → {H200}\).* choose those of one model"),
+        ("0,1", rf"\(0 → {V100}, 1 → {H200}\).* choose the GPUs of one model"),
         ("1,1", "'1,1': name each GPU once"),
         ("GPU-cc", "GPU GPU-cc cannot be opened: the driver does not list.*full UUID"),
         (MIG_ID, rf"{MIG_ID} in CUDA_VISIBLE_DEVICES.*Not Found: a MIG slice shares"),

@@ -123,7 +123,7 @@ def test_limit_in_force_is_measured_without_permission(bench: FrameworkBench, ca
     assert callback.chosen_limit_w is None
     assert callback.profile.limits_w == (200.0,)
     assert [record.message for record in caplog.records if record.name == "zeus_plugins"] == [
-        "the power limits stay unchanged, and only what the training costs under the one in force (200 W) is measured: "
+        "the power limits stay unchanged; only the training's cost under the present limit (200 W) is measured: "
         "Insufficient Permissions"
     ]
 
@@ -138,7 +138,7 @@ def test_training_continues_without_gpu(
     assert callback.chosen_limit_w is None
     assert callback.profile.samples[0].steps == 2
     assert [record.message for record in caplog.records if "power limits" in record.message] == [
-        "the power limits stay unchanged, and only what the training costs under the one in force "
+        "the power limits stay unchanged; only the training's cost under the present limit "
         f"({callback.profile.limits_w[0]:g} W) is measured: the training runs on no NVIDIA GPU"
     ]
 

@@ -90,7 +90,7 @@ def test_trial_ended_on_server_trains_on_unreported(bench: FrameworkBench, caplo
     trial = bench.only_trial()
     assert (trial.state, trial.epochs) == (TrialState.FAILED, 2)
     assert "it is failed" in caplog.text
-    assert "nothing more of it is measured or reported" in caplog.text
+    assert "unmeasured and unreported" in caplog.text
     assert bench.saved_trial(4 * STEPS)["batch_size"] == SERVERS_SIZE
 
 
@@ -114,7 +114,7 @@ def test_checkpoint_without_trial_keeps_own_size_of_script(
     assert warning.levelno == logging.WARNING
     assert "the checkpoint holds no trial" in warning.getMessage()
     assert not bench.is_registered()
-    with pytest.raises(ZeusBSOOperationOrderError, match="goes on from a checkpoint without a trial"):
+    with pytest.raises(ZeusBSOOperationOrderError, match="continues from a checkpoint without a trial"):
         _ = callback.trial
 
 

@@ -242,7 +242,7 @@ class TestVerify:
             connection.commit()
         found = verify(f"sqlite:///{file}")
         assert found.returncode == 1
-        assert "remembered otherwise" in found.stderr
+        assert "differ from a replay" in found.stderr
 
     @pytest.mark.postgresql
     @pytest.mark.slow

@@ -126,7 +126,7 @@ def test_each_route_requires_the_documented_scope(new_database: str) -> None:
             for method in handler.http_methods - {"OPTIONS"}:
                 needed[needed_scope(handler)].add(f"{method} {route.path}")
 
-    pages = {"GET /", "GET /ui/static/{name:str}", "POST /ui/login", "POST /ui/logout"}
+    pages = {"GET /", "GET /ui/static/{name:str}", "GET /ui/login", "POST /ui/login", "POST /ui/logout"}
     assert needed[None] == {"GET /health/live", "GET /health/ready", "GET /version", *pages}
     assert needed["report"] == {
         "POST /jobs",

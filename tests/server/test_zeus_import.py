@@ -142,7 +142,7 @@ def test_unknown_fields_stay_unknown_in_exports_and_on_pages(tmp_path: Path, sha
 
         assert http.get(f"/api/jobs/{job_id}/trials/1/epochs").json() == {"epochs": []}
         page = http.get(f"/ui/jobs/{job_id}/trials/1").raise_for_status().text
-        assert "32 reached the target, 0.9, for " in page
+        assert "32 reached the target, 0.9, with " in page
         assert http.get(f"/ui/jobs/{job_id}").status_code == 200
         http.post(f"/api/jobs/{job_id}/trials/5/discard").raise_for_status()
         set_aside = http.get(f"/api/jobs/{job_id}").json()["trials"][4]
@@ -226,7 +226,7 @@ def test_differences_to_zeus_are_reported(tmp_path: Path, database_url: str, job
 
 TRIAL = 'UPDATE "Trial" SET {} WHERE trial_number = 2'
 WRONG = {
-    "a column less": ('ALTER TABLE "Trial" DROP COLUMN converged', "another version of Zeus than 0.16"),
+    "a column less": ('ALTER TABLE "Trial" DROP COLUMN converged', "another version of Zeus; only 0.16 can be read"),
     "a column more": ('ALTER TABLE "Job" ADD COLUMN owner TEXT', "Job.owner beside"),
     "a table less": ('DROP TABLE "GaussianTsArmState"', "no GaussianTsArmState.batch_size"),
     "another type": (TRIAL.format("type = 'Replay'"), "trial 2, type: Input should be 'Exploration'"),

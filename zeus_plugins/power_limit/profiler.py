@@ -214,8 +214,8 @@ class PowerLimitProfiler:
         self._plan = plan
         if plan.problem is not None:
             self._warn(
-                "the power limits stay unchanged; only the training's cost under the present limit is "
-                f"measured ({plan.candidates_w[0]:g} W) is measured: {plan.problem}"
+                "the power limits stay unchanged; only the training's cost under the present limit "
+                f"({plan.candidates_w[0]:g} W) is measured: {plan.problem}"
             )
         if plan.is_exact:
             self._pace.warmup_s = self._pace.profile_s = 0.0
