@@ -62,7 +62,7 @@ class Comparison:
         values: The metric at the ends of the size's runs.
         is_lower_better: True if the metric falls as the model improves.
         margin: Loss that counts as no worse; None before the default has a value.
-        limit: Loss beyond which the user wants the size left out; infinite without a margin of theirs.
+        limit: Loss beyond which the job excludes the size (`no_worse_than_default`); infinite if no margin is set.
         interval: Interval of the size's mean less the default's; None for the default, or while too little is known.
     """
 

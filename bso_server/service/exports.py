@@ -162,7 +162,7 @@ def split_exports(lines: Iterable[bytes]) -> Iterator[tuple[int, Iterator[bytes]
 async def export(store: Store, job_id: str) -> AsyncIterator[bytes]:
     """Yield the text of a job's export: the first line, then several lines at a time.
 
-    A transaction reads each piece, so that none stays open for a slow client, and each trial matches its reports.
+    Each piece has its own transaction. So none stays open for a slow client; a trial and its reports agree.
     Trials that began after the first line was read are left out.
 
     Raises:

@@ -439,7 +439,7 @@ def cost(page: TrialPage) -> Plot:
 
 
 def belief_of(page: TrialPage) -> SizeBelief | None:
-    """Return the belief about the trial's size when it was chosen; None if no cost was stored."""
+    """Return the belief about the trial's size when it was chosen; None if the decision stored no expected cost."""
     decision = page.explanation.decision
     known = [] if decision is None else decision.sizes
     found = next((each for each in known if each.batch_size == page.trial.batch_size), None)

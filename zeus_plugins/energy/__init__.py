@@ -1,4 +1,4 @@
-"""Time and energy of a training, measured or honestly estimated.
+"""Time and energy of a training, measured, or estimated and labelled as an estimate.
 
 Importing this package touches no driver and loads no deep-learning framework.
 """

@@ -591,7 +591,7 @@ def mean_of_ranks(trainer: Trainer, metric: Tensor) -> float:
 
 
 def logged_means(trainer: Trainer, names: Sequence[str]) -> dict[str, float]:
-    """Return the means over ranks of those logged metrics that any rank has; all ranks must make this call."""
+    """Return each logged metric as the mean over the ranks that have it; all ranks must make this call."""
     if not names:
         return {}
     logged = trainer.callback_metrics
