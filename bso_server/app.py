@@ -83,8 +83,12 @@ def create_app(settings: Settings | None = None) -> Litestar:
                 await request_counts.delete_expired()
                 await service.reap()
 
-            work = {"look for abandoned trials": reap, "deliver the messages of webhooks": Webhooks(store).deliver}
-            tasks = [asyncio.create_task(_repeat(each, what, settings.reap_interval_s)) for what, each in work.items()]
+            work = {
+                "could not look for abandoned trials": reap,
+                "could not deliver the messages of webhooks": Webhooks(store).deliver,
+            }
+            interval_s = settings.reap_interval_s
+            tasks = [asyncio.create_task(_repeat(each, failure, interval_s)) for failure, each in work.items()]
             yield
             for task in tasks:
                 task.cancel()
@@ -179,8 +183,8 @@ def _rate_limit(per_minute: int) -> DefineMiddleware:
     return RateLimitConfig(rate_limit=("minute", per_minute), exclude="^/health/", store=_REQUEST_COUNTS).middleware
 
 
-async def _repeat(work: Callable[[], Awaitable[object]], what: str, interval_s: float) -> None:
-    """Do the work in each process, until the task is cancelled; `what` describes it for the log."""
+async def _repeat(work: Callable[[], Awaitable[object]], failure: str, interval_s: float) -> None:
+    """Do the work in each process, until the task is cancelled; log an unexpected error as this `failure`."""
     while True:
         await asyncio.sleep(interval_s)
         try:
@@ -189,7 +193,7 @@ async def _repeat(work: Callable[[], Awaitable[object]], what: str, interval_s: 
             # The store has logged it, or logs it at the next request.
             pass
         except Exception:
-            logger.exception("could not %s", what)
+            logger.exception("%s", failure)
 
 
 def __getattr__(name: str) -> Litestar:
