@@ -375,16 +375,17 @@ def called(folder: Path, *options: str, status: int = 0) -> tuple[int, list[str]
 
 def test_call_installs_once_offline_and_resumes_from_the_packed_state(folder: Path) -> None:
     home = folder.parent
+    packages, state = home / "work" / "packages-3.12-", home / "work" / "state"
     status, (install, run) = called(folder, "--minutes", "7")
     assert status == 0
-    for option in ("--no-index", f"--find-links {folder}/wheels", "--no-deps", f"--target {home}/work/packages-3.12-"):
+    for option in ("--no-index", f"--find-links {folder}/wheels", "--no-deps", f"--target {packages}"):
         assert option in install
     assert run.startswith("-m benchmarks.recurrences hour --minutes 7 --began ")
-    assert f"--state {home}/work/state --out {home}" in run
+    assert f"--state {state} --out {home}" in run
     assert "--shrink" not in run
 
-    State(home / "work" / "state").add({"key": "of the killed call"})
-    (home / "work" / "state" / "bso.sqlite3-wal").touch()  # belongs to another database than the packed one
+    State(state).add({"key": "of the killed call"})
+    (state / "bso.sqlite3-wal").touch()  # belongs to another database than the packed one
     State(home / "packed").add({"key": "packed"})
     pack(home / "packed", home / "gpu-state.tgz")
     assert len(called(folder)[1]) == 1
