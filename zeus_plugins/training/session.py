@@ -484,6 +484,7 @@ class TrialSession:
         if self._ended:
             return
         self._ended = True
+        only_probed = ending is not None
         closing = last_requests(self._client.timeout_s)
         if error is None and self.has_trial and self.trial.epoch is not None:
             self._warn_of_unwatched()
@@ -501,7 +502,7 @@ class TrialSession:
             self._reporter.end(ending)
             if ending is not None and ending.outcome is TrialState.FAILED:
                 self._look_at_job(self._reporter, closing)
-        if self.has_trial and not self._rank:
+        if self.has_trial and not self._rank and not only_probed:
             outcome = self.trial.outcome if self.finished else early_end or "ended before the target was reached"
             if error is not None:
                 outcome = f"ended by {type(error).__name__}"
