@@ -45,6 +45,8 @@ def test_first_run_trains_at_predicted_size_and_bears_cost_of_probe(
 ) -> None:
     monitor, windows = seconds_and_joules(1.0, 10.0), list[str]()
     monkeypatch.setattr(monitor, "end_window", note_then(monitor.end_window, windows))
+    summary = bench.folder / "summary.md"
+    monkeypatch.setenv("ZEUS_SUMMARY_FILE", str(summary))
     callback = callback_of(bench, lr_scaling="linear", on_failure="finish", energy_monitor=monitor)
     rates: list[float] = []
 
@@ -72,6 +74,7 @@ def test_first_run_trains_at_predicted_size_and_bears_cost_of_probe(
     assert [each.batch_size for each in view.probe.sizes] == [NEXT_SIZE, SERVERS_SIZE, LARGE]
     assert training.left_behind(callback) == []
     assert training.script == (16, 1)
+    assert summary.read_text().count("### ") == 1
 
 
 def test_first_run_of_warm_job_trains_at_cheapest_size_by_epochs_of_other_job(bench: FrameworkBench) -> None:
