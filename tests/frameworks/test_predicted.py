@@ -45,7 +45,7 @@ def test_first_run_trains_at_predicted_size_and_bears_cost_of_probe(
 ) -> None:
     monitor, windows = seconds_and_joules(1.0, 10.0), list[str]()
     monkeypatch.setattr(monitor, "end_window", note_then(monitor.end_window, windows))
-    summary = bench.folder / "summary.md"
+    summary = bench.folder.parent / "summary.md"
     monkeypatch.setenv("ZEUS_SUMMARY_FILE", str(summary))
     callback = callback_of(bench, lr_scaling="linear", on_failure="finish", energy_monitor=monitor)
     rates: list[float] = []
