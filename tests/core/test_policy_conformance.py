@@ -40,7 +40,7 @@ def test_own_policies_conform(policy: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", OWN_POLICIES)
 def test_own_policies_conform_over_long_histories(policy: str) -> None:
-    check_policy(policy, seeds=range(30), trials=80)
+    check_policy(policy, seeds=range(12), trials=80)
 
 
 Suggesting = Callable[[History, np.random.Generator], Suggestion]

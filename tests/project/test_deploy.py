@@ -44,7 +44,7 @@ TRAINING = """
 from zeus_plugins import BatchSizeOptimizer, JobSpec
 
 job = JobSpec(job_id_prefix="nightly", batch_sizes=(8, 16), default_batch_size=8, target_metric=0.9)
-with BatchSizeOptimizer(monitor=None, job=job) as optimizer:
+with BatchSizeOptimizer(monitor=None, server_url=None, job=job) as optimizer:
     optimizer.get_batch_size()
     optimizer.on_train_begin()
     optimizer.on_evaluate(0.95)
