@@ -35,7 +35,7 @@ test test-rest test-all test-long: export PYTHONDONTWRITEBYTECODE :=
 # Tests of one file share servers and processes and stay together. Files with many tests start first.
 PYTEST := $(BIN)/pytest --numprocesses auto --maxprocesses 6 --dist loadfile
 
-# What a change may break, in up to ten minutes on two cores; the aim is five.
+# What a change may break, in about four minutes on two idle cores.
 test: $(STAMP)
 	@$(PYTEST) -m "not slow" --hypothesis-profile fast --durations 10
 

@@ -35,7 +35,7 @@ pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="worker processes are found by /proc"),
 ]
 
-CHAOS_S = float(os.environ.get("ZEUS_TEST_CHAOS_S", "25"))
+CHAOS_S = float(os.environ.get("ZEUS_TEST_CHAOS_S", "15"))
 SEED = int(os.environ.get("ZEUS_TEST_CHAOS_SEED", random.getrandbits(32)))
 # At most this number of acknowledgements between two disasters.
 LONGEST_PEACE = 40
