@@ -34,7 +34,7 @@ from bso_server.storage.rows import StoredJob
 from bso_server.storage.store import Store
 from bso_server.storage.transaction import Transaction
 from bso_server.storage.webhooks import KnownJob, Webhook
-from zeus_plugins.protocol import SavingsWord, joules_in_words, printable
+from zeus_plugins.protocol import SavingsWord, is_busy, joules_in_words, printable
 
 if TYPE_CHECKING:
     import ssl
@@ -158,6 +158,7 @@ def _drift(transaction: Transaction, stored: StoredJob, known: KnownJob) -> tupl
     """Return the event of the first run that later ones are compared with, and the latest unknown change or None."""
     level, found = max(known.level_event, stored.revised_event), None
     runs = queries.completed_runs(transaction, stored.job_id, since=max(level, known.event - _COMPARED_EVENTS))
+    runs = [run for run in runs if not is_busy(run.waited_share)]
     for number, run in enumerate(runs, 1):
         before = [each for each in runs[:number] if each.ended_event >= level]
         change = drift_of(stored.registration, before) if run.ended_event > known.event else None
@@ -283,9 +284,10 @@ class Webhooks:
         data = {"week": begin.date().isoformat(), "jobs": jobs, "trials": trials, "reached": reached}
         data |= {"energy_j": energy_j, "time_s": time_s, "saves": saves, "loses": loses, "saved_energy_j": saved_j}
         text = (
-            f"Week from {begin:%Y-%m-%d}: {trials} runs of {jobs} jobs ended, {reached} reached the target; "
-            f"{energy_j / 3.6e6:.3g} kWh used. Of all jobs, {saves} save and {loses} lose; "
-            f"saved since their beginning: {saved_j / 3.6e6:.3g} kWh."
+            f"Week from {begin:%Y-%m-%d}: {trials} run{'s' * (trials != 1)} of {jobs} job{'s' * (jobs != 1)} ended, "
+            f"{reached} reached the target; {energy_j / 3.6e6:.3g} kWh used. Of all jobs, {saves} "
+            f"save{'s' * (saves == 1)} and {loses} lose{'s' * (loses == 1)}; saved since their beginning: "
+            f"{saved_j / 3.6e6:.3g} kWh."
         )
         return [Message("weekly", None, text, data, [begin])]
 

@@ -103,9 +103,12 @@ def save_known_job(transaction: Transaction, known: KnownJob) -> None:
 
 
 def totals_between(transaction: Transaction, begin: datetime, end: datetime) -> tuple[int, int, int, float, float]:
-    """Return numbers of jobs and trials that ended, and of those that reached the target; their joules and seconds."""
+    """Return numbers of jobs and trials that ended, and of those that reached the target; their joules and seconds.
+
+    Trials that were set aside are left out.
+    """
     table = trials.c
-    ended = table.ended_at >= begin, table.ended_at < end, IS_THERE
+    ended = table.ended_at >= begin, table.ended_at < end, table.state != TrialState.WITHDRAWN, IS_THERE
     reached = func.coalesce(func.sum(case((table.state == TrialState.COMPLETED, 1), else_=0)), 0)
     sums = [func.coalesce(func.sum(each), 0.0) for each in (table.energy_j, table.time_s)]
     statement = select(func.count(table.job_id.distinct()), func.count(), reached, *sums)

@@ -26,7 +26,7 @@ from bso_server.service.webhooks import DEFAULT_EVENTS, EVENTS, Message, NotAcce
 from bso_server.storage.webhooks import Webhook
 from tests.support.jobs import job
 from tests.support.servers import ServerProcess, bso_server
-from tests.support.service import JobService, job_service
+from tests.support.service import JobService, job_service, result
 from tests.support.wire import begin
 from zeus_plugins.protocol import GP_VOI, SavingsWord
 
@@ -199,6 +199,22 @@ async def test_change_of_cost_is_told_once_per_change(bso: JobService, receiver:
     assert "cost 100% more" in re.sub(r"\b(9\d|10\d)%", "100%", receiver.bodies[0]["text"])
 
 
+async def test_later_runs_are_compared_with_both_changed_ones_despite_a_busy_run(
+    bso: JobService, receiver: Receiver
+) -> None:
+    await hooks(bso).add(receiver.url, ["drift"])
+    busy_j = 205.0
+    costs_j = [100.0, 103.0, 98.0, 101.0, 99.0, 200.0, busy_j, 202.0, 201.0, 199.0, 100.0, 101.0]
+    for number, cost_j in enumerate(costs_j):
+        trial = await bso.offline(16, f"key-{number}")
+        waited_share = 0.5 if cost_j == busy_j else None
+        report = result(trial, cost_j=cost_j, metric=0.95, epoch=5, waited_share=waited_share)
+        await bso.service.reports.record_report(report)
+        await deliver(bso)
+    changes = [(each["data"]["trial_number"], round(each["data"]["change"], 1)) for each in receiver.bodies]
+    assert changes == [(8, 1.0), (12, -0.5)]
+
+
 @pytest.mark.storage
 async def test_failed_messages_are_repeated_with_equal_ids_across_restarts(
     bso: JobService, receiver: Receiver, caplog: pytest.LogCaptureFixture
@@ -297,13 +313,18 @@ async def test_two_processes_and_a_killed_one_deliver_each_message(bso: JobServi
 async def test_weekly_total_follows_a_week_with_runs_only(bso: JobService, receiver: Receiver) -> None:
     await hooks(bso).add(receiver.url)
     await run(bso)
+    with_wrong_numbers = await bso.suggest()
+    await bso.report(with_wrong_numbers, cost_j=1e9, epoch=4, metric=0.95)
+    await bso.discard(with_wrong_numbers)
     await deliver(bso)
     assert receiver.taken() == []
     await deliver(bso, minutes=7 * 24 * 60)
-    total = receiver.bodies[0]["data"]
+    total, text = receiver.bodies[0]["data"], receiver.bodies[0]["text"]
+    assert text.startswith("Week from 2025-12-29: 1 run of 1 job ended, 1 reached the target; ")
+    assert ". Of all jobs, 0 save and 0 lose; " in text
     assert receiver.taken() == [("weekly", None)]
     assert (total["week"], total["trials"], total["reached"]) == ("2025-12-29", 1, 1)
-    assert total["energy_j"] == pytest.approx(sum(each.energy_j or 0.0 for each in (await bso.show()).trials))
+    assert total["energy_j"] == pytest.approx((await bso.show()).trials[0].energy_j)
     await deliver(bso, minutes=1)
     await deliver(bso, minutes=7 * 24 * 60)
     assert receiver.taken() == []
