@@ -289,6 +289,16 @@ async def test_receiver_with_a_limit_of_messages_gets_all_in_the_end(bso: JobSer
     assert (await only(bso)).next_attempt_at is not None
 
 
+async def test_refused_message_repeats_no_accepted_message_of_its_job(bso: JobService, receiver: Receiver) -> None:
+    await hooks(bso).add(receiver.url, ["verdict", "drift"])
+    for factor in [1.0] * 20 + [2.0] * 6:
+        await run(bso, factor)
+    receiver.answer = lambda handler: reply(handler, 204 if receiver.bodies[-1]["event"] == "verdict" else 400)
+    for _ in range(3):
+        await deliver(bso, minutes=60)
+    assert [each["event"] for each in receiver.bodies] == ["verdict", "drift", "drift", "drift"]
+
+
 @pytest.mark.storage
 async def test_two_processes_and_a_killed_one_deliver_each_message(bso: JobService, receiver: Receiver) -> None:
     await hooks(bso).add(receiver.url, ["trial_ended"])
