@@ -163,6 +163,7 @@ def job_row(stored: StoredJob) -> dict[str, Any]:
     runs = stored.registration.target_runs
     return {
         "job_id": stored.job_id,
+        "shared": stored.shared,
         "fingerprint": None if fingerprint is None else fingerprint.model_dump_json(),
         "target_metric": None if runs is None else stored.registration.target_metric,
         "target_runs": None if runs is None else json.dumps(runs),
