@@ -126,12 +126,7 @@ def list_epochs(transaction: Transaction, job_id: str, trial_number: int) -> Epo
 
 
 def explain(transaction: Transaction, job_id: str, trial_number: int | None = None) -> Explanation:
-    """Return the reason for a trial's batch size, or without `trial_number` the next choice; start nothing.
-
-    Raises:
-        NoSurvivorError: See `policy.suggest`.
-        PolicyNotInstalledError: See `policy.suggest`.
-    """
+    """Return the reason for a trial's batch size, or without `trial_number` the next choice; raise as `decide`."""
     if trial_number is not None:
         return explanation_of(transaction, *known_trial(transaction, job_id, trial_number))
     return explanation_of_next(decide(basis_of_next(transaction, job_id)))

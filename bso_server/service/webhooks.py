@@ -54,7 +54,7 @@ GIVEN_UP = timedelta(days=3)
 """Time of failures after which a webhook is switched off."""
 _WEEK = timedelta(days=7)
 _JOBS_AT_ONCE, _ENDS_AT_ONCE = 50, 50
-# Events in which the runs lie with which the latest ones are compared.
+# A run is compared with earlier runs among this number of events before the news.
 _COMPARED_EVENTS = 400
 
 logger = logging.getLogger("bso_server")

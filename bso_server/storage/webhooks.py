@@ -16,14 +16,7 @@ Row, _KNOWN = webhooks.c, webhook_jobs.c.keys()
 
 @dataclass(frozen=True, slots=True)
 class Webhook:
-    """Row of `webhooks`: an address that gets messages; instants are UTC.
-
-    Attributes:
-        events: Kinds of messages, separated by blanks.
-        week: Begin of the first week without a total.
-        next_attempt_at: When the next delivery is due; None if the webhook is switched off.
-        failing_since: Time of the first failure since the last accepted message, or None.
-    """
+    """Row of `tables.webhooks`: an address that gets messages."""
 
     webhook_id: str
     url: str
@@ -39,7 +32,7 @@ class Webhook:
 
 @dataclass(frozen=True, slots=True)
 class KnownJob:
-    """Row of `webhook_jobs`: the state of a job that a receiver knows."""
+    """Row of `tables.webhook_jobs`: the state of a job that a receiver knows."""
 
     job_id: str
     webhook_id: str
