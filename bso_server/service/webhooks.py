@@ -176,7 +176,8 @@ class Webhooks:
     """The use cases of webhooks, and the delivery of their messages; `clock` returns the present instant."""
 
     def __init__(self, store: Store, clock: Callable[[], datetime] = utc_now) -> None:
-        self._store = store
+        # A job with thousands of runs takes seconds, when this process learns them.
+        self._store = store.patient()
         self._clock = clock
 
     async def add(self, url: str, events: Iterable[str] = DEFAULT_EVENTS, kind: str = "json") -> Webhook:

@@ -8,9 +8,11 @@ from collections.abc import AsyncIterator
 import pytest
 
 from bso_server.core.verdict import LEAST_CONTROLS
-from bso_server.errors import JobConflictError
+from bso_server.errors import DatabaseUnavailableError, JobConflictError
+from bso_server.service import reading
 from bso_server.service.fleet import FleetReader
 from bso_server.service.views import FleetJob, FleetPage, Tariff
+from bso_server.storage.store import Store
 from bso_server.ui import fleet
 from tests.support.exports import exported, pieces_of, renamed
 from tests.support.service import HOUR_S, JobService, job_service, result
@@ -118,6 +120,15 @@ async def test_job_whose_sizes_hardly_differ_is_advised_to_train_at_the_default_
     assert line.advice.endswith(
         f": train at 16 alone (bso-server jobs revise {bso.job_id} --batch-sizes 16), or offer other sizes"
     )
+
+
+async def test_report_may_take_longer_than_a_request(bso: JobService) -> None:
+    await run(bso)
+    impatient = Store(bso.store._database, patience_s=1e-6)
+    with pytest.raises(DatabaseUnavailableError):
+        await impatient.read(reading.list_jobs)
+    page = await FleetReader(impatient, Tariff(), lambda: bso.now).read("1h", "job")
+    assert bso.job_id in {each.key for each in page.costliest}
 
 
 async def test_stuck_job_is_listed_with_advice(database_url: str) -> None:

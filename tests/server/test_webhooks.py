@@ -23,6 +23,7 @@ import pytest
 from bso_server.errors import UnknownWebhookError
 from bso_server.service import webhooks as webhooks_module
 from bso_server.service.webhooks import DEFAULT_EVENTS, EVENTS, Message, NotAcceptedError, Webhooks, body_of
+from bso_server.storage.store import Store
 from bso_server.storage.webhooks import Webhook
 from tests.support.jobs import job
 from tests.support.servers import ServerProcess, bso_server
@@ -297,6 +298,14 @@ async def test_refused_message_repeats_no_accepted_message_of_its_job(bso: JobSe
     for _ in range(3):
         await deliver(bso, minutes=60)
     assert [each["event"] for each in receiver.bodies] == ["verdict", "drift", "drift", "drift"]
+
+
+async def test_delivery_may_take_longer_than_a_request(bso: JobService, receiver: Receiver) -> None:
+    await hooks(bso).add(receiver.url, ["trial_ended"])
+    await run(bso)
+    bso.now += timedelta(minutes=1)
+    await Webhooks(Store(bso.store._database, patience_s=1e-6), clock=lambda: bso.now).deliver()
+    assert receiver.taken() == [("trial_ended", bso.job_id)]
 
 
 @pytest.mark.storage
