@@ -285,11 +285,12 @@ class Webhooks:
         saved_j = sum(each.saved_energy_j or 0.0 for each in totals)
         data = {"week": begin.date().isoformat(), "jobs": jobs, "trials": trials, "reached": reached}
         data |= {"energy_j": energy_j, "time_s": time_s, "saves": saves, "loses": loses, "saved_energy_j": saved_j}
+        runs, of_jobs = "1 run" if trials == 1 else f"{trials} runs", "1 job" if jobs == 1 else f"{jobs} jobs"
+        save, lose = "saves" if saves == 1 else "save", "loses" if loses == 1 else "lose"
         text = (
-            f"Week from {begin:%Y-%m-%d}: {trials} run{'s' * (trials != 1)} of {jobs} job{'s' * (jobs != 1)} ended, "
-            f"{reached} reached the target; {energy_j / 3.6e6:.3g} kWh used. Of all jobs, {saves} "
-            f"save{'s' * (saves == 1)} and {loses} lose{'s' * (loses == 1)}; saved since their beginning: "
-            f"{saved_j / 3.6e6:.3g} kWh."
+            f"Week from {begin:%Y-%m-%d}: {runs} of {of_jobs} ended, {reached} reached the target; "
+            f"{energy_j / 3.6e6:.3g} kWh used. Of all jobs, {saves} {save} and {loses} {lose}; "
+            f"saved since their beginning: {saved_j / 3.6e6:.3g} kWh."
         )
         return Message("weekly", None, text, data, [begin])
 
