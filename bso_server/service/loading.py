@@ -89,8 +89,6 @@ def open_trials(transaction: Transaction, job: StoredJob) -> OpenTrials:
 
 def best_size(transaction: Transaction, job: StoredJob) -> int | None:
     """Return the best batch size; None before a run has reached the target, and if the policy is not installed."""
-    if find(job.registration.policy).missing is not None:
-        return None
     return expectations(load_history(transaction, job)).best
 
 

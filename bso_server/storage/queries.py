@@ -193,7 +193,7 @@ def _changing_trials(transaction: Transaction, job_ids: Sequence[str]) -> dict[s
     """Return the trials of each job that change without an increase of the job's event count."""
     table = trials.c
     columns = table.job_id, table.trial_number, table.state, table.report_count, table.lease_epoch
-    changes = table.state.in_(sorted(ALIVE | {TrialState.WITHDRAWN})), table.job_id.in_(job_ids)
+    changes = table.state.in_(sorted(ALIVE)), table.job_id.in_(job_ids)
     statement = select(*columns).where(*changes).order_by(table.job_id, table.trial_number)
     found: dict[str, list[Any]] = {}
     for row in transaction.tuples(statement) if job_ids else ():
@@ -217,7 +217,7 @@ def silent_counts(transaction: Transaction, job_ids: Collection[str], now: datet
 
 
 def withdrawn_count(transaction: Transaction, job_id: str) -> int:
-    """Return the number of withdrawn trials; the job's event count includes all other ends of trials."""
+    """Return the number of withdrawn trials."""
     withdrawn = trials.c.job_id == job_id, trials.c.state == TrialState.WITHDRAWN
     return transaction.connection.scalar(select(func.count()).where(*withdrawn)) or 0
 
