@@ -176,9 +176,9 @@ def job_versions(
     ended, reached = of_job.where(trials.c.state.in_(sorted(MISSED))), of_job.where(trials.c.state == "completed")
     missed = and_(table.min_cost_j.is_(None), table.trial_count > 0, ended.exists(), not_(reached.exists()))
     kind = case((missed, 0), else_=1) if missed_first else literal(1)
-    columns = table.job_id, table.event_count, table.created_at, table.registration_id, table.owner, table.shared, kind
+    columns = table.job_id, table.event_count, table.created_at, table.registration_id, table.owner, table.shared
     order = (kind, table.job_id) if missed_first else (table.job_id,)
-    statement = select(*columns).where(IS_THERE).order_by(*order).limit(limit)
+    statement = select(*columns, table.target_metric, kind).where(IS_THERE).order_by(*order).limit(limit)
     if containing:
         statement = statement.where(table.job_id.contains(containing, autoescape=True))
     if after is not None:
