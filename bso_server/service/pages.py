@@ -69,11 +69,12 @@ class _Settled:
     """The tallies and bins of a job's trials up to its last whole bin, which hardly change.
 
     Attributes:
-        version: The job, the last of these trials, the number of withdrawn trials, and the job's latest revision.
+        version: The job with its target, the last of these trials, the number of withdrawn trials, and the job's latest
+            revision.
         event: The job's latest event when these values were read.
     """
 
-    version: tuple[str | None, datetime, int, int, int]
+    version: tuple[CreatedJob, datetime, int, int, int]
     event: int
     tallies: Sequence[Tally]
     bins: tuple[TrialBin, ...]
@@ -170,7 +171,7 @@ class Pages:
     ) -> _Settled:
         job_id = stored.job_id
         withdrawn = queries.withdrawn_count(transaction, job_id)
-        version = (stored.registration.registration_id, stored.created_at, last, withdrawn, stored.revised_event)
+        version = (stored.registration, stored.created_at, last, withdrawn, stored.revised_event)
         known = self._settled.get(job_id)
         if known is not None and known.version == version and not any(each.trial_number <= last for each in alive):
             # A trial that was alive, or was revived, may have ended since.
