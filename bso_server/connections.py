@@ -137,15 +137,6 @@ class Limits:
         self._said_at[warning] = now
         return True
 
-    def say_full(self) -> None:
-        """Log that the maximum of connections is reached."""
-        if self.is_news("full"):
-            logger.warning(
-                "all %d connections are taken: those give way whose clients keep them waiting longest; a process that "
-                "may open more files (ulimit -n) takes more",
-                self.connections,
-            )
-
 
 class Bounded(asyncio.Protocol):
     """Additions to either of uvicorn's protocols, on httptools or on h11."""
@@ -187,7 +178,12 @@ class Bounded(asyncio.Protocol):
         # uvicorn's requests to read on come to this object.
         self.flow = FlowControl(cast("asyncio.Transport", self))
         if len(self.connections) > self._limits.connections:
-            self._limits.say_full()
+            if self._limits.is_news("full"):
+                logger.warning(
+                    "all %d connections are taken: those give way whose clients keep them waiting longest; a process "
+                    "that may open more files (ulimit -n) takes more",
+                    self._limits.connections,
+                )
             self._make_room()
         self._look_again_at(self._deadline())
 

@@ -82,12 +82,7 @@ async def receive_offline_trial(
     return await service.transact(service.commands.record_offline, data, idempotency_key, caller=request.user)
 
 
-@patch(
-    Paths.TRIALS,
-    summary="End a trial",
-    opt=_TRAINING,
-    responses=errors(HTTPStatus.NOT_FOUND, HTTPStatus.CONFLICT, *BODY),
-)
+@patch(Paths.TRIALS, summary="End a trial", opt=_TRAINING, responses=_ERRORS_OF_TRIAL)
 async def receive_trial_end(data: JSONBody[TrialEnd], service: Service, request: CallerRequest) -> None:
     """End a trial. A running trial becomes failed unless the body gives another outcome."""
     await service.transact(service.commands.end_trial, data, caller=request.user)

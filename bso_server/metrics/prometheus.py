@@ -183,13 +183,7 @@ _OF_A_JOB = {
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """Totals of the database.
-
-    Attributes:
-        read_at: Time of the reading, seconds since 1970.
-        took_s: Duration of the reading, seconds.
-        samples: The values.
-    """
+    """Totals of the database, which were read at `read_at` (seconds since 1970) within `took_s` seconds."""
 
     read_at: float
     took_s: float

@@ -1,4 +1,4 @@
-"""A cache for functions over transactions."""
+"""A cache that several threads may use."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Value = TypeVar("Value")
 
 
 class Cache(Generic[Key, Value]):
-    """The `most` values that were put in last, for transactions in several threads."""
+    """The `most` values that were put in last."""
 
     def __init__(self, most: int) -> None:
         self._most = most

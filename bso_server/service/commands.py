@@ -58,6 +58,7 @@ from bso_server.service.revisions import revise, terms_of
 from bso_server.service.targets import asks_for_other_target, learn_target, replace_target
 from bso_server.service.turns import Turns, turn
 from bso_server.service.warm import warm_start_of
+from bso_server.storage import queries
 from bso_server.storage.rows import TRIAL_AT_POWER_LIMIT, StoredDecision, StoredJob, StoredPowerProfile
 from bso_server.storage.store import Store
 from bso_server.storage.transaction import Transaction
@@ -215,9 +216,8 @@ class Commands:
         A repeated request, with the idempotency key that the client made, finds the trial that the first one started.
 
         Raises:
-            NoSurvivorError: See `policy.suggest`.
-            PolicyNotInstalledError: See `policy.suggest`.
             KeyConflictError: The trial that the key started has ended.
+            Exception: The errors of `policy.suggest`.
         """
         job = locked_job(transaction, job_id)
         started = started_with(transaction, job, idempotency_key, caller)
@@ -390,15 +390,15 @@ class Commands:
         transaction.update_trials([trial], TRIAL_AT_POWER_LIMIT)
         chosen = "not chosen" if profile.chosen_limit_w is None else f"{profile.chosen_limit_w:g} W"
         transaction.log("job %s trial %d: power limit %s of %d known ones", *trial.key, chosen, len(profile.samples))
-        left = transaction.power_profile(trial.key)
-        known = left or transaction.newest_power_profile(trial.job_id, trial.batch_size)
+        own = queries.power_profiles_of(transaction, trial.job_id, trial.trial_number, trial.trial_number)
+        known = own[0] if own else transaction.newest_power_profile(trial.job_id, trial.batch_size)
         if known is not None and known.samples == profile.samples:
             return  # A repeated request, or samples from an earlier trial.
         new = StoredPowerProfile(*trial.key, trial.batch_size, profile.samples, self._clock())
-        if left is None:
-            transaction.insert_power_profiles([new])
-        else:
+        if own:
             transaction.update_power_profile(new)
+        else:
+            transaction.insert_power_profiles([new])
 
     def store_probe(self, transaction: Transaction, message: TrialProbe, caller: Caller = UNRESTRICTED) -> None:
         """Store the probe of a trial in any state with its job, in place of an earlier one.
@@ -459,7 +459,7 @@ class Commands:
         A job without an owner stays open to all.
         """
         job = replace(locked_job(transaction, job_id), shared=shared)
-        transaction.share_job(job_id, shared=shared)
+        transaction.update_jobs([job])
         transaction.log("job %s is %s", job_id, "shared" if shared else "not shared")
         return reading.job_summary(job)
 

@@ -53,12 +53,7 @@ def basis_of(transaction: Transaction, job: StoredJob, found: OpenTrials | None 
 
 
 def decide(basis: Basis) -> Decided:
-    """Choose the batch size of the next trial.
-
-    Raises:
-        NoSurvivorError: See `policy.suggest`.
-        PolicyNotInstalledError: See `policy.suggest`.
-    """
+    """Choose the batch size of the next trial; raise as `policy.suggest`."""
     job = basis.loaded.job
     history, unsaved = basis.loaded.history()
     rng = generator_of(job)

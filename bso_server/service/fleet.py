@@ -45,7 +45,8 @@ class FleetReader:
     """Reader of the report, one report at a time; `clock` returns the present instant."""
 
     def __init__(self, store: Store, tariff: Tariff, clock: Callable[[], datetime] = utc_now) -> None:
-        self._store = store
+        # A job with thousands of runs takes seconds, when this process learns them.
+        self._store = store.patient()
         self._tariff = tariff
         self._clock = clock
         self._turn = asyncio.Lock()

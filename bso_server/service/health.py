@@ -66,22 +66,12 @@ class Health:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobTotals:
-    """The totals of one job.
-
-    Attributes:
-        trials: Number of trials in each state.
-        silent: Number of trials with expired leases that are not abandoned yet.
-        energy_j: Joules that all trials have reported.
-        verdict: Whether a run now saves.
-        saved_energy_j: Joules saved over the default batch size; None before that is paid back.
-        saved_time_s: Seconds saved, or None.
-        saved_cost_j: Cost saved in joules, or None.
-    """
+    """The totals of one job; savings over the default batch size are None before they are paid back."""
 
     policy: str
     stage: Stage
     trials: Mapping[TrialState, int]
-    silent: int = 0
+    silent: int = 0  # number of trials with expired leases that are not abandoned yet
     energy_j: float
     verdict: SavingsWord = SavingsWord.NOT_SHOWN
     saved_energy_j: float | None = None

@@ -89,8 +89,6 @@ def open_trials(transaction: Transaction, job: StoredJob) -> OpenTrials:
 
 def best_size(transaction: Transaction, job: StoredJob) -> int | None:
     """Return the best batch size; None before a run has reached the target, and if the policy is not installed."""
-    if find(job.registration.policy).missing is not None:
-        return None
     return expectations(load_history(transaction, job)).best
 
 
@@ -118,7 +116,7 @@ class LoadedJob:
         if policy.memory is not None and known is None:
             known = StoredMemory(job.job_id, policy.version, 0, policy.begun_memory(registration))
         if known is not None:
-            to_learn = [trial for trial in _ended(found) if (trial.ended_event or 0) > known.folded_event]
+            to_learn = _ended(found, known.folded_event)
             memory = memory_after(registration, known.memory, to_learn)
             if to_learn:
                 unsaved.memory = StoredMemory(job.job_id, policy.version, job.event_count, memory)
@@ -134,7 +132,7 @@ def load(transaction: Transaction, job: StoredJob, found: OpenTrials | None = No
     """Read the facts behind the history of a job; `found` is by `open_trials`."""
     found = found or open_trials(transaction, job)
     arms = transaction.arms(job.job_id)
-    new = [trial for trial in _ended(found) if (trial.ended_event or 0) > job.folded_event]
+    new = _ended(found, job.folded_event)
     changed = arms_after(job.registration, arms, new, bandit_entered_at=job.bandit_entered_at)
     return LoadedJob(job, arms | changed, changed, found)
 
@@ -144,6 +142,7 @@ def load_history(transaction: Transaction, job: StoredJob) -> History:
     return load(transaction, job).history()[0]
 
 
-def _ended(found: OpenTrials) -> list[TrialRecord]:
-    ended = (trial for trial in found.trials if trial.ended_event is not None)
+def _ended(found: OpenTrials, after: int) -> list[TrialRecord]:
+    """Return the trials that ended after this event of the job, in order of their ends."""
+    ended = [trial for trial in found.trials if (trial.ended_event or 0) > after]
     return sorted(ended, key=lambda trial: trial.ended_event or 0)

@@ -69,11 +69,12 @@ class _Settled:
     """The tallies and bins of a job's trials up to its last whole bin, which hardly change.
 
     Attributes:
-        version: The job, the last of these trials, the number of withdrawn trials, and the job's latest revision.
+        version: The job with its target, the last of these trials, the number of withdrawn trials, and the job's latest
+            revision.
         event: The job's latest event when these values were read.
     """
 
-    version: tuple[str | None, datetime, int, int, int]
+    version: tuple[CreatedJob, datetime, int, int, int]
     event: int
     tallies: Sequence[Tally]
     bins: tuple[TrialBin, ...]
@@ -117,7 +118,7 @@ class Pages:
         alive = queries.alive_trials(transaction, job_id)
         # The page shows no leases, which heartbeats renew.
         silent = [replace(trial, lease_expires_at=None) for trial in alive]
-        version = digest([stored, queries.withdrawn_count(transaction, job_id), silent])
+        version = digest([stored, silent])
         return version, None if version == known else self._job_page(transaction, stored, alive)
 
     def report(self, transaction: Transaction, job_id: str) -> JobPage:
@@ -170,7 +171,7 @@ class Pages:
     ) -> _Settled:
         job_id = stored.job_id
         withdrawn = queries.withdrawn_count(transaction, job_id)
-        version = (stored.registration.registration_id, stored.created_at, last, withdrawn, stored.revised_event)
+        version = (stored.registration, stored.created_at, last, withdrawn, stored.revised_event)
         known = self._settled.get(job_id)
         if known is not None and known.version == version and not any(each.trial_number <= last for each in alive):
             # A trial that was alive, or was revived, may have ended since.
@@ -195,9 +196,8 @@ class Pages:
         stored, trial = known_trial(transaction, job_id, trial_number)
         is_alive = trial.state in ALIVE
         cheapest_j = stored.min_cost_j if is_alive else None
-        withdrawn = queries.withdrawn_count(transaction, job_id)
         others = [known_trial(transaction, job_id, number)[1] for number in beside if number != trial_number]
-        version = digest([stored.registration, stored.event_count, withdrawn, cheapest_j, trial, *others])
+        version = digest([stored.registration, stored.event_count, cheapest_j, trial, *others])
         if version == known:
             return version, None
         profiles = queries.power_profiles_of(transaction, job_id, trial_number, trial_number)
@@ -233,8 +233,7 @@ class Pages:
     ) -> Found[MomentPage]:
         """Return the job when a trial was chosen."""
         stored, trial = known_trial(transaction, job_id, trial_number)
-        withdrawn = queries.withdrawn_count(transaction, job_id)
-        version = digest([stored.registration, stored.event_count, trial, withdrawn])
+        version = digest([stored.registration, stored.event_count, trial])
         if version == known:
             return version, None
         found = queries.trial_totals(transaction, job_id, limit=POINTS_OF_A_JOB, before=trial_number)
@@ -264,7 +263,7 @@ class Pages:
         eta = job.eta_knob if eta is None else eta
         beta = job.beta_knob if beta is None else beta
         beta = None if beta is None or math.isinf(beta) else beta
-        version = digest([job, stored.event_count, queries.withdrawn_count(transaction, job_id), eta, beta])
+        version = digest([job, stored.event_count, eta, beta])
         if version == known:
             return version, None
         tallies = [tally for tally in queries.tallies(transaction, job_id) if not tally.other_gpus]

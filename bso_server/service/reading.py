@@ -126,12 +126,7 @@ def list_epochs(transaction: Transaction, job_id: str, trial_number: int) -> Epo
 
 
 def explain(transaction: Transaction, job_id: str, trial_number: int | None = None) -> Explanation:
-    """Return the reason for a trial's batch size, or without `trial_number` the next choice; start nothing.
-
-    Raises:
-        NoSurvivorError: See `policy.suggest`.
-        PolicyNotInstalledError: See `policy.suggest`.
-    """
+    """Return the reason for a trial's batch size, or without `trial_number` the next choice; raise as `decide`."""
     if trial_number is not None:
         return explanation_of(transaction, *known_trial(transaction, job_id, trial_number))
     return explanation_of_next(decide(basis_of_next(transaction, job_id)))
@@ -189,7 +184,7 @@ def list_events(transaction: Transaction, job_id: str, *, since: int = 0, limit:
         *(_event(EventKind.DISPATCHED, each.started_event, each, each.started_at) for each in begun),
         *(_event(EventKind.ENDED, each.ended_event, each, each.ended_at) for each in ended),
     ]
-    page = sorted((event for event in found if event), key=lambda event: event.event)[:limit]
+    page = sorted(found, key=lambda event: event.event)[:limit]
     return EventList(events=tuple(page), next=page[-1].event if page else since)
 
 
@@ -377,11 +372,9 @@ def power_profile_view(kept: StoredPowerProfile) -> PowerProfileView:
     return PowerProfileView.model_validate(kept, from_attributes=True)
 
 
-def _event(kind: EventKind, event: int | None, trial: TrialRecord, at: datetime | None) -> EventView | None:
-    if event is None or at is None:
-        return None
-    number, size, state = trial.trial_number, trial.batch_size, trial.state
-    return EventView(event=event, kind=kind, trial_number=number, batch_size=size, state=state, at=at)
+def _event(kind: EventKind, event: int | None, trial: TrialRecord, at: datetime | None) -> EventView:
+    fields = {name: getattr(trial, name) for name in ("trial_number", "batch_size", "state")}
+    return EventView.model_validate({**fields, "event": event, "kind": kind, "at": at})
 
 
 # The order of the columns must not change: scripts depend on it.

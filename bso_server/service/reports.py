@@ -122,13 +122,13 @@ class ReportBatch:
         report = Report(time_s=result.time, energy_j=result.energy, epoch=result.current_epoch, metric=result.metric)
         repeated = trial.state is TrialState.RUNNING and trial.last_report == report
         if repeated or trial.state in FINAL:
-            answered = self._terms_of(job, trial)
+            answered = terms_of(self._transaction, job, trial)
             return _answer_again(answered, trial, report, is_of_one_rank=result.is_of_one_rank)
         if result.is_of_one_rank and trial.report_count:
             if is_of_same_evaluation(trial, report):
                 trial = add_rank_report(trial, report, self._moment)
                 self._trials[trial.key] = trial
-                return _answer_of(self._terms_of(job, trial), trial)
+                return _answer_of(terms_of(self._transaction, job, trial), trial)
             # Each rank measures on its own: the first to report an epoch may have lower totals than another rank had.
             report = replace(
                 report, time_s=max(report.time_s, trial.time_s), energy_j=max(report.energy_j, trial.energy_j)
@@ -144,7 +144,7 @@ class ReportBatch:
 
         def judged() -> tuple[StoredJob, TrialRecord, ReportResponse]:
             job = self._jobs[trial.job_id]
-            terms = self._terms_of(job, trial)
+            terms = terms_of(self._transaction, job, trial)
             job_after, trial_after, verdict = judge_report(
                 terms,
                 trial,
@@ -175,9 +175,6 @@ class ReportBatch:
     def _needs_bound(self, job: StoredJob, trial: TrialRecord) -> bool:
         # A trial under earlier terms gets no bound by the present ones: without a bound it has all its epochs.
         return trial.started_event > job.revised_event and policy.needs_bound(job.registration, trial)
-
-    def _terms_of(self, job: StoredJob, trial: TrialRecord) -> StoredJob:
-        return terms_of(self._transaction, job, trial)
 
     def _lock_job(self, job_id: str) -> bool:
         """Lock and reload an unchanged job; return False if another transaction has locked it.

@@ -12,7 +12,6 @@ import hmac
 import re
 import secrets
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Collection
 from dataclasses import asdict, replace
 from datetime import UTC, datetime, timedelta
@@ -28,6 +27,7 @@ from bso_server.errors import (
     UnknownTokenError,
     UntrustedHostError,
 )
+from bso_server.service.cache import Cache
 from bso_server.service.commands import utc_now
 from bso_server.service.views import TokenLine, TokensPage
 from bso_server.storage.deadlines import begin_request
@@ -196,7 +196,7 @@ class Authenticator:
         self._allowed_hosts = allowed_hosts
         self._clock = clock
         self._now = now
-        self._known: OrderedDict[str, tuple[TokenRecord, float]] = OrderedDict()
+        self._known = Cache[str, tuple[TokenRecord, float]](_CACHE_SIZE)
         self._closed: tuple[bool, float] | None = None
 
     async def identify(
@@ -303,16 +303,13 @@ class Authenticator:
         return record
 
     async def _found(self, token_id: str, is_good: Callable[[TokenRecord], bool]) -> TokenRecord | None:
-        record, read_at = self._known.get(token_id, (None, 0.0))
+        record, read_at = self._known.get(token_id) or (None, 0.0)
         now = self._clock()
         # A token that is not valid by the cache may have been rotated since.
         if record is None or now - read_at >= CACHE_S or not is_good(record):
             record = await self._tokens.find(token_id)
             if record is not None:
-                self._known[token_id] = record, now
-                self._known.move_to_end(token_id)
-                if len(self._known) > _CACHE_SIZE:
-                    self._known.popitem(last=False)
+                self._known.put(token_id, (record, now))
                 self._closed = True, now
         return record if record is not None and is_good(record) else None
 

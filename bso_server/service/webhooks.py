@@ -1,7 +1,7 @@
 """Webhooks: messages to Slack, Teams or a program when there is news of a job; no request waits for them.
 
 No message is stored. For each webhook the database holds the state of each job that the receiver knows, which changes
-once the receiver has accepted the messages about it. So messages are repeated until then, with equal ids.
+once the receiver has accepted a message about it. So a message is repeated until then, with an equal id.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 from urllib.parse import urlsplit
 
 from bso_server.core.drift import drift_of
+from bso_server.core.model import TrialRecord
 from bso_server.errors import UnknownJobError, UnknownWebhookError
 from bso_server.service import reading
 from bso_server.service.commands import utc_now
@@ -34,7 +35,7 @@ from bso_server.storage.rows import StoredJob
 from bso_server.storage.store import Store
 from bso_server.storage.transaction import Transaction
 from bso_server.storage.webhooks import KnownJob, Webhook
-from zeus_plugins.protocol import SavingsWord, joules_in_words, printable
+from zeus_plugins.protocol import SavingsWord, is_busy, joules_in_words, printable
 
 if TYPE_CHECKING:
     import ssl
@@ -53,7 +54,7 @@ GIVEN_UP = timedelta(days=3)
 """Time of failures after which a webhook is switched off."""
 _WEEK = timedelta(days=7)
 _JOBS_AT_ONCE, _ENDS_AT_ONCE = 50, 50
-# Events in which the runs lie with which the latest ones are compared.
+# A run is compared with earlier runs among this number of events before the news.
 _COMPARED_EVENTS = 400
 
 logger = logging.getLogger("bso_server")
@@ -111,11 +112,11 @@ def signature_of(secret: str, message_id: str, timestamp: int, body: bytes) -> s
 
 def news_of(
     transaction: Transaction, webhook: Webhook, job_id: str, known: KnownJob | None
-) -> list[tuple[list[Message], KnownJob]]:
-    """Return the messages about a job since its `known` state in steps, each with the state to save after it.
+) -> list[tuple[Message | None, KnownJob]]:
+    """Return the messages about a job since its `known` state, each with the state to save once it is accepted.
 
-    Each run that ended is a step, so that a receiver with a limit of messages per minute gets all of them in the
-    end. A job that is older than the webhook begins without messages.
+    Each state is saved apart, so that a receiver with a limit of messages per minute gets all of them in the end. A
+    job that is older than the webhook begins without messages.
 
     Raises:
         UnknownJobError: The job was deleted.
@@ -124,40 +125,44 @@ def news_of(
     view = reading.show_job(transaction, job_id, limit=1)
     word, is_stuck = view.savings.word, view.stuck is not None
     if known is None and stored.created_at < webhook.created_at:
-        return [([], KnownJob(job_id, webhook.webhook_id, stored.event_count, word, is_stuck))]
-    known, messages = known or KnownJob(job_id, webhook.webhook_id), list[Message]()
+        return [(None, KnownJob(job_id, webhook.webhook_id, stored.event_count, word, is_stuck))]
+    then = known = known or KnownJob(job_id, webhook.webhook_id)
+    steps: list[tuple[Message | None, KnownJob]] = []
 
-    def tell(event: str, text: str, data: dict[str, Any], *key: object) -> None:
-        if event in webhook.events:
-            messages.append(Message(event, job_id, f"{job_id}: {text}", data, (stored.created_at, *key)))
+    def add(event: str, text: str, data: dict[str, Any], *key: object) -> None:
+        message = Message(event, job_id, f"{job_id}: {text}", data, (stored.created_at, *key))
+        steps.append((message if event in webhook.events else None, then))
 
     if word != known.word:
+        then = replace(then, word=word)
         data = {"before": known.word, **view.savings.model_dump(mode="json")}
-        tell("verdict", f"{view.savings.claim}. {view.savings.evidence}".strip(), data, known.event, word)
+        add("verdict", f"{view.savings.claim}. {view.savings.evidence}".strip(), data, known.event, word)
+    then = replace(then, is_stuck=is_stuck)
     if view.stuck is not None and not known.is_stuck:
-        tell("stuck", f"stuck, {view.stuck}.", {"advice": view.stuck}, known.event)
+        add("stuck", f"stuck, {view.stuck}.", {"advice": view.stuck}, known.event)
     level_event, drift = _drift(transaction, stored, known)
+    then = replace(then, level_event=level_event)
     if drift is not None:
         size, change = drift["batch_size"], drift["change"]
         text = f"the last two runs at batch size {size} cost {abs(change):.0%} {'more' if change > 0 else 'less'}"
-        tell("drift", f"{text} than the runs before them.", drift, level_event)
-    then = KnownJob(job_id, webhook.webhook_id, known.event, word, is_stuck, level_event)
-    if "trial_ended" not in webhook.events:
-        return [(messages, replace(then, event=stored.event_count))]
-    steps, ended = [(messages, then)], queries.ended_after(transaction, job_id, known.event, _ENDS_AT_ONCE)
+        add("drift", f"{text} than the runs before them.", drift, level_event)
+    ended: list[TrialRecord] = []
+    if "trial_ended" in webhook.events:
+        ended = queries.ended_after(transaction, job_id, known.event, _ENDS_AT_ONCE)
     for trial in ended:
-        messages, trial_view = [], reading.trial_view(stored.registration, trial)
+        then = replace(then, event=trial.ended_event or known.event)
+        trial_view = reading.trial_view(stored.registration, trial)
         cost = "" if trial_view.cost_j is None else f", cost {joules_in_words(trial_view.cost_j)}"
         text = f"run {trial.trial_number} at batch size {trial.batch_size} {trial.state.replace('_', ' ')}{cost}."
-        tell("trial_ended", text, trial_view.model_dump(mode="json"), trial.trial_number, trial.ended_event)
-        steps.append((messages, replace(then, event=trial.ended_event or known.event)))
-    return steps if len(ended) == _ENDS_AT_ONCE else [*steps, ([], replace(then, event=stored.event_count))]
+        add("trial_ended", text, trial_view.model_dump(mode="json"), trial.trial_number, trial.ended_event)
+    return steps if len(ended) == _ENDS_AT_ONCE else [*steps, (None, replace(then, event=stored.event_count))]
 
 
 def _drift(transaction: Transaction, stored: StoredJob, known: KnownJob) -> tuple[int, dict[str, Any] | None]:
     """Return the event of the first run that later ones are compared with, and the latest unknown change or None."""
     level, found = max(known.level_event, stored.revised_event), None
     runs = queries.completed_runs(transaction, stored.job_id, since=max(level, known.event - _COMPARED_EVENTS))
+    runs = [run for run in runs if not is_busy(run.waited_share)]
     for number, run in enumerate(runs, 1):
         before = [each for each in runs[:number] if each.ended_event >= level]
         change = drift_of(stored.registration, before) if run.ended_event > known.event else None
@@ -171,7 +176,8 @@ class Webhooks:
     """The use cases of webhooks, and the delivery of their messages; `clock` returns the present instant."""
 
     def __init__(self, store: Store, clock: Callable[[], datetime] = utc_now) -> None:
-        self._store = store
+        # A job with thousands of runs takes seconds, when this process learns them.
+        self._store = store.patient()
         self._clock = clock
 
     async def add(self, url: str, events: Iterable[str] = DEFAULT_EVENTS, kind: str = "json") -> Webhook:
@@ -230,8 +236,8 @@ class Webhooks:
         if not await update(webhook.next_attempt_at, next_attempt_at=claimed_until):
             return
         try:
-            async for messages, save in self._news(webhook, claimed_until):
-                for message in messages:
+            async for message, save in self._news(webhook, claimed_until):
+                if message is not None:
                     await self._send(webhook, message)
                     since = None
                 await self._store.write(save)
@@ -248,15 +254,12 @@ class Webhooks:
         else:
             await update(claimed_until, next_attempt_at=self._clock(), failing_since=None, last_error=None)
 
-    async def _news(self, webhook: Webhook, claimed_until: datetime) -> AsyncIterator[tuple[list[Message], Save]]:
-        """Yield messages, each time with what to save once they are accepted, for `_DELIVERY_S` at most."""
+    async def _news(self, webhook: Webhook, claimed_until: datetime) -> AsyncIterator[tuple[Message | None, Save]]:
+        """Yield messages, each with what to save once it is accepted, for `_DELIVERY_S` at most."""
         end, monday = time.monotonic() + _DELIVERY_S, _monday(self._clock())
         if webhook.week < monday:
-            total = await self._weekly(monday - _WEEK) if "weekly" in webhook.events else []
-            yield (
-                total,
-                lambda transaction: rows.update_webhook(transaction, webhook.webhook_id, claimed_until, week=monday),
-            )
+            total = await self._weekly(monday - _WEEK) if "weekly" in webhook.events else None
+            yield total, lambda each: rows.update_webhook(each, webhook.webhook_id, claimed_until, week=monday)
         after: str | None = ""
         while after is not None:
             page = await self._store.read(rows.jobs_with_news, webhook.webhook_id, after=after, limit=_JOBS_AT_ONCE)
@@ -266,28 +269,30 @@ class Webhooks:
                     steps = await self._store.read(news_of, webhook, job_id, known)
                 except UnknownJobError:
                     continue
-                for messages, then in steps:
+                for message, then in steps:
                     if time.monotonic() > end:
                         return
-                    yield messages, partial(rows.save_known_job, known=then)
+                    yield message, partial(rows.save_known_job, known=then)
 
-    async def _weekly(self, begin: datetime) -> list[Message]:
-        """Return the total of the week that begins then, or nothing without a trial that ended in it."""
+    async def _weekly(self, begin: datetime) -> Message | None:
+        """Return the total of the week that begins then, or None without a trial that ended in it."""
         jobs, trials, reached, energy_j, time_s = await self._store.read(rows.totals_between, begin, begin + _WEEK)
         if not trials:
-            return []
+            return None
         totals = (await TotalsReader(self._store, self._clock).read()).values()
         words = [each.verdict for each in totals]
         saves, loses = words.count(SavingsWord.SAVES), words.count(SavingsWord.LOSES)
         saved_j = sum(each.saved_energy_j or 0.0 for each in totals)
         data = {"week": begin.date().isoformat(), "jobs": jobs, "trials": trials, "reached": reached}
         data |= {"energy_j": energy_j, "time_s": time_s, "saves": saves, "loses": loses, "saved_energy_j": saved_j}
+        runs, of_jobs = "1 run" if trials == 1 else f"{trials} runs", "1 job" if jobs == 1 else f"{jobs} jobs"
+        save, lose = "saves" if saves == 1 else "save", "loses" if loses == 1 else "lose"
         text = (
-            f"Week from {begin:%Y-%m-%d}: {trials} runs of {jobs} jobs ended, {reached} reached the target; "
-            f"{energy_j / 3.6e6:.3g} kWh used. Of all jobs, {saves} save and {loses} lose; "
+            f"Week from {begin:%Y-%m-%d}: {runs} of {of_jobs} ended, {reached} reached the target; "
+            f"{energy_j / 3.6e6:.3g} kWh used. Of all jobs, {saves} {save} and {loses} {lose}; "
             f"saved since their beginning: {saved_j / 3.6e6:.3g} kWh."
         )
-        return [Message("weekly", None, text, data, [begin])]
+        return Message("weekly", None, text, data, [begin])
 
     async def _send(self, webhook: Webhook, message: Message) -> None:
         message_id, timestamp = message.id_for(webhook.webhook_id), int(self._clock().timestamp())

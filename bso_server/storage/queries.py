@@ -176,9 +176,9 @@ def job_versions(
     ended, reached = of_job.where(trials.c.state.in_(sorted(MISSED))), of_job.where(trials.c.state == "completed")
     missed = and_(table.min_cost_j.is_(None), table.trial_count > 0, ended.exists(), not_(reached.exists()))
     kind = case((missed, 0), else_=1) if missed_first else literal(1)
-    columns = table.job_id, table.event_count, table.created_at, table.registration_id, table.owner, table.shared, kind
+    columns = table.job_id, table.event_count, table.created_at, table.registration_id, table.owner, table.shared
     order = (kind, table.job_id) if missed_first else (table.job_id,)
-    statement = select(*columns).where(IS_THERE).order_by(*order).limit(limit)
+    statement = select(*columns, table.target_metric, kind).where(IS_THERE).order_by(*order).limit(limit)
     if containing:
         statement = statement.where(table.job_id.contains(containing, autoescape=True))
     if after is not None:
@@ -193,7 +193,7 @@ def _changing_trials(transaction: Transaction, job_ids: Sequence[str]) -> dict[s
     """Return the trials of each job that change without an increase of the job's event count."""
     table = trials.c
     columns = table.job_id, table.trial_number, table.state, table.report_count, table.lease_epoch
-    changes = table.state.in_(sorted(ALIVE | {TrialState.WITHDRAWN})), table.job_id.in_(job_ids)
+    changes = table.state.in_(sorted(ALIVE)), table.job_id.in_(job_ids)
     statement = select(*columns).where(*changes).order_by(table.job_id, table.trial_number)
     found: dict[str, list[Any]] = {}
     for row in transaction.tuples(statement) if job_ids else ():
@@ -217,7 +217,7 @@ def silent_counts(transaction: Transaction, job_ids: Collection[str], now: datet
 
 
 def withdrawn_count(transaction: Transaction, job_id: str) -> int:
-    """Return the number of withdrawn trials; the job's event count includes all other ends of trials."""
+    """Return the number of withdrawn trials."""
     withdrawn = trials.c.job_id == job_id, trials.c.state == TrialState.WITHDRAWN
     return transaction.connection.scalar(select(func.count()).where(*withdrawn)) or 0
 

@@ -36,14 +36,7 @@ Row = RowMapping | Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredJob(JobState):
-    """Row of `jobs`.
-
-    Attributes:
-        created_at: Time of its registration (UTC).
-        rng_state: State of its random generator as JSON, or None.
-        owner: Id of the token that owns it; None if it was registered without a token and is open to all.
-        shared: True if other tokens may use it too.
-    """
+    """Row of `tables.jobs`; a job without an owner is open to all."""
 
     created_at: datetime
     rng_state: str | None
@@ -163,6 +156,7 @@ def job_row(stored: StoredJob) -> dict[str, Any]:
     runs = stored.registration.target_runs
     return {
         "job_id": stored.job_id,
+        "shared": stored.shared,
         "fingerprint": None if fingerprint is None else fingerprint.model_dump_json(),
         "target_metric": None if runs is None else stored.registration.target_metric,
         "target_runs": None if runs is None else json.dumps(runs),

@@ -313,8 +313,10 @@ webhooks = sa.Table(
     sa.Column("created_at", UtcDateTime, nullable=False),
     # Begin of the first week (UTC) without a total.
     sa.Column("week", UtcDateTime, nullable=False),
-    # Null after three days of failures. Also a claim: the process that moves it delivers until then.
+    # When the next delivery is due; null after three days of failures. Also a claim: the process that moves it delivers
+    # until then.
     sa.Column("next_attempt_at", UtcDateTime),
+    # Time of the first failure since the last accepted message.
     sa.Column("failing_since", UtcDateTime),
     sa.Column("last_error", sa.String(255)),
     **_MYSQL,

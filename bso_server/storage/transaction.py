@@ -338,7 +338,13 @@ class Transaction:
             JobExistsError: Another job has its id; the transaction must end.
         """
         entered_at = bandit_entered_from_the_start(registration)
-        new = StoredJob(registration=registration, created_at=created_at, bandit_entered_at=entered_at, rng_state=None)
+        new = StoredJob(
+            registration=registration,
+            created_at=created_at,
+            bandit_entered_at=entered_at,
+            rng_state=None,
+            shared=shared,
+        )
         row = (
             job_row(new)
             | _terms_of(registration)
@@ -347,7 +353,6 @@ class Transaction:
                 "registration_id": registration.registration_id,
                 "created_at": created_at,
                 "owner": owner,
-                "shared": shared,
                 "importing_at": importing_at,
             }
         )
@@ -386,10 +391,6 @@ class Transaction:
         self._update(
             trials, [{"job_id": job_id, "trial_number": number, "other_gpus": value} for number in sorted(numbers)]
         )
-
-    def share_job(self, job_id: str, *, shared: bool) -> None:
-        """Set whether tokens other than its owner may use a locked job."""
-        self.connection.execute(sa.update(jobs).where(jobs.c.job_id == job_id).values(shared=shared))
 
     def insert_arms(self, job_id: str, batch_sizes: Iterable[int]) -> None:
         """Insert arms of a locked job for further batch sizes."""
@@ -432,12 +433,6 @@ class Transaction:
     def newest_power_profile(self, job_id: str, batch_size: int) -> StoredPowerProfile | None:
         """Return the profile of the latest trial of this size on the job's GPUs that has one, or None."""
         found = self.rows(_NEWEST_POWER_PROFILE, job_id=job_id, batch_size=batch_size)
-        return StoredPowerProfile(**found[0]) if found else None
-
-    def power_profile(self, key: TrialKey) -> StoredPowerProfile | None:
-        """Return the profile of a trial, or None."""
-        table = power_profiles.c
-        found = self.rows(sa.select(power_profiles).where(table.job_id == key[0], table.trial_number == key[1]))
         return StoredPowerProfile(**found[0]) if found else None
 
     def insert_power_profiles(self, added: Iterable[StoredPowerProfile]) -> None:

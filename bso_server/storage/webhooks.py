@@ -16,14 +16,7 @@ Row, _KNOWN = webhooks.c, webhook_jobs.c.keys()
 
 @dataclass(frozen=True, slots=True)
 class Webhook:
-    """Row of `webhooks`: an address that gets messages; instants are UTC.
-
-    Attributes:
-        events: Kinds of messages, separated by blanks.
-        week: Begin of the first week without a total.
-        next_attempt_at: When the next delivery is due; None if the webhook is switched off.
-        failing_since: Time of the first failure since the last accepted message, or None.
-    """
+    """Row of `tables.webhooks`: an address that gets messages."""
 
     webhook_id: str
     url: str
@@ -39,7 +32,7 @@ class Webhook:
 
 @dataclass(frozen=True, slots=True)
 class KnownJob:
-    """Row of `webhook_jobs`: the state of a job that a receiver knows."""
+    """Row of `tables.webhook_jobs`: the state of a job that a receiver knows."""
 
     job_id: str
     webhook_id: str
@@ -103,9 +96,12 @@ def save_known_job(transaction: Transaction, known: KnownJob) -> None:
 
 
 def totals_between(transaction: Transaction, begin: datetime, end: datetime) -> tuple[int, int, int, float, float]:
-    """Return numbers of jobs and trials that ended, and of those that reached the target; their joules and seconds."""
+    """Return numbers of jobs and trials that ended, and of those that reached the target; their joules and seconds.
+
+    Trials that were set aside are left out.
+    """
     table = trials.c
-    ended = table.ended_at >= begin, table.ended_at < end, IS_THERE
+    ended = table.ended_at >= begin, table.ended_at < end, table.state != TrialState.WITHDRAWN, IS_THERE
     reached = func.coalesce(func.sum(case((table.state == TrialState.COMPLETED, 1), else_=0)), 0)
     sums = [func.coalesce(func.sum(each), 0.0) for each in (table.energy_j, table.time_s)]
     statement = select(func.count(table.job_id.distinct()), func.count(), reached, *sums)

@@ -37,7 +37,8 @@ def test_other_sizes_and_busy_machines_are_not_compared() -> None:
     before = runs(100.0, 103.0, 98.0, 101.0, 99.0)
     assert drift_of(JOB, before + runs(300.0, 301.0, size=8)) is None
     assert drift_of(JOB, before + runs(300.0, 301.0, waited_share=0.5)) is None
-    assert drift_of(JOB, [*before, *runs(300.0, waited_share=0.5), *runs(100.0)]) is None
+    assert drift_of(JOB, [*before, *runs(300.0, waited_share=0.5), *runs(301.0)]) is None
+    assert drift_of(JOB, [*before, *runs(300.0, 301.0), *runs(100.0, waited_share=0.5)]) is None
     assert drift_of(JOB, []) is None
 
 

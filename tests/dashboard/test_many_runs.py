@@ -109,12 +109,16 @@ async def test_remembered_old_runs_change_with_their_rows(file: Path) -> None:
         "UPDATE trials SET state = 'completed', ended_event = 10001, energy_j = 9e5 WHERE trial_number = 155;"
         "UPDATE jobs SET event_count = 10001",
         "UPDATE jobs SET event_count = 10002",
+        # A target that its user gives later ends earlier epochs of the same runs.
+        "UPDATE trials SET energy_j = 9e6 WHERE trial_number = 255;"
+        "UPDATE jobs SET target_metric = 0.5, target_runs = '[]'",
     )
-    reached = [[90, 90], [89, 90], [89, 89], [89, 90], [89, 90]]
+    reached = [[90, 90], [89, 90], [89, 89], [89, 90], [89, 90], [89, 90]]
     assert [[each.reached for each in page.older[:2]] for page in pages] == reached
     saved = [page.view.savings for page in pages]
     assert saved[3].energy_j.spent > saved[0].energy_j.spent
     assert saved[3] == saved[4]
+    assert saved[5].energy_j.spent > saved[4].energy_j.spent + 8e6
 
 
 def test_number_of_bins_stays_small() -> None:

@@ -74,6 +74,21 @@ class TestConditionalRequests:
         assert await changed() >= {"/ui/", "/ui/jobs/job-1"}
         assert await changed() == set()
 
+    async def test_target_given_later_changes_the_list_of_jobs(self, new_http: httpx.AsyncClient) -> None:
+        without = job(job_id="job-1", target_metric=None, max_epochs=2)
+        (await new_http.post("/jobs", json=without)).raise_for_status()
+        trial = (await new_http.get("/jobs/batch_size", params={"job_id": "job-1"})).json()
+        trial = {name: trial[name] for name in ("job_id", "batch_size", "trial_number")}
+        for epoch in (1, 2):
+            report = {**trial, "time": 10 * epoch, "energy": 500 * epoch, "current_epoch": epoch, "metric": 0.8}
+            (await new_http.post("/report", json=report)).raise_for_status()
+        known = (await new_http.get("/ui/jobs.json")).headers["etag"]
+        (await new_http.post("/jobs", json=without | {"target_metric": 0.7})).raise_for_status()
+        answer = await new_http.get("/ui/jobs.json", headers={"If-None-Match": known})
+        assert answer.status_code == 200
+        shown = (await new_http.get("/api/jobs/job-1")).json()
+        assert answer.json()["jobs"][0]["job"]["min_cost_j"] == shown["min_cost_j"]
+
     async def test_page_in_second_theme_has_own_version(self, http: httpx.AsyncClient) -> None:
         plain = await http.get("/ui/")
         dark = {"Cookie": "zeus_bso_theme=dark", "If-None-Match": plain.headers["etag"]}

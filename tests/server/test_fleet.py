@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import AsyncIterator
 
 import pytest
 
-from bso_server.errors import JobConflictError
+from bso_server.core.verdict import LEAST_CONTROLS
+from bso_server.errors import DatabaseUnavailableError, JobConflictError
+from bso_server.service import reading
 from bso_server.service.fleet import FleetReader
 from bso_server.service.views import FleetJob, FleetPage, Tariff
+from bso_server.storage.store import Store
 from bso_server.ui import fleet
 from tests.support.exports import exported, pieces_of, renamed
 from tests.support.service import HOUR_S, JobService, job_service, result
@@ -35,6 +39,16 @@ async def run(server: JobService, scale: float = 1.0) -> TrialDispatch:
     return trial
 
 
+async def run_noisily(server: JobService, runs: int, *, at_32_j: float, noise: float) -> None:
+    """Let recurrences reach the target whose costs vary at random."""
+    chance = random.Random(3)  # noqa: S311 - no secret
+    for _ in range(runs):
+        server.wait(HOUR_S)
+        trial = await server.suggest()
+        cost_j = {**COSTS_J, 32: at_32_j}[trial.batch_size] * chance.lognormvariate(0, noise)
+        await server.report(trial, cost_j=1000.0 * cost_j, epoch=4, metric=0.95)
+
+
 async def report_of(server: JobService, since: str, by: str = "job") -> FleetPage:
     return await FleetReader(server.store, Tariff(), lambda: server.now).read(since, by)
 
@@ -49,6 +63,7 @@ async def test_report_on_the_whole_life_of_a_job_has_the_figures_of_its_page(bso
     for _ in range(24):
         await run(bso, 1000.0)
     stopped = await bso.suggest()
+    await bso.report(stopped, cost_j=90e3)
     await bso.end(stopped)
     savings, line = (await bso.show()).savings, await job_in(bso, "90d")
     assert (line.word, line.saves, line.runs) == (savings.word, 1, 25) == (SavingsWord.SAVES, 1, 25)
@@ -75,9 +90,9 @@ async def test_period_counts_the_trials_that_ended_in_it(bso: JobService) -> Non
 
 
 async def test_nothing_counts_as_saved_before_the_verdict_is_shown(bso: JobService) -> None:
-    for _ in range(8):
-        await run(bso, 1000.0)
-    line = await job_in(bso, "90d")
+    await run_noisily(bso, 24, at_32_j=370.0, noise=0.15)
+    savings, line = (await bso.show()).savings, await job_in(bso, "90d")
+    assert (savings.batch_size, savings.controls >= LEAST_CONTROLS) == (32, True)
     assert (line.word, line.saves, line.loses) == (SavingsWord.NOT_SHOWN, 0, 0)
     assert (line.cost_saved_j, line.energy_saved_j, line.time_saved_s, line.advice) == (None, None, None, None)
 
@@ -95,6 +110,25 @@ async def test_job_whose_default_is_best_is_advised_to_train_at_it_alone(databas
         known = (await server.show()).job
         asked = CreatedJob.model_validate({**known.model_dump(), "batch_sizes": [32], "revise": True})
         assert (await server.service.register(asked))[0].batch_sizes == (32,)
+
+
+async def test_job_whose_sizes_hardly_differ_is_advised_to_train_at_the_default_alone(bso: JobService) -> None:
+    await run_noisily(bso, 40, at_32_j=395.0, noise=0.05)
+    line = await job_in(bso, "90d")
+    assert line.advice is not None
+    assert line.advice.startswith("the difference is small: a run saves between -")
+    assert line.advice.endswith(
+        f": train at 16 alone (bso-server jobs revise {bso.job_id} --batch-sizes 16), or offer other sizes"
+    )
+
+
+async def test_report_may_take_longer_than_a_request(bso: JobService) -> None:
+    await run(bso)
+    impatient = Store(bso.store._database, patience_s=1e-6)
+    with pytest.raises(DatabaseUnavailableError):
+        await impatient.read(reading.list_jobs)
+    page = await FleetReader(impatient, Tariff(), lambda: bso.now).read("1h", "job")
+    assert bso.job_id in {each.key for each in page.costliest}
 
 
 async def test_stuck_job_is_listed_with_advice(database_url: str) -> None:

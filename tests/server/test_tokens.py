@@ -327,14 +327,14 @@ class TestAuthenticating:
         authenticator = Authenticator(Book(RECORD))
         for number in range(100):
             await self.identify(authenticator, f"Bearer zbso_{number:08x}_{'x' * 43}")
-        assert len(authenticator._known) == 0
+        assert len(authenticator._known._values) == 0
 
     async def test_cache_of_known_tokens_is_bounded(self) -> None:
         made = [new_token(f"training {number}", {Scope.READ}, NOW) for number in range(1030)]
         authenticator = Authenticator(Book(*(record for _, record in made)))
         for token, _ in made:
             await authenticator.identify(f"Bearer {token}", FOREIGN, "")
-        assert len(authenticator._known) == 1024
+        assert len(authenticator._known._values) == 1024
 
 
 @pytest.fixture

@@ -23,10 +23,11 @@ import pytest
 from bso_server.errors import UnknownWebhookError
 from bso_server.service import webhooks as webhooks_module
 from bso_server.service.webhooks import DEFAULT_EVENTS, EVENTS, Message, NotAcceptedError, Webhooks, body_of
+from bso_server.storage.store import Store
 from bso_server.storage.webhooks import Webhook
 from tests.support.jobs import job
 from tests.support.servers import ServerProcess, bso_server
-from tests.support.service import JobService, job_service
+from tests.support.service import JobService, job_service, result
 from tests.support.wire import begin
 from zeus_plugins.protocol import GP_VOI, SavingsWord
 
@@ -199,6 +200,22 @@ async def test_change_of_cost_is_told_once_per_change(bso: JobService, receiver:
     assert "cost 100% more" in re.sub(r"\b(9\d|10\d)%", "100%", receiver.bodies[0]["text"])
 
 
+async def test_later_runs_are_compared_with_both_changed_ones_despite_a_busy_run(
+    bso: JobService, receiver: Receiver
+) -> None:
+    await hooks(bso).add(receiver.url, ["drift"])
+    busy_j = 205.0
+    costs_j = [100.0, 103.0, 98.0, 101.0, 99.0, 200.0, busy_j, 202.0, 201.0, 199.0, 100.0, 101.0]
+    for number, cost_j in enumerate(costs_j):
+        trial = await bso.offline(16, f"key-{number}")
+        waited_share = 0.5 if cost_j == busy_j else None
+        report = result(trial, cost_j=cost_j, metric=0.95, epoch=5, waited_share=waited_share)
+        await bso.service.reports.record_report(report)
+        await deliver(bso)
+    changes = [(each["data"]["trial_number"], round(each["data"]["change"], 1)) for each in receiver.bodies]
+    assert changes == [(8, 1.0), (12, -0.5)]
+
+
 @pytest.mark.storage
 async def test_failed_messages_are_repeated_with_equal_ids_across_restarts(
     bso: JobService, receiver: Receiver, caplog: pytest.LogCaptureFixture
@@ -273,6 +290,24 @@ async def test_receiver_with_a_limit_of_messages_gets_all_in_the_end(bso: JobSer
     assert (await only(bso)).next_attempt_at is not None
 
 
+async def test_refused_message_repeats_no_accepted_message_of_its_job(bso: JobService, receiver: Receiver) -> None:
+    await hooks(bso).add(receiver.url, ["verdict", "drift"])
+    for factor in [1.0] * 20 + [2.0] * 6:
+        await run(bso, factor)
+    receiver.answer = lambda handler: reply(handler, 204 if receiver.bodies[-1]["event"] == "verdict" else 400)
+    for _ in range(3):
+        await deliver(bso, minutes=60)
+    assert [each["event"] for each in receiver.bodies] == ["verdict", "drift", "drift", "drift"]
+
+
+async def test_delivery_may_take_longer_than_a_request(bso: JobService, receiver: Receiver) -> None:
+    await hooks(bso).add(receiver.url, ["trial_ended"])
+    await run(bso)
+    bso.now += timedelta(minutes=1)
+    await Webhooks(Store(bso.store._database, patience_s=1e-6), clock=lambda: bso.now).deliver()
+    assert receiver.taken() == [("trial_ended", bso.job_id)]
+
+
 @pytest.mark.storage
 async def test_two_processes_and_a_killed_one_deliver_each_message(bso: JobService, receiver: Receiver) -> None:
     await hooks(bso).add(receiver.url, ["trial_ended"])
@@ -297,13 +332,18 @@ async def test_two_processes_and_a_killed_one_deliver_each_message(bso: JobServi
 async def test_weekly_total_follows_a_week_with_runs_only(bso: JobService, receiver: Receiver) -> None:
     await hooks(bso).add(receiver.url)
     await run(bso)
+    with_wrong_numbers = await bso.suggest()
+    await bso.report(with_wrong_numbers, cost_j=1e9, epoch=4, metric=0.95)
+    await bso.discard(with_wrong_numbers)
     await deliver(bso)
     assert receiver.taken() == []
     await deliver(bso, minutes=7 * 24 * 60)
-    total = receiver.bodies[0]["data"]
+    total, text = receiver.bodies[0]["data"], receiver.bodies[0]["text"]
+    assert text.startswith("Week from 2025-12-29: 1 run of 1 job ended, 1 reached the target; ")
+    assert ". Of all jobs, 0 save and 0 lose; " in text
     assert receiver.taken() == [("weekly", None)]
     assert (total["week"], total["trials"], total["reached"]) == ("2025-12-29", 1, 1)
-    assert total["energy_j"] == pytest.approx(sum(each.energy_j or 0.0 for each in (await bso.show()).trials))
+    assert total["energy_j"] == pytest.approx((await bso.show()).trials[0].energy_j)
     await deliver(bso, minutes=1)
     await deliver(bso, minutes=7 * 24 * 60)
     assert receiver.taken() == []
