@@ -75,16 +75,12 @@ class EpochMeter:
         self._windows = 0
         self._measured: Measurement | None = None  # of the present epoch
         self._idle: dict[str, float] = {}
+        self.co2_g = self._spent.get("co2_g")  # grams of all ended epochs; None without a stated rate
 
     @property
     def totals(self) -> dict[str, float]:
         """Seconds and joules of all ended epochs, in plain types."""
         return {name: self._spent[name] for name in ("time_s", "energy_j")}
-
-    @property
-    def co2_g(self) -> float | None:
-        """Grams of CO2 of the training so far; None without a stated rate."""
-        return self._spent.get("co2_g")
 
     @property
     def source(self) -> str:
@@ -134,6 +130,7 @@ class EpochMeter:
             metrics |= {f"zeus/{name}": power_w for name, power_w in self._idle.items()}
             self._breakdown.begin()
         self._measured = None
+        self.co2_g = self._spent.get("co2_g")
         self._spent |= {"epoch_time_s": 0.0, "epoch_energy_j": 0.0}
         return metrics
 
