@@ -64,7 +64,7 @@ class RaplMonitor(CounterMonitor):
         max_power_w: float | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        super().__init__("rapl", partial(_packages, root, max_power_w), clock, RAPL_INTERVAL_S)
+        super().__init__("rapl", partial(_packages, root, max_power_w), clock, RAPL_INTERVAL_S, max_power_w)
 
 
 def _packages(root: Path, max_power_w: float | None) -> Found:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -225,6 +226,14 @@ Raises:
 def stated_power_w(power_w: float | None = None) -> float | None:
     """Return `power_w`, else the watts in ``ZEUS_ESTIMATED_POWER_W``, else None."""
     return ESTIMATED_POWER_W.number(is_positive=True) if power_w is None else power_w
+
+
+def check_power_w(name: str, power_w: float, of: str) -> None:
+    """Raise `ZeusBSOConfigError` unless the argument `name` states the watts of something."""
+    if not 0 < power_w < math.inf:
+        raise ZeusBSOConfigError(
+            f"{name} is {power_w!r}: state the watts of {of} at full load, a finite number above 0"
+        )
 
 
 class BridgedMonitor:

@@ -332,7 +332,8 @@ def _chosen_gpus(
     gpus = tuple(
         machine[each] if isinstance(each, int) else _open_uuid(nvml, each, machine, refused) for each in visible
     )
-    if len({gpu.index for gpu in gpus}) < len(gpus):
+    named_parts = {(gpu.index, each if gpu.mig_handle else "") for gpu, each in zip(gpus, visible, strict=True)}
+    if len(named_parts) < len(gpus):
         raise ZeusBSOConfigError(f"the same GPU is named twice ({_listing(gpus)}): name each once")
     if mixed:
         return gpus
