@@ -159,6 +159,7 @@ def test_idle_power_is_measured_before_the_training_and_not_subtracted(tmp_path:
     def sleep(time_s: float) -> None:
         slept_s.append(time_s)
         here.clock.now_s += time_s
+        here.gpus[0].power_mw = 80_000 if len(slept_s) % 2 else 120_000
         for package in (0, 1):
             spend_uj(here.powercap, f"intel-rapl:{package}", round(25e6 * time_s))
 
