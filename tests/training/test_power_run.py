@@ -13,9 +13,9 @@ from tests.support.fake_trainer import FakeTrainer
 from tests.support.frameworks import Powered
 from tests.support.power_limit_bench import BEST_W, FOUND_W, LIMITS_W, TABLE, is_as_the_table, machine
 from zeus_plugins.errors import ZeusBSOConfigError
-from zeus_plugins.power_limit import PowerLimitProfile, ZeusCost
+from zeus_plugins.power_limit import PowerLimitProfile
 from zeus_plugins.protocol import GpuConfig, PowerLimitChoice, PowerLimitSample, PowerProfile
-from zeus_plugins.training.power_run import PowerOptions, PowerRun
+from zeus_plugins.training.power_run import PowerLimitFindings
 from zeus_plugins.training.trial import TrialInfo
 
 SIZE = 16
@@ -42,8 +42,7 @@ class Training(Powered):
         ranks.rank = rank
         self.logged: list[dict[str, float]] = []
         self.done: list[str] = []
-        defaults = {"selector": ZeusCost(), "profile_path": None, "command": None}
-        self.run = PowerRun(PowerOptions(**(defaults | self.options(**options))))
+        self.run = PowerLimitFindings(**self.options(**options))._run
         self.run.begin(ranks, SIZE, keeper=keeper, log=self.logged.append, on_done=lambda: self.done.append("done"))
         if steps is not None:
             self.run.begin_steps(steps)
@@ -200,7 +199,7 @@ def test_trainer_is_released_after_the_end() -> None:
 
     ranks = Rank()
     ranks.world_size = 2  # the run gathers through the trainer
-    run = PowerRun(PowerOptions(ZeusCost(), 1, 2, None, None, machine().monitor, [], None))
+    run = PowerLimitFindings(energy_monitor=machine().monitor, devices=[])._run
     run.begin(ranks, SIZE, log=ranks.log, on_done=ranks.stop)
     trainer = weakref.ref(ranks)
     del ranks
