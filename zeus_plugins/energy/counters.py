@@ -134,10 +134,6 @@ class IntegratedPower:
         return round(self._energy_j * MICRO)
 
 
-def _no_notes(own: Collection[int]) -> Sequence[str]:  # noqa: ARG001 - of other devices
-    return ()
-
-
 class Found(NamedTuple):
     """Devices (`EnergyCounter`s or those of `IntegratedPower`), their description, and notes for a source.
 
@@ -147,7 +143,7 @@ class Found(NamedTuple):
     devices: Sequence[Any]
     number: int
     model: str
-    notes: Callable[[Collection[int]], Sequence[str]] = _no_notes
+    notes: Callable[[Collection[int]], Sequence[str]] = lambda _own: ()
 
 
 def _joined(find: Callable[[], Found], find_other: Callable[[], Found]) -> Found:

@@ -42,6 +42,14 @@ class EnergyUnavailableError(ZeusBSOConfigError):
         return f"{self.cause}. To estimate the energy from stated watts, use EstimateMonitor(power_w=...) instead."
 
 
+def answer_or_none(question: Callable[[], float]) -> float | None:
+    """Return the answer of a device, or None if it gives none."""
+    try:
+        return question()
+    except EnergyUnavailableError:
+        return None
+
+
 class NoPowerLimitError(EnergyUnavailableError):
     """A device counts its energy but gives no maximum power, so the user has to state it."""
 

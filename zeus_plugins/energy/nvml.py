@@ -154,26 +154,6 @@ class NvmlGpu:
             return ""
         return MODULE_SCOPE if abs(plain_w - of_module_w) < abs(plain_w - of_gpu_w) else GPU_SCOPE
 
-    def slope_w(self, clock: Callable[[], float], sleep: Callable[[float], None]) -> float | None:
-        """Return the watts by which the counter rises, between its moves of about `COMPARED_S`; None if it does not."""
-        moves: list[tuple[float, int]] = []
-        try:
-            latest_uj, end_s = self.energy_uj(), clock() + COMPARED_S
-            for _ in range(round(COMPARED_S / _POLL_S)):
-                sleep(_POLL_S)
-                reading_uj = self.energy_uj()
-                if reading_uj != latest_uj:
-                    latest_uj = reading_uj
-                    moves.append((clock(), reading_uj))
-                if clock() > end_s:
-                    break
-        except EnergyUnavailableError:
-            return None
-        if len(moves) < 2 or moves[-1][0] <= moves[0][0]:
-            return None
-        (begun_s, begun_uj), (ended_s, ended_uj) = moves[0], moves[-1]
-        return (ended_uj - begun_uj) / MICRO / (ended_s - begun_s)
-
     def other_processes(self, own: Collection[int] = ()) -> int:
         """Return the number of listed processes that compute on this GPU and do not belong to the training.
 
@@ -233,7 +213,7 @@ class NvmlMonitor(CounterMonitor):
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        find = partial(_found, nvml, device_indices, partial(_slope_w, clock, sleep))
+        find = partial(_found, nvml, device_indices, partial(slope_w, clock, sleep))
         super().__init__("nvml", find, clock, max_power_w=max_power_w, sleep=sleep)
 
 
@@ -286,8 +266,25 @@ class _Notes:
         return [note for note in (self._scope, "shared with other processes" if sharing else "") if note]
 
 
-def _slope_w(clock: Callable[[], float], sleep: Callable[[float], None], gpu: NvmlGpu) -> float | None:
-    return gpu.slope_w(clock, sleep)
+def slope_w(clock: Callable[[], float], sleep: Callable[[float], None], gpu: NvmlGpu) -> float | None:
+    """Return the watts by which the counter rises, between its moves of about `COMPARED_S`; None if it does not."""
+    moves: list[tuple[float, int]] = []
+    try:
+        latest_uj, end_s = gpu.energy_uj(), clock() + COMPARED_S
+        for _ in range(round(COMPARED_S / _POLL_S)):
+            sleep(_POLL_S)
+            reading_uj = gpu.energy_uj()
+            if reading_uj != latest_uj:
+                latest_uj = reading_uj
+                moves.append((clock(), reading_uj))
+            if clock() > end_s:
+                break
+    except EnergyUnavailableError:
+        return None
+    if len(moves) < 2 or moves[-1][0] <= moves[0][0]:
+        return None
+    (begun_s, begun_uj), (ended_s, ended_uj) = moves[0], moves[-1]
+    return (ended_uj - begun_uj) / MICRO / (ended_s - begun_s)
 
 
 def _found(
