@@ -66,22 +66,12 @@ class PowerRun:
         self._energy_monitor = energy_monitor
         self._devices, self._command = devices, command
         # The latest one, kept for its results after the training has ended.
-        self._profiler: PowerLimitProfiler | None = None
+        self.profiler: PowerLimitProfiler | None = None
         self._search: _Search | None = None
         self._steps_in_a_row: int | None = None
         # Whether steps are trained without interruption; whether they were before the present interruption.
         self._is_training = False
         self._is_interrupted = False
-
-    @property
-    def chosen_limit_w(self) -> float | None:
-        """The best limit in watts of each GPU; None if unknown or if no limit could be set."""
-        return None if self._profiler is None else self._profiler.chosen_limit_w
-
-    @property
-    def profile(self) -> PowerLimitProfile | None:
-        """The limits measured so far, and those known before."""
-        return None if self._profiler is None else self._profiler.profile
 
     def begin(
         self,
@@ -113,7 +103,7 @@ class PowerRun:
         def devices() -> Sequence[PowerLimitDevice]:
             return find_devices(place.gpus, command=self._command) if self._devices is None else self._devices
 
-        self._profiler = self._profiler_of(
+        self.profiler = self._profiler_of(
             devices if controls else None,
             monitor=node_monitor(place, self._energy_monitor) if controls else None,
             profile=self._known(batch_size, known) if ranks.rank == 0 else None,
@@ -121,7 +111,7 @@ class PowerRun:
             all_gather=ranks.all_gather if ranks.world_size > 1 else None,
             synchronize=synchronize if ranks.gpu_indices else None,
         )
-        self._search = _Search(self._profiler, ranks.rank == 0, keeper, log, on_done)
+        self._search = _Search(self.profiler, ranks.rank == 0, keeper, log, on_done)
 
     def begin_steps(self, steps_in_a_row: int | None = None) -> None:
         """Begin or continue to measure, for a known number of uninterrupted steps or None."""
@@ -172,8 +162,8 @@ class PowerRun:
         self.patches.undo()
         self._search = None
         self._is_training = self._is_interrupted = False
-        if self._profiler is not None:
-            self._profiler.close()
+        if self.profiler is not None:
+            self.profiler.close()
 
     def _finish_search(self, search: _Search) -> None:
         if not search.profiler.is_done:
@@ -181,8 +171,8 @@ class PowerRun:
         self._search, self._is_training = None, False
         search.on_done()
         self._keep(search)
-        if search.is_zero and self.chosen_limit_w is not None:
-            search.log({_METRIC: self.chosen_limit_w})
+        if search.is_zero and search.profiler.chosen_limit_w is not None:
+            search.log({_METRIC: search.profiler.chosen_limit_w})
 
     def _keep(self, search: _Search) -> None:
         """Keep the measurements in the file and on the server."""
@@ -276,12 +266,12 @@ class PowerLimitFindings:
     @property
     def chosen_limit_w(self) -> float | None:
         """The best limit in watts of each GPU; None if unknown or if no limit could be set."""
-        return self._run.chosen_limit_w
+        return None if self._run.profiler is None else self._run.profiler.chosen_limit_w
 
     @property
     def profile(self) -> PowerLimitProfile | None:
         """The limits that the latest training measured, with those known from the server or `profile_path`."""
-        return self._run.profile
+        return None if self._run.profiler is None else self._run.profiler.profile
 
 
 def batch_size_callback(callbacks: Iterable[Any]) -> BatchSizeArguments | None:
