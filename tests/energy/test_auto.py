@@ -305,7 +305,7 @@ def test_new_counter_is_an_entry_in_the_list_of_probes() -> None:
     mine = EstimateMonitor(1.0, basis="told by my meter")
 
     def probe(request: MonitorRequest) -> Choice:
-        return request.choice(lambda _: mine)
+        return request.choice(lambda **_: mine)
 
     assert energy.auto().source.startswith("estimate: 65 W assumed")
     assert energy.auto(probes=[probe, *PROBES]) is mine

@@ -193,21 +193,21 @@ class MonitorRequest:
         """True if the training names its GPUs or a probe has found them."""
         return self.gpu_is_seen or bool(self.device_indices)
 
-    def choice(self, make: Callable[[float | None], EnergyMonitor]) -> Choice:
-        """Choose `make(None)`, or `make(power_w)` with stated watts if its devices give no maximum power."""
+    def choice(self, make: Callable[..., EnergyMonitor]) -> Choice:
+        """Choose `make()`, or `make(max_power_w=...)` with stated watts if its devices give no maximum power."""
         try:
-            make(None).gpus()
+            make().gpus()
         except NoPowerLimitError as unavailable:
             power_w = stated_power_w(self.estimated_power_w) or DEFAULT_ESTIMATED_POWER_W
             warning = (
                 f"{unavailable.cause}: {power_w:g} W is taken for the most that it draws. Set {ESTIMATED_POWER_W} to"
                 " the watts of its data sheet (TDP)."
             )
-            return Choice(make(power_w), warning=warning)
-        return Choice(make(None))
+            return Choice(make(max_power_w=power_w), warning=warning)
+        return Choice(make())
 
     def counted_or_integrated(
-        self, counted: Callable[[float | None], EnergyMonitor], integrated: Callable[[float | None], EnergyMonitor]
+        self, counted: Callable[..., EnergyMonitor], integrated: Callable[..., EnergyMonitor]
     ) -> Choice:
         """Choose the monitor over counters or, with a warning, over power readings, or raise `UnmeasuredGpuError`."""
         try:

@@ -58,8 +58,7 @@ def probe(request: MonitorRequest, nvml: Nvml | None = None) -> Choice:
     try:
         open_gpus(nvml, indices)
         return request.counted_or_integrated(
-            lambda max_power_w: NvmlMonitor(indices, max_power_w=max_power_w, nvml=nvml),
-            lambda max_power_w: NvmlPowerMonitor(indices, max_power_w=max_power_w, nvml=nvml),
+            partial(NvmlMonitor, indices, nvml=nvml), partial(NvmlPowerMonitor, indices, nvml=nvml)
         )
     except NoGpuError:
         raise
