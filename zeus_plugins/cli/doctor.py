@@ -134,7 +134,7 @@ def _nvidia_gpus() -> Iterator[Finding]:
         yield Finding("nvidia", Level.OK, f"{gpu}: {text}", details)
         if None not in answers.values():
             yield _comparison(gpu)
-    yield from _power_limits(resets=False)
+    yield from power_limits(resets=False)
 
 
 def _comparison(gpu: NvmlGpu) -> Finding:
@@ -212,7 +212,7 @@ def _outbox() -> Finding:
     return Finding("outbox", Level.WARNING if waiting or refused else Level.OK, text, details)
 
 
-def _power_limits(*, resets: bool) -> Iterator[Finding]:
+def power_limits(*, resets: bool) -> Iterator[Finding]:
     """Examine or reset the power limit of each GPU."""
     try:
         devices = find_devices()
@@ -281,7 +281,7 @@ def _doctor(options: argparse.Namespace) -> int:
         document: dict[str, Any] = {"doubtful": doubtful, "results": [asdict(each) for each in results]}
         is_usable = True
     else:
-        findings = list(_shown(_power_limits(resets=True) if options.reset_power_limits else examine(), options))
+        findings = list(_shown(power_limits(resets=True) if options.reset_power_limits else examine(), options))
         is_usable = all(finding.level is not Level.PROBLEM for finding in findings)
         document = {"usable": is_usable, "findings": [asdict(finding) for finding in findings]}
     if options.json:
