@@ -25,7 +25,8 @@ from typing import Any
 
 from zeus_plugins.energy import EnergyUnavailableError
 from zeus_plugins.energy.counters import POLL_S, next_moves
-from zeus_plugins.energy.nvml import POWER_INSTANT, Nvml, NvmlGpu, open_gpus
+from zeus_plugins.energy.monitor import answer_or_none
+from zeus_plugins.energy.nvml import POWER_INSTANT, Nvml, NvmlGpu, open_gpus, slope_w
 from zeus_plugins.energy.visible import cuda_devices
 from zeus_plugins.environment import (
     CUDA_DEVICE_ORDER,
@@ -256,7 +257,7 @@ class Examination:
         result = partial(Result, gpu=str(gpu))
         load = self.load(gpu.uuid)
         missing = load.problem()
-        others, scope = gpu.other_processes(), gpu.scope(partial(gpu.slope_w, self.clock, self.sleep))
+        others, scope = gpu.other_processes(), gpu.scope(partial(slope_w, self.clock, self.sleep, gpu))
         found = f"{others} beside this one" if others else "none is told of"
         yield result("other processes", "none computes on the GPU", found, _ok(not others), details={"others": others})
         found = scope or "there is only the GPU"
@@ -304,10 +305,7 @@ class Examination:
         means: list[tuple[float, float | None]] = []
         instants: list[tuple[float, float | None]] = []
         while (now_s := self.clock()) - begun_s < least_s or len(means) < 2:
-            try:
-                means.append((now_s, gpu.power_w()))
-            except EnergyUnavailableError:
-                means.append((now_s, None))
+            means.append((now_s, answer_or_none(gpu.power_w)))
             instants.append((now_s, gpu.power_in(field=POWER_INSTANT)))
             self.sleep(_SAMPLE_S)
         ended_s, ended_uj = self._move(gpu)

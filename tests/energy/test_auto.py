@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import pickle
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,6 +18,7 @@ from zeus_plugins import energy
 from zeus_plugins.energy import (
     DEFAULT_ESTIMATED_POWER_W,
     AmdSmiMonitor,
+    AmdSmiPowerMonitor,
     EnergyMonitor,
     EnergyUnavailableError,
     EstimateMonitor,
@@ -112,6 +114,15 @@ def test_packages_without_a_stated_limit_are_measured(tmp_path: Path, caplog: py
     assert chosen.gpus().max_power == 65.0
     assert "package-0 (intel-rapl:0) states no power limit" in caplog.text
     assert auto(170.0, nvml=NO_DRIVER, powercap=tmp_path).gpus().max_power == 170.0
+    with pytest.raises(ZeusBSOConfigError, match="max_power_w is -5"):
+        auto(-5.0, nvml=NO_DRIVER, powercap=tmp_path)
+
+
+@pytest.mark.parametrize("power_w", [0.0, -5.0, math.nan, math.inf])
+def test_invalid_maximum_power_is_refused_at_once(power_w: float) -> None:
+    for kind in (RaplMonitor, JetsonMonitor, NvmlMonitor, NvmlPowerMonitor, AmdSmiMonitor, AmdSmiPowerMonitor):
+        with pytest.raises(ZeusBSOConfigError, match=r"max_power_w is .*: state the watts of the devices together"):
+            kind(max_power_w=power_w)
 
 
 SLICED = FakeGpu(mig_mode=1, slices=[None, 3, 3, None, None, None, None])
@@ -124,10 +135,11 @@ OLD = FakeGpu(name="Tesla P100", counter_mj=None, max_power_mw=250_000)
     [
         ("0", [SLICED], 300.0, "by power limit × 3/7 (MIG)", "NVIDIA H200 MIG 3g.18gb"),
         ("MIG-GPU-0", [SLICED], 300.0, "by power limit × 3/7 (MIG)", "NVIDIA H200 MIG 3g.18gb"),
+        ("MIG-GPU-0/1/0,MIG-GPU-0/2/0", [SLICED], 600.0, "by power limit × 3/7 (MIG)", "NVIDIA H200 MIG 3g.18gb"),
         ("0", [VIRTUAL], 65.0, "assumed", "GRID A100-10C"),
         ("0,1", [OLD] * 2, 500.0, "by power limit", "Tesla P100"),
     ],
-    ids=["a slice", "a slice by its name", "a virtual GPU", "GPUs without a counter"],
+    ids=["a slice", "a slice by its name", "two slices", "a virtual GPU", "GPUs without a counter"],
 )
 def test_unmeasurable_gpus_are_estimated_from_the_drivers_facts(
     monkeypatch: pytest.MonkeyPatch, setting: str, gpus: list[FakeGpu], max_power_w: float, basis: str, model: str
@@ -135,7 +147,7 @@ def test_unmeasurable_gpus_are_estimated_from_the_drivers_facts(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", setting)
     estimate = auto(nvml=FakeNvml(gpus))
     assert estimate.source == f"estimate: {max_power_w:g} W {basis}"
-    assert estimate.gpus() == GpuConfig(max_power=max_power_w, number_of_gpus=len(gpus), gpu_model=model)
+    assert estimate.gpus() == GpuConfig(max_power=max_power_w, number_of_gpus=setting.count(",") + 1, gpu_model=model)
     stated = auto(99.0, nvml=FakeNvml(gpus))
     assert (stated.source, stated.gpus().max_power) == ("estimate: 99 W stated", 99.0)
 
@@ -293,7 +305,7 @@ def test_new_counter_is_an_entry_in_the_list_of_probes() -> None:
     mine = EstimateMonitor(1.0, basis="told by my meter")
 
     def probe(request: MonitorRequest) -> Choice:
-        return request.choice(lambda _: mine)
+        return request.choice(lambda **_: mine)
 
     assert energy.auto().source.startswith("estimate: 65 W assumed")
     assert energy.auto(probes=[probe, *PROBES]) is mine

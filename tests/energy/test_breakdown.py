@@ -5,16 +5,24 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from tests.support.energy_bench import NOWHERE
+from tests.support.energy_bench import NOWHERE, window
 from tests.support.fake_nvml import Clock, FakeGpu, FakeNvml
 from tests.support.fake_powercap import make_powercap, spend_uj
 from tests.support.fake_trainer import FakeTrainer
 from zeus_plugins.cli import main
-from zeus_plugins.energy import EpochMeter, Measurement, NvmlMonitor, ReplayMonitor
+from zeus_plugins.energy import (
+    EpochMeter,
+    EstimateMonitor,
+    Measurement,
+    NvmlMonitor,
+    NvmlPowerMonitor,
+    ReplayMonitor,
+)
 from zeus_plugins.energy.meter import Breakdown
 from zeus_plugins.protocol import GpuConfig
 from zeus_plugins.training.energy_run import EnergyRun
@@ -63,10 +71,11 @@ def test_breakdown_contains_gpus_cpu_and_memory(
 ) -> None:
     here = Machine(tmp_path, number)
     breakdown = here.breakdown(indices)
+    monitor = NvmlMonitor(nvml=here.nvml, clock=here.clock) if indices is None else EstimateMonitor(65.0)
     for _ in range(2):
         breakdown.begin()
-        here.train(breakdown)
-        assert breakdown.end() == OF_THE_CPU | told
+        measured = window(monitor, here.clock, 0.0, partial(here.train, breakdown))
+        assert breakdown.end(measured) == OF_THE_CPU | told
 
 
 def test_unmeasurable_parts_are_left_out(tmp_path: Path) -> None:
@@ -78,9 +87,8 @@ def test_unmeasurable_parts_are_left_out(tmp_path: Path) -> None:
     breakdown = here.breakdown()
     breakdown.begin()
     here.train(breakdown)
-    here.gpus[1].counter_mj = here.gpus[1].temperature_c = None
-    here.gpus[0].power_mw = None
-    told = breakdown.end()
+    here.gpus[1].temperature_c = here.gpus[0].power_mw = None
+    told = breakdown.end(Measurement(10.0, 5000.0, "nvml", {"gpu_0": 3000.0}))
     assert "gpu_energy_j" not in told
     assert told["gpu_0_energy_j"] == 3000.0
     assert told["gpu_temperature_c"] == 72.0
@@ -90,17 +98,17 @@ def test_frozen_counter_is_left_out_instead_of_estimated(tmp_path: Path) -> None
     here = Machine(tmp_path)
     breakdown = here.breakdown()
     breakdown.begin()
-    here.clock.now_s += 10.0
-    assert "gpu_energy_j" not in breakdown.end()
+    measured = window(NvmlMonitor(nvml=here.nvml, clock=here.clock), here.clock, 10.0)
+    assert not {"gpu_energy_j", "cpu_energy_j", "dram_energy_j"} & breakdown.end(measured).keys()
 
 
 def test_gpu_without_a_counter_is_integrated() -> None:
     clock = Clock()
-    gpu = FakeGpu(counter_mj=None, power_mw=100_000)
-    breakdown = Breakdown(nvml=FakeNvml([gpu]), powercap=NOWHERE, clock=clock)
+    nvml = FakeNvml([FakeGpu(counter_mj=None, power_mw=100_000)])
+    breakdown = Breakdown(nvml=nvml, powercap=NOWHERE, clock=clock)
     breakdown.begin()
-    clock.now_s += 0.5
-    assert breakdown.end()["gpu_energy_j"] == pytest.approx(50.0)
+    measured = window(NvmlPowerMonitor(nvml=nvml, clock=clock), clock, 0.5)
+    assert breakdown.end(measured)["gpu_energy_j"] == pytest.approx(50.0)
 
 
 def test_metrics_of_an_epoch_contain_the_parts_and_the_cost_stays_unchanged(
@@ -108,7 +116,7 @@ def test_metrics_of_an_epoch_contain_the_parts_and_the_cost_stays_unchanged(
 ) -> None:
     monkeypatch.setenv("ZEUS_CO2_G_PER_KWH", "360")
     here = Machine(tmp_path, 1)
-    monitor = ReplayMonitor([Measurement(10.0, 2500.0, "replay")] * 3, GPUS)
+    monitor = ReplayMonitor([Measurement(10.0, 2500.0, "replay", {"gpu_0": 3000.0})] * 3, GPUS)
     breakdown = here.breakdown()
     meter = EpochMeter(monitor, breakdown=breakdown)
     meter.begin()
@@ -159,6 +167,7 @@ def test_idle_power_is_measured_before_the_training_and_not_subtracted(tmp_path:
     def sleep(time_s: float) -> None:
         slept_s.append(time_s)
         here.clock.now_s += time_s
+        here.gpus[0].power_mw = 80_000 if len(slept_s) % 2 else 120_000
         for package in (0, 1):
             spend_uj(here.powercap, f"intel-rapl:{package}", round(25e6 * time_s))
 

@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 
+from tests.support.fake_nvml import Clock
 from tests.support.ranks import stories_of
 from tests.support.warm import LIGHTNING
-from zeus_plugins.energy import ClusterMonitor, EnergyUnavailableError, EstimateMonitor
+from zeus_plugins.energy import ClusterMonitor, EnergyUnavailableError, EstimateMonitor, Measurement
 from zeus_plugins.errors import ZeusBSOConfigError
+from zeus_plugins.protocol import GpuConfig
 
 
 @pytest.fixture(scope="module", name="stories")
@@ -50,6 +52,27 @@ def test_temporarily_failing_node_counts_with_maximum_power(stories: list[dict[s
     failed = "2 nodes: estimate: 100 W stated, estimate: 40 W for a node that failed to measure"
     assert first["windows"][0][1] == 280.0
     assert first["windows"][2] == [5.0, 5 * (100.0 + 40.0) + 3 * 40.0, failed]
+
+
+def test_window_over_two_exchanges_names_the_estimate_of_the_first() -> None:
+    clock = Clock()
+    shares = iter([[None, None], [None, None], [None, Measurement(1.0, 40.0, "nvml")]])
+    devices = GpuConfig(max_power=100.0, number_of_gpus=1, gpu_model="A40")
+    gathered = iter([[devices, devices], *shares])
+    monitor = ClusterMonitor(
+        lambda: EstimateMonitor(100.0, device_model="A40", clock=clock),
+        rank=0,
+        all_gather=lambda _: next(gathered),
+        clock=clock,
+    )
+    monitor.synchronize()
+    monitor.begin_window("trial")
+    for _ in range(2):
+        clock.now_s += 1.0
+        monitor.synchronize()
+    measured = monitor.end_window("trial")
+    assert measured.energy_j == 2 * 100.0 + 100.0 + 40.0
+    assert measured.source == "2 nodes: estimate: 100 W stated, estimate: 100 W for a node that failed to measure, nvml"
 
 
 def test_later_ranks_have_no_windows() -> None:

@@ -46,6 +46,23 @@ def test_each_training_appends_a_row_with_the_columns_of_codecarbon(
     assert (second["energy_consumed"], second["emissions"]) == ("1.0", "")
 
 
+def test_row_has_the_emissions_of_ended_epochs_below_a_heading_of_a_file_that_was_empty(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "emissions.csv"
+    file.touch()
+    monkeypatch.setenv("ZEUS_EMISSIONS_FILE", str(file))
+    monkeypatch.setenv("ZEUS_CO2_G_PER_KWH", "400")
+    run = EnergyRun()
+    run.begin(FakeTrainer(), ReplayMonitor([Measurement(20.0, 3_600_000.0, "replay")] * 3, GPUS))
+    run.end_epoch()
+    run.state()  # a checkpoint within the second epoch
+    run.close()
+    with file.open(newline="") as lines:
+        (row,) = csv.DictReader(lines)
+    assert [float(row[name]) for name in ("duration", "energy_consumed", "emissions")] == [20.0, 1.0, 0.4]
+
+
 def test_emissions_file_that_cannot_be_written_is_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

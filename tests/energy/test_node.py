@@ -11,10 +11,11 @@ import pytest
 
 from tests.support.energy_bench import NOWHERE, window
 from tests.support.fake_nvml import Clock, FakeGpu, FakeNvml
-from tests.support.fake_powercap import make_powercap, spend_uj
+from tests.support.fake_powercap import add_zone, make_powercap, spend_uj
 from tests.support.reporting import warnings_in
 from zeus_plugins.cli import main
 from zeus_plugins.energy import EstimateMonitor, NvmlMonitor, NvmlPowerMonitor, RaplMonitor, node
+from zeus_plugins.energy.counters import CounterMonitor
 from zeus_plugins.energy.node import whole_node
 from zeus_plugins.errors import ZeusBSOConfigError
 from zeus_plugins.protocol import GpuConfig
@@ -46,6 +47,35 @@ def test_stated_power_of_a_laptop_gpu_is_not_shared_with_the_packages(tmp_path: 
     assert window(monitor, clock, 0.0).source == "nvml power, integrated and rapl"
 
 
+def test_packages_without_a_limit_have_the_stated_power_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    add_zone(tmp_path, "intel-rapl:0", "package-0", max_power_uw=None)
+    monitor = whole_node(NvmlMonitor(nvml=FakeNvml()), 180.0, tmp_path)
+    assert monitor.gpus().max_power == 700.0 + 180.0
+    (warning,) = warnings_in(caplog)
+    assert "package-0 (intel-rapl:0) states no power limit" in warning
+    assert "180 W is taken" in warning
+
+
+def test_packages_beside_gpus_are_read_before_their_counters_wrap(tmp_path: Path) -> None:
+    root = make_powercap(tmp_path)
+    for devices in (NvmlMonitor(nvml=FakeNvml()), NvmlPowerMonitor(nvml=FakeNvml([FakeGpu(power_mw=1)]))):
+        monitor = whole_node(devices, powercap=root)
+        assert isinstance(monitor, CounterMonitor)
+        monitor.begin_window("training")
+        assert monitor._sampler is not None
+        assert monitor._sampler.interval_s() <= 10.0
+        monitor.end_window("training")
+
+
+def test_ranks_of_the_training_are_no_foreign_processes_in_the_scope_of_the_node(tmp_path: Path) -> None:
+    devices = NvmlMonitor(nvml=FakeNvml([FakeGpu(pids=[4_000_001])]))
+    devices.include([4_000_001])
+    monitor = whole_node(devices, powercap=make_powercap(tmp_path))
+    assert window(monitor, Clock(), 0.0).source == "nvml and rapl"
+
+
 def test_node_without_readable_packages_is_measured_by_its_gpus_with_a_warning(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -66,6 +96,14 @@ def test_scope_of_a_callback_is_checked_when_it_is_made() -> None:
         EnergyTotals(energy_scope="rack")
     with pytest.raises(ZeusBSOConfigError, match="leave out energy_monitor"):
         EnergyTotals(EstimateMonitor(65.0), energy_scope="node")
+
+
+def test_command_is_measured_on_a_gpu_without_a_limit_if_its_watts_are_stated(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml([FakeGpu(max_power_mw=None, limit_mw=None)]))
+    assert main(["energy", "--json", "--monitor", "nvml", "--power-w", "80", "--", "true"]) == 0
+    assert json.loads(capfd.readouterr().err)["max_power"] == 80.0
 
 
 @pytest.mark.parametrize(("scope", "model"), [("gpu", "NVIDIA H200"), ("node", "NVIDIA H200 with CPU and DRAM")])

@@ -31,6 +31,16 @@ def test_foreign_process_that_ends_within_a_window_stands_in_its_source_only() -
     assert window(monitor, Clock(), 0.0).source == "nvml"
 
 
+def test_foreign_process_that_ends_before_a_window_begins_does_not_stand_in_its_source() -> None:
+    gpu = FakeGpu(pids=[4_000_001])
+    monitor = NvmlMonitor(nvml=FakeNvml([gpu]), clock=Clock())
+    monitor.begin_window("first")
+    gpu.pids.clear()
+    monitor.begin_window("second")
+    sources = [monitor.end_window(name).source for name in ("first", "second")]
+    assert sources == [f"nvml, {OTHERS}", "nvml"]
+
+
 def test_ranks_and_children_of_the_training_are_no_foreign_processes() -> None:
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
         gpu = FakeGpu(pids=[child.pid, 4_000_001])

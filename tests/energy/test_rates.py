@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -100,9 +100,35 @@ def test_hour_that_comes_twice_in_autumn_has_two_prices(tmp_path: Path, text: st
     assert prices == pytest.approx([0.1, 0.2, 0.3, 0.4])
 
 
+def test_times_of_a_table_follow_its_zone_whatever_the_order_of_its_rows(tmp_path: Path) -> None:
+    rows = ("25/11/2026 12:00,2", "25/11/2026 11:00,1")
+    for zone, shift in (("CET/CEST", 1), ("WET/WEST", 0), ("EET/EEST", 2), ("UTC", 0)):
+        file = table(tmp_path, "\n".join((f"MTU ({zone}),Day-ahead Price (EUR/MWh)", *rows)))
+        rates = Rates({"ZEUS_PRICE_PER_KWH": file}, at(11 - shift))
+        prices = [rates.of(KWH, 60.0, at(hour - shift, 30))["money"] for hour in (11, 12)]
+        assert prices == pytest.approx([0.001, 0.002])
+
+
+def test_table_with_a_byte_order_mark_lasts_until_the_stated_end_of_its_last_row(tmp_path: Path) -> None:
+    row = "25/11/2026 11:00 - 25/11/2026 15:00"
+    file = table(tmp_path, f"\ufeffMTU (UTC),price\n25/11/2026 10:00 - 25/11/2026 11:00,1\n{row},2\n")
+    assert Rates({"ZEUS_PRICE_PER_KWH": file}, at(14, 59)).of(KWH, 60.0, at(14)) == {"money": 2.0}
+    with pytest.raises(ZeusBSOConfigError, match="10:00 to 2026-11-25 15:00 UTC, but none for now"):
+        Rates({"ZEUS_PRICE_PER_KWH": file}, at(15))
+
+
 def test_own_table_states_offsets_or_utc(tmp_path: Path) -> None:
     rates = Rates({"ZEUS_PRICE_PER_KWH": table(tmp_path, OWN)}, at(10))
     assert [rates.of(KWH, 60.0, at(hour, 30))["money"] for hour in (10, 11, 12)] == pytest.approx([0.1, 0.2, 0.4])
+
+
+def test_table_must_cover_the_present(tmp_path: Path) -> None:
+    now = datetime.now(UTC)
+    rows = [f"{now + timedelta(hours=hours):%Y-%m-%d %H:%M},{rate}\n" for hours, rate in ((-2, 1), (-1, 2), (3, 4))]
+    rates = Rates({"ZEUS_PRICE_PER_KWH": table(tmp_path, "".join(("time,price\n", *rows)))})
+    assert rates.of(KWH, 60.0) == {"money": 2.0}
+    with pytest.raises(ZeusBSOConfigError, match="but none for now"):
+        Rates({"ZEUS_PRICE_PER_KWH": table(tmp_path, "".join(("time,price\n", *rows[:1])))})
 
 
 def test_last_rate_continues_after_the_table_with_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

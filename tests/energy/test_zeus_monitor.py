@@ -91,6 +91,11 @@ def test_nvml_describes_the_monitored_gpus_by_default(indices: list[int], number
     assert described == GpuConfig(max_power=700.0 * number, number_of_gpus=number, gpu_model=H200)
 
 
+def test_gpus_must_be_given_for_a_monitor_of_the_cpu_beside_gpus() -> None:
+    with pytest.raises(ZeusBSOConfigError, match=r"which devices .* NVML cannot say .*gpus=GpuConfig"):
+        ZeusMonitorAdapter(FakeZeusMonitor(gpu_indices=[]), nvml=FakeNvml()).gpus()
+
+
 def test_gpus_must_be_given_if_nvml_cannot_describe_them() -> None:
     with pytest.raises(
         ZeusBSOConfigError, match=r"which devices .* NVML cannot say \(the NVIDIA driver .*gpus=GpuConfig"

@@ -96,7 +96,7 @@ def test_live_training_is_named_by_others_and_its_limit_left_alone(
 ) -> None:
     training, device = begin("signal"), KnownDevice(limit)
     monkeypatch.setattr(doctor, "find_devices", lambda: [device])
-    (reset,) = doctor.reset_power_limits()
+    (reset,) = doctor.power_limits(resets=True)
     assert (reset.level, f"process id {training.pid} " in reset.text) == ("warning", True)
     second = PowerLimitProfiler([device], Energy(), monitor=EstimateMonitor(100.0), limits_w=[100.0])
     second.on_epoch_begin()

@@ -483,7 +483,7 @@ def test_doctor_restores_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     assert reset_limit(left[0]) == (400.0, 600.0)
     assert left[1].limit_mw == 600_000
     monkeypatch.setattr(doctor, "find_devices", lambda: [lowered[0], silent[0], forbidden[0]])
-    findings = [(each.level, each.text) for each in doctor.reset_power_limits()]
+    findings = [(each.level, each.text) for each in doctor.power_limits(resets=True)]
     assert findings[0] == ("ok", "GPU 0 (H200): 300 W → 650 W")
     assert (findings[1][0], findings[2][0]) == ("problem", "problem")
     assert "does not tell its default limit" in findings[1][1]
@@ -491,7 +491,7 @@ def test_doctor_restores_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     assert lowered[1].limit_mw == 650_000
     record_limit()
     lowered[1].limit_mw = 350_000
-    first, again = next(doctor.reset_power_limits()), next(doctor.reset_power_limits())
+    first, again = next(doctor.power_limits(resets=True)), next(doctor.power_limits(resets=True))
     assert (first.level, again.text) == ("warning", "GPU 0 (H200): 350 W → 650 W")
     assert "350 W, which another program has set since a killed training set 400 W" in first.text
 

@@ -43,7 +43,6 @@ from zeus_plugins.power_limit import (
     ZeusCost,
     limits_between,
 )
-from zeus_plugins.power_limit.selectors import epoch_cost
 from zeus_plugins.protocol import GpuConfig
 
 GPUS = GpuConfig(max_power=250.0, number_of_gpus=1, gpu_model="V100")
@@ -93,10 +92,8 @@ def test_selectors_choose_the_literal_limits(selector: OptimumSelector, limit_w:
     ("limit_w", "eta", "cost_j"),
     [(100.0, 0.5, 330.0), (150.0, 0.5, 225.0), (200.0, 0.5, 215.0), (250.0, 0.5, 223.25), (150.0, 1.0, 150.0)],
 )
-def test_cost_of_an_epoch_is_literal(limit_w: float, eta: float, cost_j: float) -> None:
-    (sample,) = profile().only([limit_w]).samples
-    assert epoch_cost(sample, 1, 250.0, eta) == pytest.approx(cost_j)
-    assert epoch_cost(sample, 300, 250.0, eta) == pytest.approx(300 * cost_j)
+def test_cost_of_a_step_is_literal(limit_w: float, eta: float, cost_j: float) -> None:
+    assert ZeusCost(eta)._costs_j(profile().only([limit_w])) == [pytest.approx(cost_j)]
 
 
 @pytest.mark.parametrize("selector", [Energy(), Time(), ZeusCost(0.5), MaxSlowdown(1.0)])

@@ -54,7 +54,7 @@ class FakeGpu:
     # Power of the GPU and of the module that contains the GPU, each averaged over a second.
     scopes_mw: dict[int, int] = field(default_factory=dict)
     mig_mode: int | None = None
-    # Compute slices of each MIG slice by position; CUDA names the first MIG-{uuid}.
+    # Compute slices of each MIG slice by position; CUDA names the first MIG-{uuid}, and each MIG-{uuid}/{position}/0.
     slices: list[int | None] = field(default_factory=list)
 
     def spend(self, energy_mj: int) -> None:
@@ -111,6 +111,8 @@ class FakeNvml:
             if f"MIG-{gpu.uuid}" == uuid:
                 slices = next((each for each in gpu.slices if each is not None), 0)
                 return FakeSlice(gpu, slices, slices)
+            if uuid.startswith(f"MIG-{gpu.uuid}/"):
+                return self.nvmlDeviceGetMigDeviceHandleByIndex(gpu, int(uuid.split("/")[1]))
         raise FakeNvmlError("Not Found")
 
     def nvmlDeviceGetName(self, handle: FakeGpu | FakeSlice) -> str | bytes:  # noqa: N802

@@ -13,9 +13,9 @@ from tests.support.fake_trainer import FakeTrainer
 from tests.support.frameworks import Powered
 from tests.support.power_limit_bench import BEST_W, FOUND_W, LIMITS_W, TABLE, is_as_the_table, machine
 from zeus_plugins.errors import ZeusBSOConfigError
-from zeus_plugins.power_limit import PowerLimitProfile, ZeusCost
+from zeus_plugins.power_limit import PowerLimitProfile
 from zeus_plugins.protocol import GpuConfig, PowerLimitChoice, PowerLimitSample, PowerProfile
-from zeus_plugins.training.power_run import PowerOptions, PowerRun
+from zeus_plugins.training.power_run import PowerLimitFindings
 from zeus_plugins.training.trial import TrialInfo
 
 SIZE = 16
@@ -42,16 +42,16 @@ class Training(Powered):
         ranks.rank = rank
         self.logged: list[dict[str, float]] = []
         self.done: list[str] = []
-        defaults = {"selector": ZeusCost(), "profile_path": None, "command": None}
-        self.run = PowerRun(PowerOptions(**(defaults | self.options(**options))))
+        self.found = PowerLimitFindings(**self.options(**options))
+        self.run = self.found._run
         self.run.begin(ranks, SIZE, keeper=keeper, log=self.logged.append, on_done=lambda: self.done.append("done"))
         if steps is not None:
             self.run.begin_steps(steps)
 
     @property
     def samples(self) -> tuple[PowerLimitSample, ...]:
-        assert self.run.profile is not None
-        return self.run.profile.samples
+        assert self.found.profile is not None
+        return self.found.profile.samples
 
     def steps(self, count: int) -> list[float]:
         """Train `count` steps; return the limit of each step."""
@@ -83,8 +83,8 @@ def known(*limits_w: float) -> PowerProfile:
 def test_best_limit_is_found_kept_and_restored(training: Training) -> None:
     limits_w = training.steps(14)
     assert limits_w == [250.0] * 3 + [200.0] * 3 + [150.0] * 3 + [100.0] * 3 + [BEST_W] * 2
-    assert training.run.chosen_limit_w == BEST_W
-    assert is_as_the_table(training.run.profile)
+    assert training.found.chosen_limit_w == BEST_W
+    assert is_as_the_table(training.found.profile)
     assert training.logged == [{"zeus/power_limit_w": BEST_W}]
     assert training.done == ["done"]
     training.run.end_steps()
@@ -92,7 +92,7 @@ def test_best_limit_is_found_kept_and_restored(training: Training) -> None:
     training.run.close()
     assert training.device.limit_w() == FOUND_W
     # The result remains available.
-    assert training.run.chosen_limit_w == BEST_W
+    assert training.found.chosen_limit_w == BEST_W
 
 
 def test_limit_does_not_change_before_steps_begin() -> None:
@@ -108,7 +108,7 @@ def test_interruption_is_not_measured(training: Training) -> None:
     training.run.resume()
     # The interrupted limit starts again with its warm-up.
     assert training.steps(12) == [250.0] * 3 + [200.0] * 3 + [150.0] * 3 + [100.0] * 3
-    assert is_as_the_table(training.run.profile)
+    assert is_as_the_table(training.found.profile)
 
 
 def test_checkpoint_between_two_steps_is_not_measured(training: Training) -> None:
@@ -156,8 +156,8 @@ def test_limits_known_to_the_trial_are_not_measured_again() -> None:
     keeper = Keeper(known(250.0, 200.0, 150.0))
     training = Training(keeper)
     assert training.steps(5) == [100.0] * 3 + [BEST_W] * 2
-    assert training.run.profile is not None
-    assert training.run.profile.batch_size == 64
+    assert training.found.profile is not None
+    assert training.found.profile.batch_size == 64
 
 
 def test_no_step_is_measured_if_every_limit_is_known() -> None:
@@ -200,7 +200,8 @@ def test_trainer_is_released_after_the_end() -> None:
 
     ranks = Rank()
     ranks.world_size = 2  # the run gathers through the trainer
-    run = PowerRun(PowerOptions(ZeusCost(), 1, 2, None, None, machine().monitor, [], None))
+    found = PowerLimitFindings(energy_monitor=machine().monitor, devices=[])
+    run = found._run
     run.begin(ranks, SIZE, log=ranks.log, on_done=ranks.stop)
     trainer = weakref.ref(ranks)
     del ranks
@@ -209,7 +210,7 @@ def test_trainer_is_released_after_the_end() -> None:
     run.close()
     gc.collect()
     assert trainer() is None
-    assert (run.profile, run.chosen_limit_w) == (None, None)
+    assert (found.profile, found.chosen_limit_w) == (None, None)
 
 
 def test_calls_after_the_end_have_no_effect(training: Training) -> None:

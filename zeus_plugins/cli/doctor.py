@@ -8,7 +8,7 @@ import importlib.util
 import json
 import os
 import platform
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from functools import partial
@@ -19,6 +19,7 @@ from zeus_plugins.client.outbox import default_outbox
 from zeus_plugins.client.port import NO_RETRIES
 from zeus_plugins.energy import AmdSmiMonitor, EnergyMonitor, EnergyUnavailableError, RaplMonitor
 from zeus_plugins.energy.auto import choose
+from zeus_plugins.energy.monitor import answer_or_none
 from zeus_plugins.energy.nvml import NvmlGpu, open_gpus
 from zeus_plugins.environment import STATE_DIRECTORY, VARIABLES
 from zeus_plugins.errors import (
@@ -120,7 +121,7 @@ def _nvidia_gpus() -> Iterator[Finding]:
         yield Finding("nvidia", Level.PROBLEM, str(error))
         return
     for gpu in gpus:
-        energy_uj, power_w = _answer(gpu.energy_uj), _answer(gpu.power_w)
+        energy_uj, power_w = answer_or_none(gpu.energy_uj), answer_or_none(gpu.power_w)
         answers = {"energy counter": energy_uj, "power reading": power_w}
         text = ", ".join(f"{'no ' if answer is None else ''}{what}" for what, answer in answers.items())
         details = {
@@ -128,19 +129,12 @@ def _nvidia_gpus() -> Iterator[Finding]:
             "name": gpu.name,
             "counter_j": None if energy_uj is None else energy_uj / 1e6,
             "power_w": power_w,
-            "max_power_w": _answer(partial(getattr, gpu, "max_power_w")),
+            "max_power_w": answer_or_none(partial(getattr, gpu, "max_power_w")),
         }
         yield Finding("nvidia", Level.OK, f"{gpu}: {text}", details)
         if None not in answers.values():
             yield _comparison(gpu)
-    yield from _power_limits()
-
-
-def _answer(question: Callable[[], float]) -> float | None:
-    try:
-        return question()
-    except EnergyUnavailableError:
-        return None
+    yield from power_limits(resets=False)
 
 
 def _comparison(gpu: NvmlGpu) -> Finding:
@@ -218,13 +212,8 @@ def _outbox() -> Finding:
     return Finding("outbox", Level.WARNING if waiting or refused else Level.OK, text, details)
 
 
-def reset_power_limits() -> Iterator[Finding]:
-    """Restore power limits, with a finding for each GPU."""
-    return _power_limits(_reset)
-
-
-def _power_limits(examined: Callable[[PowerLimitDevice], Finding] | None = None) -> Iterator[Finding]:
-    """Examine the power limit of each GPU, or use it otherwise."""
+def power_limits(*, resets: bool) -> Iterator[Finding]:
+    """Examine or reset the power limit of each GPU."""
     try:
         devices = find_devices()
     except ZeusBSOConfigError as error:
@@ -232,11 +221,11 @@ def _power_limits(examined: Callable[[PowerLimitDevice], Finding] | None = None)
         return
     for device in devices:
         try:
-            yield (examined or _power_limit)(device)
+            yield _reset(device) if resets else _power_limit(device)
         except PowerLimitKeptError as error:
             yield Finding("power limit", Level.WARNING, str(error))
         except PowerLimitUnavailableError as error:
-            yield Finding("power limit", Level.PROBLEM if examined else Level.OK, str(error))
+            yield Finding("power limit", Level.PROBLEM if resets else Level.OK, str(error))
 
 
 def _power_limit(device: PowerLimitDevice) -> Finding:
@@ -292,7 +281,7 @@ def _doctor(options: argparse.Namespace) -> int:
         document: dict[str, Any] = {"doubtful": doubtful, "results": [asdict(each) for each in results]}
         is_usable = True
     else:
-        findings = list(_shown(reset_power_limits() if options.reset_power_limits else examine(), options))
+        findings = list(_shown(power_limits(resets=True) if options.reset_power_limits else examine(), options))
         is_usable = all(finding.level is not Level.PROBLEM for finding in findings)
         document = {"usable": is_usable, "findings": [asdict(finding) for finding in findings]}
     if options.json:

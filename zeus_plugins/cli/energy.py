@@ -37,14 +37,15 @@ def _make(name: str, power_w: float | None) -> EnergyMonitor:
         if stated_w is None:
             raise ZeusBSOError("an estimate needs watts: pass --power-w or set ZEUS_ESTIMATED_POWER_W")
         return energy.EstimateMonitor(stated_w)
-    monitors: dict[str, Callable[[], EnergyMonitor]] = {
-        "auto": lambda: energy.auto(power_w),
+    if name == "auto":
+        return energy.auto(power_w)
+    kinds: dict[str, Callable[..., EnergyMonitor]] = {
         "nvml": energy.NvmlMonitor,
         "nvml-power": energy.NvmlPowerMonitor,
         "amdsmi": energy.AmdSmiMonitor,
-        "rapl": lambda: energy.RaplMonitor(max_power_w=power_w),
+        "rapl": energy.RaplMonitor,
     }
-    return monitors[name]()
+    return kinds[name](max_power_w=power_w)
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -64,7 +65,10 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="energy monitor (default %(default)s: the best monitor of this machine)",
     )
     parser.add_argument(
-        "--power-w", type=float, help="watts for an estimate without a counter (default: ZEUS_ESTIMATED_POWER_W)"
+        "--power-w",
+        type=float,
+        help="watts at full load, for an estimate and for devices without a power limit (default: "
+        "ZEUS_ESTIMATED_POWER_W)",
     )
     parser.add_argument(
         "--scope",

@@ -46,8 +46,8 @@ def probe(request: MonitorRequest, amdsmi: AmdSmi | None = None) -> Choice | Non
     try:
         _open_gpus(amdsmi, indices or None)
         return request.counted_or_integrated(
-            lambda max_power_w: AmdSmiMonitor(indices or None, max_power_w=max_power_w, amdsmi=amdsmi),
-            lambda max_power_w: AmdSmiPowerMonitor(indices or None, max_power_w=max_power_w, amdsmi=amdsmi),
+            partial(AmdSmiMonitor, indices or None, amdsmi=amdsmi),
+            partial(AmdSmiPowerMonitor, indices or None, amdsmi=amdsmi),
         )
     except NoGpuError:
         raise

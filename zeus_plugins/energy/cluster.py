@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from zeus_plugins.energy.monitor import MAX_SOURCE_LENGTH, EnergyMonitor, Measurement, logger
@@ -13,6 +14,14 @@ from zeus_plugins.errors import ZeusBSOConfigError
 from zeus_plugins.protocol import GpuConfig
 
 _WINDOW = "zeus_node"
+
+
+@dataclass
+class _Others:
+    """The energy of the other nodes in an open window, and how they obtained it."""
+
+    energy_j: float = 0.0
+    sources: dict[str, None] = field(default_factory=dict)
 
 
 class ClusterMonitor:
@@ -60,17 +69,16 @@ class ClusterMonitor:
             if gpus is not None:
                 self._node_gpus[each] = gpus
         self._gpus = sum_of_nodes(list(self._node_gpus.values()))
-        # Of the other nodes, up to the latest `synchronize`.
-        self._others_j = 0.0
-        self._others_sources: tuple[str, ...] = ()
-        self._others_j_at_begin: dict[str, float] = {}
+        self._others_sources: tuple[str, ...] = ()  # at the latest `synchronize`
+        self._others: dict[str, _Others] = {}  # by open window
         self._synchronized_s: float | None = None
         self._is_measuring = self._has_warned = False
 
     @property
     def source(self) -> str:
         """The number of nodes, and how they obtain the energy."""
-        return self._joined(() if self._monitor is None else (self._monitor.source,))
+        own = () if self._monitor is None else (self._monitor.source,)
+        return self._joined((*own, *self._others_sources))
 
     def gpus(self) -> GpuConfig:
         """Describe the devices of all nodes together."""
@@ -83,27 +91,31 @@ class ClusterMonitor:
         self._synchronized_s = now_s
         if then_s is None:
             return
-        sources = []
+        energy_j, sources = 0.0, []
         for rank, gpus in self._node_gpus.items():
             share, power_w = shares[rank], gpus.max_power
             if rank != 0 and share is None:
-                self._others_j += power_w * (now_s - then_s)
+                energy_j += power_w * (now_s - then_s)
                 sources.append(f"estimate: {power_w:g} W for a node that failed to measure")
             elif share is not None:
-                self._others_j += share.energy_j
+                energy_j += share.energy_j
                 sources.append(share.source)
         self._others_sources = tuple(sources)
+        for others in self._others.values():
+            others.energy_j += energy_j
+            others.sources |= dict.fromkeys(sources)
 
     def begin_window(self, name: str) -> None:
         """See `EnergyMonitor.begin_window`. Only on rank 0."""
         self._own.begin_window(name)
-        self._others_j_at_begin[name] = self._others_j
+        self._others[name] = _Others()
 
     def end_window(self, name: str) -> Measurement:
         """Return the time of the window and the energy of all nodes. Only on rank 0."""
         own = self._own.end_window(name)
-        others_j = self._others_j - self._others_j_at_begin.pop(name)
-        return Measurement(own.time_s, own.energy_j + others_j, self._joined((own.source,)), own.parts_j)
+        others = self._others.pop(name)
+        source = self._joined((own.source, *(others.sources or self._others_sources)))
+        return Measurement(own.time_s, own.energy_j + others.energy_j, source, own.parts_j)
 
     def close(self) -> None:
         """Stop measuring on this rank, without a collective. Never raises, so that it can be called after an error."""
@@ -138,9 +150,8 @@ class ClusterMonitor:
             logger.log(level, "this node's energy cannot be measured, its maximum power is taken instead: %s", error)
         return measured
 
-    def _joined(self, own: tuple[str, ...]) -> str:
-        sources = dict.fromkeys(own + self._others_sources)
-        return f"{len(self._node_gpus)} nodes: {', '.join(sources)}"[:MAX_SOURCE_LENGTH]
+    def _joined(self, sources: Sequence[str]) -> str:
+        return f"{len(self._node_gpus)} nodes: {', '.join(dict.fromkeys(sources))}"[:MAX_SOURCE_LENGTH]
 
 
 def sum_of_nodes(nodes: Sequence[GpuConfig]) -> GpuConfig:

@@ -14,7 +14,14 @@ from functools import cached_property, partial, partialmethod
 from statistics import median
 from typing import Any, NamedTuple, Protocol
 
-from zeus_plugins.energy.monitor import MAX_SOURCE_LENGTH, Measurement, NoPowerLimitError, OpenWindows, logger
+from zeus_plugins.energy.monitor import (
+    MAX_SOURCE_LENGTH,
+    Measurement,
+    NoPowerLimitError,
+    OpenWindows,
+    check_power_w,
+    logger,
+)
 from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSOOperationOrderError
 from zeus_plugins.protocol import GpuConfig
 
@@ -127,10 +134,6 @@ class IntegratedPower:
         return round(self._energy_j * MICRO)
 
 
-def _no_notes(own: Collection[int]) -> Sequence[str]:  # noqa: ARG001 - of other devices
-    return ()
-
-
 class Found(NamedTuple):
     """Devices (`EnergyCounter`s or those of `IntegratedPower`), their description, and notes for a source.
 
@@ -140,7 +143,7 @@ class Found(NamedTuple):
     devices: Sequence[Any]
     number: int
     model: str
-    notes: Callable[[Collection[int]], Sequence[str]] = _no_notes
+    notes: Callable[[Collection[int]], Sequence[str]] = lambda _own: ()
 
 
 def _joined(find: Callable[[], Found], find_other: Callable[[], Found]) -> Found:
@@ -153,6 +156,7 @@ class _Reading(NamedTuple):
     time_s: float
     energies_uj: tuple[int, ...]
     late: int
+    looks: int
 
 
 class CounterMonitor:
@@ -179,6 +183,8 @@ class CounterMonitor:
         max_power_w: float | None = None,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
+        if max_power_w is not None:
+            check_power_w("max_power_w", max_power_w, "the devices together")
         self.source = source
         self._find = find
         self._clock, self._sleep = clock, sleep
@@ -189,7 +195,9 @@ class CounterMonitor:
         self._moved: list[tuple[int, float]] = []
         self._own_processes: tuple[int, ...] = ()
         self._suspected: set[str] = set()
-        self._notes: dict[str, None] = {}  # in the order in which they were first made, while windows are open
+        # Each note on the devices, and the number of the look that has found it last.
+        self._notes: dict[str, int] = {}
+        self._looks = 0
         self._sampler: Sampler | None = None  # while a window is open
 
     def joined(self, other: CounterMonitor) -> CounterMonitor:
@@ -199,7 +207,9 @@ class CounterMonitor:
         """
         source, find = f"{self.source} and {other.source}", partial(_joined, self._find, other._find)
         interval_s = self._sample_interval_s or other._sample_interval_s
-        return CounterMonitor(source, find, self._clock, interval_s, self._stated_power_w)
+        joined = CounterMonitor(source, find, self._clock, interval_s, self._stated_power_w, self._sleep)
+        joined.include(self._own_processes)
+        return joined
 
     def gpus(self) -> GpuConfig:
         """Describe the devices; their maximum power is the sum of the highest settable limits, in watts."""
@@ -219,7 +229,8 @@ class CounterMonitor:
 
     def look(self) -> None:
         """Keep the present notes on the devices, such as on other processes, for the sources of the open windows."""
-        self._notes |= dict.fromkeys(self._found.notes(self._own_processes))
+        self._looks += 1
+        self._notes |= dict.fromkeys(self._found.notes(self._own_processes), self._looks)
 
     def include(self, processes: Collection[int]) -> None:
         """Count the processes with these ids, such as other ranks, as part of the training."""
@@ -299,11 +310,9 @@ class CounterMonitor:
             for then, energy_uj in zip(seen, energies_uj, strict=True)
         ]
         late = sum(counter.late for counter in counters if isinstance(counter, IntegratedPower))
-        return _Reading(now_s, energies_uj, late)
+        return _Reading(now_s, energies_uj, late, self._looks)
 
     def _rest(self) -> None:
-        if not self._windows:
-            self._notes = {}
         if not self._windows and self._sampler is not None:
             # Forget it first: a signal may break in upon the wait for its thread, which ends all the same.
             sampler, self._sampler = self._sampler, None
@@ -335,8 +344,9 @@ class CounterMonitor:
         if ended.late != begun.late:
             source.append(f"with gaps above {LATE_S:g} s")
         self.look()
-        told = ", ".join([*source, *self._notes])[:MAX_SOURCE_LENGTH]
+        source += [note for note, latest in self._notes.items() if latest >= begun.looks]
         parts_j = {name: part_uj / MICRO for name, part_uj in parts_uj.items() if name not in unknown}
+        told = ", ".join(source)[:MAX_SOURCE_LENGTH]
         return Measurement(time_s, energy_uj / MICRO + estimated_w * time_s, told, parts_j)
 
     def _warn_once(self, counter: EnergyCounter, what: str) -> None:

@@ -41,10 +41,9 @@ def append_emissions(path: Path, time_s: float, energy_j: float, co2_g: float | 
     }
     if co2_g is not None:
         row |= {"emissions": co2_g / 1000, "emissions_rate": co2_g / 1000 / time_s if time_s else 0.0}
-    is_new = not path.exists()
     with path.open("a", encoding="utf-8", newline="") as file:
         writer = csv.DictWriter(file, COLUMNS, restval="")
-        if is_new:
+        if not file.tell():
             writer.writeheader()
         writer.writerow(row)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import platform
 import re
@@ -10,7 +9,7 @@ import time
 from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 
-from zeus_plugins.energy.monitor import Measurement, OpenWindows
+from zeus_plugins.energy.monitor import Measurement, OpenWindows, check_power_w
 from zeus_plugins.energy.processes import cpu_time_s, gpu_is_used, reports_cpu_time
 from zeus_plugins.errors import ZeusBSOBadOperationError, ZeusBSOConfigError
 from zeus_plugins.protocol import GpuConfig
@@ -48,10 +47,7 @@ class EstimateMonitor:
         on_cpu: bool | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        if not (math.isfinite(power_w) and power_w > 0):
-            raise ZeusBSOConfigError(
-                f"power_w is {power_w!r}: state the watts of the whole machine at full load, a finite number above 0"
-            )
+        check_power_w("power_w", power_w, "the whole machine")
         if number_of_devices < 1:
             raise ZeusBSOConfigError(f"number_of_devices is {number_of_devices!r}: state how many train, 1 or more")
         if device_model is not None and not 1 <= len(device_model) <= MAX_MODEL_LENGTH:

@@ -35,7 +35,7 @@ def probe_rapl(request: MonitorRequest, root: Path = POWERCAP) -> Choice | None:
     """Choose a monitor of the CPU packages, unless a GPU trains; see `Probe`."""
     if request.trains_on_gpu:
         return None
-    return request.choice(lambda max_power_w: RaplMonitor(root=root, max_power_w=max_power_w))
+    return request.choice(partial(RaplMonitor, root=root))
 
 
 class RaplMonitor(CounterMonitor):
@@ -64,7 +64,7 @@ class RaplMonitor(CounterMonitor):
         max_power_w: float | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        super().__init__("rapl", partial(_packages, root, max_power_w), clock, RAPL_INTERVAL_S)
+        super().__init__("rapl", partial(_packages, root, max_power_w), clock, RAPL_INTERVAL_S, max_power_w)
 
 
 def _packages(root: Path, max_power_w: float | None) -> Found:
@@ -177,7 +177,7 @@ def probe_jetson(request: MonitorRequest, root: Path = HWMON) -> Choice | None:
     """Choose a monitor of this Jetson module, whether its GPU or CPU trains; see `Probe`."""
     if not _open_rails(root):
         return None
-    return request.choice(lambda max_power_w: JetsonMonitor(root=root, max_power_w=max_power_w))
+    return request.choice(partial(JetsonMonitor, root=root))
 
 
 class JetsonMonitor(IntegratedPowerMonitor):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -10,16 +9,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import TypeVar
 
-from zeus_plugins.energy.counters import (
-    SAMPLE_INTERVAL_S,
-    CounterMonitor,
-    EnergyCounter,
-    Found,
-    IntegratedPower,
-    Sampler,
-)
+from zeus_plugins.energy.counters import CounterMonitor, Found, Sampler
 from zeus_plugins.energy.linux import POWERCAP, RAPL_INTERVAL_S, open_zones
-from zeus_plugins.energy.monitor import BridgedMonitor, EnergyMonitor, EnergyUnavailableError, Measurement, logger
+from zeus_plugins.energy.monitor import BridgedMonitor, EnergyMonitor, Measurement, answer_or_none, logger
 from zeus_plugins.energy.nvml import Nvml, NvmlGpu, open_gpus
 from zeus_plugins.energy.rates import Rates
 from zeus_plugins.energy.zeus_monitor import WindowMonitor, as_energy_monitor
@@ -75,16 +67,12 @@ class EpochMeter:
         self._windows = 0
         self._measured: Measurement | None = None  # of the present epoch
         self._idle: dict[str, float] = {}
+        self.co2_g = self._spent.get("co2_g")  # grams of all ended epochs; None without a stated rate
 
     @property
     def totals(self) -> dict[str, float]:
         """Seconds and joules of all ended epochs, in plain types."""
         return {name: self._spent[name] for name in ("time_s", "energy_j")}
-
-    @property
-    def co2_g(self) -> float | None:
-        """Grams of CO2 of the training so far; None without a stated rate."""
-        return self._spent.get("co2_g")
 
     @property
     def source(self) -> str:
@@ -134,6 +122,7 @@ class EpochMeter:
             metrics |= {f"zeus/{name}": power_w for name, power_w in self._idle.items()}
             self._breakdown.begin()
         self._measured = None
+        self.co2_g = self._spent.get("co2_g")
         self._spent |= {"epoch_time_s": 0.0, "epoch_energy_j": 0.0}
         return metrics
 
@@ -174,8 +163,8 @@ class EpochMeter:
 class Breakdown:
     """The energy of one machine by component; components that cannot be measured are left out.
 
-    It is not part of any cost. CPU and memory include everything that runs on the machine. `device_indices` are those
-    of `zeus_plugins.energy.auto`.
+    It is not part of any cost. The monitor of the training measures the GPUs. CPU and memory include everything that
+    runs on the machine. `device_indices` are those of `zeus_plugins.energy.auto`.
     """
 
     def __init__(
@@ -187,42 +176,29 @@ class Breakdown:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        self._sleep = sleep
+        self._clock, self._sleep = clock, sleep
         uses_no_gpu = device_indices is not None and not device_indices
         self._gpus: Sequence[NvmlGpu] = () if uses_no_gpu else _found(partial(open_gpus, nvml, device_indices))
-        self._clock = clock
-        self._parts: dict[str, CounterMonitor] = {}
-        for gpu in self._gpus:
-            try:
-                gpu.energy_uj()
-                self._add(f"gpu_{gpu.index}", [gpu], None)
-            except EnergyUnavailableError:
-                self._add(f"gpu_{gpu.index}", [IntegratedPower(gpu, clock)], SAMPLE_INTERVAL_S)
-        zones = _found(partial(open_zones, powercap, None))
-        self._add("cpu", [zone for zone in zones if zone.is_package], RAPL_INTERVAL_S)
-        self._add("dram", [zone for zone in zones if not zone.is_package], RAPL_INTERVAL_S)
-        self._begun_s = 0.0
+        self._zones = _found(partial(open_zones, powercap, None))
+        self._packages = CounterMonitor("rapl", lambda: Found(self._zones, 1, "CPU"), clock, RAPL_INTERVAL_S)
         self._peak_w: float | None = None
         self._hottest_c: float | None = None
         self._watch: Sampler | None = None
-
-    def _add(self, name: str, counters: Sequence[EnergyCounter], interval_s: float | None) -> None:
-        if counters:
-            self._parts[name] = CounterMonitor("", lambda: Found(counters, 1, name), self._clock, interval_s)
 
     def idle(self) -> dict[str, float]:
         """Measure for `IDLE_S`; return ``idle_gpu_power_w`` and ``idle_cpu_power_w``, in watts, as far as known.
 
         A GPU's counter moves too seldom for so short a time, so its power readings are averaged.
         """
-        if not self._parts:
+        if not self._gpus and not self._zones:
             return {}
+        begun_s = self._clock()
         self.begin()
         readings_w = []
         for _ in range(_IDLE_READINGS):
             self._sleep(IDLE_S / _IDLE_READINGS)
             readings_w.append(self._power_w())
-        time_s, found = self._clock() - self._begun_s, self.end()
+        time_s, found = self._clock() - begun_s, self.end()
         known_w = [power_w for power_w in readings_w if power_w is not None]
         idle = {"idle_gpu_power_w": fmean(known_w)} if known_w else {}
         if "cpu_energy_j" in found and time_s > 0:
@@ -231,20 +207,17 @@ class Breakdown:
 
     def begin(self) -> None:
         """Begin to measure. Never raises."""
-        self._begun_s = self._clock()
         self._peak_w = self._hottest_c = None
-        for name, part in self._parts.items():
+        if self._zones:
             try:
-                part.begin_window(_PART_WINDOW)
+                self._packages.begin_window(_PART_WINDOW)
             except (ZeusBSOError, OSError) as error:
-                logger.debug("the energy of %s cannot be measured: %s", name, error)
+                logger.debug("the energy of the CPU cannot be measured: %s", error)
         if self._gpus:
             self._watch = Sampler(self.look, WATCH_INTERVAL_S)
 
     def end(self, measured: Measurement | None = None) -> dict[str, float]:
-        """End the measurement of `begin`. Never raises.
-
-        The parts that `measured` has of the same time, by other readings, take the place of those measured here.
+        """End the measurement of `begin`, and join the parts that the training's monitor `measured`. Never raises.
 
         Returns:
             As far as known: ``gpu_energy_j``, ``cpu_energy_j`` and ``dram_energy_j``; for each of several GPUs its
@@ -255,17 +228,20 @@ class Breakdown:
             self._watch.stop()
             self._watch.sample()  # Reads at least once, even in a short epoch.
             self._watch = None
-        time_s = self._clock() - self._begun_s
-        parts_j = {name: joules for name in self._parts if (joules := self._ended(name)) is not None}
+        parts_j: dict[str, float] = {}
+        if self._zones:
+            try:
+                parts_j |= self._packages.end_window(_PART_WINDOW).parts_j
+            except (ZeusBSOError, OSError) as error:
+                logger.debug("the energy of the CPU cannot be measured: %s", error)
         if measured is not None:
             parts_j |= measured.parts_j
-            time_s = measured.time_s if any(name.startswith("gpu_") for name in measured.parts_j) else time_s
         found = {f"{name}_energy_j": parts_j[name] for name in ("cpu", "dram") if name in parts_j}
         gpus_j = {name: joules for name, joules in parts_j.items() if name.startswith("gpu_")}
-        if gpus_j and len(gpus_j) == len(self._gpus):
+        if measured is not None and gpus_j and len(gpus_j) == len(self._gpus):
             found["gpu_energy_j"] = sum(gpus_j.values())
-            if time_s > 0:
-                found["gpu_mean_power_w"] = mean_w = found["gpu_energy_j"] / time_s
+            if measured.time_s > 0:
+                found["gpu_mean_power_w"] = mean_w = found["gpu_energy_j"] / measured.time_s
                 self._peak_w = None if self._peak_w is None else max(self._peak_w, mean_w)
         if len(self._gpus) > 1:
             found |= {f"{name}_energy_j": joules for name, joules in gpus_j.items()}
@@ -274,23 +250,16 @@ class Breakdown:
 
     def look(self) -> None:
         """Record power and temperature."""
-        power_w = self._power_w()
-        if power_w is not None:
-            self._peak_w = max(power_w, self._peak_w or 0.0)
-        known_c = [] if self._hottest_c is None else [self._hottest_c]
-        self._hottest_c = max(known_c + _known(self._gpus, NvmlGpu.temperature_c), default=None)
+        self._peak_w = _highest(self._peak_w, self._power_w())
+        self._hottest_c = _highest(self._hottest_c, *(answer_or_none(gpu.temperature_c) for gpu in self._gpus))
 
     def _power_w(self) -> float | None:
-        powers_w = _known(self._gpus, NvmlGpu.instant_power_w)
+        powers_w = [power_w for gpu in self._gpus if (power_w := answer_or_none(gpu.instant_power_w)) is not None]
         return sum(powers_w) if powers_w and len(powers_w) == len(self._gpus) else None
 
-    def _ended(self, name: str) -> float | None:
-        try:
-            measured = self._parts[name].end_window(_PART_WINDOW)
-        except (ZeusBSOError, OSError) as error:
-            logger.debug("the energy of %s cannot be measured: %s", name, error)
-            return None
-        return None if "estimate" in measured.source else measured.energy_j
+
+def _highest(*values: float | None) -> float | None:
+    return max((value for value in values if value is not None), default=None)
 
 
 def _found(find: Callable[[], Sequence[Device]]) -> Sequence[Device]:
@@ -299,11 +268,3 @@ def _found(find: Callable[[], Sequence[Device]]) -> Sequence[Device]:
     except ZeusBSOError as error:
         logger.debug("a part of the energy is not known: %s", error)
         return ()
-
-
-def _known(gpus: Sequence[NvmlGpu], question: Callable[[NvmlGpu], float]) -> list[float]:
-    answers = []
-    for gpu in gpus:
-        with contextlib.suppress(EnergyUnavailableError):
-            answers.append(question(gpu))
-    return answers

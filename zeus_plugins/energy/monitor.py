@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -39,6 +40,14 @@ class EnergyUnavailableError(ZeusBSOConfigError):
 
     def __str__(self) -> str:
         return f"{self.cause}. To estimate the energy from stated watts, use EstimateMonitor(power_w=...) instead."
+
+
+def answer_or_none(question: Callable[[], float]) -> float | None:
+    """Return the answer of a device, or None if it gives none."""
+    try:
+        return question()
+    except EnergyUnavailableError:
+        return None
 
 
 class NoPowerLimitError(EnergyUnavailableError):
@@ -184,21 +193,21 @@ class MonitorRequest:
         """True if the training names its GPUs or a probe has found them."""
         return self.gpu_is_seen or bool(self.device_indices)
 
-    def choice(self, make: Callable[[float | None], EnergyMonitor]) -> Choice:
-        """Choose `make(None)`, or `make(power_w)` with stated watts if its devices give no maximum power."""
+    def choice(self, make: Callable[..., EnergyMonitor]) -> Choice:
+        """Choose `make()`, or `make(max_power_w=...)` with stated watts if its devices give no maximum power."""
         try:
-            make(None).gpus()
+            make().gpus()
         except NoPowerLimitError as unavailable:
             power_w = stated_power_w(self.estimated_power_w) or DEFAULT_ESTIMATED_POWER_W
             warning = (
                 f"{unavailable.cause}: {power_w:g} W is taken for the most that it draws. Set {ESTIMATED_POWER_W} to"
                 " the watts of its data sheet (TDP)."
             )
-            return Choice(make(power_w), warning=warning)
-        return Choice(make(None))
+            return Choice(make(max_power_w=power_w), warning=warning)
+        return Choice(make())
 
     def counted_or_integrated(
-        self, counted: Callable[[float | None], EnergyMonitor], integrated: Callable[[float | None], EnergyMonitor]
+        self, counted: Callable[..., EnergyMonitor], integrated: Callable[..., EnergyMonitor]
     ) -> Choice:
         """Choose the monitor over counters or, with a warning, over power readings, or raise `UnmeasuredGpuError`."""
         try:
@@ -225,6 +234,14 @@ Raises:
 def stated_power_w(power_w: float | None = None) -> float | None:
     """Return `power_w`, else the watts in ``ZEUS_ESTIMATED_POWER_W``, else None."""
     return ESTIMATED_POWER_W.number(is_positive=True) if power_w is None else power_w
+
+
+def check_power_w(name: str, power_w: float, of: str) -> None:
+    """Raise `ZeusBSOConfigError` unless the argument `name` states the watts of something."""
+    if not 0 < power_w < math.inf:
+        raise ZeusBSOConfigError(
+            f"{name} is {power_w!r}: state the watts of {of} at full load, a finite number above 0"
+        )
 
 
 class BridgedMonitor:

@@ -58,8 +58,7 @@ def probe(request: MonitorRequest, nvml: Nvml | None = None) -> Choice:
     try:
         open_gpus(nvml, indices)
         return request.counted_or_integrated(
-            lambda max_power_w: NvmlMonitor(indices, max_power_w=max_power_w, nvml=nvml),
-            lambda max_power_w: NvmlPowerMonitor(indices, max_power_w=max_power_w, nvml=nvml),
+            partial(NvmlMonitor, indices, nvml=nvml), partial(NvmlPowerMonitor, indices, nvml=nvml)
         )
     except NoGpuError:
         raise
@@ -154,26 +153,6 @@ class NvmlGpu:
             return ""
         return MODULE_SCOPE if abs(plain_w - of_module_w) < abs(plain_w - of_gpu_w) else GPU_SCOPE
 
-    def slope_w(self, clock: Callable[[], float], sleep: Callable[[float], None]) -> float | None:
-        """Return the watts by which the counter rises, between its moves of about `COMPARED_S`; None if it does not."""
-        moves: list[tuple[float, int]] = []
-        try:
-            latest_uj, end_s = self.energy_uj(), clock() + COMPARED_S
-            for _ in range(round(COMPARED_S / _POLL_S)):
-                sleep(_POLL_S)
-                reading_uj = self.energy_uj()
-                if reading_uj != latest_uj:
-                    latest_uj = reading_uj
-                    moves.append((clock(), reading_uj))
-                if clock() > end_s:
-                    break
-        except EnergyUnavailableError:
-            return None
-        if len(moves) < 2 or moves[-1][0] <= moves[0][0]:
-            return None
-        (begun_s, begun_uj), (ended_s, ended_uj) = moves[0], moves[-1]
-        return (ended_uj - begun_uj) / MICRO / (ended_s - begun_s)
-
     def other_processes(self, own: Collection[int] = ()) -> int:
         """Return the number of listed processes that compute on this GPU and do not belong to the training.
 
@@ -233,7 +212,7 @@ class NvmlMonitor(CounterMonitor):
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        find = partial(_found, nvml, device_indices, partial(_slope_w, clock, sleep))
+        find = partial(_found, nvml, device_indices, partial(slope_w, clock, sleep))
         super().__init__("nvml", find, clock, max_power_w=max_power_w, sleep=sleep)
 
 
@@ -286,8 +265,25 @@ class _Notes:
         return [note for note in (self._scope, "shared with other processes" if sharing else "") if note]
 
 
-def _slope_w(clock: Callable[[], float], sleep: Callable[[float], None], gpu: NvmlGpu) -> float | None:
-    return gpu.slope_w(clock, sleep)
+def slope_w(clock: Callable[[], float], sleep: Callable[[float], None], gpu: NvmlGpu) -> float | None:
+    """Return the watts by which the counter rises, between its moves of about `COMPARED_S`; None if it does not."""
+    moves: list[tuple[float, int]] = []
+    try:
+        latest_uj, end_s = gpu.energy_uj(), clock() + COMPARED_S
+        for _ in range(round(COMPARED_S / _POLL_S)):
+            sleep(_POLL_S)
+            reading_uj = gpu.energy_uj()
+            if reading_uj != latest_uj:
+                latest_uj = reading_uj
+                moves.append((clock(), reading_uj))
+            if clock() > end_s:
+                break
+    except EnergyUnavailableError:
+        return None
+    if len(moves) < 2 or moves[-1][0] <= moves[0][0]:
+        return None
+    (begun_s, begun_uj), (ended_s, ended_uj) = moves[0], moves[-1]
+    return (ended_uj - begun_uj) / MICRO / (ended_s - begun_s)
 
 
 def _found(
@@ -332,7 +328,8 @@ def _chosen_gpus(
     gpus = tuple(
         machine[each] if isinstance(each, int) else _open_uuid(nvml, each, machine, refused) for each in visible
     )
-    if len({gpu.index for gpu in gpus}) < len(gpus):
+    named_parts = {(gpu.index, each if gpu.mig_handle else "") for gpu, each in zip(gpus, visible, strict=True)}
+    if len(named_parts) < len(gpus):
         raise ZeusBSOConfigError(f"the same GPU is named twice ({_listing(gpus)}): name each once")
     if mixed:
         return gpus

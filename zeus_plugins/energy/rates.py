@@ -154,8 +154,7 @@ class _Clock:
 
     def __init__(self, zone: tzinfo) -> None:
         self._zone = zone
-        self._latest: datetime | None = None
-        self._fold = 0
+        self._latest_s = -math.inf
 
     def unix_s(self, text: str) -> float:
         """Return the Unix time of a text; raise `ValueError` if it is no time."""
@@ -166,12 +165,11 @@ class _Clock:
         found = _parsed(text)
         if found.tzinfo is not None:
             return found.timestamp()
-        latest, self._latest = self._latest, found
-        if latest is None or found.date() != latest.date():
-            self._fold = 0
-        elif found < latest:
-            self._fold = 1
-        return found.replace(tzinfo=self._zone, fold=self._fold).timestamp()
+        found = found.replace(tzinfo=self._zone)
+        if found.timestamp() < self._latest_s:
+            found = found.replace(fold=1)
+        self._latest_s = found.timestamp()
+        return self._latest_s
 
 
 def _parsed(text: str) -> datetime:

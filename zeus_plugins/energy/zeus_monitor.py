@@ -57,11 +57,12 @@ class ZeusMonitorAdapter:
             indices = getattr(self._monitor, "gpu_indices", None)
             try:
                 self._gpus = NvmlMonitor(indices, nvml=self._nvml).gpus()
-            except EnergyUnavailableError as unavailable:
+            except ZeusBSOConfigError as error:
+                cause = error.cause if isinstance(error, EnergyUnavailableError) else error
                 raise ZeusBSOConfigError(
-                    f"which devices does the {self.source} measure? NVML cannot say ({unavailable.cause}): pass"
+                    f"which devices does the {self.source} measure? NVML cannot say ({cause}): pass"
                     " ZeusMonitorAdapter(monitor, gpus=GpuConfig(max_power=..., number_of_gpus=..., gpu_model=...))"
-                ) from unavailable
+                ) from error
         return self._gpus
 
     def begin_window(self, name: str) -> None:

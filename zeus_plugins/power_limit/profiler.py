@@ -133,6 +133,10 @@ class PowerLimitProfiler:
     ) -> None:
         if limits_w is not None and not limits_w:
             raise ZeusBSOConfigError("limits_w is empty: list the power limits to measure, or leave it out")
+        if min(wait_steps, warmup_s, profile_s) < 0:
+            raise ZeusBSOConfigError(
+                f"wait_steps is {wait_steps}, warmup_s {warmup_s} and profile_s {profile_s}: none is below 0"
+            )
         wanted_w = None if limits_w is None else tuple(dict.fromkeys(float(limit_w) for limit_w in limits_w))
         self._rank = _Rank(devices, monitor, synchronize or _nothing, profile)
         self._all_gather: Gather = all_gather or _alone

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from zeus_plugins.errors import ZeusBSOConfigError
 from zeus_plugins.power_limit.profile import PowerLimitProfile
-from zeus_plugins.protocol import PowerLimitSample, cost
+from zeus_plugins.protocol import cost
 
 RISE = 1.1
 """Factor over the best cost that the lowest two limits have to exceed for the cost to have risen clearly.
@@ -29,7 +29,11 @@ class OptimumSelector(Protocol):
 
 @dataclass(frozen=True)
 class ZeusCost:
-    """The limit with the least cost of an epoch (`epoch_cost`), the cost of batch sizes at the same η.
+    """The limit with the least cost ``η · E + (1 − η) · MaxPower · T`` of a step, as batch sizes at the same η have it.
+
+    This is equation 2 of Zeus (You, Chung, Chowdhury, NSDI '23), which that paper minimises over the power limits of
+    one batch size, too. The number of steps does not depend on the limit, so the best limit for a step is the best for
+    the training. MaxPower is summed over the GPUs.
 
     Args:
         eta: Weight of energy, as a job's `eta_knob`: 1 minimises energy, 0 time. Outside of [0, 1]: ZeusBSOConfigError.
@@ -54,8 +58,16 @@ class ZeusCost:
         return lowest_j > second_j > RISE * min(costs_j)
 
     def _costs_j(self, profile: PowerLimitProfile) -> list[float]:
-        """Return the cost of a step under each limit in joules; an epoch has the same steps under each."""
-        return [epoch_cost(sample, 1, profile.gpus.max_power, self.eta) for sample in profile.samples]
+        """Return the cost of a step under each limit in joules."""
+        return [
+            cost(
+                energy_j=sample.energy_per_step_j,
+                time_s=sample.time_per_step_s,
+                max_power_w=profile.gpus.max_power,
+                eta=self.eta,
+            )
+            for sample in profile.samples
+        ]
 
 
 @dataclass(frozen=True)
@@ -100,15 +112,3 @@ class MaxSlowdown:
             return False
         bound_s = RISE * self.factor * profile.samples[-1].time_per_step_s
         return all(sample.time_per_step_s > bound_s for sample in profile.samples[:2])
-
-
-def epoch_cost(sample: PowerLimitSample, steps: int, max_power_w: float, eta: float) -> float:
-    """Return the cost of an epoch under a sample's power limit, in joules.
-
-    ``(η · AvgPower + (1 − η) · MaxPower) · T = η · E + (1 − η) · MaxPower · T`` with duration ``T`` and energy ``E`` of
-    the epoch: equation 2 of Zeus (You, Chung, Chowdhury, NSDI '23) over one epoch, which that paper minimises over the
-    power limits of one batch size, too. The number of epochs does not depend on the limit, so the best limit for an
-    epoch is the best for the training. `max_power_w` is summed over the GPUs.
-    """
-    step_s, step_j = sample.time_per_step_s, sample.energy_per_step_j
-    return steps * cost(energy_j=step_j, time_s=step_s, max_power_w=max_power_w, eta=eta)

@@ -6,16 +6,15 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
 from zeus_plugins.energy import EnergyMonitor, WindowMonitor, as_energy_monitor
-from zeus_plugins.errors import ZeusBSOConfigError
 from zeus_plugins.placement import Ranks, placed
 from zeus_plugins.power_limit.devices import PowerLimitDevice, find_devices
-from zeus_plugins.power_limit.plan import Window
 from zeus_plugins.power_limit.profile import PowerLimitProfile
 from zeus_plugins.power_limit.profiler import PowerLimitProfiler
 from zeus_plugins.power_limit.selectors import OptimumSelector, ZeusCost
@@ -27,53 +26,6 @@ from zeus_plugins.training.port import node_monitor
 _METRIC = "zeus/power_limit_w"
 
 _logger = logging.getLogger("zeus_plugins")
-
-
-@dataclass(frozen=True)
-class PowerOptions:
-    """The arguments of a power-limit callback; raises `ZeusBSOConfigError` if one cannot work."""
-
-    selector: OptimumSelector
-    warmup_steps: int
-    profile_steps: int
-    limits_w: Sequence[float] | None
-    profile_path: str | os.PathLike[str] | None
-    energy_monitor: EnergyMonitor | WindowMonitor | None
-    devices: Sequence[PowerLimitDevice] | None
-    command: str | None
-    wait_steps: int = 0
-    warmup_s: float = 0.5
-    profile_s: float = 2.0
-
-    def __post_init__(self) -> None:
-        Window(self.warmup_steps, self.profile_steps)  # raises for arguments that cannot work
-        if self.energy_monitor is not None:
-            as_energy_monitor(self.energy_monitor)  # as above
-        if self.wait_steps < 0 or self.warmup_s < 0 or self.profile_s < 0:
-            raise ZeusBSOConfigError(
-                f"wait_steps is {self.wait_steps}, warmup_s {self.warmup_s} and profile_s {self.profile_s}: none is "
-                "below 0"
-            )
-        if self.limits_w is not None and not self.limits_w:
-            raise ZeusBSOConfigError("limits_w is empty: list the power limits to measure, or leave it out")
-
-    def known(self, batch_size: int | None, known: PowerProfile | None) -> PowerLimitProfile | None:
-        """Return earlier measurements at this batch size from the server (`known`) or from the profile's file."""
-        if known is not None:
-            return PowerLimitProfile(gpus=known.gpus, batch_size=batch_size, samples=known.samples)
-        path = self._path(batch_size)
-        return None if path is None else PowerLimitProfile.load_if_kept(path)
-
-    def save(self, profile: PowerLimitProfile) -> None:
-        """Write a profile to its file, if the options name one; warn if that fails."""
-        path = self._path(profile.batch_size)
-        if path is not None:
-            profile.save_or_warn(path)
-
-    def _path(self, batch_size: int | None) -> Path | None:
-        if self.profile_path is None:
-            return None
-        return Path(os.fspath(self.profile_path).replace("{batch_size}", str(batch_size or "unknown")))
 
 
 @dataclass(frozen=True)
@@ -93,28 +45,33 @@ class PowerRun:
     Before `begin`, after `close`, and once all limits are measured, the other methods do nothing. A measurement covers
     only uninterrupted steps: call `interrupt` and `resume` around the framework's work between two steps. An
     interrupted measurement is repeated. `close` also undoes the changes in `patches`.
+
+    Args:
+        profiler: Makes a `PowerLimitProfiler` of the arguments that depend on the training.
+        profile_path: See `PowerLimitFindings`, like the following arguments.
     """
 
-    def __init__(self, options: PowerOptions) -> None:
+    def __init__(
+        self,
+        profiler: Callable[..., PowerLimitProfiler],
+        *,
+        profile_path: str | os.PathLike[str] | None = None,
+        energy_monitor: EnergyMonitor | WindowMonitor | None = None,
+        devices: Sequence[PowerLimitDevice] | None = None,
+        command: str | None = None,
+    ) -> None:
         self.patches = Patches()
-        self._options = options
+        self._profiler_of = profiler
+        self._profile_path = profile_path
+        self._energy_monitor = energy_monitor
+        self._devices, self._command = devices, command
         # The latest one, kept for its results after the training has ended.
-        self._profiler: PowerLimitProfiler | None = None
+        self.profiler: PowerLimitProfiler | None = None
         self._search: _Search | None = None
         self._steps_in_a_row: int | None = None
         # Whether steps are trained without interruption; whether they were before the present interruption.
         self._is_training = False
         self._is_interrupted = False
-
-    @property
-    def chosen_limit_w(self) -> float | None:
-        """The best limit in watts of each GPU; None if unknown or if no limit could be set."""
-        return None if self._profiler is None else self._profiler.chosen_limit_w
-
-    @property
-    def profile(self) -> PowerLimitProfile | None:
-        """The limits measured so far, and those known before."""
-        return None if self._profiler is None else self._profiler.profile
 
     def begin(
         self,
@@ -140,28 +97,21 @@ class PowerRun:
         known = None
         if keeper is not None:
             batch_size, known = keeper.trial.batch_size, keeper.trial.power_profile
-        options, place = self._options, placed(ranks)
+        place = placed(ranks)
         controls = place.is_first  # the first process of each machine sets limits and measures
 
         def devices() -> Sequence[PowerLimitDevice]:
-            return find_devices(place.gpus, command=options.command) if options.devices is None else options.devices
+            return find_devices(place.gpus, command=self._command) if self._devices is None else self._devices
 
-        self._profiler = PowerLimitProfiler(
+        self.profiler = self._profiler_of(
             devices if controls else None,
-            options.selector,
-            warmup_steps=options.warmup_steps,
-            profile_steps=options.profile_steps,
-            wait_steps=options.wait_steps,
-            warmup_s=options.warmup_s,
-            profile_s=options.profile_s,
-            monitor=node_monitor(place, options.energy_monitor) if controls else None,
-            limits_w=options.limits_w,
-            profile=options.known(batch_size, known) if ranks.rank == 0 else None,
+            monitor=node_monitor(place, self._energy_monitor) if controls else None,
+            profile=self._known(batch_size, known) if ranks.rank == 0 else None,
             batch_size=batch_size,
             all_gather=ranks.all_gather if ranks.world_size > 1 else None,
             synchronize=synchronize if ranks.gpu_indices else None,
         )
-        self._search = _Search(self._profiler, ranks.rank == 0, keeper, log, on_done)
+        self._search = _Search(self.profiler, ranks.rank == 0, keeper, log, on_done)
 
     def begin_steps(self, steps_in_a_row: int | None = None) -> None:
         """Begin or continue to measure, for a known number of uninterrupted steps or None."""
@@ -212,8 +162,8 @@ class PowerRun:
         self.patches.undo()
         self._search = None
         self._is_training = self._is_interrupted = False
-        if self._profiler is not None:
-            self._profiler.close()
+        if self.profiler is not None:
+            self.profiler.close()
 
     def _finish_search(self, search: _Search) -> None:
         if not search.profiler.is_done:
@@ -221,15 +171,17 @@ class PowerRun:
         self._search, self._is_training = None, False
         search.on_done()
         self._keep(search)
-        if search.is_zero and self.chosen_limit_w is not None:
-            search.log({_METRIC: self.chosen_limit_w})
+        if search.is_zero and search.profiler.chosen_limit_w is not None:
+            search.log({_METRIC: search.profiler.chosen_limit_w})
 
     def _keep(self, search: _Search) -> None:
         """Keep the measurements in the file and on the server."""
         profile, chosen_w = search.profiler.profile, search.profiler.chosen_limit_w
         if not search.is_zero or profile is None:
             return
-        self._options.save(profile)
+        path = self._path(profile.batch_size)
+        if path is not None:
+            profile.save_or_warn(path)
         if search.keeper is None or not profile.samples:
             return
         try:
@@ -238,6 +190,18 @@ class PowerRun:
             _logger.warning("the server cannot keep the power limits: %s", error.errors()[0]["msg"])
         else:
             search.keeper.keep_power_limits(choice)
+
+    def _known(self, batch_size: int | None, known: PowerProfile | None) -> PowerLimitProfile | None:
+        """Return earlier measurements at this batch size from the server (`known`) or from the profile's file."""
+        if known is not None:
+            return PowerLimitProfile(gpus=known.gpus, batch_size=batch_size, samples=known.samples)
+        path = self._path(batch_size)
+        return None if path is None else PowerLimitProfile.load_if_kept(path)
+
+    def _path(self, batch_size: int | None) -> Path | None:
+        if self._profile_path is None:
+            return None
+        return Path(os.fspath(self._profile_path).replace("{batch_size}", str(batch_size or "unknown")))
 
 
 class PowerLimitFindings:
@@ -282,31 +246,32 @@ class PowerLimitFindings:
         Raises:
             ZeusBSOConfigError: An argument is invalid. The training raises it for limits outside the GPUs' range.
         """
+        profiler = partial(
+            PowerLimitProfiler,
+            selector=selector or ZeusCost(),
+            warmup_steps=warmup_steps,
+            profile_steps=profile_steps,
+            wait_steps=wait_steps,
+            warmup_s=warmup_s,
+            profile_s=profile_s,
+            limits_w=limits_w,
+        )
+        profiler(None, monitor=None)  # raises for arguments that cannot work
+        if energy_monitor is not None:
+            as_energy_monitor(energy_monitor)  # as above
         self._run = PowerRun(
-            PowerOptions(
-                selector or ZeusCost(),
-                warmup_steps,
-                profile_steps,
-                limits_w,
-                profile_path,
-                energy_monitor,
-                devices,
-                command,
-                wait_steps,
-                warmup_s,
-                profile_s,
-            )
+            profiler, profile_path=profile_path, energy_monitor=energy_monitor, devices=devices, command=command
         )
 
     @property
     def chosen_limit_w(self) -> float | None:
         """The best limit in watts of each GPU; None if unknown or if no limit could be set."""
-        return self._run.chosen_limit_w
+        return None if self._run.profiler is None else self._run.profiler.chosen_limit_w
 
     @property
     def profile(self) -> PowerLimitProfile | None:
         """The limits that the latest training measured, with those known from the server or `profile_path`."""
-        return self._run.profile
+        return None if self._run.profiler is None else self._run.profiler.profile
 
 
 def batch_size_callback(callbacks: Iterable[Any]) -> BatchSizeArguments | None:
