@@ -46,7 +46,7 @@ from zeus_plugins.training.batches import (
     SampleCount,
     nested_samplers,
     process_batch_sizes,
-    resize_process_loader,
+    resize_loader,
 )
 from zeus_plugins.training.defaults import TrainingFacts, hash_of_parameters, name_of_data, script_name
 from zeus_plugins.training.metrics import EVALUATION_PREFIX
@@ -220,7 +220,8 @@ class HuggingFacePort:
             if _rebalancing_sampler(loader) is not None:  # it follows the arguments, and its batches are uneven
                 return
             size = split.per_device * self._devices_here * batches_per_fetch(trainer)
-            resize_process_loader(loader, size, self._processes, patches)
+            # A sampler without a size may have read it from the trainer's arguments; its batches are counted.
+            resize_loader(loader, size, patches, processes=self._processes, needs_size=False)
             # One process may load the batch of all processes, to divide it.
             fetched = self._processes if getattr(loader, "split_batches", False) else 1
             self._count = SampleCount(size * fetched, _FOLLOW)
