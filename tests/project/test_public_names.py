@@ -19,8 +19,7 @@ CALLBACKS = ("BatchSizeCallback", "EnergyCallback", "PowerLimitCallback")
 PUBLIC = {
     "zeus_plugins": {"BatchSizeOptimizer", "JobSpec", *ERRORS},
     "zeus_plugins.client": {
-        *("BsoClient", "EMBEDDED", "NO_RETRIES", "Retries", "SERVER_URL_VARIABLE", "ServerPort"),
-        *("TIMEOUT_VARIABLE", "TOKEN_VARIABLE", "client_from_environment"),
+        *("BsoClient", "EMBEDDED", "NO_RETRIES", "Retries", "ServerPort", "client_from_environment"),
     },
     "zeus_plugins.dataloader": {"ZeusDataLoader"},
     "zeus_plugins.energy": {
@@ -112,6 +111,7 @@ PUBLIC = {
             "epochs_in_words",
             "finishing_reason",
             "is_busy",
+            "faults_in_words",
             "is_estimated",
             "is_time_alone",
         ),

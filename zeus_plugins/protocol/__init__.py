@@ -88,6 +88,7 @@ from zeus_plugins.protocol._values import WireMessage as WireMessage
 from zeus_plugins.protocol._values import busy_remark as busy_remark
 from zeus_plugins.protocol._values import cost as cost
 from zeus_plugins.protocol._values import epochs_in_words as epochs_in_words
+from zeus_plugins.protocol._values import faults_in_words as faults_in_words
 from zeus_plugins.protocol._values import finishing_reason as finishing_reason
 from zeus_plugins.protocol._values import is_busy as is_busy
 from zeus_plugins.protocol._values import is_estimated as is_estimated

@@ -19,39 +19,28 @@ from zeus_plugins.protocol import ID_PATTERN, MAX_ID_LENGTH, MAX_MARGINS, MAX_WA
 _MOST_NAMES = MAX_WATCHED - MAX_MARGINS
 _NAMES = TypeAdapter(tuple[MetricName, ...])
 
-_METRIC = "the metric is the first argument, or monitor="
-_DIRECTION = "say mode='max' if the metric rises as the model improves, or mode='min' if it falls"
-_SIZES = "say batch_sizes=[…], global sizes to choose from; your own size is the script's"
 _END = (
     "there is no equivalent: a run ends at its target, at max_epochs, or when it costs more than it is worth; "
     "EarlyStopping may stay beside this callback"
 )
-# Answers to arguments of EarlyStopping, ModelCheckpoint, TrainingArguments, Zeus, and to likely slips.
-_ANSWERS = {
-    "batch_size": _SIZES,
-    "check_finite": "there is no equivalent: a metric that is NaN or infinite always ends the run",
-    "default_batch_size": "your own size is the script's, unless job=JobSpec(default_batch_size=…)",
-    "divergence_threshold": _END,
-    "early_stopping_patience": _END,
-    "early_stopping_threshold": _END,
-    "epochs": "say max_epochs=…",
-    "greater_is_better": _DIRECTION,
-    "higher_is_better": _DIRECTION,
-    "higher_is_better_metric": _DIRECTION,
-    "load_best_model_at_end": "there is no equivalent: keep it in TrainingArguments",
-    "metric": _METRIC,
-    "metric_for_best_model": _METRIC,
-    "metric_name": _METRIC,
-    "min_delta": _END,
-    "num_train_epochs": "say max_epochs=…",
-    "patience": f"{_END}. For several evaluations in a row that must reach the target, say confirm=…",
-    "sizes": _SIZES,
-    "stopping_threshold": "say target=…, the value of the metric at which the training is done",
-    "target_metric": "say target=…, the value of the metric at which the training is done",
-    "threshold": "say target=…, the value of the metric at which the training is done",
-    "url": "say server_url=…",
-    "verbose": "say quiet=True to print no lines",
+# Names of arguments of EarlyStopping, ModelCheckpoint, TrainingArguments and Zeus, and likely slips, by their answers.
+_NAMES_BY_ANSWER = {
+    "say batch_sizes=[…], global sizes to choose from; your own size is the script's": "batch_size sizes",
+    "there is no equivalent: a metric that is NaN or infinite always ends the run": "check_finite",
+    "your own size is the script's, unless job=JobSpec(default_batch_size=…)": "default_batch_size",
+    _END: "divergence_threshold early_stopping_patience early_stopping_threshold min_delta",
+    f"{_END}. For several evaluations in a row that must reach the target, say confirm=…": "patience",
+    "say max_epochs=…": "epochs num_train_epochs",
+    "say mode='max' if the metric rises as the model improves, or mode='min' if it falls": (
+        "greater_is_better higher_is_better higher_is_better_metric"
+    ),
+    "there is no equivalent: keep it in TrainingArguments": "load_best_model_at_end",
+    "the metric is the first argument, or monitor=": "metric metric_for_best_model metric_name",
+    "say target=…, the value of the metric at which the training is done": "stopping_threshold target_metric threshold",
+    "say server_url=…": "url",
+    "say quiet=True to print no lines": "verbose",
 }
+_ANSWERS = {name: answer for answer, names in _NAMES_BY_ANSWER.items() for name in names.split()}
 
 
 def refuse_unknown(callback: type, unknown: Iterable[str]) -> None:

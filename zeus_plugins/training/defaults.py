@@ -22,6 +22,7 @@ from zeus_plugins.protocol import (
     GpuConfig,
     JobSpec,
     epochs_in_words,
+    faults_in_words,
     is_higher_better,
     is_lower_better,
 )
@@ -240,8 +241,7 @@ class JobPlan:
         try:
             return self.named(job_id)
         except ValidationError as error:
-            problems = "; ".join(problem["msg"] for problem in error.errors())
-            raise ZeusBSOConfigError(f"{JOB_ID}={job_id} does not fit the job: {problems}") from None
+            raise ZeusBSOConfigError(f"{JOB_ID}={job_id} does not fit the job: {faults_in_words(error)}") from None
 
 
 def planned(
@@ -349,11 +349,7 @@ def as_job(job: JobSpec | Mapping[str, Any] | str) -> JobSpec:
     try:
         return JobSpec.model_validate(fields)
     except ValidationError as error:
-        problems = "; ".join(
-            ": ".join(filter(None, (".".join(map(str, one["loc"])), one["msg"].removeprefix("Value error, "))))
-            for one in error.errors()
-        )
-        raise ZeusBSOConfigError(f"job does not describe a JobSpec: {problems}") from None
+        raise ZeusBSOConfigError(f"job does not describe a JobSpec: {faults_in_words(error)}") from None
 
 
 def check_epochs(needed: int, limit: int, setting: str, *, trained: int = 0) -> None:
