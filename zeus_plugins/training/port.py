@@ -24,11 +24,15 @@ T = TypeVar("T")
 _logger = logging.getLogger("zeus_plugins.energy")
 
 
-class TrainerPort(Ranks, Protocol):
-    """A trainer, as a trial uses it."""
+class Broadcasting(Ranks, Protocol):
+    """Processes that can hear rank 0."""
 
     def broadcast(self, thing: Any) -> Any:
         """Return the argument of rank 0; all ranks make this call."""
+
+
+class TrainerPort(Broadcasting, Protocol):
+    """A trainer, as a trial uses it."""
 
     @property
     def devices(self) -> int:
@@ -129,25 +133,20 @@ class TrainerPort(Ranks, Protocol):
         """End the training as soon as the trainer can."""
 
 
-def decided(port: TrainerPort, decide: Callable[[], T]) -> T:
-    """Let rank 0 of a training decide, as `decided_by_rank_zero` does."""
-    return decided_by_rank_zero(decide, rank=port.rank, world_size=port.world_size, broadcast=port.broadcast)
-
-
-def decided_by_rank_zero(decide: Callable[[], T], *, rank: int, world_size: int, broadcast: Callable[[Any], Any]) -> T:
+def decided(ranks: Broadcasting, decide: Callable[[], T]) -> T:
     """Let rank 0 decide, and return its answer or raise its error on every rank, so that none waits for another.
 
-    All ranks make this call. `broadcast` returns rank 0's argument; the answer or error of `decide` must be picklable.
+    All ranks make this call; the answer or error of `decide` must be picklable.
     """
-    if world_size == 1:
+    if ranks.world_size == 1:
         return decide()
     outcome: tuple[Any, Exception | None] = (None, None)
-    if rank == 0:
+    if ranks.rank == 0:
         try:
             outcome = (decide(), None)
         except Exception as error:
             outcome = (None, error)
-    answer, failed = broadcast(outcome)
+    answer, failed = ranks.broadcast(outcome)
     if failed is not None:
         raise failed
     return cast("T", answer)
