@@ -48,14 +48,14 @@ from zeus_plugins.energy.processes import synchronize
 from zeus_plugins.errors import ZeusBSOBadOperationError
 from zeus_plugins.protocol import JobSpec
 from zeus_plugins.signals import raise_at_sigterm, termination
-from zeus_plugins.training.arguments import check_choice
+from zeus_plugins.training.arguments import OnUnreachable, check_choice
 from zeus_plugins.training.batches import BatchSplit, delivered_batch_size
 from zeus_plugins.training.defaults import JobPlan, as_job
 from zeus_plugins.training.outcomes import show_in_one_paragraph, train_fail_error
 from zeus_plugins.training.passes import CannotProbe, Passes
 from zeus_plugins.training.port import TrainerPort
 from zeus_plugins.training.probe import Prober
-from zeus_plugins.training.session import OnUnreachable, TrialSession
+from zeus_plugins.training.session import TrialSession
 
 __all__ = ["BatchSizeOptimizer"]
 

@@ -30,7 +30,8 @@ from zeus_plugins.client.outbox import default_outbox
 from zeus_plugins.client.port import NO_RETRIES
 from zeus_plugins.errors import ZeusBSOTokenError
 from zeus_plugins.protocol import CreatedJob, Heartbeat, TrialState, TrialView
-from zeus_plugins.training.session import OnUnreachable, TrialSession
+from zeus_plugins.training.arguments import OnUnreachable
+from zeus_plugins.training.session import TrialSession
 
 
 @dataclass

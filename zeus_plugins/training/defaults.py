@@ -248,7 +248,7 @@ def planned(
     wish: JobWish,
     facts: TrainingFacts | None = None,
     modes: Mapping[str, Literal["max", "min"]] | None = None,
-    check_size: Callable[[int], None] = lambda _: None,
+    check_size: Callable[[int], object] = lambda _: None,
 ) -> JobPlan:
     """Return the plan for a user's wish; unless the wish is a whole job, `facts` are needed.
 
@@ -414,7 +414,7 @@ def _contradiction(monitor: str, *, said: bool) -> str | None:
     )
 
 
-def _sizes(own: int, facts: TrainingFacts, check_size: Callable[[int], None]) -> tuple[int, ...]:
+def _sizes(own: int, facts: TrainingFacts, check_size: Callable[[int], object]) -> tuple[int, ...]:
     """Return the batch sizes to choose from: the script's own, halved and doubled as far as it can be trained."""
     scaled = [own * 2**n if n >= 0 else own // 2**-n for n in _DOUBLINGS if n >= 0 or own % 2**-n == 0]
     most = min(MAX_BATCH_SIZE, facts.samples or MAX_BATCH_SIZE)

@@ -14,7 +14,8 @@ from zeus_plugins.energy.node import EnergyScope
 from zeus_plugins.energy.processes import synchronize
 from zeus_plugins.environment import EMISSIONS_FILE
 from zeus_plugins.placement import Ranks, placed
-from zeus_plugins.training.port import check_scope, cluster_monitor, node_monitor
+from zeus_plugins.training.arguments import check_scope
+from zeus_plugins.training.port import cluster_monitor, node_monitor
 
 _logger = logging.getLogger("zeus_plugins")
 

@@ -13,8 +13,7 @@ from zeus_plugins.energy.node import EnergyScope, whole_node
 from zeus_plugins.errors import ZeusBSOConfigError
 from zeus_plugins.placement import Placement, Ranks
 from zeus_plugins.protocol import Fingerprint
-from zeus_plugins.training.arguments import check_choice
-from zeus_plugins.training.batches import BatchSplit
+from zeus_plugins.training.batches import BatchSplit, split_batch
 from zeus_plugins.training.defaults import TrainingFacts
 from zeus_plugins.training.passes import Passes
 from zeus_plugins.training.patches import Patches
@@ -152,11 +151,43 @@ def decided(ranks: Broadcasting, decide: Callable[[], T]) -> T:
     return cast("T", answer)
 
 
-def check_scope(scope: str, monitor: EnergyMonitor | WindowMonitor | None) -> None:
-    """Raise `ZeusBSOConfigError` for an unknown `energy_scope`, or for a node's beside a monitor of the user."""
-    check_choice("energy_scope", scope, EnergyScope)
-    if scope == "node" and monitor is not None:
-        raise ZeusBSOConfigError("energy_scope='node' chooses the monitors: leave out energy_monitor")
+def splits_of(
+    port: TrainerPort, batch_sizes: Sequence[int], most: int | None, facts: TrainingFacts | None = None
+) -> dict[int, BatchSplit]:
+    """Return the split of each global size over the devices, of which each takes at `most` so many samples.
+
+    Raise `ZeusBSOConfigError` for sizes that cannot be trained, as far as the `facts` say.
+    """
+    devices, accumulation = port.devices, port.accumulation
+    splits: dict[int, BatchSplit] = {}
+    uneven, obstacles = [], {}
+    for size in batch_sizes:
+        split = split_batch(size, world_size=devices, accumulation=accumulation, max_per_device=most)
+        if split is None:
+            uneven.append(size)
+            continue
+        splits[size] = split
+        obstacle = None if facts is None else facts.obstacle(split)
+        if obstacle is not None:
+            obstacles[size] = obstacle
+    if uneven:
+        raise ZeusBSOConfigError(
+            f"the batch sizes {uneven} cannot be spread evenly over {devices} devices × {accumulation} accumulated "
+            "batches: batch sizes are global, samples per optimizer step over all devices; choose multiples of "
+            f"{devices * accumulation}"
+        )
+    if port.no_accumulation is not None and any(split.accumulation > 1 for split in splits.values()):
+        raise ZeusBSOConfigError(
+            f"{port.no_accumulation}, so sizes above max_per_device_batch_size={most} × {devices} devices cannot "
+            "be reached: raise it, or drop those batch sizes from the job"
+        )
+    if obstacles:
+        sizes, (first, obstacle) = ", ".join(map(str, obstacles)), next(iter(obstacles.items()))
+        raise ZeusBSOConfigError(
+            f"batch {'sizes' if len(obstacles) > 1 else 'size'} {sizes} cannot be trained here: at {first}, "
+            f"{obstacle}. Change that setting, or choose other batch sizes"
+        )
+    return splits
 
 
 def node_monitor(

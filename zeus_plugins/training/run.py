@@ -32,22 +32,19 @@ import copy
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from zeus_plugins.client import client_from_environment
-from zeus_plugins.client.connect import check_server_url
 from zeus_plugins.client.port import ServerPort
-from zeus_plugins.energy import EnergyMonitor, WindowMonitor
-from zeus_plugins.energy.node import EnergyScope
 from zeus_plugins.energy.processes import synchronize
 from zeus_plugins.errors import ZeusBSOConfigError
 from zeus_plugins.placement import placed
 from zeus_plugins.protocol import EndReason, Fingerprint, JobSpec, PowerLimitChoice, ReportResponse
 from zeus_plugins.training.announce import Announcer
-from zeus_plugins.training.arguments import check_choice, check_count
-from zeus_plugins.training.batches import BatchSplit, StepCount, split_batch
+from zeus_plugins.training.arguments import TrialOptions
+from zeus_plugins.training.batches import BatchSplit, StepCount
 from zeus_plugins.training.defaults import JobPlan, JobWish, TrainingFacts, planned
 from zeus_plugins.training.lr_scaling import LrScaling, ScheduleWatch, lr_factor, scale_learning_rate
 from zeus_plugins.training.metrics import EpochCount
@@ -59,53 +56,15 @@ from zeus_plugins.training.outcomes import (
     verdict_at_end,
 )
 from zeus_plugins.training.patches import Patches
-from zeus_plugins.training.port import TrainerPort, check_scope, cluster_monitor, decided, node_monitor
+from zeus_plugins.training.port import TrainerPort, cluster_monitor, decided, node_monitor, splits_of
 from zeus_plugins.training.probe import Prober
-from zeus_plugins.training.session import OnUnreachable, TrialSession
+from zeus_plugins.training.session import TrialSession
 from zeus_plugins.training.trained import TrainedWeights
 from zeus_plugins.training.trial import TrialInfo
 
 T = TypeVar("T")
 
 _logger = logging.getLogger("zeus_plugins")
-
-OnFailure = Literal["raise", "stop", "finish"]
-"""The end of a training whose trial missed its target: see `BatchSizeArguments`."""
-
-AfterTarget = Literal["stop", "continue"]
-"""The rest of a training whose trial has reached its target, likewise."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrialOptions:
-    """The arguments of a batch-size callback that do not describe its job; raises `ZeusBSOConfigError`."""
-
-    server_url: str | None = None
-    token: str | None = field(default=None, repr=False)
-    lr_scaling: str = "none"
-    energy_monitor: EnergyMonitor | WindowMonitor | None = None
-    energy_scope: EnergyScope = "gpu"
-    max_per_device_batch_size: int | None = None
-    on_failure: OnFailure = "raise"
-    restart: bool = False
-    after_target: AfterTarget = "stop"
-    on_unreachable: OnUnreachable = "default"
-    strict: bool = False
-    quiet: bool = False
-    watch: tuple[str, ...] = ()
-    probe: Literal["auto", "off"] = "auto"
-
-    def __post_init__(self) -> None:
-        check_choice("on_failure", self.on_failure, OnFailure)
-        if self.restart and self.on_failure != "finish":
-            raise ZeusBSOConfigError("restart=True says how a run is finished: set on_failure='finish', too")
-        check_scope(self.energy_scope, self.energy_monitor)
-        check_choice("after_target", self.after_target, AfterTarget)
-        check_choice("probe", self.probe, Literal["auto", "off"])
-        check_count("max_per_device_batch_size", self.max_per_device_batch_size)
-        check_server_url(self.server_url)
-        check_choice("on_unreachable", self.on_unreachable, OnUnreachable)
-        lr_factor(self.lr_scaling, 1, 1)  # raises for an unknown rule
 
 
 @dataclass
@@ -400,8 +359,12 @@ class TrialRun:
             plan = JobPlan(job=JobSpec(**saved_job), monitor=wish.monitor)
         else:
             samples = None if facts is None else facts.samples
-            check = partial(self._check_size, port, facts)
-            plan = decided(port, lambda: planned(wish, facts, modes=port.modes(wish.monitor), check_size=check))
+            plan = decided(
+                port,
+                lambda: planned(
+                    wish, facts, port.modes(wish.monitor), check_size=lambda size: self._splits(port, [size], facts)
+                ),
+            )
         if plan.warning is not None and port.rank == 0:
             _logger.warning("%s", plan.warning)
         data = None if facts is None else facts.data
@@ -435,41 +398,10 @@ class TrialRun:
         port.deliver(splits[size], self.patches)
         active.announce(finishes=finishes)
 
-    def _check_size(self, port: TrainerPort, facts: TrainingFacts | None, batch_size: int) -> None:
-        self._splits(port, [batch_size], facts)
-
     def _splits(
         self, port: TrainerPort, batch_sizes: Sequence[int], facts: TrainingFacts | None = None
     ) -> dict[int, BatchSplit]:
-        """Return the split of each of these sizes over the devices; raise for sizes that cannot be trained."""
-        devices, accumulation = port.devices, port.accumulation
-        most = self.options.max_per_device_batch_size
-        found = {
-            size: split_batch(size, world_size=devices, accumulation=accumulation, max_per_device=most)
-            for size in batch_sizes
-        }
-        splits = {size: split for size, split in found.items() if split is not None}
-        uneven = [size for size in batch_sizes if size not in splits]
-        if uneven:
-            raise ZeusBSOConfigError(
-                f"the batch sizes {uneven} cannot be spread evenly over {devices} devices × {accumulation} accumulated "
-                "batches: batch sizes are global, samples per optimizer step over all devices; choose multiples of "
-                f"{devices * accumulation}"
-            )
-        if port.no_accumulation is not None and any(split.accumulation > 1 for split in splits.values()):
-            raise ZeusBSOConfigError(
-                f"{port.no_accumulation}, so sizes above max_per_device_batch_size={most} × {devices} devices cannot "
-                "be reached: raise it, or drop those batch sizes from the job"
-            )
-        found_obstacles = {size: None if facts is None else facts.obstacle(split) for size, split in splits.items()}
-        obstacles = {size: obstacle for size, obstacle in found_obstacles.items() if obstacle is not None}
-        if obstacles:
-            sizes, (first, obstacle) = ", ".join(map(str, obstacles)), next(iter(obstacles.items()))
-            raise ZeusBSOConfigError(
-                f"batch {'sizes' if len(obstacles) > 1 else 'size'} {sizes} cannot be trained here: at {first}, "
-                f"{obstacle}. Change that setting, or choose other batch sizes"
-            )
-        return splits
+        return splits_of(port, batch_sizes, self.options.max_per_device_batch_size, facts)
 
 
 class ActiveRun:

@@ -12,7 +12,7 @@ import secrets
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 from zeus_plugins import environment
 from zeus_plugins.client.delivery import deliver_waiting, is_refusal, recorded, registered_as, taken_over
@@ -50,15 +50,12 @@ from zeus_plugins.protocol import (
     finishing_reason,
 )
 from zeus_plugins.training.announce import LATEST_TRIALS, warn_of_scopes
-from zeus_plugins.training.arguments import check_choice, check_watch
+from zeus_plugins.training.arguments import OnUnreachable, check_choice, check_watch
 from zeus_plugins.training.defaults import JobPlan
 from zeus_plugins.training.metrics import as_written
 from zeus_plugins.training.outcomes import detail_of, ending_of
 from zeus_plugins.training.summary import append_summary
 from zeus_plugins.training.trial import TrialInfo
-
-OnUnreachable = Literal["default", "raise"]
-"""The beginning of a training while the server is away: see `TrialSession`."""
 
 _WINDOW, _PROBE_WINDOW = "zeus_bso_trial", "zeus_bso_probe"
 # Shortest window of a probe whose mean power is trusted, seconds.
