@@ -187,7 +187,8 @@ class TestRevocation:
         caplog.clear()
         site.begun(other).end(KeyboardInterrupt())
         (stays,) = warnings_in(caplog)
-        assert f"results of job {site.job.job_id} stay in" in stays
+        assert f"results that had waited in {default_outbox().directory}" in stays
+        assert f"job {site.job.job_id} for {site.server.url}: " in stays
         assert f"belongs to token {id_of(owner)} (nightly)" in stays
 
         assert site.sync(other, monkeypatch) == 1

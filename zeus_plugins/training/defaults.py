@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,6 +19,7 @@ from zeus_plugins.protocol import (
     FIXED_TERMS,
     MAX_BATCH_SIZE,
     MAX_ID_LENGTH,
+    CreatedJob,
     Fingerprint,
     GpuConfig,
     JobSpec,
@@ -33,6 +35,11 @@ from zeus_plugins.training.metrics import EVALUATION_PREFIX
 _DOUBLINGS = range(-3, 4)  # sizes from an eighth to eight times the script's own
 
 _HALF_AN_ID = MAX_ID_LENGTH // 2
+
+# Change in the length of the training data that is reported.
+_DRIFT = 0.1
+
+_logger = logging.getLogger("zeus_plugins")
 
 # Fields of a job by the arguments that stand for them.
 _FIELDS = {
@@ -228,6 +235,28 @@ class JobPlan:
         update = {"job_id": job_id} | ({"job_id_prefix": job_id} if "job_id_prefix" in self.guessed else {})
         fields = {**self.job.model_dump(exclude_unset=True), **update}
         return replace(self, job=JobSpec(**fields), guessed=self.guessed - {"job_id"})
+
+    def compare(self, known: CreatedJob) -> None:
+        """Warn if the job's earlier trainings were made of something else; if the plan is strict, raise an error."""
+        own, before = self.fingerprint, known.fingerprint
+        if own is None or before is None:
+            return
+        differences = before.differences(own)
+        if differences:
+            text = (
+                f"the trainings of job {known.job_id} were made of something else ({'; '.join(differences)}), so their "
+                "results may not hold for this training. Give it a job of its own, such as "
+                f"job_id={f'{known.job_id}-{own.model}'!r}"
+            )
+            if self.is_strict:
+                raise ZeusBSOConfigError(f"{text}, or say strict=False")
+            _logger.warning("%s", text)
+        now, then = own.samples, before.samples
+        if now is not None and then is not None and abs(now - then) > _DRIFT * then:
+            _logger.warning(
+                "the training data have %s samples, %s when job %s began: costs of its earlier runs may no longer hold",
+                *(f"{now:,}", f"{then:,}", known.job_id),
+            )
 
     def with_id_of_environment(self) -> JobPlan:
         """Return the plan with the id in ``ZEUS_JOB_ID`` if the job has none.

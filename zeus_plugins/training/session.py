@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 from zeus_plugins import environment
-from zeus_plugins.client.delivery import deliver_waiting, is_refusal, recorded, registered_as, taken_over
+from zeus_plugins.client.delivery import deliver_earlier, is_refusal, recorded, registered_as, taken_over
 from zeus_plugins.client.outbox import Outbox, OutboxHeader, default_outbox
 from zeus_plugins.client.port import EMBEDDED, NO_RETRIES, Retries, ServerPort, last_requests
 from zeus_plugins.client.reporter import TrialReporter
@@ -62,9 +62,6 @@ _WINDOW, _PROBE_WINDOW = "zeus_bso_trial", "zeus_bso_probe"
 _LEAST_WINDOW_S = 0.5
 # Earlier trials among which a report is sought.
 _FEW_TRIALS = 5
-
-# Change in the length of the training data that is reported.
-_DRIFT = 0.1
 
 _logger = logging.getLogger("zeus_plugins")
 
@@ -186,7 +183,7 @@ class TrialSession:
         gpus = self._monitor.gpus()
         self.plan = replace(self.plan, job=self.plan.on(gpus))
         job = JobSpecFromClient.of(self.plan.job, gpus).with_fingerprint(self.plan.fingerprint)
-        self._deliver_earlier()
+        deliver_earlier(self._outbox, self._client)
         registration: JobSpecFromClient = job
         trouble: ZeusBSORuntimeError | None = None
         try:
@@ -529,8 +526,7 @@ class TrialSession:
                 self.plan = replace(self.plan, target_in_words=known.target_in_words)
         is_warm = known.warm_in_force is not None
         self.plan = replace(self.plan, job=self.plan.job.model_copy(update=update), is_warm=is_warm)
-        self._compare_fingerprints(known)
-        self._compare_samples(known)
+        self.plan.compare(known)
         job_id = known.job_id
         if self.plan.job.job_id is None:
             _logger.warning(
@@ -545,32 +541,6 @@ class TrialSession:
             update["target_runs"] = known.target_runs or ()
         return job.model_copy(update=update).named(job_id)
 
-    def _compare_fingerprints(self, known: CreatedJob) -> None:
-        """Warn, or raise if the user is strict, if the job's earlier trainings had another fingerprint."""
-        own = self.plan.fingerprint
-        if known.fingerprint is None or own is None:
-            return
-        differences = known.fingerprint.differences(own)
-        if not differences:
-            return
-        text = (
-            f"the trainings of job {known.job_id} were made of something else ({'; '.join(differences)}), so their "
-            "results may not hold for this training. Give it a job of its own, such as "
-            f"job_id={f'{known.job_id}-{own.model}'!r}"
-        )
-        if self.plan.is_strict:
-            raise ZeusBSOConfigError(f"{text}, or say strict=False")
-        _logger.warning("%s", text)
-
-    def _compare_samples(self, known: CreatedJob) -> None:
-        """Warn if the length of the training data has drifted since the job began."""
-        before, now = (None if each is None else each.samples for each in (known.fingerprint, self.plan.fingerprint))
-        if before is not None and now is not None and abs(now - before) > _DRIFT * before:
-            _logger.warning(
-                "the training data have %s samples, %s when job %s began: costs of its earlier runs may no longer hold",
-                *(f"{now:,}", f"{before:,}", known.job_id),
-            )
-
     def _tell_optimizer(self, registration: CreatedJob, optimizer: str) -> None:
         if self.plan.fingerprint is None or self.plan.fingerprint.optimizer is not None:
             return
@@ -581,7 +551,7 @@ class TrialSession:
         except ZeusBSOError as error:  # the fingerprint then lacks the optimizer
             _logger.debug("the server did not take the name of the optimizer: %s", error)
         else:
-            self._compare_fingerprints(known)
+            self.plan.compare(known)
 
     def _must_raise(self, error: ZeusBSOError) -> bool:
         """Return whether this error keeps the training from beginning."""
@@ -596,7 +566,7 @@ class TrialSession:
             job = job.model_copy(update={"job_id_prefix": trial.job_id, "job_id": trial.job_id})
         registration = self._registration(job, trial.job_id)
         sender = self._sender(registration, trial)
-        self._deliver_earlier()
+        deliver_earlier(self._outbox, self._client)
         trouble: ZeusBSOError | None = None
         try:
             trial_id, heard = trial.trial_id or recorded(self._client, sender), None
@@ -658,31 +628,6 @@ class TrialSession:
             resumes=resumes,
         )
         reporter.start(trouble)
-
-    def _deliver_earlier(self) -> None:
-        """Deliver the results that earlier trainings have left for this server."""
-        warned: set[str] = set()
-        with self._client.with_retries(NO_RETRIES) as client:
-            for file in deliver_waiting(
-                self._outbox, lambda server_url: client if server_url == client.server_url else None
-            ):
-                if file.delivered:
-                    _logger.info("delivered %d results of job %s that had waited", file.delivered, file.job_id)
-                if file.set_aside is not None and file.problem is None:
-                    _logger.warning(
-                        "%d lines of results of job %s that had waited cannot be read: they are set aside as %s",
-                        *(file.damaged_lines, file.job_id, file.set_aside),
-                    )
-                elif file.set_aside is not None:
-                    _logger.warning(
-                        "the server refuses results of job %s that had waited (%s): they are set aside as %s",
-                        *(file.job_id, file.problem, file.set_aside),
-                    )
-                elif file.problem is not None:
-                    # Without a token, these results never leave: only the user can act.
-                    level = logging.WARNING if file.needs_token and file.job_id not in warned else logging.INFO
-                    warned.add(file.job_id)
-                    _logger.log(level, "results of job %s stay in %s: %s", file.job_id, file.path, file.problem)
 
     # Measuring and reporting it
 
