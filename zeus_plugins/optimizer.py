@@ -48,7 +48,7 @@ from zeus_plugins.energy.processes import synchronize
 from zeus_plugins.errors import ZeusBSOBadOperationError
 from zeus_plugins.protocol import JobSpec
 from zeus_plugins.signals import raise_at_sigterm, termination
-from zeus_plugins.training.arguments import OnUnreachable, check_choice
+from zeus_plugins.training.arguments import OnUnreachable
 from zeus_plugins.training.batches import BatchSplit, delivered_batch_size
 from zeus_plugins.training.defaults import JobPlan, as_job
 from zeus_plugins.training.outcomes import show_in_one_paragraph, train_fail_error
@@ -104,7 +104,6 @@ class BatchSizeOptimizer:
         client: ServerPort | None = None,
         on_unreachable: OnUnreachable = "default",
     ) -> None:
-        check_choice("on_unreachable", on_unreachable, OnUnreachable)
         self._rank = rank
         self._trial_session: TrialSession | None = None
         self._own_client: ServerPort | None = None

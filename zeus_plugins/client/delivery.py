@@ -141,13 +141,9 @@ def deliver(
 ) -> None:
     """Have the box's trial recorded or taken over if necessary, and deliver its items in order.
 
-    Items that were not delivered when this raises stay in the box. The box is locked, except during requests.
-
-    Args:
-        box: The box.
-        client: Talks to the server.
-        is_stopped: Called before each request; True leaves the remaining items.
-        take_verdict: Called with each verdict, under the box's lock, before the evaluation leaves the box.
+    Items that were not delivered when this raises stay in the box. The box is locked, except during requests. Before
+    each request, `is_stopped` says whether to leave the remaining items. `take_verdict` is called with each verdict,
+    under the box's lock, before the evaluation leaves the box.
     """
     while not is_stopped():
         with box.lock:

@@ -149,14 +149,7 @@ def not_attached() -> ZeusBSOOperationOrderError:
 
 
 class HuggingFacePort:
-    """A `TrainerPort` of Hugging Face's Trainer.
-
-    Args:
-        trainer: The trainer, before `train`.
-
-    Attributes:
-        control: The present event's control, which another callback may have put in place of the trainer's.
-    """
+    """A `TrainerPort` of Hugging Face's Trainer."""
 
     no_accumulation = None
     epochs_before = 0  # `train` begins to count anew
@@ -165,7 +158,7 @@ class HuggingFacePort:
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
-        self.control = trainer.control
+        self.control = trainer.control  # or the event's control, which another callback may have put in its place
         self._args = args = trainer.args
         self.rank = args.process_index
         self.local_rank = args.local_process_index

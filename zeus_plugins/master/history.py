@@ -132,10 +132,8 @@ class MasterState(_Kept):
     """State from which a master resumes; the content of ``history.json``.
 
     Attributes:
-        job: The job's name.
         beta_knob: β of the cost bound; None: no bound.
         seed: Seed of the first run.
-        history: The ended runs, in order.
         running: The planned run that has not ended.
         observed: Number of runs that the optimizer has observed.
         optimizer: The optimizer's state; None if it has none to keep.

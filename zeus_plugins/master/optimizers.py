@@ -8,7 +8,7 @@ import secrets
 from collections.abc import Mapping
 from typing import Any, Protocol, runtime_checkable
 
-from zeus_plugins.client.outbox import Outbox, OutboxHeader, default_outbox
+from zeus_plugins.client.outbox import OutboxHeader, default_outbox
 from zeus_plugins.client.port import NO_RETRIES, ServerPort
 from zeus_plugins.client.reporter import TrialReporter
 from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSOError, ZeusBSOOperationOrderError
@@ -69,7 +69,6 @@ class ServerOptimizer:
         gpus: The accelerators that the job runs on.
         eta_knob: η of the cost; equal to the master's.
         beta_knob: β of the cost bound; equal to the master's.
-        outbox: Directory for results while the server is away. None: a directory below the user's state directory.
         options: Further fields of `JobSpec`, such as ``num_pruning_rounds``.
     """
 
@@ -80,14 +79,13 @@ class ServerOptimizer:
         *,
         eta_knob: float = 0.5,
         beta_knob: float | None = 2.0,
-        outbox: Outbox | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> None:
         self.eta_knob = eta_knob
         self.beta_knob = beta_knob
         self._client = client
         self._gpus = gpus
-        self._outbox = outbox or default_outbox()
+        self._outbox = default_outbox()
         self._options = dict(options or {})
         # A resumed master makes the same keys, by which the server finds a trial whose answer the master lost.
         self._key = secrets.token_hex(16)

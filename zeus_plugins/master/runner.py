@@ -275,7 +275,7 @@ class _Recurring:
         upcoming = self.state.next_run
         return PlannedRun(
             **asdict(upcoming),
-            job_id=_job_id(upcoming.recurrence, upcoming.tries),
+            job_id=f"rec{upcoming.recurrence:02d}+try{upcoming.tries:02d}",
             bs=batch_size,
             learning_rate=self._job.learning_rate(batch_size),
         )
@@ -320,10 +320,6 @@ def _outcome_of(result: TrainResult, job: Job) -> tuple[Literal["completed", "ea
     if result.end_epoch < job.max_epochs:
         return "early_stopped", f"stopped after {result.end_epoch} epochs: too costly"
     return "exhausted", f"{result.end_epoch} epochs without the target"
-
-
-def _job_id(recurrence: int, tries: int) -> str:
-    return f"rec{recurrence:02d}+try{tries:02d}"
 
 
 def _check_default(state: MasterState, job: Job) -> None:

@@ -33,12 +33,7 @@ _EVEN_SAMPLERS = ("torch.", "accelerate.")
 
 @dataclass(frozen=True, slots=True)
 class BatchSplit:
-    """Split of one optimizer step's samples.
-
-    Attributes:
-        per_device: Samples in one batch of one device's loader.
-        accumulation: Batches whose gradients are summed before a step.
-    """
+    """Split of one optimizer step: samples in a batch of a device, and batches whose gradients are summed."""
 
     per_device: int
     accumulation: int

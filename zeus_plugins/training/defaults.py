@@ -114,8 +114,6 @@ class TrainingFacts:
     """A training before it begins.
 
     Attributes:
-        script: Name of the script.
-        model: Name of the model's class.
         samples: Length of the training data; None for a stream.
         step_size: The script's samples per optimizer step, over all devices and accumulated batches; None if unknown.
         devices: Number of devices that train on different data.

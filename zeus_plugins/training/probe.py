@@ -178,9 +178,8 @@ class Prober:
     All ranks make all calls but `result`. Nothing here raises because of the training.
 
     Args:
-        trainer: The training.
+        trainer: The training, at the global `size`.
         splits: The split of each global size of the job over the devices.
-        size: The global size of the training.
         power_of: Calls a function and returns its mean power in watts, on rank 0, or None if unknown.
         say: Shows a line to the user, once for all ranks.
     """

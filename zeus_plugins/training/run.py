@@ -71,13 +71,8 @@ _logger = logging.getLogger("zeus_plugins")
 class RunRecord:
     """The facts of a run that every rank knows, also after the training.
 
-    Attributes:
-        trial: The trial at the latest report.
-        plan: The job before its registration: the user's, or the guessed one.
-        job: The job, as on the server.
-        lr_factor: The factor on the rates that the user chose for the job's default size.
-        takes_reports: False for a checkpoint's trial that is over.
-        epochs: Rounds the epochs of reports, on rank 0.
+    The `trial` is as at the latest report, the `plan` as before the job's registration, and the `job` as on the server.
+    A checkpoint's trial that is over takes no reports.
     """
 
     trial: TrialInfo

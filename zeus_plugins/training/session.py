@@ -656,7 +656,7 @@ class TrialSession:
             # The rule has counted this metric already.
             reporter.rule = rule = rule.model_copy(update={"confirmed_epoch": epoch})
         if trial.unmeasured is not None:
-            return reporter.judge_unmeasured(metric=metric, epoch=epoch)
+            return reporter.judge(rule, metric=metric, epochs=epoch)
         return reporter.report_evaluation(
             Evaluation(
                 time=max(trial.time_s, LEAST_TIME_S),
