@@ -29,7 +29,6 @@ from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSOError, ZeusBSORuntime
 from zeus_plugins.protocol import (
     CreatedJob,
     Ending,
-    Explanation,
     Heartbeat,
     HeartbeatResponse,
     JobList,
@@ -168,12 +167,6 @@ class BsoClient(ServerPort):
     def list_jobs(self) -> JobList:
         """List the jobs of all pages. A Zeus server lacks this."""
         return JobList(jobs=tuple(job for page in self._pages(Paths.API_JOBS, JobList) for job in page.jobs))
-
-    def explain(self, job_id: str, trial_number: int | None = None) -> Explanation:
-        """Explain the batch size of a trial, or of the next trial for None. A Zeus server lacks this."""
-        path = f"{Paths.API_JOBS}/{quote(job_id, safe='')}/explanation"
-        params = None if trial_number is None else {"trial_number": str(trial_number)}
-        return self._decode(self._request("GET", path, params=params), Explanation)
 
     def job_report(self, job_id: str) -> JobReport:
         """Return the job's page, which a notebook displays as the value of a cell. A Zeus server lacks this."""

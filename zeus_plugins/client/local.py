@@ -47,7 +47,6 @@ from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSOError, ZeusBSORuntime
 from zeus_plugins.protocol import (
     CreatedJob,
     Ending,
-    Explanation,
     Heartbeat,
     HeartbeatResponse,
     JobList,
@@ -183,10 +182,6 @@ class LocalServer(ServerPort):
     def list_jobs(self) -> JobList:
         """List all jobs."""
         return self._read("list of jobs", partial(reading.list_jobs, limit=None))
-
-    def explain(self, job_id: str, trial_number: int | None = None) -> Explanation:
-        """Explain the batch size of a trial, or of the next trial for None."""
-        return self._read("explanation", lambda transaction: reading.explain(transaction, job_id, trial_number))
 
     def job_report(self, job_id: str) -> JobReport:
         """Return the job's page, which a notebook displays as the value of a cell.

@@ -12,7 +12,7 @@ from zeus_plugins.client.outbox import OutboxHeader, default_outbox
 from zeus_plugins.client.port import NO_RETRIES, ServerPort
 from zeus_plugins.client.reporter import TrialReporter
 from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSOError, ZeusBSOOperationOrderError
-from zeus_plugins.master.history import Run, run_of_cost
+from zeus_plugins.master.history import Run
 from zeus_plugins.master.job import Job
 from zeus_plugins.protocol import (
     LEAST_TIME_S,
@@ -131,11 +131,6 @@ class ServerOptimizer:
         self._asked += 1
         self._open_line(registration, self._trial)
         return self._trial.batch_size
-
-    def observe(self, job: Job, batch_size: int, cost: float, converged: bool | None = None) -> None:
-        """End the trial, and report its cost in joules as that energy, used at maximum power."""
-        time_s = cost / self._registered(job).max_power
-        self._report_run(job, run_of_cost(job, batch_size, cost, time_s=time_s, reached=bool(converged)))
 
     def observe_run(self, job: Job, run: Run) -> None:
         """End the trial as the run ended; after a crash of the master, possibly a second time."""

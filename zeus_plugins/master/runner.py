@@ -33,7 +33,7 @@ class ZeusMaster:
     `resume_from`. The resumed master waits for a script that still runs, and neither repeats nor loses a run.
 
     Args:
-        batch_size_optimizer: A `BatchSizeChooser`, such as `ServerOptimizer`.
+        batch_size_optimizer: A `ServerOptimizer` or a `BatchSizeChooser`.
         log_base: Directory of all log directories.
         monitor_path: Zeus's power monitor, for scripts with Zeus's own data loader.
         seed: Seed of the first run; each run increments it.
@@ -51,7 +51,7 @@ class ZeusMaster:
 
     def __init__(
         self,
-        batch_size_optimizer: BatchSizeChooser,
+        batch_size_optimizer: BatchSizeChooser | ServerOptimizer,
         log_base: str | Path,
         monitor_path: str | Path | None = None,
         seed: int = 123456,
