@@ -493,8 +493,8 @@ class ActiveRun:
             if not self._options.quiet:
                 self._port.say(line)
 
-        power_of = None if self._session is None else self._session.power_of
-        self._prober = Prober(self._port, splits, self.record.trial.batch_size, power_of, say)
+        monitor = None if self._session is None else self._session.monitor
+        self._prober = Prober(self._port, splits, self.record.trial.batch_size, monitor, say)
 
     @property
     def predicts(self) -> bool:

@@ -10,7 +10,6 @@ import logging
 import math
 import secrets
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -57,9 +56,7 @@ from zeus_plugins.training.outcomes import detail_of, ending_of
 from zeus_plugins.training.summary import append_summary
 from zeus_plugins.training.trial import TrialInfo
 
-_WINDOW, _PROBE_WINDOW = "zeus_bso_trial", "zeus_bso_probe"
-# Shortest window of a probe whose mean power is trusted, seconds.
-_LEAST_WINDOW_S = 0.5
+_WINDOW = "zeus_bso_trial"
 # Earlier trials among which a report is sought.
 _FEW_TRIALS = 5
 
@@ -90,6 +87,7 @@ class TrialSession:
 
     Attributes:
         plan: The job, as on the server once a trial has been asked for, and its guessed fields.
+        monitor: The monitor, whose passing failures are bridged.
         job_view: The job with its latest trials, as the server shows it after the final verdict; otherwise None.
     """
 
@@ -109,7 +107,7 @@ class TrialSession:
         self.plan = (job if isinstance(job, JobPlan) else JobPlan(job=job)).with_id_of_environment()
         self.job_view: JobView | None = None
         self._client = client
-        self._monitor = BridgedMonitor(as_energy_monitor(monitor), strict=True)
+        self.monitor = BridgedMonitor(as_energy_monitor(monitor), strict=True)
         self._waiting = Waiting()
         self._on_unreachable = on_unreachable
         self._outbox = outbox or default_outbox()
@@ -180,7 +178,7 @@ class TrialSession:
         """
         if self.has_trial or self._ended:
             raise ZeusBSOOperationOrderError("a session holds one trial, and this one has had it: make a new session")
-        gpus = self._monitor.gpus()
+        gpus = self.monitor.gpus()
         self.plan = replace(self.plan, job=self.plan.on(gpus))
         job = JobSpecFromClient.of(self.plan.job, gpus).with_fingerprint(self.plan.fingerprint)
         deliver_earlier(self._outbox, self._client)
@@ -303,7 +301,7 @@ class TrialSession:
                 f"rank {self._rank} reports on the trial of rank 0 and needs its id: pass JobSpec(job_id=…) or set "
                 f"{environment.JOB_ID}"
             )
-        registration = JobSpecFromClient.of(job, self._monitor.gpus()).named(job.job_id)
+        registration = JobSpecFromClient.of(job, self.monitor.gpus()).named(job.job_id)
         self._trial = TrialInfo(
             job_id=job.job_id,
             batch_size=batch_size,
@@ -430,16 +428,6 @@ class TrialSession:
             return False
         return all(each.epochs is None or each.other_gpus for each in view.trials)
 
-    def power_of(self, work: Callable[[], None]) -> float | None:
-        """Call `work`, and return its mean power in watts; None if the monitor fails or the time is short."""
-        measured = None
-        with suppress(Exception):  # The probe can do without.
-            self._monitor.begin_window(_PROBE_WINDOW)
-        work()
-        with suppress(Exception):
-            measured = self._monitor.end_window(_PROBE_WINDOW)
-        return None if measured is None or measured.time_s < _LEAST_WINDOW_S else measured.energy_j / measured.time_s
-
     def send_probe(self, result: Callable[[GpuConfig, float], Probe]) -> bool:
         """Send the probe that `result` returns for the GPUs and the mean power so far; return False if that fails."""
         reporter, trial_id = self._reporter, self.trial.trial_id
@@ -451,7 +439,7 @@ class TrialSession:
             return False
         try:
             with self._client.with_retries(NO_RETRIES) as client:
-                client.store_probe(trial_id, result(self._monitor.gpus(), trial.energy_j / trial.time_s))
+                client.store_probe(trial_id, result(self.monitor.gpus(), trial.energy_j / trial.time_s))
         except Exception as error:  # A later run can do without.
             _logger.debug("the probe is not kept: %s", error)
             return False
@@ -601,7 +589,7 @@ class TrialSession:
 
     def _registration(self, job: JobSpec, job_id: str) -> CreatedJob:
         """Return the registration of a job that this launch, or the checkpoint's, has registered before."""
-        registration = JobSpecFromClient.of(job, self._monitor.gpus()).named(job_id)
+        registration = JobSpecFromClient.of(job, self.monitor.gpus()).named(job_id)
         # Its target may have been learned, and replaced since: ask for none.
         return registration.model_copy(update={"target_runs": ()})
 
@@ -710,11 +698,11 @@ class TrialSession:
 
     def _begin_window(self) -> None:
         self._waiting.begin()
-        self._monitor.begin_window(_WINDOW)
+        self.monitor.begin_window(_WINDOW)
         self._measuring = True
 
     def _end_window(self) -> None:
         """Close the open window into the totals."""
         self._measuring = False
-        measured = self._monitor.end_window(_WINDOW)
+        measured = self.monitor.end_window(_WINDOW)
         self._trial = self.trial.plus(measured, self._waiting.end(measured.time_s))
