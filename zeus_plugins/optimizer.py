@@ -296,7 +296,7 @@ class BatchSizeOptimizer:
         trial = self._session.trial
         if trial.is_over and trial.busy_remark is not None:
             _logger.warning("%s of job %s ran %s", trial.name, trial.job_id, trial.busy_remark)
-        if self._session.failed:
+        if verdict.stop_train and not verdict.converged:
             show_in_one_paragraph()
             raise train_fail_error(verdict, trial.advice)
 

@@ -335,8 +335,7 @@ def _check_default(state: MasterState, job: Job) -> None:
 
 
 def _check_last(state: MasterState, job: Job) -> None:
-    """Raise an error if the last recurrence has failed all its tries, or as `_check_default`."""
-    _check_default(state, job)
+    """Raise an error if the last recurrence has failed all its tries."""
     last = state.history[-1]
     if last.tries == MAX_TRIES and not last.reached:
         raise ZeusBSOTrainFailError(

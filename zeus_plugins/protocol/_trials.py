@@ -65,8 +65,6 @@ class StopRule(WireMessage):
 
     def confirmed_as(self, other: StopRule) -> StopRule:
         """Return this rule with the count of another one."""
-        if (self.confirmed, self.confirmed_epoch) == (other.confirmed, other.confirmed_epoch):
-            return self
         return self.model_copy(update={"confirmed": other.confirmed, "confirmed_epoch": other.confirmed_epoch})
 
     def counting(self, goal: JobParams, *, metric: float, epochs: float) -> StopRule:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal, Protocol, TypeVar, cast
 
 from zeus_plugins import energy
 from zeus_plugins.energy import ClusterMonitor, EnergyMonitor, WindowMonitor, as_energy_monitor
 from zeus_plugins.energy.counters import CounterMonitor
 from zeus_plugins.energy.node import EnergyScope, whole_node
+from zeus_plugins.energy.processes import synchronize
 from zeus_plugins.errors import ZeusBSOConfigError
-from zeus_plugins.placement import Placement, Ranks
+from zeus_plugins.placement import Placement, Ranks, placed
 from zeus_plugins.protocol import Fingerprint
 from zeus_plugins.training.batches import BatchSplit, split_batch
 from zeus_plugins.training.defaults import TrainingFacts
@@ -203,11 +205,28 @@ def node_monitor(
     return found
 
 
-def cluster_monitor(
-    ranks: Ranks, place: Placement, monitor: EnergyMonitor | WindowMonitor | None, scope: EnergyScope = "gpu"
-) -> ClusterMonitor | None:
-    """Return a monitor of all machines, made by all ranks together; None for a single machine."""
-    if place.machines == 1:
-        return None
-    measure = (lambda: node_monitor(place, monitor, scope)) if place.is_first else None
-    return ClusterMonitor(measure, rank=ranks.rank, all_gather=ranks.all_gather)
+class TrainingMonitor:
+    """The devices of all machines of a training; all its ranks make one together, and synchronize it together."""
+
+    def __init__(self, ranks: Ranks, monitor: EnergyMonitor | WindowMonitor | None, scope: EnergyScope) -> None:
+        self.place = place = placed(ranks)
+        self._here = partial(node_monitor, place, monitor, scope)
+        self._cluster: ClusterMonitor | None = None
+        if place.machines > 1:
+            measure = self._here if place.is_first else None
+            self._cluster = ClusterMonitor(measure, rank=ranks.rank, all_gather=ranks.all_gather)
+
+    def monitor(self) -> EnergyMonitor:
+        """Return the monitor of all devices, for rank 0."""
+        return self._cluster or self._here()
+
+    def synchronize(self) -> None:
+        """Wait for the work queued on the device, and for the other machines, before a window begins or ends."""
+        synchronize()
+        if self._cluster is not None:
+            self._cluster.synchronize()
+
+    def close(self) -> None:
+        """Stop measuring on this rank; never raises."""
+        if self._cluster is not None:
+            self._cluster.close()

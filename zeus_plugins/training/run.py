@@ -38,9 +38,7 @@ from typing import Any, TypeVar, cast
 
 from zeus_plugins.client import client_from_environment
 from zeus_plugins.client.port import ServerPort
-from zeus_plugins.energy.processes import synchronize
 from zeus_plugins.errors import ZeusBSOConfigError
-from zeus_plugins.placement import placed
 from zeus_plugins.protocol import EndReason, Fingerprint, JobSpec, PowerLimitChoice, ReportResponse
 from zeus_plugins.training.announce import Announcer
 from zeus_plugins.training.arguments import TrialOptions
@@ -56,7 +54,7 @@ from zeus_plugins.training.outcomes import (
     verdict_at_end,
 )
 from zeus_plugins.training.patches import Patches
-from zeus_plugins.training.port import TrainerPort, cluster_monitor, decided, node_monitor, splits_of
+from zeus_plugins.training.port import TrainerPort, TrainingMonitor, decided, splits_of
 from zeus_plugins.training.probe import Prober
 from zeus_plugins.training.session import TrialSession
 from zeus_plugins.training.trained import TrainedWeights
@@ -424,15 +422,13 @@ class ActiveRun:
         self._has_begun = False
         self._session: TrialSession | None = None  # only on rank 0
         self._own_size = own_size = plan.job.default_batch_size
-        place = placed(port)
         with ExitStack() as opened:
-            self._cluster = cluster_monitor(port, place, options.energy_monitor, options.energy_scope)
-            if self._cluster is not None:
-                opened.callback(self._cluster.close)
+            self._monitors = TrainingMonitor(port, options.energy_monitor, options.energy_scope)
+            opened.callback(self._monitors.close)
 
             def enter() -> tuple[Any, ...]:
                 client = opened.enter_context(self._connect())
-                monitor = self._cluster or node_monitor(place, options.energy_monitor, options.energy_scope)
+                monitor = self._monitors.monitor()
                 session = TrialSession(
                     plan, client, monitor, on_unreachable=options.on_unreachable, watch=options.watch
                 )
@@ -619,7 +615,7 @@ class ActiveRun:
         if self._has_begun:
             return
         self._has_begun = True
-        self._synchronize()
+        self._monitors.synchronize()
         if self.record.takes_reports:
             optimizer = next((type(each).__name__ for each in self._port.optimizers()[0]), None)
             self._decided_with(lambda session: session.begin_measurement(optimizer))
@@ -667,7 +663,7 @@ class ActiveRun:
             session.report_evaluation(value, record.epochs.reported(epochs), is_repeated=is_repeated)
             return session.trial
 
-        self._synchronize()
+        self._monitors.synchronize()
         record.trial = self._decided_with(reported)
         if record.trial != before:
             self._announcer.reported(record.trial)
@@ -746,9 +742,3 @@ class ActiveRun:
                 name: value.detach().to("cpu", copy=True) if hasattr(value, "detach") else copy.deepcopy(value)
                 for name, value in state.items()
             }
-
-    def _synchronize(self) -> None:
-        """Wait for the work queued on the device, and for the other machines, before a window begins or ends."""
-        synchronize()
-        if self._cluster is not None:
-            self._cluster.synchronize()

@@ -156,11 +156,6 @@ class TrialSession:
         """True if a verdict says stop. The server receives no more reports on this trial."""
         return self._trial is not None and self._trial.is_over
 
-    @property
-    def failed(self) -> bool:
-        """True if a verdict says stop without the target."""
-        return self.finished and self.trial.verdict is not None and not self.trial.verdict.converged
-
     def ask(self, check: Callable[[JobSpec], None] | None = None) -> int:
         """Register the job on this hardware, start a trial, and return its GLOBAL batch size.
 
