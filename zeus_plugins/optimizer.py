@@ -37,6 +37,7 @@ import time
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from functools import partial
 from types import SimpleNamespace, TracebackType
 from typing import Any, Self, cast
 
@@ -264,7 +265,7 @@ class BatchSizeOptimizer:
 
         # A probe of one process needs no more of a trainer.
         trainer = cast("TrainerPort", SimpleNamespace(rank=0, world_size=1, broadcast=None, passes=passes))
-        prober = Prober(trainer, splits, size, session.monitor, lambda line: _logger.info("%s", line))
+        prober = Prober(trainer, splits, size, session.monitor, partial(_logger.info, "%s"))
         prober.time_passes()
         predicts = prober.is_open and session.plan.predicts and size == session.plan.job.default_batch_size
         if predicts and session.withdraw(prober.result):

@@ -239,11 +239,11 @@ class Prober:
             _logger.debug("batch sizes are not probed: %s", problem)
         elif problem is not None:
             self._timings.clear()
-            self._say(f"zeus: batch sizes are not probed: {problem}")
+            self._say(f"batch sizes are not probed: {problem}")
         elif self.is_open:
             failed = "" if self._failed is None else f"; {self._failed} runs out of memory"
             sizes = "1 size" if len(found) == 1 else f"{len(found)} sizes"
-            self._say(f"zeus: probed {sizes} in {self._spent_s:.2g} s{failed}")
+            self._say(f"probed {sizes} in {self._spent_s:.2g} s{failed}")
 
     def resume(self, size: int | None = None) -> None:
         """Note that the training begins now, at another global size if one is given."""
@@ -272,7 +272,7 @@ class Prober:
 
         problem = self._guarded(work)
         if problem is not None:
-            self._say(f"zeus: the gradient noise is not probed: {problem}")
+            self._say(f"the gradient noise is not probed: {problem}")
 
     def result(self, gpus: GpuConfig, power_w: float) -> Probe:
         """Return the findings of a training on these GPUs with this mean power.

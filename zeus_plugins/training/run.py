@@ -144,13 +144,12 @@ class TrialRun:
                     f"target: let it train {job.max_epochs} epochs, or use another job_id"
                 )
 
-        def ask(session: TrialSession) -> bool:
+        def ask(session: TrialSession) -> None:
             batch_size, sizes = session.ask(check_registered), session.plan.job.batch_sizes
             if batch_size not in sizes:
                 raise ZeusBSOConfigError(
                     f"the server chose batch size {batch_size}, which is not one of the job's: {list(sizes)}"
                 )
-            return True
 
         self._enter(port, plan, EpochCount(), ask, probes=self.options.probe == "auto")
         self._weights = weights
@@ -258,10 +257,9 @@ class TrialRun:
         self.finish()
         job = record.plan.job.model_copy(update={"job_id": record.job.job_id})
 
-        def begin(session: TrialSession) -> bool:
+        def begin(session: TrialSession) -> None:
             session.charge(record.trial)
             session.ask()
-            return True
 
         try:
             run._enter(port, replace(record.plan, job=job), EpochCount(), begin)
@@ -295,12 +293,7 @@ class TrialRun:
         run = TrialRun(self._wish, options, connect=self._client_from)
         try:
             missed, job = record.trial, record.job
-
-            def begin(session: TrialSession) -> bool:
-                session.finish_run_of(missed, size, job)
-                return True
-
-            run._enter(port, record.plan, EpochCount(), begin, finishes=True)
+            run._enter(port, record.plan, EpochCount(), lambda it: it.finish_run_of(missed, size, job), finishes=True)
             run._weights = TrainedWeights(port.model)
             if restarts and active.first_weights is not None:
                 port.model.load_state_dict(active.first_weights)
@@ -322,7 +315,7 @@ class TrialRun:
         verdict = record.trial.verdict
         if record.job.target_metric is None and record.trial.metric is not None:
             return  # A run that helps to set the target misses none.
-        if verdict is None or not (verdict.stop_train and verdict.converged):
+        if not record.trial.converged:
             study = study_around()
             if study is not None:
                 _logger.warning("this training missed its target; %s continues with its other trainings", study)
@@ -371,7 +364,7 @@ class TrialRun:
         port: TrainerPort,
         plan: JobPlan,
         epochs: EpochCount,
-        begin: Callable[[TrialSession], bool],
+        begin: Callable[[TrialSession], object],
         *,
         finishes: bool = False,
         probes: bool = False,
@@ -400,8 +393,8 @@ class TrialRun:
 class ActiveRun:
     """A run during its trial's training, on one rank.
 
-    The constructor has rank 0 get the trial by `begin`, which returns whether the server takes reports on it. If that
-    fails, the constructor closes its connections, and ends a trial that the server has begun.
+    The constructor has rank 0 get the trial by `begin`. If that fails, the constructor closes its connections, and ends
+    a trial that the server has begun.
     """
 
     def __init__(
@@ -410,7 +403,7 @@ class ActiveRun:
         port: TrainerPort,
         plan: JobPlan,
         epochs: EpochCount,
-        begin: Callable[[TrialSession], bool],
+        begin: Callable[[TrialSession], object],
     ) -> None:
         options = run.options
         self._port = port
@@ -434,12 +427,13 @@ class ActiveRun:
                 )
                 opened.push(lambda _kind, error, _traceback: session.end(error))
                 self._session = session
-                takes_reports = begin(session)
-                return session.trial, takes_reports, session.plan, session.sender
+                begin(session)
+                return session.trial, session.plan, session.sender
 
-            trial, takes_reports, registered, self._sender = decided(port, enter)
+            trial, registered, self._sender = decided(port, enter)
             self._opened = opened.pop_all()
         self._factor_of = partial(lr_factor, options.lr_scaling, trial.batch_size, own_size)
+        takes_reports = self._sender is not None
         self.record = RunRecord(trial, plan, registered.job, self._factor_of(None), takes_reports, epochs)
         self.watched_names = registered.watched(options.watch)
         self.steps = StepCount([], 1)  # counts nothing until the start
@@ -484,13 +478,8 @@ class ActiveRun:
 
     def will_probe(self, splits: Mapping[int, BatchSplit]) -> None:
         """Let `start` and `end_probe` probe these sizes."""
-
-        def say(line: str) -> None:
-            if not self._options.quiet:
-                self._port.say(line)
-
         monitor = None if self._session is None else self._session.monitor
-        self._prober = Prober(self._port, splits, self.record.trial.batch_size, monitor, say)
+        self._prober = Prober(self._port, splits, self.record.trial.batch_size, monitor, self._announcer.say)
 
     @property
     def predicts(self) -> bool:
