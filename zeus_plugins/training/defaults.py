@@ -237,23 +237,25 @@ class JobPlan:
     def compare(self, known: CreatedJob) -> None:
         """Warn if the job's earlier trainings were made of something else; if the plan is strict, raise an error."""
         own, before = self.fingerprint, known.fingerprint
-        if own is None or before is None:
+        differences = [] if own is None or before is None else before.differences(own)
+        if own is None or not differences:
             return
-        differences = before.differences(own)
-        if differences:
-            text = (
-                f"the trainings of job {known.job_id} were made of something else ({'; '.join(differences)}), so their "
-                "results may not hold for this training. Give it a job of its own, such as "
-                f"job_id={f'{known.job_id}-{own.model}'!r}"
-            )
-            if self.is_strict:
-                raise ZeusBSOConfigError(f"{text}, or say strict=False")
-            _logger.warning("%s", text)
-        now, then = own.samples, before.samples
-        if now is not None and then is not None and abs(now - then) > _DRIFT * then:
+        text = (
+            f"the trainings of job {known.job_id} were made of something else ({'; '.join(differences)}), so their "
+            "results may not hold for this training. Give it a job of its own, such as "
+            f"job_id={f'{known.job_id}-{own.model}'!r}"
+        )
+        if self.is_strict:
+            raise ZeusBSOConfigError(f"{text}, or say strict=False")
+        _logger.warning("%s", text)
+
+    def compare_samples(self, known: CreatedJob) -> None:
+        """Warn if the length of the training data has drifted since the job began."""
+        before, now = (None if each is None else each.samples for each in (known.fingerprint, self.fingerprint))
+        if before is not None and now is not None and abs(now - before) > _DRIFT * before:
             _logger.warning(
                 "the training data have %s samples, %s when job %s began: costs of its earlier runs may no longer hold",
-                *(f"{now:,}", f"{then:,}", known.job_id),
+                *(f"{now:,}", f"{before:,}", known.job_id),
             )
 
     def with_id_of_environment(self) -> JobPlan:

@@ -510,6 +510,7 @@ class TrialSession:
         is_warm = known.warm_in_force is not None
         self.plan = replace(self.plan, job=self.plan.job.model_copy(update=update), is_warm=is_warm)
         self.plan.compare(known)
+        self.plan.compare_samples(known)
         job_id = known.job_id
         if self.plan.job.job_id is None:
             _logger.warning(
