@@ -87,7 +87,7 @@ PUBLIC = {
             "Share",
             "OfflineTrial",
         ),
-        *("Origin", "Paths", "PolicyName", "PowerLimitChoice", "PowerLimitSample", "PowerProfile", "ReportResponse"),
+        *("Origin", "Paths", "PowerLimitChoice", "PowerLimitSample", "PowerProfile", "ReportResponse"),
         *("Probe", "ProbedSize", "TrialProbe"),
         *(
             "Stage",
@@ -106,7 +106,6 @@ PUBLIC = {
         *("TrialState", "TrialView", "WireMessage", "ALIVE", "FINAL", "Verdict", "cost"),
         *(
             "BUSY_SHARE",
-            "Fraction",
             "busy_remark",
             "epochs_in_words",
             "finishing_reason",
@@ -115,12 +114,11 @@ PUBLIC = {
             "is_estimated",
             "is_time_alone",
         ),
-        *("EndingState", "Instant", "LongText", "TrialFacts", "package_version", "printable"),
+        *("EndingState", "Instant", "TrialFacts", "package_version", "printable"),
         # The types and bounds of the messages' fields.
         *("BatchSize", "Epochs", "Finite", "Identifier", "Joules", "NonNegativeFinite", "NonNegativeInt"),
-        *("PositiveFinite", "PositiveInt", "PowerLimitSamples", "Seconds", "Seed", "Text", "Watts"),
-        *("ID_PATTERN", "LEAST_TIME_S", "MAX_BATCH_SIZE", "MAX_BATCH_SIZES", "MAX_DETAIL_LENGTH", "MAX_ID_LENGTH"),
-        "MAX_POWER_LIMITS",
+        *("PositiveInt", "PowerLimitSamples", "Seconds", "Seed"),
+        *("ID_PATTERN", "LEAST_TIME_S", "MAX_BATCH_SIZE", "MAX_DETAIL_LENGTH", "MAX_ID_LENGTH"),
     },
     "zeus_plugins.testing": {"ReplayDevice", "ReplayMachine", "ReplayMonitor", "ReplayPoint", "check_policy"},
     "zeus_plugins.train_result": {"TrainResult", "result_path", "write_atomically"},
