@@ -339,7 +339,7 @@ def test_crashing_and_oversized_sizes_are_excluded_after_retries(tmp_path: Path,
         "import sys\nif sys.argv[1] == '128': raise MemoryError\nif sys.argv[1] == '32': raise KeyError('bad')\n"
         + REACHES
     )
-    optimizer = ServerOptimizer(client, GPUS, beta_knob=None, options={"policy": "zeus", "num_pruning_rounds": 1})
+    optimizer = ServerOptimizer(client, GPUS, options={"policy": "zeus", "num_pruning_rounds": 1})
     entries = master_of(tmp_path, optimizer).run(python_job(program), 6, SIZES, None, 0.5)
     assert [(entry.bs, entry.reached) for entry in entries] == [
         (64, True),
@@ -412,9 +412,10 @@ def test_run_ended_during_an_outage_keeps_the_local_verdict(
     assert (last.state, last.epochs) == (TrialState.EARLY_STOPPED, 1)
 
 
-def test_knobs_of_master_and_optimizer_must_agree(tmp_path: Path, client: LocalServer) -> None:
-    with pytest.raises(ZeusBSOConfigError, match=r"eta_knob is 1.0 here and 0.5 in the optimizer"):
-        master_of(tmp_path, server_optimizer(client)).run(python_job(REACHES), 1, SIZES, 2.0, 1.0)
+def test_job_on_the_server_has_the_masters_knobs(tmp_path: Path, client: LocalServer) -> None:
+    master_of(tmp_path, server_optimizer(client)).run(python_job(REACHES), 1, SIZES, None, 1.0)
+    job = client.show_job("tiny").job
+    assert (job.eta_knob, job.beta_knob) == (1.0, None)
 
 
 def test_unrecorded_dispatch_returns_the_same_trial(client: LocalServer) -> None:

@@ -67,22 +67,10 @@ class ServerOptimizer:
     Args:
         client: Client of the server, as from `zeus_plugins.client.client_from_environment`; the caller closes it.
         gpus: The accelerators that the job runs on.
-        eta_knob: η of the cost; equal to the master's.
-        beta_knob: β of the cost bound; equal to the master's.
         options: Further fields of `JobSpec`, such as ``num_pruning_rounds``.
     """
 
-    def __init__(
-        self,
-        client: ServerPort,
-        gpus: GpuConfig,
-        *,
-        eta_knob: float = 0.5,
-        beta_knob: float | None = 2.0,
-        options: Mapping[str, Any] | None = None,
-    ) -> None:
-        self.eta_knob = eta_knob
-        self.beta_knob = beta_knob
+    def __init__(self, client: ServerPort, gpus: GpuConfig, *, options: Mapping[str, Any] | None = None) -> None:
         self._client = client
         self._gpus = gpus
         self._outbox = default_outbox()
@@ -94,8 +82,10 @@ class ServerOptimizer:
         self._trial: TrialDispatch | None = None
         self._reporter: TrialReporter | None = None
 
-    def register_job(self, job: Job, batch_sizes: list[int]) -> None:
-        """Register the job under its name.
+    def register_job(
+        self, job: Job, batch_sizes: list[int], *, eta_knob: float = 0.5, beta_knob: float | None = 2.0
+    ) -> None:
+        """Register the job under its name, with the master's η and β.
 
         Raises:
             ZeusBSOConfigError: The server refuses the job or the token, or has the job with other settings.
@@ -107,8 +97,8 @@ class ServerOptimizer:
                 "job_id_prefix": job.name,
                 "batch_sizes": tuple(batch_sizes),
                 "default_batch_size": job.default_bs,
-                "eta_knob": self.eta_knob,
-                "beta_knob": self.beta_knob,
+                "eta_knob": eta_knob,
+                "beta_knob": beta_knob,
                 "target_metric": job.target_metric,
                 "higher_is_better_metric": job.higher_is_better_metric,
                 "max_epochs": job.max_epochs,

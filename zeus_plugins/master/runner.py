@@ -132,7 +132,10 @@ class ZeusMaster:
             ZeusBSOConfigError: The arguments contradict each other or the resumed directory.
             ZeusBSORuntimeError: The server that chooses batch sizes fails.
         """
-        self._check_knobs(beta_knob, eta_knob)
+        if not 0 <= eta_knob <= 1 or (beta_knob is not None and not beta_knob > 0):
+            raise ZeusBSOConfigError(
+                f"eta_knob is {eta_knob} and beta_knob {beta_knob}: η lies between 0 and 1, and β is above 0 or None"
+            )
         if job.default_bs not in batch_sizes:
             raise ZeusBSOConfigError(f"default_bs {job.default_bs} is not one of the batch sizes {list(batch_sizes)}")
         directory = Path(
@@ -169,17 +172,6 @@ class ZeusMaster:
                 if isinstance(self._optimizer, ServerOptimizer):
                     self._optimizer.interrupt()
             return list(recurring.state.history)
-
-    def _check_knobs(self, beta_knob: float | None, eta_knob: float) -> None:
-        """Check the knobs, and that an optimizer with knobs has equal ones."""
-        if not 0 <= eta_knob <= 1 or (beta_knob is not None and not beta_knob > 0):
-            raise ZeusBSOConfigError(
-                f"eta_knob is {eta_knob} and beta_knob {beta_knob}: η lies between 0 and 1, and β is above 0 or None"
-            )
-        for name, knob in (("eta_knob", eta_knob), ("beta_knob", beta_knob)):
-            its = getattr(self._optimizer, name, knob)
-            if its != knob:
-                raise ZeusBSOConfigError(f"{name} is {knob} here and {its} in the optimizer: make them the same")
 
     def launch(self, job: Job, run: PlannedRun, logdir: Path, eta_knob: float, *, adopt: bool = False) -> TrainResult:
         """Launch the script once, or `adopt` the run of a killed master, and return its result.
@@ -245,9 +237,13 @@ class _Recurring:
 
     def begin(self) -> None:
         """Restore the optimizer, or repeat its calls."""
-        if isinstance(self._optimizer, KeepsState) and self.state.optimizer is not None:
-            self._optimizer.load_state_dict(self.state.optimizer)
-        self._optimizer.register_job(self._job, list(self.state.batch_sizes))
+        state, sizes = self.state, list(self.state.batch_sizes)
+        if isinstance(self._optimizer, KeepsState) and state.optimizer is not None:
+            self._optimizer.load_state_dict(state.optimizer)
+        if isinstance(self._optimizer, ServerOptimizer):
+            self._optimizer.register_job(self._job, sizes, eta_knob=state.eta_knob, beta_knob=state.beta_knob)
+        else:
+            self._optimizer.register_job(self._job, sizes)
         if not isinstance(self._optimizer, KeepsState):
             for run in self.state.history[: self.state.observed]:
                 self._optimizer.predict(self._job)
