@@ -37,6 +37,7 @@ import time
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from functools import partial
 from types import SimpleNamespace, TracebackType
 from typing import Any, Self, cast
 
@@ -48,14 +49,14 @@ from zeus_plugins.energy.processes import synchronize
 from zeus_plugins.errors import ZeusBSOBadOperationError
 from zeus_plugins.protocol import JobSpec
 from zeus_plugins.signals import raise_at_sigterm, termination
-from zeus_plugins.training.arguments import check_choice
+from zeus_plugins.training.arguments import OnUnreachable
 from zeus_plugins.training.batches import BatchSplit, delivered_batch_size
 from zeus_plugins.training.defaults import JobPlan, as_job
 from zeus_plugins.training.outcomes import show_in_one_paragraph, train_fail_error
 from zeus_plugins.training.passes import CannotProbe, Passes
 from zeus_plugins.training.port import TrainerPort
 from zeus_plugins.training.probe import Prober
-from zeus_plugins.training.session import OnUnreachable, TrialSession
+from zeus_plugins.training.session import TrialSession
 
 __all__ = ["BatchSizeOptimizer"]
 
@@ -104,7 +105,6 @@ class BatchSizeOptimizer:
         client: ServerPort | None = None,
         on_unreachable: OnUnreachable = "default",
     ) -> None:
-        check_choice("on_unreachable", on_unreachable, OnUnreachable)
         self._rank = rank
         self._trial_session: TrialSession | None = None
         self._own_client: ServerPort | None = None
@@ -265,7 +265,7 @@ class BatchSizeOptimizer:
 
         # A probe of one process needs no more of a trainer.
         trainer = cast("TrainerPort", SimpleNamespace(rank=0, world_size=1, broadcast=None, passes=passes))
-        prober = Prober(trainer, splits, size, session.power_of, lambda line: _logger.info("%s", line))
+        prober = Prober(trainer, splits, size, session.monitor, partial(_logger.info, "%s"))
         prober.time_passes()
         predicts = prober.is_open and session.plan.predicts and size == session.plan.job.default_batch_size
         if predicts and session.withdraw(prober.result):
@@ -297,7 +297,7 @@ class BatchSizeOptimizer:
         trial = self._session.trial
         if trial.is_over and trial.busy_remark is not None:
             _logger.warning("%s of job %s ran %s", trial.name, trial.job_id, trial.busy_remark)
-        if self._session.failed:
+        if verdict.stop_train and not verdict.converged:
             show_in_one_paragraph()
             raise train_fail_error(verdict, trial.advice)
 

@@ -25,7 +25,7 @@ from zeus_plugins.client.port import NO_RETRIES
 from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSORuntimeError, ZeusBSOTrainFailError
 from zeus_plugins.master import FailedTryError, MasterState, Run, ServerOptimizer
 from zeus_plugins.master.display import conclusion
-from zeus_plugins.master.history import MAX_TRIES, NextRun, PlannedRun, run_of_cost
+from zeus_plugins.master.history import MAX_TRIES, NextRun, PlannedRun
 from zeus_plugins.master.runner import oom_kills, why_failed
 from zeus_plugins.protocol import TrialState
 from zeus_plugins.train_result import TrainResult
@@ -286,9 +286,15 @@ def test_optimizer_without_a_state_replays_the_history(tmp_path: Path) -> None:
     assert [bs for bs, _, _ in again.seen] == [64, 32, 128]
 
 
+def run_of(bs: int, cost_j: float, *, reached: bool) -> Run:
+    planned = {"recurrence": 1, "tries": 1, "job_id": "", "learning_rate": 0.1, "seed": 0, "cost_ub": math.inf}
+    measured = {"energy": cost_j, "time": 1.0, "cost": cost_j, "end_epoch": job_of().max_epochs}
+    outcome = "completed" if reached else "early_stopped"
+    return Run.model_validate({**planned, **measured, "bs": bs, "reached": reached, "outcome": outcome, "reason": ""})
+
+
 def runs_of(costs: list[tuple[float, bool]]) -> list[Run]:
-    runs = [run_of_cost(job_of(), 64, cost, time_s=1.0, reached=reached) for cost, reached in costs]
-    return [run.model_copy(update={"energy_source": None}) for run in runs]
+    return [run_of(64, cost, reached=reached) for cost, reached in costs]
 
 
 @given(
@@ -333,7 +339,7 @@ def test_crashing_and_oversized_sizes_are_excluded_after_retries(tmp_path: Path,
         "import sys\nif sys.argv[1] == '128': raise MemoryError\nif sys.argv[1] == '32': raise KeyError('bad')\n"
         + REACHES
     )
-    optimizer = ServerOptimizer(client, GPUS, beta_knob=None, options={"policy": "zeus", "num_pruning_rounds": 1})
+    optimizer = ServerOptimizer(client, GPUS, options={"policy": "zeus", "num_pruning_rounds": 1})
     entries = master_of(tmp_path, optimizer).run(python_job(program), 6, SIZES, None, 0.5)
     assert [(entry.bs, entry.reached) for entry in entries] == [
         (64, True),
@@ -383,18 +389,6 @@ def test_each_run_ends_the_trial_with_the_same_outcome(tmp_path: Path, client: L
     assert shown.best_batch_size == 64
 
 
-def test_costs_suffice_to_drive_the_server(client: LocalServer) -> None:
-    optimizer, job = server_optimizer(client), job_of()
-    optimizer.register_job(job, SIZES)
-    assert optimizer.predict(job) == 64
-    optimizer.observe(job, 64, 50.0, converged=True)
-    assert optimizer.predict(job) == 32
-    optimizer.observe(job, 32, 70.0, converged=False)
-    first, second = client.show_job("tiny").trials
-    assert (first.state, first.cost_j) == (TrialState.COMPLETED, pytest.approx(50.0))
-    assert (second.state, second.cost_j) == (TrialState.EXHAUSTED, pytest.approx(70.0))
-
-
 def test_run_ended_during_an_outage_keeps_the_local_verdict(
     server: ServerProcess, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -418,9 +412,10 @@ def test_run_ended_during_an_outage_keeps_the_local_verdict(
     assert (last.state, last.epochs) == (TrialState.EARLY_STOPPED, 1)
 
 
-def test_knobs_of_master_and_optimizer_must_agree(tmp_path: Path, client: LocalServer) -> None:
-    with pytest.raises(ZeusBSOConfigError, match=r"eta_knob is 1.0 here and 0.5 in the optimizer"):
-        master_of(tmp_path, server_optimizer(client)).run(python_job(REACHES), 1, SIZES, 2.0, 1.0)
+def test_job_on_the_server_has_the_masters_knobs(tmp_path: Path, client: LocalServer) -> None:
+    master_of(tmp_path, server_optimizer(client)).run(python_job(REACHES), 1, SIZES, None, 1.0)
+    job = client.show_job("tiny").job
+    assert (job.eta_knob, job.beta_knob) == (1.0, None)
 
 
 def test_unrecorded_dispatch_returns_the_same_trial(client: LocalServer) -> None:
@@ -447,7 +442,7 @@ def test_conclusion_repeats_the_claim_of_the_page_and_lists_the_measurements(cli
     optimizer, job = server_optimizer(client), job_of()
     optimizer.register_job(job, SIZES)
     assert optimizer.predict(job) == 64
-    optimizer.observe(job, 64, 100.0, converged=True)
+    optimizer.observe_run(job, run_of(64, 100.0, reached=True))
     savings = optimizer.savings()
     assert savings is not None
     measured = [

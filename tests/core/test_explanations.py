@@ -6,7 +6,6 @@ import math
 import uuid
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -32,7 +31,6 @@ from tests.support.histories import Life, make_job
 from tests.support.properties import examples
 from tests.support.servers import ServerProcess
 from tests.support.service import JobService, job_service, serve
-from zeus_plugins.client import client_from_environment
 from zeus_plugins.protocol import (
     GP_VOI,
     OWN_POLICIES,
@@ -40,9 +38,6 @@ from zeus_plugins.protocol import (
     CandidateWorth,
     Decision,
     Explanation,
-    GpuConfig,
-    JobSpec,
-    JobSpecFromClient,
     Origin,
     SizeBelief,
     StopRule,
@@ -199,15 +194,6 @@ async def test_export_contains_the_decisions(database_url: str) -> None:
         other = renamed(export, f"{server.job_id}-2")
         await server.service.imports.import_job(pieces_of(other))
         assert (await exported(server.store, f"{server.job_id}-2"))[1]["decision"] == export[1]["decision"]
-
-
-def test_embedded_server_explains_decisions(tmp_path: Path) -> None:
-    spec = JobSpec(job_id_prefix="job", job_id="job", batch_sizes=SIZES, default_batch_size=16)
-    with client_from_environment(f"embedded://{tmp_path / 'bso.sqlite3'}") as client:
-        client.register(JobSpecFromClient.of(spec, GpuConfig(max_power=100, number_of_gpus=1, gpu_model="GPU")))
-        trial = client.request_trial("job")
-        assert client.explain("job", trial.trial_number).sentence == "first run of job job"
-        assert client.explain("job").trial_number is None
 
 
 def test_remote_server_explains_decisions(http: httpx.Client) -> None:

@@ -108,7 +108,7 @@ def train(folder: Path, kept: str, **arguments: Any) -> Recorder:
 
     def scale(_: Any) -> None:
         recorder.events.append(f"scheduler {trainer.optimizer is not None} {trainer.lr_scheduler is not None}")
-        scale_learning_rate(cast("Any", [trainer.optimizer]), cast("Any", [trainer.lr_scheduler]), 2)
+        scale_learning_rate(cast("Any", [trainer.optimizer]), cast("Any", [trainer.lr_scheduler]), lambda _: 2)
 
     patches.extend(trainer, "_save_checkpoint", first=keep)
     patches.extend(trainer, "create_scheduler", then=scale)

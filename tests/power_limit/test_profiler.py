@@ -203,7 +203,7 @@ def test_invalid_profile_is_a_clear_error(tmp_path: Path, text: str) -> None:
 
 def test_limit_measured_twice_is_refused() -> None:
     twice = profile().samples[:1] * 2
-    with pytest.raises(ValueError, match="two samples have the same limit_w"):
+    with pytest.raises(ValueError, match="two entries have the same limit_w"):
         profile(samples=twice)
 
 

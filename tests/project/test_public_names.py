@@ -19,8 +19,7 @@ CALLBACKS = ("BatchSizeCallback", "EnergyCallback", "PowerLimitCallback")
 PUBLIC = {
     "zeus_plugins": {"BatchSizeOptimizer", "JobSpec", *ERRORS},
     "zeus_plugins.client": {
-        *("BsoClient", "EMBEDDED", "NO_RETRIES", "Retries", "SERVER_URL_VARIABLE", "ServerPort"),
-        *("TIMEOUT_VARIABLE", "TOKEN_VARIABLE", "client_from_environment"),
+        *("BsoClient", "EMBEDDED", "NO_RETRIES", "Retries", "ServerPort", "client_from_environment"),
     },
     "zeus_plugins.dataloader": {"ZeusDataLoader"},
     "zeus_plugins.energy": {
@@ -88,7 +87,7 @@ PUBLIC = {
             "Share",
             "OfflineTrial",
         ),
-        *("Origin", "Paths", "PolicyName", "PowerLimitChoice", "PowerLimitSample", "PowerProfile", "ReportResponse"),
+        *("Origin", "Paths", "PowerLimitChoice", "PowerLimitSample", "PowerProfile", "ReportResponse"),
         *("Probe", "ProbedSize", "TrialProbe"),
         *(
             "Stage",
@@ -107,20 +106,19 @@ PUBLIC = {
         *("TrialState", "TrialView", "WireMessage", "ALIVE", "FINAL", "Verdict", "cost"),
         *(
             "BUSY_SHARE",
-            "Fraction",
             "busy_remark",
             "epochs_in_words",
             "finishing_reason",
             "is_busy",
+            "faults_in_words",
             "is_estimated",
             "is_time_alone",
         ),
-        *("EndingState", "Instant", "LongText", "TrialFacts", "package_version", "printable"),
+        *("EndingState", "Instant", "TrialFacts", "package_version", "printable"),
         # The types and bounds of the messages' fields.
         *("BatchSize", "Epochs", "Finite", "Identifier", "Joules", "NonNegativeFinite", "NonNegativeInt"),
-        *("PositiveFinite", "PositiveInt", "PowerLimitSamples", "Seconds", "Seed", "Text", "Watts"),
-        *("ID_PATTERN", "LEAST_TIME_S", "MAX_BATCH_SIZE", "MAX_BATCH_SIZES", "MAX_DETAIL_LENGTH", "MAX_ID_LENGTH"),
-        "MAX_POWER_LIMITS",
+        *("PositiveInt", "PowerLimitSamples", "Seconds", "Seed"),
+        *("ID_PATTERN", "LEAST_TIME_S", "MAX_BATCH_SIZE", "MAX_DETAIL_LENGTH", "MAX_ID_LENGTH"),
     },
     "zeus_plugins.testing": {"ReplayDevice", "ReplayMachine", "ReplayMonitor", "ReplayPoint", "check_policy"},
     "zeus_plugins.train_result": {"TrainResult", "result_path", "write_atomically"},

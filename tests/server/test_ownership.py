@@ -30,7 +30,8 @@ from zeus_plugins.client.outbox import default_outbox
 from zeus_plugins.client.port import NO_RETRIES
 from zeus_plugins.errors import ZeusBSOTokenError
 from zeus_plugins.protocol import CreatedJob, Heartbeat, TrialState, TrialView
-from zeus_plugins.training.session import OnUnreachable, TrialSession
+from zeus_plugins.training.arguments import OnUnreachable
+from zeus_plugins.training.session import TrialSession
 
 
 @dataclass
@@ -186,7 +187,8 @@ class TestRevocation:
         caplog.clear()
         site.begun(other).end(KeyboardInterrupt())
         (stays,) = warnings_in(caplog)
-        assert f"results of job {site.job.job_id} stay in" in stays
+        assert f"results that had waited in {default_outbox().directory}" in stays
+        assert f"job {site.job.job_id} for {site.server.url}: " in stays
         assert f"belongs to token {id_of(owner)} (nightly)" in stays
 
         assert site.sync(other, monkeypatch) == 1

@@ -10,7 +10,8 @@ import torch
 from tests.support.contract_double import ContractDouble
 from zeus_plugins.energy import EnergyMonitor, Measurement, ReplayMonitor
 from zeus_plugins.protocol import GpuConfig, JobSpec
-from zeus_plugins.training.session import OnUnreachable, TrialSession
+from zeus_plugins.training.arguments import OnUnreachable
+from zeus_plugins.training.session import TrialSession
 
 JOB = JobSpec(job_id="mnist-1", job_id_prefix="mnist", batch_sizes=(32, 64), default_batch_size=32)
 GPUS = GpuConfig(max_power=600.0, number_of_gpus=2, gpu_model="A40")

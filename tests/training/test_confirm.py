@@ -13,8 +13,9 @@ from tests.support.fake_trainer import FakeTrainer, active
 from tests.support.reporting import until
 from zeus_plugins.errors import ZeusBSOConfigError
 from zeus_plugins.protocol import JobSpec, ReportResponse, StopRule, TrainingResult, TrialState
+from zeus_plugins.training.arguments import TrialOptions
 from zeus_plugins.training.defaults import JobWish, TrainingFacts, planned
-from zeus_plugins.training.run import TrialOptions, TrialRun
+from zeus_plugins.training.run import TrialRun
 from zeus_plugins.training.session import TrialSession
 
 TWICE = JOB.model_copy(update={"target_metric": 0.8, "confirm": 2})

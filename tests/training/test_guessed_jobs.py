@@ -21,8 +21,9 @@ from zeus_plugins.client.port import ServerPort
 from zeus_plugins.energy import Measurement, ReplayMonitor
 from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSOServerUnreachableError
 from zeus_plugins.protocol import Fingerprint, GpuConfig, JobSpec, Origin
+from zeus_plugins.training.arguments import TrialOptions
 from zeus_plugins.training.defaults import JobWish, TrainingFacts
-from zeus_plugins.training.run import TrialOptions, TrialRun
+from zeus_plugins.training.run import TrialRun
 
 GPUS = GpuConfig(max_power=100.0, number_of_gpus=1, gpu_model="A40")
 JOB_ID = "train-Net-val_acc-0.9-1xA40"

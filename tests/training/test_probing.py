@@ -186,7 +186,7 @@ def test_probe_takes_at_most_a_share_of_the_samples(clock: SimpleNamespace) -> N
     assert first <= 0.05 * 0.75 * 16000
     prober.finish(clock.s + 1.0, epochs=1, trains_on=True)
     assert first < sum(trainer.sizes) <= 0.05 * 16000
-    assert trainer.said == [f"zeus: probed {len(set(trainer.sizes))} sizes in {first / 1e6:.2g} s"]
+    assert trainer.said == [f"probed {len(set(trainer.sizes))} sizes in {first / 1e6:.2g} s"]
 
 
 def test_probe_takes_at_most_a_minute(clock: SimpleNamespace) -> None:
@@ -237,7 +237,7 @@ def test_scripts_size_without_memory_is_left_to_the_training() -> None:
     trainer.before_pass = run_out
     prober = trainer.prober(8, 32)
     prober.time_passes()
-    assert trainer.said == ["zeus: batch sizes are not probed: a pass over 16 samples runs out of memory"]
+    assert trainer.said == ["batch sizes are not probed: a pass over 16 samples runs out of memory"]
     assert trainer.sizes == [16]
     assert not prober.is_open
 
@@ -382,7 +382,7 @@ def test_training_with_doubtful_side_effects_is_not_probed(spoil: Callable[[Trai
     names, state = set(vars(trainer.module)), torch.get_rng_state()
     prober = trainer.prober(8, 32)
     prober.time_passes()
-    assert trainer.said == [f"zeus: batch sizes are not probed: {reason}"]
+    assert trainer.said == [f"batch sizes are not probed: {reason}"]
     assert not prober.is_open
     assert set(vars(trainer.module)) == names
     assert torch.equal(torch.get_rng_state(), state)

@@ -92,7 +92,7 @@ def test_failing_function_of_the_script_ends_no_training(caplog: pytest.LogCaptu
 def test_rates_reset_by_the_script_cause_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     optimizer, moved = sgd(), sgd()
     schedule = torch_schedulers.StepLR(moved, 1)
-    scale_learning_rate([optimizer, moved], [schedule], 2.0)
+    scale_learning_rate([optimizer, moved], [schedule], lambda _: 2.0)
     watch = ScheduleWatch(8, "Make it anew")
     watch.scaled([optimizer, moved], [schedule])
     moved.param_groups[0]["lr"] = 0.02

@@ -147,7 +147,7 @@ def test_reports_contain_the_totals_since_the_trial_began() -> None:
         verdict=ReportResponse(**CONVERGED),
     )
     assert session.finished
-    assert not session.failed
+    assert session.trial.converged
 
 
 def test_report_without_an_epoch_counts_as_the_next_epoch() -> None:
@@ -185,7 +185,7 @@ def test_diverged_training_ends_the_trial_as_failed(metric: float) -> None:
     verdict = session.report_evaluation(metric, 1)
     assert (verdict.stop_train, verdict.converged) == (True, False)
     assert verdict.message == f"the metric is {metric}: training diverged with batch size 64"
-    assert session.failed
+    assert session.finished
     session.end()
     assert server.sent("POST", "/report") == []
     assert server.sent("PATCH", "/trials") == [
@@ -267,7 +267,6 @@ def test_training_with_lost_energy_continues_and_the_trial_has_failed(
     verdict = session.report_evaluation(0.9, 3)
     assert (verdict.stop_train, verdict.converged) == (True, True)
     assert session.trial.cost_j is None
-    assert not session.failed
     session.end()
     assert [body["current_epoch"] for body in server.sent("POST", "/report")] == [1]
     (end,) = server.sent("PATCH", "/trials")
@@ -284,7 +283,7 @@ def test_training_with_lost_energy_ends_with_the_last_epoch_or_a_divergence(metr
     session = running_session(server, monitor=Failing(1))
     assert not session.report_evaluation(0.1, epoch - 1).stop_train
     verdict = session.report_evaluation(metric, epoch)
-    assert (verdict.stop_train, verdict.converged, session.failed) == (True, False, True)
+    assert (verdict.stop_train, verdict.converged, session.finished) == (True, False, True)
     session.end()
     assert len(server.sent("PATCH", "/trials")) == 1
 
@@ -412,11 +411,11 @@ def test_checkpoint_of_a_finished_trial_stays_finished() -> None:
     session = running_session(ContractDouble(COST_BOUND | {"reason": "cost_bound_crossed"}), (1.0, 1.0))
     session.report_evaluation(0.5, 1)
     assert session.finished
-    assert session.failed
+    assert not session.trial.converged
     server = ContractDouble()
     resumed = session_of(server)
     assert not resumed.resume(through_a_checkpoint(session.state_dict()))
-    assert resumed.failed
+    assert resumed.finished
     assert resumed.trial == session.trial.known_as(session.trial.trial_id, cost_j=None)
     with pytest.raises(ZeusBSOOperationOrderError, match="cost bound crossed"):
         resumed.begin_measurement()

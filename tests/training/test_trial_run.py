@@ -14,9 +14,10 @@ from tests.support.fake_trainer import FakeTrainer, active, failing, on_each_ran
 from zeus_plugins.energy import Measurement, ReplayMonitor
 from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSOError, ZeusBSOServerUnreachableError, ZeusBSOTrainFailError
 from zeus_plugins.protocol import GpuConfig, JobSpec, PowerLimitChoice, PowerLimitSample
+from zeus_plugins.training.arguments import TrialOptions
 from zeus_plugins.training.batches import BatchSplit
 from zeus_plugins.training.defaults import JobWish
-from zeus_plugins.training.run import TrialOptions, TrialRun
+from zeus_plugins.training.run import TrialRun
 
 JOB = JobSpec(
     job_id="mnist-1", job_id_prefix="mnist", batch_sizes=(32, 64), default_batch_size=32, max_epochs=3, beta_knob=None

@@ -11,8 +11,8 @@ from tests.support.contract_double import CONVERGED, KEEP_TRAINING, ContractDoub
 from tests.support.sessions import JOB, monitor_of, through_a_checkpoint
 from zeus_plugins import BatchSizeOptimizer, JobSpec
 from zeus_plugins.errors import ZeusBSOConfigError
+from zeus_plugins.training.arguments import TrialOptions
 from zeus_plugins.training.defaults import JobWish, planned
-from zeus_plugins.training.run import TrialOptions
 from zeus_plugins.training.session import TrialSession
 
 

@@ -61,13 +61,7 @@ def _run(options: argparse.Namespace) -> None:
     resume_from = None if options.resume is None else _resumable(options.resume, options.log_base, job)
     raise_at_sigterm()
     with client_from_environment(config.optimizer.server_url) as client:
-        optimizer = ServerOptimizer(
-            client,
-            gpus,
-            eta_knob=master.eta_knob,
-            beta_knob=master.beta_knob,
-            options=config.optimizer.options,
-        )
+        optimizer = ServerOptimizer(client, gpus, options=config.optimizer.options)
         zeus_master = ZeusMaster(
             optimizer,
             options.log_base,

@@ -41,7 +41,7 @@ def _sync(options: argparse.Namespace) -> None:
     outbox = default_outbox()
     files = list(listed(outbox) if options.dry_run else _synced(outbox, options.server_url, options.token))
     for file in files:
-        print(printable(_line(file)))
+        print(printable(file.in_words))
     if not files:
         print(f"nothing waits in {outbox.directory}")
     for path in outbox.refused():
@@ -86,14 +86,3 @@ def _client(url: str, server_url: str | None, token: str | None) -> ServerPort:
             file=sys.stderr,
         )
     return client.with_retries(NO_RETRIES)
-
-
-def _line(file: Delivered) -> str:
-    what = f"job {file.job_id} for {file.server_url}" if file.server_url else str(file.path)
-    counts = ", ".join(
-        f"{number} {word}" for number, word in ((file.delivered, "delivered"), (file.left, "waiting")) if number
-    )
-    if file.set_aside is not None and file.problem is not None:
-        return f"{what}: refused ({file.problem}); set aside as {file.set_aside}"
-    damage = f"; {file.damaged_lines} lines cannot be read" if file.damaged_lines else ""
-    return f"{what}: {counts or 'nothing waits'}{damage}" + (f" ({file.problem})" if file.problem else "")

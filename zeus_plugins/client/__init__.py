@@ -8,9 +8,6 @@ from zeus_plugins.client.connect import client_from_environment
 from zeus_plugins.client.port import (
     EMBEDDED,
     NO_RETRIES,
-    SERVER_URL_VARIABLE,
-    TIMEOUT_VARIABLE,
-    TOKEN_VARIABLE,
     Retries,
     ServerPort,
 )
@@ -21,9 +18,6 @@ if TYPE_CHECKING:
 __all__ = [
     "EMBEDDED",
     "NO_RETRIES",
-    "SERVER_URL_VARIABLE",
-    "TIMEOUT_VARIABLE",
-    "TOKEN_VARIABLE",
     "BsoClient",
     "Retries",
     "ServerPort",

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from zeus_plugins import environment
-from zeus_plugins.client.port import DEFAULT_TIMEOUT_S, EMBEDDED, SERVER_URL_VARIABLE, TOKEN_VARIABLE
+from zeus_plugins.client.port import DEFAULT_TIMEOUT_S, EMBEDDED
 from zeus_plugins.errors import ZeusBSOConfigError
 
 if TYPE_CHECKING:
@@ -62,8 +62,8 @@ def client_from_environment(
         _logger.warning(
             "there is a token (token= or %s) but no server URL: the server in this process is used, which takes no "
             "token. For a server elsewhere pass server_url= or set %s",
-            TOKEN_VARIABLE,
-            SERVER_URL_VARIABLE,
+            environment.TOKEN,
+            environment.SERVER_URL,
         )
     # Load only the modules that this client needs.
     if url and not url.strip().startswith(EMBEDDED):
@@ -76,6 +76,6 @@ def client_from_environment(
         raise ZeusBSOConfigError(
             f"there is no server URL, and the server cannot run in this process, as {error.name} is not installed: "
             f"pip install 'zeus-plugins[server]'; or name a running server, server_url=http://HOST:PORT or "
-            f"{SERVER_URL_VARIABLE}=http://HOST:PORT"
+            f"{environment.SERVER_URL}=http://HOST:PORT"
         ) from None
     return LocalServer(url.strip() or EMBEDDED, timeout_s=timeout_s)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from zeus_plugins.client.outbox import Outbox, OutboxFile, OutboxFileError, OutboxHeader
-from zeus_plugins.client.port import ServerPort
+from zeus_plugins.client.port import NO_RETRIES, ServerPort
 from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSOError, ZeusBSORuntimeError, ZeusBSOTokenError
 from zeus_plugins.files import FileBusyError
 from zeus_plugins.protocol import (
@@ -141,13 +141,9 @@ def deliver(
 ) -> None:
     """Have the box's trial recorded or taken over if necessary, and deliver its items in order.
 
-    Items that were not delivered when this raises stay in the box. The box is locked, except during requests.
-
-    Args:
-        box: The box.
-        client: Talks to the server.
-        is_stopped: Called before each request; True leaves the remaining items.
-        take_verdict: Called with each verdict, under the box's lock, before the evaluation leaves the box.
+    Items that were not delivered when this raises stay in the box. The box is locked, except during requests. Before
+    each request, `is_stopped` says whether to leave the remaining items. `take_verdict` is called with each verdict,
+    under the box's lock, before the evaluation leaves the box.
     """
     while not is_stopped():
         with box.lock:
@@ -193,6 +189,19 @@ class Delivered:
     damaged_lines: int = 0
     needs_token: bool = False
 
+    @property
+    def in_words(self) -> str:
+        """The outcome, such as ``job nightly for http://bso: 3 delivered``."""
+        what = f"job {self.job_id} for {self.server_url}" if self.server_url else str(self.path)
+        if self.set_aside is not None and self.problem is not None:
+            return f"{what}: refused ({self.problem}); set aside as {self.set_aside}"
+        counts = ", ".join(
+            f"{number} {word}" for number, word in ((self.delivered, "delivered"), (self.left, "waiting")) if number
+        )
+        damage = f"; {self.damaged_lines} lines cannot be read" if self.damaged_lines else ""
+        aside = "" if self.set_aside is None else f"; set aside as {self.set_aside}"
+        return f"{what}: {counts or 'nothing waits'}{damage}{aside}" + (f" ({self.problem})" if self.problem else "")
+
     @classmethod
     def of(cls, box: OutboxFile, *, problem: ZeusBSOError | str | None = None) -> Delivered:
         """Describe a file in its current state."""
@@ -233,6 +242,25 @@ def deliver_waiting(outbox: Outbox, client_of: Callable[[str], ServerPort | None
         if server_url in problem_of:
             yield Delivered.of(box, problem=problem_of[server_url])
         box.close()
+
+
+def deliver_earlier(outbox: Outbox, client: ServerPort) -> None:
+    """Deliver results of earlier trainings to this server, and log the outcome of each file."""
+    warned: set[str] = set()
+    with client.with_retries(NO_RETRIES) as server:
+        for file in deliver_waiting(outbox, lambda server_url: server if server_url == server.server_url else None):
+            if not file.delivered and file.problem is None and file.set_aside is None:
+                continue
+            # Without a token, these results never leave: only the user can act.
+            is_warning = file.set_aside is not None or (file.needs_token and file.job_id not in warned)
+            if is_warning:
+                warned.add(file.job_id)
+            _logger.log(
+                logging.WARNING if is_warning else logging.INFO,
+                "results that had waited in %s: %s",
+                file.path,
+                file.in_words,
+            )
 
 
 def listed(outbox: Outbox) -> Iterator[Delivered]:

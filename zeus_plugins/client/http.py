@@ -23,21 +23,12 @@ import httpx
 from pydantic import BaseModel, ValidationError
 
 from zeus_plugins.client._transport import CONNECT_SHARE, DeadlineTransport
-from zeus_plugins.client.port import (
-    DEFAULT_TIMEOUT_S,
-    NO_RETRIES,
-    SERVER_URL_VARIABLE,
-    TOKEN_VARIABLE,
-    JobReport,
-    Retries,
-    ServerPort,
-    error_of,
-)
+from zeus_plugins.client.port import DEFAULT_TIMEOUT_S, NO_RETRIES, JobReport, Retries, ServerPort, error_of
+from zeus_plugins.environment import SERVER_URL, TOKEN
 from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSOError, ZeusBSORuntimeError, ZeusBSOServerUnreachableError
 from zeus_plugins.protocol import (
     CreatedJob,
     Ending,
-    Explanation,
     Heartbeat,
     HeartbeatResponse,
     JobList,
@@ -55,6 +46,7 @@ from zeus_plugins.protocol import (
     TrialList,
     TrialPowerProfile,
     TrialProbe,
+    faults_in_words,
 )
 
 _EXCERPT_LENGTH = 200
@@ -105,7 +97,7 @@ class BsoClient(ServerPort):
         if self._token and self._login:
             raise ZeusBSOConfigError(
                 f"server_url {self.server_url} holds a user and a token is given too, but a request carries only one "
-                f"of them: drop the user from server_url or unset {TOKEN_VARIABLE}"
+                f"of them: drop the user from server_url or unset {TOKEN}"
             )
         if not timeout_s > 0:
             raise ZeusBSOConfigError(f"timeout_s must be above 0 seconds, not {timeout_s}")
@@ -164,10 +156,8 @@ class BsoClient(ServerPort):
         self._expect_ours(self._request("PUT", Paths.POWER_PROFILE, body=profile))
 
     def store_probe(self, trial: TrialId, probe: Probe) -> None:
-        """See `ServerPort.store_probe`."""
-        self._expect_ours(
-            self._request("PUT", Paths.PROBE, body=TrialProbe(**trial.model_dump(), **probe.model_dump()))
-        )
+        message = TrialProbe(**trial.model_dump(), **probe.model_dump())
+        self._expect_ours(self._request("PUT", Paths.PROBE, body=message))
 
     def delete_job(self, job_id: str) -> None:
         """Delete a job and all its trials."""
@@ -177,12 +167,6 @@ class BsoClient(ServerPort):
     def list_jobs(self) -> JobList:
         """List the jobs of all pages. A Zeus server lacks this."""
         return JobList(jobs=tuple(job for page in self._pages(Paths.API_JOBS, JobList) for job in page.jobs))
-
-    def explain(self, job_id: str, trial_number: int | None = None) -> Explanation:
-        """Explain the batch size of a trial, or of the next trial for None. A Zeus server lacks this."""
-        path = f"{Paths.API_JOBS}/{quote(job_id, safe='')}/explanation"
-        params = None if trial_number is None else {"trial_number": str(trial_number)}
-        return self._decode(self._request("GET", path, params=params), Explanation)
 
     def job_report(self, job_id: str) -> JobReport:
         """Return the job's page, which a notebook displays as the value of a cell. A Zeus server lacks this."""
@@ -307,9 +291,7 @@ class BsoClient(ServerPort):
         try:
             return message.model_validate_json(answer.content)
         except ValidationError as error:
-            first = error.errors(include_url=False, include_context=False)[0]
-            where = ".".join(str(part) for part in first["loc"])
-            self._raise_foreign(answer, f"{where}: {first['msg']}" if where else first["msg"])
+            self._raise_foreign(answer, faults_in_words(error, most=1))
 
     def _expect_ours(self, answer: httpx.Response) -> None:
         """Accept any JSON, or an empty body, as the answer of a route that returns nothing."""
@@ -321,7 +303,7 @@ class BsoClient(ServerPort):
     def _raise_foreign(self, answer: httpx.Response, problem: str) -> NoReturn:
         raise ZeusBSORuntimeError(
             f"{answer.request.method} {answer.request.url} was answered with something else than expected ({problem}): "
-            f"this does not look like a batch size optimization server. Check server_url or {SERVER_URL_VARIABLE}",
+            f"this does not look like a batch size optimization server. Check server_url or {SERVER_URL}",
             status=answer.status_code,
             is_foreign=True,
         )
@@ -351,7 +333,7 @@ class BsoClient(ServerPort):
             cause = f"timed out after {self.timeout_s:g} s"
         return (
             f"no answer from the batch size optimization server at {self.server_url}: {self._without_secrets(cause)}. "
-            f"Is `bso-server serve` running there? If it runs elsewhere, pass server_url= or set {SERVER_URL_VARIABLE}"
+            f"Is `bso-server serve` running there? If it runs elsewhere, pass server_url= or set {SERVER_URL}"
         )
 
     def _without_secrets(self, text: str) -> str:
@@ -389,7 +371,7 @@ def _checked_token(token: str | None) -> str | None:
     if not (token.isascii() and token.isprintable()):
         # httpx would refuse such a header as well, but quote the token in its error.
         raise ZeusBSOConfigError(
-            f"the token (token= or {TOKEN_VARIABLE}) has characters that tokens never have: copy the token again"
+            f"the token (token= or {TOKEN}) has characters that tokens never have: copy the token again"
         )
     return token or None
 
@@ -398,7 +380,7 @@ def _excerpt_of(answer: httpx.Response) -> str:
     """Describe an answer that does not look like one of a batch size optimization server."""
     if answer.is_redirect:
         where = _without_secret_parts(answer.headers.get("location", ""))
-        return f"redirected to {where}; set server_url or {SERVER_URL_VARIABLE} to the server's final address"
+        return f"redirected to {where}; set server_url or {SERVER_URL} to the server's final address"
     excerpt = " ".join(_text_of(answer).split())[:_EXCERPT_LENGTH] or "no text"
     return f"{answer.reason_phrase}: {excerpt}. Is this a batch size optimization server? Check server_url"
 

@@ -37,17 +37,16 @@ from bso_server.storage.transaction import Transaction
 from zeus_plugins.client.port import (
     DEFAULT_TIMEOUT_S,
     EMBEDDED,
-    SERVER_URL_VARIABLE,
     JobReport,
     Retries,
     ServerPort,
     error_of,
 )
+from zeus_plugins.environment import SERVER_URL
 from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSOError, ZeusBSORuntimeError, ZeusBSOServerUnreachableError
 from zeus_plugins.protocol import (
     CreatedJob,
     Ending,
-    Explanation,
     Heartbeat,
     HeartbeatResponse,
     JobList,
@@ -63,6 +62,7 @@ from zeus_plugins.protocol import (
     TrialId,
     TrialPowerProfile,
     TrialProbe,
+    faults_in_words,
 )
 
 _DATABASE_VARIABLE = variable_of("database_url")
@@ -120,11 +120,8 @@ class LocalServer(ServerPort):
         try:
             registration = with_job_id(job)
         except ValidationError as error:  # A copy of a valid job with other values may be invalid.
-            faults = [
-                f"{'.'.join(map(str, line['loc'])) or 'job'}: {line['msg'].removeprefix('Value error, ')}"
-                for line in error.errors()
-            ]
-            raise self._refusal("registration", HTTPStatus.UNPROCESSABLE_ENTITY, "; ".join(faults)) from None
+            faults = faults_in_words(error)
+            raise self._refusal("registration", HTTPStatus.UNPROCESSABLE_ENTITY, faults) from None
         known = self._read("registration", lambda transaction: self._commands.registered(transaction, registration))
         if known is not None:
             return known
@@ -185,10 +182,6 @@ class LocalServer(ServerPort):
     def list_jobs(self) -> JobList:
         """List all jobs."""
         return self._read("list of jobs", partial(reading.list_jobs, limit=None))
-
-    def explain(self, job_id: str, trial_number: int | None = None) -> Explanation:
-        """Explain the batch size of a trial, or of the next trial for None."""
-        return self._read("explanation", lambda transaction: reading.explain(transaction, job_id, trial_number))
 
     def job_report(self, job_id: str) -> JobReport:
         """Return the job's page, which a notebook displays as the value of a cell.
@@ -310,12 +303,12 @@ def _opened(settings: Settings) -> SqliteFile:
     except (ValueError, OSError) as error:
         raise ZeusBSOConfigError(
             f"the server in this process cannot keep its data: {error}; name another file by {_DATABASE_VARIABLE}, or "
-            f"a running server by server_url= or {SERVER_URL_VARIABLE}"
+            f"a running server by server_url= or {SERVER_URL}"
         ) from None
     if file is None:
         raise ZeusBSOConfigError(
             f"a server in the training's own process works on a SQLite file, and {_DATABASE_VARIABLE} names another "
-            f"database: start `bso-server serve` on that, and pass server_url= or set {SERVER_URL_VARIABLE}"
+            f"database: start `bso-server serve` on that, and pass server_url= or set {SERVER_URL}"
         )
     return file
 

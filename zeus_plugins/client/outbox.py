@@ -324,11 +324,7 @@ class Outbox:
         """Open a file for a new box: the file that an earlier run left, or a new one.
 
         Do nothing if the box has a file. Do nothing either if items wait in memory only: they may be under way to the
-        server, and keep their order.
-
-        Args:
-            box: The box.
-            is_first: Whether to try the trial's first file; False for a rank other than 0.
+        server, and keep their order. Ranks other than 0 do not try the trial's first file (`is_first`).
 
         Raises:
             OSError: The file or the directory cannot be written, or belongs to another user.

@@ -14,7 +14,7 @@ from html import escape
 from pathlib import Path
 from typing import Protocol, Self
 
-from zeus_plugins import environment
+from zeus_plugins.environment import TOKEN
 from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSOError, ZeusBSORuntimeError, ZeusBSOTokenError
 from zeus_plugins.protocol import (
     CreatedJob,
@@ -30,10 +30,6 @@ from zeus_plugins.protocol import (
     TrialDispatch,
     TrialId,
 )
-
-SERVER_URL_VARIABLE = environment.SERVER_URL.name
-TOKEN_VARIABLE = environment.TOKEN.name
-TIMEOUT_VARIABLE = environment.TIMEOUT_S.name
 
 EMBEDDED = "embedded:"
 """The URL of the server in this process on its default file; ``embedded:///path`` names another file."""
@@ -199,13 +195,13 @@ def error_of(
     if status == 401:
         return ZeusBSOTokenError(
             f"the server at {server_url} does not accept the token ({status}: {text}): pass a valid token= or set "
-            f"{TOKEN_VARIABLE}",
+            f"{TOKEN}",
             status=status,
         )
     if status == 403:
         return ZeusBSOTokenError(
             f"the server at {server_url} does not allow that ({status}): {text}. The token is what token= or "
-            f"{TOKEN_VARIABLE} says",
+            f"{TOKEN} says",
             status=status,
         )
     if status == 422 or (status == 409 and is_registration):

@@ -48,8 +48,6 @@ class TrialReporter:
     No method raises because of the server. The first trouble of each kind is a warning, a repeated one a debug line.
 
     Args:
-        client: Talks to the server.
-        outbox: Keeps results on disk while the server is away.
         sender: The trial, which the server may not have recorded yet.
         rule: The stop rule that came with the trial.
         takes_heartbeats: False for a Zeus server.
@@ -134,7 +132,13 @@ class TrialReporter:
         rule = evaluation.judged_by or self.rule
         self._keep(evaluation.model_copy(update={"judged_by": rule}))
         cost_j = self.job.cost_j(time_s=evaluation.time, energy_j=evaluation.energy)
-        return self._judged_here(rule, evaluation.metric, evaluation.current_epoch, cost_j)
+        return self.judge(rule, metric=evaluation.metric, epochs=evaluation.current_epoch, cost_j=cost_j)
+
+    def judge(self, rule: StopRule, *, metric: float, epochs: float, cost_j: float | None = None) -> ReportResponse:
+        """Judge an evaluation here; one of unknown cost only by the target and `max_epochs`."""
+        verdict = judged_without_server(self.job, rule, metric=metric, epochs=epochs, cost_j=cost_j)
+        self.rule = verdict.stop_rule or self.rule
+        return verdict
 
     def send_nothing(self) -> None:
         """Judge all further evaluations here, and keep and send nothing more."""
@@ -149,15 +153,6 @@ class TrialReporter:
                 return
             self._power_limits = choice
         self._wake_thread()
-
-    def judge_unmeasured(self, *, metric: float, epoch: float) -> ReportResponse:
-        """Judge a training of unknown cost by its target and `max_epochs` only."""
-        return self._judged_here(self.rule, metric, epoch, None)
-
-    def _judged_here(self, rule: StopRule, metric: float, epochs: float, cost_j: float | None) -> ReportResponse:
-        verdict = judged_without_server(self.job, rule, metric=metric, epochs=epochs, cost_j=cost_j)
-        self.rule = verdict.stop_rule or self.rule
-        return verdict
 
     def end(self, ending: Ending | None = None) -> None:
         """Stop the thread and try once more to deliver waiting reports; `ending` is None if a verdict ended the trial.

@@ -44,7 +44,7 @@ from zeus_plugins.placement import placed, this_machine
 from zeus_plugins.power_limit import PowerLimitDevice, PowerLimitProfile, PowerLimitProfiler, ZeusCost, find_devices
 from zeus_plugins.protocol import LEAST_TIME_S, cost
 from zeus_plugins.train_result import TrainResult, result_path
-from zeus_plugins.training.port import decided_by_rank_zero, node_monitor
+from zeus_plugins.training.port import decided, node_monitor
 
 T = TypeVar("T")
 
@@ -314,13 +314,13 @@ class ZeusDataLoader(DataLoader[T]):
             raise ZeusBSOConfigError(f"max_epochs is {max_epochs}: it is at least 1; leave it out to evaluate")
         if batch_size < 1:
             raise ZeusBSOConfigError(f"batch_size is {batch_size}: it is at least 1")
-        self._rank, self._world_size = _ranks(distributed, options.get("sampler"), is_training=max_epochs is not None)
-        if batch_size % self._world_size:
+        self._ranks = ranks = _ranks(distributed, options.get("sampler"), is_training=max_epochs is not None)
+        if batch_size % ranks.world_size:
             raise ZeusBSOConfigError(
-                f"batch_size {batch_size} is global and cannot be spread evenly over {self._world_size} ranks: choose "
-                f"a multiple of {self._world_size}"
+                f"batch_size {batch_size} is global and cannot be spread evenly over {ranks.world_size} ranks: choose "
+                f"a multiple of {ranks.world_size}"
             )
-        super().__init__(dataset, batch_size=batch_size // self._world_size, **options)
+        super().__init__(dataset, batch_size=batch_size // ranks.world_size, **options)
         self._global_batch_size = batch_size
         self._max_epochs = max_epochs
         self._training: _Training | None = None
@@ -328,10 +328,10 @@ class ZeusDataLoader(DataLoader[T]):
         if max_epochs is not None:
             if train_loader is not None:
                 raise ZeusBSOConfigError("a loader with max_epochs trains: leave out either max_epochs or train_loader")
-            self._place = placed(_LoaderRanks(self._rank, self._world_size))
+            self._place = placed(ranks)
             settings = _Settings.of(environ)
             measures = None
-            if self._rank == 0:
+            if ranks.rank == 0:
                 # Without GPUs of its own, the loader measures all visible ones.
                 monitor = monitor or energy.auto(device_indices=self._place.gpus or None)
                 measures = node_monitor(self._place, monitor)
@@ -355,9 +355,7 @@ class ZeusDataLoader(DataLoader[T]):
         training = self._of_training("epochs()")
         training.begin()
         try:
-            while decided_by_rank_zero(
-                training.goes_on, rank=self._rank, world_size=self._world_size, broadcast=_broadcast
-            ):
+            while decided(self._ranks, training.goes_on):
                 if isinstance(self.sampler, DistributedSampler):
                     self.sampler.set_epoch(training.epoch)
                 training.is_in_epoch = True
@@ -429,10 +427,10 @@ class ZeusDataLoader(DataLoader[T]):
             warmup_steps=steps[0],
             profile_steps=steps[1],
             monitor=monitor if controls else None,
-            profile=PowerLimitProfile.load_if_kept(path) if self._rank == 0 else None,
+            profile=PowerLimitProfile.load_if_kept(path) if self._ranks.rank == 0 else None,
             batch_size=self._global_batch_size,
             observe=settings.is_observed,
-            all_gather=None if self._world_size == 1 else _gathered,
+            all_gather=None if self._ranks.world_size == 1 else self._ranks.all_gather,
             synchronize=synchronize,
         )
 
@@ -442,20 +440,8 @@ class ZeusDataLoader(DataLoader[T]):
         return self._training
 
 
-def _broadcast(answer: Any) -> Any:
-    answers = [answer]
-    distributed.broadcast_object_list(answers, src=0)
-    return answers[0]
-
-
-def _gathered(thing: Any) -> list[Any]:
-    gathered: list[Any] = [None] * distributed.get_world_size()
-    distributed.all_gather_object(gathered, thing)
-    return gathered
-
-
 class _LoaderRanks:
-    """The processes of the training, as `placed` needs them."""
+    """The processes of the training."""
 
     gpu_indices: Sequence[int] = ()  # unknown here
 
@@ -470,16 +456,23 @@ class _LoaderRanks:
         is_chosen = current > 0 or self.local_rank == 0 or len(known) == 1
         self.own_gpus: Sequence[str] = known[current : current + 1] if is_chosen else ()
 
+    def broadcast(self, thing: Any) -> Any:
+        things = [thing]
+        distributed.broadcast_object_list(things, src=0)
+        return things[0]
+
     def all_gather(self, thing: Any) -> list[Any]:
-        return _gathered(thing)
+        gathered: list[Any] = [None] * self.world_size
+        distributed.all_gather_object(gathered, thing)
+        return gathered
 
 
-def _ranks(mode: str | None, sampler: Any, *, is_training: bool) -> tuple[int, int]:
-    """Return rank and world size; raise `ZeusBSOConfigError` if the sampler does not fit them."""
+def _ranks(mode: str | None, sampler: Any, *, is_training: bool) -> _LoaderRanks:
+    """Return the processes of the training; raise `ZeusBSOConfigError` if the sampler does not fit them."""
     if mode is None:
         if isinstance(sampler, DistributedSampler):
             raise ZeusBSOConfigError("the sampler is a DistributedSampler: pass distributed='dp' too")
-        return 0, 1
+        return _LoaderRanks(0, 1)
     if mode != "dp":
         raise ZeusBSOConfigError(f"distributed is {mode!r}: choose 'dp' (data parallel) or leave it out")
     if not (distributed.is_available() and distributed.is_initialized()):
@@ -492,10 +485,9 @@ def _ranks(mode: str | None, sampler: Any, *, is_training: bool) -> tuple[int, i
             raise ZeusBSOConfigError(
                 "distributed='dp' needs sampler=DistributedSampler(dataset): without it, every rank trains on all data"
             )
-        return rank, world_size
-    if (sampler.num_replicas, sampler.rank) != (world_size, rank):
+    elif (sampler.num_replicas, sampler.rank) != (world_size, rank):
         raise ZeusBSOConfigError(
             f"the DistributedSampler is for rank {sampler.rank} of {sampler.num_replicas}, and this is rank {rank} of "
             f"{world_size}: leave out its num_replicas and rank"
         )
-    return rank, world_size
+    return _LoaderRanks(rank, world_size)

@@ -46,7 +46,7 @@ from zeus_plugins.training.batches import (
     SampleCount,
     nested_samplers,
     process_batch_sizes,
-    resize_process_loader,
+    resize_loader,
 )
 from zeus_plugins.training.defaults import TrainingFacts, hash_of_parameters, name_of_data, script_name
 from zeus_plugins.training.metrics import EVALUATION_PREFIX
@@ -149,14 +149,7 @@ def not_attached() -> ZeusBSOOperationOrderError:
 
 
 class HuggingFacePort:
-    """A `TrainerPort` of Hugging Face's Trainer.
-
-    Args:
-        trainer: The trainer, before `train`.
-
-    Attributes:
-        control: The present event's control, which another callback may have put in place of the trainer's.
-    """
+    """A `TrainerPort` of Hugging Face's Trainer."""
 
     no_accumulation = None
     epochs_before = 0  # `train` begins to count anew
@@ -165,7 +158,7 @@ class HuggingFacePort:
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
-        self.control = trainer.control
+        self.control = trainer.control  # or the event's control, which another callback may have put in its place
         self._args = args = trainer.args
         self.rank = args.process_index
         self.local_rank = args.local_process_index
@@ -220,7 +213,8 @@ class HuggingFacePort:
             if _rebalancing_sampler(loader) is not None:  # it follows the arguments, and its batches are uneven
                 return
             size = split.per_device * self._devices_here * batches_per_fetch(trainer)
-            resize_process_loader(loader, size, self._processes, patches)
+            # A sampler without a size may have read it from the trainer's arguments; its batches are counted.
+            resize_loader(loader, size, patches, processes=self._processes, needs_size=False)
             # One process may load the batch of all processes, to divide it.
             fetched = self._processes if getattr(loader, "split_batches", False) else 1
             self._count = SampleCount(size * fetched, _FOLLOW)

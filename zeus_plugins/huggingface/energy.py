@@ -37,7 +37,9 @@ class ZeusEnergyTrainerCallback(EnergyTotals, TrainWrapper):
         """Begin to measure, unless an earlier attempt has."""
         trainer = self._trainer_of(state)
         totals = checkpointed(state).get(_STATE_KEY)
-        self._run.begin(HuggingFacePort(trainer), self._energy_monitor, totals, self._energy_scope)
+        if totals is not None and not self._run.is_measuring:
+            self._run.restore(totals)
+        self._run.begin(HuggingFacePort(trainer), self._energy_monitor, self._energy_scope)
 
     def on_epoch_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Log the epoch before, if another callback has cancelled its evaluation."""

@@ -95,12 +95,7 @@ _FOLLOW = (
 
 
 class LightningPort:
-    """A `TrainerPort` of Lightning's Trainer.
-
-    Args:
-        trainer: The trainer, within `fit`.
-        module: The trained module.
-    """
+    """A `TrainerPort` of Lightning's Trainer within `fit`, which trains a module."""
 
     # Each `fit` makes new optimizers, and a checkpoint that is saved after `fit` keeps the scaled rates.
     keeps_optimizers = False

@@ -25,9 +25,10 @@ from zeus_plugins.lightning._trainer import (
     of_an_instance,
     scale_in_finetuning,
 )
+from zeus_plugins.training.arguments import TrialOptions
 from zeus_plugins.training.batch_size import BatchSizeArguments
 from zeus_plugins.training.defaults import check_epochs
-from zeus_plugins.training.run import TrialOptions, TrialRun
+from zeus_plugins.training.run import TrialRun
 
 _logger = logging.getLogger("zeus_plugins")
 

@@ -1,6 +1,6 @@
 """A master that launches a recurring training script, with the interface of Zeus's master.
 
-`ZeusMaster` launches the script once per run. A `BatchSizeChooser`, such as `ServerOptimizer`, chooses each batch size.
+`ZeusMaster` launches the script once per run. `ServerOptimizer` or a `BatchSizeChooser` chooses each batch size.
 Importing this package loads neither torch nor the server.
 """
 

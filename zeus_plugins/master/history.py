@@ -11,7 +11,6 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from zeus_plugins.errors import ZeusBSOConfigError
-from zeus_plugins.master.job import Job
 from zeus_plugins.protocol import GpuConfig, TrialState
 from zeus_plugins.train_result import write_atomically
 
@@ -79,27 +78,6 @@ class Run(PlannedRun):
         return self.outcome not in (TrialState.FAILED, TrialState.INFEASIBLE)
 
 
-def run_of_cost(job: Job, batch_size: int, cost_j: float, *, time_s: float, reached: bool) -> Run:
-    """Return a run of which only the cost in joules is known, as from Zeus's master: all epochs, with that energy."""
-    return Run(
-        recurrence=1,
-        tries=1,
-        job_id="",
-        bs=batch_size,
-        learning_rate=job.learning_rate(batch_size),
-        seed=0,
-        cost_ub=math.inf,
-        energy=cost_j,
-        time=time_s,
-        cost=cost_j,
-        reached=reached,
-        outcome="completed" if reached else "early_stopped",
-        reason="",
-        end_epoch=job.max_epochs,
-        energy_source="cost",
-    )
-
-
 @dataclass(frozen=True)
 class NextRun:
     """Values of the next run that follow from a history."""
@@ -132,10 +110,8 @@ class MasterState(_Kept):
     """State from which a master resumes; the content of ``history.json``.
 
     Attributes:
-        job: The job's name.
         beta_knob: β of the cost bound; None: no bound.
         seed: Seed of the first run.
-        history: The ended runs, in order.
         running: The planned run that has not ended.
         observed: Number of runs that the optimizer has observed.
         optimizer: The optimizer's state; None if it has none to keep.

@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from zeus_plugins.errors import ZeusBSOConfigError
-from zeus_plugins.protocol import ID_PATTERN, BatchSize, GpuConfig, PositiveInt, Seed
+from zeus_plugins.protocol import ID_PATTERN, BatchSize, GpuConfig, PositiveInt, Seed, faults_in_words
 from zeus_plugins.training.lr_scaling import LrScaling, lr_factor
 
 # Values of the command that differ between runs.
@@ -195,9 +195,5 @@ def read_config(path: Path) -> tuple[MasterConfig, Job]:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ZeusBSOConfigError(f"{path} is no TOML: {error}") from None
     except ValidationError as error:
-        problems = "; ".join(
-            f"{'.'.join(str(part) for part in each['loc'])}: {each['msg']}"
-            for each in error.errors(include_url=False, include_context=False)
-        )
-        raise ZeusBSOConfigError(f"{path}: {problems}") from None
+        raise ZeusBSOConfigError(f"{path}: {faults_in_words(error)}") from None
     return config, replace(config.job, workdir=path.absolute().parent / (config.job.workdir or ""))

@@ -8,11 +8,11 @@ import secrets
 from collections.abc import Mapping
 from typing import Any, Protocol, runtime_checkable
 
-from zeus_plugins.client.outbox import Outbox, OutboxHeader, default_outbox
+from zeus_plugins.client.outbox import OutboxHeader, default_outbox
 from zeus_plugins.client.port import NO_RETRIES, ServerPort
 from zeus_plugins.client.reporter import TrialReporter
 from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSOError, ZeusBSOOperationOrderError
-from zeus_plugins.master.history import Run, run_of_cost
+from zeus_plugins.master.history import Run
 from zeus_plugins.master.job import Job
 from zeus_plugins.protocol import (
     LEAST_TIME_S,
@@ -67,27 +67,13 @@ class ServerOptimizer:
     Args:
         client: Client of the server, as from `zeus_plugins.client.client_from_environment`; the caller closes it.
         gpus: The accelerators that the job runs on.
-        eta_knob: η of the cost; equal to the master's.
-        beta_knob: β of the cost bound; equal to the master's.
-        outbox: Directory for results while the server is away. None: a directory below the user's state directory.
         options: Further fields of `JobSpec`, such as ``num_pruning_rounds``.
     """
 
-    def __init__(
-        self,
-        client: ServerPort,
-        gpus: GpuConfig,
-        *,
-        eta_knob: float = 0.5,
-        beta_knob: float | None = 2.0,
-        outbox: Outbox | None = None,
-        options: Mapping[str, Any] | None = None,
-    ) -> None:
-        self.eta_knob = eta_knob
-        self.beta_knob = beta_knob
+    def __init__(self, client: ServerPort, gpus: GpuConfig, *, options: Mapping[str, Any] | None = None) -> None:
         self._client = client
         self._gpus = gpus
-        self._outbox = outbox or default_outbox()
+        self._outbox = default_outbox()
         self._options = dict(options or {})
         # A resumed master makes the same keys, by which the server finds a trial whose answer the master lost.
         self._key = secrets.token_hex(16)
@@ -96,8 +82,10 @@ class ServerOptimizer:
         self._trial: TrialDispatch | None = None
         self._reporter: TrialReporter | None = None
 
-    def register_job(self, job: Job, batch_sizes: list[int]) -> None:
-        """Register the job under its name.
+    def register_job(
+        self, job: Job, batch_sizes: list[int], *, eta_knob: float = 0.5, beta_knob: float | None = 2.0
+    ) -> None:
+        """Register the job under its name, with the master's η and β.
 
         Raises:
             ZeusBSOConfigError: The server refuses the job or the token, or has the job with other settings.
@@ -109,8 +97,8 @@ class ServerOptimizer:
                 "job_id_prefix": job.name,
                 "batch_sizes": tuple(batch_sizes),
                 "default_batch_size": job.default_bs,
-                "eta_knob": self.eta_knob,
-                "beta_knob": self.beta_knob,
+                "eta_knob": eta_knob,
+                "beta_knob": beta_knob,
                 "target_metric": job.target_metric,
                 "higher_is_better_metric": job.higher_is_better_metric,
                 "max_epochs": job.max_epochs,
@@ -133,11 +121,6 @@ class ServerOptimizer:
         self._asked += 1
         self._open_line(registration, self._trial)
         return self._trial.batch_size
-
-    def observe(self, job: Job, batch_size: int, cost: float, converged: bool | None = None) -> None:
-        """End the trial, and report its cost in joules as that energy, used at maximum power."""
-        time_s = cost / self._registered(job).max_power
-        self._report_run(job, run_of_cost(job, batch_size, cost, time_s=time_s, reached=bool(converged)))
 
     def observe_run(self, job: Job, run: Run) -> None:
         """End the trial as the run ended; after a crash of the master, possibly a second time."""

@@ -33,7 +33,7 @@ class ZeusMaster:
     `resume_from`. The resumed master waits for a script that still runs, and neither repeats nor loses a run.
 
     Args:
-        batch_size_optimizer: A `BatchSizeChooser`, such as `ServerOptimizer`.
+        batch_size_optimizer: A `ServerOptimizer` or a `BatchSizeChooser`.
         log_base: Directory of all log directories.
         monitor_path: Zeus's power monitor, for scripts with Zeus's own data loader.
         seed: Seed of the first run; each run increments it.
@@ -51,7 +51,7 @@ class ZeusMaster:
 
     def __init__(
         self,
-        batch_size_optimizer: BatchSizeChooser,
+        batch_size_optimizer: BatchSizeChooser | ServerOptimizer,
         log_base: str | Path,
         monitor_path: str | Path | None = None,
         seed: int = 123456,
@@ -132,7 +132,10 @@ class ZeusMaster:
             ZeusBSOConfigError: The arguments contradict each other or the resumed directory.
             ZeusBSORuntimeError: The server that chooses batch sizes fails.
         """
-        self._check_knobs(beta_knob, eta_knob)
+        if not 0 <= eta_knob <= 1 or (beta_knob is not None and not beta_knob > 0):
+            raise ZeusBSOConfigError(
+                f"eta_knob is {eta_knob} and beta_knob {beta_knob}: η lies between 0 and 1, and β is above 0 or None"
+            )
         if job.default_bs not in batch_sizes:
             raise ZeusBSOConfigError(f"default_bs {job.default_bs} is not one of the batch sizes {list(batch_sizes)}")
         directory = Path(
@@ -169,17 +172,6 @@ class ZeusMaster:
                 if isinstance(self._optimizer, ServerOptimizer):
                     self._optimizer.interrupt()
             return list(recurring.state.history)
-
-    def _check_knobs(self, beta_knob: float | None, eta_knob: float) -> None:
-        """Check the knobs, and that an optimizer with knobs has equal ones."""
-        if not 0 <= eta_knob <= 1 or (beta_knob is not None and not beta_knob > 0):
-            raise ZeusBSOConfigError(
-                f"eta_knob is {eta_knob} and beta_knob {beta_knob}: η lies between 0 and 1, and β is above 0 or None"
-            )
-        for name, knob in (("eta_knob", eta_knob), ("beta_knob", beta_knob)):
-            its = getattr(self._optimizer, name, knob)
-            if its != knob:
-                raise ZeusBSOConfigError(f"{name} is {knob} here and {its} in the optimizer: make them the same")
 
     def launch(self, job: Job, run: PlannedRun, logdir: Path, eta_knob: float, *, adopt: bool = False) -> TrainResult:
         """Launch the script once, or `adopt` the run of a killed master, and return its result.
@@ -245,9 +237,13 @@ class _Recurring:
 
     def begin(self) -> None:
         """Restore the optimizer, or repeat its calls."""
-        if isinstance(self._optimizer, KeepsState) and self.state.optimizer is not None:
-            self._optimizer.load_state_dict(self.state.optimizer)
-        self._optimizer.register_job(self._job, list(self.state.batch_sizes))
+        state, sizes = self.state, list(self.state.batch_sizes)
+        if isinstance(self._optimizer, KeepsState) and state.optimizer is not None:
+            self._optimizer.load_state_dict(state.optimizer)
+        if isinstance(self._optimizer, ServerOptimizer):
+            self._optimizer.register_job(self._job, sizes, eta_knob=state.eta_knob, beta_knob=state.beta_knob)
+        else:
+            self._optimizer.register_job(self._job, sizes)
         if not isinstance(self._optimizer, KeepsState):
             for run in self.state.history[: self.state.observed]:
                 self._optimizer.predict(self._job)
@@ -275,7 +271,7 @@ class _Recurring:
         upcoming = self.state.next_run
         return PlannedRun(
             **asdict(upcoming),
-            job_id=_job_id(upcoming.recurrence, upcoming.tries),
+            job_id=f"rec{upcoming.recurrence:02d}+try{upcoming.tries:02d}",
             bs=batch_size,
             learning_rate=self._job.learning_rate(batch_size),
         )
@@ -322,10 +318,6 @@ def _outcome_of(result: TrainResult, job: Job) -> tuple[Literal["completed", "ea
     return "exhausted", f"{result.end_epoch} epochs without the target"
 
 
-def _job_id(recurrence: int, tries: int) -> str:
-    return f"rec{recurrence:02d}+try{tries:02d}"
-
-
 def _check_default(state: MasterState, job: Job) -> None:
     """Raise an error if the default size missed the target in the first recurrence."""
     for run in state.history:
@@ -339,8 +331,7 @@ def _check_default(state: MasterState, job: Job) -> None:
 
 
 def _check_last(state: MasterState, job: Job) -> None:
-    """Raise an error if the last recurrence has failed all its tries, or as `_check_default`."""
-    _check_default(state, job)
+    """Raise an error if the last recurrence has failed all its tries."""
     last = state.history[-1]
     if last.tries == MAX_TRIES and not last.reached:
         raise ZeusBSOTrainFailError(

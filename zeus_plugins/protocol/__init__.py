@@ -50,11 +50,9 @@ from zeus_plugins.protocol._values import GP_VOI as GP_VOI
 from zeus_plugins.protocol._values import ID_PATTERN as ID_PATTERN
 from zeus_plugins.protocol._values import LEAST_TIME_S as LEAST_TIME_S
 from zeus_plugins.protocol._values import MAX_BATCH_SIZE as MAX_BATCH_SIZE
-from zeus_plugins.protocol._values import MAX_BATCH_SIZES as MAX_BATCH_SIZES
 from zeus_plugins.protocol._values import MAX_DETAIL_LENGTH as MAX_DETAIL_LENGTH
 from zeus_plugins.protocol._values import MAX_ID_LENGTH as MAX_ID_LENGTH
 from zeus_plugins.protocol._values import MAX_MARGINS as MAX_MARGINS
-from zeus_plugins.protocol._values import MAX_POWER_LIMITS as MAX_POWER_LIMITS
 from zeus_plugins.protocol._values import MAX_WATCHED as MAX_WATCHED
 from zeus_plugins.protocol._values import OWN_POLICIES as OWN_POLICIES
 from zeus_plugins.protocol._values import ZEUS as ZEUS
@@ -63,7 +61,6 @@ from zeus_plugins.protocol._values import EndReason as EndReason
 from zeus_plugins.protocol._values import Epochs as Epochs
 from zeus_plugins.protocol._values import Finite as Finite
 from zeus_plugins.protocol._values import FirstRun as FirstRun
-from zeus_plugins.protocol._values import Fraction as Fraction
 from zeus_plugins.protocol._values import Identifier as Identifier
 from zeus_plugins.protocol._values import Joules as Joules
 from zeus_plugins.protocol._values import MetricName as MetricName
@@ -71,8 +68,6 @@ from zeus_plugins.protocol._values import NonNegativeFinite as NonNegativeFinite
 from zeus_plugins.protocol._values import NonNegativeInt as NonNegativeInt
 from zeus_plugins.protocol._values import Origin as Origin
 from zeus_plugins.protocol._values import Paths as Paths
-from zeus_plugins.protocol._values import PolicyName as PolicyName
-from zeus_plugins.protocol._values import PositiveFinite as PositiveFinite
 from zeus_plugins.protocol._values import PositiveInt as PositiveInt
 from zeus_plugins.protocol._values import Quality as Quality
 from zeus_plugins.protocol._values import RefusalReason as RefusalReason
@@ -80,14 +75,13 @@ from zeus_plugins.protocol._values import RegistrationId as RegistrationId
 from zeus_plugins.protocol._values import Seconds as Seconds
 from zeus_plugins.protocol._values import Seed as Seed
 from zeus_plugins.protocol._values import Stage as Stage
-from zeus_plugins.protocol._values import Text as Text
 from zeus_plugins.protocol._values import TrialState as TrialState
 from zeus_plugins.protocol._values import Watched as Watched
-from zeus_plugins.protocol._values import Watts as Watts
 from zeus_plugins.protocol._values import WireMessage as WireMessage
 from zeus_plugins.protocol._values import busy_remark as busy_remark
 from zeus_plugins.protocol._values import cost as cost
 from zeus_plugins.protocol._values import epochs_in_words as epochs_in_words
+from zeus_plugins.protocol._values import faults_in_words as faults_in_words
 from zeus_plugins.protocol._values import finishing_reason as finishing_reason
 from zeus_plugins.protocol._values import is_busy as is_busy
 from zeus_plugins.protocol._values import is_estimated as is_estimated
@@ -107,7 +101,6 @@ from zeus_plugins.protocol._views import Instant as Instant
 from zeus_plugins.protocol._views import JobList as JobList
 from zeus_plugins.protocol._views import JobSummary as JobSummary
 from zeus_plugins.protocol._views import JobView as JobView
-from zeus_plugins.protocol._views import LongText as LongText
 from zeus_plugins.protocol._views import MetricView as MetricView
 from zeus_plugins.protocol._views import Revision as Revision
 from zeus_plugins.protocol._views import SavingsView as SavingsView

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal, Self, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -42,6 +42,8 @@ from zeus_plugins.protocol._values import (
     epochs_in_words,
 )
 
+T = TypeVar("T")
+
 EndingState = Literal[TrialState.FAILED, TrialState.INFEASIBLE, TrialState.SUSPENDED, TrialState.WITHDRAWN]
 """The states in which a training may end its own trial."""
 
@@ -63,8 +65,6 @@ class StopRule(WireMessage):
 
     def confirmed_as(self, other: StopRule) -> StopRule:
         """Return this rule with the count of another one."""
-        if (self.confirmed, self.confirmed_epoch) == (other.confirmed, other.confirmed_epoch):
-            return self
         return self.model_copy(update={"confirmed": other.confirmed, "confirmed_epoch": other.confirmed_epoch})
 
     def counting(self, goal: JobParams, *, metric: float, epochs: float) -> StopRule:
@@ -182,18 +182,23 @@ class PowerLimitSample(WireMessage):
         return self.energy_j / self.time_s
 
 
-def _ascending_with_one_for_each_limit(samples: tuple[PowerLimitSample, ...]) -> tuple[PowerLimitSample, ...]:
-    by_limit = {sample.limit_w: sample for sample in samples}
-    if len(by_limit) < len(samples):
-        raise ValueError("two samples have the same limit_w")
-    return tuple(by_limit[limit_w] for limit_w in sorted(by_limit))
+def _ascending_by(field: str) -> AfterValidator:
+    """Return a validator that orders entries by a field, of which each has another value."""
+
+    def ascending(entries: tuple[T, ...]) -> tuple[T, ...]:
+        by_value = {getattr(each, field): each for each in entries}
+        if len(by_value) < len(entries):
+            raise ValueError(f"two entries have the same {field}")
+        return tuple(by_value[value] for value in sorted(by_value))
+
+    return AfterValidator(ascending)
 
 
 PowerLimitSamples = Annotated[
     tuple[PowerLimitSample, ...],
     FailFast(),
     Field(max_length=MAX_POWER_LIMITS),
-    AfterValidator(_ascending_with_one_for_each_limit),
+    _ascending_by("limit_w"),
 ]
 
 
@@ -249,13 +254,6 @@ class ProbedSize(WireMessage):
     error: PositiveFinite
 
 
-def _ascending_with_one_for_each_size(sizes: tuple[ProbedSize, ...]) -> tuple[ProbedSize, ...]:
-    by_size = {each.batch_size: each for each in sizes}
-    if len(by_size) < len(sizes):
-        raise ValueError("two entries have the same batch_size")
-    return tuple(by_size[size] for size in sorted(by_size))
-
-
 class Probe(WireMessage):
     """Findings of timed passes without optimizer steps about the batch sizes of a job.
 
@@ -269,10 +267,7 @@ class Probe(WireMessage):
 
     gpus: GpuConfig
     sizes: Annotated[
-        tuple[ProbedSize, ...],
-        FailFast(),
-        Field(max_length=MAX_BATCH_SIZES),
-        AfterValidator(_ascending_with_one_for_each_size),
+        tuple[ProbedSize, ...], FailFast(), Field(max_length=MAX_BATCH_SIZES), _ascending_by("batch_size")
     ] = ()
     out_of_memory: BatchSize | None = None
     critical_batch_size: PositiveFinite | None = None

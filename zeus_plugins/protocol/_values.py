@@ -7,7 +7,7 @@ from enum import StrEnum
 from importlib.metadata import PackageNotFoundError, version
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
 
 MAX_BATCH_SIZE = 2**31 - 1
 MAX_BATCH_SIZES = 1000
@@ -167,6 +167,13 @@ def busy_remark(waited_share: float | None) -> str | None:
         f"on a busy machine: it waited {waited_share:.0%} of its time for a core; set OMP_NUM_THREADS=1 or "
         "torch.set_num_threads(1), or run it at another hour"
     )
+
+
+def faults_in_words(error: ValidationError, *, most: int | None = None) -> str:
+    """Return the faults of a message, or the first `most`, such as ``max_epochs: Input should be greater than 0``."""
+    faults = error.errors(include_url=False, include_context=False)[:most]
+    words = ((".".join(map(str, each["loc"])), each["msg"].removeprefix("Value error, ")) for each in faults)
+    return "; ".join(f"{field}: {problem}" if field else problem for field, problem in words)
 
 
 def finishing_reason(missed_trial: str, missed_size: int) -> str:

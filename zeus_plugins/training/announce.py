@@ -57,18 +57,18 @@ class Announcer:
         self._has_reported = trial.metric is not None
         target = f"; {self._plan.target_in_words}" if self._plan.target_in_words else ""
         name = trial.name if trial.job_id in reason else f"job {trial.job_id}, {trial.name}"
-        self._say(f"batch size {size}{self._against(size)}: {reason}{target} ({name})")
+        self.say(f"batch size {size}{self._against(size)}: {reason}{target} ({name})")
         if trial.trial_number not in (None, 1):
             return
         if self._plan.guesses:
-            self._say(f"guessed: {'; '.join(self._plan.guesses)} (job=JobSpec(…) sets them)")
-        self._say(f"results are kept in {place}")
+            self.say(f"guessed: {'; '.join(self._plan.guesses)} (job=JobSpec(…) sets them)")
+        self.say(f"results are kept in {place}")
 
     def scaled(self, scaling: str, factors: Iterable[tuple[float, object]]) -> None:
         """Report the factors on the learning rates of optimizers; nothing with the rule "none"."""
         told = dict.fromkeys(lr_scaling_in_words(scaling, factor, optimizer) for factor, optimizer in factors)
         if scaling != LrScaling.NONE:
-            self._say(f"learning rate {'; '.join(told)}")
+            self.say(f"learning rate {'; '.join(told)}")
 
     def started(self, trial: TrialInfo, lr_factor: float) -> None:
         """Log the trial at the begin of the training."""
@@ -109,18 +109,18 @@ class Announcer:
         `view` is the job on the server, None if unknown. The training `went_on` if the target did not stop it.
         `next_step` is a sentence about what follows; None for what the job suggests.
         """
-        self._say(f"{trial}")
+        self.say(f"{trial}")
         if went_on:
-            self._say("the training continued to its own end, which is not counted")
+            self.say("the training continued to its own end, which is not counted")
         if trial.busy_remark is not None:
-            self._say(f"it ran {trial.busy_remark}")
+            self.say(f"it ran {trial.busy_remark}")
         told = [next_step or self._next_steps(trial, view)]
         if view is not None and self._plan.job.target_metric is None:
             told.insert(0, f"{view.job.target_in_words.capitalize()}.")
         # After a miss, the saving of the best size would read as this run's saving.
         elif view is not None and trial.converged:
             told.insert(0, f"{view.savings.claim}. {view.savings.evidence}".strip())
-        self._say(" ".join(told))
+        self.say(" ".join(told))
 
     def broken_off(self, trial: TrialInfo, error: BaseException, view: JobView | None) -> None:
         """Report the outcome of a trial that an error ended; `view` is the job after a crash, if known."""
@@ -130,7 +130,7 @@ class Announcer:
         if view is not None:
             consequence = _after_crash(trial, view)
         ended = f"{trial.name} of job {trial.job_id} was ended by {type(error).__name__}"
-        self._say(f"{ended} after {trial.spent}: {consequence}.")
+        self.say(f"{ended} after {trial.spent}: {consequence}.")
 
     def _against(self, size: int) -> str:
         """Return how a batch size compares with the job's default and with the script's size."""
@@ -142,7 +142,8 @@ class Announcer:
             f", the job's default{script}" if size == default else f" in place of the job's default {default}{script}"
         )
 
-    def _say(self, line: str) -> None:
+    def say(self, line: str) -> None:
+        """Show a line to the user, unless the callback is quiet."""
         if not self._is_quiet:
             self._port.say(printable(f"zeus: {line}"))
 

@@ -1,57 +1,93 @@
-"""Checks of the arguments that users pass to a batch-size callback; all raise `ZeusBSOConfigError`."""
+"""Options of a batch-size callback, and checks of its arguments, which raise `ZeusBSOConfigError`."""
 
 from __future__ import annotations
 
 import math
 import re
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from inspect import signature
 from numbers import Integral, Real
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 from pydantic import TypeAdapter, ValidationError
 
+from zeus_plugins.client.connect import check_server_url
+from zeus_plugins.energy import EnergyMonitor, WindowMonitor
+from zeus_plugins.energy.node import EnergyScope
 from zeus_plugins.errors import ZeusBSOConfigError
 from zeus_plugins.protocol import ID_PATTERN, MAX_ID_LENGTH, MAX_MARGINS, MAX_WATCHED, JobSpec, MetricName
+from zeus_plugins.training.lr_scaling import lr_factor
+
+OnFailure = Literal["raise", "stop", "finish"]
+"""The end of a training whose trial missed its target: see `BatchSizeArguments`."""
+
+AfterTarget = Literal["stop", "continue"]
+"""The rest of a training whose trial has reached its target, likewise."""
+
+OnUnreachable = Literal["default", "raise"]
+"""The beginning of a training while the server is away, likewise."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrialOptions:
+    """The arguments of a batch-size callback that do not describe its job; raises `ZeusBSOConfigError`."""
+
+    server_url: str | None = None
+    token: str | None = field(default=None, repr=False)
+    lr_scaling: str = "none"
+    energy_monitor: EnergyMonitor | WindowMonitor | None = None
+    energy_scope: EnergyScope = "gpu"
+    max_per_device_batch_size: int | None = None
+    on_failure: OnFailure = "raise"
+    restart: bool = False
+    after_target: AfterTarget = "stop"
+    on_unreachable: OnUnreachable = "default"
+    strict: bool = False
+    quiet: bool = False
+    watch: tuple[str, ...] = ()
+    probe: Literal["auto", "off"] = "auto"
+
+    def __post_init__(self) -> None:
+        check_choice("on_failure", self.on_failure, OnFailure)
+        if self.restart and self.on_failure != "finish":
+            raise ZeusBSOConfigError("restart=True says how a run is finished: set on_failure='finish', too")
+        check_scope(self.energy_scope, self.energy_monitor)
+        check_choice("after_target", self.after_target, AfterTarget)
+        check_choice("probe", self.probe, Literal["auto", "off"])
+        check_count("max_per_device_batch_size", self.max_per_device_batch_size)
+        check_server_url(self.server_url)
+        check_choice("on_unreachable", self.on_unreachable, OnUnreachable)
+        lr_factor(self.lr_scaling, 1, 1)  # raises for an unknown rule
+
 
 # The job may have margins for further names.
 _MOST_NAMES = MAX_WATCHED - MAX_MARGINS
 _NAMES = TypeAdapter(tuple[MetricName, ...])
 
-_METRIC = "the metric is the first argument, or monitor="
-_DIRECTION = "say mode='max' if the metric rises as the model improves, or mode='min' if it falls"
-_SIZES = "say batch_sizes=[…], global sizes to choose from; your own size is the script's"
 _END = (
     "there is no equivalent: a run ends at its target, at max_epochs, or when it costs more than it is worth; "
     "EarlyStopping may stay beside this callback"
 )
-# Answers to arguments of EarlyStopping, ModelCheckpoint, TrainingArguments, Zeus, and to likely slips.
-_ANSWERS = {
-    "batch_size": _SIZES,
-    "check_finite": "there is no equivalent: a metric that is NaN or infinite always ends the run",
-    "default_batch_size": "your own size is the script's, unless job=JobSpec(default_batch_size=…)",
-    "divergence_threshold": _END,
-    "early_stopping_patience": _END,
-    "early_stopping_threshold": _END,
-    "epochs": "say max_epochs=…",
-    "greater_is_better": _DIRECTION,
-    "higher_is_better": _DIRECTION,
-    "higher_is_better_metric": _DIRECTION,
-    "load_best_model_at_end": "there is no equivalent: keep it in TrainingArguments",
-    "metric": _METRIC,
-    "metric_for_best_model": _METRIC,
-    "metric_name": _METRIC,
-    "min_delta": _END,
-    "num_train_epochs": "say max_epochs=…",
-    "patience": f"{_END}. For several evaluations in a row that must reach the target, say confirm=…",
-    "sizes": _SIZES,
-    "stopping_threshold": "say target=…, the value of the metric at which the training is done",
-    "target_metric": "say target=…, the value of the metric at which the training is done",
-    "threshold": "say target=…, the value of the metric at which the training is done",
-    "url": "say server_url=…",
-    "verbose": "say quiet=True to print no lines",
+# Names of arguments of EarlyStopping, ModelCheckpoint, TrainingArguments and Zeus, and likely slips, by their answers.
+_NAMES_BY_ANSWER = {
+    "say batch_sizes=[…], global sizes to choose from; your own size is the script's": "batch_size sizes",
+    "there is no equivalent: a metric that is NaN or infinite always ends the run": "check_finite",
+    "your own size is the script's, unless job=JobSpec(default_batch_size=…)": "default_batch_size",
+    _END: "divergence_threshold early_stopping_patience early_stopping_threshold min_delta",
+    f"{_END}. For several evaluations in a row that must reach the target, say confirm=…": "patience",
+    "say max_epochs=…": "epochs num_train_epochs",
+    "say mode='max' if the metric rises as the model improves, or mode='min' if it falls": (
+        "greater_is_better higher_is_better higher_is_better_metric"
+    ),
+    "there is no equivalent: keep it in TrainingArguments": "load_best_model_at_end",
+    "the metric is the first argument, or monitor=": "metric metric_for_best_model metric_name",
+    "say target=…, the value of the metric at which the training is done": "stopping_threshold target_metric threshold",
+    "say server_url=…": "url",
+    "say quiet=True to print no lines": "verbose",
 }
+_ANSWERS = {name: answer for answer, names in _NAMES_BY_ANSWER.items() for name in names.split()}
 
 
 def refuse_unknown(callback: type, unknown: Iterable[str]) -> None:
@@ -79,6 +115,13 @@ def check_choice(name: str, value: str, choices: Any) -> None:
     *others, last = map(repr, get_args(choices))
     if value not in get_args(choices):
         raise ZeusBSOConfigError(f"{name} is {value!r}: choose {', '.join(others)} or {last}")
+
+
+def check_scope(scope: str, monitor: EnergyMonitor | WindowMonitor | None) -> None:
+    """Raise `ZeusBSOConfigError` for an unknown `energy_scope`, or for a node's beside a monitor of the user."""
+    check_choice("energy_scope", scope, EnergyScope)
+    if scope == "node" and monitor is not None:
+        raise ZeusBSOConfigError("energy_scope='node' chooses the monitors: leave out energy_monitor")
 
 
 def checked_sizes(batch_sizes: Any) -> tuple[int, ...]:

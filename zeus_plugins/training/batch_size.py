@@ -11,10 +11,17 @@ from zeus_plugins.energy import EnergyMonitor, WindowMonitor
 from zeus_plugins.energy.node import EnergyScope
 from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSOOperationOrderError
 from zeus_plugins.protocol import JobSpec, PowerLimitChoice
-from zeus_plugins.training.arguments import check_watch, checked_sizes, refuse_unknown
+from zeus_plugins.training.arguments import (
+    AfterTarget,
+    OnFailure,
+    OnUnreachable,
+    TrialOptions,
+    check_watch,
+    checked_sizes,
+    refuse_unknown,
+)
 from zeus_plugins.training.defaults import JobWish, as_job
-from zeus_plugins.training.run import AfterTarget, OnFailure, TrialOptions, TrialRun
-from zeus_plugins.training.session import OnUnreachable
+from zeus_plugins.training.run import TrialRun
 from zeus_plugins.training.trial import TrialInfo
 
 # jsonargparse (LightningCLI) saves this in place of a secret.

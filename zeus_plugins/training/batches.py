@@ -13,15 +13,13 @@ from __future__ import annotations
 
 import copy
 import math
-import random
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
 from zeus_plugins.errors import ZeusBSOConfigError
+from zeus_plugins.training.passes import untouched
 from zeus_plugins.training.patches import Patches
 
 TOLERANCE = 0.1
@@ -35,12 +33,7 @@ _EVEN_SAMPLERS = ("torch.", "accelerate.")
 
 @dataclass(frozen=True, slots=True)
 class BatchSplit:
-    """Split of one optimizer step's samples.
-
-    Attributes:
-        per_device: Samples in one batch of one device's loader.
-        accumulation: Batches whose gradients are summed before a step.
-    """
+    """Split of one optimizer step: samples in a batch of a device, and batches whose gradients are summed."""
 
     per_device: int
     accumulation: int
@@ -76,21 +69,32 @@ def scaled_together(sizes: Sequence[int], largest: int) -> list[int]:
     return [size * largest // before for size in sizes]
 
 
-def resize_loader(loader: Any, batch_size: int, patches: Patches) -> None:
-    """Make a loader deliver another batch size from its next iteration on; raise if it declares none."""
-    delivered = delivered_batch_size(loader)
-    if delivered == batch_size:
-        return
-    if delivered is None:
-        raise _sizeless(loader, batch_size)
-    batch_sampler = getattr(loader, "batch_sampler", None)
-    batcher = loader if batch_sampler is None else batch_sampler
-    before = _declared_samples(batcher)
-    if batch_sampler is not None:
-        patches.set_attribute(batch_sampler, "batch_size", batch_size)
-    if getattr(loader, "batch_size", None) is not None:
-        patches.set_attribute(loader, "batch_size", batch_size)
-    _check_length(batcher, before, delivered, batch_size)
+def resize_loader(
+    loader: Any, batch_size: int, patches: Patches, *, processes: int = 1, needs_size: bool = True
+) -> None:
+    """Make a loader deliver another batch size to this process from its next iteration on.
+
+    Accelerate nests samplers, each of which keeps a batch size. If accelerate splits batches over the processes, that
+    size is the sum over all `processes` that get different data. Raise `ZeusBSOConfigError` for a loader without a
+    batch size; unless a sampler `needs_size`, it may lack one.
+    """
+    batchers = _batchers(loader)
+    samplers = nested_samplers(getattr(unwrapped(loader), "batch_sampler", None))
+    if not batchers and (needs_size or not samplers):
+        raise ZeusBSOConfigError(
+            f"the training data ({type(loader).__name__}) does not say how many samples it puts into a batch, so its "
+            f"batch size cannot be set to {batch_size}: give a torch DataLoader with batch_size= or with a batch "
+            "sampler that has a batch_size"
+        )
+    # The user's own sampler is the innermost one.
+    inner = samplers[-1] if samplers else loader
+    before, old_size = _declared_samples(inner), getattr(inner, "batch_size", 0)
+    for batcher, is_shared in batchers:
+        size = batch_size * processes if is_shared else batch_size
+        if batcher.batch_size != size:
+            patches.set_attribute(batcher, "batch_size", size)
+    if before is not None and old_size != inner.batch_size:
+        _check_length(inner, before, old_size, inner.batch_size)
 
 
 def check_resizable(loader: Any) -> None:
@@ -141,27 +145,6 @@ def delivered_batch_size(loader: Any) -> int | None:
     return None
 
 
-def resize_process_loader(loader: Any, batch_size: int, processes: int, patches: Patches) -> None:
-    """Make the loader of one of several processes, as accelerate prepares it, deliver `batch_size` to that process.
-
-    Accelerate nests samplers, each of which keeps a batch size. If accelerate splits batches over the processes, that
-    size is the sum over all `processes` that get different data. Raise `ZeusBSOConfigError` for a loader without a
-    batch size.
-    """
-    batchers = _batchers(loader)
-    # A sampler without a size may have read it from the trainer's arguments; its batches are counted.
-    if not batchers and getattr(unwrapped(loader), "batch_sampler", None) is None:
-        raise _sizeless(loader, batch_size)
-    # The user's own sampler is the innermost one.
-    samplers = nested_samplers(getattr(unwrapped(loader), "batch_sampler", None))
-    inner = samplers[-1] if samplers else loader
-    before, old_size = _declared_samples(inner), getattr(inner, "batch_size", 0)
-    for batcher, is_shared in batchers:
-        patches.set_attribute(batcher, "batch_size", batch_size * processes if is_shared else batch_size)
-    if before is not None and old_size != inner.batch_size:
-        _check_length(inner, before, old_size, inner.batch_size)
-
-
 def process_batch_sizes(loader: Any, processes: int) -> set[float]:
     """Return the batch sizes for one process that the parts of such a loader declare; one size if they agree."""
     return {batcher.batch_size / (processes if is_shared else 1) for batcher, is_shared in _batchers(loader)}
@@ -187,14 +170,6 @@ def _batchers(loader: Any) -> list[tuple[Any, bool]]:
     if hasattr(dataset, "split_batches"):  # accelerate's share of a stream
         found.append((dataset, dataset.split_batches))
     return [(each, is_shared) for each, is_shared in found if isinstance(getattr(each, "batch_size", None), int)]
-
-
-def _sizeless(loader: Any, batch_size: int) -> ZeusBSOConfigError:
-    return ZeusBSOConfigError(
-        f"the training data ({type(loader).__name__}) does not say how many samples it puts into a batch, so its "
-        f"batch size cannot be set to {batch_size}: give a torch DataLoader with batch_size= or with a batch "
-        "sampler that has a batch_size"
-    )
 
 
 class SampleCount:
@@ -316,7 +291,7 @@ class CheckedCollate:
 
     def _check(self, items: Any) -> None:
         try:
-            with _same_random_numbers():
+            with untouched():
                 one, two = (
                     _elements(self._collate([copy.deepcopy(items[0]) for _ in range(number)])) for number in (1, 2)
                 )
@@ -331,38 +306,17 @@ class CheckedCollate:
         )
 
 
-@contextmanager
-def _same_random_numbers() -> Iterator[None]:
-    """Restore the states of the random numbers of Python, NumPy and torch at the end."""
-    torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
-    state = random.getstate()
-    of_torch = None if torch is None else torch.get_rng_state()
-    of_numpy = None if numpy is None else numpy.random.get_state()
-    try:
-        yield
-    finally:
-        random.setstate(state)
-        if torch is not None:
-            torch.set_rng_state(of_torch)
-        if numpy is not None:
-            numpy.random.set_state(of_numpy)
-
-
-def _elements(part: Any) -> int | None:
+def _elements(batch: Any) -> int | None:
     """Return the number of numbers and texts in a batch; None if something in it is of another kind."""
-    shape = getattr(part, "shape", None)
-    if shape is not None:
-        return int(math.prod(shape))
-    if part is None:
-        return 0
-    if isinstance(part, str | bytes | int | float):
-        return 1
-    if isinstance(part, Mapping):
-        part = list(part.values())
-    if not isinstance(part, list | tuple):
-        return None
-    counts = [_elements(each) for each in part]
-    return None if None in counts else sum(count for count in counts if count is not None)
+    count = 0
+    for leaf in _leaves(batch):
+        if hasattr(leaf, "shape"):
+            count += int(math.prod(leaf.shape))
+        elif isinstance(leaf, str | bytes | int | float):
+            count += 1
+        elif leaf is not None:
+            return None
+    return count
 
 
 class StepCount:
@@ -426,20 +380,17 @@ def samples_in(batch: Any) -> int | None:
 
     The tensors or arrays may be nested in mappings, lists and tuples.
     """
-    lengths = set(_lengths(batch))
+    lengths = {leaf.shape[0] for leaf in _leaves(batch) if getattr(leaf, "shape", ())}
     return lengths.pop() if len(lengths) == 1 else None
 
 
-def _lengths(part: Any) -> Iterator[int]:
-    shape = getattr(part, "shape", None)
-    if shape is not None:
-        yield from shape[:1]
-    elif isinstance(part, Mapping):
-        for value in part.values():
-            yield from _lengths(value)
-    elif isinstance(part, list | tuple):
-        for value in part:
-            yield from _lengths(value)
+def _leaves(part: Any) -> Iterator[Any]:
+    """Yield the tensors, arrays and other values in nested mappings, lists and tuples."""
+    if hasattr(part, "shape") or not isinstance(part, Mapping | list | tuple):
+        yield part
+        return
+    for each in part.values() if isinstance(part, Mapping) else part:
+        yield from _leaves(each)
 
 
 def _extend_iteration(iterable: Any, extend: Callable[[Iterator[Any]], Iterator[Any]], patches: Patches) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,10 +19,12 @@ from zeus_plugins.protocol import (
     FIXED_TERMS,
     MAX_BATCH_SIZE,
     MAX_ID_LENGTH,
+    CreatedJob,
     Fingerprint,
     GpuConfig,
     JobSpec,
     epochs_in_words,
+    faults_in_words,
     is_higher_better,
     is_lower_better,
 )
@@ -32,6 +35,11 @@ from zeus_plugins.training.metrics import EVALUATION_PREFIX
 _DOUBLINGS = range(-3, 4)  # sizes from an eighth to eight times the script's own
 
 _HALF_AN_ID = MAX_ID_LENGTH // 2
+
+# Change in the length of the training data that is reported.
+_DRIFT = 0.1
+
+_logger = logging.getLogger("zeus_plugins")
 
 # Fields of a job by the arguments that stand for them.
 _FIELDS = {
@@ -106,8 +114,6 @@ class TrainingFacts:
     """A training before it begins.
 
     Attributes:
-        script: Name of the script.
-        model: Name of the model's class.
         samples: Length of the training data; None for a stream.
         step_size: The script's samples per optimizer step, over all devices and accumulated batches; None if unknown.
         devices: Number of devices that train on different data.
@@ -228,6 +234,30 @@ class JobPlan:
         fields = {**self.job.model_dump(exclude_unset=True), **update}
         return replace(self, job=JobSpec(**fields), guessed=self.guessed - {"job_id"})
 
+    def compare(self, known: CreatedJob) -> None:
+        """Warn if the job's earlier trainings were made of something else; if the plan is strict, raise an error."""
+        own, before = self.fingerprint, known.fingerprint
+        differences = [] if own is None or before is None else before.differences(own)
+        if own is None or not differences:
+            return
+        text = (
+            f"the trainings of job {known.job_id} were made of something else ({'; '.join(differences)}), so their "
+            "results may not hold for this training. Give it a job of its own, such as "
+            f"job_id={f'{known.job_id}-{own.model}'!r}"
+        )
+        if self.is_strict:
+            raise ZeusBSOConfigError(f"{text}, or say strict=False")
+        _logger.warning("%s", text)
+
+    def compare_samples(self, known: CreatedJob) -> None:
+        """Warn if the length of the training data has drifted since the job began."""
+        before, now = (None if each is None else each.samples for each in (known.fingerprint, self.fingerprint))
+        if before is not None and now is not None and abs(now - before) > _DRIFT * before:
+            _logger.warning(
+                "the training data have %s samples, %s when job %s began: costs of its earlier runs may no longer hold",
+                *(f"{now:,}", f"{before:,}", known.job_id),
+            )
+
     def with_id_of_environment(self) -> JobPlan:
         """Return the plan with the id in ``ZEUS_JOB_ID`` if the job has none.
 
@@ -240,15 +270,14 @@ class JobPlan:
         try:
             return self.named(job_id)
         except ValidationError as error:
-            problems = "; ".join(problem["msg"] for problem in error.errors())
-            raise ZeusBSOConfigError(f"{JOB_ID}={job_id} does not fit the job: {problems}") from None
+            raise ZeusBSOConfigError(f"{JOB_ID}={job_id} does not fit the job: {faults_in_words(error)}") from None
 
 
 def planned(
     wish: JobWish,
     facts: TrainingFacts | None = None,
     modes: Mapping[str, Literal["max", "min"]] | None = None,
-    check_size: Callable[[int], None] = lambda _: None,
+    check_size: Callable[[int], object] = lambda _: None,
 ) -> JobPlan:
     """Return the plan for a user's wish; unless the wish is a whole job, `facts` are needed.
 
@@ -349,11 +378,7 @@ def as_job(job: JobSpec | Mapping[str, Any] | str) -> JobSpec:
     try:
         return JobSpec.model_validate(fields)
     except ValidationError as error:
-        problems = "; ".join(
-            ": ".join(filter(None, (".".join(map(str, one["loc"])), one["msg"].removeprefix("Value error, "))))
-            for one in error.errors()
-        )
-        raise ZeusBSOConfigError(f"job does not describe a JobSpec: {problems}") from None
+        raise ZeusBSOConfigError(f"job does not describe a JobSpec: {faults_in_words(error)}") from None
 
 
 def check_epochs(needed: int, limit: int, setting: str, *, trained: int = 0) -> None:
@@ -418,7 +443,7 @@ def _contradiction(monitor: str, *, said: bool) -> str | None:
     )
 
 
-def _sizes(own: int, facts: TrainingFacts, check_size: Callable[[int], None]) -> tuple[int, ...]:
+def _sizes(own: int, facts: TrainingFacts, check_size: Callable[[int], object]) -> tuple[int, ...]:
     """Return the batch sizes to choose from: the script's own, halved and doubled as far as it can be trained."""
     scaled = [own * 2**n if n >= 0 else own // 2**-n for n in _DOUBLINGS if n >= 0 or own % 2**-n == 0]
     most = min(MAX_BATCH_SIZE, facts.samples or MAX_BATCH_SIZE)

@@ -7,14 +7,14 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from zeus_plugins.energy import ClusterMonitor, EnergyMonitor, EpochMeter, WindowMonitor
+from zeus_plugins.energy import EnergyMonitor, EpochMeter, WindowMonitor
 from zeus_plugins.energy.emissions import append_emissions
 from zeus_plugins.energy.meter import IDLE_S, Breakdown
 from zeus_plugins.energy.node import EnergyScope
-from zeus_plugins.energy.processes import synchronize
 from zeus_plugins.environment import EMISSIONS_FILE
-from zeus_plugins.placement import Ranks, placed
-from zeus_plugins.training.port import check_scope, cluster_monitor, node_monitor
+from zeus_plugins.placement import Ranks
+from zeus_plugins.training.arguments import check_scope
+from zeus_plugins.training.port import TrainingMonitor
 
 _logger = logging.getLogger("zeus_plugins")
 
@@ -29,45 +29,31 @@ class EnergyRun:
     def __init__(self) -> None:
         self.totals: dict[str, float] = {}
         self._meter: EpochMeter | None = None
-        self._cluster: ClusterMonitor | None = None
-        self._is_open = False
+        self._monitors: TrainingMonitor | None = None
 
     def restore(self, state: Mapping[str, float]) -> None:
         """Continue at the next `begin` from the totals of a checkpoint (`state`); empty: from zero."""
         self.totals = dict(state)
 
-    def begin(
-        self,
-        ranks: Ranks,
-        monitor: EnergyMonitor | WindowMonitor | None,
-        state: Mapping[str, float] | None = None,
-        scope: EnergyScope = "gpu",
-    ) -> None:
+    def begin(self, ranks: Ranks, monitor: EnergyMonitor | WindowMonitor | None, scope: EnergyScope = "gpu") -> None:
         """Begin to measure, unless a measurement is open; all processes of the training make this call.
 
         Args:
             ranks: The processes.
             monitor: Measures the devices of one machine. None: the best monitor, and a breakdown of rank 0's machine.
-            state: Totals of a checkpoint (`state`). None: the present totals.
             scope: Devices whose energy counts.
         """
-        if self._is_open:
+        if self._monitors is not None:
             return
-        self._is_open = True
-        place = placed(ranks)
-        self._cluster = cluster_monitor(ranks, place, monitor, scope)
-        synchronize()
-        if self._cluster is not None:
-            self._cluster.synchronize()
+        self._monitors = monitors = TrainingMonitor(ranks, monitor, scope)
+        monitors.synchronize()
+        gpus = monitors.place.gpus
         if ranks.rank == 0:
-            meter = EpochMeter(
-                self._cluster or node_monitor(place, monitor, scope),
-                self.totals if state is None else state,
-                breakdown=Breakdown(place.gpus) if monitor is None else None,
-            )
+            breakdown = Breakdown(gpus) if monitor is None else None
+            meter = EpochMeter(monitors.monitor(), self.totals, breakdown=breakdown)
             meter.begin()
             self._meter, self.totals = meter, meter.totals
-        elif monitor is None and place.gpus:
+        elif monitor is None and gpus:
             time.sleep(IDLE_S)  # The first process measures the idle power.
 
     def end_epoch(self) -> dict[str, float] | None:
@@ -75,9 +61,8 @@ class EnergyRun:
 
         All processes make this call, and wait for the work queued on their devices.
         """
-        synchronize()
-        if self._cluster is not None:
-            self._cluster.synchronize()
+        if self._monitors is not None:
+            self._monitors.synchronize()
         if self._meter is None:
             return None
         metrics = self._meter.end_epoch()
@@ -95,14 +80,13 @@ class EnergyRun:
 
     def close(self) -> None:
         """Stop measuring. Safe to call twice; never raises."""
-        self._is_open = False
         if self._meter is not None:
             self._meter.end()
             self._append(self._meter.co2_g)
             self._meter = None
-        if self._cluster is not None:
-            self._cluster.close()
-            self._cluster = None
+        if self._monitors is not None:
+            self._monitors.close()
+            self._monitors = None
 
     def _append(self, co2_g: float | None) -> None:
         path = EMISSIONS_FILE.text()

@@ -98,34 +98,28 @@ def lr_scaling_in_words(scaling: str, factor: float, optimizer: object) -> str:
 
 
 def scale_learning_rate(
-    optimizers: Iterable[Optimizer], schedulers: Iterable[LRScheduler], factor: float | Callable[[Any], float]
+    optimizers: Iterable[Optimizer], schedulers: Iterable[LRScheduler], factor_of: Callable[[Any], float]
 ) -> None:
-    """Bring optimizers and schedulers to the state they would have if built with `factor` times the rates.
-
-    A function returns the factor of an optimizer, which is also the factor of its schedulers.
+    """Bring optimizers and their schedulers to the state they would have if built with `factor_of` times the rates.
 
     Scaled are the optimizers' current rates, and the bounds and bases of schedulers, which must not have stepped yet;
     schedulers inside `SequentialLR` and `ChainedScheduler` are found. A parameter group, scheduler or tensor that is
     reached twice is scaled once. Tensors change in place, because compiled steps and captured graphs refer to them.
-    Raise `ZeusBSOConfigError` for a factor that is not finite or not above 0.
     """
-    if not callable(factor) and not (math.isfinite(factor) and factor > 0):
-        raise ZeusBSOConfigError(f"the learning rate cannot be scaled by {factor!r}: give a finite number above 0")
-    scaler, optimizer = _Scaler(1.0 if callable(factor) else factor), None
+    scaler, optimizer = _Scaler(), None
     for optimizer in optimizers:
-        scaler.factor = factor(optimizer) if callable(factor) else factor
+        scaler.factor = factor_of(optimizer)
         scaler.scale_optimizer(optimizer)
     for scheduler in schedulers:
-        if callable(factor):
-            scaler.factor = factor(getattr(scheduler, "optimizer", optimizer))
+        scaler.factor = factor_of(getattr(scheduler, "optimizer", optimizer))
         scaler.scale_scheduler(scheduler)
 
 
 class _Scaler:
     """One scaling of objects that may refer to each other."""
 
-    def __init__(self, factor: float) -> None:
-        self.factor = factor
+    def __init__(self) -> None:
+        self.factor = 1.0
         self._done: dict[int, object] = {}  # keeps the objects, so that their ids are not reused
 
     def scale_optimizer(self, optimizer: Any) -> None:

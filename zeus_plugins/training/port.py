@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal, Protocol, TypeVar, cast
 
 from zeus_plugins import energy
 from zeus_plugins.energy import ClusterMonitor, EnergyMonitor, WindowMonitor, as_energy_monitor
 from zeus_plugins.energy.counters import CounterMonitor
 from zeus_plugins.energy.node import EnergyScope, whole_node
+from zeus_plugins.energy.processes import synchronize
 from zeus_plugins.errors import ZeusBSOConfigError
-from zeus_plugins.placement import Placement, Ranks
+from zeus_plugins.placement import Placement, Ranks, placed
 from zeus_plugins.protocol import Fingerprint
-from zeus_plugins.training.arguments import check_choice
-from zeus_plugins.training.batches import BatchSplit
+from zeus_plugins.training.batches import BatchSplit, split_batch
 from zeus_plugins.training.defaults import TrainingFacts
 from zeus_plugins.training.passes import Passes
 from zeus_plugins.training.patches import Patches
@@ -24,11 +25,15 @@ T = TypeVar("T")
 _logger = logging.getLogger("zeus_plugins.energy")
 
 
-class TrainerPort(Ranks, Protocol):
-    """A trainer, as a trial uses it."""
+class Broadcasting(Ranks, Protocol):
+    """Processes that can hear rank 0."""
 
     def broadcast(self, thing: Any) -> Any:
         """Return the argument of rank 0; all ranks make this call."""
+
+
+class TrainerPort(Broadcasting, Protocol):
+    """A trainer, as a trial uses it."""
 
     @property
     def devices(self) -> int:
@@ -129,35 +134,62 @@ class TrainerPort(Ranks, Protocol):
         """End the training as soon as the trainer can."""
 
 
-def decided(port: TrainerPort, decide: Callable[[], T]) -> T:
-    """Let rank 0 of a training decide, as `decided_by_rank_zero` does."""
-    return decided_by_rank_zero(decide, rank=port.rank, world_size=port.world_size, broadcast=port.broadcast)
-
-
-def decided_by_rank_zero(decide: Callable[[], T], *, rank: int, world_size: int, broadcast: Callable[[Any], Any]) -> T:
+def decided(ranks: Broadcasting, decide: Callable[[], T]) -> T:
     """Let rank 0 decide, and return its answer or raise its error on every rank, so that none waits for another.
 
-    All ranks make this call. `broadcast` returns rank 0's argument; the answer or error of `decide` must be picklable.
+    All ranks make this call; the answer or error of `decide` must be picklable.
     """
-    if world_size == 1:
+    if ranks.world_size == 1:
         return decide()
     outcome: tuple[Any, Exception | None] = (None, None)
-    if rank == 0:
+    if ranks.rank == 0:
         try:
             outcome = (decide(), None)
         except Exception as error:
             outcome = (None, error)
-    answer, failed = broadcast(outcome)
+    answer, failed = ranks.broadcast(outcome)
     if failed is not None:
         raise failed
     return cast("T", answer)
 
 
-def check_scope(scope: str, monitor: EnergyMonitor | WindowMonitor | None) -> None:
-    """Raise `ZeusBSOConfigError` for an unknown `energy_scope`, or for a node's beside a monitor of the user."""
-    check_choice("energy_scope", scope, EnergyScope)
-    if scope == "node" and monitor is not None:
-        raise ZeusBSOConfigError("energy_scope='node' chooses the monitors: leave out energy_monitor")
+def splits_of(
+    port: TrainerPort, batch_sizes: Sequence[int], most: int | None, facts: TrainingFacts | None = None
+) -> dict[int, BatchSplit]:
+    """Return the split of each global size over the devices, of which each takes at `most` so many samples.
+
+    Raise `ZeusBSOConfigError` for sizes that cannot be trained, as far as the `facts` say.
+    """
+    devices, accumulation = port.devices, port.accumulation
+    splits: dict[int, BatchSplit] = {}
+    uneven, obstacles = [], {}
+    for size in batch_sizes:
+        split = split_batch(size, world_size=devices, accumulation=accumulation, max_per_device=most)
+        if split is None:
+            uneven.append(size)
+            continue
+        splits[size] = split
+        obstacle = None if facts is None else facts.obstacle(split)
+        if obstacle is not None:
+            obstacles[size] = obstacle
+    if uneven:
+        raise ZeusBSOConfigError(
+            f"the batch sizes {uneven} cannot be spread evenly over {devices} devices × {accumulation} accumulated "
+            "batches: batch sizes are global, samples per optimizer step over all devices; choose multiples of "
+            f"{devices * accumulation}"
+        )
+    if port.no_accumulation is not None and any(split.accumulation > 1 for split in splits.values()):
+        raise ZeusBSOConfigError(
+            f"{port.no_accumulation}, so sizes above max_per_device_batch_size={most} × {devices} devices cannot "
+            "be reached: raise it, or drop those batch sizes from the job"
+        )
+    if obstacles:
+        sizes, (first, obstacle) = ", ".join(map(str, obstacles)), next(iter(obstacles.items()))
+        raise ZeusBSOConfigError(
+            f"batch {'sizes' if len(obstacles) > 1 else 'size'} {sizes} cannot be trained here: at {first}, "
+            f"{obstacle}. Change that setting, or choose other batch sizes"
+        )
+    return splits
 
 
 def node_monitor(
@@ -173,11 +205,28 @@ def node_monitor(
     return found
 
 
-def cluster_monitor(
-    ranks: Ranks, place: Placement, monitor: EnergyMonitor | WindowMonitor | None, scope: EnergyScope = "gpu"
-) -> ClusterMonitor | None:
-    """Return a monitor of all machines, made by all ranks together; None for a single machine."""
-    if place.machines == 1:
-        return None
-    measure = (lambda: node_monitor(place, monitor, scope)) if place.is_first else None
-    return ClusterMonitor(measure, rank=ranks.rank, all_gather=ranks.all_gather)
+class TrainingMonitor:
+    """The devices of all machines of a training; all its ranks make one together, and synchronize it together."""
+
+    def __init__(self, ranks: Ranks, monitor: EnergyMonitor | WindowMonitor | None, scope: EnergyScope) -> None:
+        self.place = place = placed(ranks)
+        self._here = partial(node_monitor, place, monitor, scope)
+        self._cluster: ClusterMonitor | None = None
+        if place.machines > 1:
+            measure = self._here if place.is_first else None
+            self._cluster = ClusterMonitor(measure, rank=ranks.rank, all_gather=ranks.all_gather)
+
+    def monitor(self) -> EnergyMonitor:
+        """Return the monitor of all devices, for rank 0."""
+        return self._cluster or self._here()
+
+    def synchronize(self) -> None:
+        """Wait for the work queued on the device, and for the other machines, before a window begins or ends."""
+        synchronize()
+        if self._cluster is not None:
+            self._cluster.synchronize()
+
+    def close(self) -> None:
+        """Stop measuring on this rank; never raises."""
+        if self._cluster is not None:
+            self._cluster.close()

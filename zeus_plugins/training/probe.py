@@ -14,11 +14,12 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
+from zeus_plugins.energy import EnergyMonitor
 from zeus_plugins.protocol import GpuConfig, Probe, ProbedSize
 from zeus_plugins.training.batches import BatchSplit, nested_samplers, uncounted, unwrapped
 from zeus_plugins.training.outcomes import detail_of, is_out_of_memory
@@ -34,6 +35,10 @@ _MOST_S = 60.0
 _SHARE_OF_TIMES = 0.75
 # Passes at a size: one to warm up, and timed ones.
 _LEAST_PASSES, _MOST_PASSES = 2, 5
+
+_WINDOW = "zeus_bso_probe"
+# Shortest window whose mean power is trusted, seconds.
+_LEAST_WINDOW_S = 0.5
 
 # Standard deviation of the log of a cost: its least value, and the increase per octave between the sizes.
 _LEAST_ERROR = 0.1
@@ -178,10 +183,9 @@ class Prober:
     All ranks make all calls but `result`. Nothing here raises because of the training.
 
     Args:
-        trainer: The training.
+        trainer: The training, at the global `size`.
         splits: The split of each global size of the job over the devices.
-        size: The global size of the training.
-        power_of: Calls a function and returns its mean power in watts, on rank 0, or None if unknown.
+        monitor: Measures the power of the passes, on rank 0.
         say: Shows a line to the user, once for all ranks.
     """
 
@@ -190,7 +194,7 @@ class Prober:
         trainer: TrainerPort,
         splits: Mapping[int, BatchSplit],
         size: int,
-        power_of: Callable[[Callable[[], None]], float | None] | None,
+        monitor: EnergyMonitor | None,
         say: Callable[[str], None],
     ) -> None:
         self._trainer = trainer
@@ -198,7 +202,7 @@ class Prober:
         self._splits = splits
         self._size = size
         self._own = splits[size].per_device
-        self._power_of = power_of or (lambda work: work())
+        self._monitor = monitor
         # By samples of a device: the timed passes, the sizes considered, and the smallest that ran out of memory.
         self._timings: dict[int, Timing] = {}
         self._tried: set[int] = set()
@@ -235,11 +239,11 @@ class Prober:
             _logger.debug("batch sizes are not probed: %s", problem)
         elif problem is not None:
             self._timings.clear()
-            self._say(f"zeus: batch sizes are not probed: {problem}")
+            self._say(f"batch sizes are not probed: {problem}")
         elif self.is_open:
             failed = "" if self._failed is None else f"; {self._failed} runs out of memory"
             sizes = "1 size" if len(found) == 1 else f"{len(found)} sizes"
-            self._say(f"zeus: probed {sizes} in {self._spent_s:.2g} s{failed}")
+            self._say(f"probed {sizes} in {self._spent_s:.2g} s{failed}")
 
     def resume(self, size: int | None = None) -> None:
         """Note that the training begins now, at another global size if one is given."""
@@ -268,7 +272,7 @@ class Prober:
 
         problem = self._guarded(work)
         if problem is not None:
-            self._say(f"zeus: the gradient noise is not probed: {problem}")
+            self._say(f"the gradient noise is not probed: {problem}")
 
     def result(self, gpus: GpuConfig, power_w: float) -> Probe:
         """Return the findings of a training on these GPUs with this mean power.
@@ -395,6 +399,17 @@ class Prober:
             self._timings[size] = Timing(statistics.median(slowest), error, power_w)
             if size == self._own:
                 self._limit_s = min(_MOST_S, _SHARE * self._batches * self._timings[size].seconds)
+
+    def _power_of(self, work: Callable[[], None]) -> float | None:
+        """Call `work`, and return its mean power in watts; None if the monitor fails or the time is short."""
+        monitor, measured = self._monitor, None
+        with suppress(Exception):  # The probe can do without.
+            if monitor is not None:
+                monitor.begin_window(_WINDOW)
+        work()
+        with suppress(Exception):
+            measured = None if monitor is None else monitor.end_window(_WINDOW)
+        return None if measured is None or measured.time_s < _LEAST_WINDOW_S else measured.energy_j / measured.time_s
 
     def _time(self, passes: Passes, size: int, count: int, finding: _Finding) -> None:
         """Time passes after one to warm up, and note their seconds or the error that ended them."""

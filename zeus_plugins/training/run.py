@@ -32,22 +32,17 @@ import copy
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from zeus_plugins.client import client_from_environment
-from zeus_plugins.client.connect import check_server_url
 from zeus_plugins.client.port import ServerPort
-from zeus_plugins.energy import EnergyMonitor, WindowMonitor
-from zeus_plugins.energy.node import EnergyScope
-from zeus_plugins.energy.processes import synchronize
 from zeus_plugins.errors import ZeusBSOConfigError
-from zeus_plugins.placement import placed
 from zeus_plugins.protocol import EndReason, Fingerprint, JobSpec, PowerLimitChoice, ReportResponse
 from zeus_plugins.training.announce import Announcer
-from zeus_plugins.training.arguments import check_choice, check_count
-from zeus_plugins.training.batches import BatchSplit, StepCount, split_batch
+from zeus_plugins.training.arguments import TrialOptions
+from zeus_plugins.training.batches import BatchSplit, StepCount
 from zeus_plugins.training.defaults import JobPlan, JobWish, TrainingFacts, planned
 from zeus_plugins.training.lr_scaling import LrScaling, ScheduleWatch, lr_factor, scale_learning_rate
 from zeus_plugins.training.metrics import EpochCount
@@ -59,9 +54,9 @@ from zeus_plugins.training.outcomes import (
     verdict_at_end,
 )
 from zeus_plugins.training.patches import Patches
-from zeus_plugins.training.port import TrainerPort, check_scope, cluster_monitor, decided, node_monitor
+from zeus_plugins.training.port import TrainerPort, TrainingMonitor, decided, splits_of
 from zeus_plugins.training.probe import Prober
-from zeus_plugins.training.session import OnUnreachable, TrialSession
+from zeus_plugins.training.session import TrialSession
 from zeus_plugins.training.trained import TrainedWeights
 from zeus_plugins.training.trial import TrialInfo
 
@@ -69,56 +64,13 @@ T = TypeVar("T")
 
 _logger = logging.getLogger("zeus_plugins")
 
-OnFailure = Literal["raise", "stop", "finish"]
-"""The end of a training whose trial missed its target: see `BatchSizeArguments`."""
-
-AfterTarget = Literal["stop", "continue"]
-"""The rest of a training whose trial has reached its target, likewise."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrialOptions:
-    """The arguments of a batch-size callback that do not describe its job; raises `ZeusBSOConfigError`."""
-
-    server_url: str | None = None
-    token: str | None = field(default=None, repr=False)
-    lr_scaling: str = "none"
-    energy_monitor: EnergyMonitor | WindowMonitor | None = None
-    energy_scope: EnergyScope = "gpu"
-    max_per_device_batch_size: int | None = None
-    on_failure: OnFailure = "raise"
-    restart: bool = False
-    after_target: AfterTarget = "stop"
-    on_unreachable: OnUnreachable = "default"
-    strict: bool = False
-    quiet: bool = False
-    watch: tuple[str, ...] = ()
-    probe: Literal["auto", "off"] = "auto"
-
-    def __post_init__(self) -> None:
-        check_choice("on_failure", self.on_failure, OnFailure)
-        if self.restart and self.on_failure != "finish":
-            raise ZeusBSOConfigError("restart=True says how a run is finished: set on_failure='finish', too")
-        check_scope(self.energy_scope, self.energy_monitor)
-        check_choice("after_target", self.after_target, AfterTarget)
-        check_choice("probe", self.probe, Literal["auto", "off"])
-        check_count("max_per_device_batch_size", self.max_per_device_batch_size)
-        check_server_url(self.server_url)
-        check_choice("on_unreachable", self.on_unreachable, OnUnreachable)
-        lr_factor(self.lr_scaling, 1, 1)  # raises for an unknown rule
-
 
 @dataclass
 class RunRecord:
     """The facts of a run that every rank knows, also after the training.
 
-    Attributes:
-        trial: The trial at the latest report.
-        plan: The job before its registration: the user's, or the guessed one.
-        job: The job, as on the server.
-        lr_factor: The factor on the rates that the user chose for the job's default size.
-        takes_reports: False for a checkpoint's trial that is over.
-        epochs: Rounds the epochs of reports, on rank 0.
+    The `trial` is as at the latest report, the `plan` as before the job's registration, and the `job` as on the server.
+    A checkpoint's trial that is over takes no reports.
     """
 
     trial: TrialInfo
@@ -192,13 +144,12 @@ class TrialRun:
                     f"target: let it train {job.max_epochs} epochs, or use another job_id"
                 )
 
-        def ask(session: TrialSession) -> bool:
+        def ask(session: TrialSession) -> None:
             batch_size, sizes = session.ask(check_registered), session.plan.job.batch_sizes
             if batch_size not in sizes:
                 raise ZeusBSOConfigError(
                     f"the server chose batch size {batch_size}, which is not one of the job's: {list(sizes)}"
                 )
-            return True
 
         self._enter(port, plan, EpochCount(), ask, probes=self.options.probe == "auto")
         self._weights = weights
@@ -306,10 +257,9 @@ class TrialRun:
         self.finish()
         job = record.plan.job.model_copy(update={"job_id": record.job.job_id})
 
-        def begin(session: TrialSession) -> bool:
+        def begin(session: TrialSession) -> None:
             session.charge(record.trial)
             session.ask()
-            return True
 
         try:
             run._enter(port, replace(record.plan, job=job), EpochCount(), begin)
@@ -343,12 +293,7 @@ class TrialRun:
         run = TrialRun(self._wish, options, connect=self._client_from)
         try:
             missed, job = record.trial, record.job
-
-            def begin(session: TrialSession) -> bool:
-                session.finish_run_of(missed, size, job)
-                return True
-
-            run._enter(port, record.plan, EpochCount(), begin, finishes=True)
+            run._enter(port, record.plan, EpochCount(), lambda it: it.finish_run_of(missed, size, job), finishes=True)
             run._weights = TrainedWeights(port.model)
             if restarts and active.first_weights is not None:
                 port.model.load_state_dict(active.first_weights)
@@ -370,7 +315,7 @@ class TrialRun:
         verdict = record.trial.verdict
         if record.job.target_metric is None and record.trial.metric is not None:
             return  # A run that helps to set the target misses none.
-        if verdict is None or not (verdict.stop_train and verdict.converged):
+        if not record.trial.converged:
             study = study_around()
             if study is not None:
                 _logger.warning("this training missed its target; %s continues with its other trainings", study)
@@ -400,8 +345,12 @@ class TrialRun:
             plan = JobPlan(job=JobSpec(**saved_job), monitor=wish.monitor)
         else:
             samples = None if facts is None else facts.samples
-            check = partial(self._check_size, port, facts)
-            plan = decided(port, lambda: planned(wish, facts, modes=port.modes(wish.monitor), check_size=check))
+            plan = decided(
+                port,
+                lambda: planned(
+                    wish, facts, port.modes(wish.monitor), check_size=lambda size: self._splits(port, [size], facts)
+                ),
+            )
         if plan.warning is not None and port.rank == 0:
             _logger.warning("%s", plan.warning)
         data = None if facts is None else facts.data
@@ -415,7 +364,7 @@ class TrialRun:
         port: TrainerPort,
         plan: JobPlan,
         epochs: EpochCount,
-        begin: Callable[[TrialSession], bool],
+        begin: Callable[[TrialSession], object],
         *,
         finishes: bool = False,
         probes: bool = False,
@@ -435,48 +384,17 @@ class TrialRun:
         port.deliver(splits[size], self.patches)
         active.announce(finishes=finishes)
 
-    def _check_size(self, port: TrainerPort, facts: TrainingFacts | None, batch_size: int) -> None:
-        self._splits(port, [batch_size], facts)
-
     def _splits(
         self, port: TrainerPort, batch_sizes: Sequence[int], facts: TrainingFacts | None = None
     ) -> dict[int, BatchSplit]:
-        """Return the split of each of these sizes over the devices; raise for sizes that cannot be trained."""
-        devices, accumulation = port.devices, port.accumulation
-        most = self.options.max_per_device_batch_size
-        found = {
-            size: split_batch(size, world_size=devices, accumulation=accumulation, max_per_device=most)
-            for size in batch_sizes
-        }
-        splits = {size: split for size, split in found.items() if split is not None}
-        uneven = [size for size in batch_sizes if size not in splits]
-        if uneven:
-            raise ZeusBSOConfigError(
-                f"the batch sizes {uneven} cannot be spread evenly over {devices} devices × {accumulation} accumulated "
-                "batches: batch sizes are global, samples per optimizer step over all devices; choose multiples of "
-                f"{devices * accumulation}"
-            )
-        if port.no_accumulation is not None and any(split.accumulation > 1 for split in splits.values()):
-            raise ZeusBSOConfigError(
-                f"{port.no_accumulation}, so sizes above max_per_device_batch_size={most} × {devices} devices cannot "
-                "be reached: raise it, or drop those batch sizes from the job"
-            )
-        found_obstacles = {size: None if facts is None else facts.obstacle(split) for size, split in splits.items()}
-        obstacles = {size: obstacle for size, obstacle in found_obstacles.items() if obstacle is not None}
-        if obstacles:
-            sizes, (first, obstacle) = ", ".join(map(str, obstacles)), next(iter(obstacles.items()))
-            raise ZeusBSOConfigError(
-                f"batch {'sizes' if len(obstacles) > 1 else 'size'} {sizes} cannot be trained here: at {first}, "
-                f"{obstacle}. Change that setting, or choose other batch sizes"
-            )
-        return splits
+        return splits_of(port, batch_sizes, self.options.max_per_device_batch_size, facts)
 
 
 class ActiveRun:
     """A run during its trial's training, on one rank.
 
-    The constructor has rank 0 get the trial by `begin`, which returns whether the server takes reports on it. If that
-    fails, the constructor closes its connections, and ends a trial that the server has begun.
+    The constructor has rank 0 get the trial by `begin`. If that fails, the constructor closes its connections, and ends
+    a trial that the server has begun.
     """
 
     def __init__(
@@ -485,7 +403,7 @@ class ActiveRun:
         port: TrainerPort,
         plan: JobPlan,
         epochs: EpochCount,
-        begin: Callable[[TrialSession], bool],
+        begin: Callable[[TrialSession], object],
     ) -> None:
         options = run.options
         self._port = port
@@ -497,26 +415,25 @@ class ActiveRun:
         self._has_begun = False
         self._session: TrialSession | None = None  # only on rank 0
         self._own_size = own_size = plan.job.default_batch_size
-        place = placed(port)
         with ExitStack() as opened:
-            self._cluster = cluster_monitor(port, place, options.energy_monitor, options.energy_scope)
-            if self._cluster is not None:
-                opened.callback(self._cluster.close)
+            self._monitors = TrainingMonitor(port, options.energy_monitor, options.energy_scope)
+            opened.callback(self._monitors.close)
 
             def enter() -> tuple[Any, ...]:
                 client = opened.enter_context(self._connect())
-                monitor = self._cluster or node_monitor(place, options.energy_monitor, options.energy_scope)
+                monitor = self._monitors.monitor()
                 session = TrialSession(
                     plan, client, monitor, on_unreachable=options.on_unreachable, watch=options.watch
                 )
                 opened.push(lambda _kind, error, _traceback: session.end(error))
                 self._session = session
-                takes_reports = begin(session)
-                return session.trial, takes_reports, session.plan, session.sender
+                begin(session)
+                return session.trial, session.plan, session.sender
 
-            trial, takes_reports, registered, self._sender = decided(port, enter)
+            trial, registered, self._sender = decided(port, enter)
             self._opened = opened.pop_all()
         self._factor_of = partial(lr_factor, options.lr_scaling, trial.batch_size, own_size)
+        takes_reports = self._sender is not None
         self.record = RunRecord(trial, plan, registered.job, self._factor_of(None), takes_reports, epochs)
         self.watched_names = registered.watched(options.watch)
         self.steps = StepCount([], 1)  # counts nothing until the start
@@ -561,13 +478,8 @@ class ActiveRun:
 
     def will_probe(self, splits: Mapping[int, BatchSplit]) -> None:
         """Let `start` and `end_probe` probe these sizes."""
-
-        def say(line: str) -> None:
-            if not self._options.quiet:
-                self._port.say(line)
-
-        power_of = None if self._session is None else self._session.power_of
-        self._prober = Prober(self._port, splits, self.record.trial.batch_size, power_of, say)
+        monitor = None if self._session is None else self._session.monitor
+        self._prober = Prober(self._port, splits, self.record.trial.batch_size, monitor, self._announcer.say)
 
     @property
     def predicts(self) -> bool:
@@ -692,7 +604,7 @@ class ActiveRun:
         if self._has_begun:
             return
         self._has_begun = True
-        self._synchronize()
+        self._monitors.synchronize()
         if self.record.takes_reports:
             optimizer = next((type(each).__name__ for each in self._port.optimizers()[0]), None)
             self._decided_with(lambda session: session.begin_measurement(optimizer))
@@ -740,7 +652,7 @@ class ActiveRun:
             session.report_evaluation(value, record.epochs.reported(epochs), is_repeated=is_repeated)
             return session.trial
 
-        self._synchronize()
+        self._monitors.synchronize()
         record.trial = self._decided_with(reported)
         if record.trial != before:
             self._announcer.reported(record.trial)
@@ -819,9 +731,3 @@ class ActiveRun:
                 name: value.detach().to("cpu", copy=True) if hasattr(value, "detach") else copy.deepcopy(value)
                 for name, value in state.items()
             }
-
-    def _synchronize(self) -> None:
-        """Wait for the work queued on the device, and for the other machines, before a window begins or ends."""
-        synchronize()
-        if self._cluster is not None:
-            self._cluster.synchronize()

@@ -10,12 +10,11 @@ import logging
 import math
 import secrets
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 from zeus_plugins import environment
-from zeus_plugins.client.delivery import deliver_waiting, is_refusal, recorded, registered_as, taken_over
+from zeus_plugins.client.delivery import deliver_earlier, is_refusal, recorded, registered_as, taken_over
 from zeus_plugins.client.outbox import Outbox, OutboxHeader, default_outbox
 from zeus_plugins.client.port import EMBEDDED, NO_RETRIES, Retries, ServerPort, last_requests
 from zeus_plugins.client.reporter import TrialReporter
@@ -50,24 +49,16 @@ from zeus_plugins.protocol import (
     finishing_reason,
 )
 from zeus_plugins.training.announce import LATEST_TRIALS, warn_of_scopes
-from zeus_plugins.training.arguments import check_choice, check_watch
+from zeus_plugins.training.arguments import OnUnreachable, check_choice, check_watch
 from zeus_plugins.training.defaults import JobPlan
 from zeus_plugins.training.metrics import as_written
 from zeus_plugins.training.outcomes import detail_of, ending_of
 from zeus_plugins.training.summary import append_summary
 from zeus_plugins.training.trial import TrialInfo
 
-OnUnreachable = Literal["default", "raise"]
-"""The beginning of a training while the server is away: see `TrialSession`."""
-
-_WINDOW, _PROBE_WINDOW = "zeus_bso_trial", "zeus_bso_probe"
-# Shortest window of a probe whose mean power is trusted, seconds.
-_LEAST_WINDOW_S = 0.5
+_WINDOW = "zeus_bso_trial"
 # Earlier trials among which a report is sought.
 _FEW_TRIALS = 5
-
-# Change in the length of the training data that is reported.
-_DRIFT = 0.1
 
 _logger = logging.getLogger("zeus_plugins")
 
@@ -96,6 +87,7 @@ class TrialSession:
 
     Attributes:
         plan: The job, as on the server once a trial has been asked for, and its guessed fields.
+        monitor: The monitor, whose passing failures are bridged.
         job_view: The job with its latest trials, as the server shows it after the final verdict; otherwise None.
     """
 
@@ -115,7 +107,7 @@ class TrialSession:
         self.plan = (job if isinstance(job, JobPlan) else JobPlan(job=job)).with_id_of_environment()
         self.job_view: JobView | None = None
         self._client = client
-        self._monitor = BridgedMonitor(as_energy_monitor(monitor), strict=True)
+        self.monitor = BridgedMonitor(as_energy_monitor(monitor), strict=True)
         self._waiting = Waiting()
         self._on_unreachable = on_unreachable
         self._outbox = outbox or default_outbox()
@@ -164,11 +156,6 @@ class TrialSession:
         """True if a verdict says stop. The server receives no more reports on this trial."""
         return self._trial is not None and self._trial.is_over
 
-    @property
-    def failed(self) -> bool:
-        """True if a verdict says stop without the target."""
-        return self.finished and self.trial.verdict is not None and not self.trial.verdict.converged
-
     def ask(self, check: Callable[[JobSpec], None] | None = None) -> int:
         """Register the job on this hardware, start a trial, and return its GLOBAL batch size.
 
@@ -186,10 +173,10 @@ class TrialSession:
         """
         if self.has_trial or self._ended:
             raise ZeusBSOOperationOrderError("a session holds one trial, and this one has had it: make a new session")
-        gpus = self._monitor.gpus()
+        gpus = self.monitor.gpus()
         self.plan = replace(self.plan, job=self.plan.on(gpus))
         job = JobSpecFromClient.of(self.plan.job, gpus).with_fingerprint(self.plan.fingerprint)
-        self._deliver_earlier()
+        deliver_earlier(self._outbox, self._client)
         registration: JobSpecFromClient = job
         trouble: ZeusBSORuntimeError | None = None
         try:
@@ -309,7 +296,7 @@ class TrialSession:
                 f"rank {self._rank} reports on the trial of rank 0 and needs its id: pass JobSpec(job_id=…) or set "
                 f"{environment.JOB_ID}"
             )
-        registration = JobSpecFromClient.of(job, self._monitor.gpus()).named(job.job_id)
+        registration = JobSpecFromClient.of(job, self.monitor.gpus()).named(job.job_id)
         self._trial = TrialInfo(
             job_id=job.job_id,
             batch_size=batch_size,
@@ -436,16 +423,6 @@ class TrialSession:
             return False
         return all(each.epochs is None or each.other_gpus for each in view.trials)
 
-    def power_of(self, work: Callable[[], None]) -> float | None:
-        """Call `work`, and return its mean power in watts; None if the monitor fails or the time is short."""
-        measured = None
-        with suppress(Exception):  # The probe can do without.
-            self._monitor.begin_window(_PROBE_WINDOW)
-        work()
-        with suppress(Exception):
-            measured = self._monitor.end_window(_PROBE_WINDOW)
-        return None if measured is None or measured.time_s < _LEAST_WINDOW_S else measured.energy_j / measured.time_s
-
     def send_probe(self, result: Callable[[GpuConfig, float], Probe]) -> bool:
         """Send the probe that `result` returns for the GPUs and the mean power so far; return False if that fails."""
         reporter, trial_id = self._reporter, self.trial.trial_id
@@ -457,7 +434,7 @@ class TrialSession:
             return False
         try:
             with self._client.with_retries(NO_RETRIES) as client:
-                client.store_probe(trial_id, result(self._monitor.gpus(), trial.energy_j / trial.time_s))
+                client.store_probe(trial_id, result(self.monitor.gpus(), trial.energy_j / trial.time_s))
         except Exception as error:  # A later run can do without.
             _logger.debug("the probe is not kept: %s", error)
             return False
@@ -532,8 +509,8 @@ class TrialSession:
                 self.plan = replace(self.plan, target_in_words=known.target_in_words)
         is_warm = known.warm_in_force is not None
         self.plan = replace(self.plan, job=self.plan.job.model_copy(update=update), is_warm=is_warm)
-        self._compare_fingerprints(known)
-        self._compare_samples(known)
+        self.plan.compare(known)
+        self.plan.compare_samples(known)
         job_id = known.job_id
         if self.plan.job.job_id is None:
             _logger.warning(
@@ -548,32 +525,6 @@ class TrialSession:
             update["target_runs"] = known.target_runs or ()
         return job.model_copy(update=update).named(job_id)
 
-    def _compare_fingerprints(self, known: CreatedJob) -> None:
-        """Warn, or raise if the user is strict, if the job's earlier trainings had another fingerprint."""
-        own = self.plan.fingerprint
-        if known.fingerprint is None or own is None:
-            return
-        differences = known.fingerprint.differences(own)
-        if not differences:
-            return
-        text = (
-            f"the trainings of job {known.job_id} were made of something else ({'; '.join(differences)}), so their "
-            "results may not hold for this training. Give it a job of its own, such as "
-            f"job_id={f'{known.job_id}-{own.model}'!r}"
-        )
-        if self.plan.is_strict:
-            raise ZeusBSOConfigError(f"{text}, or say strict=False")
-        _logger.warning("%s", text)
-
-    def _compare_samples(self, known: CreatedJob) -> None:
-        """Warn if the length of the training data has drifted since the job began."""
-        before, now = (None if each is None else each.samples for each in (known.fingerprint, self.plan.fingerprint))
-        if before is not None and now is not None and abs(now - before) > _DRIFT * before:
-            _logger.warning(
-                "the training data have %s samples, %s when job %s began: costs of its earlier runs may no longer hold",
-                *(f"{now:,}", f"{before:,}", known.job_id),
-            )
-
     def _tell_optimizer(self, registration: CreatedJob, optimizer: str) -> None:
         if self.plan.fingerprint is None or self.plan.fingerprint.optimizer is not None:
             return
@@ -584,7 +535,7 @@ class TrialSession:
         except ZeusBSOError as error:  # the fingerprint then lacks the optimizer
             _logger.debug("the server did not take the name of the optimizer: %s", error)
         else:
-            self._compare_fingerprints(known)
+            self.plan.compare(known)
 
     def _must_raise(self, error: ZeusBSOError) -> bool:
         """Return whether this error keeps the training from beginning."""
@@ -599,7 +550,7 @@ class TrialSession:
             job = job.model_copy(update={"job_id_prefix": trial.job_id, "job_id": trial.job_id})
         registration = self._registration(job, trial.job_id)
         sender = self._sender(registration, trial)
-        self._deliver_earlier()
+        deliver_earlier(self._outbox, self._client)
         trouble: ZeusBSOError | None = None
         try:
             trial_id, heard = trial.trial_id or recorded(self._client, sender), None
@@ -634,7 +585,7 @@ class TrialSession:
 
     def _registration(self, job: JobSpec, job_id: str) -> CreatedJob:
         """Return the registration of a job that this launch, or the checkpoint's, has registered before."""
-        registration = JobSpecFromClient.of(job, self._monitor.gpus()).named(job_id)
+        registration = JobSpecFromClient.of(job, self.monitor.gpus()).named(job_id)
         # Its target may have been learned, and replaced since: ask for none.
         return registration.model_copy(update={"target_runs": ()})
 
@@ -661,31 +612,6 @@ class TrialSession:
             resumes=resumes,
         )
         reporter.start(trouble)
-
-    def _deliver_earlier(self) -> None:
-        """Deliver the results that earlier trainings have left for this server."""
-        warned: set[str] = set()
-        with self._client.with_retries(NO_RETRIES) as client:
-            for file in deliver_waiting(
-                self._outbox, lambda server_url: client if server_url == client.server_url else None
-            ):
-                if file.delivered:
-                    _logger.info("delivered %d results of job %s that had waited", file.delivered, file.job_id)
-                if file.set_aside is not None and file.problem is None:
-                    _logger.warning(
-                        "%d lines of results of job %s that had waited cannot be read: they are set aside as %s",
-                        *(file.damaged_lines, file.job_id, file.set_aside),
-                    )
-                elif file.set_aside is not None:
-                    _logger.warning(
-                        "the server refuses results of job %s that had waited (%s): they are set aside as %s",
-                        *(file.job_id, file.problem, file.set_aside),
-                    )
-                elif file.problem is not None:
-                    # Without a token, these results never leave: only the user can act.
-                    level = logging.WARNING if file.needs_token and file.job_id not in warned else logging.INFO
-                    warned.add(file.job_id)
-                    _logger.log(level, "results of job %s stay in %s: %s", file.job_id, file.path, file.problem)
 
     # Measuring and reporting it
 
@@ -714,7 +640,7 @@ class TrialSession:
             # The rule has counted this metric already.
             reporter.rule = rule = rule.model_copy(update={"confirmed_epoch": epoch})
         if trial.unmeasured is not None:
-            return reporter.judge_unmeasured(metric=metric, epoch=epoch)
+            return reporter.judge(rule, metric=metric, epochs=epoch)
         return reporter.report_evaluation(
             Evaluation(
                 time=max(trial.time_s, LEAST_TIME_S),
@@ -768,11 +694,11 @@ class TrialSession:
 
     def _begin_window(self) -> None:
         self._waiting.begin()
-        self._monitor.begin_window(_WINDOW)
+        self.monitor.begin_window(_WINDOW)
         self._measuring = True
 
     def _end_window(self) -> None:
         """Close the open window into the totals."""
         self._measuring = False
-        measured = self._monitor.end_window(_WINDOW)
+        measured = self.monitor.end_window(_WINDOW)
         self._trial = self.trial.plus(measured, self._waiting.end(measured.time_s))
