@@ -13,10 +13,12 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
+from operator import attrgetter
 from typing import TypeVar
 
 import numpy as np
 
+from bso_server.core.drift import drift_of
 from bso_server.core.model import TrialRecord
 from bso_server.core.policy import stop_rule
 from bso_server.core.savings import Line, Span, Tally, best_by_eta, is_whole_run
@@ -51,6 +53,7 @@ JOBS_ON_A_PAGE = 50
 POINTS_OF_A_JOB = 1000
 TRIALS_IN_THE_LOG = 50
 _SPARKS = 30
+_COMPARED_EVENTS = 80
 _CACHED_LINES = 2000
 _CACHED_BINS = 200
 
@@ -103,9 +106,14 @@ class Pages:
         version = digest([containing, cursor, len(found), shown])
         if version == known:
             return version, None
-        lines = tuple(self._line(transaction, job_id, own) for _, job_id, own in shown)
+        lines = [self._line(transaction, job_id, own) for _, job_id, own in shown]
         next_cursor = shown[-1][0] if len(found) > len(shown) else None
-        return version, JobsPage(jobs=lines, next_cursor=next_cursor, containing=containing, tariff=self._tariff)
+        return version, JobsPage(
+            jobs=tuple(sorted(lines, key=attrgetter("trouble"))),
+            next_cursor=next_cursor,
+            containing=containing,
+            tariff=self._tariff,
+        )
 
     def _line(self, transaction: Transaction, job_id: str, version: str) -> JobLine:
         line = self._lines.get(version) or _line_of(transaction, known_job(transaction, job_id))
@@ -304,6 +312,8 @@ def _line_of(transaction: Transaction, stored: StoredJob) -> JobLine:
     latest = queries.latest_instants(transaction, stored.job_id, limit=_SPARKS)
     totals = queries.trial_totals(transaction, stored.job_id, limit=_SPARKS)
     tallies = queries.tallies(transaction, stored.job_id)
+    recent = max(stored.revised_event, stored.event_count - _COMPARED_EVENTS)
+    reached = queries.completed_runs(transaction, stored.job_id, since=recent)
     return JobLine(
         job=reading.job_summary(stored),
         gpu_model=stored.registration.gpu_model,
@@ -316,6 +326,11 @@ def _line_of(transaction: Transaction, stored: StoredJob) -> JobLine:
         energy_sources=_sources_of(totals),
         trial_states=dict(reading.trial_states(tallies)),
         best_metric=_best_metric(transaction, stored.registration, tallies),
+        # Only a job without a run at the target can be stuck.
+        stuck=None
+        if stored.min_cost_j is not None
+        else reading.stuck_advice(transaction, load_history(transaction, stored)),
+        drift=drift_of(stored.registration, reached),
     )
 
 

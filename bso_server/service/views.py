@@ -11,6 +11,7 @@ from pydantic import Field
 
 from bso_server.core.access import Scope
 from bso_server.core.fleet import Saved
+from bso_server.core.model import MISSED
 from bso_server.core.savings import Span
 from zeus_plugins.protocol import (
     ArmView,
@@ -227,10 +228,26 @@ class JobLine(WireMessage):
     energy_sources: tuple[str, ...]  # of the latest trials
     trial_states: dict[TrialState, int]  # number of trials in each state
     best_metric: float | None  # best last metric of all trials; None once a trial has reached the target
+    stuck: str | None  # as in `JobView`
+    drift: float | None  # share by which the last two runs cost more (negative: less); None if that may be chance
+
+    @property
+    def has_missed(self) -> bool:
+        """True if runs of the job have ended, but none at the target."""
+        return TrialState.COMPLETED not in self.trial_states and not MISSED.isdisjoint(self.trial_states)
+
+    @property
+    def trouble(self) -> int:
+        """Rank of the job's worst problem: stuck, never at the target, loses, costs more than before, or none."""
+        loses, costs_more = self.savings.word is SavingsWord.LOSES, (self.drift or 0.0) > 0
+        return [self.stuck is not None, self.has_missed, loses, costs_more, True].index(True)
 
 
 class JobsPage(WireMessage):
-    """The page ``/ui/`` and its JSON: a page of jobs, ordered by id; first those whose runs all missed the target."""
+    """The page ``/ui/`` and its JSON: a page of jobs, problems first, then by id.
+
+    Jobs that have never reached their target come before all others; other problems come first on their own page.
+    """
 
     jobs: tuple[JobLine, ...]
     next_cursor: str | None  # the place after which the next page begins

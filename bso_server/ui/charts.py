@@ -22,6 +22,7 @@ from bso_server.ui import units
 from bso_server.ui.plot import Box, Dot, Label, Line, Part, Picture, Plot, Scale, share
 from bso_server.ui.words import STATES, units_of
 from zeus_plugins.protocol import (
+    ALIVE,
     CreatedJob,
     Decision,
     Origin,
@@ -166,8 +167,8 @@ def _draw_older(plot: Plot, bins: Sequence[TrialBin], show: units.PageUnits) -> 
 
 
 def metrics(page: JobPage) -> Plot | None:
-    """Chart the last metric of each trial, with the target; None for fewer than two trials with one."""
-    job, known = page.view.job, [point for point in page.points if point.metric is not None]
+    """Chart the last metric of each ended trial, with the target; None for fewer than two trials with one."""
+    job, known = page.view.job, [each for each in page.points if each.metric is not None and each.state not in ALIVE]
     if len(known) < 2:
         return None
     values = [point.metric for point in known if point.metric is not None]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from bso_server.core.fleet import Saved
@@ -19,12 +20,13 @@ _SAVED = ("energy_saved_j", "time_saved_s", "cost_saved_j")
 
 
 class Section(NamedTuple):
-    """A table with its title and a remark; the texts of the first column name the rows."""
+    """A table with its title and a remark; the texts of the first column name the rows, as ids if it `has_jobs`."""
 
     title: str
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
     remark: str = ""
+    has_jobs: bool = False
 
     @property
     def numbers(self) -> list[bool]:
@@ -43,14 +45,14 @@ def headline(page: FleetPage) -> Headline:
     jobs = page.total
     period = f"In the last {units.count(*_length(page))}"
     if not jobs.jobs:
-        return Headline(f"{period}, no run of a job has ended")
+        return Headline(f"{period}, no run has ended")
     parts = [
         f"{jobs.saves or 'none'} {'is' if jobs.saves <= 1 else 'are'} shown to save{_of(page.saving)}",
         *([f"{jobs.loses} {'loses' if jobs.loses == 1 else 'lose'}{_of(page.losing)}"] if jobs.loses else []),
     ]
     if unknown := _unknown(jobs):
         parts.append(f"{unknown} {'is' if unknown == 1 else 'are'} not shown yet")
-    used = f"{units.count(jobs.jobs, 'job')} used {units.energy(jobs.energy_j)}{_mark(jobs)}"
+    used = f"{units.count(jobs.jobs, 'job')} used {_energy(page)(jobs.energy_j)}{_mark(jobs)}"
     saved = [_amount(each, kind) for _, each, kind in _measures(page, jobs) if each is not None and each.is_shown]
     net = f"Saved against the default batch sizes: {', '.join(saved)}." if saved else ""
     return Headline(f"{period}, {used}; {', '.join(parts)}.", net)
@@ -75,6 +77,11 @@ def _length(page: FleetPage) -> tuple[int, str]:
     return (hours, "hour") if hours % 24 else (hours // 24, "day")
 
 
+def _energy(page: FleetPage) -> Callable[[float], str]:
+    """Return the format of an energy in the unit that fits the energy of all jobs."""
+    return partial(units.energy, unit=units.energy_unit(page.total.energy_j or 1.0))
+
+
 def _mark(jobs: FleetSum) -> str:
     if not jobs.estimated_j:
         return ""
@@ -82,7 +89,7 @@ def _mark(jobs: FleetSum) -> str:
 
 
 def _measures(page: FleetPage, jobs: FleetSum) -> Iterator[tuple[str, Saved | None, Callable[[float], str]]]:
-    yield "Energy", jobs.energy_saved_j, units.energy
+    yield "Energy", jobs.energy_saved_j, _energy(page)
     for name, rate in words.rates(page.tariff).items():
         yield name, jobs.energy_saved_j, rate
     yield "Time", jobs.time_saved_s, units.duration
@@ -100,8 +107,8 @@ def _amount(saved: Saved | None, kind: Callable[[float], str]) -> str:
 
 def sections(page: FleetPage) -> list[Section]:
     """Return the tables of the report, without empty ones."""
-    jobs, rates = page.total, words.rates(page.tariff)
-    used = {"Energy": f"{units.energy(jobs.energy_j)}{_mark(jobs)}", "Time": units.duration(jobs.time_s)}
+    jobs, rates, energy = page.total, words.rates(page.tariff), _energy(page)
+    used = {"Energy": f"{energy(jobs.energy_j)}{_mark(jobs)}", "Time": units.duration(jobs.time_s)}
     used |= {name: rate(jobs.energy_j) for name, rate in rates.items()}
     rows = [
         (name, used[name], _amount(saved, kind), saved.share.in_words if saved is not None and saved.is_shown else "—")
@@ -110,8 +117,8 @@ def sections(page: FleetPage) -> list[Section]:
 
     def line(each: FleetSum) -> list[str]:
         money = [rate(each.energy_j) for rate in [*rates.values()][:1]]
-        saved = "—" if each.energy_saved_j is None else _amount(each.energy_saved_j, units.energy)
-        return [str(each.runs), units.energy(each.energy_j), *money, units.duration(each.time_s), saved]
+        saved = "—" if each.energy_saved_j is None else _amount(each.energy_saved_j, energy)
+        return [str(each.runs), energy(each.energy_j), *money, units.duration(each.time_s), saved]
 
     columns = ["Runs", "Energy", *[*rates][:1], "Time", "Energy saved"]
     groups = [
@@ -129,19 +136,26 @@ def sections(page: FleetPage) -> list[Section]:
         Section(
             f"By {page.by}",
             [page.by.capitalize(), "Jobs", "Save", "Lose", "Not shown yet", *columns],
-            groups if jobs.jobs else [],
+            groups if len(page.groups) > 1 else [],
         ),
-        Section("Most energy", ["Job", "Verdict", *columns], [[e.key, e.word, *line(e)] for e in page.costliest]),
-        _advised("Jobs that save nothing or lose", page.idle, page.idle_jobs, lambda job: job.advice),
-        _advised("Stuck jobs", page.stuck, page.stuck_jobs, lambda job: job.stuck),
+        _advised("Stuck jobs", [(job, job.stuck) for job in page.stuck], page.stuck_jobs, energy),
+        _advised("Jobs that save nothing or lose", [(job, job.advice) for job in page.idle], page.idle_jobs, energy),
+        Section(
+            "Most energy",
+            ["Job", "Verdict", *columns],
+            [[e.key, e.word, *line(e)] for e in page.costliest],
+            has_jobs=True,
+        ),
     ]
     return [each for each in found if each.rows and jobs.jobs]
 
 
-def _advised(title: str, jobs: Sequence[FleetJob], number: int, advice: Callable[[FleetJob], str | None]) -> Section:
-    rows = [[job.key, units.energy(job.energy_j), words.sentence(advice(job) or "")] for job in jobs]
+def _advised(
+    title: str, jobs: Sequence[tuple[FleetJob, str | None]], number: int, energy: Callable[[float], str]
+) -> Section:
+    rows = [[job.key, energy(job.energy_j), words.sentence(advice or "")] for job, advice in jobs]
     remark = f"{len(jobs)} of {number}, those that used the most energy." if number > len(jobs) else ""
-    return Section(title, ["Job", "Energy", "What to do"], rows, remark)
+    return Section(title, ["Job", "Energy", "What to do"], rows, remark, has_jobs=True)
 
 
 def markdown(page: FleetPage) -> str:

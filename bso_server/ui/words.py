@@ -7,11 +7,9 @@ from collections.abc import Callable, Collection, Iterator
 from itertools import groupby
 from typing import Any, NamedTuple
 
-from bso_server.core.model import MISSED
 from bso_server.service.views import (
     CostUnit,
     HealthPage,
-    JobLine,
     JobPage,
     JobsPage,
     MomentPage,
@@ -123,10 +121,12 @@ def of_jobs(page: JobsPage) -> Headline:
     under_way = f"{units.count(running, 'run')} under way" if running else "nothing under way"
     all_jobs = [line.savings for line in page.jobs]
     paid = [line for line in page.jobs if line.savings.energy_j.saved is not None]
-    shown = [f"{word} {sum(each.word is word for each in all_jobs)}" for word in SavingsWord]
-    missed = sum(map(has_missed, page.jobs))
-    problems = f" {units.count(missed, 'job')} never reached the target." if missed else ""
-    verdicts = f"Verdicts: {', '.join(shown)}.{problems}"
+    counts = {word.value: sum(each.word is word for each in all_jobs) for word in SavingsWord}
+    # No verdict is shown of these.
+    missed = sum(line.has_missed for line in page.jobs)
+    counts |= {SavingsWord.NOT_SHOWN.value: counts[SavingsWord.NOT_SHOWN] - missed, "never reached the target": missed}
+    shown = [f"{word} {number}" for word, number in counts.items() if number]
+    verdicts = f"Verdicts: {', '.join(shown)}."
     if not paid:
         return Headline(f"{jobs}, {under_way}", verdicts)
     sources = [source for line in paid for source in line.energy_sources]
@@ -137,14 +137,9 @@ def of_jobs(page: JobsPage) -> Headline:
         amount = f"{units_of(page).energy(sum(line.savings.energy_j.saved or 0.0 for line in paid))}{mark}"
     return Headline(
         f"{amount} saved so far in {units.count(len(paid), 'job')}",
-        f"{jobs}, {under_way}. {verdicts} Exploration and control runs are paid in that figure.",
+        f"{jobs}, {under_way}. {verdicts} The figure includes exploration and control runs.",
         "gain",
     )
-
-
-def has_missed(line: JobLine) -> bool:
-    """Return whether runs of the job have ended, but none at the target."""
-    return TrialState.COMPLETED not in line.trial_states and not MISSED.isdisjoint(line.trial_states)
 
 
 def of_ends(states: dict[TrialState, int]) -> str:
@@ -166,8 +161,8 @@ def by_time(sources: Collection[str | None]) -> bool:
 
 def of_energy(sources: Collection[str]) -> str:
     """Return how energy is estimated, such as ``energy estimated: estimate: 65 W stated × time``; "" if it is not."""
-    mark = estimated(sources)
-    return f"energy {mark}: {'; '.join(sources)}{' × time' if by_time(sources) else ''}" if mark else ""
+    mark, ways = estimated(sources), [source.removeprefix("estimate: ") for source in sources]
+    return f"energy {mark}: {'; '.join(ways)}{' × time' if by_time(sources) else ''}" if mark else ""
 
 
 def of_job(page: JobPage) -> Headline:
@@ -398,9 +393,9 @@ def of_trial(page: TrialPage) -> Headline:
             metric = units.number(trial.metric or 0.0, 4)
             return Headline(f"{word} with batch size {size}: {metric} after {epochs}", f"The target is {target}.")
         case TrialState.COMPLETED if job.target_metric is None:
-            return Headline(f"{size} trained to its end{after}{spent}", _message(page))
+            return Headline(f"{size} trained to its end{after}{spent}")
         case TrialState.COMPLETED:
-            return Headline(f"{size} reached the target, {target},{after}{spent}", _message(page), "gain")
+            return Headline(f"{size} reached the target, {target},{after}{spent}", mood="gain")
         case TrialState.EARLY_STOPPED:
             return Headline(f"{size} was stopped{after}{spent}", _message(page), "loss")
         case TrialState.EXHAUSTED:

@@ -74,8 +74,8 @@ def test_demo_states_the_cheapest_batch_size(tmp_path: Path) -> None:
     assert all(trial["energy_source"].startswith("estimate: 65 W assumed × CPU time / ") for trial in trials)
     # On a busy machine, four recurrences may find that no size is cheaper.
     savings = SavingsView.model_validate(summary["savings"])
-    assert (savings.batch_size, savings.default_batch_size) == (summary["best_batch_size"], 256)
-    assert summary["default_batch_size"] == 256
+    assert (savings.batch_size, savings.default_batch_size) == (summary["best_batch_size"], 512)
+    assert summary["default_batch_size"] == 512
     assert f"\n{savings.claim}.\n" in demo.stdout
     assert (tmp_path / "demo" / "costs.png").read_bytes().startswith(PNG_SIGNATURE)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import re
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
@@ -19,7 +20,7 @@ from tests.support.servers import ServerProcess, bso_server
 from tests.support.tokens import bearer, make_token
 
 FORMULA = "=cmd|x *b* <b>"
-TABLES = ["Used and saved", "By team", "Most energy", "Jobs that save nothing or lose", "Stuck jobs"]
+TABLES = ["Used and saved", "By team", "Stuck jobs", "Jobs that save nothing or lose", "Most energy"]
 
 
 async def fill(life: dashboards.Life) -> None:
@@ -93,7 +94,7 @@ def test_markdown_and_page_have_the_same_tables(source: list[str]) -> None:
     page = Cells(reported("--by", "team", "--format", "html", *source))
     assert rendered.headings == page.headings == [title for title in TABLES if title in markdown]
     assert rendered.tables == page.tables
-    used, groups, jobs, *_ = rendered.tables
+    used, groups, *_, jobs = rendered.tables
     assert [row[0] for row in used] == ["", "Energy", "Money", "CO₂", "Time"]
     assert {row[0] for row in groups} == {"Team", FORMULA, "maps", "no tag team", "total"}
     verdicts = {row[0]: row[1] for row in jobs}
@@ -110,6 +111,14 @@ def test_first_sentence_can_be_passed_on(server: ServerProcess) -> None:
     assert amounts.startswith("Saved against the default batch sizes: ")
     assert " ".join(sentence.replace("\\", "").split()) in page.text
     assert "EUR" in amounts
+
+
+def test_energies_of_the_report_have_one_unit_and_jobs_have_links(server: ServerProcess) -> None:
+    page = Page(httpx.get(f"{server.url}/ui/report").raise_for_status().text)
+    units = set(re.findall(r"[0-9] ?([kMG]?W?[hJ])\b", page.text.replace("\N{NO-BREAK SPACE}", " "))) - {"h"}
+    assert units == {"kWh"}
+    assert "./jobs/vit-imagenet" in page.links
+    assert "By owner" not in page.text
 
 
 def test_json_is_the_route_and_the_pages_twin(server: ServerProcess, source: list[str]) -> None:
@@ -158,7 +167,7 @@ def test_report_of_no_jobs_says_so(tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path / 'bso.sqlite3'}"
     dashboards.filled(url, dashboards.registering("bert-sst2"))
     text = reported("--since", "36h", "--database-url", url).replace("\N{NO-BREAK SPACE}", " ")
-    assert text == "# Report\n\nIn the last 36 hours, no run of a job has ended\n"
+    assert text == "# Report\n\nIn the last 36 hours, no run has ended\n"
 
 
 def test_every_token_that_may_read_reads_the_report(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from urllib.parse import urljoin
 import httpx
 import pytest
 
+from bso_server.service.views import JobLine
 from bso_server.settings import Settings
 from bso_server.ui import html, units
 from bso_server.ui.html import MEDIA_TYPES, static_file
@@ -26,7 +27,7 @@ from tests.support.dashboard_pages import JOB, SETTLED, Page, assert_figures_mat
 from tests.support.jobs import job
 from tests.support.servers import ServerProcess, bso_server
 from tests.support.wire import assert_refused, begin, reached
-from zeus_plugins.protocol import TrialState
+from zeus_plugins.protocol import SavingsWord, TrialState
 
 UI = ROOT / "bso_server" / "ui"
 
@@ -234,6 +235,32 @@ async def test_jobs_that_missed_their_target_come_first_on_all_pages(new_databas
         assert [line["job"]["job_id"] for line in rest][:2] == ["missed-2", "job-00"]
         text = Page((await http.get("/ui/")).text).text.replace("\N{NO-BREAK SPACE}", " ")
         assert re.search(r"never reached the target: 1 missed the target ?best metric 0\.\d+, spent [\d.]+ k", text)
+
+
+async def test_jobs_with_problems_come_first_and_say_which(new_database: str, new_http: httpx.AsyncClient) -> None:
+    async def fill(life: dashboards.Life) -> None:
+        await life.run(await life.register("a-fine"))
+        job = await life.register("b-slower", batch_sizes=(64,))
+        for _ in range(12):
+            await life.run(job, reports_each=False)
+        for _ in range(2):
+            await life.run(job, reports_each=False, slower=3)
+        await life.fail(await life.register("c-crashed"))
+        job = await life.register("d-stuck", batch_sizes=(64,), max_epochs=5)
+        for _ in range(2):
+            await life.miss(job)
+
+    dashboards.filled(new_database, fill)
+    lines = (await new_http.get("/ui/jobs.json")).json()["jobs"]
+    assert [line["job"]["job_id"] for line in lines] == ["d-stuck", "c-crashed", "b-slower", "a-fine"]
+    assert [line["stuck"] is not None for line in lines] == [True, False, False, False]
+    text = Page((await new_http.get("/ui/")).text).text.replace("\N{NO-BREAK SPACE}", " ")
+    assert re.search(r"stuck: 2 missed the target.* lower the target or raise max_epochs", text)
+    assert re.search(r"last two cost [12]\d\d % more", text)
+    fine = JobLine.model_validate_json(json.dumps(lines[3]))
+    loses = fine.model_copy(update={"savings": fine.savings.model_copy(update={"word": SavingsWord.LOSES})})
+    # Between a crashed job and a slower one.
+    assert loses.trouble == 2
 
 
 async def test_job_that_never_reached_its_target_shows_best_metric_and_amount_spent(

@@ -62,13 +62,14 @@ class Life:
         reports_each: bool = True,
         energy_source: str = "nvml",
         waited_share: float | None = None,
+        slower: float = 1.0,
     ) -> TrialDispatch:
-        """Run the job to its end or for `epochs` epochs, reporting each epoch or only the last."""
+        """Run the job to its end or for `epochs` epochs, each `slower` times as long; report each or only the last."""
         trial = await self.service.transact(self.service.commands.begin_trial, job.job_id, None)
         size = trial.batch_size
         # Epochs to the target grow with the size, while the duration of an epoch falls.
         needed = round((9 + size / 60 + 60 / size) * math.exp(self.random.gauss(0, 0.08)))
-        epoch_s = 38 + 2600 / size**0.75
+        epoch_s = slower * (38 + 2600 / size**0.75)
         power_w = 700 * (0.45 + 0.5 * size / (size + 150))
         for epoch in range(1 if reports_each else needed, 1000):
             self.now += timedelta(seconds=epoch_s)

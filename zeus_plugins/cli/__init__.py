@@ -11,7 +11,7 @@ from zeus_plugins.cli import doctor, energy, master, sync
 from zeus_plugins.errors import ZeusBSOError
 from zeus_plugins.protocol import GP_VOI, OWN_POLICIES, package_version, printable
 
-_DEFAULT_RECURRENCES = 18
+_DEFAULT_RECURRENCES = 20
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

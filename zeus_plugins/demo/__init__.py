@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from zeus_plugins.protocol import JobSpec
 
+# The default is too large for this small training, as one copied from the paper of a large one.
 JOB = JobSpec(
     job_id_prefix="digits",
     job_id="digits",
-    batch_sizes=(8, 16, 32, 64, 128, 256, 512),
-    default_batch_size=256,
-    target_metric=0.97,
+    batch_sizes=(16, 64, 256, 512),
+    default_batch_size=512,
+    target_metric=0.95,
     max_epochs=60,
     num_pruning_rounds=1,
     mab_num_explorations=2,

@@ -27,7 +27,8 @@ class Launcher:
         if "forkserver" not in multiprocessing.get_all_start_methods():
             return
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([module])
+        # Importing the client of the server takes as long as an epoch, and happens only in a training.
+        context.set_forkserver_preload([module, "httpx"])
         try:
             forkserver.ensure_running()
         except OSError:

@@ -297,8 +297,8 @@ class Display:
             f"A network learns handwritten digits until {job.target_metric:.0%} of the validation images are right. "
             f"This training recurs {self._recurrences} times, each time in a new process.",
             f"Each run asks a server for its batch size, one of {', '.join(map(str, job.batch_sizes))}. The default, "
-            f"which it would have without the server, is {job.default_batch_size}. At the end it reports its cost in "
-            "joules: half the energy plus half of maximum power × time.",
+            f"which it would have without the server, is {job.default_batch_size}, as copied from a larger training. "
+            "At the end it reports its cost in joules: half the energy plus half of maximum power × time.",
             _HOW_SIZES_ARE_CHOSEN[job.policy],
         ):
             self._console.print(paragraph, end="\n\n")
