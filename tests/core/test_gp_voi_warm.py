@@ -8,9 +8,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from bso_server.core.gp_voi.beliefs import Belief, begun, learned
-from bso_server.core.gp_voi.gaussian_process import WeightedStatistics
-from bso_server.core.gp_voi.prior import CONSTANTS
+from bso_server.core.gp_voi.beliefs import Belief, Beliefs, begun, learned, posterior_of
+from bso_server.core.gp_voi.gaussian_process import WeightedStatistics, epochs_posterior
+from bso_server.core.gp_voi.prior import CONSTANTS, Sizes
 from bso_server.core.job import InMemoryJob
 from bso_server.core.model import Suggestion
 from bso_server.core.policy import learned_by, suggest
@@ -118,6 +118,29 @@ def test_a_job_of_a_thousand_sizes_passes_on_a_few() -> None:
     assert (len(found), found[-1].batch_size) == (64, 200)
 
 
+def test_an_agreeing_first_run_leaves_a_doubt_that_contradicting_runs_confirm() -> None:
+    life = Life(warm_job())
+    sizes = Sizes.of(life.job)
+    run(life, life.dispatch(32), needed=10)
+    memory = life.history.memory
+    agreed = share_alone(sizes, memory)
+    assert 0 < agreed < CONSTANTS.warm_wrong
+    # The other job said that 64 needs 11 epochs, and 16 needs 12.
+    for size, needed in ((64, 16), (16, 8)):
+        run(life, life.dispatch(size), needed=needed)
+    assert share_alone(sizes, life.history.memory) > 2 * agreed
+
+
+def share_alone(sizes: Sizes, memory: Beliefs) -> float:
+    """Return the probability that the other job's epochs are wrong."""
+    both, alone = (
+        epochs_posterior(sizes, tuple(each), tuple(belief.exact for belief in memory), 1.0)
+        for each in zip(*((belief.observed, belief.own) for belief in memory), strict=True)
+    )
+    mean = posterior_of(sizes, memory).mean[4]
+    return float((mean - both.mean[4]) / (alone.mean[4] - both.mean[4]))
+
+
 # --- Choices --------------------------------------------------------------------------------------------------------
 
 
@@ -210,16 +233,34 @@ def test_a_warm_start_saves_the_search() -> None:
     assert spent_j(at, 0, warm) < 0.9 * spent_j(at, 0)
 
 
+def reversed_in_order(at: Landscape) -> Landscape:
+    """Return a landscape whose sizes need each other's epochs, in reverse order."""
+    sizes = tuple(
+        SizeTrace(size, other.epochs_to_target, {100.0: at.profiles[size].epoch})
+        for size, other in zip(at.profiles, reversed(at.profiles.values()), strict=True)
+    )
+    return landscape(Workload("law", sizes, 32, 2000, 100.0), eta=1.0, optimal_power_limits=False)
+
+
 @pytest.mark.slow
-def test_a_wrong_warm_start_costs_at_most_3_percent() -> None:
+def test_a_wrong_warm_start_costs_at_most_3_percent_on_average_and_4_at_worst() -> None:
     now = lawful(150.0)
-    without = [spent_j(now, seed) for seed in range(3)]
-    losses = {}
-    # With other data, epochs are five times as many or few, or the critical batch size is.
-    for before in (lawful(150.0, level=4.0), lawful(150.0, level=100.0), lawful(30.0), lawful(750.0)):
-        wrong = [spent_j(now, seed, learned_on(before, seed + 50)) for seed in range(3)]
-        losses[before.default.expected_epochs] = sum(map(math.log, wrong)) - sum(map(math.log, without))
-    assert sum(losses.values()) / (3 * len(losses)) < math.log(1.03), losses
+    # With other data, epochs are five times as many or few, or the critical batch size is, or sizes change places.
+    others = {
+        "few": lawful(150.0, level=4.0),
+        "many": lawful(150.0, level=100.0),
+        "early": lawful(30.0),
+        "late": lawful(750.0),
+        "reversed": reversed_in_order(now),
+    }
+    without = sum(math.log(spent_j(now, seed)) for seed in range(3))
+    losses = {
+        name: (sum(math.log(spent_j(now, seed, learned_on(before, seed + 50))) for seed in range(3)) - without) / 3
+        for name, before in others.items()
+    }
+    assert sum(losses.values()) / len(losses) < math.log(1.03), losses
+    # A first run that refutes the other job is itself lost in part: see docs/policy-figures.md.
+    assert max(losses.values()) < math.log(1.04), losses
 
 
 def test_a_warm_job_is_replayed_to_the_same_memory() -> None:

@@ -15,9 +15,10 @@ from bso_server.core.gp_voi.gaussian_process import (
     Posterior,
     WeightedStatistics,
     epochs_posterior,
+    mixed,
     moments_given_larger,
 )
-from bso_server.core.gp_voi.prior import CONSTANTS, Critical, Sizes, laws
+from bso_server.core.gp_voi.prior import CONSTANTS, Critical, Sizes, bounded_exp, laws
 from bso_server.core.gp_voi.run_costs import CostRun, CostRuns, change_of, doubt_of
 from bso_server.core.model import OBSERVED, TrialRecord, is_cut_short, log_costs_per_epoch
 from zeus_plugins.protocol import CreatedJob, EndReason, LearnedEpochs, Origin, TrialState
@@ -83,6 +84,7 @@ class Belief:
         idle: Recurrences of the job since the latest trial of this size; 0 if there was none.
         surprises: Sums of the deviations of runs that reached the target from their expectations.
         streak: Current streak of failures.
+        taken_over: The part of `observed` that another job has learned; fades likewise.
     """
 
     observed: WeightedStatistics = field(default_factory=WeightedStatistics)
@@ -99,6 +101,16 @@ class Belief:
     idle: int = 0
     surprises: Surprises = field(default_factory=Surprises)
     streak: Streak = field(default_factory=Streak)
+    taken_over: WeightedStatistics = field(default_factory=WeightedStatistics)
+
+    @property
+    def own(self) -> WeightedStatistics:
+        """The part of `observed` that the job's own runs have shown."""
+        observed, taken = self.observed, self.taken_over
+        weight = observed.weight - taken.weight
+        if weight <= _LEAST_WEIGHT:
+            return WeightedStatistics()
+        return WeightedStatistics(weight, (observed.weight * observed.mean - taken.weight * taken.mean) / weight)
 
     @property
     def failure_chance(self) -> float:
@@ -163,6 +175,7 @@ class Belief:
             self,
             observed=self.observed.scaled(factor),
             exact=self.exact.scaled(factor),
+            taken_over=self.taken_over.scaled(factor),
             failures=self.failures * factor,
         )
 
@@ -209,7 +222,8 @@ def begun(job: CreatedJob) -> Beliefs:
         if known is None:
             return Belief()
         weight = known.weight / (1 + (CONSTANTS.warm_sd / known.sd) ** 2)
-        return Belief(observed=WeightedStatistics(weight, known.log_epochs), converged=known.reached)
+        taken = WeightedStatistics(weight, known.log_epochs)
+        return Belief(observed=taken, taken_over=taken, converged=known.reached)
 
     return tuple(belief(learned.get(size)) for size in job.batch_sizes)
 
@@ -236,14 +250,32 @@ def learned(beliefs: Beliefs, job: CreatedJob) -> tuple[LearnedEpochs, ...]:
 
 
 def posterior_of(sizes: Sizes, beliefs: Beliefs, critical: Critical | None = None) -> Posterior:
-    """Return the posterior of log epochs to the target; at least one belief has an observation."""
-    return epochs_posterior(
-        sizes,
-        tuple(belief.observed for belief in beliefs),
-        tuple(belief.exact for belief in beliefs),
-        min(belief.epoch_step for belief in beliefs if belief.is_observed),
-        critical,
-    )
+    """Return the posterior of log epochs to the target; at least one belief has an observation.
+
+    What was taken over from another job is wrong with the prior chance `warm_wrong`: a hypothesis that knows the job's
+    own runs alone. Once there are such runs, it is weighed by their probability without the other job's epochs, p(own),
+    over that with them, p(own and other's) / p(other's). At a size with both, of means a and b with the variances s and
+    t, ``p(a, b) = p(mean of both) · N(a − b; 0, s + t)``.
+    """
+    exact = tuple(belief.exact for belief in beliefs)
+    step = min(belief.epoch_step for belief in beliefs if belief.is_observed)
+    both = epochs_posterior(sizes, tuple(belief.observed for belief in beliefs), exact, step, critical)
+    taken_over = tuple(belief.taken_over for belief in beliefs)
+    if not any(each.weight for each in taken_over):
+        return both
+    own = tuple(belief.own for belief in beliefs)
+    if not any(each.weight for each in own):
+        return both
+    alone = epochs_posterior(sizes, own, exact, step, critical)
+    others = epochs_posterior(sizes, taken_over, (WeightedStatistics(),) * len(beliefs), step, critical)
+    log_odds = alone.log_evidence - both.log_evidence + others.log_evidence
+    for one, other in zip(own, taken_over, strict=True):
+        if one.weight and other.weight:
+            variance = both.run_variance * (1 / one.weight + 1 / other.weight)
+            log_odds += 0.5 * (one.mean - other.mean) ** 2 / variance + 0.5 * math.log(variance)
+    odds = bounded_exp(log_odds)
+    odds *= CONSTANTS.warm_wrong / (1 - CONSTANTS.warm_wrong)
+    return mixed({both: 1 / (1 + odds), alone: odds / (1 + odds)})
 
 
 def after_outcome(sizes: Sizes, beliefs: Beliefs, outcome: Outcome) -> Beliefs:
@@ -361,7 +393,10 @@ def _after_stop(sizes: Sizes, beliefs: Beliefs, index: int, log_epochs: float) -
 def _without_other_job(beliefs: Beliefs) -> Beliefs:
     """Forget the epochs that were taken over, at all sizes without own runs."""
     unknown = WeightedStatistics()
-    return tuple(each if each.exact.weight else replace(each, observed=unknown, converged=False) for each in beliefs)
+    return tuple(
+        each if each.exact.weight else replace(each, observed=unknown, taken_over=unknown, converged=False)
+        for each in beliefs
+    )
 
 
 def _after_drift(beliefs: Beliefs) -> Beliefs:

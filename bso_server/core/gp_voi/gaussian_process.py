@@ -68,10 +68,12 @@ class Posterior:
     Attributes:
         components: Mixture of beliefs about each size's expectation; weights add up to 1.
         run_variance: Variance of one run around its size's expectation.
+        log_evidence: Log density of the observations of log epochs around their mean; 0 if nothing needs it.
     """
 
     components: tuple[Component, ...]
     run_variance: float
+    log_evidence: float = 0.0
 
     @cached_property
     def mean(self) -> Array:
@@ -182,7 +184,26 @@ def epochs_posterior(
             chances.append(_log_sum(log_weights))
             variances.append(variance)
     shares = np.exp(np.array(chances) - max(chances))
-    return Posterior(_mixed(found), float(shares @ np.array(variances) / shares.sum()))
+    run_variance = float(shares @ np.array(variances) / shares.sum())
+    return Posterior(_mixed(found), run_variance, _log_sum(np.array(chances)) - _LOG_PRIORS)
+
+
+def mixed(shares: Mapping[Posterior, float]) -> Posterior:
+    """Return the mixture of posteriors with these probabilities, which add up to 1."""
+    components = tuple(
+        replace(component, weights=component.weights * share)
+        for posterior, share in shares.items()
+        for component in posterior.components
+    )
+    return Posterior(components, sum(posterior.run_variance * share for posterior, share in shares.items()))
+
+
+def _log_prior(sd: float) -> float:
+    """Return the log of the prior probability that runs vary by the σ `sd`, up to a constant."""
+    return -0.5 * (math.log(sd / CONSTANTS.run_sd) / CONSTANTS.run_sd_spread) ** 2
+
+
+_LOG_PRIORS = math.log(sum(math.exp(_log_prior(sd)) for sd in CONSTANTS.run_sds))
 
 
 def _log_chance(sd: float, variance: float, exact: Sequence[WeightedStatistics]) -> float:
@@ -192,7 +213,7 @@ def _log_chance(sd: float, variance: float, exact: Sequence[WeightedStatistics])
     mean, with f degrees of freedom (`freedom_of`): ``v^(−f/2) · exp(−Σ squared deviations / 2v)`` for the variance v.
     """
     deviations = max(sum(size.squared_deviations for size in exact), 0.0)
-    log_prior = -0.5 * (math.log(sd / CONSTANTS.run_sd) / CONSTANTS.run_sd_spread) ** 2
+    log_prior = _log_prior(sd)
     return log_prior - 0.5 * deviations / variance - 0.5 * freedom_of(exact) * math.log(variance)
 
 

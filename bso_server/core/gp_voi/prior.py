@@ -108,6 +108,7 @@ class GpVoiConstants:
 
     # Warm start.
     warm_sd: float = 0.15  # σ by which the log epochs of a size may differ between GPUs
+    warm_wrong: float = 0.6  # chance that what another job has learned says nothing about this job
     warm_surprise: float = 2.5  # deviation, in σ, of a run from what another job has learned that refutes it
 
     # Changes of the job, and forgetting.
