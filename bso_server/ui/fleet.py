@@ -179,7 +179,7 @@ def csv(page: FleetPage) -> str:
     """Return the groups, and last the total, as CSV in the units of the column names."""
     rows = []
     for each in (*page.groups, page.total):
-        row = {page.by: each.key, **{name: getattr(each, name) for name in _SUMS}}
+        row = {"group": each.key, **{name: getattr(each, name) for name in _SUMS}}
         for name in _SAVED:
             saved = getattr(each, name)
             row |= {

@@ -131,13 +131,19 @@ def test_json_is_the_route_and_the_pages_twin(server: ServerProcess, source: lis
 
 def test_csv_has_groups_and_total_and_no_formula(source: list[str]) -> None:
     rows = list(csv.DictReader(io.StringIO(reported("--by", "team", "--format", "csv", *source))))
-    assert [row["team"] for row in rows][-1] == "total"
-    assert f"'{FORMULA}" in {row["team"] for row in rows}
+    assert [row["group"] for row in rows][-1] == "total"
+    assert f"'{FORMULA}" in {row["group"] for row in rows}
     for name in ("jobs", "runs", "energy_j"):
         assert sum(float(row[name]) for row in rows[:-1]) == pytest.approx(float(rows[-1][name]))
     saved = [float(rows[-1][f"energy_saved_j{end}"]) for end in ("_low", "", "_high")]
     assert saved == sorted(saved)
     assert rows[0]["energy_saved_j"] == "" or float(rows[0]["energy_j"]) > 0
+
+
+def test_csv_keeps_its_columns_if_a_tag_has_the_name_of_one(source: list[str]) -> None:
+    rows = list(csv.DictReader(io.StringIO(reported("--by", "runs", "--format", "csv", *source))))
+    assert rows[-1]["group"] == "total"
+    assert all(row["runs"].isdigit() for row in rows)
 
 
 def test_file_gets_the_report(server: ServerProcess, tmp_path: Path) -> None:
