@@ -298,7 +298,7 @@ class TestSingleSignOn:
         assert (await ask(address, "/ui/jobs.json", headers=headers)).status_code == 200
         refused = await ask(address, "/ui/tokens", headers=headers)
         assert refused.status_code == 403
-        assert "user bob@example.com has no scope admin" in refused.text
+        assert "User bob@example.com has no scope admin" in refused.text
         assert "ZEUS_BSO_SSO_ADMINS" in refused.text
         assert (await ask(address, "/api/jobs", headers=headers)).status_code == 401
         assert (await ask(address, "/jobs", "POST", headers=headers, json={})).status_code == 401

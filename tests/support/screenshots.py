@@ -16,7 +16,7 @@ BROWSERS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-c
 # Name of each picture, address of the page (J: the job), theme, and visible part.
 PICTURES = (
     ("dashboard-job", "jobs/J", "light", 1180),
-    ("dashboard-decision", "jobs/J?at=N", "dark", 860),
+    ("dashboard-decision", "jobs/J?at=3", "dark", 860),
 )
 WIDTH = 1280
 
@@ -39,7 +39,7 @@ def take(database: Path, folder: Path) -> None:
                 browser = playwright.chromium.launch(executable_path=browser_path(), args=["--no-sandbox"])
                 for name, address, theme, height in PICTURES:
                     page = browser.new_page(viewport={"width": WIDTH, "height": height}, color_scheme=theme)
-                    path = address.replace("J", job["job_id"]).replace("N", str(job["trials"] // 2))
+                    path = address.replace("J", job["job_id"])
                     page.goto(f"{server.url}/ui/{path}", wait_until="load")
                     page.screenshot(path=folder / f"{name}.png")
                     print(folder / f"{name}.png")
