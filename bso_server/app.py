@@ -150,9 +150,10 @@ def store_of(settings: Settings, listener: Listener = nobody) -> Store:
 
 
 async def prepare(store: Store, *, migrate: bool = False) -> None:
-    """Upgrade the database's schema, or raise `DatabaseNotReadyError` if it is not this version's.
+    """Upgrade the schema of a SQLite file, which has one owner; of another database, only with `migrate`.
 
-    A SQLite file, which has one owner, is always upgraded; other databases only with `migrate`.
+    Raises:
+        DatabaseNotReadyError: The schema was not upgraded, and is not the schema of this version.
     """
     if migrate or store.is_sqlite:
         await store.migrate()

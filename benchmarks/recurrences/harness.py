@@ -128,7 +128,7 @@ class Trainings:
         self._state.add({"key": step.key, **facts, "drifted": step.order.drifted, **record})
 
     def _run(self, order: Order) -> Record:
-        """Train once; return the outcome, with its begin and the machine's load."""
+        """Train once; return the outcome, with its start and the machine's load."""
         log, file = self._state.directory / "training.log", self._state.directory / "outcome.json"
         begun_at, begun_s = datetime.now(UTC).isoformat(timespec="seconds"), time.monotonic()
         file.unlink(missing_ok=True)

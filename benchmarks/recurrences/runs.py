@@ -165,7 +165,7 @@ class Outcome:
         state: Why it ended, as the server has it; `OUT_OF_MEMORY`; `REFUSED`; ``bare`` without a callback, ``broken``
             after another error.
         trial_number: The server's; None without a trial.
-        time_s: Seconds from the begin of the training to the last report, by the monitor's clock.
+        time_s: Seconds from the start of the training to the last report, by the monitor's clock.
         energy_j: Joules in the same time.
         cost_j: Cost of both.
         energy_source: How the energy was obtained.

@@ -547,7 +547,7 @@ def arms_after(
 ) -> dict[int, Arm]:
     """Return the arms that change with the ends of these trials, in this order; `bandit_entered_at` as in `History`.
 
-    A trial of `Origin.FINISH` changes none, because the rest of a run says nothing about a whole one.
+    A trial of `Origin.FINISH` changes no arm, because the rest of a run says nothing about a whole run.
     """
     changed: dict[int, Arm] = {}
     for trial in ended:

@@ -247,8 +247,8 @@ def expectations(history: History) -> Expectations:
 def needs_bound(job: CreatedJob, trial: TrialRecord) -> bool:
     """Return True if the trial's next report needs `bounded` first.
 
-    Policy `gp_voi` decides once when to stop a trial: at the dispatch if it knows the cost of an epoch, otherwise after
-    the first epochs.
+    Policy `gp_voi` sets the bound of a trial a single time: at the dispatch if the policy knows the cost of an epoch,
+    otherwise after the first epochs of the trial.
     """
     if job.target_metric is None or trial.origin is Origin.FINISH:
         return False
@@ -265,7 +265,7 @@ def stop_rule(job: CreatedJob, trial: TrialRecord, min_cost_j: float | None) -> 
     """Return the rule that stops a trial that has not reached the target.
 
     Policy `zeus` stops it at ``β · min_cost``, `gp_voi` at the trial's own bound, if it has one; both at `max_epochs`.
-    Without a target, there is no other rule, and none for a trial that finishes the run of another one.
+    Without a target, `max_epochs` alone stops a trial; the same holds for a trial that finishes another trial's run.
     `min_cost_j` is the lowest cost of a trial of the job that reached the target, in joules, or None. The rule counts
     the trial's latest evaluations at the target.
     """

@@ -197,7 +197,7 @@ def read(kind: type[Message], given: bytes | Mapping[str, Any], place: str, **co
 
 
 def renamed(line: bytes, place: str, job_id: str) -> bytes:
-    """Return the first line of an export with another id for the job, or raise as `read` does."""
+    """Return the first line of an export with the job's id replaced; raise as `read` does."""
     export = read(JobExport, line, place)
     job = export.job.model_dump() | {"job_id": job_id}
     return line_of(read(JobExport, export.model_dump() | {"job": job}, place))

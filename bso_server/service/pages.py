@@ -239,7 +239,7 @@ class Pages:
     def moment(
         self, transaction: Transaction, job_id: str, trial_number: int, *, known: str | None = None
     ) -> Found[MomentPage]:
-        """Return the job when a trial was chosen."""
+        """Return the job as it was when the batch size of a trial was chosen."""
         stored, trial = known_trial(transaction, job_id, trial_number)
         version = digest([stored.registration, stored.event_count, trial])
         if version == known:

@@ -64,7 +64,7 @@ def revise(transaction: Transaction, job: StoredJob, changes: Changes, now: date
 def _on_gpus_of(
     transaction: Transaction, job: CreatedJob, trials: list[TrialRecord], known: tuple[Revision, ...]
 ) -> list[TrialRecord]:
-    """Set `other_gpus` of the trials, by the GPUs of the job at their begin; return them."""
+    """Set `other_gpus` of the trials, by the GPUs of the job at their start; return them."""
     # Between two revisions the GPUs are the same.
     is_other = [revisions.has_other_gpus(job, revisions.as_of(job, known, each.event - 1)) for each in known]
     found: list[TrialRecord] = []

@@ -319,7 +319,7 @@ class MomentPage(WireMessage):
     cost_unit: CostUnit | None  # of the present, so that a cost is the same on all pages
     trial: TrialView  # in its present state
     explanation: Explanation  # with the beliefs at the trial's begin
-    points: tuple[TrialPoint, ...]  # the latest trials before it, in their states at its begin
+    points: tuple[TrialPoint, ...]  # the latest trials before it, in their states at its start
     energy_sources: tuple[str, ...]  # of the trials that had ended before it
     last_trial_number: int  # of the job
 

@@ -307,7 +307,7 @@ class Webhooks:
 
 
 def _monday(instant: datetime) -> datetime:
-    """Return the begin of the instant's week in UTC."""
+    """Return the start of the instant's week in UTC."""
     day = instant.astimezone(UTC).replace(hour=0, minute=0, second=0, microsecond=0)
     return day - timedelta(days=day.weekday())
 

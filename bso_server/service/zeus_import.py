@@ -169,7 +169,7 @@ def _events(rows: Sequence[_ZeusTrial]) -> tuple[dict[int, int], dict[int, int]]
     """Return the events of the job's logical clock at which its trials began and ended, each by trial, in order.
 
     Trials began in the order of their numbers. An end comes before other trials' begins at the same instant (MySQL
-    keeps whole seconds), and after the begin of its own trial.
+    keeps whole seconds), and after the start of its own trial.
     """
     started: dict[int, int] = {}
     ended: dict[int, int] = {}

@@ -150,7 +150,7 @@ def completed_runs(transaction: Transaction, job_id: str, *, since: int) -> list
 
 
 def first_ended_after(transaction: Transaction, job_id: str, event: int) -> int | None:
-    """Return the lowest number of the trials that ended after this event of the job, or None."""
+    """Return the lowest number of the trials that ended after the job's event with this number, or None."""
     condition = trials.c.job_id == job_id, trials.c.ended_event > event
     return transaction.connection.execute(select(func.min(trials.c.trial_number)).where(*condition)).scalar()
 
@@ -249,13 +249,13 @@ def consumption_between(
 
 
 def dispatched_after(transaction: Transaction, job_id: str, event: int, limit: int) -> list[TrialRecord]:
-    """Return the first `limit` trials that started after this event of the job, in order of dispatch."""
+    """Return the first `limit` trials that started after the job's event with this number, in order of dispatch."""
     # Trial numbers have the same order as the events of dispatches, and an index.
     return _trials(transaction, job_id, [trials.c.started_event > event], order=trials.c.trial_number, limit=limit)
 
 
 def ended_after(transaction: Transaction, job_id: str, event: int, limit: int) -> list[TrialRecord]:
-    """Return the first `limit` trials that ended after this event of the job, in order of their ends."""
+    """Return the first `limit` trials that ended after the job's event with this number, in order of their ends."""
     return _trials(transaction, job_id, [trials.c.ended_event > event], order=trials.c.ended_event, limit=limit)
 
 

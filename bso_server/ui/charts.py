@@ -364,7 +364,7 @@ def spans_of_eta(job: CreatedJob, spans: Sequence[Span], eta: float | None = Non
 
 
 def costs_by_eta(page: WhatIfPage) -> Plot | None:
-    """Chart the mean cost of a run of each size over η, with marks at the page's η; None without a mean."""
+    """Chart the mean cost of a run of each size over η, marked at the page's η. Return None if no size has a mean."""
     if not page.means:
         return None
     job, colour, unit = page.job, colours(page.job), page.cost_unit

@@ -67,7 +67,7 @@ class Scale:
         return (value - self.low) / (self.high - self.low)
 
     def ticks(self, most: int = 6) -> list[float]:
-        """Return about `most` round numbers within the axis, multiples of 1, 2 or 5 times a power of ten."""
+        """Return about `most` round numbers within the axis: multiples of a step of 1, 2 or 5 times a power of ten."""
         if self.is_log and self.high / self.low >= 10:
             return self._log_ticks(most)
         least = (self.high - self.low) / most

@@ -64,7 +64,7 @@ class Replayed:
     def __init__(self, **of_gpu: Any) -> None:
         self.device, self.gpu = device_of(**of_gpu)
         self._where = ReplayMachine(TABLE)
-        self.meddle: Callable[[float], None] = lambda _: None  # called within a step, with the limit at its begin
+        self.meddle: Callable[[float], None] = lambda _: None  # called within a step, with the limit at its start
         self.draws_w: Callable[[float], float] = lambda limit_w: limit_w
 
     def profiler(self, selector: Any = None, **options: Any) -> PowerLimitProfiler:
@@ -170,7 +170,7 @@ def test_window_in_which_another_program_set_the_limit_is_measured_again(caplog:
     (warning,) = warnings_in(caplog)
     assert "another program has changed the power limit of GPU 0 (H200) from 300 W to 500 W" in warning
     zeus.close()
-    assert here.gpu.limit_mw == 500_000  # no longer the 700 W of the begin
+    assert here.gpu.limit_mw == 500_000  # no longer the 700 W of the start
 
 
 def test_limit_that_another_program_keeps_changing_ends_the_search(caplog: pytest.LogCaptureFixture) -> None:

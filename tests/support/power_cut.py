@@ -22,7 +22,7 @@ SECTOR = 512
 
 
 class Entry(NamedTuple):
-    """A change to a file, the begin (B) or end (E) of a sync, or an acknowledgement (A) that a client has received.
+    """A change to a file, the start (B) or end (E) of a sync, or an acknowledgement (A) that a client has received.
 
     `number` is an offset, a size, or the number of a sync.
     """

@@ -121,7 +121,7 @@ class ServerPort(Protocol):
         """
 
     def show_job(self, job_id: str, *, limit: int | None = None) -> JobView:
-        """Return a job with its arms and its latest `limit` trials, up to 1000, or all. A Zeus server lacks this."""
+        """Return a job with its arms and latest `limit` trials (at most 1000; None: all). A Zeus server lacks this."""
 
     def request_trial(self, job_id: str, key: str | None = None) -> TrialDispatch:
         """Start a trial of a registered job, and return it with its global batch size.

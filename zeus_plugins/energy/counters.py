@@ -203,7 +203,7 @@ class CounterMonitor:
     def joined(self, other: CounterMonitor) -> CounterMonitor:
         """Return a monitor of the devices of both; the model of its devices names the parts of the other.
 
-        So a job whose scope changes runs on other hardware, and the costs of its earlier trials no longer count.
+        A job whose scope changes therefore counts as a job on other hardware: its earlier costs are not used any more.
         """
         source, find = f"{self.source} and {other.source}", partial(_joined, self._find, other._find)
         interval_s = self._sample_interval_s or other._sample_interval_s
@@ -284,9 +284,9 @@ class CounterMonitor:
         return self._read_at_moves(is_end=False) if at_moves else self._read()
 
     def _read_at_moves(self, *, is_end: bool) -> _Reading:
-        """Read the counters before a wait for two moves of each (at the end of a window), or after it (at the begin).
+        """Read all counters, and wait until each has changed twice: after the reading if `is_end`, else before it.
 
-        The devices rest meanwhile, so their energy at this time lies on the line through both moves.
+        The devices rest during the wait, so that their energy at the reading lies on the line through both changes.
         """
         reading, reads = self._read(), [counter.energy_uj for counter in self._found.devices]
         if self._sample_interval_s is not None:  # integrated power, or a counter that moves within a millisecond

@@ -139,7 +139,7 @@ class EnergyMonitor(Protocol):
 
 
 class OpenWindows(Generic[Reading]):
-    """The open windows of a monitor, each with the monitor's reading at its begin."""
+    """The open windows of a monitor, each with the monitor's reading at its start."""
 
     def __init__(self) -> None:
         self._readings: dict[str, Reading] = {}

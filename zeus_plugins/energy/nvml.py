@@ -240,7 +240,7 @@ class NvmlPowerMonitor(IntegratedPowerMonitor):
 
 
 def scopes_in(sources: Iterable[str]) -> list[int]:
-    """Return the numbers of sources with GPU scope and with module scope."""
+    """Count the sources with GPU scope, and the sources with module scope."""
     told = list(sources)
     return [sum(scope in source for source in told) for scope in (GPU_SCOPE, MODULE_SCOPE)]
 

@@ -322,7 +322,7 @@ class HuggingFacePort:
                     patches.extend(callback, "on_train_begin", then=then)
 
     def show_progress(self, text: str, patches: Patches) -> None:
-        """Show the text behind the bar, which does not exist before `ProgressCallback.on_train_begin`."""
+        """Show the text to the right of the progress bar, once `ProgressCallback.on_train_begin` has made the bar."""
         for callback in self._trainer.callback_handler.callbacks:
             if not isinstance(callback, ProgressCallback):
                 continue

@@ -222,7 +222,7 @@ class ZeusBSOCallback(BatchSizeArguments, Callback):
                 scale_in_finetuning(trainer, self._run.active.unscaled_rates, self._run.patches)
 
     def _follow_loop(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Let the fit loop begin at the size that a probe predicts, and run again to finish a run that misses."""
+        """Let the fit loop start at the size that the probe predicts, and repeat it if the target is missed."""
         active = self._run.active
         predicts = active is not None and active.predicts and not finders(trainer, "LearningRateFinder")
         if active is None or not (predicts or self._run.options.on_failure == "finish"):

@@ -362,7 +362,7 @@ def _exec_script(launch: Launch) -> str:
 
 
 def _begin(launch: Launch) -> str:
-    """Return the begin of a script: append all output to the log, and change to the working directory."""
+    """Return the start of a script: append all output to the log, and change to the working directory."""
     log, workdir = (shlex.quote(str(path)) for path in (launch.log, launch.workdir or Path.cwd()))
     return f"exec >>{log} 2>&1; cd {workdir}"
 

@@ -36,7 +36,7 @@ class BatchSizeChooser(Protocol):
     """Chooses the batch size of each run. Zeus's `BatchSizeOptimizer` classes have this interface."""
 
     def register_job(self, job: Job, batch_sizes: list[int]) -> None:
-        """Register a job; called first, and again after a resume."""
+        """Register a job. The master calls this before all other methods, and again when it resumes."""
 
     def predict(self, job: Job) -> int:
         """Return the batch size of the next run."""

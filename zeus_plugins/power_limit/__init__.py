@@ -1,7 +1,7 @@
 """Power limits: a training finds the best limit of its GPUs while it trains, and restores the initial limit at its end.
 
 `PowerLimitProfiler` tries the limits one after another, each for some steps of the training itself (warm-up, then a
-measurement window). A selector chooses one of them, which stays until the training ends. The profiler knows no
+measurement window). A selector then chooses one limit, which stays until the training ends. The profiler knows no
 framework; a training loop calls it like this::
 
     profiler = PowerLimitProfiler(find_devices, ZeusCost(eta=0.5), warmup_steps=10, profile_steps=40, monitor=auto())

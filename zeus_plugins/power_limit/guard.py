@@ -13,8 +13,8 @@ segmentation fault, `os._exit`)
 
 If all processes of the job end at the same instant (a container, a control group, a power cut), the limits stay as they
 were. The next training of the same user finds the records (`LimitRecord`) and restores the earlier limits when it ends;
-``zeus-plugins doctor --reset-power-limits`` does so at once. While the process that a record names lives, others leave
-the limit alone. A limit that another program has set since stays.
+``zeus-plugins doctor --reset-power-limits`` does so at once. While the process of a record is running, other
+processes do not restore its limit. A limit that another program has set in the meantime stays.
 """
 
 from __future__ import annotations

@@ -99,7 +99,7 @@ class Window:
         return Warmup(position, self.warmup_steps) if self.warmup_steps else Profiling(position)
 
     def epoch_began(self, state: State, limits: int) -> State:
-        """Return the state after the begin of an epoch."""
+        """Return the state after the start of an epoch."""
         return self.begin(state.position, limits) if isinstance(state, Ready) else state
 
     def steps_ended(self, state: State, steps: int, limits: int) -> State:
@@ -252,7 +252,7 @@ class Plan:
         """Return the plan that follows from the gathered setups and the arguments of `PowerLimitProfiler`.
 
         Raise `GiveUpError` if no rank measures or the models of GPUs differ, and `ZeusBSOConfigError` if the GPUs
-        cannot have one of `limits_w`.
+        do not accept every limit of `limits_w`.
         """
         devices = [rank.gpus for rank in ranks if rank.gpus is not None]
         problem = next((rank.problem for rank in ranks if rank.problem is not None), None)

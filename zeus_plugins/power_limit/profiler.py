@@ -166,7 +166,7 @@ class PowerLimitProfiler:
         """Begin a stretch of steps without interruption, and set the limit to measure.
 
         Measurements are fitted into `steps`, the length of the stretch, if known. Raise `ZeusBSOConfigError` if the
-        devices cannot have one of `limits_w`.
+        devices do not accept every limit of `limits_w`.
         """
         if self.is_done:
             return

@@ -535,7 +535,7 @@ class CandidateWorth(WireMessage):
 
 
 class Decision(WireMessage):
-    """The numbers behind the choice of a batch size, rounded to four digits, and of bounded length.
+    """The numbers behind the choice of a batch size, rounded to four significant digits, in lists of bounded length.
 
     Attributes:
         sizes: The sizes that could be chosen, ascending; of more than 64, those most likely to be the best.

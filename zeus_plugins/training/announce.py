@@ -30,7 +30,7 @@ _CONSEQUENCES: dict[EndingState, str] = {
 class Announcer:
     """Reports one trial to the user and the experiment trackers.
 
-    `quiet` leaves out the lines at the begin and the end.
+    `quiet` leaves out the lines at the start and the end.
     """
 
     def __init__(self, port: TrainerPort, plan: JobPlan, patches: Patches, *, quiet: bool) -> None:
@@ -71,7 +71,7 @@ class Announcer:
             self.say(f"learning rate {'; '.join(told)}")
 
     def started(self, trial: TrialInfo, lr_factor: float) -> None:
-        """Log the trial at the begin of the training."""
+        """Log the trial at the start of the training."""
         self._port.log(
             {
                 "zeus/batch_size": float(trial.batch_size),

@@ -70,7 +70,7 @@ class EnergyRun:
         return metrics
 
     def state(self) -> dict[str, float]:
-        """Return the totals for a checkpoint, with the cost of an open epoch."""
+        """Return the totals for a checkpoint, including the epoch under way."""
         return dict(self.totals) if self._meter is None else self._meter.state()
 
     @property

@@ -691,7 +691,7 @@ class ActiveRun:
             self.record.trial = self._session.trial
 
     def close(self, error: BaseException | None, early_end: str | None, next_step: str | None = None) -> None:
-        """End a trial without a verdict, and close everything: see `TrialRun.finish`."""
+        """End the trial if it has no verdict yet, and close session, monitor and files as `TrialRun.finish` says."""
         record, session = self.record, self._session
         with self._opened:
             self.steps.close()

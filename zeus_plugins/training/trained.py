@@ -15,7 +15,7 @@ _TRAINED: WeakKeyDictionary[Any, dict[str, float]] = WeakKeyDictionary()
 
 
 class TrainedWeights:
-    """Weights of a model at the begin of a training, compared with those at earlier ends and at its own end.
+    """Weights of a model at the start of a training, compared with those at earlier ends and at its own end.
 
     Without a model, nothing is known or noted.
     """

@@ -44,8 +44,9 @@ class Streak:
 class Surprises:
     """Cumulative sums of deviations from expectation, in σ, upwards and downwards (CUSUM: Page, Biometrika 41, 1954).
 
-    A sum grows while runs deviate in its direction by more than `cusum_step`, and falls to 0 otherwise. So it tells a
-    lasting change, however small against the variation from run to run, from a single deviating run.
+    A sum grows while runs deviate in its direction by more than `cusum_step`, and falls to 0 otherwise. The
+    sums thus distinguish a lasting change from a single deviating run, even if the change is smaller than the
+    variation from run to run.
     """
 
     up: float = 0.0
