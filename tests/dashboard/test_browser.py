@@ -322,15 +322,16 @@ def without_refusals(tab: Tab) -> None:
 def test_login_shows_page_and_arriving_epoch(browser: Any, server: ServerProcess, token: str) -> None:
     http, trial = begun(server, token)
     report(http, trial, 1)
+    report(http, trial, 2)
     tab = Tab(browser, server.url, viewport={"width": 800, "height": 500})
     page = log_in(tab, token, "jobs/job-live/trials/1")
     assert page.url.endswith("/ui/jobs/job-live/trials/1")
-    assert "0.1 after 1" in page.inner_text("h1")
+    assert "0.2 after 2" in page.inner_text("h1")
     page.click("#epochs > summary")
     page.evaluate("scrollTo(0, 300)")
-    report(http, trial, 2)
-    page.wait_for_selector("h1:has-text('0.2 after 2')")
-    assert page.evaluate("document.querySelectorAll('#epochs[open] tbody tr').length") == 2
+    report(http, trial, 3)
+    page.wait_for_selector("h1:has-text('0.3 after 3')")
+    assert page.evaluate("document.querySelectorAll('#epochs[open] tbody tr').length") == 3
     assert page.evaluate("scrollY") == 300
     assert page.evaluate("document.activeElement.matches('#epochs > summary')")
 
