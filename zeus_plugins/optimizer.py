@@ -49,7 +49,7 @@ from zeus_plugins.energy.processes import synchronize
 from zeus_plugins.errors import ZeusBSOBadOperationError
 from zeus_plugins.protocol import JobSpec
 from zeus_plugins.signals import raise_at_sigterm, termination
-from zeus_plugins.training.arguments import OnUnreachable
+from zeus_plugins.training.arguments import OnUnreachable, check_choice
 from zeus_plugins.training.batches import BatchSplit, delivered_batch_size
 from zeus_plugins.training.defaults import JobPlan, as_job
 from zeus_plugins.training.outcomes import show_in_one_paragraph, train_fail_error
@@ -105,6 +105,7 @@ class BatchSizeOptimizer:
         client: ServerPort | None = None,
         on_unreachable: OnUnreachable = "default",
     ) -> None:
+        check_choice("on_unreachable", on_unreachable, OnUnreachable)  # on every rank, before a client is opened
         self._rank = rank
         self._trial_session: TrialSession | None = None
         self._own_client: ServerPort | None = None
@@ -265,7 +266,7 @@ class BatchSizeOptimizer:
 
         # A probe of one process needs no more of a trainer.
         trainer = cast("TrainerPort", SimpleNamespace(rank=0, world_size=1, broadcast=None, passes=passes))
-        prober = Prober(trainer, splits, size, session.monitor, partial(_logger.info, "%s"))
+        prober = Prober(trainer, splits, size, session.monitor, partial(_logger.info, "zeus: %s"))
         prober.time_passes()
         predicts = prober.is_open and session.plan.predicts and size == session.plan.job.default_batch_size
         if predicts and session.withdraw(prober.result):

@@ -492,6 +492,15 @@ def crash(loop: Loop) -> None:
         raise RuntimeError("before its first epoch")
 
 
+def test_line_on_the_probe_of_a_plain_loop_begins_like_that_of_a_callback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="zeus_plugins")
+    with generous(monkeypatch):
+        Loop(tmp_path).train(probes=True, epochs=1)
+    assert any(line.startswith("zeus: probed ") for line in caplog.messages)
+
+
 def test_run_on_a_zeus_server_is_not_probed(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="zeus_plugins")
     server = ContractDouble()
