@@ -19,7 +19,6 @@ from typing import Annotated, Any, NamedTuple
 from litestar import Request, Response, Router, get, post
 from litestar.di import NamedDependency
 from litestar.exceptions import HTTPException, NotFoundException
-from litestar.handlers import HTTPRouteHandler
 from litestar.params import PathParameter, QueryParameter
 
 from bso_server.api import errors
@@ -356,7 +355,22 @@ def _cookie(request: AnyRequest, value: str, length_s: int) -> str:
 
 PAGES = Router(
     "/ui",
-    route_handlers=[each for each in vars().values() if isinstance(each, HTTPRouteHandler) and each is not home],
+    route_handlers=[
+        jobs,
+        job,
+        job_if,
+        report,
+        fleet_report,
+        trial,
+        state,
+        list_tokens,
+        create_token,
+        revoke_token,
+        static,
+        login_form,
+        login,
+        logout,
+    ],
     # For each class of the API's handlers, because Litestar prefers the handler of the nearest class.
     exception_handlers={kind: partial(refused, answer_of) for kind, answer_of in errors.EXCEPTION_HANDLERS.items()},
     include_in_schema=False,
