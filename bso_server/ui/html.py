@@ -44,7 +44,7 @@ FORMATS: dict[str, Callable[[Any], str]] = {
     "watts": lambda watts: f"{units.number(watts, 4)}{units.SPACE}W",
     "percent": units.percent,
     "saved": lambda share: f"{units.percent(abs(share))} {'more' if share < 0 else 'less'}",
-    "change": lambda share: f"{units.percent(abs(share))} {'more' if share > 0 else 'less'}",
+    "change": lambda share: FORMATS["saved"](-share),
     "epochs": lambda epochs: units.count(epochs, "epoch", 4),
     "runs": lambda value: units.number(round(value, 3)),
 }

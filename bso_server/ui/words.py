@@ -160,7 +160,7 @@ def by_time(sources: Collection[str | None]) -> bool:
 
 
 def of_energy(sources: Collection[str]) -> str:
-    """Return how energy is estimated, such as ``energy estimated: estimate: 65 W stated × time``; "" if it is not."""
+    """Return how energy is estimated, such as ``energy estimated: 65 W stated × time``; "" if it is not."""
     mark, ways = estimated(sources), [source.removeprefix("estimate: ") for source in sources]
     return f"energy {mark}: {'; '.join(ways)}{' × time' if by_time(sources) else ''}" if mark else ""
 
