@@ -216,8 +216,9 @@ class Commands:
         A repeated request, with the idempotency key that the client made, finds the trial that the first one started.
 
         Raises:
+            NoSurvivorError: See `policy.suggest`.
+            PolicyNotInstalledError: See `policy.suggest`.
             KeyConflictError: The trial that the key started has ended.
-            Exception: The errors of `policy.suggest`.
         """
         job = locked_job(transaction, job_id)
         started = started_with(transaction, job, idempotency_key, caller)

@@ -53,6 +53,7 @@ JOBS_ON_A_PAGE = 50
 POINTS_OF_A_JOB = 1000
 TRIALS_IN_THE_LOG = 50
 _SPARKS = 30
+# The last two runs are compared with earlier ones among this number of a job's latest events.
 _COMPARED_EVENTS = 80
 _CACHED_LINES = 2000
 _CACHED_BINS = 200

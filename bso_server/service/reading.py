@@ -373,8 +373,9 @@ def power_profile_view(kept: StoredPowerProfile) -> PowerProfileView:
 
 
 def _event(kind: EventKind, event: int | None, trial: TrialRecord, at: datetime | None) -> EventView:
-    fields = {name: getattr(trial, name) for name in ("trial_number", "batch_size", "state")}
-    return EventView.model_validate({**fields, "event": event, "kind": kind, "at": at})
+    place = {"event": event, "kind": kind, "at": at}
+    about = {"trial_number": trial.trial_number, "batch_size": trial.batch_size, "state": trial.state}
+    return EventView.model_validate(place | about)
 
 
 # The order of the columns must not change: scripts depend on it.

@@ -246,7 +246,7 @@ class JobLine(WireMessage):
 class JobsPage(WireMessage):
     """The page ``/ui/`` and its JSON: a page of jobs, problems first, then by id.
 
-    Jobs that have never reached their target come before all others; other problems come first on their own page.
+    Jobs that have never reached their target fill the first pages of the list. Each page is ordered by `trouble`.
     """
 
     jobs: tuple[JobLine, ...]
@@ -313,7 +313,7 @@ class TrialPage(WireMessage):
 
 
 class MomentPage(WireMessage):
-    """The page ``/ui/jobs/J?at=N`` and its JSON: the job when a trial was chosen."""
+    """The page ``/ui/jobs/J?at=N`` and its JSON: the job as it was when the batch size of trial N was chosen."""
 
     job: CreatedJob
     cost_unit: CostUnit | None  # of the present, so that a cost is the same on all pages

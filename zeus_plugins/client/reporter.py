@@ -1,8 +1,8 @@
 """Reports of one trial to the server: sent at once or, if the server is away, kept in the outbox and sent later.
 
 `TrialReporter` keeps the failures of a server out of a training. While the server is away, the reporter judges
-evaluations by the trial's stop rule. The reporter's thread sends heartbeats,
-and delivers the results in the outbox when the server can be reached again.
+evaluations by the trial's stop rule. The reporter's thread sends heartbeats, and delivers the results in the outbox
+when the server can be reached again.
 """
 
 from __future__ import annotations

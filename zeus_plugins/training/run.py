@@ -293,7 +293,11 @@ class TrialRun:
         run = TrialRun(self._wish, options, connect=self._client_from)
         try:
             missed, job = record.trial, record.job
-            run._enter(port, record.plan, EpochCount(), lambda it: it.finish_run_of(missed, size, job), finishes=True)
+
+            def begin(session: TrialSession) -> None:
+                session.finish_run_of(missed, size, job)
+
+            run._enter(port, record.plan, EpochCount(), begin, finishes=True)
             run._weights = TrainedWeights(port.model)
             if restarts and active.first_weights is not None:
                 port.model.load_state_dict(active.first_weights)
