@@ -194,8 +194,8 @@ class JobPlan:
     def follows(self) -> frozenset[str]:
         """Names of the job's fields that a registration with its id overrides, as neither user nor trainer states them.
 
-        The epochs of the trainer count as stated: a job whose trainer has other ones is revised. So do those of a whole
-        job, because the trainer has been compared with them.
+        The trainer's number of epochs counts as stated: if it changes, the job is revised. The number of epochs of a
+        job that is given whole counts as stated, too, because the trainer's number has been compared with it.
         """
         stated = self.job.model_fields_set
         unsaid = frozenset(JobSpec.model_fields) - stated - FIXED_TERMS - ({"max_epochs"} - self.guessed)
