@@ -25,7 +25,6 @@ from zeus_plugins.protocol import TrialState, TrialView
 
 pytestmark = [*QUIET, *RESUMES]
 
-LIMIT_S = 240
 JOB_ID = "digits-nightly"
 STEPS_OF_48 = 4
 
@@ -37,7 +36,7 @@ def run_script(server: ServerProcess, folder: Path, number: int) -> tuple[int, s
     """Return the exit status and the output of a training that sends itself this signal, or none if it is 0."""
     command = ["tests.support.resumed_training", server.url, JOB_ID, str(folder), str(int(number))]
     training = warm.start(*command, modules=warm.LIGHTNING, output=folder / "output")
-    return training.wait(LIMIT_S), (folder / "output").read_text()
+    return training.wait(warm.LIMIT_S), (folder / "output").read_text()
 
 
 def trial_on(server: ServerProcess) -> TrialView:

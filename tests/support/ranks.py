@@ -15,8 +15,6 @@ from typing import Any
 from tests.support import warm
 from tests.support.servers import free_port
 
-# A process that waits forever for another becomes a failing test through this limit.
-LIMIT_S = 240.0
 POLL_S = 0.02
 # Longer than a process needs to end after a signal.
 GRACE_S = 30.0
@@ -62,7 +60,7 @@ def run_ranks(
         own = {"RANK": rank, "LOCAL_RANK": rank - node, "GROUP_RANK": node, "NODE_RANK": node}
         own_environ = common | {name: str(number) for name, number in own.items()}
         ranks.append(warm.start(*command, modules=modules, output=output, environ=own_environ))
-    deadline = time.monotonic() + LIMIT_S
+    deadline = time.monotonic() + warm.LIMIT_S
     try:
         while None in (ended := [each.poll() for each in ranks]):
             if any(ended):
