@@ -1,5 +1,6 @@
 #!/bin/bash
 # One call of the hour on a GPU, without a network: bash run.sh [--minutes 8] [--out DIR] [--work DIR] [--rehearse]
+# Options after these go to `python -m benchmarks.recurrences hour`, such as --tasks resnet18 --recurrences 8.
 # Resumes from gpu-state.tgz in --out, or beside this folder, and writes gpu-state.tgz, gpu-results.json and gpu-page.md
 # into --out (default: beside this folder). --rehearse trains small models on a CPU with a simulated driver.
 # Exit status 3: steps are left, run the same command again.
@@ -14,7 +15,7 @@ while [ $# -gt 0 ]; do
         --out) out=$2; shift 2 ;;
         --work) work=$2; shift 2 ;;
         --rehearse) rehearse=1; shift ;;
-        *) echo "run.sh: unknown option $1" >&2; exit 2 ;;
+        *) break ;;
     esac
 done
 mkdir -p "$work" "$out"
@@ -51,11 +52,10 @@ fi
 
 export PYTHONPATH=$here/tree:$packages${PYTHONPATH:+:$PYTHONPATH}
 export ZEUS_STATE_DIR=$work/zeus HF_HOME=$work/hf HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
-set --
 if [ -n "$rehearse" ]; then
     export PYTHONPATH=$here/tree/tests/support/simulated_driver/path:$PYTHONPATH
     export SIMULATED_GPU=$work/computing
-    set -- --shrink 8 --seconds 3 15 --recurrences "${GPU_REHEARSAL_RECURRENCES:-12}" --repeats 1
+    set -- --shrink 8 --seconds 3 15 --repeats 1 "$@"
 fi
 cd "$work"
 # The process of this script becomes the measurement, which ends all that it started, also after kill -9.

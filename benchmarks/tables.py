@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from benchmarks.fleet_load import FleetFigures
     from benchmarks.whole_trials import TrialFigures
 
+NOT_MEASURED = "Not measured yet."
 _END = "<!-- end of table -->"
 _NUMBER = re.compile(r"[\d.,]+|–")
 
@@ -254,7 +255,13 @@ def proof_tables(results: ProofResults) -> dict[str, str]:
         made["-windows"] = _windows(results)
     if not _is_simulated(results) and any(task["jobs"] for task in results["tasks"].values()):
         made["-summary"] = _summary(results)
-    return {f"{'gpu' if is_of_gpu else 'proof'}{name}": table for name, table in made.items()}
+    kind = "gpu" if is_of_gpu else "proof"
+    return {f"{kind}{name}": table if _says_something(table) else NOT_MEASURED for name, table in made.items()}
+
+
+def _says_something(table: str) -> bool:
+    """False for a table without a line below its head."""
+    return not table.startswith("|") or table.count("\n") > 1
 
 
 def energy_of(results: ProofResults) -> str:
@@ -457,11 +464,18 @@ def _conditions(results: ProofResults) -> str:
 
 
 def _gpu_status(results: ProofResults) -> str:
-    """Tell a reader whether there are figures of a GPU, before any of them."""
+    """Say, above all figures, whether a saving was measured on a GPU."""
     devices = "; ".join(results["trained_on"])
     if _is_simulated(results):
         return f"**No figure of a GPU exists.** All figures [below](#on-a-gpu) show that the harness works: {devices}."
-    return f"The figures of a GPU are [below](#on-a-gpu): {devices}."
+    told = []
+    for name, task in results["tasks"].items():
+        if {GP_VOI, DEFAULT} <= task["contenders"].keys():
+            saved = _interval(task["contenders"][GP_VOI]["saved"]["energy_j"])
+            told.append(f"{saved} of the energy in {task['recurrences']} runs of `{name}`")
+    if not told:
+        return f"**No saving was measured on a GPU yet.** Other figures of {devices} are [below](#on-a-gpu)."
+    return f"On {devices}, `gp_voi` saved {'; '.join(told)} (95 %, with its trials): [below](#on-a-gpu)."
 
 
 def _summary(results: ProofResults) -> str:
@@ -481,7 +495,9 @@ def _summary(results: ProofResults) -> str:
         extent = f"{tasks_in_words}, {sum(task['recurrences'] for task in compared)} runs, {per_job} per job"
         command, device = "make proof", f"{results['machine'].get('cores', '?')} CPU cores"
         if results["device"] == GPU:
-            command, device = "python -m benchmarks.recurrences run --device gpu", "; ".join(results["trained_on"])
+            is_calibrated = bool(results.get("targets"))
+            command = "bash gpu-bundle/run.sh" if is_calibrated else "python -m benchmarks.recurrences run --device gpu"
+            device = "; ".join(results["trained_on"])
         conditions = f"`{command}`, {results['begun_at'][:10]}; {device}; {energy_of(results)}"
         lines.append([f"{total} of {_three_digits(default_j / 1000)} kJ{of_tasks}", extent, conditions])
     return markdown_table(lines)

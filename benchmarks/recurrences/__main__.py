@@ -18,7 +18,7 @@ from benchmarks.recurrences.calibration import SECONDS
 from benchmarks.recurrences.harness import State, measure, read_records, write_whole
 from benchmarks.recurrences.hour import GPU_CHECK, LEFT_STATUS, MACHINE, RECURRENCES, REPEATS, TARGETS, Hour, pack
 from benchmarks.recurrences.plan import ON_GPU, QUICK, Extent, steps
-from benchmarks.recurrences.tasks import CPU, GPU, TASKS, tasks_for
+from benchmarks.recurrences.tasks import CPU, GPU, HOUR_TASKS, TASKS, tasks_for
 from benchmarks.reports import machine, proof_results
 from benchmarks.tables import mark_of, proof_tables, write_tables
 from zeus_plugins.errors import ZeusBSOError
@@ -70,7 +70,10 @@ def _parser() -> argparse.ArgumentParser:
     hour.add_argument("--minutes", type=float, default=8.0, metavar="M", help="end before so many (default 8)")
     hour.add_argument("--began", type=float, metavar="S", help="the minutes began at this second since 1970")
     hour.add_argument("--seconds", type=float, nargs=2, default=SECONDS, metavar="S", help="time to reach a target")
-    hour.add_argument("--recurrences", type=int, default=RECURRENCES, metavar="N", help="of each of the two jobs")
+    hour.add_argument(
+        "--tasks", nargs="+", default=HOUR_TASKS, metavar="NAME", help=f"default: {', '.join(HOUR_TASKS)}"
+    )
+    hour.add_argument("--recurrences", type=int, default=RECURRENCES, metavar="N", help="of each job")
     hour.add_argument("--repeats", type=int, default=REPEATS, metavar="N", help="runs of each size")
     hour.add_argument("--shrink", type=int, default=1, metavar="N", help=shrinks)
     hour.add_argument("--state", type=Path, default=_STATE, metavar="DIR", help=f"what was measured (default {_STATE})")
@@ -118,6 +121,7 @@ def _hour(options: argparse.Namespace) -> int:
         options.out / "gpu-state.tgz",
         options.recurrences,
         options.repeats,
+        tuple(options.tasks),
     )
     hour.exit_in_time()
     write_whole(options.state / MACHINE, json.dumps(machine(GPU)) + "\n")

@@ -84,6 +84,7 @@ class Hour:
         pack_to: The file of the packed state.
         recurrences: Of each job.
         repeats: Runs of each size.
+        tasks: Names of the tasks.
     """
 
     state: State
@@ -93,6 +94,7 @@ class Hour:
     pack_to: Path
     recurrences: int = RECURRENCES
     repeats: int = REPEATS
+    tasks: tuple[str, ...] = HOUR_TASKS
 
     def say(self, what: str) -> None:
         """Print a line with the time, and keep it."""
@@ -172,7 +174,7 @@ class Hour:
             )
 
     def _tasks(self) -> list[Task]:
-        return tasks_for(GPU, HOUR_TASKS, shrink=self.shrink)
+        return tasks_for(GPU, self.tasks, shrink=self.shrink)
 
     def _calibrations(self, task: Task) -> list[Record]:
         return [each for each in self.state.records if (each["stage"], each["task"]) == ("calibrate", task.name)]

@@ -263,6 +263,12 @@ def test_check_that_outlasts_the_call_is_left_to_the_next(tmp_path: Path, monkey
     assert "timed out" in json.loads((tmp_path / hour.GPU_CHECK).read_text())["problem"]
 
 
+def test_calibration_is_of_the_chosen_tasks_only(tmp_path: Path) -> None:
+    packed = tmp_path / "gpu-state.tgz"
+    chosen = Hour(State(tmp_path), time.monotonic() + 600, SECONDS, 1, packed, tasks=("resnet18",))
+    assert [step.task for step in chosen.left()] == ["resnet18"]
+
+
 def test_process_exits_before_the_end_of_its_call(tmp_path: Path) -> None:
     program = """
 import sys, time
@@ -403,3 +409,7 @@ def test_call_prefers_the_state_in_its_own_folder_for_results(folder: Path, tmp_
 
 def test_rehearsal_shrinks_the_models(folder: Path) -> None:
     assert "--shrink 8" in called(folder, "--rehearse")[1][-1]
+
+
+def test_call_passes_further_options_to_the_measurement(folder: Path) -> None:
+    assert called(folder, "--rehearse", "--tasks", "resnet18")[1][-1].endswith(" --tasks resnet18")

@@ -33,7 +33,7 @@ from benchmarks.reports import (
     regret,
     share_saved,
 )
-from benchmarks.tables import policy_tables, proof_tables, write_tables, year_tables
+from benchmarks.tables import NOT_MEASURED, policy_tables, proof_tables, write_tables, year_tables
 from tests.support import ROOT
 
 SMALL = Extent(seeds=2, recurrences=3, repeats=1, pairs=2)
@@ -289,10 +289,13 @@ def test_figures_of_a_simulated_gpu_are_labelled() -> None:
     made = proof_tables(proof_results(simulated, {"cores": "2"}))
     of_hour = {"gpu-joules", "gpu-calibration", "gpu-check", "gpu-windows"}
     assert set(made) == {"gpu", "gpu-sizes", "gpu-overhead", "gpu-conditions", "gpu-status"} | of_hour
-    assert all("simulated GPU" in table for table in made.values())
+    assert all("simulated GPU" in table or table == NOT_MEASURED for table in made.values())
     real = [{**each, **told, "device": "NVIDIA H200"} for each in RECORDS]
     made = proof_tables(proof_results(real, {"cores": "2"}))
-    assert made["gpu-status"] == "The figures of a GPU are [below](#on-a-gpu): NVIDIA H200."
+    assert made["gpu-status"].startswith("On NVIDIA H200, `gp_voi` saved ")
+    alone = [each for each in real if each["who"] != "gp_voi"]
+    assert "**No saving was measured on a GPU yet.**" in proof_tables(proof_results(alone, {}))["gpu-status"]
+    assert proof_tables(proof_results(alone, {}))["gpu-windows"] == NOT_MEASURED
     where = "run --device gpu`, 2026-01-02; NVIDIA H200; nvml |"
     assert where in made["gpu-summary"]
     assert not any("simulated" in table for table in made.values())
@@ -402,6 +405,7 @@ def test_document_without_marks_is_reported(tmp_path: Path) -> None:
         ("policies", policy_tables, "docs/policy-figures.md"),
         ("recurrences", proof_tables, "docs/proof.md"),
         ("recurrences", proof_tables, "README.md"),
+        ("gpu", proof_tables, "docs/proof.md"),
         ("year", year_tables, "docs/proof.md"),
     ],
 )
