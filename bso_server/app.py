@@ -45,7 +45,7 @@ logger = logging.getLogger("bso_server")
 
 
 def create_app(settings: Settings | None = None) -> Litestar:
-    """Build the application; without `settings`, from the environment.
+    """Build the application; if `settings` is None, take them from the environment.
 
     Raises:
         ValueError: The database cannot be used, or tracing is on and OpenTelemetry is not installed.
@@ -113,7 +113,7 @@ def create_app(settings: Settings | None = None) -> Litestar:
         lifespan=[lifespan],
         # The launcher configures logging; Litestar's own configuration would log request bodies.
         logging_config=None,
-        # Other renderers load scripts from a CDN.
+        # Only JSON: Litestar's other renderers load scripts from a CDN.
         openapi_config=OpenAPIConfig(
             title="Batch size optimization server",
             version=package_version(),
@@ -129,15 +129,15 @@ def create_app(settings: Settings | None = None) -> Litestar:
             security=[{"bearer": []}, {"basic": []}],
         ),
     )
-    # Around the application, because Litestar answers unknown routes before its middleware.
+    # Not as middleware, because Litestar answers unknown routes before its middleware.
     app.asgi_handler = watch.around(app.asgi_handler)
     return app
 
 
 def store_of(settings: Settings, listener: Listener = nobody) -> Store:
-    """Return the store of the settings' database; raise `ValueError` if it cannot be used."""
+    """Return a store for the database in the settings; raise `ValueError` if that database cannot be used."""
     if settings.echo_sql:
-        # SQLAlchemy's option `echo` would add a handler of its own.
+        # SQLAlchemy's option `echo` would also add a log handler.
         logging.getLogger("sqlalchemy.engine").setLevel(logging.INFO)
     password = settings.db_password
     database = open_database(
@@ -150,7 +150,7 @@ def store_of(settings: Settings, listener: Listener = nobody) -> Store:
 
 
 async def prepare(store: Store, *, migrate: bool = False) -> None:
-    """Upgrade the schema of a SQLite file, which has one owner; of another database, only with `migrate`.
+    """Upgrade the schema of a SQLite file, which has one owner, or with `migrate` of any database; otherwise check it.
 
     Raises:
         DatabaseNotReadyError: The schema was not upgraded, and is not the schema of this version.
@@ -185,13 +185,13 @@ def _rate_limit(per_minute: int) -> DefineMiddleware:
 
 
 async def _repeat(work: Callable[[], Awaitable[object]], failure: str, interval_s: float) -> None:
-    """Do the work in each process, until the task is cancelled; log an unexpected error as this `failure`."""
+    """Call `work` every `interval_s` seconds until cancelled; log an unexpected error as `failure`."""
     while True:
         await asyncio.sleep(interval_s)
         try:
             await work()
         except (DatabaseNotReadyError, DatabaseUnavailableError):
-            # The store has logged it, or logs it at the next request.
+            # The store has logged the error, or logs it at the next request.
             pass
         except Exception:
             logger.exception("%s", failure)

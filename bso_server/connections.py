@@ -1,17 +1,17 @@
-"""Limits for the connections of clients: their number, their bytes, and how long a client may keep one waiting.
+"""Limits for clients' connections: their number, their buffered bytes, and how long they may wait for a client.
 
-uvicorn has no deadlines for incomplete requests and unread responses, so that such connections can use up all files
-that a process may open; then it can serve no further client. `BoundedProtocol` is uvicorn's protocol with deadlines,
-and with fewer connections than open files.
+uvicorn has no deadlines for incomplete requests and unread responses. Connections with such requests or responses can
+use up all files that a process may open, so that it cannot serve any other client. `BoundedProtocol` is uvicorn's
+protocol with deadlines, and with fewer connections than open files.
 
-uvicorn also parses all received bytes at once, and keeps heads, trailers and pipelined requests of any size.
-`BoundedProtocol` passes bytes on in small pieces, one turn of the event loop after another, and only while uvicorn can
-use them; otherwise it stops reading. Because each head ends with a blank line, and pieces end there too, a connection
-has at most one request that waits for the answer to another one.
+uvicorn also parses all received bytes at once, and buffers heads, trailers and pipelined requests of any size.
+`BoundedProtocol` passes the bytes to uvicorn in small pieces over several turns of the event loop. While uvicorn can
+use no more bytes, it stops reading from the socket. A piece ends at the blank line after the head of a request, so that
+uvicorn has at most one pipelined request that waits for the answer to an earlier request.
 
-A connection *waits* while the client must act: before and within the head of a request, within its body, and until it
-reads a response. The application has its own deadline for bodies (`api.bodies.in_time`), so that the client gets an
-answer, and so that the deadline applies under every server.
+A connection *waits* while the client must act: send the head of a request, send its body, or read a response. The
+application has its own deadline for bodies (`api.bodies.in_time`), so that the client gets an answer, and so that the
+deadline applies under every ASGI server.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ _ANSWER_TIMEOUT_S = 60.0
 # Seconds to send the last response before a connection is aborted.
 _FAREWELL_S = 1.0
 
-# Maximum of connections of one process; each needs about 20 KB.
+# Maximum connections of one process; each needs about 20 KB.
 _MOST_CONNECTIONS = 4096
 
-# Minimum of files for other uses: the database, the log, and connections that are closing.
+# Minimum of files left for other uses: the database, the log, and connections that are closing.
 _FILES_LEFT = 64
 
-# Maximum for the head of a request, and again for its trailers: bytes, and fields.
+# Maximum bytes and fields in the head of a request; again for its trailers.
 MOST_HEAD_BYTES = 64 * 1024
 MOST_FIELDS = 100
 
@@ -59,7 +59,7 @@ MOST_URL_BYTES = 8 * 1024
 # Maximum of bytes in unfinished requests of all connections of one process.
 _MOST_BYTES = 64 * 1024 * 1024
 
-# Maximum that one connection may have parsed before others have their turn.
+# Maximum bytes and pieces that one connection may have parsed before others have their turn.
 _PIECE_BYTES = 4096
 _PIECES = 8
 
@@ -72,9 +72,9 @@ _MESSAGES = {
     HTTPStatus.BAD_REQUEST: "not a valid HTTP request, or its URL names another host than its Host header",
     HTTPStatus.REQUEST_TIMEOUT: "the head of the request did not come in time: the server's setting "
     "ZEUS_BSO_READ_TIMEOUT_S says how many seconds it waits",
-    HTTPStatus.REQUEST_URI_TOO_LONG: f"a URL may have {MOST_URL_BYTES} bytes",
-    HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE: f"the head of a request may have {MOST_HEAD_BYTES} bytes and "
-    f"{MOST_FIELDS} fields, and its trailers as many",
+    HTTPStatus.REQUEST_URI_TOO_LONG: f"a URL may have at most {MOST_URL_BYTES} bytes",
+    HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE: f"the head of a request, and its trailers, may have at most "
+    f"{MOST_HEAD_BYTES} bytes and {MOST_FIELDS} fields each",
     HTTPStatus.SERVICE_UNAVAILABLE: "the server has no room for another connection at present: send the request again",
 }
 
@@ -82,7 +82,7 @@ logger = logging.getLogger("bso_server")
 
 
 def connections_allowed() -> tuple[int, int]:
-    """Return the maximum of connections under the process's limit of open files, and the files left for other uses."""
+    """Return the maximum number of connections under the limit of open files, and the files left for other uses."""
     try:
         import resource
     except ModuleNotFoundError:  # Windows has no such limit
@@ -103,7 +103,7 @@ class Limits:
         connections: Maximum of connections.
         answer_timeout_s: Seconds in which a client must read some of a waiting response.
         unfinished_bytes: Maximum of bytes in unfinished requests of all connections.
-        taken_bytes: Present number of these bytes.
+        taken_bytes: Current number of bytes in unfinished requests of all connections.
     """
 
     read_timeout_s: float
@@ -115,9 +115,10 @@ class Limits:
     _turns: deque[Bounded] = field(default_factory=deque, init=False, repr=False)
 
     def add_turn(self, connection: Bounded) -> None:
-        """Let a connection pass bytes on after those that wait already.
+        """Queue a connection that has more bytes for uvicorn.
 
-        One of them does so in each turn of the event loop, so that they do not delay clients with small requests.
+        In each turn of the event loop, one queued connection passes bytes on, so that large requests do not delay
+        small ones.
         """
         self._turns.append(connection)
         if len(self._turns) == 1:
@@ -139,7 +140,7 @@ class Limits:
 
 
 class Bounded(asyncio.Protocol):
-    """Additions to either of uvicorn's protocols, on httptools or on h11."""
+    """Mixin that adds the limits to either of uvicorn's protocols, on httptools or on h11."""
 
     # Attributes of uvicorn's two protocols, which have no common base class.
     app: Any
@@ -163,10 +164,10 @@ class Bounded(asyncio.Protocol):
         self._has_begun = False
         self._unread_since: float | None = None
         self._alarm: asyncio.TimerHandle | None = None
-        # Bytes that uvicorn does not have yet.
+        # Received bytes that were not passed to uvicorn yet.
         self._held = bytearray()
         self._has_turn = False
-        # Bytes of the present head, or of the fields after the last byte of a body.
+        # Bytes of the current request's head, or of the trailers after its body.
         self._head_bytes = 0
         self._refusal = HTTPStatus.BAD_REQUEST
         # This connection's part of `Limits.taken_bytes`.
@@ -175,7 +176,7 @@ class Bounded(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """See `asyncio.Protocol`."""
         super().connection_made(transport)
-        # uvicorn's requests to read on come to this object.
+        # uvicorn pauses and resumes reading by calls to this object.
         self.flow = FlowControl(cast("asyncio.Transport", self))
         if len(self.connections) > self._limits.connections:
             if self._limits.is_news("full"):
@@ -203,13 +204,13 @@ class Bounded(asyncio.Protocol):
         """Do nothing: `pass_on` stops reading when uvicorn has set `flow.read_paused`."""
 
     def resume_reading(self) -> None:
-        """Read on, when uvicorn can use more bytes."""
+        """Queue this connection to pass on more bytes, because uvicorn can use them."""
         if not self._has_turn:
             self._has_turn = True
             self._limits.add_turn(self)
 
     def pass_on(self) -> None:
-        """Pass some bytes on to uvicorn; read on if it has got all of them."""
+        """Pass some received bytes to uvicorn; continue to read from the socket once uvicorn has all of them."""
         self._has_turn = False
         room = _PIECE_BYTES
         for _ in range(_PIECES):
@@ -238,7 +239,10 @@ class Bounded(asyncio.Protocol):
 
     @property
     def _can_use_more(self) -> bool:
-        """True if bytes are held and uvicorn has no whole request; it delays an answer until earlier ones are read."""
+        """True if received bytes are left, and uvicorn has no complete request that waits for its answer.
+
+        uvicorn sends no answer while the client leaves earlier answers unread.
+        """
         return (
             bool(self._held)
             and not self.transport.is_closing()
@@ -247,7 +251,10 @@ class Bounded(asyncio.Protocol):
         )
 
     def _count(self) -> None:
-        """Count the bytes of this connection's unfinished request; at the maximum, abort the connection with most."""
+        """Count the bytes of this connection's unfinished request.
+
+        If all connections exceed the maximum together, abort the connection with the most bytes.
+        """
         body = 0 if self._is_between_requests else len(self.cycle.body)
         taken = len(self._held) + self._head_bytes + body
         self._limits.taken_bytes += taken - self._taken_bytes
@@ -298,27 +305,27 @@ class Bounded(asyncio.Protocol):
             self._stop_parser(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)
 
     def on_headers_complete(self) -> None:
-        """Refuse a whole URL whose host differs from the ``Host`` header, because the application sees only that."""
+        """Refuse an absolute URL whose host differs from the ``Host`` header, which alone the application sees."""
         authority = self.url.partition(b"://")[2].partition(b"/")[0]
         if not self.url.startswith(b"/") and authority != dict(self.headers).get(b"host"):
             self._stop_parser(HTTPStatus.BAD_REQUEST)
         super().on_headers_complete()  # type: ignore[misc]  # of uvicorn's protocol
         self._head_bytes = 0
-        # Trailers must not become headers of the application.
+        # Trailers must not be added to the headers that the application sees.
         self.headers = []
 
     def on_body(self, body: bytes) -> None:
-        """Begin to count the bytes of trailers."""
+        """Restart the count of bytes, for trailers."""
         self._head_bytes = 0
         super().on_body(body)  # type: ignore[misc]  # of uvicorn's protocol
 
     def on_message_complete(self) -> None:
-        """Begin to count the bytes of the next head."""
+        """Restart the count of bytes, for the next head."""
         self._head_bytes = 0
         super().on_message_complete()  # type: ignore[misc]  # of uvicorn's protocol
 
     def _stop_parser(self, refusal: HTTPStatus) -> NoReturn:
-        """Have uvicorn call `send_400_response`."""
+        """Raise an error, so that uvicorn calls `send_400_response`, which answers with `refusal`."""
         self._refusal = refusal
         raise ValueError(refusal.phrase)
 
@@ -339,7 +346,7 @@ class Bounded(asyncio.Protocol):
 
     @property
     def _is_between_requests(self) -> bool:
-        """True if the application is answering no request; the head of one may be incomplete."""
+        """True if the application is answering no request; part of the next request's head may have arrived."""
         return self.cycle is None or self.cycle.response_complete
 
     @property
@@ -422,7 +429,7 @@ def _problem(status: HTTPStatus, message: str) -> tuple[list[tuple[bytes, bytes]
 
 
 async def _come_back_later(_scope: Any, _receive: Any, send: Callable[[dict[str, Any]], Awaitable[None]]) -> None:
-    """Answer 503; the application of connections beyond the maximum."""
+    """Answer 503: the application for connections beyond the maximum."""
     status = HTTPStatus.SERVICE_UNAVAILABLE
     headers, body = _problem(status, _MESSAGES[status])
     await send({"type": "http.response.start", "status": status, "headers": [*headers, (b"retry-after", b"5")]})

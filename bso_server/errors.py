@@ -89,7 +89,7 @@ class InvalidImportError(BsoError):
 
 
 class ZeusDatabaseError(BsoError):
-    """The database cannot be read as one of a Zeus 0.16 server."""
+    """The database cannot be read, or is not the database of a Zeus 0.16 server."""
 
 
 class NoSurvivorError(BsoError):
@@ -149,11 +149,12 @@ class DatabaseNotReadyError(BsoError):
 class DatabaseUnavailableError(BsoError):
     """The database cannot be reached, loses its connections repeatedly, accepts no writes, or is damaged.
 
-    A current write may have been committed.
+    A write that fails with this error may nevertheless have been committed.
 
     Attributes:
         detail: Database and failure, on one line; only for operators.
-        fault: Why a database that answers accepts no writes, or cannot be read, for every client; or None.
+        fault: Reason why the database accepts no writes or cannot be read, in words for every client; None if it does
+            not answer.
     """
 
     def __init__(self, detail: str, *, fault: str | None = None) -> None:

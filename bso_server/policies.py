@@ -1,6 +1,6 @@
 """Public names for policies in other packages; docs/policy-custom.md has an example.
 
-They do not change within a minor version. Everything else in `bso_server` may change at any time.
+These names do not change within a minor version. Everything else in `bso_server` may change at any time.
 """
 
 from bso_server.core.model import (

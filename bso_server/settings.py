@@ -92,7 +92,7 @@ class Settings(BaseSettings):
     echo_sql: bool = False
     crash_retries: Annotated[int, Field(ge=1)] = 3
     reap_interval_s: Annotated[float, Field(gt=0)] = 60.0
-    # Before the lease, because its validator sees only earlier fields.
+    # This field precedes the lease, because the lease's validator sees only the fields before it.
     heartbeat_interval_s: Lease = _LEASES.heartbeat_interval_s
     heartbeat_lease_s: Lease = _LEASES.heartbeat_lease_s
     silent_lease_s: Lease = _LEASES.silent_lease_s
@@ -132,7 +132,7 @@ class Settings(BaseSettings):
 
     @property
     def leases(self) -> LeasePolicy:
-        """Leases of the settings."""
+        """Durations of leases, from the settings."""
         return LeasePolicy(
             heartbeat_interval_s=self.heartbeat_interval_s,
             heartbeat_lease_s=self.heartbeat_lease_s,
@@ -142,7 +142,7 @@ class Settings(BaseSettings):
 
     @property
     def single_sign_on(self) -> SingleSignOn | None:
-        """Sign-on of the settings, or None."""
+        """Single sign-on by the proxies in the settings, or None without such proxies."""
         proxies = tuple(map(ip_network, parts(self.sso_proxies)))
         return SingleSignOn(proxies, self.sso_header, parts(self.sso_admins)) if proxies else None
 
@@ -203,7 +203,7 @@ def parts(text: str | None) -> tuple[str, ...]:
 
 
 def _with_files(variables: Mapping[str, str | None], stated: Collection[str]) -> dict[str, str | None]:
-    """Return the variables, in lower case, with the contents of the files of settings that are not in `stated`."""
+    """Return the variables, in lower case; read the file of each setting that has one and is not in `stated`."""
     values = dict(variables)
     for name in Settings.model_fields:
         setting, file = variable_of(name), file_variable_of(name)

@@ -31,23 +31,23 @@ CallerRequest = Request[Caller, Any, Any]
 """A request whose `user` is the caller that `AccessControl` identified."""
 
 PAGE: dict[str, Any] = {"page": True}
-"""The ``opt``, beside `needs`, of a page: other sites may link to it, and it accepts the session cookie as a token."""
+"""The ``opt`` of a page, added to `needs`: other sites may link to it, and it accepts the session cookie as a token."""
 
 FORM: dict[str, Any] = {"form": True}
-"""The ``opt``, beside `needs`, of a route that accepts forms from pages of this server only."""
+"""The ``opt``, added to `needs`, of a route that accepts forms from pages of this server only."""
 
 SESSION_COOKIE = "zeus_bso_session"
 
-# Sent by browsers for a followed link, but not for frames and scripts.
+# Headers that browsers send when a user follows a link, but not for frames and scripts.
 _NAVIGATION = {b"sec-fetch-mode": b"navigate", b"sec-fetch-dest": b"document"}
 
-# The client's own address is unknown if one of these is present: a proxy or the client has set it.
+# If a request has one of these headers, a proxy or the client has set it, and the client's own address is unknown.
 _FORWARDED = (b"forwarded", b"x-forwarded-for")
 
-# Key of a scope: the address of the connection's other end.
+# Key in an ASGI scope of the address at the connection's other end.
 _PEER = "zeus_bso_peer"
 
-# Headers that access depends on: a request has one value of each.
+# Headers on which access depends: a request may have only one value of each.
 _SINGLE = (b"host", b"authorization", b"origin", b"sec-fetch-site")
 
 # The log names each sender once per period (seconds), and at most this number of senders per period.
@@ -81,7 +81,7 @@ def needed_scope(handler: HTTPRouteHandler) -> Scope | None:
 
 
 class AccessControl(ASGIMiddleware):
-    """Sets the caller as the request's `user`, or raises if the caller may not use the route.
+    """Middleware that sets the caller as the request's `user`, or raises if the caller may not use the route.
 
     This is no Litestar guard, because Litestar copies the route handler for each call of a guard, which costs more CPU
     time than the check itself.
@@ -101,8 +101,8 @@ class AccessControl(ASGIMiddleware):
         self._sign_on = sign_on
 
     async def handle(self, scope: AsgiScope, receive: Receive, send: Send, next_app: ASGIApp) -> None:
-        """Check the request; raises like `Authenticator.identify` and the checks of `service.tokens`."""
-        # The application has routes of no other kind.
+        """Check the request; raise like `Authenticator.identify` and the checks of `service.tokens`."""
+        # All routes of the application are HTTP routes.
         handler = cast("HTTPRouteHandler", scope["route_handler"])
         needed = needed_scope(handler)
         if needed is not None or "form" in handler.opt:
@@ -112,7 +112,7 @@ class AccessControl(ASGIMiddleware):
             if not _is_navigation(scope, headers):
                 refuse_other_sites(_text(headers, b"sec-fetch-site"))
             if needed is not Scope.READ:
-                # Depends on the scope, not on the method: the batch-size request is a GET that starts a trial.
+                # The scope decides, not the method, because the batch-size request is a GET that starts a trial.
                 refuse_other_origins(_text(headers, b"origin"), host, self._allowed_hosts)
         if needed is not None:
             authorization = headers.get(b"authorization")
@@ -138,7 +138,7 @@ class AccessControl(ASGIMiddleware):
 
 
 def with_peer(app: Any) -> Any:
-    """Note the address of the connection's other end, before `app` takes another one from a header."""
+    """Wrap `app`: record the address of the connection's other end, before `app` replaces it by one from a header."""
 
     async def noting(scope: dict[str, Any], receive: Receive, send: Send) -> None:
         await app(scope | {_PEER: scope.get("client")}, receive, send)
@@ -147,9 +147,9 @@ def with_peer(app: Any) -> Any:
 
 
 def _headers_of(scope: AsgiScope) -> dict[bytes, bytes]:
-    """Return the headers by name; raise `ClientException` (400) if one that access depends on is repeated.
+    """Return the headers by name; raise `ClientException` (400) if a header on which access depends is repeated.
 
-    A proxy may have checked another of its values.
+    A proxy may have checked another value of a repeated header.
     """
     headers: dict[bytes, bytes] = {}
     for name, value in scope["headers"]:
@@ -160,7 +160,7 @@ def _headers_of(scope: AsgiScope) -> dict[bytes, bytes]:
 
 
 def _is_navigation(scope: AsgiScope, headers: Mapping[bytes, bytes]) -> bool:
-    """Return whether a browser opens a page by a link, which may be on another site."""
+    """Return True if a browser opens a page by a link, perhaps from another site."""
     return (
         "page" in scope["route_handler"].opt
         and cast("HTTPScope", scope)["method"] == HTTPMethod.GET
@@ -187,13 +187,13 @@ def _address_of(scope: AsgiScope, headers: Collection[bytes]) -> str | None:
 
 
 class RefusalLog:
-    """Logs refused clients with their address and the unverified id of their token.
+    """Log of refused clients, with their address and the unverified id of their token.
 
-    Further refusals of a logged sender, and senders beyond `MOST_SENDERS`, are only counted.
+    Each period, further refusals of a logged sender, and of senders beyond `MOST_SENDERS`, are only counted.
 
     Args:
         clock: A monotonic clock, in seconds.
-        listener: Receives each refusal for a missing or invalid identity, or for missing rights.
+        listener: Receives each refusal for a missing or invalid identity, missing rights, or an untrusted host.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, *, listener: Listener = nobody) -> None:
@@ -226,7 +226,7 @@ class RefusalLog:
             scope["path"],
             sender[1],
             "no token" if token_id is None else f"token {token_id}",
-            # The text after the colon tells the client what to change.
+            # Without the text after the colon, which is advice to the client.
             (error.detail if isinstance(error, HTTPException) else str(error)).partition(":")[0],
         )
 

@@ -11,12 +11,12 @@ from litestar import Request
 from litestar.exceptions import ClientException, HTTPException, SerializationException
 from litestar.types import Receive
 
-# A client that sends this many bytes gets one more second, so that a large body may come over a slow line.
+# For each portion of this size, a client gets one more second, so that a large body may come over a slow line.
 _BYTES_PER_S = 16 * 1024
 
 
 def in_time(receive: Receive, timeout_s: float) -> Receive:
-    """Return a `receive` that gives the client `timeout_s` seconds for its body, and one more for each 16 KiB.
+    """Return a `receive` that gives the client `timeout_s` seconds for its body, and one more second for each 16 KiB.
 
     Only time spent waiting counts. At the deadline, `receive` raises an `HTTPException` with status 408. Messages after
     the body, such as the client's disconnection, have no deadline.
@@ -61,10 +61,10 @@ def require_json(content_type: str, also: str = "") -> None:
 
 
 class BodyRequest(Request[Any, Any, Any]):
-    """A request that answers a body other than JSON with a client error."""
+    """Request that refuses a body other than JSON with a client error."""
 
     async def json(self) -> Any:
-        """Decode the body; raises like `require_json`, and `ClientException` for a body that is not JSON."""
+        """Decode the body; raise like `require_json`, and `ClientException` for a body that is not JSON."""
         require_json(self.headers.get("content-type", ""))
         try:
             return await super().json()

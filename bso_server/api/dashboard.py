@@ -37,7 +37,7 @@ AnyRequest = Request[Any, Any, Any]
 
 
 class JobPages(NamedTuple):
-    """The reader and the queries of job pages; one dependency, because Litestar creates a task for each of several."""
+    """The reader and the queries of job pages, as one dependency: Litestar would create a task for each of several."""
 
     reader: JobReader
     pages: Pages
@@ -52,7 +52,7 @@ _JSON = ".json"
 
 logger = logging.getLogger("bso_server")
 
-# The JSON twin of a page has the page's name and this suffix, so a name may be longer by it.
+# The JSON twin of a page has the page's name with the suffix ``.json``, so a name may be longer by this suffix.
 _NAME = Annotated[str, PathParameter(pattern=ID["pattern"], max_length=MAX_ID_LENGTH + len(_JSON))]
 _TRIAL_NAME = Annotated[str, PathParameter(pattern=r"^[0-9]{1,10}(\.json)?(?!\n)$")]
 _Containing = Annotated[str | None, QueryParameter(name="q", max_length=MAX_ID_LENGTH)]
@@ -67,7 +67,7 @@ _Eta = Annotated[float | None, QueryParameter(name="eta", ge=0, le=1)]
 # Empty means no β, and zero is not allowed. Pages show a job's β with up to twelve digits.
 _Beta = Annotated[str | None, QueryParameter(name="beta", pattern=r"^((?=.*[1-9])[0-9]{1,12}(\.[0-9]{0,12})?)?(?!\n)$")]
 
-# Maximum of the login form, which clients without a token may send.
+# Maximum bytes of the login form, which clients without a token may send.
 _MAX_LOGIN_BYTES = 4096
 
 # A path below /ui/ to return to after the login, without characters that are special in a header or a link.
@@ -189,7 +189,7 @@ async def create_token(request: CallerRequest, tokens: TokensOfServer) -> Respon
 
 @get("/static/{name:str}", opt=needs(None))
 async def static(request: AnyRequest, name: _NAME) -> Response[bytes]:
-    """Return a file of the pages. Its address changes with its contents."""
+    """Return a static file of the pages. Its address changes with its contents."""
     if name not in html.MEDIA_TYPES:
         raise NotFoundException
     return _packed(request, html.static_file(name), html.MEDIA_TYPES[name], "public, max-age=31536000, immutable")
@@ -197,7 +197,7 @@ async def static(request: AnyRequest, name: _NAME) -> Response[bytes]:
 
 @get("/login", opt=needs(None))
 async def login_form(request: AnyRequest) -> Response[bytes]:
-    """Show the login form, or the jobs to a reader with a session."""
+    """Show the login form, or redirect a reader who has a session to the jobs."""
     return _redirect("") if _has_session(request) else _page(request, html.login_page(_reader_of(request), ""))
 
 
@@ -227,7 +227,7 @@ async def logout(request: AnyRequest, sessions: Sessions) -> Response[bytes]:
 def refused(
     answer_of: Callable[[AnyRequest, Any], Response[Any]], request: AnyRequest, error: Exception
 ) -> Response[Any]:
-    """Answer an error with a page, or for a JSON twin with the API's answer, `answer_of(request, error)`."""
+    """Answer an error: for a page with a page, for a JSON twin with the API's answer, `answer_of(request, error)`."""
     answer = answer_of(request, error)
     if request.url.path.endswith(_JSON):
         return answer
@@ -246,7 +246,7 @@ def refused_route(request: AnyRequest, error: HTTPException) -> Response[Any]:
     return refused(errors.http_error, request, error) if is_browser else errors.http_error(request, error)
 
 
-# Messages of routes that do not exist.
+# Messages for requests to a route or with a method that does not exist.
 _NO_PAGE = {
     HTTPStatus.NOT_FOUND: "There is no page at this address.",
     HTTPStatus.METHOD_NOT_ALLOWED: "This address takes a form of the pages, and has no page of its own.",
@@ -270,7 +270,7 @@ class _Tag:
     async def shown(
         self, source: JobPages, query: Callable[..., Found[View]], *args: object, **kwargs: object
     ) -> Response[bytes]:
-        """Run one of the queries of `Pages`, and return its answer."""
+        """Run one of the queries of `Pages`, and return the HTTP answer."""
         return self.answer(await source.reader.read(query, *args, known=self.known, **kwargs))
 
     def answer(self, found: Found[View]) -> Response[bytes]:
@@ -347,7 +347,7 @@ def _redirect(place: str, cookie: str | None = None) -> Response[bytes]:
 
 
 def _cookie(request: AnyRequest, value: str, length_s: int) -> str:
-    """Return the session's cookie. It has no path, so browsers use the page's folder, ``/ui`` behind any proxy."""
+    """Return the session's cookie. It names no path, so browsers take the page's folder, which ends with ``/ui``."""
     is_secure = "https" in (request.scope["scheme"], request.headers.get("x-forwarded-proto", "").partition(",")[0])
     secure = "; Secure" if is_secure else ""
     return f"{SESSION_COOKIE}={value}; Max-Age={length_s}; HttpOnly; SameSite=Lax{secure}"
@@ -371,7 +371,7 @@ PAGES = Router(
         login,
         logout,
     ],
-    # For each class of the API's handlers, because Litestar prefers the handler of the nearest class.
+    # One handler for each class that the API handles, because Litestar prefers the handler of the nearest class.
     exception_handlers={kind: partial(refused, answer_of) for kind, answer_of in errors.EXCEPTION_HANDLERS.items()},
     include_in_schema=False,
 )

@@ -89,7 +89,7 @@ def unexpected_error(request: AnyRequest, error: Exception) -> Response[ErrorBod
 def _field_error(request: AnyRequest, detail: dict[str, Any]) -> FieldError:
     key = str(detail.get("key") or "body")
     if key == "data":
-        # `data` is the handler's name for the body: the request has none.
+        # `data` is the handler's name for the body: the request has no body.
         return FieldError(field="body", message="a JSON object must be sent")
     if detail.get("source") != "body":
         # Clients may know a parameter by another name than the handler.
@@ -149,7 +149,7 @@ _ALWAYS = (
 
 
 def errors(*statuses: HTTPStatus, always: tuple[HTTPStatus, ...] = _ALWAYS) -> dict[int, ResponseSpec]:
-    """Return the error answers of a route for the OpenAPI document: `statuses` and those of every route."""
+    """Return the error answers of a route for the OpenAPI document: for `statuses`, and for the statuses `always`."""
     return {
         int(status): ResponseSpec(
             ErrorBody, description=_MEANING[status], media_type="application/problem+json", generate_examples=False

@@ -21,7 +21,7 @@ from zeus_plugins.protocol import Paths, WireMessage
 
 
 class OpenApiDocument(JsonRenderPlugin):
-    """Serves the document as ``/openapi.json``."""
+    """Route that serves the document as ``/openapi.json``."""
 
     def render(self, request: Request[Any, Any, Any], openapi_schema: dict[str, Any]) -> bytes:
         """Render the completed document."""
@@ -29,11 +29,11 @@ class OpenApiDocument(JsonRenderPlugin):
 
 
 def completed(document: dict[str, Any]) -> dict[str, Any]:
-    """Return Litestar's document with the missing routes, bodies and schemas added."""
+    """Return Litestar's document with pydantic's schemas, and with the body of the import, which it lacks."""
     components = document["components"]
     ours = _schemas()
     paths = dict(document["paths"])
-    # The import handler streams its body, so Litestar does not know of it.
+    # The import handler streams its body, so Litestar does not describe the body.
     body = {"content": {MEDIA_TYPE: {"schema": {"type": "string"}}}, "required": True}
     paths[Paths.IMPORT] = {"post": {**paths[Paths.IMPORT]["post"], "requestBody": body}}
     used = set(components["schemas"])

@@ -1,4 +1,4 @@
-"""Routes for trainings: those of Zeus 0.16 with its statuses, and heartbeats, offline trials and power limits."""
+"""Routes for trainings: Zeus 0.16's, with its statuses, and heartbeats, offline trials, power limits and probes."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return 0, 1 after one line on standard error, or 141 if the reader of its output has ended."""
     options = _parser().parse_args(arguments)
     take_server_from_environment(options)
-    # Log lines of a command without a log of its own have the format of its other messages.
+    # Commands that configure no log of their own log in the format of their other messages.
     logging.basicConfig(format="%(message)s")
     try:
         options.run(options)
@@ -161,7 +161,7 @@ def _db_backup(options: argparse.Namespace) -> None:
 
     with_store(options, back_up, schema="any")
     if keep is not None:
-        # Files of killed commands sort first.
+        # Partial files of killed commands sort first, so that they are deleted first.
         pattern = re.compile(re.escape(file.name) + r"\.[0-9]{8}T[0-9]{6}Z(\..+\.partial)?")
         found = [(match[1] is None, path) for path in file.parent.iterdir() if (match := pattern.fullmatch(path.name))]
         for _, old in sorted(found)[:-keep]:

@@ -1,4 +1,4 @@
-"""Parts of several ``bso-server`` commands: common options, settings, the database, and tables."""
+"""Parts that ``bso-server`` commands share: options, settings, access to the database, and tables."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SERVER_URL_VARIABLE = "ZEUS_SERVER_URL"
 TOKEN_VARIABLE = "ZEUS_BSO_TOKEN"  # nosec B105  # noqa: S105 - the variable's name, not a token
 _EMBEDDED = "embedded:"
 
-# Characters of a column of a table; long ids are printed whole, so that they can be copied.
+# Maximum width of a table's column in characters; longer ids are still printed whole, so that they can be copied.
 _WIDEST = 48
 
 T = TypeVar("T")
@@ -56,7 +56,7 @@ def add_source(parser: argparse.ArgumentParser, *, or_server: bool = True) -> No
 
 
 def take_server_from_environment(options: argparse.Namespace) -> None:
-    """Set the server or database of a command without such options as a training in this environment would."""
+    """Take the server or database from ``ZEUS_SERVER_URL``, like a training, if the options name none."""
     url = os.environ.get(SERVER_URL_VARIABLE, "").strip()
     if not url or not hasattr(options, "server_url") or (options.server_url or options.database_url) is not None:
         return
@@ -85,16 +85,16 @@ def with_store(
     *,
     schema: Literal["checked", "prepared", "any"] = "checked",
 ) -> T:
-    """Open the database without time limits, use it, and close it.
+    """Open the database with long time limits, call `use`, and close the database.
 
-    Unless any `schema` will do, raise `DatabaseNotReadyError` if the database has another one than this version's;
-    ``prepared`` upgrades a SQLite file first.
+    Unless `schema` is ``any``, raise `DatabaseNotReadyError` if the database has another schema than this version's;
+    ``prepared`` first upgrades a SQLite file.
     """
 
     async def use_store() -> T:
         store = store_of(settings_of(options)).patient()
         try:
-            # Report an absent database at once, in one line; every later step would wait for it.
+            # Report an absent database at once, in one line; every later step would wait for the database.
             found = await store.current_revision()
             if schema == "prepared":
                 await prepare(store)

@@ -1,4 +1,4 @@
-"""``bso-server jobs import-zeus``: take over jobs of a Zeus 0.16 server with their trials."""
+"""``bso-server jobs import-zeus``: import jobs of a Zeus 0.16 server with their trials."""
 
 from __future__ import annotations
 

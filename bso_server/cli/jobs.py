@@ -88,7 +88,7 @@ class _RefusedError(CommandError):
         self.status = status
 
 
-# Statuses of answers about one job.
+# Statuses of answers that refuse one job; another job may be accepted.
 _OF_JOB = (HTTPStatus.BAD_REQUEST, HTTPStatus.NOT_FOUND, HTTPStatus.CONFLICT, HTTPStatus.UNPROCESSABLE_ENTITY)
 
 # Errors of one import, after which the next job may succeed.
@@ -316,7 +316,7 @@ def _import(options: argparse.Namespace) -> None:
 
 
 def _renamed(export: Iterator[bytes], job_id: str | None, first_line: int) -> Iterator[bytes]:
-    """Yield the lines of an export, with `job_id` in place of its job's id unless None."""
+    """Yield the lines of an export; if `job_id` is not None, give the job this id."""
     for number, line in enumerate(export, first_line):
         if job_id is not None and line.strip():
             yield renamed(line, f"line {number}", job_id)
@@ -326,7 +326,7 @@ def _renamed(export: Iterator[bytes], job_id: str | None, first_line: int) -> It
 
 
 def import_job(options: argparse.Namespace, export: Iterator[bytes], first_line: int = 1) -> JobSummary:
-    """Create a job from the lines of an export; raises like `Imports.import_job`."""
+    """Create a job from the lines of an export; raise like `Imports.import_job`."""
     if options.server_url is not None:
         path = f"{Paths.IMPORT}?{urlencode({'first_line': first_line})}"
         with _answered(options, "POST", path, content=export) as answer:
@@ -368,7 +368,7 @@ _TERMS = ("eta_knob", "beta_knob", "max_epochs", "batch_sizes", "default_batch_s
 
 
 def _number_or_none(text: str) -> float | str:
-    # The option's absence is None already.
+    # Not None, because None means that the option is absent.
     return "none" if text == "none" else float(text)
 
 
@@ -455,7 +455,7 @@ def _answered(
     content: Iterator[bytes] | None = None,
     media_type: str = MEDIA_TYPE,
 ) -> Iterator[httpx.Response]:
-    """Send a request to the server, and yield its answer before its body is read."""
+    """Send a request to the server, and yield the answer before its body is read."""
     # Imported here, because the server starts faster without it.
     import httpx
 
@@ -488,7 +488,7 @@ def _message_in(response: httpx.Response) -> str:
 def job_text(view: JobView, *, verbose: bool = False) -> str:
     """Format a job as a summary and tables of its arms and its trials; `verbose` adds the trials' epoch bounds.
 
-    The energies of the view's trials decide which figures are marked as estimated, in the words of the job's page.
+    If energies of the view's trials are estimated, energies and costs are marked so, in the words of the job's page.
     """
     count = len(view.trials) if view.trial_count is None else view.trial_count
     states = ", ".join(f"{number} {state}" for state, number in view.trial_states.items())
@@ -562,7 +562,7 @@ def _quality(view: JobView) -> str:
         "AGAINST THE DEFAULT": lambda row: row[1].in_words or "-",
     }
     rows = [(arm, metric) for arm in view.arms for metric in arm.metrics]
-    # Group by metric; the job's own is first.
+    # Group by metric; the metric of the target, which has no name, is first.
     rows.sort(key=lambda row: row[1].name or "")
     left_out = [printable(f"{arm.batch_size} is left out: {arm.left_out}.") for arm in view.arms if arm.left_out]
     return "\n".join([table_of(columns, rows), *left_out]) if rows else ""

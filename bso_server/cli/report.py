@@ -33,7 +33,7 @@ def _period(text: str) -> str:
 
 
 def _report(options: argparse.Namespace) -> None:
-    # Imported here, because other commands need no words of pages.
+    # Imported here, because other commands do not need the texts of pages.
     from bso_server.ui import fleet, html
 
     tariff = Tariff.model_validate(settings_of(options), from_attributes=True)

@@ -26,13 +26,14 @@ from bso_server.settings import file_variable_of, variable_of
 
 logger = logging.getLogger("bso_server")
 
-# Seconds that requests may take after the signal to end; then they are cancelled.
+# Seconds that requests may take after the signal to end the server; then they are cancelled.
 _GRACE_S = 5
 
-# Seconds after which an unresponsive worker is replaced. On a busy machine no worker starts within uvicorn's own five.
+# Seconds after which an unresponsive worker is replaced. On a busy machine, no worker starts within uvicorn's
+# default of five.
 _WORKER_S = 30
 
-# Seconds from the signal to the forced end of the process. Docker kills after ten.
+# Seconds from the signal to the forced end of the process. Docker kills a process after ten.
 _LAST_S = 9.0
 
 
@@ -75,7 +76,7 @@ def _serve(options: argparse.Namespace) -> None:
             port=settings.server_port,
             workers=options.workers,
             http="bso_server.connections:BoundedProtocol",
-            # Only where httptools is not installed.
+            # Takes effect only if httptools is not installed.
             h11_max_incomplete_event_size=MOST_HEAD_BYTES,
             ws="none",
             # The process must have a free file for each connection that it accepts.
@@ -86,7 +87,7 @@ def _serve(options: argparse.Namespace) -> None:
             log_config=log_config,
             # A line for each request would hide the other lines.
             access_log=False,
-            # `application` does that itself, where the server can still see the proxy's own address.
+            # `application` reads the proxy's headers itself, so that the server also sees the proxy's own address.
             proxy_headers=False,
         )
 
@@ -104,7 +105,7 @@ def _log_config(level: str, log_format: str) -> dict[str, Any]:
 
 
 def application() -> object:
-    """Make the application of a worker process, which ends within `_LAST_S` and together with its parent."""
+    """Make the application of a server process; end the process within `_LAST_S` of a signal, and with its parent."""
     _end_in_time()
     _end_with_parent()
     app: Any = create_app()
@@ -114,7 +115,7 @@ def application() -> object:
 
 
 def _end_in_time() -> None:
-    """End the process `_LAST_S` seconds after a signal even if a database or a thread hangs."""
+    """End the process at most `_LAST_S` seconds after a signal, even if a database or a thread hangs."""
     for number in (signal.SIGINT, signal.SIGTERM):
         serving: Any = signal.getsignal(number)
 
@@ -134,7 +135,7 @@ def _end_with_parent() -> None:
 
     def follow() -> None:
         parent.join()
-        logging.getLogger("bso_server").warning("the process that started this one has ended: ending, too")
+        logging.getLogger("bso_server").warning("parent process exited; shutting down")
         os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=follow, name="zeus-bso-parent", daemon=True).start()

@@ -113,8 +113,8 @@ class Subject:
 
     Attributes:
         workloads: The workloads: one made from the trials of a job, or the workloads of the traces.
-        eta: η unless the command line gives it.
-        beta: β unless the command line gives it.
+        eta: η to use if the command line gives none.
+        beta: β to use if the command line gives none.
         recorded: Savings of the job; None with traces.
         untried_default: The job's default size if it was never measured and another size replaces it, else None.
     """
@@ -143,7 +143,7 @@ def subject_of(options: argparse.Namespace) -> Subject:
     learned = _learned_in(file.read_bytes().splitlines())
     if learned is None:
         needed = f"the export of a job of policy {GP_VOI} that has reached its target (bso-server jobs export)"
-        raise CommandError(f"{file} does not tell how to start warm: give {needed}")
+        raise CommandError(f"{file} offers no warm start: give {needed}")
     return replace(subject, workloads=[replace(each, warm_from=learned) for each in subject.workloads])
 
 
@@ -172,7 +172,7 @@ def policies_of(options: argparse.Namespace) -> list[str]:
 
 
 def settings_of(options: argparse.Namespace, subject: Subject) -> list[Setting]:
-    """Return a setting for each selected η; raise `CommandError` if options do not go together."""
+    """Return a setting for each selected η; raise `CommandError` if options contradict each other."""
     if options.first_run == "predicted" and not options.probe:
         raise CommandError("--first-run predicted predicts from a probe: give --probe, too")
     return [
@@ -294,7 +294,7 @@ def _beta(text: str) -> float | str | None:
 
 
 def ratios_text(comparisons: Sequence[Comparison]) -> str:
-    """Format the ratios of total cost to the oracle's, by policy and number of recurrences."""
+    """Format the ratios of total cost to the oracle's total cost, by policy and number of recurrences."""
     results = [(each, policy, result) for each in comparisons for policy, result in each.results.items()]
     marks = [str(mark) for mark in results[0][2].ratio]
     rows = [
@@ -337,12 +337,9 @@ def savings_text(comparisons: Sequence[Comparison], price_per_kwh: float | None,
         rows.append([comparisons[0].workload.name, "the job's real runs", "", *_savings(recorded, price_per_kwh)])
     unfinished = any(result.unfinished for each in comparisons for result in each.results.values())
     return (
-        "what all recurrences took, mean over the seeds, and what that saves against always taking the default\n\n"
+        "what all recurrences took, mean over the seeds, and what they saved against always taking the default\n\n"
         + table(["WORKLOAD", "POLICY", "ETA", "RECURRENCES", *amounts, *saved], rows)
-        + (
-            "\n\nUNFINISHED recurrences pay for what they took and for a run at the default, by which they end"
-            * unfinished
-        )
+        + ("\n\nUNFINISHED recurrences include their trials and a run at the default, with which they end" * unfinished)
     )
 
 

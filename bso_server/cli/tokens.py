@@ -1,4 +1,4 @@
-"""The ``bso-server token`` commands. They work on the database only: access to it is the right to manage tokens."""
+"""The ``bso-server token`` commands. They need access to the database, which is the right to manage tokens."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def _create(options: argparse.Namespace) -> None:
             file=sys.stderr,
         )
 
-    # The first token may be created before the server has started, which would migrate the database.
+    # Upgrade the database, because the first token may be created before the first start of the server.
     with_store(options, create, schema="prepared")
 
 

@@ -1,4 +1,4 @@
-"""The ``bso-server webhook`` commands. They work on the database only: access to it is the right to manage webhooks."""
+"""The ``bso-server webhook`` commands. They need access to the database, which is the right to manage webhooks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from bso_server.storage.webhooks import Webhook
 
 _COLUMNS: dict[str, Callable[[Webhook], object]] = {
     "id": lambda webhook: webhook.webhook_id,
-    # Slack and Teams accept messages from everyone who knows the path.
+    # Without the path, because Slack and Teams accept messages from everyone with the path.
     "host": lambda webhook: urlsplit(webhook.url).hostname,
     "format": lambda webhook: webhook.format,
     "events": lambda webhook: ",".join(webhook.events.split()),

@@ -17,7 +17,7 @@ REQUEST_ID: ContextVar[str | None] = ContextVar("request_id", default=None)
 TRACE_ID: ContextVar[str | None] = ContextVar("trace_id", default=None)
 """Id of the current trace, in hex digits."""
 
-# No code logs tokens; this removes the secret of a token that gets into a line by mistake, such as from an address.
+# No code logs tokens; this removes the secret of a token that gets into a line by mistake, such as from a URL.
 _SECRET = re.compile(r"(zbso_[0-9a-f]{8})_[A-Za-z0-9_-]+")
 
 
@@ -29,7 +29,7 @@ class TextFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         """See `logging.Formatter`."""
-        # None of the lines that an exception quotes must look like a log line.
+        # No line that an exception quotes may look like a log line.
         lines = super().format(record).split("\n")
         return _without_secrets("\n    ".join(map(printable, lines)))
 

@@ -3,9 +3,10 @@
 With several processes, each counts in its own memory-mapped files in the directory ``PROMETHEUS_MULTIPROC_DIR``, and
 the process that answers a scrape adds them up: the multiprocess mode of ``prometheus_client``.
 
-A scrape starts a reading of the totals if they are older than `PERIOD_S`, waits for it up to `_WAIT_S`, and returns the
-totals before it otherwise. After a long reading the pause is longer, so that readings take at most a tenth of the time.
-With several processes, one reads and shares the totals through a file in their directory.
+If the totals are older than `PERIOD_S`, a scrape starts to read them from the database, and waits for the reading up to
+`_WAIT_S`. If the reading takes longer, the scrape returns the previous totals. After a long reading, the pause before
+the next one is longer, so that readings take at most a tenth of the time. With several processes, one process reads the
+totals, and shares them through a file in the directory.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ _REQUEST_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0, 5.0)
 _TRANSACTION_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.1, 0.5, 1.0, 3.0)
 _GROUP = (1, 2, 5, 10, 20, 50, 100, 200)
 
-# They would double the number of series, and Prometheus detects resets without them.
+# Metrics of creation times would double the number of series, and Prometheus detects resets without them.
 disable_created_metrics()  # type: ignore[no-untyped-call]  # a function of the library without types
 
 
@@ -266,7 +267,7 @@ class DatabaseMetrics(Collector):
                 totals = await self._read()
             self._known = Snapshot(time.time(), time.monotonic() - begun, samples_of(totals, self._named))
             if self._file is not None:
-                # Written beside it, so that other processes read a complete file.
+                # Write another file and rename it, so that other processes read only complete files.
                 part = self._file.with_suffix(f".{os.getpid()}")
                 part.write_text(json.dumps(asdict(self._known)))
                 part.replace(self._file)

@@ -1,7 +1,7 @@
 """Traces by OpenTelemetry: a span for each request and for each transaction.
 
 The environment variables of OpenTelemetry, such as ``OTEL_EXPORTER_OTLP_ENDPOINT`` and ``OTEL_TRACES_SAMPLER``, set
-their destination and sampling.
+the destination and the sampling of the spans.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ except ModuleNotFoundError as error:
 
 _NS = 1_000_000_000
 
-# The server's process ends within nine seconds, in which it must also close its database.
+# After a signal, the server's process ends within nine seconds, in which it must also close its database.
 _FAREWELL_S = 2.0
 
 
@@ -51,7 +51,7 @@ class Tracing:
     def span_of(self, headers: Iterable[tuple[bytes, bytes]]) -> Iterator[Callable[[str, str | None, int], None]]:
         """Trace a request as a part of the trace in its ``traceparent`` header."""
         parent = self._propagator.extract({name.decode("latin-1"): value.decode("latin-1") for name, value in headers})
-        # The status of the response marks errors; the text of an exception may name jobs.
+        # Exceptions are not recorded, because their texts may name jobs; the status of the response marks errors.
         with self._tracer.start_as_current_span(
             "request", parent, trace.SpanKind.SERVER, record_exception=False, set_status_on_exception=False
         ) as span:

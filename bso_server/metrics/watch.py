@@ -95,7 +95,7 @@ def _id_of(headers: Iterable[tuple[bytes, bytes]]) -> bytes:
 
 
 class Watch:
-    """Observation of one server: metrics if it `counts`, and traces if it `traces`, with only the imports they need.
+    """Observation of one server: metrics if it `counts`, traces if it `traces`; it imports only the needed modules.
 
     Raises:
         ValueError: OpenTelemetry is needed and not installed.

@@ -47,11 +47,11 @@ class Conditions:
     critical_factor: float = 1.0
 
     def landscape_at(self, recurrence: int) -> Landscape:  # noqa: ARG002 - always the same
-        """Return the landscape of a recurrence, counted from 0."""
+        """Return the `Landscape` of the recurrence with this number, counted from 0."""
         return self.landscape
 
     def slowness(self, trial_number: int, draws: np.random.Generator) -> float:  # noqa: ARG002 - no chance here
-        """Return a factor on the time and energy of one trial, counted from 1."""
+        """Return a factor on the time and energy of the trial with this number, counted from 1."""
         return 1.0
 
     def epoch_factors(self, epochs: int, draws: np.random.Generator) -> NDArray[np.float64] | None:  # noqa: ARG002 - see above
@@ -59,13 +59,13 @@ class Conditions:
         return None
 
     def crashes(self, draws: np.random.Generator) -> bool:  # noqa: ARG002 - no chance here
-        """Return True if a trial crashes half way, unless the policy stops it before."""
+        """Return True if a trial crashes half way; if the policy stops the trial before that, it does not crash."""
         return False
 
 
 @dataclass(frozen=True, slots=True)
 class PlayedTrial:
-    """Ended trial of a simulated job; recurrences count from 0.
+    """Ended trial of a simulated job; recurrences are counted from 0.
 
     `epochs_to_target` is the number of epochs that it needed, infinite if it would never have reached the target.
     """
@@ -82,8 +82,8 @@ class Played:
 
     Attributes:
         costs_j: Total cost of each recurrence, including its stopped trials. A recurrence that was given up includes a
-            run at the default, whose cost is infinite if it never reaches the target.
-        consumed: Energy and time of each recurrence; without the run at the default if that is infinite.
+            run at the default, whose cost is infinite if the default never reaches the target.
+        consumed: Energy and time of each recurrence; without a run at the default of infinite cost.
         unfinished: Number of recurrences that were given up.
     """
 
@@ -100,7 +100,7 @@ def half_way(epochs_to_target: float, max_epochs: int) -> int:
 
 
 def critical_batch_size(sizes: Landscape) -> float:
-    """Return the B with which ``T0·(1 + b/B)`` is nearest to the log mean epochs, from the size with the fewest on."""
+    """Return the B whose curve ``T0·(1 + b/B)`` best fits the log mean epochs, from the size with the fewest up."""
     known = [each for each in sizes.profiles.values() if math.isfinite(each.expected_epochs)]
     octaves = np.log2([each.batch_size for each in known])
     log_epochs = np.log([each.expected_epochs for each in known])
@@ -111,10 +111,10 @@ def critical_batch_size(sizes: Landscape) -> float:
 
 
 def drawn_probe(job: CreatedJob, conditions: Conditions, seed: int) -> Probe:
-    """Draw the probe of a job: every size's cost of an epoch, and the critical batch size, with errors by chance.
+    """Draw the probe of a job: every size's cost of an epoch, and the critical batch size, with random errors.
 
-    σ of the log of a cost is 10 % at each size, beside the slowness of the machine, which all sizes share; that of the
-    critical batch size is a factor of 3.
+    The log of each size's cost has σ = 10 %. All sizes also share the slowness of the machine. σ of the critical batch
+    size is a factor of 3.
     """
     sizes, draws = conditions.landscape_at(0), np.random.default_rng([seed, len(job.batch_sizes), 1])
     slowness = conditions.slowness(1, draws)
@@ -138,7 +138,7 @@ def drawn_probe(job: CreatedJob, conditions: Conditions, seed: int) -> Probe:
 
 def job_of(landscape: Landscape, policy: str, *, seed: int, **fields: object) -> CreatedJob:
     """Return the job of a landscape; `fields` are further fields of `CreatedJob`, such as ``eta_knob``."""
-    # Traces have no names that would pass validation.
+    # Without validation, which would refuse the names in traces.
     return CreatedJob.model_construct(
         job_id_prefix="simulated",
         job_id=f"simulated-{policy}",
@@ -193,10 +193,10 @@ class Simulation:
     """Simulation of a job with this number of recurrences, `concurrency` of which are always under way.
 
     The job's `mab_seed` seeds the draws of the policy; `seed` seeds the choice of the recorded run that each trial
-    follows, and the draws of the conditions. With `probes`, the first trial probes the sizes. If the `first_run` is
-    predicted, or the job starts warm, it is withdrawn, and the recurrence begins again. `before_decision` is called
-    with the recurrence, counted from 0, and the history before each suggestion; the history is valid only during the
-    call.
+    follows, and the draws of the conditions. With `probes`, the first trial probes the sizes; if the `first_run` is
+    predicted, or the job starts warm, this trial is then withdrawn, and the recurrence begins again. Before each
+    suggestion, `before_decision` is called with the number of the recurrence, counted from 0, and the history, which is
+    valid only during the call.
     """
 
     def __init__(
@@ -223,7 +223,7 @@ class Simulation:
         self._order = count()
 
     def play(self) -> Played:
-        """Run the simulation, once."""
+        """Run the simulation; an object can run it only once."""
         for _ in range(self._concurrency):
             self._begin_next(now_s=0.0)
         while self._queue:
@@ -240,7 +240,7 @@ class Simulation:
         return self._played
 
     def _begin_next(self, now_s: float) -> None:
-        """Begin the next recurrence that a batch size is left for."""
+        """Begin the next recurrence for which a batch size is left."""
         while self._started < self._recurrences:
             self._started += 1
             if self._begin(self._started - 1, attempts=0, now_s=now_s):
@@ -300,7 +300,7 @@ class Simulation:
         heapq.heappush(self._queue, (run.began_s + run.report_at(epochs).time_s, next(self._order), run))
 
     def _report_run(self, run: _Run) -> bool:
-        """Report the state of a run; return True if that ended it."""
+        """Report the state of a run; return True if the run has ended."""
         report = run.report_at(run.epochs)
         run.trial, verdict = self._playing.judge(
             run.trial.trial_number, report, report_count=run.epochs, judged_by=self._own_judgement(run, report)
@@ -339,6 +339,6 @@ class Simulation:
         epochs = min(run.epochs_to_target, float(rule.max_epochs))
         if rule.max_cost_j is not None:
             left_j = rule.max_cost_j - cost_of(self._job, run.trial)
-            # Rounding may give the epoch before; its report has no effect.
+            # Rounding may give the epoch before the right one; a report at that epoch has no effect.
             epochs = min(epochs, run.epochs + math.floor(left_j / run.epoch_j) + (not self._conditions.has_foresight))
         return max(int(epochs), run.epochs + 1)

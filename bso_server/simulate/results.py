@@ -28,8 +28,8 @@ class Setting:
     """Extent and parameters of a simulation, in which `concurrency` recurrences are always under way.
 
     With `optimal_power_limits`, each size has its cheapest power limit, which its first run finds; otherwise the
-    maximum. With `probe`, the first trial probes the sizes; `first_run` as in `JobSpec`. If it is `warm`, the
-    job begins with the epochs of the workload's `warm_from`.
+    maximum. With `probe`, the first trial probes the sizes. `first_run` has the meaning of the field of `JobSpec`. If
+    `warm` is True, the job begins with the epochs of the workload's `warm_from`.
     """
 
     recurrences: int = 100
@@ -48,9 +48,9 @@ class Result:
     """Result of a policy on a workload.
 
     Attributes:
-        ratio: Mean over the seeds of the total cost over the oracle's, by number of recurrences; infinite after a
-            recurrence that was given up and that the default does not finish either.
-        worst_seed_ratio: Largest ratio of a seed after all recurrences.
+        ratio: Ratio of the total cost to the oracle's total cost, mean over the seeds, by number of recurrences;
+            infinite after a recurrence that was given up, if a run at the default never reaches the target either.
+        worst_seed_ratio: Largest ratio of any seed, after all recurrences.
         unfinished: Number of recurrences that were given up, over all seeds.
         consumed: Energy and time of all recurrences, mean over the seeds.
         energy_reduction_last5: Share of energy saved in the last five recurrences against the default at the maximum
@@ -75,7 +75,7 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Results of policies on one workload, and the costs of each recurrence by policy, (seeds, recurrences)."""
+    """Results of policies on one workload, and by policy the cost of each recurrence, shape (seeds, recurrences)."""
 
     workload: Workload
     eta: float
@@ -136,7 +136,7 @@ def _finite(number: float) -> float | None:
 def compare(
     workload: Workload, policies: Iterable[str], setting: Setting, conditions: Conditions | None = None
 ) -> Comparison:
-    """Simulate a workload with each policy, by default under constant conditions; errors as in `landscape`."""
+    """Simulate a workload with each policy, by default under constant conditions; raise like `landscape`."""
     conditions = conditions or Conditions(landscape_of(workload, setting))
     oracle_j = oracle_costs_j(conditions, setting.recurrences)
     results: dict[str, Result] = {}
@@ -162,7 +162,7 @@ def geometric_means(comparisons: Sequence[Comparison]) -> dict[str, dict[str, fl
 
 
 def landscape_of(workload: Workload, setting: Setting) -> Landscape:
-    """Return the landscape of a workload in a setting; errors as in `landscape`."""
+    """Return the landscape of a workload in a setting; raise like `landscape`."""
     return landscape(workload, eta=setting.eta, optimal_power_limits=setting.optimal_power_limits)
 
 
@@ -174,7 +174,7 @@ def played(
     seed: int,
     before_decision: Callable[[int, History], None] | None = None,
 ) -> Played:
-    """Simulate the job of one seed; `before_decision` as in `Simulation`."""
+    """Simulate the job of one seed; `before_decision` is as in `Simulation`."""
     warm = workload.warm_from if setting.warm else None
     if isinstance(warm, Workload):
         other = replace(setting, recurrences=WARM_RECURRENCES, probe=False, first_run="default", warm=False)

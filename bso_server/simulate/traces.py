@@ -26,7 +26,7 @@ Row = Mapping[str, str]
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Selection of a workload in the traces. Their largest size up to `default_batch_size` becomes the default."""
+    """Selection of a workload in the traces. The traces' largest size up to `default_batch_size` is the default."""
 
     dataset: str
     network: str
@@ -123,9 +123,9 @@ def recorded_workload(view: JobView) -> Workload:
     """Return a workload with the batch sizes that a job has tried, and the mean epochs of its trials.
 
     A trial that was stopped after k epochs would have needed more: it gets the epochs of the quickest run of its size
-    that needed more than k, or infinity without such runs (compare Efron's redistribution to the right, 1967). Trials
-    that crashed, ran out of memory, were abandoned or finished another run do not count. Power limits stay.
-
+    that needed more than k, or infinity without such runs (compare Efron's redistribution to the right, 1967). A trial
+    that used up its epochs gets infinity. Trials that crashed, ran out of memory, were abandoned or finished another
+    run do not count. Power limits are not simulated: the trials ran under theirs.
 
     Raises:
         ValueError: No trial with known epochs has reached the target. Trials imported from Zeus have no known epochs.
@@ -153,7 +153,7 @@ def recorded_workload(view: JobView) -> Workload:
 
 
 def recorded_savings(view: JobView, workload: Workload) -> Savings:
-    """Return the savings of all trials of a job over as many recurrences at the workload's default size.
+    """Return the savings of all trials of a job, compared with an equal number of recurrences at the default size.
 
     Each whole run that reached the target is a recurrence.
 

@@ -50,9 +50,9 @@ class Consumption:
 
 @dataclass(frozen=True, slots=True)
 class Savings:
-    """Savings of recurrences over as many recurrences at the default batch size.
+    """Savings of recurrences, compared with an equal number of recurrences at the default batch size.
 
-    `default` is their expected energy and time at the default; None if that never reaches the target.
+    `default` is the expected energy and time of these at the default; None if the default never reaches the target.
     """
 
     recurrences: int
@@ -66,12 +66,12 @@ class Savings:
 
     @property
     def energy_share_saved(self) -> float | None:
-        """Share of the default's energy that was saved; None if that is unknown or 0 J."""
+        """Share of the default's energy that was saved; None if the default's energy is unknown or 0 J."""
         return 1 - self.consumed.energy_j / self.default.energy_j if self.default and self.default.energy_j else None
 
     @property
     def time_share_saved(self) -> float | None:
-        """Share of the default's time that was saved; None if that is unknown or 0 s."""
+        """Share of the default's time that was saved; None if the default's time is unknown or 0 s."""
         return 1 - self.consumed.time_s / self.default.time_s if self.default and self.default.time_s else None
 
     def as_json(self, price_per_kwh: float | None) -> dict[str, Any]:
@@ -97,8 +97,8 @@ class Epoch:
 class SizeTrace:
     """Recorded runs of one batch size.
 
-    `epochs_to_target` has the epoch at which each run reached the target, infinite if it never did; `epochs` has an
-    epoch by power limit (W).
+    `epochs_to_target` has the epoch at which each run reached the target, infinite if it never did; `epochs` has the
+    time and energy of an epoch, by power limit (W).
     """
 
     batch_size: int
@@ -111,7 +111,8 @@ class Workload:
     """Training job on one kind of GPU with the largest power limit `max_power_w`.
 
     Its sizes are ascending. A run that has not reached the target after `max_epochs` has failed. A job may
-    start warm from `warm_from`: the same training on other GPUs, or the warm start that a job there offers.
+    start warm from `warm_from`: the same training on other GPUs, or the warm start that a job on other GPUs
+    offers.
     """
 
     name: str
@@ -129,9 +130,9 @@ class Profile:
     Attributes:
         epochs_to_target: As in `SizeTrace`, infinite if more than `max_epochs`.
         epoch: Epoch at the chosen power limit.
-        profiling: First epoch of the size's first run, in which all power limits are tried; None if none are.
+        profiling: First epoch of the size's first run, in which it tries all power limits; None if it tries none.
         epoch_j: Cost of `epoch`.
-        expected_epochs: Expected epochs until a run reaches the target: each failure costs `max_epochs` and is
+        expected_epochs: Expected epochs until a run reaches the target: each failed run costs `max_epochs` and is
             repeated; infinite if no run reaches the target.
     """
 
@@ -169,7 +170,7 @@ class Landscape:
 
 
 def landscape(workload: Workload, *, eta: float, optimal_power_limits: bool) -> Landscape:
-    """Choose each size's power limit: the limit with the cheapest epoch if `optimal_power_limits`, or the largest.
+    """Choose each size's power limit: with `optimal_power_limits`, that of the cheapest epoch, otherwise the largest.
 
     Raises:
         ValueError: No recorded run reaches the target.

@@ -1,7 +1,7 @@
 """Databases of all kinds: URLs, connections, and transactions on each kind.
 
-The work of a transaction is a plain function over a synchronous SQLAlchemy connection. It can wait only for the
-database, so that no transaction stays open because something else is slow.
+The work of a transaction is a plain function that takes a synchronous SQLAlchemy connection. Such a function can wait
+only for the database, so that no transaction stays open because of another slow operation.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 # Connections of one server process; a request that finds none free waits.
 _POOL_SIZE = 10
 
-# Driver and extra of this project for each kind of database.
+# For each kind of database: its driver, and the extra of this package that installs the driver.
 _DRIVERS = {
     "sqlite": ("sqlite", "server"),
     "postgresql": ("postgresql+asyncpg", "postgres"),
@@ -53,21 +53,21 @@ _CONNECT_TIMEOUT_S = 5
 # Connections for transactions that may wait for locks; the others stay free for work without locks.
 _POOL_OF_WAITING = 6
 
-# Seconds between two cancellations of a transaction that was given up, and for which `close` waits for its end.
+# Seconds between two attempts to cancel a transaction that was given up; also the limit of each wait in `close`.
 _END_S = 5.0
 
-# Seconds that a session may be idle within a transaction, while the client has stopped or lost its network.
+# Seconds beyond the patience that a session may be idle in a transaction, as when its client has lost the network.
 _IDLE_S = 10.0
 
 T = TypeVar("T")
 
 
 def session_limits(backend: str, patience_s: float, *, is_local: bool = False) -> str:
-    """Return the statement that limits the transactions of a session on a database server to `patience_s` seconds.
+    """Return the SQL that limits the transactions of a session on a database server to `patience_s` seconds.
 
-    A session waits for a lock for only 0.4 of that time, so that the store can retry without the locks that the
-    transaction held. PostgreSQL detects deadlocks after 1 s, and only between transactions that wait longer. With
-    `is_local`, PostgreSQL limits only the current transaction; other databases have no such limits.
+    A session waits for a lock for at most 0.4 `patience_s`, so that the store can retry without the locks that the
+    transaction held. PostgreSQL looks for a deadlock only after a transaction has waited 1 s for a lock. With
+    `is_local`, PostgreSQL limits only the current transaction; other databases cannot do so.
     """
     lock_s = 0.4 * patience_s
     if backend == "postgresql":
@@ -76,12 +76,12 @@ def session_limits(backend: str, patience_s: float, *, is_local: bool = False) -
             "lock_timeout": lock_s,
             "idle_in_transaction_session_timeout": patience_s + _IDLE_S,
         }
-        # A single statement, because the driver prepares it.
+        # One statement, because the driver prepares it, and cannot prepare several at once.
         return "SELECT " + ", ".join(
             f"set_config('{name}', '{max(1, round(1000 * limit_s))}', {is_local})" for name, limit_s in limits.items()
         )
-    # Whole seconds. MySQL and MariaDB execute different comments, because their variables have different names. MySQL
-    # has no limit for statements that write, and none for idle transactions.
+    # The limits are whole seconds. MySQL executes the first comment, MariaDB the second, because their variables have
+    # different names. MySQL cannot limit statements that write, or idle transactions.
     whole_lock_s, statement_s = max(1, round(lock_s)), max(1, round(patience_s))
     idle_s = round(statement_s + _IDLE_S)
     return (
@@ -100,7 +100,7 @@ class AsyncDatabase:
     Args:
         engine: The connections.
         written: The URL as the user wrote it.
-        open_file: The SQLite file of the connections.
+        open_file: Check that the SQLite file stays in place; None for other databases.
         patience_s: Seconds to which the sessions limit their transactions.
     """
 
@@ -110,11 +110,11 @@ class AsyncDatabase:
         self._engine, self.url, self.written, self._open_file = engine, engine.url, written, open_file
         self._patience_s = patience_s
         self._is_sqlite = engine.dialect.name == "sqlite"
-        # SQLite admits one writer at a time and makes the others poll; within a process they queue here instead.
+        # SQLite admits one writer at a time, and other writers must poll; those of this process queue here instead.
         self._waiting: AbstractAsyncContextManager[object] = (
             asyncio.Lock() if self._is_sqlite else asyncio.Semaphore(_POOL_OF_WAITING)
         )
-        # By default, each statement would see a snapshot of its own; a transaction on SQLite always sees one.
+        # By default, each statement on PostgreSQL would see its own snapshot. A SQLite transaction sees only one.
         self._one_moment = None if self._is_sqlite else "SET TRANSACTION ISOLATION LEVEL REPEATABLE READ"
         self._given_up: set[asyncio.Task[None]] = set()
 
@@ -126,7 +126,7 @@ class AsyncDatabase:
         Args:
             work: The statements.
             read_only: `work` only reads, blocks no writer, and sees one snapshot.
-            waits: `work` may wait for locks. Other work never queues behind it.
+            waits: `work` may wait for locks. Work that waits for no locks does not queue behind it, except on SQLite.
             timeout_s: Seconds until the transaction is given up and its connection closed.
 
         Raises:
@@ -154,7 +154,7 @@ class AsyncDatabase:
                 try:
                     async with connection.begin():
                         if read_only and self._one_moment is not None:
-                            # Not SQLAlchemy's option, which stays set on a connection that is lost.
+                            # Not by SQLAlchemy's option `isolation_level`, which stays set if the connection is lost.
                             await connection.exec_driver_sql(self._one_moment)
                         if is_long:
                             limits = session_limits(self._engine.dialect.name, limit_s, is_local=True)
@@ -162,7 +162,7 @@ class AsyncDatabase:
                         done = await connection.run_sync(work)
                 finally:
                     if is_long and self._engine.dialect.name != "postgresql":
-                        # The session keeps the longer limits, which other transactions must not inherit.
+                        # The session would keep the longer limits, and later transactions would inherit them.
                         await connection.invalidate()
                 if self._open_file is not None:
                     self._open_file.check(connection.info)
@@ -194,7 +194,7 @@ class AsyncDatabase:
         """Close every connection."""
         if self._given_up:
             await asyncio.wait(self._given_up, timeout=_END_S)
-        # A network that does not answer must not keep the server from ending.
+        # A network that does not answer must not prevent the server from ending.
         with suppress(TimeoutError):
             async with asyncio.timeout(_END_S):
                 await self._engine.dispose()
@@ -210,8 +210,8 @@ def _limit_sessions(engine: Engine, patience_s: float) -> None:
 
     @event.listens_for(engine, "connect")
     def _limit(connection: Any, _record: Any) -> None:
-        # By the driver, because SQLAlchemy's adapter would begin a transaction; not by parameters of the connection,
-        # because poolers such as PgBouncer refuse them.
+        # By the driver, because SQLAlchemy's adapter would begin a transaction. The limits are not parameters of the
+        # connection, because poolers such as PgBouncer refuse these.
         connection.run_async(lambda driver: getattr(driver, execute)(sql))
 
 
@@ -229,7 +229,8 @@ def open_database(
         patience_s: Seconds to which the sessions limit their transactions.
 
     Raises:
-        ValueError: The URL is invalid, its driver is not installed, or it is a SQLite file on a network file system.
+        ValueError: The URL is invalid, its driver is not installed, or its SQLite database is in memory or on a network
+            file system.
     """
     url = _url(database_url)
     backend = url.get_backend_name()
@@ -256,9 +257,9 @@ def open_database(
             # SQLAlchemy before 2.0.38 has another default for aiosqlite.
             poolclass=AsyncAdaptedQueuePool,
             max_overflow=0,
-            # Transactions end before their connections return to the pool. A rollback would be another round trip, and
-            # would log a traceback if the connection is lost. Connections are not pinged when they leave the pool
-            # either: after a loss, the store retries the transaction and the pool replaces all older connections.
+            # No rollback when a connection returns to the pool: its transaction has ended. A rollback would be another
+            # round trip, and would log a traceback if the connection is lost. The pool does not ping connections
+            # either: after a loss, the store retries the transaction, and the pool replaces all older connections.
             pool_reset_on_return=None,
             **options,
         )
@@ -275,7 +276,7 @@ def open_database(
 
 
 def open_sqlite_file(database_url: str, *, busy_timeout_s: float) -> SqliteFile | None:
-    """Return the SQLite file of a URL, or None for another kind of database; raise as `open_database`.
+    """Return the SQLite file of a URL, or None for another kind of database; raise like `open_database`.
 
     A statement waits up to `busy_timeout_s` seconds for the lock of another connection.
     """
@@ -300,12 +301,12 @@ def _url(database_url: str) -> URL:
     try:
         url = make_url(database_url)
     except ArgumentError:
-        # Without the URL, which may contain a password.
+        # The message omits the URL, which may contain a password.
         raise ValueError(
             "the database URL cannot be read; it looks like sqlite:////var/lib/bso.sqlite3 "
             "or postgresql://user:password@host/database"
         ) from None
-    # SQLAlchemy has dropped this name, which Heroku and libpq use.
+    # SQLAlchemy does not accept the name ``postgres`` any more, but Heroku and libpq use it.
     backend = "postgresql" if url.get_backend_name() == "postgres" else url.get_backend_name()
     if backend not in _DRIVERS:
         raise ValueError(f"{backend} databases are not supported: use SQLite, PostgreSQL, MySQL or MariaDB")

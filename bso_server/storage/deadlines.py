@@ -1,9 +1,9 @@
 """Deadlines of requests that wait for the database.
 
-There are three limits. Those of the session (`database.session_limits`) are the shortest: if a lock is not free in
-time, the database aborts the transaction, and the store retries it without the locks that it held. The limit of a
-transaction is measured here, because a broken network reports nothing. The limit of a request covers all of its
-transactions.
+There are three kinds of limits. The limits of a database session (`database.session_limits`) are the shortest: if a
+lock is not free in time, the database aborts the transaction, and the store retries it without the locks that it held.
+The limit of a transaction is measured in this process, because a broken network reports no error. The limit of a
+request covers all of its transactions.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 
 PATIENCE_S = 3.0
-"""Default of the seconds that a request waits for the database. Many clients wait only five seconds."""
+"""Default number of seconds that a request waits for the database; many clients wait only five for their answer."""
 
 LONG_PATIENCE_S = 60.0
 """Seconds for each transaction of commands, and of work on whole jobs."""
@@ -40,7 +40,7 @@ _waited_s: ContextVar[list[float] | None] = ContextVar("waited_s", default=None)
 
 
 def begin_request() -> None:
-    """Make all further waits of this task share one limit, because they belong to one request."""
+    """Make all further waits of this asyncio task share one limit, because they belong to one request."""
     _waited_s.set([0.0])
 
 
@@ -48,8 +48,8 @@ def begin_request() -> None:
 def waiting(patience_s: float, *, alone: bool = False) -> Iterator[Deadline]:
     """Yield the deadline of a wait for the database.
 
-    The limit is `patience_s` seconds, minus the time that this request has already waited for the database, unless
-    `alone`. Other time does not count, such as that in which the client sends a body.
+    The wait may last `patience_s` seconds, less the time that this request has already waited for the database; with
+    `alone`, earlier waits do not count. Time in which the request waits for its body, for example, never counts.
     """
     waited_s, begun = None if alone else _waited_s.get(), time.monotonic()
     try:

@@ -20,7 +20,8 @@ _READ_ONLY = "its database takes no writes"
 _FAILING = "the disk of its database fails, or its quota is used up"
 DAMAGED = "its database is damaged"
 
-# Codes of databases that answer but accept no writes, or are damaged; the last byte of SQLite's extended codes.
+# Error codes of databases that answer, but accept no writes or are damaged. Of SQLite's codes, only the last byte
+# counts.
 _SQLITE_UNWRITABLE = {
     sqlite3.SQLITE_FULL: _FULL,
     sqlite3.SQLITE_READONLY: _READ_ONLY,
@@ -30,7 +31,7 @@ _SQLITE_UNWRITABLE = {
     sqlite3.SQLITE_NOTADB: DAMAGED,
 }
 _UNWRITABLE: dict[object, str] = {
-    "25006": _READ_ONLY,  # PostgreSQL's; the numbers are MySQL's
+    "25006": _READ_ONLY,  # texts are SQLSTATEs of PostgreSQL, numbers are codes of MySQL and MariaDB
     "53100": _FULL,
     "58030": _FAILING,
     "XX001": DAMAGED,  # data corrupted
@@ -79,7 +80,7 @@ class UnwritableError(Exception):
     """The database accepts no writes, or is damaged, until an operator has repaired it.
 
     Attributes:
-        fault: Description of the damage, for every client to read; the text of the error adds the details.
+        fault: Description of the fault, in words for every client; the text of the error adds details.
     """
 
     def __init__(self, fault: str, detail: object) -> None:
@@ -138,8 +139,8 @@ def failure_of(error: BaseException) -> Failure | None:
     return Failure.BROKEN_OFF if is_broken_off else None
 
 
-# Longest wait in seconds after the first failure, the number of attempts during which it grows, and the number of
-# failures after which there is no retry.
+# Longest wait in seconds after the first failure, the number of attempts during which the wait grows, and the number of
+# failures after which the store gives up.
 _FIRST_WAIT_S = {Failure.BROKEN_OFF: 0.05, Failure.LOST: 0.2, Failure.COLLIDED: 0.0}
 _GROWS = 8
 _MOST_FAILURES = {Failure.LOST: 8, Failure.COLLIDED: 2}
@@ -148,12 +149,12 @@ _MOST_FAILURES = {Failure.LOST: 8, Failure.COLLIDED: 2}
 class Retries:
     """Retries of one transaction.
 
-    The waits are random, so that transactions that have collided do not retry together, and grow with the attempts up
-    to eight times the first. They are longer after a lost connection, because a database needs seconds to restart, but
-    end after `PATIENCE_S` even for patient callers.
+    The waits are random, so that transactions that have collided do not retry together. Their maximum grows with the
+    attempts, up to eight times the first. After a lost connection, waits are longer, because a database needs seconds
+    to restart; but even for patient callers, such retries end after `PATIENCE_S`.
 
     Args:
-        deadline: End of the last attempt.
+        deadline: Time by which the last attempt must end.
         level: Level of the log lines about aborted attempts.
     """
 
@@ -182,7 +183,7 @@ class Retries:
             return None
         longest_s = _FIRST_WAIT_S[failure] * min(self.attempts, _GROWS)
         wait_s = longest_s * random.random()  # nosec B311  # noqa: S311 - no secret
-        # A retry would take as long as the failed attempt, and be cut off by the deadline.
+        # A retry is expected to take as long as the failed attempt; then the deadline would cut it off.
         if wait_s + took_s >= self._deadline.left_s:
             return None
         self._begun = time.monotonic() + wait_s
@@ -199,11 +200,11 @@ class Retries:
         return error
 
     def succeeded(self) -> None:
-        """Log that the connection was found again, if it was lost."""
+        """Log the reconnection, if the connection was lost."""
         if self._failed[Failure.LOST]:
             logger.info("lost the connection to the database, and found it again at attempt %d", self.attempts + 1)
 
 
 def _codes_of(error: DBAPIError) -> list[object]:
-    """Return the SQLSTATE and the number of a driver's error, as far as it has them; on SQLite, its text."""
+    """Return the SQLSTATE and the number of a driver's error, if it has them; for SQLite, return the error's text."""
     return [] if error.orig is None else [getattr(error.orig, "sqlstate", None), *error.orig.args[:1]]

@@ -5,7 +5,8 @@ from __future__ import annotations
 from bso_server.storage.tables import metadata
 from bso_server.storage.transaction import Transaction
 
-# Both are functions of the extension amcheck. The second compares each index with its table, and raises an error.
+# Both queries call functions of PostgreSQL's extension amcheck. The second query compares each index with its table,
+# and raises an error if they differ.
 _HEAPS = """
     SELECT c.relname, checked.blkno, checked.msg FROM pg_class c, LATERAL verify_heapam(c.oid) checked
     WHERE c.relkind = 'r' AND c.relnamespace = current_schema()::regnamespace
@@ -18,11 +19,11 @@ _INDEXES = """
 
 
 def check_integrity(transaction: Transaction) -> tuple[list[str], str]:
-    """Let the database check its tables and indexes; return the damage that it finds, and the damage that it cannot."""
+    """Let the database check its tables and indexes; return the damage found, and the kind of damage it cannot find."""
     execute = transaction.connection.exec_driver_sql
     match transaction.connection.dialect.name:
         case "sqlite":
-            # It includes quick_check, and compares each index with its table.
+            # This check includes `quick_check`, and also compares each index with its table.
             found = [said for (said,) in execute("PRAGMA integrity_check") if said != "ok"]
             return found, "changed values in intact pages, because SQLite has no checksums"
         case "postgresql":

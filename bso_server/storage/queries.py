@@ -1,6 +1,6 @@
-"""Queries without locks for pages, exports and the read API, which no decision needs.
+"""Queries without locks, for the dashboard, exports and the read API; decisions do not use them.
 
-Pages continue after a key, so that a late page costs no more than the first.
+Each page of results continues after the last key of the page before, so that a late page costs no more than the first.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def latest_instants(transaction: Transaction, job_id: str, *, limit: int) -> lis
 
 
 def tallies(transaction: Transaction, job_id: str, *, first: int = 1, last: int = MAX_INTEGER) -> list[Tally]:
-    """Return counts and sums over the trials `first` to `last`, by size, state, origin and GPUs."""
+    """Return counts and sums over trials `first` to `last`, grouped by size, state, origin and `other_gpus`."""
     table = trials.c
     kinds = table.batch_size, table.state, table.origin
     grouped = *kinds, table.other_gpus
@@ -84,7 +84,7 @@ def tallies(transaction: Transaction, job_id: str, *, first: int = 1, last: int 
 
 
 class Recent(NamedTuple):
-    """Trials of one kind: those that ended in a period, the joules of these that are estimated, and all."""
+    """Trials of one kind: the tally of those that ended in a period, their estimated joules, and the number of all."""
 
     tally: Tally
     estimated_j: float
@@ -92,11 +92,11 @@ class Recent(NamedTuple):
 
 
 def recent_tallies(transaction: Transaction, job_ids: Sequence[str], since: datetime) -> dict[str, list[Recent]]:
-    """Return counts and sums over the trials of these jobs that ended after an instant, as by `tallies`."""
+    """Return counts and sums over the trials that ended after `since`, by job, grouped like `tallies`."""
     table = trials.c
     kinds = table.job_id, table.batch_size, table.state, table.origin, table.other_gpus
     is_recent = table.ended_at > since
-    # As `protocol.is_estimated`.
+    # The same condition as in `protocol.is_estimated`.
     is_estimated = and_(is_recent, table.energy_source.contains("estimate"))
     sums = [
         func.coalesce(func.sum(case((chosen, value), else_=0)), 0)
@@ -115,9 +115,9 @@ def recent_tallies(transaction: Transaction, job_ids: Sequence[str], since: date
 
 
 def missed_metrics(transaction: Transaction, job: CreatedJob) -> dict[int, float | None]:
-    """Return the best last metric of the runs that missed the target, by batch size; None if none is known.
+    """Return the best last metric of the runs that missed the target, by batch size; None if no metric is known.
 
-    A run that had fewer epochs than the job allows now has missed nothing.
+    A run that used up its epochs does not count if the job allows more epochs now.
     """
     table = trials.c
     exhausted = and_(table.state == TrialState.EXHAUSTED, table.epoch >= job.max_epochs)
@@ -136,7 +136,7 @@ def best_metric(transaction: Transaction, job: CreatedJob) -> float | None:
 
 
 def completed_runs(transaction: Transaction, job_id: str, *, since: int) -> list[CompletedRun]:
-    """Return the whole runs that reached the target on the job's GPUs, from this event on, in order of their ends."""
+    """Return the whole runs on the job's GPUs that reached the target at event `since` or later, ordered by end."""
     table = trials.c
     chosen = (
         table.job_id == job_id,
@@ -164,12 +164,12 @@ def trial(transaction: Transaction, job_id: str, trial_number: int) -> TrialReco
 def job_versions(
     transaction: Transaction, *, containing: str | None, after: str | None, limit: int, missed_first: bool = False
 ) -> list[tuple[str, str, str]]:
-    """Return a page of jobs: their places in the list, their ids, and texts that change whenever their lines change.
+    """Return a page of the jobs: each job's sort key, its id, and a text that changes whenever its line changes.
 
-    `missed_first` puts jobs of which runs have ended, but none at the target, before the others; in their places, a "!"
-    precedes the id. `after` is the last place of the page before.
+    With `missed_first`, jobs with runs that missed the target, and none that reached it, precede all other jobs; their
+    sort keys are the id after a "!". `after` is the last sort key of the page before.
 
-    Whole records would cost several times as much, and most callers have cached them.
+    To read whole records would take several times as long, and most callers have cached them.
     """
     table = jobs.c
     of_job = select(trials.c.trial_number).where(trials.c.job_id == table.job_id)
@@ -190,7 +190,7 @@ def job_versions(
 
 
 def _changing_trials(transaction: Transaction, job_ids: Sequence[str]) -> dict[str, list[Any]]:
-    """Return the trials of each job that change without an increase of the job's event count."""
+    """Return the alive trials by job: they may change although the job's event count stays the same."""
     table = trials.c
     columns = table.job_id, table.trial_number, table.state, table.report_count, table.lease_epoch
     changes = table.state.in_(sorted(ALIVE)), table.job_id.in_(job_ids)
@@ -209,7 +209,7 @@ def alive_trials(transaction: Transaction, job_id: str) -> list[TrialRecord]:
 
 
 def silent_counts(transaction: Transaction, job_ids: Collection[str], now: datetime) -> dict[str, int]:
-    """Return the number of alive trials with expired leases, by job, for those of these jobs that have any."""
+    """Return the number of alive trials with expired leases by job, without jobs that have none."""
     table = trials.c
     expired = table.state.in_(sorted(ALIVE)), table.job_id.in_(job_ids), table.lease_expires_at < now
     statement = select(table.job_id, func.count()).where(*expired).group_by(table.job_id)
@@ -225,7 +225,7 @@ def withdrawn_count(transaction: Transaction, job_id: str) -> int:
 def trial_totals(transaction: Transaction, job_id: str, *, limit: int, before: int | None = None) -> list[TrialTotals]:
     """Return the totals of the last `limit` trials (before number `before`), in order of dispatch.
 
-    A page shows a thousand trials, for which whole records would cost ten times as much.
+    A page shows up to a thousand trials; to read whole records would take ten times as long.
     """
     statement = select(*(trials.c[field.name] for field in fields(TrialTotals))).where(trials.c.job_id == job_id)
     if before is not None:
@@ -239,7 +239,7 @@ def consumption_between(
 ) -> list[tuple[int, TrialState, float | None, float | None]]:
     """Return the number, state, seconds and joules of each of the trials `first` to `last`, in order.
 
-    Trials that finish the run of another one are left out.
+    Trials that finish another trial's run are left out.
     """
     table = trials.c
     statement = select(table.trial_number, table.state, table.time_s, table.energy_j).where(
@@ -250,7 +250,7 @@ def consumption_between(
 
 def dispatched_after(transaction: Transaction, job_id: str, event: int, limit: int) -> list[TrialRecord]:
     """Return the first `limit` trials that started after the job's event with this number, in order of dispatch."""
-    # Trial numbers have the same order as the events of dispatches, and an index.
+    # Sorted by number, which has an index, and the same order as the events of dispatches.
     return _trials(transaction, job_id, [trials.c.started_event > event], order=trials.c.trial_number, limit=limit)
 
 
@@ -260,7 +260,7 @@ def ended_after(transaction: Transaction, job_id: str, event: int, limit: int) -
 
 
 def epochs_between(transaction: Transaction, job_id: str, first: int, last: int) -> list[StoredEpoch]:
-    """Return the reports that did not end their trials, of trials `first` to `last`, ordered by trial."""
+    """Return the reports of trials `first` to `last`, ordered by trial, without the reports that ended a trial."""
     condition = epochs.c.job_id == job_id, epochs.c.trial_number.between(first, last)
     statement = select(epochs).where(*condition).order_by(epochs.c.trial_number, epochs.c.report_number)
     return [StoredEpoch(**row) for row in transaction.rows(statement)]

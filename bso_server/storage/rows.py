@@ -80,7 +80,7 @@ class StoredDecision:
 
 @dataclass(frozen=True, slots=True)
 class StoredMemory:
-    """Row of `policy_memories`: memory of a job's policy, with the ends of trials up to `folded_event`."""
+    """Row of `policy_memories`: memory of a job's policy, learned from the trials that ended up to `folded_event`."""
 
     job_id: str
     version: str
@@ -107,12 +107,12 @@ class TrialTotals:
 def _registration(
     spec: str, fingerprint: str | None, registration_id: str | None, target: float | None, target_runs: str | None
 ) -> CreatedJob:
-    # Cached, because parsing the registration for each report would cost more than the report.
+    # Cached, because to parse the registration for each report would take longer than the rest of the report.
     registration = CreatedJob.model_validate_json(spec)
     if registration_id is not None:
         registration = registration.model_copy(update={"registration_id": registration_id})
     if target is not None:
-        # The spec has the target with which the job was registered.
+        # The spec still has the target with which the job was registered.
         update = {"target_metric": target, "target_runs": tuple(json.loads(target_runs or "[]"))}
         registration = registration.model_copy(update=update)
     if fingerprint is not None:
@@ -122,7 +122,7 @@ def _registration(
 
 @lru_cache(maxsize=1024)
 def _probe(text: str) -> Probe:
-    # Cached as `_registration` is.
+    # Cached for the same reason as `_registration`.
     return Probe.model_validate_json(text)
 
 
@@ -173,7 +173,7 @@ def job_row(stored: StoredJob) -> dict[str, Any]:
     }
 
 
-# Totals of a trial before its first report are 0 in the record, so that sums need no special case, and null in the row.
+# Before a trial's first report, its totals are 0 in the record, so that sums need no special case, and null in the row.
 _EPOCHS = {"epoch", "first_epoch", "first_time_s", "first_energy_j"}
 _TOTALS = {"time_s", "energy_j", *_EPOCHS}
 
@@ -182,7 +182,7 @@ def _written_with(*occasions: str) -> tuple[str, ...]:
     return tuple(c.name for c in trials.c if c.primary_key or c.info.get("written") in occasions)
 
 
-# Columns of `trials`: all, and those that each occasion updates, with the key.
+# Columns of `trials`: all of them, and for each occasion the key and the columns that are updated then.
 TRIAL = tuple(trials.c.keys())
 TRIAL_AT_REPORT = _written_with("report")
 TRIAL_AT_TRANSITION = _written_with("report", "state")
@@ -190,7 +190,7 @@ TRIAL_AT_POWER_LIMIT = _written_with("power limit")
 
 
 def trial_row(trial: TrialRecord, columns: tuple[str, ...] = TRIAL) -> dict[str, Any]:
-    """Return columns of a trial; totals are null without reports, and epochs in trials of Zeus."""
+    """Return columns of a trial; totals are null before the first report, epochs also in trials imported from Zeus."""
     row = {name: getattr(trial, name) for name in columns}
     if not trial.epoch:
         row |= dict.fromkeys(row.keys() & (_EPOCHS if trial.report_count else _TOTALS))
@@ -198,7 +198,7 @@ def trial_row(trial: TrialRecord, columns: tuple[str, ...] = TRIAL) -> dict[str,
 
 
 def trial_from(values: Row) -> TrialRecord:
-    """Return the trial in a row, or in those fields of an export that are columns."""
+    """Return the trial in a row, or in the fields of an exported trial that are columns."""
     totals = {name: values[name] or 0.0 for name in _TOTALS}
     return TrialRecord.of_row({**values, **totals})
 
@@ -239,7 +239,7 @@ def memory_row(stored: StoredMemory, policy: Policy) -> dict[str, Any]:
     return record_row(stored) | {"memory": _memories(policy).dump_json(stored.memory).decode()}
 
 
-# Stored as lists of values in the order of their fields, to save space. New fields must come last.
+# Records that are stored as lists of values, in the order of their fields, to save space. Add new fields at the end.
 _LISTED: dict[str, type[SizeBelief | CandidateWorth]] = {"sizes": SizeBelief, "candidates": CandidateWorth}
 
 

@@ -46,9 +46,9 @@ if sys.platform != "win32":
 _BUSY_TIMEOUT_S = 1
 READERS = 4
 
-# Longest wait in seconds for a turn, because its holder may be a stopped process, and for the lock during a turn.
+# Longest waits in seconds: for a turn, whose holder may be a stopped process, and for the lock during a turn.
 _TURN_S, _LOCK_S = 3.0, 1.0
-# Longest pause in seconds between two attempts to get the turn, and its share of the time that is left.
+# Longest pause between two attempts to get the turn: in seconds, and as a share of the time that is left.
 _PAUSE_S, _PAUSE_SHARE = 0.02, 0.002
 
 READ_ONLY = "bso_read_only"
@@ -64,7 +64,7 @@ _OPENED = "bso_opened"
 _COMPANIONS = ("-wal", "-shm")
 
 _MOUNTS = Path("/proc/mounts")
-# File systems without file locks and shared memory between hosts, which would corrupt the write-ahead log.
+# Network file systems: without locks and shared memory between hosts, SQLite would corrupt its write-ahead log.
 _NETWORK = re.compile(r"9p|afs|beegfs|ceph|cifs|glusterfs|gpfs|lustre|ncpfs|nfs4?|smb3|smbfs|fuse\.sshfs.*")
 
 _Identity = tuple[int, int]
@@ -76,10 +76,10 @@ logger = logging.getLogger("bso_server")
 
 @dataclass
 class OpenFile:
-    """Guard of an open SQLite file, which must stay in place with its companion files.
+    """Check that an open SQLite file and its companion files stay in place.
 
     After a file was deleted, moved or replaced, processes that have it open can still write to it, so that commits
-    would succeed and be lost; SQLite does not check. Device and inode identify a file as long as it is open.
+    would succeed and be lost; SQLite does not check this. Device and inode identify a file as long as it is open.
     """
 
     path: str
@@ -93,7 +93,7 @@ class OpenFile:
 
     def opened(self, connection_info: dict[Any, Any]) -> None:
         """Record the files of a new connection; raise `UnwritableError` if they are not the files opened before."""
-        # SQLite puts the companion files beside the target of a link.
+        # SQLite puts the companion files beside the target of a symbolic link.
         self._target = os.path.realpath(self.path)
         found = self._found()
         if None in found or self._file not in (None, found[0]):
@@ -107,7 +107,7 @@ class OpenFile:
             raise self._gone()
 
     def forget(self) -> None:
-        """Accept any file from now on; no connection is open."""
+        """Accept any file at the next opening; at this call, no connection may be open."""
         self._file = None
 
     def _found(self) -> list[_Identity | None]:
@@ -150,10 +150,10 @@ class SqliteFile:
     def transact(
         self, connection: Connection, work: Callable[[Connection], T], *, read_only: bool = False, patience_s: float
     ) -> T:
-        """See `AsyncDatabase.transact`; `patience_s`: seconds that the caller has for the lock, over several calls."""
+        """See `AsyncDatabase.transact`; `patience_s` is the time that the caller has left to get the lock."""
         driver: Any = connection.connection.driver_connection
         try:
-            # SQLAlchemy's own transactions are slower, and lose an exception that a signal raises at their end.
+            # Not SQLAlchemy's transactions, which are slower, and lose an exception that a signal raises at their end.
             if read_only:
                 _execute(driver, "BEGIN")
             else:
@@ -178,7 +178,7 @@ class SqliteFile:
                         raise
 
     def drop(self, connection: Connection) -> None:
-        """Roll back and close a connection that is in use; the next statement of its user fails."""
+        """Roll back and close a connection that is in use; the next statement on the connection fails."""
         driver: Any = connection.connection.driver_connection
         _roll_back(driver)
         driver.close()
@@ -186,13 +186,14 @@ class SqliteFile:
 
 @contextmanager
 def _turn(directory: str, deadline: Deadline) -> Iterator[None]:
-    """Hold the turn to take the lock of a SQLite file in this directory; after half of the time, go without it.
+    """Hold the turn, which permits to take the lock of a SQLite file in this directory.
 
-    SQLite's writers poll for the lock, so that a process which writes without a pause leaves the others hardly a
-    chance. A writer therefore takes the turn first, and keeps it until it has the lock, while all others wait for their
-    turns, also the process that has just written. The less time a writer has left, the more often it tries.
+    SQLite's writers poll for the file's lock, so that a process that writes without a pause leaves other processes
+    hardly a chance. Therefore, a writer first waits for the turn, and keeps it until it has the file's lock. All other
+    writers wait for the turn, including the process that has just written. The less time a writer has left, the more
+    often it tries; after half of its time, it continues without the turn.
 
-    The turn is a lock of the directory: closing a descriptor of the file would remove SQLite's own locks.
+    The turn is a lock of the directory, because closing a descriptor of the file would remove SQLite's own locks.
     """
     try:
         descriptor = os.open(directory, os.O_RDONLY)
@@ -218,9 +219,9 @@ def _turn(directory: str, deadline: Deadline) -> Iterator[None]:
 class SqliteDatabase:
     """SQLite file, for transactions in threads.
 
-    SQLite admits one writer at a time. One thread for all writes of a process queues them in order. A whole transaction
-    runs in the thread, because one switch per statement, as in asynchronous drivers for SQLite, costs more than the
-    statements.
+    SQLite admits one writer at a time, so that one thread executes all writes of a process, in order. The thread
+    executes whole transactions, because one thread switch per statement, as in asynchronous drivers for SQLite, would
+    take longer than the statements.
     """
 
     def __init__(self, file: SqliteFile) -> None:
@@ -238,7 +239,7 @@ class SqliteDatabase:
         waits: bool = True,  # noqa: ARG002 - all writers queue for the file's one lock
         timeout_s: float,
     ) -> T:
-        """See `AsyncDatabase.transact`; a running transaction cannot be cancelled and may be committed late."""
+        """See `AsyncDatabase.transact`; a running transaction cannot be cancelled and may be committed too late."""
         threads = self._readers if read_only else self._writer
         loop = asyncio.get_running_loop()
         try:
@@ -273,21 +274,22 @@ class SqliteDatabase:
 class SyncStore:
     """Counterpart of `Store` for a SQLite file and blocking callers.
 
-    It runs one transaction at a time on one connection, which it opens on demand; opening it upgrades the schema.
+    It runs one transaction at a time on one connection, which it opens on demand; then it also upgrades the schema.
 
     A signal handler, or a finalizer of the garbage collector, may interrupt a transaction and use the store in the same
-    thread. Neither can wait for the other, so that the interrupted transaction is rolled back and repeated afterwards.
+    thread. Neither of the two transactions can wait for the other. So the store rolls back the interrupted transaction,
+    and repeats it afterwards.
 
-    Lines that a server logs at INFO are logged only if the user has set a level for its logger. While another process
-    has the file locked, the thread handles no signals for up to the busy timeout of the file. The reentrant `lock` is
-    held during each attempt at a transaction.
+    The store logs a server's INFO lines only if the user has set a level for the logger ``bso_server``. While another
+    process has the file locked, the thread handles no signals for up to the busy timeout of the file. The store holds
+    the reentrant `lock` during each attempt at a transaction.
     """
 
     def __init__(self, file: SqliteFile, lock: AbstractContextManager[object]) -> None:
         self._file = file
         self._lock = lock
         self._connection: Connection | None = None
-        # Transactions that have begun in one thread: more than one if a handler has interrupted one.
+        # Number of transactions under way: more than one if a handler has interrupted a transaction of its thread.
         self._depth = 0
         self._is_broken_in = False
 
@@ -296,7 +298,7 @@ class SyncStore:
 
         Raises:
             DatabaseUnavailableError: The file stays locked, or cannot be read or written.
-            DatabaseNotReadyError: A newer version has written its schema.
+            DatabaseNotReadyError: A newer version has written the file's schema.
         """
         return self._transact(work, read_only=False, timeout_s=timeout_s)
 
@@ -305,7 +307,7 @@ class SyncStore:
         return self._transact(work, read_only=True, timeout_s=timeout_s)
 
     def close(self, *, keeps_file: bool = False) -> None:
-        """Close the connection, if it is open; with `keeps_file`, the next one must open the same file."""
+        """Close the connection, if it is open; with `keeps_file`, the next connection must open the same file."""
         with self._lock:
             connection, self._connection = self._connection, None
             _close(connection)
@@ -329,7 +331,7 @@ class SyncStore:
                 wait_s = retries.wait_s(failure, error)
                 if wait_s is None:
                     raise DatabaseUnavailableError(
-                        f"timed out after {timeout_s:.3g} s, as another process has it locked"
+                        f"timed out after {timeout_s:.3g} s, because another process has the file locked"
                     ) from error
                 time.sleep(wait_s)
 
@@ -341,18 +343,18 @@ class SyncStore:
         with self._lock:
             depth = self._depth
             if depth:
-                # The next statement of the interrupted transaction fails.
+                # This makes the next statement of the interrupted transaction fail.
                 self._drop()
             self._depth, self._is_broken_in = depth + 1, False
             connection: Connection | None = None
             try:
                 connection = self._connection or self._open(patience_s)
-                # The interrupted transaction may have the turn.
+                # Do not wait for the turn, because the interrupted transaction may hold it.
                 limit_s = 0.0 if depth else patience_s
                 done, transaction = self._file.transact(connection, work_on, read_only=read_only, patience_s=limit_s)
             except BaseException as error:
                 if not isinstance(error, (BsoError, JobExistsError)):
-                    # The exception of a signal can leave the connection in any state.
+                    # An exception from a signal handler can leave the connection in any state.
                     self._drop()
                     _close(connection)
                 if self._is_broken_in and isinstance(error, (SQLAlchemyError, sqlite3.Error, UnwritableError)):
@@ -366,7 +368,7 @@ class SyncStore:
                     transaction.publish()
                 return done
             finally:
-                # For the transaction that this one has interrupted.
+                # If this transaction has interrupted another one, mark the other one as interrupted.
                 self._depth, self._is_broken_in = depth, depth > 0
 
     def _drop(self) -> None:
@@ -420,14 +422,14 @@ class _BrokenInError(Exception):
 
 
 def back_up(file: Path, copy: Path) -> None:
-    """Copy a SQLite file, as of one moment, while others may write to it.
+    """Copy a SQLite file as of one moment, even while other processes write to it.
 
-    `copy` appears, or is replaced, when the copy is complete, checked and on the disk.
+    `copy` appears, or is replaced, only when the copy is complete, checked and on the disk.
 
     Raises:
         OSError: The file cannot be read or is damaged, or the copy cannot be written.
     """
-    # Private from the beginning, as the database is; SQLite writes into an empty file.
+    # The copy is private from the beginning, like the database; SQLite accepts an empty file as its target.
     descriptor, partial = tempfile.mkstemp(".partial", f"{copy.name}.", copy.parent)
     os.close(descriptor)
     try:
@@ -493,21 +495,21 @@ def _roll_back(driver: Any, _record: object = None) -> None:
 
 
 def configure_sqlite(engine: Engine, busy_timeout_s: float = _BUSY_TIMEOUT_S) -> OpenFile:
-    """Set up each connection of an engine, for either driver; return the guard of its file."""
+    """Set up each connection of an engine, on sqlite3 or aiosqlite; return the check of its file."""
     open_file = OpenFile(engine.url.database or "")
 
     @event.listens_for(engine, "do_connect")
     def _make(*_arguments: Any) -> None:
         open_file.before_open()
-        # Private, because it names jobs and owners; SQLite gives the companion files the same mode. If the file exists,
-        # or cannot be created, SQLite handles that.
+        # Create a private file, because it names jobs and owners; SQLite gives its companion files this mode. If the
+        # file exists, or cannot be created, SQLite handles that.
         with suppress(OSError):
             os.close(os.open(engine.url.database or "", os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600))
 
     @event.listens_for(engine, "connect")
     def _configure(connection: Any, record: Any) -> None:
-        # None turns off the driver's own transactions, which would begin at the first write, after the reads that a
-        # decision depends on.
+        # None turns off the driver's own transactions. They would begin only at the first write, after the reads on
+        # which a decision depends.
         connection.isolation_level = None
         cursor = connection.cursor()
         cursor.execute(f"PRAGMA busy_timeout = {round(busy_timeout_s * 1000)}")
@@ -525,7 +527,7 @@ def configure_sqlite(engine: Engine, busy_timeout_s: float = _BUSY_TIMEOUT_S) ->
 
 def begin(connection: Connection) -> None:
     """Begin a transaction, which locks the file unless it only reads."""
-    # Not through SQLAlchemy, which would take a sixth of the time of a small transaction.
+    # Not through SQLAlchemy, which would need a sixth of the time that a small transaction takes.
     _execute(connection.connection.cursor(), "BEGIN" if connection.info.get(READ_ONLY) else "BEGIN IMMEDIATE")
 
 

@@ -2,21 +2,23 @@
 
 A commit waits milliseconds for the disk, while the statements of a report take microseconds, and SQLite admits one
 writer at a time. `GroupCommit` therefore lets requests share a commit: requests that arrive during a transaction wait,
-and the next transaction takes all of them. Groups are never delayed; under load they grow because more requests arrive
-during each commit. On SQLite, every write is committed in groups. On other databases, only the items of a `Batch`
-(reports) are, because only they can be handled without waiting for locks.
+and the next transaction takes all of them. No group waits for more requests; under load, groups grow because more
+requests arrive during each commit. On SQLite, every write is committed in groups, except long work (`Store.patient`).
+On other databases, only the items of a `Batch` (reports) are committed in groups, because no other work can avoid
+waits for locks.
 
-A request must not suffer from the others of its group:
+A request must not suffer from the other requests of its group:
 
 - A refused request gets its own error; the other requests of its group are committed.
-- If a transaction fails as a whole, its requests are handled one by one, so that only the request at fault gets the
-  error. But if the database is unavailable, or a SQLite file was moved away and the group may be committed, all get it.
-- A group waits for no lock. An item whose rows another transaction has locked is committed separately, where it may
-  wait; later items of its row follow it.
-- A group that has taken too long starts no further request, and long work (`Store.patient`) is in no group.
-- The request of a client that disconnects is committed with its group. A request whose deadline has passed while it
-  waited gets that error and is not executed.
-- No answer precedes its commit.
+- If the transaction of a group fails, its requests are handled one by one, so that only the faulty request gets the
+  error. But if the database is unavailable, or its SQLite file was moved away, all get the error, because the
+  group may have been committed.
+- A group waits for no lock. If another transaction has locked the rows of an item, the item is committed separately, in
+  a transaction that may wait; later items of the same row are committed after it.
+- A group that has taken too long starts no further request.
+- The request of a client that disconnects is committed with its group. A request whose deadline passes while it waits
+  for its group gets a timeout error, and is not executed.
+- The server answers a request only after the commit.
 """
 
 from __future__ import annotations
@@ -56,17 +58,18 @@ from bso_server.storage.integrity import check_integrity
 from bso_server.storage.sqlite import back_up, back_up_old_schema
 from bso_server.storage.transaction import RowLocked, Transaction
 
-# Turns of the event loop before a group is taken, a few microseconds each. A request needs that many from the socket to
-# `submit`, so that all requests that have reached the socket join the group.
+# Turns of the event loop, a few microseconds each, before a group is closed. A request needs the same number of turns
+# from the socket to `submit`, so that all requests that have reached the socket join the group.
 _TURNS = 3
 
-# Limits the wait of a group's members and the size of its statements.
+# Maximum number of requests in a group, which limits their wait and the size of the group's statements.
 _LARGEST_GROUP = 200
 
-# Seconds of CPU time, because wall-clock time would make groups smaller when the machine is overloaded.
+# Seconds after which a group starts no further request: CPU time, because wall-clock time would make groups smaller
+# when the machine is overloaded.
 _LONGEST_GROUP_S = 0.05
 
-# Queues of waiting items that are committed at the same time, each on a connection of its own.
+# Maximum number of queues of waiting items that are committed at the same time, each on a connection of its own.
 _LARGEST_WAITING = 4
 
 # Seconds between log lines about a database that accepts no writes.
@@ -87,11 +90,11 @@ class Batch(Generic[Item, Answer]):
     """Work on many items in one transaction, with few statements regardless of their number.
 
     Attributes:
-        work: Returns an answer or an error for each item, in order. If it raises, the items are handled one by one. Its
-            last argument permits waiting for locks; without that permission, the outcome of items that would have to
-            wait, and of later items of their rows, is `RowLocked`.
+        work: Returns an answer or an error for each item, in order. If it raises, the items are handled one by one. If
+            its last argument is True, it may wait for locks. Otherwise, the outcome of an item that would have to wait,
+            and of later items of the same row, is `RowLocked`.
         row_of: Row that an item changes. Items of one row keep their order.
-        queue_of: Items with the same value are likely to need the same locks and wait in one queue.
+        queue_of: Key of the queue in which an item waits; items with one key are likely to need the same locks.
     """
 
     work: Callable[[Transaction, Sequence[Item], bool], Sequence[Answer | Exception | RowLocked]]
@@ -113,7 +116,7 @@ class _Entry:
 
     @property
     def is_over(self) -> bool:
-        """True if its deadline has passed; the future of a client that disconnected is cancelled instead."""
+        """True if the request's deadline has passed; False if its client disconnected, which cancels the future."""
         return self.future.done() and not self.future.cancelled()
 
     @property
@@ -156,7 +159,7 @@ def _in_one_transaction(group: Sequence[_Entry], waits: bool, transaction: Trans
 
 
 class GroupCommit:
-    """Commits requests in groups, one group at a time, and items that must wait for locks in queues beside them.
+    """Commits of requests in groups, one group at a time, and of items that must wait for locks, in separate queues.
 
     Args:
         commit: Commits a group's work in one transaction, which may wait for locks if its second argument is True.
@@ -181,7 +184,7 @@ class GroupCommit:
         self._apart = asyncio.Semaphore(_LARGEST_WAITING)
 
     async def submit(self, item: Any, batch: Batch[Any, Any] | None = None) -> Any:
-        """Commit an item, or work without a batch, with others; return its answer after the commit.
+        """Commit an item of a batch, or other work, together with other requests; return its answer after the commit.
 
         Raises:
             DatabaseUnavailableError: The deadline has passed. The item may be committed, now or later.
@@ -244,7 +247,7 @@ class GroupCommit:
             outcomes = [error] * len(group)
         except asyncio.CancelledError:
             raise
-        except BaseException as error:  # libraries in other languages raise more than an Exception
+        except BaseException as error:  # libraries in other languages raise errors that are no Exception
             if len(group) > 1:
                 for each in group:
                     await self._take([each], waits=waits)
@@ -277,9 +280,10 @@ class _Health:
     """Last known fault of a database, and when it was logged.
 
     Attributes:
-        fault: Why the last write failed, or None.
-        damage: The first error about damage, or None. Writes to intact parts succeed, so that they do not end it.
-        has_other_schema: True if the schema was not this version's when it was last looked at.
+        fault: Reason why the last write failed, or None.
+        damage: The first error about damage, or None. A later successful write does not reset it, because writes to
+            intact parts still succeed.
+        has_other_schema: True if the last check of the schema found another version's.
     """
 
     def __init__(self) -> None:
@@ -289,7 +293,7 @@ class _Health:
         self._said, self._say_again = "", -math.inf
 
     def error_of(self, error: UnwritableError, database: str) -> DatabaseUnavailableError:
-        """Return the error for a request that failed with `error`; log it from time to time."""
+        """Return the error for a request that failed with `error`; log a lasting fault at most once a minute."""
         if error.fault == DAMAGED:
             detail = f"the database {database} cannot be read or written, for {error}"
             self.damage = self.damage or detail
@@ -361,8 +365,8 @@ class Store:
     async def write(self, work: Callable[Concatenate[Transaction, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Execute `work` in a transaction; retry it after a deadlock, a lost connection or a collision of new jobs.
 
-        `work` must only read and write through the transaction, its first argument, so that it can be repeated. If the
-        connection is lost during the commit, `work` is repeated although it may have been committed.
+        `work` must have no effect except through the transaction, its first argument, so that the store can repeat it.
+        If the connection is lost during the commit, the store repeats `work`, which may already have been committed.
 
         Raises:
             DatabaseUnavailableError: The database cannot be reached, aborts every attempt, does not answer in time, or
@@ -373,23 +377,23 @@ class Store:
     async def write_at_once(
         self, work: Callable[Concatenate[Transaction, P], T], *args: P.args, **kwargs: P.kwargs
     ) -> T:
-        """Execute `work`, which waits for no locks, without queueing behind work that does; otherwise like `write`."""
+        """Execute `work`, which waits for no locks, without queueing behind work that waits; otherwise like `write`."""
         return await self._write(lambda transaction: work(transaction, *args, **kwargs), waits=False)
 
     async def write_in_batch(self, batch: Batch[Item, Answer], item: Item) -> Answer:
-        """Execute a batch's work for an item, with other waiting items; raise as `write`, or the item's error."""
+        """Execute a batch's work for an item, with other waiting items; raise like `write`, or the item's own error."""
         answer: Answer = await self._groups.submit(item, batch)
         return answer
 
     async def read(self, work: Callable[Concatenate[Transaction, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Execute `work`, which only reads, in a transaction that blocks no writer; retry and raise as `write`."""
+        """Execute `work`, which only reads, in a transaction that blocks no writer; retry and raise like `write`."""
         done, _ = await self._transact(lambda transaction: work(transaction, *args, **kwargs), read_only=True)
         return done
 
     async def _write(self, work: Work[T], *, waits: bool) -> T:
         done: T
         if self.is_sqlite and not self._is_patient:
-            # Writers of a file wait for its one lock anyway.
+            # Writers of a SQLite file wait for its only lock anyway.
             done, transaction = await self._groups.submit(work)
         else:
             done, transaction = await self._transact(work, waits=waits)
@@ -456,7 +460,7 @@ class Store:
         return checked
 
     def _refuse_request(self, found: str | None) -> None:
-        """Raise as `refuse_other_schema`, but without the address of the database, which clients must not see."""
+        """Raise like `refuse_other_schema`, but without the address of the database, which clients must not see."""
         try:
             self.refuse_other_schema(found)
         except DatabaseNotReadyError as error:
@@ -484,13 +488,16 @@ class Store:
             raise self._health.error_of(fault, self.description) from error
 
     async def check_writable(self) -> None:
-        """Insert and delete a row, which fails on a full disk and on a standby; raise as `write`, and after damage."""
+        """Insert and delete a row, which fails on a full disk and on a standby server.
+
+        Raise like `write`, and also if an earlier request has found damage in the database.
+        """
         if self._health.damage is not None:
             raise DatabaseUnavailableError(self._health.damage, fault=DAMAGED)
         await self.write(Transaction.write_probe, secrets.token_hex(16))
 
     async def migrate(self) -> None:
-        """Upgrade the database to this version's schema, after a copy of a SQLite file that has an older one.
+        """Upgrade the database to this version's schema; before that, copy a SQLite file that has an older schema.
 
         Raises:
             DatabaseNotReadyError: A newer version has written the schema.
@@ -508,17 +515,17 @@ class Store:
         return migrations.upgrade_sql(self._database.url.get_backend_name())
 
     async def current_revision(self) -> str | None:
-        """Return the revision of the schema, or None for an empty database; raise as `read`, after one attempt."""
+        """Return the revision of the schema, or None for an empty database; raise like `read`, without retries."""
         found, _ = await self._attempt(_current_revision, read_only=True, timeout_s=self.patience_s)
         return found
 
     async def check_schema(self) -> None:
-        """Raise `DatabaseNotReadyError` unless the database has this version's schema; retry and raise as `read`."""
+        """Raise `DatabaseNotReadyError` unless the database has this version's schema; retry and raise like `read`."""
         self.refuse_other_schema(await self.read(_current_revision))
 
     def refuse_other_schema(self, found: str | None) -> None:
-        """Raise `DatabaseNotReadyError` unless this revision, which the database has, is this version's."""
-        # Until it is, every transaction begins with this check.
+        """Raise `DatabaseNotReadyError` unless the database's revision, `found`, is this version's revision."""
+        # While the revisions differ, every transaction begins with this check.
         self._health.has_other_schema = found != migrations.HEAD
         migrations.refuse_newer(found, self.description)
         if found != migrations.HEAD:
@@ -528,7 +535,7 @@ class Store:
             )
 
     async def check_integrity(self) -> tuple[list[str], str]:
-        """Return the damage that the database finds in its tables and indexes, and the damage that it cannot find."""
+        """Return the damage that the database finds in tables and indexes, and the kind of damage it cannot find."""
         try:
             found, _ = await self._transact(check_integrity, read_only=True, patience_s=MIGRATION_PATIENCE_S)
             return found
@@ -543,7 +550,7 @@ class Store:
             )
 
     async def back_up(self, copy: Path) -> None:
-        """Copy a SQLite file, see `sqlite.back_up`; for another database, raise `ValueError` with a command for it."""
+        """Copy a SQLite file, see `sqlite.back_up`; for other databases, raise `ValueError` with a command to run."""
         url = self._database.url
         if not self.is_sqlite:
             raise ValueError(f"nothing is copied, the database has its own tool. Run: {dump_command(url, copy)}")

@@ -1,6 +1,7 @@
 """Tables of facts, and of caches.
 
-`arms`, `policy_memories` and the columns marked as caches follow from the facts and save reading history.
+`arms`, `policy_memories` and the columns marked as caches can be computed from the facts. They save
+reading all trials of a job.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _MYSQL: dict[str, Any] = {"mysql_charset": "utf8mb4", "mysql_collate": "utf8mb4_
 
 
 class UtcDateTime(sa.TypeDecorator[datetime]):
-    """Instant, aware and in UTC in Python; stored without a zone where the database has no type for zones."""
+    """Instant: in Python, aware and in UTC; in databases without a type for time zones, stored without a zone."""
 
     impl = sa.DateTime(timezone=True)
     cache_ok = True
@@ -79,8 +80,9 @@ def _member_of(members: type[StrEnum], length: int) -> sa.Enum:
     )
 
 
-# When a column of a trial is updated: with each report, with each change of state (which writes the columns of reports
-# too), or when the training sends its power limit. Columns without such a mark are never updated.
+# When a message updates a column of a trial: with each report, with each change of state (which writes the columns of
+# reports too), or when the training sends its power limit. Messages of a trial never update other
+# columns.
 REPORT = {"written": "report"}
 STATE = {"written": "state"}
 POWER_LIMIT = {"written": "power limit"}
@@ -104,17 +106,17 @@ jobs = sa.Table(
     sa.Column("shared", sa.Boolean, nullable=False),
     # During an import, the time of its last insertion. Queries ignore the job until the import sets this to null.
     sa.Column("importing_at", UtcDateTime, index=True),
-    # Target of a job that was registered without one, null until it is set, and numbers of the trials from which it was
-    # learned, as JSON; both null for other jobs.
+    # For jobs that were registered without a target: the target, null until it is set, and as JSON the numbers of the
+    # trials from which the target was learned. Both are null for other jobs.
     sa.Column("target_metric", sa.Double),
     sa.Column("target_runs", sa.String(64)),
-    # `protocol.Probe` as JSON: the latest one, perhaps on other GPUs; null before the first one.
+    # The latest `protocol.Probe` as JSON, perhaps of other GPUs; null before the first probe.
     sa.Column("probe", LongText),
-    # Logical clock of the job: one tick for each dispatch and for each end of a trial.
+    # Logical clock of the job: one tick for each dispatch, end and discard of a trial, and for each revision.
     sa.Column("event_count", sa.Integer, nullable=False),
     # State of the random generator as JSON; null before the first draw and for jobs without a seed.
     sa.Column("rng_state", sa.Text),
-    # Batch sizes at the start of the bandit stage, as JSON; null before that.
+    # Batch sizes with which the bandit stage began, as JSON; null before this stage.
     sa.Column("survivors", sa.Text),
     # Caches.
     sa.Column("trial_count", sa.Integer, nullable=False),
@@ -122,9 +124,9 @@ jobs = sa.Table(
     sa.Column("min_cost_batch_size", sa.Integer),
     sa.Column("min_cost_trial_number", sa.Integer),
     sa.Column("bandit_entered_event", sa.Integer),
-    # The arms include the ends of trials up to this event; the next suggestion adds later ones.
+    # The arms include the trials that ended up to this event; the next suggestion adds the later trials.
     sa.Column("folded_event", sa.Integer, nullable=False),
-    # Event of the latest revision, or 0: trials that began before it end under earlier terms.
+    # Event of the latest revision, or 0. Trials that began before this revision end under the earlier terms.
     sa.Column("revised_event", sa.Integer, nullable=False),
     **_MYSQL,
 )
@@ -165,7 +167,7 @@ trials = sa.Table(
     sa.Column("energy_source", sa.String(255), info=REPORT),
     sa.Column("epoch", sa.Double, info=REPORT),
     sa.Column("metric", sa.Double, info=REPORT),
-    # Finite numbers by the names of watched metrics.
+    # Finite values of watched metrics, by name.
     sa.Column("watched", Json(dict[str, float]), info=REPORT),
     sa.Column("report_count", sa.Integer, nullable=False, info=REPORT),
     sa.Column("longest_gap_s", sa.Double, nullable=False, info=REPORT),
@@ -184,7 +186,7 @@ trials = sa.Table(
     sa.Column("power_limits", sa.Integer, info=POWER_LIMIT),
     sa.Column("confirmed", sa.Integer, nullable=False, info=REPORT),
     sa.Column("waited_share", sa.Double, info=REPORT),
-    # Follows from the job's revisions, by which alone it is updated.
+    # True if a revision has given the job other GPUs since the trial began; only revisions update this column.
     sa.Column("other_gpus", sa.Boolean, nullable=False),
     sa.Index("ix_trials_job_id_idempotency_key", "job_id", "idempotency_key", unique=True),
     sa.Index("ix_trials_job_id_origin", "job_id", "origin"),
@@ -225,13 +227,13 @@ power_profiles = sa.Table(
     **_MYSQL,
 )
 
-# Numbers behind the choice of a trial's batch size, which pages show and no decision uses.
+# Numbers behind the choice of a trial's batch size. Pages show them, but later decisions do not use them.
 decisions = sa.Table(
     "decisions",
     metadata,
     sa.Column("job_id", sa.String(255), primary_key=True),
     sa.Column("trial_number", sa.Integer, primary_key=True, autoincrement=False),
-    # `protocol.Decision` as JSON; lists of records without field names, so that it takes at most 4 KiB.
+    # `protocol.Decision` as JSON, with its records as lists without field names, so that it takes at most 4 KiB.
     sa.Column("decision", sa.Text, nullable=False),
     sa.ForeignKeyConstraint(["job_id", "trial_number"], ["trials.job_id", "trials.trial_number"], ondelete="CASCADE"),
     **_MYSQL,
@@ -243,19 +245,19 @@ arms = sa.Table(
     metadata,
     sa.Column("job_id", sa.String(255), sa.ForeignKey("jobs.job_id", ondelete="CASCADE"), primary_key=True),
     sa.Column("batch_size", sa.Integer, primary_key=True, autoincrement=False),
-    # `refusals.refuse_long_window` limits the size of its window.
+    # `refusals.refuse_long_window` limits the length of the arm's window.
     sa.Column("arm", Json(Arm), nullable=False),
     **_MYSQL,
 )
 
-# Cache of `core.policy.Memory`: a job has a row once its policy, if that has a memory, has learned from a trial.
+# Cache of `core.policy.Memory`. If the policy of a job has a memory, a row exists once it has learned from a trial.
 policy_memories = sa.Table(
     "policy_memories",
     metadata,
     sa.Column("job_id", sa.String(255), sa.ForeignKey("jobs.job_id", ondelete="CASCADE"), primary_key=True),
     # Version of the policy that computed the memory; other versions compute their own.
     sa.Column("version", sa.String(64), nullable=False),
-    # The memory includes the ends of trials up to this event.
+    # The memory includes the trials that ended up to this event.
     sa.Column("folded_event", sa.Integer, nullable=False),
     sa.Column("memory", LongText, nullable=False),
     **_MYSQL,
@@ -270,12 +272,12 @@ write_probes = sa.Table(
     **_MYSQL,
 )
 
-# Sessions of pages that their readers have ended; other sessions are not stored.
+# Sessions of the pages that readers have ended by logging out; other sessions are not stored.
 ended_sessions = sa.Table(
     "ended_sessions",
     metadata,
     sa.Column("session_id", sa.String(32), primary_key=True),
-    # When the session would have ended without its reader; the row is of no more use then.
+    # When the session would have expired; after that, the row is not needed.
     sa.Column("ends_at", UtcDateTime, nullable=False),
     **_MYSQL,
 )
@@ -293,7 +295,7 @@ tokens = sa.Table(
     sa.Column("revoked_at", UtcDateTime),
     # True if other tokens may use the jobs that this token registers.
     sa.Column("shares_jobs", sa.Boolean, nullable=False),
-    # Time of the last rotation; the secret before it is valid until `previous_until`.
+    # Time of the last rotation; the secret from before the rotation is valid until `previous_until`.
     sa.Column("rotated_at", UtcDateTime),
     sa.Column("previous_hash", sa.String(64)),
     sa.Column("previous_until", UtcDateTime),
@@ -308,13 +310,13 @@ webhooks = sa.Table(
     sa.Column("format", sa.String(16), nullable=False),
     # Separated by blanks.
     sa.Column("events", sa.String(255), nullable=False),
-    # In clear, because each message is signed with it.
+    # In plain text, because the server signs each message with this secret.
     sa.Column("secret", sa.String(64), nullable=False),
     sa.Column("created_at", UtcDateTime, nullable=False),
-    # Begin of the first week (UTC) without a total.
+    # Start of the first week (UTC) whose total was not sent yet.
     sa.Column("week", UtcDateTime, nullable=False),
-    # When the next delivery is due; null after three days of failures. Also a claim: the process that moves it delivers
-    # until then.
+    # When the next delivery is due; null after three days of failures. To claim a webhook, a process moves this time;
+    # until the new time, only this process delivers.
     sa.Column("next_attempt_at", UtcDateTime),
     # Time of the first failure since the last accepted message.
     sa.Column("failing_since", UtcDateTime),
@@ -328,11 +330,11 @@ webhook_jobs = sa.Table(
     metadata,
     sa.Column("job_id", sa.String(255), sa.ForeignKey("jobs.job_id", ondelete="CASCADE"), primary_key=True),
     sa.Column("webhook_id", sa.String(16), primary_key=True),
-    # The messages include the ends of trials up to this event of the job.
+    # The accepted messages cover the trials that ended up to this event of the job.
     sa.Column("event", sa.Integer, nullable=False),
     sa.Column("word", sa.String(16), nullable=False),
     sa.Column("is_stuck", sa.Boolean, nullable=False),
-    # Event of the first run whose cost later runs are compared with.
+    # Event of the first run with which the costs of later runs are compared.
     sa.Column("level_event", sa.Integer, nullable=False),
     **_MYSQL,
 )

@@ -57,7 +57,7 @@ from zeus_plugins.protocol import ALIVE, CreatedJob, Fingerprint, Origin, Probe,
 
 logger = logging.getLogger("bso_server")
 
-# Several pages of every kind of database, because reports need new pages too.
+# Several pages in every kind of database, because reports need new pages too.
 _PROBE_BYTES = 16384
 
 _JOB_COLUMNS, _TRIAL_COLUMNS = jobs.c.keys(), trials.c.keys()
@@ -94,7 +94,7 @@ _MEASURED_SIZES = (
     )
     .group_by(trials.c.batch_size, trials.c.state)
 )
-# A size that can run may crash any number of times.
+# Limits the crashes that are read: a size that can run may crash any number of times.
 _MOST_CRASHES = 200
 _LATEST_CRASHES = (
     sa.select(trials.c.batch_size, sa.func.coalesce(trials.c.message, ""), trials.c.ended_event)
@@ -126,7 +126,7 @@ _INSERT_TRIALS, _INSERT_EPOCHS, _INSERT_DECISIONS = sa.insert(trials), sa.insert
 
 @lru_cache(maxsize=64)
 def _locked_trials_of(size: int, *, skip: bool) -> sa.Select[Any]:
-    """Return the query for `size` trials with their jobs; parameters ``job_id_0``, ``trial_number_0`` and so on."""
+    """Return the query for `size` trials with their jobs; its parameters are ``job_id_0`` and so on."""
     # For ``(job_id, trial_number) IN (…)`` SQLite would read the whole table.
     keys = [
         sa.and_(
@@ -141,7 +141,7 @@ def _locked_trials_of(size: int, *, skip: bool) -> sa.Select[Any]:
 
 @lru_cache(maxsize=64)
 def _update_of(table: sa.Table, names: tuple[str, ...]) -> tuple[tuple[str, ...], sa.Update]:
-    """Return the names of the parameters of an update of one row, and the update; `names` includes the key."""
+    """Return the parameter names of an update of one row, and the statement; `names` are its columns with the key."""
     key = table.primary_key.columns.keys()
     changed: dict[str, Any] = {name: sa.bindparam(name) for name in names if name not in key}
     statement = sa.update(table).where(*_has_key(table)).values(changed)
@@ -166,8 +166,8 @@ class Transaction:
     transaction locks the whole file.
 
     Lock order: rows of one table in the order of their keys. Ending a trial locks the trial, then its job. Dispatching
-    or abandoning locks the job, then only its expired trials. Setting a target locks the job, then its open trials; a
-    revision locks the job, and then, if it gets other GPUs, its trials.
+    or abandoning locks the job, then only its expired trials. Setting a target locks the job, then its open trials. A
+    revision locks the job, then its trials if it changes the GPUs.
     """
 
     def __init__(self, connection: sa.Connection) -> None:
@@ -231,14 +231,14 @@ class Transaction:
         return (dialect.server_version_info or least) >= least
 
     def locked_job(self, job_id: str, *, skip: bool = False) -> StoredJob | None:
-        """Lock and return the job, or None if it does not exist or, with `skip`, another transaction has locked it."""
+        """Lock and return the job; None if it does not exist, or with `skip`, if another transaction has locked it."""
         statement = _LOCKED_JOB_OR_NONE if skip and self.can_skip else _LOCKED_JOB
         return next(map(job_from, self.rows(statement, job_id=job_id)), None)
 
     def locked_trials(
         self, keys: Collection[TrialKey], *, skip: bool = False
     ) -> dict[TrialKey, tuple[StoredJob, TrialRecord]]:
-        """Lock the trials that exist, in one statement, and return each with its job.
+        """Lock the trials with these keys that exist, in one statement, and return each with its job.
 
         With `skip`, leave out trials that another transaction has locked, instead of waiting. The jobs are locked too
         if `locks_jobs_with_trials`; otherwise reports on different trials of one job do not wait for each other.
@@ -246,7 +246,7 @@ class Transaction:
         found: dict[TrialKey, tuple[StoredJob, TrialRecord]] = {}
         jobs_found: dict[str, StoredJob] = {}
         wanted, parameters = sorted(keys), dict[str, Any]()
-        # Powers of two, so that few sizes of the query exist; the last key fills the remaining places.
+        # The query has a power of two of keys, so that few such queries exist; the last key fills the remaining places.
         size = 1 << (len(wanted) - 1).bit_length()
         for n in range(size):
             parameters[f"job_id_{n}"], parameters[f"trial_number_{n}"] = wanted[min(n, len(wanted) - 1)]
@@ -278,7 +278,7 @@ class Transaction:
         return list({trial.trial_number: trial for trial in found}.values())
 
     def locked_expired_trials(self, job_id: str, now: datetime, latest: datetime) -> list[TrialRecord]:
-        """Lock and return the job's trials whose leases have expired, or end after `latest`, in order of dispatch.
+        """Lock and return the job's alive trials whose leases end before `now` or after `latest`, in order of dispatch.
 
         Trials that another transaction has locked are left out, because a report may be renewing their leases.
         """
@@ -295,7 +295,7 @@ class Transaction:
         return next(iter(self._trials(_TRIAL_WITH_KEY, job_id=job_id, idempotency_key=idempotency_key)), None)
 
     def crashes(self, job_id: str) -> Crashes:
-        """Return the latest crashes of the job, and the sizes that run."""
+        """Return the latest crashes of the job, and the sizes of which a trial was measured to its end."""
         measured = [tuple(row) for row in self.tuples(_MEASURED_SIZES, job_id=job_id)]
         return Crashes(
             tuple(Crash._make(tuple(row)) for row in self.tuples(_LATEST_CRASHES, job_id=job_id)),
@@ -332,7 +332,7 @@ class Transaction:
         shared: bool = False,
         importing_at: datetime | None = None,
     ) -> None:
-        """Insert a job with its arms; `importing_at` is the mark of its import, if it is imported.
+        """Insert a job with its arms; for an imported job, `importing_at` is the mark of the import.
 
         Raises:
             JobExistsError: Another job has its id; the transaction must end.
@@ -371,7 +371,7 @@ class Transaction:
         self._update(jobs, [{"job_id": job_id, "probe": None if probe is None else probe.model_dump_json()}])
 
     def revise_job(self, revised: StoredJob, revision: Revision, arms_after: Iterable[Arm]) -> None:
-        """Save a locked job after a revision, the revision, and its arms, some of which may be new."""
+        """Save a locked job after a revision, with the revision and all arms of the job, some of which may be new."""
         values = _terms_of(revised.registration) | job_row(revised)
         self.connection.execute(sa.update(jobs).where(jobs.c.job_id == revised.job_id).values(values))
         self.insert_revisions(revised.job_id, [revision])
@@ -387,7 +387,7 @@ class Transaction:
         return tuple(Revision(**row) for row in self.rows(_REVISIONS, job_id=job_id))
 
     def set_other_gpus(self, job_id: str, numbers: Collection[int], *, value: bool) -> None:
-        """Set `other_gpus` of trials of a locked job."""
+        """Set `other_gpus` of the trials with these numbers, of a locked job, to `value`."""
         self._update(
             trials, [{"job_id": job_id, "trial_number": number, "other_gpus": value} for number in sorted(numbers)]
         )
@@ -409,10 +409,10 @@ class Transaction:
         self._insert(_INSERT_TRIALS, [trial_row(trial) for trial in added])
 
     def update_trials(self, changed: Sequence[TrialRecord], columns: tuple[str, ...] = TRIAL_AT_TRANSITION) -> None:
-        """Save these columns of locked trials; by default every column that may change.
+        """Save these columns of locked trials; by default, every column that a report or a new state may change.
 
-        `TRIAL_AT_REPORT` leaves out indexed columns, which a report on a running trial does not change: databases would
-        write their indexes again.
+        `TRIAL_AT_REPORT` leaves out indexed columns. A report on a running trial does not change them, but databases
+        would write their indexes again.
         """
         self._update(trials, [trial_row(trial, columns) for trial in changed])
 
@@ -431,7 +431,7 @@ class Transaction:
         return self._delete(epochs, reported_at < instant, order=reported_at, limit=limit)
 
     def newest_power_profile(self, job_id: str, batch_size: int) -> StoredPowerProfile | None:
-        """Return the profile of the latest trial of this size on the job's GPUs that has one, or None."""
+        """Return the newest profile of a trial of this size on the job's GPUs, or None."""
         found = self.rows(_NEWEST_POWER_PROFILE, job_id=job_id, batch_size=batch_size)
         return StoredPowerProfile(**found[0]) if found else None
 
@@ -444,7 +444,7 @@ class Transaction:
         self._update(power_profiles, [record_row(changed)])
 
     def delete_power_profiles_before(self, instant: datetime, *, limit: int) -> int:
-        """Delete up to `limit` profiles stored before `instant`, but not the newest of a size; return their number."""
+        """Delete up to `limit` profiles stored before `instant`, except each size's newest; return their number."""
         newer = power_profiles.alias("newer")
         has_newer = (
             sa.select(newer.c.trial_number)
@@ -492,7 +492,7 @@ class Transaction:
         return bool(self.rows(_ENDED_SESSION, session_id=session_id))
 
     def end_session(self, session_id: str, ends_at: datetime, now: datetime) -> None:
-        """Store that a session was ended, and delete sessions whose time is over."""
+        """Store that a session was ended, and delete the rows of sessions that would have expired."""
         self.connection.execute(sa.delete(ended_sessions).where(ended_sessions.c.ends_at <= now))
         self.connection.execute(sa.insert(ended_sessions).values(session_id=session_id, ends_at=ends_at))
 
@@ -501,7 +501,7 @@ class Transaction:
         self._update(tokens, [token_row(changed)])
 
     def locked_token(self, token_id: str) -> TokenRecord | None:
-        """Lock and return the token, as `token` does."""
+        """Lock the token, and return it like `token`."""
         return next(map(token_from, self.rows(_TOKEN.with_for_update(), token_id=token_id)), None)
 
     def jobs_per_owner(self) -> dict[str, int]:
@@ -531,14 +531,15 @@ class Transaction:
     def import_mark(self, job_id: str) -> datetime | None:
         """Return the mark of a job during its import; None if the job does not exist or its import has ended.
 
-        An import writes the rows of its job in many small transactions. Until the last one, `jobs.importing_at` holds
-        the time of the last insertion, and no query finds the job. Each transaction replaces its predecessor's mark, so
-        that an import that was given up and replaced cannot continue.
+        An import writes the rows of its job in many small transactions. Until the last one, the mark in
+        `jobs.importing_at` is the time of the last insertion, and no other query finds the job. Each transaction
+        replaces the mark of the transaction before, so that an import that was given up cannot continue after another
+        import has replaced it.
         """
         return self.connection.scalar(sa.select(jobs.c.importing_at).where(jobs.c.job_id == job_id))
 
     def replace_import_mark(self, job_id: str, before: datetime, after: datetime | None) -> bool:
-        """Replace an import's mark, by None to end the import; return False if the mark is no longer `before`."""
+        """Replace an import's mark by `after`; None ends the import. Return False if the mark is no longer `before`."""
         statement = sa.update(jobs).where(jobs.c.job_id == job_id, jobs.c.importing_at == before)
         return bool(self.connection.execute(statement.values(importing_at=after)).rowcount)
 
@@ -548,7 +549,7 @@ class Transaction:
         return dict(map(tuple, self.tuples(statement)))
 
     def remove_some(self, job_id: str, *, limit: int) -> int:
-        """Delete up to `limit` rows of a job during its import, or the job without rows; return the number of rows."""
+        """Delete up to `limit` rows of a job in import, or the job if no rows are left; return the number of rows."""
         for table in (epochs, power_profiles, decisions, trials):
             if removed := self._delete(table, table.c.job_id == job_id, limit=limit):
                 return removed
@@ -572,9 +573,9 @@ class Transaction:
             self.connection.execute(statement, rows)
 
     def _update(self, table: sa.Table, rows: Sequence[Mapping[str, Any]]) -> int:
-        """Update rows, given with their keys and the same columns in the same order.
+        """Update rows; each includes its key, and all have the same columns in the same order.
 
-        Return how many exist; with several rows, most drivers do not know.
+        Return the number of rows that exist, which most drivers know only for a single row.
         """
         if not rows:
             return 0

@@ -32,7 +32,7 @@ class Webhook:
 
 @dataclass(frozen=True, slots=True)
 class KnownJob:
-    """Row of `tables.webhook_jobs`: the state of a job that a receiver knows."""
+    """Row of `tables.webhook_jobs`: the state of a job according to the messages that a receiver has accepted."""
 
     job_id: str
     webhook_id: str
@@ -48,7 +48,7 @@ def all_webhooks(transaction: Transaction) -> list[Webhook]:
 
 
 def insert_webhook(transaction: Transaction, webhook: Webhook) -> None:
-    """Insert a webhook, unless an earlier attempt has committed it before its connection was lost."""
+    """Insert a webhook, unless an earlier attempt, whose connection was lost, has committed it."""
     if not transaction.rows(select(Row.webhook_id).where(Row.webhook_id == webhook.webhook_id)):
         transaction.connection.execute(insert(webhooks).values(asdict(webhook)))
 
@@ -60,7 +60,7 @@ def delete_webhook(transaction: Transaction, webhook_id: str) -> bool:
 
 
 def update_webhook(transaction: Transaction, /, webhook_id: str, before: datetime | None, **values: object) -> bool:
-    """Update a webhook; return False if its next attempt is no longer at `before`, because another process has it."""
+    """Update a webhook; return False if another process has claimed it: its `next_attempt_at` is no longer `before`."""
     found = update(webhooks).where(Row.webhook_id == webhook_id, Row.next_attempt_at.is_not_distinct_from(before))
     return bool(transaction.connection.execute(found.values(values)).rowcount)
 
@@ -68,7 +68,7 @@ def update_webhook(transaction: Transaction, /, webhook_id: str, before: datetim
 def jobs_with_news(
     transaction: Transaction, webhook_id: str, *, after: str, limit: int
 ) -> list[tuple[str, KnownJob | None]]:
-    """Return a page of jobs with events that a webhook's receiver does not know, each with its known state, if any.
+    """Return a page of jobs with events that a receiver does not know, each with the state that it knows, or None.
 
     `after` is the last job_id of the page before.
     """
@@ -96,7 +96,7 @@ def save_known_job(transaction: Transaction, known: KnownJob) -> None:
 
 
 def totals_between(transaction: Transaction, begin: datetime, end: datetime) -> tuple[int, int, int, float, float]:
-    """Return numbers of jobs and trials that ended, and of those that reached the target; their joules and seconds.
+    """Return totals of the trials that ended in a period: jobs, trials, trials at the target, joules and seconds.
 
     Trials that were set aside are left out.
     """

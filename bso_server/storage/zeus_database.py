@@ -25,7 +25,7 @@ from bso_server.storage.faults import NoConnectionError, described
 # Seconds that a read waits for a transaction of Zeus's server, on SQLite.
 _SQLITE_BUSY_TIMEOUT_S = 5.0
 
-# Columns of each table in Zeus 0.16. Those that specify a job have the same names in `JobSpecFromClient`.
+# Columns of each table in Zeus 0.16. The columns that specify a job have the same names in `JobSpecFromClient`.
 _SPECIFIED = """job_id job_id_prefix default_batch_size higher_is_better_metric eta_knob beta_knob target_metric
     max_epochs num_pruning_rounds window_size max_power number_of_gpus gpu_model mab_prior_mean mab_prior_precision
     mab_num_explorations mab_seed"""
@@ -74,12 +74,12 @@ async def read_jobs(database_url: str) -> list[ZeusJob]:
 
     Raises:
         ZeusDatabaseError: The database cannot be read, or it lacks the tables of Zeus 0.16.
-        ValueError: Another kind of database, or its driver is not installed.
+        ValueError: The database is of an unsupported kind, or its driver is not installed.
     """
     try:
         url = make_url(database_url)
     except ArgumentError:
-        # Without the URL, which may contain a password.
+        # The message omits the URL, which may contain a password.
         raise ZeusDatabaseError(
             "the URL of Zeus's database cannot be read; it is what its server has as ZEUS_BSO_DATABASE_URL, such as "
             "sqlite+aiosqlite:////var/lib/zeus.sqlite3 or postgresql+asyncpg://user:password@host/database"
@@ -113,7 +113,7 @@ async def _read_server(url: URL) -> list[ZeusJob]:
         connection.exec_driver_sql("SET TRANSACTION READ ONLY")
         return _read(connection)
 
-    # Without the driver, because Zeus's server may use another one.
+    # Without the driver, because Zeus's server may use another driver.
     own_url = url.set(drivername=url.get_backend_name()).render_as_string(hide_password=False)
     database = open_database(own_url, patience_s=LONG_PATIENCE_S)
     try:
@@ -124,8 +124,8 @@ async def _read_server(url: URL) -> list[ZeusJob]:
 
 def _read(connection: Connection) -> list[ZeusJob]:
     tables = _tables(connection)
-    # MySQL stores these columns in single precision and prints six digits, as Zeus reads them; a cast returns the
-    # stored value. The specification is read without a cast: 0.9, not 0.8999999761581421.
+    # MySQL stores Zeus's numbers in single precision and prints six digits, and Zeus reads these digits. A cast returns
+    # the stored value. Only measured columns are cast: a specification of 0.9 must not become 0.8999999761581421.
     digits = 6 if connection.dialect.name in ("mysql", "mariadb") else 15
     sizes = _by_job(_rows(connection, tables[_SIZE], "batch_size"))
     arms = _by_job(_rows(connection, tables[_ARM], "batch_size"))

@@ -1,4 +1,4 @@
-"""The charts of the pages: views in, parts of drawings for ``templates/charts.html`` out; pure."""
+"""The charts of the pages: pure functions from views to the parts that ``templates/charts.html`` draws."""
 
 from __future__ import annotations
 
@@ -35,26 +35,26 @@ from zeus_plugins.protocol import (
 COLOURS = 12
 """Number of colours for batch sizes in the stylesheet, from small to large."""
 
-# Axes are logarithmic if the largest mean is this many times the smallest, which would otherwise be squeezed together.
+# An axis is logarithmic if its largest mean exceeds this multiple of its smallest mean; small means need the room.
 _FAR = 3
 
 # Above this number of trials, marks are drawn pale.
 _MANY = 150
 
-# Above this number of reports, only the last one has a mark on its line.
+# Above this number of reports of a trial, only the last report has a mark on the trial's line.
 _FEW = 60
 
-# Bounds and beliefs beyond this multiple of a trial's curve are not drawn.
+# Bounds and beliefs beyond this multiple of a trial's largest value are not drawn.
 _NEAR = 4
 
-# Least width of a span of η that is labelled, and of the room for the labels of both ends, as a share of the width.
+# Least width of a labelled span of η, and room for the labels at both ends, as shares of the picture's width.
 _ROOM_FOR_NAME = 0.08
 
 
 def colours(job: CreatedJob) -> Mapping[int, str]:
-    """Return the CSS classes of each batch size, the same in all charts of the job; ``ink`` for sizes it had before.
+    """Return the CSS classes of each batch size, the same in all charts of the job; ``ink`` for its former sizes.
 
-    The colour is that of the size's rank; the default has an outline.
+    The colour depends on the size's rank among the job's sizes; the default has an outline.
     """
     last = max(len(job.batch_sizes) - 1, 1)
     classes = {size: f"s{round(rank * (COLOURS - 1) / last)}" for rank, size in enumerate(job.batch_sizes)}
@@ -72,10 +72,10 @@ def key(points: Sequence[TrialPoint]) -> tuple[list[TrialState], list[int]]:
 
 
 def costs(page: JobPage, links: str) -> Plot | None:
-    """Chart the cost of each trial, with the cost of a run now and its 90 % band; None for fewer than two trials.
+    """Chart the cost of each trial, with the cost of a run now and its 90 % band; None for fewer than two costs.
 
-    The shape of a mark is the trial's state, its colour the batch size, and its link `links` followed by the trial's
-    number; marks have no links if `links` is empty.
+    The shape of a mark shows the trial's state, and its colour the batch size. A mark links to `links` followed by the
+    trial's number; if `links` is empty, marks have no links.
     """
     if page.cost_unit is None:
         return None
@@ -126,7 +126,7 @@ def _costs(
         cost = "" if point.cost_j is None else f", {show.cost(point.cost_j)}"
         rest = ", the rest of an earlier run" if point.origin is Origin.FINISH else ""
         told = f"Run {point.trial_number}: batch size {point.batch_size}{rest}, {STATES[point.state]}{cost}"
-        # A trial without a report has its mark on the axis.
+        # The mark of a trial without a report is at the bottom of the chart.
         cost_j = y.low if point.cost_j is None else point.cost_j
         classes = f"{colour[point.batch_size]}{many}"
         href = f"{links}{point.trial_number}" if links else ""
@@ -135,7 +135,7 @@ def _costs(
 
 
 def _draw_run_now(plot: Plot, savings: SavingsView, default_j: float) -> None:
-    """Draw the cost of a run now against the default's as a line with its 90 % band."""
+    """Draw the cost of a run now as a line with its 90 % band, computed from the saving over the default's cost."""
     now = savings.cost_j.now
     if now is None or now.low is None:
         return
@@ -153,7 +153,7 @@ def _trial_scale(points: Sequence[TrialPoint], older: Sequence[TrialBin] = ()) -
 
 
 def _draw_older(plot: Plot, bins: Sequence[TrialBin], show: units.PageUnits) -> None:
-    """Draw the median of each bin, its band of four in five, and a mark that describes both."""
+    """Draw each bin's median, the band of four in five of its runs, and a mark that describes both."""
     upper, lower, middle = [
         [(end, getattr(each, name)) for each in bins for end in (each.first, each.last)]
         for name in ("high_j", "low_j", "median_j")
@@ -167,7 +167,7 @@ def _draw_older(plot: Plot, bins: Sequence[TrialBin], show: units.PageUnits) -> 
 
 
 def metrics(page: JobPage) -> Plot | None:
-    """Chart the last metric of each ended trial, with the target; None for fewer than two trials with one."""
+    """Chart the last metric of each ended trial, with the target; None if fewer than two have one."""
     job, known = page.view.job, [each for each in page.points if each.metric is not None and each.state not in ALIVE]
     if len(known) < 2:
         return None
@@ -243,7 +243,7 @@ _Rect = tuple[float, float, float, float]
 
 
 def _draw_names(plot: Plot, means: Sequence[SizeMeans]) -> None:
-    """Draw batch sizes beside their points on a plot 280 pixels wide, unless they would hide something."""
+    """Draw batch sizes beside their points on a plot 280 pixels wide, unless they would hide points or other names."""
     points = [(plot.x.at(each.time_s) * 280, plot.top(each.energy_j)) for each in means]
     taken = [(across - 6, down - 6, 12.0, 12.0) for across, down in points]
     for each, (across, down), own in zip(means, points, list(taken), strict=True):
@@ -267,14 +267,14 @@ def _overlap(one: _Rect, other: _Rect) -> bool:
 
 
 class BeliefTable(NamedTuple):
-    """For each batch size its notes and a picture of its expected and observed costs, and the axis of all pictures."""
+    """For each batch size, its notes and a picture of its expected and observed costs; and the axis of all pictures."""
 
     rows: list[tuple[list[str], Picture]]
     axis: Picture
 
 
 def beliefs(page: JobPage) -> BeliefTable | None:
-    """Return the expected cost of each size with its 90 % band, beside the costs of its runs; None before any."""
+    """Return the expected cost of each size with its 90 % band, and its runs' costs; None without expected costs."""
     view, believed = page.view, []
     for arm in view.arms:
         notes = _notes(arm.batch_size, view.best_batch_size, view.job)
@@ -334,7 +334,7 @@ def _belief_table(
         if each.low_j is not None and each.high_j is not None:
             low, high = (min(max(scale.at(end), 0.0), 1.0) for end in (each.low_j, each.high_j))
             parts.append(Box(f"band {name}", 9, 14, share(low), share(high - low)))
-        # The latest runs are enough to show the spread of a thousand.
+        # The latest 60 runs show the spread as well as a thousand would.
         parts += [Dot(f"run {name}", share(scale.at(cost_j)), 16, 2.5) for cost_j in own[-60:]]
         if each.expected_cost_j is not None and scale.at(each.expected_cost_j) <= 1:
             x = share(scale.at(each.expected_cost_j))
@@ -396,7 +396,7 @@ def costs_by_eta(page: WhatIfPage) -> Plot | None:
 
 
 def metric(page: TrialPage) -> Plot:
-    """Chart the metric by epoch of a trial with reports, with the target."""
+    """Chart the metric of a trial by epoch, with the target; the trial must have reported."""
     target, last = page.job.target_metric, page.epochs[-1]
     metrics = [each.metric for each in _all_epochs(page)]
     y = Scale.over(metrics if target is None else [target, *metrics], zero=False, log=False)
@@ -413,7 +413,7 @@ def metric(page: TrialPage) -> Plot:
 
 
 def cost(page: TrialPage) -> Plot:
-    """Chart the cost by epoch of a trial with reports, with the expected cost and the bound."""
+    """Chart the cost of a trial by epoch, with the expected cost and the bound; the trial must have reported."""
     costs_j, show = [each.cost_j for each in _all_epochs(page)], units_of(page)
     bound_j = page.max_cost_j
     if bound_j is not None and bound_j >= _NEAR * max(costs_j):
@@ -450,7 +450,7 @@ def belief_of(page: TrialPage) -> SizeBelief | None:
 
 
 def _predicted_epochs(page: TrialPage) -> tuple[float, float] | None:
-    """Return the epochs at which the expected 90 % band of cost is reached, at this trial's mean cost of an epoch."""
+    """Return the epochs at which the trial enters and leaves the 90 % band of its expected cost, at its mean pace."""
     belief, last = belief_of(page), page.epochs[-1]
     if belief is None or not last.cost_j:
         return None
@@ -475,7 +475,7 @@ def _all_epochs(page: TrialPage) -> list[EpochView]:
 
 def _epoch_scale(page: TrialPage) -> Scale:
     last = max(each.epoch for each in _all_epochs(page))
-    # The axis includes the bound only if the trial came near it.
+    # The axis includes the bound on epochs only if the trial came near the bound.
     far = max(float(page.max_epochs), last) if page.max_epochs <= 2 * last else last
     predicted = _predicted_epochs(page)
     if predicted is not None and predicted[1] < _NEAR * last:
@@ -486,7 +486,7 @@ def _epoch_scale(page: TrialPage) -> Scale:
 def _draw_series(
     plot: Plot, page: TrialPage, value_of: Callable[[EpochView], float], say: Callable[[float], str]
 ) -> None:
-    """Draw a value by epoch, of the page's trial with a mark for each report, of the trials beside it with the last."""
+    """Draw a value by epoch: the page's trial with a mark for each report, the trials beside it with only the last."""
     for other in page.beside:
         name, curve = colours(page.job)[other.batch_size], [(each.epoch, value_of(each)) for each in other.epochs]
         plot.path(curve, f"line beside {name}")

@@ -20,7 +20,7 @@ _SAVED = ("energy_saved_j", "time_saved_s", "cost_saved_j")
 
 
 class Section(NamedTuple):
-    """A table with its title and a remark; the texts of the first column name the rows, as ids if it `has_jobs`."""
+    """A table with a title and a remark. The first column names the rows: by job ids if it `has_jobs`."""
 
     title: str
     columns: Sequence[str]
@@ -41,7 +41,7 @@ def since(page: FleetPage) -> str:
 
 
 def headline(page: FleetPage) -> Headline:
-    """Return a sentence to pass on, and the amounts saved."""
+    """Return a sentence that sums up the report, and the amounts saved."""
     jobs = page.total
     period = f"In the last {units.count(*_length(page))}"
     if not jobs.jobs:
@@ -63,7 +63,7 @@ def _unknown(jobs: FleetSum) -> int:
 
 
 def _of(jobs: FleetSum) -> str:
-    """Return the share that these jobs saved or lost of their cost, if it is shown."""
+    """Return, in words, the share of their cost that these jobs saved or lost; "" if it is unknown."""
     saved = jobs.cost_saved_j
     if saved is None:
         return ""
@@ -78,7 +78,7 @@ def _length(page: FleetPage) -> tuple[int, str]:
 
 
 def _energy(page: FleetPage) -> Callable[[float], str]:
-    """Return the format of an energy in the unit that fits the energy of all jobs."""
+    """Return a function that formats energies in the unit that fits the total energy of all jobs."""
     return partial(units.energy, unit=units.energy_unit(page.total.energy_j or 1.0))
 
 
@@ -96,7 +96,7 @@ def _measures(page: FleetPage, jobs: FleetSum) -> Iterator[tuple[str, Saved | No
 
 
 def _amount(saved: Saved | None, kind: Callable[[float], str]) -> str:
-    """Return an amount saved with its 90 % interval; the amount itself only if the interval is on one side of 0."""
+    """Return an amount saved with its 90 % interval; omit the amount itself if the interval includes 0."""
     if saved is None:
         return "not shown yet"
     low, high = ("no bound" if each is None else kind(each) for each in (saved.low, saved.high))
@@ -106,7 +106,7 @@ def _amount(saved: Saved | None, kind: Callable[[float], str]) -> str:
 
 
 def sections(page: FleetPage) -> list[Section]:
-    """Return the tables of the report, without empty ones."""
+    """Return the tables of the report, without empty tables."""
     jobs, rates, energy = page.total, words.rates(page.tariff), _energy(page)
     used = {"Energy": f"{energy(jobs.energy_j)}{_mark(jobs)}", "Time": units.duration(jobs.time_s)}
     used |= {name: rate(jobs.energy_j) for name, rate in rates.items()}
@@ -176,7 +176,7 @@ def _escaped(text: str) -> str:
 
 
 def csv(page: FleetPage) -> str:
-    """Return the groups, and last the total, as CSV in the units of the column names."""
+    """Return the groups, and in the last line the total, as CSV; the names of the columns include the units."""
     rows = []
     for each in (*page.groups, page.total):
         row = {"group": each.key, **{name: getattr(each, name) for name in _SUMS}}

@@ -1,4 +1,4 @@
-"""The pages: a view and its reader in, HTML out."""
+"""The pages as HTML, made from a view and its reader."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def build() -> str:
 def docs() -> str:
     """Return the address of the folder of the documentation, with a slash at its end.
 
-    Packages that are only on the path have no metadata: their pages link to the folder `docs` beside the pages.
+    A package that is on the path but not installed has no metadata; its pages link to the folder `docs` beside them.
     """
     try:
         urls = dict(str(each).split(", ", 1) for each in metadata("zeus-plugins").get_all("Project-URL", []))
@@ -105,7 +105,7 @@ def page(view: View, reader: Reader, **parts: str) -> str:
 
 
 def report_page(view: View, now: datetime) -> str:
-    """Return a job, or the report on all jobs, in one file, which refers to no other file."""
+    """Return a job, or the report on all jobs, as one file, which needs no other file."""
     return page(view, Reader(root="", now=now, is_report=True))
 
 

@@ -29,7 +29,7 @@ Ticks = list[tuple[float, str]]
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """The part of an axis from `low` to `high`, which are finite and differ, and positive if it is logarithmic."""
+    """The part of an axis from `low` to `high`. Both are finite and differ; a logarithmic axis is positive."""
 
     low: float
     high: float
@@ -54,7 +54,7 @@ class Scale:
         if zero:
             low, high = min(low, 0.0), max(high, 0.0)
         if low == high:
-            # Put a single value in the middle, or at the end of an axis that begins at 0.
+            # Put a single value in the middle of the axis; but if the axis includes 0, the value is 0: begin there.
             reach = abs(high) or 1.0
             return cls(low, low + reach) if zero else cls(low - reach / 2, high + reach / 2)
         room = (high - low) * 0.06
@@ -87,12 +87,12 @@ class Scale:
         return within[:: math.ceil(len(within) / most)]
 
     def energies(self, unit: tuple[float, str] | None = None, most: int = 5) -> Ticks:
-        """Return round energies in one unit, by default in the one that fits the largest."""
+        """Return round energies in one unit, by default the unit that fits the largest energy."""
         size, name = unit or units.energy_unit(max(abs(self.low), abs(self.high)))
         return [(value, label if value else "0") for value, label in self._in_unit(size, name, most)]
 
     def costs(self, of_unit_j: float | None, most: int = 5) -> Ticks:
-        """Return round shares of a cost of `of_unit_j` joules, or round costs in joules for None."""
+        """Return costs that are round percentages of `of_unit_j` joules, or for None, round energies."""
         return self.energies(None, most) if of_unit_j is None else self._in_unit(of_unit_j / 100, "%", most)
 
     def durations(self, most: int = 5) -> Ticks:
@@ -110,7 +110,7 @@ class Scale:
 
 
 def apart(places: Sequence[float], least: float) -> list[bool]:
-    """Choose labels, given in ascending places, that keep a distance of `least` from the last chosen label."""
+    """Return True for each label, by ascending place, that is at least `least` from the last label with True."""
     shown, last = [], -math.inf
     for place in places:
         is_shown = place - last >= least
@@ -252,7 +252,7 @@ class Plot:
             self.parts.append(Label("100%", y - 6 if above else y + 15, label, f"level-name end {kind}"))
 
     def levels(self, levels: Sequence[tuple[float, str, str]]) -> None:
-        """Draw several levels. The lower one of two that are close has its label below its line."""
+        """Draw several levels. If two levels are close, the lower level's label is below its line."""
         tops = [self.top(value) for value, _, _ in levels]
         for (value, label, kind), own in zip(levels, tops, strict=True):
             is_crowded = any(other < own < other + _LINE_HEIGHT for other in tops)

@@ -36,7 +36,7 @@ def exact(value: float) -> str:
 
 
 def energy_unit(joules: float) -> tuple[float, str]:
-    """Return the joules of the unit that fits an energy, and its name."""
+    """Return the unit that fits an energy: its size in joules, and its name."""
     return next(((size, name) for size, name in ENERGY_UNITS if abs(joules) >= 0.9995 * size), ENERGY_UNITS[-1])
 
 
@@ -52,8 +52,8 @@ class PageUnits:
     """The units of all energies and costs on a page.
 
     Attributes:
-        of_energy: The joules of the unit, and its name.
-        run_cost_j: The cost that is called 100 %, joules; None before a run has reached the target.
+        of_energy: The unit of energies: its size in joules, and its name.
+        run_cost_j: The cost that is shown as 100 %, in joules; None before a run has reached the target.
     """
 
     of_energy: tuple[float, str]
@@ -64,11 +64,11 @@ class PageUnits:
         return energy(joules, self.of_energy)
 
     def cost(self, cost_j: float) -> str:
-        """Format a cost as a percentage of a run, or in joules before there is one."""
+        """Format a cost as a percentage of a run's cost; if that is None, as an energy."""
         return self.energy(cost_j) if self.run_cost_j is None else percent(cost_j / self.run_cost_j)
 
     def runs(self, cost_j: float) -> str:
-        """Format a cost as a number of runs, or in joules before there is one."""
+        """Format a cost as a number of runs; if the cost of a run is None, as an energy."""
         return self.energy(cost_j) if self.run_cost_j is None else count(round(cost_j / self.run_cost_j, 1), "run")
 
 

@@ -61,12 +61,12 @@ ORIGINS = {
 """Words for the origin of a trial."""
 
 
-# An energy of the unit that a page shows is at most this many times as large as a run's.
+# The unit of a page fits energies of up to this multiple of a run's energy.
 _ROOM = 5
 
 
 def units_of(page: Any) -> units.PageUnits:
-    """Return the units of a page: energies suit a run's, or in the list of jobs all that was saved."""
+    """Return the units of a page: they fit a run's energy, or in the list of jobs the largest saving."""
     cost_unit: CostUnit | None = getattr(page, "cost_unit", None)
     match page:
         case JobsPage():
@@ -103,7 +103,7 @@ def of_costs(page: JobPage) -> str:
 
 
 class Headline(NamedTuple):
-    """The first sentence of a page, a smaller second one, and its mood: "gain", "loss" or ""."""
+    """The first sentence of a page, a second sentence in smaller type, and its mood: "gain", "loss" or ""."""
 
     text: str
     more: str = ""
@@ -122,7 +122,7 @@ def of_jobs(page: JobsPage) -> Headline:
     all_jobs = [line.savings for line in page.jobs]
     paid = [line for line in page.jobs if line.savings.energy_j.saved is not None]
     counts = {word.value: sum(each.word is word for each in all_jobs) for word in SavingsWord}
-    # No verdict is shown of these.
+    # The list shows no verdict for jobs that have missed the target.
     missed = sum(line.has_missed for line in page.jobs)
     counts |= {SavingsWord.NOT_SHOWN.value: counts[SavingsWord.NOT_SHOWN] - missed, "never reached the target": missed}
     shown = [f"{word} {number}" for word, number in counts.items() if number]
@@ -155,7 +155,7 @@ def estimated(sources: Collection[str | None]) -> str:
 
 
 def by_time(sources: Collection[str | None]) -> bool:
-    """Return whether energy and time are one figure: all energies are the same watts × time."""
+    """Return True if the energies only repeat the times: each is the same number of watts × time."""
     return bool(sources) and len(set(sources)) == 1 and all(map(is_time_alone, sources))
 
 
@@ -201,16 +201,17 @@ def _of_first(page: JobPage, trial: TrialView) -> Headline:
 
 
 def folds(view: JobView) -> Iterator[tuple[list[tuple[int, TrialView]], str]]:
-    """Group the trials of a log, the newest first, each with its position in the view.
+    """Group the trials of a job's log, the newest first; each trial comes with its position in the view.
 
-    With each group stands the reason to fold it, or "": three or more trials of one size ended alike for one reason.
+    Consecutive trials with the same size, state and origin are a group; tries and control runs must also have the same
+    reason. Groups of three or more trials have a text, under which the page folds them; others have "".
     """
     before = revisions(view)
 
     def kind(row: tuple[int, TrialView]) -> tuple[object, ...]:
         trial = row[1]
         reason = trial.reason if trial.origin in {Origin.EXPLORATION, Origin.CONTROL} else ""
-        # A revision stands before the trials that followed it.
+        # No group spans a revision, which the log shows between trials.
         later = sum(len(each) for number, each in before.items() if number >= trial.trial_number)
         return trial.batch_size, trial.state, trial.origin, reason, later
 
@@ -222,7 +223,7 @@ def folds(view: JobView) -> Iterator[tuple[list[tuple[int, TrialView]], str]]:
 
 
 def revisions(view: JobView) -> dict[int, list[Revision]]:
-    """Return the revisions by the number of the latest shown trial before each, the newest first."""
+    """Return the revisions, the newest first, by the number of the latest shown trial before each revision."""
     shown = [trial.trial_number for trial in view.trials]
     found: dict[int, list[Revision]] = {number: [] for number in shown}
     for each in reversed(view.revisions):
@@ -420,7 +421,7 @@ def interval(share: Share) -> str:
 
 
 def of_busy(waited_share: float | None) -> str:
-    """Return a remark on a run on a busy machine, with a remedy; "" for another."""
+    """Return a remark, with a remedy, on a run whose machine was busy; "" for other runs."""
     return sentence(busy_remark(waited_share) or "")
 
 
@@ -430,7 +431,7 @@ _PREFIXES = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9}
 
 
 def sentence(words: str, of_page: units.PageUnits | None = None) -> str:
-    """Return words as a sentence, with its costs in the page's units, or else in joules of fitting units."""
+    """Return words as a sentence; joules become costs in the page's units, or without a page, energies."""
     tell = units.energy if of_page is None else of_page.cost
     words = _JOULES.sub(lambda found: tell(float(found[1]) * _PREFIXES[found[2]]), words)
     return words[:1].upper() + words[1:] + ("" if words.endswith((".", "!", "?")) or not words else ".")

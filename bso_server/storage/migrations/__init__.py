@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from alembic.config import Config
 
 REVISIONS = tuple(sorted(script.name[:4] for script in Path(__file__).parent.glob("versions/[0-9]*.py")))
-"""Revisions, oldest first, by the names of their scripts: Alembic is loaded only for a migration."""
+"""Revisions, oldest first, from the names of their scripts, because Alembic is loaded only for a migration."""
 
 HEAD = REVISIONS[-1]
 """Revision that this version needs."""
@@ -91,7 +91,7 @@ def _only_one(connection: Connection) -> Iterator[None]:
             connection.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": _LOCK_KEY})
             yield
         case "mysql" | "mariadb":
-            # Locks the connection, because MySQL ends the transaction at each change of the schema.
+            # This lock belongs to the connection, because MySQL commits the transaction at each change of the schema.
             name = {"name": _LOCK_NAME, "timeout": _LOCK_TIMEOUT_S}
             if connection.scalar(text("SELECT GET_LOCK(:name, :timeout)"), name) != 1:
                 raise TimeoutError(f"another process has been upgrading the database for {_LOCK_TIMEOUT_S} s")

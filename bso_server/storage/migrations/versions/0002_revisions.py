@@ -21,7 +21,7 @@ _FIRST_REPORT = (
 
 
 def upgrade() -> None:
-    """Add the revisions; keep time and energy of each trial's first report instead of their cost."""
+    """Add the revisions; keep the time and energy of each trial's first report instead of its cost."""
     op.create_table(
         "revisions",
         sa.Column("job_id", sa.String(255), sa.ForeignKey("jobs.job_id", ondelete="CASCADE"), primary_key=True),
@@ -37,10 +37,10 @@ def upgrade() -> None:
     op.add_column("trials", sa.Column("deviations", LongText))
     for name in ("time_s", "energy_j"):
         op.add_column("trials", sa.Column(f"first_{name}", sa.Double))
-        # A trial with one report has its totals in its own row. Of a pruned report, only the epochs are known.
+        # The totals of a trial with one report are the report's. Of a pruned first report, only the epochs are known.
         first = f"coalesce(({_FIRST_REPORT.format(name)}), {name} * first_epoch / epoch)"
         update = f"UPDATE trials SET first_{name} = CASE WHEN report_count = 1 THEN {name} ELSE {first} END"  # noqa: S608 - constants
         op.execute(f"{update} WHERE first_epoch > 0")
-    # The spreads of times and energies do not follow from the spread of costs. Without it, the usual spread is assumed.
+    # The spreads of times and energies cannot be computed from the spread of costs. The usual spread is assumed.
     op.drop_column("trials", "first_cost_j")
     op.drop_column("trials", "cost_deviations_j2")
