@@ -1,7 +1,7 @@
-"""The network under `http.py`: one deadline for a whole exchange, and no proxy for servers on this machine.
+"""The network layer of `http.py`: one deadline for a whole exchange, and no proxy for servers on this machine.
 
-The time-outs of httpx limit each wait, so a server that sends a byte now and then could be waited for without end. Here
-a request's time-out limits looking up the name, connecting, sending and receiving together, on the monotonic clock.
+The time-outs of httpx limit each single wait, so a server that sends a byte now and then could delay a request forever.
+Here, a request's time-out limits name lookup, connecting, sending and receiving together, by the monotonic clock.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import httpx
 
 from zeus_plugins.errors import ZeusBSOServerUnreachableError
 
-# Share of a request's time for its connection: time is left to try another connection, perhaps to another replica.
+# Share of a request's time for connecting: the rest is left to try another connection, perhaps to another replica.
 CONNECT_SHARE = 0.5
 
 # Seconds that a connection waits for a lookup if earlier addresses of the name are known.
@@ -30,7 +30,7 @@ _LATE_LOOKUP_S = 1.0
 
 
 def _proxy_of(url: httpx.URL) -> httpcore.Proxy | None:
-    """Return the proxy that the environment names for a URL, or None for this machine: a proxy would see the token."""
+    """Return the environment's proxy for a URL; None for this machine, because a proxy would see the token."""
     if _is_this_machine(url.host) or proxy_bypass(url.netloc.decode("ascii")):
         return None
     proxies = getproxies()
@@ -62,7 +62,7 @@ def _is_this_machine(host: str) -> bool:
 
 
 class DeadlineTransport(httpx.HTTPTransport):
-    """Connections to one server, each exchange within its request's time-out as a whole.
+    """Connections to one server, on which each whole exchange ends within its request's time-out.
 
     Raises:
         ZeusBSOServerUnreachableError: The environment names a proxy that cannot be used.
@@ -71,7 +71,7 @@ class DeadlineTransport(httpx.HTTPTransport):
     def __init__(self, server_url: str) -> None:
         url = httpx.URL(server_url)
         try:
-            # httpx has no public way to replace the network under its connections. It uses the pool for all else.
+            # httpx has no public way to replace only the network under its connections, so replace its whole pool.
             self._pool = httpcore.ConnectionPool(
                 ssl_context=httpx.create_ssl_context() if url.scheme == "https" else None,
                 proxy=_proxy_of(url),
@@ -86,7 +86,7 @@ class DeadlineTransport(httpx.HTTPTransport):
 
     def handle_request(self, request: httpx.Request) -> httpx.Response:
         """Send a request and receive the head of its answer; iterating the stream receives the body."""
-        # `_Stream` reads each time-out as a deadline. The request itself stays as it is, because it may be sent again.
+        # `_Stream` reads each time-out as a deadline. Send a copy of the request, because it may be sent again.
         now, limit_s = time.monotonic(), request.extensions["timeout"]["read"]
         deadlines = {"connect": now + CONNECT_SHARE * limit_s, "read": now + limit_s, "write": now + limit_s}
         extensions = {**request.extensions, "timeout": deadlines}
@@ -98,14 +98,14 @@ class DeadlineTransport(httpx.HTTPTransport):
         except httpx.TransportError:
             raise
         except Exception as error:
-            # httpcore passes on the errors of its SOCKS library. No network ends a training.
+            # httpcore passes on errors of its SOCKS library. Convert them: a network error must not end a training.
             raise httpx.NetworkError(f"{type(error).__name__}: {error}") from error
 
 
 class _Lookup(threading.Thread):
-    """A lookup of a name, in a thread that may be left behind.
+    """A lookup of a name, in a thread that a caller may stop waiting for.
 
-    The lookup of the system has no time-out; a silent DNS server delays it by up to 40 s.
+    The lookup of the system has no time-out; a DNS server that does not answer delays it by up to 40 s.
     """
 
     def __init__(self, host: str, port: int) -> None:
@@ -120,8 +120,8 @@ class _Lookup(threading.Thread):
             self.error = error
 
 
-# The latest addresses and lookups of each host and port. No lock guards them, because a fork could leave it locked: at
-# worst, a name is looked up twice.
+# The latest addresses and lookups of each host and port. They have no lock, because a fork could leave it locked.
+# Without a lock, at worst a name is looked up twice.
 _known: dict[tuple[str, int], list[str]] = {}
 _lookups: dict[tuple[str, int], _Lookup] = {}
 
@@ -132,7 +132,7 @@ def _addresses(host: str, port: int, flags: int = 0) -> list[str]:
 
 
 def _resolved(host: str, port: int, deadline: float | None) -> list[str]:
-    """Return the addresses of a host; if the DNS server does not answer, those that were found before.
+    """Return the addresses of a host; if the DNS server does not answer, the addresses from an earlier lookup.
 
     Raises:
         httpcore.ConnectError: There is no such name, or no DNS server has answered in time.
@@ -160,7 +160,7 @@ def _resolved(host: str, port: int, deadline: float | None) -> list[str]:
 
 
 class _Network(httpcore.NetworkBackend):
-    """Connects before a deadline; the host's addresses share the remaining time."""
+    """Connects before a deadline; the remaining time is divided among the host's addresses."""
 
     def connect_tcp(
         self,
@@ -183,7 +183,7 @@ class _Network(httpcore.NetworkBackend):
 
 
 class _Stream(httpcore.NetworkStream):
-    """A connection whose time-outs are deadlines; calls without one, as for SOCKS, end with the time for connecting."""
+    """A connection whose time-outs are deadlines; calls without a deadline (SOCKS) have the deadline for connecting."""
 
     def __init__(self, stream: httpcore.NetworkStream, deadline: float | None) -> None:
         self._stream, self._deadline = stream, deadline

@@ -18,13 +18,13 @@ _logger = logging.getLogger("zeus_plugins")
 
 
 def check_server_url(server_url: str | None) -> None:
-    """Raise `ZeusBSOConfigError` for a URL of neither a server nor the server in this process; None is good.
+    """Raise `ZeusBSOConfigError` unless a URL begins with ``http://``, ``https://`` or ``embedded:``; accept None.
 
     The client itself checks the parts of an ``http://`` URL.
     """
     scheme, separator, _ = (server_url or "").strip().partition("://")
     if server_url and not server_url.strip().startswith(EMBEDDED) and scheme.lower() not in ("http", "https"):
-        # Without a scheme, the text may hold a password.
+        # Do not quote a text without a scheme: it may contain a password.
         beginning = f" begins with {scheme}://, and" if separator else ""
         raise ZeusBSOConfigError(
             f"server_url{beginning} must be http:// or https:// with a host, for example http://127.0.0.1:8000, or "
@@ -39,19 +39,19 @@ def client_from_environment(
     timeout_s: float | None = None,
     environ: Mapping[str, str] | None = None,
 ) -> BsoClient | LocalServer:
-    """Make a client; missing arguments come from ``ZEUS_SERVER_URL`` and ``ZEUS_BSO_TOKEN`` or its file.
+    """Make a client; missing arguments come from ``ZEUS_SERVER_URL`` and ``ZEUS_BSO_TOKEN`` (or the token's file).
 
     Without a server URL, the server runs in this process, on the default file of ``bso-server``.
 
     Args:
         server_url: As in `BsoClient`; ``embedded:`` or ``embedded:///path`` is the server in this process.
-        token: As in `BsoClient`. The server in this process takes none.
+        token: As in `BsoClient`. The server in this process takes no token.
         timeout_s: Longest wait in seconds for a request, with its retries. None: the environment variable
             ``ZEUS_BSO_TIMEOUT_S``, else 10 s.
         environ: Environment variables, by default the process's own.
 
     Raises:
-        ZeusBSOConfigError: An argument cannot work, or there is no server URL and the server is not installed here.
+        ZeusBSOConfigError: An argument is invalid, or there is no server URL and the server is not installed here.
     """
     url = (server_url if server_url is not None else environment.SERVER_URL.text(environ)) or ""
     check_server_url(url)

@@ -34,19 +34,19 @@ from zeus_plugins.protocol import (
 
 _logger = logging.getLogger("zeus_plugins")
 
-# Another run that resumes at the same moment may take the trial over between this run's question and its take-over.
+# Attempts to take a trial over: another run may do so between this run's two heartbeats, which read and take the lease.
 _MOST_TAKE_OVERS = 10
 
 
 def is_refusal(error: Exception) -> bool:
-    """Return whether the server rejects the message for good.
+    """Return whether the server rejects the message permanently.
 
-    A server that is away, fails or does not accept the token may take the same message later. So may a server behind a
-    proxy that gives a foreign answer.
+    A server that is away, fails or does not accept the token may accept the same message later. A foreign answer, such
+    as a proxy's, is no rejection either.
     """
     if isinstance(error, ZeusBSORuntimeError):
         return not (error.is_outage or error.is_foreign)
-    # Without a status the error is of this side, such as a server in this process that cannot run here.
+    # An error without a status was raised on this side, for example if the server cannot run in this process.
     is_by_server = isinstance(error, ZeusBSOConfigError) and error.status is not None
     return is_by_server and not isinstance(error, ZeusBSOTokenError)
 
@@ -54,9 +54,9 @@ def is_refusal(error: Exception) -> bool:
 def registered_as(
     client: ServerPort, job: JobSpecFromClient, follows: Collection[str], *, revises: bool = False
 ) -> CreatedJob:
-    """Register a job; if its id is taken, adopt the registered values of the fields in `follows`, and try again.
+    """Register a job; if its id is taken, use the registered values of the fields in `follows`, and try again.
 
-    With `revises`, other fields revise the registered job, which a warning says.
+    With `revises`, other fields that differ revise the registered job, and a warning names the changes.
 
     Raises:
         ZeusBSOConfigError: The registered job differs in other fields, or the server does not show it.
@@ -84,7 +84,7 @@ def registered_as(
 def recorded(client: ServerPort, sender: OutboxHeader) -> TrialId:
     """Have the server record a trial that it did not dispatch, and return the trial; repeated calls record it once.
 
-    The job may have been revised since, which results that come late do not undo.
+    If the job has been revised since, it keeps its revised terms: late results do not undo a revision.
     """
     follows = {*sender.guessed, *(JobSpec.model_fields.keys() - FIXED_TERMS)}
     registered = registered_as(client, sender.registration, follows)
@@ -93,9 +93,9 @@ def recorded(client: ServerPort, sender: OutboxHeader) -> TrialId:
 
 
 def taken_over(client: ServerPort, trial: TrialId) -> tuple[TrialId, HeartbeatResponse]:
-    """Take a trial over for this run, after which the server refuses messages of earlier runs.
+    """Take a trial over for this run, so that the server refuses further messages of earlier runs.
 
-    Return the trial with its new lease epoch, and its state. A trial that has ended stays as it is.
+    Return the trial with its new lease epoch, and the server's answer with its state. An ended trial does not change.
     """
     known = trial
     for _ in range(_MOST_TAKE_OVERS):
@@ -141,9 +141,9 @@ def deliver(
 ) -> None:
     """Have the box's trial recorded or taken over if necessary, and deliver its items in order.
 
-    Items that were not delivered when this raises stay in the box. The box is locked, except during requests. Before
-    each request, `is_stopped` says whether to leave the remaining items. `take_verdict` is called with each verdict,
-    under the box's lock, before the evaluation leaves the box.
+    If a request raises, the items that were not delivered stay in the box. The box is locked, except during requests.
+    Before each request, delivery ends if `is_stopped()` is true. `take_verdict` is called with each verdict, under the
+    box's lock, before the evaluation leaves the box.
     """
     while not is_stopped():
         with box.lock:
@@ -160,7 +160,7 @@ def deliver(
             verdict = client.send_report(TrainingResult(**trial.model_dump(), **item.model_dump()))
             with box.lock:
                 take_verdict(verdict)
-                # After a verdict to stop, the server takes no more results.
+                # After a verdict to stop, the server accepts no more evaluations.
                 (box.drop_all if verdict.stop_train else box.drop_first)()
         else:
             if isinstance(item, Ending):
@@ -175,8 +175,8 @@ def deliver(
 class Delivered:
     """The outcome for one file of the outbox; job and server are empty if the file cannot be read.
 
-    A file is set aside if the server refuses it, or, without a `problem`, once all but its damaged lines was delivered.
-    If the file `needs_token`, the server did not accept the token, and may accept another one.
+    A file is set aside if the server refuses it, or, without a `problem`, when all lines except damaged lines have been
+    delivered. If the file `needs_token`, the server did not accept the token, but may accept another token.
     """
 
     path: Path
@@ -219,8 +219,8 @@ class Delivered:
 def deliver_waiting(outbox: Outbox, client_of: Callable[[str], ServerPort | None]) -> Iterator[Delivered]:
     """Deliver results of earlier trainings, oldest file first, except files of trainings that still run.
 
-    `client_of` returns the client for a server's URL, or None to skip that server's files. A `ZeusBSOError` that it
-    raises becomes the problem of those files.
+    `client_of` returns the client for a server's URL, or None to skip that server's files. If `client_of` raises a
+    `ZeusBSOError`, the error becomes the `problem` of that server's files.
     """
     problem_of: dict[str, str] = {}
     for box in _opened(outbox):
@@ -235,7 +235,7 @@ def deliver_waiting(outbox: Outbox, client_of: Callable[[str], ServerPort | None
         if client is not None:
             file, error = _emptied(box, client)
             if isinstance(error, ZeusBSORuntimeError) and error.is_outage:
-                # Each further file of a server that is away would wait for another time-out.
+                # Skip further files of a server that is away: each would wait for another time-out.
                 problem_of[server_url] = str(error)
             yield file
             continue
@@ -251,7 +251,7 @@ def deliver_earlier(outbox: Outbox, client: ServerPort) -> None:
         for file in deliver_waiting(outbox, lambda server_url: server if server_url == server.server_url else None):
             if not file.delivered and file.problem is None and file.set_aside is None:
                 continue
-            # Without a token, these results never leave: only the user can act.
+            # Without a valid token, these results are never delivered, and only the user can provide a token.
             is_warning = file.set_aside is not None or (file.needs_token and file.job_id not in warned)
             if is_warning:
                 warned.add(file.job_id)
@@ -290,7 +290,7 @@ def _emptied(box: OutboxFile, client: ServerPort) -> tuple[Delivered, ZeusBSOErr
     verdicts: list[ReportResponse] = []
     problem: ZeusBSOError | None = None
     try:
-        if waiting:  # A file without results leaves its trial as it is.
+        if waiting:  # Without results to deliver, do not record or take over the trial.
             deliver(box, client, take_verdict=verdicts.append)
         if verdicts and not verdicts[-1].stop_train and not is_ended and box.trial is not None:
             _shorten_lease(client, box.trial)

@@ -1,6 +1,6 @@
 """`ServerPort` over HTTP, against this project's server or Zeus 0.16's.
 
-A Zeus server's answers lack our optional fields, and its errors have another shape. Of the training side, only this
+A Zeus server's answers lack our optional fields, and its errors have another format. On the training side, only this
 module and `_transport.py` import the HTTP library.
 """
 
@@ -66,21 +66,21 @@ _Page = TypeVar("_Page", JobList, TrialList)
 class BsoClient(ServerPort):
     """A connection to one batch size optimization server; see `ServerPort`.
 
-    Requests are retried as `retries` says, except `delete_job`: the server accepts any other request twice. Neither the
-    token nor a password inside `server_url` appears in the repr, in errors or in the log.
+    Requests are retried as `retries` says, because the server accepts a request twice; only `delete_job` is not
+    retried. Neither the token nor a password inside `server_url` appears in the repr, in errors or in the log.
 
     Args:
         server_url: ``http://`` or ``https://`` with a host, and optionally a path prefix (behind a reverse proxy). A
             user and password inside it are sent as HTTP basic authentication. For the server in this process, use
             `zeus_plugins.client.client_from_environment`.
-        token: Sent as ``Authorization: Bearer``. Whitespace around it or `server_url`, as in files, is dropped.
-        timeout_s: Longest wait in seconds for an answer: looking up the server's name, connecting, which may take half
-            of the time, sending, receiving all of it, and retries.
+        token: Sent as ``Authorization: Bearer``. Whitespace around the token or `server_url`, as in files, is removed.
+        timeout_s: Longest wait in seconds for a whole answer, including name lookup and connecting (at most half of the
+            time), sending, receiving and retries.
         retries: How often a request without an answer is sent again.
         transport: Replaces the network.
 
     Raises:
-        ZeusBSOConfigError: An argument cannot work.
+        ZeusBSOConfigError: An argument is invalid.
     """
 
     def __init__(
@@ -128,7 +128,7 @@ class BsoClient(ServerPort):
             self._http = None
 
     def register(self, job: JobSpecFromClient) -> CreatedJob:
-        # `CreatedJob` is an answer; its JSON lacks `revise`.
+        # `job` may be a `CreatedJob`, an answer of the server, whose JSON lacks `revise`.
         return self._decode(
             self._request("POST", Paths.JOBS, body=JobSpecFromClient.model_construct(**dict(job))), CreatedJob
         )
@@ -165,11 +165,11 @@ class BsoClient(ServerPort):
             client._expect_ours(client._request("DELETE", Paths.JOBS, params={"job_id": job_id}))
 
     def list_jobs(self) -> JobList:
-        """List the jobs of all pages. A Zeus server lacks this."""
+        """List the jobs of all pages. A Zeus server lacks this route."""
         return JobList(jobs=tuple(job for page in self._pages(Paths.API_JOBS, JobList) for job in page.jobs))
 
     def job_report(self, job_id: str) -> JobReport:
-        """Return the job's page, which a notebook displays as the value of a cell. A Zeus server lacks this."""
+        """Return the job's page, which a notebook displays as the value of a cell. A Zeus server lacks this route."""
         answer = self._request("GET", f"/ui/jobs/{quote(job_id, safe='')}/report.html")
         if not answer.headers.get("content-type", "").startswith("text/html"):
             self._raise_foreign(answer, "no HTML")
@@ -240,7 +240,7 @@ class BsoClient(ServerPort):
         return answer
 
     def _count_fault(self, fault: str) -> None:
-        """Warn once that the server runs but fails: such an outage does not end by waiting."""
+        """Count an internal error of the server; after several, warn once, because waiting does not help."""
         if len(self._faults) == _FAULT_LIMIT:
             return
         self._faults.append(fault)
@@ -252,9 +252,9 @@ class BsoClient(ServerPort):
             )
 
     def _received(self, request: httpx.Request) -> httpx.Response:
-        """Send a request once and receive its whole answer, up to a size.
+        """Send a request once and receive its whole answer, up to a maximum size.
 
-        Refuse a compressed answer: a few bytes could expand to fill the memory.
+        Refuse a compressed answer: a few bytes could expand and fill the memory.
         """
         with contextlib.closing(self._connection().send(request, stream=True)) as answer:
             encoding = answer.headers.get("content-encoding", "identity")
@@ -274,7 +274,7 @@ class BsoClient(ServerPort):
         )
 
     def _connection(self) -> httpx.Client:
-        # A forked process must not speak on its parent's connections.
+        # A forked process must not use its parent's connections.
         if self._http is None or self._http_pid != os.getpid():
             self._http_pid = os.getpid()
             self._http = httpx.Client(
@@ -356,7 +356,7 @@ def _parsed_server_url(server_url: str) -> tuple[str, tuple[str, str] | None]:
     if url.query or url.fragment:
         raise ZeusBSOConfigError(f"{problem}must end with its path: remove what follows '?' or '#'")
     login = (url.username, url.password) if url.userinfo else None
-    # httpx logs the URL of each request, which must not hold the login.
+    # httpx logs the URL of each request, so the URL must not contain the login.
     return str(url.copy_with(userinfo=b"")).rstrip("/"), login
 
 
@@ -377,7 +377,7 @@ def _checked_token(token: str | None) -> str | None:
 
 
 def _excerpt_of(answer: httpx.Response) -> str:
-    """Describe an answer that does not look like one of a batch size optimization server."""
+    """Describe an answer that does not look like an answer of a batch size optimization server."""
     if answer.is_redirect:
         where = _without_secret_parts(answer.headers.get("location", ""))
         return f"redirected to {where}; set server_url or {SERVER_URL} to the server's final address"
@@ -386,10 +386,10 @@ def _excerpt_of(answer: httpx.Response) -> str:
 
 
 def _message_in(body: dict[str, Any]) -> tuple[str, str | None]:
-    """Return an error's message with the fields at fault, empty in a foreign body, and its reason.
+    """Return an error's message with the invalid fields (empty for a foreign body), and the error's reason.
 
-    Our server sends `zeus_plugins.protocol.ErrorBody`; Zeus's sends ``{"message": …}``, and FastAPI under it
-    ``{"detail": …}`` with a text or with a list of the fields at fault.
+    Our server sends `zeus_plugins.protocol.ErrorBody`. Zeus's server sends ``{"message": …}``, and its framework
+    FastAPI ``{"detail": …}`` with a text or with a list of the invalid fields.
     """
     texts = (body.get("message"), body.get("detail"))
     message = next((text for text in texts if isinstance(text, str) and text), "")
@@ -409,5 +409,5 @@ def _message_in(body: dict[str, Any]) -> tuple[str, str | None]:
 
 
 def _text_of(answer: httpx.Response) -> str:
-    """Return the body as UTF-8. The charset that the answer states may not be one of text, and then raise."""
+    """Return the body, decoded as UTF-8, because decoding by a charset that the answer states may raise."""
     return answer.content.decode("utf-8", "replace")

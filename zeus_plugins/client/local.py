@@ -1,6 +1,6 @@
 """`ServerPort` in the training's own process, on a SQLite file: the default without a server URL.
 
-Each request runs a function of `bso_server.service.commands` over a transaction, in the calling thread (see
+Each request runs a function of `bso_server.service.commands` in a transaction, in the calling thread (see
 docs/internals.md). A SQLite connection must not be carried into a forked child
 (https://www.sqlite.org/howtocorrupt.html, 2.6), so files are closed before each `os.fork`. This module needs the extra
 ``server``.
@@ -67,10 +67,10 @@ from zeus_plugins.protocol import (
 
 _DATABASE_VARIABLE = variable_of("database_url")
 
-# Factor of the time-out for a training's first requests, without which it would begin at the default batch size.
+# Factor on the time-out of a training's first requests: if they fail, the training begins at the default batch size.
 _START_PATIENCE = 6
 
-# While SQLite waits for another process's lock, this thread handles no signal.
+# Short, because this thread handles no signal while SQLite waits for another process's lock.
 _BUSY_TIMEOUT_S = 0.1
 
 _logger = logging.getLogger("zeus_plugins")
@@ -81,9 +81,9 @@ T = TypeVar("T")
 class LocalServer(ServerPort):
     """The server in this process.
 
-    All servers of this process on one file share one connection. The first request opens it; `close` or the end of the
-    interpreter closes it, and the next request opens it again. The settings are those of ``bso-server``, except tokens,
-    hosts and rates, which are for remote callers.
+    All `LocalServer` objects of this process on one file share one connection. The first request opens it; `close` or
+    the end of the interpreter closes it, and the next request opens it again. The settings are those of ``bso-server``,
+    except tokens, hosts and rates, which concern only remote callers.
 
     Args:
         server_url: ``embedded:///path/of/file``; or ``embedded:``, the default file of ``bso-server``.
@@ -91,7 +91,7 @@ class LocalServer(ServerPort):
             wait up to six times as long.
 
     Raises:
-        ZeusBSOConfigError: No SQLite file can be at this place, or a setting of the server is wrong.
+        ZeusBSOConfigError: No SQLite file can be opened at this path, or a setting of the server is wrong.
     """
 
     def __init__(self, server_url: str = EMBEDDED, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
@@ -216,7 +216,7 @@ class LocalServer(ServerPort):
         return self._retries.end_s(patience * self.timeout_s) - time.monotonic()
 
     def _asked(self, request: str, ask: Callable[[SyncStore], T]) -> T:
-        """Ask the file's store, and raise errors as over HTTP."""
+        """Call `ask` with the file's store, and raise the same errors as over HTTP."""
         try:
             return ask(_files.store(self._path, self._settings))
         except DatabaseNotReadyError as error:
@@ -318,7 +318,7 @@ def _database_url(path: Path) -> str:
 
 
 _files = _Files()
-# Close the files, which removes SQLite's log beside them, after the exit functions of trainings.
+# Close the files after the exit functions of trainings; closing removes SQLite's log beside each file.
 weakref.finalize(_files, _files.close)
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(before=_files.before_fork, after_in_parent=_files.after_fork, after_in_child=_files.after_fork)

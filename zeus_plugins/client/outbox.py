@@ -49,10 +49,10 @@ class OutboxHeader(WireMessage):
 
     Attributes:
         registration: The job on its hardware.
-        guessed: Fields of the job that a registration under its id overrides.
+        guessed: Inferred fields of the job; a job that is already registered under its id overrides them.
         trial: None for a trial that the server has not recorded yet.
-        key: Idempotency key under which such a trial is recorded; None for any other trial.
-        continues: Number of the trial that this trial's run finishes; None for any other trial.
+        key: Idempotency key for recording a trial that has no `trial` yet; None for any other trial.
+        continues: Number of the trial whose run this trial finishes; None if it finishes no other trial's run.
     """
 
     format: Literal["zeus-outbox"] = "zeus-outbox"
@@ -77,7 +77,7 @@ class OutboxHeader(WireMessage):
 class _Line(WireMessage):
     """A line after the first: an item, the number of the last delivered item, or a note about the trial.
 
-    `trial` is the trial as the server has recorded it; `resumes` is set beside it while it is to be taken over.
+    `trial` is the trial as the server has recorded it; `resumes` is True while this run must still take it over.
     """
 
     evaluation: Evaluation | None = None
@@ -106,12 +106,12 @@ class _Waiting(NamedTuple):
 
 
 class OutboxFile:
-    """The results of one trial that wait, in an open and locked file. Threads that share the box hold its `lock`.
+    """The waiting results of one trial, in an open and locked file. Threads that share the box hold its `lock`.
 
     Before `Outbox` opens the file and after `close`, the results are in memory only. `trial` is None while the server
     has not recorded it. If the box `resumes`, the trial must be taken over from an earlier run before anything is
-    delivered. `latest` is the last evaluation that was put in, delivered or not. The number of `damaged_lines` is that
-    of lines that cannot be read: the other lines are delivered, and then the file is set aside.
+    delivered. `latest` is the last evaluation that was put in, delivered or not. `damaged_lines` is the number of lines
+    that cannot be read: the other lines are delivered, and then the file is set aside.
     """
 
     def __init__(self, sender: OutboxHeader, *, resumes: bool = False) -> None:
@@ -129,7 +129,7 @@ class OutboxFile:
 
     @property
     def is_delivered(self) -> bool:
-        """True if the server has the trial for this run and nothing waits."""
+        """True if the server has recorded the trial, this run has taken it over if necessary, and nothing waits."""
         return self.trial is not None and not self.resumes and not self._waiting
 
     @property
@@ -164,7 +164,7 @@ class OutboxFile:
                 self._waiting[index] = _Waiting(waiting.item, self._written)
 
     def true_ending(self, ending: Ending) -> Ending:
-        """Return another rank's ending if that rank ran out of memory, which made this one fail; else `ending`."""
+        """Return the ending of a rank that ran out of memory if it explains this rank's failure, else `ending`."""
         if ending.outcome not in (TrialState.FAILED, TrialState.SUSPENDED):
             return ending
         for copy in range(_RANKS_ASKED):
@@ -180,7 +180,7 @@ class OutboxFile:
         return ending
 
     def name(self, trial: TrialId | None, *, resumes: bool = False) -> None:
-        """Note the trial as the server has it, or that it is still to be taken over."""
+        """Note the trial as the server has recorded it and, with `resumes`, that this run must still take it over."""
         self.trial, self.resumes = trial, resumes
         # If the note is lost, the trial is recorded again under the same key, or taken over again.
         with contextlib.suppress(OSError):
@@ -195,7 +195,7 @@ class OutboxFile:
                 self._write(_Line(delivered=number))
 
     def drop_all(self) -> None:
-        """Drop all items but power limits, which the server takes even after the trial's end."""
+        """Drop all items except power limits, which the server accepts even after the trial's end."""
         kept = [waiting.item for waiting in self._waiting if isinstance(waiting.item, PowerLimitChoice)]
         while self._waiting:
             self.drop_first()
@@ -240,7 +240,7 @@ class OutboxFile:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
             os.fsync(self._file.fileno())
         except OSError:
-            # Half a line would spoil the next one.
+            # Remove the half line, because it would make the next line unreadable.
             with contextlib.suppress(OSError):
                 self._file.truncate(end)
             raise
@@ -258,11 +258,11 @@ class OutboxFile:
             raise
 
     def _continue(self, earlier: OutboxFile) -> None:
-        """Append to the file of an earlier run; its items come first."""
+        """Append to the file of an earlier run; the earlier run's items come first."""
         self.path, self._file = earlier.path, earlier._file
         self._waiting, self._written = earlier._waiting, earlier._written
         self.damaged_lines, self.latest = earlier.damaged_lines, earlier.latest
-        # A run that has the trial takes it over no more: a second time could take it from a run that came later.
+        # A run that has taken the trial over does not take it over again: that could take it from a later run.
         has_trial = self.trial is not None and self.trial.lease_epoch is not None and not self.resumes
         if not has_trial:
             self.trial, self.resumes = earlier.trial or self.trial, self.resumes or earlier.resumes
@@ -303,7 +303,7 @@ class Outbox:
         self.directory = directory
 
     def waiting(self) -> list[Path]:
-        """Return the files with results that wait, oldest first, but copies after all first files."""
+        """Return the files with waiting results: first the files without a copy number, then copies, oldest first."""
         return sorted(self.directory.glob(f"*{_SUFFIX}"), key=lambda path: (bool(_COPY.search(path.name)), *_age(path)))
 
     def refused(self) -> list[Path]:
@@ -323,20 +323,20 @@ class Outbox:
     def put_on_disk(self, box: OutboxFile, *, is_first: bool = True) -> None:
         """Open a file for a new box: the file that an earlier run left, or a new one.
 
-        Do nothing if the box has a file. Do nothing either if items wait in memory only: they may be under way to the
-        server, and keep their order. Ranks other than 0 do not try the trial's first file (`is_first`).
+        Do nothing if the box has a file, or if items already wait in memory: they may be under way to the server, and
+        have to keep their order. Ranks other than 0 do not try the trial's first file (`is_first` is False).
 
         Raises:
             OSError: The file or the directory cannot be written, or belongs to another user.
         """
         if box._file is not None or len(box):
             return
-        # If the file cannot be opened, this object still searches for files of other ranks in this directory.
+        # Set the path first: even without a file, `true_ending` searches this directory for files of other ranks.
         box.path = self.directory / box.sender.file_name()
         files.make_private(self.directory)
         for copy in count(0 if is_first else 1):
             path = self.directory / box.sender.file_name(copy)
-            # Another process may be delivering the file; then try the next copy.
+            # If another process is delivering the file, try the next copy.
             with contextlib.suppress(files.FileBusyError):
                 try:
                     earlier = self.open(path)
@@ -361,10 +361,10 @@ class Outbox:
         return latest
 
     def open(self, path: Path) -> OutboxFile:
-        """Open a file that waits.
+        """Open a file with waiting results.
 
         Raises:
-            FileBusyError: Another process has it.
+            FileBusyError: Another process has locked it.
             OutboxFileError: It is not an outbox file, and stays unchanged.
             FileNotFoundError: Another process has delivered all of it.
         """
@@ -391,7 +391,7 @@ class Outbox:
 
 
 def _is_of_other_run(kept: TrialId | None, sent: TrialId | None) -> bool:
-    """Return whether a file of trial `kept` belongs to another run than `sent`; the server takes results of one run."""
+    """Return whether trial `kept` of a file and trial `sent` are of different runs, whose results must not be mixed."""
     if kept is None or sent is None:
         return False
     epochs, registrations = {kept.lease_epoch, sent.lease_epoch}, {kept.registration_id, sent.registration_id}

@@ -39,10 +39,10 @@ DEFAULT_TIMEOUT_S = 10.0
 
 @dataclass(frozen=True, kw_only=True)
 class Retries:
-    """When a request is sent again that got no answer, or an answer that asks for patience, within its time-out.
+    """How often, and when, a request is sent again that got no answer or a temporary error, within its time-out.
 
     Each wait is drawn uniformly between 0 and a bound that doubles, so that trainings that lost the server together do
-    not return together (Brooker: Exponential Backoff and Jitter, 2015).
+    not retry together (Brooker: Exponential Backoff and Jitter, 2015).
 
     Attributes:
         attempts: Maximum number of times that a request is sent.
@@ -67,7 +67,7 @@ NO_RETRIES = Retries(attempts=1)
 
 
 def last_requests(timeout_s: float) -> Retries:
-    """Return retries for closing a training, which waits at most twice the time-out of a request."""
+    """Return retries for the end of a training, which waits at most twice the time-out of a request."""
     return Retries(attempts=1, until_s=time.monotonic() + 2 * timeout_s)
 
 
@@ -76,15 +76,15 @@ class ServerPort(Protocol):
 
     Every method that sends a request keeps these promises:
 
-    - It answers after the server's commit, never before.
+    - It returns only after the server's commit.
     - Any thread may call it, in any order, also in exit functions and signal handlers. A forked process may use its
       parent's port, and a port may be pickled; nothing is opened before the first request.
-    - It may be called again with the same arguments after any failure, without doing anything twice. A method that
-      needs more for this says so.
+    - It is idempotent: after any failure, it may be called again with the same arguments. The methods that need a key
+      for this say so.
     - It raises `ZeusBSORuntimeError` with `is_outage` if the server is away, fails, or takes longer than `timeout_s`
-      (`ZeusBSOServerUnreachableError` without any answer): the request may have taken effect.
+      (`ZeusBSOServerUnreachableError` without any answer); the request may still have taken effect.
     - It raises `ZeusBSOConfigError` if the server refuses the job, the settings or (`ZeusBSOTokenError`) the token, and
-      any other `ZeusBSORuntimeError` if it refuses for another reason. `status` is 404 for an unknown job or trial, 409
+      `ZeusBSORuntimeError` without `is_outage` for any other refusal. `status` is 404 for an unknown job or trial, 409
       for a conflict, 422 for an invalid request or a batch size other than the trial's. A refusal changes nothing.
     - Messages about a trial carry the job's `registration_id` and the trial's `lease_epoch`, if known. The server
       refuses them (409) if the job was registered again since, or if a later run of the training has taken the trial
@@ -92,7 +92,7 @@ class ServerPort(Protocol):
 
     Attributes:
         server_url: The server's URL without user and password, or ``embedded://`` and the file of a server in this
-            process. Results that wait are kept under it, so it is equal for all ports of a server.
+            process. The outbox stores results under this URL, so it is equal for all ports of a server.
         timeout_s: Longest wait in seconds for a whole answer, including retries.
     """
 
@@ -112,29 +112,29 @@ class ServerPort(Protocol):
         self.close()
 
     def register(self, job: JobSpecFromClient) -> CreatedJob:
-        """Register a job, or find the job of this id and configuration; return it as the server keeps it.
+        """Register a job, or find the job of this id and configuration; return it as the server stores it.
 
-        A job without a `job_id` gets a new one each time; to repeat the call, send the job that was answered.
+        A job without a `job_id` gets a new id in each call; to repeat the call, send the job that was returned.
 
         Raises:
             ZeusBSOConfigError: The id has another configuration (409), or the job is invalid (422).
         """
 
     def show_job(self, job_id: str, *, limit: int | None = None) -> JobView:
-        """Return a job with its arms and latest `limit` trials (at most 1000; None: all). A Zeus server lacks this."""
+        """Return a job with its arms and latest `limit` trials (at most 1000; None: all). A Zeus server cannot."""
 
     def request_trial(self, job_id: str, key: str | None = None) -> TrialDispatch:
         """Start a trial of a registered job, and return it with its global batch size.
 
-        Requests with the same key (printable ASCII) start one trial; a Zeus server starts one each time. None stands
-        for a new key, so the call cannot be repeated.
+        Requests with the same key (printable ASCII) start only one trial; a Zeus server starts a new trial for each
+        request. None stands for a new key, so a repeated call starts another trial.
 
         Raises:
             ZeusBSORuntimeError: No batch size reached the target, or the key's trial has ended (409).
         """
 
     def record_offline(self, trial: OfflineTrial, key: str) -> TrialDispatch:
-        """Record a trial that began while the server was away, and return it. A Zeus server lacks this.
+        """Record a trial that began while the server was away, and return it. A Zeus server lacks this route.
 
         The key works as in `request_trial`, but its trial may have ended.
 
@@ -145,7 +145,7 @@ class ServerPort(Protocol):
     def send_report(self, result: TrainingResult) -> ReportResponse:
         """Report an evaluation of a running trial, with totals since the trial began; return the verdict.
 
-        The same report again gets the same answer. A report revives an abandoned trial.
+        A repeated report gets the same answer. A report revives an abandoned trial.
 
         Raises:
             ZeusBSORuntimeError: The trial has ended with another report (409).
@@ -155,29 +155,29 @@ class ServerPort(Protocol):
     def end_trial(self, trial: TrialId, ending: Ending | None = None) -> None:
         """End a trial that the server has not ended; an ended trial stays as it is.
 
-        Any process may call this, not only the process that requested the trial. Without an ending, the trial has
-        failed; a Zeus server treats every ending as a failure.
+        Any process may call this method, not only the process that requested the trial. Without an ending, the trial
+        has failed; a Zeus server treats every ending as a failure.
         """
 
     def heartbeat(self, trial: TrialId, *, regular: bool = True, resumes: bool = False) -> HeartbeatResponse:
-        """Keep a trial alive, or revive a suspended or abandoned one; return its state. A Zeus server lacks this.
+        """Renew a trial's lease, or revive a suspended or abandoned trial; return its state. A Zeus server cannot.
 
         Args:
             trial: The trial.
             regular: Whether more heartbeats follow at the interval that the answer states.
             resumes: Whether to take the trial over from the run with `trial.lease_epoch`, unless the trial has ended.
-                The answer holds the new epoch. The same request again is refused as stale.
+                The answer contains the new epoch. The server refuses a repetition of this request as stale.
         """
 
     def store_power_profile(self, trial: TrialId, choice: PowerLimitChoice) -> None:
-        """Store the power limits of a trial in any state, for later trials of its size. A Zeus server lacks this.
+        """Store the power limits of a trial in any state, for later trials of its size. A Zeus server cannot.
 
         Raises:
             ZeusBSOConfigError: The job has other GPUs (422).
         """
 
     def store_probe(self, trial: TrialId, probe: Probe) -> None:
-        """Store the probe of a trial in any state; do nothing if the server lacks this, as a Zeus server does."""
+        """Store the probe of a trial in any state; do nothing if the server, such as a Zeus server, lacks probes."""
         del trial, probe
 
 
@@ -191,7 +191,7 @@ def error_of(
     is_foreign: bool = False,
     reason: str | None = None,
 ) -> ZeusBSOError:
-    """Return the exception for a refusal with this HTTP status; `is_foreign`: another kind of server has answered."""
+    """Return the exception for a refusal with this HTTP status; `is_foreign` if another kind of server has answered."""
     if status == 401:
         return ZeusBSOTokenError(
             f"the server at {server_url} does not accept the token ({status}: {text}): pass a valid token= or set "

@@ -1,6 +1,6 @@
 """Reports of one trial to the server: sent at once or, if the server is away, kept in the outbox and sent later.
 
-`TrialReporter` keeps the failures of a server out of a training. While the server is away, the reporter judges
+`TrialReporter` protects a training from failures of the server. While the server is away, the reporter judges
 evaluations by the trial's stop rule. The reporter's thread sends heartbeats, and delivers the results in the outbox
 when the server can be reached again.
 """
@@ -30,7 +30,7 @@ from zeus_plugins.protocol import (
 
 _logger = logging.getLogger("zeus_plugins")
 
-# Between heartbeats until the server states an interval; also the longest wait between attempts to reach the server.
+# Seconds between heartbeats, until the server states an interval. This interval also bounds the wait between retries.
 _INTERVAL_S = 60.0
 _FIRST_RETRY_S = 1.0
 
@@ -46,13 +46,14 @@ def judged_without_server(
 class TrialReporter:
     """Sends a trial's results to the server and returns verdicts on them.
 
-    No method raises because of the server. The first trouble of each kind is a warning, a repeated one a debug line.
+    No method raises an error of the server. The first error of each kind is logged as a warning, later ones for
+    debugging.
 
     Args:
         sender: The trial, which the server may not have recorded yet.
         rule: The stop rule that came with the trial.
         takes_heartbeats: False for a Zeus server.
-        resumes: Whether the trial is still to be taken over from an earlier run of the training.
+        resumes: Whether this run must still take the trial over from an earlier run of the training.
 
     Attributes:
         job: The trial's job, on its hardware.
@@ -81,11 +82,11 @@ class TrialReporter:
         self._box = OutboxFile(sender, resumes=resumes)
         # Guards the box and the fields below.
         self._lock = self._box.lock
-        # The server does not want the trial: nothing more is sent.
+        # The server has refused the trial, so nothing more is sent.
         self._is_refused = False
         # The verdict that stops the trial, if a late delivery brought it.
         self._last_verdict: ReportResponse | None = None
-        # For the thread to send.
+        # Power limits that the thread still has to send.
         self._power_limits: PowerLimitChoice | None = None
         self._thread: threading.Thread | None = None
         self._thread_closes_box = False
@@ -98,12 +99,12 @@ class TrialReporter:
 
     @property
     def is_away(self) -> bool:
-        """True if the server lacks results or the take-over of the trial, or refuses the trial."""
+        """True if the server still lacks results, the trial or its take-over, or has refused the trial."""
         with self._lock:
             return self._is_refused or not self._box.is_delivered
 
     def start(self, trouble: ZeusBSOError | None = None) -> None:
-        """Start to send heartbeats if the server takes them; the caller has already warned of `trouble`."""
+        """Start to send heartbeats if the server accepts them; the caller has already warned of `trouble`."""
         if trouble is not None:
             self._warned.add(_cause_of(trouble))
         if self._takes_heartbeats:
@@ -136,13 +137,13 @@ class TrialReporter:
         return self.judge(rule, metric=evaluation.metric, epochs=evaluation.current_epoch, cost_j=cost_j)
 
     def judge(self, rule: StopRule, *, metric: float, epochs: float, cost_j: float | None = None) -> ReportResponse:
-        """Judge an evaluation here; one of unknown cost only by the target and `max_epochs`."""
+        """Judge an evaluation without the server; if its cost is unknown, only by the target and `max_epochs`."""
         verdict = judged_without_server(self.job, rule, metric=metric, epochs=epochs, cost_j=cost_j)
         self.rule = verdict.stop_rule or self.rule
         return verdict
 
     def send_nothing(self) -> None:
-        """Judge all further evaluations here, and keep and send nothing more."""
+        """From now on, judge evaluations without the server, and neither keep nor send results."""
         with self._lock:
             self._is_refused = True
             self._box.refuse()
@@ -172,7 +173,7 @@ class TrialReporter:
         if thread is not None:
             thread.join(self._client.timeout_s)
         with self._lock:
-            # A thread that hangs in a request closes the box itself. A fork does not have its parent's threads.
+            # A thread that hangs in a request closes the box itself later. A fork does not have its parent's threads.
             self._thread_closes_box = hangs = self._thread is not None and self._thread.is_alive()
         if not hangs:
             try:
@@ -201,7 +202,7 @@ class TrialReporter:
             )
 
     def _keep(self, item: Item) -> None:
-        """Put `item` into the box; later results follow it there until the server is back."""
+        """Put `item` into the box; until the box has been delivered, later results are put into it, too."""
         with self._lock:
             if self._is_refused:
                 return
@@ -219,7 +220,7 @@ class TrialReporter:
         self._wake_thread()
 
     def _notice(self, error: Exception) -> None:
-        """Warn of an error of the server; give the trial up if the error is a refusal."""
+        """Warn of an error of the server; if the error is a refusal, send nothing more of this trial."""
         cause = _cause_of(error)
         if not is_refusal(error):
             self._warn(
@@ -295,7 +296,7 @@ class TrialReporter:
 
     def _take_late_verdict(self, verdict: ReportResponse) -> None:
         if verdict.stop_rule is not None:
-            # Evaluations that still wait have been counted here, but not by the server.
+            # The server's rule does not yet count the evaluations that still wait here.
             self.rule = verdict.stop_rule.confirmed_as(self.rule)
         if verdict.stop_train:
             self._last_verdict = verdict

@@ -1,6 +1,6 @@
-"""AMD GPUs, by their energy counters (the package `amdsmi`, which comes with ROCm).
+"""Energy of AMD GPUs, read by the package `amdsmi`, which comes with ROCm.
 
-Written against the interface of amdsmi 7.0.2 and reports of its users, and tested only with a simulated GPU.
+Based on the interface of amdsmi 7.0.2 and on reports of its users, and tested only with a simulated GPU.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from zeus_plugins.energy.visible import check_one_model, chosen_indices
 from zeus_plugins.environment import CUDA_VISIBLE_DEVICES, HIP_VISIBLE_DEVICES, ROCR_VISIBLE_DEVICES
 
 AmdSmi = Any
-"""The package `amdsmi`, which may be absent, or a test's replacement."""
+"""The package `amdsmi`, which may be absent, or a replacement in a test."""
 
 COMPARED_S = 0.25
-"""Seconds for which a counter is first compared with the power reading."""
+"""Seconds between two readings of a counter whose rate is compared with the power reading, on first use."""
 
-# Generous, as the readings are means of different lengths under a load that may just have begun: finds a wrong unit.
+# Bounds of counted power / read power. They are wide, as both are means over different times, and find a wrong unit.
 _PLAUSIBLE = (0.1, 10.0)
 
 
 def probe(request: MonitorRequest, amdsmi: AmdSmi | None = None) -> Choice | None:
-    """Choose a monitor of the AMD GPUs that train, unless NVIDIA GPUs do; see `Probe`."""
+    """Choose a monitor of the AMD GPUs, unless the training uses other devices; see `Probe`."""
     indices = [each for each in request.device_indices or () if isinstance(each, int)]
     names_others = len(indices) < len(request.device_indices or ())
     is_absent = amdsmi is None and importlib.util.find_spec("amdsmi") is None
@@ -62,16 +62,16 @@ class AmdSmiMonitor(CounterMonitor):
     ``CUDA_VISIBLE_DEVICES``. The first use compares each counter with the power reading, if available, because some
     driver versions count in another unit than they state.
 
-    On a card with two dies (MI250) the first die's counter counts for both, and the second die's stays at 0. Such a
-    card can be measured only if the training uses both dies.
+    On a card with two dies (MI250), the first die's counter counts the energy of both dies, and the second die's stays
+    at 0. Such a card can be measured only if the training uses both dies.
 
     Args:
         device_indices: Indices among the visible GPUs. None: all of them.
-        max_power_w: Their summed maximum power in watts, if the driver gives no power limit.
+        max_power_w: Summed maximum power of the GPUs in watts, used if the driver gives no power limit.
 
     Raises:
         EnergyUnavailableError: On first use: no driver, no visible GPU, a GPU without a counter of its own, or a
-            counter that differs from the power reading by more than a factor of ten.
+            counter whose rate differs from the power reading by more than a factor of ten.
         ZeusBSOConfigError: On first use: the GPUs are of several models, or a named GPU does not exist.
     """
 
@@ -89,10 +89,10 @@ class AmdSmiMonitor(CounterMonitor):
 
 
 class AmdSmiPowerMonitor(IntegratedPowerMonitor):
-    """An `EnergyMonitor` that integrates power readings of the visible AMD GPUs, if their counters are unusable.
+    """An `EnergyMonitor` that integrates power readings of the visible AMD GPUs, for GPUs with unusable counters.
 
     Experimental. It has the arguments and errors of `AmdSmiMonitor`. A GPU without a power reading, such as the second
-    die of an MI250, is unavailable.
+    die of an MI250, raises `EnergyUnavailableError`.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class AmdSmiPowerMonitor(IntegratedPowerMonitor):
 
 @dataclass(frozen=True)
 class _Gpu:
-    """One GPU, or one die of two; `index` is its number on the machine as HIP counts."""
+    """One GPU, or one die of a card with two; `index` is its number on the machine in HIP's order."""
 
     amdsmi: AmdSmi
     handle: Any
@@ -131,7 +131,7 @@ class _Gpu:
             raise NoPowerLimitError(unavailable.cause) from unavailable
 
     def power_w(self) -> float:
-        """Read the power in watts, from the field that this model fills."""
+        """Read the power in watts, from the first field that has a value on this model."""
         told = self._ask("power reading", self.amdsmi.amdsmi_get_power_info)
         for key in ("socket_power", "current_socket_power", "average_socket_power"):
             number = told.get(key)
@@ -174,7 +174,7 @@ def _readable(amdsmi: AmdSmi | None, indices: Sequence[int] | None) -> Found:
 
 
 def _compare(gpus: Sequence[_Gpu], clock: Callable[[], float], sleep: Callable[[float], None]) -> None:
-    """Refuse counters that disagree with the power readings of their GPUs; skip GPUs without a reading."""
+    """Raise `EnergyUnavailableError` if a counter disagrees with its GPU's power reading, if there is a reading."""
     readings = []
     for gpu in gpus:
         with contextlib.suppress(EnergyUnavailableError, AttributeError):
@@ -191,7 +191,7 @@ def _compare(gpus: Sequence[_Gpu], clock: Callable[[], float], sleep: Callable[[
 
 
 def _open_gpus(amdsmi: AmdSmi | None, indices: Sequence[int] | None) -> tuple[list[_Gpu], list[_Gpu]]:
-    """Return the GPUs that train, none of them partitioned, and all GPUs of the machine."""
+    """Return the chosen GPUs and all GPUs of the machine; raise an error if a chosen GPU is partitioned."""
     machine = _open_machine(amdsmi or _installed_amdsmi())
     visible = _visible(machine)
     gpus = [visible[index] for index in chosen_indices(indices, len(visible))]
@@ -199,7 +199,7 @@ def _open_gpus(amdsmi: AmdSmi | None, indices: Sequence[int] | None) -> tuple[li
     for gpu in gpus:
         try:
             partition = gpu.amdsmi.amdsmi_get_gpu_compute_partition(gpu.handle)
-        except (AttributeError, gpu.amdsmi.AmdSmiException):  # only MI300 and later know partitions
+        except (AttributeError, gpu.amdsmi.AmdSmiException):  # only MI300 and later have partitions
             continue
         if partition not in ("SPX", "N/A", ""):
             raise EnergyUnavailableError(
@@ -211,7 +211,7 @@ def _open_gpus(amdsmi: AmdSmi | None, indices: Sequence[int] | None) -> tuple[li
 
 def _installed_amdsmi() -> AmdSmi:
     try:
-        with contextlib.redirect_stdout(sys.stderr):  # Some versions print the missing parts.
+        with contextlib.redirect_stdout(sys.stderr):  # Some versions print which parts are missing.
             import amdsmi
     # Without ROCm's library the import raises KeyError in some versions and OSError in others.
     except Exception as error:
@@ -231,7 +231,7 @@ def _open_machine(amdsmi: AmdSmi) -> list[_Gpu]:
             name = amdsmi.amdsmi_get_gpu_asic_info(handle)["market_name"]
         except amdsmi.AmdSmiException as error:
             raise EnergyUnavailableError(f"AMD GPU {place} does not tell its model: {error}") from error
-        # HIP's numbers are known since ROCm 6.4; before, both list GPUs in the same order as a rule.
+        # amdsmi gives HIP's numbers since ROCm 6.4. In older versions, both usually list the GPUs in the same order.
         try:
             known = amdsmi.amdsmi_get_gpu_enumeration_info(handle)
         except (AttributeError, amdsmi.AmdSmiException):
@@ -243,7 +243,7 @@ def _open_machine(amdsmi: AmdSmi) -> list[_Gpu]:
 
 
 def _visible(machine: Sequence[_Gpu]) -> Sequence[_Gpu]:
-    # ROCR_VISIBLE_DEVICES hides GPUs from all of ROCm. HIP obeys the first of the other two variables that is set.
+    # ROCR_VISIBLE_DEVICES hides GPUs from all of ROCm. HIP_VISIBLE_DEVICES takes precedence over CUDA_VISIBLE_DEVICES.
     hip = HIP_VISIBLE_DEVICES.text()
     hip = CUDA_VISIBLE_DEVICES.text() if hip is None else hip
     visible = machine
@@ -256,7 +256,7 @@ def _visible(machine: Sequence[_Gpu]) -> Sequence[_Gpu]:
 
 
 def _listed(setting: str, gpus: Sequence[_Gpu]) -> Sequence[_Gpu]:
-    """Return the GPUs of a list of indices and ids, up to the first entry without a GPU."""
+    """Return the GPUs that a list of indices and UUIDs names, up to the first entry that names no GPU."""
     listed: list[_Gpu] = []
     for entry in (part.strip().lower() for part in setting.split(",")):
         named = [gpu for place, gpu in enumerate(gpus) if entry and entry in (str(place), gpu.uuid.lower())]
@@ -267,7 +267,7 @@ def _listed(setting: str, gpus: Sequence[_Gpu]) -> Sequence[_Gpu]:
 
 
 def _first_dies(gpus: Sequence[_Gpu], machine: Sequence[_Gpu]) -> list[_Gpu]:
-    """Return the GPUs whose counters together count for `gpus`: of two dies on one card, the first."""
+    """Return the GPUs whose counters cover the energy of `gpus`; of two dies on one card, this is the first die."""
     counting = []
     for gpu in gpus:
         place = machine.index(gpu)

@@ -1,4 +1,4 @@
-"""The choice of a monitor for this machine."""
+"""The choice of an energy monitor for this machine."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from zeus_plugins.energy.monitor import (
 from zeus_plugins.environment import ESTIMATED_POWER_W
 
 PROBES: tuple[Probe, ...] = (nvml.probe, amd.probe, probe_jetson, probe_rapl)
-"""The probes of all kinds of devices, in order of preference. A new energy counter adds its `probe` here."""
+"""The probes of all kinds of devices, in order of preference. To support a new energy counter, add its `probe` here."""
 
 
 def auto(
@@ -32,21 +32,21 @@ def auto(
     device_indices: Sequence[int | str] | None = None,
     probes: Sequence[Probe] = PROBES,
 ) -> EnergyMonitor:
-    """Choose the best monitor that this machine offers, unused so that it can be pickled.
+    """Choose the best monitor that this machine offers, and return it unused, so that it can be pickled.
 
-    The order of preference: energy counters of NVIDIA GPUs; their power, integrated; counters of AMD GPUs, or their
-    power; power sensors of a Jetson module; counters of the CPU packages (RAPL), if no GPU trains; an estimate that
-    says so. Each cause of a fallback is logged as a warning once per process.
+    The order of preference: energy counters of NVIDIA GPUs; their power readings, integrated; the same for AMD GPUs;
+    power sensors of a Jetson module; energy counters of the CPU packages (RAPL), if the training uses no GPU; an
+    estimate, labelled as an estimate. A choice less exact than a counter is logged as a warning, once per process.
 
     Args:
         estimated_power_w: Watts of the whole machine at full load, for an estimate without a counter. None:
             ``ZEUS_ESTIMATED_POWER_W``, else the GPUs' power limits if known, else `DEFAULT_ESTIMATED_POWER_W`.
         device_indices: Indices among the visible GPUs, or UUIDs of NVIDIA GPUs. None: all visible GPUs. Empty: the
-            training uses another device, and idle GPUs beside it are not measured.
+            training uses no GPU, so that idle GPUs of the machine are not measured.
         probes: The kinds of devices to look for, in this order.
 
     Raises:
-        ZeusBSOConfigError: The visible GPUs cannot be measured together, or the watts to assume are invalid.
+        ZeusBSOConfigError: The visible GPUs cannot be measured together, or the stated watts are invalid.
     """
     choice = choose(estimated_power_w, device_indices=device_indices, probes=probes)
     if choice.warning is not None:
@@ -60,7 +60,7 @@ def choose(
     device_indices: Sequence[int | str] | None = None,
     probes: Sequence[Probe] = PROBES,
 ) -> Choice:
-    """Choose like `auto` and return the reasons, too."""
+    """Choose a monitor like `auto`; return it with the reasons for the choice."""
     request = MonitorRequest(device_indices, estimated_power_w)
     causes: list[str] = []
     gpus = UnmeasuredGpuError("no GPU was found")
@@ -108,7 +108,7 @@ def _estimate(request: MonitorRequest, gpus: UnmeasuredGpuError, causes: Sequenc
 
 
 def _cuda_model() -> str | None:
-    """Return PyTorch's name of the GPU, if its driver gives none."""
+    """Return PyTorch's name of the first GPU, or None if PyTorch has not started CUDA."""
     torch = sys.modules.get("torch")
     try:
         return str(torch.cuda.get_device_properties(0).name) if torch and torch.cuda.is_initialized() else None

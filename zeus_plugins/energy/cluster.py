@@ -1,4 +1,4 @@
-"""One measurement for a training on several machines (nodes), without a framework."""
+"""One measurement for all machines (nodes) of a training, independent of the deep-learning framework."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _WINDOW = "zeus_node"
 
 @dataclass
 class _Others:
-    """The energy of the other nodes in an open window, and how they obtained it."""
+    """The energy of the other nodes in an open window, and the sources of their measurements."""
 
     energy_j: float = 0.0
     sources: dict[str, None] = field(default_factory=dict)
@@ -27,20 +27,21 @@ class _Others:
 class ClusterMonitor:
     """An `EnergyMonitor` on rank 0 that adds up the measurements of the first rank of each node.
 
-    Every rank makes one, in the process that uses it. The constructor and `synchronize` are collective calls, made by
-    all ranks at the same point of the training. `gpus`, `begin_window` and `end_window` are for rank 0 only and need no
-    collectives: a window covers rank 0's node up to its end, and the other nodes up to the latest `synchronize`. The
-    energy that they use later counts for the window of the next `synchronize`. So call it right before a window begins
-    or ends. If a node fails to measure, its maximum power counts, and the source says so.
+    Every rank creates a `ClusterMonitor`, in the process that uses it. The constructor and `synchronize` are collective
+    calls: all ranks call them at the same point of the training. `gpus`, `begin_window` and `end_window` are not
+    collective; only rank 0 calls them. A window therefore covers rank 0's node up to the window's end, but the other
+    nodes only up to the latest `synchronize`. The energy that these nodes use later counts for the window that is open
+    at the next `synchronize`. So call `synchronize` right before a window begins or ends. If a node fails to measure,
+    its maximum power × time replaces the measurement, and the source says so.
 
     Args:
-        measure: Makes the monitor of this node's devices, on the first rank of each node; None on the others.
+        measure: Makes the monitor of this node's devices, on the first rank of each node; None on the other ranks.
         rank: The global rank of this process; rank 0 is the first of its node.
         all_gather: Takes an object and returns the objects of all ranks, in order of rank.
 
     Raises:
-        Exception: The error of the first node that cannot measure, on every rank.
-        ZeusBSOConfigError: The nodes have GPUs of different models, on every rank.
+        Exception: On every rank: the error of the first node that cannot measure.
+        ZeusBSOConfigError: On every rank: the nodes have GPUs of different models.
     """
 
     def __init__(
@@ -60,7 +61,7 @@ class ClusterMonitor:
             try:
                 self._monitor = as_energy_monitor(measure())
                 told = self._monitor.gpus()
-            except Exception as error:  # Raised below on all ranks, which would hang if one of them raised here.
+            except Exception as error:  # Raised below on all ranks: if one rank raised here, the others would hang.
                 told = error
         self._node_gpus: dict[int, GpuConfig] = {}  # by the rank that measures the node
         for each, gpus in enumerate(all_gather(told)):
@@ -76,7 +77,7 @@ class ClusterMonitor:
 
     @property
     def source(self) -> str:
-        """The number of nodes, and how they obtain the energy."""
+        """The number of nodes, and the sources of their measurements."""
         own = () if self._monitor is None else (self._monitor.source,)
         return self._joined((*own, *self._others_sources))
 
@@ -118,7 +119,7 @@ class ClusterMonitor:
         return Measurement(own.time_s, own.energy_j + others.energy_j, source, own.parts_j)
 
     def close(self) -> None:
-        """Stop measuring on this rank, without a collective. Never raises, so that it can be called after an error."""
+        """Stop measuring on this rank; not collective. Never raises, so that it can be called after an error."""
         if self._monitor is None or not self._is_measuring:
             return
         self._is_measuring = False
@@ -134,7 +135,7 @@ class ClusterMonitor:
         return self._monitor
 
     def _share(self) -> Measurement | None:
-        """Return the energy of this rank's node since the latest call; None on rank 0, or if it is not measured."""
+        """Return the energy of this rank's node since the latest call; None on rank 0, or if it was not measured."""
         if self._rank == 0 or self._monitor is None:
             return None
         measured = None
@@ -144,7 +145,7 @@ class ClusterMonitor:
                 measured = self._monitor.end_window(_WINDOW)
             self._monitor.begin_window(_WINDOW)
             self._is_measuring = True
-        except Exception as error:  # The other ranks wait in a collective, and the training must not end here.
+        except Exception as error:  # Not raised: the other ranks wait for this rank in a collective call.
             level = logging.DEBUG if self._has_warned else logging.WARNING
             self._has_warned = True
             logger.log(level, "this node's energy cannot be measured, its maximum power is taken instead: %s", error)

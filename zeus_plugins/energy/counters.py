@@ -1,4 +1,4 @@
-"""Measurement windows over counters that only rise: of a GPU, of a CPU package, or of power integrated here."""
+"""Measurement windows over energy counters: those in a GPU or CPU package, or power readings integrated here."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSOOperationOrderError
 from zeus_plugins.protocol import GpuConfig
 
 STANDSTILL_S = 1.0
-"""Seconds without a move after which a counter counts as broken: all known ones move several times a second."""
+"""Seconds without a change after which a counter is treated as broken: known counters change several times a second."""
 
 SAMPLE_INTERVAL_S = 0.1
 """Longest time between two power readings, in seconds."""
 
 SHORTEST_INTERVAL_S = 0.01
-"""Seconds between two power readings until the period of the sensor is known, and the shortest time afterwards."""
+"""Seconds between two power readings while the sensor's period is still unknown, and the lower bound afterwards."""
 
 _PERIODS, _FIRST_READINGS = 10, 300
 
 POLL_S = 0.002
-"""Seconds between two readings of a counter whose next move is awaited."""
+"""Seconds between two readings of a counter while waiting for its next change."""
 
 LATE_S = 1.0
-"""Seconds between two power readings above which a measurement's source names the gap."""
+"""If two power readings are more than these seconds apart, the measurement's source mentions the gap."""
 
 MICRO = 1_000_000
 
@@ -62,10 +62,10 @@ class EnergyCounter(Protocol):
 def next_moves(
     reads: Sequence[Callable[[], int]], clock: Callable[[], float], sleep: Callable[[float], None]
 ) -> list[tuple[float, int]]:
-    """Wait for the next move of each counter.
+    """Wait until each counter has changed, for at most `STANDSTILL_S`.
 
     Returns:
-        Time in seconds and value of the move of each counter; without a move, of its reading after `STANDSTILL_S`.
+        For each counter, the time in seconds and the value of the first changed reading; without a change, of the last.
     """
     before = [read() for read in reads]
     found = [(clock(), value) for value in before]
@@ -82,8 +82,9 @@ def next_moves(
 class IntegratedPower:
     """An `EnergyCounter` that integrates power readings by the trapezoidal rule.
 
-    The device has `max_power_w` and `power_w()`, in watts, and perhaps `instant_power_w()`, which is preferred to a
-    mean of the past second. `late` counts the readings that came more than `LATE_S` after the previous reading.
+    The device has `max_power_w` and `power_w()`, in watts. If it also has `instant_power_w()`, that method is used,
+    because `power_w()` may be a mean of the past second. `late` counts the readings that came more than `LATE_S` after
+    the previous reading.
     """
 
     def __init__(self, device: Any, clock: Callable[[], float]) -> None:
@@ -108,17 +109,17 @@ class IntegratedPower:
 
     @property
     def interval_s(self) -> float:
-        """Seconds to the next reading: half the period in which the sensor changes, so that no change is missed.
+        """Seconds to the next reading: half the sensor's period, so that no change is missed.
 
-        The period is the median of the first times between two changes. A sensor that does not change at first, or
-        changes seldom, is read every `SAMPLE_INTERVAL_S`.
+        The period is the median of the first `_PERIODS` times between two changes. While it is unknown, the interval is
+        `SHORTEST_INTERVAL_S` for the first `_FIRST_READINGS` readings, then `SAMPLE_INTERVAL_S`.
         """
         if len(self._periods_s) == _PERIODS:
             return min(max(median(self._periods_s) / 2, SHORTEST_INTERVAL_S), SAMPLE_INTERVAL_S)
         return SHORTEST_INTERVAL_S if self._readings < _FIRST_READINGS else SAMPLE_INTERVAL_S
 
     def energy_uj(self) -> int:
-        """Read the power, add the energy since the previous reading, and return the microjoules since the first."""
+        """Read the power, add the energy since the previous reading, and return the sum in microjoules."""
         power_w = self._power_w()
         now_s = self._clock()
         self._readings += 1
@@ -135,9 +136,10 @@ class IntegratedPower:
 
 
 class Found(NamedTuple):
-    """Devices (`EnergyCounter`s or those of `IntegratedPower`), their description, and notes for a source.
+    """Devices, their number and model, and a function that returns notes for a measurement's source.
 
-    The notes get the ids of the training's processes, as far as known.
+    The devices are `EnergyCounter`s, or devices as `IntegratedPower` takes them. The function gets the known process
+    ids of the training.
     """
 
     devices: Sequence[Any]
@@ -162,15 +164,15 @@ class _Reading(NamedTuple):
 class CounterMonitor:
     """An `EnergyMonitor` over devices that have counters.
 
-    If a counter stands still or falls, the device's maximum power × time replaces it, and the measurement's source says
-    so: 0 J would make that batch size look like the cheapest.
+    If a counter stops or falls, the device's maximum power × time replaces its energy, and the measurement's source
+    says so. With 0 J instead, the batch size of the window would look like the cheapest.
 
     Args:
         source: See `EnergyMonitor.source`.
         find: Finds the devices; called once, on first use.
         sample_interval_s: Seconds between two readings while a window is open, or a function of the devices that
-            returns them. None: read only at its ends.
-        max_power_w: The devices' summed maximum power in watts, if they give none.
+            returns them. None: read only when a window begins or ends.
+        max_power_w: The devices' summed maximum power in watts, used if they give none.
         sleep: Waits for a number of seconds.
     """
 
@@ -191,19 +193,19 @@ class CounterMonitor:
         self._sample_interval_s = sample_interval_s
         self._stated_power_w = max_power_w
         self._windows: OpenWindows[_Reading] = OpenWindows()
-        # For each counter, its reading when it last moved, and the time of that.
+        # For each counter, its latest value, and the time at which this value was first read.
         self._moved: list[tuple[int, float]] = []
         self._own_processes: tuple[int, ...] = ()
         self._suspected: set[str] = set()
-        # Each note on the devices, and the number of the look that has found it last.
+        # Each note on the devices, and the number of the latest `look` that returned it.
         self._notes: dict[str, int] = {}
         self._looks = 0
         self._sampler: Sampler | None = None  # while a window is open
 
     def joined(self, other: CounterMonitor) -> CounterMonitor:
-        """Return a monitor of the devices of both; the model of its devices names the parts of the other.
+        """Return a monitor of the devices of both monitors; the name of its model includes the other monitor's parts.
 
-        A job whose scope changes therefore counts as a job on other hardware: its earlier costs are not used any more.
+        If the energy scope of a job changes, its model therefore changes, so that its earlier costs are no longer used.
         """
         source, find = f"{self.source} and {other.source}", partial(_joined, self._find, other._find)
         interval_s = self._sample_interval_s or other._sample_interval_s
@@ -220,7 +222,7 @@ class CounterMonitor:
     def begin_window(self, name: str, *, at_moves: bool = False) -> None:
         """See `EnergyMonitor.begin_window` and `begin_window_at_moves`."""
         if self._is_forked:
-            # The child of a fork has neither its parent's thread nor its windows.
+            # A forked child has no sampling thread, and its parent's windows do not apply to it.
             self._windows, self._sampler = OpenWindows(), None
         try:
             self._windows.open(name, partial(self._begun, at_moves))
@@ -228,7 +230,7 @@ class CounterMonitor:
             self._rest()
 
     def look(self) -> None:
-        """Keep the present notes on the devices, such as on other processes, for the sources of the open windows."""
+        """Record the present notes on the devices, such as other processes, for the sources of the open windows."""
         self._looks += 1
         self._notes |= dict.fromkeys(self._found.notes(self._own_processes), self._looks)
 
@@ -237,7 +239,7 @@ class CounterMonitor:
         self._own_processes = tuple(processes)
 
     def end_window(self, name: str, *, at_moves: bool = False) -> Measurement:
-        """See `EnergyMonitor.end_window`; a window that another process opened is refused, too."""
+        """See `EnergyMonitor.end_window`; also raise its order error in a fork, which lacks the sampling thread."""
         if self._sampler is not None and self._is_forked:
             raise ZeusBSOOperationOrderError(
                 f"the measurement was begun by process {self._sampler.process_id}, and the thread that reads the device"
@@ -280,13 +282,13 @@ class CounterMonitor:
                 lambda: [counter.energy_uj() for counter in counters],
                 partial(interval_s, counters) if callable(interval_s) else interval_s,
             )
-        self.look()  # Before the reading, so that a window which follows another loses nothing.
+        self.look()  # Before the reading, so that the new window does not include the time of the look.
         return self._read_at_moves(is_end=False) if at_moves else self._read()
 
     def _read_at_moves(self, *, is_end: bool) -> _Reading:
-        """Read all counters, and wait until each has changed twice: after the reading if `is_end`, else before it.
+        """Wait until each counter has changed twice; return the energies before the wait if `is_end`, else after it.
 
-        The devices rest during the wait, so that their energy at the reading lies on the line through both changes.
+        The devices are idle during the wait, so the energies are extrapolated on the line through the two changes.
         """
         reading, reads = self._read(), [counter.energy_uj for counter in self._found.devices]
         if self._sample_interval_s is not None:  # integrated power, or a counter that moves within a millisecond
@@ -314,7 +316,7 @@ class CounterMonitor:
 
     def _rest(self) -> None:
         if not self._windows and self._sampler is not None:
-            # Forget it first: a signal may break in upon the wait for its thread, which ends all the same.
+            # Clear the attribute first: if a signal interrupts the wait for the thread, the thread ends anyway.
             sampler, self._sampler = self._sampler, None
             sampler.stop()
 
@@ -362,7 +364,7 @@ class CounterMonitor:
 
 
 class IntegratedPowerMonitor(CounterMonitor):
-    """The base of monitors that integrate power readings while a window is open, by default as often as they change."""
+    """The base of monitors that integrate power readings while a window is open, by default at the sensor's rate."""
 
     def __init__(
         self,
@@ -388,10 +390,10 @@ def _shortest_interval_s(counters: Sequence[IntegratedPower]) -> float:
 
 
 class Sampler:
-    """A daemon thread that calls a function every `interval_s` seconds, or as often as it returns, until `stop`.
+    """A daemon thread that calls a function every `interval_s` seconds (a number or a function) until `stop`.
 
-    The thread logs an exception of the function and tries again. `lock` is held during each call. Neither thread nor
-    lock is usable in a forked process, which compares `process_id` with its own.
+    The thread logs an exception of the function and tries again. It holds `lock` during each call. A forked process can
+    use neither thread nor lock; it recognises this by a `process_id` that is not its own.
     """
 
     def __init__(self, sample: Callable[[], object], interval_s: float | Callable[[], float]) -> None:
@@ -412,12 +414,12 @@ class Sampler:
             self._thread.join()
 
     def sample(self) -> None:
-        """Call the function; log its first failure as a warning and further ones for debugging."""
+        """Call the function; log its first failure as a warning and further failures at debug level."""
         try:
             with self.lock:
                 self._sample()
         except Exception as error:
-            # A lasting error is raised by the reading at the window's end; a dead thread would lose a passing one.
+            # Do not raise: that would end the thread. If the error lasts, the reading at the window's end raises it.
             level = logging.DEBUG if self._has_failed else logging.WARNING
             logger.log(level, "could not read a device's energy: %s", error)
             self._has_failed = True
@@ -426,7 +428,7 @@ class Sampler:
 # The thread holds only a weak reference, so that a monitor dropped with a window open is collected and its thread ends.
 def _run(sampler_of: weakref.ref[Sampler], stopped: threading.Event, interval_s: float) -> None:
     if hasattr(signal, "pthread_sigmask"):
-        # Python handles signals in the main thread, which a signal that arrives here would not wake.
+        # Python handles signals in the main thread, and a signal that arrives in this thread would not wake it.
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     while not stopped.wait(interval_s):
         sampler = sampler_of()

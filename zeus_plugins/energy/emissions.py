@@ -1,4 +1,4 @@
-"""Emissions of a training as others write them: a row of CodeCarbon's ``emissions.csv``, a block of a model card."""
+"""Emissions of a training in known formats: a row of CodeCarbon's ``emissions.csv``, or a block of a model card."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ COLUMNS = (
 
 
 def append_emissions(path: Path, time_s: float, energy_j: float, co2_g: float | None) -> None:
-    """Append a training to a file of CodeCarbon's columns, in seconds, kWh and kg of CO2; unknown cells are empty.
+    """Append a row to a file with CodeCarbon's columns, in seconds, kWh and kg of CO2; leave unknown cells empty.
 
     Raises:
         OSError: The file cannot be written.

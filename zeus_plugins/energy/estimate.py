@@ -1,4 +1,4 @@
-"""Monitors without a device: stated watts × CPU time or × time, and listed measurements."""
+"""Monitors that read no device: an estimate from stated watts, and a replay of listed measurements."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ MAX_MODEL_LENGTH = 255
 class EstimateMonitor:
     """An `EnergyMonitor` that estimates energy from a stated power.
 
-    A training on the CPU uses the stated power, that of the whole machine at full load, times the CPU time of its
-    processes divided by the number of cores, so that other programs on the machine cost it nothing. If the operating
-    system does not report CPU time, or a GPU does the work, the energy is the stated power times the time.
+    For a training on the CPU, the energy is the stated power of the whole machine at full load, times the CPU time of
+    the training's processes, divided by the number of cores; other programs on the machine therefore add nothing. If
+    the operating system does not report CPU time, or a GPU does the work, it is the stated power times the time.
 
     Args:
         power_w: Power of the whole machine at full load, in watts; for GPUs, the power that they draw while training.
         number_of_devices: Number of the devices.
-        device_model: Their model. None: the name of this machine's CPU.
+        device_model: Model of the devices. None: the name of this machine's CPU.
         basis: Origin of the watts in a word or two, for the source of each measurement.
-        on_cpu: Whether the CPU does the work. None: it does if `device_model` is None and PyTorch has started no GPU.
+        on_cpu: Whether the CPU does the work. None: true if `device_model` is None and PyTorch has started no GPU.
 
     Raises:
         ZeusBSOConfigError: An argument is out of range.
@@ -71,7 +71,7 @@ class EstimateMonitor:
 
     @property
     def source(self) -> str:
-        """The stated watts, and their factor if it is not the time."""
+        """The stated watts and, if the energy is not watts × time, the formula."""
         return self._source(by_cpu_time=self._is_by_cpu_time and reports_cpu_time(self._others))
 
     @property
@@ -146,7 +146,7 @@ class ReplayMonitor:
 
 
 def _cores() -> int:
-    """Return the number of cores of the whole machine, as the stated watts are the whole machine's."""
+    """Return the number of cores of the whole machine, because the stated watts are for the whole machine."""
     return os.cpu_count() or 1
 
 

@@ -26,13 +26,13 @@ MODEL = Path("/proc/device-tree/model")
 
 _SENSOR = "ina3221"
 
-# Some modules measure their whole input. For others (AGX Orin) the rails are summed, except a rail fed by another one.
+# Some modules have a rail for their whole input. On others (AGX Orin), sum the rails, except a rail that another feeds.
 _WHOLE = ("VDD_IN", "POM_5V_IN")
 _PARTS_OF_OTHERS = ("VDDQ_VDD2_1V8AO",)
 
 
 def probe_rapl(request: MonitorRequest, root: Path = POWERCAP) -> Choice | None:
-    """Choose a monitor of the CPU packages, unless a GPU trains; see `Probe`."""
+    """Choose a monitor of the CPU packages, unless the training uses a GPU; see `Probe`."""
     if request.trains_on_gpu:
         return None
     return request.choice(partial(RaplMonitor, root=root))
@@ -41,19 +41,19 @@ def probe_rapl(request: MonitorRequest, root: Path = POWERCAP) -> Choice | None:
 class RaplMonitor(CounterMonitor):
     """An `EnergyMonitor` over this machine's CPU packages and, if counted, their memory.
 
-    `gpus` describes the packages. The energy of everything that runs on the machine counts. The domains ``core`` and
-    ``uncore`` are parts of a package, ``psys`` is the whole machine, and ``intel-rapl-mmio`` repeats the packages, so
-    these are left out.
+    `gpus` describes the packages. The energy includes everything that runs on the machine. Four other domains are left
+    out: ``core`` and ``uncore`` are parts of a package, ``psys`` is the whole machine, and ``intel-rapl-mmio`` repeats
+    the packages.
 
     The counters wrap: at 300 W, a range of 262 kJ lasts 15 minutes. A thread reads them every 10 s while a window is
-    open, so that no wrap is missed below range / 10 s (6.5 kW for 65 kJ).
+    open, so that no wrap is missed at a power below range / 10 s (6.5 kW for a range of 65 kJ).
 
     Args:
         max_power_w: Summed maximum power in watts. None: the sum of the long-term power limits, which Intel's packages
             state and AMD's do not.
 
     Raises:
-        EnergyUnavailableError: On first use: no such counters, or no permission to read them. From `gpus`: the packages
+        EnergyUnavailableError: On first use: no RAPL counters, or no permission to read them. From `gpus`: the packages
             state no power limit, and `max_power_w` is None.
     """
 
@@ -98,7 +98,7 @@ class Zone:
 
     @property
     def max_power_w(self) -> float:
-        """The stated power in watts, else the long-term limit; 0 for memory without a limit."""
+        """The stated power in watts, else the long-term power limit; 0 for memory without a limit."""
         if self.stated_power_w is not None:
             return self.stated_power_w
         for limit in ("constraint_0_max_power_uw", "constraint_0_power_limit_uw"):
@@ -128,7 +128,8 @@ class Zone:
 def open_zones(root: Path, max_power_w: float | None) -> tuple[Zone, ...]:
     """Find the zones that count energy.
 
-    A package that cannot be read or stays at 0 raises `EnergyUnavailableError`. Such memory is left out with a warning.
+    If a package cannot be read or its counter is 0, raise `EnergyUnavailableError`; in this case, leave memory out with
+    a warning.
     """
     named = [(folder, line_of(folder / "name", "")) for folder in sorted(root.glob("intel-rapl:*"))]
     packages = [(folder, name) for folder, name in named if name.startswith("package")]
@@ -137,7 +138,7 @@ def open_zones(root: Path, max_power_w: float | None) -> tuple[Zone, ...]:
     memory = [(folder, name) for folder, name in named if name.startswith("dram")]
     zones = []
     for folder, name in packages + memory:
-        # The stated power is a sum; how it is shared out matters only for counters that stand still.
+        # The stated power is the packages' sum; its split among them matters only if a counter stops.
         is_package = (folder, name) in packages
         share_w = None if max_power_w is None else max_power_w / len(packages) if is_package else 0.0
         try:
@@ -174,7 +175,7 @@ def _number(path: Path) -> int:
 
 
 def probe_jetson(request: MonitorRequest, root: Path = HWMON) -> Choice | None:
-    """Choose a monitor of this Jetson module, whether its GPU or CPU trains; see `Probe`."""
+    """Choose a monitor of this Jetson module, whether the training uses its GPU or CPU; see `Probe`."""
     if not _open_rails(root):
         return None
     return request.choice(partial(JetsonMonitor, root=root))
@@ -183,13 +184,13 @@ def probe_jetson(request: MonitorRequest, root: Path = HWMON) -> Choice | None:
 class JetsonMonitor(IntegratedPowerMonitor):
     """An `EnergyMonitor` over the power rails of a Jetson module, integrated while a window is open.
 
-    The energy of GPU, CPU and memory, and of everything that runs on the module, counts.
+    The energy includes GPU, CPU and memory, and everything that runs on the module.
 
     Args:
         max_power_w: Maximum power of the module in watts, which no sensor gives.
 
     Raises:
-        EnergyUnavailableError: On first use: no such sensor. From `gpus`: `max_power_w` is None.
+        EnergyUnavailableError: On first use: no power sensor. From `gpus`: `max_power_w` is None.
     """
 
     def __init__(
@@ -259,7 +260,7 @@ def _open_rails(root: Path) -> Sequence[_Rail]:
 
 
 def line_of(path: Path, default: str | None = None) -> str:
-    """Return a file's text without surrounding white space; if it cannot be read, `default`, or raise `OSError`."""
+    """Return a file's text, stripped. If it cannot be read, return `default`, or raise `OSError` if that is None."""
     try:
         return path.read_text(encoding="utf-8").strip()
     except OSError:

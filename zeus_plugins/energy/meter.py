@@ -21,7 +21,7 @@ WATCH_INTERVAL_S = 1.0
 """Seconds between two readings of power and temperature, whose highest values are reported."""
 
 IDLE_S = 0.5
-"""Seconds before a training in which the idle power is measured, and by which the training is delayed."""
+"""Seconds for which the idle power is measured before a training; the training begins this much later."""
 
 _IDLE_READINGS = 10
 
@@ -34,12 +34,11 @@ class EpochMeter:
     """Adds up the cost of epochs and returns it as metrics for a framework's loggers.
 
     If the monitor fails after the training has begun (a lost GPU, a driver that does not answer), the epoch is
-    estimated as in `BridgedMonitor`. The log names the source of each change, and the monitor is tried again at each
-    epoch.
+    estimated as in `BridgedMonitor`. Each new source of the energy is logged, and each epoch tries the monitor again.
 
     Args:
         monitor: Measures energy and time.
-        state: The `state` from a checkpoint, to resume from it.
+        state: The result of `state` in a checkpoint, to resume from this checkpoint.
         breakdown: Measures the components for further metrics.
 
     Raises:
@@ -58,7 +57,7 @@ class EpochMeter:
         self._rates = Rates()
         spent = {"time_s": 0.0, "energy_j": 0.0, "epoch_time_s": 0.0, "epoch_energy_j": 0.0, **(state or {})}
         known_s, known_j = spent["time_s"] + spent["epoch_time_s"], spent["energy_j"] + spent["epoch_energy_j"]
-        amounts = self._rates.of(known_j, known_s)  # for a checkpoint that was written without a rate
+        amounts = self._rates.of(known_j, known_s)  # used if the checkpoint was written without a rate
         self._spent = {name: spent.get(name, amount) for name, amount in amounts.items()}
         self._spent |= {name: spent[name] for name in ("time_s", "energy_j", "epoch_time_s", "epoch_energy_j")}
         self._monitor = BridgedMonitor(as_energy_monitor(monitor), time_s=known_s, energy_j=known_j, clock=clock)
@@ -81,7 +80,7 @@ class EpochMeter:
 
     @property
     def is_failing(self) -> bool:
-        """Whether the monitor could not measure when it was last asked."""
+        """True if the monitor could not measure at the latest attempt."""
         return self._monitor.is_failing
 
     def state(self) -> dict[str, float]:
@@ -90,9 +89,9 @@ class EpochMeter:
         return dict(self._spent)
 
     def begin(self) -> None:
-        """Begin the first epoch, or resume the epoch of a checkpoint; pass an error of the monitor on.
+        """Begin the first epoch, or resume the epoch of a checkpoint; raise the monitor's error if it fails.
 
-        With a breakdown, first measure the idle power for `IDLE_S`. It is shown, and never subtracted.
+        With a breakdown, first measure the idle power for `IDLE_S`. The idle power is reported, but never subtracted.
         """
         logger.info("energy of the training: %s", self._source)
         if self._breakdown is not None:
@@ -138,7 +137,7 @@ class EpochMeter:
     def _measure(self) -> None:
         """Add the cost since the latest call to the current epoch."""
         ended, self._windows = self._window, self._windows + 1
-        self._monitor.begin_window(self._window)  # First, so that nothing falls between the windows.
+        self._monitor.begin_window(self._window)  # Before the old window ends, so that no energy is lost between them.
         part = self._monitor.end_window(ended)
         if part.source != self._source:
             self._source = part.source
@@ -163,8 +162,8 @@ class EpochMeter:
 class Breakdown:
     """The energy of one machine by component; components that cannot be measured are left out.
 
-    It is not part of any cost. The monitor of the training measures the GPUs. CPU and memory include everything that
-    runs on the machine. `device_indices` are those of `zeus_plugins.energy.auto`.
+    The breakdown is not part of any cost. The monitor of the training measures the GPUs. CPU and memory include
+    everything that runs on the machine. `device_indices` has the same meaning as in `zeus_plugins.energy.auto`.
     """
 
     def __init__(
@@ -188,7 +187,7 @@ class Breakdown:
     def idle(self) -> dict[str, float]:
         """Measure for `IDLE_S`; return ``idle_gpu_power_w`` and ``idle_cpu_power_w``, in watts, as far as known.
 
-        A GPU's counter moves too seldom for so short a time, so its power readings are averaged.
+        A GPU's counter changes too seldom in so short a time, so the GPU's power readings are averaged.
         """
         if not self._gpus and not self._zones:
             return {}
@@ -217,12 +216,12 @@ class Breakdown:
             self._watch = Sampler(self.look, WATCH_INTERVAL_S)
 
     def end(self, measured: Measurement | None = None) -> dict[str, float]:
-        """End the measurement of `begin`, and join the parts that the training's monitor `measured`. Never raises.
+        """End the measurement that `begin` started; add `measured`, from the training's monitor. Never raises.
 
         Returns:
-            As far as known: ``gpu_energy_j``, ``cpu_energy_j`` and ``dram_energy_j``; for each of several GPUs its
-            energy, as ``gpu_0_energy_j`` with its number on the machine; ``gpu_mean_power_w``, ``gpu_peak_power_w``
-            (the highest reading, at least the mean) and ``gpu_temperature_c`` (the highest).
+            As far as known: ``gpu_energy_j``, ``cpu_energy_j`` and ``dram_energy_j``; with several GPUs, the energy of
+            each, such as ``gpu_0_energy_j`` for GPU 0 of the machine; ``gpu_mean_power_w``, ``gpu_peak_power_w`` (the
+            highest reading, at least the mean) and ``gpu_temperature_c`` (the highest reading).
         """
         if self._watch is not None:
             self._watch.stop()
@@ -249,7 +248,7 @@ class Breakdown:
         return found | {name: highest for name, highest in seen.items() if highest is not None}
 
     def look(self) -> None:
-        """Record power and temperature."""
+        """Read power and temperature, and keep the highest values."""
         self._peak_w = _highest(self._peak_w, self._power_w())
         self._hottest_c = _highest(self._hottest_c, *(answer_or_none(gpu.temperature_c) for gpu in self._gpus))
 

@@ -43,7 +43,7 @@ class EnergyUnavailableError(ZeusBSOConfigError):
 
 
 def answer_or_none(question: Callable[[], float]) -> float | None:
-    """Return the answer of a device, or None if it gives none."""
+    """Return the answer of a device, or None if the device gives no answer."""
     try:
         return question()
     except EnergyUnavailableError:
@@ -76,7 +76,7 @@ class UnmeasuredGpuError(EnergyUnavailableError):
 
 @dataclass(frozen=True)
 class Measurement:
-    """The cost of one window.
+    """Time and energy of one measurement window.
 
     Attributes:
         time_s: Length in seconds, by a monotonic clock.
@@ -101,13 +101,13 @@ class EnergyMonitor(Protocol):
     * never invents an energy: if it cannot measure, it raises an error or names the estimate in `Measurement.source`;
     * keeps windows apart by name. Windows may overlap and nest.
 
-    An optional attribute ``measures_exactly = True`` states that no counter moves in steps, so that windows of any
-    length are exact. Then power limits are measured in exactly the requested steps. Optional methods
-    ``begin_window_at_moves`` and ``end_window_at_moves`` wait for moves of a counter while the devices rest, so that
-    its steps do not matter; the window does not include the wait.
+    An optional attribute ``measures_exactly = True`` states that no counter is updated only at intervals, so that
+    windows of any length are exact. Power limits are then measured over exactly the requested optimizer steps. Optional
+    methods ``begin_window_at_moves`` and ``end_window_at_moves`` wait for updates of the counters while the devices are
+    idle, so that the update interval does not matter; the window does not include the wait.
 
     The caller makes all calls from one thread and, once the first window is open, from one process. A window ends when
-    `end_window` is called: work still queued on a device belongs to a later window.
+    `end_window` is called: work that is still queued on a device belongs to a later window.
     """
 
     @property
@@ -118,7 +118,7 @@ class EnergyMonitor(Protocol):
         """Describe the measured devices: model, number and summed maximum power in watts.
 
         Raises:
-            ZeusBSOConfigError: The devices cannot be measured, or not together.
+            ZeusBSOConfigError: The devices cannot be measured, or cannot be measured together.
         """
 
     def begin_window(self, name: str) -> None:
@@ -126,11 +126,11 @@ class EnergyMonitor(Protocol):
 
         Raises:
             ZeusBSOOperationOrderError: A window of this name is open.
-            ZeusBSOConfigError: The devices cannot be measured, or not together.
+            ZeusBSOConfigError: The devices cannot be measured, or cannot be measured together.
         """
 
     def end_window(self, name: str) -> Measurement:
-        """Close a window and return its cost.
+        """Close a window and return its time and energy.
 
         Raises:
             ZeusBSOOperationOrderError: No window of this name is open.
@@ -148,7 +148,7 @@ class OpenWindows(Generic[Reading]):
         return len(self._readings)
 
     def open(self, name: str, read: Callable[[], Reading]) -> None:
-        """Read and add a window; raise `ZeusBSOOperationOrderError` before reading if it is open."""
+        """Add a window with the result of `read()`; raise `ZeusBSOOperationOrderError` if it is already open."""
         if name in self._readings:
             raise ZeusBSOOperationOrderError(
                 f"the energy window {name!r} is already open: end it with end_window({name!r}) before beginning it"
@@ -168,7 +168,7 @@ class OpenWindows(Generic[Reading]):
 
 @dataclass(frozen=True)
 class Choice:
-    """An unused monitor, the reasons against the monitors preferred to it, and a warning if it is less exact."""
+    """An unused monitor, the reasons why no preferred monitor was chosen, and a warning if it is less exact."""
 
     monitor: EnergyMonitor
     causes: tuple[str, ...] = ()
@@ -194,7 +194,7 @@ class MonitorRequest:
         return self.gpu_is_seen or bool(self.device_indices)
 
     def choice(self, make: Callable[..., EnergyMonitor]) -> Choice:
-        """Choose `make()`, or `make(max_power_w=...)` with stated watts if its devices give no maximum power."""
+        """Choose `make()` or, if the devices give no maximum power, `make` with the stated or default `max_power_w`."""
         try:
             make().gpus()
         except NoPowerLimitError as unavailable:
@@ -209,7 +209,7 @@ class MonitorRequest:
     def counted_or_integrated(
         self, counted: Callable[..., EnergyMonitor], integrated: Callable[..., EnergyMonitor]
     ) -> Choice:
-        """Choose the monitor over counters or, with a warning, over power readings, or raise `UnmeasuredGpuError`."""
+        """Choose `counted`, else `integrated` with a warning; raise `UnmeasuredGpuError` if neither can measure."""
         try:
             return self.choice(counted)
         except EnergyUnavailableError as unavailable:
@@ -223,7 +223,7 @@ class MonitorRequest:
 
 
 Probe = Callable[[MonitorRequest], Choice | None]
-"""Chooses a monitor for one kind of device; returns None if the machine has no such device, or it does not train.
+"""Chooses a monitor for one kind of device; returns None if the machine has none or the training does not use it.
 
 Raises:
     EnergyUnavailableError: The devices cannot be measured; `UnmeasuredGpuError` if they are GPUs that train.
@@ -237,7 +237,7 @@ def stated_power_w(power_w: float | None = None) -> float | None:
 
 
 def check_power_w(name: str, power_w: float, of: str) -> None:
-    """Raise `ZeusBSOConfigError` unless the argument `name` states the watts of something."""
+    """Raise `ZeusBSOConfigError` unless `power_w`, the value of the argument `name`, is finite and above 0."""
     if not 0 < power_w < math.inf:
         raise ZeusBSOConfigError(
             f"{name} is {power_w!r}: state the watts of {of} at full load, a finite number above 0"
@@ -247,12 +247,12 @@ def check_power_w(name: str, power_w: float, of: str) -> None:
 class BridgedMonitor:
     """An `EnergyMonitor` that estimates the windows in which another monitor fails.
 
-    The estimate is the mean power measured so far or, before the first measurement, the devices' maximum power; the
-    measurement's source says so. The first failure logs a warning. Each window tries the monitor again.
+    The estimate uses the mean power so far or, before the first measurement, the devices' maximum power; the
+    measurement's source says so. The first failure is logged as a warning. Each window tries the monitor again.
 
     Args:
-        monitor: Measures.
-        strict: Raise the error if the monitor fails again at once, and estimate only after a passing failure.
+        monitor: The other monitor.
+        strict: If the monitor fails, try it again at once: raise the error if it fails again, otherwise estimate.
         time_s: Seconds measured earlier in this training.
         energy_j: Joules of these seconds.
     """
@@ -273,7 +273,7 @@ class BridgedMonitor:
         self._has_begun = False
         self.is_failing = False  # since the latest end of a window
         self._failures = 0
-        # Each window's begin and its name at the other monitor, or None if the other monitor failed to open it.
+        # Each window's start time and its name in the other monitor, or None if the other monitor failed to open it.
         self._windows: OpenWindows[tuple[float, str | None]] = OpenWindows()
 
     @property
@@ -286,11 +286,11 @@ class BridgedMonitor:
         return self._monitor.gpus()
 
     def begin_window(self, name: str) -> None:
-        """Open a window; pass the monitor's error on in the first window, and always if `strict`."""
+        """Open a window; raise the monitor's error until it has opened one window, and always if `strict`."""
         self._windows.open(name, partial(self._begun, name))
 
     def _begun(self, name: str) -> tuple[float, str | None]:
-        # A window that could not be ended may still be open there, so each failure leads to a new name.
+        # A window that could not be ended may still be open in the other monitor, so each failure leads to a new name.
         own = f"{name}_{self._failures}" if self._failures else name
         begun_s = self._clock()
         try:
@@ -304,7 +304,7 @@ class BridgedMonitor:
         return begun_s, own
 
     def end_window(self, name: str) -> Measurement:
-        """Close a window and return its measured or estimated cost; if `strict`, pass a lasting error on."""
+        """Close a window and return its measured or estimated energy; if `strict`, raise an error that lasts."""
         begun_s, own = self._windows.close(name)
         part = None if own is None else self._measured(own)
         self.is_failing = part is None

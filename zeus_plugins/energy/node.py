@@ -10,16 +10,16 @@ from zeus_plugins.energy.linux import POWERCAP, JetsonMonitor, RaplMonitor, prob
 from zeus_plugins.energy.monitor import EnergyMonitor, EnergyUnavailableError, MonitorRequest, warn_once
 
 EnergyScope = Literal["gpu", "node"]
-"""The devices whose energy counts: those that train, or also the CPU packages and memory of their node."""
+"""The devices whose energy counts: the training's devices, or also the CPU packages and memory of the node."""
 
 
 def whole_node(
     devices: EnergyMonitor, estimated_power_w: float | None = None, powercap: Path = POWERCAP
 ) -> EnergyMonitor:
-    """Return a monitor of measured GPUs and of the CPU packages and memory (RAPL) beside them.
+    """Return a monitor of the measured GPUs together with their node's CPU packages and memory (RAPL).
 
-    If the packages cannot be read, warn and return `devices`. Other monitors are returned as they are: their devices
-    are the packages, a whole module, or an estimate.
+    If the packages cannot be read, warn and return `devices`. If `devices` already measures the packages or a whole
+    module, or is an estimate, return it unchanged.
     """
     if not isinstance(devices, CounterMonitor) or isinstance(devices, RaplMonitor | JetsonMonitor):
         return devices

@@ -1,4 +1,4 @@
-"""NVIDIA GPUs through NVML: the GPUs that train, their energy, and other processes that use them."""
+"""NVIDIA GPUs through NVML: the GPUs of a training, their energy, and other processes that use them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from zeus_plugins.environment import CUDA_DEVICE_ORDER, CUDA_VISIBLE_DEVICES
 from zeus_plugins.errors import ZeusBSOConfigError
 
 Nvml = Any
-"""The package `pynvml` (nvidia-ml-py), which has no types, or a test's replacement."""
+"""The package `pynvml` (nvidia-ml-py), which has no types, or a replacement in a test."""
 
 MILLI = 1000
 
@@ -39,7 +39,7 @@ GPU_SCOPE, MODULE_SCOPE = "GPU scope", "module scope"
 # NVML_FI_DEV_POWER_AVERAGE and _INSTANT, NVML_POWER_SCOPE_GPU and _MODULE.
 POWER_AVERAGE, POWER_INSTANT, _OF_GPU, _OF_MODULE = 185, 186, 0, 1
 
-# Scopes whose power differs by less are the same: the module of a plain GPU is the GPU.
+# Scopes whose powers differ by less than this factor are one scope: the module of a plain GPU is the GPU itself.
 _DIFFERENT = 1.02
 
 _GPU_PREFIX = "GPU-"
@@ -51,7 +51,7 @@ _POLL_S = 0.005
 
 
 def probe(request: MonitorRequest, nvml: Nvml | None = None) -> Choice:
-    """Choose a monitor of the NVIDIA GPUs that train; see `Probe`."""
+    """Choose a monitor of the NVIDIA GPUs of the training; see `Probe`."""
     indices = request.device_indices
     if request.uses_no_gpu:
         raise NoGpuError("the training uses no GPU")
@@ -89,7 +89,7 @@ class NvmlGpu:
     def max_power_w(self) -> float:
         """The highest settable power limit in watts, else the default limit, else the limit in force.
 
-        The default limit comes before the limit in force because a job is registered with it, and it does not change.
+        The default limit comes before the limit in force because it does not change, and a job is registered with it.
         """
         nvml = self.nvml
         questions: tuple[Callable[[Any], int], ...] = (
@@ -117,7 +117,7 @@ class NvmlGpu:
         return MILLI * self._ask("energy counter", self.nvml.nvmlDeviceGetTotalEnergyConsumption)
 
     def power_w(self) -> float:
-        """Read the power of the GPU and its memory, in watts; the mean of a second since Ampere, except on GA100."""
+        """Read the power of the GPU and its memory, in watts; a mean of one second on Ampere or later, except GA100."""
         return self._ask("power reading", self.nvml.nvmlDeviceGetPowerUsage) / MILLI
 
     def instant_power_w(self) -> float:
@@ -139,8 +139,8 @@ class NvmlGpu:
     def scope(self, measured_w: Callable[[], float | None] = lambda: None) -> str:
         """Return the scope of a superchip's counter or power reading; empty if there is only one scope.
 
-        NVML does not state it, so choose the scope whose power is closer to `measured_w()`, such as `slope_w`, or if
-        that is None, to the plain power reading. If the driver gives the module's power only, it is the module.
+        NVML does not state the scope, so choose the scope whose power is closer to `measured_w()` (see `slope_w`), or
+        to the plain power reading if that is None. If the driver gives only the module's power, choose the module.
         """
         of_gpu_w, of_module_w = self.power_in(_OF_GPU), self.power_in(_OF_MODULE)
         if not of_module_w or (of_gpu_w and of_module_w < _DIFFERENT * of_gpu_w):
@@ -156,8 +156,8 @@ class NvmlGpu:
     def other_processes(self, own: Collection[int] = ()) -> int:
         """Return the number of listed processes that compute on this GPU and do not belong to the training.
 
-        `own` are the ids of the training's processes; this one and descendants are added. In a container, the driver
-        may list process ids from outside of it: if this process uses a GPU, one of these counts as its own.
+        `own` are the ids of the training's processes; this process and all descendants are added. In a container, the
+        driver may list the ids that processes have outside: if this process uses a GPU, one such id counts as its own.
         """
         lists = []
         for name in ("nvmlDeviceGetComputeRunningProcesses", "nvmlDeviceGetMPSComputeRunningProcesses"):
@@ -172,7 +172,7 @@ class NvmlGpu:
         others = (plain | by_mps) - known
         is_listed = bool(known & (plain | by_mps))
         unknown = not is_listed and gpu_is_used() and any(map(is_hidden, others))
-        server = bool(by_mps and plain - by_mps - known)  # of MPS, which computes for its clients
+        server = bool(by_mps and plain - by_mps - known)  # the MPS server computes for its clients
         return len(others) - unknown - server
 
     def _ask(self, what: str, question: Callable[[Any], int]) -> int:
@@ -185,17 +185,17 @@ class NvmlGpu:
 class NvmlMonitor(CounterMonitor):
     """An `EnergyMonitor` over the energy counters of the visible NVIDIA GPUs.
 
-    `gpus` and `begin_window` open the driver. If PyTorch has started CUDA by that time, its GPUs are found by UUID.
-    Otherwise ``CUDA_VISIBLE_DEVICES`` is read, with indices in the order of the PCI bus, so a machine with GPUs of
-    several models has to set ``CUDA_DEVICE_ORDER=PCI_BUS_ID``. Like CUDA, this monitor does not count GPUs that this
-    process may not open.
+    `gpus` and `begin_window` open the driver. If PyTorch has started CUDA before, its GPUs are found by UUID. Otherwise
+    ``CUDA_VISIBLE_DEVICES`` is read, with indices in the order of the PCI bus, so a machine with GPUs of several models
+    has to set ``CUDA_DEVICE_ORDER=PCI_BUS_ID``. Like CUDA, this monitor does not count GPUs that this process may not
+    open.
 
-    The counters move every few tens of milliseconds, which limits the precision of a window's ends. A measurement's
-    source names the scope of a superchip, and other processes on the GPUs.
+    The counters change every few tens of milliseconds, which limits the precision of a window's start and end. A
+    measurement's source states the scope of a superchip, and whether other processes share the GPUs.
 
     Args:
         device_indices: Indices among the visible GPUs, or UUIDs of GPUs of this machine. None: all visible GPUs.
-        max_power_w: Their summed maximum power in watts, if the driver gives no power limit, as on many laptops.
+        max_power_w: Summed maximum power of the GPUs in watts, used if the driver gives no limit, as on many laptops.
 
     Raises:
         EnergyUnavailableError: On first use: no driver, no visible GPU, a GPU that cannot be opened or has no counter
@@ -219,10 +219,10 @@ class NvmlMonitor(CounterMonitor):
 class NvmlPowerMonitor(IntegratedPowerMonitor):
     """An `EnergyMonitor` that integrates power readings of the visible NVIDIA GPUs, every `interval_s` in a window.
 
-    Without `interval_s`, it finds the period in which the readings change, and reads twice in each: every 0.01 to
-    0.1 s. It reads the present power if the driver offers it, otherwise the plain reading. A step of the power by ΔP
-    between two readings is off by at most ΔP × interval_s / 2, plus the sensor's own error (docs/trust.md). If readings
-    came more than a second apart, the source says so. It has the arguments and errors of `NvmlMonitor`, and
+    Without `interval_s`, it finds the sensor's period and reads twice per period: every 0.01 to 0.1 s. It reads the
+    present power if the driver offers it, otherwise the plain reading. If the power steps by ΔP between two readings,
+    the energy is off by at most ΔP × interval_s / 2, plus the sensor's own error (docs/trust.md). If two readings were
+    more than a second apart, the source says so. The arguments and errors are those of `NvmlMonitor`, and
     `ZeusBSOConfigError` if `interval_s` is out of range.
     """
 
@@ -266,7 +266,7 @@ class _Notes:
 
 
 def slope_w(clock: Callable[[], float], sleep: Callable[[float], None], gpu: NvmlGpu) -> float | None:
-    """Return the watts by which the counter rises, between its moves of about `COMPARED_S`; None if it does not."""
+    """Return the counter's mean rise in watts, between its first and last change in `COMPARED_S`; None if unknown."""
     moves: list[tuple[float, int]] = []
     try:
         latest_uj, end_s = gpu.energy_uj(), clock() + COMPARED_S
@@ -296,12 +296,12 @@ def _found(
 def open_gpus(
     nvml: Nvml | None = None, indices: Sequence[int | str] | None = None, *, torch: Any = None, mixed: bool = False
 ) -> tuple[NvmlGpu, ...]:
-    """Start NVML and find the GPUs of `indices` (see `NvmlMonitor`), none of them a slice; of one model unless `mixed`.
+    """Start NVML and return the GPUs of `indices` (see `NvmlMonitor`).
 
     Raises:
         NoGpuError: No driver answers, or no GPU is visible.
         EnergyUnavailableError: A GPU cannot be opened, or is a slice of a GPU.
-        ZeusBSOConfigError: They are of several models, or a named GPU does not exist.
+        ZeusBSOConfigError: The GPUs are of several models and `mixed` is False, or a named GPU does not exist.
     """
     gpus = _chosen_gpus(nvml, indices, torch, mixed=mixed)
     for gpu in gpus:
@@ -364,7 +364,7 @@ def _unmeasured(cause: str, nvml: Nvml | None, indices: Sequence[int | str] | No
 
 
 class _Part(NamedTuple):
-    """The part of a GPU that a training has, in slices."""
+    """The part of a GPU that a training uses, in MIG slices."""
 
     name: str
     slices: int = 1
@@ -373,9 +373,9 @@ class _Part(NamedTuple):
 
 
 def _part_of(gpu: NvmlGpu) -> _Part:
-    """Return the named slice, else the first slice, which CUDA takes; or the whole GPU.
+    """Return the named MIG slice, else the first slice, which CUDA uses; without slices, the whole GPU.
 
-    Further slices may exist unseen: in a container, NVML hides the slices of others.
+    There may be more slices than NVML lists: in a container, it hides slices that are not the container's.
     """
     nvml = gpu.nvml
     try:
@@ -413,7 +413,7 @@ def installed_nvml() -> Nvml:
 def _open_machine(nvml: Nvml) -> tuple[list[NvmlGpu], list[str]]:
     """Return the GPUs in the order of NVML, and the reasons why others cannot be opened.
 
-    NVML also counts lost GPUs and GPUs of other Slurm control groups.
+    NVML's count includes lost GPUs and GPUs of other Slurm control groups.
     """
     try:
         nvml.nvmlInit()
@@ -442,7 +442,7 @@ def _text(answer: str | bytes) -> str:
 
 
 def _open_uuid(nvml: Nvml, uuid: str, machine: Sequence[NvmlGpu], refused: Sequence[str]) -> NvmlGpu:
-    """Find the GPU of a UUID or its beginning, as in CUDA, or of PyTorch's UUID without a prefix."""
+    """Find a GPU by its UUID, by the beginning of its UUID (as CUDA does), or by PyTorch's UUID without a prefix."""
     is_bare = not uuid.startswith((_GPU_PREFIX, MIG_PREFIX))
     wanted = f"{_GPU_PREFIX}{uuid}" if is_bare else uuid
     found = [gpu for gpu in machine if gpu.uuid.startswith(wanted)]
@@ -454,7 +454,7 @@ def _open_uuid(nvml: Nvml, uuid: str, machine: Sequence[NvmlGpu], refused: Seque
             part = nvml.nvmlDeviceGetHandleByUUID(slice_id)
             whole = _described(nvml, nvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(part), 0)
         except nvml.NVMLError as error:
-            if not is_bare:  # a driver knows one of two notations
+            if not is_bare:  # there are two notations, of which a driver knows one
                 cause = f"{uuid} in {CUDA_VISIBLE_DEVICES}, of which the driver says {error}"
                 raise _shared_counter(cause) from error
         else:

@@ -1,4 +1,4 @@
-"""CPU time of a training with its workers, and its waiting for a core, as the operating system reports them."""
+"""CPU time of a training and its workers, and the time for which it waits for a core, from the operating system."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ def reports_cpu_time(others: Collection[int] = (), proc: Path = PROC) -> bool:
 def cpu_time_s(others: Collection[int] = (), proc: Path = PROC) -> float | None:
     """Return the CPU seconds of this process, the processes `others` and all their descendants; None if unknown.
 
-    Other systems than Linux report children once they have ended, such as the workers of a data loader after an epoch.
+    Systems other than Linux report a child only after it has ended, such as a data loader's worker after an epoch.
     """
     if resource is None or not reports_cpu_time(others, proc):
         return None
     own = os.getpid()
-    # Read living children first: a child that ends meanwhile counts twice for a moment, rather than not at all.
+    # Read living children first: a child that ends between the two readings is counted twice for a moment, not missed.
     has_others = _shows_all(proc) and bool({*others} - {own} or _has_children())
     living_s = 0.0
     if has_others:
@@ -55,7 +55,7 @@ def _shows_all(proc: Path) -> bool:
 
 
 def _has_children() -> bool:
-    """Return whether this process has children; looking at all processes would take milliseconds."""
+    """Return whether this process has children; a search through all processes would take milliseconds."""
     try:
         os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:
@@ -87,7 +87,8 @@ def family_of(roots: Collection[int], proc: Path = PROC) -> dict[int, int]:
 def own_processes(others: Collection[int] = ()) -> set[int]:
     """Return the ids of this training's processes on the machine: this one, `others`, and their descendants.
 
-    A process that a launcher of several (LOCAL_WORLD_SIZE) or `multiprocessing` has started belongs to its siblings.
+    If `multiprocessing` or a launcher of several processes (LOCAL_WORLD_SIZE) started this one, its siblings are
+    included.
     """
     roots = {os.getpid(), *others}
     parent = multiprocessing.parent_process()
@@ -107,7 +108,7 @@ def is_hidden(process: int, proc: Path = PROC) -> bool:
 
 
 def waits_s(proc: Path = PROC) -> dict[int, float] | None:
-    """Return the seconds that each thread of this process could run but waited for a core; None if not counted."""
+    """Return the seconds for which each thread of this process waited for a core; None if the system has no count."""
     found = {}
     try:
         for thread in os.listdir(proc / "self/task"):
@@ -119,11 +120,11 @@ def waits_s(proc: Path = PROC) -> dict[int, float] | None:
 
 
 class Waiting:
-    """The time in which a thread of the training could run but waited for a core, because others used them all.
+    """The time for which a thread of the training was ready to run but waited for a core.
 
-    It is that of the thread that waited longest: threads that calculate together spin while they wait for each other,
-    so that the first one may never wait. Where the system does not count it, it is estimated from the load average at
-    the end, see `waited_share_by_load`.
+    The thread that waited longest counts: threads that compute together spin while they wait for each other, so that
+    the first thread may never wait for a core. If the system does not count this time, it is estimated from the load
+    average at the end; see `waited_share_by_load`.
     """
 
     def __init__(self) -> None:
@@ -139,7 +140,7 @@ class Waiting:
     def end(self, time_s: float) -> float | None:
         """Return the seconds waited since `begin`, as far as they are part of the measured `time_s`; None if unknown.
 
-        A monitor's own clock may leave out the waiting, as one of CPU time does.
+        A monitor's own clock may exclude the waiting, as a clock of CPU time does.
         """
         elapsed_s, waits = time.monotonic() - self._begun_s, waits_s()
         if waits is not None and self._waits_s is not None:
@@ -158,15 +159,15 @@ class Waiting:
 
 
 def waited_share_by_load(cores_used: float = 0.0, workers: int = 0) -> float | None:
-    """Return the share of its time that a thread of the training waits for a core; None without a load average.
+    """Return the share of its time for which a thread of the training waits for a core; None without a load average.
 
-    Of L threads that can run on n cores, each waits a share 1 - n/L of its time. L counts the training's own threads,
-    too: as the cores are shared evenly, a training that uses c cores has L · c/n of them. Those beyond n wait for each
-    other, not for other programs, and are subtracted from L.
+    If L threads are ready to run on n cores, each waits for a share 1 - n/L of its time. L includes the training's own
+    threads: as the cores are shared evenly, a training that uses c cores has L · c/n threads. The training's threads
+    beyond n wait for each other, not for other programs, and are subtracted from L.
 
     Args:
         cores_used: Cores that the training uses, c.
-        workers: Its processes whose use is not in `cores_used`; each counts as one thread.
+        workers: The training's processes whose use is not in `cores_used`; each counts as one thread.
     """
     if sys.platform == "win32":
         return None

@@ -1,4 +1,4 @@
-"""Money and CO2 of energy, by stated rates: a number, or a CSV table of rates by time (docs/money-and-co2.md)."""
+"""Money and CO2 of energy at stated rates: each a number or a CSV table of rates by time (docs/money-and-co2.md)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _TIMES = ("mtu", "datetime", "time")
 _LIFE_CYCLE = tuple(f"carbon intensity gco₂eq/kwh ({each}" for each in ("life cycle", "lca"))
 _VALUES = {"money": ("day-ahead price", "price"), "co2_g": (*_LIFE_CYCLE, "carbon intensity", "co2")}
 
-# A table has one zone and one auction: rows that differ from the first row in these columns are left out.
+# Only the zone and auction of the first row are used: rows that differ from it in these columns are left out.
 _SERIES = ("Area", "Sequence", "Zone id")
 
 _MISSING = ("", "-", "n/e", "N/A")
@@ -37,14 +37,14 @@ _MARKS = {"(CET)": timezone(timedelta(hours=1)), "(CEST)": timezone(timedelta(ho
 class Rates:
     """The stated price, CO2 intensity, PUE and host overhead.
 
-    The amounts are ``(energy + host overhead × time) × PUE × rate``. A rate by time counts by the share of the time.
+    The amounts are ``(energy + host overhead × time) × PUE × rate``. Of a table, the rate is its mean over the time.
 
     Args:
         environ: Environment variables. None: the process's.
         now_s: Unix time that the tables must cover. None: the present.
 
     Raises:
-        ZeusBSOConfigError: A variable is no number in its range, or its file is no table of rates for the present.
+        ZeusBSOConfigError: A variable is no number in its range, or its file has no rate for the present.
     """
 
     def __init__(self, environ: Mapping[str, str] | None = None, now_s: float | None = None) -> None:
@@ -78,12 +78,14 @@ class _Row(NamedTuple):
 
 
 class RateTable:
-    """Rates per kWh by Unix time, from a CSV file; each row lasts until the next row, the last row as long as stated.
+    """Rates per kWh by Unix time, from a CSV file.
+
+    Each row lasts until the next row begins. The last row lasts until its stated end, else as long as the row before.
 
     Args:
-        variable: The variable that names the file, for messages.
+        variable: The environment variable that names the file, for messages.
         path: The file, in UTF-8.
-        values: Beginnings of the name of the column with the rates, in order of preference.
+        values: Possible beginnings of the rate column's name, in order of preference.
         now_s: Unix time for which the table must have a rate.
     """
 
@@ -106,7 +108,7 @@ class RateTable:
             raise ZeusBSOConfigError(f"{self._place} has rates for {span} UTC, but none for now: get a newer table")
 
     def mean(self, begun_s: float, ended_s: float) -> float:
-        """Return the mean rate between two times; after the table's end, its last rate counts, with a warning."""
+        """Return the mean rate between two times; after the table's end, use its last rate and log a warning."""
         if ended_s > self._end_s:
             warn_once(f"{self._place} has ended: its last rate counts from now on")
         first, last = (max(0, bisect_right(self._begins_s, each) - 1) for each in (begun_s, ended_s))
@@ -150,7 +152,7 @@ class RateTable:
 
 
 class _Clock:
-    """Reads times of a zone in the order of a table, in which an hour may come twice in autumn."""
+    """A parser of local times, called in the order of the table, so that it knows autumn's repeated hour."""
 
     def __init__(self, zone: tzinfo) -> None:
         self._zone = zone

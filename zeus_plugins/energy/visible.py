@@ -39,8 +39,9 @@ def visible_devices(setting: str | None, count: int) -> tuple[int | str, ...]:
 def cuda_devices(torch: Any) -> tuple[str, ...] | None:
     """Return the UUIDs of the GPUs, without prefix, in the order of PyTorch's CUDA indices.
 
-    CUDA read the environment variables when it started, and may count the fastest GPU first. Return None if it has not
-    started in this process (asking would start it), or if PyTorch is absent or older than 2.4.
+    The environment variables may have changed since CUDA read them at its start, and CUDA may count the fastest GPU
+    first. Return None if CUDA has not started in this process (a query would start it), or if PyTorch is absent or
+    older than 2.4.
     """
     try:
         if torch is None or not torch.cuda.is_initialized():

@@ -17,9 +17,9 @@ from zeus_plugins.protocol import GpuConfig
 class WindowMonitor(Protocol):
     """The interface of Zeus's monitors.
 
-    The result of `end_window` has the seconds in `time`, and the joules in `total_energy` or, by device, in the mapping
-    `gpu_energy`; without a measured GPU in `cpu_energy` and `dram_energy`, or in `soc_energy` (a system on a chip:
-    Jetson, Apple).
+    The result of `end_window` has the seconds in `time`. The joules are in `total_energy` or, by device, in the mapping
+    `gpu_energy`. If no GPU was measured, they are in `cpu_energy` and `dram_energy`, or in `soc_energy` (a system on a
+    chip: Jetson, Apple).
     """
 
     def begin_window(self, name: str, /) -> None:
@@ -32,11 +32,11 @@ class WindowMonitor(Protocol):
 class ZeusMonitorAdapter:
     """An `EnergyMonitor` over a `WindowMonitor`; it can be pickled if `monitor` can.
 
-    If a window of a second or more cost 0 J, or no finite energy, it is estimated as the maximum power × time, and the
-    measurement's source says so.
+    If a window's energy is negative or not finite, or is 0 J in a second or more, it is estimated as maximum power ×
+    time, and the measurement's source says so.
 
     Args:
-        monitor: Measures.
+        monitor: The monitor with Zeus's interface.
         gpus: The measured devices. None: ask NVML for the monitor's `gpu_indices`, or for all visible GPUs.
     """
 

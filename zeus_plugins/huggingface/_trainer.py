@@ -1,7 +1,7 @@
 """Access to Hugging Face's Trainer: only this module uses private attributes of transformers and patches its objects.
 
-`tests/huggingface/test_contract.py` checks them against the installed transformers and accelerate. Attributes, not
-imports, identify the trainers of packages that build on transformers (TRL's generating ones, sentence-transformers').
+`tests/huggingface/test_contract.py` checks these attributes against the installed transformers and accelerate. Trainers
+of packages that build on transformers (TRL, sentence-transformers) are recognised by attributes, not by imports.
 """
 
 from __future__ import annotations
@@ -63,12 +63,12 @@ _FOLLOW = (
 # Names of the optimizers that trainers had before their first training.
 _OPTIMIZERS: WeakKeyDictionary[Trainer, str] = WeakKeyDictionary()
 
-# Names in DeepSpeed's configuration: batch sizes and accumulation,
+# Names of batch sizes and accumulation in DeepSpeed's configuration.
 _MICRO, _ACCUMULATION, _TOTAL = "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size"
-# and the rates of its optimizers and schedulers, to which their other settings are relative.
+# Names of the learning rates of DeepSpeed's optimizers and schedulers; their other settings are relative to the rates.
 _RATES = ("lr", "warmup_min_lr", "warmup_max_lr", "cycle_min_lr", "cycle_max_lr", "lr_range_test_min_lr")
 
-# Attributes of a trainer whose large parts are samples.
+# Attributes of a trainer that contain mainly samples.
 _SAMPLES = ("train_dataset", "eval_dataset", "data_collator")
 
 # Parts of the names of losses that use the other samples of a batch as negative examples.
@@ -78,7 +78,7 @@ _IN_BATCH = ("Negatives", "GIST", "MegaBatch")
 class TrainWrapper(TrainerCallback):
     """A callback that wraps `Trainer.train`, because the Trainer calls no hook when a training ends by an error."""
 
-    # Attribute of the wrapped `train` that holds the callback, of which a trainer may have one of each class.
+    # Name of the wrapped `train`'s attribute for the callback; a trainer may have one callback of each class.
     _OWNER: ClassVar[str]
 
     # The trainer while its `train` runs.
@@ -117,8 +117,8 @@ class TrainWrapper(TrainerCallback):
         vars(wrapped)[self._OWNER] = self
         vars(trainer)["train"] = wrapped
 
-    # Hooks do not get the trainer, and later ones run after it has made its loader and counted its steps. This hook
-    # does not ask the server yet, because a trainer may only evaluate.
+    # Hooks do not get the trainer, and later hooks run after the trainer has made its loader and counted its steps.
+    # This hook does not ask the server yet, because a trainer may only evaluate.
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Attach the callback to the trainer whose constructor calls this hook."""
         trainer = trainer_under_construction(state)
@@ -133,7 +133,7 @@ class TrainWrapper(TrainerCallback):
         """Return the trainer whose training begins with this state.
 
         Raises:
-            ZeusBSOOperationOrderError: The callback is not attached to it.
+            ZeusBSOOperationOrderError: The callback is not attached to this trainer.
         """
         if self._trainer is None or self._trainer.state is not state:
             raise not_attached()
@@ -152,13 +152,13 @@ class HuggingFacePort:
     """A `TrainerPort` of Hugging Face's Trainer."""
 
     no_accumulation = None
-    epochs_before = 0  # `train` begins to count anew
+    epochs_before = 0  # each `train` counts from 0
     keeps_optimizers = True
     schedule_remedy = "Let the trainer make the scheduler (lr_scheduler_type), or override create_scheduler"
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
-        self.control = trainer.control  # or the event's control, which another callback may have put in its place
+        self.control = trainer.control  # later each event's control, which another callback may replace
         self._args = args = trainer.args
         self.rank = args.process_index
         self.local_rank = args.local_process_index
@@ -170,7 +170,7 @@ class HuggingFacePort:
         self._devices_here = max(1, args.n_gpu)
         self.devices = self._processes * self._devices_here
         self._count: SampleCount | None = None
-        self._first_step = 0  # of a training that finishes a run
+        self._first_step = 0  # above 0 in a training that finishes a run
 
     @property
     def gpu_indices(self) -> Sequence[int]:
@@ -210,10 +210,10 @@ class HuggingFacePort:
         patches.set_attribute(trainer, "_train_batch_size", args.train_batch_size)
 
         def resize(loader: Any) -> None:
-            if _rebalancing_sampler(loader) is not None:  # it follows the arguments, and its batches are uneven
+            if _rebalancing_sampler(loader) is not None:  # it reads the arguments, and has uneven batches
                 return
             size = split.per_device * self._devices_here * batches_per_fetch(trainer)
-            # A sampler without a size may have read it from the trainer's arguments; its batches are counted.
+            # A sampler that states no size may have read it from the trainer's arguments; counting verifies the size.
             resize_loader(loader, size, patches, processes=self._processes, needs_size=False)
             # One process may load the batch of all processes, to divide it.
             fetched = self._processes if getattr(loader, "split_batches", False) else 1
@@ -237,7 +237,7 @@ class HuggingFacePort:
         trainer = self._trainer
         given = trainer.optimizer
         name = str(getattr(self._args.optim, "value", self._args.optim)) if given is None else type(given).__name__
-        # An earlier `train` of the same trainer has left its optimizer there.
+        # An `AcceleratedOptimizer` is left over from an earlier `train` of the same trainer.
         name = _OPTIMIZERS.get(trainer, name) if isinstance(given, AcceleratedOptimizer) else name
         _OPTIMIZERS[trainer] = name
         return Fingerprint(
@@ -278,10 +278,10 @@ class HuggingFacePort:
         return math.ceil(batches / split.accumulation)
 
     def _obstacle(self, split: BatchSplit) -> str | None:
-        """Return why the trainer would not evaluate a training at this split, or None."""
+        """Return the reason why a training at this split would never be evaluated, or None."""
         args, steps, limit = self._args, self._steps(split), self._args.max_steps
         if generation_unit(self._trainer) > 1 or has_own_loader(self._trainer):
-            return None  # these need not count the rows of the data set
+            return None  # such trainers need not count the rows of the data set
         samples = samples_of(self._trainer.train_dataset)
         if samples is not None and samples < split.per_device * split.accumulation * self.devices:
             return f"a batch is larger than the data of {samples} samples"
@@ -296,7 +296,7 @@ class HuggingFacePort:
         return None
 
     def modes(self, monitor: str) -> Mapping[str, Literal["max", "min"]]:
-        """Return the direction of the metric by which the Trainer finds its best model."""
+        """Return the mode in which the Trainer finds its best model, if it does so by the monitored metric."""
         best, is_greater = self._args.metric_for_best_model, self._args.greater_is_better
         names = {name.removeprefix(EVALUATION_PREFIX) for name in (best or "", monitor)}
         if is_greater is None or len(names) > 1:
@@ -336,7 +336,7 @@ class HuggingFacePort:
                 patches.extend(callback, "on_train_begin", then=show)
 
     def delivered(self) -> set[float | None]:
-        """Return the sizes that the parts of the present train loader state; one, if they agree."""
+        """Return the set of sizes that the parts of the train loader state; if the parts agree, it has one element."""
         loader = self._trainer.callback_handler.train_dataloader
         sampler = _rebalancing_sampler(loader)
         if sampler is None:
@@ -379,13 +379,13 @@ class HuggingFacePort:
             handler.on_log(self._args, self._trainer.state, self.control, metrics)
         finally:
             trackers.undo()
-        self.control.should_log = should_log  # `on_log` cancels a request to log that the trainer has not followed yet
+        self.control.should_log = should_log  # `on_log` cancels a request to log that is still open
 
     def epochs_trained(self, max_epochs: int, *, has_fractions: bool) -> float:
-        """Return the epochs trained so far; over a stream, the share of `max_epochs` that the steps are of all steps.
+        """Return the epochs trained so far; over a stream, `max_epochs` × the trained share of all steps.
 
-        Over a stream that ends, the Trainer begins again, and counts more epochs than it trains. Without
-        `has_fractions`, and at the end of the training, an epoch that a limit cuts short counts as one.
+        When a stream ends, the Trainer begins it again, and counts more epochs than it trains. Without
+        `has_fractions`, and at the end of the training, an epoch that a limit cuts short counts as a whole epoch.
         """
         state = self._trainer.state
         if not has_length(self._trainer.callback_handler.train_dataloader):
@@ -401,7 +401,7 @@ class HuggingFacePort:
         trainer = self._trainer
         if trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
             return f"{'DeepSpeed' if trainer.is_deepspeed_enabled else 'FSDP'} sets up its model once"
-        # The Trainer keeps a scheduler of the script's, whose rates would go on from their end.
+        # The Trainer keeps the script's own scheduler, whose rates would continue from the end of its schedule.
         is_own = trainer.lr_scheduler is not None and not trainer._created_lr_scheduler
         if is_own and type(trainer).create_scheduler is Trainer.create_scheduler:
             return "the script's own learning rate scheduler is made for one training"
@@ -416,7 +416,7 @@ class HuggingFacePort:
         return self._trainer.model if self._trainer.model_init is None else None
 
     def train_again(self, epochs: int, patches: Patches, *, keeps_state: bool) -> None:
-        """Let the next call of `train` train the present model for these epochs, and number its steps on."""
+        """Let the next call of `train` train the present model for `epochs`, and continue the numbers of steps."""
         trainer, args = self._trainer, self._args
         if args.max_steps <= 0:
             patches.set_attribute(args, "num_train_epochs", epochs)
@@ -426,7 +426,7 @@ class HuggingFacePort:
         before = trainer.state
 
         def number_on() -> None:
-            # Numbers of checkpoints and logs then rise: the Trainer takes the highest one for the latest.
+            # Numbers of checkpoints and logs must rise, because the Trainer treats the highest number as the latest.
             state, steps = trainer.state, before.global_step
             self._first_step = steps
             state.global_step, state.max_steps = steps, state.max_steps + steps
@@ -462,7 +462,7 @@ def release_memory(trainer: Trainer, error: Exception) -> None:
 def saved_in_checkpoint(
     checkpoint: str | os.PathLike[str] | bool, args: TrainingArguments, key: str
 ) -> Mapping[str, Any] | None:
-    """Return the value of `checkpointed` under this key in a checkpoint's folder; None if it has none.
+    """Return the value of `checkpointed` under this key in a checkpoint's folder; None if there is no value.
 
     For True as `checkpoint`, read the latest checkpoint in the trainer's output folder.
     """
@@ -514,11 +514,11 @@ def log(trainer: Trainer, metrics: dict[str, float]) -> None:
     control = trainer.control
     should_log = control.should_log
     Trainer.log(trainer, metrics)
-    control.should_log = should_log  # `log` cancels a request to log that the trainer has not followed yet
+    control.should_log = should_log  # `log` cancels a request to log that is still open
 
 
 def trainer_under_construction(state: TrainerState) -> Trainer | None:
-    """Return the trainer with this state whose constructor runs. Its arguments may belong to a trainer around it."""
+    """Return the trainer with this state whose constructor runs; compare states, as trainers may share arguments."""
     owners = (frame.f_locals.get("self") for frame, _ in traceback.walk_stack(sys._getframe()))
     return next((each for each in owners if isinstance(each, Trainer) and getattr(each, "state", None) is state), None)
 
@@ -539,12 +539,12 @@ def _rebalancing_sampler(loader: Any) -> Any:
 
 
 def batches_per_fetch(trainer: Trainer) -> int:
-    """Return the batches that the loader delivers at once: TRL's GRPO and RLOO generate for several of them."""
+    """Return the number of batches that the loader delivers at once: TRL's GRPO and RLOO generate for several."""
     return getattr(trainer.args, "steps_per_generation", None) or 1
 
 
 def generation_unit(trainer: Trainer) -> int:
-    """Return the number whose multiples are batch sizes of whole groups of completions; 1 without generation."""
+    """Return the number that must divide a batch size, for whole groups of completions; 1 without generation."""
     args: Any = trainer.args
     if not hasattr(args, "steps_per_generation"):
         return 1
@@ -553,7 +553,7 @@ def generation_unit(trainer: Trainer) -> int:
 
 
 def check_generations(trainer: Trainer, batch_sizes: Sequence[int]) -> None:
-    """Check that batches of these sizes hold whole groups of completions.
+    """Check that batches of these sizes contain whole groups of completions.
 
     Raises:
         ZeusBSOConfigError: Some sizes would divide a group.
@@ -613,7 +613,7 @@ def _losses(loss: Any) -> Iterator[Any]:
 
 
 def _passes_of(trainer: Any, *, shares_data: bool) -> Passes:
-    """Return the passes of a trainer between two steps; raise `CannotProbe` if it has none.
+    """Return a probe's passes over a trainer between two steps, or raise `CannotProbe`.
 
     If the trainer `shares_data`, several processes or GPUs work on the same batch.
     """
@@ -665,10 +665,10 @@ def _passes_of(trainer: Any, *, shares_data: bool) -> Passes:
 
 
 def check_deepspeed(trainer: Trainer, *, scales_rates: bool) -> None:
-    """Check DeepSpeed's configuration before there is a trial.
+    """Check DeepSpeed's configuration before a trial begins.
 
     Raises:
-        ZeusBSOConfigError: Its batch sizes contradict the arguments, or it could not scale the learning rates.
+        ZeusBSOConfigError: Its batch sizes contradict the arguments, or `lr_scaling` could not scale all rates.
     """
     # Transformers raises these mismatches itself, but later.
     lines = [line.removeprefix("- ds ") for line in _configuration(trainer).mismatches]
@@ -715,7 +715,7 @@ def deepspeed_optimizer(trainer: Trainer) -> str:
 
 
 def engine_batch_sizes(trainer: Trainer, devices: int, accumulation: int) -> set[float | None]:
-    """Return the samples per batch and device by the engine's two sizes; an empty set without an engine."""
+    """Return the samples per batch and device, from each of the engine's two sizes; an empty set without an engine."""
     engine: Any = trainer.deepspeed
     if engine is None:
         return set()

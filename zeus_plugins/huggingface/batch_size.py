@@ -48,21 +48,23 @@ _STATE_KEY = "zeus_bso"
 
 
 class _BeginsAnew(Exception):  # noqa: N818 - no error
-    """Leaves a training before its first step."""
+    """Leaves a training before its first step, so that it can begin again at another size."""
 
 
 class ZeusBSOTrainerCallback(BatchSizeArguments, TrainWrapper):
     """Trains at the batch size that the server chooses, reports each evaluation, and stops when the server says so.
 
-    That is at the target (docs/target.md), the value of the metric at which the model is good enough to deploy.
+    The server stops a training at its target (docs/target.md), the value of the metric at which the model is good
+    enough to deploy, or earlier if the trial becomes too costly or has used all its epochs.
 
-    Pass it in the trainer's `callbacks`, or call `attach` for an existing trainer. `Trainer.train` then asks for a
-    batch size, trains at it, whatever `per_device_train_batch_size` and `get_train_dataloader` say, and restores all
-    settings when it ends. With ``eval_strategy="no"`` the callback reports each epoch, or of a metric ``eval_…`` each
-    `evaluate` that the script calls within the training. Evaluating and predicting outside `train` have no trial.
+    Pass the callback in the trainer's `callbacks`, or call `attach` for an existing trainer. `Trainer.train` then asks
+    for a batch size, which replaces the size in `per_device_train_batch_size` and `get_train_dataloader`, and restores
+    all settings when it ends. With ``eval_strategy="no"``, the callback reports each epoch or, for a metric ``eval_…``,
+    each `evaluate` that the script calls within the training. Evaluations and predictions outside `train` have no
+    trial.
 
-    Each call of `train` is a trial. One that resumes from a checkpoint continues the checkpoint's trial; if that has no
-    trial, the callback does nothing. Neither does it if the call trains on a model that a trial of the job has trained.
+    Each call of `train` is a trial. A call that resumes from a checkpoint continues the checkpoint's trial. If the
+    checkpoint has no trial, or if an earlier trial of the job has trained the model, the callback does nothing.
     """
 
     _OWNER = "zeus_bso_owner"
@@ -79,7 +81,7 @@ class ZeusBSOTrainerCallback(BatchSizeArguments, TrainWrapper):
             "zeus_plugins.lightning.ZeusBSOCallback"
         )
 
-    # Lightning reads both while it calls `setup`, and would raise errors of its own without them.
+    # Lightning reads these two attributes while it calls `setup`, and would raise its own errors without them.
     on_exception, state_key = setup, "zeus_bso"
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
@@ -130,7 +132,7 @@ class ZeusBSOTrainerCallback(BatchSizeArguments, TrainWrapper):
         data = self._trainer.eval_dataset
         data_sets = len(data) if isinstance(data, dict) else 1
         self._watch(run, found)
-        # Other data sets of this evaluation may have watched metrics.
+        # Wait, because watched metrics may come with other data sets of this evaluation.
         waits = bool(run.watched_names)
         self._report(run, lambda: source.value(found, step=state.global_step, data_sets=data_sets, waits=waits))
         evaluation_s = found.get(f"{EVALUATION_PREFIX}runtime", 0.0)
@@ -146,11 +148,11 @@ class ZeusBSOTrainerCallback(BatchSizeArguments, TrainWrapper):
         logs: dict[str, float] | None = None,
         **kw: Any,
     ) -> None:
-        """Note the logged metrics; without evaluations, report the monitored one."""
+        """Note the logged metrics; without evaluations, report the monitored metric."""
         run, source, logs = self._run_of(state, control), self._metric, logs or {}
         if run is None:
             return
-        # An evaluation before the first step is of a model without training.
+        # Ignore an evaluation before the first step, because the model is untrained.
         if state.global_step > 0:
             self._watch(run, logs)
         if isinstance(source, EvaluationMetric):
@@ -199,7 +201,7 @@ class ZeusBSOTrainerCallback(BatchSizeArguments, TrainWrapper):
         """Train one trial, and the trial that finishes its run.
 
         Raises:
-            MemoryError: The trial has no smaller batch size than `too_large`.
+            MemoryError: The trial's batch size is not smaller than `too_large`.
         """
         self._check(trainer)
         warn_of_in_batch_negatives(trainer)
@@ -253,12 +255,12 @@ class ZeusBSOTrainerCallback(BatchSizeArguments, TrainWrapper):
             scale = run.active.scale_learning_rate
             run.patches.extend(trainer, "create_scheduler", then=lambda _: scale())
         run.patches.extend(trainer, "_save_checkpoint", first=lambda: self._keep_state(trainer.state))
-        if run.active.predicts and trainer.neftune_noise_alpha is None:  # its hook would act twice
-            # Before this hook of any callback, so that each is called once.
+        if run.active.predicts and trainer.neftune_noise_alpha is None:  # NEFTune's hook would act twice
+            # Before the callbacks' `on_train_begin` hooks, so that each hook is called once.
             run.patches.extend(trainer.callback_handler, "on_train_begin", first=lambda: self._begin_anew(trainer))
 
     def _begin_anew(self, trainer: Trainer) -> None:
-        """Leave a training that has only probed, to train at the size that the probe predicts, if there is one."""
+        """If the probe predicts a better size, leave this training, which has only probed, to train at that size."""
         port = HuggingFacePort(trainer)
         successor = self._run.begun_anew(port)
         if successor is not None:
@@ -266,7 +268,7 @@ class ZeusBSOTrainerCallback(BatchSizeArguments, TrainWrapper):
             raise _BeginsAnew
 
     def _check(self, trainer: Trainer) -> None:
-        """Check the trainer before there is a trial."""
+        """Check the trainer before a trial begins."""
         args = trainer.args
         if trainer.is_deepspeed_enabled:
             check_deepspeed(trainer, scales_rates=self._options.lr_scaling != "none")

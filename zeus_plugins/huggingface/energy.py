@@ -11,14 +11,14 @@ from zeus_plugins.huggingface._trainer import HuggingFacePort, TrainWrapper, che
 from zeus_plugins.training.energy_run import EnergyTotals
 from zeus_plugins.training.patches import Patches
 
-# Names the totals in a checkpoint.
+# Name of the totals in a checkpoint.
 _STATE_KEY = "zeus_energy"
 
 
 class ZeusEnergyTrainerCallback(EnergyTotals, TrainWrapper):
     """Logs the time and energy of each epoch and of the training so far to the trainer's loggers; needs no server.
 
-    Pass it in the trainer's `callbacks`, or call `attach` for an existing trainer. Outside `train` it does nothing.
+    Pass the callback in the trainer's `callbacks`, or call `attach` for an existing trainer. It measures only `train`.
 
     The metrics are ``zeus/epoch_time_s``, ``zeus/epoch_energy_j``, ``zeus/time_s`` and ``zeus/energy_j``, in seconds
     and joules, evaluations included. The trainer's `state.log_history` and the integrations of `report_to` get them.
@@ -34,7 +34,7 @@ class ZeusEnergyTrainerCallback(EnergyTotals, TrainWrapper):
 
     # With auto_find_batch_size this hook may run several times. The totals include the cost of the failed attempts.
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Begin to measure, unless an earlier attempt has."""
+        """Begin to measure, unless an earlier attempt has begun."""
         trainer = self._trainer_of(state)
         totals = checkpointed(state).get(_STATE_KEY)
         if totals is not None and not self._run.is_measuring:
@@ -42,7 +42,7 @@ class ZeusEnergyTrainerCallback(EnergyTotals, TrainWrapper):
         self._run.begin(HuggingFacePort(trainer), self._energy_monitor, self._energy_scope)
 
     def on_epoch_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Log the epoch before, if another callback has cancelled its evaluation."""
+        """Log the previous epoch, if another callback has cancelled its evaluation."""
         self._end_trained_epoch()
 
     def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:

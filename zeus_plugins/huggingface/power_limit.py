@@ -17,13 +17,13 @@ from zeus_plugins.training.power_run import PowerLimitFindings, batch_size_callb
 class ZeusPowerLimitTrainerCallback(PowerLimitFindings, TrainWrapper):
     """Finds the GPUs' best power limit in the first epochs, keeps it until `train` ends, and then restores the old one.
 
-    Pass it in the trainer's `callbacks`, or call `attach` for an existing trainer. Outside `train` it does nothing.
+    Pass the callback in the trainer's `callbacks`, or call `attach` for an existing trainer. It acts only in `train`.
 
     The callback measures each limit over some steps of the training. An evaluation, a checkpoint or the end of an epoch
     interrupts a measurement, which then begins again. Once the limit is chosen, steps have no overhead, and the
     trainer's logs get ``zeus/power_limit_w``. Without a GPU or the permission to set limits, the callback warns and
-    measures the present limit. Beside a `ZeusBSOTrainerCallback`, in any order, the server keeps the measurements, and
-    the callback skips limits that an earlier trial of the job measured at this batch size.
+    measures the present limit. With a `ZeusBSOTrainerCallback`, in any order, the server stores the measurements, and
+    this callback skips limits that an earlier trial of the job measured at this batch size.
     """
 
     _OWNER = "zeus_power_limit_owner"
@@ -68,7 +68,7 @@ class ZeusPowerLimitTrainerCallback(PowerLimitFindings, TrainWrapper):
             self._run.close()
 
     def _hide_steps(self) -> None:
-        if type(self).on_step_end is ZeusPowerLimitTrainerCallback.on_step_end:  # no subclass's hook
+        if type(self).on_step_end is ZeusPowerLimitTrainerCallback.on_step_end:  # keep a subclass's hook
             self._run.patches.set_attribute(self, "on_step_end", super().on_step_end)
 
 

@@ -1,6 +1,6 @@
 """Access to Lightning's Trainer: this module alone uses private attributes of Lightning and patches its objects.
 
-`tests/lightning/test_contract.py` checks them against the installed Lightning.
+`tests/lightning/test_contract.py` checks these attributes against the installed Lightning.
 """
 
 from __future__ import annotations
@@ -69,15 +69,15 @@ except ModuleNotFoundError:
 # The callbacks import these names from here, because either package may provide them.
 __all__ = ["Callback", "LightningModule", "Trainer"]
 
-# Strategies whose module is whole on each device.
+# Strategies that keep the whole module on each device.
 _WHOLE = ("SingleDeviceStrategy", "DDPStrategy")
 
 HookT = TypeVar("HookT", bound=Callable[..., Any])
 
 _logger = logging.getLogger("zeus_plugins")
 
-# Hooks that Lightning calls in each step, unless the attribute is no function. Calling them all when they do nothing
-# costs more than 10 µs a step.
+# Hooks that Lightning calls in each step, unless the attribute is not a function. To call all of them costs more than
+# 10 µs a step, even if they do nothing.
 STEP_HOOKS = (
     "on_train_batch_start",
     "on_before_zero_grad",
@@ -116,7 +116,7 @@ class LightningPort:
         self._targets: list[int] = []
         self._counts: list[SampleCount] = []
         self._counted = Patches()
-        # Train loaders made for the facts, until Lightning asks for them.
+        # Train loaders that `facts` has made, until Lightning asks for train loaders.
         self._made: list[Any] = []
         self._has_size_attributes = False
         self.no_accumulation = "with manual optimization Lightning accumulates no gradients" if by_hand else None
@@ -152,15 +152,15 @@ class LightningPort:
         attributes = Patches()
         patches.include(attributes)
         if _batch_size_attribute(*self._holders) not in (None, split.per_device):
-            self._made.clear()  # loaders may be made for the attributes' size
+            self._made.clear()  # loaders made before may have the attributes' old size
 
         def set_attributes() -> None:
             for holder in self._holders:
                 _set_batch_size_attributes(holder, split.per_device, attributes)
 
         set_attributes()
-        # Lightning gets its train loaders from this method alone: for its set-up, to estimate the number of steps, and
-        # to reload them every n epochs.
+        # Lightning gets its train loaders only from `dataloader` of this source: for its set-up, to estimate the number
+        # of steps, and to reload them every n epochs.
         source = trainer.fit_loop._data_source
         original = source.dataloader
         self._has_size_attributes = has_attributes = attributes.has_changes
@@ -182,16 +182,16 @@ class LightningPort:
             return scaled
 
         def resized() -> Any:
-            # Lightning may make new loaders from these, and does so by the class of their samplers.
+            # Undo the counting first, because Lightning may make new loaders from these by their samplers' classes.
             self._counted.undo()
             self._counts.clear()
             loaders = original()
             self._targets = self._targets or targets(loaders)
             for loader, size in zip(_combined(loaders).flattened, self._targets, strict=True):
-                # A loader without a size may have read an attribute; counting its batches verifies that.
+                # A loader that states no size may have read an attribute; counting its samples verifies the size.
                 if delivered_batch_size(loader) is not None or not has_attributes:
                     if delivered_batch_size(loader) == size and not has_attributes:
-                        check_resizable(loader)  # at the script's own size, before another launch finds out
+                        check_resizable(loader)  # fails in the first launch, not only at another size
                     resize_loader(loader, size, patches)
                 for batcher in (getattr(loader, "batch_sampler", None), loader):
                     _resize_saved_arguments(batcher, size, patches)
@@ -208,7 +208,7 @@ class LightningPort:
     def facts(self, patches: Patches) -> TrainingFacts:
         """Read the facts from trainer, data and module.
 
-        This makes the train loader, and hands it to Lightning the next time that Lightning asks for one, unless a
+        `facts` makes the train loader, and gives it to Lightning the next time that Lightning asks for one, unless a
         `batch_size` attribute changes before. A module with a `setup` of its own cannot make its loader yet: then the
         size is its integer `batch_size`, if it has one.
         """
@@ -239,7 +239,7 @@ class LightningPort:
         )
 
     def _obstacle(self, loader: Any, split: BatchSplit) -> str | None:
-        """Return why the trainer would not validate a training of this loader at this split, or None."""
+        """Return the reason why a training with this loader would never be validated at this split, or None."""
         trainer: Any = self._trainer  # a type checker does not see what Lightning's connectors set
         samples = None if trainer.overfit_batches else self._samples(loader)
         if samples is None:
@@ -253,7 +253,7 @@ class LightningPort:
         if batches == 0:
             return None
         every, interval = trainer.check_val_every_n_epoch, trainer.val_check_interval
-        until = batches  # the batches of the first report
+        until = batches  # batches until the first report
         if trainer.enable_validation and getattr(trainer, "_val_check_time_interval", None) is None:
             setting = f"Trainer(val_check_interval={interval})"
             if isinstance(interval, float):
@@ -300,7 +300,7 @@ class LightningPort:
         rank_zero_info(line)
 
     def log_hyperparameters(self, values: Mapping[str, str | int], patches: Patches) -> None:
-        """Add the values to the hyperparameters of the script, because some loggers keep only the first call's."""
+        """Add the values to the hyperparameters of the script, because some loggers keep only their first values."""
         for holder in (self._module, getattr(self._trainer, "datamodule", None)):
             if getattr(holder, "_log_hyperparams", False) and getattr(self._trainer, "enable_autolog_hparams", True):
                 for name, value in values.items():
@@ -324,7 +324,7 @@ class LightningPort:
         patches.set_attribute(bar, "get_metrics", with_ours)
 
     def delivered(self) -> list[float | None]:
-        """Scale the size that each train loader states to the largest loader's."""
+        """Return the sizes that the train loaders state, each scaled to the size of the largest loader."""
         sizes = delivered_batch_sizes(self._trainer)
         largest = max(self._targets, default=0)
         return [size * largest / target for size, target in zip(sizes, self._targets, strict=True) if size is not None]
@@ -337,7 +337,7 @@ class LightningPort:
         return self._trainer.optimizers, [config.scheduler for config in self._trainer.lr_scheduler_configs]
 
     def computes_rates(self) -> bool:
-        """Configure the optimizers of the module again, for twice the batch size, and compare their rates."""
+        """Return whether the module computes rates from the batch size: configure it for twice the size and compare."""
         module = self._module
         if module is None or not self._has_size_attributes:
             return False
@@ -349,7 +349,7 @@ class LightningPort:
                     _set_batch_size_attributes(holder, 2 * size, doubled)
             made, _ = _init_optimizers_and_lr_schedulers(module)
             return [_rates_of(each) for each in made] != [_rates_of(each) for each in self._trainer.optimizers]
-        except Exception as error:  # raised by the module, which need not be able to do this twice
+        except Exception as error:  # the module need not support a second call
             _logger.debug("configure_optimizers cannot be called again: %s", error)
             return False
         finally:
@@ -400,7 +400,7 @@ class LightningPort:
         return int(self._trainer.current_epoch)
 
     def train_again(self, epochs: int, patches: Patches, *, keeps_state: bool) -> None:
-        """Let the next call of the fit loop's `run` train these epochs; an epoch or step keeps its number."""
+        """Let the next call of the fit loop's `run` train further `epochs`; epochs and steps are numbered on."""
         trainer, loop = self._trainer, self._trainer.fit_loop
         trained, steps, most_steps = trainer.current_epoch, trainer.global_step, loop.epoch_loop.max_steps
         trainer.should_stop = False
@@ -424,12 +424,12 @@ class LightningPort:
         loop.setup_data()
         successor = run.begun_anew(self)
         if successor is not None:
-            _set_rng_states(states)  # Making the first loader has drawn random numbers.
+            _set_rng_states(states)  # because making the first loader has drawn random numbers
             self.train_again(cast("int", loop.max_epochs) - trainer.current_epoch, successor.patches, keeps_state=False)
         return successor
 
     def _count_samples(self, patches: Patches) -> None:
-        """Count the samples of every loader that Lightning trains with; for several devices it makes new loaders."""
+        """Count the samples of every loader that Lightning trains with; for several devices, these are new loaders."""
         connector = self._trainer._data_connector
         prepare = connector._prepare_dataloader
 
@@ -479,7 +479,7 @@ def finders(trainer: Trainer, *kinds: str) -> list[Any]:
 def scale_in_finetuning(
     trainer: Trainer, unscaled: Callable[[], AbstractContextManager[None]], patches: Patches
 ) -> None:
-    """Let callbacks that add parameter groups see and set unscaled rates."""
+    """Let callbacks that add parameter groups see and set unscaled learning rates."""
     for callback in finders(trainer, "BaseFinetuning"):
         finetune = callback.finetune_function
 
@@ -491,7 +491,7 @@ def scale_in_finetuning(
 
 
 def missed_validation(trainer: Trainer) -> str | None:
-    """Return how an epoch that has just ended missed the validation that was due at its end, or None if none was."""
+    """Describe an epoch that ended too early for the validation that was due at its end; None if none was missed."""
     batches, done = trainer.num_training_batches, trainer.fit_loop.epoch_loop.batch_progress.current.ready
     every = trainer.check_val_every_n_epoch
     is_limited = trainer.should_stop or 0 <= trainer.max_steps <= trainer.global_step
@@ -505,7 +505,7 @@ def missed_validation(trainer: Trainer) -> str | None:
 def continues_checkpoint(trainer: Trainer) -> bool:
     """Return True if this `fit` will load a checkpoint.
 
-    When Lightning sets up callbacks, only the frame of its own running call holds the path of the checkpoint.
+    When Lightning sets up callbacks, only a local variable of its running method `_run` has the checkpoint's path.
 
     Raises:
         ZeusBSOConfigError: The strategy loads the checkpoint after the batch size must be set.
@@ -523,7 +523,7 @@ def continues_checkpoint(trainer: Trainer) -> bool:
 
 
 def of_an_instance(hook: HookT) -> HookT:
-    """Wrap a hook to refuse a call by a trainer that was given the callback's class, which Lightning does not check."""
+    """Wrap a hook to raise an error if the trainer was given the callback's class, which Lightning does not check."""
 
     @functools.wraps(hook)
     def called(*args: Any, **kwargs: Any) -> Any:
@@ -556,7 +556,7 @@ def is_last_batch(trainer: Trainer) -> bool:
 
 
 def epochs_trained(trainer: Trainer) -> float:
-    """Return the epochs trained since the trainer's first; a begun epoch of unknown length counts half."""
+    """Return the number of epochs trained, with fractions; a begun epoch of unknown length counts as half an epoch."""
     progress = trainer.fit_loop.epoch_loop.batch_progress
     if progress.is_last_batch:
         return trainer.current_epoch + 1
@@ -598,7 +598,7 @@ def logged_means(trainer: Trainer, names: Sequence[str]) -> dict[str, float]:
 
 
 def _passes_of(trainer: Any, module: Any) -> Passes:
-    """Return the passes of a trainer before its first step or after an epoch; raise `CannotProbe` if it has none."""
+    """Return a probe's passes over a trainer before its first step or after an epoch, or raise `CannotProbe`."""
     loaders, strategy = trainer.fit_loop._combined_loader.flattened, trainer.strategy
     if not module.automatic_optimization:
         raise CannotProbe("with manual optimization a pass makes an optimizer step")

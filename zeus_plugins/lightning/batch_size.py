@@ -36,15 +36,16 @@ _logger = logging.getLogger("zeus_plugins")
 class ZeusBSOCallback(BatchSizeArguments, Callback):
     """Trains at the batch size that the server chooses, reports each validation, and stops when the server says so.
 
-    That is at the target (docs/target.md), the value of the metric at which the model is good enough to deploy.
+    The server stops a training at its target (docs/target.md), the value of the metric at which the model is good
+    enough to deploy, or earlier if the trial becomes too costly or has used all its epochs.
 
-    `fit` sets the batch size of every train loader, whether it comes from a data module, the module's
-    `train_dataloader` or an argument of `fit`, and any integer `batch_size` of the data module, the module or their
-    hyperparameters. It restores them when it ends. Without a validation loop, the callback reports each training epoch.
-    Outside `fit`, in a `fast_dev_run` and under a `Tuner` it does nothing.
+    During `fit`, the callback sets the batch size of every train loader, whether it comes from a data module, the
+    module's `train_dataloader` or an argument of `fit`, and any integer `batch_size` of the data module, the module or
+    their hyperparameters. It restores all of them when `fit` ends. Without a validation loop, the callback reports each
+    training epoch. Outside `fit`, in a `fast_dev_run` and under a `Tuner`, the callback does nothing.
 
     A training that resumes from a checkpoint (`fit(ckpt_path=…)`) continues the checkpoint's trial, at its batch size
-    and with its costs so far. From a checkpoint without a trial it trains at its own batch size and reports nothing.
+    and with its costs so far. If the checkpoint has no trial, the script's own batch size is used without reports.
     """
 
     # The trial's name in a checkpoint. Lightning's default is the name of the class, which a subclass would change. A
@@ -64,7 +65,7 @@ class ZeusBSOCallback(BatchSizeArguments, Callback):
             "zeus_plugins.huggingface.ZeusBSOTrainerCallback"
         )
 
-    # Hooks later than `setup` run after Lightning has counted the steps of an epoch.
+    # Use `setup`, because later hooks run after Lightning has counted the steps of an epoch.
     @of_an_instance
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Ask for a batch size and make the train loaders deliver it."""
@@ -90,7 +91,8 @@ class ZeusBSOCallback(BatchSizeArguments, Callback):
             self._take_charge(trainer)
             self._follow_loop(trainer, pl_module)
 
-    # Lightning makes optimizers and schedulers after this. Its tuners also load checkpoints, in the middle of a fit.
+    # Lightning makes optimizers and schedulers after this hook. Its tuners also load checkpoints in the middle of `fit`
+    # (see `_awaits_checkpoint`).
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         if self._awaits_checkpoint:
             self._continue(trainer, pl_module, checkpoint["callbacks"].get(self.state_key))
@@ -100,13 +102,13 @@ class ZeusBSOCallback(BatchSizeArguments, Callback):
         state = self._run.state()
         return {**state, "first_epoch": self._first_epoch} if state else {}
 
-    # Optimizers and schedulers exist. A checkpoint overwrites their rates later with rates that are scaled already.
+    # Here, optimizers and schedulers exist. A checkpoint later overwrites their rates by rates that are scaled already.
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._awaits_checkpoint:  # a checkpoint with nothing but weights, for which Lightning calls no hook
+        if self._awaits_checkpoint:  # a checkpoint with only weights, for which Lightning calls no hook
             self._continue(trainer, pl_module, None)
         self._scale_rates(trainer)
 
-    # This is no error yet, because a module may leave some metrics out of the sanity check.
+    # Only warn, because a module may leave some metrics out of the sanity check.
     def on_sanity_check_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Warn, before an epoch is trained, if the sanity check has not logged the metric."""
         known, run = sorted(trainer.callback_metrics), self._run.active
@@ -143,7 +145,7 @@ class ZeusBSOCallback(BatchSizeArguments, Callback):
                 self._run.active.count_evaluation(time.monotonic() - self._validation_began_s)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Report the epoch of a training that has no validation loop, and raise for a validation that was left out."""
+        """Report the epoch if there is no validation loop; raise an error if a due validation was left out."""
         ended_s = time.monotonic()
         if not trainer.enable_validation:
             self._report(trainer)
@@ -210,8 +212,8 @@ class ZeusBSOCallback(BatchSizeArguments, Callback):
 
     def _take_charge(self, trainer: Trainer) -> None:
         if self._run.active is not None:
-            # Check after all callbacks and modules, which may change the accumulation when an epoch starts. The hook
-            # that follows them, `on_train_batch_start`, would cost time in every step.
+            # Check after the hooks of all callbacks and modules, which may change the accumulation when an epoch
+            # starts. The next hook, `on_train_batch_start`, would cost time in every step.
             self._run.patches.extend(trainer.fit_loop.epoch_loop, "run", first=self._run.active.check)
             hide_step_hooks(self, self._run.patches)
 
@@ -222,7 +224,7 @@ class ZeusBSOCallback(BatchSizeArguments, Callback):
                 scale_in_finetuning(trainer, self._run.active.unscaled_rates, self._run.patches)
 
     def _follow_loop(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Let the fit loop start at the size that the probe predicts, and repeat it if the target is missed."""
+        """Let the fit loop start at the size that the probe predicts, and run again if the target is missed."""
         active = self._run.active
         predicts = active is not None and active.predicts and not finders(trainer, "LearningRateFinder")
         if active is None or not (predicts or self._run.options.on_failure == "finish"):

@@ -17,7 +17,7 @@ class ZeusEnergyCallback(EnergyTotals, Callback):
     parts of the energy, power, temperature, money and CO2 (docs/energy.md).
     """
 
-    # Names the totals in a checkpoint.
+    # Name of the totals in a checkpoint.
     state_key = "zeus_energy"
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:

@@ -26,7 +26,7 @@ class ZeusPowerLimitCallback(PowerLimitFindings, Callback):
     The callback measures each limit over some batches of the training. A validation, a checkpoint or the end of an
     epoch interrupts a measurement, which then begins again. Once the limit is chosen, batches have no overhead, and
     the trainer's loggers get ``zeus/power_limit_w``. Without a GPU or the permission to set limits, the callback warns
-    and measures the present limit. Beside a `ZeusBSOCallback`, in any order, the server keeps the measurements, and the
+    and measures the present limit. With a `ZeusBSOCallback`, in any order, the server stores the measurements, and this
     callback skips limits that an earlier trial of the job measured at this batch size.
     """
 
@@ -78,7 +78,7 @@ class ZeusPowerLimitCallback(PowerLimitFindings, Callback):
         self._run.close()
 
     def _hide_batch_end(self) -> None:
-        if type(self).on_train_batch_end is ZeusPowerLimitCallback.on_train_batch_end:  # no subclass's hook
+        if type(self).on_train_batch_end is ZeusPowerLimitCallback.on_train_batch_end:  # keep a subclass's hook
             self._run.patches.set_attribute(self, "on_train_batch_end", None)
 
 

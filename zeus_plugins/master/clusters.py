@@ -25,7 +25,7 @@ LOST = 1
 
 POLL_S = 1.0
 
-# Longer than the upgrade of a cluster's control plane.
+# Longer than an upgrade of a cluster's control plane takes.
 _PATIENCE_S = 300.0
 
 T = TypeVar("T")
@@ -34,7 +34,7 @@ T = TypeVar("T")
 class ClusterExecutor(ABC):
     """An `Executor` that submits each run as a job. The nodes must share the file system of the log directory.
 
-    Jobs survive their master. A resumed master finds a job by the marker file ``{job id}.train.running``.
+    Jobs survive a killed master. A resumed master finds a job by the marker file ``{job id}.train.running``.
     """
 
     # Name of the cluster in errors, and the exceptions that mean that it does not answer.
@@ -69,10 +69,10 @@ class ClusterExecutor(ABC):
         return LOST
 
     def _ask(self, question: Callable[[], T]) -> T:
-        """Ask until the cluster answers.
+        """Call `question` until the cluster answers.
 
         Raises:
-            ZeusBSOConfigError: It has not answered for five minutes.
+            ZeusBSOConfigError: The cluster has not answered for five minutes.
         """
         deadline = time.monotonic() + _PATIENCE_S
         while True:
@@ -95,7 +95,7 @@ class ClusterExecutor(ABC):
 
     @abstractmethod
     def _await_exit(self, job: Any, launch: Launch) -> int | str:
-        """Wait for a job; return its exit status, or for a lost run a line for its log."""
+        """Wait for a job; return its exit status or, if the run was lost, a line for its log."""
 
     @abstractmethod
     def _cancel(self, job: Any) -> None:
@@ -103,7 +103,7 @@ class ClusterExecutor(ABC):
 
 
 class SubmititExecutor(ClusterExecutor):
-    """A `ClusterExecutor` of Slurm. The marker holds submitit's pickled job.
+    """A `ClusterExecutor` for Slurm. The marker file contains submitit's pickled job.
 
     Args:
         cluster: ``"slurm"``, or ``"local"`` for a process on this machine.
@@ -149,7 +149,7 @@ class SubmititExecutor(ClusterExecutor):
 
 
 class RayExecutor(ClusterExecutor):
-    """A `ClusterExecutor` of Ray. The marker holds the job's submission id.
+    """A `ClusterExecutor` for Ray. The marker file contains the job's submission id.
 
     Args:
         address: URL of the cluster's dashboard, such as ``http://ray-head:8265``. None: the value of ``RAY_ADDRESS``,
@@ -181,10 +181,10 @@ class RayExecutor(ClusterExecutor):
 
     def _submit(self, launch: Launch) -> Any:
         submission_id = f"zeus-{uuid.uuid4().hex}"
-        # Write the marker first: a master that is killed before it submits finds no job, and launches the run again.
+        # Write the marker first: if the master is killed before it submits, its successor finds no job and submits one.
         launch.marker.write_text(submission_id)
         try:
-            # Ray starts jobs by a shell.
+            # Ray starts jobs in a shell.
             self._client.submit_job(entrypoint=_exec_script(launch), submission_id=submission_id, **self._parameters)
         except (*self._AWAY, TypeError, ValueError) as error:
             # The cluster may have accepted the job although the answer is lost.
@@ -222,7 +222,7 @@ class KubeflowExecutor(ClusterExecutor):
     """A `ClusterExecutor` whose runs are TrainJobs of Kubeflow Trainer v2, on one node each.
 
     The pods must mount the volume of the log directory at the same path, by `volumes` or by the runtime. The marker
-    holds the TrainJob's name. The executor does not delete ended TrainJobs.
+    file contains the TrainJob's name. The executor does not delete ended TrainJobs.
 
     Args:
         image: Container image with the script and `zeus_plugins`.
@@ -269,7 +269,7 @@ class KubeflowExecutor(ClusterExecutor):
 
     def _submit(self, launch: Launch) -> Any:
         name = f"zeus-{uuid.uuid4().hex[:16]}"
-        # Write the marker first: a master that is killed before it submits finds no job, and launches the run again.
+        # Write the marker first: if the master is killed before it submits, its successor finds no job and submits one.
         launch.marker.write_text(name)
         _status_file(launch).unlink(missing_ok=True)
         try:
@@ -337,14 +337,14 @@ class KubeflowExecutor(ClusterExecutor):
 
 
 def _status_file(launch: Launch) -> Path:
-    """Return the file to which the pod writes the exit status, because a TrainJob does not have it."""
+    """Return the file to which the pod writes the exit status, because a TrainJob does not record it."""
     return launch.log.with_suffix(".status")
 
 
 def _pod_script(launch: Launch) -> str:
-    """Return the pod's shell script: run the command into the log, then write its exit status."""
+    """Return the pod's shell script: run the command with its output in the log, then write its exit status."""
     status = shlex.quote(str(_status_file(launch)))
-    # Kubernetes signals the shell, as the pod's first process; it forwards SIGTERM to the command.
+    # Kubernetes signals the pod's first process, the shell, which forwards SIGTERM to the command.
     return (
         f"{_begin(launch)} || exit\n"
         f"{_command(launch)} &\n"
@@ -357,7 +357,7 @@ def _pod_script(launch: Launch) -> str:
 
 
 def _exec_script(launch: Launch) -> str:
-    """Return a shell script that becomes the command."""
+    """Return a shell script whose process becomes the command (`exec`)."""
     return f"{_begin(launch)} && exec {_command(launch)}"
 
 
@@ -368,6 +368,6 @@ def _begin(launch: Launch) -> str:
 
 
 def _command(launch: Launch) -> str:
-    """Return the command with its variables, in a shell's words."""
+    """Return the command with its environment variables, quoted for a shell."""
     variables = {"PYTHONUNBUFFERED": "1", **launch.environ}
     return shlex.join(["env", *(f"{name}={value}" for name, value in variables.items()), *launch.command])

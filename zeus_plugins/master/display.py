@@ -33,7 +33,7 @@ class Listener:
 
 
 def conclusion(history: Sequence[Run], default_bs: int, savings: SavingsView | None) -> str:
-    """Print the verdict on the job's saving, if known; list the mean costs; sum up time and energy."""
+    """Return a text with the verdict on the job's saving, if known, the mean costs, and total time and energy."""
     means = mean_costs(history)
     told = [] if savings is None else [savings.in_words]
     if means:

@@ -1,7 +1,7 @@
-"""The execution of a run's command, on this machine as a process that survives a killed master.
+"""The execution of a run's command; on this machine, as a process that continues if its master is killed.
 
-A run writes its output to its log, not to a pipe of the master, and holds the lock of a file. By the lock, a resumed
-master finds a run that the killed master has left, and waits for it.
+A run writes its output to its log, not to a pipe of the master, and locks a file until it ends. By the lock, a resumed
+master recognises that a killed master's run is still running, and waits for the run.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ class Executor(Protocol):
     def run(self, launch: Launch, show: Show) -> int:
         """Execute a command to its end, and show its output live; return its exit status, −n after signal n.
 
-        End the command on an exception, such as KeyboardInterrupt.
+        If an exception, such as KeyboardInterrupt, interrupts the wait, end the command.
 
         Raises:
             ZeusBSOConfigError: The command cannot be started.
         """
 
     def adopt(self, launch: Launch, show: Show) -> bool:
-        """Wait for a command that a killed master has left, as `run` does; return False if there is none."""
+        """Wait for a command that a killed master left running, as `run` does; return False if there is none."""
 
 
 class LocalExecutor:
@@ -114,7 +114,7 @@ class LocalExecutor:
         return True
 
     def _end(self, pid: int, ended_within: Callable[[float], bool]) -> None:
-        """End a group by SIGINT, SIGTERM and SIGKILL in turn, or by SIGKILL at another Ctrl-C."""
+        """End a process group by SIGINT, SIGTERM and SIGKILL in turn; at another Ctrl-C, by SIGKILL at once."""
         try:
             for number in (signal.SIGINT, signal.SIGTERM):
                 _signal_group(pid, number)
@@ -127,7 +127,7 @@ class LocalExecutor:
 
 
 def _started(launch: Launch, lock: int) -> subprocess.Popen[bytes]:
-    # Python buffers output to a file, so that it could not be shown live.
+    # By default, Python buffers output to a file, so that it could not be shown live.
     environ = {**os.environ, "PYTHONUNBUFFERED": "1", **launch.environ}
     try:
         with launch.log.open("ab") as log:
@@ -177,7 +177,7 @@ def shown_live(log: Path, show: Show, *, offset: int) -> Iterator[None]:
 
 
 def _wait_unreaped(process: subprocess.Popen[bytes]) -> None:
-    """Wait for a process and, if possible, leave it a zombie, so that no other group can get its number."""
+    """Wait for a process and, if possible, leave it a zombie, so that no other process group can get its id."""
     if hasattr(os, "waitid"):
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
     else:
@@ -208,7 +208,7 @@ def lock_file(path: Path) -> Iterator[int]:
 
 
 def try_lock(descriptor: int) -> bool:
-    """Lock a file for this process and those that inherit the descriptor; return False if another holds the lock."""
+    """Lock a file for this process and its heirs of the descriptor; return False if another process holds the lock."""
     import fcntl
 
     try:

@@ -1,4 +1,4 @@
-"""The history of a master on disk, from which recurrence, try, seed and cost bound of the next run follow."""
+"""The history of a master on disk; it determines the recurrence, try, seed and cost bound of the next run."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class Run(PlannedRun):
 
 @dataclass(frozen=True)
 class NextRun:
-    """Values of the next run that follow from a history."""
+    """Values of the next run, derived from the history."""
 
     recurrence: int
     tries: int
@@ -89,7 +89,7 @@ class NextRun:
 
     @classmethod
     def after(cls, history: Sequence[Run], *, seed: int, beta_knob: float | None) -> NextRun:
-        """Derive the values from all runs so far, and the first run's seed.
+        """Derive the values from all runs so far and `seed`, the seed of the first run.
 
         A recurrence ends when it reaches the target or the master gives it up. Its cost is the sum over its tries; the
         bound is β times the cost of the cheapest recurrence that reached the target. Each run increments the seed.
@@ -145,7 +145,7 @@ class MasterState(_Kept):
         """Read the file.
 
         Raises:
-            ZeusBSOConfigError: The file does not exist, or has another content.
+            ZeusBSOConfigError: The file does not exist, or does not contain a history.
         """
         path = logdir / HISTORY_FILE
         try:

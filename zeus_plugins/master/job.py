@@ -1,4 +1,4 @@
-"""The description of a recurring training script, and the file that holds it for ``zeus-plugins master``."""
+"""The description of a recurring training script, and the file with this description for ``zeus-plugins master``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from zeus_plugins.errors import ZeusBSOConfigError
 from zeus_plugins.protocol import ID_PATTERN, BatchSize, GpuConfig, PositiveInt, Seed, faults_in_words
 from zeus_plugins.training.lr_scaling import LrScaling, lr_factor
 
-# Values of the command that differ between runs.
+# Fields of the command whose values differ between runs.
 _RUN_FIELDS = frozenset({"batch_size", "learning_rate", "seed"})
 
 
@@ -32,7 +32,7 @@ class Job:
     names in `fields`. Double a brace to keep it.
 
     Attributes:
-        name: Names the log directory, and the job on the batch size optimization server.
+        name: Name of the job in its log directory and on the batch size optimization server.
         dataset: Name of the training data.
         network: Name of the model.
         optimizer: Name of the optimizer, e.g. ``"adam"``.
@@ -42,8 +42,8 @@ class Job:
         default_lr: Learning rate at the default batch size.
         command: A list of program and arguments, or a string that is split as by a POSIX shell.
         workdir: Working directory of the command. None: the master's.
-        lr_scaling: Rule by which the learning rate follows the batch size: ``"linear"``, ``"sqrt"``, ``"none"``, or
-            ``"auto"``, which follows from `optimizer`.
+        lr_scaling: Rule by which the learning rate depends on the batch size: ``"linear"``, ``"sqrt"``, ``"none"``, or
+            ``"auto"``, which chooses the rule by `optimizer`.
         higher_is_better_metric: True if the metric rises as the model improves.
         fields: Additional values for the command.
 
@@ -52,7 +52,7 @@ class Job:
             range.
     """
 
-    __pydantic_config__ = ConfigDict(extra="forbid")  # of the file
+    __pydantic_config__ = ConfigDict(extra="forbid")  # rejects unknown keys of the file
 
     name: str
     dataset: str
@@ -132,7 +132,7 @@ class _Table(BaseModel):
 
 
 class MasterTable(_Table):
-    """``[master]``: arguments of `ZeusMaster` and its `run`; an option may override the number of recurrences."""
+    """``[master]``: arguments of `ZeusMaster` and its `run`; a command-line option may override `recurrences`."""
 
     batch_sizes: Annotated[list[BatchSize], Field(min_length=1)]
     recurrences: PositiveInt = 10
@@ -175,8 +175,8 @@ class ExecutorTable(_Table):
 class MasterConfig(_Table):
     """The whole file.
 
-    ``[job]`` holds the fields of `Job`, with `workdir` relative to the file, and ``[job.fields]`` additional values for
-    the command. ``[gpus]`` holds `GpuConfig`, if the script runs on other devices than this machine's.
+    ``[job]`` has the fields of `Job`, with `workdir` relative to the file, and ``[job.fields]`` has additional values
+    for the command. ``[gpus]`` has the fields of `GpuConfig`, if the script runs on other devices than this machine's.
     """
 
     job: Job

@@ -75,7 +75,7 @@ class ServerOptimizer:
         self._gpus = gpus
         self._outbox = default_outbox()
         self._options = dict(options or {})
-        # A resumed master makes the same keys, by which the server finds a trial whose answer the master lost.
+        # A resumed master repeats the same keys, so that the server can resend a trial that did not arrive.
         self._key = secrets.token_hex(16)
         self._asked = 0
         self._registration: CreatedJob | None = None
@@ -123,7 +123,7 @@ class ServerOptimizer:
         return self._trial.batch_size
 
     def observe_run(self, job: Job, run: Run) -> None:
-        """End the trial as the run ended; after a crash of the master, possibly a second time."""
+        """End the trial with the run's outcome; after a crash of the master, this may be the second call for a run."""
         if run.was_measured:
             self._report_run(job, run)
         else:
@@ -149,7 +149,7 @@ class ServerOptimizer:
             return None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the key and number of requested trials, and the running trial."""
+        """Return the key of the requests, the number of requested trials, and the running trial."""
         trial = None if self._trial is None else self._trial.model_dump(mode="json")
         return {"key": self._key, "asked": self._asked, "trial": trial}
 
@@ -192,7 +192,7 @@ class ServerOptimizer:
         cost_j = registration.cost_j(time_s=run.time, energy_j=run.energy)
         max_cost_j: float | None = None
         if not run.reached and (cost_j > run.cost_ub or epochs < registration.max_epochs):
-            # The run stopped before an epoch that would have crossed the bound, so that its cost may be below it.
+            # The run stopped before an epoch that would have crossed the bound, so its cost may be below the bound.
             max_cost_j = min(run.cost_ub, math.nextafter(cost_j, 0))
         verdict = line.report_evaluation(
             Evaluation(
@@ -209,10 +209,10 @@ class ServerOptimizer:
 
 
 def _metric_of(job: CreatedJob, run: Run) -> float:
-    """Return the script's metric, or else a value at the target or just short of it, as `run.reached` says."""
+    """Return the script's metric if it agrees with `run.reached`, else a value at the target or just short of it."""
     if run.metric is not None and job.is_reached_by(run.metric) == run.reached:
         return run.metric
-    target = job.target_metric or 0.0  # a master's job always has one
+    target = job.target_metric or 0.0  # a master's job always has a target
     if run.reached:
         return target
     return math.nextafter(target, -math.inf if job.higher_is_better_metric else math.inf)

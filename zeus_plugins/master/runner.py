@@ -27,7 +27,7 @@ _LOCK_FILE = ".master.lock"
 
 
 class ZeusMaster:
-    """Lets a training script recur, with the interface of Zeus's master.
+    """Runs a recurring training script, with the interface of Zeus's master.
 
     The master saves its state after every run. To resume a killed master, pass its log directory to `run` as
     `resume_from`. The resumed master waits for a script that still runs, and neither repeats nor loses a run.
@@ -35,14 +35,14 @@ class ZeusMaster:
     Args:
         batch_size_optimizer: A `ServerOptimizer` or a `BatchSizeChooser`.
         log_base: Directory of all log directories.
-        monitor_path: Zeus's power monitor, for scripts with Zeus's own data loader.
+        monitor_path: Path of Zeus's power monitor, for scripts with Zeus's own data loader.
         seed: Seed of the first run; each run increments it.
-        observer_mode: Let scripts profile power limits without keeping the best.
+        observer_mode: Let scripts measure power limits, but not use the best limit.
         profile_warmup_iters: Iterations of warm-up for each power limit.
         profile_measure_iters: Iterations of measurement for each power limit.
         executor: Executes the runs. None: a `LocalExecutor`.
         gpus: The accelerators that the job runs on, for the cost. None: the devices of this machine.
-        listener: Hears of the master's events. None: a `Listener`, which prints lines.
+        listener: Receives the master's events. None: a `Listener`, which prints lines.
         now: Returns the present time, for the names of log directories.
 
     Raises:
@@ -91,7 +91,7 @@ class ZeusMaster:
             Its absolute path, ``{log_base}/{name}+x{recurrences}+eta{η}+beta{β}+{YYYYmmdd-HHMMSS}``.
 
         Raises:
-            FileExistsError: It exists, and `exist_ok` is false.
+            FileExistsError: The directory exists, and `exist_ok` is false.
         """
         knobs = f"x{num_recurrence}+eta{eta_knob}+beta{beta_knob}"
         path = self._log_base / f"{job.name}+{knobs}+{self._now():%Y%m%d-%H%M%S}"
@@ -109,10 +109,10 @@ class ZeusMaster:
         logdir: str | Path | None = None,
         resume_from: str | Path | None = None,
     ) -> list[Run]:
-        """Let the job recur.
+        """Run the recurrences of a job.
 
-        A recurrence launches the script at one batch size after another until a run reaches the target, at most 20
-        times. Its cost is the sum over its runs. The master bounds a run's cost by β times the cheapest recurrence.
+        In a recurrence, the master launches the script until a run reaches the target, at most 20 times. The cost of a
+        recurrence is the sum over its runs. A run's cost is bounded by β times the cost of the cheapest recurrence.
 
         Args:
             job: The job.
@@ -128,7 +128,7 @@ class ZeusMaster:
 
         Raises:
             ZeusBSOTrainFailError: The default batch size missed the target in the first recurrence, or all tries of a
-                recurrence failed; then a resume continues with the next recurrence.
+                recurrence failed. In the latter case, a resume continues with the next recurrence.
             ZeusBSOConfigError: The arguments contradict each other or the resumed directory.
             ZeusBSORuntimeError: The server that chooses batch sizes fails.
         """
@@ -174,7 +174,7 @@ class ZeusMaster:
             return list(recurring.state.history)
 
     def launch(self, job: Job, run: PlannedRun, logdir: Path, eta_knob: float, *, adopt: bool = False) -> TrainResult:
-        """Launch the script once, or `adopt` the run of a killed master, and return its result.
+        """Launch the script once, or with `adopt` wait for the run of a killed master, and return its result.
 
         The master shows the script's output live and writes it to ``{logdir}/{job id}.train.log``. The script writes
         its result to ``{logdir}/{job id}+bs{batch size}.train.json``.
@@ -203,7 +203,7 @@ class ZeusMaster:
         path = result_path(logdir, run.job_id, run.bs)
         if adopt:
             self._executor.adopt(launch, self._listener.printed)
-            # Launch the run again if it ended with its master, without a result.
+            # If the run ended with its master, without a result, launch it again below.
             with contextlib.suppress(ZeusBSOConfigError):
                 result = TrainResult.read(path)
                 if result is not None:
@@ -224,7 +224,7 @@ class ZeusMaster:
 
 
 class _Recurring:
-    """One `ZeusMaster.run`. Each step saves the state before it acts on it."""
+    """One call of `ZeusMaster.run`. Each step saves the state before it acts on the state."""
 
     def __init__(self, master: ZeusMaster, job: Job, directory: Path, state: MasterState) -> None:
         self._master = master
@@ -236,7 +236,7 @@ class _Recurring:
         self.state = state
 
     def begin(self) -> None:
-        """Restore the optimizer, or repeat its calls."""
+        """Restore the optimizer's state, or repeat its earlier calls."""
         state, sizes = self.state, list(self.state.batch_sizes)
         if isinstance(self._optimizer, KeepsState) and state.optimizer is not None:
             self._optimizer.load_state_dict(state.optimizer)
@@ -376,8 +376,8 @@ class FailedTryError(ZeusBSOTrainFailError):
 def why_failed(status: int, log: Path, *, oom_kills: int | None) -> tuple[Literal["failed", "infeasible"], str]:
     """Return the outcome of a run without a result, and the reason in words.
 
-    The run was out of memory if the last lines of its log say so, or if the kernel's out-of-memory killer ended it:
-    `oom_kills` is the number of its kills during the run. A status of −n means that signal n ended the run.
+    The run was out of memory if the last lines of its log say so, or if the kernel's out-of-memory killer ended it;
+    `oom_kills` is the number of this killer's kills during the run. A status of −n means that signal n ended the run.
     """
     lines = _last_lines(log)
     said = lines[-1] if lines else "it printed nothing"

@@ -1,8 +1,8 @@
 """Power limits: a training finds the best limit of its GPUs while it trains, and restores the initial limit at its end.
 
 `PowerLimitProfiler` tries the limits one after another, each for some steps of the training itself (warm-up, then a
-measurement window). A selector then chooses one limit, which stays until the training ends. The profiler knows no
-framework; a training loop calls it like this::
+measurement window). A selector then chooses one limit, which stays until the training ends. The profiler does
+not depend on a framework; a training loop calls it like this::
 
     profiler = PowerLimitProfiler(find_devices, ZeusCost(eta=0.5), warmup_steps=10, profile_steps=40, monitor=auto())
     try:
@@ -18,10 +18,10 @@ framework; a training loop calls it like this::
         profiler.close()
 
 The constructor touches no device. An "epoch" is any stretch of steps without interruption, so a validation within an
-epoch ends one stretch and begins another. An unfinished measurement is repeated in the next one. If no limit can be set
-(no GPU, no permission), the profiler warns and measures the limit in force; a device or monitor that fails later ends
-the profiling with a warning, but not the training. Without ``close``, the end of the process restores the limits, even
-after SIGTERM and SIGKILL (`zeus_plugins.power_limit.guard`).
+epoch ends one stretch and begins another. An unfinished measurement is repeated in the next stretch. If no limit can be
+set (no GPU, no permission), the profiler warns and measures the limit in force. If a device or monitor fails later, the
+profiling ends with a warning, and the training continues. Without ``close``, the end of the process restores the
+limits, even after SIGTERM and SIGKILL (`zeus_plugins.power_limit.guard`).
 """
 
 from __future__ import annotations

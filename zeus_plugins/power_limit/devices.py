@@ -1,7 +1,7 @@
 """GPUs with a settable power limit, and the ways to set it: NVML, a command, zeusd.
 
-NVML reads a limit without rights, and sets it for root, or CAP_SYS_ADMIN in a container. It lasts until the driver
-unloads (``nvmlDeviceSetPowerManagementLimit``, NVML's API reference).
+Any user may read a limit through NVML. Only root may set it, or in a container a process with CAP_SYS_ADMIN. A limit
+lasts until the driver unloads (``nvmlDeviceSetPowerManagementLimit``, NVML's API reference).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from zeus_plugins.errors import ZeusBSOConfigError
 COMMAND_VARIABLE = POWER_LIMIT_COMMAND.name
 
 TOLERANCE_W = 1.0
-"""Limits that differ by less count as equal, because some drivers round."""
+"""Two limits that differ by at most this value are treated as equal, because some drivers round."""
 
 # A driver may take some time to apply a limit.
 _WAITS_S = (0.0, 0.02, 0.1)
@@ -43,15 +43,15 @@ class PowerLimitUnavailableError(ZeusBSOConfigError):
 class PowerLimitDevice(Protocol):
     """One GPU's power limit; `str()` names the GPU.
 
-    An implementation can be pickled at any time, because another process puts the limit back if this one is killed.
-    Optional methods: ``enforced_limit_w()`` and ``default_limit_w()``, the limit that the GPU obeys and the limit after
-    a start of the driver, in watts, and ``temperature_c()`` in °C. All methods raise `PowerLimitUnavailableError` on
-    failure.
+    An implementation can be pickled at any time, because another process restores the limit if this process is killed.
+    Optional methods: ``enforced_limit_w()``, the limit that the GPU obeys, and ``default_limit_w()``, the limit after a
+    start of the driver, both in watts; and ``temperature_c()``, in °C. All methods raise `PowerLimitUnavailableError`
+    on failure.
     """
 
     @property
     def outlives_process(self) -> bool:
-        """True if a limit stays in force after the end of this process and has to be put back."""
+        """True if a limit stays in force after the end of this process and has to be restored."""
 
     def range_w(self) -> tuple[float, float]:
         """Return the lowest and the highest settable limit, in watts."""
@@ -81,7 +81,7 @@ def set_and_check(device: PowerLimitDevice, limit_w: float) -> None:
 
 
 def enforced_limit_w(device: PowerLimitDevice) -> float:
-    """Return the limit that a device obeys, in watts: another limiter may be below the set limit."""
+    """Return the limit that a device obeys, in watts: another limiter may keep it below the set limit."""
     return float(getattr(device, "enforced_limit_w", device.limit_w)())
 
 
@@ -110,16 +110,16 @@ def temperature_c(devices: Sequence[PowerLimitDevice]) -> float | None:
 def find_devices(
     device_indices: Sequence[int | str] | None = None, *, command: str | None = None, nvml: Nvml | None = None
 ) -> tuple[PowerLimitDevice, ...]:
-    """Find the NVIDIA GPUs that train, each with its way to set the limit: a configured command or zeusd, else NVML.
+    """Find the training's NVIDIA GPUs, each with its way to set the limit: a configured command or zeusd, else NVML.
 
     Args:
-        device_indices: Indices among the visible GPUs, or UUIDs. None: all visible GPUs. Empty: the training uses none.
+        device_indices: Indices among the visible GPUs, or UUIDs. None: all visible GPUs. Empty: no GPU.
         command: See `CommandDevice`. None: ``ZEUS_POWER_LIMIT_COMMAND`` if set, else zeusd if ``ZEUSD_SOCK_PATH`` is
             set.
         nvml: A replacement for the installed `pynvml`.
 
     Raises:
-        PowerLimitUnavailableError: No GPU is available, or one of them is a MIG slice.
+        PowerLimitUnavailableError: No GPU is available, or a GPU is a MIG slice.
         ZeusBSOConfigError: The GPUs are of several models, a named GPU does not exist, or the command is wrong.
     """
     command = command or POWER_LIMIT_COMMAND.text()
@@ -168,7 +168,7 @@ class NvmlDevice:
         self._ask(f"power limit of {limit_w:g} W", "nvmlDeviceSetPowerManagementLimit", round(limit_w * MILLI))
 
     def enforced_limit_w(self) -> float:
-        """Return the limit that the driver obeys, in watts; if it gives none, the set limit."""
+        """Return the limit that the driver enforces, in watts; if the driver gives none, the set limit."""
         try:
             return float(self._ask("limit in force", "nvmlDeviceGetEnforcedPowerLimit") / MILLI)
         except PowerLimitUnavailableError:
@@ -232,17 +232,18 @@ class _OtherSetter:
 class CommandDevice(_OtherSetter):
     """A `PowerLimitDevice` that sets limits by a command, for machines on which a training may not set them itself.
 
-    The command runs without a shell. It has set the limit if it ends with status 0 within 30 s.
+    The command runs without a shell. It must end with status 0 within 30 s; otherwise the limit counts as not set.
 
     Args:
         template: The command, e.g. ``sudo -n nvidia-smi -i {uuid} -pl {watts}``. ``{uuid}`` is the GPU's UUID and
             ``{index}`` its number, both for ``nvidia-smi -i``, and ``{watts}`` the limit. In a container, numbers count
-            only its own GPUs, so a command that works outside of it needs the UUID.
+            only the container's GPUs, so a command that acts outside of the container needs the UUID.
         device: Reads the range and the limit in force.
         index: The number for ``{index}``. None: the number of `device`.
 
     Raises:
-        ZeusBSOConfigError: The template has other fields or lacks one of these.
+        ZeusBSOConfigError: The template cannot be parsed, has other fields, or lacks ``{watts}`` or a field for the
+            GPU; or `device` has no value for this field.
     """
 
     def __init__(self, template: str, device: PowerLimitDevice, index: int | None = None) -> None:
@@ -285,9 +286,9 @@ class CommandDevice(_OtherSetter):
 class ZeusdDevice(_OtherSetter):
     """A `PowerLimitDevice` that sets limits by zeusd, the daemon of the Zeus project.
 
-    It speaks HTTP on a Unix socket (https://ml.energy/zeus/zeusd/) and counts all GPUs of the machine, unlike a
-    container. So the GPU is named by the daemon's number for its PCI address. An older daemon gives no addresses and is
-    used only on a machine with one GPU.
+    The daemon speaks HTTP on a Unix socket (https://ml.energy/zeus/zeusd/). It numbers all GPUs of the machine, but a
+    container numbers only its own GPUs, so the daemon's number is looked up by the GPU's PCI address. An older daemon
+    gives no addresses and is used only on a machine with one GPU.
     """
 
     def __init__(self, socket_path: str, device: NvmlDevice) -> None:

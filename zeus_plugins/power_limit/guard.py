@@ -1,20 +1,20 @@
-"""Puts power limits back when a training ends, however it ends.
+"""Restoration of the initial power limits when a training ends, however it ends.
 
 ====================================  ==========================================================
-the training                          the limits are put back by
+the training                          the limits are restored by
 ====================================  ==========================================================
 ends, or raises                       the caller of `LimitGuard.release` (an adapter's hook)
-ends without having called it         `atexit`
-gets SIGTERM                          `SystemExit` in the main thread, which leads to one of the rows above; a handler
-                                      of the script's own stays and decides
-is killed (SIGKILL, out of memory,    a small process beside it, which waits for its end
+ends without `LimitGuard.release`     `atexit`
+gets SIGTERM                          `SystemExit` in the main thread, which leads to one of the rows above; if the
+                                      script has its own handler, that handler stays in place instead
+is killed (SIGKILL, out of memory,    a small helper process, which waits for the training's end
 segmentation fault, `os._exit`)
 ====================================  ==========================================================
 
-If all processes of the job end at the same instant (a container, a control group, a power cut), the limits stay as they
-were. The next training of the same user finds the records (`LimitRecord`) and restores the earlier limits when it ends;
-``zeus-plugins doctor --reset-power-limits`` does so at once. While the process of a record is running, other
-processes do not restore its limit. A limit that another program has set in the meantime stays.
+If all processes of the job end at the same instant (a container, a control group, a power cut), no process is left to
+restore the limits. The next training of the same user finds the records (`LimitRecord`) and restores the recorded
+limits when it ends; ``zeus-plugins doctor --reset-power-limits`` restores them at once. While the process that wrote a
+record is running, other processes do not restore its limit. A limit that another program has set since then stays.
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ from zeus_plugins.train_result import write_atomically
 
 _logger = logging.getLogger("zeus_plugins")
 
-# Runs `restore_after` beside the training, with its process id.
+# The helper process's program: runs `restore_after` with the training's process id.
 _RESTORER = "import sys; from zeus_plugins.power_limit.guard import restore_after; sys.exit(restore_after(sys.argv[1]))"
 
 
 @dataclass
 class _Guarded:
-    """A device with its limits in watts: to put back; asked for last; at the latest look; obeyed after a change."""
+    """A device and its limits in watts: to restore, requested last, set at the latest look, enforced after a change."""
 
     device: PowerLimitDevice
     initial_w: float
@@ -78,14 +78,17 @@ class _Guarded:
             set_and_check(self.device, limit_w)
         finally:
             self.limit_w, self.obeyed_w = self.device.limit_w(), enforced_limit_w(self.device)
-            if not _is_same(self.limit_w, limit_w):  # A limit that the driver chose is this training's, too.
+            if not _is_same(self.limit_w, limit_w):  # Record also the limit that the driver chose instead.
                 self.remember()
 
     def remember(self) -> None:
         remember(_uuid(self.device), self.initial_w, self.asked_w, self.limit_w)
 
     def look(self) -> str | None:
-        """Return a change of the limit by another program, which is then put back, or by another limiter, or None."""
+        """Return a message if another program or limiter has changed the limit, else None.
+
+        A limit that another program has set becomes the limit to restore.
+        """
         before_w, self.limit_w = self.limit_w, self.device.limit_w()
         if not _is_same(self.limit_w, before_w) and not _is_same(self.limit_w, self.asked_w):
             self.initial_w = self.cap_w = self.limit_w
@@ -106,11 +109,11 @@ def check_free(device: PowerLimitDevice) -> None:
 
 
 class PowerLimitKeptError(PowerLimitUnavailableError):
-    """The limit of a device is not ours to set: a live training sets it, or another program has set it."""
+    """The limit of a device must not be set: a live training sets it, or another program has set it."""
 
 
 class LimitGuard:
-    """Sets the limits of devices, and puts the earlier limits back, but none that another program has changed since.
+    """Sets the limits of devices, and restores the earlier limits, unless another program has changed them since.
 
     Raises `PowerLimitUnavailableError` if a device gives no limit.
     """
@@ -124,7 +127,7 @@ class LimitGuard:
 
     @property
     def initial_limits_w(self) -> tuple[float, ...]:
-        """The limits to put back, in watts: those in force at first, or before a training that was killed."""
+        """The limits to restore, in watts: at first the limits in force, or the limits before a killed training."""
         return tuple(each.initial_w for each in self._guarded)
 
     @property
@@ -133,7 +136,7 @@ class LimitGuard:
         return tuple(each.limit_w for each in self._guarded)
 
     def claim(self) -> None:
-        """Ensure that the limits are put back even without `release`, also those that a killed training left behind."""
+        """Ensure that the limits are restored even without `release`, also after an earlier, killed training."""
         for each in self._guarded:
             if each.initial_w != each.limit_w:
                 _logger.warning(
@@ -150,7 +153,7 @@ class LimitGuard:
             self._restorer = _start_restorer(lasting)
 
     def set_limits(self, limit_w: float) -> None:
-        """Set a limit, in watts, on all devices, after `claim`.
+        """Set a limit, in watts, on all devices. Call `claim` first.
 
         Raises:
             PowerLimitNotAppliedError: A device does not obey the limit.
@@ -172,7 +175,8 @@ class LimitGuard:
     def change(self) -> str | None:
         """Return the first change of a limit since the latest look, or None; log each cause once.
 
-        A limit that another program has set is put back in place of the earlier one, and no higher one is set.
+        If another program has set a limit, `restore` sets this limit instead of the earlier one, and `set_limits` sets
+        no higher limit.
         """
         return next(filter(None, [self._look(each) for each in self._guarded]), None)
 
@@ -185,11 +189,11 @@ class LimitGuard:
         return change
 
     def restore(self, *, at_end: bool = False) -> None:
-        """Put the limits back. Never raises: a failure is logged with the remedy."""
+        """Restore the limits. Never raises: a failure is logged with the remedy."""
         if os.getpid() != self._owner:  # a forked child, such as a data loader's worker
             return
         for each in self._guarded:
-            for is_last in (False, True):  # Nothing comes after this training to try again.
+            for is_last in (False, True):  # Try twice: after this training, nothing tries again.
                 try:
                     self._put_back(each, at_end)
                     break
@@ -214,9 +218,9 @@ class LimitGuard:
             forget(_uuid(each.device))
 
     def release(self) -> None:
-        """Put the limits back if `claim` was called since the latest call, and undo `claim`.
+        """Restore the limits and undo `claim`, if `claim` was called after the latest `release`.
 
-        Otherwise put back the limits of a training that was killed since.
+        Otherwise restore the limits of devices whose training was killed after this guard was created.
         """
         if os.getpid() != self._owner:
             return
@@ -236,7 +240,7 @@ class LimitGuard:
 
 
 def _start_restorer(found: Sequence[tuple[PowerLimitDevice, float]]) -> subprocess.Popen[bytes] | None:
-    """Start the process that puts these limits back when this process is gone; None if it needs none."""
+    """Start the process that restores these limits after this process has ended; None if there are no limits."""
     if not found:
         return None
     try:
@@ -246,7 +250,7 @@ def _start_restorer(found: Sequence[tuple[PowerLimitDevice, float]]) -> subproce
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
-            start_new_session=True,  # Ctrl-C in the terminal goes to all processes of the session.
+            start_new_session=True,  # Ctrl-C in the terminal would go to all processes of its session.
         )
         assert process.stdin is not None  # nosec B101  # noqa: S101 - PIPE, and this is for the type checker
         process.stdin.write(order)
@@ -258,16 +262,16 @@ def _start_restorer(found: Sequence[tuple[PowerLimitDevice, float]]) -> subproce
 
 
 def restore_after(training: str) -> int:
-    """Wait for the end of the training with this process id, put its limits back, and return the number of failures.
+    """Wait for the end of the training with this process id, restore its limits, and return the number of failures.
 
-    The limits come from standard input, which the training holds open. When it has put them back itself, it kills this
-    process.
+    The limits come from standard input, which the training keeps open. A training that has restored its limits itself
+    kills this process.
     """
-    # A job is often ended by a signal to all its processes; this one has to outlive the training.
+    # A scheduler often ends a job by a signal to all its processes, but this process has to outlive the training.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     try:
-        # From the training that has started this process, over a pipe of their own.
+        # Safe to unpickle: the training that started this process sends the limits through a private pipe.
         found: list[tuple[PowerLimitDevice, float]] = pickle.load(sys.stdin.buffer)  # nosec B301  # noqa: S301
     except (EOFError, pickle.UnpicklingError):  # The training was killed before it changed anything.
         return 0
@@ -276,9 +280,9 @@ def restore_after(training: str) -> int:
     for device, limit_w in found:
         try:
             record = recall(_uuid(device))
-            if record is None:  # The directory cannot be written.
+            if record is None:  # The training could not write its record.
                 set_and_check(device, limit_w)
-            elif record.pid == int(training):  # No other training has taken over.
+            elif record.pid == int(training):  # No later training has written a record.
                 if record.names(device.limit_w()):
                     set_and_check(device, record.original_w)
                 forget(_uuid(device))
@@ -291,8 +295,8 @@ def restore_after(training: str) -> int:
 def _wait_for_the_end_of(training: int) -> None:
     """Return when the training has ended.
 
-    Its end closes the pipe, unless its children (data loaders' workers) have inherited it and live on, so Linux also
-    watches the process.
+    The training's end closes the pipe, unless its children (data loaders' workers) have inherited the pipe and still
+    run. On Linux, this function therefore also watches the process itself.
     """
     signs: list[int] = [sys.stdin.fileno()]
     if hasattr(os, "pidfd_open"):
@@ -309,15 +313,15 @@ def _wait_for_the_end_of(training: int) -> None:
 
 @dataclass(frozen=True)
 class LimitRecord:
-    """One GPU's limit before a training, and the limit that the training set last; watts.
+    """One GPU's limit before a training, and the limit that the training set last, in watts.
 
-    Its file exists from before the first change until the training ends. A limit is left behind only if it is still
-    `set_w` in the same start of the machine; otherwise something else has set it since.
+    The record's file exists from before the first change until the training ends. A killed training's limit is in force
+    only if it is still `set_w` or `before_w` and the machine has not restarted; otherwise something else has set it.
 
     Attributes:
         pid: Process id of the training; None in a file of an older version.
         started: Start of this process, by `process_start`.
-        before_w: Limit in force before `set_w` was set, which is still in force if the training was killed just then.
+        before_w: Limit in force before `set_w`, for a training that was killed before `set_w` took effect.
     """
 
     original_w: float
@@ -354,7 +358,7 @@ def remember(uuid: str | None, original_w: float, set_w: float, before_w: float 
 
 
 def recall(uuid: str | None) -> LimitRecord | None:
-    """Read a GPU's record; return None if it has none of this start of the machine, or a damaged one."""
+    """Read a GPU's record; return None if it is absent, damaged, or from before the machine's latest start."""
     try:
         record = LimitRecord(**json.loads(_path(uuid).read_text(encoding="utf-8")))
     except (OSError, TypeError, ValueError):
@@ -371,7 +375,7 @@ def holder(device: PowerLimitDevice) -> LimitRecord | None:
 def left_behind(device: PowerLimitDevice, *, with_own: bool = True) -> LimitRecord | None:
     """Return the record of a killed training if its limit is still in force, or None.
 
-    An earlier training of this process that did not end its guard counts as killed, unless `with_own` is False.
+    An earlier training of this process that did not release its guard counts as killed, unless `with_own` is False.
     """
     record, limit_w = recall(_uuid(device)), device.limit_w()
     if record is None or (record.is_live and (record.pid != os.getpid() or not with_own)):
@@ -380,7 +384,7 @@ def left_behind(device: PowerLimitDevice, *, with_own: bool = True) -> LimitReco
 
 
 def forget(uuid: str | None) -> None:
-    """Remove a GPU's record after its limit was put back. Never raises."""
+    """Remove a GPU's record after its limit was restored. Never raises."""
     try:
         _path(uuid).unlink(missing_ok=True)
     except OSError as error:
@@ -409,7 +413,7 @@ def _uuid(device: PowerLimitDevice) -> str | None:
 
 
 def reset_limit(device: PowerLimitDevice) -> tuple[float, float]:
-    """Set a GPU to its limit before a killed training, or else to its default; return the old and new limit in watts.
+    """Restore a GPU's limit from before a killed training, else set its default; return the old and new limit in watts.
 
     Raises:
         PowerLimitKeptError: A live training sets the limit, or another program has set it since the killed training.

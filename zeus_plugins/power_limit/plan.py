@@ -1,11 +1,11 @@
 """The decisions of a profiler: the limits to measure, the steps for each, and its states.
 
-Nothing here knows a device, a clock or a training. A state is a value, and `Window` returns the next one.
+This module uses no device, clock or training. A state is an immutable value, and `Window` returns the next state.
 `PowerLimitProfiler` derives its actions from the old and the new state:
 
 * The limit in force follows from the new state: the initial limit in `Ready`, the tried limit in `Warmup` and
   `Profiling`, the chosen limit in `Done`.
-* A measurement window is open exactly in `Profiling`, and counts if `steps_ended` has made the transition.
+* A measurement window is open only in `Profiling`. Its result counts if `steps_ended` caused the transition.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ State = Ready | Warmup | Profiling | Done
 
 @dataclass(frozen=True)
 class Window:
-    """The steps of each limit, first to warm up and then to measure, and the transitions between states.
+    """The number of steps under each limit, first to warm up, then to measure; and the transitions between states.
 
     Raises:
         ZeusBSOConfigError: A number of steps is out of range.
@@ -82,7 +82,7 @@ class Window:
 
     @property
     def steps(self) -> int:
-        """Steps of a limit, with the warm-up."""
+        """Steps under one limit, including the warm-up."""
         return self.warmup_steps + self.profile_steps
 
     def fitted(self, steps: int) -> Window:
@@ -143,12 +143,12 @@ class Part:
 
 @dataclass
 class Pace:
-    """The steps that a limit gets, adapted to the length of epochs and steps.
+    """The number of steps under each limit, adapted to the length of epochs and steps.
 
-    An energy counter moves every 20 to 100 ms, so a window of a few steps may see no move, or one too many.
+    An energy counter changes every 20 to 100 ms, so a window of a few steps may see no change, or one too many.
 
     Attributes:
-        requested: The steps of a limit in an epoch that is long enough.
+        requested: The steps under a limit in an epoch that is long enough.
         warmup_s: The least seconds under a limit before it is measured.
         profile_s: The least seconds for which a limit is measured.
         longest_epoch: Steps of the longest epoch so far, or 0.
@@ -165,7 +165,7 @@ class Pace:
 
     @property
     def window(self) -> Window:
-        """The steps of a limit in an epoch like the longest so far."""
+        """The steps under a limit, fitted to the longest epoch so far."""
         return self.requested.fitted(self.longest_epoch) if self.longest_epoch else self.requested
 
     def measured(self, part: Part) -> Part | None:
@@ -208,7 +208,7 @@ class RankSetup:
 class Outcome:
     """The outcome of an action on one rank.
 
-    `is_refused` if a device accepted a limit without applying it; `is_changed` if the limit has changed since.
+    `is_refused` is True if a device accepted a limit without applying it, `is_changed` if a limit has changed since.
     """
 
     problem: str | None = None

@@ -1,4 +1,4 @@
-"""The cost of a training under each power limit, and the file that keeps it."""
+"""The time and energy of a training's steps under each power limit, and the file for these measurements."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _logger = logging.getLogger("zeus_plugins")
 class PowerLimitProfile(PowerProfile):
     """The power-limit profile of a training at one batch size on one kind of machine.
 
-    While the profiling lasts, samples of some limits are missing.
+    Until the profiling ends, samples of some limits are missing.
 
     Attributes:
         batch_size: Global batch size, or None if unknown.
@@ -44,14 +44,14 @@ class PowerLimitProfile(PowerProfile):
         return self._with(sample for sample in self.samples if sample.limit_w in wanted)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the profile as JSON, whole or not at all; raise `OSError` if it cannot be written."""
+        """Write the profile as JSON, atomically; raise `OSError` if it cannot be written."""
         target = Path(path)
         target.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(target, self.model_dump_json(indent=2) + "\n")
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:
-        """Read a file of `save`; raise `OSError` if it cannot be read, `ZeusBSOConfigError` if it holds no profile."""
+        """Read a file of `save`; raise `OSError` if it cannot be read, `ZeusBSOConfigError` if it is not a profile."""
         try:
             return cls.model_validate_json(Path(path).read_bytes())
         except ValidationError as error:
@@ -69,7 +69,7 @@ class PowerLimitProfile(PowerProfile):
 
     @classmethod
     def load_if_kept(cls, path: Path) -> Self | None:
-        """Read a file of `save`; return None without a file and, with a warning, without a valid profile."""
+        """Read a file of `save`; return None if the file is absent or, with a warning, if it is not a valid profile."""
         try:
             return cls.load(path)
         except FileNotFoundError:

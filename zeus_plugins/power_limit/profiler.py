@@ -1,4 +1,4 @@
-"""Tries power limits during a training, and keeps the best limit until it ends."""
+"""Tries power limits during a training, and keeps the best limit until the training ends."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ from zeus_plugins.power_limit.selectors import OptimumSelector
 from zeus_plugins.protocol import PowerLimitSample, is_estimated
 
 PASSING_FAILURES = 2
-"""Failures of the monitor after which a limit is measured again; the next failure ends the profiling."""
+"""Number of failed measurements that are repeated; the next failure ends the profiling."""
 
 EXCESS = 1.25
 """Mean power, as a multiple of the limit, above which a measurement is discarded.
@@ -75,34 +75,34 @@ Gather = Callable[[Any], Sequence[Any]]
 class PowerLimitProfiler:
     """Finds the best power limit of a training's GPUs; the package's docstring shows the calls.
 
-    Limits are tried from the limit in force downwards, so that an administrator's cap stays. If the initial limits
-    differ, or several machines train, the lowest of them is the first.
+    Limits are tried from the limit in force downwards, so that an administrator's cap stays. If the initial limits of
+    the GPUs on all machines differ, the lowest initial limit is the first.
 
-    With several ranks, each has a profiler with the same arguments, except that `devices` and `monitor` are None on
-    ranks that control no GPU, usually all but the first of each machine. All ranks call the same methods at the same
-    steps. Through `all_gather` they agree on whether limits can be set, on each change of the limit, and on each
-    measurement: the longest time and the summed energy.
+    With several ranks, each rank has a profiler with the same arguments, except that `devices` and `monitor` are None
+    on ranks that control no GPU (usually all ranks but the first of each machine). All ranks call the same methods at
+    the same steps. Through `all_gather` they agree on whether limits can be set, on each change of the limit, and on
+    each measurement: the longest time and the summed energy.
 
     Args:
         devices: The GPUs of this rank, or a function that finds them when the first epoch begins. None: no GPU.
         selector: Chooses among the measured limits.
         warmup_steps: Steps under a new limit before it is measured.
-        profile_steps: Steps measured under each limit. If an epoch is shorter than both together, both shrink in
-            proportion.
-        wait_steps: Steps before the first limit, for compilation and benchmarking. After them the profiler waits until
-            the temperature is stable (within 1 °C for 15 s, at most two minutes), if it is known.
+        profile_steps: Steps measured under each limit. If an epoch is shorter than `warmup_steps + profile_steps`, both
+            shrink in proportion.
+        wait_steps: Steps before the first limit, for compilation and benchmarking. Then the profiler waits until the
+            GPUs' temperature, if known, is stable (within 1 °C for 15 s), for at most two minutes.
         warmup_s: Least seconds under a new limit before it is measured.
-        profile_s: Least seconds measured under each limit, as counters move every 20 to 100 ms. If no epoch is long
-            enough, several epochs count together. A monitor that `measures_exactly` needs neither.
+        profile_s: Least seconds measured under each limit, as counters change every 20 to 100 ms. If no epoch is long
+            enough, several epochs are added up. With a monitor that `measures_exactly`, both times are 0.
         monitor: Measures time and energy of this rank's GPUs. None: another rank measures them.
         limits_w: Limits to measure, in watts of each GPU, in this order; they may be above the limit in force. None:
             from the limit in force downwards in steps of 25 W.
-        profile: Earlier measurements. Those for the same devices and batch size are not repeated; rank 0's profile
-            counts.
+        profile: Earlier measurements; all ranks use rank 0's. Measurements for the same devices and batch size are not
+            repeated.
         batch_size: Global batch size, for the profile.
         observe: Only find the best limit, and leave the initial limit in force.
-        all_gather: Returns the arguments of all ranks, in their order, on each of them. None: this is the only rank.
-        synchronize: Waits for the work queued on the devices, so that it falls into the right window.
+        all_gather: Takes an object and returns the objects of all ranks, in order of rank. None: there is one rank.
+        synchronize: Waits for the work queued on the devices, so that this work falls into the right window.
 
     Attributes:
         state: `Ready`, `Warmup`, `Profiling` or `Done`.
@@ -178,7 +178,7 @@ class PowerLimitProfiler:
         self._start()
 
     def on_step_end(self, steps: int = 1) -> None:
-        """Count the steps since the latest call, and close a window that has all its steps."""
+        """Count the steps since the latest call, and close the window once it has all its steps."""
         if isinstance(self.state, Ready) and self._is_in_epoch:
             self._pace.epoch += steps
             self._waiting.pass_steps(steps, self._rank.devices, self._all_gather)
@@ -195,9 +195,9 @@ class PowerLimitProfiler:
         self._pace.epoch = 0
 
     def close(self) -> None:
-        """End the profiling and put the initial limits back. Never raises.
+        """End the profiling and restore the initial limits. Never raises.
 
-        It concerns only this rank, so it may be called after an exception, when other ranks cannot follow.
+        It makes no collective call, so it may be called after an exception that other ranks do not have.
         """
         if isinstance(self.state, Profiling):
             self._rank.close_window(is_kept=False)
@@ -254,7 +254,7 @@ class PowerLimitProfiler:
         match state:
             case Ready():
                 if self._set_w is not None:
-                    self._rank.guard.restore()  # without a collective, as it never raises
+                    self._rank.guard.restore()  # not collective, because it never raises
                 self._set_w = None
             case Warmup(position) | Profiling(position) if self._plan is not None:
                 refusal = self._set_everywhere(self._plan, self._plan.queue_w[position])
@@ -264,7 +264,7 @@ class PowerLimitProfiler:
                     self._choose()
                 elif isinstance(state, Profiling):
                     self._rank.open_window()
-                    self._all_gather(None)  # No rank works on before all windows are open.
+                    self._all_gather(None)  # No rank continues before the windows of all ranks are open.
             case Done():
                 self._choose()
 
@@ -287,7 +287,8 @@ class PowerLimitProfiler:
     def _set_everywhere(self, plan: Plan, limit_w: float) -> str | None:
         """Put a limit in force on all ranks.
 
-        Return the problem if devices refuse it, but other limits were measured; else raise `GiveUpError` on failure.
+        If devices refuse the limit, but others were measured, return the problem; on other failures, raise
+        `GiveUpError`.
         """
         if plan.problem is not None or self._set_w == limit_w:
             return None
@@ -324,7 +325,7 @@ class PowerLimitProfiler:
     def _repeated(
         self, plan: Plan, position: int, problem: str, *, is_changed: bool = False, is_excess: bool = False
     ) -> State:
-        """Return the state that measures a limit again, or raise `GiveUpError` if that has failed too often."""
+        """Return the state that measures a limit again; after too many failures, `Done`, or raise `GiveUpError`."""
         self._failures += 1
         if is_excess and self._failures > PASSING_FAILURES and plan.measured.samples:
             self._warn(f"{problem}: the best of the limits that were measured before is taken")
@@ -364,7 +365,7 @@ class PowerLimitProfiler:
         self._rank.guard.release()
 
     def _warn(self, message: str) -> None:
-        """Log a warning only on ranks that control GPUs, as all ranks know it."""
+        """Log a warning; on ranks that control no GPU, log at debug level, because all ranks have the same warning."""
         _logger.log(logging.WARNING if self._rank.controls else logging.DEBUG, message)
 
 
@@ -408,7 +409,7 @@ class _Rank:
                 problem = str(error)
         is_exact = getattr(self._monitor, "measures_exactly", False)
         number, is_limited = len(self.devices), False
-        if gpus is not None and range_w is not None:  # A monitor of the whole machine states a higher power.
+        if gpus is not None and range_w is not None:  # The power that a monitor of the whole machine states is higher.
             is_limited = gpus.number_of_gpus == number and gpus.max_power <= EXCESS * number * range_w[1]
         initial_w = self.guard.limits_w if problem is not None else self.guard.initial_limits_w
         return RankSetup(problem, range_w, initial_w, gpus, self._known, is_exact, is_limited)
@@ -497,7 +498,7 @@ def _range_w(devices: Sequence[PowerLimitDevice], initial_w: Sequence[float]) ->
         in_force_w, usual_w = device.limit_w(), default_limit_w(device)
         set_and_check(device, in_force_w)  # changes nothing, but fails without permission
         obeyed_w = enforced_limit_w(device)
-        # Limits above another limiter would not be obeyed, and so measured under a wrong name.
+        # A limit above another limiter would not be obeyed, so the measurement would belong to a lower limit.
         if obeyed_w < in_force_w - TOLERANCE_W:
             ceilings_w.append(obeyed_w)
         if usual_w is not None and limit_w < usual_w - TOLERANCE_W:

@@ -1,4 +1,4 @@
-"""Optimum selectors, which choose the best power limit of a profile, and the lowest among equals."""
+"""Optimum selectors, which choose the best power limit of a profile; of equally good limits, the lowest."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ from zeus_plugins.power_limit.profile import PowerLimitProfile
 from zeus_plugins.protocol import cost
 
 RISE = 1.1
-"""Factor over the best cost that the lowest two limits have to exceed for the cost to have risen clearly.
+"""The cost has risen clearly if both of the lowest two limits cost more than this factor × the best cost.
 
-On the traces of Zeus (NSDI '23) it never misses the cheapest limit (tests/power_limit/test_traces.py); 1.05 does.
+On the traces of Zeus (NSDI '23), this factor never misses the cheapest limit (tests/power_limit/test_traces.py), but
+1.05 does.
 """
 
 
 class OptimumSelector(Protocol):
-    """Chooses a power limit by the profile only, so that all ranks choose alike.
+    """Chooses a power limit from the profile alone, so that all ranks choose the same limit.
 
-    An optional method ``has_risen(profile)`` returns True if limits below the measured ones cannot be better.
+    An optional method ``has_risen(profile)`` returns True if limits below the measured limits cannot be better.
     """
 
     def select(self, profile: PowerLimitProfile) -> float:
@@ -29,10 +30,10 @@ class OptimumSelector(Protocol):
 
 @dataclass(frozen=True)
 class ZeusCost:
-    """The limit with the least cost ``η · E + (1 − η) · MaxPower · T`` of a step, as batch sizes at the same η have it.
+    """The limit with the least cost of a step, ``η · E + (1 − η) · MaxPower · T``, the formula for batch sizes, too.
 
-    This is equation 2 of Zeus (You, Chung, Chowdhury, NSDI '23), which that paper minimises over the power limits of
-    one batch size, too. The number of steps does not depend on the limit, so the best limit for a step is the best for
+    This is equation 2 of Zeus (You, Chung, Chowdhury, NSDI '23). The paper, too, minimises it over the power limits of
+    one batch size. The number of steps does not depend on the limit, so the best limit for a step is the best for
     the training. MaxPower is summed over the GPUs.
 
     Args:

@@ -57,7 +57,7 @@ class _FirstErrorOnly(FailFast):
 
 
 TARGET_RUNS = 3
-"""Number of runs from which the target of a job without one is learned."""
+"""Number of runs from which the server learns the target of a job that has no target."""
 
 
 FIXED_TERMS = frozenset({"job_id", "job_id_prefix", "target_metric", "higher_is_better_metric", "confirm"})
@@ -112,7 +112,7 @@ class JobParams(WireMessage):
         return "metric"
 
     def is_reached_by(self, metric: float) -> bool:
-        """Return whether the metric has reached the target; no metric has without a target."""
+        """Return whether the metric has reached the target; without a target, return False."""
         if self.target_metric is None:
             return False
         return metric >= self.target_metric if self.higher_is_better_metric else metric <= self.target_metric
@@ -370,7 +370,7 @@ class CreatedJob(JobSpecFromClient):
 
     @property
     def warm_in_force(self) -> WarmStart | None:
-        """The warm start; None without one, if the user has switched it off, and if the optimizer turned out to differ.
+        """The warm start; None if there is none, the user has switched it off, or the optimizer turned out to differ.
 
         Some trainings know their optimizer only after the registration.
         """
@@ -383,8 +383,8 @@ class CreatedJob(JobSpecFromClient):
 def terms_between(before: CreatedJob, after: CreatedJob) -> dict[str, tuple[Any, Any]]:
     """Return the terms in which two registrations of a job differ, before and after, in the order of the fields.
 
-    A registration without a target, and one of a job that was registered without, does not differ by its target; one
-    that states no tags does not differ by its tags.
+    Targets are not compared if `after` has no target, or if the job was registered without one. Tags are not compared
+    if `after` states no tags.
     """
     left_out = {"fingerprint", "registration_id", "target_runs", "warm"} | ({"tags"} if after.tags is None else set())
     if before.target_runs is not None or after.target_runs is not None or after.target_metric is None:

@@ -27,7 +27,7 @@ _RISING_WORDS = """
     mutual mutualinfo homogeneity completeness vmeasure silhouette dunn calinski fowlkes
 """
 _FALLING, _RISING = frozenset(_FALLING_WORDS.split()), frozenset(_RISING_WORDS.split())
-# Losses whatever they are made of: ``dice_loss`` falls although Dice rises.
+# If the last known word is one of these, the metric is a loss: ``dice_loss`` falls although Dice rises.
 _LOSSES = frozenset({"loss", "losses", "logloss", "error", "errors", "err"})
 
 
@@ -52,7 +52,7 @@ def is_higher_better(metric: str) -> bool | None:
 
 
 def is_lower_better(metric: str, margin: float | None = None) -> bool:
-    """Return whether a watched metric falls as the model improves: by its name, or as its `margin` is negative."""
+    """Return whether a watched metric falls as the model improves: by its name, or if its `margin` is negative."""
     return is_higher_better(metric) is False or (margin is not None and margin < 0)
 
 

@@ -64,7 +64,7 @@ class StopRule(WireMessage):
     confirmed_epoch: Epochs | None = None
 
     def confirmed_as(self, other: StopRule) -> StopRule:
-        """Return this rule with the count of another one."""
+        """Return this rule with the count of confirmed evaluations of another rule."""
         return self.model_copy(update={"confirmed": other.confirmed, "confirmed_epoch": other.confirmed_epoch})
 
     def counting(self, goal: JobParams, *, metric: float, epochs: float) -> StopRule:
@@ -80,14 +80,14 @@ class StopRule(WireMessage):
     ) -> Verdict:
         """Decide whether a trial continues.
 
-        It stops above `max_cost_j`, once `confirm` evaluations in a row have reached the target, or after its epochs.
+        A trial stops above `max_cost_j`, once `confirm` evaluations in a row reach the target, or after `max_epochs`.
         The target counts only within the cost bound. The verdict's rule includes this evaluation in its count.
 
         Args:
             goal: The job, with the target, `confirm` and `max_epochs`.
-            metric: Its latest validation metric.
+            metric: The trial's latest validation metric.
             epochs: Epochs trained so far.
-            cost_j: Its cost so far, joules; None if unknown, so that the cost bound does not apply.
+            cost_j: The trial's cost so far, joules; None if unknown, so that the cost bound does not apply.
             because: The reason for `max_cost_j` or, if that is None, for `max_epochs`.
         """
         spent = "at an unknown cost" if cost_j is None else f"{cost_j:.4g} J"
@@ -145,7 +145,7 @@ class Verdict:
 
     @property
     def converged(self) -> bool:
-        """True if the target was reached within the cost bound, or the run ended without one to set it."""
+        """True if the target was reached within the cost bound, or if a run that sets the target has ended."""
         return self.state is TrialState.COMPLETED
 
 
@@ -183,7 +183,7 @@ class PowerLimitSample(WireMessage):
 
 
 def _ascending_by(field: str) -> AfterValidator:
-    """Return a validator that orders entries by a field, of which each has another value."""
+    """Return a validator that orders entries by a field, and refuses two entries with the same value."""
 
     def ascending(entries: tuple[T, ...]) -> tuple[T, ...]:
         by_value = {getattr(each, field): each for each in entries}

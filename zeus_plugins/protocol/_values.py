@@ -29,7 +29,7 @@ OWN_POLICIES = (ZEUS, GP_VOI)
 """The policies of every server; packages may add others."""
 
 
-# An estimate that nothing else is added to.
+# The source of an energy that consists of a single estimate.
 _TIME_ALONE = re.compile(r"(\d+ nodes: )?estimate: [^+,]+")
 
 # Control characters, separators of lines, and marks that turn the direction of text.
@@ -151,7 +151,7 @@ def epochs_in_words(epochs: float) -> str:
 
 
 BUSY_SHARE = 0.2
-"""From this share of its time on which a training waited for a core, it counts as one on a busy machine."""
+"""A training that waited for a core for at least this share of its time ran on a busy machine."""
 
 
 def is_busy(waited_share: float | None) -> bool:
@@ -160,7 +160,7 @@ def is_busy(waited_share: float | None) -> bool:
 
 
 def busy_remark(waited_share: float | None) -> str | None:
-    """Return a remark on a training that a busy machine has slowed, with a remedy; None for another."""
+    """Return a remark, with a remedy, on a training that a busy machine has slowed; None for other trainings."""
     if not is_busy(waited_share):
         return None
     return (
@@ -177,7 +177,7 @@ def faults_in_words(error: ValidationError, *, most: int | None = None) -> str:
 
 
 def finishing_reason(missed_trial: str, missed_size: int) -> str:
-    """Return the reason for the batch size of a trial that finishes the run of a missed one."""
+    """Return the reason for the batch size of a trial that finishes the run of a trial without the target."""
     return f"finishes the run of {missed_trial}, which missed the target at {missed_size}"
 
 

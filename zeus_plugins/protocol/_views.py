@@ -412,7 +412,7 @@ class Revision(WireMessage):
 
 
 def changes_in_words(changes: Mapping[str, tuple[Any, Any]]) -> str:
-    """Describe changed terms by their values before and after; of the batch sizes, those that came and went."""
+    """Describe changed terms by their values before and after, but batch sizes by added and removed sizes."""
     words = []
     for name, (before, after) in changes.items():
         if name == "batch_sizes":
@@ -474,7 +474,7 @@ class TrialList(WireMessage):
     next_cursor: int | None
 
 
-# A decision takes less than 4 KiB for a job of any number of sizes.
+# With these limits, a decision takes less than 4 KiB, however many sizes the job has.
 MAX_BELIEFS = 64
 MAX_CANDIDATES = 16
 
