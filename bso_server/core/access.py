@@ -30,9 +30,10 @@ _IMPLIED = {
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Sender of a request: its token (None if the server requires none) and all scopes that this implies.
+    """Sender of a request: its token, and all scopes that the token implies.
 
-    If `shares_jobs`, other tokens may use the jobs that it registers. `user` is the name that a proxy gave, or None.
+    `token_id` is None for a proxy's user, and if the server requires no token. If `shares_jobs` is True, other tokens
+    may use the jobs that the caller registers. `user` is the name that an authenticating proxy gave, or None.
     """
 
     token_id: str | None
@@ -46,7 +47,7 @@ class Caller:
         return "a caller without a token" if self.token_id is None else f"token {self.token_id}"
 
     def owns(self, owner: str) -> bool:
-        """Return True if the caller owns the jobs of this token; without tokens, every caller owns everything."""
+        """Return True if the caller has the token `owner`; a caller without a token owns everything."""
         return self.token_id in (None, owner)
 
     @property
@@ -64,7 +65,7 @@ class Caller:
 
 
 UNRESTRICTED = Caller(None, frozenset(Scope))
-"""A caller that needs no token: another part of this process, or a client of an open server."""
+"""A caller that needs no token: another part of this process, or a client of a server that requires none."""
 
 
 @lru_cache(maxsize=1024)
@@ -74,20 +75,20 @@ def ip_of(address: str | None) -> IPv4Address | IPv6Address | None:
         ip = ip_address(address or "")
     except ValueError:
         return None
-    # A socket for both IP versions names an IPv4 client as ::ffff:127.0.0.1.
+    # A dual-stack socket gives an IPv4 client an IPv4-mapped address, such as ::ffff:127.0.0.1.
     return (ip.ipv4_mapped if isinstance(ip, IPv6Address) else None) or ip
 
 
 @dataclass(frozen=True, slots=True)
 class SingleSignOn:
-    """Sign-on of users that authenticating proxies name in a header; those who are no `admins` may only read."""
+    """Single sign-on: authenticating `proxies` name the user in a header; users outside `admins` may only read."""
 
     proxies: tuple[IPv4Network | IPv6Network, ...]
     header: str
     admins: tuple[str, ...]
 
     def caller(self, address: str | None, values: Sequence[bytes]) -> Caller | None:
-        """Return the user of a request from this peer, by the header's values; None unless a proxy names one user."""
+        """Return the user in the header's `values`; None unless the peer at `address` is a proxy and names one user."""
         ip = ip_of(address)
         if ip is None or len(values) != 1 or not any(ip in proxy for proxy in self.proxies):
             return None
@@ -104,7 +105,7 @@ class TokenRecord:
         token_id: Public part of the token.
         name: Purpose or owner, in words.
         token_hash: SHA-256 of the whole token, in hex digits.
-        shares_jobs: True if other tokens may use the jobs that it registers.
+        shares_jobs: True if other tokens may use the jobs that this token registers.
         previous_hash: Hash of the token with its previous secret, which is valid until `previous_until`.
     """
 
@@ -125,7 +126,7 @@ class TokenRecord:
         return Caller(self.token_id, scopes, self.shares_jobs)
 
     def is_good(self, token_hash: str, now: datetime) -> bool:
-        """Return True if the hash is that of the current secret, or of a previous one that is still valid."""
+        """Return True if the hash belongs to the current secret or to a previous secret that is still valid."""
         if self.revoked_at is not None:
             return False
         previous = self.previous_hash

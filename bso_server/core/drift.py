@@ -1,4 +1,4 @@
-"""Change of what a run of a job costs, such as by more data, longer texts or another machine."""
+"""Detection of a change in the cost of a job's runs, for example by more data, longer texts or another machine."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from bso_server.core.gp_voi.run_costs import CostRun, change_of
 from bso_server.core.verdict import CompletedRun
 from zeus_plugins.protocol import CreatedJob, is_busy
 
-# As many latest runs are compared.
+# Number of the latest runs that are compared.
 _RUNS = 20
 
 
 def drift_of(job: CreatedJob, runs: Sequence[CompletedRun]) -> float | None:
-    """Return the share by which the last two of a job's runs cost more (negative: less) than the runs before them.
+    """Return the share by which the last two runs cost more (negative: less) than the runs before them, or None.
 
-    Compares runs at the batch size of the last one, except on busy machines. None if the change may be chance:
-    `change_of` takes a change only if two runs in a row are as unlikely as a slowed run.
+    Only runs at the batch size of the last run count, and no runs on busy machines. None means that the change may be
+    chance: `change_of` reports a change only if each of the last two runs deviates as far as a slowed run would.
     """
     if not runs or is_busy(runs[-1].waited_share):
         return None

@@ -1,20 +1,22 @@
-"""The effect of the batch size on the cost of a run, estimated so that it may be looked at after every run.
+"""The batch size's effect on the cost of a run, with an interval that remains valid if it is read after every run.
 
-The log of a run's cost is the log of its epochs plus the log of its cost per epoch. A machine's load changes the second
-and not the first, so that each part has a model of its own (a local level, Harvey 1989):
+The log of a run's cost is the log of its epochs plus the log of its cost per epoch. A machine's load changes the cost
+per epoch, but not the epochs. So each part has its own model (a local level model, Harvey 1989):
 
     y = level + a · (δ - ½ σ² (k² - 1)) + noise,    level ← level + walk
 
-where ``a`` is 1 for a run at the default batch size and 0 for one at the best size, σ is the spread of a run at the
-best size, kσ that of a run at the default, and τ the spread of the walk from run to run. The correction ½ σ² (k² - 1)
-makes δ the log ratio of *mean* costs when the spreads differ. σ, τ and k are not known: a Kalman filter runs for each
-combination of a grid, weighted by how well it predicted each run (a Student t density, so that one odd run does not
-decide). The model of the cost per epoch also has excursions upwards, as a neighbour's load causes them, and an unknown
-offset of the runs that are marked as runs on a busy machine: they are compared with each other, and weigh less.
+where ``a`` is 1 for a run at the default batch size and 0 for a run at the best size. Spreads are standard deviations:
+σ of a run at the best size, kσ of a run at the default, and τ of the walk from run to run. The correction ½ σ² (k² - 1)
+makes δ the log ratio of *mean* costs when the spreads differ. σ, τ and k are not known. So a Kalman filter runs for
+each combination on a grid, weighted by how well it predicted the runs (by a Student t density, so that one outlier does
+not decide). The model of the cost per epoch also allows for excursions: upward outliers, such as other programs on the
+machine cause. All runs that are marked as busy share one unknown offset and more noise, so busy runs are mainly
+compared with each other, and count less.
 
-The effect δ of the whole cost is the sum of both parts. Its interval keeps each δ with prior(δ) / posterior(δ) below
-1 / (2 α): the method of mixtures (Robbins 1970; Howard, Ramdas, McAuliffe and Sekhon 2021). If the model holds, the
-interval excludes the true δ on either side at any look with a probability of at most α.
+The effect δ of the whole cost is the sum of both parts. Its interval contains each δ for which the ratio prior(δ) /
+posterior(δ) is below 1 / (2 α): the method of mixtures (Robbins 1970; Howard, Ramdas, McAuliffe and Sekhon 2021). If
+the model holds, the probability that the interval is ever above the true δ is at most α, and so is the probability that
+it is ever below.
 """
 
 from __future__ import annotations
@@ -28,17 +30,17 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float64]
 
 _PART_SD = 0.35
-"""Spread of the effect on each part (log) before any run."""
+"""Prior spread of the effect on each part (log)."""
 PRIOR_SD = _PART_SD * math.sqrt(2)
-"""Spread of the effect on the whole cost (log) before any run."""
+"""Prior spread of the effect on the whole cost (log)."""
 _FREEDOM = 4.0
 """Degrees of freedom of the Student t density that weights the filters."""
 _REACH = 2.5
-"""Surprises beyond so many spreads move the estimate no further."""
+"""Prediction errors beyond this number of spreads move the estimate no further."""
 _EXCURSION_SD = 1.2
 """Spread of excursions of the cost per epoch (log)."""
 _BUSY, _BUSY_SD, _BUSY_NOISE = 0.5, 0.5, 0.3
-"""Offset of the cost per epoch on a busy machine (log) before any run, its spread, and that of a run beside σ."""
+"""Offset of the cost per epoch on a busy machine (log): prior mean, prior spread, and further noise of a busy run."""
 _SPREADS = np.array([0.5, 1.0, 2.0, 3.0])
 _SPREADS_PRIOR = np.array([0.1, 0.7, 0.15, 0.05])
 _GRID = np.sinh(np.linspace(-4.2, 4.2, 169)) / 12.0
@@ -48,7 +50,7 @@ _NEGLIGIBLE = 1e-7
 
 @dataclass(frozen=True, slots=True)
 class Effect:
-    """Log ratio of the mean cost of a run at the default to one at the best size; infinite ends exclude nothing yet."""
+    """Log of the ratio of mean costs of a run: default over best size. An infinite end is no bound on its side."""
 
     low: float
     middle: float
@@ -76,11 +78,11 @@ class _Part:
         self._first: float | None = None
 
     def skip(self) -> None:
-        """Let one run pass that says nothing: the level may have walked."""
+        """Pass over a run without evidence; the level may have walked during it."""
         self._p_level += self._walk
 
     def add(self, y: float, is_default: bool, is_busy: bool = False) -> None:
-        """Learn one log value."""
+        """Learn the log value of one run."""
         self.skip()
         self._first = y if self._first is None else self._first
         a, b = float(is_default), float(is_busy)
@@ -113,12 +115,12 @@ class _Part:
         self._p_delta_offset -= trust * to_delta * to_offset
 
     def spreads(self) -> tuple[float, float]:
-        """Return the spread of a run at the best size and that of the walk (log), as far as the runs show them."""
+        """Return the estimated spreads (log) of a run at the best size, and of the walk."""
         weight = self._weight()
         return math.sqrt(float((weight * self._noise).sum())), math.sqrt(float((weight * self._walk).sum()))
 
     def unknown(self) -> float:
-        """Return which share of the variance that the effect had before any run is left."""
+        """Return the present variance of the effect as a share of its prior variance."""
         return float((self._weight() * self.p_delta).sum()) / _PART_SD**2
 
     def _weight(self) -> Floats:
@@ -135,7 +137,7 @@ class EffectModel:
         self._rate = _Part([0.03, 0.06, 0.12, 0.25, 0.45], [0.01, 0.05, 0.2, 0.6], {0.02: 0.7, 0.4: 0.3})
 
     def skip(self) -> None:
-        """Let one run pass that is no evidence."""
+        """Pass over a run that is no evidence."""
         self._epochs.skip()
         self._rate.skip()
 
@@ -145,17 +147,17 @@ class EffectModel:
         self._rate.add(math.log(cost) - math.log(epochs), is_default, is_busy)
 
     def add_epochs(self, epochs: float, *, is_default: bool) -> None:
-        """Learn the epochs of a run whose pace is no evidence: the first on a cold machine."""
+        """Learn the epochs of a run, but not its cost per epoch, as for the first run on a cold machine."""
         self._epochs.add(math.log(epochs), is_default)
         self._rate.skip()
 
     def effect(self, alpha: float = 0.05) -> Effect:
-        """Return the effect with its interval at error probability `alpha` on each side, over all looks."""
+        """Return the effect with its interval, which errs on each side, over all looks, with probability `alpha`."""
         posterior = self._log_posterior()
         middle = int(np.argmax(posterior))
         log_ratio = -0.5 * (_GRID / PRIOR_SD) ** 2 - math.log(PRIOR_SD) - posterior
         kept = np.flatnonzero(log_ratio < -math.log(2 * alpha))
-        # A density between two points of the grid, or beyond its ends, is high at none of them.
+        # If the density peaks between two points of the grid, or beyond its ends, no point may be kept.
         low, high = (kept[0], kept[-1]) if len(kept) else (max(middle - 1, 0), min(middle + 1, len(_GRID) - 1))
         return Effect(
             low=-math.inf if low == 0 else float(_GRID[low]),
@@ -168,11 +170,11 @@ class EffectModel:
         return self._epochs.spreads()[0], self._rate.spreads()[0]
 
     def drift(self) -> float:
-        """Return by how much (log) the cost per epoch drifts from run to run."""
+        """Return the spread (log) of the drift of the cost per epoch from run to run."""
         return self._rate.spreads()[1]
 
     def unknown_pace(self) -> float:
-        """Return the share from 0 to 1 of what was unknown of the effect on the cost per epoch that still is."""
+        """Return the variance of the effect on the cost per epoch as a share (0 to 1) of its prior variance."""
         return self._rate.unknown()
 
     def _log_posterior(self) -> Floats:
@@ -187,6 +189,6 @@ class EffectModel:
         mean = (epochs.delta[:, :, None] + rate.delta[:, None, :]).ravel()[used]
         variance = (epochs.p_delta[:, :, None] + rate.p_delta[:, None, :]).ravel()[used]
         terms = -0.5 * (_GRID[:, None] - mean) ** 2 / variance + np.log(weight[used]) - 0.5 * np.log(variance)
-        # The largest term of each sum is taken out: far from the means, each alone is too small for a float.
+        # The largest term is factored out of each sum, because far from the means every term would underflow.
         largest = terms.max(axis=1)
         return np.asarray(largest + np.log(np.exp(terms - largest[:, None]).sum(axis=1)))

@@ -27,7 +27,7 @@ class Saved:
 
     @property
     def is_shown(self) -> bool:
-        """True if the whole interval is above 0, or below."""
+        """True if the whole interval is above 0, or the whole interval is below 0."""
         return (self.low is not None and self.low > 0) or (self.high is not None and self.high < 0)
 
     @property
@@ -44,8 +44,8 @@ class Saved:
 def total(parts: Iterable[Saved | None]) -> Saved | None:
     """Return the saving of independent jobs together; None if none is known.
 
-    The estimates add, and on each side of them the squares of the distances to the ends of the intervals: variances of
-    independent errors add, bounds do not.
+    The savings add up. On each side, the distance to the end of the interval is the root of the sum of the squared
+    distances of the jobs, because variances of independent errors add, and bounds do not.
     """
     known = [part for part in parts if part is not None]
     if not known:

@@ -1,18 +1,19 @@
 """Life of a job: how each event changes the job and its trials.
 
 The service (with records in a database) and the simulator share these functions, so that they get the same records.
-Each takes the state of a job and the record of a trial and returns the new ones. They are pure: they get the present as
-a `Moment`, draw from the given generator, and write nothing. So a transaction that the database breaks off can be
-repeated from the start.
+Each function takes the state of a job and the record of a trial, and returns the changed state and record. The
+functions are pure: they get the present time as a `Moment`, draw from a generator that the caller gives, and write
+nothing. So the store can repeat a transaction that the database has aborted.
 
-`TRANSITIONS` holds the legal moves between the states of a trial; no other code decides which moves are legal. An
+`TRANSITIONS` lists the transitions between the states of a trial that trainings and expired leases may cause. An
 ABANDONED trial is neither `ALIVE` nor `FINAL`: its batch size may be tried again, but the trial's next report or
 heartbeat revives it, so that no measurement is lost.
 
-`JobState.event_count` is the job's logical clock, with one tick for each dispatch, each end of a trial and each trial
-that an administrator discards. It orders events without relying on the clocks of many machines. The arms include the
-ends up to `folded_event`. A revived trial loses the event of its end, and gets a new one when it ends again. The arms
-need no correction then, because an abandoned trial does not change them.
+`JobState.event_count` is the job's logical clock, with one tick for each dispatch, each end of a trial, each revision,
+and each trial that an administrator discards. It orders events without relying on the clocks of many machines. The arms
+include the ends of trials up to the event `folded_event`. A revived trial loses the event of its end, and gets a new
+event when it ends again. Its revival requires no correction of the arms, because an abandoned trial has not changed
+them.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ TRANSITIONS: Mapping[TrialState, frozenset[TrialState]] = {
 
 
 def check_transition(before: TrialState, after: TrialState) -> None:
-    """Raise `IllegalTransitionError` unless `TRANSITIONS` holds the move."""
+    """Raise `IllegalTransitionError` unless `TRANSITIONS` contains this transition."""
     if after not in TRANSITIONS[before]:
         raise IllegalTransitionError(f"a trial that is {before} cannot become {after}")
 
@@ -78,10 +79,11 @@ class LeasePolicy:
 
     Attributes:
         heartbeat_interval_s: Interval between the heartbeats of a training that sends them.
-        heartbeat_lease_s: Lease of a training that sends heartbeats; several may be lost.
+        heartbeat_lease_s: Lease of a training that sends heartbeats, so long that several may be lost.
         silent_lease_s: Shortest lease of a training that only reports, such as a Zeus client's.
-        gaps: Lease of such a training in multiples of its longest time between two reports, if that is longer.
-        suspended_lease_s: Time within which a preempted training may come back.
+        gaps: Factor on the longest time between two reports of such a training; the product is its lease, if it is
+            longer than `silent_lease_s`.
+        suspended_lease_s: Time within which a preempted training may resume.
     """
 
     heartbeat_interval_s: float = 60.0
@@ -97,7 +99,10 @@ class LeasePolicy:
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """Present (UTC) of a job in real time. Other jobs pass None, and have neither instants nor leases."""
+    """Present time (UTC) and leases of a job on a server.
+
+    For a simulated job, callers pass None instead: it has neither instants nor leases.
+    """
 
     now: datetime
     leases: LeasePolicy
@@ -117,7 +122,7 @@ class Moment:
         return self.now + timedelta(seconds=longest_s)
 
     def bounded_lease(self, trial: TrialRecord) -> datetime | None:
-        """Return a lease end from now, if the trial's lease was granted while the clock was ahead; otherwise None."""
+        """Return a lease end from now if the trial's lease is too long, because the clock was ahead; otherwise None."""
         lease_end = self.lease_end(trial)
         latest = max(self.longest_lease_end, lease_end)
         return lease_end if trial.lease_expires_at is not None and trial.lease_expires_at > latest else None
@@ -127,9 +132,9 @@ class Moment:
 class JobState:
     """State of a job, without its trials and arms; `cheapest`, `bandit_entered_at` and `survivors` as in `History`.
 
-    `event_count` is the job's logical clock, `trial_count` the number of dispatched trials, `folded_event` the event up
-    to which the arms include the ends of trials, `revised_event` that of the latest revision, or 0, and `probe` the
-    latest probe, perhaps of other GPUs.
+    `event_count` is the job's logical clock, and `trial_count` the number of dispatched trials. The arms include the
+    ends of trials up to the event `folded_event`. `revised_event` is the event of the latest revision, or 0. `probe` is
+    the latest probe, perhaps measured on other GPUs.
     """
 
     registration: CreatedJob
@@ -173,7 +178,7 @@ class JobState:
 
     @property
     def needs_explorations(self) -> bool:
-        """True in the pruning stage, whose decisions need the single explorations."""
+        """True in the pruning stage, whose decisions need the record of each exploration."""
         return self.survivors is None and policy.find(self.registration.policy).prunes
 
     def history(
@@ -183,7 +188,7 @@ class JobState:
         explorations: Callable[[], Iterable[TrialRecord]],
         in_flight: Iterable[TrialRecord],
     ) -> History:
-        """Return the history; `arms` and `memory` include every end so far. Load explorations only if needed."""
+        """Return the history; `arms` and `memory` include every end so far. Call `explorations` only if necessary."""
         sizes = frozenset(self.registration.batch_sizes)
         known = explorations() if self.needs_explorations else ()
         return History(
@@ -199,7 +204,7 @@ class JobState:
         )
 
     def _has_cut_short(self, trial: TrialRecord) -> bool:
-        """Return True if earlier terms of the job stopped a trial that the present ones permit."""
+        """Return True if the job's earlier terms stopped a trial that its present terms would let continue."""
         is_earlier = trial.started_event <= self.revised_event
         return is_earlier and is_cut_short(self.registration, trial, self.min_cost_j)
 
@@ -219,8 +224,8 @@ def dispatch_trial(
     """Start a trial; return the changed job, and the trial.
 
     Unless the training chose the size itself (`Origin.OFFLINE`, `Origin.FINISH`), the suggestion comes from a history
-    whose arms include every end so far. The caller adds the trial to its arm (`Arm.after_dispatch`), unless it finishes
-    the run of another one.
+    whose arms include every end so far. The caller counts the trial in its arm (`Arm.after_dispatch`), unless the trial
+    finishes another trial's run (`Origin.FINISH`).
     """
     trial = TrialRecord(
         job_id=job.job_id,
@@ -244,7 +249,7 @@ def dispatch_trial(
 
 
 def revive_trial(trial: TrialRecord) -> TrialRecord:
-    """Let a suspended or abandoned trial run again, because its training is back."""
+    """Set a suspended or abandoned trial to running, because its training has sent a message."""
     if trial.state is TrialState.RUNNING:
         return trial
     check_transition(trial.state, TrialState.RUNNING)
@@ -252,7 +257,7 @@ def revive_trial(trial: TrialRecord) -> TrialRecord:
 
 
 def renew_lease(trial: TrialRecord, moment: Moment, *, regular: bool) -> TrialRecord:
-    """Renew the lease of a trial after a heartbeat; more heartbeats follow a `regular` one."""
+    """Renew the lease of a trial after a heartbeat; `regular` means that its training will send more heartbeats."""
     trial = revive_trial(trial)
     if regular:
         trial = changed(trial, heartbeats=True)
@@ -283,11 +288,12 @@ def end_trial(
 
 
 CRASH_REASONS = frozenset({EndReason.CRASHED, EndReason.CRASHED_ALIKE, EndReason.ENDED_EARLY})
-"""Reasons of trials that an error or a rule of the training ended before the server's verdict."""
+"""End reasons of trials that ended before the server stopped them: by a rule of the training, or by an error other than
+out of memory."""
 
 
 class Crash(NamedTuple):
-    """A trial that ended for one of `CRASH_REASONS`; its message ends with the error in brackets."""
+    """A trial that ended for one of `CRASH_REASONS`; its message ends with the error in parentheses."""
 
     batch_size: int
     message: str
@@ -296,13 +302,13 @@ class Crash(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Crashes:
-    """Crashes of a job, and the sizes that run.
+    """Crashes of a job, and the sizes that have been shown to run.
 
     Attributes:
         crashes: Trials that crashed or ended early.
         measured: Sizes of which a trial was measured to its end.
         reached: Sizes of which a trial reached the target.
-        proven_event: Event with which the latest trial that was measured to its end began; 0 without one.
+        proven_event: Latest event at which a trial that was later measured to its end began; 0 without such a trial.
     """
 
     crashes: tuple[Crash, ...] = ()
@@ -341,7 +347,7 @@ def end_by_training(
 ) -> tuple[AnyJob, TrialRecord]:
     """End a trial whose training ended before the policy stopped it; suspend the trial of a preempted training.
 
-    A batch size becomes infeasible if its crash excludes it, after the `earlier` crashes (`_why_excluded`).
+    A batch size becomes infeasible if this crash, together with the `earlier` crashes, excludes it (`_why_excluded`).
     """
     trial, size = revive_trial(trial), trial.batch_size
     detail = "" if ending.detail is None else f" ({ending.detail})"
@@ -373,7 +379,7 @@ def end_by_training(
     return end_trial(job, trial, state, reason, f"{message}{detail}", moment)
 
 
-# Numbers and addresses differ from run to run of the same fault.
+# Messages of the same fault differ from run to run in their numbers and addresses.
 _NUMBER = re.compile(r"0x[0-9a-f]+|\d+(\.\d+)?", re.IGNORECASE)
 
 
@@ -382,24 +388,26 @@ def _masked(text: str) -> str:
 
 
 _Exclusion = tuple[EndReason, str]
-"""Cause for which a batch size is not tried again, as a reason and in words."""
+"""Cause for which a batch size is not tried again: the end reason of the trial, and the trial's message."""
 
 
 def _after_many_crashes(size: int, happened: str, crashes: Iterable[Crash], retries: int) -> _Exclusion | None:
-    """Exclude a size at its crash number `retries`; `crashes` came before."""
+    """Exclude a size from its crash number `retries` on; `crashes` are the earlier crashes that count."""
     count = sum(crash.batch_size == size for crash in crashes) + 1
     words = f"infeasible: {size} {happened} {count} times and is not tried again"
     return (EndReason.CRASHED, words) if count >= retries else None
 
 
 def _why_excluded(job: CreatedJob, size: int, ending: Ending, earlier: Crashes, retries: int) -> _Exclusion | None:
-    """Return why a size that crashes now is excluded; None if it may be tried again.
+    """Return why a crash excludes its size from further trials; None if the size may be tried again.
 
-    Policy `zeus` excludes a size after `retries` crashes, unless it was measured to its end. Other policies exclude
-    only sizes that have never reached the target: also at the second crash in the same way (the error with its numbers
-    masked), or if a neighbour has crashed in this way. The fault may also be the script's. So a crash counts only once
-    a later trial was measured to its end, and an error at a size that has reached the target excludes no other size.
-    Before any size has reached the target, no crash counts against the default.
+    Policy `zeus` excludes a size after `retries` crashes, unless a trial of it was measured to its end. Other policies
+    never exclude a size that has reached the target. They exclude any other size after `retries` crashes, and earlier
+    if the size itself or a neighbouring size has crashed with the same error (with numbers masked).
+
+    The fault may also be the script's. So an earlier crash counts only if a trial that began after it was measured to
+    its end. An error that has also occurred at a size that reached the target counts only towards `retries`. Before any
+    size has reached the target, no crash excludes the default.
     """
     happened, reached = "ended early or crashed" if ending.ended_early else "crashed", earlier.reached
     if job.policy == ZEUS:
@@ -426,7 +434,7 @@ def _why_excluded(job: CreatedJob, size: int, ending: Ending, earlier: Crashes, 
 
 
 def _ended_without_target(job: JobState, trial: TrialRecord, ending: Ending) -> bool:
-    """Return True if the training has ended by a rule of its own, and its run helps to set the job's target."""
+    """Return True if the job has no target, and the training ended by its own rule: its run helps to set the target."""
     registration = job.registration
     return ending.ended_early and registration.target_metric is None and cost_of(registration, trial) > 0
 
@@ -449,7 +457,7 @@ def judge_report(
     waited_share: float | None = None,
     watched: Mapping[str, float] | None = None,
 ) -> tuple[AnyJob, TrialRecord, Verdict]:
-    """Judge a report of a trial, reviving it if necessary, and end the trial if the verdict says so.
+    """Judge a report of a trial; revive the trial if necessary, and end it if the verdict says so.
 
     A trial with an impossible cost (`policy.doubt`) ends as withdrawn, so that no decision rests on it. `history` is
     required if `policy.needs_bound`. `judged_by` and errors as in `policy.judge`.
@@ -484,7 +492,7 @@ def judge_report(
 def discard_trial(trial: TrialRecord) -> TrialRecord:
     """Withdraw a trial that has ended, for an administrator. It keeps the event of its end.
 
-    `TRANSITIONS` does not include this move, because no training makes it.
+    `TRANSITIONS` does not include this transition, because no training causes it.
 
     Raises:
         IllegalTransitionError: The trial has not ended.
@@ -500,14 +508,14 @@ def discard_trial(trial: TrialRecord) -> TrialRecord:
 
 
 RANKS_APART = 0.02
-"""Largest interval between the reports of all ranks on one evaluation, as a share of that between two evaluations."""
+"""All ranks report an evaluation within this share of the trial's longest time between two evaluations."""
 
 
 def is_of_same_evaluation(trial: TrialRecord, report: Report) -> bool:
-    """Return True if another rank's report is about an evaluation that the trial has had, and so brings no new verdict.
+    """Return True if a rank's report is about an evaluation that another rank has already reported.
 
-    Without a rank's name in it, a second evaluation within the trial's epoch shows by another metric and by its time:
-    all ranks report one evaluation at about the same time.
+    Reports do not name their rank. So a report with the same epoch and another metric is about a further evaluation
+    only if its time is later by more than `RANKS_APART`, or if its totals are the same.
     """
     if report.epoch != trial.epoch or report.metric == trial.metric:
         return report.epoch <= trial.epoch
@@ -616,8 +624,8 @@ class InMemoryJob:
     ) -> tuple[TrialRecord, Verdict]:
         """Judge a report of a trial in flight, and end the trial if the verdict says so.
 
-        `report_count` is the number of its reports including this one, if some were skipped; `judged_by` as in
-        `policy.judge`.
+        `report_count` is the number of the trial's reports including this report, if the caller has skipped some;
+        `judged_by` as in `policy.judge`.
         """
         trial = self._in_flight[trial_number]
         if report_count is not None:

@@ -1,8 +1,8 @@
-"""Values that decisions are made of: a job's trials, their reports, and the history that summarises them.
+"""Data on which decisions are based: a job's trials, their reports, and the history that summarises them.
 
-The size of a `History` does not grow with the number of trials. `core.job.replay` makes it from all trials. The
-database keeps the same summary and updates it by the same steps (`Arm.after_dispatch`, `Arm.after_end`), so a decision
-costs the same after ten trials and after ten thousand.
+The size of a `History` does not grow with the number of trials. `core.job.replay` computes it from all trials. The
+database stores the same summary, and updates it with the same functions (`Arm.after_dispatch`, `Arm.after_end`). So a
+decision costs the same after ten trials and after ten thousand.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ OBSERVED = frozenset({TrialState.COMPLETED, TrialState.EARLY_STOPPED, TrialState
 # States of trials that have ended without the target.
 MISSED = frozenset(TrialState) - ALIVE - {TrialState.COMPLETED, TrialState.WITHDRAWN}
 
-# States that say nothing about the batch size: its exploration is repeated.
+# States that say nothing about the batch size, so that the policy repeats its exploration.
 UNCOUNTED = frozenset({TrialState.FAILED, TrialState.ABANDONED, TrialState.WITHDRAWN})
 
 Record = TypeVar("Record")
 
 
 def changed(record: Record, /, **values: Any) -> Record:
-    """Return a copy of a dataclass without slots, with other values; `dataclasses.replace` takes ten times as long.
+    """Return a copy of a dataclass (without slots) with these values, ten times as fast as `dataclasses.replace`.
 
     Raises:
         TypeError: The record has no such field.
@@ -62,15 +62,15 @@ class EpochBound:
 
 
 class Deviations(NamedTuple):
-    """Spread of what the epochs of a trial took, over all reports but the first: Σ e · (r − m)² of each quantity.
+    """Spread of the time and energy per epoch of a trial: Σ e · (r − m)² over all reports but the first.
 
-    Here e are the epochs since the previous report, r is what one of them took, and m the mean of r. So the spread of
-    the costs follows for every η.
+    Here e is the number of epochs since the previous report, r the time (or energy) of one of these epochs, and m the
+    mean of r. From these sums follows the spread of the costs under every η (`cost_deviations_j2`).
 
     Attributes:
-        time_s2: Of the time, s² per epoch.
-        energy_j2: Of the energy, J² per epoch.
-        joint_js: Of both together, Σ e · (r − m) · (r' − m'), J·s per epoch.
+        time_s2: The sum for the time, s² per epoch.
+        energy_j2: The sum for the energy, J² per epoch.
+        joint_js: The sum of the products, Σ e · (r − m) · (r' − m'), J·s per epoch.
     """
 
     time_s2: NonNegativeFinite = 0.0
@@ -84,22 +84,22 @@ TrialKey = tuple[str, int]
 
 @dataclass(frozen=True, kw_only=True)  # without slots, for `changed` and `of_row`
 class TrialRecord:
-    """Trial: a row of table ``trials``, field by column.
+    """Trial: a row of table ``trials``, with one field per column.
 
-    Instants, owners and leases play no part in decisions, and have defaults for jobs without them.
-    `service.exports.TrialExport` describes the other fields. Here, totals are 0 before the first report, and the epochs
-    of a trial imported from Zeus are 0, because Zeus does not keep them.
+    Decisions ignore instants, owners and leases; a simulated trial has their defaults. `service.exports.TrialExport`
+    describes the other fields. Here, totals are 0 before the first report, and the epochs of a trial imported from Zeus
+    are 0, because Zeus does not keep them.
 
     Attributes:
         idempotency_key: Key made by the client; a repeated request with this key returns the same trial.
         owner: Id of the token that dispatched the trial; None if the server requires none.
         lease_epoch: Number of the current run of the trial's training, see `take_over` in `core.job`.
-        waited_share: Share of its time in which the training waited for a core; None if unknown.
-        other_gpus: True if the job has other GPUs now than when the trial began. Then only its epochs count, and its
-            metrics: its costs do not hold any more.
+        waited_share: Share of its time in which the training waited for a CPU core; None if unknown.
+        other_gpus: True if the job has other GPUs now than when the trial began. Then the trial's epochs and metrics
+            still count, but not its costs.
         deviations: Spread of the epochs' times and energies; None before the first report, and for trials imported from
             Zeus.
-        confirmed: Number of the latest evaluations that reached the target, in a row.
+        confirmed: Number of evaluations in a row, up to the latest, that reached the target.
     """
 
     job_id: str = ""
@@ -177,7 +177,7 @@ _DEFAULTS = {field.name: field.default for field in fields(TrialRecord) if field
 class Report:
     """Result of one evaluation: totals since the trial began, over all GPUs, and the validation metric.
 
-    Epochs count from 1; within an epoch they are fractional.
+    `epoch` is 1 after the first epoch, and fractional within an epoch.
     """
 
     time_s: float
@@ -221,7 +221,8 @@ class Expectations:
 
     Attributes:
         costs: Expected cost by batch size, ascending, without sizes that cannot run or are unknown.
-        best: Cheapest of the sizes that reach the target, which is played when there is nothing to learn.
+        best: Size with the lowest expected cost among the sizes known to reach the target, or None. The policy runs it
+            unless a trial of another size is worth more.
     """
 
     costs: Mapping[int, ExpectedCost]
@@ -251,7 +252,7 @@ def after_report(job: CreatedJob, trial: TrialRecord, report: Report) -> TrialRe
 
 
 def _deviations(trial: TrialRecord, reported: TrialRecord) -> Deviations | None:
-    """Return the new `deviations` of a trial that had reported before (West, as in `WeightedStatistics`)."""
+    """Return the `deviations` of a trial after a further report (West's method, as in `WeightedStatistics`)."""
     known, epochs, earlier = trial.deviations, reported.epoch - trial.epoch, trial.epoch - trial.first_epoch
     if known is None or epochs <= 0 or earlier <= 0:
         return known
@@ -273,7 +274,7 @@ def cost_deviations_j2(job: CreatedJob, trial: TrialRecord) -> float | None:
 
 
 def after_other_rank(trial: TrialRecord, report: Report) -> TrialRecord:
-    """Return the trial after another rank has reported an evaluation already judged: the largest totals count."""
+    """Return the trial after another rank's report of an evaluation that was judged before; keep the largest totals."""
     reported = changed(trial, time_s=max(trial.time_s, report.time_s), energy_j=max(trial.energy_j, report.energy_j))
     if trial.report_count > 1:
         return reported
@@ -327,7 +328,7 @@ class Arm:
     Attributes:
         trials: Number of trials dispatched with it, without those of `Origin.FINISH`.
         infeasible: Reason why it cannot run on this hardware, or None.
-        explored: Costs (J) of its observed exploration trials; observed are trials in a state of `OBSERVED`.
+        explored: Costs (J) of its observed exploration trials; a trial is observed if its state is in `OBSERVED`.
         observed: Costs (J) of its observed trials of every origin.
         completed: Costs (J) of its trials that reached the target.
         window: The last `window_size` observed trials as (trial number, cost in J), in order of dispatch; empty if
@@ -337,7 +338,7 @@ class Arm:
         metric: Last metrics of its trials that reached the target, without trials imported from Zeus.
         watched: Last values of watched metrics in these trials, by name.
         observed_elsewhere: Number of its observed trials on other GPUs, whose costs are in none of the fields above.
-        reached_elsewhere: Number of those that reached the target.
+        reached_elsewhere: Number of trials in `observed_elsewhere` that reached the target.
     """
 
     batch_size: int
@@ -409,9 +410,9 @@ class Arm:
     def learned_costs(self) -> Statistics:
         """Costs (J) that the bandit learns from.
 
-        An arm enters the bandit stage with its exploration trials. Once a trial has ended within that stage, the arm
-        learns from `window_size` (0: all) observed trials of every origin: the trial that ended last, and the others
-        that were dispatched last.
+        Until one of its trials ends within the bandit stage, an arm learns from its exploration trials. Afterwards it
+        learns from the `window_size` (0: all) observed trials of every origin that were dispatched last; if the trial
+        that ended last is not among them, it replaces the oldest.
         """
         if not self.refitted:
             return self.explored
@@ -425,9 +426,9 @@ class Arm:
 def _after_run(
     job: CreatedJob, known: Mapping[str, Statistics], watched: Mapping[str, float]
 ) -> Mapping[str, Statistics]:
-    """Add the watched metrics of a run. Names beyond a limit are ignored, so that an arm stays small.
+    """Add the watched metrics of a run. New names beyond `MAX_WATCHED` are ignored, so that an arm stays small.
 
-    Scripts rename metrics now and then; the job's own margins always count.
+    Scripts sometimes rename metrics. Metrics with a margin in `no_worse_than_default` are always added.
     """
     added = dict(known)
     for name, value in watched.items():
@@ -446,7 +447,7 @@ class Cheapest:
 
     @staticmethod
     def of_both(known: Cheapest | None, job: CreatedJob, trial: TrialRecord) -> Cheapest | None:
-        """Return the cheaper of the cheapest trial so far (kept on ties) and `trial`, which has just ended."""
+        """Return the cheapest trial, now that `trial` has ended; on ties, keep `known`, the cheapest trial so far."""
         if trial.state is not TrialState.COMPLETED or trial.origin is Origin.FINISH:
             return known
         if trial.other_gpus or trial.batch_size not in job.batch_sizes:
@@ -463,13 +464,15 @@ class History:
 
     Attributes:
         job: The job.
-        arms: Arm per batch size, ascending: those of the job, and those that have had trials before they were removed.
+        arms: Arm per batch size, ascending: for the job's sizes, and for sizes that were removed from the job after
+            they had trials.
         explorations: Exploration trials in order of dispatch, without those in a state of `UNCOUNTED`; at most the
-            job's sizes times its rounds. Empty after the pruning stage, and with policies that have none.
+            number of sizes times the number of rounds. Empty after the pruning stage, and with policies without that
+            stage.
         cheapest: Cheapest trial that reached the target, or None.
         bandit_entered_at: Event (of the job's event counter) with which the bandit stage began, or None before.
-        survivors: Sizes with which the bandit stage began, ascending, or None before. They do not change: an abandoned
-            exploration that comes back must not undo the pruning.
+        survivors: Sizes with which the bandit stage began, ascending, or None before. Later trials do not change them,
+            because an abandoned exploration that is revived must not undo the pruning.
         in_flight: Trials that are running or suspended, in order of dispatch, without those of `Origin.FINISH`.
         memory: Memory of the policy (`core.policy.Memory`), or None.
         probe: Probe on the job's GPUs, or None.
@@ -487,7 +490,7 @@ class History:
 
     @property
     def stage(self) -> Stage:
-        """Stage of the job at the last request."""
+        """Stage of the job after its latest dispatch."""
         return Stage.PRUNING if self.bandit_entered_at is None else Stage.BANDIT
 
     @property
@@ -499,7 +502,7 @@ class History:
     def fitting_sizes(self) -> tuple[int, ...]:
         """Batch sizes below the smallest that ran out of memory, in a run or in the probe, ascending.
 
-        A run that was measured to its end proves that its size, and smaller ones, fit.
+        Against the probe, a run that was measured to its end proves that its size and all smaller sizes fit.
         """
         too_large = [size for size, arm in self.arms.items() if arm.infeasible is EndReason.OUT_OF_MEMORY]
         if self.probe is not None and (probed := self.probe.out_of_memory) is not None:
@@ -511,8 +514,9 @@ class History:
     def excluded(self) -> Mapping[int, EndReason]:
         """Reason why a batch size cannot run on this hardware, by size.
 
-        A size is excluded by its own trials, by a smaller size that ran out of memory, or because it lies beyond two
-        neighbours that crashed alike (`EndReason.CRASHED_ALIKE`), seen from the sizes that reached the target.
+        A size is excluded by its own trials, by a smaller size that ran out of memory, or by two neighbouring sizes
+        that crashed alike (`EndReason.CRASHED_ALIKE`): they exclude themselves and all sizes beyond them, away from the
+        sizes that reached the target.
         """
         found = {size: arm.infeasible for size, arm in self.arms.items() if arm.infeasible is not None}
         reached = [size for size, arm in self.arms.items() if arm.completed.count]
@@ -522,7 +526,7 @@ class History:
                 continue
             outwards = sorted(self.arms, reverse=size < min(reached))
             place = outwards.index(size)
-            # The neighbour is the inner one, unless the outer one was tried, too.
+            # The neighbour that crashed alike is the inner size, unless the outer size was tried, too.
             is_outer_tried = any(self.arms[each].trials for each in outwards[place + 1 : place + 2])
             beyond = outwards[place if is_outer_tried else place - 1 :]
             found |= {each: EndReason.CRASHED_ALIKE for each in beyond if each not in (*found, *reached)}
@@ -562,7 +566,7 @@ def arms_after(
 def log_costs_per_epoch(job: CreatedJob, trial: TrialRecord) -> tuple[float | None, float | None]:
     """Return the log of an epoch's mean cost (J) until the trial's first report, and since then; None for a cost of 0.
 
-    Until their first report, trainings also start up and try power limits.
+    They differ, because trainings also start up and try power limits before their first report.
     """
     first_j, first_epochs = job.cost_j(time_s=trial.first_time_s, energy_j=trial.first_energy_j), trial.first_epoch
     later_j, later_epochs = cost_of(job, trial) - first_j, trial.epoch - first_epochs
@@ -577,9 +581,9 @@ def _log(ratio: float) -> float:
 
 
 def is_cut_short(job: CreatedJob, trial: TrialRecord, min_cost_j: float | None) -> bool:
-    """Return True if earlier terms of the job stopped a trial, which would have trained on under the present ones."""
+    """Return True if the job's earlier terms stopped a trial that its present terms would have let continue."""
     if trial.state is TrialState.EXHAUSTED:
-        # The runs that set a target end by a rule of their own.
+        # Runs that set a target end by their own rule, not by the job's terms.
         return 0 < trial.epoch < job.max_epochs and job.target_runs is None
     if trial.end_reason is not EndReason.COST_BOUND_CROSSED or trial.epoch >= job.max_epochs:
         return False
@@ -587,5 +591,5 @@ def is_cut_short(job: CreatedJob, trial: TrialRecord, min_cost_j: float | None) 
 
 
 def is_counted_exploration(trial: TrialRecord) -> bool:
-    """Return True if the trial is an exploration that its batch size need not repeat."""
+    """Return True if the trial is an exploration that counts, so that its batch size needs no repetition."""
     return trial.origin is Origin.EXPLORATION and trial.state not in UNCOUNTED

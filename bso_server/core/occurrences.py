@@ -1,4 +1,4 @@
-"""Occurrences for metrics and traces of a server; each is announced after its transaction has committed."""
+"""Occurrences that a server counts in metrics and traces; those in a transaction are sent after its commit."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Refusal(StrEnum):
 class TransactionDone:
     """A transaction has ended.
 
-    `duration_s` includes all attempts and all waiting; `repeats` counts the attempts that the database broke off.
+    `duration_s` includes all attempts and all waiting; `repeats` counts the attempts that the database aborted.
     """
 
     writes: bool
@@ -58,7 +58,7 @@ class TrialStarted:
 
 @dataclass(frozen=True, slots=True)
 class TrialEnded:
-    """A trial has ended in this state. An abandoned trial may come back and end again."""
+    """A trial has ended in this state. An abandoned trial may be revived and end again."""
 
     state: TrialState
 

@@ -28,14 +28,14 @@ def chance_in_words(chance: float) -> str:
 
 
 def advice_in_words(job: CreatedJob) -> str:
-    """Return what to do about a job of which every batch size has missed the target."""
+    """Return advice for a job of which every batch size has missed the target."""
     return f"{'lower' if job.higher_is_better_metric else 'raise'} the target or raise max_epochs"
 
 
 def stop_in_words(rule: StopRule | None, max_epochs: int, because: str | None = None) -> str:
     """Describe when a trial is stopped; empty if only the job's `max_epochs` stops it.
 
-    `because` is the reason for a bound on its epochs.
+    `because` is the reason for the bound on the trial's epochs.
     """
     if rule is None:
         return ""

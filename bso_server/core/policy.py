@@ -1,8 +1,8 @@
 """Interface of policies, the installed policies, and the questions that the core asks the policy of a job.
 
-A policy consists of pure functions over `History`, named by one object, `Policy`. Packages offer policies by the entry
-point group `GROUP`. Our own have the same form and are listed in `_OWN`, so they need no package metadata, and no
-package can take their names. `find` returns a policy by its name.
+A policy consists of pure functions over `History`, collected in one object, `Policy`. Packages offer policies through
+the entry point group `GROUP`. The built-in policies have the same form, but are listed in `_OWN`, so they need no
+package metadata, and no package can take their names. `find` returns a policy by its name.
 """
 
 from __future__ import annotations
@@ -54,16 +54,17 @@ Remembered = TypeVar("Remembered")
 class Memory(Generic[Remembered]):
     """Memory of a job that a policy keeps beyond `History.arms`: a value, created and updated by pure functions.
 
-    It is stored with the trials and must equal the result of replaying them; a new version of the policy replays them.
+    The server stores the memory with the trials. It must equal the result of a replay of all trials, which a new
+    version of the policy causes.
 
     Attributes:
         kind: Type of the memory, which pydantic writes as JSON and reads back unchanged, such as a frozen dataclass of
             numbers. Its size must not grow with the number of trials.
         begin: Returns the memory of a new job.
-        after: Returns the memory after a trial has reached a final state; called in the order of ends. A trial on
-            `other_gpus` tells nothing of the costs on the job's present ones.
+        after: Returns the memory after a trial has reached a final state; called in the order of ends. A trial with
+            `other_gpus` says nothing about costs on the job's present GPUs.
         learned: Returns the epochs with which a job of the same training on other GPUs may begin (`CreatedJob.warm`);
-            None if the policy knows no warm starts.
+            None if the policy has no warm starts.
     """
 
     kind: type[Remembered]
@@ -90,13 +91,13 @@ class Policy:
         stop_rule: Returns when a trial that has not reached the target is stopped. Called at each report, with the
             trial before that report, and the lowest cost (J) of a trial of the job that reached the target, or None.
         bound: Returns the bound of a running trial that was dispatched without one, after a report; None if it is too
-            early to decide. No function (None) if bounds only come with suggestions.
+            early to decide. The attribute itself is None if only suggestions contain bounds.
         memory: None if `History` is enough.
         controls: True if a job may replace runs at the best size with control runs at the default (`core.verdict`).
         prunes: True if jobs begin with a pruning stage, which ends with the first suggestion of `Origin.BANDIT`.
             `History.explorations` requires it.
-        leaves_out: True if `suggest` chooses no size of `core.quality.left_out`. Jobs with `no_worse_than_default`
-            require it.
+        leaves_out: True if `suggest` never chooses a size that `core.quality.left_out` returns. Jobs with
+            `no_worse_than_default` require it.
         check: Raises `InvalidJobError` for a new job that the policy cannot serve.
         amended: Corrects a new job that names no policy, such as a Zeus client's, so that `check` accepts it.
         missing: Reason why the policy is not available, for a stand-in (`find`); otherwise None.
@@ -134,15 +135,15 @@ _given: dict[str, Policy] = {}
 def find(name: str) -> Policy:
     """Return the policy of this name, or a stand-in if it is not available. Results are cached for the process.
 
-    With a stand-in, running trials continue to their own bounds. It suggests nothing, expects nothing, and says in
-    `Policy.missing` what to do.
+    With a stand-in, running trials continue to their own bounds. The stand-in raises an error in place of a suggestion,
+    has no expected costs, and says in `Policy.missing` what to do.
     """
     return _given.get(name) or _found(name)
 
 
 @contextmanager
 def given(name: str, policy: Policy) -> Iterator[str]:
-    """Let `find` return a policy that is not installed, for tests of it."""
+    """Let `find` return a policy that is not installed, for tests of that policy."""
     _given[name] = policy
     try:
         yield name
@@ -207,17 +208,17 @@ def _packages(found: list[EntryPoint]) -> str:
 
 
 LEAST_COST_J = 1e-6
-"""Least cost of a run; the finest meters count tens of microjoules."""
+"""Least plausible cost of a run; the finest meters count tens of microjoules."""
 
 LEAST_SHARE = 1e-5
-"""Least cost of a run as a share of its cost at full power, or of another run's cost."""
+"""Least plausible cost of a run, as a share of its cost at full power, or of the cheapest run's cost."""
 
 
 def suggest(history: History, rng: np.random.Generator, *, explains: bool = False) -> Suggestion:
     """Choose the next trial's batch size by the job's policy, which may advance the job's generator, `rng`.
 
     If `explains`, the suggestion includes the numbers behind it, unless the policy has none. While the job has no
-    target, it is not the policy that chooses (`core.targets`).
+    target, `core.targets` chooses the size instead of the policy.
 
     Raises:
         NoSurvivorError: No batch size can run any more, or policy `zeus` has found none that reaches the target.
@@ -245,7 +246,7 @@ def expectations(history: History) -> Expectations:
 
 
 def needs_bound(job: CreatedJob, trial: TrialRecord) -> bool:
-    """Return True if the trial's next report needs `bounded` first.
+    """Return True if `bounded` must try to set the trial's bound before the next report is judged.
 
     Policy `gp_voi` sets the bound of a trial a single time: at the dispatch if the policy knows the cost of an epoch,
     otherwise after the first epochs of the trial.
@@ -256,7 +257,7 @@ def needs_bound(job: CreatedJob, trial: TrialRecord) -> bool:
 
 
 def bounded(history: History, trial: TrialRecord, report: Report) -> TrialRecord:
-    """Set the bound of a trial that `needs_bound` from its next report, if that is conclusive."""
+    """Set the bound of a trial that `needs_bound` by its next report, if this report suffices for a bound."""
     bound = find(history.job.policy).bound
     return trial if bound is None else trial.bounded_by(bound(history, after_report(history.job, trial, report)))
 
@@ -266,8 +267,8 @@ def stop_rule(job: CreatedJob, trial: TrialRecord, min_cost_j: float | None) -> 
 
     Policy `zeus` stops it at ``β · min_cost``, `gp_voi` at the trial's own bound, if it has one; both at `max_epochs`.
     Without a target, `max_epochs` alone stops a trial; the same holds for a trial that finishes another trial's run.
-    `min_cost_j` is the lowest cost of a trial of the job that reached the target, in joules, or None. The rule counts
-    the trial's latest evaluations at the target.
+    `min_cost_j` is the lowest cost of a trial of the job that reached the target, in joules, or None. The rule contains
+    the number of the trial's latest evaluations in a row at the target.
     """
     if job.target_metric is None:
         return StopRule(max_epochs=job.max_epochs)
@@ -288,18 +289,19 @@ def judge(
     *,
     judged_by: StopRule | None = None,
 ) -> Verdict:
-    """Decide whether a running trial continues, from its record before this report, `bounded` if necessary.
+    """Decide whether a running trial continues; `trial` is its record before this report, `bounded` if necessary.
 
     Policy `zeus`, with ``bound = β · min_cost``: the training continues within the bound, below `max_epochs` and before
     the target. Otherwise it stops; reaching the target counts only within the bound. Policy `gp_voi` uses the trial's
     own bound on epochs instead, and reaching the target always counts. `min_cost_j` as in `stop_rule`.
 
-    Totals never shrink. After reports of each epoch as a whole number, a fraction counts as a mistake: a training that
-    validates within its epochs sends a fraction in its first report.
+    Totals never shrink. If a trial has reported each epoch as a whole number, a fraction is an error, because a
+    training that validates within its epochs sends a fraction in its first report.
 
     `judged_by` is the rule by which the training has already judged the report while the server was unreachable. It
-    takes precedence, because the training cannot be undone: by the current bound, it might have stopped earlier. The
-    rule of the verdict is the server's, with this report in its count of evaluations at the target.
+    takes precedence over the current rule, even if the current rule would have stopped the training earlier, because
+    the training cannot be undone. The verdict contains the server's rule, updated by this report's count of evaluations
+    at the target.
 
     Raises:
         InvalidReportError: The report contradicts earlier ones, or reached the target at no cost.
@@ -370,8 +372,8 @@ def memory_after(job: CreatedJob, memory: Any, ended: Iterable[TrialRecord]) -> 
     if kept is None:
         return None
     for trial in ended:
-        # An abandoned trial may come back, which cancels its end. A removed size has no place in a memory, and the rest
-        # of a run says nothing about a whole one.
+        # An abandoned trial may be revived, which cancels its end. A removed size has no place in a memory. A trial
+        # that only finishes another trial's run says nothing about a whole run.
         if trial.state in FINAL and trial.batch_size in job.batch_sizes and trial.origin is not Origin.FINISH:
             memory = kept.after(memory, job, trial)
     return memory

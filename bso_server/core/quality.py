@@ -1,16 +1,16 @@
 """Quality of models: whether the runs of a batch size end with metrics as good as those of the default.
 
-The metrics at the ends of n_a runs of a size and n_b of the default have means whose difference D has an interval that
-stays valid however often it is looked at: the probability that it ever misses the true difference is at most α. It
-inverts a t-test with a normal mixture over the difference in standard deviations, N(0, 1/φ) (Robbins, Annals of
-Mathematical Statistics 41(5), 1970; Howard, Ramdas, McAuliffe, Sekhon, Annals of Statistics 49(2), 2021; with an
-unknown variance: Lindon, Ham, Tingley, Bojinov, arXiv:2210.08589, 2022). With ν = n_a + n_b − 2 degrees of freedom,
-N = n_a·n_b/(n_a + n_b), r = φ/(φ + N) and K = (α·√r)^(−2/(ν + 1))::
+D is the difference between the mean final metrics of n_a runs of a size and of n_b runs of the default. Its interval
+remains valid however often it is read: the probability that it ever misses the true difference is at most α. It inverts
+a t-test with a normal mixture over the difference in standard deviations, N(0, 1/φ) (Robbins, Annals of Mathematical
+Statistics 41(5), 1970; Howard, Ramdas, McAuliffe, Sekhon, Annals of Statistics 49(2), 2021; with an unknown variance:
+Lindon, Ham, Tingley, Bojinov, arXiv:2210.08589, 2022). With ν = n_a + n_b − 2 degrees of freedom, N = n_a·n_b/(n_a +
+n_b), r = φ/(φ + N) and K = (α·√r)^(−2/(ν + 1))::
 
     |D − difference| ≤ s · √(1/n_a + 1/n_b) · √(ν · (K − 1)/(1 − K·r))
 
-That is exact for normal values of one variance, which s² pools over both sizes. Where the variance of one size is above
-s², it stands in place of s² for this size, which only widens the interval.
+The interval is exact for normal values of one variance, of which s² is the pooled estimate over both sizes. If one
+size's own variance is above s², it replaces s² for this size, which only widens the interval.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ ALPHA = 0.05
 """Probability that an interval ever misses the true difference."""
 
 LEAST_RUNS = 3
-"""Runs of each of the two sizes before they are compared."""
+"""Least number of runs of each of two sizes for a comparison."""
 
 RELATIVE_MARGIN = 0.01
-"""Margin of a metric without one in `no_worse_than_default`, as a share of the default's mean."""
+"""Margin of a metric without a margin in `no_worse_than_default`, as a share of the default's mean."""
 
-# φ: the interval is narrowest, among few runs, for differences of about three standard deviations.
+# φ. With this value and few runs, the interval is narrowest for differences of about three standard deviations.
 _PRECISION = 0.1
 
 
@@ -61,7 +61,7 @@ class Comparison:
         name: The metric's name; None for the job's own metric.
         values: The metric at the ends of the size's runs.
         is_lower_better: True if the metric falls as the model improves.
-        margin: Loss that counts as no worse; None before the default has a value.
+        margin: Loss up to which the size counts as no worse; None before the default has a value.
         limit: Loss beyond which the job excludes the size (`no_worse_than_default`); infinite if no margin is set.
         interval: Interval of the size's mean less the default's; None for the default, or while too little is known.
     """

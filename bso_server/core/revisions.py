@@ -15,7 +15,7 @@ from zeus_plugins.protocol import FIXED_TERMS, CreatedJob, Revision
 Changes = Mapping[str, tuple[Any, Any]]
 """Values of terms before and after, by name."""
 
-# The terms that decide when a running trial ends, beside those that never change.
+# The terms that decide when a running trial ends, beside the fixed terms.
 _OF_TRIALS = ("max_epochs", "beta_knob", "policy")
 
 
@@ -30,7 +30,7 @@ def revised(job: CreatedJob, changes: Changes) -> CreatedJob:
 
 
 def as_of(job: CreatedJob, revisions: Iterable[Revision], event: int) -> CreatedJob:
-    """Return the job under its terms at an event: undo the later ones of its revisions, which are in order."""
+    """Return the job under its terms at an event, by undoing later revisions; `revisions` are in order."""
     before: dict[str, Any] = {}
     for revision in revisions:
         if revision.event > event:
@@ -39,7 +39,7 @@ def as_of(job: CreatedJob, revisions: Iterable[Revision], event: int) -> Created
 
 
 def terms_of(job: CreatedJob, revisions: Iterable[Revision], trial: TrialRecord) -> CreatedJob:
-    """Return the job by which a running trial is judged: its costs under the present terms, its end by its own."""
+    """Return the job by which a running trial is judged: its costs by the present terms, its end by its first terms."""
     then = as_of(job, revisions, trial.started_event)
     return job.model_copy(update={name: getattr(then, name) for name in _OF_TRIALS})
 

@@ -1,6 +1,6 @@
-"""Savings of a job against always using its default batch size; the means of sizes under every η.
+"""Savings of a job against always using its default batch size, and the cheapest size for every η.
 
-`core.verdict` judges the savings; here they are put together with what the trials of the job took.
+`core.verdict` judges the savings. This module combines the verdicts with the costs of the job's trials.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from bso_server.core.verdict import CompletedRun, Evidence, Judge, Verdict, run_
 from zeus_plugins.protocol import ALIVE, AmountSaved, CreatedJob, Origin, SavingsView, SavingsWord, TrialState
 
 UNSPENT = frozenset({TrialState.RUNNING, TrialState.SUSPENDED, TrialState.WITHDRAWN})
-"""States of trials whose energy and time count for nothing, or not yet."""
+"""States of trials whose energy and time do not count: not yet for running trials, never for withdrawn trials."""
 _UNKNOWN = Verdict(SavingsWord.NOT_SHOWN, 0, None)
 
 
@@ -43,7 +43,7 @@ class Amounts(NamedTuple):
 
 
 def amounts(job: CreatedJob, *, energy_j: float, time_s: float) -> Amounts:
-    """Return what energy and time cost, and both."""
+    """Return the cost of energy and time, with the energy and the time."""
     return Amounts(job.cost_j(time_s=time_s, energy_j=energy_j), energy_j, time_s)
 
 
@@ -68,13 +68,13 @@ def is_whole_run(trial: _Ended) -> bool:
 def savings(
     job: CreatedJob, tallies: Sequence[Tally], best: int | None, judge_of: Callable[[str], Judge]
 ) -> SavingsView:
-    """Return what is known of a job's saving.
+    """Return the savings of a job, as far as they are known.
 
     Args:
         job: The job.
-        tallies: Of all its trials. What trials on other GPUs took cannot be compared, and is left out.
+        tallies: Tallies of all its trials. Trials on other GPUs are left out, because their costs cannot be compared.
         best: The best batch size; None before a run has reached the target.
-        judge_of: Returns the judge of this best size by a field of `Amounts`, with all runs learned.
+        judge_of: Returns, for a field of `Amounts`, the judge of size `best`, which has learned all runs.
     """
     tallies = [tally for tally in tallies if not tally.other_gpus]
     spent = partial(spent_on, job, tallies)
@@ -125,14 +125,14 @@ def savings(
 
 
 def spent_on(job: CreatedJob, tallies: Iterable[Tally], chosen: Callable[[Tally], bool] = lambda _: True) -> Amounts:
-    """Return what the chosen ones of a job's ended trials took; trials that were set aside count as not made."""
+    """Return the amounts of a job's ended trials that `chosen` accepts, without withdrawn trials."""
     found = [tally for tally in tallies if tally.state not in UNSPENT and chosen(tally)]
     energy_j, time_s = sum(tally.energy_j for tally in found), sum(tally.time_s for tally in found)
     return amounts(job, energy_j=energy_j, time_s=time_s)
 
 
 def _is_own(job: CreatedJob, tally: Tally) -> bool:
-    # Such failures at the default would have been paid anyway, and cancel out.
+    # These failures at the default would have cost the same without other sizes, so they cancel out.
     ended = TrialState.COMPLETED, TrialState.EARLY_STOPPED
     is_default = tally.batch_size == job.default_batch_size and tally.origin is not Origin.FINISH
     return is_default and tally.state not in ended
@@ -145,11 +145,11 @@ def _wasted(job: CreatedJob, tallies: Iterable[Tally]) -> Amounts:
 def saved_since(
     job: CreatedJob, tallies: Iterable[Tally], judge_of: Callable[[str], Judge], first: int
 ) -> dict[str, Saved | None]:
-    """Return what a job has saved in a period, by a field of `Amounts`; None where no verdict is shown.
+    """Return the saving of a job in a period, by field of `Amounts`; None for a field without a shown verdict.
 
     Args:
         job: The job.
-        tallies: Of its trials that ended in the period; those on other GPUs are left out.
+        tallies: Tallies of its trials that ended in the period; trials on other GPUs are left out.
         judge_of: As for `savings`.
         first: Number of runs that `completed_count` counts before the period.
     """
@@ -165,7 +165,7 @@ def learn(job: CreatedJob, by: Mapping[str, Evidence], trials: Sequence[TrialRec
 
 
 def savings_of_trials(job: CreatedJob, trials: Iterable[TrialRecord], best: int | None) -> SavingsView:
-    """Return what is known of the saving of a job in memory, from all its trials; `best` as in `savings`."""
+    """Return the savings of a job in memory, as far as all its trials show them; `best` as in `savings`."""
     trials = sorted(trials, key=lambda trial: trial.ended_event or 0)
     by = {name: Evidence(job.default_batch_size) for name in Amounts._fields}
     learn(job, by, [trial for trial in trials if is_whole_run(trial)])
@@ -207,7 +207,7 @@ class Span:
 
 
 def best_by_eta(lines: Sequence[Line]) -> list[Span]:
-    """Return the sizes that cost least for η from 0 to 1, exactly; of equal ones the smaller."""
+    """Return the size that costs least for each η from 0 to 1, in exact intervals; on ties, the smaller size."""
     spans: list[Span] = []
     low, left = 0.0, list(lines)
     while left:

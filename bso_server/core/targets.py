@@ -1,8 +1,8 @@
 """The target of a job that was registered without one: learned from its first runs, and applied to them afterwards.
 
-The first runs train at the default size to the end that their script sets. The target is the worst of the best values
-that they reached, so that each of them has reached it. Then each of them, and each run under way that has reached the
-target, counts as ended at the evaluation that reached it, from the reports that are stored.
+The first runs train at the default size to the end that their script sets. Each of these runs has a best value; the
+target is the worst of these values, so that each run has reached it. Then each of these runs, and each run under way
+that has reached the target, counts as ended at the evaluation that reached it, according to the stored reports.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def suggest_own_size(history: History) -> Suggestion | None:
 
 
 def reached_value(job: CreatedJob, reports: Sequence[NumberedReport]) -> float | None:
-    """Return the best target that a run with these reports has reached; None if they are too few to confirm any."""
+    """Return the best target that a run with these reports would have reached; None if it has too few reports."""
     easiest_first = sorted({report.metric for _, report in reports}, reverse=not job.higher_is_better_metric)
     reached = bisect_left(easiest_first, True, key=lambda target: not _has_reached(job, target, reports))
     return easiest_first[reached - 1] if reached else None
@@ -56,11 +56,12 @@ def learned_target(job: CreatedJob, reached: Iterable[float]) -> float:
 
 
 def judged_again(job: CreatedJob, trial: TrialRecord, reports: Sequence[NumberedReport]) -> TrialRecord:
-    """Return a trial as if it had had the job's present target; `reports` are all its stored ones in order.
+    """Return a trial as if it had had the job's present target; `reports` are all its stored reports, in order.
 
-    An open trial that has reached the target is completed, and the caller numbers its end; any other one goes on, with
-    the number of its latest evaluations at the target. An observed trial that never reached the target is exhausted if
-    it trained to its own end; otherwise it is withdrawn, because it ended at another target.
+    An open or observed trial that has reached the target becomes completed at that evaluation; the caller gives the end
+    of an open trial its event. An open trial that has not reached the target continues, with its number of latest
+    evaluations at the target. An observed trial that never reached the target becomes exhausted if it trained to its
+    own end; otherwise it becomes withdrawn, because it ended at another target.
     """
     if trial.state in FINAL - OBSERVED:
         return trial
@@ -76,7 +77,7 @@ def judged_again(job: CreatedJob, trial: TrialRecord, reports: Sequence[Numbered
                 f"target reached: metric {report.metric:.4g} against a target of {job.target_metric:g}, which was set "
                 f"later, after {report.epoch:g} epochs, {cost_of(job, before):.4g} J"
             )
-            # Reports are stored without watched metrics: those of the trial belong to its last report.
+            # Reports are stored without watched metrics: the watched metrics of the trial belong to its last report.
             watched = trial.watched if number == trial.report_count else None
             reason = EndReason.TARGET_REACHED
             return changed(before, state=TrialState.COMPLETED, end_reason=reason, message=message, watched=watched)

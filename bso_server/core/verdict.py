@@ -1,12 +1,12 @@
 """The verdict whether a job saves against its default batch size, and the control runs that the verdict needs.
 
-Evidence are the runs at the default and at the best size since exploration ended. Runs of the exploration are no
-evidence: the best size was chosen because it looked cheap there, and the first run of a job is often a slow one.
+The evidence is the runs at the default and at the best size. Exploration runs are no evidence, because the best size
+was chosen for its low cost in these runs. Of the first run of a job, only the epochs count, because it is often slow.
 
-A policy that has found its best size never runs the default again. Control runs at the default therefore take a drawn
-place in each block of a few trials: a fixed distance would meet other influences of the same period, such as a backup
-every fourth night. The place follows from the number of trials alone, so that a control run that fails is not repeated
-at once.
+A policy that has found its best size never runs the default again. Therefore one of every few trials in a row, a block,
+becomes a control run at the default. Its place in the block is random: at a fixed distance, control runs could coincide
+with another influence of the same period, such as a backup every fourth night. The place depends only on the seed of
+the job and the number of trials, so that the server does not repeat a failed control run at once.
 """
 
 from __future__ import annotations
@@ -27,33 +27,36 @@ from bso_server.core.policy import find
 from zeus_plugins.protocol import CreatedJob, Origin, SavingsWord, Share, StopRule, is_busy
 
 LEAST_CONTROLS = 3
-"""Number of control runs before any verdict: with fewer, the noise from run to run is hardly known."""
+"""Least number of control runs for a verdict: with fewer, the noise from run to run is hardly known."""
 _FIRST, _EARLY, _LATE = 2, 4, 62
-"""Trials in a block with one control run: for the first control run, until the verdict is shown, and afterwards. A
-control run costs what a run at the best size saves, so that late ones cost less than 2 % of the saving."""
+"""Trials in a block with one control run: before the first control run, then until the verdict is shown, and
+afterwards. A control run forgoes the saving of one run at the best size, so that control runs in the last blocks cost
+less than 2 % of the saving."""
 _FAR = 3.0
-"""A default that costs so many times as much as the best size needs no further control runs."""
+"""Once the default is shown to cost more than this multiple of the best size, no further control runs follow."""
 _ERROR = 0.055
-"""Greatest probability of "saves" at any look for a job that does not save; likewise "loses". Measured for jobs whose
-noise the model does not foresee: `python -m benchmarks.honesty`."""
+"""Highest probability that a job that does not save is ever shown to save, or that a job that does not lose is ever
+shown to lose. `python -m benchmarks.honesty` measures it for jobs with noise that the model does not foresee."""
 _NEAREST = 4
-"""Number of runs at the best size that stand for a run at another size."""
+"""Number of runs at the best size whose median replaces a run at another size."""
 _MEDIAN_SPREAD = 1.2
-"""Spread of a cost about the median of `_NEAREST` others, over the spread of a cost."""
+"""Standard deviation of a cost around the median of `_NEAREST` other costs, over the standard deviation of a cost."""
 _NORMAL_90 = 1.645
 _FORESEEN = 400
 _LARGEST = 50.0
-"""Stands for an effect that nothing bounds from above."""
+"""Replaces the upper end of an effect without an upper bound (log)."""
 _SMALL = 0.1
 SMALL = "the difference is small"
-"""Begin of the cause of a verdict that is not shown because hardly anything is saved or lost."""
+"""First words of the cause if no verdict is shown because runs hardly save or lose anything."""
 _FAILURES = 5
-"""So many crashes and other breaks at the default, beyond the runs that reached the target, end the control runs."""
+"""Control runs end once the trials at the default that crashed or broke off outnumber, by more than this, the trials
+that reached the target."""
 _UNKNOWN_PACE = 0.6
-"""No verdict while a greater share of what was unknown of the cost per epoch before any run still is: the belief before
-the runs would decide, where those at one of the sizes were on a busy machine."""
+"""No verdict while the effect on the cost per epoch keeps more than this share of its prior variance, for example if
+all runs at one of the sizes were on a busy machine: the prior would decide."""
 _LEARNED = 2000
-"""Of a long job, as many of the latest runs are evidence, at most twice as many: learning one takes 0.15 ms."""
+"""In a long job, between this number and twice this number of the latest runs are evidence, because learning a run
+takes 0.15 ms."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +66,9 @@ class Run:
     Attributes:
         batch_size: Its batch size.
         epochs: Epochs until the target.
-        amount: What it took: its cost or energy (J), or its time (s).
-        is_exploration: Whether the policy chose its size to learn about that size.
-        is_busy: Whether the machine was busy, so that the cost of an epoch is compared with that of other such runs.
+        amount: Its cost (J), energy (J) or time (s).
+        is_exploration: True if the policy chose its size in order to learn about that size.
+        is_busy: True if the machine was busy; then its cost of an epoch is compared with other runs on busy machines.
     """
 
     batch_size: int
@@ -77,7 +80,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class CompletedRun:
-    """What the database holds of a trial that reached the target; `epoch` is None if it was imported from Zeus."""
+    """Stored facts about a trial that reached the target; `epoch` is None if the trial was imported from Zeus."""
 
     ended_event: int
     trial_number: int
@@ -100,13 +103,14 @@ class Verdict:
     """Judgement of a job's saving in one measure.
 
     Attributes:
-        word: Whether a run now saves.
+        word: The verdict on the next run: saves, loses, or not shown yet.
         now: Saving of a run now; None without evidence.
-        so_far: Saving of all runs until now, exploration and control runs paid; None without evidence.
+        so_far: Saving of all runs until now, less the cost of exploration and control runs; None without evidence.
         controls: Runs at the default that count as evidence.
-        runs_needed: About how many more runs would settle the verdict; None if it is shown, or none can be foreseen.
-        controls_needed: How many of those at the default.
-        cause: Why it is not shown; None if it is.
+        runs_needed: Estimated number of further runs until a verdict is shown; None if one is shown, or if that number
+            is too large.
+        controls_needed: Number of control runs among `runs_needed`.
+        cause: Reason why no verdict is shown; None if one is shown, or if the default is the best size.
     """
 
     word: SavingsWord
@@ -158,7 +162,7 @@ class Judge:
         self._runs += runs
         first = max(len(self._runs) // _LEARNED - 1, 0) * _LEARNED
         if first > self._first_learned:
-            # A function of the runs alone, however many at a time were learned.
+            # The result depends on the runs alone, not on the number of runs in each call.
             self._first_learned = known = first
             self._forget()
         for number in range(known, len(self._runs)):
@@ -179,7 +183,7 @@ class Judge:
             self._others += not is_default
 
     def now(self) -> tuple[SavingsWord, Effect | None]:
-        """Return the word on a run now, and the effect of the batch size; None without evidence."""
+        """Return the verdict on the next run, and the effect of the batch size (None without evidence)."""
         if self._best == self._default or not self._controls:
             return SavingsWord.NOT_SHOWN, None
         effect = self._model.effect(_ERROR)
@@ -192,7 +196,7 @@ class Judge:
         return self._model.unknown_pace() > _UNKNOWN_PACE
 
     def verdict(self, wasted: float = 0.0) -> Verdict:
-        """Return the verdict after the latest run; `wasted` is what trials without the target took."""
+        """Return the verdict after the latest run; `wasted` is the amount that trials without the target took."""
         word, effect = self.now()
         if effect is None:
             none = f"no control run at {self._default} yet"
@@ -212,7 +216,7 @@ class Judge:
         )
 
     def saved(self, wasted: float, first: int) -> Saved | None:
-        """Return what the runs from number `first` on have saved, `wasted` included; None unless a verdict is shown."""
+        """Return the saving of the runs from number `first` on, less `wasted`; None unless a verdict is shown."""
         word, effect = self.now()
         if word is SavingsWord.NOT_SHOWN or effect is None:
             return None
@@ -226,16 +230,17 @@ class Judge:
         )
 
     def _saving_so_far(self, effect: Effect, wasted: float) -> Share:
-        """Return the saving of all runs, over runs at the default alone."""
+        """Return the saving of all runs, as a share of their amount if all were at the default."""
         paid = wasted + sum(run.amount for run in self._runs)
         low, middle, high = (1 - paid / each for each in self._at_default(effect))
         return Share(low=None if effect.low == -math.inf else low, middle=middle, high=high)
 
     def _at_default(self, effect: Effect, first: int = 0) -> tuple[float, float, float]:
-        """Return what the runs from number `first` on would have taken at the default: low end, middle and high end.
+        """Return the amount of the runs from number `first` on at the default: low end, middle and high end.
 
-        A run at the default counts as it is. A run at the best size would have taken exp(effect) times as much at the
-        default; so would the median of those at the best size nearest to it, in place of a run at another size.
+        A run at the default counts unchanged. A run at the best size would have taken exp(effect) times as much at the
+        default. A run at another size is replaced by the median of the nearest runs at the best size, times
+        exp(effect).
         """
         at_best = [number for number, run in enumerate(self._runs) if run.batch_size == self._best]
         spread = math.hypot(*self._model.spreads())
@@ -258,9 +263,9 @@ class Judge:
         return taken(effect.low, -reach), taken(effect.middle, 0.0), taken(effect.high, reach)
 
     def _runs_needed(self, effect: Effect) -> int | None:
-        """Return after how many more runs the effect as estimated now would be shown; None beyond `_FORESEEN`."""
+        """Return the number of further runs that would show the effect as estimated now; None from `_FORESEEN` on."""
         prior, (epochs, rate), walk = PRIOR_SD**2, self._model.spreads(), self._model.drift()
-        # Between control runs the pace is known as well as the steady state of a local level model knows it.
+        # Variance of the pace between control runs, in the steady state of a local level model.
         pace = (walk**2 + walk * math.sqrt(walk**2 + 4 * rate**2)) / 2
         for more in range(1, _FORESEEN):
             controls = self._controls + more / _EARLY
@@ -289,7 +294,7 @@ class Judge:
 
 
 def _saved(effect: float) -> float | None:
-    """Return the share of the default's cost that an effect saves; None if nothing bounds it from below."""
+    """Return the share of the default's cost that an effect saves; None if the effect has no lower bound."""
     return None if effect == -math.inf else -math.expm1(-effect)
 
 
@@ -313,8 +318,8 @@ class Evidence:
 
 
 def is_control_due(job: CreatedJob, judge: Judge, number: int) -> bool:
-    """Return whether the next run, after `number` trials, must be a control run instead of one at the best size."""
-    # Not from the id: a job's copy under another id decides alike.
+    """Return True if the next run, after `number` trials, must be a control run, not a run at the best size."""
+    # From the prefix and not the id, so that a copy of a job under another id gets the same control runs.
     seed = zlib.crc32(job.job_id_prefix.encode()) if job.mab_seed is None else job.mab_seed
     if isinstance(job.controls, float):
         return bool(np.random.default_rng([seed, number]).random() < job.controls)
@@ -334,9 +339,10 @@ def why_no_controls(job: CreatedJob, *, reached: int, missed: int, broken_off: i
     Args:
         job: The job.
         reached: Number of its trials at the default that reached the target.
-        missed: Number of those that trained to their end, or were stopped, without the target: they show no cost.
-        broken_off: Number of those that ended in any other way, such as a crash.
-        is_infeasible: Whether the default does not fit into memory, or always crashed.
+        missed: Number of its trials at the default that trained to their end, or were stopped, without the target: they
+            show no cost of a run.
+        broken_off: Number of its trials at the default that ended in any other way, such as a crash.
+        is_infeasible: True if the default cannot run, because it ran out of memory or kept crashing.
     """
     default, ended = job.default_batch_size, reached + missed + broken_off
     if job.controls == "off":
@@ -353,12 +359,12 @@ def why_no_controls(job: CreatedJob, *, reached: int, missed: int, broken_off: i
 def with_control(history: History, suggestion: Suggestion, judge_of: Callable[[int], Judge]) -> Suggestion:
     """Return the suggestion, or a control run at the default in its place.
 
-    A control run takes the place of a run at the best size, one at a time.
+    A control run replaces a run at the best size, unless another control run is under way.
 
     Args:
-        history: As for the suggestion.
-        suggestion: The policy's.
-        judge_of: Returns the judge of this best size, which has learned all runs by cost.
+        history: The history on which the suggestion is based.
+        suggestion: The policy's suggestion.
+        judge_of: Returns the judge of a best size, which has learned the costs of all runs.
     """
     job = history.job
     default, arm = job.default_batch_size, history.arms[job.default_batch_size]

@@ -48,7 +48,7 @@ from zeus_plugins.protocol import (
 
 @dataclass(frozen=True, slots=True)
 class Explore:
-    """Exploration of `batch_size` that a round, which began at `start`, needs next."""
+    """Next exploration: of `batch_size`, in a round that began at size `start`."""
 
     batch_size: int
     round_number: int
@@ -58,8 +58,8 @@ class Explore:
 def explore(history: History) -> Explore | TrialRecord | tuple[int, ...]:
     """Return the next exploration, or the running exploration to wait for, or the surviving sizes after all rounds.
 
-    Crashed and abandoned trials do not count: their size is explored again, unless it was given up, which ends its
-    direction. Sizes that do not fit into memory are ignored. Survivors are ascending.
+    Crashed and abandoned trials do not count: their size is explored again, unless it is excluded (`History.excluded`),
+    which ends its direction. Sizes that do not fit into memory are ignored. Survivors are ascending.
 
     Raises:
         NoSurvivorError: A round ended without any size that reached the target, or no size fits into memory.
@@ -158,7 +158,7 @@ def posteriors(history: History, batch_sizes: Iterable[int]) -> dict[int, Poster
 def expectations(history: History) -> Expectations:
     """Return the expected costs of the surviving sizes that have reached the target.
 
-    Concurrent trials are not yet part of a posterior; a size without other trials gets the mean cost of these.
+    Posteriors do not yet include concurrent trials; a size that has only concurrent trials gets their mean cost.
     """
     survivors = history.survivors or history.job.batch_sizes
     reaching = [size for size in survivors if size in history.runnable_sizes and history.arms[size].completed.count]
@@ -178,8 +178,9 @@ def choose(
 ) -> tuple[int, dict[int, float] | None]:
     """Choose an arm; return its batch size, and the draws per batch size if the draws decided.
 
-    The first arm, in a random order, with fewer than `min_observations` observations is played. Otherwise, draw each
-    arm's mean reward from its posterior, in the order of `arms`; the largest wins (the first on ties).
+    Choose the first arm, in a random order, that has fewer than `min_observations` observations. If every arm has
+    enough, draw each arm's mean reward from its posterior, in the order of `arms`, and choose the arm with the largest
+    draw (the first on ties).
     """
     sizes = list(arms)
     for batch_size in rng.choice(sizes, len(sizes), replace=False).tolist():
@@ -195,7 +196,7 @@ _PAIRS = 512
 
 
 def chances_lowest(mean: Array, std: Array) -> Array:
-    """Return the probability of each of n independent normal quantities to be the lowest, to about 0.02.
+    """Return, for each of n independent normal quantities, the probability to be the lowest, accurate to about 0.02.
 
     Draws are antithetic; `mean` and `std` have the shape (n,).
     """
@@ -235,7 +236,7 @@ def stop_rule(job: CreatedJob, trial: TrialRecord | None, min_cost_j: float | No
 
 
 def explain(history: History, suggestion: Suggestion) -> Decision:
-    """Return the expected cost of each size that fits, and in the bandit stage its chance to have the lowest draw."""
+    """Return the expected cost of each size that fits; in the bandit stage, of each survivor with its chance to win."""
     known = expectations(history)
     sizes = suggestion.survivors or history.fitting_sizes
     chances: dict[int, float] = {}
@@ -257,7 +258,7 @@ def explain(history: History, suggestion: Suggestion) -> Decision:
 
 
 def check(job: CreatedJob) -> None:
-    """Raise `InvalidJobError` for a window smaller than the required explorations per size, or for control runs."""
+    """Raise `InvalidJobError` for a window smaller than `mab_num_explorations`, or for a share of control runs."""
     if isinstance(job.controls, float):
         raise InvalidJobError(
             f"policy zeus decides as Zeus does, which makes no control runs: leave out controls={job.controls:g}, or "
@@ -274,7 +275,7 @@ def check(job: CreatedJob) -> None:
 
 
 def amended(job: CreatedJob) -> CreatedJob:
-    """Enlarge the job's window to its required explorations per size, if necessary."""
+    """Enlarge the job's window to `mab_num_explorations`, if necessary."""
     return job.model_copy(update={"window_size": job.mab_num_explorations}) if _explores_in_vain(job) else job
 
 

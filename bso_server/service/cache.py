@@ -25,7 +25,7 @@ class Cache(Generic[Key, Value]):
             return self._values.get(key)
 
     def put(self, key: Key, value: Value) -> None:
-        """Keep a value, and drop the oldest value of too many."""
+        """Keep a value; if more than `most` values are kept, drop the oldest value."""
         with self._lock:
             self._values[key] = value
             self._values.move_to_end(key)

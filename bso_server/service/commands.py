@@ -101,8 +101,9 @@ def utc_now() -> datetime:
 class Commands:
     """Everything that changes jobs and trials.
 
-    The caller may repeat a method in another transaction, also after a commit with a lost answer. Only `begin_trial`
-    without a key and `delete_job` without `again` then do their work twice.
+    The caller may repeat a method in another transaction, even if the first one has committed and its answer was lost.
+    Only `begin_trial` and `begin_decided` without a key then start a second trial, and `delete_job` without `again`
+    raises an error.
 
     Methods with a `job_id` raise `UnknownJobError`. Methods with a message about a trial raise `UnknownTrialError`, or
     `InvalidReportError` if the trial has another batch size. Methods with a `caller` raise `ForbiddenError` if the job
@@ -110,7 +111,7 @@ class Commands:
 
     Args:
         leases: The lengths of leases.
-        crash_retries: Crashes after which a batch size that was never measured to the end counts as infeasible.
+        crash_retries: Number of crashes after which a batch size counts as infeasible (`core.job.end_by_training`).
         clock: Returns the present instant, aware.
     """
 
@@ -147,9 +148,9 @@ class Commands:
     ) -> tuple[CreatedJob, bool]:
         """Register a job of the caller, or find it; return the job, and True if it is new.
 
-        A registration that says so revises the job. Parts of the fingerprint that the known job lacks are added. A
-        target replaces that of a job that was registered without one, and its runs are judged again. A window that
-        could never hold the explorations that a Zeus client asks for is raised.
+        A registration with `revise` changes the terms of an existing job. Parts of the fingerprint that the existing
+        job lacks are added. A target replaces that of a job that was registered without one, and its runs are judged
+        again. A window that is too small for the explorations that a Zeus client asks for is enlarged.
 
         Raises:
             JobConflictError: The id belongs to a job with another configuration.
@@ -240,7 +241,7 @@ class Commands:
     ) -> Basis | None:
         """Read the basis of a job's next decision in a snapshot.
 
-        Return None without anything to decide: the key has started a trial, or leases have expired.
+        Return None if nothing is to be decided yet: the key has already started a trial, or leases have expired.
         """
         job = known_job(transaction, job_id)
         if idempotency_key is not None and transaction.trial_with_key(job_id, idempotency_key) is not None:
@@ -257,10 +258,10 @@ class Commands:
         caller: Caller,
         decided: Decided | None,
     ) -> TrialDispatch | None:
-        """Start a trial as `begin_trial` does, by a decision on what was `considered`.
+        """Start a trial as `begin_trial` does, by a decision on the basis that `considered` returned.
 
-        Return None if the job has changed since, or if the snapshot held no decision because leases have expired,
-        which are settled now: the caller considers the job again.
+        Return None if the caller must call `considered` again: the job has changed since, or `decided` is None because
+        leases had expired. In the second case, this method abandons the trials with expired leases.
         """
         job = locked_job(transaction, job_id)
         started = started_with(transaction, job, idempotency_key, caller)
@@ -380,7 +381,7 @@ class Commands:
     def store_power_profile(
         self, transaction: Transaction, profile: TrialPowerProfile, caller: Caller = UNRESTRICTED
     ) -> None:
-        """Store the power-limit profile of a trial in any state, for later trials of its batch size.
+        """Store a trial's power-limit profile for later trials of its batch size; the trial may be in any state.
 
         Raises:
             InvalidReportError: The job has other GPUs.
@@ -402,7 +403,7 @@ class Commands:
             transaction.insert_power_profiles([new])
 
     def store_probe(self, transaction: Transaction, message: TrialProbe, caller: Caller = UNRESTRICTED) -> None:
-        """Store the probe of a trial in any state with its job, in place of an earlier one.
+        """Store a trial's probe with its job, in place of an earlier probe; the trial may be in any state.
 
         Raises:
             InvalidReportError: The job has other GPUs.
@@ -448,7 +449,7 @@ class Commands:
             history = replay(job.registration, transaction.all_trials(job_id), job.survivors)
             transaction.update_arms(job_id, history.arms.values())
             transaction.forget_memory(job_id)
-            # Another transaction has decided since; decide again.
+            # A new event, so that a decision that was made with this trial counts as outdated.
             event = job.event_count + 1
             transaction.update_jobs([replace(job, cheapest=history.cheapest, event_count=event, folded_event=event)])
             transaction.log("job %s trial %d: %s", *trial.key, trial.message)
@@ -539,11 +540,11 @@ class BatchSizeService:
     ) -> TrialDispatch:
         """Start a trial as `Commands.begin_trial` does, but decide without the lock if the job permits it.
 
-        A decision is outdated if another process, or the end of a trial, has changed the job. After a few of these the
-        next one is made under the lock.
+        A decision is outdated if another process, or the end of a trial, has changed the job. After `TRIES` outdated
+        decisions, the next decision is made under the lock.
         """
         key = job_id, idempotency_key, caller
-        # A decision beside another one on the same job would be outdated.
+        # Of two concurrent decisions on one job, the second would be outdated.
         async with self._turns_to_decide.of(job_id):
             for _ in range(TRIES):
                 basis = await self._store.read(self.commands.considered, *key)
@@ -573,7 +574,7 @@ class BatchSizeService:
     async def reap(self) -> int:
         """Abandon every trial with an expired lease, except locked ones; return their number.
 
-        Also remove remains of interrupted imports, and look whether another version has changed the schema.
+        Also remove remains of interrupted imports, and check whether another version has changed the schema.
         """
         await self._store.check_schema()
         await self.imports.remove_broken()

@@ -18,7 +18,7 @@ from bso_server.storage.rows import StoredJob
 from bso_server.storage.transaction import Transaction
 
 TRIES = 3
-"""Decisions without the lock that may be outdated before the next one is made under the lock."""
+"""Number of decisions without the lock that may be outdated; the next decision is made under the lock."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +34,8 @@ class Decided:
     """Decision on a job's next trial.
 
     Attributes:
-        job: The job's row that it rests on, with the generator's next state.
-        read: The same row as it was read.
+        job: The job's row to save: `read` with the next state of the random generator.
+        read: The job's row as it was read.
         suggestion: The batch size, and the reason.
         unsaved: Arms, with the new trial, and memory.
     """
@@ -47,7 +47,7 @@ class Decided:
 
 
 def basis_of(transaction: Transaction, job: StoredJob, found: OpenTrials | None = None) -> Basis:
-    """Read the basis of a decision; the job is locked, or the transaction a snapshot. `found` is by `open_trials`."""
+    """Read the basis of a decision; the job is locked, or the transaction a snapshot. `found` is from `open_trials`."""
     loaded = load(transaction, job, found)
     return Basis(loaded, evidence_for(transaction, job, loaded.arms))
 

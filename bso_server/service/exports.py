@@ -2,7 +2,7 @@
 
 The first line is the job (`JobExport`), and each further line a trial (`TrialExport`), in order of dispatch. The import
 derives arms, the cheapest trial and the policy's memory from these facts again. A job may have hundreds of thousands of
-reports, so that neither side holds the whole job at once. A file may contain several exports.
+reports, so that neither the export nor the import holds a whole job in memory. A file may contain several exports.
 """
 
 from __future__ import annotations
@@ -162,8 +162,8 @@ def split_exports(lines: Iterable[bytes]) -> Iterator[tuple[int, Iterator[bytes]
 async def export(store: Store, job_id: str) -> AsyncIterator[bytes]:
     """Yield the text of a job's export: the first line, then several lines at a time.
 
-    Each piece has its own transaction. So none stays open for a slow client; a trial and its reports agree.
-    Trials that began after the first line was read are left out.
+    Each piece is read in its own transaction, so that no transaction stays open for a slow client. A trial and its
+    reports are from one transaction. Trials that began after the first line was read are left out.
 
     Raises:
         UnknownJobError: No such job, or it was deleted during the export.

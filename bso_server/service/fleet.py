@@ -25,7 +25,7 @@ from zeus_plugins.protocol import CreatedJob, Origin, SavingsWord
 PERIOD = r"^[0-9]{1,4}[hdw]$"
 """A length of time: hours, days or weeks."""
 
-# A transaction reads so many jobs, so that other requests get their turn in between.
+# Number of jobs that one transaction reads, so that other requests get their turn in between.
 _JOBS_AT_ONCE = 20
 _MOST_GROUPS = 100
 _MOST_JOBS = 20
@@ -45,7 +45,7 @@ class FleetReader:
     """Reader of the report, one report at a time; `clock` returns the present instant."""
 
     def __init__(self, store: Store, tariff: Tariff, clock: Callable[[], datetime] = utc_now) -> None:
-        # A job with thousands of runs takes seconds, when this process learns them.
+        # Patient, because learning thousands of runs of a job takes seconds.
         self._store = store.patient()
         self._tariff = tariff
         self._clock = clock
@@ -126,7 +126,8 @@ def _job(
     saved, verdict, advice, stuck = dict[str, Saved | None](), None, None, None
     if runs:
         whole = [each for each in recent if is_whole_run(each.tally) and not each.tally.other_gpus]
-        # Only these can be evidence at the default; with fewer, no verdict is shown, and its cost is spared.
+        # Only these runs can be evidence at the default. With too few of them, no verdict can be shown, so none is
+        # computed.
         at_default = sum(
             each.all_trials
             for each in whole

@@ -66,7 +66,7 @@ class Health:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobTotals:
-    """The totals of one job; savings over the default batch size are None before they are paid back."""
+    """The totals of one job; savings over the default batch size are None until exploration is paid back."""
 
     policy: str
     stage: Stage
@@ -90,7 +90,7 @@ class TotalsReader:
     async def read(self) -> dict[str, JobTotals]:
         """Return the totals of each job by its id, in order; raise the errors of `Store.read`.
 
-        Several transactions read the jobs, so that the totals belong to several moments.
+        Several transactions read the jobs, so that totals of different jobs may be from different moments.
         """
         read: dict[str, tuple[str, JobTotals]] = {}
         after, found = await self._store.read(self._page, None)

@@ -67,13 +67,13 @@ logger = logging.getLogger("bso_server")
 
 
 def _contradiction(field: str, message: str) -> ValidationError:
-    """Return an error that names a field, which pydantic does not in a validator of the whole message."""
+    """Return an error that names a field; in a validator of the whole message, pydantic names none."""
     error = PydanticCustomError("contradiction", "{message}", {"message": message})
     return ValidationError.from_exception_data("export", [InitErrorDetails(type=error, loc=(field,), input=None)])
 
 
 def _check_revisions(export: JobExport) -> None:
-    """Check that revisions count from 1, one after another, and that the terms before each make a job."""
+    """Check that revisions are numbered from 1 without gaps, and that the terms before each form a valid job."""
     order = [(revision.revision, revision.event) for revision in export.revisions]
     if [number for number, _ in order] != list(range(1, len(order) + 1)) or order != sorted(
         order, key=lambda pair: pair[1]
@@ -108,7 +108,8 @@ class ImportedJob(JobExport):
 class ImportedTrial(TrialExport):
     """A trial in an export, with consistent fields.
 
-    The context of the validation holds the registration as ``job``, and as ``sizes`` the batch sizes it ever had.
+    The context of the validation contains the registration as ``job``, and all batch sizes that the job ever had as
+    ``sizes``.
     """
 
     def record_of(self, job_id: str) -> TrialRecord:
@@ -123,7 +124,7 @@ class ImportedTrial(TrialExport):
         for each in self.epochs[:1]:
             if each.report_number == 1:
                 return {"first_time_s": each.time_s, "first_energy_j": each.energy_j}
-        # The report was pruned.
+        # The first report was pruned: estimate its totals by its share of the epochs.
         share = self.first_epoch / self.epoch
         return {"first_time_s": share * (self.time_s or 0.0), "first_energy_j": share * (self.energy_j or 0.0)}
 
@@ -204,7 +205,7 @@ def renamed(line: bytes, place: str, job_id: str) -> bytes:
 
 
 def refusal(error: ValidationError, place: str = "") -> InvalidImportError:
-    """Return the import's error for one of pydantic's: the first problem, and its place."""
+    """Convert an error of pydantic into an import error, with the first problem and its place."""
     first, *others = error.errors(include_url=False, include_context=False, include_input=False)
     # The parser counts each line of the file as line 1.
     said = first["msg"].removeprefix("Value error, ").replace(" at line 1 column ", " at column ")
@@ -270,7 +271,7 @@ class JobInImport:
         )
 
     def _check_order(self, trial: ImportedTrial, place: str) -> None:
-        """Check that trials count from 1, begin one after another, and share no event."""
+        """Check that trials are numbered from 1 without gaps, begin at ascending events, and share no event."""
         number = self._trial_count + 1
         if trial.trial_number != number:
             message = f"trials are numbered 1, 2, 3, …: number {number} is missing or out of order"
@@ -369,7 +370,7 @@ class Imports:
                 raise _invalid(f"line {first_line}", "", "there is no export, the text is empty")
             return await self._finish(begun)
         except Exception:
-            # After the end of the process, another one runs `remove_broken`.
+            # If this process ends before, another process removes the rows (`remove_broken`).
             if begun is not None:
                 await self._remove(begun.job_id, begun.mark)
             raise

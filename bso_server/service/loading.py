@@ -1,4 +1,4 @@
-"""The rows of jobs and trials, or an error without them, and the history that decisions rest on."""
+"""Loading of jobs and trials, with errors for unknown ids, and of the history that decisions rest on."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def locked_trial(transaction: Transaction, trial_id: TrialId, caller: Caller) ->
         raise UnknownTrialError(*key)
     job, trial = found[key]
     owner = refuse_message(transaction, job, trial, trial_id, caller)
-    # Of regular heartbeats only the first is logged.
+    # A heartbeat of a running trial is not logged.
     if not (isinstance(trial_id, Heartbeat) and trial.state is TrialState.RUNNING):
         log_replaced(transaction, *trial.key, caller, owner)
     return job, trial
@@ -99,7 +99,7 @@ class LoadedJob:
     Attributes:
         job: The job's row.
         arms: Arm per batch size, ascending.
-        changed: Those of them that the database lacks.
+        changed: Arms that the database lacks in this form, because they include later ends.
         found: The open trials, and the memory in the database.
     """
 

@@ -1,7 +1,7 @@
 """The content of the dashboard's pages: functions over one transaction that fill the views of `views`.
 
-Each function also returns the view's version, a short text that changes whenever the view does. A reader who knows the
-present version gets no view, and costs the database little more than the version.
+Each function also returns the view's version, a short text that changes whenever the view does. A caller that passes
+the present version as `known` gets no view, and the database reads little more than the version.
 
 Functions with a `job_id` raise `UnknownJobError`, functions with a `trial_number` also `UnknownTrialError`.
 """
@@ -73,8 +73,8 @@ class _Settled:
     """The tallies and bins of a job's trials up to its last whole bin, which hardly change.
 
     Attributes:
-        version: The job with its target, the last of these trials, the number of withdrawn trials, and the job's latest
-            revision.
+        version: The registration and its instant, the last of these trials, the number of withdrawn trials, and the
+            event of the latest revision.
         event: The job's latest event when these values were read.
     """
 
@@ -125,7 +125,7 @@ class Pages:
         """Return one job."""
         stored = known_job(transaction, job_id)
         alive = queries.alive_trials(transaction, job_id)
-        # The page shows no leases, which heartbeats renew.
+        # The page shows no leases, so heartbeats, which renew them, must not change its version.
         silent = [replace(trial, lease_expires_at=None) for trial in alive]
         version = digest([stored, silent])
         return version, None if version == known else self._job_page(transaction, stored, alive)

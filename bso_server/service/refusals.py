@@ -31,8 +31,8 @@ _LARGEST_WINDOW = 1000
 def refuse_difference(existing: CreatedJob, asked: CreatedJob) -> Changes:
     """Raise `JobConflictError` if a job that is registered again differs from the job with its id.
 
-    Return the differences of a registration that revises the job. The policy may have raised the window of the
-    existing job.
+    Return the differences if the registration revises the job. A window that the policy has enlarged in the existing
+    job is no difference.
     """
     if existing.window_size == asked.mab_num_explorations:
         asked = find(asked.policy).amended(asked)
@@ -163,7 +163,7 @@ def require_job(transaction: Transaction, job: StoredJob, caller: Caller) -> str
 
 
 def require_trial(transaction: Transaction, job: StoredJob, trial: TrialRecord, caller: Caller) -> str | None:
-    """Do as `require_job` for a trial; a trial that was dispatched to no token belongs to its job's owner."""
+    """Check a trial as `require_job` checks a job; a trial without a token of its own belongs to its job's owner."""
     owner = trial.owner or (None if job.shared else job.owner)
     refused = "report on it, nor keep it alive, nor end it: use that token, or have an administrator do it"
     return _require(transaction, caller, owner, f"trial {trial.trial_number} of job {trial.job_id!r}", refused)

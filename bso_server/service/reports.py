@@ -138,7 +138,7 @@ class ReportBatch:
             # A bound rests on the job's history, which must not change while it is read.
             if not self._lock_job(trial.job_id):
                 return RowLocked.ROW_LOCKED
-            # The job may have been revised since.
+            # The job may have been revised before the lock.
             if self._needs_bound(self._jobs[trial.job_id], trial):
                 history = self._history_of(trial.job_id)
 
@@ -173,7 +173,8 @@ class ReportBatch:
         return answer
 
     def _needs_bound(self, job: StoredJob, trial: TrialRecord) -> bool:
-        # A trial under earlier terms gets no bound by the present ones: without a bound it has all its epochs.
+        # A trial that began under earlier terms gets no bound from the present terms; without a bound, it may run to
+        # its `max_epochs`.
         return trial.started_event > job.revised_event and policy.needs_bound(job.registration, trial)
 
     def _lock_job(self, job_id: str) -> bool:
@@ -246,7 +247,7 @@ def _answer_of(job: StoredJob, trial: TrialRecord) -> ReportResponse:
     alive = trial.state not in FINAL
     reason = EndReason.KEEP_TRAINING if alive else trial.end_reason
     if reason is EndReason.DISCARDED:
-        # The training has heard how its trial ended, before an administrator discarded the trial.
+        # The training has received the verdict before an administrator discarded the trial.
         reason = _verdict_of_discarded(job, trial)
     return ReportResponse(
         stop_train=not alive,

@@ -95,7 +95,7 @@ def _refuse_history(job: CreatedJob, trials: list[TrialRecord]) -> None:
 
 
 def terms_of(transaction: Transaction, job: StoredJob, trial: TrialRecord) -> StoredJob:
-    """Return the job by which a trial is judged, see `core.revisions.terms_of`; its other fields are the job's."""
+    """Return the job with the terms that judge a trial (`core.revisions.terms_of`), and otherwise unchanged."""
     if trial.started_event > job.revised_event:
         return job
     own = revisions.terms_of(job.registration, transaction.revisions(job.job_id), trial)

@@ -1,7 +1,7 @@
 """The savings of a job and its control runs, from the runs that the database holds.
 
-A verdict follows from all runs of a job, and learning one takes 0.15 ms. This process therefore keeps the evidence,
-and adds later runs to it. The database decides whether it still holds.
+A verdict follows from all runs of a job, and learning one takes 0.15 ms. Each process therefore keeps the evidence of a
+job, and adds later runs to it. Before each use, it compares the evidence with the database.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Learned:
         self._count = 0
 
     def follows(self, found: Sequence[CompletedRun], completed: int) -> bool:
-        """Add the runs found after the last one; False if they are not the sequel, of `completed` runs in all."""
+        """Add the runs that follow the last learned run; return False unless the evidence then has `completed` runs."""
         if self.last is not None:
             if self.last not in found:
                 return False
@@ -107,7 +107,7 @@ def saved_since(
 def evidence_for(transaction: Transaction, stored: StoredJob, arms: Mapping[int, Arm]) -> Learned | None:
     """Return the evidence by which a job gets control runs; None if it gets none. `arms` include all ends of trials.
 
-    Other readers may add later runs to it: then the job's row has changed, too.
+    Other readers may add later runs to the evidence; then the job's row has changed, too.
     """
     job = stored.registration
     if job.controls == "off" or not policy.find(job.policy).controls:

@@ -79,10 +79,10 @@ def _set(
 
 
 def _with_open_ones_locked(transaction: Transaction, trials: list[TrialRecord]) -> list[TrialRecord]:
-    """Lock the open ones of these trials, because reports change them without the job's lock; return the present rows.
+    """Lock the open trials, because reports change them without the job's lock; return all trials as they are now.
 
-    A report that waits for the job may hold a trial. The database then breaks one of the transactions off, and the
-    store does it again.
+    A report may hold a trial's lock while it waits for the job's lock. The database then aborts one of the two
+    transactions, and the store retries it.
     """
     keys = [trial.key for trial in trials if trial.state not in FINAL]
     locked = transaction.locked_trials(keys) if keys else {}

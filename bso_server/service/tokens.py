@@ -1,7 +1,7 @@
 """Tokens: use cases, and the identity of callers. No SQL and no HTTP framework here.
 
-A token reads ``zbso_<id>_<secret>``. The id finds its row. The database keeps a hash of the secret's 256 random bits; a
-slow hash, as passwords need, would not add security.
+A token has the form ``zbso_<id>_<secret>``, and the id finds its row. The database keeps only a hash of the token; a
+slow hash, as passwords need, would not add security, because the secret has 256 random bits.
 """
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ class Authenticator:
         allowed_hosts: Names that requests may use beside the machine's own names while no token exists.
         clock: Monotonic seconds.
         now: Returns the present instant, aware.
-        listener: Hears of tokens that begin no session; the API reports other refusals.
+        listener: Notified of invalid tokens at a login; the API reports other refusals.
     """
 
     def __init__(
@@ -253,8 +253,8 @@ class Authenticator:
         """Return a session for a cookie, which replaces the token on pages for `SESSION_S` seconds, see `identify`.
 
         The session ends earlier if its reader ends it, or if the token is revoked or rotated. It is not stored, so that
-        a login needs no write: it holds its own end, signed with the token's hash. A thief of the table of hashes could
-        make a session, but has the whole database anyway.
+        a login needs no write: it contains the time of its end, signed with the token's hash. A thief of the table of
+        hashes could make a session, but has the whole database anyway.
 
         Raises:
             UnauthenticatedError: The token is not valid.
@@ -288,7 +288,7 @@ class Authenticator:
 
         left_s = int(ends_at) - self._now().timestamp()
         record = await self._found(token_id, is_good) if 0 < left_s <= SESSION_S else None
-        # Asked each time, so that a session ends at once in every process.
+        # Not cached, so that a session ends at once in every process.
         if record is None or await self._tokens.is_ended_session(session_id):
             return None
         return record.caller() if administers else Caller(token_id, frozenset({Scope.READ}))
@@ -453,7 +453,7 @@ def _revoke(transaction: Transaction, token_id: str, now: datetime) -> int:
 
 
 def _end_session(transaction: Transaction, token_id: str, session_id: str, ends_at: datetime, now: datetime) -> None:
-    # Two clicks end a session twice, and one waits for the other.
+    # Two clicks may end a session at the same time; the lock makes the second wait.
     _locked(transaction, token_id)
     if not transaction.is_ended_session(session_id):
         transaction.end_session(session_id, ends_at, now)

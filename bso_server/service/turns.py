@@ -13,7 +13,7 @@ from bso_server.storage.deadlines import waiting
 
 @asynccontextmanager
 async def turn(queue: asyncio.Lock | asyncio.Semaphore, patience_s: float, others: str) -> AsyncIterator[None]:
-    """Wait up to `patience_s` seconds for a turn, and keep later requests waiting until then.
+    """Wait up to `patience_s` seconds for a turn, and keep later requests waiting until the block ends.
 
     Raises:
         DatabaseUnavailableError: The `others`, which came earlier, took too long.

@@ -207,7 +207,7 @@ class TrialBin:
 
 
 class CostUnit(WireMessage):
-    """The mean run to which pages compare costs: the default's, or the cheapest size's if the default has none."""
+    """The mean run with which pages compare costs: at the default, or without such a run at the cheapest size."""
 
     batch_size: int
     runs: int  # number of runs that reached the target
@@ -238,7 +238,7 @@ class JobLine(WireMessage):
 
     @property
     def trouble(self) -> int:
-        """Rank of the job's worst problem: stuck, never at the target, loses, costs more than before, or none."""
+        """Order of the job's worst problem: stuck (0), never at the target, loses, costs more than before, none (4)."""
         loses, costs_more = self.savings.word is SavingsWord.LOSES, (self.drift or 0.0) > 0
         return [self.stuck is not None, self.has_missed, loses, costs_more, True].index(True)
 
@@ -284,7 +284,7 @@ class JobPage(WireMessage):
 
 
 class TrialCurve(WireMessage):
-    """Another trial of the job beside which a trial is shown."""
+    """Another trial of the job, shown beside the page's trial for comparison."""
 
     trial_number: int
     batch_size: int

@@ -26,8 +26,8 @@ _SAME = ("model", "parameters", "data", "monitor")
 def warm_start_of(transaction: Transaction, job: CreatedJob) -> WarmStart | None:
     """Return the warm start of a new job, or None.
 
-    With ``"auto"``, the other job has the same training, target and policy, and other GPUs; of several, the one with
-    the most runs that reached the target. A job that the user names only needs the same metric, target and policy.
+    With ``"auto"``, the other job has the same training, target and policy, and other GPUs; of several jobs, the job
+    with the most runs that reached the target. A job that the user names only needs the same metric, target and policy.
 
     Raises:
         InvalidJobError: The named job does not exist, has another metric, target or policy, or has learned no epochs.
@@ -62,7 +62,7 @@ def _from_named(transaction: Transaction, job: CreatedJob) -> WarmStart:
             f"this job cannot start warm from job {job.warm_start!r}, which {why}: name another, or omit warm_start",
             field="warm_start",
         )
-    # The user has compared the trainings.
+    # No check of the optimizer follows, because the user has compared the trainings.
     return found.model_copy(update={"optimizer": None})
 
 
@@ -79,7 +79,7 @@ def _difference(job: CreatedJob, other: CreatedJob) -> str | None:
 
 
 def _is_same_training(own: Fingerprint, other: Fingerprint | None) -> bool:
-    """Return True if two trainings have the same model, optimizer and data. Some know their optimizer only later."""
+    """Return True if two trainings have the same model, optimizer and data. An unknown optimizer counts as equal."""
     if other is None or any(getattr(own, name) != getattr(other, name) for name in _SAME):
         return False
     if None not in (own.optimizer, other.optimizer) and own.optimizer != other.optimizer:

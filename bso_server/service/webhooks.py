@@ -1,7 +1,8 @@
 """Webhooks: messages to Slack, Teams or a program when there is news of a job; no request waits for them.
 
-No message is stored. For each webhook the database holds the state of each job that the receiver knows, which changes
-once the receiver has accepted a message about it. So a message is repeated until then, with an equal id.
+Messages are not stored. For each webhook, the database stores the state of each job that the receiver knows, and
+changes it once the receiver has accepted a message about the job. Until then, the server sends the message again, with
+the same id.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ class NotAcceptedError(Exception):
 
 
 class Message(NamedTuple):
-    """A message; `key` identifies its news, and is equal in repetitions."""
+    """A message; `key` identifies its news, and stays the same when the message is sent again."""
 
     event: str
     job_id: str | None
@@ -115,7 +116,7 @@ def news_of(
 ) -> list[tuple[Message | None, KnownJob]]:
     """Return the messages about a job since its `known` state, each with the state to save once it is accepted.
 
-    Each state is saved apart, so that a receiver with a limit of messages per minute gets all of them in the end. A
+    Each state is saved separately, so that a receiver that limits messages per minute gets all messages in the end. A
     job that is older than the webhook begins without messages.
 
     Raises:
@@ -176,7 +177,7 @@ class Webhooks:
     """The use cases of webhooks, and the delivery of their messages; `clock` returns the present instant."""
 
     def __init__(self, store: Store, clock: Callable[[], datetime] = utc_now) -> None:
-        # A job with thousands of runs takes seconds, when this process learns them.
+        # Patient, because learning thousands of runs of a job takes seconds.
         self._store = store.patient()
         self._clock = clock
 
@@ -337,6 +338,6 @@ async def _post(url: str, body: bytes, headers: dict[str, str]) -> None:
 def _tls() -> ssl.SSLContext:
     import httpx
 
-    # Its lines would contain addresses, which are secrets of Slack's and Teams' receivers.
+    # httpx would log the receivers' addresses, which are secrets with Slack and Teams.
     logging.getLogger("httpx").setLevel(logging.WARNING)
     return httpx.create_ssl_context()

@@ -1,7 +1,7 @@
 """Memory of policy `gp_voi`: one belief per batch size, and how the end of a trial changes it.
 
-A belief has a constant size, however many trials it summarises. All beliefs of a job change together, because the
-surprise of an outcome depends on the expectations that follow from the other sizes.
+A belief has a constant size, however many trials it summarises. The end of a trial updates all beliefs of its job
+together, because the expectation for one size depends on the observations of the other sizes.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from bso_server.core.gp_voi.run_costs import CostRun, CostRuns, change_of, doubt
 from bso_server.core.model import OBSERVED, TrialRecord, is_cut_short, log_costs_per_epoch
 from zeus_plugins.protocol import CreatedJob, EndReason, LearnedEpochs, Origin, TrialState
 
-# A pseudo-observation of less weight is not worth remembering.
+# A pseudo-observation with a smaller weight is not stored.
 _LEAST_PSEUDO_WEIGHT = 1e-4
 _LEAST_VARIANCE = 1e-9
 _LEAST_WEIGHT = 1e-6
 
-# Sizes that a job passes on, so that a registration stays small.
+# Largest number of sizes in a warm start, so that a registration stays small.
 _MOST_LEARNED = 64
 
 
@@ -74,18 +74,19 @@ class Belief:
         exact: Log epochs of the runs that reached the target, without pseudo-observations.
         failures: Number of runs that should have reached the target and did not; fades with time.
         costs: Evidence of the latest trials about the cost of an epoch, oldest first.
-        are_costs_guessed: True if `costs` rests on first epochs only, which include the start-up.
-        log_startup: Log of the ratio of the first epochs' cost to that of later epochs, in the size's first trial;
-            None if that trial had no later epochs.
+        are_costs_guessed: True if `costs` is only a guess: from first epochs, which include the start-up, or from the
+            time before a change of costs.
+        log_startup: Log of the cost of an epoch until the first report, over the cost of a later epoch, in the size's
+            first trial with later epochs; None without such a trial.
         epoch_step: Epochs between two validations of the latest trial, at most 1.
         converged: True if the size is known to reach the target.
         survived: Most epochs that a run had without reaching the target, since the job last changed.
         missed: Trials of this size that missed the target since a trial of any size last reached it.
         crashed: Crashes of this size, out of memory included, since a trial of it was last measured to its end.
-        idle: Recurrences of the job since the latest trial of this size; 0 if there was none.
+        idle: Recurrences of the job since the latest trial of this size; 0 if the size has had no trial.
         surprises: Sums of the deviations of runs that reached the target from their expectations.
         streak: Current streak of failures.
-        taken_over: The part of `observed` that another job has learned; fades likewise.
+        taken_over: The part of `observed` that another job has learned (warm start); its weight fades, too.
     """
 
     observed: WeightedStatistics = field(default_factory=WeightedStatistics)
@@ -124,7 +125,7 @@ class Belief:
 
     @property
     def is_observed(self) -> bool:
-        """True if anything is known of the epochs to the target."""
+        """True if runs have shown anything about the epochs to the target."""
         return self.observed.weight > _LEAST_WEIGHT
 
     @property
@@ -134,28 +135,29 @@ class Belief:
 
     @property
     def setbacks(self) -> int:
-        """Number of trials that missed the target or crashed, which count against the size."""
+        """Number of trials that missed the target or crashed, as counted in `missed` and `crashed`."""
         return self.missed + self.crashed
 
     @property
     def may_be_tried(self) -> bool:
-        """False while the size waits after a crash, `crash_wait` times as long after each further crash."""
+        """False while the size waits after a crash: one recurrence, times `crash_wait` for each further crash."""
         return not self.crashed or self.idle >= CONSTANTS.crash_wait ** (self.crashed - 1)
 
     @property
     def has_cost(self) -> bool:
-        """True if anything is known of the cost of an epoch."""
+        """True if the cost of an epoch is known, or at least guessed."""
         return bool(self.costs)
 
     def costing(self, run: CostRun) -> Belief:
-        """Add the evidence of a run about the cost of an epoch; it replaces guesses."""
+        """Add the evidence of a run about the cost of an epoch; evidence replaces guesses."""
         costs = () if self.are_costs_guessed else self.costs
         return replace(self, costs=(*costs, run)[-CONSTANTS.most_cost_runs :], are_costs_guessed=False)
 
     def perhaps_costing(self, log_first_cost: float, log_startup: float | None, doubt: float = 0.0) -> Belief:
-        """Add a guess from a trial of which only the first epoch's cost is known (log of joules).
+        """Add a guess from a trial with a single report, unless the cost of an epoch is known already.
 
-        `log_startup` is the start-up's share in that cost; None if no size knows it. `doubt` is as in `Outcome`.
+        `log_first_cost` is the log of the cost (J) of an epoch until that report, and `log_startup` the log of the
+        start-up's factor on it; None if that factor is not known. `doubt` is as in `Outcome`.
         """
         if not self.are_costs_guessed:
             return self
@@ -164,7 +166,7 @@ class Belief:
         return replace(self, costs=(*self.costs, run)[-CONSTANTS.most_cost_runs :])
 
     def drifting(self, drift: float) -> Belief:
-        """Turn the latest cost into a guess, after the log costs of another size have changed by `drift`."""
+        """Keep the latest cost only, as a guess, after the log costs of another size have changed by `drift`."""
         costs = tuple(run._replace(drift=run.drift + drift) for run in self.costs[-1:])
         return replace(self, costs=costs, are_costs_guessed=True)
 
@@ -182,7 +184,7 @@ class Belief:
 
 
 Beliefs: TypeAlias = tuple[Belief, ...]
-"""Beliefs about a job's batch sizes, in their order."""
+"""Beliefs about a job's batch sizes, in the order of the sizes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,8 +199,8 @@ class Outcome:
         epoch_step: Epochs between two of its validations.
         reached: True if it reached the target.
         conclusive: True if it had all the epochs that it may have needed, so that missing the target is a failure.
-            Otherwise it was stopped, and needed more epochs than it ran.
-        doubt: Variance of the log costs because the machine was busy.
+            Otherwise a trial without the target was stopped early, and shows only that it needed more epochs.
+        doubt: Variance of the log costs that a busy machine adds.
     """
 
     index: int
@@ -230,7 +232,7 @@ def begun(job: CreatedJob) -> Beliefs:
 
 
 def learned(beliefs: Beliefs, job: CreatedJob) -> tuple[LearnedEpochs, ...]:
-    """Return the log epochs of the sizes with the most runs for other jobs; empty before a run reaches the target."""
+    """Return the log epochs of the sizes with most runs, for a warm start; empty before a run reaches the target."""
     if not any(belief.exact.weight for belief in beliefs):
         return ()
     observed = [place for place, belief in enumerate(beliefs) if belief.is_observed]
@@ -253,10 +255,11 @@ def learned(beliefs: Beliefs, job: CreatedJob) -> tuple[LearnedEpochs, ...]:
 def posterior_of(sizes: Sizes, beliefs: Beliefs, critical: Critical | None = None) -> Posterior:
     """Return the posterior of log epochs to the target; at least one belief has an observation.
 
-    What was taken over from another job is wrong with the prior chance `warm_wrong`: a hypothesis that knows the job's
-    own runs alone. Once there are such runs, it is weighed by their probability without the other job's epochs, p(own),
-    over that with them, p(own and other's) / p(other's). At a size with both, of means a and b with the variances s and
-    t, ``p(a, b) = p(mean of both) · N(a − b; 0, s + t)``.
+    After a warm start, the result mixes two hypotheses: one uses all epochs; the other, with the prior chance
+    `warm_wrong`, uses only the job's own runs. Own runs multiply the odds of the second hypothesis by their probability
+    without the other job's epochs, p(own), over their probability given these epochs, p(own and other's) / p(other's).
+    At a size with epochs from both jobs, whose means a and b have the variances s and t, ``p(a, b) = p(mean of both) ·
+    N(a − b; 0, s + t)``.
     """
     exact = tuple(belief.exact for belief in beliefs)
     step = min(belief.epoch_step for belief in beliefs if belief.is_observed)
@@ -283,14 +286,15 @@ def after_outcome(sizes: Sizes, beliefs: Beliefs, outcome: Outcome) -> Beliefs:
     """Return the beliefs after a trial has ended.
 
     A run that reached the target ends a recurrence of the job, so all observations fade a little. A run at a size that
-    was taken over tests the other job's epochs: if it deviates too much, no size without own runs keeps them.
+    only another job has learned tests that job's epochs: if the run deviates too much, all sizes without own runs
+    forget them.
     """
     index, log_epochs, surprise = outcome.index, math.log(outcome.epochs), 0.0
     if beliefs[index].is_observed:
         mean, variance = posterior_of(sizes, beliefs).of_run(index)
         surprise = (log_epochs - mean) / math.sqrt(variance)
         is_off = (abs(surprise) if outcome.reached else surprise) >= CONSTANTS.warm_surprise
-        # Before a run has reached the target, only this test stops runs.
+        # Before an own run has reached the target, a run is stopped early only because it refutes the other job.
         is_first = not any(belief.exact.weight for belief in beliefs)
         if beliefs[index].is_taken_over and (is_off or (is_first and not outcome.reached)):
             beliefs, surprise = _without_other_job(beliefs), 0.0
@@ -314,12 +318,12 @@ def expected_startup(sizes: Sizes, beliefs: Beliefs, index: int) -> float | None
 
 
 def _with_cost(sizes: Sizes, beliefs: Beliefs, outcome: Outcome) -> Beliefs:
-    """Add the trial's cost of an epoch; a trial with a single report only suggests one."""
+    """Add the trial's cost of an epoch; a trial with a single report gives only a guess."""
     index, first, later = outcome.index, outcome.log_first_cost, outcome.cost
     belief = replace(beliefs[index], epoch_step=min(outcome.epoch_step, 1.0), crashed=0)
     if later is None:
         if first is not None:
-            # Power limits are tried out in the first trial of a size alone.
+            # Only the first trial of a size tries power limits, so a later trial needs no such correction.
             startup = 0.0 if belief.has_cost else expected_startup(sizes, beliefs, index)
             belief = belief.perhaps_costing(first, startup, outcome.doubt)
         return beliefs_with(beliefs, belief, index)
@@ -351,11 +355,11 @@ def _after_success(beliefs: Beliefs, index: int, log_epochs: float, surprise: fl
 
 
 def _after_failure(sizes: Sizes, beliefs: Beliefs, index: int, log_epochs: float) -> Beliefs:
-    """Return the beliefs after a run failed that should have reached the target.
+    """Return the beliefs after a failure: a run that should have reached the target missed it.
 
-    If the size has never reached it, the run is a right-censored observation like any other. Else k failures in a row
-    have the probability p^k, with the failure chance p believed before them. A streak that is too improbable means that
-    the job has changed.
+    If the size has never reached the target, the run is a right-censored observation like any other. Otherwise k
+    failures in a row have the probability p^k, where p is the failure chance that was believed before the first of
+    them. A streak with a probability below `streak_chance` means that the job has changed.
     """
     belief = beliefs[index]
     chance = belief.streak.chance if belief.streak.length else belief.failure_chance
@@ -373,7 +377,7 @@ def _after_stop(sizes: Sizes, beliefs: Beliefs, index: int, log_epochs: float) -
 
     `moments_given_larger` turns the belief N(m, v) about the size's expected log epochs into one of mean m' and
     variance v' ≤ v. An observation y* of weight w would have had the same effect (moment matching, as in assumed
-    density filtering: Minka, 2001), and is remembered in place of the run::
+    density filtering: Minka, 2001), and is stored in place of the run::
 
         w = s² · (1/v' − 1/v)        y* = (m'/v' − m/v) / (1/v' − 1/v)
     """
@@ -392,7 +396,7 @@ def _after_stop(sizes: Sizes, beliefs: Beliefs, index: int, log_epochs: float) -
 
 
 def _without_other_job(beliefs: Beliefs) -> Beliefs:
-    """Forget the epochs that were taken over, at all sizes without own runs."""
+    """Forget the other job's epochs at all sizes at which no own run has reached the target."""
     unknown = WeightedStatistics()
     return tuple(
         each if each.exact.weight else replace(each, observed=unknown, taken_over=unknown, converged=False)
@@ -426,7 +430,7 @@ def trials_missed(beliefs: Sequence[Belief]) -> int:
 
 
 def has_crashed(beliefs: Sequence[Belief]) -> bool:
-    """Return True if no trial has reached the target since the latest crash."""
+    """Return True if a trial has crashed, and no trial has reached the target since."""
     return any(belief.crashed and not belief.idle for belief in beliefs)
 
 

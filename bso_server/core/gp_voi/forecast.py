@@ -43,15 +43,15 @@ class Samples:
 
 @dataclass(frozen=True, eq=False)
 class Forecast:
-    """Beliefs about a run at each batch size, once one of them has reached the target.
+    """Beliefs about a run at each batch size, once a size has reached the target.
 
     Attributes:
         available: Indices of the sizes that may run, ascending.
         epochs: Posterior of log epochs to the target.
         epoch_costs: Posterior of the log cost (J) of an epoch.
         retries: Log of the expected number of runs until one does not fail, shape (B,).
-        incumbent: Index of the size to play when there is nothing to learn.
-        in_flight: Number of trials under way by the index of their size.
+        incumbent: Index of the size to run unless a trial of another size is worth more.
+        in_flight: Number of trials under way, by index of the size.
         horizon: Number of later runs that may profit from the result of a trial.
         length: Number of trials that the job has had, which seeds the samples.
         max_epochs: Largest number of epochs of a run.
@@ -75,7 +75,7 @@ class Forecast:
     def of(
         cls, history: History, beliefs: Beliefs, in_flight: Iterable[TrialRecord], *, trusted: int | None = None
     ) -> Forecast:
-        """Return the forecast, taking the trials under way to end as expected; `trusted` as in `cost_posterior`.
+        """Return the forecast as if trials under way had ended as expected; `trusted` as in `cost_posterior`.
 
         With failure chance p, it takes ``1/(1 − p)`` runs until one succeeds. At least one belief has an observation.
         """
@@ -98,7 +98,7 @@ class Forecast:
             least = min((beliefs[index].setbacks for index in available), default=0)
             candidates = [index for index in available if beliefs[index].setbacks == least] or list(range(len(beliefs)))
         log_costs = epochs.mean + epoch_costs.mean + retries
-        # A size that reached the target once may not run any more, for example with other data.
+        # A size that once reached the target may crash now, for example because of other data.
         incumbent = min(candidates, key=lambda index: (beliefs[index].crashed > 1, log_costs[index]))
         horizon = CONSTANTS.first_horizon + CONSTANTS.horizon_growth * history.recurrences
         length = sum(arm.trials for arm in history.arms.values())
@@ -122,15 +122,16 @@ class Forecast:
     def expected_cost_j(self, index: int) -> float:
         """Return the expected cost of a run at the size with this index: ``exp(μ + (V + s²)/2)``, a log-normal mean.
 
-        V is the variance of the belief without the trials under way, whose results nobody has seen; s² is the variance
-        from run to run, of epochs and of their cost together. The highest possible cost of a run is the limit.
+        V is the variance of the belief without the trials under way, whose results are not known yet; s² is the
+        variance from run to run, of the epochs and of the cost of an epoch together. The result is at most the expected
+        cost of `max_epochs` epochs.
         """
         return self._limited_j(index, sum(float(each.variance[index]) for each in self.known) / 2)
 
     def band_j(self, index: int) -> tuple[float, float]:
         """Return the ends of the 90 % band of the expected cost, ``exp(μ + s²/2 ∓ t·√V)``, with the same limit.
 
-        t is the quantile of Student's distribution, because s is an estimate of few runs.
+        t is the quantile of Student's distribution, because s is estimated from few runs.
         """
         freedom = freedom_of([belief.exact for belief in self.beliefs])
         reach = _student(CONSTANTS.band_freedom + freedom)
@@ -156,10 +157,10 @@ class Forecast:
 
     @cached_property
     def allowance(self) -> float:
-        """What a trial may lose although only the laws speak against its size, in runs of the incumbent.
+        """Largest loss, in runs of the incumbent, of a trial of a size that only the laws speak against.
 
-        It grows by `check_share` with each recurrence since the latest trial of another size that has run once, or has
-        never reached the target.
+        It grows by `check_share` with each recurrence since the latest trial of a size, other than the incumbent, that
+        has reached the target once or never.
         """
         others = [self.beliefs[index] for index in self.available if index != self.incumbent]
         tried = [each for each in others if each.survived or each.exact.weight]
@@ -172,11 +173,11 @@ class Forecast:
         return np.array([not belief.exact.weight for belief in self.beliefs])
 
     def is_in_doubt(self, index: int) -> bool:
-        """Return True if only the laws say that a size costs more than the incumbent, and not its own runs.
+        """Return True if only the laws, and not its own runs, say that a size costs more than the incumbent.
 
-        Without a success, it is in doubt until a run has cost as much as a run of the incumbent does. After a single
-        success, it is if the lower end of the 90 % band of that run is below the incumbent by more than `check_saving`.
-        After more, the value of information decides alone.
+        A size without a success is in doubt until one of its runs has cost as much as a run of the incumbent. After a
+        single success, it is in doubt if the lower end of that run's 90 % band is below the incumbent's cost by more
+        than `check_saving` (log). After more successes, it is never in doubt: the value of information alone decides.
         """
         belief, (epochs, costs) = self.beliefs[index], self.known
         if not belief.has_cost:
@@ -190,11 +191,11 @@ class Forecast:
 
     @cached_property
     def samples(self) -> Samples:
-        """Samples by common random numbers, which depend on `length` only.
+        """Samples by common random numbers, which depend only on `length`.
 
-        A size that has never reached the target may, with a small chance, break every law: its epochs are then anywhere
-        around the law, but above the epochs that its runs have survived. The chance that it never reaches the target
-        grows with its distance from the sizes that do.
+        A size that has never reached the target may, with a small chance, break every law: its epochs then scatter
+        widely around the law, but above the epochs that its runs have survived. The chance that a size never reaches
+        the target grows with its distance from the sizes that reach it.
         """
         size = len(self.beliefs)
         ranks, normals = _random_numbers(CONSTANTS.samples, 2 * size + 1, size + 2, self.length)
@@ -203,13 +204,13 @@ class Forecast:
         survived = np.log([max(belief.survived, _LEAST_EPOCHS) for belief in self.beliefs])
         log_epochs = log_epochs + np.where(self.is_open & (log_epochs + jumps > survived), jumps, 0.0)
         log_costs = self.epoch_costs.samples(ranks[:, size + 1] / len(ranks), normals[:, size : 2 * size])
-        # The order differs from that of every other column, so failures are spread evenly over the other values.
+        # No other column has this order, so failures are spread evenly over the values of the other columns.
         fails = ((np.arange(len(ranks)) * _GOLDEN) % 1.0)[:, None] < self._divergence
         return Samples(log_epochs, log_costs, ~fails, normals[:, -1])
 
     @property
     def _divergence(self) -> Array:
-        """Chance of each size never to converge: ``1 − exp(−h · octaves)`` outside the sizes that do; shape (B,)."""
+        """Chance never to reach the target, shape (B,): ``1 − exp(−h · octaves)`` outside the sizes that reach it."""
         reaching = [index for index, belief in enumerate(self.beliefs) if belief.converged]
         if not reaching:
             return np.zeros(len(self.beliefs))
@@ -227,13 +228,13 @@ def critical_of(probe: Probe | None) -> Critical | None:
 
 
 def available_of(history: History) -> tuple[int, ...]:
-    """Return the indices of the sizes that may run, ascending, without those that the job leaves out."""
+    """Return the indices of the sizes that may run, ascending, without sizes that the job leaves out (`left_out`)."""
     allowed = history.runnable_sizes - left_out(history.job, history.arms).keys()
     return tuple(index for index, size in enumerate(history.job.batch_sizes) if size in allowed)
 
 
 def beliefs_of(history: History, in_flight: Iterable[TrialRecord]) -> Beliefs:
-    """Return the beliefs; a size without an ended trial takes its cost from a trial in flight, after two reports."""
+    """Return the beliefs; a size of unknown cost takes its cost from a trial in flight that has reported twice."""
     beliefs: dict[int, Belief] = dict(zip(history.job.batch_sizes, history.memory, strict=True))
     for trial in in_flight:
         belief = beliefs[trial.batch_size]
@@ -279,6 +280,6 @@ def _quantiles(count: int) -> Array:
 
 @lru_cache(maxsize=8)
 def _jumps(count: int) -> Array:
-    """Return by how much log epochs of an open size break the laws, per rank: 0 except for the first few ranks."""
+    """Return by how much log epochs of a size without a success break the laws: 0 except for the first few ranks."""
     broken = round(CONSTANTS.break_chance * count)
     return np.concatenate([CONSTANTS.break_sd * _quantiles(broken), np.zeros(count - broken)])

@@ -1,8 +1,8 @@
 """Posteriors over every batch size, from observations of some: mixtures of Gaussian processes.
 
 The cost of a run at size b is ``c_b · T_b``: the cost of an epoch times the epochs to the target. `prior` has the
-hypotheses about log T and log c. This module conditions each of them on the observations, and weighs it by how well it
-explains them. Hypotheses of one family share their covariance, so one matrix inverse serves all of them.
+hypotheses about log T and log c. This module conditions each hypothesis on the observations, and weighs it by how well
+it explains them. Hypotheses of one family share their covariance, so one matrix inverse serves all of them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from bso_server.core.gp_voi.run_costs import CostRuns, CostSummary, ProbedCost, 
 class WeightedStatistics:
     """Running weight, mean and weighted sum of squared deviations of a sequence (West, CACM 22(9), 1979).
 
-    Weights may be fractions. Scaling all of them forgets without moving the mean.
+    Weights may be fractions. Scaling all weights makes old values count less, without moving the mean.
     """
 
     weight: float = 0.0
@@ -41,11 +41,11 @@ class WeightedStatistics:
         return WeightedStatistics(self.weight * factor, self.mean, self.squared_deviations * factor)
 
 
-# Observations of less weight count as none.
+# Observations with a smaller weight are ignored.
 _LEAST_WEIGHT = 1e-6
 _LEAST_VARIANCE = 1e-9
 
-# Families whose hypotheses together are less probable are left out.
+# A family whose hypotheses together have a lower probability is left out.
 _LEAST_CHANCE = 1e-3
 
 
@@ -68,7 +68,7 @@ class Posterior:
     Attributes:
         components: Mixture of beliefs about each size's expectation; weights add up to 1.
         run_variance: Variance of one run around its size's expectation.
-        log_evidence: Log density of the observations of log epochs around their mean; 0 if nothing needs it.
+        log_evidence: Log density of the observations of log epochs around their mean; 0 where no caller needs it.
     """
 
     components: tuple[Component, ...]
@@ -99,9 +99,9 @@ class Posterior:
     def believing(self, in_flight: Mapping[int, int]) -> Posterior:
         """Return the belief after the runs in flight (numbers by size index), if each ends as every hypothesis expects.
 
-        k runs at size b, of variance s², leave means and weights unchanged and subtract
-        ``Y_b Y_bᵀ · k / (s² + k·Y_bb)`` from a covariance Y ("kriging believer", Ginsbourger, Le Riche, Carraro 2010).
-        Runs that end as the mixture expects would favour hypotheses in its middle, which costs more in simulations.
+        k runs at size b, of variance s², leave means and weights unchanged and subtract ``Y_b Y_bᵀ · k / (s² +
+        k·Y_bb)`` from a covariance Y ("kriging believer", Ginsbourger, Le Riche, Carraro 2010). If runs ended as the
+        mixture expects instead, hypotheses near its mean would gain; in simulations this cost more.
         """
         if not in_flight:
             return self
@@ -154,8 +154,8 @@ def epochs_posterior(
 
     `observed` and `exact` are fields of `Belief`, per size; at least one size has observations. The variance of runs is
     uncertain, so each σ on a grid is a further hypothesis, weighed by the deviations of runs at one size and by how
-    well the sizes follow the laws. A run reaches the target somewhere within the step (in epochs) at which it
-    validates. So its variance is at least ``(step/e^m)²/12``, with the mean m of the observations. `critical` is an
+    well the sizes follow the laws. A run reaches the target anywhere between two validations, `epoch_step` epochs
+    apart. So the variance is at least ``(epoch_step/e^m)²/12``, with the mean m of the observations. `critical` is an
     estimate of the critical batch size.
 
     Residuals that no hypothesis expected widen the covariance of a family, as in a Student-t process (Shah, Wilson,
@@ -223,12 +223,13 @@ def cost_posterior(
 ) -> Posterior:
     """Return the posterior of the log cost of an epoch at every size; at least one size has runs or was probed.
 
-    If one size has changed by d since other sizes ran, either all sizes have changed alike (as with more data), or each
-    by its own N(d/2, (d/2)²) (as with longer texts, whose padding grows with the batch). Both hypotheses are equally
-    probable a priori, and are then weighed by how well they explain the sizes that have run since the change.
+    If the log cost of one size has changed by d since other sizes ran, either all sizes have changed alike (as with
+    more data), or each size by its own amount, N(d/2, (d/2)²) (as with longer texts, whose padding grows with the
+    batch). Both hypotheses are equally probable a priori, and are then weighed by how well they explain the sizes that
+    have run since the change.
 
     `trusted` is the index of a size whose cost is not in doubt, because its current run reports it. Probed costs do not
-    count after such a change.
+    count after a change of costs.
     """
     family = laws(sizes).costs
     drift = max((abs(run.drift) for of_size in runs for run in of_size), default=0.0)
@@ -253,12 +254,13 @@ def _costs_given(
 ) -> list[Family]:
     """Return the hypotheses about costs after the observations in a summary.
 
-    The single run of a size may have been slowed by a busy machine. Beside the hypothesis that no run was slowed, there
-    is one for each such size: its observation then includes the modulus of a normal deviate of variance d, so the size
-    can cost less than observed, and hardly more. Up to the sign, this changes A by ``d·e·eᵀ`` (Sherman and Morrison,
-    Ann. Math. Stat. 21(1), 1950), and everything that follows from A by terms of f = d / (1 + d·A⁻¹_jj). The deviate is
-    then N(f·(A⁻¹r)_j, f), and has the required sign with the probability ``Φ(√f·(A⁻¹r)_j)``. If that is not small, the
-    moments are nearly those without the sign.
+    A busy machine may have slowed the single run of a size. Beside the hypothesis that no run was slowed, each size j
+    with a single run has a hypothesis that this run was slowed: the observation includes the modulus of a normal
+    deviate of variance d, so the size can cost less than observed, and hardly more. Apart from the sign of the deviate,
+    this adds ``d·e·eᵀ`` to A of `_given`, with the unit vector e of size j (Sherman and Morrison, Ann. Math. Stat.
+    21(1), 1950), and everything that follows from A by terms of f = d / (1 + d·A⁻¹_jj). The deviate is then
+    N(f·(A⁻¹r)_j, f), and has the required sign with the probability ``Φ(√f·(A⁻¹r)_j)``. Unless this probability is
+    small, the condition on the sign hardly changes the moments.
     """
     known = _known(summary)
     given, level = _given_costs(family, summary, known, probed)
@@ -291,9 +293,10 @@ def _given_costs(
 ) -> tuple[_Given, float]:
     """Return the posterior given the costs of the known sizes, relative to a level, and that level.
 
-    A probed cost counts if its size is not known. All probed costs share an error N(0, t²), t = `probe_bias_sd`, such
-    as that of another power limit. It is estimated from the n sizes that are also known: as ``n·t²/(n·t² + s²)`` times
-    their mean difference, with the variance ``t²·s²/(n·t² + s²)``, where s² is the variance of a single probe.
+    A probed cost counts only if its size is not known from runs. All probed costs share an error N(0, t²), t =
+    `probe_bias_sd`, for example by another power limit. This error is estimated from the n probed sizes that are also
+    known from runs: as ``n·t²/(n·t² + s²)`` times the mean difference between run and probe, with the variance
+    ``t²·s²/(n·t² + s²)``, where s² is the variance of a single probe.
     """
     both = [each for each in probed if each.place in known]
     single = sum(each.variance for each in both) / len(both) if both else 1.0

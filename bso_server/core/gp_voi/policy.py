@@ -1,9 +1,9 @@
-"""Policy `gp_voi`: run the batch size whose trial is worth most, and stop it where that is worth most.
+"""Policy `gp_voi`: run the batch size whose trial has the highest worth, and stop the trial where its worth is highest.
 
-A run at size b costs ``c_b · T_b``: the cost of an epoch times the epochs to the target. `prior` holds the expectations
-before any run, `gaussian_process` the posterior, `beliefs` the effect of a trial on it, `forecast` the resulting
-cost of runs, and `value` the value of a trial and where to stop it. The incumbent is the size with the lowest expected
-cost among those known to reach the target. docs/policy.md describes the policy.
+A run at size b costs ``c_b · T_b``: the cost of an epoch times the epochs to the target. `prior` contains the
+expectations before any run, `gaussian_process` the posterior, `beliefs` the memory that each trial updates, `forecast`
+the resulting cost of runs, and `value` the worth of a trial and the point at which to stop it. The incumbent is the
+size with the lowest expected cost among those known to reach the target. docs/policy.md describes the policy.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def suggest(history: History, rng: np.random.Generator) -> Suggestion:  # noqa: 
     forecast, values = Forecast.of(history, beliefs, history.in_flight), dict[int, Worth]()
     if forecast.incumbent_converges and not _has_own_run(beliefs):
         return _taken_over(history, forecast)
-    # A recurrence of the job pays for at most so many trials of other sizes, and for none after a crash.
+    # Until a run reaches the target, at most `most_missed` trials of other sizes may miss it; none follows a crash.
     may_explore = forecast.incumbent_converges and _may_explore(beliefs)
     repeat = 0.0
     if may_explore and (candidates := _candidates(forecast)):
@@ -105,14 +105,15 @@ def suggest(history: History, rng: np.random.Generator) -> Suggestion:  # noqa: 
 def bound_of(history: History, trial: TrialRecord) -> EpochBound | None:
     """Bound a running trial that was dispatched without a bound; None if it is too early to decide.
 
-    The first report of a size's first trial includes the start-up and the trial of power limits. The rest is a guess
-    from the first runs of other sizes. It ends a trial only if an even lower cost would, and only if the guess does not
-    make another size the incumbent or the incumbent cheaper: then it would judge itself.
+    The first report of a size's first trial includes the start-up and the trial of power limits. The cost of an epoch
+    without them is a guess, from the start-up of the nearest size, and is set lower by one `startup_sd`. This guess may
+    end the trial only at this report. It may not end the trial if it makes another size the incumbent, or the incumbent
+    much cheaper, because then the trial would be judged by its own guess.
     """
     job = history.job
     others = [each for each in history.in_flight if each.trial_number != trial.trial_number]
     beliefs = beliefs_of(history, others)
-    # Where no size can run any more, there is no cheaper run to compare with.
+    # Without a size that can run, or a run that reached the target, no cheaper run exists for a comparison.
     if not available_of(history) or not _has_own_run(beliefs):
         return unbounded(job.max_epochs)
     index = job.batch_sizes.index(trial.batch_size)
@@ -135,9 +136,10 @@ def bound_of(history: History, trial: TrialRecord) -> EpochBound | None:
 
 
 def _is_known(history: History, beliefs: Beliefs) -> bool:
-    """Return True if a run has reached the target, and the cost of an epoch on the job's GPUs is known of some size.
+    """Return True if some size's epochs to the target are known, and some size's cost of an epoch on the job's GPUs.
 
-    When a job has got other GPUs, the epochs to the target are still known, but no cost is before a probe or a run.
+    After a change of the job's GPUs, the epochs to the target are still known, but no cost is known until a probe or a
+    run on the new GPUs.
     """
     is_probed = bool(probed_costs(history.job, history.probe))
     return any(belief.is_observed for belief in beliefs) and (is_probed or any(belief.has_cost for belief in beliefs))
@@ -173,10 +175,10 @@ def _may_explore(beliefs: Beliefs) -> bool:
 
 
 def _first(history: History, beliefs: Beliefs, available: Sequence[int]) -> Suggestion:
-    """Suggest the size with the fewest setbacks that is nearest to the default, while no cost to the target is known.
+    """Suggest the size with the fewest setbacks, on ties nearest to the default, while no cost to the target is known.
 
     A crash at the default does not count, because the script may crash at any size. Once every size has missed the
-    target, suggest the nearest size for ever.
+    target, suggest the size nearest to the default.
     """
     job = history.job
     sizes = Sizes.of(job)
@@ -242,10 +244,10 @@ def _predicted(history: History, beliefs: Beliefs, available: Sequence[int]) -> 
 
 
 def _chosen(history: History, forecast: Forecast, values: Mapping[int, Worth], repeat: float) -> _Choice:
-    """Choose the incumbent, or another size whose trial is worth more than what another run of the incumbent teaches.
+    """Choose the size of the highest worth, if it exceeds `repeat` and the limits; otherwise choose the incumbent.
 
-    `repeat` is the value of that run. After a crash, or `most_missed` trials that missed the target, choose the
-    incumbent until a run has reached the target.
+    `repeat` is the value of what another run of the incumbent teaches. After a crash, or after `most_missed` trials
+    that missed the target, choose the incumbent until a run has reached the target.
     """
     incumbent = forecast.incumbent
     size = history.job.batch_sizes[incumbent]
@@ -288,8 +290,8 @@ def _chosen(history: History, forecast: Forecast, values: Mapping[int, Worth], r
 def _check(history: History, forecast: Forecast) -> tuple[_Choice, Worth] | None:
     """Choose a size that its own runs do not show to be dearer than the incumbent, if a trial of it is cheap; or None.
 
-    The laws may be wrong about a job. So each size is measured by and by, as long as these trials take no more than
-    the share `check_share` of the job's cost: a trial waits the longer for its turn, the more it is expected to lose.
+    The laws may be wrong about a job. So the policy measures such sizes one after another, as long as these trials cost
+    at most the share `check_share` of the job's cost: the more a trial is expected to lose, the longer it waits.
     """
     job, incumbent, sizes = history.job, forecast.incumbent, history.job.batch_sizes
     if job.beta_knob is None or forecast.tries_under_way or not forecast.allowance:
@@ -337,13 +339,13 @@ def _no_rival(forecast: Forecast) -> str:
 
 
 def _candidates(forecast: Forecast) -> list[int]:
-    """Return the indices of the few sizes that could be cheapest, and later the most promising size that never ran.
+    """Return the indices of the few sizes that could be cheapest, and later of the best-looking size that never ran.
 
-    A size could be cheapest if its cost, put a few σ below its expectation, is below the incumbent's. Samples are less
-    reliable about many sizes at once than about few, and the first trials decide how much learning costs. Later the
-    number of σ grows with the logarithm of the horizon, as the confidence bounds of bandits do (Auer, Cesa-Bianchi,
-    Fischer, Machine Learning 47, 2002), so no size stays out for ever. There are no candidates while enough trials of
-    other sizes are under way.
+    A size could be cheapest if its expected cost, less a few σ, is below the incumbent's expected cost. The list is
+    short, because samples are less reliable about many sizes at once, and because the first trials decide how much
+    learning costs. From the horizon `open_horizon` on, the number of σ grows with the logarithm of the horizon, as the
+    confidence bounds of bandits do (Auer, Cesa-Bianchi, Fischer, Machine Learning 47, 2002), so no size stays out for
+    ever. There are no candidates while enough trials of other sizes are under way.
     """
     incumbent = forecast.incumbent
     if forecast.tries_under_way >= CONSTANTS.tries_at_once:

@@ -6,11 +6,11 @@ again below a batch size S whose gradients are too noisy::
 
     log T(b) = level + a·log(1 + b/B) + log(1 + (S/b)²) + residual
 
-The cost of an epoch follows throughput, which saturates at a size b₀, softly (p = 1) or with a bend (p = 2)::
+The cost of an epoch follows throughput, which saturates at a size b₀, gradually (p = 1) or abruptly (p = 2)::
 
     log c(b) = level + log(1 + (b₀/b)^p)/p + residual
 
-B, a, S, b₀ and p of a job are unknown: each combination on a grid is a hypothesis. The levels are open, and the
+B, a, S, b₀ and p of a job are unknown: each combination on a grid is a hypothesis. The levels are unknown, too, and the
 residuals are Gaussian processes over log2 b. With a small chance a job follows none of these laws, and the epochs of
 its sizes are nearly independent.
 """
@@ -32,28 +32,28 @@ from zeus_plugins.protocol import CreatedJob
 class GpVoiConstants:
     """Constants of policy `gp_voi`, chosen on the data of docs/policy-figures.md. σ is short for standard deviation.
 
-    Lengths are in octaves of the batch size. A strength is the shape of a gamma distribution: 2 is 4 runs' worth.
+    Lengths are in octaves of the batch size.
     """
 
     # Prior of log epochs to the target.
     level_variance: float = 9.0  # variance of the levels of epochs and of their cost: large enough to be flat
-    critical_step: float = 0.75  # between critical batch sizes on the grid
+    critical_step: float = 0.75  # octaves between critical batch sizes on the grid
     exponents: tuple[float, ...] = (0.5, 1.0)  # by which epochs rise beyond the critical batch size
-    flat_chance: float = 0.15  # of no rise at all
-    too_small_chance: float = 0.3  # that some sizes are too small to make progress
+    flat_chance: float = 0.15  # chance that epochs do not rise at all
+    too_small_chance: float = 0.3  # chance that some sizes are too small to make progress
     smooth_sd: float = 0.2  # σ of the residual's part that is smooth in log2 of the batch size
     smooth_length: float = 3.0  # length scale of the smooth part
     arm_sd: float = 0.08  # σ of each batch size's own part of the residual
-    lawless_chance: float = 0.003  # that a job follows no law, and then has the following three
+    lawless_chance: float = 0.003  # chance that a job follows no law; then the next three constants hold
     lawless_sd: float = 0.5
     lawless_length: float = 4.0
     lawless_arm_sd: float = 0.4
-    break_chance: float = 0.05  # that a size without a success breaks the laws,
+    break_chance: float = 0.05  # chance that a size without a success breaks the laws,
     break_sd: float = 0.7  # and by how much: σ of its log epochs
-    divergence: float = 0.03  # hazard, per octave from the sizes that reach the target, never to reach it
+    divergence: float = 0.03  # hazard, per octave from the sizes that reach the target, that a size never does
 
     # Prior of the log cost of an epoch.
-    saturation_step: float = 0.75  # between sizes of saturation on the grid
+    saturation_step: float = 0.75  # octaves between sizes of saturation on the grid
     cost_sd: float = 0.15  # like `smooth_sd`, `smooth_length` and `arm_sd`
     cost_length: float = 4.0
     cost_arm_sd: float = 0.03
@@ -66,37 +66,37 @@ class GpVoiConstants:
     cost_run_sd: float = 0.015  # prior median of the σ of the log cost of an epoch,
     cost_run_sd_spread: float = 1.2  # and σ of its log
     cost_run_sds: tuple[float, ...] = (0.01, 0.015, 0.03, 0.06, 0.12, 0.25, 0.5)  # grid of that σ
-    slowed_chance: float = 0.02  # that a run is slowed,
+    slowed_chance: float = 0.02  # chance that a run is slowed,
     slowed_sd: float = 1.0  # and by how much: σ of its log cost
     epoch_sd: float = 0.06  # prior guess of the σ of an epoch's cost within a run, as a share of the mean
     epoch_sd_freedom: float = 2.0  # degrees of freedom that this guess is worth
     first_epoch_sd: float = 0.5  # σ of the cost guessed from a first epoch and the start-up of another size
-    most_cost_runs: int = 8  # latest runs of a size that count for the cost of an epoch
+    most_cost_runs: int = 8  # number of latest runs of a size that count for the cost of an epoch
     probe_sd: float = 0.1  # least σ of a probed log cost,
     probe_bias_sd: float = 0.3  # and σ of an error that all probed costs share, such as another power limit
     critical_sd: float = 1.6  # least σ of a critical batch size that was estimated from the gradient noise, in octaves,
     critical_wrong: float = 0.1  # and the chance that it says nothing
     supposed_share: float = 3.0  # `max_epochs` over the epochs that a first run is supposed to need
-    moved: float = 0.1  # by how much (log) a guessed cost may lower the expected cost of the incumbent and still count
-    startup_sd: float = 0.2  # σ between sizes of the log of the start-up's factor on the first epoch's cost
+    moved: float = 0.1  # a guess that lowers the incumbent's expected cost (log) by more than this stops no trial
+    startup_sd: float = 0.2  # σ, between sizes, of the log of the start-up's factor on the first epoch's cost
     scale_dof: float = 4.0  # degrees of freedom of the Student-t process: fewer widen beliefs sooner after a surprise
     largest_scale: float = 16.0  # largest factor by which a variance is widened
 
     # Value of a trial.
     samples: int = 128  # joint samples of the beliefs
-    candidates: int = 3  # sizes that are weighed,
-    open_horizon: float = 10.0  # and, from this horizon on, more and more doubtful sizes, and an unseen size
-    tries_at_once: int = 4  # trials under way at other sizes than the incumbent, from which on no other size is tried
-    most_missed: int = 2  # trials that missed the target, from which on no other size is tried until a run reaches it
-    crash_wait: int = 10  # factor, per further crash, on the recurrences that a size waits after its first: one
+    candidates: int = 3  # largest number of sizes that are compared with the incumbent,
+    open_horizon: float = 10.0  # and the horizon from which on less likely sizes and an unseen size may be among them
+    tries_at_once: int = 4  # largest number of trials under way at sizes other than the incumbent
+    most_missed: int = 2  # after this number of misses, only the incumbent runs until a run reaches the target
+    crash_wait: int = 10  # a size waits one recurrence after a crash; each further crash multiplies the wait by this
     first_horizon: float = 5.0  # future recurrences that the first decision counts on
     horizon_growth: float = 0.5  # by how much each completed recurrence raises the horizon
-    largest_cost: float = 2.5  # of a later run, in runs of the incumbent: higher costs count as equal
-    least_worth: float = 0.01  # of a trial, in runs of the incumbent,
-    least_saving: float = 0.002  # and of later runs, for a size that has reached the target: less is not tried
-    check_share: float = 0.01  # share of a job's cost for trials of sizes that nothing but a law speaks against
-    check_saving: float = 0.05  # by which such a size may be cheaper (log)
-    patient_from: float = 0.5  # allowance, in runs of the incumbent, from which on a trial costs at least one
+    largest_cost: float = 2.5  # largest cost of a later run, in runs of the incumbent; higher costs are cut to it
+    least_worth: float = 0.01  # least worth of a trial, in runs of the incumbent,
+    least_saving: float = 0.002  # and least saving, as a share of later runs, by a size that has reached the target
+    check_share: float = 0.01  # share of a job's cost for trials of sizes that only a law excludes
+    check_saving: float = 0.05  # after its first success, such a size is tried if it may save at least this (log)
+    patient_from: float = 0.5  # allowance, in runs of the incumbent, from which on a trial may cost a whole run
     further: float = (
         1.25  # a size that was stopped is tried again for this factor times the epochs that it has survived
     )
@@ -114,11 +114,11 @@ class GpVoiConstants:
     # Changes of the job, and forgetting.
     failure_prior: float = 0.02  # pseudo-count of runs that fail, per size (Beta prior),
     success_prior: float = 1.0  # and of runs that do not
-    streak_chance: float = 0.005  # a less probable streak of failures means that the job has changed,
+    streak_chance: float = 0.005  # a streak of failures with a lower probability shows a change of the job,
     least_streak: int = 2  # if it is at least this long
-    cusum_step: float = 0.5  # so does a sum of deviations, each less this many σ and at most
-    largest_surprise: float = 4.0  # this many σ,
-    cusum_bound: float = 8.0  # that exceeds this many
+    cusum_step: float = 0.5  # subtracted from each deviation (in σ) in a cumulative sum,
+    largest_surprise: float = 4.0  # after the deviation was limited to this
+    cusum_bound: float = 8.0  # a larger sum shows a change of the job
     kept_weight: float = 0.1  # weight of each size's observations (in runs) after such a change
     forgetting: float = 0.997  # factor on each observation's weight per recurrence
 

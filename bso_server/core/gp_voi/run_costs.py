@@ -28,13 +28,13 @@ _LARGEST_DEVIATIONS = 1e12
 # A larger variance would give a run no weight.
 _LARGEST_VARIANCE = 4.0
 
-# Keeps the doubt about a run that only waited finite.
+# Keeps the doubt finite for a run that only waited.
 _MOST_WAITED = 0.99
 
 SECOND_RUN = 1.5
 """A size whose runs have a smaller sum of trusts or weights has, in effect, a single run."""
 
-# A single earlier run may itself have been slowed.
+# Least number of earlier runs to compare with, because a single earlier run may itself have been slowed.
 _RUNS_BEFORE = 2
 
 
@@ -44,9 +44,9 @@ class CostRun(NamedTuple):
     Attributes:
         log_cost: Log of the mean cost of an epoch (J).
         epochs: Number of epochs in that mean.
-        deviations: Spread of their costs: ``Σ e · (r/m − 1)²`` over the reports, in the notation of
-            `Deviations`, of costs.
-        freedom: Degrees of freedom of `deviations`: reports less one.
+        deviations: Relative spread of the costs of these epochs: ``Σ e · (r/m − 1)²`` over the reports after the first,
+            with e, r and m as in `Deviations`, for costs.
+        freedom: Degrees of freedom of `deviations`: number of reports after the first, less one.
         doubt: Variance of log_cost for other reasons, such as a busy machine.
         drift: Change of the log costs of another size since this run; 0 if none.
     """
@@ -72,7 +72,7 @@ class CostRun(NamedTuple):
         return cls(log_cost, epochs, deviations, max(trial.report_count - 2.0, 0.0), doubt)
 
     def drifted(self, share: float) -> CostRun:
-        """Return the evidence if the run's own size has changed by this share of the drift; the rest adds doubt."""
+        """Return the evidence as if the run's own size had changed by this share of the drift; the rest adds doubt."""
         rest = (1 - share) * self.drift
         return self._replace(log_cost=self.log_cost + share * self.drift, doubt=self.doubt + rest * rest, drift=0.0)
 
@@ -84,8 +84,9 @@ class CostRun(NamedTuple):
 def doubt_of(trial: TrialRecord) -> float:
     """Return the variance of a trial's log costs of an epoch because the machine was busy; 0 if it was not.
 
-    A run that waited a share s of its time for a core would have taken 1 - s of its time on an idle machine, if waiting
-    were all: the log of this factor is taken for a spread. Epochs until the target do not depend on the machine.
+    A run that waited a share s of its time for a CPU core would have taken 1 - s of its time on an idle machine, if
+    waiting was its only delay. The log of this factor serves as a standard deviation. Epochs until the target do not
+    depend on the machine.
     """
     share = trial.waited_share
     return math.log1p(-min(share, _MOST_WAITED)) ** 2 if share is not None and is_busy(share) else 0.0
@@ -186,10 +187,11 @@ def run_variance(sizes: Sequence[CostRuns], within: float) -> float:
 
 
 def change_of(sizes: Sequence[CostRuns], index: int) -> float | None:
-    """Return the log of the factor by which the last two runs of a size changed in cost; None if by chance.
+    """Return the log of the factor by which the last two runs of a size changed in cost; None if it may be chance.
 
     A single slowed run is rare. Two in a row are as rare as a change of the job (longer texts, more data, another
-    machine). So a change takes two runs that both cost more, or both cost less, than two or more runs before them.
+    machine). So a change requires two runs in a row that both cost more, or both cost less, than at least two runs
+    before them.
     """
     before, latest = sizes[index][:-2], sizes[index][-2:]
     if len(before) < _RUNS_BEFORE:
@@ -204,7 +206,7 @@ def change_of(sizes: Sequence[CostRuns], index: int) -> float | None:
 
 
 def _center(runs: CostRuns) -> float:
-    """Return the median log cost; of two the lower, because disturbances slow runs down."""
+    """Return the median log cost; of two middle values the lower, because disturbances slow runs down."""
     return sorted(runs)[(len(runs) - 1) // 2].log_cost
 
 

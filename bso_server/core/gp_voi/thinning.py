@@ -1,9 +1,10 @@
-"""Few batch sizes in place of many, so that the work of a decision has a bound.
+"""Selection of a few batch sizes out of many, so that the work of a decision is bounded.
 
-The mathematics of policy `gp_voi` takes O(B³) steps over B sizes. Sizes that differ by a few percent hardly differ in
-what is believed of them. So a job with more than `MOST_SIZES` sizes is decided over a part of them: those with
-evidence, the neighbours of the cheapest known size, and others spread evenly over the octaves. The part changes with
-the evidence, so that the neighbours close in on the best size. A job with fewer sizes is not touched.
+The mathematics of policy `gp_voi` takes O(B³) steps over B sizes. Beliefs about sizes that differ by a few percent
+hardly differ. So a decision on a job with more than `MOST_SIZES` sizes considers only some of them: sizes with
+evidence, the neighbours of the cheapest known size, and others spread evenly over the octaves. The selection changes
+with the evidence, so that the neighbours close in on the best size. A job with at most `MOST_SIZES` sizes keeps all of
+them.
 """
 
 from __future__ import annotations
@@ -20,18 +21,18 @@ from bso_server.core.model import History, TrialRecord
 from zeus_plugins.protocol import CreatedJob
 
 MOST_SIZES = 64
-"""Largest number of sizes of one decision."""
+"""Largest number of sizes that one decision considers."""
 
 _MOST_WITH_EVIDENCE = 40
-"""Largest number of them that are kept for their evidence; the others are for exploration."""
+"""Largest number of sizes that are kept for their evidence; the remaining places are for exploration."""
 
 _UNKNOWN = Belief()
 
 
 def thinned(history: History, *sizes: int) -> History:
-    """Return the history of a job with at most `MOST_SIZES` sizes, among them `sizes`; arms are those of all sizes.
+    """Return the history with at most `MOST_SIZES` sizes of the job, among them `sizes`, but the arms of all sizes.
 
-    Return `history` itself if the job has no more sizes, or if none of them can run.
+    Return `history` itself if the job has at most `MOST_SIZES` sizes, or if no size can run.
     """
     job, beliefs = history.job, history.memory
     if len(job.batch_sizes) <= MOST_SIZES:
@@ -56,7 +57,8 @@ def thinned(history: History, *sizes: int) -> History:
 def after(beliefs: Beliefs, job: CreatedJob, trial: TrialRecord) -> Beliefs:
     """Return the beliefs once this trial has ended.
 
-    Sizes without evidence have no influence on it, and keep their beliefs. So do sizes beyond the limit.
+    Sizes without evidence do not influence the result, and keep their beliefs. Sizes beyond the limit of
+    `with_evidence` keep their beliefs, too.
     """
     if len(beliefs) <= MOST_SIZES:
         return whole.after(beliefs, job, trial)
@@ -69,13 +71,14 @@ def after(beliefs: Beliefs, job: CreatedJob, trial: TrialRecord) -> Beliefs:
 def with_evidence(job: CreatedJob, beliefs: Beliefs, center: int, first: Sequence[int]) -> set[int]:
     """Return the sizes that are kept for their evidence, at most `_MOST_WITH_EVIDENCE`.
 
-    These are the default, the smallest and the largest size, on which the prior depends, the sizes `first`, and those
-    that have had trials. If these are too many, those with setbacks come before others, then half of the places are for
-    the sizes nearest to `center`, and half for sizes spread over the octaves.
+    These are the default, the smallest and the largest size, on which the prior depends; `center`; the sizes `first`;
+    and sizes that have had trials. If these sizes are too many, sizes with setbacks precede the other sizes with
+    trials. Half of the places that then remain are for the sizes nearest to `center`, and half for sizes spread over
+    the octaves.
     """
     seen = [size for size, belief in zip(job.batch_sizes, beliefs, strict=True) if belief != _UNKNOWN]
     unlucky = [size for size, belief in zip(job.batch_sizes, beliefs, strict=True) if belief.setbacks]
-    # A dict keeps the order: the last ones give way.
+    # A dict keeps the order, so that the limit removes the last sizes.
     kept = dict.fromkeys(
         [job.default_batch_size, job.batch_sizes[0], job.batch_sizes[-1], center, *first, *_nearest(unlucky, center)]
     )
@@ -96,7 +99,7 @@ def neighbours(sizes: Sequence[int], center: int) -> list[int]:
 
 
 def spread(sizes: Sequence[int], places: int) -> list[int]:
-    """Return the sizes nearest to `places` points that divide the octaves of all evenly, each once, ascending."""
+    """Return the sizes nearest to `places` points that are spread evenly over the octaves; each once, ascending."""
     if places < 2 or not sizes:
         return list(sizes[: max(places, 0)])
     low, high = math.log2(sizes[0]), math.log2(sizes[-1])
@@ -106,7 +109,7 @@ def spread(sizes: Sequence[int], places: int) -> list[int]:
 
 
 def _nearest(sizes: Iterable[int], center: float) -> list[int]:
-    """Return sizes by their distance from `center` in octaves."""
+    """Return the sizes in order of their distance from `center` in octaves."""
     return sorted(sizes, key=lambda size: abs(math.log2(size / center)))
 
 

@@ -1,10 +1,10 @@
-"""Value of a trial of a batch size: what it may teach about all sizes, against its expected cost.
+"""Worth of a trial of a batch size: the value of what it may teach about all sizes, less its expected extra cost.
 
 All amounts are in runs of the incumbent. Beliefs are represented by S joint samples of every size's log epochs and log
 cost of an epoch. A trial has an outcome in each sample, and that outcome reweighs all samples. Every later run then
 saves the difference between the incumbent and the size that is best under the new weights (knowledge gradient: Frazier,
-Powell, Dayanik, INFORMS J. Comput. 21(4), 2009). A trial that is stopped teaches less and costs less, so the best point
-to stop it is chosen together with the trial.
+Powell, Dayanik, INFORMS J. Comput. 21(4), 2009). A trial that is stopped teaches less and costs less, so the policy
+chooses a trial together with the best point to stop it.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from zeus_plugins.protocol import CreatedJob, Origin
 _LARGEST_LOG = 60.0
 _LEAST_WEIGHT = 1e-12
 
-# Above this, the first epochs of a trial teach something about the cost of an epoch.
+# If the variance of the log cost of an epoch is larger, a trial teaches something about this cost.
 _UNKNOWN_COST_VARIANCE = 1e-3
 _LEAST_COST_SD = 0.03
 
-# Tolerance, so that rounding does not cross limits that whole epochs fill exactly.
+# Tolerance for rounding errors, so that a limit that whole epochs fill exactly is not crossed.
 _ROUNDING = 1e-9
 
 
@@ -39,7 +39,8 @@ class Worth:
     Attributes:
         chance: Probability that the size's expected cost is below the incumbent's.
         value: Value of information: expected savings of later runs thanks to the trial's outcome.
-        loss: Expected extra cost of the trial over a run of the incumbent, which follows if the trial is stopped.
+        loss: Expected cost of the trial, and of the run of the incumbent that follows if the trial is stopped, less the
+            cost of a run of the incumbent.
         stop_share: Cost at which the trial is stopped, in runs of the incumbent; infinite if it never is.
     """
 
@@ -64,9 +65,9 @@ def stop_shares(beta: float | None) -> tuple[float, ...]:
 def worths(
     forecast: Forecast, candidates: Iterable[int], shares: Sequence[float], *, max_epochs: int
 ) -> dict[int, Worth]:
-    """Return the worth of a trial of each candidate size, by index, when it is stopped at the best of these shares.
+    """Return the worth of a trial of each candidate, by index, if the trial is stopped at the best of these shares.
 
-    `shares` are costs in runs of the incumbent. A run of the incumbent itself is not stopped, and loses nothing.
+    `shares` are costs in runs of the incumbent. A run of the incumbent itself is not stopped.
     """
     scale, unlimited = _Scale(forecast, max_epochs), np.array([math.inf])
     return {
@@ -171,7 +172,7 @@ class _Scale:
 
 def _squares(ones: Array, others: Array, sd: float) -> NDArray[np.float32]:
     """Return ``½·((a − b)/s)²`` for each pair of values: shape (ones, others)."""
-    # Single precision resolves most near 0.
+    # Values are centred, because single precision is finest near 0.
     center, scale = float(others.mean()), math.sqrt(0.5) / sd
     left, right = ((values - center) * scale for values in (ones, others))
     differences = np.subtract.outer(left.astype(np.float32), right.astype(np.float32))
@@ -195,8 +196,8 @@ def bound(job: CreatedJob, forecast: Forecast, index: int, origin: Origin, worth
     """Return the bound of a trial of `origin` at the size with this index, whose cost of an epoch is roughly known.
 
     The bound of the incumbent only ends runs that do not converge. A trial of another size is stopped where its worth
-    is greatest; `worth` saves computing it again. Without `beta_knob`, or until a size is known to reach the target, no
-    trial is stopped early. `forecast` includes all other trials under way.
+    is highest; callers that know this worth pass it as `worth`. Without `beta_knob`, or until a size is known to reach
+    the target, no trial is stopped early. `forecast` includes all other trials under way.
     """
     if job.beta_knob is None or not forecast.incumbent_converges:
         return unbounded(job.max_epochs)
@@ -215,8 +216,8 @@ def bound(job: CreatedJob, forecast: Forecast, index: int, origin: Origin, worth
 def _bound_of_incumbent(job: CreatedJob, forecast: Forecast, index: int) -> EpochBound:
     """Return a bound of ``e^m · max(incumbent_allowance, e^(incumbent_sds · s))`` epochs, for log epochs N(m, s²).
 
-    The bound doubles at each further retry of this size. The first run of a size that was taken over from another job
-    is stopped once its epochs refute the other job's.
+    The bound doubles with each miss of this size after the first. The first run of a size that only another job has
+    learned is stopped once its epochs refute the other job's epochs, at `warm_surprise` σ.
     """
     mean, variance = forecast.epochs.of_run(index)
     belief, sds, least = forecast.beliefs[index], CONSTANTS.incumbent_sds, CONSTANTS.incumbent_allowance
@@ -235,7 +236,7 @@ def _bound_of_incumbent(job: CreatedJob, forecast: Forecast, index: int) -> Epoc
 
 
 def bound_of_try(share: float, *, epoch_j: float, incumbent_j: float, max_epochs: int) -> EpochBound:
-    """Bound a trial to `share` (may be infinite) of the cost of a run of the incumbent, at least to its first epoch.
+    """Bound a trial to `share` (may be infinite) of the cost of a run of the incumbent, and to at least one epoch.
 
     `epoch_j` is the cost of an epoch of the trial, `incumbent_j` the cost of a run of the incumbent, in joules.
     """
