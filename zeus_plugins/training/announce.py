@@ -17,7 +17,7 @@ from zeus_plugins.training.trial import TrialInfo
 _logger = logging.getLogger("zeus_plugins")
 
 LATEST_TRIALS = 100
-"""Number of the job's latest trials on which warnings are based."""
+"""Number of the job's latest trials that are checked for warnings."""
 
 _CONSEQUENCES: dict[EndingState, str] = {
     TrialState.FAILED: "it counts as failed",
@@ -41,9 +41,10 @@ class Announcer:
         self._has_reported = False
 
     def begun(self, trial: TrialInfo, place: str, *, to_trackers: bool = True) -> None:
-        """Report the batch size, also to the trackers; at the job's first launch also its guesses.
+        """Report the batch size to the user and, unless `to_trackers` is False, to the experiment trackers.
 
-        `place` is where the results are kept.
+        For the job's first trial or an offline trial, also report the job's guessed settings, and `place`, where the
+        results are kept.
         """
         size, reason = trial.batch_size, trial.reason or "chosen by the server"
         hyperparameters: dict[str, str | int] = {
@@ -65,7 +66,7 @@ class Announcer:
         self.say(f"results are kept in {place}")
 
     def scaled(self, scaling: str, factors: Iterable[tuple[float, object]]) -> None:
-        """Report the factors on the learning rates of optimizers; nothing with the rule "none"."""
+        """Report the factor on the learning rate of each optimizer; with the rule "none", report nothing."""
         told = dict.fromkeys(lr_scaling_in_words(scaling, factor, optimizer) for factor, optimizer in factors)
         if scaling != LrScaling.NONE:
             self.say(f"learning rate {'; '.join(told)}")
@@ -104,10 +105,10 @@ class Announcer:
     def ended(
         self, trial: TrialInfo, view: JobView | None, *, went_on: bool = False, next_step: str | None = None
     ) -> None:
-        """Report the outcome of a trial that no error ended.
+        """Report the outcome of a trial that ended without an error.
 
-        `view` is the job on the server, None if unknown. The training `went_on` if the target did not stop it.
-        `next_step` is a sentence about what follows; None for what the job suggests.
+        `view` is the job on the server, None if unknown. `went_on` is True if the training continued after the target.
+        `next_step` is a sentence that replaces the advice derived from the job, or None.
         """
         self.say(f"{trial}")
         if went_on:
@@ -123,7 +124,7 @@ class Announcer:
         self.say(" ".join(told))
 
     def broken_off(self, trial: TrialInfo, error: BaseException, view: JobView | None) -> None:
-        """Report the outcome of a trial that an error ended; `view` is the job after a crash, if known."""
+        """Report the outcome of a trial that an error ended; `view` is the job on the server after a crash, or None."""
         if trial.is_over:
             return
         consequence = _CONSEQUENCES[outcome_of(error)]
@@ -133,7 +134,7 @@ class Announcer:
         self.say(f"{ended} after {trial.spent}: {consequence}.")
 
     def _against(self, size: int) -> str:
-        """Return how a batch size compares with the job's default and with the script's size."""
+        """Return a phrase that compares a batch size with the job's default and with the script's own size."""
         default, own = self._plan.job.default_batch_size, self._plan.script_size
         script = "" if own in (None, default) else f" (the script has {own})"
         if own == default:
@@ -181,7 +182,7 @@ def _after_crash(trial: TrialInfo, view: JobView) -> str:
 
 
 def warn_of_scopes(job: JobView) -> None:
-    """Warn if the latest trials measured the energy of GPUs in part, and of whole modules in part."""
+    """Warn if some of the latest trials measured the energy of the GPUs only, and others that of whole modules."""
     numbers = scopes_in(trial.energy_source or "" for trial in job.trials)
     if all(numbers):
         _logger.warning(

@@ -21,13 +21,13 @@ from zeus_plugins.protocol import ID_PATTERN, MAX_ID_LENGTH, MAX_MARGINS, MAX_WA
 from zeus_plugins.training.lr_scaling import lr_factor
 
 OnFailure = Literal["raise", "stop", "finish"]
-"""The end of a training whose trial missed its target: see `BatchSizeArguments`."""
+"""Choices for a training whose trial missed its target: see `on_failure` in `BatchSizeArguments`."""
 
 AfterTarget = Literal["stop", "continue"]
-"""The rest of a training whose trial has reached its target, likewise."""
+"""Choices for a training whose trial has reached its target: see `after_target` in `BatchSizeArguments`."""
 
 OnUnreachable = Literal["default", "raise"]
-"""The beginning of a training while the server is away, likewise."""
+"""Choices for a training that begins while the server is away: see `on_unreachable` in `BatchSizeArguments`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +62,7 @@ class TrialOptions:
         lr_factor(self.lr_scaling, 1, 1)  # raises for an unknown rule
 
 
-# The job may have margins for further names.
+# The rest of MAX_WATCHED is left for the names of `JobSpec.no_worse_than_default`.
 _MOST_NAMES = MAX_WATCHED - MAX_MARGINS
 _NAMES = TypeAdapter(tuple[MetricName, ...])
 
@@ -70,7 +70,8 @@ _END = (
     "there is no equivalent: a run ends at its target, at max_epochs, or when it costs more than it is worth; "
     "EarlyStopping may stay beside this callback"
 )
-# Names of arguments of EarlyStopping, ModelCheckpoint, TrainingArguments and Zeus, and likely slips, by their answers.
+# For each answer, the wrong argument names that get it: arguments of EarlyStopping, ModelCheckpoint, TrainingArguments
+# and Zeus, and likely slips.
 _NAMES_BY_ANSWER = {
     "say batch_sizes=[…], global sizes to choose from; your own size is the script's": "batch_size sizes",
     "there is no equivalent: a metric that is NaN or infinite always ends the run": "check_finite",
@@ -91,7 +92,7 @@ _ANSWERS = {name: answer for answer, names in _NAMES_BY_ANSWER.items() for name 
 
 
 def refuse_unknown(callback: type, unknown: Iterable[str]) -> None:
-    """Raise an error that names the right argument in place of each unknown one."""
+    """If there are `unknown` arguments, raise an error that names the right argument for each of them."""
     known = [name for name, each in signature(callback).parameters.items() if each.kind is not each.VAR_KEYWORD]
     answers = [f"{callback.__name__} has no {name}=: {_answer(name, known)}" for name in unknown]
     if answers:
@@ -118,14 +119,14 @@ def check_choice(name: str, value: str, choices: Any) -> None:
 
 
 def check_scope(scope: str, monitor: EnergyMonitor | WindowMonitor | None) -> None:
-    """Raise `ZeusBSOConfigError` for an unknown `energy_scope`, or for a node's beside a monitor of the user."""
+    """Raise `ZeusBSOConfigError` if `scope` is unknown, or is ``"node"`` while the user has given a monitor."""
     check_choice("energy_scope", scope, EnergyScope)
     if scope == "node" and monitor is not None:
         raise ZeusBSOConfigError("energy_scope='node' chooses the monitors: leave out energy_monitor")
 
 
 def checked_sizes(batch_sizes: Any) -> tuple[int, ...]:
-    """Return the sizes, ascending."""
+    """Validate the batch sizes, and return them in ascending order."""
     sizes = [] if isinstance(batch_sizes, str) or not isinstance(batch_sizes, Iterable) else list(batch_sizes)
     if not sizes or len(set(sizes)) < len(sizes):
         raise ZeusBSOConfigError(
@@ -165,7 +166,7 @@ def _is_a(kind: type, value: Any) -> bool:
 
 
 def _unquoted(value: Any, number: type) -> str:
-    """Return a hint for a number that is written as a text."""
+    """Return a hint if the value is a number written as a string; otherwise an empty text."""
     try:
         return f", without quotes: {number(value)}" if isinstance(value, str) else ""
     except ValueError:

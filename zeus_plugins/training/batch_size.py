@@ -24,7 +24,7 @@ from zeus_plugins.training.defaults import JobWish, as_job
 from zeus_plugins.training.run import TrialRun
 from zeus_plugins.training.trial import TrialInfo
 
-# jsonargparse (LightningCLI) saves this in place of a secret.
+# jsonargparse (LightningCLI) saves this mask in place of a secret.
 _MASK = "**********"
 
 
@@ -61,45 +61,49 @@ class BatchSizeArguments:
         """Keep the arguments; the training begins later.
 
         Args:
-            job: A text is `monitor`. Otherwise the recurring job, or its fields in a mapping; None: the arguments down
-                to `confirm` and the training define the job (docs/reference.md).
-            monitor: Name of the logged metric of the target. With Hugging Face, its prefix ``eval_`` may be left out;
-                with ``eval_strategy="no"``, a name in the training's logs such as ``loss``.
-            target: Value of the metric at which the training is done (docs/target.md); in place of a job. None: learned
-                from the job's first three runs, which train at your own size to their end.
-            mode: ``"max"`` if the metric rises as the model improves, ``"min"`` if it falls; None: from other settings
-                of the script for this metric, such as those of ModelCheckpoint, or from its name.
+            job: The recurring job, or its fields in a mapping. None: the arguments down to `confirm` and the training
+                define the job (docs/reference.md). A text without a `monitor` is taken as the `monitor`.
+            monitor: Name under which the training logs the metric of the target. With Hugging Face, the prefix
+                ``eval_`` may be left out; with ``eval_strategy="no"``, give a name in the training's logs, such as
+                ``loss``.
+            target: Value of the metric at which the training is done (docs/target.md). None: the server learns it from
+                the job's first three runs, which train at your own size to their end.
+            mode: ``"max"`` if the metric rises as the model improves, ``"min"`` if it falls. None: the mode follows
+                from other settings of the script for this metric, such as those of ModelCheckpoint, or from its name.
             batch_sizes: Global batch sizes to choose from: samples per optimizer step over all devices and accumulated
-                batches. The script's own size is added. None: that size, halved and doubled.
-            max_epochs: Epochs after which a run has missed its target; None: the trainer's.
-            job_id: Id of a job without `job`; None: made from script, model class, metric, target and GPUs.
+                batches. The script's own size is added. None: the script's own size, and up to three halvings and
+                doublings of it.
+            max_epochs: Epochs after which a run without the target has missed it. None: the trainer's number of epochs.
+            job_id: Id of the job, if `job` is None. None: made from script, model class, metric, target and GPUs.
             confirm: Number of evaluations in a row that must reach the target. None: one.
             server_url: URL of the server. None: ``ZEUS_SERVER_URL``, or a server in this process (needs the extra
                 ``server``).
             token: The server's access token. None: ``ZEUS_BSO_TOKEN``.
-            lr_scaling: Rule by which learning rates, configured for the default batch size, follow the batch size;
-                ``"auto"`` takes the rule of the optimizer's kind (docs/schedules.md).
+            lr_scaling: Rule that scales the learning rates, which the script sets for the default batch size, to the
+                trial's batch size. ``"auto"`` takes the rule for the optimizer's kind (docs/schedules.md).
             energy_monitor: Measures energy and time, with the interface of Zeus's `ZeusMonitor` or ours. None: the best
                 monitor of this machine.
             energy_scope: ``"gpu"`` counts the energy of the training devices; ``"node"`` also that of the CPU packages
-                and memory beside GPUs, where it can be read (docs/energy.md). A job whose scope changes is a job on
-                other hardware: the costs of its earlier trials no longer count.
-            max_per_device_batch_size: Largest batch that one device holds; beyond it, the callback raises Lightning's
-                `accumulate_grad_batches` or Hugging Face's `gradient_accumulation_steps`.
+                and memory beside GPUs, where it can be read (docs/energy.md). A change of scope is treated like a
+                change of hardware: the costs of the job's earlier trials no longer count.
+            max_per_device_batch_size: Largest batch that fits on one device. For larger batches, the callback
+                increases Lightning's `accumulate_grad_batches` or Hugging Face's `gradient_accumulation_steps`.
             on_failure: After a trial that missed its target, ``"raise"`` `ZeusBSOTrainFailError`, just ``"stop"``, or
                 ``"finish"`` the run at the best known batch size in the same launch (docs/finishing.md).
-            restart: With ``"finish"``, train from the first weights of this launch instead of the present ones.
-            after_target: At the target, ``"stop"`` the training, or report its cost and ``"continue"`` to the end that
-                the script sets, unmeasured (docs/target.md).
+            restart: With ``on_failure="finish"``, finish the run from the weights at the start of this launch instead
+                of the present weights.
+            after_target: At the target, ``"stop"`` the training, or report its cost and ``"continue"`` without
+                measuring to the end that the script sets (docs/target.md).
             on_unreachable: If the server is away when the training begins, train at the ``"default"`` batch size and
-                report the trial later, or ``"raise"`` an error. Losing the server later never ends a training.
-            strict: Raise an error, not a warning, if the job's model, framework, optimizer or metric has changed.
+                report the trial later, or ``"raise"`` an error. A server that fails later never ends a training.
+            strict: If the model, framework, optimizer or metric differs from the job's earlier trainings, raise an
+                error instead of a warning.
             quiet: Print no lines when the trial begins and ends.
             watch: Names of further metrics that the training logs, such as ``("val_loss", "test_acc")``. Their last
                 values are recorded, and compared between batch sizes (docs/quality.md).
             probe: ``"auto"`` times a few passes at other batch sizes in the job's first run, which leaves no trace in
                 the training (docs/probing.md); ``"off"`` does not.
-            **unknown: None are allowed; the error names the right argument.
+            **unknown: Not allowed: raises an error that names the right argument.
 
         Raises:
             ZeusBSOConfigError: An argument is invalid or unknown. The training raises it for an invalid job, trainer or
@@ -148,11 +152,12 @@ class BatchSizeArguments:
     def trial(self) -> TrialInfo:
         """The trial of the present or latest training: batch size, trial number, verdict, totals.
 
-        After a training that no error ended, its `verdict` is not None and says stop.
+        After a training that ended without an error, the trial's `verdict` is not None and says stop.
 
         Raises:
-            ZeusBSOOperationOrderError: There was no training yet, it continued a checkpoint without a trial, or it ran
-                in processes that have ended (Lightning's strategy ``ddp_spawn``).
+            ZeusBSOOperationOrderError: There was no training yet, or the training had no trial because it continued a
+                trained model or a checkpoint without a trial, or it ran in processes that have ended (Lightning's
+                strategy ``ddp_spawn``).
         """
         if self._run.trial is None:
             raise ZeusBSOOperationOrderError(
@@ -164,7 +169,7 @@ class BatchSizeArguments:
 
     @property
     def converged(self) -> bool:
-        """True if the present or latest training has reached its target; the same errors as `trial`."""
+        """True if the present or latest training has reached its target. Raises the same errors as `trial`."""
         return self.trial.converged
 
     @property
@@ -174,15 +179,15 @@ class BatchSizeArguments:
 
     @property
     def has_trial(self) -> bool:
-        """True if there is a trial."""
+        """True if the present or latest training has a trial."""
         return self._run.trial is not None
 
     @property
     def lr_factor(self) -> float:
-        """The factor on learning rates for the trial's batch size, by `lr_scaling`; 1 before that is known."""
+        """The factor on learning rates for the trial's batch size, by `lr_scaling`; 1 before the size is known."""
         return self._run.lr_factor
 
     def keep_power_limits(self, choice: PowerLimitChoice) -> None:
-        """Let the server keep the results of a power-limit callback; called on rank 0."""
+        """Store the results of a power-limit callback on the server; call it on rank 0."""
         if self._run.active is not None:
             self._run.active.keep_power_limits(choice)

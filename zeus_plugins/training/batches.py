@@ -1,9 +1,10 @@
 """The batches of a training: the split of a global size over devices, the size of loaders, and counts of real batches.
 
-A loader may not follow the size that was set: its sampler may have made the batches before, its data set may have read
-the size once, or a module may accumulate by hand. Therefore the first batches of each epoch and the first optimizer
-steps of a training are counted; batches of different sizes are counted throughout. The declared length of a loader must
-follow its size too, because trainers end an epoch by it, and the collate function must use all items of a batch.
+A loader may ignore the batch size that was set: its sampler may have made the batches before, its data set may have
+read the size once, or a module may accumulate by hand. Therefore this module counts the samples in the first batches of
+each epoch (in all batches, if they differ in size) and the batches of the first optimizer steps. The declared length of
+a loader must change with its batch size, because trainers end an epoch by this length. The collate function must use
+all items of a batch.
 
 Loaders are changed in place, because remaking them fails for subclasses and positional arguments. This module does not
 import torch: a loader is any object with a `batch_sampler` or a `batch_size`.
@@ -25,7 +26,7 @@ from zeus_plugins.training.patches import Patches
 TOLERANCE = 0.1
 """Largest relative deviation of the mean size of uneven batches from the size that was set."""
 
-# Number of an epoch's batches that must have one size before the others are assumed to have it.
+# Number of an epoch's batches that must have the same size before the later batches are assumed to have this size.
 _FIRST = 4
 # Packages whose samplers deliver batches of one size, except for the last.
 _EVEN_SAMPLERS = ("torch.", "accelerate.")
@@ -33,7 +34,7 @@ _EVEN_SAMPLERS = ("torch.", "accelerate.")
 
 @dataclass(frozen=True, slots=True)
 class BatchSplit:
-    """Split of one optimizer step: samples in a batch of a device, and batches whose gradients are summed."""
+    """Split of an optimizer step: samples per batch on a device, and batches whose gradients a device accumulates."""
 
     per_device: int
     accumulation: int
@@ -44,8 +45,8 @@ def split_batch(
 ) -> BatchSplit | None:
     """Split a global batch size: ``global = per_device · world_size · accumulation``.
 
-    Return the split with the least accumulation, from `accumulation` (the user's) upward as `max_per_device` requires;
-    None if the size cannot be spread evenly over the `world_size` devices.
+    Return the split with the fewest accumulated batches: at least `accumulation` (the user's setting), and more if
+    `max_per_device` requires it. Return None if the size cannot be split evenly in this way.
     """
     per_device_step, remainder = divmod(global_batch_size, world_size)
     if remainder:
@@ -59,7 +60,7 @@ def split_batch(
 
 
 def scaled_together(sizes: Sequence[int], largest: int) -> list[int]:
-    """Return batch sizes in the proportion of `sizes`, the largest being `largest`; raise if one is not whole."""
+    """Scale `sizes` so that the largest becomes `largest`; raise `ZeusBSOConfigError` if one is no whole number."""
     before = max(sizes)
     if any(size * largest % before for size in sizes):
         raise ZeusBSOConfigError(
@@ -74,9 +75,9 @@ def resize_loader(
 ) -> None:
     """Make a loader deliver another batch size to this process from its next iteration on.
 
-    Accelerate nests samplers, each of which keeps a batch size. If accelerate splits batches over the processes, that
-    size is the sum over all `processes` that get different data. Raise `ZeusBSOConfigError` for a loader without a
-    batch size; unless a sampler `needs_size`, it may lack one.
+    Accelerate nests samplers, each of which keeps a batch size. If accelerate splits each batch over the processes,
+    this kept size is the sum over all `processes` that get different data. Raise `ZeusBSOConfigError` for a loader
+    without a batch size, except for a loader with a batch sampler if `needs_size` is False.
     """
     batchers = _batchers(loader)
     samplers = nested_samplers(getattr(unwrapped(loader), "batch_sampler", None))
@@ -98,7 +99,10 @@ def resize_loader(
 
 
 def check_resizable(loader: Any) -> None:
-    """Raise `ZeusBSOConfigError` if the length of a loader would not follow another batch size; change nothing."""
+    """Raise `ZeusBSOConfigError` if the declared length of a loader would not change with its batch size.
+
+    The loader keeps its batch size.
+    """
     size = delivered_batch_size(loader)
     if size is None:
         return
@@ -110,7 +114,7 @@ def check_resizable(loader: Any) -> None:
 
 
 def _declared_samples(batcher: Any) -> int | None:
-    """Return the samples of an epoch by the length that a batch sampler or loader declares, or None."""
+    """Return the samples of an epoch: declared length × batch size of a batch sampler or loader; None if unknown."""
     size = getattr(batcher, "batch_size", None)
     try:
         return len(batcher) * size if isinstance(size, int) else None
@@ -119,11 +123,11 @@ def _declared_samples(batcher: Any) -> int | None:
 
 
 def _check_length(batcher: Any, before: int | None, old_size: int, new_size: int) -> None:
-    """Raise `ZeusBSOConfigError` if the declared length has not followed the batch size; `before` as declared then."""
+    """Raise `ZeusBSOConfigError` if an epoch no longer declares about `before` samples, its number at `old_size`."""
     after = _declared_samples(batcher)
     if before is None or after is None:
         return
-    # Each data set may end with an incomplete batch, and batches of different sizes fill an epoch only about evenly.
+    # Each data set may end with an incomplete batch. Batches of different sizes change the declared number a little.
     parts = max(1, len(getattr(batcher, "batch_samplers", ())))
     is_even = type(batcher).__module__.startswith(_EVEN_SAMPLERS)
     if abs(after - before) < max(old_size, new_size) * parts + (0 if is_even else TOLERANCE * before):
@@ -146,17 +150,17 @@ def delivered_batch_size(loader: Any) -> int | None:
 
 
 def process_batch_sizes(loader: Any, processes: int) -> set[float]:
-    """Return the batch sizes for one process that the parts of such a loader declare; one size if they agree."""
+    """Return the batch sizes per process that the parts of a loader declare: a single size if all parts agree."""
     return {batcher.batch_size / (processes if is_shared else 1) for batcher, is_shared in _batchers(loader)}
 
 
 def unwrapped(loader: Any) -> Any:
-    """Return the loader within a wrapper of accelerate's, or the loader itself."""
+    """Return the loader that accelerate has wrapped, or the loader itself if it is not wrapped."""
     return getattr(loader, "base_dataloader", loader)
 
 
 def _batchers(loader: Any) -> list[tuple[Any, bool]]:
-    """Return the parts of a loader that keep a batch size, and whether it is the sum over all processes."""
+    """Return the parts of a loader that keep a batch size, each with True if it is a sum over all processes."""
     inner = unwrapped(loader)
     is_shared = getattr(loader, "split_batches", False)
     found: list[tuple[Any, bool]] = [(inner, is_shared)]
@@ -175,7 +179,7 @@ def _batchers(loader: Any) -> list[tuple[Any, bool]]:
 class SampleCount:
     """Counts the samples in the batches of one loader.
 
-    Each batch but the last of an epoch should have `expected` samples; `remedy` is the advice in the error.
+    Each batch except the last of an epoch should have `expected` samples; `remedy` is the advice in the error.
     """
 
     def __init__(self, expected: int, remedy: str) -> None:
@@ -190,9 +194,9 @@ class SampleCount:
     def watch(self, loader: Any, patches: Patches) -> None:
         """Count from the loader's next iteration on.
 
-        Batches of indices are counted at the sampler. Of loaders without one, the batches themselves are counted; of a
-        stream that a torch DataLoader batches, only a single batch, as such batches may hold tensors of any shape.
-        The loader's collate function is checked at its first batch.
+        If the loader has a batch sampler, count the indices of each batch. Otherwise count the samples in the batches.
+        In an epoch of a stream that a torch DataLoader batches, only a single batch is checked, because the tensors of
+        such batches may have any shape. The loader's collate function is checked at its first batch.
         """
         inner = unwrapped(loader)
         sampler = getattr(inner, "batch_sampler", None)
@@ -214,14 +218,14 @@ class SampleCount:
     def check(self) -> None:
         """Raise `ZeusBSOConfigError` if the epoch's batches so far do not have the expected size.
 
-        If their sizes differ, their mean may deviate by `TOLERANCE`.
+        If the batches differ in size, the mean size may deviate from the expected size by `TOLERANCE`.
         """
         sizes = self._sizes
         if 0 < len(sizes) < _FIRST:
             self._check_few()
         if len(sizes) < _FIRST or self._lone_only or set(sizes[:-1]) == {self._expected}:
             return
-        # A sampler of several data sets delivers a last batch of each.
+        # A sampler over several data sets delivers a smaller last batch for each data set: leave out these batches.
         full = sorted(sizes)[self._parts :] if self._parts > 1 else sizes
         mean = sum(full) / len(full)
         if abs(mean - self._expected) > TOLERANCE * self._expected:
@@ -235,7 +239,7 @@ class SampleCount:
             if size is None:  # the size of these batches is unknown
                 yield batch
                 return
-            # None of these is the epoch's last batch, which may be smaller.
+            # Another batch follows, so none of the counted batches is the epoch's last batch, which may be smaller.
             if len(sizes) == _FIRST and not self._lone_only and len(set(sizes)) == 1 and sizes[0] != self._expected:
                 raise self._error(f"{sizes[0]} samples in each batch")
             sizes.append(size)
@@ -247,7 +251,7 @@ class SampleCount:
         self._check_few()
 
     def _check_few(self) -> None:
-        """Check an epoch that has delivered at least one batch, but too few for a mean."""
+        """Check an epoch that has delivered at least one batch, but too few batches for a mean."""
         sizes, expected = self._sizes, self._expected
         if len(sizes) == 1 and sizes[0] < expected:
             raise ZeusBSOConfigError(
@@ -267,10 +271,10 @@ class SampleCount:
 
 
 class CheckedCollate:
-    """A collate function that raises `ZeusBSOConfigError` if a batch of two items holds no more than one of one item.
+    """A collate function that raises `ZeusBSOConfigError` if it makes no more data of two items than of one item.
 
-    Such items are batches already: only the first of a larger batch would be trained, and its cost would seem to fall
-    with the batch size. The check happens at the first call, where the items are, and in each worker. It collates
+    In this case each item is a batch already: only the first item of a batch would be trained, and the cost would seem
+    to fall as the batch size rises. Each process that loads data makes the check at its first call. The check collates
     copies of an item, and restores the states of random numbers.
     """
 
@@ -279,7 +283,7 @@ class CheckedCollate:
 
     def __call__(self, items: Any) -> Any:
         """Return the batch of these items."""
-        # From now on, calls of this object are calls of the function, without any Python code of ours.
+        # Later calls of this object go directly to the collate function, so that the check costs nothing then.
         self.__class__ = type("CheckedCollate", (CheckedCollate,), {"__call__": staticmethod(self._collate)})
         self._check(items)
         return self._collate(items)
@@ -295,7 +299,7 @@ class CheckedCollate:
                 one, two = (
                     _elements(self._collate([copy.deepcopy(items[0]) for _ in range(number)])) for number in (1, 2)
                 )
-        except Exception:  # the function may need items that differ, or more of them; the training shows its errors
+        except Exception:  # the function may need different items, or more items; the training shows its own errors
             return
         if not one or two is None or two > one:
             return
@@ -307,7 +311,7 @@ class CheckedCollate:
 
 
 def _elements(batch: Any) -> int | None:
-    """Return the number of numbers and texts in a batch; None if something in it is of another kind."""
+    """Count the numbers and texts in a batch; return None if the batch contains anything else."""
     count = 0
     for leaf in _leaves(batch):
         if hasattr(leaf, "shape"):
@@ -320,9 +324,9 @@ def _elements(batch: Any) -> int | None:
 
 
 class StepCount:
-    """Counts the batches between optimizer steps until they are the `accumulation` that was set.
+    """Counts the batches between optimizer steps until this number equals the `accumulation` that was set.
 
-    Steps of torch's optimizers are counted, each optimizer's and the sum; other optimizers are ignored.
+    It counts the steps of each torch optimizer, and those of all optimizers together; other optimizers are ignored.
     """
 
     def __init__(self, optimizers: Sequence[Any], accumulation: int) -> None:
@@ -339,19 +343,19 @@ class StepCount:
 
     @property
     def is_counting(self) -> bool:
-        """Whether the count has not yet seen enough steps."""
+        """True until a gap between two steps has matched the accumulation, or counting was stopped."""
         return bool(self._handles)
 
     def batch_trained(self) -> None:
-        """Note that a batch was trained, including its step."""
+        """Note that a batch was trained; call it after the optimizer step of the batch, if it has one."""
         self._batches += 1
         if any(self._accumulation in gaps for gaps in self._gaps.values()):
             self.close()
 
     def check(self) -> None:
-        """Raise `ZeusBSOConfigError` if all gaps between the steps seen so far differ from the accumulation."""
+        """Raise `ZeusBSOConfigError` if no gap between two steps so far equals the accumulation that was set."""
         between = [gap for gap in self._gaps[None] if gap > 0]
-        # The first gap may be longer: mixed precision skips steps until it has found its scale.
+        # One gap is not enough: the first gap may be longer, as mixed precision skips steps until its scale is found.
         if not self.is_counting or len(between) < 2 or self._accumulation in between:
             return
         seen = ", ".join(map(str, sorted(set(between))))
@@ -376,7 +380,7 @@ class StepCount:
 
 
 def samples_in(batch: Any) -> int | None:
-    """Return the number of samples in a batch: the first dimension that its tensors or arrays share, or None.
+    """Return the number of samples in a batch: the common first dimension of its tensors or arrays, or None.
 
     The tensors or arrays may be nested in mappings, lists and tuples.
     """
@@ -394,7 +398,10 @@ def _leaves(part: Any) -> Iterator[Any]:
 
 
 def _extend_iteration(iterable: Any, extend: Callable[[Iterator[Any]], Iterator[Any]], patches: Patches) -> None:
-    """Pass an object's iterations through `extend` until `extend` returns; the object remains of its class."""
+    """Pass each iteration over an object through `extend` until `extend` returns.
+
+    The object gets a subclass of its class, so that `isinstance` still holds.
+    """
     kind: Any = type(iterable)
     if not hasattr(kind, "__iter__"):  # iterated by __getitem__
         return
@@ -406,7 +413,7 @@ def _extend_iteration(iterable: Any, extend: Callable[[Iterator[Any]], Iterator[
 
             def __iter__(self) -> Iterator[Any]:
                 batches = iter(super().__iter__())
-                # The batches after the counted ones pass without any Python code of ours.
+                # Batches after the counted batches come directly from the iterator, without extra Python code.
                 return chain(extend(batches), batches)
 
         Counted.__name__, Counted.__qualname__, Counted.__module__ = kind.__name__, kind.__qualname__, kind.__module__
@@ -419,13 +426,13 @@ def _extend_iteration(iterable: Any, extend: Callable[[Iterator[Any]], Iterator[
 
 
 def uncounted(kind: type) -> type:
-    """Return the class that a `SampleCount` has replaced by this one, or else the class itself."""
+    """Return the original class if `SampleCount` has put `kind` in its place; otherwise `kind` itself."""
     original: type = getattr(kind, "counted_kind", kind)
     return original
 
 
 def nested_samplers(sampler: Any) -> list[Any]:
-    """Return a sampler and the samplers nested in it, as accelerate's are, the innermost last; [] for None."""
+    """Return a sampler and the samplers nested in it (accelerate nests them), innermost last; [] for None."""
     found = []
     while sampler is not None:
         found.append(sampler)

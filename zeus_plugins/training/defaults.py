@@ -1,4 +1,7 @@
-"""A job from the user's wish and the facts of the training. A registration of the job overrides the guesses."""
+"""Making of a job from the user's arguments and the facts of the training.
+
+If the job is registered already, the registered values replace the guessed values.
+"""
 
 from __future__ import annotations
 
@@ -36,12 +39,12 @@ _DOUBLINGS = range(-3, 4)  # sizes from an eighth to eight times the script's ow
 
 _HALF_AN_ID = MAX_ID_LENGTH // 2
 
-# Change in the length of the training data that is reported.
+# Least relative change in the length of the training data that causes a warning.
 _DRIFT = 0.1
 
 _logger = logging.getLogger("zeus_plugins")
 
-# Fields of a job by the arguments that stand for them.
+# Field of a job for each argument that sets it.
 _FIELDS = {
     "target": "target_metric",
     "job_id": "job_id",
@@ -56,8 +59,8 @@ _FIELDS = {
 class JobWish:
     """A job as its user describes it: the whole `job`, or parts of it.
 
-    The attributes are arguments of the batch-size callbacks (`BatchSizeArguments`). Raises `ZeusBSOConfigError` for
-    both, and for values that cannot be.
+    The attributes are arguments of the batch-size callbacks (`BatchSizeArguments`). Raises `ZeusBSOConfigError` if
+    both a `job` and parts of one are given, or if a value is invalid.
     """
 
     job: JobSpec | None = None
@@ -88,7 +91,7 @@ class JobWish:
 
     @property
     def said_fields(self) -> frozenset[str]:
-        """The fields of the job, without a `job`, that the user has given."""
+        """The names of the job's fields that the user has set by separate arguments rather than by `job`."""
         return frozenset(_FIELDS[name] for name in self._said)
 
     @property
@@ -98,12 +101,12 @@ class JobWish:
 
     @property
     def said_epochs(self) -> int:
-        """The epochs that the user has given, which the trainer must be able to train; 0: none."""
+        """The user's number of epochs, which the trainer must be able to train; 0 if the user has given none."""
         return (self.max_epochs or 0) if self.job is None else self.job.max_epochs
 
     @property
     def said_higher(self) -> bool | None:
-        """True if the user has said that higher is better."""
+        """True if the user has said that higher is better, False for lower, None if the user has said neither."""
         if self.job is None:
             return None if self.mode is None else self.mode == "max"
         return self.job.higher_is_better_metric if "higher_is_better_metric" in self.job.model_fields_set else None
@@ -111,16 +114,16 @@ class JobWish:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingFacts:
-    """A training before it begins.
+    """Facts about a training, as known before it begins.
 
     Attributes:
         samples: Length of the training data; None for a stream.
         step_size: The script's samples per optimizer step, over all devices and accumulated batches; None if unknown.
         devices: Number of devices that train on different data.
-        unit: Divisor of all global batch sizes: devices × accumulated batches.
-        max_epochs: Epochs after which the trainer ends, a begun one included; None for no limit.
+        unit: Number by which every global batch size must be divisible: devices × accumulated batches.
+        max_epochs: Epochs after which the trainer ends, including an epoch that has begun; None for no limit.
         data: Name of the training data or of their class; None if unknown.
-        obstacle: Returns why the trainer and its data cannot train at a split of a batch size, or None.
+        obstacle: Returns the reason why the trainer and its data cannot train with a split of a batch size, or None.
     """
 
     script: str
@@ -137,20 +140,20 @@ class TrainingFacts:
 def hash_of_parameters(model: Any) -> str | None:
     """Return a hash of the number and the shapes of a model's parameters, in their order.
 
-    Their names are left out, because wrappers such as DDP and `torch.compile` prefix them. None without parameters, or
-    if the shape of one is not known yet.
+    The names of parameters are left out, because wrappers such as DDP and `torch.compile` add prefixes to them. Return
+    None if the model has no parameters, or if the shape of a parameter is not known yet.
     """
     parameters = [] if model is None else list(model.parameters())
-    # Lazy modules make such parameters.
+    # Parameters of lazy modules, which have `materialize`, have no shape yet.
     if not parameters or any(hasattr(each, "materialize") for each in parameters):
         return None
-    # DeepSpeed keeps the shape of a parameter that it has spread over devices.
+    # `ds_shape` is the full shape of a parameter that DeepSpeed has spread over devices.
     shapes = [tuple(getattr(each, "ds_shape", each.shape)) for each in parameters]
     return hashlib.sha256(repr(shapes).encode()).hexdigest()[:16]
 
 
 def name_of_data(data: Any) -> str | None:
-    """Return the name of a Hugging Face data set, or else the name of its class; of a subset, the name of the whole."""
+    """Return the name of a Hugging Face data set, or the class name of other data; for a subset, that of the whole."""
     while type(data).__name__ == "Subset":
         data = data.dataset
     name = getattr(getattr(data, "info", None), "dataset_name", None)
@@ -162,14 +165,14 @@ class JobPlan:
     """A job to register.
 
     Attributes:
-        job: The job; if its `job_id` is guessed, `on` adds it.
+        job: The job; if its `job_id` is guessed, the method `on` adds the `job_id`.
         guessed: Names of the job's fields that were guessed.
         monitor: Name of the metric; may be empty.
         warning: Warning of a probable mistake, or None.
         devices: As in `TrainingFacts`.
         fingerprint: Model, framework, optimizer and metric of the training, or None.
-        is_strict: Whether another fingerprint of the job's earlier trainings is an error.
-        target_in_words: The target that the server has, if the user has given none.
+        is_strict: True to raise an error if the job's earlier trainings had another fingerprint.
+        target_in_words: The server's target in words, if the user has given no target; otherwise None.
         script_size: The script's samples per optimizer step, over all devices; None if unknown.
         is_warm: Whether the job starts from the epochs of another job.
     """
@@ -187,15 +190,16 @@ class JobPlan:
 
     @property
     def predicts(self) -> bool:
-        """True if the probe of the first run is to predict the size at which that run trains."""
+        """True if the first run trains at the size that its probe predicts."""
         return self.is_warm or self.job.first_run == "predicted"
 
     @property
     def follows(self) -> frozenset[str]:
-        """Names of the job's fields that a registration with its id overrides, as neither user nor trainer states them.
+        """Names of the job's fields for which an existing registration of the job supplies the values.
 
-        The trainer's number of epochs counts as stated: if it changes, the job is revised. The number of epochs of a
-        job that is given whole counts as stated, too, because the trainer's number has been compared with it.
+        Neither the user nor the trainer has stated these fields. The trainer's number of epochs counts as stated: if it
+        changes, the job is revised. The number of epochs of a `JobSpec` that the user gives counts as stated, too,
+        because the trainer's number has been compared with it.
         """
         stated = self.job.model_fields_set
         unsaid = frozenset(JobSpec.model_fields) - stated - FIXED_TERMS - ({"max_epochs"} - self.guessed)
@@ -203,7 +207,7 @@ class JobPlan:
 
     @property
     def guesses(self) -> list[str]:
-        """The guessed fields that concern the user, in words, with the server's values once these are known."""
+        """The guessed fields that concern the user, in words, with the server's values once they are received."""
         job, better = self.job, "higher" if self.job.higher_is_better_metric else "lower"
         words = {
             "batch_sizes": f"batch sizes {', '.join(map(str, job.batch_sizes))}",
@@ -214,14 +218,17 @@ class JobPlan:
         return [text for name, text in words.items() if name in self.guessed]
 
     def watched(self, names: Iterable[str]) -> tuple[str, ...]:
-        """Return `names` and those with margins, each once, without the target's metric: each report has that."""
+        """Return the distinct metrics to watch: `names`, and those with margins in `no_worse_than_default`.
+
+        The metric of the target is left out, because each report contains it.
+        """
         found = dict.fromkeys((*names, *(self.job.no_worse_than_default or ())))
         return tuple(name for name in found if self.fingerprint is None or not self.fingerprint.is_monitor(name))
 
     def on(self, gpus: GpuConfig) -> JobSpec:
-        """Return the job with its id; a guessed id names the script, model, target and hardware.
+        """Return the job with its id; a guessed id names the script, model, metric, target and hardware.
 
-        It leaves out what changes without making another job: the length of the data, and stated watts.
+        A guessed id leaves out the length of the data and stated watts, which may change within one job.
         """
         if self.job.job_id is not None or "job_id" not in self.guessed:
             return self.job
@@ -235,7 +242,7 @@ class JobPlan:
         return replace(self, job=JobSpec(**fields), guessed=self.guessed - {"job_id"})
 
     def compare(self, known: CreatedJob) -> None:
-        """Warn if the job's earlier trainings were made of something else; if the plan is strict, raise an error."""
+        """Warn if the fingerprint of the job's earlier trainings differs; if the plan is strict, raise an error."""
         own, before = self.fingerprint, known.fingerprint
         differences = [] if own is None or before is None else before.differences(own)
         if own is None or not differences:
@@ -250,7 +257,7 @@ class JobPlan:
         _logger.warning("%s", text)
 
     def compare_samples(self, known: CreatedJob) -> None:
-        """Warn if the length of the training data has drifted since the job began."""
+        """Warn if the length of the training data has changed by more than 10 % since the job began."""
         before, now = (None if each is None else each.samples for each in (known.fingerprint, self.fingerprint))
         if before is not None and now is not None and abs(now - before) > _DRIFT * before:
             _logger.warning(
@@ -262,7 +269,7 @@ class JobPlan:
         """Return the plan with the id in ``ZEUS_JOB_ID`` if the job has none.
 
         Raises:
-            ZeusBSOConfigError: The id does not fit the job.
+            ZeusBSOConfigError: The id does not begin with the job's `job_id_prefix`, or is invalid.
         """
         job_id = JOB_ID.text()
         if self.job.job_id is not None or not job_id:
@@ -281,9 +288,9 @@ def planned(
 ) -> JobPlan:
     """Return the plan for a user's wish; unless the wish is a whole job, `facts` are needed.
 
-    `modes` are the directions that other settings of the script give the metric, by setting. Guessed batch sizes are
-    those for which `check_size` raises no `ZeusBSOConfigError`. Raise that error if the facts do not suffice, if the
-    direction remains unknown, or if the script's own batch size cannot work.
+    `modes` maps other settings of the script to the direction ("max" or "min") that they give the metric. Sizes for
+    which `check_size` raises `ZeusBSOConfigError` are not guessed. Raise `ZeusBSOConfigError` if the facts do not
+    suffice, if the direction remains unknown, or if the script's own batch size cannot work.
     """
     higher = _direction(wish, modes or {})
     warning = None if wish.said_higher is None else _contradiction(wish.monitor, said=higher)
@@ -333,7 +340,7 @@ def planned(
     )
     return JobPlan(
         job=job,
-        # A job that is registered with a target keeps it if this run has none.
+        # If this run states no target, the registered job keeps its own target.
         guessed=frozenset(JobSpec.model_fields) - wish.said_fields - {"target_metric"},
         monitor=wish.monitor,
         warning=warning,
@@ -365,7 +372,7 @@ def first_report_warning(job: JobSpec, monitor: str, metric: float, *, is_reache
 
 
 def as_job(job: JobSpec | Mapping[str, Any] | str) -> JobSpec:
-    """Return the job, made from a mapping of its fields if necessary; raise `ZeusBSOConfigError` if they make none."""
+    """Return the job, made from a mapping of its fields if necessary; raise `ZeusBSOConfigError` for invalid fields."""
     if isinstance(job, JobSpec):
         return job
     if not isinstance(job, Mapping):
@@ -382,10 +389,10 @@ def as_job(job: JobSpec | Mapping[str, Any] | str) -> JobSpec:
 
 
 def check_epochs(needed: int, limit: int, setting: str, *, trained: int = 0) -> None:
-    """Raise `ZeusBSOConfigError` if a trainer ends before the last epoch that the user's description of the job needs.
+    """Raise `ZeusBSOConfigError` if a trainer ends before the `needed` epochs of the user's job.
 
-    The trainer has a `limit` of epochs, `trained` of them before this trial. `setting` is the limit's argument in the
-    script, such as ``Trainer(max_epochs={})``.
+    The trainer ends after `limit` epochs in all, of which it has trained `trained` before this trial. `setting` is the
+    argument of the script that sets the limit, such as ``Trainer(max_epochs={})``.
     """
     if limit - trained >= needed:
         return
@@ -412,7 +419,7 @@ def script_name(argv0: str) -> str:
 
 
 def _direction(wish: JobWish, modes: Mapping[str, Literal["max", "min"]]) -> bool:
-    """Return whether higher is better, as the user, other settings of the script, or the metric's name say."""
+    """Return True if higher is better, by the user's word, or else by other settings of the script and the name."""
     if wish.said_higher is not None:
         return wish.said_higher
     if wish.job is not None and not wish.monitor:
@@ -444,7 +451,7 @@ def _contradiction(monitor: str, *, said: bool) -> str | None:
 
 
 def _sizes(own: int, facts: TrainingFacts, check_size: Callable[[int], object]) -> tuple[int, ...]:
-    """Return the batch sizes to choose from: the script's own, halved and doubled as far as it can be trained."""
+    """Return the batch sizes to choose from: the script's own, and its halvings and doublings that can be trained."""
     scaled = [own * 2**n if n >= 0 else own // 2**-n for n in _DOUBLINGS if n >= 0 or own % 2**-n == 0]
     most = min(MAX_BATCH_SIZE, facts.samples or MAX_BATCH_SIZE)
 
@@ -461,7 +468,7 @@ def _sizes(own: int, facts: TrainingFacts, check_size: Callable[[int], object]) 
 
 
 def _slug(*parts: str) -> str:
-    """Return an identifier of these parts, of at most half an id's length; a longer one ends with a digest."""
+    """Join the parts to an identifier of at most half an id's length; if it is too long, end it with a digest."""
     text = "-".join(re.sub(r"[^A-Za-z0-9._:@-]+", "-", part).strip("-") or "x" for part in parts)
     if len(text) <= _HALF_AN_ID:
         return text

@@ -20,7 +20,7 @@ _logger = logging.getLogger("zeus_plugins")
 
 
 class EnergyRun:
-    """Time and energy of the present or latest training; other processes than the first only help to measure.
+    """Time and energy of the present or latest training. Only the first process keeps totals; all help to measure.
 
     Attributes:
         totals: Seconds (time_s) and joules (energy_j) of all epochs that have ended; empty before the first.
@@ -32,7 +32,7 @@ class EnergyRun:
         self._monitors: TrainingMonitor | None = None
 
     def restore(self, state: Mapping[str, float]) -> None:
-        """Continue at the next `begin` from the totals of a checkpoint (`state`); empty: from zero."""
+        """Let the next `begin` continue from the totals in a checkpoint (`state`), or from zero if it is empty."""
         self.totals = dict(state)
 
     def begin(self, ranks: Ranks, monitor: EnergyMonitor | WindowMonitor | None, scope: EnergyScope = "gpu") -> None:
@@ -40,7 +40,8 @@ class EnergyRun:
 
         Args:
             ranks: The processes.
-            monitor: Measures the devices of one machine. None: the best monitor, and a breakdown of rank 0's machine.
+            monitor: Measures the devices of one machine. None: the best monitor, and also a breakdown of the energy of
+                rank 0's machine by component.
             scope: Devices whose energy counts.
         """
         if self._monitors is not None:
@@ -54,7 +55,7 @@ class EnergyRun:
             meter.begin()
             self._meter, self.totals = meter, meter.totals
         elif monitor is None and gpus:
-            time.sleep(IDLE_S)  # The first process measures the idle power.
+            time.sleep(IDLE_S)  # Stay idle while the first process measures the idle power.
 
     def end_epoch(self) -> dict[str, float] | None:
         """End an epoch, and return the metrics of `EpochMeter.end_epoch`; None except on the first process.
@@ -70,7 +71,7 @@ class EnergyRun:
         return metrics
 
     def state(self) -> dict[str, float]:
-        """Return the totals for a checkpoint, including the epoch under way."""
+        """Return the totals for a checkpoint, including the present, unfinished epoch."""
         return dict(self.totals) if self._meter is None else self._meter.state()
 
     @property
@@ -104,7 +105,7 @@ class EnergyTotals:
     def __init__(
         self, energy_monitor: EnergyMonitor | WindowMonitor | None = None, *, energy_scope: EnergyScope = "gpu"
     ) -> None:
-        """Keep the argument; the training begins later.
+        """Keep the arguments; the training begins later.
 
         Args:
             energy_monitor: Measures energy and time, with the interface of Zeus's `ZeusMonitor` or ours. None: the best
@@ -126,5 +127,5 @@ class EnergyTotals:
 
     @property
     def energy_j(self) -> float:
-        """Joules of the same epochs."""
+        """Joules of all epochs of the present or latest training; 0 except on the first process."""
         return self._run.totals.get("energy_j", 0.0)

@@ -1,4 +1,4 @@
-"""Learning rates scaled to another batch size, and warnings of schedules made for another one.
+"""Scaling of learning rates to the batch size, and warnings of schedules that were made for another batch size.
 
 Linear: ``k = b / b0`` (Goyal et al. 2017, "Accurate, Large Minibatch SGD", the linear scaling rule), made for SGD.
 Square root: ``k = sqrt(b / b0)`` (Krizhevsky 2014, "One weird trick for parallelizing convolutional neural networks";
@@ -6,11 +6,11 @@ Malladi et al. 2022, "On the SDEs and Scaling Rules for Adaptive Gradient Algori
 2020, "Large Batch Optimization for Deep Learning", for LAMB).
 Auto: the rule that was made for the optimizer's kind.
 
-Another batch size changes the number of optimizer steps. A schedule that counts the steps of the script's own size ends
-before the training or does not end in it, and rates that a script sets itself undo their scaling. Both cause one
-warning; docs/schedules.md describes the remedies.
+Another batch size changes the number of optimizer steps. A schedule made for the number of steps at the
+script's own size then ends before the training, or after it. Learning rates that a script sets itself undo the scaling.
+The first of these problems in a training causes a warning; docs/schedules.md describes the remedies.
 
-This module does not import torch: it knows optimizers and schedulers by their attributes.
+This module does not import torch: it recognises optimizers and schedulers by their attributes.
 """
 
 from __future__ import annotations
@@ -36,14 +36,15 @@ _logger = logging.getLogger("zeus_plugins")
 GROUP_RATES = ("lr", "initial_lr", "max_lr", "min_lr", "swa_lr")
 SCHEDULER_RATES = ("base_lrs", "_last_lr", "max_lrs", "min_lrs", "default_min_lr", "eta_min")
 
-# Class names of optimizers with a rule. Lion (Chen et al. 2023) and Adafactor (Shazeer & Stern 2018) state none.
+# Class names of optimizers with a scaling rule. The papers on Lion (Chen et al. 2023) and Adafactor (Shazeer & Stern
+# 2018) state no rule.
 _WITH_RULE = re.compile(
     r"(?:fused|paged_?|deepspeedcpu)?(?:(?P<linear>sgd)|adamw?|[nr]adam|adamax|sparseadam|rmsprop|lamb)(?:_?\d+bit)?",
     re.IGNORECASE,
 )
 
 _POINTS = 100  # points of the training at which a schedule of functions is evaluated
-_SLACK = 0.02  # share of the steps by which a schedule may end early, because of rounding
+_SLACK = 0.02  # share of the steps by which a schedule may end early without a warning, because of rounding
 
 
 class LrScaling(StrEnum):
@@ -56,9 +57,9 @@ class LrScaling(StrEnum):
 
 
 def rule_of(optimizer: object) -> tuple[LrScaling, str]:
-    """Return the rule of "auto" for an optimizer or the name of its class, and the name that decided.
+    """Return the rule of "auto" for an optimizer (or the name of its class), and the deciding class name.
 
-    The rule is `NONE` for a kind without a known rule. Base classes and wrapped optimizers decide for unknown classes.
+    If the class has no known rule, use its base classes, then the optimizer that it wraps; otherwise return `NONE`.
     """
     outer: Any = optimizer
     while optimizer is not None:
@@ -72,8 +73,8 @@ def rule_of(optimizer: object) -> tuple[LrScaling, str]:
 def lr_factor(scaling: LrScaling | str, batch_size: int, default_batch_size: int, optimizer: object = None) -> float:
     """Return the factor on a learning rate that was chosen for the default (global) batch size.
 
-    `optimizer`, or the name of its class, decides under "auto". Raise `ZeusBSOConfigError` for an unknown rule or a
-    batch size below 1.
+    Under "auto", `optimizer` (or the name of its class) selects the rule. Raise `ZeusBSOConfigError` for an unknown
+    rule or a batch size below 1.
     """
     try:
         rule = LrScaling(scaling)
@@ -88,7 +89,7 @@ def lr_factor(scaling: LrScaling | str, batch_size: int, default_batch_size: int
 
 
 def lr_scaling_in_words(scaling: str, factor: float, optimizer: object) -> str:
-    """Return the factor on an optimizer's learning rate and its rule, for the user."""
+    """Describe the factor on an optimizer's learning rate and the scaling rule to the user."""
     if scaling != LrScaling.AUTO:
         return f"× {factor:.3g} ({scaling})"
     rule, name = rule_of(optimizer)
@@ -102,9 +103,10 @@ def scale_learning_rate(
 ) -> None:
     """Bring optimizers and their schedulers to the state they would have if built with `factor_of` times the rates.
 
-    Scaled are the optimizers' current rates, and the bounds and bases of schedulers, which must not have stepped yet;
-    schedulers inside `SequentialLR` and `ChainedScheduler` are found. A parameter group, scheduler or tensor that is
-    reached twice is scaled once. Tensors change in place, because compiled steps and captured graphs refer to them.
+    Scale the optimizers' current rates, and the bounds and base rates of schedulers, also of schedulers inside
+    `SequentialLR` and `ChainedScheduler`. Schedulers must not have stepped yet. A parameter group, scheduler or tensor
+    that is reached twice is scaled once. Tensors change in place, because compiled steps and captured graphs refer to
+    them.
     """
     scaler, optimizer = _Scaler(), None
     for optimizer in optimizers:
@@ -116,15 +118,15 @@ def scale_learning_rate(
 
 
 class _Scaler:
-    """One scaling of objects that may refer to each other."""
+    """One pass that scales optimizers and schedulers, which may share objects, and scales each object once."""
 
     def __init__(self) -> None:
         self.factor = 1.0
         self._done: dict[int, object] = {}  # keeps the objects, so that their ids are not reused
 
     def scale_optimizer(self, optimizer: Any) -> None:
-        # Remember groups rather than optimizers: wrappers of one optimizer share its groups. Groups that are added
-        # later take the defaults.
+        # Remember parameter groups rather than optimizers, because the wrappers of an optimizer share its groups. Scale
+        # the defaults, too: groups that are added later take their rates from the defaults.
         for rates in (*optimizer.param_groups, getattr(optimizer, "defaults", {})):
             if self._is_first_visit(rates):
                 rates.update({key: self._scaled(rates[key]) for key in GROUP_RATES if key in rates})
@@ -165,9 +167,9 @@ class _Scaler:
 
 
 class ScheduleWatch:
-    """Warns once of schedules that do not fit a training, and of rates that something else sets.
+    """Warns once if a schedule does not fit the training, or if something else sets the learning rates.
 
-    `remedy` is the framework's way to schedules that follow the (global) batch size.
+    `remedy` is a sentence on how to make schedules that fit the (global) batch size in the framework.
     """
 
     def __init__(self, batch_size: int, remedy: str) -> None:
@@ -202,7 +204,7 @@ class ScheduleWatch:
                 )
 
     def compare(self, counts: Sequence[tuple[str, int]], steps: float, own_steps: float) -> None:
-        """Warn of settings that count more than the training's `steps`, but not than those at the script's own size."""
+        """Warn of settings that count more than `steps`, but not more than `own_steps` (at the script's own size)."""
         missed = [setting for setting, count in counts if steps < count <= own_steps]
         if missed:
             _logger.warning(
@@ -212,7 +214,7 @@ class ScheduleWatch:
             )
 
     def check(self, optimizers: Sequence[Any], *, goes_on: bool) -> None:
-        """Warn of rates that something else has set or added, or that are 0 in a training that continues."""
+        """Warn of rates that something else has set or added, or that are 0 although the training continues."""
         for optimizer, number in self._groups:
             for group in optimizer.param_groups[number:]:
                 self._warn(
@@ -241,9 +243,9 @@ class ScheduleWatch:
 
 
 def last_useful_step(scheduler: Any, steps: int) -> int | None:
-    """Return the step after which one of torch's schedules raises, stays at 0 or restarts.
+    """Return the step after which a torch schedule raises an error, stays at 0 or rises again.
 
-    None if the schedule has no known end within the training's `steps`.
+    Return None if the schedule has no known end within the training's `steps`.
     """
     kind = type(scheduler).__name__
     if kind == "SequentialLR":
@@ -259,7 +261,7 @@ def last_useful_step(scheduler: Any, steps: int) -> int | None:
 
 
 def _last_step_above_zero(factors: Sequence[Any], steps: int) -> int | None:
-    """Return the last of some points at which a factor is above 0; None if it is the last point of all."""
+    """Return the first of `_POINTS` steps from which all factors stay 0; None if one is above 0 at the last."""
     points = sorted({steps * point // _POINTS for point in range(_POINTS)}, reverse=True)
     for number, step in enumerate(points):
         if any(factor(step) for factor in factors):
@@ -268,5 +270,5 @@ def _last_step_above_zero(factors: Sequence[Any], steps: int) -> int | None:
 
 
 def _rates(optimizer: Any) -> list[float]:
-    # The rate is None in optimizers that find it themselves, such as Adafactor.
+    # Optimizers that compute their own learning rate, such as Adafactor, have None in its place.
     return [float(rate) for group in optimizer.param_groups if (rate := group.get("lr")) is not None]

@@ -1,7 +1,8 @@
 """The reported metric and epochs of a training, computed from dictionaries and numbers.
 
-A training with evaluations takes its metric from an `EvaluationMetric`, others from the `LoggedMetric` of their logs.
-The dictionaries are the Hugging Face Trainer's, in which names of evaluations begin with ``eval_``.
+A training with evaluations takes its metric from an `EvaluationMetric`, a training without evaluations from the
+`LoggedMetric` of its logs. The dictionaries are those of the Hugging Face Trainer, in which the names of metrics of
+evaluations begin with ``eval_``.
 """
 
 from __future__ import annotations
@@ -26,37 +27,37 @@ _SINGLE_DIGITS = 9
 
 
 class EvaluationMetric:
-    """The monitored metric, in evaluations and their logs; `monitor` may lack the prefix ``eval_``."""
+    """The monitored metric in evaluations and their logs. Its name `monitor` may lack the prefix ``eval_``."""
 
     def __init__(self, monitor: str) -> None:
         self._monitor = monitor
         # Some trainers log metrics of an evaluation without returning them.
         self._log: dict[str, float] = {}
-        # Number of the latest step's evaluations without the metric, and the names of their metrics.
+        # The latest evaluated step; for its evaluations without the metric, their number and metric names.
         self._step = -1
         self._lacking = 0
         self._names: list[str] = []
-        # Number of the latest step's evaluations, and the metric until it is returned.
+        # Number of all evaluations at this step, and the metric until it is returned.
         self._evaluated = 0
         self._value: float | None = None
 
     @staticmethod
     def is_evaluation(metrics: Iterable[str]) -> bool:
-        """Return whether the trainer made this evaluation; scripts use other prefixes for theirs."""
+        """Return True if the trainer made this evaluation; a script's own evaluations lack the prefix ``eval_``."""
         return any(name.startswith(EVALUATION_PREFIX) for name in metrics)
 
     def note(self, logs: Mapping[str, float]) -> None:
-        """Note a log; a log of an evaluation belongs to the next evaluation that returns."""
+        """Keep the log of an evaluation for the next call of `value`, which belongs to the same evaluation."""
         if self.is_evaluation(logs):
             self._log = dict(logs)
 
     def value(
         self, metrics: Mapping[str, float], *, step: int, data_sets: int = 1, waits: bool = False
     ) -> float | None:
-        """Return the metric of an evaluation after `step` steps; None if another of the `data_sets` may have it.
+        """Return the metric of an evaluation after `step` steps; None if that of another data set may have it.
 
-        If it `waits`, return the metric with the last of the data sets, whose metrics are then known too. Raise
-        `ZeusBSOConfigError` if no evaluation of this step has the metric.
+        If `waits` is True, return the metric only with the evaluation of the last of the `data_sets`, so that the
+        metrics of all data sets are known. Raise `ZeusBSOConfigError` if no evaluation of this step has the metric.
         """
         known = {**self._log, **metrics}
         self._log = {}
@@ -81,14 +82,14 @@ class EvaluationMetric:
 
 
 def value_in(metrics: Mapping[str, float], name: str) -> float | None:
-    """Return the metric of this name, which may lack the prefix ``eval_``; None without it."""
+    """Return the metric `name`, which may lack the prefix ``eval_``; None if `metrics` does not contain it."""
     return next((metrics[each] for each in (name, f"{EVALUATION_PREFIX}{name}") if each in metrics), None)
 
 
 def check_evaluated_metric(monitor: str, data: object) -> None:
     """Raise `ZeusBSOConfigError` for a metric that evaluations without a `compute_metrics` never return.
 
-    `monitor` may lack its prefix; `data` is the evaluated data set, or a dictionary of data sets by name.
+    `monitor` may lack the prefix ``eval_``; `data` is the evaluated data set, or a dictionary of data sets by name.
     """
     sets = [f"{name}_" for name in data] if isinstance(data, dict) else [""]
     names = [f"{each}{metric}" for each in sets for metric in _EVALUATED_METRICS]
@@ -109,7 +110,7 @@ class LoggedMetric:
         self._is_awaited = False
 
     def note(self, logs: Mapping[str, float], *, step: int) -> bool:
-        """Note the log of a step, and return whether the previous epoch is now to be reported with it."""
+        """Keep the metric of a step's log; return True if the report of the previous epoch was waiting for this log."""
         if self._monitor not in logs:
             return False
         self._value, self._step = float(logs[self._monitor]), step
@@ -117,9 +118,9 @@ class LoggedMetric:
         return was_awaited
 
     def awaits_log(self, *, step: int) -> bool:
-        """Return whether the epoch that ends at this step is reported with the trainer's next log.
+        """Return True if the epoch that ends at this step must wait for the trainer's next log to be reported.
 
-        Only metrics that every trainer logs are awaited: a script may log its own at any time.
+        Only metrics that every trainer logs are waited for, because a script may log its own metrics at any time.
         """
         self._is_awaited = self._monitor in TRAINING_METRICS and self._step < step
         return self._is_awaited
@@ -137,9 +138,9 @@ class LoggedMetric:
 
 @dataclass
 class EpochCount:
-    """Rounds epochs for reports: after whole epochs, fractions are rounded up.
+    """Rounds epochs for reports: if all reports so far had whole epochs, a fraction is rounded up.
 
-    `has_fractions` is None before the first report.
+    `has_fractions` is True if a report had a fraction of an epoch, and None before the first report.
     """
 
     has_fractions: bool | None = None
@@ -153,9 +154,9 @@ class EpochCount:
 
 
 def as_written(metric: float) -> float:
-    """Return a number of single precision as people write it: 0.9, which single precision stores as 0.89999998.
+    """Return the shortest decimal number with the same value in single precision: 0.9 for 0.89999998.
 
-    A number that single precision does not hold exactly is returned as it is.
+    A number that single precision cannot represent exactly is returned unchanged.
     """
     if not math.isfinite(metric) or c_float(metric).value != metric:
         return metric

@@ -28,7 +28,8 @@ from zeus_plugins.training.trial import TrialInfo
 
 _logger = logging.getLogger("zeus_plugins")
 
-# PyTorch's allocator raises OutOfMemoryError; cuBLAS, the CPU's allocator and other accelerators raise RuntimeError.
+# If memory runs out, PyTorch's CUDA allocator raises OutOfMemoryError. cuBLAS, the CPU's allocator and other
+# accelerators raise RuntimeError with one of these messages.
 _OUT_OF_MEMORY = re.compile(
     r"out of memory|not enough memory|can(no|')t allocate memory|cublas_status_alloc_failed|resource_exhausted",
     re.IGNORECASE,
@@ -38,7 +39,7 @@ _OUT_OF_MEMORY = re.compile(
 _LOST_PEER = re.compile(r"connection (closed|reset) by peer|remote process exited", re.IGNORECASE)
 _LOST_PEER_KINDS = frozenset({"DistBackendError", "DistNetworkError"})
 
-# Packages that call a training many times: searches of hyperparameters and cross-validation.
+# Packages that run a training many times, to search hyperparameters or to cross-validate.
 _STUDIES = ("optuna", "ray.tune", "hyperopt", "nevergrad", "wandb.agents", "sklearn.model_selection")
 _FOLDS = "sklearn.model_selection._split"
 
@@ -49,8 +50,8 @@ _PREEMPTIONS = frozenset({"KeyboardInterrupt", "SystemExit", "SIGTERMException"}
 def ending_of(error: BaseException | None, *, early_end: str | None = None) -> Ending:
     """Return the message to the server about a training that ended before the verdict.
 
-    Without an `error`, a rule of the training ended it (`early_end`, in words, if known), which counts as failed.
-    Within a study, whose trainings may have fewer epochs, it counts against no batch size.
+    Without an `error`, a rule of the training itself ended it (`early_end`, in words, if known), and the trial counts
+    as failed. Within a study, whose trainings may have fewer epochs, such a trial is withdrawn instead.
     """
     if error is None and study_around() is not None:
         return Ending(outcome=TrialState.WITHDRAWN, detail=early_end)
@@ -70,7 +71,7 @@ def outcome_of(error: BaseException) -> EndingState:
         return TrialState.WITHDRAWN
     if _kinds(error) & _PREEMPTIONS:
         return TrialState.SUSPENDED
-    # An exception raised "from" the error reports the same event.
+    # An exception that was raised "from" an out-of-memory error reports the same event.
     cause: BaseException | None = error
     while cause is not None:
         if is_out_of_memory(cause):
@@ -82,8 +83,8 @@ def outcome_of(error: BaseException) -> EndingState:
 def study_around() -> str | None:
     """Return the package that runs the present training as one of many, such as ``optuna``; None outside of a study.
 
-    The package is found among the callers. A script's own loop over folds is known by the splitter of scikit-learn
-    among the variables of a caller.
+    Search the call stack for the modules of such packages. A script's own loop over folds is recognised by a splitter
+    of scikit-learn among the local variables of a caller.
     """
     for frame, _ in traceback.walk_stack(sys._getframe()):
         module = str(frame.f_globals.get("__name__", ""))
@@ -96,7 +97,7 @@ def study_around() -> str | None:
 
 
 def verdict_at_end(trial: TrialInfo, job: JobSpec, monitor: str, early_end: str | None) -> ReportResponse:
-    """Return the verdict on a run that ended before the server's, by a rule of the trainer (`early_end`, if known)."""
+    """Return the verdict on a run that a rule of the trainer (`early_end`, if known) ended before the server did."""
     ended, name = "ended" if early_end is None else f"ended by {early_end}", monitor or "the metric"
     target, metric = job.target_metric, trial.metric
     is_open = target is None and metric is not None
@@ -110,7 +111,7 @@ def verdict_at_end(trial: TrialInfo, job: JobSpec, monitor: str, early_end: str 
 
 
 def is_lost_peer(error: BaseException) -> bool:
-    """Return whether the error only reports that another process of a distributed training has ended."""
+    """Return True if the error only reports that another process of a distributed training has ended."""
     if is_out_of_memory(error):  # NCCL raises the same class
         return False
     if _kinds(error) & _LOST_PEER_KINDS:
@@ -119,7 +120,7 @@ def is_lost_peer(error: BaseException) -> bool:
 
 
 def detail_of(error: BaseException) -> str:
-    """Return the exception in words, as long as the protocol allows."""
+    """Return the class and message of an exception, shortened to the protocol's maximum length."""
     text = f"{type(error).__name__}: {error}".replace("\x00", "").encode(errors="replace").decode()
     return text[:MAX_DETAIL_LENGTH]
 
@@ -132,7 +133,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def _kinds(error: BaseException) -> set[str]:
-    """Return the names of the error's classes; some of their modules may not be loaded."""
+    """Return the names of the error's class and base classes, some of which may not be importable here."""
     return {kind.__name__ for kind in type(error).__mro__}
 
 
@@ -142,7 +143,11 @@ TRY_AGAIN = "launch the training again to try the next batch size"
 def train_fail_error(
     verdict: ReportResponse | None, advice: str | None = None, hint: str = ""
 ) -> ZeusBSOTrainFailError:
-    """Return the error of a trial that ended without its target; `advice` replaces `TRY_AGAIN` and the `hint`."""
+    """Return the error of a trial that ended without its target.
+
+    Its message ends with `TRY_AGAIN` and the `hint`, or with the `advice` in their place. With `advice`, its exit
+    status is 1.
+    """
     stopped = verdict is not None and verdict.stop_train
     reason = verdict.message if verdict is not None and stopped else "the training ended before the target was reached"
     error = ZeusBSOTrainFailError(f"{reason}; {advice or ', '.join(filter(None, (TRY_AGAIN, hint)))}")
@@ -154,7 +159,7 @@ def train_fail_error(
 def show_in_one_paragraph() -> None:
     """Make the interpreter print an uncaught `ZeusBSOTrainFailError` without traceback, and exit with its status.
 
-    A missed target is an outcome, not a fault. Other errors are printed as before.
+    A traceback would look like a fault, but a missed target is an outcome. Other errors are printed as before.
     """
     if getattr(sys.excepthook, "func", None) is not _excepthook:
         sys.excepthook = functools.partial(_excepthook, sys.excepthook)
@@ -176,10 +181,10 @@ def _excepthook(
 def end_trial_from_another_rank(
     client: ServerPort, trial: TrialInfo, error: BaseException, sender: OutboxHeader | None = None
 ) -> None:
-    """Report the error that ended the training of a process without a session; if the server fails, log a warning.
+    """Report the error that ended the training on a rank other than 0; if the server fails, log a warning.
 
-    Rank 0 sees such an error at best as a lost connection. An out-of-memory error is written to the outbox first, and
-    stays there while the server is away. `trial` and `sender` are rank 0's.
+    Rank 0 at best notices a lost connection, but not the error. An out-of-memory error is written to the outbox first,
+    and stays there if the server cannot be reached. `trial` and `sender` are those of rank 0.
     """
     if trial.is_over or is_lost_peer(error):
         return

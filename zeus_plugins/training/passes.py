@@ -1,7 +1,7 @@
-"""Forward and backward passes of a training at rest, and a snapshot that undoes all that they change.
+"""Forward and backward passes while a training pauses, and a snapshot that undoes every change the passes make.
 
-The snapshot follows attributes, items and closures from some objects. State that it cannot reach, such as a global of
-the script, is not restored. This module finds torch and NumPy among the loaded modules.
+Starting from given objects, the snapshot follows attributes, items and closures. State that it cannot reach, such as a
+global variable of the script, is not restored. This module takes torch and NumPy from `sys.modules`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from typing import Any
 
 _logger = logging.getLogger("zeus_plugins")
 
-# Objects of these packages hold no state of a step, or the whole trainer, whose state the framework's part restores.
+# Not followed: objects of these packages hold no state that a step changes, or they hold the whole trainer, whose state
+# the framework's callback restores.
 _FOREIGN = (
     *("lightning", "lightning_fabric", "pytorch_lightning", "transformers", "accelerate", "datasets", "tokenizers"),
     *("logging", "threading", "multiprocessing", "concurrent", "zeus_plugins"),
@@ -32,7 +33,7 @@ _LEADS_OUT = frozenset({"_trainer", "trainer", "_fabric", "_iterator"})
 _ATOMS = (int, float, complex, str, bytes, type(None), type, range, types.ModuleType, types.BuiltinFunctionType)
 _ITERATORS = (types.GeneratorType, enumerate, filter, map, reversed, zip)
 
-# Containers and arrays with more elements are the data set's samples, not its state.
+# A container or array of a data set with more elements than this is taken for samples, which a pass does not change.
 _MOST_ELEMENTS = 10_000
 # Share of the free memory that the snapshot may take.
 _MOST_MEMORY = 0.5
@@ -43,23 +44,23 @@ _OVER_THE_BATCH = re.compile(r"BatchNorm|Contrastive|InfoNCE|NTXent|Negatives|GI
 
 
 class CannotProbe(Exception):  # noqa: N818 - an answer rather than an error
-    """The reason, as a clause, for which a training cannot be probed without a trace."""
+    """Raised with the reason, as a clause, why a training cannot be probed without a trace."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Passes:
-    """Forward and backward passes of a training at rest.
+    """Forward and backward passes while a training pauses.
 
     Attributes:
         step: Makes one pass over a batch of the loader, without an optimizer step.
-        model: The trained module, not wrapped for several processes.
+        model: The trained module itself, without a wrapper such as DDP.
         loader: The loader of the training, of torch or made by accelerate.
-        batches: Number of batches in an epoch of a device.
+        batches: Number of batches that a device trains in an epoch.
         state: Further objects that a pass may change.
         data: Data sets and the like that loading may change.
         losses: Further modules that compute losses.
-        muted: Makes a block for the passes, whose metrics and logs are dropped.
-        knows_evaluations: True if the time of evaluations is known apart from the time of steps.
+        muted: Returns a context manager that drops the metrics and logs of the passes inside it.
+        knows_evaluations: True if the time of evaluations is measured separately from the time of steps.
     """
 
     step: Callable[[Any], object]
@@ -74,24 +75,24 @@ class Passes:
 
     @property
     def has_workers(self) -> bool:
-        """True if other processes load the data while passes are made."""
+        """True if worker processes load the data while passes are made."""
         return bool(getattr(self.loader, "num_workers", 0))
 
     @property
     def mixes_samples(self) -> bool:
-        """True if the gradient of a batch is no mean over its samples, as far as the names of classes show."""
+        """True if class names, such as BatchNorm, suggest that a batch's gradient is not the mean over its samples."""
         modules = (*self.model.modules(), *self.losses)
         return any(_OVER_THE_BATCH.search(type(each).__name__) for each in modules)
 
 
 @contextmanager
 def untouched(*state: Any, data: tuple[Any, ...] = ()) -> Iterator[None]:
-    """Restore these objects, and the states of random numbers, at the end of the block; set their gradients aside.
+    """Restore these objects and the random number generators at the end of the block.
 
-    Large arrays and containers of `data` are samples, and are left out.
+    Within the block, tensors have no gradients. Large arrays and containers of `data` are samples, and are not copied.
 
     Raises:
-        CannotProbe: Some of the state cannot be restored, or takes too much memory.
+        CannotProbe: A part of the state cannot be restored, or its copy takes too much memory.
     """
     kept = _Snapshot()
     try:
@@ -106,7 +107,7 @@ def untouched(*state: Any, data: tuple[Any, ...] = ()) -> Iterator[None]:
 
 
 class _Snapshot:
-    """Copies of everything that was found, and how to restore it."""
+    """Copies of all state that was found, and the functions that restore it."""
 
     def __init__(self) -> None:
         self._undo: list[Callable[[], None]] = []
@@ -128,7 +129,7 @@ class _Snapshot:
                 _logger.exception("the probe could not restore a part of the training: set probe='off' and train again")
 
     def keep_random_states(self) -> None:
-        """Keep the states of the global random numbers."""
+        """Copy the states of the global random number generators."""
         torch, numpy = self._torch, self._numpy
         self._undo.append(partial(random.setstate, random.getstate()))
         self._undo.append(partial(torch.set_rng_state, torch.get_rng_state()))
@@ -138,7 +139,7 @@ class _Snapshot:
             self._undo.append(partial(torch.cuda.set_rng_state_all, torch.cuda.get_rng_state_all()))
 
     def keep(self, root: Any, *, is_data: bool = False) -> None:
-        """Keep everything that can be reached from an object."""
+        """Copy all state that can be reached from an object."""
         waiting = [root]
         while waiting:
             thing = waiting.pop()
@@ -148,7 +149,7 @@ class _Snapshot:
             waiting += self._kept(thing, is_data=is_data)
 
     def _kept(self, thing: Any, *, is_data: bool) -> list[Any]:
-        """Keep one object, and return the objects that it holds."""
+        """Copy the state of one object, and return the objects that it refers to."""
         torch, numpy = self._torch, self._numpy
         if hasattr(thing, "_torchdynamo_orig_callable"):
             raise CannotProbe("a compiled model is compiled again for other sizes")

@@ -15,7 +15,7 @@ class Patches:
         self._undo: list[Callable[[], None]] = []
 
     def set_attribute(self, target: object, name: str, value: object) -> None:
-        """Set an attribute, bypassing ``__setattr__``, by which a DataLoader forbids to change its batch size."""
+        """Set an attribute without ``__setattr__``, because a DataLoader's refuses to change the batch size."""
         was_own = name in vars(target)
         before = getattr(target, name, None)
         object.__setattr__(target, name, value)
@@ -34,7 +34,7 @@ class Patches:
         self._undo.append(undo)
 
     def set_item(self, target: dict[str, Any], key: str, value: object) -> None:
-        """Set an item; `undo` removes a new one."""
+        """Set an item; `undo` restores its old value, or removes the item if it was new."""
         if key in target:
             before = target[key]
             self._undo.append(lambda: target.__setitem__(key, before))
@@ -50,7 +50,7 @@ class Patches:
         first: Callable[[], None] | None = None,
         then: Callable[[Any], object] | None = None,
     ) -> None:
-        """Make each call of the object's method call `first` before it, and `then` with its result."""
+        """Change the method `name` so that each call first calls `first`, and afterwards `then` with the result."""
         method = getattr(target, name)
 
         @functools.wraps(method)
@@ -70,10 +70,10 @@ class Patches:
         return bool(self._undo)
 
     def include(self, others: Patches) -> None:
-        """Undo the other changes with these; they may also be undone before."""
+        """Undo the changes of `others`, too, when `undo` is called; they may have been undone before."""
         self._undo.append(others.undo)
 
     def undo(self) -> None:
-        """Take every change back; safe to call again."""
+        """Undo all changes in reverse order; safe to call again."""
         while self._undo:
             self._undo.pop()()

@@ -26,10 +26,10 @@ _logger = logging.getLogger("zeus_plugins.energy")
 
 
 class Broadcasting(Ranks, Protocol):
-    """Processes that can hear rank 0."""
+    """The processes of a training, with a broadcast from rank 0."""
 
     def broadcast(self, thing: Any) -> Any:
-        """Return the argument of rank 0; all ranks make this call."""
+        """Return on every rank the argument that rank 0 has passed; all ranks make this call."""
 
 
 class TrainerPort(Broadcasting, Protocol):
@@ -45,11 +45,11 @@ class TrainerPort(Broadcasting, Protocol):
 
     @property
     def no_accumulation(self) -> str | None:
-        """Why the trainer cannot accumulate, as the beginning of a sentence; None if it can."""
+        """Reason why the trainer cannot accumulate batches, as the beginning of a sentence; None if it can."""
 
     @property
     def no_continuation(self) -> str | None:
-        """Reason for which the trainer cannot train again within a launch, as a clause; None if it can."""
+        """Reason why the trainer cannot train a second time within a launch, as a clause; None if it can."""
 
     @property
     def model(self) -> Any:
@@ -61,13 +61,14 @@ class TrainerPort(Broadcasting, Protocol):
 
     @property
     def epochs_before(self) -> int:
-        """Epochs that earlier trainings of this process have trained, if the trainer goes on from them; otherwise 0."""
+        """Epochs of earlier trainings in this process, if the trainer continues to count from them; otherwise 0."""
 
     def train_again(self, epochs: int, patches: Patches, *, keeps_state: bool) -> None:
-        """Prepare the trainer to train its model for this many epochs again, at the batch size just delivered.
+        """Prepare the trainer to train its model for `epochs` more epochs, at the batch size of the latest `deliver`.
 
-        Learning rates and schedules begin anew, as for that size. Unless it `keeps_state`, so do the optimizers; then
-        the caller has reset the model. `patches` records changes to the trainer. Raise an error if that is impossible.
+        Learning rates and schedules start again, for this batch size. If `keeps_state` is False, the optimizers start
+        again, too, and the caller has reset the model. `patches` records the changes to the trainer. Raise an error if
+        the trainer cannot train again.
         """
 
     @property
@@ -77,24 +78,24 @@ class TrainerPort(Broadcasting, Protocol):
     def deliver(self, split: BatchSplit, patches: Patches) -> None:
         """Set the accumulation and the batch size of the training's loaders; `patches` records the changes.
 
-        From then on, a `SampleCount` counts the batches of each epoch. Both raise `ZeusBSOConfigError` for data whose
-        batch size does not follow.
+        From then on, a `SampleCount` checks the batches of each epoch. This call and the check raise
+        `ZeusBSOConfigError` if the data do not take the batch size that is set.
         """
 
     def delivered(self) -> Collection[float | None]:
-        """Return the samples per batch and device that the loaders declare; of a mixture, the largest loader's."""
+        """Return the samples per batch and device that the loaders declare; for mixed loaders, the largest number."""
 
     def check_samples(self) -> None:
         """Raise `ZeusBSOConfigError` if the mean size of the epoch's batches is not the size that was set."""
 
     def fingerprint(self) -> Fingerprint:
-        """Return model, parameters, framework and optimizer of the training, as far as known before it begins."""
+        """Return model, parameters, framework and optimizer of the training, as far as they are known at its start."""
 
     def facts(self, patches: Patches) -> TrainingFacts:
-        """Return the facts by which a job is guessed and sizes are checked; `patches` records changes to a trainer."""
+        """Return the facts from which a job is guessed and sizes are checked; `patches` records any changes."""
 
     def modes(self, monitor: str) -> Mapping[str, Literal["max", "min"]]:
-        """Return the directions that other settings of the script give the metric, by setting in words."""
+        """Return the direction ("max" or "min") that each other setting of the script, in words, gives the metric."""
 
     def say(self, line: str) -> None:
         """Show a line to the user, once for all ranks, however logging is configured."""
@@ -115,27 +116,27 @@ class TrainerPort(Broadcasting, Protocol):
         """Return whether the training has computed its learning rates from the batch size; all ranks make this call."""
 
     def step_counts(self) -> tuple[float, Sequence[tuple[str, int]]]:
-        """Return the optimizer steps of the whole training, and the settings that count steps, by how they are written.
+        """Return the optimizer steps of the whole training, and each setting that counts steps, with its count.
 
-        Without settings if the script itself limits the steps, so that the batch size does not change their number.
+        If the script itself limits the steps, return no settings: the batch size does not change the steps.
         """
 
     @property
     def schedule_remedy(self) -> str:
-        """Advice, as a sentence, on schedules that follow the batch size in this framework."""
+        """Advice, as a sentence, on how to make schedules that fit the batch size in this framework."""
 
     def passes(self) -> Passes:
-        """Return the passes of the training at rest; raise `CannotProbe` if they would leave a trace."""
+        """Return passes to be made while the training pauses; raise `CannotProbe` if they would leave a trace."""
 
     def log(self, metrics: dict[str, float]) -> None:
-        """Log metrics beside the training's own."""
+        """Log metrics in addition to those of the training."""
 
     def stop(self) -> None:
         """End the training as soon as the trainer can."""
 
 
 def decided(ranks: Broadcasting, decide: Callable[[], T]) -> T:
-    """Let rank 0 decide, and return its answer or raise its error on every rank, so that none waits for another.
+    """Call `decide` on rank 0, and return its answer or raise its error on every rank, so that no rank waits forever.
 
     All ranks make this call; the answer or error of `decide` must be picklable.
     """
@@ -156,7 +157,7 @@ def decided(ranks: Broadcasting, decide: Callable[[], T]) -> T:
 def splits_of(
     port: TrainerPort, batch_sizes: Sequence[int], most: int | None, facts: TrainingFacts | None = None
 ) -> dict[int, BatchSplit]:
-    """Return the split of each global size over the devices, of which each takes at `most` so many samples.
+    """Return the split of each global size over the devices; a batch of one device has at `most` this many samples.
 
     Raise `ZeusBSOConfigError` for sizes that cannot be trained, as far as the `facts` say.
     """
@@ -195,7 +196,7 @@ def splits_of(
 def node_monitor(
     place: Placement, monitor: EnergyMonitor | WindowMonitor | None, scope: EnergyScope = "gpu"
 ) -> EnergyMonitor:
-    """Return the user's monitor, or the best monitor for the devices of this machine, or of all of it."""
+    """Return the user's monitor, or the best one for this machine: for its training devices, or for the whole node."""
     found = as_energy_monitor(monitor or energy.auto(device_indices=place.gpus))
     if isinstance(found, energy.EstimateMonitor | CounterMonitor):
         found.include(place.processes)
@@ -206,7 +207,7 @@ def node_monitor(
 
 
 class TrainingMonitor:
-    """The devices of all machines of a training; all its ranks make one together, and synchronize it together."""
+    """Monitor of the devices of all machines of a training. All ranks construct it and call `synchronize` together."""
 
     def __init__(self, ranks: Ranks, monitor: EnergyMonitor | WindowMonitor | None, scope: EnergyScope) -> None:
         self.place = place = placed(ranks)
@@ -221,7 +222,7 @@ class TrainingMonitor:
         return self._cluster or self._here()
 
     def synchronize(self) -> None:
-        """Wait for the work queued on the device, and for the other machines, before a window begins or ends."""
+        """Wait for the queued work of the device and for the other machines; call it before a window begins or ends."""
         synchronize()
         if self._cluster is not None:
             self._cluster.synchronize()

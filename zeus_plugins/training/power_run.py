@@ -43,8 +43,8 @@ class PowerRun:
     """The search in successive trainings.
 
     Before `begin`, after `close`, and once all limits are measured, the other methods do nothing. A measurement covers
-    only uninterrupted steps: call `interrupt` and `resume` around the framework's work between two steps. An
-    interrupted measurement is repeated. `close` also undoes the changes in `patches`.
+    only uninterrupted steps, and starts again after an interruption: call `interrupt` and `resume` around the
+    framework's work between two steps. `close` also undoes the changes in `patches`.
 
     Args:
         profiler: Makes a `PowerLimitProfiler` of the arguments that depend on the training.
@@ -69,7 +69,7 @@ class PowerRun:
         self.profiler: PowerLimitProfiler | None = None
         self._search: _Search | None = None
         self._steps_in_a_row: int | None = None
-        # Whether steps are trained without interruption; whether they were before the present interruption.
+        # True while steps are trained without interruption; True in an interruption that `resume` must end.
         self._is_training = False
         self._is_interrupted = False
 
@@ -114,7 +114,7 @@ class PowerRun:
         self._search = _Search(self.profiler, ranks.rank == 0, keeper, log, on_done)
 
     def begin_steps(self, steps_in_a_row: int | None = None) -> None:
-        """Begin or continue to measure, for a known number of uninterrupted steps or None."""
+        """Begin or continue to measure. `steps_in_a_row` is the number of uninterrupted steps to come, if known."""
         if self._search is not None:
             self._steps_in_a_row = steps_in_a_row
             self._is_training = True
@@ -141,13 +141,13 @@ class PowerRun:
         self._is_interrupted = was_training
 
     def resume(self) -> None:
-        """Continue after `interrupt`, if steps were being trained then."""
+        """Continue to measure if `interrupt` has stopped a measurement."""
         if self._is_interrupted:
             self._is_interrupted = False
             self.begin_steps(self._steps_in_a_row)
 
     def disturb(self) -> None:
-        """Repeat the measurement of the present limit: other work took time between two steps."""
+        """Start the measurement of the present limit again, because other work took time between two steps."""
         if self._is_training:
             self.interrupt()
             self.resume()

@@ -29,7 +29,8 @@ from zeus_plugins.training.port import TrainerPort, decided
 
 _logger = logging.getLogger("zeus_plugins")
 
-# Bounds of a probe: a share of the samples and of the time of an epoch, and seconds. The rest is for the noise scale.
+# Bounds of a probe: a share of the samples and of the time of an epoch, and seconds. Timed passes may use the share
+# `_SHARE_OF_TIMES` of these bounds; the rest is for the noise scale.
 _SHARE = 0.05
 _MOST_S = 60.0
 _SHARE_OF_TIMES = 0.75
@@ -70,7 +71,7 @@ class Timing:
 
 
 def outwards(size: int, sizes: Sequence[int]) -> list[int]:
-    """Return sizes ordered by their place from `size`: the size itself, the next smaller and larger ones, and so on."""
+    """Return the sizes ordered by distance from `size`: `size`, the next smaller and larger sizes, and so on."""
     ordered = sorted({*sizes, size})
     place = ordered.index(size)
     return sorted(ordered, key=lambda each: (abs(ordered.index(each) - place), each))
@@ -91,15 +92,15 @@ def epoch_costs(
     """Return the cost of an epoch at each size whose passes were timed.
 
     Args:
-        timings: The passes, by samples of a device.
+        timings: Timing of a pass, by samples per batch of a device.
         splits: The split of each global size.
         size: The global size of the run, whose passes were timed.
         steps: Optimizer steps of its first epoch.
-        time_s: Seconds of these steps. What they take beside their passes, each step of another size takes as well.
+        time_s: Seconds of these steps. A step's time beyond its passes is assumed to be the same at every size.
         evaluation_s: Seconds of the evaluations of an epoch.
         power_w: Mean power of the run over all GPUs, watts.
-        is_ambiguous: True if a step's time beside its passes may depend on its samples, such as time to load data.
-        hidden_s: Seconds within which a step's time beside its passes is not known.
+        is_ambiguous: True if a step's time beyond its passes may grow with its samples, such as time to load data.
+        hidden_s: Width of the range, in seconds, in which a step's time beyond its passes lies; 0 if it is known.
     """
     own = splits[size]
     own_s = own.accumulation * timings[own.per_device].seconds
@@ -147,14 +148,14 @@ class GradientSums:
         return (self.square_of_sum - self.squares) / (self.passes * (self.passes - 1))
 
     def noise(self, samples: int) -> float:
-        """Unbiased estimate of tr Σ, the variance of the gradient of a sample, for passes of so many samples."""
+        """Unbiased estimate of tr Σ, the variance of the gradient of a sample, given the samples of a pass."""
         return samples * (self.squares / self.passes - self.signal)
 
 
 def noise_scale(groups: Sequence[GradientSums], samples: int) -> tuple[float, float] | None:
     """Return the gradient noise scale tr Σ / |G|² in samples, with its error in octaves; None if it is not known.
 
-    The groups, of passes with so many `samples`, are pooled (McCandlish et al. 2018, arXiv 1812.06162, appendix A).
+    Pool the groups, whose passes have `samples` samples (McCandlish et al. 2018, arXiv 1812.06162, appendix A).
     """
     if not groups:
         return None
@@ -203,7 +204,7 @@ class Prober:
         self._size = size
         self._own = splits[size].per_device
         self._monitor = monitor
-        # By samples of a device: the timed passes, the sizes considered, and the smallest that ran out of memory.
+        # By samples of a device: timings, the sizes already considered, and the smallest size that ran out of memory.
         self._timings: dict[int, Timing] = {}
         self._tried: set[int] = set()
         self._out_of_memory = math.inf
@@ -246,7 +247,7 @@ class Prober:
             self._say(f"probed {sizes} in {self._spent_s:.2g} s{failed}")
 
     def resume(self, size: int | None = None) -> None:
-        """Note that the training begins now, at another global size if one is given."""
+        """Note that the training begins now, at the global `size` if given."""
         if size is not None:
             own = self._splits[size].per_device
             self._batches *= self._own / own
@@ -277,7 +278,8 @@ class Prober:
     def result(self, gpus: GpuConfig, power_w: float) -> Probe:
         """Return the findings of a training on these GPUs with this mean power.
 
-        Before `finish`, costs rest on the passes alone, without evaluations; their errors include the rest of a step.
+        Before `finish`, the costs are computed from the passes alone, without evaluations; their errors allow for the
+        unknown rest of a step.
         """
         split = self._splits[self._size]
         steps, hidden_s = self._batches / split.accumulation, 0.0
@@ -309,7 +311,7 @@ class Prober:
         return min(sizes, default=None)
 
     def _guarded(self, work: Callable[[Passes], None]) -> str | None:
-        """Call `work` with the passes, undo its traces, and return why it could not be done on all ranks, or None."""
+        """Call `work` with the passes, and undo its traces; return the reason if it fails on a rank, otherwise None."""
         self._began_s, spent_s, problem = time.monotonic(), self._spent_s, None
         with ExitStack() as stack:
             passes: Any = None
@@ -358,7 +360,10 @@ class Prober:
         return None
 
     def _choice_for_noise(self) -> tuple[int, int] | None:
-        """Return the largest timed size that allows the most passes, or else the smallest; None if it allows few."""
+        """Return the largest timed size that allows all passes of the noise scale, or else the smallest; with passes.
+
+        Return None if not even one group of passes is possible.
+        """
         samples, left_s = self._samples - self._used_samples, self._left_s(1.0)
         chosen = None
         for size in sorted(self._timings, reverse=True):
@@ -403,7 +408,7 @@ class Prober:
     def _power_of(self, work: Callable[[], None]) -> float | None:
         """Call `work`, and return its mean power in watts; None if the monitor fails or the time is short."""
         monitor, measured = self._monitor, None
-        with suppress(Exception):  # The probe can do without.
+        with suppress(Exception):  # The probe works without power readings.
             if monitor is not None:
                 monitor.begin_window(_WINDOW)
         work()
@@ -470,10 +475,10 @@ class Prober:
         return groups
 
     def _batches_of(self, passes: Passes, size: int, count: int) -> Iterator[Any]:
-        """Yield batches of a size from a loader of the same data that is not the training's own.
+        """Yield batches of a size from a separate loader over the training's data.
 
-        The batches of ranks differ. A loader with workers gets one, because only then the data set of this process
-        remains untouched.
+        Each rank gets different batches. If the training's loader has workers, the separate loader has one, so that the
+        data set of this process remains unchanged.
         """
         torch: Any = sys.modules["torch"]
         loader = unwrapped(passes.loader)
@@ -491,7 +496,7 @@ class Prober:
         yield from torch.utils.data.DataLoader(
             loader.dataset,
             batch_sampler=chosen,
-            # The training's own first batch is to be checked, too.
+            # Do not use up the check of `CheckedCollate`: it belongs to the training's own first batch.
             collate_fn=getattr(loader.collate_fn, "_collate", loader.collate_fn),
             worker_init_fn=loader.worker_init_fn,
             pin_memory=loader.pin_memory,
