@@ -74,7 +74,7 @@ coverage: $(STAMP)
 	@$(PYTEST) -m "not slow" --hypothesis-profile fast --cov --cov-report term:skip-covered
 
 # The size of both packages. A commit that needs more lines raises the limit on purpose.
-MOST_LINES := 45800
+MOST_LINES := 45830
 
 lint: $(STAMP)
 	@lines=$$(find zeus_plugins bso_server -name '*.py' -exec cat {} + | wc -l); [ $$lines -le $(MOST_LINES) ] \

@@ -61,7 +61,10 @@ BURST_S = 0.2
 
 @dataclass(frozen=True)
 class Bursts:
-    """Work for a share of each period, which begins at multiples of the period of the monotonic clock, plus a phase."""
+    """Work for the first `share` of each period; periods begin at multiples of `period_s`, plus `phase_s`.
+
+    Seconds are those of the monotonic clock.
+    """
 
     period_s: float
     phase_s: float = 0.0
@@ -73,8 +76,8 @@ class Bursts:
         return 0.0 if place_s < self.share * self.period_s else self.period_s - place_s
 
 
-# Of 25 ms in each 100 ms at four phases, a sensor that samples for 25 ms in 100 ms sees all or nothing. The other
-# periods visit all places of its samples.
+# A sensor may sample for only 25 ms of each 100 ms. Of bursts with its period, at four phases, it sees all or nothing;
+# bursts with other periods drift over its samples.
 _BURSTS = (*(Bursts(0.1, phase_s) for phase_s in (0.0, 0.025, 0.05, 0.075)), Bursts(0.073), Bursts(0.137))
 
 PHASE_AGREEMENT = 0.2

@@ -67,15 +67,15 @@ class BatchSizeOptimizer:
     """Asks for a batch size, measures the training, and says when to stop.
 
     Call `get_batch_size`, `on_train_begin`, then `on_evaluate` after every epoch until `training_finished`; the
-    module's docstring shows a whole loop. If the training ends otherwise, so does the trial, and no later run waits for
-    it: Ctrl-C and SIGTERM suspend it, running out of memory excludes its size, and after any other end (another
-    exception, the end of the interpreter, the end of the optimizer's life) the size is tried again.
+    module's docstring shows a whole loop. If the training ends before that, the trial ends with it: Ctrl-C and SIGTERM
+    suspend the trial, running out of memory excludes its size, and after any other end (another exception, the end of
+    the interpreter, or of the optimizer's life) a later run tries the size again.
 
     In distributed training only rank 0 asks for a batch size. Either it alone uses the optimizer, and broadcasts the
     batch size and `training_finished`; or every rank sets `current_batch_size` and `trial_number` to those of rank 0,
     and calls `on_train_begin` and `on_evaluate` with the same metric. The server decides by the first report on each
-    epoch, and every rank gets that verdict. On rank 1 and above, `get_batch_size` raises `ZeusBSOBadOperationError`,
-    and so does the rest until both are set.
+    epoch, and every rank gets that verdict. On rank 1 and above, `get_batch_size` raises `ZeusBSOBadOperationError`, as
+    do the other methods until both attributes are set.
 
     Args:
         monitor: Measures energy and time; Zeus's `ZeusMonitor` is accepted. None: the best monitor that this machine
@@ -177,7 +177,7 @@ class BatchSizeOptimizer:
         self._tell("trial_number", trial_number, least=0)
 
     def _tell(self, name: str, value: int, *, least: int) -> None:
-        """Keep on another rank what rank 0 has told; on rank 0, and once the training has begun, nothing may change."""
+        """Store a value of rank 0 on another rank; on rank 0, and once the training has begun, refuse another value."""
         if int(value) < least:
             raise ZeusBSOBadOperationError(f"{name} is {value}: set it to the {name} of rank 0, {least} or more")
         if self._trial_session is None:

@@ -22,8 +22,8 @@ The order of calls, on every rank::
                                             returns, from `scale_learning_rate` on, unless it returns None
     run.finish(error)                       always; then, without an error, run.raise_failure()
 
-`run.active` is None before `begin`, after `finish`, and in a training without a trial, which goes on from a checkpoint
-without one or from an earlier training of this process.
+`run.active` is None before `begin`, after `finish`, and in a training without a trial: one that continues from a
+checkpoint without a trial, or from an earlier training of this process.
 """
 
 from __future__ import annotations
@@ -245,8 +245,9 @@ class TrialRun:
     def begun_anew(self, port: TrainerPort) -> TrialRun | None:
         """Probe the batch sizes, and begin a trial at the size that the server then predicts, in place of this run.
 
-        All ranks make this call, with a new port. The present trial is withdrawn, and its costs count for the new one,
-        which has the same size if the server is away. Return None without a probe that the server has stored.
+        All ranks make this call, with a new port. The present trial is withdrawn, and its costs are added to those of
+        the new trial. If the server is away, the new trial has the same size. Return None if the server has stored no
+        probe.
         """
         active, record = self.active, self._record
         prober = None if active is None else active.withdraw()
@@ -270,11 +271,11 @@ class TrialRun:
         return run
 
     def finished_by(self, port: TrainerPort) -> TrialRun | None:
-        """Begin a trial that finishes this run at the best known size, and end this run; None if nothing is to be done.
+        """End this run, and begin a trial at the best known size that trains to the target in its place.
 
-        All ranks make this call when the trainer has stopped, with a new port. Afterwards the trainer is ready to train
-        the job's epochs again, with the same model. If the new trial cannot begin, the launch ends as with the option
-        ``"stop"``.
+        Return None if the run needs no such trial. All ranks call this method with a new port, when the trainer has
+        stopped. Afterwards the trainer is ready to train the job's epochs again, with the same model. If the new trial
+        cannot begin, the launch ends as with the option ``"stop"``.
         """
         active, record = self.active, self._record
         if active is None or record is None or not active.is_to_be_finished:
@@ -504,7 +505,7 @@ class ActiveRun:
         return prober
 
     def take_over(self, prober: Prober) -> None:
-        """Let the probe of a withdrawn run learn from the first epoch of this one, if it has timed its size."""
+        """Continue the probe of a withdrawn run in the first epoch of this run, if the probe has timed its size."""
         prober.resume(self.record.trial.batch_size)
         self._prober = prober if prober.is_open else None
 
@@ -578,7 +579,7 @@ class ActiveRun:
 
     @contextmanager
     def unscaled_rates(self) -> Iterator[None]:
-        """Take the scaling back for code that sets rates or adds parameter groups, and scale again at the end."""
+        """Undo the scaling within the block, for code that sets learning rates or adds parameter groups."""
         optimizers, schedulers = self._port.optimizers()
         scale_learning_rate(optimizers, (), lambda each: 1 / self._factor_of(each))
         try:

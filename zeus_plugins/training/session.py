@@ -218,8 +218,8 @@ class TrialSession:
 
         From then on, the server refuses reports of the trial's earlier run. If the trial has ended on the server or is
         unknown there, its batch size remains in force, but nothing is measured or reported: the rest of a training says
-        nothing about a whole one. If the server is away or refuses the token, the trial continues as if it took
-        reports. Epochs that were reported after the checkpoint was written are trained and paid again, and count.
+        nothing about a whole one. If the server is away or refuses the token, the trial continues as if the server took
+        its reports. Epochs after the checkpoint are trained again, and their cost counts twice.
 
         Raises:
             ZeusBSOConfigError: `state` describes no trial.
@@ -282,10 +282,10 @@ class TrialSession:
         self._open_line(registration, trouble=None)
 
     def join(self, batch_size: int, trial_number: int) -> None:
-        """Report beside rank 0, which has asked for this trial and ends it.
+        """Let this rank, too, report the trial that rank 0 has requested; rank 0 also ends the trial.
 
-        For number 0, the trial that rank 0 began while the server was away, this rank sends nothing and judges by the
-        target and `max_epochs`.
+        Number 0 is a trial that rank 0 began while the server was away: this rank then sends nothing, and stops at the
+        target or after `max_epochs`.
 
         Raises:
             ZeusBSOConfigError: The job has no `job_id`, which names it on all ranks.
@@ -451,12 +451,13 @@ class TrialSession:
     def end(
         self, error: BaseException | None = None, *, early_end: str | None = None, ending: Ending | None = None
     ) -> None:
-        """End the session, and on the server a trial without a final verdict; the open window counts.
+        """End the session, and end its trial on the server unless the server has already ended it.
 
-        Meant for exit paths: it may be called at any time and more than once. If the server fails, it logs a warning,
-        so that it does not mask the `error` that ended the training (for the outcome, see `outcomes.outcome_of`).
-        Without one, a rule of the training ended it before the verdict (`early_end`, if known), which counts as failed,
-        unless the caller gives the message to the server (`ending`).
+        The energy of the open window is included. This method is meant for exit paths: call it at any time, also more
+        than once. If the server fails, it logs a warning instead of raising, so that the `error` that ended the
+        training is not masked (for the outcome, see `outcomes.outcome_of`). Without an error, the trial counts as
+        failed, because a rule of the training ended it before the verdict (`early_end` names the rule, if known);
+        `ending` states another outcome to the server.
         """
         if self._ended:
             return
