@@ -7,7 +7,6 @@ Usage: ``python examples/hf_digits.py [--recurrences N] [--devices N] [--data di
 from __future__ import annotations
 
 import argparse
-import os
 import subprocess
 import sys
 import tempfile
@@ -96,15 +95,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--recurrences", type=int, default=0, metavar="N", help="launch this script N times")
     parser.add_argument("--devices", type=int, default=1, metavar="N", help="processes of each launch, by torchrun")
-    parser.add_argument("--server-url", default=os.environ.get("ZEUS_SERVER_URL", "http://127.0.0.1:8000"))
+    parser.add_argument("--server-url", help="default: ZEUS_SERVER_URL, or else a server in this process")
     parser.add_argument("--job-id", default="digits-hf")
     add_arguments(parser)
     options = parser.parse_args()
     if not options.recurrences:
         train(options)
     launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(options.devices)] if options.devices > 1 else []
-    once = ["--server-url", options.server_url, "--job-id", options.job_id, "--data", options.data]
-    once += ["--data-folder", str(options.data_folder)]
+    once = ["--job-id", options.job_id, "--data", options.data, "--data-folder", str(options.data_folder)]
+    once += [] if options.server_url is None else ["--server-url", options.server_url]
     for _ in range(options.recurrences):
         subprocess.run([sys.executable, *launcher, __file__, *once], check=True)  # noqa: S603 - this very script
 

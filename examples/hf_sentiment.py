@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
 import re
 import subprocess
@@ -245,12 +244,13 @@ def main() -> None:
     parser.add_argument("--data", type=Path, metavar="DIR", help="folder of the slices")
     parser.add_argument("--slice", type=int, metavar="N", help="the slice to train on, or to begin with")
     parser.add_argument("--target", type=float, default=0.94, help="accuracy on the validation data that is wanted")
-    parser.add_argument("--server-url", default=os.environ.get("ZEUS_SERVER_URL", "http://127.0.0.1:8000"))
+    parser.add_argument("--server-url", help="default: ZEUS_SERVER_URL, or else a server in this process")
     parser.add_argument("--job-id", default="sentiment-hf")
     options = parser.parse_args()
     if not options.recurrences:
         train(options)
-    once = ["--target", str(options.target), "--server-url", options.server_url, "--job-id", options.job_id]
+    once = ["--target", str(options.target), "--job-id", options.job_id]
+    once += [] if options.server_url is None else ["--server-url", options.server_url]
     once += [] if options.data is None else ["--data", str(options.data)]
     for number in slices_to_train_on(options):
         subprocess.run([sys.executable, __file__, *once, "--slice", str(number)], check=True)  # noqa: S603 - this very script

@@ -7,7 +7,6 @@ Usage: ``python examples/lightning_digits.py [--recurrences N] [--accelerator cp
 from __future__ import annotations
 
 import argparse
-import os
 import subprocess
 import sys
 
@@ -92,7 +91,7 @@ def main() -> None:
         choices=("finish", "stop", "raise"),
         help="after a missed target: finish at the best known batch size, stop, or end with exit status 75",
     )
-    parser.add_argument("--server-url", default=os.environ.get("ZEUS_SERVER_URL", "http://127.0.0.1:8000"))
+    parser.add_argument("--server-url", help="default: ZEUS_SERVER_URL, or else a server in this process")
     parser.add_argument("--job-id", default="digits-lightning")
     add_arguments(parser)
     options = parser.parse_args()
@@ -101,7 +100,8 @@ def main() -> None:
     once = ["--accelerator", options.accelerator, "--devices", str(options.devices)]
     once += ["--data", options.data, "--data-folder", str(options.data_folder)]
     once += [] if options.target is None else ["--target", str(options.target)]
-    once += ["--server-url", options.server_url, "--job-id", options.job_id]
+    once += [] if options.server_url is None else ["--server-url", options.server_url]
+    once += ["--job-id", options.job_id]
     for _ in range(options.recurrences):
         subprocess.run([sys.executable, __file__, *once], check=True)  # noqa: S603 - this very script
 

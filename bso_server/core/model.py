@@ -230,7 +230,7 @@ class Expectations:
 
 
 def cost_of(job: CreatedJob, totals: Report | TrialRecord) -> float:
-    """Return the cost, in joules, of a trial until a report, or until its last one."""
+    """Return the cost (J) of a trial up to a report or, given the trial's record, up to its last report."""
     return job.cost_j(time_s=totals.time_s, energy_j=totals.energy_j)
 
 

@@ -145,7 +145,10 @@ def line_of(message: WireMessage) -> bytes:
 
 
 def split_exports(lines: Iterable[bytes]) -> Iterator[tuple[int, Iterator[bytes]]]:
-    """Yield the exports in a file: the number of the first line, from 1, and the lines, which may stay unread."""
+    """Yield, for each export in a file, the number of its first line (from 1) and an iterator over its lines.
+
+    The caller need not read an iterator to its end.
+    """
     first = 1
 
     def first_line_of(numbered: tuple[int, bytes]) -> int:

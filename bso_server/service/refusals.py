@@ -149,7 +149,7 @@ def _described(gpus: GpuConfig) -> str:
 
 
 def require_job(transaction: Transaction, job: StoredJob, caller: Caller) -> str | None:
-    """Return the token that an administrator acts for when using a job, or None if the caller may use it anyway.
+    """Return the owner if the caller may use the job only as an administrator, or None if any other right suffices.
 
     Raises:
         ForbiddenError: The job belongs to another token, and the caller is no administrator.

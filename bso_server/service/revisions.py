@@ -19,7 +19,7 @@ from zeus_plugins.protocol import ZEUS, Change, CreatedJob, Revision, changes_in
 def revise(transaction: Transaction, job: StoredJob, changes: Changes, now: datetime) -> StoredJob:
     """Revise a locked job by changes that concern no fixed term; return the job.
 
-    Running trials end under their own terms (`terms_of`).
+    Running trials keep the terms under which they began (`terms_of`).
 
     Raises:
         InvalidJobError: The policy cannot serve the job under these terms.

@@ -39,7 +39,7 @@ class Conditions:
     """Constant conditions of a job on a machine of its own; a subclass may vary them after the first recurrence.
 
     With `has_foresight`, a training ends before the epoch that would cross its cost bound, as with Zeus's data loader.
-    Probes measure `critical_factor` times the critical batch size.
+    The critical batch size that a probe measures is wrong by the factor `critical_factor`.
     """
 
     landscape: Landscape
@@ -113,8 +113,8 @@ def critical_batch_size(sizes: Landscape) -> float:
 def drawn_probe(job: CreatedJob, conditions: Conditions, seed: int) -> Probe:
     """Draw the probe of a job: every size's cost of an epoch, and the critical batch size, with random errors.
 
-    The log of each size's cost has σ = 10 %. All sizes also share the slowness of the machine. σ of the critical batch
-    size is a factor of 3.
+    The measured cost of each size has a relative error of 10 % (log-normal). All sizes also share the slowness of the
+    machine. One standard deviation of the critical batch size is a factor of 3.
     """
     sizes, draws = conditions.landscape_at(0), np.random.default_rng([seed, len(job.batch_sizes), 1])
     slowness = conditions.slowness(1, draws)

@@ -143,7 +143,7 @@ class _PlayedJob:
         self._trials.append(trial)
 
     def _go_on(self, trial: TrialRecord) -> None:
-        """Let an event happen to a trial that has not ended."""
+        """Apply one random event, such as a report or a crash, to a trial that has not ended."""
         event = self._random.choices(["report", "crash", "preempted", "silent", "refused"], [40, 1, 1, 1, 0.5])[0]
         if trial.batch_size > self._largest_that_fits:
             event = "memory"

@@ -166,7 +166,7 @@ class TrialSession:
             check: Raises if this training cannot do the registered job, which may differ from the guessed one.
 
         Raises:
-            ZeusBSOConfigError: The server refuses the job or the token; or the user is strict, and earlier trainings of
+            ZeusBSOConfigError: The server refuses the job or the token; or the plan is strict, and earlier trainings of
                 the job had another fingerprint.
             ZeusBSORuntimeError: The server refuses for another reason; or it is unreachable or fails, and
                 `on_unreachable` is ``"raise"``.
@@ -310,8 +310,8 @@ class TrialSession:
     def begin_measurement(self, optimizer: str | None = None) -> None:
         """Open the measurement window; call it where the training begins.
 
-        Some frameworks know the class of the `optimizer` only now: it completes the job's fingerprint. If earlier
-        trainings used another one and the user is strict, raise `ZeusBSOConfigError`.
+        Some frameworks know the class of the `optimizer` only now: it completes the job's fingerprint. If the
+        plan is strict (`JobPlan.is_strict`) and earlier trainings used another optimizer, raise `ZeusBSOConfigError`.
         """
         reporter = self._require_live_trial()
         if optimizer is not None and self.trial.has_extended_server and not reporter.is_away:

@@ -396,7 +396,7 @@ def _after_stop(sizes: Sizes, beliefs: Beliefs, index: int, log_epochs: float) -
 
 
 def _without_other_job(beliefs: Beliefs) -> Beliefs:
-    """Forget the other job's epochs at all sizes at which no own run has reached the target."""
+    """Forget the epochs of a warm start at all sizes at which no run of this job has reached the target."""
     unknown = WeightedStatistics()
     return tuple(
         each if each.exact.weight else replace(each, observed=unknown, taken_over=unknown, converged=False)
