@@ -391,7 +391,7 @@ def with_control(history: History, suggestion: Suggestion, judge_of: Callable[[i
         suggestion,
         batch_size=default,
         origin=Origin.CONTROL,
-        reason=f"control run at your default, {default}: it keeps the saving measured, not believed",
+        reason=f"control run at your default, {default}: it measures the saving",
         bound=EpochBound(job.max_epochs, "a control run is not stopped early"),
         decision=decision,
     )

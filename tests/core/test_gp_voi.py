@@ -247,7 +247,7 @@ def test_reasons_are_stated_in_plain_words() -> None:
         f"best so far, expected 100 J (mean of {runs} runs: 100 J); {why}"
         for why in (
             "no other size is likely to beat it",
-            "to try 128, with hardly any chance to beat it, would not pay",
+            "a trial of 128 (hardly any chance to beat it) would cost more than it is likely to save",
         )
     }
     alone = new_life((64,))

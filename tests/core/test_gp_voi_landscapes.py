@@ -312,7 +312,7 @@ def test_equal_sizes_are_not_compared_forever(sizes: int, default: int) -> None:
     outcomes = Case(job).play(100)
     assert outcomes.extra_runs < 1
     assert max(outcomes.tries) < 50
-    assert "chance to beat it, would not pay" in outcomes.played.trials[-1].record.reason
+    assert "would cost more than it is likely to save" in outcomes.played.trials[-1].record.reason
 
 
 @pytest.mark.parametrize(
@@ -328,4 +328,4 @@ def test_best_default_is_soon_played_exclusively(sizes: int, default: int) -> No
     assert sum(recurrence >= 20 for recurrence in outcomes.tries) <= 4
     reason = outcomes.played.trials[-1].record.reason
     assert reason.startswith("best so far, expected 20")
-    assert "no other size is likely to beat it" in reason or "chance to beat it, would not pay" in reason
+    assert "no other size is likely to beat it" in reason or "would cost more than it is likely to save" in reason

@@ -267,7 +267,7 @@ class TestControlRuns:
         best = Suggestion(BEST, Origin.INCUMBENT, "best so far", bound=EpochBound(3, "hopeless"))
         (control,) = self.chosen(self.job, best) - {best}
         assert (control.batch_size, control.origin) == (DEFAULT, Origin.CONTROL)
-        assert control.reason == "control run at your default, 32: it keeps the saving measured, not believed"
+        assert control.reason == "control run at your default, 32: it measures the saving"
         assert control.bound == EpochBound(self.job.max_epochs, "a control run is not stopped early")
 
     def test_control_runs_are_skipped_if_harmful(self) -> None:

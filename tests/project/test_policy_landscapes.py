@@ -190,7 +190,11 @@ def test_calibration_of_a_made_up_history_is_exact() -> None:
         if trials == 3:
             reason = "tried 8: about a third chance to beat 16"
             return Suggestion(8, Origin.EXPLORATION, reason, bound=EpochBound(1, "enough"))
-        return Suggestion(16, Origin.INCUMBENT, "to try 8, with about an even chance to beat it, would not pay")
+        return Suggestion(
+            16,
+            Origin.INCUMBENT,
+            "a trial of 8 (about an even chance to beat it) would cost more than it is likely to save",
+        )
 
     def expectations(history: History) -> Expectations:
         recurrences = history.recurrences

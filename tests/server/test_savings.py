@@ -47,9 +47,7 @@ async def test_control_runs_lead_to_a_verdict(bso: JobService) -> None:
     view = await bso.show()
     controls = [trial for trial in view.trials if trial.origin is Origin.CONTROL]
     assert {trial.batch_size for trial in controls} == {16}
-    assert {trial.reason for trial in controls} == {
-        "control run at your default, 16: it keeps the saving measured, not believed"
-    }
+    assert {trial.reason for trial in controls} == {"control run at your default, 16: it measures the saving"}
     assert all(trial.epoch_bound == 10 for trial in controls)
     assert view.savings.word is SavingsWord.SAVES
     assert len(controls) == view.savings.controls == 3

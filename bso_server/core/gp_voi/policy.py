@@ -272,9 +272,13 @@ def _chosen(history: History, forecast: Forecast, values: Mapping[int, Worth], r
     worth, tried = values[index], history.job.batch_sizes[index]
     chance = chance_in_words(worth.chance)
     if not pays:
-        reason = f"best so far, {cost}; to try {tried}, with {chance} to beat it, would not pay"
+        reason = (
+            f"best so far, {cost}; a trial of {tried} ({chance} to beat it) would cost more than it is likely to save"
+        )
         if CONSTANTS.least_worth < worth.index <= repeat:
-            reason = f"best so far, {cost}; another run of it teaches more than {tried}, with {chance} to beat it"
+            reason = (
+                f"best so far, {cost}; another run of it is worth more than a trial of {tried} ({chance} to beat it)"
+            )
         return incumbent, Origin.INCUMBENT, reason
     arm = history.arms[tried]
     if not arm.observed.count:
