@@ -184,7 +184,7 @@ def test_configuration_and_help_are_printed(bench: JobBench, capsys: pytest.Capt
         command_line("fit", "--trainer.callbacks.help=zeus_plugins.lightning.ZeusBSOCallback")
     helped = " ".join(capsys.readouterr().out.split())
     assert ended.value.code == 0
-    assert "Name of the logged metric" in helped
+    assert "Name under which the training logs the metric" in helped
     assert "{none,linear,sqrt,auto}" in helped
     assert not bench.is_registered()
 
