@@ -197,7 +197,7 @@ def train(options: argparse.Namespace) -> None:
     )
     model = BertForSequenceClassification(
         BertConfig(
-            vocab_size=len(tokenizer),
+            vocab_size=VOCABULARY,  # as for all slices, so that all runs train the same model
             hidden_size=64,
             num_hidden_layers=2,
             num_attention_heads=4,

@@ -334,7 +334,7 @@ def _drawn(history: History, survivors: tuple[int, ...], rng: np.random.Generato
         if batch_size == best:
             reason = f"best so far, {cost}"
         else:
-            reason = f"tried {batch_size} again: it may be cheaper than {best}, the best so far, {cost}"
+            reason = f"another trial: {batch_size} may be cheaper than {best}, the best so far, {cost}"
     return Suggestion(batch_size, Origin.BANDIT, reason, survivors)
 
 

@@ -235,7 +235,7 @@ def test_reasons_are_stated_in_plain_words() -> None:
     assert suggest(life.history, life.rng).reason == "first run of job job"
     run(life, life.ask(), needed=10)
     # Ten epochs of 10 J; one percent more for failures, and a little for the mean of a log-normal cost.
-    tried = r"tried 128: about an? .* chance to beat 64, the best so far, expected 10[123] J \(one run: 100 J\)"
+    tried = r"a trial with about an? .* chance to beat 64, the best so far, expected 10[123] J \(one run: 100 J\)"
     assert re.fullmatch(tried, suggest(life.history, life.rng).reason)
     for _ in range(2):
         run(life, life.dispatch(128), needed=math.inf)

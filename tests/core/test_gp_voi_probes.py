@@ -192,7 +192,7 @@ def test_epochs_from_replaced_gpus_are_combined_with_probed_costs() -> None:
     assert suggested(life, None).reason == "first run on the job's new GPUs: 32, near your own size"
     found = suggested(life, probe_of(life.job, CHEAPER_WHEN_LARGER, 1000.0))
     assert found.batch_size == 128
-    assert found.reason.startswith("tried 128: ")
+    assert found.reason.startswith("a trial with ")
 
 
 def test_control_runs_at_the_default_follow_a_predicted_first_run() -> None:

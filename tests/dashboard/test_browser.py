@@ -173,7 +173,7 @@ def test_browser_steps_through_decisions(tab: Tab) -> None:
     page.wait_for_selector("h1:has-text('Run 14 got')")
     page.click("#costs a[href$='?at=3']")
     page.wait_for_selector("h1:has-text('Run 3 got 512')")
-    assert "Tried 512: about an even chance to beat 256" in page.inner_text(".lead")
+    assert "A trial with about an even chance to beat 256" in page.inner_text(".lead")
     # The page of a past decision shows none of the later runs.
     assert len(page.query_selector_all("#costs > a")) == 2
     assert page.inner_text("tr.best >> nth=0").startswith("256")

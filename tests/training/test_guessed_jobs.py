@@ -373,7 +373,7 @@ def test_training_prints_lines_at_the_begin_and_the_end(url: str) -> None:
         "zeus: Your default, 64, is the best batch size so far. Tried so far: 1 of 7 batch sizes.",
     ]
     begin, end, next_steps = second.said
-    assert begin.startswith("zeus: batch size 128 in place of your 64: tried 128: about ")
+    assert begin.startswith("zeus: batch size 128 in place of your 64: a trial with about ")
     assert begin.endswith(f"(job {JOB_ID}, trial 2)")
     assert "[" not in begin
     assert end.endswith("Batch size 128 took 1 s and 10 J (replayed), a cost of 55 J")

@@ -55,7 +55,8 @@ class Announcer:
         }
         if to_trackers:
             self._port.log_hyperparameters(hyperparameters, self._patches)
-        self._has_reported = trial.metric is not None
+        # The model of a trial that finishes a run is trained already: its first metric says nothing about the target.
+        self._has_reported = trial.metric is not None or trial.continues is not None
         target = f"; {self._plan.target_in_words}" if self._plan.target_in_words else ""
         name = trial.name if trial.job_id in reason else f"job {trial.job_id}, {trial.name}"
         self.say(f"batch size {size}{self._against(size)}: {reason}{target} ({name})")

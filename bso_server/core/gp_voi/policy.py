@@ -282,12 +282,12 @@ def _chosen(history: History, forecast: Forecast, values: Mapping[int, Worth], r
         return incumbent, Origin.INCUMBENT, reason
     arm = history.arms[tried]
     if not arm.observed.count:
-        again = ""
+        trial = "a trial"
     elif not arm.completed.count:
-        again = " again after it was stopped"
+        trial = "another trial after a stopped one,"
     else:
-        again = " again"
-    reason = f"tried {tried}{again}: {chance} to beat {size}, the best so far, {cost}"
+        trial = "another trial"
+    reason = f"{trial} with {chance} to beat {size}, the best so far, {cost}"
     return index, Origin.EXPLORATION, reason
 
 
@@ -309,10 +309,8 @@ def _check(history: History, forecast: Forecast) -> tuple[_Choice, Worth] | None
         return None
     index = max(cheap, key=lambda each: cheap[each].index)
     best, cost = sizes[incumbent], _expected_cost(history, forecast)
-    again = " again" if history.arms[sizes[index]].observed.count else ""
-    reason = (
-        f"tried {sizes[index]}{again}: no run has shown yet that it costs more than {best}, the best so far, {cost}"
-    )
+    trial = "another trial" if history.arms[sizes[index]].observed.count else "a trial"
+    reason = f"{trial}: no run has shown yet that {sizes[index]} costs more than {best}, the best so far, {cost}"
     return (index, Origin.EXPLORATION, reason), cheap[index]
 
 
