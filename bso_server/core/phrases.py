@@ -41,7 +41,7 @@ def stop_in_words(rule: StopRule | None, max_epochs: int, because: str | None = 
         return ""
     if rule.max_epochs < max_epochs:
         epochs = "1 epoch" if rule.max_epochs == 1 else f"{rule.max_epochs} epochs"
-        return f"stop it after {epochs} unless it gets there{f': {because}' if because else ''}"
+        return f"stop it after {epochs} unless it has reached the target{f': {because}' if because else ''}"
     if rule.max_cost_j is not None:
-        return f"stop it at {joules_in_words(rule.max_cost_j)} unless it gets there"
+        return f"stop it at {joules_in_words(rule.max_cost_j)} unless it has reached the target"
     return ""

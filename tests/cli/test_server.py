@@ -106,7 +106,8 @@ def test_explain_prints_the_next_choice(used_server: ServerProcess) -> None:
         assert bso_server(*explain, "--at", "2").stdout.splitlines() == [
             "job night.ly-1, trial 2: batch size 8 (exploration, running)",
             "",
-            "exploring: smaller than your default size, 16 (round 1 of 2); stop it at 1000 J unless it gets there",
+            "exploring: smaller than your default size, 16 (round 1 of 2); "
+            "stop it at 1000 J unless it has reached the target",
             "",
             "BATCH SIZE  EXPECTED COST J  90 % BAND J  CHANCE TO BE BEST",
             "8           -                -            -                  chosen",

@@ -240,9 +240,15 @@ def test_expected_cost_is_shown_beside_the_measured_mean() -> None:
 
 
 def test_stop_rule_is_described_in_words() -> None:
-    assert stop_in_words(StopRule(max_epochs=9), 50) == "stop it after 9 epochs unless it gets there"
-    assert stop_in_words(StopRule(max_epochs=1), 50, "dear") == "stop it after 1 epoch unless it gets there: dear"
-    assert stop_in_words(StopRule(max_epochs=50, max_cost_j=162), 50) == "stop it at 162 J unless it gets there"
+    assert stop_in_words(StopRule(max_epochs=9), 50) == "stop it after 9 epochs unless it has reached the target"
+    assert (
+        stop_in_words(StopRule(max_epochs=1), 50, "dear")
+        == "stop it after 1 epoch unless it has reached the target: dear"
+    )
+    assert (
+        stop_in_words(StopRule(max_epochs=50, max_cost_j=162), 50)
+        == "stop it at 162 J unless it has reached the target"
+    )
     assert stop_in_words(StopRule(max_epochs=50), 50) == stop_in_words(None, 50) == ""
 
 

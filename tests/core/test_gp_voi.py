@@ -344,7 +344,7 @@ def test_incumbent_may_use_twice_the_expected_epochs() -> None:
     trial = life.trials[-1]
     limit = bound_of(trial)
     assert 20 <= limit.epochs <= 22
-    assert limit.reason.startswith("2 times the epochs that it should need, 10")
+    assert limit.reason.startswith("2 times its expected epochs, 10")
     assert stop_rule(life.job, trial, 1.0) == StopRule(max_epochs=limit.epochs)
     ended = run(life, trial, needed=math.inf)
     assert (ended.state, ended.epoch) == (TrialState.EARLY_STOPPED, limit.epochs)
@@ -357,7 +357,7 @@ def test_incumbent_may_use_twice_the_expected_epochs() -> None:
         rows = (replace(each, missed=missed if index == 3 else of_other) for index, each in enumerate(beliefs))
         forecast = Forecast.of(life.history, tuple(rows), ())
         given = bound(life.job.model_copy(update={"max_epochs": 500}), forecast, 3, Origin.INCUMBENT)
-        assert given.reason.startswith(f"{times} times the epochs that it should need, 10")
+        assert given.reason.startswith(f"{times} times its expected epochs, 10")
 
 
 def test_hopeless_trial_is_stopped_by_the_first_report_if_start_up_is_known() -> None:
@@ -407,7 +407,7 @@ def test_trial_dispatched_as_incumbent_keeps_the_incumbents_bound() -> None:
     # During this trial, another size turns out to cost a tenth.
     run(life, life.dispatch(32), needed=10, epoch_j=10)
     life.report(trial, 100.0, epoch=1, metric=0.0)
-    assert bound_of(life.trials[1]).reason.startswith("2 times the epochs")
+    assert bound_of(life.trials[1]).reason.startswith("2 times its expected epochs")
 
 
 def test_start_up_is_not_mistaken_for_the_cost_of_epochs() -> None:

@@ -102,7 +102,7 @@ async def test_costs_of_decision_are_marked_as_estimates(
 ) -> None:
     job_of(new_database, source)
     text = await text_of(new_http, "jobs/job-1?at=4")
-    assert "What was believed" in text
+    assert "Expected cost of each batch size" in text
     assert text.count("estimated") == marks
     # Before the first run, the source of the energy is unknown.
     assert (await new_http.get("/ui/jobs/job-1.json?at=1")).json()["energy_sources"] == []

@@ -316,7 +316,7 @@ def test_unclear_direction_is_requested(monitor: str, modes: Any, problem: str) 
     ("target", "metric", "reached", "warning"),
     [
         (0.9, 0.95, True, "val_acc was 0.95 at the first report, at or above the target 0.9, so that the training"),
-        (97.0, 0.8, False, "the target is 97, and val_acc was 0.8 at the first report: .* 0.97 may be what was meant"),
+        (97.0, 0.8, False, "the target is 97, and val_acc was 0.8 at the first report: .* 0.97 may be meant"),
         (0.9, 0.8, False, None),
         (97.0, 1.5, False, None),
         (1000.0, 0.5, False, None),

@@ -366,7 +366,7 @@ def first_report_warning(job: JobSpec, monitor: str, metric: float, *, is_reache
     if job.higher_is_better_metric and 1 < target <= 100 and 0 <= metric <= 1:
         return (
             f"the target is {target:g}, and {name} was {metric:.4g} at the first report: if it lies between 0 and 1, "
-            f"it never gets there, and {target / 100:g} may be what was meant"
+            f"it can never reach the target, and {target / 100:g} may be meant"
         )
     return None
 

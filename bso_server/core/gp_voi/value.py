@@ -231,7 +231,7 @@ def _bound_of_incumbent(job: CreatedJob, forecast: Forecast, index: int) -> Epoc
         return unbounded(job.max_epochs)
     return EpochBound(
         math.ceil(allowed * (1 - _ROUNDING)),
-        f"{times:.3g} times the epochs that it should need, {bounded_exp(mean):.3g}",
+        f"{times:.3g} times its expected epochs, {bounded_exp(mean):.3g}",
     )
 
 
