@@ -1,1 +1,1 @@
-"""Real recurring trainings, each recurrence a process: what policies cost against always the default size."""
+"""Benchmark of real recurring trainings, one process per run: costs of policies and of the default size."""

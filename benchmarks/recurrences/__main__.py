@@ -1,4 +1,4 @@
-"""``python -m benchmarks.recurrences``: measure real recurring trainings, in pieces, and report what came of it."""
+"""The command ``python -m benchmarks.recurrences``: measures recurring trainings in several calls, and reports."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ _KIND = "kind.json"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; the exit status is 0, `LEFT_STATUS`, or 1 with a line of reason."""
+    """Run a command; return the exit status: 0, `LEFT_STATUS`, or 1 after printing an error in one line."""
     options = _parser().parse_args(arguments)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the server ends, too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # the exception also ends the server
     try:
         status: int = options.run(options)
     except (BenchmarkError, ZeusBSOError, ValueError, OSError) as error:
@@ -142,7 +142,7 @@ def _hour(options: argparse.Namespace) -> int:
 
 
 def hour_results(directory: Path) -> dict[str, Any]:
-    """Return the figures of a state of the hour: of trainings, the calibration, the GPU's check and its windows."""
+    """Return the figures of the hour on a GPU: of the trainings, windows, calibrated targets and GPU check."""
     records = read_records([directory])
     results = proof_results(records, json.loads((directory / MACHINE).read_text("utf-8")))
     for name, file in (("gpu_check", GPU_CHECK), ("targets", TARGETS)):
@@ -152,10 +152,10 @@ def hour_results(directory: Path) -> dict[str, Any]:
 
 
 def require_one_kind(directory: Path, kind: dict[str, object]) -> None:
-    """Refuse to go on with another kind of measurement, whose steps and parts have the same names.
+    """Refuse a directory with a measurement of another kind, because the steps of both have equal names.
 
     Raises:
-        BenchmarkError: The directory has one of another device, or of models of another size.
+        BenchmarkError: The directory has a measurement on another device, or with models of another size.
     """
     file = directory / _KIND
     if file.exists() and (before := json.loads(file.read_text("utf-8"))) != kind:
@@ -165,16 +165,16 @@ def require_one_kind(directory: Path, kind: dict[str, object]) -> None:
 
 
 def require_gpu(shrink: int) -> None:
-    """Train on the first visible GPU alone: with several, the Hugging Face Trainer would split batches over all.
+    """Hide all GPUs but the first visible one, because the Hugging Face Trainer would split batches over several.
 
     Raises:
-        BenchmarkError: There is none, and the models are those of a GPU.
+        BenchmarkError: PyTorch finds no GPU, and the models are not shrunk.
     """
     os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
     os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
     if shrink > 1:
         return
-    import torch  # takes seconds to load
+    import torch  # the import takes seconds
 
     if not torch.cuda.is_available():
         raise BenchmarkError(
@@ -196,7 +196,7 @@ def _collect(options: argparse.Namespace) -> int:
     tables = proof_tables(results)
     write_tables(tables, options.write)
     if options.images is not None:
-        from benchmarks.plots import plot_trainings  # loads the policies, too
+        from benchmarks.plots import plot_trainings  # the import also loads the policies
 
         plot_trainings(results, options.images)
     print("\n\n".join(tables.values()))

@@ -1,4 +1,4 @@
-"""Targets for the hour on a GPU, from trainings at the default, the smallest and the largest size."""
+"""Calibration of the targets for the hour on a GPU, by trainings at the default, smallest and largest size."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from benchmarks.recurrences.tasks import Task
 from benchmarks.reports import Record
 
 SECONDS = (20.0, 60.0)
-"""Shortest and longest training to the target at the default size."""
+"""Least and most seconds of training that the default size should need to reach the target."""
 
 ENOUGH_SIZES = 3
-"""Sizes that reach the target."""
+"""Number of sizes that should reach the target."""
 
 _EASES = 2
-"""Changes of the difficulty of a task, at most."""
+"""Maximum number of changes to the difficulty of a task."""
 
 _HARDER, _EASIER = 0.6, 1.6
 _LONGEST_RUN = 4.0
-"""Most seconds of a training at any calibrated size, as a multiple of the longest training to the target."""
+"""Limit of the seconds of a run at the slowest calibrated size, as a multiple of the upper limit in `seconds`."""
 
 _NEIGHBOURS = (2.0, 0.5, 4.0, 0.25)
-"""Further sizes, as multiples of the default, that are trained if too few sizes reach the target."""
+"""Further sizes to train if too few sizes reach the target, as multiples of the default."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +34,11 @@ class Target:
     """The target of a task.
 
     Attributes:
-        metric: Value at which a run is done.
-        max_epochs: Most epochs of a run.
-        ease: As in `Task`.
+        metric: Value of the metric at which a run ends with success.
+        max_epochs: Maximum of epochs of a run.
+        ease: See `Task`.
         reached_s: Seconds of training until the target, by size; sizes that missed it are absent.
-        problem: The reason why the target is not as wanted, or "".
+        problem: Requirement that the target does not meet, or "".
     """
 
     metric: float
@@ -49,12 +49,12 @@ class Target:
 
 
 def next_step(task: Task, records: Sequence[Record], seconds: tuple[float, float]) -> Step | None:
-    """Return the next training of a task's calibration; None if its target is known.
+    """Return the next training of a task's calibration, or None if the calibration is complete.
 
     Args:
         task: The task.
-        records: Of the calibration's trainings of this task.
-        seconds: Shortest and longest training to the target at the default size.
+        records: Records of this task's calibration trainings.
+        seconds: Least and most seconds of training that the default size should need to reach the target.
     """
     ease = _ease(task, records, seconds)
     tried = Counter(record["batch_size"] for record in records if record["number"] == ease[0])
@@ -80,11 +80,12 @@ def next_step(task: Task, records: Sequence[Record], seconds: tuple[float, float
 
 
 def target(task: Task, records: Sequence[Record], seconds: tuple[float, float]) -> Target:
-    """Return the target that suits the trainings of a calibration.
+    """Return a task's target, derived from its calibration trainings.
 
-    The target lies between the best metric of one epoch and of the next at the default size, so that the default
-    reaches it after at least `seconds[0]` of training. Of such targets, the first is taken that `ENOUGH_SIZES` sizes
-    reach within the longest training; if there is none, the one that most sizes reach.
+    A candidate lies midway between the best metrics after two adjacent epochs at the default size. It fits if the
+    default size reaches it after at least `seconds[0]` and little more than `seconds[1]`; if none fits, only the last
+    is considered. The target is the first fitting candidate that `ENOUGH_SIZES` sizes reach in the calibration. If no
+    fitting candidate is reached by enough sizes, the target is the first that the largest number of sizes reaches.
     """
     number, ease = _ease(task, records, seconds)
     curves = {
@@ -124,10 +125,10 @@ def calibrated(task: Task, found: Target) -> Task:
 
 
 def _ease(task: Task, records: Sequence[Record], seconds: tuple[float, float]) -> tuple[int, float]:
-    """Return how often the difficulty was changed, and the ease of the task.
+    """Return the number of changes to the difficulty so far, and the resulting ease of the task.
 
-    A task becomes harder if the default reaches the best metric in less than the shortest training, and easier if its
-    metric hardly rises. Only metrics up to 1 tell, as the accuracy does.
+    If the training at the default size ends before `seconds[0]`, the task becomes harder. If the metric stays below
+    half of `task.target`, the task becomes easier. A task with a loss as its metric is unchanged.
     """
     number, ease = 0, task.ease
     while task.higher_is_better and number < _EASES:
@@ -141,7 +142,7 @@ def _ease(task: Task, records: Sequence[Record], seconds: tuple[float, float]) -
         curve = _rising(task, tried[0]["curve"])
         if curve[-1][1] < task.target / 2:
             ease *= _EASIER
-        elif task.shrink == 1 and curve[-1][0] < seconds[0]:  # a smaller model has its own difficulty
+        elif task.shrink == 1 and curve[-1][0] < seconds[0]:  # shrinking already changes the difficulty
             ease *= _HARDER
         else:
             break
@@ -150,7 +151,7 @@ def _ease(task: Task, records: Sequence[Record], seconds: tuple[float, float]) -
 
 
 def _rising(task: Task, curve: Sequence[Sequence[float]]) -> list[tuple[float, float]]:
-    """Return seconds and the best metric so far at the end of each epoch; a higher value is better."""
+    """Return seconds and best metric so far at the end of each epoch; negate metrics for which lower is better."""
     best, found = float("-inf"), []
     for at_s, _, metric in curve:
         best = max(best, metric if task.higher_is_better else -metric)

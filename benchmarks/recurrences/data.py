@@ -1,6 +1,6 @@
-"""The data of the trainings: bundled with Python or scikit-learn, or generated; nothing is downloaded.
+"""The data of the trainings: bundled with Python or scikit-learn, or generated, so that no download is needed.
 
-Each recurrence gets fresh data, as in production: another sample, by its seed.
+Each recurrence gets fresh data, as in production: its seed draws another sample.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 BLOCK = 32
-"""Characters, or words, of one sample of text."""
+"""Length of one sample of text, in characters or words."""
 
 _TOPICS = 3
 _VOCABULARY = 800
@@ -25,7 +25,7 @@ _STRETCH = 4 * BLOCK
 
 @dataclass(frozen=True, slots=True)
 class Data:
-    """Samples to train on, and others to validate with; inputs and targets have samples first."""
+    """Inputs and targets to train on and to validate with; the first dimension of each tensor counts the samples."""
 
     train: tuple[Tensor, Tensor]
     validation: tuple[Tensor, Tensor]
@@ -34,7 +34,7 @@ class Data:
 
 
 def digits(seed: int) -> Data:
-    """scikit-learn's handwritten digits, shape (n, 1, 8, 8): 1,437 to train on, 360 to validate with."""
+    """Return scikit-learn's handwritten digits, shape (n, 1, 8, 8): 1,437 to train on, 360 to validate with."""
     from sklearn.datasets import load_digits  # absent on GPU machines, which train on generated data
 
     images, labels = load_digits(return_X_y=True)
@@ -43,7 +43,7 @@ def digits(seed: int) -> Data:
 
 
 def friedman(seed: int, *, drifted: bool) -> Data:
-    """Friedman's function of ten features with noise; after a drift, four times the samples and twice the noise."""
+    """Return samples of Friedman's function of ten features; a drift quadruples them and doubles the noise."""
     from sklearn.datasets import make_friedman1
 
     samples, noise = (12_000, 2.0) if drifted else (3_000, 1.0)
@@ -54,9 +54,9 @@ def friedman(seed: int, *, drifted: bool) -> Data:
 
 
 def characters(seed: int, *, blocks: int = 2_000) -> Data:
-    """Blocks of characters of Python's own documentation, shape (n, `BLOCK`); the targets are the inputs.
+    """Return blocks of characters of Python's own documentation, shape (n, `BLOCK`); the targets equal the inputs.
 
-    Those to validate with are of stretches of the text that are not trained on.
+    Validation blocks come from stretches of the text that training blocks leave out.
     """
     text = "\n".join(topics[name] for name in sorted(topics))
     letters = {character: place for place, character in enumerate(sorted(set(text)))}
@@ -68,9 +68,9 @@ def characters(seed: int, *, blocks: int = 2_000) -> Data:
 
 
 def excerpts(seed: int, *, samples: int = 1_200) -> Data:
-    """Excerpts of `BLOCK` words of Python's documentation, shape (n, `BLOCK`), and the number of their topic.
+    """Return excerpts of `BLOCK` words of Python's documentation, shape (n, `BLOCK`), and the numbers of their topics.
 
-    Those to validate with are of stretches of the texts that are not trained on.
+    Validation excerpts come from stretches of the texts that training excerpts leave out.
     """
     names = sorted(topics, key=lambda name: (-len(topics[name]), name))[:_TOPICS]
     texts = [re.findall(r"\w+|[^\w\s]", topics[name].lower()) for name in names]
@@ -90,12 +90,12 @@ def excerpts(seed: int, *, samples: int = 1_200) -> Data:
 
 
 def images(seed: int, *, pixels: int, samples: int, contrast: float, classes: int = 10, device: str = "cpu") -> Data:
-    """Images made on the device, shape (n, 3, pixels, pixels) of bytes: a pattern of waves per class, in strong noise.
+    """Return generated images of bytes, shape (n, 3, pixels, pixels): one wave pattern per class, in strong noise.
 
-    The noise is even over all bytes, 74 levels of standard deviation; `contrast` is that of the patterns, in levels.
-    The last tenth of the images validates.
+    The noise is uniform over all byte values, with a standard deviation of 74 levels; `contrast` is the standard
+    deviation of the patterns, in levels. The last tenth of the images is used for validation.
     """
-    waves = torch.Generator().manual_seed(0)  # the classes are the same in every recurrence
+    waves = torch.Generator().manual_seed(0)  # a constant seed: all recurrences share the classes
     coarse = torch.randn(classes, 3, 8, 8, generator=waves)
     patterns = torch.nn.functional.interpolate(coarse, size=(pixels, pixels), mode="bilinear")
     levels = (contrast * patterns).round().to(torch.int16).to(device)
@@ -103,16 +103,16 @@ def images(seed: int, *, pixels: int, samples: int, contrast: float, classes: in
     labels = torch.randint(0, classes, (samples,), generator=source, device=device)
     noisy = torch.empty(samples, 3, pixels, pixels, dtype=torch.uint8, device=device)
     noisy.random_(0, 256, generator=source)
-    for first in range(0, samples, 512):  # a whole set of integers fills GiB
+    for first in range(0, samples, 512):  # 16-bit integers of all images would fill over 1 GiB
         part = noisy[first : first + 512]
         part.copy_((part + levels[labels[first : first + 512]]).clamp_(0, 255))
     return _tail_validates(noisy, labels, classes=classes)
 
 
 def sentences(seed: int, *, samples: int, length: int, vocabulary: int, classes: int = 4) -> Data:
-    """Generated text, shape (n, length): words of a Markov chain that differs with the class.
+    """Return generated text, shape (n, length): words from a Markov chain that depends on the class.
 
-    A word is followed by one of eight, most often by the first of them, so that a language model has what to learn.
+    Each word has eight possible successors with unequal odds, so that a language model can learn to predict them.
     """
     rng = np.random.default_rng(0)
     followers = rng.integers(2, vocabulary, (classes, vocabulary, 8))
@@ -128,7 +128,7 @@ def sentences(seed: int, *, samples: int, length: int, vocabulary: int, classes:
 
 
 def _tail_validates(inputs: Tensor, targets: Tensor, *, classes: int, vocabulary: int = 0) -> Data:
-    """Validate with the last tenth of generated samples, which have no order."""
+    """Split off the last tenth for validation, which is a random choice because generated samples have no order."""
     first = len(inputs) - len(inputs) // 10
     return Data((inputs[:first], targets[:first]), (inputs[first:], targets[first:]), classes, vocabulary)
 
@@ -143,7 +143,7 @@ def _split(
 
 
 def _blocks(codes: Tensor, count: int, rng: np.random.Generator, *, is_train: bool) -> Tensor:
-    """Pieces of a text, shape (count, `BLOCK`): of nine of ten stretches of it, or of the tenth."""
+    """Draw blocks of a text, shape (count, `BLOCK`): from each tenth stretch to validate, from the rest to train."""
     starts = np.arange(len(codes) - BLOCK + 1)
     first, last = (place // _STRETCH % 10 == 9 for place in (starts, starts + BLOCK - 1))
     fitting = starts[~first & ~last] if is_train else starts[first & last]

@@ -1,6 +1,6 @@
-"""Ends processes with the one that started them, also when that one was killed and could end nothing itself.
+"""A watchdog that ends a process when its parent process has ended, even if the parent was killed.
 
-``python -m benchmarks.recurrences.following MODULE …`` runs ``python -m MODULE …`` so.
+``python -m benchmarks.recurrences.following MODULE …`` runs ``python -m MODULE …`` with this watchdog.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ _POLL_S = 0.5
 
 
 def end_with_parent() -> None:
-    """End this process, without ceremony, as soon as the one that started it has ended."""
+    """Start a thread that ends this process, without any cleanup, as soon as the parent process has ended."""
     parent, parent_pid = multiprocessing.parent_process(), os.getppid()
 
     def follow() -> None:
-        if parent is not None:  # the parent of a fork is the fork server, which lives as long as its forks
+        if parent is not None:  # getppid() of a fork is the fork server, which lives as long as its forks
             parent.join()
         while parent is None and os.getppid() == parent_pid:
             time.sleep(_POLL_S)

@@ -1,6 +1,6 @@
-"""Runs the steps of a measurement, each training in a fresh process, through a real server on SQLite.
+"""A harness that runs the steps of a measurement: each training in a fresh process, with a real server on SQLite.
 
-The trainings measured so far are kept in a directory: a measurement that was killed continues at the next call.
+Finished trainings are recorded in a directory, so that a measurement that was killed continues at the next call.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ BROKEN = "broken"
 """State of a training that ended with an error."""
 
 MAX_BROKEN = 2
-"""Broken trainings of a step, after which it is given up."""
+"""Number of broken trainings after which a step is given up."""
 
 MAX_TRIES = 12
-"""Trainings of one recurrence, after which it is given up if none of them has reached the target."""
+"""Number of trainings after which a recurrence is given up if none of them has reached the target."""
 
 
 class State:
-    """The records of one directory, which it makes.
+    """The records of the trainings in one directory, which is created if it is missing.
 
     Args:
-        directory: Holds them, and whatever else a measurement keeps.
+        directory: Directory of the records and of the measurement's other files.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -53,7 +53,7 @@ class State:
         for record in self.records:
             self._by_key[record["key"]].append(record)
         if self._file.exists() and not self._file.read_bytes().endswith(b"\n"):
-            # The last line was not written to its end.
+            # An earlier process was killed while it wrote the last line; this line is removed.
             whole = self._file.read_bytes().rpartition(b"\n")
             self._file.write_bytes(whole[0] + whole[1])
 
@@ -62,7 +62,7 @@ class State:
         return self._by_key[key]
 
     def add(self, record: Record) -> None:
-        """Keep a training that has ended."""
+        """Append the record of a training that has ended."""
         with self._file.open("a", encoding="utf-8") as file:
             file.write(json.dumps(record, ensure_ascii=False) + "\n")
         self.records.append(record)
@@ -70,7 +70,7 @@ class State:
 
 
 def write_whole(file: Path, text: str) -> None:
-    """Write a file that is there with all of its text or not at all, whenever this process is killed."""
+    """Write a file atomically: if this process is killed, the file has all of the new text or is unchanged."""
     part = file.with_suffix(".part")
     part.write_text(text, "utf-8")
     part.replace(file)
@@ -80,7 +80,7 @@ def read_records(directories: Iterable[Path]) -> list[Record]:
     """Return the records of several directories.
 
     Raises:
-        ValueError: Two directories have the same step: they are parts of two measurements, not of one.
+        ValueError: Two directories contain the same step, so that they cannot be parts of one measurement.
     """
     records: list[Record] = []
     owners: dict[str, Path] = {}
@@ -99,13 +99,13 @@ def read_records(directories: Iterable[Path]) -> list[Record]:
 
 
 class Trainings:
-    """Trains in fresh processes, forks of one that has imported the frameworks, and keeps each outcome.
+    """A runner of trainings, each in a fork of a process that has imported the frameworks; it records each outcome.
 
     Args:
-        state: Keeps the outcomes, and the logs.
-        server_url: The server.
-        end_s: Monotonic second at which the present training is ended and not kept; None: never.
-        keeps_broken: Keep the outcome of a training that broke.
+        state: Records to which outcomes are added; its directory gets the logs.
+        server_url: URL of the server.
+        end_s: Time on the monotonic clock at which a running training is ended without a record; None: never.
+        keeps_broken: Whether to record a training that broke, instead of raising an error.
     """
 
     def __init__(
@@ -116,10 +116,10 @@ class Trainings:
         self._launcher = Launcher("benchmarks.recurrences.training")
 
     def attempt(self, step: Step) -> None:
-        """Run the next training of a step: of a recurrence, the first, or another one after those that missed.
+        """Run the next training of a step and record it; each further training of the step uses the next seed.
 
         Raises:
-            BenchmarkError: The training broke.
+            BenchmarkError: The training broke, and `keeps_broken` is False.
             TimeoutError: The training was ended at `end_s`.
         """
         tried = self._state.of(step.key)
@@ -128,7 +128,7 @@ class Trainings:
         self._state.add({"key": step.key, **facts, "drifted": step.order.drifted, **record})
 
     def _run(self, order: Order) -> Record:
-        """Train once; return the outcome, with its start and the machine's load."""
+        """Train once; return the outcome, the start, the seconds of the process, and the machine's load."""
         log, file = self._state.directory / "training.log", self._state.directory / "outcome.json"
         begun_at, begun_s = datetime.now(UTC).isoformat(timespec="seconds"), time.monotonic()
         file.unlink(missing_ok=True)
@@ -139,7 +139,7 @@ class Trainings:
             if process.is_alive():
                 raise TimeoutError
         finally:
-            process.terminate()  # only an interruption leaves it running
+            process.terminate()  # after a timeout or an interruption, the process still runs
             process.join()
         outcome: Record = json.loads(file.read_text("utf-8")) if file.exists() else {"state": BROKEN, "detail": ""}
         if process.exitcode not in (0, FAILED_STATUS) or outcome["state"] == BROKEN:
@@ -157,7 +157,7 @@ class Trainings:
 
 
 def is_done(step: Step, tried: Sequence[Record]) -> bool:
-    """True if nothing is left to do of a step."""
+    """Return True if a step needs no further training."""
     if step.stage != "recurrence":
         return bool(tried) and (tried[-1]["state"] != BROKEN or len(tried) >= MAX_BROKEN)
     if sum(record["state"] == BROKEN for record in tried) >= MAX_BROKEN:
@@ -166,10 +166,10 @@ def is_done(step: Step, tried: Sequence[Record]) -> bool:
 
 
 class Piece:
-    """The time of one piece of a measurement, in which at least one thing is done, so that pieces come to an end.
+    """The time limit of one call of a measurement; one training always begins, so that each call makes progress.
 
     Args:
-        minutes: Its length; None: without an end.
+        minutes: Length of the call; None: no limit.
     """
 
     def __init__(self, minutes: float | None) -> None:
@@ -177,23 +177,23 @@ class Piece:
         self._is_empty = True
 
     def may_begin(self, expected_s: float) -> bool:
-        """True if something of so many seconds ends in time, or is the first; then it is begun."""
+        """Return True if a training of `expected_s` seconds would end in time or is the first; the caller begins it."""
         allowed = self._end_s is None or self._is_empty or time.monotonic() + expected_s <= self._end_s
         self._is_empty = self._is_empty and not allowed
         return allowed
 
 
 def measure(steps: Sequence[Step], state: State, *, minutes: float | None, say: Callable[[str], None]) -> int:
-    """Do the steps that are not done yet, for so many minutes at most.
+    """Run the steps that are not done yet, within `minutes`.
 
-    No training is begun that would end later, if it takes as long as the longest one of its task until then; but one
-    thing is done in any case.
+    The harness expects a training to take as long as the longest earlier training of its task, and begins it only if
+    it would end in time. The first training begins in any case.
 
     Args:
         steps: The steps.
-        state: Keeps what was measured.
-        minutes: How long; None: until nothing is left.
-        say: Gets a line for each step.
+        state: Records to which the trainings are added.
+        minutes: Length of the call; None: until all steps are done.
+        say: Function that receives a line for each step.
 
     Returns:
         The number of steps that are left.
@@ -224,21 +224,21 @@ def measure(steps: Sequence[Step], state: State, *, minutes: float | None, say: 
 
 
 def longest_s(state: State, task: str) -> float:
-    """Return the seconds of the longest training of a task so far; 0 if there is none."""
+    """Return the seconds of the longest training of a task so far, or 0 before the first."""
     return max((record["process_s"] for record in state.records if record["task"] == task), default=0.0)
 
 
 @contextmanager
 def served(directory: Path) -> Iterator[str]:
-    """Run a server on the database of a state's directory within the block; yield its URL."""
+    """Run a server on the database in `directory` until the context exits; yield the server's URL."""
     database_url = f"sqlite:///{directory.resolve() / DATABASE}"
-    # A server that outlived a harness that was killed would write into the same database.
+    # If the harness is killed, `following` ends the server, which would otherwise still write into the database.
     with serving_bso("bso-server", database_url, directory, launcher=("benchmarks.recurrences.following",)) as target:
         yield f"http://{target.host}:{target.port}"
 
 
 def withdraw_unfinished(client: BsoClient) -> None:
-    """Withdraw the trials of trainings that were killed with an earlier harness: they say nothing on their sizes."""
+    """Withdraw trials that ran when an earlier harness was killed, because they show nothing about their sizes."""
     for summary in client.list_jobs().jobs:
         for trial in client.show_job(summary.job_id).trials:
             if trial.state is TrialState.RUNNING:

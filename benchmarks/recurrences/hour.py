@@ -1,7 +1,7 @@
-"""The hour on a GPU, in calls of some minutes: ``python -m benchmarks.recurrences hour``.
+"""A measurement of one hour on a GPU, in calls of a few minutes: ``python -m benchmarks.recurrences hour``.
 
 Each call resumes where the last one ended or was killed: it checks the GPU, calibrates the targets, measures the steps
-of `hour_steps`, and writes the results so far. After a training, the state is packed into one file.
+of `hour_steps`, and writes the results so far. It also packs the state into one archive.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from benchmarks.reports import Record
 from zeus_plugins.client.http import BsoClient
 
 LEFT_STATUS = 3
-"""Exit status while steps are left: run the same command again."""
+"""Exit status if steps are left: run the same command again."""
 
 GPU_CHECK = "gpu-check.json"
 LOG = "hour.log"
@@ -49,19 +49,19 @@ MACHINE = "machine.json"
 TARGETS = "targets.json"
 
 RESERVE_S = 40.0
-"""Seconds of a call for the end of the server, the results and the last packing."""
+"""Seconds reserved at the end of a call to stop the server, write the results and pack the state."""
 
 EXIT_S = 3.0
-"""Seconds before the end of a call at which its process exits in any case."""
+"""Seconds before the end of a call at which a watchdog ends the process."""
 
 LEAST_S = 30.0
-"""Seconds that must be left when a call starts its server."""
+"""Seconds, besides `RESERVE_S`, that must be left for a call to start its server."""
 
 START_S = 6.0
-"""Expected seconds of a process before its training begins."""
+"""Expected seconds from the start of a process to the start of its training."""
 
 PACK_S = 20.0
-"""Seconds between two packings at least. The state changes at the end of a training only."""
+"""Minimum seconds between two packings of the state, which changes only when a training ends."""
 
 RECURRENCES = 12
 REPEATS = 3
@@ -74,15 +74,15 @@ _SEEN_BROKEN = 3
 
 @dataclass(frozen=True, slots=True)
 class Hour:
-    """The hour's state, and one call.
+    """One call of the measurement, with the state that it continues.
 
     Attributes:
-        state: The records.
-        end_s: Monotonic second at which the call has to end.
-        seconds: Shortest and longest training to the target at the default size.
-        shrink: As in `Task`.
-        pack_to: The file of the packed state.
-        recurrences: Of each job.
+        state: Records so far, and their directory.
+        end_s: Time on the monotonic clock at which the call must end.
+        seconds: Least and most seconds that the default size should need to reach the target.
+        shrink: See `Task`.
+        pack_to: File into which the state is packed.
+        recurrences: Recurrences of each job.
         repeats: Runs of each size.
         tasks: Names of the tasks.
     """
@@ -97,23 +97,23 @@ class Hour:
     tasks: tuple[str, ...] = HOUR_TASKS
 
     def say(self, what: str) -> None:
-        """Print a line with the time, and keep it."""
+        """Print a line with the time, and append it to the log."""
         line = f"{datetime.now(UTC):%H:%M:%S} {what}"
         print(line, file=sys.stderr, flush=True)
         with (self.state.directory / LOG).open("a", encoding="utf-8") as file:
             file.write(f"{line}\n")
 
     def exit_in_time(self) -> None:
-        """Exit this process shortly before the call's end, whatever it waits for; what it has started ends with it."""
+        """Start a watchdog that exits this process `EXIT_S` before the call's end; its child processes then exit."""
         watchdog = threading.Timer(self.end_s - EXIT_S - time.monotonic(), os._exit, [LEFT_STATUS])
         watchdog.daemon = True
         watchdog.start()
 
     def measure(self) -> int:
-        """Check, calibrate and measure until the call has to end; return the number of steps that are left.
+        """Check the GPU, calibrate and measure until the call must end; return the number of steps that are left.
 
         Raises:
-            BenchmarkError: The server did not start, or the first trainings all broke.
+            BenchmarkError: The server did not start, or each of the first trainings ended with an error.
         """
         self._check_gpu()
         packed_s = time.monotonic()
@@ -143,7 +143,10 @@ class Hour:
         return len(self.left())
 
     def left(self) -> list[Step]:
-        """Return the steps that are not done; while a target is unknown, the next training of the calibration."""
+        """Return the steps that are not done.
+
+        Until every task has a target, these steps are the next calibration training of each task without a target.
+        """
         calibrating = [
             step
             for task in self._tasks()
@@ -211,10 +214,11 @@ class Hour:
 
 
 def hour_steps(tasks: Sequence[Task], recurrences: int = RECURRENCES, repeats: int = REPEATS) -> list[Step]:
-    """Return the steps after the calibration: whatever is done when the hour ends is worth a page.
+    """Return the steps after the calibration, ordered so that the results are useful even if the hour ends early.
 
-    Windows with and without synchronising come first. Each task then has a job of `recurrences` recurrences; a repeat
-    of each size, and a pair with and without the callback, follow each fourth recurrence. A second job follows.
+    Windows with and without synchronising the GPU come first. Then each task has a job of `recurrences` recurrences.
+    After every fourth recurrence follow a run of each size and a pair of trainings with and without the callback, up
+    to `repeats` times. A second job of each task comes last, with recurrences only.
     """
     first = Extent(seeds=1, recurrences=recurrences, repeats=repeats, pairs=repeats, contenders=HOUR_CONTENDERS)
     second = replace(first, first_seed=1, repeats=0, pairs=0)
@@ -227,9 +231,10 @@ def _broken_check(problem: str) -> dict[str, Any]:
 
 
 def expected_s(step: Step, records: Sequence[Record]) -> float:
-    """Return the expected seconds of a step's training: the longest of its kind, or the median of its task.
+    """Return the expected seconds of a step's training, from the task's earlier trainings; 0 without any.
 
-    The seconds of a call's first process contain the import of the frameworks, so that `START_S` is added instead.
+    The longest training with the same stage and `who` decides; if no training matches, the median of the task does.
+    `START_S` is added because the measured seconds do not contain the start of the process.
     """
     of_task = [each for each in records if each["task"] == step.task and "fit_wall_s" in each]
     of_kind = [each["fit_wall_s"] for each in of_task if (each["stage"], each["who"]) == (step.stage, step.who)]
@@ -240,10 +245,10 @@ def expected_s(step: Step, records: Sequence[Record]) -> float:
 
 
 def pack(directory: Path, file: Path) -> None:
-    """Write what a later call needs of a state into one file, which is complete at any time."""
+    """Pack the files that a later call needs into one archive, replacing `file` atomically."""
     file.parent.mkdir(parents=True, exist_ok=True)
     part = file.with_suffix(".part")
-    # A crash may leave a trial in the database without its record; the training then runs again.
+    # If a crash leaves a trial in the database without its record, the next call runs the training again.
     with tempfile.TemporaryDirectory() as folder, tarfile.open(part, "w:gz", compresslevel=3) as archive:
         for name in _PACKED:
             if (directory / name).exists():
@@ -281,7 +286,7 @@ def _synchronising(tasks: Sequence[Task]) -> Iterator[Step]:
 
 
 def _place(step: Step) -> float:
-    """Return the place of a step in its seed, in recurrences."""
+    """Return the position of a step among the steps of its seed, counted in recurrences."""
     places: dict[str, Callable[[], float]] = {
         "recurrence": lambda: step.number,
         "size": lambda: 4 * step.number + 3.3,

@@ -1,4 +1,4 @@
-"""The trainings with the Hugging Face Trainer; models are made from configurations, untrained."""
+"""The trainings with the Hugging Face Trainer, with untrained models that are made from configurations."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ from zeus_plugins.huggingface import ZeusBSOTrainerCallback
 from zeus_plugins.training.trial import TrialInfo
 
 _VOCABULARY = 400
-"""Words of generated text: so few that the successors of each are learned in some epochs."""
+"""Number of words in generated text: few enough that a model learns the successors of each in several epochs."""
 
 
 _WARMUP_EPOCHS = 0.6
-"""Epochs in which the GPU's tasks warm up."""
+"""Epochs of learning-rate warm-up in the tasks for a GPU."""
 
 
 class _Samples(Dataset[dict[str, Tensor]]):
-    """Tensors as a Trainer takes them."""
+    """A dataset of inputs and labels in the format that a Trainer expects."""
 
     def __init__(self, inputs: Tensor, labels: Tensor) -> None:
         self._inputs, self._labels = inputs, labels
@@ -50,7 +50,7 @@ class _Samples(Dataset[dict[str, Tensor]]):
 
 
 def train(run: Run) -> TrialInfo | None:
-    """Train once; the trial, or None without the callback."""
+    """Train once; return the trial, or None without the callback."""
     task, order = run.task, run.order
     samples, model, lr = _making(run)
     epochs = order.epochs or task.max_epochs
@@ -71,7 +71,7 @@ def train(run: Run) -> TrialInfo | None:
             per_device_train_batch_size=run.batch_size,
             per_device_eval_batch_size=128,
             learning_rate=run.scaled(lr),
-            # Twelve layers that are normalised after each of them, untrained, may never start without it.
+            # Without warm-up, an untrained model with twelve post-norm layers may never start to learn.
             lr_scheduler_type="constant_with_warmup" if task.device == GPU else "constant",
             warmup_steps=_WARMUP_EPOCHS / epochs if task.device == GPU else 0,
             eval_strategy="epoch",
@@ -96,7 +96,7 @@ def train(run: Run) -> TrialInfo | None:
 
 
 class _Watching(TrainerCallback):
-    """Keeps the metric of each epoch, and ends the training when the curve is long enough."""
+    """A callback that records each epoch's metric, and ends the training when the curve is complete."""
 
     def __init__(self, metric: str, curve: Curve) -> None:
         self._metric, self._curve = metric, curve
@@ -109,18 +109,18 @@ class _Watching(TrainerCallback):
         metrics: dict[str, float] | None = None,
         **kwargs: Any,  # noqa: ARG002
     ) -> None:
-        """Keep the metric of the epoch that has been evaluated."""
+        """Record the metric of the epoch that has been evaluated."""
         control.should_training_stop = self._curve.add((metrics or {})[self._metric])
 
 
 def _accuracy(prediction: EvalPrediction) -> dict[str, float]:
-    """Share of the texts whose class is found."""
+    """Return the share of the texts that are classified correctly."""
     guesses: Any = prediction.predictions
     return {"accuracy": float((guesses.argmax(axis=-1) == prediction.label_ids).mean())}
 
 
 def _making(run: Run) -> tuple[data.Data, PreTrainedModel, float]:
-    """Data, model and learning rate at the default size."""
+    """Return the data, the model, and the learning rate at the default size."""
     seed, shrink = run.order.seed, run.task.shrink
     if run.task.name == "characters":
         blocks = data.characters(seed)
@@ -134,7 +134,7 @@ def _making(run: Run) -> tuple[data.Data, PreTrainedModel, float]:
         texts = data.sentences(seed, samples=samples, length=max(32, 64 // shrink), vocabulary=vocabulary)
         return texts, _bert(texts, width=width, layers=layers, heads=heads, length=512), 0.0001 * shrink**1.5
     texts = data.sentences(seed, samples=samples, length=max(16, 512 // shrink**2), vocabulary=vocabulary)
-    # A language model's labels are its inputs, which it shifts by itself.
+    # The labels of a language model are its inputs; the model shifts the labels by one word itself.
     train, validation = texts.train[0], texts.validation[0]
     words = data.Data((train, train), (validation, validation), vocabulary=texts.vocabulary)
     return words, _gpt2(words.vocabulary, width=width, layers=layers, heads=heads, length=1024), 0.0003 * shrink

@@ -21,17 +21,17 @@ from zeus_plugins.training.trial import TrialInfo
 _VALIDATION_BATCH = 500
 
 _CONTRASTS = {"resnet18": 5.0, "resnet50": 4.0}
-"""Of generated images, in levels: so weak that the default needs some epochs."""
+"""Contrast of generated images, in byte levels: weak enough that the default size needs several epochs."""
 
 
 class Learner(LightningModule):
     """A network, its loss and its metric.
 
     Args:
-        network: What learns.
+        network: Network to train.
         metric: ``val_acc`` or ``val_r2``.
         optimizer: ``sgd`` or ``adamw``.
-        lr: Its learning rate.
+        lr: Learning rate of the optimizer.
     """
 
     def __init__(self, network: nn.Module, metric: str, optimizer: str, lr: float) -> None:
@@ -41,7 +41,7 @@ class Learner(LightningModule):
         self._seen: list[tuple[Tensor, Tensor]] = []
 
     def training_step(self, batch: list[Tensor]) -> Tensor:
-        """Cross-entropy, or squared error."""
+        """Return the cross-entropy, or the squared error for ``val_r2``."""
         inputs, targets = batch
         outputs = self(inputs)
         if self._metric == "val_r2":
@@ -49,13 +49,13 @@ class Learner(LightningModule):
         return nn.functional.cross_entropy(outputs, targets)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """The network's answer; images may come as bytes."""
+        """Return the network's output; scale images that consist of bytes to 0 to 1."""
         outputs = self.network(inputs.float() / 255 if inputs.dtype == torch.uint8 else inputs)
         answer: Tensor = getattr(outputs, "logits", outputs)
         return answer
 
     def validation_step(self, batch: list[Tensor]) -> None:
-        """Keep what is needed for the metric."""
+        """Keep the predictions and the targets of a batch for the metric."""
         inputs, targets = batch
         outputs = self(inputs)
         guesses = outputs.squeeze(1) if self._metric == "val_r2" else outputs.argmax(dim=1)
@@ -72,7 +72,7 @@ class Learner(LightningModule):
         self.log(self._metric, value)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """SGD with momentum, or AdamW."""
+        """Return SGD with momentum, or AdamW."""
         return optimizer_of(self._optimizer, self.parameters(), self._lr)
 
 
@@ -84,7 +84,7 @@ def optimizer_of(name: str, parameters: Iterable[nn.Parameter], lr: float) -> to
 
 
 def train(run: Run) -> TrialInfo | None:
-    """Train once; the trial, or None without the callback."""
+    """Train once; return the trial, or None without the callback."""
     task, order = run.task, run.order
     samples, network, optimizer, lr = making(run)
     callbacks: list[Callback] = []
@@ -122,19 +122,19 @@ def train(run: Run) -> TrialInfo | None:
 
 
 class _Watching(Callback):
-    """Keeps the metric of each epoch, and ends the training when the curve is long enough."""
+    """A callback that records each epoch's metric, and ends the training when the curve is complete."""
 
     def __init__(self, metric: str, curve: Curve) -> None:
         self._metric, self._curve = metric, curve
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002 - the hook's
-        """Keep the metric of the epoch that has been validated."""
-        # item() waits for the GPU.
+        """Record the metric of the epoch that has been validated."""
+        # item() waits for the GPU, so that the epoch's time includes all of its work.
         trainer.should_stop = self._curve.add(trainer.callback_metrics[self._metric].item())
 
 
 class _AtOnce(Dataset[list[Tensor]]):
-    """Tensors of which a batch is taken in one piece: sample by sample, a GPU would wait for each."""
+    """A dataset that reads a batch in one indexing operation, because a GPU would wait for single samples."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._tensors = tensors
@@ -194,7 +194,7 @@ def making(run: Run) -> tuple[data.Data, nn.Module, str, float]:
 
 
 def _resnet(depth: int, *, classes: int, width: int, shrink: int) -> ResNetForImageClassification:
-    """An untrained residual network (He et al. 2016); `shrink` divides its blocks, of which one a stage is left."""
+    """Return an untrained residual network (He et al. 2016); `shrink` divides the blocks per stage, down to one."""
     is_basic = depth == 18
     config = ResNetConfig(
         embedding_size=width,

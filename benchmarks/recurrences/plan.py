@@ -1,4 +1,4 @@
-"""The steps of a measurement, in their order: what shares a place on the machine's clock is compared."""
+"""The steps of a measurement, ordered so that trainings to be compared run close together in time."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class Extent:
 
     Attributes:
         seeds: Jobs of each task and contender, each with models and data of its own.
-        recurrences: Of each job.
-        repeats: Runs of each size, for each seed, by which the best size in hindsight is found.
-        pairs: Trainings with and without the callback, for each seed.
-        first_seed: The first of the seeds; machines that share a measurement take different ones.
-        contenders: Take turns in each recurrence.
+        recurrences: Recurrences of each job.
+        repeats: Runs of each size, for each seed; they show which size was best in hindsight.
+        pairs: Pairs of trainings, with and without the callback, for each seed.
+        first_seed: Number of the first seed; machines that share a measurement take different seeds.
+        contenders: Policies, and the default size, that train in turn in each recurrence.
     """
 
     seeds: int = 3
@@ -39,25 +39,25 @@ class Extent:
 
 
 ON_GPU = Extent(seeds=1, recurrences=5, repeats=1, pairs=1)
-"""The extent on a GPU unless asked otherwise: about 30 minutes of an H200 by the estimate in docs/proof.md."""
+"""The default extent on a GPU: about 30 minutes of an H200 by the estimate in docs/proof.md."""
 
 QUICK = Extent(seeds=1, recurrences=3, repeats=1, pairs=1)
-"""Shows that all of it works; its figures say little."""
+"""The smallest extent, to show that everything works; its few trainings say little about the policies."""
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One training, or for a recurrence as many as it takes to reach the target.
+    """One training; a recurrence repeats the training until a run reaches the target.
 
     Attributes:
-        stage: ``recurrence``: a job recurs; ``size``: a run of one size; ``overhead``: with the callback, or without;
-            ``calibrate``: a run of one size without the callback; ``synchronise``: windows with and without
-            synchronising.
+        stage: ``recurrence``: one recurrence of a job; ``size``: a run of one size; ``overhead``: a training with or
+            without the callback; ``calibrate``: a run of one size without the callback; ``synchronise``: windows with
+            and without synchronising the GPU.
         task: Name of the task.
-        seed: Counts the jobs of a task.
-        number: Of the recurrence, or of the repeat or pair of this seed, from 0.
-        who: The contender; the size; or ``with`` and ``without`` the callback.
-        order: The training. Further tries of a recurrence have other seeds of the model.
+        seed: Number of the job among the jobs of the task and contender.
+        number: Number, from 0, of the recurrence, repeat or pair within this seed.
+        who: The contender; the size; or ``with`` or ``without`` (the callback).
+        order: Order for the first training. Each further training of a recurrence uses the next seed.
     """
 
     stage: Stage
@@ -69,16 +69,16 @@ class Step:
 
     @property
     def key(self) -> str:
-        """Names the step in the state."""
+        """Name of the step in the records."""
         drifted = " drifted" if self.order.drifted else ""
         return f"{self.stage} {self.task} seed {self.seed} number {self.number} {self.who}{drifted}"
 
 
 def steps(tasks: Sequence[Task], extent: Extent) -> Iterator[Step]:
-    """All steps: seed by seed, recurrence by recurrence, and within these each task's contenders in turn.
+    """Yield all steps, seed by seed: the recurrences, the runs of each size, and the pairs, in this order.
 
-    Who comes first changes from recurrence to recurrence. Sizes, and trainings with and without the callback, follow
-    those recurrences, in turn, too.
+    In each recurrence, all contenders of a task train in turn, and each recurrence begins with another contender. The
+    order of the sizes, and the order of the two trainings of a pair, rotate in the same way.
     """
     for seed in range(extent.first_seed, extent.first_seed + extent.seeds):
         for number in range(extent.recurrences):
@@ -93,7 +93,7 @@ def steps(tasks: Sequence[Task], extent: Extent) -> Iterator[Step]:
 
 
 def order_of(task: Task, job_id: str, seed: int, **fields: Any) -> Order:
-    """Return the order for a training of this task, with its target, its most epochs and its size of models."""
+    """Return the order for one training of `task`, with the task's target, `max_epochs`, `ease` and `shrink`."""
     return Order(
         task=task.name,
         job_id=job_id,
@@ -148,7 +148,7 @@ def _pair(task: Task, seed: int, number: int) -> Iterator[Step]:
 
 
 def _in_turn(names: Sequence[T], number: int) -> list[T]:
-    """The same in the same cycle, the next one first at each number."""
+    """Return `names`, rotated to the left by `number` places."""
     shift = number % len(names)
     return [*names[shift:], *names[:shift]]
 

@@ -1,4 +1,4 @@
-"""One run of a task, as its process is told of it, and what it came to."""
+"""One run of a task: the order for its process, and its outcome."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from zeus_plugins.protocol import JobSpec
 from zeus_plugins.training.lr_scaling import lr_factor
 
 OUT_OF_MEMORY = "out_of_memory"
-"""State of a training whose batches did not fit: an outcome like any other that misses the target."""
+"""State of a training whose batches did not fit into memory; it is recorded as a run that missed the target."""
 
 _NEVER = 1e9
 
@@ -24,26 +24,25 @@ FAILED_STATUS = 3
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """An order for one training, as JSON carries it.
+    """An order for one training, passed to its process as JSON.
 
     Attributes:
         task: Name of the task.
-        job_id: Of the server's job.
-        seed: Of the model and the sample of data.
-        policy: Chooses the size; None: `batch_size` is given.
+        job_id: Id of the server's job.
+        seed: Seed of the model and of the sample of data.
+        policy: Policy that chooses the size; None: `batch_size` is given.
         batch_size: The only size of the job; None: the policy chooses.
-        drifted: Whether the data are those after the drift.
-        with_callback: False: a training without the callback; True and `epochs`: all epochs with it.
-        epochs: Epochs to train, whatever is reached; None: until the target.
-        policy_seed: Seeds the draws of policy `zeus`.
-        shrink: As in `Task`.
-        target: Replaces the task's; None: the same.
-        max_epochs: Replaces the task's; None: the same.
-        ease: As in `Task`.
-        probes: The job's first run probes the sizes, and takes the size that the probe predicts.
-        seconds: Calibrate: train without the callback for so long, and keep the metric of each epoch; None: train
-            until the target.
-        windows: Measure so many pairs of windows, with and without synchronising; 0: train.
+        drifted: Whether to train on the data after the drift.
+        with_callback: Whether to train with the callback.
+        epochs: Epochs to train, even if the target is reached earlier; None: until the target.
+        policy_seed: Seed of the random draws of policy `zeus`.
+        shrink: See `Task`.
+        target: Target in place of the task's; None: the task's.
+        max_epochs: Limit in place of the task's; None: the task's.
+        ease: See `Task`.
+        probes: Whether the job's first run probes the sizes and trains at the size that the probe predicts.
+        seconds: Length of a calibration training, which keeps the metric of each epoch; None: no calibration.
+        windows: Pairs of windows to measure, with and without synchronising the GPU; 0: train instead.
     """
 
     task: str
@@ -64,18 +63,18 @@ class Order:
     windows: int = 0
 
     def to_json(self) -> str:
-        """One line."""
+        """Return one line of JSON."""
         return json.dumps(asdict(self))
 
     @property
     def training(self) -> Task:
-        """The task itself."""
+        """The task, with the changes of this order."""
         (task,) = tasks_for(TASKS[self.task].device, [self.task], shrink=self.shrink)
         target = task.target if self.target is None else self.target
         return replace(task, target=target, max_epochs=self.max_epochs or task.max_epochs, ease=self.ease)
 
     def spec(self) -> JobSpec:
-        """The job for the callback; where the epochs are given, its target is out of reach."""
+        """Return the job for the callback; if `epochs` is given, an unreachable target keeps runs from ending early."""
         task = self.training
         if self.epochs is not None:
             out_of_reach = _NEVER if task.higher_is_better else -_NEVER
@@ -93,9 +92,9 @@ class Curve:
     """The seconds, joules and metric of a training at the end of each epoch, up to a limit of seconds.
 
     Args:
-        monitor: Measures the joules.
-        seconds: Ends the training.
-        ceiling: A metric that is as good as any; it ends the training, too. None: there is none.
+        monitor: Monitor that measures seconds and joules.
+        seconds: The limit, checked after each epoch.
+        ceiling: Metric that ends the training before the limit; None: only the limit does.
     """
 
     _WINDOW = "curve"
@@ -107,7 +106,7 @@ class Curve:
         monitor.begin_window(self._WINDOW)
 
     def add(self, metric: float) -> bool:
-        """Keep the metric of an epoch that has ended; return True if the training is to end."""
+        """Record the metric of the last epoch; return True if the training should end."""
         window = self._monitor.end_window(self._WINDOW)
         self._monitor.begin_window(self._WINDOW)
         self._spent_s += window.time_s
@@ -117,13 +116,13 @@ class Curve:
         return self._spent_s >= self._seconds or is_perfect
 
     def close(self) -> None:
-        """End the last window."""
+        """End the monitor's last window."""
         self._monitor.end_window(self._WINDOW)
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """An order in its process: where to ask, what measures, and where to write."""
+    """An order, with the task, server, energy monitor and folder that its process uses."""
 
     order: Order
     task: Task
@@ -135,7 +134,7 @@ class Run:
 
     @property
     def batch_size(self) -> int:
-        """The size with which the script sets out."""
+        """The script's own batch size, before the callback changes it."""
         return self.order.batch_size or self.task.default_batch_size
 
     @property
@@ -151,7 +150,10 @@ class Run:
         }
 
     def scaled(self, lr: float) -> float:
-        """The learning rate for that size, of the default's: a job of one size leaves the callback nothing to scale."""
+        """Return the learning rate for `batch_size`, scaled from `lr`, the rate at the task's default size.
+
+        In a job with only one size, this size is the job's default, so that the callback does not scale the rate.
+        """
         return lr * lr_factor(self.task.lr_scaling, self.batch_size, self.task.default_batch_size)
 
 
@@ -160,28 +162,28 @@ class Outcome:
     """The end of one training.
 
     Attributes:
-        batch_size: That it trained with.
+        batch_size: Batch size of the training.
         reached: Whether it reached the target.
-        state: Why it ended, as the server has it; `OUT_OF_MEMORY`; `REFUSED`; ``bare`` without a callback, ``broken``
-            after another error.
-        trial_number: The server's; None without a trial.
+        state: With a trial, the reason of its verdict. Otherwise `OUT_OF_MEMORY`; `REFUSED`; ``bare``: no callback;
+            ``broken``: another error.
+        trial_number: Number of the server's trial; None without a trial.
         time_s: Seconds from the start of the training to the last report, by the monitor's clock.
-        energy_j: Joules in the same time.
-        cost_j: Cost of both.
+        energy_j: Joules during `time_s`.
+        cost_j: Cost of `time_s` and `energy_j`.
         energy_source: How the energy was obtained.
-        device: What has trained, in words.
-        epochs: Trained so far.
-        metric: The last one.
+        device: Name of the device that trained.
+        epochs: Epochs trained.
+        metric: Metric of the last report.
         fit_wall_s: Seconds of the whole training, measured around the trainer's call.
-        fit_cpu_s: CPU seconds of the process in it.
+        fit_cpu_s: CPU seconds of the process during `fit_wall_s`.
         fit_energy_j: Joules of the whole training, measured around the trainer's call.
-        detail: The error, if there was one.
-        curve: Of a calibration: seconds, joules and metric at the end of each epoch.
-        idle_w: Of a calibration: mean power before the training, watts.
-        peak_w: Of a calibration: highest power reading of the training, watts.
-        limit_w: Of a calibration: the GPU's power limit, watts.
-        memory_gib: Of a calibration: most memory that PyTorch has allocated on the GPU.
-        windows: Whether each window was synchronised, and its joules and seconds.
+        detail: Message of the error, if any.
+        curve: In a calibration, seconds, joules and metric at the end of each epoch.
+        idle_w: In a calibration, mean power before the training, watts.
+        peak_w: In a calibration, highest power reading of the training, watts.
+        limit_w: In a calibration, the GPU's power limit, watts.
+        memory_gib: In a calibration, the most memory that PyTorch allocated on the GPU, GiB.
+        windows: For each window: whether it waited for the GPU, its joules, and its seconds.
     """
 
     batch_size: int
@@ -207,5 +209,5 @@ class Outcome:
     windows: Sequence[tuple[bool, float, float]] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """The outcome as JSON can hold it."""
+        """Return the outcome as a dictionary for JSON."""
         return asdict(self)

@@ -1,4 +1,4 @@
-"""Windows of the same work that wait for the GPU at their ends, and windows that do not."""
+"""Measurement windows over equal work: some wait for the GPU at their end, others do not wait."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ _WARMUP = 5
 
 
 def windows(run: Run) -> list[tuple[bool, float, float]]:
-    """Train steps of the task in pairs of windows, in turn with and without synchronising.
+    """Train in pairs of measurement windows, one window of each pair with and one without synchronising the GPU.
 
-    Each window has `_STEPS` steps at the default batch size. A window that does not synchronise ends when the calls of
-    its steps have returned; the GPU then ends its work before the next window begins.
+    Each window has `_STEPS` optimizer steps at the run's batch size. A window without synchronising ends as soon as
+    the calls of its steps have returned; the GPU then finishes this work before the next window begins.
 
     Returns:
-        For each window whether it was synchronised, its joules and its seconds.
+        For each window: whether it was synchronised, its joules, and its seconds.
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     samples, network, _, lr = making(run)
@@ -43,7 +43,7 @@ def windows(run: Run) -> list[tuple[bool, float, float]]:
     train(_WARMUP)
     found = []
     for place in range(2 * run.order.windows):
-        synchronises = place % 4 in (0, 3)  # a drift of the GPU affects both alike
+        synchronises = place % 4 in (0, 3)  # the mirrored order cancels a steady drift of the GPU
         wait()
         run.monitor.begin_window(_WINDOW)
         train(_STEPS)

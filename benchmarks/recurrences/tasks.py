@@ -1,4 +1,4 @@
-"""The recurring trainings that are measured, apart from the frameworks: reading them loads none."""
+"""The recurring trainings to measure, described so that importing this module loads no training framework."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ CPU: Final = "cpu"
 GPU: Final = "gpu"
 
 DEFAULT = "default"
-"""The rival of the policies: always the default size."""
+"""Contender that always trains at the default size; policies are compared with it."""
 
 PROBED = "probed"
 """Policy `gp_voi` with a probe in a job's first run, which trains at the size that the probe predicts."""
 
 CONTENDERS = (*OWN_POLICIES, PROBED, DEFAULT)
-"""The policies, without probes and with one, and their rival."""
+"""All contenders: policies `zeus` and `gp_voi`, `gp_voi` with a probe, and the default size."""
 
 HOUR_CONTENDERS = (GP_VOI, PROBED, DEFAULT)
 """The contenders of the hour on a GPU."""
 
 REFUSED = "refused"
-"""State of a recurrence for which the policy has no size left: nothing is trained."""
+"""State of a recurrence that trains nothing, because the policy has no size left."""
 
 SIMULATED = "simulated GPU"
-"""Begins the name of a CPU that stands for a GPU: no figure of it is a GPU's."""
+"""Start of the device name if a CPU runs the tasks of a GPU; its figures do not apply to a GPU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,22 +38,22 @@ class Task:
     """A training that recurs.
 
     Attributes:
-        name: Of the task, in commands and in results.
-        title: What learns what, for tables.
+        name: Name of the task in commands and results.
+        title: Model and data, as named in tables.
         framework: ``lightning`` or ``transformers``.
         batch_sizes: Global batch sizes, ascending.
-        default_batch_size: The size without an optimizer.
-        metric: As the training logs it.
-        target: Its value at which a run is done.
+        default_batch_size: Size at which the script trains without a policy.
+        metric: Name under which the training logs the metric.
+        target: Value of the metric at which a run ends with success.
         higher_is_better: Whether the metric rises as the model improves.
-        max_epochs: A run that has not reached the target by then has failed.
-        lr_scaling: How the learning rate follows the batch size, in all runs alike.
-        device: What it is made for.
-        drifts: Whether its data change at half of the recurrences.
-        shrink: Divides the model's width and depth and the size of the data, which become easier, for tests; 1: not at
-            all.
-        shrunk_target: The target of a model that was shrunk, which gets no batch above 256; None: the same.
-        ease: Factor on the contrast of generated images, which `calibrate` sets.
+        max_epochs: Number of epochs after which a run without the target has failed.
+        lr_scaling: Rule by which all runs scale the learning rate with the batch size.
+        device: Device for which the task is made.
+        drifts: Whether the data change after half of the recurrences.
+        shrink: Divisor of the model's width and depth and of the data, for tests; 1: full size. Shrunken data are
+            easier to learn.
+        shrunk_target: Target of the shrunken model, with batch sizes up to 256 only; None: `target`, with all sizes.
+        ease: Factor on the contrast of generated images; the calibration sets it.
     """
 
     name: str
@@ -81,7 +81,7 @@ class Task:
         seed: int = 0,
         predicts: bool = False,
     ) -> JobSpec:
-        """The job that a policy chooses sizes for; or, with a batch size, one that has no other and stops nothing."""
+        """Return a job for a policy; or, given `batch_size`, a job of only this size that stops no run for its cost."""
         fields: dict[str, Any] = {
             "job_id_prefix": job_id,
             "job_id": job_id,
@@ -97,7 +97,7 @@ class Task:
         return JobSpec(**fields, policy=policy, first_run="predicted" if predicts else "default")
 
     def drifted_at(self, recurrence: int, recurrences: int) -> bool:
-        """True if the data of a recurrence, from 0, are those after the drift."""
+        """Return True if recurrence number `recurrence`, counted from 0, uses the data after the drift."""
         return self.drifts and recurrence >= recurrences // 2
 
 
@@ -167,8 +167,8 @@ _CPU_TASKS = (
     ),
 )
 
-# The first two fill a GPU; `calibrate` sets their targets. A step of the others is mostly the launches of its kernels
-# until batches are some hundreds.
+# ResNet-50 and GPT-2-small fill a GPU; the calibration sets their targets. The steps of the other tasks consist
+# mostly of kernel launches, unless batches have several hundred samples.
 _on_gpu = partial(Task, max_epochs=12, lr_scaling=LrScaling.SQRT, device=GPU)
 _of_images = partial(
     _on_gpu,
@@ -214,17 +214,17 @@ _GPU_TASKS = (
 )
 
 _LARGEST_SHRUNK = 256
-"""Shrunken data fill no larger batch, and the callbacks refuse a size that is never delivered."""
+"""Largest size of shrunken tasks. Their data fill no larger batch, and the callbacks refuse sizes that no batch has."""
 
 TASKS = {task.name: task for task in (*_CPU_TASKS, *_GPU_TASKS)}
 """All tasks by name."""
 
 
 def tasks_for(device: Device, names: Sequence[str] = (), *, shrink: int = 1) -> list[Task]:
-    """The tasks of a device, or those of them that are named.
+    """Return the tasks of `device` called `names`, or all tasks of `device` without names.
 
     Raises:
-        ValueError: A name is no task of this device.
+        ValueError: A name belongs to no task of this device.
     """
     known = {name: task for name, task in TASKS.items() if task.device == device}
     if unknown := sorted(set(names) - known.keys()):

@@ -44,13 +44,13 @@ _IDLE_S = 2.0
 _READ_S = 0.1
 
 _PERFECT = 0.98
-"""Accuracy at which a calibration ends: further epochs say nothing."""
+"""Accuracy at which a calibration training ends, because further epochs would show nothing new."""
 
 _FRAMEWORKS = {"lightning": lightning_tasks.train, "transformers": huggingface_tasks.train}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Train once; the exit status is 0, or `FAILED_STATUS` when the target was missed."""
+    """Train once; return the exit status: 0, or `FAILED_STATUS` if the target was missed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--order", required=True, help="JSON, as Order.to_json makes it")
     parser.add_argument("--server-url", required=True)
@@ -66,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def device_of(task: Task) -> str:
-    """The device that trains a task here, in words; one that only stands for a GPU says so."""
+    """Return the name of the device that trains `task` here; if a CPU replaces the GPU, the name says so."""
     if task.device != GPU:
         return "CPU"
     shrunk = f", models shrunk {task.shrink}-fold" if task.shrink > 1 else ""
@@ -76,8 +76,9 @@ def device_of(task: Task) -> str:
 
 
 def trained(order: Order, server_url: str, monitor: EnergyMonitor) -> Outcome:
-    """Train once in this process; an error of the training is an outcome, too."""
-    # So small a network gains nothing from more threads, and its CPU time is what it would take on an idle machine.
+    """Train once in this process; return an outcome even if the training raises an error."""
+    # The networks of the CPU tasks are too small to gain from more threads. With one thread, the CPU time equals the
+    # time that the training takes on an idle machine.
     torch.set_num_threads(1)
     task = order.training
     job = order.spec() if order.with_callback else None
@@ -104,7 +105,7 @@ def trained(order: Order, server_url: str, monitor: EnergyMonitor) -> Outcome:
         except ZeusBSORuntimeError as error:
             state = REFUSED if error.status == HTTPStatus.CONFLICT else "broken"
             detail = str(error)
-        except Exception as error:  # whatever ends a training is the outcome of the run
+        except Exception as error:  # any error of the training belongs to the outcome
             state, detail = "broken", "".join(traceback.format_exception(error)[-3:])
         wall_s, cpu_s = time.perf_counter() - wall_s, time.process_time() - cpu_s
         synchronize()
@@ -116,7 +117,7 @@ def trained(order: Order, server_url: str, monitor: EnergyMonitor) -> Outcome:
     verdict = None if trial is None else trial.verdict
     time_s, energy_j = (0.0, 0.0) if trial is None else (trial.time_s, trial.energy_j)
     source = None if trial is None else trial.energy_source
-    if trial is None and state in (OUT_OF_MEMORY, "bare"):  # No callback has measured it.
+    if trial is None and state in (OUT_OF_MEMORY, "bare"):  # no callback measured the training
         time_s, energy_j, source = spent.time_s, spent.energy_j, spent.source
     reason = None if verdict is None else verdict.reason
     return Outcome(
@@ -140,7 +141,7 @@ def trained(order: Order, server_url: str, monitor: EnergyMonitor) -> Outcome:
 
 
 def _idle_w(monitor: EnergyMonitor) -> float:
-    """Return the mean power of `_IDLE_S` seconds before the process uses the GPU, in watts."""
+    """Measure the mean power, in watts, during `_IDLE_S` seconds before the process uses the GPU."""
     monitor.begin_window(_IDLE)
     time.sleep(_IDLE_S)
     idle = monitor.end_window(_IDLE)
@@ -149,7 +150,7 @@ def _idle_w(monitor: EnergyMonitor) -> float:
 
 @contextmanager
 def _watched(curve: Curve | None, found: dict[str, Any]) -> Iterator[None]:
-    """Find the highest power, the power limit and the memory of a calibration's training on a GPU."""
+    """Store a calibration's highest power, power limit and GPU memory in `found`; without `curve`, store nothing."""
     if curve is None:
         yield
         return
@@ -172,10 +173,11 @@ def _watched(curve: Curve | None, found: dict[str, Any]) -> Iterator[None]:
 
 
 def monitor_for(device: Device) -> EnergyMonitor:
-    """The best monitor that the machine offers; on a CPU without a counter, an estimate whose time is CPU time, too.
+    """Return the machine's best energy monitor for `device`.
 
-    The trainings on the CPU have one thread, so that on an idle machine CPU time and time are the same, and on one that
-    others use, too, CPU time says better what a run would have taken alone.
+    On a CPU without an energy counter, the monitor estimates energy and reports CPU time as its time. The trainings on
+    the CPU have one thread, so that CPU time equals elapsed time on an idle machine. On a busy machine, CPU time is
+    closer to the time that the training would need on an idle machine.
     """
     if device == GPU:
         return auto()
@@ -189,7 +191,7 @@ def monitor_for(device: Device) -> EnergyMonitor:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence the frameworks' remarks on so small a training."""
+    """Silence the frameworks' messages and warnings, which are expected for small trainings."""
     loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "transformers", "zeus_plugins")]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
