@@ -1,7 +1,7 @@
-"""``python -m benchmarks``: hold the server against its gate, and print what it was measured by.
+"""``python -m benchmarks``: load test of the server; checks its costs against limits (the gate) and prints both.
 
-The gate has two sides: what a fleet of 10,000 trainings costs one server, and what a request of whole trials costs it,
-beside Zeus 0.16's server in the same run. See docs/benchmarks.md.
+The gate has limits for the load of a fleet of 10,000 trainings on one server, and for the server's CPU time per request
+in whole trials, compared with Zeus 0.16's server in the same run. See docs/benchmarks.md.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from benchmarks.whole_trials import OURS, ZEUS, Shape, TrialFigures, measure_tri
 FLEET_CORES = 0.35
 FLEET_P99_MS = 50.0
 ZEUS_RATIO = 3.2
-"""Least CPU time of Zeus's server over that of ours: 3.7, as of 2026-11-23, over a tolerance of 15 %."""
+"""Minimum ratio of CPU time of Zeus's server to ours: 3.7 (measured 2026-11-23), divided by 1.15 for tolerance."""
 
 _SECONDS = 45.0
 _QUICK_SECONDS = 5.0
 _QUICK_FLEET = Fleet(trainings=200, epoch_s=10.0, heartbeat_s=2.0)
 _QUICK_SHAPE = Shape(jobs=2, in_flight=2, trials=4, epochs=5)
 
-# The figures depend on these; uvicorn takes uvloop and httptools where they are installed, in all servers alike.
+# The figures depend on these packages. In all servers, uvicorn uses uvloop and httptools if they are installed.
 _PACKAGES = ("zeus-plugins", "litestar", "sqlalchemy", "aiosqlite", "uvicorn", "uvloop", "httptools")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure; the exit status is 0 whatever the figures say, or 1 when they could not be had."""
+    """Measure; return 0 if the measurement succeeded, even if it misses the gate, and 1 if it failed."""
     options = _parser().parse_args(arguments)
     fleet = _QUICK_FLEET if options.quick else Fleet()
     shape = _QUICK_SHAPE if options.quick else Shape(options.jobs, options.in_flight, options.trials, options.epochs)
@@ -67,10 +67,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def judge(fleet: FleetFigures, servers: Sequence[TrialFigures]) -> list[list[str]]:
-    """Hold the figures against the gate.
+    """Compare the figures with the gate.
 
     Returns:
-        For each goal what it is of, the goal, what was measured, and ``met``, ``not met`` or ``not known``.
+        A list for each goal: its name, its limit, the measured value, and ``met``, ``not met`` or ``not known``.
     """
     cpu_ms = {each.server: each.cpu_ms for each in servers}
     ours_ms, zeus_ms = cpu_ms[OURS], cpu_ms.get(ZEUS)

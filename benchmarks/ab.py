@@ -1,8 +1,8 @@
-"""``python -m benchmarks.ab``: a real A/B test beside the verdict that the product shows.
+"""``python -m benchmarks.ab``: a real A/B test, compared with the verdict that the product shows.
 
-For each kind of training, a job with the callback recurs until it has settled. Then the default and the best batch size
-train in turn without the callback, stopped at the target by the framework itself. Costs are CPU seconds: the trainings
-have one thread, so that other load on the machine counts little.
+For each kind of training, a job with the callback recurs until it keeps one batch size. Then runs at the default and at
+the best size alternate, without the callback; the framework itself stops them at the target. Costs are CPU seconds of
+trainings with one thread, so that other load on the machine has little effect.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Compared:
 
     @property
     def in_words(self) -> str:
-        """The share with its interval."""
+        """The share saved and its interval in words."""
         return f"{self.middle:.0%} ({100 * self.low:.0f} to {self.high:.0%})".replace("%", " %")
 
 
@@ -64,7 +64,7 @@ def recurrences(kind: str, number: int) -> list[Step]:
 
 
 def runs_in_turn(kind: str, sizes: tuple[int, int], pairs: int) -> list[Step]:
-    """Return runs of two sizes without the callback, in turn; those of a pair have one seed."""
+    """Return alternating runs of two sizes without the callback; both runs of a pair have the same seed."""
     return [
         Step("size", kind, 0, pair, f"bare {size}", Order(kind, "bare", 7000 + pair, None, size, with_callback=False))
         for pair in range(pairs)
@@ -73,7 +73,7 @@ def runs_in_turn(kind: str, sizes: tuple[int, int], pairs: int) -> list[Step]:
 
 
 def ab(kind: str, number: int, pairs: int, state: State) -> tuple[SavingsView, Compared | None]:
-    """Let a job recur, and compare its best size with its default; None if the default is the best size.
+    """Let a job recur, then compare its best size with its default (None if the default is the best size).
 
     Raises:
         BenchmarkError: A training broke, or missed the target without the callback.

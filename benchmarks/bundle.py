@@ -1,7 +1,7 @@
-"""``python -m benchmarks.bundle DIR``: one folder that measures on a GPU machine without a network.
+"""``python -m benchmarks.bundle DIR``: builds a folder for measurements on a GPU machine without a network.
 
-The folder has the tree, the wheels for Python 3.11 to 3.13 on x86-64 Linux, and ``run.sh``. PyTorch, NumPy and the
-packages that PyTorch brings stay on the machine. docs/proof.md tells how to use the folder.
+The folder has the source tree, the wheels for Python 3.11 to 3.13 on x86-64 Linux, and ``run.sh``. PyTorch, NumPy and
+PyTorch's dependencies must be on the machine already. docs/proof.md describes how to use the folder.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ _OF_THE_MACHINE = re.compile("torch|numpy|triton|sympy|mpmath|networkx|setuptool
 """PyTorch, NumPy, and the packages that come with PyTorch."""
 
 _LEFT_OUT = re.compile("uvloop|httptools|hf-xet|aiohttp|aiosignal|aiohappyeyeballs|frozenlist|propcache|yarl")
-"""Packages that speed up a server or download data; the programs run without them."""
+"""Optional packages, left out of the folder, that only speed up a server or download data."""
 
 _OWN = ("zeus_plugins", "bso_server")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Build the folder named by the argument; the exit status is 0, or 1 with the reason."""
+    """Build the folder named by the argument; return 0, or 1 after printing the reason."""
     (folder,) = map(Path, arguments or sys.argv[1:])
     try:
         size_mib = build(folder)
@@ -72,7 +72,7 @@ def build(folder: Path) -> float:
 
 
 def requirements() -> list[str]:
-    """Return ``NAME==VERSION`` of each package that the run needs beside PyTorch and NumPy, as installed here."""
+    """Return ``NAME==VERSION`` of each package that the run needs besides PyTorch and NumPy, as installed here."""
     found: dict[str, str] = {}
     visited: set[tuple[str, frozenset[str]]] = set()
 

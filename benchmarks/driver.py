@@ -1,7 +1,7 @@
-"""A small HTTP client on asyncio, and the figures of what it asked.
+"""A small HTTP client on asyncio, and the figures of its requests.
 
-It shares the machine with the servers that it measures, and therefore must cost little: one `Connection` plays a script
-of requests that were encoded beforehand, and the next request leaves within the callback that brought the previous
+The client shares the machine with the servers that it measures, and must therefore use little CPU time: a `Connection`
+sends a list of requests that were encoded beforehand, and sends each request in the callback that received the previous
 answer, without a task switch in between.
 """
 
@@ -21,10 +21,10 @@ from benchmarks.processes import BenchmarkError, Target
 
 SUCCESS = range(200, 300)
 NO_ANSWER = 0
-"""The status that counts requests to which no answer came."""
+"""The status under which requests without an answer are counted."""
 
 _HEAD_END = b"\r\n\r\n"
-# uvicorn announces the length of each answer; chunked answers are refused below.
+# Only the header content-length is parsed, because uvicorn sends it; chunked answers raise an error below.
 _CONTENT_LENGTH = re.compile(rb"\r\ncontent-length:[ \t]*(\d+)", re.IGNORECASE)
 _NO_CONTENT = 204
 
@@ -34,7 +34,7 @@ class Exchange(NamedTuple):
 
     Attributes:
         status: HTTP status.
-        latency_s: Seconds from handing the request to the socket until the answer was there in full.
+        latency_s: Seconds from handing the request to the socket until the complete answer was received.
         body: The answer's body.
     """
 
@@ -53,7 +53,7 @@ def encode(method: str, target: str, body: Mapping[str, object] | None = None) -
 
 
 class Connection(asyncio.Protocol):
-    """One connection to a server that plays scripts, one request at a time."""
+    """One connection to a server, for lists of requests (scripts) that are sent one at a time."""
 
     def __init__(self) -> None:
         self._transport: asyncio.Transport | None = None
@@ -77,11 +77,11 @@ class Connection(asyncio.Protocol):
         return connection
 
     def play(self, script: Sequence[bytes]) -> asyncio.Future[list[Exchange]]:
-        """Send the requests, each after the answer to the one before.
+        """Send the requests, each after the answer to the previous request.
 
         Returns:
             The answers, in the order of the script. The future fails with `BenchmarkError` if the connection breaks
-            or an answer does not say how long it is.
+            or an answer has no content-length.
         """
         self._script, self._exchanges = script, []
         self._played = asyncio.get_running_loop().create_future()
@@ -99,7 +99,7 @@ class Connection(asyncio.Protocol):
         self._transport = transport
 
     def data_received(self, data: bytes) -> None:
-        """Take the answer if it is whole, and send the next request; called by the event loop."""
+        """Store the answer if it is complete, and send the next request; called by the event loop."""
         self._received += data
         try:
             answer = parse_answer(self._received)
@@ -113,7 +113,7 @@ class Connection(asyncio.Protocol):
             self._send_next()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Fail what is being played; called by the event loop."""
+        """Fail the future of the current script; called by the event loop."""
         self._transport = None
         self._fail(BenchmarkError(f"the server closed the connection: {exc or 'no reason given'}"))
 
@@ -135,10 +135,10 @@ class Connection(asyncio.Protocol):
 
 
 def parse_answer(received: bytearray) -> tuple[int, bytes] | None:
-    """Return status and body of the one answer that is awaited, or None if it is not whole yet.
+    """Return status and body of the pending answer, or None if it is not complete yet.
 
     Raises:
-        BenchmarkError: The answer does not say how long it is.
+        BenchmarkError: The answer has no content-length.
     """
     head_end = received.find(_HEAD_END)
     if head_end < 0:
@@ -159,11 +159,11 @@ class RequestFigures:
     """Figures of one kind of request.
 
     Attributes:
-        request: Its method and path.
+        request: Method and path.
         due: Number of requests.
-        answers: Number of answers per HTTP status; 0 stands for requests without an answer.
-        p50_ms: Median latency of the requests that were answered.
-        p99_ms: Latency that 99 % of them kept.
+        answers: Number of answers per HTTP status; requests without an answer are counted under 0.
+        p50_ms: Median latency of the answered requests.
+        p99_ms: 99th percentile of the latency of the answered requests.
     """
 
     request: str
@@ -174,7 +174,7 @@ class RequestFigures:
 
     @property
     def failures(self) -> int:
-        """Number of requests that were not answered with success."""
+        """Number of requests without an answer, or with an answer that is no success."""
         return sum(number for status, number in self.answers.items() if int(status) not in SUCCESS)
 
 
@@ -191,7 +191,7 @@ class Tally:
         self.latencies_s.append(latency_s)
 
     def figures(self, request: str) -> RequestFigures:
-        """Return the figures of all requests that were counted."""
+        """Return the figures of all counted requests."""
         ascending_ms = sorted(1e3 * latency_s for latency_s in self.latencies_s) or [0.0]
         return RequestFigures(
             request=request,
@@ -203,5 +203,5 @@ class Tally:
 
 
 def percentile(ascending: Sequence[float], share: float) -> float:
-    """Return the smallest of the values that at least `share` of them do not exceed (nearest rank)."""
+    """Return the percentile by nearest rank: the smallest value that at least `share` of the values do not exceed."""
     return ascending[max(0, math.ceil(share * len(ascending)) - 1)]

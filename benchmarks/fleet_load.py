@@ -1,8 +1,8 @@
-"""``python -m benchmarks.fleet_load``: a fleet of trainings at their natural pace, and what it costs a server.
+"""``python -m benchmarks.fleet_load``: a fleet of trainings at their natural pace, and its cost for a server.
 
-Each training reports when an epoch is over and sends heartbeats in between. The load is open: a request leaves when it
-is due, whether or not others have been answered, on a connection of its own, because that of a training has been closed
-since its last request. A latency counts from the instant at which the request was due.
+Each training reports when an epoch is over and sends heartbeats in between. The load is open-loop: a request is sent
+when it is due, even if earlier requests still wait for answers. Each request opens a new connection, because a real
+training's connection is closed between two requests. Latencies are measured from the time at which a request was due.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from bso_server.settings import Settings
 from bso_server.storage.tables import metadata
 from zeus_plugins.protocol import TrialId
 
-# While the fleet starts, only the server's answers slow down this many requests under way.
+# While the fleet starts, at most this many requests are under way: the next is sent as soon as an answer arrives.
 _STARTING_AT_ONCE = 32
-# Requests that may wait for an answer at the same time: a server that cannot follow has no more files than that.
+# Limit of requests that wait for an answer at the same time, so that a slow server does not run out of open files.
 _MOST_UNDER_WAY = 4000
 
 _SIZES = {
@@ -45,14 +45,14 @@ _SIZES = {
 
 @dataclass(frozen=True, slots=True)
 class Fleet:
-    """The trainings, and how they behave.
+    """The number of trainings, and their behaviour.
 
     Attributes:
         trainings: Number of trainings at the same time.
-        per_job: Number of them that are of one job.
-        epochs: Epochs of each, the last of which reaches the target; then its job's next recurrence begins at once.
-        epoch_s: Seconds of an epoch.
-        heartbeat_s: Seconds between heartbeats; by default those that the server asks for.
+        per_job: Number of trainings per job.
+        epochs: Epochs per training. The last epoch reaches the target; then the job's next recurrence begins at once.
+        epoch_s: Seconds per epoch.
+        heartbeat_s: Seconds between heartbeats; by default the interval that the server asks for.
     """
 
     trainings: int = 10_000
@@ -64,17 +64,17 @@ class Fleet:
 
 @dataclass(frozen=True, slots=True)
 class FleetFigures:
-    """The requests of a fleet, and what they cost the server.
+    """The requests of a fleet, and their cost for the server.
 
     Attributes:
-        window_s: Seconds for which it was measured.
-        start_s: Seconds that the fleet took to begin.
-        server_cores: CPU time of the server per second, in cores; None where it cannot be known.
+        window_s: Duration of the measurement in seconds.
+        start_s: Seconds until all trainings of the fleet had begun.
+        server_cores: CPU time of the server per second, in cores; None if it is unknown.
         generator_cores: CPU time of the load generator per second.
-        rss_mib: Resident memory of the server afterwards, or None.
+        rss_mib: Resident memory of the server afterwards, or None if it is unknown.
         kinds: Figures per kind of request.
         rows: Number of rows of each table afterwards.
-        database_bytes: Bytes by which the database has grown; None where that cannot be known.
+        database_bytes: Growth of the database in bytes; None if it is unknown.
     """
 
     window_s: float
@@ -88,22 +88,22 @@ class FleetFigures:
 
     @property
     def requests_per_s(self) -> float:
-        """Requests that were due in a second."""
+        """Mean number of requests that were due per second."""
         return sum(kind.due for kind in self.kinds) / self.window_s
 
     @property
     def failures(self) -> int:
-        """Requests that were not answered with success."""
+        """Number of requests without an answer, or with an answer that is no success."""
         return sum(kind.failures for kind in self.kinds)
 
     @property
     def heartbeat_p99_ms(self) -> float:
-        """Latency that 99 % of the heartbeats kept."""
+        """99th percentile of the latency of heartbeats."""
         return next((kind.p99_ms for kind in self.kinds if kind.request == HEARTBEAT), 0.0)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the fleet; the exit status is 0 whatever the figures say, or 1 when they could not be had."""
+    """Run the fleet; return 0 if the measurement succeeded, whatever its figures, and 1 if it failed."""
     options = _parser().parse_args(arguments)
     fleet = Fleet(options.trainings, options.per_job, options.epochs, options.epoch_s, options.heartbeat_s)
     try:
@@ -148,19 +148,19 @@ def _parser() -> argparse.ArgumentParser:
 def measure_fleet(
     fleet: Fleet, directory: Path, *, seconds: float, workers: int = 1, database_url: str | None = None
 ) -> FleetFigures:
-    """Start a server, let a fleet train on it, and count what its database has grown by.
+    """Start a server, let a fleet train on it, and measure the growth of the server's database.
 
     Args:
         fleet: The trainings.
-        directory: Where the server runs.
-        seconds: How long to measure.
-        workers: Processes of the server.
-        database_url: An empty database; None: a SQLite file in `directory`.
+        directory: Working directory of the server.
+        seconds: Duration of the measurement.
+        workers: Number of server processes.
+        database_url: An empty database; None for a SQLite file in `directory`.
 
     Raises:
         BenchmarkError: The server did not start, or the fleet could not begin.
     """
-    # A connection for each request that waits for its answer, here and, as the limit is inherited, in the server.
+    # Each waiting request needs a connection, and thus an open file, here and in the server, which inherits the limit.
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     url = database_url or f"sqlite:///{directory / 'fleet.sqlite3'}"
@@ -174,7 +174,7 @@ def measure_fleet(
 
 
 async def _extent(url: str) -> tuple[dict[str, int], int | None]:
-    """Return the number of rows of each table, and the bytes that the database takes if that can be known."""
+    """Return the number of rows of each table, and the size of the database in bytes, or None if it is unknown."""
     parsed = make_url(url)
     asynchronous = parsed.set(drivername="sqlite+aiosqlite") if parsed.drivername == "sqlite" else parsed
     engine = create_async_engine(asynchronous)
@@ -199,8 +199,8 @@ class _Clients:
         self.tallies: dict[str, Tally] = defaultdict(Tally)
 
     async def ask(self, kind: str, request: bytes, *, due: float | None = None) -> Exchange | None:
-        """Return the answer to a request that counts from the instant `due`; None if no answer came."""
-        # Requests by which the fleet starts have no instant and are not counted.
+        """Send a request that was due at the instant `due` and return the answer; None if no answer came."""
+        # Requests that start the fleet have no due time, and are not counted.
         tally, due = (Tally(), time.monotonic()) if due is None else (self.tallies[kind], due)
         async with self._under_way:
             try:
@@ -222,7 +222,7 @@ class _Training:
     def __init__(self, clients: _Clients, job: Job, fleet: Fleet, chance: random.Random) -> None:
         self._clients, self._job, self._fleet = clients, job, fleet
         self._epoch = chance.randrange(fleet.epochs)
-        # The whole fleet is in the midst of its work: its epochs and heartbeats are spread evenly.
+        # Random offsets spread epochs and heartbeats evenly, as in a fleet that has been training for long.
         self._until_report_s = chance.uniform(0, fleet.epoch_s)
         self._until_beat_s = chance.uniform(0, fleet.heartbeat_s)
         self._trial: TrialId | None = None
@@ -261,7 +261,7 @@ class _Training:
 
 
 async def _play_fleet(target: Target, fleet: Fleet, seconds: float) -> FleetFigures:
-    """Let the fleet begin as fast as the server can, and then train for a while; nothing is known of the database."""
+    """Start the fleet as fast as the server allows, then let it train; the figures do not cover the database."""
     clients, chance = _Clients(target), random.Random(0)  # noqa: S311 - spreads a load
     numbers = range(-(-fleet.trainings // fleet.per_job))
     jobs = [Job(f"fleet-{number}", max_epochs=fleet.epochs) for number in numbers]

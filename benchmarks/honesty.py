@@ -1,6 +1,6 @@
-"""``python -m benchmarks.honesty``: would an A/B test confirm what the product says about savings?
+"""``python -m benchmarks.honesty``: would an A/B test confirm the product's verdicts about savings?
 
-Each simulated job explores five batch sizes and then recurs, with control runs where `bso_server.core.verdict` wants
+Each simulated job explores five batch sizes and then recurs, with control runs where `bso_server.core.verdict` asks for
 them. A reader looks at the verdict after each of 50 runs. In an A/A job all sizes cost the same, so that each "saves"
 or "loses" is wrong; in an A/B job the best size saves a known share.
 """
@@ -29,13 +29,13 @@ _SIZES, _DEFAULT = 5, 0
 _WANDER = 0.05
 """Probability that the policy tries another size in a run after its exploration."""
 _BUSY = math.log(1 / (1 - BUSY_SHARE))
-"""Log factor of a run's cost from which on it counts as one on a busy machine."""
+"""A run is on a busy machine if the log of its cost factor is at least this."""
 _STOP_AT = 1.5
-"""A run of the exploration is stopped half-way if it would cost more than so many times the cheapest."""
+"""A run of the exploration is stopped half-way if it would cost more than this multiple of the cheapest run."""
 
 Floats = NDArray[np.float64]
 Pace = Callable[[np.random.Generator], Floats]
-"""Draws the log factor of a job's cost per epoch in each of its runs."""
+"""Function that draws, for each run of a job, the log of a factor on the cost per epoch."""
 
 
 def _steady(_rng: np.random.Generator) -> Floats:
@@ -43,7 +43,7 @@ def _steady(_rng: np.random.Generator) -> Floats:
 
 
 def _load(rng: np.random.Generator) -> Floats:
-    """A neighbour's load as an AR(1) process; only excursions upwards, to ten times the cost, are felt."""
+    """Draw the load of another user as an AR(1) process, clipped to factors between 1 and 10 on the cost."""
     shocks = 1.2 * rng.standard_normal(RUNS)
     values = [shocks[0]]
     for shock in shocks[1:]:
@@ -74,19 +74,19 @@ def _every_fourth(rng: np.random.Generator) -> Floats:
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """The truth about a kind of jobs.
+    """The true parameters of a kind of jobs.
 
     Attributes:
-        name: For the table.
-        noise: Spread of the log cost from run to run: 0.8 of it in the epochs, 0.6 in the cost of an epoch.
+        name: Name in the table.
+        noise: σ of the log cost from run to run: 0.8 times this in the epochs, 0.6 times in the cost of an epoch.
         saving: Share of the default's cost that a run at the best size saves.
-        pace: The machine or the data over time.
-        default_spread: Spread of the runs at the default, over that of all others.
-        marks_busy: Whether runs that the pace slows by a fourth or more are known to be slowed.
+        pace: How the machine's speed or the amount of data changes from run to run.
+        default_spread: Ratio of σ of runs at the default to σ of runs at other sizes.
+        marks_busy: Whether runs are marked as on a busy machine if `pace` is at least `_BUSY`.
         is_always_busy: Whether all runs are marked as runs on a busy machine.
-        epochs_noise: Greatest spread of log epochs, drawn for each job; None: follows `noise`.
-        epochs_part: How much of the difference of two sizes (log) lies in their epochs; the rest is in the cost of an
-            epoch. Below 0: fewer epochs, of which each costs more than it saves.
+        epochs_noise: Upper bound of σ of log epochs, which each job draws uniformly from 0; None: 0.8 times `noise`.
+        epochs_part: Share of the log cost difference of two sizes that comes from their epochs; the rest comes from the
+            cost of an epoch. If below 0, the cheaper size needs more epochs, each of them much cheaper.
     """
 
     name: str
@@ -103,8 +103,8 @@ class World:
         """Draw a job.
 
         Returns:
-            Epochs and costs (J) by run and size, the mean cost of each size over that of the default, and whether each
-            run is marked as one on a busy machine.
+            Epochs and costs (J) by run and size, the ratio of each size's mean cost to the default's, and for each run
+            whether it is marked as on a busy machine.
         """
         gain = math.log1p(-self.saving)
         relative = np.array([0.0, gain / 2, gain, 0.3, 0.8]) if self.saving else np.zeros(_SIZES)
@@ -114,7 +114,7 @@ class World:
         spread[_DEFAULT] = self.default_spread
 
         def noise(sd: float) -> Floats:
-            # Wider spreads keep the mean cost.
+            # The second term keeps the mean cost the same for every spread.
             return sd * spread * rng.standard_normal((RUNS, _SIZES)) - sd**2 * (spread**2 - 1) / 2
 
         epochs = 20 * np.exp(noise(epochs_noise) + self.epochs_part * relative)
@@ -151,14 +151,14 @@ SAVING = (
 
 @dataclass(frozen=True, slots=True)
 class Played:
-    """What a reader of one job saw.
+    """The verdicts that a reader of one job saw.
 
     Attributes:
-        words: The word after each run.
-        covers_now: Whether the interval of a run's saving held the truth, after each run.
-        covers_so_far: The same of the saving of all runs.
-        wrongly_paid_back: All runs were called paid back at a look at which they were not.
-        control_cost: The cost that control runs added, over all that was paid.
+        words: The verdict's word after each run.
+        covers_now: After each run, whether the interval of one run's saving contained the true saving.
+        covers_so_far: After each run, whether the interval of the saving of all runs contained the true saving.
+        wrongly_paid_back: Whether any verdict said that savings had paid for the exploration when they had not.
+        control_cost: Extra cost of control runs, as a share of the job's total cost.
     """
 
     words: tuple[SavingsWord, ...]
@@ -217,24 +217,24 @@ def play(world: World, seed: int) -> Played:
 
 
 def _covers(share: Share | None, truth: float) -> bool:
-    """Return whether nothing false is stated: an interval that is not there yet, or has no lower end, is right."""
+    """Return whether the interval contains the truth; a missing interval or lower end cannot be wrong."""
     return share is None or ((share.low is None or share.low <= truth) and truth <= share.high)
 
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Shares of jobs.
+    """Shares of jobs of one kind for which each statement was true.
 
     Attributes:
         world: Name of the kind of jobs.
-        saving: What a run at the best size saves.
-        wrong_ever: A wrong verdict was shown at any look.
-        wrongly_paid_back: All runs were called paid back at a look at which they were not.
-        wrong_at: A wrong verdict was shown at each of `LOOKS`.
-        right_by: The right verdict had been shown by each of `LOOKS`.
-        covered_now: The interval of a run's saving held the truth at each of `LOOKS`.
-        covered_so_far: The same of the saving of all runs.
-        control_cost: Mean cost that control runs added, over all that was paid.
+        saving: True share of the cost that a run at the best size saves.
+        wrong_ever: A wrong verdict was shown after any run.
+        wrongly_paid_back: Any verdict said that savings had paid for the exploration when they had not.
+        wrong_at: A wrong verdict was shown at the look; one share for each of `LOOKS`.
+        right_by: The right verdict was shown at or before the look; one share for each of `LOOKS`.
+        covered_now: The interval of one run's saving contained the true saving at each of `LOOKS`.
+        covered_so_far: The interval of the saving of all runs contained the true saving at each of `LOOKS`.
+        control_cost: Extra cost of control runs, as a mean share of the total cost.
     """
 
     world: str

@@ -37,15 +37,15 @@ Floats = npt.NDArray[np.float64]
 NAMES = ("digits", "tabular")
 SIZES = (32, 64, 128, 256, 512)
 MULTIPLES = (1.0, 0.5, 2.0, 0.25, 4.0)
-"""Of the rate of "auto", in the order of measurement."""
+"""Multiples of the rate of rule "auto", in the order of measurement."""
 BASES = (1.0, 4.0)
-"""Multiples of the script's rate that a user may start from: the script's own, and the best measured at its size."""
+"""Rates from which a user may start, as multiples of the script's rate: its own, and the best for its batch size."""
 SEEDS = 5
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """A task, a batch size, and the factor on the rate of the default size."""
+    """A task, a batch size, and the learning rate as a multiple of the default size's rate."""
 
     task: str
     batch_size: int
@@ -54,7 +54,7 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """One training: whether and after how many epochs it reached the target, and its CPU time in seconds."""
+    """One training: whether it reached the target, its number of epochs, and its CPU time in seconds."""
 
     task: str
     batch_size: int
@@ -67,17 +67,17 @@ class Training:
 
     @property
     def cell(self) -> Cell:
-        """The cell of the grid."""
+        """The training's cell of the grid."""
         return Cell(self.task, self.batch_size, self.factor)
 
 
 def auto_factor(task: str, size: int) -> float:
-    """Return the factor of "auto": the optimizer's own rule, by which `make proof` scales its rates."""
+    """Return the factor of rule "auto": the scaling rule for the task's optimizer that `make proof` uses, too."""
     return lr_factor(TASKS[task].lr_scaling, size, TASKS[task].default_batch_size)
 
 
 def cells(task: str) -> list[Cell]:
-    """Return the cells of a task: multiples of the rate of "auto" at each size, then the unscaled rates of `BASES`."""
+    """Return the cells of a task: multiples of "auto"'s rate at each size, then the size-independent `BASES`."""
     factors = [(size, round(multiple * auto_factor(task, size), 6)) for multiple in MULTIPLES for size in SIZES]
     return [
         Cell(task, *each) for each in dict.fromkeys([*factors, *((size, base) for base in BASES for size in SIZES)])
@@ -132,7 +132,7 @@ def _metric(task: Task, network: nn.Module, samples: Data) -> float:
 
 
 def measure(file: Path, seeds: int, minutes: float) -> list[Training]:
-    """Measure the trainings that the file lacks, for so many minutes; return all."""
+    """Measure trainings that the file lacks, until `minutes` have passed; return all trainings of the file."""
     kept = read(file) if file.exists() else []
     done = {(training.cell, training.seed) for training in kept}
     end = time.monotonic() + 60 * minutes
@@ -150,12 +150,12 @@ def measure(file: Path, seeds: int, minutes: float) -> list[Training]:
 
 
 def read(file: Path) -> list[Training]:
-    """Return the kept trainings."""
+    """Return the trainings that the file holds."""
     return [Training(**training) for training in json.loads(file.read_text("utf-8"))["trainings"]]
 
 
-# Costs: epochs until the end, times the CPU seconds of an epoch at this size. The median over all trainings at the size
-# leaves out the other work of the machine.
+# The cost of a training is its number of epochs times the CPU seconds of an epoch at its size: the median over all
+# trainings at the size, so that other work on the machine has little effect.
 
 Costs = dict[Cell, list[tuple[float, bool]]]
 """Cost in CPU seconds and success of each training, by cell."""
@@ -174,18 +174,18 @@ def costs_of(trainings: Sequence[Training]) -> Costs:
 
 
 def place(training: Training | Cell) -> tuple[str, int]:
-    """Return task and batch size."""
+    """Return the task and the batch size."""
     return training.task, training.batch_size
 
 
 def per_target(runs: Sequence[tuple[float, bool]]) -> float:
-    """Return the cost until the target is reached: that of all runs, over the number of those that reached it."""
+    """Return the mean cost to reach the target: the cost of all runs, divided by the number of successful runs."""
     reached = sum(success for _, success in runs)
     return sum(cost for cost, _ in runs) / reached if reached else math.inf
 
 
 def chosen(costs: Costs, candidates: Sequence[Cell]) -> float:
-    """Return the cost of the best candidate, chosen on all seeds but one and paid on that one, over all seeds."""
+    """Return the leave-one-out cost of the best candidate: chosen on all seeds but one, and paid on the seed left."""
     runs = min(len(costs[cell]) for cell in candidates)
     paid = []
     for left in range(runs):
@@ -195,7 +195,7 @@ def chosen(costs: Costs, candidates: Sequence[Cell]) -> float:
 
 
 def rules_of(costs: Costs, task: str) -> dict[str, list[list[Cell]]]:
-    """Return the measured cells at each size that a rule may choose from."""
+    """Return for each rule and size the measured cells from which the rule may choose."""
     at = {size: [cell for cell in costs if place(cell) == (task, size)] for size in SIZES}
     rules = {}
     for base in BASES:
@@ -223,10 +223,10 @@ def _number(cost: float) -> str:
     return f"{cost:.3g}" if math.isfinite(cost) else "∞"
 
 
-# A simulated job of 20 recurrences chooses by the value of information, with a Gaussian belief about the logarithm of
-# the cost: a parabola along the logarithms (base 2) of size and rate, and a deviation of each cell. A run that reaches
-# `_GIVES_UP` times the cheapest run so far is stopped; after it or a miss, the training is launched again at the
-# incumbent.
+# A simulated job of 20 recurrences chooses by the value of information. Its belief about the logarithm of the cost is
+# Gaussian: a quadratic function of log2 size and log2 rate, plus a deviation of each cell. A run at another cell than
+# the incumbent is stopped when it costs `_GIVES_UP` times the cheapest run so far. After a stop or a miss, the job runs
+# again at the incumbent.
 
 RECURRENCES = 20
 _GIVES_UP = 2.0
@@ -245,10 +245,10 @@ def total_cost(
     is_auto: bool = True,
     rate_deviation: float = 0.2,
 ) -> float:
-    """Return the cost of a job's recurrences, of which the first takes the default.
+    """Simulate a job and return the cost of all its recurrences; the first recurrence uses the default.
 
-    Rates are relative to those of "auto", or else to the default's rate. `rate_deviation` is the standard deviation of
-    the prior of the change of the log cost by a doubled rate.
+    With `is_auto`, rates are relative to the rate of "auto" at the same size, otherwise to the default's rate.
+    `rate_deviation` is the prior standard deviation of the change in log cost when the rate doubles.
     """
     task = TASKS[options[0].task]
     sizes = np.array([math.log2(cell.batch_size / task.default_batch_size) for cell in options])
@@ -280,9 +280,9 @@ def total_cost(
 
 
 def _most_valuable(mean: Floats, covariance: Floats, later: int) -> int:
-    """Return the option whose run is worth most: the gain of `later` runs by it, less its own extra cost."""
+    """Return the option with the highest worth: the expected saving of `later` runs, less the option's extra cost."""
     variances = covariance.diagonal()
-    shifts = covariance / np.sqrt(variances + _NOISE**2)  # of all means, by one deviation of a run of each column
+    shifts = covariance / np.sqrt(variances + _NOISE**2)  # shift of each mean (row) by 1 σ of a run (column)
     known = np.exp(mean).min()
     after = np.exp(mean[:, None, None] + shifts[:, :, None] * _POINTS).min(axis=0) @ _WEIGHTS / _WEIGHTS.sum()
     values = later * (known - after) - (np.exp(mean + variances / 2) - known)
@@ -291,7 +291,7 @@ def _most_valuable(mean: Floats, covariance: Floats, later: int) -> int:
 
 
 def policy_table(costs: Costs, jobs: int) -> str:
-    """Return the table of simulated jobs: mean costs, over the cost of always the best cell, with standard errors."""
+    """Return the table of simulated jobs: mean ratio of cost to the cost of always using the best cell, ± its error."""
     policies = ["sizes with `none`", "sizes with `auto`", "also rates × ½ to 2", "also rates × ¼ to 4"]
     lines = [["task", "prior of the rate", *policies]]
     for task in NAMES:
@@ -308,7 +308,7 @@ def policy_table(costs: Costs, jobs: int) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure what is left, and print the tables."""
+    """Measure the missing trainings, and print the tables."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.learning_rates", description=__doc__)
     parser.add_argument("--file", type=Path, default=RESULTS / "learning_rates.json")
     parser.add_argument("--seeds", type=int, default=SEEDS)

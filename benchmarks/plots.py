@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def require_matplotlib(option: str) -> None:
-    """Raise `CommandError` if matplotlib, which this option needs, is not installed: before anything is simulated."""
+    """Raise `CommandError` if matplotlib, which this option needs, is missing; call this before a simulation."""
     try:
         importlib.import_module("matplotlib")
     except ImportError as error:
@@ -34,19 +34,19 @@ def require_matplotlib(option: str) -> None:
 
 @contextmanager
 def _written(file: Path, width: float, height: float) -> Iterator[Figure]:
-    """A figure of so many inches, written when the block ends; the same numbers give the same file."""
+    """Open a figure (size in inches) that is written at the end of the `with` block; same data, same file."""
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), layout="constrained")
     yield figure
-    # A file with letters as letters is a third as large.
+    # Text as text instead of paths makes the file a third as large.
     with mpl.rc_context({"svg.hashsalt": "zeus-plugins", "svg.fonttype": "none"}):
         figure.savefig(file, metadata={"Date": None})
 
 
 def _scatter(panel: Axes, places: Sequence[tuple[float, float]], **looks: Any) -> None:
-    """Markers above all lines; nothing, and nothing in the legend, where there are none."""
+    """Draw markers above all lines; without places, draw nothing and add no entry to the legend."""
     if places:
         across, up = zip(*places, strict=True)
         panel.scatter(across, up, zorder=3, **looks)
@@ -54,14 +54,14 @@ def _scatter(panel: Axes, places: Sequence[tuple[float, float]], **looks: Any) -
 
 # Policies and their rivals
 
-# Contenders that cost more stand at the edge: a grid search may cost a thousand times the oracle.
+# Larger ratios are drawn at the edge, because a grid search may cost a thousand times as much as the oracle.
 _HIGHEST = 2.5
 _TICKS = [1, 2, 5, 10, 20, 50, 100]
 _MARKERS = "osD^vP*Xh"
 
 
 def plot_policies(results: PolicyResults, folder: Path) -> None:
-    """Draw ``policies-costs.svg`` and ``policies-robustness.svg``, as far as there are results for them.
+    """Draw ``policies-costs.svg`` and ``policies-robustness.svg``; skip a file that has no results.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -80,7 +80,7 @@ def plot_policies(results: PolicyResults, folder: Path) -> None:
 
 
 def _draw_curves(panel: Axes, row: str, entries: Mapping[str, Entry]) -> None:
-    """Geometric mean of the total cost over the oracle's, after each recurrence."""
+    """Draw the geometric mean of the ratio of total cost to the oracle's, after each recurrence."""
     for name, colour in _colours(entries).items():
         curve = [math.nan if ratio is None else ratio for ratio in entries[name]["curve"]]
         style = ":" if name == FLOOR else "--" if name in PROBING else "-"
@@ -92,7 +92,7 @@ def _draw_curves(panel: Axes, row: str, entries: Mapping[str, Entry]) -> None:
 
 
 def _draw_robustness(panel: Axes, rows: PolicyResults) -> None:
-    """The same after a hundred recurrences, a line for each row and a marker for each contender."""
+    """Draw the mean cost ratio after a hundred recurrences: a line for each row, a marker for each contender."""
     colours = _colours({name: found for entries in rows.values() for name, found in entries.items()})
     for number, (name, colour) in enumerate(colours.items()):
         places = [
@@ -110,7 +110,7 @@ def _draw_robustness(panel: Axes, rows: PolicyResults) -> None:
 
 
 def _colours(names: Mapping[str, Entry]) -> dict[str, str]:
-    """A colour for each contender, in the order of the report, the same in every picture."""
+    """Return a colour for each contender, in the order of the report; it is the same in every picture."""
     known = [*CONTENDERS, *sorted(names.keys() - set(CONTENDERS))]
     return {name: f"C{known.index(name) % 10}" for name in known if name in names}
 
@@ -144,7 +144,7 @@ def plot_trainings(results: ProofResults, folder: Path) -> None:
 
 
 def _draw_totals(panel: Axes, task: dict[str, Any]) -> None:
-    """Total cost over that of always the default."""
+    """Draw the ratio of total cost to the total cost of always using the default."""
     from matplotlib.ticker import MaxNLocator
 
     for who, found in task["contenders"].items():
@@ -156,7 +156,7 @@ def _draw_totals(panel: Axes, task: dict[str, Any]) -> None:
 
 
 def _draw_sizes(panel: Axes, task: dict[str, Any]) -> None:
-    """Cost of a run until the target, by size."""
+    """Draw the cost of a run until the target, by size."""
     from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
 
     for drifted, words in ((False, "cost"), (True, "after the drift")):
@@ -174,7 +174,7 @@ def _draw_sizes(panel: Axes, task: dict[str, Any]) -> None:
 
 
 def plot_probe(rows: Sequence[Mapping[str, float]], file: Path) -> None:
-    """Draw the probed time of an epoch at each size with its stated error, and the time that it took."""
+    """Draw the probed time of an epoch at each size with its stated error, and the epoch's measured time."""
     from matplotlib.ticker import ScalarFormatter
 
     sizes = [row["batch_size"] for row in rows]

@@ -37,7 +37,7 @@ VALIDATION = 360
 
 
 class Digits(Dataset[tuple[Tensor, Tensor]]):
-    """Images of the digits; indices beyond their number begin anew."""
+    """Images of the digits, repeated cyclically for indices beyond the number of images."""
 
     def __init__(self, samples: int) -> None:
         images, labels = load_digits(return_X_y=True)
@@ -76,18 +76,18 @@ class Network(LightningModule):
 
 
 class Epochs(Callback):
-    """Measures epochs, with their validations."""
+    """Callback that measures epochs, including their validations."""
 
     def __init__(self, clock: Any) -> None:
         self._clock = clock
         self.seconds: list[float] = []
 
     def on_train_epoch_start(self, *_: Any) -> None:
-        """Note the time."""
+        """Record the start time of the epoch."""
         self._began_s = self._clock()
 
     def on_train_epoch_end(self, *_: Any) -> None:
-        """Keep the time of the epoch."""
+        """Record the duration of the epoch."""
         self.seconds.append(self._clock() - self._began_s)
 
 
@@ -103,7 +103,7 @@ def train(samples: int, batch_size: int, epochs: int, *callbacks: Any) -> None:
 
 
 def probed(samples: int, folder: Path) -> Probe:
-    """Return the probe of a job's first run, of two epochs."""
+    """Run a job for the first time, for two epochs, and return its probe."""
     found: list[Probe] = []
 
     def keep(_: LocalServer, __: TrialId, probe: Probe) -> None:

@@ -1,4 +1,4 @@
-"""The servers under test, each in a process of its own, and the CPU time and memory that they use."""
+"""The servers under test, each in its own process, and the CPU time and memory that they use."""
 
 from __future__ import annotations
 
@@ -17,35 +17,35 @@ ROOT = Path(__file__).parent.parent
 HOST = "127.0.0.1"
 START_LIMIT_S = 60.0
 STOP_LIMIT_S = 10.0
-# A started server is quiet when it used less than this share of a core for this long: its imports are done.
+# A server has finished its imports when it has used less than `QUIET_SHARE` of a core for this time.
 QUIET_WINDOW_S = 0.25
 QUIET_SHARE = 0.05
 
 
 class BenchmarkError(Exception):
-    """A benchmark has no figures: a server did not start or did not answer as planned, or a training broke."""
+    """A benchmark failed: a server did not start or did not answer as planned, or a training broke."""
 
 
 class Meter:
     """CPU time and memory of a process and of all its descendants (the workers), as Linux counts them.
 
     Args:
-        pid: The process.
+        pid: Id of the process.
     """
 
     def __init__(self, pid: int) -> None:
         self._pid = pid
 
     def cpu_s(self) -> float | None:
-        """User and system time of the processes that live, in seconds; None where it cannot be known.
+        """Return user and system time of the living processes in seconds; None on systems other than Linux.
 
-        Read from the processes' CPU clocks, which count nanoseconds: `/proc/PID/stat` counts hundredths of a second, in
-        which dozens of requests are served.
+        The time comes from the processes' CPU clocks, which count nanoseconds. `/proc/PID/stat` counts hundredths of a
+        second, which is too coarse: a server answers dozens of requests in a hundredth.
         """
         return sum(_cpu_s(pid) for pid in _family(self._pid)) if sys.platform == "linux" else None
 
     def rss_mib(self) -> float | None:
-        """Resident memory in MiB; pages that workers share count once for each. None where it cannot be known."""
+        """Return resident memory in MiB, with shared pages counted once per worker; None if not on Linux."""
         return sum(_rss_kib(pid) for pid in _family(self._pid)) / 1024 if sys.platform == "linux" else None
 
 
@@ -67,7 +67,7 @@ def _rss_kib(pid: int) -> int:
 
 
 def _read(path: Path) -> str:
-    """Return the text, or "": a thread or process may end between being listed and being read."""
+    """Return the text of a file, or "" if it is gone: a process or thread may end after it was listed."""
     try:
         return path.read_text()
     except OSError:
@@ -85,7 +85,7 @@ class Target:
 
 
 def bso_server(database_url: str, directory: Path, *arguments: str) -> None:
-    """Run a `bso-server` command to its end.
+    """Run a `bso-server` command and wait until it has finished.
 
     Raises:
         BenchmarkError: The command failed.
@@ -111,15 +111,15 @@ def serving_bso(
     settings: Mapping[str, str] | None = None,
     launcher: Sequence[str] = (),
 ) -> Iterator[Target]:
-    """Run `bso-server serve` within the block, on a database whose schema is brought up to date first.
+    """Upgrade the schema of a database, and run `bso-server serve` on it during the `with` block.
 
     Args:
-        name: As in `serving`.
+        name: Name of the server in the tables.
         database_url: The database.
-        directory: As in `serving`.
-        arguments: Of `bso-server serve`.
-        settings: More environment variables of the server.
-        launcher: A module that starts the server's module, with its own arguments.
+        directory: The server's working directory, which gets its log.
+        arguments: Arguments of `bso-server serve`.
+        settings: Additional environment variables of the server.
+        launcher: A module, with its own arguments, that starts the server's module.
 
     Raises:
         BenchmarkError: The server did not start.
@@ -132,11 +132,11 @@ def serving_bso(
 
 @contextmanager
 def serving(name: str, command: Sequence[str], directory: Path, environ: Mapping[str, str]) -> Iterator[Target]:
-    """Run a server within the block.
+    """Run a server during the `with` block.
 
     Args:
-        name: Its name in the tables.
-        command: Starts the server; ``--port PORT`` is added.
+        name: Name of the server in the tables.
+        command: Command that starts the server; this function appends ``--port PORT``.
         directory: The server's working directory, which gets its log.
         environ: All environment variables of the server.
 
@@ -166,7 +166,7 @@ def serving(name: str, command: Sequence[str], directory: Path, environ: Mapping
 def environment(database_url: str) -> dict[str, str]:
     """Return the environment without the user's own server settings, for a server on this database.
 
-    The URL stands there because it may hold a password, which arguments would show to everyone on the machine.
+    The environment contains the URL because command-line arguments would show its password to all users of the machine.
     """
     kept = {name: value for name, value in os.environ.items() if not name.startswith("ZEUS_BSO_")}
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -195,7 +195,7 @@ def _await_listening(process: subprocess.Popen[bytes], port: int, log: Path) -> 
 
 
 def _await_quiet(meter: Meter) -> None:
-    """Wait for workers that still start, whose imports would count as requests; give up on a server never quiet."""
+    """Wait, `START_LIMIT_S` at most, for workers to finish their imports, which would count as cost of requests."""
     deadline = time.monotonic() + START_LIMIT_S
     used = meter.cpu_s()
     while used is not None and time.monotonic() < deadline:

@@ -1,4 +1,4 @@
-"""The figures of all reports, as JSON's types: of policies in simulated jobs, real trainings, and the fleet's year."""
+"""The figures of all reports in JSON's types: policies in simulated jobs, real trainings, and the fleet's year."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ if TYPE_CHECKING:
     from benchmarks.year import Spent
 
 RESULTS = Path(__file__).parent / "results"
-"""The latest figures of each report, as far as they are in the documentation."""
+"""Folder with the latest figures of each report that is in the documentation."""
 
 
 def in_order(names: Iterable[str], order: Iterable[str]) -> list[str]:
-    """Return the names in this order, those that it does not have at the end."""
+    """Sort `names` by their position in `order`; names that `order` lacks come last."""
     left = set(names)
     known = [name for name in order if name in left]
     return known + sorted(left.difference(known))
@@ -45,10 +45,10 @@ def in_order(names: Iterable[str], order: Iterable[str]) -> list[str]:
 # Policies and their rivals in simulated jobs
 
 MARKS = (10, 20, 50, 100)
-"""Costs are compared after so many recurrences."""
+"""Numbers of recurrences after which costs are compared."""
 
 MAIN_ROWS = ("traces", "mlperf", "landscapes")
-"""Rows with a table and a panel of their own, in which policies are calibrated, too; the others share tables."""
+"""Rows with their own table and panel, for which calibration is measured, too; all other rows share tables."""
 
 Entry: TypeAlias = dict[str, Any]
 """Results of one contender in one row; see `entry`."""
@@ -58,20 +58,20 @@ PolicyResults: TypeAlias = dict[str, dict[str, Entry]]
 
 
 def entry(cases: Sequence[Case], jobs: Sequence[Sequence[Paid]], *, with_curve: bool) -> Entry:
-    """Summarise what a contender has cost in the cases of a row.
+    """Summarise the costs of a contender in the cases of a row.
 
     Args:
         cases: The cases.
-        jobs: For each case what the job of each seed has cost; shape (cases, seeds).
-        with_curve: Include the curve.
+        jobs: Costs of the job of each seed in each case; shape (cases, seeds).
+        with_curve: Whether to include the curve.
 
     Returns:
         ``{seeds, cases, geometric_mean: {N: …}, worst: {N: …}, worst_case, given_up, last_too_expensive, calibration:
-        {KIND: [true, claims]}, curve: […]}``. For each case the total cost over the oracle's after N recurrences is
-        averaged over the seeds: the geometric mean and the largest of these over the cases. Then the case that is worst
-        in the end, the recurrences that were given up in all jobs, the share of jobs whose last size is more than 5 %
-        too expensive, the policy's calibration over all jobs if it has one, and the geometric mean after each
-        recurrence. An infinite ratio is None.
+        {KIND: [true, claims]}, curve: […]}``. The ratio of total cost to the oracle's after N recurrences is averaged
+        over the seeds of each case; `geometric_mean` and `worst` are its geometric mean and maximum over the cases.
+        `worst_case` is the worst case after all recurrences, `given_up` the number of abandoned recurrences in all
+        jobs, `last_too_expensive` the share of jobs with a last size that is more than 5 % too expensive, `calibration`
+        the sums over all jobs, and `curve` the geometric mean after each recurrence. An infinite ratio is None.
     """
     curves = [
         mean_curve([case.ratios(job.costs_j) for job in of_case]) for case, of_case in zip(cases, jobs, strict=True)
@@ -103,7 +103,7 @@ def _rounded(ratio: float) -> float | None:
 
 
 def read_policy_results(file: Path) -> PolicyResults:
-    """Return earlier measurements; an empty result where there is no such file."""
+    """Return earlier measurements; if the file does not exist, an empty result."""
     results: PolicyResults = json.loads(file.read_text("utf-8")) if file.exists() else {}
     return results
 
@@ -121,12 +121,12 @@ def write_policy_results(results: PolicyResults, file: Path) -> None:
 
 
 def robustness(results: PolicyResults) -> PolicyResults:
-    """Return the results on traces in conditions, in the report's order."""
+    """Return the results on traces under difficult conditions, in the report's order."""
     return _sharing(results, made=False)
 
 
 def made_conditions(results: PolicyResults) -> PolicyResults:
-    """Return the results on made landscapes in conditions, in the report's order."""
+    """Return the results on made landscapes under difficult conditions, in the report's order."""
     return _sharing(results, made=True)
 
 
@@ -141,27 +141,27 @@ def _sharing(results: PolicyResults, *, made: bool) -> PolicyResults:
 # Real trainings
 
 Record: TypeAlias = dict[str, Any]
-"""One training: the fields of its step and of its outcome, and when and under which load it ran."""
+"""One training: the fields of its step and outcome, its time, and the load of the machine while it ran."""
 
 ProofResults: TypeAlias = dict[str, Any]
-"""``{device, trained_on, machine, begun_at, ended_at, energy_sources, load, tasks}``; `_task_results` has each task."""
+"""``{device, trained_on, machine, begun_at, ended_at, energy_sources, load, tasks}``; see `_task_results`."""
 
 Recurrence: TypeAlias = tuple[int, int]
-"""A seed and a number."""
+"""Seed of a job, and number of a recurrence in it."""
 
 Numbers: TypeAlias = npt.NDArray[np.float64]
 
 MEASURES = ("cost_j", "energy_j", "time_s")
 
 _EARLY = 5
-"""So many first recurrences of each job have a share saved of their own."""
+"""The share saved is also computed for this number of first recurrences of each job."""
 
 _RESAMPLES = 2000
 _TAILS = (2.5, 97.5)
 
 
 class Interval(NamedTuple):
-    """A value and the interval that holds it in 95 % of bootstrap samples."""
+    """A value and its 95 % bootstrap interval."""
 
     value: float
     low: float
@@ -174,9 +174,9 @@ class SizeFigure:
 
     Attributes:
         batch_size: The size.
-        runs: Runs that were measured.
-        reached: Those of them that reached the target.
-        cost_j: Of a run, and of the runs that have to be repeated because they miss the target; None if all do.
+        runs: Number of measured runs.
+        reached: Number of runs that reached the target.
+        cost_j: Mean cost until a run reaches the target, including repeated runs after misses; None if all runs missed.
         joules: Smallest, median and largest energy of the runs that reached the target; empty if none did.
         mean_w: Mean power of all runs, watts; None without time.
     """
@@ -190,7 +190,7 @@ class SizeFigure:
 
 
 def machine(device: Device = CPU) -> dict[str, str]:
-    """Return the machine's kind, the driver's name of its GPUs where they train, and the versions that matter."""
+    """Return the machine's kind, the names of its GPUs if they train, and the versions of relevant packages."""
     gpus = {} if device == CPU else {"GPU": auto().gpus().gpu_model}
     return {
         **gpus,
@@ -205,11 +205,11 @@ def proof_results(records: Sequence[Record], of_machine: dict[str, str]) -> Proo
     """Return the figures of all tasks.
 
     Args:
-        records: Of all trainings.
-        of_machine: Where they ran, as `machine` tells.
+        records: Records of all trainings.
+        of_machine: Result of `machine` where the trainings ran.
 
     Raises:
-        ValueError: There are no records, or they are of two devices.
+        ValueError: There are no records, or the records come from two kinds of devices.
     """
     if not records:
         raise ValueError("nothing has been measured yet: run `python -m benchmarks.recurrences run` first")
@@ -243,9 +243,9 @@ def _task_results(name: str, records: Sequence[Record]) -> dict[str, Any]:
         ``{title, default, jobs, recurrences, longest_job, contenders: {NAME: {cost_j, energy_j, time_s,
         saved: {cost_j, …}, early, later, break_even, regret, tries, given_up, curve}}, sizes: [{batch_size, runs,
         reached, cost_j, drifted}], best_sizes, overhead: {pairs, cpu, wall}}``. Sums are over all recurrences that
-        every contender has finished; `saved` has the share saved with its interval, `early` the same of the cost of
-        the first five recurrences of each job, `later` of its later half, `curve` the total cost over the default's
-        after each recurrence. None stands for what was not measured.
+        every contender has finished. `saved` has the share saved with its interval; `early` and `later` have the share
+        of cost saved in the first five recurrences and in the later half of each job. `curve` is the ratio of total
+        cost to the default's after each recurrence. None means not measured.
     """
     of_stage: dict[str, list[Record]] = defaultdict(list)
     for record in records:
@@ -274,7 +274,7 @@ def _task_results(name: str, records: Sequence[Record]) -> dict[str, Any]:
 
 
 def _paid(records: Iterable[Record], who: str) -> dict[Recurrence, dict[str, float]]:
-    """The costs of each recurrence: sums over its trainings by measure, its `tries`, and 1 if it was `given_up`."""
+    """Return for each recurrence the sums of each measure over its trainings, `tries`, and `given_up` (1 or 0)."""
     tries: dict[Recurrence, list[Record]] = defaultdict(list)
     for record in records:
         if record["who"] == who:
@@ -295,7 +295,7 @@ def _contender(
     common: Sequence[Recurrence],
     best_j: Sequence[float | None],
 ) -> dict[str, Any]:
-    """Figures of one contender; the default finishes the recurrences that it has given up."""
+    """Return the figures of one contender; a recurrence that it gave up includes the cost of a run at the default."""
     spent = {
         measure: [paid[of][measure] + paid[of]["given_up"] * default[of][measure] for of in common]
         for measure in MEASURES
@@ -364,7 +364,7 @@ def _calibration(record: Record) -> dict[str, Any]:
 
 
 def _synchronising(records: Iterable[Record]) -> dict[str, Any] | None:
-    """Ratios of windows without synchronising over those with it, pair by pair."""
+    """Return the median ratios, over pairs of windows, of windows without synchronising to windows with it."""
     windows = [window for record in records for window in record["windows"]]
     pairs = [
         {synchronised: values for synchronised, *values in windows[place : place + 2]}
@@ -381,7 +381,7 @@ def _synchronising(records: Iterable[Record]) -> dict[str, Any] | None:
 
 
 def _overhead(records: Iterable[Record]) -> dict[str, Any] | None:
-    """Ratios of whole trainings with the callback over those without, pair by pair."""
+    """Return the median ratios, over pairs of trainings, of trainings with the callback to trainings without it."""
     pairs: dict[Recurrence, dict[str, Record]] = defaultdict(dict)
     for record in records:
         pairs[record["seed"], record["number"]][record["who"]] = record
@@ -401,8 +401,8 @@ def bootstrap(samples: Sequence[Sequence[float]], statistic: Callable[[Numbers],
     """Return a statistic of samples, and its 2.5th and 97.5th percentile when samples are drawn with replacement.
 
     Args:
-        samples: Shape (samples, values): the values of a sample stay together. The draws are the same at each call.
-        statistic: Of such samples.
+        samples: Shape (samples, values): rows are drawn whole. The draws are the same at each call.
+        statistic: Function that computes the statistic from an array like `samples`.
 
     Raises:
         ValueError: There is no sample.
@@ -417,21 +417,21 @@ def bootstrap(samples: Sequence[Sequence[float]], statistic: Callable[[Numbers],
 
 
 def share_saved(pairs: Numbers) -> float:
-    """Return the share of the second column's sum that the first column's is less."""
+    """Return 1 minus the ratio of the first column's sum to the second column's sum."""
     return float(1 - pairs[:, 0].sum() / pairs[:, 1].sum())
 
 
 def median_ratio(pairs: Numbers) -> float:
-    """Return the median of the first column over the second."""
+    """Return the median of the ratios of the first column to the second, row by row."""
     return float(np.median(pairs[:, 0] / pairs[:, 1]))
 
 
 def break_even(costs_j: Sequence[float], default_j: Sequence[float]) -> int | None:
-    """Return the recurrence, from 1, from which on the total never exceeds the default's; None if there is none.
+    """Return the first recurrence (from 1) from which on the total cost never exceeds the default's, or None.
 
     Args:
-        costs_j: Of each recurrence.
-        default_j: Of the same recurrences at the default size.
+        costs_j: Cost of each recurrence.
+        default_j: Cost of the same recurrences at the default size.
     """
     totals = zip(accumulate(costs_j), accumulate(default_j), strict=True)
     behind = [number for number, (spent_j, needed_j) in enumerate(totals, start=1) if spent_j > needed_j]
@@ -440,7 +440,7 @@ def break_even(costs_j: Sequence[float], default_j: Sequence[float]) -> int | No
 
 
 def hindsight(runs: Mapping[int, Sequence[tuple[float, bool]]]) -> list[SizeFigure]:
-    """Return the cost of each size, ascending; `runs` has each run's cost in joules, and if it reached the target."""
+    """Return the cost of each size, by ascending size; `runs` has each run's cost (J) and whether it succeeded."""
     figures = []
     for size, of_size in sorted(runs.items()):
         reached = sum(is_reached for _, is_reached in of_size)
@@ -456,7 +456,7 @@ def best_size(figures: Sequence[SizeFigure]) -> SizeFigure | None:
 
 
 def regret(costs_j: Sequence[float], best_j: Sequence[float]) -> float:
-    """Return the cost of recurrences above that of the same at the best size, as a share of the latter."""
+    """Return the extra cost of recurrences, compared with the best size, as a share of the best size's cost."""
     return sum(costs_j) / sum(best_j) - 1
 
 
@@ -464,7 +464,7 @@ def regret(costs_j: Sequence[float], best_j: Sequence[float]) -> float:
 
 
 def spent_by_policy(spent: Sequence[Spent], default: Consumption) -> dict[str, Any]:
-    """Return what the jobs of one policy have spent, beside the same at the default size."""
+    """Return the costs of all jobs of one policy, compared with their costs at the default size."""
     consumed = sum((each.consumed for each in spent), Consumption())
     ends: Counter[str] = Counter()
     for each in spent:
@@ -480,14 +480,14 @@ def spent_by_policy(spent: Sequence[Spent], default: Consumption) -> dict[str, A
 def server_of_year(
     spent: Sequence[Spent], *, wall_s: float, cpu_s: float | None, stuck_jobs: int, database_bytes: int
 ) -> dict[str, Any]:
-    """Return the work of the server for all jobs that were played.
+    """Return the work of the server for all simulated jobs.
 
     Args:
-        spent: Of each job with each policy.
-        wall_s: Seconds that all of it took.
+        spent: Costs and requests of each job with each policy.
+        wall_s: Wall time of the simulation in seconds.
         cpu_s: CPU seconds of the server in that time, or None.
-        stuck_jobs: Jobs with a trial that is neither over nor given up.
-        database_bytes: Bytes by which the database has grown.
+        stuck_jobs: Number of jobs with a trial that has neither ended nor been abandoned.
+        database_bytes: Growth of the database in bytes.
     """
     requests: Counter[str] = Counter()
     for each in spent:

@@ -34,21 +34,21 @@ _NUMBER = re.compile(r"[\d.,]+|–")
 
 
 def markdown_table(lines: Sequence[Sequence[str]]) -> str:
-    """Return a Markdown table; the first line is its head."""
+    """Return a Markdown table; the first line is the header."""
     head, *body = ("| " + " | ".join(cells) + " |" for cells in lines)
     return "\n".join([head, "|" + "---|" * len(lines[0]), *body])
 
 
 def mark_of(name: str) -> str:
-    """Return the line above a table in a document; below the table stands ``<!-- end of table -->``."""
+    """Return the line that marks the start of a table in a document; ``<!-- end of table -->`` marks its end."""
     return f"<!-- table: {name} -->"
 
 
 def write_tables(tables: Mapping[str, str], files: Iterable[Path]) -> None:
-    """Replace each table, by its name, in the documents that have its marks.
+    """Replace each named table in the documents that have the marks of this table.
 
     Raises:
-        ValueError: A document has marks for none of the tables, or lacks the mark at a table's end.
+        ValueError: A document has no marks for any of the tables, or lacks the mark at a table's end.
     """
     for file in files:
         shown = file.read_text("utf-8")
@@ -65,7 +65,7 @@ def write_tables(tables: Mapping[str, str], files: Iterable[Path]) -> None:
 
 
 def text_table(lines: Sequence[Sequence[str]]) -> str:
-    """Return a table for the terminal: columns as wide as their widest cell, numbers to the right."""
+    """Return a table for the terminal: columns as wide as their widest cell, numbers aligned right."""
     head, *rows = lines
     columns = [
         (max(map(len, cells)), all(map(_NUMBER.fullmatch, cells[1:]))) for cells in zip(head, *rows, strict=True)
@@ -81,7 +81,7 @@ def text_table(lines: Sequence[Sequence[str]]) -> str:
 
 
 def _percent(share: float, *, digits: int = 0, sign: str = "") -> str:
-    percent = round(100 * share, digits) + 0.0  # no negative zero
+    percent = round(100 * share, digits) + 0.0  # adding 0.0 turns -0.0 into 0.0
     return f"{percent:{sign if percent else ''}.{digits}f} %".replace("-", "−")
 
 
@@ -89,7 +89,7 @@ def _percent(share: float, *, digits: int = 0, sign: str = "") -> str:
 
 
 def fleet_text(figures: FleetFigures) -> str:
-    """Return what a fleet asked, and what it cost the server."""
+    """Return the table of a fleet's requests and their cost for the server."""
     cores, memory = _or_dash(figures.server_cores, 2), _or_dash(figures.rss_mib, 0)
     lines = [
         f"{figures.requests_per_s:.0f} requests/s for {figures.window_s:.0f} s, {figures.failures} without success",
@@ -104,7 +104,7 @@ def fleet_text(figures: FleetFigures) -> str:
 
 
 def trials_text(servers: Sequence[TrialFigures]) -> str:
-    """Return what whole trials cost each server, beside the first of them."""
+    """Return the table of the cost of whole trials on each server, compared with the first server."""
     lines = [["server", "requests", "requests/s", "CPU ms a request", "of the first", "MiB"]]
     for server in servers:
         ratio = server.cpu_ms / servers[0].cpu_ms if server.cpu_ms and servers[0].cpu_ms else None
@@ -160,13 +160,13 @@ def policy_tables(results: PolicyResults) -> dict[str, str]:
 
 
 def label(name: str) -> str:
-    """Return a contender's name as tables have it; policies have their own."""
+    """Return a contender's name in tables; policies keep their names."""
     return _LABELS.get(name, f"`{name}`")
 
 
 def _main_row(entries: Mapping[str, Entry]) -> str:
-    """A line for each contender."""
-    # Earlier results lack it.
+    """Return a table with a line for each contender."""
+    # Results of earlier versions lack this field.
     has_last = any(_LAST in found for found in entries.values())
     last = ["last size > 5 % too expensive"] if has_last else []
     lines = [["", *(f"N = {mark}" for mark in MARKS), "worst", *last, "given up", "seeds"]]
@@ -180,9 +180,9 @@ def _main_row(entries: Mapping[str, Entry]) -> str:
 
 
 def _robust_rows(rows: PolicyResults) -> str:
-    """A line for each row and N, with a column for each contender: the mean, and in brackets the worst case.
+    """Return a table with a line for each row and N, and a column for each contender: mean (worst case).
 
-    The last line of a row has the share of jobs whose last size is too expensive, if that is known.
+    The last line of a row has the share of jobs that ended with a size that is too expensive, if results include it.
     """
     names = in_order({name for entries in rows.values() for name in entries}, CONTENDERS)
     lines = [["case", "N", *map(label, names)]]
@@ -201,9 +201,9 @@ def _robust_rows(rows: PolicyResults) -> str:
 
 
 def _claims(results: PolicyResults, kinds: Mapping[str, str]) -> list[list[str]]:
-    """Return a head and a line for each kind of claim: the share that was true, and the number of claims in brackets.
+    """Return a header and a line for each kind of claim: the share of true claims, and in brackets their number.
 
-    There is a column for each policy and row with results; the list is empty if there is none.
+    Each policy and row with results has a column; without such results the list is empty.
     """
     columns = {
         f"{row}, {label(name)}": found["calibration"]
@@ -230,7 +230,7 @@ def _mean_and_worst(found: Entry, mark: str) -> str:
 
 
 def _ratio_to_oracle(ratio: float | None) -> str:
-    """Four significant digits, or ∞ for a job that is never finished."""
+    """Format with four significant digits, or ∞ for a job that never reaches the target."""
     if ratio is None:
         return "∞"
     return f"{ratio:.3f}" if ratio < 10 else f"{ratio:.4g}"
@@ -239,7 +239,7 @@ def _ratio_to_oracle(ratio: float | None) -> str:
 # Real trainings
 
 _ENOUGH_RECURRENCES = 10
-"""The summary leaves out tasks that recurred less often, unless all did."""
+"""The summary leaves out tasks with fewer recurrences, unless all tasks have fewer."""
 
 
 def proof_tables(results: ProofResults) -> dict[str, str]:
@@ -260,18 +260,18 @@ def proof_tables(results: ProofResults) -> dict[str, str]:
 
 
 def _says_something(table: str) -> bool:
-    """False for a table without a line below its head."""
+    """Return whether a table has a line below its header."""
     return not table.startswith("|") or table.count("\n") > 1
 
 
 def energy_of(results: ProofResults) -> str:
-    """Return the sources of the energies, in words; those of a simulated GPU say so."""
+    """Return the energy sources in words; for a simulated GPU, the words say that it is simulated."""
     sources = "; ".join(results["energy_sources"])
     return f"{SIMULATED}: {sources}" if _is_simulated(results) else sources
 
 
 def _is_simulated(results: ProofResults) -> bool:
-    """True if any of the trainings ran on a CPU in place of a GPU."""
+    """Return True if any of the trainings ran on a CPU in place of a GPU."""
     return any(SIMULATED in device for device in results.get("trained_on", ()))
 
 
@@ -323,12 +323,12 @@ def _interval(found: Sequence[float]) -> str:
 
 
 def _three_digits(value: float) -> str:
-    """The number without an exponent."""
+    """Format a number with three digits and no exponent."""
     return f"{float(f'{value:.3g}'):.15g}"
 
 
 def _sizes(results: ProofResults) -> str:
-    """A line for each task, and for each phase of one that drifts."""
+    """Return a table with a line for each task; a task with a drift has a line before and one after it."""
     tasks = results["tasks"].items()
     sizes = sorted({found["batch_size"] for _, task in tasks for found in task["sizes"]})
     lines = [[f"cost until the target, J ({energy_of(results)})", "runs of each", *map(str, sizes)]]
@@ -344,7 +344,7 @@ def _sizes(results: ProofResults) -> str:
 
 
 def _size(found: dict[str, Any] | None, default: int, least_j: float) -> str:
-    """The cost at one size, the best in bold and the default in italics; ∞ where no run has reached the target."""
+    """Format the cost at one size: the best bold, the default in italics, and ∞ if no run has reached the target."""
     if found is None:
         return ""
     if found["cost_j"] is None:
@@ -357,7 +357,7 @@ def _size(found: dict[str, Any] | None, default: int, least_j: float) -> str:
 
 def _overhead(results: ProofResults) -> str:
     head = [f"task{_on_simulated(results)}", "pairs", "CPU s without", "with", "CPU time, with / without"]
-    # Energy beside CPU time says nothing where it is estimated from it.
+    # On a CPU, energy is estimated from CPU time and would add no information.
     clocks = ("cpu", "wall", *(["energy"] if results["device"] == GPU else []))
     lines = [[*head, *(f"{name}, with / without" for name in ("time", "energy")[: len(clocks) - 1])]]
     for name, task in results["tasks"].items():
@@ -373,7 +373,7 @@ def _ratio(found: Sequence[float] | None) -> str:
 
 
 def _joules(results: ProofResults) -> str:
-    """A line for each task and size: joules until the target with their spread, and mean watts."""
+    """Return a table with a line for each task and size: joules to the target with their spread, and mean watts."""
     head = [
         "task",
         "size",
@@ -395,7 +395,7 @@ def _joules(results: ProofResults) -> str:
 
 
 def _watts(mean_w: float | None, limit_w: float | None) -> str:
-    """The mean power; below half of the limit, the GPU mostly waits for the launches of its kernels."""
+    """Format the mean power; mark it if below half of the limit: the GPU then mostly waits for kernel launches."""
     if mean_w is None:
         return "–"
     is_waiting = limit_w is not None and mean_w < limit_w / 2
@@ -403,7 +403,7 @@ def _watts(mean_w: float | None, limit_w: float | None) -> str:
 
 
 def _calibration(results: ProofResults) -> str:
-    """A line for each training of the calibration."""
+    """Return a table with a line for each training of the calibration."""
     head = ["task", "size", "metric after each epoch", "seconds", "target reached after, s", "mean W", "peak W"]
     lines = [[*head, f"idle W{_on_simulated(results)}", "memory, GiB"]]
     for name, task in results["tasks"].items():
@@ -429,7 +429,7 @@ def _calibration(results: ProofResults) -> str:
 
 
 def _gpu_check(found: Mapping[str, Any], simulated: str) -> str:
-    """A line for each check of ``zeus-plugins doctor --gpu-check``."""
+    """Return a table with a line for each check of ``zeus-plugins doctor --gpu-check``."""
     lines = [["check", "verdict", f"found{simulated}"]]
     lines += [[each["check"], each["verdict"], each["found"].replace("|", "/")] for each in found.get("results", ())]
     if found.get("problem"):
@@ -438,7 +438,7 @@ def _gpu_check(found: Mapping[str, Any], simulated: str) -> str:
 
 
 def _windows(results: ProofResults) -> str:
-    """A line for each task whose windows were measured with and without synchronising."""
+    """Return a table with a line for each task that was measured both with and without synchronising windows."""
     head = [f"task{_on_simulated(results)}", "pairs of windows", "J of a window that waits"]
     lines = [[*head, "energy, without / with synchronising", "time, without / with"]]
     for name, task in results["tasks"].items():
@@ -464,7 +464,7 @@ def _conditions(results: ProofResults) -> str:
 
 
 def _gpu_status(results: ProofResults) -> str:
-    """Say, above all figures, whether a saving was measured on a GPU."""
+    """Return the statement above all figures that says whether a saving was measured on a GPU."""
     devices = "; ".join(results["trained_on"])
     if _is_simulated(results):
         return f"**No figure of a GPU exists.** All figures [below](#on-a-gpu) show that the harness works: {devices}."
@@ -507,7 +507,7 @@ def _summary(results: ProofResults) -> str:
 
 
 def year_tables(results: Mapping[str, Any]) -> dict[str, str]:
-    """Return the tables of a simulated year: what the fleet has spent, and what its server did."""
+    """Return the tables of a simulated year: the fleet's costs, and its server's work."""
     return {"fleet": _year_totals(results), "fleet-server": _year_server(results)}
 
 

@@ -1,8 +1,8 @@
-"""``python -m benchmarks.watching``: what ids, metrics and traces cost a request, in CPU time without HTTP.
+"""``python -m benchmarks.watching``: CPU time that ids, metrics and traces add to a request, without HTTP.
 
-An application that does nothing answers blocks of 2,000 requests with one transaction and one group of reports each,
-watched and not watched in turn. A server in one process and one of several, which count together, choose their
-metrics when they are imported; each is therefore measured in a process of its own.
+An application that does nothing answers blocks of 2,000 requests. Blocks with and without monitoring alternate; each
+monitored request also records one transaction and one group of reports. The metrics of a server with one process differ
+from the shared metrics of several processes, and are chosen at import: each variant is measured in its own process.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _COMMITTED = ReportsCommitted(1)
 
 
 def main() -> int:
-    """Measure each way in a process of its own, or the one that is named in this one; print ms a request."""
+    """Print ms per request: of the way named by the argument, or of every way, each in a new process."""
     if sys.argv[1:]:
         print(f"{asyncio.run(_least_ms(sys.argv[1])):.4f} ms: {WAYS[sys.argv[1]]}")
         return 0
@@ -58,7 +58,7 @@ async def _answer(_scope: Any, _receive: Any, send: Any) -> None:
 
 
 async def _send(_message: Any) -> None:
-    """Take an answer."""
+    """Discard an answer."""
 
 
 def _watch(way: str) -> Watch:
@@ -77,7 +77,7 @@ def _watch(way: str) -> Watch:
 
 
 async def _least_ms(way: str) -> float:
-    """Return what watching adds to a request in the blocks that took least."""
+    """Return the ms that monitoring adds to a request: fastest block with it, less fastest block without."""
     watch = _watch(way)
     watched = watch.around(_answer)
 

@@ -1,8 +1,8 @@
-"""Whole trials on several servers in turn: what a request costs a server, compared within one run.
+"""Whole trials on several servers: the cost of a request for each server, compared within one run.
 
-Each client runs trials one after another, as a training does: it registers its job, gets a batch size, and reports each
-epoch until the target is reached. It sends its next request as soon as it has an answer, which no real training does.
-The servers are driven in turn, round by round, so that a machine whose speed drifts is fair to all of them.
+Each client runs trials one after another, like a training: it registers its job, gets a batch size, and reports each
+epoch until the target is reached. Unlike a training, it sends its next request as soon as it has an answer. In each
+round, the servers get the load one after another, so that changes in the machine's speed affect all servers equally.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class Shape:
 
     Attributes:
         jobs: Number of jobs.
-        in_flight: Trials of each job at the same time; each has a connection of its own.
-        trials: Trials of each job.
+        in_flight: Number of concurrent trials per job; each trial has its own connection.
+        trials: Number of trials per job.
         epochs: Reports per trial.
     """
 
@@ -52,11 +52,11 @@ class TrialFigures:
     """Figures of one server.
 
     Attributes:
-        server: Its name.
+        server: Name of the server.
         requests: Number of requests.
         requests_per_s: Requests per second of all clients together.
-        cpu_ms: CPU time of the server per request over all its threads and processes, or None where it is unknown.
-        rss_mib: Resident memory of the server afterwards, or None.
+        cpu_ms: CPU time of the server per request over all its threads and processes, or None if it is unknown.
+        rss_mib: Resident memory of the server afterwards, or None if it is unknown.
         kinds: Figures per kind of request.
     """
 
@@ -69,7 +69,7 @@ class TrialFigures:
 
 
 class _Load:
-    """The clients of one server, and what their requests have cost it so far."""
+    """The clients of one server, and the cost of their requests for the server so far."""
 
     def __init__(self, target: Target, shape: Shape, prefix: str) -> None:
         self._target, self._epochs = target, shape.epochs
@@ -108,7 +108,7 @@ class _Load:
             connection.close()
         for epoch, answer in enumerate(answers, start=1):
             told = json.loads(answer.body)
-            # An early stop would make the load of one server smaller than that of another.
+            # If one server stopped a trial early, its load would be smaller than the load of the other servers.
             if told["stop_train"] != (epoch == epochs) or told["converged"] != (epoch == epochs):
                 raise BenchmarkError(f"{self._target.name} judged epoch {epoch} of {epochs} otherwise: {told}")
 
@@ -136,12 +136,12 @@ class _Load:
 
 
 async def play_trials(targets: Sequence[Target], shape: Shape, prefix: str) -> list[TrialFigures]:
-    """Put the same load on several servers in turn, after a round on other jobs that does not count.
+    """Put the same load on several servers in turn, after a warm-up round on other jobs that is not counted.
 
     Args:
         targets: The servers.
         shape: The extent of the load.
-        prefix: Starts the ids of the jobs; no earlier run may have had it.
+        prefix: Prefix of the jobs' ids; no earlier run may have used it.
 
     Raises:
         BenchmarkError: A server did not answer as planned.
@@ -162,10 +162,10 @@ def measure_trials(
 
     Args:
         shape: The extent of the load.
-        directory: Where databases and logs go.
-        prefix: As in `play_trials`.
-        beside: URLs of further databases for a server of ours, each a database of its own.
-        with_zeus: Include Zeus 0.16's server, which is installed into ``.zeus-peer`` if it is not there.
+        directory: Folder for databases and logs.
+        prefix: Prefix of the jobs' ids, as in `play_trials`.
+        beside: URLs of further databases, each for another server of ours.
+        with_zeus: Include Zeus 0.16's server; if it is missing, install it into ``.zeus-peer``.
 
     Raises:
         BenchmarkError: A server did not start or did not answer as planned, or Zeus cannot be installed.
@@ -184,7 +184,7 @@ def measure_trials(
 
 @contextmanager
 def _serving_zeus(directory: Path) -> Iterator[Target]:
-    """Run Zeus 0.16's server on a SQLite file, in the virtual environment that the tests have for it."""
+    """Run Zeus 0.16's server on a SQLite file, in the virtual environment that the tests use for it."""
     try:
         python = str(install(ROOT / ".zeus-peer").python)
     except PeerMissingError as error:

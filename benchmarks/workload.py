@@ -1,7 +1,7 @@
-"""The trainings of a load: their requests on the wire.
+"""The HTTP requests of the trainings of a load.
 
-Only requests that every server of the wire contract understands are sent, so that Zeus 0.16's server takes the same
-load; heartbeats, which it does not know, are sent by the fleet alone.
+All requests except heartbeats are part of the protocol that Zeus 0.16's server understands, too, so that it gets the
+same load. Heartbeats are sent only by the fleet, which does not run on Zeus's server.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class Job:
     """One recurring job and its encoded requests.
 
     Args:
-        job_id: Its id.
-        max_epochs: Epochs of its longest trial.
+        job_id: Id of the job.
+        max_epochs: Epochs of the job's longest trial.
     """
 
     def __init__(self, job_id: str, *, max_epochs: int) -> None:
@@ -49,10 +49,10 @@ class Job:
 
 
 def report(trial: TrialId, *, epoch: int, epochs: int) -> bytes:
-    """Return the report after an epoch; the last one reaches the target.
+    """Return the report after an epoch; the last epoch's report reaches the target.
 
-    The cost of a whole trial differs from size to size and a little from trial to trial, by a fifth at most, so that
-    all stay within the early-stop bound of twice the cheapest.
+    The cost of a whole trial depends on the size, and slightly on the trial. Costs differ by a fifth at most, so that
+    no trial reaches the early-stop bound of twice the cheapest trial's cost.
     """
     whole_s = 4.0 + 0.2 * BATCH_SIZES.index(trial.batch_size) + 0.001 * (trial.trial_number % 101)
     time_s = whole_s * epoch / epochs
@@ -75,7 +75,7 @@ def heartbeat(trial: TrialId) -> bytes:
 
 
 def begun_trial(answer: Exchange) -> TrialId:
-    """Return the trial that a suggestion has begun."""
+    """Return the trial that the server began with its answer to a suggestion request."""
     return TrialId.model_validate_json(answer.body)
 
 

@@ -1,9 +1,9 @@
-"""``python -m benchmarks.year``: total energy of a fleet's year, by policy, and what its server did for it.
+"""``python -m benchmarks.year``: total energy of a fleet's simulated year, by policy, and the load on its server.
 
-Jobs are drawn from recorded convergence, and chance decides what befalls each of their runs. Time is each job's own,
-simulated: runs report what they would have taken. The server's leases run by the real clock, on which a year takes
-minutes; a run that is going to vanish therefore sends a heartbeat, as real trainings do, so that the server gives it up
-after its short lease for such.
+Jobs are drawn from recorded convergence, and each run draws at random whether it crashes, vanishes or is preempted.
+Each job has its own simulated clock: runs report the time that they would have taken. The server's leases use the real
+clock, on which a year takes minutes. A run that will vanish therefore first sends a regular heartbeat, as real
+trainings do: the server then gives it a short lease and abandons it soon.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from zeus_plugins.protocol import OWN_POLICIES, CreatedJob, Paths, TrialState
 
 # The jobs of the fleet
 
-# All sizes at the highest power limit: a server of batch sizes chooses no other.
+# All sizes have the maximum power limit, because the server chooses batch sizes and no power limits.
 _SETTING = Setting(optimal_power_limits=False)
 
 _DRIFTING = 0.2
@@ -50,7 +50,7 @@ _FEWEST = 4
 
 @dataclass(frozen=True, slots=True)
 class Odds:
-    """The chances of a run: to crash, to be preempted and resumed, and to vanish without a word."""
+    """The chances that a run crashes, is preempted and resumed, or vanishes without a message to the server."""
 
     crash: float = 0.03
     preemption: float = 0.05
@@ -59,14 +59,14 @@ class Odds:
 
 @dataclass(frozen=True, slots=True)
 class Fate:
-    """The course of one run, were it let go on.
+    """The course of one run, unless the server stops it.
 
     Attributes:
-        epochs: At which it reaches the target; infinite if never.
-        slowness: Factor on its time and energy.
-        ends: ``crash`` or ``vanishing``; None: nothing befalls it.
-        at: The share of its epochs after which that, or a preemption, befalls it.
-        is_preempted: Whether it is preempted and resumes.
+        epochs: Epochs to the target; infinite if the run never reaches it.
+        slowness: Factor on the run's time and energy.
+        ends: ``crash`` or ``vanishing``; None if the run does neither.
+        at: Share of the run's planned epochs after which it crashes, vanishes or is preempted.
+        is_preempted: Whether the run is preempted and resumes.
     """
 
     epochs: float
@@ -81,13 +81,13 @@ class FleetJob:
     """A recurring job.
 
     Attributes:
-        number: Names it.
-        workload: What recurs.
-        conditions: What changes from run to run.
-        recurrences: In a year.
-        scale: Factor on time and energy of all of its runs.
+        number: Number that identifies the job.
+        workload: The training that recurs.
+        conditions: Noise and drift from run to run.
+        recurrences: Recurrences in the year.
+        scale: Factor on the time and energy of all runs of the job.
         evaluated_every: Epochs between two evaluations.
-        odds: What befalls its runs.
+        odds: Chances of crashes, preemptions and vanishing runs.
     """
 
     number: int
@@ -99,7 +99,7 @@ class FleetJob:
     odds: Odds
 
     def registration(self, policy: str) -> CreatedJob:
-        """The job as one of a policy, on its server."""
+        """Return the registration of the job with one policy."""
         job_id = f"fleet-{self.number}-{policy}"
         return CreatedJob(
             job_id_prefix=job_id,
@@ -116,11 +116,11 @@ class FleetJob:
         )
 
     def profile(self, batch_size: int, recurrence: int) -> Profile:
-        """A size at a recurrence, from 0."""
+        """Return the profile of a size at a recurrence, counted from 0."""
         return self.conditions.landscape_at(recurrence).profiles[batch_size]
 
     def fate(self, batch_size: int, recurrence: int, attempt: int) -> Fate:
-        """The fate of a run; it depends on nothing else, so that each policy and the default meet the same."""
+        """Draw the course of a run from these arguments only, so that all policies and the default get the same."""
         rng = np.random.default_rng([self.number, recurrence, attempt])
         path, ends, preemption, at = rng.random(4)
         paths = sorted(self.profile(batch_size, recurrence).epochs_to_target)
@@ -135,7 +135,7 @@ class FleetJob:
         )
 
     def evaluations(self, epochs: float) -> list[int]:
-        """The epochs after which a run is evaluated that needs so many: the last of them reaches the target."""
+        """Return the epochs after which a run is evaluated if it needs `epochs` to the target, `max_epochs` at most."""
         limit = self.workload.max_epochs
         last = min(limit, math.ceil(epochs / self.evaluated_every) * self.evaluated_every if epochs < limit else limit)
         return sorted({*range(self.evaluated_every, last, self.evaluated_every), last})
@@ -147,12 +147,12 @@ def draw_jobs(
     """Draw jobs.
 
     Args:
-        pool: What they may train, each as likely as the others.
-        number: How many.
-        mean_recurrences: Of a job in a year; their numbers are spread as a log-normal law has it, 4 at least.
-        evaluations: Of a run at the default.
-        odds: What befalls runs.
-        seed: Of all draws.
+        pool: Workloads, drawn with equal probability.
+        number: Number of jobs.
+        mean_recurrences: Mean recurrences of a job in the year; the part above the minimum of 4 is log-normal.
+        evaluations: Evaluations of a run at the default.
+        odds: Chances of crashes, preemptions and vanishing runs.
+        seed: Seed of all draws.
     """
     rng = np.random.default_rng(seed)
     jobs = []
@@ -173,14 +173,14 @@ def draw_jobs(
 
 
 def read_pool(mlperf: Path | None, traces: Path | None) -> list[Workload]:
-    """The workloads that jobs may train: those of MLPerf's file, and the six of Zeus's traces on each GPU.
+    """Read the workloads for the jobs: all from MLPerf's file, and the six of Zeus's traces on each GPU.
 
     Args:
-        mlperf: The file, or None.
+        mlperf: MLPerf's file, or None.
         traces: A folder with ``summary_train.csv`` and ``summary_power_*.csv``, or None.
 
     Raises:
-        ValueError: Neither holds a workload whose default reaches the target.
+        ValueError: Neither argument has a workload with a default that reaches the target.
     """
     pool = [] if mlperf is None else mlperf_workloads(mlperf)
     for power in [] if traces is None else sorted(traces.glob("summary_power_*.csv")):
@@ -193,16 +193,16 @@ def read_pool(mlperf: Path | None, traces: Path | None) -> list[Workload]:
 
 
 def _reaches(workload: Workload) -> bool:
-    """True if the default reaches the target, also after a drift: else nobody would let the job recur."""
+    """Return True if the default reaches the target, also after a drift; a user would not repeat any other job."""
     places = [size.batch_size for size in workload.sizes]
     default = places.index(workload.default_batch_size)
     return all(min(workload.sizes[place].epochs_to_target) <= workload.max_epochs for place in (default, -1 - default))
 
 
-# The life of one job: several recurrences in flight, each until a run of it reaches the target
+# The life of one job: several recurrences in flight, each of which ends when one of its runs reaches the target
 
 PATIENCE = 20
-"""Runs of a recurrence in a row that miss the target, before the default finishes it."""
+"""After this number of runs without the target, the default finishes a recurrence."""
 
 _REFUSED = 409
 _UNAVAILABLE = 503
@@ -215,12 +215,12 @@ class Spent:
     """The costs of a job in its year.
 
     Attributes:
-        consumed: Energy and time of all of its runs.
-        reached: Recurrences of which a run has reached the target.
-        given_up: Recurrences that the default had to finish.
-        runs: Trials.
-        ends: Runs by how they ended.
-        requests: Requests by route.
+        consumed: Energy and time of all runs of the job.
+        reached: Number of recurrences in which a run reached the target.
+        given_up: Number of recurrences that the default had to finish.
+        runs: Number of trials.
+        ends: Number of runs by how they ended, and of preemptions and repeated requests.
+        requests: Number of requests by route.
     """
 
     consumed: Consumption = field(default_factory=Consumption)
@@ -246,13 +246,13 @@ class _Run:
 
 
 class Life:
-    """Plays one job with one policy.
+    """Simulation of one job with one policy.
 
     Args:
         job: The job.
-        policy: Its policy.
-        connection: To the server.
-        in_flight: Recurrences at the same time.
+        policy: Name of the policy.
+        connection: Connection to the server.
+        in_flight: Number of recurrences at the same time.
     """
 
     def __init__(self, job: FleetJob, policy: str, connection: Connection, in_flight: int) -> None:
@@ -264,10 +264,10 @@ class Life:
         self.spent = Spent()
 
     async def play(self) -> Spent:
-        """Let the job recur for its year.
+        """Play all recurrences of the job's year.
 
         Raises:
-            BenchmarkError: The server refused what it must take.
+            BenchmarkError: The server refused a valid request.
         """
         await self._send("POST", Paths.JOBS, self._registration.model_dump(mode="json"))
         for _ in range(self._in_flight):
@@ -284,7 +284,7 @@ class Life:
                 return
 
     async def _begin(self, recurrence: int, attempt: int, now_s: float) -> bool:
-        """Begin a run; False where the recurrence is given up, as no size is left or none has reached the target."""
+        """Begin a run; give up and return False if no size is left, or after `PATIENCE` runs without the target."""
         if attempt == PATIENCE:
             self._give_up(recurrence)
             return False
@@ -312,7 +312,7 @@ class Life:
         heapq.heappush(self._queue, (run.began_s + self._consumed(run, run.epoch).time_s, self._pushed, run))
 
     async def _go_on(self, run: _Run, now_s: float) -> None:
-        """Let a run come to its next evaluation, or to what befalls it before."""
+        """Advance a run to its next evaluation, or to its crash, vanishing or preemption if that comes earlier."""
         if run.epoch >= run.lost_after:
             if run.fate.ends is not None:
                 await self._lose(run, now_s)
@@ -339,7 +339,7 @@ class Life:
             await self._begin_again(run, now_s)
 
     async def _lose(self, run: _Run, now_s: float) -> None:
-        """A run crashes and says so, or vanishes; the recurrence is launched again."""
+        """End a run that crashes (and reports it) or vanishes, and begin the next run of its recurrence."""
         self.spent.consumed += self._consumed(run, run.lost_after)
         self.spent.ends[str(run.fate.ends)] += 1
         if run.fate.ends == "crash":
@@ -347,7 +347,7 @@ class Life:
         await self._begin_again(run, now_s)
 
     async def _preempt(self, run: _Run) -> None:
-        """A run is preempted, and resumes from a checkpoint of that moment."""
+        """Preempt a run, and resume it at once from a checkpoint, without losing progress."""
         run.lost_after = float("inf")
         self.spent.ends["preemption"] += 1
         await self._send("PATCH", Paths.TRIALS, {**run.trial, "outcome": TrialState.SUSPENDED})
@@ -367,7 +367,7 @@ class Life:
         return Consumption(epoch.energy_j, epoch.time_s) * (epochs * run.fate.slowness)
 
     async def _send(self, method: str, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        """Send what the server must take; its answer."""
+        """Send a request and return the answer; raise `BenchmarkError` if the server refuses the request."""
         exchange = await self._ask(method, path, body)
         if exchange.status not in SUCCESS:
             told = exchange.body[:500].decode(errors="replace")
@@ -381,13 +381,13 @@ class Life:
             (exchange,) = await self._connection.play([encode(method, path, body)])
             if exchange.status != _UNAVAILABLE:
                 break
-            self.spent.ends["asked again"] += 1  # as a training does, when the server says that nothing was done
+            self.spent.ends["asked again"] += 1  # like a training, after a 503: the server did nothing
             await asyncio.sleep(_PAUSE_S)
         return exchange
 
 
 def by_default(job: FleetJob, recurrence: int) -> Consumption:
-    """Energy and time of a recurrence at the default size, crashed and failed runs included."""
+    """Return energy and time of a recurrence at the default size, crashed and failed runs included."""
     size = job.workload.default_batch_size
     profile = job.profile(size, recurrence)
     epochs = 0.0
@@ -410,7 +410,7 @@ _GIVE_UP_S = 60.0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Simulate, print the tables, and write what is asked for; the exit status is 0, or 1 with a line of reason."""
+    """Simulate, print the tables, and write the requested files; return 0, or 1 after printing a reason."""
     options = _parser().parse_args(arguments)
     try:
         source: Path | None = options.source
@@ -498,7 +498,7 @@ def _measured(options: argparse.Namespace) -> dict[str, Any]:
 async def _play(
     jobs: Sequence[FleetJob], target: Target, options: argparse.Namespace
 ) -> tuple[dict[str, dict[int, Spent]], float, float | None]:
-    """The costs of each job with each policy, by its number, and the wall time and the server's CPU time, seconds."""
+    """Return the costs by policy and job number, the wall time, and the server's CPU time (seconds, or None)."""
     waiting = [(policy, job) for job in jobs for policy in OWN_POLICIES]
     total = len(waiting)
     waiting.reverse()
@@ -524,7 +524,7 @@ async def _play(
 
 
 def _stuck(database: Path) -> int:
-    """Jobs with a trial that is neither over nor given up, once the leases of runs that have vanished are over."""
+    """Count jobs with a running or suspended trial, after waiting for the leases of vanished runs to expire."""
     deadline_s = time.monotonic() + _GIVE_UP_S
     alive = "SELECT COUNT(DISTINCT job_id) FROM trials WHERE state IN (?, ?)"
     while True:
@@ -536,7 +536,7 @@ def _stuck(database: Path) -> int:
 
 
 def _bytes(file: Path) -> int:
-    """Size of a SQLite file with its journal."""
+    """Return the size of a SQLite file and its journal."""
     return sum(part.stat().st_size for part in file.parent.glob(f"{file.name}*"))
 
 

@@ -1,4 +1,4 @@
-"""The documentation site: `make docs` builds it into `build/docs`; the pages are plain Markdown, also on a forge."""
+"""The documentation site: `make docs` builds it into `build/docs`; GitHub also shows the Markdown pages."""
 
 import re
 from importlib.metadata import version as version_of
@@ -14,19 +14,19 @@ version = release = version_of(project)
 html_title = f"{project} {version}"
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
-# Docstrings name what they speak of between single backticks.
+# Docstrings put names of Python objects between single backticks.
 default_role = "py:obj"
 
-# Links to headings are those of a forge: `page.md#the-heading`.
+# Links to headings have the form that GitHub uses: `page.md#the-heading`.
 myst_heading_anchors = 4
-# Folders of the repository are links on a forge, and their names alone on the site.
+# Links to folders of the repository work on GitHub; on the site they are plain text, without a warning.
 nitpick_ignore_regex = [("myst", r"\.\./.*")]
 
 # Blocks without a language are console output, not Python.
 highlight_language = "text"
 
 html_theme = "furo"
-# Nothing is loaded from elsewhere: the site opens from a folder, without a network.
+# The pages load nothing from the network, so that the site can be opened from a folder, offline.
 html_copy_source = False
 html_static_path = ["static"]
 html_search_scorer = str(Path(__file__).with_name("scorer.js"))
@@ -42,7 +42,7 @@ html_show_sphinx = html_show_copyright = False
 autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented"
 autodoc_member_order = "bysource"
-autoclass_content = "both"  # callbacks inherit their constructors, which describe the arguments
+autoclass_content = "both"  # the constructors describe the arguments, and callbacks inherit them
 
 
 LOADED = re.compile(
@@ -62,7 +62,7 @@ def check_that_nothing_is_loaded_from_elsewhere(app: Sphinx, error: Exception | 
 
 
 def setup(app: Sphinx) -> dict[str, Any]:
-    """Show diagrams, which forges draw, as their text: what draws them in a browser would be loaded from elsewhere."""
+    """Show Mermaid diagrams as text: the script that draws them would have to be loaded from the network."""
     app.add_lexer("mermaid", TextLexer)
     app.connect("build-finished", check_that_nothing_is_loaded_from_elsewhere)
     return {"parallel_read_safe": True}

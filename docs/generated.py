@@ -1,4 +1,4 @@
-"""Files that follow from others: reference pages from the code, and alerts for an operator; ``make reference``."""
+"""Generated files: reference pages from the code, and Prometheus operator alerts; ``make reference`` runs this."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ Schema = Mapping[str, Any]
 
 
 def attribute_texts(documented: type) -> dict[str, str]:
-    """The texts of the section ``Attributes`` in a class's docstring, by name."""
+    """Return the description of each attribute in the section ``Attributes`` of a class's docstring, by name."""
     _, _, section = (inspect.getdoc(documented) or "").partition("Attributes:\n")
     found = re.findall(r"^    (\w+): (.+(?:\n {6,}.+)*)", section.split("\n\n")[0], re.MULTILINE)
     return {name: re.sub(r"\s+", " ", text).replace("``", "`") for name, text in found}
 
 
 def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    """A table in Markdown."""
+    """Return a Markdown table."""
     lines = [list(head), ["---"] * len(list(head)), *(list(row) for row in rows)]
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
 
@@ -43,7 +43,7 @@ def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
 
 
 def settings_page() -> str:
-    """Each setting with its values, its default and its meaning."""
+    """Return the page of settings, with the values, the default and the meaning of each."""
     texts, properties = attribute_texts(Settings), Settings.model_json_schema()["properties"]
     rows = []
     for name, field in Settings.model_fields.items():
@@ -72,7 +72,7 @@ precedes any file, and a file that the environment names precedes the setting in
 
 
 def values(schema: Schema) -> str:
-    """The values that a JSON schema takes, in words."""
+    """Describe in words the values that a JSON schema allows."""
     if reference := schema.get("$ref"):
         name = reference.rpartition("/")[2]
         return f"[{name}](#{name.lower()})"
@@ -98,7 +98,7 @@ def values(schema: Schema) -> str:
 
 
 def leaves(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
-    """The parsers of all commands that do something, in order."""
+    """Yield the parsers of all commands that have no subcommands, in order."""
     below = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
     if not below:
         yield parser
@@ -108,7 +108,7 @@ def leaves(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]
 
 
 def helps(parser: argparse.ArgumentParser) -> dict[str, str]:
-    """The short help of each command below, by its whole name."""
+    """Return the short help of each command below `parser`, by the command's full name."""
     found: dict[str, str] = {}
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
@@ -119,7 +119,7 @@ def helps(parser: argparse.ArgumentParser) -> dict[str, str]:
 
 
 def options_of(parser: argparse.ArgumentParser) -> Iterator[tuple[str, str]]:
-    """Each argument of a command with its help."""
+    """Yield each argument of a command with its help."""
     for action in parser._actions:
         if isinstance(action, argparse._HelpAction) or action.help == argparse.SUPPRESS:
             continue
@@ -131,7 +131,7 @@ def options_of(parser: argparse.ArgumentParser) -> Iterator[tuple[str, str]]:
 
 
 def commands_page() -> str:
-    """Each command with its arguments, as its ``--help`` tells them."""
+    """Return the page of commands, with the arguments and texts that ``--help`` prints."""
     parts = []
     for program, make in PARSERS.items():
         parser = make()
@@ -152,7 +152,7 @@ def commands_page() -> str:
 
 
 def routes_page() -> str:
-    """Each route with its parameters, answers and messages, by the OpenAPI document."""
+    """Return the page of routes, with parameters, answers and messages from the OpenAPI document."""
     app = create_app(Settings(_env_file=None, database_url="sqlite:///bso.sqlite3"))
     document = completed(app.openapi_schema.to_schema())
     needs = {(method, path): need for path, method, need in scopes(app)}
@@ -207,7 +207,7 @@ These are for browsers, or describe the server, and are no part of the OpenAPI d
 
 
 def scopes(app: Litestar) -> Iterator[tuple[str, str, str]]:
-    """Path, method and needed scope of each route, as `bso_server.api.auth` reads them."""
+    """Yield path, method and required scope of each route, as `bso_server.api.auth` reads them."""
     for found in app.routes:
         path = re.sub(r"\{(\w+):\w+\}", r"{\1}", found.path)
         for handler in found.route_handlers:
@@ -217,7 +217,7 @@ def scopes(app: Litestar) -> Iterator[tuple[str, str, str]]:
 
 
 def route(operation: Schema, need: str, errors: dict[str, str]) -> str:
-    """One route; its errors are added to ``errors``, by status."""
+    """Return the text on one route, and add its errors to ``errors``, by status."""
     lines = [f"{operation['description']} Scope: {need}."]
     if parameters := operation.get("parameters"):
         rows = [
@@ -241,7 +241,7 @@ def route(operation: Schema, need: str, errors: dict[str, str]) -> str:
 
 
 def content(holder: Schema) -> str:
-    """The body of a request or of an answer."""
+    """Describe the body of a request or of an answer."""
     if not holder.get("content"):
         return "nothing"
     ((kind, described),) = holder["content"].items()
@@ -249,7 +249,7 @@ def content(holder: Schema) -> str:
 
 
 def message(name: str, schema: Schema) -> str:
-    """The fields of a message, with what the docstring of its class says of them."""
+    """Return a table of a message's fields, with descriptions from the docstring of its class."""
     documented = getattr(protocol, name, None)
     texts = attribute_texts(documented) if documented else {}
     rows = []
@@ -263,7 +263,7 @@ def message(name: str, schema: Schema) -> str:
 
 
 def prometheus_rule() -> str:
-    """The alert rules as an object of the Prometheus operator."""
+    """Return the alert rules as a ``PrometheusRule`` of the Prometheus operator."""
     groups = (DOCS / "../deploy/prometheus/alerts.yaml").read_text().partition("groups:\n")[2]
     return f"""# From deploy/prometheus/alerts.yaml, by `make reference`.
 apiVersion: monitoring.coreos.com/v1
@@ -284,7 +284,7 @@ PAGES = {
 
 
 def main() -> None:
-    """Write the files."""
+    """Write all generated files."""
     for name, make in PAGES.items():
         (DOCS / name).write_text(make())
 

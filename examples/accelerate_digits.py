@@ -1,4 +1,4 @@
-"""A loop of one's own under Accelerate, on one process or several, that learns which batch size is cheapest.
+"""A custom training loop under Accelerate, with one or more processes, that learns which batch size is cheapest.
 
 Usage: ``python examples/accelerate_digits.py [--recurrences N] [--server-url URL] [--job-id ID]``, or with several
 processes ``accelerate launch --num_processes 2 examples/accelerate_digits.py``
@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset, random_split
 from zeus_plugins import BatchSizeOptimizer, JobSpec
 from zeus_plugins.errors import ZeusBSOTrainFailError
 
-RATE = 0.003  # for the default batch size
+RATE = 0.003  # learning rate at the default batch size
 
 
 def train(server_url: str | None, job_id: str) -> None:
@@ -37,7 +37,7 @@ def train(server_url: str | None, job_id: str) -> None:
     dataset = TensorDataset(torch.tensor(images / 16, dtype=torch.float32), torch.tensor(labels))
     train_set, validation_set = random_split(dataset, [0.8, 0.2], torch.Generator().manual_seed(0))
     network = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
-    # The first process alone talks to the server; the others hear from it what to do.
+    # Only the process with rank 0 talks to the server. It broadcasts the batch size and the outcome to the others.
     rank = accelerator.process_index
     with BatchSizeOptimizer(monitor=None, server_url=server_url, job=job, rank=rank) as optimizer:
         batch_size = broadcast_object_list([optimizer.get_batch_size() if rank == 0 else 0])[0]
@@ -71,17 +71,17 @@ def train(server_url: str | None, job_id: str) -> None:
 
 @torch.no_grad()
 def accuracy(accelerator: Accelerator, network: nn.Module, loader: DataLoader[tuple[torch.Tensor, ...]]) -> float:
-    """Share of all processes' images that are recognised."""
+    """Return the share of images that are classified correctly, over all processes."""
     network.eval()
     correct = [accelerator.gather_for_metrics(network(images).argmax(dim=1) == labels) for images, labels in loader]
     return torch.cat(correct).float().mean().item()
 
 
 def main() -> None:
-    """Train once or several times."""
+    """Train ``--recurrences`` times."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--recurrences", type=int, default=1, metavar="N", help="train N times")
-    parser.add_argument("--server-url", help="default: ZEUS_SERVER_URL, or else a server in this process")
+    parser.add_argument("--server-url", help="default: ZEUS_SERVER_URL, or if unset, a server in this process")
     parser.add_argument("--job-id", default="digits-accelerate")
     options = parser.parse_args()
     for _ in range(options.recurrences):

@@ -1,4 +1,4 @@
-"""A loop of one's own under Lightning Fabric, on one process or several, that learns which batch size is cheapest.
+"""A custom training loop under Lightning Fabric that learns which batch size is cheapest, with one or more processes.
 
 Usage: ``python examples/fabric_digits.py [--recurrences N] [--devices N] [--server-url URL] [--job-id ID]``
 """
@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset, random_split
 from zeus_plugins import BatchSizeOptimizer, JobSpec
 from zeus_plugins.errors import ZeusBSOTrainFailError
 
-RATE = 0.003  # for the default batch size
+RATE = 0.003  # learning rate at the default batch size
 
 
 def train(fabric: Fabric, server_url: str | None, job_id: str) -> None:
@@ -34,7 +34,7 @@ def train(fabric: Fabric, server_url: str | None, job_id: str) -> None:
     dataset = TensorDataset(torch.tensor(images / 16, dtype=torch.float32), torch.tensor(labels))
     train_set, validation_set = random_split(dataset, [0.8, 0.2], torch.Generator().manual_seed(0))
     network = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
-    # The first process alone talks to the server; the others hear from it what to do.
+    # Only the process with rank 0 talks to the server. It broadcasts the batch size and the outcome to the others.
     with BatchSizeOptimizer(monitor=None, server_url=server_url, job=job, rank=fabric.global_rank) as optimizer:
         batch_size = fabric.broadcast(optimizer.get_batch_size() if fabric.is_global_zero else 0)
         adam = torch.optim.Adam(network.parameters(), lr=RATE * math.sqrt(batch_size / job.default_batch_size))
@@ -64,17 +64,17 @@ def train(fabric: Fabric, server_url: str | None, job_id: str) -> None:
 
 @torch.no_grad()
 def accuracy(fabric: Fabric, network: nn.Module, loader: DataLoader[tuple[torch.Tensor, ...]]) -> float:
-    """Share of all processes' images that are recognised."""
+    """Return the share of images that are classified correctly, over all processes."""
     correct = [(network(images).argmax(dim=1) == labels).float() for images, labels in loader]
     return float(fabric.all_reduce(torch.cat(correct).mean(), reduce_op="mean"))
 
 
 def main() -> None:
-    """Train once or several times."""
+    """Train ``--recurrences`` times."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--recurrences", type=int, default=1, metavar="N", help="train N times")
-    parser.add_argument("--devices", type=int, default=1, metavar="N", help="processes on the CPU")
-    parser.add_argument("--server-url", help="default: ZEUS_SERVER_URL, or else a server in this process")
+    parser.add_argument("--devices", type=int, default=1, metavar="N", help="number of processes, all on the CPU")
+    parser.add_argument("--server-url", help="default: ZEUS_SERVER_URL, or if unset, a server in this process")
     parser.add_argument("--job-id", default="digits-fabric")
     options = parser.parse_args()
     fabric = Fabric(accelerator="cpu", devices=options.devices, strategy="ddp" if options.devices > 1 else "auto")

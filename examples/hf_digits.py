@@ -1,7 +1,7 @@
-"""Images with the Hugging Face Trainer, on one process or several, that learn which batch size is cheapest.
+"""A Hugging Face training on images, with one or more processes, that learns which batch size is cheapest.
 
 Usage: ``python examples/hf_digits.py [--recurrences N] [--devices N] [--data digits|mnist] [--server-url URL]
-[--job-id ID]``; by hand on several GPUs ``torchrun --nproc-per-node N examples/hf_digits.py``.
+[--job-id ID]``; or, on several GPUs, ``torchrun --nproc-per-node N examples/hf_digits.py``.
 """
 
 from __future__ import annotations
@@ -23,31 +23,31 @@ MAX_EPOCHS = 20
 
 
 class Classifier(nn.Module):
-    """A small network; as the Trainer wants it, it returns its loss and what it says."""
+    """A small network that returns its loss and its logits in a dictionary, as the Trainer requires."""
 
     def __init__(self, pixels: int) -> None:
         super().__init__()
         self.network = nn.Sequential(nn.Linear(pixels, 64), nn.ReLU(), nn.Linear(64, 10))
 
     def forward(self, images: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        """Cross-entropy and logits."""
+        """Return the cross-entropy and the logits."""
         logits = self.network(images)
         return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
 
 
 def collate(rows: list[tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
-    """A batch of images and labels."""
+    """Make a batch from rows of image and label."""
     images, labels = zip(*rows, strict=True)
     return {"images": torch.stack(images), "labels": torch.stack(labels)}
 
 
 def accuracy(prediction: EvalPrediction) -> dict[str, float]:
-    """Share of images that are recognised."""
+    """Return the share of images that are classified correctly."""
     return {"accuracy": float((prediction.predictions.argmax(axis=-1) == prediction.label_ids).mean())}
 
 
 def train(options: argparse.Namespace) -> None:
-    """Train once, as one recurrence of the job; each process of a data-parallel training does this."""
+    """Train once, as one recurrence of the job; in a data-parallel training, each process calls this function."""
     train_set, validation_set = load(options)
     job = JobSpec(
         job_id=options.job_id,
@@ -67,7 +67,7 @@ def train(options: argparse.Namespace) -> None:
                 output_dir=folder,
                 num_train_epochs=MAX_EPOCHS,
                 per_device_eval_batch_size=256,
-                learning_rate=0.003,  # for the default batch size; the callback scales it
+                learning_rate=0.003,  # at the default batch size; the callback scales it
                 lr_scheduler_type="constant",
                 eval_strategy="epoch",
                 save_strategy="no",
@@ -91,11 +91,11 @@ def train(options: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Train once, or launch this script again and again."""
+    """Train once, or launch this script ``--recurrences`` times."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--recurrences", type=int, default=0, metavar="N", help="launch this script N times")
-    parser.add_argument("--devices", type=int, default=1, metavar="N", help="processes of each launch, by torchrun")
-    parser.add_argument("--server-url", help="default: ZEUS_SERVER_URL, or else a server in this process")
+    parser.add_argument("--devices", type=int, default=1, metavar="N", help="processes that torchrun starts per launch")
+    parser.add_argument("--server-url", help="default: ZEUS_SERVER_URL, or if unset, a server in this process")
     parser.add_argument("--job-id", default="digits-hf")
     add_arguments(parser)
     options = parser.parse_args()

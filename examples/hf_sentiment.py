@@ -1,8 +1,8 @@
-"""A Hugging Face Trainer on drifting data that learns, recurrence by recurrence, which batch size is cheapest.
+"""A Hugging Face training that learns the cheapest batch size while its data change from recurrence to recurrence.
 
 Each recurrence trains a small BERT from scratch on the next slice of a sentiment data set: ``N_train.json`` and
 ``N_val.json`` in the folder ``--data``, as in Capriccio (38 slices of tweets). Each file holds objects with a ``text``
-and a ``label``, one per line or as a JSON list. Without a folder, the script makes a small data set by itself.
+and a ``label``, one per line or as a JSON list. Without ``--data``, the script generates a small data set.
 
 Usage: ``python examples/hf_sentiment.py [--recurrences N] [--data DIR] [--slice N] [--target ACCURACY]
 [--server-url URL] [--job-id ID]``
@@ -62,7 +62,7 @@ class Slice:
 
 
 def slice_numbers(folder: Path) -> list[int]:
-    """The slices that a folder holds, in order."""
+    """Return the numbers of the slices in a folder, in ascending order."""
     found = [re.fullmatch(r"(\d+)_train\.json", path.name) for path in folder.glob("*_train.json")]
     numbers = sorted(int(match[1]) for match in found if match)
     if not numbers:
@@ -71,12 +71,12 @@ def slice_numbers(folder: Path) -> list[int]:
 
 
 def read_slice(folder: Path, number: int) -> Slice:
-    """One slice of a folder."""
+    """Read slice `number` from a folder."""
     return Slice(read_examples(folder / f"{number}_train.json"), read_examples(folder / f"{number}_val.json"))
 
 
 def read_examples(path: Path) -> Examples:
-    """A file of JSON Lines, or of one JSON list."""
+    """Read texts and labels from a file of JSON Lines, or of one JSON list."""
     try:
         content = path.read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -92,7 +92,7 @@ def read_examples(path: Path) -> Examples:
         ) from None
 
 
-# Slices that are made up
+# Generated slices
 
 GOOD = """great lovely superb brilliant charming splendid delightful gorgeous smooth tasty friendly clever solid elegant
 cheerful reliable fresh stunning witty cosy generous handy crisp warm lush vivid neat divine ace stellar"""
@@ -105,18 +105,18 @@ SAID_WRONGLY = 0.03
 
 
 def made_up_slice(number: int) -> Slice:
-    """Short reviews. With each slice one word for praise and one for blame go out of use and others come."""
+    """Generate short reviews; from each slice to the next, one praise word and one blame word are replaced."""
     return Slice(made_up_examples(number, 1500, seed=2 * number), made_up_examples(number, 500, seed=2 * number + 1))
 
 
 def words_in_use(words: list[str], number: int) -> list[str]:
-    """Those of a slice: a window that moves on by one word."""
+    """Return the words of slice `number`: a window on `words` that moves by one word per slice."""
     return [words[(number + offset) % len(words)] for offset in range(WORDS_IN_USE)]
 
 
 def made_up_examples(number: int, count: int, seed: int) -> Examples:
-    """Reviews of a slice; of a few, the label is wrong."""
-    dice = random.Random(seed)  # noqa: S311 - nothing to keep secret
+    """Generate `count` reviews of a slice; about 3 % have the wrong label."""
+    dice = random.Random(seed)  # noqa: S311 - the texts are no secret
     good, bad = words_in_use(GOOD.split(), number), words_in_use(BAD.split(), number)
     things = THINGS.split()
     texts, labels = [], []
@@ -136,8 +136,8 @@ def made_up_examples(number: int, count: int, seed: int) -> Examples:
 
 
 def make_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
-    """BERT's kind of tokenizer, with words and parts of words from these texts."""
-    tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))  # noqa: S106 - a word, no password
+    """Train a BERT tokenizer on `texts`; its vocabulary has words and parts of words."""
+    tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))  # noqa: S106 - a token of text, no password
     tokenizer.normalizer = normalizers.BertNormalizer()
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
@@ -148,15 +148,15 @@ def make_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
     )
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
-        pad_token="[PAD]",  # noqa: S106 - as above
-        unk_token="[UNK]",  # noqa: S106 - as above
-        cls_token="[CLS]",  # noqa: S106 - as above
-        sep_token="[SEP]",  # noqa: S106 - as above
+        pad_token="[PAD]",  # noqa: S106 - a token of text, no password
+        unk_token="[UNK]",  # noqa: S106 - a token of text, no password
+        cls_token="[CLS]",  # noqa: S106 - a token of text, no password
+        sep_token="[SEP]",  # noqa: S106 - a token of text, no password
     )
 
 
 def encoded(examples: Examples, tokenizer: PreTrainedTokenizerFast, classes: list[Any]) -> list[dict[str, Any]]:
-    """What a Trainer takes as a data set."""
+    """Return the examples as token and class numbers, the form of data set that a Trainer reads."""
     unknown = sorted({str(label) for label in examples.labels if label not in classes})
     if unknown:
         raise SystemExit(f"the validation data has labels that the training data lacks: {', '.join(unknown)}")
@@ -167,13 +167,13 @@ def encoded(examples: Examples, tokenizer: PreTrainedTokenizerFast, classes: lis
 
 
 def accuracy(prediction: EvalPrediction) -> dict[str, float]:
-    """Share of the texts whose class is found."""
+    """Return the share of texts that are classified correctly."""
     return {"accuracy": float((prediction.predictions.argmax(axis=-1) == prediction.label_ids).mean())}
 
 
 def train(options: argparse.Namespace) -> None:
     """Train once, as one recurrence of the job."""
-    torch.set_num_threads(1)  # so small a model gains nothing from more, and waits for them on a busy machine
+    torch.set_num_threads(1)  # more would not speed up so small a model, and on a busy machine would slow it
     if options.data is None:
         number = options.slice or 0
         print(f"no --data given: training on slice {number} of a small made-up data set", flush=True)
@@ -197,7 +197,7 @@ def train(options: argparse.Namespace) -> None:
     )
     model = BertForSequenceClassification(
         BertConfig(
-            vocab_size=VOCABULARY,  # as for all slices, so that all runs train the same model
+            vocab_size=VOCABULARY,  # equal for all slices, so that all runs train the same model
             hidden_size=64,
             num_hidden_layers=2,
             num_attention_heads=4,
@@ -213,7 +213,7 @@ def train(options: argparse.Namespace) -> None:
             args=TrainingArguments(
                 output_dir=folder,
                 num_train_epochs=MAX_EPOCHS,
-                learning_rate=0.0005,  # for the default batch size; the callback scales it
+                learning_rate=0.0005,  # at the default batch size; the callback scales it
                 lr_scheduler_type="constant",
                 per_device_eval_batch_size=256,
                 eval_strategy="epoch",
@@ -236,15 +236,15 @@ def train(options: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Train once, or launch this script again and again."""
+    """Train once, or launch this script ``--recurrences`` times."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--recurrences", type=int, default=0, metavar="N", help="launch this script N times, on a slice each"
+        "--recurrences", type=int, default=0, metavar="N", help="launch this script N times, each on the next slice"
     )
     parser.add_argument("--data", type=Path, metavar="DIR", help="folder of the slices")
-    parser.add_argument("--slice", type=int, metavar="N", help="the slice to train on, or to begin with")
-    parser.add_argument("--target", type=float, default=0.94, help="accuracy on the validation data that is wanted")
-    parser.add_argument("--server-url", help="default: ZEUS_SERVER_URL, or else a server in this process")
+    parser.add_argument("--slice", type=int, metavar="N", help="slice of the training, or of the first recurrence")
+    parser.add_argument("--target", type=float, default=0.94, help="target accuracy on the validation data")
+    parser.add_argument("--server-url", help="default: ZEUS_SERVER_URL, or if unset, a server in this process")
     parser.add_argument("--job-id", default="sentiment-hf")
     options = parser.parse_args()
     if not options.recurrences:
@@ -257,7 +257,7 @@ def main() -> None:
 
 
 def slices_to_train_on(options: argparse.Namespace) -> list[int]:
-    """One for each recurrence; after the last slice of a folder comes its first."""
+    """Return one slice number per recurrence; after a folder's last slice, start again at its first."""
     if options.data is None:
         first = options.slice or 0
         return list(range(first, first + options.recurrences))
@@ -267,7 +267,7 @@ def slices_to_train_on(options: argparse.Namespace) -> list[int]:
 
 
 def first_slice(options: argparse.Namespace, numbers: list[int]) -> int:
-    """The slice that the user names, or the first one of the folder."""
+    """Return the slice of ``--slice``, or the first slice of the folder if ``--slice`` is absent."""
     if options.slice is None:
         return numbers[0]
     if options.slice not in numbers:

@@ -1,4 +1,4 @@
-"""The images of the examples, as rows of pixels from 0 to 1: scikit-learn's digits, or MNIST by torchvision."""
+"""The images of the examples, as rows of pixels from 0 to 1: digits from scikit-learn, or MNIST from torchvision."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ import torch
 from torch.utils.data import TensorDataset
 
 TARGETS = {"digits": 0.93, "mnist": 0.97}
-"""The accuracy that a network of one hidden layer reaches on each within some epochs."""
+"""Accuracy that a network with one hidden layer reaches within a few epochs."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """``--data`` and ``--data-folder``."""
-    parser.add_argument("--data", choices=TARGETS, default="digits", help="the images (default %(default)s)")
-    parser.add_argument("--data-folder", type=Path, default=Path("data"), help="where MNIST is kept (default ./data)")
+    """Add the arguments ``--data`` and ``--data-folder``."""
+    parser.add_argument("--data", choices=TARGETS, default="digits", help="data set of images (default %(default)s)")
+    parser.add_argument("--data-folder", type=Path, default=Path("data"), help="folder of MNIST (default ./data)")
 
 
 def load(options: argparse.Namespace) -> tuple[TensorDataset, TensorDataset]:
-    """Images and labels to train on, and others to validate with; MNIST is downloaded once."""
+    """Return the training set and the validation set; torchvision downloads MNIST at the first use."""
     return mnist(options.data_folder) if options.data == "mnist" else digits()
 
 
 def digits() -> tuple[TensorDataset, TensorDataset]:
-    """1,797 images of 8 × 8 pixels, a fifth of them for validation; they come with scikit-learn."""
+    """Return scikit-learn's 1,797 images of 8 × 8 pixels, split into 80 % for training and 20 % for validation."""
     from sklearn.datasets import load_digits
 
     images, labels = load_digits(return_X_y=True)
@@ -35,7 +35,7 @@ def digits() -> tuple[TensorDataset, TensorDataset]:
 
 
 def mnist(folder: Path) -> tuple[TensorDataset, TensorDataset]:
-    """60,000 images of 28 × 28 pixels, and 10,000 for validation."""
+    """Return 60,000 images of 28 × 28 pixels for training, and 10,000 for validation."""
     try:
         from torchvision.datasets import MNIST
     except ModuleNotFoundError:

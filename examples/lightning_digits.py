@@ -30,7 +30,7 @@ class Classifier(LightningModule):
         self.network = nn.Sequential(nn.Linear(pixels, 64), nn.ReLU(), nn.Linear(64, 10))
 
     def training_step(self, batch: tuple[Tensor, Tensor]) -> Tensor:
-        """Cross-entropy."""
+        """Return the cross-entropy."""
         images, labels = batch
         return nn.functional.cross_entropy(self.network(images), labels)
 
@@ -40,7 +40,7 @@ class Classifier(LightningModule):
         self.log("val_acc", (self.network(images).argmax(dim=1) == labels).float().mean(), sync_dist=True)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """The learning rate is meant for the default batch size; the callback scales it."""
+        """Create Adam with the learning rate for the default batch size; the callback scales the rate."""
         return torch.optim.Adam(self.parameters(), lr=0.003)
 
 
@@ -69,7 +69,7 @@ def train(options: argparse.Namespace) -> None:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    # The batch size in here is replaced.
+    # The callback replaces the batch size of this loader.
     train_loader = DataLoader(train_set, batch_size=64, shuffle=True)
     trainer.fit(Classifier(len(train_set[0][0])), train_loader, DataLoader(validation_set, batch_size=256))
     if trainer.is_global_zero:
@@ -78,20 +78,20 @@ def train(options: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Train once, or launch this script again and again."""
+    """Train once, or launch this script ``--recurrences`` times."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--recurrences", type=int, default=0, metavar="N", help="launch this script N times")
-    parser.add_argument("--accelerator", default="cpu", choices=("cpu", "gpu"), help="what trains (default: cpu)")
-    parser.add_argument("--devices", type=int, default=1, help="processes that train together on a machine")
-    parser.add_argument("--nodes", type=int, default=1, help="machines, of which torchrun starts this script on each")
-    parser.add_argument("--target", type=float, help="accuracy that is wanted (default: 0.93, of MNIST 0.97)")
+    parser.add_argument("--accelerator", default="cpu", choices=("cpu", "gpu"), help="training device (default: cpu)")
+    parser.add_argument("--devices", type=int, default=1, help="number of processes per machine")
+    parser.add_argument("--nodes", type=int, default=1, help="number of machines; torchrun starts this script on each")
+    parser.add_argument("--target", type=float, help="target accuracy (default: 0.93, for MNIST 0.97)")
     parser.add_argument(
         "--on-failure",
         default="finish",
         choices=("finish", "stop", "raise"),
         help="after a missed target: finish at the best known batch size, stop, or end with exit status 75",
     )
-    parser.add_argument("--server-url", help="default: ZEUS_SERVER_URL, or else a server in this process")
+    parser.add_argument("--server-url", help="default: ZEUS_SERVER_URL, or if unset, a server in this process")
     parser.add_argument("--job-id", default="digits-lightning")
     add_arguments(parser)
     options = parser.parse_args()

@@ -1,7 +1,7 @@
-"""A data-parallel loop without a framework that learns, recurrence by recurrence, which batch size is cheapest.
+"""A data-parallel PyTorch loop without a framework that learns, recurrence by recurrence, which batch size is cheapest.
 
 Usage: ``python examples/plain_ddp.py [--recurrences N] [--devices N] [--data digits|mnist] [--server-url URL]
-[--job-id ID]``; by hand ``torchrun --nproc-per-node N examples/plain_ddp.py``.
+[--job-id ID]``; or ``torchrun --nproc-per-node N examples/plain_ddp.py``.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from torch.utils.data import DataLoader, DistributedSampler
 from zeus_plugins import BatchSizeOptimizer, JobSpec
 from zeus_plugins.errors import ZeusBSOTrainFailError
 
-RATE = 0.003  # for the default batch size
+RATE = 0.003  # learning rate at the default batch size
 
 
 def train(options: argparse.Namespace) -> None:
-    """Train once, as one recurrence of the job; each process does this, and the first one talks to the server."""
+    """Train once, as one recurrence of the job; each process calls this, but only rank 0 talks to the server."""
     rank, processes = dist.get_rank(), dist.get_world_size()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if torch.cuda.is_available() else torch.device("cpu")
     train_set, validation_set = load(options)
@@ -43,7 +43,7 @@ def train(options: argparse.Namespace) -> None:
     parallel = DistributedDataParallel(network)
     with BatchSizeOptimizer(monitor=None, server_url=options.server_url, job=job, rank=rank) as optimizer:
         batch_size = told_by_the_first(optimizer.get_batch_size() if rank == 0 else None)
-        # Batch sizes are global: each process takes its share.
+        # Batch sizes are global: each process loads an equal share of the batch.
         sampler = DistributedSampler(train_set)
         loader = DataLoader(train_set, batch_size=batch_size // processes, sampler=sampler)
         adam = torch.optim.Adam(parallel.parameters(), lr=RATE * math.sqrt(batch_size / job.default_batch_size))
@@ -65,7 +65,7 @@ def train(options: argparse.Namespace) -> None:
 
 
 def outcome_of(optimizer: BatchSizeOptimizer, metric: float) -> str | None:
-    """Report an evaluation; what became of the training, or None if it goes on."""
+    """Report an evaluation; return the outcome of the training, or None if the training must continue."""
     try:
         optimizer.on_evaluate(metric)
     except ZeusBSOTrainFailError as failure:
@@ -74,7 +74,7 @@ def outcome_of(optimizer: BatchSizeOptimizer, metric: float) -> str | None:
 
 
 def told_by_the_first(value: Any) -> Any:
-    """The value that the first process has, in all of them."""
+    """Return in every process the value that rank 0 has passed."""
     values = [value]
     dist.broadcast_object_list(values)
     return values[0]
@@ -82,16 +82,16 @@ def told_by_the_first(value: Any) -> Any:
 
 @torch.no_grad()
 def accuracy(network: nn.Module, loader: DataLoader[tuple[torch.Tensor, ...]], device: torch.device) -> float:
-    """Share of images that are recognised."""
+    """Return the share of images that are classified correctly."""
     correct = [network(images.to(device)).argmax(dim=1).cpu() == labels for images, labels in loader]
     return torch.cat(correct).float().mean().item()
 
 
 def main() -> None:
-    """Train once if torchrun has launched this process, else let torchrun launch it again and again."""
+    """Train once if torchrun launched this process; otherwise launch torchrun ``--recurrences`` times."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--recurrences", type=int, default=1, metavar="N", help="launch this script N times")
-    parser.add_argument("--devices", type=int, default=2, metavar="N", help="processes of each launch")
+    parser.add_argument("--devices", type=int, default=2, metavar="N", help="number of processes per launch")
     parser.add_argument("--server-url", default=os.environ.get("ZEUS_SERVER_URL", "http://127.0.0.1:8000"))
     parser.add_argument("--job-id", default="digits-ddp")
     add_arguments(parser)

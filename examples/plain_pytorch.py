@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from zeus_plugins import BatchSizeOptimizer, JobSpec
 from zeus_plugins.errors import ZeusBSOTrainFailError
 
-RATE = 0.003  # for the default batch size
+RATE = 0.003  # learning rate at the default batch size
 
 
 def train(options: argparse.Namespace) -> None:
@@ -49,7 +49,7 @@ def train(options: argparse.Namespace) -> None:
 def train_epoch(
     network: nn.Module, loader: DataLoader[tuple[torch.Tensor, ...]], optimizer: torch.optim.Optimizer
 ) -> None:
-    """One pass over the training data."""
+    """Train for one pass over the training data."""
     for images, labels in loader:
         optimizer.zero_grad()
         nn.functional.cross_entropy(network(images), labels).backward()
@@ -58,16 +58,16 @@ def train_epoch(
 
 @torch.no_grad()
 def accuracy(network: nn.Module, loader: DataLoader[tuple[torch.Tensor, ...]]) -> float:
-    """Share of images that are recognised."""
+    """Return the share of images that are classified correctly."""
     correct = [(network(images).argmax(dim=1) == labels).float() for images, labels in loader]
     return torch.cat(correct).mean().item()
 
 
 def main() -> None:
-    """Train once or several times."""
+    """Train ``--recurrences`` times."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--recurrences", type=int, default=1, metavar="N", help="train N times")
-    parser.add_argument("--server-url", help="default: ZEUS_SERVER_URL, or else a server in this process")
+    parser.add_argument("--server-url", help="default: ZEUS_SERVER_URL, or if unset, a server in this process")
     parser.add_argument("--job-id", default="digits-plain")
     add_arguments(parser)
     options = parser.parse_args()

@@ -1,9 +1,9 @@
-"""Sentiment in texts that change: the optimizer notices it, and finds the batch size that is cheapest now.
+"""Sentiment in texts that change: the optimizer notices the change, and finds the new cheapest batch size.
 
-Each recurrence trains on a slice of its own, with made-up texts of numbered words. The first slices hold short posts,
-in which large batches are cheapest; from slice ``--change`` on they hold long reviews, of which a large batch takes as
-many passes and saves nothing. Costs count the CPU seconds of the training, so that other work on the machine hardly
-shows in them. The server runs in this process, on a file of its own.
+Each recurrence trains on its own slice of generated texts, in which each word is a number. The first slices have short
+posts, for which large batches are cheapest. From slice ``--change`` on, the texts are long reviews, for which large
+batches save nothing. Costs are computed from the CPU time of the training, so that other programs hardly change them.
+The server runs in this process, on a temporary database file.
 
 Usage: ``python examples/sentiment_drift.py [--recurrences N] [--change N] [--policy POLICY] [--plot FILE]``
 """
@@ -29,9 +29,9 @@ from zeus_plugins.energy import EstimateMonitor
 from zeus_plugins.errors import ZeusBSOTrainFailError
 from zeus_plugins.protocol import TrialState, TrialView, cost
 
-SENTIMENT_WORDS = 300  # for praise, and as many for blame
+SENTIMENT_WORDS = 300  # number of praise words, and also of blame words
 OTHER_WORDS = 1000
-RATE = 0.003  # for a batch of 64 texts
+RATE = 0.003  # learning rate at a batch size of 64
 SIZES = (32, 64, 128, 256, 512, 1024)
 DEFAULT = 64
 TARGET = 0.84
@@ -41,7 +41,7 @@ WATTS = 65.0
 
 @dataclass(frozen=True)
 class Kind:
-    """Texts of one kind: their number of words, and the shares that speak for and against the text's label."""
+    """A kind of texts: words per text, share of words that fit the label (`own`) or contradict it (`other`)."""
 
     name: str
     words: int
@@ -55,14 +55,14 @@ REVIEWS = Kind("long reviews", 300, 0.095, 0.055)
 
 @dataclass(frozen=True)
 class Texts:
-    """Texts as numbers of words, one row each, and their labels."""
+    """Texts and their labels; each row of `words` is one text, as word numbers."""
 
     words: Tensor
     labels: Tensor
 
 
 def made_up(kind: Kind, count: int, seed: int) -> Texts:
-    """Texts of a kind; of one in fifty the label is wrong."""
+    """Generate `count` texts of a kind; about 2 % have the wrong label."""
     dice = np.random.default_rng(seed)
     labels = dice.integers(0, 2, count)
     which, share = dice.integers(0, SENTIMENT_WORDS, (count, kind.words)), dice.random((count, kind.words))
@@ -74,7 +74,7 @@ def made_up(kind: Kind, count: int, seed: int) -> Texts:
 
 
 def epochs(batch_size: int, kind: Kind, number: int) -> Iterator[float]:
-    """Train on a slice of texts; the accuracy after each epoch."""
+    """Train on slice `number`; yield the validation accuracy after each epoch, without end."""
     train, validation = made_up(kind, 4000, seed=2 * number), made_up(kind, 1000, seed=2 * number + 1)
     torch.manual_seed(number)
     vocabulary = 2 * SENTIMENT_WORDS + OTHER_WORDS
@@ -92,7 +92,7 @@ def epochs(batch_size: int, kind: Kind, number: int) -> Iterator[float]:
 
 
 def train(job: JobSpec, server_url: str, kind: Kind, number: int) -> tuple[int, bool]:
-    """Train once, as one recurrence of the job; its batch size, and whether the target was reached."""
+    """Train once, as one recurrence of the job; return the batch size, and True if the target was reached."""
     monitor = EstimateMonitor(WATTS, clock=time.process_time)
     with BatchSizeOptimizer(monitor, server_url, job) as optimizer:
         batch_size = optimizer.get_batch_size()
@@ -107,7 +107,7 @@ def train(job: JobSpec, server_url: str, kind: Kind, number: int) -> tuple[int, 
 
 
 def mean_cost_j(job: JobSpec, batch_size: int, kind: Kind) -> float:
-    """The mean of what two trainings cost at this size, without an optimizer, in joules; infinite if one fails."""
+    """Return the mean cost in joules of two trainings at a fixed size; infinite if one misses the target."""
     monitor, costs = EstimateMonitor(WATTS, clock=time.process_time), []
     for number in (1001, 1002):
         monitor.begin_window("training")
@@ -119,15 +119,15 @@ def mean_cost_j(job: JobSpec, batch_size: int, kind: Kind) -> float:
 
 
 def main() -> None:
-    """Let the job recur, tell each run, and draw them all."""
+    """Run all recurrences of the job, print each run, and plot the costs if ``--plot`` is given."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--recurrences", type=int, default=40, metavar="N", help="trainings (default %(default)s)")
-    parser.add_argument("--change", type=int, default=16, metavar="N", help="the first one on long reviews")
-    parser.add_argument("--policy", default="gp_voi", help="how batch sizes are chosen (default %(default)s)")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw costs beside the default's and the best size's")
+    parser.add_argument("--recurrences", type=int, default=40, metavar="N", help="training count (default %(default)s)")
+    parser.add_argument("--change", type=int, default=16, metavar="N", help="first training on long reviews")
+    parser.add_argument("--policy", default="gp_voi", help="rules that choose batch sizes (default %(default)s)")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="plot the costs of runs, default and best size")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    next(epochs(DEFAULT, POSTS, 0))  # The first epoch of a process also pays for what PyTorch loads.
+    next(epochs(DEFAULT, POSTS, 0))  # Keep PyTorch's one-time loading out of the costs.
     job = JobSpec(
         job_id="sentiment-drift",
         job_id_prefix="sentiment",
@@ -152,7 +152,7 @@ def main() -> None:
 
 
 def plot(job: JobSpec, trials: Sequence[TrialView], change: int, file: Path) -> None:
-    """Draw the cost of each run, and beside it what the default and the cheapest size take on such slices."""
+    """Plot the cost of each run, and the mean costs of the default and the cheapest size on the same texts."""
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(9, 4.5), layout="constrained")

@@ -1,4 +1,4 @@
-"""``python -m release``: build and check a release, by tools in environments of their own; see CONTRIBUTING.md."""
+"""``python -m release``: build and check a release, with tools in separate environments; see CONTRIBUTING.md."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ LICENCES = ROOT / "docs" / "licences.md"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
 VERSION: str = PROJECT["version"]
 
-# Extras for those who work on the project itself.
+# Extras for developers of the project; all remaining extras are for users.
 _OWN_EXTRAS = frozenset({"bench", "deploy", "dev", "docs", "integrations", "maintenance"})
 USERS_EXTRAS = [extra for extra in PROJECT["optional-dependencies"] if extra not in _OWN_EXTRAS]
 
 _TOOLS = ("build>=1.2", "cyclonedx-bom>=7.0", "pip-licenses>=5.0", "twine>=6.0")
 
-# Each installation of these would load gigabytes; extras that need one of them are resolved and not installed.
+# These packages download gigabytes, so `check` only resolves extras that need one of them, without installing.
 _HEAVY = frozenset({"ray", "torch"})
 
-# The bill of materials lacks what only trainings need, of which each image has versions of its own.
+# The bill of materials omits packages that only trainings need: each training image has its own versions.
 _BILLED = "server,postgres,mysql,otel"
 
 _LIGHT_USE = "import zeus_plugins, zeus_plugins.energy, zeus_plugins.power_limit; zeus_plugins.JobSpec"
@@ -57,11 +57,11 @@ on Linux with Python {python}. A release has a bill of materials (CycloneDX) of 
 
 
 class ReleaseError(Exception):
-    """A release that must not be published; the text says why."""
+    """A release must not be published; the message gives the reason."""
 
 
 def main() -> int:
-    """Run a command; the exit status is 0, or 1 with the reason on standard error."""
+    """Run a command; return exit status 0, or print the reason to standard error and return 1."""
     parser = argparse.ArgumentParser(prog="python -m release", description="Build, check and describe a release.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
     notes_parser = commands.add_parser("notes", help="print what the changelog says of the version")
@@ -92,10 +92,10 @@ def main() -> int:
 
 
 def notes(changelog: str, tag: str) -> str:
-    """Return what a changelog says of the release with a tag.
+    """Return the changelog's section on the release that `tag` names.
 
     Raises:
-        ReleaseError: The tag is not that of the project's version, or the changelog has nothing of it.
+        ReleaseError: The tag does not match the project's version, or the changelog has no text on this version.
     """
     if tag != f"v{VERSION}":
         raise ReleaseError(f"the tag is {tag}, and pyproject.toml says version {VERSION}, whose tag is v{VERSION}")
@@ -107,7 +107,7 @@ def notes(changelog: str, tag: str) -> str:
 
 
 def build() -> None:
-    """Build the source distribution, the wheel from it, and the bill of materials of a server, in an empty `dist`."""
+    """Empty `dist`, then build the source distribution, the wheel, and a server's bill of materials there."""
     shutil.rmtree(DIST, ignore_errors=True)
     with tempfile.TemporaryDirectory() as folder:
         tools = _environment(Path(folder) / "tools", *_TOOLS)
@@ -125,9 +125,9 @@ def build() -> None:
 
 
 def with_hashes(bill: dict[str, Any], report: dict[str, Any]) -> dict[str, Any]:
-    """Return a bill of materials with the SHA-256 of each file that pip has installed, by pip's report.
+    """Return the bill of materials with the SHA-256 of each package archive, taken from pip's report.
 
-    What pip has not installed, such as pip itself, is left out.
+    Components that are absent from the report, such as pip itself, are removed.
     """
     hashes = {
         _normal(each["metadata"]["name"]): each["download_info"]["archive_info"]["hashes"]["sha256"]
@@ -154,12 +154,12 @@ def audit() -> None:
     with tempfile.TemporaryDirectory() as folder:
         tools = _environment(Path(folder) / "tools", "pip-audit>=2.9")
         command: list[str | Path] = [tools, "-m", "pip_audit", *options, "--requirement", ROOT / "constraints-dev.txt"]
-        # The status is 1 if there are vulnerabilities, and if the index cannot be reached.
+        # pip-audit exits with 1 both if it finds vulnerabilities and if it cannot reach the index.
         print(audited(_run(command, statuses=(0, 1))))
 
 
 def audited(answer: str) -> str:
-    """Return the result of an audit, from the JSON answer of pip-audit, or from none.
+    """Return the result of an audit in words; `answer` is the JSON output of pip-audit, or empty.
 
     Raises:
         ReleaseError: A version has a known vulnerability.
@@ -180,7 +180,7 @@ def audited(answer: str) -> str:
 
 
 def check(pythons: Iterable[str], extras: Sequence[str]) -> None:
-    """Install the wheel with each extra into an empty environment of each interpreter, and use it.
+    """Install and use the wheel with each extra, in a new environment of each interpreter.
 
     Raises:
         ReleaseError: An extra cannot be installed, or does not work.
@@ -205,7 +205,7 @@ def check(pythons: Iterable[str], extras: Sequence[str]) -> None:
 
 
 def _use(python: Path, home: Path, *, has_server: bool) -> None:
-    """Use an installation as users do; programs find nothing of this checkout, and keep their data in `home`."""
+    """Use an installation as users do, with `home` for all data and without access to this checkout."""
     programs = python.parent
     _run([python, "-m", "pip", "check"], home)
     _run([python, "-c", _LIGHT_USE], home)
@@ -220,7 +220,7 @@ def _use(python: Path, home: Path, *, has_server: bool) -> None:
 
 
 def write_licences() -> None:
-    """Install all extras for users into an empty environment, and write what pip-licenses says of it."""
+    """Install all extras for users into a new environment, and write the licence table of pip-licenses."""
     with tempfile.TemporaryDirectory() as folder:
         tools = _environment(Path(folder) / "tools", *_TOOLS)
         wanted = f"{ROOT}[{','.join(USERS_EXTRAS)}]"
@@ -232,7 +232,7 @@ def write_licences() -> None:
 
 
 def _environment(folder: Path, *requirements: str, python: str = sys.executable) -> Path:
-    """Make an environment with these requirements; return its interpreter."""
+    """Make an environment with the given requirements; return the path of its interpreter."""
     _run([python, "-m", "venv", "--clear", folder])
     program = folder / ("Scripts" if os.name == "nt" else "bin") / "python"
     if requirements:
@@ -241,12 +241,12 @@ def _environment(folder: Path, *requirements: str, python: str = sys.executable)
 
 
 def _normal(name: str) -> str:
-    """Return the name of a package as indexes compare it (PEP 503)."""
+    """Return the normalised name of a package (PEP 503)."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def _run(command: Sequence[str | Path], home: Path | None = None, statuses: Sequence[int] = (0,)) -> str:
-    """Return the output of a command that runs without the user's own settings, in `home` if that is given."""
+    """Run a command without the user's settings, in `home` if given; return its standard output."""
     own = ("PYTHON", "ZEUS_", "VIRTUAL_ENV")
     environ = {name: value for name, value in os.environ.items() if not name.startswith(own)}
     if home is not None:

@@ -1,7 +1,8 @@
 """``python -m benchmarks.policies``: the costs of policies in simulated jobs.
 
-``report`` compares them with what people would otherwise do, row by row; ``study`` is `bso-server simulate` under more
-conditions, with every trial; ``values`` compares what trials of `gp_voi` save with what it expected of them.
+``report`` compares policies with the alternatives of users, for example a grid search, row by row. ``study`` is
+`bso-server simulate` under more conditions, with every trial. ``values`` compares the savings by trials of `gp_voi`
+with the savings that the policy expected.
 """
 
 from __future__ import annotations
@@ -49,12 +50,12 @@ from bso_server.service.reading import csv_of
 from bso_server.simulate.workload import Workload
 from zeus_plugins.protocol import ZEUS
 
-# Seeds of a task: few enough that all processes end at about the same time, and that progress shows.
+# Seeds per task: few enough that all processes finish at about the same time, and that progress is visible.
 _SEEDS_EACH = 8
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Simulate, print tables, and write what is asked for; the exit status is 0, or 1 with one line of reason."""
+    """Simulate, print tables, and write the requested files; return 0, or 1 after printing a reason."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.policies", description="Costs of policies in simulated jobs: docs/policy-figures.md."
     )
@@ -72,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _add_report(commands: Commands) -> None:
-    """Add ``report``."""
+    """Add subcommand ``report``."""
     parser = commands.add_parser(
         "report", help="policies and their rivals on traces, MLPerf's file and made landscapes"
     )
@@ -153,11 +154,11 @@ def _check_needs_no_files(rows: Sequence[str]) -> None:
 
 
 def _measure(names: Sequence[str], options: argparse.Namespace, results: PolicyResults) -> None:
-    """Play the rows of these names as the options say, and put them into the results."""
+    """Play the named rows according to the options, and add them to `results`."""
     rows = {row: ROWS[row].cases(options.traces, MARKS[-1]) for row in names}
     pairs = [(row, name) for row in rows for name in dict.fromkeys(options.policies)]
     tasks = [
-        # Policy `zeus` expects nothing of sizes that have not completed a run, and states no chances.
+        # Policy `zeus` is not calibrated: it predicts no costs of sizes without a completed run, and no chances.
         Task(case, name, seeds, calibrates=row in MAIN_ROWS and name != ZEUS)
         for row, name in pairs
         for case in rows[row]
@@ -180,7 +181,7 @@ def _seeds(name: str, options: argparse.Namespace) -> list[range]:
 
 
 class _Progress:
-    """One line on standard error, written anew every second."""
+    """A progress line on standard error, updated every second."""
 
     def __init__(self) -> None:
         self._began_s = self._shown_s = time.monotonic()
@@ -195,7 +196,7 @@ class _Progress:
 
 
 def _add_study(commands: Commands) -> None:
-    """Add ``study``."""
+    """Add subcommand ``study``."""
     parser = commands.add_parser("study", help="policies on one workload or six, with every trial")
     add_arguments(parser)
     parser.add_argument(
@@ -228,7 +229,7 @@ def _add_study(commands: Commands) -> None:
 
 
 def _add_values(commands: Commands) -> None:
-    """Add ``values``."""
+    """Add subcommand ``values``."""
     parser = commands.add_parser("values", help="what trials of gp_voi save, against what it expected of them")
     parser.add_argument("--row", choices=MAIN_ROWS, default="landscapes", help="default: landscapes")
     parser.add_argument("--traces", type=Path, metavar="DIR", help="folder of the traces, for rows that need it")

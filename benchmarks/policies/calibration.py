@@ -14,7 +14,7 @@ from bso_server.core.phrases import chance_in_words
 from bso_server.simulate.play import Conditions, PlayedTrial
 
 Tallies: TypeAlias = dict[str, tuple[int, int]]
-"""Number of claims that were true, and of all claims, by kind: a key of `BANDS` or one of `CHANCES`."""
+"""By kind (a key of `BANDS` or one of `CHANCES`): the number of true claims, and the number of all claims."""
 
 BANDS = {
     "best-1": "best known size, after 1–2 recurrences",
@@ -25,9 +25,10 @@ BANDS = {
     "any-never-run": "size that never ran, after 3–9; also if it never reaches the target",
     "any-stopped": "size whose runs all stopped before the target, after 3–9; also if it never reaches the target",
 }
-"""Kinds of sizes whose 90 % band may hold the true expected cost, as tables name them.
+"""Kinds of 90 % bands for a size's expected cost, and their names in tables.
 
-No band holds the infinite cost of a size that never reaches the target; only the last two kinds count such sizes.
+A claim is true if the band contains the true cost. If a size never reaches the target, its cost is infinite and outside
+every band; only the last two kinds count such sizes.
 """
 
 _FEW = range(3, 10)
@@ -35,7 +36,7 @@ _FEW = range(3, 10)
 CHANCES = tuple(dict.fromkeys(chance_in_words(percent / 100) for percent in range(101)))
 """Names of the chance that a size that is tried is cheaper than the best known size, ascending."""
 
-# A name that is part of another comes after it.
+# Longer names come first, so that no name matches a part of a longer one.
 _CHANCE = re.compile("|".join(map(re.escape, sorted(CHANCES, key=len, reverse=True))))
 
 
@@ -56,11 +57,11 @@ class Calibration:
         self._conditions = conditions
         self._seen: set[int] = set()
         self._tallies: list[Tallies] = []
-        # The best known size at each decision, by the number of the trial that follows.
+        # The best known size at each decision, by the number of the trial that the decision starts.
         self._best: dict[int, int] = {}
 
     def look(self, recurrence: int, history: History) -> None:
-        """Compare the expectations before a decision with the truth; bands count once in each recurrence."""
+        """Compare the expectations before a decision with the truth; count bands only once per recurrence."""
         expected = policy.expectations(history)
         if expected.best is not None:
             self._best[1 + sum(arm.trials for arm in history.arms.values())] = expected.best
@@ -75,11 +76,11 @@ class Calibration:
                 self._tallies += [{kind: (int(low_j <= true_j <= high_j), 1)} for kind in kinds]
 
     def tallies(self, trials: Iterable[PlayedTrial]) -> Tallies:
-        """Return the tallies of the job, with the chances that were stated as the reasons of its trials."""
+        """Return the tallies of the job, including the chances that the reasons of its trials state."""
         return total([*self._tallies, *map(self._of_trial, trials)])
 
     def _of_trial(self, trial: PlayedTrial) -> Tallies:
-        """Return the truth of the chance with which a size was tried; empty if this was no such trial."""
+        """Return whether the tried size was cheaper, by the stated chance; empty if the trial's reason states none."""
         size, best = trial.record.batch_size, self._best.get(trial.record.trial_number)
         stated = _CHANCE.search(trial.record.reason)
         if stated is None or best is None or size == best:
@@ -92,7 +93,10 @@ class Calibration:
 
 
 def _kinds(recurrence: int, arm: Arm, *, is_best: bool, reaches: bool) -> list[str]:
-    """Return the kinds of a size after so many recurrences, keys of `BANDS`; `reaches`: it may reach the target."""
+    """Return the kinds (keys of `BANDS`) that count a size after `recurrence` recurrences.
+
+    `is_best`: it is the best known size. `reaches`: it can reach the target.
+    """
     if is_best and recurrence:
         return ["best-1" if recurrence < _FEW.start else "best-3" if recurrence in _FEW else "best-10"]
     if recurrence not in _FEW or arm.completed.count or (arm.trials and not arm.observed.count):

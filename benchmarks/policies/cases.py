@@ -1,13 +1,13 @@
 """The jobs and conditions of the comparison: rows of cases, made of trainings that were recorded, published or made up.
 
-The traces are those of the Zeus paper. MLPerf's file holds published reference convergence points: for each benchmark
-its global batch sizes, and the evaluations to the target that each training took, hyper-parameters being tuned for each
-size. It says nothing on time or power, which follow a law here:
+The traces come from the Zeus paper. MLPerf's file holds published reference convergence points: for each benchmark
+its global batch sizes, and how many evaluations each training took to reach the target. The hyper-parameters were tuned
+for each size. The file has no times or powers, so this module computes them:
 
-- Time per epoch, of which an evaluation ends each, is ``t₀ · (1 + b₀ / b)``: throughput saturates at b₀.
-- Power is 35 % of the largest, and 65 % of it times the utilisation ``b / (b + b₀)``.
+- Every epoch ends with an evaluation and takes ``t₀ · (1 + b₀ / b)`` seconds: throughput saturates at b₀.
+- The power is ``0.35 + 0.65 · b / (b + b₀)`` times the maximum power.
 
-`landscapes` makes up the rest.
+Module `landscapes` generates all other jobs.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ class VaryingConditions(Conditions):
 
     Attributes:
         drift_at: The first recurrence after a drift, counted from 0; None without one.
-        landscape_after: Every batch size from then on; None without a drift.
-        cost_noise_sd: σ of the log of a factor on the time and energy of each trial, whose mean is 1: that of a machine
-            on which others work, too.
-        epoch_noise_sd: The same of each epoch of a trial, independently of the others.
-        outlier: Number of the one trial that takes `OUTLIER_FACTOR` times its time and energy; None without one.
-        landscapes: Landscapes of the recurrences, in turn and then from the first again; empty unless they change all
-            the time. Excludes a drift.
+        landscape_after: Landscape from recurrence `drift_at` on; None without a drift.
+        cost_noise_sd: σ of the log of a random factor on the time and energy of each trial, as if other programs used
+            the machine, too. The factor's mean is 1.
+        epoch_noise_sd: σ of the log of such a factor for each epoch of a trial, drawn independently per epoch.
+        outlier: Number of the trial that takes `OUTLIER_FACTOR` times its time and energy; None: no trial does.
+        landscapes: Landscapes of the recurrences, repeated cyclically, for a job that changes all the time; otherwise
+            empty. Excludes a drift.
         crash_chance: Chance that a trial crashes half way.
     """
 
@@ -63,37 +63,38 @@ class VaryingConditions(Conditions):
     crash_chance: float = 0.0
 
     def landscape_at(self, recurrence: int) -> Landscape:
-        """Every batch size at a recurrence, counted from 0."""
+        """Return the landscape at a recurrence, counted from 0."""
         if self.landscapes:
             return self.landscapes[recurrence % len(self.landscapes)]
         has_drifted = self.drift_at is not None and recurrence >= self.drift_at
         return self.landscape_after if has_drifted and self.landscape_after is not None else self.landscape
 
     def slowness(self, trial_number: int, draws: np.random.Generator) -> float:
-        """A factor on the time and energy of one trial."""
+        """Draw a factor on the time and energy of one trial."""
         sd = self.cost_noise_sd
         noise = float(draws.lognormal(-sd * sd / 2, sd)) if sd else 1.0
         return noise * OUTLIER_FACTOR if trial_number == self.outlier else noise
 
     def epoch_factors(self, epochs: int, draws: np.random.Generator) -> NDArray[np.float64] | None:
-        """Factors on the time and energy of each epoch of one trial, shape (epochs,); None if all are 1."""
+        """Draw factors on the time and energy of each epoch of one trial, shape (epochs,); None if all are 1."""
         sd = self.epoch_noise_sd
         return draws.lognormal(-sd * sd / 2, sd, epochs) if sd else None
 
     def crashes(self, draws: np.random.Generator) -> bool:
-        """Return True if a trial crashes half way."""
+        """Draw whether a trial crashes half way."""
         return bool(self.crash_chance) and bool(draws.random() < self.crash_chance)
 
 
 def in_reverse(workload: Workload) -> Workload:
-    """The same job after a drift: the largest size now needs the epochs that the smallest did, and so on."""
+    """Return the job after a drift that reverses the sizes: the largest needs the smallest one's epochs, and so on."""
     return _needing(workload, [size.epochs_to_target for size in reversed(workload.sizes)])
 
 
 def dearer_when_larger(workload: Workload) -> Workload:
-    """The same job after a drift: an epoch costs what it did at the smallest size, and eight times that at the largest.
+    """Return the job after a drift that makes large sizes expensive.
 
-    So do, say, longer texts of which a large batch is mostly padding.
+    The cost of an epoch stays the same at the smallest size and becomes eight times as high at the largest, for example
+    because the texts have become longer, so that a large batch is mostly padding.
     """
     octaves = np.linspace(0, 3, len(workload.sizes)).tolist()
     sizes = (
@@ -104,7 +105,7 @@ def dearer_when_larger(workload: Workload) -> Workload:
 
 
 def shuffled(workload: Workload, seed: int) -> Workload:
-    """A job that is not smooth: its sizes' epochs to the target, dealt out anew; the default reaches the target."""
+    """Permute the epochs to the target among the sizes, so that they are not smooth; the default reaches the target."""
     rng = np.random.default_rng(seed)
     while True:
         paths = [workload.sizes[index].epochs_to_target for index in rng.permutation(len(workload.sizes))]
@@ -113,7 +114,7 @@ def shuffled(workload: Workload, seed: int) -> Workload:
 
 
 def with_bad_neighbours(workload: Workload) -> Workload:
-    """A job whose default is a hill's top as seen from beside it: the next sizes need three times their epochs."""
+    """Return a job whose default looks like a local optimum: the sizes next to it need three times their epochs."""
     place = _default_place(workload)
     factors = [3.0 if abs(number - place) == 1 else 1.0 for number in range(len(workload.sizes))]
     paths = [
@@ -124,7 +125,7 @@ def with_bad_neighbours(workload: Workload) -> Workload:
 
 
 def with_two_sizes(workload: Workload, sizes: Landscape) -> Workload:
-    """A job of two sizes: the default, and the cheapest of the others (`sizes`: all that it has)."""
+    """Keep two sizes of a job: the default, and the cheapest other size of landscape `sizes`."""
     others = [each for each in sizes.profiles.values() if each.batch_size != workload.default_batch_size]
     cheapest = min(others, key=lambda profile: profile.expected_cost_j)
     kept = {workload.default_batch_size, cheapest.batch_size}
@@ -146,26 +147,26 @@ def _needing(workload: Workload, paths: Sequence[tuple[float, ...]]) -> Workload
 
 # MLPerf's file
 
-# b₀ over the geometric mean of the sizes: throughput saturates below the sizes, among them, or above.
+# Ratios of b₀ to the geometric mean of the sizes: throughput saturates below, among, or above the sizes.
 _SATURATIONS = (1 / 8, 1.0, 8.0)
 _IDLE_SHARE = 0.35
 _MAX_POWER_W = 400.0
-# t₀; neither it nor the largest power changes a ratio of costs.
+# t₀. Ratios of costs depend neither on t₀ nor on the maximum power.
 _EPOCH_S = 600.0
 
 
 def mlperf_workloads(file: Path) -> list[Workload]:
-    """All jobs of a file: each benchmark with three values of b₀, and two defaults.
+    """Return all jobs of a file: each benchmark with three values of b₀, and two defaults.
 
     The defaults are the second-smallest and the second-largest size. `max_epochs` is three times the mean of the
     default's epochs to the target, rounded up.
 
     Args:
         file: JSON, ``{"jobs": {NAME: {"sizes": [b, …], "reports_to_target": [[evaluations of each run, …], …]}}}`` with
-            ascending sizes, and a list of runs for each.
+            ascending sizes, and a list of runs for each size.
 
     Raises:
-        ValueError: The file is no such JSON, or a job has a single size.
+        ValueError: The file does not have this format, or a job has a single size.
     """
     try:
         jobs = json.loads(file.read_text("utf-8"))["jobs"]
@@ -215,9 +216,9 @@ class Case:
     """One job in one setting.
 
     Attributes:
-        name: The job, η and whatever else tells it from the others of its row.
+        name: The job, η, and further details that make the name unique in its row.
         workload: The job.
-        setting: The extent and the parameters; `seeds` is not looked at.
+        setting: The number of recurrences and the parameters; `seeds` is ignored.
         conditions: The conditions under which it recurs.
         counted_from: The first recurrence whose cost counts, from 0.
     """
@@ -229,11 +230,11 @@ class Case:
     counted_from: int = 0
 
     def play(self, policy: str, seed: int, before_decision: Callable[[int, History], None] | None = None) -> Played:
-        """The job of one seed with one of the server's policies; `before_decision` as in `Simulation`."""
+        """Play the job of one seed with one of the server's policies; `Simulation` documents `before_decision`."""
         return played(self.workload, self.conditions, policy, self.setting, seed, before_decision)
 
     def ratios(self, costs_j: Sequence[float]) -> list[float]:
-        """Total cost over the oracle's total after each recurrence that counts.
+        """Return the ratio of total cost to the oracle's total cost after each recurrence from `counted_from` on.
 
         Args:
             costs_j: Cost of each recurrence, joules, shape (recurrences,).
@@ -247,7 +248,7 @@ class Case:
         return ratios
 
     def is_too_expensive(self, batch_size: int | None) -> bool:
-        """Return True if a size is over 5 % more expensive than the best at the last recurrence; None always is."""
+        """Return True if a size is over 5 % more expensive than the best at the last recurrence, or is None."""
         at = self.conditions.landscape_at(self.setting.recurrences - 1)
         limit_j = _TOO_EXPENSIVE * at.oracle.expected_cost_j
         return batch_size is None or at.profiles[batch_size].expected_cost_j > limit_j
@@ -258,9 +259,9 @@ class Row:
     """A row of the report.
 
     Attributes:
-        title: As tables name it.
-        cases: Its cases, from the folder with the traces and a number of recurrences.
-        is_made: True if its jobs are made up; then it needs no files, and the folder may be None.
+        title: The row's name in tables.
+        cases: Function that returns the cases, given the folder with the traces and a number of recurrences.
+        is_made: True if the jobs are made up. Then `cases` reads no files, and the folder may be None.
     """
 
     title: str
@@ -278,7 +279,9 @@ def case_of(
     drift_at: int | None = None,
     drift: Callable[[Workload], Workload] = in_reverse,
 ) -> Case:
-    """A job in a setting; conditions as in `VaryingConditions`; from `drift_at` on `drift` of it, and costs count.
+    """Return the case of a job in a setting; `VaryingConditions` documents the noise and the outlier.
+
+    With `drift_at`, the job becomes ``drift(workload)`` at this recurrence, and only costs from there on count.
 
     Raises:
         ValueError: No run of the job reaches the target.
@@ -295,7 +298,7 @@ def case_of(
 
 
 def _traced(folder: Path) -> list[Workload]:
-    """The six workloads of the Zeus paper on each GPU."""
+    """Read the six workloads of the Zeus paper on each GPU."""
     workloads = []
     for gpu in _GPUS:
         traces = Traces.read(folder / "summary_train.csv", folder / f"summary_power_{gpu}.csv")
@@ -305,7 +308,7 @@ def _traced(folder: Path) -> list[Workload]:
 
 
 def _warm_from_others(workloads: Sequence[Workload], key: Callable[[Workload], object]) -> list[Workload]:
-    """Let each job start warm from the next one with the same key, on other GPUs, and the last one from the first."""
+    """Let each job start warm from the next job with the same key, on another GPU; the last one from the first."""
     alike: dict[object, list[Workload]] = defaultdict(list)
     for each in workloads:
         alike[key(each)].append(each)
@@ -366,14 +369,14 @@ def _landscape(job: MadeJob) -> Landscape:
 
 
 def _made_case(job: MadeJob, recurrences: int, *, concurrency: int = 1, **conditions: Any) -> Case:
-    """Return the case of a made job; `conditions` are further fields of `VaryingConditions`, in place of the job's."""
+    """Return the case of a made job; `conditions` are fields of `VaryingConditions` and override the job's."""
     setting = Setting(recurrences=recurrences, eta=job.eta, concurrency=concurrency)
     fields: dict[str, Any] = {"landscape": _landscape(job), "cost_noise_sd": job.cost_noise_sd} | conditions
     return Case(f"{job.name}, η {job.eta:g}", job.workload(), setting, VaryingConditions(**fields))
 
 
 def _crashing(job: MadeJob, recurrences: int) -> Case:
-    """Return a case with crashes, which the oracle has, too: each costs half a run, and the run is repeated."""
+    """Return a case with crashes. A crash costs half a run, then the run is repeated; the oracle's runs crash, too."""
     case = _made_case(job, recurrences, crash_chance=_CRASH_CHANCE)
     at, factor = case.conditions.landscape, 1 + _CRASH_CHANCE / 2 / (1 - _CRASH_CHANCE)
 
@@ -394,7 +397,7 @@ def _slowly_drifting(job: MadeJob, recurrences: int) -> Case:
 
 
 def _abruptly_changing(job: MadeJob, recurrences: int) -> Case:
-    """Return a case whose sizes need their epochs in reverse order in the end; its default is within `max_epochs`."""
+    """Return a case with a drift that reverses the sizes' epochs; `max_epochs` suffices for the default afterwards."""
     after = landscapes.with_epochs_reversed(job)
     max_epochs = max(job.max_epochs, math.ceil(3 * after.mean_epochs[after.default_place]))
     before, after = replace(job, max_epochs=max_epochs), replace(after, max_epochs=max_epochs)
@@ -480,4 +483,4 @@ ROWS = {
     ),
     **_MADE_ROWS,
 }
-"""The rows by name: traces and MLPerf's file, the same traces at η 0.5 in conditions, and made landscapes."""
+"""The rows by name: traces, MLPerf's file, the traces at η 0.5 under difficult conditions, and made landscapes."""

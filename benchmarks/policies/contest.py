@@ -1,7 +1,7 @@
-"""The contenders of the report, the server's policies and their rivals, and their costs of a job.
+"""The contenders of the report (the server's policies and their rivals), and what a job costs with each.
 
-Rivals know finished runs alone, and stop none. Every rival but `Default` has the power limits that the server's
-policies have, tried out in the same way.
+Rivals learn only from finished runs, and never stop a run. Every rival except `Default` uses the power limits that the
+server's policies use, and tries them out in the same way.
 """
 
 from __future__ import annotations
@@ -34,26 +34,26 @@ class Rival(ABC):
     """A strategy for one job.
 
     Attributes:
-        full_power: All runs have the maximum power limit; else each size has its best.
+        full_power: True if all runs have the maximum power limit; otherwise each size has its best limit.
     """
 
     full_power = False
 
     @abstractmethod
     def next_size(self) -> int:
-        """The batch size of the next recurrence."""
+        """Return the batch size of the next recurrence."""
 
     def learn(self, batch_size: int, cost_j: float) -> None:  # noqa: B027 - some learn nothing
         """Take note of a finished recurrence.
 
         Args:
             batch_size: The size with which it began.
-            cost_j: What it cost, joules, with the runs of the default that had to follow if it missed the target.
+            cost_j: Its cost in joules. If the run missed the target, the following runs at the default are included.
         """
 
 
 class Default(Rival):
-    """The default for ever, at the maximum power limit: nobody has looked for anything better."""
+    """The default in every run, at the maximum power limit: the cost of a job that is not optimized."""
 
     full_power = True
 
@@ -61,18 +61,18 @@ class Default(Rival):
         self._default = default
 
     def next_size(self) -> int:
-        """The default."""
+        """Return the default."""
         return self._default
 
 
 class Clairvoyant(Rival):
-    """The default once, then what costs least on average at that recurrence: no policy can expect to cost less."""
+    """The default once, then the size with the least expected cost at each recurrence: a lower bound for policies."""
 
     def __init__(self, case: Case) -> None:
         self._case, self._started = case, 0
 
     def next_size(self) -> int:
-        """The default or the oracle's size."""
+        """Return the default in the first recurrence, then the oracle's size."""
         recurrence, self._started = self._started, self._started + 1
         if recurrence == 0:
             return self._case.workload.default_batch_size
@@ -80,11 +80,11 @@ class Clairvoyant(Rival):
 
 
 class Rounds(Rival):
-    """Every size measured, then the cheapest for ever: a grid search; or halving the field before, again and again.
+    """A grid search, or with `halving` successive halving; afterwards, the cheapest size in every run.
 
-    The first round runs each size once, the default first. With `halving`, the cheaper half by mean cost is left after
-    each round, and each of its sizes is run twice as often in the next, until one is left: successive halving for the
-    best arm (Karnin, Koren and Somekh, 2013), with runs to the target for a budget.
+    The first round runs each size once, the default first. A grid search ends there. With `halving`, each round keeps
+    the half of the sizes with the lower mean costs, and the next round runs each of them twice as often, until one size
+    remains (successive halving for the best arm: Karnin, Koren and Somekh, 2013; the budget is counted in runs).
     """
 
     def __init__(self, sizes: Sequence[int], default: int, *, halving: bool = False) -> None:
@@ -94,14 +94,14 @@ class Rounds(Rival):
         self._queue = list(self._field)
 
     def next_size(self) -> int:
-        """The next of the round, or the best while the round's last runs are under way and after all rounds."""
+        """Return the round's next size; after all rounds, or while a round's last runs are under way, the best size."""
         measured = all(self._costs_j[size].count >= self._runs_needed for size in self._field)
         if measured and len(self._field) > 1:
             self._close_round()
         return self._queue.pop(0) if self._queue else min(self._field, key=self._mean_j)
 
     def learn(self, batch_size: int, cost_j: float) -> None:
-        """As in `Rival.learn`."""
+        """Take note of a finished recurrence."""
         self._costs_j[batch_size] = self._costs_j[batch_size].including(cost_j)
 
     def _close_round(self) -> None:
@@ -113,15 +113,15 @@ class Rounds(Rival):
             self._queue = self._field * self._runs_each
 
     def _mean_j(self, size: int) -> float:
-        # What was not measured yet stands last.
+        # Sizes without a finished run sort last.
         return self._costs_j[size].mean if self._costs_j[size].count else math.inf
 
 
 class Thompson(Rival):
-    """Gaussian Thompson sampling over all sizes, each measured twice at first, the default before all others.
+    """Gaussian Thompson sampling over all sizes, after two runs of each size in turn, the default first.
 
-    An arm's draw is ``N(mean, variance / n)`` with the population's variance of its n costs, as policy `zeus` draws;
-    there is no pruning, and no run is stopped.
+    The draw of a size comes from ``N(mean, variance / n)`` with the population variance of its n costs, as in policy
+    `zeus`. Unlike `zeus`, it prunes no sizes and stops no runs.
     """
 
     def __init__(self, sizes: Sequence[int], default: int, seed: int) -> None:
@@ -131,33 +131,33 @@ class Thompson(Rival):
         self._rng = np.random.default_rng(seed)
 
     def next_size(self) -> int:
-        """The next to be measured, or the one with the lowest draw."""
+        """Return the next size that needs a first or second run; after these, the size with the lowest draw."""
         if self._queue:
             return self._queue.pop(0)
         return min(self._costs_j, key=lambda size: self._draw_j(self._costs_j[size]))
 
     def learn(self, batch_size: int, cost_j: float) -> None:
-        """As in `Rival.learn`."""
+        """Take note of a finished recurrence."""
         self._costs_j[batch_size] = self._costs_j[batch_size].including(cost_j)
 
     def _draw_j(self, costs_j: Statistics) -> float:
-        # A size whose runs are never finished stands last, as does one whose first run is still under way.
+        # Sizes without a finished run, or with a run that can never finish, sort last.
         if not costs_j.count or not math.isfinite(costs_j.mean):
             return math.inf
         return float(self._rng.normal(costs_j.mean, math.sqrt(costs_j.variance / costs_j.count)))
 
 
 SAMPLERS = {"optuna-tpe": "TPESampler", "optuna-gp": "GPSampler"}
-"""Optuna's samplers by the names of the rivals; both as Optuna has them without further arguments."""
+"""Optuna's samplers by the names of the rivals; both have Optuna's default arguments."""
 
 TRIALS = 20
-"""A study's trials; what cost least in them is played from then on."""
+"""Number of trials of a study; afterwards the rival always chooses the size that cost least in them."""
 
 
 class OptunaStudy(Rival):
-    """A study of `TRIALS` recurrences, which begins with the default; then the size of its best trial for ever.
+    """A study of `TRIALS` recurrences, which begins with the default; then the best trial's size in every run.
 
-    The parameter is the size's place in their order, as an integer, so that a sampler may know which are neighbours.
+    The study's parameter is the size's index among the sorted sizes, so that samplers know which sizes are neighbours.
     """
 
     def __init__(self, sizes: Sequence[int], default: int, sampler: str, seed: int) -> None:
@@ -167,12 +167,12 @@ class OptunaStudy(Rival):
         self._study = optuna.create_study(sampler=getattr(optuna.samplers, SAMPLERS[sampler])(seed=seed))
         self._study.enqueue_trial({"place": self._sizes.index(default)})
         self._asked = 0
-        # Cost (J) and size of the best trial; Optuna would look it up among copies of all trials.
+        # Cost (J) and size of the best trial, kept here because Optuna's `best_trial` would copy all trials.
         self._best: tuple[float, int] | None = None
         self._under_way: dict[int, list[Any]] = defaultdict(list)
 
     def next_size(self) -> int:
-        """The next trial's, or the best trial's."""
+        """Return the next trial's size; after all trials, the best trial's size."""
         if self._asked >= TRIALS and self._best is not None:
             return self._best[1]
         self._asked += 1
@@ -182,17 +182,17 @@ class OptunaStudy(Rival):
         return size
 
     def learn(self, batch_size: int, cost_j: float) -> None:
-        """As in `Rival.learn`."""
+        """Take note of a finished recurrence."""
         if self._under_way[batch_size]:
             self._study.tell(self._under_way[batch_size].pop(0), cost_j)
             self._best = min(self._best or (cost_j, batch_size), (cost_j, batch_size))
 
 
 def load_optuna() -> Any:
-    """The module.
+    """Import Optuna and return the module.
 
     Raises:
-        CommandError: Optuna, or what its Gaussian process needs, is not installed.
+        CommandError: Optuna, or a package that its Gaussian process needs, is not installed.
     """
     try:
         import optuna
@@ -206,7 +206,7 @@ def load_optuna() -> Any:
     return optuna
 
 
-# A recurrence whose runs miss the target so often in a row costs infinitely much.
+# After this number of runs without the target, a recurrence has infinite cost.
 _PATIENCE = 100
 
 FLOOR = "floor"
@@ -220,7 +220,7 @@ RIVALS: dict[str, Callable[[Case, int], Rival]] = {
     "optuna-gp": lambda case, seed: OptunaStudy(*_sizes(case), "optuna-gp", seed),
     FLOOR: lambda case, _: Clairvoyant(case),
 }
-"""A strategy for a case and a seed, by name."""
+"""Functions that return a rival for a case and a seed, by the rival's name."""
 
 PROBING: dict[str, dict[str, Any]] = {
     "probed": {"probe": True},
@@ -230,7 +230,7 @@ PROBING: dict[str, dict[str, Any]] = {
 """Fields of `Setting` with which policy `gp_voi` contends under other names."""
 
 CONTENDERS = [*OWN_POLICIES, *RIVALS, *PROBING]
-"""Names of all: the server's own policies first. Policies of other packages can be played, too."""
+"""Names of all contenders, the server's own policies first. Policies of other packages can be played, too."""
 
 
 def check_requirements(names: list[str]) -> None:
@@ -243,8 +243,8 @@ class Paid(NamedTuple):
     """The costs of one job.
 
     Attributes:
-        costs_j: Cost of each recurrence, joules, shape (recurrences,); infinite if it is never finished.
-        given_up: Recurrences that a policy gave up, so that the default had to finish them.
+        costs_j: Cost of each recurrence, joules, shape (recurrences,); infinite if no run reaches the target.
+        given_up: Number of recurrences that a policy gave up, so that the default had to finish them.
         last_size: Batch size of the last recurrence that reached the target; None if none did.
         tallies: Calibration of the policy; None if it was not requested.
     """
@@ -256,9 +256,9 @@ class Paid(NamedTuple):
 
 
 def paid(case: Case, name: str, seed: int, *, calibrates: bool = False) -> Paid:
-    """The costs of one seed's job with one of the contenders, or with another policy that is installed.
+    """Play one seed's job with a contender, or with another installed policy, and return its costs.
 
-    If `calibrates`, the expectations of a policy are compared with the truth, too.
+    If `calibrates`, also compare the policy's expectations with the truth.
     """
     if name in RIVALS:
         contest = _Contest(case, RIVALS[name](case, seed), seed)
@@ -282,7 +282,7 @@ def _sizes(case: Case) -> tuple[list[int], int]:
 
 
 class _Contest:
-    """One job, played by a rival; the recorded run that a trial follows is drawn as in `simulate.play.Simulation`."""
+    """One job, played by a rival; each trial draws a recorded run, like `simulate.play.Simulation`."""
 
     def __init__(self, case: Case, rival: Rival, seed: int) -> None:
         self._case, self._rival = case, rival
@@ -295,7 +295,7 @@ class _Contest:
     def play(self) -> list[float]:
         setting = self._case.setting
         costs_j: list[float] = []
-        # Recurrences under way: end, number, size.
+        # Heap of the recurrences under way: end (s), number, size.
         under_way: list[tuple[float, int, int]] = []
         now_s = 0.0
         while len(costs_j) < setting.recurrences:
@@ -309,9 +309,9 @@ class _Contest:
         return costs_j
 
     def _recur(self, batch_size: int, recurrence: int) -> Epoch:
-        """Time and energy of a run at a size, and of runs at the default for as long as none reached the target.
+        """Simulate a recurrence: a run at a size, then runs at the default until one reaches the target.
 
-        A run that crashes is repeated at its size.
+        A crashed run is repeated at its size. The result is the time and energy of all runs together.
         """
         time_s = energy_j = 0.0
         for _ in range(_PATIENCE):
@@ -324,7 +324,11 @@ class _Contest:
         return Epoch(math.inf, math.inf)
 
     def _run(self, batch_size: int, recurrence: int) -> tuple[Epoch, int | None]:
-        """Time and energy of one run, and the size of the next run of its recurrence; None if it reached the target."""
+        """Simulate one run.
+
+        Returns:
+            Its time and energy, and the size of the recurrence's next run; None if this run reached the target.
+        """
         sizes = self._case.conditions.landscape_at(recurrence)
         profile = sizes.default if self._rival.full_power else sizes.profiles[batch_size]
         first = profile.epoch
@@ -362,7 +366,7 @@ _THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """The jobs of some seeds, in one case, with one contender; `calibrates` as in `paid`."""
+    """The jobs of some seeds in one case with one contender; `paid` documents `calibrates`."""
 
     case: Case
     name: str
@@ -375,18 +379,18 @@ def simulate(tasks: Sequence[Task], workers: int, progress: Callable[[int, int],
 
     Args:
         tasks: The tasks.
-        workers: Processes; with 1 there is only this one.
-        progress: Called after each task with the number of tasks that are done, and of all.
+        workers: Number of processes; with 1, the tasks run in the calling process.
+        progress: Called after each task with the number of finished tasks, and the number of all tasks.
 
     Returns:
-        In the order of the tasks, what the job of each seed has cost.
+        For each task, in the same order, the costs of each seed's job.
     """
     results: list[list[Paid]] = []
     with ExitStack() as stack:
         played: Iterable[list[Paid]] = map(_jobs, tasks)
         if workers > 1:
             stack.enter_context(_single_threaded())
-            # Forking a process that may have threads is unsafe; other systems than Linux do not even offer it.
+            # Forking a process that may have threads is unsafe, and Windows cannot fork.
             pool = stack.enter_context(ProcessPoolExecutor(workers, mp_context=get_context("spawn")))
             played = pool.map(_jobs, tasks)
         for jobs in played:
@@ -401,7 +405,7 @@ def _jobs(task: Task) -> list[Paid]:
 
 @contextmanager
 def _single_threaded() -> Iterator[None]:
-    """Let processes that start within the block compute in one thread each."""
+    """Limit numerical libraries to one thread in each process that starts inside the `with` block."""
     before = dict(os.environ)
     os.environ.update(dict.fromkeys(_THREAD_VARIABLES, "1"))
     try:

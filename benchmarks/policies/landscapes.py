@@ -1,7 +1,7 @@
-"""Made landscapes: 60 jobs of ten families, drawn by chance, and the ways in which they change.
+"""Made landscapes: 60 random jobs of ten families, and functions that change these jobs.
 
-Each family is a shape of the mean epochs to the target over the batch sizes. Throughput saturates as the sizes grow. A
-family may replace that by nearly equal costs of all epochs, so that epochs to the target alone decide.
+Each family has a shape of the curve of mean epochs to the target over batch size. Throughput saturates with larger
+sizes. Some families have their own costs per epoch instead: nearly equal ones, so that only the epochs matter.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ Array = NDArray[np.float64]
 COUNT = 60
 """Number of landscapes; the families take turns."""
 
-# Each landscape has a generator of its own, so that changes to one family leave the others as they are.
+# Each landscape has its own random generator, so that a change to one family does not alter other families.
 _SEED = 4181
 _QUANTILES = 200
 _LOW_LIMIT_SHARE = 0.7
-# An epoch at the lower power limit takes so much more time and energy. So no size should have it, but each size's first
-# epoch, which tries both limits, costs 15 % more than a later one.
+# Factor on the time and energy of an epoch at the lower power limit. The maximum is therefore always the best limit,
+# but the first epoch at each size tries both limits and costs 15 % more than later epochs.
 _LOW_LIMIT_FACTOR = 1.3
-# A landscape is drawn anew if its default costs more than this, in costs of the best size.
+# A landscape is drawn again if its default costs at least this many times as much as the best size.
 _LARGEST_DEFAULT_RATIO = 8.0
-# Share of the runs of a size next to failing sizes that never reach the target.
+# Chance that a run never reaches the target at the size next to the sizes that always fail.
 _MISSING_BESIDE = 0.2
 
 
@@ -45,7 +45,7 @@ class MadeJob:
         name: Family and number.
         batch_sizes: Batch sizes, ascending.
         default_place: Index of the default.
-        max_epochs: As in `Workload`.
+        max_epochs: Largest number of epochs of a run.
         eta: The job's η.
         max_power_w: Maximum power limit.
         mean_epochs: Mean epochs to the target.
@@ -74,13 +74,13 @@ class MadeJob:
 
     @property
     def octaves(self) -> Array:
-        """Octaves above the smallest size."""
+        """Base-2 logarithm of each size's ratio to the smallest size."""
         octaves: Array = np.log2(np.array(self.batch_sizes) / self.batch_sizes[0])
         return octaves
 
     @property
     def epoch_costs_j(self) -> Array:
-        """Cost of an epoch."""
+        """Cost of an epoch at each size, in joules."""
         return np.array(
             [
                 cost(energy_j=energy_j, time_s=time_s, max_power_w=self.max_power_w, eta=self.eta)
@@ -115,13 +115,14 @@ class MadeJob:
 
 @lru_cache(maxsize=8)
 def _quantiles(count: int, *, heavy: bool) -> Array:
-    """Return the quantiles (k + ½)/n of a distribution with standard deviation 1: the normal, or t with 3 degrees."""
+    """Return the quantiles (k + ½)/n of a distribution with σ 1: normal, or if `heavy`, t with 3 degrees of freedom."""
     shares = (np.arange(count) + 0.5) / count
     if not heavy:
         normal = NormalDist()
         return np.array([normal.inv_cdf(share) for share in shares])
     scaled = np.linspace(-30.0, 30.0, 60_001)
-    # With x = t/√3, the distribution function of t with 3 degrees is ½ + (x/(1 + x²) + arctan x)/π; σ of t is √3.
+    # For 3 degrees of freedom, σ of t is √3. With x = t/√3, the cumulative distribution function is
+    # ½ + (x/(1 + x²) + arctan x)/π.
     return np.interp(shares, 0.5 + (scaled / (1 + scaled**2) + np.arctan(scaled)) / math.pi, scaled)
 
 
@@ -130,9 +131,9 @@ def _quantiles(count: int, *, heavy: bool) -> Array:
 
 @dataclass(frozen=True, eq=False)
 class _Shape:
-    """Shape of a landscape: log epochs to the target, the chance of missing it, and log cost of an epoch if not a law.
+    """Shape of a landscape: log epochs to the target, the chance of missing the target, and log cost of an epoch.
 
-    Arrays have one value per batch size; None means that no run misses, or that throughput saturates.
+    Arrays have one value per batch size. `missing` None: no run misses. `log_costs` None: throughput saturates.
     """
 
     log_epochs: Array
@@ -141,12 +142,12 @@ class _Shape:
 
 
 def _law(octaves: Array, critical: float, slope: float) -> Array:
-    """Return log epochs that are constant below the critical size, and grow with this power of the size above it."""
+    """Return log epochs: constant below the critical size; above it, epochs grow like the size to the power `slope`."""
     return slope * np.log1p(np.exp2(octaves - critical))
 
 
 def _lawful(rng: np.random.Generator, octaves: Array) -> _Shape:
-    """Draw a critical size, a slope, and a size below which more epochs are needed, too."""
+    """Draw a critical size, a slope above it, and a second size below which jobs need more epochs, too."""
     span = octaves[-1]
     above = _law(octaves, rng.uniform(-1.0, span + 1.0), rng.choice([0.4, 0.7, 1.0, 1.3]))
     below = np.log1p(np.exp2(2.0 * (rng.uniform(-4.0, 1.0) - octaves)))
@@ -160,7 +161,7 @@ def _u_shape(rng: np.random.Generator, octaves: Array) -> _Shape:
 
 
 def _failing(rng: np.random.Generator, octaves: Array, *, small: bool) -> _Shape:
-    """Let up to half of the sizes miss the target always, at one end, and the next size sometimes."""
+    """Let up to half of the sizes, at one end, always miss the target, and the next size sometimes."""
     failing = int(rng.integers(1, max(2, len(octaves) // 2)))
     missing = np.zeros(len(octaves))
     missing[:failing], missing[failing] = 1.0, _MISSING_BESIDE
@@ -224,7 +225,7 @@ def _sizes(rng: np.random.Generator, family: str) -> tuple[int, ...]:
 
 
 def _uneven(smallest: int, factors: Array) -> tuple[int, ...]:
-    """Return whole numbers, each about its factor above the one before; at least one above it."""
+    """Return ascending integers with about these ratios between neighbours; each is at least 1 above the previous."""
     sizes = [smallest]
     for exact in smallest * np.cumprod(factors):
         sizes.append(max(round(exact), sizes[-1] + 1))
@@ -232,7 +233,7 @@ def _uneven(smallest: int, factors: Array) -> tuple[int, ...]:
 
 
 def _drawn(family: str, name: str, rng: np.random.Generator) -> MadeJob:
-    """Draw a job, whose default may be too expensive."""
+    """Draw a job; its default may be too expensive or miss the target."""
     sizes = _sizes(rng, family)
     octaves: Array = np.log2(np.array(sizes) / sizes[0])
     count, span = len(sizes), octaves[-1]
@@ -265,7 +266,7 @@ def _drawn(family: str, name: str, rng: np.random.Generator) -> MadeJob:
 
 @lru_cache(maxsize=1)
 def made_jobs() -> tuple[MadeJob, ...]:
-    """Return the jobs of all landscapes; the default reaches the target, and costs less than eight times the best."""
+    """Return all jobs; each default reaches the target, and costs less than eight times as much as the best size."""
     return tuple(_made_job(number) for number in range(COUNT))
 
 
@@ -301,19 +302,19 @@ def with_epoch_noise(job: MadeJob) -> MadeJob:
 
 
 def with_tight_max_epochs(job: MadeJob) -> MadeJob:
-    """Return a job that gives up after 1.25 times the mean epochs of the default."""
+    """Return a job whose `max_epochs` is 1.25 times the mean epochs of the default, and at least 2."""
     return replace(job, max_epochs=max(2, math.ceil(1.25 * job.mean_epochs[job.default_place])))
 
 
 def with_more_epochs(job: MadeJob) -> MadeJob:
-    """Return a job that gives up after three times as many epochs."""
+    """Return a job with three times the `max_epochs`."""
     return replace(job, max_epochs=3 * job.max_epochs)
 
 
 def drifted(job: MadeJob, progress: float) -> MadeJob:
-    """Return a job in a drift to a smaller critical size, at 0 (begin) to 1 (end): larger sizes need more epochs.
+    """Return a job during a drift to a smaller critical size; `progress` is 0 at the start and 1 at the end.
 
-    In the end the smallest size needs e^0.3 times its epochs, and the largest e times.
+    The epochs grow most at large sizes: finally by a factor of e^0.3 at the smallest size, and e at the largest.
     """
     octaves = job.octaves
     return replace(job, mean_epochs=job.mean_epochs * np.exp(progress * (0.7 * octaves / octaves[-1] + 0.3)))
@@ -325,7 +326,7 @@ def with_epochs_reversed(job: MadeJob) -> MadeJob:
 
 
 def in_season(job: MadeJob, phase: float) -> MadeJob:
-    """Return a job at a phase (0 to 1) of a season: an epoch costs up to 40 % more or less, epochs up to 20 %."""
+    """Return a job at a phase (0 to 1) of a season: the cost per epoch varies by ±40 %, the epochs by ±20 %."""
     wave = math.sin(2 * math.pi * phase)
     times = 1 + 0.4 * wave
     return replace(
@@ -336,7 +337,7 @@ def in_season(job: MadeJob, phase: float) -> MadeJob:
 def on_faster_gpu(job: MadeJob) -> MadeJob:
     """Return a job on a GPU on which an epoch at the default is 2.5 times cheaper.
 
-    Throughput saturates there at 0.7 of the way, in octaves, from the smallest size to the largest.
+    Throughput saturates on this GPU at 0.7 of the distance from the smallest to the largest size on a log scale.
     """
     log_costs = np.log1p(np.exp2(0.7 * job.octaves[-1] - job.octaves))
     costs_j = job.epoch_costs_j

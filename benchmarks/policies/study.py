@@ -1,4 +1,4 @@
-"""Policies on a workload under conditions of its own: the first seed's job, and the costs after a drift."""
+"""Comparison of policies on one workload with noise and drift: the first seed's job, and costs after the drift."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from bso_server.simulate.workload import Workload
 
 @dataclass(frozen=True)
 class Study:
-    """A comparison under conditions of its own.
+    """A comparison of policies on one workload, with noise and drift.
 
     Attributes:
         comparison: The policies' results.
-        setting: The extent and the parameters.
+        setting: The number of recurrences and seeds, and the parameters.
         drift_at: The first recurrence after a drift, counted from 0; None without one.
     """
 
@@ -29,12 +29,12 @@ class Study:
 
     @cached_property
     def first_jobs(self) -> Mapping[str, Played]:
-        """By policy the job of the first seed, played once more."""
+        """The job of the first seed for each policy, played again to get its trials."""
         workload, conditions = self.comparison.workload, self.comparison.conditions
         return {policy: played(workload, conditions, policy, self.setting, 0) for policy in self.comparison.results}
 
     def ratio_since_drift(self, policy: str) -> float | None:
-        """Cost of all recurrences since the drift over the oracle's, mean over the seeds; None without a drift."""
+        """Return the ratio of mean cost since the drift, over all seeds, to the oracle's; None without a drift."""
         if self.drift_at is None or self.drift_at >= self.comparison.recurrences:
             return None
         costs_j = self.comparison.costs_j[policy]
@@ -42,7 +42,7 @@ class Study:
         return spent_j / (sum(self._oracle_j[self.drift_at :]) * len(costs_j))
 
     def add_ratios_since_drift(self, document: dict[str, Any]) -> None:
-        """Add ``ratio_since_drift`` to the policies of the comparison's JSON, where there is one."""
+        """Add ``ratio_since_drift`` to each policy in the comparison's JSON; without a drift, add nothing."""
         for policy in self.comparison.results:
             ratio = self.ratio_since_drift(policy)
             if ratio is not None:
@@ -62,15 +62,15 @@ def study(
     cost_noise_sd: float = 0.0,
     drift_at: int | None = None,
 ) -> Study:
-    """Simulate a workload with each of these policies.
+    """Simulate a workload with each policy.
 
     Args:
         workload: The job.
         policies: The policies.
-        setting: The extent and the parameters.
+        setting: The number of recurrences and seeds, and the parameters.
         foresight: See `Conditions.has_foresight`.
         cost_noise_sd: See `VaryingConditions`.
-        drift_at: From this recurrence on, the sizes' epochs to the target are those of the sizes in reverse order.
+        drift_at: From this recurrence on, the largest size needs the epochs of the smallest, and so on; None: no drift.
 
     Raises:
         ValueError: No recorded run reaches the target.

@@ -1,4 +1,4 @@
-"""What `gp_voi` expects a trial to save in each later run, against what that trial saved."""
+"""Comparison of the saving per later run that `gp_voi` expects from a trial with the trial's true saving."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from bso_server.core.policy import given
 from zeus_plugins.protocol import GP_VOI, Origin
 
 RANGES = ((0, 3), (3, 6), (6, 10), (10, 20), (20, 40))
-"""First recurrence of each row of the table, from 0, and the first after it."""
+"""Recurrences of each row of the table, counted from 0: the first, and the first that is no longer included."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tried:
-    """One trial of a size other than the incumbent; savings are in runs of the incumbent.
+    """One trial of a size other than the incumbent; the unit of savings is the cost of a run of the incumbent.
 
     Attributes:
         recurrence: Number of runs that had reached the target before the trial.
-        expected: Saving of each later run that the policy expected.
-        saved: Difference between the true expected costs of the incumbents before and after the trial.
+        expected: Saving per later run that the policy expected before the trial.
+        saved: True expected cost of the incumbent before the trial, less the true expected cost of the one after it.
     """
 
     recurrence: int
@@ -35,9 +35,9 @@ class Tried:
 
 
 def tries_of(case: Case, seed: int) -> list[Tried]:
-    """Play one job with `gp_voi`, and return its trials that the policy chose for what they are worth.
+    """Play one job with `gp_voi`, and return the trials that the policy chose for their value of information.
 
-    The result of each trial must be known at the next decision: one recurrence of the job is under way at a time.
+    Only one recurrence of the job may be under way at a time, so that each trial has ended before the next decision.
     """
     found: list[Tried] = []
     pending: tuple[int, float, int] | None = None

@@ -1,6 +1,6 @@
 """A plain PyTorch script that a master launches: a small network learns handwritten digits.
 
-Usage: ``zeus-plugins master run examples/master/digits.toml``; or alone, e.g.
+Usage: ``zeus-plugins master run examples/master/digits.toml``; or without a master, e.g.
 ``ZEUS_TARGET_METRIC=0.95 python examples/master/digits.py --batch-size 64 --lr 0.003 --epochs 20 --seed 1``
 """
 
@@ -17,8 +17,8 @@ from zeus_plugins.dataloader import ZeusDataLoader
 
 
 def train(batch_size: int, lr: float, epochs: int, seed: int) -> None:
-    """Train until the target is reached, or the loader says that it is time to stop."""
-    torch.set_num_threads(1)  # So small a network gains nothing from more.
+    """Train until the target is reached, or another epoch would cross the cost threshold."""
+    torch.set_num_threads(1)  # More threads do not speed up so small a network.
     torch.manual_seed(seed)
     images, labels = load_digits(return_X_y=True)
     dataset = TensorDataset(torch.tensor(images / 16, dtype=torch.float32), torch.tensor(labels))
@@ -45,7 +45,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batch-size", type=int, required=True)
     parser.add_argument("--lr", type=float, required=True, help="learning rate")
-    parser.add_argument("--epochs", type=int, required=True, help="at most")
+    parser.add_argument("--epochs", type=int, required=True, help="maximum number of epochs")
     parser.add_argument("--seed", type=int, required=True)
     options = parser.parse_args()
     train(options.batch_size, options.lr, options.epochs, options.seed)
