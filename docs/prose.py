@@ -18,7 +18,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 
 # Phrases per 10,000 words, and the share of test names that end or continue with a pronoun.
-ALLOWANCES = {"zeus_plugins": 40, "bso_server": 40, "docs": 40, "tests": 10}
+ALLOWANCES = {"zeus_plugins": 30, "bso_server": 25, "docs": 20, "tests": 12, "benchmarks": 15, "examples": 15}
 NAMES_ALLOWANCE = 0.05
 
 _NOUNLESS = re.compile(
