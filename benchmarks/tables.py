@@ -34,8 +34,10 @@ _NUMBER = re.compile(r"[\d.,]+|–")
 
 
 def markdown_table(lines: Sequence[Sequence[str]]) -> str:
-    """Return a Markdown table; the first line is the header."""
+    """Return a Markdown table whose header is the first line; without further lines, `NOT_MEASURED`."""
     head, *body = ("| " + " | ".join(cells) + " |" for cells in lines)
+    if not body:
+        return NOT_MEASURED
     return "\n".join([head, "|" + "---|" * len(lines[0]), *body])
 
 
@@ -255,13 +257,7 @@ def proof_tables(results: ProofResults) -> dict[str, str]:
         made["-windows"] = _windows(results)
     if not _is_simulated(results) and any(task["jobs"] for task in results["tasks"].values()):
         made["-summary"] = _summary(results)
-    kind = "gpu" if is_of_gpu else "proof"
-    return {f"{kind}{name}": table if _says_something(table) else NOT_MEASURED for name, table in made.items()}
-
-
-def _says_something(table: str) -> bool:
-    """Return whether a table has a line below its header."""
-    return not table.startswith("|") or table.count("\n") > 1
+    return {f"{'gpu' if is_of_gpu else 'proof'}{name}": table for name, table in made.items()}
 
 
 def energy_of(results: ProofResults) -> str:
