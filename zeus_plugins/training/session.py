@@ -329,7 +329,7 @@ class TrialSession:
         and the verdict says stop. While the server is away, the result waits in the outbox, and the server's last rule
         gives the verdict.
 
-        If the monitor fails for a time, its numbers are estimated, and `energy_source` says so. If it fails for good,
+        If the monitor fails for a time, its numbers are estimated, and `energy_source` says so. If it does not recover,
         the training continues to its target or `max_epochs`, and the trial ends as failed on the server.
 
         Args:
