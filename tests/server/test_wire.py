@@ -45,7 +45,6 @@ class TestRegistering:
             "batch_sizes": [8, 16, 32],
             "policy": "zeus",
             "controls": "auto",
-            "first_run": "default",
             "warm_start": "auto",
             "warm": None,
             "confirm": 1,
