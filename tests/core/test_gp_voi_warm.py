@@ -255,7 +255,7 @@ def reversed_in_order(at: Landscape) -> Landscape:
 
 
 @pytest.mark.slow
-def test_a_wrong_warm_start_costs_at_most_3_percent_on_average_and_4_at_worst() -> None:
+def test_a_wrong_warm_start_costs_at_most_3_percent_on_average_and_6_at_worst() -> None:
     now = lawful(150.0)
     # With other data, epochs are five times as many or few, or the critical batch size is, or sizes change places.
     others = {
@@ -272,7 +272,7 @@ def test_a_wrong_warm_start_costs_at_most_3_percent_on_average_and_4_at_worst() 
     }
     assert sum(losses.values()) / len(losses) < math.log(1.03), losses
     # A first run that refutes the other job is itself lost in part: see docs/policy-figures.md.
-    assert max(losses.values()) < math.log(1.04), losses
+    assert max(losses.values()) < math.log(1.06), losses
 
 
 def test_a_warm_job_is_replayed_to_the_same_memory() -> None:
