@@ -26,8 +26,7 @@ from typing import Any
 from zeus_plugins.energy import EnergyUnavailableError
 from zeus_plugins.energy.counters import POLL_S, next_moves
 from zeus_plugins.energy.monitor import answer_or_none
-from zeus_plugins.energy.nvml import POWER_INSTANT, Nvml, NvmlGpu, open_gpus, slope_w
-from zeus_plugins.energy.visible import cuda_devices
+from zeus_plugins.energy.nvml import POWER_INSTANT, Nvml, NvmlGpu, cuda_devices, open_gpus, slope_w
 from zeus_plugins.environment import (
     CUDA_DEVICE_ORDER,
     CUDA_VISIBLE_DEVICES,

@@ -19,7 +19,7 @@ from tests.support.power_limit_bench import record_limit
 from tests.support.servers import ServerProcess, bso_server, free_port
 from tests.support.tokens import make_token
 from zeus_plugins.cli import main
-from zeus_plugins.energy.linux import POWERCAP
+from zeus_plugins.energy.rapl import POWERCAP
 from zeus_plugins.environment import VARIABLES
 
 CHECKS = ["versions", "environment", "nvidia", "rapl", "energy", "server", "outbox"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
-import importlib.util
 import json
 import os
 import platform
@@ -17,7 +16,7 @@ from typing import Any, TypeVar
 from zeus_plugins.client import client_from_environment
 from zeus_plugins.client.outbox import default_outbox
 from zeus_plugins.client.port import NO_RETRIES
-from zeus_plugins.energy import AmdSmiMonitor, EnergyMonitor, EnergyUnavailableError, RaplMonitor
+from zeus_plugins.energy import EnergyMonitor, EnergyUnavailableError, RaplMonitor
 from zeus_plugins.energy.auto import choose
 from zeus_plugins.energy.monitor import answer_or_none
 from zeus_plugins.energy.nvml import NvmlGpu, open_gpus
@@ -42,7 +41,7 @@ DISTRIBUTIONS = (
     "transformers",
     "accelerate",
     "nvidia-ml-py",
-    "amdsmi",
+    "zeus",
 )
 
 T = TypeVar("T")
@@ -79,8 +78,6 @@ def examine() -> Iterator[Finding]:
     yield _versions()
     yield _variables()
     yield from _nvidia_gpus()
-    if importlib.util.find_spec("amdsmi") is not None:
-        yield _described("amd", AmdSmiMonitor())
     yield _described("rapl", RaplMonitor())
     yield _monitor()
     yield _server()

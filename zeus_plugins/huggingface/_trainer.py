@@ -35,7 +35,7 @@ from transformers import (
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import get_last_checkpoint, has_length
 
-from zeus_plugins.energy.visible import cuda_devices
+from zeus_plugins.energy.nvml import cuda_devices
 from zeus_plugins.environment import LOCAL_WORLD_SIZE
 from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSOOperationOrderError
 from zeus_plugins.placement import this_machine

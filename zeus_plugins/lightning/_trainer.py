@@ -21,7 +21,7 @@ from torch import Tensor
 from torch import distributed as dist
 from torch.utils.data import BatchSampler, DistributedSampler
 
-from zeus_plugins.energy.visible import cuda_devices
+from zeus_plugins.energy.nvml import cuda_devices
 from zeus_plugins.errors import ZeusBSOConfigError
 from zeus_plugins.placement import this_machine
 from zeus_plugins.protocol import Fingerprint

@@ -15,7 +15,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from zeus_plugins.client.connect import check_server_url
 from zeus_plugins.energy import EnergyMonitor, WindowMonitor
-from zeus_plugins.energy.node import EnergyScope
+from zeus_plugins.energy.auto import EnergyScope
 from zeus_plugins.errors import ZeusBSOConfigError
 from zeus_plugins.protocol import ID_PATTERN, MAX_ID_LENGTH, MAX_MARGINS, MAX_WATCHED, JobSpec, MetricName
 from zeus_plugins.training.lr_scaling import lr_factor

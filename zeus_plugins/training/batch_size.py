@@ -8,7 +8,7 @@ from typing import Any, Literal, Never
 from pydantic import SecretStr
 
 from zeus_plugins.energy import EnergyMonitor, WindowMonitor
-from zeus_plugins.energy.node import EnergyScope
+from zeus_plugins.energy.auto import EnergyScope
 from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSOOperationOrderError
 from zeus_plugins.protocol import JobSpec, PowerLimitChoice
 from zeus_plugins.training.arguments import (

@@ -9,8 +9,8 @@ from typing import Any, Literal, Protocol, TypeVar, cast
 
 from zeus_plugins import energy
 from zeus_plugins.energy import ClusterMonitor, EnergyMonitor, WindowMonitor, as_energy_monitor
+from zeus_plugins.energy.auto import EnergyScope, whole_node
 from zeus_plugins.energy.counters import CounterMonitor
-from zeus_plugins.energy.node import EnergyScope, whole_node
 from zeus_plugins.energy.processes import synchronize
 from zeus_plugins.errors import ZeusBSOConfigError
 from zeus_plugins.placement import Placement, Ranks, placed
