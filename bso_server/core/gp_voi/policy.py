@@ -180,18 +180,17 @@ def _begun_warm(history: History, beliefs: Beliefs, available: Sequence[int]) ->
     refute those of the other job.
     """
     job, warm = history.job, history.job.warm_in_force
-    if warm is None or warm.best_batch_size not in (job.batch_sizes[each] for each in available):
-        return None
-    index = job.batch_sizes.index(warm.best_batch_size)
-    if not beliefs[index].is_taken_over or beliefs[index].setbacks:
+    index = next((each for each in available if warm and job.batch_sizes[each] == warm.best_batch_size), None)
+    if warm is None or index is None or not beliefs[index].is_taken_over or beliefs[index].setbacks:
         return None
     is_first = not any(arm.trials for arm in history.arms.values())
     start = f"first run of job {job.job_id}" if is_first else "no run has reached the target yet"
-    reason = f"{start}: {warm.best_batch_size} is the best size of the other job; {warm.in_words}"
+    size = job.batch_sizes[index]
+    reason = f"{start}: {size} is the best size of the other job; {warm.in_words}"
     found = unbounded(job.max_epochs)
     if job.beta_knob is not None:
         found = bound_of_incumbent(job, posterior_of(Sizes.of(job), beliefs), beliefs[index], index)
-    return Suggestion(warm.best_batch_size, Origin.EXPLORATION, reason + _left_out(history), bound=found)
+    return Suggestion(size, Origin.EXPLORATION, reason + _left_out(history), bound=found)
 
 
 def _first(history: History, beliefs: Beliefs, available: Sequence[int]) -> Suggestion:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from alembic import op
+from alembic.script import ScriptDirectory
 
 revision = "0006"
 down_revision = "0005"
@@ -17,6 +20,6 @@ def upgrade() -> None:
 
 def downgrade() -> None:
     """Create the column and the tables again, empty, by the scripts that created them first."""
-    environment = op.get_context().environment_context
+    scripts = ScriptDirectory(str(Path(__file__).parent.parent))
     for earlier in ("0004", "0005"):
-        environment.script.get_revision(earlier).module.upgrade()
+        scripts.get_revision(earlier).module.upgrade()
