@@ -37,9 +37,9 @@ from bso_server.core.model import (
     History,
     Suggestion,
     TrialRecord,
+    advice_in_words,
     log_costs_per_epoch,
 )
-from bso_server.core.phrases import advice_in_words, chance_in_words
 from bso_server.core.policy import Memory, Policy
 from bso_server.core.quality import left_out
 from bso_server.errors import NoSurvivorError
@@ -370,6 +370,26 @@ def explain(history: History, suggestion: Suggestion) -> Decision:
         incumbent=sizes[forecast.incumbent] if forecast.incumbent_converges else None,
         stop=stop,
     )
+
+
+# Upper limit of a probability, and its name.
+_CHANCES = (
+    (0.02, "hardly any chance"),
+    (0.07, "about a one-in-twenty chance"),
+    (0.14, "about a one-in-ten chance"),
+    (0.22, "about a one-in-five chance"),
+    (0.29, "about a quarter chance"),
+    (0.41, "about a third chance"),
+    (0.59, "about an even chance"),
+    (0.71, "about a two-in-three chance"),
+    (0.85, "about a three-in-four chance"),
+    (0.97, "a good chance"),
+)
+
+
+def chance_in_words(chance: float) -> str:
+    """Describe a probability, for example as ``about a third chance``."""
+    return next((words for least, words in _CHANCES if chance < least), "almost every chance")
 
 
 def _beliefs(forecast: Forecast, sizes: tuple[int, ...]) -> tuple[SizeBelief, ...]:
