@@ -125,7 +125,7 @@ class FleetFigures:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the fleet; return 0 if the measurement succeeded, whatever its figures, and 1 if it failed."""
+    """Run the fleet; return 0 if the measurement succeeded, even if it misses the gate, and 1 if it failed."""
     options = _parser().parse_args(arguments)
     fleet = Fleet(options.trainings, options.per_job, options.epochs, options.epoch_s, options.heartbeat_s)
     try:

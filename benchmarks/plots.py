@@ -53,7 +53,7 @@ _TICKS = [1, 2, 5, 10, 20, 50, 100]
 
 
 def plot_policies(results: PolicyResults, folder: Path) -> None:
-    """Draw ``policies-costs.svg``, if there are results of a main row.
+    """Draw ``policies-costs.svg``, if the results contain a main row.
 
     Raises:
         ImportError: matplotlib is not installed.
