@@ -246,12 +246,6 @@ def test_check_that_outlasts_the_call_is_left_to_the_next(tmp_path: Path, monkey
     assert "timed out" in json.loads((tmp_path / hour.GPU_CHECK).read_text())["problem"]
 
 
-def test_calibration_is_of_the_chosen_tasks_only(tmp_path: Path) -> None:
-    packed = tmp_path / "gpu-state.tgz"
-    chosen = Hour(State(tmp_path), time.monotonic() + 600, SECONDS, 1, packed, tasks=("resnet18",))
-    assert [step.task for step in chosen.left()] == ["resnet18"]
-
-
 def test_process_exits_before_the_end_of_its_call(tmp_path: Path) -> None:
     program = """
 import sys, time

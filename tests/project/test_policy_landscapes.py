@@ -85,29 +85,6 @@ def test_first_epoch_of_a_size_costs_15_percent_more() -> None:
     assert profile.profiling.energy_j == pytest.approx(1150)
 
 
-def test_generated_job_changes_as_documented() -> None:
-    def epochs(job: MadeJob) -> list[float]:
-        return job.mean_epochs.tolist()
-
-    assert epochs(landscapes.drifted(JOB, 0)) == [10, 20, 30]
-    assert epochs(landscapes.drifted(JOB, 1)) == pytest.approx([13.499, 38.311, 81.548], rel=1e-4)
-    assert landscapes.with_more_epochs(JOB).max_epochs == 180
-    assert epochs(landscapes.with_epochs_reversed(JOB)) == [30, 20, 10]
-    high, low = landscapes.in_season(JOB, 0.25), landscapes.in_season(JOB, 0.75)
-    assert epochs(high) == pytest.approx([12, 24, 36])
-    assert high.epoch_costs_j == pytest.approx([2100, 2100, 4200])
-    assert epochs(low) == pytest.approx([8, 16, 24])
-    assert low.epoch_costs_j == pytest.approx([900, 900, 1800])
-    # Throughput saturates 1.4 octaves above 8: log(1 + 2^1.4), log(1 + 2^0.4), log(1 + 2^-0.6).
-    costs_j = landscapes.on_faster_gpu(JOB).epoch_costs_j
-    assert costs_j == pytest.approx([600 * 3.639 / 2.3195, 600, 600 * 1.6598 / 2.3195], rel=1e-3)
-    assert landscapes.with_tight_max_epochs(JOB).max_epochs == 25
-    assert landscapes.with_epoch_noise(JOB).epochs_sd == 0.6
-    assert landscapes.with_heavy_tails(replace(JOB, epochs_sd=0.5)).epochs_sd == 0.5
-    best = landscapes.from_the_best(JOB)
-    assert best.batch_sizes[best.default_place] == 8
-
-
 def made_cases(row: str) -> list[Case]:
     return ROWS[row].cases(Path("not needed"), 100)
 
@@ -148,6 +125,7 @@ def test_changing_rows_are_literal(monkeypatch: pytest.MonkeyPatch) -> None:
     assert expected_j("seasons", 0, 3, 6, 9, 15) == pytest.approx([1, 1.68, 1, 0.48, 1.68], **approx)
     assert expected_j("gpu-change", 39, 40) == pytest.approx([1, 0.4 * 3.639 / 2.3195], **approx)
     assert {case.conditions.cost_noise_sd for case in changed["costs"]} == {0.5}
+    assert made_cases("made-tight")[0].workload.max_epochs == 25
 
 
 def test_runs_crash_halfway_and_are_repeated() -> None:

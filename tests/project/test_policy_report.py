@@ -241,12 +241,6 @@ def test_optuna_has_a_separate_number_of_seeds(tmp_path: Path) -> None:
     assert {name: each["seeds"] for name, each in found.items()} == {"default": 3, "optuna-tpe": 2}
 
 
-def test_missing_policy_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["report", "--policies", "divination"])
-    assert "divination" in capsys.readouterr().err
-
-
 def test_pictures_require_matplotlib(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -18,7 +18,7 @@ from benchmarks.recurrences.__main__ import require_gpu
 from benchmarks.recurrences.harness import MAX_TRIES, State, is_done, read_records
 from benchmarks.recurrences.plan import Extent, Step, steps
 from benchmarks.recurrences.runs import Order
-from benchmarks.recurrences.tasks import HOUR_TASKS, REFUSED, TASKS, tasks_for
+from benchmarks.recurrences.tasks import REFUSED, TASKS, tasks_for
 from benchmarks.reports import (
     RESULTS,
     Record,
@@ -27,7 +27,6 @@ from benchmarks.reports import (
     bootstrap,
     break_even,
     hindsight,
-    median_ratio,
     proof_results,
     regret,
     share_saved,
@@ -86,12 +85,6 @@ def test_given_number_of_epochs_is_trained_regardless_of_the_target() -> None:
     falling = Order("characters", "characters", 0, batch_size=8, epochs=3).spec()
     assert (rising.target_metric, rising.max_epochs) == (1e9, 3)
     assert (falling.target_metric, falling.max_epochs) == (-1e9, 3)
-
-
-def test_sizes_of_a_task_span_two_decades_including_the_default() -> None:
-    for task in TASKS.values():
-        assert task.default_batch_size in task.batch_sizes
-        assert task.batch_sizes[-1] / task.batch_sizes[0] >= (64 if task.name in HOUR_TASKS else 100)
 
 
 def test_shrunken_tasks_have_reachable_targets() -> None:
@@ -299,14 +292,6 @@ def test_smallest_task_runs_from_trainings_to_a_page(tmp_path: Path) -> None:
 
 def test_share_saved_is_computed_from_sums() -> None:
     assert share_saved(np.array([[1.0, 4.0], [8.0, 8.0]])) == pytest.approx(0.25)
-
-
-def test_median_of_ratios_is_exact() -> None:
-    assert median_ratio(np.array([[2.0, 1.0], [3.0, 3.0], [3.0, 2.0]])) == 1.5
-
-
-def test_interval_of_equal_samples_has_no_width() -> None:
-    assert bootstrap([(1.0, 2.0)] * 5, share_saved) == (0.5, 0.5, 0.5)
 
 
 def test_interval_covers_the_resampled_values_reproducibly() -> None:
