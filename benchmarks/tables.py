@@ -423,7 +423,7 @@ def _calibration(results: ProofResults) -> str:
 
 
 def _gpu_check(found: Mapping[str, Any], simulated: str) -> str:
-    """Return a table with a line for each check of ``zeus-plugins doctor --gpu-check``."""
+    """Return a table with a line for each check of `benchmarks.gpu_check`."""
     lines = [["check", "verdict", f"found{simulated}"]]
     lines += [[each["check"], each["verdict"], each["found"].replace("|", "/")] for each in found.get("results", ())]
     if found.get("problem"):
