@@ -30,7 +30,7 @@ from zeus_plugins.energy.nvml import POWER_INSTANT, Nvml, NvmlGpu, cuda_devices,
 from zeus_plugins.environment import CUDA_DEVICE_ORDER, CUDA_VISIBLE_DEVICES, environment_for
 from zeus_plugins.errors import ZeusBSOConfigError
 from zeus_plugins.power_limit import PowerLimitUnavailableError, find_devices
-from zeus_plugins.power_limit.devices import PowerLimitDevice, default_limit_w, enforced_limit_w
+from zeus_plugins.power_limit.devices import PowerLimitDevice
 
 PERIOD_S = 3.0
 """Seconds for which the moves of a reading are counted."""
@@ -338,8 +338,8 @@ def _limits(gpu: NvmlGpu, device: PowerLimitDevice) -> Result:
             "lowest_w": lowest_w,
             "highest_w": highest_w,
             "limit_w": device.limit_w(),
-            "enforced_w": enforced_limit_w(device),
-            "default_w": default_limit_w(device),
+            "enforced_w": device.enforced_limit_w(),
+            "default_w": device.default_limit_w(),
         }
     except PowerLimitUnavailableError as error:
         return Result("power limits", expected, str(error), Verdict.DOUBTFUL, str(gpu))
