@@ -17,7 +17,9 @@ from typing import Any
 
 from bso_server.core.occurrences import Outcome, ReportsCommitted, TransactionDone
 from bso_server.metrics import DIRECTORY_VARIABLE
-from bso_server.metrics.watch import Watch
+from bso_server.metrics.prometheus import Metrics
+from bso_server.metrics.requests import RequestWatch
+from bso_server.service.health import JobTotals
 
 WAYS = {
     "alone": "ids and metrics of a server in one process",
@@ -61,16 +63,20 @@ async def _send(_message: Any) -> None:
 
 async def _least_ms() -> float:
     """Return the ms that monitoring adds to a request: fastest block with it, less fastest block without."""
-    watch = Watch(counts=True, traces=False)
-    watched = watch.around(_answer)
+
+    async def no_jobs() -> dict[str, JobTotals]:
+        return {}
+
+    metrics = Metrics(no_jobs, None)
+    watched = RequestWatch(_answer, request_done=metrics.request_done)
 
     async def block_ms(is_watched: bool) -> float:
         begun = time.process_time()
         for _ in range(_REQUESTS):
             scope = dict(_SCOPE)
             if is_watched:
-                watch.hear(_DONE)
-                watch.hear(_COMMITTED)
+                metrics.hear(_DONE)
+                metrics.hear(_COMMITTED)
                 await watched(scope, None, _send)
             else:
                 await _answer(scope, None, _send)
@@ -78,7 +84,6 @@ async def _least_ms() -> float:
 
     await block_ms(True)
     pairs = [(await block_ms(True), await block_ms(False)) for _ in range(_BLOCKS)]
-    await watch.close()
     return min(with_it for with_it, _ in pairs) - min(without for _, without in pairs)
 
 

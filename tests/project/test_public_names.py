@@ -65,7 +65,6 @@ PUBLIC = {
             "Evaluation",
             "FieldError",
             "Fingerprint",
-            "FirstRun",
             "GpuConfig",
             "Heartbeat",
         ),
@@ -84,7 +83,6 @@ PUBLIC = {
             "OfflineTrial",
         ),
         *("Origin", "Paths", "PowerLimitChoice", "PowerLimitSample", "PowerProfile", "ReportResponse"),
-        *("Probe", "ProbedSize", "TrialProbe"),
         *(
             "Stage",
             "StopRule",
@@ -94,7 +92,6 @@ PUBLIC = {
             "TrialId",
             "TrialList",
             "TrialPowerProfile",
-            *("Probe", "ProbedSize", "TrialProbe"),
         ),
         *("CandidateWorth", "Decision", "MAX_CANDIDATES", "Explanation", "SizeBelief"),
         *("changes_in_words", "expected_in_words", "joules_in_words"),
