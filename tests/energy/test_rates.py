@@ -81,6 +81,7 @@ def test_last_rate_continues_after_the_table_with_one_warning(tmp_path: Path, ca
         ({"ZEUS_PUE": "0.5"}, None, "ZEUS_PUE is 0.5: a PUE is at least 1"),
         ({"ZEUS_PRICE_PER_KWH": "absent.csv"}, None, r"ZEUS_PRICE_PER_KWH=absent.csv cannot be read: .*No such file"),
         ({}, "", "needs the column 'time' and a column that begins with 'price': its first line names none"),
+        ({}, "date,price\n2026-11-25,1\n", "needs the column 'time' .* names 'date', 'price'"),
         ({}, "time,rate\n2026-11-25,1\n", "a column that begins with 'price': its first line names 'time', 'rate'"),
         ({}, "MTU (CET/CEST),Day-ahead Price (EUR/MWh)\n", "needs the column 'time' .* names 'MTU .*money-and-co2"),
         ({"ZEUS_EMISSIONS_FILE": "rows.csv"}, None, "ZEUS_EMISSIONS_FILE is no longer written: unset it; trackers get"),
