@@ -152,6 +152,12 @@ def test_removed_command_names_its_replacement(
     assert instead in capsys.readouterr().err
 
 
+def test_removed_setting_names_its_replacement(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ZEUS_BSO_TRACING", "true")
+    with pytest.raises(ValueError, match=r"ZEUS_BSO_TRACING was removed, unset it: docs"):
+        Settings()
+
+
 def test_serve_names_the_database(server: ServerProcess) -> None:
     log = server.log.read_text()
     assert f"database: {server.database_url}" in log
