@@ -30,7 +30,7 @@ from benchmarks.recurrences.runs import FAILED_STATUS, OUT_OF_MEMORY, Curve, Ord
 from benchmarks.recurrences.tasks import GPU, REFUSED, SIMULATED, Device, Task
 from zeus_plugins.energy import EnergyMonitor, EstimateMonitor, auto
 from zeus_plugins.energy.monitor import DEFAULT_ESTIMATED_POWER_W, stated_power_w
-from zeus_plugins.energy.nvml import POWER_INSTANT, open_gpus
+from zeus_plugins.energy.nvml import open_gpus
 from zeus_plugins.energy.processes import synchronize
 from zeus_plugins.errors import ZeusBSORuntimeError
 from zeus_plugins.power_limit import find_devices
@@ -155,7 +155,7 @@ def _watched(curve: Curve | None, found: dict[str, Any]) -> Iterator[None]:
 
     def read() -> None:
         while not done.wait(_READ_S):
-            readings_w.append(gpu.power_in(field=POWER_INSTANT) or gpu.power_w())
+            readings_w.append(gpu.instant_power_w())
 
     thread = threading.Thread(target=read, name="power-readings", daemon=True)
     thread.start()
