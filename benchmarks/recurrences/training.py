@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from lightning.pytorch import seed_everything
 
-from benchmarks.recurrences import huggingface_tasks, lightning_tasks, synchronising
+from benchmarks.recurrences import huggingface_tasks, lightning_tasks
 from benchmarks.recurrences.following import end_with_parent
 from benchmarks.recurrences.runs import FAILED_STATUS, OUT_OF_MEMORY, Curve, Order, Outcome, Run
 from benchmarks.recurrences.tasks import GPU, REFUSED, SIMULATED, Device, Task
@@ -95,11 +95,8 @@ def trained(order: Order, server_url: str, monitor: EnergyMonitor) -> Outcome:
         wall_s, cpu_s = time.perf_counter(), time.process_time()
         monitor.begin_window(_WHOLE)
         try:
-            if order.windows:
-                calibration["windows"] = synchronising.windows(run)
-            else:
-                with _watched(curve, calibration):
-                    trial = _FRAMEWORKS[task.framework](run)
+            with _watched(curve, calibration):
+                trial = _FRAMEWORKS[task.framework](run)
         except torch.OutOfMemoryError:
             state = OUT_OF_MEMORY
         except ZeusBSORuntimeError as error:
