@@ -22,7 +22,6 @@ from bso_server.cli.common import (
     take_server_from_environment,
     with_store,
 )
-from bso_server.cli.import_zeus import add_import_zeus_command
 from bso_server.cli.jobs import add_jobs_commands
 from bso_server.cli.report import add_report_command
 from bso_server.cli.serve import add_serve_command
@@ -41,9 +40,17 @@ from zeus_plugins.protocol import package_version, printable
 # Status of a command whose reader has closed the pipe, as in `bso-server jobs list | head`: 128 + SIGPIPE.
 _READER_LEFT = 141
 
+# Commands of earlier versions, each with what to do instead.
+_REMOVED = {"jobs import-zeus": "examples/import_zeus.py writes a file for jobs import: docs/move-from-zeus.md"}
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return 0, 1 after one line on standard error, or 141 if the reader of its output has ended."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    for removed, instead in _REMOVED.items():
+        if list(arguments[: len(removed.split())]) == removed.split():
+            print(f"bso-server: the command {removed!r} was removed: {instead}", file=sys.stderr)
+            return 1
     options = _parser().parse_args(arguments)
     take_server_from_environment(options)
     # Commands that configure no log of their own log in the format of their other messages.
@@ -106,7 +113,7 @@ def _parser() -> argparse.ArgumentParser:
 
     add_token_commands(commands)
     add_webhook_commands(commands)
-    add_import_zeus_command(add_jobs_commands(commands))
+    add_jobs_commands(commands)
     add_report_command(commands)
     add_simulate_command(commands)
     return parser
