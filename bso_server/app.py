@@ -33,7 +33,6 @@ from bso_server.service.pages import Pages
 from bso_server.service.reading import JobReader
 from bso_server.service.tokens import Authenticator, Tokens
 from bso_server.service.views import Tariff
-from bso_server.service.webhooks import Webhooks
 from bso_server.settings import Settings, parts
 from bso_server.storage.database import open_database
 from bso_server.storage.store import Store
@@ -83,15 +82,9 @@ def create_app(settings: Settings | None = None) -> Litestar:
                 await request_counts.delete_expired()
                 await service.reap()
 
-            work = {
-                "could not look for abandoned trials": reap,
-                "could not deliver the messages of webhooks": Webhooks(store).deliver,
-            }
-            interval_s = settings.reap_interval_s
-            tasks = [asyncio.create_task(_repeat(each, failure, interval_s)) for failure, each in work.items()]
+            task = asyncio.create_task(_repeat(reap, settings.reap_interval_s))
             yield
-            for task in tasks:
-                task.cancel()
+            task.cancel()
         finally:
             await watch.close()
             await store.close()
@@ -184,17 +177,17 @@ def _rate_limit(per_minute: int) -> DefineMiddleware:
     return RateLimitConfig(rate_limit=("minute", per_minute), exclude="^/health/", store=_REQUEST_COUNTS).middleware
 
 
-async def _repeat(work: Callable[[], Awaitable[object]], failure: str, interval_s: float) -> None:
-    """Call `work` every `interval_s` seconds until cancelled; log an unexpected error as `failure`."""
+async def _repeat(reap: Callable[[], Awaitable[object]], interval_s: float) -> None:
+    """Call `reap` every `interval_s` seconds until cancelled, also after an unexpected error."""
     while True:
         await asyncio.sleep(interval_s)
         try:
-            await work()
+            await reap()
         except (DatabaseNotReadyError, DatabaseUnavailableError):
             # The store has logged the error, or logs it at the next request.
             pass
         except Exception:
-            logger.exception("%s", failure)
+            logger.exception("could not look for abandoned trials")
 
 
 def __getattr__(name: str) -> Litestar:

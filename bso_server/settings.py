@@ -48,7 +48,7 @@ class Settings(BaseSettings):
         log_format: Format of log lines, text or JSON.
         echo_sql: True to log every SQL statement.
         crash_retries: Crashes after which the server excludes a batch size that has never completed a run.
-        reap_interval_s: Seconds between two searches for expired trials, and for news for webhooks.
+        reap_interval_s: Seconds between two searches for expired trials.
         heartbeat_interval_s: Seconds between two heartbeats of a training.
         heartbeat_lease_s: Seconds without a heartbeat after which a training with heartbeats counts as abandoned; must
             exceed the interval.

@@ -151,8 +151,6 @@ ZEUSD_SOCK_PATH = Variable("ZEUSD_SOCK_PATH", "the socket of zeusd, the daemon t
 ZEUSD_TOKEN = Variable("ZEUSD_TOKEN", "zeusd's access token", is_secret=True)
 CUDA_VISIBLE_DEVICES = Variable("CUDA_VISIBLE_DEVICES", "the visible GPUs, by index, UUID or MIG id", "all")
 CUDA_DEVICE_ORDER = Variable("CUDA_DEVICE_ORDER", "the order of CUDA's indices", "`FASTEST_FIRST`")
-HIP_VISIBLE_DEVICES = Variable("HIP_VISIBLE_DEVICES", "the visible AMD GPUs", "`CUDA_VISIBLE_DEVICES`")
-ROCR_VISIBLE_DEVICES = Variable("ROCR_VISIBLE_DEVICES", "the AMD GPUs that the driver shows", "all")
 
 # Launchers of several processes
 GROUP_RANK = Variable("GROUP_RANK", "the number of torchrun's agent; each machine has one agent")

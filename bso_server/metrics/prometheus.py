@@ -157,6 +157,8 @@ _FAMILIES = {
     "zeus_bso_silent_trials": ("Trials with an expired lease that are not abandoned yet.", ()),
     "zeus_bso_energy_joules": ("Energy that all trials have taken, as far as they have reported.", ()),
     "zeus_bso_verdicts": ("Jobs whose best batch size saves, loses, or has not been shown to.", ("verdict",)),
+    "zeus_bso_stuck_jobs": ("Jobs of which every batch size has missed the target.", ()),
+    "zeus_bso_cost_changed_jobs": ("Jobs whose last two runs cost more, or less, than earlier ones.", ("change",)),
     "zeus_bso_saved_energy_joules": ("Energy saved over the default batch sizes, by jobs that have paid it back.", ()),
     "zeus_bso_saved_time_seconds": ("Training time saved over the default sizes, by jobs that have paid it back.", ()),
     "zeus_bso_saved_cost_joules": ("Cost saved over the default batch sizes, by jobs that have paid it back.", ()),
@@ -164,12 +166,16 @@ _FAMILIES = {
     "zeus_bso_job_energy_joules": ("Energy that the trials of a job have taken.", ("job_id",)),
     "zeus_bso_job_saved_energy_joules": ("Energy that a job has saved, once it is paid back.", ("job_id",)),
     "zeus_bso_job_saved_cost_joules": ("Cost that a job has saved, once it is paid back.", ("job_id",)),
+    "zeus_bso_job_verdict": ("Verdict on a job: 1 if it saves, -1 if it loses, 0 if neither is shown.", ("job_id",)),
+    "zeus_bso_job_stuck": ("1 if every batch size of a job has missed the target, otherwise 0.", ("job_id",)),
+    "zeus_bso_job_cost_change": ("Share by which the last two runs of a job cost more than earlier ones.", ("job_id",)),
     "zeus_bso_unnamed_jobs": ("Jobs matched by ZEUS_BSO_METRICS_JOBS beyond the first 200, which have no metrics.", ()),
 }
 
 # Fields of `JobTotals` behind the sums over all jobs, and behind the metrics of a job.
 _SUMS = {
     "zeus_bso_silent_trials": "silent",
+    "zeus_bso_stuck_jobs": "is_stuck",
     "zeus_bso_energy_joules": "energy_j",
     "zeus_bso_saved_energy_joules": "saved_energy_j",
     "zeus_bso_saved_time_seconds": "saved_time_s",
@@ -179,7 +185,10 @@ _OF_A_JOB = {
     "zeus_bso_job_energy_joules": "energy_j",
     "zeus_bso_job_saved_energy_joules": "saved_energy_j",
     "zeus_bso_job_saved_cost_joules": "saved_cost_j",
+    "zeus_bso_job_stuck": "is_stuck",
+    "zeus_bso_job_cost_change": "drift",
 }
+_SIGN_OF = {SavingsWord.SAVES: 1, SavingsWord.NOT_SHOWN: 0, SavingsWord.LOSES: -1}
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,6 +304,10 @@ def samples_of(totals: Mapping[str, JobTotals], named: str | None) -> Samples:
         "zeus_bso_jobs": [(list(labels), count) for labels, count in jobs.items()],
         "zeus_bso_verdicts": [([word], count) for word, count in verdicts.items()],
         "zeus_bso_trials": [([state], count) for state, count in trials.items()],
+        "zeus_bso_cost_changed_jobs": [
+            (["more"], sum((each.drift or 0) > 0 for each in totals.values())),
+            (["less"], sum((each.drift or 0) < 0 for each in totals.values())),
+        ],
     }
     for name, total in _SUMS.items():
         samples[name] = [([], sum(getattr(each, total) or 0 for each in totals.values()))]
@@ -304,6 +317,7 @@ def samples_of(totals: Mapping[str, JobTotals], named: str | None) -> Samples:
         samples["zeus_bso_job_trials"] = [
             ([job_id, state], count) for job_id, job in shown.items() for state, count in job.trials.items()
         ]
+        samples["zeus_bso_job_verdict"] = [([job_id], _SIGN_OF[job.verdict]) for job_id, job in shown.items()]
         for name, total in _OF_A_JOB.items():
             values = {job_id: getattr(job, total) for job_id, job in shown.items()}
             samples[name] = [([job_id], value) for job_id, value in values.items() if value is not None]

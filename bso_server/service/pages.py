@@ -313,8 +313,7 @@ def _line_of(transaction: Transaction, stored: StoredJob) -> JobLine:
     latest = queries.latest_instants(transaction, stored.job_id, limit=_SPARKS)
     totals = queries.trial_totals(transaction, stored.job_id, limit=_SPARKS)
     tallies = queries.tallies(transaction, stored.job_id)
-    recent = max(stored.revised_event, stored.event_count - _COMPARED_EVENTS)
-    reached = queries.completed_runs(transaction, stored.job_id, since=recent)
+    stuck, drift = troubles(transaction, stored)
     return JobLine(
         job=reading.job_summary(stored),
         gpu_model=stored.registration.gpu_model,
@@ -327,12 +326,19 @@ def _line_of(transaction: Transaction, stored: StoredJob) -> JobLine:
         energy_sources=_sources_of(totals),
         trial_states=dict(reading.trial_states(tallies)),
         best_metric=_best_metric(transaction, stored.registration, tallies),
-        # Only a job without a run at the target can be stuck.
-        stuck=None
-        if stored.min_cost_j is not None
-        else reading.stuck_advice(transaction, load_history(transaction, stored)),
-        drift=drift_of(stored.registration, reached),
+        stuck=stuck,
+        drift=drift,
     )
+
+
+def troubles(transaction: Transaction, stored: StoredJob) -> tuple[str | None, float | None]:
+    """Return the fields `stuck` and `drift` of a job's `JobLine`."""
+    recent = max(stored.revised_event, stored.event_count - _COMPARED_EVENTS)
+    reached = queries.completed_runs(transaction, stored.job_id, since=recent)
+    # Only a job without a run at the target can be stuck.
+    is_stuck = stored.min_cost_j is None
+    stuck = reading.stuck_advice(transaction, load_history(transaction, stored)) if is_stuck else None
+    return stuck, drift_of(stored.registration, reached)
 
 
 def _best_metric(transaction: Transaction, job: CreatedJob, tallies: Iterable[Tally]) -> float | None:

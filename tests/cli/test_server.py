@@ -145,6 +145,14 @@ def test_invalid_setting_is_named_in_a_single_line(arguments: list[str], words: 
     assert "Traceback" not in answer.stderr
 
 
+@pytest.mark.parametrize(("arguments", "instead"), [(["webhook", "add", "https://x"], "docs/alerts.md")])
+def test_removed_command_names_its_replacement(
+    arguments: list[str], instead: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert bso_server_main(arguments) == 1
+    assert instead in capsys.readouterr().err
+
+
 def test_serve_names_the_database(server: ServerProcess) -> None:
     log = server.log.read_text()
     assert f"database: {server.database_url}" in log

@@ -24,14 +24,12 @@ PUBLIC = {
     "zeus_plugins.dataloader": {"ZeusDataLoader"},
     "zeus_plugins.energy": {
         *(
-            "AmdSmiMonitor",
-            "AmdSmiPowerMonitor",
             "ClusterMonitor",
             "DEFAULT_ESTIMATED_POWER_W",
             "EnergyMonitor",
             "EnergyUnavailableError",
         ),
-        *("EpochMeter", "EstimateMonitor", "JetsonMonitor", "Measurement", "NvmlMonitor", "NvmlPowerMonitor"),
+        *("EpochMeter", "EstimateMonitor", "Measurement", "NvmlMonitor", "NvmlPowerMonitor"),
         "RaplMonitor",
         *("ReplayMonitor", "WindowMonitor", "ZeusMonitorAdapter", "as_energy_monitor", "auto"),
     },

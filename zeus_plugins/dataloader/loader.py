@@ -37,8 +37,8 @@ from torch.utils.data.distributed import DistributedSampler
 from zeus_plugins import energy, environment
 from zeus_plugins.energy import EnergyMonitor, WindowMonitor
 from zeus_plugins.energy.monitor import MAX_SOURCE_LENGTH, BridgedMonitor
+from zeus_plugins.energy.nvml import cuda_devices
 from zeus_plugins.energy.processes import synchronize
-from zeus_plugins.energy.visible import cuda_devices
 from zeus_plugins.errors import ZeusBSOBadOperationError, ZeusBSOConfigError, ZeusBSOOperationOrderError
 from zeus_plugins.placement import placed, this_machine
 from zeus_plugins.power_limit import PowerLimitDevice, PowerLimitProfile, PowerLimitProfiler, ZeusCost, find_devices

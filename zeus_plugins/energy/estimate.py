@@ -162,3 +162,11 @@ def cpu_model_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
         model = None
     name = (model[1].strip() if model else "") or platform.processor() or platform.machine() or "unknown CPU"
     return name[:MAX_MODEL_LENGTH]
+
+
+def board_model(path: Path = Path("/proc/device-tree/model")) -> str:
+    """Return the model of this machine's board, as small computers such as Jetson modules state it; else ""."""
+    try:
+        return path.read_text(encoding="utf-8", errors="replace").strip("\0\n ")[:MAX_MODEL_LENGTH]
+    except OSError:
+        return ""
