@@ -322,7 +322,6 @@ class JobInImport:
         self.refuse_existing(transaction)
         transaction.insert_job(job, export.created_at, owner=owner, shared=export.shared)
         transaction.update_jobs([stored])
-        transaction.save_probe(self.job_id, export.probe)
         transaction.insert_revisions(self.job_id, export.revisions)
         transaction.insert_trials(self._trials)
         transaction.insert_epochs(self._epochs)
