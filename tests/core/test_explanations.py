@@ -193,7 +193,7 @@ async def test_export_contains_the_decisions(database_url: str) -> None:
         assert export[1]["decision"] is not None
         assert export[2]["decision"] is None
         other = renamed(export, f"{server.job_id}-2")
-        await server.service.imports.import_job(pieces_of(other))
+        await server.service.import_job(pieces_of(other))
         assert (await exported(server.store, f"{server.job_id}-2"))[1]["decision"] == export[1]["decision"]
 
 

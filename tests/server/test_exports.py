@@ -256,7 +256,7 @@ async def imported(server: JobService) -> JobService:
     export = await exported(server.store, server.job_id)
     copy = JobService(server.store, **server.job.model_dump(exclude={"job_id"}))
     copy.now = server.now
-    await copy.service.imports.import_job(pieces_of(renamed(export, copy.job_id)))
+    await copy.service.import_job(pieces_of(renamed(export, copy.job_id)))
     return copy
 
 
@@ -339,7 +339,7 @@ async def test_copy_keeps_the_owner_if_the_token_is_known(bso: JobService) -> No
     assert (export[0]["owner"], export[0]["shared"]) == (record.token_id, True)
     for owner in (record.token_id, "ffffffff"):
         copy = renamed([{**export[0], "owner": owner}], f"job-{uuid.uuid4().hex}")
-        job_id = (await bso.service.imports.import_job(pieces_of(copy))).job_id
+        job_id = (await bso.service.import_job(pieces_of(copy))).job_id
         view = await bso.store.read(reading.show_job, job_id)
         # The owner's token is unknown on this server: the job is open to all tokens.
         assert (view.owner, view.shared) == (record.token_id if owner == record.token_id else None, True)
@@ -351,7 +351,7 @@ async def test_imported_id_must_start_with_the_prefix(bso: JobService) -> None:
         imports.renamed(encoded(export), "line 3", "other")
     export[0]["job"]["job_id"] = None
     with pytest.raises(InvalidImportError, match=r"job\.job_id: Input should be a valid string"):
-        await bso.service.imports.import_job(pieces_of(export))
+        await bso.service.import_job(pieces_of(export))
 
 
 async def forget(bso: JobService, hours: float) -> int:
