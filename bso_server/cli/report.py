@@ -35,9 +35,7 @@ def _period(text: str) -> str:
 def _format(text: str) -> str:
     if text not in ("md", "json"):
         # Earlier versions also had html and csv.
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is no format: md or json; for HTML, save the page /ui/report"
-        )
+        raise argparse.ArgumentTypeError(f"{text!r} is no format: md or json; for HTML, save the page /ui/report")
     return text
 
 

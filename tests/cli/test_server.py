@@ -73,7 +73,6 @@ def test_show_prints_the_same_from_database_and_server(used_server: ServerProces
             | {"low": None, "high": None, "verdict": None}
         ],
         "left_out": None,
-        "probed_cost_j": None,
     }
     first, second = shown["trials"]
     assert first["reason"] == "exploring: your default size (round 1 of 2)"
