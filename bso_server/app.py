@@ -10,11 +10,8 @@ from contextlib import asynccontextmanager
 from litestar import Litestar
 from litestar.di import Provide
 from litestar.exceptions import HTTPException
-from litestar.middleware import DefineMiddleware
-from litestar.middleware.rate_limit import RateLimitConfig
 from litestar.openapi import OpenAPIConfig
 from litestar.openapi.spec import Components, SecurityScheme
-from litestar.stores.memory import MemoryStore
 
 from bso_server.api import HANDLERS
 from bso_server.api.admin import metrics_route
@@ -36,8 +33,6 @@ from bso_server.settings import Settings, parts
 from bso_server.storage.database import open_database
 from bso_server.storage.store import Store
 from zeus_plugins.protocol import package_version
-
-_REQUEST_COUNTS = "request_counts"
 
 logger = logging.getLogger("bso_server")
 
@@ -63,7 +58,6 @@ def create_app(settings: Settings | None = None) -> Litestar:
     authenticator = Authenticator(
         tokens, insecure=settings.insecure, allowed_hosts=allowed_hosts, listener=store.listener
     )
-    request_counts = MemoryStore()
     reader, tariff = JobReader(store), Tariff.model_validate(settings, from_attributes=True)
     dependencies = {
         "service": service,
@@ -82,12 +76,7 @@ def create_app(settings: Settings | None = None) -> Litestar:
             await prepare(store)
             logger.info("database: %s", store.description)
             await _say_who_is_served(settings, tokens)
-
-            async def reap() -> None:
-                await request_counts.delete_expired()
-                await service.reap()
-
-            task = asyncio.create_task(_repeat(reap, settings.reap_interval_s))
+            task = asyncio.create_task(_repeat(service.reap, settings.reap_interval_s))
             yield
             task.cancel()
         finally:
@@ -99,12 +88,10 @@ def create_app(settings: Settings | None = None) -> Litestar:
         route_handlers=[*HANDLERS, *routes, PAGES, home],
         dependencies={name: _provide(each) for name, each in dependencies.items()},
         middleware=[
-            *([] if settings.rate_limit_per_minute is None else [_rate_limit(settings.rate_limit_per_minute)]),
             AccessControl(
                 authenticator, allowed_hosts, read_timeout_s=settings.read_timeout_s, sign_on=settings.single_sign_on
             ),
         ],
-        stores={_REQUEST_COUNTS: request_counts},
         request_class=BodyRequest,
         request_max_body_size=settings.max_body_bytes,
         exception_handlers={**EXCEPTION_HANDLERS, HTTPException: refused_route},
@@ -177,10 +164,6 @@ async def _say_who_is_served(settings: Settings, tokens: Tokens) -> None:
 
 def _provide(dependency: object) -> Provide:
     return Provide(lambda: dependency, sync_to_thread=False)
-
-
-def _rate_limit(per_minute: int) -> DefineMiddleware:
-    return RateLimitConfig(rate_limit=("minute", per_minute), exclude="^/health/", store=_REQUEST_COUNTS).middleware
 
 
 async def _repeat(reap: Callable[[], Awaitable[object]], interval_s: float) -> None:

@@ -29,7 +29,10 @@ Lease = Annotated[float, Field(gt=0, le=1e8)]
 _LEASES = LeasePolicy()
 
 # Fields of earlier versions, each with what to do instead.
-_REMOVED = {"tracing": "docs/metrics.md shows how to trace the server with OpenTelemetry's middleware"}
+_REMOVED = {
+    "rate_limit_per_minute": "limit the requests of an address in the proxy, such as by limit_req of nginx",
+    "tracing": "docs/metrics.md shows how to trace the server with OpenTelemetry's middleware",
+}
 
 
 def default_database_url() -> str:
@@ -67,7 +70,6 @@ class Settings(BaseSettings):
         sso_admins: Users of such proxies with all rights on the pages, separated by commas; None: all users only read.
         max_body_bytes: Maximum size of a request body, in bytes.
         read_timeout_s: Seconds in which a client must send the head of a request, and the same time again for its body.
-        rate_limit_per_minute: Requests per minute from one address, per server process; None: unlimited.
         price_per_kwh: Price of a kilowatt-hour for the dashboard; None: it shows no money.
         currency: Currency of the price, such as ``EUR``.
         carbon_g_per_kwh: Grams of CO2 equivalent per kilowatt-hour; None: the dashboard shows none.
@@ -107,7 +109,6 @@ class Settings(BaseSettings):
     sso_admins: str | None = None
     max_body_bytes: Annotated[int, Field(gt=0)] = 1024 * 1024
     read_timeout_s: Annotated[float, Field(gt=0, le=3600)] = 20.0
-    rate_limit_per_minute: Annotated[int, Field(gt=0)] | None = None
     price_per_kwh: Annotated[float, Field(ge=0, le=1e6)] | None = None
     currency: Annotated[str, Field(max_length=10)] | None = None
     carbon_g_per_kwh: Annotated[float, Field(ge=0, le=1e6)] | None = None

@@ -182,7 +182,7 @@ of `/jobs`, `/jobs/batch_size`, `/report` and `PATCH /trials`.
 
 ## Errors
 
-Errors are problem details (RFC 9457), [ErrorBody](#errorbody); 503 and 429 carry `Retry-After`.
+Errors are problem details (RFC 9457), [ErrorBody](#errorbody); 503 carries `Retry-After`.
 
 {table(("status", "means"), sorted((f"`{status}`", text) for status, text in errors.items()))}
 

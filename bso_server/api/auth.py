@@ -59,7 +59,6 @@ _LOGGED = {
     HTTPStatus.FORBIDDEN,
     HTTPStatus.REQUEST_TIMEOUT,
     HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
-    HTTPStatus.TOO_MANY_REQUESTS,
 }
 
 logger = logging.getLogger("bso_server")

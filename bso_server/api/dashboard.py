@@ -57,11 +57,6 @@ _TRIAL_NAME = Annotated[str, PathParameter(pattern=r"^[0-9]{1,10}(\.json)?(?!\n)
 _Containing = Annotated[str | None, QueryParameter(name="q", max_length=MAX_ID_LENGTH)]
 _At = Annotated[int | None, QueryParameter(name="at", ge=1, le=LARGEST)]
 _After = Annotated[str | None, QueryParameter(name="after", max_length=MAX_ID_LENGTH + 1)]
-# Numbers of up to eight trials with commas between them, or nothing.
-_Beside = Annotated[
-    str | None,
-    QueryParameter(name="beside", pattern=r"^ *([0-9]{1,9}( *, *[0-9]{1,9}){0,7})? *(?!\n)$", max_length=200),
-]
 # Maximum bytes of the login form, which clients without a token may send.
 _MAX_LOGIN_BYTES = 4096
 
@@ -106,13 +101,10 @@ async def job(request: AnyRequest, name: _NAME, source: Source, at: _At = None) 
 
 
 @get("/jobs/{name:str}/trials/{number:str}", opt=PAGE)
-async def trial(
-    request: AnyRequest, name: _NAME, number: _TRIAL_NAME, source: Source, beside: _Beside = None
-) -> Response[bytes]:
-    """Show a trial, with others beside it in its charts; return it as JSON if `number` ends with ``.json``."""
+async def trial(request: AnyRequest, name: _NAME, number: _TRIAL_NAME, source: Source) -> Response[bytes]:
+    """Show a trial; return it as JSON if `number` ends with ``.json``."""
     trial_number = min(int(number.removesuffix(_JSON)), LARGEST)
-    others = sorted({int(each) for each in (beside or "").split(",") if each.strip()})
-    return await _Tag(request).shown(source, source.pages.trial, name, trial_number, beside=others)
+    return await _Tag(request).shown(source, source.pages.trial, name, trial_number)
 
 
 @get(["/jobs/{name:str}/whatif", "/jobs/{name:str}/whatif.json"], opt=PAGE, include_in_schema=False)

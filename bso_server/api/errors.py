@@ -30,10 +30,6 @@ _WORDS_OF = {
         "the request's body is larger than this server takes: its setting ZEUS_BSO_MAX_BODY_BYTES says the limit, and "
         f"{MAX_IMPORT_BYTES} bytes is that of an import; bso-server jobs import --database-url has none"
     ),
-    HTTPStatus.TOO_MANY_REQUESTS: (
-        "too many requests from this address within a minute: wait for the seconds in the header RateLimit-Reset, or "
-        "raise the server's setting ZEUS_BSO_RATE_LIMIT_PER_MINUTE"
-    ),
 }
 
 # The faulty part of a request that is refused before its fields are validated.
@@ -129,7 +125,6 @@ _MEANING = {
     HTTPStatus.REQUEST_ENTITY_TOO_LARGE: "The body is too large.",
     HTTPStatus.UNSUPPORTED_MEDIA_TYPE: "The body says to be something else than JSON.",
     HTTPStatus.UNPROCESSABLE_ENTITY: "A parameter or a field of the body is wrong; each is named.",
-    HTTPStatus.TOO_MANY_REQUESTS: "Too many requests from this address.",
     HTTPStatus.INTERNAL_SERVER_ERROR: "The server failed; its log says why.",
     HTTPStatus.SERVICE_UNAVAILABLE: "The database does not answer, has another schema, is damaged, or takes no writes.",
 }
@@ -142,7 +137,6 @@ _ALWAYS = (
     HTTPStatus.BAD_REQUEST,
     HTTPStatus.UNAUTHORIZED,
     HTTPStatus.FORBIDDEN,
-    HTTPStatus.TOO_MANY_REQUESTS,
     HTTPStatus.INTERNAL_SERVER_ERROR,
     HTTPStatus.SERVICE_UNAVAILABLE,
 )

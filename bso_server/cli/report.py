@@ -20,7 +20,7 @@ def add_report_command(commands: Commands) -> None:
     report.add_argument(
         "--by", default="owner", metavar="GROUP", help="group jobs by owner, model, gpu, job, or the name of a tag"
     )
-    report.add_argument("--format", choices=["md", "html", "csv", "json"], default="md", help="default: md")
+    report.add_argument("--format", type=_format, metavar="{md,json}", default="md", help="default: md")
     report.add_argument("--output", metavar="FILE", type=Path, help="where to write it (default: standard output)")
 
 
@@ -32,23 +32,22 @@ def _period(text: str) -> str:
     return text
 
 
+def _format(text: str) -> str:
+    if text not in ("md", "json"):
+        # Earlier versions also had html and csv.
+        raise argparse.ArgumentTypeError(f"{text!r} is no format: md or json; for HTML, save the page /ui/report")
+    return text
+
+
 def _report(options: argparse.Namespace) -> None:
     # Imported here, because other commands do not need the texts of pages.
-    from bso_server.ui import fleet, html
+    from bso_server.ui import fleet
 
     tariff = Tariff.model_validate(settings_of(options), from_attributes=True)
     path = f"{Paths.FLEET_REPORT}?{urlencode({'since': options.since, 'by': options.by})}"
     page = ask_or_read(
         options, "GET", path, FleetPage, lambda store: FleetReader(store, tariff).read(options.since, options.by)
     )
-    match options.format:
-        case "md":
-            text = fleet.markdown(page)
-        case "html":
-            text = html.report_page(page, page.until)
-        case "csv":
-            text = fleet.csv(page)
-        case _:
-            text = page.model_dump_json(indent=2) + "\n"
+    text = fleet.markdown(page) if options.format == "md" else page.model_dump_json(indent=2) + "\n"
     with written(options.output) as file:
         file.write(text)

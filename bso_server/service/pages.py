@@ -38,7 +38,6 @@ from bso_server.service.views import (
     Tariff,
     TokensPage,
     TrialBin,
-    TrialCurve,
     TrialPage,
     TrialPoint,
 )
@@ -191,20 +190,13 @@ class Pages:
         return found
 
     def trial(
-        self,
-        transaction: Transaction,
-        job_id: str,
-        trial_number: int,
-        *,
-        beside: Sequence[int] = (),
-        known: str | None = None,
+        self, transaction: Transaction, job_id: str, trial_number: int, *, known: str | None = None
     ) -> Found[TrialPage]:
-        """Return one trial with its reports, and the reports of the trials `beside`."""
+        """Return one trial with its reports."""
         stored, trial = known_trial(transaction, job_id, trial_number)
         is_alive = trial.state in ALIVE
         cheapest_j = stored.min_cost_j if is_alive else None
-        others = [known_trial(transaction, job_id, number)[1] for number in beside if number != trial_number]
-        version = digest([stored.registration, stored.event_count, cheapest_j, trial, *others])
+        version = digest([stored.registration, stored.event_count, cheapest_j, trial])
         if version == known:
             return version, None
         profiles = queries.power_profiles_of(transaction, job_id, trial_number, trial_number)
@@ -218,15 +210,6 @@ class Pages:
             lease_epoch=trial.lease_epoch,
             report_count=trial.report_count,
             epochs=reading.epoch_views(transaction, stored.registration, trial),
-            beside=tuple(
-                TrialCurve(
-                    trial_number=each.trial_number,
-                    batch_size=each.batch_size,
-                    state=each.state,
-                    epochs=reading.epoch_views(transaction, stored.registration, each),
-                )
-                for each in others
-            ),
             max_cost_j=rule.max_cost_j,
             max_epochs=rule.max_epochs,
             power_profile=reading.power_profile_view(profiles[0]) if profiles else None,

@@ -283,15 +283,6 @@ class JobPage(WireMessage):
     tariff: Tariff
 
 
-class TrialCurve(WireMessage):
-    """Another trial of the job, shown beside the page's trial for comparison."""
-
-    trial_number: int
-    batch_size: int
-    state: TrialState
-    epochs: tuple[EpochView, ...]
-
-
 class TrialPage(WireMessage):
     """The page ``/ui/jobs/J/trials/N`` and its JSON."""
 
@@ -303,7 +294,6 @@ class TrialPage(WireMessage):
     lease_epoch: int  # number of runs of the trial's training
     report_count: int
     epochs: tuple[EpochView, ...]  # the reports that were not pruned
-    beside: tuple[TrialCurve, ...]  # other trials in the same charts, as the query asks for
     max_cost_j: float | None  # cost at which the server stops the trial; None without such a bound
     max_epochs: int  # epochs after which the server stops the trial without the target
     power_profile: PowerProfileView | None  # measured by this trial

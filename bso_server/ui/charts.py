@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from bso_server.core.savings import Span, is_whole_run
+from bso_server.core.savings import is_whole_run
 from bso_server.service.views import (
     EpochView,
     JobPage,
@@ -43,11 +43,8 @@ _MANY = 150
 # Above this number of reports of a trial, only the last report has a mark on the trial's line.
 _FEW = 60
 
-# Bounds and beliefs beyond this multiple of a trial's largest value are not drawn.
+# Bounds beyond this multiple of a trial's largest value are not drawn.
 _NEAR = 4
-
-# Least width of a labelled span of η, and room for the labels at both ends, as shares of the picture's width.
-_ROOM_FOR_NAME = 0.08
 
 
 def colours(job: CreatedJob) -> Mapping[int, str]:
@@ -225,7 +222,6 @@ def front(page: JobPage) -> Plot | None:
             f"mean of {units.count(each.runs, 'run')}"
         )
         plot.mark(each.time_s, each.energy_j, "completed", colour[each.batch_size], told)
-    _draw_names(plot, means)
     return plot
 
 
@@ -236,33 +232,6 @@ def pareto(means: Sequence[SizeMeans]) -> list[SizeMeans]:
         if not found or each.energy_j < found[-1].energy_j:
             found.append(each)
     return found
-
-
-_Rect = tuple[float, float, float, float]
-
-
-def _draw_names(plot: Plot, means: Sequence[SizeMeans]) -> None:
-    """Draw batch sizes beside their points on a plot 280 pixels wide, unless they would hide points or other names."""
-    points = [(plot.x.at(each.time_s) * 280, plot.top(each.energy_j)) for each in means]
-    taken = [(across - 6, down - 6, 12.0, 12.0) for across, down in points]
-    for each, (across, down), own in zip(means, points, list(taken), strict=True):
-        name, wide = str(each.batch_size), 7.5 * len(str(each.batch_size))
-        for left, below, classes in (
-            (across + 9, 4.0, "start right"),
-            (across - 9 - wide, 4.0, "end left"),
-            (across - wide / 2, -10.0, "mid"),
-            (across - wide / 2, 20.0, "mid"),
-        ):
-            box = (left, down + below - 11, wide, 13.0)
-            is_inside = left >= 0 and box[1] + box[3] <= plot.height
-            if is_inside and not any(_overlap(box, other) for other in taken if other != own):
-                taken.append(box)
-                plot.parts.append(Label(plot.left(each.time_s), down + below, name, f"size-name {classes}"))
-                break
-
-
-def _overlap(one: _Rect, other: _Rect) -> bool:
-    return all(one[side] < other[side] + other[side + 2] and other[side] < one[side] + one[side + 2] for side in (0, 1))
 
 
 class BeliefTable(NamedTuple):
@@ -342,38 +311,19 @@ def _belief_table(
     return BeliefTable(rows, Picture(16, [Label(x, 12, label, "tick mid") for x, label in ticks]))
 
 
-def spans_of_eta(job: CreatedJob, spans: Sequence[Span]) -> Picture:
-    """Draw the cheapest size under each η as a bar from 0 to 1, with a mark at the job's η."""
-    colour, parts = colours(job), list[Part]()
-    for span in spans:
-        width = span.high - span.low
-        parts.append(Box(f"span {colour[span.batch_size]}", 14, 16, share(span.low), share(width)))
-        if width > _ROOM_FOR_NAME:
-            parts.append(Label(share(span.low + width / 2), 10, str(span.batch_size), "size-name mid"))
-        if _ROOM_FOR_NAME < span.high < 1 - _ROOM_FOR_NAME:
-            parts.append(Label(share(span.high), 46, units.number(span.high, 2), "tick mid"))
-    parts += [Label("0", 46, "time", "tick"), Label("100%", 46, "energy", "tick end")]
-    parts.append(Line("own", 14, 34, share(job.eta_knob), share(job.eta_knob)))
-    told = "; ".join(
-        f"{span.batch_size} from {units.number(span.low, 2)} to {units.number(span.high, 2)}" for span in spans
-    )
-    return Picture(50, parts, f"Cheapest batch size by eta: {told}")
-
-
 # --- One trial --------------------------------------------------------------------------------------------------------
 
 
 def metric(page: TrialPage) -> Plot:
     """Chart the metric of a trial by epoch, with the target; the trial must have reported."""
     target, last = page.job.target_metric, page.epochs[-1]
-    metrics = [each.metric for each in _all_epochs(page)]
+    metrics = [each.metric for each in page.epochs]
     y = Scale.over(metrics if target is None else [target, *metrics], zero=False, log=False)
     is_better = "rise to" if page.job.higher_is_better_metric else "fall to"
     goal = "a target that is not set yet" if target is None else units.exact(target)
     told = f"{units.number(last.metric, 4)} after {units.count(last.epoch, 'epoch', 4)}; it is to {is_better} {goal}."
     plot = Plot("metric", "Metric by epoch", told, _epoch_scale(page), y)
     plot.axes([(value, units.number(value)) for value in y.ticks(5)], plot.x.whole_numbers(), "epoch")
-    _draw_predicted_epochs(plot, page)
     _draw_series(plot, page, lambda each: each.metric, lambda value: units.number(value, 4))
     if target is not None:
         plot.level(target, f"target {units.exact(target)}", "target", above=y.at(target) < 0.85)
@@ -382,7 +332,7 @@ def metric(page: TrialPage) -> Plot:
 
 def cost(page: TrialPage) -> Plot:
     """Chart the cost of a trial by epoch, with the expected cost and the bound; the trial must have reported."""
-    costs_j, show = [each.cost_j for each in _all_epochs(page)], units_of(page)
+    costs_j, show = [each.cost_j for each in page.epochs], units_of(page)
     bound_j = page.max_cost_j
     if bound_j is not None and bound_j >= _NEAR * max(costs_j):
         bound_j = None
@@ -417,51 +367,17 @@ def belief_of(page: TrialPage) -> SizeBelief | None:
     return found
 
 
-def _predicted_epochs(page: TrialPage) -> tuple[float, float] | None:
-    """Return the epochs at which the trial enters and leaves the 90 % band of its expected cost, at its mean pace."""
-    belief, last = belief_of(page), page.epochs[-1]
-    if belief is None or not last.cost_j:
-        return None
-    epochs_per_j = last.epoch / last.cost_j
-    return (belief.low_j or 0.0) * epochs_per_j, (belief.high_j or 0.0) * epochs_per_j
-
-
-def _draw_predicted_epochs(plot: Plot, page: TrialPage) -> None:
-    epochs = _predicted_epochs(page)
-    if epochs is None or epochs[0] >= plot.x.high:
-        return
-    left, right = plot.x.at(epochs[0]), min(plot.x.at(epochs[1]), 1.0)
-    plot.parts += [
-        Box("predicted", 0, plot.height, share(left), share(max(right - left, 0.004))),
-        Label(share((left + right) / 2), plot.height - 26, "expected", "level-name mid predicted"),
-    ]
-
-
-def _all_epochs(page: TrialPage) -> list[EpochView]:
-    return [*page.epochs, *(each for other in page.beside for each in other.epochs)]
-
-
 def _epoch_scale(page: TrialPage) -> Scale:
-    last = max(each.epoch for each in _all_epochs(page))
+    last = page.epochs[-1].epoch
     # The axis includes the bound on epochs only if the trial came near the bound.
     far = max(float(page.max_epochs), last) if page.max_epochs <= 2 * last else last
-    predicted = _predicted_epochs(page)
-    if predicted is not None and predicted[1] < _NEAR * last:
-        far = max(far, predicted[1])
     return Scale(0.0, max(far, 1.0) * 1.04)
 
 
 def _draw_series(
     plot: Plot, page: TrialPage, value_of: Callable[[EpochView], float], say: Callable[[float], str]
 ) -> None:
-    """Draw a value by epoch: the page's trial with a mark for each report, the trials beside it with only the last."""
-    for other in page.beside:
-        name, curve = colours(page.job)[other.batch_size], [(each.epoch, value_of(each)) for each in other.epochs]
-        plot.path(curve, f"line beside {name}")
-        if curve:
-            epoch, value = curve[-1]
-            told = f"Run {other.trial_number} at {other.batch_size}, epoch {units.number(epoch, 4)}: {say(value)}"
-            plot.mark(epoch, value, other.state, f"other many {name}", told)
+    """Draw a value by epoch, with a mark for each report."""
     points = [(each.epoch, value_of(each)) for each in page.epochs]
     colour = colours(page.job)[page.trial.batch_size]
     plot.path(points, f"line {colour}")

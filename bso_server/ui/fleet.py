@@ -1,4 +1,4 @@
-"""The report on all jobs in words and tables, which the page, Markdown and CSV share."""
+"""The report on all jobs in words and tables, which the page and Markdown share."""
 
 from __future__ import annotations
 
@@ -8,15 +8,12 @@ from functools import partial
 from typing import NamedTuple
 
 from bso_server.core.verdict import Saved
-from bso_server.service.reading import csv_of
 from bso_server.service.views import FleetJob, FleetPage, FleetSum
 from bso_server.ui import units, words
 from bso_server.ui.words import Headline
 from zeus_plugins.protocol import printable
 
 _MARKDOWN = re.compile(r"([\\`*_{}\[\]<>|#~&!])")
-_SUMS = ("jobs", "saves", "loses", "runs", "energy_j", "estimated_j", "time_s", "cost_j")
-_SAVED = ("energy_saved_j", "time_saved_s", "cost_saved_j")
 
 
 class Section(NamedTuple):
@@ -173,17 +170,3 @@ def markdown(page: FleetPage) -> str:
 
 def _escaped(text: str) -> str:
     return _MARKDOWN.sub(r"\\\1", printable(text))
-
-
-def csv(page: FleetPage) -> str:
-    """Return the groups, and in the last line the total, as CSV; the names of the columns include the units."""
-    rows = []
-    for each in (*page.groups, page.total):
-        row = {"group": each.key, **{name: getattr(each, name) for name in _SUMS}}
-        for name in _SAVED:
-            saved = getattr(each, name)
-            row |= {
-                f"{name}{end and '_'}{end}": saved and getattr(saved, end or "middle") for end in ("", "low", "high")
-            }
-        rows.append(row)
-    return csv_of(rows, list(rows[0]))

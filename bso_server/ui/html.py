@@ -105,7 +105,7 @@ def page(view: View, reader: Reader, **parts: str) -> str:
 
 
 def report_page(view: View, now: datetime) -> str:
-    """Return a job, or the report on all jobs, as one file, which needs no other file."""
+    """Return a job as one file, which needs no other file."""
     return page(view, Reader(root="", now=now, is_report=True))
 
 

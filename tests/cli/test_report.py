@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 import re
 from collections.abc import Iterator
@@ -88,10 +86,10 @@ class Cells(HTMLParser):
             self._into[-1] += data
 
 
-def test_markdown_and_page_have_the_same_tables(source: list[str]) -> None:
+def test_markdown_and_page_have_the_same_tables(server: ServerProcess, source: list[str]) -> None:
     markdown = reported("--by", "team", *source)
     rendered = Cells(MarkdownIt("gfm-like", {"linkify": False}).render(markdown))
-    page = Cells(reported("--by", "team", "--format", "html", *source))
+    page = Cells(httpx.get(f"{server.url}/ui/report", params={"by": "team"}).raise_for_status().text)
     assert rendered.headings == page.headings == [title for title in TABLES if title in markdown]
     assert rendered.tables == page.tables
     used, groups, *_, jobs = rendered.tables
@@ -129,30 +127,17 @@ def test_json_is_the_route_and_the_pages_twin(server: ServerProcess, source: lis
     assert told["total"]["jobs"] == 4
 
 
-def test_csv_has_groups_and_total_and_no_formula(source: list[str]) -> None:
-    rows = list(csv.DictReader(io.StringIO(reported("--by", "team", "--format", "csv", *source))))
-    assert [row["group"] for row in rows][-1] == "total"
-    assert f"'{FORMULA}" in {row["group"] for row in rows}
-    for name in ("jobs", "runs", "energy_j"):
-        assert sum(float(row[name]) for row in rows[:-1]) == pytest.approx(float(rows[-1][name]))
-    saved = [float(rows[-1][f"energy_saved_j{end}"]) for end in ("_low", "", "_high")]
-    assert saved == sorted(saved)
-    assert rows[0]["energy_saved_j"] == "" or float(rows[0]["energy_j"]) > 0
-
-
-def test_csv_keeps_its_columns_if_a_tag_has_the_name_of_one(source: list[str]) -> None:
-    rows = list(csv.DictReader(io.StringIO(reported("--by", "runs", "--format", "csv", *source))))
-    assert rows[-1]["group"] == "total"
-    assert all(row["runs"].isdigit() for row in rows)
-
-
 def test_file_gets_the_report(server: ServerProcess, tmp_path: Path) -> None:
-    file = tmp_path / "report.html"
-    assert reported("--format", "html", "--output", str(file), "--database-url", server.database_url) == ""
-    text = file.read_text(encoding="utf-8")
-    assert "<script" not in text
-    assert "<form" not in text
-    assert "&lt;i&gt;GPU" in reported("--format", "html", "--by", "gpu", "--database-url", server.database_url)
+    file = tmp_path / "report.md"
+    assert reported("--output", str(file), "--database-url", server.database_url) == ""
+    assert file.read_text(encoding="utf-8").startswith("# Report\n")
+
+
+@pytest.mark.parametrize("removed", ["html", "csv"])
+def test_removed_format_names_the_page(removed: str) -> None:
+    done = bso_server("report", "--format", removed)
+    assert done.returncode == 2
+    assert "md or json; for HTML, save the page /ui/report" in done.stderr
 
 
 @pytest.mark.parametrize(("name", "value"), [("since", "30"), ("since", "1d\n"), ("since", "12345h"), ("by", "a b")])

@@ -153,6 +153,10 @@ def test_removed_command_names_its_replacement(
 
 
 def test_removed_setting_names_its_replacement(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ZEUS_BSO_RATE_LIMIT_PER_MINUTE", "60")
+    with pytest.raises(ValueError, match=r"RATE_LIMIT_PER_MINUTE was removed, unset it: .* proxy"):
+        Settings()
+    monkeypatch.delenv("ZEUS_BSO_RATE_LIMIT_PER_MINUTE")
     monkeypatch.setenv("ZEUS_BSO_TRACING", "true")
     with pytest.raises(ValueError, match=r"ZEUS_BSO_TRACING was removed, unset it: docs"):
         Settings()

@@ -207,7 +207,6 @@ def test_file_with_tokens_needs_no_token(file: Path, caplog: pytest.LogCaptureFi
 
 
 def test_limits_for_remote_callers_do_not_apply_to_the_embedded_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ZEUS_BSO_RATE_LIMIT_PER_MINUTE", "1")
     monkeypatch.setenv("ZEUS_BSO_ALLOWED_HOSTS", "bso.example")
     with client_from_environment() as client:
         assert [trial_to_its_end(client) for _ in range(3)] == [1, 2, 3]

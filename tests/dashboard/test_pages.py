@@ -169,13 +169,13 @@ async def test_job_named_like_twin_has_page(new_database: str, new_http: httpx.A
     assert (await new_http.get("/ui/jobs/a.json.json")).json()["view"]["job"]["job_id"] == "a.json"
 
 
-async def test_run_is_drawn_beside_expected_values(http: httpx.AsyncClient) -> None:
+async def test_run_is_drawn_beside_its_expected_cost(http: httpx.AsyncClient) -> None:
     bands = {}
     for number in (1, 3, 15):
         text = (await http.get(f"/ui/jobs/{JOB}/trials/{number}")).raise_for_status().text
         bands[number] = text.count('<rect class="predicted"')
-    # The first run has no expected values; the later runs show them beside the metric and beside the cost.
-    assert bands == {1: 0, 3: 2, 15: 2}
+    # The first run has no expected cost; the later runs show it beside their cost.
+    assert bands == {1: 0, 3: 1, 15: 1}
 
 
 async def test_page_of_job_has_bands_of_explanation(http: httpx.AsyncClient) -> None:
@@ -339,17 +339,6 @@ async def test_costs_are_shares_of_a_run_at_the_default(http: httpx.AsyncClient)
     assert f"(90 % interval: {low} to {high})" in text
     assert "Exploration has cost as much as" in text
     assert not re.search(r"\d [kM]?J", text)
-
-
-async def test_run_is_drawn_beside_others_that_the_query_names(http: httpx.AsyncClient) -> None:
-    address = f"/ui/jobs/{JOB}/trials"
-    twin = (await http.get(f"{address}/14.json?beside=3, 1,14")).raise_for_status().json()
-    assert [(each["trial_number"], len(each["epochs"]) > 5) for each in twin["beside"]] == [(1, True), (3, True)]
-    text = (await http.get(f"{address}/14?beside=3,1")).raise_for_status().text
-    assert text.count('class="line beside') == 4
-    assert (await http.get(f"{address}/14?beside=99")).status_code == 404
-    assert (await http.get(f"{address}/14?beside=x")).status_code == 422
-    assert 'class="line beside' not in (await http.get(f"{address}/14?beside=")).raise_for_status().text
 
 
 class TestWords:

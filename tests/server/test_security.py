@@ -9,7 +9,6 @@ import io
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -35,7 +34,6 @@ from tests.support.wire import assert_refused, begin
 from zeus_plugins.client.http import BsoClient
 from zeus_plugins.errors import ZeusBSOConfigError
 
-ADDRESSES = [f"127.0.0.{number}" for number in range(1, 20)]
 LOCAL, FOREIGN = "127.0.0.1", "203.0.113.9"
 UNKNOWN = f"zbso_00000000_{'x' * 43}"
 
@@ -349,7 +347,6 @@ class TestFromOtherMachines:
             assert (await client(FOREIGN).get("/health/live")).status_code == 200
             answer = await client(LOCAL).get("/api/jobs")
             assert answer.json()["jobs"] == []
-            assert "RateLimit-Limit" not in answer.headers
 
     @pytest.mark.parametrize("header", ["X-Forwarded-For", "Forwarded"])
     async def test_address_in_a_forwarding_header_is_not_trusted(self, new_database: str, header: str) -> None:
@@ -496,43 +493,10 @@ class TestLimits:
             assert_refused(refused, 413, None, "ZEUS_BSO_MAX_BODY_BYTES")
         assert taken <= (0 if announced else 1024 * 1024 + len(piece))
 
-    async def test_address_with_too_many_requests_must_wait(self, new_database: str) -> None:
-        async with in_app(Settings(database_url=new_database, rate_limit_per_minute=3)) as client:
-            here, there = client(LOCAL), client("127.0.0.2")
-            for _ in range(3):
-                assert (await here.get("/api/jobs")).status_code == 200
-            refused = await here.get("/api/jobs")
-            assert_refused(refused, 429, None, "ZEUS_BSO_RATE_LIMIT_PER_MINUTE")
-            assert 0 < int(refused.headers["RateLimit-Reset"]) <= 60
-            assert (await here.get("/health/live")).status_code == 200
-            assert (await there.get("/api/jobs")).status_code == 200
-            forged = await here.get("/api/jobs", headers={"X-Forwarded-For": "127.0.0.3"})
-            assert forged.status_code == 429
-
-    async def test_idle_addresses_are_forgotten(self, new_database: str) -> None:
-        app = create_app(Settings(database_url=new_database, rate_limit_per_minute=3, reap_interval_s=0.01))
-        counts = app.stores.get("request_counts")
-
-        async with app.lifespan():
-            for address in ADDRESSES:
-                async with client_of(app, address) as http:
-                    assert (await http.get("/api/jobs")).status_code == 200
-            counted = [f"RateLimitMiddleware::{address}" for address in ADDRESSES]
-            assert [await counts.exists(key) for key in counted] == [True] * len(counted)
-            # As one minute later: Litestar keeps each count for one minute.
-            for key in counted[1:]:
-                await counts.set(key, await counts.get(key) or b"", expires_in=timedelta(microseconds=1))
-            async with asyncio.timeout(60):
-                while any([await counts.exists(key) for key in counted[1:]]):
-                    await asyncio.sleep(0.01)
-            assert await counts.exists(counted[0])
-
     async def test_refused_clients_are_logged(self, new_database: str, caplog: pytest.LogCaptureFixture) -> None:
         token, other = make_token(new_database, "read"), make_token(new_database, "report")
 
-        settings = Settings(
-            database_url=new_database, allowed_hosts="localhost", max_body_bytes=1000, rate_limit_per_minute=6
-        )
+        settings = Settings(database_url=new_database, allowed_hosts="localhost", max_body_bytes=1000)
         async with in_app(settings) as client, client(FOREIGN) as http:
             for shown, status in ((None, 401), (UNKNOWN, 401), (token, 403)):
                 headers = {} if shown is None else bearer(shown)
@@ -542,8 +506,7 @@ class TestLimits:
             assert (await http.get("/api/jobs", headers={"Host": "evil.example"})).status_code == 400
             # Errors without a refusal leave no line.
             assert (await http.get("/api/jobs/no%0ane", headers=bearer(token))).status_code in {404, 422}
-            assert (await http.get("/api/jobs", headers=bearer(token))).status_code == 429
-            assert (await http.get("/api/jobs/no%0ane", headers=bearer(other))).status_code == 429
+            assert (await http.delete("/jobs?job_id=no%0ane", headers=bearer(other))).status_code == 403
         refused = [record.getMessage() for record in caplog.records if record.getMessage().startswith("refused")]
         ids = {name: f"token {text.split('_')[1]}" for name, text in {"read": token, "report": other}.items()}
         assert [line.partition(": ")[2] for line in refused] == [
@@ -553,7 +516,7 @@ class TestLimits:
             "needs; make another one",
             f"POST '/report' from {FOREIGN}, {ids['report']}: Request Entity Too Large",
             f"GET '/api/jobs' from {FOREIGN}, no token: this server does not answer to host 'evil.example'",
-            f"GET '/api/jobs' from {FOREIGN}, {ids['read']}: Too Many Requests",
-            f"GET '/api/jobs/no\\nne' from {FOREIGN}, {ids['report']}: Too Many Requests",
+            f"DELETE '/jobs' from {FOREIGN}, {ids['report']}: {ids['report']} has no scope admin, which this request "
+            "needs; make another one",
         ]
-        assert [int(line.split()[2].rstrip(":")) for line in refused] == [401, 401, 403, 413, 400, 429, 429]
+        assert [int(line.split()[2].rstrip(":")) for line in refused] == [401, 401, 403, 413, 400, 403]

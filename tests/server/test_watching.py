@@ -158,7 +158,7 @@ def places_of(server: ServerProcess) -> list[Path]:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["sqlite", POSTGRESQL])
 def test_two_processes_share_counters_and_log_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    settings = {"LOG_FORMAT": "json", "LOG_LEVEL": "DEBUG", "METRICS_JOBS": "*", "RATE_LIMIT_PER_MINUTE": "100000"}
+    settings = {"LOG_FORMAT": "json", "LOG_LEVEL": "DEBUG", "METRICS_JOBS": "*"}
     # A foreign directory must stay untouched.
     monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path / "other"))
     for name, text in settings.items():

@@ -198,7 +198,7 @@ function drawCursors(plot, value) {
 
 // A line through the running means of a chart's marks; the last one's weight is a third.
 function smooth(plot) {
-  const marks = [...plot.querySelectorAll(":scope > a > use, :scope > use:not(.other)")], steps = [];
+  const marks = [...plot.querySelectorAll(":scope > a > use, :scope > use")], steps = [];
   let mean = null;
   for (const mark of marks) {
     const x = parseFloat(mark.places?.x ?? mark.getAttribute("x")), y = Number(mark.getAttribute("y"));
