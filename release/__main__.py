@@ -29,7 +29,7 @@ USERS_EXTRAS = [extra for extra in PROJECT["optional-dependencies"] if extra not
 _TOOLS = ("build>=1.2", "cyclonedx-bom>=7.0", "pip-licenses>=5.0", "twine>=6.0")
 
 # These packages download gigabytes, so `check` only resolves extras that need one of them, without installing.
-_HEAVY = frozenset({"ray", "torch"})
+_HEAVY = frozenset({"torch"})
 
 # The bill of materials omits packages that only trainings need: each training image has its own versions.
 _BILLED = "server,postgres,mysql"

@@ -14,8 +14,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support import ROOT
 from tests.support.master_training import MAX_POWER_W
-from tests.support.masters import GPUS, REACHES, SIZES, WRITES_A_RESULT, Listed, job_of, master_of, python_job
+from tests.support.masters import (
+    GPUS,
+    REACHES,
+    SIZES,
+    WRITES_A_RESULT,
+    Listed,
+    assert_runs_are_jobs,
+    job_of,
+    master_of,
+    python_job,
+)
 from tests.support.servers import ServerProcess
 from zeus_plugins.cli import main
 from zeus_plugins.client import client_from_environment
@@ -463,3 +474,10 @@ def test_unreachable_server_yields_no_claim(server: ServerProcess) -> None:
         assert optimizer.savings() is not None
         server.kill()
         assert optimizer.savings() is None
+
+
+def test_executor_of_the_documentation_runs_jobs(tmp_path: Path) -> None:
+    shown = (ROOT / "docs" / "master.md").read_text().partition("### An executor of your own")[2]
+    names: dict[str, Any] = {}
+    exec(shown.partition("```python\n")[2].partition("```")[0], names)  # noqa: S102 - our own page
+    assert_runs_are_jobs(names["WaitingExecutor"](), tmp_path)

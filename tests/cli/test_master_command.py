@@ -260,6 +260,7 @@ def test_resumed_master_waits_for_the_script_and_ctrl_c_ends_both(tmp_path: Path
         ("default_bs = 64", "default_bs = 65", "default_bs 65 is not one of the batch sizes"),
         ("--lr", "{width}", "{width}, which has no value"),
         ("num_pruning_rounds", "pruning", "pruning"),
+        ("[gpus]", '[executor]\nkind = "ray"\n[gpus]', "executor.kind: ray was removed: give ZeusMaster an executor"),
     ],
 )
 def test_invalid_file_is_reported_in_a_single_line(tmp_path: Path, before: str, after: str, says: str) -> None:

@@ -16,12 +16,12 @@ from bso_server.service.health import differences
 from tests.support import ROOT, jobs
 from tests.support.exports import exported, pieces_of, renamed
 from tests.support.packages import Packages
+from tests.support.policies import check_policy
 from tests.support.servers import ServerProcess
 from tests.support.service import JobService, job_service, live
 from zeus_plugins.client import client_from_environment
 from zeus_plugins.errors import ZeusBSOConfigError
 from zeus_plugins.protocol import OWN_POLICIES, GpuConfig, JobSpec, JobSpecFromClient, Origin
-from zeus_plugins.testing import check_policy
 
 # The worked example.
 (EXAMPLE,) = (

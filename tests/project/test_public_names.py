@@ -113,7 +113,7 @@ PUBLIC = {
         *("PositiveInt", "PowerLimitSamples", "Seconds", "Seed"),
         *("ID_PATTERN", "LEAST_TIME_S", "MAX_BATCH_SIZE", "MAX_DETAIL_LENGTH", "MAX_ID_LENGTH"),
     },
-    "zeus_plugins.testing": {"ReplayMonitor", "check_policy"},
+    "zeus_plugins.testing": {"ReplayMonitor"},
     "zeus_plugins.train_result": {"TrainResult", "result_path", "write_atomically"},
 }
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -112,12 +111,7 @@ def _executor(config: MasterConfig) -> Executor:
 
     if config.executor.kind == "local":
         return LocalExecutor()
-    executors: dict[str, Callable[..., Executor]] = {
-        "slurm": clusters.SubmititExecutor,
-        "ray": clusters.RayExecutor,
-        "kubeflow": clusters.KubeflowExecutor,
-    }
     try:
-        return executors[config.executor.kind](**config.executor.parameters)
+        return clusters.SubmititExecutor(**config.executor.parameters)
     except TypeError as error:
         raise ZeusBSOConfigError(f"executor.parameters: {error}") from None

@@ -163,13 +163,17 @@ class OptimizerTable(_Table):
 
 
 class ExecutorTable(_Table):
-    """``[executor]``: this machine, or a Slurm, Ray or Kubernetes cluster.
+    """``[executor]``: this machine, or a Slurm cluster; the parameters are arguments of submitit's ``AutoExecutor``."""
 
-    The parameters are arguments of submitit's ``AutoExecutor``, of `RayExecutor` or of `KubeflowExecutor`.
-    """
-
-    kind: Literal["local", "slurm", "ray", "kubeflow"] = "local"
+    kind: Literal["local", "slurm"] = "local"
     parameters: dict[str, Any] = {}  # pydantic copies defaults
+
+    @field_validator("kind", mode="before")
+    @classmethod
+    def _is_not_removed(cls, kind: object) -> object:
+        if kind in ("ray", "kubeflow"):
+            raise ValueError(f"{kind} was removed: give ZeusMaster an executor of your own (docs/master.md)")
+        return kind
 
 
 class MasterConfig(_Table):
