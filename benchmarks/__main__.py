@@ -34,8 +34,8 @@ _QUICK_SECONDS = 5.0
 _QUICK_FLEET = Fleet(trainings=200, epoch_s=10.0, heartbeat_s=2.0)
 _QUICK_SHAPE = Shape(jobs=2, in_flight=2, trials=4, epochs=5)
 
-# The figures depend on these packages. In all servers, uvicorn uses uvloop and httptools if they are installed.
-_PACKAGES = ("zeus-plugins", "litestar", "sqlalchemy", "aiosqlite", "uvicorn", "uvloop", "httptools")
+# The figures depend on these packages. In all servers, uvicorn uses uvloop if it is installed.
+_PACKAGES = ("zeus-plugins", "litestar", "sqlalchemy", "aiosqlite", "uvicorn", "uvloop")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

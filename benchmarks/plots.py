@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.policies.cases import ROWS
-from benchmarks.policies.contest import CONTENDERS, FLOOR, PROBING
+from benchmarks.policies.contest import CONTENDERS, FLOOR
 from benchmarks.recurrences.tasks import DEFAULT
 from benchmarks.reports import MAIN_ROWS, Entry, PolicyResults, ProofResults, robustness
 from benchmarks.tables import energy_of, label
@@ -83,7 +83,7 @@ def _draw_curves(panel: Axes, row: str, entries: Mapping[str, Entry]) -> None:
     """Draw the geometric mean of the ratio of total cost to the oracle's, after each recurrence."""
     for name, colour in _colours(entries).items():
         curve = [math.nan if ratio is None else ratio for ratio in entries[name]["curve"]]
-        style = ":" if name == FLOOR else "--" if name in PROBING else "-"
+        style = ":" if name == FLOOR else "-"
         panel.plot(range(1, len(curve) + 1), curve, style, color=colour, label=label(name).strip("`"))
     panel.set(title=ROWS[row].title, xlabel="recurrences", ylabel="total cost / oracle's", xscale="log")
     panel.set_xticks(_TICKS, labels=map(str, _TICKS))
@@ -171,24 +171,3 @@ def _draw_sizes(panel: Axes, task: dict[str, Any]) -> None:
     panel.yaxis.set_minor_formatter(NullFormatter())
     for axis in (panel.xaxis, panel.yaxis):
         axis.set_major_formatter(ScalarFormatter())
-
-
-def plot_probe(rows: Sequence[Mapping[str, float]], file: Path) -> None:
-    """Draw the probed time of an epoch at each size with its stated error, and the epoch's measured time."""
-    from matplotlib.ticker import ScalarFormatter
-
-    sizes = [row["batch_size"] for row in rows]
-    with _written(file, 5.6, 3.6) as figure:
-        panel = figure.subplots()
-        probed_s, errors = [row["probed_s"] for row in rows], [row["error"] for row in rows]
-        low, high = (
-            [s * abs(math.exp(sign * e) - 1) for s, e in zip(probed_s, errors, strict=True)] for sign in (-1, 1)
-        )
-        panel.errorbar(sizes, probed_s, yerr=[low, high], fmt="o", capsize=3, label="probed in the first run")
-        panel.plot(sizes, [row["true_s"] for row in rows], color="C1", marker="x", label="a real epoch")
-        panel.set(xlabel="batch size", ylabel="seconds of an epoch", yscale="log")
-        panel.set_xscale("log", base=2)
-        panel.xaxis.set_major_formatter(ScalarFormatter())
-        for set_formatter in (panel.yaxis.set_major_formatter, panel.yaxis.set_minor_formatter):
-            set_formatter(ScalarFormatter())
-        panel.legend()

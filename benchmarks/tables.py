@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks.policies.calibration import BANDS, CHANCES
 from benchmarks.policies.cases import ROWS
-from benchmarks.policies.contest import CONTENDERS, FLOOR
-from benchmarks.recurrences.tasks import DEFAULT, GPU, PROBED, SIMULATED
+from benchmarks.policies.contest import CONTENDERS, FLOOR, WARM
+from benchmarks.recurrences.tasks import DEFAULT, GPU, SIMULATED
 from benchmarks.reports import (
     MAIN_ROWS,
     MARKS,
@@ -137,9 +137,7 @@ _LABELS = {
     "optuna-tpe": "Optuna, TPE",
     "optuna-gp": "Optuna, GP",
     FLOOR: "floor: default once, then clairvoyant",
-    "probed": "`gp_voi`, probed in the first run",
-    "predicted": "`gp_voi`, first run at the size that the probe predicts",
-    "warm": "`gp_voi`, probed, with the epochs of another GPU",
+    WARM: "`gp_voi`, with the epochs of another GPU",
 }
 
 
@@ -289,11 +287,11 @@ def _savings(results: ProofResults) -> str:
     lines = [[*head, *saved, "regret", "trainings", "given up"]]
     for name, task in results["tasks"].items():
         extent = [name, f"{task['jobs']}, {task['recurrences']}"]
-        for who in (GP_VOI, PROBED, ZEUS, DEFAULT):
+        for who in (GP_VOI, ZEUS, DEFAULT):
             found = task["contenders"].get(who)
             if found is None:
                 continue
-            label = {DEFAULT: f"always {task['default']}", PROBED: f"`{GP_VOI}`, probed"}.get(who, f"`{who}`")
+            label = f"always {task['default']}" if who == DEFAULT else f"`{who}`"
             cells = ["–"] * 7
             if who != DEFAULT:
                 energy = found["saved"]["energy_j"]
@@ -425,7 +423,7 @@ def _calibration(results: ProofResults) -> str:
 
 
 def _gpu_check(found: Mapping[str, Any], simulated: str) -> str:
-    """Return a table with a line for each check of ``zeus-plugins doctor --gpu-check``."""
+    """Return a table with a line for each check of `benchmarks.gpu_check`."""
     lines = [["check", "verdict", f"found{simulated}"]]
     lines += [[each["check"], each["verdict"], each["found"].replace("|", "/")] for each in found.get("results", ())]
     if found.get("problem"):

@@ -1,4 +1,4 @@
-"""``python -m benchmarks.watching``: CPU time that ids, metrics and traces add to a request, without HTTP.
+"""``python -m benchmarks.watching``: CPU time that ids and metrics add to a request, without HTTP.
 
 An application that does nothing answers blocks of 2,000 requests. Blocks with and without monitoring alternate; each
 monitored request also records one transaction and one group of reports. The metrics of a server with one process differ
@@ -13,17 +13,17 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
 from typing import Any
 
 from bso_server.core.occurrences import Outcome, ReportsCommitted, TransactionDone
 from bso_server.metrics import DIRECTORY_VARIABLE
-from bso_server.metrics.watch import Watch
+from bso_server.metrics.prometheus import Metrics
+from bso_server.metrics.requests import RequestWatch
+from bso_server.service.health import JobTotals
 
 WAYS = {
     "alone": "ids and metrics of a server in one process",
     "several": "ids and metrics of one of several processes",
-    "traced": "ids and traces that go nowhere, without metrics",
 }
 _BLOCKS = 10
 _REQUESTS = 2000
@@ -41,7 +41,7 @@ _COMMITTED = ReportsCommitted(1)
 def main() -> int:
     """Print ms per request: of the way named by the argument, or of every way, each in a new process."""
     if sys.argv[1:]:
-        print(f"{asyncio.run(_least_ms(sys.argv[1])):.4f} ms: {WAYS[sys.argv[1]]}")
+        print(f"{asyncio.run(_least_ms()):.4f} ms: {WAYS[sys.argv[1]]}")
         return 0
     with tempfile.TemporaryDirectory(prefix="bso-bench-") as directory:
         for way in WAYS:
@@ -61,33 +61,22 @@ async def _send(_message: Any) -> None:
     """Discard an answer."""
 
 
-def _watch(way: str) -> Watch:
-    watch = Watch(counts=way != "traced", traces=False)
-    if way == "traced":
-        from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
-
-        from bso_server.metrics.tracing import Tracing
-
-        class _Nowhere(SpanExporter):
-            def export(self, spans: Sequence[object]) -> SpanExportResult:  # noqa: ARG002 - the exporter's signature
-                return SpanExportResult.SUCCESS
-
-        watch.trace_by(Tracing(_Nowhere()))
-    return watch
-
-
-async def _least_ms(way: str) -> float:
+async def _least_ms() -> float:
     """Return the ms that monitoring adds to a request: fastest block with it, less fastest block without."""
-    watch = _watch(way)
-    watched = watch.around(_answer)
+
+    async def no_jobs() -> dict[str, JobTotals]:
+        return {}
+
+    metrics = Metrics(no_jobs, None)
+    watched = RequestWatch(_answer, request_done=metrics.request_done)
 
     async def block_ms(is_watched: bool) -> float:
         begun = time.process_time()
         for _ in range(_REQUESTS):
             scope = dict(_SCOPE)
             if is_watched:
-                watch.hear(_DONE)
-                watch.hear(_COMMITTED)
+                metrics.hear(_DONE)
+                metrics.hear(_COMMITTED)
                 await watched(scope, None, _send)
             else:
                 await _answer(scope, None, _send)
@@ -95,7 +84,6 @@ async def _least_ms(way: str) -> float:
 
     await block_ms(True)
     pairs = [(await block_ms(True), await block_ms(False)) for _ in range(_BLOCKS)]
-    await watch.close()
     return min(with_it for with_it, _ in pairs) - min(without for _, without in pairs)
 
 

@@ -145,14 +145,13 @@ EMISSIONS_FILE = Variable(
     "the path of a CSV file to which the energy callbacks append each training, as CodeCarbon does",
 )
 POWER_LIMIT_COMMAND = Variable(
-    "ZEUS_POWER_LIMIT_COMMAND", "the command that sets a GPU's power limit", "zeusd or the driver sets it"
+    "ZEUS_POWER_LIMIT_COMMAND", "the command that sets a GPU's power limit", "the driver sets it"
 )
-ZEUSD_SOCK_PATH = Variable("ZEUSD_SOCK_PATH", "the socket of zeusd, the daemon that sets power limits")
-ZEUSD_TOKEN = Variable("ZEUSD_TOKEN", "zeusd's access token", is_secret=True)
+ZEUSD_SOCK_PATH = Variable(
+    "ZEUSD_SOCK_PATH", "the socket of Zeus's daemon, for which `ZEUS_POWER_LIMIT_COMMAND` is set"
+)
 CUDA_VISIBLE_DEVICES = Variable("CUDA_VISIBLE_DEVICES", "the visible GPUs, by index, UUID or MIG id", "all")
 CUDA_DEVICE_ORDER = Variable("CUDA_DEVICE_ORDER", "the order of CUDA's indices", "`FASTEST_FIRST`")
-HIP_VISIBLE_DEVICES = Variable("HIP_VISIBLE_DEVICES", "the visible AMD GPUs", "`CUDA_VISIBLE_DEVICES`")
-ROCR_VISIBLE_DEVICES = Variable("ROCR_VISIBLE_DEVICES", "the AMD GPUs that the driver shows", "all")
 
 # Launchers of several processes
 GROUP_RANK = Variable("GROUP_RANK", "the number of torchrun's agent; each machine has one agent")

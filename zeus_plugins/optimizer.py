@@ -33,13 +33,10 @@ from __future__ import annotations
 import logging
 import os
 import sys
-import time
 import weakref
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
-from functools import partial
-from types import SimpleNamespace, TracebackType
-from typing import Any, Self, cast
+from types import TracebackType
+from typing import Any, Self
 
 from zeus_plugins import energy
 from zeus_plugins.client import client_from_environment
@@ -50,12 +47,8 @@ from zeus_plugins.errors import ZeusBSOBadOperationError
 from zeus_plugins.protocol import JobSpec
 from zeus_plugins.signals import raise_at_sigterm, termination
 from zeus_plugins.training.arguments import OnUnreachable, check_choice
-from zeus_plugins.training.batches import BatchSplit, delivered_batch_size
-from zeus_plugins.training.defaults import JobPlan, as_job
+from zeus_plugins.training.defaults import as_job
 from zeus_plugins.training.outcomes import show_in_one_paragraph, train_fail_error
-from zeus_plugins.training.passes import CannotProbe, Passes
-from zeus_plugins.training.port import TrainerPort
-from zeus_plugins.training.probe import Prober
 from zeus_plugins.training.session import TrialSession
 
 __all__ = ["BatchSizeOptimizer"]
@@ -109,18 +102,17 @@ class BatchSizeOptimizer:
         self._rank = rank
         self._trial_session: TrialSession | None = None
         self._own_client: ServerPort | None = None
-        self._prober: Prober | None = None
         self._told: dict[str, int] = {}  # the trial of rank 0, as the script sets it on other ranks
         self._arguments = as_job(job), client, server_url, token, monitor, on_unreachable
         if rank == 0:
             self._open_session()
 
-    def _open_session(self, plan: JobPlan | None = None) -> TrialSession:
+    def _open_session(self) -> TrialSession:
         job, client, server_url, token, monitor, on_unreachable = self._arguments
         if client is None:
             client = self._own_client = client_from_environment(server_url, token)
         monitor = energy.auto() if monitor is None else monitor
-        session = TrialSession(plan or job, client, monitor, on_unreachable=on_unreachable, rank=self._rank)
+        session = TrialSession(job, client, monitor, on_unreachable=on_unreachable, rank=self._rank)
         self._trial_session = session
         self._see_to_the_end()
         return session
@@ -224,61 +216,6 @@ class BatchSizeOptimizer:
         synchronize()
         self._session.begin_measurement()
 
-    def probe(self, step: Callable[[Any], object], model: Any, loader: Any) -> int:
-        """Time a few passes at other batch sizes in the job's first run; call it right after `on_train_begin`.
-
-        The passes leave no trace in the model, the loader, and the states of random numbers (docs/probing.md). Later
-        runs of the job, and trainings on several processes, are not probed. For a job with ``first_run="predicted"``,
-        the trial is then withdrawn, and the next one has the predicted size.
-
-        Args:
-            step: Makes a forward and a backward pass over a batch of the loader, without an optimizer step. It is
-                called again after the first epoch.
-            model: The trained module.
-            loader: The DataLoader that the loop iterates, of torch, Fabric or accelerate.
-
-        Returns:
-            The GLOBAL batch size of this run. If it differs from `get_batch_size`, make the loader anew, and set
-            learning rates for it.
-        """
-        session = self._session
-        loader = getattr(loader, "_dataloader", loader)  # Fabric's wrapper
-        device = next(iter(model.parameters())).device
-        size, per_device = session.trial.batch_size, delivered_batch_size(loader)
-        if not session.is_first_run() or session.finished or not per_device:
-            return size
-        steps = max(1, size // per_device)
-        splits = {each: BatchSplit(each // steps, steps) for each in session.plan.job.batch_sizes if each % steps == 0}
-
-        def passes() -> Passes:
-            distributed = sys.modules["torch"].distributed
-            if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
-                raise CannotProbe("it trains on several processes")
-            return Passes(
-                step=lambda batch: step(_moved(batch, device)),
-                model=model,
-                loader=loader,
-                batches=float(len(loader)) if hasattr(loader, "__len__") else float("inf"),
-                state=(step,),
-                muted=lambda: nullcontext(model.train()),
-                knows_evaluations=False,
-            )
-
-        # A probe of one process needs no more of a trainer.
-        trainer = cast("TrainerPort", SimpleNamespace(rank=0, world_size=1, broadcast=None, passes=passes))
-        prober = Prober(trainer, splits, size, session.monitor, partial(_logger.info, "zeus: %s"))
-        prober.time_passes()
-        predicts = prober.is_open and session.plan.predicts and size == session.plan.job.default_batch_size
-        if predicts and session.withdraw(prober.result):
-            self._finish()
-            self._open_session(session.plan).charge(session.trial)
-            size = self.get_batch_size()
-            self._session.begin_measurement()
-        if size in splits:
-            prober.resume(size)
-        self._prober = prober if prober.is_open and size in splits else None
-        return size
-
     def on_evaluate(self, metric: float) -> None:
         """Report the validation metric after an epoch; each call counts one epoch.
 
@@ -289,12 +226,7 @@ class BatchSizeOptimizer:
             ZeusBSOOperationOrderError: `on_train_begin` has not been called, or the training is finished.
         """
         synchronize()
-        ended_s = time.monotonic()
         verdict = self._session.report_evaluation(metric)
-        prober, self._prober = self._prober, None
-        if prober is not None:
-            prober.finish(ended_s, epochs=1, trains_on=not verdict.stop_train)
-            self._session.send_probe(prober.result)
         trial = self._session.trial
         if trial.is_over and trial.busy_remark is not None:
             _logger.warning("%s of job %s ran %s", trial.name, trial.job_id, trial.busy_remark)
@@ -322,17 +254,6 @@ class BatchSizeOptimizer:
                 "current_batch_size and trial_number to those of rank 0 and call on_train_begin()"
             )
         return self._trial_session
-
-
-def _moved(batch: Any, device: Any) -> Any:
-    """Return a batch with its tensors on a device, as the loaders of Fabric and accelerate deliver it."""
-    if hasattr(batch, "to"):
-        return batch.to(device)
-    if isinstance(batch, dict):
-        return {name: _moved(each, device) for name, each in batch.items()}
-    if type(batch) in (list, tuple):
-        return type(batch)(_moved(each, device) for each in batch)
-    return batch
 
 
 def _finish(

@@ -222,14 +222,10 @@ RIVALS: dict[str, Callable[[Case, int], Rival]] = {
 }
 """Functions that return a rival for a case and a seed, by the rival's name."""
 
-PROBING: dict[str, dict[str, Any]] = {
-    "probed": {"probe": True},
-    "predicted": {"probe": True, "first_run": "predicted"},
-    "warm": {"probe": True, "warm": True},
-}
-"""Fields of `Setting` with which policy `gp_voi` contends under other names."""
+WARM = "warm"
+"""Policy `gp_voi` that begins with the epochs of the case's job on another GPU."""
 
-CONTENDERS = [*OWN_POLICIES, *RIVALS, *PROBING]
+CONTENDERS = [*OWN_POLICIES, *RIVALS, WARM]
 """Names of all contenders, the server's own policies first. Policies of other packages can be played, too."""
 
 
@@ -263,8 +259,8 @@ def paid(case: Case, name: str, seed: int, *, calibrates: bool = False) -> Paid:
     if name in RIVALS:
         contest = _Contest(case, RIVALS[name](case, seed), seed)
         return Paid(contest.play(), last_size=contest.last_size)
-    if name in PROBING:
-        case, name = replace(case, setting=replace(case.setting, **PROBING[name])), GP_VOI
+    if name == WARM:
+        case, name = replace(case, setting=replace(case.setting, warm=True)), GP_VOI
     calibration = Calibration(case.conditions) if calibrates else None
     job = case.play(name, seed, None if calibration is None else calibration.look)
     completed = [trial for trial in job.trials if trial.record.state is TrialState.COMPLETED]

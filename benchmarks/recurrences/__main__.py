@@ -42,8 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.recurrences",
-        description="Real recurring trainings: gp_voi, with a probe and without, and zeus against always the default "
-        "size. See docs/proof.md.",
+        description="Real recurring trainings: gp_voi and zeus against always the default size. See docs/proof.md.",
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     run = commands.add_parser("run", help="measure, or go on with a measurement")

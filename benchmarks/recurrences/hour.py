@@ -183,12 +183,12 @@ class Hour:
         return [each for each in self.state.records if (each["stage"], each["task"]) == ("calibrate", task.name)]
 
     def _check_gpu(self) -> None:
-        """Run ``doctor --gpu-check`` once, before anything uses the GPU."""
+        """Run `benchmarks.gpu_check` once, before anything uses the GPU."""
         file = self.state.directory / GPU_CHECK
         if file.exists():
             return
         self.say("checks the GPU")
-        command = [sys.executable, "-m", "zeus_plugins", "doctor", "--gpu-check", "--json"]
+        command = [sys.executable, "-m", "benchmarks.gpu_check", "--json"]
         limit_s = min(_CHECK_LIMIT_S, self.end_s - RESERVE_S - time.monotonic())
         try:
             done = subprocess.run(  # noqa: S603 - this interpreter, on our own module

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 from benchmarks.recurrences.runs import Order
-from benchmarks.recurrences.tasks import CONTENDERS, DEFAULT, PROBED, Task
-from zeus_plugins.protocol import GP_VOI
+from benchmarks.recurrences.tasks import CONTENDERS, DEFAULT, Task
 
 T = TypeVar("T")
 
@@ -112,11 +111,10 @@ def _recurrence(task: Task, seed: int, number: int, extent: Extent) -> Iterator[
             task,
             job_id=f"{task.name}-{who}-{seed}",
             seed=_seed(seed, number),
-            policy={DEFAULT: None, PROBED: GP_VOI}.get(who, who),
+            policy=None if who == DEFAULT else who,
             batch_size=task.default_batch_size if who == DEFAULT else None,
             drifted=task.drifted_at(number, extent.recurrences),
             policy_seed=seed,
-            probes=who == PROBED,
         )
         yield Step("recurrence", task.name, seed, number, who, order)
 

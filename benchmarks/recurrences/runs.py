@@ -40,7 +40,6 @@ class Order:
         target: Target in place of the task's; None: the task's.
         max_epochs: Limit in place of the task's; None: the task's.
         ease: See `Task`.
-        probes: Whether the job's first run probes the sizes and trains at the size that the probe predicts.
         seconds: Length of a calibration training, which keeps the metric of each epoch; None: no calibration.
         windows: Pairs of windows to measure, with and without synchronising the GPU; 0: train instead.
     """
@@ -58,7 +57,6 @@ class Order:
     target: float | None = None
     max_epochs: int | None = None
     ease: float = 1.0
-    probes: bool = False
     seconds: float | None = None
     windows: int = 0
 
@@ -84,7 +82,6 @@ class Order:
             policy=self.policy,
             batch_size=self.batch_size,
             seed=self.policy_seed,
-            predicts=self.probes,
         )
 
 
@@ -145,8 +142,6 @@ class Run:
             "lr_scaling": self.task.lr_scaling.value,
             "energy_monitor": self.monitor,
             "on_failure": "stop",
-            "quiet": True,
-            "probe": "auto" if self.order.probes else "off",
         }
 
     def scaled(self, lr: float) -> float:

@@ -17,13 +17,10 @@ GPU: Final = "gpu"
 DEFAULT = "default"
 """Contender that always trains at the default size; policies are compared with it."""
 
-PROBED = "probed"
-"""Policy `gp_voi` with a probe in a job's first run, which trains at the size that the probe predicts."""
+CONTENDERS = (*OWN_POLICIES, DEFAULT)
+"""All contenders: policies `zeus` and `gp_voi`, and the default size."""
 
-CONTENDERS = (*OWN_POLICIES, PROBED, DEFAULT)
-"""All contenders: policies `zeus` and `gp_voi`, `gp_voi` with a probe, and the default size."""
-
-HOUR_CONTENDERS = (GP_VOI, PROBED, DEFAULT)
+HOUR_CONTENDERS = (GP_VOI, DEFAULT)
 """The contenders of the hour on a GPU."""
 
 REFUSED = "refused"
@@ -79,7 +76,6 @@ class Task:
         policy: str | None = None,
         batch_size: int | None = None,
         seed: int = 0,
-        predicts: bool = False,
     ) -> JobSpec:
         """Return a job for a policy; or, given `batch_size`, a job of only this size that stops no run for its cost."""
         fields: dict[str, Any] = {
@@ -94,7 +90,7 @@ class Task:
             fields |= {"batch_sizes": (batch_size,), "default_batch_size": batch_size}
             return JobSpec(**fields, policy=ZEUS, beta_knob=None, num_pruning_rounds=0)
         fields |= {"batch_sizes": self.batch_sizes, "default_batch_size": self.default_batch_size}
-        return JobSpec(**fields, policy=policy, first_run="predicted" if predicts else "default")
+        return JobSpec(**fields, policy=policy)
 
     def drifted_at(self, recurrence: int, recurrences: int) -> bool:
         """Return True if recurrence number `recurrence`, counted from 0, uses the data after the drift."""

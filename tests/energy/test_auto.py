@@ -4,32 +4,30 @@ from __future__ import annotations
 
 import math
 import pickle
+import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from tests.support.energy_bench import probes_of, window
-from tests.support.fake_amdsmi import FakeAmdGpu, FakeAmdSmi
-from tests.support.fake_nvml import H200, V100, Clock, FakeGpu, FakeNvml, has_nvidia_driver
+from tests.support.energy_bench import probes_of
+from tests.support.fake_nvml import H200, V100, FakeGpu, FakeNvml, has_nvidia_driver
 from tests.support.fake_powercap import make_powercap
 from zeus_plugins import energy
 from zeus_plugins.energy import (
     DEFAULT_ESTIMATED_POWER_W,
-    AmdSmiMonitor,
-    AmdSmiPowerMonitor,
     EnergyMonitor,
-    EnergyUnavailableError,
     EstimateMonitor,
-    JetsonMonitor,
     NvmlMonitor,
     NvmlPowerMonitor,
     RaplMonitor,
 )
 from zeus_plugins.energy.auto import PROBES, choose
-from zeus_plugins.energy.linux import POWERCAP
+from zeus_plugins.energy.estimate import board_model, cpu_model_name
 from zeus_plugins.energy.monitor import Choice, MonitorRequest
+from zeus_plugins.energy.rapl import POWERCAP
 from zeus_plugins.errors import ZeusBSOConfigError
 from zeus_plugins.protocol import GpuConfig
 
@@ -70,11 +68,6 @@ def test_gpu_without_a_counter_is_measured_by_power_readings(caplog: pytest.LogC
     ]
 
 
-def test_amd_gpu_is_measured_without_an_nvidia_gpu() -> None:
-    assert isinstance(auto(nvml=NO_DRIVER, amdsmi=FakeAmdSmi()), AmdSmiMonitor)
-    assert isinstance(auto(nvml=FakeNvml(), amdsmi=FakeAmdSmi()), NvmlMonitor)
-
-
 @pytest.mark.parametrize("indices", [None, ()])
 def test_training_on_the_cpu_is_measured_by_rapl(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, indices: Sequence[int] | None
@@ -87,20 +80,18 @@ def test_training_on_the_cpu_is_measured_by_rapl(
 
 
 @pytest.mark.parametrize(
-    ("indices", "nvml", "amdsmi"),
+    ("indices", "nvml"),
     [
-        ([0], NO_DRIVER, None),
-        (None, FakeNvml([FakeGpu(mig_mode=1)]), None),
-        (None, FakeNvml([FakeGpu(counter_mj=None)]), None),
-        (None, FakeNvml([FakeGpu(counter_mj=None)]), FakeAmdSmi()),
-        (None, NO_DRIVER, FakeAmdSmi([FakeAmdGpu(steps=None)])),
+        ([0], NO_DRIVER),
+        (None, FakeNvml([FakeGpu(mig_mode=1)])),
+        (None, FakeNvml([FakeGpu(counter_mj=None)])),
     ],
-    ids=["a driver that is broken", "sliced", "no counter", "no counter, beside AMD", "AMD without a counter"],
+    ids=["a driver that is broken", "sliced", "no counter"],
 )
 def test_training_on_a_gpu_is_not_measured_by_counters_of_foreign_devices(
-    tmp_path: Path, indices: Sequence[int] | None, nvml: FakeNvml, amdsmi: FakeAmdSmi | None
+    tmp_path: Path, indices: Sequence[int] | None, nvml: FakeNvml
 ) -> None:
-    chosen = auto(device_indices=indices, nvml=nvml, amdsmi=amdsmi, powercap=make_powercap(tmp_path))
+    chosen = auto(device_indices=indices, nvml=nvml, powercap=make_powercap(tmp_path))
     assert isinstance(chosen, EstimateMonitor)
 
 
@@ -120,7 +111,7 @@ def test_packages_without_a_stated_limit_are_measured(tmp_path: Path, caplog: py
 
 @pytest.mark.parametrize("power_w", [0.0, -5.0, math.nan, math.inf])
 def test_invalid_maximum_power_is_refused_at_once(power_w: float) -> None:
-    for kind in (RaplMonitor, JetsonMonitor, NvmlMonitor, NvmlPowerMonitor, AmdSmiMonitor, AmdSmiPowerMonitor):
+    for kind in (RaplMonitor, NvmlMonitor, NvmlPowerMonitor):
         with pytest.raises(ZeusBSOConfigError, match=r"max_power_w is .*: state the watts of the devices together"):
             kind(max_power_w=power_w)
 
@@ -152,60 +143,55 @@ def test_unmeasurable_gpus_are_estimated_from_the_drivers_facts(
     assert (stated.source, stated.gpus().max_power) == ("estimate: 99 W stated", 99.0)
 
 
-def make_sensor(root: Path, *rails: tuple[str, int, int]) -> None:
-    """Create a sensor as on Linux: label, millivolts and milliamperes per rail."""
-    folder = root / f"hwmon{len(list(root.iterdir())) if root.exists() else 0}"
-    folder.mkdir(parents=True)
-    (folder / "name").write_text("ina3221\n")
-    for number, (label, millivolts, milliamperes) in enumerate(rails, 1):
-        (folder / f"in{number}_label").write_text(f"{label}\n")
-        (folder / f"in{number}_input").write_text(f"{millivolts}\n")
-        (folder / f"curr{number}_input").write_text(f"{milliamperes}\n")
-    (folder / "in7_label").write_text("sum of shunt voltages\n")  # a rail without a current
+@pytest.mark.parametrize("indices", [None, (0,)])
+def test_amd_gpus_are_estimated_and_the_warning_names_the_monitor_that_reads_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, indices: Sequence[int] | None
+) -> None:
+    (tmp_path / "kfd").touch()
+    root = make_powercap(tmp_path / "powercap")
+    rocm = SimpleNamespace(version=SimpleNamespace(hip="6.4"), cuda=SimpleNamespace(is_initialized=lambda: False))
+    monkeypatch.setitem(sys.modules, "torch", rocm)
 
+    chosen = auto(device_indices=indices, nvml=NO_DRIVER, kfd=tmp_path / "kfd", powercap=root)
 
-ORIN = (("VDD_GPU_SOC", 20_000, 500), ("VDD_CPU_CV", 20_000, 100), ("VIN_SYS_5V0", 5_000, 600))
+    assert chosen.source == "estimate: 65 W assumed"
+    (record,) = caplog.records
+    assert "does not read the energy of AMD GPUs, but the ZeusMonitor of the package zeus" in record.getMessage()
+    assert "pass energy_monitor=ZeusMonitor()" in record.getMessage()
+    assert isinstance(auto(device_indices=(), nvml=NO_DRIVER, kfd=tmp_path / "kfd", powercap=root), RaplMonitor)
+    assert isinstance(auto(nvml=FakeNvml(), kfd=tmp_path / "kfd"), NvmlMonitor)
 
 
 @pytest.mark.parametrize(
-    ("rails", "power_w"),
-    [(ORIN, 15.0), ((("VDD_IN", 5_000, 1_200), ("VDD_CPU_GPU_CV", 5_000, 400), ("VDD_SOC", 5_000, 200)), 6.0)],
-    ids=["AGX Orin, whose rails add up", "Orin Nano, whose input counts all"],
+    ("version", "has_driver", "kind"),
+    [("2.8.0+rocm6.4", True, EstimateMonitor), ("2.8.0+rocm6.4", False, RaplMonitor), ("2.8.0+cpu", True, RaplMonitor)],
+    ids=["AMD GPU", "no AMD GPU", "PyTorch for the CPU"],
 )
-@pytest.mark.parametrize("indices", [None, (0,)])
-def test_jetson_is_measured_by_the_power_rails(
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-    indices: Sequence[int] | None,
-    rails: Sequence[tuple[str, int, int]],
-    power_w: float,
+def test_amd_gpu_counts_where_pytorch_is_installed_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str, has_driver: bool, kind: type[EnergyMonitor]
 ) -> None:
-    make_sensor(tmp_path / "hwmon", *rails)
-    make_sensor(tmp_path / "hwmon", ("VDDQ_VDD2_1V8AO", 5_000, 100))  # a part of VIN_SYS_5V0
-    (tmp_path / "model").write_text("NVIDIA Jetson Orin\0")
-    chosen = auto(60.0, device_indices=indices, nvml=NO_DRIVER, hwmon=tmp_path / "hwmon")
-    assert isinstance(chosen, JetsonMonitor)
-    assert chosen.gpus().max_power == 60.0
-    assert "60 W is taken for the most that it draws" in caplog.text
-
-    clock = Clock()
-    monitor = JetsonMonitor(root=tmp_path / "hwmon", max_power_w=60.0, model=tmp_path / "model", clock=clock)
-    assert monitor.gpus().gpu_model == "NVIDIA Jetson Orin"
-    measured = window(monitor, clock, 2.0)
-    assert measured.source.startswith("jetson rails, integrated")
-    assert measured.energy_j == pytest.approx(2.0 * power_w)
+    monkeypatch.setitem(sys.modules, "torch", None)
+    monkeypatch.setattr("importlib.metadata.version", lambda _: version)
+    kfd = tmp_path / "kfd"
+    if has_driver:
+        kfd.touch()
+    assert isinstance(auto(nvml=NO_DRIVER, kfd=kfd, powercap=make_powercap(tmp_path / "powercap")), kind)
 
 
-def test_sensor_of_a_foreign_board_is_not_used(tmp_path: Path) -> None:
-    make_sensor(tmp_path, ("12V", 12_000, 500), ("3V3", 3_300, 100))
-    assert isinstance(auto(nvml=NO_DRIVER, hwmon=tmp_path), EstimateMonitor)
+@pytest.mark.parametrize("indices", [None, (0,), ()])
+def test_jetson_is_estimated_and_the_warning_names_the_monitor_that_reads_it(
+    caplog: pytest.LogCaptureFixture, indices: Sequence[int] | None
+) -> None:
+    chosen = auto(60.0, device_indices=indices, nvml=NO_DRIVER, board="NVIDIA Jetson AGX Orin")
+    assert chosen.source.startswith("estimate: 60 W stated")
+    assert "does not read the energy of the NVIDIA Jetson AGX Orin, but the ZeusMonitor" in caplog.text
+    assert chosen.gpus().gpu_model == ("NVIDIA Jetson AGX Orin" if indices != () else cpu_model_name())
 
 
-def test_unreadable_rail_is_unavailable(tmp_path: Path) -> None:
-    make_sensor(tmp_path, ("VDD_IN", 5_000, 100))
-    (tmp_path / "hwmon0" / "curr1_input").write_text("")
-    with pytest.raises(EnergyUnavailableError, match="the power rail VDD_IN cannot be read"):
-        JetsonMonitor(root=tmp_path, max_power_w=60.0).gpus()
+def test_model_of_a_board_is_read_from_the_device_tree(tmp_path: Path) -> None:
+    (tmp_path / "model").write_text("NVIDIA Jetson Orin Nano\0")
+    assert board_model(tmp_path / "model") == "NVIDIA Jetson Orin Nano"
+    assert board_model(tmp_path / "absent") == ""
 
 
 LAPTOP = "NVIDIA GeForce RTX 4070 Laptop GPU"

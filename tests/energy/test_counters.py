@@ -17,7 +17,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.energy_bench import spent_j, window
-from tests.support.fake_amdsmi import FakeAmdSmi
 from tests.support.fake_nvml import H200, V100, Clock, FakeGpu, FakeNvml, has_nvidia_driver
 from tests.support.fake_powercap import make_powercap
 from tests.support.fake_zeus_monitor import FakeZeusMeasurement, FakeZeusMonitor
@@ -32,9 +31,8 @@ from zeus_plugins.energy import (
     ReplayMonitor,
     ZeusMonitorAdapter,
 )
-from zeus_plugins.energy.amd import AmdSmiMonitor
 from zeus_plugins.energy.estimate import cpu_model_name
-from zeus_plugins.energy.visible import chosen_indices, visible_devices
+from zeus_plugins.energy.nvml import chosen_indices, visible_devices
 from zeus_plugins.errors import ZeusBSOBadOperationError, ZeusBSOConfigError, ZeusBSOOperationOrderError
 from zeus_plugins.protocol import GpuConfig
 
@@ -48,7 +46,6 @@ MONITORS: dict[str, Callable[[], EnergyMonitor]] = {
     "nvml": lambda: NvmlMonitor(nvml=FakeNvml()),
     "nvml power": lambda: NvmlPowerMonitor(nvml=FakeNvml([FakeGpu(power_mw=100_000)])),
     "rapl": lambda: RaplMonitor(root=make_powercap(Path(tempfile.mkdtemp()))),
-    "amdsmi": lambda: AmdSmiMonitor(amdsmi=FakeAmdSmi()),
     "zeus": lambda: ZeusMonitorAdapter(FakeZeusMonitor(*[FakeZeusMeasurement()] * 2), GPUS),
     "estimate": lambda: EstimateMonitor(65.0),
     "replay": lambda: ReplayMonitor([Measurement(1.0, 2.0, "nvml")] * 3, GPUS),

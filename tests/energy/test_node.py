@@ -14,9 +14,9 @@ from tests.support.fake_nvml import Clock, FakeGpu, FakeNvml
 from tests.support.fake_powercap import add_zone, make_powercap, spend_uj
 from tests.support.reporting import warnings_in
 from zeus_plugins.cli import main
-from zeus_plugins.energy import EstimateMonitor, NvmlMonitor, NvmlPowerMonitor, RaplMonitor, node
+from zeus_plugins.energy import EstimateMonitor, NvmlMonitor, NvmlPowerMonitor, RaplMonitor
+from zeus_plugins.energy.auto import whole_node
 from zeus_plugins.energy.counters import CounterMonitor
-from zeus_plugins.energy.node import whole_node
 from zeus_plugins.errors import ZeusBSOConfigError
 from zeus_plugins.protocol import GpuConfig
 from zeus_plugins.training.energy_run import EnergyTotals
@@ -111,7 +111,9 @@ def test_command_is_measured_in_the_stated_scope_and_says_so(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path, scope: str, model: str
 ) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", FakeNvml())
-    monkeypatch.setattr(node, "whole_node", partial(whole_node, powercap=make_powercap(tmp_path)))
+    monkeypatch.setattr(
+        sys.modules["zeus_plugins.energy.auto"], "whole_node", partial(whole_node, powercap=make_powercap(tmp_path))
+    )
     options = ["--scope", scope] if scope == "node" else []
     assert main(["energy", "--json", *options, "--", "true"]) == 0
     told = json.loads(capfd.readouterr().err)

@@ -13,9 +13,7 @@ import pytest
 
 from tests.support.energy_bench import window
 from tests.support.fake_nvml import Clock, FakeGpu, FakeNvml, FakeNvmlError
-from tests.support.power_limit_bench import LIMITS_W, machine, profiler, train
 from zeus_plugins.energy import NvmlMonitor, NvmlPowerMonitor, nvml
-from zeus_plugins.power_limit import PowerLimitProfile, PowerLimitSample
 from zeus_plugins.protocol import JobView
 from zeus_plugins.training.announce import warn_of_scopes
 
@@ -156,22 +154,6 @@ def test_integrated_power_has_gpu_scope_if_the_driver_gives_it(scopes_mw: dict[i
 def test_scope_and_foreign_processes_are_named_together() -> None:
     gpu = FakeGpu(power_mw=600_000, scopes_mw={0: 400_000, 1: 600_000}, pids=[1, 2])
     assert source_of(gpu) == f"nvml, module scope, {OTHERS}"
-
-
-@pytest.mark.parametrize(("earlier", "warnings"), [("nvml, GPU scope", 1), ("nvml, module scope", 0), ("", 0)])
-def test_power_limits_in_two_scopes_cause_a_warning(
-    caplog: pytest.LogCaptureFixture, earlier: str, warnings: int
-) -> None:
-    where = machine()
-    known = PowerLimitProfile(
-        gpus=where.monitor.gpus(),
-        samples=(PowerLimitSample(limit_w=100.0, steps=1, time_s=2.0, energy_j=160.0, source=earlier),),
-    )
-    where.monitor.source = "nvml, module scope"
-    zeus = profiler(where, warmup_steps=0, profile_steps=1, profile=known)
-    train(where, zeus, len(LIMITS_W))
-    assert caplog.text.count("do not compare: measure them anew") == warnings
-    zeus.close()
 
 
 def job_of(*sources: str | None) -> JobView:

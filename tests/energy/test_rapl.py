@@ -14,7 +14,7 @@ from tests.support.fake_nvml import Clock
 from tests.support.fake_powercap import add_zone, make_powercap, spend_uj
 from zeus_plugins.energy import EnergyUnavailableError, Measurement, RaplMonitor
 from zeus_plugins.energy.estimate import cpu_model_name
-from zeus_plugins.energy.linux import Zone
+from zeus_plugins.energy.rapl import Zone
 from zeus_plugins.errors import ZeusBSOOperationOrderError
 from zeus_plugins.protocol import GpuConfig
 
@@ -85,7 +85,7 @@ def test_wraps_are_followed_if_none_is_missed(
 
 
 def test_thread_follows_wraps_in_a_long_window(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("zeus_plugins.energy.linux.RAPL_INTERVAL_S", 0.01)
+    monkeypatch.setattr("zeus_plugins.energy.rapl.RAPL_INTERVAL_S", 0.01)
     read = threading.Event()
     reading = Zone.energy_uj
 

@@ -10,8 +10,7 @@ from tests.support.energy_bench import probes_of
 from tests.support.fake_nvml import H200, V100, FakeGpu, FakeNvml, FakeTorch
 from zeus_plugins import energy
 from zeus_plugins.energy import EnergyUnavailableError, EstimateMonitor, NvmlMonitor
-from zeus_plugins.energy.nvml import open_gpus
-from zeus_plugins.energy.visible import cuda_devices
+from zeus_plugins.energy.nvml import cuda_devices, open_gpus
 from zeus_plugins.errors import ZeusBSOConfigError
 
 UUIDS = ("8932f937-d72c-4106-c12f-20bd9faed9f6", "0a1b2c3d-0000-1111-2222-333344445555")

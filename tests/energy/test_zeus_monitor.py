@@ -14,7 +14,14 @@ from tests.support.fake_zeus_monitor import FakeZeusMeasurement, FakeZeusMonitor
 from tests.support.servers import ServerProcess
 from zeus_plugins import BatchSizeOptimizer, JobSpec
 from zeus_plugins.client.http import BsoClient
-from zeus_plugins.energy import EpochMeter, EstimateMonitor, Measurement, ZeusMonitorAdapter, as_energy_monitor
+from zeus_plugins.energy import (
+    EpochMeter,
+    EstimateMonitor,
+    Measurement,
+    ZeusMonitorAdapter,
+    as_energy_monitor,
+    zeus_monitor,
+)
 from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSOOperationOrderError
 from zeus_plugins.protocol import GpuConfig
 
@@ -100,7 +107,48 @@ def test_gpus_must_be_given_if_nvml_cannot_describe_them() -> None:
     with pytest.raises(
         ZeusBSOConfigError, match=r"which devices .* NVML cannot say \(the NVIDIA driver .*gpus=GpuConfig"
     ):
-        ZeusMonitorAdapter(FakeZeusMonitor(), nvml=FakeNvml(broken="not loaded")).gpus()
+        ZeusMonitorAdapter(FakeZeusMonitor(), nvml=NO_DRIVER).gpus()
+
+
+class AmdGpus:
+    """Zeus's `AMDGPUs` on a machine with GPUs of these models."""
+
+    def __init__(self, *models: str) -> None:
+        self.models = models
+
+    def get_name(self, index: int) -> str:
+        return self.models[index]
+
+    def get_power_management_limit_constraints(self, index: int) -> tuple[int, int]:
+        del index
+        return 0, 750_000
+
+
+NO_DRIVER = FakeNvml(broken="not loaded")
+
+
+def test_zeus_describes_amd_gpus() -> None:
+    monitor = FakeZeusMonitor(gpu_indices=[0, 1])
+    monitor.gpus = AmdGpus("AMD Instinct MI300X", "AMD Instinct MI300X")
+    described = ZeusMonitorAdapter(monitor, nvml=NO_DRIVER).gpus()
+    assert described == GpuConfig(max_power=1500.0, number_of_gpus=2, gpu_model="AMD Instinct MI300X")
+    monitor.gpus = AmdGpus("AMD Instinct MI300X", "AMD Instinct MI250X")
+    with pytest.raises(ZeusBSOConfigError, match="several models"):
+        ZeusMonitorAdapter(monitor, nvml=NO_DRIVER).gpus()
+
+
+@pytest.mark.parametrize(("variable", "power_w"), [("60", 60.0), (None, 65.0)])
+def test_system_on_a_chip_is_described_by_its_board_and_the_stated_watts(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, variable: str | None, power_w: float
+) -> None:
+    if variable is not None:
+        monkeypatch.setenv("ZEUS_ESTIMATED_POWER_W", variable)
+    monkeypatch.setattr(zeus_monitor, "board_model", lambda: "NVIDIA Jetson Orin Nano")
+    monitor = FakeZeusMonitor(gpu_indices=[])
+    monitor.soc_is_present = True
+    described = ZeusMonitorAdapter(monitor, nvml=NO_DRIVER).gpus()
+    assert described == GpuConfig(max_power=power_w, number_of_gpus=1, gpu_model="NVIDIA Jetson Orin Nano")
+    assert ("65 W is taken for the most that it draws" in caplog.text) is (variable is None)
 
 
 def test_window_refused_by_the_monitor_is_not_open() -> None:

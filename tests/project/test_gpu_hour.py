@@ -145,24 +145,16 @@ def test_whatever_the_hour_has_done_is_worth_a_page() -> None:
     assert len({step.key for step in planned}) == len(planned)
     assert Counter(step.stage for step in planned) == {
         "synchronise": 1,
-        "recurrence": 2 * 2 * 12 * 3,
+        "recurrence": 2 * 2 * 12 * 2,
         "size": 2 * 7 * 3,
         "overhead": 2 * 3 * 2,
     }
     assert planned[0].stage == "synchronise"
     # Contenders and tasks take turns, and sizes follow the fourth recurrence.
-    assert [step.who for step in planned[1:4]] == list(HOUR_CONTENDERS)
-    assert {step.task for step in planned[1:7]} == set(HOUR_TASKS)
-    assert {step.stage for step in planned[25:39]} == {"size"}
-    assert {step.seed for step in planned[:-72]} == {0}
-
-
-def test_contender_that_probes_takes_the_predicted_size_first() -> None:
-    orders = {step.who: step.order for step in hour_steps([RESNET]) if step.stage == "recurrence"}
-    probed, plain = orders["probed"], orders["gp_voi"]
-    assert (probed.policy, probed.spec().first_run, probed.probes) == ("gp_voi", "predicted", True)
-    assert (plain.policy, plain.spec().first_run, plain.probes) == ("gp_voi", "default", False)
-    assert orders["default"].spec().batch_sizes == (64,)
+    assert [step.who for step in planned[1:3]] == list(HOUR_CONTENDERS)
+    assert {step.task for step in planned[1:5]} == set(HOUR_TASKS)
+    assert {step.stage for step in planned[17:31]} == {"size"}
+    assert {step.seed for step in planned[:-48]} == {0}
 
 
 def test_expected_seconds_are_those_of_the_kind_or_of_the_task() -> None:
@@ -332,13 +324,11 @@ def test_savings_have_an_interval_and_a_verdict(
             64, [], stage="recurrence", number=number, who=who, reached=True, cost_j=each, energy_j=each, time_s=1
         )
         for number, spent in enumerate(joules)
-        for who, each in (("default", 100), ("gp_voi", spent), ("probed", spent))
+        for who, each in (("default", 100), ("gp_voi", spent))
     ]
-    (head, _, plain, probed, _) = proof_tables(proof_results(records, {}))["gpu"].splitlines()
+    (head, _, policy, _) = proof_tables(proof_results(records, {}))["gpu"].splitlines()
     assert "| energy saved (95 %) | verdict |" in head
-    assert f" %) | {verdict} | " in plain
-    assert f" %) | {verdict} | " in probed
-    assert "`gp_voi`, probed" in probed
+    assert f" %) | {verdict} | " in policy
 
 
 # ---- The bundle

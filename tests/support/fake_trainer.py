@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 from zeus_plugins.protocol import Fingerprint
 from zeus_plugins.training.batches import BatchSplit
 from zeus_plugins.training.defaults import TrainingFacts
-from zeus_plugins.training.passes import CannotProbe, Passes
 from zeus_plugins.training.patches import Patches
 from zeus_plugins.training.run import ActiveRun, TrialRun
 from zeus_plugins.training.trial import TrialInfo
@@ -125,9 +124,6 @@ class FakeTrainer:
 
     def schedules(self) -> Sequence[tuple[Any, float | None]]:
         return [(self.scheduler, 6)]
-
-    def passes(self) -> Passes:
-        raise CannotProbe("it is pretended")
 
     def log(self, metrics: dict[str, float]) -> None:
         self.logged.append(metrics)

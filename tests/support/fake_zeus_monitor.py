@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from zeus_plugins.power_limit import ReplayMachine
+from tests.support.power_limit_bench import ReplayMachine
 
 
 @dataclass
@@ -25,7 +25,8 @@ class FakeZeusMeasurement:
 class FakeZeusMonitor:
     """Monitor with an attribute `gpus` and arguments that our monitors lack."""
 
-    gpus = object()
+    gpus: object = object()
+    soc_is_present = False
 
     def __init__(self, *answers: object, gpu_indices: list[int] | None = None) -> None:
         self.answers = list(answers) or [FakeZeusMeasurement()]

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
+from benchmarks.gpu_check import Bursts, Load
 from tests.support.fake_nvml import FakeGpu, FakeNvml
-from zeus_plugins.gpu_check import Bursts, Load
 
 IDLE_W, BUSY_W = 80.0, 600.0
 BURST_S = 0.2
@@ -81,12 +81,8 @@ class SimulatedGpu(FakeNvml):
 class SimulatedLoad(Load):
     """Load of a `SimulatedGpu`."""
 
-    def __init__(self, gpu: SimulatedGpu, problem: str | None = None) -> None:
+    def __init__(self, gpu: SimulatedGpu) -> None:
         self._gpu = gpu
-        self._problem = problem
-
-    def problem(self) -> str | None:
-        return self._problem
 
     @contextmanager
     def running(self, phase: str | Bursts) -> Iterator[None]:

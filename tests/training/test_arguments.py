@@ -42,6 +42,7 @@ def test_metric_is_positional_and_options_are_named(callback: Any) -> None:
 @pytest.mark.parametrize(
     ("said", "problem"),
     [
+        ({"probe": "off"}, "has no probe=: trainings no longer time other batch sizes: leave it out"),
         ({"metric": "val_acc"}, "has no metric=: the metric is the first argument, or monitor="),
         ({"higher_is_better_metric": True}, "has no higher_is_better_metric=: say mode='max' if"),
         ({"greater_is_better": True}, "say mode='max' if"),

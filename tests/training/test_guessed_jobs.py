@@ -367,7 +367,6 @@ def test_training_prints_lines_at_the_begin_and_the_end(url: str) -> None:
         f"zeus: batch size 64, your own: first run of job {JOB_ID} (trial 1)",
         f"zeus: guessed: {guesses} (job=JobSpec(…) sets them)",
         f"zeus: results are kept in {place}",
-        "zeus: batch sizes are not probed: it is pretended",
         "zeus: target reached after 2 epochs: val_acc 0.95, target 0.9. Batch size 64 took 2 s and 20 J (replayed), "
         "a cost of 110 J",
         "zeus: Your default, 64, is the best batch size so far. Tried so far: 1 of 7 batch sizes.",

@@ -42,10 +42,16 @@ def _make(name: str, power_w: float | None) -> EnergyMonitor:
     kinds: dict[str, Callable[..., EnergyMonitor]] = {
         "nvml": energy.NvmlMonitor,
         "nvml-power": energy.NvmlPowerMonitor,
-        "amdsmi": energy.AmdSmiMonitor,
         "rapl": energy.RaplMonitor,
     }
     return kinds[name](max_power_w=power_w)
+
+
+def _monitor_name(text: str) -> str:
+    """Refuse the name of a removed monitor; argparse checks the others."""
+    if text == "amdsmi":
+        raise argparse.ArgumentTypeError("amdsmi was removed: Zeus reads AMD GPUs (python -m zeus.monitor energy)")
+    return text
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -60,7 +66,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     parser.add_argument(
         "--monitor",
-        choices=("auto", "nvml", "nvml-power", "amdsmi", "rapl", "estimate"),
+        type=_monitor_name,
+        choices=("auto", "nvml", "nvml-power", "rapl", "estimate"),
         default="auto",
         help="energy monitor (default %(default)s: the best monitor of this machine)",
     )
@@ -109,9 +116,9 @@ def _measured(command: Sequence[str], options: argparse.Namespace) -> tuple[int,
 
     The meter is read every second, so that only the rest is estimated if a device is lost.
     """
+    from zeus_plugins.energy.auto import whole_node
     from zeus_plugins.energy.counters import Sampler
     from zeus_plugins.energy.meter import WATCH_INTERVAL_S, Breakdown, EpochMeter
-    from zeus_plugins.energy.node import whole_node
 
     monitor = _make(options.monitor, options.power_w)
     if options.scope == "node":

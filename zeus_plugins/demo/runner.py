@@ -87,9 +87,9 @@ def run_demo(recurrences: int, directory: Path, policy: str = JOB.policy, *, ope
 
 @contextmanager
 def _server(database_url: str, log: Path) -> Iterator[str]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = int(probe.getsockname()[1])
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = int(listener.getsockname()[1])
     command = [sys.executable, "-m", "bso_server", "serve", "--port", str(port), "--database-url", database_url]
     with log.open("w") as output:
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)  # nosec B603  # noqa: S603 - our own server

@@ -5,26 +5,22 @@ Importing this package touches no driver and loads no deep-learning framework.
 
 from __future__ import annotations
 
-from zeus_plugins.energy.amd import AmdSmiMonitor, AmdSmiPowerMonitor
 from zeus_plugins.energy.auto import auto
 from zeus_plugins.energy.cluster import ClusterMonitor
 from zeus_plugins.energy.estimate import EstimateMonitor, ReplayMonitor
-from zeus_plugins.energy.linux import JetsonMonitor, RaplMonitor
 from zeus_plugins.energy.meter import EpochMeter
 from zeus_plugins.energy.monitor import DEFAULT_ESTIMATED_POWER_W, EnergyMonitor, EnergyUnavailableError, Measurement
 from zeus_plugins.energy.nvml import NvmlMonitor, NvmlPowerMonitor
+from zeus_plugins.energy.rapl import RaplMonitor
 from zeus_plugins.energy.zeus_monitor import WindowMonitor, ZeusMonitorAdapter, as_energy_monitor
 
 __all__ = [
     "DEFAULT_ESTIMATED_POWER_W",
-    "AmdSmiMonitor",
-    "AmdSmiPowerMonitor",
     "ClusterMonitor",
     "EnergyMonitor",
     "EnergyUnavailableError",
     "EpochMeter",
     "EstimateMonitor",
-    "JetsonMonitor",
     "Measurement",
     "NvmlMonitor",
     "NvmlPowerMonitor",

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
+from typing import Literal
 
-from zeus_plugins.energy import amd, nvml
-from zeus_plugins.energy.estimate import EstimateMonitor
-from zeus_plugins.energy.linux import probe_jetson, probe_rapl
+from zeus_plugins.energy import nvml, rapl
+from zeus_plugins.energy.counters import CounterMonitor
+from zeus_plugins.energy.estimate import EstimateMonitor, board_model
 from zeus_plugins.energy.monitor import (
     DEFAULT_ESTIMATED_POWER_W,
     Choice,
@@ -22,7 +25,45 @@ from zeus_plugins.energy.monitor import (
 )
 from zeus_plugins.environment import ESTIMATED_POWER_W
 
-PROBES: tuple[Probe, ...] = (nvml.probe, amd.probe, probe_jetson, probe_rapl)
+EnergyScope = Literal["gpu", "node"]
+"""The devices whose energy counts: the training's devices, or also the CPU packages and memory of the node."""
+
+_KFD = Path("/dev/kfd")
+"""The file that AMD's driver shows if GPUs can compute."""
+
+
+def probe_unread(request: MonitorRequest, *, model: str | None = None, kfd: Path = _KFD) -> Choice | None:
+    """Raise the error of an AMD GPU or a Jetson module, which only Zeus's `ZeusMonitor` reads; see `Probe`.
+
+    `model` replaces the model of this board, and `kfd` the file of AMD's driver.
+    """
+    board = board_model() if model is None else model
+    is_module = "jetson" in board.lower()
+    is_amd = not (request.gpu_is_seen or request.uses_no_gpu) and kfd.exists() and _has_rocm()
+    if not (is_module or is_amd):
+        return None
+    device = f"the {board}" if is_module else "AMD GPUs"
+    cause = (
+        f"this package does not read the energy of {device}, but the ZeusMonitor of the package zeus does: pass"
+        " energy_monitor=ZeusMonitor()"
+    )
+    if request.gpu_is_seen or request.uses_no_gpu:
+        raise EnergyUnavailableError(cause)
+    raise UnmeasuredGpuError(cause, model=board if is_module else None)
+
+
+def _has_rocm() -> bool:
+    """Return whether PyTorch, loaded or only installed, was built for AMD GPUs."""
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        return bool(getattr(torch.version, "hip", None))
+    try:
+        return "rocm" in importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:
+        return False
+
+
+PROBES: tuple[Probe, ...] = (nvml.probe, probe_unread, rapl.probe)
 """The probes of all kinds of devices, in order of preference. To support a new energy counter, add its `probe` here."""
 
 
@@ -34,9 +75,10 @@ def auto(
 ) -> EnergyMonitor:
     """Choose the best monitor that this machine offers, and return it unused, so that it can be pickled.
 
-    The order of preference: energy counters of NVIDIA GPUs; their power readings, integrated; the same for AMD GPUs;
-    power sensors of a Jetson module; energy counters of the CPU packages (RAPL), if the training uses no GPU; an
-    estimate, labelled as an estimate. A choice less exact than a counter is logged as a warning, once per process.
+    The order of preference: energy counters of NVIDIA GPUs; their power readings, integrated; energy counters of the
+    CPU packages (RAPL), if the training uses no GPU; an estimate, labelled as an estimate. A choice less exact than a
+    counter is logged as a warning, once per process; for AMD GPUs and Jetson modules, the warning names the monitor
+    that reads them.
 
     Args:
         estimated_power_w: Watts of the whole machine at full load, for an estimate without a counter. None:
@@ -114,3 +156,25 @@ def _cuda_model() -> str | None:
         return str(torch.cuda.get_device_properties(0).name) if torch and torch.cuda.is_initialized() else None
     except (AttributeError, RuntimeError, AssertionError):
         return None
+
+
+def whole_node(
+    devices: EnergyMonitor, estimated_power_w: float | None = None, powercap: Path = rapl.POWERCAP
+) -> EnergyMonitor:
+    """Return a monitor of the measured GPUs together with their node's CPU packages and memory (RAPL).
+
+    If the packages cannot be read, warn and return `devices`. If `devices` already measures the packages, or is an
+    estimate, return it unchanged.
+    """
+    if not isinstance(devices, CounterMonitor) or isinstance(devices, rapl.RaplMonitor):
+        return devices
+    try:
+        choice = rapl.probe(MonitorRequest((), estimated_power_w), powercap)
+    except EnergyUnavailableError as unavailable:
+        warn_once(f"energy_scope='node' measures the training devices only: {unavailable.cause}")
+        return devices
+    if choice is None or not isinstance(choice.monitor, CounterMonitor):
+        return devices
+    if choice.warning is not None:
+        warn_once(choice.warning)
+    return devices.joined(choice.monitor)

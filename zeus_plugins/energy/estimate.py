@@ -35,8 +35,6 @@ class EstimateMonitor:
         ZeusBSOConfigError: An argument is out of range.
     """
 
-    measures_exactly = True
-
     def __init__(
         self,
         power_w: float,
@@ -115,7 +113,6 @@ class ReplayMonitor:
         gpus: The devices of these measurements.
     """
 
-    measures_exactly = True
     source = "replay"  # Each measurement keeps its listed source.
 
     def __init__(self, measurements: Iterable[Measurement], gpus: GpuConfig) -> None:
@@ -162,3 +159,11 @@ def cpu_model_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
         model = None
     name = (model[1].strip() if model else "") or platform.processor() or platform.machine() or "unknown CPU"
     return name[:MAX_MODEL_LENGTH]
+
+
+def board_model(path: Path = Path("/proc/device-tree/model")) -> str:
+    """Return the model of this machine's board, as small computers such as Jetson modules state it; else ""."""
+    try:
+        return path.read_text(encoding="utf-8", errors="replace").strip("\0\n ")[:MAX_MODEL_LENGTH]
+    except OSError:
+        return ""

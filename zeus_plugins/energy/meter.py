@@ -10,9 +10,9 @@ from statistics import fmean
 from typing import TypeVar
 
 from zeus_plugins.energy.counters import CounterMonitor, Found, Sampler
-from zeus_plugins.energy.linux import POWERCAP, RAPL_INTERVAL_S, open_zones
 from zeus_plugins.energy.monitor import BridgedMonitor, EnergyMonitor, Measurement, answer_or_none, logger
 from zeus_plugins.energy.nvml import Nvml, NvmlGpu, open_gpus
+from zeus_plugins.energy.rapl import POWERCAP, RAPL_INTERVAL_S, open_zones
 from zeus_plugins.energy.rates import Rates
 from zeus_plugins.energy.zeus_monitor import WindowMonitor, as_energy_monitor
 from zeus_plugins.errors import ZeusBSOError

@@ -101,10 +101,8 @@ class EnergyMonitor(Protocol):
     * never invents an energy: if it cannot measure, it raises an error or names the estimate in `Measurement.source`;
     * keeps windows apart by name. Windows may overlap and nest.
 
-    An optional attribute ``measures_exactly = True`` states that no counter is updated only at intervals, so that
-    windows of any length are exact. Power limits are then measured over exactly the requested optimizer steps. Optional
-    methods ``begin_window_at_moves`` and ``end_window_at_moves`` wait for updates of the counters while the devices are
-    idle, so that the update interval does not matter; the window does not include the wait.
+    Optional methods ``begin_window_at_moves`` and ``end_window_at_moves`` wait for updates of the counters while the
+    devices are idle, so that the update interval does not matter; the window does not include the wait.
 
     The caller makes all calls from one thread and, once the first window is open, from one process. A window ends when
     `end_window` is called: work that is still queued on a device belongs to a later window.
@@ -199,11 +197,7 @@ class MonitorRequest:
             make().gpus()
         except NoPowerLimitError as unavailable:
             power_w = stated_power_w(self.estimated_power_w) or DEFAULT_ESTIMATED_POWER_W
-            warning = (
-                f"{unavailable.cause}: {power_w:g} W is taken for the most that it draws. Set {ESTIMATED_POWER_W} to"
-                " the watts of its data sheet (TDP)."
-            )
-            return Choice(make(max_power_w=power_w), warning=warning)
+            return Choice(make(max_power_w=power_w), warning=maximum_unknown(unavailable.cause, power_w))
         return Choice(make())
 
     def counted_or_integrated(
@@ -234,6 +228,14 @@ Raises:
 def stated_power_w(power_w: float | None = None) -> float | None:
     """Return `power_w`, else the watts in ``ZEUS_ESTIMATED_POWER_W``, else None."""
     return ESTIMATED_POWER_W.number(is_positive=True) if power_w is None else power_w
+
+
+def maximum_unknown(cause: str, power_w: float) -> str:
+    """Return the warning that `power_w` is taken for an unknown maximum power."""
+    return (
+        f"{cause}: {power_w:g} W is taken for the most that it draws. Set {ESTIMATED_POWER_W} to the watts of its data"
+        " sheet (TDP)."
+    )
 
 
 def check_power_w(name: str, power_w: float, of: str) -> None:

@@ -21,7 +21,6 @@ from zeus_plugins.energy.monitor import (
     logger,
 )
 from zeus_plugins.energy.processes import gpu_is_used, is_hidden, own_processes
-from zeus_plugins.energy.visible import MIG_PREFIX, check_one_model, chosen_indices, cuda_devices, visible_devices
 from zeus_plugins.environment import CUDA_DEVICE_ORDER, CUDA_VISIBLE_DEVICES
 from zeus_plugins.errors import ZeusBSOConfigError
 
@@ -42,7 +41,7 @@ POWER_AVERAGE, POWER_INSTANT, _OF_GPU, _OF_MODULE = 185, 186, 0, 1
 # Scopes whose powers differ by less than this factor are one scope: the module of a plain GPU is the GPU itself.
 _DIFFERENT = 1.02
 
-_GPU_PREFIX = "GPU-"
+_GPU_PREFIX, _MIG_PREFIX = "GPU-", "MIG-"
 
 COMPARED_S = 0.5
 """Seconds for which a superchip's counter is compared with the power of its scopes, before its first window."""
@@ -333,7 +332,7 @@ def _chosen_gpus(
         raise ZeusBSOConfigError(f"the same GPU is named twice ({_listing(gpus)}): name each once")
     if mixed:
         return gpus
-    check_one_model([gpu.name for gpu in gpus], _listing(gpus), CUDA_VISIBLE_DEVICES)
+    check_one_model([gpu.name for gpu in gpus], _listing(gpus))
     is_mixed = len({gpu.name for gpu in machine}) > 1
     if is_mixed and any(isinstance(each, int) for each in visible) and CUDA_DEVICE_ORDER.text() != "PCI_BUS_ID":
         raise ZeusBSOConfigError(
@@ -342,6 +341,66 @@ def _chosen_gpus(
             f" {CUDA_VISIBLE_DEVICES}"
         )
     return gpus
+
+
+def visible_devices(setting: str | None, count: int) -> tuple[int | str, ...]:
+    """Parse ``CUDA_VISIBLE_DEVICES`` on a machine with `count` GPUs into indices, UUIDs and ids of MIG slices.
+
+    As in CUDA, the list ends at the first entry that names no GPU, so ``""``, ``-1`` and a scheduler's ``NoDevFiles``
+    hide every GPU. None means that all are visible. Raise `NoGpuError` if no GPU is visible, and `ZeusBSOConfigError`
+    if a GPU is named twice.
+    """
+    visible: list[int | str] = list(range(count)) if setting is None else []
+    entries = [] if setting is None else [part.strip() for part in setting.split(",")]
+    for entry in entries:
+        if entry.startswith((_GPU_PREFIX, _MIG_PREFIX)):
+            visible.append(entry)
+        elif entry.isdecimal() and int(entry) < count:
+            visible.append(int(entry))
+        else:
+            break
+    if not visible:
+        hidden = f", hidden by {CUDA_VISIBLE_DEVICES}={setting!r}" if count else ""
+        raise NoGpuError(f"no GPU is visible: the driver lists {count}{hidden}")
+    if len(set(visible)) < len(visible):
+        raise ZeusBSOConfigError(f"{CUDA_VISIBLE_DEVICES} is {setting!r}: name each GPU once")
+    return tuple(visible)
+
+
+def cuda_devices(torch: Any) -> tuple[str, ...] | None:
+    """Return the UUIDs of the GPUs, without prefix, in the order of PyTorch's CUDA indices.
+
+    The environment variables may have changed since CUDA read them at its start, and CUDA may count the fastest GPU
+    first. Return None if CUDA has not started in this process (a query would start it), or if PyTorch is absent or
+    older than 2.4.
+    """
+    try:
+        if torch is None or not torch.cuda.is_initialized():
+            return None
+        return tuple(str(torch.cuda.get_device_properties(index).uuid) for index in range(torch.cuda.device_count()))
+    except (AttributeError, RuntimeError, AssertionError):  # an older PyTorch, or one without CUDA
+        return None
+
+
+def chosen_indices(wanted: Sequence[int] | None, visible: int) -> Sequence[int]:
+    """Validate `wanted` against `visible` GPUs; return distinct indices, at least one, or all of them for None."""
+    if wanted is None:
+        return range(visible)
+    if not wanted or len(set(wanted)) < len(wanted) or not set(wanted) <= set(range(visible)):
+        raise ZeusBSOConfigError(
+            f"device_indices is {list(wanted)}: name one or more of the {visible} visible GPUs, counting from 0, each"
+            " once, or pass None for all"
+        )
+    return wanted
+
+
+def check_one_model(names: Sequence[str], listing: str) -> None:
+    """Raise `ZeusBSOConfigError`, with `listing`, if GPUs are of several models."""
+    if len(set(names)) > 1:
+        raise ZeusBSOConfigError(
+            f"the GPUs are of several models ({listing}), and costs measured on them do not compare: choose the GPUs "
+            f"of one model by device_indices or {CUDA_VISIBLE_DEVICES}"
+        )
 
 
 def _unmeasured(cause: str, nvml: Nvml | None, indices: Sequence[int | str] | None) -> UnmeasuredGpuError:
@@ -443,13 +502,13 @@ def _text(answer: str | bytes) -> str:
 
 def _open_uuid(nvml: Nvml, uuid: str, machine: Sequence[NvmlGpu], refused: Sequence[str]) -> NvmlGpu:
     """Find a GPU by its UUID, by the beginning of its UUID (as CUDA does), or by PyTorch's UUID without a prefix."""
-    is_bare = not uuid.startswith((_GPU_PREFIX, MIG_PREFIX))
+    is_bare = not uuid.startswith((_GPU_PREFIX, _MIG_PREFIX))
     wanted = f"{_GPU_PREFIX}{uuid}" if is_bare else uuid
     found = [gpu for gpu in machine if gpu.uuid.startswith(wanted)]
     if len(found) == 1:
         return found[0]
-    if is_bare or uuid.startswith(MIG_PREFIX):
-        slice_id = f"{MIG_PREFIX}{uuid}" if is_bare else uuid
+    if is_bare or uuid.startswith(_MIG_PREFIX):
+        slice_id = f"{_MIG_PREFIX}{uuid}" if is_bare else uuid
         try:
             part = nvml.nvmlDeviceGetHandleByUUID(slice_id)
             whole = _described(nvml, nvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(part), 0)

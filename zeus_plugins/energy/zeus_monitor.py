@@ -8,8 +8,20 @@ from functools import partial
 from typing import Any, Protocol, cast
 
 from zeus_plugins.energy.counters import STANDSTILL_S
-from zeus_plugins.energy.monitor import EnergyMonitor, EnergyUnavailableError, Measurement, OpenWindows, logger
-from zeus_plugins.energy.nvml import Nvml, NvmlMonitor
+from zeus_plugins.energy.estimate import board_model, cpu_model_name
+from zeus_plugins.energy.monitor import (
+    DEFAULT_ESTIMATED_POWER_W,
+    EnergyMonitor,
+    EnergyUnavailableError,
+    Measurement,
+    NoGpuError,
+    OpenWindows,
+    logger,
+    maximum_unknown,
+    stated_power_w,
+    warn_once,
+)
+from zeus_plugins.energy.nvml import MILLI, Nvml, NvmlMonitor, check_one_model
 from zeus_plugins.errors import ZeusBSOConfigError
 from zeus_plugins.protocol import GpuConfig
 
@@ -37,7 +49,8 @@ class ZeusMonitorAdapter:
 
     Args:
         monitor: The monitor with Zeus's interface.
-        gpus: The measured devices. None: ask NVML for the monitor's `gpu_indices`, or for all visible GPUs.
+        gpus: The measured devices. None: ask NVML for the monitor's `gpu_indices`, or for all visible GPUs; on machines
+            without NVIDIA GPUs, ask the monitor, as Zeus knows AMD GPUs.
     """
 
     def __init__(self, monitor: WindowMonitor, gpus: GpuConfig | None = None, *, nvml: Nvml | None = None) -> None:
@@ -52,12 +65,15 @@ class ZeusMonitorAdapter:
         return type(self._monitor).__name__[:100]
 
     def gpus(self) -> GpuConfig:
-        """Describe the devices as given or by NVML; raise `ZeusBSOConfigError` if neither is possible."""
+        """Describe the devices as given, by NVML or by Zeus; raise `ZeusBSOConfigError` if none of them can."""
         if self._gpus is None:
             indices = getattr(self._monitor, "gpu_indices", None)
             try:
                 self._gpus = NvmlMonitor(indices, nvml=self._nvml).gpus()
             except ZeusBSOConfigError as error:
+                self._gpus = _described_by_zeus(self._monitor) if isinstance(error, NoGpuError) else None
+                if self._gpus is not None:
+                    return self._gpus
                 cause = error.cause if isinstance(error, EnergyUnavailableError) else error
                 raise ZeusBSOConfigError(
                     f"which devices does the {self.source} measure? NVML cannot say ({cause}): pass"
@@ -97,6 +113,30 @@ def as_energy_monitor(monitor: EnergyMonitor | WindowMonitor) -> EnergyMonitor:
     raise ZeusBSOConfigError(
         f"{type(monitor).__name__} is no energy monitor: it has no begin_window(name) and end_window(name)"
     )
+
+
+def _described_by_zeus(monitor: Any) -> GpuConfig | None:
+    """Describe the devices of a monitor on a machine without NVIDIA GPUs; return None if Zeus cannot, either.
+
+    They are AMD GPUs, or a system on a chip, whose maximum power no driver states.
+    """
+    if getattr(monitor, "soc_is_present", False):
+        model, power_w = board_model() or cpu_model_name(), stated_power_w()
+        if power_w is None:
+            power_w = DEFAULT_ESTIMATED_POWER_W
+            warn_once(maximum_unknown(f"{model} gives no power limit", power_w))
+        return GpuConfig(max_power=power_w, number_of_gpus=1, gpu_model=model)
+    try:
+        indices, gpus = list(monitor.gpu_indices), monitor.gpus
+        names = [str(gpus.get_name(index)) for index in indices]
+        max_power_w = sum(gpus.get_power_management_limit_constraints(index)[1] for index in indices) / MILLI
+    except Exception as error:
+        logger.debug("%s cannot describe its devices: %s", type(monitor).__name__, error)
+        return None
+    if not names or max_power_w <= 0:
+        return None
+    check_one_model(names, ", ".join(names))
+    return GpuConfig(max_power=max_power_w, number_of_gpus=len(names), gpu_model=names[0])
 
 
 # Disjoint parts of a system on a chip, in millijoules: first Apple's, then Jetson's.

@@ -6,7 +6,6 @@ of packages that build on transformers (TRL, sentence-transformers) are recognis
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import json
@@ -36,7 +35,7 @@ from transformers import (
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import get_last_checkpoint, has_length
 
-from zeus_plugins.energy.visible import cuda_devices
+from zeus_plugins.energy.nvml import cuda_devices
 from zeus_plugins.environment import LOCAL_WORLD_SIZE
 from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSOOperationOrderError
 from zeus_plugins.placement import this_machine
@@ -50,7 +49,6 @@ from zeus_plugins.training.batches import (
 )
 from zeus_plugins.training.defaults import TrainingFacts, hash_of_parameters, name_of_data, script_name
 from zeus_plugins.training.metrics import EVALUATION_PREFIX
-from zeus_plugins.training.passes import CannotProbe, Passes
 from zeus_plugins.training.patches import Patches
 
 _logger = logging.getLogger("zeus_plugins")
@@ -67,9 +65,6 @@ _OPTIMIZERS: WeakKeyDictionary[Trainer, str] = WeakKeyDictionary()
 _MICRO, _ACCUMULATION, _TOTAL = "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size"
 # Names of the learning rates of DeepSpeed's optimizers and schedulers; their other settings are relative to the rates.
 _RATES = ("lr", "warmup_min_lr", "warmup_max_lr", "cycle_min_lr", "cycle_max_lr", "lr_range_test_min_lr")
-
-# Attributes of a trainer that contain mainly samples.
-_SAMPLES = ("train_dataset", "eval_dataset", "data_collator")
 
 # Parts of the names of losses that use the other samples of a batch as negative examples.
 _IN_BATCH = ("Negatives", "GIST", "MegaBatch")
@@ -366,9 +361,6 @@ class HuggingFacePort:
     def schedules(self) -> list[tuple[Any, float | None]]:
         return [(self._trainer.lr_scheduler, self._trainer.state.max_steps - self._first_step)]
 
-    def passes(self) -> Passes:
-        return _passes_of(self._trainer, shares_data=self.devices != self.world_size)
-
     def log(self, metrics: dict[str, float]) -> None:
         """Pass the metrics to all callbacks that log, except to those that print them on the console."""
         should_log, handler = self.control.should_log, self._trainer.callback_handler
@@ -610,55 +602,6 @@ def _losses(loss: Any) -> Iterator[Any]:
     elif loss is not None:
         yield loss
         yield from _losses(getattr(loss, "loss", None))
-
-
-def _passes_of(trainer: Any, *, shares_data: bool) -> Passes:
-    """Return a probe's passes over a trainer between two steps, or raise `CannotProbe`.
-
-    If the trainer `shares_data`, several processes or GPUs work on the same batch.
-    """
-    args, accelerator, model = trainer.args, trainer.accelerator, trainer.model
-    loader = trainer.callback_handler.train_dataloader
-    if trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled or args.n_gpu > 1 or shares_data:
-        raise CannotProbe("several processes or GPUs share the model or a batch")
-    if args.torch_compile:
-        raise CannotProbe("a compiled model is compiled again for other sizes")
-    if hasattr(args, "steps_per_generation"):
-        raise CannotProbe("its step generates samples")
-    if args.ddp_find_unused_parameters or getattr(args, "ddp_static_graph", False):
-        raise CannotProbe("DDP keeps a record of the parameters that each pass uses")
-    if args.world_size > 1 and trainer.compute_loss_func is not None:
-        raise CannotProbe("its loss needs the number of items on all processes")
-
-    def step(batch: Any) -> None:
-        # With several processes the trainer would gather their numbers of items, which only scale the loss.
-        items = None if args.world_size > 1 else trainer._get_num_items_in_batch([batch], args.device)
-        trainer.training_step(model, batch, items)
-
-    @contextlib.contextmanager
-    def muted() -> Iterator[None]:
-        before = dict(vars(trainer))
-        vars(trainer).update(log=lambda *_, **__: None, current_gradient_accumulation_steps=1)
-        try:
-            yield
-        finally:
-            vars(trainer).clear()
-            vars(trainer).update(before)
-
-    batches = float(len(loader)) if hasattr(loader, "__len__") else float("inf")
-    if args.max_steps > 0:
-        batches = min(batches, args.max_steps * args.gradient_accumulation_steps)
-    own = [value for name, value in vars(trainer).items() if name not in _SAMPLES]
-    return Passes(
-        step=step,
-        model=model,
-        loader=loader,
-        batches=batches,
-        state=(*own, accelerator.scaler),
-        data=tuple(getattr(trainer, name, None) for name in _SAMPLES),
-        losses=tuple(_losses(getattr(trainer, "loss", None))),
-        muted=muted,
-    )
 
 
 # DeepSpeed's configuration. Transformers replaces its ``"auto"`` values by numbers when it makes the arguments.

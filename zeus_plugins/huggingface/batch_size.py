@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-import time
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any, Never, cast
 
 from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
@@ -45,10 +43,6 @@ from zeus_plugins.training.outcomes import is_out_of_memory
 from zeus_plugins.training.run import ActiveRun, TrialRun
 
 _STATE_KEY = "zeus_bso"
-
-
-class _BeginsAnew(Exception):  # noqa: N818 - no error
-    """Leaves a training before its first step, so that it can begin again at another size."""
 
 
 class ZeusBSOTrainerCallback(BatchSizeArguments, TrainWrapper):
@@ -118,7 +112,6 @@ class ZeusBSOTrainerCallback(BatchSizeArguments, TrainWrapper):
         **kw: Any,
     ) -> None:
         """Report the evaluation, and stop the trainer when the server says so."""
-        ended_s = time.monotonic()
         run, source, found = self._run_of(state, control), self._metric, metrics or {}
         # Skip an evaluation before the first step, and the script's own evaluations, which have other prefixes.
         if (
@@ -135,10 +128,6 @@ class ZeusBSOTrainerCallback(BatchSizeArguments, TrainWrapper):
         # Wait, because watched metrics may come with other data sets of this evaluation.
         waits = bool(run.watched_names)
         self._report(run, lambda: source.value(found, step=state.global_step, data_sets=data_sets, waits=waits))
-        evaluation_s = found.get(f"{EVALUATION_PREFIX}runtime", 0.0)
-        run.count_evaluation(evaluation_s)
-        run.end_probe(ended_s, self._epochs(run))
-        run.count_evaluation(time.monotonic() - ended_s)
 
     def on_log(
         self,
@@ -162,7 +151,6 @@ class ZeusBSOTrainerCallback(BatchSizeArguments, TrainWrapper):
 
     def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Report the epoch of a training without evaluations."""
-        ended_s = time.monotonic()
         run, source = self._run_of(state, control), self._metric
         if run is None or not isinstance(source, LoggedMetric):
             return
@@ -170,7 +158,6 @@ class ZeusBSOTrainerCallback(BatchSizeArguments, TrainWrapper):
             control.should_log = True
         else:
             self._report(run, source.value)
-        run.end_probe(ended_s, self._epochs(run))
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         if (run := self._run_of(state, control)) is not None:
@@ -218,12 +205,7 @@ class ZeusBSOTrainerCallback(BatchSizeArguments, TrainWrapper):
             if too_large is not None and self.trial.batch_size >= too_large:
                 raise MemoryError(f"batch size {too_large} ran out of memory, and there is no smaller one to train at")
             self._prepare(trainer)
-            begun, result = self._run, None
-            with suppress(_BeginsAnew):
-                result = train()
-            if self._run is not begun:
-                self._prepare(trainer)
-                result = train()
+            result = train()
             port = HuggingFacePort(trainer)
             successor = self._run.finished_by(port)
             if successor is not None:
@@ -255,17 +237,6 @@ class ZeusBSOTrainerCallback(BatchSizeArguments, TrainWrapper):
             scale = run.active.scale_learning_rate
             run.patches.extend(trainer, "create_scheduler", then=lambda _: scale())
         run.patches.extend(trainer, "_save_checkpoint", first=lambda: self._keep_state(trainer.state))
-        if run.active.predicts and trainer.neftune_noise_alpha is None:  # NEFTune's hook would act twice
-            # Before the callbacks' `on_train_begin` hooks, so that each hook is called once.
-            run.patches.extend(trainer.callback_handler, "on_train_begin", first=lambda: self._begin_anew(trainer))
-
-    def _begin_anew(self, trainer: Trainer) -> None:
-        """If the probe predicts a better size, leave this training, which has only probed, to train at that size."""
-        port = HuggingFacePort(trainer)
-        successor = self._run.begun_anew(port)
-        if successor is not None:
-            self._run, self._port = successor, port
-            raise _BeginsAnew
 
     def _check(self, trainer: Trainer) -> None:
         """Check the trainer before a trial begins."""

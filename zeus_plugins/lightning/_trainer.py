@@ -11,8 +11,7 @@ import logging
 import math
 import sys
 import traceback
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Literal, TypeVar, cast
 
@@ -22,7 +21,7 @@ from torch import Tensor
 from torch import distributed as dist
 from torch.utils.data import BatchSampler, DistributedSampler
 
-from zeus_plugins.energy.visible import cuda_devices
+from zeus_plugins.energy.nvml import cuda_devices
 from zeus_plugins.errors import ZeusBSOConfigError
 from zeus_plugins.placement import this_machine
 from zeus_plugins.protocol import Fingerprint
@@ -36,41 +35,26 @@ from zeus_plugins.training.batches import (
 )
 from zeus_plugins.training.defaults import TrainingFacts, hash_of_parameters, name_of_data, script_name
 from zeus_plugins.training.lr_scaling import GROUP_RATES
-from zeus_plugins.training.passes import CannotProbe, Passes
 from zeus_plugins.training.patches import Patches
-from zeus_plugins.training.run import TrialRun
 
 try:
     from lightning.fabric.utilities.data import sized_len
-    from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
     from lightning.pytorch import Callback, LightningModule, Trainer
     from lightning.pytorch.core.optimizer import _init_optimizers_and_lr_schedulers
-    from lightning.pytorch.loggers.logger import DummyLogger
-    from lightning.pytorch.profilers import PassThroughProfiler
-    from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
     from lightning.pytorch.trainer.states import RunningStage
     from lightning.pytorch.utilities.combined_loader import CombinedLoader
     from lightning.pytorch.utilities.model_helpers import is_overridden
 except ModuleNotFoundError:
     # Lightning's other package has the same classes, which are distinct types to a type checker.
     from lightning_fabric.utilities.data import sized_len
-    from lightning_fabric.utilities.seed import _collect_rng_states, _set_rng_states
     from pytorch_lightning import Callback, LightningModule, Trainer  # type: ignore[assignment]
     from pytorch_lightning.core.optimizer import _init_optimizers_and_lr_schedulers  # type: ignore[assignment]
-    from pytorch_lightning.loggers.logger import DummyLogger  # type: ignore[assignment]
-    from pytorch_lightning.profilers import PassThroughProfiler  # type: ignore[assignment]
-    from pytorch_lightning.trainer.connectors.logger_connector.result import (  # type: ignore[assignment]
-        _ResultCollection,
-    )
     from pytorch_lightning.trainer.states import RunningStage  # type: ignore[assignment]
     from pytorch_lightning.utilities.combined_loader import CombinedLoader  # type: ignore[assignment]
     from pytorch_lightning.utilities.model_helpers import is_overridden
 
 # The callbacks import these names from here, because either package may provide them.
 __all__ = ["Callback", "LightningModule", "Trainer"]
-
-# Strategies that keep the whole module on each device.
-_WHOLE = ("SingleDeviceStrategy", "DDPStrategy")
 
 HookT = TypeVar("HookT", bound=Callable[..., Any])
 
@@ -378,9 +362,6 @@ class LightningPort:
         for logger in self._trainer.loggers:
             logger.log_metrics(dict(metrics), step=self._trainer.global_step)
 
-    def passes(self) -> Passes:
-        return _passes_of(self._trainer, self._module)
-
     def stop(self) -> None:
         self._trainer.should_stop = True
 
@@ -417,16 +398,6 @@ class LightningPort:
         patches.set_attribute(loop, "max_epochs", trained + epochs)
         if most_steps >= 0:
             patches.set_attribute(loop.epoch_loop, "max_steps", steps + most_steps)
-
-    def begun_anew(self, run: TrialRun) -> TrialRun | None:
-        """Return the run at the size that the probe of `run` predicts, ready for the fit loop, or None."""
-        trainer, loop, states = self._trainer, self._trainer.fit_loop, _collect_rng_states()
-        loop.setup_data()
-        successor = run.begun_anew(self)
-        if successor is not None:
-            _set_rng_states(states)  # because making the first loader has drawn random numbers
-            self.train_again(cast("int", loop.max_epochs) - trainer.current_epoch, successor.patches, keeps_state=False)
-        return successor
 
     def _count_samples(self, patches: Patches) -> None:
         """Count the samples of every loader that Lightning trains with; for several devices, these are new loaders."""
@@ -595,60 +566,6 @@ def logged_means(trainer: Trainer, names: Sequence[str]) -> dict[str, float]:
     if trainer.world_size > 1:
         sums = cast("Tensor", trainer.strategy.reduce(sums.to(trainer.strategy.root_device), reduce_op="sum"))
     return {name: value / ranks for name, (value, ranks) in zip(names, sums.tolist(), strict=True) if ranks}
-
-
-def _passes_of(trainer: Any, module: Any) -> Passes:
-    """Return a probe's passes over a trainer before its first step or after an epoch, or raise `CannotProbe`."""
-    loaders, strategy = trainer.fit_loop._combined_loader.flattened, trainer.strategy
-    if not module.automatic_optimization:
-        raise CannotProbe("with manual optimization a pass makes an optimizer step")
-    if len(loaders) != 1:
-        raise CannotProbe(f"it has {len(loaders)} train loaders")
-    if type(strategy).__name__ not in _WHOLE:
-        raise CannotProbe(f"{type(strategy).__name__} shares the model out")
-    if not trainer.training:
-        raise CannotProbe("the trainer is validating")
-    wrapper = strategy.model
-    if getattr(wrapper, "static_graph", False) or getattr(wrapper, "find_unused_parameters", False):
-        raise CannotProbe("DDP keeps a record of the parameters that each pass uses")
-    loop, connector, precision = trainer.fit_loop.epoch_loop, trainer._logger_connector, trainer.precision_plugin
-    scaler = getattr(precision, "scaler", None)
-
-    def step(batch: Any) -> None:
-        batch = precision.convert_input(batch)
-        batch = module._on_before_batch_transfer(batch, dataloader_idx=0)
-        batch = strategy.batch_to_device(batch, dataloader_idx=0)
-        connector.on_batch_start(batch)
-        arguments = loop._build_kwargs(OrderedDict(), batch, 0)
-        module._current_fx_name = "training_step"
-        with precision.train_step_context():
-            output = module.training_step(*arguments.values())
-        loss = output.get("loss") if isinstance(output, Mapping) else output
-        if loss is None:
-            raise CannotProbe("training_step returns no loss")
-        # The strategy's method would call the hooks of all callbacks.
-        module.backward(loss if scaler is None else loss * scaler.get_scale())
-
-    @contextlib.contextmanager
-    def muted() -> Iterator[None]:
-        patches = Patches()
-        patches.set_attribute(loop, "_results", _ResultCollection(training=True))
-        patches.set_attribute(trainer, "_loggers", [DummyLogger() for _ in trainer.loggers])
-        patches.set_attribute(trainer, "profiler", PassThroughProfiler())
-        try:
-            yield
-        finally:
-            patches.undo()
-
-    return Passes(
-        step=step,
-        model=module,
-        loader=loaders[0],
-        batches=trainer.num_training_batches,
-        state=(vars(connector),),
-        data=(getattr(trainer, "datamodule", None),),
-        muted=muted,
-    )
 
 
 def _combined(loaders: Any) -> CombinedLoader:

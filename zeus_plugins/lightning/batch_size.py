@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from dataclasses import replace
 from typing import Any, Never
 
@@ -56,7 +55,6 @@ class ZeusBSOCallback(BatchSizeArguments, Callback):
     # Number of epochs that the trainer had trained before the trial began.
     _first_epoch = 0
     _validated_epoch = -1
-    _validation_began_s = 0.0
 
     def on_init_end(self, *_: Any, **__: Any) -> Never:
         """Refuse a Hugging Face Trainer, the only caller of this hook."""
@@ -133,25 +131,16 @@ class ZeusBSOCallback(BatchSizeArguments, Callback):
         if not steps.is_counting and type(self).on_train_batch_end is ZeusBSOCallback.on_train_batch_end:
             self._run.patches.set_attribute(self, "on_train_batch_end", None)  # the counts are complete
 
-    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._validation_began_s = time.monotonic()
-
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Report the validation, and stop the trainer when the server says so."""
         if not trainer.sanity_checking:
             self._validated_epoch = trainer.current_epoch
             self._report(trainer)
-            if self._run.active is not None:
-                self._run.active.count_evaluation(time.monotonic() - self._validation_began_s)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Report the epoch if there is no validation loop; raise an error if a due validation was left out."""
-        ended_s = time.monotonic()
         if not trainer.enable_validation:
             self._report(trainer)
-        if self._run.active is not None:
-            self._run.active.end_probe(ended_s, epochs_trained(trainer) - self._first_epoch)
-        if not trainer.enable_validation:
             return
         missed = None if self._validated_epoch == trainer.current_epoch else missed_validation(trainer)
         if missed is not None and self._run.active is not None and self._run.active.is_reporting:
@@ -224,27 +213,20 @@ class ZeusBSOCallback(BatchSizeArguments, Callback):
                 scale_in_finetuning(trainer, self._run.active.unscaled_rates, self._run.patches)
 
     def _follow_loop(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Let the fit loop start at the size that the probe predicts, and run again if the target is missed."""
-        active = self._run.active
-        predicts = active is not None and active.predicts and not finders(trainer, "LearningRateFinder")
-        if active is None or not (predicts or self._run.options.on_failure == "finish"):
+        """Let the fit loop run again if the target is missed and the run is to be finished."""
+        if self._run.active is None or self._run.options.on_failure != "finish":
             return
         loop = trainer.fit_loop
         run_loop = loop.run
 
         def run() -> None:
-            if predicts:
-                follow(LightningPort(trainer, pl_module).begun_anew(self._run))
             run_loop()
-            if follow(self._run.finished_by(LightningPort(trainer, pl_module))):
-                run_loop()
-
-        def follow(successor: TrialRun | None) -> bool:
+            successor = self._run.finished_by(LightningPort(trainer, pl_module))
             if successor is not None:
                 self._run, self._first_epoch = successor, trainer.current_epoch
                 self._scale_rates(trainer)
                 self._take_charge(trainer)
-            return successor is not None
+                run_loop()
 
         self._run.patches.set_attribute(loop, "run", run)
 

@@ -15,7 +15,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from zeus_plugins.client.connect import check_server_url
 from zeus_plugins.energy import EnergyMonitor, WindowMonitor
-from zeus_plugins.energy.node import EnergyScope
+from zeus_plugins.energy.auto import EnergyScope
 from zeus_plugins.errors import ZeusBSOConfigError
 from zeus_plugins.protocol import ID_PATTERN, MAX_ID_LENGTH, MAX_MARGINS, MAX_WATCHED, JobSpec, MetricName
 from zeus_plugins.training.lr_scaling import lr_factor
@@ -47,7 +47,6 @@ class TrialOptions:
     strict: bool = False
     quiet: bool = False
     watch: tuple[str, ...] = ()
-    probe: Literal["auto", "off"] = "auto"
 
     def __post_init__(self) -> None:
         check_choice("on_failure", self.on_failure, OnFailure)
@@ -55,7 +54,6 @@ class TrialOptions:
             raise ZeusBSOConfigError("restart=True says how a run is finished: set on_failure='finish', too")
         check_scope(self.energy_scope, self.energy_monitor)
         check_choice("after_target", self.after_target, AfterTarget)
-        check_choice("probe", self.probe, Literal["auto", "off"])
         check_count("max_per_device_batch_size", self.max_per_device_batch_size)
         check_server_url(self.server_url)
         check_choice("on_unreachable", self.on_unreachable, OnUnreachable)
@@ -87,6 +85,7 @@ _NAMES_BY_ANSWER = {
     "say target=…, the value of the metric at which the training is done": "stopping_threshold target_metric threshold",
     "say server_url=…": "url",
     "say quiet=True to print no lines": "verbose",
+    "trainings no longer time other batch sizes: leave it out": "probe",
 }
 _ANSWERS = {name: answer for answer, names in _NAMES_BY_ANSWER.items() for name in names.split()}
 

@@ -8,7 +8,7 @@ from typing import Any, Literal, Never
 from pydantic import SecretStr
 
 from zeus_plugins.energy import EnergyMonitor, WindowMonitor
-from zeus_plugins.energy.node import EnergyScope
+from zeus_plugins.energy.auto import EnergyScope
 from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSOOperationOrderError
 from zeus_plugins.protocol import JobSpec, PowerLimitChoice
 from zeus_plugins.training.arguments import (
@@ -55,7 +55,6 @@ class BatchSizeArguments:
         strict: bool = False,
         quiet: bool = False,
         watch: Sequence[str] = (),
-        probe: Literal["auto", "off"] = "auto",
         **unknown: Never,
     ) -> None:
         """Keep the arguments; the training begins later.
@@ -101,8 +100,6 @@ class BatchSizeArguments:
             quiet: Print no lines when the trial begins and ends.
             watch: Names of further metrics that the training logs, such as ``("val_loss", "test_acc")``. Their last
                 values are recorded, and compared between batch sizes (docs/quality.md).
-            probe: ``"auto"`` times a few passes at other batch sizes in the job's first run, which leaves no trace in
-                the training (docs/probing.md); ``"off"`` does not.
             **unknown: Not allowed: raises an error that names the right argument.
 
         Raises:
@@ -144,7 +141,6 @@ class BatchSizeArguments:
             strict=strict,
             quiet=quiet,
             watch=check_watch(watch),
-            probe=probe,
         )
         self._run = TrialRun(self._wish, self._options)
 

@@ -14,13 +14,15 @@ from __future__ import annotations
 
 import copy
 import math
+import random
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
 from zeus_plugins.errors import ZeusBSOConfigError
-from zeus_plugins.training.passes import untouched
 from zeus_plugins.training.patches import Patches
 
 TOLERANCE = 0.1
@@ -295,7 +297,7 @@ class CheckedCollate:
 
     def _check(self, items: Any) -> None:
         try:
-            with untouched():
+            with _random_states_kept():
                 one, two = (
                     _elements(self._collate([copy.deepcopy(items[0]) for _ in range(number)])) for number in (1, 2)
                 )
@@ -308,6 +310,22 @@ class CheckedCollate:
             "than of one, so that a larger batch size would train on a part of the data. Give a data set of single "
             "samples, or let collate_fn join all items, such as by torch.cat"
         )
+
+
+@contextmanager
+def _random_states_kept() -> Iterator[None]:
+    """Restore the states of the global random number generators at the end of the block."""
+    torch: Any = sys.modules["torch"]
+    numpy: Any = sys.modules.get("numpy")
+    state = random.getstate()
+    numpy_state = None if numpy is None else numpy.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=[]):  # not those of GPUs, which a worker process must not touch
+            yield
+    finally:
+        random.setstate(state)
+        if numpy is not None:
+            numpy.random.set_state(numpy_state)
 
 
 def _elements(batch: Any) -> int | None:

@@ -174,7 +174,6 @@ class JobPlan:
         is_strict: True to raise an error if the job's earlier trainings had another fingerprint.
         target_in_words: The server's target in words, if the user has given no target; otherwise None.
         script_size: The script's samples per optimizer step, over all devices; None if unknown.
-        is_warm: Whether the job starts from the epochs of another job.
     """
 
     job: JobSpec
@@ -186,12 +185,6 @@ class JobPlan:
     is_strict: bool = False
     target_in_words: str | None = None
     script_size: int | None = None
-    is_warm: bool = False
-
-    @property
-    def predicts(self) -> bool:
-        """True if the first run trains at the size that its probe predicts."""
-        return self.is_warm or self.job.first_run == "predicted"
 
     @property
     def follows(self) -> frozenset[str]:

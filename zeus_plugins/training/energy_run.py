@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from zeus_plugins.energy import EnergyMonitor, EpochMeter, WindowMonitor
+from zeus_plugins.energy.auto import EnergyScope
 from zeus_plugins.energy.emissions import append_emissions
 from zeus_plugins.energy.meter import IDLE_S, Breakdown
-from zeus_plugins.energy.node import EnergyScope
 from zeus_plugins.environment import EMISSIONS_FILE
 from zeus_plugins.placement import Ranks
 from zeus_plugins.training.arguments import check_scope

@@ -9,15 +9,14 @@ from typing import Any, Literal, Protocol, TypeVar, cast
 
 from zeus_plugins import energy
 from zeus_plugins.energy import ClusterMonitor, EnergyMonitor, WindowMonitor, as_energy_monitor
+from zeus_plugins.energy.auto import EnergyScope, whole_node
 from zeus_plugins.energy.counters import CounterMonitor
-from zeus_plugins.energy.node import EnergyScope, whole_node
 from zeus_plugins.energy.processes import synchronize
 from zeus_plugins.errors import ZeusBSOConfigError
 from zeus_plugins.placement import Placement, Ranks, placed
 from zeus_plugins.protocol import Fingerprint
 from zeus_plugins.training.batches import BatchSplit, split_batch
 from zeus_plugins.training.defaults import TrainingFacts
-from zeus_plugins.training.passes import Passes
 from zeus_plugins.training.patches import Patches
 
 T = TypeVar("T")
@@ -124,9 +123,6 @@ class TrainerPort(Broadcasting, Protocol):
     @property
     def schedule_remedy(self) -> str:
         """Advice, as a sentence, on how to make schedules that fit the batch size in this framework."""
-
-    def passes(self) -> Passes:
-        """Return passes to be made while the training pauses; raise `CannotProbe` if they would leave a trace."""
 
     def log(self, metrics: dict[str, float]) -> None:
         """Log metrics in addition to those of the training."""

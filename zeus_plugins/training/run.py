@@ -8,15 +8,12 @@ The order of calls, on every rank::
 
     run = TrialRun(wish, options)
     run.begin(port)  or  run.resume(port, saved)
-    run.begun_anew(new_port)                if run.active.predicts, when loaders and optimizers exist; unless it returns
-                                            None, the trainer makes them again for the run that this returns
     run.active.scale_learning_rate()        when optimizers and schedulers exist, before a checkpoint restores them
-    run.active.start()                      right before the first step; probes the batch sizes of a new job
+    run.active.start()                      right before the first step
     run.active.check()                      before the first step of each epoch, when its loader exists
     run.active.steps.batch_trained()        after each batch, while run.active.steps.is_counting
     run.active.watch(values)                        when further metrics are known
     run.active.report_evaluation(metric, epochs)    after each evaluation
-    run.active.end_probe(ended_s, epochs)           after the first epoch and its report
     run.active.report_last_epoch(epochs)    after the last epoch
     run.finished_by(new_port)               after the last epoch; the trainer then trains again with the run that this
                                             returns, from `scale_learning_rate` on, unless it returns None
@@ -55,7 +52,6 @@ from zeus_plugins.training.outcomes import (
 )
 from zeus_plugins.training.patches import Patches
 from zeus_plugins.training.port import TrainerPort, TrainingMonitor, decided, splits_of
-from zeus_plugins.training.probe import Prober
 from zeus_plugins.training.session import TrialSession
 from zeus_plugins.training.trained import TrainedWeights
 from zeus_plugins.training.trial import TrialInfo
@@ -151,7 +147,7 @@ class TrialRun:
                     f"the server chose batch size {batch_size}, which is not one of the job's: {list(sizes)}"
                 )
 
-        self._enter(port, plan, EpochCount(), ask, probes=self.options.probe == "auto")
+        self._enter(port, plan, EpochCount(), ask)
         self._weights = weights
 
     def _goes_on(self, port: TrainerPort, job_id: str | None, weights: TrainedWeights) -> bool:
@@ -241,34 +237,6 @@ class TrialRun:
                 stack.callback(self.patches.undo)
         except Exception:
             _logger.exception("could not clean up after the training")
-
-    def begun_anew(self, port: TrainerPort) -> TrialRun | None:
-        """Probe the batch sizes, and begin a trial at the size that the server then predicts, in place of this run.
-
-        All ranks make this call, with a new port. The present trial is withdrawn, and its costs are added to those of
-        the new trial. If the server is away, the new trial has the same size. Return None if the server has stored no
-        probe.
-        """
-        active, record = self.active, self._record
-        prober = None if active is None else active.withdraw()
-        if record is None or prober is None:
-            return None
-        run = TrialRun(self._wish, self.options, connect=self._client_from)
-        run._weights, self._weights = self._weights, None
-        self.finish()
-        job = record.plan.job.model_copy(update={"job_id": record.job.job_id})
-
-        def begin(session: TrialSession) -> None:
-            session.charge(record.trial)
-            session.ask()
-
-        try:
-            run._enter(port, replace(record.plan, job=job), EpochCount(), begin)
-            cast("ActiveRun", run.active).take_over(prober)
-        except Exception as error:
-            run.finish(error)
-            raise
-        return run
 
     def finished_by(self, port: TrainerPort) -> TrialRun | None:
         """End this run, and begin a trial at the best known size that trains to the target in its place.
@@ -372,21 +340,15 @@ class TrialRun:
         begin: Callable[[TrialSession], object],
         *,
         finishes: bool = False,
-        probes: bool = False,
     ) -> None:
         """Get the trial on rank 0, share it with all ranks, and set its size in the trainer.
 
         A trial that `finishes` a run leaves the hyperparameters in trackers as they are, because some refuse changes.
-        The job's first run probes its batch sizes if it `probes` at all.
         """
         active = ActiveRun(self, port, plan, epochs, begin)
         self.active, self._record = active, active.record
         size = active.record.trial.batch_size
-        sizes = active.record.job.batch_sizes if probes and active.is_first_run() else (size,)
-        splits = self._splits(port, sizes)
-        if len(splits) > 1:
-            active.will_probe(splits)
-        port.deliver(splits[size], self.patches)
+        port.deliver(self._splits(port, [size])[size], self.patches)
         active.announce(finishes=finishes)
 
     def _splits(
@@ -416,8 +378,6 @@ class ActiveRun:
         self._options = options
         self._trains_on = options.after_target == "continue"
         self.first_weights: dict[str, Any] | None = None
-        self._prober: Prober | None = None
-        self._has_begun = False
         self._session: TrialSession | None = None  # only on rank 0
         self._own_size = own_size = plan.job.default_batch_size
         with ExitStack() as opened:
@@ -476,56 +436,6 @@ class ActiveRun:
     def restarts(self) -> bool:
         """True if the run is to be finished from its first weights: by the user's wish, or if the present are NaN."""
         return self._options.restart or not all(bool(each.isfinite().all()) for each in self._port.model.parameters())
-
-    def is_first_run(self) -> bool:
-        """Return True if the trial is the first one of its job on this hardware; all ranks make this call."""
-        return self.record.takes_reports and self._decided_with(lambda session: session.is_first_run())
-
-    def will_probe(self, splits: Mapping[int, BatchSplit]) -> None:
-        """Let `start` and `end_probe` probe these sizes."""
-        monitor = None if self._session is None else self._session.monitor
-        self._prober = Prober(self._port, splits, self.record.trial.batch_size, monitor, self._announcer.say)
-
-    @property
-    def predicts(self) -> bool:
-        """True if the probe of this run, at the job's default size, is to predict the size at which it trains."""
-        is_wanted = self._prober is not None and self._plan.predicts
-        return is_wanted and self.record.is_at_own_size and self._port.no_continuation is None
-
-    def withdraw(self) -> Prober | None:
-        """Probe the sizes, and withdraw the trial once the server has the probe; return None if the run continues."""
-        if self.predicts:
-            self._measure()
-        prober = self._prober if self.predicts else None
-        if prober is None or not self._decided_with(lambda session: session.withdraw(prober.result)):
-            return None
-        self.record.takes_reports = False
-        if self._session is not None:
-            self.record.trial = self._session.trial
-        return prober
-
-    def take_over(self, prober: Prober) -> None:
-        """Continue the probe of a withdrawn run in the first epoch of this run, if the probe has timed its size."""
-        prober.resume(self.record.trial.batch_size)
-        self._prober = prober if prober.is_open else None
-
-    def count_evaluation(self, seconds: float) -> None:
-        """Tell the probe how long an evaluation and its report took."""
-        if self._prober is not None:
-            self._prober.count_evaluation(seconds)
-
-    def end_probe(self, ended_s: float, epochs: float) -> None:
-        """Finish the probe, and let the server keep it, if the training has trained an epoch since its start.
-
-        The last epoch ended at `ended_s` of the monotonic clock. Later calls do nothing.
-        """
-        prober = self._prober
-        if prober is None or epochs < 1:
-            return
-        self._prober = None
-        prober.finish(ended_s, epochs=epochs, trains_on=self.is_reporting)
-        if self._session is not None:
-            self._session.send_probe(prober.result)
 
     def best_known_size(self) -> tuple[int, str]:
         """Return the batch size that finishes the run, and a phrase about it; all ranks make this call."""
@@ -600,22 +510,10 @@ class ActiveRun:
         optimizers, _ = port.optimizers()
         self.steps = StepCount(optimizers, port.accumulation)
         self._keep_first_weights()
-        self._measure()
-        if self._prober is not None:
-            self._prober.resume()
-
-    def _measure(self) -> None:
-        """Begin to measure, and probe the batch sizes, unless an earlier call has done so."""
-        if self._has_begun:
-            return
-        self._has_begun = True
         self._monitors.synchronize()
         if self.record.takes_reports:
-            optimizer = next((type(each).__name__ for each in self._port.optimizers()[0]), None)
+            optimizer = next((type(each).__name__ for each in optimizers), None)
             self._decided_with(lambda session: session.begin_measurement(optimizer))
-        if self._prober is not None and not self._prober.is_open:
-            self._prober.time_passes()
-            self._prober = self._prober if self._prober.is_open else None
 
     def check(self) -> None:
         """Raise `ZeusBSOConfigError` if the batch size in force is not the size that will be reported."""

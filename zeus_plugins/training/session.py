@@ -36,13 +36,11 @@ from zeus_plugins.protocol import (
     CreatedJob,
     Ending,
     Evaluation,
-    GpuConfig,
     JobSpec,
     JobSpecFromClient,
     JobView,
     PowerLimitChoice,
     PowerProfile,
-    Probe,
     ReportResponse,
     StopRule,
     TrialState,
@@ -57,8 +55,6 @@ from zeus_plugins.training.summary import append_summary
 from zeus_plugins.training.trial import TrialInfo
 
 _WINDOW = "zeus_bso_trial"
-# Earlier trials among which a report is sought.
-_FEW_TRIALS = 5
 
 _logger = logging.getLogger("zeus_plugins")
 
@@ -120,7 +116,6 @@ class TrialSession:
         self._ended = False
         # The last reported epoch of a resumed trial; the checkpoint may be older than that report.
         self._reported_epoch = 0.0
-        self._charged: dict[str, Any] = {}  # totals with which the next trial begins
 
     @property
     def has_trial(self) -> bool:
@@ -204,14 +199,9 @@ class TrialSession:
                 "the server is back",
                 *(error, trial.batch_size, trial.job_id, self._outbox.directory),
             )
-        self._trial = trial.model_copy(update=self._charged)
+        self._trial = trial
         self._open_line(registration, trouble=trouble)
         return trial.batch_size
-
-    def charge(self, probed: TrialInfo) -> None:
-        """Let `ask` start a trial with the costs of a withdrawn one, at the default size if the server is away."""
-        self._charged = {name: getattr(probed, name) for name in ("time_s", "energy_j", "energy_source", "waited_s")}
-        self._on_unreachable = "default"
 
     def resume(self, state: Mapping[str, Any]) -> bool:
         """Continue the trial of a checkpoint (`state_dict`), and return whether the server still takes reports on it.
@@ -408,61 +398,17 @@ class TrialSession:
         elif self.trial.has_extended_server:
             self._reporter.keep_power_limits(choice)
 
-    def is_first_run(self) -> bool:
-        """Return True if no earlier trial of the job on these GPUs has reported; False if the server does not say."""
-        trial = self.trial
-        if trial.trial_number is None or not trial.has_extended_server:
-            return False
-        if trial.trial_number == 1:
-            return True
-        try:
-            with self._client.with_retries(NO_RETRIES) as client:
-                view = client.show_job(trial.job_id, limit=_FEW_TRIALS)
-        except ZeusBSOError as error:
-            _logger.debug("the server does not show the job: %s", error)
-            return False
-        return all(each.epochs is None or each.other_gpus for each in view.trials)
-
-    def send_probe(self, result: Callable[[GpuConfig, float], Probe]) -> bool:
-        """Send the probe that `result` returns for the GPUs and the mean power so far; return False if that fails."""
-        reporter, trial_id = self._reporter, self.trial.trial_id
-        if reporter is None or reporter.is_away or trial_id is None or not self.trial.has_extended_server:
-            return False
-        self.state_dict()  # counts the open window
-        trial = self.trial
-        if trial.time_s == 0 or trial.unmeasured is not None:
-            return False
-        try:
-            with self._client.with_retries(NO_RETRIES) as client:
-                client.store_probe(trial_id, result(self.monitor.gpus(), trial.energy_j / trial.time_s))
-        except Exception as error:  # A later run can do without.
-            _logger.debug("the probe is not kept: %s", error)
-            return False
-        return True
-
-    def withdraw(self, result: Callable[[GpuConfig, float], Probe]) -> bool:
-        """Send a probe, and withdraw the trial, which has trained nothing; return False if sending the probe fails."""
-        is_kept = self.send_probe(result)
-        if is_kept:
-            detail = "it only probed the batch sizes, and the next trial bears its costs"
-            self.end(ending=Ending(outcome=TrialState.WITHDRAWN, detail=detail))
-        return is_kept
-
-    def end(
-        self, error: BaseException | None = None, *, early_end: str | None = None, ending: Ending | None = None
-    ) -> None:
+    def end(self, error: BaseException | None = None, *, early_end: str | None = None) -> None:
         """End the session, and end its trial on the server unless the server has already ended it.
 
         The energy of the open window is included. This method is meant for exit paths: call it at any time, also more
         than once. If the server fails, it logs a warning instead of raising, so that the `error` that ended the
         training is not masked (for the outcome, see `outcomes.outcome_of`). Without an error, the trial counts as
-        failed, because a rule of the training ended it before the verdict (`early_end` names the rule, if known);
-        `ending` states another outcome to the server.
+        failed, because a rule of the training ended it before the verdict (`early_end` names the rule, if known).
         """
         if self._ended:
             return
         self._ended = True
-        only_probed = ending is not None
         closing = last_requests(self._client.timeout_s)
         if error is None and self.has_trial and self.trial.epoch is not None:
             self._warn_of_unwatched()
@@ -474,13 +420,13 @@ class TrialSession:
                 self._update(unmeasured=detail_of(failure))
                 _logger.debug("could not close the last measurement window: %s", failure)
         if self._reporter is not None:
-            ending = None if self.finished else ending or ending_of(error, early_end=early_end)
+            ending = None if self.finished else ending_of(error, early_end=early_end)
             if self._rank and ending is not None and ending.outcome is not TrialState.INFEASIBLE:
                 ending = None  # Rank 0 knows how the training ended, but not that another rank ran out of memory.
             self._reporter.end(ending)
             if ending is not None and ending.outcome is TrialState.FAILED:
                 self._look_at_job(self._reporter, closing)
-        if self.has_trial and not self._rank and not only_probed:
+        if self.has_trial and not self._rank:
             outcome = self.trial.outcome if self.finished else early_end or "ended before the target was reached"
             if error is not None:
                 outcome = f"ended by {type(error).__name__}"
@@ -508,8 +454,7 @@ class TrialSession:
             update["target_metric"] = known.target_metric
             if known.target_metric is not None:
                 self.plan = replace(self.plan, target_in_words=known.target_in_words)
-        is_warm = known.warm_in_force is not None
-        self.plan = replace(self.plan, job=self.plan.job.model_copy(update=update), is_warm=is_warm)
+        self.plan = replace(self.plan, job=self.plan.job.model_copy(update=update))
         self.plan.compare(known)
         self.plan.compare_samples(known)
         job_id = known.job_id

@@ -1,6 +1,6 @@
 """Scripts in the style of the frameworks' guides, none of them adapted to the callbacks.
 
-Each script in `tests/probes/` runs unchanged, and then with one added line, which gives its trainer the callback. The
+Each script in `tests/guides/` runs unchanged, and then with one added line, which gives its trainer the callback. The
 batches are counted where the script's own code trains on them, without any hook in the script.
 """
 
@@ -32,7 +32,7 @@ from zeus_plugins.huggingface import ZeusBSOTrainerCallback
 from zeus_plugins.lightning import ZeusBSOCallback
 from zeus_plugins.protocol import TrialState
 
-PROBES = ROOT / "tests" / "probes"
+GUIDES = ROOT / "tests" / "guides"
 
 pytestmark = [
     *QUIET,
@@ -44,7 +44,7 @@ pytestmark = [
 
 
 @dataclass(frozen=True)
-class Probe:
+class Script:
     """A script, and the `line` that gives its trainer the callback, inserted `before` another line.
 
     `sizes` are the sizes of all batches with the callback, `own_sizes` without it; the server receives `epochs`
@@ -64,7 +64,7 @@ class Probe:
         if not os.environ.get("CI"):
             for package in self.needs:
                 pytest.importorskip(package, reason=f"{package} is in the extra integrations")
-        return (PROBES / self.script).read_text()
+        return (GUIDES / self.script).read_text()
 
     def source_with_callback(self) -> str:
         assert self.source().count(f"\n{self.before}\n") == 1
@@ -73,15 +73,15 @@ class Probe:
 
 LOSS = {"higher_is_better_metric": False, "target": -1.0}
 
-LIST_OF_PROBES = [
-    Probe(
+SCRIPTS = [
+    Script(
         "lightning_datamodule.py",
         before='        EarlyStopping(monitor="val_loss", patience=3),',
         line='        ZeusBSOCallback(job, monitor="val_acc", on_failure="stop"),',
         sizes=[48] * 29 * 2,
         own_sizes=[32] * 43 * 2,
     ),
-    Probe(
+    Script(
         "lightning_autoencoder.py",
         before="    limit_train_batches=100,",
         line='    callbacks=[ZeusBSOCallback(job, monitor="train_loss", on_failure="stop")],',
@@ -90,7 +90,7 @@ LIST_OF_PROBES = [
         epochs=1,
         job=LOSS,
     ),
-    Probe(
+    Script(
         "lightning_gan.py",
         before='    accelerator="auto",',
         line='    callbacks=[ZeusBSOCallback(job, monitor="d_loss", lr_scaling="sqrt", on_failure="stop")],',
@@ -98,22 +98,21 @@ LIST_OF_PROBES = [
         own_sizes=([64] * 23 + [28]) * 2,
         job=LOSS,
     ),
-    Probe(
+    Script(
         "lightning_one_cycle.py",
         before='        LearningRateMonitor(logging_interval="step"),',
-        # The test's own list of sizes is no state that a probe restores.
-        line='        ZeusBSOCallback(job, monitor="val_acc", lr_scaling="linear", on_failure="stop", probe="off"),',
+        line='        ZeusBSOCallback(job, monitor="val_acc", lr_scaling="linear", on_failure="stop"),',
         sizes=([24] * 59 + [21]) * 2,
         own_sizes=([32] * 44 + [29]) * 2,
     ),
-    Probe(
+    Script(
         "huggingface_text_classification.py",
         before="    args=training_args,",
         line='    callbacks=[ZeusBSOTrainerCallback(job, monitor="accuracy", on_failure="stop")],',
         sizes=([48] * 20 + [40]) * 2,
         own_sizes=([16] * 62 + [8]) * 2,
     ),
-    Probe(
+    Script(
         "huggingface_custom_loss.py",
         before="trainer.train()",
         line='ZeusBSOTrainerCallback(job, "eval_loss", lr_scaling="sqrt", on_failure="stop").attach(trainer)',
@@ -121,7 +120,7 @@ LIST_OF_PROBES = [
         own_sizes=[8] * 180 * 2,
         job=LOSS,
     ),
-    Probe(
+    Script(
         "huggingface_streaming.py",
         before="    args=training_args,",
         line='    callbacks=[ZeusBSOTrainerCallback(job, monitor="eval_loss", on_failure="stop")],',
@@ -130,14 +129,14 @@ LIST_OF_PROBES = [
         epochs=1,
         job=LOSS,
     ),
-    Probe(
+    Script(
         "huggingface_translation.py",
         before="    processing_class=tokenizer,",
         line='    callbacks=[ZeusBSOTrainerCallback(job, monitor="exact_match", on_failure="stop")],',
         sizes=([48] * 16 + [32]) * 2,
         own_sizes=[16] * 50 * 2,
     ),
-    Probe(
+    Script(
         "huggingface_run_clm.py",
         before="        processing_class=tokenizer,",
         line='        callbacks=[ZeusBSOTrainerCallback(job, monitor="accuracy", on_failure="stop")],',
@@ -145,7 +144,7 @@ LIST_OF_PROBES = [
         own_sizes=[8] * 25 * 2,
         needs=("datasets",),
     ),
-    Probe(
+    Script(
         "lightning_command_line.py",
         before='            "max_epochs": 2,',
         line='            "callbacks": [ZeusBSOCallback(job, monitor="valid_loss", on_failure="stop")],',
@@ -158,11 +157,11 @@ LIST_OF_PROBES = [
 
 # The other scripts are slow.
 QUICK = {"lightning_gan.py", "huggingface_custom_loss.py"}
-each_probe = pytest.mark.parametrize(
-    "probe",
+each_script = pytest.mark.parametrize(
+    "guide",
     [
-        pytest.param(probe, id=probe.script[:-3], marks=() if probe.script in QUICK else pytest.mark.slow)
-        for probe in LIST_OF_PROBES
+        pytest.param(guide, id=guide.script[:-3], marks=() if guide.script in QUICK else pytest.mark.slow)
+        for guide in SCRIPTS
     ],
 )
 
@@ -213,31 +212,31 @@ def counted_sizes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def run(script: str, source: str, **names: Any) -> None:
     """Run the source as ``python script`` does, with some names defined."""
-    exec(compile(source, PROBES / script, "exec"), {"__name__": "__main__", **names})  # noqa: S102 - our own scripts
+    exec(compile(source, GUIDES / script, "exec"), {"__name__": "__main__", **names})  # noqa: S102 - our own scripts
 
 
 @pytest.mark.slow
-@each_probe
-def test_unchanged_script_trains_at_the_scripts_size(sizes: list[int], probe: Probe) -> None:
-    run(probe.script, probe.source())
-    assert sizes == probe.own_sizes
+@each_script
+def test_unchanged_script_trains_at_the_scripts_size(sizes: list[int], guide: Script) -> None:
+    run(guide.script, guide.source())
+    assert sizes == guide.own_sizes
 
 
-@each_probe
+@each_script
 def test_script_with_an_added_line_trains_at_the_servers_size(
-    shared_server: ServerProcess, monkeypatch: pytest.MonkeyPatch, sizes: list[int], probe: Probe
+    shared_server: ServerProcess, monkeypatch: pytest.MonkeyPatch, sizes: list[int], guide: Script
 ) -> None:
     bench = JobBench(shared_server, f"digits-{uuid.uuid4().hex}")
-    job = bench.job(**({"target": NEVER, "max_epochs": probe.epochs} | probe.job))
+    job = bench.job(**({"target": NEVER, "max_epochs": guide.epochs} | guide.job))
     monkeypatch.setenv("ZEUS_SERVER_URL", shared_server.url)
     run(
-        probe.script,
-        probe.source_with_callback(),
+        guide.script,
+        guide.source_with_callback(),
         job=job,
         ZeusBSOCallback=ZeusBSOCallback,
         ZeusBSOTrainerCallback=ZeusBSOTrainerCallback,
     )
-    assert sizes == probe.sizes
+    assert sizes == guide.sizes
     trial = bench.only_trial()
-    assert (trial.batch_size, trial.state, trial.epochs) == (SERVERS_SIZE, TrialState.EXHAUSTED, probe.epochs)
+    assert (trial.batch_size, trial.state, trial.epochs) == (SERVERS_SIZE, TrialState.EXHAUSTED, guide.epochs)
     assert trial.metric is not None

@@ -1,14 +1,14 @@
-"""Energy readings of Linux: the counters of CPU packages (RAPL) and the power sensors of Jetson modules."""
+"""The energy counters of CPU packages and their memory (RAPL), which Linux shows."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from zeus_plugins.energy.counters import MICRO, CounterMonitor, Found, IntegratedPowerMonitor
+from zeus_plugins.energy.counters import MICRO, CounterMonitor, Found
 from zeus_plugins.energy.estimate import cpu_model_name
 from zeus_plugins.energy.monitor import (
     Choice,
@@ -21,17 +21,8 @@ from zeus_plugins.energy.monitor import (
 POWERCAP = Path("/sys/class/powercap")
 RAPL_INTERVAL_S = 10.0
 
-HWMON = Path("/sys/class/hwmon")
-MODEL = Path("/proc/device-tree/model")
 
-_SENSOR = "ina3221"
-
-# Some modules have a rail for their whole input. On others (AGX Orin), sum the rails, except a rail that another feeds.
-_WHOLE = ("VDD_IN", "POM_5V_IN")
-_PARTS_OF_OTHERS = ("VDDQ_VDD2_1V8AO",)
-
-
-def probe_rapl(request: MonitorRequest, root: Path = POWERCAP) -> Choice | None:
+def probe(request: MonitorRequest, root: Path = POWERCAP) -> Choice | None:
     """Choose a monitor of the CPU packages, unless the training uses a GPU; see `Probe`."""
     if request.trains_on_gpu:
         return None
@@ -131,7 +122,7 @@ def open_zones(root: Path, max_power_w: float | None) -> tuple[Zone, ...]:
     If a package cannot be read or its counter is 0, raise `EnergyUnavailableError`; in this case, leave memory out with
     a warning.
     """
-    named = [(folder, line_of(folder / "name", "")) for folder in sorted(root.glob("intel-rapl:*"))]
+    named = [(folder, _line_of(folder / "name", "")) for folder in sorted(root.glob("intel-rapl:*"))]
     packages = [(folder, name) for folder, name in named if name.startswith("package")]
     if not packages:
         raise EnergyUnavailableError(f"no CPU package counts its energy in {root} (RAPL)")
@@ -171,95 +162,10 @@ def _unreadable(folder: Path, error: Exception) -> EnergyUnavailableError:
 
 
 def _number(path: Path) -> int:
-    return int(line_of(path))
+    return int(_line_of(path))
 
 
-def probe_jetson(request: MonitorRequest, root: Path = HWMON) -> Choice | None:
-    """Choose a monitor of this Jetson module, whether the training uses its GPU or CPU; see `Probe`."""
-    if not _open_rails(root):
-        return None
-    return request.choice(partial(JetsonMonitor, root=root))
-
-
-class JetsonMonitor(IntegratedPowerMonitor):
-    """An `EnergyMonitor` over the power rails of a Jetson module, integrated while a window is open.
-
-    The energy includes GPU, CPU and memory, and everything that runs on the module.
-
-    Args:
-        max_power_w: Maximum power of the module in watts, which no sensor gives.
-
-    Raises:
-        EnergyUnavailableError: On first use: no power sensor. From `gpus`: `max_power_w` is None.
-    """
-
-    def __init__(
-        self,
-        *,
-        root: Path = HWMON,
-        max_power_w: float | None = None,
-        model: Path = MODEL,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        super().__init__("jetson rails", partial(_module, root, model), clock, max_power_w=max_power_w)
-
-
-def _module(root: Path, model: Path) -> Found:
-    rails = _open_rails(root)
-    if not rails:
-        raise EnergyUnavailableError(f"there is no power sensor {_SENSOR} of a Jetson module in {root}")
-    name = line_of(model, "").rstrip("\0") or "Jetson"
-    return Found([_Module(name, rails)], 1, name)
-
-
-@dataclass(frozen=True)
-class _Rail:
-    """One input of a sensor, in millivolts and milliamperes."""
-
-    label: str
-    voltage: Path
-    current: Path
-
-    def power_w(self) -> float:
-        try:
-            return int(line_of(self.voltage)) * int(line_of(self.current)) / 1e6
-        except (OSError, ValueError) as error:
-            raise EnergyUnavailableError(f"the power rail {self.label} cannot be read: {error}") from error
-
-
-@dataclass(frozen=True)
-class _Module:
-    name: str
-    rails: Sequence[_Rail]
-
-    def __str__(self) -> str:
-        return f"{self.name} ({', '.join(rail.label for rail in self.rails)})"
-
-    @property
-    def max_power_w(self) -> float:
-        raise NoPowerLimitError(f"{self} gives no power limit")
-
-    def power_w(self) -> float:
-        return sum(rail.power_w() for rail in self.rails)
-
-
-def _open_rails(root: Path) -> Sequence[_Rail]:
-    """Return the rails that make up the module, without overlap; none if this machine is no Jetson module."""
-    rails = []
-    for sensor in sorted(root.glob("*/name")):
-        if line_of(sensor, "").startswith(_SENSOR):
-            rails += [
-                _Rail(line_of(label, ""), label.with_name(f"in{number}_input"), label.with_name(f"curr{number}_input"))
-                for label in sorted(sensor.parent.glob("in*_label"))
-                if label.with_name(f"curr{(number := label.name[2:-6])}_input").exists()
-            ]
-    whole = [rail for rail in rails if rail.label in _WHOLE]
-    counted = whole[:1] or [rail for rail in rails if rail.label not in _PARTS_OF_OTHERS]
-    is_module = whole or any("GPU" in rail.label for rail in counted)
-    return counted if is_module else []
-
-
-def line_of(path: Path, default: str | None = None) -> str:
+def _line_of(path: Path, default: str | None = None) -> str:
     """Return a file's text, stripped. If it cannot be read, return `default`, or raise `OSError` if that is None."""
     try:
         return path.read_text(encoding="utf-8").strip()
