@@ -230,8 +230,7 @@ class PowerLimitFindings:
             warmup_steps: Steps under a new limit before its measurement: Lightning's batches, or Hugging Face's
                 optimizer steps.
             profile_steps: Steps measured under each limit.
-            wait_steps: Steps before the first limit, for compilation and benchmarking. The callback then waits until
-                the GPUs' temperature is stable, two minutes at most.
+            wait_steps: Steps before the first limit, in which the training compiles and the GPUs get warm.
             warmup_s: Least duration of the warm-up of a limit, in seconds.
             profile_s: Least duration of the measurement of a limit, in seconds.
             limits_w: Limits to measure, in watts of each GPU. None: from the present limit downwards in steps of 25 W.
