@@ -27,7 +27,7 @@ _PLATFORM = {"sys_platform": "linux", "platform_machine": "x86_64", "platform_sy
 _OF_THE_MACHINE = re.compile("torch|numpy|triton|sympy|mpmath|networkx|setuptools|nvidia-(?!ml-py).*|cuda-.*")
 """PyTorch, NumPy, and the packages that come with PyTorch."""
 
-_LEFT_OUT = re.compile("uvloop|httptools|hf-xet|aiohttp|aiosignal|aiohappyeyeballs|frozenlist|propcache|yarl")
+_LEFT_OUT = re.compile("uvloop|hf-xet|aiohttp|aiosignal|aiohappyeyeballs|frozenlist|propcache|yarl")
 """Optional packages, left out of the folder, that only speed up a server or download data."""
 
 _OWN = ("zeus_plugins", "bso_server")

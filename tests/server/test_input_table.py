@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from bso_server.connections import MOST_URL_BYTES
+from bso_server.cli.serve import MOST_HEAD_BYTES
 from tests.support.input_scene import HUGE, JSON, Scene, assert_refused, good_body, no_numbers, register, with_token
 from tests.support.jobs import JOB, THREE_SIZES, job
 from tests.support.power_limit_bench import found_out
@@ -293,8 +293,8 @@ def test_invalid_job_id_of_a_trial_is_refused(scene: Scene, method: str, path: s
 def test_invalid_job_id_in_a_query_is_refused(scene: Scene, method: str, path: str, query: str) -> None:
     with scene.nothing_stored():
         answer = scene.http.request(method, path + query)
-        if len(query) > MOST_URL_BYTES:
-            assert answer.status_code == 414
+        if len(query) > MOST_HEAD_BYTES:
+            assert answer.status_code == 400
         else:
             assert_refused(answer, 422, "job_id")
 

@@ -27,7 +27,7 @@ SERVER_START_S = 120.0
 _OWN_PORTS = range(*(10_000 + 1000 * (int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]) % 20 + n) for n in (0, 1)))
 _PORTS = islice(cycle(_OWN_PORTS), secrets.randbelow(len(_OWN_PORTS)), None)
 # Modules that a server imports.
-NEEDED = ("bso_server.app", "bso_server.cli", "uvicorn.protocols.http.httptools_impl", "uvloop", "alembic.command")
+NEEDED = ("bso_server.app", "bso_server.cli", "uvicorn.protocols.http.h11_impl", "uvloop", "alembic.command")
 
 
 @dataclass
