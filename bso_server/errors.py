@@ -125,13 +125,6 @@ class UnknownTokenError(BsoError):
         super().__init__(f"unknown token {token_id!r}: bso-server token list shows the ids")
 
 
-class UnknownWebhookError(BsoError):
-    """No webhook has this id."""
-
-    def __init__(self, webhook_id: str) -> None:
-        super().__init__(f"unknown webhook {webhook_id!r}: bso-server webhook list shows the ids")
-
-
 class RevokedTokenError(BsoError):
     """A revoked token cannot be rotated, and cannot receive jobs or trials."""
 
@@ -188,7 +181,6 @@ STATUS_OF: dict[type[BsoError], HTTPStatus] = {
     ForbiddenError: HTTPStatus.FORBIDDEN,
     UntrustedHostError: HTTPStatus.BAD_REQUEST,
     UnknownTokenError: HTTPStatus.NOT_FOUND,
-    UnknownWebhookError: HTTPStatus.NOT_FOUND,
     RevokedTokenError: HTTPStatus.CONFLICT,
     DatabaseNotReadyError: HTTPStatus.SERVICE_UNAVAILABLE,
     DatabaseUnavailableError: HTTPStatus.SERVICE_UNAVAILABLE,

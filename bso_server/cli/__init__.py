@@ -28,7 +28,6 @@ from bso_server.cli.report import add_report_command
 from bso_server.cli.serve import add_serve_command
 from bso_server.cli.simulate import add_simulate_command
 from bso_server.cli.tokens import add_token_commands
-from bso_server.cli.webhooks import add_webhook_commands
 from bso_server.errors import BsoError, DatabaseUnavailableError, PolicyNotInstalledError
 from bso_server.service import reading
 from bso_server.service.commands import BatchSizeService
@@ -41,9 +40,17 @@ from zeus_plugins.protocol import package_version, printable
 # Status of a command whose reader has closed the pipe, as in `bso-server jobs list | head`: 128 + SIGPIPE.
 _READER_LEFT = 141
 
+# Commands of earlier versions, each with what to do instead.
+_REMOVED = {"webhook": "Prometheus and Alertmanager send messages about jobs: docs/alerts.md has a configuration"}
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return 0, 1 after one line on standard error, or 141 if the reader of its output has ended."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    for removed, instead in _REMOVED.items():
+        if list(arguments[: len(removed.split())]) == removed.split():
+            print(f"bso-server: the command {removed!r} was removed: {instead}", file=sys.stderr)
+            return 1
     options = _parser().parse_args(arguments)
     take_server_from_environment(options)
     # Commands that configure no log of their own log in the format of their other messages.
@@ -105,7 +112,6 @@ def _parser() -> argparse.ArgumentParser:
     add_command(config, "show", "list every setting with its source", _config_show)
 
     add_token_commands(commands)
-    add_webhook_commands(commands)
     add_import_zeus_command(add_jobs_commands(commands))
     add_report_command(commands)
     add_simulate_command(commands)

@@ -59,10 +59,10 @@ _GROUP = (1, 2, 5, 10, 20, 50, 100, 200)
 disable_created_metrics()  # type: ignore[no-untyped-call]  # a function of the library without types
 
 
-class Instruments:
-    """Counts of this process, and of the other processes of its server."""
+class Metrics:
+    """All metrics of a server: its counts, and the totals of its database; see `DatabaseMetrics` for the arguments."""
 
-    def __init__(self) -> None:
+    def __init__(self, read: Callable[[], Awaitable[Mapping[str, JobTotals]]], named: str | None) -> None:
         registry = CollectorRegistry()
         counter, histogram = partial(Counter, registry=registry), partial(Histogram, registry=registry)
         self._requests = histogram(
@@ -84,13 +84,14 @@ class Instruments:
         self._ended = counter("zeus_bso_trials_ended", "Trials that have ended.", ("state",))
         self._abandoned = counter("zeus_bso_trials_abandoned", "Trials that were abandoned when their leases ended.")
         self._refused = counter("zeus_bso_auth_failures", "Requests that were turned away.", ("reason",))
-        self.totals_errors = counter("zeus_bso_totals_errors", "Failures to read the totals of the database.")
+        errors = counter("zeus_bso_totals_errors", "Failures to read the totals of the database.")
         self._begin_at_nothing()
         directory = os.environ.get(DIRECTORY_VARIABLE)
-        self.directory = None if directory is None else Path(directory)
-        self.collector: Collector = registry
+        shared = None if directory is None else Path(directory)
+        self._database = DatabaseMetrics(read, errors, named=named, directory=shared)
+        self._counts: Collector = registry
         if directory is not None:
-            self.collector = MultiProcessCollector(None, directory)  # type: ignore[no-untyped-call]  # likewise
+            self._counts = MultiProcessCollector(None, directory)  # type: ignore[no-untyped-call]  # likewise
 
     def _begin_at_nothing(self) -> None:
         """Create the series with known labels at 0, so that Prometheus sees their first increment."""
@@ -131,6 +132,23 @@ class Instruments:
             case CallerRefused(reason):
                 self._refused.labels(reason.value).inc()
 
+    async def exposition(self) -> bytes:
+        """Return the text of all metrics, in version 0.0.4 of Prometheus's format."""
+        await self._database.refresh()
+        view = version_view()
+        registry = CollectorRegistry()
+        Info("zeus_bso_build", "The running version.", registry=registry).info(
+            {"version": view.version, "schema": view.schema_revision, "python": platform.python_version()}
+        )
+        registry.register(self._counts)
+        registry.register(self._database)
+        # In a thread, because the files of many processes take several milliseconds to read.
+        return await asyncio.to_thread(generate_latest, registry)
+
+    async def close(self) -> None:
+        """Cancel the reading of totals."""
+        await self._database.close()
+
 
 PERIOD_S = 15.0
 """Seconds during which totals count as current."""
@@ -157,6 +175,8 @@ _FAMILIES = {
     "zeus_bso_silent_trials": ("Trials with an expired lease that are not abandoned yet.", ()),
     "zeus_bso_energy_joules": ("Energy that all trials have taken, as far as they have reported.", ()),
     "zeus_bso_verdicts": ("Jobs whose best batch size saves, loses, or has not been shown to.", ("verdict",)),
+    "zeus_bso_stuck_jobs": ("Jobs of which every batch size has missed the target.", ()),
+    "zeus_bso_cost_changed_jobs": ("Jobs whose last two runs cost more, or less, than earlier ones.", ("change",)),
     "zeus_bso_saved_energy_joules": ("Energy saved over the default batch sizes, by jobs that have paid it back.", ()),
     "zeus_bso_saved_time_seconds": ("Training time saved over the default sizes, by jobs that have paid it back.", ()),
     "zeus_bso_saved_cost_joules": ("Cost saved over the default batch sizes, by jobs that have paid it back.", ()),
@@ -164,12 +184,16 @@ _FAMILIES = {
     "zeus_bso_job_energy_joules": ("Energy that the trials of a job have taken.", ("job_id",)),
     "zeus_bso_job_saved_energy_joules": ("Energy that a job has saved, once it is paid back.", ("job_id",)),
     "zeus_bso_job_saved_cost_joules": ("Cost that a job has saved, once it is paid back.", ("job_id",)),
+    "zeus_bso_job_verdict": ("Verdict on a job: 1 if it saves, -1 if it loses, 0 if neither is shown.", ("job_id",)),
+    "zeus_bso_job_stuck": ("1 if every batch size of a job has missed the target, otherwise 0.", ("job_id",)),
+    "zeus_bso_job_cost_change": ("Share by which the last two runs of a job cost more than earlier ones.", ("job_id",)),
     "zeus_bso_unnamed_jobs": ("Jobs matched by ZEUS_BSO_METRICS_JOBS beyond the first 200, which have no metrics.", ()),
 }
 
 # Fields of `JobTotals` behind the sums over all jobs, and behind the metrics of a job.
 _SUMS = {
     "zeus_bso_silent_trials": "silent",
+    "zeus_bso_stuck_jobs": "is_stuck",
     "zeus_bso_energy_joules": "energy_j",
     "zeus_bso_saved_energy_joules": "saved_energy_j",
     "zeus_bso_saved_time_seconds": "saved_time_s",
@@ -179,7 +203,10 @@ _OF_A_JOB = {
     "zeus_bso_job_energy_joules": "energy_j",
     "zeus_bso_job_saved_energy_joules": "saved_energy_j",
     "zeus_bso_job_saved_cost_joules": "saved_cost_j",
+    "zeus_bso_job_stuck": "is_stuck",
+    "zeus_bso_job_cost_change": "drift",
 }
+_SIGN_OF = {SavingsWord.SAVES: 1, SavingsWord.NOT_SHOWN: 0, SavingsWord.LOSES: -1}
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,6 +322,10 @@ def samples_of(totals: Mapping[str, JobTotals], named: str | None) -> Samples:
         "zeus_bso_jobs": [(list(labels), count) for labels, count in jobs.items()],
         "zeus_bso_verdicts": [([word], count) for word, count in verdicts.items()],
         "zeus_bso_trials": [([state], count) for state, count in trials.items()],
+        "zeus_bso_cost_changed_jobs": [
+            (["more"], sum((each.drift or 0) > 0 for each in totals.values())),
+            (["less"], sum((each.drift or 0) < 0 for each in totals.values())),
+        ],
     }
     for name, total in _SUMS.items():
         samples[name] = [([], sum(getattr(each, total) or 0 for each in totals.values()))]
@@ -304,22 +335,9 @@ def samples_of(totals: Mapping[str, JobTotals], named: str | None) -> Samples:
         samples["zeus_bso_job_trials"] = [
             ([job_id, state], count) for job_id, job in shown.items() for state, count in job.trials.items()
         ]
+        samples["zeus_bso_job_verdict"] = [([job_id], _SIGN_OF[job.verdict]) for job_id, job in shown.items()]
         for name, total in _OF_A_JOB.items():
             values = {job_id: getattr(job, total) for job_id, job in shown.items()}
             samples[name] = [([job_id], value) for job_id, value in values.items() if value is not None]
         samples["zeus_bso_unnamed_jobs"] = [([], len(matching) - len(shown))]
     return samples
-
-
-async def exposition(instruments: Instruments, database: DatabaseMetrics) -> bytes:
-    """Return the text of all metrics, in version 0.0.4 of Prometheus's format."""
-    await database.refresh()
-    view = version_view()
-    registry = CollectorRegistry()
-    Info("zeus_bso_build", "The running version.", registry=registry).info(
-        {"version": view.version, "schema": view.schema_revision, "python": platform.python_version()}
-    )
-    registry.register(instruments.collector)
-    registry.register(database)
-    # In a thread, because the files of many processes take several milliseconds to read.
-    return await asyncio.to_thread(generate_latest, registry)

@@ -14,7 +14,7 @@ from bso_server.core.revisions import as_of, has_other_gpus
 from bso_server.errors import BsoError, DatabaseNotReadyError
 from bso_server.service.commands import utc_now
 from bso_server.service.loading import best_size, load_history
-from bso_server.service.pages import Found, digest
+from bso_server.service.pages import Found, digest, troubles
 from bso_server.service.reading import JobReader, job_summary, trial_states, version_view
 from bso_server.service.savings import savings_of
 from bso_server.service.views import HealthPage
@@ -77,6 +77,8 @@ class JobTotals:
     saved_energy_j: float | None = None
     saved_time_s: float | None = None
     saved_cost_j: float | None = None
+    is_stuck: bool = False  # True if every batch size has missed the target
+    drift: float | None = None  # as in `JobLine`
 
 
 class TotalsReader:
@@ -123,6 +125,7 @@ def _totals_of(transaction: Transaction, job_id: str) -> JobTotals | None:
     tallies = queries.tallies(transaction, job_id)
     saved = savings_of(transaction, stored, tallies, best_size(transaction, stored))
     summary = job_summary(stored)
+    stuck, drift = troubles(transaction, stored)
     return JobTotals(
         policy=summary.policy,
         stage=summary.stage,
@@ -132,6 +135,8 @@ def _totals_of(transaction: Transaction, job_id: str) -> JobTotals | None:
         saved_energy_j=saved.energy_j.saved,
         saved_time_s=saved.time_s.saved,
         saved_cost_j=saved.cost_j.saved,
+        is_stuck=stuck is not None,
+        drift=drift,
     )
 
 

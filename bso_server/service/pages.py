@@ -9,7 +9,6 @@ Functions with a `job_id` raise `UnknownJobError`, functions with a `trial_numbe
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -42,7 +41,6 @@ from bso_server.service.views import (
     TrialCurve,
     TrialPage,
     TrialPoint,
-    WhatIfPage,
 )
 from bso_server.storage import queries
 from bso_server.storage.rows import StoredJob, TrialTotals
@@ -63,7 +61,7 @@ _LEAST_WIDTH = 100
 _MOST_BINS = 50
 _QUANTILES = (0.1, 0.5, 0.9)
 
-View = TypeVar("View", JobsPage, JobPage, MomentPage, TrialPage, WhatIfPage, FleetPage, HealthPage, TokensPage)
+View = TypeVar("View", JobsPage, JobPage, MomentPage, TrialPage, FleetPage, HealthPage, TokensPage)
 Found = tuple[str, View | None]
 """The version of a view, and the view unless its reader knows this version."""
 
@@ -257,43 +255,6 @@ class Pages:
             last_trial_number=stored.trial_count,
         )
 
-    def what_if(
-        self,
-        transaction: Transaction,
-        job_id: str,
-        eta: float | None = None,
-        beta: float | None = None,
-        *,
-        known: str | None = None,
-    ) -> Found[WhatIfPage]:
-        """Return a job under another η and β; None means the job's own, an infinite β means no bound."""
-        stored = known_job(transaction, job_id)
-        job = stored.registration
-        eta = job.eta_knob if eta is None else eta
-        beta = job.beta_knob if beta is None else beta
-        beta = None if beta is None or math.isinf(beta) else beta
-        version = digest([job, stored.event_count, eta, beta])
-        if version == known:
-            return version, None
-        tallies = [tally for tally in queries.tallies(transaction, job_id) if not tally.other_gpus]
-        means = _means_of(job.model_copy(update={"eta_knob": eta}), tallies)
-        best, own_best = _cheapest(means), _cheapest(_means_of(job, tallies))
-        return version, WhatIfPage(
-            job=job,
-            cost_unit=_cost_unit(job, means),
-            eta=eta,
-            beta=beta,
-            batch_size=None if best is None else best.batch_size,
-            own_batch_size=None if own_best is None else own_best.batch_size,
-            energy_share=best.energy_j / own_best.energy_j if best and own_best and own_best.energy_j else None,
-            time_share=best.time_s / own_best.time_s if best and own_best and own_best.time_s else None,
-            bound_j=None if best is None or beta is None else beta * best.cost_j,
-            means=means,
-            best_by_eta=_best_by_eta(job, means),
-            energy_sources=_sources_of(queries.trial_totals(transaction, job_id, limit=POINTS_OF_A_JOB)),
-            tariff=self._tariff,
-        )
-
 
 def digest(parts: Iterable[object]) -> str:
     """Return the version of a view that depends on these parts."""
@@ -313,8 +274,7 @@ def _line_of(transaction: Transaction, stored: StoredJob) -> JobLine:
     latest = queries.latest_instants(transaction, stored.job_id, limit=_SPARKS)
     totals = queries.trial_totals(transaction, stored.job_id, limit=_SPARKS)
     tallies = queries.tallies(transaction, stored.job_id)
-    recent = max(stored.revised_event, stored.event_count - _COMPARED_EVENTS)
-    reached = queries.completed_runs(transaction, stored.job_id, since=recent)
+    stuck, drift = troubles(transaction, stored)
     return JobLine(
         job=reading.job_summary(stored),
         gpu_model=stored.registration.gpu_model,
@@ -327,12 +287,19 @@ def _line_of(transaction: Transaction, stored: StoredJob) -> JobLine:
         energy_sources=_sources_of(totals),
         trial_states=dict(reading.trial_states(tallies)),
         best_metric=_best_metric(transaction, stored.registration, tallies),
-        # Only a job without a run at the target can be stuck.
-        stuck=None
-        if stored.min_cost_j is not None
-        else reading.stuck_advice(transaction, load_history(transaction, stored)),
-        drift=drift_of(stored.registration, reached),
+        stuck=stuck,
+        drift=drift,
     )
+
+
+def troubles(transaction: Transaction, stored: StoredJob) -> tuple[str | None, float | None]:
+    """Return the fields `stuck` and `drift` of a job's `JobLine`."""
+    recent = max(stored.revised_event, stored.event_count - _COMPARED_EVENTS)
+    reached = queries.completed_runs(transaction, stored.job_id, since=recent)
+    # Only a job without a run at the target can be stuck.
+    is_stuck = stored.min_cost_j is None
+    stuck = reading.stuck_advice(transaction, load_history(transaction, stored)) if is_stuck else None
+    return stuck, drift_of(stored.registration, reached)
 
 
 def _best_metric(transaction: Transaction, job: CreatedJob, tallies: Iterable[Tally]) -> float | None:

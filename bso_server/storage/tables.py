@@ -110,8 +110,6 @@ jobs = sa.Table(
     # trials from which the target was learned. Both are null for other jobs.
     sa.Column("target_metric", sa.Double),
     sa.Column("target_runs", sa.String(64)),
-    # The latest `protocol.Probe` as JSON, perhaps of other GPUs; null before the first probe.
-    sa.Column("probe", LongText),
     # Logical clock of the job: one tick for each dispatch, end and discard of a trial, and for each revision.
     sa.Column("event_count", sa.Integer, nullable=False),
     # State of the random generator as JSON; null before the first draw and for jobs without a seed.
@@ -299,42 +297,5 @@ tokens = sa.Table(
     sa.Column("rotated_at", UtcDateTime),
     sa.Column("previous_hash", sa.String(64)),
     sa.Column("previous_until", UtcDateTime),
-    **_MYSQL,
-)
-
-webhooks = sa.Table(
-    "webhooks",
-    metadata,
-    sa.Column("webhook_id", sa.String(16), primary_key=True),
-    sa.Column("url", sa.Text, nullable=False),
-    sa.Column("format", sa.String(16), nullable=False),
-    # Separated by blanks.
-    sa.Column("events", sa.String(255), nullable=False),
-    # In plain text, because the server signs each message with this secret.
-    sa.Column("secret", sa.String(64), nullable=False),
-    sa.Column("created_at", UtcDateTime, nullable=False),
-    # Start of the first week (UTC) whose total was not sent yet.
-    sa.Column("week", UtcDateTime, nullable=False),
-    # When the next delivery is due; null after three days of failures. To claim a webhook, a process moves this time;
-    # until the new time, only this process delivers.
-    sa.Column("next_attempt_at", UtcDateTime),
-    # Time of the first failure since the last accepted message.
-    sa.Column("failing_since", UtcDateTime),
-    sa.Column("last_error", sa.String(255)),
-    **_MYSQL,
-)
-
-# State of each job according to the messages that a webhook's receiver has accepted.
-webhook_jobs = sa.Table(
-    "webhook_jobs",
-    metadata,
-    sa.Column("job_id", sa.String(255), sa.ForeignKey("jobs.job_id", ondelete="CASCADE"), primary_key=True),
-    sa.Column("webhook_id", sa.String(16), primary_key=True),
-    # The accepted messages cover the trials that ended up to this event of the job.
-    sa.Column("event", sa.Integer, nullable=False),
-    sa.Column("word", sa.String(16), nullable=False),
-    sa.Column("is_stuck", sa.Boolean, nullable=False),
-    # Event of the first run with which the costs of later runs are compared.
-    sa.Column("level_event", sa.Integer, nullable=False),
     **_MYSQL,
 )

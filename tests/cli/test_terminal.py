@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from zeus_plugins.cli import main, sync
+from zeus_plugins.cli import doctor, main, sync
 from zeus_plugins.client.delivery import Delivered
 from zeus_plugins.errors import ZeusBSORuntimeError
-from zeus_plugins.gpu_check import Examination, Result, Verdict
 from zeus_plugins.master.display import Listener
 from zeus_plugins.master.history import Run
 
@@ -45,11 +44,8 @@ def test_line_of_a_master_escapes_the_reason_of_a_run(capsys: pytest.CaptureFixt
     assert line.startswith(f"job: failed: {SHOWN}; ")
 
 
-def test_gpu_check_escapes_texts_of_a_device(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    result = Result("name", "a name", FORGED, Verdict.OK)
-    monkeypatch.setattr(Examination, "results", lambda _: iter([result]))
-    assert main(["doctor", "--gpu-check"]) == 0
+def test_doctor_escapes_texts_of_a_device(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(doctor, "examine", lambda: iter([doctor.Finding("nvidia", doctor.Level.OK, FORGED)]))
+    assert main(["doctor"]) == 0
     (line,) = capsys.readouterr().out.splitlines()
-    assert r"x\nok" in line
+    assert line == f"ok       nvidia       {SHOWN}"

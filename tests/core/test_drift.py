@@ -44,7 +44,7 @@ def test_other_sizes_and_busy_machines_are_not_compared() -> None:
 
 @pytest.mark.slow
 def test_rates_on_simulated_jobs(capsys: pytest.CaptureFixture[str]) -> None:
-    """The figures of docs/webhooks.md."""
+    """The figures of docs/alerts.md."""
     chance = random.Random(1)  # noqa: S311 - no secret
 
     def changes(costs_j: list[float]) -> list[int]:

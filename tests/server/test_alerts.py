@@ -1,4 +1,4 @@
-"""The files for Prometheus and Grafana: alert rules, the scrape configuration, and the dashboard's queries."""
+"""The files for Prometheus, Alertmanager and Grafana: rules, configurations, and the dashboard's queries."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from tests.support import ROOT
 from tests.support.watching import scraped, trained, watched
 
 PAGE = (ROOT / "docs" / "metrics.md").read_text()
+ALERTS_PAGE = (ROOT / "docs" / "alerts.md").read_text()
 PROMETHEUS = ROOT / "deploy" / "prometheus"
 ALERTS = PROMETHEUS / "alerts.yaml"
 DASHBOARD = json.loads((ROOT / "deploy" / "grafana" / "dashboard.json").read_text())
@@ -76,9 +77,15 @@ async def test_every_queried_metric_exists(tmp_path: Path) -> None:
 def test_dashboard_shows_every_documented_metric() -> None:
     described = set(re.findall(r"^\| `(zeus_bso_\w+)`", PAGE, re.MULTILINE)) - {"zeus_bso_unnamed_jobs"}
     shown = "\n".join(queries())
-    only_alerted = {
-        f"zeus_bso_{name}" for name in ("saved_cost_joules", "job_energy_joules", "job_saved_energy_joules")
-    }
+    names = [
+        "saved_cost_joules",
+        "job_energy_joules",
+        "job_saved_energy_joules",
+        "job_verdict",
+        "job_stuck",
+        "job_cost_change",
+    ]
+    only_alerted = {f"zeus_bso_{name}" for name in names}
     assert {name for name in described if name not in shown} <= only_alerted
 
 
@@ -95,7 +102,7 @@ def test_panels_of_the_dashboard_do_not_overlap() -> None:
 
 def test_documented_alerts_match_names_and_severities() -> None:
     written = re.findall(r"- alert: (\w+)\n.*?severity: (\w+)", ALERTS.read_text(), re.DOTALL)
-    described = re.findall(r"^\| `(ZeusBso\w+)` \| (\w+) \|", PAGE, re.MULTILINE)
+    described = re.findall(r"^\| `(ZeusBso\w+)` \| (\w+) \|", ALERTS_PAGE, re.MULTILINE)
     assert written == described
 
 
@@ -103,7 +110,7 @@ class TestPromtool:
     pytestmark = needs_promtool
 
     def test_alert_rules_fire_as_tested(self) -> None:
-        assert "10 rules found" in promtool("check", "rules", "alerts.yaml")
+        assert "15 rules found" in promtool("check", "rules", "alerts.yaml")
         assert "SUCCESS" in promtool("test", "rules", "alerts_test.yaml")
         tested = (PROMETHEUS / "alerts_test.yaml").read_text()
         for name in re.findall(r"- alert: (\w+)", ALERTS.read_text()):
@@ -118,3 +125,24 @@ class TestPromtool:
         file = tmp_path / "rules.yaml"
         file.write_text(json.dumps({"groups": [{"name": "dashboard", "rules": rules}]}))
         assert f"{len(rules)} rules found" in promtool("check", "rules", file)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("amtool") is None, reason="needs amtool (apt-get install prometheus-alertmanager)")
+def test_documented_alertmanager_routes_each_severity(tmp_path: Path) -> None:
+    (configuration,) = re.findall(r"```yaml\n(.*?)```", ALERTS_PAGE, re.DOTALL)
+    file = tmp_path / "alertmanager.yml"
+    file.write_text(configuration)
+
+    def amtool(*arguments: str) -> str:
+        command = [shutil.which("amtool") or "amtool", *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+    assert "SUCCESS" in amtool("check-config", str(file))
+    receivers = {}
+    for severity in ("critical", "warning", "info", "none"):
+        labels = f"severity={severity}", "alertname=ZeusBsoDown"
+        receivers[severity] = amtool("config", "routes", "test", f"--config.file={file}", *labels).strip()
+    news = "slack,program"
+    assert receivers == {"critical": "mail,slack,program", "warning": news, "info": news, "none": "program"}
+    assert amtool("config", "routes", "test", f"--config.file={file}", "severity=none").strip() == "nobody"

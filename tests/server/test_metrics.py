@@ -27,7 +27,7 @@ from tests.support.servers import bso_server
 from tests.support.service import HOUR_S, job_service, open_store
 from tests.support.tokens import bearer, make_token
 from tests.support.watching import Values, scraped, trained, value, values_in, watched
-from zeus_plugins.protocol import CreatedJob, Stage, TrialState
+from zeus_plugins.protocol import CreatedJob, SavingsWord, Stage, TrialState
 
 PAGE = (ROOT / "docs" / "metrics.md").read_text()
 MOST_SERIES = 1500
@@ -200,6 +200,35 @@ class TestTotals:
             assert (await reader.read())[server.job_id].trials == {"abandoned": 1, "withdrawn": 1}
             await server.service.delete_job(server.job_id)
             assert server.job_id not in await reader.read()
+
+    async def test_verdicts_stuck_jobs_and_changed_costs_are_totals(self, tmp_path: Path) -> None:
+        async def samples() -> dict[tuple[str, ...], float]:
+            found = samples_of(await reader.read(), named="*")
+            return {(name, *labels): value for name, values in found.items() for labels, value in values}
+
+        missed = {"policy": "gp_voi", "eta_knob": 1.0, "mab_seed": 1}
+        async with job_service(f"sqlite:///{tmp_path / 'bso.sqlite3'}", **missed) as server:
+            reader, job_id = TotalsReader(server.store), server.job_id
+            assert (await samples())["zeus_bso_stuck_jobs",] == 0
+            for _ in range(5):
+                await server.report(await server.suggest(), cost_j=900.0, epoch=10, metric=0.3)
+            found = await samples()
+            assert found["zeus_bso_stuck_jobs",] == found["zeus_bso_job_stuck", job_id] == 1
+            assert ("zeus_bso_job_cost_change", job_id) not in found
+            for number, cost_j in enumerate([100.0, 103.0, 98.0, 101.0, 99.0, 200.0]):
+                await server.reach(await server.offline(16, f"key-{number}"), cost_j)
+            assert (await samples())["zeus_bso_cost_changed_jobs", "more"] == 0
+            await server.reach(await server.offline(16, "last"), 202.0)
+            found = await samples()
+            assert found["zeus_bso_stuck_jobs",] == found["zeus_bso_job_stuck", job_id] == 0
+            assert found["zeus_bso_cost_changed_jobs", "more"] == 1
+            assert found["zeus_bso_cost_changed_jobs", "less"] == 0
+            assert found["zeus_bso_job_cost_change", job_id] == pytest.approx(1.0, abs=0.1)
+
+    def test_verdict_of_a_job_is_a_sign(self) -> None:
+        jobs = {word: totals_of_a_job(verdict=word) for word in SavingsWord}
+        values = samples_of(jobs, named="*")["zeus_bso_job_verdict"]
+        assert values == [(["saves"], 1), (["loses"], -1), (["not shown yet"], 0)]
 
     async def test_only_changed_or_interrupted_jobs_are_read_again(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

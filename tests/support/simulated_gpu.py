@@ -8,14 +8,13 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
+from benchmarks.gpu_check import Bursts, Load
 from tests.support.fake_nvml import FakeGpu, FakeNvml
-from zeus_plugins.gpu_check import Bursts, Load
 
 IDLE_W, BUSY_W = 80.0, 600.0
 BURST_S = 0.2
 MULTIPLICATION_S = 0.002
 _GRAIN_S = 0.002
-_INSTANT = 186
 
 
 class SimulatedGpu(FakeNvml):
@@ -71,22 +70,15 @@ class SimulatedGpu(FakeNvml):
     def nvmlDeviceGetFieldValues(  # noqa: N802 - NVML's own name
         self, handle: FakeGpu, fields: Sequence[tuple[int, int]]
     ) -> list[SimpleNamespace]:
-        ((field, scope),) = fields
-        if field == _INSTANT and scope == 0:
-            instant_mw = round(1000 * self.misreads * self._power_w())
-            return [SimpleNamespace(nvmlReturn=0, value=SimpleNamespace(uiVal=instant_mw))]
+        handle.instant_mw = round(1000 * self.misreads * self._power_w())
         return super().nvmlDeviceGetFieldValues(handle, fields)
 
 
 class SimulatedLoad(Load):
     """Load of a `SimulatedGpu`."""
 
-    def __init__(self, gpu: SimulatedGpu, problem: str | None = None) -> None:
+    def __init__(self, gpu: SimulatedGpu) -> None:
         self._gpu = gpu
-        self._problem = problem
-
-    def problem(self) -> str | None:
-        return self._problem
 
     @contextmanager
     def running(self, phase: str | Bursts) -> Iterator[None]:

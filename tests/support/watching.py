@@ -27,13 +27,14 @@ Use = Callable[[httpx.AsyncClient], Awaitable[None]]
 async def watched(folder: Path, *, is_paid_back: bool = False, **settings: object) -> AsyncIterator[httpx.AsyncClient]:
     """Run an application on a new SQLite file; yield a local client that waits for its totals.
 
-    If `is_paid_back`, the metrics treat every job as having paid back its exploration.
+    If `is_paid_back`, the metrics treat every job as having paid back its exploration, and then become costlier.
     """
     app = create_app(Settings.model_validate({"database_url": f"sqlite:///{folder / 'bso.sqlite3'}", **settings}))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(prometheus, "_WAIT_S", 60.0)
         if is_paid_back:
             patch.setattr(health, "savings_of", _paid_back)
+            patch.setattr(health, "troubles", lambda *_: (None, 0.5))
         async with app.lifespan(), client_of(app) as http:
             yield http
 

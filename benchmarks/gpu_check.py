@@ -1,11 +1,12 @@
-"""Checks of a real GPU: whether its readings mean what this package assumes.
+"""``python -m benchmarks.gpu_check [--json]``: check if the readings of a real GPU mean what the monitors assume.
 
-`Examination` observes each visible NVIDIA GPU, at rest and under load, and changes none of its settings.
+`Examination` observes each visible NVIDIA GPU, at rest and under load, and changes none of its settings. PyTorch makes
+the load.
 """
 
 from __future__ import annotations
 
-import contextlib
+import argparse
 import importlib
 import json
 import os
@@ -15,28 +16,22 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from functools import partial
 from itertools import pairwise
-from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks.processes import BenchmarkError
 from zeus_plugins.energy import EnergyUnavailableError
 from zeus_plugins.energy.counters import POLL_S, next_moves
 from zeus_plugins.energy.monitor import answer_or_none
-from zeus_plugins.energy.nvml import POWER_INSTANT, Nvml, NvmlGpu, cuda_devices, open_gpus, slope_w
-from zeus_plugins.environment import (
-    CUDA_DEVICE_ORDER,
-    CUDA_VISIBLE_DEVICES,
-    POWER_LIMIT_COMMAND,
-    ZEUSD_SOCK_PATH,
-    environment_for,
-)
+from zeus_plugins.energy.nvml import Nvml, NvmlGpu, cuda_devices, open_gpus
+from zeus_plugins.environment import CUDA_DEVICE_ORDER, CUDA_VISIBLE_DEVICES
 from zeus_plugins.errors import ZeusBSOConfigError
 from zeus_plugins.power_limit import PowerLimitUnavailableError, find_devices
-from zeus_plugins.power_limit.devices import PowerLimitDevice, default_limit_w, enforced_limit_w
+from zeus_plugins.power_limit.devices import PowerLimitDevice
 
 PERIOD_S = 3.0
 """Seconds for which the moves of a reading are counted."""
@@ -50,9 +45,6 @@ SHORT_S = 2.0
 """Seconds of a comparison without phases."""
 
 _SAMPLE_S = 0.01
-
-# The bit of CAP_SYS_ADMIN in a process's capabilities.
-_SYS_ADMIN = 1 << 21
 
 BURST_S = 0.2
 """Seconds of work, and of rest, in bursts."""
@@ -100,7 +92,7 @@ Both come from the same sensor. Under bursts and at rest, the ends of the measur
 _MAPPING_TIMEOUT_S = 120.0
 
 # Prints the result of `own_mapping` as a line of JSON.
-_TELL_MAPPING = "import json; from zeus_plugins.gpu_check import own_mapping; print(json.dumps(own_mapping()))"
+_TELL_MAPPING = "import json; from benchmarks.gpu_check import own_mapping; print(json.dumps(own_mapping()))"
 
 
 class Verdict(StrEnum):
@@ -133,20 +125,14 @@ class Result:
 
 
 class Load:
-    """Keeps the GPU with this UUID busy with products of matrices, if PyTorch is installed."""
+    """Keeps the GPU with this UUID busy with products of matrices; raises `BenchmarkError` if PyTorch cannot use it."""
 
     def __init__(self, uuid: str) -> None:
         self._uuid = uuid
         self.multiplications = 0
-        self._torch: Any = None
-        with contextlib.suppress(ImportError, OSError):
-            self._torch = importlib.import_module("torch")
-
-    def problem(self) -> str | None:
-        """Return the reason why the GPU cannot be kept busy, or None."""
-        if self._torch is None or not self._torch.cuda.is_available():
-            return "PyTorch with CUDA is not installed, so there is nothing to load the GPU with"
-        return None if self._device() is not None else "CUDA does not show this GPU to PyTorch"
+        self._torch: Any = importlib.import_module("torch")
+        if not self._torch.cuda.is_available():
+            raise BenchmarkError("PyTorch cannot use CUDA, so nothing can load the GPU")
 
     @contextmanager
     def running(self, phase: str | Bursts) -> Iterator[None]:
@@ -197,13 +183,13 @@ class Load:
     def _device(self) -> Any:
         self._torch.cuda.init()
         known = cuda_devices(self._torch) or ()
-        places = [place for place, uuid in enumerate(known) if self._uuid.removeprefix("GPU-") == uuid]
-        return self._torch.device("cuda", places[0]) if places else None
+        return self._torch.device("cuda", known.index(self._uuid.removeprefix("GPU-")))
 
 
 def ask_mapping(variables: Mapping[str, str]) -> dict[str, Any]:
     """Run `own_mapping` in a new process with these variables only, without others that choose GPUs."""
-    environ = environment_for(variables, without=(CUDA_VISIBLE_DEVICES, CUDA_DEVICE_ORDER))
+    hidden = {CUDA_VISIBLE_DEVICES.name, CUDA_DEVICE_ORDER.name}
+    environ = {name: value for name, value in os.environ.items() if name not in hidden} | dict(variables)
     command = [sys.executable, "-c", _TELL_MAPPING]
     try:
         done = subprocess.run(  # nosec B603  # noqa: S603 - this interpreter, on this module
@@ -243,53 +229,36 @@ class Examination:
 
     def results(self) -> Iterator[Result]:
         """Run the checks, about a minute for each GPU; raise `ZeusBSOConfigError` if none can be opened."""
-        gpus = open_gpus(self.nvml, mixed=True)
+        gpus = open_gpus(self.nvml)
         devices = [find_devices([gpu.uuid], nvml=self.nvml)[0] for gpu in gpus]
         for gpu, device in zip(gpus, devices, strict=True):
             yield from self._of(gpu)
             yield _limits(gpu, device)
-        yield _permission(devices[0])
         yield from self._mappings(gpus[0])
-
-    def agreement(self, gpu: NvmlGpu) -> Result:
-        """Compare the counter and the power readings for two seconds, under the GPU's present load."""
-        return agreement_result(str(gpu), "idle", self._span(gpu, SHORT_S))
 
     def _of(self, gpu: NvmlGpu) -> Iterator[Result]:
         result = partial(Result, gpu=str(gpu))
         load = self.load(gpu.uuid)
-        missing = load.problem()
-        others, scope = gpu.other_processes(), gpu.scope(partial(slope_w, self.clock, self.sleep, gpu))
+        others = gpu.other_processes()
         found = f"{others} beside this one" if others else "none is told of"
         yield result("other processes", "none computes on the GPU", found, _ok(not others), details={"others": others})
-        found = scope or "there is only the GPU"
-        yield result("scope", "GPU or module is known", found, Verdict.OK, details={"scope": scope or None})
         try:
             for what, read in (("counter", gpu.energy_uj), ("power reading", gpu.power_w)):
-                with load.running("idle" if missing else "load"):
+                with load.running("load"):
                     yield period_result(str(gpu), what, self._periods_s(read), PERIOD_S)
             for phase in AGREEMENT:
-                if missing and phase != "idle":
-                    yield result(f"energy, {phase}", "a load", missing, Verdict.SKIPPED)
-                    continue
                 with load.running(phase):
                     self.sleep(SETTLE_S)
                     yield agreement_result(str(gpu), phase, self._span(gpu, PHASE_S))
-            if missing:
-                yield result("energy, phases", "a load", missing, Verdict.SKIPPED)
-            else:
-                yield self._phases(gpu, load)
+            yield self._phases(gpu, load)
         except EnergyUnavailableError as error:
             yield result("readings", "a counter and power readings", error.cause, Verdict.DOUBTFUL)
-        if missing:
-            yield result("queued work", "a load", missing, Verdict.SKIPPED)
-        else:
-            returned_s, done_s = load.queued()
-            missed = max(0.0, 1 - returned_s / done_s) if done_s > 0 else 0.0
-            expected = "calls return before their work is done: a window has to wait for it"
-            found = f"{missed:.0%} of the work was still to do when its calls had returned; the callbacks wait for it"
-            details = {"returned_s": returned_s, "done_s": done_s, "missed": missed}
-            yield result("queued work", expected, found, Verdict.OK, details=details)
+        returned_s, done_s = load.queued()
+        missed = max(0.0, 1 - returned_s / done_s) if done_s > 0 else 0.0
+        expected = "calls return before their work is done: a window has to wait for it"
+        found = f"{missed:.0%} of the work was still to do when its calls had returned; the callbacks wait for it"
+        details = {"returned_s": returned_s, "done_s": done_s, "missed": missed}
+        yield result("queued work", expected, found, Verdict.OK, details=details)
 
     def _periods_s(self, read: Callable[[], float]) -> list[float]:
         begun_s, latest = self.clock(), read()
@@ -308,7 +277,7 @@ class Examination:
         instants: list[tuple[float, float | None]] = []
         while (now_s := self.clock()) - begun_s < least_s or len(means) < 2:
             means.append((now_s, answer_or_none(gpu.power_w)))
-            instants.append((now_s, gpu.power_in(field=POWER_INSTANT)))
+            instants.append((now_s, answer_or_none(gpu.instant_power_w)))
             self.sleep(_SAMPLE_S)
         ended_s, ended_uj = self._move(gpu)
         time_s = ended_s - begun_s
@@ -369,8 +338,8 @@ def _limits(gpu: NvmlGpu, device: PowerLimitDevice) -> Result:
             "lowest_w": lowest_w,
             "highest_w": highest_w,
             "limit_w": device.limit_w(),
-            "enforced_w": enforced_limit_w(device),
-            "default_w": default_limit_w(device),
+            "enforced_w": device.enforced_limit_w(),
+            "default_w": device.default_limit_w(),
         }
     except PowerLimitUnavailableError as error:
         return Result("power limits", expected, str(error), Verdict.DOUBTFUL, str(gpu))
@@ -378,24 +347,6 @@ def _limits(gpu: NvmlGpu, device: PowerLimitDevice) -> Result:
     found = f"{told['limit_w']} of {told['lowest_w']} to {told['highest_w']}, default {told['default_w']}"
     is_usual = details["default_w"] is not None and details["limit_w"] == details["default_w"] == details["enforced_w"]
     return Result("power limits", expected, found, _ok(is_usual), str(gpu), details)
-
-
-def _permission(device: PowerLimitDevice) -> Result:
-    expected = "root, CAP_SYS_ADMIN, a command or zeusd"
-    ways = [str(each) for each in (POWER_LIMIT_COMMAND, ZEUSD_SOCK_PATH) if each.text()]
-    if _may_administrate():
-        ways.append("this process, which may administrate the system")
-    found = f"{', '.join(ways) or 'none'} (nothing was set to find out)"
-    details = {"ways": ways, "device": type(device).__name__}
-    return Result("setting limits", expected, found, _ok(bool(ways)), details=details)
-
-
-def _may_administrate(status: Path = Path("/proc/self/status")) -> bool:
-    try:
-        lines = status.read_text(encoding="ascii").splitlines()
-    except (OSError, ValueError):  # other systems than Linux
-        return hasattr(os, "geteuid") and os.geteuid() == 0
-    return any(line.startswith("CapEff:") and int(line.split()[1], 16) & _SYS_ADMIN for line in lines)
 
 
 def period_result(gpu: str, what: str, periods_s: list[float], span_s: float) -> Result:
@@ -468,3 +419,27 @@ def mapping_result(form: str, cuda: list[str] | None, ours: list[str] | None, pr
     is_same = bare_cuda == bare_ours != []
     found = f"both: {', '.join(ours or ())}" if is_same else f"CUDA: {cuda}, this package: {ours}"
     return Result(f"mapping by {form}", expected, found, _ok(is_same), details=details)
+
+
+def main(arguments: Sequence[str] | None = None, examination: Examination | None = None) -> int:
+    """Print the results, and return the exit status: 1 without a GPU that can be checked."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_check", description="Checks the NVIDIA GPUs.")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    is_json = parser.parse_args(arguments).json
+    results = []
+    try:
+        for result in (examination or Examination()).results():
+            results.append(result)
+            if not is_json:
+                print(result, flush=True)
+    except (ZeusBSOConfigError, BenchmarkError) as error:
+        print(f"benchmarks.gpu_check: {error}", file=sys.stderr)
+        return 1
+    if is_json:
+        doubtful = sum(each.verdict is Verdict.DOUBTFUL for each in results)
+        print(json.dumps({"doubtful": doubtful, "results": [asdict(each) for each in results]}, indent=2))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

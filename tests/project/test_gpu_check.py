@@ -1,35 +1,34 @@
-"""``zeus-plugins doctor --gpu-check`` on a simulated GPU, and each of its verdicts."""
+"""`benchmarks.gpu_check` on a simulated GPU, and each of its verdicts."""
 
 from __future__ import annotations
 
 import json
 import sys
 from collections.abc import Mapping
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from tests.support.fake_nvml import FakeGpu, FakeNvml
-from tests.support.simulated_gpu import BUSY_W, MULTIPLICATION_S, SimulatedGpu, SimulatedLoad
-from zeus_plugins.cli import doctor, main
-from zeus_plugins.gpu_check import (
+from benchmarks.gpu_check import (
     Examination,
     Load,
     Result,
     Span,
     Verdict,
-    _may_administrate,
     agreement_result,
     ask_mapping,
+    main,
     period_result,
 )
+from benchmarks.processes import BenchmarkError
+from tests.support.fake_nvml import FakeNvml
+from tests.support.simulated_gpu import BUSY_W, MULTIPLICATION_S, SimulatedGpu, SimulatedLoad
 
 CHECKS = [
-    *("other processes", "scope", "period of the counter", "period of the power reading"),
+    *("other processes", "period of the counter", "period of the power reading"),
     *("energy, idle", "energy, load", "energy, bursts", "energy, phases", "queued work"),
-    *("power limits", "setting limits"),
+    "power limits",
     *("mapping by index", "mapping by index, bus order", "mapping by UUID"),
     "mapping by short UUID",
 ]
@@ -41,17 +40,12 @@ def agreeing(variables: Mapping[str, str]) -> Mapping[str, Any]:
     return {"cuda": [uuid], "ours": [f"GPU-{uuid}"], "problem": None}
 
 
-def examination(gpu: SimulatedGpu, ask: Any = agreeing, problem: str | None = None) -> Examination:
-    return Examination(gpu, load=lambda _: SimulatedLoad(gpu, problem), ask=ask, clock=gpu.clock, sleep=gpu.sleep)
+def examination(gpu: SimulatedGpu, ask: Any = agreeing) -> Examination:
+    return Examination(gpu, load=lambda _: SimulatedLoad(gpu), ask=ask, clock=gpu.clock, sleep=gpu.sleep)
 
 
 def examined(gpu: SimulatedGpu, **options: Any) -> dict[str, Result]:
     return {each.check: each for each in examination(gpu, **options).results()}
-
-
-@pytest.fixture(autouse=True)
-def may_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ZEUS_POWER_LIMIT_COMMAND", "set {uuid} {watts}")
 
 
 def test_healthy_gpu_passes_every_check_and_keeps_the_settings() -> None:
@@ -82,31 +76,6 @@ def test_doubtful_results_are_marked_as_doubtful(gpu: SimulatedGpu, check: str, 
     result = examined(gpu)[check]
     assert result.verdict is Verdict.DOUBTFUL
     assert found in result.found
-
-
-def test_gpus_of_several_models_are_each_checked() -> None:
-    gpu = SimulatedGpu()
-    gpu.machine.append(
-        FakeGpu(name="NVIDIA T4", uuid="GPU-1", counter_mj=None, power_mw=70_000, pci_address="00000000:02:00.0")
-    )
-    results = list(examination(gpu).results())
-    assert {each.gpu for each in results} == {"GPU 0 (NVIDIA H200)", "GPU 1 (NVIDIA T4)", ""}
-    assert [each.verdict for each in results if each.gpu.startswith("GPU 0")] == [Verdict.OK] * 10
-
-
-def test_without_pytorch_the_gpu_is_examined_at_rest() -> None:
-    results = examined(SimulatedGpu(), problem="PyTorch with CUDA is not installed")
-    skipped = [check for check, each in results.items() if each.verdict is Verdict.SKIPPED]
-    assert skipped == ["energy, load", "energy, bursts", "energy, phases", "queued work"]
-    assert results["energy, idle"].verdict is Verdict.OK
-
-
-def test_missing_reading_is_left_out_of_the_comparison(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(SimulatedGpu, "nvmlDeviceGetFieldValues", FakeNvml.nvmlDeviceGetFieldValues)
-    result = examined(SimulatedGpu())["energy, load"]
-    assert "mean power +" in result.found or "mean power -" in result.found
-    assert result.found.endswith("no instant power")
-    assert (result.verdict, result.details["instant_j"]) == (Verdict.OK, None)
 
 
 def test_gpu_without_a_counter_is_reported_and_the_remaining_checks_run() -> None:
@@ -192,41 +161,30 @@ def test_mapping_is_asked_in_a_separate_process_which_states_failures() -> None:
     assert told["problem"]
 
 
-@pytest.mark.parametrize(("capabilities", "may"), [("000001ffffffffff", True), ("0000000000000000", False)])
-def test_permission_to_administrate_is_read_from_the_capabilities(tmp_path: Path, capabilities: str, may: bool) -> None:
-    (tmp_path / "status").write_text(f"Name:\tpython\nCapEff:\t{capabilities}\n")
-    assert _may_administrate(tmp_path / "status") is may
-
-
-@pytest.mark.parametrize("torch", [None, SimpleNamespace(cuda=SimpleNamespace(is_available=lambda: False))])
-def test_pytorch_without_cuda_creates_no_load(monkeypatch: pytest.MonkeyPatch, torch: Any) -> None:
-    monkeypatch.setitem(sys.modules, "torch", torch)
-    assert "PyTorch with CUDA is not installed" in (Load("GPU-0").problem() or "")
+def test_pytorch_without_cuda_creates_no_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=SimpleNamespace(is_available=lambda: False)))
+    with pytest.raises(BenchmarkError, match="PyTorch cannot use CUDA"):
+        Load("GPU-0")
 
 
 # --- Command --------------------------------------------------------------------------------------------------------
 
 
-def test_command_prints_a_line_for_each_check(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(doctor, "Examination", lambda: examination(SimulatedGpu(pids=[1])))
-    assert main(["doctor", "--gpu-check"]) == 0
+def test_command_prints_a_line_for_each_check(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([], examination(SimulatedGpu(pids=[1]))) == 0
     lines = capsys.readouterr().out.splitlines()
     gpu = "GPU 0 (NVIDIA H200): "
     assert lines[0] == f"doubtful {gpu}other processes: 1 beside this one (expected: none computes on the GPU)"
     assert [line[9:].removeprefix(gpu).split(": ")[0] for line in lines] == CHECKS
 
 
-def test_command_prints_json_for_programs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(doctor, "Examination", lambda: examination(SimulatedGpu()))
-    assert main(["doctor", "--gpu-check", "--json"]) == 0
+def test_command_prints_json_for_programs(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--json"], examination(SimulatedGpu())) == 0
     told = json.loads(capsys.readouterr().out)
     assert [each["check"] for each in told["results"]] == CHECKS
     assert told["doubtful"] == 0
 
 
-def test_command_reports_a_missing_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(doctor, "Examination", lambda: Examination(FakeNvml(broken="Driver Not Loaded")))
-    assert main(["doctor", "--gpu-check"]) == 1
+def test_command_reports_a_missing_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([], Examination(FakeNvml(broken="Driver Not Loaded"))) == 1
     assert "Driver Not Loaded" in capsys.readouterr().err
