@@ -86,7 +86,7 @@ lint: $(STAMP)
 	@$(BIN)/mypy
 
 bench: $(STAMP)
-	@$(BIN)/python -m benchmarks
+	@$(BIN)/python -m benchmarks.fleet_load --seconds 45
 
 # Real recurring trainings; QUICK=1 shows in minutes that all works. What was measured stays, and the next call goes on.
 PROOF := .proof/$(if $(QUICK),quick,all)

@@ -1,1 +1,1 @@
-"""A load generator for the batch size optimization server; ``python -m benchmarks --help``, docs/benchmarks.md."""
+"""Measurements behind the figures of the documentation: docs/benchmarks.md."""

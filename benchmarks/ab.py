@@ -78,14 +78,14 @@ def ab(kind: str, number: int, pairs: int, state: State) -> tuple[SavingsView, C
     Raises:
         BenchmarkError: A training broke, or missed the target without the callback.
     """
-    measure(recurrences(kind, number), state, minutes=None, say=_say)
+    measure(recurrences(kind, number), state, say=_say)
     with served(state.directory) as url, BsoClient(url) as client:
         savings = client.show_job(f"ab-{kind}").savings
     default, best = savings.default_batch_size, savings.batch_size
     if best is None or best == default:
         return savings, None
     steps = runs_in_turn(kind, (default, best), pairs)
-    measure(steps, state, minutes=None, say=_say)
+    measure(steps, state, say=_say)
     spent: dict[str, list[float]] = {step.who: [] for step in steps}
     for step in sorted(steps, key=lambda step: step.number):
         (record,) = state.of(step.key)

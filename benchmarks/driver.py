@@ -1,8 +1,7 @@
-"""A small HTTP client on asyncio, and the figures of its requests.
+"""The HTTP requests of a fleet of trainings, and the figures of their answers.
 
-The client shares the machine with the servers that it measures, and must therefore use little CPU time: a `Connection`
-sends a list of requests that were encoded beforehand, and sends each request in the callback that received the previous
-answer, without a task switch in between.
+The client shares the machine with the server that it measures. Requests are therefore encoded by hand, and each request
+opens a connection of its own, like those of a real training.
 """
 
 from __future__ import annotations
@@ -11,36 +10,56 @@ import asyncio
 import json
 import math
 import re
-import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from benchmarks.processes import BenchmarkError, Target
+from zeus_plugins.protocol import Paths, TrialId
 
 SUCCESS = range(200, 300)
 NO_ANSWER = 0
 """The status under which requests without an answer are counted."""
 
+REGISTER = "POST /jobs"
+SUGGEST = "GET /jobs/batch_size"
+EPOCH_REPORT = "POST /report (epoch)"
+FINAL_REPORT = "POST /report (final)"
+HEARTBEAT = "PATCH /trials/heartbeat"
+
+BATCH_SIZES = (32, 64, 128, 256)
+TARGET_METRIC = 0.9
+POWER_W = 200.0
+
 _HEAD_END = b"\r\n\r\n"
-# Only the header content-length is parsed, because uvicorn sends it; chunked answers raise an error below.
 _CONTENT_LENGTH = re.compile(rb"\r\ncontent-length:[ \t]*(\d+)", re.IGNORECASE)
-_NO_CONTENT = 204
 
 
 class Exchange(NamedTuple):
-    """The answer to one request.
-
-    Attributes:
-        status: HTTP status.
-        latency_s: Seconds from handing the request to the socket until the complete answer was received.
-        body: The answer's body.
-    """
+    """The answer to one request: its HTTP status and its body."""
 
     status: int
-    latency_s: float
     body: bytes
+
+
+async def exchange(target: Target, request: bytes) -> Exchange:
+    """Send an encoded request on a new connection and return the answer.
+
+    Raises:
+        BenchmarkError: The server did not answer.
+    """
+    try:
+        reader, writer = await asyncio.open_connection(target.host, target.port)
+        try:
+            writer.write(request)
+            head = await reader.readuntil(_HEAD_END)
+            length = _CONTENT_LENGTH.search(head)
+            return Exchange(int(head[9:12]), await reader.readexactly(int(length[1]) if length else 0))
+        finally:
+            writer.close()
+    except (OSError, EOFError) as error:
+        raise BenchmarkError(f"no answer from {target.host}:{target.port}: {error!r}") from error
 
 
 def encode(method: str, target: str, body: Mapping[str, object] | None = None) -> bytes:
@@ -52,106 +71,67 @@ def encode(method: str, target: str, body: Mapping[str, object] | None = None) -
     return "\r\n".join(head).encode() + _HEAD_END + payload
 
 
-class Connection(asyncio.Protocol):
-    """One connection to a server, for lists of requests (scripts) that are sent one at a time."""
+class Job:
+    """One recurring job and its encoded requests.
 
-    def __init__(self) -> None:
-        self._transport: asyncio.Transport | None = None
-        self._script: Sequence[bytes] = ()
-        self._exchanges: list[Exchange] = []
-        self._received = bytearray()
-        self._sent_at = 0.0
-        self._played: asyncio.Future[list[Exchange]] | None = None
-
-    @classmethod
-    async def open(cls, target: Target) -> Connection:
-        """Connect to a server.
-
-        Raises:
-            BenchmarkError: No server listens there.
-        """
-        try:
-            _, connection = await asyncio.get_running_loop().create_connection(cls, target.host, target.port)
-        except OSError as error:
-            raise BenchmarkError(f"no server at {target.host}:{target.port}: {error}") from error
-        return connection
-
-    def play(self, script: Sequence[bytes]) -> asyncio.Future[list[Exchange]]:
-        """Send the requests, each after the answer to the previous request.
-
-        Returns:
-            The answers, in the order of the script. The future fails with `BenchmarkError` if the connection breaks
-            or an answer has no content-length.
-        """
-        self._script, self._exchanges = script, []
-        self._played = asyncio.get_running_loop().create_future()
-        self._send_next()
-        return self._played
-
-    def close(self) -> None:
-        """Close the connection."""
-        if self._transport is not None:
-            self._transport.close()
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Keep the transport; called by the event loop."""
-        assert isinstance(transport, asyncio.Transport)  # noqa: S101 - narrows the type: TCP gives no other
-        self._transport = transport
-
-    def data_received(self, data: bytes) -> None:
-        """Store the answer if it is complete, and send the next request; called by the event loop."""
-        self._received += data
-        try:
-            answer = parse_answer(self._received)
-        except BenchmarkError as error:
-            self._fail(error)
-            return
-        if answer is not None:
-            status, body = answer
-            self._exchanges.append(Exchange(status, time.perf_counter() - self._sent_at, body))
-            self._received.clear()
-            self._send_next()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        """Fail the future of the current script; called by the event loop."""
-        self._transport = None
-        self._fail(BenchmarkError(f"the server closed the connection: {exc or 'no reason given'}"))
-
-    def _send_next(self) -> None:
-        played = self._played
-        if played is None or played.done():
-            return
-        if len(self._exchanges) == len(self._script):
-            played.set_result(self._exchanges)
-        elif self._transport is None:
-            self._fail(BenchmarkError("the server closed the connection between two requests"))
-        else:
-            self._sent_at = time.perf_counter()
-            self._transport.write(self._script[len(self._exchanges)])
-
-    def _fail(self, error: BenchmarkError) -> None:
-        if self._played is not None and not self._played.done():
-            self._played.set_exception(error)
-
-
-def parse_answer(received: bytearray) -> tuple[int, bytes] | None:
-    """Return status and body of the pending answer, or None if it is not complete yet.
-
-    Raises:
-        BenchmarkError: The answer has no content-length.
+    Args:
+        job_id: Id of the job.
+        max_epochs: Epochs of the job's longest trial.
     """
-    head_end = received.find(_HEAD_END)
-    if head_end < 0:
-        return None
-    status = int(received[9:12])
-    length = _CONTENT_LENGTH.search(received, 0, head_end)
-    if length is None:
-        if status == _NO_CONTENT:
-            return status, b""
-        raise BenchmarkError(f"an answer without Content-Length: {bytes(received[:head_end])!r}")
-    start = head_end + len(_HEAD_END)
-    end = start + int(length[1])
-    return (status, bytes(received[start:end])) if len(received) >= end else None
+
+    def __init__(self, job_id: str, *, max_epochs: int) -> None:
+        self.registration = encode(
+            "POST",
+            Paths.JOBS,
+            {
+                "job_id": job_id,
+                "job_id_prefix": job_id,
+                "batch_sizes": BATCH_SIZES,
+                "default_batch_size": BATCH_SIZES[2],
+                "target_metric": TARGET_METRIC,
+                "max_epochs": max_epochs + 1,
+                "num_pruning_rounds": 2,
+                "max_power": 300.0,
+                "number_of_gpus": 1,
+                "gpu_model": "benchmark",
+            },
+        )
+        self.suggest = encode("GET", f"{Paths.BATCH_SIZE}?job_id={job_id}")
+
+
+def report(trial: TrialId, *, epoch: int, epochs: int) -> bytes:
+    """Return the report after an epoch; the last epoch's report reaches the target.
+
+    The cost of a whole trial depends on the size, and slightly on the trial. Costs differ by a fifth at most, so that
+    no trial reaches the early-stop bound of twice the cheapest trial's cost.
+    """
+    whole_s = 4.0 + 0.2 * BATCH_SIZES.index(trial.batch_size) + 0.001 * (trial.trial_number % 101)
+    time_s = whole_s * epoch / epochs
+    return encode(
+        "POST",
+        Paths.REPORT,
+        {
+            **_fields(trial),
+            "time": time_s,
+            "energy": POWER_W * time_s,
+            "metric": TARGET_METRIC * (epoch / epochs if epoch < epochs else 1.05),
+            "current_epoch": epoch,
+        },
+    )
+
+
+def heartbeat(trial: TrialId) -> bytes:
+    """Return a trial's heartbeat."""
+    return encode("PATCH", Paths.HEARTBEAT, _fields(trial))
+
+
+def begun_trial(answer: Exchange) -> TrialId:
+    """Return the trial that the server began with its answer to a suggestion request."""
+    return TrialId.model_validate_json(answer.body)
+
+
+def _fields(trial: TrialId) -> dict[str, object]:
+    return {"job_id": trial.job_id, "batch_size": trial.batch_size, "trial_number": trial.trial_number}
 
 
 @dataclass(frozen=True, slots=True)

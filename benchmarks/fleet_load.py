@@ -1,4 +1,4 @@
-"""``python -m benchmarks.fleet_load``: a fleet of trainings at their natural pace, and its cost for a server.
+"""``python -m benchmarks.fleet_load``: the cost of a fleet of trainings for a server, held against limits (the gate).
 
 Each training reports when an epoch is over and sends heartbeats in between. The load is open-loop: a request is sent
 when it is due, even if earlier requests still wait for answers. Each request opens a new connection, because a real
@@ -10,6 +10,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
+import platform
 import random
 import resource
 import sys
@@ -18,19 +20,39 @@ import time
 from collections import defaultdict
 from collections.abc import Awaitable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from datetime import UTC, datetime
+from importlib.metadata import version
 from pathlib import Path
 
 from sqlalchemy import func, select, text
 from sqlalchemy.engine import make_url
 from sqlalchemy.ext.asyncio import create_async_engine
 
-from benchmarks import tables, workload
-from benchmarks.driver import NO_ANSWER, SUCCESS, Connection, Exchange, RequestFigures, Tally
+from benchmarks import driver, tables
+from benchmarks.driver import (
+    EPOCH_REPORT,
+    FINAL_REPORT,
+    HEARTBEAT,
+    NO_ANSWER,
+    REGISTER,
+    SUCCESS,
+    SUGGEST,
+    Exchange,
+    Job,
+    RequestFigures,
+    Tally,
+)
 from benchmarks.processes import BenchmarkError, Target, bso_server, serving_bso
-from benchmarks.workload import EPOCH_REPORT, FINAL_REPORT, HEARTBEAT, REGISTER, SUGGEST, Job
 from bso_server.settings import Settings
 from bso_server.storage.tables import metadata
 from zeus_plugins.protocol import TrialId
+
+FLEET_CORES = 0.40
+FLEET_P99_MS = 50.0
+"""Goals of the gate for the standard fleet: the server's cores, and the 99th percentile of a heartbeat's latency."""
+
+# The figures depend on these packages.
+_PACKAGES = ("zeus-plugins", "litestar", "sqlalchemy", "uvicorn")
 
 # While the fleet starts, at most this many requests are under way: the next is sent as soon as an answer arrives.
 _STARTING_AT_ONCE = 32
@@ -103,7 +125,7 @@ class FleetFigures:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the fleet; return 0 if the measurement succeeded, whatever its figures, and 1 if it failed."""
+    """Run the fleet; return 0 if the measurement succeeded, even if it misses the gate, and 1 if it failed."""
     options = _parser().parse_args(arguments)
     fleet = Fleet(options.trainings, options.per_job, options.epochs, options.epoch_s, options.heartbeat_s)
     try:
@@ -118,11 +140,38 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BenchmarkError as error:
         print(f"benchmarks: {error}", file=sys.stderr)
         return 1
-    print(tables.fleet_text(figures))
+    print(f"{datetime.now(UTC).isoformat(timespec='seconds')}, {_machine()}\n{tables.fleet_text(figures)}")
+    if fleet == Fleet():
+        print(f"The gate\n{tables.text_table([['goal', '', 'measured', 'result'], *judge(figures)])}")
     if options.json is not None:
         document = {"fleet": asdict(fleet), "figures": asdict(figures)}
         options.json.write_text(json.dumps(document, indent=2) + "\n")
     return 0
+
+
+def judge(figures: FleetFigures) -> list[list[str]]:
+    """Compare the figures of the standard fleet with the gate.
+
+    Returns:
+        A list for each goal: its name, its limit, the measured value, and ``met``, ``not met`` or ``not known``.
+    """
+    return [
+        _at_most("cores", FLEET_CORES, figures.server_cores),
+        _at_most("p99 of a heartbeat, ms", FLEET_P99_MS, figures.heartbeat_p99_ms),
+        _at_most("requests without success", 0, figures.failures),
+    ]
+
+
+def _at_most(what: str, limit: float, measured: float | None) -> list[str]:
+    if measured is None:
+        return [what, f"≤ {limit:g}", "–", "not known"]
+    return [what, f"≤ {limit:g}", f"{measured:.3g}", "met" if measured <= limit else "not met"]
+
+
+def _machine() -> str:
+    versions = (f"{name} {version(name)}" for name in _PACKAGES)
+    python = f"Python {platform.python_version()}"
+    return ", ".join([platform.system(), platform.machine(), f"{os.cpu_count()} CPUs", python, *versions])
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -166,7 +215,7 @@ def measure_fleet(
     url = database_url or f"sqlite:///{directory / 'fleet.sqlite3'}"
     bso_server(url, directory, "db", "upgrade")
     _, empty_bytes = asyncio.run(_extent(url))
-    with serving_bso("bso-server", url, directory, "--workers", str(workers)) as target:
+    with serving_bso(url, directory, "--workers", str(workers)) as target:
         figures = asyncio.run(_play_fleet(target, fleet, seconds))
     rows, full_bytes = asyncio.run(_extent(url))
     grown = None if full_bytes is None or empty_bytes is None else full_bytes - empty_bytes
@@ -204,16 +253,12 @@ class _Clients:
         tally, due = (Tally(), time.monotonic()) if due is None else (self.tallies[kind], due)
         async with self._under_way:
             try:
-                connection = await Connection.open(self._target)
-                try:
-                    (exchange,) = await connection.play([request])
-                finally:
-                    connection.close()
+                answer = await driver.exchange(self._target, request)
             except BenchmarkError:
                 tally.answers[NO_ANSWER] += 1
                 return None
-        tally.add(exchange.status, time.monotonic() - due)
-        return exchange
+        tally.add(answer.status, time.monotonic() - due)
+        return answer
 
 
 class _Training:
@@ -232,7 +277,7 @@ class _Training:
         await self._clients.ask(REGISTER, self._job.registration, due=due)
         answer = await self._clients.ask(SUGGEST, self._job.suggest, due=None if due is None else time.monotonic())
         if answer is not None and answer.status in SUCCESS:
-            self._trial = workload.begun_trial(answer)
+            self._trial = driver.begun_trial(answer)
         elif due is None:
             raise BenchmarkError(f"no batch size while the fleet starts: {answer}")
 
@@ -244,7 +289,7 @@ class _Training:
             if self._trial is None:
                 await self.begin(due=due)
             elif due == beat_at:
-                await self._clients.ask(HEARTBEAT, workload.heartbeat(self._trial), due=due)
+                await self._clients.ask(HEARTBEAT, driver.heartbeat(self._trial), due=due)
             else:
                 await self._report(self._trial, due)
             report_at += self._fleet.epoch_s if due == report_at else 0
@@ -252,7 +297,7 @@ class _Training:
 
     async def _report(self, trial: TrialId, due: float) -> None:
         self._epoch += 1
-        report = workload.report(trial, epoch=self._epoch, epochs=self._fleet.epochs)
+        report = driver.report(trial, epoch=self._epoch, epochs=self._fleet.epochs)
         is_last = self._epoch == self._fleet.epochs
         answer = await self._clients.ask(FINAL_REPORT if is_last else EPOCH_REPORT, report, due=due)
         if is_last and answer is not None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -26,11 +27,11 @@ from benchmarks.processes import BenchmarkError
 from zeus_plugins.energy import EnergyUnavailableError
 from zeus_plugins.energy.counters import POLL_S, next_moves
 from zeus_plugins.energy.monitor import answer_or_none
-from zeus_plugins.energy.nvml import POWER_INSTANT, Nvml, NvmlGpu, cuda_devices, open_gpus, slope_w
-from zeus_plugins.environment import CUDA_DEVICE_ORDER, CUDA_VISIBLE_DEVICES, environment_for
+from zeus_plugins.energy.nvml import Nvml, NvmlGpu, cuda_devices, open_gpus
+from zeus_plugins.environment import CUDA_DEVICE_ORDER, CUDA_VISIBLE_DEVICES
 from zeus_plugins.errors import ZeusBSOConfigError
 from zeus_plugins.power_limit import PowerLimitUnavailableError, find_devices
-from zeus_plugins.power_limit.devices import PowerLimitDevice, default_limit_w, enforced_limit_w
+from zeus_plugins.power_limit.devices import PowerLimitDevice
 
 PERIOD_S = 3.0
 """Seconds for which the moves of a reading are counted."""
@@ -187,7 +188,8 @@ class Load:
 
 def ask_mapping(variables: Mapping[str, str]) -> dict[str, Any]:
     """Run `own_mapping` in a new process with these variables only, without others that choose GPUs."""
-    environ = environment_for(variables, without=(CUDA_VISIBLE_DEVICES, CUDA_DEVICE_ORDER))
+    hidden = {CUDA_VISIBLE_DEVICES.name, CUDA_DEVICE_ORDER.name}
+    environ = {name: value for name, value in os.environ.items() if name not in hidden} | dict(variables)
     command = [sys.executable, "-c", _TELL_MAPPING]
     try:
         done = subprocess.run(  # nosec B603  # noqa: S603 - this interpreter, on this module
@@ -227,7 +229,7 @@ class Examination:
 
     def results(self) -> Iterator[Result]:
         """Run the checks, about a minute for each GPU; raise `ZeusBSOConfigError` if none can be opened."""
-        gpus = open_gpus(self.nvml, mixed=True)
+        gpus = open_gpus(self.nvml)
         devices = [find_devices([gpu.uuid], nvml=self.nvml)[0] for gpu in gpus]
         for gpu, device in zip(gpus, devices, strict=True):
             yield from self._of(gpu)
@@ -237,11 +239,9 @@ class Examination:
     def _of(self, gpu: NvmlGpu) -> Iterator[Result]:
         result = partial(Result, gpu=str(gpu))
         load = self.load(gpu.uuid)
-        others, scope = gpu.other_processes(), gpu.scope(partial(slope_w, self.clock, self.sleep, gpu))
+        others = gpu.other_processes()
         found = f"{others} beside this one" if others else "none is told of"
         yield result("other processes", "none computes on the GPU", found, _ok(not others), details={"others": others})
-        found = scope or "there is only the GPU"
-        yield result("scope", "GPU or module is known", found, Verdict.OK, details={"scope": scope or None})
         try:
             for what, read in (("counter", gpu.energy_uj), ("power reading", gpu.power_w)):
                 with load.running("load"):
@@ -277,7 +277,7 @@ class Examination:
         instants: list[tuple[float, float | None]] = []
         while (now_s := self.clock()) - begun_s < least_s or len(means) < 2:
             means.append((now_s, answer_or_none(gpu.power_w)))
-            instants.append((now_s, gpu.power_in(field=POWER_INSTANT)))
+            instants.append((now_s, answer_or_none(gpu.instant_power_w)))
             self.sleep(_SAMPLE_S)
         ended_s, ended_uj = self._move(gpu)
         time_s = ended_s - begun_s
@@ -338,8 +338,8 @@ def _limits(gpu: NvmlGpu, device: PowerLimitDevice) -> Result:
             "lowest_w": lowest_w,
             "highest_w": highest_w,
             "limit_w": device.limit_w(),
-            "enforced_w": enforced_limit_w(device),
-            "default_w": default_limit_w(device),
+            "enforced_w": device.enforced_limit_w(),
+            "default_w": device.default_limit_w(),
         }
     except PowerLimitUnavailableError as error:
         return Result("power limits", expected, str(error), Verdict.DOUBTFUL, str(gpu))

@@ -13,12 +13,9 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from statistics import median
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import nn
 
@@ -31,8 +28,6 @@ from benchmarks.reports import RESULTS, machine
 from benchmarks.tables import markdown_table, write_tables
 from zeus_plugins.energy import EstimateMonitor
 from zeus_plugins.training.lr_scaling import lr_factor
-
-Floats = npt.NDArray[np.float64]
 
 NAMES = ("digits", "tabular")
 SIZES = (32, 64, 128, 256, 512)
@@ -223,104 +218,17 @@ def _number(cost: float) -> str:
     return f"{cost:.3g}" if math.isfinite(cost) else "∞"
 
 
-# A simulated job of 20 recurrences chooses by the value of information. Its belief about the logarithm of the cost is
-# Gaussian: a quadratic function of log2 size and log2 rate, plus a deviation of each cell. A run at another cell than
-# the incumbent is stopped when it costs `_GIVES_UP` times the cheapest run so far. After a stop or a miss, the job runs
-# again at the incumbent.
-
-RECURRENCES = 20
-_GIVES_UP = 2.0
-_NOISE, _DEVIATION = 0.25, 0.15
-# Prior means of 1, size, size², rate, rate², size × rate. The standard deviation of the rate's term is an argument.
-_MEANS = np.array([0.0, 0.0, 0.1, 0.0, 0.1, 0.0])
-_RATE_DEVIATIONS = (0.2, 0.4)
-_POINTS, _WEIGHTS = np.polynomial.hermite_e.hermegauss(9)
-
-
-def total_cost(
-    costs: Costs,
-    options: Sequence[Cell],
-    rng: np.random.Generator,
-    *,
-    is_auto: bool = True,
-    rate_deviation: float = 0.2,
-) -> float:
-    """Simulate a job and return the cost of all its recurrences; the first recurrence uses the default.
-
-    With `is_auto`, rates are relative to the rate of "auto" at the same size, otherwise to the default's rate.
-    `rate_deviation` is the prior standard deviation of the change in log cost when the rate doubles.
-    """
-    task = TASKS[options[0].task]
-    sizes = np.array([math.log2(cell.batch_size / task.default_batch_size) for cell in options])
-    bases = [auto_factor(cell.task, cell.batch_size) if is_auto else 1.0 for cell in options]
-    rates = np.array([math.log2(cell.factor / base) for cell, base in zip(options, bases, strict=True)])
-    terms = np.stack([np.ones_like(sizes), sizes, sizes**2, rates, rates**2, sizes * rates], axis=1)
-    mean = terms @ _MEANS
-    deviations = np.array([3.0, 0.4, 0.1, rate_deviation, 0.1, 0.1])
-    covariance = (terms * deviations**2) @ terms.T + _DEVIATION**2 * np.eye(len(options))
-    incumbent = next(number for number in range(len(options)) if sizes[number] == 0 and rates[number] == 0)
-    spent, cheapest = 0.0, math.inf
-    for left in range(RECURRENCES, 0, -1):
-        number = incumbent if left == RECURRENCES else _most_valuable(mean, covariance, left - 1)
-        while True:
-            cost, reached = costs[options[number]][rng.integers(len(costs[options[number]]))]
-            bound = _GIVES_UP * cheapest if number != incumbent else math.inf
-            reached, cost = reached and cost <= bound, min(cost, bound)
-            spent += cost
-            observed = math.log(cost) + (0.0 if reached else math.log(2.0))
-            gain = covariance[:, number] / (covariance[number, number] + _NOISE**2)
-            mean = mean + gain * (observed - mean[number])
-            covariance = covariance - np.outer(gain, covariance[number])
-            incumbent = int(mean.argmin())
-            if reached:
-                cheapest = min(cheapest, cost)
-                break
-            number = incumbent
-    return spent
-
-
-def _most_valuable(mean: Floats, covariance: Floats, later: int) -> int:
-    """Return the option with the highest worth: the expected saving of `later` runs, less the option's extra cost."""
-    variances = covariance.diagonal()
-    shifts = covariance / np.sqrt(variances + _NOISE**2)  # shift of each mean (row) by 1 σ of a run (column)
-    known = np.exp(mean).min()
-    after = np.exp(mean[:, None, None] + shifts[:, :, None] * _POINTS).min(axis=0) @ _WEIGHTS / _WEIGHTS.sum()
-    values = later * (known - after) - (np.exp(mean + variances / 2) - known)
-    values[mean.argmin()] = max(0.0, values[mean.argmin()])
-    return int(values.argmax())
-
-
-def policy_table(costs: Costs, jobs: int) -> str:
-    """Return the table of simulated jobs: mean ratio of cost to the cost of always using the best cell, ± its error."""
-    policies = ["sizes with `none`", "sizes with `auto`", "also rates × ½ to 2", "also rates × ¼ to 4"]
-    lines = [["task", "prior of the rate", *policies]]
-    for task in NAMES:
-        grid, plain = cells(task), [Cell(task, size, 1.0) for size in SIZES]
-        oracle = RECURRENCES * chosen(costs, [cell for cell in costs if cell.task == task])
-        for deviation in _RATE_DEVIATIONS:
-            shown = [task, f"± {deviation}"]
-            for options in (plain, *(grid[: count * len(SIZES)] for count in (1, 3, 5))):
-                play = partial(total_cost, costs, options, is_auto=options is not plain, rate_deviation=deviation)
-                paid = np.array([play(np.random.default_rng(job)) for job in range(jobs)]) / oracle
-                shown.append(f"{paid.mean():.2f} ± {paid.std() / math.sqrt(jobs):.2f}")
-            lines.append(shown)
-    return markdown_table(lines)
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure the missing trainings, and print the tables."""
+    """Measure the missing trainings, and print the table."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.learning_rates", description=__doc__)
     parser.add_argument("--file", type=Path, default=RESULTS / "learning_rates.json")
     parser.add_argument("--seeds", type=int, default=SEEDS)
     parser.add_argument("--minutes", type=float, default=25.0, help="measure no longer; 0: only make the tables")
-    parser.add_argument("--jobs", type=int, default=200, help="simulated jobs of each policy")
     parser.add_argument("--write", type=Path, nargs="+", default=[], metavar="FILE", help="documents with marks")
     options = parser.parse_args(arguments)
-    costs = costs_of(measure(options.file, options.seeds, options.minutes))
-    tables = {"learning-rates": cost_table(costs), "learning-rate-policies": policy_table(costs, options.jobs)}
-    print("\n\n".join(tables.values()))
-    if options.write:
-        write_tables(tables, options.write)
+    table = cost_table(costs_of(measure(options.file, options.seeds, options.minutes)))
+    print(table)
+    write_tables({"learning-rates": table}, options.write)
     return 0
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from benchmarks.policies.cases import ROWS
 from benchmarks.policies.contest import CONTENDERS, FLOOR
 from benchmarks.recurrences.tasks import DEFAULT
-from benchmarks.reports import MAIN_ROWS, Entry, PolicyResults, ProofResults, robustness
+from benchmarks.reports import MAIN_ROWS, Entry, PolicyResults, ProofResults
 from benchmarks.tables import energy_of, label
 from bso_server.cli.common import CommandError
 
@@ -45,23 +45,15 @@ def _written(file: Path, width: float, height: float) -> Iterator[Figure]:
         figure.savefig(file, metadata={"Date": None})
 
 
-def _scatter(panel: Axes, places: Sequence[tuple[float, float]], **looks: Any) -> None:
-    """Draw markers above all lines; without places, draw nothing and add no entry to the legend."""
-    if places:
-        across, up = zip(*places, strict=True)
-        panel.scatter(across, up, zorder=3, **looks)
-
-
 # Policies and their rivals
 
 # Larger ratios are drawn at the edge, because a grid search may cost a thousand times as much as the oracle.
 _HIGHEST = 2.5
 _TICKS = [1, 2, 5, 10, 20, 50, 100]
-_MARKERS = "osD^vP*Xh"
 
 
 def plot_policies(results: PolicyResults, folder: Path) -> None:
-    """Draw ``policies-costs.svg`` and ``policies-robustness.svg``; skip a file that has no results.
+    """Draw ``policies-costs.svg``, if the results contain a main row.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -72,11 +64,6 @@ def plot_policies(results: PolicyResults, folder: Path) -> None:
             for panel, row in zip(panels, main, strict=True):
                 _draw_curves(panel, row, results[row])
             figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
-    if robust := robustness(results):
-        with _written(folder / "policies-robustness.svg", 11.0, 1.8 + 0.5 * len(robust)) as figure:
-            panel = figure.subplots()
-            _draw_robustness(panel, robust)
-            figure.legend(*panel.get_legend_handles_labels(), loc="outside lower center", ncols=3)
 
 
 def _draw_curves(panel: Axes, row: str, entries: Mapping[str, Entry]) -> None:
@@ -91,24 +78,6 @@ def _draw_curves(panel: Axes, row: str, entries: Mapping[str, Entry]) -> None:
     panel.set_ylim(1.0, _HIGHEST)
 
 
-def _draw_robustness(panel: Axes, rows: PolicyResults) -> None:
-    """Draw the mean cost ratio after a hundred recurrences: a line for each row, a marker for each contender."""
-    colours = _colours({name: found for entries in rows.values() for name, found in entries.items()})
-    for number, (name, colour) in enumerate(colours.items()):
-        places = [
-            (min(ratio, _HIGHEST), height)
-            for height, entries in enumerate(rows.values())
-            if name in entries and (ratio := entries[name]["geometric_mean"]["100"]) is not None
-        ]
-        marker = _MARKERS[number % len(_MARKERS)]
-        _scatter(panel, places, color=colour, marker=marker, label=label(name).strip("`"), clip_on=False)
-    panel.set_yticks(range(len(rows)), labels=[ROWS[row].title for row in rows])
-    panel.invert_yaxis()
-    panel.grid(axis="y", alpha=0.4)
-    panel.set(xlabel=f"total cost / oracle's, N = 100 ({_HIGHEST:g} and more at the edge)")
-    panel.set_xlim(1.0, _HIGHEST)
-
-
 def _colours(names: Mapping[str, Entry]) -> dict[str, str]:
     """Return a colour for each contender, in the order of the report; it is the same in every picture."""
     known = [*CONTENDERS, *sorted(names.keys() - set(CONTENDERS))]
@@ -121,7 +90,7 @@ _COLUMNS = 3
 
 
 def plot_trainings(results: ProofResults, folder: Path) -> None:
-    """Draw ``proof-DEVICE-recurrences.svg`` and ``proof-DEVICE-sizes.svg``.
+    """Draw ``proof-DEVICE-recurrences.svg``.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -129,18 +98,15 @@ def plot_trainings(results: ProofResults, folder: Path) -> None:
     tasks = results["tasks"]
     columns = min(_COLUMNS, len(tasks))
     rows = math.ceil(len(tasks) / columns)
-    for name, draw in (("recurrences", _draw_totals), ("sizes", _draw_sizes)):
-        file = folder / f"proof-{results['device']}-{name}.svg"
-        with _written(file, 4.4 * columns, 3.4 * rows) as figure:
-            panels = list(figure.subplots(rows, columns, squeeze=False).flat)
-            for panel, (task_name, task) in zip(panels, tasks.items(), strict=False):
-                draw(panel, task)
-                panel.set_title(task_name)
-                if panel.get_legend_handles_labels()[0]:
-                    panel.legend(fontsize="small")
-            for panel in panels[len(tasks) :]:
-                panel.set_visible(False)
-            figure.suptitle(f"energy: {energy_of(results)}", fontsize="small")
+    with _written(folder / f"proof-{results['device']}-recurrences.svg", 4.4 * columns, 3.4 * rows) as figure:
+        panels = list(figure.subplots(rows, columns, squeeze=False).flat)
+        for panel, (name, task) in zip(panels, tasks.items(), strict=False):
+            _draw_totals(panel, task)
+            panel.set_title(name)
+            panel.legend(fontsize="small")
+        for panel in panels[len(tasks) :]:
+            panel.set_visible(False)
+        figure.suptitle(f"energy: {energy_of(results)}", fontsize="small")
 
 
 def _draw_totals(panel: Axes, task: dict[str, Any]) -> None:
@@ -153,21 +119,3 @@ def _draw_totals(panel: Axes, task: dict[str, Any]) -> None:
     panel.axhline(1.0, color="grey", linestyle=":", label=f"always {task['default']}")
     panel.set(xlabel="recurrences", ylabel="total cost / the default's")
     panel.xaxis.set_major_locator(MaxNLocator(integer=True))
-
-
-def _draw_sizes(panel: Axes, task: dict[str, Any]) -> None:
-    """Draw the cost of a run until the target, by size."""
-    from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
-
-    for drifted, words in ((False, "cost"), (True, "after the drift")):
-        known = [each for each in task["sizes"] if each["drifted"] == drifted and each["cost_j"] is not None]
-        if known:
-            sizes, costs_j = [each["batch_size"] for each in known], [each["cost_j"] for each in known]
-            panel.plot(sizes, costs_j, marker="o", label=words)
-    panel.axvline(task["default"], color="grey", linestyle=":", label=f"default {task['default']}")
-    panel.set(xlabel="batch size", ylabel="cost until the target (J)", yscale="log")
-    panel.set_xscale("log", base=2)
-    panel.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    panel.yaxis.set_minor_formatter(NullFormatter())
-    for axis in (panel.xaxis, panel.yaxis):
-        axis.set_major_formatter(ScalarFormatter())

@@ -1,4 +1,4 @@
-"""The servers under test, each in its own process, and the CPU time and memory that they use."""
+"""The server under test in its own process, and the CPU time and memory that it uses."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,9 +76,8 @@ def _read(path: Path) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A server to measure: its name in the tables, its address, and the meter of its processes."""
+    """A server to measure: its address, and the meter of its processes."""
 
-    name: str
     host: str
     port: int
     meter: Meter
@@ -103,22 +102,13 @@ def bso_server(database_url: str, directory: Path, *arguments: str) -> None:
 
 
 @contextmanager
-def serving_bso(
-    name: str,
-    database_url: str,
-    directory: Path,
-    *arguments: str,
-    settings: Mapping[str, str] | None = None,
-    launcher: Sequence[str] = (),
-) -> Iterator[Target]:
+def serving_bso(database_url: str, directory: Path, *arguments: str, launcher: Sequence[str] = ()) -> Iterator[Target]:
     """Upgrade the schema of a database, and run `bso-server serve` on it during the `with` block.
 
     Args:
-        name: Name of the server in the tables.
         database_url: The database.
         directory: The server's working directory, which gets its log.
         arguments: Arguments of `bso-server serve`.
-        settings: Additional environment variables of the server.
         launcher: A module, with its own arguments, that starts the server's module.
 
     Raises:
@@ -126,34 +116,21 @@ def serving_bso(
     """
     bso_server(database_url, directory, "db", "upgrade")
     command = [sys.executable, "-m", *launcher, "bso_server", "serve", *arguments]
-    with serving(name, command, directory, environment(database_url) | dict(settings or {})) as target:
-        yield target
-
-
-@contextmanager
-def serving(name: str, command: Sequence[str], directory: Path, environ: Mapping[str, str]) -> Iterator[Target]:
-    """Run a server during the `with` block.
-
-    Args:
-        name: Name of the server in the tables.
-        command: Command that starts the server; this function appends ``--port PORT``.
-        directory: The server's working directory, which gets its log.
-        environ: All environment variables of the server.
-
-    Raises:
-        BenchmarkError: The server did not start.
-    """
     port = _free_port()
     log = directory / f"{port}.log"
     with log.open("w") as output:
-        process = subprocess.Popen(  # noqa: S603 - the project's own programs, and Zeus's server
-            [*command, "--port", str(port)], env=environ, cwd=directory, stdout=output, stderr=subprocess.STDOUT
+        process = subprocess.Popen(  # noqa: S603 - the project's own program
+            [*command, "--port", str(port)],
+            env=environment(database_url),
+            cwd=directory,
+            stdout=output,
+            stderr=subprocess.STDOUT,
         )
     try:
         _await_listening(process, port, log)
         meter = Meter(process.pid)
         _await_quiet(meter)
-        yield Target(name, HOST, port, meter)
+        yield Target(HOST, port, meter)
     finally:
         process.terminate()
         try:

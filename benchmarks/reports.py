@@ -1,4 +1,4 @@
-"""The figures of all reports in JSON's types: policies in simulated jobs, real trainings, and the fleet's year."""
+"""The figures of the reports in JSON's types: of policies in simulated jobs, and of real trainings."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import json
 import math
 import os
 import platform
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from itertools import accumulate
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -24,12 +24,8 @@ from benchmarks.policies.contest import CONTENDERS, Paid
 from benchmarks.recurrences import tasks
 from benchmarks.recurrences.tasks import CPU, DEFAULT, REFUSED, TASKS, Device
 from bso_server.simulate.results import mean_curve
-from bso_server.simulate.workload import Consumption, Savings
 from zeus_plugins.energy import auto
 from zeus_plugins.energy.estimate import cpu_model_name
-
-if TYPE_CHECKING:
-    from benchmarks.year import Spent
 
 RESULTS = Path(__file__).parent / "results"
 """Folder with the latest figures of each report that is in the documentation."""
@@ -76,8 +72,7 @@ def entry(cases: Sequence[Case], jobs: Sequence[Sequence[Paid]], *, with_curve: 
     curves = [
         mean_curve([case.ratios(job.costs_j) for job in of_case]) for case, of_case in zip(cases, jobs, strict=True)
     ]
-    first = cases[0].counted_from
-    marks = [mark for mark in MARKS if first < mark <= first + len(curves[0])]
+    marks = [mark for mark in MARKS if mark <= len(curves[0])]
     columns = list(zip(*curves, strict=True))
     means = [math.exp(math.fsum(map(math.log, column)) / len(column)) for column in columns]
     last = columns[-1]
@@ -88,8 +83,8 @@ def entry(cases: Sequence[Case], jobs: Sequence[Sequence[Paid]], *, with_curve: 
     return {
         "seeds": len(jobs[0]),
         "cases": len(cases),
-        "geometric_mean": {str(mark): _rounded(means[mark - first - 1]) for mark in marks},
-        "worst": {str(mark): _rounded(max(columns[mark - first - 1])) for mark in marks},
+        "geometric_mean": {str(mark): _rounded(means[mark - 1]) for mark in marks},
+        "worst": {str(mark): _rounded(max(columns[mark - 1])) for mark in marks},
         "worst_case": cases[last.index(max(last))].name,
         "given_up": sum(job.given_up for of_case in jobs for job in of_case),
         "last_too_expensive": round(sum(too_expensive) / len(too_expensive), 4),
@@ -120,22 +115,9 @@ def write_policy_results(results: PolicyResults, file: Path) -> None:
     file.write_text("{\n" + ",\n".join(rows) + "\n}\n", "utf-8")
 
 
-def robustness(results: PolicyResults) -> PolicyResults:
-    """Return the results on traces under difficult conditions, in the report's order."""
-    return _sharing(results, made=False)
-
-
 def made_conditions(results: PolicyResults) -> PolicyResults:
-    """Return the results on made landscapes under difficult conditions, in the report's order."""
-    return _sharing(results, made=True)
-
-
-def _sharing(results: PolicyResults, *, made: bool) -> PolicyResults:
-    return {
-        name: results[name]
-        for name, row in ROWS.items()
-        if name in results and name not in MAIN_ROWS and row.is_made == made
-    }
+    """Return the results on generated landscapes under difficult conditions, in the report's order."""
+    return {name: results[name] for name in ROWS if name in results and name not in MAIN_ROWS}
 
 
 # Real trainings
@@ -177,16 +159,12 @@ class SizeFigure:
         runs: Number of measured runs.
         reached: Number of runs that reached the target.
         cost_j: Mean cost until a run reaches the target, including repeated runs after misses; None if all runs missed.
-        joules: Smallest, median and largest energy of the runs that reached the target; empty if none did.
-        mean_w: Mean power of all runs, watts; None without time.
     """
 
     batch_size: int
     runs: int
     reached: int
     cost_j: float | None
-    joules: tuple[float, ...] = ()
-    mean_w: float | None = None
 
 
 def machine(device: Device = CPU) -> dict[str, str]:
@@ -266,7 +244,6 @@ def _task_results(name: str, records: Sequence[Record]) -> dict[str, Any]:
         "contenders": {who: _contender(each, paid[DEFAULT], common, best_j) for who, each in paid.items() if common},
         "limit_w": max((limit_w for each in of_stage["calibrate"] if (limit_w := each.get("limit_w"))), default=None),
         "calibration": [_calibration(each) for each in of_stage["calibrate"]],
-        "synchronising": _synchronising(of_stage["synchronise"]),
         "sizes": [{**asdict(each), "drifted": phase} for phase, of_phase in sizes.items() for each in of_phase],
         "best_sizes": [found.batch_size for found in best.values() if found is not None],
         "overhead": _overhead(of_stage["overhead"]),
@@ -335,18 +312,7 @@ def _sizes(records: Iterable[Record], *, drifted: bool) -> list[SizeFigure]:
     for record in records:
         if record["drifted"] == drifted:
             of_size[record["batch_size"]].append(record)
-    figures = hindsight({size: [(each["cost_j"], each["reached"]) for each in runs] for size, runs in of_size.items()})
-    return [replace(figure, **_spread(of_size[figure.batch_size])) for figure in figures]
-
-
-def _spread(runs: Sequence[Record]) -> dict[str, Any]:
-    """Return `joules` and `mean_w` of the runs of one size."""
-    reached_j = sorted(each["energy_j"] for each in runs if each["reached"])
-    time_s = sum(each["time_s"] for each in runs)
-    return {
-        "joules": (reached_j[0], median(reached_j), reached_j[-1]) if reached_j else (),
-        "mean_w": sum(each["energy_j"] for each in runs) / time_s if time_s else None,
-    }
+    return hindsight({size: [(each["cost_j"], each["reached"]) for each in runs] for size, runs in of_size.items()})
 
 
 def _calibration(record: Record) -> dict[str, Any]:
@@ -354,30 +320,12 @@ def _calibration(record: Record) -> dict[str, Any]:
     curve = record["curve"]
     return {
         "batch_size": record["batch_size"],
-        "number": record["number"],
         "state": record["state"],
         "metrics": [metric for _, _, metric in curve],
         "time_s": curve[-1][0] if curve else None,
         "mean_w": curve[-1][1] / curve[-1][0] if curve else None,
         **{name: record[name] for name in ("peak_w", "idle_w", "memory_gib")},
     }
-
-
-def _synchronising(records: Iterable[Record]) -> dict[str, Any] | None:
-    """Return the median ratios, over pairs of windows, of windows without synchronising to windows with it."""
-    windows = [window for record in records for window in record["windows"]]
-    pairs = [
-        {synchronised: values for synchronised, *values in windows[place : place + 2]}
-        for place in range(0, len(windows), 2)
-    ]
-    if not pairs:
-        return None
-    ratios = {
-        name: bootstrap([(pair[False][place], pair[True][place]) for pair in pairs], median_ratio)
-        for place, name in enumerate(("energy", "time"))
-        if all(pair[True][place] > 0 for pair in pairs)
-    }
-    return {"pairs": len(pairs), "energy_j": median(pair[True][0] for pair in pairs), **ratios}
 
 
 def _overhead(records: Iterable[Record]) -> dict[str, Any] | None:
@@ -458,49 +406,3 @@ def best_size(figures: Sequence[SizeFigure]) -> SizeFigure | None:
 def regret(costs_j: Sequence[float], best_j: Sequence[float]) -> float:
     """Return the extra cost of recurrences, compared with the best size, as a share of the best size's cost."""
     return sum(costs_j) / sum(best_j) - 1
-
-
-# The fleet's year
-
-
-def spent_by_policy(spent: Sequence[Spent], default: Consumption) -> dict[str, Any]:
-    """Return the costs of all jobs of one policy, compared with their costs at the default size."""
-    consumed = sum((each.consumed for each in spent), Consumption())
-    ends: Counter[str] = Counter()
-    for each in spent:
-        ends.update(each.ends)
-    return {
-        **Savings(sum(each.reached + each.given_up for each in spent), consumed, default).as_json(None),
-        "given_up": sum(each.given_up for each in spent),
-        "runs": sum(each.runs for each in spent),
-        "ends": dict(ends),
-    }
-
-
-def server_of_year(
-    spent: Sequence[Spent], *, wall_s: float, cpu_s: float | None, stuck_jobs: int, database_bytes: int
-) -> dict[str, Any]:
-    """Return the work of the server for all simulated jobs.
-
-    Args:
-        spent: Costs and requests of each job with each policy.
-        wall_s: Wall time of the simulation in seconds.
-        cpu_s: CPU seconds of the server in that time, or None.
-        stuck_jobs: Number of jobs with a trial that has neither ended nor been abandoned.
-        database_bytes: Growth of the database in bytes.
-    """
-    requests: Counter[str] = Counter()
-    for each in spent:
-        requests.update(each.requests)
-    decisions = sum(count for route, count in requests.items() if route.startswith("GET"))
-    return {
-        "wall_s": wall_s,
-        "cpu_s": cpu_s,
-        "requests": dict(requests),
-        "decisions_per_s": decisions / wall_s,
-        "requests_per_s": requests.total() / wall_s,
-        "cpu_ms_per_request": None if cpu_s is None else 1e3 * cpu_s / requests.total(),
-        "stuck_jobs": stuck_jobs,
-        "database_bytes": database_bytes,
-        "bytes_per_trial": database_bytes / sum(each.runs for each in spent),
-    }

@@ -1,9 +1,8 @@
-"""All tables: of servers for the terminal; of policies, real trainings and the fleet's year for documents."""
+"""All tables: of a server for the terminal; of policies and real trainings for documents."""
 
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,13 +19,12 @@ from benchmarks.reports import (
     ProofResults,
     in_order,
     made_conditions,
-    robustness,
 )
 from zeus_plugins.protocol import GP_VOI, ZEUS
 
 if TYPE_CHECKING:
+    from benchmarks.driver import RequestFigures
     from benchmarks.fleet_load import FleetFigures
-    from benchmarks.whole_trials import TrialFigures
 
 NOT_MEASURED = "Not measured yet."
 _END = "<!-- end of table -->"
@@ -87,7 +85,7 @@ def _percent(share: float, *, digits: int = 0, sign: str = "") -> str:
     return f"{percent:{sign if percent else ''}.{digits}f} %".replace("-", "−")
 
 
-# Servers under load
+# A server under load
 
 
 def fleet_text(figures: FleetFigures) -> str:
@@ -96,7 +94,7 @@ def fleet_text(figures: FleetFigures) -> str:
     lines = [
         f"{figures.requests_per_s:.0f} requests/s for {figures.window_s:.0f} s, {figures.failures} without success",
         f"server {cores} cores, {memory} MiB; load generator {figures.generator_cores:.2f} cores",
-        _kinds_text([("", kind) for kind in figures.kinds]),
+        text_table([["request", "n", "p50 ms", "p99 ms", "answers"], *map(_of_kind, figures.kinds)]),
         f"rows: {', '.join(f'{name} {number}' for name, number in figures.rows.items())}",
     ]
     if figures.database_bytes is not None:
@@ -105,22 +103,9 @@ def fleet_text(figures: FleetFigures) -> str:
     return "\n".join(lines)
 
 
-def trials_text(servers: Sequence[TrialFigures]) -> str:
-    """Return the table of the cost of whole trials on each server, compared with the first server."""
-    lines = [["server", "requests", "requests/s", "CPU ms a request", "of the first", "MiB"]]
-    for server in servers:
-        ratio = server.cpu_ms / servers[0].cpu_ms if server.cpu_ms and servers[0].cpu_ms else None
-        extent = [server.server, str(server.requests), f"{server.requests_per_s:.0f}"]
-        lines.append([*extent, _or_dash(server.cpu_ms, 3), _or_dash(ratio, 2), _or_dash(server.rss_mib, 0)])
-    return f"{text_table(lines)}\n{_kinds_text([(each.server, kind) for each in servers for kind in each.kinds])}"
-
-
-def _kinds_text(kinds: Sequence[tuple[str, Any]]) -> str:
-    lines = [["server", "request", "n", "p50 ms", "p99 ms", "answers"]]
-    for server, kind in kinds:
-        answers = " ".join(f"{number}×{status}" for status, number in kind.answers.items())
-        lines.append([server, kind.request, str(kind.due), f"{kind.p50_ms:.1f}", f"{kind.p99_ms:.1f}", answers])
-    return text_table(lines if kinds[0][0] else [line[1:] for line in lines])
+def _of_kind(kind: RequestFigures) -> list[str]:
+    answers = " ".join(f"{number}×{status}" for status, number in kind.answers.items())
+    return [kind.request, str(kind.due), f"{kind.p50_ms:.1f}", f"{kind.p99_ms:.1f}", answers]
 
 
 def _or_dash(value: float | None, digits: int) -> str:
@@ -147,9 +132,8 @@ _LAST = "last_too_expensive"
 def policy_tables(results: PolicyResults) -> dict[str, str]:
     """Return the tables of all rows that have results."""
     made = {row: _main_row(results[row]) for row in MAIN_ROWS if row in results}
-    for name, rows in (("robustness", robustness(results)), ("made-conditions", made_conditions(results))):
-        if rows:
-            made[name] = _robust_rows(rows)
+    if rows := made_conditions(results):
+        made["made-conditions"] = _condition_rows(rows)
     for name, head, kinds in (
         ("calibration", "90 % band holds the expected cost of the", BANDS),
         ("chances", "stated chance that a size is cheaper", {words: words for words in CHANCES}),
@@ -166,23 +150,21 @@ def label(name: str) -> str:
 
 def _main_row(entries: Mapping[str, Entry]) -> str:
     """Return a table with a line for each contender."""
-    # Results of earlier versions lack this field.
-    has_last = any(_LAST in found for found in entries.values())
-    last = ["last size > 5 % too expensive"] if has_last else []
-    lines = [["", *(f"N = {mark}" for mark in MARKS), "worst", *last, "given up", "seeds"]]
+    head = ["", *(f"N = {mark}" for mark in MARKS), "worst", "last size > 5 % too expensive", "given up", "seeds"]
+    lines = [head]
     for name in in_order(entries, CONTENDERS):
         found = entries[name]
         worst = " / ".join(_ratio_to_oracle(found["worst"].get(str(mark))) for mark in MARKS)
         means = (_ratio_to_oracle(found["geometric_mean"].get(str(mark))) for mark in MARKS)
-        share = [_share(found.get(_LAST))] if has_last else []
-        lines.append([label(name), *means, worst, *share, str(found["given_up"]), str(found["seeds"])])
+        last = _share(found.get(_LAST))  # results of earlier versions lack this field
+        lines.append([label(name), *means, worst, last, str(found["given_up"]), str(found["seeds"])])
     return markdown_table(lines)
 
 
-def _robust_rows(rows: PolicyResults) -> str:
+def _condition_rows(rows: PolicyResults) -> str:
     """Return a table with a line for each row and N, and a column for each contender: mean (worst case).
 
-    The last line of a row has the share of jobs that ended with a size that is too expensive, if results include it.
+    The last line of a row has the share of jobs that ended with a size that is too expensive.
     """
     names = in_order({name for entries in rows.values() for name in entries}, CONTENDERS)
     lines = [["case", "N", *map(label, names)]]
@@ -191,9 +173,8 @@ def _robust_rows(rows: PolicyResults) -> str:
         for mark in marks:
             cells = (_mean_and_worst(entries[name], str(mark)) if name in entries else "" for name in names)
             lines.append([ROWS[row].title if mark == marks[0] else "", str(mark), *cells])
-        if any(_LAST in found for found in entries.values()):
-            shares = (_share(entries[name].get(_LAST)) if name in entries else "" for name in names)
-            lines.append(["", "last size > 5 % too expensive", *shares])
+        shares = (_share(entries[name].get(_LAST)) if name in entries else "" for name in names)
+        lines.append(["", "last size > 5 % too expensive", *shares])
     for title, key, combined in (("recurrences given up, in all cases", "given_up", sum), ("seeds", "seeds", max)):
         found = ([entries[name][key] for entries in rows.values() if name in entries] for name in names)
         lines.append([title, "", *(str(combined(numbers)) for numbers in found)])
@@ -249,10 +230,8 @@ def proof_tables(results: ProofResults) -> dict[str, str]:
     made["-conditions"] = _conditions(results)
     if is_of_gpu:
         made["-status"] = _gpu_status(results)
-        made["-joules"] = _joules(results)
         made["-calibration"] = _calibration(results)
         made["-check"] = _gpu_check(results.get("gpu_check", {}), _on_simulated(results))
-        made["-windows"] = _windows(results)
     if not _is_simulated(results) and any(task["jobs"] for task in results["tasks"].values()):
         made["-summary"] = _summary(results)
     return {f"{'gpu' if is_of_gpu else 'proof'}{name}": table for name, table in made.items()}
@@ -366,28 +345,6 @@ def _ratio(found: Sequence[float] | None) -> str:
     return "–" if found is None else "{:.3f} ({:.3f} to {:.3f})".format(*found)
 
 
-def _joules(results: ProofResults) -> str:
-    """Return a table with a line for each task and size: joules to the target with their spread, and mean watts."""
-    head = [
-        "task",
-        "size",
-        "runs",
-        "reached",
-        f"J until the target, median (smallest to largest){_on_simulated(results)}",
-    ]
-    lines = [[*head, "mean W"]]
-    for name, task in results["tasks"].items():
-        for found in task["sizes"]:
-            joules = "–"
-            if found["joules"]:
-                low, middle, high = map(_three_digits, found["joules"])
-                joules = f"{middle} ({low} to {high})"
-            size = f"{found['batch_size']}{' (default)' if found['batch_size'] == task['default'] else ''}"
-            counts = [str(found["runs"]), str(found["reached"])]
-            lines.append([name, size, *counts, joules, _watts(found["mean_w"], task["limit_w"])])
-    return markdown_table(lines)
-
-
 def _watts(mean_w: float | None, limit_w: float | None) -> str:
     """Format the mean power; mark it if below half of the limit: the GPU then mostly waits for kernel launches."""
     if mean_w is None:
@@ -402,9 +359,8 @@ def _calibration(results: ProofResults) -> str:
     lines = [[*head, f"idle W{_on_simulated(results)}", "memory, GiB"]]
     for name, task in results["tasks"].items():
         of_target = results.get("targets", {}).get(name, {})
-        last = max((found["number"] for found in task["calibration"]), default=0)
         for found in task["calibration"]:
-            reached_s = of_target.get("reached_s", {}) if found["number"] == last else {}
+            reached_s = of_target.get("reached_s", {})
             metrics = found["metrics"]
             kept = sorted({round(place * (len(metrics) - 1) / 7) for place in range(8)}) if metrics else []
             shown = ", ".join(f"{metrics[place]:.3g}" for place in kept) or found["state"]
@@ -428,17 +384,6 @@ def _gpu_check(found: Mapping[str, Any], simulated: str) -> str:
     lines += [[each["check"], each["verdict"], each["found"].replace("|", "/")] for each in found.get("results", ())]
     if found.get("problem"):
         lines.append(["all", "failed", found["problem"].strip().splitlines()[-1]])
-    return markdown_table(lines)
-
-
-def _windows(results: ProofResults) -> str:
-    """Return a table with a line for each task that was measured both with and without synchronising windows."""
-    head = [f"task{_on_simulated(results)}", "pairs of windows", "J of a window that waits"]
-    lines = [[*head, "energy, without / with synchronising", "time, without / with"]]
-    for name, task in results["tasks"].items():
-        if (found := task["synchronising"]) is not None:
-            ratios = [_ratio(found.get(each)) for each in ("energy", "time")]
-            lines.append([name, str(found["pairs"]), _three_digits(found["energy_j"]), *ratios])
     return markdown_table(lines)
 
 
@@ -489,57 +434,7 @@ def _summary(results: ProofResults) -> str:
         extent = f"{tasks_in_words}, {sum(task['recurrences'] for task in compared)} runs, {per_job} per job"
         command, device = "make proof", f"{results['machine'].get('cores', '?')} CPU cores"
         if results["device"] == GPU:
-            is_calibrated = bool(results.get("targets"))
-            command = "bash gpu-bundle/run.sh" if is_calibrated else "python -m benchmarks.recurrences run --device gpu"
-            device = "; ".join(results["trained_on"])
+            command, device = "bash gpu-bundle/run.sh", "; ".join(results["trained_on"])
         conditions = f"`{command}`, {results['begun_at'][:10]}; {device}; {energy_of(results)}"
         lines.append([f"{total} of {_three_digits(default_j / 1000)} kJ{of_tasks}", extent, conditions])
-    return markdown_table(lines)
-
-
-# The fleet's year
-
-
-def year_tables(results: Mapping[str, Any]) -> dict[str, str]:
-    """Return the tables of a simulated year: the fleet's costs, and its server's work."""
-    return {"fleet": _year_totals(results), "fleet-server": _year_server(results)}
-
-
-def _year_totals(results: Mapping[str, Any]) -> str:
-    policies = results["policies"]
-    lines = [["simulated", "energy, MWh", "saved", "time, h", "saved", "runs", "given up"]]
-    lines.append(["always the default", *_spent(results["default"], "–", "–"), str(results["recurrences"]), "0"])
-    for policy, found in policies.items():
-        saved = [_percent(found[f"{measure}_share_saved"], digits=1) for measure in ("energy", "time")]
-        lines.append([f"`{policy}`", *_spent(found, *saved), str(found["runs"]), str(found["given_up"])])
-    less = 1 - policies[GP_VOI]["energy_j"] / policies[ZEUS]["energy_j"]
-    return f"{markdown_table(lines)}\n\n`{GP_VOI}` against `{ZEUS}`: {_percent(less, digits=1)} of the energy saved."
-
-
-def _spent(found: Mapping[str, Any], energy_saved: str, time_saved: str) -> list[str]:
-    return [f"{found['energy_kwh'] / 1000:.1f}", energy_saved, f"{found['time_h']:.0f}", time_saved]
-
-
-def _year_server(results: Mapping[str, Any]) -> str:
-    server = results["server"]
-    ends: Counter[str] = Counter()
-    for found in results["policies"].values():
-        ends.update(found["ends"])
-    growth = f"{server['database_bytes'] / 2**20:.1f} MiB, {server['bytes_per_trial']:.0f} bytes a trial"
-    lines = [
-        ["measured", ""],
-        ["date", results["at"]],
-        ["jobs, recurrences", f"{results['jobs']}, {results['recurrences']}, with each policy"],
-        ["recurrences of a job in flight", str(results["in_flight"])],
-        ["jobs whose data drift", str(results["drifting"])],
-        ["runs that crashed", str(ends["crash"])],
-        ["runs that were preempted and resumed", str(ends["preemption"])],
-        ["runs that vanished without a word", str(ends["vanishing"])],
-        ["requests", str(sum(server["requests"].values()))],
-        ["of these repeated, as the database was busy", str(ends["asked again"])],
-        ["requests, decisions per second", f"{server['requests_per_s']:.0f}, {server['decisions_per_s']:.0f}"],
-        ["CPU time of the server per request", f"{_or_dash(server['cpu_ms_per_request'], 2)} ms"],
-        ["stuck jobs", str(server["stuck_jobs"])],
-        ["growth of the database", growth],
-    ]
     return markdown_table(lines)

@@ -23,9 +23,8 @@ from bso_server.api.bodies import BodyRequest
 from bso_server.api.dashboard import PAGES, JobPages, home, refused_route
 from bso_server.api.errors import EXCEPTION_HANDLERS
 from bso_server.api.openapi import OpenApiDocument
-from bso_server.core.occurrences import Listener, nobody
 from bso_server.errors import DatabaseNotReadyError, DatabaseUnavailableError
-from bso_server.metrics.watch import Watch
+from bso_server.metrics.requests import RequestWatch
 from bso_server.service.commands import BatchSizeService, Commands
 from bso_server.service.fleet import FleetReader
 from bso_server.service.health import Health, TotalsReader
@@ -47,15 +46,23 @@ def create_app(settings: Settings | None = None) -> Litestar:
     """Build the application; if `settings` is None, take them from the environment.
 
     Raises:
-        ValueError: The database cannot be used, or tracing is on and OpenTelemetry is not installed.
+        ValueError: The database cannot be used.
     """
     settings = settings or Settings()
-    watch = Watch(counts=settings.metrics != "off", traces=settings.tracing)
-    store = store_of(settings, watch.hear)
+    store = store_of(settings)
+    metrics = None
+    if settings.metrics != "off":
+        # Imported here, because its library reads the environment at its import, and other commands do not need it.
+        from bso_server.metrics.prometheus import Metrics
+
+        metrics = Metrics(TotalsReader(store).read, settings.metrics_jobs)
+        store.listener = metrics.hear
     service = BatchSizeService(store, Commands(leases=settings.leases, crash_retries=settings.crash_retries))
     tokens = Tokens(store)
     allowed_hosts = parts(settings.allowed_hosts)
-    authenticator = Authenticator(tokens, insecure=settings.insecure, allowed_hosts=allowed_hosts, listener=watch.hear)
+    authenticator = Authenticator(
+        tokens, insecure=settings.insecure, allowed_hosts=allowed_hosts, listener=store.listener
+    )
     request_counts = MemoryStore()
     reader, tariff = JobReader(store), Tariff.model_validate(settings, from_attributes=True)
     dependencies = {
@@ -67,9 +74,7 @@ def create_app(settings: Settings | None = None) -> Litestar:
         "tokens": tokens,
         "sessions": authenticator,
     }
-
-    exposition = watch.exposition(TotalsReader(store).read, settings.metrics_jobs)
-    metrics = [] if exposition is None else [metrics_route(exposition, is_open=settings.metrics == "open")]
+    routes = [] if metrics is None else [metrics_route(metrics.exposition, is_open=settings.metrics == "open")]
 
     @asynccontextmanager
     async def lifespan(_app: Litestar) -> AsyncIterator[None]:
@@ -86,11 +91,12 @@ def create_app(settings: Settings | None = None) -> Litestar:
             yield
             task.cancel()
         finally:
-            await watch.close()
+            if metrics is not None:
+                await metrics.close()
             await store.close()
 
     app = Litestar(
-        route_handlers=[*HANDLERS, *metrics, PAGES, home],
+        route_handlers=[*HANDLERS, *routes, PAGES, home],
         dependencies={name: _provide(each) for name, each in dependencies.items()},
         middleware=[
             *([] if settings.rate_limit_per_minute is None else [_rate_limit(settings.rate_limit_per_minute)]),
@@ -102,7 +108,7 @@ def create_app(settings: Settings | None = None) -> Litestar:
         request_class=BodyRequest,
         request_max_body_size=settings.max_body_bytes,
         exception_handlers={**EXCEPTION_HANDLERS, HTTPException: refused_route},
-        after_exception=[RefusalLog(listener=watch.hear).note],
+        after_exception=[RefusalLog(listener=store.listener).note],
         lifespan=[lifespan],
         # The launcher configures logging; Litestar's own configuration would log request bodies.
         logging_config=None,
@@ -123,11 +129,11 @@ def create_app(settings: Settings | None = None) -> Litestar:
         ),
     )
     # Not as middleware, because Litestar answers unknown routes before its middleware.
-    app.asgi_handler = watch.around(app.asgi_handler)
+    app.asgi_handler = RequestWatch(app.asgi_handler, request_done=None if metrics is None else metrics.request_done)
     return app
 
 
-def store_of(settings: Settings, listener: Listener = nobody) -> Store:
+def store_of(settings: Settings) -> Store:
     """Return a store for the database in the settings; raise `ValueError` if that database cannot be used."""
     if settings.echo_sql:
         # SQLAlchemy's option `echo` would also add a log handler.
@@ -139,7 +145,7 @@ def store_of(settings: Settings, listener: Listener = nobody) -> Store:
         password=None if password is None else password.get_secret_value(),
         patience_s=settings.database_timeout_s,
     )
-    return Store(database, patience_s=settings.database_timeout_s, listener=listener)
+    return Store(database, patience_s=settings.database_timeout_s)
 
 
 async def prepare(store: Store, *, migrate: bool = False) -> None:

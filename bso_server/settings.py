@@ -28,6 +28,9 @@ FILE_SUFFIX = "_FILE"
 Lease = Annotated[float, Field(gt=0, le=1e8)]
 _LEASES = LeasePolicy()
 
+# Fields of earlier versions, each with what to do instead.
+_REMOVED = {"tracing": "docs/metrics.md shows how to trace the server with OpenTelemetry's middleware"}
+
 
 def default_database_url() -> str:
     """Return the URL of a SQLite file in the user's data directory."""
@@ -72,11 +75,11 @@ class Settings(BaseSettings):
         metrics: Access to the metrics: callers with the right to read jobs (``token``), everyone (``open``), no one
             (``off``).
         metrics_jobs: Pattern of the ids of jobs with metrics of their own, such as ``nightly-*``; None: no job.
-        tracing: True to trace requests by OpenTelemetry.
 
     Raises:
         pydantic.ValidationError: A value is invalid; `problems` describes it.
-        ValueError: The file of a setting cannot be read or is empty, or both a setting and its file are given.
+        ValueError: The file of a setting cannot be read or is empty, both a setting and its file are given, or a
+            variable is a setting of an earlier version.
     """
 
     model_config = SettingsConfigDict(env_prefix=PREFIX, env_file=ENV_FILE, extra="ignore", frozen=True)
@@ -111,7 +114,6 @@ class Settings(BaseSettings):
     pue: Annotated[float, Field(ge=1, le=100)] = 1.0
     metrics: Literal["token", "open", "off"] = "token"
     metrics_jobs: Annotated[str, Field(min_length=1, max_length=255)] | None = None
-    tracing: bool = False
 
     @classmethod
     def settings_customise_sources(
@@ -126,6 +128,7 @@ class Settings(BaseSettings):
         stated = {variable_of(name).lower() for name in init_settings()}
         for source in (env_settings, dotenv_settings):
             assert isinstance(source, EnvSettingsSource)  # nosec B101  # noqa: S101 - for mypy: the base class has no variables
+            _refuse_removed(source.env_vars)
             source.env_vars = _with_files(source.env_vars, stated)
             stated |= source.env_vars.keys()
         return init_settings, env_settings, dotenv_settings, file_secret_settings
@@ -200,6 +203,13 @@ def secret(variable: str, environ: Mapping[str, str | None]) -> str | None:
 def parts(text: str | None) -> tuple[str, ...]:
     """Return the parts of a list that commas separate."""
     return tuple(part.strip() for part in (text or "").split(",") if part.strip())
+
+
+def _refuse_removed(variables: Collection[str]) -> None:
+    """Raise `ValueError` if a variable (in lower case) is a setting of an earlier version."""
+    for name, instead in _REMOVED.items():
+        if variable_of(name).lower() in variables:
+            raise ValueError(f"the setting {variable_of(name)} was removed, unset it: {instead}")
 
 
 def _with_files(variables: Mapping[str, str | None], stated: Collection[str]) -> dict[str, str | None]:

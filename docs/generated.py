@@ -191,8 +191,8 @@ Errors are problem details (RFC 9457), [ErrorBody](#errorbody); 503 and 429 carr
 {chr(10).join(part + chr(10) for part in parts)}
 ## Pages and the schema
 
-These are for browsers, or describe the server, and are no part of the OpenAPI document;
-[dashboard.md](dashboard.md) tells of the pages.
+These are for browsers, describe the server, or tell clients of earlier versions that a route is gone. They are no part
+of the OpenAPI document; [dashboard.md](dashboard.md) tells of the pages.
 
 {table(("route", "scope"), hidden)}
 

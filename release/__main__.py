@@ -32,7 +32,7 @@ _TOOLS = ("build>=1.2", "cyclonedx-bom>=7.0", "pip-licenses>=5.0", "twine>=6.0")
 _HEAVY = frozenset({"ray", "torch"})
 
 # The bill of materials omits packages that only trainings need: each training image has its own versions.
-_BILLED = "server,postgres,mysql,otel"
+_BILLED = "server,postgres,mysql"
 
 _LIGHT_USE = "import zeus_plugins, zeus_plugins.energy, zeus_plugins.power_limit; zeus_plugins.JobSpec"
 _SERVER_USE = """

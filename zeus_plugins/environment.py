@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,7 +25,6 @@ class Variable:
         default: Value if the variable is not set, in words.
         unit: Unit of a number.
         is_secret: Whether the value must not be shown.
-        may_be_empty: Whether an empty value counts as not set; otherwise it is an error.
     """
 
     name: str
@@ -33,7 +32,6 @@ class Variable:
     default: str = "none"
     unit: str = ""
     is_secret: bool = False
-    may_be_empty: bool = True
 
     def __str__(self) -> str:
         return self.name
@@ -45,7 +43,7 @@ class Variable:
     def number(self, environ: Mapping[str, str] | None = None, *, is_positive: bool = False) -> float | None:
         """Return the value as a number (`is_positive`: finite and above 0), or None; raise `ZeusBSOConfigError`."""
         text = self.text(environ)
-        if text is None or (not text and self.may_be_empty):
+        if not text:
             return None
         try:
             number = float(text)
@@ -62,12 +60,6 @@ class Variable:
         """Return the value for display, a secret as ``(set)``; None if it is not set."""
         text = self.text(environ)
         return "(set)" if self.is_secret and text else text
-
-
-def environment_for(variables: Mapping[str, str], *, without: Collection[Variable] = ()) -> dict[str, str]:
-    """Return the environment for a child process: this process's, `without` some variables and with others."""
-    hidden = {variable.name for variable in without}
-    return {name: value for name, value in os.environ.items() if name not in hidden} | dict(variables)
 
 
 # The server
@@ -126,7 +118,6 @@ ESTIMATED_POWER_W = Variable(
     "the power of the whole machine at full load, for an estimate if no device measures it",
     "the GPUs' power limits if known, otherwise 65",
     "watts",
-    may_be_empty=False,
 )
 PRICE_PER_KWH = Variable(
     "ZEUS_PRICE_PER_KWH",
@@ -141,14 +132,14 @@ HOST_OVERHEAD_W = Variable(
     "ZEUS_HOST_OVERHEAD_W", "the power of the unmeasured rest of the machine, for money and CO2", "0", "watts"
 )
 EMISSIONS_FILE = Variable(
-    "ZEUS_EMISSIONS_FILE",
-    "the path of a CSV file to which the energy callbacks append each training, as CodeCarbon does",
+    "ZEUS_EMISSIONS_FILE", "a file that is no longer written: trackers get `zeus/energy_j` and `zeus/co2_g`"
 )
 POWER_LIMIT_COMMAND = Variable(
-    "ZEUS_POWER_LIMIT_COMMAND", "the command that sets a GPU's power limit", "zeusd or the driver sets it"
+    "ZEUS_POWER_LIMIT_COMMAND", "the command that sets a GPU's power limit", "the driver sets it"
 )
-ZEUSD_SOCK_PATH = Variable("ZEUSD_SOCK_PATH", "the socket of zeusd, the daemon that sets power limits")
-ZEUSD_TOKEN = Variable("ZEUSD_TOKEN", "zeusd's access token", is_secret=True)
+ZEUSD_SOCK_PATH = Variable(
+    "ZEUSD_SOCK_PATH", "the socket of Zeus's daemon, for which `ZEUS_POWER_LIMIT_COMMAND` is set"
+)
 CUDA_VISIBLE_DEVICES = Variable("CUDA_VISIBLE_DEVICES", "the visible GPUs, by index, UUID or MIG id", "all")
 CUDA_DEVICE_ORDER = Variable("CUDA_DEVICE_ORDER", "the order of CUDA's indices", "`FASTEST_FIRST`")
 

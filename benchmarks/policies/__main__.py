@@ -1,27 +1,21 @@
 """``python -m benchmarks.policies``: the costs of policies in simulated jobs.
 
-``report`` compares policies with the alternatives of users, for example a grid search, row by row. ``study`` is
-`bso-server simulate` under more conditions, with every trial. ``values`` compares the savings by trials of `gp_voi`
-with the savings that the policy expected.
+The command compares policies with the alternatives of users, for example a grid search, row by row.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import re
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any
 
 from benchmarks.plots import plot_policies, require_matplotlib
-from benchmarks.policies.cases import ROWS, shuffled, with_bad_neighbours
+from benchmarks.policies.cases import ROWS
 from benchmarks.policies.contest import CONTENDERS, SAMPLERS, Task, check_requirements, simulate
-from benchmarks.policies.study import Study, study
-from benchmarks.policies.values import RANGES, lines, tries_of
 from benchmarks.reports import (
     MAIN_ROWS,
     MARKS,
@@ -31,23 +25,10 @@ from benchmarks.reports import (
     read_policy_results,
     write_policy_results,
 )
-from benchmarks.tables import policy_tables, text_table, write_tables
+from benchmarks.tables import policy_tables, write_tables
 from bso_server.cli.common import CommandError, Commands
-from bso_server.cli.simulate import (
-    add_arguments,
-    at_least_0,
-    at_least_1,
-    policies_of,
-    policy_name,
-    results_json,
-    results_text,
-    settings_of,
-    subject_of,
-    write_json,
-)
+from bso_server.cli.simulate import at_least_1, policy_name
 from bso_server.errors import BsoError
-from bso_server.service.reading import csv_of
-from bso_server.simulate.workload import Workload
 from zeus_plugins.protocol import ZEUS
 
 # Seeds per task: few enough that all processes finish at about the same time, and that progress is visible.
@@ -61,8 +42,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_report(commands)
-    _add_study(commands)
-    _add_values(commands)
     options = parser.parse_args(arguments)
     try:
         options.run(options)
@@ -138,19 +117,13 @@ def _report(options: argparse.Namespace) -> None:
 
 
 def _rows(options: argparse.Namespace) -> list[str]:
-    """Return the names of the rows to measure; raise `CommandError` if their files are missing."""
+    """Return the names of the rows to measure; raise `CommandError` if some need the folder of the traces."""
     if options.traces is not None:
         return list(dict.fromkeys(options.only or ROWS))
-    _check_needs_no_files(options.only or ())
-    return list(dict.fromkeys(options.only or ()))
-
-
-def _check_needs_no_files(rows: Sequence[str]) -> None:
-    """Raise `CommandError` if some of these rows need the folder of the traces."""
-    needing = [row for row in rows if not ROWS[row].is_made]
-    if needing:
-        need = "this row needs" if len(needing) == 1 else "these rows need"
-        raise CommandError(f"{', '.join(needing)}: {need} --traces DIR, the folder of the traces")
+    rows = list(dict.fromkeys(options.only or ()))
+    if needing := [row for row in rows if not ROWS[row].is_made]:
+        raise CommandError(f"these rows need --traces DIR, the folder of the traces: {', '.join(needing)}")
+    return rows
 
 
 def _measure(names: Sequence[str], options: argparse.Namespace, results: PolicyResults) -> None:
@@ -193,124 +166,6 @@ class _Progress:
         self._shown_s, took_s = now_s, now_s - self._began_s
         line = f"\r{done} of {total} parts, {took_s:.0f} s, about {took_s * (total - done) / done:.0f} s to go "
         print(line, end="\n" if done == total else "", file=sys.stderr, flush=True)
-
-
-def _add_study(commands: Commands) -> None:
-    """Add subcommand ``study``."""
-    parser = commands.add_parser("study", help="policies on one workload or six, with every trial")
-    add_arguments(parser)
-    parser.add_argument(
-        "--no-foresight",
-        dest="foresight",
-        action="store_false",
-        help="trainings end after the epoch that crosses their cost bound, not before it",
-    )
-    parser.add_argument(
-        "--cost-noise",
-        type=at_least_0,
-        default=0.0,
-        metavar="SD",
-        help="σ of the log of a factor on each trial's time and energy, as on a busy machine (default 0)",
-    )
-    parser.add_argument(
-        "--drift",
-        type=_drift,
-        metavar="reversed@N",
-        help="from recurrence N on (counting from 1), sizes need the epochs of those in reverse order",
-    )
-    parser.add_argument(
-        "--landscape",
-        type=_landscape,
-        metavar="shuffled@SEED|bad-neighbours",
-        help="sizes need each other's epochs, dealt out by chance; or those beside the default three times theirs",
-    )
-    parser.add_argument("--history", type=Path, metavar="FILE", help="write every trial of the first seed as CSV")
-    parser.set_defaults(run=_simulate)
-
-
-def _add_values(commands: Commands) -> None:
-    """Add subcommand ``values``."""
-    parser = commands.add_parser("values", help="what trials of gp_voi save, against what it expected of them")
-    parser.add_argument("--row", choices=MAIN_ROWS, default="landscapes", help="default: landscapes")
-    parser.add_argument("--traces", type=Path, metavar="DIR", help="folder of the traces, for rows that need it")
-    parser.set_defaults(run=_values)
-
-
-def _values(options: argparse.Namespace) -> None:
-    if options.traces is None:
-        _check_needs_no_files([options.row])
-    cases = ROWS[options.row].cases(options.traces, RANGES[-1][1])
-    tries = [each for case in cases for each in tries_of(case, 0)]
-    print(text_table(lines(tries)))
-
-
-def _simulate(options: argparse.Namespace) -> None:
-    subject = subject_of(options)
-    workloads = subject.workloads
-    if options.landscape is not None:
-        workloads = [options.landscape(workload) for workload in workloads]
-    studies = [
-        study(
-            workload,
-            policies_of(options),
-            setting,
-            foresight=options.foresight,
-            cost_noise_sd=options.cost_noise,
-            drift_at=options.drift,
-        )
-        for setting in settings_of(options, subject)
-        for workload in workloads
-    ]
-    comparisons = [each.comparison for each in studies]
-    if options.json is not None:
-        document = results_json(comparisons, options, subject.recorded)
-        for each, of_it in zip(studies, document.get("workloads", [document]), strict=True):
-            each.add_ratios_since_drift(of_it)
-        write_json(document, options.json)
-    if options.history is not None:
-        history = _history(studies)
-        options.history.write_text(csv_of(history, list(history[0])), encoding="utf-8", newline="")
-    print(results_text(comparisons, options, subject))
-
-
-def _history(studies: Sequence[Study]) -> list[dict[str, Any]]:
-    return [
-        {
-            "workload": each.comparison.workload.name,
-            "policy": str(policy),
-            "eta": each.comparison.eta,
-            "recurrence": trial.recurrence + 1,
-            "trial_number": trial.record.trial_number,
-            "batch_size": trial.record.batch_size,
-            "origin": str(trial.record.origin),
-            "state": str(trial.record.state),
-            "epochs": trial.record.epoch,
-            "time_s": trial.record.time_s,
-            "energy_j": trial.record.energy_j,
-            "cost_j": trial.cost_j,
-            "reason": trial.record.reason,
-            "message": trial.record.message,
-        }
-        for each in studies
-        for policy, job in each.first_jobs.items()
-        for trial in job.trials
-    ]
-
-
-def _landscape(text: str) -> Callable[[Workload], Workload]:
-    match = re.fullmatch(r"bad-neighbours|shuffled@(\d+)", text)
-    if match is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is no landscape: write shuffled@1 or bad-neighbours")
-    if match[1] is None:
-        return with_bad_neighbours
-    return lambda workload: shuffled(workload, int(match[1]))
-
-
-def _drift(text: str) -> int:
-    match = re.fullmatch(r"reversed@([1-9][0-9]*)", text)
-    if match is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is no drift: write reversed@50")
-    return int(match[1]) - 1
 
 
 if __name__ == "__main__":

@@ -32,10 +32,7 @@ from bso_server.simulate.results import Setting, landscape_of, oracle_costs_j, p
 from bso_server.simulate.traces import PAPER_WORKLOADS, Traces
 from bso_server.simulate.workload import Epoch, Landscape, Profile, SizeTrace, Workload
 
-# Conditions, and jobs that are not smooth
-
-OUTLIER_FACTOR = 4.0
-"""Factor on the time and energy of a trial that is an outlier."""
+# Conditions
 
 
 @dataclass(frozen=True)
@@ -43,37 +40,26 @@ class VaryingConditions(Conditions):
     """Conditions that change from recurrence to recurrence.
 
     Attributes:
-        drift_at: The first recurrence after a drift, counted from 0; None without one.
-        landscape_after: Landscape from recurrence `drift_at` on; None without a drift.
         cost_noise_sd: σ of the log of a random factor on the time and energy of each trial, as if other programs used
             the machine, too. The factor's mean is 1.
         epoch_noise_sd: σ of the log of such a factor for each epoch of a trial, drawn independently per epoch.
-        outlier: Number of the trial that takes `OUTLIER_FACTOR` times its time and energy; None: no trial does.
-        landscapes: Landscapes of the recurrences, repeated cyclically, for a job that changes all the time; otherwise
-            empty. Excludes a drift.
+        landscapes: Landscapes of the recurrences, repeated cyclically, for a job that changes; otherwise empty.
         crash_chance: Chance that a trial crashes half way.
     """
 
-    drift_at: int | None = None
-    landscape_after: Landscape | None = None
     cost_noise_sd: float = 0.0
     epoch_noise_sd: float = 0.0
-    outlier: int | None = None
     landscapes: tuple[Landscape, ...] = ()
     crash_chance: float = 0.0
 
     def landscape_at(self, recurrence: int) -> Landscape:
         """Return the landscape at a recurrence, counted from 0."""
-        if self.landscapes:
-            return self.landscapes[recurrence % len(self.landscapes)]
-        has_drifted = self.drift_at is not None and recurrence >= self.drift_at
-        return self.landscape_after if has_drifted and self.landscape_after is not None else self.landscape
+        return self.landscapes[recurrence % len(self.landscapes)] if self.landscapes else self.landscape
 
-    def slowness(self, trial_number: int, draws: np.random.Generator) -> float:
+    def slowness(self, trial_number: int, draws: np.random.Generator) -> float:  # noqa: ARG002 - the hook's signature
         """Draw a factor on the time and energy of one trial."""
         sd = self.cost_noise_sd
-        noise = float(draws.lognormal(-sd * sd / 2, sd)) if sd else 1.0
-        return noise * OUTLIER_FACTOR if trial_number == self.outlier else noise
+        return float(draws.lognormal(-sd * sd / 2, sd)) if sd else 1.0
 
     def epoch_factors(self, epochs: int, draws: np.random.Generator) -> NDArray[np.float64] | None:
         """Draw factors on the time and energy of each epoch of one trial, shape (epochs,); None if all are 1."""
@@ -83,66 +69,6 @@ class VaryingConditions(Conditions):
     def crashes(self, draws: np.random.Generator) -> bool:
         """Draw whether a trial crashes half way."""
         return bool(self.crash_chance) and bool(draws.random() < self.crash_chance)
-
-
-def in_reverse(workload: Workload) -> Workload:
-    """Return the job after a drift that reverses the sizes: the largest needs the smallest one's epochs, and so on."""
-    return _needing(workload, [size.epochs_to_target for size in reversed(workload.sizes)])
-
-
-def dearer_when_larger(workload: Workload) -> Workload:
-    """Return the job after a drift that makes large sizes expensive.
-
-    The cost of an epoch stays the same at the smallest size and becomes eight times as high at the largest, for example
-    because the texts have become longer, so that a large batch is mostly padding.
-    """
-    octaves = np.linspace(0, 3, len(workload.sizes)).tolist()
-    sizes = (
-        replace(size, epochs={power_w: _times(epoch, 2.0**octave) for power_w, epoch in size.epochs.items()})
-        for size, octave in zip(workload.sizes, octaves, strict=True)
-    )
-    return replace(workload, sizes=tuple(sizes))
-
-
-def shuffled(workload: Workload, seed: int) -> Workload:
-    """Permute the epochs to the target among the sizes, so that they are not smooth; the default reaches the target."""
-    rng = np.random.default_rng(seed)
-    while True:
-        paths = [workload.sizes[index].epochs_to_target for index in rng.permutation(len(workload.sizes))]
-        if min(paths[_default_place(workload)]) <= workload.max_epochs:
-            return _needing(workload, paths)
-
-
-def with_bad_neighbours(workload: Workload) -> Workload:
-    """Return a job whose default looks like a local optimum: the sizes next to it need three times their epochs."""
-    place = _default_place(workload)
-    factors = [3.0 if abs(number - place) == 1 else 1.0 for number in range(len(workload.sizes))]
-    paths = [
-        tuple(factor * epochs for epochs in size.epochs_to_target)
-        for size, factor in zip(workload.sizes, factors, strict=True)
-    ]
-    return _needing(workload, paths)
-
-
-def with_two_sizes(workload: Workload, sizes: Landscape) -> Workload:
-    """Keep two sizes of a job: the default, and the cheapest other size of landscape `sizes`."""
-    others = [each for each in sizes.profiles.values() if each.batch_size != workload.default_batch_size]
-    cheapest = min(others, key=lambda profile: profile.expected_cost_j)
-    kept = {workload.default_batch_size, cheapest.batch_size}
-    return replace(workload, sizes=tuple(size for size in workload.sizes if size.batch_size in kept))
-
-
-def _times(epoch: Epoch, factor: float) -> Epoch:
-    return Epoch(factor * epoch.time_s, factor * epoch.energy_j)
-
-
-def _default_place(workload: Workload) -> int:
-    return [size.batch_size for size in workload.sizes].index(workload.default_batch_size)
-
-
-def _needing(workload: Workload, paths: Sequence[tuple[float, ...]]) -> Workload:
-    sizes = (replace(size, epochs_to_target=path) for size, path in zip(workload.sizes, paths, strict=True))
-    return replace(workload, sizes=tuple(sizes))
 
 
 # MLPerf's file
@@ -206,8 +132,6 @@ def _epoch(size: int, saturates_at: float) -> Epoch:
 
 _GPUS = ("v100", "a40")
 _ETAS = (0.0, 0.5, 1.0)
-_SHUFFLES = 4
-_DRIFT_AT = 50
 _TOO_EXPENSIVE = 1.05
 
 
@@ -220,21 +144,19 @@ class Case:
         workload: The job.
         setting: The number of recurrences and the parameters; `seeds` is ignored.
         conditions: The conditions under which it recurs.
-        counted_from: The first recurrence whose cost counts, from 0.
     """
 
     name: str
     workload: Workload
     setting: Setting
     conditions: VaryingConditions
-    counted_from: int = 0
 
     def play(self, policy: str, seed: int, before_decision: Callable[[int, History], None] | None = None) -> Played:
         """Play the job of one seed with one of the server's policies; `Simulation` documents `before_decision`."""
         return played(self.workload, self.conditions, policy, self.setting, seed, before_decision)
 
     def ratios(self, costs_j: Sequence[float]) -> list[float]:
-        """Return the ratio of total cost to the oracle's total cost after each recurrence from `counted_from` on.
+        """Return the ratio of total cost to the oracle's total cost after each recurrence.
 
         Args:
             costs_j: Cost of each recurrence, joules, shape (recurrences,).
@@ -242,7 +164,7 @@ class Case:
         oracle_j = oracle_costs_j(self.conditions, self.setting.recurrences)
         spent_j = needed_j = 0.0
         ratios = []
-        for cost_j, least_j in zip(costs_j[self.counted_from :], oracle_j[self.counted_from :], strict=True):
+        for cost_j, least_j in zip(costs_j, oracle_j, strict=True):
             spent_j, needed_j = spent_j + cost_j, needed_j + least_j
             ratios.append(spent_j / needed_j)
         return ratios
@@ -269,32 +191,14 @@ class Row:
     is_made: bool = False
 
 
-def case_of(
-    workload: Workload,
-    setting: Setting,
-    *,
-    cost_noise_sd: float = 0.0,
-    epoch_noise_sd: float = 0.0,
-    outlier: int | None = None,
-    drift_at: int | None = None,
-    drift: Callable[[Workload], Workload] = in_reverse,
-) -> Case:
-    """Return the case of a job in a setting; `VaryingConditions` documents the noise and the outlier.
-
-    With `drift_at`, the job becomes ``drift(workload)`` at this recurrence, and only costs from there on count.
+def case_of(workload: Workload, setting: Setting, **conditions: Any) -> Case:
+    """Return the case of a job in a setting; `conditions` are fields of `VaryingConditions`.
 
     Raises:
         ValueError: No run of the job reaches the target.
     """
-    conditions = VaryingConditions(
-        landscape_of(workload, setting),
-        drift_at=drift_at,
-        landscape_after=None if drift_at is None else landscape_of(drift(workload), setting),
-        cost_noise_sd=cost_noise_sd,
-        epoch_noise_sd=epoch_noise_sd,
-        outlier=outlier,
-    )
-    return Case(f"{workload.name}, η {setting.eta:g}", workload, setting, conditions, drift_at or 0)
+    fields: dict[str, Any] = {"landscape": landscape_of(workload, setting)} | conditions
+    return Case(f"{workload.name}, η {setting.eta:g}", workload, setting, VaryingConditions(**fields))
 
 
 def _traced(folder: Path) -> list[Workload]:
@@ -330,32 +234,9 @@ def _mlperf(folder: Path, recurrences: int) -> list[Case]:
     return [case_of(workload, setting) for workload in workloads]
 
 
-def _robust(
-    folder: Path,
-    recurrences: int,
-    *,
-    concurrency: int = 1,
-    change: Callable[[Workload], Workload] = lambda workload: workload,
-    made: Callable[[Workload, Setting], Case] = case_of,
-) -> list[Case]:
-    setting = Setting(recurrences=recurrences, concurrency=concurrency)
-    return [made(change(workload), setting) for workload in _traced(folder)]
-
-
-def _shuffled(folder: Path, recurrences: int) -> list[Case]:
-    return [
-        replace(case, name=f"{case.name}, shuffle {seed}")
-        for seed in range(1, _SHUFFLES + 1)
-        for case in _robust(folder, recurrences, change=partial(shuffled, seed=seed))
-    ]
-
-
-def _two_sizes(folder: Path, recurrences: int) -> list[Case]:
-    return _robust(folder, recurrences, change=lambda job: with_two_sizes(job, landscape_of(job, Setting())))
-
-
 # Rows of made landscapes
 
+_DRIFT_AT = 50
 _GPU_CHANGE_AT = 40
 _SEASON = 12
 # A slow drift takes 100 recurrences and advances every fifth, because each landscape takes memory.
@@ -371,8 +252,13 @@ def _landscape(job: MadeJob) -> Landscape:
 def _made_case(job: MadeJob, recurrences: int, *, concurrency: int = 1, **conditions: Any) -> Case:
     """Return the case of a made job; `conditions` are fields of `VaryingConditions` and override the job's."""
     setting = Setting(recurrences=recurrences, eta=job.eta, concurrency=concurrency)
-    fields: dict[str, Any] = {"landscape": _landscape(job), "cost_noise_sd": job.cost_noise_sd} | conditions
-    return Case(f"{job.name}, η {job.eta:g}", job.workload(), setting, VaryingConditions(**fields))
+    return case_of(job.workload(), setting, **{"cost_noise_sd": job.cost_noise_sd} | conditions)
+
+
+def _changing(before: MadeJob, after: MadeJob, change_at: int, recurrences: int) -> Case:
+    """Return the case of a job that becomes another job at recurrence `change_at`, counted from 0."""
+    jobs = [_landscape(before)] * change_at + [_landscape(after)] * (recurrences - change_at)
+    return _made_case(before, recurrences, landscapes=tuple(jobs))
 
 
 def _crashing(job: MadeJob, recurrences: int) -> Case:
@@ -401,7 +287,7 @@ def _abruptly_changing(job: MadeJob, recurrences: int) -> Case:
     after = landscapes.with_epochs_reversed(job)
     max_epochs = max(job.max_epochs, math.ceil(3 * after.mean_epochs[after.default_place]))
     before, after = replace(job, max_epochs=max_epochs), replace(after, max_epochs=max_epochs)
-    return _made_case(before, recurrences, drift_at=_DRIFT_AT, landscape_after=_landscape(after))
+    return _changing(before, after, _DRIFT_AT, recurrences)
 
 
 def _seasonal(job: MadeJob, recurrences: int) -> Case:
@@ -410,8 +296,7 @@ def _seasonal(job: MadeJob, recurrences: int) -> Case:
 
 
 def _changing_gpu(job: MadeJob, recurrences: int) -> Case:
-    after = _landscape(landscapes.on_faster_gpu(job))
-    return _made_case(job, recurrences, drift_at=_GPU_CHANGE_AT, landscape_after=after)
+    return _changing(job, landscapes.on_faster_gpu(job), _GPU_CHANGE_AT, recurrences)
 
 
 def _made(
@@ -458,29 +343,6 @@ _MADE_ROWS = {
 ROWS = {
     "traces": Row("traces: six workloads, V100 and A40, η 0, 0.5 and 1", _traces),
     "mlperf": Row("MLPerf: nine benchmarks, three saturations, two defaults", _mlperf),
-    "noise": Row("cost noise of 30 %", partial(_robust, made=partial(case_of, cost_noise_sd=0.3))),
-    "epoch-noise": Row(
-        "cost noise of 50 % from epoch to epoch, and of 2 % from run to run",
-        partial(_robust, made=partial(case_of, cost_noise_sd=0.02, epoch_noise_sd=0.5)),
-    ),
-    "in-flight": Row("four recurrences always under way", partial(_robust, concurrency=4)),
-    "shuffled": Row("sizes shuffled, four times", _shuffled),
-    "two-sizes": Row("two sizes: the default, and the cheapest of the others", _two_sizes),
-    "bad-neighbours": Row(
-        "sizes beside the default need three times their epochs", partial(_robust, change=with_bad_neighbours)
-    ),
-    "first-outlier": Row("the first run costs four times as much", partial(_robust, made=partial(case_of, outlier=1))),
-    "second-outlier": Row(
-        "the second run costs four times as much", partial(_robust, made=partial(case_of, outlier=2))
-    ),
-    "drift": Row(
-        "drift at recurrence 50, sizes reversed (51 and later)",
-        partial(_robust, made=partial(case_of, drift_at=_DRIFT_AT)),
-    ),
-    "cost-drift": Row(
-        "drift at recurrence 50, epochs cost more, the larger the size (51 and later)",
-        partial(_robust, made=partial(case_of, drift_at=_DRIFT_AT, drift=dearer_when_larger)),
-    ),
     **_MADE_ROWS,
 }
-"""The rows by name: traces, MLPerf's file, the traces at η 0.5 under difficult conditions, and made landscapes."""
+"""The rows by name: traces, MLPerf's file, and made landscapes under usual and under difficult conditions."""

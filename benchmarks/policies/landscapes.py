@@ -286,23 +286,23 @@ def _made_job(number: int) -> MadeJob:
 
 
 def from_the_best(job: MadeJob) -> MadeJob:
-    """Return a job whose default is the cheapest size."""
+    """Return a job with the cheapest size as its default."""
     best = landscape_of(job.workload(), Setting(eta=job.eta)).oracle.batch_size
     return replace(job, default_place=job.batch_sizes.index(best))
 
 
 def with_heavy_tails(job: MadeJob) -> MadeJob:
-    """Return a job whose log epochs follow Student's t with 3 degrees of freedom, with σ of at least 0.3."""
+    """Return a job with log epochs that follow Student's t with 3 degrees of freedom, with σ of at least 0.3."""
     return replace(job, has_heavy_tails=True, epochs_sd=max(job.epochs_sd, 0.3))
 
 
 def with_epoch_noise(job: MadeJob) -> MadeJob:
-    """Return a job whose log epochs have σ 0.6."""
+    """Return a job with log epochs of σ 0.6."""
     return replace(job, epochs_sd=0.6)
 
 
 def with_tight_max_epochs(job: MadeJob) -> MadeJob:
-    """Return a job whose `max_epochs` is 1.25 times the mean epochs of the default, and at least 2."""
+    """Return a job with a `max_epochs` of 1.25 times the mean epochs of the default, and at least 2."""
     return replace(job, max_epochs=max(2, math.ceil(1.25 * job.mean_epochs[job.default_place])))
 
 

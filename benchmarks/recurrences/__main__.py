@@ -17,14 +17,19 @@ from benchmarks.processes import BenchmarkError
 from benchmarks.recurrences.calibration import SECONDS
 from benchmarks.recurrences.harness import State, measure, read_records, write_whole
 from benchmarks.recurrences.hour import GPU_CHECK, LEFT_STATUS, MACHINE, RECURRENCES, REPEATS, TARGETS, Hour, pack
-from benchmarks.recurrences.plan import ON_GPU, QUICK, Extent, steps
-from benchmarks.recurrences.tasks import CPU, GPU, HOUR_TASKS, TASKS, tasks_for
+from benchmarks.recurrences.plan import QUICK, Extent, steps
+from benchmarks.recurrences.tasks import CPU, GPU, HOUR_TASKS, tasks_for
 from benchmarks.reports import machine, proof_results
 from benchmarks.tables import mark_of, proof_tables, write_tables
 from zeus_plugins.errors import ZeusBSOError
 
 _STATE = Path(".proof")
-_KIND = "kind.json"
+_EXTENTS = {
+    "seeds": "jobs of each task and policy",
+    "recurrences": "of each job",
+    "repeats": "runs of each size, for each seed",
+    "pairs": "trainings with and without the callback, for each seed",
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -46,23 +51,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     run = commands.add_parser("run", help="measure, or go on with a measurement")
-    run.add_argument("--device", choices=(CPU, GPU), default=CPU, help=f"whose tasks (default {CPU})")
-    run.add_argument("--tasks", nargs="+", default=[], metavar="NAME", help=f"of {', '.join(TASKS)} (default: all)")
+    names = ", ".join(task.name for task in tasks_for(CPU))
+    run.add_argument("--tasks", nargs="+", default=[], metavar="NAME", help=f"of {names} (default: all)")
     run.add_argument("--quick", action="store_true", help="a few recurrences of each task, which show that all works")
-    for name, what in (
-        ("seeds", "jobs of each task and policy"),
-        ("recurrences", "of each job"),
-        ("repeats", "runs of each size, for each seed"),
-        ("pairs", "trainings with and without the callback, for each seed"),
-        ("first_seed", "the first seed, for machines that share a measurement"),
-    ):
-        standard = getattr(Extent(), name)
-        on_gpu = getattr(ON_GPU, name)
-        told = f"{what} (default {standard}{f', gpu {on_gpu}' if on_gpu != standard else ''})"
-        run.add_argument(f"--{name.replace('_', '-')}", type=int, metavar="N", help=told)
-    run.add_argument("--minutes", type=float, metavar="M", help="end after so many, and go on at the next call")
-    shrinks = "shrink the GPU's models, for tests; without a GPU a CPU stands for it, and all tables say so"
-    run.add_argument("--shrink", type=int, default=1, metavar="N", help=shrinks)
+    for name, what in _EXTENTS.items():
+        run.add_argument(f"--{name}", type=int, metavar="N", help=f"{what} (default {getattr(Extent(), name)})")
     run.add_argument("--state", type=Path, default=_STATE, metavar="DIR", help=f"what was measured (default {_STATE})")
     run.set_defaults(run=_run)
     hour = commands.add_parser("hour", help="one call of the hour on a GPU: check, calibrate, measure, write results")
@@ -74,7 +67,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     hour.add_argument("--recurrences", type=int, default=RECURRENCES, metavar="N", help="of each job")
     hour.add_argument("--repeats", type=int, default=REPEATS, metavar="N", help="runs of each size")
-    hour.add_argument("--shrink", type=int, default=1, metavar="N", help=shrinks)
+    hour.add_argument(
+        "--shrink",
+        type=int,
+        default=1,
+        metavar="N",
+        help="shrink the models, for tests; without a GPU a CPU stands for it, and all tables say so",
+    )
     hour.add_argument("--state", type=Path, default=_STATE, metavar="DIR", help=f"what was measured (default {_STATE})")
     hour.add_argument("--out", type=Path, default=_STATE, metavar="DIR", help="gets the packed state and the results")
     hour.set_defaults(run=_hour)
@@ -89,22 +88,11 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _run(options: argparse.Namespace) -> int:
-    given = {
-        name: value
-        for name in ("seeds", "recurrences", "repeats", "pairs", "first_seed")
-        if (value := getattr(options, name)) is not None
-    }
-    extent = replace(QUICK if options.quick else ON_GPU if options.device == GPU else Extent(), **given)
-    tasks = tasks_for(options.device, options.tasks, shrink=options.shrink)
+    given = {name: value for name in _EXTENTS if (value := getattr(options, name)) is not None}
+    extent = replace(QUICK if options.quick else Extent(), **given)
     state = State(options.state)
-    if options.device == GPU:
-        require_gpu(options.shrink)
-    require_one_kind(options.state, {"device": options.device, "shrink": options.shrink})
-    write_whole(options.state / MACHINE, json.dumps(machine(options.device)) + "\n")
-    left = measure(list(steps(tasks, extent)), state, minutes=options.minutes, say=_say)
-    if left:
-        _say(f"{left} steps are left: run the same command again")
-        return LEFT_STATUS
+    write_whole(options.state / MACHINE, json.dumps(machine()) + "\n")
+    measure(list(steps(tasks_for(CPU, options.tasks), extent)), state, say=_say)
     return 0
 
 
@@ -148,19 +136,6 @@ def hour_results(directory: Path) -> dict[str, Any]:
         if (directory / file).exists():
             results[name] = json.loads((directory / file).read_text("utf-8"))
     return results
-
-
-def require_one_kind(directory: Path, kind: dict[str, object]) -> None:
-    """Refuse a directory with a measurement of another kind, because the steps of both have equal names.
-
-    Raises:
-        BenchmarkError: The directory has a measurement on another device, or with models of another size.
-    """
-    file = directory / _KIND
-    if file.exists() and (before := json.loads(file.read_text("utf-8"))) != kind:
-        told, asked = (", ".join(f"{name} {value}" for name, value in each.items()) for each in (before, kind))
-        raise BenchmarkError(f"{directory} has a measurement of {told}, not of {asked}: give another --state")
-    write_whole(file, json.dumps(kind) + "\n")
 
 
 def require_gpu(shrink: int) -> None:

@@ -18,10 +18,6 @@ SECONDS = (20.0, 60.0)
 ENOUGH_SIZES = 3
 """Number of sizes that should reach the target."""
 
-_EASES = 2
-"""Maximum number of changes to the difficulty of a task."""
-
-_HARDER, _EASIER = 0.6, 1.6
 _LONGEST_RUN = 4.0
 """Limit of the seconds of a run at the slowest calibrated size, as a multiple of the upper limit in `seconds`."""
 
@@ -36,14 +32,12 @@ class Target:
     Attributes:
         metric: Value of the metric at which a run ends with success.
         max_epochs: Maximum of epochs of a run.
-        ease: See `Task`.
         reached_s: Seconds of training until the target, by size; sizes that missed it are absent.
         problem: Requirement that the target does not meet, or "".
     """
 
     metric: float
     max_epochs: int
-    ease: float
     reached_s: dict[int, float]
     problem: str = ""
 
@@ -56,27 +50,25 @@ def next_step(task: Task, records: Sequence[Record], seconds: tuple[float, float
         records: Records of this task's calibration trainings.
         seconds: Least and most seconds of training that the default size should need to reach the target.
     """
-    ease = _ease(task, records, seconds)
-    tried = Counter(record["batch_size"] for record in records if record["number"] == ease[0])
+    tried = Counter(record["batch_size"] for record in records)
     broken = Counter(record["batch_size"] for record in records if record["state"] == BROKEN)
-    of_ease = {size for size in tried if broken[size] == 0 or tried[size] > broken[size] or broken[size] >= MAX_BROKEN}
+    done = {size for size in tried if tried[size] > broken[size] or broken[size] >= MAX_BROKEN}
     sizes = [task.default_batch_size, task.batch_sizes[0], task.batch_sizes[-1]]
-    if all(size in of_ease for size in sizes) and len(target(task, records, seconds).reached_s) < ENOUGH_SIZES:
+    if all(size in done for size in sizes) and len(target(task, records, seconds).reached_s) < ENOUGH_SIZES:
         sizes += [size for each in _NEIGHBOURS if (size := round(each * task.default_batch_size)) in task.batch_sizes]
-    missing = [size for size in sizes if size not in of_ease]
-    if not missing or (len(of_ease) > ENOUGH_SIZES and len(target(task, records, seconds).reached_s) >= ENOUGH_SIZES):
+    missing = [size for size in sizes if size not in done]
+    if not missing or (len(done) > ENOUGH_SIZES and len(target(task, records, seconds).reached_s) >= ENOUGH_SIZES):
         return None
     size = missing[0]
-    eased = replace(task, ease=ease[1])
     order = order_of(
-        eased,
+        task,
         job_id=f"{task.name}-calibrate",
-        seed=7 + 10 * ease[0],
+        seed=7,
         batch_size=size,
         with_callback=False,
         seconds=seconds[1],
     )
-    return Step("calibrate", task.name, 0, ease[0], str(size), order)
+    return Step("calibrate", task.name, 0, 0, str(size), order)
 
 
 def target(task: Task, records: Sequence[Record], seconds: tuple[float, float]) -> Target:
@@ -87,15 +79,10 @@ def target(task: Task, records: Sequence[Record], seconds: tuple[float, float]) 
     is considered. The target is the first fitting candidate that `ENOUGH_SIZES` sizes reach in the calibration. If no
     fitting candidate is reached by enough sizes, the target is the first that the largest number of sizes reaches.
     """
-    number, ease = _ease(task, records, seconds)
-    curves = {
-        record["batch_size"]: _rising(task, record["curve"])
-        for record in records
-        if record["number"] == number and record["curve"]
-    }
+    curves = {record["batch_size"]: _rising(task, record["curve"]) for record in records if record["curve"]}
     default = curves.get(task.default_batch_size, [])
     if len(default) < 2:
-        return Target(task.target, task.max_epochs, ease, {}, "the default size has trained fewer than two epochs")
+        return Target(task.target, task.max_epochs, {}, "the default size has trained fewer than two epochs")
     found: list[tuple[bool, int, float, dict[int, float]]] = []
     for (_, before), (at_s, after) in pairwise(default):
         if after > before:
@@ -105,7 +92,7 @@ def target(task: Task, records: Sequence[Record], seconds: tuple[float, float]) 
             }
             found.append((seconds[0] <= at_s <= 1.2 * seconds[1], len(reached_s), value, reached_s))
     if not found:
-        return Target(task.target, task.max_epochs, ease, {}, "the metric does not improve at the default size")
+        return Target(task.target, task.max_epochs, {}, "the metric does not improve at the default size")
     fitting = [each for each in found if each[0]] or found[-1:]
     most = max(each[1] for each in fitting)
     is_in_time, count, value, reached_s = next(each for each in fitting if each[1] >= min(most, ENOUGH_SIZES))
@@ -116,38 +103,12 @@ def target(task: Task, records: Sequence[Record], seconds: tuple[float, float]) 
     slowest_s = max(curve[-1][0] / len(curve) for curve in curves.values())
     max_epochs = max(epochs + 2, min(3 * epochs, int(_LONGEST_RUN * seconds[1] / slowest_s)))
     metric = value if task.higher_is_better else -value
-    return Target(float(f"{metric:.3g}"), max_epochs, ease, reached_s, "; ".join(problems))
+    return Target(float(f"{metric:.3g}"), max_epochs, reached_s, "; ".join(problems))
 
 
 def calibrated(task: Task, found: Target) -> Task:
     """Return the task with its calibrated target."""
-    return replace(task, target=found.metric, max_epochs=found.max_epochs, ease=found.ease)
-
-
-def _ease(task: Task, records: Sequence[Record], seconds: tuple[float, float]) -> tuple[int, float]:
-    """Return the number of changes to the difficulty so far, and the resulting ease of the task.
-
-    If the training at the default size ends before `seconds[0]`, the task becomes harder. If the metric stays below
-    half of `task.target`, the task becomes easier. A task with a loss as its metric is unchanged.
-    """
-    number, ease = 0, task.ease
-    while task.higher_is_better and number < _EASES:
-        tried = [
-            record
-            for record in records
-            if (record["number"], record["batch_size"]) == (number, task.default_batch_size) and record["curve"]
-        ]
-        if not tried:
-            break
-        curve = _rising(task, tried[0]["curve"])
-        if curve[-1][1] < task.target / 2:
-            ease *= _EASIER
-        elif task.shrink == 1 and curve[-1][0] < seconds[0]:  # shrinking already changes the difficulty
-            ease *= _HARDER
-        else:
-            break
-        number += 1
-    return number, ease
+    return replace(task, target=found.metric, max_epochs=found.max_epochs)
 
 
 def _rising(task: Task, curve: Sequence[Sequence[float]]) -> list[tuple[float, float]]:

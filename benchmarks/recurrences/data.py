@@ -21,6 +21,7 @@ _TOPICS = 3
 _VOCABULARY = 800
 _UNKNOWN = 1
 _STRETCH = 4 * BLOCK
+_CHAINS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,25 +110,26 @@ def images(seed: int, *, pixels: int, samples: int, contrast: float, classes: in
     return _tail_validates(noisy, labels, classes=classes)
 
 
-def sentences(seed: int, *, samples: int, length: int, vocabulary: int, classes: int = 4) -> Data:
-    """Return generated text, shape (n, length): words from a Markov chain that depends on the class.
+def sentences(seed: int, *, samples: int, length: int, vocabulary: int) -> Data:
+    """Return generated text, shape (n, length), made of words from four Markov chains; the targets equal the inputs.
 
     Each word has eight possible successors with unequal odds, so that a language model can learn to predict them.
     """
     rng = np.random.default_rng(0)
-    followers = rng.integers(2, vocabulary, (classes, vocabulary, 8))
+    followers = rng.integers(2, vocabulary, (_CHAINS, vocabulary, 8))
     odds = np.cumsum([0.6, 0.2, 0.1, 0.04, 0.02, 0.02, 0.01, 0.01])
     rng = np.random.default_rng(seed)
-    labels = rng.integers(0, classes, samples)
+    chains = rng.integers(0, _CHAINS, samples)
     words = np.empty((samples, length), dtype=np.int64)
     words[:, 0] = rng.integers(2, vocabulary, samples)
     for place in range(1, length):
         choice = np.minimum(np.searchsorted(odds, rng.random(samples)), 7)
-        words[:, place] = followers[labels, words[:, place - 1], choice]
-    return _tail_validates(torch.from_numpy(words), torch.from_numpy(labels), classes=classes, vocabulary=vocabulary)
+        words[:, place] = followers[chains, words[:, place - 1], choice]
+    texts = torch.from_numpy(words)
+    return _tail_validates(texts, texts, vocabulary=vocabulary)
 
 
-def _tail_validates(inputs: Tensor, targets: Tensor, *, classes: int, vocabulary: int = 0) -> Data:
+def _tail_validates(inputs: Tensor, targets: Tensor, *, classes: int = 0, vocabulary: int = 0) -> Data:
     """Split off the last tenth for validation, which is a random choice because generated samples have no order."""
     first = len(inputs) - len(inputs) // 10
     return Data((inputs[:first], targets[:first]), (inputs[first:], targets[first:]), classes, vocabulary)

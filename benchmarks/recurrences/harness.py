@@ -165,67 +165,28 @@ def is_done(step: Step, tried: Sequence[Record]) -> bool:
     return len(tried) >= MAX_TRIES or any(record["reached"] or record["state"] == REFUSED for record in tried)
 
 
-class Piece:
-    """The time limit of one call of a measurement; one training always begins, so that each call makes progress.
-
-    Args:
-        minutes: Length of the call; None: no limit.
-    """
-
-    def __init__(self, minutes: float | None) -> None:
-        self._end_s = None if minutes is None else time.monotonic() + 60 * minutes
-        self._is_empty = True
-
-    def may_begin(self, expected_s: float) -> bool:
-        """Return True if a training of `expected_s` seconds would end in time or is the first; the caller begins it."""
-        allowed = self._end_s is None or self._is_empty or time.monotonic() + expected_s <= self._end_s
-        self._is_empty = self._is_empty and not allowed
-        return allowed
-
-
-def measure(steps: Sequence[Step], state: State, *, minutes: float | None, say: Callable[[str], None]) -> int:
-    """Run the steps that are not done yet, within `minutes`.
-
-    The harness expects a training to take as long as the longest earlier training of its task, and begins it only if
-    it would end in time. The first training begins in any case.
-
-    Args:
-        steps: The steps.
-        state: Records to which the trainings are added.
-        minutes: Length of the call; None: until all steps are done.
-        say: Function that receives a line for each step.
-
-    Returns:
-        The number of steps that are left.
+def measure(steps: Sequence[Step], state: State, *, say: Callable[[str], None]) -> None:
+    """Run the steps that are not done yet, and call `say` with a line for each step.
 
     Raises:
         BenchmarkError: The server did not start, or a training broke.
     """
-    piece = Piece(minutes)
     left = [step for step in steps if not is_done(step, state.of(step.key))]
     say(f"{len(steps) - len(left)} of {len(steps)} steps are done")
     if not left:
-        return 0
+        return
     with served(state.directory) as url:
         with BsoClient(url) as client:
             withdraw_unfinished(client)
         trainings = Trainings(state, url)
-        while left and piece.may_begin(longest_s(state, left[0].task)):
-            step = left[0]
-            trainings.attempt(step)
-            if not is_done(step, tried := state.of(step.key)):
-                continue
-            del left[0]
+        for number, step in enumerate(left, start=len(steps) - len(left) + 1):
+            while not is_done(step, state.of(step.key)):
+                trainings.attempt(step)
+            last = state.of(step.key)[-1]
             say(
-                f"{len(steps) - len(left)} of {len(steps)}: {step.key}: size {tried[-1]['batch_size']}, "
-                f"{tried[-1]['state']}, {tried[-1]['cost_j']:.0f} J, load {tried[-1]['load_1']:.1f}"
+                f"{number} of {len(steps)}: {step.key}: size {last['batch_size']}, {last['state']}, "
+                f"{last['cost_j']:.0f} J, load {last['load_1']:.1f}"
             )
-    return len(left)
-
-
-def longest_s(state: State, task: str) -> float:
-    """Return the seconds of the longest training of a task so far, or 0 before the first."""
-    return max((record["process_s"] for record in state.records if record["task"] == task), default=0.0)
 
 
 @contextmanager
@@ -233,7 +194,7 @@ def served(directory: Path) -> Iterator[str]:
     """Run a server on the database in `directory` until the context exits; yield the server's URL."""
     database_url = f"sqlite:///{directory.resolve() / DATABASE}"
     # If the harness is killed, `following` ends the server, which would otherwise still write into the database.
-    with serving_bso("bso-server", database_url, directory, launcher=("benchmarks.recurrences.following",)) as target:
+    with serving_bso(database_url, directory, launcher=("benchmarks.recurrences.following",)) as target:
         yield f"http://{target.host}:{target.port}"
 
 

@@ -15,7 +15,7 @@ import tarfile
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -35,7 +35,7 @@ from benchmarks.recurrences.harness import (
     withdraw_unfinished,
     write_whole,
 )
-from benchmarks.recurrences.plan import Extent, Step, order_of, steps
+from benchmarks.recurrences.plan import Extent, Step, steps
 from benchmarks.recurrences.tasks import GPU, HOUR_CONTENDERS, HOUR_TASKS, Task, tasks_for
 from benchmarks.reports import Record
 from zeus_plugins.client.http import BsoClient
@@ -65,7 +65,6 @@ PACK_S = 20.0
 
 RECURRENCES = 12
 REPEATS = 3
-WINDOWS = 10
 
 _CHECK_LIMIT_S = 240.0
 _PACKED = (RECORDS, GPU_CHECK, MACHINE, TARGETS, LOG)
@@ -172,7 +171,7 @@ class Hour:
             reached = ", ".join(f"{size} after {at_s:.1f} s" for size, at_s in sorted(each.reached_s.items()))
             problem = f" BUT {each.problem}" if each.problem else ""
             self.say(
-                f"target of {name}: {each.metric:g} within {each.max_epochs} epochs (ease {each.ease:g}); "
+                f"target of {name}: {each.metric:g} within {each.max_epochs} epochs; "
                 f"reached by {reached or 'no size'}{problem}"
             )
 
@@ -216,13 +215,13 @@ class Hour:
 def hour_steps(tasks: Sequence[Task], recurrences: int = RECURRENCES, repeats: int = REPEATS) -> list[Step]:
     """Return the steps after the calibration, ordered so that the results are useful even if the hour ends early.
 
-    Windows with and without synchronising the GPU come first. Then each task has a job of `recurrences` recurrences.
-    After every fourth recurrence follow a run of each size and a pair of trainings with and without the callback, up
-    to `repeats` times. A second job of each task comes last, with recurrences only.
+    Each task has a job of `recurrences` recurrences. After every fourth recurrence follow a run of each size and a
+    pair of trainings with and without the callback, up to `repeats` times. A second job of each task comes last, with
+    recurrences only.
     """
     first = Extent(seeds=1, recurrences=recurrences, repeats=repeats, pairs=repeats, contenders=HOUR_CONTENDERS)
     second = replace(first, first_seed=1, repeats=0, pairs=0)
-    planned = [*_synchronising(tasks), *steps(tasks, first), *steps(tasks, second)]
+    planned = [*steps(tasks, first), *steps(tasks, second)]
     return sorted(planned, key=lambda step: (step.seed, _place(step)))
 
 
@@ -271,28 +270,11 @@ def _back_up(database: Path, copy: Path) -> None:
         destination.close()
 
 
-def _synchronising(tasks: Sequence[Task]) -> Iterator[Step]:
-    for task in tasks:
-        if task.framework == "lightning":
-            order = order_of(
-                task,
-                job_id=f"{task.name}-windows",
-                seed=3,
-                batch_size=task.default_batch_size,
-                with_callback=False,
-                windows=WINDOWS,
-            )
-            yield Step("synchronise", task.name, 0, 0, "both", order)
-
-
 def _place(step: Step) -> float:
     """Return the position of a step among the steps of its seed, counted in recurrences."""
-    places: dict[str, Callable[[], float]] = {
-        "recurrence": lambda: step.number,
-        "size": lambda: 4 * step.number + 3.3,
-        "overhead": lambda: 4 * step.number + 3.6,
-    }
-    return places.get(step.stage, lambda: -1.0)()
+    if step.stage == "recurrence":
+        return step.number
+    return 4 * step.number + (3.3 if step.stage == "size" else 3.6)
 
 
 def _told(record: Record) -> str:

@@ -130,14 +130,9 @@ def _making(run: Run) -> tuple[data.Data, PreTrainedModel, float]:
         return excerpts, _bert(excerpts, width=32, layers=1, heads=2, length=data.BLOCK), 0.001
     width, layers, heads = max(48, 768 // shrink**2 // 12 * 12), max(1, 12 // shrink**2), 12
     samples, vocabulary = max(2_200 // shrink**2, 400), max(100, _VOCABULARY // shrink)
-    if run.task.name == "bert-base":
-        texts = data.sentences(seed, samples=samples, length=max(32, 64 // shrink), vocabulary=vocabulary)
-        return texts, _bert(texts, width=width, layers=layers, heads=heads, length=512), 0.0001 * shrink**1.5
     texts = data.sentences(seed, samples=samples, length=max(16, 512 // shrink**2), vocabulary=vocabulary)
     # The labels of a language model are its inputs; the model shifts the labels by one word itself.
-    train, validation = texts.train[0], texts.validation[0]
-    words = data.Data((train, train), (validation, validation), vocabulary=texts.vocabulary)
-    return words, _gpt2(words.vocabulary, width=width, layers=layers, heads=heads, length=1024), 0.0003 * shrink
+    return texts, _gpt2(texts.vocabulary, width=width, layers=layers, heads=heads, length=1024), 0.0003 * shrink
 
 
 def _gpt2(vocabulary: int, *, width: int, layers: int, heads: int, length: int) -> GPT2LMHeadModel:

@@ -186,7 +186,7 @@ def making(run: Run) -> tuple[data.Data, nn.Module, str, float]:
         order.seed,
         pixels=max(16, pixels // shrink),
         samples=max(5_000 // shrink**2, 400),
-        contrast=min(100.0, _CONTRASTS[run.task.name] * run.task.ease * shrink**2),
+        contrast=min(100.0, _CONTRASTS[run.task.name] * shrink**2),
         device="cuda" if torch.cuda.is_available() else "cpu",
     )
     residual = _resnet(depth, classes=pictures.classes, width=max(8, 64 // shrink), shrink=shrink)

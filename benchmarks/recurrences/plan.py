@@ -11,7 +11,7 @@ from benchmarks.recurrences.tasks import CONTENDERS, DEFAULT, Task
 
 T = TypeVar("T")
 
-Stage = Literal["recurrence", "size", "overhead", "calibrate", "synchronise"]
+Stage = Literal["recurrence", "size", "overhead", "calibrate"]
 
 OVERHEAD_EPOCHS = 3
 
@@ -25,7 +25,7 @@ class Extent:
         recurrences: Recurrences of each job.
         repeats: Runs of each size, for each seed; they show which size was best in hindsight.
         pairs: Pairs of trainings, with and without the callback, for each seed.
-        first_seed: Number of the first seed; machines that share a measurement take different seeds.
+        first_seed: Number of the first seed.
         contenders: Policies, and the default size, that train in turn in each recurrence.
     """
 
@@ -37,9 +37,6 @@ class Extent:
     contenders: tuple[str, ...] = CONTENDERS
 
 
-ON_GPU = Extent(seeds=1, recurrences=5, repeats=1, pairs=1)
-"""The default extent on a GPU: about 30 minutes of an H200 by the estimate in docs/proof.md."""
-
 QUICK = Extent(seeds=1, recurrences=3, repeats=1, pairs=1)
 """The smallest extent, to show that everything works; its few trainings say little about the policies."""
 
@@ -50,8 +47,7 @@ class Step:
 
     Attributes:
         stage: ``recurrence``: one recurrence of a job; ``size``: a run of one size; ``overhead``: a training with or
-            without the callback; ``calibrate``: a run of one size without the callback; ``synchronise``: windows with
-            and without synchronising the GPU.
+            without the callback; ``calibrate``: a run of one size without the callback.
         task: Name of the task.
         seed: Number of the job among the jobs of the task and contender.
         number: Number, from 0, of the recurrence, repeat or pair within this seed.
@@ -92,14 +88,13 @@ def steps(tasks: Sequence[Task], extent: Extent) -> Iterator[Step]:
 
 
 def order_of(task: Task, job_id: str, seed: int, **fields: Any) -> Order:
-    """Return the order for one training of `task`, with the task's target, `max_epochs`, `ease` and `shrink`."""
+    """Return the order for one training of `task`, with the task's target, `max_epochs` and `shrink`."""
     return Order(
         task=task.name,
         job_id=job_id,
         seed=seed,
         target=task.target,
         max_epochs=task.max_epochs,
-        ease=task.ease,
         shrink=task.shrink,
         **fields,
     )

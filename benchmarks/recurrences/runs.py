@@ -39,9 +39,7 @@ class Order:
         shrink: See `Task`.
         target: Target in place of the task's; None: the task's.
         max_epochs: Limit in place of the task's; None: the task's.
-        ease: See `Task`.
         seconds: Length of a calibration training, which keeps the metric of each epoch; None: no calibration.
-        windows: Pairs of windows to measure, with and without synchronising the GPU; 0: train instead.
     """
 
     task: str
@@ -56,9 +54,7 @@ class Order:
     shrink: int = 1
     target: float | None = None
     max_epochs: int | None = None
-    ease: float = 1.0
     seconds: float | None = None
-    windows: int = 0
 
     def to_json(self) -> str:
         """Return one line of JSON."""
@@ -69,7 +65,7 @@ class Order:
         """The task, with the changes of this order."""
         (task,) = tasks_for(TASKS[self.task].device, [self.task], shrink=self.shrink)
         target = task.target if self.target is None else self.target
-        return replace(task, target=target, max_epochs=self.max_epochs or task.max_epochs, ease=self.ease)
+        return replace(task, target=target, max_epochs=self.max_epochs or task.max_epochs)
 
     def spec(self) -> JobSpec:
         """Return the job for the callback; if `epochs` is given, an unreachable target keeps runs from ending early."""
@@ -178,7 +174,6 @@ class Outcome:
         peak_w: In a calibration, highest power reading of the training, watts.
         limit_w: In a calibration, the GPU's power limit, watts.
         memory_gib: In a calibration, the most memory that PyTorch allocated on the GPU, GiB.
-        windows: For each window: whether it waited for the GPU, its joules, and its seconds.
     """
 
     batch_size: int
@@ -201,7 +196,6 @@ class Outcome:
     peak_w: float | None = None
     limit_w: float | None = None
     memory_gib: float | None = None
-    windows: Sequence[tuple[bool, float, float]] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Return the outcome as a dictionary for JSON."""

@@ -24,13 +24,13 @@ from typing import Any
 import torch
 from lightning.pytorch import seed_everything
 
-from benchmarks.recurrences import huggingface_tasks, lightning_tasks, synchronising
+from benchmarks.recurrences import huggingface_tasks, lightning_tasks
 from benchmarks.recurrences.following import end_with_parent
 from benchmarks.recurrences.runs import FAILED_STATUS, OUT_OF_MEMORY, Curve, Order, Outcome, Run
 from benchmarks.recurrences.tasks import GPU, REFUSED, SIMULATED, Device, Task
 from zeus_plugins.energy import EnergyMonitor, EstimateMonitor, auto
 from zeus_plugins.energy.monitor import DEFAULT_ESTIMATED_POWER_W, stated_power_w
-from zeus_plugins.energy.nvml import POWER_INSTANT, open_gpus
+from zeus_plugins.energy.nvml import open_gpus
 from zeus_plugins.energy.processes import synchronize
 from zeus_plugins.errors import ZeusBSORuntimeError
 from zeus_plugins.power_limit import find_devices
@@ -95,11 +95,8 @@ def trained(order: Order, server_url: str, monitor: EnergyMonitor) -> Outcome:
         wall_s, cpu_s = time.perf_counter(), time.process_time()
         monitor.begin_window(_WHOLE)
         try:
-            if order.windows:
-                calibration["windows"] = synchronising.windows(run)
-            else:
-                with _watched(curve, calibration):
-                    trial = _FRAMEWORKS[task.framework](run)
+            with _watched(curve, calibration):
+                trial = _FRAMEWORKS[task.framework](run)
         except torch.OutOfMemoryError:
             state = OUT_OF_MEMORY
         except ZeusBSORuntimeError as error:
@@ -158,7 +155,7 @@ def _watched(curve: Curve | None, found: dict[str, Any]) -> Iterator[None]:
 
     def read() -> None:
         while not done.wait(_READ_S):
-            readings_w.append(gpu.power_in(field=POWER_INSTANT) or gpu.power_w())
+            readings_w.append(gpu.instant_power_w())
 
     thread = threading.Thread(target=read, name="power-readings", daemon=True)
     thread.start()

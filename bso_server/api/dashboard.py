@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gzip
 import logging
-import math
 import re
 from collections.abc import Callable
 from datetime import UTC, datetime
@@ -63,10 +62,6 @@ _Beside = Annotated[
     str | None,
     QueryParameter(name="beside", pattern=r"^ *([0-9]{1,9}( *, *[0-9]{1,9}){0,7})? *(?!\n)$", max_length=200),
 ]
-_Eta = Annotated[float | None, QueryParameter(name="eta", ge=0, le=1)]
-# Empty means no β, and zero is not allowed. Pages show a job's β with up to twelve digits.
-_Beta = Annotated[str | None, QueryParameter(name="beta", pattern=r"^((?=.*[1-9])[0-9]{1,12}(\.[0-9]{0,12})?)?(?!\n)$")]
-
 # Maximum bytes of the login form, which clients without a token may send.
 _MAX_LOGIN_BYTES = 4096
 
@@ -120,13 +115,13 @@ async def trial(
     return await _Tag(request).shown(source, source.pages.trial, name, trial_number, beside=others)
 
 
-@get(["/jobs/{name:str}/whatif", "/jobs/{name:str}/whatif.json"], opt=PAGE)
-async def job_if(
-    request: AnyRequest, name: _NAME, source: Source, eta: _Eta = None, beta: _Beta = None
-) -> Response[bytes]:
-    """Show a job under another η and β."""
-    bound = None if beta is None else float(beta or math.inf)
-    return await _Tag(request).shown(source, source.pages.what_if, name, eta, bound)
+@get(["/jobs/{name:str}/whatif", "/jobs/{name:str}/whatif.json"], opt=PAGE, include_in_schema=False)
+async def what_if(name: _NAME) -> Response[bytes]:
+    """Name the command that replaces a removed page."""
+    raise HTTPException(
+        f"this page was removed; this command replays the job: bso-server simulate --job {name} --eta 0.9",
+        status_code=HTTPStatus.GONE,
+    )
 
 
 @get("/jobs/{name:str}/report.html", opt=PAGE)
@@ -358,7 +353,7 @@ PAGES = Router(
     route_handlers=[
         jobs,
         job,
-        job_if,
+        what_if,
         report,
         fleet_report,
         trial,

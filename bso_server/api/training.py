@@ -1,4 +1,4 @@
-"""Routes for trainings: Zeus 0.16's, with its statuses, and heartbeats, offline trials, power limits and probes."""
+"""Routes for trainings: Zeus 0.16's, with its statuses, and heartbeats, offline trials and power limits."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from http import HTTPStatus
 from typing import Annotated
 
 from litestar import Response, delete, get, patch, post, put
+from litestar.exceptions import NotFoundException
 from litestar.openapi.datastructures import ResponseSpec
 from litestar.params import HeaderParameter, JSONBody
 
@@ -25,7 +26,6 @@ from zeus_plugins.protocol import (
     TrialDispatch,
     TrialEnd,
     TrialPowerProfile,
-    TrialProbe,
 )
 
 _IDEMPOTENCY_KEY = HeaderParameter(
@@ -108,10 +108,10 @@ async def receive_power_profile(data: JSONBody[TrialPowerProfile], service: Serv
     await service.transact(service.commands.store_power_profile, data, caller=request.user)
 
 
-@put(Paths.PROBE, summary="Store a trial's probe", opt=_TRAINING, responses=_ERRORS_OF_TRIAL)
-async def receive_probe(data: JSONBody[TrialProbe], service: Service, request: CallerRequest) -> None:
-    """Store what a trial's timed passes say about the job's batch sizes. Later decisions count on it."""
-    await service.transact(service.commands.store_probe, data, caller=request.user)
+@put("/trials/probe", opt=_TRAINING, include_in_schema=False)
+async def refuse_probe() -> None:
+    """Tell a client of an earlier version that its server no longer takes probes; the client goes on without one."""
+    raise NotFoundException("probes of batch sizes were removed: update zeus-plugins where the training runs")
 
 
 @delete(

@@ -7,7 +7,7 @@ import asyncio
 import os
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from datetime import datetime, timedelta
-from typing import Any, Literal, TypeAlias, TypeVar
+from typing import Any, Literal, NoReturn, TypeAlias, TypeVar
 
 from pydantic import ValidationError
 
@@ -33,6 +33,24 @@ Item = TypeVar("Item")
 
 class CommandError(Exception):
     """The command cannot do its work; the message says why."""
+
+
+class RemovedOption(argparse.Action):
+    """Option of an earlier version: not in the help, and an error that names what to do `instead`."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, instead: str) -> None:
+        super().__init__(option_strings, dest, nargs="?", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+        self._instead = instead
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,  # noqa: ARG002 - the signature is argparse's
+        values: Any,  # noqa: ARG002 - the signature is argparse's
+        option_string: str | None = None,
+    ) -> NoReturn:
+        """End the command with the error."""
+        parser.error(f"{option_string} was removed: {self._instead}")
 
 
 def add_command(

@@ -510,9 +510,6 @@ def job_text(view: JobView, *, verbose: bool = False) -> str:
         f"EXPECTED COST J{mark}": lambda arm: arm.expected_cost_j,
         "90 % BAND J": lambda arm: _band(arm.expected_low_j, arm.expected_high_j),
     }
-    if view.probe is not None:
-        arms["PROBED EPOCH J"] = lambda arm: arm.probed_cost_j
-        head += f"\nprobe: {view.probe.in_words}"
     if view.job.warm_in_force is not None:
         head += f"\n{printable(f'warm start: {view.job.warm_in_force.in_words}')}"
     trials: dict[str, Callable[[TrialView], object]] = {
@@ -589,8 +586,6 @@ def explanation_text(view: Explanation) -> str:
     header = ["BATCH SIZE", "EXPECTED COST J", "90 % BAND J", "CHANCE TO BE BEST"]
     header += ["WORTH OF A TRY", "ITS LOSS", "STOP AFTER EPOCHS"] if candidates else []
     told = [head, sentence, table([*header, ""], rows)]
-    if view.probe is not None:
-        told.append(f"Probe: {view.probe.in_words}.")
     if view.warm is not None:
         told.append(printable(f"Warm start: {view.warm.in_words}."))
     if candidates:

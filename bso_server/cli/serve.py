@@ -8,8 +8,12 @@ import gc
 import logging.config
 import multiprocessing
 import os
+import shutil
 import signal
+import tempfile
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
@@ -20,8 +24,8 @@ from bso_server.api.auth import with_peer
 from bso_server.app import create_app, prepare
 from bso_server.cli.common import Commands, add_command, given, settings_of, with_store
 from bso_server.connections import KEEP_ALIVE_S, MOST_HEAD_BYTES, connections_allowed
-from bso_server.metrics.logs import JsonFormatter, TextFormatter
-from bso_server.metrics.watch import counted_together, require_tracing
+from bso_server.metrics import DIRECTORY_VARIABLE
+from bso_server.metrics.requests import JsonFormatter, TextFormatter
 from bso_server.settings import file_variable_of, variable_of
 
 logger = logging.getLogger("bso_server")
@@ -57,9 +61,6 @@ def _serve(options: argparse.Namespace) -> None:
     settings = settings_of(options)
     log_config = _log_config(settings.log_level, settings.log_format)
     logging.config.dictConfig(log_config)
-    # Fail here once, not in each worker process.
-    if settings.tracing:
-        require_tracing()
     with_store(options, lambda store: prepare(store, migrate=options.migrate), schema="any")
     # Each worker process builds its own application from the environment that it inherits.
     for name, value in given(options).items():
@@ -68,7 +69,7 @@ def _serve(options: argparse.Namespace) -> None:
     host = f"[{settings.server_host}]" if ":" in settings.server_host else settings.server_host
     logger.info("dashboard: http://%s:%d/ui/", host, settings.server_port)
     _, files_left = connections_allowed()
-    with counted_together(options.workers):
+    with _counted_together(options.workers):
         uvicorn.run(
             "bso_server.cli.serve:application",
             factory=True,
@@ -90,6 +91,22 @@ def _serve(options: argparse.Namespace) -> None:
             # `application` reads the proxy's headers itself, so that the server also sees the proxy's own address.
             proxy_headers=False,
         )
+
+
+@contextmanager
+def _counted_together(processes: int) -> Iterator[None]:
+    """Make the processes that the block starts share their counts; raise `OSError` without room for temporary files."""
+    # An inherited directory would contain the counts of an earlier start.
+    os.environ.pop(DIRECTORY_VARIABLE, None)
+    if processes == 1:
+        yield
+        return
+    directory = tempfile.mkdtemp(prefix=f"zeus-bso-metrics-{os.getpid()}-")
+    os.environ[DIRECTORY_VARIABLE] = directory
+    try:
+        yield
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
 
 
 def _log_config(level: str, log_format: str) -> dict[str, Any]:

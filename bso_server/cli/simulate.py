@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from bso_server.cli.common import CommandError, Commands, add_source, table
+from bso_server.cli.common import CommandError, Commands, RemovedOption, add_source, table
 from bso_server.cli.jobs import read_job
 from bso_server.core.job import replay
 from bso_server.core.policy import find, learned_by
@@ -85,17 +85,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="number of recurrences under way at a time (default 1)",
     )
     parser.add_argument(
-        "--probe",
-        action="store_true",
-        help="the first run probes the sizes: costs to 10 %%, critical batch size to a factor of 3",
-    )
-    parser.add_argument(
-        "--first-run",
-        choices=["default", "predicted"],
-        default="default",
-        help="the first run is at the default, or with --probe at the size predicted by the probe (default: default)",
-    )
-    parser.add_argument(
         "--warm-start",
         type=Path,
         metavar="FILE",
@@ -105,6 +94,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--price", type=at_least_0, metavar="PRICE", help="price of a kWh in any currency; adds the price of the energy"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results as JSON")
+    instead = "the first run takes the default size, or after --warm-start the best size of the other job"
+    parser.add_argument("--probe", "--first-run", action=RemovedOption, instead=instead)
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,9 +163,7 @@ def policies_of(options: argparse.Namespace) -> list[str]:
 
 
 def settings_of(options: argparse.Namespace, subject: Subject) -> list[Setting]:
-    """Return a setting for each selected η; raise `CommandError` if options contradict each other."""
-    if options.first_run == "predicted" and not options.probe:
-        raise CommandError("--first-run predicted predicts from a probe: give --probe, too")
+    """Return a setting for each selected η."""
     return [
         Setting(
             recurrences=options.recurrences,
@@ -183,8 +172,6 @@ def settings_of(options: argparse.Namespace, subject: Subject) -> list[Setting]:
             beta=subject.beta if options.beta == "" else options.beta,
             optimal_power_limits=options.power_limit == "optimal",
             concurrency=options.concurrency,
-            probe=options.probe,
-            first_run=options.first_run,
             warm=options.warm_start is not None,
         )
         for eta in dict.fromkeys(options.eta or [subject.eta])

@@ -53,7 +53,6 @@ from zeus_plugins.protocol import (
     Ending,
     EndReason,
     Origin,
-    Probe,
     StopRule,
     TrialState,
     Verdict,
@@ -133,8 +132,7 @@ class JobState:
     """State of a job, without its trials and arms; `cheapest`, `bandit_entered_at` and `survivors` as in `History`.
 
     `event_count` is the job's logical clock, and `trial_count` the number of dispatched trials. The arms include the
-    ends of trials up to the event `folded_event`. `revised_event` is the event of the latest revision, or 0. `probe` is
-    the latest probe, perhaps measured on other GPUs.
+    ends of trials up to the event `folded_event`. `revised_event` is the event of the latest revision, or 0.
     """
 
     registration: CreatedJob
@@ -145,7 +143,6 @@ class JobState:
     folded_event: int = 0
     survivors: tuple[int, ...] | None = None
     revised_event: int = 0
-    probe: Probe | None = None
 
     @property
     def job_id(self) -> str:
@@ -172,11 +169,6 @@ class JobState:
         )
 
     @property
-    def present_probe(self) -> Probe | None:
-        """The probe on the job's present GPUs, or None."""
-        return self.probe if self.probe is not None and self.probe.gpus == self.registration.gpus else None
-
-    @property
     def needs_explorations(self) -> bool:
         """True in the pruning stage, whose decisions need the record of each exploration."""
         return self.survivors is None and policy.find(self.registration.policy).prunes
@@ -200,7 +192,6 @@ class JobState:
             self.survivors,
             tuple(each for each in in_flight if each.batch_size in sizes and each.origin is not Origin.FINISH),
             memory,
-            self.present_probe,
         )
 
     def _has_cut_short(self, trial: TrialRecord) -> bool:
@@ -605,10 +596,6 @@ class InMemoryJob:
         self._arms[trial.batch_size] = self._arms[trial.batch_size].after_dispatch()
         self._keep(trial)
         return trial
-
-    def keep_probe(self, probe: Probe) -> None:
-        """Keep the probe of a trial for the next decisions."""
-        self.state = replace(self.state, probe=probe)
 
     def stop_rule(self, trial_number: int) -> StopRule:
         """Return the current stop rule of a trial in flight."""

@@ -23,7 +23,6 @@ from zeus_plugins.protocol import (
     Finite,
     NonNegativeFinite,
     Origin,
-    Probe,
     Stage,
     TrialState,
 )
@@ -475,7 +474,6 @@ class History:
             because an abandoned exploration that is revived must not undo the pruning.
         in_flight: Trials that are running or suspended, in order of dispatch, without those of `Origin.FINISH`.
         memory: Memory of the policy (`core.policy.Memory`), or None.
-        probe: Probe on the job's GPUs, or None.
     """
 
     job: CreatedJob
@@ -486,7 +484,6 @@ class History:
     survivors: tuple[int, ...] | None = None
     in_flight: tuple[TrialRecord, ...] = ()
     memory: Any = None
-    probe: Probe | None = None
 
     @property
     def stage(self) -> Stage:
@@ -500,14 +497,8 @@ class History:
 
     @cached_property
     def fitting_sizes(self) -> tuple[int, ...]:
-        """Batch sizes below the smallest that ran out of memory, in a run or in the probe, ascending.
-
-        Against the probe, a run that was measured to its end proves that its size and all smaller sizes fit.
-        """
+        """Batch sizes below the smallest that ran out of memory, ascending."""
         too_large = [size for size, arm in self.arms.items() if arm.infeasible is EndReason.OUT_OF_MEMORY]
-        if self.probe is not None and (probed := self.probe.out_of_memory) is not None:
-            fitting = [size for size, arm in self.arms.items() if arm.observed.count]
-            too_large.append(max([probed, *(size + 1 for size in fitting)]))
         return tuple(size for size in self.job.batch_sizes if not too_large or size < min(too_large))
 
     @cached_property

@@ -387,5 +387,8 @@ def bandit_entered_from_the_start(job: CreatedJob) -> int | None:
 def learned_by(history: History) -> WarmStart | None:
     """Return the warm start that a job with this history offers to a new job, or None."""
     memory = find(history.job.policy).memory
-    epochs = () if memory is None or memory.learned is None else memory.learned(history.memory, history.job)
-    return WarmStart(job_id=history.job.job_id, gpus=history.job.gpus, epochs=epochs) if epochs else None
+    job = history.job
+    epochs = () if memory is None or memory.learned is None else memory.learned(history.memory, job)
+    if not epochs:
+        return None
+    return WarmStart(job_id=job.job_id, gpus=job.gpus, epochs=epochs, best_batch_size=expectations(history).best)

@@ -59,10 +59,10 @@ _GROUP = (1, 2, 5, 10, 20, 50, 100, 200)
 disable_created_metrics()  # type: ignore[no-untyped-call]  # a function of the library without types
 
 
-class Instruments:
-    """Counts of this process, and of the other processes of its server."""
+class Metrics:
+    """All metrics of a server: its counts, and the totals of its database; see `DatabaseMetrics` for the arguments."""
 
-    def __init__(self) -> None:
+    def __init__(self, read: Callable[[], Awaitable[Mapping[str, JobTotals]]], named: str | None) -> None:
         registry = CollectorRegistry()
         counter, histogram = partial(Counter, registry=registry), partial(Histogram, registry=registry)
         self._requests = histogram(
@@ -84,13 +84,14 @@ class Instruments:
         self._ended = counter("zeus_bso_trials_ended", "Trials that have ended.", ("state",))
         self._abandoned = counter("zeus_bso_trials_abandoned", "Trials that were abandoned when their leases ended.")
         self._refused = counter("zeus_bso_auth_failures", "Requests that were turned away.", ("reason",))
-        self.totals_errors = counter("zeus_bso_totals_errors", "Failures to read the totals of the database.")
+        errors = counter("zeus_bso_totals_errors", "Failures to read the totals of the database.")
         self._begin_at_nothing()
         directory = os.environ.get(DIRECTORY_VARIABLE)
-        self.directory = None if directory is None else Path(directory)
-        self.collector: Collector = registry
+        shared = None if directory is None else Path(directory)
+        self._database = DatabaseMetrics(read, errors, named=named, directory=shared)
+        self._counts: Collector = registry
         if directory is not None:
-            self.collector = MultiProcessCollector(None, directory)  # type: ignore[no-untyped-call]  # likewise
+            self._counts = MultiProcessCollector(None, directory)  # type: ignore[no-untyped-call]  # likewise
 
     def _begin_at_nothing(self) -> None:
         """Create the series with known labels at 0, so that Prometheus sees their first increment."""
@@ -130,6 +131,23 @@ class Instruments:
                 self._ended.labels(state.value).inc()
             case CallerRefused(reason):
                 self._refused.labels(reason.value).inc()
+
+    async def exposition(self) -> bytes:
+        """Return the text of all metrics, in version 0.0.4 of Prometheus's format."""
+        await self._database.refresh()
+        view = version_view()
+        registry = CollectorRegistry()
+        Info("zeus_bso_build", "The running version.", registry=registry).info(
+            {"version": view.version, "schema": view.schema_revision, "python": platform.python_version()}
+        )
+        registry.register(self._counts)
+        registry.register(self._database)
+        # In a thread, because the files of many processes take several milliseconds to read.
+        return await asyncio.to_thread(generate_latest, registry)
+
+    async def close(self) -> None:
+        """Cancel the reading of totals."""
+        await self._database.close()
 
 
 PERIOD_S = 15.0
@@ -323,17 +341,3 @@ def samples_of(totals: Mapping[str, JobTotals], named: str | None) -> Samples:
             samples[name] = [([job_id], value) for job_id, value in values.items() if value is not None]
         samples["zeus_bso_unnamed_jobs"] = [([], len(matching) - len(shown))]
     return samples
-
-
-async def exposition(instruments: Instruments, database: DatabaseMetrics) -> bytes:
-    """Return the text of all metrics, in version 0.0.4 of Prometheus's format."""
-    await database.refresh()
-    view = version_view()
-    registry = CollectorRegistry()
-    Info("zeus_bso_build", "The running version.", registry=registry).info(
-        {"version": view.version, "schema": view.schema_revision, "python": platform.python_version()}
-    )
-    registry.register(instruments.collector)
-    registry.register(database)
-    # In a thread, because the files of many processes take several milliseconds to read.
-    return await asyncio.to_thread(generate_latest, registry)

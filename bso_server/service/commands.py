@@ -73,11 +73,9 @@ from zeus_plugins.protocol import (
     JobSummary,
     OfflineTrial,
     Origin,
-    Probe,
     TrialDispatch,
     TrialEnd,
     TrialPowerProfile,
-    TrialProbe,
     TrialState,
     TrialView,
     finishing_reason,
@@ -401,18 +399,6 @@ class Commands:
             transaction.update_power_profile(new)
         else:
             transaction.insert_power_profiles([new])
-
-    def store_probe(self, transaction: Transaction, message: TrialProbe, caller: Caller = UNRESTRICTED) -> None:
-        """Store a trial's probe with its job, in place of an earlier probe; the trial may be in any state.
-
-        Raises:
-            InvalidReportError: The job has other GPUs.
-        """
-        job, trial = locked_trial(transaction, message, caller)
-        refuse_other_gpus(job, message.gpus, "the probe is")
-        probe = Probe(**{name: getattr(message, name) for name in Probe.model_fields})
-        transaction.save_probe(job.job_id, probe)
-        transaction.log("job %s trial %d: %s", *trial.key, probe.in_words)
 
     def jobs_to_reap(self, transaction: Transaction) -> list[str]:
         """Return the ids of jobs with expired leases."""

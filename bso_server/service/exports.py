@@ -35,7 +35,6 @@ from zeus_plugins.protocol import (
     NonNegativeFinite,
     NonNegativeInt,
     PositiveInt,
-    Probe,
     Revision,
     Seconds,
     TrialFacts,
@@ -68,7 +67,6 @@ class JobExport(WireMessage):
         owner: Id of the job's token, or None. A server without this token ignores it.
         shared: True if other tokens may run trials of the job, too.
         revisions: The job's revisions, in order.
-        probe: The latest probe of its batch sizes, or None.
         trials: Number of lines that follow, one for each trial.
     """
 
@@ -81,7 +79,6 @@ class JobExport(WireMessage):
     owner: Annotated[str, StringConstraints(pattern="^[0-9a-f]{8}$")] | None = None
     shared: bool = False
     revisions: tuple[Revision, ...] = ()
-    probe: Probe | None = None
     trials: NonNegativeInt
 
 
@@ -190,7 +187,6 @@ def _read_job(transaction: Transaction, job_id: str) -> JobExport:
         owner=stored.owner,
         shared=stored.shared,
         revisions=transaction.revisions(job_id),
-        probe=stored.probe,
         trials=stored.trial_count,
     )
 

@@ -326,7 +326,6 @@ class JobInImport:
             revised_event=self.export.revisions[-1].event if self.export.revisions else 0,
         )
         transaction.update_jobs([stored])
-        transaction.save_probe(self.job_id, self.export.probe)
         transaction.insert_revisions(self.job_id, self.export.revisions)
         transaction.insert_arms(self.job_id, self._arms.keys() - frozenset(job.batch_sizes))
         policy = find(job.policy)

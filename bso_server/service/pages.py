@@ -9,7 +9,6 @@ Functions with a `job_id` raise `UnknownJobError`, functions with a `trial_numbe
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -42,7 +41,6 @@ from bso_server.service.views import (
     TrialCurve,
     TrialPage,
     TrialPoint,
-    WhatIfPage,
 )
 from bso_server.storage import queries
 from bso_server.storage.rows import StoredJob, TrialTotals
@@ -63,7 +61,7 @@ _LEAST_WIDTH = 100
 _MOST_BINS = 50
 _QUANTILES = (0.1, 0.5, 0.9)
 
-View = TypeVar("View", JobsPage, JobPage, MomentPage, TrialPage, WhatIfPage, FleetPage, HealthPage, TokensPage)
+View = TypeVar("View", JobsPage, JobPage, MomentPage, TrialPage, FleetPage, HealthPage, TokensPage)
 Found = tuple[str, View | None]
 """The version of a view, and the view unless its reader knows this version."""
 
@@ -255,43 +253,6 @@ class Pages:
             points=_points(stored.registration, totals),
             energy_sources=_sources_of(totals),
             last_trial_number=stored.trial_count,
-        )
-
-    def what_if(
-        self,
-        transaction: Transaction,
-        job_id: str,
-        eta: float | None = None,
-        beta: float | None = None,
-        *,
-        known: str | None = None,
-    ) -> Found[WhatIfPage]:
-        """Return a job under another η and β; None means the job's own, an infinite β means no bound."""
-        stored = known_job(transaction, job_id)
-        job = stored.registration
-        eta = job.eta_knob if eta is None else eta
-        beta = job.beta_knob if beta is None else beta
-        beta = None if beta is None or math.isinf(beta) else beta
-        version = digest([job, stored.event_count, eta, beta])
-        if version == known:
-            return version, None
-        tallies = [tally for tally in queries.tallies(transaction, job_id) if not tally.other_gpus]
-        means = _means_of(job.model_copy(update={"eta_knob": eta}), tallies)
-        best, own_best = _cheapest(means), _cheapest(_means_of(job, tallies))
-        return version, WhatIfPage(
-            job=job,
-            cost_unit=_cost_unit(job, means),
-            eta=eta,
-            beta=beta,
-            batch_size=None if best is None else best.batch_size,
-            own_batch_size=None if own_best is None else own_best.batch_size,
-            energy_share=best.energy_j / own_best.energy_j if best and own_best and own_best.energy_j else None,
-            time_share=best.time_s / own_best.time_s if best and own_best and own_best.time_s else None,
-            bound_j=None if best is None or beta is None else beta * best.cost_j,
-            means=means,
-            best_by_eta=_best_by_eta(job, means),
-            energy_sources=_sources_of(queries.trial_totals(transaction, job_id, limit=POINTS_OF_A_JOB)),
-            tariff=self._tariff,
         )
 
 

@@ -163,7 +163,6 @@ def _explanation(stored: StoredJob, chosen: Suggestion | TrialRecord, decision: 
         state=None,
         sentence=f"{chosen.reason}; {stop}" if stop else chosen.reason,
         decision=decision,
-        probe=stored.present_probe,
         warm=stored.registration.warm_in_force,
     )
 
@@ -276,7 +275,6 @@ def job_view(
         owner=stored.owner,
         shared=stored.shared,
         revisions=transaction.revisions(stored.job_id) if stored.revised_event else (),
-        probe=history.probe,
         stuck=stuck_advice(transaction, history),
     )
 
@@ -308,9 +306,7 @@ def trial_states(tallies: Iterable[Tally]) -> Counter[TrialState]:
 
 
 def _arms(history: History, expected: Mapping[int, ExpectedCost]) -> tuple[ArmView, ...]:
-    job, left_out = history.job, quality.left_out(history.job, history.arms)
-    probed = () if history.probe is None else history.probe.sizes
-    probed_j = {each.batch_size: job.cost_j(time_s=each.time_s, energy_j=each.energy_j) for each in probed}
+    left_out = quality.left_out(history.job, history.arms)
     return tuple(
         ArmView(
             batch_size=size,
@@ -323,7 +319,6 @@ def _arms(history: History, expected: Mapping[int, ExpectedCost]) -> tuple[ArmVi
             expected_low_j=low_j,
             expected_high_j=high_j,
             metrics=_metrics(history, size),
-            probed_cost_j=probed_j.get(size),
             left_out=left_out.get(size),
         )
         for size, arm in history.arms.items()

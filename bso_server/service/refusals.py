@@ -134,12 +134,12 @@ def refuse_message(
     return owner
 
 
-def refuse_other_gpus(job: StoredJob, gpus: GpuConfig, measured: str = "the power limits are") -> None:
-    """Raise `InvalidReportError` for power limits, or what else is `measured`, of other GPUs than the job's."""
+def refuse_other_gpus(job: StoredJob, gpus: GpuConfig) -> None:
+    """Raise `InvalidReportError` for power limits of other GPUs than the job's."""
     registered = job.registration.gpus
     if gpus != registered:
         raise InvalidReportError(
-            f"job {job.job_id!r} runs on {_described(registered)}, and {measured} of {_described(gpus)}",
+            f"job {job.job_id!r} runs on {_described(registered)}, and the power limits are of {_described(gpus)}",
             field="gpus",
         )
 

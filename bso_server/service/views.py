@@ -324,24 +324,6 @@ class MomentPage(WireMessage):
     last_trial_number: int  # of the job
 
 
-class WhatIfPage(WireMessage):
-    """The page ``/ui/jobs/J/whatif`` and its JSON: the job under another η and β."""
-
-    job: CreatedJob
-    cost_unit: CostUnit | None  # under `eta`; None before a run has reached the target
-    eta: float
-    beta: float | None
-    batch_size: int | None  # cheapest on average under `eta`; None while no size has reached the target
-    own_batch_size: int | None  # cheapest on average under the job's own η
-    energy_share: float | None  # mean energy of a run at `batch_size` over the mean at `own_batch_size`
-    time_share: float | None  # mean time of a run at `batch_size` over the mean at `own_batch_size`
-    bound_j: float | None  # β times the mean cost of a run at `batch_size`; None without β
-    means: tuple[SizeMeans, ...]  # of each batch size that reached the target, with costs under `eta`
-    best_by_eta: tuple[Span, ...]  # the cheapest of these sizes for every η from 0 to 1
-    energy_sources: tuple[str, ...]  # of the latest trials
-    tariff: Tariff
-
-
 class FleetSum(WireMessage):
     """Jobs with trials that ended in the period of a report, and what these trials took and saved.
 

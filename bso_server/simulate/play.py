@@ -16,19 +16,13 @@ from bso_server.core.model import History, Report, TrialRecord, cost_of
 from bso_server.core.policy import needs_bound
 from bso_server.errors import NoSurvivorError
 from bso_server.simulate.workload import Consumption, Landscape, Profile
-from zeus_plugins.protocol import CreatedJob, Ending, Probe, ProbedSize, StopRule, TrialState
+from zeus_plugins.protocol import CreatedJob, Ending, StopRule, TrialState
 
 # Trials without success after which a recurrence is given up.
 _PATIENCE = 20
 
 # Crashes after which a batch size that has never completed a run is excluded; the server's default.
 _CRASH_RETRIES = 3
-
-PROBE_SHARE = 0.05
-"""Cost of a simulated probe, in epochs at the default: the most that a probe may take."""
-
-_PROBE_SD = 0.1
-_CRITICAL_SD = 1.6
 
 # The metric is 1 once the target is reached, and 0 before.
 _TARGET = 1.0
@@ -39,12 +33,10 @@ class Conditions:
     """Constant conditions of a job on a machine of its own; a subclass may vary them after the first recurrence.
 
     With `has_foresight`, a training ends before the epoch that would cross its cost bound, as with Zeus's data loader.
-    The critical batch size that a probe measures is wrong by the factor `critical_factor`.
     """
 
     landscape: Landscape
     has_foresight: bool = True
-    critical_factor: float = 1.0
 
     def landscape_at(self, recurrence: int) -> Landscape:  # noqa: ARG002 - always the same
         """Return the `Landscape` of the recurrence with this number, counted from 0."""
@@ -99,43 +91,6 @@ def half_way(epochs_to_target: float, max_epochs: int) -> int:
     return math.ceil(min(epochs_to_target, max_epochs) / 2)
 
 
-def critical_batch_size(sizes: Landscape) -> float:
-    """Return the B whose curve ``T0·(1 + b/B)`` best fits the log mean epochs, from the size with the fewest up."""
-    known = [each for each in sizes.profiles.values() if math.isfinite(each.expected_epochs)]
-    octaves = np.log2([each.batch_size for each in known])
-    log_epochs = np.log([each.expected_epochs for each in known])
-    rises = slice(int(log_epochs.argmin()), None)
-    criticals = np.arange(octaves.min() - 2, octaves.max() + 4, 0.1)
-    misfits = (log_epochs[rises] - np.log1p(np.exp2(octaves[rises] - criticals[:, None]))).var(axis=1)
-    return float(np.exp2(criticals[len(misfits) - 1 - misfits[::-1].argmin()]))
-
-
-def drawn_probe(job: CreatedJob, conditions: Conditions, seed: int) -> Probe:
-    """Draw the probe of a job: every size's cost of an epoch, and the critical batch size, with random errors.
-
-    The measured cost of each size has a relative error of 10 % (log-normal). All sizes also share the slowness of the
-    machine. One standard deviation of the critical batch size is a factor of 3.
-    """
-    sizes, draws = conditions.landscape_at(0), np.random.default_rng([seed, len(job.batch_sizes), 1])
-    slowness = conditions.slowness(1, draws)
-    factors = slowness * np.exp(_PROBE_SD * draws.standard_normal(len(sizes.profiles)))
-    critical = critical_batch_size(sizes) * conditions.critical_factor * 2 ** draws.normal(0.0, _CRITICAL_SD)
-    return Probe(
-        gpus=job.gpus,
-        sizes=tuple(
-            ProbedSize(
-                batch_size=size,
-                time_s=factor * profile.epoch.time_s,
-                energy_j=factor * profile.epoch.energy_j,
-                error=_PROBE_SD,
-            )
-            for (size, profile), factor in zip(sizes.profiles.items(), factors.tolist(), strict=True)
-        ),
-        critical_batch_size=critical,
-        critical_error=_CRITICAL_SD,
-    )
-
-
 def job_of(landscape: Landscape, policy: str, *, seed: int, **fields: object) -> CreatedJob:
     """Return the job of a landscape; `fields` are further fields of `CreatedJob`, such as ``eta_knob``."""
     # Without validation, which would refuse the names in traces.
@@ -167,7 +122,6 @@ class _Run:
     slowness: float
     epoch_factors: NDArray[np.float64] | None
     crash_epoch: int | None
-    probing: float
     epochs: int = 0
 
     @property
@@ -180,7 +134,6 @@ class _Run:
         first = self.profile.profiling if self.profiles_limits and self.profile.profiling else self.profile.epoch
         factors = self.epoch_factors
         start, later = (1.0, epochs - 1) if factors is None else (float(factors[0]), float(factors[1:epochs].sum()))
-        start += self.probing
         return Report(
             time_s=(start * first.time_s + later * self.profile.epoch.time_s) * self.slowness,
             energy_j=(start * first.energy_j + later * self.profile.epoch.energy_j) * self.slowness,
@@ -193,10 +146,8 @@ class Simulation:
     """Simulation of a job with this number of recurrences, `concurrency` of which are always under way.
 
     The job's `mab_seed` seeds the draws of the policy; `seed` seeds the choice of the recorded run that each trial
-    follows, and the draws of the conditions. With `probes`, the first trial probes the sizes; if the `first_run` is
-    predicted, or the job starts warm, this trial is then withdrawn, and the recurrence begins again. Before each
-    suggestion, `before_decision` is called with the number of the recurrence, counted from 0, and the history, which is
-    valid only during the call.
+    follows, and the draws of the conditions. Before each suggestion, `before_decision` is called with the number of the
+    recurrence, counted from 0, and the history, which is valid only during the call.
     """
 
     def __init__(
@@ -207,7 +158,6 @@ class Simulation:
         recurrences: int,
         concurrency: int = 1,
         seed: int = 0,
-        probes: bool = False,
         before_decision: Callable[[int, History], None] | None = None,
     ) -> None:
         self._job, self._conditions, self._before_decision = job, conditions, before_decision
@@ -216,7 +166,6 @@ class Simulation:
         self._playing = InMemoryJob(job)
         self._draws = np.random.default_rng([seed, len(job.batch_sizes)])
         self._profiled: set[int] = set()
-        self._probe = drawn_probe(job, conditions, seed) if probes else None
         self._played = Played(self._playing.history, [0.0] * recurrences, [Consumption()] * recurrences)
         # Future reports: time, order of insertion, run.
         self._queue: list[tuple[float, int, _Run]] = []
@@ -251,12 +200,7 @@ class Simulation:
         if self._before_decision is not None:
             self._before_decision(recurrence, self._playing.history)
         try:
-            trial, probing = self._playing.begin_trial(self._rng), 0.0
-            if self._probe is not None:
-                self._playing.keep_probe(self._probe)
-                self._probe, probing = None, PROBE_SHARE
-                if self._job.first_run == "predicted" or self._job.warm_in_force is not None:
-                    trial, probing = self._begin_anew(trial, recurrence), 0.0
+            trial = self._playing.begin_trial(self._rng)
         except NoSurvivorError:
             self._finish_by_default(recurrence)
             return False
@@ -272,21 +216,11 @@ class Simulation:
             attempts=attempts + 1,
             slowness=self._conditions.slowness(trial.trial_number, self._draws),
             epoch_factors=self._conditions.epoch_factors(self._job.max_epochs, self._draws),
-            probing=probing,
             crash_epoch=half_way(needed, self._job.max_epochs) if self._conditions.crashes(self._draws) else None,
         )
         self._profiled.add(trial.batch_size)
         self._schedule(run, epochs=1)
         return True
-
-    def _begin_anew(self, trial: TrialRecord, recurrence: int) -> TrialRecord:
-        """Withdraw a trial that has only probed, pay for the probe, and begin the next trial."""
-        self._playing.end_trial(trial.trial_number, Ending(outcome=TrialState.WITHDRAWN), retries=_CRASH_RETRIES)
-        epoch = self._conditions.landscape_at(recurrence).default.epoch
-        paid = Consumption(epoch.energy_j, epoch.time_s) * PROBE_SHARE
-        self._played.costs_j[recurrence] += self._job.cost_j(time_s=paid.time_s, energy_j=paid.energy_j)
-        self._played.consumed[recurrence] += paid
-        return self._playing.begin_trial(self._rng)
 
     def _finish_by_default(self, recurrence: int) -> None:
         """Give up a recurrence; its owner still needs a model, and trains it at the default."""

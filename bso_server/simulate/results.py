@@ -12,7 +12,6 @@ from bso_server.core.model import History
 from bso_server.core.policy import learned_by
 from bso_server.simulate.play import Conditions, Played, Simulation, job_of
 from bso_server.simulate.workload import Consumption, Landscape, Savings, Workload, landscape
-from zeus_plugins.protocol import FirstRun
 
 MARKS = (10, 20, 50, 100, 200, 500)
 """Numbers of recurrences after which costs are compared."""
@@ -28,8 +27,7 @@ class Setting:
     """Extent and parameters of a simulation, in which `concurrency` recurrences are always under way.
 
     With `optimal_power_limits`, each size has its cheapest power limit, which its first run finds; otherwise the
-    maximum. With `probe`, the first trial probes the sizes. `first_run` has the meaning of the field of `JobSpec`. If
-    `warm` is True, the job begins with the epochs of the workload's `warm_from`.
+    maximum. If `warm` is True, the job begins with the epochs of the workload's `warm_from`.
     """
 
     recurrences: int = 100
@@ -38,8 +36,6 @@ class Setting:
     beta: float | None = 2.0
     optimal_power_limits: bool = True
     concurrency: int = 1
-    probe: bool = False
-    first_run: FirstRun = "default"
     warm: bool = False
 
 
@@ -177,7 +173,7 @@ def played(
     """Simulate the job of one seed; `before_decision` is as in `Simulation`."""
     warm = workload.warm_from if setting.warm else None
     if isinstance(warm, Workload):
-        other = replace(setting, recurrences=WARM_RECURRENCES, probe=False, first_run="default", warm=False)
+        other = replace(setting, recurrences=WARM_RECURRENCES, warm=False)
         at = Conditions(landscape_of(warm, other))
         warm = learned_by(played(warm, at, policy, other, seed + setting.seeds).history)
     job = job_of(
@@ -188,7 +184,6 @@ def played(
         eta_knob=setting.eta,
         beta_knob=setting.beta,
         max_epochs=workload.max_epochs,
-        first_run=setting.first_run,
         warm=warm,
     )
     return Simulation(
@@ -197,7 +192,6 @@ def played(
         recurrences=setting.recurrences,
         concurrency=setting.concurrency,
         seed=seed,
-        probes=setting.probe,
         before_decision=before_decision,
     ).play()
 

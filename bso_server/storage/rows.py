@@ -25,7 +25,6 @@ from zeus_plugins.protocol import (
     Fingerprint,
     Origin,
     PowerLimitSample,
-    Probe,
     SizeBelief,
     TrialState,
 )
@@ -120,12 +119,6 @@ def _registration(
     return registration
 
 
-@lru_cache(maxsize=1024)
-def _probe(text: str) -> Probe:
-    # Cached for the same reason as `_registration`.
-    return Probe.model_validate_json(text)
-
-
 def job_from(row: Row) -> StoredJob:
     """Return the job in a row."""
     cheapest = None
@@ -142,7 +135,6 @@ def job_from(row: Row) -> StoredJob:
         bandit_entered_at=row["bandit_entered_event"],
         folded_event=row["folded_event"],
         revised_event=row["revised_event"],
-        probe=None if row["probe"] is None else _probe(row["probe"]),
         rng_state=row["rng_state"],
         owner=row["owner"],
         shared=row["shared"],
@@ -151,7 +143,7 @@ def job_from(row: Row) -> StoredJob:
 
 
 def job_row(stored: StoredJob) -> dict[str, Any]:
-    """Return the columns of a job that may change, with its key; `Transaction.save_probe` writes the probe."""
+    """Return the columns of a job that may change, with its key."""
     cheapest, fingerprint = stored.cheapest, stored.registration.fingerprint
     runs = stored.registration.target_runs
     return {

@@ -110,8 +110,6 @@ jobs = sa.Table(
     # trials from which the target was learned. Both are null for other jobs.
     sa.Column("target_metric", sa.Double),
     sa.Column("target_runs", sa.String(64)),
-    # The latest `protocol.Probe` as JSON, perhaps of other GPUs; null before the first probe.
-    sa.Column("probe", LongText),
     # Logical clock of the job: one tick for each dispatch, end and discard of a trial, and for each revision.
     sa.Column("event_count", sa.Integer, nullable=False),
     # State of the random generator as JSON; null before the first draw and for jobs without a seed.

@@ -53,7 +53,7 @@ from bso_server.storage.tables import (
     trials,
     write_probes,
 )
-from zeus_plugins.protocol import ALIVE, CreatedJob, Fingerprint, Origin, Probe, Revision, TrialState
+from zeus_plugins.protocol import ALIVE, CreatedJob, Fingerprint, Origin, Revision, TrialState
 
 logger = logging.getLogger("bso_server")
 
@@ -365,10 +365,6 @@ class Transaction:
     def update_jobs(self, changed: Iterable[StoredJob]) -> None:
         """Save the changeable columns of locked jobs."""
         self._update(jobs, [job_row(job) for job in changed])
-
-    def save_probe(self, job_id: str, probe: Probe | None) -> None:
-        """Save the probe of a locked job."""
-        self._update(jobs, [{"job_id": job_id, "probe": None if probe is None else probe.model_dump_json()}])
 
     def revise_job(self, revised: StoredJob, revision: Revision, arms_after: Iterable[Arm]) -> None:
         """Save a locked job after a revision, with the revision and all arms of the job, some of which may be new."""

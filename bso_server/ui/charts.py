@@ -16,7 +16,6 @@ from bso_server.service.views import (
     TrialBin,
     TrialPage,
     TrialPoint,
-    WhatIfPage,
 )
 from bso_server.ui import units
 from bso_server.ui.plot import Box, Dot, Label, Line, Part, Picture, Plot, Scale, share
@@ -343,8 +342,8 @@ def _belief_table(
     return BeliefTable(rows, Picture(16, [Label(x, 12, label, "tick mid") for x, label in ticks]))
 
 
-def spans_of_eta(job: CreatedJob, spans: Sequence[Span], eta: float | None = None) -> Picture:
-    """Draw the cheapest size under each η as a bar from 0 to 1, with marks at the job's η and at `eta`."""
+def spans_of_eta(job: CreatedJob, spans: Sequence[Span]) -> Picture:
+    """Draw the cheapest size under each η as a bar from 0 to 1, with a mark at the job's η."""
     colour, parts = colours(job), list[Part]()
     for span in spans:
         width = span.high - span.low
@@ -355,41 +354,10 @@ def spans_of_eta(job: CreatedJob, spans: Sequence[Span], eta: float | None = Non
             parts.append(Label(share(span.high), 46, units.number(span.high, 2), "tick mid"))
     parts += [Label("0", 46, "time", "tick"), Label("100%", 46, "energy", "tick end")]
     parts.append(Line("own", 14, 34, share(job.eta_knob), share(job.eta_knob)))
-    if eta is not None and eta != job.eta_knob:
-        parts.append(Line("asked", 14, 34, share(eta), share(eta)))
     told = "; ".join(
         f"{span.batch_size} from {units.number(span.low, 2)} to {units.number(span.high, 2)}" for span in spans
     )
     return Picture(50, parts, f"Cheapest batch size by eta: {told}")
-
-
-def costs_by_eta(page: WhatIfPage) -> Plot | None:
-    """Chart the mean cost of a run of each size over η, marked at the page's η. Return None if no size has a mean."""
-    if not page.means:
-        return None
-    job, colour, unit = page.job, colours(page.job), page.cost_unit
-    ends = {each.batch_size: (job.max_power * each.time_s, each.energy_j) for each in page.means}
-    of_time_j, of_energy_j = ends[page.means[0].batch_size if unit is None else unit.batch_size]
-
-    def share_of(size: int, eta: float) -> float:
-        at_time_j, at_energy_j = ends[size]
-        return ((1 - eta) * at_time_j + eta * at_energy_j) / ((1 - eta) * of_time_j + eta * of_energy_j or 1.0)
-
-    lines = {size: [(step / 20, share_of(size, step / 20)) for step in range(21)] for size in ends}
-    y = Scale.over([value for line in lines.values() for _, value in line], log=False)
-    best = "" if page.batch_size is None else f"; {page.batch_size} is the lowest at {units.exact(page.eta)}"
-    plot = Plot("by-eta", "Cost of a run by η", f"A line for each batch size{best}.", Scale(0.0, 1.0), y)
-    etas = [(tick, units.exact(round(tick, 9))) for tick in plot.x.ticks(5)]
-    plot.axes(y.costs(1.0), etas, "η: from time alone to energy alone")
-    plot.upright(job.eta_knob, "own")
-    plot.upright(page.eta, "asked")
-    for size, line in lines.items():
-        is_best = " best" if size == page.batch_size else ""
-        plot.path(line, f"line {colour[size]}{is_best}")
-        value = share_of(size, page.eta)
-        told = f"{size}: {units.percent(value)} at η = {units.exact(page.eta)}"
-        plot.mark(page.eta, value, "completed", colour[size], told)
-    return plot
 
 
 # --- One trial --------------------------------------------------------------------------------------------------------

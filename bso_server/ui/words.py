@@ -16,7 +16,6 @@ from bso_server.service.views import (
     Tariff,
     TokensPage,
     TrialPage,
-    WhatIfPage,
 )
 from bso_server.ui import units
 from zeus_plugins.protocol import (
@@ -290,44 +289,6 @@ def of_eta(page: JobPage) -> str:
         return f"{spans[0].batch_size} is the cheapest for every η."
     changes = [f"{span.batch_size} from {units.number(span.low, 2)} on" for span in spans[1:]]
     return f"By mean cost, {spans[0].batch_size} is the cheapest at η = 0, {units.listed(changes)}."
-
-
-def of_what_if(page: WhatIfPage) -> Headline:
-    """Name the cheapest size under the page's η, and its effect on energy and time."""
-    eta, own_eta = units.exact(page.eta), units.exact(page.job.eta_knob)
-    if page.batch_size is None:
-        return Headline(
-            "Nothing is known until a run has reached the target", "Then its size can be weighed under every η."
-        )
-    if page.eta == page.job.eta_knob:
-        return Headline(
-            f"At its own η, {eta}, runs at {page.batch_size} cost least",
-            "By the mean time and energy of the runs that reached the target. Move η to see where that changes.",
-        )
-    if page.batch_size == page.own_batch_size:
-        return Headline(
-            f"At η = {eta}, runs at {page.batch_size} cost least, as they do at the job's own, {own_eta}",
-            "By the mean time and energy of the runs that reached the target.",
-        )
-    changes = [
-        f"{units.percent(abs(1 - part))} {'less' if part < 1 else 'more'} {what}"
-        for what, part in (("energy", page.energy_share), ("time", page.time_share))
-        if part is not None and not (what == "energy" and by_time(page.energy_sources))
-    ]
-    return Headline(
-        f"At η = {eta}, runs at {page.batch_size} cost least",
-        f"A run of it takes {units.listed(changes)} than one at {page.own_batch_size}, which is the cheapest at the "
-        f"job's own η, {own_eta}.",
-    )
-
-
-def replay_command(page: WhatIfPage) -> str:
-    """Return the command that replays the job under its own η and the page's η."""
-    job = page.job
-    etas = " ".join(f"--eta {eta:.12g}" for eta in dict.fromkeys([job.eta_knob, page.eta]))
-    beta = "none" if page.beta is None else f"{page.beta:.12g}"
-    extent = "--recurrences 50 --seeds 20"
-    return f"bso-server simulate --job {job.job_id} --policy {job.policy} {extent} {etas} --beta {beta}"
 
 
 def money(tariff: Tariff, energy_j: float) -> str:

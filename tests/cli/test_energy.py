@@ -17,8 +17,8 @@ import pytest
 from tests.support.energy_bench import plain_environment  # noqa: F401 - a fixture
 from tests.support.fake_nvml import FakeGpu, FakeNvml, FakeNvmlError
 from zeus_plugins import energy
+from zeus_plugins.cli import energy as energy_command
 from zeus_plugins.cli import main
-from zeus_plugins.energy import meter
 
 ENERGY = [sys.executable, "-m", "zeus_plugins", "energy"]
 STATED = ["--monitor", "estimate", "--power-w", "100"]
@@ -222,7 +222,7 @@ WAIT = "for _ in $(seq 1000); do [ -e {0} ] && break; sleep 0.02; done; "
 def test_loss_of_a_gpu_is_bridged_and_the_first_part_kept(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path, end: str, status: int
 ) -> None:
-    monkeypatch.setattr(meter, "WATCH_INTERVAL_S", 0.02)
+    monkeypatch.setattr(energy_command, "READ_INTERVAL_S", 0.02)
     monkeypatch.setitem(sys.modules, "pynvml", Losing(tmp_path))
     command = f"cd {tmp_path}; {WAIT.format('read')} touch lost; {WAIT.format('missed')} {end}"
     output = tmp_path / "told.json"
@@ -243,7 +243,7 @@ def test_foreign_process_that_computes_during_a_command_stands_in_the_source(
             handle.pids = [4_000_001] if self.readings > 9 and not (self.folder / "gone").exists() else []
             return super().nvmlDeviceGetComputeRunningProcesses(handle)
 
-    monkeypatch.setattr(meter, "WATCH_INTERVAL_S", 0.02)
+    monkeypatch.setattr(energy_command, "READ_INTERVAL_S", 0.02)
     monkeypatch.setitem(sys.modules, "pynvml", Shared(tmp_path))
     command = f"cd {tmp_path}; {WAIT.format('read')} sleep 0.2; touch gone"
     assert main(["energy", "--monitor", "nvml", "--json", "--", "sh", "-c", command]) == 0

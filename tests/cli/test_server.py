@@ -73,7 +73,6 @@ def test_show_prints_the_same_from_database_and_server(used_server: ServerProces
             | {"low": None, "high": None, "verdict": None}
         ],
         "left_out": None,
-        "probed_cost_j": None,
     }
     first, second = shown["trials"]
     assert first["reason"] == "exploring: your default size (round 1 of 2)"
@@ -151,6 +150,12 @@ def test_removed_command_names_its_replacement(
 ) -> None:
     assert bso_server_main(arguments) == 1
     assert instead in capsys.readouterr().err
+
+
+def test_removed_setting_names_its_replacement(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ZEUS_BSO_TRACING", "true")
+    with pytest.raises(ValueError, match=r"ZEUS_BSO_TRACING was removed, unset it: docs"):
+        Settings()
 
 
 def test_serve_names_the_database(server: ServerProcess) -> None:

@@ -24,8 +24,7 @@ from zeus_plugins.protocol import (
     GpuConfig,
     LearnedEpochs,
     Origin,
-    Probe,
-    ProbedSize,
+    TrialState,
     WarmStart,
 )
 
@@ -42,6 +41,7 @@ WARM = WarmStart(
     job_id="nightly",
     gpus=A40,
     epochs=(learned_of(16, 12), learned_of(32, 10), learned_of(64, 11), learned_of(128, 20, reached=False)),
+    best_batch_size=64,
 )
 WORDS = "epochs as learned by job nightly on A40"
 
@@ -50,15 +50,8 @@ def warm_job(**fields: object) -> CreatedJob:
     return make_job(SIZES, 32, policy=GP_VOI, **{"warm": WARM, "max_epochs": 100, **fields})
 
 
-def probe_of(job: CreatedJob) -> Probe:
-    """A probe by which an epoch costs less, the larger the size is: 64 is the cheapest by its epochs."""
-    sizes = tuple(ProbedSize(batch_size=size, time_s=1, energy_j=6400 / size, error=0.1) for size in SIZES)
-    return Probe(gpus=job.gpus, sizes=sizes)
-
-
-def suggested(life: Life, *, probed: bool = True) -> Suggestion:
-    history = replace(life.history, probe=probe_of(life.job) if probed else None)
-    return suggest(history, np.random.default_rng(0))
+def suggested(life: Life) -> Suggestion:
+    return suggest(life.history, np.random.default_rng(0))
 
 
 # --- Beliefs --------------------------------------------------------------------------------------------------------
@@ -96,7 +89,7 @@ def test_a_job_passes_on_its_epochs_with_their_error_once_it_has_reached_its_tar
     run(life, life.ask(), needed=5)
     found = learned_by(life.history)
     assert found is not None
-    assert (found.job_id, found.gpus) == (life.job.job_id, life.job.gpus)
+    assert (found.job_id, found.gpus, found.best_batch_size) == (life.job.job_id, life.job.gpus, 32)
     (only,) = found.epochs
     assert (only.batch_size, only.log_epochs, only.reached) == (32, pytest.approx(math.log(5)), True)
     assert only.weight == pytest.approx(CONSTANTS.forgetting)
@@ -144,24 +137,45 @@ def share_alone(sizes: Sizes, memory: Beliefs) -> float:
 # --- Choices --------------------------------------------------------------------------------------------------------
 
 
-def test_first_run_of_a_probed_warm_job_has_the_lowest_expected_cost() -> None:
-    found = suggested(Life(warm_job()))
+def test_first_run_of_a_warm_job_is_at_the_best_size_of_the_other_job() -> None:
+    life = Life(warm_job())
+    found = suggested(life)
     assert (found.batch_size, found.origin) == (64, Origin.EXPLORATION)
-    assert found.reason.startswith("64 is the cheapest, expected ")
-    assert found.reason.endswith(WORDS)
+    assert found.reason == f"first run of job {life.job.job_id}: 64 is the best size of the other job; {WORDS}"
     # It is stopped once its epochs refute the other job's, by 2.5 σ: 1.6 times as many.
     assert found.bound is not None
     assert 16 <= found.bound.epochs <= 19
+    life.ask()
+    assert suggested(life).reason == f"no run has reached the target yet: 64 is the best size of the other job; {WORDS}"
 
 
-def test_first_run_of_a_warm_job_without_a_probe_is_the_default_and_not_stopped() -> None:
-    life = Life(warm_job())
-    found = suggested(life, probed=False)
+def test_first_run_of_a_warm_job_is_not_stopped_without_beta() -> None:
+    found = suggested(Life(warm_job(beta_knob=None)))
+    assert found.bound is not None
+    assert (found.batch_size, found.bound.epochs) == (64, 100)
+
+
+@pytest.mark.parametrize(
+    ("best", "state"), [(None, None), (128, None), (48, None), (64, TrialState.FAILED), (64, TrialState.INFEASIBLE)]
+)
+def test_first_run_of_a_warm_job_is_the_default_if_the_best_size_is_of_no_use(
+    best: int | None, state: TrialState | None
+) -> None:
+    # The best size may be unknown, never have reached the target, be none of the job's sizes, or have just crashed.
+    life = Life(warm_job(warm=WARM.model_copy(update={"best_batch_size": best})))
+    if state is not None:
+        life.move(life.ask(), state)
+    found = suggested(life)
     assert (found.batch_size, found.bound) == (32, None)
-    assert found.reason == f"first run of job {life.job.job_id}; {WORDS}"
-    trial = life.ask()
-    run(life, trial, needed=90)
-    assert life.trials[0].epoch == 90
+    run(life, life.ask(), needed=90)
+    assert life.trials[-1].epoch == 90
+
+
+def test_warm_job_of_many_sizes_begins_at_the_best_size_of_the_other_job() -> None:
+    sizes = tuple(range(1, 201))
+    warm = WARM.model_copy(update={"epochs": tuple(learned_of(size, 10) for size in range(2, 190, 3))})
+    job = make_job(sizes, 100, policy=GP_VOI, max_epochs=100, warm=warm.model_copy(update={"best_batch_size": 47}))
+    assert suggested(Life(job)).batch_size == 47
 
 
 def test_own_runs_overrule_the_other_job() -> None:
@@ -209,22 +223,20 @@ def lawful(critical: float, *, level: float = 20.0, saturation: float = 300.0) -
 
 
 def spent_j(at: Landscape, seed: int, warm: WarmStart | None = None) -> float:
-    """Return the cost of 20 recurrences with a probe."""
-    return sum(_simulated(at, seed, probes=True, warm=warm).play().costs_j)
+    """Return the cost of 20 recurrences."""
+    return sum(_simulated(at, seed, warm=warm).play().costs_j)
 
 
 def learned_on(at: Landscape, seed: int) -> WarmStart:
     """Return the warm start from a job of 20 recurrences."""
-    found = learned_by(_simulated(at, seed, probes=False).play().history)
+    found = learned_by(_simulated(at, seed).play().history)
     assert found is not None
     return found
 
 
-def _simulated(at: Landscape, seed: int, *, probes: bool, **fields: object) -> Simulation:
+def _simulated(at: Landscape, seed: int, **fields: object) -> Simulation:
     job = job_of(at, GP_VOI, seed=seed, max_power=100.0, eta_knob=1.0, beta_knob=2.0, max_epochs=2000, **fields)
-    return Simulation(
-        job.model_copy(update={"controls": "off"}), Conditions(at), recurrences=20, seed=seed, probes=probes
-    )
+    return Simulation(job.model_copy(update={"controls": "off"}), Conditions(at), recurrences=20, seed=seed)
 
 
 def test_a_warm_start_saves_the_search() -> None:
@@ -243,7 +255,7 @@ def reversed_in_order(at: Landscape) -> Landscape:
 
 
 @pytest.mark.slow
-def test_a_wrong_warm_start_costs_at_most_3_percent_on_average_and_4_at_worst() -> None:
+def test_a_wrong_warm_start_costs_at_most_3_percent_on_average_and_6_at_worst() -> None:
     now = lawful(150.0)
     # With other data, epochs are five times as many or few, or the critical batch size is, or sizes change places.
     others = {
@@ -260,7 +272,7 @@ def test_a_wrong_warm_start_costs_at_most_3_percent_on_average_and_4_at_worst() 
     }
     assert sum(losses.values()) / len(losses) < math.log(1.03), losses
     # A first run that refutes the other job is itself lost in part: see docs/policy-figures.md.
-    assert max(losses.values()) < math.log(1.04), losses
+    assert max(losses.values()) < math.log(1.06), losses
 
 
 def test_a_warm_job_is_replayed_to_the_same_memory() -> None:

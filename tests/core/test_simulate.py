@@ -236,10 +236,8 @@ def test_each_option_changes_the_simulation(files: list[str], tmp_path: Path) ->
     assert ratio("--power-limit", "max") < base
     assert ratio("--eta", "1") != base
     assert ratio("--beta", "none") != base
-    assert ratio("--probe") != base
-    assert ratio("--probe", "--first-run", "predicted") not in (base, ratio("--probe"))
     # On other GPUs, a job has learned that 32 never reaches the target.
-    assert ratio("--probe", "--warm-start", files[3]) < ratio("--probe")
+    assert ratio("--warm-start", files[3]) < base
 
 
 def test_command_accepts_several_etas_and_a_price(
@@ -273,7 +271,6 @@ def test_command_accepts_several_etas_and_a_price(
     [
         (["--dataset", "digits"], "Give --network, --optimizer, --target-metric, --max-epochs, --default"),
         (["--all", "--dataset", "digits"], "leave out --dataset"),
-        (["--first-run", "predicted", *DIGITS_ARGUMENTS], "give --probe, too"),
         (["--warm-start", "absent.csv", *DIGITS_ARGUMENTS], "No such file or directory: 'absent.csv'"),
         (["--all"], "no batch size up to 1024 of cifar100/shufflenetv2"),
         ([*DIGITS_ARGUMENTS, "--target-metric", "0.95"], "0 sizes in the train trace, 3 in the power trace, 0 in both"),
@@ -284,6 +281,13 @@ def test_unusable_arguments_are_reported(
 ) -> None:
     assert main(["simulate", *files, *arguments]) == 1
     assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", [["--probe"], ["--first-run", "predicted"]])
+def test_removed_option_names_what_to_do_instead(option: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["simulate", *option, *DIGITS_ARGUMENTS])
+    assert f"{option[0]} was removed: the first run takes the default size" in capsys.readouterr().err
 
 
 def test_files_without_trace_columns_are_reported(files: list[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -409,7 +413,7 @@ async def test_simulating_a_job_of_the_database(tmp_path: Path, capsys: pytest.C
         exported = tmp_path / "job.jsonl"
         command = ["jobs", "export", server.job_id, "--database-url", url, "--output", str(exported)]
         assert await asyncio.to_thread(main, command) == 0
-        options = [*arguments, "--policy", GP_VOI, "--probe"]
+        options = [*arguments, "--policy", GP_VOI]
         cold, warm = [
             (await asyncio.to_thread(simulated, tmp_path, *options[1:], *more))["policies"][GP_VOI]["ratio"]["10"]
             for more in ((), ("--warm-start", str(exported)))

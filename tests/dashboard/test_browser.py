@@ -42,7 +42,6 @@ PAGES = [
     f"{JOB}?at=6",
     f"{JOB}/trials/1",
     f"{JOB}/trials/15",
-    f"{JOB}/whatif?eta=0.9&beta=",
     "health",
     "tokens",
     "jobs/unknown",
@@ -191,22 +190,6 @@ def test_mark_shows_text_on_hover(tab: Tab) -> None:
     assert page.query_selector("#tip") is None
     page.click("#costs a[href$='trials/10']")
     page.wait_for_url("**/trials/10")
-
-
-def test_slider_shows_result_of_each_eta_at_once(tab: Tab) -> None:
-    page = tab.open(JOB)
-    page.click("#what-if")
-    page.wait_for_selector("h1:has-text('At its own η, 0.5')")
-    # The answer stands before the form.
-    assert page.evaluate("document.querySelector('h1').compareDocumentPosition(document.querySelector('#eta')) & 4")
-    page.focus("#eta")
-    page.keyboard.press("End")
-    page.wait_for_selector("h1:has-text('At η = 1')")
-    assert page.url.endswith("/whatif?beta=2&eta=1")
-    # The answer has not replaced the slider that the user moves.
-    page.keyboard.press("Home")
-    page.wait_for_selector("h1:has-text('At η = 0,')")
-    assert page.inner_text("#replay").endswith("--eta 0.5 --eta 0 --beta 2")
 
 
 def shown_costs(page: Page) -> list[int]:

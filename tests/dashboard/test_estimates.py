@@ -31,7 +31,7 @@ async def text_of(http: httpx.AsyncClient, address: str) -> str:
     return text.replace("\N{NO-BREAK SPACE}", " ")
 
 
-PAGES = ("", "jobs/job-1", "jobs/job-1/report.html", "jobs/job-1/whatif", "jobs/job-1/trials/2")
+PAGES = ("", "jobs/job-1", "jobs/job-1/report.html", "jobs/job-1/trials/2")
 
 
 @pytest.mark.parametrize("address", PAGES)
@@ -56,7 +56,6 @@ async def test_measured_energy_has_no_mark(address: str, new_database: str, new_
     [
         ("", ["J saved so far", "Wh saved so far"]),
         ("jobs/job-1", ["Energy saved", "Time against energy"]),
-        ("jobs/job-1/whatif", ["less energy", "more energy"]),
         ("jobs/job-1/trials/2", []),
     ],
 )

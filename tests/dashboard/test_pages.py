@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import hashlib
 import json
@@ -17,6 +18,7 @@ from urllib.parse import urljoin
 import httpx
 import pytest
 
+from bso_server.cli import main
 from bso_server.service.views import JobLine
 from bso_server.settings import Settings
 from bso_server.ui import html, units
@@ -37,8 +39,6 @@ ADDRESSES = [
     *(f"jobs/{JOB}/trials/{number}" for number in (1, 2, 10, 15)),
     *(f"jobs/{name}?at={number}" for name, number in ((JOB, 1), (JOB, 2), (JOB, 14), ("bert-sst2", 9))),
     *(f"jobs/{name}/trials/1" for name in ("bert-sst2", "llama-sft")),
-    *(f"jobs/{name}/whatif" for name in ("bert-sst2", "llama-sft")),
-    f"jobs/{JOB}/whatif?eta=0.9&beta=",
     "health",
 ]
 
@@ -69,6 +69,24 @@ async def test_page_links_below_own_prefix_only_and_runs_no_text(http: httpx.Asy
     assert "alert(1)</script>" not in answer.text
 
 
+async def test_removed_page_names_the_command_that_replaces_it(http: httpx.AsyncClient) -> None:
+    for suffix in ("", ".json"):
+        answer = await http.get(f"/ui/jobs/{JOB}/whatif{suffix}?eta=0.9")
+        assert answer.status_code == 410
+        assert f"bso-server simulate --job {JOB} --eta" in answer.text
+
+
+async def test_command_on_page_replays_job(dashboard_database: str, tmp_path: Path) -> None:
+    async with in_app(Settings(database_url=dashboard_database)) as http:
+        text = (await http.get(f"/ui/jobs/{JOB}")).raise_for_status().text
+    (command,) = re.findall("<code>bso-server (simulate .*?)</code>", text)
+    results = tmp_path / "results.json"
+    fewer = ["--recurrences", "10", "--seeds", "1", "--database-url", dashboard_database, "--json", str(results)]
+    assert await asyncio.to_thread(main, [*command.split(), *fewer]) == 0
+    found = json.loads(results.read_text())
+    assert (found["workload"]["name"], found["eta"]) == (JOB, 0.9)
+
+
 async def test_links_lead_to_pages_with_and_without_final_slash(http: httpx.AsyncClient) -> None:
     for address in (
         "",
@@ -77,8 +95,6 @@ async def test_links_lead_to_pages_with_and_without_final_slash(http: httpx.Asyn
         f"/jobs/{JOB}",
         f"/jobs/{JOB}/",
         f"/jobs/{JOB}/trials/2/",
-        f"/jobs/{JOB}/whatif",
-        f"/jobs/{JOB}/whatif/",
         "/health",
         "/health/",
         "/tokens",
@@ -415,7 +431,7 @@ def test_revisions_stand_between_runs_of_job(any_server: ServerProcess) -> None:
         assert text.count('<span class="sub">other GPUs</span>') == 2
         twin = http.get(f"{path}.json").json()
         assert [each["trials"] for each in twin["view"]["revisions"]] == [2, 2]
-        for address in ("", "/trials/2", "?at=3", "/whatif", "/report.html"):
+        for address in ("", "/trials/2", "?at=3", "/report.html"):
             page = Page(http.get(f"{path}{address}").raise_for_status().text)
             assert "Traceback" not in page.text
 

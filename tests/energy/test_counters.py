@@ -104,12 +104,6 @@ def test_energy_is_the_rise_of_millijoules_summed_over_the_gpus() -> None:
     assert monitor.gpus() == GpuConfig(max_power=1400.0, number_of_gpus=2, gpu_model=H200)
 
 
-def test_name_in_bytes_is_decoded() -> None:
-    assert NvmlMonitor(nvml=FakeNvml([FakeGpu(name=b"Tesla V100-SXM2-16GB")])).gpus().gpu_model == V100
-    with pytest.raises(EnergyUnavailableError, match=r"^GPU 0 \(Tesla P100\)"):
-        NvmlMonitor(nvml=FakeNvml([FakeGpu(name=b"Tesla P100", counter_mj=None)])).gpus()
-
-
 def test_driver_is_loaded_once_at_the_first_use() -> None:
     nvml = FakeNvml()
     monitor = NvmlMonitor(nvml=nvml)

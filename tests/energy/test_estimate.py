@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import subprocess
 import sys
@@ -119,61 +118,32 @@ def test_sibling_ranks_require_proc(tmp_path: Path) -> None:
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """A machine with four cores: clock, counted waiting, load, the training's CPU time and workers."""
-    known = SimpleNamespace(now_s=0.0, waited_s=0.0, load=0.0, cpu_s=0.0, workers=0)
-    monkeypatch.setattr(processes, "cpu_time_s", lambda: known.cpu_s)
-    monkeypatch.setattr(processes, "_shows_all", lambda _: False)
-    monkeypatch.setattr(multiprocessing, "active_children", lambda: [None] * known.workers)
+    """The clock of a machine, and the seconds that its second thread has waited; None if the system does not count."""
+    known = SimpleNamespace(now_s=0.0, waited_s=0.0)
     monkeypatch.setattr(processes, "waits_s", lambda: None if known.waited_s is None else {1: 3.0, 2: known.waited_s})
     monkeypatch.setattr(time, "monotonic", lambda: known.now_s)
-    monkeypatch.setattr(os, "getloadavg", lambda: (known.load, 0.0, 0.0))
-    monkeypatch.setattr(os, "cpu_count", lambda: 4)
     return known
 
 
 @pytest.mark.parametrize(
-    ("waited_s", "load", "time_s", "expected_s"),
+    ("waited_s", "time_s", "expected_s"),
     [
-        (3.0, 9.0, 10.0, 3.0),
-        (3.0, 9.0, 7.5, 0.5),  # the monitor's clock has left out 2.5 s of the time
-        (3.0, 9.0, 2.0, 0.0),
-        (3.0, 9.0, 99.0, 3.0),
-        (None, 16.0, 10.0, 7.5),
-        (None, 3.0, 10.0, 0.0),
-        (None, 0.0, 10.0, 0.0),
+        (3.0, 10.0, 3.0),
+        (3.0, 7.5, 0.5),  # the monitor's clock has left out 2.5 s of the time
+        (3.0, 2.0, 0.0),
+        (3.0, 99.0, 3.0),
+        (None, 10.0, None),  # another system than Linux
     ],
 )
-def test_waiting_is_counted_or_derived_from_the_load(
-    machine: SimpleNamespace, waited_s: float | None, load: float, time_s: float, expected_s: float
+def test_waiting_is_counted(
+    machine: SimpleNamespace, waited_s: float | None, time_s: float, expected_s: float | None
 ) -> None:
     waiting = Waiting()
     machine.waited_s = None if waited_s is None else 50.0
     waiting.begin()
-    machine.now_s, machine.load = 10.0, load
+    machine.now_s = 10.0
     machine.waited_s = None if waited_s is None else 50.0 + waited_s
-    assert waiting.end(time_s) == pytest.approx(expected_s)
-
-
-@pytest.mark.parametrize(
-    ("cpu_s", "workers", "load", "expected_s"),
-    [
-        (40.0, 0, 6.0, 0.0),  # six threads of the training have all four cores
-        (20.0, 0, 8.0, 5.0),  # four threads, beside four unrelated threads
-        (30.0, 0, 8.0, 10 / 3),  # six, two of which wait for other threads of the training
-        (80 / 3, 2, 6.0, 0.0),  # four threads and two workers with unknown CPU time
-        (5.0, 2, 12.0, 20 / 3),  # fewer threads than cores: unrelated threads use the cores
-        (99.0, 9, 6.0, 0.0),
-    ],
-)
-def test_threads_of_the_training_do_not_make_a_machine_busy(
-    machine: SimpleNamespace, cpu_s: float, workers: int, load: float, expected_s: float
-) -> None:
-    machine.waited_s, machine.cpu_s = None, 7.0
-    waiting = Waiting()
-    waiting.begin()
-    machine.now_s, machine.load, machine.workers = 10.0, load, workers
-    machine.cpu_s += cpu_s
-    assert waiting.end(10.0) == pytest.approx(expected_s)
+    assert waiting.end(time_s) == expected_s
 
 
 def test_each_thread_is_counted_separately(tmp_path: Path) -> None:
@@ -184,14 +154,6 @@ def test_each_thread_is_counted_separately(tmp_path: Path) -> None:
     (tmp_path / "self/task/9").mkdir()  # the thread ends at this moment
     assert waits_s(tmp_path) == {7: 1.5, 8: 0.0}
     assert waits_s(tmp_path / "none") is None
-
-
-def test_waiting_is_unknown_on_an_unsupported_system(machine: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
-    machine.waited_s = None
-    monkeypatch.setattr(sys, "platform", "win32")
-    waiting = Waiting()
-    waiting.begin()
-    assert waiting.end(1.0) is None
 
 
 @pytest.mark.parametrize(

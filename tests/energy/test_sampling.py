@@ -135,7 +135,7 @@ def test_interval_of_readings_is_half_the_period_of_the_sensor(period_s: float |
 
 
 def test_mean_of_the_past_second_is_not_read_where_the_present_power_is_known() -> None:
-    gpu, clock = FakeGpu(counter_mj=None, power_mw=80_000, scopes_mw={0: 400_000}), Clock()
+    gpu, clock = FakeGpu(counter_mj=None, power_mw=80_000, instant_mw=400_000), Clock()
     assert window(NvmlPowerMonitor(nvml=FakeNvml([gpu]), clock=clock), clock, 0.5).energy_j == pytest.approx(200.0)
 
 

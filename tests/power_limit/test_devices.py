@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import pickle
 import re
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,17 +13,17 @@ import pytest
 
 from tests.support.energy_bench import plain_environment  # noqa: F401 - a fixture
 from tests.support.fake_nvml import FakeGpu, FakeNvml, has_nvidia_driver
-from tests.support.power_limit_bench import FileDevice, Forbidden, machine
+from tests.support.power_limit_bench import ANY_LENGTH, machine
 from zeus_plugins.errors import ZeusBSOConfigError
 from zeus_plugins.power_limit import (
-    COMMAND_VARIABLE,
-    CommandDevice,
     Energy,
     NvmlDevice,
+    PowerLimitDevice,
     PowerLimitProfiler,
     PowerLimitUnavailableError,
     find_devices,
 )
+from zeus_plugins.power_limit.devices import set_and_check
 
 TWO_GPUS = ("GPU-aaa", "GPU-bbb")
 
@@ -102,7 +101,7 @@ def test_profiler_sets_and_restores_all_gpus(nvml: FakeNvml) -> None:
     nvml.machine[1].limit_mw = 650_000
     where = machine()
     profiler = PowerLimitProfiler(
-        lambda: find_devices(nvml=nvml), Energy(), monitor=where.monitor, warmup_steps=0, profile_steps=1
+        lambda: find_devices(nvml=nvml), Energy(), monitor=where.monitor, warmup_steps=0, profile_steps=1, **ANY_LENGTH
     )
     limits_w = []
     profiler.on_epoch_begin()
@@ -143,29 +142,32 @@ def test_real_gpu_reports_and_accepts_the_present_limit() -> None:
 # Commands
 
 
-@pytest.fixture(name="gpu")
-def make_gpu(tmp_path: Path) -> FileDevice:
-    path = tmp_path / "limit"
-    path.write_text("250.0")
-    return FileDevice(path, index=3)
+def by_command(command: str, **of_gpu: Any) -> tuple[PowerLimitDevice, FakeGpu]:
+    """Return a device that sets limits by this command, and its GPU."""
+    gpu = FakeGpu(uuid="GPU-aaa", **of_gpu)
+    (device,) = find_devices(nvml=FakeNvml([gpu]), command=command)
+    return device, gpu
 
 
-def test_command_sets_the_limit(gpu: FileDevice, tmp_path: Path) -> None:
-    script = tmp_path / "set limit.sh"
-    script.write_text(f'echo "$2" > "{gpu.path}"; echo "$1" > "{tmp_path}/index"')
-    device = CommandDevice(f"sh '{script}' {{index}} {{watts}}", gpu)
-    device.set_limit_w(174.625)
-    assert gpu.path.read_text() == "174.625\n"
-    device.set_limit_w(175.0)
-    assert gpu.path.read_text() == "175\n"
-    assert (tmp_path / "index").read_text() == "3\n"
-    assert (device.range_w(), device.limit_w(), str(device)) == ((100.0, 250.0), 175.0, "GPU 3 (limit)")
-    assert pickle.loads(pickle.dumps(device)).limit_w() == 175.0  # noqa: S301 - made in this line
+def test_command_sets_the_limit(tmp_path: Path) -> None:
+    script, told = tmp_path / "set limit.sh", tmp_path / "told"
+    script.write_text(f'echo "$@" > "{told}"')
+    device, gpu = by_command(f"sh '{script}' {{index}} {{uuid}} {{watts}} {{milliwatts}}")
+    device.set_limit_w(274.625)
+    assert told.read_text() == "0 GPU-aaa 274.625 274625\n"
+    device.set_limit_w(275.0)
+    assert told.read_text() == "0 GPU-aaa 275 275000\n"
+    assert (gpu.limit_mw, device.limit_w(), device.range_w()) == (700_000, 700.0, (200.0, 700.0))
+    with pytest.raises(PowerLimitUnavailableError):  # the command set no limit
+        set_and_check(device, 400.0)
+    copy = pickle.loads(pickle.dumps(device))  # noqa: S301 - made in this line
+    copy.set_limit_w(300.0)
+    assert told.read_text() == "0 GPU-aaa 300 300000\n"
 
 
-def test_command_is_not_interpreted_by_a_shell(gpu: FileDevice, tmp_path: Path) -> None:
-    CommandDevice(f"touch {tmp_path}/{{index}}-{{watts}};id", gpu).set_limit_w(150.0)
-    assert (tmp_path / "3-150;id").exists()
+def test_command_is_not_interpreted_by_a_shell(tmp_path: Path) -> None:
+    by_command(f"touch {tmp_path}/{{index}}-{{watts}};id")[0].set_limit_w(250.0)
+    assert (tmp_path / "0-250;id").exists()
 
 
 @pytest.mark.parametrize(
@@ -176,41 +178,36 @@ def test_command_is_not_interpreted_by_a_shell(gpu: FileDevice, tmp_path: Path) 
         ("/nowhere/set-limit {index} {watts}", "could not be run: .*No such file"),
     ],
 )
-def test_failing_command_is_reported(gpu: FileDevice, template: str, problem: str) -> None:
+def test_failing_command_is_reported(template: str, problem: str) -> None:
     with pytest.raises(PowerLimitUnavailableError, match=problem):
-        CommandDevice(template, gpu).set_limit_w(150.0)
+        by_command(template)[0].set_limit_w(250.0)
 
 
 @pytest.mark.parametrize(
-    ("template", "device", "problem"),
-    [(f"set-limit {fields}", None, "it needs {uuid} or {index}, and {watts}") for fields in ("", "{index}", "{watts}")]
+    ("template", "problem"),
+    [(f"set-limit {fields}", "it needs {uuid} or {index}, and {watts}") for fields in ("", "{index}", "{watts}")]
     + [
-        ("set-limit {index} {watts} {user}", None, "and no others"),
-        ("set-limit {index", None, "cannot be read"),
-        ("set '{}", None, "cannot be read"),
-        ("set {uuid} {watts}", None, "has no UUID: use {index}"),
-        ("set-limit {index} {watts}", Forbidden(), "pass index"),
+        ("set-limit {index} {watts} {user}", "and no others"),
+        ("set-limit {index", "cannot be read"),
+        ("set '{}", "cannot be read"),
     ],
 )
-def test_command_without_gpu_or_watts_is_refused(
-    gpu: FileDevice, template: str, device: Forbidden | None, problem: str
-) -> None:
+def test_command_without_gpu_or_watts_is_refused(template: str, problem: str) -> None:
     with pytest.raises(ZeusBSOConfigError, match=re.escape(problem)):
-        CommandDevice(template, device or gpu)
-    assert CommandDevice("set-limit {index} {watts}", Forbidden(), index=0).limit_w() == 200.0
+        by_command(template)
 
 
-@pytest.mark.parametrize("way", ["argument", "environment"])
-def test_configured_command_sets_limits_read_from_the_driver(
-    nvml: FakeNvml, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
+def test_command_of_the_environment_is_used_for_all_gpus(
+    nvml: FakeNvml, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    command = (
-        f"{sys.executable} -c 'import pathlib, sys; pathlib.Path(sys.argv[1]).touch()' {tmp_path}/{{index}}-{{watts}}"
-    )
-    if way == "environment":
-        monkeypatch.setenv(COMMAND_VARIABLE, command)
-    devices = find_devices(nvml=nvml, command=command if way == "argument" else None)
-    for device in devices:
+    monkeypatch.setenv("ZEUS_POWER_LIMIT_COMMAND", f"touch {tmp_path}/{{index}}-{{watts}}")
+    for device in find_devices(nvml=nvml):
         device.set_limit_w(300.0)
     assert {path.name for path in tmp_path.iterdir()} == {"0-300", "1-300"}
-    assert [device.limit_w() for device in devices] == [700.0, 700.0]
+
+
+def test_socket_of_zeusd_is_refused_with_the_replacement(nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ZEUSD_SOCK_PATH", "/var/run/zeusd.sock")
+    with pytest.raises(PowerLimitUnavailableError, match="ZEUSD_SOCK_PATH is no longer read: set ZEUS_POWER_LIMIT_COM"):
+        find_devices(nvml=nvml)
+    assert find_devices(nvml=nvml, command="curl {index} {milliwatts}")

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import ROOT
-from tests.support.power_limit_bench import KnownDevice
+from tests.support.power_limit_bench import FileDevice
 from tests.support.reporting import until
 from zeus_plugins.cli import doctor
 from zeus_plugins.energy import EstimateMonitor
@@ -94,7 +94,7 @@ def test_ending_training_restores_the_limit_unless_killed(
 def test_live_training_is_named_by_others_and_its_limit_left_alone(
     begin: Begin, limit: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    training, device = begin("signal"), KnownDevice(limit)
+    training, device = begin("signal"), FileDevice(limit)
     monkeypatch.setattr(doctor, "find_devices", lambda: [device])
     (reset,) = doctor.power_limits(resets=True)
     assert (reset.level, f"process id {training.pid} " in reset.text) == ("warning", True)

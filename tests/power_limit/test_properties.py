@@ -7,20 +7,11 @@ from typing import Any
 import hypothesis.strategies as st
 from hypothesis import event, example, given, settings
 
-from tests.support.power_limit_bench import LIMITS_W, MOVES, TABLE, Breaks, Failing, profiler
+from tests.support.power_limit_bench import LIMITS_W, MOVES, TABLE, Breaks, Failing, ReplayMachine, profiler
 from tests.support.properties import examples
 from zeus_plugins.energy import EnergyUnavailableError, Measurement
-from zeus_plugins.power_limit import (
-    Done,
-    Energy,
-    PowerLimitProfiler,
-    Profiling,
-    Ready,
-    ReplayMachine,
-    Time,
-    Warmup,
-    ZeusCost,
-)
+from zeus_plugins.power_limit import Energy, PowerLimitProfiler, Time, ZeusCost
+from zeus_plugins.power_limit.plan import Done, Profiling, Ready, Warmup
 
 EVENTS = st.one_of(
     st.tuples(st.just("begin"), st.none() | st.integers(0, 12)),
@@ -43,8 +34,6 @@ BROKEN, SOUND = 0, -1
 
 class FragileMonitor(Failing):
     """A monitor that fails once at its next window on request, with a count of open windows."""
-
-    measures_exactly = False
 
     def __init__(self, where: ReplayMachine) -> None:
         super().__init__(where, "")

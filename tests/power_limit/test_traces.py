@@ -13,14 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from zeus_plugins.power_limit import (
-    PowerLimitProfile,
-    PowerLimitProfiler,
-    PowerLimitSample,
-    ReplayMachine,
-    ReplayPoint,
-    ZeusCost,
-)
+from tests.support.power_limit_bench import ANY_LENGTH, ReplayMachine, ReplayPoint
+from zeus_plugins.power_limit import PowerLimitProfile, PowerLimitProfiler, PowerLimitSample, ZeusCost
 from zeus_plugins.protocol import GpuConfig
 
 pytestmark = pytest.mark.traces
@@ -68,7 +62,8 @@ def test_cheapest_limit_of_the_trace_is_chosen(workload: tuple[str, str, str], e
             {limit_w: ReplayPoint(time_s / STEPS, power_w) for limit_w, (time_s, power_w) in epochs.items()}
         )
         limits_w = sorted(epochs, reverse=True)
-        profiler = PowerLimitProfiler(where.devices, ZeusCost(eta), monitor=where.monitor, limits_w=limits_w)
+        options = {"monitor": where.monitor, "limits_w": limits_w, **ANY_LENGTH}
+        profiler = PowerLimitProfiler(where.devices, ZeusCost(eta), **options)
         profiler.on_epoch_begin(STEPS)
         for _ in range(STEPS):
             where.train()

@@ -1,4 +1,4 @@
-"""Windows of power limits with stepwise counters, compilation, and rising temperatures."""
+"""Windows of power limits with stepwise counters, and the steps before the first limit."""
 
 from __future__ import annotations
 
@@ -9,13 +9,11 @@ from typing import Any
 import pytest
 
 from tests.support.fake_nvml import Clock, FakeGpu, FakeNvml
-from tests.support.fake_trainer import FakeTrainer, on_each_rank
 from tests.support.power_limit_bench import FOUND_W, LIMITS_W, machine, profiler, train
 from zeus_plugins.energy import Measurement, NvmlMonitor
 from zeus_plugins.errors import ZeusBSOConfigError
-from zeus_plugins.power_limit import NvmlDevice, PowerLimitProfiler, Ready, Window, ZeusCost
-from zeus_plugins.power_limit.plan import Pace, Part
-from zeus_plugins.power_limit.profiler import PATIENCE_S, Waiting
+from zeus_plugins.power_limit import NvmlDevice, PowerLimitProfiler, ZeusCost
+from zeus_plugins.power_limit.plan import Pace, Part, Window
 from zeus_plugins.training.power_run import PowerLimitFindings
 
 COUNTER_S = 0.1
@@ -64,7 +62,7 @@ class SteppingGpu:
 
 
 def profiled(here: SteppingGpu, epochs: int, steps: int, **options: Any) -> PowerLimitProfiler:
-    zeus = PowerLimitProfiler(here.devices, ZeusCost(0.5), monitor=here.monitor, clock=here.clock, **options)
+    zeus = PowerLimitProfiler(here.devices, ZeusCost(0.5), monitor=here.monitor, **options)
     for _ in range(epochs):
         zeus.on_epoch_begin(steps)
         for _ in range(steps):
@@ -133,57 +131,6 @@ def test_first_steps_are_left_to_compilation() -> None:
     zeus = profiler(where, warmup_steps=0, profile_steps=1, wait_steps=3)
     assert train(where, zeus, 2) + train(where, zeus, 5) == [FOUND_W] * 3 + list(LIMITS_W)
     zeus.close()
-
-
-def test_limits_are_not_tried_before_the_temperature_is_stable() -> None:
-    here = SteppingGpu(step_s=0.1)
-    here.gpu.temperature_c = 40
-    zeus = PowerLimitProfiler(here.devices, ZeusCost(), monitor=here.monitor, limits_w=[700, 500], clock=here.clock)
-    zeus.on_epoch_begin()
-    settled_s = None
-    for _ in range(800):
-        here.train()
-        here.gpu.temperature_c = 40 + min(30, round(here.clock.now_s))
-        zeus.on_step_end()
-        if settled_s is None and not isinstance(zeus.state, Ready):
-            settled_s = here.clock.now_s
-    assert settled_s is not None
-    assert 44.0 < settled_s < 47.0  # warm after 30 s, and stable for 15 s
-    assert zeus.chosen_limit_w is not None
-    zeus.close()
-
-
-@pytest.mark.parametrize(
-    ("temperatures", "settled_s"),
-    [
-        (lambda _: None, 0),
-        (lambda _: 60.0, 15),
-        (lambda now_s: min(now_s, 50.0), 64),
-        (lambda now_s: now_s, PATIENCE_S),
-    ],
-    ids=["not told", "warm", "rises for 50 s", "rises for ever"],
-)
-def test_temperature_within_a_degree_for_15_s_is_stable(temperatures: Any, settled_s: float) -> None:
-    waiting = Waiting(0)
-    found = next(now_s for now_s in range(1000) if waiting.is_settled(now_s, temperatures(now_s)))
-    assert found == settled_s
-
-
-def test_all_ranks_wait_for_the_slowest_rank() -> None:
-    def wait(port: FakeTrainer) -> int:
-        clock = Clock(0.0)
-        gpu = FakeGpu(temperature_c=50)
-        waiting = Waiting(1, clock)
-        steps = 0
-        while not waiting.is_over:
-            steps += 1
-            clock.now_s += 1.0
-            gpu.temperature_c = 50 + (steps if port.rank == 1 and steps < 30 else 0)
-            waiting.pass_steps(1, [NvmlDevice("GPU-0", 0, "GPU 0", FakeNvml([gpu]))], port.all_gather)
-        return steps
-
-    first, second = on_each_rank(2, wait)
-    assert first == second == 51
 
 
 def test_negative_waits_are_refused() -> None:

@@ -15,7 +15,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import httpx
 import pytest
 import yaml
 
@@ -49,7 +48,6 @@ ADDED = {
     "gateway": {"HTTPRoute"},
     "ingress": {"Ingress"},
     "monitoring": {"ServiceMonitor", "PrometheusRule"},
-    "tracing": set[str](),
 }
 
 
@@ -57,8 +55,8 @@ COMBINATIONS = [
     "sqlite",
     "postgresql",
     "sqlite, monitoring, ingress",
-    "postgresql, monitoring, tracing, gateway",
-    "sqlite, backup, tracing",
+    "postgresql, monitoring, gateway",
+    "sqlite, backup",
 ]
 # Values of the chart that ask for the same.
 VALUES = {
@@ -73,7 +71,6 @@ VALUES = {
     ),
     "ingress": ("tls.host=bso.example.com",),
     "monitoring": ("monitoring.enabled=true",),
-    "tracing": ("tracing.endpoint=http://otel-collector.observability.svc:4318",),
 }
 
 
@@ -154,7 +151,6 @@ class TestTheChart:
             ("databse.secret=x", "databse"),
             ("database.port=0", "/database/port"),
             ("settings.ZEUS_SERVER_URL=x", "ZEUS_SERVER_URL"),
-            ("tracing.endpoint=collector:4318", "/tracing/endpoint"),
         ],
     )
     def test_wrong_values_are_refused_by_name(self, value: str, named: str) -> None:
@@ -163,17 +159,14 @@ class TestTheChart:
     def test_settings_become_variables_beside_those_of_the_chart(self) -> None:
         made = helm(
             *("template", "zeus-bso", str(CHART), "--set=database.secret=db"),
-            *("--set=settings.ZEUS_BSO_METRICS=open", "--set-string=settings.ZEUS_BSO_TRACING=false"),
-            "--set=tracing.endpoint=http://collector:4318",
+            "--set=settings.ZEUS_BSO_METRICS=open",
         )
         (deployment,) = [each for each in yaml.safe_load_all(made) if each and each["kind"] == "Deployment"]
         ((container,),) = [pod["containers"] for pod in pods(deployment)]
         environ = {each["name"]: each["value"] for each in container["env"]}
         assert environ == {
-            "OTEL_EXPORTER_OTLP_ENDPOINT": "http://collector:4318",
             "ZEUS_BSO_DATABASE_URL_FILE": "/run/secrets/zeus-bso/url",
             "ZEUS_BSO_METRICS": "open",
-            "ZEUS_BSO_TRACING": "false",
         }
 
 
@@ -241,11 +234,6 @@ class TestAnInstallation:
         wanted = set()
         if "ZEUS_BSO_DATABASE_URL_FILE" in environ:
             wanted |= {53, 5432}
-        if environ.get("ZEUS_BSO_TRACING") == "true":
-            collector = httpx.URL(environ["OTEL_EXPORTER_OTLP_ENDPOINT"])
-            wanted |= {53, collector.port}
-            (way,) = [rule for rule in outward if rule["ports"] == [{"port": collector.port, "protocol": "TCP"}]]
-            assert way["to"] == [in_namespace(collector.host.split(".")[1])]
         assert ports == wanted
         (served,) = kinds["Service"]["spec"]["ports"]
         if "Ingress" in kinds:

@@ -1,4 +1,4 @@
-"""`benchmarks.recurrences run --device gpu` and `collect` with a user's arguments, on a simulated GPU."""
+"""The hour on a GPU (`benchmarks.recurrences hour`) and its trainings, on a simulated GPU."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from typing import Any
 
 import pytest
 
-from benchmarks.recurrences.harness import State, is_done
-from benchmarks.recurrences.plan import ON_GPU, Extent, steps
+from benchmarks.recurrences.harness import State, read_records
+from benchmarks.recurrences.hour import GPU_CHECK
 from benchmarks.recurrences.runs import OUT_OF_MEMORY, Order, Outcome
-from benchmarks.recurrences.tasks import REFUSED, Task, tasks_for
+from benchmarks.recurrences.tasks import REFUSED, tasks_for
 from benchmarks.tables import mark_of
 from tests.support import ROOT
 from tests.support.energy_bench import plain_environment  # noqa: F401 - a fixture
@@ -34,13 +34,8 @@ pytestmark = pytest.mark.slow
 
 DRIVER = ROOT / "tests" / "support" / "simulated_driver" / "path"
 SHRINK = 8
-TASKS = ["resnet18", "bert-base"]
-"""One of each framework."""
-RUN = [sys.executable, "-m", "benchmarks.recurrences", "run", "--device", "gpu"]
-COLLECT = [sys.executable, "-m", "benchmarks.recurrences", "collect"]
-SOME = 3
-AMPLE = "600"
-PATIENCE_S = 3600.0
+RECURRENCES = [sys.executable, "-m", "benchmarks.recurrences"]
+PATIENCE_S = 1800.0
 
 
 @pytest.fixture
@@ -72,147 +67,93 @@ def awaited(condition: Callable[[], bool], what: str) -> None:
 
 def rows(page: str, name: str) -> list[list[str]]:
     """Return the cells of a table including its head."""
-    table = page.partition(f"{mark_of(name)}\n")[2].partition("<!-- end of table -->")[0]
+    table = page.partition(f"{mark_of(name)}\n")[2].partition("\n\n")[0]
     lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
     return [line for line in lines if not all(re.fullmatch("-+", cell) for cell in line)]
 
 
-def cost_j(record: dict[str, Any]) -> float:
-    return float(0.5 * record["energy_j"] + 0.5 * MAX_POWER_W * record["time_s"])
-
-
-@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="looks for processes as Linux shows them")
-def test_simulated_gpu_measurement_runs_in_pieces_up_to_the_page(tmp_path: Path, environment: dict[str, str]) -> None:
+def test_hour_on_a_simulated_gpu_survives_a_kill(tmp_path: Path, environment: dict[str, str]) -> None:
     import torch  # takes seconds to load
 
     state, log = tmp_path / "state", tmp_path / "log"
     if torch.cuda.is_available():
         pytest.skip("there is a GPU, which would train in place of the simulated one")
-    extent = ["--shrink", str(SHRINK), "--tasks", *TASKS, "--recurrences", "1", "--state", str(state)]
+    State(state)
+    (state / GPU_CHECK).write_text('{"results": []}')  # a check takes minutes
+    extent = ["--shrink", "8", "--tasks", "resnet18", "--seconds", "1", "4", "--recurrences", "1", "--repeats", "1"]
+    command = [*RECURRENCES, "hour", *extent, "--state", str(state), "--out", str(tmp_path)]
 
-    def piece(minutes: str) -> subprocess.Popen[bytes]:
+    def call(minutes: str) -> subprocess.Popen[bytes]:
         with log.open("ab") as output:
-            command = [*RUN, *extent, "--minutes", minutes]
-            return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=output)
-
-    def done() -> int:
-        file = state / "runs.jsonl"
-        return len(file.read_bytes().splitlines()) if file.exists() else 0
+            return subprocess.Popen(
+                [*command, "--minutes", minutes], cwd=ROOT, env=environment, stdout=output, stderr=output
+            )
 
     # Killed at a moment when it cannot end its children, which must end nevertheless.
-    killed = piece(AMPLE)
+    killed = call("30")
     try:
-        awaited(lambda: done() >= SOME or killed.poll() is not None, "some trainings")
+        awaited(lambda: len(read_records([state])) >= 2 or killed.poll() is not None, "some trainings")
     finally:
         killed.kill()
     assert killed.wait() == -9, log.read_text()
     awaited(lambda: not alive(tmp_path), "the end of what was started")
-    before = done()
-
-    # Each piece executes at least one step, however short the piece is.
-    assert piece("0").wait() == 3, log.read_text()
-    assert done() == before + 1
-    assert piece(AMPLE).wait() == 0, log.read_text()
-    awaited(lambda: not alive(tmp_path), "the end of what the last piece had started")
+    assert call("30").wait() == 0, log.read_text()
+    awaited(lambda: not alive(tmp_path), "the end of what the last call had started")
 
     records = State(state).records
-    tasks = tasks_for("gpu", TASKS, shrink=SHRINK)
-    planned = list(steps(tasks, Extent(seeds=1, recurrences=1, repeats=1, pairs=ON_GPU.pairs)))
-    runs = Counter(record["key"] for record in records)
-    assert set(runs) == {step.key for step in planned}
-    assert all(is_done(step, [each for each in records if each["key"] == step.key]) for step in planned)
-    assert all(runs[step.key] == 1 for step in planned if step.stage != "recurrence")
-    check_energies(records)
-
-    page, figures = tmp_path / "proof.md", tmp_path / "gpu.json"
-    page.write_text((ROOT / "docs" / "proof.md").read_text())
-    collect = [*COLLECT, "--state", str(state), "--results", str(figures), "--write", str(page)]
-    told = subprocess.run([*collect, "--images", str(tmp_path)], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert told.returncode == 0, told.stderr
-    assert json.loads(figures.read_text())["trained_on"] == [
-        f"simulated GPU, a CPU in its place, models shrunk {SHRINK}-fold"
-    ]
-    check_tables(page.read_text(), tasks, records)
-    assert "simulated GPU" in (tmp_path / "proof-gpu-sizes.svg").read_text()
-    assert "H200" not in told.stdout
-
-
-def three_digits(value: float) -> float:
-    return float(f"{value:.3g}")
+    assert Counter(each["stage"] for each in records)["size"] == 5
+    check_energies([each for each in records if each["state"] != "bare"])
+    results = json.loads((tmp_path / "gpu-results.json").read_text())
+    assert results["trained_on"] == ["simulated GPU, a CPU in its place, models shrunk 8-fold"]
+    assert results["machine"]["GPU"] == NAME
+    check_page((tmp_path / "gpu-page.md").read_text(), records)
 
 
 def check_energies(records: list[dict[str, Any]]) -> None:
     """Assert that energies come from the counter, without an estimate and without foreign processes."""
-    measured = [record for record in records if record["state"] != "bare"]
-    assert {record["energy_source"] for record in measured} == {"nvml"}
-    for record in measured:
+    assert {record["energy_source"] for record in records} == {"nvml"}
+    for record in records:
         # Whole steps of the counter, within the life of the process. The time between readings of counter and clock
         # depends on the machine, so that energy and time are not compared.
         counted, windows = record["energy_j"] / (POWER_W * PERIOD_S), record["epochs"] + 2
         assert counted == pytest.approx(round(counted), rel=0, abs=1e-6)
         assert 0 < counted <= record["process_s"] / PERIOD_S + windows
         assert 0 < record["time_s"] <= record["process_s"]
-        assert record["cost_j"] == pytest.approx(cost_j(record))
+        assert record["cost_j"] == pytest.approx(0.5 * record["energy_j"] + 0.5 * MAX_POWER_W * record["time_s"])
 
 
-def check_tables(page: str, tasks: list[Task], records: list[dict[str, Any]]) -> None:
-    """Assert that each row has the measured values and marks the simulated GPU."""
-    names = [task.name for task in tasks]
-    of_contender = {
-        (task, who): [
-            each for each in records if (each["stage"], each["task"], each["who"]) == ("recurrence", task, who)
-        ]
-        for task in names
-        for who in ("gp_voi", "zeus", "default")
-    }
+def check_page(page: str, records: list[dict[str, Any]]) -> None:
+    """Assert that the rows have the measured values and mark the simulated GPU."""
     head, *lines = rows(page, "gpu")
     assert head[3] == "energy, kJ (simulated GPU: nvml)"
-    trainings, given_up = head.index("trainings"), head.index("given up")
-    assert [(line[0], line[1]) for line in lines] == [(name, "1, 1") for name in names for _ in range(3)]
-    for line, tried in zip(lines, of_contender.values(), strict=True):
+    for line, who in zip(lines, ("gp_voi", "default"), strict=True):
+        tried = [each for each in records if (each["stage"], each["who"]) == ("recurrence", who)]
         assert all(line)
-        assert int(line[trainings]) == len(tried)
-        if line[given_up] == "0":
+        assert line[:2] == ["resnet18", "2, 2"]
+        assert int(line[head.index("trainings")]) == len(tried)
+        if line[head.index("given up")] == "0":
             assert float(line[3]) == three_digits(sum(each["energy_j"] for each in tried) / 1000)
-
-    head, *lines = rows(page, "gpu-sizes")
+    head, line = rows(page, "gpu-sizes")
     assert head[0] == "cost until the target, J (simulated GPU: nvml)"
-    assert [line[0] for line in lines] == names
-    for line, task in zip(lines, tasks, strict=True):
-        for size, cell in zip(map(int, head[2:]), line[2:], strict=True):
-            of_size = [
-                each for each in records if (each["stage"], each["task"], each["who"]) == ("size", task.name, str(size))
-            ]
-            if not of_size:
-                assert size not in task.batch_sizes
-                assert not cell
-            elif of_size[0]["reached"]:
-                assert float(cell.strip("*")) == three_digits(cost_j(of_size[0]))
-                assert "e" not in cell
-            else:
-                assert cell == "∞"
-    assert all(any(re.match(r"\*+\d", cell) for cell in line) for line in lines)
-
-    head, *lines = rows(page, "gpu-overhead")
-    assert head[0] == "task (on a simulated GPU)"
-    assert [(line[0], line[1]) for line in lines] == [(name, "1") for name in names]
-    assert all(map(all, lines))
-
-    conditions = {line[0]: line[1] for line in rows(page, "gpu-conditions")}
-    assert conditions["machine"].startswith(f"GPU {NAME}, ")
-    assert conditions["trained on"].startswith("simulated GPU, a CPU in its place")
-    assert conditions["energy"] == "simulated GPU: nvml"
-    assert int(conditions["trainings"]) == len(records)
+    of_size = {each["who"]: each for each in records if each["stage"] == "size"}
+    for size, cell in zip(head[2:], line[2:], strict=True):
+        assert (cell == "∞") == (not of_size[size]["reached"])
+        assert cell == "∞" or float(cell.strip("*")) == three_digits(of_size[size]["cost_j"])
+    head, line = rows(page, "gpu-overhead")
+    assert (head[0], line[:2]) == ("task (on a simulated GPU)", ["resnet18", "1"])
     assert "**No figure of a GPU exists.**" in page
+
+
+def three_digits(value: float) -> float:
+    return float(f"{value:.3g}")
 
 
 def test_gpu_models_are_not_trained_on_a_cpu(tmp_path: Path, environment: dict[str, str]) -> None:
     environment["CUDA_VISIBLE_DEVICES"] = ""
-    command = [*RUN, "--state", str(tmp_path / "state")]
+    command = [*RECURRENCES, "hour", "--state", str(tmp_path / "state"), "--out", str(tmp_path)]
     refused = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert refused.returncode == 1
     assert "PyTorch finds no GPU" in refused.stderr
-    assert not (tmp_path / "state" / "runs.jsonl").exists()
 
 
 class Counting(FakeNvml):
@@ -289,10 +230,3 @@ def test_calibration_keeps_the_metric_joules_and_power_of_each_epoch(
 
     short = train(replace(order, seconds=0.0))
     assert len(short.curve) == 1
-
-
-def test_windows_are_measured_in_turn_with_and_without_synchronising(train: Callable[[Order], Outcome]) -> None:
-    run = train(Order("resnet50", "w", 1, batch_size=32, with_callback=False, windows=2, shrink=SHRINK))
-    assert run.detail == ""
-    assert [synchronised for synchronised, _, _ in run.windows] == [True, False, False, True]
-    assert all(energy_j > 0 and time_s > 0 for _, energy_j, time_s in run.windows)

@@ -14,12 +14,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.processes import BenchmarkError
-from benchmarks.recurrences.__main__ import require_gpu, require_one_kind
-from benchmarks.recurrences.harness import MAX_TRIES, Piece, State, is_done, read_records
+from benchmarks.recurrences.__main__ import require_gpu
+from benchmarks.recurrences.harness import MAX_TRIES, State, is_done, read_records
 from benchmarks.recurrences.plan import Extent, Step, steps
 from benchmarks.recurrences.runs import Order
-from benchmarks.recurrences.tasks import HOUR_TASKS, REFUSED, TASKS, tasks_for
+from benchmarks.recurrences.tasks import REFUSED, TASKS, tasks_for
 from benchmarks.reports import (
     RESULTS,
     Record,
@@ -28,12 +27,11 @@ from benchmarks.reports import (
     bootstrap,
     break_even,
     hindsight,
-    median_ratio,
     proof_results,
     regret,
     share_saved,
 )
-from benchmarks.tables import NOT_MEASURED, policy_tables, proof_tables, write_tables, year_tables
+from benchmarks.tables import NOT_MEASURED, policy_tables, proof_tables, write_tables
 from tests.support import ROOT
 
 SMALL = Extent(seeds=2, recurrences=3, repeats=1, pairs=2)
@@ -89,15 +87,9 @@ def test_given_number_of_epochs_is_trained_regardless_of_the_target() -> None:
     assert (falling.target_metric, falling.max_epochs) == (-1e9, 3)
 
 
-def test_sizes_of_a_task_span_two_decades_including_the_default() -> None:
-    for task in TASKS.values():
-        assert task.default_batch_size in task.batch_sizes
-        assert task.batch_sizes[-1] / task.batch_sizes[0] >= (64 if task.name in HOUR_TASKS else 100)
-
-
 def test_shrunken_tasks_have_reachable_targets() -> None:
-    (whole,), (shrunken,) = tasks_for("gpu", ["bert-base"]), tasks_for("gpu", ["bert-base"], shrink=8)
-    assert (whole.target, shrunken.target) == (0.9, 0.4)
+    (whole,), (shrunken,) = tasks_for("gpu", ["resnet18"]), tasks_for("gpu", ["resnet18"], shrink=8)
+    assert (whole.target, shrunken.target) == (0.9, 0.3)
     (same,) = tasks_for("cpu", ["digits"], shrink=8)
     assert same.target == TASKS["digits"].target
 
@@ -132,14 +124,6 @@ def test_several_directories_form_a_measurement_without_duplicate_steps(tmp_path
         read_records(folders)
 
 
-def test_state_accepts_a_single_kind_of_measurement(tmp_path: Path) -> None:
-    for _ in range(2):
-        require_one_kind(tmp_path, {"device": "gpu", "shrink": 8})
-    for other in ({"device": "gpu", "shrink": 1}, {"device": "cpu", "shrink": 8}):
-        with pytest.raises(BenchmarkError, match="has a measurement of device gpu, shrink 8, not of "):
-            require_one_kind(tmp_path, other)
-
-
 @pytest.mark.parametrize(
     ("named", "used"), [(None, "0"), ("3,1", "3"), ("GPU-5135a1a7,GPU-0", "GPU-5135a1a7"), ("", "")]
 )
@@ -161,17 +145,6 @@ def test_recurrence_repeats_trainings_until_the_target_is_reached() -> None:
     assert is_done(step, [missed] * MAX_TRIES)
     assert is_done(step, [missed, {"reached": False, "state": REFUSED}])
     assert is_done(step_of("size", "64"), [missed])
-
-
-@pytest.mark.parametrize(("minutes", "begun"), [(None, [True, True, True]), (0.0, [True, False, False])])
-def test_piece_executes_at_least_a_single_step(minutes: float | None, begun: list[bool]) -> None:
-    piece = Piece(minutes)
-    assert [piece.may_begin(3600.0) for _ in begun] == begun
-
-
-def test_step_beyond_the_end_of_the_piece_does_not_begin() -> None:
-    piece = Piece(60.0)
-    assert [piece.may_begin(expected_s) for expected_s in (7200.0, 7200.0, 1800.0)] == [True, False, True]
 
 
 # Figures
@@ -275,7 +248,7 @@ def test_figures_of_a_simulated_gpu_are_labelled() -> None:
     told = {"task": "resnet18", "energy_source": "nvml"}
     simulated = [{**each, **told, "device": "simulated GPU, a CPU in its place"} for each in RECORDS]
     made = proof_tables(proof_results(simulated, {"cores": "2"}))
-    of_hour = {"gpu-joules", "gpu-calibration", "gpu-check", "gpu-windows"}
+    of_hour = {"gpu-calibration", "gpu-check"}
     assert set(made) == {"gpu", "gpu-sizes", "gpu-overhead", "gpu-conditions", "gpu-status"} | of_hour
     assert all("simulated GPU" in table or table == NOT_MEASURED for table in made.values())
     real = [{**each, **told, "device": "NVIDIA H200"} for each in RECORDS]
@@ -283,9 +256,8 @@ def test_figures_of_a_simulated_gpu_are_labelled() -> None:
     assert made["gpu-status"].startswith("On NVIDIA H200, `gp_voi` saved ")
     alone = [each for each in real if each["who"] != "gp_voi"]
     assert "**No saving was measured on a GPU yet.**" in proof_tables(proof_results(alone, {}))["gpu-status"]
-    assert proof_tables(proof_results(alone, {}))["gpu-windows"] == NOT_MEASURED
-    where = "run --device gpu`, 2026-01-02; NVIDIA H200; nvml |"
-    assert where in made["gpu-summary"]
+    assert proof_tables(proof_results(alone, {}))["gpu-calibration"] == NOT_MEASURED
+    assert "run.sh`, 2026-01-02; NVIDIA H200; nvml |" in made["gpu-summary"]
     assert not any("simulated" in table for table in made.values())
 
 
@@ -298,12 +270,9 @@ def test_figures_of_two_devices_cannot_be_combined() -> None:
 def test_smallest_task_runs_from_trainings_to_a_page(tmp_path: Path) -> None:
     state = tmp_path / "state"
     run = [sys.executable, "-m", "benchmarks.recurrences"]
-    extent = ["--quick", "--recurrences", "1", "--repeats", "0", "--tasks", "tabular", "--state"]
-    pieces = [
-        subprocess.run([*run, "run", *extent, str(state), *more], cwd=ROOT, check=False, capture_output=True, text=True)
-        for more in (["--minutes", "0"], [], ["--shrink", "8"])
-    ]
-    assert [piece.returncode for piece in pieces] == [3, 0, 1], pieces[1].stderr
+    extent = ["--quick", "--recurrences", "1", "--repeats", "0", "--tasks", "tabular", "--state", str(state)]
+    done = subprocess.run([*run, "run", *extent], cwd=ROOT, check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
     page = tmp_path / "page.md"
     page.write_text("<!-- table: proof -->\n<!-- end of table -->\n")
     figures = tmp_path / "figures.json"
@@ -315,7 +284,7 @@ def test_smallest_task_runs_from_trainings_to_a_page(tmp_path: Path) -> None:
     assert min(found["cost_j"] for found in task["contenders"].values()) > 0
     assert task["overhead"]["pairs"] == 1
     assert "| tabular | 1, 1 | `gp_voi` |" in page.read_text()
-    assert sorted(path.name for path in tmp_path.glob("*.svg")) == ["proof-cpu-recurrences.svg", "proof-cpu-sizes.svg"]
+    assert [path.name for path in tmp_path.glob("*.svg")] == ["proof-cpu-recurrences.svg"]
 
 
 # --- Savings, break-even, regret and intervals ------------------------------------------------------------------------
@@ -323,14 +292,6 @@ def test_smallest_task_runs_from_trainings_to_a_page(tmp_path: Path) -> None:
 
 def test_share_saved_is_computed_from_sums() -> None:
     assert share_saved(np.array([[1.0, 4.0], [8.0, 8.0]])) == pytest.approx(0.25)
-
-
-def test_median_of_ratios_is_exact() -> None:
-    assert median_ratio(np.array([[2.0, 1.0], [3.0, 3.0], [3.0, 2.0]])) == 1.5
-
-
-def test_interval_of_equal_samples_has_no_width() -> None:
-    assert bootstrap([(1.0, 2.0)] * 5, share_saved) == (0.5, 0.5, 0.5)
 
 
 def test_interval_covers_the_resampled_values_reproducibly() -> None:
@@ -393,7 +354,6 @@ def test_document_without_marks_is_reported(tmp_path: Path) -> None:
         ("recurrences", proof_tables, "docs/proof.md"),
         ("recurrences", proof_tables, "README.md"),
         ("gpu", proof_tables, "docs/proof.md"),
-        ("year", year_tables, "docs/proof.md"),
     ],
 )
 def test_documented_tables_match_the_figures(

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import zeus_plugins
-from zeus_plugins import energy, errors, huggingface, lightning, power_limit, testing
+from zeus_plugins import energy, errors, huggingface, lightning, testing
 
 ERRORS = (
     *("ZeusBSOBadOperationError", "ZeusBSOConfigError", "ZeusBSOError", "ZeusBSOOperationOrderError"),
@@ -44,10 +44,8 @@ PUBLIC = {
     },
     "zeus_plugins.optimizer": {"BatchSizeOptimizer"},
     "zeus_plugins.power_limit": {
-        *("COMMAND_VARIABLE", "CommandDevice", "Done", "Energy", "MaxSlowdown", "NvmlDevice", "OptimumSelector"),
-        *("PowerLimitDevice", "PowerLimitProfile", "PowerLimitProfiler", "PowerLimitSample"),
-        *("PowerLimitUnavailableError", "Profiling", "Ready", "ReplayDevice", "ReplayMachine", "ReplayPoint", "State"),
-        *("Time", "Warmup", "Window", "ZeusCost", "find_devices", "limits_between"),
+        *("Energy", "MaxSlowdown", "NvmlDevice", "OptimumSelector", "PowerLimitDevice", "PowerLimitProfile"),
+        *("PowerLimitProfiler", "PowerLimitSample", "PowerLimitUnavailableError", "Time", "ZeusCost", "find_devices"),
     },
     "zeus_plugins.protocol": {
         *(
@@ -67,7 +65,6 @@ PUBLIC = {
             "Evaluation",
             "FieldError",
             "Fingerprint",
-            "FirstRun",
             "GpuConfig",
             "Heartbeat",
         ),
@@ -86,7 +83,6 @@ PUBLIC = {
             "OfflineTrial",
         ),
         *("Origin", "Paths", "PowerLimitChoice", "PowerLimitSample", "PowerProfile", "ReportResponse"),
-        *("Probe", "ProbedSize", "TrialProbe"),
         *(
             "Stage",
             "StopRule",
@@ -96,7 +92,6 @@ PUBLIC = {
             "TrialId",
             "TrialList",
             "TrialPowerProfile",
-            *("Probe", "ProbedSize", "TrialProbe"),
         ),
         *("CandidateWorth", "Decision", "MAX_CANDIDATES", "Explanation", "SizeBelief"),
         *("changes_in_words", "expected_in_words", "joules_in_words"),
@@ -118,7 +113,7 @@ PUBLIC = {
         *("PositiveInt", "PowerLimitSamples", "Seconds", "Seed"),
         *("ID_PATTERN", "LEAST_TIME_S", "MAX_BATCH_SIZE", "MAX_DETAIL_LENGTH", "MAX_ID_LENGTH"),
     },
-    "zeus_plugins.testing": {"ReplayDevice", "ReplayMachine", "ReplayMonitor", "ReplayPoint", "check_policy"},
+    "zeus_plugins.testing": {"ReplayMonitor", "check_policy"},
     "zeus_plugins.train_result": {"TrainResult", "result_path", "write_atomically"},
 }
 
@@ -166,13 +161,8 @@ def test_zeus_spelling_of_an_error_is_an_alias() -> None:
     assert errors.ZeusBSORuntimeError.__name__ == "ZeusBSORuntimeError"
 
 
-def test_replay_classes_are_importable_from_the_former_place() -> None:
+def test_replay_monitor_is_importable_from_both_places() -> None:
     assert energy.ReplayMonitor is testing.ReplayMonitor
-    for name in ("ReplayDevice", "ReplayMachine", "ReplayPoint"):
-        assert getattr(power_limit, name) is getattr(testing, name)
-    for module in (energy, power_limit):
-        with pytest.raises(AttributeError, match=f"module '{module.__name__}' has no attribute 'Replay'"):
-            _ = module.Replay
 
 
 def test_short_names_are_the_same_callbacks() -> None:

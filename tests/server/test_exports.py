@@ -96,6 +96,17 @@ class TestOverHttp:
             for trial in trials:
                 reached(http, {name: trial[name] for name in ("job_id", "batch_size", "trial_number")}, cost_j)
 
+    def test_export_of_an_earlier_version_with_a_probe_is_imported(self, http: httpx.Client, export: Lines) -> None:
+        new, old = renamed(export), renamed(export)
+        old[0]["job"]["first_run"] = "predicted"
+        old[0]["probe"] = {"gpus": {"max_power": 100}, "sizes": [{"batch_size": 8}], "critical_batch_size": 90}
+        for copy in (new, old):
+            import_over(http, copy).raise_for_status()
+        first, second = (export_over(http, copy[0]["job"]["job_id"]) for copy in (new, old))
+        for lines in (first, second):
+            del lines[0]["job"]["job_id"], lines[0]["job"]["registration_id"]
+        assert first == second
+
     def test_running_trial_continues_in_the_imported_job(self, http: httpx.Client, export: Lines) -> None:
         copy = renamed(export)
         import_over(http, copy).raise_for_status()

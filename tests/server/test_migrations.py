@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,9 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 from alembic import command
+from alembic.config import Config
 
+from bso_server.service import reading
 from bso_server.service.health import differences
 from bso_server.storage import migrations
 from bso_server.storage.database import open_database
@@ -19,6 +22,8 @@ from bso_server.storage.store import Store
 from bso_server.storage.transaction import Transaction
 from tests.support.databases import DATABASES, empty_database
 from tests.support.jobs import job
+from tests.support.service import JobService
+from zeus_plugins.protocol import GP_VOI, ZEUS
 
 pytestmark = pytest.mark.storage
 
@@ -76,11 +81,21 @@ def add_rows_of_version_1(connection: sa.Connection) -> None:
         insert(connection, "epochs", **key, epoch=report, time_s=3.0 * report, energy_j=100.0 * report, metric=0.5)
 
 
-def upgrade_to_version_1(connection: sa.Connection) -> None:
-    config = migrations._config()
-    config.attributes["connection"] = connection
-    assert migrations.current(connection) is None  # Alembic reads this as an open transaction.
-    command.upgrade(config, "0001")
+def moved_to(revision: str, move: Callable[[Config, str], None] = command.upgrade) -> Callable[[sa.Connection], None]:
+    """Return a step that upgrades a database to a revision, or downgrades it."""
+
+    def step(connection: sa.Connection) -> None:
+        config = migrations._config()
+        config.attributes["connection"] = connection
+        migrations.current(connection)  # Alembic reads this as an open transaction.
+        move(config, revision)
+
+    return step
+
+
+async def changed(store: Store, *steps: Callable[[sa.Connection], None]) -> None:
+    for step in steps:
+        await store._database.transact(step, read_only=False, timeout_s=60.0)
 
 
 @pytest.mark.parametrize("kind", DATABASES)
@@ -88,8 +103,7 @@ def test_migration_from_the_first_schema_keeps_totals_of_first_reports(kind: str
     async def migrate(database_url: str) -> None:
         store = Store(open_database(database_url))
         try:
-            for step in (upgrade_to_version_1, add_rows_of_version_1):
-                await store._database.transact(step, read_only=False, timeout_s=60.0)
+            await changed(store, moved_to("0001"), add_rows_of_version_1)
             await store.migrate()
             trials = await store.read(Transaction.all_trials, "old")
             first = [(trial.first_epoch, trial.first_time_s, trial.first_energy_j) for trial in trials]
@@ -97,6 +111,98 @@ def test_migration_from_the_first_schema_keeps_totals_of_first_reports(kind: str
             assert [(trial.deviations, trial.other_gpus) for trial in trials] == [(None, False)] * 3
             # The row of the job lacks its cheapest trial.
             assert [each for each in await store.read(differences, "old") if "cheapest" not in each] == []
+        finally:
+            await store.close()
+
+    with empty_database(kind, tmp_path) as database_url:
+        asyncio.run(migrate(database_url))
+
+
+PROBE = {"gpus": {"max_power": 100, "number_of_gpus": 1, "gpu_model": "V100"}, "sizes": [], "critical_batch_size": 90}
+
+
+def add_rows_of_version_5(connection: sa.Connection) -> None:
+    """Give every job a probe, and the first job a webhook that has sent a message about it."""
+    connection.execute(sa.table("jobs", sa.column("probe")).update().values(probe=json.dumps(PROBE)))
+    insert(
+        connection,
+        "webhooks",
+        webhook_id="0123456789abcdef",
+        url="https://example.org",
+        format="json",
+        events="verdict stuck",
+        secret="s",  # noqa: S106 - of a test
+        created_at=NOW,
+        week=NOW,
+    )
+    of_job = {"event": 2, "word": "saves", "is_stuck": False, "level_event": 1}
+    insert(connection, "webhook_jobs", job_id="job-zeus", webhook_id="0123456789abcdef", **of_job)
+
+
+def removed_rows(connection: sa.Connection) -> list[int]:
+    """Return the number of jobs with a probe, of webhooks, and of states that their receivers know."""
+    counts = ("jobs WHERE probe IS NOT NULL", "webhooks", "webhook_jobs")
+    return [connection.scalar(sa.text(f"SELECT count(*) FROM {rows}")) or 0 for rows in counts]  # noqa: S608 - constants
+
+
+def rows_of(table: str) -> Callable[[sa.Connection], list[dict[str, Any]]]:
+    """Return a function that reads a table without the column of probes, ordered by its first columns."""
+
+    def read(connection: sa.Connection) -> list[dict[str, Any]]:
+        rows = connection.execute(sa.text(f"SELECT * FROM {table} ORDER BY 1, 2")).mappings()  # noqa: S608 - constants
+        return [{name: value for name, value in row.items() if name != "probe"} for row in rows]
+
+    return read
+
+
+async def counts(store: Store) -> list[int]:
+    return await store._database.transact(removed_rows, read_only=True, timeout_s=60.0)
+
+
+FACTS = ("jobs", "trials", "epochs", "arms", "policy_memories", "decisions")
+
+
+async def facts(store: Store) -> list[list[dict[str, Any]]]:
+    return [await store._database.transact(rows_of(table), read_only=True, timeout_s=60.0) for table in FACTS]
+
+
+async def decide_and_verify(services: list[JobService]) -> None:
+    """Let each job end one more trial; its caches then equal a replay of its trials."""
+    for service in services:
+        before = (await service.show()).trial_count
+        await service.reach(await service.suggest())
+        assert (await service.show()).trial_count == before + 1
+        assert await service.store.read(differences, service.job_id) == []
+    listed = await services[0].store.read(reading.list_jobs)
+    assert [each.job_id for each in listed.jobs] == [each.job_id for each in services]
+
+
+@pytest.mark.parametrize("kind", DATABASES)
+def test_migration_drops_probes_and_webhooks_and_no_job_or_trial(kind: str, tmp_path: Path) -> None:
+    async def migrate(database_url: str) -> None:
+        store = Store(open_database(database_url))
+        services = [
+            JobService(store, job_id=f"job-{policy}", job_id_prefix="job", policy=policy) for policy in (GP_VOI, ZEUS)
+        ]
+        try:
+            await changed(store, moved_to("0005"))
+            for service in services:
+                await service.service.register(service.job)
+                await service.reach(await service.suggest())
+                await service.end(await service.suggest())
+                await service.suggest()
+            await changed(store, add_rows_of_version_5)
+            assert await counts(store) == [2, 1, 1]
+            before = await facts(store)
+            await store.migrate()
+            assert await facts(store) == before
+            await decide_and_verify(services)
+            later = await facts(store)
+            await changed(store, moved_to("0005", command.downgrade))
+            assert await counts(store) == [0, 0, 0]
+            assert await facts(store) == later
+            await store.migrate()
+            await decide_and_verify(services)
         finally:
             await store.close()
 

@@ -38,7 +38,6 @@ ROUTES = [
     ("PATCH", "/trials"),
     ("PATCH", "/trials/heartbeat"),
     ("PUT", "/trials/power_profile"),
-    ("PUT", "/trials/probe"),
     ("GET", "/api/jobs"),
     ("GET", "/api/report"),
     ("GET", "/api/jobs/{job_id}"),

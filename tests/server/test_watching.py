@@ -1,4 +1,4 @@
-"""Request ids, the JSON log, traces, and counters shared by several processes."""
+"""Request ids, the JSON log, and counters shared by several processes."""
 
 from __future__ import annotations
 
@@ -9,23 +9,14 @@ import re
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from opentelemetry.sdk.trace import ReadableSpan
-from opentelemetry.sdk.trace.export import SpanExportResult
-from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from bso_server.core.occurrences import Outcome, TransactionDone
-from bso_server.metrics import tracing as tracing_module
-from bso_server.metrics.logs import REQUEST_ID, JsonFormatter, TextFormatter
-from bso_server.metrics.tracing import Tracing
-from bso_server.metrics.watch import RequestWatch
+from bso_server.metrics.requests import REQUEST_ID, JsonFormatter, RequestWatch, TextFormatter
 from tests.support import ROOT
 from tests.support.databases import POSTGRESQL, empty_database
 from tests.support.jobs import job
@@ -120,97 +111,12 @@ class TestLines:
         assert caplog.messages[-1].isprintable()
 
 
-@pytest.fixture
-def spans() -> Iterator[tuple[Tracing, InMemorySpanExporter]]:
-    exporter = InMemorySpanExporter()
-    tracing = Tracing(exporter)
-    yield tracing, exporter
-    tracing.close()
-
-
-class TestTraces:
-    async def test_request_is_a_span_of_the_callers_trace(self, spans: tuple[Tracing, InMemorySpanExporter]) -> None:
-        tracing, exporter = spans
-        trace_id, parent_id = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
-        lines: list[str] = []
-
-        async def app(scope: Any, _receive: Any, send: Any) -> None:
-            scope["path_template"] = "/jobs/{job_id}"
-            lines.append(JsonFormatter().format(record("in it")))
-            tracing.hear(TransactionDone(writes=True, outcome=Outcome.UNAVAILABLE, duration_s=0.5, repeats=2))
-            await send({"type": "http.response.start", "status": 503, "headers": []})
-
-        async def send(_: object) -> None: ...
-
-        headers = [(b"traceparent", f"00-{trace_id}-{parent_id}-01".encode()), (b"authorization", TOKEN.encode())]
-        scope = {"type": "http", "method": "GET", "path": "/jobs/secret-1", "headers": headers}
-        await RequestWatch(app, span_of=tracing.span_of)(scope, None, send)
-        tracing.close()
-        transaction, request = exporter.get_finished_spans()
-        assert (request.name, request.status.is_ok) == ("GET /jobs/{job_id}", False)
-        assert request.parent is not None
-        assert f"{request.parent.span_id:016x}" == parent_id
-        assert f"{request.context.trace_id:032x}" == trace_id == json.loads(lines[0])["trace_id"]
-        assert request.attributes == {
-            "http.request.method": "GET",
-            "http.response.status_code": 503,
-            "http.route": "/jobs/{job_id}",
-        }
-        assert (transaction.name, transaction.status.is_ok) == ("transaction write", False)
-        assert transaction.parent is not None
-        assert transaction.parent.span_id == request.context.span_id
-        assert transaction.end_time is not None
-        assert transaction.start_time is not None
-        assert transaction.end_time - transaction.start_time == 500_000_000
-        assert "secret" not in request.to_json() + transaction.to_json()
-
-    def test_shutdown_does_not_wait_for_a_hanging_span_exporter(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(tracing_module, "_FAREWELL_S", 0.01)
-        is_shut_down = threading.Event()
-
-        class Hanging(InMemorySpanExporter):
-            def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-                is_shut_down.wait()
-                return super().export(spans)
-
-            def shutdown(self) -> None:
-                is_shut_down.set()
-
-        tracing = Tracing(Hanging())
-        tracing.hear(TransactionDone(writes=True, outcome=Outcome.COMMITTED, duration_s=0.5, repeats=0))
-        tracing.close()
-        assert is_shut_down.is_set()
-
-    def test_traced_service_has_a_name(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        def name() -> object:
-            exporter = InMemorySpanExporter()
-            tracing = Tracing(exporter)
-            tracing.hear(TransactionDone(writes=True, outcome=Outcome.COMMITTED, duration_s=0.5, repeats=2))
-            tracing.close()
-            (span,) = exporter.get_finished_spans()
-            return span.resource.attributes["service.name"]
-
-        assert name() == "zeus-bso"
-        monkeypatch.setenv("OTEL_SERVICE_NAME", "ours")
-        assert name() == "ours"
-
-    @pytest.mark.slow
-    def test_tracing_without_opentelemetry_names_the_package_to_install(self, tmp_path: Path) -> None:
-        program = "import sys; sys.modules['opentelemetry'] = None; from bso_server.cli import main; sys.exit(main())"
-        command = [sys.executable, "-c", program, "serve", "--database-url", f"sqlite:///{tmp_path / 'bso.sqlite3'}"]
-        environ = {"PATH": "", "ZEUS_BSO_TRACING": "true", "PYTHONPATH": str(ROOT)}
-        done = subprocess.run(command, env=environ, cwd=tmp_path, capture_output=True, text=True, check=False)
-        assert done.returncode == 1
-        assert "ZEUS_BSO_TRACING needs OpenTelemetry" in done.stderr
-        assert "pip install 'zeus-plugins[otel]'" in done.stderr
-
-
 @pytest.mark.slow
-def test_embedded_server_loads_no_metrics_or_tracing(tmp_path: Path) -> None:
+def test_embedded_server_loads_no_metrics(tmp_path: Path) -> None:
     program = (
         "import sys; from zeus_plugins.client import client_from_environment; client_from_environment().list_jobs(); "
-        "print([name for name in ('bso_server.service.commands', 'bso_server.metrics', 'prometheus_client', "
-        "'opentelemetry') if name in sys.modules])"
+        "print([name for name in ('bso_server.service.commands', 'bso_server.metrics', 'prometheus_client') "
+        "if name in sys.modules])"
     )
     environ = {"ZEUS_BSO_DATABASE_URL": f"sqlite:///{tmp_path / 'bso.sqlite3'}", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", program]

@@ -17,9 +17,9 @@ from torch import distributed
 from torch.utils.data import TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
+from tests.support.power_limit_bench import ReplayMachine, ReplayPoint
 from zeus_plugins.dataloader import ZeusDataLoader
 from zeus_plugins.errors import ZeusBSOConfigError
-from zeus_plugins.power_limit import ReplayMachine, ReplayPoint
 
 STEPS = 20
 TABLE = {150.0: ReplayPoint(1.2, 150.0), 175.0: ReplayPoint(1.05, 150.0), 200.0: ReplayPoint(1.0, 200.0)}

@@ -28,7 +28,7 @@ class FakeNvmlError(Exception):
 class FakeGpu:
     """A GPU of a simulated machine. None means an unsupported query."""
 
-    name: str | bytes = H200
+    name: str = H200
     uuid: str = "GPU-0"
     counter_mj: int | None = 7_000_000
     max_power_mw: int | None = 700_000
@@ -42,17 +42,15 @@ class FakeGpu:
     # Lower limits are silently raised to this; and a switch that ignores changes.
     clamps_to_mw: int | None = None
     ignores_limits: bool = False
-    pci_address: str = "00000000:01:00.0"
     # Error when this process opens the GPU (a control group, a GPU that fell off the bus), or None.
     refusal: str | None = None
     # Number of failing future readings of its counter.
     passing_failures: int = 0
-    temperature_c: int | None = None
     # Processes that compute on the GPU, directly and by MPS.
     pids: list[int] = field(default_factory=list)
     mps_pids: list[int] = field(default_factory=list)
-    # Power of the GPU and of the module that contains the GPU, each averaged over a second.
-    scopes_mw: dict[int, int] = field(default_factory=dict)
+    # Present power, where `power_mw` is the mean of a second.
+    instant_mw: int | None = None
     mig_mode: int | None = None
     # Compute slices of each MIG slice by position; CUDA names the first MIG-{uuid}, and each MIG-{uuid}/{position}/0.
     slices: list[int | None] = field(default_factory=list)
@@ -163,21 +161,10 @@ class FakeNvml:
     def nvmlDeviceGetFieldValues(  # noqa: N802
         self, handle: FakeGpu, fields: Sequence[tuple[int, int]]
     ) -> list[SimpleNamespace]:
+        assert fields == [(186, 0)]  # the present power of the GPU
         not_supported = 3
-        return [
-            SimpleNamespace(
-                nvmlReturn=0 if scope in handle.scopes_mw else not_supported,
-                value=SimpleNamespace(uiVal=handle.scopes_mw.get(scope, 0)),
-            )
-            for _, scope in fields
-        ]
-
-    def nvmlDeviceGetPciInfo(self, handle: FakeGpu) -> SimpleNamespace:  # noqa: N802
-        return SimpleNamespace(busId=handle.pci_address.encode())
-
-    def nvmlDeviceGetTemperature(self, handle: FakeGpu, sensor: int) -> int:  # noqa: N802
-        assert sensor == 0
-        return supported(handle.temperature_c)
+        value = SimpleNamespace(uiVal=handle.instant_mw or 0)
+        return [SimpleNamespace(nvmlReturn=not_supported if handle.instant_mw is None else 0, value=value)]
 
     def nvmlDeviceGetIndex(self, handle: FakeGpu) -> int:  # noqa: N802
         return self.machine.index(handle)

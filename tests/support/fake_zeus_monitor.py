@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from zeus_plugins.power_limit import ReplayMachine
+from tests.support.power_limit_bench import ReplayMachine
 
 
 @dataclass

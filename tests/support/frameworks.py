@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.support.job_bench import CountingMonitor, JobBench
-from tests.support.power_limit_bench import LIMITS_W, Recorder, machine
+from tests.support.power_limit_bench import ANY_LENGTH, LIMITS_W, Recorder, machine
 from zeus_plugins import JobSpec
 
 TRAIN_IMAGES = 168
@@ -92,7 +92,7 @@ class Powered(Work):
     def options(self, **options: Any) -> dict[str, Any]:
         """Return options of a power-limit callback for this machine, by default with three steps per limit."""
         defaults: dict[str, Any] = {"warmup_steps": 1, "profile_steps": 2, "limits_w": LIMITS_W}
-        return {**defaults, "energy_monitor": self.monitor, "devices": [self.device], **options}
+        return {**ANY_LENGTH, **defaults, "energy_monitor": self.monitor, "devices": [self.device], **options}
 
 
 def energy_rows(*epochs: int) -> list[dict[str, float]]:

@@ -5,30 +5,120 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from zeus_plugins.energy import EnergyUnavailableError, Measurement
+from zeus_plugins.energy.monitor import OpenWindows
 from zeus_plugins.files import state_directory
 from zeus_plugins.placement import process_start
 from zeus_plugins.power_limit import (
-    Done,
     OptimumSelector,
     PowerLimitProfile,
     PowerLimitProfiler,
     PowerLimitUnavailableError,
-    Profiling,
-    Ready,
-    ReplayMachine,
-    ReplayPoint,
-    State,
-    Warmup,
     ZeusCost,
 )
 from zeus_plugins.power_limit.guard import remember
+from zeus_plugins.power_limit.plan import Done, Profiling, Ready, State, Warmup
 from zeus_plugins.protocol import GpuConfig
+
+
+class Device:
+    """The base of simulated GPUs, whose limits are not restored by another process."""
+
+    uuid: str | None = None
+
+    def range_w(self) -> tuple[float, float]:
+        return 100.0, 250.0
+
+    def limit_w(self) -> float:
+        raise NotImplementedError
+
+    def enforced_limit_w(self) -> float:
+        return self.limit_w()
+
+    def default_limit_w(self) -> float | None:
+        return None
+
+
+@dataclass(frozen=True)
+class ReplayPoint:
+    """The seconds of a step and the mean watts of one GPU under one power limit."""
+
+    time_per_step_s: float
+    average_power_w: float
+
+
+class ReplayDevice(Device):
+    """A GPU whose `table` has its speed and power under each settable limit in watts; it begins at the highest."""
+
+    def __init__(self, table: Mapping[float, ReplayPoint], index: int = 0) -> None:
+        self._table = dict(table)
+        self.index = index
+        self._limit_w = max(self._table)
+
+    def __str__(self) -> str:
+        return f"replayed GPU {self.index}"
+
+    @property
+    def point(self) -> ReplayPoint:
+        """Speed and power under the limit in force."""
+        return self._table[self._limit_w]
+
+    def range_w(self) -> tuple[float, float]:
+        return min(self._table), max(self._table)
+
+    def limit_w(self) -> float:
+        return self._limit_w
+
+    def set_limit_w(self, limit_w: float) -> None:
+        if limit_w not in self._table:
+            raise PowerLimitUnavailableError(f"{self} has no limit of {limit_w:g} W: it has {sorted(self._table)}")
+        self._limit_w = limit_w
+
+
+class ReplayMachine:
+    """GPUs that train together, each with the same `table`, and their `monitor`; the slowest GPU sets the pace."""
+
+    def __init__(
+        self, table: Mapping[float, ReplayPoint], number_of_gpus: int = 1, gpu_model: str = "replayed GPU"
+    ) -> None:
+        self.devices = tuple(ReplayDevice(table, index) for index in range(number_of_gpus))
+        self.monitor = _MachineMonitor(self, gpu_model)
+        self.time_s = 0.0
+        self.energy_j = 0.0
+
+    def train(self, steps: int = 1) -> None:
+        """Train `steps` under the limits in force."""
+        time_s = steps * max(device.point.time_per_step_s for device in self.devices)
+        self.time_s += time_s
+        self.energy_j += time_s * sum(device.point.average_power_w for device in self.devices)
+
+
+class _MachineMonitor:
+    source = "replay"
+
+    def __init__(self, machine: ReplayMachine, gpu_model: str) -> None:
+        self._machine = machine
+        self._gpu_model = gpu_model
+        self._windows: OpenWindows[tuple[float, float]] = OpenWindows()
+
+    def gpus(self) -> GpuConfig:
+        devices = self._machine.devices
+        max_power_w = sum(device.range_w()[1] for device in devices)
+        return GpuConfig(max_power=max_power_w, number_of_gpus=len(devices), gpu_model=self._gpu_model)
+
+    def begin_window(self, name: str) -> None:
+        self._windows.open(name, lambda: (self._machine.time_s, self._machine.energy_j))
+
+    def end_window(self, name: str) -> Measurement:
+        time_s, energy_j = self._windows.close(name)
+        return Measurement(self._machine.time_s - time_s, self._machine.energy_j - energy_j, self.source)
+
 
 # Watts: seconds and watts of a step. Worked out by hand (maximum power 250 W):
 #          energy   cost at η = 0.5
@@ -43,6 +133,7 @@ TABLE = {
     250.0: ReplayPoint(0.95, 220.0),
 }
 LIMITS_W = (250.0, 200.0, 150.0, 100.0)
+ANY_LENGTH = {"warmup_s": 0.0, "profile_s": 0.0}  # a replayed machine measures windows of any length
 BEST_W = 200.0
 FOUND_W = 250.0
 
@@ -61,7 +152,8 @@ def machine(number_of_gpus: int = 1) -> ReplayMachine:
 def profiler(where: ReplayMachine, selector: OptimumSelector | None = None, **options: Any) -> PowerLimitProfiler:
     """Return a profiler, by default with three steps per limit."""
     defaults: dict[str, Any] = {"warmup_steps": 1, "profile_steps": 2, "monitor": where.monitor, "limits_w": LIMITS_W}
-    return PowerLimitProfiler(options.pop("devices", where.devices), selector or ZeusCost(0.5), **(defaults | options))
+    options = ANY_LENGTH | defaults | options
+    return PowerLimitProfiler(options.pop("devices", where.devices), selector or ZeusCost(0.5), **options)
 
 
 def train(where: ReplayMachine, zeus: PowerLimitProfiler, steps: int = 12, epochs: int = 1) -> list[float]:
@@ -106,19 +198,14 @@ def record_limit(pid: int | None = None, **fields: Any) -> None:
     path.write_text(json.dumps({name: record[name] for name in ("original_w", "set_w", "boot_id")} | named | fields))
 
 
-class Forbidden:
+class Forbidden(Device):
     """A GPU with a readable, but not writable limit."""
-
-    outlives_process = True
 
     def __init__(self) -> None:
         self.asked: list[float] = []
 
     def __str__(self) -> str:
         return "GPU 0 (V100)"
-
-    def range_w(self) -> tuple[float, float]:
-        return 100.0, 250.0
 
     def limit_w(self) -> float:
         return 200.0
@@ -128,10 +215,8 @@ class Forbidden:
         raise PowerLimitUnavailableError("Insufficient Permissions")
 
 
-class Wrapped:
+class Wrapped(Device):
     """Wrapper of a device."""
-
-    outlives_process = False
 
     def __init__(self, device: Any) -> None:
         self._device = device
@@ -182,7 +267,6 @@ class Failing:
     """A monitor that fails at every call of one kind, or only at the `only`-th call."""
 
     source = "failing"
-    measures_exactly = True
 
     def __init__(
         self, where: ReplayMachine, fails_at: str, only: int | None = None, measurement: Measurement | None = None
@@ -209,20 +293,16 @@ class Failing:
         return self._measurement or self._monitor.end_window(name)
 
 
-class FileDevice:
+class FileDevice(Device):
     """A GPU with its limit in a file, so that other processes see the limit."""
 
-    outlives_process = True
+    uuid = "GPU-file"
 
-    def __init__(self, path: Path, index: int = 0) -> None:
+    def __init__(self, path: Path) -> None:
         self.path = path
-        self.index = index
 
     def __str__(self) -> str:
-        return f"GPU {self.index} ({self.path.name})"
-
-    def range_w(self) -> tuple[float, float]:
-        return 100.0, 250.0
+        return f"GPU 0 ({self.path.name})"
 
     def limit_w(self) -> float:
         return float(self.path.read_text())
@@ -231,9 +311,3 @@ class FileDevice:
         unfinished = self.path.with_suffix(f".{os.getpid()}")
         unfinished.write_text(str(limit_w))
         unfinished.replace(self.path)
-
-
-class KnownDevice(FileDevice):
-    """A GPU with a stable identity, so that its limit is recorded while a training changes it."""
-
-    uuid = "GPU-file"

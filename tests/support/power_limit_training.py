@@ -13,7 +13,7 @@ import sys
 import threading
 from pathlib import Path
 
-from tests.support.power_limit_bench import KnownDevice
+from tests.support.power_limit_bench import FileDevice
 from zeus_plugins.energy import EstimateMonitor
 from zeus_plugins.power_limit import Energy, PowerLimitProfiler
 
@@ -55,7 +55,7 @@ def end(profiler: PowerLimitProfiler, way: str) -> None:
 
 
 def train(path: Path, way: str) -> None:
-    profiler = PowerLimitProfiler([KnownDevice(path)], Energy(), monitor=EstimateMonitor(100.0), limits_w=[TRIED_W])
+    profiler = PowerLimitProfiler([FileDevice(path)], Energy(), monitor=EstimateMonitor(100.0), limits_w=[TRIED_W])
     profiler.on_epoch_begin()
     assert float(path.read_text()) == TRIED_W
     print("changed", flush=True)

@@ -15,7 +15,6 @@ IDLE_W, BUSY_W = 80.0, 600.0
 BURST_S = 0.2
 MULTIPLICATION_S = 0.002
 _GRAIN_S = 0.002
-_INSTANT = 186
 
 
 class SimulatedGpu(FakeNvml):
@@ -71,10 +70,7 @@ class SimulatedGpu(FakeNvml):
     def nvmlDeviceGetFieldValues(  # noqa: N802 - NVML's own name
         self, handle: FakeGpu, fields: Sequence[tuple[int, int]]
     ) -> list[SimpleNamespace]:
-        ((field, scope),) = fields
-        if field == _INSTANT and scope == 0:
-            instant_mw = round(1000 * self.misreads * self._power_w())
-            return [SimpleNamespace(nvmlReturn=0, value=SimpleNamespace(uiVal=instant_mw))]
+        handle.instant_mw = round(1000 * self.misreads * self._power_w())
         return super().nvmlDeviceGetFieldValues(handle, fields)
 
 

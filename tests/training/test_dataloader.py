@@ -20,10 +20,11 @@ from torch.utils.data.distributed import DistributedSampler
 
 from tests.support import ROOT
 from tests.support.job_bench import CountingMonitor
+from tests.support.power_limit_bench import ReplayMachine, ReplayPoint
 from tests.support.properties import examples
 from zeus_plugins.dataloader.loader import ZeusDataLoader
 from zeus_plugins.errors import ZeusBSOBadOperationError, ZeusBSOConfigError, ZeusBSOOperationOrderError
-from zeus_plugins.power_limit import PowerLimitProfile, ReplayMachine, ReplayPoint
+from zeus_plugins.power_limit import PowerLimitProfile
 
 # Each batch of 4 takes 1 s and 10 J; at η = 0.5 and a maximum of 100 W, the cost is 55 J.
 STEP_COST_J = 0.5 * 10 + 0.5 * 100 * 1
@@ -272,6 +273,7 @@ def test_best_limit_is_found_kept_and_restored(tmp_path: Path) -> None:
     assert result["power_limit_w"] == 175.0
     assert result["time"] == pytest.approx(5 * 1.0 + 5 * 1.05 + 5 * 1.2 + 45 * 1.05)
     profile = PowerLimitProfile.load(tmp_path / "bs1.power.json")
+    assert profile is not None
     assert profile.limits_w == (150.0, 175.0, 200.0)
 
 

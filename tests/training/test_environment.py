@@ -11,7 +11,6 @@ from tests.support import ROOT
 from zeus_plugins.environment import VARIABLES, Variable
 from zeus_plugins.errors import ZeusBSOConfigError
 
-WATTS = Variable("ZEUS_WATTS", "the power", "65", "watts", may_be_empty=False)
 SECONDS = Variable("ZEUS_SECONDS", "the patience", "10", "seconds")
 
 
@@ -63,7 +62,6 @@ def test_each_variable_is_declared_once() -> None:
         (SECONDS, " 3 ", 3.0),
         (SECONDS, "-1", -1.0),
         (SECONDS, "inf", float("inf")),
-        (WATTS, None, None),
     ],
 )
 def test_number_is_read_from_a_variable(variable: Variable, text: str | None, number: float | None) -> None:
@@ -77,7 +75,6 @@ def test_number_is_read_from_a_variable(variable: Variable, text: str | None, nu
         (SECONDS, "nan", False),
         (SECONDS, "0", True),
         (SECONDS, "inf", True),
-        (WATTS, "", True),
     ],
 )
 def test_invalid_number_is_reported_with_a_remedy(variable: Variable, text: str, is_positive: bool) -> None:

@@ -170,7 +170,9 @@ def test_no_step_is_measured_if_every_limit_is_known() -> None:
 def test_without_a_trial_the_given_size_counts(tmp_path: Path) -> None:
     training = Training(profile_path=tmp_path / "{batch_size}.json")
     training.steps(12)
-    assert PowerLimitProfile.load(tmp_path / "16.json").batch_size == SIZE
+    profile = PowerLimitProfile.load(tmp_path / "16.json")
+    assert profile is not None
+    assert profile.batch_size == SIZE
 
 
 def test_unfinished_search_is_kept_for_the_next_training(tmp_path: Path) -> None:
@@ -180,7 +182,9 @@ def test_unfinished_search_is_kept_for_the_next_training(tmp_path: Path) -> None
     training.run.end_steps()
     training.run.keep_unfinished()
     assert [(len(choice.samples), choice.chosen_limit_w) for choice in keeper.kept] == [(2, None)]
-    assert [sample.limit_w for sample in PowerLimitProfile.load(tmp_path / "power.json").samples] == [200.0, 250.0]
+    profile = PowerLimitProfile.load(tmp_path / "power.json")
+    assert profile is not None
+    assert profile.limits_w == (200.0, 250.0)
     assert training.logged == []
 
 

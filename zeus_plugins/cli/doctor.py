@@ -30,7 +30,6 @@ from zeus_plugins.errors import (
     ZeusBSOTokenError,
 )
 from zeus_plugins.power_limit import PowerLimitDevice, PowerLimitUnavailableError, find_devices
-from zeus_plugins.power_limit.devices import default_limit_w
 from zeus_plugins.power_limit.guard import PowerLimitKeptError, holder, left_behind, reset_limit
 from zeus_plugins.protocol import TrialId, is_estimated, package_version, printable
 
@@ -241,7 +240,7 @@ def power_limits(*, resets: bool) -> Iterator[Finding]:
 
 def _power_limit(device: PowerLimitDevice) -> Finding:
     live, left = holder(device), left_behind(device)
-    limit_w, default_w = device.limit_w(), default_limit_w(device)
+    limit_w, default_w = device.limit_w(), device.default_limit_w()
     details = {"limit_w": limit_w, "default_w": default_w}
     remedy = "`zeus-plugins doctor --reset-power-limits` sets"
     level, text = Level.OK, f"{device}: {limit_w:g} W"

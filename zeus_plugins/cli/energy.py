@@ -23,6 +23,9 @@ if TYPE_CHECKING:  # Imported late, because other commands start faster without 
 # Exit statuses of `timeout` and `env`, which commands themselves seldom return.
 _FAILED, _NOT_EXECUTABLE, _NOT_FOUND, _KILLED_BY = 125, 126, 127, 128
 
+READ_INTERVAL_S = 1.0
+"""Seconds between two readings of the meter, so that only the rest is estimated if a device is lost."""
+
 _FORWARDED = ("SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGINT", "SIGQUIT")
 _FROM_KEYBOARD = ("SIGINT", "SIGQUIT")
 
@@ -112,13 +115,10 @@ def _energy(options: argparse.Namespace) -> int:
 
 
 def _measured(command: Sequence[str], options: argparse.Namespace) -> tuple[int, str]:
-    """Run the command; return the exit status and the text of the measurement.
-
-    The meter is read every second, so that only the rest is estimated if a device is lost.
-    """
+    """Run the command; return the exit status and the text of the measurement."""
     from zeus_plugins.energy.auto import whole_node
     from zeus_plugins.energy.counters import Sampler
-    from zeus_plugins.energy.meter import WATCH_INTERVAL_S, Breakdown, EpochMeter
+    from zeus_plugins.energy.meter import Breakdown, EpochMeter
 
     monitor = _make(options.monitor, options.power_w)
     if options.scope == "node":
@@ -126,7 +126,7 @@ def _measured(command: Sequence[str], options: argparse.Namespace) -> tuple[int,
     gpus = monitor.gpus()
     meter = EpochMeter(monitor, breakdown=Breakdown())
     meter.begin()
-    reader = Sampler(meter.state, WATCH_INTERVAL_S)
+    reader = Sampler(meter.state, READ_INTERVAL_S)
     try:
         exit_status = _execute(command)
         reader.stop()

@@ -37,7 +37,6 @@ from zeus_plugins.protocol import (
     OfflineTrial,
     Paths,
     PowerLimitChoice,
-    Probe,
     ReportResponse,
     TrainingResult,
     TrialDispatch,
@@ -45,7 +44,6 @@ from zeus_plugins.protocol import (
     TrialId,
     TrialList,
     TrialPowerProfile,
-    TrialProbe,
     faults_in_words,
 )
 
@@ -154,10 +152,6 @@ class BsoClient(ServerPort):
     def store_power_profile(self, trial: TrialId, choice: PowerLimitChoice) -> None:
         profile = TrialPowerProfile(**trial.model_dump(), **choice.model_dump())
         self._expect_ours(self._request("PUT", Paths.POWER_PROFILE, body=profile))
-
-    def store_probe(self, trial: TrialId, probe: Probe) -> None:
-        message = TrialProbe(**trial.model_dump(), **probe.model_dump())
-        self._expect_ours(self._request("PUT", Paths.PROBE, body=message))
 
     def delete_job(self, job_id: str) -> None:
         """Delete a job and all its trials."""

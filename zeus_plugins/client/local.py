@@ -54,14 +54,12 @@ from zeus_plugins.protocol import (
     JobView,
     OfflineTrial,
     PowerLimitChoice,
-    Probe,
     ReportResponse,
     TrainingResult,
     TrialDispatch,
     TrialEnd,
     TrialId,
     TrialPowerProfile,
-    TrialProbe,
     faults_in_words,
 )
 
@@ -170,10 +168,6 @@ class LocalServer(ServerPort):
     def store_power_profile(self, trial: TrialId, choice: PowerLimitChoice) -> None:
         profile = TrialPowerProfile(**trial.model_dump(), **choice.model_dump())
         self._write("power limits", lambda transaction: self._commands.store_power_profile(transaction, profile))
-
-    def store_probe(self, trial: TrialId, probe: Probe) -> None:
-        message = TrialProbe(**trial.model_dump(), **probe.model_dump())
-        self._write("probe", lambda transaction: self._commands.store_probe(transaction, message))
 
     def delete_job(self, job_id: str) -> None:
         """Delete a job and all its trials."""

@@ -24,7 +24,6 @@ from zeus_plugins.protocol import (
     JobView,
     OfflineTrial,
     PowerLimitChoice,
-    Probe,
     ReportResponse,
     TrainingResult,
     TrialDispatch,
@@ -175,10 +174,6 @@ class ServerPort(Protocol):
         Raises:
             ZeusBSOConfigError: The job has other GPUs (422).
         """
-
-    def store_probe(self, trial: TrialId, probe: Probe) -> None:
-        """Store the probe of a trial in any state; do nothing if the server, such as a Zeus server, lacks probes."""
-        del trial, probe
 
 
 def error_of(

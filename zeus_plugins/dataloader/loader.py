@@ -205,7 +205,7 @@ class _Training:
             profile = self._profiler.profile
             # Save the profile once, when it is complete.
             if self._saves_profile and profile is not None and self._profiler.chosen_limit_w is not None:
-                profile.save_or_warn(self._settings.profile_path(self._batch_size))
+                profile.save(self._settings.profile_path(self._batch_size))
                 self._saves_profile = False
 
     @contextmanager
@@ -427,7 +427,7 @@ class ZeusDataLoader(DataLoader[T]):
             warmup_steps=steps[0],
             profile_steps=steps[1],
             monitor=monitor if controls else None,
-            profile=PowerLimitProfile.load_if_kept(path) if self._ranks.rank == 0 else None,
+            profile=PowerLimitProfile.load(path) if self._ranks.rank == 0 else None,
             batch_size=self._global_batch_size,
             observe=settings.is_observed,
             all_gather=None if self._ranks.world_size == 1 else self._ranks.all_gather,

@@ -35,8 +35,6 @@ class EstimateMonitor:
         ZeusBSOConfigError: An argument is out of range.
     """
 
-    measures_exactly = True
-
     def __init__(
         self,
         power_w: float,
@@ -115,7 +113,6 @@ class ReplayMonitor:
         gpus: The devices of these measurements.
     """
 
-    measures_exactly = True
     source = "replay"  # Each measurement keeps its listed source.
 
     def __init__(self, measurements: Iterable[Measurement], gpus: GpuConfig) -> None:

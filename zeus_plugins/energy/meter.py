@@ -1,4 +1,4 @@
-"""Time, energy, power, money and CO2 of a training, by epoch, in total and by component, for people to read."""
+"""Time, energy, money and CO2 of a training, by epoch, in total and by component, for people to read."""
 
 from __future__ import annotations
 
@@ -6,24 +6,15 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from statistics import fmean
 from typing import TypeVar
 
-from zeus_plugins.energy.counters import CounterMonitor, Found, Sampler
-from zeus_plugins.energy.monitor import BridgedMonitor, EnergyMonitor, Measurement, answer_or_none, logger
+from zeus_plugins.energy.counters import CounterMonitor, Found
+from zeus_plugins.energy.monitor import BridgedMonitor, EnergyMonitor, Measurement, logger
 from zeus_plugins.energy.nvml import Nvml, NvmlGpu, open_gpus
 from zeus_plugins.energy.rapl import POWERCAP, RAPL_INTERVAL_S, open_zones
 from zeus_plugins.energy.rates import Rates
 from zeus_plugins.energy.zeus_monitor import WindowMonitor, as_energy_monitor
 from zeus_plugins.errors import ZeusBSOError
-
-WATCH_INTERVAL_S = 1.0
-"""Seconds between two readings of power and temperature, whose highest values are reported."""
-
-IDLE_S = 0.5
-"""Seconds for which the idle power is measured before a training; the training begins this much later."""
-
-_IDLE_READINGS = 10
 
 Device = TypeVar("Device")
 
@@ -65,8 +56,6 @@ class EpochMeter:
         self._sources: dict[str, None] = {}
         self._windows = 0
         self._measured: Measurement | None = None  # of the present epoch
-        self._idle: dict[str, float] = {}
-        self.co2_g = self._spent.get("co2_g")  # grams of all ended epochs; None without a stated rate
 
     @property
     def totals(self) -> dict[str, float]:
@@ -89,16 +78,8 @@ class EpochMeter:
         return dict(self._spent)
 
     def begin(self) -> None:
-        """Begin the first epoch, or resume the epoch of a checkpoint; raise the monitor's error if it fails.
-
-        With a breakdown, first measure the idle power for `IDLE_S`. The idle power is reported, but never subtracted.
-        """
+        """Begin the first epoch, or resume the epoch of a checkpoint; raise the monitor's error if it fails."""
         logger.info("energy of the training: %s", self._source)
-        if self._breakdown is not None:
-            self._idle = self._breakdown.idle()
-            if self._idle:
-                told = ", ".join(f"{name} {power_w:.4g}" for name, power_w in self._idle.items())
-                logger.info("before the training: %s", told)
         self._monitor.begin_window(self._window)
         if self._breakdown is not None:
             self._breakdown.begin()
@@ -108,9 +89,8 @@ class EpochMeter:
 
         Returns:
             ``zeus/epoch_time_s`` and ``zeus/epoch_energy_j`` of this epoch; ``zeus/time_s`` and ``zeus/energy_j`` of
-            all epochs; ``zeus/money`` and ``zeus/co2_g`` of all epochs if their rates are stated; this epoch's
-            components, as ``zeus/epoch_gpu_energy_j`` (see `Breakdown.end`); and ``zeus/idle_gpu_power_w`` and
-            ``zeus/idle_cpu_power_w``, measured before the training.
+            all epochs; ``zeus/money`` and ``zeus/co2_g`` of all epochs if their rates are stated; and this epoch's
+            components, as ``zeus/epoch_gpu_energy_j`` (see `Breakdown.end`).
         """
         self._measure()
         self._spent["time_s"] += self._spent["epoch_time_s"]
@@ -118,10 +98,8 @@ class EpochMeter:
         metrics = {f"zeus/{name}": value for name, value in self._spent.items()}
         if self._breakdown is not None:
             metrics |= {f"zeus/epoch_{name}": value for name, value in self._breakdown.end(self._measured).items()}
-            metrics |= {f"zeus/{name}": power_w for name, power_w in self._idle.items()}
             self._breakdown.begin()
         self._measured = None
-        self.co2_g = self._spent.get("co2_g")
         self._spent |= {"epoch_time_s": 0.0, "epoch_energy_j": 0.0}
         return metrics
 
@@ -173,60 +151,27 @@ class Breakdown:
         nvml: Nvml | None = None,
         powercap: Path = POWERCAP,
         clock: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        self._clock, self._sleep = clock, sleep
         uses_no_gpu = device_indices is not None and not device_indices
         self._gpus: Sequence[NvmlGpu] = () if uses_no_gpu else _found(partial(open_gpus, nvml, device_indices))
         self._zones = _found(partial(open_zones, powercap, None))
         self._packages = CounterMonitor("rapl", lambda: Found(self._zones, 1, "CPU"), clock, RAPL_INTERVAL_S)
-        self._peak_w: float | None = None
-        self._hottest_c: float | None = None
-        self._watch: Sampler | None = None
-
-    def idle(self) -> dict[str, float]:
-        """Measure for `IDLE_S`; return ``idle_gpu_power_w`` and ``idle_cpu_power_w``, in watts, as far as known.
-
-        A GPU's counter changes too seldom in so short a time, so the GPU's power readings are averaged.
-        """
-        if not self._gpus and not self._zones:
-            return {}
-        begun_s = self._clock()
-        self.begin()
-        readings_w = []
-        for _ in range(_IDLE_READINGS):
-            self._sleep(IDLE_S / _IDLE_READINGS)
-            readings_w.append(self._power_w())
-        time_s, found = self._clock() - begun_s, self.end()
-        known_w = [power_w for power_w in readings_w if power_w is not None]
-        idle = {"idle_gpu_power_w": fmean(known_w)} if known_w else {}
-        if "cpu_energy_j" in found and time_s > 0:
-            idle["idle_cpu_power_w"] = found["cpu_energy_j"] / time_s
-        return idle
 
     def begin(self) -> None:
         """Begin to measure. Never raises."""
-        self._peak_w = self._hottest_c = None
         if self._zones:
             try:
                 self._packages.begin_window(_PART_WINDOW)
             except (ZeusBSOError, OSError) as error:
                 logger.debug("the energy of the CPU cannot be measured: %s", error)
-        if self._gpus:
-            self._watch = Sampler(self.look, WATCH_INTERVAL_S)
 
     def end(self, measured: Measurement | None = None) -> dict[str, float]:
         """End the measurement that `begin` started; add `measured`, from the training's monitor. Never raises.
 
         Returns:
             As far as known: ``gpu_energy_j``, ``cpu_energy_j`` and ``dram_energy_j``; with several GPUs, the energy of
-            each, such as ``gpu_0_energy_j`` for GPU 0 of the machine; ``gpu_mean_power_w``, ``gpu_peak_power_w`` (the
-            highest reading, at least the mean) and ``gpu_temperature_c`` (the highest reading).
+            each, such as ``gpu_0_energy_j`` for GPU 0 of the machine; and ``gpu_mean_power_w``.
         """
-        if self._watch is not None:
-            self._watch.stop()
-            self._watch.sample()  # Reads at least once, even in a short epoch.
-            self._watch = None
         parts_j: dict[str, float] = {}
         if self._zones:
             try:
@@ -240,25 +185,10 @@ class Breakdown:
         if measured is not None and gpus_j and len(gpus_j) == len(self._gpus):
             found["gpu_energy_j"] = sum(gpus_j.values())
             if measured.time_s > 0:
-                found["gpu_mean_power_w"] = mean_w = found["gpu_energy_j"] / measured.time_s
-                self._peak_w = None if self._peak_w is None else max(self._peak_w, mean_w)
+                found["gpu_mean_power_w"] = found["gpu_energy_j"] / measured.time_s
         if len(self._gpus) > 1:
             found |= {f"{name}_energy_j": joules for name, joules in gpus_j.items()}
-        seen = {"gpu_peak_power_w": self._peak_w, "gpu_temperature_c": self._hottest_c}
-        return found | {name: highest for name, highest in seen.items() if highest is not None}
-
-    def look(self) -> None:
-        """Read power and temperature, and keep the highest values."""
-        self._peak_w = _highest(self._peak_w, self._power_w())
-        self._hottest_c = _highest(self._hottest_c, *(answer_or_none(gpu.temperature_c) for gpu in self._gpus))
-
-    def _power_w(self) -> float | None:
-        powers_w = [power_w for gpu in self._gpus if (power_w := answer_or_none(gpu.instant_power_w)) is not None]
-        return sum(powers_w) if powers_w and len(powers_w) == len(self._gpus) else None
-
-
-def _highest(*values: float | None) -> float | None:
-    return max((value for value in values if value is not None), default=None)
+        return found
 
 
 def _found(find: Callable[[], Sequence[Device]]) -> Sequence[Device]:

@@ -101,10 +101,8 @@ class EnergyMonitor(Protocol):
     * never invents an energy: if it cannot measure, it raises an error or names the estimate in `Measurement.source`;
     * keeps windows apart by name. Windows may overlap and nest.
 
-    An optional attribute ``measures_exactly = True`` states that no counter is updated only at intervals, so that
-    windows of any length are exact. Power limits are then measured over exactly the requested optimizer steps. Optional
-    methods ``begin_window_at_moves`` and ``end_window_at_moves`` wait for updates of the counters while the devices are
-    idle, so that the update interval does not matter; the window does not include the wait.
+    Optional methods ``begin_window_at_moves`` and ``end_window_at_moves`` wait for updates of the counters while the
+    devices are idle, so that the update interval does not matter; the window does not include the wait.
 
     The caller makes all calls from one thread and, once the first window is open, from one process. A window ends when
     `end_window` is called: work that is still queued on a device belongs to a later window.

@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
-from zeus_plugins.energy.counters import MICRO, CounterMonitor, Found, IntegratedPowerMonitor
+from zeus_plugins.energy.counters import CounterMonitor, Found, IntegratedPowerMonitor
 from zeus_plugins.energy.monitor import (
     Choice,
     EnergyUnavailableError,
@@ -29,24 +29,10 @@ Nvml = Any
 
 MILLI = 1000
 
-DIE = 0
-"""``NVML_TEMPERATURE_GPU``, the temperature sensor of the GPU's die."""
-
-GPU_SCOPE, MODULE_SCOPE = "GPU scope", "module scope"
-"""On a superchip (GH200, GB200), NVML counts either the GPU or the whole module with CPU and memory."""
-
-# NVML_FI_DEV_POWER_AVERAGE and _INSTANT, NVML_POWER_SCOPE_GPU and _MODULE.
-POWER_AVERAGE, POWER_INSTANT, _OF_GPU, _OF_MODULE = 185, 186, 0, 1
-
-# Scopes whose powers differ by less than this factor are one scope: the module of a plain GPU is the GPU itself.
-_DIFFERENT = 1.02
+# NVML_FI_DEV_POWER_INSTANT, and NVML_POWER_SCOPE_GPU.
+_POWER_INSTANT, _OF_GPU = 186, 0
 
 _GPU_PREFIX, _MIG_PREFIX = "GPU-", "MIG-"
-
-COMPARED_S = 0.5
-"""Seconds for which a superchip's counter is compared with the power of its scopes, before its first window."""
-
-_POLL_S = 0.005
 
 
 def probe(request: MonitorRequest, nvml: Nvml | None = None) -> Choice:
@@ -121,36 +107,11 @@ class NvmlGpu:
 
     def instant_power_w(self) -> float:
         """Read the present power of the GPU and its memory, in watts, else `power_w`."""
-        return self.power_in(field=POWER_INSTANT) or self.power_w()
-
-    def temperature_c(self) -> float:
-        """Read the temperature of the GPU's die, in °C."""
-        return self._ask("temperature", lambda handle: self.nvml.nvmlDeviceGetTemperature(handle, DIE))
-
-    def power_in(self, scope: int = _OF_GPU, field: int = POWER_AVERAGE) -> float | None:
-        """Read the power in a scope, in watts; return None if the driver does not give it."""
         try:
-            (answer,) = self.nvml.nvmlDeviceGetFieldValues(self.handle, [(field, scope)])
-        except (self.nvml.NVMLError, AttributeError):
-            return None
-        return answer.value.uiVal / MILLI if answer.nvmlReturn == 0 else None
-
-    def scope(self, measured_w: Callable[[], float | None] = lambda: None) -> str:
-        """Return the scope of a superchip's counter or power reading; empty if there is only one scope.
-
-        NVML does not state the scope, so choose the scope whose power is closer to `measured_w()` (see `slope_w`), or
-        to the plain power reading if that is None. If the driver gives only the module's power, choose the module.
-        """
-        of_gpu_w, of_module_w = self.power_in(_OF_GPU), self.power_in(_OF_MODULE)
-        if not of_module_w or (of_gpu_w and of_module_w < _DIFFERENT * of_gpu_w):
-            return ""
-        if not of_gpu_w:
-            return MODULE_SCOPE
-        try:
-            plain_w = measured_w() or self.power_w()
-        except EnergyUnavailableError:
-            return ""
-        return MODULE_SCOPE if abs(plain_w - of_module_w) < abs(plain_w - of_gpu_w) else GPU_SCOPE
+            (answer,) = self.nvml.nvmlDeviceGetFieldValues(self.handle, [(_POWER_INSTANT, _OF_GPU)])
+        except (self.nvml.NVMLError, AttributeError):  # an older driver or pynvml
+            return self.power_w()
+        return answer.value.uiVal / MILLI if answer.nvmlReturn == 0 and answer.value.uiVal else self.power_w()
 
     def other_processes(self, own: Collection[int] = ()) -> int:
         """Return the number of listed processes that compute on this GPU and do not belong to the training.
@@ -190,7 +151,7 @@ class NvmlMonitor(CounterMonitor):
     open.
 
     The counters change every few tens of milliseconds, which limits the precision of a window's start and end. A
-    measurement's source states the scope of a superchip, and whether other processes share the GPUs.
+    measurement's source states whether other processes share the GPUs.
 
     Args:
         device_indices: Indices among the visible GPUs, or UUIDs of GPUs of this machine. None: all visible GPUs.
@@ -211,8 +172,7 @@ class NvmlMonitor(CounterMonitor):
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        find = partial(_found, nvml, device_indices, partial(slope_w, clock, sleep))
-        super().__init__("nvml", find, clock, max_power_w=max_power_w, sleep=sleep)
+        super().__init__("nvml", partial(_found, nvml, device_indices), clock, max_power_w=max_power_w, sleep=sleep)
 
 
 class NvmlPowerMonitor(IntegratedPowerMonitor):
@@ -234,22 +194,14 @@ class NvmlPowerMonitor(IntegratedPowerMonitor):
         nvml: Nvml | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        find = partial(_found, nvml, device_indices, NvmlGpu.instant_power_w)
-        super().__init__("nvml power", find, clock, interval_s, max_power_w)
-
-
-def scopes_in(sources: Iterable[str]) -> list[int]:
-    """Count the sources with GPU scope, and the sources with module scope."""
-    told = list(sources)
-    return [sum(scope in source for source in told) for scope in (GPU_SCOPE, MODULE_SCOPE)]
+        super().__init__("nvml power", partial(_found, nvml, device_indices), clock, interval_s, max_power_w)
 
 
 class _Notes:
-    """Notes for a measurement's source: the scope of the GPUs, and other processes on them."""
+    """Notes for a measurement's source: other processes on the GPUs."""
 
-    def __init__(self, gpus: Sequence[NvmlGpu], measured_w: Callable[[NvmlGpu], float | None]) -> None:
+    def __init__(self, gpus: Sequence[NvmlGpu]) -> None:
         self._gpus = gpus
-        self._scope = next(filter(None, (gpu.scope(partial(measured_w, gpu)) for gpu in gpus)), "")
         self._has_warned = False
 
     def __call__(self, own: Collection[int]) -> Sequence[str]:
@@ -261,57 +213,32 @@ class _Notes:
                 " batch size depends on them",
                 ", ".join(f"{others} on {gpu}" for gpu, others in sharing.items()),
             )
-        return [note for note in (self._scope, "shared with other processes" if sharing else "") if note]
+        return ["shared with other processes"] if sharing else []
 
 
-def slope_w(clock: Callable[[], float], sleep: Callable[[float], None], gpu: NvmlGpu) -> float | None:
-    """Return the counter's mean rise in watts, between its first and last change in `COMPARED_S`; None if unknown."""
-    moves: list[tuple[float, int]] = []
-    try:
-        latest_uj, end_s = gpu.energy_uj(), clock() + COMPARED_S
-        for _ in range(round(COMPARED_S / _POLL_S)):
-            sleep(_POLL_S)
-            reading_uj = gpu.energy_uj()
-            if reading_uj != latest_uj:
-                latest_uj = reading_uj
-                moves.append((clock(), reading_uj))
-            if clock() > end_s:
-                break
-    except EnergyUnavailableError:
-        return None
-    if len(moves) < 2 or moves[-1][0] <= moves[0][0]:
-        return None
-    (begun_s, begun_uj), (ended_s, ended_uj) = moves[0], moves[-1]
-    return (ended_uj - begun_uj) / MICRO / (ended_s - begun_s)
-
-
-def _found(
-    nvml: Nvml | None, indices: Sequence[int | str] | None, measured_w: Callable[[NvmlGpu], float | None]
-) -> Found:
+def _found(nvml: Nvml | None, indices: Sequence[int | str] | None) -> Found:
     gpus = open_gpus(nvml, indices)
-    return Found(gpus, len(gpus), gpus[0].name, _Notes(gpus, measured_w))
+    return Found(gpus, len(gpus), gpus[0].name, _Notes(gpus))
 
 
 def open_gpus(
-    nvml: Nvml | None = None, indices: Sequence[int | str] | None = None, *, torch: Any = None, mixed: bool = False
+    nvml: Nvml | None = None, indices: Sequence[int | str] | None = None, *, torch: Any = None
 ) -> tuple[NvmlGpu, ...]:
     """Start NVML and return the GPUs of `indices` (see `NvmlMonitor`).
 
     Raises:
         NoGpuError: No driver answers, or no GPU is visible.
         EnergyUnavailableError: A GPU cannot be opened, or is a slice of a GPU.
-        ZeusBSOConfigError: The GPUs are of several models and `mixed` is False, or a named GPU does not exist.
+        ZeusBSOConfigError: The GPUs are of several models, or a named GPU does not exist.
     """
-    gpus = _chosen_gpus(nvml, indices, torch, mixed=mixed)
+    gpus = _chosen_gpus(nvml, indices, torch)
     for gpu in gpus:
         if not _part_of(gpu).is_whole:
             raise _shared_counter(str(gpu))
     return gpus
 
 
-def _chosen_gpus(
-    nvml: Nvml | None, indices: Sequence[int | str] | None, torch: Any = None, *, mixed: bool = False
-) -> tuple[NvmlGpu, ...]:
+def _chosen_gpus(nvml: Nvml | None, indices: Sequence[int | str] | None, torch: Any = None) -> tuple[NvmlGpu, ...]:
     """Find the GPUs like `open_gpus`, but allow slices."""
     if torch is None and nvml is None:
         torch = sys.modules.get("torch")
@@ -330,8 +257,6 @@ def _chosen_gpus(
     named_parts = {(gpu.index, each if gpu.mig_handle else "") for gpu, each in zip(gpus, visible, strict=True)}
     if len(named_parts) < len(gpus):
         raise ZeusBSOConfigError(f"the same GPU is named twice ({_listing(gpus)}): name each once")
-    if mixed:
-        return gpus
     check_one_model([gpu.name for gpu in gpus], _listing(gpus))
     is_mixed = len({gpu.name for gpu in machine}) > 1
     if is_mixed and any(isinstance(each, int) for each in visible) and CUDA_DEVICE_ORDER.text() != "PCI_BUS_ID":
@@ -452,7 +377,7 @@ def _part_of(gpu: NvmlGpu) -> _Part:
                 break
         if handle is None or whole < 1:
             return _Part(f"{gpu.name} MIG")
-        attributes, name = nvml.nvmlDeviceGetAttributes(handle), _text(nvml.nvmlDeviceGetName(handle))
+        attributes, name = nvml.nvmlDeviceGetAttributes(handle), nvml.nvmlDeviceGetName(handle)
     except nvml.NVMLError:
         return _Part(gpu.name)
     slices = attributes.gpuInstanceSliceCount
@@ -492,12 +417,7 @@ def _open_machine(nvml: Nvml) -> tuple[list[NvmlGpu], list[str]]:
 
 
 def _described(nvml: Nvml, handle: Any, index: int) -> NvmlGpu:
-    name, uuid = nvml.nvmlDeviceGetName(handle), nvml.nvmlDeviceGetUUID(handle)
-    return NvmlGpu(nvml, handle, index, _text(name), _text(uuid))
-
-
-def _text(answer: str | bytes) -> str:
-    return answer.decode() if isinstance(answer, bytes) else answer
+    return NvmlGpu(nvml, handle, index, nvml.nvmlDeviceGetName(handle), nvml.nvmlDeviceGetUUID(handle))
 
 
 def _open_uuid(nvml: Nvml, uuid: str, machine: Sequence[NvmlGpu], refused: Sequence[str]) -> NvmlGpu:

@@ -123,19 +123,16 @@ class Waiting:
     """The time for which a thread of the training was ready to run but waited for a core.
 
     The thread that waited longest counts: threads that compute together spin while they wait for each other, so that
-    the first thread may never wait for a core. If the system does not count this time, it is estimated from the load
-    average at the end; see `waited_share_by_load`.
+    the first thread may never wait for a core. Only Linux counts this time.
     """
 
     def __init__(self) -> None:
         self._begun_s = 0.0
         self._waits_s: dict[int, float] | None = None
-        self._cpu_s: float | None = None
 
     def begin(self) -> None:
         """Begin to count."""
         self._begun_s, self._waits_s = time.monotonic(), waits_s()
-        self._cpu_s = cpu_time_s() if self._waits_s is None else None
 
     def end(self, time_s: float) -> float | None:
         """Return the seconds waited since `begin`, as far as they are part of the measured `time_s`; None if unknown.
@@ -143,44 +140,10 @@ class Waiting:
         A monitor's own clock may exclude the waiting, as a clock of CPU time does.
         """
         elapsed_s, waits = time.monotonic() - self._begun_s, waits_s()
-        if waits is not None and self._waits_s is not None:
-            found_s = max(waited - self._waits_s.get(thread, 0.0) for thread, waited in waits.items())
-        else:
-            share = waited_share_by_load(self._cores_used(elapsed_s), _unseen_workers())
-            if share is None:
-                return None
-            found_s = share * elapsed_s
+        if waits is None or self._waits_s is None:
+            return None
+        found_s = max(waited - self._waits_s.get(thread, 0.0) for thread, waited in waits.items())
         return max(0.0, found_s - max(0.0, elapsed_s - time_s))
-
-    def _cores_used(self, elapsed_s: float) -> float:
-        """Return the mean number of cores that the training has used since `begin`, as far as the system reports it."""
-        cpu_s = None if self._cpu_s is None else cpu_time_s()
-        return 0.0 if cpu_s is None or self._cpu_s is None or elapsed_s <= 0 else (cpu_s - self._cpu_s) / elapsed_s
-
-
-def waited_share_by_load(cores_used: float = 0.0, workers: int = 0) -> float | None:
-    """Return the share of its time for which a thread of the training waits for a core; None without a load average.
-
-    If L threads are ready to run on n cores, each waits for a share 1 - n/L of its time. L includes the training's own
-    threads: as the cores are shared evenly, a training that uses c cores has L · c/n threads. The training's threads
-    beyond n wait for each other, not for other programs, and are subtracted from L.
-
-    Args:
-        cores_used: Cores that the training uses, c.
-        workers: The training's processes whose use is not in `cores_used`; each counts as one thread.
-    """
-    if sys.platform == "win32":
-        return None
-    load, cores = os.getloadavg()[0], os.cpu_count() or 1
-    if load <= cores:
-        return 0.0
-    own = min(load, load * min(cores_used / cores, 1.0) + workers)
-    return 1 - cores / (load - max(0.0, own - cores))
-
-
-def _unseen_workers() -> int:
-    """Return the number of living worker processes whose CPU time the system reports only after their end."""
-    return 0 if _shows_all(PROC) else len(multiprocessing.active_children())
 
 
 def gpu_is_used() -> bool:

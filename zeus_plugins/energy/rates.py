@@ -3,35 +3,23 @@
 from __future__ import annotations
 
 import csv
+import json
 import math
 import time
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
-from datetime import UTC, datetime, timedelta, timezone, tzinfo
+from collections.abc import Iterator, Mapping
+from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple
-from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
 from zeus_plugins.energy.monitor import warn_once
-from zeus_plugins.environment import CO2_G_PER_KWH, HOST_OVERHEAD_W, PRICE_PER_KWH, PUE, Variable
+from zeus_plugins.environment import CO2_G_PER_KWH, EMISSIONS_FILE, HOST_OVERHEAD_W, PRICE_PER_KWH, PUE, Variable
 from zeus_plugins.errors import ZeusBSOConfigError
 
 JOULES_PER_KWH = 3_600_000
 
-# Beginnings of the names of columns, in small letters, in order of preference. Electricity Maps: "Datetime (UTC)",
-# "Carbon intensity gCO₂eq/kWh (Life cycle)"; ENTSO-E: "MTU (CET/CEST)", "Day-ahead Price (EUR/MWh)".
-_TIMES = ("mtu", "datetime", "time")
-_LIFE_CYCLE = tuple(f"carbon intensity gco₂eq/kwh ({each}" for each in ("life cycle", "lca"))
-_VALUES = {"money": ("day-ahead price", "price"), "co2_g": (*_LIFE_CYCLE, "carbon intensity", "co2")}
-
-# Only the zone and auction of the first row are used: rows that differ from it in these columns are left out.
-_SERIES = ("Area", "Sequence", "Zone id")
-
-_MISSING = ("", "-", "n/e", "N/A")
-_FORMATS = ("%d/%m/%Y %H:%M:%S", "%d/%m/%Y %H:%M")
-_ZONES = {"(CET/CEST)": "Europe/Brussels", "(WET/WEST)": "Europe/Lisbon", "(EET/EEST)": "Europe/Athens"}
-_MARKS = {"(CET)": timezone(timedelta(hours=1)), "(CEST)": timezone(timedelta(hours=2))}
+_COLUMNS = {"money": "price", "co2_g": "co2"}
+"""Beginnings of the names of the columns with the rates."""
 
 
 class Rates:
@@ -52,12 +40,16 @@ class Rates:
         self._pue = PUE.number(environ, is_positive=True) or 1.0
         if self._pue < 1:
             raise ZeusBSOConfigError(f"the environment variable {PUE} is {self._pue:g}: a PUE is at least 1")
+        if EMISSIONS_FILE.text(environ):
+            raise ZeusBSOConfigError(
+                f"{EMISSIONS_FILE} is no longer written: unset it; trackers get zeus/energy_j and zeus/co2_g"
+            )
         self._host_w = HOST_OVERHEAD_W.number(environ, is_positive=True) or 0.0
         self._rates: dict[str, float | RateTable] = {}
         for name, variable in {"money": PRICE_PER_KWH, "co2_g": CO2_G_PER_KWH}.items():
             text = variable.text(environ) or ""
             if text.lower().endswith(".csv"):
-                self._rates[name] = RateTable(variable, Path(text), _VALUES[name], now_s)
+                self._rates[name] = RateTable(variable, Path(text), _COLUMNS[name], now_s)
             elif (number := variable.number(environ, is_positive=True)) is not None:
                 self._rates[name] = number
 
@@ -71,37 +63,31 @@ class Rates:
         }
 
 
-class _Row(NamedTuple):
-    begun_s: float
-    ended_s: float | None
-    per_kwh: float
-
-
 class RateTable:
-    """Rates per kWh by Unix time, from a CSV file.
+    """Rates per kWh by Unix time, from a CSV file with the column ``time`` and a column of rates.
 
-    Each row lasts until the next row begins. The last row lasts until its stated end, else as long as the row before.
+    Each row lasts until the next row begins, and the last row as long as the row before.
 
     Args:
         variable: The environment variable that names the file, for messages.
         path: The file, in UTF-8.
-        values: Possible beginnings of the rate column's name, in order of preference.
+        column: The beginning of the rate column's name.
         now_s: Unix time for which the table must have a rate.
     """
 
-    def __init__(self, variable: Variable, path: Path, values: Sequence[str], now_s: float) -> None:
+    def __init__(self, variable: Variable, path: Path, column: str, now_s: float) -> None:
         self._place = f"{variable}={path}"
         try:
             with path.open(encoding="utf-8-sig", newline="") as file:
-                rows = sorted(self._rows(csv.DictReader(file), values), key=lambda row: row.begun_s)
-        except (OSError, UnicodeDecodeError, csv.Error, ZoneInfoNotFoundError) as error:
+                rows = sorted(self._rows(csv.DictReader(file), column))
+        except (OSError, UnicodeDecodeError, csv.Error) as error:
             raise ZeusBSOConfigError(f"{self._place} cannot be read: {error}") from error
         if not rows:
             raise ZeusBSOConfigError(f"{self._place} has no row with a rate")
-        self._begins_s = [row.begun_s for row in rows]
-        self._per_kwh = [row.per_kwh for row in rows]
-        before_s = rows[-2].begun_s if len(rows) > 1 else rows[-1].begun_s - 3600
-        self._end_s = rows[-1].ended_s or 2 * rows[-1].begun_s - before_s
+        self._begins_s = [begun_s for begun_s, _ in rows]
+        self._per_kwh = [per_kwh for _, per_kwh in rows]
+        before_s = self._begins_s[-2] if len(rows) > 1 else self._begins_s[-1] - 3600
+        self._end_s = 2 * self._begins_s[-1] - before_s
         if not self._begins_s[0] <= now_s < self._end_s:
             span_s = self._begins_s[0], self._end_s
             span = " to ".join(f"{datetime.fromtimestamp(each, UTC):%Y-%m-%d %H:%M}" for each in span_s)
@@ -119,65 +105,35 @@ class RateTable:
         weighted = zip(shares_s, self._per_kwh[first : last + 1], strict=True)
         return sum(share_s * per_kwh for share_s, per_kwh in weighted) / (ended_s - begun_s)
 
-    def _rows(self, reader: csv.DictReader[str], values: Sequence[str]) -> Iterator[_Row]:
+    def _rows(self, reader: csv.DictReader[str], column: str) -> Iterator[tuple[float, float]]:
+        """Yield the begin and the rate of each row; a time without an offset is UTC."""
         names = reader.fieldnames or ()
-        when, what = self._column(names, _TIMES), self._column(names, values)
-        per_mwh = "/mwh" in what.lower()
-        clock = _Clock(next((ZoneInfo(zone) for mark, zone in _ZONES.items() if mark in when), UTC))
-        series: list[str | None] | None = None
+        rates = [name for name in names if name.lower().startswith(column)]
+        if "time" not in names or not rates:
+            raise ZeusBSOConfigError(
+                f"{self._place} needs the column 'time' and a column that begins with {column!r}: its first line names"
+                f" {', '.join(map(repr, names)) or 'none'} (docs/money-and-co2.md)"
+            )
         for row in reader:
-            own = [row.get(each) for each in _SERIES]
-            series = series or own
-            if own != series or (row[what] or "").strip() in _MISSING:
-                continue
             try:
-                begun, _, ended = (row[when] or "").partition(" - ")
-                begun_s, ended_s = clock.unix_s(begun), clock.unix_s(ended) if ended else None
-                rate = float(row[what])
+                begun, rate = datetime.fromisoformat((row["time"] or "").strip()), float(row[rates[0]])
                 if not math.isfinite(rate):
-                    raise ValueError(f"{row[what]!r} is no rate")
-                yield _Row(begun_s, ended_s, rate / 1000 if per_mwh else rate)
-            except ValueError as error:
+                    raise ValueError(f"{rate!r} is no rate")
+            except (TypeError, ValueError) as error:
                 raise ZeusBSOConfigError(f"{self._place}, line {reader.line_num}: {error}") from error
-
-    def _column(self, names: Sequence[str], beginnings: Sequence[str]) -> str:
-        for beginning in beginnings:
-            for name in names:
-                if name.lower().startswith(beginning):
-                    return name
-        raise ZeusBSOConfigError(
-            f"{self._place} has no column that begins with {' or '.join(map(repr, beginnings))}: its first line names"
-            f" {', '.join(map(repr, names)) or 'none'}"
-        )
+            yield (begun if begun.tzinfo else begun.replace(tzinfo=UTC)).timestamp(), rate
 
 
-class _Clock:
-    """A parser of local times, called in the order of the table, so that it knows autumn's repeated hour."""
+def model_card_block(time_s: float, energy_j: float, source: str) -> str:
+    """Return the block ``co2_eq_emissions`` of a Hugging Face model card as YAML, in grams of CO2.
 
-    def __init__(self, zone: tzinfo) -> None:
-        self._zone = zone
-        self._latest_s = -math.inf
+    The rate of `ZEUS_CO2_G_PER_KWH` applies to the `time_s` seconds until now.
 
-    def unix_s(self, text: str) -> float:
-        """Return the Unix time of a text; raise `ValueError` if it is no time."""
-        text = text.strip()
-        for mark, zone in _MARKS.items():
-            if text.endswith(mark):
-                return _parsed(text.removesuffix(mark).strip()).replace(tzinfo=zone).timestamp()
-        found = _parsed(text)
-        if found.tzinfo is not None:
-            return found.timestamp()
-        found = found.replace(tzinfo=self._zone)
-        if found.timestamp() < self._latest_s:
-            found = found.replace(fold=1)
-        self._latest_s = found.timestamp()
-        return self._latest_s
-
-
-def _parsed(text: str) -> datetime:
-    for form in _FORMATS:
-        try:
-            return datetime.strptime(text.replace(".", "/"), form)
-        except ValueError:
-            continue
-    return datetime.fromisoformat(text)
+    Raises:
+        ZeusBSOConfigError: No rate is stated, or it is invalid.
+    """
+    co2_g = Rates().of(energy_j, time_s).get("co2_g")
+    if co2_g is None:
+        raise ZeusBSOConfigError(f"the CO2 of a kilowatt-hour is unknown: set {CO2_G_PER_KWH} to its grams")
+    text = f"zeus-plugins: {energy_j / JOULES_PER_KWH:.4g} kWh ({source}) at a stated rate ({CO2_G_PER_KWH})"
+    return f"co2_eq_emissions:\n  emissions: {co2_g:.6g}\n  source: {json.dumps(text)}\n"

@@ -24,7 +24,7 @@ class ZeusEnergyTrainerCallback(EnergyTotals, TrainWrapper):
     and joules, evaluations included. The trainer's `state.log_history` and the integrations of `report_to` get them.
     The first process of each machine measures its devices, and process 0 logs the sum. A training that resumes from a
     checkpoint continues its totals. Unless you pass a monitor, the callback also logs parts of the energy, power,
-    temperature, money and CO2 (docs/energy.md).
+    money and CO2 (docs/energy.md).
     """
 
     _OWNER = "zeus_energy_owner"

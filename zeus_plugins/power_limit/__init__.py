@@ -19,32 +19,25 @@ not depend on a framework; a training loop calls it like this::
 
 The constructor touches no device. An "epoch" is any stretch of steps without interruption, so a validation within an
 epoch ends one stretch and begins another. An unfinished measurement is repeated in the next stretch. If no limit can be
-set (no GPU, no permission), the profiler warns and measures the limit in force. If a device or monitor fails later, the
-profiling ends with a warning, and the training continues. Without ``close``, the end of the process restores the
+set (no GPU, no permission), or a device or monitor fails, the profiling ends with a warning, and the training
+continues. Without ``close``, the end of the process restores the
 limits, even after SIGTERM and SIGKILL (`zeus_plugins.power_limit.guard`).
 """
 
 from __future__ import annotations
 
 from zeus_plugins.power_limit.devices import (
-    COMMAND_VARIABLE,
-    CommandDevice,
     NvmlDevice,
     PowerLimitDevice,
     PowerLimitUnavailableError,
     find_devices,
 )
-from zeus_plugins.power_limit.plan import Done, Profiling, Ready, State, Warmup, Window, limits_between
 from zeus_plugins.power_limit.profile import PowerLimitProfile
 from zeus_plugins.power_limit.profiler import PowerLimitProfiler
-from zeus_plugins.power_limit.replay import ReplayDevice, ReplayMachine, ReplayPoint
 from zeus_plugins.power_limit.selectors import Energy, MaxSlowdown, OptimumSelector, Time, ZeusCost
 from zeus_plugins.protocol import PowerLimitSample
 
 __all__ = [
-    "COMMAND_VARIABLE",
-    "CommandDevice",
-    "Done",
     "Energy",
     "MaxSlowdown",
     "NvmlDevice",
@@ -54,16 +47,7 @@ __all__ = [
     "PowerLimitProfiler",
     "PowerLimitSample",
     "PowerLimitUnavailableError",
-    "Profiling",
-    "Ready",
-    "ReplayDevice",
-    "ReplayMachine",
-    "ReplayPoint",
-    "State",
     "Time",
-    "Warmup",
-    "Window",
     "ZeusCost",
     "find_devices",
-    "limits_between",
 ]

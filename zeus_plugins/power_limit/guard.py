@@ -20,7 +20,6 @@ record is running, other processes do not restore its limit. A limit that anothe
 from __future__ import annotations
 
 import atexit
-import contextlib
 import json
 import logging
 import math
@@ -40,10 +39,7 @@ from zeus_plugins.placement import BOOT_ID, process_start
 from zeus_plugins.power_limit.devices import (
     TOLERANCE_W,
     PowerLimitDevice,
-    PowerLimitNotAppliedError,
     PowerLimitUnavailableError,
-    default_limit_w,
-    enforced_limit_w,
     set_and_check,
 )
 from zeus_plugins.signals import raise_at_sigterm
@@ -69,7 +65,7 @@ class _Guarded:
     @classmethod
     def of(cls, device: PowerLimitDevice) -> _Guarded:
         left, limit_w = left_behind(device), device.limit_w()
-        return cls(device, limit_w if left is None else left.original_w, limit_w, limit_w, enforced_limit_w(device))
+        return cls(device, limit_w if left is None else left.original_w, limit_w, limit_w, device.enforced_limit_w())
 
     def set(self, limit_w: float) -> None:
         self.asked_w = limit_w
@@ -77,12 +73,12 @@ class _Guarded:
         try:
             set_and_check(self.device, limit_w)
         finally:
-            self.limit_w, self.obeyed_w = self.device.limit_w(), enforced_limit_w(self.device)
+            self.limit_w, self.obeyed_w = self.device.limit_w(), self.device.enforced_limit_w()
             if not _is_same(self.limit_w, limit_w):  # Record also the limit that the driver chose instead.
                 self.remember()
 
     def remember(self) -> None:
-        remember(_uuid(self.device), self.initial_w, self.asked_w, self.limit_w)
+        remember(self.device.uuid, self.initial_w, self.asked_w, self.limit_w)
 
     def look(self) -> str | None:
         """Return a message if another program or limiter has changed the limit, else None.
@@ -96,7 +92,7 @@ class _Guarded:
                 f"another program has changed the power limit of {self.device} from {before_w:g} W to {self.limit_w:g}"
                 " W, which stays in force after this training"
             )
-        obeyed_w = enforced_limit_w(self.device)
+        obeyed_w = self.device.enforced_limit_w()
         overruled = f"{self.device} obeys a power limit of {obeyed_w:g} W instead of {self.obeyed_w:g} W"
         return None if _is_same(obeyed_w, self.obeyed_w) else overruled
 
@@ -149,16 +145,15 @@ class LimitGuard:
         if self._undo_signals is None and self._guarded:
             self._undo_signals = raise_at_sigterm()
             atexit.register(self.release)
-            lasting = [(each.device, each.initial_w) for each in self._guarded if each.device.outlives_process]
+            lasting = [(each.device, each.initial_w) for each in self._guarded if each.device.uuid]
             self._restorer = _start_restorer(lasting)
 
     def set_limits(self, limit_w: float) -> None:
         """Set a limit, in watts, on all devices. Call `claim` first.
 
         Raises:
-            PowerLimitNotAppliedError: A device does not obey the limit.
             PowerLimitKeptError: Another live training sets the limit, or another program has set a lower one.
-            PowerLimitUnavailableError: A limit cannot be read or set.
+            PowerLimitUnavailableError: A limit cannot be read or set, or a device does not obey it.
         """
         for each in self._guarded:
             check_free(each.device)
@@ -168,7 +163,7 @@ class LimitGuard:
         for each in self._guarded:
             each.set(limit_w)
             if each.obeyed_w < limit_w - TOLERANCE_W:
-                raise PowerLimitNotAppliedError(
+                raise PowerLimitUnavailableError(
                     f"{each.device} obeys {each.obeyed_w:g} W, not the {limit_w:g} W that were set"
                 )
 
@@ -215,19 +210,11 @@ class LimitGuard:
         if each.limit_w != each.initial_w:
             each.set(each.initial_w)
         if at_end:
-            forget(_uuid(each.device))
+            forget(each.device.uuid)
 
     def release(self) -> None:
-        """Restore the limits and undo `claim`, if `claim` was called after the latest `release`.
-
-        Otherwise restore the limits of devices whose training was killed after this guard was created.
-        """
-        if os.getpid() != self._owner:
-            return
-        if self._undo_signals is None:
-            with contextlib.suppress(PowerLimitUnavailableError):
-                ended = [each.device for each in self._guarded if left_behind(each.device, with_own=False)]
-                LimitGuard(ended).restore(at_end=True)
+        """Restore the limits and undo `claim`, if `claim` was called after the latest `release`."""
+        if os.getpid() != self._owner or self._undo_signals is None:
             return
         self.restore(at_end=True)
         self._undo_signals()
@@ -279,13 +266,13 @@ def restore_after(training: str) -> int:
     failures = 0
     for device, limit_w in found:
         try:
-            record = recall(_uuid(device))
+            record = recall(device.uuid)
             if record is None:  # The training could not write its record.
                 set_and_check(device, limit_w)
             elif record.pid == int(training):  # No later training has written a record.
                 if record.names(device.limit_w()):
                     set_and_check(device, record.original_w)
-                forget(_uuid(device))
+                forget(device.uuid)
         except Exception as error:
             failures += 1
             print(f"the power limit of {device} could not be restored to {limit_w:g} W: {error}", file=sys.stderr)
@@ -368,17 +355,17 @@ def recall(uuid: str | None) -> LimitRecord | None:
 
 def holder(device: PowerLimitDevice) -> LimitRecord | None:
     """Return the record of another live training that sets the limit of a GPU, or None."""
-    record = recall(_uuid(device))
+    record = recall(device.uuid)
     return record if record is not None and record.pid != os.getpid() and record.is_live else None
 
 
-def left_behind(device: PowerLimitDevice, *, with_own: bool = True) -> LimitRecord | None:
+def left_behind(device: PowerLimitDevice) -> LimitRecord | None:
     """Return the record of a killed training if its limit is still in force, or None.
 
-    An earlier training of this process that did not release its guard counts as killed, unless `with_own` is False.
+    An earlier training of this process that did not release its guard counts as killed.
     """
-    record, limit_w = recall(_uuid(device)), device.limit_w()
-    if record is None or (record.is_live and (record.pid != os.getpid() or not with_own)):
+    record, limit_w = recall(device.uuid), device.limit_w()
+    if record is None or (record.is_live and record.pid != os.getpid()):
         return None
     return record if record.names(limit_w) and not _is_same(limit_w, record.original_w) else None
 
@@ -407,11 +394,6 @@ def _is_same(limit_w: float, other_w: float) -> bool:
     return abs(limit_w - other_w) <= TOLERANCE_W
 
 
-def _uuid(device: PowerLimitDevice) -> str | None:
-    """Return the device's UUID; None if it has none, or if its limit ends with this process."""
-    return getattr(device, "uuid", None) if device.outlives_process else None
-
-
 def reset_limit(device: PowerLimitDevice) -> tuple[float, float]:
     """Restore a GPU's limit from before a killed training, else set its default; return the old and new limit in watts.
 
@@ -421,16 +403,16 @@ def reset_limit(device: PowerLimitDevice) -> tuple[float, float]:
         PowerLimitUnavailableError: The GPU gives no default limit, or its limit cannot be set.
     """
     check_free(device)
-    found_w, record = device.limit_w(), recall(_uuid(device))
+    found_w, record = device.limit_w(), recall(device.uuid)
     if record is not None and not record.names(found_w):
-        forget(_uuid(device))
+        forget(device.uuid)
         raise PowerLimitKeptError(
             f"{device} has a power limit of {found_w:g} W, which another program has set since a killed training set"
             f" {record.set_w:g} W: it is left alone; run the command again to set the default"
         )
-    wanted_w = default_limit_w(device) if record is None else record.original_w
+    wanted_w = device.default_limit_w() if record is None else record.original_w
     if wanted_w is None:
         raise PowerLimitUnavailableError(f"{device} does not tell its default limit")
     set_and_check(device, wanted_w)
-    forget(_uuid(device))
+    forget(device.uuid)
     return found_w, wanted_w

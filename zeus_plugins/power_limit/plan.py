@@ -80,16 +80,12 @@ class Window:
                 "warm-up and 1 step measured for each limit"
             )
 
-    @property
-    def steps(self) -> int:
-        """Steps under one limit, including the warm-up."""
-        return self.warmup_steps + self.profile_steps
-
     def fitted(self, steps: int) -> Window:
         """Return a window of at most `steps`, shrunk in proportion, with at least one measured step."""
-        if steps >= self.steps:
+        whole = self.warmup_steps + self.profile_steps
+        if steps >= whole:
             return self
-        profile_steps = max(1, steps * self.profile_steps // self.steps)
+        profile_steps = max(1, steps * self.profile_steps // whole)
         return Window(max(0, steps - profile_steps), profile_steps)
 
     def begin(self, position: int, limits: int) -> State:
@@ -200,21 +196,15 @@ class RankSetup:
     initial_limits_w: tuple[float, ...]
     gpus: GpuConfig | None
     profile: PowerLimitProfile | None
-    is_exact: bool
-    is_limited: bool
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The outcome of an action on one rank.
+    """The outcome of a window on one rank; `is_changed` is True if another program has changed a limit since."""
 
-    `is_refused` is True if a device accepted a limit without applying it, `is_changed` if a limit has changed since.
-    """
-
-    problem: str | None = None
-    measured: Measurement | None = None
-    is_refused: bool = False
-    is_changed: bool = False
+    problem: str | None
+    measured: Measurement | None
+    is_changed: bool
 
 
 @dataclass(frozen=True)
@@ -226,9 +216,6 @@ class Plan:
         candidates_w: All competing limits in the order of trying, in watts of each GPU.
         queue_w: The candidates that were not measured before this training.
         profile: The measurements so far.
-        is_exact: Windows of any length are exact.
-        is_limited: The monitors measure exactly the devices that have the limits.
-        problem: The reason why limits cannot be set, so that only the limit in force is measured; None if they can.
         stops_early: Try no lower limit once costs have risen clearly.
     """
 
@@ -236,9 +223,6 @@ class Plan:
     candidates_w: tuple[float, ...]
     queue_w: tuple[float, ...]
     profile: PowerLimitProfile
-    is_exact: bool
-    is_limited: bool
-    problem: str | None
     stops_early: bool
 
     @classmethod
@@ -251,37 +235,33 @@ class Plan:
     ) -> Plan:
         """Return the plan that follows from the gathered setups and the arguments of `PowerLimitProfiler`.
 
-        Raise `GiveUpError` if no rank measures or the models of GPUs differ, and `ZeusBSOConfigError` if the GPUs
-        do not accept every limit of `limits_w`.
+        Raise `GiveUpError` if a rank has a problem, none measures or the models of GPUs differ, and
+        `ZeusBSOConfigError` if the GPUs do not accept every limit of `limits_w`.
         """
         devices = [rank.gpus for rank in ranks if rank.gpus is not None]
+        ranges_w = [rank.range_w for rank in ranks if rank.range_w is not None]
         problem = next((rank.problem for rank in ranks if rank.problem is not None), None)
         if not devices:
-            raise GiveUpError(problem or "no rank has a monitor that measures energy")
-        models = sorted({each.gpu_model for each in devices})
-        if len(models) > 1:
-            raise GiveUpError(f"the ranks' GPUs are of several models ({', '.join(models)}), and take different limits")
-        gpus = sum_of_nodes(devices)
+            problem = problem or "no rank has a monitor that measures energy"
+        elif not ranges_w:
+            problem = problem or "no rank controls a GPU"
+        if problem is not None:
+            raise GiveUpError(problem)
+        try:
+            gpus = sum_of_nodes(devices)
+        except ZeusBSOConfigError as error:
+            raise GiveUpError(str(error)) from error
         profile = ranks[0].profile
         if profile is None or (profile.gpus, profile.batch_size) != (gpus, batch_size):
             profile = PowerLimitProfile(gpus=gpus, batch_size=batch_size)
-        ranges_w = [rank.range_w for rank in ranks if rank.range_w is not None]
         initial_w = [limit_w for rank in ranks for limit_w in rank.initial_limits_w]
-        if not ranges_w:
-            problem = problem or "no rank controls a GPU"
-        if problem is not None:
-            candidates_w: tuple[float, ...] = (min(initial_w, default=gpus.max_power / gpus.number_of_gpus),)
-        else:
-            lowest_w, highest_w = max(low_w for low_w, _ in ranges_w), min(high_w for _, high_w in ranges_w)
-            candidates_w = _candidates_w(lowest_w, highest_w, initial_w, limits_w)
+        lowest_w, highest_w = max(low_w for low_w, _ in ranges_w), min(high_w for _, high_w in ranges_w)
+        candidates_w = _candidates_w(lowest_w, highest_w, initial_w, limits_w)
         plan = cls(
             selector=selector,
             candidates_w=candidates_w,
             queue_w=tuple(limit_w for limit_w in candidates_w if limit_w not in profile.limits_w),
             profile=profile,
-            is_exact=all(rank.is_exact for rank in ranks if rank.gpus is not None),
-            is_limited=problem is None and all(rank.is_limited for rank in ranks if rank.gpus is not None),
-            problem=problem,
             stops_early=limits_w is None,
         )
         if plan.is_past_the_best:
@@ -310,18 +290,14 @@ class Plan:
         return chosen_w
 
 
-def limits_between(lowest_w: float, highest_w: float, step_w: float = STEP_W) -> tuple[float, ...]:
-    """Return the limits to try in watts, from the highest downwards so that a training starts at full speed."""
-    count = max(1, int((highest_w - lowest_w) / step_w) + 1)
-    return tuple(highest_w - step_w * number for number in range(count))
-
-
 def _candidates_w(
     lowest_w: float, highest_w: float, initial_w: Sequence[float], limits_w: Sequence[float] | None
 ) -> tuple[float, ...]:
-    """Return the listed limits, or the limits from the limit in force downwards, in watts."""
+    """Return the listed limits, or those from the limit in force downwards, so that a training starts at full speed."""
     if limits_w is None:
-        return limits_between(lowest_w, min(highest_w, *initial_w))
+        first_w = min(highest_w, *initial_w)
+        count = max(1, int((first_w - lowest_w) / STEP_W) + 1)
+        return tuple(first_w - STEP_W * number for number in range(count))
     outside = [limit_w for limit_w in limits_w if not lowest_w - _ROUNDING_W <= limit_w <= highest_w + _ROUNDING_W]
     if outside:
         raise ZeusBSOConfigError(

@@ -10,7 +10,6 @@ from typing import Self
 
 from pydantic import ValidationError
 
-from zeus_plugins.errors import ZeusBSOConfigError
 from zeus_plugins.protocol import BatchSize, PowerLimitSample, PowerProfile
 from zeus_plugins.train_result import write_atomically
 
@@ -44,39 +43,30 @@ class PowerLimitProfile(PowerProfile):
         return self._with(sample for sample in self.samples if sample.limit_w in wanted)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the profile as JSON, atomically; raise `OSError` if it cannot be written."""
-        target = Path(path)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(target, self.model_dump_json(indent=2) + "\n")
-
-    @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> Self:
-        """Read a file of `save`; raise `OSError` if it cannot be read, `ZeusBSOConfigError` if it is not a profile."""
+        """Write the profile as JSON, atomically; log a warning if it cannot be written."""
         try:
-            return cls.model_validate_json(Path(path).read_bytes())
-        except ValidationError as error:
-            raise ZeusBSOConfigError(
-                f"{os.fspath(path)} holds no power-limit profile ({error.error_count()} errors, the first: "
-                f"{error.errors()[0]['msg']}): delete it to measure the limits again"
-            ) from error
-
-    def save_or_warn(self, path: Path) -> None:
-        """Write the profile, or log a warning."""
-        try:
-            self.save(path)
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(Path(path), self.model_dump_json(indent=2) + "\n")
         except OSError as error:
             _logger.warning("the power-limit profile could not be saved: %s", error)
 
     @classmethod
-    def load_if_kept(cls, path: Path) -> Self | None:
+    def load(cls, path: str | os.PathLike[str]) -> Self | None:
         """Read a file of `save`; return None if the file is absent or, with a warning, if it is not a valid profile."""
         try:
-            return cls.load(path)
+            return cls.model_validate_json(Path(path).read_bytes())
         except FileNotFoundError:
             return None
-        except (OSError, ZeusBSOConfigError) as error:
+        except OSError as error:
             _logger.warning("the power limits are measured again: %s", error)
-            return None
+        except ValidationError as error:
+            _logger.warning(
+                "the power limits are measured again: %s holds no power-limit profile (%d errors, the first: %s)",
+                os.fspath(path),
+                error.error_count(),
+                error.errors()[0]["msg"],
+            )
+        return None
 
     def _with(self, samples: Iterable[PowerLimitSample]) -> Self:
         in_order = tuple(sorted(samples, key=lambda sample: sample.limit_w))

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -13,17 +11,12 @@ from typing import Any
 from pydantic import ValidationError
 
 from zeus_plugins.energy import EnergyMonitor
-from zeus_plugins.energy.nvml import scopes_in
 from zeus_plugins.errors import ZeusBSOConfigError
 from zeus_plugins.power_limit.devices import (
     TOLERANCE_W,
     PowerLimitDevice,
-    PowerLimitNotAppliedError,
     PowerLimitUnavailableError,
-    default_limit_w,
-    enforced_limit_w,
     set_and_check,
-    temperature_c,
 )
 from zeus_plugins.power_limit.guard import LimitGuard, check_free
 from zeus_plugins.power_limit.plan import (
@@ -42,29 +35,12 @@ from zeus_plugins.power_limit.plan import (
 )
 from zeus_plugins.power_limit.profile import PowerLimitProfile
 from zeus_plugins.power_limit.selectors import OptimumSelector
-from zeus_plugins.protocol import PowerLimitSample, is_estimated
+from zeus_plugins.protocol import PowerLimitSample
 
 PASSING_FAILURES = 2
 """Number of failed measurements that are repeated; the next failure ends the profiling."""
 
-EXCESS = 1.25
-"""Mean power, as a multiple of the limit, above which a measurement is discarded.
-
-GPUs exceed their lowest limits: in the traces of Zeus (NSDI '23), an A40 used 1.21 times its limit of 100 W.
-"""
-
 _WINDOW = "zeus_power_limit"
-
-STABLE_S = 15.0
-"""Seconds in which a stable temperature changes by at most `STABLE_C`."""
-
-STABLE_C = 1.0
-
-PATIENCE_S = 120.0
-"""Longest wait for a stable temperature, in seconds."""
-
-# Steps between two collective checks of the temperature.
-_POLL_STEPS = 10
 
 _logger = logging.getLogger("zeus_plugins")
 
@@ -89,11 +65,10 @@ class PowerLimitProfiler:
         warmup_steps: Steps under a new limit before it is measured.
         profile_steps: Steps measured under each limit. If an epoch is shorter than `warmup_steps + profile_steps`, both
             shrink in proportion.
-        wait_steps: Steps before the first limit, for compilation and benchmarking. Then the profiler waits until the
-            GPUs' temperature, if known, is stable (within 1 °C for 15 s), for at most two minutes.
+        wait_steps: Steps before the first limit, in which the training compiles and the GPUs get warm.
         warmup_s: Least seconds under a new limit before it is measured.
         profile_s: Least seconds measured under each limit, as counters change every 20 to 100 ms. If no epoch is long
-            enough, several epochs are added up. With a monitor that `measures_exactly`, both times are 0.
+            enough, several epochs are added up.
         monitor: Measures time and energy of this rank's GPUs. None: another rank measures them.
         limits_w: Limits to measure, in watts of each GPU, in this order; they may be above the limit in force. None:
             from the limit in force downwards in steps of 25 W.
@@ -129,7 +104,6 @@ class PowerLimitProfiler:
         observe: bool = False,
         all_gather: Gather | None = None,
         synchronize: Callable[[], None] | None = None,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if limits_w is not None and not limits_w:
             raise ZeusBSOConfigError("limits_w is empty: list the power limits to measure, or leave it out")
@@ -138,19 +112,18 @@ class PowerLimitProfiler:
                 f"wait_steps is {wait_steps}, warmup_s {warmup_s} and profile_s {profile_s}: none is below 0"
             )
         wanted_w = None if limits_w is None else tuple(dict.fromkeys(float(limit_w) for limit_w in limits_w))
-        self._rank = _Rank(devices, monitor, synchronize or _nothing, profile)
+        self._rank = _Rank(devices, monitor, synchronize or (lambda: None), profile)
         self._all_gather: Gather = all_gather or _alone
         self._agree = partial(Plan.agreed, selector=selector, limits_w=wanted_w, batch_size=batch_size)
         self._plan: Plan | None = None  # until the first epoch begins
         self._pace = Pace(Window(warmup_steps, profile_steps), warmup_s, profile_s)
-        self._waiting = Waiting(wait_steps, clock)
+        self._wait_steps = wait_steps
         self.state: State = Ready()
         self._observe = observe
         self.chosen_limit_w: float | None = None
         self._set_w: float | None = None  # the limit in force on all ranks; None for the initial limit
         self._is_in_epoch = False
         self._failures = 0
-        self._has_exceeded = False
 
     @property
     def is_done(self) -> bool:
@@ -181,7 +154,7 @@ class PowerLimitProfiler:
         """Count the steps since the latest call, and close the window once it has all its steps."""
         if isinstance(self.state, Ready) and self._is_in_epoch:
             self._pace.epoch += steps
-            self._waiting.pass_steps(steps, self._rank.devices, self._all_gather)
+            self._wait_steps -= steps
             self._start()
         elif isinstance(self.state, Warmup | Profiling) and self._plan is not None:
             self._pace.epoch += steps
@@ -204,33 +177,23 @@ class PowerLimitProfiler:
         self.state = Done()
         self._rank.guard.release()
         # Drop the functions that may refer to the trainer; the results stay.
-        self._rank, self._all_gather = _Rank(None, None, _nothing, None), _alone
+        self._rank, self._all_gather = _Rank(None, None, lambda: None, None), _alone
 
     def _begin(self) -> None:
         try:
-            plan = self._agree(self._all_gather(self._rank.set_up()))
+            self._plan = plan = self._agree(self._all_gather(self._rank.set_up()))
         except GiveUpError as error:
             self._give_up(str(error))
             return
         except ZeusBSOConfigError:
             self.state = Done()
             raise
-        self._plan = plan
-        if plan.problem is not None:
-            self._warn(
-                "the power limits stay unchanged; only the training's cost under the present limit "
-                f"({plan.candidates_w[0]:g} W) is measured: {plan.problem}"
-            )
-        if plan.is_exact:
-            self._pace.warmup_s = self._pace.profile_s = 0.0
-        if plan.problem is None and plan.queue_w:
-            self._waiting.pass_steps(0, self._rank.devices, self._all_gather)
-        else:
-            self._waiting.is_over = True
+        if not plan.queue_w:
+            self._wait_steps = 0
 
     def _start(self) -> None:
-        """Begin with the next limit, unless the profiler still waits."""
-        if self._plan is not None and not self.is_done and self._waiting.is_over:
+        """Begin with the next limit, unless steps pass before the first one."""
+        if self._plan is not None and not self.is_done and self._wait_steps <= 0:
             self._go(self._pace.window.epoch_began(self.state, len(self._plan.queue_w)))
 
     def _go(self, new: State, steps: int = 0) -> None:
@@ -259,7 +222,7 @@ class PowerLimitProfiler:
             case Warmup(position) | Profiling(position) if self._plan is not None:
                 refusal = self._set_everywhere(self._plan, self._plan.queue_w[position])
                 if refusal is not None:
-                    self._warn(f"{refusal}: the best of the limits that were measured before is taken")
+                    self._warn(f"{refusal}: no further limits are tried")
                     self.state = Done()
                     self._choose()
                 elif isinstance(state, Profiling):
@@ -269,9 +232,9 @@ class PowerLimitProfiler:
                 self._choose()
 
     def _choose(self) -> None:
-        """Put the best measured limit in force, if limits can be set."""
+        """Put the best measured limit in force."""
         plan = self._plan
-        if plan is None or plan.problem is not None:
+        if plan is None:
             self._rank.guard.release()
             return
         try:
@@ -287,19 +250,17 @@ class PowerLimitProfiler:
     def _set_everywhere(self, plan: Plan, limit_w: float) -> str | None:
         """Put a limit in force on all ranks.
 
-        If devices refuse the limit, but others were measured, return the problem; on other failures, raise
-        `GiveUpError`.
+        If a device fails or refuses the limit, but others were measured, return the problem; otherwise, and for the
+        chosen limit, raise `GiveUpError`.
         """
-        if plan.problem is not None or self._set_w == limit_w:
+        if self._set_w == limit_w:
             return None
-        ranks: Sequence[Outcome] = self._all_gather(self._rank.put_in_force(limit_w))
+        problems: Sequence[str | None] = self._all_gather(self._rank.put_in_force(limit_w))
         self._set_w = limit_w
-        problems = [rank for rank in ranks if rank.problem is not None]
-        if not problems:
-            return None
-        if all(rank.is_refused for rank in problems) and plan.measured.samples and not self.is_done:
-            return problems[0].problem
-        raise GiveUpError(problems[0].problem)
+        problem = next((each for each in problems if each is not None), None)
+        if problem is not None and (self.is_done or not plan.measured.samples):
+            raise GiveUpError(problem)
+        return problem
 
     def _recorded(self, position: int, steps: int, outcome: Outcome, following: State) -> State:
         """Add the measurement of a complete window to the plan, on all ranks, or raise `GiveUpError`.
@@ -316,31 +277,19 @@ class PowerLimitProfiler:
         part = self._pace.measured(Part.of(steps, [rank.measured for rank in ranks if rank.measured is not None]))
         if part is None:
             return Profiling(position)
-        excess = _excess(plan, plan.queue_w[position], part)
-        if excess is not None:
-            return self._repeated(plan, position, excess, is_excess=True)
         self._plan = self._with_sample(plan, position, part)
         return Done() if self._plan.is_past_the_best else following
 
-    def _repeated(
-        self, plan: Plan, position: int, problem: str, *, is_changed: bool = False, is_excess: bool = False
-    ) -> State:
-        """Return the state that measures a limit again; after too many failures, `Done`, or raise `GiveUpError`."""
+    def _repeated(self, plan: Plan, position: int, problem: str, *, is_changed: bool) -> State:
+        """Return the state that measures a limit again; raise `GiveUpError` after too many failures."""
         self._failures += 1
-        if is_excess and self._failures > PASSING_FAILURES and plan.measured.samples:
-            self._warn(f"{problem}: the best of the limits that were measured before is taken")
-            return Done()
-        if self._failures > PASSING_FAILURES or (is_changed and plan.problem is not None):
+        if self._failures > PASSING_FAILURES:
             raise GiveUpError(problem)
-        if is_changed:  # The guard has logged the cause.
-            self._set_w = None
-            return self._pace.window.begin(position, len(plan.queue_w))
-        if is_excess and not self._has_exceeded:
-            self._has_exceeded = True
-            self._warn(f"{problem}: it is measured again")
-        else:
-            _logger.info("a power limit could not be measured (%s); measuring it again", problem)
-        return Profiling(position)
+        _logger.info("a power limit could not be measured (%s); measuring it again", problem)
+        if not is_changed:
+            return Profiling(position)
+        self._set_w = None
+        return self._pace.window.begin(position, len(plan.queue_w))
 
     def _with_sample(self, plan: Plan, position: int, part: Part) -> Plan:
         if part.energy_j == 0 and part.time_s > 0:
@@ -350,13 +299,7 @@ class PowerLimitProfiler:
         except ValidationError as error:
             raise GiveUpError(f"a measurement makes no sense: {part} ({error.errors()[0]['msg']})") from error
         _logger.debug("measured power limit %s", sample)
-        measured = replace(plan, profile=plan.profile.with_sample(sample))
-        if _mixes_scopes(measured.profile) and not _mixes_scopes(plan.profile):
-            self._warn(
-                "some power limits were measured on the GPUs alone and others on their modules, with CPU and memory, "
-                "and do not compare: measure them anew, without the earlier profile"
-            )
-        return measured
+        return replace(plan, profile=plan.profile.with_sample(sample))
 
     def _give_up(self, problem: str) -> None:
         self._warn(f"no power limit is chosen, and the training continues without a limit of ours: {problem}")
@@ -380,7 +323,6 @@ class _Rank:
         known: PowerLimitProfile | None,
     ) -> None:
         self.controls = devices is not None
-        self.devices: tuple[PowerLimitDevice, ...] = ()
         self._find = devices
         self._monitor = monitor
         self._synchronize = synchronize
@@ -399,7 +341,6 @@ class _Rank:
                     check_free(device)
                 range_w = _range_w(devices, self.guard.initial_limits_w)
                 self.guard.claim()
-                self.devices = devices
             except Exception as error:
                 problem = str(error) if isinstance(error, ZeusBSOConfigError) else f"{type(error).__name__}: {error}"
         if self._monitor is not None:
@@ -407,20 +348,15 @@ class _Rank:
                 gpus = self._monitor.gpus()
             except Exception as error:
                 problem = str(error)
-        is_exact = getattr(self._monitor, "measures_exactly", False)
-        number, is_limited = len(self.devices), False
-        if gpus is not None and range_w is not None:  # The power that a monitor of the whole machine states is higher.
-            is_limited = gpus.number_of_gpus == number and gpus.max_power <= EXCESS * number * range_w[1]
-        initial_w = self.guard.limits_w if problem is not None else self.guard.initial_limits_w
-        return RankSetup(problem, range_w, initial_w, gpus, self._known, is_exact, is_limited)
+        return RankSetup(problem, range_w, self.guard.initial_limits_w, gpus, self._known)
 
-    def put_in_force(self, limit_w: float) -> Outcome:
-        """Set a limit, in watts, on all devices, and check that they obey it."""
+    def put_in_force(self, limit_w: float) -> str | None:
+        """Set a limit, in watts, on all devices, and check that they obey it; return any problem."""
         try:
             self.guard.set_limits(limit_w)
         except Exception as error:
-            return Outcome(str(error) or type(error).__name__, is_refused=isinstance(error, PowerLimitNotAppliedError))
-        return Outcome()
+            return str(error) or type(error).__name__
+        return None
 
     def open_window(self) -> None:
         """Begin to measure; `close_window` returns any problem."""
@@ -447,45 +383,12 @@ class _Rank:
             self._problem = self._problem or str(error) or type(error).__name__
         if self._problem is not None:
             self._failures += 1
-        return Outcome(self._problem, measured, is_changed=self.guard.limits_w != limits_w)
+        return Outcome(self._problem, measured, self.guard.limits_w != limits_w)
 
     @property
     def _window(self) -> str:
         """A new name after each failure, because a window that could not be ended may still be open."""
         return f"{_WINDOW}_{self._failures}" if self._failures else _WINDOW
-
-
-class Waiting:
-    """The wait before the first limit: for a number of steps, and then for a stable temperature on all ranks."""
-
-    def __init__(self, steps: int, clock: Callable[[], float] = time.monotonic) -> None:
-        self.is_over = False
-        self._left = steps
-        self._clock = clock
-        self._seen: deque[tuple[float, float]] = deque()
-        self._begun_s: float | None = None
-
-    def pass_steps(self, steps: int, devices: Sequence[PowerLimitDevice], all_gather: Gather) -> None:
-        """Count steps, on all ranks, and update `is_over`."""
-        self._left -= steps
-        if self.is_over or self._left > 0:
-            return
-        settled = self.is_settled(self._clock(), temperature_c(devices))
-        self.is_over = all(all_gather(settled))
-        self._left = _POLL_STEPS
-
-    def is_settled(self, now_s: float, temperature_c: float | None) -> bool:
-        """Add a temperature; return True if it is stable or unknown, or after `PATIENCE_S`."""
-        if temperature_c is None:
-            return True
-        if self._begun_s is None:
-            self._begun_s = now_s
-        self._seen.append((now_s, temperature_c))
-        while len(self._seen) > 1 and self._seen[1][0] <= now_s - STABLE_S:
-            self._seen.popleft()
-        temperatures_c = [each_c for _, each_c in self._seen]
-        is_stable = now_s - self._seen[0][0] >= STABLE_S and max(temperatures_c) - min(temperatures_c) <= STABLE_C
-        return is_stable or now_s - self._begun_s >= PATIENCE_S
 
 
 def _range_w(devices: Sequence[PowerLimitDevice], initial_w: Sequence[float]) -> tuple[float, float]:
@@ -495,9 +398,9 @@ def _range_w(devices: Sequence[PowerLimitDevice], initial_w: Sequence[float]) ->
     lows_w, highs_w = zip(*(device.range_w() for device in devices), strict=True)
     ceilings_w = list(highs_w)
     for device, limit_w in zip(devices, initial_w, strict=True):
-        in_force_w, usual_w = device.limit_w(), default_limit_w(device)
+        in_force_w, usual_w = device.limit_w(), device.default_limit_w()
         set_and_check(device, in_force_w)  # changes nothing, but fails without permission
-        obeyed_w = enforced_limit_w(device)
+        obeyed_w = device.enforced_limit_w()
         # A limit above another limiter would not be obeyed, so the measurement would belong to a lower limit.
         if obeyed_w < in_force_w - TOLERANCE_W:
             ceilings_w.append(obeyed_w)
@@ -512,22 +415,5 @@ def _range_w(devices: Sequence[PowerLimitDevice], initial_w: Sequence[float]) ->
     return max(lows_w), min(ceilings_w)
 
 
-def _excess(plan: Plan, limit_w: float, part: Part) -> str | None:
-    """Return the problem if the mean power of a measurement is clearly above its limit, or None."""
-    most_w = EXCESS * limit_w * plan.profile.gpus.number_of_gpus
-    covers_more = not plan.is_limited or is_estimated(part.source) or scopes_in([part.source or ""])[1] > 0
-    if covers_more or part.energy_j <= most_w * part.time_s:
-        return None
-    return f"the mean power under a limit of {limit_w:g} W was {part.energy_j / part.time_s:.3g} W"
-
-
-def _mixes_scopes(profile: PowerLimitProfile) -> bool:
-    return all(scopes_in(sample.source for sample in profile.samples))
-
-
 def _alone(thing: Any) -> list[Any]:
     return [thing]
-
-
-def _nothing() -> None:
-    pass

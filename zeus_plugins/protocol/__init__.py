@@ -33,15 +33,12 @@ from zeus_plugins.protocol._trials import PowerLimitChoice as PowerLimitChoice
 from zeus_plugins.protocol._trials import PowerLimitSample as PowerLimitSample
 from zeus_plugins.protocol._trials import PowerLimitSamples as PowerLimitSamples
 from zeus_plugins.protocol._trials import PowerProfile as PowerProfile
-from zeus_plugins.protocol._trials import Probe as Probe
-from zeus_plugins.protocol._trials import ProbedSize as ProbedSize
 from zeus_plugins.protocol._trials import ReportResponse as ReportResponse
 from zeus_plugins.protocol._trials import StopRule as StopRule
 from zeus_plugins.protocol._trials import TrainingResult as TrainingResult
 from zeus_plugins.protocol._trials import TrialDispatch as TrialDispatch
 from zeus_plugins.protocol._trials import TrialEnd as TrialEnd
 from zeus_plugins.protocol._trials import TrialPowerProfile as TrialPowerProfile
-from zeus_plugins.protocol._trials import TrialProbe as TrialProbe
 from zeus_plugins.protocol._trials import Verdict as Verdict
 from zeus_plugins.protocol._values import ALIVE as ALIVE
 from zeus_plugins.protocol._values import BUSY_SHARE as BUSY_SHARE
@@ -60,7 +57,6 @@ from zeus_plugins.protocol._values import BatchSize as BatchSize
 from zeus_plugins.protocol._values import EndReason as EndReason
 from zeus_plugins.protocol._values import Epochs as Epochs
 from zeus_plugins.protocol._values import Finite as Finite
-from zeus_plugins.protocol._values import FirstRun as FirstRun
 from zeus_plugins.protocol._values import Identifier as Identifier
 from zeus_plugins.protocol._values import Joules as Joules
 from zeus_plugins.protocol._values import MetricName as MetricName

@@ -25,7 +25,6 @@ from zeus_plugins.protocol._values import (
     BatchSize,
     Controls,
     Finite,
-    FirstRun,
     Identifier,
     MetricName,
     NonNegativeFinite,
@@ -90,7 +89,6 @@ class JobParams(WireMessage):
     mab_seed: Seed | None = None
     policy: PolicyName = GP_VOI
     controls: Controls = "auto"
-    first_run: FirstRun = "default"
     warm_start: Identifier = "auto"
     no_worse_than_default: Annotated[dict[MetricName, Finite], Field(min_length=1, max_length=MAX_MARGINS)] | None = (
         None
@@ -144,8 +142,6 @@ class JobSpec(JobParams):
         controls: Control runs at the default, which measure the saving (docs/savings.md): ``"auto"`` makes as many as
             the verdict needs, unless the policy allows none as `zeus`; ``"off"`` makes none; a number is their share of
             the runs at the best size, at most 0.5.
-        first_run: The size of the job's first run: ``"default"``, or ``"predicted"`` from the probe that precedes the
-            run, if that is expected to save (docs/policy.md). Only policy ``gp_voi`` predicts.
         warm_start: Job from which a new job takes over the epochs to the target (docs/policy.md): ``"auto"``, the job
             of the same training on other GPUs, if the server has one; the id of a job; or ``"off"``, no job.
         no_worse_than_default: Margins by the names of metrics, which the callbacks then watch. A size is left out once
@@ -179,7 +175,15 @@ class JobSpec(JobParams):
         return job_id
 
 
+_REMOVED = {
+    "first_run": "leave it out: the first run takes your default, or after a warm start the other job's best size",
+}
+"""What to do instead of giving a field that `JobSpec` no longer has."""
+
+
 def _not_a_field(name: str, fields: Mapping[str, Any]) -> str:
+    if name in _REMOVED:
+        return f"JobSpec no longer has {name!r}; {_REMOVED[name]}"
     near = get_close_matches(name, fields, n=1) or [field for field in fields if field.startswith(f"{name}_")][:1]
     return f"JobSpec has no {name!r}" + (f": did you mean {near[0]!r}?" if near else "")
 
@@ -268,12 +272,14 @@ class WarmStart(WireMessage):
         gpus: Its GPUs.
         optimizer: Its optimizer, which that of the new job must equal; None if that does not matter.
         epochs: Its epochs, by batch size.
+        best_batch_size: Its size with the lowest expected cost, at which the new job begins; None if unknown.
     """
 
     job_id: Identifier
     gpus: GpuConfig
     optimizer: Text | None = None
     epochs: tuple[LearnedEpochs, ...] = ()
+    best_batch_size: BatchSize | None = None
 
     @property
     def in_words(self) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Literal, Self, TypeVar
+from typing import Annotated, Literal, Self
 
 from pydantic import (
     AfterValidator,
@@ -18,7 +18,6 @@ from pydantic import (
 
 from zeus_plugins.protocol._jobs import GpuConfig, JobParams, TrialId
 from zeus_plugins.protocol._values import (
-    MAX_BATCH_SIZES,
     MAX_DETAIL_LENGTH,
     MAX_POWER_LIMITS,
     BatchSize,
@@ -31,7 +30,6 @@ from zeus_plugins.protocol._values import (
     NonNegativeFinite,
     NonNegativeInt,
     Origin,
-    PositiveFinite,
     PositiveInt,
     Seconds,
     Text,
@@ -41,8 +39,6 @@ from zeus_plugins.protocol._values import (
     WireMessage,
     epochs_in_words,
 )
-
-T = TypeVar("T")
 
 EndingState = Literal[TrialState.FAILED, TrialState.INFEASIBLE, TrialState.SUSPENDED, TrialState.WITHDRAWN]
 """The states in which a training may end its own trial."""
@@ -182,23 +178,19 @@ class PowerLimitSample(WireMessage):
         return self.energy_j / self.time_s
 
 
-def _ascending_by(field: str) -> AfterValidator:
-    """Return a validator that orders entries by a field, and refuses two entries with the same value."""
-
-    def ascending(entries: tuple[T, ...]) -> tuple[T, ...]:
-        by_value = {getattr(each, field): each for each in entries}
-        if len(by_value) < len(entries):
-            raise ValueError(f"two entries have the same {field}")
-        return tuple(by_value[value] for value in sorted(by_value))
-
-    return AfterValidator(ascending)
+def _ascending(samples: tuple[PowerLimitSample, ...]) -> tuple[PowerLimitSample, ...]:
+    """Order samples by their limit, and refuse two samples of the same limit."""
+    by_limit = {each.limit_w: each for each in samples}
+    if len(by_limit) < len(samples):
+        raise ValueError("two entries have the same limit_w")
+    return tuple(by_limit[limit_w] for limit_w in sorted(by_limit))
 
 
 PowerLimitSamples = Annotated[
     tuple[PowerLimitSample, ...],
     FailFast(),
     Field(max_length=MAX_POWER_LIMITS),
-    _ascending_by("limit_w"),
+    AfterValidator(_ascending),
 ]
 
 
@@ -236,64 +228,6 @@ class PowerLimitChoice(PowerProfile):
 
 class TrialPowerProfile(PowerLimitChoice, TrialId):
     """Body of ``PUT /trials/power_profile``: the power limits of a trial."""
-
-
-class ProbedSize(WireMessage):
-    """Probed cost of an epoch at one batch size: timed passes × steps, and the rest of an epoch beside its steps.
-
-    Attributes:
-        batch_size: The global batch size.
-        time_s: Seconds of an epoch.
-        energy_j: Joules of an epoch over all GPUs.
-        error: Standard deviation of the log of both, as far as it is known.
-    """
-
-    batch_size: BatchSize
-    time_s: Seconds
-    energy_j: Joules
-    error: PositiveFinite
-
-
-class Probe(WireMessage):
-    """Findings of timed passes without optimizer steps about the batch sizes of a job.
-
-    Attributes:
-        gpus: The measured devices, with the sum of their maximum power, watts.
-        sizes: The probed sizes. Kept ascending.
-        out_of_memory: Smallest batch size that ran out of memory; None if none did.
-        critical_batch_size: Gradient noise scale, samples (McCandlish et al. 2018, arXiv 1812.06162); None if unknown.
-        critical_error: Standard deviation of the log₂ of `critical_batch_size`, octaves.
-    """
-
-    gpus: GpuConfig
-    sizes: Annotated[
-        tuple[ProbedSize, ...], FailFast(), Field(max_length=MAX_BATCH_SIZES), _ascending_by("batch_size")
-    ] = ()
-    out_of_memory: BatchSize | None = None
-    critical_batch_size: PositiveFinite | None = None
-    critical_error: PositiveFinite | None = None
-
-    @model_validator(mode="after")
-    def _has_an_error_with_a_scale(self) -> Self:
-        if (self.critical_batch_size is None) != (self.critical_error is None):
-            raise ValueError("critical_batch_size and critical_error are given together")
-        return self
-
-    @property
-    def in_words(self) -> str:
-        """The findings of the probe, such as ``critical batch size about 90, within a factor of 2; 7 sizes probed``."""
-        known = []
-        if self.critical_batch_size is not None and self.critical_error is not None:
-            within = f"within a factor of {2**self.critical_error:.2g}"
-            known.append(f"critical batch size about {float(f'{self.critical_batch_size:.2g}'):g}, {within}")
-        known.append(f"{len(self.sizes)} {'size' if len(self.sizes) == 1 else 'sizes'} probed")
-        if self.out_of_memory is not None:
-            known.append(f"{self.out_of_memory} ran out of memory")
-        return "; ".join(known)
-
-
-class TrialProbe(Probe, TrialId):
-    """Body of ``PUT /trials/probe``: the probe of a trial, which replaces an earlier one of the same trial."""
 
 
 class TrialDispatch(TrialId):

@@ -46,7 +46,6 @@ class Paths:
     TRIALS = "/trials"
     HEARTBEAT = "/trials/heartbeat"
     POWER_PROFILE = "/trials/power_profile"
-    PROBE = "/trials/probe"
     # Read API
     API_JOBS = "/api/jobs"
     FLEET_REPORT = "/api/report"
@@ -229,7 +228,6 @@ NonNegativeFinite = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 PositiveInt = Annotated[int, Field(gt=0, le=2**31 - 1)]
 NonNegativeInt = Annotated[int, Field(ge=0, le=2**31 - 1)]
 Controls = Literal["auto", "off"] | Annotated[float, Field(gt=0, le=0.5, allow_inf_nan=False)]
-FirstRun = Literal["default", "predicted"]
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
 LEAST_TIME_S = 1e-6  # Stands for a duration of 0, which `Seconds` does not allow.
 # The bounds are far beyond real values, and keep costs, their sums and their squares finite.

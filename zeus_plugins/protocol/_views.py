@@ -19,7 +19,7 @@ from pydantic import (
 )
 
 from zeus_plugins.protocol._jobs import CreatedJob, WarmStart
-from zeus_plugins.protocol._trials import Probe, StopRule
+from zeus_plugins.protocol._trials import StopRule
 from zeus_plugins.protocol._values import (
     BatchSize,
     EndReason,
@@ -195,7 +195,6 @@ class ArmView(WireMessage):
         expected_low_j: Lower end of the 90 % band of `expected_cost_j`, joules, or None.
         expected_high_j: Upper end of the band, joules, or None.
         metrics: The metrics at the end of its runs, the job's own first; empty before a run has reached the target.
-        probed_cost_j: Cost of an epoch by the probe, joules, or None.
         left_out: Why `no_worse_than_default` leaves the size out, in words; None if it does not.
     """
 
@@ -209,7 +208,6 @@ class ArmView(WireMessage):
     expected_low_j: float | None = None
     expected_high_j: float | None = None
     metrics: tuple[MetricView, ...] = ()
-    probed_cost_j: float | None = None
     left_out: str | None = None
 
     @property
@@ -442,7 +440,6 @@ class JobView(WireMessage):
         owner: As in `JobSummary`.
         shared: As in `JobSummary`.
         revisions: Its revisions, in order.
-        probe: The latest probe of its batch sizes on its GPUs, or None.
         stuck: Advice for a job of which every batch size has missed the target, in words; None while some size
             may reach it.
     """
@@ -459,7 +456,6 @@ class JobView(WireMessage):
     owner: str | None = None
     shared: bool = False
     revisions: tuple[Revision, ...] = ()
-    probe: Probe | None = None
     stuck: str | None = None
 
     def arm_of(self, batch_size: int | None) -> ArmView | None:
@@ -571,7 +567,6 @@ class Explanation(WireMessage):
         state: The trial's state; None for the next trial.
         sentence: Why it has this size, and when it is stopped, in words.
         decision: The numbers behind the choice; None for a trial whose size no policy chose.
-        probe: The latest probe of the job's batch sizes on its GPUs, or None.
         warm: Epochs that the job took over from another job at its registration, or None.
     """
 
@@ -583,7 +578,6 @@ class Explanation(WireMessage):
     state: TrialState | None
     sentence: str
     decision: Decision | None
-    probe: Probe | None = None
     warm: WarmStart | None = None
 
 

@@ -1,7 +1,7 @@
 """Tests of trainings without a GPU, and of policies; docs/testing.md has examples.
 
-`ReplayMonitor` is an energy monitor that returns listed measurements. `ReplayMachine` is a machine with power limits,
-whose GPUs train by a table of measurements. `check_policy` (docs/policy-custom.md) needs the extra ``server``.
+`ReplayMonitor` is an energy monitor that returns listed measurements. `check_policy` (docs/policy-custom.md) needs the
+extra ``server``.
 """
 
 from __future__ import annotations
@@ -10,12 +10,11 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from zeus_plugins.energy import ReplayMonitor
-from zeus_plugins.power_limit.replay import ReplayDevice, ReplayMachine, ReplayPoint
 
 if TYPE_CHECKING:
     import bso_server.core.policy
 
-__all__ = ["ReplayDevice", "ReplayMachine", "ReplayMonitor", "ReplayPoint", "check_policy"]
+__all__ = ["ReplayMonitor", "check_policy"]
 
 
 def check_policy(

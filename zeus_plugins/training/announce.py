@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 
-from zeus_plugins.energy.nvml import scopes_in
 from zeus_plugins.protocol import GP_VOI, ZEUS, EndingState, JobView, TrialState, printable
 from zeus_plugins.training.defaults import JobPlan, first_report_warning
 from zeus_plugins.training.lr_scaling import LrScaling, lr_scaling_in_words
@@ -180,14 +179,3 @@ def _after_crash(trial: TrialInfo, view: JobView) -> str:
         return f"{found}, and the next launch takes a size that has reached the target ({best})"
     is_repeated = view.job.policy == ZEUS or trial.batch_size == view.job.default_batch_size
     return f"{found}, and its batch size is tried again" if is_repeated and not is_excluded else found
-
-
-def warn_of_scopes(job: JobView) -> None:
-    """Warn if some of the latest trials measured the energy of the GPUs only, and others that of whole modules."""
-    numbers = scopes_in(trial.energy_source or "" for trial in job.trials)
-    if all(numbers):
-        _logger.warning(
-            "of the latest trials of job %s, %d have the energy of the GPUs only and %d the energy of "
-            "their modules, with CPU and memory: their costs do not compare. Use one driver for all trials of a job",
-            *(job.job.job_id, *numbers),
-        )

@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import logging
-import time
 from collections.abc import Mapping
-from pathlib import Path
 
 from zeus_plugins.energy import EnergyMonitor, EpochMeter, WindowMonitor
 from zeus_plugins.energy.auto import EnergyScope
-from zeus_plugins.energy.emissions import append_emissions
-from zeus_plugins.energy.meter import IDLE_S, Breakdown
-from zeus_plugins.environment import EMISSIONS_FILE
+from zeus_plugins.energy.meter import Breakdown
 from zeus_plugins.placement import Ranks
 from zeus_plugins.training.arguments import check_scope
 from zeus_plugins.training.port import TrainingMonitor
-
-_logger = logging.getLogger("zeus_plugins")
 
 
 class EnergyRun:
@@ -54,8 +47,6 @@ class EnergyRun:
             meter = EpochMeter(monitors.monitor(), self.totals, breakdown=breakdown)
             meter.begin()
             self._meter, self.totals = meter, meter.totals
-        elif monitor is None and gpus:
-            time.sleep(IDLE_S)  # Stay idle while the first process measures the idle power.
 
     def end_epoch(self) -> dict[str, float] | None:
         """End an epoch, and return the metrics of `EpochMeter.end_epoch`; None except on the first process.
@@ -83,20 +74,10 @@ class EnergyRun:
         """Stop measuring. Safe to call twice; never raises."""
         if self._meter is not None:
             self._meter.end()
-            self._append(self._meter.co2_g)
             self._meter = None
         if self._monitors is not None:
             self._monitors.close()
             self._monitors = None
-
-    def _append(self, co2_g: float | None) -> None:
-        path = EMISSIONS_FILE.text()
-        if not path or not self.totals:
-            return
-        try:
-            append_emissions(Path(path), self.totals["time_s"], self.totals["energy_j"], co2_g)
-        except OSError as error:
-            _logger.warning("the emissions of the training could not be written to %s: %s", path, error)
 
 
 class EnergyTotals:

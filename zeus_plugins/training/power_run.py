@@ -181,7 +181,7 @@ class PowerRun:
             return
         path = self._path(profile.batch_size)
         if path is not None:
-            profile.save_or_warn(path)
+            profile.save(path)
         if search.keeper is None or not profile.samples:
             return
         try:
@@ -196,7 +196,7 @@ class PowerRun:
         if known is not None:
             return PowerLimitProfile(gpus=known.gpus, batch_size=batch_size, samples=known.samples)
         path = self._path(batch_size)
-        return None if path is None else PowerLimitProfile.load_if_kept(path)
+        return None if path is None else PowerLimitProfile.load(path)
 
     def _path(self, batch_size: int | None) -> Path | None:
         if self._profile_path is None:
@@ -230,8 +230,7 @@ class PowerLimitFindings:
             warmup_steps: Steps under a new limit before its measurement: Lightning's batches, or Hugging Face's
                 optimizer steps.
             profile_steps: Steps measured under each limit.
-            wait_steps: Steps before the first limit, for compilation and benchmarking. The callback then waits until
-                the GPUs' temperature is stable, two minutes at most.
+            wait_steps: Steps before the first limit, in which the training compiles and the GPUs get warm.
             warmup_s: Least duration of the warm-up of a limit, in seconds.
             profile_s: Least duration of the measurement of a limit, in seconds.
             limits_w: Limits to measure, in watts of each GPU. None: from the present limit downwards in steps of 25 W.
@@ -241,7 +240,7 @@ class PowerLimitFindings:
                 monitor of this machine.
             devices: Devices of this machine whose limits to set. None: the NVIDIA GPUs that train.
             command: Command that sets a limit, such as ``sudo -n nvidia-smi -i {uuid} -pl {watts}``. None: the
-                environment variable ``ZEUS_POWER_LIMIT_COMMAND``, or else zeusd (``ZEUSD_SOCK_PATH``) or the driver.
+                environment variable ``ZEUS_POWER_LIMIT_COMMAND``, or else the driver.
 
         Raises:
             ZeusBSOConfigError: An argument is invalid. The training raises it for limits outside the GPUs' range.

@@ -46,7 +46,7 @@ from zeus_plugins.protocol import (
     TrialState,
     finishing_reason,
 )
-from zeus_plugins.training.announce import LATEST_TRIALS, warn_of_scopes
+from zeus_plugins.training.announce import LATEST_TRIALS
 from zeus_plugins.training.arguments import OnUnreachable, check_choice, check_watch
 from zeus_plugins.training.defaults import JobPlan
 from zeus_plugins.training.metrics import as_written
@@ -612,7 +612,6 @@ class TrialSession:
             _logger.debug("the server does not show the job: %s", error)
         else:
             self._update(advice=self.job_view.stuck)
-            warn_of_scopes(self.job_view)
 
     def _update(self, **fields: Any) -> None:
         self._trial = self.trial.model_copy(update=fields)

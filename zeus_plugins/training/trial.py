@@ -9,8 +9,8 @@ from typing import Any, Self
 from pydantic import Field, ValidationError, model_validator
 
 from zeus_plugins.energy import Measurement
-from zeus_plugins.energy.emissions import model_card_block
 from zeus_plugins.energy.monitor import MAX_SOURCE_LENGTH
+from zeus_plugins.energy.rates import model_card_block
 from zeus_plugins.errors import ZeusBSOBadOperationError, ZeusBSOConfigError
 from zeus_plugins.protocol import (
     BatchSize,

@@ -18,7 +18,7 @@ from bso_server.core.gp_voi.gaussian_process import (
     mixed,
     moments_given_larger,
 )
-from bso_server.core.gp_voi.prior import CONSTANTS, Critical, Sizes, bounded_exp, laws
+from bso_server.core.gp_voi.prior import CONSTANTS, Sizes, bounded_exp, laws
 from bso_server.core.gp_voi.run_costs import CostRun, CostRuns, change_of, doubt_of
 from bso_server.core.model import OBSERVED, TrialRecord, is_cut_short, log_costs_per_epoch
 from zeus_plugins.protocol import CreatedJob, EndReason, LearnedEpochs, Origin, TrialState
@@ -252,7 +252,7 @@ def learned(beliefs: Beliefs, job: CreatedJob) -> tuple[LearnedEpochs, ...]:
     )
 
 
-def posterior_of(sizes: Sizes, beliefs: Beliefs, critical: Critical | None = None) -> Posterior:
+def posterior_of(sizes: Sizes, beliefs: Beliefs) -> Posterior:
     """Return the posterior of log epochs to the target; at least one belief has an observation.
 
     After a warm start, the result mixes two hypotheses: one uses all epochs; the other, with the prior chance
@@ -263,15 +263,15 @@ def posterior_of(sizes: Sizes, beliefs: Beliefs, critical: Critical | None = Non
     """
     exact = tuple(belief.exact for belief in beliefs)
     step = min(belief.epoch_step for belief in beliefs if belief.is_observed)
-    both = epochs_posterior(sizes, tuple(belief.observed for belief in beliefs), exact, step, critical)
+    both = epochs_posterior(sizes, tuple(belief.observed for belief in beliefs), exact, step)
     taken_over = tuple(belief.taken_over for belief in beliefs)
     if not any(each.weight for each in taken_over):
         return both
     own = tuple(belief.own for belief in beliefs)
     if not any(each.weight for each in own):
         return both
-    alone = epochs_posterior(sizes, own, exact, step, critical)
-    others = epochs_posterior(sizes, taken_over, (WeightedStatistics(),) * len(beliefs), step, critical)
+    alone = epochs_posterior(sizes, own, exact, step)
+    others = epochs_posterior(sizes, taken_over, (WeightedStatistics(),) * len(beliefs), step)
     log_odds = alone.log_evidence - both.log_evidence + others.log_evidence
     for one, other in zip(own, taken_over, strict=True):
         if one.weight and other.weight:

@@ -14,12 +14,11 @@ from numpy.typing import NDArray
 
 from bso_server.core.gp_voi.beliefs import Belief, Beliefs, posterior_of
 from bso_server.core.gp_voi.gaussian_process import Posterior, cost_posterior, freedom_of
-from bso_server.core.gp_voi.prior import CONSTANTS, Array, Critical, Sizes, bounded_exp, laws
-from bso_server.core.gp_voi.run_costs import SECOND_RUN, CostRun, probed_costs
+from bso_server.core.gp_voi.prior import CONSTANTS, Array, Sizes, bounded_exp, laws
+from bso_server.core.gp_voi.run_costs import SECOND_RUN, CostRun
 from bso_server.core.model import History, TrialRecord
 from bso_server.core.phrases import BAND_SDS
 from bso_server.core.quality import left_out
-from zeus_plugins.protocol import Probe
 
 _LEAST_EPOCHS = 1e-300
 
@@ -81,14 +80,7 @@ class Forecast:
         """
         sizes = Sizes.of(history.job)
         runs = Counter(sizes.batch_sizes.index(trial.batch_size) for trial in in_flight)
-        probed = {each.place: each for each in probed_costs(history.job, history.probe)}
-        if any(run.drift for belief in beliefs for run in belief.costs):
-            probed = {}
-        costs = (() if place in probed and each.are_costs_guessed else each.costs for place, each in enumerate(beliefs))
-        known = (
-            posterior_of(sizes, beliefs, critical_of(history.probe)),
-            cost_posterior(sizes, tuple(costs), trusted, tuple(probed.values())),
-        )
+        known = posterior_of(sizes, beliefs), cost_posterior(sizes, tuple(each.costs for each in beliefs), trusted)
         epochs, epoch_costs = (each.believing(runs) for each in known)
         retries: Array = np.array([-math.log1p(-belief.failure_chance) for belief in beliefs])
         available = available_of(history)
@@ -218,13 +210,6 @@ class Forecast:
         chances: Array = -np.expm1(-CONSTANTS.divergence * octaves)
         chances[reaching[0] : reaching[-1] + 1] = 0.0
         return chances
-
-
-def critical_of(probe: Probe | None) -> Critical | None:
-    """Return the probe's estimate of log2 of the critical batch size with its σ, or None."""
-    if probe is None or probe.critical_batch_size is None or probe.critical_error is None:
-        return None
-    return math.log2(probe.critical_batch_size), probe.critical_error
 
 
 def available_of(history: History) -> tuple[int, ...]:

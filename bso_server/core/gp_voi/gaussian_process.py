@@ -14,8 +14,8 @@ from functools import cached_property, lru_cache
 
 import numpy as np
 
-from bso_server.core.gp_voi.prior import CONSTANTS, Array, Critical, Family, Sizes, bounded_exp, epoch_families, laws
-from bso_server.core.gp_voi.run_costs import CostRuns, CostSummary, ProbedCost, summary_of
+from bso_server.core.gp_voi.prior import CONSTANTS, Array, Family, Sizes, bounded_exp, laws
+from bso_server.core.gp_voi.run_costs import CostRuns, CostSummary, summary_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,15 +148,13 @@ def epochs_posterior(
     observed: tuple[WeightedStatistics, ...],
     exact: tuple[WeightedStatistics, ...],
     epoch_step: float,
-    critical: Critical | None = None,
 ) -> Posterior:
     """Return the posterior of log epochs to the target at every size.
 
     `observed` and `exact` are fields of `Belief`, per size; at least one size has observations. The variance of runs is
     uncertain, so each σ on a grid is a further hypothesis, weighed by the deviations of runs at one size and by how
     well the sizes follow the laws. A run reaches the target anywhere between two validations, `epoch_step` epochs
-    apart. So the variance is at least ``(epoch_step/e^m)²/12``, with the mean m of the observations. `critical` is an
-    estimate of the critical batch size.
+    apart. So the variance is at least ``(epoch_step/e^m)²/12``, with the mean m of the observations.
 
     Residuals that no hypothesis expected widen the covariance of a family, as in a Student-t process (Shah, Wilson,
     Ghahramani, AISTATS 2014, equation 6), by the factor ``q = (ν + E[rᵀA⁻¹r]) / (ν + |O| − 1)``, limited to
@@ -172,7 +170,7 @@ def epochs_posterior(
     for sd in CONSTANTS.run_sds:
         variance = max(sd * sd, step)
         log_chance = _log_chance(sd, variance, exact)
-        for family in epoch_families(sizes, critical):
+        for family in laws(sizes).epochs:
             given = _given(family, known, values - level, np.diag(variance / weights))
             # Relative weights stay finite even if the whole family's weights underflow.
             posterior = given.family
@@ -218,24 +216,21 @@ def _log_chance(sd: float, variance: float, exact: Sequence[WeightedStatistics])
 
 
 @lru_cache(maxsize=256)
-def cost_posterior(
-    sizes: Sizes, runs: tuple[CostRuns, ...], trusted: int | None = None, probed: tuple[ProbedCost, ...] = ()
-) -> Posterior:
-    """Return the posterior of the log cost of an epoch at every size; at least one size has runs or was probed.
+def cost_posterior(sizes: Sizes, runs: tuple[CostRuns, ...], trusted: int | None = None) -> Posterior:
+    """Return the posterior of the log cost of an epoch at every size; at least one size has runs.
 
     If the log cost of one size has changed by d since other sizes ran, either all sizes have changed alike (as with
     more data), or each size by its own amount, N(d/2, (d/2)²) (as with longer texts, whose padding grows with the
     batch). Both hypotheses are equally probable a priori, and are then weighed by how well they explain the sizes that
     have run since the change.
 
-    `trusted` is the index of a size whose cost is not in doubt, because its current run reports it. Probed costs do not
-    count after a change of costs.
+    `trusted` is the index of a size whose cost is not in doubt, because its current run reports it.
     """
     family = laws(sizes).costs
     drift = max((abs(run.drift) for of_size in runs for run in of_size), default=0.0)
     if not drift:
         summary = summary_of(runs)
-        return Posterior(_mixed(_costs_given(family, summary, trusted, probed)), summary.run_variance)
+        return Posterior(_mixed(_costs_given(family, summary, trusted)), summary.run_variance)
     lawless = replace(family, kernel=family.kernel + (drift / 2) ** 2 * np.eye(len(runs)))
     alike, apart = (summary_of([tuple(run.drifted(share) for run in each) for each in runs]) for share in (1.0, 0.5))
     fresh = [index for index in _known(alike) if not runs[index][-1].drift]
@@ -249,9 +244,7 @@ def cost_posterior(
     return Posterior(_mixed(found), alike.run_variance)
 
 
-def _costs_given(
-    family: Family, summary: CostSummary, trusted: int | None, probed: Sequence[ProbedCost] = ()
-) -> list[Family]:
+def _costs_given(family: Family, summary: CostSummary, trusted: int | None) -> list[Family]:
     """Return the hypotheses about costs after the observations in a summary.
 
     A busy machine may have slowed the single run of a size. Beside the hypothesis that no run was slowed, each size j
@@ -263,7 +256,7 @@ def _costs_given(
     small, the condition on the sign hardly changes the moments.
     """
     known = _known(summary)
-    given, level = _given_costs(family, summary, known, probed)
+    given, level = _given_costs(family, summary, known)
     means, log_weights, kernel = given.family.means + level, given.family.log_weights, given.family.kernel
     found = [Family(means, log_weights, kernel)]
     for place, index in enumerate(known):
@@ -288,28 +281,13 @@ def _known(summary: CostSummary) -> list[int]:
     return [index for index, weight in enumerate(summary.weights) if weight > _LEAST_WEIGHT]
 
 
-def _given_costs(
-    family: Family, summary: CostSummary, known: list[int], probed: Sequence[ProbedCost] = ()
-) -> tuple[_Given, float]:
-    """Return the posterior given the costs of the known sizes, relative to a level, and that level.
-
-    A probed cost counts only if its size is not known from runs. All probed costs share an error N(0, t²), t =
-    `probe_bias_sd`, for example by another power limit. This error is estimated from the n probed sizes that are also
-    known from runs: as ``n·t²/(n·t² + s²)`` times the mean difference between run and probe, with the variance
-    ``t²·s²/(n·t² + s²)``, where s² is the variance of a single probe.
-    """
-    both = [each for each in probed if each.place in known]
-    single = sum(each.variance for each in both) / len(both) if both else 1.0
-    bias = CONSTANTS.probe_bias_sd**2
-    share = bias / (len(both) * bias + single)
-    shift = share * sum(summary.means[each.place] - each.log_cost for each in both)
-    others = [each for each in probed if each.place not in known]
-    values = np.array([summary.means[index] for index in known] + [each.log_cost + shift for each in others])
+def _given_costs(family: Family, summary: CostSummary, known: list[int]) -> tuple[_Given, float]:
+    """Return the posterior given the costs of the known sizes, relative to a level, and that level."""
+    values = np.array([summary.means[index] for index in known])
     level = float(values.mean())
     variances = [summary.run_variance / summary.weights[index] for index in known]
-    noise = np.diag([*variances, *(each.variance for each in others)]) + _LEAST_VARIANCE * np.eye(len(values))
-    noise[len(known) :, len(known) :] += share * single
-    return _given(family, [*known, *(each.place for each in others)], values - level, noise), level
+    noise = np.diag(variances) + _LEAST_VARIANCE * np.eye(len(values))
+    return _given(family, known, values - level, noise), level
 
 
 def _log_sum(logs: Array) -> float:

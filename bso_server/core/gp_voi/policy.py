@@ -22,14 +22,14 @@ from bso_server.core.gp_voi.beliefs import (
     expected_startup,
     has_crashed,
     learned,
+    posterior_of,
     trials_missed,
 )
 from bso_server.core.gp_voi.forecast import Forecast, available_of, beliefs_of
-from bso_server.core.gp_voi.gaussian_process import WeightedStatistics
 from bso_server.core.gp_voi.prior import CONSTANTS, Sizes, laws
-from bso_server.core.gp_voi.run_costs import CostRun, probed_costs
+from bso_server.core.gp_voi.run_costs import CostRun
 from bso_server.core.gp_voi.thinning import after, thinned
-from bso_server.core.gp_voi.value import Worth, bound, first_costs, stop_shares, unbounded, worths
+from bso_server.core.gp_voi.value import Worth, bound, bound_of_incumbent, stop_shares, unbounded, worths
 from bso_server.core.model import (
     EpochBound,
     Expectations,
@@ -79,11 +79,11 @@ def suggest(history: History, rng: np.random.Generator) -> Suggestion:  # noqa: 
             "GPUs"
         )
     beliefs = beliefs_of(history, history.in_flight)
-    if not _is_known(history, beliefs):
+    if not _has_own_run(beliefs) and any(belief.is_taken_over for belief in beliefs):
+        return _begun_warm(history, beliefs, available) or _first(history, beliefs, available)
+    if not _is_known(beliefs):
         return _first(history, beliefs, available)
     forecast, values = Forecast.of(history, beliefs, history.in_flight), dict[int, Worth]()
-    if forecast.incumbent_converges and not _has_own_run(beliefs):
-        return _taken_over(history, forecast)
     # Until a run reaches the target, at most `most_missed` trials of other sizes may miss it; none follows a crash.
     may_explore = forecast.incumbent_converges and _may_explore(beliefs)
     repeat = 0.0
@@ -135,14 +135,13 @@ def bound_of(history: History, trial: TrialRecord) -> EpochBound | None:
     return None if is_guess and found.epochs > trial.epoch else found
 
 
-def _is_known(history: History, beliefs: Beliefs) -> bool:
+def _is_known(beliefs: Beliefs) -> bool:
     """Return True if some size's epochs to the target are known, and some size's cost of an epoch on the job's GPUs.
 
-    After a change of the job's GPUs, the epochs to the target are still known, but no cost is known until a probe or a
-    run on the new GPUs.
+    After a change of the job's GPUs, the epochs to the target are still known, but no cost is known until a run on the
+    new GPUs.
     """
-    is_probed = bool(probed_costs(history.job, history.probe))
-    return any(belief.is_observed for belief in beliefs) and (is_probed or any(belief.has_cost for belief in beliefs))
+    return any(belief.is_observed for belief in beliefs) and any(belief.has_cost for belief in beliefs)
 
 
 def _has_own_run(beliefs: Beliefs) -> bool:
@@ -160,7 +159,7 @@ def _is_moved(before: Forecast, forecast: Forecast) -> bool:
 def expectations(history: History) -> Expectations:
     """Return the expected cost of each size, once one has reached the target."""
     beliefs = beliefs_of(history, history.in_flight)
-    if not _is_known(history, beliefs):
+    if not _is_known(beliefs):
         return Expectations({}, None)
     forecast, sizes = Forecast.of(history, beliefs, ()), history.job.batch_sizes
     costs = {
@@ -172,6 +171,26 @@ def expectations(history: History) -> Expectations:
 
 def _may_explore(beliefs: Beliefs) -> bool:
     return trials_missed(beliefs) < CONSTANTS.most_missed and not has_crashed(beliefs)
+
+
+def _begun_warm(history: History, beliefs: Beliefs, available: Sequence[int]) -> Suggestion | None:
+    """Suggest the best size of the job whose epochs this job has taken over, before a run of its own has succeeded.
+
+    Return None if that size is unknown or cannot run, or after a setback at it. The run is stopped once its epochs
+    refute those of the other job.
+    """
+    job, warm = history.job, history.job.warm_in_force
+    index = next((each for each in available if warm and job.batch_sizes[each] == warm.best_batch_size), None)
+    if warm is None or index is None or not beliefs[index].is_taken_over or beliefs[index].setbacks:
+        return None
+    is_first = not any(arm.trials for arm in history.arms.values())
+    start = f"first run of job {job.job_id}" if is_first else "no run has reached the target yet"
+    size = job.batch_sizes[index]
+    reason = f"{start}: {size} is the best size of the other job; {warm.in_words}"
+    found = unbounded(job.max_epochs)
+    if job.beta_knob is not None:
+        found = bound_of_incumbent(job, posterior_of(Sizes.of(job), beliefs), beliefs[index], index)
+    return Suggestion(size, Origin.EXPLORATION, reason + _left_out(history), bound=found)
 
 
 def _first(history: History, beliefs: Beliefs, available: Sequence[int]) -> Suggestion:
@@ -187,10 +206,6 @@ def _first(history: History, beliefs: Beliefs, available: Sequence[int]) -> Sugg
     def setbacks(index: int) -> int:
         return beliefs[index].missed if index == sizes.default else beliefs[index].setbacks
 
-    if job.first_run == "predicted" and all(belief == Belief() for belief in beliefs):
-        predicted = _predicted(history, beliefs, available)
-        if predicted is not None:
-            return predicted
     is_stuck = all(beliefs[index].missed for index in available)
     index = min(available, key=lambda each: (0 if is_stuck else setbacks(each), octaves[each]))
     size, missed = job.batch_sizes[index], trials_missed(beliefs)
@@ -207,39 +222,6 @@ def _first(history: History, beliefs: Beliefs, available: Sequence[int]) -> Sugg
             start = f"{'one run' if missed == 1 else f'{missed} runs'} missed the target"
         why = "is your own size" if index == sizes.default else "has the fewest misses and crashes"
         reason = f"{start}; {size} {why if history.arms[size].trials else 'has not been tried yet'}"
-    return Suggestion(size, Origin.EXPLORATION, reason)
-
-
-def _taken_over(history: History, forecast: Forecast) -> Suggestion:
-    """Suggest the size with the lowest expected cost by the epochs of another job, before a run reaches the target."""
-    job, index = history.job, forecast.incumbent
-    size, warm = job.batch_sizes[index], job.warm_in_force
-    cost = _expected_cost(history, forecast)
-    reason = f"{size} is the cheapest, {cost}" + (f", with {warm.in_words}" if warm else "")
-    found = bound(job, forecast, index, Origin.EXPLORATION)
-    return Suggestion(size, Origin.EXPLORATION, reason + _left_out(history), bound=found, basis=Weighed(forecast, {}))
-
-
-def _predicted(history: History, beliefs: Beliefs, available: Sequence[int]) -> Suggestion | None:
-    """Suggest the size with the lowest expected cost by the probe and the laws, if it is not the default; or None.
-
-    The relative cost of the sizes does not depend on the level of the epochs. So the forecast supposes one run at the
-    default, with a likely number of epochs. Uncertainty raises the expected cost of the other sizes, so they are chosen
-    only if the expected saving exceeds the cost of the uncertainty.
-    """
-    job = history.job
-    default = Sizes.of(job).default
-    if not any(each.place == default for each in probed_costs(job, history.probe)) or default not in available:
-        return None
-    run = WeightedStatistics().including(math.log(job.max_epochs / CONSTANTS.supposed_share))
-    supposed = beliefs_with(beliefs, Belief(observed=run, exact=run, converged=True), default)
-    costs = first_costs(Forecast.of(history, supposed, ()), max_epochs=job.max_epochs)
-    index = min(available, key=costs.__getitem__)
-    if index == default:
-        return None
-    size, saving = job.batch_sizes[index], 1 - float(costs[index] / costs[default])
-    saves = f"{size} is expected to save {saving:.0%} of a run at your own size"
-    reason = f"first run of job {job.job_id}: by its probe, {saves}"
     return Suggestion(size, Origin.EXPLORATION, reason)
 
 

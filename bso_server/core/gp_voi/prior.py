@@ -18,7 +18,7 @@ its sizes are nearly independent.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple, TypeAlias
 
@@ -72,11 +72,6 @@ class GpVoiConstants:
     epoch_sd_freedom: float = 2.0  # degrees of freedom that this guess is worth
     first_epoch_sd: float = 0.5  # σ of the cost guessed from a first epoch and the start-up of another size
     most_cost_runs: int = 8  # number of latest runs of a size that count for the cost of an epoch
-    probe_sd: float = 0.1  # least σ of a probed log cost,
-    probe_bias_sd: float = 0.3  # and σ of an error that all probed costs share, such as another power limit
-    critical_sd: float = 1.6  # least σ of a critical batch size that was estimated from the gradient noise, in octaves,
-    critical_wrong: float = 0.1  # and the chance that it says nothing
-    supposed_share: float = 3.0  # `max_epochs` over the epochs that a first run is supposed to need
     moved: float = 0.1  # a guess that lowers the incumbent's expected cost (log) by more than this stops no trial
     startup_sd: float = 0.2  # σ, between sizes, of the log of the start-up's factor on the first epoch's cost
     scale_dof: float = 4.0  # degrees of freedom of the Student-t process: fewer widen beliefs sooner after a surprise
@@ -161,13 +156,11 @@ class Family:
 class Laws:
     """Prior of a job: hypotheses about log epochs to the target (weights add up to 1), and about log costs of an epoch.
 
-    `octaves` is |log2 a − log2 b| of each two sizes, shape (B, B). `log_critical` has log2 of the critical batch size
-    of each hypothesis in the first family of `epochs`, shape (H,); its largest value also stands for infinity.
+    `octaves` is the difference |log2 a − log2 b| between each two sizes, shape (B, B).
     """
 
     octaves: Array
     epochs: tuple[Family, ...]
-    log_critical: Array
     costs: Family
 
 
@@ -176,7 +169,7 @@ def laws(sizes: Sizes) -> Laws:
     """Return the laws for these sizes; the default is not expected to be much too small."""
     log_sizes = np.log2(np.array(sizes.batch_sizes, dtype=float))
     octaves = np.abs(log_sizes[:, None] - log_sizes[None, :])
-    means, log_weights, log_critical = _epoch_laws(log_sizes, float(log_sizes[sizes.default]))
+    means, log_weights = _epoch_laws(log_sizes, float(log_sizes[sizes.default]))
     smooth = _kernel(octaves, CONSTANTS.smooth_sd, CONSTANTS.smooth_length, CONSTANTS.arm_sd)
     lawful = Family(means, log_weights + math.log1p(-CONSTANTS.lawless_chance), smooth)
     own = _kernel(octaves, CONSTANTS.lawless_sd, CONSTANTS.lawless_length, CONSTANTS.lawless_arm_sd)
@@ -184,31 +177,7 @@ def laws(sizes: Sizes) -> Laws:
     costs = _cost_laws(log_sizes)
     kernel = _kernel(octaves, CONSTANTS.cost_sd, CONSTANTS.cost_length, CONSTANTS.cost_arm_sd)
     cost_family = Family(costs, np.full(len(costs), -math.log(len(costs))), kernel)
-    return Laws(octaves, (lawful, lawless), log_critical, cost_family)
-
-
-Critical: TypeAlias = tuple[float, float]
-"""Estimate of log2 of the critical batch size, and its σ in octaves."""
-
-
-@lru_cache(maxsize=64)
-def epoch_families(sizes: Sizes, critical: Critical | None) -> tuple[Family, ...]:
-    """Return the hypotheses about log epochs, weighed by an estimate m of log2 of the critical batch size, if any.
-
-    A hypothesis with the critical size B is multiplied by ``(1 − ε)·exp(−½·((log2 B − m)/σ)²) + ε``, because the
-    estimate may be worthless (ε = `critical_wrong`): then runs soon overrule it. The laws together keep their
-    probability against `lawless`, about which a critical size says nothing.
-    """
-    lawful, *others = (known := laws(sizes)).epochs
-    if critical is None:
-        return known.epochs
-    estimate, sd = critical
-    grid = known.log_critical
-    off = (grid - min(max(estimate, float(grid.min())), float(grid.max()))) / max(sd, CONSTANTS.critical_sd)
-    wrong = CONSTANTS.critical_wrong
-    log_weights = lawful.log_weights + np.log((1 - wrong) * np.exp(-0.5 * off**2) + wrong)
-    shift = math.log(np.exp(lawful.log_weights).sum() / np.exp(log_weights).sum())
-    return (replace(lawful, log_weights=log_weights + shift), *others)
+    return Laws(octaves, (lawful, lawless), cost_family)
 
 
 def _kernel(octaves: Array, smooth_sd: float, length: float, arm_sd: float) -> Array:
@@ -218,8 +187,8 @@ def _kernel(octaves: Array, smooth_sd: float, length: float, arm_sd: float) -> A
     return covariance
 
 
-def _epoch_laws(log_sizes: Array, log_default: float) -> tuple[Array, Array, Array]:
-    """Return the means of log epochs, shape (H, B), log prior probabilities and `Laws.log_critical` (H,)."""
+def _epoch_laws(log_sizes: Array, log_default: float) -> tuple[Array, Array]:
+    """Return the means of log epochs, shape (H, B), and their log prior probabilities (H,)."""
     low, high = float(log_sizes.min()), float(log_sizes.max())
     critical = np.arange(low - 1, high + 3.01, CONSTANTS.critical_step)
     each = (1 - CONSTANTS.flat_chance) / (len(critical) * len(CONSTANTS.exponents))
@@ -228,15 +197,14 @@ def _epoch_laws(log_sizes: Array, log_default: float) -> tuple[Array, Array, Arr
     too_small = np.arange(low - 1.5, log_default + 0.01, 1.0)
     each = CONSTANTS.too_small_chance / len(too_small)
     falls = [(-_NEVER, 1 - CONSTANTS.too_small_chance)] + [(float(size), each) for size in too_small]
-    means, chances, log_criticals = [], [], []
+    means, chances = [], []
     for log_critical, exponent, rise_chance in rises:
         for log_small, fall_chance in falls:
             if log_small <= log_critical:
                 rise = exponent * np.log1p(np.exp2(log_sizes - log_critical))
                 means.append(rise + np.log1p(np.exp2(2 * (log_small - log_sizes))))
                 chances.append(rise_chance * fall_chance)
-                log_criticals.append(min(log_critical, float(critical[-1])))
-    return np.array(means), np.log(np.array(chances) / sum(chances)), np.array(log_criticals)
+    return np.array(means), np.log(np.array(chances) / sum(chances))
 
 
 def _cost_laws(log_sizes: Array) -> Array:

@@ -19,7 +19,7 @@ import numpy as np
 
 from bso_server.core.gp_voi.prior import CONSTANTS, Array, bounded_exp
 from bso_server.core.model import TrialRecord, cost_deviations_j2, log_costs_per_epoch
-from zeus_plugins.protocol import CreatedJob, Probe, is_busy
+from zeus_plugins.protocol import CreatedJob, is_busy
 
 # Keeps ratios and logs of densities finite at extreme deviations.
 _LEAST_DENSITY = 1e-300
@@ -94,25 +94,6 @@ def doubt_of(trial: TrialRecord) -> float:
 
 CostRuns: TypeAlias = tuple[CostRun, ...]
 """Latest runs of one batch size, oldest first."""
-
-
-class ProbedCost(NamedTuple):
-    """Probed log cost of an epoch (J) at the size in this place, and the variance of its own error."""
-
-    place: int
-    log_cost: float
-    variance: float
-
-
-def probed_costs(job: CreatedJob, probe: Probe | None) -> tuple[ProbedCost, ...]:
-    """Return the probed costs of the job's sizes."""
-    places, found = {size: place for place, size in enumerate(job.batch_sizes)}, []
-    for each in () if probe is None else probe.sizes:
-        cost_j = job.cost_j(time_s=each.time_s, energy_j=each.energy_j)
-        if cost_j > 0 and each.batch_size in places:
-            variance = max(each.error, CONSTANTS.probe_sd) ** 2
-            found.append(ProbedCost(places[each.batch_size], math.log(cost_j), variance))
-    return tuple(found)
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,8 +42,9 @@ def thinned(history: History, *sizes: int) -> History:
         return history
     known = [arm for arm in history.arms.values() if arm.completed.count]
     center = min(known, key=lambda arm: arm.completed.mean).batch_size if known else job.default_batch_size
-    in_flight = [trial.batch_size for trial in history.in_flight]
-    kept = with_evidence(job, beliefs, center, [*sizes, *in_flight])
+    in_flight, warm = [trial.batch_size for trial in history.in_flight], job.warm_in_force
+    begun = [size for size in available if warm is not None and size == warm.best_batch_size]
+    kept = with_evidence(job, beliefs, center, [*sizes, *begun, *in_flight])
     kept |= set(neighbours(available, center)[: MOST_SIZES - len(kept)])
     kept |= set(spread(available, MOST_SIZES - len(kept)))
     return replace(

@@ -16,7 +16,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from bso_server.core.gp_voi.beliefs import Belief
 from bso_server.core.gp_voi.forecast import Forecast
+from bso_server.core.gp_voi.gaussian_process import Posterior
 from bso_server.core.gp_voi.prior import CONSTANTS, Array, bounded_exp
 from bso_server.core.model import EpochBound
 from zeus_plugins.protocol import CreatedJob, Origin
@@ -74,21 +76,6 @@ def worths(
         index: scale.worth(index, unlimited if index == forecast.incumbent else np.array(shares))
         for index in candidates
     }
-
-
-def first_costs(forecast: Forecast, *, max_epochs: int) -> Array:
-    """Return the expected cost of a job's first run at each size, in runs of the incumbent, shape (B,).
-
-    Nothing stops such a run before `max_epochs`. If it misses the target, a run of the incumbent follows.
-    """
-    samples, incumbent = forecast.samples, forecast.incumbent
-    limit = math.log(max_epochs)
-    misses = (samples.log_epochs > limit) | ~samples.converges
-    log_epochs = np.where(misses, limit, samples.log_epochs)
-    log_costs = log_epochs + samples.log_costs
-    log_costs -= log_costs[:, incumbent].mean()
-    expected: Array = (np.exp(np.minimum(log_costs, _LARGEST_LOG)) + misses).mean(axis=0)
-    return expected
 
 
 class _Scale:
@@ -202,7 +189,7 @@ def bound(job: CreatedJob, forecast: Forecast, index: int, origin: Origin, worth
     if job.beta_knob is None or not forecast.incumbent_converges:
         return unbounded(job.max_epochs)
     if index == forecast.incumbent or origin is Origin.INCUMBENT:
-        return _bound_of_incumbent(job, forecast, index)
+        return bound_of_incumbent(job, forecast.epochs, forecast.beliefs[index], index)
     if worth is None:
         worth = worths(forecast, [index], stop_shares(job.beta_knob), max_epochs=job.max_epochs)[index]
     return bound_of_try(
@@ -213,14 +200,14 @@ def bound(job: CreatedJob, forecast: Forecast, index: int, origin: Origin, worth
     )
 
 
-def _bound_of_incumbent(job: CreatedJob, forecast: Forecast, index: int) -> EpochBound:
+def bound_of_incumbent(job: CreatedJob, epochs: Posterior, belief: Belief, index: int) -> EpochBound:
     """Return a bound of ``e^m · max(incumbent_allowance, e^(incumbent_sds · s))`` epochs, for log epochs N(m, s²).
 
     The bound doubles with each miss of this size after the first. The first run of a size that only another job has
     learned is stopped once its epochs refute the other job's epochs, at `warm_surprise` σ.
     """
-    mean, variance = forecast.epochs.of_run(index)
-    belief, sds, least = forecast.beliefs[index], CONSTANTS.incumbent_sds, CONSTANTS.incumbent_allowance
+    mean, variance = epochs.of_run(index)
+    sds, least = CONSTANTS.incumbent_sds, CONSTANTS.incumbent_allowance
     if belief.is_taken_over:
         sds, least = CONSTANTS.warm_surprise, 1.0
     spread = math.exp(min(sds * math.sqrt(variance), 20.0))

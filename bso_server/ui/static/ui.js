@@ -21,7 +21,7 @@ function tellAges() {
   }
 }
 
-const LIVE = "[data-live]", live = () => document.querySelector(LIVE), lives = (page) => [...page.querySelectorAll(LIVE)];
+const LIVE = "[data-live]", live = () => document.querySelector(LIVE);
 
 function pathOf(element) {
   const place = [];
@@ -34,13 +34,9 @@ function pathOf(element) {
 
 function replace(text) {
   const page = new DOMParser().parseFromString(policy ? policy.createHTML(text) : text, "text/html");
-  const olds = lives(document), news = lives(page);
-  if (!news.length || news.length !== olds.length) return;
-  olds.forEach((old, at) => replaceOne(old, news[at]));
+  const old = live(), main = page.querySelector(LIVE);
+  if (!main) return;
   document.title = page.title;
-}
-
-function replaceOne(old, main) {
   const open = [...old.querySelectorAll("details[open]")].map((each) => each.id);
   const typed = [...old.querySelectorAll(":is(input, select)[id]")].map((each) => [each.id, each.value, each.checked]);
   const focused = old.contains(document.activeElement) ? pathOf(document.activeElement) : null;
@@ -337,14 +333,6 @@ theme.addEventListener("click", () => {
   const chosen = isDark ? "light" : "dark";
   document.documentElement.dataset.theme = chosen;
   document.cookie = `zeus_bso_theme=${chosen}; path=${root.pathname}; max-age=31536000; samesite=lax`;
-});
-
-const knobs = document.querySelector("[data-knobs]");
-knobs?.addEventListener("input", () => {
-  if (!knobs.checkValidity()) return;
-  history.replaceState(null, "", `?${new URLSearchParams(new FormData(knobs))}`);
-  clearTimeout(timer);
-  timer = setTimeout(poll, 100);
 });
 
 if (live()) {
