@@ -88,10 +88,6 @@ class InvalidImportError(BsoError):
     """An exported job contradicts itself."""
 
 
-class ZeusDatabaseError(BsoError):
-    """The database cannot be read, or is not the database of a Zeus 0.16 server."""
-
-
 class NoSurvivorError(BsoError):
     """No batch size reached the target in a whole round of exploration."""
 

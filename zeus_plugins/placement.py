@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import platform
-import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -93,22 +92,15 @@ def placed(ranks: Ranks) -> Placement:
 
 
 def process_start(pid: int, proc: Path = Path("/proc")) -> str | None:
-    """Return the time at which a process started, as the system writes it; None if the process has ended.
+    """Return the time at which a process started, as Linux writes it; None if the process has ended.
 
-    The start tells apart two processes that had the same id. Windows does not tell it, so each process counts as ended.
+    The start tells apart two processes that had the same id. On other systems, each process counts as ended.
     """
     try:
         fields = proc.joinpath(str(pid), "stat").read_bytes().rpartition(b")")[2].decode().split()
         return None if fields[0] in ("Z", "X") else fields[19]  # Z: killed, and not yet waited for by its parent
     except (OSError, IndexError):
-        if proc.joinpath("self/stat").exists():
-            return None
-    command = ["ps", "-o", "lstart=", "-p", str(pid)]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False)  # nosec B603  # noqa: S603 - no shell
-    except OSError:
         return None
-    return done.stdout.strip() or None
 
 
 def this_machine(boot_id: Path = BOOT_ID) -> str:

@@ -9,8 +9,8 @@ from collections.abc import Iterable
 from typing import TypeAlias
 
 from bso_server.core import policy
+from bso_server.core.gp_voi.policy import chance_in_words
 from bso_server.core.model import Arm, History
-from bso_server.core.phrases import chance_in_words
 from bso_server.simulate.play import Conditions, PlayedTrial
 
 Tallies: TypeAlias = dict[str, tuple[int, int]]

@@ -22,7 +22,6 @@ from bso_server.cli.common import (
     take_server_from_environment,
     with_store,
 )
-from bso_server.cli.import_zeus import add_import_zeus_command
 from bso_server.cli.jobs import add_jobs_commands
 from bso_server.cli.report import add_report_command
 from bso_server.cli.serve import add_serve_command
@@ -41,7 +40,10 @@ from zeus_plugins.protocol import package_version, printable
 _READER_LEFT = 141
 
 # Commands of earlier versions, each with what to do instead.
-_REMOVED = {"webhook": "Prometheus and Alertmanager send messages about jobs: docs/alerts.md has a configuration"}
+_REMOVED = {
+    "jobs import-zeus": "examples/import_zeus.py writes a file for jobs import: docs/move-from-zeus.md",
+    "webhook": "Prometheus and Alertmanager send messages about jobs: docs/alerts.md has a configuration",
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -112,7 +114,7 @@ def _parser() -> argparse.ArgumentParser:
     add_command(config, "show", "list every setting with its source", _config_show)
 
     add_token_commands(commands)
-    add_import_zeus_command(add_jobs_commands(commands))
+    add_jobs_commands(commands)
     add_report_command(commands)
     add_simulate_command(commands)
     return parser

@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from functools import partial
 from http import HTTPStatus
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TextIO, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, TextIO, TypeAlias, TypeVar
 from urllib.parse import quote, urlencode
 
 from pydantic import BaseModel, ValidationError
@@ -39,7 +39,7 @@ from bso_server.service import reading
 from bso_server.service.commands import BatchSizeService
 from bso_server.service.commands import Commands as Changes
 from bso_server.service.exports import MEDIA_TYPE, export, split_exports
-from bso_server.service.imports import LONGEST_LINE_BYTES, renamed
+from bso_server.service.imports import LONGEST_LINE_BYTES, import_job, renamed
 from bso_server.service.pages import Pages
 from bso_server.service.views import MAX_PAGE, Tariff
 from bso_server.settings import secret
@@ -95,8 +95,8 @@ _OF_JOB = (HTTPStatus.BAD_REQUEST, HTTPStatus.NOT_FOUND, HTTPStatus.CONFLICT, HT
 _REFUSALS = (InvalidImportError, InvalidJobError, JobConflictError, PolicyNotInstalledError, _RefusedError)
 
 
-def add_jobs_commands(commands: Commands) -> Commands:
-    """Add ``jobs`` with its subcommands, and return these so that more can be added."""
+def add_jobs_commands(commands: Commands) -> None:
+    """Add ``jobs`` with its subcommands."""
     jobs = commands.add_parser("jobs", help="show and change jobs").add_subparsers(required=True, metavar="WHAT")
 
     def add(name: str, summary: str, run: Callable[[argparse.Namespace], None]) -> argparse.ArgumentParser:
@@ -168,13 +168,12 @@ def add_jobs_commands(commands: Commands) -> Commands:
     revise.add_argument("--policy", help="policy that chooses the sizes")
 
     add("delete", "delete a job with all its data", _delete)
-    return jobs
 
 
-def read_jobs(options: argparse.Namespace, schema: Literal["checked", "prepared"] = "checked") -> JobList:
-    """Return all jobs of the database or server; `schema` is as in `with_store`."""
+def read_jobs(options: argparse.Namespace) -> JobList:
+    """Return all jobs of the database or server."""
     if options.server_url is None:
-        return with_store(options, lambda store: store.read(reading.list_jobs, limit=None), schema=schema)
+        return with_store(options, lambda store: store.read(reading.list_jobs, limit=None))
     pages = _pages(options, JobList, Paths.API_JOBS)
     return JobList(jobs=tuple(job for page in pages for job in page.jobs))
 
@@ -300,7 +299,7 @@ def _import(options: argparse.Namespace) -> None:
                     "are not"
                 )
             try:
-                job = import_job(options, _renamed(export, options.job_id, first_line), first_line)
+                job = _import_one(options, _renamed(export, options.job_id, first_line), first_line)
             except _REFUSALS as error:
                 refused.append(f"{options.file}: {error}")
             else:
@@ -325,8 +324,8 @@ def _renamed(export: Iterator[bytes], job_id: str | None, first_line: int) -> It
     yield from export
 
 
-def import_job(options: argparse.Namespace, export: Iterator[bytes], first_line: int = 1) -> JobSummary:
-    """Create a job from the lines of an export; raise like `Imports.import_job`."""
+def _import_one(options: argparse.Namespace, export: Iterator[bytes], first_line: int = 1) -> JobSummary:
+    """Create a job from the lines of an export; raise like `import_job`."""
     if options.server_url is not None:
         path = f"{Paths.IMPORT}?{urlencode({'first_line': first_line})}"
         with _answered(options, "POST", path, content=export) as answer:
@@ -338,7 +337,7 @@ def import_job(options: argparse.Namespace, export: Iterator[bytes], first_line:
 
     return with_store(
         options,
-        lambda store: BatchSizeService(store).imports.import_job(in_turn(), first_line=first_line),
+        lambda store: import_job(store, in_turn(), first_line=first_line),
         schema="prepared",
     )
 

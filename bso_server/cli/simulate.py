@@ -7,15 +7,13 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from bso_server.cli.common import CommandError, Commands, RemovedOption, add_source, table
 from bso_server.cli.jobs import read_job
-from bso_server.core.job import replay
 from bso_server.core.policy import find, learned_by
-from bso_server.service.imports import ImportedTrial, JobInImport, read
+from bso_server.service.imports import JobInImport
 from bso_server.simulate.results import Comparison, Setting, compare, geometric_means
 from bso_server.simulate.traces import PAPER_WORKLOADS, Selection, Traces, recorded_savings, recorded_workload
 from bso_server.simulate.workload import Consumption, Savings, Workload
@@ -141,12 +139,10 @@ def subject_of(options: argparse.Namespace) -> Subject:
 def _learned_in(lines: Sequence[bytes]) -> WarmStart | None:
     """Return the warm start that the job of an export offers, or None; raise `BsoError` for invalid lines."""
     first, *others = lines or [b""]
-    job = JobInImport("line 1", first, datetime.now(UTC))
-    context = {"job": job.export.job, "sizes": job.sizes}
-    placed = [(line, f"line {number}") for number, line in enumerate(others, 2)]
-    rows = [job.add(read(ImportedTrial, line, place, **context), place) for line, place in placed]
-    job.close()
-    return learned_by(replay(job.export.job, [each.trial for each in rows], job.export.survivors))
+    job = JobInImport("line 1", first)
+    for number, line in enumerate(others, 2):
+        job.add(f"line {number}", line)
+    return learned_by(job.close())
 
 
 def policy_name(name: str) -> str:

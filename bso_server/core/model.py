@@ -36,6 +36,9 @@ MISSED = frozenset(TrialState) - ALIVE - {TrialState.COMPLETED, TrialState.WITHD
 # States that say nothing about the batch size, so that the policy repeats its exploration.
 UNCOUNTED = frozenset({TrialState.FAILED, TrialState.ABANDONED, TrialState.WITHDRAWN})
 
+BAND_SDS = 1.645
+"""A normal variable lies within this number of σ around its mean with a probability of 90 %."""
+
 Record = TypeVar("Record")
 
 
@@ -584,3 +587,8 @@ def is_cut_short(job: CreatedJob, trial: TrialRecord, min_cost_j: float | None) 
 def is_counted_exploration(trial: TrialRecord) -> bool:
     """Return True if the trial is an exploration that counts, so that its batch size needs no repetition."""
     return trial.origin is Origin.EXPLORATION and trial.state not in UNCOUNTED
+
+
+def advice_in_words(job: CreatedJob) -> str:
+    """Return advice for a job of which every batch size has missed the target."""
+    return f"{'lower' if job.higher_is_better_metric else 'raise'} the target or raise max_epochs"

@@ -11,9 +11,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple, Protocol
 
-from bso_server.core.fleet import Saved
 from bso_server.core.model import OBSERVED, TrialRecord
-from bso_server.core.verdict import CompletedRun, Evidence, Judge, Verdict, run_of, why_no_controls
+from bso_server.core.verdict import CompletedRun, Evidence, Judge, Saved, Verdict, run_of, why_no_controls
 from zeus_plugins.protocol import ALIVE, AmountSaved, CreatedJob, Origin, SavingsView, SavingsWord, TrialState
 
 UNSPENT = frozenset({TrialState.RUNNING, TrialState.SUSPENDED, TrialState.WITHDRAWN})

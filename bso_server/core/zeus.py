@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from bso_server.core.model import (
+    BAND_SDS,
     Expectations,
     ExpectedCost,
     History,
@@ -30,7 +31,6 @@ from bso_server.core.model import (
     TrialRecord,
     cost_of,
 )
-from bso_server.core.phrases import BAND_SDS
 from bso_server.core.policy import Policy
 from bso_server.errors import InvalidJobError, NoSurvivorError
 from zeus_plugins.protocol import (

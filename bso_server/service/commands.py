@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Callable
+from collections.abc import AsyncIterable, Callable
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from itertools import count
@@ -31,16 +31,11 @@ from bso_server.core.job import (
 from bso_server.core.model import Suggestion, TrialRecord
 from bso_server.core.occurrences import TrialEnded
 from bso_server.core.policy import installed
-from bso_server.errors import (
-    InvalidReportError,
-    JobConflictError,
-    UnknownJobError,
-    UnknownTrialError,
-)
+from bso_server.errors import InvalidReportError, UnknownJobError, UnknownTrialError
 from bso_server.service import reading
 from bso_server.service.decisions import TRIES, Basis, Decided, basis_of, decide
 from bso_server.service.dispatches import dispatch_of, save_start, started_with, with_power_profile
-from bso_server.service.imports import Imports
+from bso_server.service.imports import import_job
 from bso_server.service.loading import known_job, known_trial, locked_job, locked_trial, open_trials
 from bso_server.service.refusals import (
     log_replaced,
@@ -179,11 +174,6 @@ class Commands:
         if "policy" in registration.model_fields_set:
             own.check(registration)
         refuse_margins(registration)
-        if transaction.import_mark(registration.job_id) is not None:
-            raise JobConflictError(
-                f"job {registration.job_id!r} is being imported at present: register it when that is over",
-                field="job_id",
-            )
         made = {"registration_id": secrets.token_hex(8), "warm": warm_start_of(transaction, registration)}
         registration = registration.model_copy(update={**made, "revise": False})
         if registration.target_metric is None or registration.target_runs is not None:
@@ -506,7 +496,6 @@ class BatchSizeService:
     def __init__(self, store: Store, commands: Commands | None = None) -> None:
         self._store = store
         self.commands = commands or Commands()
-        self.imports = Imports(store.patient(), lambda: self.commands.moment().now)
         self._turns, self._turns_to_decide = Turns(store.patience_s), Turns(store.patience_s)
         self._deciding = asyncio.Semaphore(_DECISIONS_AT_ONCE)
         self.reports = Reports(store, self.commands.moment)
@@ -560,14 +549,17 @@ class BatchSizeService:
     async def reap(self) -> int:
         """Abandon every trial with an expired lease, except locked ones; return their number.
 
-        Also remove remains of interrupted imports, and check whether another version has changed the schema.
+        Also check whether another version has changed the schema.
         """
         await self._store.check_schema()
-        await self.imports.remove_broken()
         abandoned = 0
         for job_id in await self._store.read(self.commands.jobs_to_reap):
             abandoned += await self._store.write_at_once(self.commands.reap, job_id)
         return abandoned
+
+    async def import_job(self, pieces: AsyncIterable[bytes], *, first_line: int = 1) -> JobSummary:
+        """Create a job with all its trials from an export, or nothing; see `imports.import_job`."""
+        return await import_job(self._store.patient(), pieces, first_line=first_line)
 
     async def delete_job(self, job_id: str) -> None:
         """Delete a job with all its trials."""

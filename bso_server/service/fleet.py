@@ -8,9 +8,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime, timedelta
 from operator import attrgetter
 
-from bso_server.core.fleet import Saved, total
 from bso_server.core.savings import UNSPENT, Amounts, is_whole_run, spent_on
-from bso_server.core.verdict import LEAST_CONTROLS, SMALL, Verdict
+from bso_server.core.verdict import LEAST_CONTROLS, SMALL, Saved, Verdict, total
 from bso_server.service.commands import utc_now
 from bso_server.service.loading import best_size, load_history
 from bso_server.service.reading import stuck_advice

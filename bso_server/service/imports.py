@@ -1,33 +1,30 @@
-"""Imports: an export (`service.exports`) becomes a job, which no query finds before it is complete.
+"""Imports: an export (`service.exports`) becomes a job, in one transaction.
 
-Small transactions write the rows, so that other writers get their turn. Parsing and validation run in a thread, so that
-the event loop stays free.
+The whole job is parsed and validated before the transaction, in a thread, so that the event loop stays free. The limits
+keep the transaction below its deadline, and a job below some hundred megabytes of memory.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-import logging
-import secrets
-from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Iterator, Mapping
-from datetime import datetime, timedelta
-from itertools import chain
+from collections.abc import AsyncIterable, AsyncIterator, Iterator, Mapping
+from itertools import chain, count
 from typing import Any, Self, TypeVar
 
 import numpy as np
 from pydantic import BaseModel, ValidationError, ValidationInfo, model_validator
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
-from bso_server.core.model import OBSERVED, Arm, Cheapest, TrialRecord, arms_after, cost_of
-from bso_server.core.policy import bandit_entered_from_the_start, find, installed, memory_after
+from bso_server.core.job import replay
+from bso_server.core.model import OBSERVED, History, TrialRecord, cost_of
+from bso_server.core.policy import find, installed
 from bso_server.core.revisions import as_of
 from bso_server.errors import InvalidImportError, JobConflictError
 from bso_server.service import reading
-from bso_server.service.exports import JobExport, TrialExport, TrialRows, line_of
+from bso_server.service.exports import JobExport, TrialExport, line_of
 from bso_server.service.loading import Unsaved
 from bso_server.service.refusals import refuse_folder_name
-from bso_server.storage import queries
 from bso_server.storage.rows import (
     TRIAL,
     StoredDecision,
@@ -41,29 +38,23 @@ from bso_server.storage.store import Store
 from bso_server.storage.transaction import Transaction
 from zeus_plugins.protocol import ALIVE, ZEUS, CreatedJob, JobSummary, Origin, TrialState
 
-# Size of a job with hundreds of thousands of reports. The command line imports larger jobs, without HTTP.
+MOST_TRIALS = 20_000
+MOST_REPORTS = 200_000
+"""Largest numbers of trials and of their reports in an import, whose transaction takes some seconds."""
+
+# More than a job within these limits takes.
 MAX_IMPORT_BYTES = 256 * 1024 * 1024
 
 # Size of a trial with about 100,000 reports.
 LONGEST_LINE_BYTES = 32 * 1024 * 1024
 
-# Largest number of rows that one transaction writes or removes.
-_ROWS_AT_ONCE = 500
-
-# Bytes of lines, and number of ended trials, that are processed at a time, within a few milliseconds.
+# Bytes of lines that are processed at a time, within a few milliseconds.
 _BYTES_AT_ONCE = 64 * 1024
-_TRIALS_AT_ONCE = 100
-
-# An import that has written nothing for this time was interrupted, and its job is removed.
-SILENCE = timedelta(minutes=10)
-_REFRESH = SILENCE / 10
 
 # Fields that follow from a trial's epochs, which Zeus does not keep.
 _OF_EPOCHS = ("epoch", "first_epoch")
 
 Message = TypeVar("Message", bound=BaseModel)
-
-logger = logging.getLogger("bso_server")
 
 
 def _contradiction(field: str, message: str) -> ValidationError:
@@ -219,67 +210,64 @@ def _invalid(place: str, field: str, message: str) -> InvalidImportError:
 
 
 class JobInImport:
-    """A job during its import: `add` takes each trial, `close` checks the job, and `fold` derives its arms.
+    """A job during its import: `add` takes each trial, then `close` checks the job.
 
     Args:
         place: The place of the job in the export, for errors.
-        given: The job's line or fields.
-        mark: The mark of the import's latest transaction (`Transaction.import_mark`).
+        given: The job's line.
 
     Raises:
-        InvalidImportError: The line is no job, or its fields contradict each other.
+        InvalidImportError: The line is no job, its fields contradict each other, or the job has too many trials.
     """
 
-    def __init__(self, place: str, given: bytes | Mapping[str, Any], mark: datetime) -> None:
+    def __init__(self, place: str, given: bytes) -> None:
         self.export = export = read(ImportedJob, given, place)
-        self.mark, self._place = mark, place
+        if export.trials > MOST_TRIALS:
+            message = f"an import takes at most {MOST_TRIALS} trials, and this job has {export.trials}"
+            raise _invalid(place, "trials", f"{message}: move the whole database with its own tools")
+        self._place = place
         self.job_id = export.job.job_id
-        self._trial_count = self._started_event = 0
+        self._trials: list[TrialRecord] = []
+        self._epochs: list[StoredEpoch] = []
+        self._power_profiles: list[StoredPowerProfile] = []
+        self._decisions: list[StoredDecision] = []
         # Events at which trials began or ended.
         self._events: set[int] = set()
-        self._bandit_entered_at = bandit_entered_from_the_start(export.job)
-        self._has_bandit = False
-        self.sizes = frozenset(export.job.batch_sizes)
+        self._sizes = frozenset(export.job.batch_sizes)
         for revision in export.revisions:
             self._events.add(revision.event)
-            self.sizes |= frozenset(as_of(export.job, export.revisions, revision.event - 1).batch_sizes)
-        self._arms = {size: Arm(size) for size in export.job.batch_sizes}
-        self._cheapest: Cheapest | None = None
-        self._memory = find(export.job.policy).begun_memory(export.job)
+            self._sizes |= frozenset(as_of(export.job, export.revisions, revision.event - 1).batch_sizes)
 
-    def add(self, trial: ImportedTrial, place: str) -> TrialRows:
-        """Add the next trial and return its rows.
+    def add(self, place: str, line: bytes) -> None:
+        """Add the next trial.
 
         Raises:
-            InvalidImportError: The trial contradicts an earlier one.
+            InvalidImportError: The line is no trial, contradicts an earlier one, or is one too many.
         """
+        trial = read(ImportedTrial, line, place, job=self.export.job, sizes=self._sizes)
         self._check_order(trial, place)
-        self._trial_count += 1
-        if trial.origin is not Origin.FINISH:
-            self._arms[trial.batch_size] = self._arms.get(trial.batch_size, Arm(trial.batch_size)).after_dispatch()
-        if trial.origin is Origin.BANDIT:
-            self._has_bandit = True
-            if self._bandit_entered_at is None:
-                self._bandit_entered_at = trial.started_event
+        if len(self._epochs) + len(trial.epochs) > MOST_REPORTS:
+            message = f"an import takes at most {MOST_REPORTS} reports: remove older ones by bso-server db prune"
+            raise _invalid(place, "epochs", f"{message}, and export the job again")
         key = self.job_id, trial.trial_number
-        profile = trial.power_profile
-        return TrialRows(
-            trial.record_of(self.job_id),
-            tuple(StoredEpoch(*key, **dict(epoch)) for epoch in trial.epochs),
-            None if profile is None else StoredPowerProfile(*key, trial.batch_size, **dict(profile)),
-            None if trial.decision is None else StoredDecision(*key, trial.decision),
-        )
+        self._trials.append(trial.record_of(self.job_id))
+        self._epochs += (StoredEpoch(*key, **dict(epoch)) for epoch in trial.epochs)
+        if trial.power_profile is not None:
+            self._power_profiles.append(StoredPowerProfile(*key, trial.batch_size, **dict(trial.power_profile)))
+        if trial.decision is not None:
+            self._decisions.append(StoredDecision(*key, trial.decision))
 
     def _check_order(self, trial: ImportedTrial, place: str) -> None:
         """Check that trials are numbered from 1 without gaps, begin at ascending events, and share no event."""
-        number = self._trial_count + 1
+        if len(self._trials) == self.export.trials:
+            raise _invalid(self._place, "trials", f"{self.export.trials} trials should follow, and there are more")
+        number = len(self._trials) + 1
         if trial.trial_number != number:
             message = f"trials are numbered 1, 2, 3, …: number {number} is missing or out of order"
             raise _invalid(place, "trial_number", message)
-        if trial.started_event <= self._started_event:
+        if self._trials and trial.started_event <= self._trials[-1].started_event:
             message = f"trial {number} begins after trial {number - 1}, at a larger event"
             raise _invalid(place, "started_event", message)
-        self._started_event = trial.started_event
         for field in ("started_event", "ended_event"):
             event = getattr(trial, field)
             if event in self._events:
@@ -287,129 +275,107 @@ class JobInImport:
             if event is not None:
                 self._events.add(event)
 
-    def close(self) -> None:
-        """Check the job after its last trial.
+    def close(self) -> History:
+        """Check the job after its last trial, and return its history, from which its caches follow.
 
         Raises:
             InvalidImportError: Trials or survivors are missing.
         """
-        if self._trial_count != self.export.trials:
-            message = f"{self.export.trials} trials should follow, and there are {self._trial_count}"
+        if len(self._trials) != self.export.trials:
+            message = f"{self.export.trials} trials should follow, and there are {len(self._trials)}"
             raise _invalid(self._place, "trials", message)
-        if (self.export.survivors is not None) is not self._has_bandit:
+        has_bandit = any(trial.origin is Origin.BANDIT for trial in self._trials)
+        if (self.export.survivors is not None) is not has_bandit:
             message = "survivors go with trials of origin bandit: both or neither"
             raise _invalid(self._place, "survivors", message)
+        return replay(self.export.job, self._trials, self.export.survivors)
 
-    def fold(self, ended: Iterable[TrialRecord]) -> None:
-        """Add the next trials, in order of their ends, to the arms and the policy's memory."""
-        job, ended = self.export.job, list(ended)
-        for trial in ended:
-            self._cheapest = Cheapest.of_both(self._cheapest, job, trial)
-        self._arms |= arms_after(job, self._arms, ended, bandit_entered_at=self._bandit_entered_at)
-        self._memory = memory_after(job, self._memory, ended)
-
-    def save(self, transaction: Transaction) -> None:
-        """Save the job, its arms and the policy's memory after `fold` of all ended trials."""
-        job, event = self.export.job, max(self._events, default=0)
-        stored = StoredJob(
-            registration=job,
-            created_at=self.export.created_at,
-            rng_state=self.export.rng_state,
-            owner=self.export.owner,
-            shared=self.export.shared,
-            event_count=event,
-            trial_count=self._trial_count,
-            cheapest=self._cheapest,
-            bandit_entered_at=self._bandit_entered_at,
-            folded_event=event,
-            survivors=self.export.survivors,
-            revised_event=self.export.revisions[-1].event if self.export.revisions else 0,
-        )
-        transaction.update_jobs([stored])
-        transaction.insert_revisions(self.job_id, self.export.revisions)
-        transaction.insert_arms(self.job_id, self._arms.keys() - frozenset(job.batch_sizes))
-        policy = find(job.policy)
-        keeps = policy.memory is not None
-        memory = StoredMemory(self.job_id, policy.version, event, self._memory) if keeps else None
-        Unsaved(self._arms, memory).save(transaction, stored)
-        transaction.log("job %s imported with %d trials", self.job_id, self._trial_count)
-
-
-class Imports:
-    """Imports into one database; `clock` returns the present instant, aware."""
-
-    def __init__(self, store: Store, clock: Callable[[], datetime]) -> None:
-        self._store = store
-        self._clock = clock
-
-    async def import_job(self, pieces: AsyncIterable[bytes], *, first_line: int = 1) -> JobSummary:
-        """Create a job with all its trials from an export, or nothing.
-
-        Args:
-            pieces: The text of the export, a few kilobytes at a time.
-            first_line: Number of its first line, for errors.
+    def save(self, transaction: Transaction, history: History, *, again: bool) -> JobSummary:
+        """Insert the job with all its rows; a repeated attempt (`again`) may find that an earlier one has done so.
 
         Raises:
-            InvalidImportError: The text is no export, or its fields contradict each other.
-            JobConflictError: A job with this id exists, or is being imported.
+            JobConflictError: A job with this id exists.
             InvalidJobError: The job's id cannot be part of a URL.
             PolicyNotInstalledError: The job's policy is not installed.
         """
-        begun: JobInImport | None = None
-        try:
-            async for lines in _lines_in(pieces, first_line):
-                job = begun or JobInImport(*lines.pop(0), _mark(self._clock()))
-                trials = await asyncio.to_thread(_rows_of, job, lines)
-                if begun is None:
-                    await self.remove_broken()
-                    await self._store.write(_begin, job)
-                    begun = job
-                await self._write(job, trials)
-            if begun is None:
-                raise _invalid(f"line {first_line}", "", "there is no export, the text is empty")
-            return await self._finish(begun)
-        except Exception:
-            # If this process ends before, another process removes the rows (`remove_broken`).
-            if begun is not None:
-                await self._remove(begun.job_id, begun.mark)
-            raise
+        export, job, event = self.export, self.export.job, max(self._events, default=0)
+        # A token of another server owns no job here: the job is open to all.
+        owner = None if transaction.token(export.owner or "") is None else export.owner
+        stored = StoredJob(
+            registration=job,
+            created_at=export.created_at,
+            rng_state=export.rng_state,
+            owner=owner,
+            shared=export.shared,
+            event_count=event,
+            trial_count=len(self._trials),
+            cheapest=history.cheapest,
+            bandit_entered_at=history.bandit_entered_at,
+            folded_event=event,
+            survivors=export.survivors,
+            revised_event=export.revisions[-1].event if export.revisions else 0,
+        )
+        summary = reading.job_summary(stored)
+        existing = transaction.job(self.job_id)
+        if again and existing is not None and reading.job_summary(existing) == summary:
+            return summary
+        self.refuse_existing(transaction)
+        transaction.insert_job(job, export.created_at, owner=owner, shared=export.shared)
+        transaction.update_jobs([stored])
+        transaction.insert_revisions(self.job_id, export.revisions)
+        transaction.insert_trials(self._trials)
+        transaction.insert_epochs(self._epochs)
+        transaction.insert_power_profiles(self._power_profiles)
+        transaction.insert_decisions(self._decisions)
+        transaction.insert_arms(self.job_id, history.arms.keys() - frozenset(job.batch_sizes))
+        policy = find(job.policy)
+        keeps = policy.memory is not None
+        memory = StoredMemory(self.job_id, policy.version, event, history.memory) if keeps else None
+        Unsaved(dict(history.arms), memory).save(transaction, stored)
+        transaction.log("job %s imported with %d trials", self.job_id, len(self._trials))
+        return summary
 
-    async def remove_broken(self) -> None:
-        """Remove the rows of interrupted imports, for example after a crash of their process."""
-        for job_id, mark in (await self._store.read(Transaction.silent_imports, self._clock() - SILENCE)).items():
-            if await self._remove(job_id, mark):
-                logger.warning("job %s: removed the rows of an interrupted import", job_id)
+    def refuse_existing(self, transaction: Transaction) -> None:
+        """Raise as `save` if the job cannot be inserted."""
+        if transaction.job(self.job_id) is not None:
+            raise JobConflictError(
+                f"job {self.job_id!r} exists: import under another job_id, or delete the job first",
+                field="job.job_id",
+            )
+        refuse_folder_name(self.export.job)
+        installed(self.export.job.policy)
 
-    async def _write(self, job: JobInImport, trials: list[TrialRows]) -> None:
-        epochs = [epoch for each in trials for epoch in each.epochs]
-        await self._write_rows(job, trials, epochs[:_ROWS_AT_ONCE])
-        for first in range(_ROWS_AT_ONCE, len(epochs), _ROWS_AT_ONCE):
-            await self._write_rows(job, [], epochs[first : first + _ROWS_AT_ONCE])
 
-    async def _write_rows(self, job: JobInImport, trials: list[TrialRows], epochs: list[StoredEpoch]) -> None:
-        mark = _mark(self._clock())
-        await self._store.write(_add, job, trials, epochs, mark)
-        job.mark = mark
+async def import_job(store: Store, pieces: AsyncIterable[bytes], *, first_line: int = 1) -> JobSummary:
+    """Create a job with all its trials from an export, or nothing.
 
-    async def _finish(self, job: JobInImport) -> JobSummary:
-        """Write the job's arms and the policy's memory, and make the job visible."""
-        job.close()
-        event = 0
-        while ended := await self._store.read(queries.ended_after, job.job_id, event, _TRIALS_AT_ONCE):
-            await asyncio.to_thread(job.fold, ended)
-            event = ended[-1].ended_event or 0
-            if self._clock() - job.mark > _REFRESH:
-                await self._write_rows(job, [], [])
-        return await self._store.write(_finish, job)
+    Args:
+        store: Where the job is created, with long deadlines.
+        pieces: The text of the export, a few kilobytes at a time.
+        first_line: Number of its first line, for errors.
 
-    async def _remove(self, job_id: str, mark: datetime) -> bool:
-        """Remove an incomplete job, unless its import has written since this mark; return True if it is removed."""
-        while True:
-            after = _mark(self._clock())
-            removed = await self._store.write(_remove_some, job_id, mark, after)
-            if not removed:
-                return removed is not None
-            mark = after
+    Raises:
+        InvalidImportError: The text is no export, its fields contradict each other, or the job is too large.
+        JobConflictError: A job with this id exists.
+        InvalidJobError: The job's id cannot be part of a URL.
+        PolicyNotInstalledError: The job's policy is not installed.
+    """
+    job: JobInImport | None = None
+    async for lines in _lines_in(pieces, first_line):
+        if job is None:
+            job = JobInImport(*lines.pop(0))
+            # Before the trials are read, because they may take minutes to arrive.
+            await store.read(job.refuse_existing)
+        await asyncio.to_thread(_add_all, job, lines)
+    if job is None:
+        raise _invalid(f"line {first_line}", "", "there is no export, the text is empty")
+    complete, history, attempts = job, await asyncio.to_thread(job.close), count()
+    return await store.write(lambda transaction: complete.save(transaction, history, again=next(attempts) > 0))
+
+
+def _add_all(job: JobInImport, lines: list[tuple[str, bytes]]) -> None:
+    for place, line in lines:
+        job.add(place, line)
 
 
 async def _lines_in(pieces: AsyncIterable[bytes], number: int) -> AsyncIterator[list[tuple[str, bytes]]]:
@@ -440,71 +406,3 @@ async def _lines_in(pieces: AsyncIterable[bytes], number: int) -> AsyncIterator[
         lines.append((f"line {number}", text))
     if lines:
         yield lines
-
-
-def _rows_of(job: JobInImport, lines: list[tuple[str, bytes]]) -> list[TrialRows]:
-    return [
-        job.add(read(ImportedTrial, text, place, job=job.export.job, sizes=job.sizes), place) for place, text in lines
-    ]
-
-
-def _mark(now: datetime) -> datetime:
-    """Return a mark of this second, unique by its random microseconds."""
-    return now.replace(microsecond=secrets.randbelow(1_000_000))
-
-
-def _begin(transaction: Transaction, job: JobInImport) -> None:
-    export, job_id = job.export, job.job_id
-    if transaction.job(job_id) is not None:
-        raise JobConflictError(
-            f"job {job_id!r} exists: import under another job_id, or delete the job first", field="job.job_id"
-        )
-    other = transaction.import_mark(job_id)
-    if other == job.mark:
-        return  # Committed before the connection was lost.
-    if other is not None:
-        raise JobConflictError(
-            f"job {job_id!r} is being imported: if that import was interrupted, the server forgets it {SILENCE} later",
-            field="job.job_id",
-        )
-    refuse_folder_name(export.job)
-    installed(export.job.policy)
-    # A token of another server owns no job here: the job is open to all.
-    owner = None if transaction.token(export.owner or "") is None else export.owner
-    transaction.insert_job(export.job, export.created_at, owner=owner, shared=export.shared, importing_at=job.mark)
-
-
-def _add(
-    transaction: Transaction, job: JobInImport, trials: list[TrialRows], epochs: list[StoredEpoch], mark: datetime
-) -> None:
-    if not transaction.replace_import_mark(job.job_id, job.mark, mark):
-        if transaction.import_mark(job.job_id) != mark:
-            raise _given_up(job.job_id)
-        return  # Committed before the connection was lost.
-    transaction.insert_trials([each.trial for each in trials])
-    transaction.insert_epochs(epochs)
-    transaction.insert_power_profiles(each.power_profile for each in trials if each.power_profile is not None)
-    transaction.insert_decisions(each.decision for each in trials if each.decision is not None)
-
-
-def _finish(transaction: Transaction, job: JobInImport) -> JobSummary:
-    if transaction.replace_import_mark(job.job_id, job.mark, None):
-        job.save(transaction)
-    # Without the mark, an earlier attempt may have committed before its connection was lost.
-    stored = transaction.job(job.job_id)
-    if stored is None:
-        raise _given_up(job.job_id)
-    return reading.job_summary(stored)
-
-
-def _given_up(job_id: str) -> JobConflictError:
-    return JobConflictError(f"the import of job {job_id!r} fell silent for {SILENCE}, and was given up")
-
-
-def _remove_some(transaction: Transaction, job_id: str, before: datetime, after: datetime) -> int | None:
-    """Remove rows; return their number, 0 with the job's own row, or None if the import has written since `before`."""
-    is_held = transaction.replace_import_mark(job_id, before, after)
-    # An earlier attempt may have committed before its connection was lost.
-    if not is_held and transaction.import_mark(job_id) != after:
-        return None
-    return transaction.remove_some(job_id, limit=_ROWS_AT_ONCE)

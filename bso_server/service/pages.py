@@ -17,7 +17,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from bso_server.core.drift import drift_of
+from bso_server.core.gp_voi.run_costs import drift_of
 from bso_server.core.model import TrialRecord
 from bso_server.core.policy import stop_rule
 from bso_server.core.savings import Line, Span, Tally, best_by_eta, is_whole_run

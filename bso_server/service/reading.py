@@ -19,8 +19,7 @@ from operator import itemgetter
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from bso_server.core import policy, quality
-from bso_server.core.model import ExpectedCost, History, Suggestion, TrialRecord, cost_of
-from bso_server.core.phrases import advice_in_words, stop_in_words
+from bso_server.core.model import ExpectedCost, History, Suggestion, TrialRecord, advice_in_words, cost_of
 from bso_server.core.savings import Tally
 from bso_server.errors import DatabaseNotReadyError, DatabaseUnavailableError
 from bso_server.service.decisions import Basis, Decided, basis_of, decide
@@ -59,6 +58,7 @@ from zeus_plugins.protocol import (
     TrialList,
     TrialState,
     TrialView,
+    joules_in_words,
     package_version,
 )
 
@@ -165,6 +165,21 @@ def _explanation(stored: StoredJob, chosen: Suggestion | TrialRecord, decision: 
         decision=decision,
         warm=stored.registration.warm_in_force,
     )
+
+
+def stop_in_words(rule: StopRule | None, max_epochs: int, because: str | None = None) -> str:
+    """Describe when a trial is stopped; empty if only the job's `max_epochs` stops it.
+
+    `because` is the reason for the bound on the trial's epochs.
+    """
+    if rule is None:
+        return ""
+    if rule.max_epochs < max_epochs:
+        epochs = "1 epoch" if rule.max_epochs == 1 else f"{rule.max_epochs} epochs"
+        return f"stop it after {epochs} unless it has reached the target{f': {because}' if because else ''}"
+    if rule.max_cost_j is not None:
+        return f"stop it at {joules_in_words(rule.max_cost_j)} unless it has reached the target"
+    return ""
 
 
 def list_power_profiles(transaction: Transaction, job_id: str) -> PowerProfileList:

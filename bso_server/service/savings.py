@@ -16,10 +16,9 @@ import numpy as np
 
 from bso_server.core import policy
 from bso_server.core import savings as core
-from bso_server.core.fleet import Saved
 from bso_server.core.model import Arm, History, Suggestion
 from bso_server.core.savings import Amounts, Tally, completed_count, learn, savings
-from bso_server.core.verdict import CompletedRun, Evidence, Judge, Verdict, with_control
+from bso_server.core.verdict import CompletedRun, Evidence, Judge, Saved, Verdict, with_control
 from bso_server.service.cache import Cache
 from bso_server.storage import queries
 from bso_server.storage.rows import StoredJob

@@ -10,9 +10,9 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from bso_server.core.access import Scope
-from bso_server.core.fleet import Saved
 from bso_server.core.model import MISSED
 from bso_server.core.savings import Span
+from bso_server.core.verdict import Saved
 from zeus_plugins.protocol import (
     ArmView,
     CreatedJob,

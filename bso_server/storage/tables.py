@@ -104,7 +104,7 @@ jobs = sa.Table(
     sa.Column("owner", sa.String(16)),
     # True if other tokens may use the job too.
     sa.Column("shared", sa.Boolean, nullable=False),
-    # During an import, the time of its last insertion. Queries ignore the job until the import sets this to null.
+    # Not null in a job that an earlier version had not imported completely; queries ignore this job.
     sa.Column("importing_at", UtcDateTime, index=True),
     # For jobs that were registered without a target: the target, null until it is set, and as JSON the numbers of the
     # trials from which the target was learned. Both are null for other jobs.

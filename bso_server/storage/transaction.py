@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from datetime import datetime
 from enum import Enum, auto
 from functools import lru_cache
+from itertools import islice
 from operator import attrgetter
 from typing import Any, Literal
 
@@ -60,10 +61,13 @@ logger = logging.getLogger("bso_server")
 # Several pages in every kind of database, because reports need new pages too.
 _PROBE_BYTES = 16384
 
+# Rows that one statement inserts: an import has hundreds of thousands.
+_ROWS_AT_ONCE = 500
+
 _JOB_COLUMNS, _TRIAL_COLUMNS = jobs.c.keys(), trials.c.keys()
 
 IS_THERE = jobs.c.importing_at.is_(None)
-"""Condition that excludes jobs whose import has not ended."""
+"""Condition that excludes jobs that an earlier version has not imported completely."""
 
 
 def _states(states: Collection[TrialState]) -> list[sa.ColumnElement[TrialState]]:
@@ -330,9 +334,8 @@ class Transaction:
         *,
         owner: str | None = None,
         shared: bool = False,
-        importing_at: datetime | None = None,
     ) -> None:
-        """Insert a job with its arms; for an imported job, `importing_at` is the mark of the import.
+        """Insert a job with its arms.
 
         Raises:
             JobExistsError: Another job has its id; the transaction must end.
@@ -353,7 +356,6 @@ class Transaction:
                 "registration_id": registration.registration_id,
                 "created_at": created_at,
                 "owner": owner,
-                "importing_at": importing_at,
             }
         )
         try:
@@ -376,7 +378,7 @@ class Transaction:
 
     def insert_revisions(self, job_id: str, added: Iterable[Revision]) -> None:
         """Insert revisions."""
-        self._insert(sa.insert(revisions), [{"job_id": job_id, **dict(each)} for each in added])
+        self._insert(sa.insert(revisions), ({"job_id": job_id, **dict(each)} for each in added))
 
     def revisions(self, job_id: str) -> tuple[Revision, ...]:
         """Return the revisions of a job, in order."""
@@ -402,7 +404,7 @@ class Transaction:
 
     def insert_trials(self, added: Sequence[TrialRecord]) -> None:
         """Insert trials."""
-        self._insert(_INSERT_TRIALS, [trial_row(trial) for trial in added])
+        self._insert(_INSERT_TRIALS, (trial_row(trial) for trial in added))
 
     def update_trials(self, changed: Sequence[TrialRecord], columns: tuple[str, ...] = TRIAL_AT_TRANSITION) -> None:
         """Save these columns of locked trials; by default, every column that a report or a new state may change.
@@ -414,7 +416,7 @@ class Transaction:
 
     def insert_epochs(self, added: Sequence[StoredEpoch]) -> None:
         """Insert reports."""
-        self._insert(_INSERT_EPOCHS, [record_row(epoch) for epoch in added])
+        self._insert(_INSERT_EPOCHS, (record_row(epoch) for epoch in added))
 
     def delete_reports_from(self, key: TrialKey, report_number: int) -> None:
         """Delete the reports of a locked trial from this number on."""
@@ -433,7 +435,7 @@ class Transaction:
 
     def insert_power_profiles(self, added: Iterable[StoredPowerProfile]) -> None:
         """Insert the profiles of trials that have none."""
-        self._insert(sa.insert(power_profiles), [record_row(profile) for profile in added])
+        self._insert(sa.insert(power_profiles), (record_row(profile) for profile in added))
 
     def update_power_profile(self, changed: StoredPowerProfile) -> None:
         """Replace the profile of a locked trial."""
@@ -456,7 +458,7 @@ class Transaction:
 
     def insert_decisions(self, added: Iterable[StoredDecision]) -> None:
         """Insert decisions."""
-        self._insert(_INSERT_DECISIONS, [decision_row(decision) for decision in added])
+        self._insert(_INSERT_DECISIONS, (decision_row(decision) for decision in added))
 
     def write_probe(self, probe_id: str) -> None:
         """Insert and delete a row of several pages, which fails if the database is read-only or full."""
@@ -524,34 +526,6 @@ class Transaction:
         self._update(table, [{**dict(zip(names, key, strict=True)), "owner": successor} for key in keys])
         return keys
 
-    def import_mark(self, job_id: str) -> datetime | None:
-        """Return the mark of a job during its import; None if the job does not exist or its import has ended.
-
-        An import writes the rows of its job in many small transactions. Until the last one, the mark in
-        `jobs.importing_at` is the time of the last insertion, and no other query finds the job. Each transaction
-        replaces the mark of the transaction before, so that an import that was given up cannot continue after another
-        import has replaced it.
-        """
-        return self.connection.scalar(sa.select(jobs.c.importing_at).where(jobs.c.job_id == job_id))
-
-    def replace_import_mark(self, job_id: str, before: datetime, after: datetime | None) -> bool:
-        """Replace an import's mark by `after`; None ends the import. Return False if the mark is no longer `before`."""
-        statement = sa.update(jobs).where(jobs.c.job_id == job_id, jobs.c.importing_at == before)
-        return bool(self.connection.execute(statement.values(importing_at=after)).rowcount)
-
-    def silent_imports(self, instant: datetime) -> dict[str, datetime]:
-        """Return the marks of the imports that have inserted nothing since `instant`, by job."""
-        statement = sa.select(jobs.c.job_id, jobs.c.importing_at).where(jobs.c.importing_at < instant)
-        return dict(map(tuple, self.tuples(statement)))
-
-    def remove_some(self, job_id: str, *, limit: int) -> int:
-        """Delete up to `limit` rows of a job in import, or the job if no rows are left; return the number of rows."""
-        for table in (epochs, power_profiles, decisions, trials):
-            if removed := self._delete(table, table.c.job_id == job_id, limit=limit):
-                return removed
-        self.connection.execute(sa.delete(jobs).where(jobs.c.job_id == job_id))
-        return 0
-
     def _delete(self, table: sa.Table, *conditions: Any, order: sa.ColumnElement[Any] | None = None, limit: int) -> int:
         keys = self.rows(sa.select(*table.primary_key).where(*conditions).order_by(order).limit(limit))
         if keys:
@@ -564,9 +538,10 @@ class Transaction:
         # Sorted here, because for ORDER BY SQLite would read all trials of the job.
         return sorted(map(trial_from, self.rows(statement, **parameters)), key=attrgetter("trial_number"))
 
-    def _insert(self, statement: sa.Insert, rows: Sequence[Mapping[str, Any]]) -> None:
-        if rows:
-            self.connection.execute(statement, rows)
+    def _insert(self, statement: sa.Insert, rows: Iterable[Mapping[str, Any]]) -> None:
+        left = iter(rows)
+        while some := list(islice(left, _ROWS_AT_ONCE)):
+            self.connection.execute(statement, some)
 
     def _update(self, table: sa.Table, rows: Sequence[Mapping[str, Any]]) -> int:
         """Update rows; each includes its key, and all have the same columns in the same order.

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
 
-from bso_server.core.fleet import Saved
+from bso_server.core.verdict import Saved
 from bso_server.service.reading import csv_of
 from bso_server.service.views import FleetJob, FleetPage, FleetSum
 from bso_server.ui import units, words

@@ -9,7 +9,7 @@ from typing import get_args
 
 import pytest
 
-from bso_server.errors import STATUS_OF, BsoError, ZeusDatabaseError
+from bso_server.errors import STATUS_OF, BsoError
 from tests.support.servers import serving
 from zeus_plugins import JobSpec
 from zeus_plugins.client import client_from_environment
@@ -278,5 +278,4 @@ def test_port_can_be_used_after_closing(port: ServerPort, trial: TrialId) -> Non
 
 
 def test_every_domain_error_has_a_status() -> None:
-    of_commands_alone = {ZeusDatabaseError}
-    assert set(STATUS_OF) == set(BsoError.__subclasses__()) - of_commands_alone
+    assert set(STATUS_OF) == set(BsoError.__subclasses__())

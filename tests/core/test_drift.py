@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from bso_server.core.drift import drift_of
+from bso_server.core.gp_voi.run_costs import drift_of
 from bso_server.core.verdict import CompletedRun
 from tests.support import jobs
 from zeus_plugins.protocol import CreatedJob, Origin

@@ -14,14 +14,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bso_server.core.gp_voi.policy import chance_in_words
 from bso_server.core.job import replay
-from bso_server.core.model import ExpectedCost
-from bso_server.core.phrases import BAND_SDS, chance_in_words, stop_in_words
+from bso_server.core.model import BAND_SDS, ExpectedCost
 from bso_server.core.policy import expectations, suggest
 from bso_server.core.zeus import chances_lowest
 from bso_server.errors import BsoError, NoSurvivorError, UnknownTrialError
 from bso_server.service import reading
 from bso_server.service.decisions import generator_of
+from bso_server.service.reading import stop_in_words
 from bso_server.service.savings import evidence_for, suggestion_for
 from bso_server.storage import queries
 from bso_server.storage.rows import StoredDecision, decision_from, decision_row
@@ -192,7 +193,7 @@ async def test_export_contains_the_decisions(database_url: str) -> None:
         assert export[1]["decision"] is not None
         assert export[2]["decision"] is None
         other = renamed(export, f"{server.job_id}-2")
-        await server.service.imports.import_job(pieces_of(other))
+        await server.service.import_job(pieces_of(other))
         assert (await exported(server.store, f"{server.job_id}-2"))[1]["decision"] == export[1]["decision"]
 
 

@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bso_server.core.fleet import Saved, total
 from bso_server.core.savings import Amounts, Tally, saved_since, savings
-from bso_server.core.verdict import Evidence, Run
+from bso_server.core.verdict import Evidence, Run, Saved, total
 from bso_server.service.fleet import fleet_page
 from bso_server.service.views import FleetJob, Tariff
 from tests.support.histories import make_job

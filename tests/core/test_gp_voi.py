@@ -18,11 +18,11 @@ from bso_server.core.gp_voi.prior import CONSTANTS
 from bso_server.core.gp_voi.run_costs import CostRun
 from bso_server.core.gp_voi.value import bound, worths
 from bso_server.core.model import EpochBound, TrialRecord
-from bso_server.core.policy import stop_rule, suggest
-from bso_server.errors import NoSurvivorError
-from tests.support.histories import Life, new_life, run
+from bso_server.core.policy import find, stop_rule, suggest
+from bso_server.errors import InvalidJobError, NoSurvivorError
+from tests.support.histories import Life, make_job, new_life, run
 from tests.support.properties import examples
-from zeus_plugins.protocol import EndReason, Origin, StopRule, TrialState
+from zeus_plugins.protocol import GP_VOI, EndReason, Origin, StopRule, TrialState
 
 
 def begun_life(batch_sizes: tuple[int, ...] = (8, 16, 32, 64, 128), default: int = 64) -> Life:
@@ -60,6 +60,14 @@ def test_before_first_success_sizes_are_tried_outwards_from_the_default() -> Non
     assert suggest(life.history, life.rng).reason == (
         "every batch size has missed the target: lower the target or raise max_epochs"
     )
+
+
+def test_job_with_more_sizes_than_a_decision_considers_is_refused() -> None:
+    check = find(GP_VOI).check
+    check(make_job(tuple(range(1, 65)), 8, policy=GP_VOI))
+    with pytest.raises(InvalidJobError, match="at most 64 batch sizes, and the job has 65: name fewer") as caught:
+        check(make_job(tuple(range(1, 66)), 8, policy=GP_VOI))
+    assert caught.value.field == "batch_sizes"
 
 
 def test_cheapest_size_is_found_and_kept() -> None:

@@ -171,13 +171,6 @@ def test_first_run_of_a_warm_job_is_the_default_if_the_best_size_is_of_no_use(
     assert life.trials[-1].epoch == 90
 
 
-def test_warm_job_of_many_sizes_begins_at_the_best_size_of_the_other_job() -> None:
-    sizes = tuple(range(1, 201))
-    warm = WARM.model_copy(update={"epochs": tuple(learned_of(size, 10) for size in range(2, 190, 3))})
-    job = make_job(sizes, 100, policy=GP_VOI, max_epochs=100, warm=warm.model_copy(update={"best_batch_size": 47}))
-    assert suggested(Life(job)).batch_size == 47
-
-
 def test_own_runs_overrule_the_other_job() -> None:
     life = Life(warm_job())
     for _ in range(2):

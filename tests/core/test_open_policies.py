@@ -131,9 +131,9 @@ async def test_job_with_a_missing_policy_is_neither_registered_nor_imported(
     with pytest.raises(PolicyNotInstalledError, match="which has gp_voi and zeus"):
         await server.service.register(other)
     with pytest.raises(PolicyNotInstalledError):
-        await server.service.imports.import_job(pieces_of(copy))
+        await server.service.import_job(pieces_of(copy))
     packages.install("latest", "my_policy", EXAMPLE)
-    await server.service.imports.import_job(pieces_of(copy))
+    await server.service.import_job(pieces_of(copy))
     assert await server.store.read(differences, other.job_id) == []
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import honesty
 from benchmarks.honesty import EQUAL, LOOKS, SAVING, Played, World, main, measure, play
 from zeus_plugins.protocol import SavingsWord
 
@@ -27,11 +28,15 @@ def test_figures_of_literal_jobs_are_exact() -> None:
     assert saving.control_cost == pytest.approx(0.02)
 
 
-def test_table_has_a_line_per_kind_of_job(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_table_has_a_line_per_kind_of_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(honesty, "EQUAL", EQUAL[:1])
+    monkeypatch.setattr(honesty, "SAVING", SAVING[:2])
     assert main(["--seeds", "1", "--json", str(tmp_path / "honesty.json")]) == 0
     shown = capsys.readouterr().out
     figures = json.loads((tmp_path / "honesty.json").read_text())
-    assert [each["world"] for each in figures] == [world.name for world in (*EQUAL, *SAVING)]
+    assert [each["world"] for each in figures] == [world.name for world in (EQUAL[0], *SAVING[:2])]
     assert all(f"{each['world']}  " in shown for each in figures)
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from benchmarks import reports
 from benchmarks.recurrences.__main__ import require_gpu
 from benchmarks.recurrences.harness import MAX_TRIES, State, is_done, read_records
 from benchmarks.recurrences.plan import Extent, Step, steps
@@ -33,6 +34,13 @@ from benchmarks.reports import (
 )
 from benchmarks.tables import NOT_MEASURED, policy_tables, proof_tables, write_tables
 from tests.support import ROOT
+
+
+@pytest.fixture(autouse=True)
+def few_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Draw fewer samples for intervals: a tenth shows the same."""
+    monkeypatch.setattr(reports, "_RESAMPLES", 200)
+
 
 SMALL = Extent(seeds=2, recurrences=3, repeats=1, pairs=2)
 

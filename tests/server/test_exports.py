@@ -15,9 +15,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from bso_server.core.access import Scope
+from bso_server.core.job import replay
 from bso_server.core.model import TrialRecord
 from bso_server.errors import BsoError, InvalidImportError, StaleLeaseError
 from bso_server.service import imports, reading
+from bso_server.service.health import differences
+from bso_server.service.loading import known_job
 from bso_server.service.tokens import Tokens
 from bso_server.storage.rows import StoredEpoch
 from bso_server.storage.transaction import Transaction
@@ -25,7 +28,7 @@ from tests.support.exports import Lines, encoded, export_over, exported, import_
 from tests.support.jobs import JOB, THREE_SIZES, job
 from tests.support.power_limit_bench import found_out
 from tests.support.properties import any_job, examples
-from tests.support.service import HOUR_S, JobService, job_service, live
+from tests.support.service import HOUR_S, JobService, job_service, live, remembered
 from tests.support.wire import assert_refused, begin, reached, report
 from zeus_plugins.protocol import (
     CreatedJob,
@@ -253,7 +256,7 @@ async def imported(server: JobService) -> JobService:
     export = await exported(server.store, server.job_id)
     copy = JobService(server.store, **server.job.model_dump(exclude={"job_id"}))
     copy.now = server.now
-    await copy.service.imports.import_job(pieces_of(renamed(export, copy.job_id)))
+    await copy.service.import_job(pieces_of(renamed(export, copy.job_id)))
     return copy
 
 
@@ -271,13 +274,26 @@ def without_ids(trials: Iterable[TrialRecord]) -> list[TrialRecord]:
     return [replace(trial, job_id="", idempotency_key=None) for trial in trials]
 
 
-@any_job(8)
+def assert_caches_equal_a_replay(transaction: Transaction, job_id: str) -> None:
+    assert differences(transaction, job_id) == []
+    job, trials = known_job(transaction, job_id), transaction.all_trials(job_id)
+    replayed, found = replay(job.registration, trials, job.survivors), remembered(transaction, job_id)
+    assert found.in_flight == replayed.in_flight
+    if job.survivors is None:
+        assert found.explorations == replayed.explorations
+    events = [event for trial in trials for event in (trial.started_event, trial.ended_event) if event is not None]
+    assert len(events) == len(set(events))
+    assert max(events, default=0) <= job.event_count
+
+
+@any_job(20)
 @pytest.mark.usefixtures("quiet_logs")
-async def test_copy_of_a_job_with_any_history_decides_alike(
+async def test_caches_of_any_history_equal_a_replay_and_its_copy_decides_alike(
     database_url: str, seed: int, fields: dict[str, Any]
 ) -> None:
     async with job_service(database_url, **fields) as server:
         await live(server, random.Random(seed), steps=60)  # noqa: S311 - no secret
+        await server.store.read(assert_caches_equal_a_replay, server.job_id)
         copy = await imported(server)
         one, other = await server.history(), await copy.history()
         for name in ("arms", "cheapest", "bandit_entered_at", "survivors"):
@@ -323,7 +339,7 @@ async def test_copy_keeps_the_owner_if_the_token_is_known(bso: JobService) -> No
     assert (export[0]["owner"], export[0]["shared"]) == (record.token_id, True)
     for owner in (record.token_id, "ffffffff"):
         copy = renamed([{**export[0], "owner": owner}], f"job-{uuid.uuid4().hex}")
-        job_id = (await bso.service.imports.import_job(pieces_of(copy))).job_id
+        job_id = (await bso.service.import_job(pieces_of(copy))).job_id
         view = await bso.store.read(reading.show_job, job_id)
         # The owner's token is unknown on this server: the job is open to all tokens.
         assert (view.owner, view.shared) == (record.token_id if owner == record.token_id else None, True)
@@ -335,7 +351,7 @@ async def test_imported_id_must_start_with_the_prefix(bso: JobService) -> None:
         imports.renamed(encoded(export), "line 3", "other")
     export[0]["job"]["job_id"] = None
     with pytest.raises(InvalidImportError, match=r"job\.job_id: Input should be a valid string"):
-        await bso.service.imports.import_job(pieces_of(export))
+        await bso.service.import_job(pieces_of(export))
 
 
 async def forget(bso: JobService, hours: float) -> int:

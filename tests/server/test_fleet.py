@@ -164,7 +164,7 @@ async def test_tags_group_jobs_and_travel_with_exports(bso: JobService) -> None:
     assert groups.keys() <= {"no tag site"}
     copy = renamed(await exported(bso.store, bso.job_id))
     assert copy[0]["job"]["tags"] == tags
-    imported = await bso.service.imports.import_job(pieces_of(copy))
+    imported = await bso.service.import_job(pieces_of(copy))
     assert (await exported(bso.store, imported.job_id))[0]["job"]["tags"] == tags
 
 

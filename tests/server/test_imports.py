@@ -1,4 +1,4 @@
-"""Imports in pieces: lines cut anywhere, invisible until complete, and nothing left after an interruption."""
+"""Imports: lines cut anywhere, invisible until complete, nothing left after a failure, and their limits."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from datetime import UTC, datetime, timedelta
 from itertools import pairwise
 from pathlib import Path
@@ -20,10 +20,11 @@ from hypothesis import strategies as st
 from sqlalchemy import func, select, update
 
 from bso_server.cli import main
-from bso_server.errors import InvalidImportError, JobConflictError, UnknownJobError
-from bso_server.service import imports, reading
+from bso_server.core.model import History
+from bso_server.errors import InvalidImportError, JobConflictError
+from bso_server.service import imports
 from bso_server.service.exports import JobExport, TrialExport, export, split_exports
-from bso_server.service.imports import SILENCE
+from bso_server.service.imports import JobInImport
 from bso_server.storage.tables import arms, epochs, jobs, trials
 from bso_server.storage.transaction import Transaction
 from tests.support.exports import Lines, decoded, encoded, exported, import_over, pieces_of, renamed
@@ -112,7 +113,7 @@ class Sender:
 
     async def half_way(self, server: JobService) -> asyncio.Task[Any]:
         """Return the import task, which waits for the second half."""
-        task = asyncio.create_task(server.service.imports.import_job(self.pieces()))
+        task = asyncio.create_task(server.service.import_job(self.pieces()))
         await asyncio.wait({task, asyncio.create_task(self.is_half.wait())}, return_when=asyncio.FIRST_COMPLETED)
         if task.done():
             task.result()
@@ -123,37 +124,34 @@ async def test_job_is_invisible_until_completely_imported(bso: JobService) -> No
     job_id = new_id()
     sender = Sender(export_of(job_id, 400))
     task = await sender.half_way(bso)
-    assert (await bso.store.read(rows_of, job_id))[2] > 100, "some of it is written"
-
-    listed = await bso.store.read(reading.list_jobs, limit=None)
-    assert job_id not in {each.job_id for each in listed.jobs}
-    with pytest.raises(UnknownJobError):
-        await bso.store.read(reading.show_job, job_id)
-    with pytest.raises(UnknownJobError):
-        await bso.service.transact(bso.service.commands.begin_trial, job_id)
-    with pytest.raises(UnknownJobError):
-        await bso.service.delete_job(job_id)
-    registration = CreatedJob.model_validate(decoded(sender.text)[0]["job"])
-    with pytest.raises(JobConflictError, match="is being imported"):
-        await bso.service.register(registration)
-    with pytest.raises(JobConflictError, match="is being imported"):
-        await bso.service.imports.import_job(Sender(export_of(job_id, 9)).pieces())
-    await bso.service.reap()
+    assert await bso.store.read(rows_of, job_id) == [0, 0, 0, 0]
 
     sender.goes_on.set()
     assert (await task).trials == 400
     assert told_of(await exported(bso.store, job_id)) == told_of(decoded(sender.text))
+    registration = CreatedJob.model_validate(decoded(sender.text)[0]["job"])
     assert await bso.service.register(registration) == (registration, False)
     trial = await bso.service.transact(bso.service.commands.begin_trial, job_id)
     assert trial.trial_number == 401
 
 
-async def test_failed_import_leaves_nothing(bso: JobService) -> None:
+async def test_job_registered_during_the_import_stays(bso: JobService) -> None:
+    sender = Sender(export_of(new_id(), 400))
+    task = await sender.half_way(bso)
+    registration = CreatedJob.model_validate(decoded(sender.text)[0]["job"])
+    assert (await bso.service.register(registration))[1]
+    sender.goes_on.set()
+    with pytest.raises(JobConflictError, match="exists"):
+        await task
+    assert await bso.store.read(rows_of, registration.job_id) == [1, 2, 0, 0]
+
+
+async def test_failed_import_leaves_nothing(bso: JobService, monkeypatch: pytest.MonkeyPatch) -> None:
     job_id = new_id()
     wrong = export_of(job_id, 400)
     wrong[-1]["ended_event"] = 799
     with pytest.raises(InvalidImportError, match="line 401, ended_event: event 799 is taken already"):
-        await bso.service.imports.import_job(pieces_of(wrong))
+        await bso.service.import_job(pieces_of(wrong))
     assert await bso.store.read(rows_of, job_id) == [0, 0, 0, 0]
 
     sender = Sender(export_of(job_id, 400))
@@ -163,48 +161,48 @@ async def test_failed_import_leaves_nothing(bso: JobService) -> None:
     with pytest.raises(OSError, match="has left"):
         await task
     assert await bso.store.read(rows_of, job_id) == [0, 0, 0, 0]
-    assert (await bso.service.imports.import_job(pieces_of(export_of(job_id, 400)))).trials == 400
 
+    def fail(transaction: Transaction, *_: object) -> None:
+        assert rows_of(transaction, job_id) == [1, 2, 400, 800]
+        raise OSError("the process has ended")
 
-async def by_reaping(server: JobService, _job_id: str) -> None:
-    await server.service.reap()
-
-
-async def by_importing(server: JobService, job_id: str) -> None:
-    assert (await server.service.imports.import_job(pieces_of(export_of(job_id, 2)))).trials == 2
-    await server.service.delete_job(job_id)
-
-
-@pytest.mark.parametrize("tidy_up", [by_reaping, by_importing])
-async def test_remains_of_a_crashed_import_are_removed(
-    bso: JobService, tidy_up: Callable[[JobService, str], Awaitable[None]], caplog: pytest.LogCaptureFixture
-) -> None:
-    job_id = new_id()
-    task = await Sender(export_of(job_id, 400)).half_way(bso)
-    task.cancel()
-    await asyncio.wait({task})
-    await bso.service.reap()
-    assert (await bso.store.read(rows_of, job_id))[0] == 1, "it may still go on"
-    bso.wait(SILENCE.total_seconds() + 1)
-    await tidy_up(bso, job_id)
+    with monkeypatch.context() as patch:
+        patch.setattr(Transaction, "insert_power_profiles", fail)
+        with pytest.raises(OSError, match="has ended"):
+            await bso.service.import_job(pieces_of(export_of(job_id, 400)))
     assert await bso.store.read(rows_of, job_id) == [0, 0, 0, 0]
-    assert "interrupted import" in caplog.text
+    assert (await bso.service.import_job(pieces_of(export_of(job_id, 400)))).trials == 400
 
 
-async def test_abandoned_import_cannot_continue(bso: JobService) -> None:
+async def test_import_repeated_after_a_lost_commit_succeeds(bso: JobService) -> None:
+    def read_in(lines: Lines) -> tuple[JobInImport, History]:
+        head, *trials = encoded(lines).splitlines()
+        job = JobInImport("line 1", head)
+        for line in trials:
+            job.add("line", line)
+        return job, job.close()
+
     job_id = new_id()
-    first, second = Sender(export_of(job_id, 400)), Sender(export_of(job_id, 300))
-    given_up = await first.half_way(bso)
-    bso.wait(SILENCE.total_seconds() + 1)
-    await bso.service.reap()
-    assert await bso.store.read(rows_of, job_id) == [0, 0, 0, 0]
-    other = await second.half_way(bso)
-    first.goes_on.set()
-    with pytest.raises(JobConflictError, match="given up"):
-        await given_up
-    second.goes_on.set()
-    assert (await other).trials == 300
-    assert told_of(await exported(bso.store, job_id)) == told_of(decoded(second.text))
+    (job, history), (other, other_history) = read_in(export_of(job_id, 4)), read_in(export_of(job_id, 3))
+    saved = await bso.store.write(job.save, history, again=False)
+    assert await bso.store.write(job.save, history, again=True) == saved
+    for tried, its_history, again in ((job, history, False), (other, other_history, True)):
+        with pytest.raises(JobConflictError, match="exists"):
+            await bso.store.write(tried.save, its_history, again=again)
+
+
+async def test_larger_job_is_refused_at_once(service: JobService, monkeypatch: pytest.MonkeyPatch) -> None:
+    sender = Sender(export_of("big-1", 400))
+    monkeypatch.setattr(imports, "MOST_TRIALS", 399)
+    with pytest.raises(InvalidImportError, match=r"^line 1, trials: an import takes at most 399 trials"):
+        await service.service.import_job(sender.pieces())
+    assert sender.sent < 65536
+    monkeypatch.setattr(imports, "MOST_TRIALS", 400)
+    monkeypatch.setattr(imports, "MOST_REPORTS", 799)
+    with pytest.raises(InvalidImportError, match=r"^line 401, epochs: an import takes at most 799 reports: remove"):
+        await service.service.import_job(pieces_of(export_of("big-1", 400)))
+    monkeypatch.setattr(imports, "MOST_REPORTS", 800)
+    assert (await service.service.import_job(pieces_of(export_of("big-1", 400)))).trials == 400
 
 
 @pytest.mark.parametrize(
@@ -224,13 +222,13 @@ async def test_invalid_job_is_refused_before_the_trials_are_read(
         spoil(export[0])
         sender = Sender(export)
         with pytest.raises((JobConflictError, InvalidImportError)):
-            await server.service.imports.import_job(sender.pieces())
+            await server.service.import_job(sender.pieces())
         assert sender.sent < 2 * 65536
 
 
 async def test_export_omits_trials_begun_during_the_export_and_can_be_imported(bso: JobService) -> None:
     job_id = new_id()
-    await bso.service.imports.import_job(pieces_of(export_of(job_id, 250)))
+    await bso.service.import_job(pieces_of(export_of(job_id, 250)))
     pieces = export(bso.store, job_id)
     text = await anext(pieces) + await anext(pieces)
     begun = await bso.service.transact(bso.service.commands.begin_trial, job_id)
@@ -238,7 +236,7 @@ async def test_export_omits_trials_begun_during_the_export_and_can_be_imported(b
     text += b"".join([piece async for piece in pieces])
     job, *trials = decoded(text)
     assert [trial["trial_number"] for trial in trials] == list(range(1, 251))
-    assert (await bso.service.imports.import_job(pieces_of(renamed([job, *trials], new_id())))).trials == 250
+    assert (await bso.service.import_job(pieces_of(renamed([job, *trials], new_id())))).trials == 250
 
 
 @pytest.mark.slow
@@ -287,12 +285,12 @@ def test_large_import_needs_little_memory_and_does_not_block_requests(any_server
             time.sleep(0.02)
         thread.join()
         assert answers[0].status_code == 201, answers[0].text
-        # A server that reads the import in one go would answer only one request during the import.
+        # A server that parses the import in one go would answer only one request during the import.
         assert reported > 5
         with http.stream("GET", f"/api/jobs/{job_id}/export") as answer:
             assert sum(map(len, answer.iter_raw())) > 9_000_000
         # When read in one go, the import took ten times the size of its text.
-        assert memory_of(any_server, "VmHWM") - before < 60_000 * 1024
+        assert memory_of(any_server, "VmHWM") - before < 80_000 * 1024
         http.delete("/jobs", params={"job_id": job_id}).raise_for_status()
 
 
@@ -301,14 +299,10 @@ def test_client_disconnecting_during_an_import_leaves_nothing(server: ServerProc
     head = f"POST /api/import HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {len(text)}"
     with socket.create_connection(("127.0.0.1", server.port)) as connection:
         connection.sendall(head.encode() + b"\r\n\r\n" + text[:-100])
-        # Usually, part of the import is written at this point; otherwise the client has still disconnected.
+        # Usually, part of the import is read at this point; otherwise the client has still disconnected.
         time.sleep(0.2)
-    deadline = time.monotonic() + PATIENCE_S
     with httpx.Client(base_url=server.url, timeout=PATIENCE_S) as http:
-        while (answer := import_over(http, text)).status_code == 409:
-            assert time.monotonic() < deadline, answer.text
-            time.sleep(0.1)
-        assert answer.status_code == 201
+        assert import_over(http, text).status_code == 201
     assert "Traceback" not in server.log.read_text()
 
 
@@ -365,6 +359,7 @@ FIRST, SECOND = encoded(export_of("odd-1", 2)).splitlines()[:2]
         (FIRST + b"\n" + b"[" * 10_000, "line 2: Invalid JSON: recursion limit exceeded"),
         (FIRST + b"\n" + FIRST, "line 2, trial_number: Field required; and"),
         (FIRST + b"\n" + SECOND, "line 1, trials: 2 trials should follow, and there are 1"),
+        (FIRST.replace(b'"trials": 2', b'"trials": 0') + b"\n" + SECOND, "line 1, trials: 0 trials should follow, and"),
         (FIRST + b"\n" + SECOND.replace(b"0.95", b"NaN"), "line 2, metric: Input should be a finite number"),
         (FIRST + b"\n" + SECOND.replace(b'"epoch": 1', b'"epoch": "x"'), "line 2, epochs.0.epoch: Input should be a"),
     ],
@@ -374,11 +369,11 @@ async def test_invalid_line_is_reported_with_line_and_field(service: JobService,
         yield text
 
     with pytest.raises(InvalidImportError) as caught:
-        await service.service.imports.import_job(pieces())
+        await service.service.import_job(pieces())
     assert str(caught.value).startswith(said)
     assert caught.value.field == said.partition(":")[0]
     with pytest.raises(InvalidImportError, match=f"^line {int(said.split()[1].strip(',:')) + 40}"):
-        await service.service.imports.import_job(pieces(), first_line=41)
+        await service.service.import_job(pieces(), first_line=41)
     assert await service.store.read(rows_of, "odd-1") == [0, 0, 0, 0]
 
 
@@ -396,13 +391,13 @@ async def test_endless_line_is_refused_before_using_much_memory(
             yield b"x" * 10_000
 
     with pytest.raises(InvalidImportError, match="line 2: it is longer than 100000 bytes"):
-        await service.service.imports.import_job(pieces())
+        await service.service.import_job(pieces())
     assert taken == 110_000
 
 
 async def test_infinite_number_is_exported_as_null_and_named(service: JobService) -> None:
     """No code writes such numbers, but SQLite keeps infinities that other programs write."""
-    await service.service.imports.import_job(pieces_of(export_of("odd-1", 2)))
+    await service.service.import_job(pieces_of(export_of("odd-1", 2)))
     infinite, negative = float("inf"), float("-inf")
 
     def spoil(transaction: Transaction) -> None:
@@ -415,9 +410,9 @@ async def test_infinite_number_is_exported_as_null_and_named(service: JobService
     assert (second["metric"], second["not_finite"]) == (None, ["metric", "epochs.1.energy_j"])
     refused = r"^line 2, epochs\.1\.energy_j: "
     with pytest.raises(InvalidImportError, match=refused):
-        await service.service.imports.import_job(pieces_of(renamed([job, first, second])))
+        await service.service.import_job(pieces_of(renamed([job, first, second])))
     first["epochs"][1]["energy_j"], second["metric"], second["epochs"][1]["energy_j"] = 700, 0.9, 700
     with pytest.raises(InvalidImportError, match=r"^line 2, epochs\.1\.energy_j: was NaN or infinite"):
-        await service.service.imports.import_job(pieces_of(renamed([job, first, second])))
+        await service.service.import_job(pieces_of(renamed([job, first, second])))
     mended = [job, *({**trial, "not_finite": []} for trial in (first, second))]
-    assert (await service.service.imports.import_job(pieces_of(renamed(mended)))).trials == 2
+    assert (await service.service.import_job(pieces_of(renamed(mended)))).trials == 2

@@ -264,7 +264,7 @@ async def test_imported_job_keeps_the_learned_target(unset: JobService) -> None:
         for line in lines:
             yield line
 
-    await unset.service.imports.import_job(pieces())
+    await unset.service.import_job(pieces())
     job = await registered(unset, None)
     assert (job.target_metric, job.target_runs) == (LEARNED, (1, 2, 3))
     await caches_match(unset)

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import random
-from typing import Any
 
 import pytest
 
-from bso_server.core.job import LeasePolicy, replay
+from bso_server.core.job import LeasePolicy
 from bso_server.core.model import Arm
 from bso_server.errors import (
     InvalidReportError,
@@ -18,12 +16,9 @@ from bso_server.errors import (
     UnknownJobError,
     UnknownTrialError,
 )
-from bso_server.service.health import differences
-from bso_server.service.loading import known_job
 from bso_server.storage import queries
 from bso_server.storage.transaction import Transaction
-from tests.support.properties import any_job
-from tests.support.service import HOUR_S, START, JobService, job_service, live, remembered
+from tests.support.service import HOUR_S, START, JobService, job_service
 from zeus_plugins.protocol import GP_VOI, EndReason, OfflineTrial, ReportResponse, StopRule, TrialId, TrialState
 
 pytestmark = pytest.mark.storage
@@ -333,26 +328,6 @@ async def test_invalid_offline_trial_is_refused(bso: JobService) -> None:
 
 
 # --- Caches -----------------------------------------------------------------------------------------------------------
-
-
-def assert_caches_equal_a_replay(transaction: Transaction, job_id: str) -> None:
-    assert differences(transaction, job_id) == []
-    job, trials = known_job(transaction, job_id), transaction.all_trials(job_id)
-    replayed, found = replay(job.registration, trials, job.survivors), remembered(transaction, job_id)
-    assert found.in_flight == replayed.in_flight
-    if job.survivors is None:
-        assert found.explorations == replayed.explorations
-    events = [event for trial in trials for event in (trial.started_event, trial.ended_event) if event is not None]
-    assert len(events) == len(set(events))
-    assert max(events, default=0) <= job.event_count
-
-
-@any_job(20)
-@pytest.mark.usefixtures("quiet_logs")
-async def test_caches_equal_a_replay_of_the_trials(database_url: str, seed: int, fields: dict[str, Any]) -> None:
-    async with job_service(database_url, **fields) as server:
-        await live(server, random.Random(seed), steps=60)  # noqa: S311 - no secret
-        await server.store.read(assert_caches_equal_a_replay, server.job_id)
 
 
 async def test_imported_job_with_a_longer_window_continues(database_url: str) -> None:

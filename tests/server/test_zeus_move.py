@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from tests.support.databases import empty_database
-from tests.support.servers import ServerProcess, bso_server, free_port, serving
+from tests.support.servers import ServerProcess, free_port, serving
 from tests.support.zeus_jobs import ZEUS_JOB, Player
 from tests.support.zeus_tables import import_zeus
 from tests.zeus_peer.peer import Peer
@@ -41,9 +41,8 @@ def test_moved_job_continues_with_the_sizes_of_zeus(peer: Peer, source: str, des
             on_zeus = Player(zeus, job_id)
             on_zeus.recur(recurrences)
             on_zeus.begin()
-            done = import_zeus(zeus_database, database, "--job", job_id)
+            done = import_zeus(zeus_database, database, tmp_path / "jobs.jsonl", "--job", job_id)
             assert done.returncode == 0, done.stderr
-            assert "Zeus keeps" not in done.stdout
             here = Player(http, job_id, running=list(on_zeus.running))
             job = http.get(f"/api/jobs/{job_id}").json()
             assert job["stage"] == stage
@@ -67,8 +66,7 @@ def test_zeus_client_continues_on_our_server_during_a_training(peer: Peer, tmp_p
                 launch = thread.submit(peer.train, url, job, epochs, "--pause", str(pause))
                 while not (pause.exists() or launch.done()):
                     time.sleep(0.02)
-            assert bso_server("db", "upgrade", "--database-url", database).returncode == 0
-            done = import_zeus(zeus_database, database)
+            done = import_zeus(zeus_database, database, tmp_path / "jobs.jsonl")
             assert done.returncode == 0, done.stderr
             ours.start()
             pause.unlink()

@@ -7,15 +7,24 @@ during exploration, and sixteen recurrences, in the bandit stage.
 from __future__ import annotations
 
 import asyncio
+import io
+import runpy
 import sqlite3
 import subprocess
+import sys
+from contextlib import redirect_stdout
+from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from sqlalchemy.engine import make_url
 from sqlalchemy.ext.asyncio import create_async_engine
 
+from tests.support import ROOT
 from tests.support.servers import bso_server
 from tests.support.zeus_jobs import ZEUS_JOB
+
+SCRIPT = ROOT / "examples" / "import_zeus.py"
 
 # In the order, with the names and types, of a server's `CREATE TABLE`s on PostgreSQL and SQLite; see `_statements`.
 _TABLES = (
@@ -124,9 +133,20 @@ def fill(database_url: str, *jobs: dict[str, Any], then: str | None = None) -> N
         asyncio.run(_fill_server(database_url, statements))
 
 
-def import_zeus(source: str, destination: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+def read_from_zeus(database_url: str, *arguments: str) -> str:
+    """Return the output of the example script, whose `sys.exit` raises an exception, for times in UTC."""
+    output = io.StringIO()
+    given = [str(SCRIPT), database_url, "--timezone", "UTC", *arguments]
+    with patch.object(sys, "argv", given), redirect_stdout(output):
+        runpy.run_path(str(SCRIPT), run_name="__main__")
+    return output.getvalue()
+
+
+def import_zeus(source: str, destination: str, file: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Import jobs of Zeus's database into a database or server of this project, by a file."""
+    file.write_text(read_from_zeus(source, *arguments))
     named = "--server-url" if destination.startswith("http") else "--database-url"
-    return bso_server("jobs", "import-zeus", "--zeus-database-url", source, named, destination, *arguments)
+    return bso_server("jobs", "import", str(file), named, destination)
 
 
 async def _fill_server(database_url: str, statements: list[str]) -> None:

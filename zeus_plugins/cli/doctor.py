@@ -17,7 +17,7 @@ from typing import Any
 from zeus_plugins.client import client_from_environment
 from zeus_plugins.client.outbox import default_outbox
 from zeus_plugins.client.port import NO_RETRIES
-from zeus_plugins.energy import EnergyMonitor, EnergyUnavailableError, NvmlMonitor, NvmlPowerMonitor, RaplMonitor
+from zeus_plugins.energy import EnergyUnavailableError, NvmlMonitor, NvmlPowerMonitor
 from zeus_plugins.energy.auto import choose
 from zeus_plugins.energy.monitor import answer_or_none
 from zeus_plugins.energy.nvml import NvmlGpu, open_gpus
@@ -81,7 +81,6 @@ def examine() -> Iterator[Finding]:
     yield _versions()
     yield _variables()
     yield from _nvidia_gpus()
-    yield _described("rapl", RaplMonitor())
     yield _monitor()
     yield _server()
     yield _outbox()
@@ -154,17 +153,6 @@ def _comparison(gpu: NvmlGpu) -> Finding:
     difference = read_w / counted_w - 1
     text = f"{gpu}: {counted_w:.4g} W by the counter, {difference:+.1%} by power readings; expected: within 20 %"
     return Finding("nvidia", Level.OK if abs(difference) <= _AGREEMENT else Level.WARNING, text, details)
-
-
-def _described(check: str, monitor: EnergyMonitor) -> Finding:
-    try:
-        gpus = monitor.gpus()
-    except EnergyUnavailableError as unavailable:
-        return Finding(check, Level.OK, unavailable.cause)
-    except ZeusBSOConfigError as error:
-        return Finding(check, Level.WARNING, str(error))
-    text = f"{gpus.number_of_gpus} × {gpus.gpu_model} counted, {gpus.max_power:g} W at most"
-    return Finding(check, Level.OK, text, gpus.model_dump())
 
 
 def _monitor() -> Finding:

@@ -21,8 +21,6 @@ from zeus_plugins.protocol._jobs import LearnedEpochs as LearnedEpochs
 from zeus_plugins.protocol._jobs import TrialId as TrialId
 from zeus_plugins.protocol._jobs import WarmStart as WarmStart
 from zeus_plugins.protocol._jobs import terms_between as terms_between
-from zeus_plugins.protocol._metrics import is_higher_better as is_higher_better
-from zeus_plugins.protocol._metrics import is_lower_better as is_lower_better
 from zeus_plugins.protocol._trials import Ending as Ending
 from zeus_plugins.protocol._trials import EndingState as EndingState
 from zeus_plugins.protocol._trials import Evaluation as Evaluation
@@ -81,6 +79,8 @@ from zeus_plugins.protocol._values import faults_in_words as faults_in_words
 from zeus_plugins.protocol._values import finishing_reason as finishing_reason
 from zeus_plugins.protocol._values import is_busy as is_busy
 from zeus_plugins.protocol._values import is_estimated as is_estimated
+from zeus_plugins.protocol._values import is_higher_better as is_higher_better
+from zeus_plugins.protocol._values import is_lower_better as is_lower_better
 from zeus_plugins.protocol._values import is_time_alone as is_time_alone
 from zeus_plugins.protocol._values import package_version as package_version
 from zeus_plugins.protocol._values import printable as printable

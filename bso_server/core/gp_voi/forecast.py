@@ -16,8 +16,7 @@ from bso_server.core.gp_voi.beliefs import Belief, Beliefs, posterior_of
 from bso_server.core.gp_voi.gaussian_process import Posterior, cost_posterior, freedom_of
 from bso_server.core.gp_voi.prior import CONSTANTS, Array, Sizes, bounded_exp, laws
 from bso_server.core.gp_voi.run_costs import SECOND_RUN, CostRun
-from bso_server.core.model import History, TrialRecord
-from bso_server.core.phrases import BAND_SDS
+from bso_server.core.model import BAND_SDS, History, TrialRecord
 from bso_server.core.quality import left_out
 
 _LEAST_EPOCHS = 1e-300

@@ -17,6 +17,7 @@ import numpy as np
 from bso_server.core.gp_voi.beliefs import (
     Belief,
     Beliefs,
+    after,
     begun,
     beliefs_with,
     expected_startup,
@@ -28,7 +29,6 @@ from bso_server.core.gp_voi.beliefs import (
 from bso_server.core.gp_voi.forecast import Forecast, available_of, beliefs_of
 from bso_server.core.gp_voi.prior import CONSTANTS, Sizes, laws
 from bso_server.core.gp_voi.run_costs import CostRun
-from bso_server.core.gp_voi.thinning import after, thinned
 from bso_server.core.gp_voi.value import Worth, bound, bound_of_incumbent, stop_shares, unbounded, worths
 from bso_server.core.model import (
     EpochBound,
@@ -37,21 +37,26 @@ from bso_server.core.model import (
     History,
     Suggestion,
     TrialRecord,
+    advice_in_words,
     log_costs_per_epoch,
 )
-from bso_server.core.phrases import advice_in_words, chance_in_words
 from bso_server.core.policy import Memory, Policy
 from bso_server.core.quality import left_out
-from bso_server.errors import NoSurvivorError
+from bso_server.errors import InvalidJobError, NoSurvivorError
 from zeus_plugins.protocol import (
+    GP_VOI,
     MAX_CANDIDATES,
     CandidateWorth,
+    CreatedJob,
     Decision,
     Origin,
     SizeBelief,
     StopRule,
     expected_in_words,
 )
+
+MOST_SIZES = 64
+"""Largest number of batch sizes of a new job."""
 
 _Choice = tuple[int, Origin, str]
 """Index of the chosen size, the kind of decision, and its reason in words."""
@@ -372,6 +377,26 @@ def explain(history: History, suggestion: Suggestion) -> Decision:
     )
 
 
+# Upper limit of a probability, and its name.
+_CHANCES = (
+    (0.02, "hardly any chance"),
+    (0.07, "about a one-in-twenty chance"),
+    (0.14, "about a one-in-ten chance"),
+    (0.22, "about a one-in-five chance"),
+    (0.29, "about a quarter chance"),
+    (0.41, "about a third chance"),
+    (0.59, "about an even chance"),
+    (0.71, "about a two-in-three chance"),
+    (0.85, "about a three-in-four chance"),
+    (0.97, "a good chance"),
+)
+
+
+def chance_in_words(chance: float) -> str:
+    """Describe a probability, for example as ``about a third chance``."""
+    return next((words for least, words in _CHANCES if chance < least), "almost every chance")
+
+
 def _beliefs(forecast: Forecast, sizes: tuple[int, ...]) -> tuple[SizeBelief, ...]:
     available, samples = list(forecast.available), forecast.samples
     costs = samples.log_epochs + samples.log_costs + forecast.retries
@@ -392,12 +417,23 @@ def _beliefs(forecast: Forecast, sizes: tuple[int, ...]) -> tuple[SizeBelief, ..
     return tuple(found)
 
 
+def check(job: CreatedJob) -> None:
+    """Raise `InvalidJobError` for a job with more sizes than a decision, which takes O(B³) steps, can consider."""
+    if len(job.batch_sizes) > MOST_SIZES:
+        raise InvalidJobError(
+            f"policy {GP_VOI} chooses among at most {MOST_SIZES} batch sizes, and the job has {len(job.batch_sizes)}: "
+            "name fewer, such as the halvings and doublings of your own size",
+            field="batch_sizes",
+        )
+
+
 POLICY = Policy(
-    version="4",
-    suggest=lambda history, rng: suggest(thinned(history), rng),
-    explain=lambda history, suggestion: explain(thinned(history), suggestion),
-    expectations=lambda history: expectations(thinned(history)),
-    bound=lambda history, trial: bound_of(thinned(history, trial.batch_size), trial),
+    version="5",
+    suggest=suggest,
+    explain=explain,
+    expectations=expectations,
+    bound=bound_of,
+    check=check,
     controls=True,
     leaves_out=True,
     memory=Memory(tuple[Belief, ...], begun, after, learned),

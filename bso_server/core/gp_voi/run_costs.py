@@ -19,6 +19,7 @@ import numpy as np
 
 from bso_server.core.gp_voi.prior import CONSTANTS, Array, bounded_exp
 from bso_server.core.model import TrialRecord, cost_deviations_j2, log_costs_per_epoch
+from bso_server.core.verdict import CompletedRun
 from zeus_plugins.protocol import CreatedJob, is_busy
 
 # Keeps ratios and logs of densities finite at extreme deviations.
@@ -33,6 +34,9 @@ _MOST_WAITED = 0.99
 
 SECOND_RUN = 1.5
 """A size whose runs have a smaller sum of trusts or weights has, in effect, a single run."""
+
+# Number of the latest runs of a job that `drift_of` compares.
+_DRIFT_RUNS = 20
 
 # Least number of earlier runs to compare with, because a single earlier run may itself have been slowed.
 _RUNS_BEFORE = 2
@@ -184,6 +188,22 @@ def change_of(sizes: Sequence[CostRuns], index: int) -> float | None:
     variances = run_variance(sizes, within) + np.array([run.variance(within) for run in latest])
     regular, slowed = _densities(off**2, variances)
     return float(off.min()) if (slowed > regular).all() else None
+
+
+def drift_of(job: CreatedJob, runs: Sequence[CompletedRun]) -> float | None:
+    """Return the share by which the last two runs cost more (negative: less) than the runs before them, or None.
+
+    Only runs at the batch size of the last run count, and no runs on busy machines. None means that the change may be
+    chance: `change_of` reports a change only if each of the last two runs deviates as far as a slowed run would.
+    """
+    if not runs or is_busy(runs[-1].waited_share):
+        return None
+    alike = [run for run in runs if run.batch_size == runs[-1].batch_size and not is_busy(run.waited_share)]
+    costs_j = [job.cost_j(time_s=run.time_s, energy_j=run.energy_j) for run in alike[-_DRIFT_RUNS:]]
+    if min(costs_j) <= 0:
+        return None
+    change = change_of([tuple(CostRun(math.log(cost_j), 1.0) for cost_j in costs_j)], 0)
+    return None if change is None else math.expm1(change)
 
 
 def _center(runs: CostRuns) -> float:
