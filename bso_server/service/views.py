@@ -191,21 +191,6 @@ class TrialPoint:
     metric: float | None  # the last one
 
 
-@dataclass(frozen=True, slots=True)
-class TrialBin:
-    """Trials `first` to `last`, which are too old to be shown one by one.
-
-    The costs are quantiles over the trials that reached the target, in joules; None if no trial did.
-    """
-
-    first: int
-    last: int
-    reached: int  # number of trials that reached the target
-    low_j: float | None  # 10 %
-    median_j: float | None
-    high_j: float | None  # 90 %
-
-
 class CostUnit(WireMessage):
     """The mean run with which pages compare costs: at the default, or without such a run at the cheapest size."""
 
@@ -275,7 +260,6 @@ class JobPage(WireMessage):
     cost_unit: CostUnit | None  # None before a run has reached the target
     best_metric: float | None  # best last metric of all trials; None once a trial has reached the target
     points: tuple[TrialPoint, ...]  # the latest trials
-    older: tuple[TrialBin, ...]  # the trials before `points`
     means: tuple[SizeMeans, ...]  # of each batch size that reached the target
     best_by_eta: tuple[Span, ...]  # the cheapest of these sizes for every η from 0 to 1
     power_profiles: tuple[PowerProfileView, ...]  # the newest of each batch size
