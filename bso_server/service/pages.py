@@ -18,7 +18,7 @@ from typing import TypeVar
 from bso_server.core.gp_voi.run_costs import drift_of
 from bso_server.core.model import TrialRecord
 from bso_server.core.policy import stop_rule
-from bso_server.core.savings import Line, Span, Tally, best_by_eta, is_whole_run
+from bso_server.core.savings import Tally, is_whole_run
 from bso_server.service import reading
 from bso_server.service.cache import Cache
 from bso_server.service.loading import best_size, known_job, known_trial, load_history
@@ -126,7 +126,6 @@ class Pages:
             best_metric=_best_metric(transaction, job, tallies),
             points=_points(job, totals),
             means=means,
-            best_by_eta=_best_by_eta(job, means),
             power_profiles=tuple(newest[size] for size in sorted(newest)),
             energy_sources=_sources_of(totals),
             tariff=self._tariff,
@@ -254,11 +253,6 @@ def _points(job: CreatedJob, totals: Sequence[TrialTotals]) -> tuple[TrialPoint,
         TrialPoint(each.trial_number, each.batch_size, each.state, each.origin, cost_j, each.metric)
         for each, cost_j in zip(totals, costs, strict=True)
     )
-
-
-def _best_by_eta(job: CreatedJob, means: Iterable[SizeMeans]) -> tuple[Span, ...]:
-    """Return the sizes with the cheapest runs on average for every η from 0 to 1."""
-    return tuple(best_by_eta([Line(each.batch_size, job.max_power * each.time_s, each.energy_j) for each in means]))
 
 
 def _means_of(job: CreatedJob, tallies: Iterable[Tally]) -> tuple[SizeMeans, ...]:

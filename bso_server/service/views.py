@@ -11,7 +11,6 @@ from pydantic import Field
 
 from bso_server.core.access import Scope
 from bso_server.core.model import MISSED
-from bso_server.core.savings import Span
 from bso_server.core.verdict import Saved
 from zeus_plugins.protocol import (
     ArmView,
@@ -261,7 +260,6 @@ class JobPage(WireMessage):
     best_metric: float | None  # best last metric of all trials; None once a trial has reached the target
     points: tuple[TrialPoint, ...]  # the latest trials
     means: tuple[SizeMeans, ...]  # of each batch size that reached the target
-    best_by_eta: tuple[Span, ...]  # the cheapest of these sizes for every η from 0 to 1
     power_profiles: tuple[PowerProfileView, ...]  # the newest of each batch size
     energy_sources: tuple[str, ...]  # of the latest trials
     tariff: Tariff
