@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import datetime
-from enum import StrEnum
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -13,7 +12,6 @@ from bso_server.core.access import Scope
 from bso_server.core.model import MISSED
 from bso_server.core.verdict import Saved
 from zeus_plugins.protocol import (
-    ArmView,
     CreatedJob,
     Epochs,
     Explanation,
@@ -36,12 +34,6 @@ from zeus_plugins.protocol import (
 
 DEFAULT_PAGE = 100
 MAX_PAGE = 1000
-
-
-class ArmList(WireMessage):
-    """Answer of ``GET /api/jobs/{job_id}/arms``: every batch size, ascending."""
-
-    arms: tuple[ArmView, ...]
 
 
 class EpochExport(WireMessage):
@@ -109,44 +101,6 @@ class PowerProfileList(WireMessage):
 
     gpus: GpuConfig
     profiles: tuple[PowerProfileView, ...]
-
-
-class EventKind(StrEnum):
-    """An event in a trial's life."""
-
-    DISPATCHED = "dispatched"
-    ENDED = "ended"
-
-
-class EventView(WireMessage):
-    """The begin or the end of a trial.
-
-    Attributes:
-        event: Number of the event in the job, ascending, perhaps with gaps.
-        state: The trial's present state; for an end, how the trial ended.
-        at: When the event happened (UTC).
-    """
-
-    event: int
-    kind: EventKind
-    trial_number: int
-    batch_size: int
-    state: TrialState
-    at: datetime
-
-
-class EventList(WireMessage):
-    """Answer of ``GET /api/jobs/{job_id}/events``.
-
-    An abandoned trial that is revived loses the event of its end, and gets another one when it ends again.
-
-    Attributes:
-        events: Events after ``since``, in order; at most ``limit``.
-        next: The value of ``since`` for the next request.
-    """
-
-    events: tuple[EventView, ...]
-    next: int
 
 
 class Liveness(WireMessage):

@@ -221,17 +221,6 @@ def trial_totals(transaction: Transaction, job_id: str, *, limit: int, before: i
     return [TrialTotals(*row) for row in reversed(rows)]
 
 
-def dispatched_after(transaction: Transaction, job_id: str, event: int, limit: int) -> list[TrialRecord]:
-    """Return the first `limit` trials that started after the job's event with this number, in order of dispatch."""
-    # Sorted by number, which has an index, and the same order as the events of dispatches.
-    return _trials(transaction, job_id, [trials.c.started_event > event], order=trials.c.trial_number, limit=limit)
-
-
-def ended_after(transaction: Transaction, job_id: str, event: int, limit: int) -> list[TrialRecord]:
-    """Return the first `limit` trials that ended after the job's event with this number, in order of their ends."""
-    return _trials(transaction, job_id, [trials.c.ended_event > event], order=trials.c.ended_event, limit=limit)
-
-
 def epochs_between(transaction: Transaction, job_id: str, first: int, last: int) -> list[StoredEpoch]:
     """Return the reports of trials `first` to `last`, ordered by trial, without the reports that ended a trial."""
     condition = epochs.c.job_id == job_id, epochs.c.trial_number.between(first, last)
