@@ -11,6 +11,7 @@ from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
 
+import httpx._transports.default
 import hypothesis
 import pytest
 
@@ -30,6 +31,11 @@ gc.disable()
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # Networks and matrices of this size gain nothing from several threads, which compete with other tests.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# The tests' servers have no TLS; without this, each of httpx's clients reads the system's certificates, for 30 ms.
+httpx._transports.default.create_ssl_context = cache(  # type: ignore[attr-defined]  # where its transports look it up
+    httpx.create_ssl_context
+)
 
 # A shell lets its background jobs ignore Ctrl-C, and child processes inherit ignored signals.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

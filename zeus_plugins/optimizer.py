@@ -36,7 +36,7 @@ import sys
 import weakref
 from collections.abc import Callable, Mapping
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Never, Self
 
 from zeus_plugins import energy
 from zeus_plugins.client import client_from_environment
@@ -46,7 +46,7 @@ from zeus_plugins.energy.processes import synchronize
 from zeus_plugins.errors import ZeusBSOBadOperationError
 from zeus_plugins.protocol import JobSpec
 from zeus_plugins.signals import raise_at_sigterm, termination
-from zeus_plugins.training.arguments import OnUnreachable, check_choice
+from zeus_plugins.training.arguments import refuse_unknown
 from zeus_plugins.training.defaults import as_job
 from zeus_plugins.training.outcomes import show_in_one_paragraph, train_fail_error
 from zeus_plugins.training.session import TrialSession
@@ -73,18 +73,17 @@ class BatchSizeOptimizer:
     Args:
         monitor: Measures energy and time; Zeus's `ZeusMonitor` is accepted. None: the best monitor that this machine
             offers (`zeus_plugins.energy.auto`).
-        server_url: The batch size optimization server. None: the environment variable ``ZEUS_SERVER_URL``, or else a
-            server in this process, on a SQLite file (needs the extra ``server``).
+        server_url: The batch size optimization server, which gets the token of ``ZEUS_BSO_TOKEN``. None: the
+            environment variable ``ZEUS_SERVER_URL``, or else a server in this process, on a SQLite file (needs the
+            extra ``server``).
         job: The recurring job, or a mapping of its fields.
         rank: Rank of this process in distributed training.
-        token: The server's access token. None: the environment variable ``ZEUS_BSO_TOKEN``.
-        client: Replaces `server_url` and `token`; stays open when the optimizer is closed.
-        on_unreachable: If `get_batch_size` cannot reach the server, ``"default"`` returns the job's default size, and
-            the trial is recorded later; ``"raise"`` raises. An outage after that never ends a training.
+        client: Replaces `server_url`; stays open when the optimizer is closed.
+        **unknown: Not allowed: raises an error that names the right argument.
 
     Raises:
-        ZeusBSOConfigError: An argument or ``ZEUS_JOB_ID`` cannot work, or there is no server URL and the server is not
-            installed here.
+        ZeusBSOConfigError: An argument is unknown, an argument or ``ZEUS_JOB_ID`` cannot work, or there is no server
+            URL and the server is not installed here.
     """
 
     def __init__(
@@ -94,25 +93,24 @@ class BatchSizeOptimizer:
         job: JobSpec | Mapping[str, Any],
         rank: int = 0,
         *,
-        token: str | None = None,
         client: ServerPort | None = None,
-        on_unreachable: OnUnreachable = "default",
+        **unknown: Never,
     ) -> None:
-        check_choice("on_unreachable", on_unreachable, OnUnreachable)  # on every rank, before a client is opened
+        refuse_unknown(type(self), unknown)
         self._rank = rank
         self._trial_session: TrialSession | None = None
         self._own_client: ServerPort | None = None
         self._told: dict[str, int] = {}  # the trial of rank 0, as the script sets it on other ranks
-        self._arguments = as_job(job), client, server_url, token, monitor, on_unreachable
+        self._arguments = as_job(job), client, server_url, monitor
         if rank == 0:
             self._open_session()
 
     def _open_session(self) -> TrialSession:
-        job, client, server_url, token, monitor, on_unreachable = self._arguments
+        job, client, server_url, monitor = self._arguments
         if client is None:
-            client = self._own_client = client_from_environment(server_url, token)
+            client = self._own_client = client_from_environment(server_url)
         monitor = energy.auto() if monitor is None else monitor
-        session = TrialSession(job, client, monitor, on_unreachable=on_unreachable, rank=self._rank)
+        session = TrialSession(job, client, monitor, rank=self._rank)
         self._trial_session = session
         self._see_to_the_end()
         return session
@@ -182,13 +180,14 @@ class BatchSizeOptimizer:
     def get_batch_size(self) -> int:
         """Start a trial and return its batch size; later calls return the same.
 
+        While the server is away, this is the job's default size, and the trial is recorded later.
+
         Returns:
             The GLOBAL batch size: samples per optimizer step over all devices.
 
         Raises:
             ZeusBSOConfigError: The server refuses the job or the token.
-            ZeusBSORuntimeError: The server refuses for another reason; or it is unreachable or fails, and
-                `on_unreachable` is ``"raise"``.
+            ZeusBSORuntimeError: The server refuses for another reason.
         """
         if self._rank != 0:
             raise ZeusBSOBadOperationError(

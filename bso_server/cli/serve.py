@@ -20,7 +20,7 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import lru_cache
 from http import HTTPStatus
 from types import FrameType
 from typing import Any
@@ -235,7 +235,7 @@ class BoundedProtocol(H11Protocol):
         self._alarm = self.loop.call_later(_FAREWELL_S, self.transport.abort)
 
 
-@cache
+@lru_cache(maxsize=1)
 def _warn_once(connections: int) -> None:
     logger.warning(
         "all %d connections are taken: idle ones give way to new ones; a process that may open more files (ulimit -n) "

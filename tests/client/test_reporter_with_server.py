@@ -21,7 +21,6 @@ from zeus_plugins import JobSpec
 from zeus_plugins.client.http import BsoClient
 from zeus_plugins.client.outbox import Outbox
 from zeus_plugins.client.port import NO_RETRIES
-from zeus_plugins.errors import ZeusBSOConfigError
 from zeus_plugins.protocol import Origin, TrialId, TrialState
 from zeus_plugins.training.session import TrialSession
 
@@ -107,11 +106,6 @@ def test_next_training_delivers_results_left_by_the_last(
     states = [trial.state for trial in client.show_job(job.job_id or "").trials]
     assert states == [TrialState.COMPLETED, TrialState.RUNNING]
     second.end()
-
-
-def test_unknown_value_of_on_unreachable_is_refused() -> None:
-    with pytest.raises(ZeusBSOConfigError, match="on_unreachable is 'wait': choose 'default' or 'raise'"):
-        TrialSession(JOB, BsoClient("http://bso"), seconds_and_joules(1.0, 1.0), on_unreachable="wait")
 
 
 # --- Resuming without the server --------------------------------------------------------------------------------------

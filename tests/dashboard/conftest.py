@@ -6,15 +6,25 @@ from collections.abc import AsyncIterator
 
 import httpx
 import pytest
+from litestar import Litestar
 
+from bso_server.app import create_app
 from bso_server.settings import Settings
-from tests.support.dashboard_pages import in_app
+from tests.support.dashboard_pages import client_of, in_app
+
+
+@pytest.fixture(scope="module")
+async def full_app(dashboard_database: str) -> AsyncIterator[Litestar]:
+    """A server that has all kinds of jobs, for tests that change nothing."""
+    app = create_app(Settings(database_url=dashboard_database))
+    async with app.lifespan():
+        yield app
 
 
 @pytest.fixture
-async def http(dashboard_database: str) -> AsyncIterator[httpx.AsyncClient]:
-    """A client of a server that has all kinds of jobs."""
-    async with in_app(Settings(database_url=dashboard_database)) as client:
+async def http(full_app: Litestar) -> AsyncIterator[httpx.AsyncClient]:
+    """A client, without cookies of other tests, of a server that has all kinds of jobs."""
+    async with client_of(full_app) as client:
         yield client
 
 

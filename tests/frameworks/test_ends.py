@@ -7,8 +7,6 @@ import torch
 
 from tests.support.frameworks import FrameworkBench, Work
 from tests.support.job_bench import EPOCH_OF_48, NEVER, NEXT_SIZE, SERVERS_SIZE, seconds_and_joules
-from tests.support.servers import free_port
-from zeus_plugins.errors import ZeusBSOServerUnreachableError
 from zeus_plugins.protocol import GP_VOI, ZEUS, EndReason, TrialState
 
 OUT_OF_MEMORY = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
@@ -115,19 +113,6 @@ def test_dead_server_does_not_hide_error_of_user(mortal_bench: FrameworkBench) -
     with pytest.raises(RuntimeError) as raised:
         mortal_bench.training(mortal_bench.callback(), work=work).train()
     assert raised.value is error
-
-
-def test_unreachable_server_is_single_clear_error_with_on_unreachable_raise(bench: FrameworkBench) -> None:
-    url = f"http://127.0.0.1:{free_port()}"
-    callback = bench.callback(server_url=url, on_unreachable="raise")
-    training = bench.training(callback)
-    with pytest.raises(ZeusBSOServerUnreachableError, match=url) as raised:
-        training.train()
-    assert raised.value.__cause__ is None
-    assert raised.value.__suppress_context__
-    assert training.sizes == []
-    assert training.script == (16, 1)
-    assert training.left_behind(callback) == []
 
 
 def test_server_killed_between_epochs_loses_no_report(mortal_bench: FrameworkBench) -> None:

@@ -10,7 +10,6 @@ import torch
 
 from tests.support.frameworks import FrameworkBench, Work
 from tests.support.job_bench import EPOCH_OF_24, EPOCH_OF_48, NEVER, NEXT_SIZE, SERVERS_SIZE
-from zeus_plugins.errors import ZeusBSOConfigError
 from zeus_plugins.protocol import EndReason, Origin, TrialState
 
 
@@ -82,20 +81,17 @@ def test_diverged_run_is_finished_from_first_weights(bench: FrameworkBench) -> N
     assert callback.trial.verdict.converged
 
 
-def test_restart_begins_from_first_weights(bench: FrameworkBench) -> None:
+def test_missed_run_is_finished_from_its_last_weights(bench: FrameworkBench) -> None:
     seen: dict[str, Any] = {}
 
     def note(name: str) -> Callable[[], None]:
         return lambda: seen.update({name: next(seen["model"].parameters()).detach().clone()})
 
-    for restart in (True, False):
-        bench.job_id += "-again"
-        callback = missing_at_24(bench, restart=restart)
-        work = Work({1: note("first"), 2 * len(EPOCH_OF_24) + 1: note("again")})
-        training = bench.training(callback, work=work, epochs=2, scores=(0.1, 0.1, 0.9))
-        seen["model"] = training.model
-        training.train()
-        assert torch.equal(seen["first"], seen["again"]) is restart
+    work = Work({1: note("first"), 2 * len(EPOCH_OF_24) + 1: note("again")})
+    training = bench.training(missing_at_24(bench), work=work, epochs=2, scores=(0.1, 0.1, 0.9))
+    seen["model"] = training.model
+    training.train()
+    assert not torch.equal(seen["first"], seen["again"])
 
 
 def test_learning_rates_of_rest_start_from_beginning(bench: FrameworkBench) -> None:
@@ -120,11 +116,6 @@ def test_steps_of_rest_follow_missed_run(bench: FrameworkBench, caplog: pytest.L
     training.train()
     assert training.steps[0] == 2 * len(EPOCH_OF_24) + len(EPOCH_OF_48)
     assert "at the first report" not in caplog.text
-
-
-def test_restart_without_finish_is_refused(bench: FrameworkBench) -> None:
-    with pytest.raises(ZeusBSOConfigError, match="restart=True says how a run is finished: set on_failure='finish'"):
-        bench.callback(restart=True)
 
 
 def test_run_without_server_is_finished_at_size_of_user(mortal_bench: FrameworkBench) -> None:

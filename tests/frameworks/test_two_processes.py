@@ -16,7 +16,7 @@ import pytest
 
 from tests.frameworks.conftest import IS_ABSENT
 from tests.support import ROOT
-from tests.support.rank_training import BATCH_SIZE, MEAN_SCORE, NOWHERE, SCORES, WORLD_SIZE, job_id_of
+from tests.support.rank_training import BATCH_SIZE, MEAN_SCORE, SCORES, WORLD_SIZE, job_id_of
 from tests.support.ranks import run_ranks
 from tests.support.servers import ServerProcess, free_port
 from tests.support.versions import is_older
@@ -116,7 +116,7 @@ def ran(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     folder = tmp_path_factory.mktemp("ran")
     server = ServerProcess(f"sqlite:///{folder / 'bso.sqlite3'}", folder / "server.log")
     server.start()
-    ways = ["plain", "guessed", "never", "unreachable", "without server", "beyond", "finish"]
+    ways = ["plain", "guessed", "never", "without server", "beyond", "finish"]
     if RESUMES[request.param.bench]:
         ways.append("preempted")
     went_well, output = request.param.train(server.url, folder, *ways)
@@ -158,12 +158,6 @@ def test_job_is_read_from_training_on_two_processes(ran: Ran) -> None:
 def test_failed_trial_raises_on_both_processes(ran: Ran) -> None:
     assert [each["error"] for each in ran.seen("never")] == ["ZeusBSOTrainFailError"] * WORLD_SIZE
     assert [trial.state for trial in ran.job("never").trials] == [TrialState.EXHAUSTED]
-
-
-def test_unreachable_server_raises_on_both_processes_with_on_unreachable_raise(ran: Ran) -> None:
-    for each in ran.seen("unreachable"):
-        assert (each["error"], each["sizes"]) == ("ZeusBSOServerUnreachableError", [])
-        assert NOWHERE in each["message"]
 
 
 def test_both_processes_train_without_server(ran: Ran) -> None:

@@ -305,7 +305,7 @@ def test_auto_scales_rate_and_keeps_samples_of_warm_up(
     bench.complete_first_trial(job)
     watch = Watch()
     options: dict[str, Any] = {"lr_scheduler_type": "constant_with_warmup", "warmup_steps": warm_up}
-    callback = bench.callback(job, lr_scaling="auto", quiet=False)
+    callback = bench.callback(job, lr_scaling="auto")
     trainer = bench.trainer(callback, watch, **options)
     trainer.train()
     factor = (NEXT_SIZE / SERVERS_SIZE) ** 0.5
@@ -319,7 +319,7 @@ def test_auto_scales_rate_and_keeps_samples_of_warm_up(
 
 
 def test_auto_leaves_warm_up_of_own_schedule(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
-    callback = bench.callback(lr_scaling="auto", quiet=False)
+    callback = bench.callback(lr_scaling="auto")
     bench.trainer(callback, warmup_steps=2, **own_optimizer()).train()
     assert "warm-up" not in capsys.readouterr().err
 

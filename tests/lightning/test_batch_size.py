@@ -285,7 +285,7 @@ def test_learning_rate_follows_batch_size(
 def test_begin_of_training_states_rule_of_auto_and_factor(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
     job = bench.job()
     bench.complete_first_trial(job)
-    callback = bench.callback(job, lr_scaling="auto", quiet=False)
+    callback = bench.callback(job, lr_scaling="auto")
     quiet_trainer(callback).fit(Classifier(), train_loader())
     assert "zeus: learning rate × 0.5 (linear, for SGD)\n" in caplog.text
     assert callback.lr_factor == 0.5

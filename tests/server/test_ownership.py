@@ -8,7 +8,6 @@ import uuid
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import get_args
 
 import pytest
 
@@ -30,7 +29,6 @@ from zeus_plugins.client.outbox import default_outbox
 from zeus_plugins.client.port import NO_RETRIES
 from zeus_plugins.errors import ZeusBSOTokenError
 from zeus_plugins.protocol import CreatedJob, Heartbeat, TrialState, TrialView
-from zeus_plugins.training.arguments import OnUnreachable
 from zeus_plugins.training.session import TrialSession
 
 
@@ -58,10 +56,10 @@ class Site:
         self.server.kill()
         self.server.start()
 
-    def session(self, token: str, on_unreachable: OnUnreachable = "default") -> TrialSession:
+    def session(self, token: str) -> TrialSession:
         """Return a training that uses a second and ten joules per epoch."""
         client = self.until_the_end.enter_context(BsoClient(self.server.url, token=token, retries=NO_RETRIES))
-        return TrialSession(self.job, client, seconds_and_joules(1.0, 10.0), on_unreachable=on_unreachable)
+        return TrialSession(self.job, client, seconds_and_joules(1.0, 10.0))
 
     def begun(self, token: str) -> TrialSession:
         session = self.session(token)
@@ -69,9 +67,9 @@ class Site:
         session.begin_measurement()
         return session
 
-    def finish(self, token: str, state: dict[str, object], on_unreachable: OnUnreachable = "default") -> None:
+    def finish(self, token: str, state: dict[str, object]) -> None:
         """Resume a training from a checkpoint and reach the target."""
-        resumed = self.session(token, on_unreachable)
+        resumed = self.session(token)
         assert resumed.resume(state)
         resumed.begin_measurement()
         assert resumed.report_evaluation(0.95).converged
@@ -124,13 +122,8 @@ class TestAnotherToken:
             site.session(other).ask()
         assert len(site.trials(owner)) == 1
 
-    @pytest.mark.parametrize("on_unreachable", get_args(OnUnreachable))
     def test_training_resumed_with_a_foreign_token_continues_and_keeps_results_until_the_transfer(
-        self,
-        site: Site,
-        caplog: pytest.LogCaptureFixture,
-        monkeypatch: pytest.MonkeyPatch,
-        on_unreachable: OnUnreachable,
+        self, site: Site, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         owner, other = site.token("nightly"), site.token("other")
         first = site.begun(owner)
@@ -138,7 +131,7 @@ class TestAnotherToken:
         state = through_a_checkpoint(first)
 
         with caplog.at_level(logging.WARNING, logger="zeus_plugins"):
-            site.finish(other, state, on_unreachable)
+            site.finish(other, state)
         refused, waiting = warnings_in(caplog)
         assert f"belongs to token {id_of(owner)} (nightly), and token {id_of(other)} can neither" in refused
         assert f"bso-server token transfer {id_of(owner)} {id_of(other)}" in refused

@@ -23,6 +23,7 @@ from tests.support.jobs import job
 from tests.support.servers import ServerProcess, free_port, serving, wait_until_up
 from tests.support.tokens import bearer, make_token
 from zeus_plugins import BatchSizeOptimizer, JobSpec
+from zeus_plugins.client.http import BsoClient
 from zeus_plugins.energy import Measurement, ReplayMonitor
 from zeus_plugins.protocol import GpuConfig
 
@@ -126,7 +127,7 @@ def train(url: str, token: str, job_id: str) -> None:
     gpus = GpuConfig(max_power=300.0, number_of_gpus=1, gpu_model="A40")
     spec = JobSpec(job_id=job_id, job_id_prefix="proxied", batch_sizes=(8,), default_batch_size=8, target_metric=0.5)
     monitor = ReplayMonitor([Measurement(1.0, 50.0, "nvml")] * 10, gpus)
-    with BatchSizeOptimizer(monitor, url, spec, token=token) as training:
+    with BsoClient(url, token=token) as client, BatchSizeOptimizer(monitor, url, spec, client=client) as training:
         assert training.get_batch_size() == 8
         training.on_train_begin()
         training.on_evaluate(0.25)

@@ -61,7 +61,7 @@ def train(name: str, server_url: str, folder: Path, way: str) -> dict[str, Any]:
         Observations of this process.
     """
     kind = import_module(f"tests.support.{name}").Bench
-    url = NOWHERE if way in ("unreachable", "without server") else server_url
+    url = NOWHERE if way == "without server" else server_url
     bench: FrameworkBench = kind(argparse.Namespace(url=url), job_id_of(way), folder / "checkpoints" / way)
     own = import_module("tests.support.hf_ways").WAYS.get(way) if name == "hf_bench" else None
     epochs = 2 if own is None else 1
@@ -70,7 +70,7 @@ def train(name: str, server_url: str, folder: Path, way: str) -> dict[str, Any]:
     sizes_of_job = (NEXT_SIZE, size) if way == "finish" else (size,)
     job = bench.job(target, batch_sizes=sizes_of_job, default_batch_size=size, max_epochs=epochs)
     options = {"scores": (SCORES[name][rank_here()],), "epochs": epochs, **OPTIONS[name], **(own or {})}
-    said: dict[str, Any] = {"server_url": url, "on_unreachable": "raise" if way == "unreachable" else "default"}
+    said: dict[str, Any] = {"server_url": url}
     asked = {"target": target, "job_id": bench.job_id} if way == "guessed" else {"job": job}
     if way == "beyond":
         said["after_target"] = "continue"

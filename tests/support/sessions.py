@@ -10,7 +10,6 @@ import torch
 from tests.support.contract_double import ContractDouble
 from zeus_plugins.energy import EnergyMonitor, Measurement, ReplayMonitor
 from zeus_plugins.protocol import GpuConfig, JobSpec
-from zeus_plugins.training.arguments import OnUnreachable
 from zeus_plugins.training.session import TrialSession
 
 JOB = JobSpec(job_id="mnist-1", job_id_prefix="mnist", batch_sizes=(32, 64), default_batch_size=32)
@@ -22,14 +21,8 @@ def monitor_of(*windows: tuple[float, float], source: str = "nvml") -> ReplayMon
     return ReplayMonitor([Measurement(time_s, energy_j, source) for time_s, energy_j in windows], GPUS)
 
 
-def session_of(
-    server: ContractDouble,
-    monitor: EnergyMonitor | None = None,
-    *,
-    job: JobSpec = JOB,
-    on_unreachable: OnUnreachable = "default",
-) -> TrialSession:
-    return TrialSession(job, server.client(), monitor or monitor_of(), on_unreachable=on_unreachable)
+def session_of(server: ContractDouble, monitor: EnergyMonitor | None = None, *, job: JobSpec = JOB) -> TrialSession:
+    return TrialSession(job, server.client(), monitor or monitor_of())
 
 
 def running_session(

@@ -43,6 +43,11 @@ def test_metric_is_positional_and_options_are_named(callback: Any) -> None:
     ("said", "problem"),
     [
         ({"probe": "off"}, "has no probe=: trainings no longer time other batch sizes: leave it out"),
+        ({"token": "zbso_1"}, "has no token=: set the environment variable ZEUS_BSO_TOKEN or ZEUS_BSO_TOKEN_FILE"),
+        ({"quiet": True}, r"has no quiet=: logging\.getLogger\('zeus_plugins'\)\.setLevel\('WARNING'\) leaves out"),
+        ({"restart": True}, "has no restart=: on_failure='finish' continues from the present weights"),
+        ({"strict": True}, "has no strict=: another model, framework, optimizer or metric is a warning"),
+        ({"on_unreachable": "raise"}, "has no on_unreachable=: a training always begins, at the default size"),
         ({"metric": "val_acc"}, "has no metric=: the metric is the first argument, or monitor="),
         ({"higher_is_better_metric": True}, "has no higher_is_better_metric=: say mode='max' if"),
         ({"greater_is_better": True}, "say mode='max' if"),

@@ -122,7 +122,7 @@ def test_late_answer_does_not_restore_an_earlier_count(server: CutServer, monkey
 
 def test_last_epoch_is_not_a_separate_evaluation(server: CutServer) -> None:
     """A training that validates every second epoch reports its end with its last validation metric."""
-    options = TrialOptions(energy_monitor=monitor(), on_failure="stop", quiet=True)
+    options = TrialOptions(energy_monitor=monitor(), on_failure="stop")
     run = TrialRun(JobWish(job=TWICE), options, connect=lambda *_: server)
     run.begin(FakeTrainer())
     active(run).start()

@@ -34,7 +34,6 @@ from zeus_plugins.errors import (
     ZeusBSOConfigError,
     ZeusBSOOperationOrderError,
     ZeusBSORuntimeError,
-    ZeusBSOServerUnreachableError,
     ZeusBSOTrainFailError,
 )
 from zeus_plugins.protocol import ZEUS, GpuConfig, TrialState
@@ -219,13 +218,26 @@ def test_rank_0_has_trial_number_0_while_offline() -> None:
     optimizer.close()
 
 
-def test_missing_server_url_is_read_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_server_url_is_read_from_the_environment(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setenv("ZEUS_SERVER_URL", "http://127.0.0.1:9/of-environment")
-    with (
-        BatchSizeOptimizer(monitor_of(), None, JOB, on_unreachable="raise") as optimizer,
-        pytest.raises(ZeusBSOServerUnreachableError, match="/of-environment"),
-    ):
-        optimizer.get_batch_size()
+    with BatchSizeOptimizer(monitor_of(), None, JOB) as optimizer:
+        assert optimizer.get_batch_size() == JOB.default_batch_size
+    assert "http://127.0.0.1:9/of-environment" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("said", "problem"),
+    [
+        ({"token": "zbso_1"}, "has no token=: set the environment variable ZEUS_BSO_TOKEN or ZEUS_BSO_TOKEN_FILE"),
+        ({"on_unreachable": "raise"}, "has no on_unreachable=: a training always begins, at the default size"),
+        ({"montor": None}, "did you mean monitor="),
+    ],
+)
+def test_unknown_argument_is_answered_with_what_to_do_instead(said: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ZeusBSOConfigError, match=problem):
+        BatchSizeOptimizer(None, None, JOB, **said)
 
 
 # --- Unfinished trainings -------------------------------------------------------------------------------------------

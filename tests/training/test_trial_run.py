@@ -7,12 +7,13 @@ import pickle
 from collections.abc import Callable
 from typing import Any
 
+import httpx
 import pytest
 
 from tests.support.contract_double import CONVERGED, COST_BOUND, KEEP_TRAINING, ContractDouble
 from tests.support.fake_trainer import FakeTrainer, active, failing, on_each_rank, trial_of
 from zeus_plugins.energy import Measurement, ReplayMonitor
-from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSOError, ZeusBSOServerUnreachableError, ZeusBSOTrainFailError
+from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSOError, ZeusBSOTokenError, ZeusBSOTrainFailError
 from zeus_plugins.protocol import GpuConfig, JobSpec, PowerLimitChoice, PowerLimitSample
 from zeus_plugins.training.arguments import TrialOptions
 from zeus_plugins.training.batches import BatchSplit
@@ -73,7 +74,6 @@ def ends(server: ContractDouble) -> list[tuple[str, str | None]]:
         ({"after_target": "on"}, "after_target is 'on': choose 'stop' or 'continue'"),
         ({"on_failure": "ignore"}, "on_failure is 'ignore': choose 'raise', 'stop' or 'finish'"),
         ({"max_per_device_batch_size": 0}, "max_per_device_batch_size is 0: give a whole number above 0"),
-        ({"on_unreachable": "wait"}, "on_unreachable is 'wait': choose 'default' or 'raise'"),
         (
             {"lr_scaling": "cubic"},
             "unknown learning rate scaling 'cubic': choose one of 'none', 'linear', 'sqrt', 'auto'",
@@ -175,20 +175,26 @@ def test_size_outside_the_job_is_refused_on_all_ranks_and_ends_the_trial(world_s
     assert ends(server) == [("withdrawn", f"ZeusBSOConfigError: {said}")]
 
 
+class Refusing(ContractDouble):
+    """Accept no token."""
+
+    def __call__(self, request: httpx.Request) -> httpx.Response:  # noqa: ARG002 - any request
+        return httpx.Response(401, json={"message": "as the test asked"})
+
+
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_error_of_the_server_reaches_all_ranks(world_size: int) -> None:
-    server = ContractDouble()
-    server.down = True
+    server = Refusing()
 
     def train(port: FakeTrainer) -> None:
-        run = run_of(server, on_unreachable="raise")
+        run = run_of(server)
         try:
             run.begin(port)
         finally:
             run.finish()
             assert (run.trial, run.active) == (None, None)
 
-    assert [type(error) for error in on_each_rank(world_size, train)] == [ZeusBSOServerUnreachableError] * world_size
+    assert [type(error) for error in on_each_rank(world_size, train)] == [ZeusBSOTokenError] * world_size
 
 
 def test_offline_ranks_all_train_at_the_default_size() -> None:

@@ -27,16 +27,12 @@ _CONSEQUENCES: dict[EndingState, str] = {
 
 
 class Announcer:
-    """Reports one trial to the user and the experiment trackers.
+    """Reports one trial to the user and the experiment trackers."""
 
-    `quiet` leaves out the lines at the start and the end.
-    """
-
-    def __init__(self, port: TrainerPort, plan: JobPlan, patches: Patches, *, quiet: bool) -> None:
+    def __init__(self, port: TrainerPort, plan: JobPlan, patches: Patches) -> None:
         self._port = port
         self._plan = plan
         self._patches = patches
-        self._is_quiet = quiet
         self._has_reported = False
 
     def begun(self, trial: TrialInfo, place: str, *, to_trackers: bool = True) -> None:
@@ -144,8 +140,8 @@ class Announcer:
         )
 
     def say(self, line: str) -> None:
-        """Show a line to the user, unless the callback is quiet."""
-        if not self._is_quiet:
+        """Show a line to the user, unless the script has set the level of the logger `zeus_plugins` above INFO."""
+        if _logger.level <= logging.INFO:
             self._port.say(printable(f"zeus: {line}"))
 
     def _show_progress(self, trial: TrialInfo) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from difflib import get_close_matches
 from inspect import signature
 from numbers import Integral, Real
@@ -16,6 +16,7 @@ from pydantic import TypeAdapter, ValidationError
 from zeus_plugins.client.connect import check_server_url
 from zeus_plugins.energy import EnergyMonitor, WindowMonitor
 from zeus_plugins.energy.auto import EnergyScope
+from zeus_plugins.environment import POWER_LIMIT_COMMAND, TOKEN, TOKEN_FILE
 from zeus_plugins.errors import ZeusBSOConfigError
 from zeus_plugins.protocol import ID_PATTERN, MAX_ID_LENGTH, MAX_MARGINS, MAX_WATCHED, JobSpec, MetricName
 from zeus_plugins.training.lr_scaling import lr_factor
@@ -26,37 +27,26 @@ OnFailure = Literal["raise", "stop", "finish"]
 AfterTarget = Literal["stop", "continue"]
 """Choices for a training whose trial has reached its target: see `after_target` in `BatchSizeArguments`."""
 
-OnUnreachable = Literal["default", "raise"]
-"""Choices for a training that begins while the server is away: see `on_unreachable` in `BatchSizeArguments`."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class TrialOptions:
     """The arguments of a batch-size callback that do not describe its job; raises `ZeusBSOConfigError`."""
 
     server_url: str | None = None
-    token: str | None = field(default=None, repr=False)
     lr_scaling: str = "none"
     energy_monitor: EnergyMonitor | WindowMonitor | None = None
     energy_scope: EnergyScope = "gpu"
     max_per_device_batch_size: int | None = None
     on_failure: OnFailure = "raise"
-    restart: bool = False
     after_target: AfterTarget = "stop"
-    on_unreachable: OnUnreachable = "default"
-    strict: bool = False
-    quiet: bool = False
     watch: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         check_choice("on_failure", self.on_failure, OnFailure)
-        if self.restart and self.on_failure != "finish":
-            raise ZeusBSOConfigError("restart=True says how a run is finished: set on_failure='finish', too")
         check_scope(self.energy_scope, self.energy_monitor)
         check_choice("after_target", self.after_target, AfterTarget)
         check_count("max_per_device_batch_size", self.max_per_device_batch_size)
         check_server_url(self.server_url)
-        check_choice("on_unreachable", self.on_unreachable, OnUnreachable)
         lr_factor(self.lr_scaling, 1, 1)  # raises for an unknown rule
 
 
@@ -69,7 +59,7 @@ _END = (
     "EarlyStopping may stay beside this callback"
 )
 # For each answer, the wrong argument names that get it: arguments of EarlyStopping, ModelCheckpoint, TrainingArguments
-# and Zeus, and likely slips.
+# and Zeus, arguments of earlier versions, and likely slips.
 _NAMES_BY_ANSWER = {
     "say batch_sizes=[…], global sizes to choose from; your own size is the script's": "batch_size sizes",
     "there is no equivalent: a metric that is NaN or infinite always ends the run": "check_finite",
@@ -84,8 +74,15 @@ _NAMES_BY_ANSWER = {
     "the metric is the first argument, or monitor=": "metric metric_for_best_model metric_name",
     "say target=…, the value of the metric at which the training is done": "stopping_threshold target_metric threshold",
     "say server_url=…": "url",
-    "say quiet=True to print no lines": "verbose",
+    "logging.getLogger('zeus_plugins').setLevel('WARNING') leaves out the lines": "quiet verbose",
     "trainings no longer time other batch sizes: leave it out": "probe",
+    "on_failure='finish' continues from the present weights, or from the first ones if the run has diverged": "restart",
+    "another model, framework, optimizer or metric is a warning: give such a training another job_id": "strict",
+    "a training always begins, at the default size if the server is away: zeus-plugins doctor checks the server": (
+        "on_unreachable"
+    ),
+    f"set the environment variable {TOKEN} or {TOKEN_FILE}": "token",
+    f"set the environment variable {POWER_LIMIT_COMMAND}": "command",
 }
 _ANSWERS = {name: answer for answer, names in _NAMES_BY_ANSWER.items() for name in names.split()}
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Never
 
-from pydantic import SecretStr
-
 from zeus_plugins.energy import EnergyMonitor, WindowMonitor
 from zeus_plugins.energy.auto import EnergyScope
 from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSOOperationOrderError
@@ -14,7 +12,6 @@ from zeus_plugins.protocol import JobSpec, PowerLimitChoice
 from zeus_plugins.training.arguments import (
     AfterTarget,
     OnFailure,
-    OnUnreachable,
     TrialOptions,
     check_watch,
     checked_sizes,
@@ -23,9 +20,6 @@ from zeus_plugins.training.arguments import (
 from zeus_plugins.training.defaults import JobWish, as_job
 from zeus_plugins.training.run import TrialRun
 from zeus_plugins.training.trial import TrialInfo
-
-# jsonargparse (LightningCLI) saves this mask in place of a secret.
-_MASK = "**********"
 
 
 class BatchSizeArguments:
@@ -43,17 +37,12 @@ class BatchSizeArguments:
         job_id: str | None = None,
         confirm: int | None = None,
         server_url: str | None = None,
-        token: SecretStr | str | None = None,
         lr_scaling: Literal["none", "linear", "sqrt", "auto"] = "none",
         energy_monitor: EnergyMonitor | WindowMonitor | None = None,
         energy_scope: EnergyScope = "gpu",
         max_per_device_batch_size: int | None = None,
         on_failure: OnFailure = "raise",
-        restart: bool = False,
         after_target: AfterTarget = "stop",
-        on_unreachable: OnUnreachable = "default",
-        strict: bool = False,
-        quiet: bool = False,
         watch: Sequence[str] = (),
         **unknown: Never,
     ) -> None:
@@ -75,9 +64,8 @@ class BatchSizeArguments:
             max_epochs: Epochs after which a run without the target has missed it. None: the trainer's number of epochs.
             job_id: Id of the job, if `job` is None. None: made from script, model class, metric, target and GPUs.
             confirm: Number of evaluations in a row that must reach the target. None: one.
-            server_url: URL of the server. None: ``ZEUS_SERVER_URL``, or a server in this process (needs the extra
-                ``server``).
-            token: The server's access token. None: ``ZEUS_BSO_TOKEN``.
+            server_url: URL of the server, which gets the access token of ``ZEUS_BSO_TOKEN``. None:
+                ``ZEUS_SERVER_URL``, or a server in this process (needs the extra ``server``).
             lr_scaling: Rule that scales the learning rates, which the script sets for the default batch size, to the
                 trial's batch size. ``"auto"`` takes the rule for the optimizer's kind (docs/schedules.md).
             energy_monitor: Measures energy and time, with the interface of Zeus's `ZeusMonitor` or ours. None: the best
@@ -89,15 +77,8 @@ class BatchSizeArguments:
                 increases Lightning's `accumulate_grad_batches` or Hugging Face's `gradient_accumulation_steps`.
             on_failure: After a trial that missed its target, ``"raise"`` `ZeusBSOTrainFailError`, just ``"stop"``, or
                 ``"finish"`` the run at the best known batch size in the same launch (docs/finishing.md).
-            restart: With ``on_failure="finish"``, finish the run from the weights at the start of this launch instead
-                of the present weights.
             after_target: At the target, ``"stop"`` the training, or report its cost and ``"continue"`` without
                 measuring to the end that the script sets (docs/target.md).
-            on_unreachable: If the server is away when the training begins, train at the ``"default"`` batch size and
-                report the trial later, or ``"raise"`` an error. A server that fails later never ends a training.
-            strict: If the model, framework, optimizer or metric differs from the job's earlier trainings, raise an
-                error instead of a warning.
-            quiet: Print no lines when the trial begins and ends.
             watch: Names of further metrics that the training logs, such as ``("val_loss", "test_acc")``. Their last
                 values are recorded, and compared between batch sizes (docs/quality.md).
             **unknown: Not allowed: raises an error that names the right argument.
@@ -126,20 +107,14 @@ class BatchSizeArguments:
             confirm=confirm,
         )
         self._metric_name = monitor
-        token_text = token.get_secret_value() if isinstance(token, SecretStr) else token
         self._options = TrialOptions(
             server_url=server_url,
-            token=None if token_text == _MASK else token_text,
             lr_scaling=lr_scaling,
             energy_monitor=energy_monitor,
             energy_scope=energy_scope,
             max_per_device_batch_size=max_per_device_batch_size,
             on_failure=on_failure,
-            restart=restart,
             after_target=after_target,
-            on_unreachable=on_unreachable,
-            strict=strict,
-            quiet=quiet,
             watch=check_watch(watch),
         )
         self._run = TrialRun(self._wish, self._options)

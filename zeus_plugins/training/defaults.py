@@ -171,7 +171,6 @@ class JobPlan:
         warning: Warning of a probable mistake, or None.
         devices: As in `TrainingFacts`.
         fingerprint: Model, framework, optimizer and metric of the training, or None.
-        is_strict: True to raise an error if the job's earlier trainings had another fingerprint.
         target_in_words: The server's target in words, if the user has given no target; otherwise None.
         script_size: The script's samples per optimizer step, over all devices; None if unknown.
     """
@@ -182,7 +181,6 @@ class JobPlan:
     warning: str | None = None
     devices: int = 1
     fingerprint: Fingerprint | None = None
-    is_strict: bool = False
     target_in_words: str | None = None
     script_size: int | None = None
 
@@ -235,19 +233,16 @@ class JobPlan:
         return replace(self, job=JobSpec(**fields), guessed=self.guessed - {"job_id"})
 
     def compare(self, known: CreatedJob) -> None:
-        """Warn if the fingerprint of the job's earlier trainings differs; if the plan is strict, raise an error."""
+        """Warn if the fingerprint of the job's earlier trainings differs."""
         own, before = self.fingerprint, known.fingerprint
         differences = [] if own is None or before is None else before.differences(own)
         if own is None or not differences:
             return
-        text = (
-            f"the trainings of job {known.job_id} were made of something else ({'; '.join(differences)}), so their "
-            "results may not hold for this training. Give it a job of its own, such as "
-            f"job_id={f'{known.job_id}-{own.model}'!r}"
+        _logger.warning(
+            "the trainings of job %s were made of something else (%s), so their results may not hold for this "
+            "training. Give it a job of its own, such as job_id=%r",
+            *(known.job_id, "; ".join(differences), f"{known.job_id}-{own.model}"),
         )
-        if self.is_strict:
-            raise ZeusBSOConfigError(f"{text}, or say strict=False")
-        _logger.warning("%s", text)
 
     def compare_samples(self, known: CreatedJob) -> None:
         """Warn if the length of the training data has changed by more than 10 % since the job began."""

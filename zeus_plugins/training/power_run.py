@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Never
 
 from pydantic import ValidationError
 
@@ -19,6 +19,7 @@ from zeus_plugins.power_limit.profile import PowerLimitProfile
 from zeus_plugins.power_limit.profiler import PowerLimitProfiler
 from zeus_plugins.power_limit.selectors import OptimumSelector, ZeusCost
 from zeus_plugins.protocol import PowerLimitChoice, PowerProfile
+from zeus_plugins.training.arguments import refuse_unknown
 from zeus_plugins.training.batch_size import BatchSizeArguments
 from zeus_plugins.training.patches import Patches
 from zeus_plugins.training.port import node_monitor
@@ -58,13 +59,12 @@ class PowerRun:
         profile_path: str | os.PathLike[str] | None = None,
         energy_monitor: EnergyMonitor | WindowMonitor | None = None,
         devices: Sequence[PowerLimitDevice] | None = None,
-        command: str | None = None,
     ) -> None:
         self.patches = Patches()
         self._profiler_of = profiler
         self._profile_path = profile_path
         self._energy_monitor = energy_monitor
-        self._devices, self._command = devices, command
+        self._devices = devices
         # The latest one, kept for its results after the training has ended.
         self.profiler: PowerLimitProfiler | None = None
         self._search: _Search | None = None
@@ -101,7 +101,7 @@ class PowerRun:
         controls = place.is_first  # the first process of each machine sets limits and measures
 
         def devices() -> Sequence[PowerLimitDevice]:
-            return find_devices(place.gpus, command=self._command) if self._devices is None else self._devices
+            return find_devices(place.gpus) if self._devices is None else self._devices
 
         self.profiler = self._profiler_of(
             devices if controls else None,
@@ -220,7 +220,7 @@ class PowerLimitFindings:
         profile_path: str | os.PathLike[str] | None = None,
         energy_monitor: EnergyMonitor | WindowMonitor | None = None,
         devices: Sequence[PowerLimitDevice] | None = None,
-        command: str | None = None,
+        **unknown: Never,
     ) -> None:
         """Keep the arguments; the training begins later.
 
@@ -238,13 +238,15 @@ class PowerLimitFindings:
                 which replaces ``{batch_size}``. Ignored if the server has measurements.
             energy_monitor: Measures energy and time, with the interface of Zeus's `ZeusMonitor` or ours. None: the best
                 monitor of this machine.
-            devices: Devices of this machine whose limits to set. None: the NVIDIA GPUs that train.
-            command: Command that sets a limit, such as ``sudo -n nvidia-smi -i {uuid} -pl {watts}``. None: the
-                environment variable ``ZEUS_POWER_LIMIT_COMMAND``, or else the driver.
+            devices: Devices of this machine whose limits to set. None: the NVIDIA GPUs that train. The command of
+                ``ZEUS_POWER_LIMIT_COMMAND``, or else the driver, sets their limits.
+            **unknown: Not allowed: raises an error that names the right argument.
 
         Raises:
-            ZeusBSOConfigError: An argument is invalid. The training raises it for limits outside the GPUs' range.
+            ZeusBSOConfigError: An argument is invalid or unknown. The training raises it for limits outside the GPUs'
+                range.
         """
+        refuse_unknown(type(self), unknown)
         profiler = partial(
             PowerLimitProfiler,
             selector=selector or ZeusCost(),
@@ -258,9 +260,7 @@ class PowerLimitFindings:
         profiler(None, monitor=None)  # raises for arguments that cannot work
         if energy_monitor is not None:
             as_energy_monitor(energy_monitor)  # as above
-        self._run = PowerRun(
-            profiler, profile_path=profile_path, energy_monitor=energy_monitor, devices=devices, command=command
-        )
+        self._run = PowerRun(profiler, profile_path=profile_path, energy_monitor=energy_monitor, devices=devices)
 
     @property
     def chosen_limit_w(self) -> float | None:

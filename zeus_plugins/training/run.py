@@ -85,7 +85,7 @@ class RunRecord:
 class TrialRun:
     """One training of the job, and its trial. Can be pickled before it begins.
 
-    `connect` makes a client, given the options' `server_url` and `token`.
+    `connect` makes a client, given the options' `server_url`.
 
     Attributes:
         patches: Changes to the trainer, which `finish` undoes.
@@ -97,13 +97,13 @@ class TrialRun:
         wish: JobWish,
         options: TrialOptions,
         *,
-        connect: Callable[[str | None, str | None], ServerPort] = client_from_environment,
+        connect: Callable[[str | None], ServerPort] = client_from_environment,
     ) -> None:
         self.patches = Patches()
         self._wish = wish
         self.options = options
         self._client_from = connect
-        self.connect = partial(connect, options.server_url, options.token)
+        self.connect = partial(connect, options.server_url)
         self.active: ActiveRun | None = None
         self._record: RunRecord | None = None  # set by begin and resume
         self._weights: TrainedWeights | None = None
@@ -258,7 +258,7 @@ class TrialRun:
         size, known_as = active.best_known_size()
         begins = "trains from the start" if restarts else "continues"
         self.finish(next_step=f"The training {begins} at {size}, {known_as}.")
-        options = replace(self.options, on_failure="stop", restart=False)
+        options = replace(self.options, on_failure="stop")
         run = TrialRun(self._wish, options, connect=self._client_from)
         try:
             missed, job = record.trial, record.job
@@ -330,7 +330,7 @@ class TrialRun:
         known = Fingerprint(monitor=wish.monitor or None, samples=samples, data=data)
         fingerprint = port.fingerprint().completed_by(known)
         script_size = None if facts is None else facts.step_size
-        return replace(plan, fingerprint=fingerprint, is_strict=self.options.strict, script_size=script_size)
+        return replace(plan, fingerprint=fingerprint, script_size=script_size)
 
     def _enter(
         self,
@@ -387,9 +387,7 @@ class ActiveRun:
             def enter() -> tuple[Any, ...]:
                 client = opened.enter_context(self._connect())
                 monitor = self._monitors.monitor()
-                session = TrialSession(
-                    plan, client, monitor, on_unreachable=options.on_unreachable, watch=options.watch
-                )
+                session = TrialSession(plan, client, monitor, watch=options.watch)
                 opened.push(lambda _kind, error, _traceback: session.end(error))
                 self._session = session
                 begin(session)
@@ -404,7 +402,7 @@ class ActiveRun:
         self.steps = StepCount([], 1)  # counts nothing until the start
         self._schedules = ScheduleWatch(trial.batch_size, port.schedule_remedy)
         self._plan = registered
-        self._announcer = Announcer(port, registered, run.patches, quiet=options.quiet)
+        self._announcer = Announcer(port, registered, run.patches)
 
     @property
     def is_reporting(self) -> bool:
@@ -434,8 +432,8 @@ class ActiveRun:
 
     @property
     def restarts(self) -> bool:
-        """True if the run is to be finished from its first weights: by the user's wish, or if the present are NaN."""
-        return self._options.restart or not all(bool(each.isfinite().all()) for each in self._port.model.parameters())
+        """True if the run is to be finished from its first weights, because the present ones are not finite numbers."""
+        return not all(bool(each.isfinite().all()) for each in self._port.model.parameters())
 
     def best_known_size(self) -> tuple[int, str]:
         """Return the batch size that finishes the run, and a phrase about it; all ranks make this call."""
@@ -628,7 +626,7 @@ class ActiveRun:
         record, options = self.record, self._options
         if options.on_failure != "finish" or not record.takes_reports or self._port.no_continuation is not None:
             return
-        if options.restart or not record.is_at_own_size:
+        if not record.is_at_own_size:
             state = self._port.model.state_dict()
             self.first_weights = {
                 name: value.detach().to("cpu", copy=True) if hasattr(value, "detach") else copy.deepcopy(value)

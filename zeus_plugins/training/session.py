@@ -47,7 +47,7 @@ from zeus_plugins.protocol import (
     finishing_reason,
 )
 from zeus_plugins.training.announce import LATEST_TRIALS
-from zeus_plugins.training.arguments import OnUnreachable, check_choice, check_watch
+from zeus_plugins.training.arguments import check_watch
 from zeus_plugins.training.defaults import JobPlan
 from zeus_plugins.training.metrics import as_written
 from zeus_plugins.training.outcomes import detail_of, ending_of
@@ -71,15 +71,12 @@ class TrialSession:
             without both, the server makes a new job.
         client: The server's client; stays open.
         monitor: Measures energy and time, and knows the job's GPUs; Zeus's `ZeusMonitor` is accepted.
-        on_unreachable: A training that begins while the server is away trains at the job's default size, and its trial
-            is recorded later (``"default"``), or it does not begin (``"raise"``).
         outbox: Keeps results while the server is away; by default in the user's state directory.
         rank: Rank of this process, if every rank of the training may report.
         watch: Names of further metrics, which `watch` is expected to receive.
 
     Raises:
-        ZeusBSOConfigError: ``ZEUS_JOB_ID`` does not fit the job, `on_unreachable` is unknown, or a name in `watch` is
-            invalid.
+        ZeusBSOConfigError: ``ZEUS_JOB_ID`` does not fit the job, or a name in `watch` is invalid.
 
     Attributes:
         plan: The job, as on the server once a trial has been asked for, and its guessed fields.
@@ -93,19 +90,16 @@ class TrialSession:
         client: ServerPort,
         monitor: EnergyMonitor | WindowMonitor,
         *,
-        on_unreachable: OnUnreachable = "default",
         outbox: Outbox | None = None,
         rank: int | None = None,
         watch: Iterable[str] = (),
     ) -> None:
-        check_choice("on_unreachable", on_unreachable, OnUnreachable)
         self.watched_names = check_watch(watch)
         self.plan = (job if isinstance(job, JobPlan) else JobPlan(job=job)).with_id_of_environment()
         self.job_view: JobView | None = None
         self._client = client
         self.monitor = BridgedMonitor(as_energy_monitor(monitor), strict=True)
         self._waiting = Waiting()
-        self._on_unreachable = on_unreachable
         self._outbox = outbox or default_outbox()
         self._rank = rank
         self._key = secrets.token_hex(16)  # by which a repeated request finds the same trial
@@ -154,17 +148,15 @@ class TrialSession:
     def ask(self, check: Callable[[JobSpec], None] | None = None) -> int:
         """Register the job on this hardware, start a trial, and return its GLOBAL batch size.
 
-        First deliver the results that earlier trainings have left for this server. After an error, a repeated call is
-        for the same trial.
+        First deliver the results that earlier trainings have left for this server. While the server is away, return the
+        job's default size; the trial is then recorded later. After an error, a repeated call is for the same trial.
 
         Args:
             check: Raises if this training cannot do the registered job, which may differ from the guessed one.
 
         Raises:
-            ZeusBSOConfigError: The server refuses the job or the token; or the plan is strict, and earlier trainings of
-                the job had another fingerprint.
-            ZeusBSORuntimeError: The server refuses for another reason; or it is unreachable or fails, and
-                `on_unreachable` is ``"raise"``.
+            ZeusBSOConfigError: The server refuses the job or the token.
+            ZeusBSORuntimeError: The server refuses for another reason.
         """
         if self.has_trial or self._ended:
             raise ZeusBSOOperationOrderError("a session holds one trial, and this one has had it: make a new session")
@@ -181,7 +173,7 @@ class TrialSession:
             dispatch = self._client.request_trial(registration.job_id, self._key)
             trial = TrialInfo(**dispatch.model_dump(exclude={"origin"}))
         except ZeusBSORuntimeError as error:
-            if self._must_raise(error):
+            if not error.is_outage:
                 raise
             trouble = error
             # A trial that is recorded later, with the default batch size: the registered one, if that much succeeded.
@@ -213,8 +205,7 @@ class TrialSession:
 
         Raises:
             ZeusBSOConfigError: `state` describes no trial.
-            ZeusBSORuntimeError: The server is unreachable or fails, and `on_unreachable` is ``"raise"``; or another
-                service answers in its place.
+            ZeusBSORuntimeError: Another service answers in the server's place.
         """
         if self.has_trial or self._ended:
             raise ZeusBSOOperationOrderError("restore a checkpoint's trial into a new session, before asking for one")
@@ -300,8 +291,7 @@ class TrialSession:
     def begin_measurement(self, optimizer: str | None = None) -> None:
         """Open the measurement window; call it where the training begins.
 
-        Some frameworks know the class of the `optimizer` only now: it completes the job's fingerprint. If the
-        plan is strict (`JobPlan.is_strict`) and earlier trainings used another optimizer, raise `ZeusBSOConfigError`.
+        Some frameworks know the class of the `optimizer` only now: it completes the job's fingerprint.
         """
         reporter = self._require_live_trial()
         if optimizer is not None and self.trial.has_extended_server and not reporter.is_away:
@@ -483,11 +473,6 @@ class TrialSession:
         else:
             self.plan.compare(known)
 
-    def _must_raise(self, error: ZeusBSOError) -> bool:
-        """Return whether this error keeps the training from beginning."""
-        is_outage = isinstance(error, ZeusBSORuntimeError) and error.is_outage
-        return self._on_unreachable == "raise" or not is_outage
-
     def _continue_on_server(self, trial: TrialInfo) -> str | None:
         """Continue a checkpoint's trial; return why the server takes no more reports on it, or None."""
         job = self.plan.job
@@ -507,7 +492,8 @@ class TrialSession:
         except ZeusBSOError as error:
             if is_refusal(error):
                 return str(error)
-            if not isinstance(error, ZeusBSOTokenError) and self._must_raise(error):
+            is_outage = isinstance(error, ZeusBSORuntimeError) and error.is_outage
+            if not is_outage and not isinstance(error, ZeusBSOTokenError):
                 raise
             trouble = error
             self._update(lease_epoch=None)  # until this run has its own
