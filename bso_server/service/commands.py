@@ -33,7 +33,7 @@ from bso_server.core.occurrences import TrialEnded
 from bso_server.core.policy import installed
 from bso_server.errors import InvalidReportError, UnknownJobError, UnknownTrialError
 from bso_server.service import reading
-from bso_server.service.decisions import TRIES, Basis, Decided, basis_of, decide
+from bso_server.service.decisions import TRIES, Basis, Decided, Turns, basis_of, decide, turn
 from bso_server.service.dispatches import dispatch_of, save_start, started_with, with_power_profile
 from bso_server.service.imports import import_job
 from bso_server.service.loading import known_job, known_trial, locked_job, locked_trial, open_trials
@@ -51,7 +51,6 @@ from bso_server.service.refusals import (
 from bso_server.service.reports import Reports
 from bso_server.service.revisions import revise, terms_of
 from bso_server.service.targets import asks_for_other_target, learn_target, replace_target
-from bso_server.service.turns import Turns, turn
 from bso_server.service.warm import warm_start_of
 from bso_server.storage import queries
 from bso_server.storage.rows import TRIAL_AT_POWER_LIMIT, StoredDecision, StoredJob, StoredPowerProfile

@@ -1,19 +1,25 @@
 """The decision on a job's next trial, in two steps: read its basis, then decide without the database.
 
 So no lock is held, and no event loop waits, while a policy works. `Commands.begin_decided` saves the decision, unless
-the job's row has changed since it was read.
+the job's row has changed since it was read. In each process, the requests on one job take turns.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, replace
+from weakref import WeakValueDictionary
 
 import numpy as np
 
 from bso_server.core.model import Suggestion
+from bso_server.errors import DatabaseUnavailableError
 from bso_server.service.loading import LoadedJob, OpenTrials, Unsaved, load
 from bso_server.service.savings import Learned, evidence_for, suggestion_for
+from bso_server.storage.deadlines import waiting
 from bso_server.storage.rows import StoredJob
 from bso_server.storage.transaction import Transaction
 
@@ -72,3 +78,35 @@ def generator_of(job: StoredJob) -> np.random.Generator:
     if job.rng_state is not None:
         rng.bit_generator.state = json.loads(job.rng_state)
     return rng
+
+
+@asynccontextmanager
+async def turn(queue: asyncio.Lock | asyncio.Semaphore, patience_s: float, others: str) -> AsyncIterator[None]:
+    """Wait up to `patience_s` seconds for a turn, and keep later requests waiting until the block ends.
+
+    Raises:
+        DatabaseUnavailableError: The `others`, which came earlier, took too long.
+    """
+    with waiting(patience_s) as deadline:
+        try:
+            async with asyncio.timeout(deadline.left_s):
+                await queue.acquire()
+        except TimeoutError:
+            raise DatabaseUnavailableError(f"{others} have not been answered") from None
+    try:
+        yield
+    finally:
+        queue.release()
+
+
+class Turns:
+    """One request at a time on each job; the others wait, up to `patience_s` seconds each."""
+
+    def __init__(self, patience_s: float) -> None:
+        self._patience_s = patience_s
+        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+
+    def of(self, job_id: str) -> AbstractAsyncContextManager[None]:
+        """Wait for the job's turn; raise as `turn`."""
+        lock = self._locks.setdefault(job_id, asyncio.Lock())
+        return turn(lock, self._patience_s, f"earlier requests on job {job_id}")

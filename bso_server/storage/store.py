@@ -54,7 +54,7 @@ from bso_server.storage.faults import (
     described,
     failure_of,
 )
-from bso_server.storage.integrity import check_integrity
+from bso_server.storage.queries import check_integrity
 from bso_server.storage.sqlite import back_up, back_up_old_schema
 from bso_server.storage.transaction import RowLocked, Transaction
 

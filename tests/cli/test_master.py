@@ -35,8 +35,7 @@ from zeus_plugins.client.local import LocalServer
 from zeus_plugins.client.port import NO_RETRIES
 from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSORuntimeError, ZeusBSOTrainFailError
 from zeus_plugins.master import FailedTryError, MasterState, Run, ServerOptimizer
-from zeus_plugins.master.display import conclusion
-from zeus_plugins.master.history import MAX_TRIES, NextRun, PlannedRun
+from zeus_plugins.master.history import MAX_TRIES, NextRun, PlannedRun, conclusion
 from zeus_plugins.master.runner import oom_kills, why_failed
 from zeus_plugins.protocol import TrialState
 from zeus_plugins.train_result import TrainResult

@@ -9,8 +9,7 @@ import pytest
 from zeus_plugins.cli import doctor, main, sync
 from zeus_plugins.client.delivery import Delivered
 from zeus_plugins.errors import ZeusBSORuntimeError
-from zeus_plugins.master.display import Listener
-from zeus_plugins.master.history import Run
+from zeus_plugins.master.history import Listener, Run
 
 FORGED = "x\nok       server       all is well\x1b[2J"
 SHOWN = r"x\nok       server       all is well\x1b[2J"

@@ -14,9 +14,8 @@ from bso_server.core.model import History, Suggestion
 from bso_server.core.policy import Policy, given
 from bso_server.errors import DatabaseUnavailableError
 from bso_server.service import commands
-from bso_server.service.decisions import TRIES, Basis, Decided, decide
+from bso_server.service.decisions import TRIES, Basis, Decided, decide, turn
 from bso_server.service.health import differences
-from bso_server.service.turns import turn
 from tests.support.service import HOUR_S, JobService, job_service
 from zeus_plugins.protocol import GP_VOI, OWN_POLICIES, ZEUS, CreatedJob, Origin, TrialState
 

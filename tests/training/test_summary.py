@@ -14,7 +14,7 @@ from tests.support.contract_double import CONVERGED, ContractDouble
 from tests.support.fake_trainer import FakeTrainer, active, on_each_rank
 from tests.training.test_trial_run import begun
 from zeus_plugins.protocol import JobView, TrialState
-from zeus_plugins.training.summary import run_summary
+from zeus_plugins.training.announce import run_summary
 from zeus_plugins.training.trial import TrialInfo
 
 TRIAL = TrialInfo(

@@ -49,7 +49,7 @@ def _run(options: argparse.Namespace) -> None:
     from zeus_plugins import energy
     from zeus_plugins.client import client_from_environment
     from zeus_plugins.master import MasterState, ServerOptimizer, ZeusMaster
-    from zeus_plugins.master.display import conclusion
+    from zeus_plugins.master.history import conclusion
     from zeus_plugins.master.job import read_config
     from zeus_plugins.signals import raise_at_sigterm
 

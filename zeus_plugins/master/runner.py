@@ -14,9 +14,8 @@ from typing import Any, Literal
 
 from zeus_plugins import energy, environment
 from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSOTrainFailError
-from zeus_plugins.master.display import Listener
 from zeus_plugins.master.executors import Executor, Launch, LocalExecutor, lock_file, try_lock
-from zeus_plugins.master.history import HISTORY_FILE, MAX_TRIES, MasterState, PlannedRun, Run
+from zeus_plugins.master.history import HISTORY_FILE, MAX_TRIES, Listener, MasterState, PlannedRun, Run
 from zeus_plugins.master.job import Job
 from zeus_plugins.master.optimizers import BatchSizeChooser, KeepsState, ServerOptimizer
 from zeus_plugins.protocol import LEAST_TIME_S, MAX_DETAIL_LENGTH, GpuConfig, TrialState, cost

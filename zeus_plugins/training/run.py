@@ -27,11 +27,13 @@ from __future__ import annotations
 
 import copy
 import logging
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar, cast
+from weakref import WeakKeyDictionary
 
 from zeus_plugins.client import client_from_environment
 from zeus_plugins.client.port import ServerPort
@@ -53,12 +55,14 @@ from zeus_plugins.training.outcomes import (
 from zeus_plugins.training.patches import Patches
 from zeus_plugins.training.port import TrainerPort, TrainingMonitor, decided, splits_of
 from zeus_plugins.training.session import TrialSession
-from zeus_plugins.training.trained import TrainedWeights
 from zeus_plugins.training.trial import TrialInfo
 
 T = TypeVar("T")
 
 _logger = logging.getLogger("zeus_plugins")
+
+# Per model, the ids of the jobs that have trained it, with the sum of its weights after the latest trial of each.
+_TRAINED: WeakKeyDictionary[Any, dict[str, float]] = WeakKeyDictionary()
 
 
 @dataclass
@@ -632,3 +636,33 @@ class ActiveRun:
                 name: value.detach().to("cpu", copy=True) if hasattr(value, "detach") else copy.deepcopy(value)
                 for name, value in state.items()
             }
+
+
+class TrainedWeights:
+    """Weights of a model at the start of a training, compared with those at earlier ends and at its own end.
+
+    A training that goes on from the weights of an earlier trial in this process reaches the target sooner than a whole
+    one, at any batch size, so that it must not be a trial of the same job. Without a model, nothing is known or noted.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._sum = None if model is None else sum_of_weights(model)
+
+    def are_of(self, job_id: str) -> bool:
+        """Return True if a trial of this job has left the model in this state."""
+        return self._sum is not None and _TRAINED.get(self._model, {}).get(job_id) == self._sum
+
+    def end(self, job_id: str) -> None:
+        """Note that a trial of this job leaves the model as it is now; do nothing if its weights are the same."""
+        now = None if self._sum is None else sum_of_weights(self._model)
+        if now is not None and now != self._sum:
+            _TRAINED.setdefault(self._model, {})[job_id] = now
+
+
+def sum_of_weights(model: Any) -> float | None:
+    """Return the sum of this process's parameters, or of its shards of them; None if it holds none."""
+    parts = [getattr(each, "_local_tensor", each) for each in model.parameters()]
+    held = [each.detach() for each in parts if each.numel() > 0]
+    # The argument makes no copy of a parameter in double precision, as a conversion would.
+    return sum(float(each.sum(dtype=sys.modules["torch"].float64)) for each in held) if held else None

@@ -46,12 +46,11 @@ from zeus_plugins.protocol import (
     TrialState,
     finishing_reason,
 )
-from zeus_plugins.training.announce import LATEST_TRIALS
+from zeus_plugins.training.announce import LATEST_TRIALS, append_summary
 from zeus_plugins.training.arguments import check_watch
 from zeus_plugins.training.defaults import JobPlan
 from zeus_plugins.training.metrics import as_written
 from zeus_plugins.training.outcomes import detail_of, ending_of
-from zeus_plugins.training.summary import append_summary
 from zeus_plugins.training.trial import TrialInfo
 
 _WINDOW = "zeus_bso_trial"
