@@ -1,4 +1,4 @@
-"""Routes that only read: jobs, their parts and their events."""
+"""Routes that only read: jobs and their parts."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from http import HTTPStatus
 from typing import Annotated, Any
 
 from litestar import get
+from litestar.exceptions import HTTPException
 from litestar.openapi.datastructures import ResponseSpec
 from litestar.params import QueryParameter
 from litestar.response import Stream
@@ -15,7 +16,7 @@ from bso_server.api.errors import errors
 from bso_server.api.parameters import ID, LARGEST, Fleet, GroupedBy, JobInPath, Reader, Service, Since, TrialNumber
 from bso_server.service import reading
 from bso_server.service.exports import MEDIA_TYPE, export
-from bso_server.service.views import DEFAULT_PAGE, MAX_PAGE, ArmList, EpochList, EventList, FleetPage, PowerProfileList
+from bso_server.service.views import DEFAULT_PAGE, MAX_PAGE, EpochList, FleetPage, PowerProfileList
 from zeus_plugins.protocol import Explanation, JobList, JobView, Paths, Stage, TrialList, TrialState
 
 _JOB = Paths.API_JOBS + "/{job_id:str}"
@@ -75,12 +76,6 @@ async def list_trials(
     return await reader.read(reading.list_trials, job_id, state=in_state, limit=limit, cursor=cursor)
 
 
-@get(_JOB + "/arms", summary="List arms", responses=_ERRORS)
-async def list_arms(job_id: JobInPath, reader: Reader) -> ArmList:
-    """Return what is known of each batch size of the job."""
-    return await reader.read(reading.list_arms, job_id)
-
-
 @get(_JOB + "/trials/{trial_number:int}/epochs", summary="List epochs", responses=_ERRORS)
 async def list_epochs(job_id: JobInPath, trial_number: TrialNumber, reader: Reader) -> EpochList:
     """Return every stored report of a trial, in order."""
@@ -110,15 +105,14 @@ async def explain(
     return await (service.explain_next(job_id) if trial is None else reader.read(reading.explain, job_id, trial))
 
 
-@get(_JOB + "/events", summary="List events", responses=_ERRORS)
-async def list_events(
-    job_id: JobInPath,
-    reader: Reader,
-    since: Annotated[int, QueryParameter(ge=0, le=LARGEST, description="Only what happened after this event.")] = 0,
-    limit: Limit = DEFAULT_PAGE,
-) -> EventList:
-    """List dispatches and ends of the job's trials, in order. Pass `next` as `since` to get newer events."""
-    return await reader.read(reading.list_events, job_id, since=since, limit=limit)
+@get([_JOB + "/arms", _JOB + "/events"], include_in_schema=False)
+async def refuse_removed(job_id: JobInPath) -> None:
+    """Name the routes that replace the removed routes of arms and events."""
+    raise HTTPException(
+        f"this route was removed: GET {Paths.API_JOBS}/{job_id} has the arms, and its part /trials the begin and the "
+        "end of each trial",
+        status_code=HTTPStatus.GONE,
+    )
 
 
 @get(_JOB + "/power_profiles", summary="List power-limit profiles", responses=_ERRORS)

@@ -15,7 +15,7 @@ from bso_server.cli.jobs import read_job
 from bso_server.core.policy import find, learned_by
 from bso_server.service.imports import JobInImport
 from bso_server.simulate.results import Comparison, Setting, compare, geometric_means
-from bso_server.simulate.traces import PAPER_WORKLOADS, Selection, Traces, recorded_savings, recorded_workload
+from bso_server.simulate.traces import PAPER_WORKLOADS, Selection, Traces, recorded_workload
 from bso_server.simulate.workload import Consumption, Savings, Workload
 from zeus_plugins.protocol import GP_VOI, OWN_POLICIES, WarmStart
 
@@ -88,12 +88,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="begin with the epochs of the same training on other GPUs: their power trace, or the export of a job",
     )
-    parser.add_argument(
-        "--price", type=at_least_0, metavar="PRICE", help="price of a kWh in any currency; adds the price of the energy"
-    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results as JSON")
     instead = "the first run takes the default size, or after --warm-start the best size of the other job"
     parser.add_argument("--probe", "--first-run", action=RemovedOption, instead=instead)
+    instead = "multiply the column KWH by the price"
+    parser.add_argument("--price", action=RemovedOption, instead=instead)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,14 +103,12 @@ class Subject:
         workloads: The workloads: one made from the trials of a job, or the workloads of the traces.
         eta: η to use if the command line gives none.
         beta: β to use if the command line gives none.
-        recorded: Savings of the job; None with traces.
         untried_default: The job's default size if it was never measured and another size replaces it, else None.
     """
 
     workloads: Sequence[Workload]
     eta: float = 0.5
     beta: float | None = 2.0
-    recorded: Savings | None = None
     untried_default: int | None = None
 
 
@@ -120,8 +117,8 @@ def _simulate(options: argparse.Namespace) -> None:
     settings, policies = settings_of(options, subject), policies_of(options)
     comparisons = [compare(workload, policies, setting) for setting in settings for workload in subject.workloads]
     if options.json is not None:
-        write_json(results_json(comparisons, options, subject.recorded), options.json)
-    print(results_text(comparisons, options, subject))
+        write_json(results_json(comparisons, options), options.json)
+    print(results_text(comparisons, subject))
 
 
 def subject_of(options: argparse.Namespace) -> Subject:
@@ -179,19 +176,17 @@ def write_json(document: dict[str, Any], file: Path) -> None:
     file.write_text(json.dumps(document, indent=2, allow_nan=False) + "\n", "utf-8")
 
 
-def results_json(
-    comparisons: Sequence[Comparison], options: argparse.Namespace, recorded: Savings | None
-) -> dict[str, Any]:
+def results_json(comparisons: Sequence[Comparison], options: argparse.Namespace) -> dict[str, Any]:
     """Return the results as JSON types: one comparison, or several with their geometric mean."""
-    workloads = [each.as_json(options.price, recorded) for each in comparisons]
+    workloads = [each.as_json() for each in comparisons]
     if not options.all and len(comparisons) == 1:
         return workloads[0]
     return {"workloads": workloads, "geometric_mean": geometric_means(comparisons)}
 
 
-def results_text(comparisons: Sequence[Comparison], options: argparse.Namespace, subject: Subject) -> str:
+def results_text(comparisons: Sequence[Comparison], subject: Subject) -> str:
     """Format the results for the terminal."""
-    parts = [ratios_text(comparisons), savings_text(comparisons, options.price, subject.recorded)]
+    parts = [ratios_text(comparisons), savings_text(comparisons)]
     if subject.untried_default is not None:
         untried = subject.untried_default
         parts.append(f"the default size, {untried}, was never measured: the nearest measured size replaces it")
@@ -211,7 +206,6 @@ def _recorded(options: argparse.Namespace) -> Subject:
         [workload],
         job.eta_knob,
         job.beta_knob,
-        recorded_savings(view, workload),
         None if workload.default_batch_size == job.default_batch_size else job.default_batch_size,
     )
 
@@ -246,14 +240,6 @@ def at_least_1(text: str) -> int:
     number = int(text)
     if number < 1:
         raise argparse.ArgumentTypeError(f"{text} is less than 1")
-    return number
-
-
-def at_least_0(text: str) -> float:
-    """Parse a finite number of at least 0."""
-    number = float(text)
-    if not 0 <= number < math.inf:
-        raise argparse.ArgumentTypeError(f"{text} is not a number of at least 0")
     return number
 
 
@@ -304,20 +290,16 @@ def ratios_text(comparisons: Sequence[Comparison]) -> str:
     )
 
 
-def savings_text(comparisons: Sequence[Comparison], price_per_kwh: float | None, recorded: Savings | None) -> str:
-    """Format energy, time, money (only with a price) and savings of all recurrences, by policy."""
+def savings_text(comparisons: Sequence[Comparison]) -> str:
+    """Format energy, time and savings of all recurrences, by policy."""
     amounts = ["ENERGY J", "KWH", "HOURS"]
-    if price_per_kwh is not None:
-        amounts.append("MONEY")
     saved = [*(f"SAVED {amount.removeprefix('ENERGY ')}" for amount in amounts), "SAVED ENERGY", "SAVED TIME"]
     rows = []
     for each in comparisons:
         name, eta, default = each.workload.name, f"{each.eta:g}", each.conditions.landscape.default.batch_size
-        always = _amounts(each.default_consumption, price_per_kwh)
+        always = _amounts(each.default_consumption)
         rows.append([name, f"always {default}", eta, str(each.recurrences), *always, *("" for _ in saved)])
-        rows += [[name, policy, eta, *_savings(each.savings(policy), price_per_kwh)] for policy in each.results]
-    if recorded is not None:
-        rows.append([comparisons[0].workload.name, "the job's real runs", "", *_savings(recorded, price_per_kwh)])
+        rows += [[name, policy, eta, *_savings(each.savings(policy))] for policy in each.results]
     unfinished = any(result.unfinished for each in comparisons for result in each.results.values())
     return (
         "what all recurrences took, mean over the seeds, and what they saved against always taking the default\n\n"
@@ -326,21 +308,20 @@ def savings_text(comparisons: Sequence[Comparison], price_per_kwh: float | None,
     )
 
 
-def _savings(savings: Savings, price_per_kwh: float | None) -> list[str]:
+def _savings(savings: Savings) -> list[str]:
     return [
         str(savings.recurrences),
-        *_amounts(savings.consumed, price_per_kwh),
-        *_amounts(savings.saved, price_per_kwh),
+        *_amounts(savings.consumed),
+        *_amounts(savings.saved),
         _percent(savings.energy_share_saved),
         _percent(savings.time_share_saved),
     ]
 
 
-def _amounts(consumed: Consumption | None, price_per_kwh: float | None) -> list[str]:
+def _amounts(consumed: Consumption | None) -> list[str]:
     if consumed is None:
-        return ["-"] * (3 if price_per_kwh is None else 4)
-    money = [] if price_per_kwh is None else [consumed.money(price_per_kwh)]
-    return [f"{amount:.4g}" for amount in (consumed.energy_j, consumed.energy_kwh, consumed.time_h, *money)]
+        return ["-"] * 3
+    return [f"{amount:.4g}" for amount in (consumed.energy_j, consumed.energy_kwh, consumed.time_h)]
 
 
 def _ratio(ratio: float | None) -> str:

@@ -1,4 +1,4 @@
-"""Savings of a job against always using its default batch size, and the cheapest size for every η.
+"""Savings of a job against always using its default batch size.
 
 `core.verdict` judges the savings. This module combines the verdicts with the costs of the job's trials.
 """
@@ -176,47 +176,3 @@ def _amount_saved(spent: float, verdict: Verdict) -> float | None:
     """Return what was saved if the job has paid back its exploration and control runs, otherwise None."""
     share = verdict.so_far
     return spent * share.middle / (1 - share.middle) if share is not None and verdict.is_paid_back else None
-
-
-@dataclass(frozen=True, slots=True)
-class Line:
-    """Mean cost of a batch size, joules, if only time counts (η = 0) and if only energy counts (η = 1)."""
-
-    batch_size: int
-    at_time_j: float
-    at_energy_j: float
-
-    def at(self, eta: float) -> float:
-        """Return the cost at this η."""
-        return (1 - eta) * self.at_time_j + eta * self.at_energy_j
-
-    @property
-    def slope(self) -> float:
-        """Slope of the cost over η."""
-        return self.at_energy_j - self.at_time_j
-
-
-@dataclass(frozen=True, slots=True)
-class Span:
-    """Interval of η, from `low` to `high`, in which a batch size costs least."""
-
-    low: float
-    high: float
-    batch_size: int
-
-
-def best_by_eta(lines: Sequence[Line]) -> list[Span]:
-    """Return the size that costs least for each η from 0 to 1, in exact intervals; on ties, the smaller size."""
-    spans: list[Span] = []
-    low, left = 0.0, list(lines)
-    while left:
-        # Of lines that meet at `low`, the one with the smallest slope is lowest beyond it.
-        best = min(left, key=lambda line: (line.at(low), line.slope, line.batch_size))
-        left = [line for line in left if line.slope < best.slope]
-        crossings = [(line.at_time_j - best.at_time_j) / (best.slope - line.slope) for line in left]
-        high = min([1.0, *crossings])
-        spans.append(Span(low, high, best.batch_size))
-        if high >= 1:
-            break
-        low = high
-    return spans

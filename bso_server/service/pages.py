@@ -10,17 +10,15 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import datetime
 from operator import attrgetter
 from typing import TypeVar
 
-import numpy as np
-
 from bso_server.core.gp_voi.run_costs import drift_of
 from bso_server.core.model import TrialRecord
 from bso_server.core.policy import stop_rule
-from bso_server.core.savings import Line, Span, Tally, best_by_eta, is_whole_run
+from bso_server.core.savings import Tally, is_whole_run
 from bso_server.service import reading
 from bso_server.service.cache import Cache
 from bso_server.service.loading import best_size, known_job, known_trial, load_history
@@ -37,7 +35,6 @@ from bso_server.service.views import (
     SizeMeans,
     Tariff,
     TokensPage,
-    TrialBin,
     TrialPage,
     TrialPoint,
 )
@@ -53,41 +50,18 @@ _SPARKS = 30
 # The last two runs are compared with earlier ones among this number of a job's latest events.
 _COMPARED_EVENTS = 80
 _CACHED_LINES = 2000
-_CACHED_BINS = 200
-
-# Pages show older trials as quantiles of bins: trials in a bin at least, number of bins at most.
-_LEAST_WIDTH = 100
-_MOST_BINS = 50
-_QUANTILES = (0.1, 0.5, 0.9)
 
 View = TypeVar("View", JobsPage, JobPage, MomentPage, TrialPage, FleetPage, HealthPage, TokensPage)
 Found = tuple[str, View | None]
 """The version of a view, and the view unless its reader knows this version."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Settled:
-    """The tallies and bins of a job's trials up to its last whole bin, which hardly change.
-
-    Attributes:
-        version: The registration and its instant, the last of these trials, the number of withdrawn trials, and the
-            event of the latest revision.
-        event: The job's latest event when these values were read.
-    """
-
-    version: tuple[CreatedJob, datetime, int, int, int]
-    event: int
-    tallies: Sequence[Tally]
-    bins: tuple[TrialBin, ...]
-
-
 class Pages:
-    """The content of all pages about jobs, with caches; each method runs in a transaction that only reads."""
+    """The content of all pages about jobs, with a cache; each method runs in a transaction that only reads."""
 
     def __init__(self, tariff: Tariff) -> None:
         self._tariff = tariff
         self._lines = Cache[str, JobLine](_CACHED_LINES)
-        self._settled = Cache[str, _Settled](_CACHED_BINS)
 
     def jobs(
         self,
@@ -135,7 +109,7 @@ class Pages:
     def _job_page(self, transaction: Transaction, stored: StoredJob, alive: Sequence[TrialRecord]) -> JobPage:
         job, job_id = stored.registration, stored.job_id
         history = load_history(transaction, stored)
-        tallies, older = self._older(transaction, stored, alive)
+        tallies = queries.tallies(transaction, job_id)
         present = [tally for tally in tallies if not tally.other_gpus]
         latest = queries.latest_trials(transaction, job_id, limit=TRIALS_IN_THE_LOG)
         view = reading.job_view(transaction, stored, history, tallies, latest)
@@ -151,43 +125,11 @@ class Pages:
             cost_unit=_cost_unit(job, means),
             best_metric=_best_metric(transaction, job, tallies),
             points=_points(job, totals),
-            older=older,
             means=means,
-            best_by_eta=_best_by_eta(job, means),
             power_profiles=tuple(newest[size] for size in sorted(newest)),
             energy_sources=_sources_of(totals),
             tariff=self._tariff,
         )
-
-    def _older(
-        self, transaction: Transaction, stored: StoredJob, alive: Sequence[TrialRecord]
-    ) -> tuple[Sequence[Tally], tuple[TrialBin, ...]]:
-        """Return the tallies of all trials of a job, and the bins of its older trials."""
-        older = max(stored.trial_count - POINTS_OF_A_JOB, 0)
-        width = bin_width(older)
-        last = older // width * width
-        if not last:
-            return queries.tallies(transaction, stored.job_id), _bins(transaction, stored, 1, older, width)
-        settled = self._settled_until(transaction, stored, alive, last, width)
-        rest = queries.tallies(transaction, stored.job_id, first=last + 1)
-        return [*settled.tallies, *rest], settled.bins + _bins(transaction, stored, last + 1, older, width)
-
-    def _settled_until(
-        self, transaction: Transaction, stored: StoredJob, alive: Sequence[TrialRecord], last: int, width: int
-    ) -> _Settled:
-        job_id = stored.job_id
-        withdrawn = queries.withdrawn_count(transaction, job_id)
-        version = (stored.registration, stored.created_at, last, withdrawn, stored.revised_event)
-        known = self._settled.get(job_id)
-        if known is not None and known.version == version and not any(each.trial_number <= last for each in alive):
-            # A trial that was alive, or was revived, may have ended since.
-            changed = queries.first_ended_after(transaction, job_id, known.event)
-            if changed is None or changed > last:
-                return known
-        tallies = queries.tallies(transaction, job_id, last=last)
-        found = _Settled(version, stored.event_count, tallies, _bins(transaction, stored, 1, last, width))
-        self._settled.put(job_id, found)
-        return found
 
     def trial(
         self, transaction: Transaction, job_id: str, trial_number: int, *, known: str | None = None
@@ -313,11 +255,6 @@ def _points(job: CreatedJob, totals: Sequence[TrialTotals]) -> tuple[TrialPoint,
     )
 
 
-def _best_by_eta(job: CreatedJob, means: Iterable[SizeMeans]) -> tuple[Span, ...]:
-    """Return the sizes with the cheapest runs on average for every η from 0 to 1."""
-    return tuple(best_by_eta([Line(each.batch_size, job.max_power * each.time_s, each.energy_j) for each in means]))
-
-
 def _means_of(job: CreatedJob, tallies: Iterable[Tally]) -> tuple[SizeMeans, ...]:
     """Return the mean time, energy and cost of the runs to the target at each size, under the job's η."""
     reached: dict[int, list[Tally]] = {}
@@ -348,25 +285,3 @@ def _present_cost_unit(transaction: Transaction, stored: StoredJob) -> CostUnit 
 
 def _cheapest(means: Sequence[SizeMeans]) -> SizeMeans | None:
     return min(means, key=lambda each: (each.cost_j, each.batch_size), default=None)
-
-
-def bin_width(older: int) -> int:
-    """Return the number of trials in a bin: `_LEAST_WIDTH`, doubled until there are at most `_MOST_BINS` bins."""
-    width = _LEAST_WIDTH
-    while older > width * _MOST_BINS:
-        width *= 2
-    return width
-
-
-def _bins(transaction: Transaction, stored: StoredJob, first: int, last: int, width: int) -> tuple[TrialBin, ...]:
-    found: dict[int, list[float]] = {start: [] for start in range(first, last + 1, width)}
-    cost_j = stored.registration.cost_j
-    for number, state, time_s, energy_j in queries.consumption_between(transaction, stored.job_id, first, last):
-        if state is TrialState.COMPLETED and time_s is not None and energy_j is not None:
-            found[first + (number - first) // width * width].append(cost_j(time_s=time_s, energy_j=energy_j))
-    return tuple(_bin(start, min(start + width - 1, last), costs) for start, costs in found.items())
-
-
-def _bin(first: int, last: int, costs_j: Sequence[float]) -> TrialBin:
-    low_j, median_j, high_j = np.quantile(costs_j, _QUANTILES).tolist() if costs_j else (None, None, None)
-    return TrialBin(first, last, len(costs_j), low_j, median_j, high_j)

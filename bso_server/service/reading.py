@@ -14,7 +14,6 @@ import math
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
-from datetime import datetime
 from operator import itemgetter
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -28,12 +27,8 @@ from bso_server.service.savings import savings_of
 from bso_server.service.views import (
     DEFAULT_PAGE,
     MAX_PAGE,
-    ArmList,
     EpochList,
     EpochView,
-    EventKind,
-    EventList,
-    EventView,
     PowerProfileList,
     PowerProfileView,
     VersionView,
@@ -113,12 +108,6 @@ def list_trials(
     return TrialList(trials=trials, next_cursor=trials[-1].trial_number if len(found) > limit else None)
 
 
-def list_arms(transaction: Transaction, job_id: str) -> ArmList:
-    """Return a job's arms."""
-    history = load_history(transaction, known_job(transaction, job_id))
-    return ArmList(arms=_arms(history, policy.expectations(history).costs))
-
-
 def list_epochs(transaction: Transaction, job_id: str, trial_number: int) -> EpochList:
     """Return a trial's reports that were not pruned, in order."""
     job, trial = known_trial(transaction, job_id, trial_number)
@@ -187,19 +176,6 @@ def list_power_profiles(transaction: Transaction, job_id: str) -> PowerProfileLi
     gpus = known_job(transaction, job_id).registration.gpus
     kept = queries.present_power_profiles(transaction, job_id)
     return PowerProfileList(gpus=gpus, profiles=tuple(map(power_profile_view, kept)))
-
-
-def list_events(transaction: Transaction, job_id: str, *, since: int = 0, limit: int = DEFAULT_PAGE) -> EventList:
-    """Return the events of a job after event `since`, at most `limit` of them."""
-    known_job(transaction, job_id)
-    begun = queries.dispatched_after(transaction, job_id, since, limit)
-    ended = queries.ended_after(transaction, job_id, since, limit)
-    found = [
-        *(_event(EventKind.DISPATCHED, each.started_event, each, each.started_at) for each in begun),
-        *(_event(EventKind.ENDED, each.ended_event, each, each.ended_at) for each in ended),
-    ]
-    page = sorted(found, key=lambda event: event.event)[:limit]
-    return EventList(events=tuple(page), next=page[-1].event if page else since)
 
 
 def version_view() -> VersionView:
@@ -380,12 +356,6 @@ def epoch_views(transaction: Transaction, job: CreatedJob, trial: TrialRecord) -
 def power_profile_view(kept: StoredPowerProfile) -> PowerProfileView:
     """Return a power-limit profile with the trial that measured it."""
     return PowerProfileView.model_validate(kept, from_attributes=True)
-
-
-def _event(kind: EventKind, event: int | None, trial: TrialRecord, at: datetime | None) -> EventView:
-    place = {"event": event, "kind": kind, "at": at}
-    about = {"trial_number": trial.trial_number, "batch_size": trial.batch_size, "state": trial.state}
-    return EventView.model_validate(place | about)
 
 
 # The order of the columns must not change: scripts depend on it.

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import datetime
-from enum import StrEnum
 from typing import Annotated, Literal
 
 from pydantic import Field
 
 from bso_server.core.access import Scope
 from bso_server.core.model import MISSED
-from bso_server.core.savings import Span
 from bso_server.core.verdict import Saved
 from zeus_plugins.protocol import (
-    ArmView,
     CreatedJob,
     Epochs,
     Explanation,
@@ -37,12 +34,6 @@ from zeus_plugins.protocol import (
 
 DEFAULT_PAGE = 100
 MAX_PAGE = 1000
-
-
-class ArmList(WireMessage):
-    """Answer of ``GET /api/jobs/{job_id}/arms``: every batch size, ascending."""
-
-    arms: tuple[ArmView, ...]
 
 
 class EpochExport(WireMessage):
@@ -112,44 +103,6 @@ class PowerProfileList(WireMessage):
     profiles: tuple[PowerProfileView, ...]
 
 
-class EventKind(StrEnum):
-    """An event in a trial's life."""
-
-    DISPATCHED = "dispatched"
-    ENDED = "ended"
-
-
-class EventView(WireMessage):
-    """The begin or the end of a trial.
-
-    Attributes:
-        event: Number of the event in the job, ascending, perhaps with gaps.
-        state: The trial's present state; for an end, how the trial ended.
-        at: When the event happened (UTC).
-    """
-
-    event: int
-    kind: EventKind
-    trial_number: int
-    batch_size: int
-    state: TrialState
-    at: datetime
-
-
-class EventList(WireMessage):
-    """Answer of ``GET /api/jobs/{job_id}/events``.
-
-    An abandoned trial that is revived loses the event of its end, and gets another one when it ends again.
-
-    Attributes:
-        events: Events after ``since``, in order; at most ``limit``.
-        next: The value of ``since`` for the next request.
-    """
-
-    events: tuple[EventView, ...]
-    next: int
-
-
 class Liveness(WireMessage):
     """Answer of ``GET /health/live`` and ``GET /health/ready``."""
 
@@ -189,21 +142,6 @@ class TrialPoint:
     origin: Origin
     cost_j: float | None  # joules so far; None before the first report
     metric: float | None  # the last one
-
-
-@dataclass(frozen=True, slots=True)
-class TrialBin:
-    """Trials `first` to `last`, which are too old to be shown one by one.
-
-    The costs are quantiles over the trials that reached the target, in joules; None if no trial did.
-    """
-
-    first: int
-    last: int
-    reached: int  # number of trials that reached the target
-    low_j: float | None  # 10 %
-    median_j: float | None
-    high_j: float | None  # 90 %
 
 
 class CostUnit(WireMessage):
@@ -275,9 +213,7 @@ class JobPage(WireMessage):
     cost_unit: CostUnit | None  # None before a run has reached the target
     best_metric: float | None  # best last metric of all trials; None once a trial has reached the target
     points: tuple[TrialPoint, ...]  # the latest trials
-    older: tuple[TrialBin, ...]  # the trials before `points`
     means: tuple[SizeMeans, ...]  # of each batch size that reached the target
-    best_by_eta: tuple[Span, ...]  # the cheapest of these sizes for every η from 0 to 1
     power_profiles: tuple[PowerProfileView, ...]  # the newest of each batch size
     energy_sources: tuple[str, ...]  # of the latest trials
     tariff: Tariff

@@ -95,8 +95,8 @@ class Comparison:
         """Return a policy's savings over the default."""
         return Savings(self.recurrences, self.results[policy].consumed, self.default_consumption)
 
-    def as_json(self, price_per_kwh: float | None = None, recorded: Savings | None = None) -> dict[str, Any]:
-        """Return the comparison as JSON types, without costs of single recurrences; with money if a price is given."""
+    def as_json(self) -> dict[str, Any]:
+        """Return the comparison as JSON types, without costs of single recurrences."""
         oracle, default = self.conditions.landscape.oracle, self.conditions.landscape.default
         consumed = self.default_consumption
         return {
@@ -116,10 +116,8 @@ class Comparison:
             "policies": {policy: result.as_json() for policy, result in self.results.items()},
             "spending": {
                 "recurrences": self.recurrences,
-                "price_per_kwh": price_per_kwh,
-                "default": None if consumed is None else consumed.as_json(price_per_kwh),
-                "policies": {policy: self.savings(policy).as_json(price_per_kwh) for policy in self.results},
-                **({} if recorded is None else {"recorded": recorded.as_json(price_per_kwh)}),
+                "default": None if consumed is None else consumed.as_json(),
+                "policies": {policy: self.savings(policy).as_json() for policy in self.results},
             },
         }
 

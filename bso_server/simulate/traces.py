@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bso_server.core.model import OBSERVED
-from bso_server.core.savings import is_whole_run
-from bso_server.simulate.workload import Consumption, Epoch, Savings, SizeTrace, Workload, landscape
+from bso_server.simulate.workload import Epoch, SizeTrace, Workload
 from zeus_plugins.protocol import JobView, Origin, TrialState, TrialView
 
 _TRAIN_COLUMNS = ("dataset", "network", "batch_size", "optimizer", "target_metric", "target_epoch")
@@ -150,21 +149,6 @@ def recorded_workload(view: JobView) -> Workload:
         max_epochs=job.max_epochs,
         max_power_w=job.max_power,
     )
-
-
-def recorded_savings(view: JobView, workload: Workload) -> Savings:
-    """Return the savings of all trials of a job, compared with an equal number of recurrences at the default size.
-
-    Each whole run that reached the target is a recurrence.
-
-    Raises:
-        ValueError: No trial has reached the target within `max_epochs`.
-    """
-    recurrences = sum(is_whole_run(trial) for trial in view.trials)
-    consumed = sum((Consumption(trial.energy_j or 0.0, trial.time_s or 0.0) for trial in view.trials), Consumption())
-    # Energy and time of the default are the same for each η.
-    expected = landscape(workload, eta=view.job.eta_knob, optimal_power_limits=False).default.expected_consumption
-    return Savings(recurrences, consumed, None if expected is None else expected * recurrences)
 
 
 def _epochs_to_target(trials: Sequence[TrialView]) -> tuple[float, ...]:

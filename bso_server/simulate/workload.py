@@ -38,14 +38,9 @@ class Consumption:
         """Time in hours."""
         return self.time_s / _SECONDS_PER_HOUR
 
-    def money(self, price_per_kwh: float) -> float:
-        """Return the price of the energy, in the currency of `price_per_kwh`."""
-        return self.energy_kwh * price_per_kwh
-
-    def as_json(self, price_per_kwh: float | None) -> dict[str, Any]:
-        """Return the figures as JSON types, with ``money`` if a price is given."""
-        money = {} if price_per_kwh is None else {"money": self.money(price_per_kwh)}
-        return {"energy_j": self.energy_j, "energy_kwh": self.energy_kwh, "time_h": self.time_h, **money}
+    def as_json(self) -> dict[str, Any]:
+        """Return the figures as JSON types."""
+        return {"energy_j": self.energy_j, "energy_kwh": self.energy_kwh, "time_h": self.time_h}
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,12 +69,12 @@ class Savings:
         """Share of the default's time that was saved; None if the default's time is unknown or 0 s."""
         return 1 - self.consumed.time_s / self.default.time_s if self.default and self.default.time_s else None
 
-    def as_json(self, price_per_kwh: float | None) -> dict[str, Any]:
+    def as_json(self) -> dict[str, Any]:
         """Return the figures as JSON types, without the consumption at the default."""
         return {
             "recurrences": self.recurrences,
-            **self.consumed.as_json(price_per_kwh),
-            "saved": None if self.saved is None else self.saved.as_json(price_per_kwh),
+            **self.consumed.as_json(),
+            "saved": None if self.saved is None else self.saved.as_json(),
             "energy_share_saved": self.energy_share_saved,
             "time_share_saved": self.time_share_saved,
         }

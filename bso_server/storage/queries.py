@@ -83,15 +83,14 @@ def latest_instants(transaction: Transaction, job_id: str, *, limit: int) -> lis
     return [instant for row in rows for instant in row if instant is not None]
 
 
-def tallies(transaction: Transaction, job_id: str, *, first: int = 1, last: int = MAX_INTEGER) -> list[Tally]:
-    """Return counts and sums over trials `first` to `last`, grouped by size, state, origin and `other_gpus`."""
+def tallies(transaction: Transaction, job_id: str) -> list[Tally]:
+    """Return counts and sums over the trials of a job, grouped by size, state, origin and `other_gpus`."""
     table = trials.c
     kinds = table.batch_size, table.state, table.origin
     grouped = *kinds, table.other_gpus
     # A sum over trials without reports is null.
     sums = [func.coalesce(func.sum(each), 0.0) for each in (table.energy_j, table.time_s)]
-    condition = table.job_id == job_id, table.trial_number.between(first, last)
-    statement = select(*kinds, func.count(), *sums, table.other_gpus).where(*condition).group_by(*grouped)
+    statement = select(*kinds, func.count(), *sums, table.other_gpus).where(table.job_id == job_id).group_by(*grouped)
     return [Tally(*row) for row in map(tuple, transaction.tuples(statement))]
 
 
@@ -161,12 +160,6 @@ def completed_runs(transaction: Transaction, job_id: str, *, since: int) -> list
     return [CompletedRun(*row) for row in map(tuple, transaction.tuples(statement.order_by(table.ended_event)))]
 
 
-def first_ended_after(transaction: Transaction, job_id: str, event: int) -> int | None:
-    """Return the lowest number of the trials that ended after the job's event with this number, or None."""
-    condition = trials.c.job_id == job_id, trials.c.ended_event > event
-    return transaction.connection.execute(select(func.min(trials.c.trial_number)).where(*condition)).scalar()
-
-
 def trial(transaction: Transaction, job_id: str, trial_number: int) -> TrialRecord | None:
     """Return a trial, or None."""
     found = _trials(transaction, job_id, [trials.c.trial_number == trial_number], order=None, limit=1)
@@ -228,12 +221,6 @@ def silent_counts(transaction: Transaction, job_ids: Collection[str], now: datet
     return dict(map(tuple, transaction.tuples(statement))) if job_ids else {}
 
 
-def withdrawn_count(transaction: Transaction, job_id: str) -> int:
-    """Return the number of withdrawn trials."""
-    withdrawn = trials.c.job_id == job_id, trials.c.state == TrialState.WITHDRAWN
-    return transaction.connection.scalar(select(func.count()).where(*withdrawn)) or 0
-
-
 def trial_totals(transaction: Transaction, job_id: str, *, limit: int, before: int | None = None) -> list[TrialTotals]:
     """Return the totals of the last `limit` trials (before number `before`), in order of dispatch.
 
@@ -244,31 +231,6 @@ def trial_totals(transaction: Transaction, job_id: str, *, limit: int, before: i
         statement = statement.where(trials.c.trial_number < before)
     rows = transaction.tuples(statement.order_by(trials.c.trial_number.desc()).limit(limit))
     return [TrialTotals(*row) for row in reversed(rows)]
-
-
-def consumption_between(
-    transaction: Transaction, job_id: str, first: int, last: int
-) -> list[tuple[int, TrialState, float | None, float | None]]:
-    """Return the number, state, seconds and joules of each of the trials `first` to `last`, in order.
-
-    Trials that finish another trial's run are left out.
-    """
-    table = trials.c
-    statement = select(table.trial_number, table.state, table.time_s, table.energy_j).where(
-        table.job_id == job_id, table.trial_number.between(first, last), table.origin != Origin.FINISH
-    )
-    return [tuple(row) for row in transaction.tuples(statement.order_by(table.trial_number))]
-
-
-def dispatched_after(transaction: Transaction, job_id: str, event: int, limit: int) -> list[TrialRecord]:
-    """Return the first `limit` trials that started after the job's event with this number, in order of dispatch."""
-    # Sorted by number, which has an index, and the same order as the events of dispatches.
-    return _trials(transaction, job_id, [trials.c.started_event > event], order=trials.c.trial_number, limit=limit)
-
-
-def ended_after(transaction: Transaction, job_id: str, event: int, limit: int) -> list[TrialRecord]:
-    """Return the first `limit` trials that ended after the job's event with this number, in order of their ends."""
-    return _trials(transaction, job_id, [trials.c.ended_event > event], order=trials.c.ended_event, limit=limit)
 
 
 def epochs_between(transaction: Transaction, job_id: str, first: int, last: int) -> list[StoredEpoch]:

@@ -13,7 +13,6 @@ from bso_server.service.views import (
     MomentPage,
     PowerProfileView,
     SizeMeans,
-    TrialBin,
     TrialPage,
     TrialPoint,
 )
@@ -80,7 +79,7 @@ def costs(page: JobPage, links: str) -> Plot | None:
     if page.view.min_cost_j is not None and job.beta_knob is not None and job.policy == "zeus":
         bound_j = job.beta_knob * page.view.min_cost_j
         levels.append((bound_j, f"stopped above {show.cost(bound_j)}", "bound"))
-    return _costs(page, job, links, levels, page.older, page.view.savings)
+    return _costs(page, job, links, levels, page.view.savings)
 
 
 def costs_until(page: MomentPage, links: str) -> Plot | None:
@@ -93,7 +92,6 @@ def _costs(
     job: CreatedJob,
     links: str,
     levels: Sequence[tuple[float, str, str]] = (),
-    older: Sequence[TrialBin] = (),
     savings: SavingsView | None = None,
 ) -> Plot | None:
     points, show = page.points, units_of(page)
@@ -103,20 +101,16 @@ def _costs(
     costs_j = [cost_j for _, cost_j in known]
     # A bound far above all costs would squeeze them together.
     shown = [level for level in levels if level[2] != "bound" or level[0] < 1.5 * max(costs_j)]
-    bins = [each for each in older if each.low_j is not None and each.high_j is not None]
-    ends = [end for each in bins for end in (each.low_j or 0.0, each.high_j or 0.0)]
-    y = Scale.over([*costs_j, *(value for value, _, _ in shown), *ends])
-    before = f" The {units.count(older[-1].last, 'run')} before them are shown as medians." if older else ""
+    y = Scale.over([*costs_j, *(value for value, _, _ in shown)])
     told = (
         f"{units.count(len(known), 'run')} that cost between {show.cost(min(costs_j))} and "
-        f"{show.cost(max(costs_j))}; the latest, run {known[-1][0]}, {show.cost(costs_j[-1])}.{before}"
+        f"{show.cost(max(costs_j))}; the latest, run {known[-1][0]}, {show.cost(costs_j[-1])}."
     )
-    plot = Plot("costs", "Cost of each run", told, _trial_scale(points, older), y, height=280)
+    plot = Plot("costs", "Cost of each run", told, _trial_scale(points), y, height=280)
     plot.axes(y.costs(show.run_cost_j), plot.x.whole_numbers(), "run")
     if savings is not None and show.run_cost_j is not None:
         _draw_run_now(plot, savings, show.run_cost_j)
     plot.levels(shown)
-    _draw_older(plot, bins, show)
     colour, many = colours(job), " many" if len(points) > _MANY else ""
     for point in points:
         cost = "" if point.cost_j is None else f", {show.cost(point.cost_j)}"
@@ -140,26 +134,11 @@ def _draw_run_now(plot: Plot, savings: SavingsView, default_j: float) -> None:
     plot.parts += [Box(f"now {kind}", top, max(bottom - top, 2)), Line(f"level {kind}", middle, middle)]
 
 
-def _trial_scale(points: Sequence[TrialPoint], older: Sequence[TrialBin] = ()) -> Scale:
+def _trial_scale(points: Sequence[TrialPoint]) -> Scale:
     """Return the axis of trial numbers, with room at both ends."""
     first, last = (points[0].trial_number, points[-1].trial_number) if points else (1, 1)
-    first = older[0].first if older else first
     room = max((last - first) * 0.015, 0.5)
     return Scale(first - room, last + room)
-
-
-def _draw_older(plot: Plot, bins: Sequence[TrialBin], show: units.PageUnits) -> None:
-    """Draw each bin's median, the band of four in five of its runs, and a mark that describes both."""
-    upper, lower, middle = [
-        [(end, getattr(each, name)) for each in bins for end in (each.first, each.last)]
-        for name in ("high_j", "low_j", "median_j")
-    ]
-    plot.path([*upper, *reversed(lower)], "area older")
-    plot.path(middle, "line older")
-    for each in bins:
-        low, median, high = (show.cost(end or 0.0) for end in (each.low_j, each.median_j, each.high_j))
-        told = f"Runs {each.first} to {each.last}: half of {each.reached} below {median}, four in five {low} to {high}"
-        plot.mark((each.first + each.last) / 2, each.median_j or 0.0, "older", "older", told)
 
 
 def metrics(page: JobPage) -> Plot | None:

@@ -282,15 +282,6 @@ def _nothing_reached(page: JobPage) -> Headline:
     return Headline("No run has reached the target yet", text, "loss")
 
 
-def of_eta(page: JobPage) -> str:
-    """Name the cheapest sizes under other values of η."""
-    spans = page.best_by_eta
-    if len(spans) == 1:
-        return f"{spans[0].batch_size} is the cheapest for every η."
-    changes = [f"{span.batch_size} from {units.number(span.low, 2)} on" for span in spans[1:]]
-    return f"By mean cost, {spans[0].batch_size} is the cheapest at η = 0, {units.listed(changes)}."
-
-
 def money(tariff: Tariff, energy_j: float) -> str:
     """Return the price and the carbon of energy, as far as the server's settings define them."""
     return " · ".join(each(energy_j) for each in rates(tariff).values())

@@ -22,7 +22,7 @@ from bso_server.core.savings import savings
 from bso_server.core.verdict import Judge
 from bso_server.simulate.play import Conditions, Simulation, job_of
 from bso_server.simulate.results import Setting, compare, geometric_means, played
-from bso_server.simulate.traces import Selection, Traces, recorded_savings, recorded_workload
+from bso_server.simulate.traces import Selection, Traces, recorded_workload
 from bso_server.simulate.workload import Consumption, Epoch, Landscape, Savings, SizeTrace, Workload, landscape
 from tests.support.histories import make_job
 from tests.support.properties import examples
@@ -88,21 +88,20 @@ def test_recurrences_consume_literal_energy_and_time_against_the_default(
     assert savings.time_share_saved == pytest.approx(1 - time_s / 400)
 
 
-def test_energy_and_time_convert_to_kwh_hours_and_money() -> None:
+def test_energy_and_time_convert_to_kwh_and_hours() -> None:
     consumption = Consumption(energy_j=7.2e6, time_s=5400)
-    assert consumption.as_json(None) == {"energy_j": 7.2e6, "energy_kwh": 2, "time_h": 1.5}
-    assert consumption.as_json(0.3)["money"] == pytest.approx(0.6)
+    assert consumption.as_json() == {"energy_j": 7.2e6, "energy_kwh": 2, "time_h": 1.5}
     assert Savings(3, consumption, Consumption(0, 0)).energy_share_saved is None
 
 
 def test_default_never_reaching_the_target_has_no_cost() -> None:
     comparison = compare(replace(WORKLOAD, default_batch_size=64), OWN_POLICIES, Setting(recurrences=5, seeds=1))
-    shown = comparison.as_json(0.3)
+    shown = comparison.as_json()
     assert shown["default"] == {"batch_size": 64, "cost_j": None, "ratio": None}
     assert shown["spending"]["default"] is None
     assert shown["spending"]["policies"]["zeus"]["saved"] is None
     assert shown["policies"]["gp_voi"]["energy_reduction_last5"] is None
-    assert "made up always 64 0.5 5 - - -" in without_padding(savings_text([comparison], None, None))
+    assert "made up always 64 0.5 5 - - -" in without_padding(savings_text([comparison]))
     json.dumps(shown, allow_nan=False)
 
 
@@ -240,19 +239,16 @@ def test_each_option_changes_the_simulation(files: list[str], tmp_path: Path) ->
     assert ratio("--warm-start", files[3]) < base
 
 
-def test_command_accepts_several_etas_and_a_price(
-    files: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    options = ["--policy", "gp_voi", "--seeds", "1", "--recurrences", "20"]
-    options += ["--eta", "0", "--eta", "1", "--eta", "0", "--price", "0.4"]
+def test_command_accepts_several_etas(files: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--policy", "gp_voi", "--seeds", "1", "--recurrences", "20", "--eta", "0", "--eta", "1", "--eta", "0"]
     shown = simulated(tmp_path, *files, *DIGITS_ARGUMENTS, *options)
     assert [each["eta"] for each in shown["workloads"]] == [0, 1]
     assert set(shown["geometric_mean"]["gp_voi"]) == {"10", "20"}
     for each in shown["workloads"]:
         spending = each["spending"]
-        assert (spending["recurrences"], spending["price_per_kwh"]) == (20, 0.4)
+        assert spending["recurrences"] == 20
         # 4.5 epochs of 1800 J and 10 s.
-        expected = {"energy_j": 162_000, "energy_kwh": 0.045, "time_h": 0.25, "money": 0.018}
+        expected = {"energy_j": 162_000, "energy_kwh": 0.045, "time_h": 0.25}
         assert spending["default"] == pytest.approx(expected)
         took = spending["policies"]["gp_voi"]
         assert took["saved"] == {name: pytest.approx(value - took[name]) for name, value in expected.items()}
@@ -262,8 +258,8 @@ def test_command_accepts_several_etas_and_a_price(
     assert fast["time_h"] < frugal["time_h"]
     text = without_padding(capsys.readouterr().out)
     assert "finishing them" not in text
-    assert "digits/mlp always 16 0 20 1.62e+05 0.045 0.25 0.018" in text
-    assert "SAVED J SAVED KWH SAVED HOURS SAVED MONEY SAVED ENERGY SAVED TIME" in text
+    assert "digits/mlp always 16 0 20 1.62e+05 0.045 0.25 " in text
+    assert "SAVED J SAVED KWH SAVED HOURS SAVED ENERGY SAVED TIME" in text
 
 
 @pytest.mark.parametrize(
@@ -283,11 +279,20 @@ def test_unusable_arguments_are_reported(
     assert words in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("option", [["--probe"], ["--first-run", "predicted"]])
-def test_removed_option_names_what_to_do_instead(option: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("option", "instead"),
+    [
+        (["--probe"], "the first run takes the default size"),
+        (["--first-run", "predicted"], "the first run takes the default size"),
+        (["--price", "0.25"], "multiply the column KWH by the price"),
+    ],
+)
+def test_removed_option_names_what_to_do_instead(
+    option: list[str], instead: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit):
         main(["simulate", *option, *DIGITS_ARGUMENTS])
-    assert f"{option[0]} was removed: the first run takes the default size" in capsys.readouterr().err
+    assert f"{option[0]} was removed: {instead}" in capsys.readouterr().err
 
 
 def test_files_without_trace_columns_are_reported(files: list[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -295,7 +300,7 @@ def test_files_without_trace_columns_are_reported(files: list[str], capsys: pyte
     assert "has no column average_power, power_limit, time_per_epoch" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("wrong", [["--eta", "2"], ["--price", "-1"], ["--beta", "0"], ["--seeds", "0"]])
+@pytest.mark.parametrize("wrong", [["--eta", "2"], ["--beta", "0"], ["--seeds", "0"]])
 def test_wrong_numbers_are_refused(files: list[str], wrong: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["simulate", *files, *DIGITS_ARGUMENTS, *wrong])
@@ -363,33 +368,6 @@ def test_recorded_trials_become_a_workload() -> None:
         recorded_workload(job_view(trial_view(1, 8, stopped, 5)))
 
 
-def test_recorded_job_reports_real_savings() -> None:
-    view = job_view(
-        trial_view(1, 16, TrialState.COMPLETED, 4),
-        trial_view(2, 8, TrialState.COMPLETED, 5),
-        trial_view(3, 16, TrialState.FAILED, 1),
-        trial_view(4, 64, TrialState.RUNNING, None),
-    )
-    # Ten epochs of 500 J and 10 s in two recurrences; the default would have taken four epochs each.
-    savings = recorded_savings(view, recorded_workload(view))
-    assert savings == Savings(2, Consumption(5000, 100), Consumption(4000, 80))
-    assert savings.as_json(36.0) == {
-        "recurrences": 2,
-        "energy_j": 5000,
-        "energy_kwh": pytest.approx(5 / 3600),
-        "time_h": pytest.approx(1 / 36),
-        "money": pytest.approx(0.05),
-        "saved": {
-            "energy_j": -1000,
-            "energy_kwh": pytest.approx(-1 / 3600),
-            "time_h": pytest.approx(-1 / 180),
-            "money": pytest.approx(-0.01),
-        },
-        "energy_share_saved": -0.25,
-        "time_share_saved": -0.25,
-    }
-
-
 async def test_simulating_a_job_of_the_database(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     url = f"sqlite:///{tmp_path / 'bso.sqlite3'}"
     async with job_service(url, policy=GP_VOI) as server:
@@ -402,11 +380,7 @@ async def test_simulating_a_job_of_the_database(tmp_path: Path, capsys: pytest.C
         assert shown["workload"]["name"] == server.job_id
         assert shown["oracle"] == {"batch_size": 32, "cost_j": pytest.approx(300)}
         assert shown["spending"]["default"]["energy_j"] == pytest.approx(10 * 400)
-        recorded = shown["spending"]["recorded"]
-        assert recorded["recurrences"] == 6
-        assert recorded["energy_j"] + recorded["saved"]["energy_j"] == pytest.approx(6 * 400)
         text = capsys.readouterr().out
-        assert "the job's real runs" in text
         assert "was never measured" not in text
         assert await asyncio.to_thread(main, [*arguments, "--all"]) == 1
         assert "leave out --all" in capsys.readouterr().err

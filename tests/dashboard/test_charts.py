@@ -6,12 +6,10 @@ import math
 from datetime import UTC, datetime, timedelta
 from itertools import pairwise
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bso_server.core.savings import Line, best_by_eta
 from bso_server.service.views import SizeMeans
 from bso_server.ui import units
 from bso_server.ui.charts import COLOURS, colours, pareto
@@ -153,22 +151,3 @@ def test_front_holds_exactly_unbeaten_sizes(points: list[tuple[int, int]]) -> No
     assert {(each.time_s, each.energy_j) for each in front} == {
         (each.time_s, each.energy_j) for each in means if each.batch_size not in beaten
     }
-
-
-COSTS = st.integers(1, 1000).map(float)
-
-
-@given(st.lists(st.tuples(COSTS, COSTS), max_size=8))
-def test_best_size_by_eta_agrees_with_search_over_many_etas(costs: list[tuple[float, float]]) -> None:
-    lines = [Line(2**index, at_time, at_energy) for index, (at_time, at_energy) in enumerate(costs)]
-    spans = best_by_eta(lines)
-    assert bool(spans) == bool(lines)
-    assert [span.low for span in spans[1:]] == [span.high for span in spans[:-1]]
-    if spans:
-        assert (spans[0].low, spans[-1].high) == (0, 1)
-    for eta in np.linspace(0, 1, 101):
-        least = min((line.at(eta) for line in lines), default=None)
-        for span in spans:
-            if span.low <= eta <= span.high:
-                (line,) = (line for line in lines if line.batch_size == span.batch_size)
-                assert line.at(eta) == pytest.approx(least)

@@ -113,7 +113,6 @@ class TestJob:
             assert (job["trial_count"], job["trial_states"]) == (5, {"completed": 1, "running": 4})
             assert (job["min_cost_j"], job["best_batch_size"]) == (500, 16)
             assert [(arm["batch_size"], arm["trials"], arm["n"]) for arm in job["arms"]] == [(8, 1, 0), (16, 4, 1)]
-            assert job["arms"] == get(http, f"/api/jobs/{job_id}/arms")["arms"]
 
     def test_client_shows_all_trials(self, http: httpx.Client, job_id: str, any_server: ServerProcess) -> None:
         for _ in range(102):
@@ -185,12 +184,11 @@ class TestTrials:
 
 
 class TestArms:
-    def test_separate_arms_equal_the_arms_of_the_whole_job(self, http: httpx.Client, job_id: str) -> None:
+    def test_arms_count_all_trials(self, http: httpx.Client, job_id: str) -> None:
         for cost_j in (500, 400, 450, 420):
             reached(http, begin(http, job_id), cost_j)
         begin(http, job_id)
         job = get(http, f"/api/jobs/{job_id}")
-        assert get(http, f"/api/jobs/{job_id}/arms") == {"arms": job["arms"]}
         assert sum(arm["trials"] for arm in job["arms"]) == 5
         assert sum(arm["n"] for arm in job["arms"]) == 4
 
@@ -225,38 +223,7 @@ class TestEpochs:
         assert_refused(answer, 404, "trial_number", f"job '{job_id}' has no trial 2")
 
 
-class TestEvents:
-    def test_events_are_ordered_and_continue_from_a_cursor(self, http: httpx.Client, job_id: str) -> None:
-        first = begin(http, job_id)
-        second = begin(http, job_id)
-        http.patch("/trials", json=second).raise_for_status()
-        reached(http, first, cost_j=500)
-        path = f"/api/jobs/{job_id}/events"
-        found = get(http, path)
-
-        fields = ("event", "kind", "trial_number", "batch_size", "state")
-        assert [tuple(event[name] for name in fields) for event in found["events"]] == [
-            (1, "dispatched", 1, 16, "completed"),
-            (2, "dispatched", 2, 16, "failed"),
-            (3, "ended", 2, 16, "failed"),
-            (4, "ended", 1, 16, "completed"),
-        ]
-        assert found["next"] == 4
-        assert get(http, path, since=4) == {"events": [], "next": 4}
-        page = get(http, path, since=1, limit=2)
-        assert ([event["event"] for event in page["events"]], page["next"]) == ([2, 3], 3)
-        assert get(http, path, since=page["next"])["events"] == found["events"][3:]
-
-    def test_times_of_events_equal_the_times_of_trials(self, http: httpx.Client, job_id: str) -> None:
-        reached(http, begin(http, job_id), cost_j=500)
-        (trial,) = get(http, f"/api/jobs/{job_id}")["trials"]
-        began, ended = get(http, f"/api/jobs/{job_id}/events")["events"]
-        assert (began["at"], ended["at"]) == (trial["started_at"], trial["ended_at"])
-
-
-@pytest.mark.parametrize(
-    "part", ["", "/trials", "/trials.csv", "/trials/1/epochs", "/arms", "/events", "/export"], ids=lambda part: part
-)
+@pytest.mark.parametrize("part", ["", "/trials", "/trials.csv", "/trials/1/epochs", "/export"], ids=lambda part: part)
 def test_unknown_jobs_get_404(http: httpx.Client, part: str) -> None:
     assert_refused(http.get(f"/api/jobs/none{part}"), 404, "job_id", "unknown job 'none'")
 
@@ -264,7 +231,7 @@ def test_unknown_jobs_get_404(http: httpx.Client, part: str) -> None:
 def test_job_may_have_the_name_of_a_route(http: httpx.Client) -> None:
     register(http, "import", "import")
     assert get(http, "/api/jobs/import")["job"]["job_id"] == "import"
-    assert get(http, "/api/jobs/import/arms")["arms"]
+    assert get(http, "/api/jobs/import/trials")["trials"] == []
 
 
 @pytest.mark.parametrize(
@@ -284,8 +251,6 @@ def test_job_may_have_the_name_of_a_route(http: httpx.Client) -> None:
         ("/{}/trials?cursor=-1", "cursor"),
         ("/{}/trials?cursor=x", "cursor"),
         (f"/{{}}/trials?cursor={2**31}", "cursor"),
-        ("/{}/events?since=-1", "since"),
-        (f"/{{}}/events?since={2**63}", "since"),
         ("/{}/trials/0/epochs", "trial_number"),
         (f"/{{}}/trials/{2**31}/epochs", "trial_number"),
         (f"/{{}}/trials/{'9' * 30}/epochs", "trial_number"),
@@ -293,6 +258,13 @@ def test_job_may_have_the_name_of_a_route(http: httpx.Client) -> None:
 )
 def test_invalid_queries_are_refused(http: httpx.Client, job_id: str, path: str, field: str) -> None:
     assert_refused(http.get("/api/jobs" + path.format(job_id)), 422, field)
+
+
+@pytest.mark.parametrize("part", ["arms", "events"])
+def test_removed_routes_name_their_replacements(http: httpx.Client, part: str) -> None:
+    answer = http.get(f"/api/jobs/none/{part}")
+    assert answer.status_code == 410
+    assert "GET /api/jobs/none has the arms" in answer.json()["message"]
 
 
 class TestHealth:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import uuid
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -105,7 +106,7 @@ def test_hundred_concurrent_suggests_get_distinct_trials(servers: Sequence[str],
     assert {trial["trial_number"]: trial["batch_size"] for trial in kept} == told
     (summary,) = read(servers, "/api/jobs", prefix=job_id)["jobs"]
     assert summary["trials"] == 100
-    assert sum(arm["trials"] for arm in read(servers, f"/api/jobs/{job_id}/arms")["arms"]) == 100
+    assert sum(arm["trials"] for arm in read(servers, f"/api/jobs/{job_id}")["arms"]) == 100
 
 
 def test_suggest_repeated_concurrently_gets_a_single_trial(servers: Sequence[str], job_id: str) -> None:
@@ -134,7 +135,7 @@ def test_final_report_repeated_concurrently_counts_once(servers: Sequence[str], 
     assert statuses(answers) == {200: 20}
     assert len({answer.text for answer in answers}) == 1
     assert answers[0].json()["converged"]
-    assert read(servers, f"/api/jobs/{job_id}/arms")["arms"][1]["n"] == 1
+    assert read(servers, f"/api/jobs/{job_id}")["arms"][1]["n"] == 1
 
 
 def test_concurrent_final_reports_of_all_trials_are_counted(servers: Sequence[str], job_id: str) -> None:
@@ -149,10 +150,11 @@ def test_concurrent_final_reports_of_all_trials_are_counted(servers: Sequence[st
     assert {trial["state"] for trial in job["trials"]} == {"completed"}
     (summary,) = read(servers, "/api/jobs", prefix=job_id)["jobs"]
     assert summary["min_cost_j"] == min(costs.values())
-    (arm,) = [arm for arm in read(servers, f"/api/jobs/{job_id}/arms")["arms"] if arm["trials"]]
+    (arm,) = [arm for arm in read(servers, f"/api/jobs/{job_id}")["arms"] if arm["trials"]]
     assert (arm["n"], arm["mean_cost_j"]) == (50, pytest.approx(sum(costs.values()) / 50))
-    events = read(servers, f"/api/jobs/{job_id}/events", limit=200)["events"]
-    assert [event["event"] for event in events] == list(range(1, 101))
+    exported = httpx.get(f"{servers[0]}/api/jobs/{job_id}/export").raise_for_status().text.splitlines()[1:]
+    events = [json.loads(line)[name] for line in exported for name in ("started_event", "ended_event")]
+    assert sorted(events) == list(range(1, 101))
 
 
 def test_concurrent_suggests_and_reports_are_counted(servers: Sequence[str], job_id: str) -> None:

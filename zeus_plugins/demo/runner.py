@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import socket
@@ -50,7 +49,7 @@ _MAX_TRIES = len(JOB.batch_sizes) + 1
 def run_demo(recurrences: int, directory: Path, policy: str = JOB.policy, *, opens: bool = False) -> None:
     """Let the job recur, each time until its training reaches the target, and show the runs on the terminal.
 
-    Write a database, a summary and a plot to `directory`, and replace the files of an earlier demo. With `opens`, open
+    Write a database and a plot to `directory`, and replace the files of an earlier demo. With `opens`, open
     the server's dashboard in a browser.
 
     Raises:
@@ -79,8 +78,7 @@ def run_demo(recurrences: int, directory: Path, policy: str = JOB.policy, *, ope
                 if _watch(launcher.start(arguments, log), recurrence, client, display, log):
                     break
         job = client.show_job(JOB.job_id or "")
-    outcome = Outcome(job, recurrences, time.monotonic() - began, database_url, directory)
-    outcome.write_summary()
+    outcome = Outcome(job, time.monotonic() - began, database_url, directory)
     plot_costs(outcome, directory / "costs.png")
     display.conclude(outcome)
 
@@ -145,7 +143,6 @@ class Outcome:
     """Results of a demo: the server's view of the job, and the duration including the start of all processes."""
 
     job: JobView
-    recurrences: int
     wall_s: float
     database_url: str
     directory: Path
@@ -155,20 +152,6 @@ class Outcome:
         """The arm of the default batch size."""
         (arm,) = (arm for arm in self.job.arms if arm.batch_size == self.job.job.default_batch_size)
         return arm
-
-    def write_summary(self) -> None:
-        """Write `summary.json`."""
-        summary = {
-            "policy": self.job.job.policy,
-            "recurrences": self.recurrences,
-            "trials": [trial.model_dump(mode="json") for trial in self.job.trials],
-            "best_batch_size": self.job.best_batch_size,
-            "default_batch_size": self.job.job.default_batch_size,
-            "savings": self.job.savings.model_dump(mode="json"),
-            "database": self.database_url,
-            "wall_s": round(self.wall_s, 1),
-        }
-        (self.directory / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
 
 
 def plot_costs(outcome: Outcome, path: Path) -> None:
@@ -285,7 +268,7 @@ class Display:
         elif any(map(is_estimated, sources)):
             meaning = ". No energy counter was found here: energies and costs are estimated"
         say(f"Energy: {', '.join(sources)}{meaning}.")
-        say(f"Written: {outcome.directory / 'summary.json'}, {outcome.directory / 'costs.png'}", soft_wrap=True)
+        say(f"Written: {outcome.directory / 'costs.png'}", soft_wrap=True)
         show = f"jobs show {job.job.job_id} --database-url {outcome.database_url}"
         say(f"Look again: {_command('bso-server')} {show}", soft_wrap=True)
         serve = f"{_command('bso-server')} serve --database-url {outcome.database_url}"
