@@ -204,15 +204,19 @@ Database: TypeAlias = AsyncDatabase | SqliteDatabase
 
 
 def _limit_sessions(engine: Engine, patience_s: float) -> None:
-    """Set `session_limits` on each new connection of an engine."""
-    sql = session_limits(engine.dialect.name, patience_s)
+    """Set `session_limits`, and the isolation of writers, on each new connection of an engine."""
+    statements = [session_limits(engine.dialect.name, patience_s)]
     execute = "execute" if engine.dialect.name == "postgresql" else "query"
+    if engine.dialect.name != "postgresql":
+        # By default, MySQL shows a writer the moment of its first statement, even after the writer has taken a lock.
+        statements.append("SET SESSION TRANSACTION ISOLATION LEVEL READ COMMITTED")
 
     @event.listens_for(engine, "connect")
     def _limit(connection: Any, _record: Any) -> None:
         # By the driver, because SQLAlchemy's adapter would begin a transaction. The limits are not parameters of the
         # connection, because poolers such as PgBouncer refuse these.
-        connection.run_async(lambda driver: getattr(driver, execute)(sql))
+        for sql in statements:
+            connection.run_async(lambda driver, sql=sql: getattr(driver, execute)(sql))
 
 
 def open_database(

@@ -55,6 +55,7 @@ _BROKEN_OFF = {
     "40P01",  # deadlock
     "55P03",  # lock not available: within lock_timeout
     "57014",  # query canceled: by statement_timeout
+    1020,  # the row has changed since the transaction's snapshot: MariaDB's innodb_snapshot_isolation
     1053,  # shutting down
     1205,  # lock wait timeout
     1213,  # deadlock

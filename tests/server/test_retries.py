@@ -33,6 +33,7 @@ def longest_waits(monkeypatch: pytest.MonkeyPatch) -> None:
         (DatabaseUnavailableError("nothing can be kept", fault="the disk of its database is full"), None),
         (broken_off(sqlstate="40P01"), Failure.BROKEN_OFF),
         (broken_off(1205, "Lock wait timeout exceeded"), Failure.BROKEN_OFF),
+        (broken_off(1020, "Record has changed since last read"), Failure.BROKEN_OFF),
         (broken_off("database is locked"), Failure.BROKEN_OFF),
         (broken_off("no such column"), None),
         (UnknownJobError("job"), None),

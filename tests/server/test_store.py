@@ -34,6 +34,7 @@ from bso_server.storage.sqlite import SqliteDatabase
 from bso_server.storage.store import Store
 from bso_server.storage.tables import metadata
 from bso_server.storage.transaction import Transaction
+from tests.support.databases import MYSQL, POSTGRESQL
 from tests.support.jobs import job
 from tests.support.service import in_store, open_store, trial_id
 from zeus_plugins.protocol import OWN_POLICIES, ZEUS, CreatedJob, Origin, TrainingResult, TrialId, TrialState
@@ -413,3 +414,27 @@ def test_unusable_url_is_refused_with_a_correction(url: str, words: str) -> None
     with pytest.raises(ValueError, match=re.escape(words)) as refused:
         open_database(url)
     assert "s3cret" not in str(refused.value)
+
+
+@pytest.mark.parametrize("database_url", [POSTGRESQL, MYSQL], indirect=True, scope="module")
+async def test_writer_sees_what_was_committed_before_it_took_the_lock(database_url: str) -> None:
+    """A writer may first look for a job without a lock; MySQL's default isolation would freeze that moment."""
+
+    def add_trial() -> None:
+        async def write() -> None:
+            async with open_store(database_url) as store:
+                await store.write(Transaction.insert_trials, [begun("seen", 1, NOW)])
+
+        asyncio.run(write())
+
+    def work(transaction: Transaction) -> list[TrialRecord]:
+        assert transaction.job("seen") is not None
+        with ThreadPoolExecutor(1) as other:
+            other.submit(add_trial).result()
+        assert transaction.locked_job("seen") is not None
+        return transaction.all_trials("seen")
+
+    async with open_store(database_url) as store:
+        await store.write(Transaction.insert_job, registration("seen"), NOW)
+        (found,) = await store.write(work)
+    assert found.trial_number == 1
