@@ -428,7 +428,7 @@ class Store:
                     except Exception as error:
                         failure = failure_of(error)
                         if failure is None:
-                            if not isinstance(error, BsoError):
+                            if not isinstance(error, BsoError) and patience_s is None:
                                 # Perhaps another version has changed the schema.
                                 with suppress(DatabaseUnavailableError):
                                     self._refuse_request(await self.current_revision())
@@ -500,15 +500,21 @@ class Store:
         """Upgrade the database to this version's schema; before that, copy a SQLite file that has an older schema.
 
         Raises:
-            DatabaseNotReadyError: A newer version has written the schema.
+            DatabaseNotReadyError: A newer version has written the schema, or the database refuses to change it.
         """
         found = await self.current_revision()
         migrations.refuse_newer(found, self.description)
         if self.is_sqlite and found not in (None, migrations.HEAD):
             await asyncio.to_thread(back_up_old_schema, Path(self._database.url.database or ""))
-        await self._transact(
-            lambda transaction: migrations.upgrade(transaction.connection), patience_s=MIGRATION_PATIENCE_S
-        )
+        try:
+            await self._transact(
+                lambda transaction: migrations.upgrade(transaction.connection), patience_s=MIGRATION_PATIENCE_S
+            )
+        except DBAPIError as error:
+            raise DatabaseNotReadyError(
+                f"the database {self.description} could not be brought to schema {migrations.HEAD}: "
+                f"{NoConnectionError(error)}. Its user needs the rights to create, change and drop tables there"
+            ) from error
 
     def migration_sql(self) -> str:
         """Return the SQL that makes this version's schema in an empty database of this kind."""

@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import json
 import re
+import secrets
 import sqlite3
 import sys
 import time
@@ -32,7 +33,7 @@ from bso_server.storage.database import open_database
 from bso_server.storage.sqlite import network_filesystem
 from bso_server.storage.store import Store
 from tests.support import warm
-from tests.support.databases import MYSQL, POSTGRESQL, SQLITE_DRIVERS, empty_database
+from tests.support.databases import MYSQL, POSTGRESQL, SQLITE_DRIVERS, administer, empty_database
 from tests.support.exports import export_over
 from tests.support.jobs import job
 from tests.support.servers import (
@@ -322,6 +323,36 @@ def test_user_refused_by_the_database_gets_a_single_error_line(database_url: str
     assert "user and password" in line
     assert "zeus_nobody:***@" in line
     assert "quiet" not in line
+
+
+@pytest.mark.parametrize(
+    ("database_url", "make_user", "drop_user", "reason"),
+    [
+        pytest.param(
+            "postgresql", "CREATE ROLE {} LOGIN", "DROP ROLE {}", "permission denied", marks=pytest.mark.postgresql
+        ),
+        pytest.param("mysql", "CREATE USER {}", "DROP USER {}", "denied", marks=pytest.mark.mysql),
+    ],
+    indirect=["database_url"],
+)
+def test_upgrade_without_rights_says_what_the_database_refused(
+    database_url: str, make_user: str, drop_user: str, reason: str
+) -> None:
+    name = f"zeus_{secrets.token_hex(4)}"
+    url = make_url(database_url)
+    administer(database_url, make_user.format(name))
+    try:
+        if database_url.startswith("mysql"):
+            administer(database_url, f"GRANT SELECT, INSERT, UPDATE, DELETE ON {url.database}.* TO {name}")
+        user_url = url.set(username=name).render_as_string(hide_password=False)
+        for command in (["db", "upgrade"], ["serve", "--migrate", "--port", str(free_port())]):
+            answer = bso_server(*command, "--database-url", user_url)
+            assert answer.returncode == 1
+            line = answer.stderr.splitlines()[-1]  # after the line of the log that the upgrade begins
+            assert reason in line
+            assert "needs the rights to create" in line
+    finally:
+        administer(database_url, drop_user.format(name))
 
 
 @pytest.mark.parametrize("driver", SQLITE_DRIVERS)
