@@ -239,7 +239,8 @@ def test_database_of_a_newer_version_is_left_unchanged(newer_url: str) -> None:
 OTHER_GETS = {
     *("/health/live", "/version", "/", "/ui/static/{name}", "/ui/health", "/ui/health.json", "/ui/login", "/metrics"),
     *("/schema", "/schema/{path}", "/schema/openapi.json", "/jobs/batch_size"),
-    *("/ui/jobs/{name}/whatif", "/ui/jobs/{name}/whatif.json"),
+    # Removed pages, which name what replaces them.
+    *("/ui/jobs/{name}/whatif", "/ui/jobs/{name}/whatif.json", "/api/jobs/{job_id}/arms", "/api/jobs/{job_id}/events"),
 }
 
 
