@@ -5,11 +5,13 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import ssl
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import httpx._transports.default
 import hypothesis
@@ -32,10 +34,19 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # Networks and matrices of this size gain nothing from several threads, which compete with other tests.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# The tests' servers have no TLS; without this, each of httpx's clients reads the system's certificates, for 30 ms.
-httpx._transports.default.create_ssl_context = cache(  # type: ignore[attr-defined]  # where its transports look it up
-    httpx.create_ssl_context
-)
+_contexts: dict[tuple[object, ...], ssl.SSLContext] = {}
+
+
+def _ssl_context(*args: Any, **kwargs: Any) -> ssl.SSLContext:
+    """Make each context once per certificates: otherwise each of httpx's clients reads them again, for 30 ms."""
+    key = (args, tuple(sorted(kwargs.items())), os.environ.get("SSL_CERT_FILE"), os.environ.get("SSL_CERT_DIR"))
+    if key not in _contexts:
+        _contexts[key] = _create_ssl_context(*args, **kwargs)
+    return _contexts[key]
+
+
+_create_ssl_context = httpx.create_ssl_context
+httpx._transports.default.create_ssl_context = _ssl_context  # type: ignore[attr-defined]  # where its transports look
 
 # A shell lets its background jobs ignore Ctrl-C, and child processes inherit ignored signals.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
