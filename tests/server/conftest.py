@@ -11,10 +11,11 @@ import httpx
 import pytest
 from sqlalchemy.engine import make_url
 
+from bso_server.storage.store import Store
 from tests.support.databases import SQLITE_DRIVERS
 from tests.support.input_scene import Scene, register
 from tests.support.servers import ServerProcess
-from tests.support.service import JobService, job_service
+from tests.support.service import JobService, new_job, open_store
 from tests.support.wire import begin
 
 
@@ -49,11 +50,17 @@ def scene(any_server: ServerProcess) -> Iterator[Scene]:
         yield Scene(http, running, reported, ended, final, verdict, other_job, file)
 
 
+@pytest.fixture(scope="module")
+async def store(database_url: str) -> AsyncIterator[Store]:
+    """A migrated store on each kind of database in turn, shared by the tests of a module, which use separate jobs."""
+    async with open_store(database_url) as store:
+        yield store
+
+
 @pytest.fixture
-async def bso(database_url: str) -> AsyncIterator[JobService]:
+async def bso(store: Store) -> JobService:
     """The service with one job, on each kind of database."""
-    async with job_service(database_url) as service:
-        yield service
+    return await new_job(store)
 
 
 @pytest.fixture

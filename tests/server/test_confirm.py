@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-
 import pytest
 
 from bso_server.errors import JobConflictError
 from bso_server.service.exports import export
-from tests.support.service import JobService, job_service
+from bso_server.storage.store import Store
+from tests.support.service import JobService, new_job
 from zeus_plugins.protocol import JobSpecFromClient, StopRule, TrialState
 
 
 @pytest.fixture
-async def twice(database_url: str) -> AsyncIterator[JobService]:
-    async with job_service(database_url, confirm=2, target_metric=0.9) as service:
-        yield service
+async def twice(store: Store) -> JobService:
+    return await new_job(store, confirm=2, target_metric=0.9)
 
 
 async def test_count_of_confirmations_is_stored_and_exported(twice: JobService) -> None:

@@ -16,7 +16,8 @@ from bso_server.errors import DatabaseUnavailableError
 from bso_server.service import commands
 from bso_server.service.decisions import TRIES, Basis, Decided, decide, turn
 from bso_server.service.health import differences
-from tests.support.service import HOUR_S, JobService, job_service
+from bso_server.storage.store import Store
+from tests.support.service import HOUR_S, JobService, new_job
 from zeus_plugins.protocol import GP_VOI, OWN_POLICIES, ZEUS, CreatedJob, Origin, TrialState
 
 pytestmark = pytest.mark.storage
@@ -60,17 +61,17 @@ def interruptions(monkeypatch: pytest.MonkeyPatch) -> Interruptions:
 
 @pytest.mark.parametrize("policy", OWN_POLICIES)
 async def test_end_of_a_trial_during_a_decision_causes_a_new_decision(
-    database_url: str, interruptions: Interruptions, policy: str
+    store: Store, interruptions: Interruptions, policy: str
 ) -> None:
-    async with job_service(database_url, policy=policy) as server:
-        first = await server.suggest()
-        trial = await interruptions.during(server, lambda: server.reach(first))
-        assert [history.recurrences for history in interruptions.seen] == [0, 1]
-        # Without the end, both policies would have chosen the default again.
-        assert first.batch_size == 16
-        assert trial.batch_size != 16
-        assert (await server.show()).trial_count == 2
-        assert await server.store.read(differences, server.job_id) == []
+    server = await new_job(store, policy=policy)
+    first = await server.suggest()
+    trial = await interruptions.during(server, lambda: server.reach(first))
+    assert [history.recurrences for history in interruptions.seen] == [0, 1]
+    # Without the end, both policies would have chosen the default again.
+    assert first.batch_size == 16
+    assert trial.batch_size != 16
+    assert (await server.show()).trial_count == 2
+    assert await server.store.read(differences, server.job_id) == []
 
 
 async def test_trial_started_by_another_process_causes_a_new_decision(
@@ -84,30 +85,30 @@ async def test_trial_started_by_another_process_causes_a_new_decision(
 
 @pytest.mark.parametrize("policy", OWN_POLICIES)
 async def test_trial_discarded_during_a_decision_is_not_used(
-    database_url: str, interruptions: Interruptions, policy: str
+    store: Store, interruptions: Interruptions, policy: str
 ) -> None:
     """The trial is not the cheapest, and its end was counted long before."""
-    async with job_service(database_url, policy=policy) as server:
-        trials = []
-        for cost_j in (100.0, 150.0, 160.0):
-            trials.append(await server.suggest())
-            await server.reach(trials[-1], cost_j)
-        await server.discard(trials[2])
-        await interruptions.during(server, lambda: server.discard(trials[1]))
-        assert [history.recurrences for history in interruptions.seen] == [2, 1]
-        assert await server.store.read(differences, server.job_id) == []
+    server = await new_job(store, policy=policy)
+    trials = []
+    for cost_j in (100.0, 150.0, 160.0):
+        trials.append(await server.suggest())
+        await server.reach(trials[-1], cost_j)
+    await server.discard(trials[2])
+    await interruptions.during(server, lambda: server.discard(trials[1]))
+    assert [history.recurrences for history in interruptions.seen] == [2, 1]
+    assert await server.store.read(differences, server.job_id) == []
 
 
 @pytest.mark.parametrize("policy", OWN_POLICIES)
 async def test_revision_during_a_decision_causes_a_new_decision(
-    database_url: str, interruptions: Interruptions, policy: str
+    store: Store, interruptions: Interruptions, policy: str
 ) -> None:
-    async with job_service(database_url, policy=policy) as server:
-        other = {"batch_sizes": (8, 64), "default_batch_size": 64, "revise": True}
-        trial = await interruptions.during(server, lambda: server.service.register(server.job.model_copy(update=other)))
-        assert [history.job.batch_sizes for history in interruptions.seen] == [(8, 16, 32), (8, 64)]
-        assert trial.batch_size == 64
-        assert await server.store.read(differences, server.job_id) == []
+    server = await new_job(store, policy=policy)
+    other = {"batch_sizes": (8, 64), "default_batch_size": 64, "revise": True}
+    trial = await interruptions.during(server, lambda: server.service.register(server.job.model_copy(update=other)))
+    assert [history.job.batch_sizes for history in interruptions.seen] == [(8, 16, 32), (8, 64)]
+    assert trial.batch_size == 64
+    assert await server.store.read(differences, server.job_id) == []
 
 
 async def test_constantly_changing_job_is_decided_under_the_lock(bso: JobService, interruptions: Interruptions) -> None:
@@ -163,25 +164,23 @@ async def test_concurrent_requests_with_equal_keys_start_a_single_trial(bso: Job
     assert [trial.trial_number for trial in found] == [1] * 8
 
 
-async def test_random_draws_continue_from_the_last_saved_decision(
-    database_url: str, interruptions: Interruptions
-) -> None:
+async def test_random_draws_continue_from_the_last_saved_decision(store: Store, interruptions: Interruptions) -> None:
     """A job with repeatedly outdated decisions decides like its undisturbed twin."""
     fields = {"policy": ZEUS, "mab_seed": 3, "mab_num_explorations": 1, "batch_sizes": [8, 16, 32, 64]}
     chosen = []
     for disturbed in (False, True):
-        async with job_service(database_url, **fields) as server:
+        server = await new_job(store, **fields)
 
-            async def shared(server: JobService = server) -> None:
-                is_shared = (await server.show()).shared
-                await server.service.transact(server.service.commands.share, server.job_id, shared=not is_shared)
+        async def shared(server: JobService = server) -> None:
+            is_shared = (await server.show()).shared
+            await server.service.transact(server.service.commands.share, server.job_id, shared=not is_shared)
 
-            trials = []
-            for number in range(24):
-                trials.append(await interruptions.during(server, *([shared, shared] if disturbed else [])))
-                assert len(interruptions.seen) == 1 + 2 * disturbed
-                await server.reach(trials[-1], cost_j=500.0 + 40 * (number * 7 % 11))
-            chosen.append([(trial.batch_size, trial.origin) for trial in trials])
+        trials = []
+        for number in range(24):
+            trials.append(await interruptions.during(server, *([shared, shared] if disturbed else [])))
+            assert len(interruptions.seen) == 1 + 2 * disturbed
+            await server.reach(trials[-1], cost_j=500.0 + 40 * (number * 7 % 11))
+        chosen.append([(trial.batch_size, trial.origin) for trial in trials])
     assert chosen[0] == chosen[1]
     drawn = [size for size, origin in chosen[0] if origin is Origin.BANDIT]
     assert len(set(drawn)) > 1
@@ -220,39 +219,39 @@ async def ask_others(server: JobService) -> None:
     assert (await server.report(trial, cost_j=500, epoch=5, metric=0.95)).converged
 
 
-async def test_slow_decision_does_not_delay_a_second_job(database_url: str, slow: SlowPolicy) -> None:
-    async with job_service(database_url, policy="slow") as server:
-        asked = [asyncio.create_task(server.suggest()) for _ in range(8)]
-        assert await asyncio.to_thread(slow.begun.wait, PATIENCE_S)
-        await ask_others(server)
-        assert [each.done() for each in asked] == [False] * 8
-        slow.may_end.set()
-        assert sorted([(await each).trial_number for each in asked]) == list(range(1, 9))
+async def test_slow_decision_does_not_delay_a_second_job(store: Store, slow: SlowPolicy) -> None:
+    server = await new_job(store, policy="slow")
+    asked = [asyncio.create_task(server.suggest()) for _ in range(8)]
+    assert await asyncio.to_thread(slow.begun.wait, PATIENCE_S)
+    await ask_others(server)
+    assert [each.done() for each in asked] == [False] * 8
+    slow.may_end.set()
+    assert sorted([(await each).trial_number for each in asked]) == list(range(1, 9))
 
 
-async def test_slow_decision_does_not_block_trials_of_the_same_job(database_url: str, slow: SlowPolicy) -> None:
+async def test_slow_decision_does_not_block_trials_of_the_same_job(store: Store, slow: SlowPolicy) -> None:
     """Trials report, send heartbeats and end during the decision."""
-    async with job_service(database_url, policy="slow") as server:
-        trial = await server.offline(8, "offline")
-        asked = asyncio.create_task(server.suggest())
-        assert await asyncio.to_thread(slow.begun.wait, PATIENCE_S)
-        await server.report(trial, cost_j=100, epoch=1)
-        await server.beat(trial)
-        await server.end(trial)
-        assert not asked.done()
-        slow.may_end.set()
-        assert (await asked).trial_number == 2
-        assert await server.store.read(differences, server.job_id) == []
+    server = await new_job(store, policy="slow")
+    trial = await server.offline(8, "offline")
+    asked = asyncio.create_task(server.suggest())
+    assert await asyncio.to_thread(slow.begun.wait, PATIENCE_S)
+    await server.report(trial, cost_j=100, epoch=1)
+    await server.beat(trial)
+    await server.end(trial)
+    assert not asked.done()
+    slow.may_end.set()
+    assert (await asked).trial_number == 2
+    assert await server.store.read(differences, server.job_id) == []
 
 
-async def test_slow_explanation_does_not_delay_a_second_job(database_url: str, slow: SlowPolicy) -> None:
-    async with job_service(database_url, policy="slow") as server:
-        asked = asyncio.create_task(server.service.explain_next(server.job_id))
-        assert await asyncio.to_thread(slow.begun.wait, PATIENCE_S)
-        await ask_others(server)
-        assert not asked.done()
-        slow.may_end.set()
-        assert (await asked).batch_size == 16
+async def test_slow_explanation_does_not_delay_a_second_job(store: Store, slow: SlowPolicy) -> None:
+    server = await new_job(store, policy="slow")
+    asked = asyncio.create_task(server.service.explain_next(server.job_id))
+    assert await asyncio.to_thread(slow.begun.wait, PATIENCE_S)
+    await ask_others(server)
+    assert not asked.done()
+    slow.may_end.set()
+    assert (await asked).batch_size == 16
 
 
 async def test_decision_queued_behind_slow_decisions_is_refused_at_the_deadline() -> None:

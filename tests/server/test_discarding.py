@@ -6,7 +6,8 @@ import pytest
 
 from bso_server.errors import IllegalTransitionError, UnknownTrialError
 from bso_server.service.health import differences
-from tests.support.service import JobService, job_service
+from bso_server.storage.store import Store
+from tests.support.service import JobService, new_job
 from zeus_plugins.protocol import GP_VOI, OWN_POLICIES, EndReason, TrialState
 
 
@@ -34,21 +35,21 @@ async def test_impossible_cost_is_stored_but_not_counted(bso: JobService, metric
 
 
 @pytest.mark.parametrize("policy", OWN_POLICIES)
-async def test_discarded_trial_no_longer_counts(database_url: str, policy: str) -> None:
-    async with job_service(database_url, policy=policy) as server:
-        wrong = await server.suggest()
-        with pytest.raises(IllegalTransitionError, match="trial 1 is running"):
-            await server.discard(wrong)
-        await server.reach(wrong, 0.01)
-        later = await server.suggest()
-        await server.report(later, cost_j=500.0, metric=0.95, epoch=5)
-        await server.suggest()
+async def test_discarded_trial_no_longer_counts(store: Store, policy: str) -> None:
+    server = await new_job(store, policy=policy)
+    wrong = await server.suggest()
+    with pytest.raises(IllegalTransitionError, match="trial 1 is running"):
         await server.discard(wrong)
-        before = await server.show()
-        assert (await server.discard(wrong)).end_reason is EndReason.DISCARDED  # repeated
-        assert await server.show() == before
-        # Under policy zeus the later trial was too expensive.
-        assert before.min_cost_j == (500.0 if policy == GP_VOI else None)
-        assert await server.store.read(differences, server.job_id) == []
-        with pytest.raises(UnknownTrialError):
-            await server.service.transact(server.service.commands.discard, server.job_id, 99)
+    await server.reach(wrong, 0.01)
+    later = await server.suggest()
+    await server.report(later, cost_j=500.0, metric=0.95, epoch=5)
+    await server.suggest()
+    await server.discard(wrong)
+    before = await server.show()
+    assert (await server.discard(wrong)).end_reason is EndReason.DISCARDED  # repeated
+    assert await server.show() == before
+    # Under policy zeus the later trial was too expensive.
+    assert before.min_cost_j == (500.0 if policy == GP_VOI else None)
+    assert await server.store.read(differences, server.job_id) == []
+    with pytest.raises(UnknownTrialError):
+        await server.service.transact(server.service.commands.discard, server.job_id, 99)

@@ -23,12 +23,13 @@ from bso_server.service.health import differences
 from bso_server.service.loading import known_job
 from bso_server.service.tokens import Tokens
 from bso_server.storage.rows import StoredEpoch
+from bso_server.storage.store import Store
 from bso_server.storage.transaction import Transaction
 from tests.support.exports import Lines, encoded, export_over, exported, import_over, pieces_of, renamed
 from tests.support.jobs import JOB, THREE_SIZES, job
 from tests.support.power_limit_bench import found_out
 from tests.support.properties import any_job, examples
-from tests.support.service import HOUR_S, JobService, job_service, live, remembered
+from tests.support.service import HOUR_S, JobService, live, new_job, remembered
 from tests.support.wire import assert_refused, begin, reached, report
 from zeus_plugins.protocol import (
     CreatedJob,
@@ -289,21 +290,21 @@ def assert_caches_equal_a_replay(transaction: Transaction, job_id: str) -> None:
 @any_job(20)
 @pytest.mark.usefixtures("quiet_logs")
 async def test_caches_of_any_history_equal_a_replay_and_its_copy_decides_alike(
-    database_url: str, seed: int, fields: dict[str, Any]
+    store: Store, seed: int, fields: dict[str, Any]
 ) -> None:
-    async with job_service(database_url, **fields) as server:
-        await live(server, random.Random(seed), steps=60)  # noqa: S311 - no secret
-        await server.store.read(assert_caches_equal_a_replay, server.job_id)
-        copy = await imported(server)
-        one, other = await server.history(), await copy.history()
-        for name in ("arms", "cheapest", "bandit_entered_at", "survivors"):
-            assert getattr(one, name) == getattr(other, name), name
-        for name in ("explorations", "in_flight"):
-            assert without_ids(getattr(one, name)) == without_ids(getattr(other, name)), name
-        for _ in range(5):
-            assert await outcome(server.suggest()) == await outcome(copy.suggest())
-            for each in (server, copy):
-                each.wait(HOUR_S + 1)
+    server = await new_job(store, **fields)
+    await live(server, random.Random(seed), steps=60)  # noqa: S311 - no secret
+    await server.store.read(assert_caches_equal_a_replay, server.job_id)
+    copy = await imported(server)
+    one, other = await server.history(), await copy.history()
+    for name in ("arms", "cheapest", "bandit_entered_at", "survivors"):
+        assert getattr(one, name) == getattr(other, name), name
+    for name in ("explorations", "in_flight"):
+        assert without_ids(getattr(one, name)) == without_ids(getattr(other, name)), name
+    for _ in range(5):
+        assert await outcome(server.suggest()) == await outcome(copy.suggest())
+        for each in (server, copy):
+            each.wait(HOUR_S + 1)
 
 
 async def test_abandoned_trial_returns_in_the_copy(bso: JobService) -> None:

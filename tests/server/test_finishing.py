@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-
 import pytest
 
 from bso_server.errors import InvalidReportError, UnknownTrialError
@@ -11,7 +9,8 @@ from bso_server.service.health import differences
 from bso_server.service.pages import Pages
 from bso_server.service.views import Tariff
 from bso_server.storage.queries import completed_runs
-from tests.support.service import JobService, job_service
+from bso_server.storage.store import Store
+from tests.support.service import JobService, new_job
 from zeus_plugins.protocol import (
     GP_VOI,
     ZEUS,
@@ -25,9 +24,8 @@ from zeus_plugins.protocol import (
 
 
 @pytest.fixture(params=[GP_VOI, ZEUS])
-async def bso(database_url: str, request: pytest.FixtureRequest) -> AsyncIterator[JobService]:
-    async with job_service(database_url, policy=request.param, mab_seed=1, eta_knob=1.0) as service:
-        yield service
+async def bso(store: Store, request: pytest.FixtureRequest) -> JobService:
+    return await new_job(store, policy=request.param, mab_seed=1, eta_knob=1.0)
 
 
 async def finish(bso: JobService, missed: int, size: int = 16, key: str = "finish") -> TrialDispatch:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import AsyncIterator
 
 import pytest
 
@@ -15,7 +14,7 @@ from bso_server.service.views import FleetJob, FleetPage, Tariff
 from bso_server.storage.store import Store
 from bso_server.ui import fleet
 from tests.support.exports import exported, pieces_of, renamed
-from tests.support.service import HOUR_S, JobService, job_service, result
+from tests.support.service import HOUR_S, JobService, new_job, result
 from zeus_plugins.protocol import GP_VOI, CreatedJob, SavingsWord, TrialDispatch
 
 COSTS_J = {8: 900.0, 16: 400.0, 32: 240.0}
@@ -24,9 +23,8 @@ TAGS = {"team": "ads"}
 
 
 @pytest.fixture
-async def bso(database_url: str) -> AsyncIterator[JobService]:
-    async with job_service(database_url, policy=GP_VOI, mab_seed=1, eta_knob=1.0, tags=TAGS) as service:
-        yield service
+async def bso(store: Store) -> JobService:
+    return await new_job(store, policy=GP_VOI, mab_seed=1, eta_knob=1.0, tags=TAGS)
 
 
 async def run(server: JobService, scale: float = 1.0) -> TrialDispatch:
@@ -97,19 +95,19 @@ async def test_nothing_counts_as_saved_before_the_verdict_is_shown(bso: JobServi
     assert (line.cost_saved_j, line.energy_saved_j, line.time_saved_s, line.advice) == (None, None, None, None)
 
 
-async def test_job_whose_default_is_best_is_advised_to_train_at_it_alone(database_url: str) -> None:
-    async with job_service(database_url, policy=GP_VOI, mab_seed=1, eta_knob=1.0, default_batch_size=32) as server:
-        for _ in range(14):
-            await run(server, 1000.0)
-        line = await job_in(server, "90d")
-        command = f"bso-server jobs revise {server.job_id} --batch-sizes 32"
-        assert line.advice == (
-            f"the default, 32, is the best batch size: train at 32 alone ({command}), or offer other sizes"
-        )
-        # The policy accepts what is advised.
-        known = (await server.show()).job
-        asked = CreatedJob.model_validate({**known.model_dump(), "batch_sizes": [32], "revise": True})
-        assert (await server.service.register(asked))[0].batch_sizes == (32,)
+async def test_job_whose_default_is_best_is_advised_to_train_at_it_alone(store: Store) -> None:
+    server = await new_job(store, policy=GP_VOI, mab_seed=1, eta_knob=1.0, default_batch_size=32)
+    for _ in range(14):
+        await run(server, 1000.0)
+    line = await job_in(server, "90d")
+    command = f"bso-server jobs revise {server.job_id} --batch-sizes 32"
+    assert line.advice == (
+        f"the default, 32, is the best batch size: train at 32 alone ({command}), or offer other sizes"
+    )
+    # The policy accepts what is advised.
+    known = (await server.show()).job
+    asked = CreatedJob.model_validate({**known.model_dump(), "batch_sizes": [32], "revise": True})
+    assert (await server.service.register(asked))[0].batch_sizes == (32,)
 
 
 async def test_job_whose_sizes_hardly_differ_is_advised_to_train_at_the_default_alone(bso: JobService) -> None:
@@ -131,27 +129,27 @@ async def test_report_may_take_longer_than_a_request(bso: JobService) -> None:
     assert bso.job_id in {each.key for each in page.costliest}
 
 
-async def test_stuck_job_is_listed_with_advice(database_url: str) -> None:
-    async with job_service(database_url, policy=GP_VOI, mab_seed=1, batch_sizes=[16, 32]) as server:
-        for _ in range(6):
-            server.wait(HOUR_S)
-            await server.report(await server.suggest(), cost_j=1e6, epoch=10)
-        stuck = (await server.show()).stuck
-        assert stuck is not None
-        assert {each.key: each.stuck for each in (await report_of(server, "6h")).stuck}[server.job_id] == stuck
+async def test_stuck_job_is_listed_with_advice(store: Store) -> None:
+    server = await new_job(store, policy=GP_VOI, mab_seed=1, batch_sizes=[16, 32])
+    for _ in range(6):
+        server.wait(HOUR_S)
+        await server.report(await server.suggest(), cost_j=1e6, epoch=10)
+    stuck = (await server.show()).stuck
+    assert stuck is not None
+    assert {each.key: each.stuck for each in (await report_of(server, "6h")).stuck}[server.job_id] == stuck
 
 
-async def test_estimated_energy_is_marked(database_url: str) -> None:
-    async with job_service(database_url) as server:
-        server.wait(2e9)  # Long after the jobs of other tests.
-        for source, mark in (("estimate: 65 W stated", "estimated"), ("nvml", "partly estimated")):
-            report = result(await server.suggest(), cost_j=500.0, metric=0.95, epoch=5, energy_source=source)
-            await server.service.reports.record_report(report)
-            page = await report_of(server, "1h")
-            assert page.total.estimated_j == 500.0
-            used = f"1 job used {page.total.runs * 500:g} J ({mark})".replace("1000 J", "1 kJ")
-            said = fleet.headline(page).text.replace("\N{NO-BREAK SPACE}", " ")
-            assert said == f"In the last 1 hour, {used}; none is shown to save, 1 is not shown yet."
+async def test_estimated_energy_is_marked(store: Store) -> None:
+    server = await new_job(store)
+    server.wait(2e9)  # Long after the jobs of other tests.
+    for source, mark in (("estimate: 65 W stated", "estimated"), ("nvml", "partly estimated")):
+        report = result(await server.suggest(), cost_j=500.0, metric=0.95, epoch=5, energy_source=source)
+        await server.service.reports.record_report(report)
+        page = await report_of(server, "1h")
+        assert page.total.estimated_j == 500.0
+        used = f"1 job used {page.total.runs * 500:g} J ({mark})".replace("1000 J", "1 kJ")
+        said = fleet.headline(page).text.replace("\N{NO-BREAK SPACE}", " ")
+        assert said == f"In the last 1 hour, {used}; none is shown to save, 1 is not shown yet."
 
 
 async def test_tags_group_jobs_and_travel_with_exports(bso: JobService) -> None:

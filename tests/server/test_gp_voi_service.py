@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 
 import pytest
 from sqlalchemy import select
 
 from bso_server.cli.jobs import job_text
 from bso_server.service.health import differences
+from bso_server.storage.store import Store
 from bso_server.storage.tables import policy_memories
 from bso_server.storage.transaction import Transaction
-from tests.support.service import HOUR_S, JobService, job_service, trial_id
+from tests.support.service import HOUR_S, JobService, new_job, trial_id
 from zeus_plugins.protocol import GP_VOI, EndReason, Origin, Stage, StopRule, TrialDispatch, TrialEnd, TrialState
 
 
 @pytest.fixture
-async def bso(database_url: str) -> AsyncIterator[JobService]:
+async def bso(store: Store) -> JobService:
     """A job with sizes 8, 16 and 32, default 16, η = 0.5, 100 W and at most 10 epochs."""
-    async with job_service(database_url, policy=GP_VOI, controls="off") as service:
-        yield service
+    return await new_job(store, policy=GP_VOI, controls="off")
 
 
 async def ran(server: JobService, trial: TrialDispatch, needed: int, epoch_j: float) -> EndReason | None:
@@ -75,23 +74,21 @@ async def test_job_is_stuck_after_every_size_missed_the_target_until_a_success(b
 
 
 async def test_equal_crashes_of_neighbours_exclude_larger_sizes_in_the_database(
-    database_url: str,
+    store: Store,
 ) -> None:
-    async with job_service(
-        database_url, policy=GP_VOI, batch_sizes=(8, 16, 32, 64), default_batch_size=8, controls="off"
-    ) as bso:
-        while len((await bso.show()).trials) < 8:
-            trial = await bso.suggest()
-            if trial.batch_size == 8:
-                await bso.reach(trial)
-                continue
-            end = TrialEnd(**trial_id(trial).model_dump(), detail=f"RuntimeError: shape [{trial.batch_size}]")
-            await bso.service.transact(bso.service.commands.end_trial, end)
-        view = await bso.show()
-        assert {arm.batch_size for arm in view.arms if arm.infeasible is EndReason.CRASHED_ALIKE} >= {64}
-        assert {arm.batch_size for arm in view.arms if arm.infeasible is None} == {8}
-        assert sum(trial.batch_size > 8 for trial in view.trials) <= 3
-        assert await bso.store.read(differences, bso.job_id) == []
+    bso = await new_job(store, policy=GP_VOI, batch_sizes=(8, 16, 32, 64), default_batch_size=8, controls="off")
+    while len((await bso.show()).trials) < 8:
+        trial = await bso.suggest()
+        if trial.batch_size == 8:
+            await bso.reach(trial)
+            continue
+        end = TrialEnd(**trial_id(trial).model_dump(), detail=f"RuntimeError: shape [{trial.batch_size}]")
+        await bso.service.transact(bso.service.commands.end_trial, end)
+    view = await bso.show()
+    assert {arm.batch_size for arm in view.arms if arm.infeasible is EndReason.CRASHED_ALIKE} >= {64}
+    assert {arm.batch_size for arm in view.arms if arm.infeasible is None} == {8}
+    assert sum(trial.batch_size > 8 for trial in view.trials) <= 3
+    assert await bso.store.read(differences, bso.job_id) == []
 
 
 async def test_stop_rule_is_sent_as_soon_as_known(bso: JobService) -> None:

@@ -14,7 +14,8 @@ from bso_server.errors import JobConflictError
 from bso_server.service.exports import export
 from bso_server.service.loading import known_job
 from bso_server.service.reports import ReportBatch
-from tests.support.service import HOUR_S, JobService, job_service, result, trial_id
+from bso_server.storage.store import Store
+from tests.support.service import HOUR_S, JobService, new_job, result, trial_id
 from zeus_plugins.protocol import (
     GP_VOI,
     CreatedJob,
@@ -32,11 +33,8 @@ LEARNED = 0.91  # the worst of the best values, reached after 4, 3 and 2 epochs 
 
 
 @pytest.fixture
-async def unset(database_url: str) -> AsyncIterator[JobService]:
-    async with job_service(
-        database_url, target_metric=None, max_epochs=5, default_batch_size=16, policy=GP_VOI
-    ) as service:
-        yield service
+async def unset(store: Store) -> JobService:
+    return await new_job(store, target_metric=None, max_epochs=5, default_batch_size=16, policy=GP_VOI)
 
 
 async def train(bso: JobService, trial: TrialId, metrics: tuple[float, ...], first: int = 1) -> None:
@@ -135,14 +133,14 @@ async def test_suspended_or_abandoned_trial_is_completed_where_the_target_was_re
     assert (await unset.report(early, cost_j=35.0, metric=0.94, epoch=2)).converged
 
 
-async def test_evaluations_before_the_target_was_set_count_as_confirmation(database_url: str) -> None:
-    async with job_service(database_url, target_metric=None, max_epochs=5, confirm=2, policy=GP_VOI) as bso:
-        trial = await bso.suggest()
-        await train(bso, trial, (0.5, 0.97))
-        await registered(bso, 0.95)
-        answer = await bso.report(trial, cost_j=30.0, metric=0.96, epoch=3)
-        assert answer.converged
-        assert [(each.state, each.epochs) for each in (await bso.show()).trials] == [(TrialState.COMPLETED, 3)]
+async def test_evaluations_before_the_target_was_set_count_as_confirmation(store: Store) -> None:
+    bso = await new_job(store, target_metric=None, max_epochs=5, confirm=2, policy=GP_VOI)
+    trial = await bso.suggest()
+    await train(bso, trial, (0.5, 0.97))
+    await registered(bso, 0.95)
+    answer = await bso.report(trial, cost_j=30.0, metric=0.96, epoch=3)
+    assert answer.converged
+    assert [(each.state, each.epochs) for each in (await bso.show()).trials] == [(TrialState.COMPLETED, 3)]
 
 
 async def in_one_transaction(bso: JobService, *results: TrainingResult) -> None:
@@ -199,18 +197,16 @@ async def test_crashed_runs_do_not_set_the_target(unset: JobService) -> None:
     assert (await registered(unset, None)).target_runs == (2, 3, 4)
 
 
-async def test_run_too_short_to_confirm_a_target_does_not_set_the_target(database_url: str) -> None:
-    async with job_service(
-        database_url, target_metric=None, max_epochs=5, default_batch_size=16, confirm=2, policy=GP_VOI
-    ) as bso:
-        short = await bso.suggest()
-        await bso.report(short, cost_j=50.0, metric=0.99, epoch=5)
-        await learn(bso)
-        job = await registered(bso, None)
-        assert (job.target_metric, job.target_runs) == (0.9, (2, 3, 4))
-        trials = (await bso.show()).trials
-        assert [each.state for each in trials] == [TrialState.EXHAUSTED, *[TrialState.COMPLETED] * 3]
-        await caches_match(bso)
+async def test_run_too_short_to_confirm_a_target_does_not_set_the_target(store: Store) -> None:
+    bso = await new_job(store, target_metric=None, max_epochs=5, default_batch_size=16, confirm=2, policy=GP_VOI)
+    short = await bso.suggest()
+    await bso.report(short, cost_j=50.0, metric=0.99, epoch=5)
+    await learn(bso)
+    job = await registered(bso, None)
+    assert (job.target_metric, job.target_runs) == (0.9, (2, 3, 4))
+    trials = (await bso.show()).trials
+    assert [each.state for each in trials] == [TrialState.EXHAUSTED, *[TrialState.COMPLETED] * 3]
+    await caches_match(bso)
 
 
 @pytest.mark.parametrize("learned", [True, False])
@@ -240,11 +236,11 @@ async def test_late_registration_with_the_learned_target_does_not_override_the_u
     assert again.target_metric == 0.94
 
 
-async def test_job_keeps_a_registered_target(database_url: str) -> None:
-    async with job_service(database_url, target_metric=0.9) as bso:
-        assert (await registered(bso, None)).target_metric == 0.9
-        with pytest.raises(JobConflictError, match=r"begun with target 0\.9, .* for 0\.8 use another"):
-            await bso.service.register(asked(bso, 0.8))
+async def test_job_keeps_a_registered_target(store: Store) -> None:
+    bso = await new_job(store, target_metric=0.9)
+    assert (await registered(bso, None)).target_metric == 0.9
+    with pytest.raises(JobConflictError, match=r"begun with target 0\.9, .* for 0\.8 use another"):
+        await bso.service.register(asked(bso, 0.8))
 
 
 async def test_export_contains_the_target_and_the_runs_behind_the_target(unset: JobService) -> None:

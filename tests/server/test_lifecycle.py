@@ -17,8 +17,9 @@ from bso_server.errors import (
     UnknownTrialError,
 )
 from bso_server.storage import queries
+from bso_server.storage.store import Store
 from bso_server.storage.transaction import Transaction
-from tests.support.service import HOUR_S, START, JobService, job_service
+from tests.support.service import HOUR_S, START, JobService, new_job
 from zeus_plugins.protocol import GP_VOI, EndReason, OfflineTrial, ReportResponse, StopRule, TrialId, TrialState
 
 pytestmark = pytest.mark.storage
@@ -189,19 +190,19 @@ async def test_crashes_do_not_exclude_a_size_with_a_completed_run(bso: JobServic
     assert set(of_16[1:]) <= {TrialState.FAILED}
 
 
-async def test_out_of_memory_excludes_the_size_and_larger_sizes(database_url: str) -> None:
-    async with job_service(database_url, batch_sizes=(4, 8, 16, 32, 64), default_batch_size=32) as server:
-        too_large = await server.suggest()
-        assert too_large.batch_size == 32
-        await server.end(too_large, TrialState.INFEASIBLE)
-        sizes = []
-        for _ in range(8):
-            trial = await server.suggest()
-            sizes.append(trial.batch_size)
-            await server.reach(trial, 1000.0 + trial.batch_size)
-        assert sizes[:3] == [16, 8, 4]
-        assert 32 not in sizes
-        assert 64 not in sizes
+async def test_out_of_memory_excludes_the_size_and_larger_sizes(store: Store) -> None:
+    server = await new_job(store, batch_sizes=(4, 8, 16, 32, 64), default_batch_size=32)
+    too_large = await server.suggest()
+    assert too_large.batch_size == 32
+    await server.end(too_large, TrialState.INFEASIBLE)
+    sizes = []
+    for _ in range(8):
+        trial = await server.suggest()
+        sizes.append(trial.batch_size)
+        await server.reach(trial, 1000.0 + trial.batch_size)
+    assert sizes[:3] == [16, 8, 4]
+    assert 32 not in sizes
+    assert 64 not in sizes
 
 
 async def test_out_of_memory_in_the_bandit_stage_leaves_smaller_survivors(bso: JobService) -> None:
@@ -330,35 +331,34 @@ async def test_invalid_offline_trial_is_refused(bso: JobService) -> None:
 # --- Caches -----------------------------------------------------------------------------------------------------------
 
 
-async def test_imported_job_with_a_longer_window_continues(database_url: str) -> None:
+async def test_imported_job_with_a_longer_window_continues(store: Store) -> None:
     """MariaDB's TEXT ends at 64 KiB, the size of a window of about 2,700 runs."""
     runs = 5000
-    async with job_service(database_url) as server:
-        store, registration = server.store, server.job
-        old = registration.model_copy(update={"window_size": runs, "job_id": f"{registration.job_id}-old"})
-        arms = [
-            Arm(size, window=tuple((number, 123456.789 + number) for number in range(-runs, 0)))
-            for size in old.batch_sizes
-        ]
+    server = await new_job(store)
+    store, registration = server.store, server.job
+    old = registration.model_copy(update={"window_size": runs, "job_id": f"{registration.job_id}-old"})
+    arms = [
+        Arm(size, window=tuple((number, 123456.789 + number) for number in range(-runs, 0))) for size in old.batch_sizes
+    ]
 
-        def insert(transaction: Transaction) -> None:
-            transaction.insert_job(old, START)
-            transaction.update_arms(old.job_id, arms)
+    def insert(transaction: Transaction) -> None:
+        transaction.insert_job(old, START)
+        transaction.update_arms(old.job_id, arms)
 
-        await store.write(insert)
-        assert await server.service.register(old) == (old, False)
-        server.job, server.job_id = old, old.job_id
-        await server.reach(await server.suggest())
-        await server.suggest()
-        windows = [arm.window for arm in (await store.read(lambda found: found.arms(server.job_id))).values()]
-        assert [len(window) for window in windows] == [runs] * len(arms)
-        assert sum((1, 500.0) in window for window in windows) == 1
+    await store.write(insert)
+    assert await server.service.register(old) == (old, False)
+    server.job, server.job_id = old, old.job_id
+    await server.reach(await server.suggest())
+    await server.suggest()
+    windows = [arm.window for arm in (await store.read(lambda found: found.arms(server.job_id))).values()]
+    assert [len(window) for window in windows] == [runs] * len(arms)
+    assert sum((1, 500.0) in window for window in windows) == 1
 
 
-async def test_report_is_judged_after_last_size_ran_out_of_memory(database_url: str) -> None:
-    async with job_service(database_url, policy=GP_VOI) as bso:
-        await bso.reach(await bso.offline(8, "first"))
-        other = await bso.offline(16, "other")
-        await bso.end(await bso.offline(8, "second"), TrialState.INFEASIBLE)
-        for epoch in (1, 2):
-            assert not (await bso.report(other, cost_j=100 * epoch, epoch=epoch)).stop_train
+async def test_report_is_judged_after_last_size_ran_out_of_memory(store: Store) -> None:
+    bso = await new_job(store, policy=GP_VOI)
+    await bso.reach(await bso.offline(8, "first"))
+    other = await bso.offline(16, "other")
+    await bso.end(await bso.offline(8, "second"), TrialState.INFEASIBLE)
+    for epoch in (1, 2):
+        assert not (await bso.report(other, cost_j=100 * epoch, epoch=epoch)).stop_train

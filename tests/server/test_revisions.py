@@ -14,11 +14,12 @@ from hypothesis import strategies as st
 from bso_server.errors import BsoError, InvalidImportError, InvalidJobError, InvalidReportError, JobConflictError
 from bso_server.service.health import differences
 from bso_server.storage.rows import StoredPowerProfile
+from bso_server.storage.store import Store
 from bso_server.storage.tables import trials
 from bso_server.storage.transaction import Transaction
 from tests.support.exports import exported, pieces_of, renamed
 from tests.support.properties import examples
-from tests.support.service import ACTIONS, START, JobService, act, job_service, trial_id
+from tests.support.service import ACTIONS, START, JobService, act, new_job, trial_id
 from zeus_plugins.protocol import (
     GP_VOI,
     OWN_POLICIES,
@@ -81,156 +82,156 @@ async def test_changed_target_requires_a_new_job(bso: JobService, changes: dict[
     assert (await bso.show()).revisions == ()
 
 
-async def test_terms_unsupported_by_the_policy_are_refused(database_url: str) -> None:
-    async with job_service(database_url, policy=ZEUS) as server:
-        for changes in ({"controls": 0.1}, {"no_worse_than_default": {"val_loss": 0.1}}, {"window_size": 1}):
-            with pytest.raises(InvalidJobError):
-                await revise(server, **changes)
-        assert (await server.show()).revisions == ()
+async def test_terms_unsupported_by_the_policy_are_refused(store: Store) -> None:
+    server = await new_job(store, policy=ZEUS)
+    for changes in ({"controls": 0.1}, {"no_worse_than_default": {"val_loss": 0.1}}, {"window_size": 1}):
+        with pytest.raises(InvalidJobError):
+            await revise(server, **changes)
+    assert (await server.show()).revisions == ()
 
 
 @pytest.mark.parametrize("policy", OWN_POLICIES)
-async def test_changed_eta_recomputes_the_cost_of_every_run(database_url: str, policy: str) -> None:
-    async with job_service(database_url, policy=policy) as server:
-        # 500 J in 5 s at 16, with the usual helper; then 100 J in 8 s.
-        for size, time_s, energy_j in ((16, 5.0, 500.0), (8, 8.0, 100.0)):
-            trial = await server.offline(size, f"{size}")
-            for epoch in (1, 2):
-                took = {"time": time_s * epoch / 2, "energy": energy_j * epoch / 2, "current_epoch": epoch}
-                metric, of_trial = (0.5, 0.95)[epoch - 1], trial_id(trial).model_dump()
-                result = TrainingResult(**of_trial, **took, metric=metric, judged_by=None)
-                await server.service.reports.record_report(result)
-        assert (await server.show()).min_cost_j == 0.5 * 100 + 0.5 * 100 * 8.0
-        await revise(server, eta_knob=0.0)
-        view = await server.show()
-        assert [trial.cost_j for trial in view.trials] == [500.0, 800.0]
-        assert (view.min_cost_j, view.arms[1].mean_cost_j) == (500.0, 500.0)
-        assert await is_consistent(server)
-        if policy == GP_VOI:
-            (run,) = (await server.history()).memory[1].costs
-            assert 2.718281828**run.log_cost == pytest.approx(250.0)
-        await revise(server, eta_knob=1.0)
-        assert (await server.show()).min_cost_j == 100.0
-        assert await is_consistent(server)
+async def test_changed_eta_recomputes_the_cost_of_every_run(store: Store, policy: str) -> None:
+    server = await new_job(store, policy=policy)
+    # 500 J in 5 s at 16, with the usual helper; then 100 J in 8 s.
+    for size, time_s, energy_j in ((16, 5.0, 500.0), (8, 8.0, 100.0)):
+        trial = await server.offline(size, f"{size}")
+        for epoch in (1, 2):
+            took = {"time": time_s * epoch / 2, "energy": energy_j * epoch / 2, "current_epoch": epoch}
+            metric, of_trial = (0.5, 0.95)[epoch - 1], trial_id(trial).model_dump()
+            result = TrainingResult(**of_trial, **took, metric=metric, judged_by=None)
+            await server.service.reports.record_report(result)
+    assert (await server.show()).min_cost_j == 0.5 * 100 + 0.5 * 100 * 8.0
+    await revise(server, eta_knob=0.0)
+    view = await server.show()
+    assert [trial.cost_j for trial in view.trials] == [500.0, 800.0]
+    assert (view.min_cost_j, view.arms[1].mean_cost_j) == (500.0, 500.0)
+    assert await is_consistent(server)
+    if policy == GP_VOI:
+        (run,) = (await server.history()).memory[1].costs
+        assert 2.718281828**run.log_cost == pytest.approx(250.0)
+    await revise(server, eta_knob=1.0)
+    assert (await server.show()).min_cost_j == 100.0
+    assert await is_consistent(server)
 
 
-async def test_crash_at_a_size_that_a_revision_has_removed_fails_its_trial(database_url: str) -> None:
-    async with job_service(database_url, policy=GP_VOI) as server:
-        trial = await server.offline(8, "removed")
-        await revise(server, batch_sizes=[16, 32])
-        await server.end(trial)
-        assert await server.states() == [TrialState.FAILED]
-        assert await is_consistent(server)
+async def test_crash_at_a_size_that_a_revision_has_removed_fails_its_trial(store: Store) -> None:
+    server = await new_job(store, policy=GP_VOI)
+    trial = await server.offline(8, "removed")
+    await revise(server, batch_sizes=[16, 32])
+    await server.end(trial)
+    assert await server.states() == [TrialState.FAILED]
+    assert await is_consistent(server)
 
 
-async def test_running_trial_keeps_the_terms_of_the_dispatch(database_url: str) -> None:
-    async with job_service(database_url, policy=ZEUS, beta_knob=2.0) as server:
-        await server.reach(await server.suggest(), 500.0)
-        first, other = await server.suggest("first"), await server.offline(16, "other")
-        await revise(server, max_epochs=4, beta_knob=1.1, eta_knob=0.5)
-        # A repeated request gets the same rule, and a report within the earlier bound continues.
-        assert (await server.suggest("first")).stop_rule == first.stop_rule
-        answer = await server.report(first, cost_j=900.0, epoch=5)
-        assert not answer.stop_train
-        assert answer.stop_rule == first.stop_rule
-        assert "2 times the cheapest run" in (await server.report(first, cost_j=1001.0, epoch=6)).message
-        # A new trial stops by the present terms.
-        new = await server.offline(16, "new")
-        assert "1.1 times the cheapest run" in (await server.report(new, cost_j=560.0, epoch=1)).message
-        assert (await server.report(other, cost_j=800.0, epoch=10)).reason is EndReason.MAX_EPOCHS_REACHED
-        assert await is_consistent(server)
+async def test_running_trial_keeps_the_terms_of_the_dispatch(store: Store) -> None:
+    server = await new_job(store, policy=ZEUS, beta_knob=2.0)
+    await server.reach(await server.suggest(), 500.0)
+    first, other = await server.suggest("first"), await server.offline(16, "other")
+    await revise(server, max_epochs=4, beta_knob=1.1, eta_knob=0.5)
+    # A repeated request gets the same rule, and a report within the earlier bound continues.
+    assert (await server.suggest("first")).stop_rule == first.stop_rule
+    answer = await server.report(first, cost_j=900.0, epoch=5)
+    assert not answer.stop_train
+    assert answer.stop_rule == first.stop_rule
+    assert "2 times the cheapest run" in (await server.report(first, cost_j=1001.0, epoch=6)).message
+    # A new trial stops by the present terms.
+    new = await server.offline(16, "new")
+    assert "1.1 times the cheapest run" in (await server.report(new, cost_j=560.0, epoch=1)).message
+    assert (await server.report(other, cost_j=800.0, epoch=10)).reason is EndReason.MAX_EPOCHS_REACHED
+    assert await is_consistent(server)
 
 
 @pytest.mark.parametrize("policy", OWN_POLICIES)
-async def test_raised_max_epochs_repeat_a_missed_default(database_url: str, policy: str) -> None:
+async def test_raised_max_epochs_repeat_a_missed_default(store: Store, policy: str) -> None:
     """A miss after two epochs does not show that six epochs would miss the target."""
-    async with job_service(database_url, policy=policy, max_epochs=2) as server:
-        missed = await server.suggest()
-        assert (await server.report(missed, cost_j=200.0, epoch=2)).reason is EndReason.MAX_EPOCHS_REACHED
-        await revise(server, max_epochs=6)
-        trial = await server.suggest()
-        assert trial.batch_size == missed.batch_size == 16
-        for epoch in range(1, 6):
-            assert not (await server.report(trial, cost_j=100.0 * epoch, epoch=epoch)).stop_train
-        assert (await server.report(trial, cost_j=600.0, epoch=6)).reason is EndReason.MAX_EPOCHS_REACHED
-        assert await is_consistent(server)
+    server = await new_job(store, policy=policy, max_epochs=2)
+    missed = await server.suggest()
+    assert (await server.report(missed, cost_j=200.0, epoch=2)).reason is EndReason.MAX_EPOCHS_REACHED
+    await revise(server, max_epochs=6)
+    trial = await server.suggest()
+    assert trial.batch_size == missed.batch_size == 16
+    for epoch in range(1, 6):
+        assert not (await server.report(trial, cost_j=100.0 * epoch, epoch=epoch)).stop_train
+    assert (await server.report(trial, cost_j=600.0, epoch=6)).reason is EndReason.MAX_EPOCHS_REACHED
+    assert await is_consistent(server)
 
 
 @pytest.mark.parametrize("policy", OWN_POLICIES)
-async def test_removed_size_stays_in_the_history_and_added_size_is_tried(database_url: str, policy: str) -> None:
-    async with job_service(database_url, policy=policy, beta_knob=20.0) as server:
-        for size in (16, 8, 32):
-            await server.reach(await server.offline(size, f"{size}"), 10.0 * size)
-        running = await server.offline(8, "running")
-        with pytest.raises(ValueError, match="8 is not one of batch_sizes"):
-            await revise(server, default_batch_size=8, batch_sizes=[16, 32])
-        await revise(server, batch_sizes=[16, 32, 64])
-        view = await server.show()
-        assert [(arm.batch_size, arm.trials) for arm in view.arms] == [(16, 1), (32, 1), (64, 0)]
-        assert (view.trial_count, view.min_cost_j, view.revisions[0].in_words) == (4, 160.0, "batch_sizes +64 -8")
-        with pytest.raises(InvalidReportError, match="8 is not one of the job's batch sizes"):
-            await server.offline(8, "late")
-        await server.reach(running, 70.0)
-        chosen = set()
-        for _ in range(12):
-            trial = await server.suggest()
-            chosen.add(trial.batch_size)
-            await server.reach(trial, 10.0 * trial.batch_size if trial.batch_size < 64 else 100.0)
-        assert 64 in chosen
-        assert 8 not in chosen
-        assert await is_consistent(server)
-        # A size that returns is known.
-        await revise(server, batch_sizes=[8, 16, 32, 64])
-        assert (await server.show()).arms[0].n == 2
-        assert await is_consistent(server)
+async def test_removed_size_stays_in_the_history_and_added_size_is_tried(store: Store, policy: str) -> None:
+    server = await new_job(store, policy=policy, beta_knob=20.0)
+    for size in (16, 8, 32):
+        await server.reach(await server.offline(size, f"{size}"), 10.0 * size)
+    running = await server.offline(8, "running")
+    with pytest.raises(ValueError, match="8 is not one of batch_sizes"):
+        await revise(server, default_batch_size=8, batch_sizes=[16, 32])
+    await revise(server, batch_sizes=[16, 32, 64])
+    view = await server.show()
+    assert [(arm.batch_size, arm.trials) for arm in view.arms] == [(16, 1), (32, 1), (64, 0)]
+    assert (view.trial_count, view.min_cost_j, view.revisions[0].in_words) == (4, 160.0, "batch_sizes +64 -8")
+    with pytest.raises(InvalidReportError, match="8 is not one of the job's batch sizes"):
+        await server.offline(8, "late")
+    await server.reach(running, 70.0)
+    chosen = set()
+    for _ in range(12):
+        trial = await server.suggest()
+        chosen.add(trial.batch_size)
+        await server.reach(trial, 10.0 * trial.batch_size if trial.batch_size < 64 else 100.0)
+    assert 64 in chosen
+    assert 8 not in chosen
+    assert await is_consistent(server)
+    # A size that returns is known.
+    await revise(server, batch_sizes=[8, 16, 32, 64])
+    assert (await server.show()).arms[0].n == 2
+    assert await is_consistent(server)
 
 
-async def test_sizes_added_in_the_bandit_stage_are_drawn(database_url: str) -> None:
-    async with job_service(database_url, policy=ZEUS, mab_num_explorations=1) as server:
-        for _ in range(4):
-            await server.reach(await server.suggest(), 500.0)
-        assert (await server.history()).survivors == (8, 16, 32)
-        await revise(server, batch_sizes=[8, 16, 64])
-        assert (await server.history()).survivors == (8, 16, 64)
-        assert (await server.suggest()).batch_size == 64
-        await revise(server, batch_sizes=[4], default_batch_size=4)
-        assert (await server.suggest()).batch_size == 4
-        assert await is_consistent(server)
+async def test_sizes_added_in_the_bandit_stage_are_drawn(store: Store) -> None:
+    server = await new_job(store, policy=ZEUS, mab_num_explorations=1)
+    for _ in range(4):
+        await server.reach(await server.suggest(), 500.0)
+    assert (await server.history()).survivors == (8, 16, 32)
+    await revise(server, batch_sizes=[8, 16, 64])
+    assert (await server.history()).survivors == (8, 16, 64)
+    assert (await server.suggest()).batch_size == 64
+    await revise(server, batch_sizes=[4], default_batch_size=4)
+    assert (await server.suggest()).batch_size == 4
+    assert await is_consistent(server)
 
 
 @pytest.mark.parametrize("policy", OWN_POLICIES)
-async def test_after_a_change_of_gpus_epochs_count_and_costs_do_not(database_url: str, policy: str) -> None:
-    async with job_service(database_url, policy=policy) as server:
-        for size in (16, 8):
-            trial = await server.offline(size, f"{size}")
-            await server.report(trial, cost_j=2.0 * size, epoch=1)
-            await server.reach(trial, 10.0 * size)
-        await server.end(await server.offline(32, "too large"), TrialState.INFEASIBLE)
-        running = await server.offline(8, "running")
-        await revise(server, gpu_model="H100", max_power=700.0)
-        view, history = await server.show(), await server.history()
-        assert [trial.other_gpus for trial in view.trials] == [True] * 4
-        assert (view.min_cost_j, view.arms[0].n, view.savings.recurrences, history.recurrences) == (None, 0, 0, 2)
-        assert view.savings.cost_j.spent == 0
-        assert 32 in history.runnable_sizes
-        if policy == GP_VOI:
-            assert [belief.is_observed for belief in history.memory] == [True, True, False]
-            assert not any(belief.has_cost for belief in history.memory)
-        await server.reach(running, 80.0)
-        trial = await server.suggest()
-        assert trial.batch_size == 16
-        await server.report(trial, cost_j=100.0, epoch=1)
-        await server.report(trial, cost_j=200.0, epoch=2)
-        await server.reach(trial, 500.0)
-        for _ in range(6):
-            await server.reach(await server.suggest(), 500.0)
-        assert await is_consistent(server)
-        # On the original GPUs, their costs hold again.
-        await revise(server, gpu_model="V100", max_power=100.0)
-        view = await server.show()
-        assert [trial.other_gpus for trial in view.trials[:5]] == [False] * 4 + [True]
-        assert view.min_cost_j == 80.0
-        assert await is_consistent(server)
+async def test_after_a_change_of_gpus_epochs_count_and_costs_do_not(store: Store, policy: str) -> None:
+    server = await new_job(store, policy=policy)
+    for size in (16, 8):
+        trial = await server.offline(size, f"{size}")
+        await server.report(trial, cost_j=2.0 * size, epoch=1)
+        await server.reach(trial, 10.0 * size)
+    await server.end(await server.offline(32, "too large"), TrialState.INFEASIBLE)
+    running = await server.offline(8, "running")
+    await revise(server, gpu_model="H100", max_power=700.0)
+    view, history = await server.show(), await server.history()
+    assert [trial.other_gpus for trial in view.trials] == [True] * 4
+    assert (view.min_cost_j, view.arms[0].n, view.savings.recurrences, history.recurrences) == (None, 0, 0, 2)
+    assert view.savings.cost_j.spent == 0
+    assert 32 in history.runnable_sizes
+    if policy == GP_VOI:
+        assert [belief.is_observed for belief in history.memory] == [True, True, False]
+        assert not any(belief.has_cost for belief in history.memory)
+    await server.reach(running, 80.0)
+    trial = await server.suggest()
+    assert trial.batch_size == 16
+    await server.report(trial, cost_j=100.0, epoch=1)
+    await server.report(trial, cost_j=200.0, epoch=2)
+    await server.reach(trial, 500.0)
+    for _ in range(6):
+        await server.reach(await server.suggest(), 500.0)
+    assert await is_consistent(server)
+    # On the original GPUs, their costs hold again.
+    await revise(server, gpu_model="V100", max_power=100.0)
+    view = await server.show()
+    assert [trial.other_gpus for trial in view.trials[:5]] == [False] * 4 + [True]
+    assert view.min_cost_j == 80.0
+    assert await is_consistent(server)
 
 
 async def test_changed_power_limit_of_the_same_gpus_keeps_the_costs(bso: JobService) -> None:
@@ -240,14 +241,14 @@ async def test_changed_power_limit_of_the_same_gpus_keeps_the_costs(bso: JobServ
     assert await is_consistent(bso)
 
 
-async def test_job_changes_policy_and_back(database_url: str) -> None:
-    async with job_service(database_url, policy=ZEUS) as server:
-        for policy in (GP_VOI, ZEUS, GP_VOI):
-            for _ in range(5):
-                await server.reach(await server.suggest(), 500.0)
-            await revise(server, policy=policy)
-            assert (await server.suggest()).batch_size in server.job.batch_sizes
-            assert await is_consistent(server)
+async def test_job_changes_policy_and_back(store: Store) -> None:
+    server = await new_job(store, policy=ZEUS)
+    for policy in (GP_VOI, ZEUS, GP_VOI):
+        for _ in range(5):
+            await server.reach(await server.suggest(), 500.0)
+        await revise(server, policy=policy)
+        assert (await server.suggest()).batch_size in server.job.batch_sizes
+        assert await is_consistent(server)
 
 
 async def test_concurrent_alternating_registrations_leave_a_consistent_job(bso: JobService) -> None:
@@ -290,42 +291,40 @@ async def test_revised_job_is_exported_and_imported(bso: JobService) -> None:
         assert (await server.report(trial, cost_j=1000.0, epoch=10)).reason is EndReason.MAX_EPOCHS_REACHED
 
 
-async def test_verdict_on_savings_is_relearned_after_a_revision(database_url: str) -> None:
-    async with job_service(database_url, policy=GP_VOI) as server:
-        for number in range(5):
-            for size, time_s, energy_j in ((16, 5.0, 500.0), (8, 5.0, 100.0)):
-                trial = trial_id(await server.offline(size, f"{size} {number}")).model_dump()
-                totals = {"time": time_s, "energy": energy_j, "metric": 0.95, "current_epoch": 5}
-                await server.service.reports.record_report(TrainingResult(**trial, **totals, judged_by=None))
-        before = (await server.show()).savings.cost_j.now
-        await revise(server, eta_knob=1.0)
-        after = (await server.show()).savings.cost_j.now
-        assert before is not None
-        assert after is not None
-        assert (before.middle, after.middle) == pytest.approx((0.4, 0.8), abs=0.05)
+async def test_verdict_on_savings_is_relearned_after_a_revision(store: Store) -> None:
+    server = await new_job(store, policy=GP_VOI)
+    for number in range(5):
+        for size, time_s, energy_j in ((16, 5.0, 500.0), (8, 5.0, 100.0)):
+            trial = trial_id(await server.offline(size, f"{size} {number}")).model_dump()
+            totals = {"time": time_s, "energy": energy_j, "metric": 0.95, "current_epoch": 5}
+            await server.service.reports.record_report(TrainingResult(**trial, **totals, judged_by=None))
+    before = (await server.show()).savings.cost_j.now
+    await revise(server, eta_knob=1.0)
+    after = (await server.show()).savings.cost_j.now
+    assert before is not None
+    assert after is not None
+    assert (before.middle, after.middle) == pytest.approx((0.4, 0.8), abs=0.05)
 
 
-async def test_changed_seed_restarts_the_random_draws(database_url: str) -> None:
-    async with job_service(database_url, policy=ZEUS, mab_num_explorations=1) as server:
-        for number in range(6):
-            await server.reach(await server.suggest(), 500.0 + number)
-        drawn = await server.store.read(Transaction.job, server.job_id)
-        await revise(server, mab_seed=2)
-        revised = await server.store.read(Transaction.job, server.job_id)
-        assert drawn is not None
-        assert revised is not None
-        assert (drawn.rng_state is None, revised.rng_state) == (False, None)
+async def test_changed_seed_restarts_the_random_draws(store: Store) -> None:
+    server = await new_job(store, policy=ZEUS, mab_num_explorations=1)
+    for number in range(6):
+        await server.reach(await server.suggest(), 500.0 + number)
+    drawn = await server.store.read(Transaction.job, server.job_id)
+    await revise(server, mab_seed=2)
+    revised = await server.store.read(Transaction.job, server.job_id)
+    assert drawn is not None
+    assert revised is not None
+    assert (drawn.rng_state is None, revised.rng_state) == (False, None)
 
 
-async def test_job_with_runs_without_epochs_keeps_policy_zeus(database_url: str) -> None:
-    async with job_service(database_url, policy=ZEUS) as server:
-        await server.reach(await server.suggest())
-        unknown = sa.update(trials).where(trials.c.job_id == server.job_id).values(epoch=None, first_epoch=None)
-        await server.store.write(lambda transaction: transaction.connection.execute(unknown).rowcount)
-        with pytest.raises(
-            JobConflictError, match="cannot become 'gp_voi', which learns from epochs: trial 1 has none"
-        ):
-            await revise(server, policy=GP_VOI)
+async def test_job_with_runs_without_epochs_keeps_policy_zeus(store: Store) -> None:
+    server = await new_job(store, policy=ZEUS)
+    await server.reach(await server.suggest())
+    unknown = sa.update(trials).where(trials.c.job_id == server.job_id).values(epoch=None, first_epoch=None)
+    await server.store.write(lambda transaction: transaction.connection.execute(unknown).rowcount)
+    with pytest.raises(JobConflictError, match="cannot become 'gp_voi', which learns from epochs: trial 1 has none"):
+        await revise(server, policy=GP_VOI)
 
 
 async def test_power_limits_of_former_gpus_are_not_sent(bso: JobService) -> None:
@@ -351,29 +350,26 @@ CHANGES = st.one_of(
 @pytest.mark.hypothesis
 @settings(max_examples=examples(20), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(policy=st.sampled_from(OWN_POLICIES), seed=st.integers(0, 2**32 - 1), changes=st.lists(CHANGES, max_size=8))
-def test_caches_equal_a_replay_after_any_revisions_and_trials(
-    database_url: str, policy: str, seed: int, changes: list[dict[str, Any]]
+async def test_caches_equal_a_replay_after_any_revisions_and_trials(
+    store: Store, policy: str, seed: int, changes: list[dict[str, Any]]
 ) -> None:
-    async def run() -> None:
-        random_source = random.Random(seed)  # noqa: S311 - no secret
-        async with job_service(database_url, policy=policy) as server:
-            open_trials: list[TrialDispatch] = []
-            for change in [{}, *changes]:
-                if change:
-                    await revise(server, **change)
-                assert await is_consistent(server)
-                for _ in range(8):
-                    try:
-                        action = random_source.choice(ACTIONS)
-                        if action in ("suggest", "offline", "wait") or not open_trials:
-                            open_trials.append(await server.suggest())
-                        else:
-                            await act(server, random_source, action, random_source.choice(open_trials))
-                    except BsoError:
-                        continue  # a refusal, which must not change the job
-                assert await is_consistent(server)
-            known = await server.store.read(Transaction.revisions, server.job_id)
-            assert [each.revision for each in known] == list(range(1, len(known) + 1))
-            assert all(isinstance(each, Revision) for each in known)
-
-    asyncio.run(run())
+    random_source = random.Random(seed)  # noqa: S311 - no secret
+    server = await new_job(store, policy=policy)
+    open_trials: list[TrialDispatch] = []
+    for change in [{}, *changes]:
+        if change:
+            await revise(server, **change)
+        assert await is_consistent(server)
+        for _ in range(8):
+            try:
+                action = random_source.choice(ACTIONS)
+                if action in ("suggest", "offline", "wait") or not open_trials:
+                    open_trials.append(await server.suggest())
+                else:
+                    await act(server, random_source, action, random_source.choice(open_trials))
+            except BsoError:
+                continue  # a refusal, which must not change the job
+        assert await is_consistent(server)
+    known = await server.store.read(Transaction.revisions, server.job_id)
+    assert [each.revision for each in known] == list(range(1, len(known) + 1))
+    assert all(isinstance(each, Revision) for each in known)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-
 import pytest
 
 from bso_server.cli.jobs import job_text
@@ -13,8 +11,9 @@ from bso_server.service.health import TotalsReader
 from bso_server.service.pages import Pages
 from bso_server.service.reading import explain
 from bso_server.service.views import Tariff
+from bso_server.storage.store import Store
 from bso_server.ui.html import report_page
-from tests.support.service import JobService, job_service
+from tests.support.service import JobService, new_job
 from zeus_plugins.protocol import GP_VOI, ZEUS, Origin, SavingsView, SavingsWord, TrialDispatch, TrialState
 
 # Three sizes with 16 as the default. Costs in joules after 4 epochs.
@@ -23,9 +22,8 @@ WOBBLE = (1.0, 1.04, 0.97, 1.02, 0.98)
 
 
 @pytest.fixture
-async def bso(database_url: str) -> AsyncIterator[JobService]:
-    async with job_service(database_url, policy=GP_VOI, mab_seed=1, eta_knob=1.0) as service:
-        yield service
+async def bso(store: Store) -> JobService:
+    return await new_job(store, policy=GP_VOI, mab_seed=1, eta_knob=1.0)
 
 
 async def run(server: JobService, cost_j: float | None = None) -> TrialDispatch:
@@ -94,12 +92,12 @@ async def test_discarded_run_counts_towards_no_saving(bso: JobService) -> None:
     assert after.cost_j.spent < before.cost_j.spent
 
 
-async def test_job_or_policy_can_exclude_control_runs(database_url: str) -> None:
+async def test_job_or_policy_can_exclude_control_runs(store: Store) -> None:
     for fields in ({"policy": GP_VOI, "controls": "off"}, {"policy": ZEUS}):
-        async with job_service(database_url, mab_seed=1, eta_knob=1.0, **fields) as server:
-            for _ in range(20):
-                await run(server)
-            assert Origin.CONTROL not in {trial.origin for trial in (await server.show()).trials}
+        server = await new_job(store, mab_seed=1, eta_knob=1.0, **fields)
+        for _ in range(20):
+            await run(server)
+        assert Origin.CONTROL not in {trial.origin for trial in (await server.show()).trials}
 
 
 async def test_all_views_show_the_same_saving(bso: JobService) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import uuid
-from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
@@ -15,9 +14,10 @@ from bso_server.core.access import Caller, Scope
 from bso_server.errors import InvalidJobError
 from bso_server.service import reading
 from bso_server.service.health import differences
+from bso_server.storage.store import Store
 from tests.support.exports import export_over, import_over, renamed
 from tests.support.jobs import job
-from tests.support.service import JobService, job_service
+from tests.support.service import JobService, new_job
 from tests.support.wire import assert_refused, begin, reached
 from zeus_plugins.protocol import GP_VOI, ZEUS, CreatedJob, Origin, TrialState
 
@@ -35,13 +35,13 @@ TRAINING: dict[str, Any] = {
 
 
 @pytest.fixture
-async def known(database_url: str) -> AsyncIterator[JobService]:
+async def known(store: Store) -> JobService:
     """A server with a job on a V100 that has reached its target once, after 5 epochs at size 16."""
     # Tests share a database, so each has a training of its own.
     training = TRAINING | {"parameters": uuid.uuid4().hex[:16]}
-    async with job_service(database_url, policy=GP_VOI, fingerprint=training) as server:
-        await server.reach(await server.suggest())
-        yield server
+    server = await new_job(store, policy=GP_VOI, fingerprint=training)
+    await server.reach(await server.suggest())
+    return server
 
 
 async def registered(server: JobService, told: dict[str, Any] | None = None, **changes: Any) -> CreatedJob:

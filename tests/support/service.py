@@ -168,13 +168,18 @@ def in_store(database_url: str, use: Callable[[Store], Awaitable[T]]) -> T:
     return asyncio.run(run())
 
 
+async def new_job(store: Store, **job: object) -> JobService:
+    """Register a job on an open store; `job` overrides fields of `jobs.THREE_SIZES`."""
+    service = JobService(store, **job)
+    await service.service.register(service.job)
+    return service
+
+
 @asynccontextmanager
 async def job_service(database_url: str, **job: object) -> AsyncIterator[JobService]:
-    """Open a service on the database and register a job; `job` overrides fields of `jobs.THREE_SIZES`."""
+    """Open a store on the database, with a registered job."""
     async with open_store(database_url) as store:
-        service = JobService(store, **job)
-        await service.service.register(service.job)
-        yield service
+        yield await new_job(store, **job)
 
 
 def serve(database_url: str, use: Callable[[JobService], Awaitable[None]], **job: object) -> None:
