@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import AsyncIterator, Iterator
-from contextlib import ExitStack, closing
+from contextlib import closing
 from pathlib import Path
 
 import httpx
@@ -32,13 +32,12 @@ def http(any_server: ServerProcess) -> Iterator[httpx.Client]:
 
 
 @pytest.fixture(scope="module")
-def scene(any_server: ServerProcess) -> Iterator[Scene]:
-    database = make_url(any_server.database_url)
-    with ExitStack() as stack:
-        http = stack.enter_context(httpx.Client(base_url=any_server.url, timeout=60))
-        file = None
-        if database.drivername.startswith("sqlite"):
-            file = stack.enter_context(closing(sqlite3.connect(f"file:{database.database}?mode=ro", uri=True)))
+def scene(shared_server: ServerProcess) -> Iterator[Scene]:
+    path = make_url(shared_server.database_url).database
+    with (
+        httpx.Client(base_url=shared_server.url, timeout=60) as http,
+        closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as file,
+    ):
         job_id, other_job = register(http), register(http)
         ended, running = begin(http, job_id), begin(http, job_id)
         final = {"time": 5.0, "energy": 500.0, "metric": 0.95, "current_epoch": 2}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from bso_server.errors import IllegalTransitionError, UnknownTrialError
-from bso_server.service.health import differences
 from bso_server.storage.store import Store
 from tests.support.service import JobService, new_job
 from zeus_plugins.protocol import GP_VOI, OWN_POLICIES, EndReason, TrialState
@@ -50,6 +49,6 @@ async def test_discarded_trial_no_longer_counts(store: Store, policy: str) -> No
     assert await server.show() == before
     # Under policy zeus the later trial was too expensive.
     assert before.min_cost_j == (500.0 if policy == GP_VOI else None)
-    assert await server.store.read(differences, server.job_id) == []
+    assert await server.is_consistent()
     with pytest.raises(UnknownTrialError):
         await server.service.transact(server.service.commands.discard, server.job_id, 99)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from bso_server.errors import InvalidReportError, UnknownTrialError
-from bso_server.service.health import differences
 from bso_server.service.pages import Pages
 from bso_server.service.views import Tariff
 from bso_server.storage.queries import completed_runs
@@ -67,7 +66,7 @@ async def test_finishing_trial_changes_no_decision_and_counts_as_exploration(bso
     assert after.savings.cost_j.now == before.savings.cost_j.now
     assert after.trials[-1].epoch_bound is None
     assert [each.state for each in after.trials[1:]] == [TrialState.EXHAUSTED, TrialState.COMPLETED]
-    assert await bso.store.read(differences, bso.job_id) == []
+    assert await bso.is_consistent()
 
 
 async def test_finishing_trial_is_no_run_of_means(bso: JobService) -> None:

@@ -176,27 +176,27 @@ def send_endless(server: ServerProcess, path: str, size: int, *, chunked: bool) 
 @pytest.mark.parametrize("path", ["/jobs", "/report"])
 @pytest.mark.parametrize("chunked", [False, True], ids=["announced", "in chunks"])
 def test_body_of_100_mb_is_refused_with_little_memory(
-    any_server: ServerProcess, scene: Scene, path: str, chunked: bool
+    shared_server: ServerProcess, scene: Scene, path: str, chunked: bool
 ) -> None:
     with scene.nothing_stored():
-        forget_peak(any_server)
-        before = memory_of(any_server, "VmRSS")
-        assert_refused(send_endless(any_server, path, 100 * MIB, chunked=chunked), 413, "body")
-        assert memory_of(any_server, "VmHWM") - before < 30 * MIB
+        forget_peak(shared_server)
+        before = memory_of(shared_server, "VmRSS")
+        assert_refused(send_endless(shared_server, path, 100 * MIB, chunked=chunked), 413, "body")
+        assert memory_of(shared_server, "VmHWM") - before < 30 * MIB
 
 
 @in_proc
-def test_body_with_100_000_errors_needs_little_memory(any_server: ServerProcess, scene: Scene) -> None:
+def test_body_with_100_000_errors_needs_little_memory(shared_server: ServerProcess, scene: Scene) -> None:
     sizes = job(job_id="job-refused", batch_sizes=[0] * 100_000)
-    forget_peak(any_server)
-    before = memory_of(any_server, "VmRSS")
+    forget_peak(shared_server)
+    before = memory_of(shared_server, "VmRSS")
     assert_refused(scene.http.post("/jobs", json=sizes), 422, "batch_sizes.0")
-    assert memory_of(any_server, "VmHWM") - before < 30 * MIB
+    assert memory_of(shared_server, "VmHWM") - before < 30 * MIB
 
 
 @in_proc
 @pytest.mark.slow
-def test_unknown_names_leave_no_trace(any_server: ServerProcess, scene: Scene) -> None:
+def test_unknown_names_leave_no_trace(shared_server: ServerProcess, scene: Scene) -> None:
     """Measure the server's whole memory roughly; tests/server/test_memory.py is exact."""
 
     def ask(first: int, last: int) -> None:
@@ -215,7 +215,7 @@ def test_unknown_names_leave_no_trace(any_server: ServerProcess, scene: Scene) -
             assert [answer.status_code for answer in answers] == [404, 404, 404, 404, 404, 401]
 
     ask(0, 600)
-    before = memory_of(any_server, "VmRSS")
+    before = memory_of(shared_server, "VmRSS")
     with scene.nothing_stored():
         ask(600, 3600)
-    assert memory_of(any_server, "VmRSS") - before < 10 * MIB
+    assert memory_of(shared_server, "VmRSS") - before < 10 * MIB

@@ -1,6 +1,6 @@
 """Invalid requests of clients: each answer names the invalid field, and the database is unchanged.
 
-Unusual but valid requests are included. Over real HTTP, on each kind of database.
+Unusual but valid requests are included, on each kind of database.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import json
 from collections import Counter
 from typing import Any
 
+import httpx
 import pytest
 
 from bso_server.cli.serve import MOST_HEAD_BYTES
@@ -101,9 +102,9 @@ def test_long_list_of_errors_is_truncated(scene: Scene) -> None:
     ["NVIDIA RTX 6000 Ada Generation (Laptop, 175 W) x8", "x" * 255, "quotes \"' and \\", "型号 😀"],
     ids=["49 characters", "255 characters", "quotes", "not ASCII"],
 )
-def test_names_of_gpus_may_contain_any_printable_text(scene: Scene, gpu_model: str) -> None:
-    job_id = register(scene.http, gpu_model=gpu_model)
-    assert scene.http.get(f"/api/jobs/{job_id}").json()["job"]["gpu_model"] == gpu_model
+def test_names_of_gpus_may_contain_any_printable_text(http: httpx.Client, gpu_model: str) -> None:
+    job_id = register(http, gpu_model=gpu_model)
+    assert http.get(f"/api/jobs/{job_id}").json()["job"]["gpu_model"] == gpu_model
 
 
 def test_without_pruning_rounds_every_size_is_drawn_from_the_start(scene: Scene) -> None:
@@ -160,13 +161,13 @@ PACES: list[tuple[float, ...]] = [(0.5, 1, 1.5, 2, 2.5), (0.3, 0.6, 0.9, 1.3), (
 
 
 @pytest.mark.parametrize("reports", [METRICS, *([(epoch, 0.5) for epoch in epochs] for epochs in PACES)])
-def test_any_finite_number_is_a_metric_at_any_pace(scene: Scene, reports: list[tuple[float, float]]) -> None:
-    trial = begin(scene.http, register(scene.http))
+def test_any_finite_number_is_a_metric_at_any_pace(http: httpx.Client, reports: list[tuple[float, float]]) -> None:
+    trial = begin(http, register(http))
     for epoch, metric in reports:
         report = {**trial, "time": epoch, "energy": 100 * epoch, "metric": metric, "current_epoch": epoch}
-        assert scene.http.post("/report", json=report).status_code == 200
+        assert http.post("/report", json=report).status_code == 200
     path = f"/api/jobs/{trial['job_id']}/trials/{trial['trial_number']}/epochs"
-    assert [(each["epoch"], each["metric"]) for each in scene.http.get(path).json()["epochs"]] == reports
+    assert [(each["epoch"], each["metric"]) for each in http.get(path).json()["epochs"]] == reports
 
 
 @pytest.mark.parametrize("path", ["/report", "/trials", "/trials/heartbeat", "/trials/power_profile"])
@@ -364,10 +365,10 @@ def test_invalid_stop_rule_is_refused(scene: Scene, rule: Any, named: str) -> No
     ["x" * 255, '"quoted"', "';DROP/**/TABLE/**/trials;--", "%00", "\\"],
     ids=["255 characters", "quotes", "SQL", "percent", "backslash"],
 )
-def test_unusual_idempotency_key_is_accepted(scene: Scene, key: str) -> None:
-    job_id = register(scene.http)
+def test_unusual_idempotency_key_is_accepted(http: httpx.Client, key: str) -> None:
+    job_id = register(http)
     answers = [
-        scene.http.get("/jobs/batch_size", params={"job_id": job_id}, headers={"Idempotency-Key": key}).json()
+        http.get("/jobs/batch_size", params={"job_id": job_id}, headers={"Idempotency-Key": key}).json()
         for _ in range(2)
     ]
     assert answers[0] == answers[1]
@@ -415,10 +416,10 @@ def test_invalid_power_limits_are_refused(scene: Scene, body: dict[str, Any], na
         assert_refused(scene.http.put("/trials/power_profile", json=scene.running | body), 422, named)
 
 
-def test_maximum_number_of_power_limits_is_accepted(scene: Scene) -> None:
-    trial = begin(scene.http, register(scene.http))
+def test_maximum_number_of_power_limits_is_accepted(http: httpx.Client) -> None:
+    trial = begin(http, register(http))
     samples = [sample(limit_w=limit_w + 1 / 3, source="ä" * 255) for limit_w in range(256)]
     body = trial | spoilt(samples=samples[::-1], chosen_limit_w=None)
-    scene.http.put("/trials/power_profile", json=body).raise_for_status()
-    (kept,) = scene.http.get(f"/api/jobs/{trial['job_id']}/power_profiles").json()["profiles"]
+    http.put("/trials/power_profile", json=body).raise_for_status()
+    (kept,) = http.get(f"/api/jobs/{trial['job_id']}/power_profiles").json()["profiles"]
     assert kept["samples"] == samples

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import AsyncIterator
-
 import pytest
 
 from bso_server.core.access import UNRESTRICTED
-from bso_server.core.job import replay
 from bso_server.core.model import Cheapest
 from bso_server.errors import JobConflictError
-from bso_server.service.exports import export
-from bso_server.service.loading import known_job
 from bso_server.service.reports import ReportBatch
 from bso_server.storage.store import Store
+from tests.support.exports import exported, pieces_of
 from tests.support.service import HOUR_S, JobService, new_job, result, trial_id
 from zeus_plugins.protocol import (
     GP_VOI,
@@ -64,13 +59,6 @@ async def registered(bso: JobService, target: float | None) -> CreatedJob:
     return job
 
 
-async def caches_match(bso: JobService) -> None:
-    """Compare the caches with a replay of all trials."""
-    stored, trials = await bso.store.read(lambda t: (known_job(t, bso.job_id), t.all_trials(bso.job_id)))
-    history, again = await bso.history(), replay(stored.registration, trials, stored.survivors)
-    assert (dict(history.arms), history.cheapest, history.memory) == (dict(again.arms), again.cheapest, again.memory)
-
-
 async def test_first_three_runs_train_to_the_end_at_the_default_and_set_the_target(unset: JobService) -> None:
     for number, metrics in enumerate(CURVES, 1):
         assert (await registered(unset, None)).target_in_words == "no target yet: the first 3 runs set it"
@@ -85,7 +73,7 @@ async def test_first_three_runs_train_to_the_end_at_the_default_and_set_the_targ
     assert [(each.state, each.end_reason) for each in trials] == [(TrialState.COMPLETED, EndReason.TARGET_REACHED)] * 3
     assert [(each.epochs, each.cost_j) for each in trials] == [(4, 40.0), (3, 30.0), (2, 20.0)]
     assert (await unset.history()).cheapest == Cheapest(3, 16, 20.0)
-    await caches_match(unset)
+    assert await unset.is_consistent()
     assert (await unset.suggest()).batch_size != 16
 
 
@@ -102,7 +90,7 @@ async def test_running_trial_is_completed_at_the_epoch_reaching_the_later_target
     view = (await unset.show()).trials[0]
     assert (view.state, view.epochs, view.cost_j) == (TrialState.COMPLETED, 1, 10.0)
     assert (await unset.history()).cheapest == Cheapest(1, 16, 10.0)
-    await caches_match(unset)
+    assert await unset.is_consistent()
     assert (await unset.beat(early)).state is TrialState.COMPLETED
     # The next evaluation stops the run although it misses the target; its answer may be lost.
     for cost_j in (30.0, 30.0, 31.0):
@@ -128,7 +116,7 @@ async def test_suspended_or_abandoned_trial_is_completed_where_the_target_was_re
     assert await unset.states() == [outcome]
     await registered(unset, 0.95)
     assert await unset.states() == [TrialState.COMPLETED]
-    await caches_match(unset)
+    assert await unset.is_consistent()
     # A run resumed before the target was set may repeat the epoch that reached the target.
     assert (await unset.report(early, cost_j=35.0, metric=0.94, epoch=2)).converged
 
@@ -156,7 +144,7 @@ async def test_cheapest_of_two_running_trials_ending_together_is_kept(unset: Job
     ends = [result(trial, cost_j=30.0, metric=0.96, epoch=3) for trial in (first, second)]
     await in_one_transaction(unset, *ends)
     assert (await unset.history()).cheapest == Cheapest(1, 16, 10.0)
-    await caches_match(unset)
+    assert await unset.is_consistent()
 
 
 async def test_runs_ending_together_set_the_target_once(unset: JobService) -> None:
@@ -169,7 +157,7 @@ async def test_runs_ending_together_set_the_target_once(unset: JobService) -> No
     assert (job.target_metric, job.target_runs) == (LEARNED, (1, 2, 3))
     assert [each.epochs for each in (await unset.show()).trials] == [4, 3, 2, 1]
     assert (await unset.history()).cheapest == Cheapest(4, 16, 10.0)
-    await caches_match(unset)
+    assert await unset.is_consistent()
 
 
 async def test_last_report_before_the_target_may_be_repeated(unset: JobService) -> None:
@@ -186,7 +174,7 @@ async def test_run_ended_by_early_stopping_counts(unset: JobService) -> None:
         await unset.service.transact(unset.service.commands.end_trial, ended_early(trial))
     assert (await registered(unset, None)).target_metric == LEARNED
     assert [each.epochs for each in (await unset.show()).trials] == [4, 3, 2]
-    await caches_match(unset)
+    assert await unset.is_consistent()
 
 
 async def test_crashed_runs_do_not_set_the_target(unset: JobService) -> None:
@@ -206,7 +194,7 @@ async def test_run_too_short_to_confirm_a_target_does_not_set_the_target(store: 
     assert (job.target_metric, job.target_runs) == (0.9, (2, 3, 4))
     trials = (await bso.show()).trials
     assert [each.state for each in trials] == [TrialState.EXHAUSTED, *[TrialState.COMPLETED] * 3]
-    await caches_match(bso)
+    assert await bso.is_consistent()
 
 
 @pytest.mark.parametrize("learned", [True, False])
@@ -222,10 +210,10 @@ async def test_user_may_set_the_target_later(unset: JobService, learned: bool) -
     # Trials that reached the new target count up to there; the others ended at the learned target.
     assert states[0] == (TrialState.COMPLETED, 4)
     assert states[1:] == ([(TrialState.WITHDRAWN, 3), (TrialState.WITHDRAWN, 2)] if learned else [])
-    await caches_match(unset)
+    assert await unset.is_consistent()
     assert (await registered(unset, 0.8)).target_metric == 0.8
     assert (await unset.show()).trials[0].epochs == 3
-    await caches_match(unset)
+    assert await unset.is_consistent()
 
 
 async def test_late_registration_with_the_learned_target_does_not_override_the_users_target(unset: JobService) -> None:
@@ -243,25 +231,14 @@ async def test_job_keeps_a_registered_target(store: Store) -> None:
         await bso.service.register(asked(bso, 0.8))
 
 
-async def test_export_contains_the_target_and_the_runs_behind_the_target(unset: JobService) -> None:
-    await learn(unset)
-    lines = b"".join([part async for part in export(unset.store, unset.job_id)]).splitlines()
-    job, *trials = map(json.loads, lines)
-    assert (job["job"]["target_metric"], job["job"]["target_runs"]) == (LEARNED, [1, 2, 3])
-    assert [len(trial["epochs"]) for trial in trials] == [3, 2, 1]
-
-
 async def test_imported_job_keeps_the_learned_target(unset: JobService) -> None:
     await learn(unset)
-    lines = [part async for part in export(unset.store, unset.job_id)]
+    head, *trials = lines = await exported(unset.store, unset.job_id)
+    assert (head["job"]["target_metric"], head["job"]["target_runs"]) == (LEARNED, [1, 2, 3])
+    assert [len(trial["epochs"]) for trial in trials] == [3, 2, 1]
     await unset.service.delete_job(unset.job_id)
-
-    async def pieces() -> AsyncIterator[bytes]:
-        for line in lines:
-            yield line
-
-    await unset.service.import_job(pieces())
+    await unset.service.import_job(pieces_of(lines))
     job = await registered(unset, None)
     assert (job.target_metric, job.target_runs) == (LEARNED, (1, 2, 3))
-    await caches_match(unset)
+    assert await unset.is_consistent()
     assert (await registered(unset, 0.94)).target_metric == 0.94

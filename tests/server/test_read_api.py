@@ -183,16 +183,6 @@ class TestTrials:
         assert numbers == ["1", "2", "3", "4", "5"]
 
 
-class TestArms:
-    def test_arms_count_all_trials(self, http: httpx.Client, job_id: str) -> None:
-        for cost_j in (500, 400, 450, 420):
-            reached(http, begin(http, job_id), cost_j)
-        begin(http, job_id)
-        job = get(http, f"/api/jobs/{job_id}")
-        assert sum(arm["trials"] for arm in job["arms"]) == 5
-        assert sum(arm["n"] for arm in job["arms"]) == 4
-
-
 class TestEpochs:
     def test_every_report_is_listed_including_the_final_report(self, http: httpx.Client, job_id: str) -> None:
         trial = begin(http, job_id)

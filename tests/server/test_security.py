@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import csv
 import io
@@ -245,16 +244,6 @@ class TestOwners:
         assert_refused(suggest(tokens.other), 403, None, "belongs to token")
         assert suggest(tokens.report).json() == first.json()
 
-    async def test_refused_report_does_not_affect_the_rest_of_the_group(self, http: Http, tokens: Tokens) -> None:
-        trials = [http.begin(tokens.report) for _ in range(8)]
-        async with httpx.AsyncClient(base_url=http.url) as client:
-            asked = [
-                client.post("/report", json={**trial, **RESULT}, headers=bearer(token))
-                for trial in trials
-                for token in (tokens.other, tokens.report)
-            ]
-            assert [answer.status_code for answer in await asyncio.gather(*asked)] == [403, 200] * 8
-
 
 class TestFirstTokens:
     """On a separate server that starts without tokens."""
@@ -353,17 +342,6 @@ class TestFromOtherMachines:
         # With a server that trusts every proxy, the address is taken from the header.
         headers = {header: "127.0.0.1"}
         assert set((await self.statuses(Settings(database_url=new_database), headers)).values()) == {403}
-
-    async def test_insecure_server_serves_every_machine(
-        self, new_database: str, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setenv("ZEUS_BSO_INSECURE", "1")
-        assert set((await self.statuses(Settings(database_url=new_database))).values()) == {200}
-
-    async def test_any_machine_is_served_with_a_token(self, new_database: str) -> None:
-        token = make_token(new_database, "read")
-        assert set((await self.statuses(Settings(database_url=new_database), bearer(token))).values()) == {200}
-        assert set((await self.statuses(Settings(database_url=new_database))).values()) == {401}
 
 
 async def test_report_with_a_token_takes_three_statements(database_url: str) -> None:

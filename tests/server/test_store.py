@@ -63,14 +63,13 @@ def result_of(trial: TrialId, metric: float, **fields: Any) -> TrainingResult:
     return TrainingResult(**trial_id(trial).model_dump(), time=1, energy=1, metric=metric, current_epoch=1, **fields)
 
 
-async def test_migrations_create_the_tables_expected_by_the_code(database_url: str) -> None:
+async def test_migrations_create_the_tables_expected_by_the_code(store: Store) -> None:
     def differences(connection: Connection) -> list[Any]:
         return list(compare_metadata(MigrationContext.configure(connection), metadata))
 
-    async with open_store(database_url) as store:
-        await store.migrate()  # a repetition changes nothing
-        await store.check_schema()
-        assert await store._database.transact(differences, read_only=True, timeout_s=10.0) == []
+    await store.migrate()  # a repetition changes nothing
+    await store.check_schema()
+    assert await store._database.transact(differences, read_only=True, timeout_s=10.0) == []
 
 
 async def test_empty_database_is_not_ready(tmp_path: Path) -> None:
@@ -82,7 +81,7 @@ async def test_empty_database_is_not_ready(tmp_path: Path) -> None:
         await store.close()
 
 
-async def test_stored_records_are_read_back_unchanged(database_url: str) -> None:
+async def test_stored_records_are_read_back_unchanged(store: Store) -> None:
     trial = replace(begun("round-trip", 1, NOW), reason="first é ✓", started_event=1, lease_expires_at=NOW)
     measured = replace(
         trial,
@@ -104,30 +103,28 @@ async def test_stored_records_are_read_back_unchanged(database_url: str) -> None
         transaction.insert_trials([trial])
         transaction.update_trials([measured])
 
-    async with open_store(database_url) as store:
-        await store.write(write)
-        found = await store.read(Transaction.job, "round-trip")
-        assert found is not None
-        assert found.registration == registration("round-trip")
-        assert found.registration.target_metric == 0.9
-        assert found.created_at == NOW
-        assert found.created_at.tzinfo is UTC
-        trials = await store.read(Transaction.all_trials, "round-trip")
-        assert trials == [measured]
+    await store.write(write)
+    found = await store.read(Transaction.job, "round-trip")
+    assert found is not None
+    assert found.registration == registration("round-trip")
+    assert found.registration.target_metric == 0.9
+    assert found.created_at == NOW
+    assert found.created_at.tzinfo is UTC
+    trials = await store.read(Transaction.all_trials, "round-trip")
+    assert trials == [measured]
 
 
-async def test_several_trials_are_saved_with_separate_values(database_url: str) -> None:
+async def test_several_trials_are_saved_with_separate_values(store: Store) -> None:
     def save(transaction: Transaction) -> None:
         before = transaction.all_trials("several")
         transaction.update_trials([replace(trial, message=f"new {trial.trial_number}") for trial in before])
 
-    async with open_store(database_url) as store:
-        await store.write(Transaction.insert_job, registration("several"), NOW)
-        added = [begun("several", number, NOW) for number in (1, 2, 3)]
-        await store.write(Transaction.insert_trials, added)
-        await store.write(save)
-        after = await store.read(Transaction.all_trials, "several")
-        assert after == [replace(trial, message=f"new {trial.trial_number}") for trial in added]
+    await store.write(Transaction.insert_job, registration("several"), NOW)
+    added = [begun("several", number, NOW) for number in (1, 2, 3)]
+    await store.write(Transaction.insert_trials, added)
+    await store.write(save)
+    after = await store.read(Transaction.all_trials, "several")
+    assert after == [replace(trial, message=f"new {trial.trial_number}") for trial in added]
 
 
 def test_changed_copy_of_a_record_differs_only_in_the_given_fields() -> None:
@@ -138,35 +135,33 @@ def test_changed_copy_of_a_record_differs_only_in_the_given_fields() -> None:
         changed(trial, mertic=0.5)
 
 
-async def test_raising_work_leaves_nothing(database_url: str) -> None:
+async def test_raising_work_leaves_nothing(store: Store) -> None:
     def collide(transaction: Transaction) -> None:
         for job_id in ("undone", "taken"):
             transaction.insert_job(registration(job_id), NOW)
 
-    async with open_store(database_url) as store:
-        await store.write(Transaction.insert_job, registration("taken"), NOW)
-        with pytest.raises(JobExistsError):
-            await store.write(collide)
-        assert await store.read(Transaction.job, "undone") is None
+    await store.write(Transaction.insert_job, registration("taken"), NOW)
+    with pytest.raises(JobExistsError):
+        await store.write(collide)
+    assert await store.read(Transaction.job, "undone") is None
 
 
-async def test_rows_are_ordered(database_url: str) -> None:
+async def test_rows_are_ordered(store: Store) -> None:
     def write(transaction: Transaction) -> None:
         for job_id in ("order-b", "order-a", "order-c"):
             transaction.insert_job(registration(job_id), NOW)
         for number in (2, 1, 3):
             transaction.insert_trials([begun("order-a", number, NOW)])
 
-    async with open_store(database_url) as store:
-        await store.write(write)
-        page = await store.read(partial(jobs_page, prefix=None, stage=None, after=None, limit=100))
-        jobs = [stored.job_id for stored in page]
-        trials = await store.read(Transaction.all_trials, "order-a")
-        assert [job for job in jobs if job.startswith("order")] == ["order-a", "order-b", "order-c"]
-        assert [trial.trial_number for trial in trials] == [1, 2, 3]
+    await store.write(write)
+    page = await store.read(partial(jobs_page, prefix=None, stage=None, after=None, limit=100))
+    jobs = [stored.job_id for stored in page]
+    trials = await store.read(Transaction.all_trials, "order-a")
+    assert [job for job in jobs if job.startswith("order")] == ["order-a", "order-b", "order-c"]
+    assert [trial.trial_number for trial in trials] == [1, 2, 3]
 
 
-async def test_work_aborted_by_a_deadlock_is_repeated(database_url: str) -> None:
+async def test_work_aborted_by_a_deadlock_is_repeated(store: Store, database_url: str) -> None:
     """Two transactions lock two jobs in opposite orders; on SQLite, one simply waits for the other."""
     both_hold_one = threading.Barrier(2)
     tries = Counter[str]()
@@ -184,9 +179,8 @@ async def test_work_aborted_by_a_deadlock_is_repeated(database_url: str) -> None
     def in_thread(first: str, second: str) -> None:
         in_store(database_url, lambda store: store.write(lock(first, second)))
 
-    async with open_store(database_url) as store:
-        for job_id in ("dead-a", "dead-b"):
-            await store.write(Transaction.insert_job, registration(job_id), NOW)
+    for job_id in ("dead-a", "dead-b"):
+        await store.write(Transaction.insert_job, registration(job_id), NOW)
     with ThreadPoolExecutor(2) as pool:
         for outcome in [pool.submit(in_thread, "dead-a", "dead-b"), pool.submit(in_thread, "dead-b", "dead-a")]:
             outcome.result()
@@ -224,29 +218,28 @@ def test_report_in_progress_saves_the_trial_from_the_reaper(database_url: str) -
         assert [trial.state for trial in reaper.result()] == [TrialState.RUNNING]
 
 
-async def test_report_takes_the_documented_number_of_statements(database_url: str) -> None:
+async def test_report_takes_the_documented_number_of_statements(store: Store, database_url: str) -> None:
     statements: list[str] = []
     # PostgreSQL locks the job separately, once the end of the trial is known.
     locks_apart = ["SELECT"] if database_url.startswith("postgresql") else []
-    async with open_store(database_url) as store:
-        service = BatchSizeService(store)
-        await service.register(registration("counted"))
-        trial = await service.transact(service.commands.begin_trial, "counted")
+    service = BatchSizeService(store)
+    await service.register(registration("counted"))
+    trial = await service.transact(service.commands.begin_trial, "counted")
 
-        database: Any = store._database
-        engine = database.file.engine if isinstance(database, SqliteDatabase) else database._engine.sync_engine
+    database: Any = store._database
+    engine = database.file.engine if isinstance(database, SqliteDatabase) else database._engine.sync_engine
 
-        @event.listens_for(engine, "before_cursor_execute")
-        def count(_conn: Any, _cursor: Any, statement: str, *_rest: Any) -> None:
-            statements.append(statement.split()[0])
+    @event.listens_for(engine, "before_cursor_execute")
+    def count(_conn: Any, _cursor: Any, statement: str, *_rest: Any) -> None:
+        statements.append(statement.split()[0])
 
-        for metric, expected in (
-            (0.5, ["SELECT", "UPDATE", "INSERT"]),
-            (0.95, ["SELECT", *locks_apart, "UPDATE", "UPDATE"]),
-        ):
-            statements.clear()
-            await service.reports.record_report(result_of(trial, metric, energy_source="replay"))
-            assert [word for word in statements if word != "BEGIN"] == expected
+    for metric, expected in (
+        (0.5, ["SELECT", "UPDATE", "INSERT"]),
+        (0.95, ["SELECT", *locks_apart, "UPDATE", "UPDATE"]),
+    ):
+        statements.clear()
+        await service.reports.record_report(result_of(trial, metric, energy_source="replay"))
+        assert [word for word in statements if word != "BEGIN"] == expected
 
 
 @pytest.mark.parametrize("policy", OWN_POLICIES)
@@ -417,7 +410,7 @@ def test_unusable_url_is_refused_with_a_correction(url: str, words: str) -> None
 
 
 @pytest.mark.parametrize("database_url", [POSTGRESQL, MYSQL], indirect=True, scope="module")
-async def test_writer_sees_what_was_committed_before_it_took_the_lock(database_url: str) -> None:
+async def test_writer_sees_what_was_committed_before_it_took_the_lock(store: Store, database_url: str) -> None:
     """A writer may first look for a job without a lock; MySQL's default isolation would freeze that moment."""
 
     def add_trial() -> None:
@@ -434,7 +427,6 @@ async def test_writer_sees_what_was_committed_before_it_took_the_lock(database_u
         assert transaction.locked_job("seen") is not None
         return transaction.all_trials("seen")
 
-    async with open_store(database_url) as store:
-        await store.write(Transaction.insert_job, registration("seen"), NOW)
-        (found,) = await store.write(work)
+    await store.write(Transaction.insert_job, registration("seen"), NOW)
+    (found,) = await store.write(work)
     assert found.trial_number == 1

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import json
 import re
-from collections.abc import AsyncIterator
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from itertools import count, permutations
@@ -31,8 +30,8 @@ from bso_server.service.tokens import (
     require_allowed_host,
     token_in,
 )
+from bso_server.storage.store import Store
 from tests.support.servers import bso_server
-from tests.support.service import open_store
 
 NOW = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
 TOKEN, RECORD = new_token("a training", {Scope.REPORT}, NOW)
@@ -338,11 +337,10 @@ class TestAuthenticating:
 
 
 @pytest.fixture
-async def tokens(database_url: str) -> AsyncIterator[Tokens]:
+def tokens(store: Store) -> Tokens:
     """The tokens of a database of each kind, with a clock that advances by a second at each reading."""
     ticks = count()
-    async with open_store(database_url) as store:
-        yield Tokens(store, clock=lambda: NOW + timedelta(seconds=next(ticks)))
+    return Tokens(store, clock=lambda: NOW + timedelta(seconds=next(ticks)))
 
 
 class TestKeeping:

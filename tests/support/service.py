@@ -14,6 +14,7 @@ from bso_server.core.model import History
 from bso_server.errors import BsoError
 from bso_server.service import reading
 from bso_server.service.commands import BatchSizeService, Commands
+from bso_server.service.health import differences
 from bso_server.service.loading import known_job, load_history
 from bso_server.storage.database import open_database
 from bso_server.storage.store import Store
@@ -99,6 +100,10 @@ class JobService:
     async def history(self) -> History:
         """Return the history behind the next decision."""
         return await self.store.read(remembered, self.job_id)
+
+    async def is_consistent(self) -> bool:
+        """Compare the caches of the job with a replay of its trials."""
+        return await self.store.read(differences, self.job_id) == []
 
     async def states(self) -> list[TrialState]:
         return [trial.state for trial in (await self.show()).trials]
