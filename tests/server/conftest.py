@@ -32,6 +32,13 @@ def http(any_server: ServerProcess) -> Iterator[httpx.Client]:
 
 
 @pytest.fixture(scope="module")
+def http_on_sqlite(shared_server: ServerProcess) -> Iterator[httpx.Client]:
+    """A client of the server on a SQLite file, for requests that are refused before any database is asked."""
+    with httpx.Client(base_url=shared_server.url) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
 def scene(shared_server: ServerProcess) -> Iterator[Scene]:
     path = make_url(shared_server.database_url).database
     with (

@@ -175,7 +175,7 @@ async def test_random_draws_continue_from_the_last_saved_decision(store: Store, 
             await server.service.transact(server.service.commands.share, server.job_id, shared=not is_shared)
 
         trials = []
-        for number in range(24):
+        for number in range(12):
             trials.append(await interruptions.during(server, *([shared, shared] if disturbed else [])))
             assert len(interruptions.seen) == 1 + 2 * disturbed
             await server.reach(trials[-1], cost_j=500.0 + 40 * (number * 7 % 11))

@@ -183,19 +183,24 @@ WRONG: list[tuple[str, Callable[[Lines], object], str]] = [
 ]
 
 
+@pytest.fixture(scope="module")
+def export_on_sqlite(http_on_sqlite: httpx.Client) -> Lines:
+    return export_over(http_on_sqlite, lived(http_on_sqlite))
+
+
 @pytest.mark.parametrize(("spoil", "field"), [case[1:] for case in WRONG], ids=[case[0] for case in WRONG])
 def test_malformed_export_is_refused_and_leaves_nothing(
-    http: httpx.Client, export: Lines, spoil: Callable[[Lines], object], field: str
+    http_on_sqlite: httpx.Client, export_on_sqlite: Lines, spoil: Callable[[Lines], object], field: str
 ) -> None:
-    copy = renamed(export)
+    copy = renamed(export_on_sqlite)
     job_id = copy[0]["job"]["job_id"]
     spoil(copy)
-    answer = import_over(http, copy)
+    answer = import_over(http_on_sqlite, copy)
 
     assert_refused(answer, 422, None)
     fields = [error["field"] for error in answer.json()["errors"]]
     assert any(name == field or name.startswith(f"{field}.") for name in fields), answer.json()
-    assert http.get(f"/api/jobs/{job_id}").status_code == 404
+    assert http_on_sqlite.get(f"/api/jobs/{job_id}").status_code == 404
 
 
 ODD = st.one_of(
@@ -293,7 +298,7 @@ async def test_caches_of_any_history_equal_a_replay_and_its_copy_decides_alike(
     store: Store, seed: int, fields: dict[str, Any]
 ) -> None:
     server = await new_job(store, **fields)
-    await live(server, random.Random(seed), steps=60)  # noqa: S311 - no secret
+    await live(server, random.Random(seed), steps=40)  # noqa: S311 - no secret
     await server.store.read(assert_caches_equal_a_replay, server.job_id)
     copy = await imported(server)
     one, other = await server.history(), await copy.history()

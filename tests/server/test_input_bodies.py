@@ -192,30 +192,3 @@ def test_body_with_100_000_errors_needs_little_memory(shared_server: ServerProce
     before = memory_of(shared_server, "VmRSS")
     assert_refused(scene.http.post("/jobs", json=sizes), 422, "batch_sizes.0")
     assert memory_of(shared_server, "VmHWM") - before < 30 * MIB
-
-
-@in_proc
-@pytest.mark.slow
-def test_unknown_names_leave_no_trace(shared_server: ServerProcess, scene: Scene) -> None:
-    """Measure the server's whole memory roughly; tests/server/test_memory.py is exact."""
-
-    def ask(first: int, last: int) -> None:
-        for number in range(first, last, 6):
-            name = f"job-{number:0200}"
-            trial = {"job_id": name, "batch_size": 8, "trial_number": number + 1}
-            token = {"Authorization": f"Bearer zbso_{number:08x}_{'x' * 43}"}
-            answers = [
-                scene.http.get("/jobs/batch_size", params={"job_id": name}, headers={"Idempotency-Key": name}),
-                scene.http.post("/report", json={**trial, **scene.reported}),
-                scene.http.post("/report", json={**scene.running, **scene.reported, "trial_number": number + 10}),
-                scene.http.get(f"/api/jobs/{name}"),
-                scene.http.get(f"/{name}", headers={"Host": name}),
-                scene.http.get("/api/jobs", headers=token),
-            ]
-            assert [answer.status_code for answer in answers] == [404, 404, 404, 404, 404, 401]
-
-    ask(0, 600)
-    before = memory_of(shared_server, "VmRSS")
-    with scene.nothing_stored():
-        ask(600, 3600)
-    assert memory_of(shared_server, "VmRSS") - before < 10 * MIB

@@ -104,14 +104,14 @@ MARGINS = {"test_acc": 0.005, "fid": -0.5}
 
 
 @pytest.mark.parametrize("fields", [{"policy": "zeus"}, {}], ids=["zeus", "no policy"])
-def test_margins_require_a_policy_with_margins(http: httpx.Client, fields: dict[str, Any]) -> None:
-    answer = http.post("/jobs", json=job(no_worse_than_default=MARGINS, **fields))
+def test_margins_require_a_policy_with_margins(http_on_sqlite: httpx.Client, fields: dict[str, Any]) -> None:
+    answer = http_on_sqlite.post("/jobs", json=job(no_worse_than_default=MARGINS, **fields))
     assert_refused(answer, 422, "no_worse_than_default", "policy 'zeus'", "gp_voi")
 
 
 @pytest.mark.parametrize("margins", [{}, {"": 1.0}, {"a": None}, {"a": "much"}, dict.fromkeys("abcdefghijklmnopq", 1)])
-def test_invalid_margins_are_refused(http: httpx.Client, margins: dict[str, Any]) -> None:
-    answer = http.post("/jobs", json=job(policy="gp_voi", no_worse_than_default=margins))
+def test_invalid_margins_are_refused(http_on_sqlite: httpx.Client, margins: dict[str, Any]) -> None:
+    answer = http_on_sqlite.post("/jobs", json=job(policy="gp_voi", no_worse_than_default=margins))
     assert_refused(answer, 422, None, "no_worse_than_default")
 
 
