@@ -72,13 +72,13 @@ async def test_policy_of_another_package_decides_a_job(server: JobService) -> No
     assert trial.reason == "the latest run of 8 was the cheapest"
     await server.reach(trial, cost_j=800)
     assert (await server.suggest()).batch_size == 16
-    assert await server.is_consistent()
+    assert await server.differences() == []
 
 
 @pytest.mark.parametrize("seed", range(3))
 async def test_memory_of_an_installed_policy_equals_a_replay(server: JobService, seed: int) -> None:
     await live(server, random.Random(seed), steps=80)  # noqa: S311 - no secret
-    assert await server.is_consistent()
+    assert await server.differences() == []
 
 
 async def test_new_version_of_a_policy_relearns_from_all_trials(packages: Packages, server: JobService) -> None:
@@ -90,11 +90,11 @@ async def test_new_version_of_a_policy_relearns_from_all_trials(packages: Packag
     for cost_j in (700, 400, 900, 800):
         await server.reach(await server.suggest(), cost_j=cost_j)
     packages.install("latest", "my_policy", other)
-    assert await server.is_consistent()
+    assert await server.differences() == []
     assert (await server.suggest()).batch_size == 8
     packages.install("latest", "my_policy", EXAMPLE)
     assert (await server.suggest()).batch_size == 16
-    assert await server.is_consistent()
+    assert await server.differences() == []
 
 
 async def test_job_without_policy_gets_no_new_trials_but_running_trials_finish(
@@ -118,7 +118,7 @@ async def test_job_without_policy_gets_no_new_trials_but_running_trials_finish(
     await server.discard(running)
     packages.install("latest", "my_policy", EXAMPLE)
     assert (await server.suggest()).batch_size == 16
-    assert await server.is_consistent()
+    assert await server.differences() == []
 
 
 async def test_job_with_a_missing_policy_is_neither_registered_nor_imported(

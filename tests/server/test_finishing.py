@@ -66,7 +66,7 @@ async def test_finishing_trial_changes_no_decision_and_counts_as_exploration(bso
     assert after.savings.cost_j.now == before.savings.cost_j.now
     assert after.trials[-1].epoch_bound is None
     assert [each.state for each in after.trials[1:]] == [TrialState.EXHAUSTED, TrialState.COMPLETED]
-    assert await bso.is_consistent()
+    assert await bso.differences() == []
 
 
 async def test_finishing_trial_is_no_run_of_means(bso: JobService) -> None:

@@ -87,7 +87,7 @@ async def test_equal_crashes_of_neighbours_exclude_larger_sizes_in_the_database(
     assert {arm.batch_size for arm in view.arms if arm.infeasible is EndReason.CRASHED_ALIKE} >= {64}
     assert {arm.batch_size for arm in view.arms if arm.infeasible is None} == {8}
     assert sum(trial.batch_size > 8 for trial in view.trials) <= 3
-    assert await bso.is_consistent()
+    assert await bso.differences() == []
 
 
 async def test_stop_rule_is_sent_as_soon_as_known(bso: JobService) -> None:

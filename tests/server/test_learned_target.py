@@ -73,7 +73,7 @@ async def test_first_three_runs_train_to_the_end_at_the_default_and_set_the_targ
     assert [(each.state, each.end_reason) for each in trials] == [(TrialState.COMPLETED, EndReason.TARGET_REACHED)] * 3
     assert [(each.epochs, each.cost_j) for each in trials] == [(4, 40.0), (3, 30.0), (2, 20.0)]
     assert (await unset.history()).cheapest == Cheapest(3, 16, 20.0)
-    assert await unset.is_consistent()
+    assert await unset.differences() == []
     assert (await unset.suggest()).batch_size != 16
 
 
@@ -90,7 +90,7 @@ async def test_running_trial_is_completed_at_the_epoch_reaching_the_later_target
     view = (await unset.show()).trials[0]
     assert (view.state, view.epochs, view.cost_j) == (TrialState.COMPLETED, 1, 10.0)
     assert (await unset.history()).cheapest == Cheapest(1, 16, 10.0)
-    assert await unset.is_consistent()
+    assert await unset.differences() == []
     assert (await unset.beat(early)).state is TrialState.COMPLETED
     # The next evaluation stops the run although it misses the target; its answer may be lost.
     for cost_j in (30.0, 30.0, 31.0):
@@ -116,7 +116,7 @@ async def test_suspended_or_abandoned_trial_is_completed_where_the_target_was_re
     assert await unset.states() == [outcome]
     await registered(unset, 0.95)
     assert await unset.states() == [TrialState.COMPLETED]
-    assert await unset.is_consistent()
+    assert await unset.differences() == []
     # A run resumed before the target was set may repeat the epoch that reached the target.
     assert (await unset.report(early, cost_j=35.0, metric=0.94, epoch=2)).converged
 
@@ -144,7 +144,7 @@ async def test_cheapest_of_two_running_trials_ending_together_is_kept(unset: Job
     ends = [result(trial, cost_j=30.0, metric=0.96, epoch=3) for trial in (first, second)]
     await in_one_transaction(unset, *ends)
     assert (await unset.history()).cheapest == Cheapest(1, 16, 10.0)
-    assert await unset.is_consistent()
+    assert await unset.differences() == []
 
 
 async def test_runs_ending_together_set_the_target_once(unset: JobService) -> None:
@@ -157,7 +157,7 @@ async def test_runs_ending_together_set_the_target_once(unset: JobService) -> No
     assert (job.target_metric, job.target_runs) == (LEARNED, (1, 2, 3))
     assert [each.epochs for each in (await unset.show()).trials] == [4, 3, 2, 1]
     assert (await unset.history()).cheapest == Cheapest(4, 16, 10.0)
-    assert await unset.is_consistent()
+    assert await unset.differences() == []
 
 
 async def test_last_report_before_the_target_may_be_repeated(unset: JobService) -> None:
@@ -174,7 +174,7 @@ async def test_run_ended_by_early_stopping_counts(unset: JobService) -> None:
         await unset.service.transact(unset.service.commands.end_trial, ended_early(trial))
     assert (await registered(unset, None)).target_metric == LEARNED
     assert [each.epochs for each in (await unset.show()).trials] == [4, 3, 2]
-    assert await unset.is_consistent()
+    assert await unset.differences() == []
 
 
 async def test_crashed_runs_do_not_set_the_target(unset: JobService) -> None:
@@ -194,7 +194,7 @@ async def test_run_too_short_to_confirm_a_target_does_not_set_the_target(store: 
     assert (job.target_metric, job.target_runs) == (0.9, (2, 3, 4))
     trials = (await bso.show()).trials
     assert [each.state for each in trials] == [TrialState.EXHAUSTED, *[TrialState.COMPLETED] * 3]
-    assert await bso.is_consistent()
+    assert await bso.differences() == []
 
 
 @pytest.mark.parametrize("learned", [True, False])
@@ -210,10 +210,10 @@ async def test_user_may_set_the_target_later(unset: JobService, learned: bool) -
     # Trials that reached the new target count up to there; the others ended at the learned target.
     assert states[0] == (TrialState.COMPLETED, 4)
     assert states[1:] == ([(TrialState.WITHDRAWN, 3), (TrialState.WITHDRAWN, 2)] if learned else [])
-    assert await unset.is_consistent()
+    assert await unset.differences() == []
     assert (await registered(unset, 0.8)).target_metric == 0.8
     assert (await unset.show()).trials[0].epochs == 3
-    assert await unset.is_consistent()
+    assert await unset.differences() == []
 
 
 async def test_late_registration_with_the_learned_target_does_not_override_the_users_target(unset: JobService) -> None:
@@ -240,5 +240,5 @@ async def test_imported_job_keeps_the_learned_target(unset: JobService) -> None:
     await unset.service.import_job(pieces_of(lines))
     job = await registered(unset, None)
     assert (job.target_metric, job.target_runs) == (LEARNED, (1, 2, 3))
-    assert await unset.is_consistent()
+    assert await unset.differences() == []
     assert (await registered(unset, 0.94)).target_metric == 0.94

@@ -172,7 +172,7 @@ async def decide_and_verify(services: list[JobService]) -> None:
         before = (await service.show()).trial_count
         await service.reach(await service.suggest())
         assert (await service.show()).trial_count == before + 1
-        assert await service.is_consistent()
+        assert await service.differences() == []
     listed = await services[0].store.read(reading.list_jobs)
     assert [each.job_id for each in listed.jobs] == [each.job_id for each in services]
 

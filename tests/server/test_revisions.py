@@ -101,13 +101,13 @@ async def test_changed_eta_recomputes_the_cost_of_every_run(store: Store, policy
     view = await server.show()
     assert [trial.cost_j for trial in view.trials] == [500.0, 800.0]
     assert (view.min_cost_j, view.arms[1].mean_cost_j) == (500.0, 500.0)
-    assert await server.is_consistent()
+    assert await server.differences() == []
     if policy == GP_VOI:
         (run,) = (await server.history()).memory[1].costs
         assert 2.718281828**run.log_cost == pytest.approx(250.0)
     await revise(server, eta_knob=1.0)
     assert (await server.show()).min_cost_j == 100.0
-    assert await server.is_consistent()
+    assert await server.differences() == []
 
 
 async def test_crash_at_a_size_that_a_revision_has_removed_fails_its_trial(store: Store) -> None:
@@ -116,7 +116,7 @@ async def test_crash_at_a_size_that_a_revision_has_removed_fails_its_trial(store
     await revise(server, batch_sizes=[16, 32])
     await server.end(trial)
     assert await server.states() == [TrialState.FAILED]
-    assert await server.is_consistent()
+    assert await server.differences() == []
 
 
 async def test_running_trial_keeps_the_terms_of_the_dispatch(store: Store) -> None:
@@ -134,7 +134,7 @@ async def test_running_trial_keeps_the_terms_of_the_dispatch(store: Store) -> No
     new = await server.offline(16, "new")
     assert "1.1 times the cheapest run" in (await server.report(new, cost_j=560.0, epoch=1)).message
     assert (await server.report(other, cost_j=800.0, epoch=10)).reason is EndReason.MAX_EPOCHS_REACHED
-    assert await server.is_consistent()
+    assert await server.differences() == []
 
 
 @pytest.mark.parametrize("policy", OWN_POLICIES)
@@ -149,7 +149,7 @@ async def test_raised_max_epochs_repeat_a_missed_default(store: Store, policy: s
     for epoch in range(1, 6):
         assert not (await server.report(trial, cost_j=100.0 * epoch, epoch=epoch)).stop_train
     assert (await server.report(trial, cost_j=600.0, epoch=6)).reason is EndReason.MAX_EPOCHS_REACHED
-    assert await server.is_consistent()
+    assert await server.differences() == []
 
 
 @pytest.mark.parametrize("policy", OWN_POLICIES)
@@ -174,11 +174,11 @@ async def test_removed_size_stays_in_the_history_and_added_size_is_tried(store: 
         await server.reach(trial, 10.0 * trial.batch_size if trial.batch_size < 64 else 100.0)
     assert 64 in chosen
     assert 8 not in chosen
-    assert await server.is_consistent()
+    assert await server.differences() == []
     # A size that returns is known.
     await revise(server, batch_sizes=[8, 16, 32, 64])
     assert (await server.show()).arms[0].n == 2
-    assert await server.is_consistent()
+    assert await server.differences() == []
 
 
 async def test_sizes_added_in_the_bandit_stage_are_drawn(store: Store) -> None:
@@ -191,7 +191,7 @@ async def test_sizes_added_in_the_bandit_stage_are_drawn(store: Store) -> None:
     assert (await server.suggest()).batch_size == 64
     await revise(server, batch_sizes=[4], default_batch_size=4)
     assert (await server.suggest()).batch_size == 4
-    assert await server.is_consistent()
+    assert await server.differences() == []
 
 
 @pytest.mark.parametrize("policy", OWN_POLICIES)
@@ -220,20 +220,20 @@ async def test_after_a_change_of_gpus_epochs_count_and_costs_do_not(store: Store
     await server.reach(trial, 500.0)
     for _ in range(6):
         await server.reach(await server.suggest(), 500.0)
-    assert await server.is_consistent()
+    assert await server.differences() == []
     # On the original GPUs, their costs hold again.
     await revise(server, gpu_model="V100", max_power=100.0)
     view = await server.show()
     assert [trial.other_gpus for trial in view.trials[:5]] == [False] * 4 + [True]
     assert view.min_cost_j == 80.0
-    assert await server.is_consistent()
+    assert await server.differences() == []
 
 
 async def test_changed_power_limit_of_the_same_gpus_keeps_the_costs(bso: JobService) -> None:
     await bso.reach(await bso.suggest(), 500.0)
     await revise(bso, max_power=200.0)
     assert (await bso.show()).min_cost_j == 0.5 * 500 + 0.5 * 200 * 5
-    assert await bso.is_consistent()
+    assert await bso.differences() == []
 
 
 async def test_job_changes_policy_and_back(store: Store) -> None:
@@ -243,7 +243,7 @@ async def test_job_changes_policy_and_back(store: Store) -> None:
             await server.reach(await server.suggest(), 500.0)
         await revise(server, policy=policy)
         assert (await server.suggest()).batch_size in server.job.batch_sizes
-        assert await server.is_consistent()
+        assert await server.differences() == []
 
 
 async def test_concurrent_alternating_registrations_leave_a_consistent_job(bso: JobService) -> None:
@@ -262,7 +262,7 @@ async def test_concurrent_alternating_registrations_leave_a_consistent_job(bso: 
     view = await bso.show()
     assert view.job.max_epochs in (20, 30)
     assert [each.revision for each in view.revisions] == list(range(1, len(view.revisions) + 1))
-    assert await bso.is_consistent()
+    assert await bso.differences() == []
 
 
 async def test_revised_job_is_exported_and_imported(bso: JobService) -> None:
@@ -277,7 +277,7 @@ async def test_revised_job_is_exported_and_imported(bso: JobService) -> None:
     await bso.service.import_job(pieces_of(lines))
     before, after = await bso.show(), await copy.show()
     assert after.model_copy(update={"job": before.job}) == before
-    assert await copy.is_consistent()
+    assert await copy.differences() == []
     lines[4]["started_event"] = lines[0]["revisions"][0]["event"]
     with pytest.raises(InvalidImportError, match=r"line 5, started_event: event .* is taken already"):
         await bso.service.import_job(pieces_of(renamed(lines)))
@@ -354,7 +354,7 @@ async def test_caches_equal_a_replay_after_any_revisions_and_trials(
     for change in [{}, *changes]:
         if change:
             await revise(server, **change)
-        assert await server.is_consistent()
+        assert await server.differences() == []
         for _ in range(8):
             try:
                 action = random_source.choice(ACTIONS)
@@ -364,7 +364,7 @@ async def test_caches_equal_a_replay_after_any_revisions_and_trials(
                     await act(server, random_source, action, random_source.choice(open_trials))
             except BsoError:
                 continue  # a refusal, which must not change the job
-        assert await server.is_consistent()
+        assert await server.differences() == []
     known = await server.store.read(Transaction.revisions, server.job_id)
     assert [each.revision for each in known] == list(range(1, len(known) + 1))
     assert all(isinstance(each, Revision) for each in known)

@@ -101,9 +101,9 @@ class JobService:
         """Return the history behind the next decision."""
         return await self.store.read(remembered, self.job_id)
 
-    async def is_consistent(self) -> bool:
-        """Compare the caches of the job with a replay of its trials."""
-        return await self.store.read(differences, self.job_id) == []
+    async def differences(self) -> list[str]:
+        """Compare the caches of the job with a replay of its trials; return the differences in words."""
+        return await self.store.read(differences, self.job_id)
 
     async def states(self) -> list[TrialState]:
         return [trial.state for trial in (await self.show()).trials]
