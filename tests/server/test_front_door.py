@@ -421,10 +421,13 @@ def connection_to(server: ServerProcess, sent: bytes) -> socket.socket:
 def test_setting_of_the_command_sets_the_read_timeout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Long enough for a client that sends at once on a busy machine.
     monkeypatch.setenv("ZEUS_BSO_READ_TIMEOUT_S", "1")
-    with serving(f"sqlite:///{tmp_path / 'bso.sqlite3'}", tmp_path) as server:
-        for sent in (HALF_A_HEAD, HALF_A_BODY % b"jobs"):
-            with connection_to(server, sent) as connection:
-                assert connection.recv(100).startswith(b"HTTP/1.1 408 ")
+    with (
+        serving(f"sqlite:///{tmp_path / 'bso.sqlite3'}", tmp_path) as server,
+        connection_to(server, HALF_A_HEAD) as head,
+        connection_to(server, HALF_A_BODY % b"jobs") as body,
+    ):
+        for connection in (head, body):
+            assert connection.recv(100).startswith(b"HTTP/1.1 408 ")
 
 
 @pytest.mark.slow
