@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import csv
 import io
@@ -244,6 +245,16 @@ class TestOwners:
         first = suggest(tokens.report)
         assert_refused(suggest(tokens.other), 403, None, "belongs to token")
         assert suggest(tokens.report).json() == first.json()
+
+    async def test_refused_report_does_not_affect_the_rest_of_the_group(self, http: Http, tokens: Tokens) -> None:
+        trials = [http.begin(tokens.report) for _ in range(8)]
+        async with httpx.AsyncClient(base_url=http.url) as client:
+            asked = [
+                client.post("/report", json={**trial, **RESULT}, headers=bearer(token))
+                for trial in trials
+                for token in (tokens.other, tokens.report)
+            ]
+            assert [answer.status_code for answer in await asyncio.gather(*asked)] == [403, 200] * 8
 
 
 class TestFirstTokens:
