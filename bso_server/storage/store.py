@@ -415,8 +415,9 @@ class Store:
         listener: Listener | None = None,
     ) -> tuple[T, Transaction]:
         """Execute `work` as `write` does; return its result, and its transaction for publication."""
-        alone = self._is_patient or patience_s is not None
-        if self._health.has_other_schema and patience_s is None:
+        is_maintenance = patience_s is not None  # an upgrade or a check of the database, with any schema
+        alone = self._is_patient or is_maintenance
+        if self._health.has_other_schema and not is_maintenance:
             work = self._checking_schema(work)
         begun, outcome = time.monotonic(), Outcome.FAILED
         with waiting(patience_s or self.patience_s, alone=alone) as deadline:
@@ -428,7 +429,7 @@ class Store:
                     except Exception as error:
                         failure = failure_of(error)
                         if failure is None:
-                            if not isinstance(error, BsoError) and patience_s is None:
+                            if not isinstance(error, BsoError) and not is_maintenance:
                                 # Perhaps another version has changed the schema.
                                 with suppress(DatabaseUnavailableError):
                                     self._refuse_request(await self.current_revision())

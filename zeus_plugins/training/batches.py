@@ -427,7 +427,6 @@ def _extend_iteration(iterable: Any, extend: Callable[[Iterator[Any]], Iterator[
 
         class Counted(kind):  # type: ignore[misc]  # the class is known only at run time
             __slots__ = ()
-            counted_kind = kind
 
             def __iter__(self) -> Iterator[Any]:
                 batches = iter(super().__iter__())
@@ -441,12 +440,6 @@ def _extend_iteration(iterable: Any, extend: Callable[[Iterator[Any]], Iterator[
             f"the training data come in a fixed {kind.__name__} of batches, so that their size cannot be chosen: give "
             "a torch DataLoader with batch_size= or with a batch sampler"
         ) from None
-
-
-def uncounted(kind: type) -> type:
-    """Return the original class if `SampleCount` has put `kind` in its place; otherwise `kind` itself."""
-    original: type = getattr(kind, "counted_kind", kind)
-    return original
 
 
 def nested_samplers(sampler: Any) -> list[Any]:
