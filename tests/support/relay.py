@@ -12,7 +12,8 @@ from itertools import cycle, repeat
 
 from sqlalchemy.engine import make_url
 
-COMMIT = re.compile(rb"(?<!AUTO)COMMIT")
+# A session sets its isolation to READ COMMITTED.
+COMMIT = re.compile(rb"(?<!AUTO)COMMIT(?!TED)")
 
 
 class Fate(Enum):
