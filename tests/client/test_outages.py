@@ -145,30 +145,29 @@ SCENARIOS = {
 }
 
 
-# With a plain loop and with the frameworks; the other scenarios are slow.
+# These run with the frameworks, too: they begin, fail, and go on in their own ways.
+WITH_FRAMEWORKS = {"away-before-the-start", "away-and-never-at-the-target", "hangs", "away-in-the-middle-and-back"}
 QUICK = {
-    "plain": {
-        "away-and-back-before-the-end",
-        "away-in-the-middle-and-back",
-        "away-and-never-at-the-target",
-        "hangs",
-        "file-gone",
-        "disk-full",
-    },
-    "lightning": {"away-in-the-middle-and-back"},
-    "huggingface": {"away-in-the-middle-and-back"},
+    "plain-away-and-back-before-the-end",
+    "plain-away-and-never-at-the-target",
+    "plain-hangs",
+    "plain-file-gone",
+    "plain-disk-full",
+    *(f"{framework}-away-in-the-middle-and-back" for framework in TRAININGS),
 }
 
 
 def cases() -> Iterator[Any]:
     for framework in TRAININGS:
         for name, scenario in SCENARIOS.items():
+            if framework != "plain" and name not in WITH_FRAMEWORKS:
+                continue
             kind, marks = "sqlite", []
             if Site.loses_database in scenario.strikes.values():
                 kind, marks = "postgresql", [pytest.mark.postgresql]
             if Site.has_no_room in scenario.strikes.values():
                 kind = SMALL_DISK
-            if name not in QUICK[framework]:
+            if f"{framework}-{name}" not in QUICK:
                 marks.append(pytest.mark.slow)
             yield pytest.param(framework, name, kind, marks=marks, id=f"{framework}-{name}")
 

@@ -131,9 +131,9 @@ def test_power_cuts_lose_no_acknowledged_report(folder: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("driver", ["sqlite", "sqlite+aiosqlite"])
-def test_200_power_cuts_with_restarts_lose_no_acknowledged_report(driver: str, folder: Path) -> None:
-    record_run(folder, driver, runs=2, answers=200)
-    assert losses(folder, cuts=200) == []
+def test_power_cuts_with_restarts_lose_no_acknowledged_report(driver: str, folder: Path) -> None:
+    record_run(folder, driver, runs=2, answers=100)
+    assert losses(folder, cuts=100) == []
 
 
 @pytest.mark.slow

@@ -70,7 +70,7 @@ def play(machine: type[Histories], histories: int, phases: Sequence[Phase] = tup
 
 @pytest.mark.hypothesis
 def test_random_histories_keep_the_promises_of_the_server(database: str) -> None:
-    histories = 1000 if settings().max_examples >= THOROUGH else 40
+    histories = 400 if settings().max_examples >= THOROUGH else 40
     # On a database server, each statement is a round trip.
     play(Histories, histories if database == "sqlite" else histories // 40)
 

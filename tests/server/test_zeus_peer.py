@@ -62,17 +62,15 @@ def job(request: pytest.FixtureRequest) -> JobSpec:
     return JobSpec(**{**JOB, "job_id": f"peer-{request.function.__name__}"})
 
 
-@pytest.fixture(params=["without a token", "with a token"])
-def url_for_zeus(request: pytest.FixtureRequest, server: ServerProcess) -> str:
-    """URL of our server for a Zeus client, with a token if the server requires one."""
-    if request.param == "without a token":
-        return server.url
+def with_token(server: ServerProcess) -> str:
+    """Return the URL of our server for a Zeus client, with a token, which the server requires from now on."""
     return server.url.replace("http://", f"http://zeus:{make_token(server.database_url, 'report')}@")
 
 
-@pytest.mark.parametrize("ranks", [1, 4])
-def test_zeus_client_recurs_on_our_server(peer: Peer, url_for_zeus: str, ranks: int) -> None:
+@pytest.mark.parametrize(("ranks", "needs_token"), [(1, True), (4, False)])
+def test_zeus_client_recurs_on_our_server(peer: Peer, server: ServerProcess, ranks: int, needs_token: bool) -> None:
     """In Zeus's data-parallel loop, rank 0 asks for the size, every rank reports every epoch, and all ranks stop."""
+    url_for_zeus = with_token(server) if needs_token else server.url
     launches = [peer.train(url_for_zeus, JOB, EPOCHS, "--ranks", str(ranks)) for _ in SIZES]
 
     assert [launch.batch_size for launch in launches] == SIZES
@@ -92,7 +90,8 @@ def test_zeus_client_recurs_on_our_server(peer: Peer, url_for_zeus: str, ranks: 
     assert shown.job == registered.named("peer").model_copy(update={"registration_id": registration_id})
 
 
-def test_leaving_zeus_client_ends_the_trial(peer: Peer, url_for_zeus: str) -> None:
+def test_leaving_zeus_client_ends_the_trial(peer: Peer, server: ServerProcess) -> None:
+    url_for_zeus = with_token(server)
     left = peer.train(url_for_zeus, JOB, EPOCHS, "--leave-after", "1")
     assert left == Launch(batch_size=16, ended="left", message=None)
     again = peer.train(url_for_zeus, JOB, EPOCHS)
