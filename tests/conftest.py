@@ -100,10 +100,9 @@ def _state_directories(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def state_directory(_state_directories: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Give each test its own, missing directory of results that wait for a server, and no summary file."""
+    """Give each test its own, missing directory of results that wait for a server."""
     directory = _state_directories / uuid.uuid4().hex
     monkeypatch.setenv("ZEUS_STATE_DIR", str(directory))
-    monkeypatch.delenv("GITHUB_STEP_SUMMARY", raising=False)  # of the workflow that runs the tests
     return directory
 
 

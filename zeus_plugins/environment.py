@@ -82,11 +82,8 @@ STATE_DIRECTORY = Variable(
 XDG_STATE_HOME = Variable("XDG_STATE_HOME", "the user's state directory, on Linux", "`~/.local/state`")
 LOCALAPPDATA = Variable("LOCALAPPDATA", "the user's state directory, on Windows", "`~/AppData/Local`")
 SUMMARY_FILE = Variable(
-    "ZEUS_SUMMARY_FILE",
-    "the path of a file to which each run appends a summary in Markdown",
-    "`GITHUB_STEP_SUMMARY`",
+    "ZEUS_SUMMARY_FILE", "a file that is no longer written: `callback.summary` has the outcome of the run"
 )
-GITHUB_STEP_SUMMARY = Variable("GITHUB_STEP_SUMMARY", "the path of the step's summary, which GitHub Actions sets")
 
 # The job, or one run that a master launches
 JOB_ID = Variable(

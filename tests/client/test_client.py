@@ -522,6 +522,12 @@ def test_invalid_timeout_in_the_environment_is_refused(text: str) -> None:
         client_from_environment(environ=environ)
 
 
+def test_summary_file_of_earlier_versions_is_refused() -> None:
+    environ = {"ZEUS_SERVER_URL": "http://bso", "ZEUS_SUMMARY_FILE": "summary.md"}
+    with pytest.raises(ZeusBSOConfigError, match="ZEUS_SUMMARY_FILE is no longer written: unset it; print callback"):
+        client_from_environment(environ=environ)
+
+
 def test_timeout_is_read_from_the_environment() -> None:
     environ = {"ZEUS_SERVER_URL": "http://bso", "ZEUS_BSO_TIMEOUT_S": "2.5"}
     assert client_from_environment(environ=environ).timeout_s == 2.5

@@ -125,6 +125,14 @@ def test_sampler_with_batches_made_earlier_is_refused(bench: Bench) -> None:
     assert (trial.state, trial.end_reason, trial.epochs) == (TrialState.WITHDRAWN, EndReason.REFUSED, None)
 
 
+def test_deepspeed_is_refused_before_trial(bench: Bench) -> None:
+    trainer = bench.trainer(bench.callback())
+    trainer.is_deepspeed_enabled = True
+    with pytest.raises(ZeusBSOConfigError, match="cannot set the batch size of DeepSpeed: train without the callback"):
+        trainer.train()
+    assert not bench.is_registered()
+
+
 def test_max_steps_within_first_epoch_are_refused_before_trial(bench: Bench) -> None:
     trainer = bench.trainer(bench.callback(), max_steps=6)
     problem = r"^batch size 24 cannot .* at 24, .*max_steps=6\) ends within the first epoch, which has 7 steps"

@@ -6,7 +6,6 @@ has to change with it.
 
 from __future__ import annotations
 
-import argparse
 import inspect
 import json
 from dataclasses import dataclass, field
@@ -17,24 +16,17 @@ from typing import Any, cast
 import pytest
 from accelerate import Accelerator
 from accelerate.data_loader import BatchSamplerShard, IterableDatasetShard
-from accelerate.utils.deepspeed import HfDeepSpeedConfig
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 from transformers import ProgressCallback, Trainer, TrainerCallback
-from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 from transformers.integrations.integration_utils import MLflowCallback, TensorBoardCallback, WandbCallback
 
-from tests.support.hf_models import Classifier, Stream, Tokens, quiet_arguments, quiet_trainer, tiny_bert
+from tests.support.hf_models import Classifier, Stream, Tokens, quiet_trainer, tiny_bert
 from tests.support.versions import since
-from zeus_plugins.errors import ZeusBSOConfigError
 from zeus_plugins.huggingface._trainer import (
     HuggingFacePort,
-    check_deepspeed,
     checkpoint_of,
     checkpointed,
-    engine_batch_sizes,
-    resize_deepspeed,
     saved_in_checkpoint,
-    scale_deepspeed_rates,
     trainer_under_construction,
 )
 from zeus_plugins.training.batches import BatchSplit, process_batch_sizes
@@ -252,61 +244,9 @@ def test_trainer_states_where_training_runs(tmp_path: Path) -> None:
     holds(ranks == (0, 0, 1), "TrainingArguments.process_index, .local_process_index and .world_size")
 
 
-# DeepSpeed's configuration; the trainings themselves are in tests/huggingface/test_sharded.py.
-
-
-def deepspeed_trainer(tmp_path: Path, **numbers: Any) -> Any:
-    """Return a trainer with the configuration objects of transformers and accelerate, without DeepSpeed itself."""
-    # Without an installed DeepSpeed, transformers leaves out the base class.
-    kinds = (HfTrainerDeepSpeedConfig, HfDeepSpeedConfig)
-    configuration: Any = object.__new__(kinds[0] if issubclass(*kinds) else type("Configuration", kinds, {}))
-    HfDeepSpeedConfig.__init__(configuration, {**numbers, "optimizer": {"type": "Adam", "params": {"lr": "auto"}}})
-    configuration.mismatches = []
-    arguments = quiet_arguments(tmp_path)
-    configuration.trainer_config_process(arguments)
-    plugin = argparse.Namespace(hf_ds_config=configuration, deepspeed_config=configuration.config)
-    state = argparse.Namespace(deepspeed_plugin=plugin)
-    return argparse.Namespace(args=arguments, accelerator=argparse.Namespace(state=state))
-
-
-AUTO = dict.fromkeys(("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size"), "auto")
-
-
-@pytest.mark.parametrize("numbers", [AUTO, {"train_batch_size": 16}, {}], ids=["auto", "numbers", "none"])
-def test_deepspeed_configuration_follows_trial_and_is_restored(tmp_path: Path, numbers: dict[str, Any]) -> None:
-    trainer, patches = deepspeed_trainer(tmp_path, **numbers), Patches()
-    plugin = trainer.accelerator.state.deepspeed_plugin
-    before = plugin.hf_ds_config.config
-    check_deepspeed(trainer, scales_rates=False)
-    resize_deepspeed(trainer, BatchSplit(6, 4), 2, patches)
-    scale_deepspeed_rates(trainer, 0.5, patches)
-    holds(plugin.hf_ds_config.get_value("train_micro_batch_size_per_gpu") == 6, "HfDeepSpeedConfig.config is read")
-    assert [plugin.deepspeed_config[name] for name in AUTO] == [6, 4, 48]
-    assert (plugin.deepspeed_config["optimizer"]["params"]["lr"], trainer.args.learning_rate) == (0.05, 0.05)
-    patches.undo()
-    assert plugin.hf_ds_config.config is plugin.deepspeed_config is before
-    assert (before["optimizer"]["params"]["lr"], trainer.args.learning_rate) == (0.1, 0.1)
-    assert before.get("train_batch_size", 16) == 16
-
-
-def test_deepspeed_numbers_in_conflict_with_arguments_are_refused(tmp_path: Path) -> None:
-    trainer = deepspeed_trainer(tmp_path, **AUTO | {"gradient_accumulation_steps": 2})
-    with pytest.raises(ZeusBSOConfigError, match=r'gradient_accumulation_steps=2 vs .*_steps=1.* to "auto"'):
-        check_deepspeed(trainer, scales_rates=False)
-
-
 def test_integrations_keep_loggers_at_known_attributes() -> None:
     kinds: dict[str, Any] = {"tb_writer": TensorBoardCallback, "_wandb": WandbCallback, "_ml_flow": MLflowCallback}
     for name, kind in kinds.items():
         holds(f"self.{name} = " in inspect.getsource(kind.__init__), f"{kind.__name__} has {name} from the start")
         holds(hasattr(kind, "on_train_begin"), f"{kind.__name__} begins in on_train_begin")
     holds(ProgressCallback().training_bar is None, "a progress bar is made when the training begins")
-
-
-def test_engine_with_different_numbers_is_detected() -> None:
-    trainer: Any = argparse.Namespace(deepspeed=None)
-    assert engine_batch_sizes(trainer, 2, 4) == set()
-    trainer.deepspeed = argparse.Namespace(train_micro_batch_size_per_gpu=lambda: 6, train_batch_size=lambda: 48)
-    assert engine_batch_sizes(trainer, 2, 4) == {6.0}
-    trainer.deepspeed.train_batch_size = lambda: 24  # The batch consists of two accumulated batches.
-    assert engine_batch_sizes(trainer, 2, 4) == {6.0, 3.0}

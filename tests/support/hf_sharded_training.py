@@ -1,4 +1,4 @@
-"""A Trainer's training on two processes under DeepSpeed or FSDP; each process writes down its observations.
+"""A Trainer's training on two processes under FSDP; each process writes down its observations.
 
 Usage: ``python -m tests.support.hf_sharded_training SERVER_URL JOB_ID FOLDER WAY…``, as a rank of two.
 """
@@ -15,53 +15,17 @@ import torch
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from torch.distributed.tensor import DTensor
-from transformers import Trainer, TrainerCallback
+from transformers import TrainerCallback
 
 from tests.support.hf_models import Tokens, quiet_trainer, tiny_bert
 from tests.support.job_bench import seconds_and_joules
 from tests.support.process_end import leave
 from zeus_plugins import JobSpec
-from zeus_plugins.errors import ZeusBSOError
 from zeus_plugins.huggingface import ZeusBSOTrainerCallback
 
 RATE = 0.1  # for the job's default size
 
-ZERO_1: dict[str, Any] = {"zero_optimization": {"stage": 1}}
-AUTO: dict[str, Any] = {
-    **ZERO_1,
-    "train_micro_batch_size_per_gpu": "auto",
-    "gradient_accumulation_steps": "auto",
-    "train_batch_size": "auto",
-}
-# The script's arguments: 16 samples for each of two processes.
-NUMBERS: dict[str, Any] = {
-    **ZERO_1,
-    "train_micro_batch_size_per_gpu": 16,
-    "gradient_accumulation_steps": 1,
-    "train_batch_size": 32,
-}
-ADAM = {"optimizer": {"type": "Adam", "params": {"lr": "auto", "torch_adam": True}}}
-# The training ends in the middle of the epoch.
-WARMUP = {
-    "scheduler": {
-        "type": "WarmupLR",
-        "params": {
-            **dict.fromkeys(("warmup_min_lr", "warmup_max_lr", "warmup_num_steps"), "auto"),
-            "warmup_type": "linear",
-        },
-    }
-}
-
-
 FSDP: dict[str, Any] = {"fsdp": True, "fsdp_config": {"version": 2, "transformer_layer_cls_to_wrap": ["BertLayer"]}}
-
-
-class OwnOptimizerTrainer(Trainer):
-    """Trainer with rates that no argument contains."""
-
-    def create_optimizer(self, model: Any = None) -> Any:  # noqa: ARG002 - the Trainer's signature
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=RATE)  # type: ignore[union-attr, unused-ignore]
-        return self.optimizer
 
 
 class LatestRates(TrainerCallback):
@@ -76,15 +40,6 @@ class LatestRates(TrainerCallback):
 
 # Arguments of the Trainer, and of the callback.
 WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "auto": ({"deepspeed": {**AUTO, **ADAM}}, {}),
-    "zero 2": ({"deepspeed": {**AUTO, "zero_optimization": {"stage": 2}}}, {"lr_scaling": "auto"}),
-    "numbers": ({"deepspeed": {**NUMBERS, **ADAM}}, {"lr_scaling": "auto"}),
-    "total alone": ({"deepspeed": {**ZERO_1, **ADAM, "train_batch_size": 32}}, {}),
-    "its own scheduler": ({"deepspeed": {**AUTO, **ADAM, **WARMUP}, "warmup_steps": 2}, {"lr_scaling": "sqrt"}),
-    "accumulation": ({"deepspeed": {**AUTO, **ADAM}, "gradient_accumulation_steps": 2}, {}),
-    "small devices": ({"deepspeed": {**AUTO, **ADAM}}, {"max_per_device_batch_size": 8}),
-    "contradiction": ({"deepspeed": {**NUMBERS, **ADAM, "train_micro_batch_size_per_gpu": 8}}, {}),
-    "own optimizer": ({"deepspeed": AUTO, "kind": OwnOptimizerTrainer}, {"lr_scaling": "sqrt"}),
     "fsdp": (FSDP, {}),
     "fsdp scaled": (FSDP, {"lr_scaling": "auto"}),
     "fsdp accumulation": ({**FSDP, "gradient_accumulation_steps": 2}, {}),
@@ -127,24 +82,12 @@ def train(server_url: str, job_id: str, folder: Path, way: str) -> dict[str, Any
         trainer_options={"model": tiny_bert(), "train_dataset": Tokens(), "eval_dataset": Tokens()},
         **options,
     )
-    seen: dict[str, Any] = {"rank": trainer.args.process_index}
-    try:
-        trainer.train()
-    except ZeusBSOError as error:
-        seen |= {"error": str(error)}
-    else:
-        weights = trainer.optimizer.param_groups[0]["params"]  # type: ignore[union-attr, unused-ignore]
-        seen["is_sharded"] = all(isinstance(each, DTensor) for each in weights)
-    engine = trainer.deepspeed
-    if engine is not None:
-        seen["engine"] = [
-            engine.train_micro_batch_size_per_gpu(),
-            engine.gradient_accumulation_steps(),
-            engine.train_batch_size(),
-        ]
-        seen["configured"] = trainer.accelerator.state.deepspeed_plugin.deepspeed_config["train_batch_size"]
+    trainer.train()
+    weights = trainer.optimizer.param_groups[0]["params"]  # type: ignore[union-attr, unused-ignore]
     model: Any = trainer.model
-    return seen | {
+    return {
+        "rank": trainer.args.process_index,
+        "is_sharded": all(isinstance(each, DTensor) for each in weights),
         "sizes": vars(model).get("seen_sizes", []),
         "steps": trainer.state.global_step,
         "rates": latest.rates,
@@ -156,8 +99,7 @@ def train(server_url: str, job_id: str, folder: Path, way: str) -> dict[str, Any
 def main(server_url: str, job_id: str, folder: str, *ways: str) -> None:
     """Train each way, and write the observations to a file per process and way."""
     torch.set_num_threads(1)
-    if "fsdp" in ways:
-        shard_on_the_cpu()
+    shard_on_the_cpu()
     for way in ways:
         seen = train(server_url, f"{job_id}-{way.replace(' ', '-')}", Path(folder), way)
         Path(folder, f"{way} {seen['rank']}.json").write_text(json.dumps(seen))

@@ -6,7 +6,6 @@ of packages that build on transformers (TRL, sentence-transformers) are recognis
 
 from __future__ import annotations
 
-import copy
 import functools
 import json
 import logging
@@ -60,11 +59,6 @@ _FOLLOW = (
 
 # Names of the optimizers that trainers had before their first training.
 _OPTIMIZERS: WeakKeyDictionary[Trainer, str] = WeakKeyDictionary()
-
-# Names of batch sizes and accumulation in DeepSpeed's configuration.
-_MICRO, _ACCUMULATION, _TOTAL = "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size"
-# Names of the learning rates of DeepSpeed's optimizers and schedulers; their other settings are relative to the rates.
-_RATES = ("lr", "warmup_min_lr", "warmup_max_lr", "cycle_min_lr", "cycle_max_lr", "lr_range_test_min_lr")
 
 # Parts of the names of losses that use the other samples of a batch as negative examples.
 _IN_BATCH = ("Negatives", "GIST", "MegaBatch")
@@ -224,8 +218,6 @@ class HuggingFacePort:
 
         patches.extend(trainer, "_hp_search_setup", then=check_search)
         patches.extend(trainer, "get_train_dataloader", then=resize)
-        if trainer.is_deepspeed_enabled:
-            resize_deepspeed(trainer, split, self.devices, patches)
 
     def fingerprint(self) -> Fingerprint:
         """Return model, parameters, framework, and the optimizer that the script passes or the arguments name."""
@@ -336,8 +328,7 @@ class HuggingFacePort:
         sampler = _rebalancing_sampler(loader)
         if sampler is None:
             shares = self._devices_here * batches_per_fetch(self._trainer)
-            engine_sizes = engine_batch_sizes(self._trainer, self.devices, self.accumulation)
-            return {size / shares for size in process_batch_sizes(loader, self._processes)} | engine_sizes
+            return {size / shares for size in process_batch_sizes(loader, self._processes)}
         return {sampler.effective_batch_size / (self.devices * self.accumulation)}
 
     def check_samples(self) -> None:
@@ -391,8 +382,8 @@ class HuggingFacePort:
     @property
     def no_continuation(self) -> str | None:
         trainer = self._trainer
-        if trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
-            return f"{'DeepSpeed' if trainer.is_deepspeed_enabled else 'FSDP'} sets up its model once"
+        if trainer.is_fsdp_enabled:
+            return "FSDP sets up its model once"
         # The Trainer keeps the script's own scheduler, whose rates would continue from the end of its schedule.
         is_own = trainer.lr_scheduler is not None and not trainer._created_lr_scheduler
         if is_own and type(trainer).create_scheduler is Trainer.create_scheduler:
@@ -441,7 +432,7 @@ def from_start(train: functools.partial[Any]) -> Any:
 
 def can_find_size(trainer: Trainer) -> bool:
     """Return True if the trainer can train again in this process after it has run out of memory."""
-    return bool(trainer.args.world_size == 1 and not trainer.is_deepspeed_enabled and not trainer.is_fsdp_enabled)
+    return bool(trainer.args.world_size == 1 and not trainer.is_fsdp_enabled)
 
 
 def release_memory(trainer: Trainer, error: Exception) -> None:
@@ -602,68 +593,3 @@ def _losses(loss: Any) -> Iterator[Any]:
     elif loss is not None:
         yield loss
         yield from _losses(getattr(loss, "loss", None))
-
-
-# DeepSpeed's configuration. Transformers replaces its ``"auto"`` values by numbers when it makes the arguments.
-
-
-def check_deepspeed(trainer: Trainer, *, scales_rates: bool) -> None:
-    """Check DeepSpeed's configuration before a trial begins.
-
-    Raises:
-        ZeusBSOConfigError: Its batch sizes contradict the arguments, or `lr_scaling` could not scale all rates.
-    """
-    # Transformers raises these mismatches itself, but later.
-    lines = [line.removeprefix("- ds ") for line in _configuration(trainer).mismatches]
-    numbers = "; ".join(line for line in lines if line.startswith((_MICRO, _ACCUMULATION, _TOTAL)))
-    if numbers:
-        raise ZeusBSOConfigError(
-            f"DeepSpeed's configuration and TrainingArguments contradict each other ({numbers}): set {_MICRO}, "
-            f'{_ACCUMULATION} and {_TOTAL} to "auto"'
-        )
-    if scales_rates and type(trainer).create_optimizer is not Trainer.create_optimizer:
-        raise ZeusBSOConfigError(
-            "with DeepSpeed lr_scaling changes TrainingArguments.learning_rate and the rates of DeepSpeed's "
-            f"configuration, which {type(trainer).__name__}.create_optimizer need not read: leave lr_scaling out"
-        )
-
-
-def resize_deepspeed(trainer: Trainer, split: BatchSplit, devices: int, patches: Patches) -> None:
-    """Configure DeepSpeed's next engine for this split over `devices` that train on different data."""
-    plugin = trainer.accelerator.state.deepspeed_plugin
-    # Change a copy, because the training writes to the configuration, too.
-    configuration = copy.deepcopy(plugin.hf_ds_config.config)
-    configuration[_MICRO] = split.per_device
-    configuration[_ACCUMULATION] = split.accumulation
-    configuration[_TOTAL] = split.per_device * split.accumulation * devices
-    patches.set_attribute(plugin.hf_ds_config, "config", configuration)
-    patches.set_attribute(plugin, "deepspeed_config", configuration)
-
-
-def scale_deepspeed_rates(trainer: Trainer, factor: float, patches: Patches) -> None:
-    """Scale the rates in the arguments and in the configuration, after `resize_deepspeed`."""
-    patches.set_attribute(trainer.args, "learning_rate", trainer.args.learning_rate * factor)
-    configuration = _configuration(trainer).config
-    for part in ("optimizer", "scheduler"):
-        settings = configuration.get(part, {}).get("params", {})
-        for name in set(_RATES).intersection(settings):
-            rates = settings[name]
-            settings[name] = [rate * factor for rate in rates] if isinstance(rates, list) else rates * factor
-
-
-def deepspeed_optimizer(trainer: Trainer) -> str:
-    """Return the kind of optimizer that DeepSpeed's configuration or the arguments name."""
-    named = _configuration(trainer).config.get("optimizer", {}).get("type")
-    return str(named or trainer.args.optim.removeprefix("paged_").split("_")[0])
-
-
-def engine_batch_sizes(trainer: Trainer, devices: int, accumulation: int) -> set[float | None]:
-    """Return the samples per batch and device, from each of the engine's two sizes; an empty set without an engine."""
-    engine: Any = trainer.deepspeed
-    if engine is None:
-        return set()
-    return {float(engine.train_micro_batch_size_per_gpu()), engine.train_batch_size() / (devices * accumulation)}
-
-
-def _configuration(trainer: Trainer) -> Any:
-    return trainer.accelerator.state.deepspeed_plugin.hf_ds_config

@@ -14,17 +14,14 @@ from zeus_plugins.huggingface._trainer import (
     HuggingFacePort,
     TrainWrapper,
     can_find_size,
-    check_deepspeed,
     check_generations,
     checkpoint_of,
     checkpointed,
-    deepspeed_optimizer,
     early_end,
     from_start,
     not_attached,
     release_memory,
     saved_in_checkpoint,
-    scale_deepspeed_rates,
     scale_warm_up,
     warn_of_in_batch_negatives,
 )
@@ -230,19 +227,18 @@ class ZeusBSOTrainerCallback(BatchSizeArguments, TrainWrapper):
         if self._options.lr_scaling == "auto":
             scale_warm_up(trainer, run.active.steps_of_same_samples, run.patches)
         # After `create_scheduler` the optimizer exists, too; a checkpoint's scaled rates are loaded later.
-        if trainer.is_deepspeed_enabled:
-            factor = run.active.decide_factor([deepspeed_optimizer(trainer)])
-            scale_deepspeed_rates(trainer, factor, run.patches)
-        else:
-            scale = run.active.scale_learning_rate
-            run.patches.extend(trainer, "create_scheduler", then=lambda _: scale())
+        scale = run.active.scale_learning_rate
+        run.patches.extend(trainer, "create_scheduler", then=lambda _: scale())
         run.patches.extend(trainer, "_save_checkpoint", first=lambda: self._keep_state(trainer.state))
 
     def _check(self, trainer: Trainer) -> None:
         """Check the trainer before a trial begins."""
         args = trainer.args
         if trainer.is_deepspeed_enabled:
-            check_deepspeed(trainer, scales_rates=self._options.lr_scaling != "none")
+            raise ZeusBSOConfigError(
+                "the ZeusBSOTrainerCallback cannot set the batch size of DeepSpeed: train without the callback, or "
+                "shard the model by FSDP"
+            )
         check_generations(trainer, self._wish.said_sizes)
         if args.max_steps <= 0:
             epochs = math.ceil(args.num_train_epochs)

@@ -46,7 +46,7 @@ from zeus_plugins.protocol import (
     TrialState,
     finishing_reason,
 )
-from zeus_plugins.training.announce import LATEST_TRIALS, append_summary
+from zeus_plugins.training.announce import LATEST_TRIALS
 from zeus_plugins.training.arguments import check_watch
 from zeus_plugins.training.defaults import JobPlan
 from zeus_plugins.training.metrics import as_written
@@ -415,11 +415,6 @@ class TrialSession:
             self._reporter.end(ending)
             if ending is not None and ending.outcome is TrialState.FAILED:
                 self._look_at_job(self._reporter, closing)
-        if self.has_trial and not self._rank:
-            outcome = self.trial.outcome if self.finished else early_end or "ended before the target was reached"
-            if error is not None:
-                outcome = f"ended by {type(error).__name__}"
-            append_summary(self.trial, outcome, self.plan.monitor, self.job_view)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the fields of `TrialInfo` for a checkpoint, in plain types (for ``torch.load(weights_only=True)``).
