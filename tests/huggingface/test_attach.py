@@ -11,8 +11,7 @@ import torch
 from transformers import Trainer, TrainerCallback
 
 from tests.support.frameworks import Powered
-from tests.support.hf_bench import Bench, Watch, sizes_of
-from tests.support.hf_models import USERS_SIZE, Classifier, val_digits
+from tests.support.hf_bench import USERS_SIZE, Bench, Classifier, Watch, sizes_of, val_digits
 from tests.support.job_bench import EPOCH_OF_24, EPOCH_OF_48, NEVER, seconds_and_joules
 from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSOOperationOrderError
 from zeus_plugins.huggingface import ZeusEnergyTrainerCallback, ZeusPowerLimitTrainerCallback

@@ -21,10 +21,9 @@ from transformers import (
     get_linear_schedule_with_warmup,
 )
 
-from tests.support import hf_models as models
+from tests.support import hf_bench as models
 from tests.support.frameworks import Work
-from tests.support.hf_bench import Bench, Watch, sizes_of
-from tests.support.hf_models import USERS_SIZE, Classifier, Digits, val_digits
+from tests.support.hf_bench import USERS_SIZE, Bench, Classifier, Digits, Watch, sizes_of, val_digits
 from tests.support.job_bench import EPOCH_OF_24, EPOCH_OF_48, NEVER, NEXT_SIZE, SERVERS_SIZE
 from tests.support.odd_sizes import Buckets, first_of
 from tests.support.versions import since

@@ -20,7 +20,7 @@ from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 from transformers import ProgressCallback, Trainer, TrainerCallback
 from transformers.integrations.integration_utils import MLflowCallback, TensorBoardCallback, WandbCallback
 
-from tests.support.hf_models import Classifier, Stream, Tokens, quiet_trainer, tiny_bert
+from tests.support.hf_bench import Classifier, Stream, Tokens, quiet_trainer, tiny_bert
 from tests.support.versions import since
 from zeus_plugins.huggingface._trainer import (
     HuggingFacePort,

@@ -13,9 +13,8 @@ import torch
 from transformers import Trainer
 from transformers.training_args import OptimizerNames
 
-from tests.support import hf_models as models
-from tests.support.hf_bench import Bench
-from tests.support.hf_models import USERS_SIZE
+from tests.support import hf_bench as models
+from tests.support.hf_bench import USERS_SIZE, Bench
 from tests.support.job_bench import SERVERS_SIZE
 from zeus_plugins.errors import ZeusBSOConfigError
 from zeus_plugins.huggingface._trainer import HuggingFacePort

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.hf_ways import WAYS
+from tests.support.hf_bench import WAYS
 from tests.support.rank_training import WORLD_SIZE, batch_size_of, job_id_of
 from tests.support.ranks import run_ranks
 from tests.support.servers import ServerProcess

@@ -10,8 +10,7 @@ import torch
 from transformers import Trainer, TrainerCallback
 
 from tests.support.frameworks import STEPS_OF_16, VALIDATION, Work, energy_rows
-from tests.support.hf_bench import Bench, Run
-from tests.support.hf_models import val_digits
+from tests.support.hf_bench import Bench, Run, val_digits
 from tests.support.job_bench import SERVERS_SIZE
 from tests.support.versions import since
 from zeus_plugins.errors import ZeusBSOOperationOrderError

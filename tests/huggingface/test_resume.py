@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from tests.support.frameworks import Work
-from tests.support.hf_bench import Bench, Watch, sizes_of
-from tests.support.hf_models import Classifier
+from tests.support.hf_bench import Bench, Classifier, Watch, sizes_of
 from tests.support.job_bench import NEXT_SIZE
 from zeus_plugins import JobSpec
 from zeus_plugins.protocol import TrialState

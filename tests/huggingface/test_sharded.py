@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.hf_models import TRAIN_IMAGES, USERS_SIZE
+from tests.support.hf_bench import TRAIN_IMAGES, USERS_SIZE
 from tests.support.hf_sharded_training import RATE, WAYS
 from tests.support.job_bench import NEXT_SIZE, SERVERS_SIZE, JobBench
 from tests.support.ranks import run_ranks

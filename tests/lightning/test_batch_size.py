@@ -22,15 +22,17 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR
 from torch.utils.data import DataLoader, DistributedSampler
 
-from tests.support import lightning_models as models
+from tests.support import lightning_bench as models
 from tests.support.frameworks import Work
 from tests.support.job_bench import AT_ONCE, EPOCH_OF_48, NEVER, NEXT_SIZE, SERVERS_SIZE
-from tests.support.lightning_bench import QUIET, Bench, Watch
-from tests.support.lightning_models import (
+from tests.support.lightning_bench import (
+    QUIET,
     USERS_SIZE,
+    Bench,
     Classifier,
     DataKind,
     TrainOnly,
+    Watch,
     digits,
     quiet_trainer,
     train_loader,

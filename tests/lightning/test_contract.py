@@ -30,8 +30,8 @@ from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.data import _update_dataloader
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
-from tests.support.lightning_bench import QUIET
-from tests.support.lightning_models import (
+from tests.support.lightning_bench import (
+    QUIET,
     Classifier,
     HardCodedModule,
     HyperparameterModule,

@@ -11,9 +11,8 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, TQDMProgressBar
 from torch.utils.data import DataLoader
 
-from tests.support import lightning_models as models
-from tests.support.lightning_bench import QUIET, Bench
-from tests.support.lightning_models import USERS_SIZE, Classifier, Loader, TrainOnly, quiet_trainer
+from tests.support import lightning_bench as models
+from tests.support.lightning_bench import QUIET, USERS_SIZE, Bench, Classifier, Loader, TrainOnly, quiet_trainer
 from zeus_plugins.errors import ZeusBSOConfigError
 from zeus_plugins.training.defaults import hash_of_parameters
 

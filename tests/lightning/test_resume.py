@@ -16,8 +16,16 @@ from tests.support import resumed_training as script
 from tests.support import warm
 from tests.support.frameworks import Work
 from tests.support.job_bench import NEVER, NEXT_SIZE
-from tests.support.lightning_bench import QUIET, RESUMES, Bench
-from tests.support.lightning_models import TRAIN_IMAGES, USERS_SIZE, Classifier, quiet_trainer, train_loader
+from tests.support.lightning_bench import (
+    QUIET,
+    RESUMES,
+    TRAIN_IMAGES,
+    USERS_SIZE,
+    Bench,
+    Classifier,
+    quiet_trainer,
+    train_loader,
+)
 from tests.support.servers import ServerProcess
 from zeus_plugins.client.http import BsoClient
 from zeus_plugins.errors import ZeusBSOOperationOrderError

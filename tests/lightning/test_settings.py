@@ -15,12 +15,14 @@ from lightning.pytorch.tuner.tuning import Tuner
 
 from tests.support.frameworks import STEPS_OF_16, Powered
 from tests.support.job_bench import EPOCH_OF_48, NEVER, NEXT_SIZE
-from tests.support.lightning_bench import QUIET, Bench, Watch
-from tests.support.lightning_models import (
+from tests.support.lightning_bench import (
+    QUIET,
+    Bench,
     Classifier,
     Loader,
     ManualModule,
     SizedModule,
+    Watch,
     quiet_trainer,
     train_loader,
     val_loader,

@@ -12,8 +12,7 @@ from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy
 
 from tests.support import ROOT
 from tests.support.job_bench import EPOCH_OF_24, EPOCH_OF_48
-from tests.support.lightning_bench import Bench
-from tests.support.lightning_models import Classifier, quiet_trainer
+from tests.support.lightning_bench import Bench, Classifier, quiet_trainer
 from tests.support.ranks import run_ranks
 from tests.support.warm import LIGHTNING
 from zeus_plugins.protocol import TrialState

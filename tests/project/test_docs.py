@@ -248,7 +248,7 @@ def example(package: str) -> str:
 @pytest.mark.filterwarnings("ignore:.*`tensorboardX` has been removed:UserWarning")
 @pytest.mark.filterwarnings("ignore:The number of training batches .* is smaller than the logging interval:UserWarning")
 def test_lightning_example_of_the_readme_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tests.support.lightning_models import USERS_SIZE, AttributeData, Batch, Classifier
+    from tests.support.lightning_bench import USERS_SIZE, AttributeData, Batch, Classifier
     from zeus_plugins.client import client_from_environment
 
     class Scoring(Classifier):

@@ -2,23 +2,34 @@
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 import torch
+from sklearn.datasets import load_digits
+from torch import Tensor
 
 from tests.support.job_bench import CountingMonitor, JobBench
 from tests.support.power_limit_bench import ANY_LENGTH, LIMITS_W, Recorder, machine
 from zeus_plugins import JobSpec
 
 TRAIN_IMAGES = 168
+VAL_IMAGES = 40
 STEPS_OF_16 = 11  # optimizer steps of 16 samples in an epoch
 VALIDATION = 100  # counts per validation
 VALIDATION_S = 1000.0  # seconds per validation
+
+
+@functools.cache
+def digit_tensors() -> tuple[Tensor, Tensor]:
+    """Return all images and their labels."""
+    images, labels = load_digits(return_X_y=True)
+    return torch.tensor(images / 16, dtype=torch.float32), torch.tensor(labels)
 
 
 class Work:
@@ -158,6 +169,33 @@ class Training(ABC):
 
 
 @dataclass
+class Plan:
+    """A training to make.
+
+    Attributes:
+        work: Further work of its model.
+        scores: Scores of its validations in order; the last is repeated.
+        epochs: Maximum number of epochs.
+        size: Samples per batch in the script.
+        samples: Samples of an epoch.
+        accumulation: Batches per optimizer step in the script.
+        validate_every: Steps between validations; None means an epoch.
+        save_every: Steps between checkpoints; 0 means an epoch, None never.
+        data: Data in place of the digits, in the form of the framework.
+    """
+
+    work: Work = field(default_factory=Work)
+    scores: tuple[float, ...] = ()
+    epochs: int = 1
+    size: int = 16
+    samples: int = TRAIN_IMAGES
+    accumulation: int = 1
+    validate_every: int | None = None
+    save_every: int | None = None
+    data: Any = None
+
+
+@dataclass
 class FrameworkBench(JobBench):
     """A framework, a server with a separate job, and a folder for checkpoints.
 
@@ -189,33 +227,12 @@ class FrameworkBench(JobBench):
         said = {"monitor": monitor, "target": target, "job_id": self.job_id} | options
         return self.BatchSize(**self.callback_options(said))
 
-    def training(
-        self,
-        *callbacks: Any,
-        work: Work | None = None,
-        scores: tuple[float, ...] = (),
-        epochs: int = 1,
-        size: int = 16,
-        samples: int = TRAIN_IMAGES,
-        accumulation: int = 1,
-        validate_every: int | None = None,
-        save_every: int | None = None,
-        **options: Any,
-    ) -> Training:
-        """Return a training that is ready to begin.
+    def training(self, *callbacks: Any, **options: Any) -> Any:
+        """Return a training that is ready to begin, by the attributes of a `Plan` and options of the framework."""
+        planned = {each.name: options.pop(each.name) for each in fields(Plan) if each.name in options}
+        return self._make(callbacks, Plan(**planned), options)
 
-        Args:
-            callbacks: Callbacks of the trainer.
-            work: Further work of its model.
-            scores: Scores of its validations in order; the last is repeated.
-            epochs: Maximum number of epochs.
-            size: Samples per batch in the script.
-            samples: Samples of an epoch.
-            accumulation: Batches per optimizer step in the script.
-            validate_every: Steps between validations; None means an epoch.
-            save_every: Steps between checkpoints; 0 means an epoch, None never.
-            options: Options of the framework.
-        """
+    def _make(self, callbacks: tuple[Any, ...], plan: Plan, options: dict[str, Any]) -> Training:
         raise NotImplementedError
 
     def checkpoint(self, step: int) -> Path:

@@ -26,7 +26,7 @@ from transformers import (
     Trainer,
 )
 
-from tests.support.hf_models import QUIET, Tokens, quiet_arguments
+from tests.support.hf_bench import QUIET, Tokens, quiet_arguments
 
 ROWS = 168
 WORDS = [f"w{number}" for number in range(40)]

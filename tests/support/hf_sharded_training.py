@@ -17,7 +17,7 @@ from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback
 
-from tests.support.hf_models import Tokens, quiet_trainer, tiny_bert
+from tests.support.hf_bench import Tokens, quiet_trainer, tiny_bert
 from tests.support.job_bench import seconds_and_joules
 from tests.support.process_end import leave
 from zeus_plugins import JobSpec

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lightning.pytorch import Trainer
 
-from tests.support.lightning_models import Classifier, train_loader, val_loader
+from tests.support.lightning_bench import Classifier, train_loader, val_loader
 from zeus_plugins.lightning import ZeusBSOCallback
 
 if __name__ == "__main__":

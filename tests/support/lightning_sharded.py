@@ -16,7 +16,7 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from tests.support.job_bench import NEXT_SIZE, SERVERS_SIZE, seconds_and_joules
-from tests.support.lightning_models import Classifier, Loader, quiet_trainer, train_loader
+from tests.support.lightning_bench import Classifier, Loader, quiet_trainer, train_loader
 from tests.support.process_end import leave
 from zeus_plugins import JobSpec
 from zeus_plugins.lightning import ZeusBSOCallback

@@ -13,8 +13,7 @@ from pathlib import Path
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from tests.support.lightning_bench import Bench
-from tests.support.lightning_models import Classifier, HardCodedData, quiet_trainer
+from tests.support.lightning_bench import Bench, Classifier, HardCodedData, quiet_trainer
 from zeus_plugins.errors import ZeusBSOError
 
 

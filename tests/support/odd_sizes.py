@@ -11,7 +11,15 @@ from lightning.pytorch.callbacks import BaseFinetuning
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, Subset
 
-from tests.support.lightning_models import TRAIN_IMAGES, Classifier, SizedModule, digits, train_loader, val_loader
+from tests.support.lightning_bench import (
+    TRAIN_IMAGES,
+    Classifier,
+    InOrder,
+    SizedModule,
+    digits,
+    train_loader,
+    val_loader,
+)
 
 
 class Buckets(Sampler[list[int]]):
@@ -28,16 +36,12 @@ class Buckets(Sampler[list[int]]):
         return len(self._batches)
 
 
-class FixedLength(Sampler[list[int]]):
+class FixedLength(InOrder):
     """Sampler that follows its `batch_size`, but computes its length once."""
 
-    def __init__(self, samples: int = TRAIN_IMAGES, batch_size: int = 16) -> None:
-        self.samples, self.batch_size = samples, batch_size
-        self._length = -(-samples // batch_size)
-
-    def __iter__(self) -> Iterator[list[int]]:
-        for first in range(0, self.samples, self.batch_size):
-            yield list(range(first, min(first + self.batch_size, self.samples)))
+    def __init__(self, length: int = TRAIN_IMAGES, batch_size: int = 16) -> None:
+        super().__init__(length, batch_size)
+        self._length = super().__len__()
 
     def __len__(self) -> int:
         return self._length

@@ -53,7 +53,7 @@ def plain(server_url: str, job: JobSpec, meet: Meet) -> dict[str, Any]:
 
 
 def lightning(server_url: str, job: JobSpec, meet: Meet) -> dict[str, Any]:
-    from tests.support.lightning_models import Classifier, quiet_trainer, train_loader
+    from tests.support.lightning_bench import Classifier, quiet_trainer, train_loader
     from zeus_plugins.lightning import ZeusBSOCallback
 
     class Scored(Classifier):
@@ -75,7 +75,7 @@ def lightning(server_url: str, job: JobSpec, meet: Meet) -> dict[str, Any]:
 def huggingface(server_url: str, job: JobSpec, meet: Meet) -> dict[str, Any]:
     from transformers import TrainerCallback
 
-    from tests.support.hf_models import quiet_trainer
+    from tests.support.hf_bench import quiet_trainer
     from zeus_plugins.huggingface import ZeusBSOTrainerCallback
 
     epochs = 0

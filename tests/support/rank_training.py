@@ -63,7 +63,7 @@ def train(name: str, server_url: str, folder: Path, way: str) -> dict[str, Any]:
     kind = import_module(f"tests.support.{name}").Bench
     url = NOWHERE if way == "without server" else server_url
     bench: FrameworkBench = kind(argparse.Namespace(url=url), job_id_of(way), folder / "checkpoints" / way)
-    own = import_module("tests.support.hf_ways").WAYS.get(way) if name == "hf_bench" else None
+    own = import_module("tests.support.hf_bench").WAYS.get(way) if name == "hf_bench" else None
     epochs = 2 if own is None else 1
     target = TARGETS.get(way, AT_ONCE)
     size = batch_size_of(way)

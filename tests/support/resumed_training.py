@@ -19,7 +19,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 
 from tests.support.job_bench import CountingMonitor
-from tests.support.lightning_models import Classifier, quiet_trainer, train_loader
+from tests.support.lightning_bench import Classifier, quiet_trainer, train_loader
 from tests.support.versions import WEIGHTS_ONLY
 from zeus_plugins import JobSpec
 from zeus_plugins.lightning import ZeusBSOCallback

@@ -18,10 +18,10 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, OneCycleLR
 from torch.utils.data import DataLoader, Subset, WeightedRandomSampler
 from transformers import TrainerCallback
 
-from tests.support import hf_models, odd_sizes
-from tests.support import lightning_models as models
+from tests.support import hf_bench, odd_sizes
+from tests.support import lightning_bench as models
 from tests.support.job_bench import seconds_and_joules
-from tests.support.lightning_models import Classifier, digits, train_loader
+from tests.support.lightning_bench import Classifier, digits, train_loader
 from tests.sweep.counting import StepSizes
 from zeus_plugins import JobSpec
 from zeus_plugins.client import client_from_environment
@@ -154,23 +154,23 @@ UNSCHEDULED |= {"length computed once", "items that are batches", "accumulation 
 
 TRANSFORMERS: dict[str, dict[str, Any]] = {
     "plain": {},
-    "loader in a subclass": {"kind": hf_models.HardCodedTrainer},
-    "prepared loader in a subclass": {"kind": hf_models.PreparedTrainer},
-    "loader built once": {"kind": hf_models.BuiltOnceTrainer},
-    "stream": {"trainer_options": {"train_dataset": hf_models.Stream()}, "max_steps": 8},
+    "loader in a subclass": {"kind": hf_bench.HardCodedTrainer},
+    "prepared loader in a subclass": {"kind": hf_bench.PreparedTrainer},
+    "loader built once": {"kind": hf_bench.BuiltOnceTrainer},
+    "stream": {"trainer_options": {"train_dataset": hf_bench.Stream()}, "max_steps": 8},
     "split_batches": {"accelerator_config": {"split_batches": True}},
     "dispatch_batches": {"accelerator_config": {"dispatch_batches": True}},
     "drop_last": {"dataloader_drop_last": True, "per_device_eval_batch_size": 4},
-    "little data": {"trainer_options": {"train_dataset": hf_models.Digits(length=10)}},
+    "little data": {"trainer_options": {"train_dataset": hf_bench.Digits(length=10)}},
     "little data and drop_last": {
-        "trainer_options": {"train_dataset": hf_models.Digits(length=40)},
+        "trainer_options": {"train_dataset": hf_bench.Digits(length=40)},
         "dataloader_drop_last": True,
     },
-    "length computed once": {"kind": hf_models.FixedLengthTrainer},
+    "length computed once": {"kind": hf_bench.FixedLengthTrainer},
     "items that are batches": {
-        "trainer_options": {"train_dataset": hf_models.BatchItems(), "data_collator": odd_sizes.first_of}
+        "trainer_options": {"train_dataset": hf_bench.BatchItems(), "data_collator": odd_sizes.first_of}
     },
-    "stream that restarts": {"trainer_options": {"train_dataset": hf_models.Stream()}, "max_steps": 12},
+    "stream that restarts": {"trainer_options": {"train_dataset": hf_bench.Stream()}, "max_steps": 12},
     "a fraction of epochs": {"num_train_epochs": 1.5},
 }
 
@@ -282,7 +282,7 @@ class _HuggingFaceObserver(TrainerCallback):
 
 
 def _train(case: Case, job: JobSpec, options: dict[str, Any]) -> Outcome:
-    model = hf_models.Classifier()
+    model = hf_bench.Classifier()
     sizes, callback = StepSizes(model.network), ZeusBSOTrainerCallback(job, "score", **options)
     given = dict(TRANSFORMERS[case.source])
     trainer_options = {"model": model} | given.pop("trainer_options", {})
@@ -293,7 +293,7 @@ def _train(case: Case, job: JobSpec, options: dict[str, Any]) -> Outcome:
         given["gradient_accumulation_steps"] = 2
     refusal = None
     with tempfile.TemporaryDirectory() as folder:
-        trainer = hf_models.quiet_trainer(
+        trainer = hf_bench.quiet_trainer(
             Path(folder),
             callback,
             _HuggingFaceObserver(sizes),

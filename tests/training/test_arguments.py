@@ -15,7 +15,7 @@ if not os.environ.get("CI"):
 
 from transformers import Trainer, TrainingArguments
 
-from tests.support.lightning_models import Classifier, quiet_trainer, train_loader
+from tests.support.lightning_bench import Classifier, quiet_trainer, train_loader
 from zeus_plugins import JobSpec
 from zeus_plugins.errors import ZeusBSOConfigError
 from zeus_plugins.huggingface import ZeusBSOTrainerCallback

@@ -23,8 +23,7 @@ from omegaconf import OmegaConf
 from transformers import TrainerCallback
 
 from tests.support.job_bench import AT_ONCE, NEXT_SIZE, SERVERS_SIZE, JobBench
-from tests.support.lightning_bench import QUIET
-from tests.support.lightning_models import AttributeData, Classifier
+from tests.support.lightning_bench import QUIET, AttributeData, Classifier
 from tests.support.servers import ServerProcess
 from zeus_plugins import BatchSizeOptimizer, JobSpec
 from zeus_plugins.errors import ZeusBSOConfigError

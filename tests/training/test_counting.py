@@ -18,7 +18,7 @@ from torch.optim import SGD
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler, SequentialSampler, TensorDataset
 from transformers import DataCollatorForSeq2Seq
 
-from tests.support import lightning_models as models
+from tests.support import lightning_bench as models
 from zeus_plugins.errors import ZeusBSOConfigError
 from zeus_plugins.training.batches import (
     BatchSplit,

@@ -13,8 +13,16 @@ from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch.utils.data import DataLoader, Subset
 
 from tests.support.job_bench import EPOCH_OF_24, EPOCH_OF_48, NEVER, JobBench
-from tests.support.lightning_bench import QUIET, Bench, make_bench  # noqa: F401 - a fixture
-from tests.support.lightning_models import Classifier, ManualModule, digits, quiet_trainer, train_loader
+from tests.support.lightning_bench import (  # noqa: F401 - a fixture
+    QUIET,
+    Bench,
+    Classifier,
+    ManualModule,
+    digits,
+    make_bench,
+    quiet_trainer,
+    train_loader,
+)
 from tests.support.odd_sizes import (
     Announced,
     BatchItems,

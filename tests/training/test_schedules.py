@@ -15,8 +15,7 @@ from torch.optim import lr_scheduler as torch_schedulers
 from transformers import get_cosine_schedule_with_warmup, get_linear_schedule_with_warmup
 
 from tests.support.job_bench import NEVER, NEXT_SIZE, SERVERS_SIZE
-from tests.support.lightning_bench import QUIET, Bench, make_bench  # noqa: F401 - a fixture
-from tests.support.lightning_models import Classifier, quiet_trainer, train_loader
+from tests.support.lightning_bench import QUIET, Bench, Classifier, make_bench, quiet_trainer, train_loader  # noqa: F401 - a fixture
 from tests.support.odd_sizes import RateFromSize, TwoLayers, Unfreezing
 from zeus_plugins.training.lr_scaling import ScheduleWatch, last_useful_step, scale_learning_rate
 

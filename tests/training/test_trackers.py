@@ -14,8 +14,15 @@ import yaml
 from lightning.pytorch.loggers import CSVLogger, Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
 
 from tests.support.job_bench import SERVERS_SIZE
-from tests.support.lightning_bench import QUIET, Bench, make_bench  # noqa: F401 - a fixture
-from tests.support.lightning_models import USERS_SIZE, Classifier, HyperparameterData, quiet_trainer
+from tests.support.lightning_bench import (  # noqa: F401 - a fixture
+    QUIET,
+    USERS_SIZE,
+    Bench,
+    Classifier,
+    HyperparameterData,
+    make_bench,
+    quiet_trainer,
+)
 
 pytestmark = QUIET
 
