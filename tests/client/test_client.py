@@ -304,16 +304,22 @@ def test_permanent_failure_is_not_retried(trouble: int) -> None:
     ("attempts", "ask"),
     [
         (4, lambda server: server.client(attempts=4).request_trial("mnist-1")),
-        (1, lambda server: server.client(attempts=4, until_s=-1.0).request_trial("mnist-1")),
         (1, lambda server: server.client().delete_job("mnist-1")),
     ],
-    ids=["attempts have a limit", "requests have an end", "a job is deleted once"],
+    ids=["attempts have a limit", "a job is deleted once"],
 )
 def test_attempts_of_a_request_are_limited(attempts: int, ask: Callable[[Troubled], None]) -> None:
     server = Troubled(*[503] * attempts)
     with pytest.raises(ZeusBSORuntimeError, match="503"):
         ask(server)
     assert server.answers == []
+
+
+def test_request_after_the_end_of_all_requests_is_not_sent() -> None:
+    server = Troubled(503)
+    with pytest.raises(ZeusBSOServerUnreachableError, match="timed out"):
+        server.client(attempts=4, until_s=-1.0).request_trial("mnist-1")
+    assert server.answers == [503]
 
 
 def test_attempts_of_a_request_share_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -404,9 +404,11 @@ def test_ending_is_on_disk_before_any_wait(outbox: Outbox) -> None:
 
 def test_file_left_to_a_hanging_thread_is_released_afterwards(outbox: Outbox) -> None:
     server = Hanging()
-    session = TrialSession(JOB, server.client(timeout_s=0.01), seconds_and_joules(1.0, 10.0))
+    client = server.client(timeout_s=1000)
+    session = TrialSession(JOB, client, seconds_and_joules(1.0, 10.0))
     session.ask()
     assert server.asked.wait(PATIENCE_S)
+    client.timeout_s = 0.01  # the end waits as long for the thread, whose own client keeps its time
     session.end(KeyboardInterrupt())
     (path,) = outbox.waiting()
     with pytest.raises(FileBusyError):

@@ -22,7 +22,7 @@ from urllib.parse import quote
 import httpx
 from pydantic import BaseModel, ValidationError
 
-from zeus_plugins.client._transport import CONNECT_SHARE, DeadlineTransport
+from zeus_plugins.client._transport import received_within, transport_to
 from zeus_plugins.client.port import DEFAULT_TIMEOUT_S, NO_RETRIES, JobReport, Retries, ServerPort, error_of
 from zeus_plugins.environment import SERVER_URL, TOKEN
 from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSOError, ZeusBSORuntimeError, ZeusBSOServerUnreachableError
@@ -47,6 +47,8 @@ from zeus_plugins.protocol import (
     faults_in_words,
 )
 
+# Share of a request's time for connecting: the rest is left to try another connection, perhaps to another replica.
+_CONNECT_SHARE = 0.5
 _EXCERPT_LENGTH = 200
 _LONGEST_MESSAGE = 4000
 # Twenty times a page of 1000 trials.
@@ -220,11 +222,17 @@ class BsoClient(ServerPort):
             attempt += 1
 
     def _answered(self, request: httpx.Request, limit_s: float) -> httpx.Response:
-        request.extensions["timeout"] = httpx.Timeout(max(limit_s, 0.0)).as_dict()
+        request.extensions["timeout"] = httpx.Timeout(limit_s, connect=_CONNECT_SHARE * limit_s).as_dict()
+        connection = self._connection()
         try:
-            answer = self._received(request)
-        except httpx.RequestError as error:
-            # Do not chain the error: httpx's traceback adds sixty lines and no information.
+            answer = received_within(limit_s, lambda: _received(connection, request))
+        except BaseException as error:
+            # After a time-out, or an interrupt of this thread, the other thread still waits for the answer.
+            self.close()
+            if not isinstance(error, Exception):
+                raise
+            # Do not chain the error: httpx's traceback adds sixty lines and no information. Errors of other classes
+            # count as well: httpcore passes on those of its SOCKS library.
             raise ZeusBSOServerUnreachableError(self._unreachable_text(error)) from None
         if not answer.is_success:
             refusal = self._refusal(answer)
@@ -245,28 +253,6 @@ class BsoClient(ServerPort):
                 "batch size and the server learns nothing: ask its operator to read its log"
             )
 
-    def _received(self, request: httpx.Request) -> httpx.Response:
-        """Send a request once and receive its whole answer, up to a maximum size.
-
-        Refuse a compressed answer: a few bytes could expand and fill the memory.
-        """
-        with contextlib.closing(self._connection().send(request, stream=True)) as answer:
-            encoding = answer.headers.get("content-encoding", "identity")
-            if encoding.lower() != "identity":
-                raise httpx.DecodingError(f"its answer is encoded ({encoding!r:.40}), which it was asked not to be")
-            body = bytearray()
-            for part in answer.iter_bytes():
-                body += part
-                if len(body) > _LARGEST_ANSWER_BYTES:
-                    raise httpx.ReadError(f"its answer is larger than {_LARGEST_ANSWER_BYTES} bytes")
-        return httpx.Response(
-            answer.status_code,
-            headers=answer.headers,
-            content=bytes(body),
-            request=request,
-            extensions=answer.extensions,
-        )
-
     def _connection(self) -> httpx.Client:
         # A forked process must not use its parent's connections.
         if self._http is None or self._http_pid != os.getpid():
@@ -277,7 +263,7 @@ class BsoClient(ServerPort):
                 | ({"Authorization": f"Bearer {self._token}"} if self._token else {}),
                 timeout=self.timeout_s,
                 # Copied, because closing a client closes its transport, which a copy of this client may use.
-                transport=copy.copy(self._transport) or DeadlineTransport(self.server_url),
+                transport=copy.copy(self._transport) or transport_to(self.server_url),
             )
         return self._http
 
@@ -319,11 +305,11 @@ class BsoClient(ServerPort):
             reason=reason,
         )
 
-    def _unreachable_text(self, error: httpx.RequestError) -> str:
+    def _unreachable_text(self, error: Exception) -> str:
         cause = str(error) or type(error).__name__
         if isinstance(error, httpx.ConnectTimeout):
-            cause = f"no connection within {CONNECT_SHARE * self.timeout_s:g} s"
-        elif isinstance(error, httpx.TimeoutException):
+            cause = f"no connection within {_CONNECT_SHARE * self.timeout_s:g} s"
+        elif isinstance(error, httpx.TimeoutException | TimeoutError):
             cause = f"timed out after {self.timeout_s:g} s"
         return (
             f"no answer from the batch size optimization server at {self.server_url}: {self._without_secrets(cause)}. "
@@ -332,6 +318,29 @@ class BsoClient(ServerPort):
 
     def _without_secrets(self, text: str) -> str:
         return text.replace(self._token, "***") if self._token else text
+
+
+def _received(client: httpx.Client, request: httpx.Request) -> httpx.Response:
+    """Send a request once and receive its whole answer, up to a maximum size.
+
+    Refuse a compressed answer: a few bytes could expand and fill the memory.
+    """
+    with contextlib.closing(client.send(request, stream=True)) as answer:
+        encoding = answer.headers.get("content-encoding", "identity")
+        if encoding.lower() != "identity":
+            raise httpx.DecodingError(f"its answer is encoded ({encoding!r:.40}), which it was asked not to be")
+        body = bytearray()
+        for part in answer.iter_bytes():
+            body += part
+            if len(body) > _LARGEST_ANSWER_BYTES:
+                raise httpx.ReadError(f"its answer is larger than {_LARGEST_ANSWER_BYTES} bytes")
+    return httpx.Response(
+        answer.status_code,
+        headers=answer.headers,
+        content=bytes(body),
+        request=request,
+        extensions=answer.extensions,
+    )
 
 
 def _parsed_server_url(server_url: str) -> tuple[str, tuple[str, str] | None]:
