@@ -7,7 +7,6 @@ import importlib.metadata
 import json
 import os
 import platform
-import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
@@ -17,10 +16,10 @@ from typing import Any
 from zeus_plugins.client import client_from_environment
 from zeus_plugins.client.outbox import default_outbox
 from zeus_plugins.client.port import NO_RETRIES
-from zeus_plugins.energy import EnergyUnavailableError, NvmlMonitor, NvmlPowerMonitor
+from zeus_plugins.energy import EnergyUnavailableError
 from zeus_plugins.energy.auto import choose
 from zeus_plugins.energy.monitor import answer_or_none
-from zeus_plugins.energy.nvml import NvmlGpu, open_gpus
+from zeus_plugins.energy.nvml import open_gpus
 from zeus_plugins.environment import STATE_DIRECTORY, VARIABLES
 from zeus_plugins.errors import (
     ZeusBSOConfigError,
@@ -31,7 +30,7 @@ from zeus_plugins.errors import (
 )
 from zeus_plugins.power_limit import PowerLimitDevice, PowerLimitUnavailableError, find_devices
 from zeus_plugins.power_limit.guard import PowerLimitKeptError, holder, left_behind, reset_limit
-from zeus_plugins.protocol import TrialId, is_estimated, package_version, printable
+from zeus_plugins.protocol import TrialId, package_version, printable
 
 DISTRIBUTIONS = (
     "torch",
@@ -44,11 +43,6 @@ DISTRIBUTIONS = (
 )
 
 _TIMEOUT_S = 5.0
-
-_COMPARED_S = 2.0
-_WINDOW = "doctor"
-# Largest difference between power readings and the counter, as a share of the counter's energy.
-_AGREEMENT = 0.2
 
 # A heartbeat of a trial that does not exist changes nothing, and no job is expected to have this id.
 _NO_TRIAL = TrialId(job_id="zeus-plugins-doctor-asks", batch_size=1, trial_number=1)
@@ -77,7 +71,7 @@ class Finding:
 
 
 def examine() -> Iterator[Finding]:
-    """Run all checks. The comparison of a GPU's counter with its power readings takes two seconds."""
+    """Run all checks."""
     yield _versions()
     yield _variables()
     yield from _nvidia_gpus()
@@ -131,28 +125,7 @@ def _nvidia_gpus() -> Iterator[Finding]:
             "max_power_w": answer_or_none(partial(getattr, gpu, "max_power_w")),
         }
         yield Finding("nvidia", Level.OK, f"{gpu}: {text}", details)
-        if None not in answers.values():
-            yield _comparison(gpu)
     yield from power_limits(resets=False)
-
-
-def _comparison(gpu: NvmlGpu) -> Finding:
-    """Compare the counter and the power readings of a GPU over `_COMPARED_S`, under its present load."""
-    counter, readings = NvmlMonitor([gpu.uuid]), NvmlPowerMonitor([gpu.uuid])
-    try:
-        for each in (counter, readings):
-            each.begin_window_at_moves(_WINDOW)
-        time.sleep(_COMPARED_S)
-        read, counted = readings.end_window(_WINDOW), counter.end_window_at_moves(_WINDOW)
-    except EnergyUnavailableError as error:
-        return Finding("nvidia", Level.WARNING, f"counter and power readings cannot be compared: {error.cause}")
-    counted_w, read_w = counted.energy_j / counted.time_s, read.energy_j / read.time_s
-    details = {"counted_w": counted_w, "read_w": read_w}
-    if is_estimated(counted.source) or not counted_w:
-        return Finding("nvidia", Level.WARNING, f"{gpu}: the energy counter does not count", details)
-    difference = read_w / counted_w - 1
-    text = f"{gpu}: {counted_w:.4g} W by the counter, {difference:+.1%} by power readings; expected: within 20 %"
-    return Finding("nvidia", Level.OK if abs(difference) <= _AGREEMENT else Level.WARNING, text, details)
 
 
 def _monitor() -> Finding:
