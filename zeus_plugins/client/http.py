@@ -23,7 +23,7 @@ import httpx
 from pydantic import BaseModel, ValidationError
 
 from zeus_plugins.client._transport import received_within, transport_to
-from zeus_plugins.client.port import DEFAULT_TIMEOUT_S, NO_RETRIES, JobReport, Retries, ServerPort, error_of
+from zeus_plugins.client.port import DEFAULT_TIMEOUT_S, NO_RETRIES, Retries, ServerPort, error_of
 from zeus_plugins.environment import SERVER_URL, TOKEN
 from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSOError, ZeusBSORuntimeError, ZeusBSOServerUnreachableError
 from zeus_plugins.protocol import (
@@ -163,13 +163,6 @@ class BsoClient(ServerPort):
     def list_jobs(self) -> JobList:
         """List the jobs of all pages. A Zeus server lacks this route."""
         return JobList(jobs=tuple(job for page in self._pages(Paths.API_JOBS, JobList) for job in page.jobs))
-
-    def job_report(self, job_id: str) -> JobReport:
-        """Return the job's page, which a notebook displays as the value of a cell. A Zeus server lacks this route."""
-        answer = self._request("GET", f"/ui/jobs/{quote(job_id, safe='')}/report.html")
-        if not answer.headers.get("content-type", "").startswith("text/html"):
-            self._raise_foreign(answer, "no HTML")
-        return JobReport(job_id, answer.text)
 
     def show_job(self, job_id: str, *, limit: int | None = None) -> JobView:
         path = f"{Paths.API_JOBS}/{quote(job_id, safe='')}"

@@ -16,7 +16,6 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from datetime import UTC, datetime
 from functools import partial
 from http import HTTPStatus
 from pathlib import Path
@@ -37,7 +36,6 @@ from bso_server.storage.transaction import Transaction
 from zeus_plugins.client.port import (
     DEFAULT_TIMEOUT_S,
     EMBEDDED,
-    JobReport,
     Retries,
     ServerPort,
     error_of,
@@ -176,25 +174,6 @@ class LocalServer(ServerPort):
     def list_jobs(self) -> JobList:
         """List all jobs."""
         return self._read("list of jobs", partial(reading.list_jobs, limit=None))
-
-    def job_report(self, job_id: str) -> JobReport:
-        """Return the job's page, which a notebook displays as the value of a cell.
-
-        Raises:
-            ZeusBSOConfigError: A package for pages is not installed.
-        """
-        try:
-            from bso_server.service.pages import Pages
-            from bso_server.service.views import Tariff
-            from bso_server.ui.html import report_page
-
-            pages = Pages(Tariff.model_validate(self._settings, from_attributes=True))
-            page = self._read("report", lambda transaction: pages.report(transaction, job_id))
-            return JobReport(job_id, report_page(page, datetime.now(UTC)))
-        except ModuleNotFoundError as error:
-            raise ZeusBSOConfigError(
-                f"a report needs {error.name}, which is not installed: pip install 'zeus-plugins[server]'"
-            ) from None
 
     def show_job(self, job_id: str, *, limit: int | None = None) -> JobView:
         return self._read("job", lambda transaction: reading.show_job(transaction, job_id, limit=limit))

@@ -9,9 +9,7 @@ from __future__ import annotations
 import math
 import random
 import time
-from dataclasses import dataclass, field
-from html import escape
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Protocol, Self
 
 from zeus_plugins.environment import TOKEN
@@ -204,24 +202,3 @@ def error_of(
     return ZeusBSORuntimeError(
         f"{request} failed ({status}): {text}", status=status, is_foreign=is_foreign, reason=reason
     )
-
-
-@dataclass(frozen=True, slots=True)
-class JobReport:
-    """A job's page as one HTML document `html` without scripts and requests, for a notebook or a file."""
-
-    job_id: str
-    html: str = field(repr=False)
-
-    def save(self, file: str | Path) -> Path:
-        """Write the page to a file; return its path."""
-        path = Path(file)
-        path.write_text(self.html, "utf-8")
-        return path
-
-    def _repr_html_(self) -> str:
-        # A frame keeps the page's style out of the notebook; sandbox="" forbids scripts.
-        return (
-            f'<iframe title="Report of {escape(self.job_id)}" srcdoc="{escape(self.html)}" sandbox="" '
-            'width="100%" height="900" style="border: 0"></iframe>'
-        )
