@@ -134,6 +134,8 @@ def test_lost_gpu_ends_no_training_and_counts_with_the_former_power(
         "zeus/epoch_energy_j": 800.0,
         "zeus/time_s": 21.0,
         "zeus/energy_j": 3000.0 + 2 * 1200.0 + 300.0 + 800.0,
+        "zeus/epoch_gpu_0_energy_j": 400.0,
+        "zeus/epoch_gpu_1_energy_j": 400.0,
     }
     meter.end()
     told = [(record.levelname, record.getMessage()) for record in caplog.records]

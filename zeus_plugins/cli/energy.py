@@ -118,13 +118,13 @@ def _measured(command: Sequence[str], options: argparse.Namespace) -> tuple[int,
     """Run the command; return the exit status and the text of the measurement."""
     from zeus_plugins.energy.auto import whole_node
     from zeus_plugins.energy.counters import Sampler
-    from zeus_plugins.energy.meter import Breakdown, EpochMeter
+    from zeus_plugins.energy.meter import EpochMeter
 
     monitor = _make(options.monitor, options.power_w)
     if options.scope == "node":
         monitor = whole_node(monitor, options.power_w)
     gpus = monitor.gpus()
-    meter = EpochMeter(monitor, breakdown=Breakdown())
+    meter = EpochMeter(monitor)
     meter.begin()
     reader = Sampler(meter.state, READ_INTERVAL_S)
     try:

@@ -3,22 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from pathlib import Path
-from typing import TypeVar
+from collections.abc import Callable, Mapping
 
-from zeus_plugins.energy.counters import CounterMonitor, Found
 from zeus_plugins.energy.monitor import BridgedMonitor, EnergyMonitor, Measurement, logger
-from zeus_plugins.energy.nvml import Nvml, NvmlGpu, open_gpus
-from zeus_plugins.energy.rapl import POWERCAP, RAPL_INTERVAL_S, open_zones
 from zeus_plugins.energy.rates import Rates
 from zeus_plugins.energy.zeus_monitor import WindowMonitor, as_energy_monitor
-from zeus_plugins.errors import ZeusBSOError
 
-Device = TypeVar("Device")
-
-_EPOCH_WINDOW, _PART_WINDOW = "zeus_energy_epoch", "zeus_breakdown"
+_WINDOW = "zeus_energy_epoch"
 
 
 class EpochMeter:
@@ -30,7 +21,6 @@ class EpochMeter:
     Args:
         monitor: Measures energy and time.
         state: The result of `state` in a checkpoint, to resume from this checkpoint.
-        breakdown: Measures the components for further metrics.
 
     Raises:
         ZeusBSOConfigError: A stated rate is out of range, or its table cannot be read (see `Rates`).
@@ -41,10 +31,8 @@ class EpochMeter:
         monitor: EnergyMonitor | WindowMonitor,
         state: Mapping[str, float] | None = None,
         *,
-        breakdown: Breakdown | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._breakdown = breakdown
         self._rates = Rates()
         spent = {"time_s": 0.0, "energy_j": 0.0, "epoch_time_s": 0.0, "epoch_energy_j": 0.0, **(state or {})}
         known_s, known_j = spent["time_s"] + spent["epoch_time_s"], spent["energy_j"] + spent["epoch_energy_j"]
@@ -81,24 +69,21 @@ class EpochMeter:
         """Begin the first epoch, or resume the epoch of a checkpoint; raise the monitor's error if it fails."""
         logger.info("energy of the training: %s", self._source)
         self._monitor.begin_window(self._window)
-        if self._breakdown is not None:
-            self._breakdown.begin()
 
     def end_epoch(self) -> dict[str, float]:
         """End an epoch and begin the next one at once, so that no time falls between them.
 
         Returns:
             ``zeus/epoch_time_s`` and ``zeus/epoch_energy_j`` of this epoch; ``zeus/time_s`` and ``zeus/energy_j`` of
-            all epochs; ``zeus/money`` and ``zeus/co2_g`` of all epochs if their rates are stated; and this epoch's
-            components, as ``zeus/epoch_gpu_energy_j`` (see `Breakdown.end`).
+            all epochs; ``zeus/money`` and ``zeus/co2_g`` of all epochs if their rates are stated; and the joules of
+            this epoch's parts, as ``zeus/epoch_gpu_0_energy_j`` (see `Measurement.parts_j`).
         """
         self._measure()
         self._spent["time_s"] += self._spent["epoch_time_s"]
         self._spent["energy_j"] += self._spent["epoch_energy_j"]
         metrics = {f"zeus/{name}": value for name, value in self._spent.items()}
-        if self._breakdown is not None:
-            metrics |= {f"zeus/epoch_{name}": value for name, value in self._breakdown.end(self._measured).items()}
-            self._breakdown.begin()
+        if self._measured is not None:
+            metrics |= {f"zeus/epoch_{part}_energy_j": joules for part, joules in self._measured.parts_j.items()}
         self._measured = None
         self._spent |= {"epoch_time_s": 0.0, "epoch_energy_j": 0.0}
         return metrics
@@ -106,8 +91,6 @@ class EpochMeter:
     def end(self) -> None:
         """Stop measuring and drop the unfinished epoch. Never raises, so that it can be called after an error."""
         try:
-            if self._breakdown is not None:
-                self._breakdown.end()
             self._monitor.end_window(self._window)
         except Exception as error:
             logger.debug("could not close the last measurement window: %s", error)
@@ -134,66 +117,4 @@ class EpochMeter:
 
     @property
     def _window(self) -> str:
-        return f"{_EPOCH_WINDOW}_{self._windows % 2}"
-
-
-class Breakdown:
-    """The energy of one machine by component; components that cannot be measured are left out.
-
-    The breakdown is not part of any cost. The monitor of the training measures the GPUs. CPU and memory include
-    everything that runs on the machine. `device_indices` has the same meaning as in `zeus_plugins.energy.auto`.
-    """
-
-    def __init__(
-        self,
-        device_indices: Sequence[int | str] | None = None,
-        *,
-        nvml: Nvml | None = None,
-        powercap: Path = POWERCAP,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        uses_no_gpu = device_indices is not None and not device_indices
-        self._gpus: Sequence[NvmlGpu] = () if uses_no_gpu else _found(partial(open_gpus, nvml, device_indices))
-        self._zones = _found(partial(open_zones, powercap, None))
-        self._packages = CounterMonitor("rapl", lambda: Found(self._zones, 1, "CPU"), clock, RAPL_INTERVAL_S)
-
-    def begin(self) -> None:
-        """Begin to measure. Never raises."""
-        if self._zones:
-            try:
-                self._packages.begin_window(_PART_WINDOW)
-            except (ZeusBSOError, OSError) as error:
-                logger.debug("the energy of the CPU cannot be measured: %s", error)
-
-    def end(self, measured: Measurement | None = None) -> dict[str, float]:
-        """End the measurement that `begin` started; add `measured`, from the training's monitor. Never raises.
-
-        Returns:
-            As far as known: ``gpu_energy_j``, ``cpu_energy_j`` and ``dram_energy_j``; with several GPUs, the energy of
-            each, such as ``gpu_0_energy_j`` for GPU 0 of the machine; and ``gpu_mean_power_w``.
-        """
-        parts_j: dict[str, float] = {}
-        if self._zones:
-            try:
-                parts_j |= self._packages.end_window(_PART_WINDOW).parts_j
-            except (ZeusBSOError, OSError) as error:
-                logger.debug("the energy of the CPU cannot be measured: %s", error)
-        if measured is not None:
-            parts_j |= measured.parts_j
-        found = {f"{name}_energy_j": parts_j[name] for name in ("cpu", "dram") if name in parts_j}
-        gpus_j = {name: joules for name, joules in parts_j.items() if name.startswith("gpu_")}
-        if measured is not None and gpus_j and len(gpus_j) == len(self._gpus):
-            found["gpu_energy_j"] = sum(gpus_j.values())
-            if measured.time_s > 0:
-                found["gpu_mean_power_w"] = found["gpu_energy_j"] / measured.time_s
-        if len(self._gpus) > 1:
-            found |= {f"{name}_energy_j": joules for name, joules in gpus_j.items()}
-        return found
-
-
-def _found(find: Callable[[], Sequence[Device]]) -> Sequence[Device]:
-    try:
-        return find()
-    except ZeusBSOError as error:
-        logger.debug("a part of the energy is not known: %s", error)
-        return ()
+        return f"{_WINDOW}_{self._windows % 2}"

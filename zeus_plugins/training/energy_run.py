@@ -6,7 +6,6 @@ from collections.abc import Mapping
 
 from zeus_plugins.energy import EnergyMonitor, EpochMeter, WindowMonitor
 from zeus_plugins.energy.auto import EnergyScope
-from zeus_plugins.energy.meter import Breakdown
 from zeus_plugins.placement import Ranks
 from zeus_plugins.training.arguments import check_scope
 from zeus_plugins.training.port import TrainingMonitor
@@ -33,18 +32,15 @@ class EnergyRun:
 
         Args:
             ranks: The processes.
-            monitor: Measures the devices of one machine. None: the best monitor, and also a breakdown of the energy of
-                rank 0's machine by component.
+            monitor: Measures the devices of one machine. None: the best monitor.
             scope: Devices whose energy counts.
         """
         if self._monitors is not None:
             return
         self._monitors = monitors = TrainingMonitor(ranks, monitor, scope)
         monitors.synchronize()
-        gpus = monitors.place.gpus
         if ranks.rank == 0:
-            breakdown = Breakdown(gpus) if monitor is None else None
-            meter = EpochMeter(monitors.monitor(), self.totals, breakdown=breakdown)
+            meter = EpochMeter(monitors.monitor(), self.totals)
             meter.begin()
             self._meter, self.totals = meter, meter.totals
 
