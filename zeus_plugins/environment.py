@@ -105,9 +105,8 @@ PROFILE_STEPS = Variable(
     "steps",
 )
 USE_BEST_POWER_LIMIT = Variable(
-    "ZEUS_USE_OPTIMAL_PL", "`True` to set the best power limit, `False` only to report its costs", "`True`"
+    "ZEUS_USE_OPTIMAL_PL", "a variable that must not be `False`: unset `ZEUS_PROFILE_PARAMS` in its place"
 )
-MONITOR_PATH = Variable("ZEUS_MONITOR_PATH", "the path of Zeus's power monitor, for scripts that use it")
 
 # Energy and power limits
 ESTIMATED_POWER_W = Variable(

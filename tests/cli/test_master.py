@@ -101,12 +101,9 @@ def test_log_directory_contains_job_knobs_and_time(tmp_path: Path) -> None:
         master.build_logdir(job_of(), 12, 0.5, 2.0, exist_ok=False)
 
 
-@pytest.mark.parametrize("observer_mode", [False, True])
-def test_script_gets_documented_variables_in_the_environment(tmp_path: Path, observer_mode: bool) -> None:
+def test_script_gets_documented_variables_in_the_environment(tmp_path: Path) -> None:
     program = REACHES + "; print(json.dumps([dict(os.environ), sys.argv[1:]]))"
-    (tmp_path / "monitor").touch()
-    options = {"monitor_path": tmp_path / "monitor", "profile_warmup_iters": 3, "profile_measure_iters": 7}
-    master = master_of(tmp_path, observer_mode=observer_mode, **options)
+    master = master_of(tmp_path, profile_warmup_iters=3, profile_measure_iters=7)
     run = planned(2, 11, bs=128, learning_rate=0.25, seed=9, cost_ub=1234.5)
     result = master.launch(python_job(program), run, tmp_path, 0.5)
     assert (result.energy, result.time, result.reached) == (30.0, 0.5, True)
@@ -120,16 +117,13 @@ def test_script_gets_documented_variables_in_the_environment(tmp_path: Path, obs
         "ZEUS_COST_THRESH": "1234.5",
         "ZEUS_ETA_KNOB": "0.5",
         "ZEUS_TARGET_METRIC": "0.8",
-        "ZEUS_MONITOR_PATH": str(tmp_path / "monitor"),
         "ZEUS_PROFILE_PARAMS": "3,7",
-        "ZEUS_USE_OPTIMAL_PL": str(not observer_mode),
     }
 
 
 def test_missing_bound_makes_the_threshold_infinite(tmp_path: Path) -> None:
-    program = REACHES + "; print(os.environ['ZEUS_COST_THRESH'], os.environ.get('ZEUS_MONITOR_PATH'))"
-    run_once(tmp_path, program)
-    assert (tmp_path / "rec01+try01.train.log").read_text() == "inf None\n"
+    run_once(tmp_path, REACHES + "; print(os.environ['ZEUS_COST_THRESH'])")
+    assert (tmp_path / "rec01+try01.train.log").read_text() == "inf\n"
 
 
 def test_output_of_a_script_is_shown_while_running(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

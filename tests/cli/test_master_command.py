@@ -260,6 +260,7 @@ def test_resumed_master_waits_for_the_script_and_ctrl_c_ends_both(tmp_path: Path
         ("default_bs = 64", "default_bs = 65", "default_bs 65 is not one of the batch sizes"),
         ("--lr", "{width}", "{width}, which has no value"),
         ("num_pruning_rounds", "pruning", "pruning"),
+        ("[master]", "[master]\nobserver_mode = true", "master: observer_mode is gone: begin the command with `env -u"),
         ("[gpus]", '[executor]\nkind = "ray"\n[gpus]', "executor.kind: ray was removed: give ZeusMaster an executor"),
     ],
 )

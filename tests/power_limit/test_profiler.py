@@ -248,12 +248,6 @@ def test_profile_of_a_different_size_or_gpu_is_not_used(other: dict[str, Any], w
     zeus.close()
 
 
-def test_observer_chooses_but_sets_no_limit_permanently(where: ReplayMachine) -> None:
-    zeus = profiler(where, observe=True)
-    assert train(where, zeus, 14)[12:] == [FOUND_W] * 2
-    assert zeus.chosen_limit_w == BEST_W
-
-
 def test_known_epochs_shrink_the_windows(where: ReplayMachine) -> None:
     zeus = profiler(where, warmup_steps=10, profile_steps=40)
     zeus.on_epoch_begin(5)

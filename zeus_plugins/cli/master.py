@@ -64,9 +64,7 @@ def _run(options: argparse.Namespace) -> None:
         zeus_master = ZeusMaster(
             optimizer,
             options.log_base,
-            monitor_path=master.monitor_path,
             seed=master.seed,
-            observer_mode=master.observer_mode,
             profile_warmup_iters=master.profile_warmup_iters,
             profile_measure_iters=master.profile_measure_iters,
             executor=_executor(config),

@@ -14,8 +14,7 @@ Example:
             train_loader.report_metric(accuracy)
 
 Of its environment variables (docs/environment.md) only ``ZEUS_TARGET_METRIC`` is required. ``ZEUS_PROFILE_PARAMS``
-makes the loader find the GPUs' best power limit in the first epochs, and keep it. With ``ZEUS_USE_OPTIMAL_PL=False`` it
-leaves the limit unchanged, and reports the costs that the best limit would have had.
+makes the loader find the GPUs' best power limit in the first epochs, and keep it.
 """
 
 from __future__ import annotations
@@ -59,7 +58,6 @@ class _Settings:
 
     Attributes:
         profile_steps: Steps of warm-up and of measurement for each power limit; None: change no limits.
-        is_observed: True to find the best power limit without keeping it.
     """
 
     log_dir: Path
@@ -68,7 +66,6 @@ class _Settings:
     eta: float
     target_metric: float
     profile_steps: tuple[int, ...] | None
-    is_observed: bool
 
     @classmethod
     def of(cls, environ: Mapping[str, str] | None) -> _Settings:
@@ -86,9 +83,11 @@ class _Settings:
         if eta is not None and not 0 <= eta <= 1:
             raise ZeusBSOConfigError(f"{environment.ETA_KNOB} is {eta}: η lies between 0 and 1")
         threshold_j = environment.COST_THRESHOLD_J.number(environ)
-        sets_limit = environment.USE_BEST_POWER_LIMIT.text(environ) or "True"
-        if sets_limit not in ("True", "False"):
-            raise ZeusBSOConfigError(f"{environment.USE_BEST_POWER_LIMIT} is {sets_limit!r}: set it to True or False")
+        if environment.USE_BEST_POWER_LIMIT.text(environ) == "False":
+            raise ZeusBSOConfigError(
+                f"{environment.USE_BEST_POWER_LIMIT}=False is gone: unset {environment.PROFILE_STEPS} to leave power "
+                "limits unchanged"
+            )
         steps = environment.PROFILE_STEPS.text(environ)
         try:
             profile_steps = tuple(int(part) for part in steps.split(",")) if steps else None
@@ -105,7 +104,6 @@ class _Settings:
             eta=0.5 if eta is None else eta,
             target_metric=target,
             profile_steps=profile_steps,
-            is_observed=sets_limit == "False",
         )
 
     def profile_path(self, batch_size: int) -> Path:
@@ -209,8 +207,8 @@ class _Training:
                 self._saves_profile = False
 
     @contextmanager
-    def measured(self, *, trains: bool = False) -> Iterator[None]:
-        """Measure a pass over the data on rank 0; `trains` is True for the training data."""
+    def measured(self) -> Iterator[None]:
+        """Measure a pass over the data on rank 0."""
         if self._monitor is None:
             yield
             return
@@ -227,23 +225,10 @@ class _Training:
             self._is_measuring = False
             synchronize()
             measured = self._monitor.end_window(_WINDOW)
-            time_factor, energy_factor = self._observed_factors() if trains else (1.0, 1.0)
-            self.time_s += measured.time_s * time_factor
-            self._energy_j += measured.energy_j * energy_factor
+            self.time_s += measured.time_s
+            self._energy_j += measured.energy_j
             if measured.source not in self._sources:
                 self._sources.append(measured.source)
-
-    def _observed_factors(self) -> tuple[float, float]:
-        """Return the factors on time and energy of a pass over the training data.
-
-        In observer mode, after the search, they are the ratios of the values per step under the best limit to those
-        under the highest; otherwise 1.
-        """
-        profile = None if self._profiler is None else self._profiler.profile
-        if not self._settings.is_observed or profile is None or self._chosen_limit_w is None:
-            return 1.0, 1.0
-        best, highest = profile.only([self._chosen_limit_w]).samples[0], profile.samples[-1]
-        return best.time_per_step_s / highest.time_per_step_s, best.energy_per_step_j / highest.energy_per_step_j
 
     @property
     def _chosen_limit_w(self) -> float | None:
@@ -399,7 +384,7 @@ class ZeusDataLoader(DataLoader[T]):
             with training.measured():
                 yield from super().__iter__()
             return
-        with training.measured(trains=True), training.stepping(self._steps()) as end_step:
+        with training.measured(), training.stepping(self._steps()) as end_step:
             for batch in super().__iter__():
                 yield batch
                 end_step()
@@ -429,7 +414,6 @@ class ZeusDataLoader(DataLoader[T]):
             monitor=monitor if controls else None,
             profile=PowerLimitProfile.load(path) if self._ranks.rank == 0 else None,
             batch_size=self._global_batch_size,
-            observe=settings.is_observed,
             all_gather=None if self._ranks.world_size == 1 else self._ranks.all_gather,
             synchronize=synchronize,
         )

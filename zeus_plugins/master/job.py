@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from zeus_plugins.errors import ZeusBSOConfigError
 from zeus_plugins.protocol import ID_PATTERN, BatchSize, GpuConfig, PositiveInt, Seed, faults_in_words
@@ -131,6 +131,12 @@ class _Table(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
+_REMOVED = {
+    "monitor_path": "set ZEUS_MONITOR_PATH in the environment of the master",
+    "observer_mode": "begin the command with `env -u ZEUS_PROFILE_PARAMS` to leave power limits unchanged",
+}
+
+
 class MasterTable(_Table):
     """``[master]``: arguments of `ZeusMaster` and its `run`; a command-line option may override `recurrences`."""
 
@@ -139,10 +145,16 @@ class MasterTable(_Table):
     eta_knob: Annotated[float, Field(ge=0, le=1)] = 0.5
     beta_knob: Annotated[float, Field(gt=0)] | None = 2.0
     seed: Seed = 123456
-    monitor_path: Path | None = None
-    observer_mode: bool = False
     profile_warmup_iters: int = 10
     profile_measure_iters: int = 40
+
+    @model_validator(mode="before")
+    @classmethod
+    def _has_present_names(cls, given: Any) -> Any:
+        for name, instead in _REMOVED.items():
+            if name in given:
+                raise ValueError(f"{name} is gone: {instead}")
+        return given
 
     @field_validator("beta_knob")
     @classmethod

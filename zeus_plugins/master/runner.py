@@ -34,9 +34,7 @@ class ZeusMaster:
     Args:
         batch_size_optimizer: A `ServerOptimizer` or a `BatchSizeChooser`.
         log_base: Directory of all log directories.
-        monitor_path: Path of Zeus's power monitor, for scripts with Zeus's own data loader.
         seed: Seed of the first run; each run increments it.
-        observer_mode: Let scripts measure power limits, but not use the best limit.
         profile_warmup_iters: Iterations of warm-up for each power limit.
         profile_measure_iters: Iterations of measurement for each power limit.
         executor: Executes the runs. None: a `LocalExecutor`.
@@ -52,9 +50,7 @@ class ZeusMaster:
         self,
         batch_size_optimizer: BatchSizeChooser | ServerOptimizer,
         log_base: str | Path,
-        monitor_path: str | Path | None = None,
         seed: int = 123456,
-        observer_mode: bool = False,
         profile_warmup_iters: int = 10,
         profile_measure_iters: int = 40,
         *,
@@ -63,8 +59,6 @@ class ZeusMaster:
         listener: Listener | None = None,
         now: Callable[[], datetime] = datetime.now,
     ) -> None:
-        if monitor_path is not None and not Path(monitor_path).exists():
-            raise ZeusBSOConfigError(f"monitor_path {monitor_path} does not exist: leave it out unless you have one")
         if profile_warmup_iters < 0 or profile_measure_iters < 1:
             raise ZeusBSOConfigError(
                 f"profile_warmup_iters is {profile_warmup_iters} and profile_measure_iters {profile_measure_iters}: "
@@ -72,9 +66,7 @@ class ZeusMaster:
             )
         self._optimizer = batch_size_optimizer
         self._log_base = Path(log_base).absolute()
-        self._monitor_path = monitor_path
         self._seed = seed
-        self._observer_mode = observer_mode
         self._profile_params = f"{profile_warmup_iters},{profile_measure_iters}"
         self._executor = executor or LocalExecutor()
         self._gpus = gpus
@@ -189,10 +181,7 @@ class ZeusMaster:
             environment.ETA_KNOB.name: str(eta_knob),
             environment.TARGET_METRIC.name: str(job.target_metric),
             environment.PROFILE_STEPS.name: self._profile_params,
-            environment.USE_BEST_POWER_LIMIT.name: str(not self._observer_mode),
         }
-        if self._monitor_path is not None:
-            environ[environment.MONITOR_PATH.name] = str(self._monitor_path)
         launch = Launch(
             command=job.command_line(run.bs, run.learning_rate, run.seed),
             workdir=None if job.workdir is None else Path(job.workdir),

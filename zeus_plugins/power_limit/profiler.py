@@ -75,7 +75,6 @@ class PowerLimitProfiler:
         profile: Earlier measurements; all ranks use rank 0's. Measurements for the same devices and batch size are not
             repeated.
         batch_size: Global batch size, for the profile.
-        observe: Only find the best limit, and leave the initial limit in force.
         all_gather: Takes an object and returns the objects of all ranks, in order of rank. None: there is one rank.
         synchronize: Waits for the work queued on the devices, so that this work falls into the right window.
 
@@ -101,7 +100,6 @@ class PowerLimitProfiler:
         limits_w: Sequence[float] | None = None,
         profile: PowerLimitProfile | None = None,
         batch_size: int | None = None,
-        observe: bool = False,
         all_gather: Gather | None = None,
         synchronize: Callable[[], None] | None = None,
     ) -> None:
@@ -119,7 +117,6 @@ class PowerLimitProfiler:
         self._pace = Pace(Window(warmup_steps, profile_steps), warmup_s, profile_s)
         self._wait_steps = wait_steps
         self.state: State = Ready()
-        self._observe = observe
         self.chosen_limit_w: float | None = None
         self._set_w: float | None = None  # the limit in force on all ranks; None for the initial limit
         self._is_in_epoch = False
@@ -242,10 +239,7 @@ class PowerLimitProfiler:
         except Exception:
             self._rank.guard.release()
             raise
-        if self._observe:
-            self._rank.guard.release()
-        else:
-            self._set_everywhere(plan, self.chosen_limit_w)
+        self._set_everywhere(plan, self.chosen_limit_w)
 
     def _set_everywhere(self, plan: Plan, limit_w: float) -> str | None:
         """Put a limit in force on all ranks.
