@@ -15,9 +15,6 @@ from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
 from rich.console import Console
 from rich.live import Live
 from rich.markup import escape
@@ -30,7 +27,6 @@ from zeus_plugins.errors import ZeusBSOError, ZeusBSORuntimeError, ZeusBSOTrainF
 from zeus_plugins.protocol import (
     GP_VOI,
     ZEUS,
-    ArmView,
     JobSpec,
     JobView,
     TrialState,
@@ -49,8 +45,8 @@ _MAX_TRIES = len(JOB.batch_sizes) + 1
 def run_demo(recurrences: int, directory: Path, policy: str = JOB.policy, *, opens: bool = False) -> None:
     """Let the job recur, each time until its training reaches the target, and show the runs on the terminal.
 
-    Write a database and a plot to `directory`, and replace the files of an earlier demo. With `opens`, open
-    the server's dashboard in a browser.
+    Write a database to `directory`, and replace the files of an earlier demo. With `opens`, open the server's dashboard
+    in a browser.
 
     Raises:
         ZeusBSORuntimeError: The server did not start, or a training broke.
@@ -78,9 +74,7 @@ def run_demo(recurrences: int, directory: Path, policy: str = JOB.policy, *, ope
                 if _watch(launcher.start(arguments, log), recurrence, client, display, log):
                     break
         job = client.show_job(JOB.job_id or "")
-    outcome = Outcome(job, time.monotonic() - began, database_url, directory)
-    plot_costs(outcome, directory / "costs.png")
-    display.conclude(outcome)
+    display.conclude(Outcome(job, time.monotonic() - began, database_url))
 
 
 @contextmanager
@@ -135,9 +129,6 @@ def _latest_trial(client: BsoClient, known: int) -> TrialView | None:
     return client.show_job(job_id).trials[-1]
 
 
-_BLUE, _ORANGE, _GREY = "#1f6fb2", "#c8621b", "#777777"
-
-
 @dataclass(frozen=True)
 class Outcome:
     """Results of a demo: the server's view of the job, and the duration including the start of all processes."""
@@ -145,49 +136,6 @@ class Outcome:
     job: JobView
     wall_s: float
     database_url: str
-    directory: Path
-
-    @property
-    def default(self) -> ArmView:
-        """The arm of the default batch size."""
-        (arm,) = (arm for arm in self.job.arms if arm.batch_size == self.job.job.default_batch_size)
-        return arm
-
-
-def plot_costs(outcome: Outcome, path: Path) -> None:
-    """Plot the cost of every trial, the default's mean cost as a line and the cost of a run now as a band, as a PNG."""
-    job = outcome.job
-    default, default_j = outcome.default.batch_size, outcome.default.mean_cost_j
-    measured = [(trial, trial.cost_j) for trial in job.trials if trial.cost_j is not None]
-    figure = Figure(figsize=(8, 4), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    for reached, marker, colour, label in (
-        (True, "o", _BLUE, "reached the target"),
-        (False, "X", _ORANGE, "stopped before the target"),
-    ):
-        shown = [(trial.trial_number, j) for trial, j in measured if (trial.state is TrialState.COMPLETED) == reached]
-        if shown:
-            numbers, costs = [number for number, _ in shown], [cost_j for _, cost_j in shown]
-            axes.scatter(numbers, costs, color=colour, marker=marker, s=45, label=label, zorder=3)
-    for trial, cost_j in measured:
-        place = (trial.trial_number, cost_j)
-        axes.annotate(str(trial.batch_size), place, (0, 7), textcoords="offset points", ha="center", fontsize=9)
-    if default_j is not None:
-        axes.axhline(default_j, color=_GREY, linestyle="--", label=f"mean of {default}, the default: {default_j:.0f} J")
-        now = job.savings.cost_j.now
-        if now is not None and now.low is not None and now.high is not None:
-            low_j, high_j = (1 - now.high) * default_j, (1 - now.low) * default_j
-            label = f"a run now, at {job.savings.batch_size} (90 % interval)"
-            axes.axhspan(max(low_j, 0.0), high_j, color=_BLUE, alpha=0.12, label=label)
-    axes.set_xlabel("run (the number above each point is its batch size)")
-    axes.set_ylabel("cost of the run (J)")
-    axes.set_ylim(0, 1.15 * max((cost_j for _, cost_j in measured), default=1.0))
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.set_title(job.savings.claim, loc="left", fontsize=11)
-    axes.legend(frameon=False)
-    figure.savefig(path, dpi=120)
 
 
 _OUTCOMES = {
@@ -268,7 +216,6 @@ class Display:
         elif any(map(is_estimated, sources)):
             meaning = ". No energy counter was found here: energies and costs are estimated"
         say(f"Energy: {', '.join(sources)}{meaning}.")
-        say(f"Written: {outcome.directory / 'costs.png'}", soft_wrap=True)
         show = f"jobs show {job.job.job_id} --database-url {outcome.database_url}"
         say(f"Look again: {_command('bso-server')} {show}", soft_wrap=True)
         serve = f"{_command('bso-server')} serve --database-url {outcome.database_url}"
