@@ -24,7 +24,7 @@ from bso_server.errors import DatabaseNotReadyError, DatabaseUnavailableError
 from bso_server.metrics.requests import RequestWatch
 from bso_server.service.commands import BatchSizeService, Commands
 from bso_server.service.fleet import FleetReader
-from bso_server.service.health import Health, TotalsReader
+from bso_server.service.health import TotalsReader
 from bso_server.service.pages import Pages
 from bso_server.service.reading import JobReader
 from bso_server.service.tokens import Authenticator, Tokens
@@ -64,8 +64,6 @@ def create_app(settings: Settings | None = None) -> Litestar:
         "reader": reader,
         "source": JobPages(reader, Pages(tariff)),
         "fleet": FleetReader(store, tariff),
-        "health": Health(store, reader),
-        "tokens": tokens,
         "sessions": authenticator,
     }
     routes = [] if metrics is None else [metrics_route(metrics.exposition, is_open=settings.metrics == "open")]

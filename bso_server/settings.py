@@ -5,13 +5,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Collection, Mapping
 from ipaddress import ip_network
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from dotenv import dotenv_values
 from platformdirs import user_data_path
 from pydantic import Field, SecretStr, ValidationError, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, EnvSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
@@ -31,6 +29,7 @@ _LEASES = LeasePolicy()
 # Fields of earlier versions, each with what to do instead.
 _REMOVED = {
     "rate_limit_per_minute": "limit the requests of an address in the proxy, such as by limit_req of nginx",
+    "sso_admins": "single sign-on is for reading the pages; bso-server token makes and revokes tokens",
     "tracing": "docs/metrics.md shows how to trace the server with OpenTelemetry's middleware",
 }
 
@@ -66,8 +65,7 @@ class Settings(BaseSettings):
             ``example``, and ``*`` every host.
         sso_proxies: Addresses or networks of proxies that authenticate the readers of the pages, separated by commas;
             None: no header names a user.
-        sso_header: Header in which such a proxy names its user.
-        sso_admins: Users of such proxies with all rights on the pages, separated by commas; None: all users only read.
+        sso_header: Header in which such a proxy names its user, who may read the pages.
         max_body_bytes: Maximum size of a request body, in bytes.
         read_timeout_s: Seconds in which a client must send the head of a request, and the same time again for its body.
         price_per_kwh: Price of a kilowatt-hour for the dashboard; None: it shows no money.
@@ -106,7 +104,6 @@ class Settings(BaseSettings):
     allowed_hosts: Annotated[str, Field(min_length=1)] = "*"
     sso_proxies: str | None = None
     sso_header: Annotated[str, Field(pattern="^[A-Za-z0-9-]{1,64}$")] = "X-Forwarded-User"
-    sso_admins: str | None = None
     max_body_bytes: Annotated[int, Field(gt=0)] = 1024 * 1024
     read_timeout_s: Annotated[float, Field(gt=0, le=3600)] = 20.0
     price_per_kwh: Annotated[float, Field(ge=0, le=1e6)] | None = None
@@ -148,7 +145,7 @@ class Settings(BaseSettings):
     def single_sign_on(self) -> SingleSignOn | None:
         """Single sign-on by the proxies in the settings, or None without such proxies."""
         proxies = tuple(map(ip_network, parts(self.sso_proxies)))
-        return SingleSignOn(proxies, self.sso_header, parts(self.sso_admins)) if proxies else None
+        return SingleSignOn(proxies, self.sso_header) if proxies else None
 
     @field_validator("sso_proxies")
     @classmethod
@@ -226,19 +223,3 @@ def _with_files(variables: Mapping[str, str | None], stated: Collection[str]) ->
 def problems(error: ValidationError) -> str:
     """Return the errors of the settings in one line, each with its environment variable."""
     return "; ".join(f"{variable_of(str(line['loc'][0]))}: {line['msg']}" for line in error.errors())
-
-
-def source_of(name: str, arguments: Mapping[str, Any]) -> str:
-    """Return the source of a setting's value: ``argument``, ``environment``, ``.env`` or ``default``.
-
-    ``, from a file`` is appended if the variable names a file with the value.
-    """
-    if name in arguments:
-        return "argument"
-    for source, variables in (("environment", os.environ), (ENV_FILE, dotenv_values(ENV_FILE))):
-        values = {key.casefold(): value for key, value in variables.items()}
-        if values.get(file_variable_of(name).casefold()):
-            return f"{source}, from a file"
-        if variable_of(name).casefold() in values:
-            return source
-    return "default"

@@ -57,7 +57,7 @@ def settings_page() -> str:
     return f"""# Settings of the server
 
 The server reads each setting from the arguments of `bso-server`, then the environment, then `.env` in the working
-directory. `bso-server config show` prints each value with its source. If a value is invalid, the server ends at its
+directory. If a value is invalid, the server ends at its
 start and names the variable. [environment.md](environment.md) lists the variables of trainings.
 
 A file can contain the value of a setting, such as a secret that a platform provides. Append `_FILE` to the name of the

@@ -120,7 +120,6 @@ class AccessControl(ASGIMiddleware):
                 _address_of(scope, headers),
                 host,
                 session_in(headers) if "page" in handler.opt else None,
-                administers=needed is Scope.ADMIN,
                 user=self._user_of(scope) if "page" in handler.opt else None,
             )
             caller.require(needed)

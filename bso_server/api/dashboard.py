@@ -7,7 +7,6 @@ proxy serves them.
 from __future__ import annotations
 
 import gzip
-import logging
 import re
 from collections.abc import Callable
 from datetime import UTC, datetime
@@ -21,14 +20,12 @@ from litestar.exceptions import HTTPException, NotFoundException
 from litestar.params import PathParameter, QueryParameter
 
 from bso_server.api import errors
-from bso_server.api.auth import FORM, PAGE, SESSION_COOKIE, CallerRequest, needs, session_in
+from bso_server.api.auth import FORM, PAGE, SESSION_COOKIE, needs, session_in
 from bso_server.api.parameters import ID, LARGEST, Fleet, GroupedBy, Since
-from bso_server.core.access import Scope
 from bso_server.errors import UnauthenticatedError
-from bso_server.service.health import Health
 from bso_server.service.pages import Found, Pages, View, digest
 from bso_server.service.reading import JobReader
-from bso_server.service.tokens import SESSION_S, Authenticator, Tokens
+from bso_server.service.tokens import SESSION_S, Authenticator
 from bso_server.ui import html
 from zeus_plugins.protocol import MAX_ID_LENGTH
 
@@ -44,12 +41,8 @@ class JobPages(NamedTuple):
 
 Source = NamedDependency[JobPages]
 Sessions = NamedDependency[Authenticator]
-HealthOfServer = NamedDependency[Health]
-TokensOfServer = NamedDependency[Tokens]
 
 _JSON = ".json"
-
-logger = logging.getLogger("bso_server")
 
 # The JSON twin of a page has the page's name with the suffix ``.json``, so a name may be longer by this suffix.
 _NAME = Annotated[str, PathParameter(pattern=ID["pattern"], max_length=MAX_ID_LENGTH + len(_JSON))]
@@ -67,6 +60,13 @@ _HEADERS = {
     "Content-Security-Policy": html.POLICY,
     "Referrer-Policy": "same-origin",
     "X-Content-Type-Options": "nosniff",
+}
+
+# Pages of earlier versions, each with what to do instead.
+_INSTEAD = {
+    "health": "GET /health/ready says whether requests can be served; GET /version and GET /metrics say the rest",
+    "tokens": "bso-server token makes, lists and revokes tokens, where the server's database can be reached",
+    "whatif": "bso-server simulate --job {job} --eta 0.9 replays the job",
 }
 
 # Bytes; a shorter answer fits one packet uncompressed.
@@ -107,15 +107,6 @@ async def trial(request: AnyRequest, name: _NAME, number: _TRIAL_NAME, source: S
     return await _Tag(request).shown(source, source.pages.trial, name, trial_number)
 
 
-@get(["/jobs/{name:str}/whatif", "/jobs/{name:str}/whatif.json"], opt=PAGE, include_in_schema=False)
-async def what_if(name: _NAME) -> Response[bytes]:
-    """Name the command that replaces a removed page."""
-    raise HTTPException(
-        f"this page was removed; this command replays the job: bso-server simulate --job {name} --eta 0.9",
-        status_code=HTTPStatus.GONE,
-    )
-
-
 @get("/jobs/{name:str}/report.html", opt=PAGE)
 async def report(request: AnyRequest, name: _NAME, source: Source) -> Response[bytes]:
     """Return a job in one file to keep or send."""
@@ -134,44 +125,23 @@ async def fleet_report(
     return _Tag(request).answer((digest([page]), page))
 
 
-@get(["/health", "/health.json"], opt=PAGE)
-async def state(request: AnyRequest, health: HealthOfServer) -> Response[bytes]:
-    """Show the state of the server."""
-    tag = _Tag(request)
-    return tag.answer(await health.look(tag.known))
-
-
-@get(["/tokens", "/tokens.json"], opt=PAGE | needs(Scope.ADMIN))
-async def list_tokens(request: CallerRequest, tokens: TokensOfServer) -> Response[bytes]:
-    """Show the tokens to administrators."""
-    tag, page = _Tag(request), await tokens.page(request.user.token_id)
-    version = digest([page])
-    return tag.answer((version, None if version == tag.known else page))
-
-
-@post("/tokens/revoke", opt=PAGE | FORM | needs(Scope.ADMIN))
-async def revoke_token(request: CallerRequest, tokens: TokensOfServer) -> Response[bytes]:
-    """Revoke a token permanently."""
-    form = await request.form()
-    token_id = str(form.get("token_id", ""))
-    await tokens.revoke(token_id)
-    logger.info("token %s was revoked on a page by %s", token_id, request.user)
-    return _redirect("../tokens")
-
-
-@post("/tokens/create", opt=PAGE | FORM | needs(Scope.ADMIN))
-async def create_token(request: CallerRequest, tokens: TokensOfServer) -> Response[bytes]:
-    """Make a token, and show it this once."""
-    form = await request.form()
-    made = refused = ""
-    try:
-        scopes = [Scope(form.get("scope", ""))]
-        made, record = await tokens.create(str(form.get("name", "")).strip(), scopes, shares_jobs="shared" in form)
-        logger.info("token %s (%s) was made on a page by %s", record.token_id, record.name, request.user)
-    except ValueError as error:
-        refused = str(error)
-    page = html.page(await tokens.page(request.user.token_id), _reader_of(request), made=made, refused=refused)
-    return _page(request, page, HTTPStatus.UNPROCESSABLE_ENTITY if refused else HTTPStatus.OK)
+@get(
+    [
+        "/health",
+        "/health.json",
+        "/tokens",
+        "/tokens.json",
+        "/jobs/{name:str}/whatif",
+        "/jobs/{name:str}/whatif.json",
+    ],
+    opt=PAGE,
+    include_in_schema=False,
+)
+async def removed(request: AnyRequest) -> Response[bytes]:
+    """Name what replaces a removed page."""
+    page = request.url.path.rstrip("/").rpartition("/")[2].removesuffix(_JSON)
+    instead = _INSTEAD[page].format(job=request.path_params.get("name"))
+    raise HTTPException(f"this page was removed: {instead}", status_code=HTTPStatus.GONE)
 
 
 @get("/static/{name:str}", opt=needs(None))
@@ -345,14 +315,10 @@ PAGES = Router(
     route_handlers=[
         jobs,
         job,
-        what_if,
         report,
         fleet_report,
         trial,
-        state,
-        list_tokens,
-        create_token,
-        revoke_token,
+        removed,
         static,
         login_form,
         login,

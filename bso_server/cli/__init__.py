@@ -12,13 +12,10 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
-from bso_server.app import store_of
 from bso_server.cli.common import (
     CommandError,
     add_command,
     duration,
-    given,
-    settings_of,
     take_server_from_environment,
     with_store,
 )
@@ -31,7 +28,6 @@ from bso_server.errors import BsoError, DatabaseUnavailableError, PolicyNotInsta
 from bso_server.service import reading
 from bso_server.service.commands import BatchSizeService
 from bso_server.service.health import differences
-from bso_server.settings import Settings, source_of, variable_of
 from bso_server.storage.store import Store
 from bso_server.storage.transaction import Transaction
 from zeus_plugins.protocol import package_version, printable
@@ -41,6 +37,8 @@ _READER_LEFT = 141
 
 # Commands of earlier versions, each with what to do instead.
 _REMOVED = {
+    "config show": "docs/settings.md lists the settings; the server names its database when it starts",
+    "db current": "db check names the schema of the database if it is not this version's",
     "jobs import-zeus": "examples/import_zeus.py writes a file for jobs import: docs/move-from-zeus.md",
     "webhook": "Prometheus and Alertmanager send messages about jobs: docs/alerts.md has a configuration",
 }
@@ -88,7 +86,6 @@ def _parser() -> argparse.ArgumentParser:
     upgrade = add_command(database, "upgrade", "bring the database to this version's schema", _db_upgrade)
     upgrade.add_argument("--sql", action="store_true", help="print the SQL for an empty database instead of running it")
     add_command(database, "check", "fail unless the database has this version's schema", _db_check)
-    add_command(database, "current", "print the revision of the database's schema", _db_current)
     prune_help = "delete old reports and power-limit profiles; trials and the newest profile of each size stay"
     prune = add_command(database, "prune", prune_help, _db_prune)
     prune.add_argument(
@@ -109,9 +106,6 @@ def _parser() -> argparse.ArgumentParser:
     backup.add_argument("file", type=Path, metavar="FILE", help="file for the copy, which must not exist yet")
     keep_help = "add the time to the name FILE, and keep the N newest of these copies"
     backup.add_argument("--keep", type=int, metavar="N", help=keep_help)
-
-    config = commands.add_parser("config", help="show the settings").add_subparsers(required=True, metavar="WHAT")
-    add_command(config, "show", "list every setting with its source", _config_show)
 
     add_token_commands(commands)
     add_jobs_commands(commands)
@@ -137,10 +131,6 @@ def _db_check(options: argparse.Namespace) -> None:
 
 async def _say_ready(store: Store) -> None:
     print(f"{store.description} is at this version's schema")
-
-
-def _db_current(options: argparse.Namespace) -> None:
-    print(with_store(options, Store.current_revision, schema="any") or "none")
 
 
 def _db_prune(options: argparse.Namespace) -> None:
@@ -211,12 +201,3 @@ def _db_verify(options: argparse.Namespace) -> None:
         )
     if not options.json:
         print(f"{number - len(unchecked)} jobs have the same caches as a replay of their trials")
-
-
-def _config_show(options: argparse.Namespace) -> None:
-    settings, arguments = settings_of(options), given(options)
-    for name in Settings.model_fields:
-        value = getattr(settings, name)
-        if name == "database_url":
-            value = store_of(settings).description
-        print(f"{variable_of(name)}={'' if value is None else value}  ({source_of(name, arguments)})")

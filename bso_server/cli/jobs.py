@@ -21,6 +21,7 @@ from bso_server.cli.common import (
     TOKEN_VARIABLE,
     CommandError,
     Commands,
+    RemovedOption,
     add_command,
     cell,
     settings_of,
@@ -109,9 +110,12 @@ def add_jobs_commands(commands: Commands) -> None:
     jobs_list.add_argument("--json", action="store_true", help="print JSON")
 
     show = add("show", "show one job with its batch sizes and trials", _show)
-    form = show.add_mutually_exclusive_group()
-    form.add_argument("--json", action="store_true", help="print JSON")
-    form.add_argument("--verbose", action="store_true", help="also print when and why each trial is stopped")
+    show.add_argument("--json", action="store_true", help="print JSON")
+    show.add_argument(
+        "--verbose",
+        action=RemovedOption,
+        instead="--json has the bound on each trial's epochs, and jobs explain its reason",
+    )
     show.add_argument(
         "--all", action="store_true", help=f"print all trials, like --json, instead of the latest {_LATEST}"
     )
@@ -210,7 +214,7 @@ def read_job(options: argparse.Namespace, *, limit: int | None = None) -> JobVie
 
 def _show(options: argparse.Namespace) -> None:
     job = read_job(options, limit=None if options.json or options.all else _LATEST)
-    print(job.model_dump_json(indent=2) if options.json else job_text(job, verbose=options.verbose))
+    print(job.model_dump_json(indent=2) if options.json else job_text(job))
 
 
 def _explain(options: argparse.Namespace) -> None:
@@ -484,8 +488,8 @@ def _message_in(response: httpx.Response) -> str:
         return response.text[:200]
 
 
-def job_text(view: JobView, *, verbose: bool = False) -> str:
-    """Format a job as a summary and tables of its arms and its trials; `verbose` adds the trials' epoch bounds.
+def job_text(view: JobView) -> str:
+    """Format a job as a summary and tables of its arms and its trials.
 
     If energies of the view's trials are estimated, energies and costs are marked so, in the words of the job's page.
     """
@@ -530,7 +534,7 @@ def job_text(view: JobView, *, verbose: bool = False) -> str:
         )
     if any(trial.owner for trial in view.trials):
         trials["TOKEN"] = lambda trial: trial.owner
-    trials["WHY THIS SIZE"] = _with_bound if verbose else lambda trial: trial.reason
+    trials["WHY THIS SIZE"] = lambda trial: trial.reason
     latest = table_of(trials, view.trials)
     measured = f"energy by {', '.join(sources)}" if sources else "no energy reported yet"
     savings = view.savings.in_words + (f" Costs are {estimated}." if estimated else "")
@@ -598,12 +602,6 @@ def _band(low: float | None, high: float | None) -> str:
 
 def _owner(job: JobSummary | JobView) -> str:
     return f"{cell(job.owner)}{' (shared)' if job.shared else ''}"
-
-
-def _with_bound(trial: TrialView) -> str:
-    if trial.epoch_bound is None:
-        return trial.reason
-    return f"{trial.reason}; at most {trial.epoch_bound} epochs: {trial.epoch_bound_reason}"
 
 
 def _watched(name: str, trial: TrialView) -> float | None:

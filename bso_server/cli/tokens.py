@@ -69,9 +69,9 @@ def _create(options: argparse.Namespace) -> None:
 
 
 def _list(options: argparse.Namespace) -> None:
-    page = with_store(options, lambda store: Tokens(store).page(None))
+    found = with_store(options, lambda store: Tokens(store).listed())
     if options.json:
-        print(page.model_dump_json(indent=2, exclude={"own"}))
+        print(found.model_dump_json(indent=2))
         return
     columns: dict[str, Callable[[TokenLine], object]] = {
         "ID": lambda token: token.token_id,
@@ -83,7 +83,7 @@ def _list(options: argparse.Namespace) -> None:
         "OLD SECRET UNTIL": lambda token: token.previous_secret_until,
         "REVOKED (UTC)": lambda token: token.revoked_at,
     }
-    print(table_of(columns, page.tokens) if page.tokens else "no tokens")
+    print(table_of(columns, found.tokens) if found.tokens else "no tokens")
 
 
 def _rotate(options: argparse.Namespace) -> None:

@@ -33,17 +33,14 @@ class Caller:
     """Sender of a request: its token, and all scopes that the token implies.
 
     `token_id` is None for a proxy's user, and if the server requires no token. If `shares_jobs` is True, other tokens
-    may use the jobs that the caller registers. `user` is the name that an authenticating proxy gave, or None.
+    may use the jobs that the caller registers.
     """
 
     token_id: str | None
     scopes: frozenset[Scope]
     shares_jobs: bool = False
-    user: str | None = None
 
     def __str__(self) -> str:
-        if self.user is not None:
-            return f"user {self.user}"
         return "a caller without a token" if self.token_id is None else f"token {self.token_id}"
 
     def owns(self, owner: str) -> bool:
@@ -58,10 +55,10 @@ class Caller:
     def require(self, scope: Scope) -> None:
         """Raise `ForbiddenError` if the caller lacks this scope."""
         if scope not in self.scopes:
-            advice = "name the user in the server's setting ZEUS_BSO_SSO_ADMINS"
-            if self.user is None:
-                advice = f"make another one: bso-server token create --name NAME --scope {scope}"
-            raise ForbiddenError(f"{self} has no scope {scope}, which this request needs; {advice}")
+            raise ForbiddenError(
+                f"{self} has no scope {scope}, which this request needs; make another one: "
+                f"bso-server token create --name NAME --scope {scope}"
+            )
 
 
 UNRESTRICTED = Caller(None, frozenset(Scope))
@@ -81,20 +78,18 @@ def ip_of(address: str | None) -> IPv4Address | IPv6Address | None:
 
 @dataclass(frozen=True, slots=True)
 class SingleSignOn:
-    """Single sign-on: authenticating `proxies` name the user in a header; users outside `admins` may only read."""
+    """Single sign-on: authenticating `proxies` name the user, who may read the pages, in a header."""
 
     proxies: tuple[IPv4Network | IPv6Network, ...]
     header: str
-    admins: tuple[str, ...]
 
     def caller(self, address: str | None, values: Sequence[bytes]) -> Caller | None:
-        """Return the user in the header's `values`; None unless the peer at `address` is a proxy and names one user."""
+        """Return a reader of the pages; None unless the peer at `address` is a proxy and names one user in `values`."""
         ip = ip_of(address)
         if ip is None or len(values) != 1 or not any(ip in proxy for proxy in self.proxies):
             return None
         user = values[0].decode(errors="backslashreplace").strip()
-        scope = Scope.ADMIN if user in self.admins else Scope.READ
-        return Caller(None, _IMPLIED[scope], user=user) if user else None
+        return Caller(None, _IMPLIED[Scope.READ]) if user else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,9 +1,7 @@
-"""The state of a server, for its operators: readiness, totals for monitoring, and a check of derived data."""
+"""The state of the jobs, for the operators of a server: totals for monitoring, and a check of derived data."""
 
 from __future__ import annotations
 
-import os
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -11,13 +9,11 @@ from datetime import datetime
 from bso_server.core.job import replay
 from bso_server.core.policy import installed
 from bso_server.core.revisions import as_of, has_other_gpus
-from bso_server.errors import BsoError, DatabaseNotReadyError
 from bso_server.service.commands import utc_now
 from bso_server.service.loading import best_size, load_history
-from bso_server.service.pages import Found, digest, troubles
-from bso_server.service.reading import JobReader, job_summary, trial_states, version_view
+from bso_server.service.pages import troubles
+from bso_server.service.reading import job_summary, trial_states
 from bso_server.service.savings import savings_of
-from bso_server.service.views import HealthPage
 from bso_server.storage import queries
 from bso_server.storage.store import Store
 from bso_server.storage.transaction import Transaction
@@ -25,43 +21,6 @@ from zeus_plugins.protocol import SavingsWord, Stage, TrialState
 
 # A transaction reads the totals of this many jobs in a few milliseconds; other requests get their turn in between.
 _JOBS_AT_ONCE = 50
-
-
-class Health:
-    """The state of this process and its database; `reader` checks the database, `clock` returns the present instant."""
-
-    def __init__(self, store: Store, reader: JobReader, clock: Callable[[], datetime] = utc_now) -> None:
-        self._store = store
-        self._reader = reader
-        self._started_at = clock()
-
-    async def look(self, known: str | None = None) -> Found[HealthPage]:
-        """Return the page's version, which ignores the database's latency, and the page unless it is `known`."""
-        trouble, answer_s, revision = None, None, None
-        try:
-            await self._reader.check_ready()
-        except DatabaseNotReadyError as error:
-            trouble = error.message
-        try:
-            revision = await self._store.current_revision()
-            begin = time.perf_counter()
-            await self._store.read(Transaction.any_token)
-            answer_s = time.perf_counter() - begin
-        except BsoError as error:
-            trouble = trouble or error.message
-        running = version_view()
-        page = HealthPage(
-            version=running.version,
-            process=os.getpid(),
-            started_at=self._started_at,
-            database=self._store.kind,
-            schema_needed=running.schema_revision,
-            schema_found=revision,
-            trouble=trouble,
-            answer_s=answer_s,
-        )
-        version = digest([page.model_copy(update={"answer_s": None})])
-        return version, None if version == known else page
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

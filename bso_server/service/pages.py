@@ -27,14 +27,12 @@ from bso_server.service.savings import savings_of
 from bso_server.service.views import (
     CostUnit,
     FleetPage,
-    HealthPage,
     JobLine,
     JobPage,
     JobsPage,
     MomentPage,
     SizeMeans,
     Tariff,
-    TokensPage,
     TrialPage,
     TrialPoint,
 )
@@ -51,7 +49,7 @@ _SPARKS = 30
 _COMPARED_EVENTS = 80
 _CACHED_LINES = 2000
 
-View = TypeVar("View", JobsPage, JobPage, MomentPage, TrialPage, FleetPage, HealthPage, TokensPage)
+View = TypeVar("View", JobsPage, JobPage, MomentPage, TrialPage, FleetPage)
 Found = tuple[str, View | None]
 """The version of a view, and the view unless its reader knows this version."""
 

@@ -29,7 +29,7 @@ from bso_server.errors import (
 )
 from bso_server.service.cache import Cache
 from bso_server.service.commands import utc_now
-from bso_server.service.views import TokenLine, TokensPage
+from bso_server.service.views import TokenLine, TokenList
 from bso_server.storage.deadlines import begin_request
 from bso_server.storage.store import Store
 from bso_server.storage.transaction import Transaction
@@ -206,7 +206,6 @@ class Authenticator:
         host: str,
         session: str | None = None,
         *,
-        administers: bool = False,
         user: Caller | None = None,
     ) -> Caller:
         """Return the caller of a request, and begin the request's deadline for waiting on the database.
@@ -219,7 +218,6 @@ class Authenticator:
             address: The client's address; None if it cannot be trusted.
             host: The ``Host`` header.
             session: The session of a page's reader (`begin_session`); an expired session counts as none.
-            administers: True for a page for administrators, where the session has all scopes of its token.
             user: The user of a page that a proxy has authenticated (`SingleSignOn`).
 
         Raises:
@@ -230,7 +228,7 @@ class Authenticator:
         begin_request()
         if authorization is not None:
             return (await self._record_of(token_in(authorization))).caller()
-        if session is not None and (caller := await self._caller_in(session, administers)) is not None:
+        if session is not None and (caller := await self._caller_in(session)) is not None:
             return caller
         if user is not None:
             return user
@@ -271,12 +269,12 @@ class Authenticator:
     async def end_session(self, session: str) -> None:
         """End a session, also for copies of its cookie; do nothing if it is not valid."""
         begin_request()
-        caller = await self._caller_in(session, administers=False)
+        caller = await self._caller_in(session)
         if caller is not None and caller.token_id is not None:
             _, ends_at, session_id, _ = session.split(".")
             await self._tokens.end_session(caller.token_id, session_id, datetime.fromtimestamp(int(ends_at), UTC))
 
-    async def _caller_in(self, session: str, administers: bool) -> Caller | None:
+    async def _caller_in(self, session: str) -> Caller | None:
         parts = _SESSION.fullmatch(session)
         if parts is None:
             return None
@@ -291,7 +289,7 @@ class Authenticator:
         # Not cached, so that a session ends at once in every process.
         if record is None or await self._tokens.is_ended_session(session_id):
             return None
-        return record.caller() if administers else Caller(token_id, frozenset({Scope.READ}))
+        return Caller(token_id, frozenset({Scope.READ}))
 
     async def _record_of(self, token: str) -> TokenRecord:
         token_hash, instant = _hash(token), self._now()
@@ -353,8 +351,8 @@ class Tokens:
         """Return every token, oldest first."""
         return await self._store.read(Transaction.all_tokens)
 
-    async def page(self, own: str | None) -> TokensPage:
-        """Return the page of all tokens for an administrator with the token `own`."""
+    async def listed(self) -> TokenList:
+        """Return all tokens without their secrets."""
         jobs = await self._store.read(Transaction.jobs_per_owner)
         lines = [
             TokenLine(
@@ -364,7 +362,7 @@ class Tokens:
             )
             for record in await self.all()
         ]
-        return TokensPage(tokens=tuple(lines), own=own)
+        return TokenList(tokens=tuple(lines))
 
     async def rotate(self, token_id: str, grace: timedelta = DEFAULT_GRACE) -> tuple[str, TokenRecord]:
         """Give a token another secret; return the token with it, and the record. Jobs and trials stay the token's.

@@ -335,19 +335,6 @@ class FleetPage(WireMessage):
     tariff: Tariff
 
 
-class HealthPage(WireMessage):
-    """The page ``/ui/health`` and its JSON, about one worker of the server."""
-
-    version: str
-    process: int  # the worker's id
-    started_at: datetime
-    database: str  # kind and driver
-    schema_needed: str  # the revision that this version needs
-    schema_found: str | None  # the database's revision; None without a schema or an answer
-    trouble: str | None  # the reason why requests cannot be served
-    answer_s: float | None  # time that the database took to answer a small question
-
-
 class TokenLine(WireMessage):
     """A token in the list of tokens, without its secret."""
 
@@ -362,8 +349,7 @@ class TokenLine(WireMessage):
     jobs: int  # number of jobs that belong to the token
 
 
-class TokensPage(WireMessage):
-    """The page ``/ui/tokens`` and its JSON."""
+class TokenList(WireMessage):
+    """The output of ``bso-server token list --json``."""
 
     tokens: tuple[TokenLine, ...]  # oldest first
-    own: str | None  # the reader's token; None if the server asked for no token

@@ -353,11 +353,6 @@ class Store:
         return self._database.url.get_backend_name() == "sqlite"
 
     @property
-    def kind(self) -> str:
-        """Kind of the database and its driver, such as ``postgresql+asyncpg``."""
-        return self._database.url.drivername
-
-    @property
     def description(self) -> str:
         """URL of the database as the user wrote it, without its password."""
         return described(self._database.written)

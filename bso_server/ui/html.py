@@ -99,9 +99,9 @@ def docs() -> str:
     return urls["Documentation"].rpartition("/")[0] + "/"
 
 
-def page(view: View, reader: Reader, **parts: str) -> str:
-    """Return the page that shows a view and `parts`; the template of a `JobsPage` is ``jobs.html``."""
-    return _rendered(f"{type(view).__name__.removesuffix('Page').lower()}.html", view, reader, **parts)
+def page(view: View, reader: Reader) -> str:
+    """Return the page that shows a view; the template of a `JobsPage` is ``jobs.html``."""
+    return _rendered(f"{type(view).__name__.removesuffix('Page').lower()}.html", view, reader)
 
 
 def report_page(view: View, now: datetime) -> str:

@@ -9,12 +9,10 @@ from typing import Any, NamedTuple
 
 from bso_server.service.views import (
     CostUnit,
-    HealthPage,
     JobPage,
     JobsPage,
     MomentPage,
     Tariff,
-    TokensPage,
     TrialPage,
 )
 from bso_server.ui import units
@@ -299,25 +297,6 @@ def rates(tariff: Tariff) -> dict[str, Callable[[float], str]]:
         carbon_per_j = tariff.carbon_g_per_kwh * tariff.pue / 3.6e6
         found["CO₂"] = lambda energy_j: f"{units.mass(energy_j * carbon_per_j)} CO₂"
     return found
-
-
-def of_health(page: HealthPage) -> Headline:
-    """Summarise the state of the server."""
-    if page.trouble is not None:
-        return Headline("Requests cannot be served", sentence(page.trouble), "loss")
-    return Headline("All is well", "The database answers, has the schema of this version, and keeps what is written.")
-
-
-def of_tokens(page: TokensPage) -> Headline:
-    """Count the tokens."""
-    if not page.tokens:
-        return Headline("No tokens yet", "Until there is one, only clients of this machine are served.")
-    good = sum(token.revoked_at is None for token in page.tokens)
-    revoked = len(page.tokens) - good
-    return Headline(
-        f"{units.count(good, 'good token')}{f', {revoked} revoked' if revoked else ''}",
-        "Each training and each reader of these pages shows one.",
-    )
 
 
 def of_moment(page: MomentPage) -> Headline:

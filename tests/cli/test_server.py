@@ -144,7 +144,14 @@ def test_invalid_setting_is_named_in_a_single_line(arguments: list[str], words: 
     assert "Traceback" not in answer.stderr
 
 
-@pytest.mark.parametrize(("arguments", "instead"), [(["webhook", "add", "https://x"], "docs/alerts.md")])
+@pytest.mark.parametrize(
+    ("arguments", "instead"),
+    [
+        (["webhook", "add", "https://x"], "docs/alerts.md"),
+        (["config", "show"], "docs/settings.md"),
+        (["db", "current"], "db check"),
+    ],
+)
 def test_removed_command_names_its_replacement(
     arguments: list[str], instead: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -152,13 +159,13 @@ def test_removed_command_names_its_replacement(
     assert instead in capsys.readouterr().err
 
 
-def test_removed_setting_names_its_replacement(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ZEUS_BSO_RATE_LIMIT_PER_MINUTE", "60")
-    with pytest.raises(ValueError, match=r"RATE_LIMIT_PER_MINUTE was removed, unset it: .* proxy"):
-        Settings()
-    monkeypatch.delenv("ZEUS_BSO_RATE_LIMIT_PER_MINUTE")
-    monkeypatch.setenv("ZEUS_BSO_TRACING", "true")
-    with pytest.raises(ValueError, match=r"ZEUS_BSO_TRACING was removed, unset it: docs"):
+@pytest.mark.parametrize(
+    ("name", "instead"),
+    [("RATE_LIMIT_PER_MINUTE", ".* proxy"), ("TRACING", "docs"), ("SSO_ADMINS", ".* bso-server token")],
+)
+def test_removed_setting_names_its_replacement(name: str, instead: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(f"ZEUS_BSO_{name}", "60")
+    with pytest.raises(ValueError, match=rf"ZEUS_BSO_{name} was removed, unset it: {instead}"):
         Settings()
 
 

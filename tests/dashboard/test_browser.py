@@ -42,8 +42,6 @@ PAGES = [
     f"{JOB}?at=6",
     f"{JOB}/trials/1",
     f"{JOB}/trials/15",
-    "health",
-    "tokens",
     "jobs/unknown",
     "jobs/vit-imagenet",
     "login",

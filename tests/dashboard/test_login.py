@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import re
 from collections.abc import AsyncIterator, Awaitable, Callable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -116,90 +115,6 @@ class TestLogin:
             assert 'value="jobs/a"' in answer.text
 
 
-class TestTokens:
-    """The page of all tokens, for administrators."""
-
-    async def log_in(self, http: httpx.AsyncClient, token: str) -> None:
-        assert (await http.post("/ui/login", data={"token": token})).status_code == 303
-
-    async def test_administrator_revokes_token(self, new_database: str, new_http: httpx.AsyncClient) -> None:
-        admin, other = make_token(new_database, "admin"), make_token(new_database, "read")
-        other_id = other.split("_")[1]
-        await self.log_in(new_http, admin)
-        page = await new_http.get("/ui/tokens")
-        assert "2 good tokens" in Page(page.text).text.replace("\N{NO-BREAK SPACE}", " ")
-        assert "token_hash" not in (await new_http.get("/ui/tokens.json")).text
-        assert (await new_http.get("/ui/", headers=bearer(other))).status_code == 200
-
-        form = {"token_id": other_id}
-        for headers in ({"Origin": "http://evil.example"}, {"Sec-Fetch-Site": "cross-site"}, LINK | CROSS):
-            assert (await new_http.post("/ui/tokens/revoke", data=form, headers=headers)).status_code == 403
-        assert (await new_http.get("/ui/tokens/revoke", params=form)).status_code == 405
-        answer = await new_http.post("/ui/tokens/revoke", data=form, headers={"Origin": "http://localhost:8000"})
-        assert (answer.status_code, urljoin("/p/ui/tokens/revoke", answer.headers["location"])) == (
-            303,
-            "/p/ui/tokens",
-        )
-        assert "set-cookie" not in answer.headers
-        changed = await new_http.get("/ui/tokens.json", headers={"If-None-Match": page.headers["etag"]})
-        assert [token["revoked_at"] is None for token in changed.json()["tokens"]] == [True, False]
-        assert [token["token_id"] for token in changed.json()["tokens"]] == [changed.json()["own"], other_id]
-        unknown = await new_http.post("/ui/tokens/revoke", data={"token_id": "<b>"})
-        assert unknown.status_code == 404
-        assert "<b>" not in unknown.text
-
-    async def test_token_page_is_refused_without_administrator(
-        self, new_database: str, new_http: httpx.AsyncClient
-    ) -> None:
-        token = make_token(new_database, "report")
-        assert (await new_http.get("/ui/tokens")).status_code == 401
-        for headers in ({}, bearer(token)):
-            await self.log_in(new_http, token)
-            for address in ("tokens", "tokens.json"):
-                assert (await new_http.get(f"/ui/{address}", headers=headers)).status_code == 403
-            form = {"token_id": token.split("_")[1], "name": "mine", "scope": "admin"}
-            for action in ("revoke", "create"):
-                assert (await new_http.post(f"/ui/tokens/{action}", data=form, headers=headers)).status_code == 403
-        assert (await new_http.get("/ui/")).status_code == 200
-
-    async def test_new_token_of_administrator_is_shown_once(
-        self, new_database: str, new_http: httpx.AsyncClient, caplog: pytest.LogCaptureFixture
-    ) -> None:
-        admin = make_token(new_database, "admin")
-        await self.log_in(new_http, admin)
-        form = {"name": " nightly <b> ", "scope": "report", "shared": "on"}
-        for headers in ({"Origin": "http://evil.example"}, {"Sec-Fetch-Site": "cross-site"}, LINK | CROSS):
-            assert (await new_http.post("/ui/tokens/create", data=form, headers=headers)).status_code == 403
-        with caplog.at_level("INFO"):
-            answer = await new_http.post("/ui/tokens/create", data=form, headers={"Origin": "http://localhost:8000"})
-        assert (answer.status_code, answer.headers["cache-control"]) == (200, "no-store")
-        assert "data-live" not in answer.text  # No poll may replace the token.
-        assert "<b>" not in answer.text
-        (token,) = re.findall("zbso_[0-9a-f]{8}_[A-Za-z0-9_-]{43}", answer.text)
-        assert token not in caplog.text
-        assert f"({form['name'].strip()}) was made on a page by token {admin.split('_')[1]}" in caplog.text
-
-        seen = await new_http.get("/ui/tokens.json")
-        assert token[14:] not in seen.text
-        (made,) = [each for each in seen.json()["tokens"] if each["token_id"] == token.split("_")[1]]
-        assert (made["name"], made["scopes"], made["shares_jobs"]) == ("nightly <b>", ["report"], True)
-        assert (await new_http.get("/ui/", headers=bearer(token))).status_code == 200
-        assert (await new_http.get("/ui/tokens", headers=bearer(token))).status_code == 403
-
-    @pytest.mark.parametrize(
-        "form", [{"name": " ", "scope": "read"}, {"name": "a\nb", "scope": "read"}, {"name": "a", "scope": "all"}, {}]
-    )
-    async def test_wrong_form_makes_no_token(self, new_http: httpx.AsyncClient, form: dict[str, str]) -> None:
-        answer = await new_http.post("/ui/tokens/create", data=form)
-        assert answer.status_code == 422
-        assert 'role="alert"' in answer.text
-        assert (await new_http.get("/ui/tokens.json")).json()["tokens"] == []
-
-    async def test_token_page_of_server_without_tokens_is_empty(self, new_http: httpx.AsyncClient) -> None:
-        assert "No tokens yet" in Page((await new_http.get("/ui/tokens")).text).text
-
-
-CROSS = {"Sec-Fetch-Site": "cross-site"}
 LINK = {"Sec-Fetch-Mode": "navigate", "Sec-Fetch-Dest": "document"}
 
 
@@ -215,8 +130,6 @@ async def test_session_ends_with_time_token_or_secret(new_database: str) -> None
             except Exception:
                 return False
             assert (caller.token_id, caller.scopes) == (record.token_id, {Scope.READ})
-            administrator = await authenticator.identify(None, "127.0.0.1", "localhost", session, administers=True)
-            assert administrator.is_admin
             return True
 
         token, record = await tokens.create("somebody", [Scope.ADMIN])
@@ -276,7 +189,6 @@ class TestSingleSignOn:
         settings = Settings(
             database_url=new_database,
             sso_proxies="10.0.0.5, 10.1.0.0/16,fd00::/8",
-            sso_admins="ada@example.com",
             _env_file=None,
         )
         make_token(new_database, "read")
@@ -296,22 +208,8 @@ class TestSingleSignOn:
         headers = {"X-Forwarded-User": "bob@example.com", "X-Forwarded-For": "192.0.2.7"}
         assert (await ask(address, headers=headers)).status_code == 200
         assert (await ask(address, "/ui/jobs.json", headers=headers)).status_code == 200
-        refused = await ask(address, "/ui/tokens", headers=headers)
-        assert refused.status_code == 403
-        assert "User bob@example.com has no scope admin" in refused.text
-        assert "ZEUS_BSO_SSO_ADMINS" in refused.text
         assert (await ask(address, "/api/jobs", headers=headers)).status_code == 401
         assert (await ask(address, "/jobs", "POST", headers=headers, json={})).status_code == 401
-
-    async def test_administrator_of_stated_proxy_makes_tokens(self, ask: Ask, caplog: pytest.LogCaptureFixture) -> None:
-        headers = {"X-Forwarded-User": "ada@example.com"}
-        form = {"name": "nightly", "scope": "report"}
-        foreign = headers | {"Origin": "http://evil.example"}
-        assert (await ask("10.0.0.5", "/ui/tokens/create", "POST", headers=foreign, data=form)).status_code == 403
-        with caplog.at_level("INFO"):
-            made = await ask("10.0.0.5", "/ui/tokens/create", "POST", headers=headers, data=form)
-        assert (made.status_code, "zbso_" in made.text) == (200, True)
-        assert "(nightly) was made on a page by user ada@example.com" in caplog.text
 
     @pytest.mark.parametrize(
         ("address", "headers"),
@@ -350,6 +248,6 @@ class TestSingleSignOn:
             headers = {"Remote-User": "bob", "X-Forwarded-For": "192.0.2.7"}
             assert httpx.get(f"{server.url}/ui/", headers=headers).status_code == 200
             assert httpx.get(f"{server.url}/ui/", headers={"X-Forwarded-User": "bob"}).status_code == 401
-            assert httpx.get(f"{server.url}/ui/tokens", headers=headers).status_code == 403
+            assert httpx.get(f"{server.url}/api/jobs", headers=headers).status_code == 401
             # The log names the client instead of the proxy.
-            assert "GET '/ui/tokens' from 192.0.2.7, no token: user bob has no scope admin" in server.log.read_text()
+            assert "GET '/api/jobs' from 192.0.2.7, no token" in server.log.read_text()

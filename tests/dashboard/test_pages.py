@@ -6,11 +6,8 @@ import asyncio
 import base64
 import hashlib
 import json
-import os
 import re
-import sqlite3
 import uuid
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 from urllib.parse import urljoin
@@ -39,7 +36,6 @@ ADDRESSES = [
     *(f"jobs/{JOB}/trials/{number}" for number in (1, 2, 10, 15)),
     *(f"jobs/{name}?at={number}" for name, number in ((JOB, 1), (JOB, 2), (JOB, 14), ("bert-sst2", 9))),
     *(f"jobs/{name}/trials/1" for name in ("bert-sst2", "llama-sft")),
-    "health",
 ]
 
 
@@ -69,11 +65,19 @@ async def test_page_links_below_own_prefix_only_and_runs_no_text(http: httpx.Asy
     assert "alert(1)</script>" not in answer.text
 
 
-async def test_removed_page_names_the_command_that_replaces_it(http: httpx.AsyncClient) -> None:
-    for suffix in ("", ".json"):
-        answer = await http.get(f"/ui/jobs/{JOB}/whatif{suffix}?eta=0.9")
+@pytest.mark.parametrize(
+    ("address", "instead"),
+    [
+        (f"jobs/{JOB}/whatif", f"bso-server simulate --job {JOB} --eta"),
+        ("health", "GET /health/ready"),
+        ("tokens", "bso-server token"),
+    ],
+)
+async def test_removed_page_names_its_replacement(http: httpx.AsyncClient, address: str, instead: str) -> None:
+    for suffix in ("", "/", ".json"):
+        answer = await http.get(f"/ui/{address}{suffix}")
         assert answer.status_code == 410
-        assert f"bso-server simulate --job {JOB} --eta" in answer.text
+        assert instead in answer.text
 
 
 async def test_command_on_page_replays_job(dashboard_database: str, tmp_path: Path) -> None:
@@ -95,17 +99,14 @@ async def test_links_lead_to_pages_with_and_without_final_slash(http: httpx.Asyn
         f"/jobs/{JOB}",
         f"/jobs/{JOB}/",
         f"/jobs/{JOB}/trials/2/",
-        "/health",
-        "/health/",
-        "/tokens",
+        "/report",
+        "/report/",
     ):
         links = Page((await http.get(f"/ui{address}")).text).links
         found = {urljoin(f"/ui{address}", link) for link in links if not link.startswith(("#", "https:"))}
         assert "/ui/" in found
         for link in found:
             assert link.startswith("/ui/")
-            if link == "/ui/tokens/create":  # This address takes a form.
-                continue
             assert (await http.get(link)).status_code == 200, (address, link)
 
 
@@ -113,23 +114,7 @@ async def test_job_may_have_name_of_page(new_database: str, new_http: httpx.Asyn
     dashboards.filled(new_database, dashboards.registering("ui"))
     for address in ("/ui/jobs/ui", "/ui/jobs/ui/"):
         links = Page((await new_http.get(address)).raise_for_status().text).links
-        assert "/ui/health" in {urljoin(address, link) for link in links}
-
-
-async def test_health_page_shows_fault_of_server(new_database: str, new_http: httpx.AsyncClient) -> None:
-    assert "All is well" in Page((await new_http.get("/ui/health")).text).text
-    twin = await new_http.get("/ui/health.json")
-    found = twin.json()
-    assert (found["database"], found["trouble"], found["process"]) == ("sqlite", None, os.getpid())
-    assert found["schema_found"] == found["schema_needed"]
-    again = await new_http.get("/ui/health.json", headers={"If-None-Match": twin.headers["etag"]})
-    assert again.status_code == 304
-    with closing(sqlite3.connect(new_database.removeprefix("sqlite:///"))) as database:
-        database.execute("UPDATE alembic_version SET version_num = '0000'")
-        database.commit()
-    page = Page((await new_http.get("/ui/health")).raise_for_status().text)
-    assert "Requests cannot be served The database has another schema" in page.text
-    assert (await new_http.get("/ui/health.json")).json()["schema_found"] == "0000"
+        assert "/ui/report" in {urljoin(address, link) for link in links}
 
 
 async def test_address_of_server_redirects_to_pages(http: httpx.AsyncClient) -> None:
@@ -146,14 +131,13 @@ async def test_error_is_answered_as_page_or_as_json(http: httpx.AsyncClient) -> 
         "/ui/no/such/page": 404,
         "/nowhere/at/all": 404,
         "/ui/logout": 405,
-        "/ui/tokens/create": 405,
     }.items():
         answer = await http.get(address, headers=browser)
         assert answer.status_code == status
         assert answer.headers["content-type"] == "text/html; charset=utf-8"
         page = Page(answer.text)
         assert "All jobs" in page.text
-        assert "/ui/health" in {urljoin(address, link) for link in page.links}
+        assert "/ui/report" in {urljoin(address, link) for link in page.links}
     assert "allow" in answer.headers
     assert_refused(await http.get("/nowhere"), 404, None, "Not Found")
     assert_refused(await http.get("/ui/jobs/unknown.json"), 404, None, "unknown")

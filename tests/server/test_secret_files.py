@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from bso_server.cli import main
-from bso_server.settings import Settings, secret, source_of
+from bso_server.settings import Settings, secret
 from tests.support import warm
 from tests.support.servers import NEEDED, free_port, wait_until_up
 from zeus_plugins.client import client_from_environment
@@ -41,7 +41,6 @@ def test_setting_from_a_file_drops_only_trailing_line_feeds(
     assert settings.db_password is not None
     assert settings.db_password.get_secret_value() == " with blanks "
     assert settings.server_port == 1001
-    assert source_of("server_port", {}) == "environment, from a file"
 
 
 def test_file_has_the_precedence_of_the_setting(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,8 +55,6 @@ def test_file_has_the_precedence_of_the_setting(folder: Path, monkeypatch: pytes
     settings = Settings(server_port=1000)
     assert (settings.server_port, settings.crash_retries, settings.max_body_bytes) == (1000, 2, 30)
     assert settings.log_level == "ERROR"
-    sources = [source_of(name, {"server_port": 1000}) for name in ("server_port", "crash_retries", "log_level")]
-    assert sources == ["argument", "environment, from a file", ".env, from a file"]
 
 
 @pytest.mark.parametrize(
@@ -95,7 +92,6 @@ def test_unusable_file_is_reported_with_the_variable(
 def test_empty_file_variable_counts_as_unset(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ZEUS_BSO_LOG_LEVEL_FILE", "")
     assert Settings().log_level == "INFO"
-    assert source_of("log_level", {}) == "default"
     assert secret("TOKEN", {"TOKEN": "abc", "TOKEN_FILE": ""}) == "abc"
 
 

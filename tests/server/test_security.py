@@ -142,8 +142,7 @@ def test_each_route_requires_the_documented_scope(new_database: str) -> None:
     a_job = "/api/jobs/{job_id:str}"
     assert needed["admin"] == {
         *("DELETE /jobs", "POST /api/import", f"POST {a_job}/trials/{{trial_number:int}}/discard"),
-        *(f"PUT {a_job}/share", f"DELETE {a_job}/share", "GET /ui/tokens", "GET /ui/tokens.json"),
-        *("POST /ui/tokens/create", "POST /ui/tokens/revoke"),
+        *(f"PUT {a_job}/share", f"DELETE {a_job}/share"),
     }
 
 
