@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from bso_server.core.savings import is_whole_run
 from bso_server.service.views import (
-    EpochView,
     JobPage,
     MomentPage,
     PowerProfileView,
-    SizeMeans,
     TrialPage,
     TrialPoint,
 )
@@ -33,17 +31,11 @@ from zeus_plugins.protocol import (
 COLOURS = 12
 """Number of colours for batch sizes in the stylesheet, from small to large."""
 
-# An axis is logarithmic if its largest mean exceeds this multiple of its smallest mean; small means need the room.
-_FAR = 3
-
 # Above this number of trials, marks are drawn pale.
 _MANY = 150
 
 # Above this number of reports of a trial, only the last report has a mark on the trial's line.
 _FEW = 60
-
-# Bounds beyond this multiple of a trial's largest value are not drawn.
-_NEAR = 4
 
 
 def colours(job: CreatedJob) -> Mapping[int, str]:
@@ -181,38 +173,6 @@ def spark(points: Sequence[TrialPoint]) -> Picture | None:
 # --- Size by size -----------------------------------------------------------------------------------------------------
 
 
-def front(page: JobPage) -> Plot | None:
-    """Chart mean time against mean energy of each size, with the Pareto front; None for fewer than two sizes."""
-    means = page.means
-    if len(means) < 2:
-        return None
-    values = [each.time_s for each in means], [each.energy_j for each in means]
-    x, y = (Scale.over(own, zero=False, log=0 < _FAR * min(own) < max(own)) for own in values)
-    show = units_of(page)
-    best = pareto(means)
-    sizes = units.listed([str(each.batch_size) for each in best])
-    plot = Plot("front", "Time against energy", f"No size beats {sizes} in both time and energy.", x, y, height=220)
-    plot.axes(y.energies(show.of_energy, 4), x.durations(), "mean time of a run to the target")
-    plot.path([(each.time_s, each.energy_j) for each in best], "line front")
-    colour = colours(page.view.job)
-    for each in means:
-        told = (
-            f"{each.batch_size}: {units.duration(each.time_s)} and {show.energy(each.energy_j)}, "
-            f"mean of {units.count(each.runs, 'run')}"
-        )
-        plot.mark(each.time_s, each.energy_j, "completed", colour[each.batch_size], told)
-    return plot
-
-
-def pareto(means: Sequence[SizeMeans]) -> list[SizeMeans]:
-    """Return the sizes that no other size beats in both time and energy, ordered by time."""
-    found: list[SizeMeans] = []
-    for each in sorted(means, key=lambda each: (each.time_s, each.energy_j)):
-        if not found or each.energy_j < found[-1].energy_j:
-            found.append(each)
-    return found
-
-
 class BeliefTable(NamedTuple):
     """For each batch size, its notes and a picture of its expected and observed costs; and the axis of all pictures."""
 
@@ -303,36 +263,18 @@ def metric(page: TrialPage) -> Plot:
     told = f"{units.number(last.metric, 4)} after {units.count(last.epoch, 'epoch', 4)}; it is to {is_better} {goal}."
     plot = Plot("metric", "Metric by epoch", told, _epoch_scale(page), y)
     plot.axes([(value, units.number(value)) for value in y.ticks(5)], plot.x.whole_numbers(), "epoch")
-    _draw_series(plot, page, lambda each: each.metric, lambda value: units.number(value, 4))
+    colour = colours(page.job)[page.trial.batch_size]
+    plot.path([(each.epoch, each.metric) for each in page.epochs], f"line {colour}")
+    for each in page.epochs if len(page.epochs) <= _FEW else [last]:
+        shape = page.trial.state if each is last else "epoch"
+        told = f"Epoch {units.number(each.epoch, 4)}: {units.number(each.metric, 4)}"
+        plot.mark(each.epoch, each.metric, shape, colour, told)
+    if page.max_epochs <= plot.x.high:
+        plot.upright(page.max_epochs, "level bound")
+        bound = f"last epoch {page.max_epochs}"
+        plot.parts.append(Label(plot.left(page.max_epochs), plot.height - 8, bound, "level-name end bound"))
     if target is not None:
         plot.level(target, f"target {units.exact(target)}", "target", above=y.at(target) < 0.85)
-    return plot
-
-
-def cost(page: TrialPage) -> Plot:
-    """Chart the cost of a trial by epoch, with the expected cost and the bound; the trial must have reported."""
-    costs_j, show = [each.cost_j for each in page.epochs], units_of(page)
-    bound_j = page.max_cost_j
-    if bound_j is not None and bound_j >= _NEAR * max(costs_j):
-        bound_j = None
-    belief = belief_of(page)
-    expected = [] if belief is None else [belief.expected_cost_j or 0.0, min(belief.high_j or 0.0, 2 * max(costs_j))]
-    y = Scale.over([0.0, *costs_j, bound_j or 0.0, *expected], log=False)
-    told = f"{show.cost(page.epochs[-1].cost_j)} after {units.count(page.epochs[-1].epoch, 'epoch', 4)}."
-    plot = Plot("cost", "Cost by epoch", told, _epoch_scale(page), y)
-    plot.axes(y.costs(show.run_cost_j), plot.x.whole_numbers(), "epoch")
-    if belief is not None:
-        top, bottom = plot.top(belief.high_j or 0.0), plot.top(belief.low_j or 0.0)
-        expected_j = belief.expected_cost_j or 0.0
-        at = plot.top(expected_j)
-        plot.parts += [
-            Box("predicted", top, max(bottom - top, 2)),
-            Line("level predicted", at, at),
-            Label("4", at - 6, f"expected {show.cost(expected_j)}", "level-name predicted"),
-        ]
-    _draw_series(plot, page, lambda each: each.cost_j, show.cost)
-    if bound_j is not None:
-        plot.level(bound_j, f"stopped above {show.cost(bound_j)}", "bound", above=y.at(bound_j) < 0.85)
     return plot
 
 
@@ -351,24 +293,6 @@ def _epoch_scale(page: TrialPage) -> Scale:
     # The axis includes the bound on epochs only if the trial came near the bound.
     far = max(float(page.max_epochs), last) if page.max_epochs <= 2 * last else last
     return Scale(0.0, max(far, 1.0) * 1.04)
-
-
-def _draw_series(
-    plot: Plot, page: TrialPage, value_of: Callable[[EpochView], float], say: Callable[[float], str]
-) -> None:
-    """Draw a value by epoch, with a mark for each report."""
-    points = [(each.epoch, value_of(each)) for each in page.epochs]
-    colour = colours(page.job)[page.trial.batch_size]
-    plot.path(points, f"line {colour}")
-    shown = points if len(points) <= _FEW else points[-1:]
-    for epoch, value in shown[:-1]:
-        plot.mark(epoch, value, "epoch", colour, f"Epoch {units.number(epoch, 4)}: {say(value)}")
-    epoch, value = shown[-1]
-    plot.mark(epoch, value, page.trial.state, colour, f"Epoch {units.number(epoch, 4)}: {say(value)}")
-    if page.max_epochs <= plot.x.high:
-        plot.upright(page.max_epochs, "level bound")
-        last = f"last epoch {page.max_epochs}"
-        plot.parts.append(Label(plot.left(page.max_epochs), plot.height - 8, last, "level-name end bound"))
 
 
 def power(profile: PowerProfileView, name: str) -> Plot:

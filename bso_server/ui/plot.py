@@ -21,8 +21,6 @@ _LINE_HEIGHT = 20.0
 _APART = 0.045
 _APART_NARROW = 0.13
 
-_TIMES = ((86400, "d"), (3600, "h"), (60, "min"))
-
 Ticks = list[tuple[float, str]]
 """Values on an axis, each with its label."""
 
@@ -94,11 +92,6 @@ class Scale:
     def costs(self, of_unit_j: float | None, most: int = 5) -> Ticks:
         """Return costs that are round percentages of `of_unit_j` joules, or for None, round energies."""
         return self.energies(None, most) if of_unit_j is None else self._in_unit(of_unit_j / 100, "%", most)
-
-    def durations(self, most: int = 5) -> Ticks:
-        """Return round durations, all in one unit."""
-        size, name = next((each for each in _TIMES if self.high >= 2 * each[0]), (1, "s"))
-        return self._in_unit(size, name, most)
 
     def _in_unit(self, size: float, name: str, most: int) -> Ticks:
         ticks = Scale(self.low / size, self.high / size, self.is_log).ticks(most)

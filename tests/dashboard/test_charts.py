@@ -10,9 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bso_server.service.views import SizeMeans
 from bso_server.ui import units
-from bso_server.ui.charts import COLOURS, colours, pareto
+from bso_server.ui.charts import COLOURS, colours
 from bso_server.ui.html import templates
 from bso_server.ui.plot import Label, Mark, Picture, Scale, apart
 from bso_server.ui.words import sentence
@@ -129,25 +128,3 @@ def test_text_in_chart_is_escaped() -> None:
     assert drawn.count("a&#34;&gt;&lt;script&gt;") == 4
     assert "<script>" not in drawn
     assert "<b>" not in drawn
-
-
-@given(st.lists(st.tuples(st.integers(1, 20), st.integers(1, 20)), min_size=1, max_size=8))
-def test_front_holds_exactly_unbeaten_sizes(points: list[tuple[int, int]]) -> None:
-    means = [
-        SizeMeans(batch_size=index, runs=1, time_s=time, energy_j=energy, cost_j=0)
-        for index, (time, energy) in enumerate(points)
-    ]
-    beaten = {
-        each.batch_size
-        for each in means
-        if any(
-            (other.time_s <= each.time_s and other.energy_j < each.energy_j)
-            or (other.time_s < each.time_s and other.energy_j <= each.energy_j)
-            for other in means
-        )
-    }
-    front = pareto(means)
-    assert not {each.batch_size for each in front} & beaten
-    assert {(each.time_s, each.energy_j) for each in front} == {
-        (each.time_s, each.energy_j) for each in means if each.batch_size not in beaten
-    }

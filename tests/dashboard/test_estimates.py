@@ -55,7 +55,7 @@ async def test_measured_energy_has_no_mark(address: str, new_database: str, new_
     ("address", "without"),
     [
         ("", ["J saved so far", "Wh saved so far"]),
-        ("jobs/job-1", ["Energy saved", "Time against energy"]),
+        ("jobs/job-1", ["Energy saved", "Time and energy"]),
         ("jobs/job-1/trials/2", []),
     ],
 )

@@ -153,15 +153,6 @@ async def test_job_named_like_twin_has_page(new_database: str, new_http: httpx.A
     assert (await new_http.get("/ui/jobs/a.json.json")).json()["view"]["job"]["job_id"] == "a.json"
 
 
-async def test_run_is_drawn_beside_its_expected_cost(http: httpx.AsyncClient) -> None:
-    bands = {}
-    for number in (1, 3, 15):
-        text = (await http.get(f"/ui/jobs/{JOB}/trials/{number}")).raise_for_status().text
-        bands[number] = text.count('<rect class="predicted"')
-    # The first run has no expected cost; the later runs show it beside their cost.
-    assert bands == {1: 0, 3: 1, 15: 1}
-
-
 async def test_page_of_job_has_bands_of_explanation(http: httpx.AsyncClient) -> None:
     page = (await http.get(f"/ui/jobs/{JOB}")).text
     view = (await http.get(f"/api/jobs/{JOB}")).json()
@@ -292,7 +283,7 @@ async def test_first_run_is_told_in_a_sentence_without_charts(new_database: str,
         r"The first run reached the target, 0\.9, at your default, 64 It took \d+ epochs, [\d a-z]+ and 0\.\d+ kWh\.",
         text,
     )
-    assert {"costs", "metrics", "front", "quality"}.isdisjoint(page.ids)
+    assert {"costs", "metrics", "means", "quality"}.isdisjoint(page.ids)
     assert "Expected cost" not in text
 
 
