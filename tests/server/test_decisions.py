@@ -158,11 +158,6 @@ async def test_repeated_request_returns_the_same_trial_despite_a_concurrent_dupl
     assert len(interruptions.seen) == 2  # in the two first requests
 
 
-async def test_concurrent_requests_with_equal_keys_start_a_single_trial(bso: JobService) -> None:
-    found = await asyncio.gather(*(bso.suggest("key") for _ in range(8)))
-    assert [trial.trial_number for trial in found] == [1] * 8
-
-
 async def test_random_draws_continue_from_the_last_saved_decision(store: Store, interruptions: Interruptions) -> None:
     """A job with repeatedly outdated decisions decides like its undisturbed twin."""
     fields = {"policy": ZEUS, "mab_seed": 3, "mab_num_explorations": 1, "batch_sizes": [8, 16, 32, 64]}

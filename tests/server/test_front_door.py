@@ -289,17 +289,6 @@ class TestBytes:
                 assert (await client.answer()).startswith(b"HTTP/1.1 200 ")
             assert bytes(app.body) == b"abc" * 150
 
-    @pytest.mark.parametrize("cut", [11, 100_000])
-    async def test_large_body_arrives_whole(self, cut: int) -> None:
-        body = b"{}\n\n\r\n\r\n" * 20 + bytes(range(256)) * 300
-        async with self.patient() as (server, app):
-            client = await server.connect(HEAD + b"Content-Length: %d\r\n\r\n" % len(body))
-            for begin in range(0, len(body), cut):
-                client.send(body[begin : begin + cut])
-                await asyncio.sleep(0)
-            assert (await client.answer()).startswith(b"HTTP/1.1 200 ")
-            assert bytes(app.body) == body
-
     @pytest.mark.parametrize(
         "sent",
         [

@@ -211,12 +211,6 @@ def test_ended_trial_refuses_a_different_report(scene: Scene, other: dict[str, f
     assert "trial 1 has ended (completed)" in answer.json()["message"]
 
 
-def test_ended_trial_repeats_the_answer_to_the_last_report(scene: Scene) -> None:
-    with scene.nothing_stored():
-        answer = scene.http.post("/report", json={**scene.ended, **scene.final})
-    assert (answer.status_code, answer.json()) == (200, scene.verdict)
-
-
 @pytest.mark.parametrize(
     ("eta_knob", "spent", "named"),
     [

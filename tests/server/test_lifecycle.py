@@ -14,13 +14,11 @@ from bso_server.errors import (
     NoSurvivorError,
     ReportConflictError,
     UnknownJobError,
-    UnknownTrialError,
 )
-from bso_server.storage import queries
 from bso_server.storage.store import Store
 from bso_server.storage.transaction import Transaction
 from tests.support.service import HOUR_S, START, JobService, new_job
-from zeus_plugins.protocol import GP_VOI, EndReason, OfflineTrial, ReportResponse, StopRule, TrialId, TrialState
+from zeus_plugins.protocol import GP_VOI, EndReason, OfflineTrial, ReportResponse, StopRule, TrialState
 
 pytestmark = pytest.mark.storage
 
@@ -124,14 +122,6 @@ async def test_exploration_revived_late_does_not_undo_the_pruning(bso: JobServic
     assert (await bso.suggest()).origin == "bandit"
     assert not (await bso.report(late, cost_j=200, epoch=10)).converged
     assert (await bso.suggest()).origin == "bandit"
-
-
-async def test_heartbeat_and_end_of_an_unknown_trial_are_refused(bso: JobService) -> None:
-    nobody = TrialId(job_id=bso.job_id, batch_size=16, trial_number=1)
-    with pytest.raises(UnknownTrialError):
-        await bso.beat(nobody)
-    with pytest.raises(UnknownTrialError):
-        await bso.end(nobody)
 
 
 # --- Preemption -------------------------------------------------------------------------------------------------------
@@ -243,15 +233,6 @@ async def test_idempotency_key_is_local_to_a_job(bso: JobService) -> None:
     other = JobService(bso.store)
     await other.service.register(other.job)
     assert (await bso.suggest("key")).job_id != (await other.suggest("key")).job_id
-
-
-async def test_repeated_report_changes_nothing(bso: JobService) -> None:
-    trial = await bso.suggest()
-    first = await bso.report(trial, cost_j=100)
-    before = await bso.show()
-    assert await bso.report(trial, cost_j=100) == first
-    assert await bso.show() == before
-    assert len(await bso.store.read(queries.epochs_between, bso.job_id, 1, 1)) == 1
 
 
 async def test_bad_report_in_a_group_does_not_affect_the_rest(bso: JobService) -> None:

@@ -16,10 +16,10 @@ from bso_server.errors import ForbiddenError
 from bso_server.service import reading
 from bso_server.service.tokens import Tokens
 from bso_server.storage.transaction import Transaction
-from tests.support.exports import decoded, exported
+from tests.support.exports import exported
 from tests.support.job_bench import seconds_and_joules
 from tests.support.jobs import THREE_SIZES, job
-from tests.support.reporting import until, warnings_in
+from tests.support.reporting import warnings_in
 from tests.support.servers import ServerProcess, bso_server
 from tests.support.service import JobService, trial_id
 from zeus_plugins import JobSpec
@@ -149,16 +149,6 @@ class TestAnotherToken:
         with pytest.raises(ZeusBSOTokenError, match="belongs to token"):
             site.session(owner).ask()
 
-    def test_administrator_token_resumes_the_trial(self, site: Site) -> None:
-        owner, admin = site.token("nightly"), site.token("operator", "admin")
-        first = site.begun(owner)
-        first.report_evaluation(0.5)
-        state = through_a_checkpoint(first)
-        site.finish(admin, state)
-        assert [facts(trial) for trial in site.trials(admin)] == [(TrialState.COMPLETED, 2, id_of(owner))]
-        said = f"trial 1: token {id_of(admin)}, an administrator's, in the place of token {id_of(owner)}"
-        assert said in site.server.log.read_text()
-
 
 class TestRevocation:
     def test_administrators_sync_completes_a_trial_of_a_revoked_token(
@@ -204,15 +194,6 @@ class TestRotation:
         site.finish(new, state)
         assert [facts(trial) for trial in site.trials(new)] == [(TrialState.COMPLETED, 3, id_of(old))]
 
-    def test_request_repeated_with_the_new_secret_returns_the_same_trial(self, site: Site) -> None:
-        old = site.token("nightly")
-        site.begun(old).end(KeyboardInterrupt())
-        job_id = site.job.job_id
-        with BsoClient(site.server.url, token=old) as client:
-            trial = client.request_trial(job_id, "the-same")
-        with BsoClient(site.server.url, token=site.rotate(old)) as client:
-            assert client.request_trial(job_id, "the-same") == trial
-
     def test_results_refused_for_the_old_secret_are_delivered_with_the_new_secret(
         self, site: Site, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -226,21 +207,6 @@ class TestRotation:
         assert site.sync(old, monkeypatch) == 1
         assert site.sync(new, monkeypatch) == 0
         assert [facts(trial) for trial in site.trials(new)] == [(TrialState.COMPLETED, 1, id_of(old))]
-
-    def test_heartbeats_continue_with_the_old_secret(self, site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setenv("ZEUS_BSO_HEARTBEAT_INTERVAL_S", "0.1")
-        old = site.token("nightly")
-        new = site.rotate(old)
-        site.forget()
-        session = site.begun(old)
-
-        def lease_ends() -> object:
-            return decoded(site.run("jobs", "export", site.job.job_id or ""))[1]["lease_expires_at"]
-
-        before = lease_ends()
-        until(lambda: lease_ends() != before)
-        session.end(KeyboardInterrupt())
-        assert [facts(trial) for trial in site.trials(new)] == [(TrialState.SUSPENDED, None, id_of(old))]
 
 
 async def test_transfer_moves_only_the_tokens_jobs_and_trials(bso: JobService, monkeypatch: pytest.MonkeyPatch) -> None:

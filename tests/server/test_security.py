@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import csv
 import io
@@ -18,7 +17,6 @@ import httpx
 import pytest
 from litestar import Litestar, get, post
 from litestar.routes import HTTPRoute
-from sqlalchemy import Engine, event
 
 from bso_server.api.auth import PAGE, AccessControl, needed_scope, needs
 from bso_server.api.errors import EXCEPTION_HANDLERS
@@ -245,16 +243,6 @@ class TestOwners:
         assert_refused(suggest(tokens.other), 403, None, "belongs to token")
         assert suggest(tokens.report).json() == first.json()
 
-    async def test_refused_report_does_not_affect_the_rest_of_the_group(self, http: Http, tokens: Tokens) -> None:
-        trials = [http.begin(tokens.report) for _ in range(8)]
-        async with httpx.AsyncClient(base_url=http.url) as client:
-            asked = [
-                client.post("/report", json={**trial, **RESULT}, headers=bearer(token))
-                for trial in trials
-                for token in (tokens.other, tokens.report)
-            ]
-            assert [answer.status_code for answer in await asyncio.gather(*asked)] == [403, 200] * 8
-
 
 class TestFirstTokens:
     """On a separate server that starts without tokens."""
@@ -288,18 +276,6 @@ class TestFirstTokens:
         assert httpx.get(f"{server.url}/api/jobs").status_code == 200
         assert httpx.get(f"{server.url}/api/jobs", headers=bearer(token)).status_code == 200
         assert_refused(httpx.get(f"{server.url}/api/jobs", headers=bearer(UNKNOWN)), 401, None)
-
-    def test_commands_send_the_token(self, server: ServerProcess, monkeypatch: pytest.MonkeyPatch) -> None:
-        token = make_token(server.database_url, "read")
-        monkeypatch.setenv("ZEUS_BSO_TOKEN", token)
-        assert bso_server("jobs", "list", "--server-url", server.url).stdout == "no jobs\n"
-        monkeypatch.delenv("ZEUS_BSO_TOKEN")
-        refused = bso_server("jobs", "list", "--server-url", server.url)
-        assert "needs a token" in refused.stderr
-        as_password = server.url.replace("//", f"//me:{UNKNOWN}@")
-        refused = bso_server("jobs", "list", "--server-url", as_password)
-        assert "answered 401" in refused.stderr
-        assert UNKNOWN not in refused.stderr
 
     def test_secrets_are_never_logged(self, tmp_path: Path, database_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
         bso_server("db", "upgrade", "--database-url", database_url)
@@ -353,28 +329,6 @@ class TestFromOtherMachines:
         # With a server that trusts every proxy, the address is taken from the header.
         headers = {header: "127.0.0.1"}
         assert set((await self.statuses(Settings(database_url=new_database), headers)).values()) == {403}
-
-
-async def test_report_with_a_token_takes_three_statements(database_url: str) -> None:
-    bso_server("db", "upgrade", "--database-url", database_url)
-    token = make_token(database_url, "report")
-    statements: list[str] = []
-
-    def count(_conn: Any, _cursor: Any, statement: str, *_rest: Any) -> None:
-        statements.append(statement.split()[0])
-
-    event.listen(Engine, "before_cursor_execute", count)
-    try:
-        async with in_app(Settings(database_url=database_url)) as client, client(FOREIGN) as http:
-            http.headers.update(bearer(token))
-            job_id = (await http.post("/jobs", json=job())).json()["job_id"]
-            trial = (await http.get("/jobs/batch_size", params={"job_id": job_id})).json()
-            statements.clear()
-            answer = await http.post("/report", json={**trial, **RESULT})
-            assert answer.status_code == 200, answer.text
-    finally:
-        event.remove(Engine, "before_cursor_execute", count)
-    assert [word for word in statements if word != "BEGIN"] == ["SELECT", "UPDATE", "INSERT"]
 
 
 class TestLimits:

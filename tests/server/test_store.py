@@ -311,18 +311,6 @@ async def test_sqlite_writer_locks_before_reading_and_reader_takes_no_lock(sqlit
         assert not await store.write(lambda _: other_can_write())
 
 
-async def test_sqlite_reader_sees_a_single_snapshot(sqlite_url: str, tmp_path: Path) -> None:
-    def count_twice(transaction: Transaction) -> tuple[int, int]:
-        before = len(jobs_page(transaction, prefix=None, stage=None, after=None, limit=100))
-        with closing(sqlite3.connect(tmp_path / "bso.sqlite3")) as other, other:
-            other.execute("DELETE FROM jobs")
-        return before, len(jobs_page(transaction, prefix=None, stage=None, after=None, limit=100))
-
-    async with open_store(sqlite_url) as store:
-        await store.write(Transaction.insert_job, registration("moment"), NOW)
-        assert await store.read(count_twice) == (1, 1)
-
-
 async def test_locked_sqlite_file_is_retried(sqlite_url: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO", "bso_server"):
         async with open_store(sqlite_url) as store:

@@ -157,17 +157,6 @@ def test_concurrent_final_reports_of_all_trials_are_counted(servers: Sequence[st
     assert sorted(events) == list(range(1, 101))
 
 
-def test_concurrent_suggests_and_reports_are_counted(servers: Sequence[str], job_id: str) -> None:
-    trials = begin(servers, job_id, 25)
-    epochs = [report(trial, cost_j=10, metric=0.1, epoch=1) for trial in trials]
-    answers = at_once(servers, [call for pair in zip(epochs, [suggest(job_id)] * 25, strict=True) for call in pair])
-
-    assert statuses(answers) == {200: 50}
-    kept = read(servers, f"/api/jobs/{job_id}")["trials"]
-    assert [trial["trial_number"] for trial in kept] == list(range(1, 51))
-    assert [trial["epochs"] for trial in kept] == [1] * 25 + [None] * 25
-
-
 def test_concurrent_jobs_with_a_shared_prefix_get_distinct_ids(servers: Sequence[str], prefix: str) -> None:
     """Jobs without an id get a generated id."""
     nameless = job_of(prefix) | {"job_id": None}
