@@ -13,17 +13,19 @@ from typing import Any, TypeVar
 import pytest
 from sqlalchemy import text
 from sqlalchemy.engine import make_url
+from sqlalchemy.exc import OperationalError
 from sqlalchemy.ext.asyncio import create_async_engine
 
 from bso_server.core.access import UNRESTRICTED
-from bso_server.errors import DatabaseUnavailableError
+from bso_server.errors import DatabaseUnavailableError, UnknownJobError
 from bso_server.service.reports import Outcome, ReportBatch
 from bso_server.storage.database import AsyncDatabase
 from bso_server.storage.deadlines import Deadline, begin_request, waiting
+from bso_server.storage.faults import Failure, JobExistsError, Retries, failure_of
 from bso_server.storage.queries import epochs_between
 from bso_server.storage.store import Store
 from bso_server.storage.transaction import RowLocked, Transaction
-from tests.support.databases import DATABASES, MYSQL, POSTGRESQL
+from tests.support.databases import DATABASES, MYSQL, POSTGRESQL, DriverError
 from tests.support.relay import relay_to
 from tests.support.service import HOUR_S, JobService, beat_of, job_service, open_store, trial_id
 from zeus_plugins.protocol import TrainingResult, TrialDispatch, TrialState
@@ -397,3 +399,73 @@ async def test_deadline_spans_all_transactions_of_a_request() -> None:
     begin_request()
     with waiting(0.5) as deadline:
         assert deadline.left_s > 0
+
+
+# --- Retries after failed transactions --------------------------------------------------------------------------------
+
+
+def broken_off(*args: object, sqlstate: str | None = None) -> OperationalError:
+    return OperationalError("INSERT", None, DriverError(*args, sqlstate=sqlstate))
+
+
+@pytest.fixture
+def longest_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make every random wait as long as possible."""
+    monkeypatch.setattr("random.random", lambda: 1.0)
+
+
+@pytest.mark.parametrize(
+    ("error", "failure"),
+    [
+        (JobExistsError("job"), Failure.COLLIDED),
+        (DatabaseUnavailableError("the connection was lost"), Failure.LOST),
+        (DatabaseUnavailableError("nothing can be kept", fault="the disk of its database is full"), None),
+        (broken_off(sqlstate="40P01"), Failure.BROKEN_OFF),
+        (broken_off(1205, "Lock wait timeout exceeded"), Failure.BROKEN_OFF),
+        (broken_off(1020, "Record has changed since last read"), Failure.BROKEN_OFF),
+        (broken_off("database is locked"), Failure.BROKEN_OFF),
+        (broken_off("no such column"), None),
+        (UnknownJobError("job"), None),
+        (RuntimeError(), None),
+    ],
+)
+def test_errors_are_classified_as_documented(error: Exception, failure: Failure | None) -> None:
+    assert failure_of(error) is failure
+
+
+@pytest.mark.usefixtures("longest_waits")
+@pytest.mark.parametrize(
+    ("failure", "waits_s"),
+    [
+        (Failure.COLLIDED, [0.0, None]),
+        (Failure.LOST, [0.2, 0.4, 0.6, 0.8, 1.0, 1.2, 1.4, None]),
+        (Failure.BROKEN_OFF, [0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.35, 0.4, 0.4, 0.4]),
+    ],
+)
+def test_waits_between_attempts_are_literal(failure: Failure, waits_s: list[float | None]) -> None:
+    retries = Retries(Deadline(LONG_S))
+    assert [retries.wait_s(failure, JobExistsError("job")) for _ in waits_s] == pytest.approx(waits_s)
+    assert retries.attempts == len(waits_s)
+    assert retries.repeats == len([wait_s for wait_s in waits_s if wait_s is not None])
+
+
+@pytest.mark.usefixtures("longest_waits")
+def test_attempt_ending_after_the_deadline_is_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 1000.0
+    clock: Any = lambda: now  # noqa: E731 - a clock set by the test
+    monkeypatch.setattr("time.monotonic", clock)
+    retries = Retries(Deadline(3.0))
+    now += 1.2  # a wait for a lock in vain, as long as the next attempt might wait
+    assert retries.wait_s(Failure.BROKEN_OFF, broken_off("database is locked")) == 0.05
+    now += 1.25
+    assert retries.wait_s(Failure.BROKEN_OFF, broken_off("database is locked")) is None
+
+
+def test_exhausted_retries_report_an_unavailable_database(caplog: pytest.LogCaptureFixture) -> None:
+    retries, collision = Retries(Deadline(LONG_S)), JobExistsError("job")
+    assert retries.given_up(collision) is collision
+    assert caplog.text == ""
+    away = retries.given_up(broken_off("database is locked"))
+    assert isinstance(away, DatabaseUnavailableError)
+    assert away.detail == "aborted by the database each time: database is locked"
+    assert "gave up after 0 attempts: aborted" in caplog.text

@@ -1,4 +1,4 @@
-/* Records each change that a process makes to the files of a folder, for tests/support/power_cut.py.
+/* Records each change that a process makes to the files of a folder, for test_power_loss.py.
  *
  * Preloaded (LD_PRELOAD). POWER_CUT_FOLDER names the folder, POWER_CUT_RECORD the record, which several processes may
  * share: each entry is one append of a line "kind number length path\n" and, after it, `length` bytes.
