@@ -4,8 +4,7 @@ Usage: ``python examples/import_zeus.py DATABASE_URL --timezone ZONE [--job JOB 
 
 The script only reads the database, which may be SQLite, PostgreSQL, MySQL or MariaDB. Zeus stores the end and the
 totals of a trial, but neither its epochs nor its metric: those stay unknown. `docs/move-from-zeus.md` describes the
-whole move. The script needs the extra ``server``, and ``postgres``, ``mysql`` or the package ``aiosqlite``
-for its database.
+whole move. The script needs the extra ``server``, and ``postgres`` or ``mysql`` for these databases.
 """
 
 from __future__ import annotations

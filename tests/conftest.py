@@ -68,7 +68,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark tests on databases other than SQLite as slow, except in the files about storage."""
     for item in items:
         marks = {mark.name for mark in item.iter_markers()}
-        if marks & {"postgresql", "mysql"} and "storage" not in marks:
+        if marks & {"aiosqlite", "postgresql", "mysql"} and "storage" not in marks:
             item.add_marker(pytest.mark.slow)
 
 

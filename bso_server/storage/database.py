@@ -9,17 +9,27 @@ from __future__ import annotations
 import asyncio
 import shlex
 from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from contextlib import AbstractAsyncContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from sqlalchemy import Connection, Engine, event
 from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError
+from sqlalchemy.pool import AsyncAdaptedQueuePool
 
 from bso_server.storage.deadlines import PATIENCE_S
-from bso_server.storage.faults import NoConnectionError, no_answer
-from bso_server.storage.sqlite import SqliteDatabase, SqliteFile
+from bso_server.storage.faults import NoConnectionError, UnwritableError, no_answer
+from bso_server.storage.sqlite import (
+    READ_ONLY,
+    READERS,
+    OpenFile,
+    SqliteDatabase,
+    SqliteFile,
+    begin,
+    configure_sqlite,
+    refuse_network,
+)
 
 if TYPE_CHECKING:
     from sqlalchemy.ext.asyncio import AsyncEngine
@@ -27,15 +37,15 @@ if TYPE_CHECKING:
 # Connections of one server process; a request that finds none free waits.
 _POOL_SIZE = 10
 
-# For each database server: its driver, and the extra of this package that installs the driver.
+# For each kind of database: its driver, and the extra of this package that installs the driver.
 _DRIVERS = {
+    "sqlite": ("sqlite", "server"),
     "postgresql": ("postgresql+asyncpg", "postgres"),
     "mysql": ("mysql+asyncmy", "mysql"),
     "mariadb": ("mariadb+asyncmy", "mysql"),
 }
-# Python's own driver serves every SQLite file, also those with a URL for Zeus's server, which uses aiosqlite.
-_OF_SQLITE = {"sqlite", "sqlite+aiosqlite", "sqlite+pysqlite"}
-_ACCEPTED = {*_OF_SQLITE, *_DRIVERS, *(driver for driver, _ in _DRIVERS.values())}
+_AIOSQLITE = "sqlite+aiosqlite"
+_ACCEPTED = {*_DRIVERS, *(driver for driver, _ in _DRIVERS.values()), _AIOSQLITE, "sqlite+pysqlite"}
 
 # Seconds until a host that does not answer counts as unreachable.
 _CONNECT_TIMEOUT_S = 5
@@ -82,7 +92,7 @@ def session_limits(backend: str, patience_s: float, *, is_local: bool = False) -
 
 
 class AsyncDatabase:
-    """Database over an asynchronous driver: PostgreSQL, MySQL or MariaDB.
+    """Database over an asynchronous driver: PostgreSQL, MySQL, MariaDB, or a SQLite file over aiosqlite.
 
     Each transaction is a task of its own, so that a caller can give up without waiting for the task's end: aborting its
     statement and closing its connection may take several seconds.
@@ -90,13 +100,22 @@ class AsyncDatabase:
     Args:
         engine: The connections.
         written: The URL as the user wrote it.
+        open_file: Check that the SQLite file stays in place; None for other databases.
         patience_s: Seconds to which the sessions limit their transactions.
     """
 
-    def __init__(self, engine: AsyncEngine, written: URL, *, patience_s: float = PATIENCE_S) -> None:
-        self._engine, self.url, self.written = engine, engine.url, written
+    def __init__(
+        self, engine: AsyncEngine, written: URL, open_file: OpenFile | None = None, *, patience_s: float = PATIENCE_S
+    ) -> None:
+        self._engine, self.url, self.written, self._open_file = engine, engine.url, written, open_file
         self._patience_s = patience_s
-        self._waiting = asyncio.Semaphore(_POOL_OF_WAITING)
+        self._is_sqlite = engine.dialect.name == "sqlite"
+        # SQLite admits one writer at a time, and other writers must poll; those of this process queue here instead.
+        self._waiting: AbstractAsyncContextManager[object] = (
+            asyncio.Lock() if self._is_sqlite else asyncio.Semaphore(_POOL_OF_WAITING)
+        )
+        # By default, each statement on PostgreSQL would see its own snapshot. A SQLite transaction sees only one.
+        self._one_moment = None if self._is_sqlite else "SET TRANSACTION ISOLATION LEVEL REPEATABLE READ"
         self._given_up: set[asyncio.Task[None]] = set()
 
     async def transact(
@@ -107,13 +126,14 @@ class AsyncDatabase:
         Args:
             work: The statements.
             read_only: `work` only reads, blocks no writer, and sees one snapshot.
-            waits: `work` may wait for locks. Work that waits for no locks does not queue behind it.
+            waits: `work` may wait for locks. Work that waits for no locks does not queue behind it, except on SQLite.
             timeout_s: Seconds until the transaction is given up and its connection closed.
 
         Raises:
             NoConnectionError: The database cannot be reached, the connection was lost, or the time is over.
+            UnwritableError: The file of the database was moved away; `work` may have been committed.
         """
-        queues = not read_only and waits
+        queues = not read_only and (waits or self._is_sqlite)
         transaction = asyncio.create_task(self._transact(work, read_only=read_only, queues=queues, limit_s=timeout_s))
         try:
             done, _ = await asyncio.wait({transaction}, timeout=timeout_s)
@@ -129,21 +149,26 @@ class AsyncDatabase:
         try:
             async with self._waiting if queues else nullcontext(), self._engine.connect() as connection:
                 connected = True
-                is_long = limit_s > self._patience_s
+                connection.info[READ_ONLY] = read_only
+                is_long = limit_s > self._patience_s and not self._is_sqlite
                 try:
                     async with connection.begin():
-                        if read_only:
-                            # By default, each statement on PostgreSQL would see its own snapshot. Not by SQLAlchemy's
-                            # option `isolation_level`, which stays set if the connection is lost.
-                            await connection.exec_driver_sql("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ")
+                        if read_only and self._one_moment is not None:
+                            # Not by SQLAlchemy's option `isolation_level`, which stays set if the connection is lost.
+                            await connection.exec_driver_sql(self._one_moment)
                         if is_long:
                             limits = session_limits(self._engine.dialect.name, limit_s, is_local=True)
                             await connection.exec_driver_sql(limits)
-                        return await connection.run_sync(work)
+                        done = await connection.run_sync(work)
                 finally:
                     if is_long and self._engine.dialect.name != "postgresql":
                         # The session would keep the longer limits, and later transactions would inherit them.
                         await connection.invalidate()
+                if self._open_file is not None:
+                    self._open_file.check(connection.info)
+                return done
+        except UnwritableError:
+            raise
         except Exception as error:
             # Drivers raise errors of many types while they connect.
             if connected and not (isinstance(error, DBAPIError) and error.connection_invalidated):
@@ -200,7 +225,9 @@ def open_database(
     """Open a database, and make the directory of a SQLite file, without connecting yet.
 
     Args:
-        database_url: SQLAlchemy URL. ``postgresql://`` and ``mysql://`` select the drivers of this project's extras.
+        database_url: SQLAlchemy URL. ``sqlite+aiosqlite://``, ``postgresql+asyncpg://`` and ``mysql+asyncmy://`` select
+            those drivers; ``sqlite://`` runs on Python's own driver in threads; ``postgresql://`` and ``mysql://``
+            select the drivers of this project's extras.
         user: User, if the URL names none.
         password: Password, if the URL has none.
         patience_s: Seconds to which the sessions limit their transactions.
@@ -212,30 +239,44 @@ def open_database(
     url = _url(database_url)
     backend = url.get_backend_name()
     if backend == "sqlite":
-        return SqliteDatabase(SqliteFile(url))
-    url = url.set(username=url.username or user, password=url.password or password)
-    timeout = "timeout" if backend == "postgresql" else "connect_timeout"
+        if url.drivername != _AIOSQLITE:
+            return SqliteDatabase(SqliteFile(url))
+        refuse_network(url)
+        options: dict[str, Any] = {"pool_size": READERS + 1}
+    else:
+        url = url.set(username=url.username or user, password=url.password or password)
+        timeout = "timeout" if backend == "postgresql" else "connect_timeout"
+        options = {
+            "connect_args": {} if timeout in url.query else {timeout: _CONNECT_TIMEOUT_S},
+            "pool_size": _POOL_SIZE,
+            # Transactions have deadlines of their own.
+            "pool_timeout": None,
+        }
     # Imported here, because a training on a SQLite file does not need it.
     from sqlalchemy.ext.asyncio import create_async_engine
 
     try:
         engine = create_async_engine(
             url.set(drivername=_DRIVERS[backend][0]) if url.drivername in _DRIVERS else url,
-            connect_args={} if timeout in url.query else {timeout: _CONNECT_TIMEOUT_S},
-            pool_size=_POOL_SIZE,
+            # SQLAlchemy before 2.0.38 has another default for aiosqlite.
+            poolclass=AsyncAdaptedQueuePool,
             max_overflow=0,
-            # Transactions have deadlines of their own.
-            pool_timeout=None,
             # No rollback when a connection returns to the pool: its transaction has ended. A rollback would be another
             # round trip, and would log a traceback if the connection is lost. The pool does not ping connections
             # either: after a loss, the store retries the transaction, and the pool replaces all older connections.
             pool_reset_on_return=None,
+            **options,
         )
     except ModuleNotFoundError as error:
         extra = _DRIVERS[backend][1]
         raise ValueError(f"{error.name} is not installed: pip install 'zeus-plugins[{extra}]'") from error
-    _limit_sessions(engine.sync_engine, patience_s)
-    return AsyncDatabase(engine, url, patience_s=patience_s)
+    open_file = None
+    if backend == "sqlite":
+        open_file = configure_sqlite(engine.sync_engine)
+        event.listen(engine.sync_engine, "begin", begin)
+    else:
+        _limit_sessions(engine.sync_engine, patience_s)
+    return AsyncDatabase(engine, url, open_file, patience_s=patience_s)
 
 
 def open_sqlite_file(database_url: str, *, busy_timeout_s: float) -> SqliteFile | None:
@@ -271,7 +312,7 @@ def _url(database_url: str) -> URL:
         ) from None
     # SQLAlchemy does not accept the name ``postgres`` any more, but Heroku and libpq use it.
     backend = "postgresql" if url.get_backend_name() == "postgres" else url.get_backend_name()
-    if backend not in {"sqlite", *_DRIVERS}:
+    if backend not in _DRIVERS:
         raise ValueError(f"{backend} databases are not supported: use SQLite, PostgreSQL, MySQL or MariaDB")
     if url.drivername not in _ACCEPTED:
         written = url.set(drivername=backend, query={}).render_as_string(hide_password=True)
