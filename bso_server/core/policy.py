@@ -391,4 +391,4 @@ def learned_by(history: History) -> WarmStart | None:
     epochs = () if memory is None or memory.learned is None else memory.learned(history.memory, job)
     if not epochs:
         return None
-    return WarmStart(job_id=job.job_id, gpus=job.gpus, epochs=epochs, best_batch_size=expectations(history).best)
+    return WarmStart(job_id=job.job_id, gpus=job.gpus, epochs=epochs)

@@ -176,7 +176,7 @@ class JobSpec(JobParams):
 
 
 _REMOVED = {
-    "first_run": "leave it out: the first run takes your default, or after a warm start the other job's best size",
+    "first_run": "leave it out: the first run takes your default",
 }
 """What to do instead of giving a field that `JobSpec` no longer has."""
 
@@ -272,14 +272,12 @@ class WarmStart(WireMessage):
         gpus: Its GPUs.
         optimizer: Its optimizer, which that of the new job must equal; None if that does not matter.
         epochs: Its epochs, by batch size.
-        best_batch_size: Its size with the lowest expected cost, at which the new job begins; None if unknown.
     """
 
     job_id: Identifier
     gpus: GpuConfig
     optimizer: Text | None = None
     epochs: tuple[LearnedEpochs, ...] = ()
-    best_batch_size: BatchSize | None = None
 
     @property
     def in_words(self) -> str:

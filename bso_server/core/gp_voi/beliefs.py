@@ -294,7 +294,7 @@ def after_outcome(sizes: Sizes, beliefs: Beliefs, outcome: Outcome) -> Beliefs:
         mean, variance = posterior_of(sizes, beliefs).of_run(index)
         surprise = (log_epochs - mean) / math.sqrt(variance)
         is_off = (abs(surprise) if outcome.reached else surprise) >= CONSTANTS.warm_surprise
-        # Before an own run has reached the target, a run is stopped early only because it refutes the other job.
+        # Before an own run has reached the target, a run that misses it refutes the other job.
         is_first = not any(belief.exact.weight for belief in beliefs)
         if beliefs[index].is_taken_over and (is_off or (is_first and not outcome.reached)):
             beliefs, surprise = _without_other_job(beliefs), 0.0

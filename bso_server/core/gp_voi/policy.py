@@ -23,13 +23,12 @@ from bso_server.core.gp_voi.beliefs import (
     expected_startup,
     has_crashed,
     learned,
-    posterior_of,
     trials_missed,
 )
 from bso_server.core.gp_voi.forecast import Forecast, available_of, beliefs_of
 from bso_server.core.gp_voi.prior import CONSTANTS, Sizes, laws
 from bso_server.core.gp_voi.run_costs import CostRun
-from bso_server.core.gp_voi.value import Worth, bound, bound_of_incumbent, stop_shares, unbounded, worths
+from bso_server.core.gp_voi.value import Worth, bound, stop_shares, unbounded, worths
 from bso_server.core.model import (
     EpochBound,
     Expectations,
@@ -84,9 +83,8 @@ def suggest(history: History, rng: np.random.Generator) -> Suggestion:  # noqa: 
             "GPUs"
         )
     beliefs = beliefs_of(history, history.in_flight)
-    if not _has_own_run(beliefs) and any(belief.is_taken_over for belief in beliefs):
-        return _begun_warm(history, beliefs, available) or _first(history, beliefs, available)
-    if not _is_known(beliefs):
+    is_new_and_warm = not _has_own_run(beliefs) and any(belief.is_taken_over for belief in beliefs)
+    if is_new_and_warm or not _is_known(beliefs):
         return _first(history, beliefs, available)
     forecast, values = Forecast.of(history, beliefs, history.in_flight), dict[int, Worth]()
     # Until a run reaches the target, at most `most_missed` trials of other sizes may miss it; none follows a crash.
@@ -176,26 +174,6 @@ def expectations(history: History) -> Expectations:
 
 def _may_explore(beliefs: Beliefs) -> bool:
     return trials_missed(beliefs) < CONSTANTS.most_missed and not has_crashed(beliefs)
-
-
-def _begun_warm(history: History, beliefs: Beliefs, available: Sequence[int]) -> Suggestion | None:
-    """Suggest the best size of the job whose epochs this job has taken over, before a run of its own has succeeded.
-
-    Return None if that size is unknown or cannot run, or after a setback at it. The run is stopped once its epochs
-    refute those of the other job.
-    """
-    job, warm = history.job, history.job.warm_in_force
-    index = next((each for each in available if warm and job.batch_sizes[each] == warm.best_batch_size), None)
-    if warm is None or index is None or not beliefs[index].is_taken_over or beliefs[index].setbacks:
-        return None
-    is_first = not any(arm.trials for arm in history.arms.values())
-    start = f"first run of job {job.job_id}" if is_first else "no run has reached the target yet"
-    size = job.batch_sizes[index]
-    reason = f"{start}: {size} is the best size of the other job; {warm.in_words}"
-    found = unbounded(job.max_epochs)
-    if job.beta_knob is not None:
-        found = bound_of_incumbent(job, posterior_of(Sizes.of(job), beliefs), beliefs[index], index)
-    return Suggestion(size, Origin.EXPLORATION, reason + _left_out(history), bound=found)
 
 
 def _first(history: History, beliefs: Beliefs, available: Sequence[int]) -> Suggestion:

@@ -203,8 +203,8 @@ def bound(job: CreatedJob, forecast: Forecast, index: int, origin: Origin, worth
 def bound_of_incumbent(job: CreatedJob, epochs: Posterior, belief: Belief, index: int) -> EpochBound:
     """Return a bound of ``e^m · max(incumbent_allowance, e^(incumbent_sds · s))`` epochs, for log epochs N(m, s²).
 
-    The bound doubles with each miss of this size after the first. The first run of a size that only another job has
-    learned is stopped once its epochs refute the other job's epochs, at `warm_surprise` σ.
+    The bound doubles with each miss of this size after the first. A run at the incumbent is stopped once its epochs
+    refute those of another job, at `warm_surprise` σ, if only that job has learned the size.
     """
     mean, variance = epochs.of_run(index)
     sds, least = CONSTANTS.incumbent_sds, CONSTANTS.incumbent_allowance
