@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 from benchmarks.policies import landscapes
 from benchmarks.policies.landscapes import MadeJob, made_jobs
 from bso_server.core.model import History
+from bso_server.core.policy import learned_by
 from bso_server.simulate.play import Conditions, Played
 from bso_server.simulate.results import Setting, landscape_of, oracle_costs_j, played
 from bso_server.simulate.traces import PAPER_WORKLOADS, Traces
@@ -133,6 +134,7 @@ def _epoch(size: int, saturates_at: float) -> Epoch:
 _GPUS = ("v100", "a40")
 _ETAS = (0.0, 0.5, 1.0)
 _TOO_EXPENSIVE = 1.05
+_WARM_RECURRENCES = 20
 
 
 @dataclass(frozen=True)
@@ -144,16 +146,33 @@ class Case:
         workload: The job.
         setting: The number of recurrences and the parameters; `seeds` is ignored.
         conditions: The conditions under which it recurs.
+        elsewhere: The job on another GPU, for warm starts.
     """
 
     name: str
     workload: Workload
     setting: Setting
     conditions: VaryingConditions
+    elsewhere: Workload | None = None
 
-    def play(self, policy: str, seed: int, before_decision: Callable[[int, History], None] | None = None) -> Played:
-        """Play the job of one seed with one of the server's policies; `Simulation` documents `before_decision`."""
-        return played(self.workload, self.conditions, policy, self.setting, seed, before_decision)
+    def play(
+        self,
+        policy: str,
+        seed: int,
+        before_decision: Callable[[int, History], None] | None = None,
+        *,
+        is_warm: bool = False,
+    ) -> Played:
+        """Play the job of one seed with one of the server's policies; `Simulation` documents `before_decision`.
+
+        If `is_warm`, the job begins with what 20 recurrences have taught the job on another GPU.
+        """
+        warm = None
+        if is_warm and self.elsewhere is not None:
+            setting = replace(self.setting, recurrences=_WARM_RECURRENCES)
+            at = Conditions(landscape_of(self.elsewhere, setting))
+            warm = learned_by(played(self.elsewhere, at, policy, setting, seed + setting.seeds).history)
+        return played(self.workload, self.conditions, policy, self.setting, seed, before_decision, warm=warm)
 
     def ratios(self, costs_j: Sequence[float]) -> list[float]:
         """Return the ratio of total cost to the oracle's total cost after each recurrence.
@@ -211,27 +230,29 @@ def _traced(folder: Path) -> list[Workload]:
     return workloads
 
 
-def _warm_from_others(workloads: Sequence[Workload], key: Callable[[Workload], object]) -> list[Workload]:
-    """Let each job start warm from the next job with the same key, on another GPU; the last one from the first."""
+def _elsewhere(workloads: Sequence[Workload], key: Callable[[Workload], object]) -> list[Workload]:
+    """Return for each job the next job with the same key, on another GPU; for the last of a key the first."""
     alike: dict[object, list[Workload]] = defaultdict(list)
     for each in workloads:
         alike[key(each)].append(each)
     following = {
         id(one): other for group in alike.values() for one, other in zip(group, group[1:] + group[:1], strict=True)
     }
-    return [replace(each, warm_from=following[id(each)]) for each in workloads]
+    return [following[id(each)] for each in workloads]
 
 
 def _traces(folder: Path, recurrences: int) -> list[Case]:
     settings = [Setting(recurrences=recurrences, eta=eta) for eta in _ETAS]
-    workloads = _warm_from_others(_traced(folder), lambda each: each.name.split(" on ")[0])
-    return [case_of(workload, setting) for setting in settings for workload in workloads]
+    workloads = _traced(folder)
+    others = _elsewhere(workloads, lambda each: each.name.split(" on ")[0])
+    pairs = list(zip(workloads, others, strict=True))
+    return [replace(case_of(each, setting), elsewhere=other) for setting in settings for each, other in pairs]
 
 
 def _mlperf(folder: Path, recurrences: int) -> list[Case]:
     setting, found = Setting(recurrences=recurrences), mlperf_workloads(folder / "mlperf_convergence.json")
-    workloads = _warm_from_others(found, lambda each: (each.name.split(", b₀")[0], each.default_batch_size))
-    return [case_of(workload, setting) for workload in workloads]
+    others = _elsewhere(found, lambda each: (each.name.split(", b₀")[0], each.default_batch_size))
+    return [replace(case_of(each, setting), elsewhere=other) for each, other in zip(found, others, strict=True)]
 
 
 # Rows of made landscapes

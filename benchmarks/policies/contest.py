@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from multiprocessing import get_context
 from typing import Any, NamedTuple
 
@@ -259,10 +259,9 @@ def paid(case: Case, name: str, seed: int, *, calibrates: bool = False) -> Paid:
     if name in RIVALS:
         contest = _Contest(case, RIVALS[name](case, seed), seed)
         return Paid(contest.play(), last_size=contest.last_size)
-    if name == WARM:
-        case, name = replace(case, setting=replace(case.setting, warm=True)), GP_VOI
     calibration = Calibration(case.conditions) if calibrates else None
-    job = case.play(name, seed, None if calibration is None else calibration.look)
+    look = None if calibration is None else calibration.look
+    job = case.play(GP_VOI if name == WARM else name, seed, look, is_warm=name == WARM)
     completed = [trial for trial in job.trials if trial.record.state is TrialState.COMPLETED]
     last = max(completed, key=lambda trial: trial.recurrence, default=None)
     return Paid(

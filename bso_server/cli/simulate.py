@@ -6,18 +6,17 @@ import argparse
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from bso_server.cli.common import CommandError, Commands, RemovedOption, add_source, table
 from bso_server.cli.jobs import read_job
-from bso_server.core.policy import find, learned_by
-from bso_server.service.imports import JobInImport
+from bso_server.core.policy import find
 from bso_server.simulate.results import Comparison, Setting, compare, geometric_means
 from bso_server.simulate.traces import PAPER_WORKLOADS, Selection, Traces, recorded_workload
 from bso_server.simulate.workload import Consumption, Savings, Workload
-from zeus_plugins.protocol import GP_VOI, OWN_POLICIES, WarmStart
+from zeus_plugins.protocol import OWN_POLICIES
 
 # Options that select one workload of the traces, not allowed with ``--all``.
 _SELECTION = ("dataset", "network", "optimizer", "target_metric", "max_epochs", "default_batch_size")
@@ -82,15 +81,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="K",
         help="number of recurrences under way at a time (default 1)",
     )
-    parser.add_argument(
-        "--warm-start",
-        type=Path,
-        metavar="FILE",
-        help="begin with the epochs of the same training on other GPUs: their power trace, or the export of a job",
-    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results as JSON")
-    instead = "the first run takes the default size, or after --warm-start the best size of the other job"
+    instead = "the first run takes the default size"
     parser.add_argument("--probe", "--first-run", action=RemovedOption, instead=instead)
+    instead = "python -m benchmarks.policies report --policies warm simulates warm starts"
+    parser.add_argument("--warm-start", action=RemovedOption, instead=instead)
     instead = "multiply the column KWH by the price"
     parser.add_argument("--price", action=RemovedOption, instead=instead)
 
@@ -123,23 +118,7 @@ def _simulate(options: argparse.Namespace) -> None:
 
 def subject_of(options: argparse.Namespace) -> Subject:
     """Return the selected workloads; raise `CommandError` or `ValueError` if they cannot be simulated."""
-    subject, file = _recorded(options) if options.job_id is not None else _traced(options), options.warm_start
-    if file is None or all(each.warm_from is not None for each in subject.workloads):
-        return subject
-    learned = _learned_in(file.read_bytes().splitlines())
-    if learned is None:
-        needed = f"the export of a job of policy {GP_VOI} that has reached its target (bso-server jobs export)"
-        raise CommandError(f"{file} offers no warm start: give {needed}")
-    return replace(subject, workloads=[replace(each, warm_from=learned) for each in subject.workloads])
-
-
-def _learned_in(lines: Sequence[bytes]) -> WarmStart | None:
-    """Return the warm start that the job of an export offers, or None; raise `BsoError` for invalid lines."""
-    first, *others = lines or [b""]
-    job = JobInImport("line 1", first)
-    for number, line in enumerate(others, 2):
-        job.add(f"line {number}", line)
-    return learned_by(job.close())
+    return _recorded(options) if options.job_id is not None else _traced(options)
 
 
 def policy_name(name: str) -> str:
@@ -165,7 +144,6 @@ def settings_of(options: argparse.Namespace, subject: Subject) -> list[Setting]:
             beta=subject.beta if options.beta == "" else options.beta,
             optimal_power_limits=options.power_limit == "optimal",
             concurrency=options.concurrency,
-            warm=options.warm_start is not None,
         )
         for eta in dict.fromkeys(options.eta or [subject.eta])
     ]
@@ -222,12 +200,7 @@ def _traced(options: argparse.Namespace) -> Subject:
     one = {name: getattr(options, name) for name in _SELECTION}
     traces = Traces.read(options.train_trace, options.power_trace)
     selections = PAPER_WORKLOADS if options.all else [Selection(**one)]
-    workloads = [traces.workload(each) for each in selections]
-    if options.warm_start is not None and not options.warm_start.read_bytes().startswith(b"{"):
-        elsewhere = Traces.read(options.train_trace, options.warm_start)
-        pairs = zip(workloads, selections, strict=True)
-        workloads = [replace(each, warm_from=elsewhere.workload(selection)) for each, selection in pairs]
-    return Subject(workloads)
+    return Subject([traces.workload(each) for each in selections])
 
 
 def _flags(options: argparse.Namespace, names: Sequence[str], *, given: bool = True) -> list[str]:

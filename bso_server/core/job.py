@@ -19,7 +19,7 @@ them.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from typing import Any, NamedTuple, TypeVar
@@ -153,20 +153,6 @@ class JobState:
     def min_cost_j(self) -> float | None:
         """Lowest cost of a trial that reached the target, in joules, or None."""
         return None if self.cheapest is None else self.cheapest.cost_j
-
-    @staticmethod
-    def after(trials: Sequence[TrialRecord], history: History) -> JobState:
-        """Return the state that follows from all trials of a job."""
-        events = max((max(trial.started_event, trial.ended_event or 0) for trial in trials), default=0)
-        return JobState(
-            registration=history.job,
-            event_count=events,
-            trial_count=len(trials),
-            cheapest=history.cheapest,
-            bandit_entered_at=history.bandit_entered_at,
-            folded_event=events,
-            survivors=history.survivors,
-        )
 
     @property
     def needs_explorations(self) -> bool:
@@ -565,23 +551,16 @@ def replay(job: CreatedJob, trials: Iterable[TrialRecord], survivors: tuple[int,
 
 
 class InMemoryJob:
-    """Job in memory, without instants, for the simulator; arguments as in `replay`."""
+    """New job in memory, without instants, for the simulator."""
 
-    def __init__(
-        self, job: CreatedJob, trials: Iterable[TrialRecord] = (), survivors: tuple[int, ...] | None = None
-    ) -> None:
-        trials = tuple(trials)
-        history = replay(job, trials, survivors)
-        self.state = JobState.after(trials, history)
-        trials = tuple(trial for trial in trials if trial.origin is not Origin.FINISH)
-        self._arms, self._memory = dict(history.arms), history.memory
-        self._in_flight = {trial.trial_number: trial for trial in trials if trial.state in ALIVE}
-        self._explorations = {trial.trial_number: trial for trial in trials if is_counted_exploration(trial)}
-        self._crashes = NO_CRASHES.including(trials)
+    def __init__(self, job: CreatedJob) -> None:
+        new = replay(job, ())
+        self.state = JobState(registration=job, bandit_entered_at=new.bandit_entered_at)
+        self._arms, self._memory = dict(new.arms), new.memory
+        self._in_flight: dict[int, TrialRecord] = {}
+        self._explorations: dict[int, TrialRecord] = {}
+        self._crashes = NO_CRASHES
         self._evidence = Evidence(job.default_batch_size)
-        ended = [trial for trial in trials if trial.state is TrialState.COMPLETED]
-        ended.sort(key=lambda trial: trial.ended_event or 0)
-        self._evidence.add(run_of(trial, cost_of(job, trial)) for trial in ended)
 
     @property
     def history(self) -> History:

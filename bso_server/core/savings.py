@@ -163,15 +163,6 @@ def learn(job: CreatedJob, by: Mapping[str, Evidence], trials: Sequence[TrialRec
         evidence.add(run_of(trial, getattr(took, name)) for trial, took in zip(trials, taken, strict=True))
 
 
-def savings_of_trials(job: CreatedJob, trials: Iterable[TrialRecord], best: int | None) -> SavingsView:
-    """Return the savings of a job in memory, as far as all its trials show them; `best` as in `savings`."""
-    trials = sorted(trials, key=lambda trial: trial.ended_event or 0)
-    by = {name: Evidence(job.default_batch_size) for name in Amounts._fields}
-    learn(job, by, [trial for trial in trials if is_whole_run(trial)])
-    tallies = [Tally(each.batch_size, each.state, each.origin, 1, each.energy_j, each.time_s) for each in trials]
-    return savings(job, tallies, best, lambda name: by[name].judge(best or job.default_batch_size))
-
-
 def _amount_saved(spent: float, verdict: Verdict) -> float | None:
     """Return what was saved if the job has paid back its exploration and control runs, otherwise None."""
     share = verdict.so_far

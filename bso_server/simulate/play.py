@@ -30,13 +30,9 @@ _TARGET = 1.0
 
 @dataclass(frozen=True)
 class Conditions:
-    """Constant conditions of a job on a machine of its own; a subclass may vary them after the first recurrence.
-
-    With `has_foresight`, a training ends before the epoch that would cross its cost bound, as with Zeus's data loader.
-    """
+    """Constant conditions of a job on a machine of its own; a subclass may vary them after the first recurrence."""
 
     landscape: Landscape
-    has_foresight: bool = True
 
     def landscape_at(self, recurrence: int) -> Landscape:  # noqa: ARG002 - always the same
         """Return the `Landscape` of the recurrence with this number, counted from 0."""
@@ -252,9 +248,12 @@ class Simulation:
         return True
 
     def _own_judgement(self, run: _Run, report: Report) -> StopRule | None:
-        """Return the rule by which a training with foresight ends itself at this report, or None."""
+        """Return the rule by which a training ends itself at this report, or None.
+
+        It ends before the epoch that would cross its cost bound, as with Zeus's data loader.
+        """
         rule = self._playing.stop_rule(run.trial.trial_number)
-        if not self._conditions.has_foresight or rule.max_cost_j is None:
+        if rule.max_cost_j is None:
             return None
         spent_j = cost_of(self._job, report)
         if spent_j > rule.max_cost_j or spent_j + run.epoch_j <= rule.max_cost_j:
@@ -274,5 +273,5 @@ class Simulation:
         if rule.max_cost_j is not None:
             left_j = rule.max_cost_j - cost_of(self._job, run.trial)
             # Rounding may give the epoch before the right one; a report at that epoch has no effect.
-            epochs = min(epochs, run.epochs + math.floor(left_j / run.epoch_j) + (not self._conditions.has_foresight))
+            epochs = min(epochs, run.epochs + math.floor(left_j / run.epoch_j))
         return max(int(epochs), run.epochs + 1)

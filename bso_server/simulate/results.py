@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
 from bso_server.core.model import History
-from bso_server.core.policy import learned_by
 from bso_server.simulate.play import Conditions, Played, Simulation, job_of
 from bso_server.simulate.workload import Consumption, Landscape, Savings, Workload, landscape
+from zeus_plugins.protocol import WarmStart
 
 MARKS = (10, 20, 50, 100, 200, 500)
 """Numbers of recurrences after which costs are compared."""
-
-WARM_RECURRENCES = 20
-"""Recurrences of the job from which a warm start takes its epochs."""
 
 _LAST = 5
 
@@ -27,7 +24,7 @@ class Setting:
     """Extent and parameters of a simulation, in which `concurrency` recurrences are always under way.
 
     With `optimal_power_limits`, each size has its cheapest power limit, which its first run finds; otherwise the
-    maximum. If `warm` is True, the job begins with the epochs of the workload's `warm_from`.
+    maximum.
     """
 
     recurrences: int = 100
@@ -36,7 +33,6 @@ class Setting:
     beta: float | None = 2.0
     optimal_power_limits: bool = True
     concurrency: int = 1
-    warm: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,13 +163,10 @@ def played(
     setting: Setting,
     seed: int,
     before_decision: Callable[[int, History], None] | None = None,
+    *,
+    warm: WarmStart | None = None,
 ) -> Played:
-    """Simulate the job of one seed; `before_decision` is as in `Simulation`."""
-    warm = workload.warm_from if setting.warm else None
-    if isinstance(warm, Workload):
-        other = replace(setting, recurrences=WARM_RECURRENCES, warm=False)
-        at = Conditions(landscape_of(warm, other))
-        warm = learned_by(played(warm, at, policy, other, seed + setting.seeds).history)
+    """Simulate the job of one seed, which begins with the epochs in `warm`; `before_decision` is as in `Simulation`."""
     job = job_of(
         conditions.landscape,
         policy,

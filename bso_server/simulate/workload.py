@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from zeus_plugins.protocol import WarmStart, cost
+from zeus_plugins.protocol import cost
 
 _JOULES_PER_KWH = 3.6e6
 _SECONDS_PER_HOUR = 3600.0
@@ -105,9 +105,7 @@ class SizeTrace:
 class Workload:
     """Training job on one kind of GPU with the largest power limit `max_power_w`.
 
-    Its sizes are ascending. A run that has not reached the target after `max_epochs` has failed. A job may
-    start warm from `warm_from`: the same training on other GPUs, or the warm start that a job on other GPUs
-    offers.
+    Its sizes are ascending. A run that has not reached the target after `max_epochs` has failed.
     """
 
     name: str
@@ -115,7 +113,6 @@ class Workload:
     default_batch_size: int
     max_epochs: int
     max_power_w: float
-    warm_from: Workload | WarmStart | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,7 +53,7 @@ class PlayedJob:
         self.random = random.Random(seed)  # noqa: S311 - chance, not secrecy
         self.rng = np.random.default_rng(seed)
         self.trials: list[TrialRecord] = []
-        self.state = JobState.after((), replay(self.job, [], None))
+        self.state = JobState(registration=self.job, bandit_entered_at=replay(self.job, ()).bandit_entered_at)
         self.memory = self.policy.begun_memory(self.job)
         # Unknown to the policy: the sizes that fit, the epochs that each size needs, and the energy of an epoch.
         self.largest_that_fits = self.random.choice(sizes[len(sizes) // 2 :])
