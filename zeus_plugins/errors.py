@@ -61,11 +61,13 @@ class ZeusBSOConfigError(ZeusBSOError):
 
     Attributes:
         status: HTTP status, if the server found the problem; otherwise None.
+        of_size: Whether the problem is one of the batch size in force, so that another size may work.
     """
 
-    def __init__(self, message: str, *, status: int | None = None) -> None:
+    def __init__(self, message: str, *, status: int | None = None, of_size: bool = False) -> None:
         super().__init__(message)
         self.status = status
+        self.of_size = of_size
 
 
 class ZeusBSOTokenError(ZeusBSOConfigError):

@@ -333,7 +333,11 @@ def end_by_training(
         message = f"suspended: the training was preempted{detail}"
         trial = changed(trial, state=TrialState.SUSPENDED, end_reason=EndReason.PREEMPTED, message=message)
         return job, trial if moment is None else changed(trial, lease_expires_at=moment.lease_end(trial))
-    if ending.outcome is TrialState.WITHDRAWN:
+    is_refused = ending.refused_size and trial.origin is not Origin.FINISH
+    if ending.outcome is TrialState.WITHDRAWN and is_refused and size != job.registration.default_batch_size:
+        state, reason = TrialState.INFEASIBLE, EndReason.REFUSED
+        message = f"infeasible: {size} cannot be trained as configured and is not tried again"
+    elif ending.outcome is TrialState.WITHDRAWN:
         state, reason = TrialState.WITHDRAWN, EndReason.REFUSED
         message = f"withdrawn: the training could not be done as configured, which says nothing about {size}"
     elif trial.origin is Origin.FINISH:

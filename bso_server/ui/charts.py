@@ -21,6 +21,7 @@ from zeus_plugins.protocol import (
     ALIVE,
     CreatedJob,
     Decision,
+    EndReason,
     Origin,
     SavingsView,
     SavingsWord,
@@ -30,6 +31,9 @@ from zeus_plugins.protocol import (
 
 COLOURS = 12
 """Number of colours for batch sizes in the stylesheet, from small to large."""
+
+# Why a batch size is not tried again; else because it crashes.
+_EXCLUSIONS = {EndReason.OUT_OF_MEMORY: "out of memory", EndReason.REFUSED: "refused by the training"}
 
 # Above this number of trials, marks are drawn pale.
 _MANY = 150
@@ -186,7 +190,7 @@ def beliefs(page: JobPage) -> BeliefTable | None:
     for arm in view.arms:
         notes = _notes(arm.batch_size, view.best_batch_size, view.job)
         if arm.infeasible is not None:
-            notes.append("out of memory" if arm.infeasible == "out_of_memory" else "crashes")
+            notes.append(_EXCLUSIONS.get(arm.infeasible, "crashes"))
         elif not arm.trials:
             notes.append("never tried")
         expected_j, low_j, high_j = arm.expected_cost_j, arm.expected_low_j, arm.expected_high_j

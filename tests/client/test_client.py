@@ -101,13 +101,13 @@ REQUESTS: dict[str, Any] = {
         lambda client: client.end_trial(TrialDispatch(**DISPATCH, origin=Origin.BANDIT, reason="why not")),
         None,
         "PATCH /trials",
-        NAMED | {"outcome": "failed", "ended_early": False, "detail": None},
+        NAMED | {"outcome": "failed", "refused_size": False, "ended_early": False, "detail": None},
     ),
     "end_trial otherwise": (
         lambda client: client.end_trial(TRIAL, Ending(outcome=TrialState.SUSPENDED, detail="the node was needed")),
         None,
         "PATCH /trials",
-        NAMED | {"outcome": "suspended", "ended_early": False, "detail": "the node was needed"},
+        NAMED | {"outcome": "suspended", "refused_size": False, "ended_early": False, "detail": "the node was needed"},
     ),
     "heartbeat": (
         lambda client: client.heartbeat(TRIAL),

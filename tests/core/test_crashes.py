@@ -174,6 +174,24 @@ def test_preempted_and_withdrawn_trials_do_not_count_as_crashes(outcome: TrialSt
     assert not job.excluded
 
 
+@pytest.mark.parametrize("policy", [GP_VOI, ZEUS])
+def test_size_refused_by_the_training_alone_is_excluded_after_one_night(policy: str) -> None:
+    nights = Nights(default=32, policy=policy)
+    nights.night(lambda _: True)
+    refusal = Ending(outcome=TrialState.WITHDRAWN, refused_size=True, detail="too few batches")
+    refused = nights.night(lambda _: False, ending=refusal)
+    assert (refused.state, refused.end_reason) == (TrialState.INFEASIBLE, EndReason.REFUSED)
+    assert (refused.message or "").endswith("is not tried again (too few batches)")
+    assert nights.excluded == {refused.batch_size: EndReason.REFUSED}
+    assert refused.batch_size not in nights.nights(12, lambda _: True)
+
+
+def test_refusal_at_default_withdraws_the_trial() -> None:
+    nights = Nights()
+    refused = nights.night(lambda _: False, ending=Ending(outcome=TrialState.WITHDRAWN, refused_size=True))
+    assert (refused.batch_size, refused.state, dict(nights.excluded)) == (16, TrialState.WITHDRAWN, {})
+
+
 def test_out_of_memory_excludes_larger_sizes_and_next_night_succeeds() -> None:
     job = Nights()
     job.nights(1, lambda _: True)

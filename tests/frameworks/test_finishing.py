@@ -31,7 +31,7 @@ def test_missed_run_is_finished_at_best_known_size(bench: FrameworkBench) -> Non
     assert (missed.batch_size, missed.state, missed.epochs) == (NEXT_SIZE, TrialState.EXHAUSTED, 2)
     assert (finishing.batch_size, finishing.state, finishing.epochs) == (SERVERS_SIZE, TrialState.COMPLETED, 2)
     assert finishing.origin is Origin.FINISH
-    assert finishing.reason == "finishes the run of trial 2, which missed the target at 24"
+    assert finishing.reason == "finishes the run of trial 2, which ended at 24 without the target"
     # The rest of a run has no effect on the policy.
     arms = {arm.batch_size: arm.n for arm in bench.view().arms}
     assert arms[SERVERS_SIZE] == first.trial_number == 1

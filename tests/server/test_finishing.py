@@ -47,7 +47,7 @@ async def test_finishing_trial_changes_no_decision_and_counts_as_exploration(bso
 
     trial = await finish(bso, missed.trial_number)
     assert (trial.trial_number, trial.origin) == (3, Origin.FINISH)
-    assert trial.reason == f"finishes the run of trial 2, which missed the target at {missed.batch_size}"
+    assert trial.reason == f"finishes the run of trial 2, which ended at {missed.batch_size} without the target"
     assert trial.stop_rule == StopRule(max_epochs=10)
     assert await bso.history() == history  # also while it runs
     # Neither the bound of policy zeus nor the bound of gp_voi stops the trial, which converges at any cost.

@@ -49,6 +49,7 @@ class FakeTrainer:
     no_continuation: str | None = None
     given_model = None
     epochs_before = 0
+    is_in_last_epoch = False
     model: Any = SimpleNamespace(parameters=list, state_dict=dict)
     keeps_optimizers = True
     schedule_remedy = "Make it anew"
@@ -83,7 +84,7 @@ class FakeTrainer:
         self.meetings += 1
         return self._group.exchanged(self.rank, thing)
 
-    def deliver(self, split: BatchSplit, patches: Patches) -> None:
+    def deliver(self, split: BatchSplit, patches: Patches, *, is_own: bool = False) -> None:  # noqa: ARG002 - as below
         self.splits.append(split)
         patches.set_attribute(self, "accumulation", split.accumulation)
         patches.set_attribute(self.loader, "batch_size", split.per_device)
@@ -112,6 +113,9 @@ class FakeTrainer:
     def check_samples(self) -> None:
         if self.miscounted is not None:
             raise self.miscounted
+
+    def end_counts(self) -> None:
+        self.miscounted = None
 
     def optimizers(self) -> tuple[Sequence[Any], Sequence[Any]]:
         return [self.optimizer], [self.scheduler]

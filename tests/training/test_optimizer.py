@@ -39,11 +39,11 @@ from zeus_plugins.errors import (
 from zeus_plugins.protocol import ZEUS, GpuConfig, TrialState
 
 MEASURED = {"energy_source": "nvml", "judged_by": None, "waited_share": 0.0, "watched": None, "rank": 0}
-FAILED = TRIAL | {"outcome": "failed", "ended_early": True, "detail": None}
+FAILED = TRIAL | {"outcome": "failed", "refused_size": False, "ended_early": True, "detail": None}
 
 
 def ended(outcome: str, detail: str) -> dict[str, Any]:
-    return TRIAL | {"outcome": outcome, "ended_early": False, "detail": detail}
+    return TRIAL | {"outcome": outcome, "refused_size": False, "ended_early": False, "detail": detail}
 
 
 def optimizer_of(server: ContractDouble) -> BatchSizeOptimizer:

@@ -176,7 +176,13 @@ def test_diverged_training_ends_the_trial_as_failed(metric: float) -> None:
     session.end()
     assert server.sent("POST", "/report") == []
     assert server.sent("PATCH", "/trials") == [
-        TRIAL | {"outcome": "failed", "ended_early": False, "detail": f"the metric is {metric}: training diverged"}
+        TRIAL
+        | {
+            "outcome": "failed",
+            "refused_size": False,
+            "ended_early": False,
+            "detail": f"the metric is {metric}: training diverged",
+        }
     ]
 
 
@@ -359,7 +365,9 @@ def test_early_end_fails_the_trial_on_the_server_once(begun: bool) -> None:
         session.begin_measurement()
     session.end()
     session.end()
-    assert server.sent("PATCH", "/trials") == [TRIAL | {"outcome": "failed", "ended_early": True, "detail": None}]
+    assert server.sent("PATCH", "/trials") == [
+        TRIAL | {"outcome": "failed", "refused_size": False, "ended_early": True, "detail": None}
+    ]
 
 
 def test_ending_warns_instead_of_raising(caplog: pytest.LogCaptureFixture) -> None:

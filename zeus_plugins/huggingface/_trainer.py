@@ -40,8 +40,10 @@ from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSOOperationOrderError
 from zeus_plugins.placement import this_machine
 from zeus_plugins.protocol import Fingerprint
 from zeus_plugins.training.batches import (
+    LONE_SAMPLE,
     BatchSplit,
     SampleCount,
+    leave_out_lone_sample,
     nested_samplers,
     process_batch_sizes,
     resize_loader,
@@ -142,6 +144,7 @@ class HuggingFacePort:
 
     no_accumulation = None
     epochs_before = 0  # each `train` counts from 0
+    is_in_last_epoch = False  # no callback adds epochs
     keeps_optimizers = True
     schedule_remedy = "Let the trainer make the scheduler (lr_scheduler_type), or override create_scheduler"
 
@@ -187,7 +190,7 @@ class HuggingFacePort:
     def all_gather(self, thing: Any) -> list[Any]:
         return cast("list[Any]", gather_object([thing]))
 
-    def deliver(self, split: BatchSplit, patches: Patches) -> None:
+    def deliver(self, split: BatchSplit, patches: Patches, *, is_own: bool = False) -> None:
         """Set the arguments, and the size of every future train loader."""
         trainer, args = self._trainer, self._args
         resize_generations(trainer, split, self._processes, patches)
@@ -206,7 +209,9 @@ class HuggingFacePort:
             resize_loader(loader, size, patches, processes=self._processes, needs_size=False)
             # One process may load the batch of all processes, to divide it.
             fetched = self._processes if getattr(loader, "split_batches", False) else 1
-            self._count = SampleCount(size * fetched, _FOLLOW)
+            if not is_own and leave_out_lone_sample(loader, trainer.model, patches):
+                self.say(LONE_SAMPLE)
+            self._count = SampleCount(size * fetched, _FOLLOW, is_own=is_own)
             self._count.watch(loader, patches)
 
         def check_search(_: Any) -> None:
@@ -335,6 +340,10 @@ class HuggingFacePort:
         if self._count is not None:
             self._count.check()
 
+    def end_counts(self) -> None:
+        if self._count is not None:
+            self._count.end()
+
     def optimizers(self) -> tuple[Sequence[Any], Sequence[Any]]:
         return [self._trainer.optimizer], [self._trainer.lr_scheduler]
 
@@ -404,8 +413,13 @@ class HuggingFacePort:
         if args.max_steps <= 0:
             patches.set_attribute(args, "num_train_epochs", epochs)
         patches.set_attribute(trainer, "model_init", None)  # which would make another model
-        if not keeps_state and trainer.optimizer is not None:
-            trainer.optimizer.state.clear()
+        if not keeps_state:
+            release_trainer(trainer)
+            if trainer.optimizer is not None:
+                trainer.optimizer.state.clear()
+            for stopper in trainer.callback_handler.callbacks:
+                if isinstance(stopper, EarlyStoppingCallback):
+                    stopper.early_stopping_patience_counter = 0
         before = trainer.state
 
         def number_on() -> None:
@@ -424,10 +438,10 @@ def checkpoint_of(resume_from_checkpoint: Any = None, *_: Any, **__: Any) -> str
     return cast("str | bool | None", resume_from_checkpoint)
 
 
-def from_start(train: functools.partial[Any]) -> Any:
-    """Call `Trainer.train` with the same arguments, but without a checkpoint."""
+def from_start(train: functools.partial[Any]) -> functools.partial[Any]:
+    """Return a call of `Trainer.train` with the same arguments, but without a checkpoint."""
     others = {name: value for name, value in train.keywords.items() if name != "resume_from_checkpoint"}
-    return train.func(None, *train.args[1:], **others)
+    return functools.partial(train.func, None, *train.args[1:], **others)
 
 
 def can_find_size(trainer: Trainer) -> bool:
@@ -435,9 +449,8 @@ def can_find_size(trainer: Trainer) -> bool:
     return bool(trainer.args.world_size == 1 and not trainer.is_fsdp_enabled)
 
 
-def release_memory(trainer: Trainer, error: Exception) -> None:
-    """Release the memory of a training that this error has ended; the model stays."""
-    traceback.clear_frames(error.__traceback__)  # their variables hold the tensors of the failed step
+def release_trainer(trainer: Trainer) -> None:
+    """Release the memory that the trainer has used besides its model."""
     vars(trainer)["model_wrapped"] = trainer.model
     trainer.accelerator.free_memory()
 

@@ -20,7 +20,7 @@ from zeus_plugins.huggingface._trainer import (
     early_end,
     from_start,
     not_attached,
-    release_memory,
+    release_trainer,
     saved_in_checkpoint,
     scale_warm_up,
     warn_of_in_batch_negatives,
@@ -36,7 +36,7 @@ from zeus_plugins.training.metrics import (
     check_evaluated_metric,
     value_in,
 )
-from zeus_plugins.training.outcomes import is_out_of_memory
+from zeus_plugins.training.outcomes import is_out_of_memory, release_memory
 from zeus_plugins.training.run import ActiveRun, TrialRun
 
 _STATE_KEY = "zeus_bso"
@@ -174,7 +174,8 @@ class ZeusBSOTrainerCallback(BatchSizeArguments, TrainWrapper):
                 if too_large is not None and self.trial.batch_size >= too_large:
                     raise
                 too_large = self.trial.batch_size
-                release_memory(trainer, error)
+                release_memory(error)
+                release_trainer(trainer)
             HuggingFacePort(trainer).say(
                 f"zeus: batch size {too_large} ran out of memory: auto_find_batch_size asks for a smaller one"
             )
@@ -201,14 +202,18 @@ class ZeusBSOTrainerCallback(BatchSizeArguments, TrainWrapper):
                 self._run.resume(self._port, lambda: saved_in_checkpoint(checkpoint, trainer.args, _STATE_KEY))
             if too_large is not None and self.trial.batch_size >= too_large:
                 raise MemoryError(f"batch size {too_large} ran out of memory, and there is no smaller one to train at")
-            self._prepare(trainer)
-            result = train()
-            port = HuggingFacePort(trainer)
-            successor = self._run.finished_by(port)
-            if successor is not None:
-                self._run, self._port = successor, port
+            successor: TrialRun | None = self._run
+            while successor is not None:
                 self._prepare(trainer)
-                result = from_start(train)
+                crash: Exception | None = None
+                try:
+                    result = train()
+                except Exception as error:
+                    crash = error
+                port = HuggingFacePort(trainer)
+                successor = self._run.finished_by(port, crash)
+                if successor is not None:
+                    self._run, self._port, train = successor, port, from_start(train)
         except BaseException as error:
             self._run.finish(error)
             raise

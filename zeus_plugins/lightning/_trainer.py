@@ -26,10 +26,12 @@ from zeus_plugins.errors import ZeusBSOConfigError
 from zeus_plugins.placement import this_machine
 from zeus_plugins.protocol import Fingerprint
 from zeus_plugins.training.batches import (
+    LONE_SAMPLE,
     BatchSplit,
     SampleCount,
     check_resizable,
     delivered_batch_size,
+    leave_out_lone_sample,
     resize_loader,
     scaled_together,
 )
@@ -100,6 +102,8 @@ class LightningPort:
         self._targets: list[int] = []
         self._counts: list[SampleCount] = []
         self._counted = Patches()
+        self._leaves_out = False
+        self._script_epochs = trainer.max_epochs
         # Train loaders that `facts` has made, until Lightning asks for train loaders.
         self._made: list[Any] = []
         self._has_size_attributes = False
@@ -129,7 +133,7 @@ class LightningPort:
         dist.all_gather_object(gathered, thing)
         return gathered
 
-    def deliver(self, split: BatchSplit, patches: Patches) -> None:
+    def deliver(self, split: BatchSplit, patches: Patches, *, is_own: bool = False) -> None:
         """Set the accumulation, any `batch_size` attribute, and the size of all present and future train loaders."""
         trainer = self._trainer
         patches.set_attribute(trainer, "accumulate_grad_batches", split.accumulation)
@@ -182,7 +186,7 @@ class LightningPort:
             return loaders
 
         patches.set_attribute(source, "dataloader", resized)
-        self._count_samples(patches)
+        self._count_samples(patches, is_own=is_own)
 
     def fingerprint(self) -> Fingerprint:
         """Return model, parameters and framework; the optimizers do not exist yet."""
@@ -317,6 +321,10 @@ class LightningPort:
         for count in self._counts:
             count.check()
 
+    def end_counts(self) -> None:
+        for count in self._counts:
+            count.end()
+
     def optimizers(self) -> tuple[Sequence[Any], Sequence[Any]]:
         return self._trainer.optimizers, [config.scheduler for config in self._trainer.lr_scheduler_configs]
 
@@ -380,11 +388,16 @@ class LightningPort:
     def epochs_before(self) -> int:
         return int(self._trainer.current_epoch)
 
+    @property
+    def is_in_last_epoch(self) -> bool:
+        return self._script_epochs is not None and self._trainer.current_epoch + 1 >= self._script_epochs >= 0
+
     def train_again(self, epochs: int, patches: Patches, *, keeps_state: bool) -> None:
         """Let the next call of the fit loop's `run` train further `epochs`; epochs and steps are numbered on."""
         trainer, loop = self._trainer, self._trainer.fit_loop
         trained, steps, most_steps = trainer.current_epoch, trainer.global_step, loop.epoch_loop.max_steps
         trainer.should_stop = False
+        _end_epoch(trainer)
         loop.teardown()
         loop._combined_loader = None  # so that Lightning makes the loaders again
         # While optimizers and schedules are made, Lightning estimates the steps of this training alone.
@@ -398,8 +411,10 @@ class LightningPort:
         patches.set_attribute(loop, "max_epochs", trained + epochs)
         if most_steps >= 0:
             patches.set_attribute(loop.epoch_loop, "max_steps", steps + most_steps)
+        for stopper in [] if keeps_state else finders(trainer, "EarlyStopping"):
+            stopper.wait_count, stopper.best_score = 0, torch.tensor(math.inf if stopper.mode == "min" else -math.inf)
 
-    def _count_samples(self, patches: Patches) -> None:
+    def _count_samples(self, patches: Patches, *, is_own: bool) -> None:
         """Count the samples of every loader that Lightning trains with; for several devices, these are new loaders."""
         connector = self._trainer._data_connector
         prepare = connector._prepare_dataloader
@@ -410,15 +425,33 @@ class LightningPort:
                 if sized_len(loader) == 0:  # Lightning itself only warns
                     raise ZeusBSOConfigError(
                         f"the train loader has no batch of {self._targets[0]} samples: the data set is smaller, and "
-                        "drop_last is set; give JobSpec(batch_sizes=…) only sizes that it can fill"
+                        "drop_last is set; give JobSpec(batch_sizes=…) only sizes that it can fill",
+                        of_size=True,
                     )
-                count = SampleCount(delivered_batch_size(loader) or self._targets[0], _FOLLOW)
+                if not is_own and leave_out_lone_sample(loader, self._module, patches) and not self._leaves_out:
+                    self._leaves_out = True
+                    self.say(LONE_SAMPLE)
+                count = SampleCount(delivered_batch_size(loader) or self._targets[0], _FOLLOW, is_own=is_own)
                 count.watch(loader, self._counted)
                 self._counts.append(count)
             return loader
 
         patches.include(self._counted)
         patches.set_attribute(connector, "_prepare_dataloader", prepared)
+
+
+def _end_epoch(trainer: Trainer) -> None:
+    """Count an epoch that an exception has ended as not begun; do nothing between two epochs."""
+    loop, module = trainer.fit_loop, trainer.lightning_module
+    if trainer.validating:
+        loop.epoch_loop.val_loop._module_mode.restore(module)
+    trainer.training = True
+    loop.epoch_progress.reset_on_restart()
+    for results in (loop.epoch_loop._results, loop.epoch_loop.val_loop._results):
+        results.reset()
+    trainer._logger_connector.reset_results()
+    module._current_fx_name = None
+    module.zero_grad()
 
 
 def _rates_of(optimizer: Any) -> list[dict[str, Any]]:

@@ -146,7 +146,8 @@ class ZeusBSOCallback(BatchSizeArguments, Callback):
         if missed is not None and self._run.active is not None and self._run.active.is_reporting:
             raise ZeusBSOConfigError(
                 f"{missed} that the train loader's length announces, so that Lightning left its validation out: let "
-                "__len__ of the loader's sampler or data set follow the batch size"
+                "__len__ of the loader's sampler or data set follow the batch size",
+                of_size=True,
             )
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -213,20 +214,25 @@ class ZeusBSOCallback(BatchSizeArguments, Callback):
                 scale_in_finetuning(trainer, self._run.active.unscaled_rates, self._run.patches)
 
     def _follow_loop(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Let the fit loop run again if the target is missed and the run is to be finished."""
+        """Let the fit loop run again if the target is missed, or an error ends the run, and it is to be finished."""
         if self._run.active is None or self._run.options.on_failure != "finish":
             return
         loop = trainer.fit_loop
         run_loop = loop.run
 
         def run() -> None:
-            run_loop()
-            successor = self._run.finished_by(LightningPort(trainer, pl_module))
-            if successor is not None:
-                self._run, self._first_epoch = successor, trainer.current_epoch
-                self._scale_rates(trainer)
-                self._take_charge(trainer)
-                run_loop()
+            successor: TrialRun | None = self._run
+            while successor is not None:
+                crash: Exception | None = None
+                try:
+                    run_loop()
+                except Exception as error:
+                    crash = error
+                successor = self._run.finished_by(LightningPort(trainer, pl_module), crash)
+                if successor is not None:
+                    self._run, self._first_epoch = successor, trainer.current_epoch
+                    self._scale_rates(trainer)
+                    self._take_charge(trainer)
 
         self._run.patches.set_attribute(loop, "run", run)
 

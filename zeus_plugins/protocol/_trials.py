@@ -270,12 +270,15 @@ class Ending(WireMessage):
             ``infeasible`` (out of memory: neither this size nor a larger one is tried again on this hardware),
             ``suspended`` (preempted: the trial may resume), or ``withdrawn`` (the training could not run as configured:
             the trial counts neither as a try nor as a crash of the size).
+        refused_size: Whether a ``withdrawn`` training could not run because of its batch size. Unless it is the job's
+            default, this size alone is not tried again on this hardware.
         ended_early: Whether a ``failed`` training ended by a rule of its own, such as early stopping or a limit on its
             steps, instead of an error.
         detail: A description in words.
     """
 
     outcome: EndingState = TrialState.FAILED
+    refused_size: bool = False
     ended_early: bool = False
     detail: Annotated[str, StringConstraints(max_length=MAX_DETAIL_LENGTH, pattern=r"^[^\x00]*$")] | None = None
 

@@ -178,7 +178,7 @@ def faults_in_words(error: ValidationError, *, most: int | None = None) -> str:
 
 def finishing_reason(missed_trial: str, missed_size: int) -> str:
     """Return the reason for the batch size of a trial that finishes the run of a trial without the target."""
-    return f"finishes the run of {missed_trial}, which missed the target at {missed_size}"
+    return f"finishes the run of {missed_trial}, which ended at {missed_size} without the target"
 
 
 def is_estimated(energy_source: str | None) -> bool:

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from zeus_plugins.protocol import GP_VOI, ZEUS, EndingState, JobView, TrialState, printable
 from zeus_plugins.training.defaults import JobPlan, first_report_warning
 from zeus_plugins.training.lr_scaling import LrScaling, lr_scaling_in_words
-from zeus_plugins.training.outcomes import outcome_of
+from zeus_plugins.training.outcomes import is_refusal_of_size, outcome_of
 from zeus_plugins.training.patches import Patches
 from zeus_plugins.training.port import TrainerPort
 from zeus_plugins.training.trial import TrialInfo
@@ -119,15 +119,19 @@ class Announcer:
             told.insert(0, f"{view.savings.claim}. {view.savings.evidence}".strip())
         self.say(" ".join(told))
 
-    def broken_off(self, trial: TrialInfo, error: BaseException, view: JobView | None) -> None:
+    def broken_off(
+        self, trial: TrialInfo, error: BaseException, view: JobView | None, next_step: str | None = None
+    ) -> None:
         """Report the outcome of a trial that an error ended; `view` is the job on the server after a crash, or None."""
         if trial.is_over:
             return
         consequence = _CONSEQUENCES[outcome_of(error)]
+        if is_refusal_of_size(error) and trial.batch_size != self._plan.job.default_batch_size:
+            consequence = "its batch size is not tried again"
         if view is not None:
             consequence = _after_crash(trial, view)
         ended = f"{trial.name} of job {trial.job_id} was ended by {type(error).__name__}"
-        self.say(f"{ended} after {trial.spent}: {consequence}.")
+        self.say(" ".join(filter(None, (f"{ended} after {trial.spent}: {consequence}.", next_step))))
 
     def _against(self, size: int) -> str:
         """Return a phrase that compares a batch size with the job's default and with the script's own size."""

@@ -76,7 +76,8 @@ class BatchSizeArguments:
             max_per_device_batch_size: Largest batch that fits on one device. For larger batches, the callback
                 increases Lightning's `accumulate_grad_batches` or Hugging Face's `gradient_accumulation_steps`.
             on_failure: After a trial that missed its target, ``"raise"`` `ZeusBSOTrainFailError`, just ``"stop"``, or
-                ``"finish"`` the run at the best known batch size in the same launch (docs/finishing.md).
+                ``"finish"`` the run at the best known batch size in the same launch; after a crash at another size
+                than the script's, at the script's own (docs/finishing.md).
             after_target: At the target, ``"stop"`` the training, or report its cost and ``"continue"`` without
                 measuring to the end that the script sets (docs/target.md).
             watch: Names of further metrics that the training logs, such as ``("val_loss", "test_acc")``. Their last

@@ -30,6 +30,8 @@ TOLERANCE = 0.1
 
 # Number of an epoch's batches that must have the same size before the later batches are assumed to have this size.
 _FIRST = 4
+LONE_SAMPLE = "zeus: the last batch of an epoch, a single sample, is left out: the model has a batch normalisation"
+
 # Packages whose samplers deliver batches of one size, except for the last.
 _EVEN_SAMPLERS = ("torch.", "accelerate.")
 
@@ -67,7 +69,8 @@ def scaled_together(sizes: Sequence[int], largest: int) -> list[int]:
     if any(size * largest % before for size in sizes):
         raise ZeusBSOConfigError(
             f"the train loaders mix {':'.join(map(str, sizes))} samples, which cannot become {largest} in the same "
-            f"proportion: choose batch sizes that are multiples of {before // math.gcd(*sizes)} for each device"
+            f"proportion: choose batch sizes that are multiples of {before // math.gcd(*sizes)} for each device",
+            of_size=True,
         )
     return [size * largest // before for size in sizes]
 
@@ -98,6 +101,26 @@ def resize_loader(
             patches.set_attribute(batcher, "batch_size", size)
     if before is not None and old_size != inner.batch_size:
         _check_length(inner, before, old_size, inner.batch_size)
+
+
+def leave_out_lone_sample(loader: Any, model: Any, patches: Patches) -> bool:
+    """Leave out the last batch of an epoch if it has one sample, which a batch normalisation cannot train.
+
+    Return True if there is such a batch and the model has a batch normalisation.
+    """
+    batcher: Any = getattr(loader, "batch_sampler", None)
+    torch: Any = sys.modules["torch"]
+    if type(batcher) is not torch.utils.data.BatchSampler or batcher.drop_last:
+        return False
+    try:
+        samples = len(batcher.sampler)
+    except TypeError:  # an endless sampler
+        return False
+    has_batch_norm = any(isinstance(each, torch.nn.modules.batchnorm._BatchNorm) for each in model.modules())
+    if not has_batch_norm or samples < batcher.batch_size or samples % batcher.batch_size != 1:
+        return False
+    patches.set_attribute(batcher, "drop_last", True)
+    return True
 
 
 def check_resizable(loader: Any) -> None:
@@ -138,7 +161,8 @@ def _check_length(batcher: Any, before: int | None, old_size: int, new_size: int
     raise ZeusBSOConfigError(
         f"the length of the training data does not follow the batch size: by {name}.__len__, an epoch has {before} "
         f"samples at batch size {old_size} and {after} at {new_size}, so trainers would end it at the wrong place. Let "
-        "__len__ compute the number of batches from the present batch_size"
+        "__len__ compute the number of batches from the present batch_size",
+        of_size=True,
     )
 
 
@@ -181,12 +205,17 @@ def _batchers(loader: Any) -> list[tuple[Any, bool]]:
 class SampleCount:
     """Counts the samples in the batches of one loader.
 
-    Each batch except the last of an epoch should have `expected` samples; `remedy` is the advice in the error.
+    Each batch except the last of an epoch should have `expected` samples; `remedy` is the advice in the error. Batches
+    of different sizes are compared by their mean. If an epoch has too few of them for a mean, the counts of all epochs
+    are pooled, and at the script's own size (`is_own`) the check waits until they are enough.
     """
 
-    def __init__(self, expected: int, remedy: str) -> None:
+    def __init__(self, expected: int, remedy: str, *, is_own: bool = False) -> None:
         self._expected = expected
         self._remedy = remedy
+        self._is_own = is_own
+        self._is_over = False
+        self._earlier: list[int] = []  # batches of earlier epochs with few batches, without the last of each
         self._name = ""
         self._lone_only = False
         self._settles = True
@@ -225,6 +254,7 @@ class SampleCount:
         sizes = self._sizes
         if 0 < len(sizes) < _FIRST:
             self._check_few()
+            self._check_pooled()
         if len(sizes) < _FIRST or self._lone_only or set(sizes[:-1]) == {self._expected}:
             return
         # A sampler over several data sets delivers a smaller last batch for each data set: leave out these batches.
@@ -233,7 +263,15 @@ class SampleCount:
         if abs(mean - self._expected) > TOLERANCE * self._expected:
             raise self._error(f"{mean:.4g} samples on average over {len(sizes)} batches of different sizes")
 
+    def end(self) -> None:
+        """Count and check nothing in later epochs."""
+        self._is_over = True
+
     def _counted(self, batches: Iterator[Any], size_of: Callable[[Any], int | None]) -> Iterator[Any]:
+        if self._is_over:
+            return
+        if len(self._sizes) < _FIRST:
+            self._earlier += self._sizes[:-1] or self._sizes
         sizes: list[int] = []
         self._sizes = sizes
         for batch in batches:
@@ -259,16 +297,27 @@ class SampleCount:
             raise ZeusBSOConfigError(
                 f"the train loader ({self._name}) delivered a single batch of {sizes[0]} samples in place of "
                 f"{expected}: the data set is smaller than the batch; give JobSpec(batch_sizes=…) only sizes that it "
-                "can fill"
+                "can fill",
+                of_size=True,
             )
         is_even = len(set(sizes[:-1])) <= 1 and sizes[-1] <= sizes[0]
         if is_even and self._settles and not self._lone_only and sizes[0] != expected:
             raise self._error(f"{sizes[0]} samples in each batch")
 
+    def _check_pooled(self) -> None:
+        """Check the mean of few batches of a sampler whose batches may differ in size."""
+        counted = self._earlier + (self._sizes[:-1] or self._sizes)
+        if self._settles or self._lone_only or (self._is_own and len(counted) < _FIRST):
+            return
+        mean = sum(counted) / len(counted)
+        if abs(mean - self._expected) > TOLERANCE * self._expected:
+            raise self._error(f"{mean:.4g} samples on average in the batches that could be counted")
+
     def _error(self, delivered: str) -> ZeusBSOConfigError:
         return ZeusBSOConfigError(
             f"the train loader ({self._name}) delivered {delivered}, in place of {self._expected}, though its batch "
-            f"size was set: {self._remedy}"
+            f"size was set: {self._remedy}",
+            of_size=True,
         )
 
 
@@ -380,7 +429,8 @@ class StepCount:
         raise ZeusBSOConfigError(
             f"an optimizer step followed after each {seen} batches in place of {self._accumulation}, so that it did "
             "not train with the batch size that would be reported: leave the accumulation of gradients to the trainer, "
-            "and give each epoch at least as many batches as a step accumulates"
+            "and give each epoch at least as many batches as a step accumulates",
+            of_size=True,
         )
 
     def close(self) -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import logging
 import re
 import sys
 import traceback
 from collections.abc import Callable
 from types import TracebackType
+from typing import Any
 
 from zeus_plugins.client.outbox import OutboxFile, OutboxHeader, default_outbox
 from zeus_plugins.client.port import ServerPort
@@ -57,7 +59,7 @@ def ending_of(error: BaseException | None, *, early_end: str | None = None) -> E
         return Ending(outcome=TrialState.WITHDRAWN, detail=early_end)
     if error is None:
         return Ending(ended_early=True, detail=early_end)
-    return Ending(outcome=outcome_of(error), detail=detail_of(error))
+    return Ending(outcome=outcome_of(error), refused_size=is_refusal_of_size(error), detail=detail_of(error))
 
 
 def outcome_of(error: BaseException) -> EndingState:
@@ -78,6 +80,29 @@ def outcome_of(error: BaseException) -> EndingState:
             return TrialState.INFEASIBLE
         cause = cause.__cause__
     return TrialState.FAILED
+
+
+def is_refusal_of_size(error: BaseException) -> bool:
+    """Return True for an error of this package that another batch size may avoid."""
+    return isinstance(error, ZeusBSOConfigError) and error.of_size
+
+
+def allows_another_size(error: BaseException) -> bool:
+    """Return True if the process may train again, at another batch size, after this exception has ended a training."""
+    is_crash = outcome_of(error) in (TrialState.FAILED, TrialState.INFEASIBLE) and not is_lost_peer(error)
+    return isinstance(error, Exception) and (is_crash or is_refusal_of_size(error))
+
+
+def release_memory(error: BaseException) -> None:
+    """Release the memory of a training that this error has ended."""
+    cause: BaseException | None = error
+    while cause is not None:
+        traceback.clear_frames(cause.__traceback__)  # their variables hold the tensors of the failed step
+        cause = cause.__cause__ or cause.__context__
+    gc.collect()
+    torch: Any = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
 
 
 def study_around() -> str | None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
+from datetime import timedelta
 from functools import partial
 from typing import Any, Literal, Protocol, TypeVar, cast
 
@@ -20,6 +22,9 @@ from zeus_plugins.training.defaults import TrainingFacts
 from zeus_plugins.training.patches import Patches
 
 T = TypeVar("T")
+
+AGREEMENT_S = 10.0
+"""Seconds that a rank waits for the answers of the others in `all_agree`."""
 
 _logger = logging.getLogger("zeus_plugins.energy")
 
@@ -62,6 +67,10 @@ class TrainerPort(Broadcasting, Protocol):
     def epochs_before(self) -> int:
         """Epochs of earlier trainings in this process, if the trainer continues to count from them; otherwise 0."""
 
+    @property
+    def is_in_last_epoch(self) -> bool:
+        """True in the script's last epoch: the trainer ends by itself then, perhaps after an epoch of a callback."""
+
     def train_again(self, epochs: int, patches: Patches, *, keeps_state: bool) -> None:
         """Prepare the trainer to train its model for `epochs` more epochs, at the batch size of the latest `deliver`.
 
@@ -74,8 +83,11 @@ class TrainerPort(Broadcasting, Protocol):
     def keeps_optimizers(self) -> bool:
         """Whether the trainer's next training uses the same optimizers again."""
 
-    def deliver(self, split: BatchSplit, patches: Patches) -> None:
+    def deliver(self, split: BatchSplit, patches: Patches, *, is_own: bool = False) -> None:
         """Set the accumulation and the batch size of the training's loaders; `patches` records the changes.
+
+        At another size than the script's own, a last batch of one sample is left out for models with a batch
+        normalisation.
 
         From then on, a `SampleCount` checks the batches of each epoch. This call and the check raise
         `ZeusBSOConfigError` if the data do not take the batch size that is set.
@@ -86,6 +98,9 @@ class TrainerPort(Broadcasting, Protocol):
 
     def check_samples(self) -> None:
         """Raise `ZeusBSOConfigError` if the mean size of the epoch's batches is not the size that was set."""
+
+    def end_counts(self) -> None:
+        """Check no more batches, as the trial is over."""
 
     def fingerprint(self) -> Fingerprint:
         """Return model, parameters, framework and optimizer of the training, as far as they are known at its start."""
@@ -148,6 +163,25 @@ def decided(ranks: Broadcasting, decide: Callable[[], T]) -> T:
     if failed is not None:
         raise failed
     return cast("T", answer)
+
+
+def all_agree(ranks: Ranks, topic: str, is_able: bool) -> bool:
+    """Return True if every rank makes this call about the same topic, with True, within `AGREEMENT_S` seconds.
+
+    A rank that waits for others in a step cannot take part in a collective call, so that the ranks meet in the store of
+    torch's process group.
+    """
+    if ranks.world_size == 1:
+        return is_able
+    try:
+        store = sys.modules["torch"].distributed.distributed_c10d._get_default_store()
+        answers = [f"zeus/{topic}/{rank}" for rank in range(ranks.world_size)]
+        store.set(answers[ranks.rank], str(int(is_able)))
+        store.wait(answers, timedelta(seconds=AGREEMENT_S))
+        return all(store.get(answer) == b"1" for answer in answers)
+    except Exception as error:
+        _logger.debug("the ranks did not agree about %s: %s", topic, error)
+        return False
 
 
 def splits_of(

@@ -15,8 +15,9 @@ The order of calls, on every rank::
     run.active.watch(values)                        when further metrics are known
     run.active.report_evaluation(metric, epochs)    after each evaluation
     run.active.report_last_epoch(epochs)    after the last epoch
-    run.finished_by(new_port)               after the last epoch; the trainer then trains again with the run that this
-                                            returns, from `scale_learning_rate` on, unless it returns None
+    run.finished_by(new_port, error)        after the last epoch, or after an exception; the trainer then trains again
+                                            with the run that this returns, from `scale_learning_rate` on, unless it
+                                            returns None
     run.finish(error)                       always; then, without an error, run.raise_failure()
 
 `run.active` is None before `begin`, after `finish`, and in a training without a trial: one that continues from a
@@ -46,20 +47,26 @@ from zeus_plugins.training.defaults import JobPlan, JobWish, TrainingFacts, plan
 from zeus_plugins.training.lr_scaling import LrScaling, ScheduleWatch, lr_factor, scale_learning_rate
 from zeus_plugins.training.metrics import EpochCount
 from zeus_plugins.training.outcomes import (
+    allows_another_size,
+    detail_of,
     end_trial_from_another_rank,
+    is_refusal_of_size,
+    release_memory,
     show_in_one_paragraph,
     study_around,
     train_fail_error,
     verdict_at_end,
 )
 from zeus_plugins.training.patches import Patches
-from zeus_plugins.training.port import TrainerPort, TrainingMonitor, decided, splits_of
+from zeus_plugins.training.port import TrainerPort, TrainingMonitor, all_agree, decided, splits_of
 from zeus_plugins.training.session import TrialSession
 from zeus_plugins.training.trial import TrialInfo
 
 T = TypeVar("T")
 
 _logger = logging.getLogger("zeus_plugins")
+
+OWN = "your own batch size"
 
 # Per model, the ids of the jobs that have trained it, with the sum of its weights after the latest trial of each.
 _TRAINED: WeakKeyDictionary[Any, dict[str, float]] = WeakKeyDictionary()
@@ -242,28 +249,42 @@ class TrialRun:
         except Exception:
             _logger.exception("could not clean up after the training")
 
-    def finished_by(self, port: TrainerPort) -> TrialRun | None:
-        """End this run, and begin a trial at the best known size that trains to the target in its place.
+    def finished_by(self, port: TrainerPort, error: Exception | None = None) -> TrialRun | None:
+        """End this run, and begin a trial that trains to the target in its place.
+
+        A run that has missed its target is finished at the best known size. A run that an `error` has ended at a size
+        other than the user's own is trained at the own size, from the first weights, if all ranks can do so; otherwise
+        raise the error.
 
         Return None if the run needs no such trial. All ranks call this method with a new port, when the trainer has
         stopped. Afterwards the trainer is ready to train the job's epochs again, with the same model. If the new trial
-        cannot begin, the launch ends as with the option ``"stop"``.
+        cannot begin, the launch ends as with the option ``"stop"``, or by the error.
         """
         active, record = self.active, self._record
-        if active is None or record is None or not active.is_to_be_finished:
+        if error is not None and (active is None or record is None or not active.outlives(error)):
+            raise error
+        if active is None or record is None or (error is None and not active.is_to_be_finished):
             return None
-        restarts = active.restarts
+        restarts = error is not None or active.restarts
         why_not = port.no_continuation
-        if why_not is None and restarts and active.first_weights is None:
+        if why_not is None and restarts and active.has_started and active.first_weights is None:
             why_not = "the weights are no longer finite numbers, and the first weights were not kept"
+        if error is not None and not all_agree(port, f"{record.trial.name} at {record.trial.batch_size}", not why_not):
+            raise error
         if why_not is not None:
             port.say(f"zeus: this run is not finished at another batch size: {why_not}")
             return None
-        size, known_as = active.best_known_size()
+        size, known_as = (record.job.default_batch_size, OWN) if error is not None else active.best_known_size()
         begins = "trains from the start" if restarts else "continues"
-        self.finish(next_step=f"The training {begins} at {size}, {known_as}.")
-        options = replace(self.options, on_failure="stop")
-        run = TrialRun(self._wish, options, connect=self._client_from)
+        if error is not None:
+            _logger.warning(
+                "the training at batch size %d was ended by %s",
+                *(record.trial.batch_size, detail_of(error)),
+                exc_info=None if is_refusal_of_size(error) else error,
+            )
+            release_memory(error)
+        self.finish(error, next_step=f"The training {begins} at {size}, {known_as}.")
+        run = TrialRun(self._wish, self.options, connect=self._client_from)
         try:
             missed, job = record.trial, record.job
 
@@ -274,12 +295,17 @@ class TrialRun:
             run._weights = TrainedWeights(port.model)
             if restarts and active.first_weights is not None:
                 port.model.load_state_dict(active.first_weights)
+            if run.active is not None:
+                run.active.first_weights = active.first_weights  # if this trial crashes, too, at the best known size
             port.train_again(job.max_epochs, run.patches, keeps_state=not restarts)
-        except Exception as error:
-            run.finish(error)
-            _logger.warning("the run is not finished at batch size %d: %s", size, error)
-            return None
-        return run
+        except Exception as failure:
+            run.finish(failure)
+            _logger.warning("the run is not finished at batch size %d: %s", size, failure)
+        else:
+            return run
+        if error is not None:
+            raise error
+        return None
 
     def raise_failure(self) -> None:
         """Raise `ZeusBSOTrainFailError` if the trial missed its target and the options ask for the error.
@@ -349,11 +375,11 @@ class TrialRun:
 
         A trial that `finishes` a run leaves the hyperparameters in trackers as they are, because some refuse changes.
         """
-        active = ActiveRun(self, port, plan, epochs, begin)
+        active = ActiveRun(self, port, plan, epochs, begin, finishes=finishes)
         self.active, self._record = active, active.record
         size = active.record.trial.batch_size
-        port.deliver(self._splits(port, [size])[size], self.patches)
-        active.announce(finishes=finishes)
+        port.deliver(self._splits(port, [size])[size], self.patches, is_own=active.record.is_at_own_size)
+        active.announce()
 
     def _splits(
         self, port: TrainerPort, batch_sizes: Sequence[int], facts: TrainingFacts | None = None
@@ -375,8 +401,12 @@ class ActiveRun:
         plan: JobPlan,
         epochs: EpochCount,
         begin: Callable[[TrialSession], object],
+        *,
+        finishes: bool = False,
     ) -> None:
         options = run.options
+        self._finishes = finishes
+        self.has_started = False
         self._port = port
         self._connect = run.connect
         self._options = options
@@ -425,14 +455,21 @@ class ActiveRun:
     def is_to_be_finished(self) -> bool:
         """True if the run has missed its target, the options ask to finish it, and another size may reach the target.
 
-        A run that used all its epochs at the user's own size has done the script's own work.
+        A run that used all its epochs at the user's own size has done the script's own work. A run that finishes
+        another one is the launch's last.
         """
         record, verdict = self.record, self.record.trial.verdict
-        if self._options.on_failure != "finish" or not record.takes_reports:
+        if self._options.on_failure != "finish" or not record.takes_reports or self._finishes:
             return False
         if verdict is None or not verdict.stop_train or verdict.converged:
             return False
         return not (record.is_at_own_size and verdict.reason is EndReason.MAX_EPOCHS_REACHED)
+
+    def outlives(self, error: Exception) -> bool:
+        """Return True if the user's own batch size may train although this error has ended the trial."""
+        record = self.record
+        is_asked = self._options.on_failure == "finish" and record.takes_reports and not record.trial.converged
+        return is_asked and not record.is_at_own_size and allows_another_size(error)
 
     @property
     def restarts(self) -> bool:
@@ -445,16 +482,16 @@ class ActiveRun:
         def decide(session: TrialSession) -> tuple[int, str]:
             best = None if session.job_view is None else session.job_view.best_batch_size
             if best is None:
-                return self.record.job.default_batch_size, "your own batch size"
+                return self.record.job.default_batch_size, OWN
             return best, "the best known batch size"
 
         return self._decided_with(decide)
 
-    def announce(self, *, finishes: bool = False) -> None:
-        """Report the chosen batch size to the user; of a trial that `finishes` a run, not to the trackers."""
+    def announce(self) -> None:
+        """Report the chosen batch size to the user; of a trial that finishes a run, not to the trackers."""
         if self.record.takes_reports:
             place = "" if self._session is None else self._session.place
-            self._announcer.begun(self.record.trial, place, to_trackers=not finishes)
+            self._announcer.begun(self.record.trial, place, to_trackers=not self._finishes)
 
     def scale_learning_rate(self) -> None:
         """Scale the rates of all optimizers and schedulers as the options say."""
@@ -511,6 +548,7 @@ class ActiveRun:
             self._schedules.compare(counts, steps, steps * self.record.trial.batch_size / self._own_size)
         optimizers, _ = port.optimizers()
         self.steps = StepCount(optimizers, port.accumulation)
+        self.has_started = True
         self._keep_first_weights()
         self._monitors.synchronize()
         if self.record.takes_reports:
@@ -519,6 +557,8 @@ class ActiveRun:
 
     def check(self) -> None:
         """Raise `ZeusBSOConfigError` if the batch size in force is not the size that will be reported."""
+        if not self.is_reporting:
+            return
         port, batch_size = self._port, self.record.trial.batch_size
         expected = batch_size / (port.devices * port.accumulation)
         delivered = port.delivered()
@@ -527,7 +567,8 @@ class ActiveRun:
             raise ZeusBSOConfigError(
                 f"the train loaders deliver [{sizes}] samples per batch instead of {expected:g} (batch size "
                 f"{batch_size} over {port.devices} devices × {port.accumulation} accumulated batches): something "
-                "set another size after the callback had set it"
+                "set another size after the callback had set it",
+                of_size=True,
             )
 
     def report_evaluation(
@@ -561,8 +602,12 @@ class ActiveRun:
         record.trial = self._decided_with(reported)
         if record.trial != before:
             self._announcer.reported(record.trial)
-        if record.trial.is_over and not self.is_beyond_target:
-            self._port.stop()
+        if record.trial.is_over:
+            self._port.end_counts()
+            verdict = record.trial.verdict
+            has_all_epochs = verdict is not None and verdict.reason is EndReason.MAX_EPOCHS_REACHED
+            if not (self.is_beyond_target or (has_all_epochs and self._port.is_in_last_epoch)):
+                self._port.stop()
 
     def report_last_epoch(self, epochs: float) -> None:
         """Report the end of a training whose last evaluation was before its last epoch, with the latest metric.
@@ -574,7 +619,8 @@ class ActiveRun:
         if metric is None and self.is_reporting and epochs >= self.record.job.max_epochs:
             raise ZeusBSOConfigError(
                 f"the training ended after {epochs:g} epochs at batch size {trial.batch_size} without an evaluation, "
-                "and had nothing to report: evaluate at least once in an epoch"
+                "and had nothing to report: evaluate at least once in an epoch",
+                of_size=True,
             )
         if metric is not None and epochs >= self.record.job.max_epochs > (trial.epoch or 0):
             self.report_evaluation(lambda: metric, epochs, is_repeated=True)
@@ -610,7 +656,7 @@ class ActiveRun:
                     went_on = self._trains_on and self.is_beyond_target
                     self._announcer.ended(record.trial, session.job_view, went_on=went_on, next_step=next_step)
                 else:
-                    self._announcer.broken_off(record.trial, error, session.job_view)
+                    self._announcer.broken_off(record.trial, error, session.job_view, next_step)
             elif record.takes_reports and error is not None:
                 with self._connect() as client:
                     end_trial_from_another_rank(client, record.trial, error, self._sender)
@@ -630,7 +676,7 @@ class ActiveRun:
         record, options = self.record, self._options
         if options.on_failure != "finish" or not record.takes_reports or self._port.no_continuation is not None:
             return
-        if not record.is_at_own_size:
+        if not record.is_at_own_size and self.first_weights is None:
             state = self._port.model.state_dict()
             self.first_weights = {
                 name: value.detach().to("cpu", copy=True) if hasattr(value, "detach") else copy.deepcopy(value)

@@ -1,0 +1,231 @@
+"""Trainings from public reports, ten nights in a row with `on_failure="finish"`: no night ends without a model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Sampler
+
+from tests.support.frameworks import TRAIN_IMAGES, FrameworkBench, Training, Work
+from tests.support.lightning_bench import digits as lightning_digits
+from tests.support.servers import ServerProcess
+from zeus_plugins.client import client_from_environment
+from zeus_plugins.protocol import GP_VOI, EndReason, JobView, Origin, TrialState
+
+OWN = 16
+NIGHTS = 10
+SCORES = (0.5, 1.0)  # the target is 0.9, and a training has two epochs
+
+MakeTraining = Callable[[Any, Work], Training]
+
+
+@pytest.fixture(name="bench")
+def make_bench_without_server(kind: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> FrameworkBench:
+    monkeypatch.delenv("ZEUS_SERVER_URL", raising=False)
+    monkeypatch.setenv("ZEUS_BSO_DATABASE_URL", f"sqlite:///{tmp_path / 'bso.sqlite3'}")
+    made: FrameworkBench = kind(cast("ServerProcess", None), "digits-1", tmp_path / "training")
+    return made
+
+
+def view(bench: FrameworkBench) -> JobView:
+    with client_from_environment() as client:
+        return client.show_job(bench.job_id)
+
+
+def ten_nights(bench: FrameworkBench, make: MakeTraining, *, sizes: tuple[int, ...], **spec: Any) -> JobView:
+    """Train each night, check that the night ends with a model and reports the size that it trained; return the job."""
+    spec = {"target": 0.9, "default_batch_size": OWN, "max_epochs": 2, "policy": GP_VOI} | spec
+    job = bench.job(batch_sizes=sizes, **spec)
+    for _ in range(NIGHTS):
+        work = Work()
+        callback = bench.BatchSize(job, "score", energy_monitor=work.monitor, on_failure="finish")
+        training = make(callback, work)
+        training.train()
+        assert all(bool(each.isfinite().all()) for each in training.model.parameters())
+        assert callback.trial.is_over
+        assert callback.trial.batch_size in training.sizes
+        assert training.left_behind(callback) == []
+    job_view = view(bench)
+    assert {trial.batch_size for trial in job_view.trials} > {job.default_batch_size}
+    return job_view
+
+
+def tries_without_result(job: JobView) -> dict[int, list[TrialState]]:
+    """Return the states of the trials without a result, by batch size."""
+    found: dict[int, list[TrialState]] = {}
+    for trial in job.trials:
+        if trial.state in (TrialState.FAILED, TrialState.INFEASIBLE, TrialState.WITHDRAWN):
+            found.setdefault(trial.batch_size, []).append(trial.state)
+    return found
+
+
+class AtMost(nn.Linear):
+    """A layer that is written for few rows, as in finetrainers #132."""
+
+    error: type[Exception] = ValueError
+
+    def forward(self, images: Tensor) -> Tensor:
+        if self.training and len(images) > 40:
+            raise self.error(f"expected at most 40 rows, got {len(images)}")
+        return super().forward(images)
+
+
+class MemoryForFew(AtMost):
+    error = torch.OutOfMemoryError
+
+
+@pytest.mark.parametrize("layer", [AtMost, MemoryForFew])
+def test_crash_at_other_size_is_trained_at_own_size(bench: FrameworkBench, layer: type[nn.Linear]) -> None:
+    def make(callback: Any, work: Work) -> Training:
+        training = bench.training(callback, work=work, epochs=2, scores=SCORES)
+        training.model.network = layer(64, 10)
+        return training
+
+    job = ten_nights(bench, make, sizes=(OWN, 48, 84))
+    failed = tries_without_result(job)
+    assert set(failed) <= {48, 84}
+    assert 1 <= max(map(len, failed.values())) <= 2
+    after = job.trials[[trial.batch_size in failed for trial in job.trials].index(True) + 1]
+    assert (after.batch_size, after.origin, after.state) == (OWN, Origin.FINISH, TrialState.COMPLETED)
+
+
+def test_crash_in_middle_of_training_restores_first_weights(
+    bench: FrameworkBench, caplog: pytest.LogCaptureFixture
+) -> None:
+    job = bench.job(batch_sizes=(OWN, 48), default_batch_size=OWN, max_epochs=2)
+    models: list[Any] = []
+    seen: list[Tensor] = []
+
+    def note() -> None:
+        seen.append(models[-1].network.weight.detach().clone())
+
+    # At 48, the error comes in the second epoch, and the next batch is the first one at the own size.
+    crash = {1: note, 6: RuntimeError("the user's own"), 7: note}
+    for events, scores in (({}, (0.5, 1.0)), (crash, (-1.0,))):
+        work = Work(events)
+        callback = bench.BatchSize(job, "score", energy_monitor=work.monitor, on_failure="finish")
+        training = bench.training(callback, work=work, epochs=2, scores=scores)
+        models.append(training.model)
+        training.train()
+    assert training.sizes == [48] * 3 + [24] + [48] * 2 + [OWN] * 10 + [8] + [OWN] * 10 + [8]
+    assert torch.equal(*seen)
+    assert "the user's own" in caplog.text
+    assert "Traceback" in caplog.text
+    _, crashed, finishing = view(bench).trials
+    assert (crashed.state, crashed.end_reason, crashed.batch_size) == (TrialState.FAILED, EndReason.CRASHED, 48)
+    assert (finishing.state, finishing.batch_size, finishing.epochs) == (TrialState.EXHAUSTED, OWN, 2)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("the user's own"), SystemExit(143)], ids=["crash", "signal"])
+def test_crash_at_own_size_and_signal_at_any_size_are_raised(bench: FrameworkBench, error: BaseException) -> None:
+    job = bench.job(batch_sizes=(OWN, 48), default_batch_size=OWN)
+    is_signal = isinstance(error, SystemExit)
+    for events in ({}, {2: error}) if is_signal else ({2: error},):
+        work = Work(events)
+        callback = bench.BatchSize(job, "score", energy_monitor=work.monitor, on_failure="finish")
+        training = bench.training(callback, work=work)
+        if events:
+            with pytest.raises(type(error)) as raised:
+                training.train()
+            assert raised.value is error
+        else:
+            training.train()
+    assert callback.trial.batch_size == (48 if is_signal else OWN)
+
+
+class ClassesByItems(Sampler[list[int]]):
+    """P classes × K samples: always 24 images, whatever `batch_size` says; each epoch has the declared length."""
+
+    def __init__(self, batch_size: int = 24) -> None:
+        self.batch_size = batch_size
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for number in range(len(self)):
+            yield [(24 * number + index) % TRAIN_IMAGES for index in range(24)]
+
+    def __len__(self) -> int:
+        return -(-TRAIN_IMAGES // self.batch_size)
+
+
+def with_sampler(bench: FrameworkBench, callback: Any, work: Work, sampler: Any) -> Training:
+    """Return a training on batches of this sampler."""
+    if bench.HAS_LOGGER:
+        data = DataLoader(lightning_digits()[0], batch_sampler=sampler)
+        return bench.training(callback, work=work, epochs=2, scores=SCORES, data=data)
+    from transformers import Trainer
+
+    class WithSampler(Trainer):
+        def get_train_dataloader(self) -> Any:
+            data: Any = self.train_dataset
+            return self.accelerator.prepare(DataLoader(data, batch_sampler=sampler, collate_fn=self.data_collator))
+
+    return bench.training(callback, work=work, epochs=2, scores=SCORES, size=24, kind=WithSampler)
+
+
+def test_size_that_sampler_ignores_is_left_out_after_one_try(bench: FrameworkBench) -> None:
+    job = ten_nights(
+        bench,
+        lambda callback, work: with_sampler(bench, callback, work, ClassesByItems()),
+        sizes=(12, 24, 84, 168),
+        default_batch_size=24,
+    )
+    failed = tries_without_result(job)
+    assert failed
+    assert all(states == [TrialState.INFEASIBLE] for states in failed.values())
+    assert {trial.batch_size for trial in job.trials if trial.state is TrialState.COMPLETED} == {24}
+    refused = next(trial for trial in job.trials if trial.batch_size in failed)
+    assert refused.end_reason is EndReason.REFUSED
+    assert f"{refused.batch_size} cannot be trained as configured" in (refused.message or "")
+    assert {arm.batch_size: arm.infeasible for arm in job.arms}[refused.batch_size] is EndReason.REFUSED
+
+
+def test_size_without_evaluation_is_left_out_after_one_try(bench: FrameworkBench) -> None:
+    if bench.HAS_LOGGER:
+        pytest.skip("eval_delay is an argument of Hugging Face's Trainer")
+
+    def make(callback: Any, work: Work) -> Training:
+        return bench.training(callback, work=work, epochs=2, scores=SCORES, validate_every=2, eval_delay=9)
+
+    job = ten_nights(bench, make, sizes=(8, OWN, 48, 84))
+    failed = tries_without_result(job)
+    assert failed
+    assert set(failed) <= {48, 84}
+    assert all(states == [TrialState.INFEASIBLE] for states in failed.values())
+
+
+@pytest.mark.parametrize("is_ours", [True, False])
+def test_own_size_trains_bit_equal_to_a_training_without_callback(bench: FrameworkBench, is_ours: bool) -> None:
+    """Compare both trainings of one seed; `is_ours` only names the first of them."""
+    weights = []
+    for has_callback in (is_ours, not is_ours):
+        torch.manual_seed(5)
+        work = Work()
+        job = bench.job(target=2.0, batch_sizes=(OWN, 48), default_batch_size=OWN, max_epochs=2)
+        callbacks = [bench.BatchSize(job, "score", energy_monitor=work.monitor, on_failure="finish")]
+        training = bench.training(*callbacks * has_callback, work=work, epochs=2)
+        training.train()
+        weights.append(training.model.network.weight)
+    assert torch.equal(*weights)
+
+
+def test_lone_sample_of_last_batch_is_left_out_at_other_sizes(
+    bench: FrameworkBench, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As in geo-deep-learning #113: 161 images are a multiple of 8, 20 and 32, and one more, but not of 14."""
+    lone = []
+
+    def make(callback: Any, work: Work) -> Training:
+        training = bench.training(callback, work=work, epochs=2, scores=SCORES, size=14, samples=161)
+        training.model.network = nn.Sequential(nn.Linear(64, 8), nn.BatchNorm1d(8), nn.Linear(8, 10))
+        lone.append(training)
+        return training
+
+    job = ten_nights(bench, make, sizes=(8, 14, 20, 32), default_batch_size=14)
+    assert tries_without_result(job) == {}
+    assert all(trial.origin is not Origin.FINISH for trial in job.trials)
+    assert {sum(training.sizes[: len(training.sizes) // 2]) for training in lone} == {160, 161}
+    assert "the last batch of an epoch, a single sample, is left out" in caplog.text + capsys.readouterr().err
