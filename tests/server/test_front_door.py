@@ -542,22 +542,18 @@ threading.Event().wait()
 
 @pytest.mark.slow
 class TestProcesses:
-    def test_incomplete_body_does_not_keep_a_server_from_ending(self, server: ServerProcess) -> None:
-        with connection_to(server, HALF_A_BODY % b"jobs"):
-            assert server.process is not None
-            server.process.terminate()
-            # Shorter than the time limit of such a body, so that its timeout ends nothing here.
-            assert server.process.wait(timeout=Settings().read_timeout_s - 1) == -signal.SIGTERM
-
-    def test_hanging_database_does_not_keep_a_server_from_ending(self, server: ServerProcess, tmp_path: Path) -> None:
+    def test_incomplete_body_and_hanging_database_do_not_keep_a_server_from_ending(
+        self, server: ServerProcess, tmp_path: Path
+    ) -> None:
         with closing(sqlite3.connect(tmp_path / "bso.sqlite3", isolation_level=None)) as other:
             other.execute("BEGIN IMMEDIATE")
             body = json.dumps(job()).encode()
             head = b"POST /jobs HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(body)
-            with connection_to(server, head + body):
+            with connection_to(server, HALF_A_BODY % b"jobs"), connection_to(server, head + body):
                 assert server.process is not None
                 server.process.terminate()
-                server.process.wait(timeout=PATIENCE_S)
+                # Shorter than the time limit of such a body, so that its timeout ends nothing here.
+                assert server.process.wait(timeout=Settings().read_timeout_s - 1) == -signal.SIGTERM
             other.execute("ROLLBACK")
 
     @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="there is no SIGKILL here")
