@@ -129,8 +129,8 @@ def test_token_must_allow_trials(ask: Any, server: ServerProcess) -> None:
 )
 def test_foreign_server_is_reported(ask: Any, answer: int, level: str, says: str) -> None:
     # Wording of FastAPI, the framework of Zeus's server.
-    with answering(answer, b'{"detail": "Not Found"}') as (port, _):
-        found = ask(ZEUS_SERVER_URL=f"http://127.0.0.1:{port}").only("server")
+    with answering(answer, b'{"detail": "Not Found"}') as server:
+        found = ask(ZEUS_SERVER_URL=server.url).only("server")
     assert found[0] == level
     assert says in found[1]
 

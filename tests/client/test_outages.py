@@ -6,16 +6,16 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 from sqlalchemy.engine import make_url
 
+from tests.support.answering import answering
 from tests.support.databases import POSTGRES_URL, administer, empty_database
 from tests.support.disks import fill, small_disk
-from tests.support.impostors import Impostor
 from tests.support.outage_training import DEFAULT_SIZE, EPOCHS, TRAININGS, train
 from tests.support.servers import ServerProcess
 from zeus_plugins.cli import main
@@ -38,7 +38,7 @@ class Site:
 
     server: ServerProcess
     outbox: Outbox
-    impostor: Impostor | None = None
+    impostor: ExitStack = field(default_factory=ExitStack)
 
     def is_killed(self) -> None:
         self.server.kill()
@@ -56,10 +56,9 @@ class Site:
 
     def answers_500(self) -> None:
         self.server.kill()
-        self.impostor = Impostor(500, self.server.port)
+        self.impostor.enter_context(answering(500, port=self.server.port))
 
     def is_mended(self) -> None:
-        assert self.impostor is not None
         self.impostor.close()
         self.server.start()
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.answering import answering
 from tests.support.fake_trainer import failing
-from tests.support.impostors import Impostor
 from tests.support.outboxes import TRIAL, evaluation, items_of, left_by, sender, taken_from
 from zeus_plugins import files
 from zeus_plugins.cli import main
@@ -173,7 +173,7 @@ def test_damage_marks_no_waiting_result_as_delivered(outbox: Outbox, line: int, 
 def test_sync_sends_the_token_only_to_the_configured_server(
     outbox: Outbox, by_environment: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with Impostor(404) as ours, Impostor(404) as other:
+    with answering(404) as ours, answering(404) as other:
         for number, server in enumerate((ours, other), 1):
             left_by(outbox, sender(TRIAL.model_copy(update={"trial_number": number}), url=server.url), evaluation(1))
         monkeypatch.setenv("ZEUS_SERVER_URL", f"{ours.url}/")
@@ -192,7 +192,7 @@ def test_token_without_a_server_is_sent_nowhere(
     outbox: Outbox, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delenv("ZEUS_SERVER_URL", raising=False)
-    with Impostor(404) as other:
+    with answering(404) as other:
         left_by(outbox, sender(url=other.url), evaluation(1))
         main(["sync", "--token", "s3cret"])
         assert other.tokens == [None]
@@ -200,7 +200,7 @@ def test_token_without_a_server_is_sent_nowhere(
 
 
 def test_token_is_sent_to_the_servers_named_by_the_user(outbox: Outbox, capsys: pytest.CaptureFixture[str]) -> None:
-    with Impostor(404) as ours:
+    with answering(404) as ours:
         left_by(outbox, sender(url="http://old.invalid"), evaluation(1))
         main(["sync", "--token", "s3cret", "--server-url", ours.url])
         assert ours.tokens == ["Bearer s3cret"]

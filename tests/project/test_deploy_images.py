@@ -357,11 +357,11 @@ class TestTheHealthCheck:
     def test_health_check_repeats_the_servers_status(
         self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], status: int, result: int
     ) -> None:
-        with answering(status, b"the database is full") as (port, asked):
-            monkeypatch.setenv("ZEUS_BSO_SERVER_PORT", str(port))
+        with answering(status, b"the database is full") as received:
+            monkeypatch.setenv("ZEUS_BSO_SERVER_PORT", str(received.port))
             monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
             assert healthcheck() == result
-        assert asked == ["/health/ready"]
+        assert received.paths == ["/health/ready"]
         assert capsys.readouterr().out == ("" if result == 0 else "503: the database is full\n")
 
     def test_health_check_reports_an_unreachable_server(

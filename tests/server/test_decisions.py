@@ -158,6 +158,8 @@ async def test_repeated_request_returns_the_same_trial_despite_a_concurrent_dupl
     assert len(interruptions.seen) == 2  # in the two first requests
 
 
+# Copies of jobs on each database draw alike in test_exports.py.
+@pytest.mark.parametrize("database_url", ["sqlite"], indirect=True, scope="module")
 async def test_random_draws_continue_from_the_last_saved_decision(store: Store, interruptions: Interruptions) -> None:
     """A job with repeatedly outdated decisions decides like its undisturbed twin."""
     fields = {"policy": ZEUS, "mab_seed": 3, "mab_num_explorations": 1, "batch_sizes": [8, 16, 32, 64]}

@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.support.databases import MYSQL, POSTGRESQL, empty_database
+from tests.support.databases import EACH_ONCE, empty_database
 from tests.support.exports import Lines, decoded, encoded, export_over, import_over, renamed
 from tests.support.servers import ServerProcess, bso_server, free_port, serving
 from tests.support.zeus_jobs import ZEUS_JOB, Player
@@ -23,7 +23,7 @@ from tests.support.zeus_tables import DRAWING, EXPLORING, SCRIPT, fill, import_z
 from tests.zeus_peer.peer import Peer
 
 
-@pytest.fixture(scope="module", params=["sqlite", POSTGRESQL, MYSQL])
+@pytest.fixture(scope="module", params=EACH_ONCE)
 def zeus_url(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Database of a Zeus server with both jobs, on each kind in turn."""
     with empty_database(request.param, tmp_path_factory.mktemp("zeus")) as url:

@@ -4,17 +4,33 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 
+@dataclass
+class Received:
+    """Paths and ``Authorization`` headers of the requests so far, to a server at this port."""
+
+    port: int
+    paths: list[str] = field(default_factory=list)
+    tokens: list[str | None] = field(default_factory=list)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+
 @contextmanager
-def responding(answer: Callable[[str, str, bytes], tuple[int, bytes]]) -> Iterator[int]:
-    """Answer each request by its method, path and body with a status and JSON; yield the server's port."""
+def responding(answer: Callable[[str, str, bytes], tuple[int, bytes]], port: int = 0) -> Iterator[Received]:
+    """Answer each request by its method, path and body with a status and JSON."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             content = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            received.paths.append(self.path)
+            received.tokens.append(self.headers.get("Authorization"))
             status, body = answer(self.command, self.path, content)
             self.send_response(status)
             self.send_header("Content-Type", "application/json")
@@ -27,24 +43,17 @@ def responding(answer: Callable[[str, str, bytes], tuple[int, bytes]]) -> Iterat
         def log_message(self, *_: object) -> None:
             pass
 
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
+    with ThreadingHTTPServer(("127.0.0.1", port), Handler) as server:
+        received = Received(server.server_port)
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
         try:
-            yield server.server_port
+            yield received
         finally:
             server.shutdown()
             thread.join()
 
 
-@contextmanager
-def answering(status: int, body: bytes) -> Iterator[tuple[int, list[str]]]:
-    """Answer every request in the same way; yield the server's port, and the paths of the requests so far."""
-    asked: list[str] = []
-
-    def answer(_method: str, path: str, _content: bytes) -> tuple[int, bytes]:
-        asked.append(path)
-        return status, body
-
-    with responding(answer) as port:
-        yield port, asked
+def answering(status: int, body: bytes = b"", port: int = 0) -> AbstractContextManager[Received]:
+    """Answer every request in the same way."""
+    return responding(lambda *_: (status, body), port)

@@ -24,6 +24,8 @@ MYSQL = pytest.param("mysql", marks=pytest.mark.mysql)
 AIOSQLITE = pytest.param("sqlite+aiosqlite", marks=pytest.mark.aiosqlite)
 DATABASES = ("sqlite", AIOSQLITE, POSTGRESQL, MYSQL)
 """The kinds of databases, and both ways to SQLite, as parameters of the fixture `database_url`."""
+EACH_ONCE = ("sqlite", POSTGRESQL, MYSQL)
+"""The kinds of databases, for tests of many examples, which a second way to SQLite would repeat."""
 
 SQLITE_DRIVERS = ("sqlite", "sqlite+aiosqlite")
 """Starts of the URLs of a SQLite file, for tests about SQLite alone."""

@@ -318,8 +318,8 @@ def listening_double() -> Iterator[tuple[ContractDouble, str]]:
         answered = double(httpx.Request(method, f"http://bso{path}", content=content))
         return answered.status_code, answered.content
 
-    with responding(answer) as port:
-        yield double, f"http://127.0.0.1:{port}"
+    with responding(answer) as server:
+        yield double, server.url
 
 
 PROGRAM = """
