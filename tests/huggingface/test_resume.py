@@ -53,7 +53,7 @@ def test_resumed_training_continues_trial(
     checkpoint = bench.checkpoint(step)
     callback, watch = bench.callback(job, lr_scaling="linear"), Watch()
     trainer = bench.trainer(callback, watch, scores=(0.1, 0.9), **(RESUMABLE | saving))
-    trainer.train(resume_from_checkpoint=str(checkpoint) if named else True)
+    trainer.train(str(checkpoint)) if named else trainer.train(resume_from_checkpoint=True)
     assert (callback.trial.trial_number, callback.trial.batch_size) == (2, NEXT_SIZE)
     assert (trainer.state.max_steps, trainer.state.global_step) == (28, last_step)
     assert sizes_of(trainer) == [NEXT_SIZE] * (last_step - step)

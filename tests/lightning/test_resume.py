@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import signal
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 
-from tests.support import resumed_training as script
 from tests.support import warm
 from tests.support.frameworks import Work
-from tests.support.job_bench import NEVER, NEXT_SIZE
+from tests.support.job_bench import NEVER, NEXT_SIZE, CountingMonitor
 from tests.support.lightning_bench import (
     QUIET,
     RESUMES,
@@ -27,9 +28,17 @@ from tests.support.lightning_bench import (
     train_loader,
 )
 from tests.support.servers import ServerProcess
+from tests.support.versions import WEIGHTS_ONLY
+from zeus_plugins import JobSpec
 from zeus_plugins.client.http import BsoClient
 from zeus_plugins.errors import ZeusBSOOperationOrderError
+from zeus_plugins.lightning import ZeusBSOCallback
 from zeus_plugins.protocol import TrialState, TrialView
+
+EPOCHS = 4
+BATCH_SIZE = 48
+RATE = 0.1
+
 
 pytestmark = [*QUIET, *RESUMES]
 
@@ -40,9 +49,47 @@ STEPS_OF_48 = 4
 # Real signals to real processes
 
 
+def halved_each_epoch(optimizer: torch.optim.Optimizer, steps: int) -> torch.optim.lr_scheduler.StepLR:
+    return torch.optim.lr_scheduler.StepLR(optimizer, step_size=steps // EPOCHS, gamma=0.5)
+
+
+def main(server_url: str, job_id: str, folder: str, number: str) -> None:
+    """Train as a script that resumes from its last checkpoint, and sends itself a signal in its third epoch."""
+    torch.set_num_threads(1)
+    job = JobSpec(
+        job_id=job_id,
+        job_id_prefix="digits",
+        batch_sizes=(BATCH_SIZE, 2 * BATCH_SIZE),
+        default_batch_size=2 * BATCH_SIZE,
+        target_metric=0.9,
+        max_epochs=EPOCHS,
+    )
+    module = Classifier(0.1, 0.2, 0.3, 0.9, learning_rate=RATE, scheduler=halved_each_epoch)
+    monitor = CountingMonitor(lambda: module.work.batches)
+    callback = ZeusBSOCallback(job, "score", server_url=server_url, lr_scaling="linear", energy_monitor=monitor)
+    if int(number):
+        module.work = Work({6: lambda: os.kill(os.getpid(), int(number))})
+    savers = [ModelCheckpoint(folder, save_last=True)]
+    if int(number) == signal.SIGTERM:
+        savers.append(OnExceptionCheckpoint(folder))
+    trainer = quiet_trainer(callback, *savers, max_epochs=EPOCHS, enable_checkpointing=True)
+    seen: dict[str, Any] = {"left": "normally"}
+    try:
+        trainer.fit(module, train_loader(), ckpt_path="last", **WEIGHTS_ONLY)
+    except SystemExit as leaving:
+        seen["left"] = type(leaving).__name__
+    seen |= {
+        "sizes": module.seen_sizes,
+        "rates": module.seen_rates,
+        "steps": trainer.global_step,
+        "trial": callback.trial.model_dump(mode="json"),
+    }
+    Path(folder, "seen.json").write_text(json.dumps(seen))
+
+
 def run_script(server: ServerProcess, folder: Path, number: int) -> tuple[int, str]:
     """Return the exit status and the output of a training that sends itself this signal, or none if it is 0."""
-    command = ["tests.support.resumed_training", server.url, JOB_ID, str(folder), str(int(number))]
+    command = ["tests.lightning.test_resume", server.url, JOB_ID, str(folder), str(int(number))]
     training = warm.start(*command, modules=warm.LIGHTNING, output=folder / "output")
     return training.wait(warm.LIMIT_S), (folder / "output").read_text()
 
@@ -60,8 +107,8 @@ def seen_in(folder: Path) -> dict[str, Any]:
 
 def rates_of(steps: range) -> list[float]:
     """Return the default size's rate, halved each epoch; the job's first trial has the default size."""
-    per_epoch = -(-TRAIN_IMAGES // (2 * script.BATCH_SIZE))
-    return [script.RATE * 0.5 ** (step // per_epoch) for step in steps]
+    per_epoch = -(-TRAIN_IMAGES // (2 * BATCH_SIZE))
+    return [RATE * 0.5 ** (step // per_epoch) for step in steps]
 
 
 def test_training_killed_without_warning_resumes_same_trial(server: ServerProcess, tmp_path: Path) -> None:
@@ -172,3 +219,7 @@ def test_callback_is_idle_while_checkpoint_is_evaluated(bench: Bench, tmp_path: 
     with pytest.raises(ZeusBSOOperationOrderError):
         _ = callback.trial
     assert bench.only_trial().state is TrialState.SUSPENDED
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

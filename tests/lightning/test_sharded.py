@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from tests.support import ROOT
 from tests.support.job_bench import EPOCH_OF_24, EPOCH_OF_48
-from tests.support.lightning_bench import Bench, Classifier, quiet_trainer
+from tests.support.lightning_bench import Bench, Classifier, HardCodedData, Loader, quiet_trainer, train_loader
+from tests.support.process_end import leave
 from tests.support.ranks import run_ranks
 from tests.support.warm import LIGHTNING
+from zeus_plugins.errors import ZeusBSOError
 from zeus_plugins.protocol import TrialState
 
 
@@ -29,7 +37,7 @@ def test_model_spread_over_processes_trains_at_size_of_server(
 ) -> None:
     arguments = [bench.server.url, bench.job_id, str(tmp_path), str(data_parallel), str(tensor_parallel)]
     output = tmp_path / "output"
-    ended = run_ranks("tests.support.lightning_sharded", *arguments, modules=LIGHTNING, output=output)
+    ended = run_ranks("tests.lightning.test_sharded", *arguments, modules=LIGHTNING, output=output)
     assert ended == [0, 0], output.read_text()
     assert [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)] == [sizes] * 2
     assert bench.only_trial().state is TrialState.COMPLETED
@@ -37,7 +45,7 @@ def test_model_spread_over_processes_trains_at_size_of_server(
 
 @pytest.mark.slow
 def test_spawned_processes_share_trial(bench: Bench, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "tests.support.lightning_spawned", bench.server.url, bench.job_id, str(tmp_path)]
+    command = [sys.executable, "-m", "tests.lightning.test_sharded", bench.server.url, bench.job_id, str(tmp_path)]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=240)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     for rank in range(2):
@@ -59,3 +67,65 @@ def test_deepspeed_needs_gpu() -> None:
     pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
     with pytest.raises(RuntimeError, match="only supported on CUDA GPUs"):
         quiet_trainer(strategy=DeepSpeedStrategy()).fit(Classifier())
+
+
+# The trainings: ``python -m tests.lightning.test_sharded SERVER_URL JOB_ID FOLDER [DATA_PARALLEL TENSOR_PARALLEL]``.
+
+
+class Sharded(Classifier):
+    """Module with weights sharded over the data-parallel processes, or a layer split over the others."""
+
+    def configure_model(self) -> None:
+        meshes = self.device_mesh
+        assert meshes is not None
+        if meshes["data_parallel"].size() > 1:
+            fully_shard(self.network, mesh=meshes["data_parallel"])
+        else:
+            cut = ColwiseParallel(output_layouts=Replicate())
+            parallelize_module(self.network, meshes["tensor_parallel"], cut)
+
+    def train_dataloader(self) -> Loader:
+        return train_loader()
+
+
+def train_sharded(server_url: str, job_id: str, folder: str, data_parallel: str, tensor_parallel: str) -> None:
+    """Train one epoch as one of two ranks, which write down their batches."""
+    torch.set_num_threads(1)
+    strategy = ModelParallelStrategy(
+        data_parallel_size=int(data_parallel), tensor_parallel_size=int(tensor_parallel), process_group_backend="gloo"
+    )
+    bench = Bench(argparse.Namespace(url=server_url), job_id, Path(folder))
+    trainer = quiet_trainer(bench.callback(), strategy=strategy, devices=2)
+    module = Sharded()
+    trainer.fit(module)
+    Path(folder, f"{trainer.global_rank}.json").write_text(json.dumps(module.seen_sizes))
+    leave()
+
+
+class WriteDown(Callback):
+    """Write the observations of a spawned process to a file, because its memory is lost."""
+
+    def __init__(self, folder: str) -> None:
+        self._folder = folder
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        seen = {"sizes": pl_module.seen_sizes, "steps": trainer.global_step}
+        Path(self._folder, f"rank{trainer.global_rank}.json").write_text(json.dumps(seen))
+
+
+def train_spawned(server_url: str, job_id: str, folder: str) -> None:
+    torch.set_num_threads(1)
+    bench = Bench(argparse.Namespace(url=server_url), job_id, Path(folder))
+    callback = bench.BatchSize(bench.job(0.5, max_epochs=2), "score", server_url=server_url)
+    trainer = quiet_trainer(callback, WriteDown(folder), max_epochs=2, devices=2, strategy="ddp_spawn")
+    trainer.fit(Classifier(0.5), HardCodedData())
+    try:
+        trial = str(callback.trial)
+    except ZeusBSOError as error:
+        trial = str(error)
+    Path(folder, "parent.json").write_text(json.dumps(trial))
+
+
+if __name__ == "__main__":
+    train = train_sharded if len(sys.argv) > 4 else train_spawned
+    train(*sys.argv[1:])

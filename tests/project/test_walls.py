@@ -198,7 +198,7 @@ def test_training_decisions_need_no_framework(module: str) -> None:
     }
 
 
-# Private parts of a framework are used in one module, which the contract tests check.
+# Private parts of a framework are used in one module.
 @every("zeus_plugins/lightning/*.py", "zeus_plugins/huggingface/*.py")
 def test_private_attributes_of_a_framework_are_used_in_a_single_module(module: str) -> None:
     if module.endswith("/_trainer.py"):

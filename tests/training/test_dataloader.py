@@ -15,6 +15,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import distributed
 from torch.utils.data import Dataset, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
@@ -22,6 +23,8 @@ from tests.support import ROOT
 from tests.support.job_bench import CountingMonitor
 from tests.support.power_limit_bench import ReplayMachine, ReplayPoint
 from tests.support.properties import examples
+from tests.support.ranks import run_ranks
+from tests.support.warm import LIGHTNING
 from zeus_plugins.dataloader.loader import ZeusDataLoader
 from zeus_plugins.errors import ZeusBSOBadOperationError, ZeusBSOConfigError, ZeusBSOOperationOrderError
 from zeus_plugins.power_limit import PowerLimitProfile
@@ -306,3 +309,71 @@ def test_without_parameters_no_limit_is_changed(tmp_path: Path) -> None:
 def test_invalid_variables_are_reported(tmp_path: Path, name: str, value: str, says: str) -> None:
     with pytest.raises(ZeusBSOConfigError, match=says):
         trained(tmp_path, ReplayMachine(TABLE), **{name: value})
+
+
+@pytest.mark.slow
+def test_data_loader_measures_each_machine_once_without_information_from_the_launcher(tmp_path: Path) -> None:
+    command = ["tests.training.test_dataloader", str(tmp_path)]
+    status = run_ranks(*command, modules=LIGHTNING, output=tmp_path / "output")
+    assert status == [0, 0], (tmp_path / "output").read_text()
+    result = json.loads((tmp_path / "rec01+try01+bs2.train.json").read_text())
+    assert (result["reached"], result["end_epoch"]) == (True, 2)
+    first, second = (json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2))
+    assert first["limits_w"] == [150.0, 175.0, 200.0]
+    assert second["limits_w"] == [200.0]  # it controls no limit
+    joules = {"150.0": 180.0, "175.0": 157.5, "200.0": 200.0}  # of one machine
+    assert first["energy_j"] == second["energy_j"] == pytest.approx(joules)
+
+
+# A rank under a launcher that sets no LOCAL_RANK: ``python -m tests.training.test_dataloader FOLDER``.
+
+
+def refuse(text: str, **options: Any) -> None:
+    with pytest.raises(ZeusBSOConfigError, match=text):
+        ZeusDataLoader(TensorDataset(torch.arange(16.0)), max_epochs=3, distributed="dp", **options)
+
+
+def main(folder: str) -> None:
+    """Train to the target, in the second epoch; write down the limits of this rank's device and the measurements."""
+    for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        os.environ.pop(name, None)
+    distributed.init_process_group("gloo")
+    rank = distributed.get_rank()
+    machine = ReplayMachine(TABLE)
+    data = TensorDataset(torch.arange(2.0 * STEPS))
+    refuse("without it, every rank trains on all data", batch_size=8)
+    refuse("cannot be spread evenly over 2 ranks", batch_size=7, sampler=DistributedSampler(data))
+    refuse("is for rank 0 of 3", batch_size=8, sampler=DistributedSampler(data, 3, 0))
+    loader: ZeusDataLoader[Any] = ZeusDataLoader(
+        data,
+        batch_size=2,
+        max_epochs=5,
+        distributed="dp",
+        sampler=DistributedSampler(data),
+        monitor=machine.monitor,
+        devices=machine.devices,
+        environ={"ZEUS_TARGET_METRIC": "1", "ZEUS_LOG_DIR": folder, "ZEUS_PROFILE_PARAMS": "0,1"},
+    )
+    limits_w = set()
+    seen: list[list[float]] = []
+    for epoch in loader.epochs():
+        seen.append([])
+        for (batch,) in loader:
+            seen[-1] += batch.tolist()
+            machine.train()
+            limits_w.add(machine.devices[0].limit_w())
+        loader.report_metric(1.0 if rank == 0 and epoch == 1 else 0.0)  # only rank 0's metric counts
+    assert [len(samples) for samples in seen] == [STEPS] * 2
+    assert seen[0] != seen[1], "set_epoch was not called"
+    training = loader._training
+    profile = None if training is None or training._profiler is None else training._profiler.profile
+    told = {
+        "limits_w": sorted(limits_w),
+        "energy_j": {} if profile is None else {each.limit_w: each.energy_per_step_j for each in profile.samples},
+    }
+    Path(folder, f"rank{rank}.json").write_text(json.dumps(told))
+    distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

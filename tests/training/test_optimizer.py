@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import logging
 import math
 import os
@@ -18,10 +19,13 @@ from typing import Any
 
 import httpx
 import pytest
+import torch
+from torch import distributed
 
 from tests.support.answering import responding
 from tests.support.contract_double import CONVERGED, COST_BOUND, KEEP_TRAINING, ContractDouble
 from tests.support.embedded import monitor
+from tests.support.process_end import leave
 from tests.support.ranks import stories_of
 from tests.support.servers import ServerProcess
 from tests.support.sessions import JOB, TRIAL, monitor_of
@@ -503,7 +507,7 @@ def test_server_may_die_between_two_requests(server: ServerProcess) -> None:
 
 
 def test_two_ranks_train_like_zeus_s_data_parallel_script(server: ServerProcess, tmp_path: Path) -> None:
-    module = "tests.support.loop_ranks"
+    module = "tests.training.test_optimizer"
     seen = {"sizes": [32, 16], "numbers": [1, 2], "epochs": [3, 2], "finished": [True, True], "warnings": []}
     assert stories_of(module, tmp_path, server.url, modules=[module]) == [seen] * 2
     with BsoClient(server.url) as client:
@@ -586,3 +590,50 @@ def test_missed_target_is_a_single_line_with_a_status_and_faults_keep_a_tracebac
     errors = ("zeus_plugins.errors.ZeusBSOTrainFailError: the training ended before the target", "ValueError: a fault")
     assert said[-1].startswith(errors)
     assert (len(said) == 1) == is_one_line
+
+
+# A rank of a data-parallel loop as in Zeus's documentation: ``python -m tests.training.test_optimizer FOLDER URL``.
+
+
+def train_rank(server_url: str, rank: int) -> dict[str, Any]:
+    """Launch the script once; the ranks measure slightly different costs and compute the same metric."""
+    monitor = ReplayMonitor(repeat(Measurement(1 + rank / 1000, 100 - rank, "replay")), GPUS)
+    optimizer = BatchSizeOptimizer(monitor, server_url, LOOP, rank=rank)
+    told = torch.zeros(2, dtype=torch.int)
+    if rank == 0:
+        told[0] = optimizer.get_batch_size()
+        told[1] = optimizer.trial_number
+    distributed.broadcast(told, src=0)
+    optimizer.current_batch_size = told[0].item()  # type: ignore[assignment]  # as users write it
+    optimizer.trial_number = told[1].item()  # type: ignore[assignment]
+    optimizer.on_train_begin()
+    for epoch in range(1, LOOP.max_epochs + 1):
+        distributed.barrier()
+        optimizer.on_evaluate(0.95 if epoch >= EPOCHS[optimizer.current_batch_size] else 0.5)
+        if optimizer.training_finished:
+            break
+    return {
+        "sizes": optimizer.current_batch_size,
+        "numbers": optimizer.trial_number,
+        "epochs": epoch,
+        "finished": optimizer.training_finished,
+    }
+
+
+def main(folder: str, server_url: str) -> None:
+    """Train twice, and write the observations and warnings of this rank."""
+    warnings: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("zeus_plugins").addHandler(handler)
+    distributed.init_process_group("gloo")
+    rank = distributed.get_rank()
+    launches = [train_rank(server_url, rank) for _ in range(2)]
+    story = {name: [launch[name] for launch in launches] for name in launches[0]} | {"warnings": warnings}
+    Path(folder, f"{rank}.json").write_text(json.dumps(story))
+    distributed.destroy_process_group()
+    leave()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

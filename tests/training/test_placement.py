@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
+import sys
 from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,9 @@ import torch
 
 from tests.support.fake_nvml import FakeGpu, FakeNvml
 from tests.support.fake_trainer import FakeTrainer, on_each_rank
+from tests.support.frameworks import Work
+from tests.support.job_bench import NEVER, CountingMonitor
+from tests.support.process_end import leave
 from tests.support.ranks import run_ranks
 from tests.support.servers import ServerProcess
 from tests.support.warm import LIGHTNING, TRANSFORMERS
@@ -112,20 +118,6 @@ def test_eight_ranks_with_a_visible_gpu_each_are_measured_once() -> None:
     assert on_each_rank(8, train) == [80.0] + [0.0] * 7
 
 
-@pytest.mark.slow
-def test_data_loader_measures_each_machine_once_without_information_from_the_launcher(tmp_path: Path) -> None:
-    command = ["tests.support.dataloader_ranks", str(tmp_path)]
-    status = run_ranks(*command, modules=LIGHTNING, output=tmp_path / "output")
-    assert status == [0, 0], (tmp_path / "output").read_text()
-    result = json.loads((tmp_path / "rec01+try01+bs2.train.json").read_text())
-    assert (result["reached"], result["end_epoch"]) == (True, 2)
-    first, second = (json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2))
-    assert first["limits_w"] == [150.0, 175.0, 200.0]
-    assert second["limits_w"] == [200.0]  # it controls no limit
-    joules = {"150.0": 180.0, "175.0": 157.5, "200.0": 200.0}  # of one machine
-    assert first["energy_j"] == second["energy_j"] == pytest.approx(joules)
-
-
 def test_machine_is_identified_by_boot_id_and_torchruns_agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     boot_id = tmp_path / "boot_id"
     boot_id.write_text("5b1f\n")
@@ -148,7 +140,7 @@ JOB_ID = "digits-nodes"
 def test_energy_of_both_nodes_is_reported_and_logged(
     server: ServerProcess, tmp_path: Path, bench: str, modules: Sequence[str]
 ) -> None:
-    command = ["tests.support.node_training", bench, server.url, JOB_ID, str(tmp_path)]
+    command = ["tests.training.test_placement", bench, server.url, JOB_ID, str(tmp_path)]
     status = run_ranks(*command, modules=modules, output=tmp_path / "output", nodes=2)
     assert status == [0, 0], (tmp_path / "output").read_text()
 
@@ -179,3 +171,37 @@ def test_estimate_counts_the_processes_of_a_machine(monkeypatch: pytest.MonkeyPa
     monitor.begin_window("epoch")
     monitor.end_window("epoch")
     assert asked == [(11, 13)] * 2
+
+
+# A process of a training on two nodes: ``python -m tests.training.test_placement BENCH SERVER_URL JOB_ID FOLDER``.
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "lightning_bench": {"num_nodes": 2, "strategy": "ddp"},
+    "hf_bench": {"ddp_backend": "gloo"},
+}
+
+
+def main(name: str, server_url: str, job_id: str, folder: str) -> None:
+    """Train two epochs with 10 J per step and node."""
+    torch.set_num_threads(1)
+    work = Work()
+    monitors = [CountingMonitor(lambda: work.batches) for _ in range(2)]
+    bench = import_module(f"tests.support.{name}").Bench(
+        argparse.Namespace(url=server_url), job_id, Path(folder, "checkpoints")
+    )
+    job = bench.job(NEVER, batch_sizes=(48,), max_epochs=2)
+    meter = bench.Energy(monitors[1])
+    zeus = bench.callback(job, energy_monitor=monitors[0], on_failure="stop")
+    training = bench.training(zeus, meter, work=work, epochs=2, **OPTIONS[name])
+    training.train()
+    told = {
+        "steps": training.steps[0],
+        "metered_j": meter.energy_j,
+        "open": [len(each.open_windows) for each in monitors],
+    }
+    Path(folder, f"rank{os.environ['RANK']}.json").write_text(json.dumps(told))
+    leave()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,6 +1,6 @@
 """Access to Hugging Face's Trainer: only this module uses private attributes of transformers and patches its objects.
 
-`tests/huggingface/test_contract.py` checks these attributes against the installed transformers and accelerate. Trainers
+The trainings of `tests/huggingface` use these attributes of the installed transformers and accelerate. Trainers
 of packages that build on transformers (TRL, sentence-transformers) are recognised by attributes, not by imports.
 """
 

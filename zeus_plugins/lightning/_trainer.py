@@ -1,6 +1,6 @@
 """Access to Lightning's Trainer: this module alone uses private attributes of Lightning and patches its objects.
 
-`tests/lightning/test_contract.py` checks these attributes against the installed Lightning.
+The trainings of `tests/lightning` use these attributes; `test_contract.py` checks those that several devices need.
 """
 
 from __future__ import annotations
