@@ -261,7 +261,7 @@ def test_resumed_master_waits_for_the_script_and_ctrl_c_ends_both(tmp_path: Path
         ("--lr", "{width}", "{width}, which has no value"),
         ("num_pruning_rounds", "pruning", "pruning"),
         ("[master]", "[master]\nobserver_mode = true", "master: observer_mode is gone: begin the command with `env -u"),
-        ("[gpus]", '[executor]\nkind = "ray"\n[gpus]', "executor.kind: ray was removed: give ZeusMaster an executor"),
+        ("[gpus]", '[executor]\nkind = "slurm"\n[gpus]', "[executor] is gone: begin the command with `srun`"),
     ],
 )
 def test_invalid_file_is_reported_in_a_single_line(tmp_path: Path, before: str, after: str, says: str) -> None:

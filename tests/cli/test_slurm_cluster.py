@@ -1,25 +1,30 @@
-"""Trainings as jobs of Slurm: the batch script that relaunches a training, scrontab, and the master's executor."""
+"""Trainings as jobs of Slurm: the batch script that relaunches a training, scrontab, and the runs of a master."""
 
 from __future__ import annotations
 
 import os
 import re
 import shutil
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from tests.support.masters import ROOT, assert_runs_are_jobs, launch_of
+from tests.support.masters import REACHES, ROOT, SIZES, WAITS, adopted, master_of, python_job
+from tests.support.masters import wait_for as wait_for_it
 from tests.support.servers import ServerProcess, free_port
+from zeus_plugins.master.executors import Launch, LocalExecutor
 
 # --- A cluster with one node, this machine, from Debian's slurm-wlm and munge -----------------------------------------
 
@@ -270,11 +275,31 @@ def test_line_of_scrontab_runs_a_job(
 
 
 def test_runs_of_a_master_are_slurm_jobs(tmp_path: Path) -> None:
-    pytest.importorskip("submitit", reason="the extra slurm is not installed")
-    from zeus_plugins.master.clusters import SubmititExecutor
+    job = python_job("import os; print('job', os.environ['SLURM_JOB_ID'])\n" + REACHES)
+    job = replace(job, command=["srun", "--gpus-per-node=1", *job.command])
+    runs = master_of(tmp_path).run(job, 2, SIZES, None, 0.5, logdir=tmp_path)
+    assert [run.outcome for run in runs] == ["completed"] * 2
+    logs = [(tmp_path / f"rec0{recurrence}+try01.train.log").read_text() for recurrence in (1, 2)]
+    assert all(re.fullmatch(r"job \d+\n", log) for log in logs)
+    assert logs[0] != logs[1]
 
-    executor = SubmititExecutor(timeout_min=5, slurm_additional_parameters={"gpus_per_node": 1})
-    assert_runs_are_jobs(executor, tmp_path)
-    launch = launch_of(tmp_path, "import os; print('job', os.environ['SLURM_JOB_ID'])")
-    assert executor.run(launch, [].append) == 0
-    assert re.fullmatch(r"job \d+\n", launch.log.read_text())
+
+@pytest.fixture
+def launch(tmp_path: Path) -> Launch:
+    command = ["srun", *python_job(WAITS).command_line(64, 0.5, 1)]
+    return Launch(command, None, {"GO": str(tmp_path / "go")}, tmp_path / "rec01+try01.train.log")
+
+
+def test_slurm_job_of_a_killed_master_is_awaited(launch: Launch) -> None:
+    shown: list[str] = []
+    killed = threading.Thread(target=LocalExecutor().run, args=(launch, shown.append))
+    killed.start()
+    wait_for_it(lambda: "waits\n" in shown)
+    assert adopted(LocalExecutor(), launch) == "waits\nends\n"
+    killed.join()
+
+
+def test_interrupted_master_ends_its_slurm_job(launch: Launch) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        LocalExecutor().run(launch, lambda _: os.kill(os.getpid(), signal.SIGINT))
+    wait_for_it(lambda: not slurm("squeue", "--noheader"))

@@ -332,7 +332,7 @@ class TestTheServersImage:
 @pytest.mark.slow
 def test_training_image_contains_the_command_and_the_examples(builder: Builder, tmp_path: Path) -> None:
     # PyTorch, part of the real base image, would take minutes.
-    image = builder.build("deploy/training.Dockerfile", "zeus-training", EXTRAS="slurm")
+    image = builder.build("deploy/training.Dockerfile", "zeus-training", EXTRAS="postgres")
     assert (image.config["User"], list(image.config["Volumes"])) == (f"{USER}:0", ["/state"])
     assert image.config["Entrypoint"] == ["python3"]
     (script,) = image.config["Cmd"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -107,23 +106,6 @@ def adopted(executor: Executor, launch: Launch) -> str:
 
     assert executor.adopt(launch, show)
     return "".join(seen)
-
-
-def assert_adopts_what_a_killed_master_left(
-    executor: Callable[[], Executor], tmp_path: Path, meanwhile: Callable[[], None] = lambda: None
-) -> None:
-    """Assert that a run of a dead master is adopted once, but neither after its end nor if it never existed."""
-    launch, shown = launch_of(tmp_path, WAITS), list[str]()
-    killed = threading.Thread(target=executor().run, args=(launch, shown.append))
-    killed.start()
-    wait_for(lambda: "waits\n" in shown)
-    kept = launch.marker.read_bytes()
-    meanwhile()
-    assert adopted(executor(), launch) == "waits\nends\n"
-    killed.join()
-    assert not executor().adopt(launch, shown.append)
-    launch.marker.write_bytes(kept)
-    assert not executor().adopt(launch, shown.append)
 
 
 def assert_runs_are_jobs(executor: Executor, tmp_path: Path) -> Path:

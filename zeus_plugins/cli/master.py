@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 from zeus_plugins.errors import ZeusBSOConfigError
 
 if TYPE_CHECKING:  # Imported late, because other commands start faster without it.
-    from zeus_plugins.master import Executor, Job
-    from zeus_plugins.master.job import MasterConfig
+    from zeus_plugins.master import Job
 
 
 _NEWEST = ""
@@ -67,7 +66,6 @@ def _run(options: argparse.Namespace) -> None:
             seed=master.seed,
             profile_warmup_iters=master.profile_warmup_iters,
             profile_measure_iters=master.profile_measure_iters,
-            executor=_executor(config),
             gpus=gpus,
         )
         logdir = resume_from or Path(zeus_master.build_logdir(job, recurrences, master.eta_knob, master.beta_knob))
@@ -102,14 +100,3 @@ def _resumable(named: str, log_base: Path, job: Job) -> Path:
     if not found:
         raise ZeusBSOConfigError(f"{log_base} holds no log directory of job {job.name}: there is nothing to resume")
     return max(found, key=lambda path: path.name.rpartition("+")[2])
-
-
-def _executor(config: MasterConfig) -> Executor:
-    from zeus_plugins.master import LocalExecutor, clusters
-
-    if config.executor.kind == "local":
-        return LocalExecutor()
-    try:
-        return clusters.SubmititExecutor(**config.executor.parameters)
-    except TypeError as error:
-        raise ZeusBSOConfigError(f"executor.parameters: {error}") from None

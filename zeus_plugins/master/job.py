@@ -174,20 +174,6 @@ class OptimizerTable(_Table):
     options: dict[str, Any] = {}  # pydantic copies defaults
 
 
-class ExecutorTable(_Table):
-    """``[executor]``: this machine, or a Slurm cluster; the parameters are arguments of submitit's ``AutoExecutor``."""
-
-    kind: Literal["local", "slurm"] = "local"
-    parameters: dict[str, Any] = {}  # pydantic copies defaults
-
-    @field_validator("kind", mode="before")
-    @classmethod
-    def _is_not_removed(cls, kind: object) -> object:
-        if kind in ("ray", "kubeflow"):
-            raise ValueError(f"{kind} was removed: give ZeusMaster an executor of your own (docs/master.md)")
-        return kind
-
-
 class MasterConfig(_Table):
     """The whole file.
 
@@ -198,8 +184,14 @@ class MasterConfig(_Table):
     job: Job
     master: MasterTable
     optimizer: OptimizerTable = OptimizerTable()
-    executor: ExecutorTable = ExecutorTable()
     gpus: GpuConfig | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _has_no_executor(cls, given: Any) -> Any:
+        if "executor" in given:
+            raise ValueError("[executor] is gone: begin the command with `srun`, or another cluster's own command")
+        return given
 
 
 def read_config(path: Path) -> tuple[MasterConfig, Job]:
