@@ -65,7 +65,7 @@ def test_packages_beside_gpus_are_read_before_their_counters_wrap(tmp_path: Path
         assert isinstance(monitor, CounterMonitor)
         monitor.begin_window("training")
         assert monitor._sampler is not None
-        assert monitor._sampler.interval_s() <= 10.0
+        assert monitor._sampler.interval_s <= 10.0
         monitor.end_window("training")
 
 

@@ -22,7 +22,6 @@ from tests.support.energy_bench import window
 from tests.support.fake_nvml import Clock, FakeGpu, FakeNvml
 from zeus_plugins.energy import EnergyMonitor, EnergyUnavailableError, Measurement, NvmlMonitor, NvmlPowerMonitor
 from zeus_plugins.energy.counters import IntegratedPower, Sampler
-from zeus_plugins.errors import ZeusBSOConfigError
 from zeus_plugins.protocol import GpuConfig
 
 P100 = "Tesla P100"
@@ -118,22 +117,6 @@ def test_error_of_a_step_is_at_most_half_an_interval(
     assert abs(integral.energy_uj() / 1e6 - true_j) <= stated_j + 1e-6
 
 
-@pytest.mark.parametrize(
-    ("period_s", "interval_s"),
-    [(0.02, 0.01), (0.06, 0.03), (0.1, 0.05), (0.5, 0.1), (None, 0.1)],
-    ids=["fast", "medium", "slow", "very slow", "constant"],
-)
-def test_interval_of_readings_is_half_the_period_of_the_sensor(period_s: float | None, interval_s: float) -> None:
-    meter, clock = Meter(), Clock(now_s=0.0)
-    integral = IntegratedPower(meter, clock)
-    assert integral.interval_s == 0.01
-    for _ in range(700):
-        meter.power = 100.0 if period_s is None else 100.0 + clock.now_s // period_s
-        integral.energy_uj()
-        clock.now_s += 0.01
-    assert integral.interval_s == pytest.approx(interval_s, rel=0.1)
-
-
 def test_mean_of_the_past_second_is_not_read_where_the_present_power_is_known() -> None:
     gpu, clock = FakeGpu(counter_mj=None, power_mw=80_000, instant_mw=400_000), Clock()
     assert window(NvmlPowerMonitor(nvml=FakeNvml([gpu]), clock=clock), clock, 0.5).energy_j == pytest.approx(200.0)
@@ -171,12 +154,6 @@ def test_time_between_windows_is_no_gap() -> None:
         clock.now_s += 100.0
 
 
-@pytest.mark.parametrize("interval_s", [0.0, -0.1, 1.5, float("nan")])
-def test_invalid_interval_is_refused(interval_s: float) -> None:
-    with pytest.raises(ZeusBSOConfigError, match=f"interval_s is {interval_s}"):
-        NvmlPowerMonitor(interval_s=interval_s)
-
-
 def test_gpu_without_a_power_reading_is_unavailable() -> None:
     with pytest.raises(EnergyUnavailableError, match=r"GPU 0 \(Tesla P100\) gives no power reading: Not Supported"):
         NvmlPowerMonitor(nvml=FakeNvml([FakeGpu(name=P100)])).gpus()
@@ -187,7 +164,7 @@ def test_gpu_without_a_power_reading_is_unavailable() -> None:
 
 def test_thread_reads_during_windows_and_ends_with_the_last(samplers: Samplers) -> None:
     nvml = CountingNvml([old_gpu()])
-    monitor = NvmlPowerMonitor(nvml=nvml, interval_s=0.01)
+    monitor = NvmlPowerMonitor(nvml=nvml)
     monitor.gpus()
     assert samplers() == []
 
@@ -219,7 +196,7 @@ def test_failed_begin_of_a_window_leaves_no_thread(samplers: Samplers) -> None:
 def test_signal_at_the_end_of_a_window_does_not_disable_later_threads(
     samplers: Samplers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monitor = NvmlPowerMonitor(nvml=FakeNvml([old_gpu()]), interval_s=0.01)
+    monitor = NvmlPowerMonitor(nvml=FakeNvml([old_gpu()]))
     stop = Sampler.stop
 
     def stop_and_raise(sampler: Sampler) -> None:
@@ -237,7 +214,7 @@ def test_signal_at_the_end_of_a_window_does_not_disable_later_threads(
 
 
 def test_dropped_monitor_with_an_open_window_stops_reading(samplers: Samplers) -> None:
-    monitor = NvmlPowerMonitor(nvml=FakeNvml([old_gpu()]), interval_s=0.01)
+    monitor = NvmlPowerMonitor(nvml=FakeNvml([old_gpu()]))
     monitor.begin_window("training")
     (thread,) = samplers()
     del monitor
@@ -283,7 +260,7 @@ FORK = """
             return 100_000
 
     nvml = Nvml([FakeGpu()])
-    monitor = NvmlPowerMonitor(nvml=nvml, interval_s=0.01)
+    monitor = NvmlPowerMonitor(nvml=nvml)
     monitor.begin_window("parent")
     assert nvml.reached.wait(60)
     # A lock that the sampler happens to hold at the fork stays locked in the child.

@@ -11,7 +11,6 @@ import time
 import weakref
 from collections.abc import Callable, Collection, Sequence
 from functools import cached_property, partial, partialmethod
-from statistics import median
 from typing import Any, NamedTuple, Protocol
 
 from zeus_plugins.energy.monitor import (
@@ -22,19 +21,14 @@ from zeus_plugins.energy.monitor import (
     check_power_w,
     logger,
 )
-from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSOOperationOrderError
+from zeus_plugins.errors import ZeusBSOOperationOrderError
 from zeus_plugins.protocol import GpuConfig
 
 STANDSTILL_S = 1.0
 """Seconds without a change after which a counter is treated as broken: known counters change several times a second."""
 
-SAMPLE_INTERVAL_S = 0.1
-"""Longest time between two power readings, in seconds."""
-
-SHORTEST_INTERVAL_S = 0.01
-"""Seconds between two power readings while the sensor's period is still unknown, and the lower bound afterwards."""
-
-_PERIODS, _FIRST_READINGS = 10, 300
+SAMPLE_INTERVAL_S = 0.05
+"""Seconds between two power readings: most sensors change every 0.1 s."""
 
 POLL_S = 0.002
 """Seconds between two readings of a counter while waiting for its next change."""
@@ -95,9 +89,6 @@ class IntegratedPower:
         self._clock = clock
         self._energy_j = 0.0
         self._latest: tuple[float, float] | None = None
-        self._readings = 0
-        self._changed_s: float | None = None
-        self._periods_s: list[float] = []
 
     def __str__(self) -> str:
         return str(self._device)
@@ -107,30 +98,14 @@ class IntegratedPower:
         """The maximum power of the device in watts."""
         return float(self._device.max_power_w)
 
-    @property
-    def interval_s(self) -> float:
-        """Seconds to the next reading: half the sensor's period, so that no change is missed.
-
-        The period is the median of the first `_PERIODS` times between two changes. While it is unknown, the interval is
-        `SHORTEST_INTERVAL_S` for the first `_FIRST_READINGS` readings, then `SAMPLE_INTERVAL_S`.
-        """
-        if len(self._periods_s) == _PERIODS:
-            return min(max(median(self._periods_s) / 2, SHORTEST_INTERVAL_S), SAMPLE_INTERVAL_S)
-        return SHORTEST_INTERVAL_S if self._readings < _FIRST_READINGS else SAMPLE_INTERVAL_S
-
     def energy_uj(self) -> int:
         """Read the power, add the energy since the previous reading, and return the sum in microjoules."""
         power_w = self._power_w()
         now_s = self._clock()
-        self._readings += 1
         if self._latest is not None:
             then_s, power_then_w = self._latest
             self._energy_j += (now_s - then_s) * (power_w + power_then_w) / 2
             self.late += now_s - then_s > LATE_S
-            if power_w != power_then_w:
-                if self._changed_s is not None and len(self._periods_s) < _PERIODS:
-                    self._periods_s.append(now_s - self._changed_s)
-                self._changed_s = now_s
         self._latest = (now_s, power_w)
         return round(self._energy_j * MICRO)
 
@@ -170,8 +145,8 @@ class CounterMonitor:
     Args:
         source: See `EnergyMonitor.source`.
         find: Finds the devices; called once, on first use.
-        sample_interval_s: Seconds between two readings while a window is open, or a function of the devices that
-            returns them. None: read only when a window begins or ends.
+        sample_interval_s: Seconds between two readings while a window is open. None: read only when a window begins or
+            ends.
         max_power_w: The devices' summed maximum power in watts, used if they give none.
         sleep: Waits for a number of seconds.
     """
@@ -181,7 +156,7 @@ class CounterMonitor:
         source: str,
         find: Callable[[], Found],
         clock: Callable[[], float],
-        sample_interval_s: float | Callable[[Sequence[Any]], float] | None = None,
+        sample_interval_s: float | None = None,
         max_power_w: float | None = None,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
@@ -278,10 +253,7 @@ class CounterMonitor:
         counters = self._found.devices
         interval_s = self._sample_interval_s
         if self._sampler is None and interval_s is not None:
-            self._sampler = Sampler(
-                lambda: [counter.energy_uj() for counter in counters],
-                partial(interval_s, counters) if callable(interval_s) else interval_s,
-            )
+            self._sampler = Sampler(lambda: [counter.energy_uj() for counter in counters], interval_s)
         self.look()  # Before the reading, so that the new window does not include the time of the look.
         return self._read_at_moves(is_end=False) if at_moves else self._read()
 
@@ -363,47 +335,21 @@ class CounterMonitor:
         )
 
 
-class IntegratedPowerMonitor(CounterMonitor):
-    """The base of monitors that integrate power readings while a window is open, by default at the sensor's rate."""
-
-    def __init__(
-        self,
-        what: str,
-        find: Callable[[], Found],
-        clock: Callable[[], float],
-        interval_s: float | None = None,
-        max_power_w: float | None = None,
-    ) -> None:
-        if interval_s is not None and not 0 < interval_s <= LATE_S:
-            raise ZeusBSOConfigError(f"interval_s is {interval_s!r}: choose seconds above 0, {LATE_S:g} at most")
-        self._find_devices = find
-        source = f"{what}, integrated" if interval_s is None else f"{what}, integrated every {interval_s:g} s"
-        super().__init__(source, self._integrated, clock, interval_s or _shortest_interval_s, max_power_w)
-
-    def _integrated(self) -> Found:
-        found = self._find_devices()
-        return found._replace(devices=[IntegratedPower(device, self._clock) for device in found.devices])
-
-
-def _shortest_interval_s(counters: Sequence[IntegratedPower]) -> float:
-    return min(counter.interval_s for counter in counters if isinstance(counter, IntegratedPower))
-
-
 class Sampler:
-    """A daemon thread that calls a function every `interval_s` seconds (a number or a function) until `stop`.
+    """A daemon thread that calls a function every `interval_s` seconds until `stop`.
 
     The thread logs an exception of the function and tries again. It holds `lock` during each call. A forked process can
     use neither thread nor lock; it recognises this by a `process_id` that is not its own.
     """
 
-    def __init__(self, sample: Callable[[], object], interval_s: float | Callable[[], float]) -> None:
+    def __init__(self, sample: Callable[[], object], interval_s: float) -> None:
         self.lock = threading.Lock()
         self.process_id = os.getpid()
         self._sample = sample
         self._has_failed = False
         self._stopped = threading.Event()
-        self.interval_s = interval_s if callable(interval_s) else lambda: interval_s
-        arguments = (weakref.ref(self), self._stopped, self.interval_s())
+        self.interval_s = interval_s
+        arguments = (weakref.ref(self), self._stopped, interval_s)
         self._thread = threading.Thread(target=_run, args=arguments, name="zeus-energy-sampler", daemon=True)
         self._thread.start()
 
@@ -435,5 +381,4 @@ def _run(sampler_of: weakref.ref[Sampler], stopped: threading.Event, interval_s:
         if sampler is None:
             return
         sampler.sample()
-        interval_s = sampler.interval_s()
         del sampler

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
-from zeus_plugins.energy.counters import CounterMonitor, Found, IntegratedPowerMonitor
+from zeus_plugins.energy.counters import SAMPLE_INTERVAL_S, CounterMonitor, Found, IntegratedPower
 from zeus_plugins.energy.monitor import (
     Choice,
     EnergyUnavailableError,
@@ -175,26 +175,24 @@ class NvmlMonitor(CounterMonitor):
         super().__init__("nvml", partial(_found, nvml, device_indices), clock, max_power_w=max_power_w, sleep=sleep)
 
 
-class NvmlPowerMonitor(IntegratedPowerMonitor):
-    """An `EnergyMonitor` that integrates power readings of the visible NVIDIA GPUs, every `interval_s` in a window.
+class NvmlPowerMonitor(CounterMonitor):
+    """An `EnergyMonitor` that integrates power readings of the visible NVIDIA GPUs, every 0.05 s in a window.
 
-    Without `interval_s`, it finds the sensor's period and reads twice per period: every 0.01 to 0.1 s. It reads the
-    present power if the driver offers it, otherwise the plain reading. If the power steps by ΔP between two readings,
-    the energy is off by at most ΔP × interval_s / 2, plus the sensor's own error (docs/trust.md). If two readings were
-    more than a second apart, the source says so. The arguments and errors are those of `NvmlMonitor`, and
-    `ZeusBSOConfigError` if `interval_s` is out of range.
+    It reads the present power if the driver offers it, otherwise the plain reading. If the power steps by ΔP between
+    two readings, the energy is off by at most ΔP × 0.025 s, plus the sensor's own error (docs/trust.md). If two
+    readings were more than a second apart, the source says so. The arguments and errors are those of `NvmlMonitor`.
     """
 
     def __init__(
         self,
         device_indices: Sequence[int | str] | None = None,
         *,
-        interval_s: float | None = None,
         max_power_w: float | None = None,
         nvml: Nvml | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        super().__init__("nvml power", partial(_found, nvml, device_indices), clock, interval_s, max_power_w)
+        find = partial(_integrated, nvml, device_indices, clock)
+        super().__init__("nvml power, integrated", find, clock, SAMPLE_INTERVAL_S, max_power_w)
 
 
 class _Notes:
@@ -219,6 +217,11 @@ class _Notes:
 def _found(nvml: Nvml | None, indices: Sequence[int | str] | None) -> Found:
     gpus = open_gpus(nvml, indices)
     return Found(gpus, len(gpus), gpus[0].name, _Notes(gpus))
+
+
+def _integrated(nvml: Nvml | None, indices: Sequence[int | str] | None, clock: Callable[[], float]) -> Found:
+    found = _found(nvml, indices)
+    return found._replace(devices=[IntegratedPower(gpu, clock) for gpu in found.devices])
 
 
 def open_gpus(
