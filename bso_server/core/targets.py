@@ -11,7 +11,16 @@ from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 
 from bso_server.core.model import OBSERVED, History, Report, Suggestion, TrialRecord, after_report, changed, cost_of
-from zeus_plugins.protocol import FINAL, TARGET_RUNS, CreatedJob, EndReason, Origin, StopRule, TrialState
+from zeus_plugins.protocol import (
+    FINAL,
+    TARGET_RUNS,
+    CreatedJob,
+    EndReason,
+    Origin,
+    StopRule,
+    TrialState,
+    certain_direction,
+)
 
 NumberedReport = tuple[int, Report]
 """A report of a trial, with its number."""
@@ -48,6 +57,18 @@ def _has_reached(job: CreatedJob, target: float, reports: Sequence[NumberedRepor
         if rule.confirmed >= job.confirm:
             return True
     return False
+
+
+def is_unclear(job: CreatedJob, runs: Iterable[Sequence[NumberedReport]]) -> bool:
+    """Return True if each run is best at its first evaluation, as if the metric had the other direction.
+
+    A well-known name of the metric makes its direction certain.
+    """
+    if certain_direction(job.monitor) is job.higher_is_better_metric:
+        return False
+    best = max if job.higher_is_better_metric else min
+    metrics = [[report.metric for _, report in reports] for reports in runs]
+    return all(len(each) > 1 and best(each[1:]) != best(each) for each in metrics)
 
 
 def learned_target(job: CreatedJob, reached: Iterable[float]) -> float:

@@ -50,7 +50,7 @@ from bso_server.service.refusals import (
 )
 from bso_server.service.reports import Reports
 from bso_server.service.revisions import revise, terms_of
-from bso_server.service.targets import asks_for_other_target, learn_target, replace_target
+from bso_server.service.targets import asks_for_other_target, learn_target, refuse_unclear, replace_target
 from bso_server.service.warm import warm_start_of
 from bso_server.storage import queries
 from bso_server.storage.rows import TRIAL_AT_POWER_LIMIT, StoredDecision, StoredJob, StoredPowerProfile
@@ -131,7 +131,7 @@ class Commands:
             return None
         require_job(transaction, existing, caller)
         known = existing.registration
-        if refuse_difference(known, registration) or asks_for_other_target(known, registration):
+        if refuse_difference(transaction, existing, registration) or asks_for_other_target(known, registration):
             return None
         return known if known.with_fingerprint(registration.fingerprint) == known else None
 
@@ -155,7 +155,7 @@ class Commands:
         existing = transaction.job(registration.job_id) and locked_job(transaction, registration.job_id)
         if existing:
             # Another transaction may have inserted the job, or revised it, since `registered`.
-            changes = refuse_difference(existing.registration, registration)
+            changes = refuse_difference(transaction, existing, registration)
             if changes:
                 existing = revise(transaction, existing, changes, self._clock())
             known = existing.registration.with_fingerprint(registration.fingerprint)
@@ -166,6 +166,8 @@ class Commands:
                 existing = replace_target(transaction, existing, registration.target_metric, self.moment())
             else:
                 transaction.update_jobs([existing])
+                if "higher_is_better_metric" in changes:  # in the other direction, the runs so far may set the target
+                    existing = learn_target(transaction, existing, self.moment())
             return existing.registration, False
         refuse_folder_name(registration)
         own = installed(registration.policy)
@@ -213,6 +215,7 @@ class Commands:
         if started is not None:
             return started
         owner = require_job(transaction, job, caller)
+        refuse_unclear(transaction, job)
         found, moment = open_trials(transaction, job), self.moment()
         if any(_is_expired(trial, moment) for trial in found.trials):
             job = self._abandon_expired(transaction, job, moment)
@@ -234,6 +237,7 @@ class Commands:
         if idempotency_key is not None and transaction.trial_with_key(job_id, idempotency_key) is not None:
             return None
         require_job(transaction, job, caller)
+        refuse_unclear(transaction, job)
         found, moment = open_trials(transaction, job), self.moment()
         return None if any(_is_expired(each, moment) for each in found.trials) else basis_of(transaction, job, found)
 
@@ -275,7 +279,8 @@ class Commands:
         dispatch = save_start(transaction, job, trial)
         if suggestion.decision is not None:
             transaction.insert_decisions([StoredDecision(*trial.key, suggestion.decision)])
-        return with_power_profile(transaction, job, dispatch)
+        is_first = not any(arm.measured for arm in decided.unsaved.arms.values())
+        return with_power_profile(transaction, job, dispatch.model_copy(update={"is_first": is_first}))
 
     def record_offline(
         self,

@@ -44,6 +44,7 @@ from zeus_plugins.protocol import ALIVE, CreatedJob, TrialState
 JOBS_ON_A_PAGE = 50
 POINTS_OF_A_JOB = 1000
 TRIALS_IN_THE_LOG = 50
+_SURE = 2  # runs that met their target at the first report
 _SPARKS = 30
 # The last two runs are compared with earlier ones among this number of a job's latest events.
 _COMPARED_EVENTS = 80
@@ -212,6 +213,7 @@ def _line_of(transaction: Transaction, stored: StoredJob) -> JobLine:
         best_metric=_best_metric(transaction, stored.registration, tallies),
         stuck=stuck,
         drift=drift,
+        meets_at_once=queries.met_at_once(transaction, stored.registration) >= _SURE,
     )
 
 

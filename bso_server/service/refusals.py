@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bso_server.core.access import Caller
 from bso_server.core.job import is_stale
-from bso_server.core.model import TrialRecord
+from bso_server.core.model import OBSERVED, TrialRecord
 from bso_server.core.policy import find, installed
 from bso_server.core.revisions import Changes, fixed
 from bso_server.errors import (
@@ -20,6 +20,7 @@ from bso_server.errors import (
     OtherRegistrationError,
     StaleLeaseError,
 )
+from bso_server.storage import queries
 from bso_server.storage.rows import StoredJob
 from bso_server.storage.transaction import Transaction
 from zeus_plugins.protocol import GP_VOI, CreatedJob, GpuConfig, TrialId, terms_between
@@ -28,12 +29,13 @@ from zeus_plugins.protocol import GP_VOI, CreatedJob, GpuConfig, TrialId, terms_
 _LARGEST_WINDOW = 1000
 
 
-def refuse_difference(existing: CreatedJob, asked: CreatedJob) -> Changes:
+def refuse_difference(transaction: Transaction, job: StoredJob, asked: CreatedJob) -> Changes:
     """Raise `JobConflictError` if a job that is registered again differs from the job with its id.
 
     Return the differences if the registration revises the job. A window that the policy has enlarged in the existing
-    job is no difference.
+    job is no difference. The direction of the metric can be revised while no run has been judged by it.
     """
+    existing = job.registration
     if existing.window_size == asked.mab_num_explorations:
         asked = find(asked.policy).amended(asked)
     changes = terms_between(existing, asked)
@@ -44,10 +46,16 @@ def refuse_difference(existing: CreatedJob, asked: CreatedJob) -> Changes:
             f"for {after:g} use another job_id, such as {f'{existing.job_id}-{after:g}'!r}",
             field="job_id",
         )
-    if changes and not (asked.revise and not fixed(changes)):
-        named = {name: changes[name] for name in fixed(changes)} if asked.revise else changes
+    unchangeable = fixed(changes)
+    if "higher_is_better_metric" in unchangeable and (
+        existing.target_metric is None
+        or not any(tally.state in OBSERVED for tally in queries.tallies(transaction, job.job_id))
+    ):
+        unchangeable.remove("higher_is_better_metric")
+    if changes and not (asked.revise and not unchangeable):
+        named = {name: changes[name] for name in unchangeable} if asked.revise else changes
         differences = "; ".join(f"{name} is {before!r}, not {after!r}" for name, (before, after) in named.items())
-        remedy = "" if fixed(changes) else f", or revise the job: bso-server jobs revise {existing.job_id}"
+        remedy = "" if unchangeable else f", or revise the job: bso-server jobs revise {existing.job_id}"
         raise JobConflictError(
             f"job {existing.job_id!r} exists with another configuration: {differences}. Use another job_id{remedy}",
             field="job_id",

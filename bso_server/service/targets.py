@@ -11,7 +11,8 @@ from dataclasses import replace
 from bso_server.core.job import Moment, end_trial, replay
 from bso_server.core.model import Report, TrialRecord, changed
 from bso_server.core.occurrences import TrialEnded
-from bso_server.core.targets import NumberedReport, judged_again, learned_target, reached_value
+from bso_server.core.targets import NumberedReport, is_unclear, judged_again, learned_target, reached_value
+from bso_server.errors import JobConflictError
 from bso_server.storage import queries
 from bso_server.storage.rows import StoredJob
 from bso_server.storage.transaction import Transaction
@@ -30,17 +31,37 @@ def learn_target(transaction: Transaction, job: StoredJob, moment: Moment) -> St
     if job.registration.target_runs is None or job.registration.target_metric is not None:
         return job
     trials = transaction.all_trials(job.job_id)
-    ended = [each for each in trials if each.state is TrialState.COMPLETED and each.end_reason is EndReason.NO_TARGET]
-    if len(ended) < TARGET_RUNS:
-        return job
-    ended.sort(key=lambda trial: trial.ended_event or 0)
-    values = {each.trial_number: reached_value(job.registration, _reports(transaction, each)) for each in ended}
+    ended = _runs_that_set_it(transaction, trials)
+    values = {number: reached_value(job.registration, reports) for number, reports in ended.items()}
     reached = {number: value for number, value in values.items() if value is not None}
-    if len(reached) < TARGET_RUNS:
+    if len(reached) < TARGET_RUNS or is_unclear(job.registration, ended.values()):
         return job
     runs = tuple(reached)[:TARGET_RUNS]
     target = learned_target(job.registration, (reached[number] for number in runs))
     return _set(transaction, job, target, tuple(sorted(runs)), trials, moment)
+
+
+def refuse_unclear(transaction: Transaction, job: StoredJob) -> None:
+    """Raise `JobConflictError` if no target can be learned, because the direction of the metric may be wrong."""
+    known = job.registration
+    if known.target_runs is None or known.target_metric is not None:
+        return
+    runs = _runs_that_set_it(transaction, transaction.all_trials(job.job_id))
+    if len(runs) >= TARGET_RUNS and is_unclear(known, runs.values()):
+        higher = known.higher_is_better_metric
+        raise JobConflictError(
+            f"each of the {len(runs)} runs that set the target of job {job.job_id!r} was best at its first evaluation: "
+            f"if {'lower' if higher else 'higher'} {known.monitor} is better, say mode={'min' if higher else 'max'!r} "
+            f"(in a job= higher_is_better_metric={not higher}), otherwise set a target",
+            field="higher_is_better_metric",
+        )
+
+
+def _runs_that_set_it(transaction: Transaction, trials: list[TrialRecord]) -> dict[int, list[NumberedReport]]:
+    """Return the reports of the runs that have trained to their end without a target, by trial, in order of ends."""
+    ended = [each for each in trials if each.state is TrialState.COMPLETED and each.end_reason is EndReason.NO_TARGET]
+    ended.sort(key=lambda trial: trial.ended_event or 0)
+    return {each.trial_number: _reports(transaction, each) for each in ended}
 
 
 def replace_target(transaction: Transaction, job: StoredJob, target: float | None, moment: Moment) -> StoredJob:

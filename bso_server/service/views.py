@@ -168,6 +168,7 @@ class JobLine(WireMessage):
     best_metric: float | None  # best last metric of all trials; None once a trial has reached the target
     stuck: str | None  # as in `JobView`
     drift: float | None  # share by which the last two runs cost more (negative: less); None if that may be chance
+    meets_at_once: bool = False  # True if the first report of two runs has met the target
 
     @property
     def has_missed(self) -> bool:

@@ -160,6 +160,19 @@ def completed_runs(transaction: Transaction, job_id: str, *, since: int) -> list
     return [CompletedRun(*row) for row in map(tuple, transaction.tuples(statement.order_by(table.ended_event)))]
 
 
+def met_at_once(transaction: Transaction, job: CreatedJob) -> int:
+    """Return the number of runs whose first report met the target, before the end of the training."""
+    table = trials.c
+    is_first = (
+        table.state == TrialState.COMPLETED,
+        table.end_reason == EndReason.TARGET_REACHED,
+        table.report_count == 1,
+    )
+    is_early = table.epoch < job.max_epochs
+    statement = select(func.count()).where(table.job_id == job.job_id, *is_first, is_early)
+    return int(transaction.connection.scalar(statement) or 0)
+
+
 def trial(transaction: Transaction, job_id: str, trial_number: int) -> TrialRecord | None:
     """Return a trial, or None."""
     found = _trials(transaction, job_id, [trials.c.trial_number == trial_number], order=None, limit=1)

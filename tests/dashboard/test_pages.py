@@ -245,9 +245,11 @@ async def test_jobs_with_problems_come_first_and_say_which(new_database: str, ne
     lines = (await new_http.get("/ui/jobs.json")).json()["jobs"]
     assert [line["job"]["job_id"] for line in lines] == ["d-stuck", "c-crashed", "b-slower", "a-fine"]
     assert [line["stuck"] is not None for line in lines] == [True, False, False, False]
+    assert [line["meets_at_once"] for line in lines] == [False, False, True, False]
     text = Page((await new_http.get("/ui/")).text).text.replace("\N{NO-BREAK SPACE}", " ")
     assert re.search(r"stuck: 2 missed the target.* lower the target or raise max_epochs", text)
     assert re.search(r"last two cost [12]\d\d % more", text)
+    assert text.count("target met at the first report") == 1
     fine = JobLine.model_validate_json(json.dumps(lines[3]))
     loses = fine.model_copy(update={"savings": fine.savings.model_copy(update={"word": SavingsWord.LOSES})})
     # Between a crashed job and a slower one.

@@ -30,7 +30,7 @@ def make_bench_without_server(kind: Any, tmp_path: Path, monkeypatch: pytest.Mon
 
 def train(bench: FrameworkBench, monitor: EnergyMonitor, **options: Any) -> tuple[Training, TrialView]:
     """Train three epochs; return the training and its trial."""
-    job = bench.job(NEVER, max_epochs=3)
+    job = bench.job(NEVER, max_epochs=3, higher_is_better_metric=True)
     callback = bench.BatchSize(job, "score", energy_monitor=monitor, on_failure="stop")
     training = bench.training(callback, epochs=3, **options)
     training.train()

@@ -31,7 +31,7 @@ def test_reaching_target_ends_training(bench: FrameworkBench) -> None:
 
 
 def test_estimate_is_named_on_machine_without_counter(bench: FrameworkBench) -> None:
-    callback = bench.BatchSize(bench.job(), "score", server_url=bench.server.url)
+    callback = bench.BatchSize(bench.job(higher_is_better_metric=True), "score", server_url=bench.server.url)
     bench.training(callback).train()
     assert callback.trial.time_s > 0
     assert callback.trial.energy_j > 0

@@ -44,7 +44,7 @@ def test_three_runs_train_to_end_of_script_and_set_target(
 
 
 def test_name_of_metric_is_sufficient(bench: FrameworkBench) -> None:
-    callback = bench.BatchSize("score", **bench.callback_options({"job_id": bench.job_id}))
+    callback = bench.BatchSize("score", mode="max", **bench.callback_options({"job_id": bench.job_id}))
     bench.training(callback, epochs=2, scores=(0.5, 0.6)).train()
     view = bench.view()
     assert (view.job.target_metric, view.job.max_epochs) == (None, 2)

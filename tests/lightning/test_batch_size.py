@@ -233,7 +233,7 @@ class CountsSteps(ZeusBSOCallback):
 
 
 def test_lightning_calls_per_step_hooks_of_subclass_only(bench: Bench) -> None:
-    callback = CountsSteps(bench.job(), "score", **bench.callback_options({}))
+    callback = CountsSteps(bench.job(higher_is_better_metric=True), "score", **bench.callback_options({}))
     seen: list[Any] = []
     look = AtTrainStart(lambda: seen.extend([callback.on_train_batch_start, callback.on_train_batch_end]))
     quiet_trainer(callback, look).fit(Classifier(), train_loader())
@@ -310,9 +310,9 @@ def unscaled_rates(scheduler: Callable[..., Any] | None, steps: int) -> list[flo
 
 
 def test_sanity_check_is_not_reported(bench: Bench) -> None:
-    callback = bench.callback(bench.job(max_epochs=2))
+    callback = bench.callback()
     watch = Watch(callback)
-    quiet_trainer(callback, watch, max_epochs=2).fit(Classifier(AT_ONCE), train_loader())
+    quiet_trainer(callback, watch).fit(Classifier(AT_ONCE), train_loader())
     assert watch.sanity_metrics == [None]
     assert watch.epochs == [1.0]
 

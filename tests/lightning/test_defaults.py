@@ -116,7 +116,7 @@ def test_checkpoint_callback_decides_direction_of_metric(bench: Bench, tmp_path:
         trainer = quiet_trainer(bench.guessing(target=2.0, monitor="drift"), *callbacks, enable_checkpointing=True)
         trainer.fit(Drifting(), models.train_loader(), models.val_loader())
 
-    with pytest.raises(ZeusBSOConfigError, match=r"'drift' does not say whether .* say mode='max' or mode='min'"):
+    with pytest.raises(ZeusBSOConfigError, match=r"'drift' does not say .* say mode='max' or mode='min'"):
         train(ModelCheckpoint(tmp_path, monitor="score", mode="max"))
     assert not bench.is_registered()
     train(ModelCheckpoint(tmp_path, monitor="drift", mode="min"))
@@ -137,7 +137,7 @@ def test_progress_bar_has_field_while_training(bench: Bench) -> None:
     bar = Bar()
     trainer = quiet_trainer(bench.guessing(), bar, enable_progress_bar=True, max_epochs=5)
     trainer.fit(Alone(), models.train_loader(), models.val_loader())
-    assert seen == [f"{USERS_SIZE} (≤5 epochs)"]
+    assert seen == [f"{USERS_SIZE} (≤5 epochs)"] * 2
     assert "zeus" not in bar.get_metrics(trainer, trainer.lightning_module)
 
 
@@ -147,7 +147,7 @@ def test_second_fit_of_trainer_continues_without_trial(bench: Bench, caplog: pyt
     first.train()
     first.model = Classifier()
     first.train()
-    assert "this Trainer goes on after epoch 1 of an earlier training: it has its own batch size" in caplog.text
+    assert "this Trainer goes on after epoch 2 of an earlier training: it has its own batch size" in caplog.text
     assert bench.view().job.max_epochs == 3
     assert bench.view().trial_count == 1
     assert set(first.sizes) == {16, 8}  # A batch of 8 ends each epoch.

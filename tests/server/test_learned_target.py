@@ -78,6 +78,23 @@ async def test_first_three_runs_train_to_the_end_at_the_default_and_set_the_targ
     assert (await unset.suggest()).batch_size != 16
 
 
+async def test_no_target_is_learned_from_runs_that_are_best_at_their_first_evaluation(unset: JobService) -> None:
+    for _ in range(3):
+        await train(unset, await unset.suggest(), (0.9, 0.5, 0.3, 0.2, 0.1))
+    for _ in range(2):
+        with pytest.raises(
+            JobConflictError, match=r"the 3 runs .* best at its first .*: if lower metric is better, say"
+        ):
+            await unset.suggest()
+    job, _ = await unset.service.register(
+        asked(unset, None).model_copy(update={"higher_is_better_metric": False, "revise": True, "target_runs": ()})
+    )
+    assert (job.target_metric, job.target_runs) == (0.1, (1, 2, 3))
+    assert [each.epochs for each in (await unset.show()).trials] == [5, 5, 5]
+    assert (await unset.suggest()).batch_size != 16
+    assert await unset.differences() == []
+
+
 @pytest.mark.parametrize("learned", [True, False])
 async def test_running_trial_is_completed_at_the_epoch_reaching_the_later_target(
     unset: JobService, learned: bool

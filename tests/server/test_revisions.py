@@ -73,9 +73,19 @@ async def test_registration_with_changed_terms_revises_the_job_only_if_requested
     ],
 )
 async def test_changed_target_requires_a_new_job(bso: JobService, changes: dict[str, Any], message: str) -> None:
+    await bso.reach(await bso.suggest())
     with pytest.raises(JobConflictError, match=message):
         await revise(bso, **changes)
     assert (await bso.show()).revisions == ()
+
+
+async def test_direction_is_revised_while_no_run_counts(bso: JobService) -> None:
+    await bso.end(await bso.suggest())
+    assert not (await revise(bso, higher_is_better_metric=False)).higher_is_better_metric
+    assert (await bso.report(await bso.suggest(), cost_j=10.0, metric=0.1)).converged
+    with pytest.raises(JobConflictError, match="higher_is_better_metric is False, not True"):
+        await revise(bso, higher_is_better_metric=True)
+    assert await bso.differences() == []
 
 
 async def test_terms_unsupported_by_the_policy_are_refused(store: Store) -> None:

@@ -220,11 +220,15 @@ class FrameworkBench(JobBench):
     folder: Path
 
     def callback(self, job: JobSpec | None = None, monitor: str = "score", **options: Any) -> Any:
-        return self.BatchSize(job or self.job(), monitor, **self.callback_options(options))
+        job = job or self.job()
+        if monitor.endswith("score"):  # whose name does not say for certain that higher is better
+            job = job.model_copy(update={"higher_is_better_metric": True})
+        return self.BatchSize(job, monitor, **self.callback_options(options))
 
     def guessing(self, target: float = 0.0, monitor: str = "score", **options: Any) -> Any:
         """Return a callback with only a target and a metric."""
-        said = {"monitor": monitor, "target": target, "job_id": self.job_id} | options
+        mode = "max" if monitor == "score" else None
+        said = {"monitor": monitor, "mode": mode, "target": target, "job_id": self.job_id} | options
         return self.BatchSize(**self.callback_options(said))
 
     def training(self, *callbacks: Any, **options: Any) -> Any:

@@ -65,7 +65,11 @@ class JobBench:
     job_id: str
 
     def job(self, target: float = AT_ONCE, **spec: Any) -> JobSpec:
-        defaults = {"batch_sizes": (NEXT_SIZE, SERVERS_SIZE), "default_batch_size": SERVERS_SIZE, "max_epochs": 1}
+        defaults = {
+            "batch_sizes": (NEXT_SIZE, SERVERS_SIZE),
+            "default_batch_size": SERVERS_SIZE,
+            "max_epochs": 1,
+        }
         defaults["policy"] = ZEUS  # the order of its first sizes does not depend on costs
         return JobSpec(job_id=self.job_id, job_id_prefix="digits", target_metric=target, **(defaults | spec))
 

@@ -21,6 +21,7 @@ from zeus_plugins.training.defaults import (
     JobPlan,
     JobWish,
     TrainingFacts,
+    check_direction,
     check_epochs,
     first_report_warning,
     hash_of_parameters,
@@ -143,7 +144,7 @@ def test_id_depends_on_script_model_target_and_hardware() -> None:
     [
         ("eval_accuracy", {"target": 97}, "train-Net-accuracy-97"),
         ("val/loss", {"target": 1e-05}, "train-Net-val-loss-1e-05"),
-        ("elbo", {"target": -3.5}, "train-Net-elbo-minus3.5"),
+        ("elbo", {"target": -3.5, "mode": "max"}, "train-Net-elbo-minus3.5"),
         ("val_acc", {"target": None}, "train-Net-val_acc"),
         ("val_acc", {"target": 0.5, "mode": "min"}, "train-Net-val_acc-0.5-min"),
         ("drift", {"target": 0.5, "mode": "max"}, "train-Net-drift-0.5-max"),
@@ -242,7 +243,7 @@ def test_complete_job_is_used_unchanged() -> None:
     [
         *[(name, False) for name in ("val_loss", "eval_loss", "loss", "valLoss", "val/perplexity", "wer", "test_CER")],
         *[(name, False) for name in ("mean_squared_error", "mae", "val_rmse", "loss/dataloader_idx_0")],
-        *[(name, True) for name in ("val_acc", "f1", "reward")],
+        *[(name, True) for name in ("val_acc", "f1", "cosine_accuracy")],
     ],
 )
 def test_direction_follows_from_words_of_the_name(monitor: str, *, higher: bool) -> None:
@@ -293,7 +294,8 @@ def test_settings_of_the_script_give_the_direction(monitor: str, modes: Any, *, 
 @pytest.mark.parametrize(
     ("monitor", "modes", "problem"),
     [
-        ("drift", {}, "the name 'drift' does not say whether the metric rises or falls"),
+        ("drift", {}, "the name 'drift' does not say for certain whether the metric rises or falls"),
+        ("val_score", {}, "the name 'val_score' does not say"),
         ("loss_accuracy", {}, "the name 'loss_accuracy' does not say"),
         (
             "val_acc",
@@ -310,6 +312,28 @@ def test_unclear_direction_is_requested(monitor: str, modes: Any, problem: str) 
     job = JobSpec(job_id_prefix="job", batch_sizes=(8,), default_batch_size=8)
     with pytest.raises(ZeusBSOConfigError, match=f"{problem}.*: say JobSpec"):
         planned(JobWish(job=job, monitor=monitor), modes=modes)
+
+
+@pytest.mark.parametrize(
+    ("monitor", "higher", "metrics", "is_refused"),
+    [
+        ("val_score", True, (0.5, 0.4), True),
+        ("val_score", True, (0.5, 0.5), False),
+        ("val_score", False, (0.4, 0.5), True),
+        ("val_acc", True, (0.5, 0.4), False),
+        ("val_acc", False, (0.4, 0.5), True),
+    ],
+)
+def test_move_away_from_the_target_is_refused_unless_the_name_is_certain(
+    monitor: str, metrics: tuple[float, float], *, higher: bool, is_refused: bool
+) -> None:
+    job = plan(monitor, mode="max" if higher else "min").job
+    with (
+        pytest.raises(ZeusBSOConfigError, match="mode='min'" if higher else "mode='max'")
+        if is_refused
+        else nullcontext()
+    ):
+        check_direction(job, monitor, *metrics)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from zeus_plugins.protocol import is_higher_better
+from zeus_plugins.protocol import certain_direction, is_higher_better
 
 FALLING = """
     nll val_nll ppl eval_ppl perplexity fid val_fid kid err val_err error error_rate top1_error test/top5_err logloss
@@ -34,6 +34,15 @@ MISTAKEN = {"DaviesBouldinScore", "SpectralDistortionIndex", "WordInfoPreserved"
 def test_name_of_a_common_metric_gives_the_direction(names: str, *, expected: bool | None) -> None:
     assert [name for name in names.split() if is_higher_better(name) is not expected] == []
     assert is_higher_better("") is None
+
+
+def test_only_well_known_names_are_certain() -> None:
+    certain = (
+        "val_loss eval/cosine_accuracy MulticlassF1Score neg_mean_squared_error val_acc_epoch rougeL mAP50 eval_wer"
+    )
+    assert [name for name in certain.split() if certain_direction(name) is not is_higher_better(name)] == []
+    for name in ("val_score", "distance", "episode_return", "drift", "loss_accuracy", "quality"):
+        assert certain_direction(name) is None
 
 
 def test_direction_agrees_with_the_classes_of_torchmetrics() -> None:

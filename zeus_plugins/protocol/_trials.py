@@ -239,12 +239,15 @@ class TrialDispatch(TrialId):
         stop_rule: When the trial will be stopped, as far as the server knows.
         power_profile: The newest power profile of an earlier trial of the job at this batch size, or None. Always None
             for ``POST /trials``, because that training has already begun.
+        is_first: True if no run of the job has counted yet. If the first evaluation of such a run reaches the target,
+            our client goes on to the second one, which shows whether the direction of the metric is right.
     """
 
     origin: Origin | None = None
     reason: str | None = None
     stop_rule: StopRule | None = None
     power_profile: PowerProfile | None = None
+    is_first: bool = False
 
 
 class OfflineTrial(WireMessage):

@@ -226,8 +226,20 @@ _RISING_WORDS = """
     mutual mutualinfo homogeneity completeness vmeasure silhouette dunn calinski fowlkes
 """
 _FALLING, _RISING = frozenset(_FALLING_WORDS.split()), frozenset(_RISING_WORDS.split())
+# Words that have one direction in every training. Others, such as ``score`` and ``distance``, only suggest one.
+_WELL_KNOWN_WORDS = """
+    loss losses logloss error errors err mae mape mse rmse nll bce ce crossentropy ppl perplexity wer cer fid
+    acc accuracy accuracies f1 f2 fbeta fscore precision recall auc auroc auprc rocauc prauc ap map iou miou jaccard
+    dice ndcg mrr mcc r2 exact bleu sacrebleu rouge rougel rougelsum meteor chrf psnr ssim
+"""
+_WELL_KNOWN = frozenset(_WELL_KNOWN_WORDS.split())
 # If the last known word is one of these, the metric is a loss: ``dice_loss`` falls although Dice rises.
 _LOSSES = frozenset({"loss", "losses", "logloss", "error", "errors", "err"})
+
+
+def certain_direction(metric: str) -> bool | None:
+    """Return `is_higher_better` for a name that contains a well-known one, such as ``val_acc``; None for others."""
+    return None if _WELL_KNOWN.isdisjoint(_known_words(_words_in(metric))) else is_higher_better(metric)
 
 
 def is_higher_better(metric: str) -> bool | None:
@@ -235,6 +247,17 @@ def is_higher_better(metric: str) -> bool | None:
     words = _words_in(metric)
     # As in ``neg_mean_squared_error`` and ``negative_log_likelihood``.
     is_negated = "neg" in words or ("negative", "log") in pairwise(words)
+    known = _known_words(words)
+    rising = {word in _RISING for word in known}
+    if len(rising) > 1 and known[-1] in _LOSSES:
+        rising = {False}
+    if not known and "score" in words:  # otherwise it is a score of something, such as ``brier_score``
+        rising = {True}
+    return None if len(rising) != 1 else rising.pop() is not is_negated
+
+
+def _known_words(words: list[str]) -> list[str]:
+    """Return the words, and pairs of words, that have a direction."""
     known: list[str] = []
     first = 0
     while first < len(words):
@@ -242,12 +265,7 @@ def is_higher_better(metric: str) -> bool | None:
         word = pair if pair in _FALLING | _RISING else words[first]
         first += 2 if word == pair else 1
         known += [name for name in (word, re.sub(r"(?<=..)\d+$", "", word)) if name in _FALLING | _RISING][:1]
-    rising = {word in _RISING for word in known}
-    if len(rising) > 1 and known[-1] in _LOSSES:
-        rising = {False}
-    if not known and "score" in words:  # otherwise it is a score of something, such as ``brier_score``
-        rising = {True}
-    return None if len(rising) != 1 else rising.pop() is not is_negated
+    return known
 
 
 def is_lower_better(metric: str, margin: float | None = None) -> bool:

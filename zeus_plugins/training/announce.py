@@ -92,7 +92,7 @@ class Announcer:
         self._port.log(metrics)
         self._show_progress(trial)
         if not self._has_reported and trial.metric is not None and self._port.rank == 0:
-            is_reached = verdict is not None and verdict.converged
+            is_reached = job.confirm == 1 and job.is_reached_by(trial.metric)
             warning = first_report_warning(job, self._plan.monitor, trial.metric, is_reached=is_reached)
             if warning is not None:
                 _logger.warning("%s", warning)

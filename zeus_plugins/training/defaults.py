@@ -26,6 +26,7 @@ from zeus_plugins.protocol import (
     Fingerprint,
     GpuConfig,
     JobSpec,
+    certain_direction,
     epochs_in_words,
     faults_in_words,
     is_higher_better,
@@ -348,7 +349,7 @@ def first_report_warning(job: JobSpec, monitor: str, metric: float, *, is_reache
         side, other = ("at or above", "lower") if job.higher_is_better_metric else ("at or below", "higher")
         return (
             f"{name} was {metric:.4g} at the first report, {side} the target {target:g}, so that the training ends "
-            f"there. If it should not, set another target, or, where {other} is better, "
+            f"there, or at the next evaluation. If it should not, set another target, or, where {other} is better, "
             f"mode={'max' if other == 'higher' else 'min'!r}"
         )
     if job.higher_is_better_metric and 1 < target <= 100 and 0 <= metric <= 1:
@@ -357,6 +358,23 @@ def first_report_warning(job: JobSpec, monitor: str, metric: float, *, is_reache
             f"it can never reach the target, and {target / 100:g} may be meant"
         )
     return None
+
+
+def check_direction(job: JobSpec, monitor: str, first: float, second: float) -> None:
+    """Raise `ZeusBSOConfigError` if the job's first run moves away from the target, which its first evaluation reached.
+
+    If the metric's name is well known, its direction is certain, and the target is only easy.
+    """
+    higher = job.higher_is_better_metric
+    if not (second < first if higher else second > first) or certain_direction(monitor) is higher:
+        return
+    side, moved = ("at or above", "fell") if higher else ("at or below", "rose")
+    raise ZeusBSOConfigError(
+        f"{monitor or 'the metric'} was {first:.4g} at the first evaluation, {side} the target {job.target_metric:g}, "
+        f"and then {moved} to {second:.4g}: if "
+        f"{'lower' if higher else 'higher'} is better, say mode={'min' if higher else 'max'!r} (in a job= "
+        f"higher_is_better_metric={not higher}), otherwise set a target that an untrained model does not reach"
+    )
 
 
 def as_job(job: JobSpec | Mapping[str, Any] | str) -> JobSpec:
@@ -413,13 +431,14 @@ def _direction(wish: JobWish, modes: Mapping[str, Literal["max", "min"]]) -> boo
     if wish.job is not None and not wish.monitor:
         return wish.job.higher_is_better_metric
     say = "mode='max' or mode='min'" if wish.job is None else "JobSpec(higher_is_better_metric=…), True or False"
-    by_name = is_higher_better(wish.monitor)
+    by_name = certain_direction(wish.monitor)
     found = {setting: mode == "max" for setting, mode in modes.items()}
     if by_name is not None:
         found[f"the name {wish.monitor!r}"] = by_name
     if not found:
         raise ZeusBSOConfigError(
-            f"the name {wish.monitor!r} does not say whether the metric rises or falls as the model improves: say {say}"
+            f"the name {wish.monitor!r} does not say for certain whether the metric rises or falls as the model "
+            f"improves: say {say}"
         )
     if len(set(found.values())) > 1:
         sides = " and ".join(f"{source} says {'higher' if found[source] else 'lower'}" for source in found)
@@ -429,7 +448,7 @@ def _direction(wish: JobWish, modes: Mapping[str, Literal["max", "min"]]) -> boo
 
 def _contradiction(monitor: str, *, said: bool) -> str | None:
     """Return a warning if the name of the metric contradicts the direction that its user has said, or None."""
-    by_name = is_higher_better(monitor)
+    by_name = certain_direction(monitor)
     if by_name is None or by_name is said:
         return None
     return (

@@ -421,7 +421,7 @@ class ActiveRun:
             def enter() -> tuple[Any, ...]:
                 client = opened.enter_context(self._connect())
                 monitor = self._monitors.monitor()
-                session = TrialSession(plan, client, monitor, watch=options.watch)
+                session = TrialSession(plan, client, monitor, watch=options.watch, checks_direction=True)
                 opened.push(lambda _kind, error, _traceback: session.end(error))
                 self._session = session
                 begin(session)

@@ -11,7 +11,7 @@ import math
 import secrets
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 from zeus_plugins import environment
 from zeus_plugins.client.delivery import deliver_earlier, is_refusal, recorded, registered_as, taken_over
@@ -35,6 +35,7 @@ from zeus_plugins.protocol import (
     MAX_WATCHED,
     CreatedJob,
     Ending,
+    EndReason,
     Evaluation,
     JobSpec,
     JobSpecFromClient,
@@ -48,7 +49,7 @@ from zeus_plugins.protocol import (
 )
 from zeus_plugins.training.announce import LATEST_TRIALS
 from zeus_plugins.training.arguments import check_watch
-from zeus_plugins.training.defaults import JobPlan
+from zeus_plugins.training.defaults import JobPlan, check_direction
 from zeus_plugins.training.metrics import as_written
 from zeus_plugins.training.outcomes import detail_of, ending_of
 from zeus_plugins.training.trial import TrialInfo
@@ -73,6 +74,8 @@ class TrialSession:
         outbox: Keeps results while the server is away; by default in the user's state directory.
         rank: Rank of this process, if every rank of the training may report.
         watch: Names of further metrics, which `watch` is expected to receive.
+        checks_direction: Whether the first run of the job goes on to a second evaluation if its first one reaches the
+            target. If the metric then moves away from the target, `report_evaluation` raises `ZeusBSOConfigError`.
 
     Raises:
         ZeusBSOConfigError: ``ZEUS_JOB_ID`` does not fit the job, or a name in `watch` is invalid.
@@ -92,6 +95,7 @@ class TrialSession:
         outbox: Outbox | None = None,
         rank: int | None = None,
         watch: Iterable[str] = (),
+        checks_direction: bool = False,
     ) -> None:
         self.watched_names = check_watch(watch)
         self.plan = (job if isinstance(job, JobPlan) else JobPlan(job=job)).with_id_of_environment()
@@ -107,6 +111,10 @@ class TrialSession:
         self._reporter: TrialReporter | None = None
         self._measuring = False
         self._ended = False
+        # Whether the next evaluation is the first of the job; it is held back if it reaches the target.
+        self._checks_direction = checks_direction
+        self._is_first = False
+        self._held: Evaluation | None = None
         # The last reported epoch of a resumed trial; the checkpoint may be older than that report.
         self._reported_epoch = 0.0
 
@@ -170,7 +178,8 @@ class TrialSession:
             if check is not None:
                 check(self.plan.job)
             dispatch = self._client.request_trial(registration.job_id, self._key)
-            trial = TrialInfo(**dispatch.model_dump(exclude={"origin"}))
+            trial = TrialInfo(**dispatch.model_dump(exclude={"origin", "is_first"}))
+            self._is_first = dispatch.is_first and self._checks_direction
         except ZeusBSORuntimeError as error:
             if not error.is_outage:
                 raise
@@ -409,6 +418,9 @@ class TrialSession:
                 self._update(unmeasured=detail_of(failure))
                 _logger.debug("could not close the last measurement window: %s", failure)
         if self._reporter is not None:
+            if self._held is not None and error is None and self.trial.unmeasured is None:
+                self._update(verdict=self._report_held(self._reporter))
+                self._look_at_job(self._reporter)
             ending = None if self.finished else ending_of(error, early_end=early_end)
             if self._rank and ending is not None and ending.outcome is not TrialState.INFEASIBLE:
                 ending = None  # Rank 0 knows how the training ended, but not that another rank ran out of memory.
@@ -567,19 +579,38 @@ class TrialSession:
             reporter.rule = rule = rule.model_copy(update={"confirmed_epoch": epoch})
         if trial.unmeasured is not None:
             return reporter.judge(rule, metric=metric, epochs=epoch)
-        return reporter.report_evaluation(
-            Evaluation(
-                time=max(trial.time_s, LEAST_TIME_S),
-                energy=trial.energy_j,
-                metric=metric,
-                current_epoch=epoch,
-                energy_source=trial.energy_source,
-                judged_by=rule if is_repeated and rule.confirmed else None,
-                waited_share=trial.waited_share,
-                watched=trial.watched,
-                rank=self._rank,
-            )
+        evaluation = Evaluation(
+            time=max(trial.time_s, LEAST_TIME_S),
+            energy=trial.energy_j,
+            metric=metric,
+            current_epoch=epoch,
+            energy_source=trial.energy_source,
+            judged_by=rule if is_repeated and rule.confirmed else None,
+            waited_share=trial.waited_share,
+            watched=trial.watched,
+            rank=self._rank,
         )
+        is_first, self._is_first = self._is_first, False
+        if is_first and reporter.job.is_reached_by(metric) and epoch < reporter.job.max_epochs:
+            self._held = evaluation
+            message = (
+                f"{self.plan.monitor} {metric:.4g}, at the target: the job's first run goes on to its next evaluation"
+            )
+            return ReportResponse(
+                stop_train=False, converged=False, message=message, reason=EndReason.KEEP_TRAINING, stop_rule=rule
+            )
+        if self._held is not None:
+            if not is_repeated:
+                check_direction(self.plan.job, self.plan.monitor, self._held.metric, metric)
+            verdict = self._report_held(reporter)
+            if verdict.stop_train:
+                return verdict
+        return reporter.report_evaluation(evaluation)
+
+    def _report_held(self, reporter: TrialReporter) -> ReportResponse:
+        """Report the job's first evaluation, with the cost at that time."""
+        held, self._held = self._held, None
+        return reporter.report_evaluation(cast("Evaluation", held))
 
     def _look_at_job(self, reporter: TrialReporter, retries: Retries = NO_RETRIES) -> None:
         """Get the job after this trial, for the lines at the end of the training."""
