@@ -144,9 +144,16 @@ def test_counters_and_power_readings_are_listed(ask: Any) -> None:
     assert report.only("energy") == ("ok", "nvml")
 
 
-def test_check_of_a_gpu_is_found_in_the_repository(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["doctor", "--gpu-check"]) == 1
-    assert "--gpu-check was removed: run `python -m benchmarks.gpu_check`" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("option", "instead"),
+    [
+        ("--gpu-check", "run `python -m benchmarks.gpu_check`"),
+        ("--reset-power-limits", "run the commands that `zeus-plugins doctor` names"),
+    ],
+)
+def test_removed_option_names_what_to_do_instead(option: str, instead: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", option]) == 1
+    assert f"{option} was removed: {instead}" in capsys.readouterr().err
 
 
 def test_gpu_without_a_counter_is_reported(ask: Any) -> None:
@@ -161,12 +168,12 @@ def test_gpu_without_a_counter_is_reported(ask: Any) -> None:
     ("limit_mw", "pid", "level", "says"),
     [
         (700_000, None, "ok", "700 W"),
-        (400_000, "none", "warning", "400 W, below the default: `zeus-plugins doctor --reset-power-limits` sets 700 W"),
+        (400_000, "none", "warning", "400 W, below the default: `nvidia-smi -i GPU-0 -pl 700`"),
         (
             400_000,
             None,
             "warning",
-            "400 W, left behind by a killed training: `zeus-plugins doctor --reset-power-limits`",
+            "400 W, left behind by a killed training: `nvidia-smi -i GPU-0 -pl 700`",
         ),
         (400_000, "live", "ok", "400 W; the training with process id {} sets its power limit, and restores 700 W when"),
     ],

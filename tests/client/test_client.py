@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 
 from bso_server.core.savings import savings
 from bso_server.core.verdict import Judge
-from tests.support.reporting import warnings_in
 from zeus_plugins.client import client_from_environment
 from zeus_plugins.client.http import BsoClient
 from zeus_plugins.client.port import NO_RETRIES, Retries
@@ -558,32 +557,3 @@ def test_missing_server_url_selects_the_embedded_server(
 ) -> None:
     monkeypatch.setenv("ZEUS_BSO_DATABASE_URL", f"sqlite:///{tmp_path / 'bso.sqlite3'}")
     assert client_from_environment(environ=environ).server_url == f"embedded://{tmp_path / 'bso.sqlite3'}"
-
-
-# --- Failing and unreachable servers ----------------------------------------------------------------------------------
-
-
-def test_three_internal_errors_of_the_server_are_reported_once_as_a_warning(caplog: pytest.LogCaptureFixture) -> None:
-    client = client_of(Recorder(500, json={"message": "OverflowError in gp_voi"})).with_retries(NO_RETRIES)
-    for told in (0, 0, 1, 1, 1):
-        # Copies of the training's client send the heartbeats.
-        with client.with_retries(NO_RETRIES) as copy, pytest.raises(ZeusBSORuntimeError):
-            copy.request_trial("mnist-1")
-        assert len(warnings_in(caplog)) == told
-    (warning,) = warnings_in(caplog)
-    for words in ("http://bso:8000 FAILS", "3 requests", "500", "OverflowError in gp_voi"):
-        assert words in warning
-
-
-@pytest.mark.parametrize("trouble", [502, 503, 504, 429, httpx.ConnectError])
-def test_unreachable_server_is_not_reported_as_failing(
-    trouble: int | type[httpx.TransportError], caplog: pytest.LogCaptureFixture
-) -> None:
-    with pytest.raises(ZeusBSORuntimeError):
-        Troubled(*[trouble] * 4).client().request_trial("mnist-1")
-    assert warnings_in(caplog) == []
-
-
-def test_retries_of_a_single_request_count_as_errors(caplog: pytest.LogCaptureFixture) -> None:
-    assert Troubled(500, 500, 500, 200).client().request_trial("mnist-1").trial_number == 3
-    assert len(warnings_in(caplog)) == 1

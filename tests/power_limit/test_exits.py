@@ -15,7 +15,6 @@ import pytest
 from tests.support import ROOT
 from tests.support.power_limit_bench import FileDevice
 from tests.support.reporting import until
-from zeus_plugins.cli import doctor
 from zeus_plugins.energy import EstimateMonitor
 from zeus_plugins.power_limit import Energy, PowerLimitProfiler
 from zeus_plugins.power_limit.guard import recall
@@ -92,12 +91,9 @@ def test_ending_training_restores_the_limit_unless_killed(
 
 
 def test_live_training_is_named_by_others_and_its_limit_left_alone(
-    begin: Begin, limit: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    begin: Begin, limit: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     training, device = begin("signal"), FileDevice(limit)
-    monkeypatch.setattr(doctor, "find_devices", lambda: [device])
-    (reset,) = doctor.power_limits(resets=True)
-    assert (reset.level, f"process id {training.pid} " in reset.text) == ("warning", True)
     second = PowerLimitProfiler([device], Energy(), monitor=EstimateMonitor(100.0), limits_w=[100.0])
     second.on_epoch_begin()
     second.close()

@@ -14,7 +14,6 @@ import pytest
 from tests.support.fake_nvml import FakeGpu, FakeNvml
 from tests.support.power_limit_bench import ANY_LENGTH, ReplayMachine, ReplayPoint, record_limit
 from tests.support.reporting import warnings_in
-from zeus_plugins.cli import doctor
 from zeus_plugins.placement import process_start
 from zeus_plugins.power_limit import (
     Energy,
@@ -26,7 +25,7 @@ from zeus_plugins.power_limit import (
     ZeusCost,
 )
 from zeus_plugins.power_limit.devices import set_and_check
-from zeus_plugins.power_limit.guard import LimitGuard, forget, recall, remember, reset_limit
+from zeus_plugins.power_limit.guard import LimitGuard, forget, recall, remember
 
 
 def device_of(**of_gpu: Any) -> tuple[NvmlDevice, FakeGpu]:
@@ -222,7 +221,7 @@ def test_limit_below_the_default_is_reported(caplog: pytest.LogCaptureFixture) -
     here.train(zeus, 1)
     (warning,) = warnings_in(caplog)
     assert "has a power limit of 300 W in force, below its default of 700 W" in warning
-    assert "zeus-plugins doctor --reset-power-limits" in warning
+    assert "`nvidia-smi -i GPU-0 -pl 700` puts the default back" in warning
     zeus.close()
 
 
@@ -270,8 +269,6 @@ def test_live_training_is_named_and_its_limit_left_alone(
 ) -> None:
     here = Replayed(limit_mw=400_000, default_mw=700_000)
     record_limit(live.pid)
-    with pytest.raises(PowerLimitUnavailableError, match=f"the training with process id {live.pid} sets its power"):
-        reset_limit(here.device)
     zeus = here.profiler(limits_w=None)
     assert here.train(zeus, 2) == [400] * 2
     assert (zeus.chosen_limit_w, zeus.profile) == (None, None)
@@ -282,11 +279,9 @@ def test_live_training_is_named_and_its_limit_left_alone(
 
 
 def test_process_with_the_id_of_a_killed_training_is_not_taken_for_it(live: subprocess.Popen[bytes]) -> None:
-    device, gpu = device_of(limit_mw=400_000, default_mw=650_000)
+    device, _ = device_of(limit_mw=400_000, default_mw=650_000)
     record_limit(live.pid, started="1")
     assert LimitGuard([device]).initial_limits_w == (700.0,)
-    assert reset_limit(device) == (400.0, 700.0)
-    assert gpu.limit_mw == 700_000
 
 
 def test_start_of_a_process_is_known_until_it_ends(live: subprocess.Popen[bytes], tmp_path: Path) -> None:
@@ -332,26 +327,6 @@ def test_damaged_records_are_ignored(state_directory: Path) -> None:
     forget("GPU-0")
     forget("GPU-0")
     assert list((state_directory / "power-limits").iterdir()) == []
-
-
-def test_doctor_restores_limits(monkeypatch: pytest.MonkeyPatch) -> None:
-    left, lowered = device_of(limit_mw=400_000, default_mw=650_000), device_of(limit_mw=300_000, default_mw=650_000)
-    silent, forbidden = device_of(), device_of(limit_mw=300_000, default_mw=650_000, may_set_limit=False)
-    remember("GPU-0", 600.0, 400.0)
-    assert reset_limit(left[0]) == (400.0, 600.0)
-    assert left[1].limit_mw == 600_000
-    monkeypatch.setattr(doctor, "find_devices", lambda: [lowered[0], silent[0], forbidden[0]])
-    findings = [(each.level, each.text) for each in doctor.power_limits(resets=True)]
-    assert findings[0] == ("ok", "GPU 0 (H200): 300 W → 650 W")
-    assert (findings[1][0], findings[2][0]) == ("problem", "problem")
-    assert "does not tell its default limit" in findings[1][1]
-    assert "Insufficient Permissions" in findings[2][1]
-    assert lowered[1].limit_mw == 650_000
-    record_limit()
-    lowered[1].limit_mw = 350_000
-    first, again = next(doctor.power_limits(resets=True)), next(doctor.power_limits(resets=True))
-    assert (first.level, again.text) == ("warning", "GPU 0 (H200): 350 W → 650 W")
-    assert "350 W, which another program has set since a killed training set 400 W" in first.text
 
 
 # --- Descending -----------------------------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ from zeus_plugins.errors import (
     ZeusBSOTokenError,
 )
 from zeus_plugins.power_limit import PowerLimitDevice, PowerLimitUnavailableError, find_devices
-from zeus_plugins.power_limit.guard import PowerLimitKeptError, holder, left_behind, reset_limit
+from zeus_plugins.power_limit.guard import holder, left_behind
 from zeus_plugins.protocol import TrialId, package_version, printable
 
 DISTRIBUTIONS = (
@@ -41,6 +41,11 @@ DISTRIBUTIONS = (
     "nvidia-ml-py",
     "zeus",
 )
+
+_REMOVED = {
+    "--gpu-check": "run `python -m benchmarks.gpu_check` in a clone of the repository",
+    "--reset-power-limits": "run the commands that `zeus-plugins doctor` names",
+}
 
 _TIMEOUT_S = 5.0
 
@@ -125,7 +130,7 @@ def _nvidia_gpus() -> Iterator[Finding]:
             "max_power_w": answer_or_none(partial(getattr, gpu, "max_power_w")),
         }
         yield Finding("nvidia", Level.OK, f"{gpu}: {text}", details)
-    yield from power_limits(resets=False)
+    yield from _power_limits()
 
 
 def _monitor() -> Finding:
@@ -183,8 +188,7 @@ def _outbox() -> Finding:
     return Finding("outbox", Level.WARNING if waiting or refused else Level.OK, text, details)
 
 
-def power_limits(*, resets: bool) -> Iterator[Finding]:
-    """Examine or reset the power limit of each GPU."""
+def _power_limits() -> Iterator[Finding]:
     try:
         devices = find_devices()
     except ZeusBSOConfigError as error:
@@ -192,32 +196,24 @@ def power_limits(*, resets: bool) -> Iterator[Finding]:
         return
     for device in devices:
         try:
-            yield _reset(device) if resets else _power_limit(device)
-        except PowerLimitKeptError as error:
-            yield Finding("power limit", Level.WARNING, str(error))
+            yield _power_limit(device)
         except PowerLimitUnavailableError as error:
-            yield Finding("power limit", Level.PROBLEM if resets else Level.OK, str(error))
+            yield Finding("power limit", Level.OK, str(error))
 
 
 def _power_limit(device: PowerLimitDevice) -> Finding:
     live, left = holder(device), left_behind(device)
     limit_w, default_w = device.limit_w(), device.default_limit_w()
     details = {"limit_w": limit_w, "default_w": default_w}
-    remedy = "`zeus-plugins doctor --reset-power-limits` sets"
+    remedy = f"`nvidia-smi -i {device.uuid} -pl"
     level, text = Level.OK, f"{device}: {limit_w:g} W"
     if live is not None:
         text += f"; {live} when it ends"
     elif left is not None:
-        level, text = Level.WARNING, f"{text}, left behind by a killed training: {remedy} {left.original_w:g} W"
+        level, text = Level.WARNING, f"{text}, left behind by a killed training: {remedy} {left.original_w:g}`"
     elif default_w is not None and limit_w < default_w:
-        level, text = Level.WARNING, f"{text}, below the default: {remedy} {default_w:g} W"
+        level, text = Level.WARNING, f"{text}, below the default: {remedy} {default_w:g}`"
     return Finding("power limit", level, text, details)
-
-
-def _reset(device: PowerLimitDevice) -> Finding:
-    found_w, limit_w = reset_limit(device)
-    details = {"found_w": found_w, "limit_w": limit_w}
-    return Finding("power limit", Level.OK, f"{device}: {found_w:g} W → {limit_w:g} W", details)
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -226,29 +222,21 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "doctor",
         help="check this machine, its energy counters and its server",
         description="Checks versions, GPUs and their power limits, energy counters and their permissions, the server"
-        " and the results that wait for it. Changes nothing without --reset-power-limits. The exit status is 1 if a"
-        " problem would stop a training or keep it from the server, otherwise 0.",
+        " and the results that wait for it. Changes nothing. The exit status is 1 if a problem would stop a training or"
+        " keep it from the server, otherwise 0.",
     )
-    what = parser.add_mutually_exclusive_group()
-    what.add_argument(
-        "--gpu-check",
-        action="store_true",
-        help=argparse.SUPPRESS,
-    )
-    what.add_argument(
-        "--reset-power-limits",
-        action="store_true",
-        help="restore the power limits of the NVIDIA GPUs from before killed trainings, else their default limits",
-    )
+    for removed in _REMOVED:
+        parser.add_argument(removed, action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=_doctor)
 
 
 def _doctor(options: argparse.Namespace) -> int:
-    if options.gpu_check:
-        raise ZeusBSOError("--gpu-check was removed: run `python -m benchmarks.gpu_check` in a clone of the repository")
+    for removed, instead in _REMOVED.items():
+        if getattr(options, removed.removeprefix("--").replace("-", "_")):
+            raise ZeusBSOError(f"{removed} was removed: {instead}")
     findings = []
-    for finding in power_limits(resets=True) if options.reset_power_limits else examine():
+    for finding in examine():
         findings.append(finding)
         if not options.json:
             print(printable(str(finding)), flush=True)

@@ -15,7 +15,6 @@ import re
 import secrets
 import time
 from collections.abc import Iterator, Mapping
-from http import HTTPStatus
 from typing import Any, NoReturn, TypeVar
 from urllib.parse import quote
 
@@ -53,7 +52,6 @@ _EXCERPT_LENGTH = 200
 _LONGEST_MESSAGE = 4000
 # Twenty times a page of 1000 trials.
 _LARGEST_ANSWER_BYTES = 16 * 2**20
-_FAULT_LIMIT = 3
 _MAX_PORT = 65535
 _LARGEST_PAGE = "1000"
 
@@ -106,8 +104,6 @@ class BsoClient(ServerPort):
         self._transport = transport
         self._http: httpx.Client | None = None
         self._http_pid = 0
-        # Shared with the copies that `with_retries` makes: faults are counted for the whole training.
-        self._faults: list[str] = []
 
     def __repr__(self) -> str:
         return f"BsoClient({self.server_url!r})"
@@ -228,23 +224,8 @@ class BsoClient(ServerPort):
             # count as well: httpcore passes on those of its SOCKS library.
             raise ZeusBSOServerUnreachableError(self._unreachable_text(error)) from None
         if not answer.is_success:
-            refusal = self._refusal(answer)
-            if answer.status_code == HTTPStatus.INTERNAL_SERVER_ERROR:
-                self._count_fault(str(refusal))
-            raise refusal
+            raise self._refusal(answer)
         return answer
-
-    def _count_fault(self, fault: str) -> None:
-        """Count an internal error of the server; after several, warn once, because waiting does not help."""
-        if len(self._faults) == _FAULT_LIMIT:
-            return
-        self._faults.append(fault)
-        if len(self._faults) == _FAULT_LIMIT:
-            _logger.warning(
-                f"THE SERVER AT {self.server_url} FAILS: it is not away, but has answered {_FAULT_LIMIT} requests "
-                f"of this training with 500, an error of its own ({fault}). Until then, trainings use the default "
-                "batch size and the server learns nothing: ask its operator to read its log"
-            )
 
     def _connection(self) -> httpx.Client:
         # A forked process must not use its parent's connections.

@@ -13,8 +13,8 @@ segmentation fault, `os._exit`)
 
 If all processes of the job end at the same instant (a container, a control group, a power cut), no process is left to
 restore the limits. The next training of the same user finds the records (`LimitRecord`) and restores the recorded
-limits when it ends; ``zeus-plugins doctor --reset-power-limits`` restores them at once. While the process that wrote a
-record is running, other processes do not restore its limit. A limit that another program has set since then stays.
+limits when it ends; ``zeus-plugins doctor`` names them. While the process that wrote a record is running, other
+processes do not restore its limit. A limit that another program has set since then stays.
 """
 
 from __future__ import annotations
@@ -392,27 +392,3 @@ def _boot_id() -> str:
 
 def _is_same(limit_w: float, other_w: float) -> bool:
     return abs(limit_w - other_w) <= TOLERANCE_W
-
-
-def reset_limit(device: PowerLimitDevice) -> tuple[float, float]:
-    """Restore a GPU's limit from before a killed training, else set its default; return the old and new limit in watts.
-
-    Raises:
-        PowerLimitKeptError: A live training sets the limit, or another program has set it since the killed training.
-            In the latter case, a second call sets the default.
-        PowerLimitUnavailableError: The GPU gives no default limit, or its limit cannot be set.
-    """
-    check_free(device)
-    found_w, record = device.limit_w(), recall(device.uuid)
-    if record is not None and not record.names(found_w):
-        forget(device.uuid)
-        raise PowerLimitKeptError(
-            f"{device} has a power limit of {found_w:g} W, which another program has set since a killed training set"
-            f" {record.set_w:g} W: it is left alone; run the command again to set the default"
-        )
-    wanted_w = device.default_limit_w() if record is None else record.original_w
-    if wanted_w is None:
-        raise PowerLimitUnavailableError(f"{device} does not tell its default limit")
-    set_and_check(device, wanted_w)
-    forget(device.uuid)
-    return found_w, wanted_w

@@ -401,9 +401,11 @@ def _range_w(devices: Sequence[PowerLimitDevice], initial_w: Sequence[float]) ->
         if usual_w is not None and limit_w < usual_w - TOLERANCE_W:
             _logger.warning(
                 "%s has a power limit of %g W in force, below its default of %g W, and none above it is tried. Should "
-                "a training have left it behind, `zeus-plugins doctor --reset-power-limits` puts the default back",
+                "a training have left it behind, `nvidia-smi -i %s -pl %g` puts the default back",
                 device,
                 limit_w,
+                usual_w,
+                device.uuid,
                 usual_w,
             )
     return max(lows_w), min(ceilings_w)
