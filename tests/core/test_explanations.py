@@ -6,7 +6,6 @@ import math
 import uuid
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 import httpx
 import numpy as np
@@ -15,23 +14,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bso_server.core.gp_voi.policy import chance_in_words
-from bso_server.core.job import replay
 from bso_server.core.model import BAND_SDS, ExpectedCost
 from bso_server.core.policy import expectations, suggest
 from bso_server.core.zeus import chances_lowest
-from bso_server.errors import BsoError, NoSurvivorError, UnknownTrialError
+from bso_server.errors import UnknownTrialError
 from bso_server.service import reading
-from bso_server.service.decisions import generator_of
 from bso_server.service.reading import stop_in_words
-from bso_server.service.savings import evidence_for, suggestion_for
-from bso_server.storage import queries
 from bso_server.storage.rows import StoredDecision, decision_from, decision_row
 from tests.support import jobs
 from tests.support.exports import exported, pieces_of, renamed
 from tests.support.histories import Life, make_job
 from tests.support.properties import examples
 from tests.support.servers import ServerProcess
-from tests.support.service import JobService, job_service, serve
+from tests.support.service import job_service
 from zeus_plugins.protocol import (
     GP_VOI,
     OWN_POLICIES,
@@ -105,48 +100,6 @@ def test_truncated_decision_keeps_the_most_important_entries() -> None:
     assert [each.batch_size for each in decision.candidates] == list(range(85, 101))
 
 
-@settings(max_examples=examples(30), deadline=None)
-@given(seed=st.integers(0, 2**32), policy=st.sampled_from(OWN_POLICIES))
-@pytest.mark.slow
-def test_stored_decision_equals_replayed_decision(
-    tmp_path_factory: pytest.TempPathFactory, seed: int, policy: str
-) -> None:
-    rng = np.random.default_rng(seed)
-
-    async def use(server: JobService) -> None:
-        expected = []
-        for _ in range(12):
-            try:
-                replayed = await server.store.read(decided_anew, server.job_id)
-            except NoSurvivorError:
-                break
-            expected.append(replayed)
-            trial = await server.suggest()
-            for epoch in range(1, 5):
-                metric = 0.95 if rng.random() < 0.3 else 0.5
-                cost_j = epoch * trial.batch_size * float(rng.uniform(1, 1.3))
-                try:
-                    if (await server.report(trial, cost_j=cost_j, epoch=epoch, metric=metric)).stop_train:
-                        break
-                except BsoError:
-                    break
-            if rng.random() < 0.2:
-                await server.end(trial)
-        kept = [stored.decision for stored in await server.store.read(queries.decisions_of, server.job_id)]
-        assert kept == expected
-        assert len(kept) > 1
-
-    database_url = f"sqlite:///{tmp_path_factory.mktemp('replay') / 'bso.sqlite3'}"
-    serve(database_url, use, policy=policy, mab_seed=1, max_epochs=4)
-
-
-def decided_anew(transaction: Any, job_id: str) -> Decision | None:
-    """Decide on the next trial, from all trials until now."""
-    job = transaction.job(job_id)
-    history = replay(job.registration, transaction.all_trials(job_id), job.survivors)
-    return suggestion_for(history, generator_of(job), evidence_for(transaction, job, history.arms)).decision
-
-
 async def test_explanation_shows_a_band_for_each_belief(database_url: str) -> None:
     async with job_service(database_url, policy=GP_VOI) as server:
         first = await server.store.read(reading.explain, server.job_id)
@@ -182,6 +135,8 @@ async def test_explained_next_choice_is_the_choice_made(database_url: str, polic
             assert told == again
             assert (told.batch_size, told.origin) == (trial.batch_size, trial.origin)
             assert told.sentence.startswith(trial.reason or "")
+            kept = await server.store.read(reading.explain, server.job_id, trial.trial_number)
+            assert kept.decision == told.decision
             await server.reach(trial, cost_j=500.0 + trial.batch_size)
 
 

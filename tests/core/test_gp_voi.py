@@ -70,15 +70,6 @@ def test_job_with_more_sizes_than_a_decision_considers_is_refused() -> None:
     assert caught.value.field == "batch_sizes"
 
 
-def test_cheapest_size_is_found_and_kept() -> None:
-    needed, epoch_j = {8: 30, 16: 12, 32: 10, 64: 20, 128: 40}, {8: 60, 16: 40, 32: 25, 64: 20, 128: 18}
-    life = new_life()
-    sizes = recur(life, 40, needed.__getitem__, epoch_j.__getitem__)
-    assert sizes[0] == 64
-    assert sizes[15:].count(32) >= len(sizes[15:]) - 2
-    assert len(sizes) <= 45
-
-
 def test_far_size_is_reached_in_a_single_step_if_costs_fall_on_the_way() -> None:
     life = new_life((8, 16, 32, 64, 128, 256, 512, 1024), default=8, max_epochs=100)
     # Equal epochs; doubling the size halves the cost of an epoch.
@@ -290,15 +281,6 @@ def finished(life: Life, size: int, epochs: float, epoch_j: float = 10.0, startu
     trial = life.dispatch(size, Origin.OFFLINE).bounded_by(EpochBound(50, "all"))
     life.trials[-1] = trial
     assert run(life, trial, needed=epochs, epoch_j=epoch_j, startup=startup).state is TrialState.COMPLETED
-
-
-@pytest.mark.slow
-def test_size_opposed_only_by_the_laws_is_measured_eventually() -> None:
-    """The smallest size costs a third; after the results of its neighbours, no law expects this."""
-    life = new_life((8, 16, 32, 64), default=64)
-    needed, epoch_j = {8: 4, 16: 30, 32: 20, 64: 15}, {8: 12, 16: 11, 32: 10, 64: 9}
-    sizes = recur(life, 160, needed.__getitem__, epoch_j.__getitem__)
-    assert sizes[-10:] == [8] * 10
 
 
 def test_sizes_with_few_or_stopped_runs_are_in_doubt() -> None:

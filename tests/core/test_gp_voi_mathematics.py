@@ -248,39 +248,6 @@ def test_posterior_of_epochs_matches_joint_distribution_of_single_runs(runs: lis
     assert found.variance == pytest.approx(np.diag(covariance), abs=1e-5)
 
 
-def test_run_variance_is_learned_from_repeated_runs() -> None:
-    def variance(of_one_size: Sequence[float]) -> float:
-        seen = (statistics(of_one_size), *[WeightedStatistics()] * 4)
-        return epochs_posterior(SIZES, seen, seen, 0.01).run_variance
-
-    # Without a second run: E σ² over the grid, with weights exp(−½·(ln(σ / 0.08) / 0.5)²).
-    assert variance([2.0]) == pytest.approx(0.0102, rel=0.05)
-    assert variance([2.0, 2.05, 1.95] * 10) == pytest.approx(0.04**2, rel=0.1)
-    assert variance([2.0, 2.6, 1.4] * 4) > 0.15
-
-
-def test_validation_interval_adds_noise() -> None:
-    one = (statistics([math.log(2)]),) + (WeightedStatistics(),) * 4
-    # (1 epoch of 2)² / 12 is a σ of 0.14, the lower limit.
-    assert epochs_posterior(SIZES, one, one, 1.0).run_variance > 0.25 / 12
-    assert epochs_posterior(SIZES, one, one, 0.1).run_variance < 0.25 / 12
-
-
-def test_surprises_make_all_beliefs_less_certain() -> None:
-    """A bad size between two good sizes, which no law expects, widens all beliefs as in a Student-t process."""
-
-    def belief_after(middle: float) -> Posterior:
-        seen = (*(statistics([y]) for y in (2.0, 2.0, middle, 2.0)), WeightedStatistics())
-        return epochs_posterior(SIZES, seen, seen, 1.0)
-
-    expected, surprised = belief_after(2.0), belief_after(4.0)
-    widest = max(float(np.diag(each.covariance)[4]) for each in surprised.components)
-    assert widest > 3 * max(float(np.diag(each.covariance)[4]) for each in expected.components)
-    # At this point the job follows no law, or its runs vary much: size 48 needs about as much as before.
-    assert surprised.mean[2] > 3.0
-    assert surprised.mean[1] == pytest.approx(2.0, abs=0.5)
-
-
 cost_runs = st.lists(
     st.lists(st.tuples(st.floats(0, 4), st.floats(0.1, 9)).map(lambda run: CostRun(*run)), max_size=3).map(tuple),
     min_size=COUNT,
@@ -362,51 +329,8 @@ def test_posterior_of_costs_after_a_change_matches_brute_force() -> None:
     assert total_covariance(found_posterior) == pytest.approx(covariance, abs=1e-4)
 
 
-def test_runs_since_a_change_show_whether_all_sizes_changed_equally() -> None:
-    """Four sizes have the same cost, until the cost of one of them rises by a factor of eight."""
-    drift = math.log(8)
-    drifted: CostRuns = (CostRun(2.0, math.inf, drift=drift),)
-    seen = (drifted, drifted, drifted, drifted, run_of(2.0 + drift) * 2)
-    unsure = cost_posterior(SIZES, seen)
-    assert 2.0 + drift / 2 < unsure.mean[1] < 2.0 + drift
-    assert math.sqrt(unsure.variance[1]) > drift / 4
-    alike = cost_posterior(SIZES, (*seen[:3], run_of(2.0 + drift), seen[4]))
-    assert alike.mean[1] > 2.0 + 0.8 * drift
-    apart = cost_posterior(SIZES, (*seen[:3], run_of(2.0), seen[4]), 3)
-    assert apart.mean[1] < 2.0 + 0.7 * drift
-    assert apart.variance[1] > 2 * alike.variance[1]
-
-
 def run_of(log_cost: float, epochs: float = math.inf, doubt: float = 0.0) -> CostRuns:
     return (CostRun(log_cost, epochs, doubt=doubt),)
-
-
-def test_size_with_a_single_fourfold_cost_is_suspected_to_have_been_slowed() -> None:
-    """No law explains the high cost of the middle size; a busy machine does."""
-    seen: tuple[CostRuns, ...] = (run_of(2.0), run_of(1.7), run_of(1.3 + math.log(4)), run_of(1.3), ())
-    found = cost_posterior(SIZES, seen)
-    assert found.mean[2] < 1.5
-    # Neither the asking run itself nor the mean of several runs is in doubt.
-    assert cost_posterior(SIZES, seen, 2).mean[2] > 2
-    twice = (*seen[:2], seen[2] * 2, *seen[3:])
-    assert cost_posterior(SIZES, twice).mean[2] > 2
-
-
-def test_machine_may_slow_a_run_down_but_never_speed_a_run_up() -> None:
-    """Compared with a neighbour, a dear run was perhaps slowed, whereas a cheap run really was cheap."""
-
-    def cost_after(log_cost: float) -> float:
-        found = cost_posterior(SIZES, ((), run_of(log_cost), (), run_of(2.0), ()), 3)
-        return float(found.mean[1])
-
-    # Two octaves below, the laws expect 2.0 to 3.4.
-    assert 2.5 < cost_after(3.4 + math.log(2)) < 3.4
-    assert 1.2 < cost_after(2.0 - math.log(2)) < 1.6
-
-
-def test_constant_epoch_costs_are_known_almost_exactly() -> None:
-    steady: tuple[CostRuns, ...] = (run_of(3.0) * 8, (), (), (), ())
-    assert math.sqrt(cost_posterior(SIZES, steady).variance[0]) < 0.01
 
 
 def test_running_trials_are_believed_to_end_as_expected() -> None:

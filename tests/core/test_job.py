@@ -27,12 +27,11 @@ from bso_server.core.job import (
     end_trial,
     judge_report,
     renew_lease,
-    replay,
     revive_trial,
 )
 from bso_server.core.model import Cheapest, Deviations, Report, Suggestion, TrialRecord
 from bso_server.core.policy import judge, stop_rule
-from bso_server.errors import IllegalTransitionError, InvalidReportError, NoSurvivorError
+from bso_server.errors import IllegalTransitionError, InvalidReportError
 from bso_server.service.exports import TrialExport
 from bso_server.storage.database import open_database
 from bso_server.storage.rows import TRIAL, trial_from, trial_row
@@ -43,7 +42,6 @@ from tests.support.histories import Life, make_job
 from zeus_plugins.protocol import (
     ALIVE,
     FINAL,
-    OWN_POLICIES,
     Ending,
     EndReason,
     Origin,
@@ -169,39 +167,6 @@ def test_illegal_transition_raises_and_changes_nothing(before: TrialState, after
     with pytest.raises(IllegalTransitionError, match=f"{before} cannot become {after}"):
         end_trial(job, trial, after, EndReason.CRASHED, "", MOMENT)
     assert (job, trial) == kept
-
-
-OUTCOMES = {"crash": TrialState.FAILED, "memory": TrialState.INFEASIBLE, "suspend": TrialState.SUSPENDED}
-
-
-@given(st.lists(st.sampled_from(["suggest", "report", "reach", "crash", "memory", "suspend"]), max_size=40), st.data())
-@settings(deadline=None)
-def test_job_in_memory_equals_a_replay_of_trials(steps: list[str], data: st.DataObject) -> None:
-    policy = data.draw(st.sampled_from(OWN_POLICIES))
-    config = make_job((8, 16, 32), 16, num_pruning_rounds=1, policy=policy)
-    job, rng, lived = InMemoryJob(config), np.random.default_rng(1), dict[int, TrialRecord]()
-    for step in steps:
-        open_trials = [number for number, trial in lived.items() if trial.state in ALIVE]
-        if step == "suggest" or not open_trials:
-            try:
-                trial = job.begin_trial(rng)
-            except NoSurvivorError:
-                break
-        else:
-            number = data.draw(st.sampled_from(open_trials))
-            before = lived[number]
-            if step in {"report", "reach"}:
-                epoch = before.epoch + 1
-                trial, _ = job.judge(number, Report(epoch, 10 * epoch, epoch, float(step == "reach")))
-            else:
-                ending = Ending.model_validate({"outcome": OUTCOMES[step]})
-                trial = job.end_trial(number, ending, retries=3)
-        lived[trial.trial_number] = trial
-        replayed = replay(config, lived.values(), job.state.survivors)
-        # After the pruning stage, no decision needs the explorations.
-        assert job.history == (replayed if job.state.survivors is None else replace(replayed, explorations=()))
-        events = [max(trial.started_event, trial.ended_event or 0) for trial in lived.values()]
-        assert (job.state.event_count, job.state.trial_count) == (max(events), len(lived))
 
 
 # A job for judging reports.

@@ -6,7 +6,7 @@ import importlib
 import random
 import re
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 
 import httpx
@@ -86,6 +86,14 @@ async def server(packages: Packages, database_url: str) -> AsyncIterator[JobServ
 def test_own_policies_are_found_like_installed_policies() -> None:
     assert [find(name).missing for name in OWN_POLICIES] == [None, None]
     assert set(OWN_POLICIES) <= set(names())
+
+
+@pytest.mark.parametrize(
+    ("seeds", "trials"), [((0, 4), 30), pytest.param(range(6), 60, marks=pytest.mark.slow)], ids=["short", "long"]
+)
+@pytest.mark.parametrize("policy", OWN_POLICIES)
+def test_own_policies_conform_in_random_histories(policy: str, seeds: Sequence[int], trials: int) -> None:
+    check_policy(policy, seeds=seeds, trials=trials)
 
 
 def test_installed_package_cannot_replace_an_own_policy(packages: Packages) -> None:

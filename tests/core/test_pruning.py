@@ -89,15 +89,6 @@ def test_earliest_of_equally_cheap_sizes_starts_the_next_round() -> None:
     assert walk(make_job((8, 16, 32), 16), outcomes)[0] == [[16, 8, 32], [8, 16, 32]]
 
 
-def test_exploration_states_round_number_and_start() -> None:
-    life = Life(make_job((8, 16), 16))
-    assert explore(life.history) == Explore(16, round_number=1, start=16)
-    life.complete(life.dispatch(16), 60.0)
-    assert explore(life.history) == Explore(8, round_number=1, start=16)
-    life.complete(life.dispatch(8), 50.0)
-    assert explore(life.history) == Explore(8, round_number=2, start=8)
-
-
 def test_size_excluded_outside_the_exploration_ends_the_direction() -> None:
     life = Life(make_job(SIZES, 32, num_pruning_rounds=1))
     life.run(16, Origin.OFFLINE, TrialState.INFEASIBLE, 0.0)
@@ -232,20 +223,3 @@ def test_crashes_and_concurrency_do_not_change_the_exploration(case: tuple[Creat
     job, plan = case
     life, survivors = lived(job, plan, random)
     assert ([trial.batch_size for trial in counted(life)], survivors) == played(job, plan)
-
-
-@given(plans(), st.randoms(use_true_random=False))
-def test_size_is_explored_while_surviving_and_survives_by_always_reaching_the_target(
-    case: tuple[CreatedJob, Plan], random: Random
-) -> None:
-    job, plan = case
-    life, survivors = lived(job, plan, random)
-    states: dict[int, list[TrialState]] = {}
-    for trial in counted(life):
-        earlier = states.setdefault(trial.batch_size, [])
-        assert set(earlier) <= {TrialState.COMPLETED}
-        assert len(earlier) < job.num_pruning_rounds
-        earlier.append(trial.state)
-    for size in survivors or ():
-        assert states.get(size, []) == [TrialState.COMPLETED] * job.num_pruning_rounds
-    assert survivors is None or list(survivors) == sorted(set(survivors))

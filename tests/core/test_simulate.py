@@ -10,14 +10,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from bso_server.cli import main
 from bso_server.cli.simulate import ratios_text, savings_text
-from bso_server.core.job import replay
 from bso_server.core.savings import savings
 from bso_server.core.verdict import Judge
 from bso_server.simulate.play import Conditions, Simulation, job_of
@@ -25,9 +21,8 @@ from bso_server.simulate.results import Setting, compare, geometric_means, playe
 from bso_server.simulate.traces import Selection, Traces, recorded_workload
 from bso_server.simulate.workload import Consumption, Epoch, Landscape, Savings, SizeTrace, Workload, landscape
 from tests.support.histories import make_job
-from tests.support.properties import examples
 from tests.support.service import job_service
-from tests.support.simulated import DIGITS_ARGUMENTS, EPOCHS, HALF, NEVER, WORKLOAD, only, trace_files, without_padding
+from tests.support.simulated import DIGITS_ARGUMENTS, EPOCHS, NEVER, WORKLOAD, only, trace_files, without_padding
 from zeus_plugins.protocol import GP_VOI, OWN_POLICIES, ZEUS, JobView, Origin, Stage, TrialState, TrialView
 
 
@@ -158,29 +153,6 @@ def test_job_without_a_finishing_size_saves_nothing() -> None:
     assert shown["spending"]["policies"]["gp_voi"]["saved"] is None
     assert geometric_means([comparison]) == {"gp_voi": {"10": None}}
     assert "made up gp_voi 0.5 - - 9 -" in without_padding(ratios_text([comparison]))
-
-
-@given(st.integers(0, 2**32), st.sampled_from(OWN_POLICIES), st.sampled_from([1, 3]))
-@settings(max_examples=examples(20), deadline=None)
-def test_simulated_job_decides_like_a_replay_of_the_trials(seed: int, policy: str, concurrency: int) -> None:
-    rng = np.random.default_rng(seed)
-    paths = [tuple(rng.choice([3.0, 5.0, 9.0, math.inf], 3)) for _ in range(4)]
-    sizes = [SizeTrace(8 * 2**n, (4.0, *path), EPOCHS if n % 2 else HALF) for n, path in enumerate(paths)]
-    workload = replace(WORKLOAD, sizes=tuple(sizes))
-    at = landscape(workload, eta=0.5, optimal_power_limits=True)
-    job = job_of(at, policy, seed=seed, max_power=200.0, max_epochs=20)
-    found = Simulation(job, Conditions(at), recurrences=12, concurrency=concurrency, seed=seed).play()
-    records = sorted((trial.record for trial in found.trials), key=lambda record: record.trial_number)
-    assert [record.trial_number for record in records] == list(range(1, len(records) + 1))
-    survivors = (8,) if any(record.origin == "bandit" for record in records) else None
-    replayed = replay(job, records, survivors)
-    assert replayed.arms == found.history.arms
-    assert replayed.memory == found.history.memory
-    assert replayed.cheapest == found.history.cheapest
-    spent_j = sum(trial.cost_j for trial in found.trials)
-    assert sum(found.costs_j) == pytest.approx(spent_j + found.unfinished * at.default.expected_cost_j)
-    completed = sum(record.state is TrialState.COMPLETED for record in records)
-    assert found.unfinished + completed == 12
 
 
 def test_equal_seeds_give_equal_jobs() -> None:
