@@ -29,9 +29,8 @@ from bso_server.storage.tables import arms, epochs, jobs, trials
 from bso_server.storage.transaction import Transaction
 from tests.support.databases import EACH_ONCE
 from tests.support.exports import Lines, decoded, encoded, exported, import_over, pieces_of, renamed
-from tests.support.input_scene import memory_of
 from tests.support.jobs import job
-from tests.support.servers import ServerProcess
+from tests.support.servers import ServerProcess, memory_of
 from tests.support.service import JobService, job_service
 from tests.support.wire import OURS, begin
 from zeus_plugins.protocol import CreatedJob

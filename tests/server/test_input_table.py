@@ -7,32 +7,125 @@ from __future__ import annotations
 
 import json
 import socket
+import sqlite3
 import threading
+import uuid
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from sqlalchemy.engine import make_url
 
 from bso_server.cli.serve import MOST_HEAD_BYTES
+from tests.support import wire
 from tests.support.exports import encoded, export_over, import_over, renamed
-from tests.support.input_scene import (
-    HUGE,
-    JSON,
-    NO_NUMBERS,
-    Scene,
-    assert_refused,
-    good_body,
-    memory_of,
-    no_numbers,
-    register,
-    with_token,
-)
 from tests.support.jobs import JOB, THREE_SIZES, job
 from tests.support.power_limit_bench import found_out
-from tests.support.servers import ServerProcess
+from tests.support.servers import ServerProcess, memory_of
 from tests.support.wire import begin
+
+JSON = {"content-type": "application/json"}
+
+
+# Longest answer to an invalid request of any size.
+LONGEST_ANSWER = 16_000
+
+
+@dataclass(frozen=True)
+class Scene:
+    """A job with a running and an ended trial, and a second job with trials.
+
+    Attributes:
+        http: Client of the server.
+        running: The running trial's id.
+        reported: Its last report, the second one.
+        ended: The id of the trial that has ended.
+        final: Its last report.
+        verdict: The answer to the last report of the ended trial.
+        other_job: The other job's id; its trial 1 has the batch size of the running trial.
+        file: A connection to the server's SQLite file.
+    """
+
+    http: httpx.Client
+    running: dict[str, Any]
+    reported: dict[str, Any]
+    ended: dict[str, Any]
+    final: dict[str, Any]
+    verdict: dict[str, Any]
+    other_job: str
+    file: sqlite3.Connection
+
+    def stored(self) -> list[Any]:
+        """Return a number that changes with the SQLite file."""
+        return self.file.execute("PRAGMA data_version").fetchall()
+
+    @contextmanager
+    def nothing_stored(self) -> Iterator[None]:
+        """Assert that the block leaves the database unchanged."""
+        before = self.stored()
+        yield
+        assert self.stored() == before
+
+
+def register(http: httpx.Client, **fields: Any) -> str:
+    job_id = f"job-{uuid.uuid4().hex[:8]}"
+    answer = http.post("/jobs", json=job(**{"job_id": job_id, **THREE_SIZES, **fields}))
+    assert answer.status_code == 201, answer.text
+    return job_id
+
+
+@pytest.fixture(scope="module")
+def scene(shared_server: ServerProcess) -> Iterator[Scene]:
+    path = make_url(shared_server.database_url).database
+    with (
+        httpx.Client(base_url=shared_server.url, timeout=60) as http,
+        closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as file,
+    ):
+        job_id, other_job = register(http), register(http)
+        ended, running = begin(http, job_id), begin(http, job_id)
+        final = {"time": 5.0, "energy": 500.0, "metric": 0.95, "current_epoch": 2}
+        verdict = http.post("/report", json={**ended, **final}).raise_for_status().json()
+        for epoch in (1, 2):
+            reported = {"time": epoch * 2.0, "energy": epoch * 200.0, "metric": 0.5, "current_epoch": epoch}
+            http.post("/report", json={**running, **reported}).raise_for_status()
+        begin(http, other_job)
+        yield Scene(http, running, reported, ended, final, verdict, other_job, file)
+
+
+def good_body(scene: Scene, path: str) -> dict[str, Any]:
+    """Return a valid body of the route."""
+    match path:
+        case "/jobs":
+            return job(**THREE_SIZES, job_id="job-refused")
+        case _:
+            report = {"time": 6.0, "energy": 600.0, "metric": 0.5, "current_epoch": 3}
+            return {**scene.running, **report, **found_out(JOB)}
+
+
+def assert_refused(answer: httpx.Response, status: int, field: str) -> None:
+    wire.assert_refused(answer, status, field)
+    assert len(answer.content) < LONGEST_ANSWER
+
+
+def with_token(body: dict[str, Any], field: str, token: str) -> bytes:
+    """Return the body as JSON with a field replaced by the raw text `token`, whether or not valid JSON."""
+    rest = json.dumps({name: value for name, value in body.items() if name != field})
+    return f'{rest[:-1]}, "{field}": {token}}}'.encode()
+
+
+# Spellings of numbers outside JSON by Python's json, by other encoders, and as strings.
+NO_NUMBERS = ["NaN", "Infinity", "-Infinity", "1e999", "-1e999", '"NaN"', '"Infinity"', '"-Infinity"']
+# Both parsers of integers refuse this number.
+HUGE = "9" * 5000
+
+
+def no_numbers(*fields: str) -> list[tuple[str, str, str]]:
+    return [(field, token, field) for field in fields for token in NO_NUMBERS]
 
 
 def test_change_of_the_database_is_noticed(scene: Scene) -> None:

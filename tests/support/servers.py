@@ -144,3 +144,11 @@ def bso_server(*arguments: str) -> subprocess.CompletedProcess[str]:
             traceback.print_exc()
             status = 1
     return subprocess.CompletedProcess(arguments, status, output.getvalue(), errors.getvalue())
+
+
+def memory_of(server: ServerProcess, line: str) -> int:
+    """Return bytes: ``VmRSS`` for the present memory of the server, ``VmHWM`` for its maximum."""
+    assert server.process is not None
+    status = Path(f"/proc/{server.process.pid}/status").read_text()
+    (kilobytes,) = (words[1] for words in map(str.split, status.splitlines()) if words[0] == f"{line}:")
+    return int(kilobytes) * 1024
