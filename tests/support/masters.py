@@ -9,7 +9,7 @@ from typing import Any
 
 from tests.support import ROOT
 from tests.support.master_training import MAX_POWER_W
-from zeus_plugins.master import Job, MasterState, ZeusMaster
+from zeus_plugins.master import Job, MasterState, Run, ZeusMaster
 from zeus_plugins.master.executors import Executor, Launch
 from zeus_plugins.protocol import GpuConfig
 
@@ -40,24 +40,33 @@ def job_of(command: str | Sequence[str] = TRAINING, **fields: Any) -> Job:
 
 
 class Listed:
-    """Zeus's minimal interface: play sizes in a given order, and record the calls."""
+    """An optimizer that plays sizes in a given order, and records the calls."""
 
     def __init__(self, *sizes: int) -> None:
         self.sizes = sizes or (64,)
         self.predicted = 0
-        self.seen: list[tuple[int, float, bool | None]] = []
+        self.seen: list[tuple[int, float, bool]] = []
 
-    def register_job(self, job: Job, batch_sizes: list[int]) -> None:
+    def register_job(self, job: Job, batch_sizes: list[int], **knobs: float | None) -> None:
         assert job.default_bs in batch_sizes
+        assert knobs.keys() == {"eta_knob", "beta_knob"}
 
     def predict(self, job: Job) -> int:
         del job
         self.predicted += 1
         return self.sizes[min(self.predicted, len(self.sizes)) - 1]
 
-    def observe(self, job: Job, batch_size: int, cost: float, converged: bool | None = None) -> None:
+    def observe_run(self, job: Job, run: Run) -> None:
         del job
-        self.seen.append((batch_size, cost, converged))
+        self.seen.append((run.bs, run.cost, run.reached))
+
+    def interrupt(self) -> None: ...
+
+    def state_dict(self) -> dict[str, int]:
+        return {"predicted": self.predicted}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.predicted = state["predicted"]
 
 
 def master_of(tmp_path: Path, optimizer: Any = None, **options: Any) -> ZeusMaster:

@@ -80,7 +80,7 @@ def _run(options: argparse.Namespace) -> None:
             resume_from=resume_from,
         )
         savings = optimizer.savings()
-    print(conclusion(MasterState.read(logdir).history, job.default_bs, savings))
+    print(conclusion(MasterState.read(logdir).history, savings))
     print(f"All runs: {logdir / 'history.json'}")
 
 

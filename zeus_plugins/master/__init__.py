@@ -1,6 +1,6 @@
 """A master that launches a recurring training script, with the interface of Zeus's master.
 
-`ZeusMaster` launches the script once per run. `ServerOptimizer` or a `BatchSizeChooser` chooses each batch size.
+`ZeusMaster` launches the script once per run. `ServerOptimizer` chooses each batch size.
 Importing this package loads neither torch nor the server.
 """
 
@@ -9,11 +9,10 @@ from __future__ import annotations
 from zeus_plugins.master.executors import Executor, LocalExecutor
 from zeus_plugins.master.history import MasterState, Run
 from zeus_plugins.master.job import Job
-from zeus_plugins.master.optimizers import BatchSizeChooser, ServerOptimizer
+from zeus_plugins.master.optimizers import ServerOptimizer
 from zeus_plugins.master.runner import FailedTryError, ZeusMaster
 
 __all__ = [
-    "BatchSizeChooser",
     "Executor",
     "FailedTryError",
     "Job",

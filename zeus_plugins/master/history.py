@@ -114,7 +114,7 @@ class MasterState(_Kept):
         seed: Seed of the first run.
         running: The planned run that has not ended.
         observed: Number of runs that the optimizer has observed.
-        optimizer: The optimizer's state; None if it has none to keep.
+        optimizer: The optimizer's state; None before it is saved.
     """
 
     version: Literal[1] = 1
@@ -156,15 +156,6 @@ class MasterState(_Kept):
             raise ZeusBSOConfigError(f"{path} was not written by this version of the master: {error}") from None
 
 
-def mean_costs(history: Sequence[Run]) -> dict[int, float]:
-    """Return the mean cost, in joules, of the runs of each batch size that reached the target."""
-    costs: dict[int, list[float]] = {}
-    for run in history:
-        if run.reached:
-            costs.setdefault(run.bs, []).append(run.cost)
-    return {bs: sum(known) / len(known) for bs, known in sorted(costs.items())}
-
-
 class Listener:
     """Prints the scripts' output as it comes, a line when a run begins, and a line with its cost when it ends."""
 
@@ -188,23 +179,11 @@ class Listener:
         print(f"{run.job_id}: {outcome}; {run.time:.1f} s, {run.energy:.4g} J, cost {run.cost:.4g} J", flush=True)
 
 
-def conclusion(history: Sequence[Run], default_bs: int, savings: SavingsView | None) -> str:
-    """Return a text with the verdict on the job's saving, if known, the mean costs, and total time and energy."""
-    means = mean_costs(history)
-    told = [] if savings is None else [savings.in_words]
-    if means:
-        costs = [
-            f"{bs}{', your default' if bs == default_bs else ''}: {mean_j:.4g} J "
-            f"({'1 run' if runs == 1 else f'{runs} runs'})"
-            for bs, mean_j in means.items()
-            for runs in [sum(run.reached and run.bs == bs for run in history)]
-        ]
-        told.append(f"Mean cost of the runs that reached the target: {'; '.join(costs)}.")
-    elif savings is None:
-        told.append("No run has reached the target yet.")
+def conclusion(history: Sequence[Run], savings: SavingsView | None) -> str:
+    """Return a text with the verdict on the job's saving, if known, and total time and energy."""
     reached = [run for run in history if run.reached]
     lines = [
-        *told,
+        *([] if savings is None else [savings.in_words]),
         f"{len(reached)} of {len(history)} runs reached the target, in {sum(run.time for run in reached):.1f} s and "
         f"{sum(run.energy for run in reached):.4g} J; all runs took {sum(run.time for run in history):.1f} s and "
         f"{sum(run.energy for run in history):.4g} J.",

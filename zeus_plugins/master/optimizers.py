@@ -1,4 +1,4 @@
-"""Choosers of a master's batch sizes: Zeus's interface, and the implementation that asks the server."""
+"""The optimizer of a master, which asks the server for the batch size of each run."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import logging
 import math
 import secrets
 from collections.abc import Mapping
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from zeus_plugins.client.outbox import OutboxHeader, default_outbox
 from zeus_plugins.client.port import NO_RETRIES, ServerPort
@@ -30,33 +30,6 @@ from zeus_plugins.protocol import (
 from zeus_plugins.training.defaults import as_job
 
 _logger = logging.getLogger("zeus_plugins")
-
-
-class BatchSizeChooser(Protocol):
-    """Chooses the batch size of each run. Zeus's `BatchSizeOptimizer` classes have this interface."""
-
-    def register_job(self, job: Job, batch_sizes: list[int]) -> None:
-        """Register a job. The master calls this before all other methods, and again when it resumes."""
-
-    def predict(self, job: Job) -> int:
-        """Return the batch size of the next run."""
-
-    def observe(self, job: Job, batch_size: int, cost: float, converged: bool | None = None) -> None:
-        """Learn the cost of a run, in joules, and whether the run reached the target."""
-
-
-@runtime_checkable
-class KeepsState(Protocol):
-    """A `BatchSizeChooser` that can save its state as JSON.
-
-    For other choosers, a resumed master repeats `predict` and `observe` for each run of the history.
-    """
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state in types that JSON can hold."""
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a state; called before `register_job`."""
 
 
 class ServerOptimizer:

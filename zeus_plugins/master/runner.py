@@ -17,7 +17,7 @@ from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSOTrainFailError
 from zeus_plugins.master.executors import Executor, Launch, LocalExecutor, lock_file, try_lock
 from zeus_plugins.master.history import HISTORY_FILE, MAX_TRIES, Listener, MasterState, PlannedRun, Run
 from zeus_plugins.master.job import Job
-from zeus_plugins.master.optimizers import BatchSizeChooser, KeepsState, ServerOptimizer
+from zeus_plugins.master.optimizers import ServerOptimizer
 from zeus_plugins.protocol import LEAST_TIME_S, MAX_DETAIL_LENGTH, GpuConfig, TrialState, cost
 from zeus_plugins.train_result import TrainResult, result_path
 from zeus_plugins.training.outcomes import outcome_of
@@ -32,7 +32,7 @@ class ZeusMaster:
     `resume_from`. The resumed master waits for a script that still runs, and neither repeats nor loses a run.
 
     Args:
-        batch_size_optimizer: A `ServerOptimizer` or a `BatchSizeChooser`.
+        batch_size_optimizer: Chooses the batch size of each run.
         log_base: Directory of all log directories.
         seed: Seed of the first run; each run increments it.
         profile_warmup_iters: Iterations of warm-up for each power limit.
@@ -48,7 +48,7 @@ class ZeusMaster:
 
     def __init__(
         self,
-        batch_size_optimizer: BatchSizeChooser | ServerOptimizer,
+        batch_size_optimizer: ServerOptimizer,
         log_base: str | Path,
         seed: int = 123456,
         profile_warmup_iters: int = 10,
@@ -59,6 +59,11 @@ class ZeusMaster:
         listener: Listener | None = None,
         now: Callable[[], datetime] = datetime.now,
     ) -> None:
+        if not hasattr(batch_size_optimizer, "observe_run"):
+            raise ZeusBSOConfigError(
+                f"a {type(batch_size_optimizer).__name__} cannot choose the batch sizes: pass a ServerOptimizer, with "
+                'options={"policy": "zeus"} for the decisions of Zeus\'s optimizers'
+            )
         if profile_warmup_iters < 0 or profile_measure_iters < 1:
             raise ZeusBSOConfigError(
                 f"profile_warmup_iters is {profile_warmup_iters} and profile_measure_iters {profile_measure_iters}: "
@@ -160,8 +165,7 @@ class ZeusMaster:
                 while recurring.state.next_run.recurrence <= num_recurrence:
                     recurring.step()
             finally:
-                if isinstance(self._optimizer, ServerOptimizer):
-                    self._optimizer.interrupt()
+                self._optimizer.interrupt()
             return list(recurring.state.history)
 
     def launch(self, job: Job, run: PlannedRun, logdir: Path, eta_knob: float, *, adopt: bool = False) -> TrainResult:
@@ -224,20 +228,11 @@ class _Recurring:
         self.state = state
 
     def begin(self) -> None:
-        """Restore the optimizer's state, or repeat its earlier calls."""
+        """Restore the optimizer's state."""
         state, sizes = self.state, list(self.state.batch_sizes)
-        if isinstance(self._optimizer, KeepsState) and state.optimizer is not None:
+        if state.optimizer is not None:
             self._optimizer.load_state_dict(state.optimizer)
-        if isinstance(self._optimizer, ServerOptimizer):
-            self._optimizer.register_job(self._job, sizes, eta_knob=state.eta_knob, beta_knob=state.beta_knob)
-        else:
-            self._optimizer.register_job(self._job, sizes)
-        if not isinstance(self._optimizer, KeepsState):
-            for run in self.state.history[: self.state.observed]:
-                self._optimizer.predict(self._job)
-                self._tell(run)
-            if self.state.running is not None or self.state.observed < len(self.state.history):
-                self._optimizer.predict(self._job)
+        self._optimizer.register_job(self._job, sizes, eta_knob=state.eta_knob, beta_knob=state.beta_knob)
         self._listener.began(self.state)
         self._keep()
         self._observe()
@@ -283,18 +278,11 @@ class _Recurring:
 
     def _observe(self) -> None:
         for run in self.state.history[self.state.observed :]:
-            self._tell(run)
+            self._optimizer.observe_run(self._job, run)
             self._keep(observed=self.state.observed + 1)
 
-    def _tell(self, run: Run) -> None:
-        if isinstance(self._optimizer, ServerOptimizer):
-            self._optimizer.observe_run(self._job, run)
-        else:
-            self._optimizer.observe(self._job, run.bs, run.cost, run.reached)
-
     def _keep(self, **changes: object) -> None:
-        optimizer = self._optimizer.state_dict() if isinstance(self._optimizer, KeepsState) else None
-        self.state = self.state.model_copy(update={**changes, "optimizer": optimizer})
+        self.state = self.state.model_copy(update={**changes, "optimizer": self._optimizer.state_dict()})
         self.state.write(self._directory)
 
 
