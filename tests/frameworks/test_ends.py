@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.support.frameworks import FrameworkBench, Work
-from tests.support.job_bench import EPOCH_OF_48, NEVER, NEXT_SIZE, SERVERS_SIZE, seconds_and_joules
+from tests.support.job_bench import EPOCH_OF_48, SERVERS_SIZE, seconds_and_joules
 from zeus_plugins.protocol import GP_VOI, ZEUS, EndReason, TrialState
 
 OUT_OF_MEMORY = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
@@ -37,15 +37,6 @@ def test_estimate_is_named_on_machine_without_counter(bench: FrameworkBench) -> 
     assert callback.trial.energy_j > 0
     assert callback.trial.energy_source.startswith("estimate: ")
     assert bench.only_trial().energy_source == callback.trial.energy_source
-
-
-def test_failed_trial_may_stop_without_error(bench: FrameworkBench) -> None:
-    callback = bench.callback(bench.job(NEVER), on_failure="stop")
-    training = bench.training(callback)
-    training.train()
-    assert training.steps == (4, 4)
-    verdict = callback.trial.verdict
-    assert (verdict.stop_train, verdict.converged, verdict.reason) == (True, False, EndReason.MAX_EPOCHS_REACHED)
 
 
 @pytest.mark.parametrize(
@@ -97,14 +88,6 @@ def test_ctrl_c_suspends_trial(bench: FrameworkBench) -> None:
         bench.training(bench.callback(), work=Work({2: KeyboardInterrupt()})).train()
     assert raised.value.args == bench.CTRL_C.args
     assert bench.only_trial().state is TrialState.SUSPENDED
-
-
-def test_size_out_of_memory_is_not_tried_again(bench: FrameworkBench) -> None:
-    with pytest.raises(torch.OutOfMemoryError):
-        bench.training(bench.callback(), work=Work({2: OUT_OF_MEMORY})).train()
-    callback = bench.callback()
-    bench.training(callback).train()
-    assert callback.trial.batch_size == NEXT_SIZE
 
 
 def test_dead_server_does_not_hide_error_of_user(mortal_bench: FrameworkBench) -> None:

@@ -12,9 +12,9 @@ import pytest
 from tests.support.fake_nvml import FakeGpu, FakeNvml
 from tests.support.fake_zeus_monitor import ReplayedZeusMonitor
 from tests.support.frameworks import STEPS_OF_16, FrameworkBench, Powered
-from tests.support.power_limit_bench import BEST_W, FOUND_W, LIMITS_W, Forbidden, is_as_the_table
+from tests.support.power_limit_bench import BEST_W, FOUND_W, LIMITS_W, is_as_the_table
 from zeus_plugins.errors import ZeusBSOConfigError
-from zeus_plugins.power_limit import Energy, PowerLimitProfile
+from zeus_plugins.power_limit import PowerLimitProfile
 
 
 def train(bench: FrameworkBench, epochs: int = 2, work: Powered | None = None, **options: Any) -> tuple[Powered, Any]:
@@ -55,11 +55,6 @@ def test_zeus_monitor_measures_as_well(bench: FrameworkBench, monkeypatch: pytes
     assert {sample.source for sample in callback.profile.samples} == {"ReplayedZeusMonitor"}
 
 
-def test_selector_decides(bench: FrameworkBench) -> None:
-    _, callback = train(bench, selector=Energy())
-    assert callback.chosen_limit_w == 150.0
-
-
 @pytest.mark.parametrize("steps", [2, 4, 5])
 def test_validations_within_epoch_are_not_measured(bench: FrameworkBench, steps: int) -> None:
     work = Powered()
@@ -73,13 +68,6 @@ def test_checkpoints_are_not_measured(bench: FrameworkBench) -> None:
     work = Powered()
     callback = bench.PowerLimit(**work.options())
     bench.training(bench.slow_saver(work), callback, work=work, epochs=3, save_every=5).train()
-    assert is_as_the_table(callback.profile)
-
-
-def test_epochs_shorter_than_window_are_measured(bench: FrameworkBench) -> None:
-    _, callback = train(bench, epochs=5, warmup_steps=10, profile_steps=40)
-    assert callback.chosen_limit_w == BEST_W
-    assert [sample.steps for sample in callback.profile.samples] == [8] * 4
     assert is_as_the_table(callback.profile)
 
 
@@ -107,25 +95,6 @@ def test_measurements_are_kept_in_file_for_next_training(bench: FrameworkBench, 
     assert set(other.limits_of_steps) == set(LIMITS_W)
 
 
-def test_file_without_profile_is_measured_again(
-    bench: FrameworkBench, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    path = tmp_path / "profile.json"
-    path.write_text("{}")
-    train(bench, profile_path=path)
-    assert "holds no power-limit profile" in caplog.text
-    assert is_as_the_table(PowerLimitProfile.load(path))
-
-
-def test_training_continues_without_permission(bench: FrameworkBench, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING, logger="zeus_plugins"):
-        _, callback = train(bench, devices=[Forbidden()], limits_w=None)
-    assert callback.chosen_limit_w is callback.profile is None
-    assert [record.message for record in caplog.records if record.name == "zeus_plugins"] == [
-        "no power limit is chosen, and the training continues without a limit of ours: Insufficient Permissions"
-    ]
-
-
 def test_training_continues_without_gpu(
     bench: FrameworkBench, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -141,12 +110,6 @@ def test_training_continues_without_gpu(
 def test_limits_outside_range_of_gpus_are_refused(bench: FrameworkBench) -> None:
     with pytest.raises(ZeusBSOConfigError, match=r"limits_w has \[300.0\].*they take 100 W to 250 W"):
         train(bench, limits_w=(300.0, 200.0))
-
-
-@pytest.mark.parametrize("options", [{"warmup_steps": -1}, {"profile_steps": 0}, {"limits_w": ()}])
-def test_invalid_arguments_are_refused(bench: FrameworkBench, options: dict[str, Any]) -> None:
-    with pytest.raises(ZeusBSOConfigError):
-        bench.PowerLimit(**options)
 
 
 def test_second_training_measures_all_limits_again(bench: FrameworkBench) -> None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.support.frameworks import FrameworkBench, Powered
-from tests.support.job_bench import NEVER, seconds_and_joules
+from tests.support.job_bench import NEVER
 from tests.support.power_limit_bench import BEST_W, FOUND_W, LIMITS_W, is_as_the_table
 from zeus_plugins.power_limit import Energy
 
@@ -53,17 +52,6 @@ def test_each_training_chooses_by_own_selector(bench: FrameworkBench) -> None:
     assert bench.power_limits() == [(BEST_W, 4), (150.0, 4)]
 
 
-def test_only_missing_limits_are_measured(bench: FrameworkBench) -> None:
-    recur(bench, limits_w=(150.0, 100.0))
-    work, power = recur(bench)
-    assert work.limits_of_steps == [250.0, 200.0, BEST_W, BEST_W]
-    assert is_as_the_table(power.profile)
-    fewer, _ = recur(bench, limits_w=(100.0, 150.0))
-    assert fewer.limits_of_steps == [150.0] * STEPS
-    assert bench.power_profiles() == [(1, 2), (2, 4)]
-    assert bench.power_limits() == [(150.0, 2), (BEST_W, 4), (150.0, 4)]
-
-
 def test_trainings_too_short_for_all_limits_share_work(bench: FrameworkBench) -> None:
     tried = []
     for _ in range(5):
@@ -83,17 +71,6 @@ def test_measurements_in_file_reach_server(bench: FrameworkBench, tmp_path: Path
     first, _ = recur(bench, profile_path=path)
     assert first.limits_of_steps == [BEST_W] * STEPS
     assert bench.power_profiles() == [(1, 4)]
-
-
-def test_limits_measured_on_different_devices_are_neither_kept_nor_used(
-    bench: FrameworkBench, caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level(logging.WARNING, logger="zeus_plugins"):
-        _, power = recur(bench, zeus=seconds_and_joules(1.0, 10.0))
-    assert power.chosen_limit_w == BEST_W
-    assert len([record for record in caplog.records if "measured on other devices" in record.message]) == 1
-    assert bench.power_profiles() == []
-    assert bench.power_limits() == [(None, None)]
 
 
 @pytest.mark.parametrize("begins_without", [False, True], ids=["killed at the first batch", "away from the start"])

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from tests.support.frameworks import VALIDATION, FrameworkBench, Training, Work
-from tests.support.job_bench import EPOCH_OF_48, NEVER, NEXT_SIZE, SERVERS_SIZE
-from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSOOperationOrderError
+from tests.support.job_bench import EPOCH_OF_48, NEVER, SERVERS_SIZE
+from zeus_plugins.errors import ZeusBSOOperationOrderError
 from zeus_plugins.protocol import TrialState
 
 STEPS = len(EPOCH_OF_48)
@@ -94,14 +94,6 @@ def test_trial_ended_on_server_trains_on_unreported(bench: FrameworkBench, caplo
     assert bench.saved_trial(4 * STEPS)["batch_size"] == SERVERS_SIZE
 
 
-def test_trial_completed_before_checkpoint_trains_on_unreported(bench: FrameworkBench) -> None:
-    bench.training(bench.callback(), save_every=0).train()
-    again = bench.training(bench.callback(), epochs=2)
-    again.train(bench.checkpoint(STEPS))
-    assert again.sizes == EPOCH_OF_48
-    assert bench.only_trial().epochs == 1
-
-
 def test_checkpoint_without_trial_keeps_own_size_of_script(
     bench: FrameworkBench, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -116,21 +108,3 @@ def test_checkpoint_without_trial_keeps_own_size_of_script(
     assert not bench.is_registered()
     with pytest.raises(ZeusBSOOperationOrderError, match="continues from a checkpoint without a trial"):
         _ = callback.trial
-
-
-def test_trial_continues_at_size_removed_from_job(bench: FrameworkBench) -> None:
-    interrupt(bench)
-    other = {"batch_sizes": (NEXT_SIZE,), "default_batch_size": NEXT_SIZE}
-    training, _ = resumable(bench, Work(), other, lr_scaling="sqrt")
-    training.train(bench.checkpoint(TWO_EPOCHS))
-    assert training.sizes == EPOCH_OF_48 * 2
-    assert bench.only_trial().state is TrialState.EXHAUSTED
-
-
-def test_size_impossible_on_devices_is_refused_and_trial_stays_resumable(bench: FrameworkBench) -> None:
-    interrupt(bench)
-    training, _ = resumable(bench, Work(), accumulation=5)
-    with pytest.raises(ZeusBSOConfigError, match=r"the batch sizes \[48\] cannot be spread evenly over 1 devices × 5"):
-        training.train(bench.checkpoint(TWO_EPOCHS))
-    assert training.sizes == []
-    assert bench.only_trial().state is TrialState.SUSPENDED

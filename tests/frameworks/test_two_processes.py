@@ -171,11 +171,13 @@ class Start:
 
 
 NEEDS_TRANSFORMERS = pytest.mark.skipif(IS_ABSENT, reason="needs the transformers")
-STARTS = [
+FORKED = [
     pytest.param(Start("lightning_bench"), id="lightning", marks=pytest.mark.slow),
+    pytest.param(Start("hf_bench"), id="huggingface", marks=NEEDS_TRANSFORMERS),
+]
+LAUNCHED = [
     # A user starts a script with this command; Lightning starts the second process.
     pytest.param(Start("lightning_bench", ""), id="lightning, script", marks=pytest.mark.slow),
-    pytest.param(Start("hf_bench"), id="huggingface", marks=NEEDS_TRANSFORMERS),
     pytest.param(
         Start("hf_bench", f"torch.distributed.run --nproc_per_node {WORLD_SIZE} --master_port"),
         id="huggingface, torchrun",
@@ -225,7 +227,7 @@ def run_in(start: Start, folder: Path, *ways: str) -> Iterator[Ran]:
     server.kill()
 
 
-@pytest.fixture(scope="module", params=STARTS)
+@pytest.fixture(scope="module", params=FORKED)
 def ran(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ran]:
     ways = ["plain", "guessed", "never", "without server", "beyond", "finish"]
     if RESUMES[request.param.bench]:
@@ -233,7 +235,8 @@ def ran(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     yield from run_in(request.param, tmp_path_factory.mktemp("ran"), *ways)
 
 
-def test_both_processes_share_trial_and_report_mean(ran: Ran) -> None:
+def assert_shared(ran: Ran) -> None:
+    """Assert that both processes shared the trial of the plain training, and reported the mean."""
     seen = ran.seen("plain")
     for each in seen:
         assert (each["converged"], each["trial_number"]) == (True, 1)
@@ -243,6 +246,16 @@ def test_both_processes_share_trial_and_report_mean(ran: Ran) -> None:
     assert tuple(each["score"] for each in seen) == SCORES[ran.start.bench]
     (trial,) = ran.job("plain").trials
     assert (trial.state, trial.metric, trial.epochs) == (TrialState.COMPLETED, MEAN_SCORE, 1)
+
+
+def test_both_processes_share_trial_and_report_mean(ran: Ran) -> None:
+    assert_shared(ran)
+
+
+@pytest.mark.parametrize("start", LAUNCHED)
+def test_processes_of_every_launcher_share_trial(start: Start, tmp_path: Path) -> None:
+    for ran in run_in(start, tmp_path, "plain"):
+        assert_shared(ran)
 
 
 def test_first_process_measures_energy(ran: Ran) -> None:
@@ -303,7 +316,7 @@ def test_both_processes_finish_missed_run(ran: Ran) -> None:
     assert trials[-1].origin is Origin.FINISH
 
 
-@pytest.mark.parametrize("start", STARTS)
+@pytest.mark.parametrize("start", [*FORKED, *LAUNCHED])
 def test_out_of_memory_on_second_process_excludes_size(server: ServerProcess, tmp_path: Path, start: Start) -> None:
     embedded = f"embedded://{tmp_path / 'embedded.sqlite3'}"
     for url in (server.url, embedded) if start.launcher is None else (server.url,):

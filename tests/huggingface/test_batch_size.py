@@ -180,12 +180,6 @@ def test_steps_at_own_size_equal_steps_without_callback(bench: Bench, options: d
     assert bench.only_trial().state is TrialState.EXHAUSTED
 
 
-def test_length_independent_of_size_is_refused(bench: Bench) -> None:
-    with pytest.raises(ZeusBSOConfigError, match=r"by FixedLength.__len__, an epoch has 176 samples at .* 528 at 48"):
-        bench.trainer(bench.callback(), kind=models.FixedLengthTrainer).train()
-    assert bench.only_trial().end_reason is EndReason.REFUSED
-
-
 def test_batches_as_items_are_refused(bench: Bench) -> None:
     data = {"train_dataset": models.BatchItems(), "data_collator": first_of}
     with pytest.raises(ZeusBSOConfigError, match="the items of the training data are batches already"):
@@ -472,25 +466,12 @@ def test_metric_logged_by_script_is_reported_without_evaluations(bench: Bench) -
     assert trainer.state.epoch == 2
 
 
-def test_metric_without_log_and_evaluations_is_error(bench: Bench) -> None:
-    trainer = bench.trainer(bench.callback(monitor="speed_score"), kind=LoggingTrainer, eval_strategy="no")
-    with pytest.raises(ZeusBSOConfigError, match="'speed_score' was not logged"):
-        trainer.train()
-
-
 @pytest.mark.parametrize("monitor", ["eval_loss", "score"])
 def test_evaluation_metric_without_evaluations_is_refused_before_trial(bench: Bench, monitor: str) -> None:
     trainer = bench.trainer(bench.callback(monitor=monitor), eval_strategy="no")
     with pytest.raises(ZeusBSOConfigError, match="set eval_strategy='epoch' or 'steps'"):
         trainer.train()
     assert not bench.is_registered()
-
-
-def test_score_in_single_precision_reaches_target(bench: Bench) -> None:
-    single = float(torch.tensor(0.9))
-    assert single < 0.9
-    bench.trainer(bench.callback(bench.job(0.9)), scores=(single,)).train()
-    assert bench.only_trial().metric == 0.9
 
 
 class AddingTrainer(Trainer):

@@ -15,10 +15,9 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import EarlyStopping, GradientAccumulationScheduler
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.tuner.tuning import Tuner
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
-from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR
 from torch.utils.data import DataLoader, DistributedSampler
 
@@ -242,17 +241,6 @@ def test_lightning_calls_per_step_hooks_of_subclass_only(bench: Bench) -> None:
     assert "on_train_batch_start" not in vars(callback)
 
 
-def test_sigterm_exception_suspends_trial(bench: Bench) -> None:
-    module, error = Classifier(), SIGTERMException()
-    module.work = Work({2: error})
-    with pytest.raises(SIGTERMException) as raised:
-        quiet_trainer(bench.callback()).fit(module, train_loader())
-    assert raised.value is error
-    trial = bench.only_trial()
-    assert trial.state is TrialState.SUSPENDED
-    assert "SIGTERMException" in (trial.message or "")
-
-
 # The learning rate
 
 
@@ -333,13 +321,6 @@ def test_each_epoch_is_reported_without_validation_loop(bench: Bench) -> None:
     assert (bench.only_trial().metric, bench.only_trial().state) == (2.0, TrialState.COMPLETED)
 
 
-def test_metric_without_log_is_error_with_list_of_logged_metrics(bench: Bench) -> None:
-    trainer = quiet_trainer(bench.callback(monitor="val_accuracy"))
-    with pytest.raises(ZeusBSOConfigError, match=r"'val_accuracy' is not among .* \['score', 'val_acc'\]"):
-        trainer.fit(Classifier(), train_loader())
-    assert bench.only_trial().state is TrialState.WITHDRAWN
-
-
 @pytest.mark.parametrize("run", ["fast_dev_run", "validate", "test", "predict"])
 def test_callback_is_idle_outside_training(bench: Bench, run: str) -> None:
     callback = bench.callback()
@@ -382,18 +363,3 @@ def test_no_report_follows_verdict_delayed_by_min_epochs(bench: Bench) -> None:
     trainer.fit(Classifier(AT_ONCE), train_loader())
     assert trainer.current_epoch == 3
     assert bench.only_trial().epochs == 1
-
-
-@pytest.mark.parametrize("cut", ["max_steps", "another callback"])
-def test_training_cut_short_fails_trial(bench: Bench, cut: str) -> None:
-    job = bench.job(NEVER, max_epochs=3)
-    others = [] if cut == "max_steps" else [EarlyStopping("score", patience=1, mode="max")]
-    callback = bench.callback(job)
-    trainer = quiet_trainer(callback, *others, max_epochs=3, max_steps=8 if cut == "max_steps" else -1)
-    rule = "max_steps=8" if cut == "max_steps" else "EarlyStopping(monitor='score') in epoch 2"
-    with pytest.raises(ZeusBSOTrainFailError, match=r"^ended by") as raised:
-        trainer.fit(Classifier(), train_loader())
-    ended = f"ended by {rule} before score reached {NEVER:g} (it was {callback.trial.metric:.4g})"
-    assert str(raised.value).startswith(f"{ended}; ")
-    assert (callback.has_trial, callback.converged, callback.summary.outcome) == (True, False, ended)
-    assert bench.only_trial().state is TrialState.FAILED

@@ -93,19 +93,6 @@ def test_script_is_asked_for_loader_no_more_often_than_without_callback(bench: B
     assert len(without) == len(with_ours) > 3
 
 
-def test_loss_is_better_when_lower(bench: Bench) -> None:
-    class Losing(Classifier):
-        def validation_step(self, batch: models.Batch) -> None:
-            super().validation_step(batch)
-            self.log("val_loss", 1.5)
-
-    quiet_trainer(bench.guessing(target=2.0, monitor="val_loss")).fit(
-        Losing(), models.train_loader(), models.val_loader()
-    )
-    view = bench.view()
-    assert (view.job.higher_is_better_metric, view.trials[0].state) == (False, "completed")
-
-
 def test_checkpoint_callback_decides_direction_of_metric(bench: Bench, tmp_path: Path) -> None:
     class Drifting(Classifier):
         def validation_step(self, batch: models.Batch) -> None:

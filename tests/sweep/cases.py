@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import os
 import tempfile
@@ -183,13 +182,15 @@ SCHEDULES: dict[str, Callable[[Any, int], Any] | None] = {
 
 
 def cases(world_size: int) -> Iterator[Case]:
-    """Yield the combinations for this number of processes."""
+    """Yield each source of this number of processes with each accumulation, and with the schedules in turn."""
     sources = LIGHTNING if world_size == 1 else ON_TWO
-    for source, accumulation, schedule in itertools.product(sources, ACCUMULATION, SCHEDULES):
-        if schedule == "none" or source not in UNSCHEDULED:
-            yield Case("lightning", source, accumulation, schedule)
-    for source, accumulation, schedule in itertools.product(TRANSFORMERS, ACCUMULATION, ("linear", "own")):
-        yield Case("transformers", source, accumulation, schedule)
+    schedules = [*SCHEDULES, *SCHEDULES]
+    for first, source in enumerate(sources):
+        for turn, accumulation in enumerate(ACCUMULATION, first % len(SCHEDULES)):
+            yield Case("lightning", source, accumulation, "none" if source in UNSCHEDULED else schedules[turn])
+    for first, source in enumerate(TRANSFORMERS):
+        for turn, accumulation in enumerate(ACCUMULATION, first):
+            yield Case("transformers", source, accumulation, ("linear", "own")[turn % 2])
 
 
 def complete_first_trial(job: JobSpec, server_url: str) -> None:

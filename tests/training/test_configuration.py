@@ -133,22 +133,6 @@ def test_job_arguments_without_a_jobspec_are_configured_in_yaml(bench: JobBench)
     assert bench.only_trial().state is TrialState.COMPLETED
 
 
-@pytest.mark.parametrize(
-    ("wrong", "problem"),
-    [
-        ({"patience": 3}, "Option 'patience' is not accepted"),
-        ({"mode": "up"}, "mode"),
-    ],
-)
-def test_wrong_argument_in_yaml_is_named_before_any_training(
-    bench: JobBench, capsys: pytest.CaptureFixture[str], wrong: dict[str, Any], problem: str
-) -> None:
-    with pytest.raises((SystemExit, ValueError)) as raised:
-        command_line("fit", "--config", write_configuration(bench, **wrong))
-    assert re.search(problem, f"{raised.value} {capsys.readouterr().err}")
-    assert not bench.is_registered()
-
-
 @pytest.mark.slow
 def test_saved_configuration_trains_again(bench: JobBench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("ZEUS_SERVER_URL", raising=False)
@@ -180,16 +164,19 @@ def test_configuration_and_help_are_printed(bench: JobBench, capsys: pytest.Capt
 @pytest.mark.parametrize(
     ("wrong", "problem"),
     [
-        ({"policy": "gp voi"}, "policy: String should match pattern"),
-        ({"default_batch_size": 33}, "33 is not one of batch_sizes"),
-        ({"max_epoch": 3}, "did you mean 'max_epochs'"),
+        ({"patience": 3}, "Option 'patience' is not accepted"),
+        ({"mode": "up"}, "mode"),
+        ({"job": {"policy": "gp voi"}}, "policy: String should match pattern"),
+        ({"job": {"default_batch_size": 33}}, "33 is not one of batch_sizes"),
+        ({"job": {"max_epoch": 3}}, "did you mean 'max_epochs'"),
     ],
 )
-def test_invalid_field_is_named_before_any_training(
+def test_invalid_argument_or_field_is_named_before_any_training(
     bench: JobBench, capsys: pytest.CaptureFixture[str], wrong: dict[str, Any], problem: str
 ) -> None:
+    job = fields(bench, **wrong.get("job", {}))
     with pytest.raises((SystemExit, ValueError)) as raised:
-        command_line("fit", "--config", write_configuration(bench, job=fields(bench, **wrong)))
+        command_line("fit", "--config", write_configuration(bench, **{**wrong, "job": job}))
     assert re.search(problem, f"{raised.value} {capsys.readouterr().err}")
     assert not bench.is_registered()
 

@@ -28,12 +28,10 @@ from tests.support.odd_sizes import (
     BatchItems,
     Buckets,
     ByHand,
-    EveryOther,
     FixedLength,
     FixedLengthData,
     MixedData,
     Ragged,
-    ReadOnce,
     first_of,
     small_loader,
 )
@@ -48,12 +46,6 @@ LIGHTNING: dict[str, tuple[Callable[[], Any], Callable[[], Any], str]] = {
         Classifier,
         lambda: DataLoader(digits()[0], batch_sampler=Buckets()),
         r"by Buckets.__len__, an epoch has 160 samples at batch size 16 and 480 at 48",
-    ),
-    "size read once": (Classifier, ReadOnce, r"\(ReadOnce\) delivered 16 samples in each batch, in place of 48"),
-    "length computed once": (
-        Classifier,
-        lambda: DataLoader(digits()[0], batch_sampler=FixedLength()),
-        "by FixedLength.__len__, an epoch has 176 samples at batch size 16 and 528 at 48",
     ),
     "items that are batches": (
         Classifier,
@@ -71,7 +63,6 @@ LIGHTNING: dict[str, tuple[Callable[[], Any], Callable[[], Any], str]] = {
         "60 samples on average over 6 batches of different sizes, in place of 48",
     ),
     "accumulated by hand": (ByHand, train_loader, "an optimizer step followed after each 2 batches in place of 1"),
-    "steps left out": (EveryOther, train_loader, "an optimizer step followed after each 2 batches in place of 1"),
 }
 
 

@@ -62,13 +62,6 @@ def test_second_begin_changes_nothing_until_the_end() -> None:
     assert run.totals == {"time_s": 1.0, "energy_j": 1.0}
 
 
-def test_only_the_first_process_measures() -> None:
-    run = EnergyRun()
-    run.begin(FakeTrainer(rank=1), listed())
-    assert run.end_epoch() is None
-    assert (run.is_measuring, run.totals, run.state()) == (False, {}, {})
-
-
 def test_machines_synchronize_at_the_begin_and_end_of_an_epoch() -> None:
     def train(port: FakeTrainer) -> dict[str, float]:
         port.machine = f"node {port.rank}"

@@ -3,7 +3,6 @@ from __future__ import annotations
 import gc
 import json
 import logging
-import math
 import os
 import pickle
 import signal
@@ -95,29 +94,6 @@ def test_stop_without_the_target_raises() -> None:
     assert optimizer.training_finished
 
 
-def test_diverged_training_raises_and_fails_the_trial() -> None:
-    server = ContractDouble()
-    optimizer = training_with(server)
-    with pytest.raises(ZeusBSOTrainFailError, match="the metric is nan"):
-        optimizer.on_evaluate(math.nan)
-    optimizer.close()
-    assert server.sent("PATCH", "/trials") == [ended("failed", "the metric is nan: training diverged")]
-
-
-def test_calls_out_of_order_are_refused_and_not_counted() -> None:
-    server = ContractDouble(CONVERGED)
-    optimizer = optimizer_of(server)
-    for call in (optimizer.on_train_begin, lambda: optimizer.on_evaluate(0.5)):
-        with pytest.raises(ZeusBSOOperationOrderError):
-            call()
-    optimizer.get_batch_size()
-    optimizer.on_train_begin()
-    optimizer.on_evaluate(0.5)
-    with pytest.raises(ZeusBSOOperationOrderError, match="said stop"):
-        optimizer.on_evaluate(0.5)
-    assert [body["current_epoch"] for body in server.sent("POST", "/report")] == [1]
-
-
 def test_further_rank_without_a_trial_refuses_every_call() -> None:
     optimizer = BatchSizeOptimizer(None, None, JOB, rank=3)
     for call in (
@@ -153,14 +129,6 @@ def test_further_rank_reports_the_trial_of_rank_0_and_obeys_the_verdict() -> Non
         ("POST", "/report", TRIAL | {"time": 2.0, "energy": 60.0, "metric": 0.25, "current_epoch": 1, **measured}),
         ("POST", "/report", TRIAL | {"time": 4.0, "energy": 120.0, "metric": 0.75, "current_epoch": 2, **measured}),
     ]
-
-
-def test_further_rank_stops_without_the_target() -> None:
-    optimizer = rank_1_of(ContractDouble(COST_BOUND))
-    optimizer.on_train_begin()
-    with pytest.raises(ZeusBSOTrainFailError, match="cost bound crossed; launch the training again"):
-        optimizer.on_evaluate(0.25)
-    assert optimizer.training_finished
 
 
 @pytest.mark.parametrize(
@@ -485,25 +453,6 @@ def test_recurring_loop_settles_on_the_cheapest_size(server: ServerProcess) -> N
         TrialState.EXHAUSTED,
     ]
     assert (job.min_cost_j, job.best_batch_size) == (200, 16)
-
-
-def test_server_may_die_between_two_requests(server: ServerProcess) -> None:
-    monitor = ReplayMonitor(repeat(Measurement(time_s=1, energy_j=100, source="replay")), GPUS)
-    with BatchSizeOptimizer(monitor, server.url, LOOP) as optimizer:
-        assert optimizer.get_batch_size() == 32
-        server.kill()
-        server.start()
-        optimizer.on_train_begin()
-        optimizer.on_evaluate(0.5)
-        server.kill()
-        optimizer.on_evaluate(0.6)
-        server.start()
-        optimizer.on_evaluate(0.95)
-        assert optimizer.training_finished
-    with BsoClient(server.url) as client:
-        (trial,) = client.show_job("loop").trials
-
-    assert (trial.state, trial.energy_j, trial.time_s, trial.epochs) == (TrialState.COMPLETED, 300, 3, 3)
 
 
 def test_two_ranks_train_like_zeus_s_data_parallel_script(server: ServerProcess, tmp_path: Path) -> None:

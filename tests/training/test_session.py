@@ -471,22 +471,6 @@ def interrupted(client: BsoClient) -> TrialSession:
     return session
 
 
-def test_preempted_trial_continues_with_the_former_totals(client: BsoClient) -> None:
-    first = interrupted(client)
-    state = through_a_checkpoint(first.state_dict())
-    first.end(KeyboardInterrupt())
-    assert [trial.state for trial in client.show_job(first.trial.job_id).trials] == [TrialState.SUSPENDED]
-
-    second = session_on(client, monitor_of((4.0, 40.0)))
-    assert second.resume(state)
-    assert [trial.state for trial in client.show_job(first.trial.job_id).trials] == [TrialState.RUNNING]
-    second.begin_measurement()
-    assert second.report_evaluation(0.95, 2).converged
-    second.end()
-    (trial,) = client.show_job(first.trial.job_id).trials
-    assert (trial.state, trial.time_s, trial.energy_j, trial.epochs) == (TrialState.COMPLETED, 7.0, 70.0, 2)
-
-
 def test_trial_ended_on_the_server_gets_no_reports(client: BsoClient, caplog: pytest.LogCaptureFixture) -> None:
     first = interrupted(client)
     state = through_a_checkpoint(first.state_dict())
@@ -523,13 +507,6 @@ def test_proxy_without_a_server_does_not_end_a_trial(client: BsoClient) -> None:
 
 
 # --- Further ranks --------------------------------------------------------------------------------------------------
-
-
-def test_further_rank_reports_the_cause_of_the_end(client: BsoClient) -> None:
-    session = interrupted(client)
-    end_trial_from_another_rank(client, session.trial, torch.OutOfMemoryError("CUDA out of memory"))
-    session.end(RuntimeError("Connection closed by peer [127.0.0.1]:42191"))
-    assert [trial.state for trial in client.show_job(session.trial.job_id).trials] == [TrialState.INFEASIBLE]
 
 
 @pytest.mark.parametrize(

@@ -117,19 +117,6 @@ def test_size_is_divided_by_devices_accumulation_and_the_largest_batch(
     assert active(run).is_reporting
 
 
-def test_rank_0_asks_and_all_ranks_obey() -> None:
-    server = ContractDouble()
-
-    def train(port: FakeTrainer) -> Any:
-        run = run_of(server)
-        run.begin(port)
-        run.finish()
-        return trial_of(run).trial_number, port.splits
-
-    assert on_each_rank(2, train) == [(7, [BatchSplit(32, 1)])] * 2
-    assert len(server.sent("GET", "/jobs/batch_size")) == 1
-
-
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_indivisible_sizes_are_refused_before_a_trial(world_size: int) -> None:
     server = ContractDouble()
@@ -229,17 +216,19 @@ def test_rates_are_scaled_and_restored_in_reused_optimizers(scaling: str, rate: 
     assert port.scheduler.base_lrs == pytest.approx([0.1 if keeps_optimizers else rate])
 
 
-def test_choice_is_logged_and_only_rank_0_measures() -> None:
+def test_rank_0_alone_asks_and_measures_and_all_ranks_log_the_choice() -> None:
     server = ContractDouble(KEEP_TRAINING)
 
     def train(port: FakeTrainer) -> Any:
         run = begun(server, port, lr_scaling="linear")
         active(run).report_evaluation(lambda: 0.25, 1.0)
         run.finish()
+        assert port.splits == [BatchSplit(32, 1)]
         return port.logged
 
     logged = [{"zeus/batch_size": 64.0, "zeus/trial_number": 7.0, "zeus/lr_factor": 2.0}]
     assert on_each_rank(2, train) == [[*logged, {"zeus/epoch_bound": 3.0, "zeus/cost_j": 55.0}]] * 2
+    assert len(server.sent("GET", "/jobs/batch_size")) == 1
     assert reports(server) == [(0.25, 1.0, 1.0, 10.0)]
 
 
@@ -316,19 +305,6 @@ def test_missing_metric_raises_on_all_ranks(world_size: int) -> None:
 
     assert [str(error) for error in on_each_rank(world_size, train)] == ["'f1'"] * world_size
     assert set(ends(server)) == {("failed", "KeyError: 'f1'")}
-
-
-@pytest.mark.parametrize(
-    ("trained", "reported"),
-    [([0.5, 1.0, 1.5], [0.5, 1.0, 1.5]), ([1.0, 1.5, 2.5], [1.0, 2.0, 3.0])],
-    ids=["fractions from the start", "whole epochs first"],
-)
-def test_after_whole_epochs_only_whole_epochs_are_reported(trained: list[float], reported: list[float]) -> None:
-    server = ContractDouble(*[KEEP_TRAINING] * 3)
-    run = begun(server)
-    for epochs in trained:
-        active(run).report_evaluation(lambda: 0.25, epochs)
-    assert [epoch for _, epoch, _, _ in reports(server)] == reported
 
 
 @pytest.mark.parametrize(
