@@ -16,7 +16,6 @@ from transformers.training_args import OptimizerNames
 from tests.support import hf_bench as models
 from tests.support.hf_bench import USERS_SIZE, Bench
 from tests.support.job_bench import SERVERS_SIZE
-from zeus_plugins.errors import ZeusBSOConfigError
 from zeus_plugins.huggingface._trainer import HuggingFacePort
 from zeus_plugins.training.defaults import hash_of_parameters
 
