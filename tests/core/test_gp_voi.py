@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
@@ -474,6 +475,8 @@ def test_absurd_numbers_raise_no_error(costs: list[float], epochs: list[float], 
     for cost_j, epoch, metric in zip(costs, epochs, metrics, strict=False):
         life.report(life.ask(), cost_j, epoch=epoch, metric=metric)
     assert life.ask().batch_size in (8, 16, 32)
+    # The memory is stored as JSON.
+    json.dumps([asdict(belief) for belief in life.history.memory], allow_nan=False)
 
 
 def test_guess_changing_the_incumbent_stops_no_trial() -> None:

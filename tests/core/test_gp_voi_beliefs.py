@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial, reduce
 
 import numpy as np
@@ -205,48 +204,6 @@ def test_doubled_epochs_are_noticed_in_noise() -> None:
             beliefs = after_outcome(SIZES, beliefs, outcome(3, 40 * math.exp(0.32 * rng.standard_normal())))
             weights.append(beliefs[3].observed.weight)
         assert min(weights) < 10
-
-
-outcomes = st.builds(
-    Outcome,
-    index=st.integers(0, 4),
-    epochs=st.one_of(st.integers(1, 1000), st.floats(1e-3, 1e6)),
-    log_first_cost=st.one_of(st.none(), st.floats(-20, 40)),
-    cost=st.none()
-    | st.builds(
-        CostRun,
-        st.floats(-20, 40),
-        epochs=st.floats(1e-3, 1e6),
-        deviations=st.floats(0, 1e12),
-        freedom=st.integers(0, 1000).map(float),
-        doubt=st.floats(0, 10),
-        drift=st.just(0.0),
-    ),
-    epoch_step=st.floats(1e-6, 10),
-    reached=st.booleans(),
-    conclusive=st.booleans(),
-)
-
-
-@given(st.lists(outcomes, max_size=60))
-@settings(max_examples=examples(50), deadline=None)
-def test_beliefs_stay_finite_for_any_outcomes(history: list[Outcome]) -> None:
-    beliefs = learned(history)
-    for belief in beliefs:
-        assert belief.observed.weight >= belief.exact.weight * (1 - 1e-9) >= 0
-        assert belief.exact.squared_deviations >= 0
-        assert 0 < belief.failure_chance < 1
-        numbers = json.loads(json.dumps(asdict(belief), allow_nan=False))
-        assert len(numbers) == len(asdict(Belief()))
-        assert len(belief.costs) <= CONSTANTS.most_cost_runs
-    if any(belief.has_cost for belief in beliefs):
-        costs = cost_posterior(SIZES, tuple(belief.costs for belief in beliefs))
-        assert np.isfinite([costs.mean, costs.variance]).all()
-    if any(belief.is_observed for belief in beliefs):
-        posterior = posterior_of(SIZES, beliefs)
-        assert np.isfinite(posterior.mean).all()
-        assert (posterior.variance > 0).all()
-        assert np.isfinite(posterior.variance).all()
 
 
 # --- Evidence of runs about the cost of an epoch: means, and spread of epochs -----------------------------------------

@@ -157,13 +157,13 @@ def tried_after(life: Life, size: int, needed: dict[int, int], epoch_j: dict[int
 
 # Seeds of each kind: played in every run of the tests, and only in a long run.
 SEEDS: dict[str, tuple[Sequence[int], Sequence[int]]] = {
-    "law": ((0,), range(1, 20)),
-    "shuffled": ((), range(20)),
-    "two sizes": ((0,), range(1, 30)),
-    "first run slowed": ((), range(12)),
-    "second run slowed": ((0,), range(1, 12)),
-    "dip": ((1,), (0, *range(2, 24))),
-    "drift": ((), range(20)),
+    "law": ((0,), range(1, 6)),
+    "shuffled": ((), range(8)),
+    "two sizes": ((0,), range(1, 9)),
+    "first run slowed": ((), range(5)),
+    "second run slowed": ((0,), range(1, 5)),
+    "dip": ((1,), (0, *range(2, 8))),
+    "drift": ((), range(8)),
 }
 # If the size being played keeps its number of epochs, the change of all other sizes is invisible.
 NOTHING_SHOWS = {("drift", 2)}

@@ -79,9 +79,7 @@ def alarms(size_sd: float, default_sd: float, default_runs: int | None) -> float
     ("size_sd", "default_sd", "default_runs", "share"),
     [
         (0.01, 0.01, None, 0.017),
-        pytest.param(0.01, 0.01, 3, 0.013, marks=pytest.mark.slow),
         pytest.param(0.02, 0.01, None, 0.0205, marks=pytest.mark.slow),
-        pytest.param(0.01, 0.02, None, 0.0215, marks=pytest.mark.slow),
         # Beyond the assumption of the interval: three runs of a default that varies two or four times as much.
         pytest.param(0.01, 0.02, 3, 0.0465, marks=pytest.mark.slow),
         (0.01, 0.04, 3, 0.071),
