@@ -8,7 +8,6 @@ import re
 from collections.abc import Callable
 from dataclasses import asdict, replace
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -200,16 +199,6 @@ def test_new_registration_may_change_the_default() -> None:
     life.job = life.job.model_copy(update={"default_batch_size": 8})
     after = suggest(life.history, life.rng)
     assert (after.batch_size, after.origin) == (before.batch_size, before.origin)
-
-
-@given(st.integers(0, 2**32))
-@settings(max_examples=examples(10), deadline=None)
-def test_decision_depends_on_the_history_only(seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    life = new_life()
-    for _ in range(8):
-        run(life, life.ask(), needed=float(rng.integers(5, 60)), epoch_j=float(rng.uniform(5, 20)))
-    assert suggest(life.history, np.random.default_rng(1)) == suggest(life.history, np.random.default_rng(2))
 
 
 def test_reasons_count_the_misses_before_the_first_success() -> None:

@@ -209,7 +209,7 @@ any_runs = st.lists(st.tuples(st.integers(0, 4), st.floats(0.5, 4)), min_size=1,
 
 
 @given(st.one_of(lawful_runs, any_runs))
-@settings(max_examples=examples(50), deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 def test_posterior_of_epochs_matches_joint_distribution_of_single_runs(runs: list[tuple[int, float]]) -> None:
     """Compute each hypothesis from the joint distribution of all sizes and runs instead of the mean of each size."""
     per_size = [[y for index, y in runs if index == size] for size in range(COUNT)]
