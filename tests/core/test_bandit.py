@@ -168,13 +168,6 @@ def test_arm_starts_with_exploration_trials_and_ignores_failures() -> None:
     assert rewards_behind(life, 16) == (2, 15.0)
 
 
-def test_arm_learns_from_all_trials_once_a_bandit_trial_ended() -> None:
-    life = explored_life()
-    life.run(16, BANDIT, COMPLETED, 40.0)
-    assert rewards_behind(life, 16) == (4, 40.0)
-    assert rewards_behind(life, 8) == (1, 50.0)
-
-
 def test_trial_dispatched_before_the_bandit_stage_counts_when_completed_during_the_stage() -> None:
     life = explored_life()
     concurrent = life.dispatch(8, CONCURRENT)
