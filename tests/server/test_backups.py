@@ -236,14 +236,6 @@ class TestVerify:
         assert found.returncode == 1
         assert "missing from index some" in found.stdout
 
-    def test_changed_value_in_intact_page_is_found_by_the_replay(self, file: Path) -> None:
-        with closing(sqlite3.connect(file)) as connection:
-            connection.execute("UPDATE trials SET energy_j = energy_j * 2 WHERE state = 'completed'")
-            connection.commit()
-        found = verify(f"sqlite:///{file}")
-        assert found.returncode == 1
-        assert "differ from a replay" in found.stderr
-
     @pytest.mark.postgresql
     @pytest.mark.slow
     def test_amcheck_of_postgresql_finds_a_damaged_index(self) -> None:

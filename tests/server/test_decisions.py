@@ -16,8 +16,8 @@ from bso_server.errors import DatabaseUnavailableError
 from bso_server.service import commands
 from bso_server.service.decisions import TRIES, Basis, Decided, decide, turn
 from bso_server.storage.store import Store
-from tests.support.service import HOUR_S, JobService, new_job
-from zeus_plugins.protocol import GP_VOI, OWN_POLICIES, ZEUS, CreatedJob, Origin, TrialState
+from tests.support.service import JobService, new_job
+from zeus_plugins.protocol import GP_VOI, OWN_POLICIES, ZEUS, CreatedJob, Origin
 
 pytestmark = pytest.mark.storage
 
@@ -134,15 +134,6 @@ async def test_reports_during_a_decision_cause_no_new_decision(bso: JobService, 
     first = await bso.suggest()
     await interruptions.during(bso, lambda: bso.report(first, cost_j=100, epoch=1))
     assert len(interruptions.seen) == 1
-
-
-async def test_expired_trials_are_abandoned_before_a_decision(bso: JobService, interruptions: Interruptions) -> None:
-    await bso.suggest()
-    bso.wait(HOUR_S + 1)
-    trial = await interruptions.during(bso)
-    assert [len(history.in_flight) for history in interruptions.seen] == [0]
-    assert (trial.trial_number, trial.batch_size) == (2, 16)
-    assert await bso.states() == [TrialState.ABANDONED, TrialState.RUNNING]
 
 
 async def test_repeated_request_returns_the_same_trial_despite_a_concurrent_duplicate(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import pytest
 from sqlalchemy import select
 
@@ -11,7 +9,7 @@ from bso_server.cli.jobs import job_text
 from bso_server.storage.store import Store
 from bso_server.storage.tables import policy_memories
 from bso_server.storage.transaction import Transaction
-from tests.support.service import HOUR_S, JobService, new_job, trial_id
+from tests.support.service import JobService, new_job, trial_id
 from zeus_plugins.protocol import GP_VOI, EndReason, Origin, Stage, StopRule, TrialDispatch, TrialEnd, TrialState
 
 
@@ -126,30 +124,6 @@ async def test_bound_of_a_trial_stays_despite_later_trials(bso: JobService) -> N
     other = await bso.suggest()
     await bso.report(other, cost_j=10, metric=0.95, epoch=1)
     assert (await bso.report(trial, cost_j=270, epoch=3)).stop_rule == rule
-
-
-async def test_concurrent_reports_of_a_job_are_all_counted(bso: JobService) -> None:
-    trials = [await bso.suggest() for _ in range(4)]
-    answers = await asyncio.gather(*(bso.report(trial, cost_j=100, epoch=1) for trial in trials))
-    assert [answer.stop_train for answer in answers] == [False] * 4
-    await asyncio.gather(*(bso.report(trial, cost_j=400, epoch=4, metric=0.95) for trial in trials))
-    assert [trial.epoch_bound for trial in (await bso.show()).trials] == [10] * 4
-
-    history = await bso.history()
-    assert history.recurrences == 4
-    belief = history.memory[history.job.batch_sizes.index(16)]
-    assert belief.exact.weight == pytest.approx(sum(0.997**n for n in range(1, 5)))
-
-
-async def test_abandoned_trial_returns_and_counts_once(bso: JobService) -> None:
-    trial = await bso.suggest()
-    await bso.report(trial, cost_j=100, epoch=1)
-    bso.wait(HOUR_S + 1)
-    await bso.service.reap()
-    assert (await bso.suggest()).batch_size == 16
-    assert (await bso.report(trial, cost_j=400, epoch=4, metric=0.95)).converged
-    assert (await bso.suggest()).origin is Origin.EXPLORATION
-    assert [arm.n for arm in (await bso.show()).arms] == [0, 1, 0]
 
 
 async def test_stored_memory_does_not_grow(bso: JobService) -> None:

@@ -247,16 +247,6 @@ async def test_changed_power_limit_of_the_same_gpus_keeps_the_costs(bso: JobServ
     assert await bso.differences() == []
 
 
-async def test_job_changes_policy_and_back(store: Store) -> None:
-    server = await new_job(store, policy=ZEUS)
-    for policy in (GP_VOI, ZEUS, GP_VOI):
-        for _ in range(5):
-            await server.reach(await server.suggest(), 500.0)
-        await revise(server, policy=policy)
-        assert (await server.suggest()).batch_size in server.job.batch_sizes
-        assert await server.differences() == []
-
-
 async def test_concurrent_alternating_registrations_leave_a_consistent_job(bso: JobService) -> None:
     """The last registration decides, and each trial keeps its terms."""
     trials = [await bso.suggest() for _ in range(2)]
