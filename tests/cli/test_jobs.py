@@ -268,16 +268,6 @@ class TestImport:
         file.write_text(text, encoding="latin-1")
         assert_failed(run("jobs", "import", file, *source), "broken.jsonl", "" if text else "it is empty")
 
-    @pytest.mark.parametrize(("number", "size", "says"), [(3, "many", ""), (2, 32, "32 is not one of the job's")])
-    def test_invalid_trial_is_reported_with_line_and_field(
-        self, server: ServerProcess, exported: Path, source: list[str], number: int, size: object, says: str
-    ) -> None:
-        job = renamed(decoded(exported.read_text()))
-        job[number - 1]["batch_size"] = size
-        exported.write_bytes(encoded(job))
-        assert_failed(run("jobs", "import", exported, *source), f"line {number}, batch_size: {says}")
-        assert httpx.get(f"{server.url}/api/jobs/{job[0]['job']['job_id']}").status_code == 404
-
 
 def jobs_in(text: str) -> list[Lines]:
     """Return the exports in a text, ordered by job id."""

@@ -27,10 +27,10 @@ def test_sizes_train_in_turn_without_the_callback() -> None:
 
 @pytest.mark.slow
 def test_job_and_ab_test_really_train(tmp_path: Path) -> None:
-    savings, found = ab("tabular", number=2, pairs=2, state=State(tmp_path))
+    savings, found = ab("tabular", number=2, pairs=3, state=State(tmp_path))
     assert savings.recurrences == 2
     if found is None:
         assert savings.batch_size == savings.default_batch_size
     else:
-        assert len(found.default_s) == len(found.best_s) == 2
+        assert len(found.default_s) == len(found.best_s) == 3
         assert min(found.default_s + found.best_s) > 0
