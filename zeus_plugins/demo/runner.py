@@ -11,7 +11,6 @@ import time
 import webbrowser
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
@@ -74,7 +73,7 @@ def run_demo(recurrences: int, directory: Path, policy: str = JOB.policy, *, ope
                 if _watch(launcher.start(arguments, log), recurrence, client, display, log):
                     break
         job = client.show_job(JOB.job_id or "")
-    display.conclude(Outcome(job, time.monotonic() - began, database_url))
+    display.conclude(job, time.monotonic() - began, database_url)
 
 
 @contextmanager
@@ -127,15 +126,6 @@ def _latest_trial(client: BsoClient, known: int) -> TrialView | None:
     if not any(job.job_id == job_id and job.trials > known for job in client.list_jobs().jobs):
         return None
     return client.show_job(job_id).trials[-1]
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """Results of a demo: the server's view of the job, and the duration including the start of all processes."""
-
-    job: JobView
-    wall_s: float
-    database_url: str
 
 
 _OUTCOMES = {
@@ -193,9 +183,9 @@ class Display:
         self.shown_trials += 1
         self._console.print(_row(self._cells(recurrence, trial)))
 
-    def conclude(self, outcome: Outcome) -> None:
-        """Print the verdict, the use of time, and the files."""
-        job, trials, savings = outcome.job, outcome.job.trials, outcome.job.savings
+    def conclude(self, job: JobView, wall_s: float, database_url: str) -> None:
+        """Print the verdict, the use of the seconds with the start of all processes, and ways to look again."""
+        trials, savings = job.trials, job.savings
         say = self._console.print
         say()
         for line in filter(None, (f"[bold]{savings.claim}.[/]", savings.evidence, savings.so_far)):
@@ -205,8 +195,8 @@ class Display:
         reached_s = sum(trial.time_s or 0 for trial in trials if trial.state is TrialState.COMPLETED)
         stopped_s = sum(trial.time_s or 0 for trial in trials if trial.state is not TrialState.COMPLETED)
         say(
-            f"Where the {outcome.wall_s:.0f} s went: {reached_s:.0f} s in trainings that reached the target, "
-            f"{stopped_s:.0f} s in trainings that were stopped, {outcome.wall_s - reached_s - stopped_s:.0f} s in "
+            f"Where the {wall_s:.0f} s went: {reached_s:.0f} s in trainings that reached the target, "
+            f"{stopped_s:.0f} s in trainings that were stopped, {wall_s - reached_s - stopped_s:.0f} s in "
             "starting the server and the processes."
         )
         sources = sorted({trial.energy_source or "not measured" for trial in trials})
@@ -216,9 +206,9 @@ class Display:
         elif any(map(is_estimated, sources)):
             meaning = ". No energy counter was found here: energies and costs are estimated"
         say(f"Energy: {', '.join(sources)}{meaning}.")
-        show = f"jobs show {job.job.job_id} --database-url {outcome.database_url}"
+        show = f"jobs show {job.job.job_id} --database-url {database_url}"
         say(f"Look again: {_command('bso-server')} {show}", soft_wrap=True)
-        serve = f"{_command('bso-server')} serve --database-url {outcome.database_url}"
+        serve = f"{_command('bso-server')} serve --database-url {database_url}"
         say(f"Look at it: {serve}, then open http://127.0.0.1:8000/ui/jobs/{job.job.job_id}", soft_wrap=True)
 
     def _introduce(self) -> None:
