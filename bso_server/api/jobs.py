@@ -15,7 +15,7 @@ from litestar.response import Stream
 from bso_server.api.errors import errors
 from bso_server.api.parameters import ID, LARGEST, Fleet, GroupedBy, JobInPath, Reader, Service, Since, TrialNumber
 from bso_server.service import reading
-from bso_server.service.exports import MEDIA_TYPE, export
+from bso_server.service.exports import MEDIA_TYPE
 from bso_server.service.views import DEFAULT_PAGE, MAX_PAGE, EpochList, FleetPage, PowerProfileList
 from zeus_plugins.protocol import Explanation, JobList, JobView, Paths, Stage, TrialList, TrialState
 
@@ -105,12 +105,12 @@ async def explain(
     return await (service.explain_next(job_id) if trial is None else reader.read(reading.explain, job_id, trial))
 
 
-@get([_JOB + "/arms", _JOB + "/events"], include_in_schema=False)
+@get([_JOB + "/arms", _JOB + "/events", _JOB + "/trials.csv"], include_in_schema=False)
 async def refuse_removed(job_id: JobInPath) -> None:
-    """Name the routes that replace the removed routes of arms and events."""
+    """Name the routes that replace removed routes."""
     raise HTTPException(
-        f"this route was removed: GET {Paths.API_JOBS}/{job_id} has the arms, and its part /trials the begin and the "
-        "end of each trial",
+        f"this route was removed: GET {Paths.API_JOBS}/{job_id} has the arms, and its part /trials all fields of "
+        "each trial",
         status_code=HTTPStatus.GONE,
     )
 
@@ -132,19 +132,7 @@ async def list_power_profiles(job_id: JobInPath, reader: Reader) -> PowerProfile
 )
 async def export_job(job_id: JobInPath, reader: Reader) -> Stream:
     """Export the whole job as JSON Lines: a `JobExport`, then a `TrialExport` for each trial."""
-    return await _streamed(reader.pieces(export, job_id), MEDIA_TYPE)
-
-
-@get(_JOB + "/trials.csv", summary="Trials as CSV", media_type="text/csv", responses=_ERRORS)
-async def trials_csv(job_id: JobInPath, reader: Reader) -> Stream:
-    """Return all trials of the job as a table with a header line.
-
-    A text that spreadsheets would run as a formula (it begins with =, +, - or @) has an apostrophe before it.
-    """
-    return await _streamed(reader.pieces(reading.trials_csv, job_id), "text/csv")
-
-
-async def _streamed(pieces: AsyncIterator[bytes], media_type: str) -> Stream:
+    pieces = reader.export(job_id)
     # Read the first piece before the answer begins, so that an unknown job is answered with 404.
     first = await anext(pieces)
 
@@ -153,4 +141,4 @@ async def _streamed(pieces: AsyncIterator[bytes], media_type: str) -> Stream:
         async for piece in pieces:
             yield piece
 
-    return Stream(whole(), media_type=media_type)
+    return Stream(whole(), media_type=MEDIA_TYPE)

@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from functools import partial
 from http import HTTPStatus
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, TextIO, TypeVar
 from urllib.parse import quote, urlencode
 
 from pydantic import BaseModel, ValidationError
@@ -69,7 +69,6 @@ if TYPE_CHECKING:
 
 Message = TypeVar("Message", bound=BaseModel)
 Page = TypeVar("Page", JobList, TrialList)
-_Export: TypeAlias = Callable[[Store, str], AsyncIterator[bytes]]
 
 # Long enough for the export and import of whole jobs.
 _TIMEOUT_S = 300.0
@@ -135,12 +134,7 @@ def add_jobs_commands(commands: Commands) -> None:
     exported = export_.add_mutually_exclusive_group(required=True)
     exported.add_argument("job_id", metavar="JOB", nargs="?")
     exported.add_argument("--all", action="store_true", help="export all jobs")
-    export_.add_argument(
-        "--format",
-        choices=["jsonl", "csv"],
-        default="jsonl",
-        help="jsonl: all stored data, one line per trial, for `jobs import` (default); csv: a table of the trials",
-    )
+    export_.add_argument("--format", action=RemovedOption, instead="jobs show JOB --json has the fields of each trial")
     export_.add_argument("--output", metavar="FILE", type=Path, help="where to write it (default: standard output)")
 
     report = add("report", "write the page of one job as a file without scripts", _report)
@@ -239,17 +233,14 @@ def _report(options: argparse.Namespace) -> None:
 
 
 def _export(options: argparse.Namespace) -> None:
-    read, path = (reading.trials_csv, "trials.csv") if options.format == "csv" else (export, "export")
-    if options.format == "csv" and options.all:
-        raise CommandError("a table holds the trials of one job: name it, or leave out --format csv")
     ids = [job.job_id for job in read_jobs(options).jobs] if options.all else [options.job_id]
     with written(options.output) as file:
         if options.server_url is None:
-            with_store(options, lambda store: _export_from_store(store, read, ids, file, is_listed=options.all))
+            with_store(options, lambda store: _export_from_store(store, ids, file, is_listed=options.all))
             return
         for job_id in ids:
             try:
-                with _answered(options, "GET", f"{_path_of_job(job_id)}/{path}") as answer:
+                with _answered(options, "GET", f"{_path_of_job(job_id)}/export") as answer:
                     for piece in answer.iter_text():
                         file.write(piece)
             except _RefusedError as error:
@@ -258,9 +249,9 @@ def _export(options: argparse.Namespace) -> None:
                     raise
 
 
-async def _export_from_store(store: Store, read: _Export, ids: list[str], file: TextIO, *, is_listed: bool) -> None:
+async def _export_from_store(store: Store, ids: list[str], file: TextIO, *, is_listed: bool) -> None:
     for job_id in ids:
-        pieces = read(store, job_id)
+        pieces = export(store, job_id)
         try:
             file.write((await anext(pieces)).decode())
         except UnknownJobError:
@@ -280,7 +271,7 @@ def written(output: Path | None) -> Iterator[TextIO]:
     is_special = output.exists() and not output.is_file()
     part = output if is_special else output.with_name(f"{output.name}.part")
     try:
-        # Keep the line ends of CSV, which are the same on every system.
+        # Line ends are the same on every system.
         with part.open("w", encoding="utf-8", newline="") as file:
             yield file
     except BaseException:

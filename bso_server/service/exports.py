@@ -8,11 +8,10 @@ reports, so that neither the export nor the import holds a whole job in memory. 
 from __future__ import annotations
 
 import asyncio
-import math
 import re
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from itertools import accumulate, groupby
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 from pydantic import Field, StringConstraints
 
@@ -103,8 +102,6 @@ class TrialExport(TrialFacts):
         decision: The numbers behind the choice of the batch size; None if no policy chose it.
         power_profile: The trial's own power-limit profile, or None.
         epochs: The reports that are kept, in order, without a report that ended the trial.
-        not_finite: Names of fields, such as ``metric`` or ``epochs.0.metric``, that are null because the database has
-            NaN or an infinity there, which JSON cannot hold. An import refuses the trial.
     """
 
     started_event: EventNumber
@@ -124,7 +121,6 @@ class TrialExport(TrialFacts):
     decision: Decision | None = None
     power_profile: PowerProfileExport | None = None
     epochs: tuple[EpochExport, ...] = ()
-    not_finite: tuple[str, ...] = ()
 
 
 class TrialRows(NamedTuple):
@@ -219,17 +215,9 @@ def _lines(trials: Iterable[TrialRows]) -> bytes:
 def _trial_export(rows: TrialRows) -> TrialExport:
     values, reports, profile = trial_row(rows.trial), [record_row(epoch) for epoch in rows.epochs], rows.power_profile
     kept = None if profile is None else PowerProfileExport(samples=profile.samples, stored_at=profile.stored_at)
-    not_finite = [*_not_finite(values)]
-    for index, report in enumerate(reports):
-        not_finite += [f"epochs.{index}.{name}" for name in _not_finite(report)]
     return TrialExport.model_construct(
         **values,
         decision=None if rows.decision is None else rows.decision.decision,
         power_profile=kept,
         epochs=tuple(EpochExport.model_construct(**report) for report in reports),
-        not_finite=tuple(not_finite),
     )
-
-
-def _not_finite(values: dict[str, Any]) -> Iterator[str]:
-    return (name for name, value in values.items() if isinstance(value, float) and not math.isfinite(value))

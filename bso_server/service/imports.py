@@ -129,8 +129,6 @@ class ImportedTrial(TrialExport):
 
     def _contradictions(self, job: CreatedJob, sizes: frozenset[int]) -> Iterator[tuple[str, str]]:
         """Yield a field and a message for each contradiction in the trial's life and batch size."""
-        for field in self.not_finite:
-            yield field, "was NaN or infinite in the database that wrote this line: give it a number"
         is_alive = self.state in ALIVE
         for name in ("ended_event", "ended_at"):
             if (getattr(self, name) is None) is not is_alive:

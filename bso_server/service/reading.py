@@ -6,27 +6,24 @@ Functions with a `job_id` raise `UnknownJobError`, functions with a `trial_numbe
 from __future__ import annotations
 
 import asyncio
-import csv
-import io
-import json
 import logging
 import math
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from operator import itemgetter
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Concatenate, ParamSpec, TypeVar
 
 from bso_server.core import policy, quality
 from bso_server.core.model import ExpectedCost, History, Suggestion, TrialRecord, advice_in_words, cost_of
 from bso_server.core.savings import Tally
 from bso_server.errors import DatabaseNotReadyError, DatabaseUnavailableError
+from bso_server.service import exports
 from bso_server.service.decisions import Basis, Decided, basis_of, decide
 from bso_server.service.loading import known_job, known_trial, load_history
 from bso_server.service.savings import savings_of
 from bso_server.service.views import (
     DEFAULT_PAGE,
-    MAX_PAGE,
     EpochList,
     EpochView,
     PowerProfileList,
@@ -49,7 +46,6 @@ from zeus_plugins.protocol import (
     MetricView,
     Stage,
     StopRule,
-    TrialFacts,
     TrialList,
     TrialState,
     TrialView,
@@ -200,9 +196,9 @@ class JobReader:
         """Return the answer to a query, from one snapshot of the database."""
         return await self._store.read(query, *args, **kwargs)
 
-    def pieces(self, export: Callable[[Store, str], AsyncIterator[bytes]], job_id: str) -> AsyncIterator[bytes]:
-        """Yield a whole job piece by piece, by `exports.export` or `trials_csv`."""
-        return export(self._store.patient(), job_id)
+    def export(self, job_id: str) -> AsyncIterator[bytes]:
+        """Yield a whole job piece by piece, see `exports.export`."""
+        return exports.export(self._store.patient(), job_id)
 
     async def check_ready(self) -> None:
         """Check that requests can be served.
@@ -356,45 +352,3 @@ def epoch_views(transaction: Transaction, job: CreatedJob, trial: TrialRecord) -
 def power_profile_view(kept: StoredPowerProfile) -> PowerProfileView:
     """Return a power-limit profile with the trial that measured it."""
     return PowerProfileView.model_validate(kept, from_attributes=True)
-
-
-# The order of the columns must not change: scripts depend on it.
-_CSV_COLUMNS = [name for name in TrialFacts.model_fields if name != "metric"]
-_AFTER_ENERGY = _CSV_COLUMNS.index("energy_source") + 1
-_CSV_COLUMNS[_AFTER_ENERGY:_AFTER_ENERGY] = ["cost_j", "epochs", "metric", "owner"]
-
-
-# Spreadsheets take a text that begins with one of these characters for a formula.
-_FORMULA = tuple("=+-@\t\r\n＝＋－＠")
-
-
-async def trials_csv(store: Store, job_id: str) -> AsyncIterator[bytes]:
-    """Yield a job's trials as CSV (RFC 4180): a header line, then the fields of `TrialView`, many trials at a time.
-
-    A transaction reads each piece, as in `exports.export`. A field without a value is empty.
-
-    Raises:
-        UnknownJobError: No such job, or it was deleted during the export.
-    """
-    after: int | None = 0
-    while after is not None:
-        page = await store.read(list_trials, job_id, limit=MAX_PAGE, cursor=after)
-        rows = (each.model_dump(mode="json") for each in page.trials)
-        yield (await asyncio.to_thread(csv_of, rows, _CSV_COLUMNS, has_header=after == 0)).encode()
-        after = page.next_cursor
-
-
-def csv_of(rows: Iterable[Mapping[str, Any]], columns: Sequence[str], *, has_header: bool = True) -> str:
-    """Return these columns of rows as CSV; an apostrophe marks a text that spreadsheets would run as a formula."""
-    text = io.StringIO()
-    table = csv.writer(text)
-    if has_header:
-        table.writerow(columns)
-    table.writerows([_csv_cell(row[name]) for name in columns] for row in rows)
-    return text.getvalue()
-
-
-def _csv_cell(value: Any) -> Any:
-    if isinstance(value, str) and value.startswith(_FORMULA):
-        return f"'{value}"
-    return json.dumps(value) if isinstance(value, dict) else value

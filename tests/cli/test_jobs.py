@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 import sqlite3
 import subprocess
@@ -195,21 +193,10 @@ class TestExport:
         head, *trials = decoded(out)
         assert (head["job"]["job_id"], head["trials"], len(trials)) == (job_id, 2, 2)
 
-    def test_trials_are_exported_as_csv(self, server: ServerProcess, job_id: str, source: list[str]) -> None:
-        status, out, err = run("jobs", "export", job_id, "--format", "csv", *source)
-        assert (status, err) == (0, "")
-        assert out == httpx.get(f"{server.url}/api/jobs/{job_id}/trials.csv").text
-        rows = list(csv.DictReader(io.StringIO(out)))
-        assert [(row["trial_number"], row["state"], row["cost_j"]) for row in rows] == [
-            ("1", "completed", "500.0"),
-            ("2", "running", "100.0"),
-        ]
-
-    @pytest.mark.parametrize("kind", ["jsonl", "csv"])
-    def test_export_writes_a_file(self, job_id: str, source: list[str], kind: str, tmp_path: Path) -> None:
+    def test_export_writes_a_file(self, job_id: str, source: list[str], tmp_path: Path) -> None:
         file = tmp_path / "job"
-        _, printed, _ = run("jobs", "export", job_id, "--format", kind, *source)
-        assert run("jobs", "export", job_id, "--format", kind, "--output", file, *source) == (0, "", "")
+        _, printed, _ = run("jobs", "export", job_id, *source)
+        assert run("jobs", "export", job_id, "--output", file, *source) == (0, "", "")
         # Compare bytes, because reading text would hide different line endings.
         assert file.read_bytes() == printed.encode()
 
@@ -217,10 +204,9 @@ class TestExport:
         file = tmp_path / "absent" / "job.jsonl"
         assert_failed(run("jobs", "export", job_id, "--output", file, *source), str(file))
 
-    @pytest.mark.parametrize("kind", ["jsonl", "csv"])
-    def test_export_of_an_unknown_job_leaves_no_file(self, source: list[str], kind: str, tmp_path: Path) -> None:
+    def test_export_of_an_unknown_job_leaves_no_file(self, source: list[str], tmp_path: Path) -> None:
         file = tmp_path / "job"
-        output = run("jobs", "export", "nobodys", "--format", kind, "--output", file, *source)
+        output = run("jobs", "export", "nobodys", "--output", file, *source)
         assert_failed(output, "unknown job")
         assert not file.exists()
 
@@ -361,9 +347,6 @@ class TestAllJobs:
         assert (ended, f"answered {status}" in err) == (fails, bool(fails))
         assert f'"{job_id}"' not in out
 
-    def test_csv_of_all_jobs_is_refused(self, source: list[str]) -> None:
-        assert_failed(run("jobs", "export", "--all", "--format", "csv", *source), "name it")
-
     def test_export_requires_a_job_or_all(self, source: list[str]) -> None:
         for wrong in ([], ["some", "--all"]):
             status, _, err = run("jobs", "export", *wrong, *source)
@@ -466,7 +449,6 @@ class TestTokens:
         commands: list[list[Any]] = [
             ["jobs", "import", exported, "--job-id", job_id, *source],
             ["jobs", "export", job_id, *source],
-            ["jobs", "export", job_id, "--format", "csv", *source],
             ["jobs", "delete", job_id, *source],
         ]
         for command in commands:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 
 import httpx
@@ -146,5 +144,3 @@ def test_command_marks_estimates_and_keeps_share(new_database: str, capsys: pyte
     assert "energy estimated: 65 W stated × CPU time / 8 cores" in shown
     assert main(["jobs", "show", "job-1", "--json", "--database-url", new_database]) == 0
     assert json.loads(capsys.readouterr().out)["trials"][0]["waited_share"] == 0.46
-    assert main(["jobs", "export", "job-1", "--format", "csv", "--database-url", new_database]) == 0
-    assert next(csv.DictReader(io.StringIO(capsys.readouterr().out)))["waited_share"] == "0.46"

@@ -75,11 +75,10 @@ def view(http: httpx.Client, job_id: str) -> dict[str, Any]:
     (summary,) = [
         one for one in http.get("/api/jobs", params={"limit": 1000}).json()["jobs"] if one["job_id"] == job_id
     ]
-    table = http.get(f"{path}/trials.csv").raise_for_status().text
     profiles = http.get(f"{path}/power_profiles").raise_for_status().json()
     epochs = [http.get(f"{path}/trials/{trial['trial_number']}/epochs").json() for trial in job["trials"]]
     _, *trials = export_over(http, job_id)
-    whole = {"job": job, "summary": {**summary, "job_id": None}, "epochs": epochs, "table": table, "trials": trials}
+    whole = {"job": job, "summary": {**summary, "job_id": None}, "epochs": epochs, "trials": trials}
     return {**whole, "power_profiles": profiles}
 
 

@@ -245,6 +245,7 @@ OTHER_GETS = {
         "/ui/jobs/{name}/whatif",
         "/ui/jobs/{name}/whatif.json",
         "/api/jobs/{job_id}/arms",
+        "/api/jobs/{job_id}/trials.csv",
         "/api/jobs/{job_id}/events",
     ),
 }

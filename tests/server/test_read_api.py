@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import csv
-import io
 import sqlite3
 import uuid
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +15,6 @@ import pytest
 from sqlalchemy.engine import URL, make_url
 
 from bso_server.errors import DatabaseNotReadyError
-from bso_server.service import reading
 from bso_server.service.commands import BatchSizeService, Commands
 from bso_server.service.reading import JobReader
 from bso_server.storage.migrations import HEAD
@@ -25,10 +22,9 @@ from bso_server.storage.store import Store
 from bso_server.storage.transaction import Transaction
 from tests.support.jobs import job
 from tests.support.servers import ServerProcess
-from tests.support.service import JobService, open_store
+from tests.support.service import open_store
 from tests.support.wire import assert_refused, begin, reached, report
 from zeus_plugins.client.http import BsoClient
-from zeus_plugins.protocol import TrialView
 
 
 @pytest.fixture
@@ -121,8 +117,6 @@ class TestJob:
         with BsoClient(any_server.url) as client:
             view = client.show_job(job_id)
         assert [trial.trial_number for trial in view.trials] == [*range(1, 103)]
-        table = http.get(f"/api/jobs/{job_id}/trials.csv").raise_for_status().text
-        assert len(table.splitlines()) == 103
 
 
 class TestTrials:
@@ -144,43 +138,6 @@ class TestTrials:
         assert [trial["trial_number"] for page in found for trial in page["trials"]] == [2, 3]
         (running,) = get(http, f"/api/jobs/{job_id}/trials", state="running")["trials"]
         assert running["trial_number"] == first["trial_number"]
-
-    def test_csv_has_the_documented_columns(self, http: httpx.Client, job_id: str) -> None:
-        trial = begin(http, job_id)
-        http.patch("/trials", json={**trial, "detail": 'said "no", then\nleft'}).raise_for_status()
-        answer = http.get(f"/api/jobs/{job_id}/trials.csv")
-
-        assert answer.headers["content-type"].startswith("text/csv")
-        header = (
-            "trial_number,batch_size,state,origin,reason,message,started_at,ended_at,end_reason,time_s,energy_j,"
-            "energy_source,cost_j,epochs,metric,owner,epoch_bound,epoch_bound_reason,power_limit_w,power_limits,"
-            "waited_share,watched,other_gpus"
-        )
-        assert answer.text.startswith(header + "\r\n")  # as in version 0.1.0: scripts may depend on the positions
-        assert set(header.split(",")) == set(TrialView.model_fields)
-        (row,) = csv.DictReader(io.StringIO(answer.text, newline=""))
-        (shown,) = get(http, f"/api/jobs/{job_id}")["trials"]
-        assert row == {name: "" if value is None else str(value) for name, value in shown.items()}
-        assert row["message"].endswith('(said "no", then\nleft)')
-
-    def test_csv_escapes_texts_read_as_formulas_by_spreadsheets(self, http: httpx.Client, job_id: str) -> None:
-        for source in ("=1+1", "+1", "-1", "@SUM(A1)", "\t=1", "ordinary = -1"):
-            trial = begin(http, job_id)
-            result = {"time": 1, "energy": 1, "metric": -0.5, "current_epoch": 1, "energy_source": source}
-            http.post("/report", json={**trial, **result}).raise_for_status()
-        rows = csv.DictReader(io.StringIO(http.get(f"/api/jobs/{job_id}/trials.csv").text, newline=""))
-        shown = [(row["energy_source"], row["metric"]) for row in rows]
-        quoted = ["'=1+1", "'+1", "'-1", "'@SUM(A1)", "'\t=1", "ordinary = -1"]
-        assert shown == [(text, "-0.5") for text in quoted]
-
-    async def test_csv_is_read_page_by_page(self, bso: JobService, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(reading, "MAX_PAGE", 2)
-        for _ in range(5):
-            await bso.suggest()
-        pieces = [piece.decode() async for piece in reading.trials_csv(bso.store, bso.job_id)]
-        assert [piece.count("\r\n") for piece in pieces] == [3, 2, 1]
-        numbers = [row["trial_number"] for row in csv.DictReader(io.StringIO("".join(pieces), newline=""))]
-        assert numbers == ["1", "2", "3", "4", "5"]
 
 
 class TestEpochs:
@@ -213,7 +170,7 @@ class TestEpochs:
         assert_refused(answer, 404, "trial_number", f"job '{job_id}' has no trial 2")
 
 
-@pytest.mark.parametrize("part", ["", "/trials", "/trials.csv", "/trials/1/epochs", "/export"], ids=lambda part: part)
+@pytest.mark.parametrize("part", ["", "/trials", "/trials/1/epochs", "/export"], ids=lambda part: part)
 def test_unknown_jobs_get_404(http: httpx.Client, part: str) -> None:
     assert_refused(http.get(f"/api/jobs/none{part}"), 404, "job_id", "unknown job 'none'")
 
@@ -250,11 +207,11 @@ def test_invalid_queries_are_refused(http_on_sqlite: httpx.Client, path: str, fi
     assert_refused(http_on_sqlite.get("/api/jobs" + path.format("none")), 422, field)
 
 
-@pytest.mark.parametrize("part", ["arms", "events"])
+@pytest.mark.parametrize("part", ["arms", "events", "trials.csv"])
 def test_removed_routes_name_their_replacements(http_on_sqlite: httpx.Client, part: str) -> None:
     answer = http_on_sqlite.get(f"/api/jobs/none/{part}")
     assert answer.status_code == 410
-    assert "GET /api/jobs/none has the arms" in answer.json()["message"]
+    assert "GET /api/jobs/none has the arms, and its part /trials" in answer.json()["message"]
 
 
 class TestHealth:

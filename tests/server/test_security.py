@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import base64
-import csv
-import io
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
@@ -221,8 +219,6 @@ class TestOwners:
             answer = http.ask("GET", path, tokens.read)
             assert [trial["owner"] for trial in answer.json()["trials"]] == owners
             assert tokens.report.split("_", 2)[2] not in answer.text
-        table = http.ask("GET", f"/api/jobs/{job_id}/trials.csv", tokens.read).text
-        assert [row["owner"] for row in csv.DictReader(io.StringIO(table))] == owners
         text = bso_server("jobs", "show", job_id, "--database-url", any_server.database_url).stdout
         assert "  TOKEN  " in text
         assert f", token {owners[0]} (shared)\n" in text
