@@ -66,6 +66,7 @@ _HEADERS = {
 _INSTEAD = {
     "health": "GET /health/ready says whether requests can be served; GET /version and GET /metrics say the rest",
     "tokens": "bso-server token makes, lists and revokes tokens, where the server's database can be reached",
+    "report.html": "print or save the page of the job; its suffix .json has all figures",
     "whatif": "bso-server simulate --job {job} --eta 0.9 replays the job",
 }
 
@@ -107,15 +108,6 @@ async def trial(request: AnyRequest, name: _NAME, number: _TRIAL_NAME, source: S
     return await _Tag(request).shown(source, source.pages.trial, name, trial_number)
 
 
-@get("/jobs/{name:str}/report.html", opt=PAGE)
-async def report(request: AnyRequest, name: _NAME, source: Source) -> Response[bytes]:
-    """Return a job in one file to keep or send."""
-    page = await source.reader.read(source.pages.report, name)
-    answer = _packed(request, html.report_page(page, datetime.now(UTC)).encode(), "text/html", "no-store")
-    answer.headers["Content-Security-Policy"] = html.report_policy()
-    return answer
-
-
 @get(["/report", "/report.json"], opt=PAGE)
 async def fleet_report(
     request: AnyRequest, fleet: Fleet, since: Since = "30d", by: GroupedBy = "owner"
@@ -133,6 +125,7 @@ async def fleet_report(
         "/tokens.json",
         "/jobs/{name:str}/whatif",
         "/jobs/{name:str}/whatif.json",
+        "/jobs/{name:str}/report.html",
     ],
     opt=PAGE,
     include_in_schema=False,
@@ -315,7 +308,6 @@ PAGES = Router(
     route_handlers=[
         jobs,
         job,
-        report,
         fleet_report,
         trial,
         removed,

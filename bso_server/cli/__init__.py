@@ -39,6 +39,7 @@ _READER_LEFT = 141
 _REMOVED = {
     "config show": "docs/settings.md lists the settings; the server names its database when it starts",
     "db current": "db check names the schema of the database if it is not this version's",
+    "jobs report": "print or save the page /ui/jobs/JOB of bso-server serve; jobs show JOB prints the figures",
     "jobs import-zeus": "examples/import_zeus.py writes a file for jobs import: docs/move-from-zeus.md",
     "webhook": "Prometheus and Alertmanager send messages about jobs: docs/alerts.md has a configuration",
 }

@@ -8,7 +8,6 @@ import re
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import contextmanager
-from datetime import UTC, datetime
 from functools import partial
 from http import HTTPStatus
 from pathlib import Path
@@ -24,7 +23,6 @@ from bso_server.cli.common import (
     RemovedOption,
     add_command,
     cell,
-    settings_of,
     table,
     table_of,
     with_store,
@@ -41,8 +39,7 @@ from bso_server.service.commands import BatchSizeService
 from bso_server.service.commands import Commands as Changes
 from bso_server.service.exports import MEDIA_TYPE, export, split_exports
 from bso_server.service.imports import LONGEST_LINE_BYTES, import_job, renamed
-from bso_server.service.pages import Pages
-from bso_server.service.views import MAX_PAGE, Tariff
+from bso_server.service.views import MAX_PAGE
 from bso_server.settings import secret
 from bso_server.storage.store import Store
 from bso_server.ui import words
@@ -137,9 +134,6 @@ def add_jobs_commands(commands: Commands) -> None:
     export_.add_argument("--format", action=RemovedOption, instead="jobs show JOB --json has the fields of each trial")
     export_.add_argument("--output", metavar="FILE", type=Path, help="where to write it (default: standard output)")
 
-    report = add("report", "write the page of one job as a file without scripts", _report)
-    report.add_argument("--output", metavar="FILE", type=Path, help="where to write it (default: standard output)")
-
     import_ = add_command(jobs, "import", "create the jobs of a file from `jobs export`", _import, or_server=True)
     import_.add_argument("file", metavar="FILE", type=Path)
     import_.add_argument("--job-id", metavar="NEW", help="new id of the job; it starts with the job_id_prefix")
@@ -216,20 +210,6 @@ def _explain(options: argparse.Namespace) -> None:
     path = f"{_path_of_job(job_id)}/explanation" + ("" if number is None else f"?{urlencode({'trial_number': number})}")
     view = ask_or_read(options, "GET", path, Explanation, lambda store: store.read(reading.explain, job_id, number))
     print(view.model_dump_json(indent=2) if options.json else explanation_text(view))
-
-
-def _report(options: argparse.Namespace) -> None:
-    if options.server_url is not None:
-        text = _ask(options, "GET", f"/ui/jobs/{quote(options.job_id, safe='')}/report.html").decode()
-    else:
-        # Imported here, because other commands need no templates.
-        from bso_server.ui.html import report_page
-
-        pages = Pages(Tariff.model_validate(settings_of(options), from_attributes=True))
-        page = with_store(options, lambda store: store.read(pages.report, options.job_id))
-        text = report_page(page, datetime.now(UTC))
-    with written(options.output) as file:
-        file.write(text)
 
 
 def _export(options: argparse.Namespace) -> None:

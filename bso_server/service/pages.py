@@ -100,11 +100,6 @@ class Pages:
         version = digest([stored, silent])
         return version, None if version == known else self._job_page(transaction, stored, alive)
 
-    def report(self, transaction: Transaction, job_id: str) -> JobPage:
-        """Return one job without a version."""
-        stored = known_job(transaction, job_id)
-        return self._job_page(transaction, stored, queries.alive_trials(transaction, job_id))
-
     def _job_page(self, transaction: Transaction, stored: StoredJob, alive: Sequence[TrialRecord]) -> JobPage:
         job, job_id = stored.registration, stored.job_id
         history = load_history(transaction, stored)

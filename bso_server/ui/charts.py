@@ -66,7 +66,7 @@ def costs(page: JobPage, links: str) -> Plot | None:
     """Chart the cost of each trial, with the cost of a run now and its 90 % band; None for fewer than two costs.
 
     The shape of a mark shows the trial's state, and its colour the batch size. A mark links to `links` followed by the
-    trial's number; if `links` is empty, marks have no links.
+    trial's number.
     """
     if page.cost_unit is None:
         return None
@@ -115,7 +115,7 @@ def _costs(
         # The mark of a trial without a report is at the bottom of the chart.
         cost_j = y.low if point.cost_j is None else point.cost_j
         classes = f"{colour[point.batch_size]}{many}"
-        href = f"{links}{point.trial_number}" if links else ""
+        href = f"{links}{point.trial_number}"
         plot.mark(point.trial_number, cost_j, point.state, classes, told, href)
     return plot
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -61,7 +60,6 @@ class Reader:
         tag: The page's ``ETag``, which the page sends when it polls.
         theme: The chosen theme, or "" for the system's theme.
         is_logged_in: Whether the page offers to log out.
-        is_report: Whether the page is a file to keep, with its style inside, without scripts and links.
     """
 
     root: str
@@ -69,7 +67,6 @@ class Reader:
     tag: str = ""
     theme: str = ""
     is_logged_in: bool = False
-    is_report: bool = False
 
 
 @lru_cache(maxsize=16)
@@ -102,17 +99,6 @@ def docs() -> str:
 def page(view: View, reader: Reader) -> str:
     """Return the page that shows a view; the template of a `JobsPage` is ``jobs.html``."""
     return _rendered(f"{type(view).__name__.removesuffix('Page').lower()}.html", view, reader)
-
-
-def report_page(view: View, now: datetime) -> str:
-    """Return a job as one file, which needs no other file."""
-    return page(view, Reader(root="", now=now, is_report=True))
-
-
-def report_policy() -> str:
-    """Return the ``Content-Security-Policy`` of `report_page`."""
-    digest = base64.b64encode(hashlib.sha256(static_file("style.css")).digest()).decode()
-    return f"default-src 'none'; style-src 'sha256-{digest}'; base-uri 'none'; frame-ancestors 'none'"
 
 
 def login_page(reader: Reader, to: str, refused: str = "") -> str:
@@ -155,8 +141,6 @@ def templates() -> Environment:
     environment.globals.update(
         draw=charts, say=words, fleet=fleet, build=build(), docs=docs(), version=package_version()
     )
-    style = static_file("style.css").decode()
-    environment.globals["style"] = Markup(style)  # nosec B704  # noqa: S704 - a file of ours
     return environment
 
 
@@ -178,13 +162,10 @@ def _rendered(template: str, view: Any, reader: Reader, **parts: Any) -> str:
         return Markup('<data value="{!r}" data-of="{}">{}</data>').format(value, path, formats[kind](value))
 
     def doc(name: str, text: str) -> Markup:
-        if reader.is_report:
-            return Markup("{}").format(text)
         return Markup('<a href="{}{}" rel="noreferrer">{}</a>').format(docs(), name, text)
 
     def ago(instant: datetime) -> Markup:
-        # A report is read at any time later, so its ages would be wrong.
-        told = f"{instant:%Y-%m-%d %H:%M} UTC" if reader.is_report else units.ago(instant, reader.now)
+        told = units.ago(instant, reader.now)
         return Markup('<time datetime="{}" class="ago">{}</time>').format(instant.isoformat(), told)
 
     def money(energy_j: float) -> Markup:

@@ -150,6 +150,7 @@ def test_invalid_setting_is_named_in_a_single_line(arguments: list[str], words: 
         (["webhook", "add", "https://x"], "docs/alerts.md"),
         (["config", "show"], "docs/settings.md"),
         (["db", "current"], "db check"),
+        (["jobs", "report", "nightly"], "/ui/jobs/JOB"),
     ],
 )
 def test_removed_command_names_its_replacement(

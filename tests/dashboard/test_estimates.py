@@ -29,7 +29,7 @@ async def text_of(http: httpx.AsyncClient, address: str) -> str:
     return text.replace("\N{NO-BREAK SPACE}", " ")
 
 
-PAGES = ("", "jobs/job-1", "jobs/job-1/report.html", "jobs/job-1/trials/2")
+PAGES = ("", "jobs/job-1", "jobs/job-1/trials/2")
 
 
 @pytest.mark.parametrize("address", PAGES)

@@ -36,12 +36,11 @@ async def test_job_shows_metric_of_each_run_and_mean_by_size(new_http: httpx.Asy
     ]
     (own,) = default
     assert (own["name"], own["runs"], own["mean"], own["std"], own["verdict"]) == (None, 1, 0.92, None, None)
-    for address in (f"/ui/jobs/{job_id}", f"/ui/jobs/{job_id}/report.html"):
-        page = Page((await new_http.get(address)).text)
-        assert_figures_match(page, twin)
-        shown = {path: text for _, path, text in page.figures}
-        assert [shown[f"view.trials.{number}.metric"] for number in range(3)] == ["0.91", "0.95", "0.92"]
-        assert (shown["view.arms.0.metrics.0.mean"], shown["view.arms.0.metrics.0.std"]) == ("0.93", "0.0283")
+    page = Page((await new_http.get(f"/ui/jobs/{job_id}")).text)
+    assert_figures_match(page, twin)
+    shown = {path: text for _, path, text in page.figures}
+    assert [shown[f"view.trials.{number}.metric"] for number in range(3)] == ["0.91", "0.95", "0.92"]
+    assert (shown["view.arms.0.metrics.0.mean"], shown["view.arms.0.metrics.0.std"]) == ("0.93", "0.0283")
 
 
 async def test_each_size_has_verdict_against_default(new_http: httpx.AsyncClient) -> None:

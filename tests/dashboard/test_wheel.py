@@ -89,7 +89,7 @@ def test_wheel_brings_all_files_of_pages(url: str) -> None:
     for name, media_type in MEDIA_TYPES.items():
         answer = httpx.get(f"{url}/ui/static/{name}").raise_for_status()
         assert answer.headers["content-type"].startswith(media_type)
-    for address in ("", "jobs/resnet50-cifar100/trials/3", "jobs/resnet50-cifar100/report.html"):
+    for address in ("", "jobs/resnet50-cifar100", "jobs/resnet50-cifar100/trials/3"):
         httpx.get(f"{url}/ui/{address}").raise_for_status()
 
 

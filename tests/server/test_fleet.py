@@ -18,8 +18,7 @@ from bso_server.service.pages import Pages
 from bso_server.service.reading import explain
 from bso_server.service.views import FleetJob, FleetPage, Tariff
 from bso_server.storage.store import Store
-from bso_server.ui import fleet
-from bso_server.ui.html import report_page
+from bso_server.ui import fleet, html
 from tests.support.exports import exported, pieces_of, renamed
 from tests.support.service import HOUR_S, JobService, new_job, result
 from zeus_plugins.protocol import GP_VOI, ZEUS, CreatedJob, Origin, SavingsView, SavingsWord, TrialDispatch, TrialState
@@ -269,7 +268,7 @@ async def test_all_views_show_the_same_saving(bso: JobService) -> None:
     assert totals.verdict is view.savings.word
     assert totals.saved_energy_j == view.savings.energy_j.saved
     assert view.savings.in_words in job_text(view)
-    report = report_page(job_page, bso.now).replace("&#39;", "'")
+    report = html.page(job_page, html.Reader(root="", now=bso.now)).replace("&#39;", "'")
     assert view.savings.claim in report
     assert view.savings.so_far in report
 
@@ -281,10 +280,10 @@ async def test_no_view_claims_an_unproven_saving(bso: JobService) -> None:
         view, (_, page) = await bso.show(), await bso.store.read(Pages(Tariff()).job, bso.job_id)
         assert page is not None
         assert view.savings.word is SavingsWord.NOT_SHOWN
-        html = report_page(page, bso.now)
-        headline = html[html.index("<h1") : html.index("</h1>")]
+        text = html.page(page, html.Reader(root="", now=bso.now))
+        headline = text[text.index("<h1") : text.index("</h1>")]
         assert headline.startswith('<h1 class="headline">')
         assert "%" not in headline
         assert "saves" not in headline
-        assert 'class="big gain"' not in html
+        assert 'class="big gain"' not in text
         assert {trial.state for trial in view.trials} == {TrialState.COMPLETED}

@@ -241,6 +241,7 @@ OTHER_GETS = {
         "/ui/health",
         "/ui/health.json",
         "/ui/tokens",
+        "/ui/jobs/{name}/report.html",
         "/ui/tokens.json",
         "/ui/jobs/{name}/whatif",
         "/ui/jobs/{name}/whatif.json",
