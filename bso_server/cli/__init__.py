@@ -14,6 +14,7 @@ from pathlib import Path
 
 from bso_server.cli.common import (
     CommandError,
+    RemovedOption,
     add_command,
     duration,
     take_server_from_environment,
@@ -85,7 +86,11 @@ def _parser() -> argparse.ArgumentParser:
     add_serve_command(commands)
     database = commands.add_parser("db", help="maintain the database").add_subparsers(required=True, metavar="WHAT")
     upgrade = add_command(database, "upgrade", "bring the database to this version's schema", _db_upgrade)
-    upgrade.add_argument("--sql", action="store_true", help="print the SQL for an empty database instead of running it")
+    upgrade.add_argument(
+        "--sql",
+        action=RemovedOption,
+        instead="give the command a user with the rights to create, change and drop tables",
+    )
     add_command(database, "check", "fail unless the database has this version's schema", _db_check)
     prune_help = "delete old reports and power-limit profiles; trials and the newest profile of each size stay"
     prune = add_command(database, "prune", prune_help, _db_prune)
@@ -100,9 +105,7 @@ def _parser() -> argparse.ArgumentParser:
     verify_help = "check the database's pages, and each job's derived data against a replay of its trials"
     verify = add_command(database, "verify", verify_help, _db_verify)
     verify.add_argument("--json", action="store_true", help="print JSON")
-    backup_help = (
-        "copy a SQLite database, also while it is in use, and check the copy; for others, print the command to run"
-    )
+    backup_help = "copy a SQLite database, also while it is in use, and check the copy"
     backup = add_command(database, "backup", backup_help, _db_backup)
     backup.add_argument("file", type=Path, metavar="FILE", help="file for the copy, which must not exist yet")
     keep_help = "add the time to the name FILE, and keep the N newest of these copies"
@@ -117,9 +120,6 @@ def _parser() -> argparse.ArgumentParser:
 
 def _db_upgrade(options: argparse.Namespace) -> None:
     async def upgrade(store: Store) -> None:
-        if options.sql:
-            print(store.migration_sql())
-            return
         await store.migrate()
         await _say_ready(store)
 

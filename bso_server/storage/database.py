@@ -7,10 +7,8 @@ only for the database, so that no transaction stays open because of another slow
 from __future__ import annotations
 
 import asyncio
-import shlex
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, nullcontext, suppress
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from sqlalchemy import Connection, Engine, event
@@ -288,17 +286,6 @@ def open_sqlite_file(database_url: str, *, busy_timeout_s: float) -> SqliteFile 
     if url.get_backend_name() != "sqlite":
         return None
     return SqliteFile(url, busy_timeout_s=busy_timeout_s)
-
-
-def dump_command(url: URL, copy: Path) -> str:
-    """Return the command by which a database server's own tool copies a database; the tool asks for the password."""
-    if url.get_backend_name() == "postgresql":
-        source = url.set(drivername="postgresql", query={})._replace(password=None)
-        return shlex.join(["pg_dump", "--format=custom", f"--file={copy}", str(source)])
-    options = {"result-file": copy, "host": url.host, "port": url.port, "user": url.username}
-    given = [f"--{name}={value}" for name, value in options.items() if value is not None]
-    given += ["--password"] if url.password else []
-    return shlex.join(["mariadb-dump", "--single-transaction", *given, url.database or ""])
 
 
 def _url(database_url: str) -> URL:

@@ -43,7 +43,7 @@ from sqlalchemy.exc import DBAPIError
 from bso_server.core.occurrences import Listener, Occurrence, Outcome, TransactionDone, nobody
 from bso_server.errors import BsoError, DatabaseNotReadyError, DatabaseUnavailableError
 from bso_server.storage import migrations
-from bso_server.storage.database import Database, dump_command
+from bso_server.storage.database import Database
 from bso_server.storage.deadlines import LONG_PATIENCE_S, MIGRATION_PATIENCE_S, PATIENCE_S, waiting
 from bso_server.storage.faults import (
     DAMAGED,
@@ -512,10 +512,6 @@ class Store:
                 f"{NoConnectionError(error)}. Its user needs the rights to create, change and drop tables there"
             ) from error
 
-    def migration_sql(self) -> str:
-        """Return the SQL that makes this version's schema in an empty database of this kind."""
-        return migrations.upgrade_sql(self._database.url.get_backend_name())
-
     async def current_revision(self) -> str | None:
         """Return the revision of the schema, or None for an empty database; raise like `read`, without retries."""
         found, _ = await self._attempt(_current_revision, read_only=True, timeout_s=self.patience_s)
@@ -552,11 +548,13 @@ class Store:
             )
 
     async def back_up(self, copy: Path) -> None:
-        """Copy a SQLite file, see `sqlite.back_up`; for other databases, raise `ValueError` with a command to run."""
-        url = self._database.url
+        """Copy a SQLite file, see `sqlite.back_up`; for other databases, raise `ValueError`, which names their tool."""
         if not self.is_sqlite:
-            raise ValueError(f"nothing is copied, the database has its own tool. Run: {dump_command(url, copy)}")
-        await asyncio.to_thread(back_up, Path(url.database or ""), copy)
+            raise ValueError(
+                "nothing is copied, because this database has a tool of its own: pg_dump or mariadb-dump, see "
+                "docs/operations.md#backup-and-restore"
+            )
+        await asyncio.to_thread(back_up, Path(self._database.url.database or ""), copy)
 
     async def close(self) -> None:
         """Close every connection."""

@@ -130,13 +130,6 @@ def test_empty_database_is_upgraded_and_served(database_url: str, tmp_path: Path
     assert bso_server("db", "check", *source).returncode == 0
 
 
-def test_offline_sql_leaves_the_database_untouched(database_url: str) -> None:
-    printed = bso_server("db", "upgrade", "--sql", "--database-url", database_url)
-    assert printed.returncode == 0, printed.stderr
-    assert "CREATE TABLE jobs" in printed.stdout
-    assert "CREATE TABLE trials" in printed.stdout
-
-
 def test_revisions_are_known_without_alembic() -> None:
     scripts = ScriptDirectory(str(Path(migrations.__file__).parent)).walk_revisions()
     assert tuple(script.revision for script in scripts)[::-1] == migrations.REVISIONS

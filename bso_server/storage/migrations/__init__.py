@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -47,17 +46,6 @@ def upgrade(connection: Connection) -> None:
         command.upgrade(config, "head")
 
 
-def upgrade_sql(dialect: str) -> str:
-    """Return the SQL that creates the schema in an empty database of this dialect."""
-    from alembic import command
-
-    output = io.StringIO()
-    config = _config(output)
-    config.attributes["dialect"] = dialect
-    command.upgrade(config, "head", sql=True)
-    return output.getvalue()
-
-
 def current(connection: Connection) -> str | None:
     """Return the revision of the database, or None for an empty one."""
     if not connection.dialect.has_table(connection, "alembic_version"):
@@ -75,10 +63,10 @@ def refuse_newer(found: str | None, description: str) -> None:
         )
 
 
-def _config(output: io.StringIO | None = None) -> Config:
+def _config() -> Config:
     from alembic.config import Config
 
-    config = Config(output_buffer=output)
+    config = Config()
     config.set_main_option("script_location", str(Path(__file__).parent).replace("%", "%%"))
     return config
 
