@@ -38,7 +38,7 @@ from bso_server.service import reading
 from bso_server.service.commands import BatchSizeService
 from bso_server.service.commands import Commands as Changes
 from bso_server.service.exports import MEDIA_TYPE, export, split_exports
-from bso_server.service.imports import LONGEST_LINE_BYTES, import_job, renamed
+from bso_server.service.imports import LONGEST_LINE_BYTES, import_job
 from bso_server.service.views import MAX_PAGE
 from bso_server.settings import secret
 from bso_server.storage.store import Store
@@ -136,7 +136,7 @@ def add_jobs_commands(commands: Commands) -> None:
 
     import_ = add_command(jobs, "import", "create the jobs of a file from `jobs export`", _import, or_server=True)
     import_.add_argument("file", metavar="FILE", type=Path)
-    import_.add_argument("--job-id", metavar="NEW", help="new id of the job; it starts with the job_id_prefix")
+    import_.add_argument("--job-id", action=RemovedOption, instead="write the new id into the first line of the job")
 
     discard = add("discard", "set aside a trial that ended with wrong numbers", _discard)
     discard.add_argument("trial_number", metavar="TRIAL", type=int)
@@ -267,14 +267,10 @@ def _import(options: argparse.Namespace) -> None:
     with options.file.open("rb") as file:
         # Read at most one byte more than a line may have, so that a longer line need not fit into memory.
         lines = iter(partial(file.readline, LONGEST_LINE_BYTES + 1), b"")
-        for number, (first_line, export) in enumerate(split_exports(lines), 1):
-            if number > 1 and options.job_id is not None:
-                raise CommandError(
-                    f"{options.file} holds several jobs, and --job-id is for one: the first is dealt with, the others "
-                    "are not"
-                )
+        for first_line, export in split_exports(lines):
+            number += 1
             try:
-                job = _import_one(options, _renamed(export, options.job_id, first_line), first_line)
+                job = _import_one(options, export, first_line)
             except _REFUSALS as error:
                 refused.append(f"{options.file}: {error}")
             else:
@@ -289,17 +285,7 @@ def _import(options: argparse.Namespace) -> None:
         raise CommandError(f"{len(refused)} of {number} jobs of {options.file} are not imported")
 
 
-def _renamed(export: Iterator[bytes], job_id: str | None, first_line: int) -> Iterator[bytes]:
-    """Yield the lines of an export; if `job_id` is not None, give the job this id."""
-    for number, line in enumerate(export, first_line):
-        if job_id is not None and line.strip():
-            yield renamed(line, f"line {number}", job_id)
-            break
-        yield line
-    yield from export
-
-
-def _import_one(options: argparse.Namespace, export: Iterator[bytes], first_line: int = 1) -> JobSummary:
+def _import_one(options: argparse.Namespace, export: Iterator[bytes], first_line: int) -> JobSummary:
     """Create a job from the lines of an export; raise like `import_job`."""
     if options.server_url is not None:
         path = f"{Paths.IMPORT}?{urlencode({'first_line': first_line})}"

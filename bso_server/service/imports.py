@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterable, AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterable, AsyncIterator, Iterator
 from itertools import chain, count
-from typing import Any, Self, TypeVar
+from typing import Self, TypeVar
 
 import numpy as np
 from pydantic import BaseModel, ValidationError, ValidationInfo, model_validator
@@ -22,7 +22,7 @@ from bso_server.core.policy import find, installed
 from bso_server.core.revisions import as_of
 from bso_server.errors import InvalidImportError, JobConflictError
 from bso_server.service import reading
-from bso_server.service.exports import JobExport, TrialExport, line_of
+from bso_server.service.exports import JobExport, TrialExport
 from bso_server.service.loading import Unsaved
 from bso_server.service.refusals import refuse_folder_name
 from bso_server.storage.rows import (
@@ -172,25 +172,16 @@ class ImportedTrial(TrialExport):
                 yield "first_epoch", f"does not go with epoch {self.epoch:g} after {self.report_count} reports"
 
 
-def read(kind: type[Message], given: bytes | Mapping[str, Any], place: str, **context: object) -> Message:
-    """Return the message in a line of JSON, or with these fields.
+def read(kind: type[Message], line: bytes, place: str, **context: object) -> Message:
+    """Return the message in a line of JSON.
 
     Raises:
         InvalidImportError: The line is no JSON, or the message is invalid; the error names the place and the field.
     """
     try:
-        if isinstance(given, bytes):
-            return kind.model_validate_json(given, context=context)
-        return kind.model_validate(given, context=context)
+        return kind.model_validate_json(line, context=context)
     except ValidationError as error:
         raise refusal(error, place) from error
-
-
-def renamed(line: bytes, place: str, job_id: str) -> bytes:
-    """Return the first line of an export with the job's id replaced; raise as `read` does."""
-    export = read(JobExport, line, place)
-    job = export.job.model_dump() | {"job_id": job_id}
-    return line_of(read(JobExport, export.model_dump() | {"job": job}, place))
 
 
 def refusal(error: ValidationError, place: str = "") -> InvalidImportError:

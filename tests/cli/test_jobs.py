@@ -224,8 +224,9 @@ class TestImport:
         self, server: ServerProcess, job_id: str, exported: Path, source: list[str]
     ) -> None:
         other = new_id()
+        exported.write_bytes(encoded(renamed(decoded(exported.read_text()), other)))
         imported = (0, f"job {other} is imported with 2 trials\n", "")
-        assert run("jobs", "import", exported, "--job-id", other, *source) == imported
+        assert run("jobs", "import", exported, *source) == imported
         assert shown(server, other) == shown(server, job_id)
 
     def test_import_into_a_different_database_succeeds(self, job_id: str, exported: Path, tmp_path: Path) -> None:
@@ -242,7 +243,8 @@ class TestImport:
         assert shown(server, job_id) == before
 
     def test_id_without_the_prefix_is_refused(self, exported: Path, source: list[str]) -> None:
-        output = run("jobs", "import", exported, "--job-id", "other", *source)
+        exported.write_bytes(encoded(renamed(decoded(exported.read_text()), "other")))
+        output = run("jobs", "import", exported, *source)
         assert_failed(output, str(exported), "'other' does not start with job_id_prefix 'cli'")
 
     def test_missing_file_is_reported(self, tmp_path: Path, source: list[str]) -> None:
@@ -314,12 +316,6 @@ class TestAllJobs:
         assert "line 10, batch_size: " in contradicts
         assert "line 17, format: " in no_export
         assert all_in_all == f"bso-server: 3 of 5 jobs of {file} are not imported"
-
-    def test_job_id_option_applies_to_a_single_job(self, exported: Path, source: list[str]) -> None:
-        exported.write_text(2 * exported.read_text())
-        status, out, err = run("jobs", "import", exported, "--job-id", new_id(), *source)
-        assert (status, out.count("is imported with 2 trials")) == (1, 1)
-        assert "--job-id is for one" in err
 
     def test_token_without_permission_ends_the_whole_import(
         self, guarded: tuple[ServerProcess, dict[str, str]], exported: Path, monkeypatch: pytest.MonkeyPatch
@@ -446,8 +442,9 @@ class TestTokens:
     ) -> None:
         server, tokens = guarded
         source, job_id = ["--server-url", server.url], new_id()
+        exported.write_bytes(encoded(renamed(decoded(exported.read_text()), job_id)))
         commands: list[list[Any]] = [
-            ["jobs", "import", exported, "--job-id", job_id, *source],
+            ["jobs", "import", exported, *source],
             ["jobs", "export", job_id, *source],
             ["jobs", "delete", job_id, *source],
         ]

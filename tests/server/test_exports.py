@@ -18,7 +18,7 @@ from bso_server.core.access import Scope
 from bso_server.core.job import replay
 from bso_server.core.model import TrialRecord
 from bso_server.errors import BsoError, InvalidImportError, StaleLeaseError
-from bso_server.service import imports, reading
+from bso_server.service import reading
 from bso_server.service.health import differences
 from bso_server.service.loading import known_job
 from bso_server.service.tokens import Tokens
@@ -26,7 +26,7 @@ from bso_server.storage.rows import StoredEpoch
 from bso_server.storage.store import Store
 from bso_server.storage.transaction import Transaction
 from tests.support.databases import EACH_ONCE
-from tests.support.exports import Lines, encoded, export_over, exported, import_over, pieces_of, renamed
+from tests.support.exports import Lines, export_over, exported, import_over, pieces_of, renamed
 from tests.support.jobs import JOB, THREE_SIZES, job
 from tests.support.power_limit_bench import found_out
 from tests.support.properties import any_job, examples
@@ -355,7 +355,7 @@ async def test_copy_keeps_the_owner_if_the_token_is_known(bso: JobService) -> No
 async def test_imported_id_must_start_with_the_prefix(bso: JobService) -> None:
     export = await exported(bso.store, bso.job_id)
     with pytest.raises(InvalidImportError, match=r"line 3, job\.job_id: 'other' does not start with job_id_prefix"):
-        imports.renamed(encoded(export), "line 3", "other")
+        await bso.service.import_job(pieces_of(renamed(export, "other")), first_line=3)
     export[0]["job"]["job_id"] = None
     with pytest.raises(InvalidImportError, match=r"job\.job_id: Input should be a valid string"):
         await bso.service.import_job(pieces_of(export))
