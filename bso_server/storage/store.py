@@ -31,8 +31,8 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Hashable, Sequence
 from contextlib import suppress
-from contextvars import Context, copy_context
-from dataclasses import dataclass, field
+from contextvars import Context
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
@@ -40,7 +40,7 @@ from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 from sqlalchemy import Connection
 from sqlalchemy.exc import DBAPIError
 
-from bso_server.core.occurrences import Listener, Occurrence, Outcome, TransactionDone, nobody
+from bso_server.core.occurrences import Listener, Outcome, TransactionDone, nobody
 from bso_server.errors import BsoError, DatabaseNotReadyError, DatabaseUnavailableError
 from bso_server.storage import migrations
 from bso_server.storage.database import Database
@@ -109,10 +109,6 @@ class _Entry:
     item: Any
     batch: Batch[Any, Any] | None
     future: asyncio.Future[Any]
-    context: Context = field(default_factory=copy_context)
-
-    def notify(self, listener: Listener, occurrence: Occurrence) -> None:
-        self.context.run(listener, occurrence)
 
     @property
     def is_over(self) -> bool:
@@ -163,18 +159,13 @@ class GroupCommit:
 
     Args:
         commit: Commits a group's work in one transaction, which may wait for locks if its second argument is True.
-        listener: Notified of each transaction.
         patience_s: Seconds after which a waiting request gets `DatabaseUnavailableError`.
     """
 
     def __init__(
-        self,
-        commit: Callable[[Work[list[Any]], bool, Listener], Awaitable[list[Any]]],
-        listener: Listener = nobody,
-        *,
-        patience_s: float = PATIENCE_S,
+        self, commit: Callable[[Work[list[Any]], bool], Awaitable[list[Any]]], *, patience_s: float = PATIENCE_S
     ) -> None:
-        self._commit, self._listener = commit, listener
+        self._commit = commit
         self._patience_s = patience_s
         self._waiting: list[_Entry] = []
         self._worker: asyncio.Task[None] | None = None
@@ -237,12 +228,8 @@ class GroupCommit:
         group = [each for each in group if not each.is_over]
         if not group:
             return
-        listener = self._listener
-        if len(group) == 1 and group[0].batch is None:
-            # A transaction that only one request uses belongs to the trace of that request.
-            listener = partial(group[0].notify, listener)
         try:
-            outcomes = await self._commit(partial(_in_one_transaction, group, waits), waits, listener)
+            outcomes = await self._commit(partial(_in_one_transaction, group, waits), waits)
         except DatabaseUnavailableError as error:
             outcomes = [error] * len(group)
         except asyncio.CancelledError:
@@ -333,8 +320,7 @@ class Store:
         self.listener = listener
         self._is_patient = False
         self._health = _Health()
-        # Looks the listener up at each call, because it may be replaced.
-        self._groups = GroupCommit(self._commit_group, lambda each: self.listener(each), patience_s=patience_s)
+        self._groups = GroupCommit(self._commit_group, patience_s=patience_s)
 
     def patient(self) -> Store:
         """Return a store of the same data with long deadlines, for work on whole jobs and for commands."""
@@ -395,8 +381,8 @@ class Store:
         transaction.publish(self.listener)
         return done
 
-    async def _commit_group(self, work: Work[list[Any]], waits: bool, listener: Listener) -> list[Any]:
-        outcomes, transaction = await self._transact(work, waits=waits, listener=listener)
+    async def _commit_group(self, work: Work[list[Any]], waits: bool) -> list[Any]:
+        outcomes, transaction = await self._transact(work, waits=waits)
         transaction.publish(self.listener)
         return outcomes
 
@@ -407,7 +393,6 @@ class Store:
         read_only: bool = False,
         waits: bool = True,
         patience_s: float | None = None,
-        listener: Listener | None = None,
     ) -> tuple[T, Transaction]:
         """Execute `work` as `write` does; return its result, and its transaction for publication."""
         is_maintenance = patience_s is not None  # an upgrade or a check of the database, with any schema
@@ -443,7 +428,7 @@ class Store:
                 raise
             finally:
                 took_s = time.monotonic() - begun
-                (listener or self.listener)(TransactionDone(not read_only, outcome, took_s, retries.repeats))
+                self.listener(TransactionDone(not read_only, outcome, took_s, retries.repeats))
         if self._health.fault is not None and not read_only:
             self._health.mended(self.description)
         return done

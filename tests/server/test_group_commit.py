@@ -13,7 +13,7 @@ import pytest
 from sqlalchemy import text
 from sqlalchemy.exc import OperationalError
 
-from bso_server.core.occurrences import Listener, Occurrence, Outcome, TransactionDone
+from bso_server.core.occurrences import Occurrence, Outcome, TransactionDone
 from bso_server.errors import DatabaseUnavailableError, UnknownJobError
 from bso_server.storage import store as store_module
 from bso_server.storage.database import open_database
@@ -47,7 +47,7 @@ class Doubler:
     async def outcomes(self, *items: int) -> list[int | BaseException]:
         return await asyncio.gather(*map(self.submit, items), return_exceptions=True)
 
-    async def _commit(self, work: Work[list[Any]], waits: bool, _listener: Listener) -> list[Any]:
+    async def _commit(self, work: Work[list[Any]], waits: bool) -> list[Any]:
         # The group is complete when its transaction begins.
         outcomes = work(cast("Transaction", None))
         await self.gate.wait()
