@@ -38,7 +38,13 @@ def view(bench: FrameworkBench) -> JobView:
 
 def ten_nights(bench: FrameworkBench, make: MakeTraining, *, sizes: tuple[int, ...], **spec: Any) -> JobView:
     """Train each night, check that the night ends with a model and reports the size that it trained; return the job."""
-    spec = {"target": 0.9, "default_batch_size": OWN, "max_epochs": 2, "policy": GP_VOI} | spec
+    spec = {
+        "target": 0.9,
+        "default_batch_size": OWN,
+        "max_epochs": 2,
+        "policy": GP_VOI,
+        "higher_is_better_metric": True,
+    } | spec
     job = bench.job(batch_sizes=sizes, **spec)
     for _ in range(NIGHTS):
         work = Work()
@@ -96,7 +102,7 @@ def test_crash_at_other_size_is_trained_at_own_size(bench: FrameworkBench, layer
 def test_crash_in_middle_of_training_restores_first_weights(
     bench: FrameworkBench, caplog: pytest.LogCaptureFixture
 ) -> None:
-    job = bench.job(batch_sizes=(OWN, 48), default_batch_size=OWN, max_epochs=2)
+    job = bench.job(batch_sizes=(OWN, 48), default_batch_size=OWN, max_epochs=2, higher_is_better_metric=True)
     models: list[Any] = []
     seen: list[Tensor] = []
 
@@ -122,7 +128,7 @@ def test_crash_in_middle_of_training_restores_first_weights(
 
 @pytest.mark.parametrize("error", [RuntimeError("the user's own"), SystemExit(143)], ids=["crash", "signal"])
 def test_crash_at_own_size_and_signal_at_any_size_are_raised(bench: FrameworkBench, error: BaseException) -> None:
-    job = bench.job(batch_sizes=(OWN, 48), default_batch_size=OWN)
+    job = bench.job(batch_sizes=(OWN, 48), default_batch_size=OWN, higher_is_better_metric=True)
     is_signal = isinstance(error, SystemExit)
     for events in ({}, {2: error}) if is_signal else ({2: error},):
         work = Work(events)
@@ -204,7 +210,9 @@ def test_own_size_trains_bit_equal_to_a_training_without_callback(bench: Framewo
     for has_callback in (is_ours, not is_ours):
         torch.manual_seed(5)
         work = Work()
-        job = bench.job(target=2.0, batch_sizes=(OWN, 48), default_batch_size=OWN, max_epochs=2)
+        job = bench.job(
+            target=2.0, batch_sizes=(OWN, 48), default_batch_size=OWN, max_epochs=2, higher_is_better_metric=True
+        )
         callbacks = [bench.BatchSize(job, "score", energy_monitor=work.monitor, on_failure="finish")]
         training = bench.training(*callbacks * has_callback, work=work, epochs=2)
         training.train()

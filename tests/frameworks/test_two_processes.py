@@ -81,10 +81,12 @@ def train(name: str, server_url: str, folder: Path, way: str) -> dict[str, Any]:
     target = TARGETS.get(way, AT_ONCE)
     size = batch_size_of(way)
     sizes_of_job = (NEXT_SIZE, size) if way == "finish" else (size,)
-    job = bench.job(target, batch_sizes=sizes_of_job, default_batch_size=size, max_epochs=epochs)
+    job = bench.job(
+        target, batch_sizes=sizes_of_job, default_batch_size=size, max_epochs=epochs, higher_is_better_metric=True
+    )
     options = {"scores": (SCORES[name][rank_here()],), "epochs": epochs, **OPTIONS[name], **(own or {})}
     said: dict[str, Any] = {"server_url": url}
-    asked = {"target": target, "job_id": bench.job_id} if way == "guessed" else {"job": job}
+    asked = {"mode": "max", "target": target, "job_id": bench.job_id} if way == "guessed" else {"job": job}
     if way == "beyond":
         said["after_target"] = "continue"
     if way == "finish":
@@ -240,8 +242,9 @@ def assert_shared(ran: Ran) -> None:
     seen = ran.seen("plain")
     for each in seen:
         assert (each["converged"], each["trial_number"]) == (True, 1)
-        assert each["sizes"] == ran.epoch
-        assert each["steps"] == [len(ran.epoch), 2 * len(ran.epoch)]
+        # The first evaluation reaches the target, and the second one confirms it.
+        assert each["sizes"] == ran.epoch * 2
+        assert each["steps"] == [2 * len(ran.epoch)] * 2
     # The report has the mean; each process's own value stays visible to further callbacks.
     assert tuple(each["score"] for each in seen) == SCORES[ran.start.bench]
     (trial,) = ran.job("plain").trials
@@ -260,14 +263,14 @@ def test_processes_of_every_launcher_share_trial(start: Start, tmp_path: Path) -
 
 def test_first_process_measures_energy(ran: Ran) -> None:
     first, second = ran.seen("plain")
-    assert (first["energy_rows"], second["energy_rows"]) == (1, 0)
+    assert (first["energy_rows"], second["energy_rows"]) == (2, 0)
     assert first["time_s"] > 0
     assert second["time_s"] == 0
 
 
 def test_job_is_read_from_training_on_two_processes(ran: Ran) -> None:
     for each in ran.seen("guessed"):
-        assert (each["converged"], set(each["sizes"][:-1])) == (True, {16})
+        assert (each["converged"], set(each["sizes"])) == (True, {16, each["sizes"][-1]})
     view = ran.job("guessed")
     # The script's own size counts a step over all processes; the further sizes are multiples of the number of
     # processes.

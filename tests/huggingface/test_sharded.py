@@ -137,7 +137,7 @@ def train_in_all_ways(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ran]
     server.start()
     ran = Ran(server, folder)
     for way in WAYS:
-        job = ran.bench(way).job()
+        job = ran.bench(way).job(higher_is_better_metric=True)
         (folder / "job.json").write_text(job.model_dump_json())
         ran.bench(way).complete_first_trial(job)
     ended = run_ranks(

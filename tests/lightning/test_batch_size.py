@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.callbacks import EarlyStopping, GradientAccumulationScheduler
 from lightning.pytorch.tuner.tuning import Tuner
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR
@@ -40,6 +40,7 @@ from zeus_plugins.energy import EstimateMonitor
 from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSOOperationOrderError, ZeusBSOTrainFailError
 from zeus_plugins.lightning import ZeusBSOCallback
 from zeus_plugins.protocol import TrialState
+from zeus_plugins.training.metrics import as_written
 
 pytestmark = QUIET
 
@@ -319,6 +320,42 @@ def test_each_epoch_is_reported_without_validation_loop(bench: Bench) -> None:
     trainer.fit(TrainOnly(), train_loader())
     assert watch.epochs == [1.0, 2.0]
     assert (bench.only_trial().metric, bench.only_trial().state) == (2.0, TrialState.COMPLETED)
+
+
+class LogsInTraining(Classifier):
+    """Logs a rising metric of the training epoch beside its validation."""
+
+    def __init__(self, *, on_step: bool) -> None:
+        super().__init__(0.1)
+        self._on_step = on_step
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        seen = self.current_epoch + 0.1 * batch_idx
+        self.log("seen", seen, on_step=self._on_step, on_epoch=True, batch_size=len(batch[0]))
+        return super().training_step(batch)
+
+
+@pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.parametrize("on_step", [True, False])
+def test_metric_of_the_training_epoch_is_read_where_early_stopping_reads_it(
+    bench: Bench, *, every: int, on_step: bool
+) -> None:
+    zeus = bench.callback(bench.job(NEVER * 10, max_epochs=4, higher_is_better_metric=True), monitor="seen")
+    read: list[tuple[float | None, float]] = []
+
+    class Stopper(EarlyStopping):
+        def on_train_epoch_end(self, *args: Any) -> None:
+            super().on_train_epoch_end(*args)
+            read.append((zeus.trial.metric, as_written(float(self.best_score))))
+
+    stopper = Stopper("seen", mode="max", check_on_train_epoch_end=True)
+    trainer = quiet_trainer(stopper, zeus, max_epochs=4, check_val_every_n_epoch=every)
+    with pytest.raises(ZeusBSOTrainFailError):
+        trainer.fit(LogsInTraining(on_step=on_step), train_loader())
+    validated = read[every - 1 :: every]
+    assert len(validated) == 4 // every
+    assert [metric for metric, _ in validated] == [value for _, value in validated]
+    assert [metric for metric, _ in read[: every - 1]] == [None] * (every - 1)
 
 
 @pytest.mark.parametrize("run", ["fast_dev_run", "validate", "test", "predict"])

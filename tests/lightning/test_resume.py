@@ -62,6 +62,7 @@ def main(server_url: str, job_id: str, folder: str, number: str) -> None:
         batch_sizes=(BATCH_SIZE, 2 * BATCH_SIZE),
         default_batch_size=2 * BATCH_SIZE,
         target_metric=0.9,
+        higher_is_better_metric=True,
         max_epochs=EPOCHS,
     )
     module = Classifier(0.1, 0.2, 0.3, 0.9, learning_rate=RATE, scheduler=halved_each_epoch)

@@ -116,7 +116,9 @@ class WriteDown(Callback):
 def train_spawned(server_url: str, job_id: str, folder: str) -> None:
     torch.set_num_threads(1)
     bench = Bench(argparse.Namespace(url=server_url), job_id, Path(folder))
-    callback = bench.BatchSize(bench.job(0.5, max_epochs=2), "score", server_url=server_url)
+    callback = bench.BatchSize(
+        bench.job(0.5, max_epochs=2, higher_is_better_metric=True), "score", server_url=server_url
+    )
     trainer = quiet_trainer(callback, WriteDown(folder), max_epochs=2, devices=2, strategy="ddp_spawn")
     trainer.fit(Classifier(0.5), HardCodedData())
     try:

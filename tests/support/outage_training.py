@@ -34,6 +34,7 @@ def job_of(scenario: str) -> JobSpec:
         batch_sizes=SIZES,
         default_batch_size=DEFAULT_SIZE,
         target_metric=target,
+        higher_is_better_metric=True,
         max_epochs=EPOCHS,
         beta_knob=None,
     )

@@ -219,6 +219,7 @@ def outcome_of(case: Case, folder: Path) -> Outcome:
         batch_sizes=(24, SIZE),
         default_batch_size=SIZE,
         target_metric=2.0,
+        higher_is_better_metric=True,
         max_epochs=EPOCHS,
     )
     if case.source in RATES:

@@ -589,6 +589,11 @@ def mean_of_ranks(trainer: Trainer, metric: Tensor) -> float:
     return float(metric)
 
 
+def logs_now(trainer: Trainer, name: str) -> bool:
+    """Return True if the present loop, of the validation or of the training epoch, has logged this metric."""
+    return name in trainer._logger_connector.metrics["callback"]
+
+
 def logged_means(trainer: Trainer, names: Sequence[str]) -> dict[str, float]:
     """Return each logged metric as the mean over the ranks that have it; all ranks must make this call."""
     if not names:

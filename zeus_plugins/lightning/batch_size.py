@@ -19,6 +19,7 @@ from zeus_plugins.lightning._trainer import (
     hide_step_hooks,
     is_rehearsal,
     logged_means,
+    logs_now,
     mean_of_ranks,
     missed_validation,
     of_an_instance,
@@ -55,6 +56,8 @@ class ZeusBSOCallback(BatchSizeArguments, Callback):
     # Number of epochs that the trainer had trained before the trial began.
     _first_epoch = 0
     _validated_epoch = -1
+    # Whether the validation lacked the metric, which is then one of the training epoch.
+    _awaits_epoch = False
 
     def on_init_end(self, *_: Any, **__: Any) -> Never:
         """Refuse a Hugging Face Trainer, the only caller of this hook."""
@@ -113,8 +116,8 @@ class ZeusBSOCallback(BatchSizeArguments, Callback):
         is_missing = known and self._metric_name not in known
         if is_missing and run is not None and run.is_reporting and trainer.is_global_zero:
             _logger.warning(
-                "monitor=%r is not among the metrics of the sanity check %s: if the first validation does not log it "
-                "either, the training ends there",
+                "monitor=%r is not among the metrics of the sanity check %s: if neither the first validation nor its "
+                "epoch logs it, the training ends there",
                 *(self._metric_name, known),
             )
 
@@ -135,11 +138,14 @@ class ZeusBSOCallback(BatchSizeArguments, Callback):
         """Report the validation, and stop the trainer when the server says so."""
         if not trainer.sanity_checking:
             self._validated_epoch = trainer.current_epoch
-            self._report(trainer)
+            self._awaits_epoch = not logs_now(trainer, self._metric_name)
+            if not self._awaits_epoch:
+                self._report(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Report the epoch if there is no validation loop; raise an error if a due validation was left out."""
-        if not trainer.enable_validation:
+        """Report the epoch if its validation did not; raise an error if a due validation was left out."""
+        if self._awaits_epoch or not trainer.enable_validation:
+            self._awaits_epoch = False
             self._report(trainer)
             return
         missed = None if self._validated_epoch == trainer.current_epoch else missed_validation(trainer)
