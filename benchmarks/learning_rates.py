@@ -1,8 +1,8 @@
-"""``python -m benchmarks.learning_rates``: batch sizes and learning rates of two real trainings.
+"""``python -m benchmarks.learning_rates``: forms of the rule "auto" on two real trainings.
 
 The models, data, optimizers and targets are those of `make proof`, in a plain PyTorch loop. Each size trains with the
-rate of the rule "auto", with multiples of it, and with the rate of the default size. Kept results are not measured
-again, so that the same command continues a measurement.
+script's rate, half and twice of it, and with these rates times the factor of the optimizer's rule. Kept results are not
+measured again, so that the same command continues a measurement.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import median
 
 import torch
 from torch import nn
@@ -27,20 +26,21 @@ from benchmarks.recurrences.tasks import TASKS, Task
 from benchmarks.reports import RESULTS, machine
 from benchmarks.tables import markdown_table, write_tables
 from zeus_plugins.energy import EstimateMonitor
-from zeus_plugins.training.lr_scaling import lr_factor
 
-NAMES = ("digits", "tabular")
-SIZES = (32, 64, 128, 256, 512)
-MULTIPLES = (1.0, 0.5, 2.0, 0.25, 4.0)
-"""Multiples of the rate of rule "auto", in the order of measurement."""
-BASES = (1.0, 4.0)
-"""Rates from which a user may start, as multiples of the script's rate: its own, and the best for its batch size."""
-SEEDS = 5
+RULES = {"digits": "linear", "tabular": "sqrt"}
+"""The rule of each task's optimizer: SGD and AdamW."""
+OWN = 32
+SIZES = (8, 16, OWN, 64, 128, 256, 512)
+BASES = (1.0, 0.5, 2.0)
+"""Rates from which a user may start, as multiples of the script's rate."""
+SEEDS = 3
+STEP = 100
+"""Cost of an optimizer step in samples, beside the samples of its batch."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """A task, a batch size, and the learning rate as a multiple of the default size's rate."""
+    """A task, a batch size, and the learning rate as a multiple of the script's rate."""
 
     task: str
     batch_size: int
@@ -49,7 +49,7 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """One training: whether it reached the target, its number of epochs, and its CPU time in seconds."""
+    """One training: whether it reached the target, its number of epochs, and its cost in samples."""
 
     task: str
     batch_size: int
@@ -57,8 +57,7 @@ class Training:
     seed: int
     reached: bool
     epochs: int
-    cpu_s: float
-    metric: float | None
+    cost: int
 
     @property
     def cell(self) -> Cell:
@@ -66,17 +65,16 @@ class Training:
         return Cell(self.task, self.batch_size, self.factor)
 
 
-def auto_factor(task: str, size: int) -> float:
-    """Return the factor of rule "auto": the scaling rule for the task's optimizer that `make proof` uses, too."""
-    return lr_factor(TASKS[task].lr_scaling, size, TASKS[task].default_batch_size)
+def scaled(task: str, size: int, base: float) -> Cell:
+    """Return the cell at which the rate `base` is scaled by the rule of the task's optimizer."""
+    ratio = size / OWN
+    return Cell(task, size, round(base * (ratio if RULES[task] == "linear" else math.sqrt(ratio)), 6))
 
 
 def cells(task: str) -> list[Cell]:
-    """Return the cells of a task: multiples of "auto"'s rate at each size, then the size-independent `BASES`."""
-    factors = [(size, round(multiple * auto_factor(task, size), 6)) for multiple in MULTIPLES for size in SIZES]
-    return [
-        Cell(task, *each) for each in dict.fromkeys([*factors, *((size, base) for base in BASES for size in SIZES)])
-    ]
+    """Return the cells of a task: at each size, each of the `BASES` as it is and scaled."""
+    found = [(Cell(task, size, base), scaled(task, size, base)) for base in BASES for size in SIZES]
+    return list(dict.fromkeys(cell for pair in found for cell in pair))
 
 
 def train(cell: Cell, seed: int) -> Training:
@@ -87,7 +85,6 @@ def train(cell: Cell, seed: int) -> Training:
     order = Order(cell.task, "", seed, batch_size=cell.batch_size, with_callback=False)
     samples, network, optimizer_name, lr = making(Run(order, task, None, "", EstimateMonitor(1.0), Path()))
     optimizer = optimizer_of(optimizer_name, network.parameters(), lr * cell.factor)
-    begun = time.process_time()
     inputs, targets = samples.train
     epochs, metric = 0, -math.inf
     while epochs < task.max_epochs and not (metric >= task.target or math.isnan(metric)):
@@ -100,14 +97,8 @@ def train(cell: Cell, seed: int) -> Training:
             loss.backward()  # type: ignore[no-untyped-call]  # torch has no types here
             optimizer.step()
         metric = _metric(task, network, samples) if bool(loss.isfinite()) else math.nan
-    return Training(
-        **asdict(cell),
-        seed=seed,
-        reached=metric >= task.target,
-        epochs=epochs,
-        cpu_s=round(time.process_time() - begun, 3),
-        metric=None if math.isnan(metric) else round(metric, 4),
-    )
+    cost = epochs * (len(inputs) + STEP * math.ceil(len(inputs) / cell.batch_size))
+    return Training(**asdict(cell), seed=seed, reached=metric >= task.target, epochs=epochs, cost=cost)
 
 
 def _loss(task: Task, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -133,7 +124,7 @@ def measure(file: Path, seeds: int, minutes: float) -> list[Training]:
     end = time.monotonic() + 60 * minutes
     head = f'{{"machine": {json.dumps(machine())},\n"trainings": [\n'
     for seed in range(seeds):
-        for cell in (cell for task in NAMES for cell in cells(task)):
+        for cell in (cell for task in RULES for cell in cells(task)):
             if (cell, seed) in done:
                 continue
             if time.monotonic() >= end:
@@ -149,73 +140,28 @@ def read(file: Path) -> list[Training]:
     return [Training(**training) for training in json.loads(file.read_text("utf-8"))["trainings"]]
 
 
-# The cost of a training is its number of epochs times the CPU seconds of an epoch at its size: the median over all
-# trainings at the size, so that other work on the machine has little effect.
-
-Costs = dict[Cell, list[tuple[float, bool]]]
-"""Cost in CPU seconds and success of each training, by cell."""
-
-
-def costs_of(trainings: Sequence[Training]) -> Costs:
-    """Return the costs of all trainings."""
-    pace = {
-        each: median(training.cpu_s / training.epochs for training in trainings if place(training) == each)
-        for each in {place(training) for training in trainings}
-    }
-    costs: Costs = {}
-    for training in trainings:
-        costs.setdefault(training.cell, []).append((training.epochs * pace[place(training)], training.reached))
-    return costs
-
-
-def place(training: Training | Cell) -> tuple[str, int]:
-    """Return the task and the batch size."""
-    return training.task, training.batch_size
-
-
-def per_target(runs: Sequence[tuple[float, bool]]) -> float:
+def cost_of(trainings: Sequence[Training], cell: Cell) -> float:
     """Return the mean cost to reach the target: the cost of all runs, divided by the number of successful runs."""
-    reached = sum(success for _, success in runs)
-    return sum(cost for cost, _ in runs) / reached if reached else math.inf
+    runs = [training for training in trainings if training.cell == cell]
+    reached = sum(training.reached for training in runs)
+    return sum(training.cost for training in runs) / reached if reached else math.inf
 
 
-def chosen(costs: Costs, candidates: Sequence[Cell]) -> float:
-    """Return the leave-one-out cost of the best candidate: chosen on all seeds but one, and paid on the seed left."""
-    runs = min(len(costs[cell]) for cell in candidates)
-    paid = []
-    for left in range(runs):
-        best = min(candidates, key=lambda cell: per_target([*costs[cell][:left], *costs[cell][left + 1 :]]))
-        paid.append(costs[best][left])
-    return per_target(paid)
-
-
-def rules_of(costs: Costs, task: str) -> dict[str, list[list[Cell]]]:
-    """Return for each rule and size the measured cells from which the rule may choose."""
-    at = {size: [cell for cell in costs if place(cell) == (task, size)] for size in SIZES}
-    rules = {}
-    for base in BASES:
-        start = "" if base == 1.0 else f", from {base:g} × the rate"
-        rules[f"`none`{start}"] = [[Cell(task, size, base)] for size in SIZES]
-        rules[f"`auto`{start}"] = [[Cell(task, size, round(base * auto_factor(task, size), 6))] for size in SIZES]
-    return rules | {"best factor": [at[size] for size in SIZES]}
-
-
-def cost_table(costs: Costs) -> str:
-    """Return the table of costs by size and rule."""
-    lines = [["task", "learning rate", *map(str, SIZES), "best size", "over the oracle of sizes and rates"]]
-    for task in NAMES:
-        rules = rules_of(costs, task)
-        oracle = chosen(costs, [cell for each in rules["best factor"] for cell in each])
-        for rule, options in rules.items():
-            found = [chosen(costs, each) for each in options]
-            best = chosen(costs, [cell for each in options for cell in each])
-            size = str(SIZES[found.index(min(found))])
-            lines.append([task, rule, *(_number(cost) for cost in found), size, f"{best / oracle:.2f}"])
+def cost_table(trainings: Sequence[Training]) -> str:
+    """Return the table of costs by size, with unscaled and with scaled rates, in thousands of samples."""
+    lines = [["task", "rate at 32", "rule", *map(str, SIZES), "saved by the best size"]]
+    for task in RULES:
+        for base in BASES:
+            fixed = [cost_of(trainings, Cell(task, size, base)) for size in SIZES]
+            moved = [cost_of(trainings, scaled(task, size, base)) for size in SIZES]
+            for form, costs in (("unscaled", fixed), (RULES[task], moved)):
+                saved = 1 - min(costs) / costs[SIZES.index(OWN)]
+                lines.append([task, f"× {base:g}", form, *map(_number, costs), f"{saved:.0%}".replace("%", " %")])
     return markdown_table(lines)
 
 
 def _number(cost: float) -> str:
-    return f"{cost:.3g}" if math.isfinite(cost) else "∞"
+    return f"{cost / 1000:.3g}" if math.isfinite(cost) else "∞"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -226,7 +172,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--minutes", type=float, default=25.0, help="measure no longer; 0: only make the tables")
     parser.add_argument("--write", type=Path, nargs="+", default=[], metavar="FILE", help="documents with marks")
     options = parser.parse_args(arguments)
-    table = cost_table(costs_of(measure(options.file, options.seeds, options.minutes)))
+    table = cost_table(measure(options.file, options.seeds, options.minutes))
     print(table)
     write_tables({"learning-rates": table}, options.write)
     return 0

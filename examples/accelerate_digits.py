@@ -7,7 +7,6 @@ processes ``accelerate launch --num_processes 2 examples/accelerate_digits.py``
 from __future__ import annotations
 
 import argparse
-import math
 
 import torch
 from accelerate import Accelerator
@@ -41,8 +40,10 @@ def train(server_url: str | None, job_id: str) -> None:
     rank = accelerator.process_index
     with BatchSizeOptimizer(monitor=None, server_url=server_url, job=job, rank=rank) as optimizer:
         batch_size = broadcast_object_list([optimizer.get_batch_size() if rank == 0 else 0])[0]
+        optimizer.current_batch_size = batch_size
         per_process = batch_size // accelerator.num_processes
-        adam = torch.optim.Adam(network.parameters(), lr=RATE * math.sqrt(batch_size / job.default_batch_size))
+        adam = torch.optim.Adam(network.parameters(), lr=RATE)
+        optimizer.scale_learning_rate(adam)
         network, adam, loader, validation = accelerator.prepare(
             network,
             adam,

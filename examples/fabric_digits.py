@@ -6,7 +6,6 @@ Usage: ``python examples/fabric_digits.py [--recurrences N] [--devices N] [--ser
 from __future__ import annotations
 
 import argparse
-import math
 
 import torch
 from lightning.fabric import Fabric
@@ -37,7 +36,9 @@ def train(fabric: Fabric, server_url: str | None, job_id: str) -> None:
     # Only the process with rank 0 talks to the server. It broadcasts the batch size and the outcome to the others.
     with BatchSizeOptimizer(monitor=None, server_url=server_url, job=job, rank=fabric.global_rank) as optimizer:
         batch_size = fabric.broadcast(optimizer.get_batch_size() if fabric.is_global_zero else 0)
-        adam = torch.optim.Adam(network.parameters(), lr=RATE * math.sqrt(batch_size / job.default_batch_size))
+        optimizer.current_batch_size = batch_size
+        adam = torch.optim.Adam(network.parameters(), lr=RATE)
+        optimizer.scale_learning_rate(adam)
         network, adam = fabric.setup(network, adam)
         loader, validation = fabric.setup_dataloaders(
             DataLoader(train_set, batch_size=batch_size // fabric.world_size, shuffle=True),

@@ -57,9 +57,7 @@ def train(options: argparse.Namespace) -> None:
         target_metric=TARGETS[options.data],
         max_epochs=MAX_EPOCHS,
     )
-    callback = ZeusBSOTrainerCallback(
-        job, monitor="accuracy", server_url=options.server_url, lr_scaling="sqrt", on_failure="finish"
-    )
+    callback = ZeusBSOTrainerCallback(job, monitor="accuracy", server_url=options.server_url, on_failure="finish")
     with tempfile.TemporaryDirectory() as folder:
         trainer = Trainer(
             model=Classifier(len(train_set[0][0])),

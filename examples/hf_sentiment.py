@@ -192,9 +192,7 @@ def train(options: argparse.Namespace) -> None:
         target_metric=options.target,
         max_epochs=MAX_EPOCHS,
     )
-    callback = ZeusBSOTrainerCallback(
-        job, monitor="accuracy", server_url=options.server_url, lr_scaling="sqrt", on_failure="finish"
-    )
+    callback = ZeusBSOTrainerCallback(job, monitor="accuracy", server_url=options.server_url, on_failure="finish")
     model = BertForSequenceClassification(
         BertConfig(
             vocab_size=VOCABULARY,  # equal for all slices, so that all runs train the same model

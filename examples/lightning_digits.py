@@ -55,9 +55,7 @@ def train(options: argparse.Namespace) -> None:
         target_metric=options.target or TARGETS[options.data],
         max_epochs=MAX_EPOCHS,
     )
-    callback = ZeusBSOCallback(
-        job, monitor="val_acc", server_url=options.server_url, lr_scaling="sqrt", on_failure=options.on_failure
-    )
+    callback = ZeusBSOCallback(job, monitor="val_acc", server_url=options.server_url, on_failure=options.on_failure)
     trainer = Trainer(
         accelerator=options.accelerator,
         devices=options.devices,

@@ -7,7 +7,6 @@ Usage: ``python examples/plain_ddp.py [--recurrences N] [--devices N] [--data di
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import subprocess
 import sys
@@ -43,10 +42,12 @@ def train(options: argparse.Namespace) -> None:
     parallel = DistributedDataParallel(network)
     with BatchSizeOptimizer(monitor=None, server_url=options.server_url, job=job, rank=rank) as optimizer:
         batch_size = told_by_the_first(optimizer.get_batch_size() if rank == 0 else None)
+        optimizer.current_batch_size = batch_size
         # Batch sizes are global: each process loads an equal share of the batch.
         sampler = DistributedSampler(train_set)
         loader = DataLoader(train_set, batch_size=batch_size // processes, sampler=sampler)
-        adam = torch.optim.Adam(parallel.parameters(), lr=RATE * math.sqrt(batch_size / job.default_batch_size))
+        adam = torch.optim.Adam(parallel.parameters(), lr=RATE)
+        optimizer.scale_learning_rate(adam)
         if rank == 0:
             optimizer.on_train_begin()
         outcome, epoch = None, 0

@@ -6,7 +6,6 @@ Usage: ``python examples/plain_pytorch.py [--recurrences N] [--data digits|mnist
 from __future__ import annotations
 
 import argparse
-import math
 
 import torch
 from images import TARGETS, add_arguments, load
@@ -34,7 +33,8 @@ def train(options: argparse.Namespace) -> None:
     with BatchSizeOptimizer(monitor=None, server_url=options.server_url, job=job) as optimizer:
         batch_size = optimizer.get_batch_size()
         loader = DataLoader(train_set, batch_size=batch_size, shuffle=True)
-        adam = torch.optim.Adam(network.parameters(), lr=RATE * math.sqrt(batch_size / job.default_batch_size))
+        adam = torch.optim.Adam(network.parameters(), lr=RATE)
+        optimizer.scale_learning_rate(adam)
         optimizer.on_train_begin()
         try:
             while not optimizer.training_finished:

@@ -31,7 +31,7 @@ from zeus_plugins.protocol import TrialState, TrialView, cost
 
 SENTIMENT_WORDS = 300  # number of praise words, and also of blame words
 OTHER_WORDS = 1000
-RATE = 0.003  # learning rate at a batch size of 64
+RATE = 0.003  # learning rate
 SIZES = (32, 64, 128, 256, 512, 1024)
 DEFAULT = 64
 TARGET = 0.84
@@ -79,7 +79,7 @@ def epochs(batch_size: int, kind: Kind, number: int) -> Iterator[float]:
     torch.manual_seed(number)
     vocabulary = 2 * SENTIMENT_WORDS + OTHER_WORDS
     network = nn.Sequential(nn.EmbeddingBag(vocabulary, 64, mode="mean"), nn.Linear(64, 2))
-    adam = torch.optim.Adam(network.parameters(), lr=RATE * math.sqrt(batch_size / 64))
+    adam = torch.optim.Adam(network.parameters(), lr=RATE)
     while True:
         order = torch.randperm(len(train.labels))
         for rows in order[: len(order) // batch_size * batch_size].split(batch_size):

@@ -11,6 +11,7 @@ Example:
         )
         with BatchSizeOptimizer(monitor=None, server_url="http://127.0.0.1:8000", job=job) as optimizer:
             loader = DataLoader(dataset, batch_size=optimizer.get_batch_size(), shuffle=True)
+            optimizer.scale_learning_rate(sgd)  # its rate was chosen for the default size, 64
             optimizer.on_train_begin()
             for epoch in range(job.max_epochs):
                 train_one_epoch(model, loader)
@@ -48,6 +49,7 @@ from zeus_plugins.protocol import JobSpec
 from zeus_plugins.signals import raise_at_sigterm, termination
 from zeus_plugins.training.arguments import refuse_unknown
 from zeus_plugins.training.defaults import as_job
+from zeus_plugins.training.lr_scaling import LrScaling, lr_factor, lr_scaling_in_words, scale_learning_rate
 from zeus_plugins.training.outcomes import show_in_one_paragraph, train_fail_error
 from zeus_plugins.training.session import TrialSession
 
@@ -203,6 +205,19 @@ class BatchSizeOptimizer:
             _logger.info("job %s, %s: batch size %d (%s)", trial.job_id, trial.name, trial.batch_size, reason)
             self._undo_signals.append(raise_at_sigterm())
         return self._session.trial.batch_size
+
+    def scale_learning_rate(self, optimizer: Any, *schedulers: Any) -> None:
+        """Scale the rates of a torch optimizer and its schedulers, chosen for the default size, to this trial's size.
+
+        The rule is that of the callbacks' ``lr_scaling="auto"`` (docs/schedules.md): above the default size, the rates
+        are raised by the rule of the optimizer's kind; below it, they stay. On rank 1 and above, set
+        `current_batch_size` first.
+        """
+        default, size = self._arguments[0].default_batch_size, self.current_batch_size
+        factor = lr_factor(LrScaling.AUTO, size, default, optimizer)
+        scale_learning_rate([optimizer], schedulers, lambda _: factor)
+        if self._rank == 0 and size != default:
+            _logger.info("learning rate %s", lr_scaling_in_words(LrScaling.AUTO, factor, optimizer))
 
     def on_train_begin(self) -> None:
         """Begin to measure; call it once, right before the first epoch.

@@ -470,8 +470,8 @@ def judge_report(
     return job, trial, verdict
 
 
-def discard_trial(trial: TrialRecord) -> TrialRecord:
-    """Withdraw a trial that has ended, for an administrator. It keeps the event of its end.
+def discard_trial(trial: TrialRecord, why: str = "an administrator has set it aside") -> TrialRecord:
+    """Withdraw a trial that has ended. It keeps the event of its end.
 
     `TRANSITIONS` does not include this transition, because no training causes it.
 
@@ -484,7 +484,7 @@ def discard_trial(trial: TrialRecord) -> TrialRecord:
         )
     if trial.state is TrialState.WITHDRAWN:
         return trial
-    message = f"withdrawn: an administrator has set it aside; it was {trial.state} ({trial.message})"
+    message = f"withdrawn: {why}; it was {trial.state} ({trial.message})"
     return changed(trial, state=TrialState.WITHDRAWN, end_reason=EndReason.DISCARDED, message=message)
 
 

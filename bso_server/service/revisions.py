@@ -6,7 +6,7 @@ from dataclasses import replace
 from datetime import datetime
 
 from bso_server.core import revisions
-from bso_server.core.job import replay
+from bso_server.core.job import discard_trial, replay
 from bso_server.core.model import OBSERVED, TrialRecord, changed
 from bso_server.core.revisions import Changes
 from bso_server.errors import JobConflictError
@@ -42,6 +42,8 @@ def revise(transaction: Transaction, job: StoredJob, changes: Changes, now: date
     )
     if revisions.has_other_gpus(before, after):
         trials = _on_gpus_of(transaction, after, trials, (*earlier, revision))
+    if "scaling" in changes:
+        trials = _without_other_sizes(transaction, after, trials)
     survivors = revisions.survivors_after(before, after, job.survivors)
     history = replay(after, trials, survivors)
     job = replace(
@@ -80,6 +82,17 @@ def _on_gpus_of(
             if new.other_gpus is value and old.other_gpus is not value
         ]
         transaction.set_other_gpus(job.job_id, numbers, value=value)
+    return found
+
+
+def _without_other_sizes(transaction: Transaction, job: CreatedJob, trials: list[TrialRecord]) -> list[TrialRecord]:
+    """Discard the observed trials at other sizes than the job's default, whose training was another; return all."""
+    why = "its learning rate and steps followed the batch size in another way"
+    found = [
+        discard_trial(trial, why) if trial.state in OBSERVED and trial.batch_size != job.default_batch_size else trial
+        for trial in trials
+    ]
+    transaction.update_trials([new for new, old in zip(found, trials, strict=True) if new is not old])
     return found
 
 

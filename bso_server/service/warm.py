@@ -43,6 +43,7 @@ def warm_start_of(transaction: Transaction, job: CreatedJob) -> WarmStart | None
         each
         for each in transaction.jobs_with_parameters(job.policy, own.parameters or "", limit=_MOST_JOBS)
         if has_other_gpus(job, each.registration)
+        and each.registration.scaling == job.scaling
         and _difference(job, each.registration) is None
         and _is_same_training(own, each.registration.fingerprint)
     ]

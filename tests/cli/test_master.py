@@ -226,7 +226,7 @@ def test_recurrence_repeats_runs_until_the_target_is_reached(tmp_path: Path) -> 
     printed = "".join(path.read_text() for path in sorted(logdir.glob("*.log")))
     assert printed.splitlines() == [
         "rec01+try01 ['64', '0.5', '11'] inf",
-        f"rec02+try01 ['32', '0.25', '12'] {2 * cost}",
+        f"rec02+try01 ['32', '0.5', '12'] {2 * cost}",
         f"rec02+try03 ['128', '1.0', '14'] {2 * cost}",
         f"rec03+try01 ['64', '0.5', '15'] {2 * cost}",
     ]

@@ -253,7 +253,7 @@ def cosine(optimizer: torch.optim.Optimizer, steps: int) -> CosineAnnealingLR:
     return CosineAnnealingLR(optimizer, T_max=steps, eta_min=0.02)
 
 
-@pytest.mark.parametrize(("scaling", "factor"), [("none", 1.0), ("auto", 0.5), ("sqrt", 0.5**0.5)])
+@pytest.mark.parametrize(("scaling", "factor"), [("none", 1.0), ("linear", 0.5), ("auto", 1.0)])
 @pytest.mark.parametrize(
     ("scheduler", "first_rate"),
     [(None, 0.1), (one_cycle, 0.5 / 25), (cosine, 0.1)],
@@ -273,13 +273,27 @@ def test_learning_rate_follows_batch_size(
     )
 
 
-def test_begin_of_training_states_rule_of_auto_and_factor(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
-    job = bench.job()
-    bench.complete_first_trial(job)
-    callback = bench.callback(job, lr_scaling="auto")
-    quiet_trainer(callback).fit(Classifier(), train_loader())
-    assert "zeus: learning rate × 0.5 (linear, for SGD)\n" in caplog.text
-    assert callback.lr_factor == 0.5
+@pytest.mark.parametrize(
+    ("size", "factor", "line"),
+    [
+        (96, 2.0, "× 2 (linear, for SGD)"),
+        (24, 1.0, "unchanged (lr_scaling='auto' raises it above your own size only: linear, for SGD)"),
+        (48, 1.0, None),
+    ],
+)
+def test_default_rule_raises_rate_above_own_size_only_and_says_so(
+    bench: Bench, size: int, factor: float, line: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    job = bench.job(batch_sizes=(48, size)[: 1 + (size != 48)])
+    if size != 48:
+        bench.complete_first_trial(job)
+    callback, module = bench.callback(job), Classifier()
+    quiet_trainer(callback).fit(module, train_loader())
+    assert callback.trial.batch_size == size
+    assert callback.lr_factor == factor
+    assert module.seen_rates[0] == pytest.approx(0.1 * factor)
+    said = [each for each in caplog.messages if "learning rate" in each]
+    assert said == ([] if line is None else [f"zeus: learning rate {line}"])
 
 
 def unscaled_rates(scheduler: Callable[..., Any] | None, steps: int) -> list[float]:

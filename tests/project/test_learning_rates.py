@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 
 from benchmarks import learning_rates
-from benchmarks.learning_rates import Cell, cells, chosen, cost_table, costs_of, main, read, train
+from benchmarks.learning_rates import Cell, Training, cells, cost_of, cost_table, main, read, train
 from benchmarks.reports import RESULTS
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "schedules.md"
 
 
 def test_table_in_documentation_follows_from_kept_trainings() -> None:
-    assert cost_table(costs_of(read(RESULTS / "learning_rates.json"))) in DOCUMENT.read_text("utf-8")
+    assert cost_table(read(RESULTS / "learning_rates.json")) in DOCUMENT.read_text("utf-8")
 
 
 def test_measurement_continues_with_trainings_that_file_lacks(
@@ -23,12 +23,12 @@ def test_measurement_continues_with_trainings_that_file_lacks(
 ) -> None:
     file, trained = tmp_path / "rates.json", []
 
-    def short(cell: Cell, seed: int) -> learning_rates.Training:
+    def short(cell: Cell, seed: int) -> Training:
         trained.append(cell)
-        return learning_rates.Training(cell.task, cell.batch_size, cell.factor, seed, True, 2, 1.0, 0.9)
+        return Training(cell.task, cell.batch_size, cell.factor, seed, True, 2, 1000)
 
     monkeypatch.setattr(learning_rates, "train", short)
-    monkeypatch.setattr(learning_rates, "NAMES", ("tabular",))
+    monkeypatch.setattr(learning_rates, "RULES", {"tabular": "sqrt"})
     arguments = ["--file", str(file), "--seeds", "1"]
     assert main(arguments) == 0
     kept = json.loads(file.read_text("utf-8"))
@@ -37,17 +37,18 @@ def test_measurement_continues_with_trainings_that_file_lacks(
     file.write_text(json.dumps(kept))
     assert main(arguments) == 0
     assert trained == [*cells("tabular"), *cells("tabular")[-2:]]
-    assert "| tabular | `auto` | 1 | 1 | 1 | 1 | 1 |" in capsys.readouterr().out
+    assert "| tabular | × 2 | sqrt | 1 | 1 | 1 | 1 | 1 | 1 | 1 | 0 % |" in capsys.readouterr().out
 
 
 def test_training_at_higher_rate_reaches_target_and_one_at_no_rate_does_not() -> None:
     fast, still = (train(Cell("tabular", 512, factor), 0) for factor in (8.0, 1e12))
     assert (fast.reached, still.reached) == (True, False)
     assert 1 < fast.epochs < 60
-    assert still.metric is None
+    assert still.epochs == 1
 
 
-def test_best_cell_is_chosen_on_other_seeds() -> None:
-    lucky, steady = Cell("digits", 32, 1.0), Cell("digits", 64, 1.0)
-    costs = {lucky: [(1.0, True), (9.0, True), (9.0, True)], steady: [(4.0, True)] * 3}
-    assert chosen(costs, [lucky, steady]) == 4.0
+def test_cost_of_runs_without_target_is_paid_by_runs_that_reach_it() -> None:
+    cell = Cell("digits", 32, 1.0)
+    runs = [Training("digits", 32, 1.0, seed, seed < 2, 1, 100 * (seed + 1)) for seed in range(3)]
+    assert cost_of(runs, cell) == 300
+    assert cost_of(runs[2:], cell) == float("inf")

@@ -193,12 +193,14 @@ def test_only_a_scheduler_with_unreachable_rates_is_reported(caplog: pytest.LogC
         ("linear", 32, 2.0),
         ("sqrt", 144, 3.0),
         ("none", 1, 1.0),
+        ("auto", 64, 4.0),
+        ("auto", 4, 1.0),
     ],
 )
 def test_factor_of_a_batch_size_is_relative_to_the_default(
     scaling: LrScaling | str, batch_size: int, factor: float
 ) -> None:
-    assert lr_factor(scaling, batch_size, 16) == factor
+    assert lr_factor(scaling, batch_size, 16, "SGD") == factor
 
 
 def test_unknown_rule_is_answered_with_the_known_rules() -> None:

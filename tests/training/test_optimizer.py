@@ -60,6 +60,18 @@ def training_with(server: ContractDouble) -> BatchSizeOptimizer:
     return optimizer
 
 
+@pytest.mark.parametrize(("default", "factor"), [(16, 4.0), (64, 1.0), (128, 1.0)])
+def test_rates_are_raised_above_the_default_size_only(default: int, factor: float) -> None:
+    sgd = torch.optim.SGD([torch.zeros(1)], lr=0.1)
+    schedule = torch.optim.lr_scheduler.LambdaLR(sgd, lambda _: 0.5)
+    job = JOB.model_copy(update={"default_batch_size": default, "batch_sizes": (16, 64, 128)})
+    optimizer = BatchSizeOptimizer(monitor_of(), None, job, client=ContractDouble().client(), rank=1)
+    optimizer.current_batch_size = 64
+    optimizer.scale_learning_rate(sgd, schedule)
+    assert sgd.param_groups[0]["lr"] == pytest.approx(0.05 * factor)
+    assert schedule.base_lrs == pytest.approx([0.1 * factor])
+
+
 def test_training_runs_from_the_request_to_the_target() -> None:
     server = ContractDouble(KEEP_TRAINING, CONVERGED)
     optimizer = optimizer_of(server)

@@ -52,7 +52,11 @@ def test_ask_registers_the_job_with_hardware_and_returns_the_dispatched_size(
     assert session.has_trial
     assert [request[:2] for request in server.requests] == [("POST", "/jobs"), ("GET", "/jobs/batch_size")]
     (registration,) = server.sent("POST", "/jobs")
-    assert registration == JOB.model_dump(mode="json") | GPUS.model_dump() | {"target_runs": None, "revise": False}
+    assert registration == JOB.model_dump(mode="json") | GPUS.model_dump() | {
+        "target_runs": None,
+        "scaling": None,
+        "revise": False,
+    }
     assert session.trial == TrialInfo(**TRIAL, stop_rule=StopRule(max_epochs=100), cost_j=0.0)
     assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
 

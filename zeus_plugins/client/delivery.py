@@ -86,7 +86,7 @@ def recorded(client: ServerPort, sender: OutboxHeader) -> TrialId:
 
     If the job has been revised since, it keeps its revised terms: late results do not undo a revision.
     """
-    follows = {*sender.guessed, *(JobSpec.model_fields.keys() - FIXED_TERMS)}
+    follows = {"scaling", *sender.guessed, *(JobSpec.model_fields.keys() - FIXED_TERMS)}
     registered = registered_as(client, sender.registration, follows)
     offline = OfflineTrial(job_id=registered.job_id, batch_size=sender.batch_size, continues=sender.continues)
     return TrialId(**client.record_offline(offline, sender.key or "").model_dump())

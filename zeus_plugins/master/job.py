@@ -43,7 +43,7 @@ class Job:
         command: A list of program and arguments, or a string that is split as by a POSIX shell.
         workdir: Working directory of the command. None: the master's.
         lr_scaling: Rule by which the learning rate depends on the batch size: ``"linear"``, ``"sqrt"``, ``"none"``, or
-            ``"auto"``, which chooses the rule by `optimizer`.
+            ``"auto"``, which chooses the rule by `optimizer` and leaves the rate unchanged below `default_bs`.
         higher_is_better_metric: True if the metric rises as the model improves.
         fields: Additional values for the command.
 
@@ -64,7 +64,7 @@ class Job:
     default_lr: float
     command: str | Sequence[str]
     workdir: str | Path | None = None
-    lr_scaling: LrScaling | str = LrScaling.LINEAR
+    lr_scaling: LrScaling | str = LrScaling.AUTO
     higher_is_better_metric: bool = True
     fields: Mapping[str, str | int | float] = field(default_factory=dict)
 

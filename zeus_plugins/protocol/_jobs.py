@@ -297,6 +297,8 @@ class JobSpecFromClient(JobSpec, GpuConfig):
     Attributes:
         fingerprint: Known properties of its trainings, or None. It is no part of the configuration: the server keeps
             the first value of each property.
+        scaling: How the trainings' learning rates and steps follow the batch size. If it changes, results at other
+            sizes than the default no longer count. None, from other clients and earlier versions: unknown.
         registration_id: Made by the server when it registers the job; differs from that of a deleted job of the same
             id. Clients leave it out.
         target_runs: Numbers of the trials from which the server has learned the target, for a job that was registered
@@ -308,6 +310,7 @@ class JobSpecFromClient(JobSpec, GpuConfig):
 
     policy: PolicyName = ZEUS
     fingerprint: Fingerprint | None = None
+    scaling: Text | None = None
     registration_id: RegistrationId | None = None
     target_runs: Annotated[tuple[PositiveInt, ...], Field(max_length=TARGET_RUNS)] | None = None
     revise: bool = False
@@ -387,10 +390,11 @@ class CreatedJob(JobSpecFromClient):
 def terms_between(before: CreatedJob, after: CreatedJob) -> dict[str, tuple[Any, Any]]:
     """Return the terms in which two registrations of a job differ, before and after, in the order of the fields.
 
-    Targets are not compared if `after` has no target, or if the job was registered without one. Tags are not compared
-    if `after` states no tags.
+    Targets are not compared if `after` has no target, or if the job was registered without one. Tags and the scaling
+    are not compared if `after` does not state them.
     """
-    left_out = {"fingerprint", "registration_id", "target_runs", "warm"} | ({"tags"} if after.tags is None else set())
+    left_out = {"fingerprint", "registration_id", "target_runs", "warm"}
+    left_out |= {name for name in ("tags", "scaling") if getattr(after, name) is None}
     if before.target_runs is not None or after.target_runs is not None or after.target_metric is None:
         left_out.add("target_metric")
     old, new = (job.model_dump(exclude=left_out) for job in (before, after))

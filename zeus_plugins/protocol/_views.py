@@ -418,6 +418,8 @@ def changes_in_words(changes: Mapping[str, tuple[Any, Any]]) -> str:
             words.append(" ".join([name, *(f"+{size}" for size in came), *(f"-{size}" for size in went)]))
         else:
             words.append(f"{name} {_term(before)} -> {_term(after)}")
+        if name == "scaling":
+            words[-1] += " (runs before at other sizes than the default no longer count)"
     return ", ".join(words)
 
 

@@ -62,7 +62,7 @@ class Announcer:
         self.say(f"results are kept in {place}")
 
     def scaled(self, scaling: str, factors: Iterable[tuple[float, object]]) -> None:
-        """Report the factor on the learning rate of each optimizer; with the rule "none", report nothing."""
+        """Report the factor on the learning rate of each optimizer at another size than the default."""
         told = dict.fromkeys(lr_scaling_in_words(scaling, factor, optimizer) for factor, optimizer in factors)
         if scaling != LrScaling.NONE:
             self.say(f"learning rate {'; '.join(told)}")

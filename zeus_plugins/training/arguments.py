@@ -33,7 +33,7 @@ class TrialOptions:
     """The arguments of a batch-size callback that do not describe its job; raises `ZeusBSOConfigError`."""
 
     server_url: str | None = None
-    lr_scaling: str = "none"
+    lr_scaling: str = "auto"
     energy_monitor: EnergyMonitor | WindowMonitor | None = None
     energy_scope: EnergyScope = "gpu"
     max_per_device_batch_size: int | None = None

@@ -37,7 +37,7 @@ class BatchSizeArguments:
         job_id: str | None = None,
         confirm: int | None = None,
         server_url: str | None = None,
-        lr_scaling: Literal["none", "linear", "sqrt", "auto"] = "none",
+        lr_scaling: Literal["none", "linear", "sqrt", "auto"] = "auto",
         energy_monitor: EnergyMonitor | WindowMonitor | None = None,
         energy_scope: EnergyScope = "gpu",
         max_per_device_batch_size: int | None = None,
@@ -67,7 +67,8 @@ class BatchSizeArguments:
             server_url: URL of the server, which gets the access token of ``ZEUS_BSO_TOKEN``. None:
                 ``ZEUS_SERVER_URL``, or a server in this process (needs the extra ``server``).
             lr_scaling: Rule that scales the learning rates, which the script sets for the default batch size, to the
-                trial's batch size. ``"auto"`` takes the rule for the optimizer's kind (docs/schedules.md).
+                trial's batch size. ``"auto"`` raises them above the default size by the rule for the optimizer's kind,
+                and never lowers them (docs/schedules.md).
             energy_monitor: Measures energy and time, with the interface of Zeus's `ZeusMonitor` or ours. None: the best
                 monitor of this machine.
             energy_scope: ``"gpu"`` counts the energy of the training devices; ``"node"`` also that of the CPU packages

@@ -174,6 +174,7 @@ class JobPlan:
         fingerprint: Model, framework, optimizer and metric of the training, or None.
         target_in_words: The server's target in words, if the user has given no target; otherwise None.
         script_size: The script's samples per optimizer step, over all devices; None if unknown.
+        scaling: How the training's learning rates and steps follow the batch size; None if unknown.
     """
 
     job: JobSpec
@@ -184,6 +185,7 @@ class JobPlan:
     fingerprint: Fingerprint | None = None
     target_in_words: str | None = None
     script_size: int | None = None
+    scaling: str | None = None
 
     @property
     def follows(self) -> frozenset[str]:

@@ -4,7 +4,8 @@ Linear: ``k = b / b0`` (Goyal et al. 2017, "Accurate, Large Minibatch SGD", the 
 Square root: ``k = sqrt(b / b0)`` (Krizhevsky 2014, "One weird trick for parallelizing convolutional neural networks";
 Malladi et al. 2022, "On the SDEs and Scaling Rules for Adaptive Gradient Algorithms", for Adam and RMSprop; You et al.
 2020, "Large Batch Optimization for Deep Learning", for LAMB).
-Auto: the rule that was made for the optimizer's kind.
+Auto: the rule that was made for the optimizer's kind, for batch sizes above the default; below it, the rate of the
+default size was never worse (docs/schedules.md).
 
 Another batch size changes the number of optimizer steps. A schedule made for the number of steps at the
 script's own size then ends before the training, or after it. Learning rates that a script sets itself undo the scaling.
@@ -73,8 +74,8 @@ def rule_of(optimizer: object) -> tuple[LrScaling, str]:
 def lr_factor(scaling: LrScaling | str, batch_size: int, default_batch_size: int, optimizer: object = None) -> float:
     """Return the factor on a learning rate that was chosen for the default (global) batch size.
 
-    Under "auto", `optimizer` (or the name of its class) selects the rule. Raise `ZeusBSOConfigError` for an unknown
-    rule or a batch size below 1.
+    Under "auto", `optimizer` (or the name of its class) selects the rule, and no rate is lowered. Raise
+    `ZeusBSOConfigError` for an unknown rule or a batch size below 1.
     """
     try:
         rule = LrScaling(scaling)
@@ -84,17 +85,20 @@ def lr_factor(scaling: LrScaling | str, batch_size: int, default_batch_size: int
     if batch_size < 1 or default_batch_size < 1:
         raise ZeusBSOConfigError(f"batch sizes must be 1 or more, not {batch_size} and (default) {default_batch_size}")
     ratio = batch_size / default_batch_size
-    rule = rule_of(optimizer)[0] if rule is LrScaling.AUTO else rule
+    if rule is LrScaling.AUTO:
+        rule, ratio = rule_of(optimizer)[0], max(1.0, ratio)
     return {LrScaling.NONE: 1.0, LrScaling.LINEAR: ratio, LrScaling.SQRT: math.sqrt(ratio)}[rule]
 
 
 def lr_scaling_in_words(scaling: str, factor: float, optimizer: object) -> str:
-    """Describe the factor on an optimizer's learning rate and the scaling rule to the user."""
+    """Describe the factor on an optimizer's learning rate and the scaling rule at another size than the default."""
     if scaling != LrScaling.AUTO:
         return f"× {factor:.3g} ({scaling})"
     rule, name = rule_of(optimizer)
     if rule is LrScaling.NONE:
         return f"unchanged (lr_scaling='auto' knows no rule for {name}: choose 'linear' or 'sqrt')"
+    if factor == 1.0:
+        return f"unchanged (lr_scaling='auto' raises it above your own size only: {rule}, for {name})"
     return f"× {factor:.3g} ({rule}, for {name})"
 
 

@@ -360,7 +360,8 @@ class TrialRun:
         known = Fingerprint(monitor=wish.monitor or None, samples=samples, data=data)
         fingerprint = port.fingerprint().completed_by(known)
         script_size = None if facts is None else facts.step_size
-        return replace(plan, fingerprint=fingerprint, script_size=script_size)
+        scaling = f"rate {self.options.lr_scaling}"
+        return replace(plan, fingerprint=fingerprint, script_size=script_size, scaling=scaling)
 
     def _enter(
         self,
@@ -519,7 +520,8 @@ class ActiveRun:
         """
         factors = [self._factor_of(each) for each in optimizers]
         self.record.lr_factor = next((factor for factor in factors if factor != 1.0), 1.0)
-        self._announcer.scaled(self._options.lr_scaling, zip(factors, optimizers, strict=True))
+        if not self.record.is_at_own_size:
+            self._announcer.scaled(self._options.lr_scaling, zip(factors, optimizers, strict=True))
         return self.record.lr_factor
 
     def steps_of_same_samples(self, steps: int) -> int:

@@ -170,6 +170,8 @@ class TrialSession:
         gpus = self.monitor.gpus()
         self.plan = replace(self.plan, job=self.plan.on(gpus))
         job = JobSpecFromClient.of(self.plan.job, gpus).with_fingerprint(self.plan.fingerprint)
+        if self.plan.scaling is not None:
+            job = job.model_copy(update={"scaling": self.plan.scaling})
         deliver_earlier(self._outbox, self._client)
         registration: JobSpecFromClient = job
         trouble: ZeusBSORuntimeError | None = None
