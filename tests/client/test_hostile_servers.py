@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import gzip
 import importlib
 import json
@@ -10,17 +11,21 @@ import socket
 import subprocess
 import sys
 import threading
+import time
+import weakref
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.machinery import ModuleSpec
 from unittest import mock
 
+import httpx
 import pytest
 
 from tests.support import ROOT
 from tests.support.embedded import session_of
 from zeus_plugins.client import client_from_environment
+from zeus_plugins.client._transport import received_within
 from zeus_plugins.client.http import BsoClient
 from zeus_plugins.client.port import NO_RETRIES
 from zeus_plugins.errors import ZeusBSORuntimeError, ZeusBSOServerUnreachableError
@@ -319,3 +324,25 @@ def test_exit_function_without_threads_sends_its_request(monkeypatch: pytest.Mon
         client = BsoClient(url, timeout_s=0.2, retries=NO_RETRIES)
         with pytest.raises(ZeusBSOServerUnreachableError, match=r"timed out after 0\.2 s"):
             client.request_trial("digits-1")
+
+
+def test_failed_request_leaves_nothing_to_the_garbage_collector() -> None:
+    class Failing:
+        """Stands for the connection, which is closed when its last reference ends."""
+
+        def __call__(self) -> httpx.Response:
+            raise httpx.ReadError("no answer")
+
+    failing = Failing()
+    is_alive = weakref.ref(failing)
+    gc.disable()
+    try:
+        with suppress(httpx.ReadError):
+            received_within(60.0, failing)
+        del failing
+        deadline = time.monotonic() + 60.0
+        while is_alive() is not None:  # until the thread has ended
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    finally:
+        gc.enable()

@@ -28,18 +28,23 @@ def received_within(limit_s: float, receive: Callable[[], httpx.Response]) -> ht
     if limit_s <= 0:
         raise TimeoutError
     answer: Future[httpx.Response] = Future()
-
-    def run() -> None:
-        try:
-            answer.set_result(receive())
-        except BaseException as error:
-            answer.set_exception(error)
-
     try:
-        threading.Thread(target=run, name="zeus-bso-request", daemon=True).start()
+        threading.Thread(target=_answer, args=(answer, receive), name="zeus-bso-request", daemon=True).start()
     except RuntimeError:
-        run()
-    return answer.result(limit_s)
+        _answer(answer, receive)
+    try:
+        return answer.result(limit_s)
+    finally:
+        del answer  # the error refers to this frame
+
+
+def _answer(answer: Future[httpx.Response], receive: Callable[[], httpx.Response]) -> None:
+    try:
+        answer.set_result(receive())
+    except BaseException as error:
+        answer.set_exception(error)
+    finally:
+        del answer, receive  # the error refers to this frame: its connection is closed without the garbage collector
 
 
 def transport_to(server_url: str) -> httpx.HTTPTransport:
