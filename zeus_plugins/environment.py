@@ -85,6 +85,8 @@ SUMMARY_FILE = Variable(
     "ZEUS_SUMMARY_FILE", "a file that is no longer written: `callback.summary` has the outcome of the run"
 )
 
+DISABLED = Variable("ZEUS_DISABLED", "`1` to turn the batch-size callbacks off for a run", "`0`")
+
 # The job, or one run that a master launches
 JOB_ID = Variable(
     "ZEUS_JOB_ID",

@@ -221,7 +221,7 @@ class FrameworkBench(JobBench):
 
     def callback(self, job: JobSpec | None = None, monitor: str = "score", **options: Any) -> Any:
         job = job or self.job()
-        if "score" in monitor:  # whose name does not say for certain that higher is better
+        if "score" in monitor:  # this name does not say for certain that higher is better
             job = job.model_copy(update={"higher_is_better_metric": True})
         return self.BatchSize(job, monitor, **self.callback_options(options))
 

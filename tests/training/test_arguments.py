@@ -57,7 +57,7 @@ def test_metric_is_positional_and_options_are_named(callback: Any) -> None:
         ({"batch_size": 8}, r"has no batch_size=: say batch_sizes=\[…\]"),
         ({"num_train_epochs": 8}, "has no num_train_epochs=: say max_epochs="),
         ({"stopping_threshold": 0.9}, "has no stopping_threshold=: say target="),
-        ({"eta_knob": 1.0}, r"has no eta_knob=: it is a field of a job, job=JobSpec\(eta_knob=…\)"),
+        ({"eta_knob": 1.0}, r"has no eta_knob=: it is a field of a job, job=\{'eta_knob': …\}"),
         (
             {"max_epoch": 3, "sever_url": ""},
             "max_epoch=: did you mean max_epochs=.*sever_url=: did you mean server_url=",

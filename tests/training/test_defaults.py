@@ -235,6 +235,30 @@ def test_complete_job_is_used_unchanged() -> None:
     assert planned(JobWish(job=job, monitor="val_acc")) == JobPlan(job=job, monitor="val_acc")
 
 
+def test_fields_that_a_mapping_leaves_out_are_read_from_the_training() -> None:
+    wish = {"monitor": "val_acc", "target": 0.9, "job_id": None, "mode": None, "batch_sizes": None}
+    said = {**wish, "max_epochs": None, "confirm": None}
+    plain = planned(JobWish(monitor="val_acc", target=0.9), FACTS)
+    taken = planned(JobWish.of({"eta_knob": 0, "controls": "off"}, **said), FACTS)
+    assert taken.job == plain.job.model_copy(update={"eta_knob": 0.0, "controls": "off"})
+    assert (plain.guessed - taken.guessed, plain.follows - taken.follows) == ({"eta_knob", "controls"},) * 2
+    other = JobWish.of({"max_epochs": 5, "higher_is_better_metric": False, "batch_sizes": [8, 16]}, **said)
+    assert (other.max_epochs, other.mode, other.batch_sizes, other.fields) == (5, "min", (8, 16), {})
+    for fields, problem in (
+        ({"eta_knob": 2}, "eta_knob: Input should be less than or equal to 1"),
+        ({"eta_nob": 1}, "did you mean 'eta_knob'"),
+        ({"target_metric": 0.8}, "job= and target= say the same"),
+    ):
+        with pytest.raises(ZeusBSOConfigError, match=problem):
+            JobWish.of(fields, **said)
+
+
+def test_single_size_is_pinned() -> None:
+    pinned = plan(batch_sizes=(256,))
+    assert (pinned.job.batch_sizes, pinned.job.default_batch_size) == ((256,), 256)
+    assert not {"batch_sizes", "default_batch_size"} & pinned.follows
+
+
 # Direction
 
 

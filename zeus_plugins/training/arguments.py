@@ -173,6 +173,6 @@ def _answer(name: str, known: list[str]) -> str:
     if name in _ANSWERS:
         return _ANSWERS[name]
     if name in JobSpec.model_fields:
-        return f"it is a field of a job, job=JobSpec({name}=…)"
+        return f"it is a field of a job, job={{'{name}': …}}"
     near = get_close_matches(name, known, n=1)
     return f"did you mean {near[0]}=?" if near else "docs/reference.md lists the arguments"

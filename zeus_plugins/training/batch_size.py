@@ -17,7 +17,7 @@ from zeus_plugins.training.arguments import (
     checked_sizes,
     refuse_unknown,
 )
-from zeus_plugins.training.defaults import JobWish, as_job
+from zeus_plugins.training.defaults import JobWish
 from zeus_plugins.training.run import TrialRun
 from zeus_plugins.training.trial import TrialInfo
 
@@ -49,8 +49,9 @@ class BatchSizeArguments:
         """Keep the arguments; the training begins later.
 
         Args:
-            job: The recurring job, or its fields in a mapping. None: the arguments down to `confirm` and the training
-                define the job (docs/reference.md). A text without a `monitor` is taken as the `monitor`.
+            job: The recurring job, or some of its fields in a mapping, such as ``{"eta_knob": 0}``. The arguments down
+                to `confirm` and the training define the rest (docs/reference.md). A text without a `monitor` is taken
+                as the `monitor`.
             monitor: Name under which the training logs the metric of the target. With Hugging Face, the prefix
                 ``eval_`` may be left out; with ``eval_strategy="no"``, give a name in the training's logs, such as
                 ``loss``.
@@ -59,8 +60,8 @@ class BatchSizeArguments:
             mode: ``"max"`` if the metric rises as the model improves, ``"min"`` if it falls. None: the mode follows
                 from other settings of the script for this metric, such as those of ModelCheckpoint, or from its name.
             batch_sizes: Global batch sizes to choose from: samples per optimizer step over all devices and accumulated
-                batches. The script's own size is added. None: the script's own size, and up to three halvings and
-                doublings of it.
+                batches. The script's own size is added to two or more; a single size is pinned. None: the script's own
+                size, and up to three halvings and doublings of it.
             max_epochs: Epochs after which a run without the target has missed it. None: the trainer's number of epochs.
             job_id: Id of the job, if `job` is None. None: made from script, model class, metric, target and GPUs.
             confirm: Number of evaluations in a row that must reach the target. None: one.
@@ -98,8 +99,8 @@ class BatchSizeArguments:
                 f"monitor is {monitor!r}: give the name by which the target's metric is logged, {name}('val_acc', …). "
                 f"A trainer takes such an object, callbacks=[{name}('val_acc', …)], not the class"
             )
-        self._wish = JobWish(
-            job=None if job is None else as_job(job),
+        self._wish = JobWish.of(
+            job,
             monitor=monitor,
             target=target,
             job_id=job_id,

@@ -10,7 +10,7 @@ import logging
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import PurePath
 from typing import Any, Literal
 
@@ -32,7 +32,7 @@ from zeus_plugins.protocol import (
     is_higher_better,
     is_lower_better,
 )
-from zeus_plugins.training.arguments import check_count, check_job_id, check_number
+from zeus_plugins.training.arguments import check_count, check_job_id, check_number, checked_sizes
 from zeus_plugins.training.batches import BatchSplit
 from zeus_plugins.training.metrics import EVALUATION_PREFIX
 
@@ -60,7 +60,8 @@ _FIELDS = {
 class JobWish:
     """A job as its user describes it: the whole `job`, or parts of it.
 
-    The attributes are arguments of the batch-size callbacks (`BatchSizeArguments`). Raises `ZeusBSOConfigError` if
+    The attributes are arguments of the batch-size callbacks (`BatchSizeArguments`), and `fields` are the job's fields
+    that no other argument sets. Raises `ZeusBSOConfigError` if
     both a `job` and parts of one are given, or if a value is invalid.
     """
 
@@ -72,6 +73,25 @@ class JobWish:
     batch_sizes: tuple[int, ...] | None = None
     max_epochs: int | None = None
     confirm: int | None = None
+    fields: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, job: JobSpec | Mapping[str, Any] | str | None, **said: Any) -> JobWish:
+        """Return the wish for the arguments of a callback; a mapping may leave out fields, which are then guessed."""
+        required = {name for name, each in JobSpec.model_fields.items() if each.is_required()}
+        if not isinstance(job, Mapping) or required <= job.keys():
+            return cls(job=None if job is None else as_job(job), **said)
+        sizes = checked_sizes(job["batch_sizes"]) if "batch_sizes" in job else (job.get("default_batch_size", 1),)
+        missing = {"job_id_prefix": job.get("job_id", "job"), "batch_sizes": sizes, "default_batch_size": sizes[0]}
+        checked = as_job({**missing, **job})
+        fields = {name: getattr(checked, name) for name in job}
+        given = {argument: fields.pop(name) for argument, name in _FIELDS.items() if name in fields}
+        if "mode" in given:
+            given["mode"] = "max" if given["mode"] else "min"
+        twice = [f"{name}=" for name in given if said[name] is not None]
+        if twice:
+            raise ZeusBSOConfigError(f"job= and {', '.join(twice)} say the same: leave one out")
+        return cls(**{**said, **given}, fields=fields)
 
     def __post_init__(self) -> None:
         twice = [f"{name}= as JobSpec({_FIELDS[name]}=…)" for name in self._said]
@@ -92,8 +112,8 @@ class JobWish:
 
     @property
     def said_fields(self) -> frozenset[str]:
-        """The names of the job's fields that the user has set by separate arguments rather than by `job`."""
-        return frozenset(_FIELDS[name] for name in self._said)
+        """The names of the job's fields that the user has set, unless the user describes a whole `job`."""
+        return frozenset(_FIELDS[name] for name in self._said) | self.fields.keys()
 
     @property
     def said_sizes(self) -> tuple[int, ...]:
@@ -285,14 +305,15 @@ def planned(
     """
     higher = _direction(wish, modes or {})
     warning = None if wish.said_higher is None else _contradiction(wish.monitor, said=higher)
+    margins = (wish.fields if wish.job is None else dict(wish.job)).get("no_worse_than_default") or {}
+    margin = margins.get(wish.monitor)
+    if margin is not None and is_lower_better(wish.monitor, margin) is higher:
+        raise ZeusBSOConfigError(
+            f"no_worse_than_default={{{wish.monitor!r}: {margin:g}}} means that {'lower' if higher else 'higher'} "
+            f"is better, and the job says higher_is_better_metric={higher}: a negative margin is for metrics of "
+            "which lower is better"
+        )
     if wish.job is not None:
-        margin = (wish.job.no_worse_than_default or {}).get(wish.monitor)
-        if margin is not None and is_lower_better(wish.monitor, margin) is higher:
-            raise ZeusBSOConfigError(
-                f"no_worse_than_default={{{wish.monitor!r}: {margin:g}}} means that {'lower' if higher else 'higher'} "
-                f"is better, and the job says higher_is_better_metric={higher}: a negative margin is for metrics of "
-                "which lower is better"
-            )
         if higher is wish.job.higher_is_better_metric:
             return JobPlan(job=wish.job, monitor=wish.monitor, warning=warning)
         job = wish.job.model_copy(update={"higher_is_better_metric": higher})
@@ -311,7 +332,10 @@ def planned(
         )
     own = facts.step_size
     check_size(own)
-    sizes = _sizes(own, facts, check_size) if wish.batch_sizes is None else sorted({*wish.batch_sizes, own})
+    said_sizes, default = wish.batch_sizes, wish.fields.get("default_batch_size", own)
+    if said_sizes is not None and len(said_sizes) == 1:
+        (default,) = said_sizes  # pinned: there is nothing to choose
+    sizes = {default, *(said_sizes or _sizes(own, facts, check_size))}
     optional = {"max_epochs": wish.max_epochs or facts.max_epochs, "confirm": wish.confirm}
     # The Hugging Face Trainer lets its users leave out the prefix of a metric.
     named = [facts.script, facts.model, wish.monitor.removeprefix(EVALUATION_PREFIX)]
@@ -320,19 +344,21 @@ def planned(
     if higher is not is_higher_better(wish.monitor):
         named.append("max" if higher else "min")
     prefix = _slug(*named)
-    job = JobSpec(
-        job_id_prefix=wish.job_id or prefix,
-        job_id=wish.job_id,
-        batch_sizes=tuple(sizes),
-        default_batch_size=facts.step_size,
-        target_metric=wish.target,
-        higher_is_better_metric=higher,
+    guess = {
+        "job_id_prefix": wish.job_id or prefix,
+        "job_id": wish.job_id,
+        "batch_sizes": sorted(sizes),
+        "default_batch_size": default,
+        "target_metric": wish.target,
+        "higher_is_better_metric": higher,
         **{name: value for name, value in optional.items() if value is not None},
-    )
+    }
     return JobPlan(
-        job=job,
+        job=as_job({**guess, **wish.fields}),
         # If this run states no target, the registered job keeps its own target.
-        guessed=frozenset(JobSpec.model_fields) - wish.said_fields - {"target_metric"},
+        guessed=frozenset(JobSpec.model_fields)
+        - wish.said_fields
+        - ({"target_metric"} if default == own else {"target_metric", "default_batch_size"}),
         monitor=wish.monitor,
         warning=warning,
         devices=facts.devices,

@@ -38,6 +38,7 @@ from weakref import WeakKeyDictionary
 
 from zeus_plugins.client import client_from_environment
 from zeus_plugins.client.port import ServerPort
+from zeus_plugins.environment import DISABLED
 from zeus_plugins.errors import ZeusBSOConfigError
 from zeus_plugins.protocol import EndReason, Fingerprint, JobSpec, PowerLimitChoice, ReportResponse
 from zeus_plugins.training.announce import Announcer
@@ -132,8 +133,10 @@ class TrialRun:
     def begin(self, port: TrainerPort) -> None:
         """Ask for a batch size, and set it in the trainer; errors as in `TrialSession.ask`.
 
-        Leave a training alone that goes on from an earlier one in this process.
+        Leave a training alone that goes on from an earlier one in this process, or that is not to have a trial.
         """
+        if is_disabled(port):
+            return
         facts = self._facts_of(port)
         plan = self._plan_of(port, facts)
         weights = TrainedWeights(port.given_model)
@@ -187,6 +190,8 @@ class TrialRun:
         `TrialSession.resume`, and `ZeusBSOConfigError` if these devices cannot train at the trial's size; then the
         trial can still continue elsewhere.
         """
+        if is_disabled(port):
+            return
 
         def resumable() -> Mapping[str, Any] | None:
             state = saved()
@@ -386,6 +391,18 @@ class TrialRun:
         self, port: TrainerPort, batch_sizes: Sequence[int], facts: TrainingFacts | None = None
     ) -> dict[int, BatchSplit]:
         return splits_of(port, batch_sizes, self.options.max_per_device_batch_size, facts)
+
+
+def is_disabled(port: TrainerPort) -> bool:
+    """Return True, and say so, if the environment turns the callback off for this training."""
+
+    def decide() -> bool:
+        return DISABLED.text() not in (None, "", "0")
+
+    if not decided(port, decide):
+        return False
+    port.say(f"zeus: {DISABLED} is set: this training has its own batch size, and is neither measured nor reported")
+    return True
 
 
 class ActiveRun:
