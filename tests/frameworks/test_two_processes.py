@@ -44,7 +44,7 @@ MEAN_SCORE = 0.5
 TARGETS = {
     "plain": MEAN_SCORE,
     "guessed": MEAN_SCORE,
-    **dict.fromkeys(("never", "memory", "preempted", "finish"), NEVER),
+    **dict.fromkeys(("never", "memory", "preempted", "finish", "crash"), NEVER),
 }
 OPTIONS: dict[str, dict[str, Any]] = {
     "lightning_bench": {"devices": WORLD_SIZE, "strategy": "ddp"},
@@ -80,7 +80,7 @@ def train(name: str, server_url: str, folder: Path, way: str) -> dict[str, Any]:
     epochs = 2 if own is None else 1
     target = TARGETS.get(way, AT_ONCE)
     size = batch_size_of(way)
-    sizes_of_job = (NEXT_SIZE, size) if way == "finish" else (size,)
+    sizes_of_job = (NEXT_SIZE, size) if way in ("finish", "crash") else (size,)
     job = bench.job(
         target, batch_sizes=sizes_of_job, default_batch_size=size, max_epochs=epochs, higher_is_better_metric=True
     )
@@ -89,7 +89,7 @@ def train(name: str, server_url: str, folder: Path, way: str) -> dict[str, Any]:
     asked = {"mode": "max", "target": target, "job_id": bench.job_id} if way == "guessed" else {"job": job}
     if way == "beyond":
         said["after_target"] = "continue"
-    if way == "finish":
+    if way in ("finish", "crash"):
         said |= {"on_failure": "finish", "energy_monitor": seconds_and_joules(1.0, 10.0)}
         if rank_here() == 0:
             bench.complete_first_trial(job)
@@ -104,6 +104,8 @@ def train(name: str, server_url: str, folder: Path, way: str) -> dict[str, Any]:
             said["server_url"] = NOWHERE
     callback, meter = bench.BatchSize(**asked, monitor="score", **said), bench.Energy()
     work = Work({2: OUT_OF_MEMORY} if way == "memory" and rank_here() == 1 else None)
+    if way == "crash":
+        work = Work({9: RuntimeError("in the second epoch of each process")})
     training = bench.training(callback, meter, work=work, **options)
     seen: dict[str, Any] = {}
     try:
@@ -231,7 +233,7 @@ def run_in(start: Start, folder: Path, *ways: str) -> Iterator[Ran]:
 
 @pytest.fixture(scope="module", params=FORKED)
 def ran(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ran]:
-    ways = ["plain", "guessed", "never", "without server", "beyond", "finish"]
+    ways = ["plain", "guessed", "never", "without server", "beyond", "finish", "crash"]
     if RESUMES[request.param.bench]:
         ways.append("preempted")
     yield from run_in(request.param, tmp_path_factory.mktemp("ran"), *ways)
@@ -317,6 +319,15 @@ def test_both_processes_finish_missed_run(ran: Ran) -> None:
     trials = ran.job("finish").trials
     assert [trial.batch_size for trial in trials] == [BATCH_SIZE, BATCH_SIZE // 2, BATCH_SIZE]
     assert trials[-1].origin is Origin.FINISH
+
+
+def test_crash_of_both_processes_is_trained_at_own_size(ran: Ran) -> None:
+    for each in ran.seen("crash"):
+        assert (each["converged"], each["trial_number"]) == (False, 3)
+        assert each["sizes"] == [PER_PROCESS // 2] * 9 + ran.epoch * 2
+    _, crashed, finishing = ran.job("crash").trials
+    assert (crashed.state, crashed.batch_size) == (TrialState.FAILED, BATCH_SIZE // 2)
+    assert (finishing.state, finishing.batch_size, finishing.epochs) == (TrialState.EXHAUSTED, BATCH_SIZE, 2)
 
 
 @pytest.mark.parametrize("start", [*FORKED, *LAUNCHED])

@@ -9,12 +9,14 @@ from typing import Any
 
 import httpx
 import pytest
+import torch
 
 from tests.support.contract_double import CONVERGED, COST_BOUND, KEEP_TRAINING, ContractDouble
 from tests.support.fake_trainer import FakeTrainer, active, failing, on_each_rank, trial_of
 from zeus_plugins.energy import Measurement, ReplayMonitor
 from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSOError, ZeusBSOTokenError, ZeusBSOTrainFailError
 from zeus_plugins.protocol import GpuConfig, JobSpec, PowerLimitChoice, PowerLimitSample
+from zeus_plugins.training import port
 from zeus_plugins.training.arguments import TrialOptions
 from zeus_plugins.training.batches import BatchSplit
 from zeus_plugins.training.defaults import JobWish
@@ -609,3 +611,19 @@ def test_power_limits_are_stored_while_the_trial_is_open() -> None:
     over.resume(FakeTrainer(), lambda: OVER)
     active(over).keep_power_limits(choice)
     assert over.state()["trial"]["power_profile"] is None
+
+
+@pytest.mark.parametrize(("answers", "is_agreed"), [((True, True), True), ((True, False), False), ((True,), False)])
+def test_ranks_agree_if_all_are_able_within_the_deadline(
+    monkeypatch: pytest.MonkeyPatch, answers: tuple[bool, ...], is_agreed: bool
+) -> None:
+    store = torch.distributed.HashStore()
+    monkeypatch.setattr(torch.distributed.distributed_c10d, "_get_default_store", lambda: store)
+    monkeypatch.setattr(port, "AGREEMENT_S", 0.1 if len(answers) == 1 else 60.0)
+
+    def ask(trainer: FakeTrainer) -> bool | None:
+        if trainer.rank >= len(answers):  # waits for the others in a step
+            return None
+        return port.all_agree(trainer, "trial 3", answers[trainer.rank])
+
+    assert on_each_rank(2, ask)[: len(answers)] == [is_agreed] * len(answers)

@@ -414,7 +414,7 @@ class HuggingFacePort:
             patches.set_attribute(args, "num_train_epochs", epochs)
         patches.set_attribute(trainer, "model_init", None)  # which would make another model
         if not keeps_state:
-            release_trainer(trainer)
+            vars(trainer)["model_wrapped"] = trainer.model
             if trainer.optimizer is not None:
                 trainer.optimizer.state.clear()
             for stopper in trainer.callback_handler.callbacks:
@@ -447,12 +447,6 @@ def from_start(train: functools.partial[Any]) -> functools.partial[Any]:
 def can_find_size(trainer: Trainer) -> bool:
     """Return True if the trainer can train again in this process after it has run out of memory."""
     return bool(trainer.args.world_size == 1 and not trainer.is_fsdp_enabled)
-
-
-def release_trainer(trainer: Trainer) -> None:
-    """Release the memory that the trainer has used besides its model."""
-    vars(trainer)["model_wrapped"] = trainer.model
-    trainer.accelerator.free_memory()
 
 
 def saved_in_checkpoint(

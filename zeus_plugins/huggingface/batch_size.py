@@ -20,7 +20,6 @@ from zeus_plugins.huggingface._trainer import (
     early_end,
     from_start,
     not_attached,
-    release_trainer,
     saved_in_checkpoint,
     scale_warm_up,
     warn_of_in_batch_negatives,
@@ -175,7 +174,7 @@ class ZeusBSOTrainerCallback(BatchSizeArguments, TrainWrapper):
                     raise
                 too_large = self.trial.batch_size
                 release_memory(error)
-                release_trainer(trainer)
+                vars(trainer)["model_wrapped"] = trainer.model
             HuggingFacePort(trainer).say(
                 f"zeus: batch size {too_large} ran out of memory: auto_find_batch_size asks for a smaller one"
             )

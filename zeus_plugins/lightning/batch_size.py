@@ -28,7 +28,7 @@ from zeus_plugins.lightning._trainer import (
 from zeus_plugins.training.arguments import TrialOptions
 from zeus_plugins.training.batch_size import BatchSizeArguments
 from zeus_plugins.training.defaults import check_epochs
-from zeus_plugins.training.run import TrialRun
+from zeus_plugins.training.run import TrialRun, error_of
 
 _logger = logging.getLogger("zeus_plugins")
 
@@ -223,24 +223,31 @@ class ZeusBSOCallback(BatchSizeArguments, Callback):
         """Let the fit loop run again if the target is missed, or an error ends the run, and it is to be finished."""
         if self._run.active is None or self._run.options.on_failure != "finish":
             return
-        loop = trainer.fit_loop
-        run_loop = loop.run
+        loop, strategy = trainer.fit_loop, trainer.strategy
+        run_loop, set_up_optimizers = loop.run, strategy.setup_optimizers
+
+        def is_followed(crash: Exception | None) -> bool:
+            successor = self._run.finished_by(LightningPort(trainer, pl_module), crash)
+            if successor is None:
+                return False
+            self._run, self._first_epoch = successor, trainer.current_epoch
+            self._take_charge(trainer)
+            self._follow_loop(trainer, pl_module)
+            return True
 
         def run() -> None:
-            successor: TrialRun | None = self._run
-            while successor is not None:
-                crash: Exception | None = None
-                try:
-                    run_loop()
-                except Exception as error:
-                    crash = error
-                successor = self._run.finished_by(LightningPort(trainer, pl_module), crash)
-                if successor is not None:
-                    self._run, self._first_epoch = successor, trainer.current_epoch
-                    self._scale_rates(trainer)
-                    self._take_charge(trainer)
+            if is_followed(error_of(run_loop)):
+                self._scale_rates(trainer)
+                loop.run()
+
+        # The script's `configure_optimizers` makes the loaders if it asks for the number of steps.
+        def set_up(*args: Any) -> None:
+            crash = error_of(lambda: set_up_optimizers(*args))
+            if crash is not None:
+                is_followed(crash)
 
         self._run.patches.set_attribute(loop, "run", run)
+        self._run.patches.set_attribute(strategy, "setup_optimizers", set_up)
 
     def _report(self, trainer: Trainer) -> None:
         run = self._run.active

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 
-from zeus_plugins.protocol import GP_VOI, ZEUS, EndingState, JobView, TrialState, printable
+from zeus_plugins.protocol import GP_VOI, ZEUS, EndingState, EndReason, JobView, TrialState, printable
 from zeus_plugins.training.defaults import JobPlan, first_report_warning
 from zeus_plugins.training.lr_scaling import LrScaling, lr_scaling_in_words
 from zeus_plugins.training.outcomes import is_refusal_of_size, outcome_of
@@ -34,6 +34,7 @@ class Announcer:
         self._plan = plan
         self._patches = patches
         self._has_reported = False
+        self._metrics: list[float] = []
 
     def begun(self, trial: TrialInfo, place: str, *, to_trackers: bool = True) -> None:
         """Report the batch size to the user and, unless `to_trackers` is False, to the experiment trackers.
@@ -81,6 +82,7 @@ class Announcer:
     def reported(self, trial: TrialInfo) -> None:
         """Log the cost of the trial so far, and warn if its first report contradicts the target."""
         job, rule, verdict = self._plan.job, trial.stop_rule, trial.verdict
+        self._metrics += [] if trial.metric is None else [trial.metric]
         metrics = {"zeus/epoch_bound": float(job.max_epochs if rule is None else rule.max_epochs)}
         if trial.cost_j is not None:
             metrics["zeus/cost_j"] = trial.cost_j
@@ -155,6 +157,8 @@ class Announcer:
     def _next_steps(self, trial: TrialInfo, view: JobView | None) -> str:
         if trial.advice is not None:
             return f"{trial.advice[0].upper()}{trial.advice[1:]}."
+        if (out_of_reach := self._out_of_reach(trial)) is not None:
+            return out_of_reach
         if not trial.converged:
             return "Launch the training again to try the next batch size."
         if view is None:
@@ -167,6 +171,22 @@ class Announcer:
         if best is None:
             return "All batch sizes are tried."
         return f"All batch sizes are tried; the best so far is {best.batch_size}, {best.in_words}."
+
+    def _out_of_reach(self, trial: TrialInfo) -> str | None:
+        """Return a warning if the own size missed the target by more than the metric moved in its last third."""
+        job, metrics, verdict = self._plan.job, self._metrics, trial.verdict
+        has_all_epochs = verdict is not None and verdict.reason is EndReason.MAX_EPOCHS_REACHED
+        is_own = trial.batch_size == job.default_batch_size
+        if job.target_metric is None or not has_all_epochs or not is_own or len(metrics) < 3:
+            return None
+        moved, missed = abs(metrics[-1] - metrics[-1 - len(metrics) // 3]), abs(metrics[-1] - job.target_metric)
+        if missed <= moved:
+            return None
+        return (
+            f"The target is out of reach at your own batch size: {self._plan.monitor or 'the metric'} missed it by "
+            f"{missed:.3g}, and moved by {moved:.3g} in the last third of the training. "
+            f"{'Lower' if job.higher_is_better_metric else 'Raise'} the target or raise max_epochs."
+        )
 
 
 def _after_crash(trial: TrialInfo, view: JobView) -> str:

@@ -272,14 +272,16 @@ class TrialRun:
             return None
         restarts = error is not None or active.restarts
         why_not = port.no_continuation
-        if why_not is None and restarts and active.has_started and active.first_weights is None:
+        if why_not is None and restarts and error is None and active.first_weights is None:
             why_not = "the weights are no longer finite numbers, and the first weights were not kept"
         if error is not None and not all_agree(port, f"{record.trial.name} at {record.trial.batch_size}", not why_not):
             raise error
-        if why_not is not None:
+        size, known_as = (record.job.default_batch_size, OWN) if error or why_not else active.best_known_size()
+        if size is None:
+            why_not = f"{OWN}, {record.job.default_batch_size}, has missed the target with all its epochs, too"
+        if why_not is not None or size is None:
             port.say(f"zeus: this run is not finished at another batch size: {why_not}")
             return None
-        size, known_as = (record.job.default_batch_size, OWN) if error is not None else active.best_known_size()
         begins = "trains from the start" if restarts else "continues"
         if error is not None:
             _logger.warning(
@@ -424,7 +426,6 @@ class ActiveRun:
     ) -> None:
         options = run.options
         self._finishes = finishes
-        self.has_started = False
         self._port = port
         self._connect = run.connect
         self._options = options
@@ -494,14 +495,20 @@ class ActiveRun:
         """True if the run is to be finished from its first weights, because the present ones are not finite numbers."""
         return not all(bool(each.isfinite().all()) for each in self._port.model.parameters())
 
-    def best_known_size(self) -> tuple[int, str]:
-        """Return the batch size that finishes the run, and a phrase about it; all ranks make this call."""
+    def best_known_size(self) -> tuple[int | None, str]:
+        """Return the batch size that finishes the run, and a phrase about it; all ranks make this call.
 
-        def decide(session: TrialSession) -> tuple[int, str]:
-            best = None if session.job_view is None else session.job_view.best_batch_size
-            if best is None:
-                return self.record.job.default_batch_size, OWN
-            return best, "the best known batch size"
+        The size is None if no size has reached the target, and the user's own has missed it with all its epochs, unless
+        the run must start again.
+        """
+
+        def decide(session: TrialSession) -> tuple[int | None, str]:
+            view, own = session.job_view, self.record.job.default_batch_size
+            if view is not None and view.best_batch_size is not None:
+                return view.best_batch_size, "the best known batch size"
+            trials = () if view is None else view.trials
+            has_missed = any(it.batch_size == own and it.end_reason is EndReason.MAX_EPOCHS_REACHED for it in trials)
+            return None if has_missed and not self.restarts else own, OWN
 
         return self._decided_with(decide)
 
@@ -567,7 +574,6 @@ class ActiveRun:
             self._schedules.compare(counts, steps, steps * self.record.trial.batch_size / self._own_size)
         optimizers, _ = port.optimizers()
         self.steps = StepCount(optimizers, port.accumulation)
-        self.has_started = True
         self._keep_first_weights()
         self._monitors.synchronize()
         if self.record.takes_reports:
@@ -701,6 +707,15 @@ class ActiveRun:
                 name: value.detach().to("cpu", copy=True) if hasattr(value, "detach") else copy.deepcopy(value)
                 for name, value in state.items()
             }
+
+
+def error_of(train: Callable[[], object]) -> Exception | None:
+    """Call a function, and return its exception or None; a signal is raised."""
+    try:
+        train()
+    except Exception as error:
+        return error
+    return None
 
 
 class TrainedWeights:
