@@ -257,12 +257,6 @@ def test_both_processes_share_trial_and_report_mean(ran: Ran) -> None:
     assert_shared(ran)
 
 
-@pytest.mark.parametrize("start", LAUNCHED)
-def test_processes_of_every_launcher_share_trial(start: Start, tmp_path: Path) -> None:
-    for ran in run_in(start, tmp_path, "plain"):
-        assert_shared(ran)
-
-
 def test_first_process_measures_energy(ran: Ran) -> None:
     first, second = ran.seen("plain")
     assert (first["energy_rows"], second["energy_rows"]) == (2, 0)
@@ -330,17 +324,29 @@ def test_crash_of_both_processes_is_trained_at_own_size(ran: Ran) -> None:
     assert (finishing.state, finishing.batch_size, finishing.epochs) == (TrialState.EXHAUSTED, BATCH_SIZE, 2)
 
 
-@pytest.mark.parametrize("start", [*FORKED, *LAUNCHED])
+def assert_out_of_memory(url: str, went_well: bool, output: str) -> None:
+    """Assert that the trial of the training without memory counts against its size."""
+    assert not went_well
+    assert "CUDA out of memory" in output
+    with client_from_environment(url) as client:
+        (trial,) = client.show_job(job_id_of("memory")).trials
+    assert trial.state is TrialState.INFEASIBLE, output
+    assert "CUDA out of memory" in (trial.message or "")
+
+
+@pytest.mark.parametrize("start", FORKED)
 def test_out_of_memory_on_second_process_excludes_size(server: ServerProcess, tmp_path: Path, start: Start) -> None:
-    embedded = f"embedded://{tmp_path / 'embedded.sqlite3'}"
-    for url in (server.url, embedded) if start.launcher is None else (server.url,):
-        went_well, output = start.train(url, tmp_path, "memory")
-        assert not went_well
-        assert "CUDA out of memory" in output
-        with client_from_environment(url) as client:
-            (trial,) = client.show_job(job_id_of("memory")).trials
-        assert trial.state is TrialState.INFEASIBLE, output
-        assert "CUDA out of memory" in (trial.message or "")
+    for url in (server.url, f"embedded://{tmp_path / 'embedded.sqlite3'}"):
+        assert_out_of_memory(url, *start.train(url, tmp_path, "memory"))
+
+
+@pytest.mark.parametrize("start", LAUNCHED)
+def test_processes_of_every_launcher_share_trials_and_errors(
+    server: ServerProcess, tmp_path: Path, start: Start
+) -> None:
+    ended = start.train(server.url, tmp_path, "plain", "memory")
+    assert_shared(Ran(start, server, tmp_path))
+    assert_out_of_memory(server.url, *ended)
 
 
 if __name__ == "__main__":

@@ -391,15 +391,6 @@ def test_watched_metrics_of_every_evaluation_set_reach_last_report(bench: Bench)
     assert trial.watched == {"right_score": 0.7, "eval_right_score": 0.7}
 
 
-@pytest.mark.parametrize("data", [{}, {"eval_dataset": SETS}], ids=["one set", "two sets"])
-def test_unknown_metric_is_error_with_list_of_computed_metrics(bench: Bench, data: dict[str, Any]) -> None:
-    trainer = bench.trainer(bench.callback(monitor="f1"), data=data)
-    last = "eval_right_score" if data else "eval_score"
-    with pytest.raises(ZeusBSOConfigError, match=f"'f1' is not among .*{last}"):
-        trainer.train()
-    assert bench.only_trial().state is TrialState.WITHDRAWN
-
-
 def test_loss_of_each_epoch_is_reported_without_evaluations(bench: Bench) -> None:
     job = bench.job(-1.0, higher_is_better_metric=False, max_epochs=2)
     callback = bench.callback(job, "loss", on_failure="stop")

@@ -343,7 +343,7 @@ class LogsInTraining(Classifier):
         super().__init__(0.1)
         self._on_step = on_step
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
+    def training_step(self, batch: Any, batch_idx: int = 0) -> Any:
         seen = self.current_epoch + 0.1 * batch_idx
         self.log("seen", seen, on_step=self._on_step, on_epoch=True, batch_size=len(batch[0]))
         return super().training_step(batch)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -16,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
-from tests.support import ROOT
+from tests.support import warm
 from tests.support.job_bench import EPOCH_OF_24, EPOCH_OF_48
 from tests.support.lightning_bench import Bench, Classifier, HardCodedData, Loader, quiet_trainer, train_loader
 from tests.support.process_end import leave
@@ -45,8 +44,7 @@ def test_model_spread_over_processes_trains_at_size_of_server(
 
 @pytest.mark.slow
 def test_spawned_processes_share_trial(bench: Bench, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "tests.lightning.test_sharded", bench.server.url, bench.job_id, str(tmp_path)]
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=240)
+    ended = warm.run("tests.lightning.test_sharded", bench.server.url, bench.job_id, str(tmp_path), modules=LIGHTNING)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     for rank in range(2):
         assert json.loads((tmp_path / f"rank{rank}.json").read_text()) == {"sizes": [24, 24, 24, 12], "steps": 4}
@@ -116,10 +114,8 @@ class WriteDown(Callback):
 def train_spawned(server_url: str, job_id: str, folder: str) -> None:
     torch.set_num_threads(1)
     bench = Bench(argparse.Namespace(url=server_url), job_id, Path(folder))
-    callback = bench.BatchSize(
-        bench.job(0.5, max_epochs=2, higher_is_better_metric=True), "score", server_url=server_url
-    )
-    trainer = quiet_trainer(callback, WriteDown(folder), max_epochs=2, devices=2, strategy="ddp_spawn")
+    callback = bench.BatchSize(bench.job(0.5, higher_is_better_metric=True), "score", server_url=server_url)
+    trainer = quiet_trainer(callback, WriteDown(folder), devices=2, strategy="ddp_spawn")
     trainer.fit(Classifier(0.5), HardCodedData())
     try:
         trial = str(callback.trial)

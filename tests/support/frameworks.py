@@ -15,7 +15,7 @@ from sklearn.datasets import load_digits
 from torch import Tensor
 
 from tests.support.job_bench import CountingMonitor, JobBench
-from tests.support.power_limit_bench import ANY_LENGTH, LIMITS_W, Recorder, machine
+from tests.support.power_limit_bench import ANY_LENGTH, LIMITS_W, machine
 from zeus_plugins import JobSpec
 
 TRAIN_IMAGES = 168
@@ -84,7 +84,7 @@ class Powered(Work):
         super().__init__(events)
         self.machine = machine()
         self.monitor = self.machine.monitor
-        self.device = Recorder(self.machine.devices[0])
+        (self.device,) = self.machine.devices
         self.limits_of_steps: list[float] = []
         self.limits_of_validations: list[float] = []
 

@@ -54,12 +54,17 @@ class ReplayPoint:
 
 
 class ReplayDevice(Device):
-    """A GPU whose `table` has its speed and power under each settable limit in watts; it begins at the highest."""
+    """A GPU whose `table` has its speed and power under each settable limit in watts; it begins at the highest.
+
+    Attributes:
+        set_w: The limits that were set.
+    """
 
     def __init__(self, table: Mapping[float, ReplayPoint], index: int = 0) -> None:
         self._table = dict(table)
         self.index = index
         self._limit_w = max(self._table)
+        self.set_w: list[float] = []
 
     def __str__(self) -> str:
         return f"replayed GPU {self.index}"
@@ -79,6 +84,7 @@ class ReplayDevice(Device):
         if limit_w not in self._table:
             raise PowerLimitUnavailableError(f"{self} has no limit of {limit_w:g} W: it has {sorted(self._table)}")
         self._limit_w = limit_w
+        self.set_w.append(limit_w)
 
 
 class ReplayMachine:
@@ -215,43 +221,12 @@ class Forbidden(Device):
         raise PowerLimitUnavailableError("Insufficient Permissions")
 
 
-class Wrapped(Device):
-    """Wrapper of a device."""
-
-    def __init__(self, device: Any) -> None:
-        self._device = device
-
-    def __str__(self) -> str:
-        return str(self._device)
-
-    def range_w(self) -> tuple[float, float]:
-        return self._device.range_w()
-
-    def limit_w(self) -> float:
-        return self._device.limit_w()
-
-    def set_limit_w(self, limit_w: float) -> None:
-        self._device.set_limit_w(limit_w)
-
-
-class Recorder(Wrapped):
-    """A device that records the limits that are set."""
-
-    def __init__(self, device: Any) -> None:
-        super().__init__(device)
-        self.set_w: list[float] = []
-
-    def set_limit_w(self, limit_w: float) -> None:
-        super().set_limit_w(limit_w)
-        self.set_w.append(limit_w)
-
-
-class Breaks(Wrapped):
-    """A device that accepts `takes` limits, refuses the next `refuses` limits, and then accepts limits again."""
+class Breaks(Device):
+    """Wrapper of a device that takes `takes` limits, refuses the next `refuses` limits, and then takes limits again."""
 
     def __init__(self, device: Any, takes: int, refuses: int = 1) -> None:
-        super().__init__(device)
-        self.takes, self._refuses = takes, refuses
+        self._device, self.takes, self._refuses = device, takes, refuses
+        self.range_w, self.limit_w = device.range_w, device.limit_w  # type: ignore[method-assign]
 
     def __str__(self) -> str:
         return "GPU 0"
@@ -260,7 +235,7 @@ class Breaks(Wrapped):
         self.takes -= 1
         if -self._refuses <= self.takes < 0:
             raise PowerLimitUnavailableError("GPU is lost")
-        super().set_limit_w(limit_w)
+        self._device.set_limit_w(limit_w)
 
 
 class Failing:

@@ -416,15 +416,6 @@ def test_loader_delivers_the_set_size_until_undone(make: Callable[[], DataLoader
     assert images_per_batch(loader) == [16] * 10 + [8]
 
 
-# Python 3.12 and newer warn of forking with threads; torch has threads, but its workers do not use them.
-@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
-def test_persistent_workers_deliver_the_set_size() -> None:
-    loader = DataLoader(models.digits()[0], batch_size=16, num_workers=1, persistent_workers=True)
-    assert images_per_batch(loader)[0] == 16
-    resize_loader(loader, 48, Patches())
-    assert images_per_batch(loader) == [48, 48, 48, 24]
-
-
 def test_loader_of_the_right_size_is_left_unchanged() -> None:
     loader, patches = models.train_loader(), Patches()
     assert loader.batch_sampler is not None
@@ -432,20 +423,3 @@ def test_loader_of_the_right_size_is_left_unchanged() -> None:
     loader.batch_sampler.batch_size = 5  # type: ignore[attr-defined]  # a plain loader's sampler has the attribute
     patches.undo()
     assert delivered_batch_size(loader) == 5
-
-
-FIXED: dict[str, Callable[[], Any]] = {
-    "batch_size=None": lambda: models.train_loader(batch_size=None),
-    "list of batches": lambda: DataLoader(TensorDataset(torch.zeros(4, 1)), batch_sampler=[[0, 1], [2, 3]]),
-    "tensors": lambda: [torch.zeros(16, 1), torch.zeros(16, 1)],
-}
-
-
-@pytest.mark.parametrize("make", FIXED.values(), ids=FIXED.keys())
-def test_data_in_fixed_batches_are_refused(make: Callable[[], Any]) -> None:
-    data = make()
-    assert delivered_batch_size(data) is None
-    with pytest.raises(
-        ZeusBSOConfigError, match=rf"\({type(data).__name__}\) does not say how many .* set to 48: give"
-    ):
-        resize_loader(data, 48, Patches())
