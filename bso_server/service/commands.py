@@ -279,7 +279,7 @@ class Commands:
         dispatch = save_start(transaction, job, trial)
         if suggestion.decision is not None:
             transaction.insert_decisions([StoredDecision(*trial.key, suggestion.decision)])
-        is_first = not any(arm.measured for arm in decided.unsaved.arms.values())
+        is_first = not any(arm.measured for arm in transaction.arms(job.job_id).values())
         return with_power_profile(transaction, job, dispatch.model_copy(update={"is_first": is_first}))
 
     def record_offline(

@@ -145,8 +145,12 @@ def test_max_steps_within_first_epoch_are_refused_before_trial(bench: Bench) -> 
     [
         ({"data": {"train_dataset": models.Digits(length=36)}}, "a batch is larger than the data of 36 samples"),
         ({"eval_strategy": "steps", "eval_steps": 5}, r"the whole training has 4 steps, fewer than .*eval_steps=5\)"),
+        (
+            {"eval_strategy": "steps", "eval_steps": 2, "eval_delay": 5},
+            r"the training ends before .*\(eval_delay=5\), after 4",
+        ),
     ],
-    ids=["little data", "eval_steps"],
+    ids=["little data", "eval_steps", "eval_delay"],
 )
 def test_described_size_without_evaluation_is_refused_before_trial(
     bench: Bench, options: dict[str, Any], problem: str
@@ -491,6 +495,19 @@ def test_metric_missing_from_every_evaluation_is_refused_before_trial(
 def test_metric_added_to_log_of_evaluation_is_reported(bench: Bench) -> None:
     bench.trainer(bench.callback(monitor="added_score"), kind=AddingTrainer).train()
     assert bench.only_trial().metric == 0.7
+
+
+class ComparedTrainer(Trainer):
+    """A trainer without a hash, like TRL's for KTO."""
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+
+def test_trainer_without_hash_has_a_trial(bench: Bench) -> None:
+    trainer = bench.trainer(bench.callback(), kind=ComparedTrainer)
+    trainer.train()
+    assert bench.only_trial().state is TrialState.COMPLETED
 
 
 # Verdicts

@@ -79,6 +79,16 @@ async def test_changed_target_requires_a_new_job(bso: JobService, changes: dict[
     assert (await bso.show()).revisions == ()
 
 
+async def test_dispatch_says_whether_a_run_has_counted(bso: JobService) -> None:
+    first = await bso.suggest()
+    await bso.end(first)
+    second = await bso.suggest()
+    await bso.reach(second)
+    third = await bso.suggest()
+    await bso.end(third)
+    assert [each.is_first for each in (first, second, third, await bso.suggest())] == [True, True, False, False]
+
+
 async def test_direction_is_revised_while_no_run_counts(bso: JobService) -> None:
     await bso.end(await bso.suggest())
     assert not (await revise(bso, higher_is_better_metric=False)).higher_is_better_metric

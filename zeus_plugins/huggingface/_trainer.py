@@ -59,8 +59,9 @@ _FOLLOW = (
     "each __iter__"
 )
 
-# Names of the optimizers that trainers had before their first training.
-_OPTIMIZERS: WeakKeyDictionary[Trainer, str] = WeakKeyDictionary()
+# Names of the optimizers that trainers had before their first training, by the handlers of their callbacks: a trainer
+# that defines `__eq__` has no hash.
+_OPTIMIZERS: WeakKeyDictionary[object, str] = WeakKeyDictionary()
 
 # Parts of the names of losses that use the other samples of a batch as negative examples.
 _IN_BATCH = ("Negatives", "GIST", "MegaBatch")
@@ -230,8 +231,8 @@ class HuggingFacePort:
         given = trainer.optimizer
         name = str(getattr(self._args.optim, "value", self._args.optim)) if given is None else type(given).__name__
         # An `AcceleratedOptimizer` is left over from an earlier `train` of the same trainer.
-        name = _OPTIMIZERS.get(trainer, name) if isinstance(given, AcceleratedOptimizer) else name
-        _OPTIMIZERS[trainer] = name
+        name = _OPTIMIZERS.get(trainer.callback_handler, name) if isinstance(given, AcceleratedOptimizer) else name
+        _OPTIMIZERS[trainer.callback_handler] = name
         return Fingerprint(
             model=type(trainer.model).__name__,
             framework="transformers",
@@ -277,8 +278,12 @@ class HuggingFacePort:
         samples = samples_of(self._trainer.train_dataset)
         if samples is not None and samples < split.per_device * split.accumulation * self.devices:
             return f"a batch is larger than the data of {samples} samples"
+        total = limit if limit > 0 else steps and math.ceil(steps * args.num_train_epochs)
+        if args.eval_delay and steps and total:
+            counted = total if args.eval_strategy == "steps" else total / steps
+            if args.eval_delay > counted:
+                return f"the training ends before TrainingArguments(eval_delay={args.eval_delay:g}), after {counted:g}"
         if args.eval_strategy == "steps":
-            total = limit if limit > 0 else steps and math.ceil(steps * args.num_train_epochs)
             if total and args.eval_steps is not None and args.eval_steps > total:
                 return (
                     f"the whole training has {total} steps, fewer than TrainingArguments(eval_steps={args.eval_steps})"
