@@ -29,8 +29,8 @@ def test_variable_turns_the_callback_off_for_a_night(
 
 
 def test_single_fields_of_a_job_revise_it(bench: FrameworkBench) -> None:
-    for job in (None, {"eta_knob": 0, "controls": "off"}, {"batch_sizes": [24]}):
-        callback = bench.guessing(0.5, job=job)
+    for fields in (None, {"eta_knob": 0, "controls": "off"}, {"batch_sizes": [24]}):
+        callback = bench.guessing(0.5, job=fields)
         bench.training(callback, epochs=2, scores=(0.1, 0.9)).train()
         assert callback.converged
     job = bench.view().job

@@ -617,7 +617,7 @@ def test_power_limits_are_stored_while_the_trial_is_open() -> None:
 def test_ranks_agree_if_all_are_able_within_the_deadline(
     monkeypatch: pytest.MonkeyPatch, answers: tuple[bool, ...], is_agreed: bool
 ) -> None:
-    store = torch.distributed.HashStore()
+    store = torch.distributed.HashStore()  # type: ignore[attr-defined]  # torch does not list it
     monkeypatch.setattr(torch.distributed.distributed_c10d, "_get_default_store", lambda: store)
     monkeypatch.setattr(port, "AGREEMENT_S", 0.1 if len(answers) == 1 else 60.0)
 
