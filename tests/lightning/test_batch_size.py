@@ -336,6 +336,21 @@ def test_each_epoch_is_reported_without_validation_loop(bench: Bench) -> None:
     assert (bench.only_trial().metric, bench.only_trial().state) == (2.0, TrialState.COMPLETED)
 
 
+@pytest.mark.parametrize(
+    ("least", "continues"), [({"min_epochs": 3}, 1), ({"min_steps": 9}, 1), ({"min_epochs": 2}, 0)]
+)
+def test_least_number_of_epochs_continues_with_a_line(
+    bench: Bench, caplog: pytest.LogCaptureFixture, least: dict[str, int], continues: int
+) -> None:
+    callback = bench.callback(bench.job(0.9, max_epochs=4))
+    trainer = quiet_trainer(callback, max_epochs=4, **least)
+    with caplog.at_level("INFO"):
+        trainer.fit(Classifier(0.1, 0.95), train_loader())
+    assert (trainer.current_epoch, callback.trial.epochs) == (2 + continues, 2)
+    (name,) = least
+    assert caplog.text.count(f"Trainer({name}={least[name]}) lets this training continue, which") == continues
+
+
 class LogsInTraining(Classifier):
     """Logs a rising metric of the training epoch beside its validation."""
 

@@ -371,7 +371,12 @@ class LightningPort:
             logger.log_metrics(dict(metrics), step=self._trainer.global_step)
 
     def stop(self) -> None:
-        self._trainer.should_stop = True
+        trainer = self._trainer
+        trainer.should_stop = True
+        epochs, steps = trainer.min_epochs or 0, trainer.min_steps or 0
+        if epochs > trainer.current_epoch + 1 or steps > trainer.global_step:
+            least = f"min_epochs={epochs}" if epochs > trainer.current_epoch + 1 else f"min_steps={steps}"
+            self.say(f"zeus: Trainer({least}) lets this training continue, which is not counted")
 
     @property
     def no_continuation(self) -> str | None:
