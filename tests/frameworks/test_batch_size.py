@@ -128,8 +128,7 @@ def test_begin_and_end_are_printed_once_unless_the_level_is_above_info(
         return
     assert said[:3] == [
         f"zeus: batch size 16, your own: first run of job {bench.job_id} (trial 1)",
-        "zeus: guessed: batch sizes 2, 4, 8, 16, 32, 64, 128; at most 1 epoch; higher score is better "
-        "(job=JobSpec(…) sets them)",
+        "zeus: guessed: batch sizes 2, 4, 8, 16, 32, 64, 128; at most 1 epoch (job=JobSpec(…) sets them)",
         f"zeus: results are kept in {bench.server.url}",
     ]
     assert said[3].startswith("zeus: target reached after 1 epoch: score ")

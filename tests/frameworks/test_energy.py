@@ -81,10 +81,10 @@ def test_totals_start_at_checkpoint_without_totals(bench: FrameworkBench) -> Non
 @pytest.mark.parametrize("is_first", [True, False], ids=["before", "after"])
 def test_both_callbacks_measure_side_by_side(bench: FrameworkBench, is_first: bool) -> None:
     work = Work()
-    optimizer = bench.callback(bench.job(0.0, max_epochs=2), energy_monitor=work.monitor)
+    optimizer = bench.callback(bench.job(0.0, max_epochs=1), energy_monitor=work.monitor)
     meter = bench.Energy(work.monitor)
     both = [meter, optimizer] if is_first else [optimizer, meter]
-    training = bench.training(*both, work=work, epochs=2)
+    training = bench.training(*both, work=work, epochs=1)
     training.train()
     assert training.sizes == [48, 48, 48, 24]
     assert training.logged("zeus/energy_j") == energy_rows(4 + VALIDATION)

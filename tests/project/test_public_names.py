@@ -100,6 +100,7 @@ PUBLIC = {
         *(
             "BUSY_SHARE",
             "busy_remark",
+            "certain_direction",
             "epochs_in_words",
             "finishing_reason",
             "is_busy",

@@ -574,6 +574,12 @@ class TrialSession:
             )
 
     def _judged(self, reporter: TrialReporter, metric: float, epoch: float, *, is_repeated: bool) -> ReportResponse:
+        if self._held is not None and self.trial.unmeasured is None:
+            if not is_repeated:
+                check_direction(self.plan.job, self.plan.monitor, self._held.metric, metric)
+            verdict = self._report_held(reporter)
+            if verdict.stop_train:
+                return verdict
         trial, rule = self.trial, reporter.rule
         epoch = max(epoch, self._reported_epoch)
         if is_repeated and rule.confirmed:
@@ -601,18 +607,16 @@ class TrialSession:
             return ReportResponse(
                 stop_train=False, converged=False, message=message, reason=EndReason.KEEP_TRAINING, stop_rule=rule
             )
-        if self._held is not None:
-            if not is_repeated:
-                check_direction(self.plan.job, self.plan.monitor, self._held.metric, metric)
-            verdict = self._report_held(reporter)
-            if verdict.stop_train:
-                return verdict
         return reporter.report_evaluation(evaluation)
 
     def _report_held(self, reporter: TrialReporter) -> ReportResponse:
         """Report the job's first evaluation, with the cost at that time."""
-        held, self._held = self._held, None
-        return reporter.report_evaluation(cast("Evaluation", held))
+        held, self._held = cast("Evaluation", self._held), None
+        verdict = reporter.report_evaluation(held)
+        if verdict.stop_train:
+            # The trial ended there. The training since has only shown the direction of the metric.
+            self._update(epoch=held.current_epoch, metric=held.metric, time_s=held.time, energy_j=held.energy)
+        return verdict
 
     def _look_at_job(self, reporter: TrialReporter, retries: Retries = NO_RETRIES) -> None:
         """Get the job after this trial, for the lines at the end of the training."""
