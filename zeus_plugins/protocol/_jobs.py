@@ -60,7 +60,8 @@ TARGET_RUNS = 3
 
 
 FIXED_TERMS = frozenset({"job_id", "job_id_prefix", "target_metric", "higher_is_better_metric", "confirm"})
-"""Fields of a job that no revision changes: a job with another target is another job."""
+"""Fields of a job that no revision changes: a job with another target is another job. The direction of the metric is an
+exception while no run has been judged by it (`refuse_difference` in `bso_server/service/refusals.py`)."""
 
 
 class JobParams(WireMessage):
