@@ -183,18 +183,18 @@ def test_size_that_sampler_ignores_is_left_out_after_one_try(bench: FrameworkBen
     assert {arm.batch_size: arm.infeasible for arm in job.arms}[refused.batch_size] is EndReason.REFUSED
 
 
-def test_size_without_evaluation_is_left_out_after_one_try(bench: FrameworkBench) -> None:
+def test_size_without_evaluation_is_not_tried(bench: FrameworkBench) -> None:
     if bench.HAS_LOGGER:
         pytest.skip("eval_delay is an argument of Hugging Face's Trainer")
-
-    def make(callback: Any, work: Work) -> Training:
-        return bench.training(callback, work=work, epochs=2, scores=SCORES, validate_every=2, eval_delay=9)
-
-    job = ten_nights(bench, make, sizes=(8, OWN, 48, 84))
-    failed = tries_without_result(job)
-    assert failed
-    assert set(failed) <= {48, 84}
-    assert all(states == [TrialState.INFEASIBLE] for states in failed.values())
+    for _ in range(NIGHTS):
+        work = Work()
+        said = {"mode": "max", "target": 0.9, "job_id": bench.job_id, "on_failure": "finish"}
+        callback = bench.BatchSize("score", energy_monitor=work.monitor, **said)
+        bench.training(callback, work=work, epochs=2, scores=SCORES, validate_every=2, eval_delay=9).train()
+        assert callback.converged
+    job = view(bench)
+    assert job.job.batch_sizes == (2, 4, 8, OWN, 32)  # two epochs of 64 samples have six steps
+    assert tries_without_result(job) == {}
 
 
 def test_own_size_trains_bit_equal_to_a_training_without_callback(bench: FrameworkBench) -> None:
