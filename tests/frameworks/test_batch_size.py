@@ -42,7 +42,7 @@ def test_sizes_with_uneven_accumulation_are_refused_before_trial(bench: Framewor
 def test_validation_within_epoch_is_reported_with_share_of_epoch(bench: FrameworkBench) -> None:
     callback = bench.callback(bench.job(NEVER, max_epochs=2), on_failure="stop")
     watch = bench.Watch(callback)
-    bench.training(callback, watch, epochs=2, validate_every=2).train()
+    bench.training(callback, watch, epochs=2, validate_every=6).train()
     assert watch.epochs == [0.5, 1.0, 1.5, 2.0]
     assert bench.only_trial().epochs == 2
 

@@ -40,7 +40,7 @@ def test_target_reached_at_the_first_evaluation_counts_once_the_second_has_confi
 
 
 def test_run_without_a_second_evaluation_counts_at_its_end(bench: FrameworkBench) -> None:
-    callback = bench.callback(bench.job(0.8, max_epochs=2, batch_sizes=(SERVERS_SIZE,)))
+    callback = bench.callback(bench.job(0.8, max_epochs=2, batch_sizes=(SERVERS_SIZE,)), steps="unchanged")
     training = bench.training(callback, epochs=2, scores=(0.9,), max_steps=len(EPOCH_OF_48) + 1)
     training.train()
     assert callback.converged

@@ -53,7 +53,8 @@ def test_name_of_metric_is_sufficient(bench: FrameworkBench) -> None:
 
 def test_run_ended_by_script_before_last_epoch_is_no_failure(bench: FrameworkBench) -> None:
     job = bench.job(0.0, max_epochs=4).model_copy(update={"target_metric": None})
-    bench.training(bench.callback(job), epochs=4, scores=(0.5,), max_steps=9).train()
+    callback = bench.callback(job, steps="unchanged")
+    bench.training(callback, epochs=4, scores=(0.5,), max_steps=9).train()
     trial = bench.only_trial()
     assert (trial.state, trial.end_reason) == (TrialState.COMPLETED, EndReason.NO_TARGET)
     assert 2 <= (trial.epochs or 0) < 4

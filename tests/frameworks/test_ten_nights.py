@@ -183,17 +183,14 @@ def test_size_that_sampler_ignores_is_left_out_after_one_try(bench: FrameworkBen
     assert {arm.batch_size: arm.infeasible for arm in job.arms}[refused.batch_size] is EndReason.REFUSED
 
 
-def test_size_without_evaluation_is_not_tried(bench: FrameworkBench) -> None:
+def test_delay_of_evaluations_in_steps_of_own_size_loses_no_night(bench: FrameworkBench) -> None:
     if bench.HAS_LOGGER:
         pytest.skip("eval_delay is an argument of Hugging Face's Trainer")
-    for _ in range(NIGHTS):
-        work = Work()
-        said = {"mode": "max", "target": 0.9, "job_id": bench.job_id, "on_failure": "finish"}
-        callback = bench.BatchSize("score", energy_monitor=work.monitor, **said)
-        bench.training(callback, work=work, epochs=2, scores=SCORES, validate_every=2, eval_delay=9).train()
-        assert callback.converged
-    job = view(bench)
-    assert job.job.batch_sizes == (2, 4, 8, OWN, 32)  # two epochs of 64 samples have six steps
+
+    def make(callback: Any, work: Work) -> Training:
+        return bench.training(callback, work=work, epochs=2, scores=SCORES, validate_every=2, eval_delay=9)
+
+    job = ten_nights(bench, make, sizes=(8, OWN, 48, 84))
     assert tries_without_result(job) == {}
 
 

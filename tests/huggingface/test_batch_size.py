@@ -18,7 +18,6 @@ from transformers import (
     Seq2SeqTrainer,
     Trainer,
     TrainerCallback,
-    get_linear_schedule_with_warmup,
 )
 
 from tests.support import hf_bench as models
@@ -42,10 +41,10 @@ WAYS: dict[str, dict[str, Any]] = {
     "auto_find_batch_size": {"auto_find_batch_size": True},
     "split_batches": {"accelerator_config": {"split_batches": True}},
     "dispatch_batches": {"accelerator_config": {"dispatch_batches": True}},
-    "stream": {"data": {"train_dataset": models.Stream()}, "max_steps": 4},
+    "stream": {"data": {"train_dataset": models.Stream()}, "max_steps": 12},
     "stream in shares": {
         "data": {"train_dataset": models.Stream()},
-        "max_steps": 4,
+        "max_steps": 12,
         "accelerator_config": {"dispatch_batches": False},
     },
     "workers that stay": {"dataloader_num_workers": 1, "dataloader_persistent_workers": True},
@@ -133,7 +132,7 @@ def test_deepspeed_is_refused_before_trial(bench: Bench) -> None:
 
 
 def test_max_steps_within_first_epoch_are_refused_before_trial(bench: Bench) -> None:
-    trainer = bench.trainer(bench.callback(), max_steps=6)
+    trainer = bench.trainer(bench.callback(steps="unchanged"), max_steps=6)
     problem = r"^batch size 24 cannot .* at 24, .*max_steps=6\) ends within the first epoch, which has 7 steps"
     with pytest.raises(ZeusBSOConfigError, match=problem):
         trainer.train()
@@ -156,7 +155,7 @@ def test_described_size_without_evaluation_is_refused_before_trial(
     bench: Bench, options: dict[str, Any], problem: str
 ) -> None:
     with pytest.raises(ZeusBSOConfigError, match=f"^batch size 48 cannot be trained here: at 48, {problem}"):
-        bench.trainer(bench.callback(), **options).train()
+        bench.trainer(bench.callback(steps="unchanged"), **options).train()
     assert not bench.is_registered()
 
 
@@ -189,28 +188,6 @@ def test_batches_as_items_are_refused(bench: Bench) -> None:
     with pytest.raises(ZeusBSOConfigError, match="the items of the training data are batches already"):
         bench.trainer(bench.callback(), data=data).train()
     assert bench.only_trial().end_reason is EndReason.REFUSED
-
-
-def test_checkpoint_interval_too_long_for_size_is_warned_about(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
-    job = bench.job(batch_sizes=(16, 48), default_batch_size=16)
-    for _ in range(2):
-        callback = bench.callback(job, lr_scaling="none")
-        bench.trainer(callback, save_strategy="steps", save_steps=5, warmup_steps=12).train()
-    assert [text for text in caplog.messages if "too few for" in text] == [
-        "at batch size 48 this training has 4 steps, about 12 at your own size: too few for TrainingArguments("
-        "warmup_steps=12) and TrainingArguments(save_steps=5). Count epochs, or fewer steps "
-        "(docs/schedules.md)"
-    ]
-
-
-def test_schedule_for_default_size_is_warned_about(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
-    bench.complete_first_trial(bench.job())
-    model = Classifier()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    schedule = get_linear_schedule_with_warmup(optimizer, 0, len(EPOCH_OF_48))
-    bench.trainer(bench.callback(), data={"model": model, "optimizers": (optimizer, schedule)}).train()
-    (warning,) = (record.getMessage() for record in caplog.records if "docs/schedules.md" in record.getMessage())
-    assert warning.startswith("LambdaLR ends after 4 of the 7 steps that this training makes at batch size 24")
 
 
 def test_optimizer_without_schedule_gets_schedule_of_trial_length(
@@ -297,36 +274,20 @@ def test_learning_rate_follows_batch_size(
     bench.complete_first_trial(job)
     unscaled, scaled = Watch(), Watch()
     bench.trainer(unscaled, **make(), per_device_train_batch_size=NEXT_SIZE).train()
-    trainer = bench.trainer(bench.callback(job, lr_scaling=scaling), scaled, **make())
+    trainer = bench.trainer(bench.callback(job, lr_scaling=scaling, steps="unchanged"), scaled, **make())
     trainer.train()
     assert sizes_of(trainer) == EPOCH_OF_24
     assert scaled.rates == pytest.approx([rate * factor for rate in unscaled.rates])
 
 
-@pytest.mark.parametrize(("warm_up", "same_samples"), [(2, 4), (0, 0)])
-def test_auto_scales_rate_and_keeps_samples_of_warm_up(
-    bench: Bench, capsys: pytest.CaptureFixture[str], warm_up: int, same_samples: int
-) -> None:
-    job = bench.job()
+def test_default_rule_raises_rate_above_own_size_and_says_so(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
+    job = bench.job(batch_sizes=(48, 96))
     bench.complete_first_trial(job)
     watch = Watch()
-    options: dict[str, Any] = {"lr_scheduler_type": "constant_with_warmup", "warmup_steps": warm_up}
-    callback = bench.callback(job, lr_scaling="auto")
-    trainer = bench.trainer(callback, watch, **options)
+    trainer = bench.trainer(bench.callback(job), watch, lr_scheduler_type="constant")
     trainer.train()
-    peak = trainer.args.learning_rate
-    risen = [peak * step / same_samples for step in range(same_samples)]
-    assert watch.rates == pytest.approx((risen + [peak] * len(EPOCH_OF_24))[: len(EPOCH_OF_24)])
-    printed = capsys.readouterr().err
-    assert "zeus: learning rate unchanged (lr_scaling='auto' raises it above your own size only: sqrt" in printed
-    assert ("zeus: warm-up of 4 steps, as many samples as your 2 steps\n" in printed) is bool(warm_up)
-    assert trainer.args.warmup_steps == warm_up
-
-
-def test_auto_leaves_warm_up_of_own_schedule(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
-    callback = bench.callback(lr_scaling="auto")
-    bench.trainer(callback, warmup_steps=2, **own_optimizer()).train()
-    assert "warm-up" not in capsys.readouterr().err
+    assert watch.rates == pytest.approx([trainer.args.learning_rate * 2**0.5] * len(watch.rates))
+    assert "zeus: learning rate × 1.41 (sqrt, for AdamW)\n" in capsys.readouterr().err
 
 
 # Reports
@@ -343,7 +304,7 @@ def test_auto_leaves_warm_up_of_own_schedule(bench: Bench, capsys: pytest.Captur
     ],
 )
 def test_epoch_cut_short_by_max_steps_counts_as_whole_epoch(bench: Bench, evaluation: dict[str, Any]) -> None:
-    callback = bench.callback(bench.job(NEVER, max_epochs=3), on_failure="stop")
+    callback = bench.callback(bench.job(NEVER, max_epochs=3), on_failure="stop", steps="unchanged")
     watch = Watch(callback)
     bench.trainer(callback, watch, max_steps=10, **evaluation).train()
     assert watch.epochs == [1.0, 2.0, 3.0]
@@ -575,7 +536,7 @@ def test_failed_trial_raises_after_last_saving(bench: Bench) -> None:
     ids=["max_steps", "another callback"],
 )
 def test_training_cut_short_fails_trial(bench: Bench, others: list[Any], options: dict[str, Any], rule: str) -> None:
-    callback = bench.callback(bench.job(NEVER, max_epochs=3))
+    callback = bench.callback(bench.job(NEVER, max_epochs=3), steps="unchanged")
     trainer = bench.trainer(callback, *others, **options)
     with pytest.raises(ZeusBSOTrainFailError, match=r"^ended by") as raised:
         trainer.train()

@@ -25,7 +25,9 @@ def long_job(bench: Bench, **spec: Any) -> JobSpec:
 def interrupt(bench: Bench, job: JobSpec, error: BaseException, **options: Any) -> None:
     """Train two epochs of seven steps, and some steps of the third."""
     data = {"model": Classifier(Work({16: error}))}
-    trainer = bench.trainer(bench.callback(job, lr_scaling="linear"), data=data, **(RESUMABLE | options))
+    trainer = bench.trainer(
+        bench.callback(job, lr_scaling="linear", steps="unchanged"), data=data, **(RESUMABLE | options)
+    )
     with pytest.raises(type(error)):
         trainer.train()
     assert sizes_of(trainer) == [NEXT_SIZE] * 16
@@ -51,7 +53,7 @@ def test_resumed_training_continues_trial(
     interrupt(bench, job, KeyboardInterrupt(), **saving)
     assert bench.view().trials[-1].state is TrialState.SUSPENDED
     checkpoint = bench.checkpoint(step)
-    callback, watch = bench.callback(job, lr_scaling="linear"), Watch()
+    callback, watch = bench.callback(job, lr_scaling="linear", steps="unchanged"), Watch()
     trainer = bench.trainer(callback, watch, scores=(0.1, 0.9), **(RESUMABLE | saving))
     trainer.train(str(checkpoint)) if named else trainer.train(resume_from_checkpoint=True)
     assert (callback.trial.trial_number, callback.trial.batch_size) == (2, NEXT_SIZE)
@@ -69,7 +71,9 @@ def test_resumed_schedule_continues_from_checkpoint(bench: Bench) -> None:
     options = {**RESUMABLE, "lr_scheduler_type": "linear"}
     bench.trainer(undisturbed, per_device_train_batch_size=NEXT_SIZE, **options | {"learning_rate": 0.05}).train()
     interrupt(bench, job, KeyboardInterrupt(), **options)
-    trainer = bench.trainer(bench.callback(job, lr_scaling="linear"), resumed, scores=(0.1, 0.9), **options)
+    trainer = bench.trainer(
+        bench.callback(job, lr_scaling="linear", steps="unchanged"), resumed, scores=(0.1, 0.9), **options
+    )
     trainer.train(resume_from_checkpoint=str(bench.checkpoint(14)))
     assert resumed.rates == pytest.approx(undisturbed.rates[14:])
 

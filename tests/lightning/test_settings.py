@@ -97,7 +97,7 @@ def test_callback_is_idle_in_rate_search_of_tuner(bench: Bench, tmp_path: Path) 
     ids=["every second epoch", "within epochs"],
 )
 def test_last_epoch_without_validation_is_reported(bench: Bench, options: dict[str, Any], epochs: list[float]) -> None:
-    callback = bench.callback(bench.job(NEVER, max_epochs=3), on_failure="stop")
+    callback = bench.callback(bench.job(NEVER, max_epochs=3), on_failure="stop", steps="unchanged")
     watch = Watch(callback)
     quiet_trainer(callback, watch, max_epochs=3, **options).fit(Classifier(), train_loader())
     assert watch.epochs == epochs

@@ -12,6 +12,7 @@ from zeus_plugins.training.batches import BatchSplit
 from zeus_plugins.training.defaults import TrainingFacts
 from zeus_plugins.training.patches import Patches
 from zeus_plugins.training.run import ActiveRun, TrialRun
+from zeus_plugins.training.steps import StepScale
 from zeus_plugins.training.trial import TrialInfo
 
 T = TypeVar("T")
@@ -52,7 +53,6 @@ class FakeTrainer:
     is_in_last_epoch = False
     model: Any = SimpleNamespace(parameters=list, state_dict=dict)
     keeps_optimizers = True
-    schedule_remedy = "Make it anew"
     machine = "here"
     own_gpus: Sequence[str] = ()
 
@@ -92,7 +92,10 @@ class FakeTrainer:
     def fingerprint(self) -> Fingerprint:
         return Fingerprint(model="Net", framework="none")
 
-    def facts(self, patches: Patches) -> TrainingFacts:  # noqa: ARG002 - a port's signature
+    def follow_samples(self, default: int, split: BatchSplit, patches: Patches) -> tuple[StepScale, list[str]]:  # noqa: ARG002 - a port's signature
+        return StepScale(), []
+
+    def facts(self, patches: Patches, *, counts_samples: bool) -> TrainingFacts:  # noqa: ARG002 - a port's signature
         return self.told
 
     def modes(self, monitor: str) -> Mapping[str, Any]:  # noqa: ARG002 - a port's signature
@@ -120,14 +123,8 @@ class FakeTrainer:
     def optimizers(self) -> tuple[Sequence[Any], Sequence[Any]]:
         return [self.optimizer], [self.scheduler]
 
-    def computes_rates(self) -> bool:
-        return False
-
-    def step_counts(self) -> tuple[float, Sequence[tuple[str, int]]]:
-        return 6, []
-
-    def schedules(self) -> Sequence[tuple[Any, float | None]]:
-        return [(self.scheduler, 6)]
+    def dependence(self) -> tuple[bool, Sequence[Any]]:
+        return False, [self.scheduler]
 
     def log(self, metrics: dict[str, float]) -> None:
         self.logged.append(metrics)

@@ -103,7 +103,7 @@ class JobBench:
         """Complete the first trial without a training: 1 s and 10 J, a cost of 55 J."""
         with BsoClient(self.server.url) as client:
             session = TrialSession(job, client, seconds_and_joules(1.0, 10.0))
-            assert session.ask() == SERVERS_SIZE
+            assert session.ask() == job.default_batch_size
             session.begin_measurement()
             assert session.report_evaluation(max(1.0, job.target_metric or 0.0), 1).converged
             session.end()

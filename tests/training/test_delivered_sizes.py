@@ -35,6 +35,7 @@ from tests.support.odd_sizes import (
     first_of,
     small_loader,
 )
+from zeus_plugins.client.http import BsoClient
 from zeus_plugins.errors import ZeusBSOConfigError
 from zeus_plugins.protocol import EndReason, TrialState
 
@@ -136,7 +137,22 @@ def test_impossible_size_of_a_described_job_is_refused_before_a_trial(
     bench: Bench, data: Callable[[], Any], options: dict[str, Any], problem: str
 ) -> None:
     with pytest.raises(ZeusBSOConfigError, match=problem):
-        quiet_trainer(bench.callback(), **options).fit(Classifier(), data())
+        quiet_trainer(bench.callback(steps="unchanged"), **options).fit(Classifier(), data())
+    assert not bench.is_registered()
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"val_check_interval": 12}, r"an epoch has 11 batches, fewer than Trainer\(val_check_interval=12\)"),
+        ({"max_steps": 10}, r"Trainer\(max_steps=10\) ends before the first report, which is after 11 steps"),
+    ],
+)
+def test_training_without_evaluation_at_own_size_is_refused_at_each_size(
+    bench: Bench, options: dict[str, Any], problem: str
+) -> None:
+    with pytest.raises(ZeusBSOConfigError, match=f"^batch sizes 24, 48 cannot be trained here: at 24, {problem}"):
+        quiet_trainer(bench.callback(), **options).fit(Classifier(), train_loader())
     assert not bench.is_registered()
 
 
@@ -155,9 +171,13 @@ def test_impossible_sizes_are_not_guessed(
     bench: Bench, options: dict[str, Any], sizes: tuple[int, ...], caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
-    quiet_trainer(bench.guessing(), **options).fit(Classifier(), train_loader())
-    assert bench.view().job.batch_sizes == sizes
-    assert bench.only_trial().state is TrialState.COMPLETED
+    for steps in ("samples", "unchanged"):
+        callback = bench.guessing(steps=steps, job_id=f"{bench.job_id}-{steps}")
+        quiet_trainer(callback, **options).fit(Classifier(), train_loader())
+        with BsoClient(bench.server.url) as client:
+            found = client.show_job(callback.trial.job_id).job.batch_sizes
+        assert found == (sizes if steps == "unchanged" else (2, 4, 8, 16, 32, 64, 128))
+        assert callback.converged
     assert f"batch sizes {', '.join(map(str, sizes))}" in caplog.text
 
 
@@ -235,7 +255,7 @@ EARLY: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
         lambda: {"callbacks": [EarlyStopping("score", patience=1, mode="max")]},
         r"\(EarlyStopping\(monitor='score'\) in epoch 2\)",
     ),
-    "max_steps": (lambda: {"max_steps": 8}, r"\(max_steps=8\)"),
+    "max_steps": (lambda: {"max_steps": 22}, r"\(max_steps=8\)"),
     "max_time": (lambda: {"callbacks": [Timer({"seconds": 0})]}, r"\(max_time\)"),
 }
 

@@ -70,7 +70,7 @@ SCRIPTS = [
         "lightning_autoencoder.py",
         before="    limit_train_batches=100,",
         line='    callbacks=[ZeusBSOCallback(job, monitor="train_loss", on_failure="stop")],',
-        sizes=[48] * 37 + [21],
+        sizes=[48] * 3,
         epochs=1,
         job=LOSS,
     ),

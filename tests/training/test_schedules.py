@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.optim import SGD, Optimizer
 from torch.optim import lr_scheduler as torch_schedulers
-from transformers import get_cosine_schedule_with_warmup, get_linear_schedule_with_warmup
 
 from tests.support.job_bench import NEVER, NEXT_SIZE, SERVERS_SIZE
 from tests.support.lightning_bench import QUIET, Bench, Classifier, make_bench, quiet_trainer, train_loader  # noqa: F401 - a fixture
 from tests.support.odd_sizes import RateFromSize, TwoLayers, Unfreezing
-from zeus_plugins.training.lr_scaling import ScheduleWatch, last_useful_step, scale_learning_rate
+from zeus_plugins.training.lr_scaling import ScheduleWatch, scale_learning_rate
 
 pytestmark = QUIET
 
@@ -26,49 +22,9 @@ def sgd() -> SGD:
     return SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
 
 
-def sequence(optimizer: Optimizer) -> Any:
-    first = torch_schedulers.LinearLR(optimizer, total_iters=20)
-    then = torch_schedulers.CosineAnnealingLR(optimizer, T_max=30)
-    return torch_schedulers.SequentialLR(optimizer, [first, then], milestones=[20])
-
-
-SCHEDULES: dict[str, tuple[Callable[[Optimizer], Any], int | None]] = {
-    "OneCycleLR": (lambda it: one_cycle(it, 50), 50),
-    "CosineAnnealingLR": (lambda it: torch_schedulers.CosineAnnealingLR(it, T_max=60), 60),
-    "PolynomialLR": (lambda it: torch_schedulers.PolynomialLR(it, total_iters=40), 40),
-    "SequentialLR": (sequence, 50),
-    "linear with warm-up": (lambda it: get_linear_schedule_with_warmup(it, 10, 50), 50),
-    "cosine with warm-up": (lambda it: get_cosine_schedule_with_warmup(it, 10, 100), None),
-    "as long as the training": (lambda it: get_linear_schedule_with_warmup(it, 10, 100), None),
-    "a function without an end": (lambda it: torch_schedulers.LambdaLR(it, lambda step: 1 / (1 + step)), None),
-    "StepLR": (lambda it: torch_schedulers.StepLR(it, 10), None),
-    "ReduceLROnPlateau": (torch_schedulers.ReduceLROnPlateau, None),
-}
-
-
-@pytest.mark.parametrize(("make", "end"), SCHEDULES.values(), ids=SCHEDULES.keys())
-def test_last_useful_step_of_a_schedule_is_found(make: Callable[[Optimizer], Any], end: int | None) -> None:
-    assert last_useful_step(make(sgd()), 100) == end
-
-
-@pytest.mark.parametrize(
-    ("steps", "warns"), [(100, True), (52, True), (51, False), (50, False), (20, False), (None, False)]
-)
-def test_schedule_ending_before_the_training_is_warned_of_once(
-    steps: float | None, warns: bool, caplog: pytest.LogCaptureFixture
-) -> None:
-    watch = ScheduleWatch(8, "Make it anew")
-    schedule = one_cycle(sgd(), 50)
-    watch.begin([(schedule, steps), (schedule, steps)])
-    assert [record.getMessage() for record in caplog.records] == warns * [
-        f"OneCycleLR ends after 50 of the {steps} steps that this training makes at batch size 8: it was made for "
-        "another size. Make it anew (docs/schedules.md)"
-    ]
-
-
 def test_rate_of_zero_causes_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     optimizer = sgd()
-    watch = ScheduleWatch(8, "Make it anew")
+    watch = ScheduleWatch(8)
     watch.check([optimizer], goes_on=True)
     optimizer.param_groups[0]["lr"] = None  # like Adafactor, which determines its rates itself
     watch.check([optimizer], goes_on=True)
@@ -81,18 +37,11 @@ def test_rate_of_zero_causes_a_warning(caplog: pytest.LogCaptureFixture) -> None
     assert record.getMessage().startswith("the learning rate is 0 while the training at batch size 8 goes on")
 
 
-def test_failing_function_of_the_script_ends_no_training(caplog: pytest.LogCaptureFixture) -> None:
-    table = [1.0, 0.5]
-    schedule = torch_schedulers.LambdaLR(sgd(), lambda step: table[step])
-    ScheduleWatch(8, "Make it anew").begin([(schedule, 100), (schedule, -1)])
-    assert not caplog.records
-
-
 def test_rates_reset_by_the_script_cause_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     optimizer, moved = sgd(), sgd()
     schedule = torch_schedulers.StepLR(moved, 1)
     scale_learning_rate([optimizer, moved], [schedule], lambda _: 2.0)
-    watch = ScheduleWatch(8, "Make it anew")
+    watch = ScheduleWatch(8)
     watch.scaled([optimizer, moved], [schedule])
     moved.param_groups[0]["lr"] = 0.02
     watch.check([optimizer, moved], goes_on=True)
@@ -180,34 +129,3 @@ def test_parameter_group_added_by_a_script_causes_a_warning(bench: Bench, caplog
     assert module.all_rates[-1] == [0.2, 0.05]
     (warning,) = warnings_of_schedules(caplog)
     assert warning.startswith("a parameter group with the learning rate 0.05 was added after lr_scaling")
-
-
-@pytest.mark.parametrize(("every", "warns"), [(13, True), (12, False), (30, False)])
-def test_checkpoint_never_written_at_the_new_size_causes_a_warning(
-    bench: Bench, every: int, warns: bool, caplog: pytest.LogCaptureFixture, tmp_path: Path
-) -> None:
-    run_at_another_size(
-        bench,
-        Classifier,
-        lambda: ModelCheckpoint(tmp_path / uuid.uuid4().hex, every_n_train_steps=every),
-        enable_checkpointing=True,
-    )
-    said = [text for text in caplog.messages if "too few for" in text]
-    assert said == warns * [
-        f"at batch size 32 this training has 12 steps, about 24 at your own size: too few for "
-        f"ModelCheckpoint(every_n_train_steps={every}). Count epochs, or fewer steps (docs/schedules.md)"
-    ]
-
-
-def test_schedule_for_the_default_size_is_warned_of_before_ending_the_training(
-    bench: Bench, caplog: pytest.LogCaptureFixture
-) -> None:
-    bench.complete_first_trial(bench.job())
-    module = Classifier(scheduler=lambda it, _: one_cycle(it, 4))
-    with pytest.raises(ValueError, match="Tried to step 5 times"):
-        quiet_trainer(bench.callback()).fit(module, train_loader())
-    (warning,) = warnings_of_schedules(caplog)
-    assert warning == (
-        "OneCycleLR ends after 4 of the 7 steps that this training makes at batch size 24: it was made for another "
-        "size. Make the scheduler from trainer.estimated_stepping_batches (docs/schedules.md)"
-    )

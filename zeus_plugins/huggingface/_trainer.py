@@ -51,6 +51,7 @@ from zeus_plugins.training.batches import (
 from zeus_plugins.training.defaults import TrainingFacts, hash_of_parameters, name_of_data, script_name
 from zeus_plugins.training.metrics import EVALUATION_PREFIX
 from zeus_plugins.training.patches import Patches
+from zeus_plugins.training.steps import StepScale, StepSettings
 
 _logger = logging.getLogger("zeus_plugins")
 
@@ -147,7 +148,6 @@ class HuggingFacePort:
     epochs_before = 0  # each `train` counts from 0
     is_in_last_epoch = False  # no callback adds epochs
     keeps_optimizers = True
-    schedule_remedy = "Let the trainer make the scheduler (lr_scheduler_type), or override create_scheduler"
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
@@ -240,15 +240,20 @@ class HuggingFacePort:
             parameters=hash_of_parameters(trainer.model),
         )
 
-    def facts(self, patches: Patches) -> TrainingFacts:
-        args, data = self._args, self._trainer.train_dataset
+    @property
+    def _own_split(self) -> BatchSplit:
+        """The split of the arguments, before `deliver`."""
         shares = self._processes if self._trainer.accelerator.split_batches else 1
+        return BatchSplit(self._args.per_device_train_batch_size // shares, self.accumulation)
+
+    def facts(self, patches: Patches, *, counts_samples: bool) -> TrainingFacts:
+        args, data, own = self._args, self._trainer.train_dataset, self._own_split
         unit = self.devices * self.accumulation
-        step_size = args.per_device_train_batch_size // shares * unit
+        step_size = own.per_device * unit
         samples = samples_of(data)
         epochs = args.num_train_epochs
         if args.max_steps > 0:  # all steps over a stream count as one epoch
-            steps = self._steps(BatchSplit(args.per_device_train_batch_size // shares, self.accumulation))
+            steps = self._steps(own)
             epochs = args.max_steps / steps if steps else 1
         return TrainingFacts(
             script=script_name(sys.argv[0]),
@@ -259,25 +264,60 @@ class HuggingFacePort:
             unit=math.lcm(unit, generation_unit(self._trainer)),
             max_epochs=max(1, math.ceil(epochs)),
             data=name_of_data(data),
-            obstacle=self._obstacle,
+            obstacle=lambda split: self._shortage(split) or self._obstacle(own if counts_samples else split),
         )
 
-    def _steps(self, split: BatchSplit) -> int | None:
-        """Return the optimizer steps of an epoch at this split; None for a stream."""
+    def follow_samples(self, default: int, split: BatchSplit, patches: Patches) -> tuple[StepScale, list[str]]:
+        args: Any = self._args
+        own, settings, counts_rows = self._own_split, StepSettings(patches), not self._counts_otherwise
+        lengths = {each: self._batches(each) if counts_rows else None for each in (own, split)}
+        scale = StepScale.between(own, split, lengths)
+        if args.max_steps > 0:
+            settings.limit(args, "max_steps", scale.steps)
+        names = ["logging_steps"] if args.logging_strategy == "steps" else []
+        names += ["save_steps"] if args.save_strategy == "steps" else []
+        names += ["eval_steps", "eval_delay"] if args.eval_strategy == "steps" else []
+        names += [] if self._has_own_schedule else ["warmup_steps"]
+        names = [name for name in names if (getattr(args, name) or 0) >= 1]  # below 1, it is a share of the training
+        # The best model is saved only if each checkpoint is written at an evaluation.
+        is_multiple = args.load_best_model_at_end and {"save_steps", "eval_steps"} <= {*names}
+        per_checkpoint = args.save_steps // args.eval_steps if is_multiple else 1
+        for name in names:
+            settings.interval(args, name, scale.steps)
+        if is_multiple:
+            patches.set_attribute(args, "save_steps", args.eval_steps * per_checkpoint)
+        return scale, settings.told
+
+    def _batches(self, split: BatchSplit) -> int | None:
+        """Return the batches of an epoch at this split; None for a stream."""
         samples, per_batch = samples_of(self._trainer.train_dataset), split.per_device * self.devices
         if samples is None:
             return None
         batches: int = samples // per_batch if self._args.dataloader_drop_last else math.ceil(samples / per_batch)
-        return math.ceil(batches / split.accumulation)
+        return batches
+
+    def _steps(self, split: BatchSplit) -> int | None:
+        """Return the optimizer steps of an epoch at this split; None for a stream."""
+        batches = self._batches(split)
+        return None if batches is None else math.ceil(batches / split.accumulation)
+
+    @property
+    def _counts_otherwise(self) -> bool:
+        """Whether the trainer need not count the rows of the data set."""
+        return generation_unit(self._trainer) > 1 or has_own_loader(self._trainer)
+
+    def _shortage(self, split: BatchSplit) -> str | None:
+        """Return the reason why the data have no batch at this split, or None."""
+        samples = samples_of(self._trainer.train_dataset)
+        if self._counts_otherwise or samples is None or samples >= split.per_device * split.accumulation * self.devices:
+            return None
+        return f"a batch is larger than the data of {samples} samples"
 
     def _obstacle(self, split: BatchSplit) -> str | None:
-        """Return the reason why a training at this split would never be evaluated, or None."""
+        """Return the reason why a training of this split's steps would never be evaluated, or None."""
         args, steps, limit = self._args, self._steps(split), self._args.max_steps
-        if generation_unit(self._trainer) > 1 or has_own_loader(self._trainer):
-            return None  # such trainers need not count the rows of the data set
-        samples = samples_of(self._trainer.train_dataset)
-        if samples is not None and samples < split.per_device * split.accumulation * self.devices:
-            return f"a batch is larger than the data of {samples} samples"
+        if self._counts_otherwise:
+            return None
         total = limit if limit > 0 else steps and math.ceil(steps * args.num_train_epochs)
         if args.eval_delay and steps and total:
             counted = total if args.eval_strategy == "steps" else total / steps
@@ -352,19 +392,16 @@ class HuggingFacePort:
     def optimizers(self) -> tuple[Sequence[Any], Sequence[Any]]:
         return [self._trainer.optimizer], [self._trainer.lr_scheduler]
 
-    def computes_rates(self) -> bool:
-        return False  # the arguments hold the rate as a number
+    def dependence(self) -> tuple[bool, Sequence[Any]]:
+        # The arguments hold the rate as a number, and the trainer makes its schedulers for the steps of the training.
+        return False, [self._trainer.lr_scheduler] if self._has_own_schedule else []
 
-    def step_counts(self) -> tuple[float, list[tuple[str, int]]]:
-        args = self._args
-        names = ["warmup_steps"]
-        names += ["save_steps"] if args.save_strategy == "steps" else []
-        names += ["logging_steps"] if args.logging_strategy == "steps" else []
-        counts = [(f"TrainingArguments({name}={getattr(args, name)})", getattr(args, name)) for name in names]
-        return self._trainer.state.max_steps - self._first_step, counts if args.max_steps <= 0 else []
-
-    def schedules(self) -> list[tuple[Any, float | None]]:
-        return [(self._trainer.lr_scheduler, self._trainer.state.max_steps - self._first_step)]
+    @property
+    def _has_own_schedule(self) -> bool:
+        """Whether the script has made the scheduler before the training."""
+        trainer = self._trainer
+        is_given = trainer.lr_scheduler is not None and not trainer._created_lr_scheduler
+        return is_given and type(trainer).create_scheduler is Trainer.create_scheduler
 
     def log(self, metrics: dict[str, float]) -> None:
         """Pass the metrics to all callbacks that log, except to those that print them on the console."""
@@ -399,8 +436,7 @@ class HuggingFacePort:
         if trainer.is_fsdp_enabled:
             return "FSDP sets up its model once"
         # The Trainer keeps the script's own scheduler, whose rates would continue from the end of its schedule.
-        is_own = trainer.lr_scheduler is not None and not trainer._created_lr_scheduler
-        if is_own and type(trainer).create_scheduler is Trainer.create_scheduler:
+        if self._has_own_schedule:
             return "the script's own learning rate scheduler is made for one training"
         return None
 
@@ -572,16 +608,6 @@ def resize_generations(trainer: Trainer, split: BatchSplit, processes: int, patc
     steps = split.accumulation * args.steps_per_generation // args.gradient_accumulation_steps
     patches.set_attribute(args, "steps_per_generation", steps)
     patches.set_attribute(args, "generation_batch_size", split.per_device * processes * steps)
-
-
-def scale_warm_up(trainer: Trainer, scaled: Callable[[int], int], patches: Patches) -> None:
-    """Set the warm-up steps of the schedule that the trainer will make, unless they are a share of the training."""
-    args, is_own = trainer.args, trainer.lr_scheduler is not None and not trainer._created_lr_scheduler
-    if args.warmup_steps < 1 or is_own:
-        return
-    steps = scaled(int(args.warmup_steps))
-    HuggingFacePort(trainer).say(f"zeus: warm-up of {steps} steps, as many samples as your {args.warmup_steps} steps")
-    patches.set_attribute(args, "warmup_steps", steps)
 
 
 def warn_of_in_batch_negatives(trainer: Trainer) -> None:

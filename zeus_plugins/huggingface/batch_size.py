@@ -21,7 +21,6 @@ from zeus_plugins.huggingface._trainer import (
     from_start,
     not_attached,
     saved_in_checkpoint,
-    scale_warm_up,
     warn_of_in_batch_negatives,
 )
 from zeus_plugins.signals import raise_at_sigterm
@@ -228,8 +227,6 @@ class ZeusBSOTrainerCallback(BatchSizeArguments, TrainWrapper):
         run = self._run
         if run.active is None:
             return
-        if self._options.lr_scaling == "auto":
-            scale_warm_up(trainer, run.active.steps_of_same_samples, run.patches)
         # After `create_scheduler` the optimizer exists, too; a checkpoint's scaled rates are loaded later.
         scale = run.active.scale_learning_rate
         run.patches.extend(trainer, "create_scheduler", then=lambda _: scale())

@@ -38,6 +38,7 @@ from zeus_plugins.training.batches import (
 from zeus_plugins.training.defaults import TrainingFacts, hash_of_parameters, name_of_data, script_name
 from zeus_plugins.training.lr_scaling import GROUP_RATES
 from zeus_plugins.training.patches import Patches
+from zeus_plugins.training.steps import StepScale, StepSettings, length_of
 
 try:
     from lightning.fabric.utilities.data import sized_len
@@ -85,7 +86,6 @@ class LightningPort:
 
     # Each `fit` makes new optimizers, and a checkpoint that is saved after `fit` keeps the scaled rates.
     keeps_optimizers = False
-    schedule_remedy = "Make the scheduler from trainer.estimated_stepping_batches"
 
     def __init__(self, trainer: Trainer, module: LightningModule | None = None) -> None:
         self._trainer = trainer
@@ -108,8 +108,9 @@ class LightningPort:
         self._made: list[Any] = []
         self._has_size_attributes = False
         self.no_accumulation = "with manual optimization Lightning accumulates no gradients" if by_hand else None
-        # Length of the schedules of a training that finishes a run, in epochs and steps.
-        self._again: tuple[int, float] | None = None
+        # The largest train loader and its split, as the script has made them; None if unknown.
+        self._largest: Any = None
+        self._own_split: BatchSplit | None = None
 
     @property
     def gpu_indices(self) -> Sequence[int]:
@@ -193,7 +194,7 @@ class LightningPort:
         module = self._module
         return Fingerprint(model=type(module).__name__, framework="lightning", parameters=hash_of_parameters(module))
 
-    def facts(self, patches: Patches) -> TrainingFacts:
+    def facts(self, patches: Patches, *, counts_samples: bool) -> TrainingFacts:
         """Read the facts from trainer, data and module.
 
         `facts` makes the train loader, and gives it to Lightning the next time that Lightning asks for one, unless a
@@ -213,6 +214,8 @@ class LightningPort:
             size, largest = max(sized, key=lambda each: each[0])
             samples = sized_len(getattr(largest, "dataset", None))
         unit = self.devices * self.accumulation
+        own = BatchSplit(size, self.accumulation) if size else None
+        self._largest, self._own_split = largest, own
         limit = trainer.max_epochs
         return TrainingFacts(
             script=script_name(sys.argv[0]),
@@ -223,19 +226,51 @@ class LightningPort:
             unit=unit,
             max_epochs=None if limit is None or limit < 0 else max(1, limit - trainer.current_epoch),
             data=name_of_data(getattr(largest, "dataset", None)),
-            obstacle=lambda split: self._obstacle(largest, split),
+            obstacle=lambda split: self._shortage(split) or self._obstacle((own or split) if counts_samples else split),
         )
 
-    def _obstacle(self, loader: Any, split: BatchSplit) -> str | None:
-        """Return the reason why a training with this loader would never be validated at this split, or None."""
+    def follow_samples(self, default: int, split: BatchSplit, patches: Patches) -> tuple[StepScale, list[str]]:
         trainer: Any = self._trainer  # a type checker does not see what Lightning's connectors set
-        samples = None if trainer.overfit_batches else self._samples(loader)
+        if self._own_split is None:
+            with contextlib.suppress(Exception):  # in a resumed training, later hooks may make the data
+                self.facts(patches, counts_samples=True)
+        own = self._own_split or BatchSplit(default // (self.devices * self.accumulation) or 1, self.accumulation)
+        scale = StepScale.between(own, split, {each: self._batches(each) for each in (own, split)})
+        settings = StepSettings(patches)
+        if isinstance(trainer.val_check_interval, int):
+            settings.interval(trainer, "val_check_interval", scale.batches)
+        if isinstance(trainer.limit_train_batches, int) and not trainer.overfit_batches:
+            settings.limit(trainer, "limit_train_batches", scale.batches)
+        if trainer.max_steps > 0:
+            settings.limit(trainer.fit_loop.epoch_loop, "max_steps", scale.steps)
+        if trainer.log_every_n_steps:
+            settings.interval(trainer, "log_every_n_steps", scale.steps)
+        for saver in finders(trainer, "ModelCheckpoint"):
+            if saver._every_n_train_steps:
+                settings.interval(saver, "_every_n_train_steps", scale.steps)
+        return scale, settings.told
+
+    def _batches(self, split: BatchSplit) -> int | None:
+        """Return the batches in a device's epoch of the largest loader at this split; None if unknown."""
+        samples = None if getattr(self._trainer, "overfit_batches", 0) else self._samples(self._largest)
         if samples is None:
             return None
-        if samples < split.per_device * split.accumulation:
-            return f"a batch is larger than an epoch, which has {samples} samples for each device"
-        is_cut = loader.batch_sampler.drop_last
-        batches = samples // split.per_device if is_cut else math.ceil(samples / split.per_device)
+        is_cut = self._largest.batch_sampler.drop_last
+        return samples // split.per_device if is_cut else math.ceil(samples / split.per_device)
+
+    def _shortage(self, split: BatchSplit) -> str | None:
+        """Return the reason why the data have no batch at this split, or None."""
+        samples = None if self._batches(split) is None else self._samples(self._largest)
+        if samples is None or samples >= split.per_device * split.accumulation:
+            return None
+        return f"a batch is larger than an epoch, which has {samples} samples for each device"
+
+    def _obstacle(self, split: BatchSplit) -> str | None:
+        """Return the reason why a training of this split's batches would never be validated, or None."""
+        trainer: Any = self._trainer
+        batches = self._batches(split)
+        if batches is None:
+            return None
         limit = trainer.limit_train_batches
         batches = min(batches, limit) if isinstance(limit, int) else int(batches * limit)
         if batches == 0:
@@ -328,43 +363,51 @@ class LightningPort:
     def optimizers(self) -> tuple[Sequence[Any], Sequence[Any]]:
         return self._trainer.optimizers, [config.scheduler for config in self._trainer.lr_scheduler_configs]
 
-    def computes_rates(self) -> bool:
-        """Return whether the module computes rates from the batch size: configure it for twice the size and compare."""
-        module = self._module
-        if module is None or not self._has_size_attributes:
-            return False
-        kept, doubled = dict(vars(module)), Patches()
+    def dependence(self) -> tuple[bool, Sequence[Any]]:
+        """Configure the module again, as at half the batch size, and compare rates and schedules."""
+        module, trainer = self._module, self._trainer
+        configs = [each for each in trainer.lr_scheduler_configs if each.interval == "step"]
+        if module is None or not (configs or self._has_size_attributes):
+            return False, ()
+        kept, halved = dict(vars(module)), Patches()
+        # A module may return the same optimizers again, whose rates a new scheduler would set.
+        groups = [(group, dict(group)) for each in trainer.optimizers for group in each.param_groups]
         try:
-            for holder in self._holders:
-                size = _batch_size_attribute(holder)
-                if size is not None:
-                    _set_batch_size_attributes(holder, 2 * size, doubled)
-            made, _ = _init_optimizers_and_lr_schedulers(module)
-            return [_rates_of(each) for each in made] != [_rates_of(each) for each in self._trainer.optimizers]
+            self._halve_sizes(halved)
+            made, schedules = _init_optimizers_and_lr_schedulers(module)
+            computes_rates = [_rates_of(each) for each in made] != [_rates_of(each) for each in trainer.optimizers]
+            pairs = zip(trainer.lr_scheduler_configs, schedules, strict=True)
+            fixed = [
+                now.scheduler
+                for now, again in pairs
+                if now in configs and length_of(now.scheduler) == length_of(again.scheduler)
+            ]
         except Exception as error:  # the module need not support a second call
             _logger.debug("configure_optimizers cannot be called again: %s", error)
-            return False
+            return False, ()
+        else:
+            return computes_rates and self._has_size_attributes, fixed
         finally:
-            doubled.undo()
+            halved.undo()
             vars(module).clear()
             vars(module).update(kept)
+            for group, values in groups:
+                group.update(values)
 
-    def step_counts(self) -> tuple[float, list[tuple[str, int]]]:
-        trainer = self._trainer
-        counts = [
-            (f"ModelCheckpoint(every_n_train_steps={saver._every_n_train_steps})", saver._every_n_train_steps)
-            for saver in finders(trainer, "ModelCheckpoint")
-        ]
-        return trainer.estimated_stepping_batches, counts if trainer.max_steps < 0 else []
-
-    def schedules(self) -> list[tuple[Any, float | None]]:
-        trainer = self._trainer
-        epochs, steps = self._again or (trainer.max_epochs, trainer.estimated_stepping_batches)
-        lengths = {"step": steps, "epoch": epochs}
-        return [
-            (each.scheduler, None if (length := lengths[each.interval]) is None else length / each.frequency)
-            for each in trainer.lr_scheduler_configs
-        ]
+    def _halve_sizes(self, patches: Patches) -> None:
+        """Halve the batch size in all places from which a module may compute a number of steps."""
+        loop = self._trainer.fit_loop
+        for holder in self._holders:
+            size = _batch_size_attribute(holder)
+            if size is not None:
+                _set_batch_size_attributes(holder, size // 2 or 2, patches)
+        loaders = () if loop._combined_loader is None else loop._combined_loader.flattened
+        for batcher in (getattr(each, "batch_sampler", None) for each in loaders):
+            if isinstance(size := getattr(batcher, "batch_size", None), int):
+                patches.set_attribute(batcher, "batch_size", size // 2 or 2)
+        patches.set_attribute(loop, "max_batches", 2 * loop.max_batches)
+        if loop.epoch_loop.max_steps > 0:
+            patches.set_attribute(loop.epoch_loop, "max_steps", 2 * loop.epoch_loop.max_steps)
 
     def log(self, metrics: Mapping[str, float]) -> None:
         for logger in self._trainer.loggers:
@@ -409,7 +452,6 @@ class LightningPort:
         patches.set_attribute(loop, "max_epochs", epochs)
         before = trainer.optimizers
         trainer.strategy.setup_optimizers(trainer)
-        self._again = epochs, trainer.estimated_stepping_batches
         for old, new in zip(before, trainer.optimizers, strict=False):
             if keeps_state and type(old) is type(new):
                 new.state.update(old.state)

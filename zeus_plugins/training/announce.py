@@ -68,6 +68,11 @@ class Announcer:
         if scaling != LrScaling.NONE:
             self.say(f"learning rate {'; '.join(told)}")
 
+    def moved(self, changes: Iterable[str]) -> None:
+        """Report the settings that follow the samples; without changes, report nothing."""
+        if told := ", ".join(changes):
+            self.say(f"steps of your own size, for the same samples: {told} (steps='unchanged' keeps yours)")
+
     def started(self, trial: TrialInfo, lr_factor: float) -> None:
         """Log the trial at the start of the training."""
         self._port.log(

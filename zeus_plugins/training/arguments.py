@@ -28,6 +28,10 @@ AfterTarget = Literal["stop", "continue"]
 """Choices for a training whose trial has reached its target: see `after_target` in `BatchSizeArguments`."""
 
 
+Steps = Literal["samples", "unchanged"]
+"""Choices for settings that count steps: see `steps` in `BatchSizeArguments`."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class TrialOptions:
     """The arguments of a batch-size callback that do not describe its job; raises `ZeusBSOConfigError`."""
@@ -40,11 +44,13 @@ class TrialOptions:
     on_failure: OnFailure = "raise"
     after_target: AfterTarget = "stop"
     watch: tuple[str, ...] = ()
+    steps: Steps = "samples"
 
     def __post_init__(self) -> None:
         check_choice("on_failure", self.on_failure, OnFailure)
         check_scope(self.energy_scope, self.energy_monitor)
         check_choice("after_target", self.after_target, AfterTarget)
+        check_choice("steps", self.steps, Steps)
         check_count("max_per_device_batch_size", self.max_per_device_batch_size)
         check_server_url(self.server_url)
         lr_factor(self.lr_scaling, 1, 1)  # raises for an unknown rule

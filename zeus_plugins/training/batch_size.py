@@ -12,6 +12,7 @@ from zeus_plugins.protocol import JobSpec, PowerLimitChoice
 from zeus_plugins.training.arguments import (
     AfterTarget,
     OnFailure,
+    Steps,
     TrialOptions,
     check_watch,
     checked_sizes,
@@ -44,6 +45,7 @@ class BatchSizeArguments:
         on_failure: OnFailure = "raise",
         after_target: AfterTarget = "stop",
         watch: Sequence[str] = (),
+        steps: Steps = "samples",
         **unknown: Never,
     ) -> None:
         """Keep the arguments; the training begins later.
@@ -84,6 +86,9 @@ class BatchSizeArguments:
                 measuring to the end that the script sets (docs/target.md).
             watch: Names of further metrics that the training logs, such as ``("val_loss", "test_acc")``. Their last
                 values are recorded, and compared between batch sizes (docs/quality.md).
+            steps: The script's settings and schedules that count steps or batches mean those at its own batch size.
+                ``"samples"`` moves them to the same samples at other sizes; ``"unchanged"`` keeps the numbers
+                (docs/schedules.md).
             **unknown: Not allowed: raises an error that names the right argument.
 
         Raises:
@@ -119,6 +124,7 @@ class BatchSizeArguments:
             on_failure=on_failure,
             after_target=after_target,
             watch=check_watch(watch),
+            steps=steps,
         )
         self._run = TrialRun(self._wish, self._options)
 

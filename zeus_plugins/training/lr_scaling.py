@@ -1,4 +1,4 @@
-"""Scaling of learning rates to the batch size, and warnings of schedules that were made for another batch size.
+"""Scaling of learning rates to the batch size, and warnings of rates that a script sets itself.
 
 Linear: ``k = b / b0`` (Goyal et al. 2017, "Accurate, Large Minibatch SGD", the linear scaling rule), made for SGD.
 Square root: ``k = sqrt(b / b0)`` (Krizhevsky 2014, "One weird trick for parallelizing convolutional neural networks";
@@ -7,9 +7,8 @@ Malladi et al. 2022, "On the SDEs and Scaling Rules for Adaptive Gradient Algori
 Auto: the rule that was made for the optimizer's kind, for batch sizes above the default; below it, the rate of the
 default size was never worse (docs/schedules.md).
 
-Another batch size changes the number of optimizer steps. A schedule made for the number of steps at the
-script's own size then ends before the training, or after it. Learning rates that a script sets itself undo the scaling.
-The first of these problems in a training causes a warning; docs/schedules.md describes the remedies.
+Learning rates that a script sets itself undo the scaling. The first of such problems in a training causes a warning;
+docs/schedules.md describes the remedies.
 
 This module does not import torch: it recognises optimizers and schedulers by their attributes.
 """
@@ -43,9 +42,6 @@ _WITH_RULE = re.compile(
     r"(?:fused|paged_?|deepspeedcpu)?(?:(?P<linear>sgd)|adamw?|[nr]adam|adamax|sparseadam|rmsprop|lamb)(?:_?\d+bit)?",
     re.IGNORECASE,
 )
-
-_POINTS = 100  # points of the training at which a schedule of functions is evaluated
-_SLACK = 0.02  # share of the steps by which a schedule may end early without a warning, because of rounding
 
 
 class LrScaling(StrEnum):
@@ -171,14 +167,10 @@ class _Scaler:
 
 
 class ScheduleWatch:
-    """Warns once if a schedule does not fit the training, or if something else sets the learning rates.
+    """Warns once if a schedule has ended before the training, or if something else sets the learning rates."""
 
-    `remedy` is a sentence on how to make schedules that fit the (global) batch size in the framework.
-    """
-
-    def __init__(self, batch_size: int, remedy: str) -> None:
+    def __init__(self, batch_size: int) -> None:
         self._batch_size = batch_size
-        self._remedy = remedy
         # The scaled rates of each optimizer without a scheduler.
         self._scaled: list[tuple[Any, list[float]]] = []
         # The number of parameter groups of each scaled optimizer.
@@ -190,32 +182,6 @@ class ScheduleWatch:
         moved = {id(getattr(scheduler, "optimizer", None)) for scheduler in schedulers}
         self._scaled = [(each, _rates(each)) for each in optimizers if id(each) not in moved]
         self._groups = [(each, len(each.param_groups)) for each in optimizers]
-
-    def begin(self, schedules: Sequence[tuple[Any, float | None]]) -> None:
-        """Warn of schedules that end before the training's last step (None: unknown)."""
-        for scheduler, steps in schedules:
-            if steps is None or not math.isfinite(steps) or steps < 1:
-                continue
-            try:
-                end = last_useful_step(scheduler, int(steps))
-            except Exception as error:  # raised by a function of the script
-                _logger.debug("%s does not tell where it ends: %s", type(scheduler).__name__, error)
-                continue
-            if end is not None and end < (1 - _SLACK) * steps:
-                self._warn(
-                    f"{type(scheduler).__name__} ends after {end} of the {steps:g} steps that this training makes at "
-                    f"batch size {self._batch_size}: it was made for another size"
-                )
-
-    def compare(self, counts: Sequence[tuple[str, int]], steps: float, own_steps: float) -> None:
-        """Warn of settings that count more than `steps`, but not more than `own_steps` (at the script's own size)."""
-        missed = [setting for setting, count in counts if steps < count <= own_steps]
-        if missed:
-            _logger.warning(
-                "at batch size %d this training has %d steps, about %d at your own size: too few for %s. Count "
-                "epochs, or fewer steps (docs/schedules.md)",
-                *(self._batch_size, steps, own_steps, " and ".join(missed)),
-            )
 
     def check(self, optimizers: Sequence[Any], *, goes_on: bool) -> None:
         """Warn of rates that something else has set or added, or that are 0 although the training continues."""
@@ -243,34 +209,7 @@ class ScheduleWatch:
     def _warn(self, problem: str) -> None:
         if not self._has_warned:
             self._has_warned = True
-            _logger.warning("%s. %s (docs/schedules.md)", problem, self._remedy)
-
-
-def last_useful_step(scheduler: Any, steps: int) -> int | None:
-    """Return the step after which a torch schedule raises an error, stays at 0 or rises again.
-
-    Return None if the schedule has no known end within the training's `steps`.
-    """
-    kind = type(scheduler).__name__
-    if kind == "SequentialLR":
-        begun = scheduler._milestones[-1] if scheduler._milestones else 0
-        end = last_useful_step(scheduler._schedulers[-1], steps - begun)
-        return None if end is None else begun + end
-    name = {"OneCycleLR": "total_steps", "CosineAnnealingLR": "T_max", "PolynomialLR": "total_iters"}.get(kind)
-    if name is not None:
-        return int(getattr(scheduler, name))
-    if kind == "LambdaLR":
-        return _last_step_above_zero(scheduler.lr_lambdas, steps)
-    return None
-
-
-def _last_step_above_zero(factors: Sequence[Any], steps: int) -> int | None:
-    """Return the first of `_POINTS` steps from which all factors stay 0; None if one is above 0 at the last."""
-    points = sorted({steps * point // _POINTS for point in range(_POINTS)}, reverse=True)
-    for number, step in enumerate(points):
-        if any(factor(step) for factor in factors):
-            return None if number == 0 else points[number - 1]
-    return 0
+            _logger.warning("%s (docs/schedules.md)", problem)
 
 
 def _rates(optimizer: Any) -> list[float]:

@@ -20,6 +20,7 @@ from zeus_plugins.protocol import Fingerprint
 from zeus_plugins.training.batches import BatchSplit, split_batch
 from zeus_plugins.training.defaults import TrainingFacts
 from zeus_plugins.training.patches import Patches
+from zeus_plugins.training.steps import StepScale
 
 T = TypeVar("T")
 
@@ -83,6 +84,12 @@ class TrainerPort(Broadcasting, Protocol):
     def keeps_optimizers(self) -> bool:
         """Whether the trainer's next training uses the same optimizers again."""
 
+    def follow_samples(self, default: int, split: BatchSplit, patches: Patches) -> tuple[StepScale, list[str]]:
+        """Read all settings in steps or batches at the script's own size, and set them for a split; before `deliver`.
+
+        Return the scale and the changes in words. If the script's own size is unknown, it is the `default`.
+        """
+
     def deliver(self, split: BatchSplit, patches: Patches, *, is_own: bool = False) -> None:
         """Set the accumulation and the batch size of the training's loaders; `patches` records the changes.
 
@@ -105,8 +112,11 @@ class TrainerPort(Broadcasting, Protocol):
     def fingerprint(self) -> Fingerprint:
         """Return model, parameters, framework and optimizer of the training, as far as they are known at its start."""
 
-    def facts(self, patches: Patches) -> TrainingFacts:
-        """Return the facts from which a job is guessed and sizes are checked; `patches` records any changes."""
+    def facts(self, patches: Patches, *, counts_samples: bool) -> TrainingFacts:
+        """Return the facts from which a job is guessed and sizes are checked; `patches` records any changes.
+
+        `counts_samples` is True if settings in steps will follow the samples (`follow_samples`).
+        """
 
     def modes(self, monitor: str) -> Mapping[str, Literal["max", "min"]]:
         """Return the direction ("max" or "min") that each other setting of the script, in words, gives the metric."""
@@ -123,21 +133,12 @@ class TrainerPort(Broadcasting, Protocol):
     def optimizers(self) -> tuple[Sequence[Any], Sequence[Any]]:
         """Return the optimizers and the learning rate schedulers of the training."""
 
-    def schedules(self) -> Sequence[tuple[Any, float | None]]:
-        """Return each scheduler with its number of steps in the whole training, or None if unknown."""
+    def dependence(self) -> tuple[bool, Sequence[Any]]:
+        """Return whether the rates depend on the batch size, and the schedulers of steps that do not; on all ranks.
 
-    def computes_rates(self) -> bool:
-        """Return whether the training has computed its learning rates from the batch size; all ranks make this call."""
-
-    def step_counts(self) -> tuple[float, Sequence[tuple[str, int]]]:
-        """Return the optimizer steps of the whole training, and each setting that counts steps, with its count.
-
-        If the script itself limits the steps, return no settings: the batch size does not change the steps.
+        The second part has the schedulers that a trainer advances with each step, and whose length the script has
+        chosen for its own batch size.
         """
-
-    @property
-    def schedule_remedy(self) -> str:
-        """Advice, as a sentence, on how to make schedules that fit the batch size in this framework."""
 
     def log(self, metrics: dict[str, float]) -> None:
         """Log metrics in addition to those of the training."""

@@ -61,6 +61,7 @@ from zeus_plugins.training.outcomes import (
 from zeus_plugins.training.patches import Patches
 from zeus_plugins.training.port import TrainerPort, TrainingMonitor, all_agree, decided, splits_of
 from zeus_plugins.training.session import TrialSession
+from zeus_plugins.training.steps import StepScale, drive_by_samples
 from zeus_plugins.training.trial import TrialInfo
 
 T = TypeVar("T")
@@ -337,7 +338,7 @@ class TrialRun:
     def _facts_of(self, port: TrainerPort) -> TrainingFacts | None:
         """Return the facts of the training; None if they cannot be known yet, and a whole job is described."""
         try:
-            return port.facts(self.patches)
+            return port.facts(self.patches, counts_samples=self.options.steps == "samples")
         except Exception as error:  # the data may be made by a later hook
             if self._wish.job is None:
                 raise
@@ -367,7 +368,7 @@ class TrialRun:
         known = Fingerprint(monitor=wish.monitor or None, samples=samples, data=data)
         fingerprint = port.fingerprint().completed_by(known)
         script_size = None if facts is None else facts.step_size
-        scaling = f"rate {self.options.lr_scaling}"
+        scaling = f"rate {self.options.lr_scaling}, steps {self.options.steps}"
         return replace(plan, fingerprint=fingerprint, script_size=script_size, scaling=scaling)
 
     def _enter(
@@ -386,8 +387,10 @@ class TrialRun:
         active = ActiveRun(self, port, plan, epochs, begin, finishes=finishes)
         self.active, self._record = active, active.record
         size = active.record.trial.batch_size
-        port.deliver(self._splits(port, [size])[size], self.patches, is_own=active.record.is_at_own_size)
-        active.announce()
+        split = self._splits(port, [size])[size]
+        changes = active.follow_samples(split, self.patches)
+        port.deliver(split, self.patches, is_own=active.record.is_at_own_size)
+        active.announce(changes)
 
     def _splits(
         self, port: TrainerPort, batch_sizes: Sequence[int], facts: TrainingFacts | None = None
@@ -453,7 +456,9 @@ class ActiveRun:
         self.record = RunRecord(trial, plan, registered.job, self._factor_of(None), takes_reports, epochs)
         self.watched_names = registered.watched(options.watch)
         self.steps = StepCount([], 1)  # counts nothing until the start
-        self._schedules = ScheduleWatch(trial.batch_size, port.schedule_remedy)
+        self._step_scale = StepScale()
+        self._schedules = ScheduleWatch(trial.batch_size)
+        self._patches = run.patches
         self._plan = registered
         self._announcer = Announcer(port, registered, run.patches)
 
@@ -512,16 +517,30 @@ class ActiveRun:
 
         return self._decided_with(decide)
 
-    def announce(self) -> None:
-        """Report the chosen batch size to the user; of a trial that finishes a run, not to the trackers."""
+    def follow_samples(self, split: BatchSplit, patches: Patches) -> list[str]:
+        """Set what the script counts in steps for this split, as the options say; return the changes in words."""
+        if self._options.steps != "samples":
+            return []
+        self._step_scale, changes = self._port.follow_samples(self._own_size, split, patches)
+        return changes
+
+    def announce(self, changes: Sequence[str]) -> None:
+        """Report the chosen batch size and the `changes`; of a trial that finishes a run, not to the trackers."""
         if self.record.takes_reports:
             place = "" if self._session is None else self._session.place
             self._announcer.begun(self.record.trial, place, to_trackers=not self._finishes)
+        self._announcer.moved(changes)
 
     def scale_learning_rate(self) -> None:
-        """Scale the rates of all optimizers and schedulers as the options say."""
+        """Scale the rates of all optimizers and schedulers, and drive schedules by samples, as the options say."""
         optimizers, schedulers = self._port.optimizers()
-        if any(self._factor_of(each) != 1.0 for each in optimizers) and self._port.computes_rates():
+        are_scaled, scale = any(self._factor_of(each) != 1.0 for each in optimizers), self._step_scale.steps
+        computes_rates, fixed = self._port.dependence() if are_scaled or scale != 1 else (False, ())
+        for scheduler in fixed if scale != 1 else ():
+            drive_by_samples(scheduler, scale, self._patches)
+            advance = f"{type(scheduler).__name__} by {float(1 / scale):.3g} of its steps in each step"
+            self._announcer.moved([advance])
+        if are_scaled and computes_rates:
             self.record.lr_factor = 1.0
             self._factor_of = partial(lr_factor, LrScaling.NONE, 1, 1)
             if self._port.rank == 0:
@@ -548,10 +567,6 @@ class ActiveRun:
             self._announcer.scaled(self._options.lr_scaling, zip(factors, optimizers, strict=True))
         return self.record.lr_factor
 
-    def steps_of_same_samples(self, steps: int) -> int:
-        """Return the steps that take as many samples at the trial's batch size as `steps` at the default size."""
-        return max(1, round(steps * self._own_size / self.record.trial.batch_size))
-
     @contextmanager
     def unscaled_rates(self) -> Iterator[None]:
         """Undo the scaling within the block, for code that sets learning rates or adds parameter groups."""
@@ -568,10 +583,6 @@ class ActiveRun:
         """Log the choice, and begin to measure."""
         port = self._port
         self._announcer.started(self.record.trial, self.record.lr_factor)
-        schedules, (steps, counts) = port.schedules(), port.step_counts()  # on all ranks: they may synchronize here
-        if port.rank == 0:
-            self._schedules.begin(schedules)
-            self._schedules.compare(counts, steps, steps * self.record.trial.batch_size / self._own_size)
         optimizers, _ = port.optimizers()
         self.steps = StepCount(optimizers, port.accumulation)
         self._keep_first_weights()
