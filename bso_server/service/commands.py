@@ -34,7 +34,7 @@ from bso_server.core.policy import installed
 from bso_server.errors import InvalidReportError, UnknownJobError, UnknownTrialError
 from bso_server.service import reading
 from bso_server.service.decisions import TRIES, Basis, Decided, Turns, basis_of, decide, turn
-from bso_server.service.dispatches import dispatch_of, save_start, started_with, with_power_profile
+from bso_server.service.dispatches import dispatch_of, save_start, started_with, with_job
 from bso_server.service.imports import import_job
 from bso_server.service.loading import known_job, known_trial, locked_job, locked_trial, open_trials
 from bso_server.service.refusals import (
@@ -279,8 +279,7 @@ class Commands:
         dispatch = save_start(transaction, job, trial)
         if suggestion.decision is not None:
             transaction.insert_decisions([StoredDecision(*trial.key, suggestion.decision)])
-        is_first = not any(arm.measured for arm in transaction.arms(job.job_id).values())
-        return with_power_profile(transaction, job, dispatch.model_copy(update={"is_first": is_first}))
+        return with_job(transaction, job, dispatch)
 
     def record_offline(
         self,

@@ -48,7 +48,7 @@ def started_with(
             f"({started.state}): make a new key for a new trial",
             field="Idempotency-Key",
         )
-    return with_power_profile(transaction, job, dispatch_of(terms_of(transaction, job, started), started))
+    return with_job(transaction, job, dispatch_of(terms_of(transaction, job, started), started))
 
 
 def save_start(transaction: Transaction, job: StoredJob, trial: TrialRecord) -> TrialDispatch:
@@ -60,8 +60,10 @@ def save_start(transaction: Transaction, job: StoredJob, trial: TrialRecord) -> 
     return dispatch_of(job, trial)
 
 
-def with_power_profile(transaction: Transaction, job: StoredJob, dispatch: TrialDispatch) -> TrialDispatch:
-    """Return `dispatch` with the newest power-limit profile of its batch size."""
+def with_job(transaction: Transaction, job: StoredJob, dispatch: TrialDispatch) -> TrialDispatch:
+    """Return `dispatch` with the newest power-limit profile of its batch size, and whether no run of its job counts."""
+    is_first = not any(arm.measured for arm in transaction.arms(job.job_id).values())
+    dispatch = dispatch.model_copy(update={"is_first": is_first})
     newest = transaction.newest_power_profile(dispatch.job_id, dispatch.batch_size)
     if newest is None:
         return dispatch

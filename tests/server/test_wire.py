@@ -50,6 +50,7 @@ class TestRegistering:
             "confirm": 1,
             "no_worse_than_default": None,
             "tags": None,
+            "scaling": None,
             **made,
         }
         assert http.post("/jobs", json={**spec, "batch_sizes": [16, 8, 32]}).status_code == 200
