@@ -144,7 +144,7 @@ SCENARIOS = {
 }
 
 
-# These run with the frameworks, too: they begin, fail, and go on in their own ways.
+# These run with the frameworks, too, which begin, fail and continue in their own ways.
 WITH_FRAMEWORKS = {"away-before-the-start", "away-and-never-at-the-target", "hangs", "away-in-the-middle-and-back"}
 QUICK = {
     "plain-away-and-back-before-the-end",

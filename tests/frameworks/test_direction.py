@@ -35,7 +35,7 @@ def test_target_reached_at_the_first_evaluation_counts_once_the_second_has_confi
         training.train()
         assert callback.converged
         assert training.epochs == epochs
-    # The cost is that of the first evaluation.
+    # The cost until the first evaluation.
     assert [(each.epochs, each.metric, each.time_s) for each in bench.view().trials] == [(1, 0.9, 1.0)] * 2
 
 

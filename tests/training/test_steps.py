@@ -87,7 +87,7 @@ def test_schedules_have_equal_lengths_if_made_for_equal_numbers_of_steps(make: C
 
 
 def rates_of(make: Callable[..., Any], steps: int, scale: Fraction | None = None) -> list[float]:
-    """Return the rate after each step of a schedule for 40 steps, driven by samples if there is a scale."""
+    """Return the rate after each step of a schedule for 40 steps, driven by samples with a scale."""
     optimizer = sgd()
     schedule = make(optimizer, 40)
     if scale is not None:
