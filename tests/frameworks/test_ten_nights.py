@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import count
 from typing import Any, cast
 
 import pytest
 import torch
+from lightning.pytorch import Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Sampler
 
 from tests.support.frameworks import TRAIN_IMAGES, FrameworkBench, Training, Work
+from tests.support.lightning_bench import QUIET, RESUMES
 from tests.support.lightning_bench import digits as lightning_digits
 from tests.support.servers import ServerProcess
 from zeus_plugins.client import client_from_environment
@@ -18,6 +21,7 @@ from zeus_plugins.protocol import GP_VOI, EndReason, JobView, Origin, TrialState
 
 OWN = 16
 NIGHTS = 10
+LIGHTNING = pytest.param("lightning_bench", id="lightning", marks=[*QUIET, *RESUMES])
 SCORES = (0.5, 1.0)  # the target is 0.9, and a training has two epochs
 
 MakeTraining = Callable[[Any, Work], Training]
@@ -91,6 +95,71 @@ def test_crash_at_other_size_is_trained_at_own_size(bench: FrameworkBench, layer
     assert 1 <= max(map(len, failed.values())) <= 2
     after = job.trials[[trial.batch_size in failed for trial in job.trials].index(True) + 1]
     assert (after.batch_size, after.origin, after.state) == (OWN, Origin.FINISH, TrialState.COMPLETED)
+
+
+def night_with_crash_at_48(bench: FrameworkBench, change: Callable[[Training, bool], None]) -> tuple[Any, Training]:
+    """Train a night at the own size and one at 48; `change` changes each training, and lets the second one crash."""
+    job = bench.job(higher_is_better_metric=True, batch_sizes=(OWN, 48), default_batch_size=OWN, max_epochs=2)
+    for crashes in (False, True):
+        work = Work()
+        callback = bench.BatchSize(job, "score", energy_monitor=work.monitor, on_failure="finish", lr_scaling="linear")
+        training = bench.training(callback, work=work, epochs=2, scores=SCORES)
+        change(training, crashes)
+        training.train()
+    return callback, training
+
+
+def crash_once(at: int) -> Callable[..., None]:
+    calls = count(1)
+
+    def call(*_: Any) -> None:
+        if next(calls) == at:
+            raise RuntimeError("the user's own")
+
+    return call
+
+
+@pytest.mark.parametrize("kind", [LIGHTNING], indirect=True)
+def test_optimizer_that_module_makes_once_has_its_own_rate_after_crash(bench: FrameworkBench) -> None:
+    seen: list[tuple[float, int]] = []
+
+    def change(training: Training, crashes: bool) -> None:
+        sgd = torch.optim.SGD(training.model.parameters(), lr=0.01, momentum=0.9)
+        crash = crash_once(3 if crashes else 0)
+
+        def note(_: Any) -> None:
+            seen.append((sgd.param_groups[0]["lr"], len(sgd.state)))
+            crash()
+
+        training.model.configure_optimizers = lambda: sgd
+        training.model.on_before_optimizer_step = note
+
+    night_with_crash_at_48(bench, change)
+    at_48 = [number for number, (rate, _) in enumerate(seen) if rate == pytest.approx(0.03)]
+    assert len(at_48) == 3
+    assert seen[at_48[-1] + 1] == (pytest.approx(0.01), 0)
+
+
+@pytest.mark.filterwarnings("ignore:It is recommended to use `self.log")
+@pytest.mark.parametrize("kind", [LIGHTNING], indirect=True)
+def test_crash_in_backward_under_ddp_is_trained_at_own_size(
+    bench: FrameworkBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = Trainer.__init__
+    ddp = {"strategy": "ddp", "devices": 1, "accelerator": "cpu"}
+    monkeypatch.setattr(Trainer, "__init__", lambda *args, **options: plain(*args, **options | ddp))
+
+    def change(training: Training, crashes: bool) -> None:
+        crash = crash_once(3 if crashes else 0)
+        # Before this, the gradient of the bias has come, so that the wrapper waits for the other one.
+        training.model.network.weight.register_hook(lambda _: crash())
+
+    try:
+        callback, training = night_with_crash_at_48(bench, change)
+    finally:
+        torch.distributed.destroy_process_group()  # later tests of this process would find it
+    assert (callback.trial.batch_size, callback.converged) == (OWN, True)
+    assert training.sizes[:3] == [48] * 3
 
 
 def test_crash_in_middle_of_training_restores_first_weights(

@@ -46,7 +46,7 @@ class LatestRates(TrainerCallback):
 # Arguments of the Trainer, and of the callback.
 WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "fsdp": (FSDP, {}),
-    "fsdp scaled": (FSDP, {"lr_scaling": "auto"}),
+    "fsdp scaled": (FSDP, {"lr_scaling": "sqrt"}),
     "fsdp accumulation": ({**FSDP, "gradient_accumulation_steps": 2}, {}),
 }
 

@@ -343,6 +343,7 @@ def test_unclear_direction_is_requested(monitor: str, modes: Any, problem: str) 
     [
         ("val_score", True, (0.5, 0.4), True),
         ("val_score", True, (0.5, 0.5), False),
+        ("val_score", True, (0.5, 0.499), False),  # perhaps by chance
         ("val_score", False, (0.4, 0.5), True),
         ("val_acc", True, (0.5, 0.4), False),
         ("val_acc", False, (0.4, 0.5), True),

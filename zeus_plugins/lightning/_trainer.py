@@ -448,6 +448,11 @@ class LightningPort:
         _end_epoch(trainer)
         loop.teardown()
         loop._combined_loader = None  # so that Lightning makes the loaders again
+        strategy: Any = trainer.strategy
+        if not keeps_state and strategy.model is not self._module and hasattr(strategy, "configure_ddp"):
+            # A wrapper still waits for the gradients of a step that an error has ended.
+            strategy.model = self._module
+            strategy.configure_ddp()
         # While optimizers and schedules are made, Lightning estimates the steps of this training alone.
         patches.set_attribute(loop, "max_epochs", epochs)
         before = trainer.optimizers
@@ -455,6 +460,8 @@ class LightningPort:
         for old, new in zip(before, trainer.optimizers, strict=False):
             if keeps_state and type(old) is type(new):
                 new.state.update(old.state)
+            elif new is old:  # the module made it once
+                new.state.clear()
         patches.set_attribute(loop, "max_epochs", trained + epochs)
         if most_steps >= 0:
             patches.set_attribute(loop.epoch_loop, "max_steps", steps + most_steps)

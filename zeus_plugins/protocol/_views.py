@@ -416,10 +416,13 @@ def changes_in_words(changes: Mapping[str, tuple[Any, Any]]) -> str:
         if name == "batch_sizes":
             came, went = sorted({*after} - {*before}), sorted({*before} - {*after})
             words.append(" ".join([name, *(f"+{size}" for size in came), *(f"-{size}" for size in went)]))
+        elif name == "scaling":
+            words.append(
+                f"learning rates and steps now follow the batch size as in {after!r}, so that earlier runs at other "
+                "sizes than the default no longer count"
+            )
         else:
             words.append(f"{name} {_term(before)} -> {_term(after)}")
-        if name == "scaling":
-            words[-1] += " (runs before at other sizes than the default no longer count)"
     return ", ".join(words)
 
 

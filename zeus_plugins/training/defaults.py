@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import PurePath
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from pydantic import ValidationError
 
@@ -42,6 +42,7 @@ _HALF_AN_ID = MAX_ID_LENGTH // 2
 
 # Least relative change in the length of the training data that causes a warning.
 _DRIFT = 0.1
+_NOISE = 0.1  # share of the distance from the target that a metric may move back by chance
 
 _logger = logging.getLogger("zeus_plugins")
 
@@ -391,10 +392,13 @@ def first_report_warning(job: JobSpec, monitor: str, metric: float, *, is_reache
 def check_direction(job: JobSpec, monitor: str, first: float, second: float) -> None:
     """Raise `ZeusBSOConfigError` if the job's first run moves away from the target, which its first evaluation reached.
 
-    If the metric's name is well known, its direction is certain, and the target is only easy.
+    If the metric's name is well known, its direction is certain, and the target is only easy. A small step may be
+    noise.
     """
     higher = job.higher_is_better_metric
-    if not (second < first if higher else second > first) or certain_direction(monitor) is higher:
+    away = first - second if higher else second - first
+    least = _NOISE * abs(first - cast("float", job.target_metric))
+    if away <= least or certain_direction(monitor) is higher:
         return
     side, moved = ("at or above", "fell") if higher else ("at or below", "rose")
     raise ZeusBSOConfigError(

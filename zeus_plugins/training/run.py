@@ -275,7 +275,8 @@ class TrialRun:
         why_not = port.no_continuation
         if why_not is None and restarts and error is None and active.first_weights is None:
             why_not = "the weights are no longer finite numbers, and the first weights were not kept"
-        if error is not None and not all_agree(port, f"{record.trial.name} at {record.trial.batch_size}", not why_not):
+        topic = f"{record.job.job_id}/{record.trial.name}/{record.trial.batch_size}"
+        if error is not None and not all_agree(port, topic, not why_not):
             raise error
         size, known_as = (record.job.default_batch_size, OWN) if error or why_not else active.best_known_size()
         if size is None:
@@ -283,7 +284,7 @@ class TrialRun:
         if why_not is not None or size is None:
             port.say(f"zeus: this run is not finished at another batch size: {why_not}")
             return None
-        begins = "trains from the start" if restarts else "continues"
+        begins = "begins again with the first weights of this launch" if restarts else "continues"
         if error is not None:
             _logger.warning(
                 "the training at batch size %d was ended by %s",
@@ -305,6 +306,9 @@ class TrialRun:
                 port.model.load_state_dict(active.first_weights)
             if run.active is not None:
                 run.active.first_weights = active.first_weights  # if this trial crashes, too, at the best known size
+            if not port.keeps_optimizers:
+                # The module may hand out the same optimizers again.
+                scale_learning_rate(port.optimizers()[0], (), lambda each: 1 / active.factor_in_force(each))
             port.train_again(job.max_epochs, run.patches, keeps_state=not restarts)
         except Exception as failure:
             run.finish(failure)
@@ -452,6 +456,7 @@ class ActiveRun:
             trial, registered, self._sender = decided(port, enter)
             self._opened = opened.pop_all()
         self._factor_of = partial(lr_factor, options.lr_scaling, trial.batch_size, own_size)
+        self.factor_in_force = partial(lr_factor, LrScaling.NONE, 1, 1)  # until the rates are scaled
         takes_reports = self._sender is not None
         self.record = RunRecord(trial, plan, registered.job, self._factor_of(None), takes_reports, epochs)
         self.watched_names = registered.watched(options.watch)
@@ -552,6 +557,7 @@ class ActiveRun:
         if self.decide_factor(optimizers) == 1.0:
             return
         scale_learning_rate(optimizers, schedulers, self._factor_of)
+        self.factor_in_force = self._factor_of
         if self._port.keeps_optimizers:
             self._opened.callback(scale_learning_rate, optimizers, schedulers, lambda each: 1 / self._factor_of(each))
         self._schedules.scaled(optimizers, schedulers)

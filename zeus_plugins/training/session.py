@@ -51,7 +51,7 @@ from zeus_plugins.training.announce import LATEST_TRIALS
 from zeus_plugins.training.arguments import check_watch
 from zeus_plugins.training.defaults import JobPlan, check_direction
 from zeus_plugins.training.metrics import as_written
-from zeus_plugins.training.outcomes import detail_of, ending_of
+from zeus_plugins.training.outcomes import detail_of, ending_of, outcome_of
 from zeus_plugins.training.trial import TrialInfo
 
 _WINDOW = "zeus_bso_trial"
@@ -420,7 +420,8 @@ class TrialSession:
                 self._update(unmeasured=detail_of(failure))
                 _logger.debug("could not close the last measurement window: %s", failure)
         if self._reporter is not None:
-            if self._held is not None and error is None and self.trial.unmeasured is None:
+            broke_down = error is not None and outcome_of(error) in (TrialState.FAILED, TrialState.INFEASIBLE)
+            if self._held is not None and (error is None or broke_down) and self.trial.unmeasured is None:
                 self._update(verdict=self._report_held(self._reporter))
                 self._look_at_job(self._reporter)
             ending = None if self.finished else ending_of(error, early_end=early_end)
