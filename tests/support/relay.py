@@ -120,12 +120,14 @@ class Relay:
     def _pass_answers(self, client: socket.socket, database: socket.socket, fates: list[Fate]) -> None:
         with suppress(OSError):
             while data := database.recv(65536):
-                if fates[-1] is Fate.LOSE_ANSWER:
+                # Read before the answer is sent: the client may ask for the next commit as soon as it has it.
+                fate = fates[-1]
+                if fate is Fate.LOSE_ANSWER:
                     self.lost_commits += 1
                     break
                 self._speaks.wait()
                 client.sendall(data)
-                if fates[-1] is Fate.END:
+                if fate is Fate.END:
                     break
         _end(client)
         _end(database)
