@@ -26,7 +26,7 @@ from zeus_plugins.protocol import GpuConfig
 
 P100 = "Tesla P100"
 SOURCE = "nvml power, integrated"
-LONG_S = 60.0  # A thread that has not done its work by then never will.
+LONG_S = 60.0  # A thread that has not done its work until now never will.
 
 
 def old_gpu(power_w: float = 100.0) -> FakeGpu:

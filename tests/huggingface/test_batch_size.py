@@ -478,7 +478,7 @@ def test_target_reached_within_epoch_ends_training_immediately(bench: Bench) -> 
     bench.complete_first_trial(bench.job(higher_is_better_metric=True))
     trainer = bench.trainer(bench.callback(), eval_strategy="steps", eval_steps=4)
     trainer.train()
-    assert sizes_of(trainer) == [24, 24]  # as many samples as in four steps of the script
+    assert sizes_of(trainer) == [24, 24]  # the samples of four steps of the script
 
 
 class Logs(TrainerCallback):

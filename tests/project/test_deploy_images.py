@@ -32,7 +32,7 @@ from tests.support.servers import free_port, wait_until_up
 STAND_IN = "localhost/stand-in"
 
 _TOOLS = ("sh", "env", "install", "cp", "mkdir", "touch")
-# Libraries that wheels load, besides those of Python itself.
+# Libraries that wheels load, besides Python's own.
 _LIBRARIES = ("libdl.so.2", "libgcc_s.so.1", "libpthread.so.0", "librt.so.1", "libstdc++.so.6", "libutil.so.1")
 _CERTIFICATES = Path("/etc/ssl/certs/ca-certificates.crt")
 _BASE = f"""\

@@ -111,7 +111,7 @@ async def test_job_whose_default_is_best_is_advised_to_train_at_it_alone(store: 
     assert line.advice == (
         f"the default, 32, is the best batch size: train at 32 alone ({command}), or offer other sizes"
     )
-    # The policy accepts what is advised.
+    # The policy accepts the advice.
     known = (await server.show()).job
     asked = CreatedJob.model_validate({**known.model_dump(), "batch_sizes": [32], "revise": True})
     assert (await server.service.register(asked))[0].batch_sizes == (32,)

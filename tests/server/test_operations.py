@@ -229,7 +229,7 @@ def test_database_of_a_newer_version_is_left_unchanged(newer_url: str) -> None:
 OTHER_GETS = {
     *("/health/live", "/version", "/", "/ui/static/{name}", "/ui/login", "/metrics"),
     *("/schema", "/schema/{path}", "/schema/openapi.json", "/jobs/batch_size"),
-    # Removed pages, which name what replaces them.
+    # Removed pages, which name their replacement.
     *(
         "/ui/health",
         "/ui/health.json",

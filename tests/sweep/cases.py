@@ -269,7 +269,7 @@ def _fit(case: Case, job: JobSpec, options: dict[str, Any]) -> Outcome:
 
 def _wrong_steps(case: Case, steps: int) -> str | None:
     said = STEPS.get((case.framework, case.source), steps)
-    if case.source == "stream that restarts":  # its steps are those of the script's own size, for the same samples
+    if case.source == "stream that restarts":  # it has the samples of its steps at the script's own size
         own = OWN_SIZE * int(os.environ.get("WORLD_SIZE", "1")) * (2 if case.accumulation == "2" else 1)
         said = -(-said * own // SIZE)
     return None if steps == said else f"{steps} of {said} steps"
