@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.frameworks import STEPS_OF_16, FrameworkBench
+from tests.support.frameworks import STEPS_OF_16, FrameworkBench, Work
 from tests.support.job_bench import EPOCH_OF_48, SERVERS_SIZE
 from zeus_plugins.errors import ZeusBSOConfigError
 from zeus_plugins.protocol import GP_VOI, TrialState
@@ -45,3 +45,12 @@ def test_run_without_a_second_evaluation_counts_at_its_end(bench: FrameworkBench
     training.train()
     assert callback.converged
     assert bench.only_trial().state is TrialState.COMPLETED
+
+
+def test_target_reached_before_a_crash_counts(bench: FrameworkBench) -> None:
+    work = Work({len(EPOCH_OF_48) + 1: RuntimeError("the user's own")})
+    callback = bench.callback(bench.job(0.8, max_epochs=3, batch_sizes=(SERVERS_SIZE,)), energy_monitor=work.monitor)
+    with pytest.raises(RuntimeError, match="the user's own"):
+        bench.training(callback, work=work, epochs=3, scores=(0.9,)).train()
+    trial = bench.only_trial()
+    assert (trial.state, trial.epochs, trial.metric) == (TrialState.COMPLETED, 1, 0.9)
