@@ -145,6 +145,9 @@ def test_optimizer_that_module_makes_once_has_its_own_rate_after_crash(bench: Fr
 def test_crash_in_backward_under_ddp_is_trained_at_own_size(
     bench: FrameworkBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    for name in ("LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "WORLD_SIZE"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)  # Lightning sets it, and it is removed again at the end of the test
     plain = Trainer.__init__
     ddp = {"strategy": "ddp", "devices": 1, "accelerator": "cpu"}
     monkeypatch.setattr(Trainer, "__init__", lambda *args, **options: plain(*args, **options | ddp))

@@ -292,7 +292,7 @@ def test_default_rule_raises_rate_above_own_size_only_and_says_so(
     assert callback.trial.batch_size == size
     assert callback.lr_factor == factor
     assert module.seen_rates[0] == pytest.approx(0.1 * factor)
-    said = [each for each in caplog.messages if "learning rate" in each]
+    said = [each for each in caplog.messages if "learning rate " in each]
     assert said == ([] if line is None else [f"zeus: learning rate {line}"])
 
 

@@ -265,7 +265,8 @@ async def test_after_a_change_of_scaling_only_runs_at_the_default_count(store: S
     await bso.reach(running)
     (revision,) = view.revisions
     assert revision.in_words == (
-        "scaling none -> rate auto (runs before at other sizes than the default no longer count)"
+        "learning rates and steps now follow the batch size as in 'rate auto', so that earlier runs at other sizes "
+        "than the default no longer count"
     )
     # A client that knows no scaling, such as Zeus's, changes nothing.
     assert (await revise(bso, scaling=None)).scaling == "rate auto"
