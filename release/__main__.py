@@ -48,6 +48,8 @@ with client_from_environment() as client:
         assert client.send_report(TrainingResult(**named, time=1, energy=50, metric=0.95, current_epoch=1)).converged
 """
 
+_PAGES = "from bso_server.ui.html import templates; [templates().get_template(name) for name in ('jobs.html', 'job.html')]"
+
 _LICENCES_HEAD = """# Licences of dependencies
 
 The project itself is under the Apache License 2.0. `make licences` writes this page: what all extras for users bring,
@@ -216,7 +218,8 @@ def _use(python: Path, home: Path, *, has_server: bool) -> None:
         shown = json.loads(_run([programs / "bso-server", "jobs", "list", "--json"], home))
         if [job["trials"] for job in shown["jobs"]] != [3]:
             raise ReleaseError(f"three trials were run, and the server knows of {shown}")
-        _run([programs / "bso-server", "jobs", "report", "release", "--output", home / "page.html"], home)
+        _run([programs / "bso-server", "report"], home)
+        _run([python, "-c", _PAGES], home)
 
 
 def write_licences() -> None:
