@@ -48,7 +48,7 @@ with client_from_environment() as client:
         assert client.send_report(TrainingResult(**named, time=1, energy=50, metric=0.95, current_epoch=1)).converged
 """
 
-_PAGES = "from bso_server.ui.html import templates; [templates().get_template(name) for name in ('jobs.html', 'job.html')]"
+_PAGES = "from bso_server.ui.html import templates; templates().get_template('job.html')"
 
 _LICENCES_HEAD = """# Licences of dependencies
 
