@@ -62,7 +62,7 @@ def save_start(transaction: Transaction, job: StoredJob, trial: TrialRecord) -> 
 
 def with_job(transaction: Transaction, job: StoredJob, dispatch: TrialDispatch) -> TrialDispatch:
     """Return `dispatch` with the newest power-limit profile of its batch size, and whether no run of its job counts."""
-    is_first = not any(arm.measured for arm in transaction.arms(job.job_id).values())
+    is_first = job.cheapest is None and not any(arm.measured for arm in transaction.arms(job.job_id).values())
     dispatch = dispatch.model_copy(update={"is_first": is_first})
     newest = transaction.newest_power_profile(dispatch.job_id, dispatch.batch_size)
     if newest is None:

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Sampler
 
 from tests.support.frameworks import TRAIN_IMAGES, FrameworkBench, Training, Work
-from tests.support.lightning_bench import QUIET, RESUMES
 from tests.support.lightning_bench import digits as lightning_digits
 from tests.support.servers import ServerProcess
 from zeus_plugins.client import client_from_environment
@@ -21,7 +20,6 @@ from zeus_plugins.protocol import GP_VOI, EndReason, JobView, Origin, TrialState
 
 OWN = 16
 NIGHTS = 10
-LIGHTNING = pytest.param("lightning_bench", id="lightning", marks=[*QUIET, *RESUMES])
 SCORES = (0.5, 1.0)  # the target is 0.9, and a training has two epochs
 
 MakeTraining = Callable[[Any, Work], Training]
@@ -119,8 +117,9 @@ def crash_once(at: int) -> Callable[..., None]:
     return call
 
 
-@pytest.mark.parametrize("kind", [LIGHTNING], indirect=True)
 def test_optimizer_that_module_makes_once_has_its_own_rate_after_crash(bench: FrameworkBench) -> None:
+    if not bench.HAS_LOGGER:
+        pytest.skip("Hugging Face's Trainer makes its optimizers")
     seen: list[tuple[float, int]] = []
 
     def change(training: Training, crashes: bool) -> None:
@@ -141,10 +140,11 @@ def test_optimizer_that_module_makes_once_has_its_own_rate_after_crash(bench: Fr
 
 
 @pytest.mark.filterwarnings("ignore:It is recommended to use `self.log")
-@pytest.mark.parametrize("kind", [LIGHTNING], indirect=True)
 def test_crash_in_backward_under_ddp_is_trained_at_own_size(
     bench: FrameworkBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if not bench.HAS_LOGGER:
+        pytest.skip("a strategy of Lightning")
     for name in ("LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "WORLD_SIZE"):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)  # Lightning sets it, and it is removed again at the end of the test

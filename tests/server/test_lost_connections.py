@@ -12,6 +12,8 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -55,21 +57,26 @@ def relayed_url(database_url: str, relay: Relay) -> str:
     return relay.url_of(database_url)
 
 
-@pytest.fixture(scope="module")
-def relayed_server(relayed_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    server = ServerProcess(relayed_url, tmp_path_factory.mktemp("server") / "server.log", database_timeout_s=45.0)
+@contextmanager
+def patient_for(limit_s: float, database_url: str, folder: Path) -> Iterator[ServerProcess]:
+    """Yield a server that waits for its database for at most `limit_s` seconds."""
+    server = ServerProcess(database_url, folder / "server.log", database_timeout_s=limit_s)
     server.start("--insecure", "--migrate")
     yield server
     server.kill()
+
+
+@pytest.fixture(scope="module")
+def relayed_server(relayed_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    with patient_for(45.0, relayed_url, tmp_path_factory.mktemp("server")) as server:
+        yield server
 
 
 @pytest.fixture(scope="module")
 def impatient_server(relayed_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    """A second server on the same database, which gives up on an unreachable database after seconds."""
-    server = ServerProcess(relayed_url, tmp_path_factory.mktemp("impatient") / "server.log", database_timeout_s=3.0)
-    server.start("--insecure", "--migrate")
-    yield server
-    server.kill()
+    """A second server on the same database."""
+    with patient_for(3.0, relayed_url, tmp_path_factory.mktemp("impatient")) as server:
+        yield server
 
 
 @pytest.fixture

@@ -30,7 +30,7 @@ from zeus_plugins.lightning import ZeusBSOCallback
 from zeus_plugins.protocol import ZEUS
 from zeus_plugins.training.session import TrialSession
 
-SIZE, OWN_SIZE = 48, 16
+SIZE = 48
 EPOCHS = 2
 CAP = 12  # of the samples on one device, in combinations with a cap
 
@@ -270,7 +270,7 @@ def _fit(case: Case, job: JobSpec, options: dict[str, Any]) -> Outcome:
 def _wrong_steps(case: Case, steps: int) -> str | None:
     said = STEPS.get((case.framework, case.source), steps)
     if case.source == "stream that restarts":  # it has the samples of its steps at the script's own size
-        own = OWN_SIZE * int(os.environ.get("WORLD_SIZE", "1")) * (2 if case.accumulation == "2" else 1)
+        own = hf_bench.USERS_SIZE * int(os.environ.get("WORLD_SIZE", "1")) * (2 if case.accumulation == "2" else 1)
         said = -(-said * own // SIZE)
     return None if steps == said else f"{steps} of {said} steps"
 

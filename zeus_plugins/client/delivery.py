@@ -74,6 +74,7 @@ def registered_as(
                 raise
             raise conflict from None
     update: dict[str, Any] = {name: getattr(known, name) for name in follows} | {"revise": revises}
+    # This launch may state sizes without the registered default, such as that of an earlier, pinned size.
     if "batch_sizes" not in update and update.get("default_batch_size") not in job.batch_sizes:
         update.pop("default_batch_size", None)
     registered = client.register(job.model_copy(update=update))

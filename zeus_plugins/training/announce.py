@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 
-from zeus_plugins.protocol import GP_VOI, ZEUS, EndingState, EndReason, JobView, TrialState, printable
+from zeus_plugins.protocol import GP_VOI, ZEUS, EndingState, JobView, TrialState, printable
 from zeus_plugins.training.defaults import JobPlan, first_report_warning
 from zeus_plugins.training.lr_scaling import LrScaling, lr_scaling_in_words
 from zeus_plugins.training.outcomes import is_refusal_of_size, outcome_of
@@ -179,10 +179,9 @@ class Announcer:
 
     def _out_of_reach(self, trial: TrialInfo) -> str | None:
         """Return a warning if the own size missed the target by more than the metric moved in its last third."""
-        job, metrics, verdict = self._plan.job, self._metrics, trial.verdict
-        has_all_epochs = verdict is not None and verdict.reason is EndReason.MAX_EPOCHS_REACHED
+        job, metrics = self._plan.job, self._metrics
         is_own = trial.batch_size == job.default_batch_size
-        if job.target_metric is None or not has_all_epochs or not is_own or len(metrics) < 3:
+        if job.target_metric is None or not trial.used_all_epochs or not is_own or len(metrics) < 3:
             return None
         moved, missed = abs(metrics[-1] - metrics[-1 - len(metrics) // 3]), abs(metrics[-1] - job.target_metric)
         if missed <= moved:

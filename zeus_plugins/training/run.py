@@ -307,8 +307,7 @@ class TrialRun:
             if run.active is not None:
                 run.active.first_weights = active.first_weights  # if this trial crashes, too, at the best known size
             if not port.keeps_optimizers:
-                # The module may hand out the same optimizers again.
-                scale_learning_rate(port.optimizers()[0], (), lambda each: 1 / active.factor_in_force(each))
+                active.unscale_learning_rate()  # the module may hand out the same optimizers again
             port.train_again(job.max_epochs, run.patches, keeps_state=not restarts)
         except Exception as failure:
             run.finish(failure)
@@ -404,11 +403,7 @@ class TrialRun:
 
 def is_disabled(port: TrainerPort) -> bool:
     """Return True, and say so, if the environment turns the callback off for this training."""
-
-    def decide() -> bool:
-        return DISABLED.text() not in (None, "", "0")
-
-    if not decided(port, decide):
+    if not decided(port, lambda: DISABLED.text() not in (None, "", "0")):
         return False
     port.say(f"zeus: {DISABLED} is set: this training has its own batch size, and is neither measured nor reported")
     return True
@@ -456,7 +451,7 @@ class ActiveRun:
             trial, registered, self._sender = decided(port, enter)
             self._opened = opened.pop_all()
         self._factor_of = partial(lr_factor, options.lr_scaling, trial.batch_size, own_size)
-        self.factor_in_force = partial(lr_factor, LrScaling.NONE, 1, 1)  # until the rates are scaled
+        self.unscale_learning_rate: Callable[[], None] = lambda: None  # nothing is scaled yet
         takes_reports = self._sender is not None
         self.record = RunRecord(trial, plan, registered.job, self._factor_of(None), takes_reports, epochs)
         self.watched_names = registered.watched(options.watch)
@@ -487,12 +482,10 @@ class ActiveRun:
         A run that used all its epochs at the user's own size has done the script's own work. A run that finishes
         another one is the launch's last.
         """
-        record, verdict = self.record, self.record.trial.verdict
+        record, trial = self.record, self.record.trial
         if self._options.on_failure != "finish" or not record.takes_reports or self._finishes:
             return False
-        if verdict is None or not verdict.stop_train or verdict.converged:
-            return False
-        return not (record.is_at_own_size and verdict.reason is EndReason.MAX_EPOCHS_REACHED)
+        return trial.is_over and not trial.converged and not (record.is_at_own_size and trial.used_all_epochs)
 
     def outlives(self, error: Exception) -> bool:
         """Return True if the user's own batch size may train although this error has ended the trial."""
@@ -557,9 +550,11 @@ class ActiveRun:
         if self.decide_factor(optimizers) == 1.0:
             return
         scale_learning_rate(optimizers, schedulers, self._factor_of)
-        self.factor_in_force = self._factor_of
+        self.unscale_learning_rate = partial(
+            scale_learning_rate, optimizers, schedulers, lambda each: 1 / self._factor_of(each)
+        )
         if self._port.keeps_optimizers:
-            self._opened.callback(scale_learning_rate, optimizers, schedulers, lambda each: 1 / self._factor_of(each))
+            self._opened.callback(self.unscale_learning_rate)
         self._schedules.scaled(optimizers, schedulers)
 
     def decide_factor(self, optimizers: Sequence[object]) -> float:
@@ -646,9 +641,7 @@ class ActiveRun:
             self._announcer.reported(record.trial)
         if record.trial.is_over:
             self._port.end_counts()
-            verdict = record.trial.verdict
-            has_all_epochs = verdict is not None and verdict.reason is EndReason.MAX_EPOCHS_REACHED
-            if not (self.is_beyond_target or (has_all_epochs and self._port.is_in_last_epoch)):
+            if not (self.is_beyond_target or (record.trial.used_all_epochs and self._port.is_in_last_epoch)):
                 self._port.stop()
 
     def report_last_epoch(self, epochs: float) -> None:

@@ -14,6 +14,7 @@ from zeus_plugins.energy.rates import model_card_block
 from zeus_plugins.errors import ZeusBSOBadOperationError, ZeusBSOConfigError
 from zeus_plugins.protocol import (
     BatchSize,
+    EndReason,
     Identifier,
     NonNegativeFinite,
     PositiveInt,
@@ -137,6 +138,11 @@ class TrialInfo(WireMessage):
     def converged(self) -> bool:
         """True if the verdict says stop because the target was reached."""
         return self.verdict is not None and self.verdict.stop_train and self.verdict.converged
+
+    @property
+    def used_all_epochs(self) -> bool:
+        """True if the verdict says stop because the trial has trained all epochs of its job without the target."""
+        return self.verdict is not None and self.verdict.reason is EndReason.MAX_EPOCHS_REACHED
 
     @property
     def epochs(self) -> float | None:
