@@ -101,7 +101,7 @@ async def changed(store: Store, *steps: Callable[[sa.Connection], None]) -> None
 @pytest.mark.parametrize("kind", DATABASES)
 def test_migration_from_the_first_schema_keeps_totals_of_first_reports(kind: str, tmp_path: Path) -> None:
     async def migrate(database_url: str) -> None:
-        store = Store(open_database(database_url))
+        store = Store(open_database(database_url, patience_s=60.0), patience_s=60.0)
         try:
             await changed(store, moved_to("0001"), add_rows_of_version_1)
             await store.migrate()
@@ -180,7 +180,7 @@ async def decide_and_verify(services: list[JobService]) -> None:
 @pytest.mark.parametrize("kind", DATABASES)
 def test_migration_drops_probes_and_webhooks_and_no_job_or_trial(kind: str, tmp_path: Path) -> None:
     async def migrate(database_url: str) -> None:
-        store = Store(open_database(database_url))
+        store = Store(open_database(database_url, patience_s=60.0), patience_s=60.0)
         services = [
             JobService(store, job_id=f"job-{policy}", job_id_prefix="job", policy=policy) for policy in (GP_VOI, ZEUS)
         ]
