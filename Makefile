@@ -89,11 +89,15 @@ lint: $(STAMP)
 bench: $(STAMP)
 	@$(BIN)/python -m benchmarks.fleet_load --seconds 45
 
-# Real recurring trainings; QUICK=1 shows in minutes that all works. What was measured stays, and the next call goes on.
+# Real recurring trainings, two tasks at a time; QUICK=1 shows in minutes that all works. What was measured stays, and the
+# next call goes on. PROOF_EXTENT="--seeds 1 --repeats 0" bounds the trainings.
 PROOF := .proof/$(if $(QUICK),quick,all)
+PROOF_TASKS := characters topics digits digits-adam fine-tuning tabular drift
 proof: $(STAMP)
-	@$(BIN)/python -m benchmarks.recurrences run $(if $(QUICK),--quick) --state $(PROOF)
-	@$(BIN)/python -m benchmarks.recurrences collect --state $(PROOF) --results $(PROOF)/results.json --images $(PROOF)
+	@printf '%s\n' $(PROOF_TASKS) | xargs -P 2 -I TASK $(BIN)/python -m benchmarks.recurrences run \
+		$(if $(QUICK),--quick) $(PROOF_EXTENT) --tasks TASK --state $(PROOF)/TASK
+	@$(BIN)/python -m benchmarks.recurrences collect --state $(addprefix $(PROOF)/,$(PROOF_TASKS)) \
+		--results $(PROOF)/results.json --images $(PROOF)
 
 # One folder that measures for an hour on a GPU machine without a network: docs/proof.md.
 gpu-bundle: $(STAMP)

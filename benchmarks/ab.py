@@ -1,7 +1,7 @@
 """``python -m benchmarks.ab``: a real A/B test, compared with the verdict that the product shows.
 
 For each kind of training, a job with the callback recurs until it keeps one batch size. Then runs at the default and at
-the best size alternate, without the callback; the framework itself stops them at the target. Costs are CPU seconds of
+the best size alternate, each pinned by `batch_sizes`. Costs are CPU seconds of
 trainings with one thread, so that other load on the machine has little effect.
 """
 
@@ -58,15 +58,14 @@ def compared(default_s: Sequence[float], best_s: Sequence[float]) -> Compared:
 def recurrences(kind: str, number: int) -> list[Step]:
     """Return the recurrences of a job with the callback."""
     return [
-        Step("recurrence", kind, 0, each, GP_VOI, Order(kind, f"ab-{kind}", seed=10 * each, policy=GP_VOI))
-        for each in range(number)
+        Step("recurrence", kind, 0, each, GP_VOI, Order(kind, f"ab-{kind}", seed=10 * each)) for each in range(number)
     ]
 
 
 def runs_in_turn(kind: str, sizes: tuple[int, int], pairs: int) -> list[Step]:
-    """Return alternating runs of two sizes without the callback; both runs of a pair have the same seed."""
+    """Return alternating runs of two sizes, pinned by `batch_sizes`; both runs of a pair have the same seed."""
     return [
-        Step("size", kind, 0, pair, f"bare {size}", Order(kind, "bare", 7000 + pair, None, size, with_callback=False))
+        Step("size", kind, 0, pair, f"only {size}", Order(kind, f"ab-{kind}-{size}", 7000 + pair, size))
         for pair in range(pairs)
         for size in (sizes if pair % 2 else sizes[::-1])
     ]
@@ -76,7 +75,7 @@ def ab(kind: str, number: int, pairs: int, state: State) -> tuple[SavingsView, C
     """Let a job recur, then compare its best size with its default (None if the default is the best size).
 
     Raises:
-        BenchmarkError: A training broke, or missed the target without the callback.
+        BenchmarkError: A training broke, or missed the target at a pinned size.
     """
     measure(recurrences(kind, number), state, say=_say)
     with served(state.directory) as url, BsoClient(url) as client:
@@ -90,7 +89,7 @@ def ab(kind: str, number: int, pairs: int, state: State) -> tuple[SavingsView, C
     for step in sorted(steps, key=lambda step: step.number):
         (record,) = state.of(step.key)
         spent[step.who].append(record["fit_cpu_s"])
-    return savings, compared(spent[f"bare {default}"], spent[f"bare {best}"])
+    return savings, compared(spent[f"only {default}"], spent[f"only {best}"])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -25,7 +25,6 @@ from benchmarks.recurrences.runs import Order, Run
 from benchmarks.recurrences.tasks import TASKS, Task
 from benchmarks.reports import RESULTS, machine
 from benchmarks.tables import markdown_table, write_tables
-from zeus_plugins.energy import EstimateMonitor
 
 RULES = {"digits": "linear", "tabular": "sqrt"}
 """The rule of each task's optimizer: SGD and AdamW."""
@@ -83,7 +82,7 @@ def train(cell: Cell, seed: int) -> Training:
     torch.manual_seed(seed)
     task = TASKS[cell.task]
     order = Order(cell.task, "", seed, batch_size=cell.batch_size, with_callback=False)
-    samples, network, optimizer_name, lr = making(Run(order, task, None, "", EstimateMonitor(1.0), Path()))
+    samples, network, optimizer_name, lr = making(Run(order, task, Path(), Path()))
     optimizer = optimizer_of(optimizer_name, network.parameters(), lr * cell.factor)
     inputs, targets = samples.train
     epochs, metric = 0, -math.inf

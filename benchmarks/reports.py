@@ -126,7 +126,7 @@ Record: TypeAlias = dict[str, Any]
 """One training: the fields of its step and outcome, its time, and the load of the machine while it ran."""
 
 ProofResults: TypeAlias = dict[str, Any]
-"""``{device, trained_on, machine, begun_at, ended_at, energy_sources, load, tasks}``; see `_task_results`."""
+"""``{device, trained_on, machine, begun_at, ended_at, energy_sources, load, tasks, total}``; see `_task_results`."""
 
 Recurrence: TypeAlias = tuple[int, int]
 """Seed of a job, and number of a recurrence in it."""
@@ -200,6 +200,7 @@ def proof_results(records: Sequence[Record], of_machine: dict[str, str]) -> Proo
     if len(devices) > 1:
         raise ValueError("CPU and GPU have both been measured there: collect the --state of one device")
     loads = [record["load_1"] for record in records]
+    found = {name: _task_results(name, [each for each in records if each["task"] == name]) for name in names}
     return {
         "device": devices.pop(),
         "trained_on": sorted({record["device"] for record in records if "device" in record}),
@@ -210,8 +211,34 @@ def proof_results(records: Sequence[Record], of_machine: dict[str, str]) -> Proo
         "load": {"median": median(loads), "highest": max(loads)},
         "trainings": len(records),
         "broken": sorted({f"{record['key']}: {record['detail'].splitlines()[-1]}" for record in broken}),
-        "tasks": {name: _task_results(name, [each for each in records if each["task"] == name]) for name in names},
+        "tasks": found,
+        "total": _total(found),
     }
+
+
+def _total(found: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the energy that each contender saved over all tasks: in all recurrences, and in the first five.
+
+    Returns:
+        ``{NAME: {saved, early, worst}}``: two shares with their intervals, and the name of the task that saved least.
+    """
+    of_tasks = {name: task["contenders"] for name, task in found.items() if task["contenders"]}
+    names = [] if not of_tasks else [who for who in tasks.CONTENDERS if all(who in of for of in of_tasks.values())]
+    totals: dict[str, Any] = {}
+    for who in names:
+        # Whether the recurrence is an early one, its task, and its joules with the contender and at the default.
+        rows = [
+            (number < _EARLY, place, spent_j, default_j)
+            for place, of in enumerate(of_tasks.values())
+            for (_, number, spent_j), (*_, default_j) in zip(
+                of[who]["energies_j"], of[DEFAULT]["energies_j"], strict=True
+            )
+        ]
+        shares = {name: of[who]["saved"]["energy_j"][0] for name, of in of_tasks.items()}
+        totals[who] = {"worst": min(shares, key=shares.__getitem__)}
+        for name, part in (("saved", rows), ("early", [row for row in rows if row[0]])):
+            totals[who][name] = bootstrap([row[2:] for row in part], share_saved, [row[1] for row in part])
+    return totals
 
 
 def _task_results(name: str, records: Sequence[Record]) -> dict[str, Any]:
@@ -219,17 +246,16 @@ def _task_results(name: str, records: Sequence[Record]) -> dict[str, Any]:
 
     Returns:
         ``{title, default, jobs, recurrences, longest_job, contenders: {NAME: {cost_j, energy_j, time_s,
-        saved: {cost_j, …}, early, later, break_even, regret, tries, given_up, curve}}, sizes: [{batch_size, runs,
-        reached, cost_j, drifted}], best_sizes, overhead: {pairs, cpu, wall}}``. Sums are over all recurrences that
-        every contender has finished. `saved` has the share saved with its interval; `early` and `later` have the share
-        of cost saved in the first five recurrences and in the later half of each job. `curve` is the ratio of total
-        cost to the default's after each recurrence. None means not measured.
+        energies_j: [[seed, number, joules]], saved: {cost_j, …}, early, later, break_even, regret, tries, given_up,
+        curve}}, sizes: [{batch_size, runs, reached, cost_j, drifted}], best_sizes, overhead: {pairs, cpu, wall}}``.
+        Sums are over all recurrences that every contender has finished. `saved` has the share saved with its interval;
+        `early` and `later` have the share of cost saved in the first five recurrences and in the later half of each
+        job. `curve` is the ratio of total cost to the default's after each recurrence. None means not measured.
     """
     of_stage: dict[str, list[Record]] = defaultdict(list)
     for record in records:
         of_stage[record["stage"]].append(record)
-    contenders = dict.fromkeys((*tasks.CONTENDERS, *tasks.HOUR_CONTENDERS))
-    paid = {who: found for who in contenders if (found := _paid(of_stage["recurrence"], who))}
+    paid = {who: found for who in tasks.CONTENDERS if (found := _paid(of_stage["recurrence"], who))}
     common = sorted(set.intersection(*map(set, paid.values()))) if tasks.DEFAULT in paid else []
     drifted = {(record["seed"], record["number"]): record["drifted"] for record in of_stage["recurrence"]}
     sizes = {phase: _sizes(of_stage["size"], drifted=phase) for phase in (False, True)}
@@ -289,6 +315,7 @@ def _contender(
     known_j = [each for each in best_j if each is not None]
     return {
         **{measure: sum(spent[measure]) for measure in MEASURES},
+        "energies_j": [[*of, energy_j] for of, energy_j in zip(common, spent["energy_j"], strict=True)],
         "saved": {measure: _saved(spent[measure], needed[measure]) for measure in MEASURES},
         "early": _saved([cost_j[place] for place in early], [default_j[place] for place in early]),
         "later": _saved([cost_j[place] for place in later], [default_j[place] for place in later]),
@@ -338,19 +365,22 @@ def _overhead(records: Iterable[Record]) -> dict[str, Any] | None:
         return None
     ratios = {
         clock: bootstrap([(pair["with"][field], pair["without"][field]) for pair in whole], median_ratio)
-        for clock, field in (("cpu", "fit_cpu_s"), ("wall", "fit_wall_s"), ("energy", "fit_energy_j"))
+        for clock, field in (("cpu", "fit_cpu_s"), ("wall", "fit_wall_s"), ("energy", "energy_j"))
         if all(pair["without"].get(field) for pair in whole)
     }
     seconds = {who: median(pair[who]["fit_cpu_s"] for pair in whole) for who in ("with", "without")}
     return {"pairs": len(whole), **ratios, "cpu_s": seconds}
 
 
-def bootstrap(samples: Sequence[Sequence[float]], statistic: Callable[[Numbers], float]) -> Interval:
+def bootstrap(
+    samples: Sequence[Sequence[float]], statistic: Callable[[Numbers], float], groups: Sequence[int] = ()
+) -> Interval:
     """Return a statistic of samples, and its 2.5th and 97.5th percentile when samples are drawn with replacement.
 
     Args:
         samples: Shape (samples, values): rows are drawn whole. The draws are the same at each call.
         statistic: Function that computes the statistic from an array like `samples`.
+        groups: Group of each sample, if each draw is to contain as many samples of each group as there are.
 
     Raises:
         ValueError: There is no sample.
@@ -359,7 +389,12 @@ def bootstrap(samples: Sequence[Sequence[float]], statistic: Callable[[Numbers],
     if not len(values):
         raise ValueError("there are no samples")
     rng = np.random.default_rng(0)
-    drawn = [statistic(values[rng.integers(0, len(values), len(values))]) for _ in range(_RESAMPLES)]
+    labels = np.asarray(groups or [0] * len(values))
+    places = [np.flatnonzero(labels == group) for group in np.unique(labels)]
+    drawn = [
+        statistic(values[np.concatenate([of[rng.integers(0, len(of), len(of))] for of in places])])
+        for _ in range(_RESAMPLES)
+    ]
     low, high = np.percentile(drawn, _TAILS)
     return Interval(statistic(values), float(low), float(high))
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from benchmarks.policies.calibration import BANDS, CHANCES
 from benchmarks.policies.cases import ROWS
 from benchmarks.policies.contest import CONTENDERS, FLOOR, WARM
-from benchmarks.recurrences.tasks import DEFAULT, GPU, SIMULATED
+from benchmarks.recurrences.tasks import DEFAULT, GPU, SIMULATED, UNSCALED
 from benchmarks.reports import (
     MAIN_ROWS,
     MARKS,
@@ -20,7 +20,7 @@ from benchmarks.reports import (
     in_order,
     made_conditions,
 )
-from zeus_plugins.protocol import GP_VOI, ZEUS
+from zeus_plugins.protocol import GP_VOI
 
 if TYPE_CHECKING:
     from benchmarks.driver import RequestFigures
@@ -219,6 +219,9 @@ def _ratio_to_oracle(ratio: float | None) -> str:
 
 # Real trainings
 
+_CALLS = {GP_VOI: "`gp_voi`", UNSCALED: '`gp_voi`, `lr_scaling="none"`'}
+"""Contenders as tables name them."""
+
 _ENOUGH_RECURRENCES = 10
 """The summary leaves out tasks with fewer recurrences, unless all tasks have fewer."""
 
@@ -228,7 +231,9 @@ def proof_tables(results: ProofResults) -> dict[str, str]:
     is_of_gpu = results["device"] == GPU
     made = {"": _savings(results), "-sizes": _sizes(results), "-overhead": _overhead(results)}
     made["-conditions"] = _conditions(results)
-    if is_of_gpu:
+    if not is_of_gpu:
+        made["-rules"] = _rules(results)
+    else:
         made["-status"] = _gpu_status(results)
         made["-calibration"] = _calibration(results)
         made["-check"] = _gpu_check(results.get("gpu_check", {}), _on_simulated(results))
@@ -266,11 +271,11 @@ def _savings(results: ProofResults) -> str:
     lines = [[*head, *saved, "regret", "trainings", "given up"]]
     for name, task in results["tasks"].items():
         extent = [name, f"{task['jobs']}, {task['recurrences']}"]
-        for who in (GP_VOI, ZEUS, DEFAULT):
+        for who in (GP_VOI, UNSCALED, DEFAULT):
             found = task["contenders"].get(who)
             if found is None:
                 continue
-            label = f"always {task['default']}" if who == DEFAULT else f"`{who}`"
+            label = f"always {task['default']}" if who == DEFAULT else _CALLS[who]
             cells = ["–"] * 7
             if who != DEFAULT:
                 energy = found["saved"]["energy_j"]
@@ -282,6 +287,29 @@ def _savings(results: ProofResults) -> str:
             counts = [regret, str(found["tries"]), str(found["given_up"])]
             lines.append([*extent, label, _three_digits(found["energy_j"] / 1000), *cells, *counts])
     return markdown_table(lines)
+
+
+def _rules(results: ProofResults) -> str:
+    """Return the energy saved with and without the rule for learning rates: a line for each task, and for all."""
+    total = results.get("total", {})  # results of earlier versions lack it
+    if UNSCALED not in total:
+        return NOT_MEASURED
+    kinds = ("energy saved (95 %)", "in the first five")
+    lines = [["task", "default", *(f"{_CALLS[who]}: {kind}" for who in (GP_VOI, UNSCALED) for kind in kinds)]]
+    for name, task in results["tasks"].items():
+        of = task["contenders"]
+        if {GP_VOI, UNSCALED} <= of.keys():
+            found = [each for who in (GP_VOI, UNSCALED) for each in (of[who]["saved"]["energy_j"], of[who]["early"])]
+            lines.append([name, str(task["default"]), *map(_interval, found)])
+    found = [total[who][part] for who in (GP_VOI, UNSCALED) for part in ("saved", "early")]
+    worst = "; ".join(f"{_CALLS[who]} {_worst(results, who)}" for who in (GP_VOI, UNSCALED))
+    return markdown_table([*lines, ["**all**", "", *map(_interval, found)]]) + f"\n\nWorst task: {worst}."
+
+
+def _worst(results: ProofResults, who: str) -> str:
+    """Return the task of which a contender saved the smallest share of the energy, with its share."""
+    name = results["total"][who]["worst"]
+    return f"`{name}` {_interval(results['tasks'][name]['contenders'][who]['saved']['energy_j'])}"
 
 
 def _verdict(saved: Sequence[float]) -> str:
@@ -429,6 +457,9 @@ def _summary(results: ProofResults) -> str:
         total = _percent(1 - sum(each[GP_VOI]["energy_j"] for each in contenders) / default_j)
         shares = [each[GP_VOI]["saved"]["energy_j"][0] for each in contenders]
         of_tasks = f"; by task {_percent(min(shares))} to {_percent(max(shares))}" if len(shares) > 1 else ""
+        if GP_VOI in results.get("total", {}) and len(compared) == len(results["tasks"]) > 1:
+            total = _interval(results["total"][GP_VOI]["saved"])
+            of_tasks = f"; worst task {_worst(results, GP_VOI)}, best {_percent(max(shares))}"
         per_job = "–".join(map(str, sorted({round(task["recurrences"] / task["jobs"]) for task in compared})))
         tasks_in_words = "1 task" if len(compared) == 1 else f"{len(compared)} tasks"
         extent = f"{tasks_in_words}, {sum(task['recurrences'] for task in compared)} runs, {per_job} per job"

@@ -25,7 +25,7 @@ from zeus_plugins.errors import ZeusBSOError
 
 _STATE = Path(".proof")
 _EXTENTS = {
-    "seeds": "jobs of each task and policy",
+    "seeds": "jobs of each task and contender",
     "recurrences": "of each job",
     "repeats": "runs of each size, for each seed",
     "pairs": "trainings with and without the callback, for each seed",
@@ -47,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.recurrences",
-        description="Real recurring trainings: gp_voi and zeus against always the default size. See docs/proof.md.",
+        description="Real recurring trainings: README's call against always the default size. See docs/proof.md.",
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     run = commands.add_parser("run", help="measure, or go on with a measurement")

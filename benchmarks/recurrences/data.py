@@ -68,26 +68,32 @@ def characters(seed: int, *, blocks: int = 2_000) -> Data:
     return Data((train, train), (validation, validation), vocabulary=len(letters))
 
 
-def excerpts(seed: int, *, samples: int = 1_200) -> Data:
+def excerpts(
+    seed: int, *, samples: int = 1_200, validation: int = 600, classes: int = _TOPICS, half: int | None = None
+) -> Data:
     """Return excerpts of `BLOCK` words of Python's documentation, shape (n, `BLOCK`), and the numbers of their topics.
 
-    Validation excerpts come from stretches of the texts that training excerpts leave out.
+    Validation excerpts come from stretches of the texts that training excerpts leave out. With a `half`, 0 or 1, all
+    excerpts come from this half of the stretches.
     """
-    names = sorted(topics, key=lambda name: (-len(topics[name]), name))[:_TOPICS]
+    names = sorted(topics, key=lambda name: (-len(topics[name]), name))[:classes]
     texts = [re.findall(r"\w+|[^\w\s]", topics[name].lower()) for name in names]
     counts = Counter(word for text in texts for word in text)
     common = sorted(counts, key=lambda word: (-counts[word], word))[:_VOCABULARY]
     codes = {word: place + 2 for place, word in enumerate(common)}
     coded = [torch.tensor([codes.get(word, _UNKNOWN) for word in text]) for text in texts]
+    if half is not None:
+        pairs = [text[: len(text) // (2 * _STRETCH) * 2 * _STRETCH].view(-1, 2, _STRETCH) for text in coded]
+        coded = [pair[:, half].flatten() for pair in pairs]
     rng = np.random.default_rng(seed)
-    train, validation = (
+    train, held_out = (
         (
-            torch.cat([_blocks(text, count // _TOPICS, rng, is_train=is_train) for text in coded]),
-            torch.arange(_TOPICS).repeat_interleave(count // _TOPICS),
+            torch.cat([_blocks(text, count // classes, rng, is_train=is_train) for text in coded]),
+            torch.arange(classes).repeat_interleave(count // classes),
         )
-        for is_train, count in ((True, samples), (False, 600))
+        for is_train, count in ((True, samples), (False, validation))
     )
-    return Data(train, validation, classes=_TOPICS, vocabulary=len(codes) + 2)
+    return Data(train, held_out, classes=classes, vocabulary=len(codes) + 2)
 
 
 def images(seed: int, *, pixels: int, samples: int, contrast: float, classes: int = 10, device: str = "cpu") -> Data:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,6 +33,11 @@ _VOCABULARY = 400
 """Number of words in generated text: few enough that a model learns the successors of each in several epochs."""
 
 
+PRETRAINED = "pretrained.pt"
+"""File with the weights from which task ``fine-tuning`` starts, in the folder of a measurement."""
+
+_PRETRAINING_STEPS = 120
+
 _WARMUP_EPOCHS = 0.6
 """Epochs of learning-rate warm-up in the tasks for a GPU."""
 
@@ -56,12 +62,14 @@ def train(run: Run) -> TrialInfo | None:
     epochs = order.epochs or task.max_epochs
     callbacks: list[TrainerCallback] = []
     zeus = None
-    if run.job is not None:
-        zeus = ZeusBSOTrainerCallback(run.job, task.metric, **run.callback_arguments)
+    if order.with_callback:
+        zeus = ZeusBSOTrainerCallback(monitor=task.metric, **order.arguments)
         callbacks.append(zeus)
     if run.curve is not None:
         callbacks.append(_Watching(task.metric, run.curve))
     is_classifier = task.metric == "eval_accuracy"
+    # Linear is the default of `TrainingArguments`.
+    schedule = "linear" if task.name == "fine-tuning" else "constant"
     on_gpu = task.device == GPU and torch.cuda.is_available()
     trainer = Trainer(
         model,
@@ -70,9 +78,9 @@ def train(run: Run) -> TrialInfo | None:
             num_train_epochs=epochs,
             per_device_train_batch_size=run.batch_size,
             per_device_eval_batch_size=128,
-            learning_rate=run.scaled(lr),
+            learning_rate=lr,
             # Without warm-up, an untrained model with twelve post-norm layers may never start to learn.
-            lr_scheduler_type="constant_with_warmup" if task.device == GPU else "constant",
+            lr_scheduler_type="constant_with_warmup" if task.device == GPU else schedule,
             warmup_steps=_WARMUP_EPOCHS / epochs if task.device == GPU else 0,
             eval_strategy="epoch",
             save_strategy="no",
@@ -128,11 +136,35 @@ def _making(run: Run) -> tuple[data.Data, PreTrainedModel, float]:
     if run.task.name == "topics":
         excerpts = data.excerpts(seed)
         return excerpts, _bert(excerpts, width=32, layers=1, heads=2, length=data.BLOCK), 0.001
+    if run.task.name == "fine-tuning":
+        return (*_pretrained(run), 5e-5)
     width, layers, heads = max(48, 768 // shrink**2 // 12 * 12), max(1, 12 // shrink**2), 12
     samples, vocabulary = max(2_200 // shrink**2, 400), max(100, _VOCABULARY // shrink)
     texts = data.sentences(seed, samples=samples, length=max(16, 512 // shrink**2), vocabulary=vocabulary)
     # The labels of a language model are its inputs; the model shifts the labels by one word itself.
     return texts, _gpt2(texts.vocabulary, width=width, layers=layers, heads=heads, length=1024), 0.0003 * shrink
+
+
+def _pretrained(run: Run) -> tuple[data.Data, PreTrainedModel]:
+    """Return data of one half of the texts, and a model pretrained on the other half, with an untrained last layer."""
+    excerpts = data.excerpts(run.order.seed, samples=600, validation=300, classes=2, half=1)
+    model = _bert(excerpts, width=64, layers=1, heads=2, length=data.BLOCK)
+    model.bert.load_state_dict(torch.load(run.measurement / PRETRAINED, weights_only=True))
+    return excerpts, model
+
+
+def pretrain(weights: Path) -> None:
+    """Write the weights of a small BERT that has learned the topics of one half of the texts."""
+    texts = data.excerpts(0, samples=4_000, classes=2, half=0)
+    model = _bert(texts, width=64, layers=1, heads=2, length=data.BLOCK)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.001)
+    inputs, labels = texts.train
+    for _ in range(_PRETRAINING_STEPS):
+        places = torch.randint(len(inputs), (32,))
+        model(input_ids=inputs[places], labels=labels[places]).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    torch.save(model.bert.state_dict(), weights)
 
 
 def _gpt2(vocabulary: int, *, width: int, layers: int, heads: int, length: int) -> GPT2LMHeadModel:

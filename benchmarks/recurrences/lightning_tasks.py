@@ -30,7 +30,7 @@ class Learner(LightningModule):
     Args:
         network: Network to train.
         metric: ``val_acc`` or ``val_r2``.
-        optimizer: ``sgd`` or ``adamw``.
+        optimizer: ``sgd``, ``adam`` or ``adamw``.
         lr: Learning rate of the optimizer.
     """
 
@@ -72,15 +72,15 @@ class Learner(LightningModule):
         self.log(self._metric, value)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Return SGD with momentum, or AdamW."""
+        """Return SGD with momentum, Adam or AdamW."""
         return optimizer_of(self._optimizer, self.parameters(), self._lr)
 
 
 def optimizer_of(name: str, parameters: Iterable[nn.Parameter], lr: float) -> torch.optim.Optimizer:
-    """Return ``sgd`` with momentum, or ``adamw``."""
+    """Return ``sgd`` with momentum, ``adam`` or ``adamw``."""
     if name == "sgd":
         return torch.optim.SGD(parameters, lr=lr, momentum=0.9)
-    return torch.optim.AdamW(parameters, lr=lr)
+    return (torch.optim.Adam if name == "adam" else torch.optim.AdamW)(parameters, lr=lr)
 
 
 def train(run: Run) -> TrialInfo | None:
@@ -89,8 +89,8 @@ def train(run: Run) -> TrialInfo | None:
     samples, network, optimizer, lr = making(run)
     callbacks: list[Callback] = []
     zeus = None
-    if run.job is not None:
-        zeus = ZeusBSOCallback(run.job, task.metric, **run.callback_arguments)
+    if order.with_callback:
+        zeus = ZeusBSOCallback(monitor=task.metric, **order.arguments)
         callbacks.append(zeus)
     elif order.epochs is None and run.curve is None:
         mode = "max" if task.higher_is_better else "min"
@@ -117,7 +117,7 @@ def train(run: Run) -> TrialInfo | None:
     loader = _batches_at_once if task.device == GPU else batches_of_samples
     train_loader = loader(samples.train, run.batch_size, shuffle=True)
     validation_loader = loader(samples.validation, _VALIDATION_BATCH, shuffle=False)
-    trainer.fit(Learner(network, task.metric, optimizer, run.scaled(lr)), train_loader, validation_loader)
+    trainer.fit(Learner(network, task.metric, optimizer, lr), train_loader, validation_loader)
     return None if zeus is None else zeus.trial
 
 
@@ -166,7 +166,7 @@ def batches_of_samples(tensors: Sequence[Tensor], size: int, *, shuffle: bool) -
 def making(run: Run) -> tuple[data.Data, nn.Module, str, float]:
     """Return data, network, the optimizer's name, and the learning rate at the default size."""
     order, shrink = run.order, run.task.shrink
-    if run.task.name == "digits":
+    if run.task.name in ("digits", "digits-adam"):
         network = nn.Sequential(
             nn.Conv2d(1, 16, kernel_size=3, padding=1),
             nn.ReLU(),
@@ -177,7 +177,7 @@ def making(run: Run) -> tuple[data.Data, nn.Module, str, float]:
             nn.Flatten(),
             nn.Linear(32 * 2 * 2, 10),
         )
-        return data.digits(order.seed), network, "sgd", 0.01
+        return data.digits(order.seed), network, *(("sgd", 0.01) if run.task.name == "digits" else ("adam", 0.001))
     if run.task.name in ("tabular", "drift"):
         network = nn.Sequential(nn.Linear(10, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1))
         return data.friedman(order.seed, drifted=order.drifted), network, "adamw", 0.002

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 from benchmarks.recurrences.runs import Order
-from benchmarks.recurrences.tasks import CONTENDERS, DEFAULT, Task
+from benchmarks.recurrences.tasks import CONTENDERS, DEFAULT, UNSCALED, Task
 
 T = TypeVar("T")
 
@@ -26,7 +26,7 @@ class Extent:
         repeats: Runs of each size, for each seed; they show which size was best in hindsight.
         pairs: Pairs of trainings, with and without the callback, for each seed.
         first_seed: Number of the first seed.
-        contenders: Policies, and the default size, that train in turn in each recurrence.
+        contenders: Names of those that train in turn in each recurrence.
     """
 
     seeds: int = 3
@@ -106,10 +106,9 @@ def _recurrence(task: Task, seed: int, number: int, extent: Extent) -> Iterator[
             task,
             job_id=f"{task.name}-{who}-{seed}",
             seed=_seed(seed, number),
-            policy=None if who == DEFAULT else who,
             batch_size=task.default_batch_size if who == DEFAULT else None,
             drifted=task.drifted_at(number, extent.recurrences),
-            policy_seed=seed,
+            lr_scaling="none" if who == UNSCALED else None,
         )
         yield Step("recurrence", task.name, seed, number, who, order)
 

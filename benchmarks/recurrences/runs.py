@@ -10,8 +10,6 @@ from typing import Any
 
 from benchmarks.recurrences.tasks import TASKS, Task, tasks_for
 from zeus_plugins.energy import EnergyMonitor
-from zeus_plugins.protocol import JobSpec
-from zeus_plugins.training.lr_scaling import lr_factor
 
 OUT_OF_MEMORY = "out_of_memory"
 """State of a training whose batches did not fit into memory; it is recorded as a run that missed the target."""
@@ -30,12 +28,11 @@ class Order:
         task: Name of the task.
         job_id: Id of the server's job.
         seed: Seed of the model and of the sample of data.
-        policy: Policy that chooses the size; None: `batch_size` is given.
-        batch_size: The only size of the job; None: the policy chooses.
+        batch_size: The only size of the job; without the callback, the script's. None: the callback chooses.
         drifted: Whether to train on the data after the drift.
         with_callback: Whether to train with the callback.
         epochs: Epochs to train, even if the target is reached earlier; None: until the target.
-        policy_seed: Seed of the random draws of policy `zeus`.
+        lr_scaling: Argument of the callback; None: left out.
         shrink: See `Task`.
         target: Target in place of the task's; None: the task's.
         max_epochs: Limit in place of the task's; None: the task's.
@@ -45,12 +42,11 @@ class Order:
     task: str
     job_id: str
     seed: int
-    policy: str | None = None
     batch_size: int | None = None
     drifted: bool = False
     with_callback: bool = True
     epochs: int | None = None
-    policy_seed: int = 0
+    lr_scaling: str | None = None
     shrink: int = 1
     target: float | None = None
     max_epochs: int | None = None
@@ -67,18 +63,25 @@ class Order:
         target = task.target if self.target is None else self.target
         return replace(task, target=target, max_epochs=self.max_epochs or task.max_epochs)
 
-    def spec(self) -> JobSpec:
-        """Return the job for the callback; if `epochs` is given, an unreachable target keeps runs from ending early."""
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The arguments of either framework's callback besides the metric: README's, the sizes, and what is compared.
+
+        If `epochs` is given, an unreachable target keeps runs from ending early. A run of a given size ends at this
+        size, and no cost stops it.
+        """
         task = self.training
-        if self.epochs is not None:
-            out_of_reach = _NEVER if task.higher_is_better else -_NEVER
-            task = replace(task, target=out_of_reach, max_epochs=self.epochs)
-        return task.job(
-            self.job_id,
-            policy=self.policy,
-            batch_size=self.batch_size,
-            seed=self.policy_seed,
-        )
+        out_of_reach = _NEVER if task.higher_is_better else -_NEVER
+        given: dict[str, Any] = {
+            "target": task.target if self.epochs is None else out_of_reach,
+            "batch_sizes": task.batch_sizes if self.batch_size is None else (self.batch_size,),
+            "on_failure": "finish",
+        }
+        if self.batch_size is not None:
+            given |= {"on_failure": "stop", "job": {"beta_knob": None}}
+        if self.lr_scaling is not None:
+            given["lr_scaling"] = self.lr_scaling
+        return given
 
 
 class Curve:
@@ -115,37 +118,19 @@ class Curve:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """An order, with the task, server, energy monitor and folder that its process uses."""
+    """An order, with the task, the temporary folder and the folder of the measurement that its process uses."""
 
     order: Order
     task: Task
-    job: JobSpec | None
-    server_url: str
-    monitor: EnergyMonitor
     folder: Path
+    measurement: Path
     curve: Curve | None = None
 
     @property
     def batch_size(self) -> int:
-        """The script's own batch size, before the callback changes it."""
-        return self.order.batch_size or self.task.default_batch_size
-
-    @property
-    def callback_arguments(self) -> dict[str, Any]:
-        """The arguments of either framework's callback, besides the job and its metric."""
-        return {
-            "server_url": self.server_url,
-            "lr_scaling": self.task.lr_scaling.value,
-            "energy_monitor": self.monitor,
-            "on_failure": "stop",
-        }
-
-    def scaled(self, lr: float) -> float:
-        """Return the learning rate for `batch_size`, scaled from `lr`, the rate at the task's default size.
-
-        In a job with only one size, this size is the job's default, so that the callback does not scale the rate.
-        """
-        return lr * lr_factor(self.task.lr_scaling, self.batch_size, self.task.default_batch_size)
+        """The batch size in the script: the task's default, unless no callback changes it."""
+        given = None if self.order.with_callback else self.order.batch_size
+        return given or self.task.default_batch_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,17 +142,15 @@ class Outcome:
         reached: Whether it reached the target.
         state: With a trial, the reason of its verdict. Otherwise `OUT_OF_MEMORY`; `REFUSED`; ``bare``: no callback;
             ``broken``: another error.
-        trial_number: Number of the server's trial; None without a trial.
-        time_s: Seconds from the start of the training to the last report, by the monitor's clock.
-        energy_j: Joules during `time_s`.
+        time_s: Seconds of the whole launch, measured around the trainer's call by the harness's monitor.
+        energy_j: Joules during `time_s`, which include a run that the callback has finished at another size.
         cost_j: Cost of `time_s` and `energy_j`.
         energy_source: How the energy was obtained.
         device: Name of the device that trained.
         epochs: Epochs trained.
         metric: Metric of the last report.
-        fit_wall_s: Seconds of the whole training, measured around the trainer's call.
+        fit_wall_s: Elapsed seconds of the whole launch.
         fit_cpu_s: CPU seconds of the process during `fit_wall_s`.
-        fit_energy_j: Joules of the whole training, measured around the trainer's call.
         detail: Message of the error, if any.
         curve: In a calibration, seconds, joules and metric at the end of each epoch.
         idle_w: In a calibration, mean power before the training, watts.
@@ -179,7 +162,6 @@ class Outcome:
     batch_size: int
     reached: bool
     state: str
-    trial_number: int | None
     time_s: float
     energy_j: float
     cost_j: float
@@ -189,7 +171,6 @@ class Outcome:
     metric: float | None
     fit_wall_s: float
     fit_cpu_s: float
-    fit_energy_j: float
     detail: str = ""
     curve: Sequence[tuple[float, float, float]] = ()
     idle_w: float | None = None

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
-from zeus_plugins.protocol import GP_VOI, OWN_POLICIES, ZEUS, JobSpec
-from zeus_plugins.training.lr_scaling import LrScaling
+from zeus_plugins.protocol import GP_VOI
 
 Device = Literal["cpu", "gpu"]
 CPU: Final = "cpu"
@@ -17,8 +16,11 @@ GPU: Final = "gpu"
 DEFAULT = "default"
 """Contender that always trains at the default size; policies are compared with it."""
 
-CONTENDERS = (*OWN_POLICIES, DEFAULT)
-"""All contenders: policies `zeus` and `gp_voi`, and the default size."""
+UNSCALED = "unscaled"
+"""Contender that calls the callback like `gp_voi`, with ``lr_scaling="none"`` in addition."""
+
+CONTENDERS = (GP_VOI, UNSCALED, DEFAULT)
+"""All contenders: README's call of the callback, with and without its rule for learning rates, and the default size."""
 
 HOUR_CONTENDERS = (GP_VOI, DEFAULT)
 """The contenders of the hour on a GPU."""
@@ -44,7 +46,6 @@ class Task:
         target: Value of the metric at which a run ends with success.
         higher_is_better: Whether the metric rises as the model improves.
         max_epochs: Number of epochs after which a run without the target has failed.
-        lr_scaling: Rule by which all runs scale the learning rate with the batch size.
         device: Device for which the task is made.
         drifts: Whether the data change after half of the recurrences.
         shrink: Divisor of the model's width and depth and of the data, for tests; 1: full size. Shrunken data are
@@ -61,34 +62,10 @@ class Task:
     target: float
     higher_is_better: bool
     max_epochs: int
-    lr_scaling: LrScaling
     device: Device = CPU
     drifts: bool = False
     shrink: int = 1
     shrunk_target: float | None = None
-
-    def job(
-        self,
-        job_id: str,
-        *,
-        policy: str | None = None,
-        batch_size: int | None = None,
-        seed: int = 0,
-    ) -> JobSpec:
-        """Return a job for a policy; or, given `batch_size`, a job of only this size that stops no run for its cost."""
-        fields: dict[str, Any] = {
-            "job_id_prefix": job_id,
-            "job_id": job_id,
-            "target_metric": self.target,
-            "higher_is_better_metric": self.higher_is_better,
-            "max_epochs": self.max_epochs,
-            "mab_seed": seed,
-        }
-        if batch_size is not None:
-            fields |= {"batch_sizes": (batch_size,), "default_batch_size": batch_size}
-            return JobSpec(**fields, policy=ZEUS, beta_knob=None, num_pruning_rounds=0)
-        fields |= {"batch_sizes": self.batch_sizes, "default_batch_size": self.default_batch_size}
-        return JobSpec(**fields, policy=policy)
 
     def drifted_at(self, recurrence: int, recurrences: int) -> bool:
         """Return True if recurrence number `recurrence`, counted from 0, uses the data after the drift."""
@@ -108,7 +85,6 @@ _CPU_TASKS = (
         target=0.965,
         higher_is_better=True,
         max_epochs=40,
-        lr_scaling=LrScaling.LINEAR,
     ),
     Task(
         name="tabular",
@@ -120,7 +96,6 @@ _CPU_TASKS = (
         target=0.9,
         higher_is_better=True,
         max_epochs=60,
-        lr_scaling=LrScaling.SQRT,
     ),
     Task(
         name="characters",
@@ -132,7 +107,6 @@ _CPU_TASKS = (
         target=2.4,
         higher_is_better=False,
         max_epochs=12,
-        lr_scaling=LrScaling.SQRT,
     ),
     Task(
         name="topics",
@@ -144,7 +118,28 @@ _CPU_TASKS = (
         target=0.7,
         higher_is_better=True,
         max_epochs=15,
-        lr_scaling=LrScaling.SQRT,
+    ),
+    Task(
+        name="digits-adam",
+        title="CNN on scikit-learn's digits with Adam (Lightning)",
+        framework="lightning",
+        batch_sizes=_TWO_DECADES,
+        default_batch_size=64,
+        metric="val_acc",
+        target=0.95,
+        higher_is_better=True,
+        max_epochs=40,
+    ),
+    Task(
+        name="fine-tuning",
+        title="pretrained small BERT finds the topic of excerpts of Python's documentation (Hugging Face)",
+        framework="transformers",
+        batch_sizes=_TWO_DECADES[:-1],  # the data have 600 samples
+        default_batch_size=16,
+        metric="eval_accuracy",
+        target=0.74,
+        higher_is_better=True,
+        max_epochs=15,
     ),
     Task(
         name="drift",
@@ -156,14 +151,13 @@ _CPU_TASKS = (
         target=0.78,
         higher_is_better=True,
         max_epochs=30,
-        lr_scaling=LrScaling.SQRT,
         drifts=True,
     ),
 )
 
 # ResNet-50 and GPT-2-small fill a GPU. The steps of ResNet-18 consist mostly of kernel launches, unless batches have
 # several hundred samples. The calibration replaces the targets.
-_on_gpu = partial(Task, max_epochs=12, lr_scaling=LrScaling.SQRT, device=GPU)
+_on_gpu = partial(Task, max_epochs=12, device=GPU)
 _of_images = partial(
     _on_gpu,
     framework="lightning",

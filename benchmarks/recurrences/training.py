@@ -32,6 +32,7 @@ from zeus_plugins.energy import EnergyMonitor, EstimateMonitor, auto
 from zeus_plugins.energy.monitor import DEFAULT_ESTIMATED_POWER_W, stated_power_w
 from zeus_plugins.energy.nvml import open_gpus
 from zeus_plugins.energy.processes import synchronize
+from zeus_plugins.environment import JOB_ID, SERVER_URL
 from zeus_plugins.errors import ZeusBSORuntimeError
 from zeus_plugins.power_limit import find_devices
 from zeus_plugins.protocol import cost
@@ -58,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     end_with_parent()
     order = Order(**json.loads(options.order))
-    outcome = trained(order, options.server_url, monitor_for(order.training.device))
+    outcome = trained(order, options.server_url, monitor_for(order.training.device), options.output.parent)
     finished = options.output.with_suffix(".part")
     finished.write_text(json.dumps(outcome.to_json()) + "\n", "utf-8")
     finished.rename(options.output)
@@ -75,13 +76,17 @@ def device_of(task: Task) -> str:
     return f"{SIMULATED}, a CPU in its place{shrunk}"
 
 
-def trained(order: Order, server_url: str, monitor: EnergyMonitor) -> Outcome:
-    """Train once in this process; return an outcome even if the training raises an error."""
+def trained(order: Order, server_url: str, monitor: EnergyMonitor, measurement: Path) -> Outcome:
+    """Train once in this process; return an outcome even if the training raises an error.
+
+    `measurement` is the folder of the measurement, for what its trainings share. The environment has the server's URL
+    and the job's id, so that the scripts need no argument for them.
+    """
     # The networks of the CPU tasks are too small to gain from more threads. With one thread, the CPU time equals the
     # time that the training takes on an idle machine.
     torch.set_num_threads(1)
     task = order.training
-    job = order.spec() if order.with_callback else None
+    os.environ |= {str(SERVER_URL): server_url, str(JOB_ID): order.job_id}
     state, detail = "bare", ""
     with _quiet(), tempfile.TemporaryDirectory(prefix="recurrence-") as folder:
         seed_everything(order.seed, verbose=False)
@@ -91,7 +96,9 @@ def trained(order: Order, server_url: str, monitor: EnergyMonitor) -> Outcome:
         if order.seconds is not None:
             calibration["idle_w"] = _idle_w(monitor)
             curve = Curve(monitor, order.seconds, _PERFECT if task.higher_is_better else None)
-        run = Run(order, task, job, server_url, monitor, Path(folder), curve)
+        run = Run(order, task, Path(folder), measurement, curve)
+        if task.name == "fine-tuning" and not (weights := measurement / huggingface_tasks.PRETRAINED).exists():
+            huggingface_tasks.pretrain(weights)  # once in a measurement, and not measured
         wall_s, cpu_s = time.perf_counter(), time.process_time()
         monitor.begin_window(_WHOLE)
         try:
@@ -112,26 +119,20 @@ def trained(order: Order, server_url: str, monitor: EnergyMonitor) -> Outcome:
             calibration["curve"] = curve.epochs
     size = trial.batch_size if trial is not None else order.batch_size or task.default_batch_size
     verdict = None if trial is None else trial.verdict
-    time_s, energy_j = (0.0, 0.0) if trial is None else (trial.time_s, trial.energy_j)
-    source = None if trial is None else trial.energy_source
-    if trial is None and state in (OUT_OF_MEMORY, "bare"):  # no callback measured the training
-        time_s, energy_j, source = spent.time_s, spent.energy_j, spent.source
     reason = None if verdict is None else verdict.reason
     return Outcome(
         batch_size=size,
         reached=verdict is not None and verdict.converged,
         state=state if trial is None else str(reason or "ended without a verdict"),
-        trial_number=None if trial is None else trial.trial_number,
-        time_s=time_s,
-        energy_j=energy_j,
-        cost_j=cost(energy_j=energy_j, time_s=time_s, max_power_w=monitor.gpus().max_power, eta=0.5),
-        energy_source=source,
+        time_s=spent.time_s,
+        energy_j=spent.energy_j,
+        cost_j=cost(energy_j=spent.energy_j, time_s=spent.time_s, max_power_w=monitor.gpus().max_power, eta=0.5),
+        energy_source=spent.source,
         device=device_of(task),
         epochs=None if trial is None else trial.epoch,
         metric=None if trial is None or trial.metric is None or math.isnan(trial.metric) else trial.metric,
         fit_wall_s=wall_s,
         fit_cpu_s=cpu_s,
-        fit_energy_j=spent.energy_j,
         detail=detail,
         **calibration,
     )

@@ -171,7 +171,7 @@ def train(plain_environment: Any, server: ServerProcess) -> Callable[[Order], Ou
     from benchmarks.recurrences.training import trained  # imports both frameworks
 
     del plain_environment
-    return lambda order: trained(order, server.url, NvmlMonitor(nvml=Counting()))
+    return lambda order: trained(order, server.url, NvmlMonitor(nvml=Counting()), Path())
 
 
 @pytest.mark.parametrize("task", [task.name for task in tasks_for("gpu")])
@@ -205,7 +205,7 @@ def test_job_without_a_remaining_size_is_refused_harmlessly(
     order = Order("tabular", "refused", 0, batch_size=16)
     outcomes = [train(order) for _ in range(2)]
     assert [outcome.state for outcome in outcomes] == [OUT_OF_MEMORY, REFUSED]
-    assert (outcomes[1].reached, outcomes[1].cost_j) == (False, 0.0)
+    assert not outcomes[1].reached
     assert "none of the batch sizes [16] can run any more" in outcomes[1].detail
 
 
@@ -226,7 +226,7 @@ def test_calibration_keeps_the_metric_joules_and_power_of_each_epoch(
     assert run.curve[1][1] > run.curve[0][1] > 0
     assert run.idle_w
     assert (run.peak_w, run.limit_w) == (450, 700)
-    assert run.energy_j == run.fit_energy_j > 0
+    assert run.energy_j > 0
 
     short = train(replace(order, seconds=0.0))
     assert len(short.curve) == 1

@@ -56,10 +56,10 @@ def test_contenders_take_turns_within_each_recurrence() -> None:
     planned = list(steps(tasks_for("cpu", ["digits", "tabular"]), SMALL))
     assert {step.stage for step in planned[:12]} == {"recurrence"}
     assert [(step.task, step.number, step.who) for step in planned[:12]] == [
-        *(("digits", 0, who) for who in ("zeus", "gp_voi", "default")),
-        *(("tabular", 0, who) for who in ("zeus", "gp_voi", "default")),
-        *(("digits", 1, who) for who in ("gp_voi", "default", "zeus")),
-        *(("tabular", 1, who) for who in ("gp_voi", "default", "zeus")),
+        *(("digits", 0, who) for who in ("gp_voi", "unscaled", "default")),
+        *(("tabular", 0, who) for who in ("gp_voi", "unscaled", "default")),
+        *(("digits", 1, who) for who in ("unscaled", "default", "gp_voi")),
+        *(("tabular", 1, who) for who in ("unscaled", "default", "gp_voi")),
     ]
 
 
@@ -83,16 +83,18 @@ def test_sizes_of_a_drifting_task_are_measured_before_and_after() -> None:
     assert Counter(step.order.drifted for step in sizes) == {False: 16, True: 16}
 
 
-def test_job_with_a_single_size_stops_no_run() -> None:
-    job = TASKS["digits"].job("digits-size-64", batch_size=64)
-    assert (job.batch_sizes, job.default_batch_size, job.beta_knob, job.policy) == ((64,), 64, None, "zeus")
+def test_callback_is_called_as_in_readme() -> None:
+    sizes = TASKS["digits"].batch_sizes
+    (scaled, unscaled, default) = (step.order for step in list(steps(tasks_for("cpu", ["digits"]), SMALL))[:3])
+    readme = {"target": 0.965, "batch_sizes": sizes, "on_failure": "finish"}
+    assert scaled.arguments == readme
+    assert unscaled.arguments == {**readme, "lr_scaling": "none"}
+    assert default.arguments == {**readme, "batch_sizes": (32,), "on_failure": "stop", "job": {"beta_knob": None}}
 
 
 def test_given_number_of_epochs_is_trained_regardless_of_the_target() -> None:
-    rising = Order("digits", "digits", 0, batch_size=32, epochs=3).spec()
-    falling = Order("characters", "characters", 0, batch_size=8, epochs=3).spec()
-    assert (rising.target_metric, rising.max_epochs) == (1e9, 3)
-    assert (falling.target_metric, falling.max_epochs) == (-1e9, 3)
+    assert Order("digits", "digits", 0, batch_size=32, epochs=3).arguments["target"] == 1e9
+    assert Order("characters", "characters", 0, batch_size=8, epochs=3).arguments["target"] == -1e9
 
 
 def test_shrunken_tasks_have_reachable_targets() -> None:
@@ -189,8 +191,8 @@ RECORDS = [
     record("recurrence", 1, "gp_voi", 50.0, 64),
     record("recurrence", 2, "gp_voi", 50.0, 64),
     record("recurrence", 3, "gp_voi", 50.0, 64),
-    *(record("recurrence", number, "zeus", 100.0, 8) for number in range(3)),
-    record("recurrence", 3, "zeus", 60.0, 8, reached=False),
+    *(record("recurrence", number, "unscaled", 100.0, 8) for number in range(3)),
+    record("recurrence", 3, "unscaled", 60.0, 8, reached=False),
     *(record("size", 0, str(size), cost_j, size) for size, cost_j in ((32, 100.0), (64, 50.0))),
     record("overhead", 0, "with", 10.5),
     record("overhead", 0, "without", 10.0),
@@ -212,19 +214,19 @@ def test_figures_of_a_task_are_literal() -> None:
 
 
 def test_abandoned_recurrence_is_finished_at_the_default() -> None:
-    found = proof_results(RECORDS, {})["tasks"]["digits"]["contenders"]["zeus"]
+    found = proof_results(RECORDS, {})["tasks"]["digits"]["contenders"]["unscaled"]
     assert (found["given_up"], found["cost_j"], found["break_even"]) == (1, 460.0, None)
 
 
 def test_refusing_policy_has_abandoned_without_training() -> None:
-    refused = record("recurrence", 3, "zeus", 0.0, reached=False, state=REFUSED)
-    others = [each for each in RECORDS if (each["who"], each["number"]) != ("zeus", 3)]
-    found = proof_results([*others, refused], {})["tasks"]["digits"]["contenders"]["zeus"]
+    refused = record("recurrence", 3, "unscaled", 0.0, reached=False, state=REFUSED)
+    others = [each for each in RECORDS if (each["who"], each["number"]) != ("unscaled", 3)]
+    found = proof_results([*others, refused], {})["tasks"]["digits"]["contenders"]["unscaled"]
     assert (found["given_up"], found["tries"], found["cost_j"]) == (1, 3, 400.0)
 
 
 def test_recurrences_missing_for_a_contender_do_not_count() -> None:
-    fewer = [each for each in RECORDS if (each["who"], each["number"]) != ("zeus", 3)]
+    fewer = [each for each in RECORDS if (each["who"], each["number"]) != ("unscaled", 3)]
     assert proof_results(fewer, {})["tasks"]["digits"]["recurrences"] == 3
 
 
@@ -235,6 +237,11 @@ def test_empty_measurement_is_an_error() -> None:
 
 def test_every_table_of_energies_is_labelled_as_an_estimate() -> None:
     made = proof_tables(proof_results(RECORDS, {"cores": "2"}))
+    # Of 800 J at the default, `gp_voi` saved 200 J, and the unscaled rate lost 120 J.
+    assert "| digits | 32 | 25 % (" in made["proof-rules"]
+    assert "| −15 % (" in made["proof-rules"]
+    assert made["proof-rules"].splitlines()[-3].startswith("| **all** |  | 25 % (")
+    assert made["proof-rules"].endswith('; `gp_voi`, `lr_scaling="none"` `digits` −15 % (−45 % to 0 %).')
     for name in ("proof", "proof-sizes", "proof-summary"):
         assert "estimate: 65 W assumed × CPU time" in made[name]
     assert "| digits | 1, 4 | `gp_voi` | 0.6 | 25 % (" in made["proof"]
@@ -250,6 +257,17 @@ def test_tables_replace_the_marked_parts_of_a_document(tmp_path: Path) -> None:
     assert "| 1 task, 4 runs, 4 per job | `make proof`, 2026-01-02; 2 CPU cores; estimate: 65 W assumed" in shown
     assert shown.endswith("<!-- end of table -->\nb\n")
     assert "old" not in shown
+
+
+def test_summary_names_the_worst_task_beside_the_total() -> None:
+    others = [{**each, "task": "tabular", "key": f"tabular {each['key']}"} for each in RECORDS]
+    for each in others:
+        if each["who"] == "gp_voi":
+            each["energy_j"] *= 1.5
+    shown = proof_tables(proof_results([*RECORDS, *others], {"cores": "2"}))["proof-summary"]
+    assert "| 6 % (" in shown
+    assert " of 1.6 kJ; worst task `tabular` −12 % (" in shown
+    assert "), best 25 % | 2 tasks, 8 runs, 4 per job |" in shown
 
 
 def test_figures_of_a_simulated_gpu_are_labelled() -> None:
@@ -288,7 +306,7 @@ def test_smallest_task_runs_from_trainings_to_a_page(tmp_path: Path) -> None:
     subprocess.run([*collect, "--images", str(tmp_path)], cwd=ROOT, check=True, capture_output=True)
     task = json.loads(figures.read_text())["tasks"]["tabular"]
     given_up = {who: found["given_up"] for who, found in task["contenders"].items()}
-    assert given_up == dict.fromkeys(["zeus", "gp_voi", "default"], 0)
+    assert given_up == dict.fromkeys(["gp_voi", "unscaled", "default"], 0)
     assert min(found["cost_j"] for found in task["contenders"].values()) > 0
     assert task["overhead"]["pairs"] == 1
     assert "| tabular | 1, 1 | `gp_voi` |" in page.read_text()
@@ -309,6 +327,11 @@ def test_interval_covers_the_resampled_values_reproducibly() -> None:
     assert interval == (0.0, -0.5, 0.5)
     many = [(float(spent), 10.0) for spent in (3, 4, 7, 11, 13, 17, 19)]
     assert bootstrap(many, share_saved) == bootstrap(many, share_saved)
+
+
+def test_resamples_contain_as_many_samples_of_each_group() -> None:
+    samples = [(1.0, 2.0), (1.0, 2.0), (3.0, 2.0)]
+    assert bootstrap(samples, share_saved, [0, 0, 1]) == (1 - 5 / 6,) * 3
 
 
 def test_empty_samples_are_an_error() -> None:
