@@ -36,7 +36,7 @@ _VOCABULARY = 400
 PRETRAINED = "pretrained.pt"
 """File with the weights from which task ``fine-tuning`` starts, in the folder of a measurement."""
 
-_PRETRAINING_STEPS = 120
+_PRETRAINING_STEPS = 25
 
 _WARMUP_EPOCHS = 0.6
 """Epochs of learning-rate warm-up in the tasks for a GPU."""
