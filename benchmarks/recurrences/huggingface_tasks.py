@@ -32,7 +32,6 @@ from zeus_plugins.training.trial import TrialInfo
 _VOCABULARY = 400
 """Number of words in generated text: few enough that a model learns the successors of each in several epochs."""
 
-
 PRETRAINED = "pretrained.pt"
 """File with the weights from which task ``fine-tuning`` starts, in the folder of a measurement."""
 
@@ -155,6 +154,7 @@ def _pretrained(run: Run) -> tuple[data.Data, PreTrainedModel]:
 
 def pretrain(weights: Path) -> None:
     """Write the weights of a small BERT that has learned the topics of one half of the texts."""
+    torch.manual_seed(0)
     texts = data.excerpts(0, samples=4_000, classes=2, half=0)
     model = _bert(texts, width=64, layers=1, heads=2, length=data.BLOCK)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.001)

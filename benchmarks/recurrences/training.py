@@ -89,6 +89,8 @@ def trained(order: Order, server_url: str, monitor: EnergyMonitor, measurement: 
     os.environ |= {str(SERVER_URL): server_url, str(JOB_ID): order.job_id}
     state, detail = "bare", ""
     with _quiet(), tempfile.TemporaryDirectory(prefix="recurrence-") as folder:
+        if task.name == "fine-tuning" and not (weights := measurement / huggingface_tasks.PRETRAINED).exists():
+            huggingface_tasks.pretrain(weights)  # once in a measurement, and not measured
         seed_everything(order.seed, verbose=False)
         trial: TrialInfo | None = None
         calibration: dict[str, Any] = {}
@@ -97,8 +99,6 @@ def trained(order: Order, server_url: str, monitor: EnergyMonitor, measurement: 
             calibration["idle_w"] = _idle_w(monitor)
             curve = Curve(monitor, order.seconds, _PERFECT if task.higher_is_better else None)
         run = Run(order, task, Path(folder), measurement, curve)
-        if task.name == "fine-tuning" and not (weights := measurement / huggingface_tasks.PRETRAINED).exists():
-            huggingface_tasks.pretrain(weights)  # once in a measurement, and not measured
         wall_s, cpu_s = time.perf_counter(), time.process_time()
         monitor.begin_window(_WHOLE)
         try:
