@@ -122,12 +122,12 @@ class UnknownTokenError(BsoError):
 
 
 class RevokedTokenError(BsoError):
-    """A revoked token cannot be rotated, and cannot receive jobs or trials."""
+    """A revoked token cannot be rotated."""
 
     def __init__(self, token_id: str) -> None:
         super().__init__(
-            f"token {token_id} was revoked, which is for good: make another one by bso-server token create, and hand "
-            f"over what belongs to this one by bso-server token transfer {token_id} ID"
+            f"token {token_id} was revoked, which is for good: make another one by bso-server token create, and move "
+            "the jobs of this one (docs/tokens.md)"
         )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 from http import HTTPStatus
 from typing import Annotated
 
-from litestar import Response, delete, get, post, put
+from litestar import Response, get, post
 from litestar.handlers import HTTPRouteHandler
 from litestar.openapi.spec import SecurityRequirement
 from litestar.params import QueryParameter
@@ -59,24 +59,6 @@ async def import_job(
 async def discard_trial(job_id: JobInPath, trial_number: TrialNumber, service: Service) -> TrialView:
     """Exclude an ended trial from the job's decisions. It stays visible in the state withdrawn."""
     return await service.transact(service.commands.discard, job_id, trial_number)
-
-
-_SHARE = Paths.API_JOBS + "/{job_id:str}/share"
-_ERRORS_OF_JOB = errors(HTTPStatus.NOT_FOUND, HTTPStatus.UNPROCESSABLE_ENTITY)
-
-
-@put(_SHARE, summary="Share a job", opt=needs(Scope.ADMIN), responses=_ERRORS_OF_JOB)
-async def share_job(job_id: JobInPath, service: Service) -> JobSummary:
-    """Let every token with scope `report` run trials of the job, not only the token that owns it."""
-    return await service.transact(service.commands.share, job_id)
-
-
-@delete(
-    _SHARE, summary="Stop sharing a job", opt=needs(Scope.ADMIN), status_code=HTTPStatus.OK, responses=_ERRORS_OF_JOB
-)
-async def stop_sharing_job(job_id: JobInPath, service: Service) -> JobSummary:
-    """Let only the token that owns the job start trials. Trials of other tokens that are running continue."""
-    return await service.transact(service.commands.share, job_id, shared=False)
 
 
 @get(Paths.HEALTH, summary="Tell that the process is up", opt=needs(None), security=_OPEN, responses=errors(always=()))

@@ -42,6 +42,8 @@ _REMOVED = {
     "db current": "db check names the schema of the database if it is not this version's",
     "jobs report": "print or save the page /ui/jobs/JOB of bso-server serve; jobs show JOB prints the figures",
     "jobs import-zeus": "examples/import_zeus.py writes a file for jobs import: docs/move-from-zeus.md",
+    "jobs share": "make the token that registers the job with token create --share, or move the job: docs/tokens.md",
+    "token transfer": "rotate a token that is lost or leaked, or move its jobs: docs/tokens.md",
     "webhook": "Prometheus and Alertmanager send messages about jobs: docs/alerts.md has a configuration",
 }
 

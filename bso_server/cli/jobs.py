@@ -141,11 +141,6 @@ def add_jobs_commands(commands: Commands) -> None:
     discard = add("discard", "set aside a trial that ended with wrong numbers", _discard)
     discard.add_argument("trial_number", metavar="TRIAL", type=int)
 
-    share = add("share", "let every token with scope report run trials of a job", _share)
-    share.add_argument(
-        "--stop", action="store_true", help="let only the owner's token start trials; running trials continue"
-    )
-
     revise = add("revise", "change the terms of a job, which keeps its trials", _revise)
     revise.add_argument("--eta", dest="eta_knob", metavar="ETA", type=float, help="weight of energy against time")
     revise.add_argument(
@@ -308,20 +303,6 @@ def _discard(options: argparse.Namespace) -> None:
     path = f"{_path_of_job(job_id)}/trials/{number}/discard"
     ask_or_read(options, "POST", path, TrialView, lambda store: store.write(Changes().discard, job_id, number))
     print(f"trial {number} of job {job_id} is set aside")
-
-
-def _share(options: argparse.Namespace) -> None:
-    job_id, shared = options.job_id, not options.stop
-    method, path = "PUT" if shared else "DELETE", f"{_path_of_job(job_id)}/share"
-    job = ask_or_read(
-        options, method, path, JobSummary, lambda store: store.write(Changes().share, job_id, shared=shared)
-    )
-    if job.shared:
-        print(f"job {job.job_id} is shared: every token with scope report may run trials of it")
-    elif job.owner is None:
-        print(f"job {job.job_id} is not shared, but it belongs to no token and so stays open to all of them")
-    else:
-        print(f"job {job.job_id} is not shared: only token {job.owner}, and administrators, begin trials of it")
 
 
 _TERMS = ("eta_knob", "beta_knob", "max_epochs", "batch_sizes", "default_batch_size", "controls", "tags", "policy")

@@ -43,9 +43,6 @@ def add_token_commands(commands: Commands) -> None:
         metavar="TIME",
         help="time for which the old secret stays valid, such as 12h or 7d; 0 for a leaked secret (default 24h)",
     )
-    transfer = add_command(token, "transfer", "give the jobs and trials of a token to another token", _transfer)
-    transfer.add_argument("token_id", metavar="FROM", help="id of the present token, which may be revoked")
-    transfer.add_argument("successor_id", metavar="TO")
     listing = add_command(token, "list", "list all tokens without their secrets", _list)
     listing.add_argument("--json", action="store_true", help="print JSON")
     revoke = add_command(token, "revoke", "make a token invalid for ever", _revoke)
@@ -97,12 +94,6 @@ def _rotate(options: argparse.Namespace) -> None:
     )
 
 
-def _transfer(options: argparse.Namespace) -> None:
-    token_id, successor_id = options.token_id, options.successor_id
-    jobs, trials = with_store(options, lambda store: Tokens(store).transfer(token_id, successor_id))
-    print(f"{jobs} jobs and {trials} trials of token {token_id} belong to token {successor_id}")
-
-
 def _revoke(options: argparse.Namespace) -> None:
     token_id = options.token_id
 
@@ -114,8 +105,8 @@ def _revoke(options: argparse.Namespace) -> None:
     print(f"token {token_id} is revoked; running servers refuse it within {CACHE_S:g} s")
     if alive:
         print(
-            f"{alive} of its trials may still go on, and only administrators report on them now; to hand them and its "
-            f"jobs over: bso-server token transfer {token_id} ID"
+            f"{alive} of its trials may still go on, and only administrators report on them now; to move its jobs, see "
+            "docs/tokens.md"
         )
     if not any_left:
         print(

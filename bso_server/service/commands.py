@@ -434,16 +434,6 @@ class Commands:
             transaction.log("job %s trial %d: %s", *trial.key, trial.message)
         return reading.trial_view(job.registration, trial)
 
-    def share(self, transaction: Transaction, job_id: str, *, shared: bool = True) -> JobSummary:
-        """Open a job to every token with scope report, or only to its owner; running trials are not affected.
-
-        A job without an owner stays open to all.
-        """
-        job = replace(locked_job(transaction, job_id), shared=shared)
-        transaction.update_jobs([job])
-        transaction.log("job %s is %s", job_id, "shared" if shared else "not shared")
-        return reading.job_summary(job)
-
     def delete_job(self, transaction: Transaction, job_id: str, *, again: bool = False) -> None:
         """Delete a job with all its trials; a repeated attempt (`again`) accepts that the job is gone."""
         if not transaction.delete_job(job_id) and not again:

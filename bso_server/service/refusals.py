@@ -163,10 +163,7 @@ def require_job(transaction: Transaction, job: StoredJob, caller: Caller) -> str
         ForbiddenError: The job belongs to another token, and the caller is no administrator.
     """
     owner = None if job.shared else job.owner
-    refused = (
-        "register it nor run its trials: use another job_id, or have an administrator share the job "
-        f"(bso-server jobs share {job.job_id})"
-    )
+    refused = "register it nor run its trials: use that token or another job_id"
     return _require(transaction, caller, owner, f"job {job.job_id!r}", refused)
 
 
@@ -184,8 +181,8 @@ def _require(transaction: Transaction, caller: Caller, owner: str | None, what: 
         record = transaction.token(owner)
         named = "" if record is None else f" ({record.name})"
         raise ForbiddenError(
-            f"{what} belongs to token {owner}{named}, and token {caller.token_id} can neither {refused} or hand over "
-            f"that token's jobs (bso-server token transfer {owner} {caller.token_id})"
+            f"{what} belongs to token {owner}{named}, and token {caller.token_id} can neither {refused}, or have an "
+            "administrator move the job (docs/tokens.md)"
         )
     return owner
 

@@ -16,7 +16,6 @@ from collections.abc import Callable, Collection
 from dataclasses import asdict, replace
 from datetime import UTC, datetime, timedelta
 from functools import lru_cache
-from typing import Any, Literal
 
 from bso_server.core.access import UNRESTRICTED, Caller, Scope, TokenRecord, ip_of
 from bso_server.core.occurrences import CallerRefused, Listener, Refusal, nobody
@@ -51,9 +50,6 @@ DEFAULT_GRACE = timedelta(hours=24)
 """Time for which a rotated secret stays valid, because running trainings use it."""
 
 _MAX_NAME_LENGTH = 255
-
-# Largest number of rows that one transaction hands over, so that reports on the same trials do not wait for long.
-_HANDED_OVER_AT_ONCE = 1000
 
 
 def new_token(
@@ -384,19 +380,6 @@ class Tokens:
         """
         return await self._store.write(_revoke, token_id, self._clock())
 
-    async def transfer(self, token_id: str, successor_id: str) -> tuple[int, int]:
-        """Give a token's jobs and trials to another one; return their numbers. The first token may be revoked.
-
-        Raises:
-            RevokedTokenError: The successor was revoked.
-        """
-        await self._store.write(_check_transfer, token_id, successor_id)
-        # Jobs first, so that the token begins no more trials of them.
-        return (
-            await self._handed_over("jobs", token_id, successor_id),
-            await self._handed_over("trials", token_id, successor_id),
-        )
-
     async def find(self, token_id: str) -> TokenRecord | None:
         """Return the token, valid or revoked, or None."""
         return await self._store.read(Transaction.token, token_id)
@@ -412,20 +395,6 @@ class Tokens:
     async def any(self, *, valid: bool = False) -> bool:
         """Return True if a token exists, valid or revoked; with `valid`, one that was not revoked."""
         return await self._store.read(Transaction.any_token, valid=valid)
-
-    async def _handed_over(self, rows_of: Literal["jobs", "trials"], token_id: str, successor_id: str) -> int:
-        handed_over: set[tuple[Any, ...]] = set()
-
-        def some(transaction: Transaction) -> int:
-            keys = transaction.hand_over(rows_of, token_id, successor_id, limit=_HANDED_OVER_AT_ONCE)
-            # A set, because an attempt may have committed and be repeated after its connection was lost.
-            handed_over.update(keys)
-            return len(keys)
-
-        # Other writers get their turn between two small transactions.
-        while await self._store.write(some):
-            pass
-        return len(handed_over)
 
 
 def _insert_once(transaction: Transaction, record: TokenRecord) -> None:
@@ -455,13 +424,6 @@ def _end_session(transaction: Transaction, token_id: str, session_id: str, ends_
     _locked(transaction, token_id)
     if not transaction.is_ended_session(session_id):
         transaction.end_session(session_id, ends_at, now)
-
-
-def _check_transfer(transaction: Transaction, token_id: str, successor_id: str) -> None:
-    if token_id == successor_id:
-        raise ValueError(f"token {token_id} has its own jobs and trials already: name another token")
-    _locked(transaction, token_id)
-    _refuse_revoked(_locked(transaction, successor_id))
 
 
 def _locked(transaction: Transaction, token_id: str) -> TokenRecord:

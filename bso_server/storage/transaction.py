@@ -11,7 +11,7 @@ from enum import Enum, auto
 from functools import lru_cache
 from itertools import islice
 from operator import attrgetter
-from typing import Any, Literal
+from typing import Any
 
 import sqlalchemy as sa
 from sqlalchemy.exc import IntegrityError
@@ -513,18 +513,6 @@ class Transaction:
         """Return the number of the token's trials that are alive."""
         statement = sa.select(sa.func.count()).where(trials.c.owner == owner, trials.c.state.in_(ALIVE))
         return self.connection.execute(statement).scalar_one()
-
-    def hand_over(
-        self, rows_of: Literal["jobs", "trials"], owner: str, successor: str, *, limit: int
-    ) -> list[tuple[Any, ...]]:
-        """Transfer up to `limit` of a token's jobs or trials to another token; return their keys."""
-        table = jobs if rows_of == "jobs" else trials
-        rows = self.rows(sa.select(*table.primary_key).where(table.c.owner == owner).limit(limit))
-        keys = sorted(tuple(row.values()) for row in rows)
-        # By key and in order, because MySQL would lock every row that it compares with a condition on the owner.
-        names = table.primary_key.columns.keys()
-        self._update(table, [{**dict(zip(names, key, strict=True)), "owner": successor} for key in keys])
-        return keys
 
     def _delete(self, table: sa.Table, *conditions: Any, order: sa.ColumnElement[Any] | None = None, limit: int) -> int:
         keys = self.rows(sa.select(*table.primary_key).where(*conditions).order_by(order).limit(limit))

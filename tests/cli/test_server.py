@@ -150,6 +150,8 @@ def test_invalid_setting_is_named_in_a_single_line(arguments: list[str], words: 
         (["webhook", "add", "https://x"], "docs/alerts.md"),
         (["config", "show"], "docs/settings.md"),
         (["db", "current"], "db check"),
+        (["jobs", "share", "nightly"], "token create --share"),
+        (["token", "transfer", "0123abcd", "4567cdef"], "docs/tokens.md"),
         (["jobs", "report", "nightly"], "/ui/jobs/JOB"),
     ],
 )

@@ -70,8 +70,6 @@ class TestConditionalRequests:
         for number in (4, 3):
             await send("POST", f"/api/jobs/job-1/trials/{number}/discard")
             assert await changed() >= {"/ui/", "/ui/jobs.json", "/ui/jobs/job-1", "/ui/jobs/job-1.json"}
-        await send("PUT", "/api/jobs/job-1/share")
-        assert await changed() >= {"/ui/", "/ui/jobs/job-1"}
         assert await changed() == set()
 
     async def test_target_given_later_changes_the_list_of_jobs(self, new_http: httpx.AsyncClient) -> None:

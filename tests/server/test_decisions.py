@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Coroutine, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,9 @@ from bso_server.core.policy import Policy, given
 from bso_server.errors import DatabaseUnavailableError
 from bso_server.service import commands
 from bso_server.service.decisions import TRIES, Basis, Decided, decide, turn
+from bso_server.service.loading import known_job
 from bso_server.storage.store import Store
+from bso_server.storage.transaction import Transaction
 from tests.support.service import JobService, new_job
 from zeus_plugins.protocol import GP_VOI, OWN_POLICIES, ZEUS, CreatedJob, Origin
 
@@ -158,9 +161,13 @@ async def test_random_draws_continue_from_the_last_saved_decision(store: Store, 
     for disturbed in (False, True):
         server = await new_job(store, **fields)
 
-        async def shared(server: JobService = server) -> None:
-            is_shared = (await server.show()).shared
-            await server.service.transact(server.service.commands.share, server.job_id, shared=not is_shared)
+        def toggle(transaction: Transaction, job_id: str = server.job_id) -> None:
+            transaction.update_jobs(
+                [replace(found, shared=not found.shared) for found in [known_job(transaction, job_id)]]
+            )
+
+        async def shared() -> None:
+            await store.write(toggle)
 
         trials = []
         for number in range(12):

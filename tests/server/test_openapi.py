@@ -43,8 +43,6 @@ ROUTES = [
     ("GET", "/api/jobs/{job_id}/trials"),
     ("GET", "/api/jobs/{job_id}/trials/{trial_number}/epochs"),
     ("POST", "/api/jobs/{job_id}/trials/{trial_number}/discard"),
-    ("PUT", "/api/jobs/{job_id}/share"),
-    ("DELETE", "/api/jobs/{job_id}/share"),
     ("GET", "/api/jobs/{job_id}/explanation"),
     ("GET", "/api/jobs/{job_id}/power_profiles"),
     ("GET", "/api/jobs/{job_id}/export"),

@@ -263,7 +263,7 @@ def test_older_server_answers_503_on_all_routes_after_schema_was_upgraded(databa
                 ("POST", "/report", {**trial, **RESULT}),
                 ("PATCH", "/trials", trial),
                 ("PATCH", "/trials/heartbeat", trial),
-                ("PUT", "/api/jobs/old-1/share", None),
+                ("POST", "/api/jobs/old-1/trials/1/discard", None),
                 ("DELETE", "/jobs?job_id=old-1", None),
                 *(("GET", path.format(job_id="old-1", trial_number=1, number=1, name="x"), None) for path in gets),
             ]

@@ -6,17 +6,14 @@ import json
 import logging
 import uuid
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 
 import pytest
 
 from bso_server.core.access import Scope
 from bso_server.errors import ForbiddenError
-from bso_server.service import reading
 from bso_server.service.tokens import Tokens
-from bso_server.storage.transaction import Transaction
-from tests.support.exports import exported
 from tests.support.job_bench import seconds_and_joules
 from tests.support.jobs import THREE_SIZES, job
 from tests.support.reporting import warnings_in
@@ -118,11 +115,11 @@ class TestAnotherToken:
     def test_training_with_a_foreign_token_does_not_begin(self, site: Site) -> None:
         owner, other = site.token("nightly"), site.token("other")
         through_a_checkpoint(site.begun(owner))
-        with pytest.raises(ZeusBSOTokenError, match=rf"belongs to token {id_of(owner)} \(nightly\).*jobs share"):
+        with pytest.raises(ZeusBSOTokenError, match=rf"belongs to token {id_of(owner)} \(nightly\).*docs/tokens.md"):
             site.session(other).ask()
         assert len(site.trials(owner)) == 1
 
-    def test_training_resumed_with_a_foreign_token_continues_and_keeps_results_until_the_transfer(
+    def test_training_resumed_with_a_foreign_token_continues_and_leaves_its_results_to_an_administrator(
         self, site: Site, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         owner, other = site.token("nightly"), site.token("other")
@@ -134,39 +131,34 @@ class TestAnotherToken:
             site.finish(other, state)
         refused, waiting = warnings_in(caplog)
         assert f"belongs to token {id_of(owner)} (nightly), and token {id_of(other)} can neither" in refused
-        assert f"bso-server token transfer {id_of(owner)} {id_of(other)}" in refused
+        assert "use that token, or have an administrator do it" in refused
         assert "The training continues" in refused
         assert "1 results of job" in waiting
         assert [facts(trial) for trial in site.trials(owner)] == [(TrialState.SUSPENDED, 1, id_of(owner))]
 
         assert site.sync(other, monkeypatch) == 1  # no trial has changed, and no result is lost
         assert len(default_outbox().waiting()) == 1
-        assert site.run("token", "transfer", id_of(owner), id_of(other)) == (
-            f"1 jobs and 1 trials of token {id_of(owner)} belong to token {id_of(other)}\n"
-        )
-        assert site.sync(other, monkeypatch) == 0
-        assert [facts(trial) for trial in site.trials(other)] == [(TrialState.COMPLETED, 2, id_of(other))]
-        with pytest.raises(ZeusBSOTokenError, match="belongs to token"):
-            site.session(owner).ask()
+        assert site.sync(site.token("operator", "admin"), monkeypatch) == 0
+        assert [facts(trial) for trial in site.trials(owner)] == [(TrialState.COMPLETED, 2, id_of(owner))]
 
 
 class TestRevocation:
     def test_administrators_sync_completes_a_trial_of_a_revoked_token(
         self, site: Site, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        owner, other, admin = site.token("nightly"), site.token("other"), site.token("operator", "admin")
+        owner, other = site.token("nightly", "report", "--share"), site.token("other")
+        admin = site.token("operator", "admin")
         session = site.begun(owner)
         session.report_evaluation(0.5)
         said = site.run("token", "revoke", id_of(owner))
         assert "1 of its trials may still go on, and only administrators report on them now" in said
-        assert f"bso-server token transfer {id_of(owner)} ID" in said
+        assert "docs/tokens.md" in said
         site.forget()
         assert session.report_evaluation(0.95).converged
         session.end()
         assert any("does not accept the token (401" in warning for warning in warnings_in(caplog))
         assert [facts(trial) for trial in site.trials(admin)] == [(TrialState.RUNNING, 1, id_of(owner))]
 
-        site.run("jobs", "share", site.job.job_id)
         caplog.clear()
         site.begun(other).end(KeyboardInterrupt())
         (stays,) = warnings_in(caplog)
@@ -209,49 +201,19 @@ class TestRotation:
         assert [facts(trial) for trial in site.trials(new)] == [(TrialState.COMPLETED, 1, id_of(old))]
 
 
-async def test_transfer_moves_only_the_tokens_jobs_and_trials(bso: JobService, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bso_server.service.tokens._HANDED_OVER_AT_ONCE", 2)
-    tokens = Tokens(bso.store)
-    commands = bso.service.commands
-    gone, stays, new = [(await tokens.create(name, [Scope.REPORT]))[1].caller() for name in ("a", "b", "c")]
-    jobs = []
-    for caller in (gone, gone, gone, stays):
-        registration = CreatedJob.model_validate(job(**THREE_SIZES))
-        await bso.service.register(registration, caller)
-        job_id = registration.job_id
-        await bso.service.transact(commands.share, job_id)
-        jobs.append(job_id)
-        for each in (gone, gone, stays):
-            await bso.service.transact(commands.begin_trial, job_id, caller=each)
-
-    before = [await exported(bso.store, job_id) for job_id in jobs]
-    assert await bso.store.read(Transaction.jobs_per_owner) == {gone.token_id: 3, stays.token_id: 1}
-    assert await tokens.revoke(gone.token_id or "") == 8
-    assert await tokens.transfer(gone.token_id or "", new.token_id or "") == (3, 8)
-    assert await tokens.transfer(gone.token_id or "", new.token_id or "") == (0, 0)
-
-    assert await bso.store.read(Transaction.jobs_per_owner) == {new.token_id: 3, stays.token_id: 1}
-    for job_id, owner, export in zip(jobs, (new, new, new, stays), before, strict=True):
-        view = await bso.store.read(reading.show_job, job_id)
-        assert (view.owner, view.shared) == (owner.token_id, True)
-        assert [trial.owner for trial in view.trials] == [new.token_id, new.token_id, stays.token_id]
-        after = await exported(bso.store, job_id)
-        assert after == [{**export[0], "owner": owner.token_id}, *export[1:]]
-
-
 async def test_trial_without_an_owner_belongs_to_the_owner_of_the_job(bso: JobService) -> None:
     """Imports create such trials."""
     tokens, commands = Tokens(bso.store), bso.service.commands
-    callers = [(await tokens.create(name, [Scope.REPORT]))[1].caller() for name in ("owner", "other")]
-    registration = CreatedJob.model_validate(job(**THREE_SIZES))
-    await bso.service.register(registration, callers[0])
-    trial = trial_id(await bso.service.transact(commands.begin_trial, registration.job_id))
-    beat = Heartbeat(**trial.model_dump())
-    with pytest.raises(ForbiddenError, match="belongs to token"):
-        await bso.service.transact(commands.heartbeat, beat, callers[1])
-    assert (await bso.service.transact(commands.heartbeat, beat, callers[0])).state is TrialState.RUNNING
-    await bso.service.transact(commands.share, registration.job_id)
-    assert (await bso.service.transact(commands.heartbeat, beat, callers[1])).state is TrialState.RUNNING
+    other = (await tokens.create("other", [Scope.REPORT]))[1].caller()
+    for shares_jobs in (False, True):
+        owner = (await tokens.create("owner", [Scope.REPORT], shares_jobs=shares_jobs))[1].caller()
+        registration = CreatedJob.model_validate(job(**THREE_SIZES))
+        await bso.service.register(registration, owner)
+        trial = trial_id(await bso.service.transact(commands.begin_trial, registration.job_id))
+        beat = Heartbeat(**trial.model_dump())
+        with nullcontext() if shares_jobs else pytest.raises(ForbiddenError, match="belongs to token"):
+            await bso.service.transact(commands.heartbeat, beat, other)
+        assert (await bso.service.transact(commands.heartbeat, beat, owner)).state is TrialState.RUNNING
 
 
 def test_list_of_tokens_shows_rotations_and_jobs(site: Site) -> None:

@@ -48,6 +48,12 @@ def tokens(any_server: ServerProcess) -> Tokens:
     return Tokens(**{name: make_token(any_server.database_url, scope) for name, scope in scopes.items()})
 
 
+@pytest.fixture(scope="module")
+def sharing(any_server: ServerProcess) -> str:
+    """Return a token whose jobs are open to other tokens."""
+    return make_token(any_server.database_url, "report", options=["--share"])
+
+
 @pytest.fixture
 def http(any_server: ServerProcess) -> Http:
     return Http(any_server.url)
@@ -138,7 +144,6 @@ def test_each_route_requires_the_documented_scope(new_database: str) -> None:
     a_job = "/api/jobs/{job_id:str}"
     assert needed["admin"] == {
         *("DELETE /jobs", "POST /api/import", f"POST {a_job}/trials/{{trial_number:int}}/discard"),
-        *(f"PUT {a_job}/share", f"DELETE {a_job}/share"),
     }
 
 
@@ -165,7 +170,7 @@ class TestOwners:
             assert http.ask("PATCH", "/trials", ending, json=trial).status_code == 200
             assert http.ask("GET", f"/api/jobs/{trial['job_id']}", ending).json()["trials"][0]["state"] == "failed"
 
-    def test_sharing_a_job_keeps_each_trial_with_the_dispatched_token(self, http: Http, tokens: Tokens) -> None:
+    def test_job_of_a_token_is_closed_to_other_tokens(self, http: Http, tokens: Tokens) -> None:
         registered = job(job_id=f"job-{uuid.uuid4().hex}")
         first = http.begin(tokens.report, http.ask("POST", "/jobs", tokens.report, json=registered).json()["job_id"])
         job_id = first["job_id"]
@@ -176,25 +181,21 @@ class TestOwners:
             http.ask("POST", "/trials", tokens.other, **offline),
         ):
             owner = tokens.report.split("_")[1]
-            assert_refused(refused, 403, None, f"belongs to token {owner} (test)", f"bso-server jobs share {job_id}")
+            assert_refused(refused, 403, None, f"belongs to token {owner} (test)", "use that token or another job_id")
         assert http.ask("GET", f"/api/jobs/{job_id}", tokens.other).json()["trial_count"] == 1
 
-        http.share(tokens.admin, job_id)
+    def test_shared_job_keeps_each_trial_with_the_dispatched_token(
+        self, http: Http, tokens: Tokens, sharing: str
+    ) -> None:
+        registered = job(job_id=f"job-{uuid.uuid4().hex}")
+        first = http.begin(sharing, http.ask("POST", "/jobs", sharing, json=registered).json()["job_id"])
+        job_id = first["job_id"]
         assert http.ask("POST", "/jobs", tokens.other, json=registered).status_code == 200
         second = http.begin(tokens.other, job_id)
-        assert http.report(tokens.report, first).status_code == 200
+        assert http.report(sharing, first).status_code == 200
         assert http.report(tokens.other, second).status_code == 200
-        assert_refused(http.report(tokens.report, second), 403, None)
-
-        assert http.ask("DELETE", f"/api/jobs/{job_id}/share", tokens.admin).json()["shared"] is False
-        assert_refused(http.ask("GET", "/jobs/batch_size", tokens.other, params={"job_id": job_id}), 403, None)
-        assert http.report(tokens.other, second).status_code == 200  # Running trials continue.
-
-    def test_token_may_share_all_new_jobs(self, http: Http, tokens: Tokens, any_server: ServerProcess) -> None:
-        sharing = make_token(any_server.database_url, "report", options=["--share"])
-        trial = http.begin(sharing)
-        assert http.begin(tokens.other, trial["job_id"])["trial_number"] == 2
-        shown = http.ask("GET", f"/api/jobs/{trial['job_id']}", tokens.read).json()
+        assert_refused(http.report(sharing, second), 403, None)
+        shown = http.ask("GET", f"/api/jobs/{job_id}", tokens.read).json()
         assert (shown["owner"], shown["shared"]) == (sharing.split("_")[1], True)
 
     def test_administrator_may_run_any_job_and_is_logged(
@@ -210,15 +211,16 @@ class TestOwners:
         assert sum(f"job {trial['job_id']} trial 1: {said}" in line for line in lines) == 2
         assert sum(f"job {trial['job_id']} trial {begun['trial_number']}: {said}" in line for line in lines) == 1
 
-    def test_owner_of_a_trial_can_be_read(self, http: Http, tokens: Tokens, any_server: ServerProcess) -> None:
-        job_id = http.begin(tokens.report)["job_id"]
-        http.share(tokens.admin, job_id)
+    def test_owner_of_a_trial_can_be_read(
+        self, http: Http, tokens: Tokens, sharing: str, any_server: ServerProcess
+    ) -> None:
+        job_id = http.begin(sharing)["job_id"]
         http.begin(tokens.other, job_id)
-        owners = [token.split("_")[1] for token in (tokens.report, tokens.other)]
+        owners = [token.split("_")[1] for token in (sharing, tokens.other)]
         for path in (f"/api/jobs/{job_id}", f"/api/jobs/{job_id}/trials"):
             answer = http.ask("GET", path, tokens.read)
             assert [trial["owner"] for trial in answer.json()["trials"]] == owners
-            assert tokens.report.split("_", 2)[2] not in answer.text
+            assert sharing.split("_", 2)[2] not in answer.text
         text = bso_server("jobs", "show", job_id, "--database-url", any_server.database_url).stdout
         assert "  TOKEN  " in text
         assert f", token {owners[0]} (shared)\n" in text
@@ -227,17 +229,16 @@ class TestOwners:
         for owner in owners:
             assert f"  {owner}  " in text
 
-    def test_key_does_not_reveal_a_foreign_tokens_trial(self, http: Http, tokens: Tokens) -> None:
-        job_id = http.ask("POST", "/jobs", tokens.report, json=job()).json()["job_id"]
-        http.share(tokens.admin, job_id)
+    def test_key_does_not_reveal_a_foreign_tokens_trial(self, http: Http, tokens: Tokens, sharing: str) -> None:
+        job_id = http.ask("POST", "/jobs", sharing, json=job()).json()["job_id"]
 
         def suggest(token: str) -> httpx.Response:
             headers = {**bearer(token), "Idempotency-Key": "the-same"}
             return httpx.get(f"{http.url}/jobs/batch_size", params={"job_id": job_id}, headers=headers)
 
-        first = suggest(tokens.report)
+        first = suggest(sharing)
         assert_refused(suggest(tokens.other), 403, None, "belongs to token")
-        assert suggest(tokens.report).json() == first.json()
+        assert suggest(sharing).json() == first.json()
 
 
 class TestFirstTokens:

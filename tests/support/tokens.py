@@ -53,8 +53,5 @@ class Http:
         trial: dict[str, Any] = self.ask("GET", "/jobs/batch_size", token, params={"job_id": job_id}).json()
         return {name: trial[name] for name in ("job_id", "batch_size", "trial_number")}
 
-    def share(self, token: str, job_id: str) -> None:
-        assert self.ask("PUT", f"/api/jobs/{job_id}/share", token).json()["shared"] is True
-
     def report(self, token: str, trial: dict[str, Any]) -> httpx.Response:
         return self.ask("POST", "/report", token, json={**trial, **RESULT})
