@@ -55,16 +55,13 @@ def create_app(settings: Settings | None = None) -> Litestar:
     service = BatchSizeService(store, Commands(leases=settings.leases, crash_retries=settings.crash_retries))
     tokens = Tokens(store)
     allowed_hosts = parts(settings.allowed_hosts)
-    authenticator = Authenticator(
-        tokens, insecure=settings.insecure, allowed_hosts=allowed_hosts, listener=store.listener
-    )
+    authenticator = Authenticator(tokens, insecure=settings.insecure, allowed_hosts=allowed_hosts)
     reader, tariff = JobReader(store), Tariff.model_validate(settings, from_attributes=True)
     dependencies = {
         "service": service,
         "reader": reader,
         "source": JobPages(reader, Pages(tariff)),
         "fleet": FleetReader(store, tariff),
-        "sessions": authenticator,
     }
     routes = [] if metrics is None else [metrics_route(metrics.exposition, is_open=settings.metrics == "open")]
 

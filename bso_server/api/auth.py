@@ -31,12 +31,7 @@ CallerRequest = Request[Caller, Any, Any]
 """A request whose `user` is the caller that `AccessControl` identified."""
 
 PAGE: dict[str, Any] = {"page": True}
-"""The ``opt`` of a page, added to `needs`: other sites may link to it, and it accepts the session cookie as a token."""
-
-FORM: dict[str, Any] = {"form": True}
-"""The ``opt``, added to `needs`, of a route that accepts forms from pages of this server only."""
-
-SESSION_COOKIE = "zeus_bso_session"
+"""The ``opt`` of a page, added to `needs`: other sites may link to it, and a proxy may name its reader."""
 
 # Headers that browsers send when a user follows a link, but not for frames and scripts.
 _NAVIGATION = {b"sec-fetch-mode": b"navigate", b"sec-fetch-dest": b"document"}
@@ -104,7 +99,7 @@ class AccessControl(ASGIMiddleware):
         # All routes of the application are HTTP routes.
         handler = cast("HTTPRouteHandler", scope["route_handler"])
         needed = needed_scope(handler)
-        if needed is not None or "form" in handler.opt:
+        if needed is not None:
             headers = _headers_of(scope)
             host = _text(headers, b"host")
             require_allowed_host(host, self._allowed_hosts)
@@ -113,13 +108,11 @@ class AccessControl(ASGIMiddleware):
             if needed is not Scope.READ:
                 # The scope decides, not the method, because the batch-size request is a GET that starts a trial.
                 refuse_other_origins(_text(headers, b"origin"), host, self._allowed_hosts)
-        if needed is not None:
             authorization = headers.get(b"authorization")
             caller = await self._authenticator.identify(
                 None if authorization is None else authorization.decode("latin-1"),
                 _address_of(scope, headers),
                 host,
-                session_in(headers) if "page" in handler.opt else None,
                 user=self._user_of(scope) if "page" in handler.opt else None,
             )
             caller.require(needed)
@@ -164,15 +157,6 @@ def _is_navigation(scope: AsgiScope, headers: Mapping[bytes, bytes]) -> bool:
         and cast("HTTPScope", scope)["method"] == HTTPMethod.GET
         and all(headers.get(name) == value for name, value in _NAVIGATION.items())
     )
-
-
-def session_in(headers: Mapping[bytes, bytes]) -> str | None:
-    """Return the unverified session of the cookie, or None."""
-    for pair in _text(headers, b"cookie").split(";"):
-        name, _, value = pair.strip().partition("=")
-        if name == SESSION_COOKIE:
-            return value
-    return None
 
 
 def _text(headers: Mapping[bytes, bytes], name: bytes) -> str:

@@ -1,31 +1,28 @@
-"""The dashboard's pages below ``/ui/``, their figures as JSON, and the login form.
+"""The dashboard's pages below ``/ui/``, and their figures as JSON.
 
-All links in pages are relative and the session's cookie names no path, so that pages work below any path at which a
-proxy serves them.
+All links in pages are relative, so that pages work below any path at which a proxy serves them.
 """
 
 from __future__ import annotations
 
 import gzip
-import re
 from collections.abc import Callable
 from datetime import UTC, datetime
 from functools import partial
 from http import HTTPStatus
 from typing import Annotated, Any, NamedTuple
 
-from litestar import Request, Response, Router, get, post
+from litestar import Request, Response, Router, get
 from litestar.di import NamedDependency
 from litestar.exceptions import HTTPException, NotFoundException
 from litestar.params import PathParameter, QueryParameter
 
 from bso_server.api import errors
-from bso_server.api.auth import FORM, PAGE, SESSION_COOKIE, needs, session_in
+from bso_server.api.auth import PAGE, needs
 from bso_server.api.parameters import ID, LARGEST, Fleet, GroupedBy, Since
 from bso_server.errors import UnauthenticatedError
 from bso_server.service.pages import Found, Pages, View, digest
 from bso_server.service.reading import JobReader
-from bso_server.service.tokens import SESSION_S, Authenticator
 from bso_server.ui import html
 from zeus_plugins.protocol import MAX_ID_LENGTH
 
@@ -40,7 +37,6 @@ class JobPages(NamedTuple):
 
 
 Source = NamedDependency[JobPages]
-Sessions = NamedDependency[Authenticator]
 
 _JSON = ".json"
 
@@ -50,12 +46,6 @@ _TRIAL_NAME = Annotated[str, PathParameter(pattern=r"^[0-9]{1,10}(\.json)?(?!\n)
 _Containing = Annotated[str | None, QueryParameter(name="q", max_length=MAX_ID_LENGTH)]
 _At = Annotated[int | None, QueryParameter(name="at", ge=1, le=LARGEST)]
 _After = Annotated[str | None, QueryParameter(name="after", max_length=MAX_ID_LENGTH + 1)]
-# Maximum bytes of the login form, which clients without a token may send.
-_MAX_LOGIN_BYTES = 4096
-
-# A path below /ui/ to return to after the login, without characters that are special in a header or a link.
-_PLACE = re.compile(r"[A-Za-z0-9._:@/?=&%-]{0,1000}")
-
 _HEADERS = {
     "Content-Security-Policy": html.POLICY,
     "Referrer-Policy": "same-origin",
@@ -145,46 +135,20 @@ async def static(request: AnyRequest, name: _NAME) -> Response[bytes]:
     return _packed(request, html.static_file(name), html.MEDIA_TYPES[name], "public, max-age=31536000, immutable")
 
 
-@get("/login", opt=needs(None))
-async def login_form(request: AnyRequest) -> Response[bytes]:
-    """Show the login form, or redirect a reader who has a session to the jobs."""
-    return _redirect("") if _has_session(request) else _page(request, html.login_page(_reader_of(request), ""))
-
-
-@post("/login", opt=needs(None) | FORM, request_max_body_size=_MAX_LOGIN_BYTES)
-async def login(request: AnyRequest, sessions: Sessions) -> Response[bytes]:
-    """Exchange a token for a session cookie."""
-    form = await request.form()
-    place = str(form.get("to", ""))
-    if _PLACE.fullmatch(place) is None:
-        place = ""
-    try:
-        session = await sessions.begin_session(str(form.get("token", "")).strip())
-    except UnauthenticatedError:
-        refused = "Not a valid token (tokens start with zbso_)."
-        page = html.login_page(_reader_of(request), place, refused)
-        return _page(request, page, HTTPStatus.UNAUTHORIZED)
-    return _redirect(place, _cookie(request, session, SESSION_S))
-
-
-@post("/logout", opt=needs(None) | FORM)
-async def logout(request: AnyRequest, sessions: Sessions) -> Response[bytes]:
-    """End the reader's session, and delete its cookie."""
-    await sessions.end_session(session_in(dict(request.scope["headers"])) or "")
-    return _redirect("", _cookie(request, "", 0))
-
-
 def refused(
     answer_of: Callable[[AnyRequest, Any], Response[Any]], request: AnyRequest, error: Exception
 ) -> Response[Any]:
     """Answer an error: for a page with a page, for a JSON twin with the API's answer, `answer_of(request, error)`."""
     answer = answer_of(request, error)
+    if isinstance(error, UnauthenticatedError):
+        # Browsers ask their user for the token, as a password, if this scheme is the only one.
+        answer.headers["WWW-Authenticate"] = 'Basic realm="zeus-bso", charset="UTF-8"'
     if request.url.path.endswith(_JSON):
         return answer
     body, reader = answer.content, _reader_of(request)
     message = _NO_PAGE.get(body.status, body.message) if body.message == body.title else body.message
     if isinstance(error, UnauthenticatedError):
-        return _page(request, html.login_page(reader, _place_of(request)), HTTPStatus.UNAUTHORIZED)
+        message += ". To read this page, load it again, and enter the token as the password, with any user name"
     page = _page(request, html.error_page(reader, body.status, body.title, message), HTTPStatus(body.status))
     page.headers.update(answer.headers)
     return page
@@ -199,7 +163,7 @@ def refused_route(request: AnyRequest, error: HTTPException) -> Response[Any]:
 # Messages for requests to a route or with a method that does not exist.
 _NO_PAGE = {
     HTTPStatus.NOT_FOUND: "There is no page at this address.",
-    HTTPStatus.METHOD_NOT_ALLOWED: "This address takes a form of the pages, and has no page of its own.",
+    HTTPStatus.METHOD_NOT_ALLOWED: "This address is for trainings and commands, and has no page.",
 }
 
 
@@ -213,7 +177,7 @@ class _Tag:
         self._request = request
         self.is_twin = request.url.path.rstrip("/").endswith(_JSON) if is_twin is None else is_twin
         kind = "json" if self.is_twin else _theme_of(request) or "auto"
-        self._prefix = f'W/"{html.build()}.{kind}.{int(_has_session(request))}.'
+        self._prefix = f'W/"{html.build()}.{kind}.'
         shown = request.headers.get("if-none-match", "")
         self.known = shown[len(self._prefix) : -1] if shown.startswith(self._prefix) else None
 
@@ -243,10 +207,6 @@ def _has_slash(request: AnyRequest) -> bool:
     return request.scope["raw_path"].endswith(b"/")
 
 
-def _has_session(request: AnyRequest) -> bool:
-    return session_in(dict(request.scope["headers"])) is not None
-
-
 def _theme_of(request: AnyRequest) -> str:
     theme = request.cookies.get("zeus_bso_theme", "")
     return theme if theme in html.THEMES else ""
@@ -262,17 +222,7 @@ def _reader_of(request: AnyRequest, tag: str = "") -> html.Reader:
         root = "./" if _has_slash(request) else "ui/"
     if not is_found:
         root = "../" * (before.count("/") - 1) + "ui/"
-    return html.Reader(
-        root=root, now=datetime.now(UTC), tag=tag, theme=_theme_of(request), is_logged_in=_has_session(request)
-    )
-
-
-def _place_of(request: AnyRequest) -> str:
-    """Return the page's address below ``/ui/``, to return to after the login."""
-    path = request.scope["raw_path"].decode("latin-1").partition("/ui")[2].lstrip("/")
-    query = request.scope["query_string"].decode("latin-1")
-    place = f"{path}?{query}" if query else path
-    return place if _PLACE.fullmatch(place) else ""
+    return html.Reader(root=root, now=datetime.now(UTC), tag=tag, theme=_theme_of(request))
 
 
 def _page(request: AnyRequest, page: str, status: HTTPStatus = HTTPStatus.OK) -> Response[bytes]:
@@ -289,20 +239,6 @@ def _packed(
     return Response(content, status_code=status, media_type=media_type, headers=headers)
 
 
-def _redirect(place: str, cookie: str | None = None) -> Response[bytes]:
-    headers = {**_HEADERS, "Location": f"./{place}", "Cache-Control": "no-store"}
-    if cookie is not None:
-        headers["Set-Cookie"] = cookie
-    return Response(b"", status_code=HTTPStatus.SEE_OTHER, headers=headers)
-
-
-def _cookie(request: AnyRequest, value: str, length_s: int) -> str:
-    """Return the session's cookie. It names no path, so browsers take the page's folder, which ends with ``/ui``."""
-    is_secure = "https" in (request.scope["scheme"], request.headers.get("x-forwarded-proto", "").partition(",")[0])
-    secure = "; Secure" if is_secure else ""
-    return f"{SESSION_COOKIE}={value}; Max-Age={length_s}; HttpOnly; SameSite=Lax{secure}"
-
-
 PAGES = Router(
     "/ui",
     route_handlers=[
@@ -312,9 +248,6 @@ PAGES = Router(
         trial,
         removed,
         static,
-        login_form,
-        login,
-        logout,
     ],
     # One handler for each class that the API handles, because Litestar prefers the handler of the nearest class.
     exception_handlers={kind: partial(refused, answer_of) for kind, answer_of in errors.EXCEPTION_HANDLERS.items()},

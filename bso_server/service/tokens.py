@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import hmac
 import re
 import secrets
 import time
@@ -18,7 +17,6 @@ from datetime import UTC, datetime, timedelta
 from functools import lru_cache
 
 from bso_server.core.access import UNRESTRICTED, Caller, Scope, TokenRecord, ip_of
-from bso_server.core.occurrences import CallerRefused, Listener, Refusal, nobody
 from bso_server.errors import (
     ForbiddenError,
     RevokedTokenError,
@@ -38,11 +36,6 @@ CACHE_S = 10.0
 
 # Largest number of tokens in the cache.
 _CACHE_SIZE = 1024
-
-SESSION_S = 12 * 3600
-"""Seconds until the dashboard asks its reader for a token again."""
-
-_SESSION = re.compile(r"([0-9a-f]{8})\.([0-9]{1,12})\.([0-9a-f]{32})\.([0-9a-f]{64})")
 
 _TOKEN = re.compile(r"zbso_([0-9a-f]{8})_([A-Za-z0-9_-]{43})")
 
@@ -173,7 +166,6 @@ class Authenticator:
         allowed_hosts: Names that requests may use beside the machine's own names while no token exists.
         clock: Monotonic seconds.
         now: Returns the present instant, aware.
-        listener: Notified of invalid tokens at a login; the API reports other refusals.
     """
 
     def __init__(
@@ -184,10 +176,8 @@ class Authenticator:
         allowed_hosts: Collection[str] = (),
         clock: Callable[[], float] = time.monotonic,
         now: Callable[[], datetime] = lambda: datetime.now(UTC),
-        listener: Listener = nobody,
     ) -> None:
         self._tokens = tokens
-        self._listener = listener
         self._insecure = insecure
         self._allowed_hosts = allowed_hosts
         self._clock = clock
@@ -200,7 +190,6 @@ class Authenticator:
         authorization: str | None,
         address: str | None,
         host: str,
-        session: str | None = None,
         *,
         user: Caller | None = None,
     ) -> Caller:
@@ -213,7 +202,6 @@ class Authenticator:
             authorization: The ``Authorization`` header.
             address: The client's address; None if it cannot be trusted.
             host: The ``Host`` header.
-            session: The session of a page's reader (`begin_session`); an expired session counts as none.
             user: The user of a page that a proxy has authenticated (`SingleSignOn`).
 
         Raises:
@@ -224,8 +212,6 @@ class Authenticator:
         begin_request()
         if authorization is not None:
             return (await self._record_of(token_in(authorization))).caller()
-        if session is not None and (caller := await self._caller_in(session)) is not None:
-            return caller
         if user is not None:
             return user
         if self._insecure:
@@ -242,50 +228,6 @@ class Authenticator:
             )
         require_local_host(host, self._allowed_hosts)
         return UNRESTRICTED
-
-    async def begin_session(self, token: str) -> str:
-        """Return a session for a cookie, which replaces the token on pages for `SESSION_S` seconds, see `identify`.
-
-        The session ends earlier if its reader ends it, or if the token is revoked or rotated. It is not stored, so that
-        a login needs no write: it contains the time of its end, signed with the token's hash. A thief of the table of
-        hashes could make a session, but has the whole database anyway.
-
-        Raises:
-            UnauthenticatedError: The token is not valid.
-        """
-        begin_request()
-        try:
-            record = await self._record_of(token_in(f"Bearer {token}"))
-        except UnauthenticatedError:
-            self._listener(CallerRefused(Refusal.BAD_TOKEN))
-            raise
-        signed = f"{record.token_id}.{int(self._now().timestamp()) + SESSION_S}.{secrets.token_hex(16)}"
-        return f"{signed}.{_signature(record, signed)}"
-
-    async def end_session(self, session: str) -> None:
-        """End a session, also for copies of its cookie; do nothing if it is not valid."""
-        begin_request()
-        caller = await self._caller_in(session)
-        if caller is not None and caller.token_id is not None:
-            _, ends_at, session_id, _ = session.split(".")
-            await self._tokens.end_session(caller.token_id, session_id, datetime.fromtimestamp(int(ends_at), UTC))
-
-    async def _caller_in(self, session: str) -> Caller | None:
-        parts = _SESSION.fullmatch(session)
-        if parts is None:
-            return None
-        token_id, ends_at, session_id, signature = parts.groups()
-
-        def is_good(record: TokenRecord) -> bool:
-            is_signed = hmac.compare_digest(signature, _signature(record, session.rpartition(".")[0]))
-            return is_signed and record.revoked_at is None
-
-        left_s = int(ends_at) - self._now().timestamp()
-        record = await self._found(token_id, is_good) if 0 < left_s <= SESSION_S else None
-        # Not cached, so that a session ends at once in every process.
-        if record is None or await self._tokens.is_ended_session(session_id):
-            return None
-        return Caller(token_id, frozenset({Scope.READ}))
 
     async def _record_of(self, token: str) -> TokenRecord:
         token_hash, instant = _hash(token), self._now()
@@ -312,10 +254,6 @@ class Authenticator:
         if self._closed is None or now - self._closed[1] >= CACHE_S:
             self._closed = await self._tokens.any(), now
         return self._closed[0]
-
-
-def _signature(record: TokenRecord, signed: str) -> str:
-    return hmac.new(record.token_hash.encode(), f"session {signed}".encode(), hashlib.sha256).hexdigest()
 
 
 def _hash(token: str) -> str:
@@ -384,14 +322,6 @@ class Tokens:
         """Return the token, valid or revoked, or None."""
         return await self._store.read(Transaction.token, token_id)
 
-    async def end_session(self, token_id: str, session_id: str, ends_at: datetime) -> None:
-        """Store that a session of a token was ended by its reader."""
-        await self._store.write(_end_session, token_id, session_id, ends_at, self._clock())
-
-    async def is_ended_session(self, session_id: str) -> bool:
-        """Return True if a session was ended by its reader."""
-        return await self._store.read(Transaction.is_ended_session, session_id)
-
     async def any(self, *, valid: bool = False) -> bool:
         """Return True if a token exists, valid or revoked; with `valid`, one that was not revoked."""
         return await self._store.read(Transaction.any_token, valid=valid)
@@ -417,13 +347,6 @@ def _revoke(transaction: Transaction, token_id: str, now: datetime) -> int:
     if record.revoked_at is None:
         transaction.update_token(replace(record, revoked_at=now))
     return transaction.alive_trials_of(token_id)
-
-
-def _end_session(transaction: Transaction, token_id: str, session_id: str, ends_at: datetime, now: datetime) -> None:
-    # Two clicks may end a session at the same time; the lock makes the second wait.
-    _locked(transaction, token_id)
-    if not transaction.is_ended_session(session_id):
-        transaction.end_session(session_id, ends_at, now)
 
 
 def _locked(transaction: Transaction, token_id: str) -> TokenRecord:

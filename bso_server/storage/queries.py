@@ -26,7 +26,7 @@ from bso_server.storage.rows import (
     trial_from,
 )
 from bso_server.storage.tables import decisions, epochs, jobs, metadata, power_profiles, trials
-from bso_server.storage.transaction import IS_THERE, Transaction
+from bso_server.storage.transaction import Transaction
 from zeus_plugins.protocol import ALIVE, CreatedJob, EndReason, Origin, Stage, TrialState
 
 # Both queries call functions of PostgreSQL's extension amcheck. The second query compares each index with its table,
@@ -49,7 +49,7 @@ def jobs_page(
     transaction: Transaction, *, prefix: str | None, stage: Stage | None, after: str | None, limit: int | None
 ) -> list[StoredJob]:
     """Return a page of jobs; see `service.reading.list_jobs`. `after` is the last job_id of the page before."""
-    statement = select(jobs).where(IS_THERE).order_by(jobs.c.job_id).limit(limit)
+    statement = select(jobs).order_by(jobs.c.job_id).limit(limit)
     if prefix is not None:
         statement = statement.where(jobs.c.job_id_prefix == prefix)
     if stage is not None:
@@ -196,7 +196,7 @@ def job_versions(
     kind = case((missed, 0), else_=1) if missed_first else literal(1)
     columns = table.job_id, table.event_count, table.created_at, table.registration_id, table.owner, table.shared
     order = (kind, table.job_id) if missed_first else (table.job_id,)
-    statement = select(*columns, table.target_metric, kind).where(IS_THERE).order_by(*order).limit(limit)
+    statement = select(*columns, table.target_metric, kind).order_by(*order).limit(limit)
     if containing:
         statement = statement.where(table.job_id.contains(containing, autoescape=True))
     if after is not None:

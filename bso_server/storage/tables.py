@@ -104,8 +104,6 @@ jobs = sa.Table(
     sa.Column("owner", sa.String(16)),
     # True if other tokens may use the job too.
     sa.Column("shared", sa.Boolean, nullable=False),
-    # Not null in a job that an earlier version had not imported completely; queries ignore this job.
-    sa.Column("importing_at", UtcDateTime, index=True),
     # For jobs that were registered without a target: the target, null until it is set, and as JSON the numbers of the
     # trials from which the target was learned. Both are null for other jobs.
     sa.Column("target_metric", sa.Double),
@@ -267,16 +265,6 @@ write_probes = sa.Table(
     metadata,
     sa.Column("probe_id", sa.String(32), primary_key=True),
     sa.Column("ballast", sa.Text, nullable=False),
-    **_MYSQL,
-)
-
-# Sessions of the pages that readers have ended by logging out; other sessions are not stored.
-ended_sessions = sa.Table(
-    "ended_sessions",
-    metadata,
-    sa.Column("session_id", sa.String(32), primary_key=True),
-    # When the session would have expired; after that, the row is not needed.
-    sa.Column("ends_at", UtcDateTime, nullable=False),
     **_MYSQL,
 )
 

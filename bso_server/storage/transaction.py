@@ -44,7 +44,6 @@ from bso_server.storage.rows import (
 from bso_server.storage.tables import (
     arms,
     decisions,
-    ended_sessions,
     epochs,
     jobs,
     policy_memories,
@@ -65,9 +64,6 @@ _PROBE_BYTES = 16384
 _ROWS_AT_ONCE = 500
 
 _JOB_COLUMNS, _TRIAL_COLUMNS = jobs.c.keys(), trials.c.keys()
-
-IS_THERE = jobs.c.importing_at.is_(None)
-"""Condition that excludes jobs that an earlier version has not imported completely."""
 
 
 def _states(states: Collection[TrialState]) -> list[sa.ColumnElement[TrialState]]:
@@ -110,13 +106,12 @@ _LATEST_CRASHES = (
     .order_by(trials.c.trial_number.desc())
     .limit(_MOST_CRASHES)
 )
-_JOB = sa.select(jobs).where(jobs.c.job_id == sa.bindparam("job_id"), IS_THERE)
+_JOB = sa.select(jobs).where(jobs.c.job_id == sa.bindparam("job_id"))
 _LOCKED_JOB, _LOCKED_JOB_OR_NONE = _JOB.with_for_update(), _JOB.with_for_update(skip_locked=True)
 _ARMS = sa.select(arms).where(arms.c.job_id == sa.bindparam("job_id")).order_by(arms.c.batch_size)
 _MEMORY = sa.select(policy_memories).where(policy_memories.c.job_id == sa.bindparam("job_id"))
 _REVISIONS = sa.select(revisions).where(revisions.c.job_id == sa.bindparam("job_id")).order_by(revisions.c.revision)
 _TOKEN = sa.select(tokens).where(tokens.c.token_id == sa.bindparam("token_id"))
-_ENDED_SESSION = sa.select(ended_sessions).where(ended_sessions.c.session_id == sa.bindparam("session_id"))
 _NEWEST_POWER_PROFILE = (
     sa.select(power_profiles)
     .join_from(power_profiles, trials)
@@ -138,7 +133,7 @@ def _locked_trials_of(size: int, *, skip: bool) -> sa.Select[Any]:
         )
         for n in range(size)
     ]
-    query: sa.Select[Any] = sa.select(trials, jobs).join_from(trials, jobs).where(sa.or_(*keys), IS_THERE)
+    query: sa.Select[Any] = sa.select(trials, jobs).join_from(trials, jobs).where(sa.or_(*keys))
     query = query.order_by(trials.c.job_id, trials.c.trial_number)
     return query.with_for_update(of=trials, skip_locked=skip)
 
@@ -220,7 +215,7 @@ class Transaction:
 
     def jobs_with_parameters(self, policy: str, parameters: str, *, limit: int) -> list[StoredJob]:
         """Return the newest jobs of a policy that have reached their target, with this hash of their parameters."""
-        statement = sa.select(jobs).where(IS_THERE, jobs.c.policy == policy, jobs.c.min_cost_j.is_not(None))
+        statement = sa.select(jobs).where(jobs.c.policy == policy, jobs.c.min_cost_j.is_not(None))
         text = Fingerprint(parameters=parameters).model_dump_json(include={"parameters"}).strip("{}")
         statement = statement.where(jobs.c.fingerprint.contains(text, autoescape=True))
         return [job_from(row) for row in self.rows(statement.order_by(jobs.c.created_at.desc()).limit(limit))]
@@ -400,7 +395,7 @@ class Transaction:
 
     def delete_job(self, job_id: str) -> bool:
         """Delete a job with all its trials; return False if it did not exist."""
-        return bool(self.connection.execute(sa.delete(jobs).where(jobs.c.job_id == job_id, IS_THERE)).rowcount)
+        return bool(self.connection.execute(sa.delete(jobs).where(jobs.c.job_id == job_id)).rowcount)
 
     def insert_trials(self, added: Sequence[TrialRecord]) -> None:
         """Insert trials."""
@@ -485,15 +480,6 @@ class Transaction:
             statement = statement.where(tokens.c.revoked_at.is_(None))
         return self.connection.execute(statement).first() is not None
 
-    def is_ended_session(self, session_id: str) -> bool:
-        """Return whether a session was ended by its reader."""
-        return bool(self.rows(_ENDED_SESSION, session_id=session_id))
-
-    def end_session(self, session_id: str, ends_at: datetime, now: datetime) -> None:
-        """Store that a session was ended, and delete the rows of sessions that would have expired."""
-        self.connection.execute(sa.delete(ended_sessions).where(ended_sessions.c.ends_at <= now))
-        self.connection.execute(sa.insert(ended_sessions).values(session_id=session_id, ends_at=ends_at))
-
     def update_token(self, changed: TokenRecord) -> None:
         """Save a locked token."""
         self._update(tokens, [token_row(changed)])
@@ -504,9 +490,7 @@ class Transaction:
 
     def jobs_per_owner(self) -> dict[str, int]:
         """Return the number of jobs by token id, for tokens that have jobs."""
-        statement = (
-            sa.select(jobs.c.owner, sa.func.count()).where(jobs.c.owner.is_not(None), IS_THERE).group_by(jobs.c.owner)
-        )
+        statement = sa.select(jobs.c.owner, sa.func.count()).where(jobs.c.owner.is_not(None)).group_by(jobs.c.owner)
         return dict(map(tuple, self.tuples(statement)))
 
     def alive_trials_of(self, owner: str) -> int:

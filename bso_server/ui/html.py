@@ -59,14 +59,12 @@ class Reader:
         now: The current time, aware.
         tag: The page's ``ETag``, which the page sends when it polls.
         theme: The chosen theme, or "" for the system's theme.
-        is_logged_in: Whether the page offers to log out.
     """
 
     root: str
     now: datetime
     tag: str = ""
     theme: str = ""
-    is_logged_in: bool = False
 
 
 @lru_cache(maxsize=16)
@@ -99,11 +97,6 @@ def docs() -> str:
 def page(view: View, reader: Reader) -> str:
     """Return the page that shows a view; the template of a `JobsPage` is ``jobs.html``."""
     return _rendered(f"{type(view).__name__.removesuffix('Page').lower()}.html", view, reader)
-
-
-def login_page(reader: Reader, to: str, refused: str = "") -> str:
-    """Return the login form, which leads to the page `to`, relative to ``/ui/``."""
-    return _rendered("login.html", None, reader, to=to, refused=refused)
 
 
 def error_page(reader: Reader, status: int, title: str, message: str) -> str:

@@ -131,7 +131,7 @@ async def test_error_is_answered_as_page_or_as_json(http: httpx.AsyncClient) -> 
         "/ui/jobs/a%20b": 422,
         "/ui/no/such/page": 404,
         "/nowhere/at/all": 404,
-        "/ui/logout": 405,
+        "/report": 405,
     }.items():
         answer = await http.get(address, headers=browser)
         assert answer.status_code == status

@@ -227,7 +227,7 @@ def test_database_of_a_newer_version_is_left_unchanged(newer_url: str) -> None:
 
 # Routes that answer without the database or report its failure; the training's own database is asked first.
 OTHER_GETS = {
-    *("/health/live", "/version", "/", "/ui/static/{name}", "/ui/login", "/metrics"),
+    *("/health/live", "/version", "/", "/ui/static/{name}", "/metrics"),
     *("/schema", "/schema/{path}", "/schema/openapi.json", "/jobs/batch_size"),
     # Removed pages, which name their replacement.
     *(
