@@ -397,18 +397,6 @@ def test_invalid_revision_names_the_term(job_id: str, source: list[str], stated:
     assert problem in error
 
 
-def test_job_is_shared_and_unshared(server: ServerProcess, job_id: str, source: list[str]) -> None:
-    for _ in range(2):
-        shared = f"job {job_id} is shared: every token with scope report may run trials of it\n"
-        assert run("jobs", "share", job_id, *source) == (0, shared, "")
-        assert shown(server, job_id)["shared"]
-    status, out, err = run("jobs", "share", job_id, "--stop", *source)
-    assert (status, err) == (0, "")
-    assert "belongs to no token and so stays open to all" in out  # the server has no tokens
-    assert not shown(server, job_id)["shared"]
-    assert_failed(run("jobs", "share", "none", *source), "unknown job 'none'")
-
-
 async def test_verify_compares_stored_state_with_the_trials(tmp_path: Path) -> None:
     database = f"sqlite:///{tmp_path / 'bso.sqlite3'}"
     async with service.job_service(database) as job:
