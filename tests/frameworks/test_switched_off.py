@@ -39,3 +39,17 @@ def test_single_fields_of_a_job_revise_it(bench: FrameworkBench) -> None:
     callback = bench.guessing(0.5, job={"batch_sizes": [16]})  # the script's size, not the earlier pin
     bench.training(callback, epochs=2, scores=(0.9,)).train()
     assert (callback.trial.batch_size, bench.view().job.default_batch_size) == (16, 16)
+
+
+def test_pin_ends_with_the_first_launch_without_it(bench: FrameworkBench) -> None:
+    def night(batch_sizes: list[int] | None) -> tuple[int, tuple[int, ...]]:
+        callback = bench.guessing(0.5, batch_sizes=batch_sizes, on_failure="stop")
+        bench.training(callback, epochs=2, scores=(0.1, 0.9)).train()
+        return callback.trial.batch_size, bench.view().job.batch_sizes
+
+    own, sizes = night(None)
+    assert own == 16
+    assert len(sizes) > 2
+    assert night([24]) == (24, (24,))
+    assert night(None)[1] == sizes
+    assert bench.view().job.default_batch_size == own

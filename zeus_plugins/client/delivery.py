@@ -73,6 +73,9 @@ def registered_as(
             if error.is_outage:
                 raise
             raise conflict from None
+    if revises and len(known.batch_sizes) == 1:
+        # An earlier launch has pinned the size, and this launch does not: the pin ends.
+        follows = frozenset(follows) - {"batch_sizes", "default_batch_size"}
     update: dict[str, Any] = {name: getattr(known, name) for name in follows} | {"revise": revises}
     # This launch may state sizes without the registered default, such as that of an earlier, pinned size.
     if "batch_sizes" not in update and update.get("default_batch_size") not in job.batch_sizes:
