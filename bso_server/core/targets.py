@@ -1,14 +1,17 @@
 """The target of a job that was registered without one: learned from its first runs, and applied to them afterwards.
 
-The first runs train at the default size to the end that their script sets. Each of these runs has a best value; the
-target is the worst of these values, so that each run has reached it. Then each of these runs, and each run under way
-that has reached the target, counts as ended at the evaluation that reached it, according to the stored reports.
+The first runs train at the default size to the end that their script sets, and all reach the target that they set.
+Then each of these runs, and each run under way that has reached the target, counts as ended at the evaluation that
+reached it, according to the stored reports.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from math import sqrt
+from statistics import NormalDist, median
 
 from bso_server.core.model import OBSERVED, History, Report, Suggestion, TrialRecord, after_report, changed, cost_of
 from zeus_plugins.protocol import (
@@ -24,6 +27,9 @@ from zeus_plugins.protocol import (
 
 NumberedReport = tuple[int, Report]
 """A report of a trial, with its number."""
+
+_SHARE = 2 / 3  # share of its epochs in which a run that sets a target reaches it, so that later runs have time left
+_LEAST_BENDS = 3  # fewer do not tell noise from the curve's own shape
 
 
 def suggest_own_size(history: History) -> Suggestion | None:
@@ -71,9 +77,36 @@ def is_unclear(job: CreatedJob, runs: Iterable[Sequence[NumberedReport]]) -> boo
     return all(len(each) > 1 and best(each[1:]) != best(each) for each in metrics)
 
 
-def learned_target(job: CreatedJob, reached: Iterable[float]) -> float:
-    """Return the worst of the values that the runs have reached."""
-    return (min if job.higher_is_better_metric else max)(reached)
+def learned_target(job: CreatedJob, runs: Sequence[Sequence[NumberedReport]]) -> float:
+    """Return the target that runs with at least `confirm` evaluations set.
+
+    It is the worst of the values that they reached in two thirds of their epochs, made easier by the noise of a curve:
+    a target that every run reaches only in the end would be missed by every fourth later run.
+    """
+    worst, sign = (min, -1) if job.higher_is_better_metric else (max, 1)
+    values = [reached_value(job, _first_part(job, reports)) for reports in runs]
+    noise = median(_noise([report.metric for _, report in reports]) for reports in runs)
+    return worst(value for value in values if value is not None) + sign * noise
+
+
+def _first_part(job: CreatedJob, reports: Sequence[NumberedReport]) -> Sequence[NumberedReport]:
+    """Return the reports of the first two thirds of a run's epochs, or more if a value would not be confirmed there."""
+    end = _SHARE * reports[-1][1].epoch
+    found = bisect_left(reports, True, key=lambda each: each[1].epoch > end)
+    while reached_value(job, reports[:found]) is None:
+        found += 1
+    return reports[:found]
+
+
+def _noise(metrics: Sequence[float]) -> float:
+    """Return the standard deviation of evaluations around their curve, by its bends in the later half.
+
+    A bend is the change between two successive differences. For independent noise of deviation s, it is normal with
+    variance 6s²; the median ignores outliers. Return 0 if there are too few evaluations.
+    """
+    differences = [after - before for before, after in pairwise(metrics[len(metrics) // 2 :])]
+    bends = [abs(after - before) for before, after in pairwise(differences)]
+    return median(bends) / (NormalDist().inv_cdf(0.75) * sqrt(6)) if len(bends) >= _LEAST_BENDS else 0.0
 
 
 def judged_again(job: CreatedJob, trial: TrialRecord, reports: Sequence[NumberedReport]) -> TrialRecord:

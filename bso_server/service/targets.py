@@ -32,12 +32,11 @@ def learn_target(transaction: Transaction, job: StoredJob, moment: Moment) -> St
         return job
     trials = transaction.all_trials(job.job_id)
     ended = _runs_that_set_it(transaction, trials)
-    values = {number: reached_value(job.registration, reports) for number, reports in ended.items()}
-    reached = {number: value for number, value in values.items() if value is not None}
-    if len(reached) < TARGET_RUNS or is_unclear(job.registration, ended.values()):
+    usable = [number for number, reports in ended.items() if reached_value(job.registration, reports) is not None]
+    if len(usable) < TARGET_RUNS or is_unclear(job.registration, ended.values()):
         return job
-    runs = tuple(reached)[:TARGET_RUNS]
-    target = learned_target(job.registration, (reached[number] for number in runs))
+    runs = usable[:TARGET_RUNS]
+    target = learned_target(job.registration, [ended[number] for number in runs])
     return _set(transaction, job, target, tuple(sorted(runs)), trials, moment)
 
 

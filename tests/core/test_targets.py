@@ -74,9 +74,48 @@ def test_each_run_setting_a_target_has_reached_the_target(
         assert again.end_reason is EndReason.TARGET_REACHED
 
 
-def test_learned_target_is_the_worst_value() -> None:
-    assert learned_target(job(), [0.9, 0.95, 0.91]) == 0.9
-    assert learned_target(job(higher_is_better_metric=False), [0.8, 0.7, 0.85]) == 0.85
+@pytest.mark.parametrize(
+    ("fields", "curves", "target"),
+    [
+        # The first four of six epochs count, and the worst best value in them: the later 0.99 does not.
+        ({}, [(0.1, 0.5, 0.7, 0.9, 0.8, 0.99), (0.9, 0.95), (0.7, 0.91, 0.8)], 0.9),
+        ({"higher_is_better_metric": False}, [(0.9, 0.4, 0.3), (0.5, 0.1), (0.6, 0.2, 0.1)], 0.5),
+        # One evaluation is all that a run has, and a value is confirmed by the third evaluation at the earliest.
+        ({}, [(0.4,), (0.6,), (0.5,)], 0.4),
+        ({"confirm": 3}, [(0.3, 0.4, 0.5)] * 3, 0.3),
+    ],
+)
+def test_learned_target_is_the_worst_value_of_two_thirds_of_the_epochs(
+    fields: dict[str, object], curves: list[tuple[float, ...]], target: float
+) -> None:
+    assert learned_target(job(**fields), [reports_of(*each) for each in curves]) == target
+
+
+@pytest.mark.parametrize("higher", [True, False])
+def test_learned_target_is_easier_by_the_noise_of_the_median_curve(higher: bool) -> None:
+    calm, noisy = [0.5] * 20, [0.5 + 0.01 * (-1) ** n for n in range(20)]  # bends of 0.04 = 0.6745 · √6 · 0.0242
+    sign = 1 if higher else -1
+
+    def learned(*curves: list[float]) -> float:
+        return learned_target(job(higher_is_better_metric=higher), [reports_of(*each) for each in curves])
+
+    assert learned(calm, calm, noisy) == 0.5
+    assert learned(calm, noisy, noisy) == pytest.approx(0.5 - sign * 0.0242, abs=1e-4)
+
+
+@pytest.mark.parametrize("noise", [0.002, 0.01])
+def test_few_later_runs_miss_a_learned_target(noise: float) -> None:
+    rng = np.random.default_rng(1)
+
+    def run() -> list[NumberedReport]:
+        curve = 0.9 - 0.5 * np.exp(-np.arange(1, 31) / 10 * np.exp(rng.normal(0, 0.15)))
+        return reports_of(*(curve + rng.normal(0, noise, 30)).tolist())
+
+    missed = 0
+    for _ in range(20):
+        target = learned_target(job(), [run() for _ in range(3)])
+        missed += sum(max(report.metric for _, report in run()) < target for _ in range(10))
+    assert missed <= 6  # of 200; the worst of the best values would be missed by every fourth
 
 
 def trial(state: TrialState, reason: EndReason) -> TrialRecord:
