@@ -18,15 +18,6 @@ Example:
                 optimizer.on_evaluate(accuracy(model))
                 if optimizer.training_finished:
                     break
-
-    In data-parallel training rank 0 asks and tells the other ranks, and every rank reports the same metric::
-
-        optimizer = BatchSizeOptimizer(monitor=None, server_url="http://127.0.0.1:8000", job=job, rank=rank)
-        told = torch.zeros(2, dtype=torch.int)
-        if rank == 0:
-            told[0], told[1] = optimizer.get_batch_size(), optimizer.trial_number
-        torch.distributed.broadcast(told, src=0)
-        optimizer.current_batch_size, optimizer.trial_number = told.tolist()
 """
 
 from __future__ import annotations
@@ -68,9 +59,9 @@ class BatchSizeOptimizer:
 
     In distributed training only rank 0 asks for a batch size. Either it alone uses the optimizer, and broadcasts the
     batch size and `training_finished`; or every rank sets `current_batch_size` and `trial_number` to those of rank 0,
-    and calls `on_train_begin` and `on_evaluate` with the same metric. The server decides by the first report on each
-    epoch, and every rank gets that verdict. On rank 1 and above, `get_batch_size` raises `ZeusBSOBadOperationError`, as
-    do the other methods until both attributes are set.
+    and calls `on_train_begin` and `on_evaluate` with the same metric (examples/plain_ddp.py shows the first way). The
+    server decides by the first report on each epoch, and every rank gets that verdict. On rank 1 and above,
+    `get_batch_size` raises `ZeusBSOBadOperationError`, as do the other methods until both attributes are set.
 
     Args:
         monitor: Measures energy and time; Zeus's `ZeusMonitor` is accepted. None: the best monitor that this machine
@@ -102,6 +93,7 @@ class BatchSizeOptimizer:
         self._rank = rank
         self._trial_session: TrialSession | None = None
         self._own_client: ServerPort | None = None
+        self._scaling = "rate none"
         self._told: dict[str, int] = {}  # the trial of rank 0, as the script sets it on other ranks
         self._arguments = as_job(job), client, server_url, monitor
         if rank == 0:
@@ -209,12 +201,11 @@ class BatchSizeOptimizer:
     def scale_learning_rate(self, optimizer: Any, *schedulers: Any) -> None:
         """Scale the rates of a torch optimizer and its schedulers, chosen for the default size, to this trial's size.
 
-        The rule is that of the callbacks' ``lr_scaling="auto"`` (docs/schedules.md): above the default size, the rates
-        are raised by the rule of the optimizer's kind; below it, they stay. On rank 1 and above, set
-        `current_batch_size` first.
+        The rule is ``lr_scaling="auto"`` of the callbacks, which raises rates above the default size only, by the kind
+        of the optimizer (docs/schedules.md). On rank 1 and above, set `current_batch_size` first.
         """
         default, size = self._arguments[0].default_batch_size, self.current_batch_size
-        factor = lr_factor(LrScaling.AUTO, size, default, optimizer)
+        factor, self._scaling = lr_factor(LrScaling.AUTO, size, default, optimizer), "rate auto"
         scale_learning_rate([optimizer], schedulers, lambda _: factor)
         if self._rank == 0 and size != default:
             _logger.info("learning rate %s", lr_scaling_in_words(LrScaling.AUTO, factor, optimizer))
@@ -228,7 +219,7 @@ class BatchSizeOptimizer:
         if self._trial_session is None and len(self._told) == 2:
             self._open_session().join(self.current_batch_size, self.trial_number)
         synchronize()
-        self._session.begin_measurement()
+        self._session.begin_measurement(scaling=None if self._rank else self._scaling)
 
     def on_evaluate(self, metric: float) -> None:
         """Report the validation metric after an epoch; each call counts one epoch.

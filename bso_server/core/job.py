@@ -470,7 +470,7 @@ def judge_report(
     return job, trial, verdict
 
 
-def discard_trial(trial: TrialRecord, why: str = "an administrator has set it aside") -> TrialRecord:
+def discard_trial(trial: TrialRecord) -> TrialRecord:
     """Withdraw a trial that has ended. It keeps the event of its end.
 
     `TRANSITIONS` does not include this transition, because no training causes it.
@@ -482,9 +482,9 @@ def discard_trial(trial: TrialRecord, why: str = "an administrator has set it as
         raise IllegalTransitionError(
             f"trial {trial.trial_number} is {trial.state}, and only one that has ended can be set aside"
         )
-    if trial.state is TrialState.WITHDRAWN:
+    if trial.end_reason in (EndReason.DISCARDED, EndReason.REFUSED):
         return trial
-    message = f"withdrawn: {why}; it was {trial.state} ({trial.message})"
+    message = f"withdrawn: an administrator has set it aside; it was {trial.state} ({trial.message})"
     return changed(trial, state=TrialState.WITHDRAWN, end_reason=EndReason.DISCARDED, message=message)
 
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from bso_server.core.model import TrialRecord
-from zeus_plugins.protocol import FIXED_TERMS, CreatedJob, Revision
+from bso_server.core.model import TrialRecord, changed
+from zeus_plugins.protocol import CreatedJob, EndReason, Revision, TrialState
 
 Changes = Mapping[str, tuple[Any, Any]]
 """Values of terms before and after, by name."""
@@ -18,15 +18,22 @@ Changes = Mapping[str, tuple[Any, Any]]
 # The terms that decide when a running trial ends, beside the fixed terms.
 _OF_TRIALS = ("max_epochs", "beta_knob", "policy")
 
+_STATES = {
+    EndReason.TARGET_REACHED: TrialState.COMPLETED,
+    EndReason.NO_TARGET: TrialState.COMPLETED,
+    EndReason.COST_BOUND_CROSSED: TrialState.EARLY_STOPPED,
+    EndReason.EPOCH_BOUND_REACHED: TrialState.EARLY_STOPPED,
+    EndReason.MAX_EPOCHS_REACHED: TrialState.EXHAUSTED,
+    EndReason.ENDED_EARLY: TrialState.FAILED,
+    EndReason.CRASHED: TrialState.INFEASIBLE,
+    EndReason.CRASHED_ALIKE: TrialState.INFEASIBLE,
+}
+"""States of trials whose results depend on learning rates and steps, by the reason of their end."""
 
-def fixed(changes: Iterable[str]) -> list[str]:
-    """Return the names of those terms that no revision changes."""
-    return [name for name in changes if name in FIXED_TERMS]
+# Defaults of callbacks and masters of versions that stated no rule.
+_UNSTATED = ("rate none", "master linear")
 
-
-def revised(job: CreatedJob, changes: Changes) -> CreatedJob:
-    """Return the job under its changed terms."""
-    return job.model_copy(update={name: after for name, (_, after) in changes.items()})
+_ASIDE = "not counted, as its learning rates and steps followed the batch size by another rule: "
 
 
 def as_of(job: CreatedJob, revisions: Iterable[Revision], event: int) -> CreatedJob:
@@ -50,6 +57,37 @@ def has_other_gpus(job: CreatedJob, then: CreatedJob) -> bool:
     Another `max_power` of the same GPUs only changes how time counts.
     """
     return (job.gpu_model, job.number_of_gpus) != (then.gpu_model, then.number_of_gpus)
+
+
+def has_other_rule(job: CreatedJob, then: CreatedJob) -> bool:
+    """Return True if learning rates or steps followed the batch size by another rule under the terms `then`.
+
+    A job without a rule is of an earlier version or another client, with the default of the time.
+    """
+    rules = {job.scaling, then.scaling}
+    return len(rules) > 1 and not (None in rules and any(rule and rule.startswith(_UNSTATED) for rule in rules))
+
+
+def is_aside(trial: TrialRecord) -> bool:
+    """Return True if `as_counted` has withdrawn a trial."""
+    return trial.state is TrialState.WITHDRAWN and trial.end_reason in _STATES
+
+
+def as_counted(job: CreatedJob, then: CreatedJob, trial: TrialRecord) -> TrialRecord:
+    """Return a trial that began under the terms `then` as it counts for the job: the same one if nothing changes.
+
+    At another size than the default, a trial by another rule is withdrawn. It keeps the reason of its end, from which
+    its state follows when the job returns to its rule.
+    """
+    if trial.other_gpus is not has_other_gpus(job, then):
+        trial = changed(trial, other_gpus=not trial.other_gpus)
+    state = None if trial.end_reason is None else _STATES.get(trial.end_reason)
+    is_other = trial.batch_size != job.default_batch_size and has_other_rule(job, then)
+    if is_other and trial.state is state:
+        return changed(trial, state=TrialState.WITHDRAWN, message=f"{_ASIDE}{trial.message}")
+    if not is_other and state is not None and is_aside(trial):
+        return changed(trial, state=state, message=(trial.message or "").removeprefix(_ASIDE))
+    return trial
 
 
 def survivors_after(before: CreatedJob, after: CreatedJob, survivors: tuple[int, ...] | None) -> tuple[int, ...] | None:

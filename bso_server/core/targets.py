@@ -14,6 +14,7 @@ from math import sqrt
 from statistics import NormalDist, median
 
 from bso_server.core.model import OBSERVED, History, Report, Suggestion, TrialRecord, after_report, changed, cost_of
+from bso_server.core.revisions import is_aside
 from zeus_plugins.protocol import (
     FINAL,
     TARGET_RUNS,
@@ -117,7 +118,7 @@ def judged_again(job: CreatedJob, trial: TrialRecord, reports: Sequence[Numbered
     evaluations at the target. An observed trial that never reached the target becomes exhausted if it trained to its
     own end; otherwise it becomes withdrawn, because it ended at another target.
     """
-    if trial.state in FINAL - OBSERVED:
+    if trial.state in FINAL - OBSERVED and not is_aside(trial):
         return trial
     rule = StopRule(max_epochs=job.max_epochs)
     before = changed(trial, time_s=0.0, energy_j=0.0, epoch=0.0, report_count=0, longest_gap_s=0.0, deviations=None)

@@ -49,7 +49,7 @@ from bso_server.service.refusals import (
     require_trial,
 )
 from bso_server.service.reports import Reports
-from bso_server.service.revisions import revise, terms_of
+from bso_server.service.revisions import counted, revise, terms_of
 from bso_server.service.targets import asks_for_other_target, learn_target, refuse_unclear, replace_target
 from bso_server.service.warm import warm_start_of
 from bso_server.storage import queries
@@ -339,7 +339,8 @@ class Commands:
         if trial.state in FINAL or end.outcome is trial.state:
             return
         earlier = transaction.crashes(end.job_id) if end.outcome is TrialState.FAILED else NO_CRASHES
-        job, trial = end_by_training(job, trial, end, self.moment(), earlier=earlier, retries=self._crash_retries)
+        ended = end_by_training(job, trial, end, self.moment(), earlier=earlier, retries=self._crash_retries)
+        job, trial = counted(transaction, job, *ended)
         transaction.update_trials([trial])
         if trial.ended_event is not None:
             transaction.update_jobs([job])

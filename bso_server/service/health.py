@@ -8,7 +8,7 @@ from datetime import datetime
 
 from bso_server.core.job import replay
 from bso_server.core.policy import installed
-from bso_server.core.revisions import as_of, has_other_gpus
+from bso_server.core.revisions import as_counted, as_of
 from bso_server.service.commands import utc_now
 from bso_server.service.loading import best_size, load_history
 from bso_server.service.pages import troubles
@@ -115,17 +115,14 @@ def differences(transaction: Transaction, job_id: str) -> list[str]:
     derived = load_history(transaction, job)
     events = max((max(trial.started_event, trial.ended_event or 0) for trial in trials), default=0)
     known = transaction.revisions(job_id)
-    other_gpus = [
-        trial.trial_number
-        for trial in trials
-        if trial.other_gpus != has_other_gpus(job.registration, as_of(job.registration, known, trial.started_event))
-    ]
+    terms = ((trial, as_of(job.registration, known, trial.started_event)) for trial in trials)
+    miscounted = [it.trial_number for it, then in terms if as_counted(job.registration, then, it) is not it]
     compared = [
         *((f"arm {size}", derived.arms.get(size), arm) for size, arm in replayed.arms.items()),
         (f"memory of policy {policy}", derived.memory, replayed.memory),
         ("cheapest trial", derived.cheapest, replayed.cheapest),
         ("event of the bandit stage", derived.bandit_entered_at, replayed.bandit_entered_at),
-        ("trials with the wrong other_gpus", other_gpus, []),
+        ("trials that count by the wrong terms", miscounted, []),
         ("event of the latest revision", job.revised_event, known[-1].event if known else 0),
         ("number of trials", job.trial_count, len(trials)),
         # A revived trial loses the event of its end, so that the count may be higher.

@@ -11,7 +11,7 @@ from bso_server.core.access import Caller
 from bso_server.core.job import is_stale
 from bso_server.core.model import OBSERVED, TrialRecord
 from bso_server.core.policy import find, installed
-from bso_server.core.revisions import Changes, fixed
+from bso_server.core.revisions import Changes
 from bso_server.errors import (
     ForbiddenError,
     InvalidJobError,
@@ -23,7 +23,7 @@ from bso_server.errors import (
 from bso_server.storage import queries
 from bso_server.storage.rows import StoredJob
 from bso_server.storage.transaction import Transaction
-from zeus_plugins.protocol import GP_VOI, CreatedJob, GpuConfig, TrialId, terms_between
+from zeus_plugins.protocol import FIXED_TERMS, GP_VOI, CreatedJob, GpuConfig, TrialId, terms_between
 
 # Largest number of runs of one batch size in a window.
 _LARGEST_WINDOW = 1000
@@ -46,7 +46,7 @@ def refuse_difference(transaction: Transaction, job: StoredJob, asked: CreatedJo
             f"for {after:g} use another job_id, such as {f'{existing.job_id}-{after:g}'!r}",
             field="job_id",
         )
-    unchangeable = fixed(changes)
+    unchangeable = [name for name in changes if name in FIXED_TERMS]
     if "higher_is_better_metric" in unchangeable and (
         existing.target_metric is None
         or not any(tally.state in OBSERVED for tally in queries.tallies(transaction, job.job_id))

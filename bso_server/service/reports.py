@@ -15,10 +15,11 @@ from bso_server.core.access import UNRESTRICTED, Caller
 from bso_server.core.job import Moment, add_rank_report, is_of_same_evaluation, judge_report
 from bso_server.core.model import OBSERVED, History, Report, TrialKey, TrialRecord
 from bso_server.core.occurrences import ReportsCommitted, TrialEnded
+from bso_server.core.revisions import is_aside
 from bso_server.errors import BsoError, ReportConflictError, UnknownTrialError
 from bso_server.service.loading import load_history
 from bso_server.service.refusals import log_replaced, refuse_message
-from bso_server.service.revisions import terms_of
+from bso_server.service.revisions import counted, terms_of
 from bso_server.service.targets import learn_target
 from bso_server.storage.rows import TRIAL_AT_REPORT, StoredEpoch, StoredJob, last_report
 from bso_server.storage.store import Batch, Store
@@ -158,7 +159,7 @@ class ReportBatch:
             )
             # Only the job's clock and its cheapest trial may have changed.
             job_after = job if job_after is terms else replace(job_after, registration=job.registration)
-            return job_after, trial_after, ReportResponse.of(verdict)
+            return *counted(self._transaction, job, job_after, trial_after), ReportResponse.of(verdict)
 
         job_after, trial_after, answer = judged()
         if job_after is not self._jobs[trial.job_id] and not self._has_locked.get(trial.job_id):
@@ -226,7 +227,9 @@ def _answer_again(job: StoredJob, trial: TrialRecord, report: Report, *, is_of_o
     Zeus's client looks for "is already reported." in the text that a rank gets after the end.
     """
     repeated = trial.last_report == report
-    was_refused = trial.state in FINAL - OBSERVED and trial.end_reason is not EndReason.DISCARDED
+    was_refused = (
+        trial.state in FINAL - OBSERVED and trial.end_reason is not EndReason.DISCARDED and not is_aside(trial)
+    )
     # A run that began without a target counts as ended where it reached the target that was set later. Once it has
     # resumed, it may train the epoch that reached it again.
     has_reached_it_before = job.registration.target_runs is not None and report.epoch >= trial.epoch

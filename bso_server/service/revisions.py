@@ -6,28 +6,23 @@ from dataclasses import replace
 from datetime import datetime
 
 from bso_server.core import revisions
-from bso_server.core.job import discard_trial, replay
-from bso_server.core.model import OBSERVED, TrialRecord, changed
+from bso_server.core.job import replay
+from bso_server.core.model import OBSERVED, TrialRecord
 from bso_server.core.revisions import Changes
 from bso_server.errors import JobConflictError
 from bso_server.service.refusals import refuse_long_window, refuse_policy
 from bso_server.storage.rows import StoredJob
 from bso_server.storage.transaction import Transaction
-from zeus_plugins.protocol import ZEUS, Change, CreatedJob, Revision, changes_in_words
+from zeus_plugins.protocol import FINAL, ZEUS, Change, CreatedJob, Revision, changes_in_words
 
 
 def revise(transaction: Transaction, job: StoredJob, changes: Changes, now: datetime) -> StoredJob:
     """Revise a locked job by changes that concern no fixed term; return the job.
 
-    Running trials keep the terms under which they began (`terms_of`).
-
-    Raises:
-        InvalidJobError: The policy cannot serve the job under these terms.
-        JobConflictError: The new policy cannot learn from the job's trials.
-        PolicyNotInstalledError: The new policy is not installed.
+    Running trials keep the terms under which they began (`terms_of`). Errors are those of `Commands.register`.
     """
     before, trials, earlier = job.registration, transaction.all_trials(job.job_id), transaction.revisions(job.job_id)
-    after = revisions.revised(before, changes)
+    after = before.model_copy(update={name: new for name, (_, new) in changes.items()})
     refuse_policy(after)
     if "window_size" in changes:
         refuse_long_window(after)
@@ -40,10 +35,7 @@ def revise(transaction: Transaction, job: StoredJob, changes: Changes, now: date
         revised_at=now,
         changes={name: Change(before=old, after=new) for name, (old, new) in changes.items()},
     )
-    if revisions.has_other_gpus(before, after):
-        trials = _on_gpus_of(transaction, after, trials, (*earlier, revision))
-    if "scaling" in changes:
-        trials = _without_other_sizes(transaction, after, trials)
+    trials = _as_counted(transaction, after, trials, (*earlier, revision))
     survivors = revisions.survivors_after(before, after, job.survivors)
     history = replay(after, trials, survivors)
     job = replace(
@@ -63,37 +55,31 @@ def revise(transaction: Transaction, job: StoredJob, changes: Changes, now: date
     return job
 
 
-def _on_gpus_of(
+def _as_counted(
     transaction: Transaction, job: CreatedJob, trials: list[TrialRecord], known: tuple[Revision, ...]
 ) -> list[TrialRecord]:
-    """Set `other_gpus` of the trials, by the GPUs of the job at their start; return them."""
-    # Between two revisions the GPUs are the same.
-    is_other = [revisions.has_other_gpus(job, revisions.as_of(job, known, each.event - 1)) for each in known]
-    found: list[TrialRecord] = []
-    first = 0
-    for revision, other in zip(known, is_other, strict=True):
-        found += [changed(trial, other_gpus=other) for trial in trials[first : revision.trials]]
-        first = revision.trials
-    found += [changed(trial, other_gpus=False) for trial in trials[first:]]
-    for value in (True, False):
-        numbers = [
-            new.trial_number
-            for new, old in zip(found, trials, strict=True)
-            if new.other_gpus is value and old.other_gpus is not value
-        ]
-        transaction.set_other_gpus(job.job_id, numbers, value=value)
+    """Let the trials count by the GPUs and the scaling of the job at their starts; return them."""
+    terms: list[CreatedJob] = []
+    for revision in known:  # between two revisions the terms are the same
+        terms += [revisions.as_of(job, known, revision.event - 1)] * (revision.trials - len(terms))
+    terms += [job] * (len(trials) - len(terms))
+    found = [revisions.as_counted(job, then, trial) for trial, then in zip(trials, terms, strict=True)]
+    pairs = [*zip(found, trials, strict=True)]
+    moved = [new for new, old in pairs if new.other_gpus is not old.other_gpus]
+    transaction.update_trials(moved, ("job_id", "trial_number", "other_gpus"))
+    transaction.update_trials([new for new, old in pairs if new.state is not old.state])
     return found
 
 
-def _without_other_sizes(transaction: Transaction, job: CreatedJob, trials: list[TrialRecord]) -> list[TrialRecord]:
-    """Discard the observed trials at other sizes than the job's default, whose training was another; return all."""
-    why = "its learning rate and steps followed the batch size in another way"
-    found = [
-        discard_trial(trial, why) if trial.state in OBSERVED and trial.batch_size != job.default_batch_size else trial
-        for trial in trials
-    ]
-    transaction.update_trials([new for new, old in zip(found, trials, strict=True) if new is not old])
-    return found
+def counted(
+    transaction: Transaction, before: StoredJob, after: StoredJob, trial: TrialRecord
+) -> tuple[StoredJob, TrialRecord]:
+    """Return a job and its trial after an event, which may have ended the trial, as the trial counts by its rule."""
+    if trial.state not in FINAL or trial.started_event > before.revised_event:
+        return after, trial
+    then = revisions.as_of(before.registration, transaction.revisions(before.job_id), trial.started_event)
+    found = revisions.as_counted(before.registration, then, trial)
+    return (after, trial) if found is trial else (replace(after, cheapest=before.cheapest), found)
 
 
 def _refuse_history(job: CreatedJob, trials: list[TrialRecord]) -> None:

@@ -13,6 +13,7 @@ from bso_server.core.model import Report, TrialRecord, changed
 from bso_server.core.occurrences import TrialEnded
 from bso_server.core.targets import NumberedReport, is_unclear, judged_again, learned_target, reached_value
 from bso_server.errors import JobConflictError
+from bso_server.service.revisions import counted
 from bso_server.storage import queries
 from bso_server.storage.rows import StoredJob
 from bso_server.storage.transaction import Transaction
@@ -86,7 +87,7 @@ def _set(
             job, again = end_trial(job, running, again.state, EndReason.TARGET_REACHED, again.message, moment)
             transaction.tell(TrialEnded(again.state))
             transaction.log("job %s trial %d: %s", *again.key, again.message)
-        after.append(again)
+        after.append(counted(transaction, job, job, again)[1])
     _save(transaction, [new for new, old in zip(after, trials, strict=True) if new is not old])
     history = replay(registration, after, job.survivors)
     transaction.update_arms(job.job_id, history.arms.values())
@@ -113,7 +114,7 @@ def _save(transaction: Transaction, trials: list[TrialRecord]) -> None:
     transaction.update_trials(trials)
     for trial in trials:
         # The last report that counts is in the trial's own row; later ones are not part of the trial any more.
-        if trial.state is TrialState.COMPLETED:
+        if trial.end_reason is EndReason.TARGET_REACHED:
             transaction.delete_reports_from(trial.key, trial.report_count)
 
 

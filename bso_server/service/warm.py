@@ -7,7 +7,7 @@ need no other job. Every token that registers jobs may read all jobs, so it may 
 from __future__ import annotations
 
 from bso_server.core.policy import learned_by
-from bso_server.core.revisions import has_other_gpus
+from bso_server.core.revisions import has_other_gpus, has_other_rule
 from bso_server.errors import InvalidJobError
 from bso_server.service.loading import load_history
 from bso_server.storage.rows import StoredJob
@@ -43,7 +43,7 @@ def warm_start_of(transaction: Transaction, job: CreatedJob) -> WarmStart | None
         each
         for each in transaction.jobs_with_parameters(job.policy, own.parameters or "", limit=_MOST_JOBS)
         if has_other_gpus(job, each.registration)
-        and each.registration.scaling == job.scaling
+        and not has_other_rule(job, each.registration)
         and _difference(job, each.registration) is None
         and _is_same_training(own, each.registration.fingerprint)
     ]

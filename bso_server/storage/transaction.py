@@ -379,12 +379,6 @@ class Transaction:
         """Return the revisions of a job, in order."""
         return tuple(Revision(**row) for row in self.rows(_REVISIONS, job_id=job_id))
 
-    def set_other_gpus(self, job_id: str, numbers: Collection[int], *, value: bool) -> None:
-        """Set `other_gpus` of the trials with these numbers, of a locked job, to `value`."""
-        self._update(
-            trials, [{"job_id": job_id, "trial_number": number, "other_gpus": value} for number in sorted(numbers)]
-        )
-
     def insert_arms(self, job_id: str, batch_sizes: Iterable[int]) -> None:
         """Insert arms of a locked job for further batch sizes."""
         self._insert(sa.insert(arms), _arm_rows(job_id, map(Arm, sorted(batch_sizes))))

@@ -427,6 +427,16 @@ def test_job_on_the_server_has_the_masters_knobs(tmp_path: Path, client: LocalSe
     assert (job.eta_knob, job.beta_knob) == (1.0, None)
 
 
+def test_only_another_rule_of_rates_revises_the_job(client: LocalServer) -> None:
+    for rule in ("auto", "linear"):
+        server_optimizer(client).register_job(job_of(lr_scaling=rule), SIZES)
+    view = client.show_job("tiny")
+    assert view.job.scaling == "master linear"
+    assert [[*revision.changes] for revision in view.revisions] == [["scaling"]]
+    with pytest.raises(ZeusBSOConfigError, match=r"eta_knob is 0\.5, not 1\.0"):
+        server_optimizer(client).register_job(job_of(), SIZES, eta_knob=1.0)
+
+
 def test_unrecorded_dispatch_returns_the_same_trial(client: LocalServer) -> None:
     job = job_of()
     before = server_optimizer(client)

@@ -259,8 +259,7 @@ def test_resumed_master_waits_for_the_script_and_ctrl_c_ends_both(tmp_path: Path
         ("default_bs = 64", "default_bs = 65", "default_bs 65 is not one of the batch sizes"),
         ("--lr", "{width}", "{width}, which has no value"),
         ("num_pruning_rounds", "pruning", "pruning"),
-        ("[master]", "[master]\nobserver_mode = true", "master: observer_mode is gone: begin the command with `env -u"),
-        ("[gpus]", '[executor]\nkind = "slurm"\n[gpus]', "[executor] is gone: begin the command with `srun`"),
+        ("[master]", "[master]\nobserver_mode = true", "master.observer_mode: Extra inputs"),
     ],
 )
 def test_invalid_file_is_reported_in_a_single_line(tmp_path: Path, before: str, after: str, says: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from typing import Any
+from unittest import mock
 
 import httpx
 import pytest
@@ -160,6 +161,16 @@ def test_end_of_a_trial_is_sent_once(outbox: Outbox) -> None:
     session = training(Away())
     session.end(KeyboardInterrupt())
     assert len(attempts) == 1  # the client repeats its ordinary requests once
+    assert len(outbox.waiting()) == 1
+
+
+def test_training_ends_where_no_thread_can_start(outbox: Outbox, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in exit functions since Python 3.12."""
+    session = training(ContractDouble(*[503] * 9))
+    error = RuntimeError("can't start new thread at interpreter shutdown")
+    monkeypatch.setattr("threading.Thread.start", mock.Mock(side_effect=error))
+    assert not session.report_evaluation(0.5).stop_train
+    session.end()
     assert len(outbox.waiting()) == 1
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from itertools import count
 from typing import Any, cast
 
@@ -364,3 +365,49 @@ def test_crash_before_first_step_is_trained_at_own_size(bench: FrameworkBench) -
     failed = tries_without_result(job)
     assert set(failed) == {84}
     assert len(failed[84]) <= 2
+
+
+def test_crash_after_resume_continues_with_weights_of_checkpoint(
+    bench: FrameworkBench, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = bench.job(higher_is_better_metric=True, batch_sizes=(OWN, 48), default_batch_size=OWN, max_epochs=2)
+    job = job.model_copy(update={"target_metric": 0.9})
+    models: list[Any] = []
+    seen: list[Tensor] = []
+
+    def note() -> None:
+        seen.append(models[-1].network.weight.detach().clone())
+
+    # An epoch has four batches at 48. Its checkpoint holds the weights with which the fifth batch begins.
+    killed = {5: note, 6: SystemExit(143)}
+    crash = {1: note, 3: RuntimeError("the user's own"), 4: note}
+    for events, checkpoint in (({}, None), (killed, None), (crash, 4)):
+        work = Work(events)
+        callback = bench.BatchSize(job, "score", energy_monitor=work.monitor, on_failure="finish")
+        training = bench.training(callback, work=work, epochs=2, scores=(0.5, 1.0), save_every=0)
+        models.append(training.model)
+        with suppress(SystemExit):
+            training.train(None if checkpoint is None else bench.checkpoint(checkpoint))
+    assert training.sizes[:4] == [48] * 3 + [OWN]
+    assert len(seen) == 3
+    assert torch.equal(seen[0], seen[1])
+    assert torch.equal(seen[1], seen[2])
+    said = caplog.text + capsys.readouterr().err
+    assert f"The training begins again with the weights of the checkpoint at {OWN}, your own batch size" in said
+
+
+def test_scripts_with_two_rules_in_turn_keep_the_runs_of_each(bench: FrameworkBench) -> None:
+    rules = ["auto", "none"]
+    ran: dict[str, list[int]] = {rule: [] for rule in rules}
+    job = bench.job(
+        higher_is_better_metric=True, target=0.9, batch_sizes=(8, OWN, 48), default_batch_size=OWN, max_epochs=2
+    )
+    for night in range(NIGHTS):
+        rule, work = rules[night % 2], Work()
+        callback = bench.BatchSize(job, "score", energy_monitor=work.monitor, on_failure="finish", lr_scaling=rule)
+        bench.training(callback, work=work, epochs=2, scores=SCORES).train()
+        ran[rule].append(night + 1)
+        counted = [trial.trial_number for trial in view(bench).trials if trial.state is not TrialState.WITHDRAWN]
+        own = [trial.trial_number for trial in view(bench).trials if trial.batch_size == OWN]
+        assert counted == sorted({*ran[rule], *own})
+    assert all(set(numbers) - set(own) for numbers in ran.values())  # both rules have tried other sizes

@@ -265,8 +265,7 @@ async def test_after_a_change_of_scaling_only_runs_at_the_default_count(store: S
     await bso.reach(running)
     (revision,) = view.revisions
     assert revision.in_words == (
-        "learning rates and steps now follow the batch size as in 'rate auto', so that earlier runs at other sizes "
-        "than the default no longer count"
+        "rates and steps now follow the batch size by 'rate auto': other runs count at the default size only"
     )
     # A client that knows no scaling, such as Zeus's, changes nothing.
     assert (await revise(bso, scaling=None)).scaling == "rate auto"

@@ -72,6 +72,21 @@ def test_rates_are_raised_above_the_default_size_only(default: int, factor: floa
     assert schedule.base_lrs == pytest.approx([0.1 * factor])
 
 
+def test_loop_registers_the_rule_by_which_it_scales(tmp_path: Path) -> None:
+    seen = []
+    with client_from_environment(f"embedded://{tmp_path / 'bso.sqlite3'}") as client:
+        for scales in (False, True, True, False, False):
+            optimizer = BatchSizeOptimizer(monitor_of(*[(1.0, 50.0)] * 10), None, JOB, client=client)
+            optimizer.get_batch_size()
+            if scales:
+                optimizer.scale_learning_rate(torch.optim.SGD([torch.zeros(1)], lr=0.1))
+            optimizer.on_train_begin()
+            optimizer.on_evaluate(JOB.target_metric or 0.0)
+            view = client.show_job(JOB.job_id or "")
+            seen.append((view.job.scaling, len(view.revisions)))
+    assert seen == [(None, 0), ("rate auto", 1), ("rate auto", 1), ("rate none", 2), ("rate none", 2)]
+
+
 def test_training_runs_from_the_request_to_the_target() -> None:
     server = ContractDouble(KEEP_TRAINING, CONVERGED)
     optimizer = optimizer_of(server)

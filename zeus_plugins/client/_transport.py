@@ -7,44 +7,63 @@ and then, or a DNS server that does not answer, could delay a request forever.
 from __future__ import annotations
 
 import ipaddress
+import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
+from queue import SimpleQueue
+from typing import TypeAlias
 from urllib.request import getproxies, proxy_bypass
 
 import httpx
 
 from zeus_plugins.errors import ZeusBSOServerUnreachableError
 
+_Receive: TypeAlias = Callable[[], httpx.Response]
+_Task: TypeAlias = tuple["Future[httpx.Response]", _Receive]
 
-def received_within(limit_s: float, receive: Callable[[], httpx.Response]) -> httpx.Response:
+# The tasks of each thread that waits for one. Exit functions can start no thread since Python 3.12.
+_IDLE: list[SimpleQueue[_Task]] = []
+os.register_at_fork(after_in_child=_IDLE.clear)
+
+
+def received_within(limit_s: float, receive: _Receive) -> httpx.Response:
     """Call `receive` in a thread that is abandoned after `limit_s`, and return its answer or raise its error.
-
-    Since Python 3.12, exit functions can start no thread: there, only the single waits of `receive` are limited.
 
     Raises:
         TimeoutError: There is no answer after `limit_s`. The thread may still wait for it.
+        RuntimeError: The interpreter ends, and no thread of an earlier call is free.
     """
     if limit_s <= 0:
         raise TimeoutError
     answer: Future[httpx.Response] = Future()
     try:
-        threading.Thread(target=_answer, args=(answer, receive), name="zeus-bso-request", daemon=True).start()
-    except RuntimeError:
-        _answer(answer, receive)
+        tasks = _IDLE.pop()
+    except IndexError:
+        tasks = SimpleQueue()
+        threading.Thread(target=_work, args=(tasks,), name="zeus-bso-request", daemon=True).start()
+    tasks.put((answer, receive))
     try:
         return answer.result(limit_s)
     finally:
         del answer  # the error refers to this frame
 
 
-def _answer(answer: Future[httpx.Response], receive: Callable[[], httpx.Response]) -> None:
+def _work(tasks: SimpleQueue[_Task]) -> None:
+    while True:
+        _answer(tasks, *tasks.get())
+
+
+def _answer(tasks: SimpleQueue[_Task], answer: Future[httpx.Response], receive: _Receive) -> None:
+    tell: Callable[[], None]
     try:
-        answer.set_result(receive())
+        tell = partial(answer.set_result, receive())
     except BaseException as error:
-        answer.set_exception(error)
-    finally:
-        del answer, receive  # the error refers to this frame: its connection is closed without the garbage collector
+        tell = partial(answer.set_exception, error)
+    _IDLE.append(tasks)  # first, because the caller's next request may need this thread
+    tell()
+    del answer, receive, tell  # the error refers to this frame: its connection is closed without the garbage collector
 
 
 def transport_to(server_url: str) -> httpx.HTTPTransport:

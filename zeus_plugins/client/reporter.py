@@ -246,8 +246,10 @@ class TrialReporter:
         """Start the thread, or wake it if it runs; after `end`, start no new one."""
         with self._lock:
             if self._thread is None and not self._stopped.is_set():
-                self._thread = threading.Thread(target=self._run, name="zeus-bso-heartbeat", daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._run, name="zeus-bso-heartbeat", daemon=True)
+                with contextlib.suppress(RuntimeError):  # Exit functions can start no thread since Python 3.12.
+                    thread.start()
+                    self._thread = thread
         self._woken.set()
 
     def _run(self) -> None:

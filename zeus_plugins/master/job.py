@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from zeus_plugins.errors import ZeusBSOConfigError
 from zeus_plugins.protocol import ID_PATTERN, BatchSize, GpuConfig, PositiveInt, Seed, faults_in_words
@@ -131,12 +131,6 @@ class _Table(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-_REMOVED = {
-    "monitor_path": "set ZEUS_MONITOR_PATH in the environment of the master",
-    "observer_mode": "begin the command with `env -u ZEUS_PROFILE_PARAMS` to leave power limits unchanged",
-}
-
-
 class MasterTable(_Table):
     """``[master]``: arguments of `ZeusMaster` and its `run`; a command-line option may override `recurrences`."""
 
@@ -147,14 +141,6 @@ class MasterTable(_Table):
     seed: Seed = 123456
     profile_warmup_iters: int = 10
     profile_measure_iters: int = 40
-
-    @model_validator(mode="before")
-    @classmethod
-    def _has_present_names(cls, given: Any) -> Any:
-        for name, instead in _REMOVED.items():
-            if name in given:
-                raise ValueError(f"{name} is gone: {instead}")
-        return given
 
     @field_validator("beta_knob")
     @classmethod
@@ -185,13 +171,6 @@ class MasterConfig(_Table):
     master: MasterTable
     optimizer: OptimizerTable = OptimizerTable()
     gpus: GpuConfig | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _has_no_executor(cls, given: Any) -> Any:
-        if "executor" in given:
-            raise ValueError("[executor] is gone: begin the command with `srun`, or another cluster's own command")
-        return given
 
 
 def read_config(path: Path) -> tuple[MasterConfig, Job]:

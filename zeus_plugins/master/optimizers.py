@@ -8,6 +8,7 @@ import secrets
 from collections.abc import Mapping
 from typing import Any
 
+from zeus_plugins.client.delivery import registered_as
 from zeus_plugins.client.outbox import OutboxHeader, default_outbox
 from zeus_plugins.client.port import NO_RETRIES, ServerPort
 from zeus_plugins.client.reporter import TrialReporter
@@ -78,7 +79,10 @@ class ServerOptimizer:
                 **self._options,
             }
         )
-        self._registration = self._client.register(JobSpecFromClient.of(spec, self._gpus))
+        asked = JobSpecFromClient.of(spec, self._gpus).model_copy(update={"scaling": f"master {job.lr_scaling}"})
+        self._registration = registered_as(self._client, asked, {"scaling"})
+        if self._registration.scaling != asked.scaling:  # the only term that revises a master's job
+            self._registration = registered_as(self._client, asked, (), revises=True)
         if self._trial is not None:
             self._open_line(self._registration, self._trial)
 

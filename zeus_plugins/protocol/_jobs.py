@@ -176,15 +176,7 @@ class JobSpec(JobParams):
         return job_id
 
 
-_REMOVED = {
-    "first_run": "leave it out: the first run takes your default",
-}
-"""What to do instead of giving a field that `JobSpec` no longer has."""
-
-
 def _not_a_field(name: str, fields: Mapping[str, Any]) -> str:
-    if name in _REMOVED:
-        return f"JobSpec no longer has {name!r}; {_REMOVED[name]}"
     near = get_close_matches(name, fields, n=1) or [field for field in fields if field.startswith(f"{name}_")][:1]
     return f"JobSpec has no {name!r}" + (f": did you mean {near[0]!r}?" if near else "")
 
@@ -298,8 +290,8 @@ class JobSpecFromClient(JobSpec, GpuConfig):
     Attributes:
         fingerprint: Known properties of its trainings, or None. It is no part of the configuration: the server keeps
             the first value of each property.
-        scaling: How the trainings' learning rates and steps follow the batch size. If it changes, results at other
-            sizes than the default no longer count. None, from other clients and earlier versions: unknown.
+        scaling: How learning rates and steps follow the batch size. At other sizes than the default, only runs that
+            began under this value count. None, from other clients and earlier versions: by the default of the time.
         registration_id: Made by the server when it registers the job; differs from that of a deleted job of the same
             id. Clients leave it out.
         target_runs: Numbers of the trials from which the server has learned the target, for a job that was registered

@@ -418,8 +418,7 @@ def changes_in_words(changes: Mapping[str, tuple[Any, Any]]) -> str:
             words.append(" ".join([name, *(f"+{size}" for size in came), *(f"-{size}" for size in went)]))
         elif name == "scaling":
             words.append(
-                f"learning rates and steps now follow the batch size as in {after!r}, so that earlier runs at other "
-                "sizes than the default no longer count"
+                f"rates and steps now follow the batch size by {after!r}: other runs count at the default size only"
             )
         else:
             words.append(f"{name} {_term(before)} -> {_term(after)}")

@@ -171,30 +171,25 @@ class ScheduleWatch:
 
     def __init__(self, batch_size: int) -> None:
         self._batch_size = batch_size
-        # The scaled rates of each optimizer without a scheduler.
-        self._scaled: list[tuple[Any, list[float]]] = []
-        # The number of parameter groups of each scaled optimizer.
-        self._groups: list[tuple[Any, int]] = []
+        # Each scaled optimizer with its rates, and whether it has a scheduler.
+        self._scaled: list[tuple[Any, list[float], bool]] = []
         self._has_warned = False
 
     def scaled(self, optimizers: Sequence[Any], schedulers: Sequence[Any]) -> None:
-        """Remember the scaled rates of optimizers without schedulers."""
+        """Remember the scaled rates of optimizers."""
         moved = {id(getattr(scheduler, "optimizer", None)) for scheduler in schedulers}
-        self._scaled = [(each, _rates(each)) for each in optimizers if id(each) not in moved]
-        self._groups = [(each, len(each.param_groups)) for each in optimizers]
+        self._scaled = [(each, _rates(each), id(each) in moved) for each in optimizers]
 
     def check(self, optimizers: Sequence[Any], *, goes_on: bool) -> None:
         """Warn of rates that something else has set or added, or that are 0 although the training continues."""
-        for optimizer, number in self._groups:
-            for group in optimizer.param_groups[number:]:
+        for optimizer, scaled, is_moved in self._scaled:
+            now = _rates(optimizer)
+            for rate in now[len(scaled) :]:
                 self._warn(
-                    f"a parameter group with the learning rate {group.get('lr')} was added after lr_scaling, which "
-                    "leaves it as it is: multiply a rate that was chosen for the default size with callback.lr_factor"
+                    f"a parameter group with the learning rate {rate} was added after lr_scaling, which leaves it as "
+                    "it is: multiply a rate that was chosen for the default size with callback.lr_factor"
                 )
-        for optimizer, rates in self._scaled:
-            if any(
-                not math.isclose(now, then, rel_tol=1e-6) for now, then in zip(_rates(optimizer), rates, strict=False)
-            ):
+            if not is_moved and any(not math.isclose(*pair, rel_tol=1e-6) for pair in zip(now, scaled, strict=False)):
                 self._warn(
                     "the training sets its learning rate itself, which undoes lr_scaling: multiply its rate by "
                     "callback.lr_factor"

@@ -216,6 +216,8 @@ class TrialRun:
         saved_job = state.get("job")
         facts = self._facts_of(port) if self._wish.job is None and saved_job is None else None
         self._enter(port, self._plan_of(port, facts, saved_job), epochs, lambda it: it.resume(state["trial"]))
+        if self.active is not None:
+            self.active.first_weights_are = "weights of the checkpoint"
 
     def state(self) -> dict[str, Any]:
         """Return the trial for a checkpoint, in plain types; empty without a trial.
@@ -284,7 +286,7 @@ class TrialRun:
         if why_not is not None or size is None:
             port.say(f"zeus: this run is not finished at another batch size: {why_not}")
             return None
-        begins = "begins again with the first weights of this launch" if restarts else "continues"
+        begins = f"begins again with the {active.first_weights_are}" if restarts else "continues"
         if error is not None:
             _logger.warning(
                 "the training at batch size %d was ended by %s",
@@ -305,7 +307,8 @@ class TrialRun:
             if restarts and active.first_weights is not None:
                 port.model.load_state_dict(active.first_weights)
             if run.active is not None:
-                run.active.first_weights = active.first_weights  # if this trial crashes, too, at the best known size
+                # If this trial crashes, too, at the best known size.
+                run.active.first_weights, run.active.first_weights_are = active.first_weights, active.first_weights_are
             if not port.keeps_optimizers:
                 active.unscale_learning_rate()  # the module may hand out the same optimizers again
             port.train_again(job.max_epochs, run.patches, keeps_state=not restarts)
@@ -433,6 +436,7 @@ class ActiveRun:
         self._options = options
         self._trains_on = options.after_target == "continue"
         self.first_weights: dict[str, Any] | None = None
+        self.first_weights_are = "first weights of this launch"
         self._session: TrialSession | None = None  # only on rank 0
         self._own_size = own_size = plan.job.default_batch_size
         with ExitStack() as opened:

@@ -298,14 +298,15 @@ class TrialSession:
         if self._reporter is not None and not trial_number:
             self._reporter.send_nothing()
 
-    def begin_measurement(self, optimizer: str | None = None) -> None:
+    def begin_measurement(self, optimizer: str | None = None, *, scaling: str | None = None) -> None:
         """Open the measurement window; call it where the training begins.
 
-        Some frameworks know the class of the `optimizer` only now: it completes the job's fingerprint.
+        Only now, some frameworks know the class of the `optimizer`, which completes the job's fingerprint, and plain
+        loops know the rule (`scaling`) of their rates, which then holds for the next runs.
         """
         reporter = self._require_live_trial()
-        if optimizer is not None and self.trial.has_extended_server and not reporter.is_away:
-            self._tell_optimizer(reporter.job, optimizer)
+        if self.trial.has_extended_server and not reporter.is_away:
+            self._complete(reporter.job, optimizer, scaling)
         if self._measuring:
             raise ZeusBSOOperationOrderError("the measurement has begun already: begin it once per training")
         self._begin_window()
@@ -468,17 +469,21 @@ class TrialSession:
         if job.target_metric is None:
             # The server recognises its own target by these numbers when it gets the registration again.
             update["target_runs"] = known.target_runs or ()
-        return job.model_copy(update=update).named(job_id)
+        return job.model_copy(update={**update, "scaling": known.scaling}).named(job_id)
 
-    def _tell_optimizer(self, registration: CreatedJob, optimizer: str) -> None:
-        if self.plan.fingerprint is None or self.plan.fingerprint.optimizer is not None:
+    def _complete(self, registration: CreatedJob, optimizer: str | None, scaling: str | None) -> None:
+        is_other = scaling not in (None, registration.scaling or "rate none")
+        update: dict[str, Any] = {"scaling": scaling, "revise": True} if is_other else {}
+        fingerprint = self.plan.fingerprint
+        if optimizer is not None and fingerprint is not None and fingerprint.optimizer is None:
+            update["fingerprint"] = fingerprint.model_copy(update={"optimizer": optimizer})
+            self.plan = replace(self.plan, fingerprint=update["fingerprint"])
+        if not update:
             return
-        fingerprint = self.plan.fingerprint.model_copy(update={"optimizer": optimizer})
-        self.plan = replace(self.plan, fingerprint=fingerprint)
         try:
-            known = self._client.register(registration.model_copy(update={"fingerprint": fingerprint}))
+            known = self._client.register(registration.model_copy(update=update))
         except ZeusBSOError as error:  # the fingerprint then lacks the optimizer
-            _logger.debug("the server did not take the name of the optimizer: %s", error)
+            _logger.debug("the server did not take the optimizer or the rule of its rates: %s", error)
         else:
             self.plan.compare(known)
 
